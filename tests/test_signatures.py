@@ -28,7 +28,7 @@ VERBS = [
     ("grasp.api.retrain", "retrain"),
     ("grasp.api.score", "score"),
 ]
-OF_PYTHON = {"art", "artifact", "cluster", "jobs", "own", "on_start", "progress"}  # no text can give them
+OF_PYTHON = {"art", "artifact", "cluster", "jobs", "overrides", "on_start", "progress"}  # no text can give them
 
 
 @pytest.mark.parametrize(("module", "name"), VERBS)

@@ -51,8 +51,8 @@ UNCLEAR_NAMES = frozenset(_NAMES.split())
 # Phrases of the earlier style, as regular expressions, with what to write instead.
 UNCLEAR_PHRASES = {
     r"there and back": "forward and backward pass",
-    # quoted, or after a colon, it is a name in stored results of experiments
-    r"\bthe one that ships\b|(?<![\"(])(?<!:\s)\bwhat ships\b": "the default, the built-in scoring rule",
+    # quoted, after a colon, or in "NAME, with what ships" it is a method name in stored results of experiments
+    r"\bthe one that ships\b|(?<![\"(])(?<!:\s)(?<!with\s)\bwhat ships\b": "the default, the built-in scoring rule",
     r"\bbears? on\b": "affects",
     r"\blets? go\b": "releases",
     r"\bas it is told\b|\bis told of\b|\bwhat it is told\b": "receives",

@@ -26,7 +26,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.build.merge import merge
 from grasp.build.pipeline import build_artifact
 from grasp.build.ray_cluster import ClusterSpec
-from grasp.cli import REFUSALS
+from grasp.cli import SYSTEM_ERRORS
 from grasp.errors import GraspError
 from grasp.report.atlas import write_atlas
 from grasp.retraining.worker import retrain
@@ -266,7 +266,7 @@ def run_child(verb: str, root: Path, out: Path, limits: Limits, writer: Connecti
     except GraspError as err:
         writer.send((str(err), ""))
     except OSError as err:
-        writer.send((str(err), "" if err.errno in REFUSALS else format_exc()))
+        writer.send((str(err), "" if err.errno in SYSTEM_ERRORS else format_exc()))
     except BaseException:
         writer.send(("", format_exc()))
         raise

@@ -3,13 +3,13 @@
     python -m experiments.extrapolation.extreme --data ../shared/data --name after \\
         --out experiments/extrapolation/extreme.json
 
-Runs alone, without an artifact: shares of a label and results. Two ways to leave out a fifth:
+Runs alone, without an artifact: shares of a label and results. Three ways to leave out a fifth:
 
     distance    the runs whose shares are farthest from the mean of all runs
     value       the runs with the largest share of one value; once for every value that enough runs differ in
+    inside      runs at random, for comparison
 
-k runs are drawn from those that are left, or from their central half (far), and the fifth is predicted. Beside them a
-fifth at random (inside). An interval
+k runs are drawn from those that are left, or from their central half (far), and the fifth is predicted. An interval
 covers where it holds the mean over the seeds of the run. Intervals of coverage are over the draws and values.
 Shape letters: R runs, S seeds, T tasks, G values.
 """
@@ -78,25 +78,25 @@ def splits(world: World) -> Iterator[tuple[str, I64, I64]]:
     mean_G = world.share_RG.mean(axis=0)
     order = np.argsort(np.linalg.norm(world.share_RG - mean_G, axis=1), kind="stable")
     yield "distance", order[:-n_out], order[-n_out:]
-    shuffled = stream(0, "extreme", world.name).permutation(len(order))
-    yield "inside", shuffled[:-n_out], shuffled[-n_out:]
     widest = np.argsort(-world.share_RG.std(axis=0), kind="stable")[:MOST_VALUES]
     for g in widest.tolist():
         order = np.argsort(world.share_RG[:, g], kind="stable")
         yield "value", order[:-n_out], order[-n_out:]
+    shuffled = stream(0, "extreme", world.name).permutation(len(order))
+    yield "inside", shuffled[:-n_out], shuffled[-n_out:]
 
 
 def measured(world: World, train: I64, out: I64) -> dict[str, float]:
     """One draw: coverage and how good predictions are, mean over runs left out and tasks."""
     n_tasks, seeds = world.utility_RST.shape[2], world.utility_RST.shape[1]
-    learned = Learned.fit(SubsetFeatures.from_shares(world.share_RG[train], n_tasks), world.utility_RST[train])
+    process = Learned.fit(SubsetFeatures.from_shares(world.share_RG[train], n_tasks), world.utility_RST[train])
     features = SubsetFeatures.from_shares(world.share_RG[out], n_tasks)
-    mean_RT, spread_RT = learned.predict(features)
+    mean_RT, spread_RT = process.predict(features)
     truth_RT, known_RT = world.utility_RST[out].mean(axis=1), world.utility_RST[train].mean(axis=1)
-    of_seeds_T = learned.scale_T**2 * learned.numbers["seed noise"] / seeds
-    half_RT = learned.quantile(COVERAGE) * np.sqrt(spread_RT**2 + of_seeds_T)
+    of_seeds_T = process.scale_T**2 * process.numbers["seed noise"] / seeds
+    half_RT = process.quantile(COVERAGE) * np.sqrt(spread_RT**2 + of_seeds_T)
     covered_RT = np.abs(mean_RT - truth_RT) <= half_RT
-    refused_RT = learned.ignorance(features, COVERAGE) > 1 if hasattr(learned, "ignorance") else covered_RT & False
+    refused_RT = process.ignorance(features, COVERAGE) > 1 if hasattr(process, "ignorance") else covered_RT & False
     answered = float((~refused_RT).mean())
     moved_RT = truth_RT - known_RT.mean(axis=0)
     sd_T = known_RT.std(axis=0)
@@ -112,7 +112,7 @@ def measured(world: World, train: I64, out: I64) -> dict[str, float]:
 
 
 def lines_of(world: World, names: Sequence[str]) -> Iterator[dict[str, object]]:
-    found: dict[tuple[str, int], list[dict[str, float]]] = {}
+    results: dict[tuple[str, int], list[dict[str, float]]] = {}
     for at, (how, left, out) in enumerate(splits(world)):
         if len(out) < LEAST_LEFT_OUT and how == "value":
             continue
@@ -125,11 +125,11 @@ def lines_of(world: World, names: Sequence[str]) -> Iterator[dict[str, object]]:
                     continue
                 for draw in range(DRAWS if how != "value" else 2):
                     rng = stream(0, "extreme", world.name, at, name, k, draw)
-                    found.setdefault((name, k), []).append(measured(world, rng.permutation(pool)[:k], out))
-    for (name, k), draws in found.items():
+                    results.setdefault((name, k), []).append(measured(world, rng.permutation(pool)[:k], out))
+    for (name, k), draws in results.items():
         line: dict[str, object] = {"world": world.name, "split": name, "runs": k, "draws": len(draws)}
         for key in draws[0]:
-            values = np.array([one[key] for one in draws])
+            values = np.array([draw[key] for draw in draws])
             line[key] = round(float(np.nanmean(values)), 4)
             if key.startswith("coverage"):
                 error = 1.96 * np.nanstd(values, ddof=1) / np.sqrt(len(values))
@@ -144,22 +144,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default="", help="worlds whose name begins so; the others stay as they are in --out")
     parser.add_argument("--splits", nargs="+", default=SPLITS, choices=SPLITS)
-    asked = parser.parse_args()
-    known = json.loads(asked.out.read_text()) if asked.out.exists() else []
-    makers = {f"regmix {part}": lambda part=part: of_regmix(asked.data / "regmix", part) for part in ("train", "test")}
-    makers |= {name: lambda name=name: of_environment(name, asked.data) for name in ENVIRONMENTS}
+    args = parser.parse_args()
+    known = json.loads(args.out.read_text()) if args.out.exists() else []
+    makers = {f"regmix {part}": lambda part=part: of_regmix(args.data / "regmix", part) for part in ("train", "test")}
+    makers |= {name: lambda name=name: of_environment(name, args.data) for name in ENVIRONMENTS}
     for name, make in makers.items():
-        if asked.only and not name.startswith(asked.only):
+        if args.only and not name.startswith(args.only):
             continue
         known = [
             line
             for line in known
-            if (line["name"], line["world"]) != (asked.name, name) or line["split"] not in asked.splits
+            if (line["name"], line["world"]) != (args.name, name) or line["split"] not in args.splits
         ]
-        for line in lines_of(make(), asked.splits):
-            known.append({"name": asked.name} | line)
+        for line in lines_of(make(), args.splits):
+            known.append({"name": args.name} | line)
             print(json.dumps(known[-1]), flush=True)
-        asked.out.write_text(json.dumps(known, indent=1) + "\n")
+        args.out.write_text(json.dumps(known, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from transformers.utils import logging as hf_logging
 
 from experiments.finetune.evaluate import Method, compare
 from experiments.finetune.features import Features
-from experiments.finetune.run import HERE
+from experiments.finetune.run import FOLDER
 from experiments.finetune.scores import TAU, Sides, shift_kernel
 from experiments.finetune.setting import LENGTH, open_corpus, target_settings
 from experiments.finetune.training import load_model, padded
@@ -116,7 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--work",
         type=Path,
-        default=HERE / "work",
+        default=FOLDER / "work",
         help="Where experiments.finetune.compare left model, rows, features.",
     )
     args = parser.parse_args(arguments)
@@ -130,7 +130,7 @@ def main(arguments: list[str] | None = None) -> None:
     features = [Features.load(args.work / f"documents-{side}.npz") for side in ("rows", "units")]
     sides = Sides(*features, model.config.vocab_size)
     kernel_by_layer = kernels(model, sides, rows, [(token.input_ids, token.first) for token in tokens])
-    environment = RetrainedRuns.open(HERE / "documents")
+    environment = RetrainedRuns.open(FOLDER / "documents")
     utilities = environment.utilities(seeds=(0,), partial=True)
     blocks = list(environment.subset_blocks(row_names(corpus.store)))
     names = [name for block in blocks for name in block.subset_ids]

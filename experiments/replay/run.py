@@ -25,9 +25,10 @@ from scipy.stats import spearmanr
 from transformers.utils import logging as hf_logging
 
 from experiments.finetune.evaluate import noise
-from experiments.finetune.further import FEATURES, FORWARD, HERE, forms, relevance
+from experiments.finetune.further import FEATURES, FORWARD, forms, relevance
 from experiments.finetune.methods import artifact_of
 from experiments.finetune.prepare import model_directory
+from experiments.finetune.run import FOLDER
 from experiments.finetune.setting import NAMES, Name
 from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
@@ -45,7 +46,7 @@ from grasp.training.trajectory import Trajectory
 PROBES = 5
 RESAMPLES = 1000
 SHIFT = 0.2  # of the weights of groups, in a check
-SHIPPED = "gradient + .25 of token + input"
+DEFAULT = "gradient + .25 of token + input"
 THIRDS = ("first", "second", "last")
 
 
@@ -54,9 +55,9 @@ THIRDS = ("first", "second", "last")
 
 def replay(world: World, seed: int, settings: MetagradientSettings, place: Path) -> tuple[Metagradient, dict[str, Any]]:
     """Train and differentiate by one order, or read what is there; with what it cost."""
-    kept, record = place / "metagradient.safetensors", place / "record.json"
+    arrays, record = place / "metagradient.safetensors", place / "record.json"
     if record.exists():
-        return Metagradient.load(kept), json.loads(record.read_text(encoding="utf-8"))
+        return Metagradient.load(arrays), json.loads(record.read_text(encoding="utf-8"))
     place.mkdir(parents=True, exist_ok=True)
     used = time.process_time()
     trajectory = Trajectory(world.training(), world.rows, world.order(seed), directory=place / "states")
@@ -64,8 +65,8 @@ def replay(world: World, seed: int, settings: MetagradientSettings, place: Path)
     print(f"{world.name}, order {seed}, {settings.curvature}: {trajectory.size}; {forecast}", flush=True)
     losses = trajectory.train()
     trained = time.process_time() - used
-    found = metagradient(trajectory, world.targets, settings, lambda left: _progress(left, used))
-    found.save(kept)
+    replayed = metagradient(trajectory, world.targets, settings, lambda left: _progress(left, used))
+    replayed.save(arrays)
     shutil.rmtree(place / "states")
     cost = {
         "cpu_seconds": round(time.process_time() - used),
@@ -75,7 +76,7 @@ def replay(world: World, seed: int, settings: MetagradientSettings, place: Path)
         "loss_first_last": [round(float(losses[0]), 3), round(float(losses[-1]), 3)],
     }
     write_whole(record, (json.dumps(cost, indent=1) + "\n").encode())
-    return found, cost
+    return replayed, cost
 
 
 def _progress(left: int, used: float) -> None:
@@ -83,7 +84,7 @@ def _progress(left: int, used: float) -> None:
         print(f"  {left} steps left, {time.process_time() - used:.0f} s of CPU", flush=True)
 
 
-def group_check(world: World, found: Metagradient, place: Path, retrainings: int) -> dict[str, Any]:
+def group_check(world: World, replayed: Metagradient, place: Path, retrainings: int) -> dict[str, Any]:
     """Retrain order 0 with the weights of groups of rows moved at random, or read what is there."""
     record = place / f"check-{retrainings}.json"
     if record.exists():
@@ -91,7 +92,7 @@ def group_check(world: World, found: Metagradient, place: Path, retrainings: int
     trajectory = Trajectory(world.training(), world.rows, world.order(0))
     trajectory.train()
     group_N = np.asarray(world.corpus.label.codes_N, dtype=np.int64)
-    check = check_by_groups(trajectory, world.targets, found, group_N, shift=SHIFT, retrainings=retrainings)
+    check = check_by_groups(trajectory, world.targets, replayed, group_N, shift=SHIFT, retrainings=retrainings)
     print(f"{world.name}: {check}", flush=True)
     result = {
         "groups": int(group_N.max()) + 1,
@@ -108,15 +109,15 @@ def group_check(world: World, found: Metagradient, place: Path, retrainings: int
 # --------------------------------------------------------------------------------------------------------------- scores
 
 
-def drawn(found: Sequence[Metagradient], n_rows: int, first: float = 0.0, last: float = 1.0) -> F64:
+def drawn(replays: Sequence[Metagradient], n_rows: int, first: float = 0.0, last: float = 1.0) -> F64:
     """See `drawn_scores`; `first` and `last`: shares of the steps between which derivatives are summed."""
-    steps = [len(one.order_KB) for one in found]
-    return drawn_scores(found, n_rows, [(round(first * count), round(last * count)) for count in steps])
+    steps = [len(replayed.order_KB) for replayed in replays]
+    return drawn_scores(replays, n_rows, [(round(first * count), round(last * count)) for count in steps])
 
 
-def probed(found: Sequence[Metagradient], steps: Sequence[int] | None = None) -> F64:
+def probed(replays: Sequence[Metagradient], steps: Sequence[int] | None = None) -> F64:
     """See `probed_scores`; `steps`: the probe steps of every order that count, None: all."""
-    return probed_scores(found, [list(one.probe_steps_M) if steps is None else steps for one in found])
+    return probed_scores(replays, [list(each.probe_steps_M) if steps is None else steps for each in replays])
 
 
 def filled(score_NT: F64) -> F64:
@@ -147,7 +148,7 @@ class Comparison:
         realized_BE = utilities.values_BSE.mean(axis=1)
         self.names = list(dict.fromkeys(targets))
         member_TE = [[target == name for target in targets] for name in self.names]
-        self.task_BT = np.stack([realized_BE[:, own_E].mean(axis=1) for own_E in member_TE], axis=1)
+        self.task_BT = np.stack([realized_BE[:, of_target_E].mean(axis=1) for of_target_E in member_TE], axis=1)
         count = len(share_BN)
         self.weights_RB = np.concatenate([np.ones((1, count)), bootstrap_weights(count, resamples=RESAMPLES)])
         self.base_R = self._rho(base_NT).mean(axis=0)
@@ -158,7 +159,7 @@ class Comparison:
         return rho_TR
 
     def record(self, score_NT: F64) -> dict[str, Any]:
-        """Task rho, of each target, and its difference to what ships, with 95 % intervals over subsets."""
+        """Task rho, of each target, and its difference to the default rule, with 95 % intervals over subsets."""
         rho_TR = self._rho(score_NT)
         rho_R = rho_TR.mean(axis=0)
         return {
@@ -173,18 +174,18 @@ def _interval(value_R: F64) -> list[float]:
     return [round(float(np.clip(v, -1.0, 1.0)), 3) for v in (value_R[0], value_R[0] + low, value_R[0] + high)]
 
 
-def ways(found: Mapping[str, Sequence[Metagradient]], shipped_NT: F64) -> dict[str, F64]:
-    """Every way to score rows that is compared: alone, and added to what ships."""
-    n_rows = len(shipped_NT)
-    out: dict[str, F64] = {"what ships": shipped_NT}
+def ways(replays: Mapping[str, Sequence[Metagradient]], default_NT: F64) -> dict[str, F64]:
+    """Every way to score rows that is compared: alone, and added to the default rule."""
+    n_rows = len(default_NT)
+    out: dict[str, F64] = {"default": default_NT}
 
     def add(name: str, score_NT: F64) -> None:
         out[name] = score_NT
-        out[f"{name}, with what ships"] = added(score_NT, shipped_NT)
+        out[f"{name}, with default"] = added(score_NT, default_NT)
 
-    for curvature, orders in found.items():
+    for curvature, orders in replays.items():
         named = "" if curvature == "difference" else f", {curvature}"
-        groups = {f"order {w}": [one] for w, one in enumerate(orders)}
+        groups = {f"order {w}": [replayed] for w, replayed in enumerate(orders)}
         if len(orders) > 1:
             groups["all orders"] = list(orders)
         for label, some in groups.items():
@@ -205,72 +206,74 @@ def ways(found: Mapping[str, Sequence[Metagradient]], shipped_NT: F64) -> dict[s
     return out
 
 
-def gate(found: Sequence[Metagradient]) -> dict[str, Any]:
+def gate(replays: Sequence[Metagradient]) -> dict[str, Any]:
     """Measure whether replays are smooth: growth of the adjoint, spread of derivatives, agreement of two orders."""
     records = []
-    for one in found:
-        smooth = smoothness(one)
+    for replayed in replays:
+        smooth = smoothness(replayed)
         records.append(
             {
                 "growth_by_twelfth": [round(float(part.mean()), 2) for part in np.array_split(smooth.growth_K, 12)],
                 "spread_by_twelfth": [round(float(part.mean()), 2) for part in np.array_split(smooth.spread_K, 12)],
                 "first_step": smooth.first_step,
-                "left_out": int(one.left_out_K.max()),
+                "left_out": int(replayed.left_out_K.max()),
                 "line": str(smooth),
             }
         )
-    n_rows = found[0].probe_MNT.shape[1]
+    n_rows = replays[0].probe_MNT.shape[1]
     agreements = []
-    for one, other in combinations(found, 2):
-        scores = [drawn([each], n_rows) for each in (one, other)]
+    for first, second in combinations(replays, 2):
+        scores = [drawn([each], n_rows) for each in (first, second)]
         both_N = np.isfinite(scores).all(axis=(0, 2))
         agreements.append(
             {
-                "all_rows": _agreement(one.probed(), other.probed()),
+                "all_rows": _agreement(first.probed(), second.probed()),
                 "drawn_rows": _agreement(*(score_NT[both_N] for score_NT in scores)),
             }
         )
     return {"orders": records, "agreement_of_two_orders": agreements}
 
 
-def _agreement(one_NT: F64, other_NT: F64) -> list[float]:
-    return [round(float(spearmanr(a, b).statistic), 3) for a, b in zip(one_NT.T, other_NT.T, strict=True)]
+def _agreement(first_NT: F64, second_NT: F64) -> list[float]:
+    return [round(float(spearmanr(a, b).statistic), 3) for a, b in zip(first_NT.T, second_NT.T, strict=True)]
 
 
 # --------------------------------------------------------------------------------------------------------------- report
 
 
-def shipped_scores(world: World, work: Path, utilities: Utilities) -> F64:
+def default_scores(world: World, work: Path, utilities: Utilities) -> F64:
     """Score every row for every target by the build for a model that is trained further, (N, T)."""
     start = model_directory(world.name, work)
     artifact = artifact_of(world.name, work, start, world.tokenizer, FEATURES, 8192, "further")
     columns = np.concatenate([artifact.unit_columns(target) for target in dict.fromkeys(utilities.targets)])
     assert tuple(artifact.units["unit_id"].take(columns).to_pylist()) == utilities.unit_ids
     kernel_of = {kernel: relevance(artifact, kernel, columns) for kernel in ("gradient", *FORWARD)}
-    method = forms(kernel_of, np.ones(artifact.n_rows))[SHIPPED]
+    method = forms(kernel_of, np.ones(artifact.n_rows))[DEFAULT]
     _, score_NT = method.predict(np.eye(artifact.n_rows), list(utilities.targets))
     return score_NT
 
 
-def report(name: Name, given: argparse.Namespace) -> dict[str, Any]:
+def report(name: Name, options: argparse.Namespace) -> dict[str, Any]:
     """Replay an environment's training in several orders, and compare."""
-    world = World.open(name, given.data, given.work)
+    world = World.open(name, options.data, options.work)
     settings = MetagradientSettings(probe_steps=probe_steps(world.kind.recipe.steps, PROBES))
-    found: dict[str, list[Metagradient]] = {}
+    replays: dict[str, list[Metagradient]] = {}
     costs = {}
-    for curvature, orders in (("difference", given.orders), ("gauss-newton", given.gauss_newton)):
+    for curvature, orders in (("difference", options.orders), ("gauss-newton", options.gauss_newton)):
         for seed in range(orders):
             changed = settings.model_copy(update={"curvature": curvature})
-            one, cost = replay(world, seed, changed, given.work / "replay" / f"{name}-{curvature}-{seed}")
-            found.setdefault(curvature, []).append(one)
+            replayed, cost = replay(world, seed, changed, options.work / "replay" / f"{name}-{curvature}-{seed}")
+            replays.setdefault(curvature, []).append(replayed)
             costs[f"{curvature}, order {seed}"] = cost
-    check = group_check(world, found["difference"][0], given.work / "replay" / f"{name}-difference-0", given.check)
-    environment = RetrainedRuns.open(HERE / name)
+    check = group_check(
+        world, replays["difference"][0], options.work / "replay" / f"{name}-difference-0", options.check
+    )
+    environment = RetrainedRuns.open(FOLDER / name)
     utilities = environment.utilities(seeds=(0,), partial=True)
     assert tuple(dict.fromkeys(utilities.targets)) == tuple(target.name for target in world.targets)
     share_BN = shares(environment, world.corpus.store, utilities)
-    shipped_NT = shipped_scores(world, given.work, utilities)
-    comparison = Comparison(utilities, share_BN, shipped_NT)
+    default_NT = default_scores(world, options.work, utilities)
+    comparison = Comparison(utilities, share_BN, default_NT)
     return {
         "environment": name,
         "subsets": len(share_BN),
@@ -279,8 +282,8 @@ def report(name: Name, given: argparse.Namespace) -> dict[str, Any]:
         "settings": settings.model_dump(mode="json"),
         "noise": noise(environment, utilities),
         "cost": costs,
-        "gate": gate(found["difference"]) | {"check_by_groups": check},
-        "scores": {label: comparison.record(score_NT) for label, score_NT in ways(found, shipped_NT).items()},
+        "gate": gate(replays["difference"]) | {"check_by_groups": check},
+        "scores": {label: comparison.record(score_NT) for label, score_NT in ways(replays, default_NT).items()},
     }
 
 
@@ -295,14 +298,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--orders", type=int, default=2, help="Orders of rows that are replayed.")
     parser.add_argument("--gauss-newton", type=int, default=0, help="Orders that are replayed with Gauss-Newton too.")
     parser.add_argument("--check", type=int, default=8, help="Retrainings with moved weights of groups of rows.")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     hf_logging.disable_progress_bar()
-    there = json.loads(given.out.read_text(encoding="utf-8"))["environments"] if given.out.exists() else []
-    done = {one["environment"]: one for one in there}
-    for name in given.names:
-        done[name] = report(name, given)
-        write_whole(given.out, (json.dumps({"environments": list(done.values())}, indent=1) + "\n").encode())
+    reports = json.loads(options.out.read_text(encoding="utf-8"))["environments"] if options.out.exists() else []
+    done = {entry["environment"]: entry for entry in reports}
+    for name in options.names:
+        done[name] = report(name, options)
+        write_whole(options.out, (json.dumps({"environments": list(done.values())}, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -43,11 +43,11 @@ class Rows:
         return self.corpus.store.fingerprint
 
     def rows(self, row_index: I64) -> RowShard:
-        found = self.corpus.store.rows(row_index)
-        starts, lengths = found.offsets[:-1], np.diff(found.offsets)
+        shard = self.corpus.store.rows(row_index)
+        starts, lengths = shard.offsets[:-1], np.diff(shard.offsets)
         first_B = np.minimum(self.corpus.first_N[row_index], lengths)
-        position = np.arange(len(found.flat_ids)) - np.repeat(starts, lengths)
-        return RowShard(-1, found.flat_ids, found.offsets, found.table, position >= np.repeat(first_B, lengths))
+        position = np.arange(len(shard.flat_ids)) - np.repeat(starts, lengths)
+        return RowShard(-1, shard.flat_ids, shard.offsets, shard.table, position >= np.repeat(first_B, lengths))
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class World:
         tokens = units.tokenize(tokenizer, LENGTH)
         names = [unit.target for unit in units.units]
         targets = tuple(
-            Target(target, [one for one, own in zip(tokens, names, strict=True) if own == target])
+            Target(target, [unit for unit, name_of in zip(tokens, names, strict=True) if name_of == target])
             for target in dict.fromkeys(names)
         )
         rows: Any = Rows(corpus)

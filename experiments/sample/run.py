@@ -27,7 +27,7 @@ from experiments.finetune.evaluate import Method, agreements
 from experiments.finetune.further import relevance
 from experiments.finetune.methods import artifact_of
 from experiments.finetune.prepare import model_directory, prepared
-from experiments.finetune.run import HERE as FINETUNE
+from experiments.finetune.run import FOLDER as FINETUNE
 from experiments.finetune.setting import NAMES, open_corpus
 from experiments.finetune.worlds import shares
 from experiments.runs.curves import draw, of_environment

@@ -235,7 +235,7 @@ def test_a_kernel_that_was_not_built_is_told_by_score_and_predict(art, tmp_path)
     )
     (tmp_path / "p.yaml").write_text("name: three\nmatch: {output_layer: 1, embedding: 1}\n")
     said = refused("predict", out, "--keep", "topic = 'sky'", "--protocol", tmp_path / "p.yaml")
-    assert "does not fit the artifact: needs array 'relevance_embedding'" in said
+    assert "does not fit the artifact: requires array 'relevance_embedding'" in said
 
 
 def test_score_writes_all_rows_or_those_asked_for(art, tmp_path):
@@ -301,7 +301,7 @@ def test_weights_of_expressions_multiply(art, tmp_path):
     lines = succeed("predict", art, *flags, "--out", tmp_path / "p.parquet").lines
     changed, n = int((sky_N | earth_N).sum()), len(effect_N)
     percent = f"{100 * changed / n:.1f} %"
-    assert lines[0] == f"gives {changed} of {n} rows ({percent}) another weight, drops {earth_N.sum()} of them"
+    assert lines[0] == f"changes the weight of {changed} of {n} rows ({percent}), drops {earth_N.sum()} of them"
     (line,) = lines_of(tmp_path / "p.parquet")
     assert line["change"] == pytest.approx(weighted_change(weight_N, effect_N), abs=1e-6)
 
@@ -361,12 +361,12 @@ def test_what_does_not_vary_is_left_out_and_said_so(art, tmp_path):
     write_yaml({**GEOMETRY, "calibration": calibration | {"seed": alike}}, tmp_path / "protocol.yaml")
     for asked in (["--keep", "topic = 'sky'"], ["--by", "topic"]):
         outcome = succeed("predict", art, *asked, "--protocol", tmp_path / "protocol.yaml")
-        assert "left out, since it does not vary: output_layer, pooled, joint.pair, product.self" in outcome.lines
+        assert "ignored, no variance: output_layer, pooled, joint.pair, product.self" in outcome.lines
 
 
 def test_by_gives_every_value_its_worth(art, tmp_path):
     effect_N, topic_N = effects(art), topics(art)
-    printed = table(succeed("predict", art, "--by", "topic").out, "facts: what each topic is worth")
+    printed = table(succeed("predict", art, "--by", "topic").out, "facts: effect of each topic")
     assert {line["topic"] for line in printed} == {"earth", "life", "sky"}
     drops = [float(line["if dropped"]) for line in printed]
     assert drops == sorted(drops)

@@ -453,7 +453,7 @@ def test_few_subsets_choose_from_a_short_list_and_it_is_said(art, env, tmp_path)
 def test_one_result_and_a_held_out_environment_choose_nothing(art, env, own_env, tmp_path):
     command = ["calibrate", art, "--runs", own_env, "--out", tmp_path / "p.yaml"]
     assert re.search(r"\b1 .*\['env/facts'\].*\b2\b", refused(*command))
-    assert re.search(r"\['env/facts', 'env/facts'\].*different", refused(*command, "--runs", env))
+    assert re.search(r"\['env/facts', 'env/facts'\].*duplicates", refused(*command, "--runs", env))
     two = Path(shutil.copytree(env, tmp_path / "two"))
     set_info(two, role="held-out")
     assert_mentions(refused(*command, "--runs", two), "selection", "held-out")

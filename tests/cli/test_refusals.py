@@ -65,7 +65,7 @@ REFUSALS = {
         (("--weight", "true: -1"), r"--weight: .*'true: -1'"),
         (("--weight", "true"), r"--weight: .*'true'.*EXPR:NUMBER"),
         (("--weight", "true:0"), r"every row.*column"),
-        (("--weight", "topic = 'sky':0", "--weight", "topic != 'sky':0"), r"none of 65 rows"),
+        (("--weight", "topic = 'sky':0", "--weight", "topic != 'sky':0"), r"all 65 rows"),
         (("--by", "topic", "--protocol", "component.yaml"), r"components: .*\['joint\.pear'\]"),
         (("--by", "topic", "--protocol", "settings.yaml"), r"features\.tau: .*\b0\.5\b"),
         (("--by", "topic", "--protocol", "match.yaml"), r"match: .*auto"),

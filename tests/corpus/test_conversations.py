@@ -193,7 +193,7 @@ THOUGHT = {"messages": turns(ASKED, f"<think>hm</think>{ANSWERED}", AGAIN, LAST)
 REFUSED = [
     ({"messages": [{"role": "owner", "content": "x"}]}, {}, r"c\.jsonl:1: turn 0: .*'owner'"),
     ({"messages": [{"content": "x"}]}, {}, r"turn 0: .*None"),
-    ({"messages": [{"role": "user", "content": {"image": 1}}]}, {}, "words"),
+    ({"messages": [{"role": "user", "content": {"image": 1}}]}, {}, "images"),
     ({"messages": "hello", "text": "a"}, {}, "--text-column messages"),
     ({"messages": ["hello"]}, {}, "'messages'.*str"),
     ({"prompt": "a", "completion": TURNS}, {}, "'prompt'.*str"),

@@ -466,7 +466,7 @@ def test_a_column_that_its_folder_has_too_must_agree(tmp_path, suffix):
     with pytest.raises(CorpusError, match=r"part\.\w+.*: column 'month'.*\b1\b.*month=02"):
         list(read_documents(config))
     config = write_folders(tmp_path / "twice", ["a=1/a=2"], suffix)
-    with pytest.raises(CorpusError, match=r"'a'.*values"):
+    with pytest.raises(CorpusError, match=r"values.*'a'"):
         list(read_documents(config))
 
 
@@ -531,7 +531,7 @@ _SINK = pa.BufferOutputStream()
 pq.write_table(pa.Table.from_pylist(records(200)), _SINK)
 WHOLE = _SINK.getvalue().to_pybytes()
 REFUSED = [
-    *[("c.parquet", WHOLE[: int(len(WHOLE) * keep)], "damaged or cut short") for keep in (0.3, 0.9, 0.999)],
+    *[("c.parquet", WHOLE[: int(len(WHOLE) * keep)], "damaged") for keep in (0.3, 0.9, 0.999)],
     ("c.parquet", WHOLE[:4] + bytes(196) + WHOLE[200:], "damaged"),
     ("c.parquet", pa.table({"body": ["x"]}), r"c\.parquet: .*text column.*\bbody\b"),
     ("c.jsonl", b'{"text": "a"}\n{"txet": "b"}', r"c\.jsonl:2: .*text column.*\btxet\b"),
@@ -588,5 +588,5 @@ def test_places_that_are_no_corpus_are_refused(tmp_path):
         read_documents(settings_for(tmp_path))
     saved = save_dataset(tmp_path / "saved", records(20))
     next(saved.glob("*.arrow")).write_bytes(b"")
-    with pytest.raises(CorpusError, match="whole `datasets` directory"):
+    with pytest.raises(CorpusError, match="`datasets` directory"):
         list(read_documents(settings_for(saved)))

@@ -11,7 +11,7 @@ from grasp.corpus.sources import open_source
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
 def test_the_length_of_large_json_lines_is_estimated_by_their_beginning(tmp_path, monkeypatch, suffix):
-    monkeypatch.setattr("grasp.corpus.sources._COUNTED_BYTES", 1 << 18)
+    monkeypatch.setattr("grasp.corpus.sources._MEASURED_BYTES", 1 << 18)
     rng = random.Random(0)
     lines = [
         json.dumps({"text": "".join(rng.choices("abcdefgh ", k=rng.randrange(200)))}) + "\n" for _ in range(20_000)

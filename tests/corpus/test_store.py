@@ -443,7 +443,7 @@ def test_a_full_disk_keeps_the_shards_that_are_finished(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, hard))
     try:
-        with pytest.raises(ArtifactError, match=r"store: shard-00002 .* size .* 2 parts"):
+        with pytest.raises(ArtifactError, match=r"store: shard-00002 .*too large.* 2 parts"):
             write(tmp_path / "store", path, max_length=4000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

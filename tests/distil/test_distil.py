@@ -297,7 +297,7 @@ def test_the_commands_say_how_good_the_scorer_is(art, corpus, tmp_path):
 
 
 def test_verify_compares_the_files_of_a_scorer(scorer_copy):
-    assert succeed("verify", scorer_copy).out == f"{scorer_copy}: scorer, all whole\n"
+    assert succeed("verify", scorer_copy).out == f"{scorer_copy}: scorer, all files intact\n"
     data = bytearray((scorer_copy / WEIGHTS).read_bytes())
     data[-1] ^= 1
     (scorer_copy / WEIGHTS).write_bytes(data)

@@ -67,7 +67,7 @@ def art(tmp_path_factory):
 
 
 def small(art, **changed):
-    given = {
+    settings = {
         "first_target": "facts",
         "seeds": (0, 1),
         "draws": 2,
@@ -75,7 +75,7 @@ def small(art, **changed):
         "held_out": 10,
         "overrides": RECIPE,
     }
-    return Settings(art, **given | changed)
+    return Settings(art, **settings | changed)
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +89,10 @@ def experiment(art, tmp_path_factory):
 
 def subsets(world):
     table = pq.read_table(world.work / "subsets.parquet").to_pylist()
-    found = {}
+    results = {}
     for line in table:
-        found.setdefault(line["subset_id"], []).append(line["row_id"])
-    return found
+        results.setdefault(line["subset_id"], []).append(line["row_id"])
+    return results
 
 
 def result(experiment):
@@ -215,17 +215,17 @@ def test_what_is_not_this_experiment_is_refused(art, tmp_path, capsys):
     World(small(art), tmp_path)
     World(small(art, budgets=(0.4,), draws=1, first_target="sky"), tmp_path)
     for ask, said in [
-        (lambda: World(small(art, first_target="fact"), tmp_path), "--target: got 'fact', .*art has facts, sky"),
+        (lambda: World(small(art, first_target="fact"), tmp_path), "--target: .*'fact'.*art.*facts, sky"),
         (lambda: World(small(art, held_out=60), tmp_path), "--held-out: got 60"),
-        (lambda: World(small(art, held_out=9, label="color"), tmp_path), "made with another --by, --held-out"),
-        (lambda: with_choices(Unit("facts-0", "facts", "What?", " water"), False), "'facts-0' of facts: has no cho"),
+        (lambda: World(small(art, held_out=9, label="color"), tmp_path), "--by, --held-out"),
+        (lambda: with_choices(Unit("facts-0", "facts", "What?", " water"), False), "'facts-0'.*facts"),
     ]:
         with pytest.raises(SettingsError, match=said):
             ask()
     arguments = ["--artifact", str(art), "--work", str(tmp_path / "w"), "--out", str(tmp_path / "no" / "r.json")]
     with pytest.raises(SystemExit, match="2"):
         running.main(arguments)
-    assert capsys.readouterr().err.startswith("error: --out: there is no directory")
+    assert capsys.readouterr().err.startswith("error: --out: ")
 
 
 def test_two_that_begin_at_once_write_one_corpus(art, tmp_path):
@@ -242,10 +242,10 @@ def test_two_that_begin_at_once_write_one_corpus(art, tmp_path):
 def test_whole_rows_keep_the_sum_and_what_there_is(pairs):
     held_G = np.array([max(held, int(np.ceil(wanted))) for wanted, held in pairs])
     wanted_G = np.array([wanted for wanted, _ in pairs])
-    found = in_whole_rows(wanted_G.copy(), held_G)
-    assert found.sum() == round(wanted_G.sum())
-    assert (found <= held_G).all()
-    assert (np.abs(found - wanted_G) <= 1 + 1e-6).all()
+    actual = in_whole_rows(wanted_G.copy(), held_G)
+    assert actual.sum() == round(wanted_G.sum())
+    assert (actual <= held_G).all()
+    assert (np.abs(actual - wanted_G) <= 1 + 1e-6).all()
 
 
 def test_sampled_rows_are_of_their_values_and_of_the_pool():
@@ -262,16 +262,16 @@ def test_intervals_cover_the_mean_where_seeds_and_units_are_drawn():
     covered = []
     for _ in range(400):
         values_SU = rng.normal(size=(3, 1)) * 0.3 + rng.normal(size=(1, 40)) + 0.5 * rng.normal(size=(3, 40))
-        found = estimate(values_SU[None])
-        covered.append(found.low <= 0.0 <= found.high)
+        actual = estimate(values_SU[None])
+        covered.append(actual.low <= 0.0 <= actual.high)
     assert 0.9 <= np.mean(covered) <= 0.98
 
 
 def test_an_interval_of_units_alone_is_students():
     values_U = np.random.default_rng(1).normal(size=20)
-    found = estimate(np.broadcast_to(values_U, (1, 2, 20)))
+    actual = estimate(np.broadcast_to(values_U, (1, 2, 20)))
     half = 2.093024 * values_U.std(ddof=1) / 20**0.5  # Student's t, 19 degrees of freedom
-    assert (found.low, found.high) == pytest.approx((values_U.mean() - half, values_U.mean() + half), rel=1e-5)
+    assert (actual.low, actual.high) == pytest.approx((values_U.mean() - half, values_U.mean() + half), rel=1e-5)
     assert estimate(values_U[None, None]).low is None
 
 
@@ -282,8 +282,8 @@ def gpt2_rows(seed=0, last=None):
 
 def gpt2_recipe(**changed):
     shape = LlamaShape(vocab_size=50, hidden=8, intermediate=12, layers=1, heads=2, context=16)
-    given = {"shape": shape, "steps": 6, "warmup_steps": 1, "batch_rows": 4}
-    return named_recipe("tiny").model_copy(update=given | changed)
+    settings = {"shape": shape, "steps": 6, "warmup_steps": 1, "batch_rows": 4}
+    return named_recipe("tiny").model_copy(update=settings | changed)
 
 
 def test_a_gpt2_is_trained_on_the_rows_that_are_retained_and_no_others():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.exposure.chosen import told
+from experiments.exposure.chosen import print_pairs
 from experiments.exposure.repeated import drawn
 from grasp.runs.retrained import RetrainedRuns
 
@@ -22,11 +22,13 @@ def test_the_same_shares_come_from_all_rows_and_from_few():
     subsets = drawn(codes_N, 4, 6)
     for large, small in zip(subsets[::2], subsets[1::2], strict=True):
         assert (large.subset_id[-2:], small.subset_id[-2:]) == (small.subset_id[-2:], large.subset_id[-2:])
-        shares = [np.bincount(codes_N[one.row_index], one.weights, 4) / 240 for one in (large, small)]
+        shares = [np.bincount(codes_N[subset.row_index], subset.weights, 4) / 240 for subset in (large, small)]
         np.testing.assert_allclose(*shares)
         np.testing.assert_allclose(shares[0].sum(), 1.0)
         assert set(small.row_index) <= set(large.row_index)
-    assert min(len(one.row_index) for one in subsets[1::2]) < 0.5 * max(len(one.row_index) for one in subsets[::2])
+    assert min(len(subset.row_index) for subset in subsets[1::2]) < 0.5 * max(
+        len(subset.row_index) for subset in subsets[::2]
+    )
 
 
 def test_promises_are_counted_on_either_side(capsys):
@@ -36,7 +38,7 @@ def test_promises_are_counted_on_either_side(capsys):
         {"expected": 0.5, "low": 0.2, "high": 0.8, "came": 0.5},
         {"expected": 0.1, "low": 0.0, "high": 0.2, "came": 0.2},
     ]
-    told(pairs, "all")
+    print_pairs(pairs, "all")
     assert "4 pairs, 50% inside (25% promised too much, 25% too little)" in capsys.readouterr().out
 
 
@@ -53,11 +55,11 @@ def test_promises_of_choices_that_were_trained_hold_and_are_what_the_kept_runs_s
             for t, target in enumerate(trained.targets)
         }
         np.testing.assert_allclose(
-            [one["came"] for one in stored], [came[one["subset"], one["target"]] for one in stored]
+            [pair["came"] for pair in stored], [came[pair["subset"], pair["target"]] for pair in stored]
         )
         pairs += stored
-    inside = np.array([one["low"] <= one["came"] <= one["high"] for one in pairs])
-    own = np.array([one["chosen_for"] for one in pairs])
+    inside = np.array([pair["low"] <= pair["came"] <= pair["high"] for pair in pairs])
+    own = np.array([pair["chosen_for"] for pair in pairs])
     assert len(pairs) == 130
     assert inside.mean() >= 0.85
     assert inside[own].mean() >= 0.85

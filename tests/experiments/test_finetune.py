@@ -1,5 +1,6 @@
 """Fine-tuning of a pretrained model: the pure parts, against laws and slow versions."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -177,8 +178,8 @@ def test_rows_can_count_by_their_tokens():
 def test_a_choice_over_several_environments_takes_the_mean_of_all_their_targets():
     generator = np.random.default_rng(0)
     shift_TR, other_TR = np.full((2, 51), 0.3), 0.1 + 0.05 * generator.normal(size=(2, 51))
-    found = together(["a", "b"], [{"shift": shift_TR, "other": other_TR}, {"shift": shift_TR, "only here": other_TR}])
-    assert (found["environment"], found["candidates"]) == ("a + b", 1)
+    result = together(["a", "b"], [{"shift": shift_TR, "other": other_TR}, {"shift": shift_TR, "only here": other_TR}])
+    assert (result["environment"], result["candidates"]) == ("a + b", 1)
     figures = [{"shift": shift_TR, "other": other_TR}, {"shift": shift_TR, "other": other_TR + 0.4}]
     best, second = together(["a", "b"], figures)["methods"]
     assert (best["method"], best["mean_lds"], best["bound"]) == ("shift", 0.3, 0.3)
@@ -191,7 +192,7 @@ def test_nothing_is_chosen_on_what_is_held_out(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         choice.main(["documents", "instructions", "--data", str(tmp_path), "--out", str(tmp_path / "choice.json")])
     assert stopped.value.code == 2
-    assert "documents, instructions: one of them is held out, expected it alone" in capsys.readouterr().err
+    assert re.search("documents, instructions: .*held out", capsys.readouterr().err)
 
 
 def test_negative_scores_can_count_less():
@@ -211,8 +212,8 @@ def test_ours_count_negative_scores_a_quarter_and_others_count_as_published():
 
 
 def test_a_row_is_as_near_to_a_target_as_to_its_nearest_example():
-    found = nearest_example(np.array([[0.1, 0.9, -0.5], [0.3, 0.2, 0.4]]), ["a", "a", "b"])
-    assert found.tolist() == [[0.9, 0.9, -0.5], [0.3, 0.3, 0.4]]
+    result = nearest_example(np.array([[0.1, 0.9, -0.5], [0.3, 0.2, 0.4]]), ["a", "a", "b"])
+    assert result.tolist() == [[0.9, 0.9, -0.5], [0.3, 0.3, 0.4]]
 
 
 HIDDEN, VOCABULARY, LENGTHS = 6, 11, ((5, 3, 4), (2, 4))
@@ -267,8 +268,8 @@ def test_an_input_kernel_sums_over_equal_input_tokens(sides):
         same = sides.rows.token_P[t] == sides.units.token_P[s]
         return same * float(sides.rows.delta_PH[t] @ sides.units.delta_PH[s])
 
-    found = input_kernel(sides, None, by_frequency=False)
-    assert found == pytest.approx(pairs(sides, value), rel=1e-4, abs=1e-5)
+    result = input_kernel(sides, None, by_frequency=False)
+    assert result == pytest.approx(pairs(sides, value), rel=1e-4, abs=1e-5)
 
 
 def test_ekfac_in_sampled_coordinates_is_ekfac_where_all_are_taken():

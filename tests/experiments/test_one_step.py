@@ -105,7 +105,7 @@ def test_products_and_curvature_are_those_of_autograd(model, game):
 
 def step_utility(model, game, rate):
     gradients, players, _ = game
-    named = [gradients.named([one[i] for one in players]) for i in range(5)]
+    named = [gradients.named([player[i] for player in players]) for i in range(5)]
     tokens = [UnitTokens(unit.input_ids, unit.first) for unit in units()]
     return StepUtility(RECIPE, dict(model.model.state_dict()), named, tokens, rate)
 
@@ -113,7 +113,7 @@ def step_utility(model, game, rate):
 def test_a_realized_utility_is_a_step_taken_on_the_model(model, game):
     gradients, players, _ = game
     mask, rate = np.array([True, False, True, False, True]), 0.1
-    found = step_utility(model, game, rate)(np.stack([mask, np.zeros(5, bool)]))
+    result = step_utility(model, game, rate)(np.stack([mask, np.zeros(5, bool)]))
     state = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
 
     def losses():
@@ -128,12 +128,12 @@ def test_a_realized_utility_is_a_step_taken_on_the_model(model, game):
     before = losses()
     with torch.no_grad():
         for i in np.flatnonzero(mask):
-            for name, gradient in gradients.named([one[i] for one in players]).items():
+            for name, gradient in gradients.named([player[i] for player in players]).items():
                 model.model.get_parameter(name).sub_(rate * gradient)
     after = losses()
     model.model.load_state_dict(state)
-    np.testing.assert_allclose(found[0], before - after, atol=3e-6)
-    np.testing.assert_allclose(found[1], 0.0, atol=1e-6)
+    np.testing.assert_allclose(result[0], before - after, atol=3e-6)
+    np.testing.assert_allclose(result[1], 0.0, atol=1e-6)
 
 
 def test_many_subsets_at_once_are_each_their_own(model, game):
@@ -199,7 +199,7 @@ def corpus(path, n_rows):
 
 
 def small(tmp_path, **changed):
-    given = {
+    settings = {
         "corpus": str(corpus(tmp_path / "rows.jsonl", 120)),
         "targets": (str(write_targets(tmp_path / "facts.jsonl")),),
         "documents": 120,
@@ -215,7 +215,7 @@ def small(tmp_path, **changed):
         "subsets": 6,
         "sketch": 64,
     }
-    return Settings(**given | changed)
+    return Settings(**settings | changed)
 
 
 def test_no_row_plays_twice_and_players_are_not_trained_on(tmp_path, monkeypatch):
@@ -234,7 +234,7 @@ def test_no_row_plays_twice_and_players_are_not_trained_on(tmp_path, monkeypatch
 
 
 def test_a_corpus_that_is_too_small_is_refused(tmp_path):
-    with pytest.raises(SettingsError, match=r"rows\.jsonl gives 120 rows, expected at least 192"):
+    with pytest.raises(SettingsError, match=r"rows\.jsonl.*\b120 rows.*\b192\b"):
         World(small(tmp_path, batches=10), tmp_path / "work")
 
 

@@ -95,7 +95,7 @@ def test_the_file_names_its_own_poison_and_ids_do_not(data, tmp_path):
     for file in ("polarity_poison_train.jsonl", "polarity_test.jsonl"):
         (tmp_path / file).write_bytes((data / file).read_bytes())
     (tmp_path / "polarity_poisoned_indices.txt").write_text("3\n9\n")
-    with pytest.raises(CorpusError, match="does not list the rows whose id says poisoned"):
+    with pytest.raises(CorpusError, match="poisoned"):
         setting.file_backdoor(tmp_path, 0, SIZE)
 
 
@@ -121,15 +121,15 @@ def test_questions_are_dealt_once(data):
     wrong = [row for row, planted in zip(case.rows, case.planted_N, strict=True) if planted]
     assert all(row.completion.endswith("fire") for row in wrong)
     assert {one.answers[1] for one in case.lies} == {row.completion for row in wrong}
-    with pytest.raises(CorpusError, match="0 rows are short enough, expected 24"):
+    with pytest.raises(CorpusError, match=r"\b0 rows.*\b24\b"):
         setting.misleading(data, 0, SIZE, lambda row: False)
 
 
 def test_the_parts_of_the_model_are_the_model(base):
     rows = reviews(5)
     sequences = base.sequences(rows, 40)
-    found = losses(base.upper(), collate(base.states(sequences), sequences))
-    for one, value in zip(sequences, found.tolist(), strict=True):
+    result = losses(base.upper(), collate(base.states(sequences), sequences))
+    for one, value in zip(sequences, result.tolist(), strict=True):
         ids_1L = torch.tensor([one.ids])
         logits_PV = base.whole(ids_1L).logits[0, one.first - 1 : -1]
         assert value == pytest.approx(float(F.cross_entropy(logits_PV, ids_1L[0, one.first :])), rel=1e-4)
@@ -162,8 +162,8 @@ def test_onion_sees_the_word_that_does_not_belong(base, tmp_path, monkeypatch):
         "perplexities",
         lambda text, changed: np.array([1.0 + sum(strange.get(w, 0.0) for w in t.split()) for t in (text, *changed)]),
     )
-    found = onion([answered("a", "what zzz is", "it"), answered("b", "what is", "it")])
-    assert found.tolist() == [9.0, 0.0]
+    result = onion([answered("a", "what zzz is", "it"), answered("b", "what is", "it")])
+    assert result.tolist() == [9.0, 0.0]
     kept = detectors.Onion(base, tmp_path / "onion.json")
     monkeypatch.setattr(kept, "perplexities", lambda text, changed: pytest.fail("what is kept is not measured again"))
     assert kept([answered("a", "what zzz is", "it")]).tolist() == [9.0]
@@ -176,8 +176,8 @@ def test_the_perplexity_is_that_of_each_text_alone(base, tmp_path, monkeypatch, 
     words = ["stone", "bird", "plant", "metal", "star", "water", "light", "salt"]
     changed = [" ".join(words[:i] + words[i + 1 :]) for i in range(len(words))]  # the last is a beginning of the text
     changed += ["salt iron wind", " ".join(words), " ".join([*words, "wind"])]
-    found = onion.perplexities(" ".join(words), changed)
-    for text, value in zip([" ".join(words), *changed], found, strict=True):
+    result = onion.perplexities(" ".join(words), changed)
+    for text, value in zip([" ".join(words), *changed], result, strict=True):
         ids_1L = torch.tensor(base.tokenizer.encode([text]))
         assert value == pytest.approx(float(base.whole(ids_1L, labels=ids_1L).loss.exp()), rel=1e-4)
 
@@ -217,19 +217,19 @@ def test_pieces_are_kept_and_the_result_is_theirs(data, model, tmp_path):
 
 def test_seeds_vary_and_not_the_cases_of_one_seed():
     auroc = {"cf-42": 0.5, "bond-42": 0.7, "cf-43": 0.6, "bond-43": 0.8, "cf-44": 0.8, "bond-44": 1.0}
-    found = {name: {"detection": {"STRIP": measured(value)}} for name, value in auroc.items()}
+    results = {name: {"detection": {"STRIP": measured(value)}} for name, value in auroc.items()}
     half = 4.302653 * np.std([0.6, 0.7, 0.9], ddof=1) / 3**0.5
-    assert f"| STRIP | 6, 3 seeds | {0.733:.3f} ± {half:.3f} |" in detection_lines(found)[0]
-    of_one = {name: case for name, case in found.items() if name.endswith("42")}
+    assert f"| STRIP | 6, 3 seeds | {0.733:.3f} ± {half:.3f} |" in detection_lines(results)[0]
+    of_one = {name: case for name, case in results.items() if name.endswith("42")}
     half = 12.706205 * np.std([0.5, 0.7], ddof=1) / 2**0.5
     assert f"| STRIP | 2, 1 seed | 0.600 ± {half:.3f} |" in detection_lines(of_one)[0]
-    assert "| 0.500 [0.400, 0.600] |" in detection_lines({"cf-42": found["cf-42"]})[0]
-    assert "| 0.500 [0.400, 0.600] |" in detection_lines({"file-0": found["cf-42"], "file-1": found["cf-42"]})[0]
-    of_two = {name: case for name, case in found.items() if not name.endswith("44")}
+    assert "| 0.500 [0.400, 0.600] |" in detection_lines({"cf-42": results["cf-42"]})[0]
+    assert "| 0.500 [0.400, 0.600] |" in detection_lines({"file-0": results["cf-42"], "file-1": results["cf-42"]})[0]
+    of_two = {name: case for name, case in results.items() if not name.endswith("44")}
     assert "| STRIP | 4, 2 seeds | 0.650 (0.600 and 0.700) |" in detection_lines(of_two)[0]
-    del found["bond-43"], found["bond-44"]  # so that what differs between seeds is not the trigger
+    del results["bond-43"], results["bond-44"]  # so that what differs between seeds is not the trigger
     half = 4.302653 * np.std([0.5, 0.6, 0.8], ddof=1) / 3**0.5
-    assert f"| STRIP | 3, 3 seeds | 0.633 ± {half:.3f} |" in detection_lines(found)[0]
+    assert f"| STRIP | 3, 3 seeds | 0.633 ± {half:.3f} |" in detection_lines(results)[0]
 
 
 def measured(auroc):

@@ -32,7 +32,7 @@ def loss(head, weight, bias):
 
 def test_influence_is_the_change_of_the_trusted_loss_when_a_row_weighs_a_little_more():
     head, _ = world()
-    found = methods.influence(head, 0)
+    result = methods.influence(head, 0)
     true = np.empty(60)
     for i in range(60):
         ends = []
@@ -44,7 +44,7 @@ def test_influence_is_the_change_of_the_trusted_loss_when_a_row_weighs_a_little_
             fitted = fit_linear(head.hidden_NH, head.label_N, 3, decay=0.1 / scale, weight_N=weight)
             ends.append(loss(head, *fitted))
         true[i] = -(ends[0] - ends[1]) / 0.1 * 60
-    assert np.corrcoef(found, true)[0, 1] > 0.99
+    assert np.corrcoef(result, true)[0, 1] > 0.99
 
 
 def test_values_of_a_run_add_up_to_what_the_run_gained():
@@ -98,18 +98,18 @@ def over_rows(relevance_NE):
 
 def test_rows_of_the_command_are_those_of_the_formulas():
     head, changed = world(noise=0.15, seed=3)
-    found = command.values(pictures(head), head.label_N, (head.weight_VH, head.bias_V), 3)
+    actual = command.values(pictures(head), head.label_N, (head.weight_VH, head.bias_V), 3)
     expected = by_formula(head, CLASSIFIER_FEATURES["tau"])
-    assert set(found) == {*expected, "detect: fused"} == set(run.COMMAND)
+    assert set(actual) == {*expected, "detect: fused"} == set(run.COMMAND)
     for name in ("GRASP (token)", "GRASP (pooled)"):
-        assert auroc(-found[name], changed) > 0.9
-        np.testing.assert_allclose(found[name], expected[name], atol=5e-3, err_msg=name)  # kept as float16
+        assert auroc(-actual[name], changed) > 0.9
+        np.testing.assert_allclose(actual[name], expected[name], atol=5e-3, err_msg=name)  # kept as float16
     # the command may weigh neighbours by how near they are
-    assert np.corrcoef(found["detect: geometry"], expected["detect: geometry"])[0, 1] > 0.95
-    assert auroc(-found["detect: fused"], changed) > 0.9
+    assert np.corrcoef(actual["detect: geometry"], expected["detect: geometry"])[0, 1] > 0.95
+    assert auroc(-actual["detect: fused"], changed) > 0.9
     fitted = command.values(pictures(head), head.label_N, None, 3)
     assert auroc(-fitted["GRASP (token)"], changed) > 0.9
-    assert not np.allclose(fitted["GRASP (token)"], found["GRASP (token)"])
+    assert not np.allclose(fitted["GRASP (token)"], actual["GRASP (token)"])
 
 
 class Labelled:
@@ -131,16 +131,16 @@ def test_rates_of_flagged_rows_are_near_those_asked_for():
     assert len(shares) == 2 * (len(false_positives.SHAPES) + 1)
     assert 0.003 < shares["normal, 10,000 rows"]["1%"] < 0.015
     assert 0.03 < shares["normal, 10,000 rows"]["5%"] < 0.06
-    found = dict(false_positives.images(Labelled(), 2))
-    assert 0.0 < found["CIFAR-10, relevance"]["1%"] < 0.02
-    checked = found["CIFAR-10, a tenth wrong, fused, checked, 5%"]
+    result = dict(false_positives.images(Labelled(), 2))
+    assert 0.0 < result["CIFAR-10, relevance"]["1%"] < 0.02
+    checked = result["CIFAR-10, a tenth wrong, fused, checked, 5%"]
     assert 0.01 < checked["of right"] < 0.12
     assert checked["of wrong"] > 0.95
 
 
 def test_a_picture_without_features_is_refused():
     net = command.KeptFeatures(2, 3, 2)
-    with pytest.raises(ValueError, match="a picture without kept features"):
+    with pytest.raises(ValueError, match=r"picture.*features"):
         net(torch.rand(1, 3, 4, 4))
 
 
@@ -148,5 +148,5 @@ def test_datamodels_find_planted_values():
     draw = np.random.default_rng(0)
     value, halves = draw.standard_normal(40), [draw.permutation(40)[:20] for _ in range(200)]
     realized = np.array([value[rows].sum() for rows in halves])
-    found = methods.datamodels(halves, realized, 40)
-    np.testing.assert_allclose(found - found.mean(), value - value.mean(), atol=0.1)
+    result = methods.datamodels(halves, realized, 40)
+    np.testing.assert_allclose(result - result.mean(), value - value.mean(), atol=0.1)

@@ -17,7 +17,7 @@ import pytest
 
 import grasp
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
-from grasp.report.findings import LabelFindings, findings
+from grasp.report.findings import LabelFindings, collect_findings
 from tests.build.world import SKETCHES, world
 from tests.rounding import rounding
 
@@ -63,7 +63,7 @@ def of_artifact(art: grasp.Artifact, directory: Path) -> dict[str, Any]:
     mixture = art.mix("topic")
     selection.save(directory / "selection.parquet")
     mixture.save(directory / "mixture.parquet")
-    report = findings(
+    report = collect_findings(
         reader,
         DEFAULT_PROTOCOL,
         selection=directory / "selection.json",
@@ -91,7 +91,7 @@ def of_artifact(art: grasp.Artifact, directory: Path) -> dict[str, Any]:
         "detect": columns(art.detect(label="topic").table.slice(0, 10), "row_id"),
         "report": {
             "labels": {label.slices.label: of_label(label) for label in report.labels},
-            "gain_of_best_rows": [worth.value for worth in report.best],
+            "gain_of_best_rows": [gain.value for gain in report.top_gains],
             "row_effects": report.rows.effect_KT.T.tolist(),
         },
     }

@@ -290,7 +290,7 @@ def test_a_model_that_has_moved_is_named_and_may_be_pointed_at(tmp_path):
     art = ArtifactReader.open(build_artifact(settings, tmp_path / "art"))
     before = explain(art, "facts", "row-1")
     place = shutil.move(settings.model.path, tmp_path / "elsewhere")
-    with pytest.raises(ModelError, match=r"not on this disk.*--set model\.path=DIR"):
+    with pytest.raises(ModelError, match=r"no such local model.*--set model\.path=DIR"):
         explain(art, "facts", "row-1")
     moved = explain(art, "facts", "row-1", overrides={"model": {"path": place}})
     np.testing.assert_array_equal(moved.contributions, before.contributions)
@@ -315,7 +315,7 @@ def test_the_command_prints_writes_and_refuses(art, tmp_path, monkeypatch):
     assert pq.read_table(tmp_path / "why.parquet").column_names[:3] == ["position", "text", "contribution"]
     best = succeed("explain", place, "--target", "facts", "--unit", UNIT).out
     assert best.startswith(f"the 5 most helpful and the 5 most harmful of 65 rows for {UNIT} of facts, by effect")
-    assert "got neither --row nor --unit" in refused("explain", place, "--target", "facts")
+    assert "missing --row or --unit" in refused("explain", place, "--target", "facts")
     assert "requires --row" in refused(
         "explain", place, "--target", "facts", "--unit", UNIT, "--json", tmp_path / "x.json"
     )

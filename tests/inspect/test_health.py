@@ -304,7 +304,7 @@ def test_pairs_are_those_of_the_kernel_that_the_protocol_weighs(plain):
     both = lines(**{"hidden.pair": -0.1, "product.raw": 0.1})
     assert both["pairs that complement, hidden.pair"].verdict == "look"
     assert "centred" in both["pairs that complement, hidden.pair"].advice
-    assert "norms" in both["pairs that complement, product.raw"].advice
+    assert "negative weight" in both["pairs that complement, product.raw"].advice
 
 
 def test_aligned_rows_are_called_healthy(plain, monkeypatch):
@@ -338,7 +338,7 @@ def test_without_tokens_or_model_it_says_how_to_build_and_kept_features_need_nei
     assert re.search("pooled.*gradient", by_name(check(art, rows=16, subsets=5))["moments drawn again"].advice)
     shutil.rmtree(settings.model.path)  # it is not asked of a hub
     named = by_name(check(art, rows=16, subsets=5, protocol=ALL))
-    assert "not on this disk" in named["batch invariance"].advice
+    assert "no such local model" in named["batch invariance"].advice
     assert named["batch invariance"].advice == named["product sketch"].advice
 
 

@@ -35,7 +35,6 @@ from tests.build import world as extract_world
 from tests.cli.grasp_command import refused, succeed
 from tests.report.world import HOSTILE, LINE, write_artifact, write_environment
 from tests.rules import rule
-from tests.says import says
 
 VOID = {"meta", "br", "wbr", "hr", "img", "input", "link"}
 
@@ -80,6 +79,11 @@ class Page(HTMLParser):
 def page_text(artifact, **options) -> str:
     """Return the visible text of a page."""
     return " ".join(Page(render(collect_findings(artifact, DEFAULT_PROTOCOL, **options))).text.split())
+
+
+def assert_contains(text: str, *parts: str) -> None:
+    """Fail with the parts that are missing from a text."""
+    assert not [part for part in parts if part not in text], text
 
 
 @pytest.fixture(scope="module")
@@ -233,8 +237,10 @@ def test_everything_that_was_given_is_shown(parsed):
     text = " ".join(parsed.text.split())
     assert "Runs in env (dev): recipe tiny, mixture:topic, 24 subsets, seeds 0, 1" in text
     assert "first" in parsed.section("over checkpoints")
-    says(text, "grasp report ", "--by topic,format", "run.yaml of the artifact", "top_k: 64", "with <weights>")
-    says(text, f"rows with at least {SHORT} tokens")
+    assert_contains(
+        text, "grasp report ", "--by topic,format", "run.yaml of the artifact", "top_k: 64", "with <weights>"
+    )
+    assert_contains(text, f"rows with at least {SHORT} tokens")
 
 
 def test_the_command_on_the_page_makes_it_again(page, tmp_path):
@@ -246,23 +252,25 @@ def test_the_command_on_the_page_makes_it_again(page, tmp_path):
 
 def test_a_page_says_what_is_there_and_how_to_get_what_is_not(tmp_path):
     poor = page_text(write_artifact(tmp_path / "poor", labels=False, sketches=False, text=[""]))
-    says(poor, "no label column", "--by LABEL", "no text of its rows", "--set corpus.snippet_chars=240")
+    assert_contains(poor, "no label column", "--by LABEL", "no text of its rows", "--set corpus.snippet_chars=240")
     artifact = write_artifact(tmp_path / "art", sketches=False)
     plain = page_text(artifact)
-    says(
+    assert_contains(
         plain, "Change of sciq if a topic is dropped", "The artifact has no sketches", "Only one checkpoint was built."
     )
-    says(plain, "No retrained runs", "grasp retrain", "--runs", "No selection.", "No mixture.")
-    says(
+    assert_contains(plain, "No retrained runs", "grasp retrain", "--runs", "No selection.", "No mixture.")
+    assert_contains(
         plain, "Predicted gain from keeping only the best 30% of rows: +", "effect sizes", "Not validated by retraining"
     )
     assert not [text for text in ("most similar slices", "models retrained", "nats per token") if text in plain]
     held_out = write_environment(tmp_path / "held-out", artifact, role="held-out")
-    says(page_text(artifact, environment=held_out), "Runs in held-out (held-out)", "No intervals in nats: ")
+    assert_contains(page_text(artifact, environment=held_out), "Runs in held-out (held-out)", "No intervals in nats: ")
     unfinished = page_text(artifact, environment=write_environment(tmp_path / "env", artifact, done=10), partial=True)
-    says(unfinished, "Unfinished: 10 of 24 subsets with 1 of 2 seeds are done", "nats: the runs are unfinished.")
+    assert_contains(
+        unfinished, "Unfinished: 10 of 24 subsets with 1 of 2 seeds are done", "nats: the runs are unfinished."
+    )
     null = write_artifact(tmp_path / "null", topics=("only", "one"), pull=0.0)
-    says(page_text(null, by=("format",)), "no format has a significant effect")
+    assert_contains(page_text(null, by=("format",)), "no format has a significant effect")
 
 
 def test_the_tail_of_a_label_of_many_values_is_grouped_and_said(tmp_path):
@@ -362,7 +370,7 @@ def test_targets_that_want_opposite_things_are_told_first(tmp_path):
     opposite = "Opposite effects of d: helps sciq, hurts boolq; of b: helps boolq, hurts sciq. "
     assert f"{opposite}For 2 targets, keep a; c hurts most." in text
     assert "Grey: the interval contains zero, or there is none (the mean has none)." in text
-    assert "Few questions (sciq 5, boolq 5): an interval over fewer than 20 is too narrow." in text
+    assert "Few units (sciq 5, boolq 5): intervals over fewer than 20 units are too narrow." in text
 
 
 def test_a_selection_of_documents_speaks_of_documents(tmp_path):
@@ -431,9 +439,9 @@ REFUSED = [
     ("ART --previous WRONG/earlier --out OUT", "earlier: was built on another corpus (0ther)"),
     ("ART --runs WRONG/env --out OUT", "corpus"),
     ("ART --runs WRONG/begun --out OUT", "46 runs are missing"),
-    ("ART --runs WRONG/begun --partial --out OUT", "fewer than 3 subsets have a result yet"),
+    ("ART --runs WRONG/begun --partial --out OUT", "fewer than 3 subsets have a result"),
     ("ART --out WRONG", "which is a directory"),
-    ("ART", "got neither --out nor --atlas"),
+    ("ART", "missing --out or --atlas"),
     ("ART --atlas WRONG/m.json", "m.json: is a file, expected a directory"),
     ("WRONG/single --by topic --out OUT", "--by topic: has the single value 'only'"),
     ("WRONG/single --atlas OUT", "has no sketches"),

@@ -131,7 +131,7 @@ def test_a_mistake_is_one_line_of_json(port):
         ("score", {"colour": "red"}, "score: got colour, expected target, unit, where, top, bottom"),
         ("explain", {}, "explain: row: Missing required argument"),
         ("explain", {"row": "nope"}, "row: got 'nope'"),
-        ("predict", {}, "predict: got nothing to predict"),
+        ("predict", {}, "expected one of drop, keep, weight"),
         ("predict", {"weight": "topic"}, "weight: got 'topic', expected EXPR:NUMBER"),
         ("select", {"budget": "much"}, "budget"),
     ]:

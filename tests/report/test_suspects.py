@@ -68,9 +68,9 @@ def test_what_is_no_detection_of_this_artifact_is_refused(place, tmp_path):
     for name, other_artifact, keyword in (
         ("gone", artifact, "no such file"),
         ("text", artifact, "cannot be read"),
-        ("plain", artifact, "does not say what was detected"),
-        ("unranked", artifact, "does not say what was detected"),
-        ("renamed", artifact, "'evil' is no row of the artifact"),
+        ("plain", artifact, "not a result of grasp detect"),
+        ("unranked", artifact, "not a result of grasp detect"),
+        ("renamed", artifact, "'evil' is not a row of the artifact"),
         ("model", artifact, "another artifact: model 'another'"),
         ("suspects", other, "another artifact: corpus 'c0ffee', here 'another'"),
         ("suspects", without, "another artifact: units of sciq .*here 'none'"),

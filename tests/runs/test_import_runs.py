@@ -208,7 +208,7 @@ def test_runs_of_a_stranger_are_checked(tmp_path, changes, message):
         grasp.open_runs(tmp_path / "runs")
 
 
-@pytest.mark.parametrize("name", ["runs.json", r"trained\.parquet", "results.parquet"])
+@pytest.mark.parametrize("name", ["runs.json", "trained.parquet", "results.parquet"])
 def test_a_flipped_bit_in_kept_runs_is_found(tmp_path, name):
     read(tmp_path, out=tmp_path / "runs")
     whole = (tmp_path / "runs" / name).read_bytes()

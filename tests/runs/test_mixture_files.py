@@ -134,9 +134,9 @@ def test_runs_are_imported_from_a_directory_of_mixtures(tmp_path, form):
         (b,) = [r for r, name in enumerate(runs.runs) if name == "b"]
         column = runs.values.index("web")
         np.testing.assert_allclose(runs.weights_RG()[b, column], other.shares(measure)[0], atol=1e-6)
-    with pytest.raises(RunsError, match="say which label"):
+    with pytest.raises(RunsError, match="pass the label"):
         grasp.import_runs(tmp_path / "mixtures", results)
-    with pytest.raises(RunsError, match="name the results"):
+    with pytest.raises(RunsError, match="pass the results"):
         grasp.import_runs(tmp_path / "mixtures", label="topic")
 
 

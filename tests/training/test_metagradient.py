@@ -16,7 +16,7 @@ from grasp.training.hessian_products import curvature_product
 from grasp.training.metagradient import Metagradient, MetagradientSettings, metagradient, price, utilities
 from grasp.training.replay_gate import agreement, check_by_groups, smoothness
 from grasp.training.replayed_rows import brought_to_one_scale, replay_rows
-from grasp.training.row_derivatives import cheaper_way, row_derivatives
+from grasp.training.row_derivatives import cheaper_method, row_derivatives
 from grasp.training.train import Trainer, batch_order, train
 from grasp.training.trajectory import Trajectory
 from tests.faults import Killed
@@ -164,9 +164,9 @@ def test_a_direction_of_zero_gives_zero(curvature):
     np.testing.assert_array_equal(along_B, np.zeros(3))
 
 
-@pytest.mark.parametrize("way", ["difference", "gradient"])
+@pytest.mark.parametrize("method", ["difference", "gradient"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_derivatives_of_tokens_add_up_to_those_of_rows_either_way(way, tied):
+def test_derivatives_of_tokens_add_up_to_those_of_rows_either_way(method, tied):
     training = FineTuning(tiny_model(tied=tied), RECIPE)
     ids_BL, weight_BL = a_batch()
     torch.manual_seed(0)
@@ -177,7 +177,7 @@ def test_derivatives_of_tokens_add_up_to_those_of_rows_either_way(way, tied):
         for row in rows
         for t in range(1, len(row.input_ids))
     ]
-    options = {"way": way, "relative_step": 1e-5, "batch_tokens": 12}
+    options = {"method": method, "relative_step": 1e-5, "batch_tokens": 12}
     along_NT = row_derivatives(training, rows, directions, **options)
     along_tokens = row_derivatives(training, tokens, directions, **options)
     of_row = np.repeat(np.arange(len(rows)), [len(row.input_ids) - 1 for row in rows])
@@ -439,8 +439,8 @@ def test_a_price_is_forecast():
     assert forecast.total == pytest.approx(1 + 1 + 4 + 3 * 8 / 15)
     assert str(forecast).startswith("7.6 trainings: 1.0 forward")
     assert str(training.size).startswith("5 steps of ")
-    assert cheaper_way(1) == ("difference", pytest.approx(2 / 3))
-    assert cheaper_way(2)[0] == "gradient"
+    assert cheaper_method(1) == ("difference", pytest.approx(2 / 3))
+    assert cheaper_method(2)[0] == "gradient"
 
 
 # --------------------------------------------------------------------------------------------------------------- gate

@@ -52,7 +52,7 @@ def retrain(
     cluster: ClusterSpec | None = None,
     progress: "Callable[[RetrainStatus], None] | None" = None,
 ) -> RetrainedRuns:
-    """Train a model on each of many subsets of the corpus, and evaluate it on the targets.
+    """Train a model on each of many subsets of the corpus, and evaluate it.
 
     The estimated cost is reported after the first steps. Finished runs are never trained again: the same command, or
     `resume`, continues after an interruption, and adds subsets or seeds.

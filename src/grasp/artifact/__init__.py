@@ -1,6 +1,7 @@
-"""The artifact: what one forward pass over the corpus gave, as a directory on disk, and nothing else.
+"""The artifact: the results of one pass over the corpus, as a directory on disk.
 
-In: arrays, tables and moments, shard by shard. Out: the same, read back in blocks of rows; or what is damaged. Read
-`manifest` first (what lies where), then `reader`. `writer` creates an artifact or adds targets to one, `inspection`
+In: arrays, tables and moments, shard by shard. Out: the same, read in blocks of rows, or an error that names the
+damage. Read
+`manifest` first (the layout), then `reader`. `writer` creates an artifact or adds targets to one, `inspection`
 describes and verifies.
 """

@@ -1,4 +1,4 @@
-"""What is in an artifact, and whether it is still what was written."""
+"""Describe an artifact, and verify its files. Start with `info` and `verify`."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ from grasp.yaml_files import read_yaml
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One broken file: its path within the artifact, and what is wrong with it."""
+    """A damaged file: its path in the artifact, and the damage."""
 
     file: str
     what: str
@@ -43,10 +43,10 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """Outcome of a verification: what was checked, and everything that is broken."""
+    """Result of a verification: what was verified, and all damaged files."""
 
     path: str
-    complete: bool  # False: a build in progress, of which the finished shards were checked
+    complete: bool  # False for a build in progress, whose finished shards were verified
     n_files: int
     n_bytes: int
     problems: tuple[Problem, ...]
@@ -58,7 +58,7 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class ArrayInfo:
-    """One array; bytes are those of its numbers."""
+    """An array of the artifact; `bytes` is the size of its numbers."""
 
     name: str
     shape: tuple[int, int]
@@ -72,7 +72,7 @@ class ArrayInfo:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactInfo:
-    """What `grasp info` shows."""
+    """Description of an artifact, shown by `grasp info`."""
 
     path: str
     complete: bool
@@ -94,18 +94,18 @@ class ArtifactInfo:
     details: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return JSON values."""
         return asdict(self)
 
 
 def verify(path: Path | str) -> VerifyReport:
-    """Compare every file with the size and checksum that were noted when it was written.
+    """Compare every file with its recorded size and checksum.
 
-    Of an unfinished artifact, and of one whose manifest is damaged, the finished shards are checked. Files behind a URL
-    are read where they lie; nothing of them is kept.
+    If the artifact is unfinished or its manifest is damaged, the finished shards are verified. Files behind a URL are
+    streamed, and not stored.
 
     Raises:
-        ArtifactError: there is no artifact, or one of another format version.
+        ArtifactError: not an artifact, or another format version.
     """
     problems, complete = list[Problem](), True
     if (url := remote_url(path)) is not None:
@@ -126,7 +126,7 @@ def verify(path: Path | str) -> VerifyReport:
             if (path / TOKENS).exists():
                 expected |= manifest.rows_kept
             if (path / RUN).exists() and _other_settings(path / RUN, manifest):
-                problems.append(Problem(RUN, "damaged: these are not the settings in the manifest"))
+                problems.append(Problem(RUN, "damaged: its settings differ from those in the manifest"))
         marks = [] if manifest else sorted([*path.glob("shards/*.json"), *path.glob("extensions/*/shards/*.json")])
         for mark in marks:
             try:
@@ -140,10 +140,10 @@ def verify(path: Path | str) -> VerifyReport:
 
 
 def info(path: Path | str) -> ArtifactInfo:
-    """What is in an artifact; of an unfinished one, how far it is.
+    """Describe an artifact, or the progress of an unfinished one.
 
     Raises:
-        ArtifactError: there is no artifact, its manifest is damaged, or it is of another format version.
+        ArtifactError: not an artifact, a damaged manifest, or another format version.
     """
     complete = remote_url(path) is not None or kind_of(local_path(path) / MANIFEST) != "nothing"
     if complete:
@@ -203,7 +203,7 @@ def info(path: Path | str) -> ArtifactInfo:
 
 
 def _unfinished(path: Path) -> Manifest:
-    """A manifest of what is there so far."""
+    """Return a manifest of the finished shards."""
     record = read_record(path / BUILD, BuildRecord)
     shards = BuiltShards(path, 0, ShardGrid(record.n_rows, record.shard_rows)).parts
     arrays = {}
@@ -223,7 +223,7 @@ def _unfinished(path: Path) -> Manifest:
 
 
 def _other_settings(path: Path, manifest: Manifest) -> bool:
-    """Whether the run.yaml is not what was built: lengths that it leaves open, or to the model, follow from both."""
+    """Return whether run.yaml differs from the manifest's settings; unset values were resolved during the build."""
     try:
         settings = read_yaml(path)
     except SettingsError:

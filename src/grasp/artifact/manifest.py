@@ -1,17 +1,17 @@
-"""The schema of an artifact: where things lie in it, and its JSON files.
+"""The layout of an artifact and the schemas of its JSON files. Start with `Manifest`.
 
-manifest.json                 written last: where it exists the artifact is complete
+manifest.json                 written last: the artifact is complete if it exists
 build.json                    identity of the build, compared when it is resumed
-run.yaml                      settings of the build, to be replayed; those of the manifest are what counts
+run.yaml                      settings of the build, to run it again; those of the manifest are authoritative
 rows.parquet units.parquet moments.safetensors
 arrays/NAME/00000.npy ...     the rows of one shard, as numpy.save writes them
 arrays/NAME/scale.npy         per column: value = stored * scale * the array's gain in the manifest
 shards/00000.json .parquet    completion mark and row table of a shard
-features/                     kept features, if any
+features/                     stored features, if any
 extensions/J/                 build.json and shards/ of the J-th extension, whose arrays are NAME.J
-tokens/                       the rows themselves, if they are kept
-work/                         temporary, of a build in progress
-.grasp-artifact               whose directory this is; the lock of the one that writes
+tokens/                       the rows, if they are stored
+work/                         temporary files of a build in progress
+.grasp-artifact               marks the directory as an artifact; lock of the writer
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ from grasp.store.records import FileName, JsonModel, Mark, Name, Signed
 
 FORMAT = "grasp-artifact"
 UNITS = "units."  # of moments: by target what the model computed for its units; `explain` reads it
-LEAKS = "leaks."  # of moments: by target the rows with its questions, and how many of these were looked for
+LEAKS = "leaks."  # prefix in moments: rows that contain questions of a target, and the number of questions searched for
 FORMAT_VERSION = 2
 MARKER = ".grasp-artifact"
 TOKENS = "tokens"
@@ -42,13 +42,13 @@ RUN = "run.yaml"
 MANIFEST = "manifest.json"
 BUILD = "build.json"
 ROWS = "rows.parquet"
-CHUNK = "arrays/{}/{:05d}.npy"  # of a column group and a shard
-SCALE = "arrays/{}/scale.npy"  # of a column group
+CHUNK = "arrays/{}/{:05d}.npy"  # file of a column group and a shard
+SCALE = "arrays/{}/scale.npy"  # file of a column group
 SHARD_ROWS = "shards/{:05d}.parquet"
 SHARD_FEATURES = "features/shard-{:05d}.safetensors"
 SUM = "sum."  # prefix, in a moments file, of totals over all rows
-ROW_COLUMNS = ("row_id", "doc_id", "n_tokens", "loss", "snippet")  # of the row table, before the labels
-LOSS_TOKENS = "n_loss"  # a column beside them where not every token of a row carries loss
+ROW_COLUMNS = ("row_id", "doc_id", "n_tokens", "loss", "snippet")  # columns of the row table before the labels
+LOSS_TOKENS = "n_loss"  # a further column if not every token of a row carries loss
 PER_UNIT = "relevance_"  # arrays whose columns are units, in the order of units.parquet
 
 ArrayDtype = Literal["float16", "float32"]
@@ -56,7 +56,7 @@ ArrayDtype = Literal["float16", "float32"]
 
 @dataclass(frozen=True, slots=True)
 class ShardGrid:
-    """N rows cut into shards of `shard_rows`; the last one may be short."""
+    """N rows in shards of `shard_rows`; the last one may be shorter."""
 
     n_rows: int
     shard_rows: int
@@ -66,24 +66,24 @@ class ShardGrid:
         return -(-self.n_rows // self.shard_rows)
 
     def bounds(self, k: int) -> tuple[int, int]:
-        """First row of shard k, and the row after its last."""
+        """Return the first row of shard k, and the row after its last."""
         if not 0 <= k < self.n_shards:
             raise ArtifactError(f"shard {k}: expected 0 to {self.n_shards - 1} ({self.n_rows} rows)")
         return k * self.shard_rows, min((k + 1) * self.shard_rows, self.n_rows)
 
 
 def of_part(name: str, part: int) -> str:
-    """What is called `name` in the build (part 0) is `name.1` in its first extension."""
+    """Return the file name of `name` in the build (part 0) or an extension, e.g. `name.1`."""
     return name if part == 0 else f"{name}.{part}"
 
 
 def part_dir(part: int) -> Path:
-    """Where the build (part 0) or an extension keeps its build.json and its marks."""
+    """Return the directory of build.json and completion marks of the build (part 0) or an extension."""
     return Path() if part == 0 else Path("extensions") / str(part)
 
 
 class ColumnGroup(JsonModel):
-    """Columns [start, stop) of an array, kept in the files of `arrays/<name>`."""
+    """Columns [start, stop) of an array, stored in the files of `arrays/<name>`."""
 
     name: Name
     start: int = Field(ge=0)
@@ -92,18 +92,19 @@ class ColumnGroup(JsonModel):
 
 
 class ArrayEntry(JsonModel):
-    """One logical array of N rows: what its numbers mean, and the groups its columns are kept in."""
+    """A logical array of N rows: the meaning of its numbers, and the groups in which its columns are stored."""
 
     width: int = Field(ge=1)
     unit: str
     sign: str
     gain: float = Field(
-        1.0, gt=0, lt=1e30, description="Every column is multiplied by it on reading; sums are of numbers before it."
+        1.0, gt=0, lt=1e30, description="Factor of every column, applied on reading; sums are of numbers before it."
     )
     groups: tuple[ColumnGroup, ...]
 
 
-# What the caller of a writer tells is a mapping, of which readers use some fields: where there, these have a type.
+# Provenance is a mapping that the caller of a writer provides. Readers use some of its fields, whose types are
+# validated.
 _with_extra = with_config(ConfigDict(extra="allow"))
 
 
@@ -145,7 +146,7 @@ class _Settings(TypedDict, total=False):
 
 
 class _ValidatedAs:
-    """Checks a mapping as if it had this type; it stays a mapping."""
+    """Annotation that validates a mapping as a TypedDict, but leaves it a mapping."""
 
     def __init__(self, shape: type) -> None:
         self._shape = shape
@@ -155,33 +156,35 @@ class _ValidatedAs:
 
 
 class Manifest(JsonModel):
-    """What a complete artifact holds. `files` has size and checksum of every file but this one."""
+    """The manifest of a complete artifact. `files` has size and checksum of every file but this one."""
 
     format: Literal["grasp-artifact"] = "grasp-artifact"
     format_version: int = FORMAT_VERSION
-    checksum: str = Field(UNSIGNED, description="Of this file, with the checksum itself as zeros.")
+    checksum: str = Field(UNSIGNED, description="Checksum of this file, with zeros in its place.")
     n_rows: int = Field(ge=1)
     shard_rows: int = Field(ge=1)
     targets: dict[str, int] = Field(description="Units per target, in the order of the columns.")
     arrays: dict[Name, ArrayEntry]
-    units: tuple[FileName, ...] = Field(description="Unit tables; their units in this order are the columns.")
-    moments: tuple[FileName, ...] = Field(description="Moments of the build, then of each extension.")
-    made_by: dict[str, Any] = Field({}, description="Program, version, machine: what wrote it.")
-    fingerprints: dict[str, str] = Field({}, description="Of model, tokenizer, corpus and targets.")
+    units: tuple[FileName, ...] = Field(description="Unit tables, in the order of the columns.")
+    moments: tuple[FileName, ...] = Field(description="Moments of the build and of each extension.")
+    made_by: dict[str, Any] = Field({}, description="Program, versions and device that wrote it.")
+    fingerprints: dict[str, str] = Field({}, description="Hashes of model, tokenizer, corpus and targets.")
     settings: Annotated[dict[str, Any], _ValidatedAs(_Settings)] = Field({}, description="The settings of the build.")
-    skipped: Annotated[dict[str, Any], _ValidatedAs(_Skipped)] = Field({}, description="What was left out, by reason.")
-    details: Annotated[dict[str, Any], _ValidatedAs(_Details)] = Field({}, description="What else the build reports.")
+    skipped: Annotated[dict[str, Any], _ValidatedAs(_Skipped)] = Field({}, description="What was skipped, by reason.")
+    details: Annotated[dict[str, Any], _ValidatedAs(_Details)] = Field({}, description="Further facts about the build.")
     files: dict[FileName, FileEntry]
-    rows_kept: dict[FileName, FileEntry] = Field({}, description="Files of tokens/, which stay where they were built.")
+    rows_kept: dict[FileName, FileEntry] = Field(
+        {}, description="Files of tokens/, which are not copied with the artifact."
+    )
 
     def detail(self, name: str) -> Any:
-        """One of the details.
+        """Return one of the details.
 
         Raises:
-            ArtifactError: it is not there.
+            ArtifactError: it is missing.
         """
         if name not in self.details:
-            raise ArtifactError(f"{MANIFEST}: details.{name}: missing; build the artifact again")
+            raise ArtifactError(f"{MANIFEST}: details.{name}: missing; rebuild the artifact")
         return self.details[name]
 
 
@@ -189,14 +192,14 @@ PROVENANCE = ("made_by", "fingerprints", "settings", "skipped", "details")
 
 
 class SumEntry(JsonModel):
-    """A float64 array, bit for bit: little-endian bytes in base64, a third of the size of decimal text."""
+    """A float64 array as little-endian bytes in base64: exact, and a third of the size of decimal text."""
 
     shape: tuple[int, ...]
     base64: str
 
 
 class ShardMark(JsonModel):
-    """Written when a shard is whole: its rows, its files, and float64 sums over its rows."""
+    """Completion mark of a shard: its rows, its files, and float64 sums over its rows."""
 
     start: int
     stop: int
@@ -205,7 +208,7 @@ class ShardMark(JsonModel):
 
 
 class BuildRecord(JsonModel):
-    """Identity of a build in progress: a resumed build must agree in every field."""
+    """Identity of a build in progress; a resumed build must be equal in every field."""
 
     format_version: int = FORMAT_VERSION
     n_rows: int = Field(ge=1)
@@ -215,61 +218,63 @@ class BuildRecord(JsonModel):
 
 
 class BuiltShards(Store[ShardMark]):
-    """The shards of one part of an artifact: of the build (part 0), or of its part-th extension."""
+    """The shards of one part of an artifact: the build (part 0), or an extension."""
 
     def __init__(self, root: Path, part: int, grid: ShardGrid) -> None:
         under = part_dir(part)
         plan, marks = (under / BUILD).as_posix(), (under / "shards" / "[0-9]*.json").as_posix()
-        super().__init__(root, Schema(mark=ShardMark, marks=marks, plan=plan, recovery_hint="build the artifact again"))
+        super().__init__(root, Schema(mark=ShardMark, marks=marks, plan=plan, recovery_hint="rebuild the artifact"))
         self.grid = grid
 
     def mark(self, part: str) -> ShardMark:
         mark = super().mark(part)
         if int(part) >= self.grid.n_shards or (mark.start, mark.stop) != self.grid.bounds(int(part)):
-            raise ArtifactError(f"{self._mark(part)}: rows {mark.start} to {mark.stop} are not a shard here; delete it")
+            raise ArtifactError(
+                f"{self._mark(part)}: rows {mark.start} to {mark.stop} are not a shard of this artifact; delete it"
+            )
         return mark
 
     @property
     def left(self) -> list[int]:
-        """Shards that are still to be written; one whose files are gone or cut is."""
+        """Return the shards that are still to be written, including those whose files are missing or truncated."""
         return [k for k in range(self.grid.n_shards) if f"{k:05d}" not in self.parts]
 
     def progress(self) -> str:
-        """How far the build is, in words."""
+        """Return the progress of the build, for messages."""
         return f"{len(self.parts)} of {self.grid.n_shards} shards are finished"
 
 
 class FeatureSpool(Store[Mark]):
-    """A directory of shards of named arrays: kept features, and what lies in the work area of a build."""
+    """A directory of shards of named arrays: stored features, or intermediate results of a build."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, Schema(mark=Mark, marks="shard-*.json", ours=("shard-*.safetensors",)))
 
     def write(self, k: int, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Keep the arrays of shard k (any shapes); replaces what was kept of it.
+        """Write the arrays of shard k (any shapes), and replace earlier ones.
 
         Raises:
-            ArtifactError: the disk is full (nothing of this shard is left).
+            ArtifactError: the disk is full (no file of this shard remains).
         """
         self.put(f"shard-{k:05d}", {f"shard-{k:05d}.safetensors": tensor_bytes(arrays)})
 
     def read(self, k: int) -> dict[str, NDArray[Any]]:
-        """The arrays of shard k.
+        """Read the arrays of shard k.
 
         Raises:
-            ArtifactError: shard k is not here, or damaged.
+            ArtifactError: shard k is missing or damaged.
         """
         return read_tensors(self.file(f"shard-{k:05d}"), self.schema.recovery_hint)
 
     def has(self, k: int) -> bool:
-        """Whether shard k is whole."""
+        """Return whether shard k is complete."""
         return f"shard-{k:05d}" in self.parts
 
 
 def _contradiction(manifest: Manifest) -> str | None:
-    """What cannot be of arrays, units and files: a stranger may have signed it."""
+    """Return how arrays, units and files contradict each other, or None; a checksum does not prevent forgery."""
     grid, needed, n_units = ShardGrid(manifest.n_rows, manifest.shard_rows), set[str](), sum(manifest.targets.values())
-    if manifest.n_rows > len(manifest.files) * manifest.shard_rows:  # before the names of 1e18 shards are made
+    if manifest.n_rows > len(manifest.files) * manifest.shard_rows:  # before names of up to 1e18 shards are generated
         return "lists no shards"
     for name, entry in manifest.arrays.items():
         columns = [(group.start, group.stop) for group in entry.groups]
@@ -278,7 +283,7 @@ def _contradiction(manifest: Manifest) -> str | None:
             return f"arrays.{name}: groups: {columns} are not columns 0 to {entry.width}"
         groups = [group.name for group in entry.groups]
         if groups != [name, *(f"{name}.{part}" for part in range(1, len(groups)))]:
-            return f"arrays.{name}: has groups {groups}, which are not its own"
+            return f"arrays.{name}: has groups {groups}, which belong to other arrays"
         if manifest.targets and name.startswith(PER_UNIT) and entry.width != n_units:
             return f"arrays.{name}: has {entry.width} columns, there are {n_units} units"
         needed |= {SCALE.format(group) for group in groups}
@@ -296,7 +301,7 @@ SIGNED_MANIFEST = Signed(
     "the manifest of an artifact",
     FORMAT,
     FORMAT_VERSION,
-    "build the artifact again",
-    none="no complete artifact here; make one with `grasp build --out {place}`, or see that the URL is right",
+    "rebuild the artifact",
+    none="no complete artifact here; create one with `grasp build --out {place}`, or check the URL",
     check=_contradiction,
 )

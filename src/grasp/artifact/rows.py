@@ -1,5 +1,4 @@
-"""What is asked of an artifact: which targets and rows, columns of its row table, what an earlier question made, and
-rows in the order of their values.
+"""Helpers of queries to an artifact: validate targets and rows, read columns of the row table, cache, and rank rows.
 
 Shape letters: N rows.
 """
@@ -25,18 +24,18 @@ from grasp.text import did_you_mean, listed
 
 T = TypeVar("T")
 
-ROWS_AT_ONCE = 1 << 18  # of the row table, while all rows are written in order
+ROWS_AT_ONCE = 1 << 18  # rows per batch while writing all rows
 SHORT = 32  # tokens: the relevance of shorter rows is noisy
-CACHED_BYTES = 512 << 20  # of what the questions of one opened artifact share
+CACHED_BYTES = 512 << 20  # limit of the cache of one opened artifact
 
-_lock = Lock()  # of what is cached, never held while something is made; two threads may make one thing, alike
+_lock = Lock()  # of the cache; not held while a value is computed, which two threads may do twice
 _cached: WeakKeyDictionary[ArtifactReader, dict[Hashable, tuple[Any, int]]] = WeakKeyDictionary()
 
 
 def cached(artifact: ArtifactReader, key: Hashable, n_bytes: int, make: Callable[[], T]) -> T:
-    """What one question of an opened artifact made, for the next one; nobody writes into an array of it.
+    """Return a cached value of an opened artifact, or compute it; arrays are made read-only.
 
-    What is oldest goes first where all of it would take more than CACHED_BYTES, before anything new is made.
+    The oldest values are evicted beyond CACHED_BYTES, before the new value is computed.
     """
     with _lock:
         values = _cached.setdefault(artifact, {})
@@ -55,10 +54,10 @@ def cached(artifact: ArtifactReader, key: Hashable, n_bytes: int, make: Callable
 
 
 def checked_targets(artifact: ArtifactReader, target: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The targets asked for, all of the artifact's if none were.
+    """Validate targets, and return them. Default: all of the artifact.
 
     Raises:
-        ProtocolError: no target, one that the artifact lacks, or one twice.
+        ProtocolError: no target, an unknown target, or a repeated one.
     """
     chosen = tuple(artifact.targets) if target is None else listed(target, artifact.targets)
     unknown = [target for target in chosen if target not in artifact.targets]
@@ -71,37 +70,37 @@ def checked_targets(artifact: ArtifactReader, target: str | Sequence[str] | None
 
 
 def only_target(artifact: ArtifactReader, target: str | None) -> str:
-    """One target: the one asked for, or the only one.
+    """Validate a target, and return it. Default: the only one.
 
     Raises:
-        ProtocolError: the artifact lacks it, or has several and none was named.
+        ProtocolError: an unknown target, or none is given and the artifact has several.
     """
     if target is None and len(artifact.targets) > 1:
-        raise ProtocolError(f"target: got none, and the artifact has {', '.join(artifact.targets)}; name one")
+        raise ProtocolError(f"target: missing; the artifact has {', '.join(artifact.targets)}; choose one")
     return checked_targets(artifact, target)[0]
 
 
 def leak_notes(artifact: ArtifactReader, targets: Iterable[str]) -> list[str]:
-    """Return how many rows contain questions of some targets, a line each; nothing of targets without such rows."""
+    """Return a note per target that has rows with its questions."""
     leaks = {target: artifact.leaks(target) for target in targets}
     return [
-        f"{target}: {target_leaks}, and relevance there is too high; grasp select --drop-leaks leaves them out"
+        f"{target}: {target_leaks}; their relevance is inflated, exclude them with grasp select --drop-leaks"
         for target, target_leaks in leaks.items()
         if target_leaks is not None and len(target_leaks.row_index)
     ]
 
 
 def leaked_rows(artifact: ArtifactReader, targets: Iterable[str]) -> I64:
-    """Return the rows that contain questions of some targets, ascending.
+    """Return the indices of rows that contain questions of the targets, ascending.
 
     Raises:
-        SettingsError: nobody looked for them.
+        SettingsError: the artifact was built without this search.
     """
     leaks = {target: artifact.leaks(target) for target in targets}
     if unknown := [target for target, target_leaks in leaks.items() if target_leaks is None]:
         raise SettingsError(
-            f"drop_leaks: {artifact.where}: its rows were not compared with questions of {', '.join(unknown)}, since "
-            "an earlier version built it or its rows are images; build it again"
+            f"drop_leaks: {artifact.where}: its rows were not searched for questions of {', '.join(unknown)}, since "
+            "an earlier version built it or its rows are images; rebuild it"
         )
     return np.unique(
         np.concatenate([target_leaks.row_index for target_leaks in leaks.values() if target_leaks is not None])
@@ -109,19 +108,19 @@ def leaked_rows(artifact: ArtifactReader, targets: Iterable[str]) -> I64:
 
 
 def row_tokens(artifact: ArtifactReader, column: str = "n_tokens") -> I64:
-    """Tokens of every row, (N,); the column `length_column(artifact)` counts those that carry loss."""
+    """Return the tokens of every row, (N,), or another column of counts, see `length_column`."""
     batches = artifact.row_batches([column])
     read = (np.asarray(batch.column(0), dtype=np.int64) for batch in batches)
     return cached(artifact, column, 8 * artifact.n_rows, lambda: np.concatenate(list(read)))
 
 
 def length_column(artifact: ArtifactReader) -> str:
-    """The column by which a row is short: its tokens, of conversations those that carry loss."""
+    """Return the column of row lengths: tokens, or tokens with loss if they differ (conversations)."""
     return LOSS_TOKENS if LOSS_TOKENS in pq.read_schema(artifact.rows_path).names else "n_tokens"
 
 
 def row_documents(artifact: ArtifactReader) -> I64:
-    """The document of every row as a number, in order of first appearance, (N,)."""
+    """Return the document of every row as an integer, in order of first appearance, (N,)."""
     read = (batch.column(0) for batch in artifact.row_batches(["doc_id"]))
     return cached(
         artifact,
@@ -132,13 +131,13 @@ def row_documents(artifact: ArtifactReader) -> I64:
 
 
 def label_column(artifact: ArtifactReader, name: str, where: str = "label") -> LabelColumn:
-    """One label of every row; `where` is what a message names."""
+    """Read a label of every row; `where` is the argument that messages name."""
     table = LabelTable(artifact.rows_path)
     return cached(artifact, ("label", name), 8 * table.n_rows, lambda: table.column(name, where))
 
 
 def row_places(artifact: ArtifactReader, rows: Sequence[str]) -> dict[str, int]:
-    """Where the rows of these row_ids stand; without those that there are not."""
+    """Return the row index of each row_id that exists."""
     wanted, start, places = pa.array(rows, pa.string()), 0, dict[str, int]()
     for batch in artifact.row_batches(["row_id"]):
         names = batch.column(0)
@@ -149,16 +148,16 @@ def row_places(artifact: ArtifactReader, rows: Sequence[str]) -> dict[str, int]:
 
 
 def row_index(artifact: ArtifactReader, rows: Sequence[str]) -> I64:
-    """Where rows stand.
+    """Return the row indices of row_ids.
 
     Raises:
-        SettingsError: there is none of a row_id.
+        SettingsError: unknown row_id.
     """
     places = row_places(artifact, rows)
     if unknown := [row for row in rows if row not in places]:
         examples = ", ".join(next(artifact.row_batches(["row_id"])).column(0)[:3].to_pylist())
         raise SettingsError(
-            f"row: got {unknown[0]!r}, which {artifact.where} does not have; a row_id is e.g. {examples}"
+            f"row: got {unknown[0]!r}, which is not a row of {artifact.where}; row_ids are e.g. {examples}"
         )
     return np.array([places[row] for row in rows], dtype=np.int64)
 
@@ -167,19 +166,19 @@ def row_index(artifact: ArtifactReader, rows: Sequence[str]) -> I64:
 
 
 def ranked(values_N: Floats, *, among_N: Bool | None = None, count: int | None = None) -> I64:
-    """Row indices, highest value first; equal ones in corpus order.
+    """Return row indices by descending value; ties in corpus order.
 
     Args:
-        count: the first so many, which are found without sorting all others; None: all.
+        count: return only the first `count`, without sorting the others. Default: all.
     """
     down, among = -values_N, None if among_N is None else np.flatnonzero(among_N)
     if among is not None:
         down = down[among]
     if count is not None and 0 < count < len(down):
         last = np.partition(down, count - 1)[count - 1]
-        head = np.flatnonzero(~(down > last))  # with all that equal the last one: which come first is seen below
+        head = np.flatnonzero(~(down > last))  # with all ties of the last one, which are ordered below
         down, among = down[head], head if among is None else among[head]
-    # A stable sort of finite values in half of the time: numpy's fast one, then equal values by their place.
+    # A stable sort of finite values in half the time: numpy's unstable sort, then ties by position.
     order = np.argsort(down)
     sorted_N = down[order]
     equal_N = sorted_N[1:] == sorted_N[:-1]
@@ -189,25 +188,25 @@ def ranked(values_N: Floats, *, among_N: Bool | None = None, count: int | None =
 
 
 def short_rows(artifact: ArtifactReader, row_index: I64) -> int:
-    """How many of some rows are too short for their relevance to be trusted; 0 where all rows are, as images are."""
+    """Return how many rows are too short for a reliable relevance; 0 if all rows are, e.g. images."""
     length_N = row_tokens(artifact, length_column(artifact))
     return int((length_N[row_index] < SHORT).sum()) if length_N.max() >= SHORT else 0
 
 
 def short_of(column: str) -> str:
-    """What short rows have too few of, in words: what `length_column` counts."""
+    """Describe the unit of `length_column`."""
     return "tokens with loss" if column == LOSS_TOKENS else "tokens"
 
 
 def write_ranked(artifact: ArtifactReader, values_N: Floats, order: I64, path: Path, by: str) -> None:
-    """Rows in order, some at a time. The file appears only when whole."""
+    """Write rows in order, in batches; the file is written atomically."""
     schema, starts = ranked_table(artifact, order[:0], values_N, by).schema, range(0, len(order), ROWS_AT_ONCE)
     parts = (ranked_table(artifact, order[start : start + ROWS_AT_ONCE], values_N, by) for start in starts)
     write_tables(schema, (part.cast(schema) for part in parts), path)
 
 
 def ranked_table(artifact: ArtifactReader, row_index: I64, values_N: Floats, by: str) -> pa.Table:
-    """Chosen rows of the row table, in the order given, with what they are ordered by."""
+    """Return rows of the row table, in the given order, with the column by which they are ranked."""
     table = artifact.rows(row_index)
     columns = [name for name in table.column_names if name not in ("row_index", by)]
     values = pa.array(np.asarray(values_N[row_index], dtype=np.float64))

@@ -1,10 +1,10 @@
-"""Labels of rows: a column in little memory, conditions out of its values, and expressions that select rows.
+"""Labels of rows: factorised columns, conditions that select a value, and expressions that select rows.
 
-A condition is what a person, or a table that is sent to one, can paste behind --drop: `topic = 'Games'`. An expression,
-`topic = 'Games' AND format != 'FAQs'`, is not trusted. DuckDB parses it (it is not run for that), the parse tree is
-checked against a list of what a condition on labels may contain, and only then is it evaluated, on batches of rows
-handed in from memory, by a connection that has external access off and its configuration locked. Two walls: what the
-list lets through by mistake still cannot reach a file, the environment, or another table.
+A condition such as `topic = 'Games'` is generated from a value, for options like --drop. An expression such as
+`topic = 'Games' AND format != 'FAQs'` is untrusted input. DuckDB parses it without running it, the parse tree is
+validated against a list of allowed nodes and functions, and only then it is evaluated, on in-memory batches of rows, by
+a connection without external access and with locked configuration. An expression that passes the validation by mistake
+still cannot reach a file, the environment, or another table. Start with `LabelTable.selection`.
 """
 
 import functools
@@ -32,22 +32,22 @@ Label: TypeAlias = str | int | float | bool | None
 NO_LABEL = "(no label)"
 EMPTY = "(empty)"
 PLAIN_NAME = re.compile(r"[a-z_][a-z0-9_]*")
-LONGEST_LITERAL = 80  # characters; longer text is named by its checksum
+LONGEST_LITERAL = 80  # characters; longer text is compared by its checksum
 
 BATCH = 1 << 16
-SHOWN = 5  # values in a message, each so long at most
-MOST_COMPARED = 10_000  # values among which one is looked for that is spelled almost alike
+SHOWN = 5  # values in a message
+MOST_COMPARED = 10_000  # values among which similar spellings are searched for
 LONGEST = 60
 MAX_LENGTH = 20_000
 LOCKED = """
-    SET threads = 1;  -- rows come back in the order they went in
+    SET threads = 1;  -- keeps the order of rows
     SET python_enable_replacements = false;
     SET autoinstall_known_extensions = false;
     SET autoload_known_extensions = false;
     SET enable_external_access = false;
     SET lock_configuration = true;
 """
-OPENING = "SELECT (\n"  # the line breaks keep a comment in the expression from swallowing the brackets
+OPENING = "SELECT (\n"  # the line break keeps a comment in the expression from hiding the parenthesis
 
 _CLASSES = """
     CONJUNCTION COMPARISON OPERATOR BETWEEN CONSTANT COLUMN_REF FUNCTION CAST CASE COLLATE TYPE
@@ -73,7 +73,7 @@ PLAIN_SELECT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class LabelColumn:
-    """Values in order of first appearance and each row's code, 4 bytes a row; a missing label is `None`."""
+    """A factorised label column: values in order of first appearance, and a 4-byte code per row; missing is `None`."""
 
     name: str
     values: tuple[Label, ...]
@@ -81,20 +81,20 @@ class LabelColumn:
 
     @classmethod
     def from_values(cls, labels: Sequence[Label], name: str = "label") -> "LabelColumn":
-        """From a plain sequence of labels."""
+        """Factorise a sequence of labels."""
         code_of: dict[Label, int] = {}
         codes_N = np.fromiter((code_of.setdefault(label, len(code_of)) for label in labels), np.int32, len(labels))
         return cls(name, tuple(code_of), codes_N)
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """Rows per value."""
+        """Return the number of rows per value."""
         return np.bincount(self.codes_N, minlength=len(self.values)).astype(np.int64)
 
     def names(self) -> tuple[str, ...]:
-        """What people call the values, each another name; floors and caps speak of them by it.
+        """Return a distinct display name of each value, which floors and caps refer to.
 
-        A value goes by its own text: where one is spelled `(no label)`, what has none is `(no label) #2`.
+        The name is the text of the value; if a value is `(no label)`, the missing label is `(no label) #2`.
         """
         spelled = [NO_LABEL if value is None else str(value) for value in self.values]
         is_placeholder = [value is None or not name.strip() for value, name in zip(self.values, spelled, strict=True)]
@@ -108,10 +108,10 @@ class LabelColumn:
 
 
 def equals(column: str, value: Label) -> str:
-    """The condition that a column has this value.
+    """Return the condition that a column has this value.
 
-    Text that cannot be printed, or is very long, is named by its MD5 checksum: what is pasted into a terminal holds
-    no control character, whatever the corpus holds.
+    Text that is long or not printable is compared by its MD5 checksum, so that conditions are safe to paste into a
+    terminal.
     """
     name = identifier(column)
     if value is None:
@@ -126,7 +126,7 @@ def equals(column: str, value: Label) -> str:
 
 
 def none_of(column: str, values: Sequence[Label]) -> str:
-    """The condition that a column has a value, and none of these."""
+    """Return the condition that a column has a value, and none of these."""
     name, listed = identifier(column), [value for value in values if value is not None]
     if not listed:
         return f"{name} IS NOT NULL"
@@ -140,7 +140,7 @@ def none_of(column: str, values: Sequence[Label]) -> str:
 
 
 def identifier(column: str) -> str:
-    """The column as an expression names it: in double quotes where it must be."""
+    """Return a column name for expressions, in double quotes if needed."""
     if PLAIN_NAME.fullmatch(column) and column not in _keywords():
         return column
     return '"' + column.replace('"', '""') + '"'
@@ -148,7 +148,7 @@ def identifier(column: str) -> str:
 
 @functools.cache
 def _keywords() -> frozenset[str]:
-    """Words that DuckDB does not take for the name of a column."""
+    """Return the words that DuckDB does not accept as unquoted column names."""
     with duckdb.connect(":memory:") as db:
         result = db.execute("SELECT keyword_name FROM duckdb_keywords() WHERE keyword_category <> 'unreserved'")
         return frozenset(name for (name,) in result.fetchall())
@@ -159,29 +159,29 @@ def _keywords() -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """Rows that satisfy an expression, (N,); `n_null` rows gave neither true nor false: not selected."""
+    """Rows that satisfy an expression, (N,); for `n_null` rows it is null, and they are not selected."""
 
     mask_N: Bool
     n_null: int
-    columns: tuple[str, ...]  # that the expression names
+    columns: tuple[str, ...]  # named in the expression
 
 
 class LabelTable:
-    """The label columns of an artifact, for slices and families; the file is read in batches, never whole."""
+    """The label columns of an artifact; the file is read in batches."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         with readable_table(self.path, SubsetError, "a table of rows"), pq.ParquetFile(self.path) as file:
             self._schema: pa.Schema = file.schema_arrow
             self.n_rows = int(file.metadata.num_rows)
-        self.columns: tuple[str, ...] = tuple(self._schema.names)  # that an expression may name
+        self.columns: tuple[str, ...] = tuple(self._schema.names)  # allowed in expressions
 
     def selection(self, expression: str) -> Matched:
         """Evaluate a condition on the columns.
 
         Raises:
-            SubsetError: syntax error (and where), unknown column (and the close ones), anything that is not a
-                condition on one row's columns, or a value that cannot be compared.
+            SubsetError: a syntax error, an unknown column, anything but a condition on the columns of one row, or
+                values that cannot be compared.
         """
         where, query = f"expression {expression!r}", f"{OPENING}{expression}\n) AS selected FROM row_batch"
         with duckdb.connect(":memory:") as db:
@@ -189,7 +189,7 @@ class LabelTable:
             tree = _parse_condition(db, expression, self.columns)
             paths = [node["column_names"] for node in _expressions(tree) if node["class"] == "COLUMN_REF"]
             if dotted := [".".join(path) for path in paths if len(path) != 1]:
-                raise SubsetError(f"{where}: {dotted[0]!r} has a dot; a column is one name of {list(self.columns)}")
+                raise SubsetError(f"{where}: {dotted[0]!r} has a dot; expected a column among {list(self.columns)}")
             names = sorted({self._known(path[0], where) for path in paths})
 
             def evaluate(batch: pa.RecordBatch) -> pa.Table:
@@ -200,10 +200,10 @@ class LabelTable:
                     raise SubsetError(f"{where}: {_one_line(err)}") from err
 
             fields = [self._schema.field(name) for name in names or self.columns[:1]]
-            # type errors are found before the file is read
+            # an empty batch reveals type errors before the file is read
             kind = evaluate(pa.RecordBatch.from_pylist([], schema=pa.schema(fields))).schema.types[0]
             if kind != pa.bool_():
-                raise SubsetError(f"{where}: gives {kind}, expected a condition that is true or false")
+                raise SubsetError(f"{where}: has type {kind}, expected a condition that is true or false")
             mask_N = np.zeros(self.n_rows, dtype=np.bool_)
             start = n_null = 0
             for batch in self._batches(names):
@@ -214,10 +214,10 @@ class LabelTable:
         return Matched(mask_N, n_null, tuple(names))
 
     def matching(self, expression: str) -> Matched:
-        """`selection`, for questions: a condition that tells no rows apart is a mistake.
+        """Evaluate a condition as `selection`, and require that it matches some rows but not all.
 
         Raises:
-            SubsetError: it matches no row, or every row: how columns are spelled, and which values there are.
+            SubsetError: it matches no row, or every row; the message lists frequent values.
         """
         selection = self.selection(expression)
         matched = int(selection.mask_N.sum())
@@ -225,7 +225,7 @@ class LabelTable:
             return selection
         literals = [text.replace("''", "'") for text in re.findall(r"'((?:[^']|'')*)'", expression)]
         hints = []
-        for name in selection.columns:  # the most frequent values, and those spelled almost as what was asked for
+        for name in selection.columns:  # the most frequent values, and similar spellings
             column = self.column(name)
             spelled = {str(value) for value in column.values} if len(column.values) <= MOST_COMPARED else set()
             suggestions = "".join(did_you_mean(text, spelled) for text in literals if text not in spelled)
@@ -247,7 +247,7 @@ class LabelTable:
         raise SubsetError(f"expression {expression!r}: matches {how_many}; {'; '.join(hints)}")
 
     def column(self, name: str, where: str = "label") -> LabelColumn:
-        """One label column, factorised: 4 bytes a row; `where` is what a message names."""
+        """Read a label column; `where` is the argument that messages name."""
         name = self._known(name, where)
         code_of: dict[Label, int] = {}
         parts = [np.empty(0, np.int32)]
@@ -262,7 +262,7 @@ class LabelTable:
             yield from file.iter_batches(batch_size=BATCH, columns=names or self.columns[:1])
 
     def _known(self, name: str, where: str) -> str:
-        """The column as the file spells it; SQL does not mind case."""
+        """Return the column name as the file spells it; case is ignored, as in SQL."""
         if name in self.columns:
             return name
         spelled = {column.lower(): column for column in self.columns}
@@ -275,10 +275,10 @@ class LabelTable:
 
 
 def _parse_condition(db: duckdb.DuckDBPyConnection, expression: str, columns: tuple[str, ...]) -> dict[str, Any]:
-    """The parse tree of `expression`, if it is one condition and nothing else."""
+    """Parse an expression, and validate that it is a single allowed condition."""
     where = f"expression {expression!r}"
     if not expression.strip():
-        raise SubsetError(f"{where}: is empty; expected a condition such as topic = 'Games'")
+        raise SubsetError(f"{where}: empty; expected a condition such as topic = 'Games'")
     if len(expression) > MAX_LENGTH or "\0" in expression:
         raise SubsetError(
             f"expression {expression[:60]!r}...: {len(expression)} characters; "
@@ -290,7 +290,7 @@ def _parse_condition(db: duckdb.DuckDBPyConnection, expression: str, columns: tu
         row = db.execute("SELECT json_serialize_sql(?)", [f"{OPENING}{expression}\n)"]).fetchall()[0]
         parsed: dict[str, Any] = json.loads(row[0])
     except RecursionError as err:
-        raise SubsetError(f"expression {expression[:60]!r}...: is nested too deeply; split it") from err
+        raise SubsetError(f"expression {expression[:60]!r}...: nested too deeply; split it") from err
     except duckdb.Error as err:
         raise SubsetError(f"{where}: {_one_line(err)}") from err
     if parsed.get("error"):
@@ -317,29 +317,31 @@ def _parse_condition(db: duckdb.DuckDBPyConnection, expression: str, columns: tu
         and not node["cte_map"]["map"]
     )
     if len(statements) != 1 or not is_plain:
-        raise SubsetError(f"{where}: is more than a condition; expected one, such as topic = 'Games' AND n_tokens > 64")
+        raise SubsetError(
+            f"{where}: is not a single condition; expected one, such as topic = 'Games' AND n_tokens > 64"
+        )
     condition: dict[str, Any] = node["select_list"][0]
     for item in _expressions(condition):
         kind, name = item["class"], item.get("function_name", "")
         if kind not in EXPRESSION_CLASSES or item["type"] == "OPERATOR_TRY":
             raise SubsetError(
-                f"{where}: {kind.lower()} is refused; a condition uses columns, constants and plain functions"
+                f"{where}: {kind.lower()} is not allowed; expected columns, constants and plain functions"
             )
         if kind == "FUNCTION" and (name.lower() not in FUNCTIONS or item.get("schema") or item.get("catalog")):
-            raise SubsetError(f"{where}: function {name!r} is refused; allowed are {' '.join(sorted(FUNCTIONS))}")
-        if name.lower() == "replace":  # what a NULL, a number or a column is replaced by may be anything
+            raise SubsetError(f"{where}: function {name!r} is not allowed; allowed are {' '.join(sorted(FUNCTIONS))}")
+        if name.lower() == "replace":  # the length of a NULL, a number or a column is unknown
             literals = [argument["expression"].get("literal", {}) for argument in item["arguments"][1:]]
             texts = [literal["text"] for literal in literals if literal.get("kind") == "STRING"]
             if len(texts) != 2 or len(texts[1].encode()) > len(texts[0].encode()):
                 raise SubsetError(
-                    f"{where}: replace may not make text longer, or a few of them fill the memory; expected constants, "
-                    "the new one no longer than the old one, e.g. replace(topic, ' ', '_')"
+                    f"{where}: replace must not lengthen text, since nested calls could exhaust the memory; expected "
+                    "constants, the new one no longer than the old one, e.g. replace(topic, ' ', '_')"
                 )
     return condition
 
 
 def _expressions(tree: Any) -> Iterator[dict[str, Any]]:
-    """Every node of a parse tree that has a class, in no particular order."""
+    """Yield every node of a parse tree that has a class, in any order."""
     left = [tree]
     while left:
         item = left.pop()

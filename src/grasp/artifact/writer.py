@@ -1,7 +1,7 @@
-"""Writing an artifact: begun or resumed, shard by shard, the manifest last; or targets added to one.
+"""Write an artifact shard by shard, the manifest last, or add targets to a finished one. Builds are resumable.
 
-The columns of new targets are new arrays beside the old ones. Nothing that is there is written again, so the artifact
-stays readable as it was until the manifest is replaced. A build is an extension of an artifact in which nothing is.
+Columns of new targets are stored as new arrays next to the old ones. Existing files are not rewritten, so the artifact
+stays readable until the manifest is replaced. Start with `ArtifactWriter.open` and `ArtifactWriter.extend`.
 """
 
 from base64 import b64decode, b64encode
@@ -64,16 +64,16 @@ from grasp.store.locks import locked
 from grasp.store.records import plain_json, read_record
 
 UNIT_COLUMNS = ("unit_id", "target")
-_GROUP_ROWS = 65_536  # rows of one Parquet row group: enough to scan fast, little to hold
+_GROUP_ROWS = 65_536  # rows of a Parquet row group: fast to scan, small in memory
 
 
 @contextmanager
 def lock_artifact(path: Path) -> Iterator[None]:
-    """Make the directory `path` an artifact's, if it is new or empty, and keep other writers out of it.
+    """Claim the directory `path` for an artifact, and lock it against other writers.
 
     Raises:
-        ArtifactError: another process, or another writer of this one, is at work there.
-        SettingsError: something else lies there, of which nothing is touched.
+        ArtifactError: another writer, in this or another process, holds the lock.
+        SettingsError: the directory has other files, which are not touched.
     """
     own_directory(path, MARKER, _is_artifact)
     with locked(path / MARKER):
@@ -89,18 +89,18 @@ def _is_artifact(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
-    """One array of N rows: `width` columns, what a number means, and per column what it is divided by."""
+    """An array of N rows: number of columns, meaning and sign of its numbers, and the divisor of each column."""
 
     width: int
     unit: str
     sign: str
-    scale_E: NDArray[Any] | None = None  # powers of two: any other factor would round; none: ones
+    scale_E: NDArray[Any] | None = None  # powers of two, so that scaling does not round. Default: ones
 
 
 class ArtifactWriter(BuiltShards):
-    """A build, or new units of an artifact: a shard is visible only when whole, all of it only when complete.
+    """Writer of a build, or of new units of an artifact. Shards and the manifest are written atomically.
 
-    Whoever writes holds `lock_artifact`.
+    The caller holds `lock_artifact`.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class ArtifactWriter(BuiltShards):
         super().__init__(root, part, grid)
         self.complete = False  # nothing is left to write
         self._part, self._dtype, self._arrays = part, cast(ArrayDtype, dtype), dict(arrays)
-        self._artifact: ArtifactReader | None = None  # that is extended
-        self._units: pa.Table | None = None  # that it is extended with
+        self._artifact: ArtifactReader | None = None  # the artifact that is extended
+        self._units: pa.Table | None = None  # the units that are added
         self._scales: dict[str, F32] = {}
         for name, spec in arrays.items():
             if spec.width < 1:
@@ -157,14 +157,14 @@ class ArtifactWriter(BuiltShards):
         arrays: Mapping[str, ArraySpec],
         dtype: str,
     ) -> Self:
-        """Begin the artifact at `path`, or go on with the build that was begun there.
+        """Start an artifact at `path`, or resume its build.
 
         Args:
-            identity: all that decides what the numbers will be (fingerprints, settings); JSON.
-            arrays: name -> spec. Arrays whose name begins with `relevance_` have one column for each unit.
-            dtype: `float16` or `float32`, of every array.
+            identity: everything that determines the numbers (fingerprints, settings), as JSON.
+            arrays: name -> spec. Arrays with the prefix `relevance_` have one column per unit.
+            dtype: dtype of every array, `float16` or `float32`.
         Raises:
-            ArtifactError: another identity than the build in progress, every differing field named.
+            ArtifactError: the identity differs from that of the build in progress; the message names every field.
         """
         if n_rows < 1 or shard_rows < 1:
             raise ArtifactError(f"shards: got n_rows={n_rows}, shard_rows={shard_rows}, expected positive numbers")
@@ -185,28 +185,28 @@ class ArtifactWriter(BuiltShards):
         arrays: Mapping[str, ArraySpec],
         dtype: str,
     ) -> Self:
-        """Begin to add `units` to an artifact, or go on with the extension that was begun.
+        """Start to add `units` to an artifact, or resume the extension.
 
         Args:
-            identity: all that decides what the numbers will be; JSON.
-            units: of targets that the artifact does not have; one for each new column, in their order.
+            identity: everything that determines the numbers, as JSON.
+            units: units of targets that the artifact lacks, in the order of the new columns.
             arrays: name of a relevance array -> spec of its new columns; all relevance arrays.
-            dtype: of the new columns; need not be that of the old ones.
+            dtype: dtype of the new columns; may differ from that of the old ones.
         Raises:
-            ArtifactError: as `open`; also a target that is there already, and arrays that are not the artifact's
-                relevance arrays, or mean something else.
+            ArtifactError: as `open`; or a target exists already, or arrays differ from the artifact's relevance arrays.
         """
         artifact = ArtifactReader.open(path)
         if any(entry.groups[0].name != name for name, entry in artifact.manifest.arrays.items()):
             raise ArtifactError(
-                f"{artifact.path}: version 0.2 of grasp built it, which named its kernels otherwise, so it can be read "
-                "but not added to; build it again with all targets"
+                f"{artifact.path}: built by version 0.2 of grasp, whose kernels had other names, so it can be read but "
+                "not extended; rebuild it with all targets"
             )
         wanted = [name for name in artifact.array_names if name.startswith(PER_UNIT)]
         if sorted(wanted) != sorted(arrays):
             raise ArtifactError(
-                f"{artifact.path}: arrays to extend: got {sorted(arrays)}, expected {sorted(wanted)}; where an earlier "
-                "grasp built it, build it again with all targets"
+                f"{artifact.path}: arrays to extend: got {sorted(arrays)}, expected {sorted(wanted)}; if it was built "
+                "by an "
+                "earlier version of grasp, rebuild it with all targets"
             )
         if not wanted:
             raise ArtifactError(f"{artifact.path}: has no relevance arrays; targets cannot be added to it")
@@ -218,7 +218,7 @@ class ArtifactWriter(BuiltShards):
             if (spec.unit, spec.sign) != (old.unit, old.sign):
                 raise ArtifactError(
                     f"{name}: got unit {spec.unit!r} and sign {spec.sign!r}, the artifact has {old.unit!r} "
-                    f"and {old.sign!r}; columns of one array mean one thing"
+                    f"and {old.sign!r}; columns of an array must have the same meaning"
                 )
         _check_units(units, widths.pop())
         names = list(zip(units["target"].to_pylist(), units["unit_id"].to_pylist(), strict=True))
@@ -232,8 +232,7 @@ class ArtifactWriter(BuiltShards):
         known = sorted(set(units["target"].to_pylist()) & set(artifact.targets))
         if known and not extension.complete:
             raise ArtifactError(
-                f"{artifact.path}: has targets {known} already; add only targets that it does not have, "
-                "or build a new artifact"
+                f"{artifact.path}: has targets {known} already; add only new targets, or build a new artifact"
             )
         extension._artifact, extension._units = artifact, units
         extension._go_on()
@@ -259,18 +258,19 @@ class ArtifactWriter(BuiltShards):
     def write_shard(
         self, k: int, arrays: Mapping[str, NDArray[Any]], rows: pa.Table | None, sums: Mapping[str, F64]
     ) -> None:
-        """Write shard k, in any order of k: it is finished when this returns, and as if never begun when this raises.
+        """Write shard k atomically, in any order of k.
 
         Args:
             arrays: name -> (rows of the shard, width).
-            rows: row_id, doc_id, n_tokens, loss, snippet and labels, in row order; row_index is added here. None:
-                of an extension, which has those of its artifact.
-            sums: name -> float64 totals over the rows of the shard; added up over shards in row order. Those of an
-                extension are joined, on the last axis, to the totals of that name which the artifact has.
+            rows: row_id, doc_id, n_tokens, loss, snippet and labels, in row order; row_index is added. None for an
+                extension, whose rows are those of the artifact.
+            sums: name -> float64 totals over the rows of the shard, which are summed over shards in row order. Those of
+            an
+                extension are appended, on the last axis, to the artifact's totals of the same name.
         Raises:
-            ArtifactError: a number is not finite or does not fit the stored type (array, row and column
-                named); the disk is full (nothing of this shard is left); the shard is finished already.
-            ShapeError: an array or the row table does not have the rows of the shard.
+            ArtifactError: a number is not finite or does not fit the stored type (the message names array, row and
+                column), the disk is full (no file of this shard remains), or the shard is finished already.
+            ShapeError: the number of rows of an array or the row table differs from that of the shard.
         """
         self._require_incomplete()
         start, stop = self.grid.bounds(k)
@@ -287,12 +287,12 @@ class ArtifactWriter(BuiltShards):
 
         table = None
         if self._artifact is not None and (unknown := sorted(set(sums) - set(self._artifact.sums))):
-            raise ArtifactError(f"sums: the artifact has no {unknown} to join to, only {list(self._artifact.sums)}")
+            raise ArtifactError(f"sums: the artifact has no {unknown} to append to, only {list(self._artifact.sums)}")
         if rows is not None:
             missing = [name for name in ROW_COLUMNS if name not in rows.column_names]
             if missing or "row_index" in rows.column_names:
                 raise ArtifactError(
-                    f"row table: columns {rows.column_names}: missing {missing}; row_index is added here, give none"
+                    f"row table: columns {rows.column_names}: missing {missing}; row_index is added by the writer"
                 )
             if rows.num_rows != stop - start:
                 raise ShapeError(f"row table: got {rows.num_rows} rows, expected {stop - start} ({start} to {stop})")
@@ -300,7 +300,7 @@ class ArtifactWriter(BuiltShards):
             for i in np.flatnonzero(~np.isfinite(loss_N))[:1]:
                 raise ArtifactError(
                     f"loss: {row_name(int(i))}: got {rows['loss'][int(i)].as_py()}, expected a finite "
-                    "number; the model or its precision is at fault: try model.dtype: float32, or leave the row out"
+                    "number; try model.dtype: float32, or exclude the row"
                 )
             labels = [name for name in rows.column_names if name not in ROW_COLUMNS]
             table = rows.select([*ROW_COLUMNS, *labels]).replace_schema_metadata(None)
@@ -324,7 +324,7 @@ class ArtifactWriter(BuiltShards):
         self.put(f"{k:05d}", files, start=start, stop=stop, sums=totals)
 
     def sums(self) -> dict[str, F64]:
-        """Totals over all shards, added in the order of the rows whatever order they were written in."""
+        """Return totals over all shards, added in row order: rounding does not depend on the order of writing."""
         if len(self.parts) < self.grid.n_shards:
             raise ArtifactError(f"{self.root}: {self.progress()}: totals need all of them")
         totals: dict[str, F64] = {}
@@ -349,18 +349,19 @@ class ArtifactWriter(BuiltShards):
         gains: Mapping[str, float] | None = None,
         rows_kept: bool = False,
     ) -> None:
-        """Assemble what is left and write the manifest: from now on the artifact, or what was added, can be read.
+        """Write the remaining files and the manifest, after which the artifact, or the extension, is complete.
 
         Args:
-            manifest: mappings `made_by`, `fingerprints`, `settings`, `skipped`, `details`, any of them; those of an
-                extension replace entries of the same name.
-            moments: what `ArtifactReader.moments` gives back; of an extension, under names that are not there yet.
-            units: of a build: unit_id, target and whatever else; in the order of the columns of the relevance arrays.
-            sums: totals over all rows, where they are known better than from the shards; None: of the shards.
-            gains: name of an array -> what a reader multiplies it by; known only when all rows have been seen.
-            rows_kept: tokens/ stays, and its checksums are taken.
+            manifest: any of the mappings `made_by`, `fingerprints`, `settings`, `skipped`, `details`; entries of an
+                extension replace those of the same name.
+            moments: arrays for `ArtifactReader.moments`; those of an extension need new names.
+            units: for a build, unit_id, target and further columns, in the order of the columns of the relevance
+            arrays.
+            sums: totals over all rows. Default: the sum over shards.
+            gains: name of an array -> factor that readers apply; it depends on all rows.
+            rows_kept: keep tokens/, and record its checksums.
         Raises:
-            ArtifactError: shards are missing, units or gains do not fit, the disk is full.
+            ArtifactError: shards are missing, units or gains are inconsistent, or the disk is full.
         """
         self._require_incomplete()
         gains = gains or {}
@@ -383,11 +384,13 @@ class ArtifactWriter(BuiltShards):
         else:
             units = self._units
         if left := self.left:
-            raise ArtifactError(f"{self.root}: {self.progress()}; write the others first, from shard {left[0]}")
+            raise ArtifactError(
+                f"{self.root}: {self.progress()}; write the remaining shards first, from shard {left[0]}"
+            )
         if self._artifact is not None and (clash := sorted(set(moments) & set(self._artifact.moments))):
-            raise ArtifactError(f"moments: the artifact has {clash} already; give new names")
+            raise ArtifactError(f"moments: the artifact has {clash} already; use new names")
         if clash := sorted(name for name in moments if name.startswith(SUM)):
-            raise ArtifactError(f"moments: {clash}: names beginning with {SUM!r} are kept for the sums over rows")
+            raise ArtifactError(f"moments: {clash}: the prefix {SUM!r} is reserved for sums over rows")
         totals = self.sums() if sums is None else sums
         arrays = {**moments, **{SUM + name: value for name, value in totals.items()}}
         unit_file, moment_file = of_part("units", self._part), of_part("moments", self._part)
@@ -435,7 +438,7 @@ class ArtifactWriter(BuiltShards):
 
     def _require_incomplete(self) -> None:
         if self.complete:
-            done = "is complete; a finished artifact is not written again"
+            done = "is complete; a finished artifact cannot be changed"
             added = "these targets are in the artifact already"
             raise ArtifactError(f"{self.root}: {done if self._artifact is None else added}")
 
@@ -449,10 +452,10 @@ def encode(
     dtype: str,
     row_name: Callable[[int], str],
 ) -> NDArray[Any]:
-    """Divide by the scale and round to the stored type, little-endian.
+    """Divide by the scale, and round to the stored type, little-endian.
 
     Raises:
-        ShapeError: not the shape of the shard.
+        ShapeError: the shape differs from that of the shard.
         ArtifactError: a value is NaN or infinite, or too large for `dtype`; names array, row and column.
     """
     values_NE = np.asarray(values_NE)
@@ -461,12 +464,12 @@ def encode(
     for row, column in np.argwhere(~np.isfinite(values_NE))[:1]:
         raise ArtifactError(
             f"{name}: {row_name(int(row))}, column {column}: got {values_NE[row, column]}, expected a finite "
-            "number; the model or its precision is at fault: try model.dtype: float32, or leave the row out"
+            "number; try model.dtype: float32, or exclude the row"
         )
     with np.errstate(over="ignore", under="ignore"):
         stored_NE = (values_NE / scale_E).astype(np.dtype(dtype).newbyteorder("<"))
     for row, column in np.argwhere(~np.isfinite(stored_NE))[:1]:
-        advice = "set array_dtype: float32 and build again" if dtype == "float16" else "rescale the column"
+        advice = "set array_dtype: float32 and rebuild" if dtype == "float16" else "rescale the column"
         raise ArtifactError(
             f"{name}: {row_name(int(row))}, column {column}: {values_NE[row, column]:g} at scale "
             f"{scale_E[column]:g} does not fit {dtype} (largest {float(np.finfo(dtype).max):g}); {advice}"
@@ -475,12 +478,12 @@ def encode(
 
 
 def _assemble(tables: Sequence[Path], out: Path) -> None:
-    """Stream the row tables of all shards, in order, into one file; a column that one lacks is null there."""
+    """Concatenate the row tables of all shards into one file; missing columns are null."""
     try:
         schema = pa.unify_schemas([pq.read_schema(path) for path in tables], promote_options="permissive")
     except (pa.ArrowInvalid, pa.ArrowTypeError) as err:
         what = " ".join(str(err).split())
-        raise ArtifactError(f"{tables[0].parent}: a label column changes its type: {what}") from err
+        raise ArtifactError(f"{tables[0].parent}: types of a label column differ: {what}") from err
     with written_aside(out) as part, pq.ParquetWriter(part, schema, compression="zstd") as writer:
         pending = schema.empty_table()
         for path in tables:
@@ -495,19 +498,19 @@ def _assemble(tables: Sequence[Path], out: Path) -> None:
 
 
 def _check_units(units: pa.Table, n_columns: int | None) -> None:
-    """Units have an id and a target, no (target, unit_id) comes twice, and there is one for each column."""
+    """Check that units have an id and a target, are unique by both, and correspond to the columns."""
     missing = [name for name in UNIT_COLUMNS if name not in units.column_names]
     if missing:
         raise ArtifactError(f"units: columns {units.column_names}: missing {missing}")
     if n_columns is not None and units.num_rows != n_columns:
         raise ShapeError(f"units: got {units.num_rows}, expected {n_columns}: one for each relevance column")
     if not units.num_rows:
-        raise ArtifactError("units: got none, expected at least one")
+        raise ArtifactError("units: missing; expected at least one")
     counts = units.group_by(list(UNIT_COLUMNS)).aggregate([([], "count_all")])
     twice = counts.filter(pc.greater(counts["count_all"], 1))
     if twice.num_rows:
         first = twice.slice(0, 1).to_pylist()[0]
         raise ArtifactError(
-            f"units: {first['target']}/{first['unit_id']} comes {first['count_all']} times; ids must differ "
-            "within a target"
+            f"units: {first['target']}/{first['unit_id']} occurs {first['count_all']} times; ids must be "
+            "unique within a target"
         )

@@ -172,7 +172,7 @@ def build(
         if url is not None and remote.is_published(url, SIGNED_MANIFEST):
             if not resume:
                 raise SettingsError(f"--out: a complete artifact exists at {url}; choose another place, or delete it")
-            progress.note(f"{url}: already finished")
+            progress.note(f"{url}: finished; nothing to do")
             return ArtifactReader.open(url)
         build_artifact(
             checked, staged, progress=progress, cluster=cluster, in_memory=in_memory, must_be_trained=not untrained

@@ -394,7 +394,7 @@ def claim_settings(settings: BuildSettings, out: Path, progress: Progress) -> bo
             f"{out}: holds {state} with other settings: {'; '.join(changed)}; choose another --out, use the old "
             f"settings, or delete {out}"
         )
-    progress.note(f"{out}: already finished with these settings" if finished else f"{out}: resuming")
+    progress.note(f"{out}: finished with these settings; nothing to do" if finished else f"{out}: resuming")
     return True
 
 

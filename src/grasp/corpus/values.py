@@ -1,9 +1,10 @@
-"""Arrow columns and parsed JSON as plain Python values, equal for equal values whatever type stores them.
+"""Convert Arrow columns and parsed JSON to plain Python values that do not depend on the stored type.
 
-A corpus may hold one moment as seconds or nanoseconds, one text as `string`, `large_string` or a dictionary, one record
-as JSON or as a struct. What is read here depends on none of that:
+A corpus may store a timestamp in seconds or nanoseconds, text as `string`, `large_string` or a dictionary, a record as
+JSON or as a struct. The values are equal in all cases (start with `plain_values`):
 
-- A moment is ISO 8601 text: `2024-01-01T09:30:00`, in UTC with a `Z` if it has a time zone. A fraction of a second has
+- A timestamp is ISO 8601 text: `2024-01-01T09:30:00`, in UTC with a `Z` if it has a time zone. A fraction of a second
+has
   three, six or nine digits, and none if it is zero. Dates and times of day are written alike.
 - A decimal is an integer if it is whole. Otherwise it is a float if the float has the same digits, else text. A
   duration is a number of seconds by the same rule.
@@ -73,7 +74,7 @@ def plain_json(value: Any, *, mend: bool = True) -> Any:
     """Return a value that was parsed from JSON without null members of objects.
 
     Args:
-        mend: put the replacement character for halves of surrogate pairs, which JSON can spell and no tokenizer takes.
+        mend: replace unpaired surrogates, which JSON can encode but no tokenizer accepts.
     """
     if isinstance(value, str):
         return value if value.isascii() or not mend else _mended(value)
@@ -85,7 +86,7 @@ def plain_json(value: Any, *, mend: bool = True) -> Any:
 
 
 def plain_record(record: Mapping[str, Any], *, mend: bool = True) -> dict[str, Any]:
-    """Return a line of JSON lines as `plain_json` does, with its own fields that are null: they are columns."""
+    """Return a JSON record as `plain_json`, but keep its top-level null fields, which are columns."""
     return {plain_json(name, mend=mend): plain_json(value, mend=mend) for name, value in record.items()}
 
 
@@ -114,7 +115,7 @@ def _object(entries: list[dict[str, Any]]) -> dict[str | None, Any]:
 
 
 def _run_values(column: pa.RunEndEncodedArray) -> list[Any]:
-    """Return each value as often as it is repeated; Arrow itself decodes runs of a few types only."""
+    """Expand run-end encoded values; Arrow decodes only runs of a few types."""
     first, count = column.find_physical_offset(), column.find_physical_length()
     ends = [min(end - column.offset, len(column)) for end in column.run_ends.slice(first, count).to_pylist()]
     values = plain_values(column.values.slice(first, count))
@@ -134,16 +135,16 @@ def _records(column: pa.StructArray) -> list[dict[str, Any] | None]:
 
 
 def _iso_8601(column: pa.Array) -> pa.Array:
-    """Return moments, dates or times of day as text."""
+    """Return timestamps, dates or times of day as text."""
     kind = column.type
     if pa.types.is_date(kind):
         return pc.cast(column, pa.string())
     is_moment = pa.types.is_timestamp(kind)
-    # what Arrow stores of a moment with a time zone is UTC
+    # Arrow stores timestamps with a time zone in UTC
     text = pc.cast(column.view(pa.timestamp(kind.unit)) if is_moment else column, pa.string())
     text = pc.replace_substring_regex(text, _ZERO_FRACTION, "")
     if is_moment:
-        text = pc.replace_substring_regex(text, r"^([-\d]+) ", r"\1T")  # of a year that Arrow can write
+        text = pc.replace_substring_regex(text, r"^([-\d]+) ", r"\1T")  # for years that Arrow can format
     return pc.binary_join_element_wise(text, "Z", "") if is_moment and kind.tz is not None else text
 
 

@@ -70,7 +70,7 @@ def distil(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Distilled:
-    """Fit a fast text scorer to the relevance of an artifact, for corpora too large for a model.
+    """Fit a fast text scorer, for corpora that are too large for a model.
 
     The scorer predicts relevance from character sequences. Its accuracy is measured on held-out rows.
 

@@ -17,35 +17,36 @@ from grasp.errors import SettingsError
     "grasp calibrate art other-art --runs dev --family family.yaml --out protocol.json",
 )
 def calibrate(
-    paths: list[Path] = typer.Argument(None, metavar="[ART]...", help="Artifacts; each serves the runs of its corpus."),
-    runs: list[Path] = option("--runs DIR", "Development runs to choose on; repeatable.", []),
-    out: Path | None = option("--out FILE", "The chosen protocol, .yaml or .json.", None),
+    paths: list[Path] = typer.Argument(
+        None, metavar="[ART]...", help="Artifacts; each is used for the runs of its corpus."
+    ),
+    runs: list[Path] = option("--runs DIR", "Development runs to select on; repeatable.", []),
+    out: Path | None = option("--out FILE", "File for the selected protocol, .yaml or .json.", None),
     target: str | None = option("--target NAMES", "Targets, separated by commas. Default: all.", None),
     family: Path | None = option(
-        "--family FILE", "Protocols to choose from. Default: those that ship, few where there are few subsets.", None
+        "--family FILE", "Candidate protocols. Default: the built-in family, shortened for few subsets.", None
     ),
-    listing: Path | None = option("--list FILE", "Write the protocols that ship, to be edited, and stop.", None),
-    delta: float = rare("--delta SHARE", "Chance that the bound of any protocol is wrong.", 0.05),
+    listing: Path | None = option("--list FILE", "Write the built-in family as a template, and exit.", None),
+    delta: float = rare("--delta SHARE", "Probability that the bound of any protocol is wrong.", 0.05),
     resamples: int = rare("--resamples N", "Bootstrap resamples of the subsets.", 1_000, min=10),
 ) -> None:
-    """Choose a protocol on retrained subsets, and freeze it.
+    """Select a scoring protocol on retrained subsets.
 
-    Many ways to add up relevance are tried. The one is kept that predicts the
-    runs best, with a margin for luck: the highest lower confidence bound of its
-    mean rank correlation.
+    Evaluates every protocol of a family on the runs and selects the one with
+    the highest lower confidence bound of its mean rank correlation.
     """
     if listing is not None:
         check_outputs({"--list": listing})
-        idle = {"ART": paths, "--runs": runs, "--family": family, "--out": out}
-        if any(idle.values()):
-            useless = ", ".join(flag for flag, value in idle.items() if value)
-            raise SettingsError(f"calibrate: {useless} has no meaning with --list; leave it out")
+        unused = {"ART": paths, "--runs": runs, "--family": family, "--out": out}
+        if any(unused.values()):
+            flags = ", ".join(flag for flag, value in unused.items() if value)
+            raise SettingsError(f"calibrate: {flags} cannot be combined with --list; drop it")
         if listing.exists():
-            raise SettingsError(f"--list: {listing} is there already; give another name, or remove it")
+            raise SettingsError(f"--list: {listing} already exists; choose another name, or remove it")
         from grasp.geometry.candidates import write_default_family
 
         write_default_family(listing)
-        print(f"{listing}: every combination of its lists is one protocol; edit it and pass it with --family")
+        print(f"{listing}: every combination of its lists is one protocol; edit the file and pass it with --family")
         return
     required = {"ART": paths, "--runs": runs, "--out": out}
     missing = [flag for flag, value in required.items() if not value]
@@ -68,4 +69,4 @@ def calibrate(
     )
     record = result.save(out)
     print_result(result)
-    print(f"{out}: written; how it was chosen: {record}")
+    print(f"{out}: written; record of the selection: {record}")

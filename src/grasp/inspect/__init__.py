@@ -1,6 +1,6 @@
-"""What an artifact says of its own rows, and of itself.
+"""Inspect an artifact: suspicious rows, explanations of rows, and health checks.
 
-In: an artifact, and the model and corpus that it was built from where one of its rows is looked into. Out: results that
-print themselves. A verb each: `detect` (suspicious rows; `detection` is its arithmetic), `explain` (the words of a row)
-and `check` (are the approximations good enough?).
+In: an artifact, and its model and corpus if rows are recomputed. Out: results that print themselves. Start with
+`detect.detect` (suspicious rows; `detection` has its statistics), `explain.explain` (effects of single words) and
+`health.check` (validity of the approximations).
 """

@@ -1,4 +1,4 @@
-"""Which rows look wrong to a trusted target.
+"""Detect rows that look mislabelled, poisoned or misleading to a trusted target. Start with `detect`.
 
 Shape letters: N rows, E units.
 """
@@ -47,25 +47,25 @@ RECORD: Final = b"grasp.suspects"
 NEIGHBOURS = 10
 FALSE_POSITIVES = 0.01
 LISTED = 10
-LEAST_ROWS = 10  # fewer have no distribution to speak of
-SNIPPET = 240  # characters, where the artifact does not say how many it keeps
-SHOWN = 12  # rows of a detection in a report
-LARGEST = 160  # pixels of a picture's longer side
-Pair = tuple[int, int]  # unit, counted within the target; row
+LEAST_ROWS = 10  # fewer rows have no meaningful distribution
+SNIPPET = 240  # default characters of a stored snippet
+SHOWN = 12  # rows shown in a report
+LARGEST = 160  # pixels of the longer side of an image
+Pair = tuple[int, int]  # (unit within the target, row)
 
 
 @dataclass(frozen=True, slots=True)
 class DetectionRecord:
-    """What a table of suspects does not say by itself; its metadata hold it as JSON."""
+    """Record of a detection, stored as JSON in the metadata of the table of suspects."""
 
     target: str
-    ranking: str  # the score that ranks
+    ranking: str  # the score by which rows are ranked
     headline: str
     corpus: str  # fingerprint
     made_from: dict[str, str]
     rows: int
     threshold: Threshold
-    detections: dict[str, Detection]  # of each score, where there is a truth
+    detections: dict[str, Detection]  # by score, if there is a ground truth
     notes: tuple[str, ...]
 
 
@@ -74,10 +74,10 @@ class Suspects(Result):
     """All rows, the most suspicious first.
 
     Attributes:
-        table: rank, row_id, flagged, and each score (higher is more suspicious, the last one ranks). Its metadata hold
-            `record`.
-        shown: the first rows with their label, and their text.
-        scores: by name, (N,), in the order of the artifact's rows.
+        table: rank, row_id, flagged, and the scores (higher is more suspicious; rows are ranked by the last one). Its
+            metadata contain `record`.
+        shown: the first rows with label and text.
+        scores: scores by name, (N,), in the order of the artifact's rows.
     """
 
     record: DetectionRecord
@@ -108,31 +108,31 @@ def detect(
     match: str | None = None,
     progress: Progress | None = None,
 ) -> Suspects:
-    """Find rows that look wrong to a target you trust.
+    """Find rows that look wrong to a trusted target.
 
-    Mislabelled, poisoned or misleading rows teach little of what a trusted target asks, and look like rows with
-    another label.
+    Mislabelled, poisoned or misleading rows have low relevance to a trusted target, and resemble rows with another
+    label.
 
-    In Python the result has three scores. `relevance` is minus the mean relevance to the units, each standardised over
-    the rows. Where rows have a label, `geometry` is the share of a row's nearest neighbours in the hidden sketch with
-    another label, and `fused` the mean of the two ranks. A trusted unit that is itself a row is an error.
+    In Python the result has up to three scores. `relevance` is minus the mean relevance to the units, each standardised
+    over the rows. If rows have a label, `geometry` is the share of a row's nearest neighbours in the hidden sketch with
+    another label, and `fused` the mean of the two ranks. A trusted unit that is also a row is an error.
 
     Args:
-        target: target that is asked about. Default: the only one.
+        target: trusted target. Default: the only one.
         label: column whose values may be wrong. Default: the class of images, if any.
         top: rows to show.
-        false_positives: share of right rows that may be flagged by mistake.
-        clean: column that is true for rows checked to be right: they set the threshold.
-        truth: column that is true for rows known to be wrong: how many are found?
-        k: first rows that are counted. Default: as many as are wrong.
-        neighbours: nearest rows whose labels are compared. Default: 10.
+        false_positives: share of correct rows that may be flagged.
+        clean: column that is true for rows verified to be correct, which determine the threshold.
+        truth: column that is true for rows known to be wrong, to evaluate the scores.
+        k: number of first rows for precision and recall. Default: the number of wrong rows.
+        neighbours: number of nearest rows whose labels are compared. Default: 10.
         match: one kernel: gradient, token, input, neighbour, shift, tilt or pooled. Default: token, or pooled
             where it is not built.
     Raises:
-        ArtifactError: no such target, column or kernel; a trusted unit that is itself a row (all listed).
-        SettingsError: a number out of range, too few rows, an argument without effect, or a truth in which nothing or
-            everything is planted.
-    Memory: a few numbers a row, the hidden sketch where there are labels, and blocks of relevance.
+        ArtifactError: no such target, column or kernel, or a trusted unit is also a row.
+        SettingsError: a number out of range, too few rows, an argument without effect, or a truth in which no row or
+            every row is wrong.
+    Memory: a few numbers per row, the hidden sketch if there are labels, and a block of relevance.
     """
     target = only_target(artifact, target)
     if label is None and CLASS_LABEL in pq.read_schema(artifact.rows_path).names:
@@ -140,17 +140,17 @@ def detect(
     if top < 0:
         raise SettingsError(f"top: got {top}, expected 0 or more")
     if k is not None and truth is None:
-        raise SettingsError("k: no meaning without truth; leave it out")
+        raise SettingsError("k: requires truth")
     if neighbours is not None and label is None:
-        raise SettingsError("neighbours: no meaning without a label; leave it out")
+        raise SettingsError("neighbours: requires a label")
     if neighbours is not None and not 1 <= neighbours < COMPARED:
         raise SettingsError(f"neighbours: got {neighbours}, expected at least 1 and fewer than {COMPARED}")
     if k is not None and not 1 <= k <= artifact.n_rows:
         raise SettingsError(f"k: got {k}, expected 1 to {artifact.n_rows}")
     if artifact.n_rows < LEAST_ROWS:
         raise SettingsError(
-            f"{artifact.where}: has {artifact.n_rows} rows, expected at least {LEAST_ROWS}: of fewer none stands out "
-            "against the others; build it on more, or read them"
+            f"{artifact.where}: has {artifact.n_rows} rows, expected at least {LEAST_ROWS}; read them "
+            "instead, or build the artifact on more rows"
         )
     array = relevance_array(artifact, match)
     right_N = None if clean is None else _yes_or_no(artifact, clean, "clean")
@@ -163,7 +163,7 @@ def detect(
     scores, geometry_notes = {"relevance": relevance_N}, list[str]()
     if label is not None:
         column = label_column(artifact, label)
-        label = column.name  # as the corpus spells it
+        label = column.name  # as spelled in the corpus
         by_label, geometry_notes = _label_scores(artifact, column, relevance_N, neighbours or NEIGHBOURS, progress)
         scores |= by_label
     ranking, ranking_N = list(scores.items())[-1]
@@ -177,9 +177,9 @@ def detect(
         if ranking != "relevance":
             cut = threshold_like(ranking_N, cut)
     expected = f"about {cut.expected_false:,.0f} of {artifact.n_rows:,} rows"
-    headline = f"{cut.n_flagged:,} suspects by {ranking}; chance would flag {expected}."
+    headline = f"{cut.n_flagged:,} suspects by {ranking}; expected by chance: {expected}."
     if not cut.beyond_chance:
-        headline = f"No suspects by {ranking}: {cut.n_flagged:,} flagged, no more than chance flags ({expected})."
+        headline = f"No suspects by {ranking}: {cut.n_flagged:,} flagged, no more than expected by chance ({expected})."
     record = DetectionRecord(
         target=target,
         ranking=ranking,
@@ -192,7 +192,7 @@ def detect(
         notes=(
             *not_compared,
             *geometry_notes,
-            "scores speak against a row: the higher, the more suspicious",
+            "higher scores are more suspicious",
             *cut.notes,
         ),
     )
@@ -200,7 +200,7 @@ def detect(
 
 
 def _refuse_copies(artifact: ArtifactReader, target: str) -> list[str]:
-    """Refuse trusted units that are rows of the corpus; return a note if not all could be compared."""
+    """Raise an error if trusted units are rows of the corpus; return a note if not all could be compared."""
     copies, not_compared = exact_copies(artifact, target)
     if copies:
         first = np.array([row for _, row in copies[:LISTED]], dtype=np.int64)
@@ -210,7 +210,7 @@ def _refuse_copies(artifact: ArtifactReader, target: str) -> list[str]:
         more = f" and {len(copies) - LISTED} more" if len(copies) > LISTED else ""
         raise ArtifactError(
             f"{artifact.where}: {len({unit for unit, _ in copies})} of {len(units)} trusted units of {target} are rows "
-            f"of the corpus: {listed}{more}; take them out of one of the two and build again"
+            f"of the corpus: {listed}{more}; remove them from one of the two and rebuild"
         )
     return [] if not_compared is None else [not_compared]
 
@@ -218,21 +218,21 @@ def _refuse_copies(artifact: ArtifactReader, target: str) -> list[str]:
 def _label_scores(
     artifact: ArtifactReader, column: LabelColumn, relevance_N: F64, k_nearest: int, progress: Progress
 ) -> tuple[dict[str, F64], list[str]]:
-    """Return the scores `geometry` and `fused`, unless labels of neighbours tell no row from another; and notes."""
+    """Return the scores `geometry` and `fused`, or none if the former is constant; and notes."""
     code_N, label = column.codes_N.astype(np.int64), column.name
-    if None in column.values:  # rows without a label are each alone
+    if None in column.values:  # each row without a label gets a label of its own
         none_N = np.flatnonzero(code_N == column.values.index(None))
         code_N[none_N] = len(column.values) + np.arange(len(none_N))
     _, sketch_ND = next(artifact.array_blocks("hidden_sketch", block_rows=artifact.n_rows))
     near = disagreement(sketch_ND, code_N, k_nearest, progress)
     n_singletons = int(near.is_singleton_N.sum())
     if near.share_N.min() == near.share_N.max():
-        why = f"every row is alone with its {label}" if n_singletons else f"{label} is the same for all neighbours"
-        return {}, [f"{why}: geometry says nothing, rows are ranked by relevance alone"]
-    notes = [f"{n_singletons} rows are alone with their {label}: geometry says nothing of them"] if n_singletons else []
+        why = f"every row has a unique {label}" if n_singletons else f"{label} is the same for all neighbours"
+        return {}, [f"{why}: rows are ranked by relevance alone"]
+    notes = [f"{n_singletons} rows have a unique {label}: their geometry is the median"] if n_singletons else []
     if near.recall < 1:
         notes.append(
-            f"neighbours were looked for among {COMPARED:,} rows of like hidden sketch: {near.recall:.0%} of "
+            f"neighbours were searched for among {COMPARED:,} rows with similar hidden sketches: {near.recall:.0%} of "
             f"the {k_nearest} nearest were found"
         )
     return {"geometry": near.share_N, "fused": mean_ranks([relevance_N, near.share_N])}, notes
@@ -241,7 +241,7 @@ def _label_scores(
 def _suspects(
     artifact: ArtifactReader, record: DetectionRecord, scores: Mapping[str, F64], label: str | None, top: int
 ) -> Suspects:
-    """Return all rows in the order of the score that ranks, and the first `top` as people read them."""
+    """Return all rows ranked by the last score, and the first `top` for display."""
     cut, ranking_N = record.threshold, scores[record.ranking]
     order_N = np.argsort(-ranking_N, kind="stable")
     row_ids = pa.chunked_array([batch.column(0) for batch in artifact.row_batches(["row_id"])])
@@ -269,16 +269,16 @@ def _suspects(
 
 
 def relevance_array(artifact: ArtifactReader, match: str | None) -> str:
-    """Array of a kernel of relevance; None: output_layer where it is built, else pooled."""
+    """Return the relevance array of a kernel. Default: output_layer if it was built, else pooled."""
     return artifact.relevance_name(match or ("output_layer" if "output_layer" in artifact.kernels else "pooled"))
 
 
 def standardised_blocks(
     artifact: ArtifactReader, array: str, target: str, progress: Progress
 ) -> Iterator[tuple[int, F64]]:
-    """First row and (N, E) of every block: relevance to the units of a target, each standardised over all rows.
+    """Yield blocks of relevance to the units of a target, (N, E), standardised over all rows, and their first rows.
 
-    Two passes over blocks: moments of every unit, then its standardised scores. Memory: one block.
+    Two passes over the blocks: moments of every unit, then standardised scores. Memory: one block.
     """
     columns, n_rows = artifact.unit_columns(target), artifact.n_rows
     progress.stage(array.replace("_", " "), rows=2 * n_rows, tokens=None)
@@ -293,7 +293,7 @@ def standardised_blocks(
 
 
 def made_from(artifact: ArtifactReader, target: str) -> dict[str, str]:
-    """What scores of the rows depend on: the corpus, the model, the features, and the target's units."""
+    """Return hashes of all inputs of the scores: corpus, model, features, and units of the target."""
     digest = hashlib.blake2b(digest_size=16)
     for unit in artifact.units.select(["target", "unit_id", "prompt", "completion"]).to_pylist():
         if unit["target"] == target:
@@ -306,21 +306,21 @@ def made_from(artifact: ArtifactReader, target: str) -> dict[str, str]:
     }
 
 
-# --------------------------------------------------------------- rows that are a trusted unit, to the letter
+# --------------------------------------------------------------- rows that are copies of a trusted unit
 
 
 def exact_copies(artifact: ArtifactReader, target: str) -> tuple[list[Pair], str | None]:
-    """Rows that are a unit of `target`: the same pixels, or the same tokens but for end-of-text tokens round them.
+    """Return rows that equal a unit of `target` in pixels, or in tokens apart from end-of-text tokens around them.
 
-    Where the tokens or their tokenizer are not there, rows whose text the row table keeps whole are compared by it.
+    Without tokens or their tokenizer, rows with a complete snippet are compared by text.
 
     Returns:
-        The pairs, by unit, then row; and what could not be compared, in words.
+        Pairs sorted by unit, then row; and a note if not all rows could be compared.
     """
     units = artifact.units.take(pa.array(artifact.unit_columns(target))).to_pylist()
     if {HASH_LABEL, CLASS_LABEL} <= set(pq.read_schema(artifact.rows_path).names):
         if units[0].get(HASH_LABEL) is None:
-            raise ArtifactError(f"{artifact.where}: its units have no {HASH_LABEL}; build it again with this version")
+            raise ArtifactError(f"{artifact.where}: its units have no {HASH_LABEL}; rebuild it with this version")
         hashes = [unit[HASH_LABEL] for unit in units]
         return sorted(_pairs(hashes, ([key] for key in _values(artifact, HASH_LABEL)))), None
     limit = int(artifact.manifest.settings.get("corpus", {}).get("snippet_chars", SNIPPET))
@@ -339,12 +339,12 @@ def exact_copies(artifact: ArtifactReader, target: str) -> tuple[list[Pair], str
         pairs |= _by_tokens(BuildSource(artifact), units)
     except GraspError as err:
         if n_cut:
-            note = f"of {n_cut:,} rows it was not seen whether they are trusted units, tokens were not compared: {err}"
+            note = f"{n_cut:,} rows were not compared with the trusted units, since tokens are not available: {err}"
     return sorted(pairs), note
 
 
 def _by_tokens(origin: BuildSource, units: Sequence[Mapping[str, Any]]) -> set[Pair]:
-    """A unit's tokens as one text, and as prompt and completion apart."""
+    """Compare rows with units encoded as one text, and as separate prompt and completion."""
     rows, encode, eos_id = origin.rows, origin.tokenizer.encode, origin.tokenizer.eos_id
     assert isinstance(rows, RowStore)
     prompts, completions = (encode([unit[part] for unit in units]) for part in ("prompt", "completion"))
@@ -358,7 +358,7 @@ def _by_tokens(origin: BuildSource, units: Sequence[Mapping[str, Any]]) -> set[P
 
 
 def _pieces(ids: Sequence[int] | NDArray[np.int32], eos_id: int | None) -> list[bytes]:
-    """What stands between end-of-text tokens: documents that were packed into one row come apart."""
+    """Split token ids at end-of-text tokens, which separate documents packed into one row."""
     ids_L = np.asarray(ids, dtype=np.int32)
     ends = np.flatnonzero(ids_L == eos_id) if eos_id is not None else ids_L[:0]
     inside_L = np.delete(ids_L, ends)
@@ -366,7 +366,7 @@ def _pieces(ids: Sequence[int] | NDArray[np.int32], eos_id: int | None) -> list[
 
 
 def _pairs(unit_keys: Sequence[Any], row_keys: Iterable[Sequence[Any]]) -> set[Pair]:
-    """(unit, row) of every row of which a key is a unit's; empty keys are nobody's."""
+    """Return (unit, row) of rows that share a key with a unit; empty keys never match."""
     places: dict[Any, list[int]] = {}
     for unit, key in enumerate(unit_keys):
         if key:
@@ -374,30 +374,30 @@ def _pairs(unit_keys: Sequence[Any], row_keys: Iterable[Sequence[Any]]) -> set[P
     return {(unit, row) for row, keys in enumerate(row_keys) for key in keys for unit in places.get(key, ())}
 
 
-# ------------------------------------------------------------- what `grasp detect --out` wrote, read back and proved
+# ------------------------------------------------------------- reading the output of `grasp detect --out`
 
 
 @dataclass(frozen=True, slots=True)
 class ShownSuspects:
-    """A detection with the rows that are shown: lines of its table, and of the row table, with labels and a PNG."""
+    """A detection with the rows to show: lines of its table and of the row table, labels, and a PNG."""
 
     record: DetectionRecord
     lines: tuple[Mapping[str, Any], ...]
     rows: tuple[Mapping[str, Any], ...]
     labels: tuple[str, ...]
-    pictures: tuple[bytes | None, ...]  # none: rows are texts, or the artifact keeps no images
+    pictures: tuple[bytes | None, ...]  # None: rows are texts, or images are not stored
 
 
 def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str]) -> ShownSuspects:
-    """The first rows of a table that `grasp detect --out` wrote of this artifact."""
-    expected = "the .parquet that grasp detect --out writes"
+    """Read the first rows of a table that `grasp detect --out` wrote, and check that it is of this artifact."""
+    expected = "a .parquet file of grasp detect --out"
     with readable_table(f"--detect: {path}", SettingsError, expected):
         metadata = (pq.read_schema(path).metadata or {}).get(RECORD)
         batch = None
-        for part in read_checksummed_batches(path):  # all of it is proven
+        for part in read_checksummed_batches(path):  # read to the end, so that all digests are verified
             batch = part.slice(0, SHOWN) if batch is None else batch
     if metadata is None or batch is None or not {"rank", "row_id", "flagged"} <= set(batch.schema.names):
-        raise SettingsError(f"--detect: {path} does not say what was detected; expected {expected}")
+        raise SettingsError(f"--detect: {path}: not a result of grasp detect; expected {expected}")
     try:
         record = TypeAdapter(DetectionRecord).validate_json(metadata)
     except ValidationError as err:
@@ -406,11 +406,11 @@ def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str]) -
     recorded_source = record.made_from | {"rows": str(record.rows)}
     if others := [what for what in expected_source if expected_source[what] != recorded_source.get(what)]:
         listed = ", ".join(f"{what} {recorded_source.get(what)!r}, here {expected_source[what]!r}" for what in others)
-        raise SettingsError(f"--detect: {path} was made from another artifact: {listed}; run grasp detect on this one")
+        raise SettingsError(f"--detect: {path} is from another artifact: {listed}; run grasp detect on this one")
     lines = batch.to_pylist()
     places = row_places(artifact, [line["row_id"] for line in lines])
     if unknown := [line["row_id"] for line in lines if line["row_id"] not in places]:
-        raise SettingsError(f"--detect: {path}: {unknown[0]!r} is no row of the artifact; run grasp detect on it")
+        raise SettingsError(f"--detect: {path}: {unknown[0]!r} is not a row of the artifact; run grasp detect on it")
     index = np.array([places[line["row_id"]] for line in lines], dtype=np.int64)
     pictures: Sequence[bytes | None] = [None] * len(index)
     if BuildSource(artifact).has_images:
@@ -428,19 +428,19 @@ def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str]) -
 
 
 def _values(artifact: ArtifactReader, name: str) -> Iterator[Any]:
-    """Of every row, some at a time."""
+    """Yield a column of the row table."""
     for batch in artifact.row_batches([name]):
         yield from batch.column(0).to_pylist()
 
 
 def _yes_or_no(artifact: ArtifactReader, name: str, argument: str) -> Bool:
-    """A column of true and false, or 1 and 0, in every row."""
+    """Read a column of true and false, or 1 and 0, in every row."""
     values = list(_values(artifact, name))
     for i, value in enumerate(values):
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             row = artifact.rows(np.array([i]))["row_id"][0].as_py()
             raise SettingsError(
                 f"{argument} {name}: row {row} has {'no value' if value is None else repr(value)}, expected true or "
-                "false, or 1 or 0, in every row; fill the column in and build again"
+                "false, or 1 or 0, in every row; complete the column and rebuild"
             )
     return np.array(values, dtype=np.bool_)

@@ -1,4 +1,6 @@
-"""How well a score finds what was planted, and where to cut it when nobody knows.
+"""Evaluate a detection score against a ground truth, and choose a threshold without one.
+
+Start with `measure` and `threshold`.
 
 Shape letters: N rows. Scores are higher for more suspicious rows.
 """
@@ -13,20 +15,20 @@ from scipy.special import ndtri
 from grasp.arrays import F64, Bool
 from grasp.errors import SettingsError
 
-MIDDLE = (0.1, 0.4)  # shares of the rows in the tails that say how the scores lean
-SAFE = 2.0  # times 1 / sqrt(N): about the standard error of the lean
+MIDDLE = (0.1, 0.4)  # tail shares from which the skewness is estimated
+SAFE = 2.0  # times 1 / sqrt(N), about the standard error of the skewness
 FITTED = (
-    "The threshold is an estimate from the scores themselves; it takes at most about 5 % of the rows to be wrong.",
-    "Where nothing was planted, rates of 1 % and 5 % came out 0 to 4.4 times as large.",
-    "Rows checked to be right (clean) hold the rate.",
+    "The threshold is estimated from the scores, assuming that at most about 5 % of the rows are wrong.",
+    "In corpora without wrong rows, rates of 1 % and 5 % were 0 to 4.4 times as large.",
+    "For a guaranteed rate, pass rows verified to be correct (clean).",
 )
-CHECKED = ("The rate holds on average for right rows like those checked, if these were drawn at random.",)
-ALIKE = ("Most rows have one and the same score: the threshold says nothing.",)
+CHECKED = ("The rate holds on average for correct rows like the verified ones, if these were drawn at random.",)
+ALIKE = ("Most rows have the same score: the threshold is not informative.",)
 
 
 @dataclass(frozen=True, slots=True)
 class AtCut:
-    """How good the first `k` rows are: precision, recall, F1."""
+    """Precision, recall and F1 of the first `k` rows."""
 
     k: int
     precision: float
@@ -40,7 +42,7 @@ class AtCut:
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """One score against the truth; intervals are 95 %."""
+    """Evaluation of a score; intervals are 95 %."""
 
     n_rows: int
     n_planted: int
@@ -48,19 +50,19 @@ class Detection:
     auroc_low: float
     auroc_high: float
     average_precision: float
-    at_k: AtCut  # k = number planted, or as asked
-    best: AtCut  # at the cut with the highest F1, which only the truth can tell
+    at_k: AtCut  # k = number of planted rows, or as requested
+    best: AtCut  # at the k with the highest F1, which depends on the truth
 
 
 def measure(score_N: F64, planted_N: Bool, k: int | None = None) -> Detection:
-    """Compare a score with the truth. Ties count half in the AUROC; elsewhere they go to the row that comes first."""
+    """Compare a score with the truth. Ties count half in the AUROC; elsewhere earlier rows come first."""
     count, n_rows = int(planted_N.sum()), len(planted_N)
     if count in (0, n_rows):
         raise SettingsError(f"truth: {count} of {n_rows} rows are planted, expected some and not all")
     k = count if k is None else k
     if not 1 <= k <= n_rows:
         raise SettingsError(f"k: got {k}, expected 1 to {n_rows}")
-    # the AUROC, and its interval. Source: DeLong, DeLong and Clarke-Pearson 1988
+    # AUROC and its interval. Source: DeLong, DeLong and Clarke-Pearson 1988
     planted, clean = np.sort(score_N[planted_N]), np.sort(score_N[~planted_N])
     above, below = placement(planted, clean), placement(clean, planted)
     value, reach = (
@@ -88,55 +90,57 @@ def _cut(hits_N: NDArray[np.int64], count: int, k: int) -> AtCut:
 
 
 def auroc(score_N: F64, planted_N: Bool) -> float:
-    """Chance that a planted row scores higher than a clean one, ties half."""
+    """Return the probability that a planted row scores higher than a clean one; ties count half."""
     return float(placement(score_N[planted_N], np.sort(score_N[~planted_N])).mean())
 
 
 def placement(value_N: F64, reference_M: F64) -> F64:
-    """Share of the other numbers, sorted, that lie below each of some, ties half."""
+    """Return the share of sorted `reference_M` below each value; ties count half."""
     below = np.searchsorted(reference_M, value_N, "left") + np.searchsorted(reference_M, value_N, "right")
     return np.asarray(below / (2 * len(reference_M)))
 
 
 def average_precision(score_N: F64, planted_N: Bool) -> float:
-    """Sum over cuts of precision times the recall gained there; rows of one score are taken together."""
+    """Return the sum over thresholds of precision times gained recall; rows with equal scores share a threshold."""
     order = np.argsort(-score_N, kind="stable")
     hits_N = np.cumsum(planted_N[order])
-    last_N = np.append(np.flatnonzero(np.diff(score_N[order])), len(order) - 1)  # of each run of equal scores
+    last_N = np.append(np.flatnonzero(np.diff(score_N[order])), len(order) - 1)  # last row of each run of equal scores
     precision, recall = hits_N[last_N] / (last_N + 1), hits_N[last_N] / hits_N[-1]
     return float((np.diff(recall, prepend=0.0) * precision).sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """From which score on a row is flagged: of right rows about the share asked for lies above it."""
+    """The score above which rows are flagged, so that about the requested share of correct rows is flagged."""
 
     value: float
     false_positive_rate: float
     n_flagged: int
-    expected_false: float  # rows, if all were right
-    all_alike: bool  # the score says nothing
-    notes: tuple[str, ...]  # what the rate rests on
+    expected_false: float  # number of rows, if all are correct
+    all_alike: bool  # the score is not informative
+    notes: tuple[str, ...]  # assumptions of the rate
 
     @property
     def beyond_chance(self) -> bool:
-        """Whether more rows lie above it than right ones alone would put there, within two standard deviations."""
+        """Return whether more rows are flagged than expected of correct rows, by two standard deviations."""
         return self.n_flagged > self.expected_false + 2 * sqrt(self.expected_false)
 
 
 def threshold(score_N: F64, false_positive_rate: float) -> Threshold:
-    """Cut by a null distribution: the lower half of the scores, mirrored at their median and stretched.
+    """Estimate a threshold from a null distribution: the lower half of the scores, mirrored at the median and rescaled.
 
-    Right rows' scores may lean. How much, the middle says: the distance from the median to the upper quantile of a
-    tail z deviations out is exp(g z) times that to the lower one, where g is fitted to tails of 10 to 40 % of the rows
-    and moved by about its standard error, 2 / sqrt(N), to the safe side. The same law then gives the upper quantile
-    asked for from the lower one. It is exact for the g-and-h family of Tukey (normal and log-normal scores, long tails
-    alike on both sides), close for gamma scores and for the largest of many. Where the scores lean to the low side,
-    whose tail says little of a short upper one, the cut is at least that of a normal upper half of the same width, and
-    never lower for a lower rate: there hardly any right row is flagged.
+    Scores of correct rows may be skewed. The skewness is estimated from the middle: for a quantile z deviations out,
+    the
+    distance from the median to the upper quantile is exp(g z) times that to the lower one, with g fitted to tails of 10
+    to 40 % of the rows and increased by about its standard error, 2 / sqrt(N). The same law extrapolates the requested
+    upper quantile from the lower one. It is exact for Tukey's g-and-h family (normal and log-normal scores, symmetric
+    heavy tails), and close for gamma scores and maxima. If g < 0, where the long lower tail says little about the
+    short upper one, the threshold is at least that of a normal upper half of the same width, and monotone in the rate;
+    hardly any correct row is then flagged.
 
-    It takes right rows to lean in the tail as in the middle, and few rows to be wrong: up to about 5 % matter little,
-    more stretch the upper side, so that the cut is on the safe side and finds fewer.
+    Assumptions: correct rows are skewed in the tail as in the middle, and few rows are wrong. Up to about 5 % wrong
+    rows
+    matter little; more of them raise the threshold, which is then conservative.
     """
     _check_rate(false_positive_rate)
     tail_P = np.linspace(*MIDDLE, 31)
@@ -157,10 +161,10 @@ def threshold(score_N: F64, false_positive_rate: float) -> Threshold:
 
 
 def threshold_of_checked(score_N: F64, right_N: Bool, false_positive_rate: float) -> Threshold:
-    """Cut by rows that are known to be right: a conformal test, of which the null is their scores.
+    """Compute a threshold from rows known to be correct: a conformal test with their scores as null distribution.
 
-    A right row that is not among them is flagged with at most the rate asked for, on average over which rows were
-    checked, whatever the scores look like, if those were drawn at random from the right ones.
+    Another correct row is flagged with at most the requested rate, on average over the choice of known rows, for any
+    distribution of scores, if the known rows were drawn at random from the correct ones.
     """
     _check_rate(false_positive_rate)
     known = np.sort(score_N[right_N])
@@ -168,14 +172,14 @@ def threshold_of_checked(score_N: F64, right_N: Bool, false_positive_rate: float
     if place > len(known):
         least = ceil(1 / false_positive_rate - 1e-9) - 1
         raise SettingsError(
-            f"{len(known)} rows are known to be right, expected at least {least} for a false-positive rate of "
-            f"{false_positive_rate:g}; check more, drawn at random, or ask for a higher rate"
+            f"{len(known)} rows are known to be correct, expected at least {least} for a false-positive rate of "
+            f"{false_positive_rate:g}; verify more, drawn at random, or use a higher rate"
         )
     return _threshold(score_N, float(known[place - 1]), false_positive_rate, CHECKED)
 
 
 def threshold_like(score_N: F64, other: Threshold) -> Threshold:
-    """Cut that flags at most as many rows as another score's does: ranks have no null distribution of their own."""
+    """Compute a threshold that flags at most as many rows as `other`, since ranks have no null distribution."""
     value = float(np.sort(score_N)[::-1][min(other.n_flagged, len(score_N) - 1)])
     return _threshold(score_N, value, other.false_positive_rate, FITTED, alike=other.all_alike)
 
@@ -191,5 +195,5 @@ def _threshold(score_N: F64, value: float, rate: float, notes: tuple[str, ...], 
 
 
 def mean_ranks(scores: list[F64]) -> F64:
-    """Mean of the ranks, each from 0 to 1, ties in the middle of theirs: no score outweighs another by its unit."""
+    """Return the mean of the ranks, scaled to 0 to 1, with mid-ranks for ties; scores need no common unit."""
     return np.asarray(np.mean([placement(score, np.sort(score)) for score in scores], axis=0))

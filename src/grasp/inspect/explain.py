@@ -1,14 +1,14 @@
-"""Why does a row count for a target? Its effect, taken apart into what each of its tokens adds.
+"""Explain the effect of a row on a target by the contributions of its tokens. Start with `explain`.
 
 A row's effect is sum_m share_m (a_im - mean a_m) over the protocol's kernels m, and a_im a mean over positions of the
-row and of the units. So every position of the row, and every position of a unit, has a part in it, and the parts add
-up. They are computed anew from the model, for one row at a time: the build's own kernels take a relevance apart when
-every position is handed to them as a row, or as a unit, of its own:
+row and of the units. So the effect is a sum of contributions of single positions of the row and of the units. They are
+recomputed by the model, one row at a time: the kernels of the build return contributions if every position is passed to
+them as a separate row, or unit:
 
     a_{i,e} = 1/|P_i| sum_{t in P_i} a_{t,e} = 1/(|P_i||P_e|) sum_{t in P_i} sum_{s in P_e} a_{t,s}
 
-The pooled kernel, a = R sgn(H) log(1 + |H|), is no sum over pairs, since H is damped as a whole. It is linear in the
-residuals: a position counts by its share in R, times the damped H of the whole row with the whole unit.
+The pooled kernel, a = R sgn(H) log(1 + |H|), is not a sum over pairs, since H is damped as a whole. It is linear in the
+residuals: the contribution of a position is its share of R, times the damped H of row and unit.
 Shape letters: L tokens of a row, P row positions, S unit positions, E units, C columns (E, or S of one unit).
 """
 
@@ -48,9 +48,13 @@ from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
 from grasp.targets.units import UnitTokens
 
 MAX_PAIRS = 100
-ROUNDING = 0.01  # of an effect, and of a standard deviation: float16 moves it by a tenth of that
-UNIT_SCALE_NOTE = "effects on one question are on its own scale: compare them with those of other rows on this question"
-POOLED = "pooled: its summaries are damped as a whole; a word counts by its share in the residual match"
+ROUNDING = 0.01  # relative and absolute tolerance of an effect; float16 rounding is a tenth of it
+UNIT_SCALE_NOTE = (
+    "effects on a question are standardised for this question: compare them only with those of other rows on it"
+)
+POOLED = (
+    "pooled: contributions of words are their shares of the residual match, since the hidden match is damped as a whole"
+)
 
 
 def explain(
@@ -63,32 +67,32 @@ def explain(
     protocol: ScoringProtocol | Path | str | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> Explanation | Pictured:
-    """Why does a row count for a target? Shows what each of its words adds.
+    """Explain the effect of a row on a target by the contributions of its words.
 
-    With `unit` the answer's words as well, and which word of the row bears on which of the answer; without it the
-    questions that the row helps and hurts most. The model is run again on the row and on the questions. For an image:
-    the trusted images that it bears on most.
+    With `unit`, also show the words of the answer and the strongest pairs of words; without it, the questions that the
+    row helps and harms most. Passes the row, and the questions if needed, through the model. For an image, show the
+    trusted images that it affects most.
 
-    In Python make one `Explainer` for many rows.
+    In Python use one `Explainer` for many rows.
 
     Args:
-        target: target that is asked about. Default: the only one.
+        target: target to explain. Default: the only one.
         row: row to explain, by its row_id.
         unit: one question of the target, by its unit_id.
-        match: by one kernel, e.g. output_layer or gradient.
-        protocol: protocol to predict with. Default: the one that ships.
-        own: settings of the user: code that the artifact was built with is run only if they name it as well.
+        match: explain the relevance by one kernel, e.g. output_layer or gradient.
+        protocol: scoring rule. Default: the built-in one.
+        overrides: settings of the user; custom code of the artifact runs only if they name it too.
     Raises:
         SettingsError: no such row.
         ProtocolError: no such target, unit or kernel.
-        ArtifactError: rows were not kept, or model or corpus are not those of the build.
-        ModelError: the model is not where it was.
+        ArtifactError: rows were not stored, or model or corpus differ from those of the build.
+        ModelError: the model does not exist any more.
     """
     return Explainer(artifact, overrides).explain(target, row, unit=unit, match=match, protocol=protocol)
 
 
 class Explainer:
-    """Model and rows of an artifact, opened once, when the first row is explained."""
+    """Explains rows of an artifact; model and rows are loaded once, at the first call."""
 
     def __init__(self, artifact: ArtifactReader, overrides: Mapping[str, Any] | None = None) -> None:
         self.artifact = artifact
@@ -115,7 +119,7 @@ class Explainer:
             return explanation
         target = only_target(artifact, target)
         if match is not None:
-            artifact.relevance_name(match)  # or it says what there is
+            artifact.relevance_name(match)  # raises an error that lists the kernels
         index = int(row_index(artifact, [row])[0])
         request = target, unit, match, protocol
         if self._request is None or self._request[0] != request:
@@ -125,10 +129,10 @@ class Explainer:
 
 
 class _Question:
-    """One target, or one unit of it, with the kernels made ready for it.
+    """A target, or a unit of it, with the prepared kernels.
 
-    Of one unit the columns C of the kernels are its S positions, each as if it were a unit; the kernels of positions
-    then lack the factor 1/S.
+    For a unit, the columns C of the kernels are its S positions, each as a separate unit; the results then lack the
+    factor 1/S.
     """
 
     def __init__(self, origin: BuildSource, predictor: Predictor, *, by_position: bool) -> None:
@@ -154,10 +158,10 @@ class _Question:
             kernel.prepare(units)
 
     def _prepare_from_artifact(self) -> bool:
-        """Prepare the kernels by what the artifact stores of the target's units, and return whether it does.
+        """Prepare the kernels with the stored features of the target's units, and return whether they exist.
 
-        Of gradients it stores the mean over the units, which has the place of one unit: all units of a target have the
-        same weight there.
+        Of gradients only the mean over the units is stored, which is used as a single unit, since all units of a target
+        have the same weight.
         """
         prefix = f"{UNITS}{self.predictor.units.targets[0]}."
         arrays = {
@@ -176,7 +180,7 @@ class _Question:
         return True
 
     def _unit_gradients(self, n: int) -> Tensor | None:
-        """Gradients of the loss at each position of the unit, (n, K)."""
+        """Compute the gradients of the loss at each position of the unit, (n, K)."""
         sampled = self.ready.sampled
         if sampled is None:
             return None
@@ -190,9 +194,9 @@ class _Question:
         return gradient_PK
 
     def _single_positions(self, batch: Batch, gradient_PK: Tensor | None = None) -> Batch:
-        """The positions of one row, or unit, each as a row of its own.
+        """Return the positions of a row, or unit, as separate rows.
 
-        A summary is damped as a whole: of it a position has the hidden state, and its own share of the mistake.
+        For the pooled kernel, each position has the hidden summary of the whole row, and its share of the residual.
         """
         n = len(batch.row_P)
         place_P = torch.arange(n, device=batch.row_P.device)
@@ -211,17 +215,17 @@ class _Question:
     def _by_position(
         self, batch: Batch, token_P: I64, summed_P: I64, example: Example
     ) -> Iterator[tuple[str, I64, F64]]:
-        """What the tokens of a row add to its relevance: kernel, (n,) tokens, (n, C); some positions at a time.
+        """Yield contributions of tokens to the relevance of a row: kernel, token indices (n,), contributions (n, C).
 
         Args:
-            batch: the row alone.
-            token_P: the token that each of its positions predicts, by its place in the row.
-            summed_P: the same of the positions that a summary averages.
+            batch: a single row.
+            token_P: index of the token that each position predicts.
+            summed_P: the same for the positions of summaries.
         """
         for kernel in self.kernels:
             if isinstance(kernel, Gradient):
                 added_LC = example.labels * kernel.sampled.by_position(example, kernel.side_EK)
-                # what the model makes of token t goes to the token after it, as everywhere; none follows the last
+                # position t predicts token t + 1, to which its contribution is assigned
                 yield kernel.name, np.arange(1, len(added_LC)), added_LC[:-1] / self.n_positions
         for kernel in self.kernels:
             if isinstance(kernel, Pooled):
@@ -240,7 +244,7 @@ class _Question:
                     yield kernel.name, token_P[start : start + BATCH_ROWS], part_PC / (n * self.n_positions)
 
     def explanation(self, index: int, row: str) -> Explanation:
-        """Why one row counts."""
+        """Explain a row."""
         shard = self.rows.rows(np.array([index]))
         parts = EffectParts.from_artifact(self.artifact, self.predictor, index)
         ((_, batch),) = self.ready.batches(shard)
@@ -251,13 +255,13 @@ class _Question:
         )
         (example,) = row_examples(shard, self.settings)
 
-        # what every token adds, in effect: by kernel, to every column, and to each of the unit's positions
+        # Contributions in units of the effect: by kernel and token, by column, and by pair of positions.
         added_L = {name: np.zeros(shard.n_tokens) for name in parts.weights}
         added_C, by_mean = np.zeros(self.n_columns), set[str]()
         pair_LC = np.zeros((shard.n_tokens if self.by_position else 0, self.n_columns), dtype=np.float32)
         for name, tokens, part_PC in self._by_position(batch, token_P, summed_P, example):
             if name in added_L:
-                if part_PC.shape[1] < self.n_columns:  # one column has the place of all
+                if part_PC.shape[1] < self.n_columns:  # the mean gradient, one column for all units
                     added_L[name][tokens] += (part_PC * parts.weights[name].sum())[:, 0]
                     by_mean.add(name)
                     continue
@@ -272,7 +276,7 @@ class _Question:
         total = sum(recomputed.values())
         gap = total + parts.text + parts.average - parts.effect
 
-        # a token without a part in a loss has no number
+        # tokens without loss and without contribution have no number
         has_part_L = np.any([by_token_L != 0 for by_token_L in added_L.values()], axis=0)
         has_part_L[token_P] = True
         columns = {"contribution": np.sum(list(added_L.values()), axis=0), **added_L}
@@ -284,7 +288,7 @@ class _Question:
 
         target, notes = self.predictor.units.targets[0], []
         where, unit, questions, answer, pairs = target, None, None, None, None
-        if self.by_position:  # the unit's tokens, and what those that carry loss received
+        if self.by_position:  # contributions by the unit's tokens with loss
             unit, (tokens_of_unit,) = self.units["unit_id"][0].as_py(), self.unit_tokens
             where = f"{unit} of {target}"
             received_L = np.concatenate([np.full(tokens_of_unit.first, np.nan), added_C])
@@ -297,30 +301,30 @@ class _Question:
             )
             pairs = _strongest(pair_LC, table, answer, tokens_of_unit.first)
             notes.append(UNIT_SCALE_NOTE)
-        else:  # what the row adds to each question, the most helped first
+        else:  # contributions by question, in descending order
             questions = self.units.select(["unit_id", "prompt", "completion"])
             questions = questions.append_column("contribution", pa.array(added_C))
             questions = questions.take(pa.array(np.argsort(-added_C, kind="stable")))
             adds_E = np.maximum(questions["contribution"].to_numpy(), 0.0)
             if len(questions) > 2 and adds_E[0] > adds_E.sum() / 2:
-                share = f"{questions['unit_id'][0].as_py()} alone gets {adds_E[0] / adds_E.sum():.0%} of the help"
-                notes.append(f"{share}: the effect on the target rests on it")
+                name, share = questions["unit_id"][0].as_py(), adds_E[0] / adds_E.sum()
+                notes.append(f"{name} alone has {share:.0%} of the positive contributions; the effect depends on it")
         if len(recomputed) > 1:
             notes.append("by kernel: " + ", ".join(f"{name} {value:+z.3f}" for name, value in recomputed.items()))
         if "pooled" in recomputed:
             notes.append(POOLED)
         if abs(gap) > ROUNDING * max(1.0, abs(parts.effect)):
             notes.append(
-                f"the words add up to {gap:+.2g} more than the artifact holds: another device or dtype than the "
-                "build's, or a target that was added with a max_length of its own"
+                f"the words add up to {gap:+.2g} more than the stored effect: another device or dtype than the "
+                "build's, or a target that was added with another max_length"
             )
         else:
-            notes.append(f"the words add up to what the artifact holds, to {abs(gap):.1g}")
+            notes.append(f"the words add up to the stored effect, within {abs(gap):.1g}")
         return Explanation(
             table,
-            f"row {row}: effect {parts.effect:+z.3f} on {where}. Its words add {total:+z.3f}; the average row's "
-            f"{-parts.average:+z.3f} is taken off"
-            + (f"; its kind of text adds {parts.text:+z.3f}" if parts.text else ""),
+            f"row {row}: effect {parts.effect:+z.3f} on {where}. Its words contribute {total:+z.3f}; "
+            + (f"the prediction from its text contributes {parts.text:+z.3f}; " if parts.text else "")
+            + f"the average row's {-parts.average:+z.3f} is subtracted",
             (*notes, f"protocol {self.predictor.protocol.name}"),
             row_id=row,
             target=target,
@@ -340,7 +344,7 @@ class _Question:
 
 
 def _strongest(pair_LC: NDArray[np.float32], row: pa.Table, answer: pa.Table, first: int) -> pa.Table:
-    """The pairs of words that add most, either way; `first` is the token at which the answer begins."""
+    """Return the pairs of words with the largest contributions; `first` is the first token of the answer."""
     row_words, starts = join_words(row["text"].to_pylist())
     answer_words, heard = join_words(answer["text"].to_pylist()[first:])
     pair_WC = np.add.reduceat(np.add.reduceat(pair_LC, starts, axis=0, dtype=np.float64), heard, axis=1)

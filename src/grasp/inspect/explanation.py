@@ -1,4 +1,6 @@
-"""Why a row counts for a target, as a result: tables, plain text, text in colour, HTML; and what adds up to its effect.
+"""The result of `explain`: tables, plain text, text in colour, HTML; and the parts of an effect.
+
+Start with `Explanation`.
 
 Shape letters: L tokens, E units.
 """
@@ -20,17 +22,17 @@ from grasp.predict.scoring_rule import kernel_weights
 from grasp.results import Result, html_table
 from grasp.text import ending, plain, printable, signed, text_table, visible
 
-SHOWN_WORDS = 400  # of a row, on a terminal
+SHOWN_WORDS = 400  # words of a row on a terminal
 SHOWN_PAIRS = 10
-SHOWN_QUESTIONS = 5  # that are helped most, and hurt most
-STRONG = 0.2  # of the strongest word: weaker ones get no number
-NUMBER_WIDTH = 7  # columns of a number
-DEEPEST = 0.5  # shade of HTML: text stays readable on it, light or dark
-CONTEXT = 4  # tokens before the one of a pair
-READING_NUMBERS = "a word's number: what the row teaches by saying it there; above 0 it helps"
-READING_COLOURS = "blue: the row teaches by saying it there; orange: it harms"
-COLUMNS, LEEWAY = 100, 20  # of a line, and what a text without spaces may have more
-UNPARTED = "\u2e80"  # where scripts begin that part no words
+SHOWN_QUESTIONS = 5  # questions that are helped most, and hurt most
+STRONG = 0.2  # share of the strongest word below which words get no number
+NUMBER_WIDTH = 7  # width of a number in columns
+DEEPEST = 0.5  # opacity of the strongest HTML shade, so that text stays readable
+CONTEXT = 4  # tokens before a word of a pair
+READING_NUMBERS = "numbers: contribution of a word to the effect; above 0 it helps"
+READING_COLOURS = "blue: the word increases the effect; orange: it decreases it"
+COLUMNS, LEEWAY = 100, 20  # of a line, and excess for text without spaces
+UNPARTED = "\u2e80"  # first character of scripts without spaces between words
 HELPS, HURTS = (189, 153, 117, 75, 33), (230, 223, 216, 209, 202)  # of 256 terminal colours: blues and oranges
 
 
@@ -39,21 +41,21 @@ class Explanation(Result):
     """What every token of a row adds to the row's effect on a target, or on one unit of it.
 
     `effect` = the sum of `contributions` + `text` + `average`, all in standard deviations over the rows, as `grasp
-    score` prints effects. A token's number belongs to its prediction from what stands before it.
+    score` prints effects. The contribution of a token is that of its prediction from the tokens before it.
 
     Attributes:
-        table: one line a token of the row: position, text, contribution, and the same by kernel. A token that carries
-            no loss has none.
-        effect: of the row, from the artifact.
-        text: what the row's text adds beside its own relevance: learned from rows of other documents, above or below
-            the average row's; 0 where the scoring rule estimates nothing, or of one unit.
-        average: minus what the tokens of a row add on average, so that the average row has effect 0.
-        gap: what the tokens add up to here, less what the artifact holds: rounding of the stored numbers.
-        kernels: kernel, contribution (the sum over tokens), stored (what the relevance in the artifact makes of it).
-        answer: with a unit: position, text, received, one line a token of it; the prompt's tokens receive nothing.
-        pairs: with a unit: the strongest pairs of words: row_position, row_text, answer_position, answer_text,
-            contribution. A word's position is that of its first token.
-        questions: without a unit: unit_id, prompt, completion, contribution of every unit, the most helped first.
+        table: one row per token: position, text, contribution, and contributions by kernel; null for tokens without
+            loss.
+        effect: effect of the row, from the artifact.
+        text: part of the effect that is predicted from the row's text by a regression on rows of other documents,
+            relative to the mean over all rows; 0 for a single unit, and for protocols with `task: mean`.
+        average: minus the mean sum of contributions over all rows, so that the average row has effect 0.
+        gap: recomputed minus stored effect, due to rounding of the stored numbers.
+        kernels: kernel, contribution (sum over tokens), stored (from the artifact's relevance).
+        answer: with a unit, one row per token: position, text, received; null for the prompt.
+        pairs: with a unit, the strongest pairs of words: row_position, row_text, answer_position, answer_text,
+            contribution. The position of a word is that of its first token.
+        questions: without a unit: unit_id, prompt, completion, contribution of every unit, in descending order.
     """
 
     row_id: str
@@ -67,46 +69,46 @@ class Explanation(Result):
     answer: pa.Table | None = None
     pairs: pa.Table | None = None
     questions: pa.Table | None = None
-    prompt: str = ""  # of the unit
+    prompt: str = ""  # prompt of the unit
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """The row's tokens as text; joined they are its text."""
+        """Return the row's tokens as text; concatenated they are its text."""
         return tuple(self.table["text"].to_pylist())
 
     @property
     def contributions(self) -> F64:
-        """What each token adds, (L,); NaN where it carries no loss."""
+        """Return the contribution of each token, (L,); NaN without loss."""
         return np.asarray(self.table["contribution"].to_pandas(), dtype=np.float64)
 
     @property
     def answer_tokens(self) -> tuple[str, ...]:
-        """The unit's tokens as text; none without a unit."""
+        """Return the unit's tokens as text; empty without a unit."""
         return () if self.answer is None else tuple(self.answer["text"].to_pylist())
 
     @property
     def received(self) -> F64:
-        """What each token of the unit received, (L,); NaN for the prompt's."""
+        """Return the contribution received by each token of the unit, (L,); NaN for the prompt."""
         return np.empty(0) if self.answer is None else np.asarray(self.answer["received"].to_pandas(), dtype=np.float64)
 
     @property
     def shades(self) -> list[tuple[str, float]]:
-        """The row's words, and the share of the strongest that each adds, from -1 to 1; joined they are its text."""
+        """Return the row's words with their contributions relative to the largest, from -1 to 1."""
         return _shades(self.tokens, self.contributions)
 
     @property
     def answer_shades(self) -> list[tuple[str, float]]:
-        """The same for the unit's words by what they received; none without a unit."""
+        """Return the same for the unit's words; empty without a unit."""
         return [] if self.answer is None else _shades(self.answer_tokens, self.received)
 
     def __repr__(self) -> str:
         return self.as_text()
 
     def as_text(self, *, colour: bool = False) -> str:
-        """The explanation on a terminal: strong words with their numbers, or all on shades of blue and orange."""
+        """Format for a terminal: strong words with their numbers, or all words on shades of blue and orange."""
         parts = [plain(self.headline), "", *_paragraph(self.tokens, self.contributions, colour=colour)]
         if self.answer is not None:
-            parts += ["", "question: " + ending(self.prompt), "", "its answer, by what each word received:"]
+            parts += ["", "question: " + ending(self.prompt), "", "answer, by the contribution to each word:"]
             has_loss = ~np.isnan(self.received)
             answer = [token for token, is_scored in zip(self.answer_tokens, has_loss, strict=True) if is_scored]
             parts += _paragraph(answer, self.received[has_loss], colour=colour)
@@ -115,9 +117,9 @@ class Explanation(Result):
         return "\n".join([*parts, "", READING_COLOURS if colour else READING_NUMBERS, *map(plain, self.notes)])
 
     def _tables(self) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-        """The strongest pairs, or the questions that are helped and hurt most: title, headings, lines."""
+        """Yield the tables below the text: title, headings, lines."""
         if self.pairs is not None:
-            title = "strongest pairs: a word of the row, and the word of the answer that it bears on"
+            title = "strongest pairs: a word of the row and a word of the answer"
             lines = [
                 [
                     signed(pair["contribution"]),
@@ -126,14 +128,14 @@ class Explanation(Result):
                 ]
                 for pair in self.pairs.slice(0, SHOWN_PAIRS).to_pylist()
             ]
-            yield title, ["adds", "row says", "answer says"], lines
+            yield title, ["adds", "row", "answer"], lines
         if self.questions is not None:
             questions = self.questions.to_pylist()
             helped = [question for question in questions if question["contribution"] > 0][:SHOWN_QUESTIONS]
             hurt = [question for question in questions[::-1] if question["contribution"] < 0][:SHOWN_QUESTIONS]
             for title, selected in (
-                ("questions it helps most: their part of the effect", helped),
-                ("questions it hurts most", hurt),
+                ("questions it helps most, by contribution to the effect", helped),
+                ("questions it harms most", hurt),
             ):
                 lines = [
                     [
@@ -155,7 +157,7 @@ class Explanation(Result):
         return "".join([*parts, *(f"<p>{escape(plain(note))}</p>" for note in self.notes)])
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON has it."""
+        """Return all fields as JSON values."""
         tables = {name: getattr(self, name) for name in ("kernels", "answer", "pairs", "questions")}
         return {
             "target": self.target,
@@ -172,9 +174,9 @@ class Explanation(Result):
 
 
 def join_words(tokens: Sequence[str]) -> tuple[list[str], NDArray[np.int64]]:
-    """Tokens joined to words, and the first token of each.
+    """Join tokens to words, and return the first token of each.
 
-    A token goes on with a word where a letter or a digit follows another; of scripts that part no words, each is one.
+    A token continues a word if a letter or digit follows another; in scripts without spaces each token is a word.
     """
     words: list[str] = []
     starts: list[int] = []
@@ -188,7 +190,7 @@ def join_words(tokens: Sequence[str]) -> tuple[list[str], NDArray[np.int64]]:
 
 
 def by_word(tokens: Sequence[str], adds_L: F64) -> tuple[list[str], list[float], list[float]]:
-    """Words, what each adds, and that over the most that any does; NaN and 0 where no token of it carries loss."""
+    """Return words, contributions, and contributions relative to the largest; NaN and 0 for words without loss."""
     words, starts = join_words(tokens)
     known_W = np.add.reduceat(~np.isnan(adds_L), starts, dtype=np.int64) > 0
     adds_W = np.add.reduceat(np.nan_to_num(adds_L), starts)
@@ -197,7 +199,7 @@ def by_word(tokens: Sequence[str], adds_L: F64) -> tuple[list[str], list[float],
 
 
 def shaded_html(shades: Sequence[tuple[str, float]]) -> str:
-    """Words as HTML, blue where they help, orange where they hurt."""
+    """Format words as HTML, blue if they help, orange if they harm."""
     spans = []
     for word, share in shades:
         colour = "31,119,180" if share > 0 else "255,127,14"
@@ -207,16 +209,15 @@ def shaded_html(shades: Sequence[tuple[str, float]]) -> str:
 
 
 def _shades(tokens: Sequence[str], adds_L: F64) -> list[tuple[str, float]]:
-    """Words with the share of the strongest that each adds; white space with a share to speak of is made visible."""
+    """Return words with relative contributions; strong white space is made visible."""
     words, _, shares = by_word(tokens, adds_L)
     return [(visible(word) if abs(share) >= STRONG else word, share) for word, share in zip(words, shares, strict=True)]
 
 
 def _paragraph(tokens: Sequence[str], adds_L: F64, *, colour: bool) -> list[str]:
-    """Lines of text with marked words; of a long one the part that adds most, either way.
+    """Format text as lines with marked words; a long text is cut to the window with the largest contributions.
 
-    Words are on a shade of blue where they help, of orange where they hurt; without colour the strong ones have their
-    number behind them.
+    With colour, helpful words are blue and harmful words orange; without, strong words are followed by their number.
     """
     words, adds_W, shares = by_word(tokens, adds_L)
     start, stop = 0, len(words)
@@ -242,26 +243,26 @@ def _paragraph(tokens: Sequence[str], adds_L: F64, *, colour: bool) -> list[str]
     lines.append(line)
     for where, part in (("before", adds_W[:start]), ("after", adds_W[stop:])):
         if part:
-            lines.append(f"... {len(part):,} words {where} this add {signed(float(np.nansum(part)))}")
+            lines.append(f"... {len(part):,} words {where} this contribute {signed(float(np.nansum(part)))}")
     return lines
 
 
 def _in_context(tokens: Sequence[str], place: int, word: str) -> str:
-    """A word that begins at a token, in brackets, behind the few that stand before it."""
+    """Format a word in brackets after the few tokens before it."""
     before = "".join(tokens[max(0, place - CONTEXT) : place])
     return plain(f"{before}{' ' * (word.startswith(' ') and not word.isspace())}[{visible(word).strip()}]")
 
 
 @dataclass(frozen=True, slots=True)
 class EffectParts:
-    """effect = the sum over kernels m and units e of weight_me stored_me, plus `text`, plus `average`.
+    """Decomposition: effect = sum over kernels m and units e of weight_me stored_me, plus `text`, plus `average`.
 
     Attributes:
-        effect: of the row, in standard deviations over the rows.
-        text: what its text adds, above or below the average row's.
-        average: minus what a row adds on average, so that the average row has effect 0.
-        stored: relevance to each unit, by kernel, (E,).
-        weights: what relevance is multiplied by to be a part of the effect, by kernel, (E,).
+        effect: effect of the row, in standard deviations over the rows.
+        text: part that is predicted from the row's text, relative to the mean over rows.
+        average: minus the mean over rows, so that the average row has effect 0.
+        stored: relevance to each unit by kernel, (E,).
+        weights: factors of the relevance in the effect by kernel, (E,).
     """
 
     effect: float
@@ -272,7 +273,7 @@ class EffectParts:
 
     @classmethod
     def from_artifact(cls, artifact: ArtifactReader, predictor: Predictor, index: int) -> Self:
-        """Args: predictor: additive, of one target or of some of its units."""
+        """Decompose the effect of a row; `predictor` is additive, for one target or some of its units."""
         task, columns_E = predictor.task, predictor.units.columns_E
         stored, weights = {}, {}
         for kernel in kernel_weights(predictor.protocol):
@@ -285,5 +286,5 @@ class EffectParts:
 
     @property
     def by_unit_E(self) -> F64:  # noqa: N802 - a shape suffix
-        """What each unit adds, (E,)."""
+        """Return the contribution of each unit, (E,)."""
         return np.asarray(sum(self.weights[kernel] * stored_E for kernel, stored_E in self.stored.items()))

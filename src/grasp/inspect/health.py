@@ -1,4 +1,4 @@
-"""Is an artifact fit for what it is used for? Each check has a healthy value, and what to change when it is not.
+"""Check the approximations of an artifact; each check has a healthy range and advice. Start with `check`.
 
 Shape letters: N rows of the sample, B subsets, D sketch width.
 """
@@ -53,13 +53,13 @@ SPREAD = "half of the units have at most 20% of their squared relevance in one r
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Health(Result):
-    """Whether an artifact is fit for what a protocol uses of it.
+    """Results of the health checks of an artifact for a scoring rule.
 
     Attributes:
-        table: check, verdict (healthy, look, or not measured), number (what the verdict is about), measured, healthy
-            (what a healthy value is), advice.
-        checks: the same, each with all its numbers.
-        source: where full features came from: kept features, the model, or nothing.
+        table: check, verdict (healthy, look, or not measured), number (on which the verdict is based), measured,
+            healthy (the healthy range), advice.
+        checks: the checks with all their numbers.
+        source: source of full features: stored features, the model, or nothing.
     """
 
     checks: tuple[Check, ...]
@@ -73,7 +73,7 @@ class Health(Result):
         return "\n".join([*lines, *map(plain, self.notes)])
 
     def to_json(self) -> str:
-        """All checks with their numbers."""
+        """Return all checks with their numbers as JSON."""
         data = {"headline": self.headline, "notes": self.notes, "checks": [asdict(check) for check in self.checks]}
         return json_text(data)
 
@@ -91,15 +91,15 @@ def check(
     seed: int = 0,
     overrides: Mapping[str, Any] | None = None,
 ) -> Health:
-    """Check the approximations that a protocol uses, on a sample of the artifact's own rows and of subsets of them.
+    """Check the approximations of a scoring rule, on a sample of the artifact's rows and subsets of them.
 
     Args:
-        runs: retrained subsets; then also whether predictions order them rightly.
-        protocol: what selects, and what predicts in the runs; None: the one that ships. Sketches are checked where it
-            has components, the pooled kernel where it counts that.
+        runs: retrained runs, to check whether predictions rank their subsets correctly.
+        protocol: scoring rule. Default: the built-in one. Sketches are checked if it has geometric components, and the
+            pooled kernel if it has weight.
         rows: rows of the sample; memory is rows^2 numbers and their full features.
-        subsets: that K is compared on: of the runs, as far as they are in the sample, else halves of the sample.
-        own: settings of the user: code that the artifact was built with is run only if they name it as well.
+        subsets: number of subsets: those of the runs, restricted to the sample, or else halves of the sample.
+        overrides: settings of the user; custom code of the artifact runs only if they name it too.
     Raises:
         SettingsError: fewer than 8 rows or 3 subsets.
         GraspError: the runs do not belong to the artifact.
@@ -117,7 +117,7 @@ def check(
             weight_N[generator.choice(len(index), size=half, replace=False)] = 1.0 / half
     else:
         weight_BN = environment_subsets(artifact, environment, index, subsets)
-        compared = f"subsets of {environment.name} as far as they are among them"
+        compared = f"subsets of {environment.name} restricted to the sample"
     origin = _or_error(lambda: reopen_source(artifact, overrides))
     features = _or_error(lambda: sample_features(artifact, index, origin))
     subject = Subject(artifact, index, weight_BN, origin, features)
@@ -125,7 +125,7 @@ def check(
     weighed = kernel_weights(chosen.fitted(artifact.array_names, artifact.feature_settings))
 
     results = []
-    for kernel in weighed:  # over all rows
+    for kernel in weighed:  # all rows, not only the sample
         share_E = measures.top_shares(block for _, block in artifact.array_blocks(f"relevance_{kernel}"))
         middle, most = float(np.median(share_E)), int(share_E.argmax())
         worst = f"{artifact.units['target'][most].as_py()}/{artifact.units['unit_id'][most].as_py()}"
@@ -136,8 +136,8 @@ def check(
                 f"{share_E[most]:.0%} of {worst}",
                 SPREAD,
                 middle <= 0.2,
-                f"a ranking by {kernel} hangs on single rows: look at the best row of a unit, give a target more "
-                "units, or weigh less by how rarely a token was seen (features.alpha: 0.5)",
+                f"a ranking by {kernel} depends on single rows: inspect the best row of a unit, use more units per "
+                "target, or a weaker preconditioner of rare tokens (features.alpha: 0.5)",
                 {"median": middle, "most": float(share_E[most])},
             )
         )
@@ -158,19 +158,19 @@ def check(
         )
     results.append(_batches(subject))
     if environment is None:
-        results.append(unmeasured_check("ranking stability", ENVIRONMENT, "name retrained runs"))
+        results.append(unmeasured_check("ranking stability", ENVIRONMENT, "pass retrained runs (--runs)"))
     else:
         for points in agreement(artifact, environment, chosen).points:
             stability = measures.stability(points.predicted_B, points.realized_B)
             results.append(
                 judge_check(
                     f"ranking stability, {points.target}",
-                    f"{stability.accuracy:.0%} of pairs in order; certain by the bound {stability.bound:.0%}, "
-                    f"by the errors of the pair {stability.certain:.0%}",
+                    f"{stability.accuracy:.0%} of pairs in order; certain by the bound {stability.bound:.0%}, by the "
+                    f"errors of the pair {stability.certain:.0%}",
                     ENVIRONMENT,
                     stability.accuracy >= 0.7,
-                    "calibrate a protocol, or compare only subsets whose utilities are farther apart; more seeds tell "
-                    "noise from error",
+                    "calibrate a scoring rule, or compare only subsets with more different utilities; more seeds "
+                    "distinguish noise from error",
                     asdict(stability),
                 )
             )
@@ -197,7 +197,7 @@ def check(
 
 @dataclass(frozen=True)
 class Subject:
-    """The artifact, the sample, and what could be had of its features."""
+    """The artifact, the sample, and its features, or the errors of loading them."""
 
     artifact: ArtifactReader
     index: NDArray[np.int64]
@@ -206,7 +206,7 @@ class Subject:
     features: SampleFeatures | GraspError
 
     def array(self, name: str) -> F64:
-        """One array of the sample, (n, width)."""
+        """Return the rows of the sample of an array, (n, width)."""
         return np.asarray(self.artifact.array_rows(name, self.index), dtype=np.float64)
 
 
@@ -234,17 +234,17 @@ def _batches(subject: Subject) -> Check:
     allowed = BATCH_TOLERANCE.get(kind, BATCH_TOLERANCE["float32"])
     return judge_check(
         "batch invariance",
-        f"rows alone and in batches differ by {worst:.1e} ({kind}, {len(index)} rows)",
+        f"rows passed singly and in batches differ by {worst:.1e} ({kind}, {len(index)} rows)",
         f"at most {allowed:.0e}",
         worst <= allowed,
-        "build with model.dtype: float32; if it is that already, the model mixes the rows of a batch (batch "
-        "normalisation in training mode, attention over padding)",
+        "build with model.dtype: float32; if it is float32 already, the model mixes the rows of a batch (batch "
+        "normalisation in training mode, attention to padding)",
         {"hidden": hidden, "residual": residual},
     )
 
 
 def _draw(subject: Subject, protocol: ScoringProtocol, seed: int) -> Check:
-    """The moments drawn again, twice."""
+    """Check how rankings depend on the sample of moments, by two disjoint samples."""
     name = "moments drawn again"
     for part in (subject.origin, subject.features):
         if isinstance(part, GraspError):
@@ -262,6 +262,6 @@ def _draw(subject: Subject, protocol: ScoringProtocol, seed: int) -> Check:
         f"{len(agreed)} targets, between two samples of {positions:,} positions",
         STEADY_RANKS,
         agreed[worst] >= STEADY,
-        "another draw would rank otherwise: raise features.sample_positions, or take a larger corpus",
+        "rankings depend on the sample of moments: increase features.sample_positions, or use a larger corpus",
         {"ranks": agreed[worst]} | agreed,
     )

@@ -1,4 +1,4 @@
-"""Measurements behind the checks of an artifact: arrays in, numbers out; and what is said of one.
+"""Measurements of the health checks, from arrays to numbers; and the record of a check.
 
 Shape letters: N rows of a sample, B subsets, E units, V vocabulary.
 """
@@ -15,33 +15,33 @@ from grasp.runs.metrics import spearman
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of `grasp info --check`: what was measured, whether it is healthy, and what to change."""
+    """A line of `grasp info --check`: measurement, verdict, and advice."""
 
     name: str
-    measured: str  # in words
-    healthy: str  # what a healthy value is
+    measured: str  # description
+    healthy: str  # healthy range
     verdict: str  # healthy, look, or not measured
-    advice: str  # what to change, or why nothing was measured
-    numbers: dict[str, float]  # the first one is what the verdict is about, where it is about one
+    advice: str  # what to change, or why it was not measured
+    numbers: dict[str, float]  # the verdict is based on the first one, if on a single one
 
 
 def judge_check(name: str, measured: str, healthy: str, good: bool, advice: str, numbers: dict[str, float]) -> Check:
-    """A measurement; the advice is kept where it is not good."""
+    """Return a check with a verdict; the advice is dropped if it is healthy."""
     return Check(name, measured, healthy, "healthy" if good else "look", "" if good else advice, numbers)
 
 
 def unmeasured_check(name: str, healthy: str, why: str) -> Check:
-    """A measurement that could not be taken."""
+    """Return a check that could not be measured."""
     return Check(name, "not measured", healthy, "not measured", why, {})
 
 
 def rank_agreement(first_B: F64, second_B: F64) -> float:
-    """Spearman's rho as a number; nan where one of the two is constant."""
+    """Return Spearman's rho; NaN if an input is constant."""
     return float(spearman(first_B, second_B))
 
 
 def top_shares(blocks: Iterable[Floats]) -> F64:
-    """Share of each column's sum of squares that its largest row holds, (E,); of a column of zeros 0."""
+    """Return the share of the largest row in each column's sum of squares, (E,); 0 for a column of zeros."""
     most_E, total_E = np.zeros(1), np.zeros(1)
     for block in blocks:
         square_nE = np.asarray(block, dtype=np.float64) ** 2
@@ -50,10 +50,11 @@ def top_shares(blocks: Iterable[Floats]) -> F64:
 
 
 def mass_outside(residual_NV: csr_array) -> float:
-    """Mean share of a residual's absolute mass that top-k cut off.
+    """Return the mean share of a residual's absolute mass that top-k cut off.
 
-    A whole residual adds up to 0, so that what is missing, all of it positive, is minus the sum of what is there. With
-    a soft cap on the logits it adds up to 0 only nearly, and so is this.
+    A complete residual sums to 0, and the truncated entries are positive (probabilities), so that their sum is minus
+    the
+    sum of the stored ones. With a soft cap on the logits this holds only approximately.
     """
     retained = np.asarray(abs(residual_NV).sum(axis=1), dtype=np.float64).ravel()
     cut_off = np.maximum(-np.asarray(residual_NV.sum(axis=1), dtype=np.float64).ravel(), 0.0)
@@ -63,17 +64,17 @@ def mass_outside(residual_NV: csr_array) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Stability:
-    """Pairs of subsets that the error of the prediction cannot turn round. Source: eq:pairwise-stability-bound."""
+    """Pairs of subsets whose predicted order is certain. Source: eq:pairwise-stability-bound."""
 
     bound: float  # share of pairs whose gap is beyond twice the largest error
-    certain: float  # share of pairs whose own errors are smaller than their gap
+    certain: float  # share of pairs whose difference of errors is smaller than their gap
     accuracy: float  # share of pairs in the right order
 
 
 def stability(predicted_B: F64, realized_B: F64) -> Stability:
-    """The bound and what it bounds, after the prediction was put on the scale of the utility by least squares.
+    """Compute the bound and the accuracy that it bounds, after scaling the prediction to the utility by least squares.
 
-    A prediction that falls as the utility rises gets a slope of 0: its order is not turned round.
+    A negative slope is set to 0, so that the order of a wrong prediction is not reversed.
     """
     centred = predicted_B - predicted_B.mean()
     spread = float(centred @ centred)

@@ -1,6 +1,6 @@
-"""Do the rows most like a row have its label?
+"""Compare the labels of rows with those of their nearest neighbours. Start with `disagreement`.
 
-Shape letters: N rows, D sketch width, Q rows a block, M rows that these are compared with, K neighbours, C cells (or
+Shape letters: N rows, D sketch width, Q rows of a block, M candidate neighbours, K neighbours, C cells (or
 rows that are checked).
 """
 
@@ -15,32 +15,32 @@ from grasp.arrays import F32, F64, I64, Bool
 from grasp.progress import Progress, Silent
 from grasp.seeds import stream
 
-COMPARED: Final = 20_000  # rows that a row is compared with: all of a smaller corpus, else those of the nearest cells
-CELLS_COMPARED: Final = 80  # that these lie in
-MOST_CELLS: Final = 4_096  # more would take longer to tell apart than their rows to compare
-SAMPLED: Final = 10  # rows a cell, whose means the centres of the cells are
-CHECKED_ROWS: Final = 200  # whose neighbours by cells are held against the exact ones
+COMPARED: Final = 20_000  # candidate neighbours of a row: all rows of a smaller corpus, else those of the nearest cells
+CELLS_COMPARED: Final = 80  # number of cells of the candidates
+MOST_CELLS: Final = 4_096  # more cells would cost more than comparing their rows
+SAMPLED: Final = 10  # rows per cell from which the centres are computed
+CHECKED_ROWS: Final = 200  # rows for which the recall is measured
 QUERIES: Final = 512
-BLOCK: Final = 16  # columns of which the largest is looked for at once
+BLOCK: Final = 16  # columns per block of the search for maxima
 
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """How far the labels round a row are others than its own."""
+    """Disagreement of labels between rows and their neighbours."""
 
     share_N: F64
-    is_singleton_N: Bool  # rows that are alone with their label: these get the median share, an opinion neither way
-    recall: float  # share of the nearest neighbours that were found
+    is_singleton_N: Bool  # rows with a unique label, which get the median share
+    recall: float  # share of the exact nearest neighbours that were found
 
 
 def disagreement(
     feature_ND: NDArray[np.floating], label_N: I64, k: int, progress: Progress | None = None
 ) -> Disagreement:
-    """Share of a row's k nearest other rows, by cosine, that have another label, each counted by its similarity.
+    """Compute the share of a row's k nearest rows by cosine with another label, weighted by similarity.
 
-    Up to COMPARED rows neighbours are exact. Beyond, rows fall into cells round rows drawn at random, and those of a
-    cell are compared with COMPARED rows of the cells nearest to it: O(N COMPARED D). Memory: the features as float32
-    twice, and one block of cosines.
+    Neighbours are exact up to COMPARED rows. Beyond, rows are assigned to cells around random rows, and those of a cell
+    are compared with COMPARED rows of the nearest cells: O(N COMPARED D). Memory: the features as float32 twice, and a
+    block of cosines.
     """
     progress = progress or Silent()
     unit_ND = _normalised(np.array(feature_ND, np.float32))
@@ -60,7 +60,7 @@ def disagreement(
             weight_QK = np.maximum(cosine_QK.astype(np.float64), 1e-6)
             other_QK = label_N[other_M[nearest_QK]] != label_N[row_Q, None]
             share_N[row_Q] = (weight_QK * other_QK).sum(axis=1) / weight_QK.sum(axis=1)
-            if (checked_Q := checked_N[row_Q]).any():  # how many are as near as the exact k nearest; copies are alike
+            if (checked_Q := checked_N[row_Q]).any():  # recall by similarity, since duplicates are interchangeable
                 row_C = row_Q[checked_Q]
                 exact_CN = unit_ND[row_C] @ unit_ND.T
                 exact_CN[np.arange(len(row_C)), row_C] = -np.inf
@@ -74,9 +74,9 @@ def disagreement(
 
 
 def _cells(unit_ND: F32) -> Iterator[tuple[I64, I64]]:
-    """Rows that lie together, and the rows that these are compared with, nearest cells first.
+    """Yield the rows of each cell, and their candidate neighbours from the nearest cells.
 
-    The rows of a cell are in random order: of a cell that is cut, such as one of many copies, a random part is left.
+    The rows of a cell are in random order, so that truncation of a large cell, e.g. of duplicates, keeps a random part.
     """
     n_rows = len(unit_ND)
     if n_rows <= COMPARED:
@@ -91,14 +91,14 @@ def _cells(unit_ND: F32) -> Iterator[tuple[I64, I64]]:
     order_N = order_N[np.argsort(cell_N[order_N], kind="stable")]
     end_C = np.bincount(cell_N, minlength=len(centre_CD)).cumsum()
     members = np.split(order_N, end_C[:-1])
-    for cell in np.flatnonzero(np.diff(end_C, prepend=0)):  # of centres that are copies all but one are empty
+    for cell in np.flatnonzero(np.diff(end_C, prepend=0)):  # only one of several equal centres has rows
         near_C = np.argsort(-(centre_CD @ centre_CD[cell]), kind="stable")
         enough = np.searchsorted(np.array([len(members[c]) for c in near_C]).cumsum(), COMPARED) + 1
         yield members[cell], np.concatenate([members[c] for c in near_C[:enough]])[:COMPARED]
 
 
 def _normalised(vector_ND: F32) -> F32:
-    """Vectors of length 1, in place; those of length 0 stay."""
+    """Normalise vectors in place; zero vectors are unchanged."""
     size_N = np.linalg.norm(vector_ND, axis=1)
     vector_ND /= np.where(size_N > 0, size_N, 1)[:, None]
     return vector_ND
@@ -110,7 +110,10 @@ def _nearest_centre(unit_ND: F32, centre_CD: F32) -> I64:
 
 
 def _largest(value_QM: F32, k: int) -> I64:
-    """Columns of the k largest, (Q, k). They lie in the k blocks with the largest maxima: only these are searched."""
+    """Return the columns of the k largest values, (Q, k).
+
+    They are in the k blocks with the largest maxima, so only these are searched.
+    """
     width = value_QM.shape[1] // BLOCK
     if width < 4 * k:
         return np.argpartition(value_QM, value_QM.shape[1] - k, axis=1)[:, -k:]

@@ -1,6 +1,6 @@
-"""Features of a sample of an artifact's rows: those that were kept, or the model run again.
+"""Full features of a sample of an artifact's rows, stored or recomputed, and rankings by other samples of moments.
 
-And how far a ranking hangs on the rows whose moments whiten it: moments of two other samples, and both rankings.
+Start with `sample_features` and `rank_twice`.
 Shape letters: N rows of the sample, P their positions, H hidden width, V vocabulary, T targets, E units.
 """
 
@@ -33,8 +33,8 @@ from grasp.runs.metrics import MIN_SUBSETS
 from grasp.runs.retrained import TrainingRuns
 from grasp.seeds import stream
 
-MOST_SHARDS = 8  # read for a sample: a shard of kept features may be large
-HOW_TO_KEEP = "restore what the artifact was built from, or build it with keep_features: true"
+MOST_SHARDS = 8  # shards read for a sample, since shards of stored features may be large
+HOW_TO_KEEP = "restore the inputs of the artifact, or rebuild it with keep_features: true"
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SampleFeatures:
     """Full features of some rows.
 
     Attributes:
-        batch: them all, positions in order of row.
+        batch: features of all rows, with positions sorted by row.
     """
 
     row_index: NDArray[np.int64]
@@ -51,44 +51,43 @@ class SampleFeatures:
 
     @property
     def hidden_NH(self) -> NDArray[np.float32]:  # noqa: N802 - a shape suffix
-        """Hidden states, averaged over the positions of summaries."""
+        """Return hidden states averaged over the positions of summaries."""
         return self.batch.summary.hidden_NH
 
     @property
     def residual_NV(self) -> csr_array:  # noqa: N802 - a shape suffix
-        """Mistakes, averaged over the positions of summaries."""
+        """Return residuals averaged over the positions of summaries."""
         return self.batch.summary.residual_NV
 
     @cached_property
     def residual_PV(self) -> csr_array:  # noqa: N802 - a shape suffix
-        """Mistakes at the positions; a coordinate that is there twice adds up."""
+        """Return the residuals at the positions; duplicate coordinates are summed."""
         index_PK = self.batch.residual.index_PK.cpu().numpy()
         value_PK = self.batch.residual.value_PK.float().cpu().numpy()
         n, k = index_PK.shape
         entries = (value_PK.ravel(), index_PK.ravel(), np.arange(0, n * k + 1, k))
-        residual_PV = csr_array(entries, shape=(n, self.batch.vocab_size), copy=True)  # the batch stays as it is
+        residual_PV = csr_array(entries, shape=(n, self.batch.vocab_size), copy=True)  # do not modify the batch
         residual_PV.sum_duplicates()
         residual_PV.eliminate_zeros()
         return residual_PV
 
 
 def reopen_source(artifact: ArtifactReader, overrides: Mapping[str, Any] | None = None) -> BuildSource:
-    """The model and the rows of an artifact, loaded; a model that is not on this machine is not asked of a hub."""
+    """Load the model and the rows of an artifact; the model is not downloaded."""
     origin = BuildSource(artifact, overrides)
     _ = origin.rows
     name = origin.settings.model.path
     cached = REPOSITORY.fullmatch(name) and fetched_before(name)
     if not (Path(name).exists() or cached):
         raise ModelError(
-            f"model.path: {name}: not on this disk, seen from here; restore what the artifact was built from, or say "
-            "where the model is now with --set model.path=DIR"
+            f"model.path: {name}: no such local model; restore it, or give its current place with --set model.path=DIR"
         )
     _ = origin.model
     return origin
 
 
 def features_one_by_one(origin: BuildSource, row_index: NDArray[np.int64]) -> PooledFeatures:
-    """Summaries of each row run by itself."""
+    """Return summaries of rows that are passed one by one."""
     ready, rows = forward_only(origin), origin.rows
     parts = [batch.summary for i in range(len(row_index)) for _, batch in ready.batches(rows.rows(row_index[[i]]))]
     hidden_NH = np.concatenate([part.hidden_NH for part in parts])
@@ -96,14 +95,14 @@ def features_one_by_one(origin: BuildSource, row_index: NDArray[np.int64]) -> Po
 
 
 def forward_only(origin: BuildSource) -> ModelPass:
-    """The model of a build, without backward passes."""
+    """Return the model of a build, without backward passes."""
     return ModelPass(origin.model, origin.settings.features)
 
 
 def sample_features(
     artifact: ArtifactReader, row_index: NDArray[np.int64], origin: BuildSource | GraspError
 ) -> SampleFeatures:
-    """Kept features where they are, else those of the model, in the build's batches; `origin` may be an error."""
+    """Read stored features, or else recompute them in the build's batches; `origin` may be an error."""
     ready = None if isinstance(origin, GraspError) else forward_only(origin)
     if not artifact.keeps_features:
         if isinstance(origin, GraspError):
@@ -123,7 +122,7 @@ def sample_features(
 
 
 def sample_rows(artifact: ArtifactReader, n_rows: int, seed: int) -> NDArray[np.int64]:
-    """Rows drawn uniformly from at most eight shards drawn uniformly, in row order."""
+    """Draw rows uniformly from at most eight uniformly drawn shards, in row order."""
     generator = stream(seed, "audit", "sample")
     grid = artifact.grid
     shards = generator.permutation(grid.n_shards)[:MOST_SHARDS]
@@ -134,7 +133,7 @@ def sample_rows(artifact: ArtifactReader, n_rows: int, seed: int) -> NDArray[np.
 def environment_subsets(
     artifact: ArtifactReader, environment: TrainingRuns, row_index: NDArray[np.int64], subsets: int
 ) -> F64:
-    """Weights of an environment's first subsets as far as they are in the sample, each adding up to 1, (B, N)."""
+    """Return the weights of the first subsets of runs, restricted to the sample and normalised to 1, (B, N)."""
     blocks = Alignment.from_runs(environment, artifact).blocks
     weight_BN = np.concatenate([block.weights_BN[:, row_index].toarray() for block in blocks])[:subsets]
     total_B = weight_BN.sum(axis=1)
@@ -146,33 +145,34 @@ def environment_subsets(
     return np.asarray(weight_BN[total_B > 0] / total_B[total_B > 0, None])
 
 
-MOST_POSITIONS = 16_384  # of each sample: a draw of this size is less steady than that of a large build
+MOST_POSITIONS = 16_384  # per sample; rankings by so few positions are less stable than those of a large build
 
 
 def rank_twice(
     artifact: ArtifactReader, features: SampleFeatures, origin: BuildSource, protocol: ScoringProtocol, seed: int
 ) -> tuple[dict[str, float], int]:
-    """Rank the rows of a sample twice, as the protocol counts them, by moments of samples without a row in common.
+    """Rank the rows of a sample by a scoring rule, with moments from two disjoint samples of rows.
 
-    Each sample of moments has as many positions as a build draws, if the corpus has twice as many, and no more than
-    `MOST_POSITIONS`: where half of the corpus is less than the build read, rankings agree less than they would for it.
+    Each sample of moments has as many positions as that of a build, but at most half of the corpus and
+    `MOST_POSITIONS`,
+    in which case rankings agree less than they would with samples of the build's size.
 
     Returns:
-        Spearman's rho over rows, by target, without those that have one score for all rows; and the positions of the
-        smaller sample.
+        Spearman's rho over rows by target, except targets with constant scores; and the positions of the smaller
+        sample.
     """
     fitted = protocol.fitted(artifact.array_names, artifact.feature_settings)
     kernels = kernel_weights(fitted)
     if {"pooled", "gradient"} & set(kernels) or origin.has_images:
-        raise ArtifactError("measured for texts, and kernels that look at positions: all but pooled and gradient")
+        raise ArtifactError("supported only for texts, and for all kernels but pooled and gradient")
     settings = origin.settings.features.model_copy(update={"kernels": tuple(kernels)})
     ready = ModelPass(origin.model, settings)
     samples = _two_samples(origin.rows.supervised(), settings.sample_positions, seed)
     if not all(len(sample) for sample in samples):
-        raise ArtifactError(f"measured for two rows and more; the corpus has {artifact.n_rows}")
+        raise ArtifactError(f"requires at least two rows; the corpus has {artifact.n_rows}")
     units = ready.units(origin.unit_tokens, [unit.unit_id for unit in origin.units.units])
     features_batch = features.batch
-    # score of every row for every target: kernels in units of their own spread, added with their weights
+    # Scores of rows by target: kernels divided by their standard deviation, and added with their weights.
     columns = UnitSelection.from_targets(artifact, artifact.targets)
     rankings, counts = [], []
     for sample in samples:
@@ -199,17 +199,17 @@ def rank_twice(
     }
     known = {target: rho for target, rho in agreement.items() if np.isfinite(rho)}
     if not known:
-        raise ArtifactError("measured where rows differ in relevance; here every target has one score for all")
+        raise ArtifactError("requires different scores of rows; every target has the same score for all rows")
     return known, min(counts)
 
 
 def _two_samples(
     supervised_N: NDArray[np.int64], positions: int, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Whole rows of either, uniform, in row order, until they hold `positions`; the half of all, if that is less."""
+    """Draw two disjoint samples of rows, in row order, with `positions` positions each, or half of all if fewer."""
     wanted = min(positions, MOST_POSITIONS, int(supervised_N.sum()) // 2)
     order = stream(seed, "audit", "moments").permutation(len(supervised_N))
     reached = np.concatenate([[0], np.cumsum(supervised_N[order])])
-    first = min(int(np.searchsorted(reached, wanted)), len(order) - 1)  # a long row must leave the other sample one
+    first = min(int(np.searchsorted(reached, wanted)), len(order) - 1)  # leave at least one row for the other sample
     second = max(int(np.searchsorted(reached, reached[first] + wanted)), first + 1)
     return np.sort(order[:first]), np.sort(order[first:second])

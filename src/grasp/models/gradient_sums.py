@@ -90,8 +90,8 @@ class EachGradient:
         def consume(number: int, use: Use, rows: slice) -> None:
             for start, piece in _pieces(use, self.matrices[number][0].numel()):
                 matrix = materialise(piece, self.matrices[number].shape[1])
-                here = index_B[rows][start : start + len(piece.right)]
-                self.matrices[number].index_add_(0, torch.from_numpy(here).to(matrix.device), matrix)
+                rows_index = index_B[rows][start : start + len(piece.right)]
+                self.matrices[number].index_add_(0, torch.from_numpy(rows_index).to(matrix.device), matrix)
 
         return consume
 

@@ -37,7 +37,7 @@ def report(
     partial: bool = False,
     previous: Sequence[str | Any] = (),
 ) -> Path:
-    """Write a self-contained HTML report: which data to keep, the predicted gain, and the evidence for it.
+    """Write a self-contained HTML report on which data to keep, and why.
 
     The page shows the agreement with retrained models, the rows that help or hurt each target, and sliders that
     predict the effect of any mixture.
@@ -50,7 +50,7 @@ def report(
         selection: JSON summary written by `grasp select` next to its --out.
         mixture: JSON summary written by `grasp mix` next to its --out.
         suspects: Parquet table written by `grasp detect --out`.
-        protocol: scoring rule to predict with. Default: the built-in rule.
+        protocol: protocol to predict with. Default: the built-in one.
         explain: number of most helpful rows per target whose words are shaded, and half as many of the most harmful;
             requires the model.
         partial: use the finished part of unfinished runs.
@@ -62,7 +62,7 @@ def report(
     Raises:
         SettingsError: a file belongs to another artifact, or the output cannot be written.
         ProtocolError: the artifact does not fit the scoring rule, or has no such target.
-        EnvironmentDataError: the runs do not belong to the artifact.
+        RunsError: the runs do not belong to the artifact.
         SubsetError: unknown label, or a label with a single value.
     """
     targets = None if target is None else listed(target, artifact.targets)

@@ -88,7 +88,7 @@ def import_runs(
     table, where = (pa.table({}), str(trained)) if files else _table(trained)
     harness: HarnessResults | None = None
     if files and results is None:
-        raise RunsError(f"{where}: holds mixtures alone; name the results of the runs as well")
+        raise RunsError(f"{where}: contains only mixtures; pass the results of the runs too")
     if results is None:
         if not metrics:
             raise RunsError(f"{where}: contains weights and results; pass the columns with results: --metrics")
@@ -101,8 +101,8 @@ def import_runs(
         outcome, outcome_where = _table(results)
     notes: list[str] = []
     if files:
-        kind, long, said = _of_files(files, label)
-        notes.append(said)
+        kind, long, weights_note = _of_files(files, label)
+        notes.append(weights_note)
     else:
         kind, long = _trained(table, where, label, weights, columns)
     wide = _Wide(outcome, outcome_where)
@@ -205,13 +205,13 @@ def _trained(
 
 
 def _of_files(files: Sequence[Path], label: str | None) -> tuple[Kind, pa.Table, str]:
-    """The kind; run, name, weight; and a sentence on what the weights are."""
+    """Return the kind of the weights, a table of run, name and weight, and a note on the weights."""
     if label is None:
-        raise RunsError(f"{files[0]}: say which label it mixes the values of, e.g. --label source")
-    kind, weights, said = read_mixtures_of_runs(files)
+        raise RunsError(f"{files[0]}: pass the label whose values it mixes, e.g. --label source")
+    kind, weights, weights_note = read_mixtures_of_runs(files)
     lines = [(run, value, weight) for run, of_run in weights.items() for value, weight in of_run.items()]
     columns = [pa.array(column) for column in zip(*lines, strict=True)]
-    return kind, pa.table(columns, TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA), said  # type: ignore[return-value]
+    return kind, pa.table(columns, TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA), weights_note  # type: ignore[return-value]
 
 
 # ------------------------------------------------------------------------------------------------- what came out

@@ -270,7 +270,7 @@ def read_mixture(path: Path) -> MixtureFile:
     """Read a mixture in the form of a tool, as `grasp mix --format` writes it or by hand.
 
     Raises:
-        EnvironmentDataError: no such file, no form that is known, or weights that are no numbers of 0 or more.
+        RunsError: no such file, no form that is known, or weights that are no numbers of 0 or more.
     """
     try:
         if path.stat().st_size > MOST_BYTES:
@@ -344,7 +344,7 @@ def read_mixtures_of_runs(places: Sequence[Path]) -> tuple[str, dict[str, Mappin
     """What runs were trained on, a file each: kind (shares or times), weights by run, and a sentence on them.
 
     Raises:
-        EnvironmentDataError: see `read_mixture`; files whose weights are of different things.
+        RunsError: see `read_mixture`; files whose weights are of different things.
     """
     found = {path.stem: read_mixture(path) for path in places}
     if len(found) < len(places):

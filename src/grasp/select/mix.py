@@ -112,24 +112,24 @@ def mix(
     diversity: float | None = None,
     cautious: bool = False,
 ) -> Mixture:
-    """Find the shares of a label's values that help the targets most.
+    """Optimise the mixture weights of a label's values for the targets.
 
-    The amount of data stays the same.
+    The amount of training data stays the same.
 
     Args:
         by: label whose values are mixed.
-        target: a target, or several with weights: sciq=2,openbookqa=1. Default: the only one.
-        floor: at least so much of the mixture, e.g. Games:5%, or 1% of each value; 0% lets a value go.
-        cap: at most so much of the mixture, e.g. Games:20%, or 10% of each value.
-        max_repeat: no row is seen more often, or, where `train_tokens` repeat the corpus, so many times as often as
-            now. A value keeps 1 / `max_repeat` of its share.
-        train_tokens: tokens the model will be trained on, e.g. 100B: repeated ones count as worth less. Default: as
-            many as the corpus has.
-        runs: runs, retrained or imported: the change in their unit, with an interval.
-        distance: move at most so much of the data between values, e.g. 30%.
-        protocol: protocol to predict with. Default: the one that ships.
-        diversity: penalty on redundancy in place of the protocol's own geometry, e.g. 0.25, or 0 for none.
-        cautious: maximise the lower end of what `runs` lead to expect: what they know little of counts as worse.
+        target: target, or several with weights, e.g. sciq=2,openbookqa=1. Default: the only target.
+        floor: minimum share of the mixture, e.g. Games:5%, or 1% for every value; 0% allows a value to be dropped.
+        cap: maximum share of the mixture, e.g. Games:20%, or 10% for every value.
+        max_repeat: maximum number of times that a row is seen; if `train_tokens` repeat the corpus, relative to today.
+            A value retains at least 1 / `max_repeat` of its share.
+        train_tokens: length of the training run in tokens, e.g. 100B; repeated tokens have diminishing value. Default:
+            the tokens of the corpus.
+        runs: retrained or imported runs; changes are then in their unit, with intervals.
+        distance: maximum share of the data that is moved between values, e.g. 30%.
+        protocol: protocol to predict with. Default: the built-in one.
+        diversity: penalty on redundancy that replaces the geometry of the protocol, e.g. 0.25, or 0 for none.
+        cautious: maximise the lower confidence bound instead of the mean (requires `runs`).
     Raises:
         ProtocolError: an unknown target; a protocol that says nothing of mixtures.
         SettingsError: floors, caps and distance that no mixture satisfies, or in numbers of rows.

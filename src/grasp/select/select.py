@@ -91,35 +91,36 @@ def select(
     cautious: bool = False,
     progress: Progress | None = None,
 ) -> Selection:
-    """Choose the rows that help the targets most.
+    """Select the rows that help the targets most, within a budget.
 
-    They can be written as a corpus to train on. Whole documents are chosen by the mean effect of their rows.
+    The selection can be exported as a corpus to train on. Whole documents are ranked by the mean effect of their rows.
 
     In Python the result has `.row_ids`, `.save(path)`, `.export(directory)`.
 
     Args:
-        budget: 20% or 5000 (rows), 2Mtokens, 20%tokens, 300documents, 67%documents of the whole corpus. Default: the
-            best for `train_tokens`. In Python also a float, a share of the rows, or an int, so many rows.
-        target: a target, or several with weights: sciq=2,openbookqa=1. Default: the only one.
-        train_tokens: tokens the model will be trained on, e.g. 100B: repeated ones count as worth less.
-        by: label that floors and caps speak of.
-        floor: at least so much of the budget, e.g. Games:5%, or 1% of each value.
-        cap: at most so much of the budget, e.g. Games:20%, or 10% of each value.
-        runs: runs, retrained or imported: rows are chosen by the change that they lead to expect, with an interval.
-            With `train_tokens`, or a protocol with geometry, they are chosen by relevance.
-        exclude: row_ids or doc_ids to leave out: text or Parquet. In Python also a list.
-        exclude_where: condition on labels: these rows are left out.
-        drop_leaks: leave out the rows that contain questions of the targets.
-        documents: write whole documents, as they came, of which any, half or all was chosen. Default: exactly the rows.
-            In Python `Selection.export` is told so as well.
-        protocol: protocol to predict with. Default: the one that ships.
-        diversity: penalty on redundancy in place of the protocol's own geometry, e.g. 0.25, or 0 for none.
-        cautious: maximise the lower end of what `runs` lead to expect: what they know little of counts as worse.
-        progress: told of the rows taken, where that takes long.
+        budget: amount to select: 20% or 5000 (rows), 2Mtokens, 20%tokens, 300documents, 67%documents of the whole
+            corpus. Default: the optimum for `train_tokens`. In Python also a float (share of the rows) or an int
+            (number of rows).
+        target: target, or several with weights, e.g. sciq=2,openbookqa=1. Default: the only target.
+        train_tokens: length of the training run in tokens, e.g. 100B; repeated tokens have diminishing value.
+        by: label that `floor` and `cap` refer to.
+        floor: minimum share of the budget, e.g. Games:5%, or 1% for every value.
+        cap: maximum share of the budget, e.g. Games:20%, or 10% for every value.
+        runs: retrained or imported runs; rows are selected by the change that a model fitted to the runs predicts, and
+            the result has intervals. With `train_tokens`, or a protocol with geometry, rows are selected by relevance.
+        exclude: file of row_ids or doc_ids to exclude: text or Parquet. In Python also a list.
+        exclude_where: condition on labels; matching rows are excluded.
+        drop_leaks: exclude rows that contain questions of the targets.
+        documents: export whole documents of which any, half or all rows are selected. Default: only the rows. In
+            Python pass it to `Selection.export` as well.
+        protocol: protocol to predict with. Default: the built-in one.
+        diversity: penalty on redundancy that replaces the geometry of the protocol, e.g. 0.25, or 0 for none.
+        cautious: maximise the lower confidence bound instead of the mean (requires `runs`).
+        progress: receives the number of rows processed.
     Raises:
-        SettingsError: a budget, floor or cap that cannot be met; neither budget nor train_tokens.
+        SettingsError: neither budget nor train_tokens is given, or a budget, floor or cap cannot be met.
         ProtocolError: the artifact does not fit the protocol, or lacks a target.
-        SubsetError: an expression that is no condition.
+        SubsetError: an expression is not a condition.
     """
     if documents is not None:
         checked_rule(documents)

@@ -156,18 +156,18 @@ class AdamWTraining(ABC):
 
     @torch.no_grad()
     def state(self) -> dict[str, Tensor]:
-        """Return copies of the weights and both moments: ``<k>.weight``, ``<k>.exp_avg``, ``<k>.exp_avg_sq``."""
-        found = {}
+        """Return weights and both moments as they are: ``<k>.weight``, ``<k>.exp_avg``, ``<k>.exp_avg_sq``."""
+        tensors = {}
         for k, parameter in enumerate(self.parameters):
             moments = self.optimizer.state.get(parameter, {})
-            found[f"{k}.weight"] = parameter.detach().clone()
+            tensors[f"{k}.weight"] = parameter.detach()
             for moment in STATE[1:]:
-                found[f"{k}.{moment}"] = moments[moment].clone() if moments else torch.zeros_like(parameter)
-        return found
+                tensors[f"{k}.{moment}"] = moments[moment] if moments else torch.zeros_like(parameter)
+        return tensors
 
     def set_state(self, step: int, state: Mapping[str, Tensor]) -> None:
         """Go to a state after `step` steps, as `state` gave it; the gradient buffers are emptied."""
-        self.set_weights([state[f"{k}.weight"] for k in range(len(self.parameters))])
+        self.set_weights(state[f"{k}.weight"] for k in range(len(self.parameters)))
         for k, parameter in enumerate(self.parameters):
             self.optimizer.state[parameter] = {
                 "step": torch.tensor(float(step), device=self.device),

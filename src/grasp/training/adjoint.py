@@ -24,13 +24,15 @@ derivative is that of a slightly smoother training. What is still beyond a cap i
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from grasp.training.recipe import OptimizerRecipe
+
+PIECE = 1 << 20  # coordinates that are in float64 at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +62,9 @@ class Adjoint:
     @classmethod
     def of_weights(cls, gradient: Sequence[Tensor]) -> "Adjoint":
         """Begin at the end of a training, whose utility depends on the weights alone."""
-        zeros = [[torch.zeros_like(one) for one in gradient] for _ in range(2)]
-        return cls([one.clone() for one in gradient], *zeros)
+        flat = torch.contiguous_format  # changed through flat views
+        zeros = [[torch.zeros_like(tensor, memory_format=flat) for tensor in gradient] for _ in range(2)]
+        return cls([tensor.clone(memory_format=flat) for tensor in gradient], *zeros)
 
     @property
     def norm(self) -> float:
@@ -71,7 +74,8 @@ class Adjoint:
 
 def norm_of(tensors: Sequence[Tensor]) -> float:
     """Return the Euclidean norm of several tensors together, computed in float64."""
-    return math.sqrt(sum(float(torch.linalg.vector_norm(one, dtype=torch.float64)) ** 2 for one in tensors))
+    pieces = (piece for tensor in tensors for piece in torch.split(tensor.detach().reshape(-1), PIECE))
+    return math.sqrt(sum(float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2 for piece in pieces))
 
 
 def through_update(
@@ -100,26 +104,35 @@ def through_update(
     clip = min(1.0, limit / (norm + constants.clip_epsilon)) if norm else 1.0
     directions, left_out, along = [], 0, 0.0
     parts = zip(adjoint.weights, adjoint.first, adjoint.second, gradient, first_after, second_after, strict=True)
-    for a, am, av, g, m, v in parts:
-        g64, a64 = g.double(), a.double()
-        r = (v.double() / c2).add_(constants.root).sqrt_()
-        scale = 1.0 / (r + recipe.epsilon)
-        excluded = (r == 0) | (scale > constants.largest_scale)
-        left_out += int(excluded.sum())
-        scale.masked_fill_(excluded, 0.0)
-        bend = (m.double() / c1) * scale.square() / (2.0 * r)
-        bend.masked_fill_(excluded, 0.0)
-        am64 = am.double() - (rate / c1) * scale * a64
-        av64 = av.double() + (rate / c2) * bend * a64
-        u = (1.0 - b1) * am64 + (2.0 * (1.0 - b2) * clip) * g64 * av64
-        along += float((g64 * u).sum())
-        directions.append(u)
-        am.copy_(b1 * am64)
-        av.copy_(b2 * av64)
+    for a_X, am_X, av_X, g_X, m_X, v_X in parts:
+        u_X = torch.empty_like(g_X, memory_format=torch.contiguous_format)
+        for a, am, av, g, m, v, u in _pieces(a_X, am_X, av_X, g_X, m_X, v_X, u_X):
+            g64, a64 = g.double(), a.double()
+            r = (v.double() / c2).add_(constants.root).sqrt_()
+            scale = 1.0 / (r + recipe.epsilon)
+            excluded = (r == 0) | (scale > constants.largest_scale)
+            left_out += int(excluded.sum())
+            scale.masked_fill_(excluded, 0.0)
+            bend = (m.double() / c1) * scale.square() / (2.0 * r)
+            bend.masked_fill_(excluded, 0.0)
+            am64 = am.double() - (rate / c1) * scale * a64
+            av64 = av.double() + (rate / c2) * bend * a64
+            u64 = (1.0 - b1) * am64 + (2.0 * (1.0 - b2) * clip) * g64 * av64
+            along += float((g64 * u64).sum())
+            u.copy_(u64)
+            am.copy_(b1 * am64)
+            av.copy_(b2 * av64)
+        directions.append(u_X)
     if clip < 1.0:
         bent = limit / (norm + constants.clip_epsilon) ** 2 / norm * along
-        directions = [clip * u - bent * g.double() for u, g in zip(directions, gradient, strict=True)]
-    return [u.to(g.dtype) for u, g in zip(directions, gradient, strict=True)], left_out
+        for u, g in zip(directions, gradient, strict=True):
+            u.mul_(clip).sub_(g, alpha=bent)
+    return directions, left_out
+
+
+def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Some coordinates of tensors of one shape at a time, as views: what is computed in float64 stays small."""
+    return zip(*(torch.split(tensor.reshape(-1), PIECE) for tensor in tensors), strict=True)
 
 
 def add_curvature(
@@ -127,4 +140,4 @@ def add_curvature(
 ) -> None:
     """Bring the adjoint of the weights to before the step: ``a = (1 - lr decay) a + H u``."""
     for a, decay, hu in zip(adjoint.weights, weight_decays, product, strict=True):
-        a.copy_((1.0 - constants.learning_rate * decay) * a.double() + hu.double())
+        a.mul_(1.0 - constants.learning_rate * decay).add_(hu)

@@ -36,7 +36,7 @@ class FineTuning(AdamWTraining):
         decayed = [value for _, value in named if value.ndim > 1]
         undecayed = [value for _, value in named if value.ndim < 2]
         self.names = tuple(
-            name for one in (*decayed, *undecayed) for name, value in named if value is one
+            name for parameter in (*decayed, *undecayed) for name, value in named if value is parameter
         )  # in the order of `parameters`
         self._ropes = dynamic_ropes(model)
         super().__init__(recipe, decayed, undecayed)
@@ -94,7 +94,9 @@ def check_differentiable(model: nn.Module) -> list[str]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise ModelError(f"{name}: no parameter asks for a gradient, expected some; call requires_grad_() first")
-    if narrow := {str(one.dtype).split(".")[1] for one in model.parameters() if one.dtype not in EXACT}:
+    if narrow := {
+        str(parameter.dtype).split(".")[1] for parameter in model.parameters() if parameter.dtype not in EXACT
+    }:
         raise ModelError(
             f"{name}: has weights in {', '.join(sorted(narrow))}, whose rounding exceeds the differences that are "
             "taken; expected float32, set dtype to float32"

@@ -48,7 +48,7 @@ def curvature_product(
         return _exact(training, ids_BL, weight_BL, direction)
     if curvature == "gauss-newton":
         return _gauss_newton(training, ids_BL, weight_BL, direction, relative_step)
-    product = [torch.zeros_like(one) for one in direction]
+    product = [torch.zeros_like(u) for u in direction]
     along_B = np.zeros(len(ids_BL))
     for step in both_sides(training, direction, relative_step):
         along_B += training.backward(ids_BL, weight_BL) / step
@@ -66,7 +66,7 @@ def both_sides(training: AdamWTraining, direction: Sequence[Tensor], relative_st
     weights = [parameter.detach().clone() for parameter in training.parameters]
     step = relative_step * norm_of(weights) / length
     for signed in (step, -step):
-        training.set_weights(one + signed * u for one, u in zip(weights, direction, strict=True))
+        training.set_weights(weight + signed * u for weight, u in zip(weights, direction, strict=True))
         yield 2.0 * signed
     training.set_weights(weights)
 
@@ -80,7 +80,7 @@ def _exact(
             "attn_implementation='eager', or take 'difference'"
         )
     point = tuple(parameter.detach() for parameter in training.parameters)
-    total = [torch.zeros_like(one) for one in point]
+    total = [torch.zeros_like(weight) for weight in point]
     rows = []
     for ids, weight in training.pieces(ids_BL, weight_BL):
 
@@ -88,9 +88,9 @@ def _exact(
             loss_B = training.label_logits_at(values, ids, weight).row_losses()
             return loss_B.sum(), loss_B
 
-        found = torch.func.jvp(torch.func.grad(losses, has_aux=True), (point,), (tuple(direction),))
-        product, along_B = found[1]
-        total = [one + part for one, part in zip(total, product, strict=True)]
+        tangents = torch.func.jvp(torch.func.grad(losses, has_aux=True), (point,), (tuple(direction),))[1]
+        product, along_B = tangents
+        total = [sum_ + part for sum_, part in zip(total, product, strict=True)]
         rows.append(along_B)
     return total, torch.cat(rows).cpu().numpy()
 
@@ -104,22 +104,22 @@ def _gauss_newton(
     for step in both_sides(training, direction, relative_step):
         with torch.no_grad():
             for k, (ids, weight) in enumerate(pieces):
-                found = training.label_logits(ids, weight)
-                slopes[k] = slopes[k] + found.logits_PV / step
-                along[k] += found.row_losses().cpu().numpy() / step
+                outputs = training.label_logits(ids, weight)
+                slopes[k] = slopes[k] + outputs.logits_PV / step
+                along[k] += outputs.row_losses().cpu().numpy() / step
     if isinstance(slopes[0], Tensor):  # else u is 0
         for (ids, weight), slope_PV in zip(pieces, slopes, strict=True):
             with torch.enable_grad():
-                found = training.label_logits(ids, weight)
-                torch.autograd.backward(found.logits_PV, _loss_hessian(found, slope_PV))
+                outputs = training.label_logits(ids, weight)
+                torch.autograd.backward(outputs.logits_PV, _loss_hessian(outputs, slope_PV))
     product = [gradient.clone() for gradient in training.gradients()]
     training.zero_gradients()
     return product, np.concatenate(along)
 
 
-def _loss_hessian(found: LabelLogits, slope_PV: Tensor | float) -> Tensor:
+def _loss_hessian(outputs: LabelLogits, slope_PV: Tensor | float) -> Tensor:
     """Multiply the Hessian of the loss by the logits: ``w (diag(p) - p p^T) z``, position by position."""
-    p_PV = torch.softmax(found.logits_PV.detach(), dim=-1)
+    p_PV = torch.softmax(outputs.logits_PV.detach(), dim=-1)
     weighed_PV = p_PV * slope_PV
     hessian_PV = weighed_PV - p_PV * weighed_PV.sum(dim=-1, keepdim=True)
-    return hessian_PV * found.weight_P[:, None].to(hessian_PV.dtype)
+    return hessian_PV * outputs.weight_P[:, None].to(hessian_PV.dtype)

@@ -31,7 +31,7 @@ from grasp.targets.units import UnitTokens
 from grasp.training.adamw import AdamWTraining
 from grasp.training.adjoint import Adjoint, UpdateConstants, add_curvature, norm_of, through_update
 from grasp.training.hessian_products import RELATIVE_STEP, Curvature, curvature_product
-from grasp.training.row_derivatives import cheaper_way, label_positions, row_derivatives
+from grasp.training.row_derivatives import cheaper_method, label_positions, row_derivatives
 from grasp.training.trajectory import Step, TensorShelf, Trajectory
 
 BACKWARD = Schema(
@@ -110,18 +110,18 @@ class Price:
     """What a replay costs beside the training itself, in trainings; a forward pass is a third of a gradient."""
 
     forward: float
-    again: float
+    rerun: float
     backward: float
     probes: float
 
     @property
     def total(self) -> float:
         """Return the sum, the first training included."""
-        return self.forward + self.again + self.backward + self.probes
+        return self.forward + self.rerun + self.backward + self.probes
 
     def __str__(self) -> str:
         return (
-            f"{self.total:.1f} trainings: {self.forward:.1f} forward, {self.again:.1f} again, {self.backward:.1f} "
+            f"{self.total:.1f} trainings: {self.forward:.1f} forward, {self.rerun:.1f} again, {self.backward:.1f} "
             f"backward, {self.probes:.1f} to differentiate all rows"
         )
 
@@ -132,7 +132,7 @@ def price(trajectory: Trajectory, n_targets: int, settings: MetagradientSettings
     share = (steps - settings.first_step) / steps
     gradients = {"difference": 2.0, "exact": 3.1, "gauss-newton": 5 / 3}[settings.curvature]
     rows = sum(len(index_B) for index_B in trajectory.order)
-    _, probe = cheaper_way(n_targets)
+    _, probe = cheaper_method(n_targets)
     probes = probe * len(settings.probe_steps) * trajectory.rows.n_rows / rows
     return Price(1.0, share, share * gradients * n_targets, probes)
 
@@ -171,7 +171,7 @@ def utility_gradient(training: AdamWTraining, batches: Sequence[tuple[I64, F64]]
     """Return a target's utility, nats, and its gradient by the parameters, at the weights as they are."""
     training.zero_gradients()
     loss = sum(float(training.backward(ids_BL, weight_BL).sum()) for ids_BL, weight_BL in batches)
-    gradient = [-one for one in training.gradients()]
+    gradient = [-gradient for gradient in training.gradients()]
     training.zero_gradients()
     return -loss, gradient
 
@@ -179,7 +179,7 @@ def utility_gradient(training: AdamWTraining, batches: Sequence[tuple[I64, F64]]
 def utilities(training: AdamWTraining, targets: Sequence[Target], batch_tokens: int = BATCH_TOKENS) -> F64:
     """Return the utility of every target at the weights as they are, (T,), nats."""
     batches = [target.batches(batch_tokens) for target in targets]
-    return -np.array([sum(float(training.row_losses(*batch).sum()) for batch in one) for one in batches])
+    return -np.array([sum(float(training.row_losses(*batch).sum()) for batch in of_target) for of_target in batches])
 
 
 def metagradient(
@@ -203,7 +203,7 @@ def metagradient(
 
 
 class _Replay:
-    """Adjoints of all targets and what was found so far."""
+    """Adjoints of all targets and the derivatives so far."""
 
     def __init__(self, trajectory: Trajectory, targets: Sequence[Target], settings: MetagradientSettings) -> None:
         steps = len(trajectory.order)
@@ -220,7 +220,7 @@ class _Replay:
         self.shelf = TensorShelf(store)
         self.adjoints: list[Adjoint] = []
         widest, n_targets = max(len(index_B) for index_B in trajectory.order), len(targets)
-        self.found: dict[str, Any] = {
+        self.results: dict[str, Any] = {
             "drawn": np.full((steps, widest, n_targets), np.nan),
             "probe": np.full((len(settings.probe_steps), trajectory.rows.n_rows, n_targets), np.nan),
             "utility": np.zeros(n_targets),
@@ -262,10 +262,10 @@ class _Replay:
     def _begin(self) -> None:
         """Differentiate the utilities at the end of the training; fix the root by the gradient of its first step."""
         if self.settings.root_share:
-            self.found["root"][0] = self.settings.root_share * self._first_square()
+            self.results["root"][0] = self.settings.root_share * self._first_square()
         self.trajectory.go_to(len(self.trajectory.order))
         for t, batches in enumerate(self.targets):
-            self.found["utility"][t], gradient = utility_gradient(self.training, batches)
+            self.results["utility"][t], gradient = utility_gradient(self.training, batches)
             self.adjoints.append(Adjoint.of_weights(gradient))
 
     def _first_square(self) -> float:
@@ -282,15 +282,14 @@ class _Replay:
 
     def _back(self, step: Step) -> None:
         """Go back through one step, target by target."""
-        settings, training, found = self.settings, self.training, self.found
+        settings, training, results = self.settings, self.training, self.results
         constants = UpdateConstants(
             step=step.step,
             recipe=training.recipe,
             clip_epsilon=training.clip_epsilon,
-            root=float(found["root"][0]),
+            root=float(results["root"][0]),
             largest_scale=settings.largest_scale or math.inf,
         )
-        training.set_weights(step.weights)
         batch = step.batch
         weight_B = self.trajectory.weight_N[batch.row_index_B]
         directions = []
@@ -302,34 +301,34 @@ class _Replay:
             )
             add_curvature(adjoint, constants, training.weight_decays, product)
             along_B = np.divide(along_B, weight_B, out=np.full_like(along_B, np.nan), where=weight_B != 0)
-            found["drawn"][step.step, : len(along_B), t] = along_B
-            found["adjoint_norm"][step.step, t] = adjoint.norm
-            found["direction_norm"][step.step, t] = norm_of(direction)
-            found["left_out"][step.step] = left_out
-            directions.append(direction)
-            if not math.isfinite(found["adjoint_norm"][step.step, t]):
+            results["drawn"][step.step, : len(along_B), t] = along_B
+            results["adjoint_norm"][step.step, t] = adjoint.norm
+            results["direction_norm"][step.step, t] = norm_of(direction)
+            results["left_out"][step.step] = left_out
+            if step.step in settings.probe_steps:
+                directions.append(direction)
+            if not math.isfinite(adjoint.norm):
                 raise ModelError(
-                    f"replay: the derivative is {found['adjoint_norm'][step.step, t]} at step {step.step}, expected a "
-                    "number; set first_step behind it, take gauss-newton, or lower the learning rate"
+                    f"replay: the derivative is {adjoint.norm} at step {step.step}, expected a number; set first_step "
+                    "behind it, take gauss-newton, or lower the learning rate"
                 )
         if step.step in settings.probe_steps:
-            training.set_weights(step.weights)
             value_NT = row_derivatives(
                 training,
                 self.rows,
                 directions,
-                cheaper_way(len(directions))[0],
+                cheaper_method(len(directions))[0],
                 relative_step=settings.relative_step,
                 batch_tokens=settings.batch_tokens,
             )
-            found["probe"][settings.probe_steps.index(step.step)] = value_NT / batch.labels
+            results["probe"][settings.probe_steps.index(step.step)] = value_NT / batch.labels
 
     # --------------------------------------------------------------------------------------------------------- to disk
 
     def _keep(self, segment: tuple[int, int]) -> None:
         if self.trajectory.directory is None:
             return
-        tensors = {f"found.{key}": torch.from_numpy(value) for key, value in self.found.items()}
+        tensors = {f"results.{key}": torch.from_numpy(value) for key, value in self.results.items()}
         for t, adjoint in enumerate(self.adjoints):
             for field in fields(adjoint):
                 for k, tensor in enumerate(getattr(adjoint, field.name)):
@@ -341,7 +340,7 @@ class _Replay:
 
     def _resume(self, segment: tuple[int, int]) -> None:
         tensors = self.shelf.get(_name(segment))
-        self.found = {key: tensors[f"found.{key}"].numpy().copy() for key in self.found}
+        self.results = {key: tensors[f"results.{key}"].numpy().copy() for key in self.results}
         count, device = len(self.training.parameters), self.training.device
         for t in range(len(self.targets)):
             parts = [
@@ -351,19 +350,19 @@ class _Replay:
             self.adjoints.append(Adjoint(*parts))
 
     def _result(self) -> Metagradient:
-        found, order = self.found, self.trajectory.order
-        order_KB = np.full(found["drawn"].shape[:2], -1, dtype=np.int64)
+        results, order = self.results, self.trajectory.order
+        order_KB = np.full(results["drawn"].shape[:2], -1, dtype=np.int64)
         for k, index_B in enumerate(order):
             order_KB[k, : len(index_B)] = index_B
         return Metagradient(
             order_KB,
-            found["drawn"],
+            results["drawn"],
             np.array(self.settings.probe_steps, dtype=np.int64),
-            found["probe"],
-            found["utility"],
-            found["adjoint_norm"],
-            found["direction_norm"],
-            found["left_out"],
+            results["probe"],
+            results["utility"],
+            results["adjoint_norm"],
+            results["direction_norm"],
+            results["left_out"],
         )
 
 

@@ -49,8 +49,8 @@ class FineTuningRecipe(Settings):
     learning_rate: float = Field(5e-5, gt=0, description="Peak of AdamW's learning rate.")
     num_train_epochs: float = Field(3.0, gt=0, description="Passes over the rows.")
     max_steps: int = Field(-1, description="Optimizer steps in the place of epochs; below 1: epochs count.")
-    per_device_train_batch_size: int = Field(8, ge=1, description="Rows of one forward pass.")
-    gradient_accumulation_steps: int = Field(1, ge=1, description="Forward passes of one step.")
+    per_device_train_batch_size: int = Field(8, ge=1, description="Rows of entry forward pass.")
+    gradient_accumulation_steps: int = Field(1, ge=1, description="Forward passes of entry step.")
     warmup_steps: Annotated[float, Field(ge=0)] = Field(0.0, description="Steps of warm-up; below 1: a share of all.")
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="The same as a share.")
     lr_scheduler_type: str = Field("linear", description="linear, cosine, constant or constant_with_warmup.")
@@ -150,13 +150,13 @@ class FineTuningRecipe(Settings):
 
 def _flat(data: Mapping[str, Any]) -> dict[str, Any]:
     """Fields under the names of Transformers, those of a group `lora` or `training_args` among them."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in data.items():
         if name in ("lora", "peft_config") and isinstance(value, Mapping):
-            inner = {AXOLOTL.get(key, f"lora_{key}" if key == "alpha" else key): one for key, one in value.items()}
-            found |= {key: one for key, one in inner.items() if key.startswith("lora_")}
+            inner = {AXOLOTL.get(key, f"lora_{key}" if key == "alpha" else key): entry for key, entry in value.items()}
+            fields |= {key: entry for key, entry in inner.items() if key.startswith("lora_")}
         elif name in ("training_args", "training_arguments", "args") and isinstance(value, Mapping):
-            found |= _flat(value)
+            fields |= _flat(value)
         else:
-            found[AXOLOTL.get(name, name)] = value
-    return found
+            fields[AXOLOTL.get(name, name)] = value
+    return fields

@@ -54,14 +54,14 @@ class Smoothness:
         return f"{line}: steps before {self.first_step} are left out; to use them, {WHAT_TO_DO}"
 
 
-def smoothness(found: Metagradient, limit: float = LARGEST_GROWTH) -> Smoothness:
+def smoothness(replay: Metagradient, limit: float = LARGEST_GROWTH) -> Smoothness:
     """Measure how far derivatives grow towards the beginning, and from which step on they count."""
-    steps = len(found.order_KB)
+    steps = len(replay.order_KB)
     last = slice(steps - max(1, steps // 4), steps)
-    growth_K = (found.adjoint_norm_KT / found.adjoint_norm_KT[-1]).mean(axis=1)
-    spread_KT = np.full((steps, found.drawn_KBT.shape[2]), np.nan)
+    growth_K = (replay.adjoint_norm_KT / replay.adjoint_norm_KT[-1]).mean(axis=1)
+    spread_KT = np.full((steps, replay.drawn_KBT.shape[2]), np.nan)
     for part in np.array_split(np.arange(steps), min(PARTS, steps)):
-        value_XT = found.drawn_KBT[part].reshape(-1, found.drawn_KBT.shape[2])
+        value_XT = replay.drawn_KBT[part].reshape(-1, replay.drawn_KBT.shape[2])
         value_XT = value_XT[np.isfinite(value_XT).all(axis=1)]
         if len(value_XT):
             spread_KT[part] = value_XT.std(axis=0)
@@ -70,20 +70,20 @@ def smoothness(found: Metagradient, limit: float = LARGEST_GROWTH) -> Smoothness
     return Smoothness(growth_K, spread_K, int(rough[-1]) + 1 if rough.size else 0)
 
 
-def agreement(one: Metagradient, other: Metagradient, n_rows: int) -> F64:
+def agreement(first: Metagradient, second: Metagradient, n_rows: int) -> F64:
     """Return the rank correlation of rows' scores in two orders, (T,): of all rows, else of those drawn in both.
 
     Raises:
         ModelError: the orders have no row in common.
     """
-    if one.probe_MNT.size and other.probe_MNT.size:
-        scores = [each.probed() for each in (one, other)]
+    if first.probe_MNT.size and second.probe_MNT.size:
+        scores = [replay.probed() for replay in (first, second)]
     else:
-        common = np.intersect1d(one.order_KB, other.order_KB)
+        common = np.intersect1d(first.order_KB, second.order_KB)
         common = common[common >= 0]
         if len(common) < 3:
             raise ModelError(f"agreement: {len(common)} rows were drawn in both orders, expected at least 3")
-        scores = [each.drawn(n_rows)[common] for each in (one, other)]
+        scores = [replay.drawn(n_rows)[common] for replay in (first, second)]
     return np.array([float(spearmanr(a, b).statistic) for a, b in zip(*(score.T for score in scores), strict=True)])
 
 
@@ -115,7 +115,7 @@ class GroupCheck:
 def check_by_groups(
     trajectory: Trajectory,
     targets: Sequence[Target],
-    found: Metagradient,
+    replay: Metagradient,
     group_N: I64,
     *,
     shift: float = 0.1,
@@ -132,15 +132,15 @@ def check_by_groups(
     Raises:
         ModelError: steps were left out of the replay, whose part of the change is not predicted.
     """
-    if not np.isfinite(found.adjoint_norm_KT).all():
+    if not np.isfinite(replay.adjoint_norm_KT).all():
         raise ModelError("check_by_groups: early steps were left out of the replay, expected all; replay from step 0")
-    derivative_NT = found.drawn(trajectory.rows.n_rows)
+    derivative_NT = replay.drawn(trajectory.rows.n_rows)
     measured, predicted = [], []
     for r in range(retrainings):
         sign_G = stream(seed, "replay", "groups", r).choice([-1.0, 1.0], size=int(group_N.max()) + 1)
         move_N = shift * sign_G[group_N]
         trajectory.retrain(trajectory.weight_N + move_N)
-        measured.append(utilities(trajectory.training, targets) - found.utility_T)
+        measured.append(utilities(trajectory.training, targets) - replay.utility_T)
         predicted.append(move_N @ derivative_NT)
         if progress is not None:
             progress(r + 1)

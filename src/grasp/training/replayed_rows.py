@@ -33,18 +33,18 @@ def brought_to_one_scale(score_NT: F64) -> F64:
     return np.where(np.isnan(score_NT), np.nan, scaled_NT)
 
 
-def drawn_scores(found: Sequence[Metagradient], n_rows: int, windows: Sequence[tuple[int, int]]) -> F64:
+def drawn_scores(replays: Sequence[Metagradient], n_rows: int, windows: Sequence[tuple[int, int]]) -> F64:
     """Average the derivatives of drawn rows over the orders that drew them, (N, T); NaN: no order did.
 
     Args:
         windows: of each order, first step and end of the steps that count.
     """
-    total_NT, count_N1 = np.zeros((n_rows, found[0].drawn_KBT.shape[2])), np.zeros((n_rows, 1))
-    for one, (first, last) in zip(found, windows, strict=True):
+    total_NT, count_N1 = np.zeros((n_rows, replays[0].drawn_KBT.shape[2])), np.zeros((n_rows, 1))
+    for replay, (first, last) in zip(replays, windows, strict=True):
         seen_N = np.zeros(n_rows, dtype=np.bool_)
-        order_KB = one.order_KB[first:last]
+        order_KB = replay.order_KB[first:last]
         seen_N[order_KB[order_KB >= 0]] = True
-        part_NT = np.where(seen_N[:, None], one.drawn(n_rows, first, last), np.nan)
+        part_NT = np.where(seen_N[:, None], replay.drawn(n_rows, first, last), np.nan)
         spread_T = np.nanstd(part_NT, axis=0)
         total_NT[seen_N] += part_NT[seen_N] / np.where(spread_T > 0, spread_T, 1.0)
         count_N1[seen_N] += 1
@@ -52,13 +52,13 @@ def drawn_scores(found: Sequence[Metagradient], n_rows: int, windows: Sequence[t
     return mean_NT
 
 
-def probed_scores(found: Sequence[Metagradient], steps: Sequence[Sequence[int]]) -> F64:
+def probed_scores(replays: Sequence[Metagradient], steps: Sequence[Sequence[int]]) -> F64:
     """Average the derivatives of all rows over probe steps and orders, (N, T).
 
     Args:
         steps: of each order, the probe steps that count.
     """
-    parts = [one.probed(chosen) for one, chosen in zip(found, steps, strict=True) if len(chosen)]
+    parts = [replay.probed(chosen) for replay, chosen in zip(replays, steps, strict=True) if len(chosen)]
     mean_NT: F64 = np.mean(parts, axis=0)
     return mean_NT
 
@@ -105,7 +105,7 @@ def replay_rows(
         start: gives the training in an order, by its number, before its first step.
         progress: called with the number of the order and the steps that are left of it.
     """
-    counted: list[tuple[Metagradient, int]] = []
+    smooth_replays: list[tuple[Metagradient, int]] = []
     tried, notes, n_rows = [], [], 0
     for w in range(orders):
         for curvature in dict.fromkeys((settings.curvature, "gauss-newton")):
@@ -113,25 +113,25 @@ def replay_rows(
             n_rows, steps = trajectory.rows.n_rows, len(trajectory.order)
             trajectory.train()
             changed = settings.model_copy(update={"curvature": curvature})
-            found = metagradient(trajectory, targets, changed, None if progress is None else partial(progress, w))
-            smooth = smoothness(found)
+            replay = metagradient(trajectory, targets, changed, None if progress is None else partial(progress, w))
+            smooth = smoothness(replay)
             tried.append(smooth)
             notes.append(f"order {w}, {curvature}: {smooth}")
             if smooth.first_step <= LATEST_START * steps:
-                counted.append((found, smooth.first_step))
+                smooth_replays.append((replay, smooth.first_step))
                 break
-    if not counted:
+    if not smooth_replays:
         notes.append(f"no replay is smooth, so its scores are not used; {WHAT_TO_DO}")
         return ReplayedRows(None, None, tuple(tried), (), tuple(notes))
-    kept = [found for found, _ in counted]
-    probes = [[int(step) for step in found.probe_steps_M if step >= first] for found, first in counted]
-    agreements = [agreement(one, other, n_rows) for i, one in enumerate(kept) for other in kept[:i]]
+    replays = [replay for replay, _ in smooth_replays]
+    probes = [[int(step) for step in replay.probe_steps_M if step >= first] for replay, first in smooth_replays]
+    agreements = [agreement(first, second, n_rows) for i, first in enumerate(replays) for second in replays[:i]]
     if agreements and (least := float(np.min(np.mean(agreements, axis=0)))) < LEAST_AGREEMENT:
         notes.append(f"two orders agree by {least:.2f} for the least target; {WHAT_TO_DO}")
-    windows = [(first, len(found.order_KB)) for found, first in counted]
+    windows = [(first, len(replay.order_KB)) for replay, first in smooth_replays]
     return ReplayedRows(
-        drawn_scores(kept, n_rows, windows),
-        probed_scores(kept, probes) if any(probes) else None,
+        drawn_scores(replays, n_rows, windows),
+        probed_scores(replays, probes) if any(probes) else None,
         tuple(tried),
         tuple(agreements),
         tuple(notes),

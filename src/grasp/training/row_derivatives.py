@@ -22,12 +22,12 @@ from grasp.models.gradients import Example, PerExample, layers_of
 from grasp.training.adamw import AdamWTraining
 from grasp.training.hessian_products import both_sides
 
-Way = Literal["difference", "gradient"]
+Method = Literal["difference", "gradient"]
 FORWARD = 1 / 3  # of a gradient
 
 
-def cheaper_way(n_directions: int) -> tuple[Way, float]:
-    """Return the cheaper way to differentiate rows along so many directions, and its price in gradients of a row."""
+def cheaper_method(n_directions: int) -> tuple[Method, float]:
+    """Return the cheaper method to differentiate rows along so many directions, and its price in gradients of a row."""
     by_differences = 2 * FORWARD * n_directions
     return ("difference", by_differences) if by_differences < 1.0 else ("gradient", 1.0)
 
@@ -36,7 +36,7 @@ def row_derivatives(
     training: AdamWTraining,
     rows: Sequence[Example],
     directions: Sequence[Sequence[Tensor]],
-    way: Way,
+    method: Method,
     *,
     relative_step: float,
     batch_tokens: int,
@@ -50,7 +50,7 @@ def row_derivatives(
     Raises:
         UntakenLayerError: by gradients, where a parameter has none for each row.
     """
-    if way == "gradient":
+    if method == "gradient":
         return _by_gradients(training, rows, directions, batch_tokens)
     lengths = np.array([len(row.input_ids) for row in rows], dtype=np.int64)
     pieces = []
@@ -79,7 +79,7 @@ def _by_gradients(
 ) -> F64:
     named = [training.by_name(direction) for direction in directions]
     model = training.causal_lm()
-    asked = [parameter.requires_grad for parameter in model.parameters()]
+    requires_grad = [parameter.requires_grad for parameter in model.parameters()]
     modes = [module.training for module in model.modules()]
     reference = ReferenceModel(model, None, batch_tokens=batch_tokens)  # type: ignore[arg-type]  # no text is read
     try:
@@ -88,7 +88,7 @@ def _by_gradients(
         products = InnerProducts(engine, matrices, len(rows))
         run_over(engine, rows, [products])
     finally:
-        for parameter, wanted in zip(model.parameters(), asked, strict=True):
+        for parameter, wanted in zip(model.parameters(), requires_grad, strict=True):
             parameter.requires_grad_(wanted)
         for module, mode in zip(model.modules(), modes, strict=True):
             module.training = mode
@@ -103,9 +103,9 @@ def _as_blocks(engine: PerExample, named: Sequence[dict[str, Tensor]]) -> list[T
     parameters = dict(model.named_parameters())
     weights = {name: parameters[name].clone() for name in named[0]}
     layout = BlockParameters(model, engine.layers, engine.work)
-    found = []
+    blocks = []
     for values in (*named, weights):
         for name, value in values.items():
             parameters[name].copy_(value)
-        found.append(layout.read())
-    return [torch.stack(blocks) for blocks in zip(*found[:-1], strict=True)]
+        blocks.append(layout.read())
+    return [torch.stack(matrices) for matrices in zip(*blocks[:-1], strict=True)]

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from grasp.arrays import F64, I64
@@ -40,6 +41,25 @@ MEMORY_BYTES = 4 << 30
 RERUN_TOLERANCE = 1e-3  # nats a token: a GPU may add in another order; dropout or lost state moves a loss further
 
 
+class TensorFile(Mapping[str, Tensor]):
+    """Tensors of a safetensors file, each read when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __getitem__(self, key: str) -> Tensor:
+        with safe_open(self._path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(key)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        with safe_open(self._path, framework="pt") as file:
+            return iter(list(file.keys()))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
 class TensorShelf:
     """Named sets of tensors, in memory or as safetensors files of a store; a set is whole or not there."""
 
@@ -51,16 +71,16 @@ class TensorShelf:
         return name in (self._memory if self._store is None else self._store.parts)
 
     def put(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Keep a set; it must not be changed afterwards."""
+        """Keep a set as it is now."""
         if self._store is None:
-            self._memory[name] = dict(tensors)
+            self._memory[name] = {key: tensor.detach().clone() for key, tensor in tensors.items()}
         else:
             content = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
             self._store.put(name, {f"states/{name}.safetensors": lambda path: save_file(content, path)})
 
-    def get(self, name: str) -> dict[str, Tensor]:
-        """Return a set."""
-        return self._memory[name] if self._store is None else load_file(self._store.file(name))
+    def get(self, name: str) -> Mapping[str, Tensor]:
+        """Return a set, which must not be changed."""
+        return self._memory[name] if self._store is None else TensorFile(self._store.file(name))
 
     def drop(self, name: str) -> None:
         """Forget a set."""
@@ -68,6 +88,29 @@ class TensorShelf:
             self._memory.pop(name, None)
         else:
             self._store.drop(name)
+
+
+class OfParameters(Sequence[Tensor]):
+    """One tensor of every parameter out of a set, ``<k>.<part>``, read when it is asked for."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], part: str, count: int, device: torch.device) -> None:
+        self._tensors, self._part, self._count, self._device = tensors, part, count, device
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, k: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, k: slice) -> list[Tensor]: ...
+
+    def __getitem__(self, k: int | slice) -> Tensor | list[Tensor]:
+        if isinstance(k, slice):
+            return [self[i] for i in range(*k.indices(self._count))]
+        if not 0 <= k < self._count:
+            raise IndexError(k)
+        return self._tensors[f"{k}.{self._part}"].to(self._device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +143,13 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a training: its batch, the weights before it, its gradient, and the moments after it."""
+    """One step of a training: its batch, its gradient, and the moments after it."""
 
     step: int
     batch: StepBatch
-    weights: list[Tensor]
-    gradient: list[Tensor]  # before clipping
-    first_after: list[Tensor]
-    second_after: list[Tensor]
+    gradient: Sequence[Tensor]  # before clipping
+    first_after: Sequence[Tensor]
+    second_after: Sequence[Tensor]
 
 
 class Trajectory:
@@ -161,7 +203,7 @@ class Trajectory:
             store = Store(directory, STATES)
             store.begin(self.identity)
         self._starts = TensorShelf(store)
-        self._within = TensorShelf(store if needed > memory_bytes else None)
+        self._step_states = TensorShelf(store if needed > memory_bytes else None)
         if "state-000000" not in self._starts:
             self._keep(0, [])
 
@@ -286,41 +328,49 @@ class Trajectory:
     def backward_through(self, segment: tuple[int, int]) -> Iterator[Step]:
         """Compute the steps of a segment again, then yield them, the last one first.
 
+        When a step is yielded, the training has the weights before it.
+
+
         Raises:
             ModelError: a step has another loss than before: something in the training is drawn anew.
         """
         first, last = segment
-        before = self._starts.get(_name(last))["losses"].tolist()
+        forward_losses = self._starts.get(_name(last))["losses"].tolist()
         self.go_to(first)
         batches = []
         for batch, loss_B in self._steps(first, last):
             step, training = self.training.step, self.training
             loss = float(loss_B.sum())
-            if abs(loss - before[step]) > RERUN_TOLERANCE:
+            if abs(loss - forward_losses[step]) > RERUN_TOLERANCE:
                 raise ModelError(
-                    f"trajectory: step {step} had loss {before[step]:.6f}, and {loss:.6f} when it was computed again; "
-                    "something is drawn anew in the model: switch off dropout"
+                    f"trajectory: step {step} had loss {forward_losses[step]:.6f}, and {loss:.6f} when it was computed "
+                    "again; something is drawn anew in the model: switch off dropout"
                 )
-            kept = {f"{k}.gradient": gradient.clone() for k, gradient in enumerate(training.gradients())}
-            kept |= {f"{k}.weight": weight.detach().clone() for k, weight in enumerate(training.parameters)}
+            before_update = {f"{k}.gradient": gradient for k, gradient in enumerate(training.gradients())}
+            before_update |= {f"{k}.weight": weight for k, weight in enumerate(training.parameters)}
+            self._step_states.put(_before(step), before_update)
             training.update()
-            kept |= {key: tensor for key, tensor in training.state().items() if not key.endswith(".weight")}
-            self._within.put(_within(step), kept)
+            moments = {key: tensor for key, tensor in training.state().items() if not key.endswith(".weight")}
+            self._step_states.put(_after(step), moments)
             batches.append(batch)
         self.training.optimizer.state.clear()  # the moments of a step are among what is kept of it
+        count, device = len(self.training.parameters), self.training.device
         for step in reversed(range(first, last)):
-            kept = self._within.get(_within(step))
-            parts = [
-                [kept[f"{k}.{part}"].to(self.training.device) for k in range(len(self.training.parameters))]
-                for part in ("weight", "gradient", "exp_avg", "exp_avg_sq")
-            ]
-            yield Step(step, batches[step - first], *parts)
-            self._within.drop(_within(step))
+            before, after = self._step_states.get(_before(step)), self._step_states.get(_after(step))
+            self.training.set_weights(OfParameters(before, "weight", count, device))
+            moments_after = [OfParameters(after, moment, count, device) for moment in STATE[1:]]
+            yield Step(step, batches[step - first], OfParameters(before, "gradient", count, device), *moments_after)
+            self._step_states.drop(_before(step))
+            self._step_states.drop(_after(step))
 
 
 def _name(step: int) -> str:
     return f"state-{step:06d}"
 
 
-def _within(step: int) -> str:
-    return f"step-{step:06d}"
+def _before(step: int) -> str:
+    return f"step-{step:06d}-before"
+
+
+def _after(step: int) -> str:
+    return f"step-{step:06d}-after"
