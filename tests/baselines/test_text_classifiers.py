@@ -1,4 +1,4 @@
-"""The classifier's log-odds and DSIR's importance weights: a slow count in plain Python, and texts of a known kind."""
+"""Log-odds of the classifier and importance weights of DSIR, against counts in plain Python and on texts by topic."""
 
 import math
 from collections import Counter
@@ -35,12 +35,12 @@ def test_log_ratio_is_that_of_smoothed_shares():
 
 
 def test_counts_are_of_words_and_pairs():
-    found = bucket_counts(["", *GAMES], BUCKETS).toarray()
+    counts_NH = bucket_counts(["", *GAMES], BUCKETS).toarray()
     expected = [[buckets_of(text)[h] for h in range(BUCKETS)] for text in ["", *GAMES]]
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(counts_NH, expected)
 
 
-def test_dsir_is_the_weight_of_the_row_plus_noise_that_the_seed_decides(world, tmp_path):
+def test_dsir_is_the_weight_plus_noise_of_the_seed(world, tmp_path):
     inputs = world.inputs()
     plain, first, again, other = (
         matrix(scores(configured_method("dsir", resample=resample, seed=seed), inputs, tmp_path / name))
@@ -55,7 +55,7 @@ def test_dsir_is_the_weight_of_the_row_plus_noise_that_the_seed_decides(world, t
 
 
 @pytest.mark.parametrize("strength", [0.1, 10.0])
-def test_the_classifier_tells_texts_like_the_questions_from_others(strength):
+def test_classifier_separates_texts_by_topic(strength):
     odds = TextOdds(GAMES + STARS, [["which star does the planet circle"], ["who kicked the ball"]], strength=strength)
     games, stars = odds.score(GAMES), odds.score(STARS)
     assert stars[:2, 0].mean() > games[:, 0].mean()

@@ -1,5 +1,7 @@
 """DSIR: importance weights of rows by hashed words and pairs of words, to resample the corpus toward a target.
 
+Start with `Dsir`.
+
 Shape letters: n rows of a block, N rows, E units, T targets, H buckets.
 """
 
@@ -21,16 +23,16 @@ from grasp.methods.contract import Account, MethodInputs, Scores
 from grasp.seeds import stream
 from grasp.settings import Settings
 
-WORD = re.compile(r"\w+|[^\w\s]+")  # wordpunct, as the authors cut texts
-SMALLEST = 1e-8  # probability of a bucket that a model has not seen
+WORD = re.compile(r"\w+|[^\w\s]+")  # NLTK's wordpunct tokenizer, as in the authors' code
+SMALLEST = 1e-8  # added to the probability of every bucket, as in the authors' code
 
 
 class DsirSettings(Settings):
-    """DSIR as its authors run it."""
+    """Settings of DSIR; the defaults are the authors'."""
 
     buckets: int = Field(10_000, ge=1, description="Buckets that words and pairs are hashed into. Authors: 10,000.")
     resample: bool = Field(
-        True, description="Add Gumbel noise, so that the best rows are a sample by importance. Authors: true."
+        True, description="Add Gumbel noise: the top rows are a sample by importance weight. Authors: true."
     )
     query: Literal["both", "prompt", "completion"] = Field(
         "both", description="Text of a unit that the target's distribution is estimated from."
@@ -38,40 +40,40 @@ class DsirSettings(Settings):
 
 
 class Dsir(BlockMethod[DsirSettings]):
-    """Importance weight of the row: probability under the target's words against the corpus's.
+    """Log importance weight of the row: its probability under the target's words, relative to the corpus's.
 
-    log p(row | target) - log p(row | corpus) under bags of hashed words and pairs, plus Gumbel noise: the best rows are
-    a sample without replacement in proportion to the importance weights.
+    log p(row | target) - log p(row | corpus) under bags of hashed words and pairs of words, plus Gumbel noise: the top
+    rows are a sample without replacement, in proportion to the importance weights.
 
     Source: Xie et al. 2023, arXiv 2302.03169. Deviation: rows are decoded from their tokens; buckets by CRC-32.
     """
 
     settings_type = DsirSettings
-    looks_at = frozenset({"tokens"})
+    requires = frozenset({"tokens"})
 
-    def prepare(self, material: MethodInputs, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         del part
         buckets = self.settings.buckets
 
         def count_buckets() -> F64:
             total_H = np.zeros(buckets)
-            for start, stop in material.blocks():
-                total_H += np.asarray(bucket_counts(material.texts(start, stop), buckets).sum(axis=0))
+            for start, stop in inputs.blocks():
+                total_H += np.asarray(bucket_counts(inputs.texts(start, stop), buckets).sum(axis=0))
             return total_H
 
         corpus_H = np.asarray(work.load_or_compute("buckets", count_buckets), dtype=np.float64)
-        targets, target_E = np.unique([unit.target for unit in material.units.units], return_inverse=True)
-        texts = [query_text(unit, self.settings.query) for unit in material.units.units]
+        targets, target_E = np.unique([unit.target for unit in inputs.units.units], return_inverse=True)
+        texts = [query_text(unit, self.settings.query) for unit in inputs.units.units]
         by_target = [[texts[e] for e in np.flatnonzero(target_E == t)] for t in range(len(targets))]
         weight_HT = np.stack([log_ratio(by_target[t], corpus_H) for t in range(len(targets))], axis=1)
-        noise_NT = np.zeros((material.n_rows, len(targets)))
+        noise_NT = np.zeros((inputs.n_rows, len(targets)))
         if self.settings.resample:
             noise_NT = stream(self.seed, "baselines", "dsir").gumbel(size=noise_NT.shape)
-        return _Weights(material, weight_HT, noise_NT, target_E)
+        return _Weights(inputs, weight_HT, noise_NT, target_E)
 
 
 def bucket_counts(texts: Iterable[str], buckets: int) -> csr_array:
-    """Words and pairs of words of each text by bucket, (n, H)."""
+    """Count the words and pairs of words of each text by bucket, (n, H)."""
     columns: list[int] = []
     ends = [0]
     for text in texts:
@@ -84,24 +86,24 @@ def bucket_counts(texts: Iterable[str], buckets: int) -> csr_array:
 
 
 def log_ratio(questions: Sequence[str], corpus_H: F64) -> F64:
-    """Logarithm of the target's share of each bucket over the corpus's, (H,)."""
+    """Return log(share of each bucket in the questions / its share in the corpus), (H,)."""
     target_H = np.asarray(bucket_counts(questions, len(corpus_H)).sum(axis=0), dtype=np.float64)
     shares = [counts_H / max(counts_H.sum(), 1.0) + SMALLEST for counts_H in (target_H, corpus_H)]
     return np.asarray(np.log(shares[0]) - np.log(shares[1]))
 
 
 class _Weights(RowScorer):
-    def __init__(self, material: MethodInputs, weight_HT: F64, noise_NT: F64, target_E: I64) -> None:
-        self._material, self._weight_HT, self._noise_NT, self._target_E = material, weight_HT, noise_NT, target_E
+    def __init__(self, inputs: MethodInputs, weight_HT: F64, noise_NT: F64, target_E: I64) -> None:
+        self._inputs, self._weight_HT, self._noise_NT, self._target_E = inputs, weight_HT, noise_NT, target_E
 
     def score(self, start: int, stop: int) -> Scores:
-        counts_nH = bucket_counts(self._material.texts(start, stop), len(self._weight_HT))
+        counts_nH = bucket_counts(self._inputs.texts(start, stop), len(self._weight_HT))
         score_nT = counts_nH @ self._weight_HT + self._noise_NT[start:stop]
         return np.asarray(score_nT)[:, self._target_E]
 
     def account(self) -> Account:
-        noise = ("Gumbel noise: the best rows are a sample",) if self._noise_NT.any() else ()
+        noise = ("Gumbel noise: the top rows are a sample",) if self._noise_NT.any() else ()
         return Account(
             covers=("text of the rows, decoded from their tokens", "units' text"),
-            notes=("one distribution a target: the same score for all of its units", *noise),
+            notes=("one distribution per target: all units of a target have the same score", *noise),
         )
