@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from grasp.arrays import F32, F64, I32, I64, Blocks, ratio
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import cached, checked_targets, row_documents
+from grasp.artifact.rows import cached, checked_targets, row_documents, row_tokens
 from grasp.build.provenance import BuildSource
 from grasp.corpus.row_store import RowStore
 from grasp.errors import ProtocolError
@@ -550,7 +550,7 @@ def assemble_predictor(
         return {name: item.rows.spread for name, item in kernels.items()} if family is None else family(kernels)
 
     negative = {name: protocol.negative_of(name) for name in kernel_weights(protocol)}
-    estimates = protocol.task == "estimate" and family is None  # a calibration family has no text to standardize
+    estimates = protocol.task == "estimate" and family is None  # subsets of a calibration family have no text
     by_unit: dict[str, KernelRelevance] = {}
     if per_unit or units_first:
         by_unit = {name: KernelRelevance.for_units(artifact, name, units, less) for name, less in negative.items()}
@@ -611,24 +611,28 @@ def _slopes(protocol: ScoringProtocol, scales: Mapping[str, ColumnSpread]) -> di
 def task_prior(
     artifact: ArtifactReader, units: UnitSelection, negative: Mapping[str, float], coefficients: Mapping[str, F64]
 ) -> Prior:
-    """Fit the prior of the tasks; without text if the artifact holds no tokens."""
-    source = BuildSource(artifact)
-    texts: Texts | None = None
-    is_merged = bool(artifact.manifest.details.get("parts"))
-    if artifact.tokens_path.exists() and not is_merged and not source.has_images:
-        store = source.rows
-        assert isinstance(store, RowStore)
-
-        def texts(row_index: I64) -> tuple[I32, I64]:
-            rows = store.rows(row_index)
-            return rows.flat_ids, rows.offsets
-
+    """Fit the prior of the tasks; without text if the artifact holds no tokens, or those of several corpora."""
     read = {
         name: functools.partial(relevance_blocks, artifact, name, units.columns_E, less)
         for name, less in negative.items()
     }
     names = [name for batch in artifact.row_batches(["row_id"]) for name in batch.column(0).to_pylist()]
-    return fit_prior(read, coefficients, units.counts_T, names, row_documents(artifact), texts)
+    return fit_prior(read, coefficients, units.counts_T, names, row_documents(artifact), _texts(artifact))
+
+
+def _texts(artifact: ArtifactReader) -> Texts | None:
+    source = BuildSource(artifact)
+    is_merged = bool(artifact.manifest.details.get("parts"))
+    if is_merged or source.has_images or not artifact.tokens_path.exists():
+        return None
+    store = source.rows
+    assert isinstance(store, RowStore)
+
+    def read(row_index: I64) -> tuple[I32, I64]:
+        rows = store.rows(row_index)
+        return rows.flat_ids, rows.offsets
+
+    return Texts(row_tokens(artifact), read)
 
 
 def additive_predictor(

@@ -1,105 +1,117 @@
-r"""What a row is worth to a task: an estimate of its mean over the task's questions, of which a sample is known.
+r"""Score of a row for a task: an estimate of its mean over all questions of the task, from a sample of them.
 
-For row i and question e, kernels k of weight w_k, relevance r as the scoring rule counts it:
+For row i and question e, with r the relevance by kernel k and w_k the weight of the kernel:
 
-    q_ie   = sum_k c_e^k r_ie^k      every question of unit spread over the rows, then every kernel's mean over them
-    b_i    = mean_e q_ie             what the questions say of the row itself
-    p_i    = g times a ridge regression of b on the row's text, fitted on rows of other documents; g, the slope of the
-             mean over questions left out on that of the others, undoes what the penalty shrinks too far
+    q_ie = sum_k c_e^k r_ie^k    every question scaled to unit spread over the rows, then every kernel's task mean
+    b_i  = mean_e q_ie           mean over the known questions
+    p_i  = g f(text of row i)    f: ridge regression of b on text, fitted on rows of other documents
 
-b_i has the variance s_i^2 / n over samples of n questions, s_i^2 the variance of q_ie over them. The text's prediction
-p_i is the mean beforehand (the prior), and the rest of b_i counts as far as it is not noise of the sample:
+g undoes the shrinkage of the ridge penalty: it is the slope of the mean over held-out questions on the prediction from
+the others. Over samples of n questions, b_i has the variance s_i^2 / n, with s_i^2 the variance of q_ie over questions.
+With p_i as the prior mean, the rest of b_i is shrunk by the share of its variance that is not sampling noise:
 
-    score_i = p_i + rho (b_i - p_i),     rho = 1 - mean_i s_i^2 / n / var_i(b_i - p_i), at least 0
+    score_i = p_i + rho (b_i - p_i),     rho = max(0, 1 - mean_i(s_i^2 / n) / var_i(b_i - p_i))
 
-Questions that agree have s = 0 and rho = 1: the score is their mean. Source: empirical Bayes with a regression as the
-prior (Morris 1983).
+If all questions agree, s = 0 and rho = 1: the score is their mean. Source: parametric empirical Bayes with a regression
+as the prior mean (Morris 1983).
 
-p and rho are estimated on at most SAMPLE_ROWS rows, drawn by a hash of their names, so that neither the order of rows
-nor shards matter; then p of all rows takes one reading of their tokens.
+f and rho are estimated on a sample of rows (SAMPLE_ROWS), drawn by a hash of row names and therefore independent of the
+order of rows and of shards. Then p is computed for all rows in one pass over their tokens.
 
-How far to trust a score is measured by leaving questions out. They are dealt out to GROUPS groups, and all of the above
-is linear in b, so that the score from any groups costs nothing more.
+Reliability is measured by holding out questions, in GROUPS groups; the score is linear in b, so that scores from any
+groups cost nothing more.
 Shape letters: N rows, n rows of a block, S rows of the sample, E units, T targets, G groups of a task's questions, J
-those of all tasks, V slots, F folds.
+groups of all tasks, V slots, F folds.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import block_diag
 from scipy.sparse import csr_array
-from scipy.stats import t as student
+from scipy.special import stdtrit
 
 from grasp.arrays import F32, F64, I32, I64, Blocks, Bool
 from grasp.predict.token_features import SLOTS, TokenFeatures
 
 SAMPLE_ROWS = 16_384
-SAMPLE_BYTES = 256 << 20  # of the sample's relevance; fewer rows are drawn where there are many units
+SAMPLE_TOKENS = 1 << 23  # limit for the tokens of the sample
 FOLDS = 5
-PENALTY = 30.0  # of the ridge regression, whose rows have length 1
-STEPS = 12  # of conjugate gradients; the penalty makes them converge
+PENALTY = 30.0  # of the ridge regression; rows have length 1
+STEPS = 12  # of conjugate gradients
 GROUPS = 4
-FEW = 16  # questions below which a choice is mostly about them
+FEW_QUESTIONS = 16  # below this number the ranking depends mostly on the known questions
 LEVEL = 0.95
-AT_ONCE = 4_096  # rows of the sample
-TEXT_ROWS = 65_536  # rows whose tokens are in memory together
+BLOCK_TOKENS = 1 << 21
 
-Texts = Callable[[I64], tuple[I32, I64]]  # token ids and offsets of rows by position
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Token ids of rows, read on demand."""
+
+    lengths_N: I64
+    read: Callable[[I64], tuple[I32, I64]]  # row positions -> flat token ids, offsets
+
+    def blocks(self) -> Iterator[slice]:
+        """Split the rows into blocks of about BLOCK_TOKENS tokens, at least one row each."""
+        end_N, start = np.cumsum(self.lengths_N), 0
+        while start < len(end_N):
+            limit = end_N[start] - self.lengths_N[start] + BLOCK_TOKENS
+            stop = max(start + 1, int(np.searchsorted(end_N, limit, side="right")))
+            yield slice(start, stop)
+            start = stop
 
 
 @dataclass(frozen=True, slots=True)
 class Reliability:
-    """How far a task's scores depend on the questions that happen to be known.
+    """How far the scores of a task depend on which questions are known.
 
     Attributes:
-        questions: of the task.
-        ranking: correlation to expect between these scores and those from as many other questions of the task; nan: a
-            single question says nothing of it.
-        carried: what other questions gain for each 1 that the scores promise.
-        carried_low, carried_high: its 95 % interval, over groups of questions.
+        questions: number of known questions.
+        ranking: expected correlation with scores from as many other questions; nan for a single question.
+        transfer: expected gain on other questions of the task per unit of predicted gain; nan for a single question.
+        transfer_low, transfer_high: its 95 % interval over groups of questions.
     """
 
     questions: int
     ranking: float
-    carried: float
-    carried_low: float
-    carried_high: float
+    transfer: float
+    transfer_low: float
+    transfer_high: float
 
     def with_questions(self, count: int) -> float:
-        """Return the reliability of the ranking with another number of questions (Spearman-Brown)."""
+        """Predict the reliability of the ranking with another number of questions (Spearman-Brown formula)."""
         factor = count / self.questions
         return factor * self.ranking / (1 + (factor - 1) * self.ranking)
 
     def note(self, target: str) -> str:
-        """Describe the reliability in one line; of few questions say what to do."""
-        if self.questions < FEW:
-            known = f"{self.questions} question" + ("s" if self.questions > 1 else "")
-            return f"{target}: {known}: the ranking is mostly about them; add questions, {FEW} or more"
+        """Describe the reliability in one line, or warn if there are few questions."""
+        if self.questions < FEW_QUESTIONS:
+            count = f"{self.questions} question" + ("s" if self.questions > 1 else "")
+            return (
+                f"{target}: only {count}; the ranking depends mostly on them: add questions, at least {FEW_QUESTIONS}"
+            )
         return (
-            f"{target}: reliability of the ranking {self.ranking:.2f} with {self.questions} questions; about "
-            f"{self.with_questions(2 * self.questions):.2f} with {2 * self.questions}"
+            f"{target}: reliability of the ranking {self.ranking:.2f} with {self.questions} questions, about "
+            f"{self.with_questions(2 * self.questions):.2f} with {2 * self.questions}; other questions gain "
+            f"{self.transfer:.2f} ({self.transfer_low:.2f} to {self.transfer_high:.2f}) of the predicted change"
         )
 
-    def on_others(self, target: str, change: float) -> str | None:
-        """Describe a change on other questions of the task; None where nothing is known of it."""
-        if not np.isfinite(self.carried):
-            return None
-        low, high = sorted((change * self.carried_low, change * self.carried_high))
-        return f"{target}: expected on other questions {change * self.carried:+.2f} ({low:+.2f} to {high:+.2f})"
+    def expected(self, change: float) -> tuple[float, float]:
+        """Return the expected change on other questions of the task, and half of its 95 % interval; nan if unknown."""
+        return change * self.transfer, abs(change) * (self.transfer_high - self.transfer_low) / 2
 
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """What the text of rows says of some tasks, and how far to go by it.
+    """Predictions of tasks from text, and the weight of the known questions relative to them.
 
     Attributes:
-        text_NT: p, less its mean over the sample.
-        rho_T: rho: weight of what the questions say of a row beyond its text; 1: the text is not used.
+        text_NT: p, relative to its mean over the sample.
+        rho_T: rho, weight of the part of b that text does not predict; 1: text is not used.
     """
 
     text_NT: F32
@@ -115,172 +127,180 @@ def fit_prior(
     documents_N: I64,
     texts: Texts | None,
 ) -> Prior:
-    """Learn what text says of the tasks.
+    """Fit the text regression and the shrinkage of every task.
 
     Args:
-        relevance: by kernel: blocks of rows from first to last, (n, E), the units task by task.
-        coefficients: by kernel: c of every unit.
-        counts_T: units of each task.
-        names: of the rows; the sample and the folds depend on them, not on the order.
-        documents_N: the document of every row: rows of one document are in one fold.
-        texts: token ids of rows by position; None: no row's text says anything.
+        relevance: by kernel: function that yields (first row, relevance (n, E)), with the units task by task.
+        coefficients: by kernel: c, (E,).
+        counts_T: number of units per task.
+        names: row names; sample and folds depend on them, not on the order of rows.
+        documents_N: document of every row; rows of a document are in one fold.
+        texts: token ids of the rows; None: p = 0 and rho = 1.
     """
-    draw_N = np.fromiter((_number(name) for name in names), dtype=np.uint64, count=len(names))
-    most = min(SAMPLE_ROWS, max(1, SAMPLE_BYTES // (4 * int(counts_T.sum()))))
-    sample = np.sort(np.argsort(draw_N, kind="stable")[:most])
-    fold_N = _folds(draw_N, documents_N)
-    q_SE = np.zeros((len(sample), int(counts_T.sum())), dtype=np.float32)
-    for kernel, blocks in relevance.items():
-        _add_rows(q_SE, blocks(), sample, coefficients[kernel].astype(np.float32))
-    ends_T = np.cumsum(counts_T)
-    tasks = [_Task.from_questions(q_SE[:, end - count : end]) for end, count in zip(ends_T, counts_T, strict=True)]
-    del q_SE
+    hash_N = np.fromiter((_name_hash(name) for name in names), dtype=np.uint64, count=len(names))
+    sample = _draw_sample(hash_N, None if texts is None else texts.lengths_N)
+    questions = [_QuestionSums(int(count)) for count in counts_T]
+    for q_nE in _sampled(relevance, coefficients, sample):
+        for sums, q_ne in zip(questions, np.split(q_nE, np.cumsum(counts_T)[:-1], axis=1), strict=True):
+            sums.add(q_ne)
+    tasks = [sums.task for sums in questions]
     text_NT = np.zeros((len(names), len(tasks)), dtype=np.float32)
     if texts is not None:
-        base_SJ = np.concatenate([task.base_SG for task in tasks], axis=1)
-        shares = [task.count_G / task.count_G.sum() for task in tasks]
-        text, prior_SJ = _TextModel.fit(*texts(sample), base_SJ, fold_N[sample], block_diag(*shares).T)
-        ends = np.cumsum([len(share) for share in shares])
-        tasks = [
-            replace(task, prior_SG=prior_SJ[:, end - len(share) : end])
-            for task, share, end in zip(tasks, shares, ends, strict=True)
-        ]
+        fold_N = _folds(hash_N, documents_N)
+        model, tasks = _TextModel.fit(tasks, *texts.read(sample), fold_N[sample])
         slope_T = np.array([task.prior_slope() for task in tasks])
         tasks = [replace(task, prior_SG=slope * task.prior_SG) for task, slope in zip(tasks, slope_T, strict=True)]
-        for start in range(0, len(names), TEXT_ROWS):
-            rows = np.arange(start, min(start + TEXT_ROWS, len(names)))
-            text_NT[rows] = slope_T * text.apply(*texts(rows), fold_N[rows])
-    rho_T = np.array([task.shrinkage(np.ones(len(task.count_G), dtype=np.bool_)) for task in tasks])
+        for rows in texts.blocks():
+            text_NT[rows] = slope_T * model.apply(*texts.read(np.arange(rows.start, rows.stop)), fold_N[rows])
+    rho_T = np.array([task.shrinkage(task.all_G) for task in tasks])
     return Prior(text_NT, rho_T, tuple(task.reliability() for task in tasks))
 
 
-# ---------------------------------------------------------------------------------------------- what the questions say
+# ------------------------------------------------------------------------------------- means over questions, shrinkage
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One task in the rows of the sample, its questions in groups: means of q, and what the text says of them.
+    """Means of q over groups of a task's questions, for the rows of the sample.
 
-    All is linear in the questions, so that a mean over groups stands for their questions.
+    Everything is linear in the questions, so that weighted means over groups are means over their questions.
     """
 
-    base_SG: F64  # less its mean over the rows
-    prior_SG: F64
-    count_G: I64  # questions
-    noise: float  # mean over rows of the variance of q over questions; nan: a single question
+    base_SG: F64  # b by group, with the mean over rows subtracted
+    prior_SG: F64  # p by group
+    count_G: I64  # number of questions
+    noise: float  # mean over rows of the variance of q over questions; nan for a single question
 
-    @classmethod
-    def from_questions(cls, q_SE: F32) -> "_Task":
-        """Deal the questions out in turn, and take means; the text says nothing yet."""
-        n_rows, count = q_SE.shape
-        group_E = np.arange(count) % min(GROUPS, count)
-        count_G = np.bincount(group_E)
-        share_EG = (group_E[:, None] == np.arange(len(count_G))) / count_G
-        parts, squares = [], 0.0
-        centre_E = q_SE.mean(axis=0, dtype=np.float64)
-        for start in range(0, n_rows, AT_ONCE):
-            q_sE = q_SE[start : start + AT_ONCE] - centre_E
-            parts.append(q_sE @ share_EG)
-            squares += float(np.square(q_sE - q_sE.mean(axis=1, keepdims=True)).sum())
-        base_SG = np.concatenate(parts)
-        noise = squares / (n_rows * (count - 1)) if count > 1 else np.nan
-        return cls(base_SG, np.zeros_like(base_SG), count_G, noise)
+    @property
+    def all_G(self) -> Bool:  # noqa: N802 - a shape suffix
+        return np.ones(len(self.count_G), dtype=np.bool_)
 
-    def mean(self, value_SG: F64, groups_G: Bool | None) -> F64:
-        """Mean over the questions of some groups, (S,); None: of all."""
-        count_G = self.count_G if groups_G is None else self.count_G * groups_G
+    def mean(self, value_SG: F64, groups_G: Bool) -> F64:
+        """Average over the questions of some groups, (S,)."""
+        count_G = self.count_G * groups_G
         return np.asarray(value_SG @ (count_G / count_G.sum()))
 
     def shrinkage(self, groups_G: Bool) -> float:
-        """rho where the questions of these groups are known; 1 where a single question says nothing of the noise."""
+        """Return rho if the questions of these groups are known; 1 without a prior or an estimate of the noise."""
         rest_S = self.mean(self.base_SG - self.prior_SG, groups_G)
         variance = float(rest_S.var())
         if np.isnan(self.noise) or variance == 0.0 or not self.prior_SG.any():
             return 1.0
         return max(0.0, 1.0 - self.noise / float((self.count_G * groups_G).sum()) / variance)
 
-    def score(self, groups_G: Bool, rho: float | None = None) -> F64:
-        """The estimate from the questions of some groups, (S,), not yet of standard deviation 1.
-
-        Args:
-            rho: None: what follows from these questions.
-        """
-        prior_S, rho = self.mean(self.prior_SG, groups_G), self.shrinkage(groups_G) if rho is None else rho
+    def score(self, groups_G: Bool, rho: float) -> F64:
+        """Return the score from the questions of some groups, (S,)."""
+        prior_S = self.mean(self.prior_SG, groups_G)
         return prior_S + rho * (self.mean(self.base_SG, groups_G) - prior_S)
 
     def reliability(self) -> Reliability:
-        """What leaving questions out says.
+        """Estimate the reliability by holding out groups of questions.
 
-        With one rho, scores from two halves of the questions have their covariance in common with those from two
-        other samples of any size; what is left of the variance of the scores is noise.
+        Scores from two halves of the questions have independent noise, so that their covariance is the variance of the
+        noise-free score, which does not depend on the number of questions if rho is fixed. The rest of the variance of
+        the score is noise.
         """
         n_groups, count = len(self.count_G), int(self.count_G.sum())
         if n_groups < 2:
             return Reliability(count, np.nan, np.nan, np.nan, np.nan)
-        all_G = np.arange(n_groups)
-        every_G = all_G >= 0
-        rho = self.shrinkage(every_G)
-        halves = [np.isin(all_G, some) for some in combinations(range(n_groups), n_groups // 2)]
+        groups, rho = np.arange(n_groups), self.shrinkage(self.all_G)
+        halves = [np.isin(groups, half) for half in combinations(range(n_groups), n_groups // 2)]
         pairs = [(self.score(half_G, rho), self.score(~half_G, rho)) for half_G in halves]
-        signal, whole = float(np.mean([np.mean(a_S * b_S) for a_S, b_S in pairs])), self.score(every_G).var()
-        ranking = min(max(signal / float(whole), 0.0), 1.0) if whole else 0.0
-        carried_G = np.array([self._slope(self.score(all_G != g), all_G == g) for g in all_G])
-        half = float(student.ppf(0.5 + LEVEL / 2, n_groups - 1) * carried_G.std(ddof=1) / np.sqrt(n_groups))
-        carried = float(carried_G.mean())
-        return Reliability(count, ranking, carried, carried - half, carried + half)
+        signal, total = float(np.mean([np.mean(a_S * b_S) for a_S, b_S in pairs])), self.score(self.all_G, rho).var()
+        ranking = min(max(signal / float(total), 0.0), 1.0) if total else 0.0
+        transfer_G = np.array(
+            [self._slope(self.score(kept_G, self.shrinkage(kept_G)), ~kept_G) for kept_G in self._without()]
+        )
+        half_width = stdtrit(n_groups - 1, 0.5 + LEVEL / 2) * transfer_G.std(ddof=1) / np.sqrt(n_groups)
+        transfer = float(transfer_G.mean())
+        return Reliability(count, ranking, transfer, transfer - float(half_width), transfer + float(half_width))
 
     def prior_slope(self) -> float:
-        """g, from questions left out; 1 where there is a single one."""
-        all_G = np.arange(len(self.count_G))
-        if len(all_G) < 2:
+        """Return g, estimated by holding out each group; 1 for a single group."""
+        if len(self.count_G) < 2:
             return 1.0
-        slopes = [self._slope(self.mean(self.prior_SG, all_G != g), all_G == g) for g in all_G]
-        return max(0.0, float(np.mean(slopes)))
+        return max(
+            0.0, float(np.mean([self._slope(self.mean(self.prior_SG, kept), ~kept) for kept in self._without()]))
+        )
 
-    def _slope(self, value_S: F64, left_G: Bool) -> float:
-        """Slope of the mean over the questions left out on a prediction of it; 0 where that is constant."""
-        other_S, variance = self.mean(self.base_SG, left_G), float(value_S.var())
-        return float(np.mean((value_S - value_S.mean()) * other_S)) / variance if variance else 0.0
+    def _without(self) -> list[Bool]:
+        """Return the masks of all groups but one."""
+        return [self.all_G & (np.arange(len(self.count_G)) != group) for group in range(len(self.count_G))]
+
+    def _slope(self, value_S: F64, held_out_G: Bool) -> float:
+        """Return the slope of the mean over held-out questions on a prediction of it; 0 for a constant prediction."""
+        outcome_S, variance = self.mean(self.base_SG, held_out_G), float(value_S.var())
+        return float(np.mean((value_S - value_S.mean()) * outcome_S)) / variance if variance else 0.0
 
 
-# ----------------------------------------------------------------------------------------------------- what a text says
+class _QuestionSums:
+    """Sums over rows of the relevance to a task's questions, block by block; the questions are grouped in turn."""
+
+    def __init__(self, count: int) -> None:
+        group_E = np.arange(count) % min(GROUPS, count)
+        self._count_G = np.bincount(group_E)
+        self._share_EG = (group_E[:, None] == np.arange(len(self._count_G))) / self._count_G
+        self._mean_SG: list[F64] = []
+        self._sum_E = np.zeros(count)
+        self._squares = 0.0  # of q about the mean of its row
+
+    def add(self, q_nE: F64) -> None:
+        """Add a block of rows."""
+        self._mean_SG.append(q_nE @ self._share_EG)
+        self._sum_E += q_nE.sum(axis=0)
+        self._squares += float(np.square(q_nE - q_nE.mean(axis=1, keepdims=True)).sum())
+
+    @property
+    def task(self) -> _Task:
+        """Return the task, with prior 0. The mean of every question over the rows does not count as noise."""
+        mean_SG, count = np.concatenate(self._mean_SG), len(self._sum_E)
+        mean_E, n_rows = self._sum_E / len(mean_SG), len(mean_SG)
+        squares = max(self._squares - n_rows * float(np.square(mean_E - mean_E.mean()).sum()), 0.0)
+        noise = squares / (n_rows * (count - 1)) if count > 1 else np.nan
+        return _Task(mean_SG - mean_SG.mean(axis=0), np.zeros_like(mean_SG), self._count_G, noise)
+
+
+# ------------------------------------------------------------------------------------------------ prediction from text
 
 
 @dataclass(frozen=True, slots=True)
 class _TextModel:
-    """Ridge regression on hashed tf-idf, one a fold: a row is scored by the one that saw no row of its fold."""
+    """Ridge regressions on hashed tf-idf, one per fold; rows are predicted by the one fitted without their fold."""
 
     features: TokenFeatures
     table_FVT: F32
     constant_FT: F64
 
     @classmethod
-    def fit(cls, ids: I32, offsets: I64, base_SJ: F64, fold_S: I64, share_JT: F64) -> tuple["_TextModel", F64]:
-        """The model of the tasks, and predictions of every group's mean for rows of the folds left out, (S, J)."""
-        features = TokenFeatures.from_rows(ids, offsets)
-        matrix_SV = features.matrix(ids, offsets)
+    def fit(cls, tasks: Sequence[_Task], ids: I32, offsets: I64, fold_S: I64) -> "tuple[_TextModel, list[_Task]]":
+        """Fit the regressions, and return the tasks with out-of-fold predictions as their priors."""
+        base_SJ = np.concatenate([task.base_SG for task in tasks], axis=1)
+        task_J = np.repeat(np.arange(len(tasks)), [len(task.count_G) for task in tasks])
+        share_J = np.concatenate([task.count_G / task.count_G.sum() for task in tasks])
+        share_JT = share_J[:, None] * (task_J[:, None] == np.arange(len(tasks)))  # groups -> mean of the task
+        features, matrix_SV = TokenFeatures.fit(ids, offsets)
         prior_SJ = np.zeros_like(base_SJ)
-        table_FVT = np.zeros((FOLDS, SLOTS, share_JT.shape[1]), dtype=np.float32)
-        constant_FT = np.zeros((FOLDS, share_JT.shape[1]))
+        table_FVT = np.zeros((FOLDS, SLOTS, len(tasks)), dtype=np.float32)
+        constant_FT = np.zeros((FOLDS, len(tasks)))
         for fold in range(FOLDS):
-            rest, held = np.flatnonzero(fold_S != fold), np.flatnonzero(fold_S == fold)
+            rest, held_out = np.flatnonzero(fold_S != fold), np.flatnonzero(fold_S == fold)
             if not len(rest):
                 continue
-            some_sV = matrix_SV[rest]
-            weight_VJ, constant_J = _ridge(some_sV, base_SJ[rest])
-            prior_SJ[held] = matrix_SV[held] @ weight_VJ + constant_J
+            weight_VJ, constant_J = _ridge(matrix_SV[rest], base_SJ[rest])
+            prior_SJ[held_out] = matrix_SV[held_out] @ weight_VJ + constant_J
             table_FVT[fold], constant_FT[fold] = weight_VJ @ share_JT, constant_J @ share_JT
-        return cls(features, table_FVT, constant_FT), prior_SJ
+        priors = [replace(task, prior_SG=prior_SJ[:, task_J == t]) for t, task in enumerate(tasks)]
+        return cls(features, table_FVT, constant_FT), priors
 
     def apply(self, ids: I32, offsets: I64, fold_n: I64) -> F64:
-        """Predictions of rows, (n, T)."""
+        """Predict rows, (n, T)."""
         return self.features.apply(ids, offsets, self.table_FVT, fold_n) + self.constant_FT[fold_n]
 
 
 def _ridge(x_SV: csr_array, y_SJ: F64) -> tuple[F32, F64]:
-    """argmin_W |(X - mean) W - (Y - mean)|^2 + PENALTY |W|^2 by conjugate gradients, and the constant beside it.
+    """Minimize |(X - mean) W - (Y - mean)|^2 + PENALTY |W|^2 by conjugate gradients; return W and the constant.
 
-    Centring is never done to X, which is sparse: (X - 1 m^T) W = X W - 1 (m^T W).
+    X is sparse and never centred itself: (X - 1 m^T) W = X W - 1 (m^T W).
     """
     m_V = np.asarray(x_SV.mean(axis=0), dtype=np.float32)
     mean_J = y_SJ.mean(axis=0)
@@ -304,23 +324,35 @@ def _ridge(x_SV: csr_array, y_SJ: F64) -> tuple[F32, F64]:
     return weight_VJ, mean_J - m_V @ weight_VJ
 
 
-# ------------------------------------------------------------------------------------------------------- rows by blocks
+# ------------------------------------------------------------------------------------------------- sample of the rows
 
 
-def _number(name: str) -> int:
-    """A number that a name decides."""
+def _name_hash(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(str(name).encode(), digest_size=8).digest(), "little")
 
 
-def _folds(draw_N: NDArray[np.uint64], documents_N: I64) -> I64:
-    """The fold of every row: of its document, by the smallest number of a row in it."""
+def _draw_sample(hash_N: NDArray[np.uint64], lengths_N: I64 | None) -> I64:
+    """Draw the rows with the smallest hashes, within the limits of rows and tokens; sorted."""
+    sample = np.argsort(hash_N, kind="stable")[:SAMPLE_ROWS]
+    if lengths_N is not None:
+        sample = sample[: max(1, int(np.searchsorted(np.cumsum(lengths_N[sample]), SAMPLE_TOKENS, side="right")))]
+    return np.sort(sample)
+
+
+def _folds(hash_N: NDArray[np.uint64], documents_N: I64) -> I64:
+    """Assign rows to folds by the smallest hash of the rows of their document, (N,)."""
     smallest = np.full(int(documents_N.max()) + 1, np.iinfo(np.uint64).max, dtype=np.uint64)
-    np.minimum.at(smallest, documents_N, draw_N)
+    np.minimum.at(smallest, documents_N, hash_N)
     return (smallest[documents_N] % np.uint64(FOLDS)).astype(np.int64)
 
 
-def _add_rows(sum_SE: F32, blocks: Blocks, sample: I64, factor_E: F32) -> None:
-    """Add the rows of the sample, times a factor a unit."""
-    for start, block in blocks:
-        low, high = np.searchsorted(sample, (start, start + len(block)))
-        sum_SE[low:high] += factor_E * block[sample[low:high] - start]
+def _sampled(
+    relevance: Mapping[str, Callable[[], Blocks]], coefficients: Mapping[str, F64], sample: I64
+) -> Iterator[F64]:
+    """Yield q of the rows of the sample, (n, E), block by block."""
+    for parts in zip(*(blocks() for blocks in relevance.values()), strict=True):
+        start, n_rows = parts[0][0], len(parts[0][1])
+        low, high = np.searchsorted(sample, (start, start + n_rows))
+        if low < high:
+            rows = sample[low:high] - start
+            yield sum(coefficients[kernel] * block[rows] for kernel, (_, block) in zip(relevance, parts, strict=True))

@@ -1,7 +1,9 @@
 """Intervals of predicted changes without runs: over the units of the targets and, for mixtures, over rows.
 
-A target's units are a sample of what the target stands for: they are resampled, and an effect keeps its unit of
-measurement. The rows of a value are a sample of what the value stands for: with c_g what a row of slice g counts in the
+If the protocol estimates tasks (`task: estimate`), the change on other questions is expected to be the change times a
+slope that `grasp.predict.task_scores` measures by holding out questions, and the interval is that of the slope.
+Otherwise the units are resampled, and the interval is about the mean over the known questions. The rows of a value are
+a sample of what the value stands for: with c_g what a row of slice g counts in the
 mean of the mixture, and s_g^2 the variance of effects within the slice, they add
 
     sum_g (c_g - 1 / N)^2 n_g s_g^2
@@ -29,13 +31,16 @@ NORMAL = 1.959964  # standard deviations on either side that hold 95 %
 
 @dataclass(frozen=True, slots=True)
 class ChangeInterval:
-    """95 % intervals of the changes of one subset, nan where a target has a single unit.
+    """95 % intervals of the changes of one subset, nan for a target with a single unit.
 
     Attributes:
-        weighted: of the change that the targets' weights give.
-        over: what was taken to be a sample, in words.
+        expected_T: expected change on other questions of the targets; None: not estimated by the protocol, and the
+            intervals are about the change on the known questions.
+        weighted: interval of the weighted change over the targets.
+        over: what is regarded as a sample.
     """
 
+    expected_T: F64 | None
     low_T: F64
     high_T: F64
     weighted: tuple[float, float]
@@ -50,9 +55,11 @@ class ChangeInterval:
         known = np.isfinite(self.low_T)
         if not known.any():
             return []
-        lines = zip(targets, self.low_T, self.high_T, known, strict=True)
-        spans = [f"{target} {low:+.3f} to {high:+.3f}" for target, low, high, is_known in lines if is_known]
-        said = [f"{COVERAGE:.0%} intervals of the change over {self.over}: {'; '.join(spans)}"]
+        said = []
+        if self.expected_T is None:  # otherwise the table has the intervals
+            lines = zip(targets, self.low_T, self.high_T, known, strict=True)
+            spans = [f"{target} {low:+.3f} to {high:+.3f}" for target, low, high, is_known in lines if is_known]
+            said = [f"{COVERAGE:.0%} intervals of the change over {self.over}: {'; '.join(spans)}"]
         low, high = self.weighted
         if low <= 0.0 <= high:
             said.append(f"not distinguishable from {today}: the weighted change lies in {low:+.3f} to {high:+.3f}")
@@ -68,8 +75,20 @@ def change_interval(
         weights: of the one subset; of a mixture, made from its slices.
         weights_T: of the targets.
         codes_N: slice of each row, of a mixture; None: rows are not a sample but what was chosen.
-    Cost: one more pass over the relevance of every kernel.
+    Cost: one more pass over the relevance of every kernel, unless the protocol estimates tasks.
     """
+    protocol, change_T = predictor.protocol, predictor.change(weights)[0]
+    over_rows = codes_N is not None and not protocol.needs_geometry
+    error_T = row_errors(predictor, weights, codes_N, np.eye(len(weights_T))) if over_rows else np.zeros(len(weights_T))
+    error = row_errors(predictor, weights, codes_N, weights_T[:, None])[0] if over_rows else 0.0
+    if predictor.reliability:
+        expected_T, half_T = np.array(
+            [task.expected(change) for task, change in zip(predictor.reliability.values(), change_T, strict=True)]
+        ).T
+        expected, half = expected_T @ weights_T, np.hypot(np.linalg.norm(weights_T * half_T), NORMAL * error)
+        half_T = np.hypot(half_T, NORMAL * error_T)
+        weighted = float(expected - half), float(expected + half)
+        return ChangeInterval(expected_T, expected_T - half_T, expected_T + half_T, weighted, "questions")
     change_1E = changes_by_unit(artifact, predictor, weights)
     counts_T = predictor.units.counts_T
     stops = np.cumsum(counts_T)
@@ -78,14 +97,9 @@ def change_interval(
         if stop - start > 1:
             weights_RE = bootstrap_weights(int(stop - start), resamples=RESAMPLES, seed=t) / (stop - start)
             resampled_TR[t] = weights_RE @ change_1E[0, start:stop]
-    protocol = predictor.protocol
-    over_rows = codes_N is not None and not protocol.needs_geometry
-    error_T = row_errors(predictor, weights, codes_N, np.eye(len(weights_T))) if over_rows else np.zeros(len(weights_T))
-    error = row_errors(predictor, weights, codes_N, weights_T[:, None])[0] if over_rows else 0.0
-    change_T = predictor.change(weights)[0]
     low_T, high_T = _widened(change_T, resampled_TR, error_T)
     (low,), (high,) = _widened(np.array([change_T @ weights_T]), (weights_T @ resampled_TR)[None], np.array([error]))
-    return ChangeInterval(low_T, high_T, (float(low), float(high)), "units and rows" if over_rows else "units")
+    return ChangeInterval(None, low_T, high_T, (float(low), float(high)), "units and rows" if over_rows else "units")
 
 
 def changes_by_unit(artifact: ArtifactReader, predictor: Predictor, weights: Weights) -> F64:

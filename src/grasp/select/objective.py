@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 GROUP_ROWS = 65_536
 MOST_DIVERSITY = 1e6  # far more than leaves anything to relevance
 SUMMARY_VERSION = 1  # of the .json beside a choice
+EXPECTED = "expected"  # column of the expected change on other questions
 # Changes have a sign; shares, weights and factors have none.
 FORMATS = {
     "weight": "{:.2f}",
@@ -50,8 +51,9 @@ class Choice(Result):
     """What was chosen, and what it is predicted to bring.
 
     Attributes:
-        targets: target, weight, change (against the whole corpus), and, with runs, nats, nats_low and nats_high, or
-            the metric of the runs in their place.
+        targets: target, weight; expected, expected_low and expected_high if the protocol estimates tasks: the change on
+            other questions of the target, with its 95 % interval; change (against the whole corpus); with runs nats,
+            nats_low and nats_high, or the metric of the runs in their place.
         value: weighted mean of the changes, less what repetition takes under a training budget.
         unit: of the changes.
         asked: the question.
@@ -89,24 +91,29 @@ class Choice(Result):
 
     def summary(self) -> dict[str, Any]:
         """All but the rows, as plain JSON; `grasp.select.summaries` reads it."""
-        names = self.targets.column_names
-        plain_names = [*names[:3], *("nats", "nats_low", "nats_high")[: len(names) - 3]]  # `runs_unit` says what it is
+        names, by_runs = self.targets.column_names, self._run_columns
+        plain_names = [*names[: len(names) - len(by_runs)], *("nats", "nats_low", "nats_high")[: len(by_runs)]]
         return {
             "kind": self.kind,
             "format_version": SUMMARY_VERSION,
             "headline": self.headline,
             "asked": dict(self.asked),
             "targets": self.targets.rename_columns(plain_names).to_pylist(),
-            "runs_unit": next(iter(names[3:]), None),
+            "runs_unit": next(iter(by_runs), None),
             "value": self.value,
             "scale": self.unit,
             "protocol": self.protocol.model_dump(mode="json"),
             "notes": list(self.notes),
         }
 
+    @property
+    def _run_columns(self) -> list[str]:
+        names: list[str] = self.targets.column_names
+        return names[names.index("change") + 1 :]
+
     def _shown_table(self, title: str, table: pa.Table) -> str:
         """A table as text."""
-        by_runs = self.targets.column_names[3:]  # which differ little
+        by_runs = self._run_columns  # which differ little
         lines = []
         for row in table.to_pylist():
             cells = []
@@ -122,7 +129,10 @@ class Choice(Result):
         return text_table(title, table.column_names, lines)
 
     def _shown_changes(self) -> str:
-        return self._shown_table(f"predicted change against the whole corpus, {self.unit}", self.targets)
+        title = f"predicted change against the whole corpus, {self.unit}"
+        if EXPECTED in self.targets.column_names:
+            title += "; expected: on other questions, with 95% interval"
+        return self._shown_table(title, self.targets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,17 +201,23 @@ class SelectionObjective:
     def judged(
         self, name: str, weights: Weights, today: str, codes_N: I32 | None = None
     ) -> tuple[pa.Table, tuple[str, ...]]:
-        """target, weight, change[, nats, nats_low, nats_high] of one subset, and what should be known of them.
+        """Return the table `Choice.targets` of one subset, and notes on it.
 
         Args:
             today: what changes are counted from, for a message.
             codes_N: slice of each row, of a mixture: its interval is over rows as well.
         """
-        change_1T, beyond = self.predictor.change(weights), tuple[str, ...]()
+        beyond = tuple[str, ...]()
         columns = {"target": pa.array(self.predictor.units.targets, pa.string()), "weight": pa.array(self.weights_T)}
-        columns["change"] = pa.array(change_1T[0])
-        if self.intervals is None:
+        interval = None
+        if self.intervals is None or self.predictor.reliability:
             interval = change_interval(self.artifact, self.predictor, weights, self.weights_T, codes_N)
+            if interval.expected_T is not None:
+                ends = {"": interval.expected_T, "_low": interval.low_T, "_high": interval.high_T}
+                columns |= {f"{EXPECTED}{end}": pa.array(value_T, from_pandas=True) for end, value_T in ends.items()}
+        columns["change"] = pa.array(self.predictor.change(weights)[0])
+        if self.intervals is None:
+            assert interval is not None
             beyond = tuple(interval.sentences(self.predictor.units.targets, today))
         else:
             from grasp.runs.calibration import Outside  # noqa: PLC0415 - as above
@@ -210,9 +226,7 @@ class SelectionObjective:
             outside.add([name], nats)
             beyond = outside.notes
             columns |= {name: pa.array(value_BT[0], from_pandas=True) for name, value_BT in nats.columns.items()}
-        known = zip(self.predictor.reliability.items(), change_1T[0].tolist(), strict=False)  # none if not estimated
-        others = [one.on_others(target, change) for (target, one), change in known]
-        return pa.table(columns), (*beyond, *filter(None, others), *notes(self.predictor, self.intervals))
+        return pa.table(columns), (*beyond, *notes(self.predictor, self.intervals))
 
     def answer(self, changes: pa.Table, value: float, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields that every `Choice` for this objective has."""
