@@ -410,7 +410,7 @@ def _changes(targets: Sequence[TargetChange], scale: str) -> View:
     """Return one table row per target: the change expected on other questions, the change, and the change by runs."""
     lines: list[View] = []
     for change in targets:
-        line = {"name": name(change.target), "weight": f"{change.weight:.0%}", "change": signed(change.change)}
+        line: View = {"name": name(change.target), "weight": f"{change.weight:.0%}", "change": signed(change.change)}
         line["expected"] = _with_interval(change.expected, change.expected_low, change.expected_high, 3)
         line["nats"] = _with_interval(change.nats, change.nats_low, change.nats_high, 4)
         lines.append(line)

@@ -3,8 +3,8 @@
 If the protocol estimates tasks (`task: estimate`), the change on other questions is expected to be the change times a
 slope that `grasp.predict.task_scores` measures by holding out questions, and the interval is that of the slope.
 Otherwise the units are resampled, and the interval is about the mean over the known questions. The rows of a value are
-a sample of what the value stands for: with c_g what a row of slice g counts in the
-mean of the mixture, and s_g^2 the variance of effects within the slice, they add
+a sample of what the value stands for: with c_g what a row of slice g counts in the mean of the mixture, and s_g^2 the
+variance of effects within the slice, they add
 
     sum_g (c_g - 1 / N)^2 n_g s_g^2
 
@@ -55,15 +55,15 @@ class ChangeInterval:
         known = np.isfinite(self.low_T)
         if not known.any():
             return []
-        said = []
+        messages = []
         if self.expected_T is None:  # otherwise the table has the intervals
             lines = zip(targets, self.low_T, self.high_T, known, strict=True)
             spans = [f"{target} {low:+.3f} to {high:+.3f}" for target, low, high, is_known in lines if is_known]
-            said = [f"{COVERAGE:.0%} intervals of the change over {self.over}: {'; '.join(spans)}"]
+            messages.append(f"{COVERAGE:.0%} intervals of the change over {self.over}: {'; '.join(spans)}")
         low, high = self.weighted
         if low <= 0.0 <= high:
-            said.append(f"not distinguishable from {today}: the weighted change lies in {low:+.3f} to {high:+.3f}")
-        return said
+            messages.append(f"not distinguishable from {today}: the weighted change lies in {low:+.3f} to {high:+.3f}")
+        return messages
 
 
 def change_interval(
@@ -88,7 +88,8 @@ def change_interval(
         expected, half = expected_T @ weights_T, np.hypot(np.linalg.norm(weights_T * half_T), NORMAL * error)
         half_T = np.hypot(half_T, NORMAL * error_T)
         weighted = float(expected - half), float(expected + half)
-        return ChangeInterval(expected_T, expected_T - half_T, expected_T + half_T, weighted, "questions")
+        over = "questions and rows" if over_rows else "questions"
+        return ChangeInterval(expected_T, expected_T - half_T, expected_T + half_T, weighted, over)
     change_1E = changes_by_unit(artifact, predictor, weights)
     counts_T = predictor.units.counts_T
     stops = np.cumsum(counts_T)
