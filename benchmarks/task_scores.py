@@ -1,9 +1,10 @@
-"""What estimating tasks costs beside reading relevance: CPU seconds and peak memory for a million rows and five tasks.
+"""CPU seconds and peak memory of estimating the scores of five tasks for a million rows.
 
-    python benchmarks/task_scores.py --rows 1_000_000 --tokens 128 --out bench-out/task_scores.json
+    OMP_NUM_THREADS=1 python benchmarks/task_scores.py --rows 1_000_000 --tokens 128 --out bench-out/task_scores.json
 
-Relevance lies in a file of random float16 numbers, as an artifact's arrays do; tokens are drawn by blocks. The file is
-written first and kept beside the result. Seconds are of the process, with one thread: OMP_NUM_THREADS=1.
+Relevance is read from a file of random float16 numbers, the type of an artifact's arrays; the file is written first and
+kept beside the result. Tokens are drawn block by block. `cpu_seconds` is the CPU time of the process without drawing
+tokens, which an artifact reads from disk instead.
 Shape letters: N rows, E units.
 """
 
@@ -11,7 +12,6 @@ import argparse
 import json
 import resource
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from numpy.lib.format import open_memmap
 
 from grasp.arrays import I32, I64, Blocks
 from grasp.predict.predictor import RowMoments
-from grasp.predict.task_scores import fit_prior
+from grasp.predict.task_scores import Texts, fit_prior
 from grasp.seeds import stream
 
 KERNELS = ("output_layer", "embedding", "knn")
@@ -28,7 +28,7 @@ BLOCK_ROWS, VOCABULARY = 16_384, 50_000
 
 
 def relevance_file(path: Path, n_rows: int, n_units: int) -> None:
-    """Random relevance of one kernel, which the others share."""
+    """Write random relevance of one kernel; all kernels read the same file."""
     if path.exists() and np.load(path, mmap_mode="r").shape == (n_rows, n_units):
         return
     values_NE = open_memmap(path, mode="w+", dtype=np.float16, shape=(n_rows, n_units))
@@ -39,21 +39,24 @@ def relevance_file(path: Path, n_rows: int, n_units: int) -> None:
 
 
 def blocks(path: Path) -> Blocks:
-    """As `ArtifactReader.array_blocks`."""
+    """Yield blocks of rows like `ArtifactReader.array_blocks`."""
     values_NE = np.load(path, mmap_mode="r")
     for start in range(0, len(values_NE), BLOCK_ROWS):
         yield start, values_NE[start : start + BLOCK_ROWS].astype(np.float32)
 
 
-def drawn_tokens(n_tokens: int) -> Callable[[I64], tuple[I32, I64]]:
-    """Rows of random tokens, common ones more often."""
+class DrawnTokens:
+    """Rows of random tokens with a skewed distribution; measures its own CPU seconds."""
 
-    def texts(row_index: I64) -> tuple[I32, I64]:
-        rng = stream(0, "tokens", int(row_index[0]), len(row_index))
-        ids = (VOCABULARY * rng.random(len(row_index) * n_tokens, "f4") ** 3).astype(np.int32)
-        return ids, np.arange(len(row_index) + 1) * n_tokens
+    def __init__(self, n_tokens: int) -> None:
+        self.n_tokens, self.cpu_seconds = n_tokens, 0.0
 
-    return texts
+    def read(self, row_index: I64) -> tuple[I32, I64]:
+        """Return flat token ids and offsets of rows."""
+        before, rng = time.process_time(), stream(0, "tokens", int(row_index[0]), len(row_index))
+        ids = (VOCABULARY * rng.random(len(row_index) * self.n_tokens, "f4") ** 3).astype(np.int32)
+        self.cpu_seconds += time.process_time() - before
+        return ids, np.arange(len(row_index) + 1) * self.n_tokens
 
 
 def main() -> None:
@@ -67,20 +70,22 @@ def main() -> None:
     arguments = parser.parse_args()
     path, counts_T = arguments.out.with_suffix(".npy"), np.full(arguments.tasks, arguments.questions)
     relevance_file(path, arguments.rows, int(counts_T.sum()))
+    tokens = DrawnTokens(arguments.tokens)
+    texts = Texts(np.full(arguments.rows, arguments.tokens), tokens.read)
     before, began = time.process_time(), time.perf_counter()
-    spread = {name: RowMoments.from_blocks(blocks(path)).spread for name in KERNELS}
+    coefficients = {name: RowMoments.from_blocks(blocks(path)).spread.inverse_E for name in KERNELS}
     moments = time.process_time() - before
-    coefficients = {name: kernel.inverse_E for name, kernel in spread.items()}
     names = [f"row-{i}" for i in range(arguments.rows)]
     read = {name: partial(blocks, path) for name in KERNELS}
-    prior = fit_prior(read, coefficients, counts_T, names, np.arange(arguments.rows), drawn_tokens(arguments.tokens))
+    prior = fit_prior(read, coefficients, counts_T, names, np.arange(arguments.rows), texts)
     result = {
         "rows": arguments.rows,
         "tasks": arguments.tasks,
         "questions": arguments.questions,
         "tokens": arguments.tokens,
-        "cpu_seconds": round(time.process_time() - before, 1),
+        "cpu_seconds": round(time.process_time() - before - tokens.cpu_seconds, 1),
         "of_these_moments_of_questions": round(moments, 1),
+        "drawing_tokens_cpu_seconds": round(tokens.cpu_seconds, 1),
         "wall_seconds": round(time.perf_counter() - began, 1),
         "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         "rho": prior.rho_T.tolist(),

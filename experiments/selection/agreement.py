@@ -1,10 +1,10 @@
-"""How well scores from some questions agree with the mean relevance to others: no training, the first filter.
+"""Agreement of scores from some questions with the mean relevance to others, without training.
 
     python -m experiments.selection.agreement --artifact ART --out experiments/selection/agreement-cc.json
 
-The questions of each task are split in two, and a method is shown some of one half. Agreement is the rank correlation
-over rows with the mean relevance to the other half, and the mean relevance of the best fifth of the rows as a share of
-that of the best fifth by that relevance itself.
+The questions of each task are split in two halves, and a method knows some of one half. `rank` is the rank correlation
+over rows with the mean relevance to the other half, `best` the mean relevance to it of the top fifth of the rows, as a
+share of what the best fifth for the other half has.
 """
 
 import argparse
@@ -27,18 +27,18 @@ BEST = 0.2
 
 
 def share_of_best(score_N: F64, relevance_N: F64) -> float:
-    """Mean relevance of the best rows by score, as a share of that of the best rows."""
+    """Return the mean relevance of the top rows by score, relative to the top rows by relevance."""
     count, centred_N = round(BEST * len(score_N)), relevance_N - relevance_N.mean()
     return float(centred_N[np.argsort(-score_N)[:count]].mean() / np.sort(centred_N)[-count:].mean())
 
 
 @in_one_line()
 def main(argv: list[str] | None = None) -> None:
-    """Measure, write."""
+    """Measure and write."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.selection.agreement", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--artifact", type=Path, required=True, help="Artifact with many questions a task.")
+    parser.add_argument("--artifact", type=Path, required=True, help="Artifact with many questions per task.")
     parser.add_argument("--out", type=Path, required=True, help="JSON to write.")
     parser.add_argument("--methods", nargs="+", default=["mean", "estimate"])
     parser.add_argument("--questions", type=int, nargs="+", default=[8, 16, 32, 64, 128])
@@ -47,10 +47,10 @@ def main(argv: list[str] | None = None) -> None:
     world = World(ArtifactReader.open(arguments.artifact))
     lines: list[dict[str, Any]] = []
     for draw, target in product(range(arguments.draws), world.artifact.targets):
-        shown, others = world.questions(target, draw)
+        known, others = world.questions(target, draw)
         relevance_N = METHODS["mean"](world, target, others, draw)
         for count, method in product(arguments.questions, arguments.methods):
-            score_N = METHODS[method](world, target, np.sort(shown[:count]), draw)
+            score_N = METHODS[method](world, target, np.sort(known[:count]), draw)
             rank = float(spearmanr(score_N, relevance_N)[0])
             best = share_of_best(score_N, relevance_N)
             lines.append(

@@ -1,10 +1,10 @@
-"""Rows chosen for a task on some of its questions; models trained on them; loss on its other questions.
+"""Select rows for a task by some of its questions, train on them, and measure the loss on its other questions.
 
     python -m experiments.selection.run --artifact ART --work bench-out/selection/cc \
         --out experiments/selection/cc.json
 
-Killed at any moment, the same command goes on where it was. A run is named by its rows and seed: what two methods
-choose alike is trained on once.
+After an interruption the same command continues. A training is named by its rows, recipe and seed, so that equal
+selections are trained once.
 """
 
 import argparse
@@ -35,15 +35,15 @@ LEVEL = 0.95
 
 
 class Trainer:
-    """Trains a model on rows and keeps the loss of every question."""
+    """Trains models on rows, and stores the loss of every question."""
 
     def __init__(self, world: World, work: Path, recipe: TrainingRecipe) -> None:
         self.world, self.work, self.recipe = world, work, recipe
-        self._recipe = recipe.model_dump_json().encode()
+        self._recipe = json.dumps(recipe.model_dump(mode="json"), sort_keys=True).encode()
         (work / "runs").mkdir(parents=True, exist_ok=True)
 
     def losses(self, rows: I64, seed: int) -> F64:
-        """Loss of every question in nats a token, (E,), after training on the rows."""
+        """Return the loss of every question in nats per token, (E,), after training on the rows."""
         name = hashlib.blake2b(self._recipe + rows.astype("<i8").tobytes(), digest_size=8).hexdigest()
         path = self.work / "runs" / f"{name}-{seed}.npy"
         if not path.exists():
@@ -58,19 +58,19 @@ class Trainer:
 
 
 def measured(world: World, trainer: Trainer, request: Request, seed: int) -> dict[str, Any]:
-    """What a request gains over random rows, question by question: on those that were shown, and on the others."""
-    shown, others = world.questions(request.target, request.draw)
-    at_random = world.rows(replace(request, method=RANDOM))
-    gain_E = trainer.losses(at_random, seed) - trainer.losses(world.rows(request), seed)
+    """Return the gain over random rows of every known question and of every other question."""
+    known, others = world.questions(request.target, request.draw)
+    random_rows = world.rows(replace(request, method=RANDOM))
+    gain_E = trainer.losses(random_rows, seed) - trainer.losses(world.rows(request), seed)
     return asdict(request) | {
         "seed": seed,
-        "shown": [round(float(gain), 5) for gain in gain_E[shown[: request.questions]]],
+        "known": [round(float(gain), 5) for gain in gain_E[known[: request.questions]]],
         "others": [round(float(gain), 5) for gain in gain_E[others]],
     }
 
 
 def interval(values: Sequence[float]) -> list[float]:
-    """Mean and its 95 % interval; of one value the value alone."""
+    """Return the mean and its 95 % interval; of a single value the value alone."""
     mean = float(np.mean(values))
     if len(values) < 2:
         return [round(mean, 3)]
@@ -79,7 +79,7 @@ def interval(values: Sequence[float]) -> list[float]:
 
 
 def summary(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By method, share and number of questions: mean gain over tasks and seeds, with intervals over tasks."""
+    """Return mean gains by method, share and number of questions, with intervals over tasks."""
     cells: dict[tuple[str, float, int], list[dict[str, Any]]] = {}
     for line in lines:
         cells.setdefault((line["method"], line["share"], line["questions"]), []).append(line)
@@ -90,7 +90,7 @@ def summary(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             side: [
                 float(np.mean([np.mean(line[side]) for line in cell_lines if line["target"] == task])) for task in tasks
             ]
-            for side in ("others", "shown")
+            for side in ("others", "known")
         }
         cells_summary.append(
             {
@@ -98,8 +98,8 @@ def summary(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "share": share,
                 "questions": questions,
                 "others": interval(by_task["others"]),
-                "shown": interval(by_task["shown"]),
-                "carried": round(float(np.mean(by_task["others"]) / np.mean(by_task["shown"])), 3),
+                "known": interval(by_task["known"]),
+                "carried": round(float(np.mean(by_task["others"]) / np.mean(by_task["known"])), 3),
                 "tasks": {task: round(gain, 3) for task, gain in zip(tasks, by_task["others"], strict=True)},
                 "seeds": len({line["seed"] for line in cell_lines}),
             }
@@ -109,19 +109,19 @@ def summary(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @in_one_line()
 def main(argv: list[str] | None = None) -> None:
-    """Choose, train, write; what is there already costs nothing."""
+    """Select, train, write; finished trainings are not repeated."""
     parser = argparse.ArgumentParser(prog="python -m experiments.selection.run", description=__doc__.splitlines()[0])
-    parser.add_argument("--artifact", type=Path, required=True, help="Artifact with many questions a task.")
-    parser.add_argument("--work", type=Path, required=True, help="Where runs are kept.")
+    parser.add_argument("--artifact", type=Path, required=True, help="Artifact with many questions per task.")
+    parser.add_argument("--work", type=Path, required=True, help="Directory of finished trainings.")
     parser.add_argument("--out", type=Path, required=True, help="JSON to write.")
     parser.add_argument("--methods", nargs="+", default=[name for name in METHODS if name != RANDOM])
-    parser.add_argument("--targets", nargs="+", help="Tasks chosen for. Default: all of the artifact.")
-    parser.add_argument("--questions", type=int, nargs="+", default=[64], help="Questions that a method is shown.")
+    parser.add_argument("--targets", nargs="+", help="Tasks. Default: all of the artifact.")
+    parser.add_argument("--questions", type=int, nargs="+", default=[64], help="Numbers of known questions.")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.2], help="Shares of the rows.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="Training seeds.")
     parser.add_argument("--recipe", default="tiny")
-    parser.add_argument("--steps", type=int, help="In place of the recipe's.")
-    parser.add_argument("--batch-rows", type=int, help="In place of the recipe's.")
+    parser.add_argument("--steps", type=int, help="Overrides the recipe.")
+    parser.add_argument("--batch-rows", type=int, help="Overrides the recipe.")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     hf_logging.disable_progress_bar()
@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
     ):
         line = measured(world, trainer, Request(target, method, questions, share), seed)
         lines.append(line)
-        gains = f"others {np.mean(line['others']):.3f}, shown {np.mean(line['shown']):.3f}"
+        gains = f"others {np.mean(line['others']):.3f}, known {np.mean(line['known']):.3f}"
         print(
             f"[{time.perf_counter() - began:5.0f} s] {method} {target} {questions} {share} {seed}: {gains}", flush=True
         )
