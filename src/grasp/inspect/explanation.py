@@ -276,11 +276,12 @@ class EffectParts:
         """Decompose the effect of a row; `predictor` is additive, for one target or some of its units."""
         task, columns_E = predictor.task, predictor.units.columns_E
         stored, weights = {}, {}
+        rho = 1.0 if predictor.prior is None else float(predictor.prior.rho_T[0])
         for kernel in kernel_weights(predictor.protocol):
             relevance_1E = artifact.array_rows(artifact.relevance_name(kernel), np.array([index]), columns=columns_E)
             stored[kernel] = np.asarray(relevance_1E[0], dtype=np.float64)
             sign_weight_E = np.where(stored[kernel] < 0, predictor.protocol.negative_of(kernel), 1.0)
-            weights[kernel] = sign_weight_E * predictor.unit_shares[kernel] / len(columns_E)
+            weights[kernel] = rho * sign_weight_E * predictor.unit_shares[kernel] / len(columns_E)
         average = -sum(float(task.shares[kernel][0] * task.scales[kernel].mean_E[0]) for kernel in stored)
         return cls(float(predictor.effect_NT[index, 0]), predictor.text_of(index), average, stored, weights)
 

@@ -336,7 +336,8 @@ class Predictor:
     unit_level: Level | None
     sketches: Mapping[str, RowSums]  # sketches of rows, for similarities between subsets
     dropped: tuple[str, ...]  # kernels and components without variance, which contribute nothing
-    unit_shares: Mapping[str, F64]  # by kernel: factor from a unit's relevance to its task's effect, times its units
+    # by kernel: factor from a unit's relevance to its task's effect without a prior (rho = 1), times its units
+    unit_shares: Mapping[str, F64]
     task_kernels: Mapping[str, KernelRelevance] = field(repr=False)  # empty unless `components`
     exposure: RepetitionLaw  # effective weights
     unit: str  # unit of changes
@@ -470,14 +471,6 @@ class Predictor:
             return 0.0
         return float(self.task.shares[TEXT][0] * (self.prior.text_NT[row, 0] - self.task.scales[TEXT].mean_E[0]))
 
-    def text_sums(self, weights: Weights) -> F64 | float:
-        """Sum the parts of effects that are predicted from text over subsets, (B, T); 0 without a prior."""
-        if self.prior is None:
-            return 0.0
-        effective, share_T = self.effective_weights(weights), self.task.shares[TEXT]
-        sum_BT = RowSums.over(self.prior.text_NT).sums(effective)
-        return np.asarray(share_T * (sum_BT - np.outer(effective.sums, self.task.scales[TEXT].mean_E)))
-
     def change_by_units(self, sum_BE: F64, mean_E: F64, sums: SubsetSums) -> F64:
         """Decompose the change of each task into contributions of its units, (B, E), whose mean is the change.
 
@@ -568,7 +561,7 @@ def assemble_predictor(
         unit_level = Level.from_kernels(_slopes(protocol, unit_scales), by_unit, unit_scales, None)
     scales = scales_of(kernels)
     slopes, prior = _slopes(protocol, scales), None
-    rho_T = np.ones(len(units.targets))
+    unit_slopes = slopes
     if estimates and units.counts_T.max() > 1:
         coefficients = {name: before[name] * np.repeat(slope_T, units.counts_T) for name, slope_T in slopes.items()}
         prior = task_prior(artifact, units, negative, coefficients)
@@ -595,7 +588,10 @@ def assemble_predictor(
         unit_level=unit_level,
         sketches={},
         dropped=tuple(name for name in negative if not scales[name].inverse_E.any()),
-        unit_shares={name: np.repeat(task.shares[name], units.counts_T) * before[name] for name in negative},
+        unit_shares={
+            name: np.repeat(slope_T * task.spread.inverse_E, units.counts_T) * before[name]
+            for name, slope_T in unit_slopes.items()
+        },
         task_kernels=kernels if components else {},
         exposure=RepetitionLaw(),
         unit=EFFECT_SIZE,

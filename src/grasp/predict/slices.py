@@ -194,11 +194,14 @@ def dropped_intervals(
         blocks = relevance_blocks(artifact, kernel, columns_E, protocol.negative_of(kernel))
         (sum_GE,) = sums_over(blocks, [slices.each], len(columns_E))
         part_GE += sum_GE * share_E
-    if predictor.prior is not None:  # the text's part is not decomposed by question
-        part_GE += np.repeat(predictor.text_sums(slices.each), predictor.units.counts_T, axis=1)
     mean_E = part_GE.sum(axis=0) / predictor.n_rows
     rest_GE = np.outer(rows_G, mean_E) - part_GE  # sum over all other rows, relative to the mean
     change_GE = predictor.change_by_units(rest_GE, mean_E, predictor.reweighted(effects.sums, DROPPED))
+    if predictor.prior is not None:
+        # The prediction from text is not decomposed by unit. It follows the mean relevance of a slice, so that the
+        # spread over units is that of the mean; only the centre differs.
+        shift_GT = effects.dropped_GT - predictor.units.mean_per_task(change_GE)
+        change_GE += np.repeat(shift_GT, predictor.units.counts_T, axis=1)
     bounds = np.full((2, len(predictor.units.targets), n_slices), np.nan)
     stops = np.cumsum(predictor.units.counts_T)
     for t, (start, stop) in enumerate(zip(stops - predictor.units.counts_T, stops, strict=True)):
