@@ -38,7 +38,7 @@ COMMANDS = {
     "forecast": (*BUILD, "--train", "further", "--out", "{out}", "--forecast"),
     "predict": ("predict", "{art}", "--by", "source", "--quiet"),
     "select": ("select", "{art}", "--budget", "20%", "--export", "{out}", "--quiet"),
-    "explain": ("explain", "{art}", "{row}"),
+    "explain": ("explain", "{art}", "--row", "{row}"),
 }
 
 

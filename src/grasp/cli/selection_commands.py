@@ -107,7 +107,7 @@ def mix(
     ),
     **params: Any,
 ) -> None:
-    from grasp.runs.mixture_files import check_format
+    from grasp.mixture_files import check_format
 
     opened = grasp.open(art)
     outputs = table_outputs("--out", out) if form == "parquet" else {"--out": out}

@@ -24,12 +24,12 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, row_documents, row_tokens
 from grasp.errors import SettingsError
+from grasp.mixture_files import MixtureWeights, write_mixture
 from grasp.predict.predictor import NEW_ROW_VALUE, RepetitionLaw
 from grasp.predict.scoring_rule import Interaction, ScoringProtocol, geometry
 from grasp.predict.slices import LabelSlices, label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import SubsetBlock
-from grasp.runs.mixture_files import MixtureWeights, write_mixture
 from grasp.select.budget import Bounds, by_value, describe_value, parse_amount, parse_bounds, parse_tokens
 from grasp.select.objective import (
     OptimizationResult,
@@ -76,7 +76,7 @@ class Mixture(OptimizationResult):
         """Write the weights in the form of a training tool; return one line that says what they are.
 
         Args:
-            form: olmo-core, datatrove, axolotl, megatron, llama-factory, yaml or csv; see `grasp.runs.mixture_files`.
+            form: olmo-core, datatrove, axolotl, megatron, llama-factory, yaml or csv; see `grasp.mixture_files`.
         Raises:
             SettingsError: no such form, or another ending than that of its files.
         """
