@@ -19,7 +19,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 
 from grasp.arrays import I32, I64, Blocks
-from grasp.predict.predictor import RowMoments
+from grasp.moments import StreamingMoments
 from grasp.predict.task_scores import Texts, fit_prior
 from grasp.seeds import stream
 
@@ -73,7 +73,7 @@ def main() -> None:
     tokens = DrawnTokens(arguments.tokens)
     texts = Texts(np.full(arguments.rows, arguments.tokens), tokens.read)
     before, began = time.process_time(), time.perf_counter()
-    coefficients = {name: RowMoments.from_blocks(blocks(path)).spread.inverse_E for name in KERNELS}
+    coefficients = {name: StreamingMoments.from_blocks(blocks(path)).spread.inverse_E for name in KERNELS}
     moments = time.process_time() - before
     names = [f"row-{i}" for i in range(arguments.rows)]
     read = {name: partial(blocks, path) for name in KERNELS}

@@ -160,9 +160,12 @@ class _Question:
     def _prepare_from_artifact(self) -> bool:
         """Prepare the kernels with the stored features of the target's units, and return whether they exist.
 
-        Of gradients only the mean over the units is stored, which is used as a single unit, since all units of a target
-        have the same weight.
+        Of gradients only the mean over the units is stored, which is used as a single unit if all units have the same
+        weight.
         """
+        has_gradient = any(isinstance(kernel, Gradient) for kernel in self.kernels)
+        if has_gradient and self.predictor.protocol.task == "estimate":  # every unit is scaled by its own spread
+            return False
         prefix = f"{UNITS}{self.predictor.units.targets[0]}."
         arrays = {
             name.removeprefix(prefix): array for name, array in self.artifact.moments.items() if name.startswith(prefix)

@@ -495,7 +495,7 @@ def assemble_predictor(
     unit_scales = scales_of(by_unit)
     if estimates and not by_unit:
         read = {name: relevance_blocks(artifact, name, units.columns_E, less) for name, less in negative.items()}
-        unit_scales = {name: RowMoments.from_blocks(blocks).spread for name, blocks in read.items()}
+        unit_scales = {name: StreamingMoments.from_blocks(blocks).spread for name, blocks in read.items()}
     units_first = units_first or estimates
     before = {name: unit_scales[name].inverse_E if units_first else 1.0 for name in negative}
     kernels = {
@@ -511,7 +511,7 @@ def assemble_predictor(
         coefficients = {name: before[name] * np.repeat(slope_T, units.counts_T) for name, slope_T in slopes.items()}
         prior = task_prior(artifact, units, negative, coefficients)
         rho_T, held = prior.rho_T, RowSums.over(prior.text_NT)
-        text = KernelRelevance(RowMoments.from_blocks(held.blocks()), held)
+        text = KernelRelevance(StreamingMoments.from_blocks(held.blocks()), held)
         slopes = {name: slope_T * rho_T for name, slope_T in slopes.items()} | {TEXT: 1.0 - rho_T}
         kernels, scales = kernels | {TEXT: text}, {**scales, TEXT: text.rows.spread}
     first_NT = next(iter(kernels.values())).held.held_NC

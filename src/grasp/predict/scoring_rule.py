@@ -209,10 +209,11 @@ DEFAULT_PROTOCOL = ScoringProtocol(
 )
 
 
-# What verbs use that answer for a task: its known questions are a sample (experiments/selection). Runs are measured on
-# the known questions, so comparisons with runs use DEFAULT_PROTOCOL: the estimate ranks subsets no better there (task
-# rho on cc-topic .41 against .43).
+# The built-in protocol for a new model: the estimate gains more on other questions (experiments/selection), which was not
+# measured for further training. Runs are measured on the known questions, so comparisons with runs use
+# DEFAULT_PROTOCOL.
 TASK_PROTOCOL = DEFAULT_PROTOCOL.model_copy(update={"task": "estimate"})
+NEW_MODEL = "relevance_knn"  # array that only the kernels for a new model include
 
 
 def resolve_protocol(
@@ -221,7 +222,7 @@ def resolve_protocol(
     """Return the protocol itself, read it from a file, or (None) return the built-in protocol for the artifact.
 
     The built-in protocol is the paper's if the artifact was built with `rule: paper` and has its arrays. Otherwise it
-    is TASK_PROTOCOL, or DEFAULT_PROTOCOL with `known_questions`.
+    is TASK_PROTOCOL for a new model, and DEFAULT_PROTOCOL for further training or with `known_questions`.
     """
     if isinstance(protocol, ScoringProtocol):
         return protocol
@@ -231,7 +232,7 @@ def resolve_protocol(
         paper: ScoringProtocol = geometry().PAPER
         if set(paper.arrays) <= set(artifact.array_names):  # `rule: paper` may have been combined with other kernels
             return paper
-    return DEFAULT_PROTOCOL if known_questions else TASK_PROTOCOL
+    return DEFAULT_PROTOCOL if known_questions or NEW_MODEL not in artifact.array_names else TASK_PROTOCOL
 
 
 def load_protocol(path: Path | str) -> ScoringProtocol:
