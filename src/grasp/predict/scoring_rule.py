@@ -209,11 +209,10 @@ DEFAULT_PROTOCOL = ScoringProtocol(
 )
 
 
-# The built-in protocol for a new model: the estimate gains more on other questions (experiments/selection), which was not
-# measured for further training. Runs are measured on the known questions, so comparisons with runs use
-# DEFAULT_PROTOCOL.
+# The built-in protocol for a new model, where the estimate gains more on other questions. For further training the mean
+# agrees better with other questions (experiments/selection). Runs are measured on the known questions, so that
+# comparisons with runs use DEFAULT_PROTOCOL.
 TASK_PROTOCOL = DEFAULT_PROTOCOL.model_copy(update={"task": "estimate"})
-NEW_MODEL = "relevance_knn"  # array that only the kernels for a new model include
 
 
 def resolve_protocol(
@@ -232,7 +231,8 @@ def resolve_protocol(
         paper: ScoringProtocol = geometry().PAPER
         if set(paper.arrays) <= set(artifact.array_names):  # `rule: paper` may have been combined with other kernels
             return paper
-    return DEFAULT_PROTOCOL if known_questions or NEW_MODEL not in artifact.array_names else TASK_PROTOCOL
+    is_new_model = "relevance_knn" in artifact.array_names and "relevance_gradient" not in artifact.array_names
+    return TASK_PROTOCOL if is_new_model and not known_questions else DEFAULT_PROTOCOL
 
 
 def load_protocol(path: Path | str) -> ScoringProtocol:
