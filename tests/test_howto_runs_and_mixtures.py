@@ -40,7 +40,7 @@ def test_the_page_on_mixtures_outside_of_the_runs():
     assert shown["far"] == got["far"] == ["-", "-", "-"]
     for name in ("inside", "outside"):  # the search for hyperparameters ends within a part of its tolerance
         assert [float(value) for value in got[name]] == pytest.approx(list(map(float, shown[name])), abs=0.01)
-    assert "a run that would settle far: sciq" in printed
+    assert "a run that would allow a prediction of far: sciq" in printed
     proposed = pacsv.read_csv("next.csv")
     assert max(proposed["sciq"].to_pylist()) <= 0.5
     assert min(min(proposed[name].to_pylist()) for name in ("sciq", "arc", "web", "code")) >= 0.05 - 1e-9

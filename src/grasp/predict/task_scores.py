@@ -209,7 +209,7 @@ class _Task:
         signal, total = float(np.mean([np.mean(a_S * b_S) for a_S, b_S in pairs])), self.score(self.all_G, rho).var()
         ranking = min(max(signal / float(total), 0.0), 1.0) if total else 0.0
         transfer_G = np.array(
-            [self._slope(self.score(kept_G, self.shrinkage(kept_G)), ~kept_G) for kept_G in self._without()]
+            [self._slope(self.score(known_G, self.shrinkage(known_G)), ~known_G) for known_G in self._without()]
         )
         half_width = stdtrit(n_groups - 1, 0.5 + LEVEL / 2) * transfer_G.std(ddof=1) / np.sqrt(n_groups)
         transfer = float(transfer_G.mean())
@@ -220,7 +220,8 @@ class _Task:
         if len(self.count_G) < 2:
             return 1.0
         return max(
-            0.0, float(np.mean([self._slope(self.mean(self.prior_SG, kept), ~kept) for kept in self._without()]))
+            0.0,
+            float(np.mean([self._slope(self.mean(self.prior_SG, known_G), ~known_G) for known_G in self._without()])),
         )
 
     def _without(self) -> list[Bool]:
