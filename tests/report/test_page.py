@@ -28,7 +28,7 @@ from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.report import payload
 from grasp.report.findings import collect_findings
 from grasp.report.page import render
-from grasp.runs.calibration import learn
+from grasp.runs.calibration import fit_outcomes
 from grasp.runs.retrained import RetrainedRuns
 from grasp.yaml_files import write_yaml
 from tests.build import world as extract_world
@@ -222,7 +222,7 @@ def test_the_script_of_the_page_computes_what_the_predictor_does(place, interact
     held_B[-1] = True
     exact_BT = predictor.change(slices.weights(percent_BG / 100))
     np.testing.assert_allclose(np.array(moved)[held_B], exact_BT[held_B], rtol=1e-3, atol=1e-9)
-    nats = learn(predictor, artifact, environment).predict(slices.weights(percent_BG / 100))
+    nats = fit_outcomes(predictor, artifact, environment).predict(slices.weights(percent_BG / 100))
     half_BT = nats.high_BT - nats.nats_BT
     held_BG = np.isin(percent_BG, payload.GRID)
     for b, (value, exact) in enumerate(zip(expected, held_BG.all(axis=1), strict=True)):
