@@ -95,7 +95,7 @@ def test_every_verb_says_the_same_and_the_corpus_is_certain(artifact, environmen
     everything = {"all": next(artifact.row_batches(["row_id"])).column(0).to_pylist()}
     whole = ask(subsets=everything).to_pandas()
     np.testing.assert_allclose(whole[["nats", "nats_low", "nats_high"]], 0.0, atol=1e-4)
-    assert any(note.startswith("nats, nats_low, nats_high: change in nats a token") for note in ask(by="topic").notes)
+    assert any(note.startswith("nats, nats_low, nats_high: change in nats per token") for note in ask(by="topic").notes)
 
 
 def test_ordinary_moves_are_no_warning_and_far_ones_are(artifact, ask):

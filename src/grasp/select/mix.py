@@ -151,7 +151,8 @@ def mix(
     if not 1 <= max_repeat < np.inf:
         raise SettingsError(f"max_repeat: got {max_repeat:g}, expected a number of repetitions of 1 or more")
     tokens_N = row_tokens(artifact)
-    slices = label_slices(label_column(artifact, by, "by"), tokens_N)
+    column = label_column(artifact, by, "by")
+    slices = label_slices(column, tokens_N)
     tokens = None if train_tokens is None else parse_tokens(train_tokens)
     epochs = repetition_law(tokens, tokens_N).epochs or 1.0
     far = None
@@ -186,6 +187,8 @@ def mix(
         "(--max-repeat); --floor VALUE:0% allows a value to be dropped",
         "now and proposed are shares of rows; shares of tokens differ if rows differ in length",
     ]
+    if column.note:
+        messages.append(column.note)
     if slices.n_grouped:
         messages.append(f"{slices.n_grouped:,} small values share one slice; their proportions to each other are fixed")
     if by_runs:

@@ -162,7 +162,7 @@ def select(
     changes, change_notes = objective.evaluate(SUBSET, weights, "the whole corpus")
     sums = objective.predictor.sums(weights)
     n_tokens, value = int(objective.tokens_N[rows].sum()), float(objective.value(sums)[0])
-    table = _row_table(objective, chosen.best, selected_N, by)
+    table = _row_table(objective, chosen.best, selected_N, labels)
     headline = chosen.headline(table, n_tokens)
     value_notes = list[str]()
     if tokens is not None:
@@ -173,6 +173,7 @@ def select(
             "many new rows"
         )
     few = [] if amount is None else _few_rows(amount, artifact.n_rows)
+    few += [labels.note] if labels is not None and labels.note else []
     choice_notes = _notes(objective, chosen, by, whole=documents is not None)
     notes = (*excluded_notes, *chosen.notes, *few, *chosen.best.notes, *choice_notes, *value_notes, *change_notes)
     best = chosen.best
@@ -349,18 +350,24 @@ def _curve_of(objective: SelectionObjective, chosen: _Chosen) -> Curve:
 # --------------------------------------------------------------------------------------------------- selection
 
 
-def _row_table(objective: SelectionObjective, best: SelectedRows, selected_N: Bool, by: str | None) -> pa.Table:
+def _row_table(
+    objective: SelectionObjective, best: SelectedRows, selected_N: Bool, labels: LabelColumn | None
+) -> pa.Table:
     """Return subset_id, row_id, doc_id, order, effect[, gain], n_tokens[, label] of the selected rows, best first.
 
     The artifact is read in batches; only the selected rows are held in memory.
     """
+    stored = [] if labels is None or labels.sql else [labels.name]
     start, parts = 0, list[pa.RecordBatch]()
-    for batch in objective.artifact.row_batches(["row_id", "doc_id", "n_tokens", *([by] if by else [])]):
+    for batch in objective.artifact.row_batches(["row_id", "doc_id", "n_tokens", *stored]):
         parts.append(batch.filter(pa.array(selected_N[start : start + batch.num_rows])))
         start += batch.num_rows
     rows = best.row_index
     position = np.argsort(np.argsort(rows))  # place in corpus order of each selected row, best first
     table = pa.Table.from_batches(parts).take(pa.array(position)).combine_chunks()
+    if labels is not None and labels.sql:
+        codes = pa.array(labels.codes_N[rows])
+        table = table.append_column(labels.name, pa.array(labels.values).take(codes))
     if best.gain is not None:
         table = table.add_column(2, "gain", pa.array(best.gain))
     table = table.add_column(2, "effect", pa.array(objective.effect_N[rows]))
