@@ -406,7 +406,7 @@ def test_words_are_shaded_where_the_model_is_at_hand_and_add_up(tmp_path):
     held = findings.rows
     best = int(np.argmin(np.where(held.rank_KT[:, 0] > 0, held.rank_KT[:, 0], len(held.rows) + 1)))
     words = payload.payload(findings)["rows"]["rows"][best]["shades"]["t0"]
-    row = explain(artifact, None, held.rows[best]["row_id"])
+    row = explain(artifact, None, held.rows[best]["row_id"], protocol=DEFAULT_PROTOCOL)
     assert "".join(word for word, _ in words).replace("\u2423", " ") == "".join(row.tokens)  # a space that counts
     assert sum(share or 0.0 for _, share in words) == pytest.approx(np.nansum(row.contributions), rel=0.01)
     assert sum(len(shades) for shades in findings.shades.values()) == 3  # the two best, and the worst
