@@ -594,7 +594,12 @@ def additive_predictor(
     """
     chosen, units = resolve_protocol(protocol, artifact), None
     if match is not None:
-        single_kernel = {"name": f"{chosen.name}, {match} alone", "match": {match: 1.0}, "selected_on": None}
+        single_kernel = {
+            "name": f"{chosen.name}, {match} alone",
+            "match": {match: 1.0},
+            "task": "mean",
+            "selected_on": None,
+        }
         chosen = parse_protocol(chosen.model_dump() | single_kernel, f"match {match}")
     if unit is not None:
         columns, names = artifact.unit_columns(target), artifact.units.column("unit_id").to_pylist()
