@@ -47,7 +47,8 @@ def effects(art: Path, kernels=KERNELS, columns=slice(None), target="facts") -> 
         relevance_NE = arrays(art)[f"relevance_{kernel}"].astype(np.float64)[:, columns]
         relevance_NE = np.where(relevance_NE < 0, 0.25 * relevance_NE, relevance_NE)
         if prior is not None:
-            relevance_NE = relevance_NE / relevance_NE.std(axis=0)
+            spread_E = relevance_NE.std(axis=0)
+            relevance_NE = relevance_NE / np.where(spread_E > 0, spread_E, np.inf)
         mean_N = relevance_NE.mean(axis=1)
         if mean_N.std():
             total_N = total_N + (mean_N - mean_N.mean()) / mean_N.std()
