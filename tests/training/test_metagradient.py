@@ -343,7 +343,7 @@ def test_states_of_another_training_are_refused_and_other_targets_begin_anew(tmp
     first = metagradient(training, some_targets(), EXACT)
     other = metagradient(training, some_targets()[::-1], EXACT)
     np.testing.assert_array_equal(other.drawn_KBT, first.drawn_KBT[..., ::-1])
-    with pytest.raises(ModelError, match=r"was begun with other input: recipe\.learning_rate: was 0.03, now 0.01"):
+    with pytest.raises(ModelError, match=r"recipe\.learning_rate: was 0\.03, now 0\.01"):
         trajectory(model, RECIPE.model_copy(update={"learning_rate": 1e-2}), directory=tmp_path)
 
 
@@ -428,7 +428,7 @@ def test_something_that_is_drawn_anew_is_noticed():
     model.transformer.ln_f.register_forward_hook(lambda _, args, out: out * (1 + torch.rand(())))
     training = Trajectory(FineTuning(model, RECIPE), some_rows(), some_order())
     training.train()
-    with pytest.raises(ModelError, match="when it was computed again; something is drawn anew"):
+    with pytest.raises(ModelError, match="computed again"):
         metagradient(training, some_targets(), MetagradientSettings())
 
 
@@ -489,7 +489,7 @@ def test_orders_agree_by_the_rows_that_both_have():
     probed = made_up(np.ones(10), one.drawn_KBT, rng.standard_normal((1, 20, 2)))
     assert agreement(probed, probed, 20) == pytest.approx([1.0, 1.0])
     apart = made_up(np.ones(1), one.drawn_KBT[:1])
-    with pytest.raises(ModelError, match="2 rows were drawn in both orders, expected at least 3"):
+    with pytest.raises(ModelError, match=r"2 rows .*expected at least 3"):
         agreement(one, apart, 20)
 
 
