@@ -37,6 +37,8 @@ STYLE_SCOPE = (
     "experiments",
     "tests/distil",
     "tests/report",
+    "tests/runs",
+    "tests/select",
     "tools",
 )
 STYLE_SUFFIXES = {".css", ".html", ".ipynb", ".js", ".md", ".py"}

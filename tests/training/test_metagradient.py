@@ -403,9 +403,9 @@ def test_what_cannot_be_differentiated_is_refused():
         Trajectory(Trainer(narrow, [0], "cpu"), corpus(), [np.arange(6)] * 12)
     with pytest.raises(ModelError, match="2 models that are trained at once"):
         Trajectory(Trainer(SCRATCH, [0, 1], "cpu"), corpus(), [np.arange(6)] * 12)
-    with pytest.raises(ModelError, match=r"its states take .* give a directory"):
+    with pytest.raises(ModelError, match=r"its states take .* directory"):
         trajectory(tiny_model(), memory_bytes=1000)
-    with pytest.raises(ModelError, match="is not trained to step 5"):
+    with pytest.raises(ModelError, match="not trained to step 5"):
         metagradient(trajectory(tiny_model()), some_targets(), EXACT)
     with pytest.raises(ModelError, match=r"probe_steps: got 5, expected 0 to 4"):
         replayed(tiny_model(), MetagradientSettings(probe_steps=(5,)))
@@ -503,7 +503,7 @@ def test_small_shifts_of_groups_move_utilities_as_predicted():
     assert check.correlation == pytest.approx(1.0, abs=1e-3)
     assert str(check).startswith("3 retrainings with weights of groups: measured 1.00 of the predicted change")
     late = metagradient(whole, some_targets(), EXACT.model_copy(update={"first_step": 2}))
-    with pytest.raises(ModelError, match="early steps were left out of the replay"):
+    with pytest.raises(ModelError, match="skipped early steps"):
         check_by_groups(whole, some_targets(), late, np.arange(8))
 
 
