@@ -50,7 +50,7 @@ def test_labels_begin_at_the_completion_or_cover_all(changes, text, first):
 @given(
     prompt=st.text("abc", max_size=30),
     completion=st.text("xyz", min_size=1, max_size=10),
-    room=st.integers(1, 20),
+    max_tokens=st.integers(1, 20),
 )
 def test_a_long_prompt_loses_its_beginning_only(prompt, completion, max_tokens):
     text, first = tokens(replace(UNIT, prompt=prompt, completion=completion), len(completion) + max_tokens)
