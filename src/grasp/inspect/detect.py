@@ -179,7 +179,10 @@ def detect(
     expected = f"about {cut.expected_false:,.0f} of {artifact.n_rows:,} rows"
     headline = f"{cut.n_flagged:,} suspects by {ranking}; expected by chance: {expected}."
     if not cut.beyond_chance:
-        headline = f"No suspects by {ranking}: {cut.n_flagged:,} flagged, not significantly more than expected by chance ({expected})."
+        headline = (
+            f"No suspects by {ranking}: {cut.n_flagged:,} flagged, not significantly more than expected by chance "
+            f"({expected})."
+        )
     record = DetectionRecord(
         target=target,
         ranking=ranking,
