@@ -160,9 +160,12 @@ class _Question:
     def _prepare_from_artifact(self) -> bool:
         """Prepare the kernels with the stored features of the target's units, and return whether they exist.
 
-        Of gradients only the mean over the units is stored, which is used as a single unit, since all units of a target
-        have the same weight.
+        Of gradients only the mean over the units is stored, which is used as a single unit if all units have the same
+        weight.
         """
+        has_gradient = any(isinstance(kernel, Gradient) for kernel in self.kernels)
+        if has_gradient and self.predictor.protocol.task == "estimate":  # every unit is scaled by its own spread
+            return False
         prefix = f"{UNITS}{self.predictor.units.targets[0]}."
         arrays = {
             name.removeprefix(prefix): array for name, array in self.artifact.moments.items() if name.startswith(prefix)
@@ -186,7 +189,7 @@ class _Question:
             return None
         (tokens,) = self.unit_tokens
         places = np.arange(len(tokens.input_ids))
-        examples = [Example(tokens.input_ids, labelled=places == place) for place in places[-n:]]
+        examples = [Example(tokens.input_ids, loss_mask=places == place) for place in places[-n:]]
         gradient_PK = allocate_unit_gradients(n, sampled, self.settings.gradient_memory_mb)
         for index in sampled.batches(examples):
             gradient_BK, _ = sampled.compute([examples[int(i)] for i in index])
@@ -274,7 +277,7 @@ class _Question:
         recomputed = {name: float(by_token_L.sum()) for name, by_token_L in added_L.items()}
         stored = {name: float(parts.weights[name] @ parts.stored[name]) for name in recomputed}
         total = sum(recomputed.values())
-        gap = total + parts.average - parts.effect
+        gap = total + parts.text + parts.average - parts.effect
 
         # tokens without loss and without contribution have no number
         has_part_L = np.any([by_token_L != 0 for by_token_L in added_L.values()], axis=0)
@@ -322,13 +325,15 @@ class _Question:
             notes.append(f"the words add up to the stored effect, within {abs(gap):.1g}")
         return Explanation(
             table,
-            f"row {row}: effect {parts.effect:+z.3f} on {where}. Its words contribute {total:+z.3f}; the average row's "
-            f"{-parts.average:+z.3f} is subtracted",
+            f"row {row}: effect {parts.effect:+z.3f} on {where}. Its words contribute {total:+z.3f}; "
+            + (f"the prediction from its text contributes {parts.text:+z.3f}; " if parts.text else "")
+            + f"the average row's {-parts.average:+z.3f} is subtracted",
             (*notes, f"protocol {self.predictor.protocol.name}"),
             row_id=row,
             target=target,
             unit_id=unit,
             effect=parts.effect,
+            text=parts.text,
             average=parts.average,
             gap=gap,
             kernels=pa.table(
