@@ -68,7 +68,7 @@ def test_error_is_close_to_that_of_the_best_estimate(n_questions, noise):
     ids, prior_N, mu_N, q_NE = planted(6_000, n_questions, noise=noise)
     _, score_NT = fitted(ids, q_NE)
     error = np.mean((score_NT[:, 0] - (mu_N - mu_N.mean())) ** 2)
-    best = np.mean((oracle(prior_N, q_NE, own=1.0, noise=noise) - mu_N) ** 2)
+    best = np.mean((oracle(prior_N, q_NE, deviation=1.0, noise=noise) - mu_N) ** 2)
     plain = np.mean((q_NE.mean(axis=1) - mu_N) ** 2)
     assert error < 1.05 * best
     assert plain > best
@@ -161,7 +161,7 @@ def test_sample_of_the_rows_is_enough_and_bounds_memory(monkeypatch):
     monkeypatch.setattr(task_scores, "BLOCK_TOKENS", 500 * LENGTH)
     prior, score_NT = fitted(ids, q_NE)
     error = np.mean((score_NT[:, 0] - (mu_N - mu_N.mean())) ** 2)
-    assert error < 1.1 * np.mean((oracle(prior_N, q_NE, own=1.0, noise=4.0) - mu_N) ** 2)
+    assert error < 1.1 * np.mean((oracle(prior_N, q_NE, deviation=1.0, noise=4.0) - mu_N) ** 2)
     assert prior.text_NT.shape == (6_000, 1)
 
 
