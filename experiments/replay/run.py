@@ -58,6 +58,7 @@ def replay(world: World, seed: int, settings: MetagradientSettings, place: Path)
     arrays, record = place / "metagradient.safetensors", place / "record.json"
     if record.exists():
         return Metagradient.load(arrays), json.loads(record.read_text(encoding="utf-8"))
+    resumed = (place / "states").exists()
     place.mkdir(parents=True, exist_ok=True)
     used = time.process_time()
     trajectory = Trajectory(world.training(), world.rows, world.order(seed), directory=place / "states")
@@ -68,13 +69,17 @@ def replay(world: World, seed: int, settings: MetagradientSettings, place: Path)
     replayed = metagradient(trajectory, world.targets, settings, lambda left: _progress(left, used))
     replayed.save(arrays)
     shutil.rmtree(place / "states")
-    cost = {
-        "cpu_seconds": round(time.process_time() - used),
-        "cpu_seconds_of_training": round(trained, 1),
-        "trainings": round((time.process_time() - used) / trained, 2),
+    cost: dict[str, Any] = {
         "trainings_forecast": round(forecast.total, 2),
         "loss_first_last": [round(float(losses[0]), 3), round(float(losses[-1]), 3)],
     }
+    if not resumed:  # else what was spent before is not known
+        spent = time.process_time() - used
+        cost |= {
+            "cpu_seconds": round(spent),
+            "cpu_seconds_of_training": round(trained, 1),
+            "trainings": round(spent / trained, 2),
+        }
     write_whole(record, (json.dumps(cost, indent=1) + "\n").encode())
     return replayed, cost
 
