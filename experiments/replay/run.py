@@ -32,13 +32,13 @@ from experiments.finetune.run import FOLDER
 from experiments.finetune.setting import NAMES, Name
 from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
-from experiments.replay.setting import World, probe_steps
+from experiments.replay.setting import World
 from grasp.arrays import F64
 from grasp.files import write_whole
 from grasp.runs.metrics import rank_correlations
 from grasp.runs.retrained import RetrainedRuns, Utilities
 from grasp.seeds import bootstrap_weights
-from grasp.training.metagradient import Metagradient, MetagradientSettings, metagradient, price
+from grasp.training.metagradient import Metagradient, MetagradientSettings, metagradient, middle_steps, price
 from grasp.training.replay_gate import check_by_groups, smoothness
 from grasp.training.replayed_rows import brought_to_one_scale, drawn_scores, probed_scores
 from grasp.training.trajectory import Trajectory
@@ -46,6 +46,7 @@ from grasp.training.trajectory import Trajectory
 PROBES = 5
 RESAMPLES = 1000
 SHIFT = 0.2  # of the weights of groups, in a check
+WEIGHTS = (0.5, 1, 2, 4, 8)  # of a replay in the default rule
 DEFAULT = "gradient + .25 of token + input"
 THIRDS = ("first", "second", "last")
 
@@ -62,7 +63,7 @@ def replay(world: World, seed: int, settings: MetagradientSettings, place: Path)
     place.mkdir(parents=True, exist_ok=True)
     used = time.process_time()
     trajectory = Trajectory(world.training(), world.rows, world.order(seed), directory=place / "states")
-    forecast = price(trajectory, len(world.targets), settings)
+    forecast = price(trajectory.order, world.rows.n_rows, len(world.targets), settings)
     print(f"{world.name}, order {seed}, {settings.curvature}: {trajectory.size}; {forecast}", flush=True)
     losses = trajectory.train()
     trained = time.process_time() - used
@@ -200,6 +201,8 @@ def ways(replays: Mapping[str, Sequence[Metagradient]], default_NT: F64) -> dict
             add(f"both, {label}{named}", added(probed_NT, drawn_NT))
         if curvature != "difference":
             continue
+        for weight in WEIGHTS:
+            out[f"default + {weight:g} replay"] = default_NT + weight * brought_to_one_scale(probed(orders))
         for step in orders[0].probe_steps_M:
             out[f"all rows, step {step} alone, all orders"] = probed(orders, [int(step)])
         for chosen in ([2], [1, 3], [0, 2, 4]):
@@ -261,7 +264,7 @@ def default_scores(world: World, work: Path, utilities: Utilities) -> F64:
 def report(name: Name, options: argparse.Namespace) -> dict[str, Any]:
     """Replay an environment's training in several orders, and compare."""
     world = World.open(name, options.data, options.work)
-    settings = MetagradientSettings(probe_steps=probe_steps(world.kind.recipe.steps, PROBES))
+    settings = MetagradientSettings(probe_steps=middle_steps(world.kind.recipe.steps, PROBES))
     replays: dict[str, list[Metagradient]] = {}
     costs = {}
     for curvature, orders in (("difference", options.orders), ("gauss-newton", options.gauss_newton)):

@@ -49,8 +49,8 @@ class FineTuningRecipe(Settings):
     learning_rate: float = Field(5e-5, gt=0, description="Peak of AdamW's learning rate.")
     num_train_epochs: float = Field(3.0, gt=0, description="Passes over the rows.")
     max_steps: int = Field(-1, description="Optimizer steps in the place of epochs; below 1: epochs count.")
-    per_device_train_batch_size: int = Field(8, ge=1, description="Rows of entry forward pass.")
-    gradient_accumulation_steps: int = Field(1, ge=1, description="Forward passes of entry step.")
+    per_device_train_batch_size: int = Field(8, ge=1, description="Rows of a forward pass.")
+    gradient_accumulation_steps: int = Field(1, ge=1, description="Forward passes of a step.")
     warmup_steps: Annotated[float, Field(ge=0)] = Field(0.0, description="Steps of warm-up; below 1: a share of all.")
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="The same as a share.")
     lr_scheduler_type: str = Field("linear", description="linear, cosine, constant or constant_with_warmup.")
@@ -63,6 +63,9 @@ class FineTuningRecipe(Settings):
     lora_r: int | None = Field(None, ge=1, description="Rank of a LoRA adapter, which alone is trained; none: all is.")
     lora_alpha: float | None = Field(None, gt=0, description="Scale of the adapter times its rank; none: the rank.")
     lora_target_modules: tuple[str, ...] | str = Field("all-linear", description="Layers that get an adapter.")
+    lora_dropout: float = Field(0.0, ge=0, description="Dropout of the adapter; a replay switches it off.")
+    bf16: bool | str = Field(False, description="Products in bfloat16; a replay computes in float32.")
+    fp16: bool | str = Field(False, description="Products in float16; a replay computes in float32.")
     optim: str = Field("adamw_torch", description="An AdamW of torch.")
 
     @model_validator(mode="after")
@@ -97,6 +100,16 @@ class FineTuningRecipe(Settings):
         if data.get("adapter") not in (None, "lora"):
             raise ModelError(f"{where}: adapter: got {data['adapter']!r}, expected lora")
         return validated(cls, {name: value for name, value in data.items() if value is not None}, where)
+
+    @property
+    def notes(self) -> list[str]:
+        """Return what a replay does otherwise than the recipe, a sentence each."""
+        notes = []
+        if any(value not in NEUTRAL for value in (self.bf16, self.fp16)):
+            notes.append("the recipe computes in half precision, a replay in float32: rounding exceeds its differences")
+        if self.lora_dropout:
+            notes.append("dropout of the adapter is switched off: a random mask cannot be replayed")
+        return notes
 
     @property
     def batch_rows(self) -> int:
@@ -146,6 +159,17 @@ class FineTuningRecipe(Settings):
             batches += [drawn[k : k + self.batch_rows] for k in range(0, n_rows, self.batch_rows)]
             epoch += 1
         return batches[:steps]
+
+
+def default_recipe(n_rows: int) -> FineTuningRecipe:
+    """Return the recipe that is replayed without one: an epoch in batches of 16, but at most 192 steps."""
+    batch_rows, most_steps = 16, 192
+    return FineTuningRecipe(
+        per_device_train_batch_size=batch_rows,
+        num_train_epochs=1.0,
+        max_steps=min(math.ceil(n_rows / batch_rows), most_steps),
+        warmup_ratio=0.03,
+    )
 
 
 def _flat(data: Mapping[str, Any]) -> dict[str, Any]:
