@@ -38,7 +38,7 @@ COMMANDS = {
     "forecast": (*BUILD, "--train", "further", "--out", "{out}", "--forecast"),
     "predict": ("predict", "{art}", "--by", "source", "--quiet"),
     "select": ("select", "{art}", "--budget", "20%", "--export", "{out}", "--quiet"),
-    "explain": ("explain", "{art}", "{row}"),
+    "explain": ("explain", "{art}", "--row", "{row}"),
 }
 
 
@@ -112,7 +112,7 @@ def main() -> None:
     for repeat in range(args.repeats):
         for command in args.only.split(","):
             for name, tree in trees.items():
-                art, out = args.root / f"art-{name}", args.root / f"out-{name}"
+                art, out = args.root / f"art-{name}-{args.chats}", args.root / f"out-{name}"
                 shutil.rmtree(out, ignore_errors=True)
                 places = {
                     "model": args.root / "model",
@@ -126,6 +126,8 @@ def main() -> None:
                 row = pq.read_table(art / "rows.parquet")["row_id"][7].as_py() if command == "explain" else ""
                 spent = run(Path(tree).resolve(), [word.format(**places, row=row) for word in COMMANDS[command]])
                 results.setdefault(command, {}).setdefault(name, []).append(spent)
+                if command == "further" and not art.exists():
+                    out.rename(art)  # for the commands that read an artifact
                 numbers = f"{spent['cpu_s']:7.1f} s  {spent['peak_mb']:7.0f} MB"
                 print(f"{repeat + 1}  {command:9} {name:8} {numbers}", flush=True)
     middle = {
@@ -134,7 +136,9 @@ def main() -> None:
     }
     last = list(trees)[-1]
     built = [
-        path for path in (args.root / f"out-{last}", args.root / f"art-{last}") if (path / "rows.parquet").exists()
+        path
+        for path in (args.root / f"out-{last}", args.root / f"art-{last}-{args.chats}")
+        if (path / "rows.parquet").exists()
     ]
     if built:
         middle["plain passes"] = {"this": plain_passes(built[0])}

@@ -80,7 +80,7 @@ def test_what_is_not_there_is_said_in_one_line(art, tmp_path):
         grasp.open(tmp_path / "none")
     with pytest.raises(grasp.GraspError, match="target: got facts more than once; name each once"):
         grasp.open(art).report(tmp_path / "r.html", target=["facts", "facts"])
-    with pytest.raises(grasp.GraspError, match="which is the artifact; give it a name of its own"):
+    with pytest.raises(grasp.GraspError, match="the artifact; choose another name"):
         grasp.open(art).report(art / "manifest.json")
 
 

@@ -47,7 +47,7 @@ def test_a_ceiling_is_an_estimate_with_an_interval(tmp_path):
     line = next(one for one in evaluation.records() if one["target"] == "sciq")
     low, high = (f"{line[f'task_ceiling_{end}']:.2f}" for end in ("low", "high"))
     assert re.split("  +", lines[0])[3:] == [f"{line['task_ceiling']:.2f}", f"{low} to {high}"]
-    assert f"with 95 % intervals: sciq {low} to {high}, boolq " in repr(evaluation)
+    assert f"95 % intervals: sciq {low} to {high}, boolq " in repr(evaluation)
     page = grasp.open(tmp_path / "art").report(tmp_path / "page.html", runs=runs, explain=0).read_text()
     ends = f"[{line['task_ceiling_low']:.3f}, {line['task_ceiling_high']:.3f}]"
     assert page.count(f'{line["task_ceiling"]:.3f}</span> <small class="num">{ends}') >= 1

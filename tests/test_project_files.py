@@ -54,10 +54,10 @@ def test_every_path_that_newcomers_are_sent_to_is_there():
     assert not missing
 
 
-def test_the_picture_of_the_house_has_every_package_of_the_road():
-    road = re.search(r"before it: (.*?)\.", CONTRIBUTING, re.S)
-    assert road is not None
-    packages = [name.strip() for name in road[1].replace("\n", " ").split(",")]
+def test_contributing_lists_every_package_in_the_order_of_layers():
+    listed = re.search(r"before it: (.*?)\.", CONTRIBUTING, re.S)
+    assert listed is not None
+    packages = [name.strip() for name in listed[1].replace("\n", " ").split(",")]
     contract = re.search(r"^layers = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
     assert contract is not None
     layers = [*dict.fromkeys(re.findall(r'"grasp\.(\w+)', contract[1]))][::-1]

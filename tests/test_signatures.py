@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grasp.report.serve import REPEATABLE, SERVED_VERBS
-from grasp.signatures import REQUIRED, declared
+from grasp.signatures import REQUIRED, parse_signature
 
 VERBS = [
     ("grasp.inspect.detect", "detect"),
@@ -33,7 +33,7 @@ OF_PYTHON = {"art", "artifact", "cluster", "jobs", "overrides", "on_start", "pro
 
 @pytest.mark.parametrize(("module", "name"), VERBS)
 def test_a_verb_is_declared_as_python_sees_it(module, name):
-    verb, found = getattr(import_module(module), name), declared(module, name)
+    verb, found = getattr(import_module(module), name), parse_signature(module, name)
     takes = {one.name: one.default for one in inspect.signature(verb).parameters.values()}
     assert list(found.arguments) == [name for name in takes if name not in OF_PYTHON]
     for name, argument in found.arguments.items():
@@ -44,7 +44,7 @@ def test_a_verb_is_declared_as_python_sees_it(module, name):
 
 
 def test_kinds_are_those_that_can_be_written():
-    found = declared("grasp.api.predict", "predict").arguments
+    found = parse_signature("grasp.api.predict", "predict").arguments
     kinds = {name: found[name].annotation for name in ("by", "weight", "subsets", "omitted", "count")}
     assert kinds == {"by": str | None, "weight": list[str], "subsets": Path | None, "omitted": bool, "count": int}
     assert [name for name, argument in found.items() if argument.in_commas] == ["target"]
@@ -53,6 +53,6 @@ def test_kinds_are_those_that_can_be_written():
 
 def test_a_question_of_a_page_or_an_agent_names_no_file():
     for verb, (module, names) in SERVED_VERBS.items():
-        asked = [declared(module, verb).arguments[name] for name in names]
+        asked = [parse_signature(module, verb).arguments[name] for name in names]
         assert all(argument.kind is not Path for argument in asked)
         assert {argument.name for argument in asked if argument.repeatable} <= set(REPEATABLE)

@@ -1,11 +1,11 @@
-"""How long is the road of a command? What it passes of `src/grasp` on a small world, counted.
+"""Count the functions and modules of `src/grasp` that each command executes on a small corpus.
 
     python tools/road.py            # prints the table of docs/road.md
-    python tools/road.py --names    # also what is passed, in order
+    python tools/road.py --names    # also the functions, in the order of their first call
 
-A function is passed if it is called, in any thread. Lambdas and comprehensions are their function's; what runs while a
-module is imported counts for nothing. Depth is the most functions that wait for one another. Who reads the functions
-in the order in which they are first called changes the module so often.
+Calls in every thread are counted. Lambdas and comprehensions belong to their function; code that runs while a module is
+imported is not counted. Depth is the maximum depth of the call stack. Changes of module: how often a reader changes the
+file when reading the functions in the order of their first call.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # the tests' world, and this checkout, however the file is run
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # the tests' corpus, and this checkout, from any directory
 
 import grasp.cli  # noqa: E402
 from grasp.yaml_files import write_yaml  # noqa: E402
@@ -42,7 +42,7 @@ IMPORT = "import"  # stands for a module that is being imported
 
 
 class CallTrace:
-    """What a command passes: functions, as module:name, in the order in which they are first called."""
+    """Functions that a command calls, as module:name, in the order of their first call."""
 
     def __init__(self) -> None:
         self.functions: dict[str, None] = {}
@@ -50,7 +50,7 @@ class CallTrace:
         self._waiting = threading.local()
 
     def record(self, frame: FrameType, event: str, _: object) -> None:
-        """As `sys.setprofile` tells of calls and returns."""
+        """Record a call or a return; see `sys.setprofile`."""
         stack: list[str | None] = self._waiting.__dict__.setdefault("stack", [])
         if event == "call":
             name = None if IMPORT in stack else _name(frame.f_code)

@@ -36,7 +36,7 @@ import psutil
 import pyarrow.parquet as pq
 
 import grasp
-from benchmarks.faults.bench import LONGEST, WRITERS, Bench, Child, FaultError, Limits, arrays_of, go_on, same
+from benchmarks.faults.bench import LONGEST, WRITERS, Bench, Child, Constraints, FaultError, arrays_of, go_on, same
 from grasp.artifact.inspection import verify
 from grasp.artifact.reader import ArtifactReader
 from grasp.build.pipeline import build_artifact
@@ -115,7 +115,7 @@ def kill_worker(bench: Bench) -> None:
 # ---------------------------------------------------------------------------------------------------------------- disks
 
 
-def starved(bench: Bench, limits: Limits, wording: str) -> None:
+def starved(bench: Bench, limits: Constraints, wording: str) -> None:
     """Run a command on a disk that fails, and again on one that does not."""
     verb, out = bench.draw.choice(WRITERS), bench.fresh("starved")
     try:
@@ -130,13 +130,15 @@ def starved(bench: Bench, limits: Limits, wording: str) -> None:
 
 
 def full_disk(bench: Bench) -> None:
-    starved(bench, Limits(file_bytes=int(300 * 100 ** bench.draw.random())), "file too large")
+    starved(bench, Constraints(file_bytes=int(300 * 100 ** bench.draw.random())), "file too large")
 
 
 def failing_disk(bench: Bench) -> None:
     code = bench.draw.choice((errno.EIO, errno.ENOSPC))
     starved(
-        bench, Limits(calls=int(300 ** bench.draw.random()), error=code), os.strerror(code).split(" left")[0].lower()
+        bench,
+        Constraints(calls=int(300 ** bench.draw.random()), error=code),
+        os.strerror(code).split(" left")[0].lower(),
     )
 
 

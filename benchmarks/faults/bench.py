@@ -199,7 +199,7 @@ def failing_disk_at_hand(directory: Path) -> Iterator[bool]:
 
 
 @dataclass(frozen=True)
-class Limits:
+class Constraints:
     """How the disk of a child fails.
 
     Attributes:
@@ -215,9 +215,9 @@ class Limits:
 class Child:
     """A process of its own that a fault happens to; forked where all is imported, so that kills hit work."""
 
-    def __init__(self, verb: str, root: Path, out: Path, limits: Limits | None = None) -> None:
+    def __init__(self, verb: str, root: Path, out: Path, limits: Constraints | None = None) -> None:
         self._reader, writer = SERVER.Pipe(duplex=False)
-        self._process = SERVER.Process(target=run_child, args=(verb, root, out, limits or Limits(), writer))
+        self._process = SERVER.Process(target=run_child, args=(verb, root, out, limits or Constraints(), writer))
         self._process.start()
         writer.close()
         assert self._process.pid is not None
@@ -251,7 +251,7 @@ class Child:
         return str(line) if line else None
 
 
-def run_child(verb: str, root: Path, out: Path, limits: Limits, writer: Connection) -> None:
+def run_child(verb: str, root: Path, out: Path, limits: Constraints, writer: Connection) -> None:
     """Sends the one line of a refusal and the traceback of a bug, each empty if there is none."""
     os.setsid()
     if limits.file_bytes:

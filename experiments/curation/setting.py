@@ -22,7 +22,7 @@ from grasp.files import temporary_path, write_whole
 from grasp.methods.contract import MethodInputs
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, ScoringProtocol, load_protocol
 from grasp.seeds import stream
-from grasp.select.export import corpus_settings, kept_documents, kept_records, stored_rows, write_corpus
+from grasp.select.export import corpus_settings, iter_records, select_documents, stored_rows, write_corpus
 from grasp.settings import CorpusSettings, RetrainSettings, TargetSettings, retrain_settings
 from grasp.store.locks import locked
 from grasp.targets import Unit, load_units
@@ -155,8 +155,8 @@ class World:
             if not out.exists():
                 corpus = Corpus(open_source(self.corpus.path, self.corpus.split), self.corpus)
                 with stored_rows(self.artifact, corpus, lambda: self.material.tokenizer, temporary_path(out)) as rows:
-                    documents = kept_documents(rows, self.pool_N, "any")
-                records = kept_records(self.corpus, documents.mask_M)
+                    documents = select_documents(rows, self.pool_N, "any")
+                records = iter_records(self.corpus, documents.mask_M)
                 write_corpus(out, "parquet", "documents", records, documents.tokens, {})
         return out
 

@@ -33,7 +33,7 @@ def of_environment(path: Path, art: Path) -> World:
     column = LabelTable(artifact.rows_path).column(environment.label)
     known = SubsetFeaturizer.from_predictor(predictor, artifact, (environment.label,))
     blocks = environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), column)
-    features = SubsetFeatures.joined([known.features(block.weights) for block in blocks])
+    features = SubsetFeatures.concatenate([known.features(block.weights) for block in blocks])
     both = environment.utilities(partial=True)
     utilities = (
         both

@@ -20,7 +20,7 @@ from grasp.geometry.scored import Scored
 from grasp.predict.predictor import SIMILAR, Predictor
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import WeightedRows, in_blocks
-from grasp.runs.calibration import learn
+from grasp.runs.calibration import fit_outcomes
 from grasp.runs.retrained import RetrainedRuns
 from grasp.select.mix import mix
 from grasp.select.select import select
@@ -66,7 +66,7 @@ def judge(args: argparse.Namespace) -> None:
     artifact, runs = ArtifactReader.open(args.artifact), RetrainedRuns.open(args.environment)
     trained = RetrainedRuns.open(args.chosen)
     predictor = Predictor.from_artifact(artifact, sketches=SIMILAR)
-    expected, scored = learn(predictor, artifact, runs), Scored.from_runs(trained, artifact)
+    expected, scored = fit_outcomes(predictor, artifact, runs), Scored.from_runs(trained, artifact)
     tables = [expected.predict(block.weights) for block in scored.blocks]
     low_BT, nats_BT, high_BT = (
         np.concatenate([getattr(table, name) for table in tables]) for name in ("low_BT", "nats_BT", "high_BT")

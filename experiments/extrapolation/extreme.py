@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from scipy.stats import spearmanr
 
 from grasp.arrays import F64, I64
-from grasp.runs.gaussian_process import Learned, SubsetFeatures
+from grasp.runs.gaussian_process import GaussianProcess, SubsetFeatures
 from grasp.runs.import_runs import import_runs
 from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
@@ -89,14 +89,16 @@ def splits(world: World) -> Iterator[tuple[str, I64, I64]]:
 def measured(world: World, train: I64, out: I64) -> dict[str, float]:
     """One draw: coverage and how good predictions are, mean over runs left out and tasks."""
     n_tasks, seeds = world.utility_RST.shape[2], world.utility_RST.shape[1]
-    process = Learned.fit(SubsetFeatures.from_shares(world.share_RG[train], n_tasks), world.utility_RST[train])
+    process = GaussianProcess.fit(SubsetFeatures.from_shares(world.share_RG[train], n_tasks), world.utility_RST[train])
     features = SubsetFeatures.from_shares(world.share_RG[out], n_tasks)
     mean_RT, spread_RT = process.predict(features)
     truth_RT, known_RT = world.utility_RST[out].mean(axis=1), world.utility_RST[train].mean(axis=1)
-    of_seeds_T = process.scale_T**2 * process.numbers["seed noise"] / seeds
+    of_seeds_T = process.scale_T**2 * process.hyperparameters["seed noise"] / seeds
     half_RT = process.quantile(COVERAGE) * np.sqrt(spread_RT**2 + of_seeds_T)
     covered_RT = np.abs(mean_RT - truth_RT) <= half_RT
-    refused_RT = process.ignorance(features, COVERAGE) > 1 if hasattr(process, "ignorance") else covered_RT & False
+    refused_RT = (
+        process.relative_uncertainty(features, COVERAGE) > 1 if hasattr(process, "ignorance") else covered_RT & False
+    )
     answered = float((~refused_RT).mean())
     moved_RT = truth_RT - known_RT.mean(axis=0)
     sd_T = known_RT.std(axis=0)

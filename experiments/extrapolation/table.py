@@ -23,7 +23,7 @@ def main() -> None:
         after, before = by_key["after", *key], by_key["before", *key]
         low, high = (min(end, 1.0) for end in after["coverage_interval"])
         cells = [*map(str, key), f"{before['coverage']:.0%}", f"{after['coverage']:.0%}", f"{low:.0%} to {high:.0%}"]
-        cells += [f"{one[column]:.2f}" for column in ("error", "half_width") for one in (before, after)]
+        cells += [f"{line[column]:.2f}" for column in ("error", "half_width") for line in (before, after)]
         print("| " + " | ".join([*cells, f"{after['answered']:.0%}"]) + " |")
 
 

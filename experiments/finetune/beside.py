@@ -27,7 +27,7 @@ from grasp.files import write_whole
 from grasp.predict.predictor import SIMILAR, Predictor
 from grasp.retraining.plan import row_names
 from grasp.runs.calibration import SubsetFeaturizer
-from grasp.runs.gaussian_process import Learned, SubsetFeatures
+from grasp.runs.gaussian_process import GaussianProcess, SubsetFeatures
 from grasp.runs.metrics import rank_correlations
 from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import bootstrap_weights, stream
@@ -49,7 +49,7 @@ def known_of(name: Name, data: Path, work: Path) -> tuple[SubsetFeatures, Subset
         k for k, kernel in enumerate(names) if kernel not in ("hidden_bias", "hidden_linear")
     ]  # a build makes these on request
     blocks = environment.subset_blocks(row_names(open_corpus(name, work, reader).store))
-    every, corpus = SubsetFeatures.joined([known.features(block.weights) for block in blocks]), known.corpus()
+    every, corpus = SubsetFeatures.concatenate([known.features(block.weights) for block in blocks]), known.corpus()
     values_RT = np.stack(
         [utilities.select(target).values_BSE.mean(axis=(1, 2)) for target in predictor.units.targets], axis=1
     )
@@ -63,7 +63,7 @@ def predict_runs(runs: SubsetFeatures, corpus: SubsetFeatures, values_RT: F64, c
     for left_out in range(len(runs)):
         others = np.delete(np.arange(len(runs)), left_out)
         seen = others[stream(0, "beside", left_out, draw).permutation(len(others))[:count]]
-        process = Learned.fit(runs.take(seen), values_RT[seen][:, None])
+        process = GaussianProcess.fit(runs.take(seen), values_RT[seen][:, None])
         out_RT[left_out] = process.change(runs.take([left_out]), corpus)[0][0]
     return out_RT
 

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from experiments.finetune.features import Features
 from grasp.arrays import F32, F64
 from grasp.kernels.embedding import input_tokens
-from grasp.kernels.knn import neighbour_relevance, prepare_neighbours
-from grasp.kernels.output_layer import prepare_targets, token_relevance
+from grasp.kernels.knn import knn_relevance, prepare_knn
+from grasp.kernels.output_layer import output_layer_relevance, prepare_targets
 from grasp.kernels.pooled import pooled_relevance, prepare_units
 from grasp.kernels.whitening import MomentAccumulator, SecondMoments, Whitener, preconditioner, whitening_map
 from grasp.models.residuals import PooledFeatures, SparseResidual, pool
@@ -54,7 +54,7 @@ class Sides:
     def _moments(self, dense_PH: F32, index_PK: NDArray[np.int32], value_PK: F32) -> SecondMoments:
         if self.drawn_P is not None:
             dense_PH, index_PK, value_PK = (values[self.drawn_P] for values in (dense_PH, index_PK, value_PK))
-        accumulator = MomentAccumulator(dense_PH.shape[1], self.vocabulary)
+        accumulator = MomentAccumulator(self.vocabulary)
         for start in range(0, len(dense_PH), 4096):
             part = slice(start, start + 4096)
             accumulator.add(dense_PH[part], index_PK[part], value_PK[part])
@@ -106,7 +106,7 @@ def token_kernel(sides: Sides, alpha: float = ALPHA, epsilon: float = EPSILON, t
     )
     return _blocks(
         rows,
-        lambda part, owner_P, n: token_relevance(
+        lambda part, owner_P, n: output_layer_relevance(
             targets, torch.from_numpy(rows.hidden_PH[part]), rows.residual.at(torch.from_numpy(part)), owner_P, n
         ),
     )
@@ -115,7 +115,7 @@ def token_kernel(sides: Sides, alpha: float = ALPHA, epsilon: float = EPSILON, t
 def pooled_kernel(sides: Sides) -> F64:
     """The paper's: means over the last 32 positions with loss, whitened by moments of these means."""
     rows, units = (_pooled(side, sides.vocabulary) for side in (sides.rows, sides.units))
-    accumulator = MomentAccumulator(rows.hidden_NH.shape[1], sides.vocabulary)
+    accumulator = MomentAccumulator(sides.vocabulary)
     accumulator.add(rows.hidden_NH, rows.residual_NV.indices, rows.residual_NV.data)
     whitener = Whitener.fit(accumulator.moments(), tau=TAU, alpha=ALPHA, epsilon=EPSILON)
     row_NH, unit_EH = ((side.hidden_NH - whitener.mean_H) @ whitener.map_HH for side in (rows, units))
@@ -151,7 +151,7 @@ def input_kernel(
     token_P = torch.from_numpy(rows.token_P.astype(np.int64))
     return _blocks(
         rows,
-        lambda part, owner_P, n: token_relevance(
+        lambda part, owner_P, n: output_layer_relevance(
             targets, torch.from_numpy(rows.delta_PH[part]), input_tokens(token_P[torch.from_numpy(part)]), owner_P, n
         ),
     )
@@ -194,11 +194,11 @@ def neighbour_kernel(sides: Sides, sampled: int = 8192) -> F64:
     label_S1 = torch.from_numpy(units.label_P.astype(np.int64))[:, None]
     residual = SparseResidual(label_S1, torch.zeros(len(label_S1), 1), torch.from_numpy(units.loss_P))
     of_units = torch.from_numpy(units.hidden_PH), residual, torch.from_numpy(units.owner_P), units.n
-    targets = prepare_neighbours(*of_units, whitener, sides.moments, *states)
+    targets = prepare_knn(*of_units, whitener, sides.moments, *states)
     label_P = torch.from_numpy(rows.label_P.astype(np.int64))
     return _blocks(
         rows,
-        lambda part, owner_P, n: neighbour_relevance(
+        lambda part, owner_P, n: knn_relevance(
             targets, torch.from_numpy(rows.hidden_PH[part]), label_P[torch.from_numpy(part)], owner_P, n
         ),
     )

@@ -25,7 +25,7 @@ from grasp.predict.predictor import Predictor
 from grasp.predict.slices import suggest_labels
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.calibration import SubsetFeaturizer
-from grasp.runs.gaussian_process import Learned, SubsetFeatures
+from grasp.runs.gaussian_process import GaussianProcess, SubsetFeatures
 from grasp.runs.import_runs import import_runs
 from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
@@ -75,7 +75,7 @@ def of_environment(name: str, art: str, worlds: Path) -> World:
     columns = [utilities.select(f"{target}{suffix}").values_BSE.mean(axis=2) for target in predictor.units.targets]
     return World(
         f"{name}{suffix}",
-        SubsetFeatures.joined([known.features(block.weights) for block in blocks]),
+        SubsetFeatures.concatenate([known.features(block.weights) for block in blocks]),
         np.stack(columns, axis=2),
     )
 
@@ -145,7 +145,7 @@ def draw(world: World, k: int, rng: np.random.Generator) -> dict[str, list[float
         out["relevance"] = list(rho(held.relevance_BT, truth_RT))
         known["learned, both"] = (runs, held)
     for name, (seen, held_out) in known.items():
-        process = Learned.fit(seen, utility_RST)
+        process = GaussianProcess.fit(seen, utility_RST)
         mean_RT, spread_RT = process.predict(held_out)
         covered_RT = _covered(process, mean_RT, spread_RT, truth_RT, seeds)
         far_R = np.linalg.norm(held_out.share_BG - seen.share_BG.mean(axis=0), axis=1)
@@ -157,9 +157,9 @@ def draw(world: World, k: int, rng: np.random.Generator) -> dict[str, list[float
     return out
 
 
-def _covered(process: Learned, mean_RT: F64, spread_RT: F64, truth_RT: F64, seeds: int) -> NDArray[np.bool_]:
+def _covered(process: GaussianProcess, mean_RT: F64, spread_RT: F64, truth_RT: F64, seeds: int) -> NDArray[np.bool_]:
     """Which intervals hold the mean over so many seeds."""
-    of_seeds_T = process.scale_T**2 * process.numbers["seed noise"] / seeds
+    of_seeds_T = process.scale_T**2 * process.hyperparameters["seed noise"] / seeds
     half_RT = process.quantile(COVERAGE) * np.sqrt(spread_RT**2 + of_seeds_T)
     return np.asarray(np.abs(mean_RT - truth_RT) <= half_RT)
 

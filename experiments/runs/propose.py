@@ -17,9 +17,9 @@ import numpy as np
 from scipy.stats import spearmanr
 
 from experiments.runs.curves import WORLDS, World, of_environment, of_regmix
-from grasp.runs.gaussian_process import Learned, SubsetFeatures
+from grasp.runs.gaussian_process import GaussianProcess, SubsetFeatures
 from grasp.seeds import stream
-from grasp.select.mixture_model import most_telling
+from grasp.select.mixture_model import most_informative
 
 FIRST, EACH = 8, 4
 UP_TO = 32
@@ -42,7 +42,7 @@ def trial(world: World, how: str, at: int) -> list[tuple[int, float, float]]:
     picked_runs = list(range(FIRST))
     values = []
     while True:
-        process = Learned.fit(features.take(pool[picked_runs]), utility_RST[pool[picked_runs]])
+        process = GaussianProcess.fit(features.take(pool[picked_runs]), utility_RST[pool[picked_runs]])
         guess_R = process.predict(features.take(pool))[0][:, -1]
         regret = float((objective_R.max() - objective_R[int(np.argmax(guess_R))]) / objective_R.std())
         values.append(
@@ -54,7 +54,7 @@ def trial(world: World, how: str, at: int) -> list[tuple[int, float, float]]:
         if how == "random":
             picked_runs += left[:EACH]  # the pool is in random order
         else:
-            picked, _ = most_telling(process, features.take(pool[left]), EACH, how, rng)
+            picked, _ = most_informative(process, features.take(pool[left]), EACH, how, rng)
             picked_runs += [left[k] for k in picked]
 
 
@@ -62,7 +62,7 @@ def with_aim(features: SubsetFeatures) -> SubsetFeatures:
     """One task more: the mean of all."""
     relevance, kernel, within_group = (
         np.concatenate([feature, feature.mean(axis=1, keepdims=True)], axis=1)
-        for feature in (features.relevance_BT, features.kernel_BTM, features.within_BT)
+        for feature in (features.relevance_BT, features.kernel_BTM, features.within_slice_BT)
     )
     return SubsetFeatures(features.share_BG, relevance, kernel, features.sketch_BD, within_group)
 

@@ -38,6 +38,8 @@ from grasp.seeds import stream
 
 ROOT = Path(__file__).parents[1]
 SAMPLES: dict[str, int | None] = {"128": 128, "256": 256, "512": 512, "1024": 1024, "before": 10**6, "default": None}
+BEFORE = "before"
+REDRAWN = "before, other projections"  # the sketches of `before` with another seed: how much of them is noise
 FROM_SCRATCH = {"cc-topic": "cc-completion", "cc-format": "cc-completion", "pool-source": "pool-completion"}
 LABELS = ("topic", "format")
 RUNS, DRAWS = 16, 32  # runs that intervals are learned from; random choices of them
@@ -47,15 +49,17 @@ Z_95 = 2 * 1.96  # width of a 95 % interval in standard errors
 
 
 def built_from_scratch(name: str, label: str, work: Path) -> Path:
-    """Build the default artifact of a from-scratch environment, with the sample of this label; return its place."""
+    """Build the default artifact of a from-scratch environment, with the sample of this label; return its path."""
     settings = yaml.safe_load((ROOT / "artifacts" / f"{FROM_SCRATCH[name]}.yaml").read_text())
     settings["model"]["threads"] = 1
     settings["features"] = {}
-    if (n_rows := SAMPLES[label]) is not None:
+    if label == REDRAWN:
+        settings["features"]["seed"] = 1
+    if (n_rows := SAMPLES.get(label, SAMPLES[BEFORE])) is not None:
         settings["features"]["sample_positions"] = n_rows * settings["corpus"]["max_length"]
-    if label == "before":
+    if label in (BEFORE, REDRAWN):
         settings["features"] |= {"summary_positions": "tail:32", "sample_rows": n_rows}
-    out = work / f"sample-{FROM_SCRATCH[name]}-{label}"
+    out = work / f"sample-{FROM_SCRATCH[name]}-{label.replace(', ', '-').replace(' ', '-')}"
     grasp.build(out=out, settings=settings)
     return out
 
@@ -75,15 +79,20 @@ def from_scratch(name: str, label: str, work: Path) -> dict[str, float]:
 
 
 def sketch_checks(name: str, work: Path) -> dict[str, float]:
-    """Compare the default's sketches with those before: redundancy of slices, and coverage of runs' intervals."""
-    places = {label: built_from_scratch(name, label, work) for label in ("before", "default")}
+    """Compare the default's sketches with those before: redundancy of slices, and coverage of runs' intervals.
+
+    For redundancy, the sketches before are also compared with themselves under other random projections.
+    """
+    places = {label: built_from_scratch(name, label, work) for label in (BEFORE, "default", REDRAWN)}
     checks = {}
     for by in LABELS:
         redundancy = [
-            grasp.open(place).predict(by=by).to_pandas().groupby(by)["redundancy"].first() for place in places.values()
+            grasp.open(place).predict(by=by).to_pandas().groupby("value")["redundancy"].first()
+            for place in places.values()
         ]
-        checks[f"redundancy of {by}: rank correlation"] = float(spearmanr(redundancy[0], redundancy[1]).statistic)
-    for label, place in places.items():
+        for label, values in zip(list(places)[1:], redundancy[1:], strict=True):
+            checks[f"redundancy of {by}: rank correlation, {label}"] = float(spearmanr(redundancy[0], values).statistic)
+    for label, place in list(places.items())[:2]:
         world = of_environment(name, place.name, work)
         drawn = [draw(world, RUNS, stream(0, "curves", world.name, RUNS, k))["learned, both"] for k in range(DRAWS)]
         covered = np.array(drawn)[:, 2]

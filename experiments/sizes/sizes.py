@@ -20,7 +20,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.calibration import SubsetFeaturizer
-from grasp.runs.gaussian_process import Learned, SubsetFeatures
+from grasp.runs.gaussian_process import GaussianProcess, SubsetFeatures
 from grasp.runs.metrics import bootstrap_interval, mean_defined, rank_correlations
 from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
@@ -126,12 +126,12 @@ def carried_over(
     assert environment.label is not None
     known = SubsetFeaturizer.from_predictor(predictor, artifact, (environment.label,))
     blocks = environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path))
-    features = SubsetFeatures.joined([known.features(block.weights) for block in blocks])
+    features = SubsetFeatures.concatenate([known.features(block.weights) for block in blocks])
     named = {task: target for target, task in tasks_of(environment, loss).items()}
     columns = [environment.utilities(named[task]).values_BSE.mean(axis=2) for task in predictor.units.targets]
     utility_BST = np.stack(columns, axis=2)
     held = np.isin(environment.subset_ids, subset_ids)
-    process = Learned.fit(features.take(np.flatnonzero(~held)), utility_BST[~held])
+    process = GaussianProcess.fit(features.take(np.flatnonzero(~held)), utility_BST[~held])
     order = [environment.subset_ids.index(subset_id) for subset_id in subset_ids]
     held_out = features.take(np.array(order))
     order_T = [predictor.units.targets.index(task) for task in named]

@@ -19,7 +19,7 @@ from grasp.artifact.writer import lock_artifact
 from grasp.build.pipeline import build_artifact
 from grasp.corpus import RowStore, normalised, read_documents, write_passages
 from grasp.errors import RunsError
-from grasp.files import own_directory, written_aside
+from grasp.files import claim_directory, written_aside
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.progress import Progress, Silent
@@ -92,7 +92,7 @@ class Demo:
 def make_demo(out: Path, progress: Progress | None = None) -> Demo:
     """Build the corpus, the reference model and the artifact, each unless it already exists."""
     progress = progress or Silent()
-    own_directory(out, ".grasp-demo", lambda path: (path / "artifact").is_dir() and (path / "model").is_dir())
+    claim_directory(out, ".grasp-demo", lambda path: (path / "artifact").is_dir() and (path / "model").is_dir())
     demo = Demo(out)
     make_corpus(demo)
     make_model(demo, progress)

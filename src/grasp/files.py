@@ -330,7 +330,7 @@ def check_place(path: Path, reads: Mapping[str, Reads] | None = None) -> None:
     _check_apart(path, "out", reads)
 
 
-def own_directory(
+def claim_directory(
     path: Path, marker: str, is_ours: Callable[[Path], bool], reads: Mapping[str, Reads] | None = None
 ) -> None:
     """Create an output directory, or check that an existing one is empty, holds our marker, or passes `is_ours`.

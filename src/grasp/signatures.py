@@ -1,7 +1,7 @@
 """Read the arguments of a public function from its source: names, types and defaults, and descriptions in `Args:`.
 
 Command-line options and MCP tools are generated from them. The module is parsed, not imported, so that `--help` stays
-fast. In a description, the text after "In Python" applies to Python only and is left out. Start with `declared`.
+fast. In a description, the text after "In Python" applies to Python only and is left out. Start with `parse_signature`.
 """
 
 import ast
@@ -43,7 +43,7 @@ class Argument:
 
 
 @dataclass(frozen=True, slots=True)
-class Declaration:
+class Signature:
     """The description of a public function and its arguments, in the order of the signature."""
 
     about: str
@@ -51,7 +51,7 @@ class Declaration:
 
 
 @cache
-def declared(module: str, verb: str) -> Declaration:
+def parse_signature(module: str, verb: str) -> Signature:
     """Parse the signature and the docstring of the function `verb` of a module, given its dotted name."""
     begins = re.compile(rf'^def {verb}\(.*?""".*?"""', re.MULTILINE | re.DOTALL)  # its head only
     (function,) = (node for head in begins.findall(_source(module)) for node in ast.parse(head).body)
@@ -67,7 +67,7 @@ def declared(module: str, verb: str) -> Declaration:
             default = _value(module, node) if node else None if "None" in forms else REQUIRED
             listed = kinds[0] is str and "Sequence" in forms and default != ()
             arguments[argument.arg] = Argument(argument.arg, kinds[0], default, listed, texts.get(argument.arg, ""))
-    return Declaration(about, arguments)
+    return Signature(about, arguments)
 
 
 def signed(function: Any, parameters: Mapping[str, tuple[Any, Any]], about: str, returns: Any = None) -> None:

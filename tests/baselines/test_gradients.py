@@ -113,7 +113,7 @@ def test_head_in_pieces_of_the_batch(monkeypatch):
 @pytest.mark.parametrize("elements", [1, 500])
 def test_memory_bounds_change_no_number(monkeypatch, elements):
     for module in (
-        "baselines.gradients.factors",
+        "models.gradient_factors",
         *(f"baselines.gradients.{m}" for m in ("queries", "sinks", "projection")),
     ):
         monkeypatch.setattr(f"grasp.{module}.ELEMENTS", elements)

@@ -196,7 +196,7 @@ def test_two_processes_do_not_compute_the_same(world, tmp_path):
     place.mkdir()
     with (place / LOCK).open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        with pytest.raises(ArtifactError, match=r"locked by another process; .*: wait for it or stop it"):
+        with pytest.raises(ArtifactError, match="locked by another process"):
             method.scores(inputs, tmp_path)
     assert method.calls == []
 

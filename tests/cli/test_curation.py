@@ -165,8 +165,8 @@ def test_select_says_what_is_in_no_row_and_which_file_it_replaces(art, tmp_path,
     monkeypatch.setattr(grasp, "open", lambda _: opened)
     command = ("select", art, "--budget", "50%", "--target", "facts", "--out", "kept.parquet")
     rows, whole = succeed(*command), succeed(*command, "--documents", "any", "--export", "kept")
-    assert_mentions(rows.lines, "2 short ends of documents", "1 empty documents")
-    assert "short ends" not in whole.out  # they come along
+    assert_mentions(rows.lines, "2 short last rows of long documents", "1 empty")
+    assert "short last rows" not in whole.out  # they come along
     assert "note: --out: overwriting kept.parquet" in rows.err
 
 

@@ -78,12 +78,8 @@ def test_no_command_connects_to_where_an_artifact_points(names, art, root, asked
 def test_what_is_not_here_is_named_with_the_flag_that_says_where_it_is(art, root, asked, tmp_path):
     path = strange(art, tmp_path, corpus_path=FAR, model_path="someone/model")
     select = ("select", path, "--budget", "5", "--target", "facts", "--export", tmp_path / "kept")
-    message = refused(*select)
-    assert_mentions(message, FAR, "`corpus`")
-
-    message = refused(*select, "--corpus", root / "corpus.jsonl")
-    assert "model.tokenizer" not in message
-    assert_mentions(message, "someone/model", "`hf download`")
+    assert_mentions(refused(*select), FAR, "`corpus`")
+    succeed(*select, "--corpus", root / "corpus.jsonl")  # spans of rows are stored: no tokenizer is needed
     target = tmp_path / "more.jsonl"
     target.write_text('{"task": "more", "prompt": "is it so", "completion": " yes"}\n')
     added = ("build", "--out", path, "--add-target", target)

@@ -86,7 +86,7 @@ def test_a_directory_of_results_lies_in_nothing_that_was_read(art, root, reads, 
     for words in (("report", art, "--atlas"), ("distil", art, "--out"), ("merge", art, art, "--out")):
         for place in (art, art / "new", tmp_path / "theirs", "", "/dev/null"):
             assert re.search(
-                "the artifact|a part|already|not ours|is a file|current directory",
+                "the artifact|a part|already|not written by grasp|is a file|current directory",
                 refused(*words, place),
             )
     assert contents(root) == reads

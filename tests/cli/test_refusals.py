@@ -32,8 +32,8 @@ PLAIN = {
 }
 REFUSALS = {
     "build": [
-        (("--config", "empty.yaml"), "build: missing --model (model.path), --corpus (corpus.path), --targets"),
-        (("--config", "empty.yaml", "--targets", " , "), "--targets (targets.names); give it as an argument"),
+        (("--config", "empty.yaml"), r"missing --model .*--corpus .*--targets"),
+        (("--config", "empty.yaml", "--targets", " , "), r"missing .*--targets"),
         (("--out", "ART", "--max-length", 9), "built with other settings: corpus.max_length: was 48, now 9"),
         (("--model", "small.gguf"), "model.path: `small.gguf`: no such file or directory; expected a checkpoint"),
         (("--model", "ids.jsonl"), "is a file; expected a directory, a GGUF file or the name"),
@@ -44,7 +44,7 @@ REFUSALS = {
         (("--max-length", "512"), "rows of 512 tokens, the model has 128 positions; set 128 or less"),
         (("--corpus", "ids.jsonl"), "ids.jsonl:2: row 'c' has the token id 999 at position 1"),
         (("--corpus", "column.jsonl"), "columns found: body, topic"),
-        (("--corpus", "torn.parquet"), "expected a whole Parquet file"),
+        (("--corpus", "torn.parquet"), "Parquet file"),
         (("--targets", "/no/such.jsonl"), "targets.names: /no/such.jsonl: no such file or directory"),
         (("--set", "targets.max_length=2"), "increase targets.max_length"),
     ],
@@ -58,7 +58,7 @@ REFUSALS = {
         (("--family", "mixture:tipic"), r"family: .*column 'tipic'"),
         (("--drop", "row_id IN (SELECT * FROM '/etc/passwd')"), r"subquery"),
         (("--drop", "'doc type' = 'FAQs'"), r"no row.*column"),
-        (("--drop", "replace(replace(topic, 'a', 'bb'), 'b', 'cc') = 'x'"), r"longer.*few"),
+        (("--drop", "replace(replace(topic, 'a', 'bb'), 'b', 'cc') = 'x'"), r"replace .*longer"),
         (("--drop", "replace(topic, 'a', topic) = 'x'"), r"replace .*longer"),
         (("--keep", "topic = 'erth'"), r"'sky' \(20 rows\).*'earth'"),
         (("--keep", "true", "--target", "sciq"), r"\['sciq'\].*\['facts'\]"),

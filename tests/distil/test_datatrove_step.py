@@ -11,7 +11,7 @@ import grasp
 from grasp.build.pipeline import build_artifact
 from grasp.distil.scorer import Scorer
 from grasp.errors import CorpusError
-from grasp.select.export import kept_documents
+from grasp.select.export import select_documents
 from tests.build.world import world
 from tests.corpus.world import write_parquet
 from tests.select.test_export import build, choose, records, rows_of
@@ -47,7 +47,7 @@ def selected(tmp_path):
     write_parquet(path / "b.parquet", rows[12:])
     artifact = build(tmp_path, path)
     chosen_N = choose(artifact)
-    selection = kept_documents(rows_of(artifact), chosen_N, "half")
+    selection = select_documents(rows_of(artifact), chosen_N, "half")
     selection.write_ids(tmp_path / "kept.txt")
     texts = {row["text"] for row, keep in zip(rows, selection.mask_M, strict=False) if keep}
     assert 3 < len(texts) < len(rows) - 3
@@ -67,7 +67,7 @@ def test_by_content_where_documents_have_no_names(tmp_path):
     path = write_parquet(tmp_path / "corpus" / "c.parquet", rows)
     artifact = build(tmp_path, path)
     chosen_N = choose(artifact)
-    selection = kept_documents(rows_of(artifact), chosen_N, "half")
+    selection = select_documents(rows_of(artifact), chosen_N, "half")
     selection.write_ids(tmp_path / "kept.txt")
     reader = readers.ParquetReader(str(path.parent))
     documents = run(reader, SelectedDocuments(str(tmp_path / "kept.txt"), by="content"), tmp_path / "out")

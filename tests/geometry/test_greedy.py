@@ -12,7 +12,7 @@ from grasp.artifact.where import LabelColumn
 from grasp.geometry import greedy
 from grasp.geometry.greedy import choose
 from grasp.geometry.set_objective import Objective, best_rows
-from grasp.select.budget import Amount, Limits, parse_bounds, parse_budget
+from grasp.select.budget import Amount, Constraints, parse_bounds, parse_budget
 from grasp.select.select import select
 from tests.select.world import World, planted, predictor_of, protocol
 
@@ -24,8 +24,8 @@ def objective_of(source, size, chosen=None) -> Objective:
     return Objective.from_predictor(predictor, np.ones(1), size)
 
 
-def limits_of(source, budget, *, floors=(), caps=(), labels=None, allowed_N=None) -> Limits:
-    return Limits.from_budget(
+def limits_of(source, budget, *, floors=(), caps=(), labels=None, allowed_N=None) -> Constraints:
+    return Constraints.from_budget(
         parse_budget(str(budget)),
         np.ones(source.n_rows, dtype=bool) if allowed_N is None else allowed_N,
         tokens_N=np.asarray(source.tokens),
@@ -188,7 +188,7 @@ def test_tokens_are_spent_by_gain_a_token_under_count_and_by_gain_under_mean():
 def test_rows_that_do_not_fit_are_passed_over(seed, budget):
     rng = np.random.default_rng(seed)
     worth_N, cost_N = rng.integers(0, 5, 30).astype(float), rng.integers(1, 40, 30)
-    limits = Limits.from_budget(
+    limits = Constraints.from_budget(
         Amount(max(budget, int(cost_N.min())), False, "tokens"), np.ones(30, dtype=bool), tokens_N=cost_N
     )
     room, want = limits.budget, []

@@ -13,7 +13,7 @@ from grasp.errors import SubsetError
 from grasp.geometry.standardize import (
     ColumnSpread,
     PairSums,
-    RowMoments,
+    StreamingMoments,
     pair_moments,
     relevance_moments,
     sampled_moments,
@@ -51,10 +51,10 @@ def test_closed_forms_are_the_moments_over_every_subset(family, side, weighting)
     pairs = PairSums.empty(sketch_ND.mean(axis=0)).plus(sketch_ND[:2]).plus(sketch_ND[2:])
     wanted = [
         (
-            relevance_moments(RowMoments.from_blocks([(0, relevance_NE)]), *how),
+            relevance_moments(StreamingMoments.from_blocks([(0, relevance_NE)]), *how),
             subset_relevance(masks @ relevance_NE, relevance_NE.sum(axis=0), mass, side, weighting),
         ),
-        (self_moments(RowMoments.from_blocks([(0, norm_N1)]), *how), every.self_B[:, None]),
+        (self_moments(StreamingMoments.from_blocks([(0, norm_N1)]), *how), every.self_B[:, None]),
         *((pair_moments(pairs, kind, *how), every[kind][:, None]) for kind in ("raw", "self", "pair", "cent")),
     ]
     for got, values_BE in wanted:
@@ -82,7 +82,7 @@ def test_sampled_moments_agree_with_closed_forms(spelling):
     relevance_NE = np.random.default_rng(1).standard_normal((n_rows, 3)) + 0.5
     blocks = family.draw(3000, n_rows=n_rows, seed=0, purpose="calibration")
     sampled = sampled_moments({"output_layer": block.weights_BN @ relevance_NE} for block in blocks)
-    want = relevance_moments(RowMoments.from_blocks([(0, relevance_NE)]), family, "retained", "count")
+    want = relevance_moments(StreamingMoments.from_blocks([(0, relevance_NE)]), family, "retained", "count")
     got = sampled["output_layer"]
     assert np.allclose(got.mean_E, want.mean_E, atol=5 * want.std_E / np.sqrt(3000))
     assert np.allclose(got.std_E, want.std_E, rtol=0.08)
@@ -106,11 +106,11 @@ def test_blocks_merge_to_the_moments_of_the_whole(seed, cuts):
     values_BE = np.random.default_rng(seed).standard_normal((30, 2)) * 3 + 1e4
     parts = [values_BE[start:stop] for start, stop in itertools.pairwise(sorted({0, 30, *cuts}))]
     got = sampled_moments({"a": part_BE, "k": part_BE[:, 0]} for part_BE in parts)
-    rows = RowMoments.from_blocks(enumerate(parts))
+    rows = StreamingMoments.from_blocks(enumerate(parts))
     np.testing.assert_allclose(got["a"].mean_E, values_BE.mean(axis=0), rtol=1e-13)
     np.testing.assert_allclose(got["a"].std_E, values_BE.std(axis=0), rtol=1e-9)
     assert got["k"].std_E == pytest.approx(values_BE[:, 0].std(), rel=1e-9)
-    np.testing.assert_allclose(np.sqrt(rows.scatter_E / 30), values_BE.std(axis=0), rtol=1e-9)
+    np.testing.assert_allclose(np.sqrt(rows.scatter / 30), values_BE.std(axis=0), rtol=1e-9)
     np.testing.assert_allclose(rows.mean_E * rows.n_rows, values_BE.sum(axis=0), rtol=1e-12)
 
 
@@ -127,7 +127,7 @@ def test_one_subset_cannot_standardise():
 
 
 def test_large_bernoulli_families_stay_cheap_and_exact():
-    rows = RowMoments(5_000_000, np.array([0.1]), np.array([5_000_000.0]))
+    rows = StreamingMoments(5_000_000, np.array([0.1]), np.array([5_000_000.0]))
     got = relevance_moments(rows, Family("bernoulli", fraction=0.3), "retained", "count")
     assert got.mean_E[0] == pytest.approx(0.3 * 0.1 * 5_000_000, rel=1e-9)
     second_moment = 1.0 + 0.1**2

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from grasp.errors import ModelError
 from grasp.kernels.embedding import (
-    input_relevance,
+    embedding_relevance,
     input_tokens,
 )
 from grasp.kernels.output_layer import prepare_targets
@@ -48,7 +48,7 @@ def world(seed: int, vocab: int = 12, tau: float = TAU, alpha: float = ALPHA, ep
     residual = sparse_residual(head.linear_logits(hidden), torch.randint(0, V, (POSITIONS,)), 6)
     unit_residual = sparse_residual(head.linear_logits(unit_hidden), torch.randint(0, V, (UNIT_POSITIONS,)), 6)
     token, unit_token = torch.randint(0, vocab, (POSITIONS,)), torch.randint(3, vocab + 9, (UNIT_POSITIONS,))
-    accumulator = MomentAccumulator(H, V)
+    accumulator = MomentAccumulator(V)
     tokens = input_tokens(token)
     accumulator.add(hidden_gradient(head, residual).numpy(), tokens.index_PK.numpy(), tokens.value_PK.numpy())
     moments = accumulator.moments()
@@ -87,7 +87,7 @@ def reference(head, rows, units, tau=TAU, alpha=ALPHA, epsilon=EPSILON) -> np.nd
 @given(seed=st.integers(0, 2**31), vocab=st.integers(1, 30))
 def test_input_relevance_is_the_mean_over_position_pairs_with_the_same_token(seed, vocab):
     head, rows, units, whitener = world(seed, vocab=vocab)
-    actual = input_relevance(prepared(head, units, whitener), head, *rows, N).numpy()
+    actual = embedding_relevance(prepared(head, units, whitener), head, *rows, N).numpy()
     expected = reference(head, rows, units)
     np.testing.assert_allclose(actual, expected, rtol=0, atol=rounding(TERMS, expected))
 
@@ -95,7 +95,7 @@ def test_input_relevance_is_the_mean_over_position_pairs_with_the_same_token(see
 @pytest.mark.parametrize("alpha", [0.5, 1.0])
 def test_settings_have_their_meaning(alpha):
     head, rows, units, whitener = world(4, tau=0.5, alpha=alpha, epsilon=2.0)
-    actual = input_relevance(prepared(head, units, whitener), head, *rows, N).numpy()
+    actual = embedding_relevance(prepared(head, units, whitener), head, *rows, N).numpy()
     expected = reference(head, rows, units, tau=0.5, alpha=alpha, epsilon=2.0)
     np.testing.assert_allclose(actual, expected, rtol=0, atol=rounding(TERMS, expected))
 
@@ -104,10 +104,10 @@ def test_rows_without_a_token_of_any_unit_have_no_relevance():
     head, (residual, token, row), units, whitener = world(5)
     targets = prepared(head, units, whitener)
     strange = torch.where(row == 1, 40, token)
-    result = input_relevance(targets, head, residual, strange, row, N)
+    result = embedding_relevance(targets, head, residual, strange, row, N)
     assert not result[1].any()
     assert result[[0, 2, 3, 4]].any(dim=1).all()
-    assert not input_relevance(targets, head, residual, torch.full_like(token, 40), row, N).any()
+    assert not embedding_relevance(targets, head, residual, torch.full_like(token, 40), row, N).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -191,7 +191,7 @@ def test_where_the_body_is_the_identity_it_is_the_inner_product_of_exact_embeddi
     row, unit = features
     delta_SH = hidden_gradient(model.head, unit.residual)
     targets = prepare_targets(delta_SH, input_tokens(unit.input_P[unit.chosen[0]]), unit.row_P, 2, whitener, 3)
-    actual = input_relevance(targets, model.head, row.residual, row.input_P[row.chosen[0]], row.row_P, 3).numpy()
+    actual = embedding_relevance(targets, model.head, row.residual, row.input_P[row.chosen[0]], row.row_P, 3).numpy()
     row_gradient, unit_gradient = (embedding_gradients(model, sequences) @ root @ root.T for sequences in (rows, units))
     expected = np.einsum("v,ivh,evh->ie", precondition, row_gradient, unit_gradient)
     assert np.abs(expected).max() > 0.1

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from grasp.kernels.embedding import input_tokens
-from grasp.kernels.hidden_bias import prepare_shift, shift_relevance
+from grasp.kernels.hidden_bias import hidden_bias_relevance, prepare_hidden_bias
 from grasp.kernels.whitening import MomentAccumulator, Whitener
 from grasp.models.head import OutputHead
 from grasp.models.residuals import hidden_gradient, sparse_residual
@@ -42,8 +42,8 @@ def gradient(head, hidden, label, owner, which) -> np.ndarray:
 
 def test_shift_relevance_is_the_inner_product_of_exact_gradients():
     head, rows, units = world()
-    unit_EH = prepare_shift(delta(head, *units[:2]), units[2], E, plain_whitener())
-    found = shift_relevance(unit_EH, delta(head, *rows[:2]), rows[2], N).numpy()
+    unit_EH = prepare_hidden_bias(delta(head, *units[:2]), units[2], E, plain_whitener())
+    found = hidden_bias_relevance(unit_EH, delta(head, *rows[:2]), rows[2], N).numpy()
     of_rows, of_units = (np.stack([gradient(head, *side, k) for k in range(n)]) for side, n in ((rows, N), (units, E)))
     close = rounding(TERMS, np.abs(of_rows) @ np.abs(of_units).T)
     np.testing.assert_allclose(found, of_rows @ of_units.T, rtol=0, atol=close)
@@ -51,14 +51,14 @@ def test_shift_relevance_is_the_inner_product_of_exact_gradients():
 
 def test_directions_in_which_all_rows_pull_count_less():
     head, rows, units = world(1)
-    accumulator = MomentAccumulator(H, V)
+    accumulator = MomentAccumulator(V)
     delta_PH, tokens = delta(head, *rows[:2]), input_tokens(torch.zeros(30, dtype=torch.int64))
     accumulator.add(delta_PH.numpy(), tokens.index_PK.numpy(), tokens.value_PK.numpy())
     whitener = Whitener.fit(accumulator.moments(), centred=False, tau=0.01, alpha=1.0, epsilon=0.3)
-    unit_EH = prepare_shift(delta(head, *units[:2]), units[2], E, whitener)
+    unit_EH = prepare_hidden_bias(delta(head, *units[:2]), units[2], E, whitener)
     second = (delta_PH.T @ delta_PH).double().numpy() / 30
     inverse = np.linalg.inv(second + 0.01 * np.trace(second) / H * np.eye(H))
     of_rows, of_units = (np.stack([gradient(head, *side, k) for k in range(n)]) for side, n in ((rows, N), (units, E)))
-    found = shift_relevance(unit_EH, delta_PH, rows[2], N).numpy()
+    found = hidden_bias_relevance(unit_EH, delta_PH, rows[2], N).numpy()
     close = rounding(TERMS + H, np.abs(of_rows) @ np.abs(inverse) @ np.abs(of_units).T)
     np.testing.assert_allclose(found, of_rows @ inverse @ of_units.T, rtol=0, atol=close)

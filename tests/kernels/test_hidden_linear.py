@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from grasp.kernels.hidden_linear import RIDGE, prepare_tilt, tilt_relevance
+from grasp.kernels.hidden_linear import RIDGE, hidden_linear_relevance, prepare_hidden_linear
 from grasp.kernels.whitening import MomentAccumulator
 from tests.kernels.test_hidden_bias import TERMS, E, H, N, V, delta, world
 from tests.rounding import rounding
@@ -22,7 +22,7 @@ def gradient(head, hidden, label, owner, which, mean) -> np.ndarray:
 def moments_of(hidden_PH, delta_PH):
     found = []
     for dense_PH in (hidden_PH, delta_PH):
-        accumulator = MomentAccumulator(H, V)
+        accumulator = MomentAccumulator(V)
         accumulator.add(dense_PH.numpy(), np.zeros((len(dense_PH), 1), np.int64), np.ones((len(dense_PH), 1)))
         found.append(accumulator.moments())
     return found
@@ -31,8 +31,8 @@ def moments_of(hidden_PH, delta_PH):
 def test_tilt_relevance_is_the_inner_product_of_exact_gradients():
     head, rows, units = world()
     moments = moments_of(rows[0], delta(head, *rows[:2]))
-    targets = prepare_tilt(units[0], delta(head, *units[:2]), units[2], E, *moments)
-    found = tilt_relevance(targets, rows[0], delta(head, *rows[:2]), rows[2], N).numpy()
+    targets = prepare_hidden_linear(units[0], delta(head, *units[:2]), units[2], E, *moments)
+    found = hidden_linear_relevance(targets, rows[0], delta(head, *rows[:2]), rows[2], N).numpy()
     mean = torch.from_numpy(moments[0].mean_H).float()
     of_rows, of_units = (
         np.stack([gradient(head, *side, k, mean) for k in range(n)]) for side, n in ((rows, N), (units, E))

@@ -4,53 +4,63 @@ import pytest
 import torch
 
 from grasp.kernels import embedding, hidden_bias, hidden_linear, knn, output_layer
-from tests.kernels import test_embedding as of_input
-from tests.kernels import test_hidden_bias as of_shift
-from tests.kernels import test_hidden_linear as of_tilt
-from tests.kernels import test_knn as of_neighbour
-from tests.kernels import test_output_layer as of_token
+from tests.kernels import test_embedding as embedding_tests
+from tests.kernels import test_hidden_bias as hidden_bias_tests
+from tests.kernels import test_hidden_linear as hidden_linear_tests
+from tests.kernels import test_knn as knn_tests
+from tests.kernels import test_output_layer as output_layer_tests
 from tests.rounding import rounding
 
 # Of a kernel: the row of every position, and its relevance where some positions are of rows that are given anew.
 
 
-def token():
-    hidden, unit_hidden, residual, unit_residual, whitener, row, unit = of_token.world(3)
-    units = output_layer.prepare_targets(unit_hidden, unit_residual, unit, of_token.E, whitener, of_token.N)
-    return row, lambda at, *rows: output_layer.token_relevance(units, hidden[at], residual.at(at), *rows)
+def output_layer_world():
+    hidden, unit_hidden, residual, unit_residual, whitener, row, unit = output_layer_tests.world(3)
+    units = output_layer.prepare_targets(
+        unit_hidden, unit_residual, unit, output_layer_tests.E, whitener, output_layer_tests.N
+    )
+    return row, lambda at, *rows: output_layer.output_layer_relevance(units, hidden[at], residual.at(at), *rows)
 
 
-def input_():
-    head, (residual, ids, row), asked, whitener = of_input.world(3)
-    units = of_input.prepared(head, asked, whitener)
-    return row, lambda at, *rows: embedding.input_relevance(units, head, residual.at(at), ids[at], *rows)
+def embedding_world():
+    head, (residual, ids, row), unit_inputs, whitener = embedding_tests.world(3)
+    units = embedding_tests.prepared(head, unit_inputs, whitener)
+    return row, lambda at, *rows: embedding.embedding_relevance(units, head, residual.at(at), ids[at], *rows)
 
 
-def neighbour():
-    (hidden, label, row), asked, whitener, moments = of_neighbour.world(3)
-    units = of_neighbour.prepared(asked, whitener, moments)
-    return row, lambda at, *rows: knn.neighbour_relevance(units, hidden[at], label[at], *rows)
+def knn_world():
+    (hidden, label, row), unit_inputs, whitener, moments = knn_tests.world(3)
+    units = knn_tests.prepared(unit_inputs, whitener, moments)
+    return row, lambda at, *rows: knn.knn_relevance(units, hidden[at], label[at], *rows)
 
 
-def shift():
-    head, (hidden, label, row), asked = of_shift.world(1)
-    delta, unit_delta = of_shift.delta(head, hidden, label), of_shift.delta(head, *asked[:2])
-    units = hidden_bias.prepare_shift(unit_delta, asked[2], of_shift.E, of_shift.plain_whitener())
-    return row, lambda at, *rows: hidden_bias.shift_relevance(units, delta[at], *rows)
+def hidden_bias_world():
+    head, (hidden, label, row), unit_inputs = hidden_bias_tests.world(1)
+    delta, unit_delta = hidden_bias_tests.delta(head, hidden, label), hidden_bias_tests.delta(head, *unit_inputs[:2])
+    units = hidden_bias.prepare_hidden_bias(
+        unit_delta, unit_inputs[2], hidden_bias_tests.E, hidden_bias_tests.plain_whitener()
+    )
+    return row, lambda at, *rows: hidden_bias.hidden_bias_relevance(units, delta[at], *rows)
 
 
-def tilt():
-    head, (hidden, label, row), asked = of_shift.world(1)
-    delta, unit_delta = of_shift.delta(head, hidden, label), of_shift.delta(head, *asked[:2])
-    units = hidden_linear.prepare_tilt(asked[0], unit_delta, asked[2], of_shift.E, *of_tilt.moments_of(hidden, delta))
-    return row, lambda at, *rows: hidden_linear.tilt_relevance(units, hidden[at], delta[at], *rows)
+def hidden_linear_world():
+    head, (hidden, label, row), unit_inputs = hidden_bias_tests.world(1)
+    delta, unit_delta = hidden_bias_tests.delta(head, hidden, label), hidden_bias_tests.delta(head, *unit_inputs[:2])
+    units = hidden_linear.prepare_hidden_linear(
+        unit_inputs[0], unit_delta, unit_inputs[2], hidden_bias_tests.E, *hidden_linear_tests.moments_of(hidden, delta)
+    )
+    return row, lambda at, *rows: hidden_linear.hidden_linear_relevance(units, hidden[at], delta[at], *rows)
 
 
-KERNELS = pytest.mark.parametrize("kernel", [token, input_, neighbour, shift, tilt])
+KERNELS = pytest.mark.parametrize(
+    "kernel", [output_layer_world, embedding_world, knn_world, hidden_bias_world, hidden_linear_world]
+)
 
 
-def assert_close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=0, atol=rounding(of_input.TERMS + of_neighbour.TERMS, expected))
+def assert_close(result, expected):
+    torch.testing.assert_close(
+        result, expected, rtol=0, atol=rounding(embedding_tests.TERMS + knn_tests.TERMS, expected)
+    )
 
 
 @KERNELS

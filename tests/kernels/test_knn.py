@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grasp.kernels.knn import PRIOR, WIDTH, neighbour_relevance, prepare_neighbours
+from grasp.kernels.knn import PRIOR, WIDTH, knn_relevance, prepare_knn
 from grasp.kernels.whitening import MomentAccumulator, Whitener
 from grasp.models.residuals import sparse_residual
 from tests.rounding import rounding
@@ -22,7 +22,7 @@ def world(seed: int, positions: int = POSITIONS, unit_positions: int = UNIT_POSI
     residual, unit_residual = (
         sparse_residual(states @ weight.T, torch.randint(0, V, (len(states),)), 3) for states in (hidden, unit_hidden)
     )
-    accumulator = MomentAccumulator(H, V)
+    accumulator = MomentAccumulator(V)
     accumulator.add(hidden.numpy(), residual.index_PK.numpy(), residual.value_PK.numpy())
     whitener = Whitener.fit(accumulator.moments(), tau=0.01, alpha=1.0, epsilon=0.3)
     moments = accumulator.moments(), hidden[:M].numpy(), residual.label_P[:M].numpy()
@@ -32,7 +32,7 @@ def world(seed: int, positions: int = POSITIONS, unit_positions: int = UNIT_POSI
 
 
 def prepared(units, whitener, moments):
-    return prepare_neighbours(*units, E, whitener, *moments)
+    return prepare_knn(*units, E, whitener, *moments)
 
 
 class Definition:
@@ -81,7 +81,7 @@ class Definition:
 @given(seed=st.integers(0, 2**31))
 def test_neighbour_relevance_is_its_definition(seed):
     rows, units, whitener, moments = made = world(seed)
-    found = neighbour_relevance(prepared(units, whitener, moments), *rows, N).numpy()
+    found = knn_relevance(prepared(units, whitener, moments), *rows, N).numpy()
     expected = Definition(*made).relevance()
     np.testing.assert_allclose(found, expected, rtol=0, atol=rounding(TERMS, expected))
 
@@ -106,8 +106,8 @@ def test_a_row_that_says_what_the_unit_says_helps_and_one_that_says_something_el
     first = unit == 0
     hidden, label = unit_hidden[first], unit_residual.label_P[first]
     row = torch.zeros(len(hidden), dtype=torch.int64)
-    assert neighbour_relevance(targets, hidden, label, row, 1)[0, 0] > 0
-    assert neighbour_relevance(targets, hidden, (label + 1) % V, row, 1)[0, 0] < 0
+    assert knn_relevance(targets, hidden, label, row, 1)[0, 0] > 0
+    assert knn_relevance(targets, hidden, (label + 1) % V, row, 1)[0, 0] < 0
 
 
 def test_what_the_sample_does_not_have_may_be_there_once():
@@ -115,6 +115,6 @@ def test_what_the_sample_does_not_have_may_be_there_once():
     far = 40.0 * unit_hidden  # nothing of the corpus is near
     targets = prepared((far, unit_residual, unit), whitener, moments)
     row = torch.arange(len(far)) % N
-    found = neighbour_relevance(targets, far, unit_residual.label_P, row, N)
+    found = knn_relevance(targets, far, unit_residual.label_P, row, N)
     assert found.isfinite().all()
     assert float(found.abs().max()) <= M**2

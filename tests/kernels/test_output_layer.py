@@ -23,7 +23,7 @@ def world(seed: int, positions: int = POSITIONS, unit_positions: int = UNIT_POSI
     hidden, unit_hidden = torch.randn(positions, H) + 0.5, torch.randn(unit_positions, H) + 0.5
     residual = sparse_residual(hidden @ weight.T, torch.randint(0, V, (positions,)), 6)
     unit_residual = sparse_residual(unit_hidden @ weight.T, torch.randint(0, V, (unit_positions,)), 6)
-    accumulator = MomentAccumulator(H, V)
+    accumulator = MomentAccumulator(V)
     accumulator.add(hidden.numpy(), residual.index_PK.numpy(), residual.value_PK.numpy())
     whitener = Whitener.fit(accumulator.moments(), tau=0.01, alpha=1.0, epsilon=0.3)
     row = torch.arange(positions) * N // positions
@@ -50,7 +50,7 @@ def reference(hidden, unit_hidden, residual, unit_residual, whitener, row, unit)
 def test_token_relevance_is_the_mean_over_position_pairs(seed):
     hidden, unit_hidden, residual, unit_residual, whitener, row, unit = world(seed)
     targets = token_match.prepare_targets(unit_hidden, unit_residual, unit, E, whitener, N)
-    found = token_match.token_relevance(targets, hidden, residual, row, N).numpy()
+    found = token_match.output_layer_relevance(targets, hidden, residual, row, N).numpy()
     expected = reference(hidden, unit_hidden, residual, unit_residual, whitener, row, unit)
     np.testing.assert_allclose(found, expected, rtol=0, atol=rounding(TERMS, expected))
 

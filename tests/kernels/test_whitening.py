@@ -22,9 +22,9 @@ def samples(seed: int, count: int):
 def test_moments_of_any_cut_are_the_moments_of_the_whole(seed, cuts):
     hidden, index, value = samples(seed, 30)
     edges = [0, *sorted(cuts), 30]
-    merged = MomentAccumulator(4, 11)
+    merged = MomentAccumulator(11)
     for low, high in itertools.pairwise(edges):
-        part = MomentAccumulator(4, 11)
+        part = MomentAccumulator(11)
         part.add(hidden[low:high], index[low:high], value[low:high])
         merged.merge(part)
     found = merged.moments()

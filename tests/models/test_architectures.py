@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from grasp.errors import ModelError, TargetError
-from grasp.kernels.output_layer import prepare_targets, token_relevance
+from grasp.kernels.output_layer import output_layer_relevance, prepare_targets
 from grasp.kernels.whitening import Whitener
 from grasp.models.causal_lm import ReferenceModel, pad_rows
 from grasp.models.forward_pass import extract
@@ -78,7 +78,7 @@ def test_token_relevance_is_the_inner_product_of_gradients_of_the_head(name):
     plain = Whitener(mean_H=np.zeros(H), map_HH=np.eye(H), precondition_V=np.ones(V))
     hidden, residual, row = features.take(0)
     targets = prepare_targets(hidden, residual, row, len(ROWS), plain, 8)
-    relevance = token_relevance(targets, hidden, residual, row, len(ROWS))
+    relevance = output_layer_relevance(targets, hidden, residual, row, len(ROWS))
     gradients = [gradient(reference, r, labelled[b, : len(r)].numpy()).flatten() for b, r in enumerate(ROWS)]
     expected = torch.stack(gradients) @ torch.stack(gradients).T
     # two layers of H to 48, the head, and on either side a gradient of V x H

@@ -8,7 +8,14 @@ from scipy.optimize import approx_fprime
 from scipy.stats import spearmanr
 
 from grasp.errors import RunsError
-from grasp.runs.gaussian_process import WITHIN_SD, FeatureScales, Learned, SubsetFeatures, _Data, _Evidence
+from grasp.runs.gaussian_process import (
+    WITHIN_SLICE_SD,
+    FeatureScales,
+    GaussianProcess,
+    SubsetFeatures,
+    _Data,
+    _MarginalLikelihood,
+)
 
 N_TASKS, N_SLICES = 3, 6
 
@@ -30,8 +37,8 @@ def world(n: int, seed: int = 0) -> tuple[SubsetFeatures, np.ndarray]:
     relevance_BT, other_BT = (share_BG @ rng.normal(size=(N_SLICES, N_TASKS)) for _ in range(2))
     kernels = np.stack([relevance_BT, other_BT], axis=2)
     utility_BT = relevance_BT + 0.7 * other_BT + 0.01 * rng.normal(size=relevance_BT.shape)
-    sketch_BD, within_BT = rng.normal(size=(n, 4)), np.zeros((n, N_TASKS))
-    return SubsetFeatures(share_BG, relevance_BT, kernels, sketch_BD, within_BT), utility_BT
+    sketch_BD, within_slice_BT = rng.normal(size=(n, 4)), np.zeros((n, N_TASKS))
+    return SubsetFeatures(share_BG, relevance_BT, kernels, sketch_BD, within_slice_BT), utility_BT
 
 
 def rho(predicted_BT: np.ndarray, realized_BT: np.ndarray) -> float:
@@ -42,15 +49,15 @@ def rho(predicted_BT: np.ndarray, realized_BT: np.ndarray) -> float:
 def test_the_gradient_of_the_evidence_is_that_of_its_value() -> None:
     features, utility_BT = world(15)
     rng = np.random.default_rng(1)
-    within_T = np.full(N_TASKS, 0.3)
+    within_slice_T = np.full(N_TASKS, 0.3)
     data = _Data(
-        FeatureScales.from_runs(features).measure(features),
+        FeatureScales.from_runs(features).transform(features),
         utility_BT - utility_BT.mean(0),
         np.arange(15) % 3 + 1.0,
-        within_T,
+        within_slice_T,
         15.0,
     )
-    evidence = _Evidence(data)
+    evidence = _MarginalLikelihood(data)
     theta = evidence.prior[:, 0] + 0.3 * rng.normal(size=len(evidence.names))
     numeric = approx_fprime(theta, lambda at: evidence.loss(at)[0], 1e-5)
     np.testing.assert_allclose(evidence.loss(theta)[1], numeric, rtol=2e-3, atol=2e-3)
@@ -58,7 +65,7 @@ def test_the_gradient_of_the_evidence_is_that_of_its_value() -> None:
 
 def test_changes_are_differences_of_predictions_and_the_corpus_has_none() -> None:
     features, utility_BT = world(30)
-    learned = Learned.fit(features.take(np.arange(20)), utility_BT[:20, None])
+    learned = GaussianProcess.fit(features.take(np.arange(20)), utility_BT[:20, None])
     corpus, others = features.take(np.array([25])), features.take(np.arange(20, 30))
     change_BT, spread_BT = learned.change(others, corpus)
     level_BT, _ = learned.predict(others)
@@ -69,8 +76,8 @@ def test_changes_are_differences_of_predictions_and_the_corpus_has_none() -> Non
 
 def plain(learned, own: SubsetFeatures) -> dict[str, np.ndarray]:
     """Measured features in such units that inner products are covariances."""
-    kernel_BTM = own.kernel_BTM * np.sqrt(learned.numbers["kernels"] / own.kernel_BTM.shape[2])
-    sketch_BD = own.sketch_BD * np.sqrt(learned.numbers["sketch"])
+    kernel_BTM = own.kernel_BTM * np.sqrt(learned.hyperparameters["kernels"] / own.kernel_BTM.shape[2])
+    sketch_BD = own.sketch_BD * np.sqrt(learned.hyperparameters["sketch"])
     return {"share": own.share_BG, "sketch": sketch_BD, "kernel": kernel_BTM, "r": own.relevance_BT}
 
 
@@ -78,9 +85,9 @@ def test_changes_are_those_of_the_dual_form_by_loops_over_runs_and_slices() -> N
     features, utility_BT = world(30)
     seeds_BST = np.repeat(utility_BT[:20, None], 2, axis=1)
     seeds_BST[::2, 1] = np.nan  # every other run has one seed
-    learned = Learned.fit(features.take(np.arange(20)), seeds_BST)
+    learned = GaussianProcess.fit(features.take(np.arange(20)), seeds_BST)
     corpus, others = features.take(np.array([25])), features.take(np.arange(20, 30))
-    numbers, curves, n_slices = learned.numbers, learned._curves, features.share_BG.shape[1]
+    numbers, curves, n_slices = learned.hyperparameters, learned._curves, features.share_BG.shape[1]
     unit = {name: numbers[name] * curves.units[name] for name in ("straight", "linear", "additive", "joint")}
     short, long = curves.lengths[0], curves.lengths[1] * np.sqrt(n_slices)
 
@@ -107,10 +114,10 @@ def test_changes_are_those_of_the_dual_form_by_loops_over_runs_and_slices() -> N
     def apart(one: dict[str, np.ndarray]) -> np.ndarray:
         return covariance(one, one) + covariance(whole, whole) - 2 * covariance(one, whole)
 
-    runs, (whole,) = points(learned.runs), points(learned._ruler.measure(corpus))
+    runs, (whole,) = points(learned.runs), points(learned._scales.transform(corpus))
     far_T = np.mean([apart(run) for run in runs], axis=0)
     expected_BT, spread_BT = learned.change(others, corpus)
-    for b, own in enumerate(points(learned._ruler.measure(others))):
+    for b, own in enumerate(points(learned._scales.transform(others))):
         d_nT = np.stack([covariance(own, run) - covariance(whole, run) for run in runs])
         mean_T = learned.scale_T * (own["r"] - whole["r"] + (d_nT * learned._rest_nT).sum(axis=0))
         inverse_Gnn = learned._solved.inverse_Gnn
@@ -126,8 +133,8 @@ def test_changes_are_those_of_the_dual_form_by_loops_over_runs_and_slices() -> N
 def test_unit_and_level_of_the_metric_do_not_matter() -> None:
     features, utility_BT = world(24)
     runs, rest = features.take(np.arange(16)), features.take(np.arange(16, 24))
-    plain = Learned.fit(runs, utility_BT[:16, None]).predict(rest)
-    scaled = Learned.fit(runs, 5.0 + 100.0 * utility_BT[:16, None]).predict(rest)
+    plain = GaussianProcess.fit(runs, utility_BT[:16, None]).predict(rest)
+    scaled = GaussianProcess.fit(runs, 5.0 + 100.0 * utility_BT[:16, None]).predict(rest)
     np.testing.assert_allclose(scaled[0], 5.0 + 100.0 * plain[0], rtol=1e-4)
     np.testing.assert_allclose(scaled[1], 100.0 * plain[1], rtol=1e-3)
 
@@ -136,7 +143,7 @@ def test_value_that_saturates_is_learned_from_shares_alone() -> None:
     rng = np.random.default_rng(3)
     runs, rest = mixtures(40, rng), mixtures(300, rng)
     noisy = saturating(runs) + 0.05 * rng.normal(size=(40, N_TASKS))
-    learned = Learned.fit(SubsetFeatures.from_shares(runs, N_TASKS), noisy[:, None])
+    learned = GaussianProcess.fit(SubsetFeatures.from_shares(runs, N_TASKS), noisy[:, None])
     predicted, spread = learned.predict(SubsetFeatures.from_shares(rest, N_TASKS))
     linear = np.linalg.lstsq(runs - runs.mean(0), noisy - noisy.mean(0), rcond=None)[0]
     assert rho(predicted, saturating(rest)) > 0.97 > rho(rest @ linear, saturating(rest)) + 0.03
@@ -146,7 +153,7 @@ def test_value_that_saturates_is_learned_from_shares_alone() -> None:
 
 def test_runs_say_which_kernel_counts() -> None:
     features, utility_BT = world(140, seed=4)
-    learned = Learned.fit(features.take(np.arange(24)), utility_BT[:24, None])
+    learned = GaussianProcess.fit(features.take(np.arange(24)), utility_BT[:24, None])
     rest = features.take(np.arange(24, 140))
     assert rho(learned.predict(rest)[0], utility_BT[24:]) > rho(rest.relevance_BT, utility_BT[24:]) + 0.05
 
@@ -156,7 +163,7 @@ def test_runs_that_are_noise_leave_relevance_as_it_is() -> None:
     features, utility_BT = world(104, seed=5)
     noisy = features.relevance_BT + 3.0 * rng.normal(size=utility_BT.shape)
     for k in (4, 12):
-        learned = Learned.fit(features.take(np.arange(k)), noisy[:k, None])
+        learned = GaussianProcess.fit(features.take(np.arange(k)), noisy[:k, None])
         rest = features.take(np.arange(20, 104))
         assert rho(learned.predict(rest)[0], rest.relevance_BT) > 0.95
 
@@ -165,18 +172,21 @@ def test_seeds_of_a_subset_tell_noise_of_training_apart() -> None:
     rng = np.random.default_rng(6)
     features, utility_BT = world(40, seed=6)
     seeds = utility_BT[:, None] + 0.5 * rng.normal(size=(40, 3, N_TASKS))
-    learned = Learned.fit(features, seeds)
-    noise_T = learned.scale_T * np.sqrt(learned.numbers["seed noise"])
+    learned = GaussianProcess.fit(features, seeds)
+    noise_T = learned.scale_T * np.sqrt(learned.hyperparameters["seed noise"])
     np.testing.assert_allclose(noise_T.mean(), 0.5, rtol=0.25)
-    alone = Learned.fit(features, seeds.mean(axis=1, keepdims=True))
-    assert learned.numbers["noise"] * learned.scale_T.mean() ** 2 < alone.numbers["noise"] * alone.scale_T.mean() ** 2
+    alone = GaussianProcess.fit(features, seeds.mean(axis=1, keepdims=True))
+    assert (
+        learned.hyperparameters["noise"] * learned.scale_T.mean() ** 2
+        < alone.hyperparameters["noise"] * alone.scale_T.mean() ** 2
+    )
 
 
 def test_intervals_widen_away_from_the_runs() -> None:
     rng = np.random.default_rng(8)
     shares = 0.5 * mixtures(30, rng) + 0.5 / N_SLICES
     noisy = saturating(shares) + 0.05 * rng.normal(size=(30, N_TASKS))
-    learned = Learned.fit(SubsetFeatures.from_shares(shares, N_TASKS), noisy[:, None])
+    learned = GaussianProcess.fit(SubsetFeatures.from_shares(shares, N_TASKS), noisy[:, None])
     corpus = SubsetFeatures.from_shares(np.full((1, N_SLICES), 1 / N_SLICES), N_TASKS)
     path = [np.eye(N_SLICES)[:1] * far + (1 - far) / N_SLICES for far in (0.1, 0.4, 0.7, 0.99)]
     _, spread = learned.change(SubsetFeatures.from_shares(np.concatenate(path), N_TASKS), corpus)
@@ -187,24 +197,24 @@ def test_beyond_the_runs_a_prediction_counts_by_its_logarithm() -> None:
     """As it is among them; beyond, the larger the less of it, never falling, of its sign."""
     relevance_BT = np.linspace(-0.5, 2.0, 11)[:, None]
     nothing = np.zeros((11, 1, 0)), np.zeros((11, 0)), np.zeros((11, 1))
-    ruler = FeatureScales.from_runs(SubsetFeatures(np.zeros((11, 0)), relevance_BT, *nothing))
+    scales = FeatureScales.from_runs(SubsetFeatures(np.zeros((11, 0)), relevance_BT, *nothing))
     asked_BT = np.array([[-8.0], [-2.0], [0.0], [1.0], [2.0], [4.0], [8.0]])
-    near_B = ruler.near(asked_BT)[:, 0]
+    near_B = scales.compress(asked_BT)[:, 0]
     np.testing.assert_allclose(near_B[1:5], asked_BT[1:5, 0])
     np.testing.assert_allclose(near_B[[0, 5, 6]], 2.0 * np.array([-(1 + np.log(4)), 1 + np.log(2), 1 + np.log(4)]))
     none = FeatureScales.from_runs(SubsetFeatures(np.zeros((11, 0)), np.zeros((11, 1)), *nothing))
-    np.testing.assert_array_equal(none.near(np.zeros((3, 1))), 0.0)
+    np.testing.assert_array_equal(none.compress(np.zeros((3, 1))), 0.0)
 
 
 def test_rows_chosen_within_slices_widen_the_interval_by_what_no_run_had() -> None:
     """Of a choice w the part beyond the runs' own adds (sd of it)^2 to the variance; the mean stays."""
     features, utility_BT = world(20)
-    features = replace(features, within_BT=np.random.default_rng(3).uniform(-0.1, 0.1, size=(20, N_TASKS)))
-    learned = Learned.fit(features, utility_BT[:, None])
+    features = replace(features, within_slice_BT=np.random.default_rng(3).uniform(-0.1, 0.1, size=(20, N_TASKS)))
+    learned = GaussianProcess.fit(features, utility_BT[:, None])
     corpus, asked = features.take(np.array([0])), features.take(np.array([5]))
-    mean_BT, spread_BT = learned.change(replace(asked, within_BT=np.full((1, N_TASKS), 0.05)), corpus)
-    more_BT, wide_BT = learned.change(replace(asked, within_BT=np.full((1, N_TASKS), 0.2)), corpus)
-    beyond_T = WITHIN_SD * (0.2 - np.abs(features.within_BT).max(axis=0))
+    mean_BT, spread_BT = learned.change(replace(asked, within_slice_BT=np.full((1, N_TASKS), 0.05)), corpus)
+    more_BT, wide_BT = learned.change(replace(asked, within_slice_BT=np.full((1, N_TASKS), 0.2)), corpus)
+    beyond_T = WITHIN_SLICE_SD * (0.2 - np.abs(features.within_slice_BT).max(axis=0))
     relevance_T, farthest_T = asked.relevance_BT[0], np.abs(features.relevance_BT).max(axis=0)
     assert (np.abs(relevance_T) + beyond_T < farthest_T).all()
     added_T = (learned.scale_T * beyond_T / features.relevance_BT.std(axis=0)) ** 2
@@ -215,7 +225,7 @@ def test_rows_chosen_within_slices_widen_the_interval_by_what_no_run_had() -> No
 def test_runs_that_came_out_alike_are_refused() -> None:
     features, utility_BT = world(5)
     with pytest.raises(RunsError, match="came out the same"):
-        Learned.fit(features, np.ones_like(utility_BT)[:, None])
+        GaussianProcess.fit(features, np.ones_like(utility_BT)[:, None])
 
 
 STRAIGHT, LOGARITHMIC = (lambda share: 1.85 * share), (lambda share: 0.3 * np.log(share + 0.01))
@@ -229,13 +239,13 @@ def test_extrapolation_keeps_the_trend_and_its_interval_holds(curve, seed) -> No
     first_R = rng.uniform(0, 0.22, 12)
     share_RG = np.column_stack([first_R, rng.dirichlet(np.full(3, 5.0), 12) * (1 - first_R[:, None])])
     utility_R = curve(first_R) + 0.003 * rng.standard_normal(12)
-    learned = Learned.fit(SubsetFeatures.from_shares(share_RG, 1), utility_R[:, None, None])
+    learned = GaussianProcess.fit(SubsetFeatures.from_shares(share_RG, 1), utility_R[:, None, None])
     asked_B = np.array([0.1, 0.3, 0.4, 0.6, 0.8, 1.0])
     rest_G = share_RG[:, 1:].mean(axis=0) / share_RG[:, 1:].mean(axis=0).sum()
     share_BG = np.column_stack([asked_B, (1 - asked_B)[:, None] * rest_G])
     features = SubsetFeatures.from_shares(share_BG, 1)
     mean_B, spread_B = (values_BT[:, 0] for values_BT in learned.predict(features))
-    ignorance_B = learned.ignorance(features, 0.9)[:, 0]
+    ignorance_B = learned.relative_uncertainty(features, 0.9)[:, 0]
     assert (np.diff(mean_B[ignorance_B <= 1]) > 0).all()  # the direction of the runs, where a number is given
     assert (np.abs(mean_B - curve(asked_B)) <= learned.quantile(0.9) * spread_B).all()
     assert (np.diff(ignorance_B) > 0).all()
@@ -245,11 +255,11 @@ def test_extrapolation_keeps_the_trend_and_its_interval_holds(curve, seed) -> No
 
 def test_a_run_at_a_mixture_removes_what_was_unknown_of_it() -> None:
     features, utility_BT = world(20)
-    learned = Learned.fit(SubsetFeatures.from_shares(features.share_BG[:10], N_TASKS), utility_BT[:10, None])
+    learned = GaussianProcess.fit(SubsetFeatures.from_shares(features.share_BG[:10], N_TASKS), utility_BT[:10, None])
     far = SubsetFeatures.from_shares(np.eye(N_SLICES)[:1], N_TASKS)
     away_BG = np.linspace(0.0, 1.0, 5)[:, None] * far.share_BG + np.linspace(1.0, 0.0, 5)[:, None] / N_SLICES
-    before_T = learned.ignorance(far, 0.9)[0]
+    before_T = learned.relative_uncertainty(far, 0.9)[0]
     for task in range(N_TASKS):
-        after_B = learned.ignorance_after(far, SubsetFeatures.from_shares(away_BG, N_TASKS), task, 0.9)
+        after_B = learned.relative_uncertainty_after(far, SubsetFeatures.from_shares(away_BG, N_TASKS), task, 0.9)
         assert after_B[-1] == after_B.min()
         assert after_B[-1] < before_T[task]

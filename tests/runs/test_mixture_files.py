@@ -12,7 +12,7 @@ import yaml
 
 import grasp
 from grasp.errors import RunsError, SettingsError
-from grasp.runs.mixture_files import SUFFIXES, WRITERS, MixtureWeights, read_mixture, write_mixture
+from grasp.mixture_files import SUFFIXES, WRITERS, MixtureWeights, read_mixture, write_mixture
 
 VALUES = ("web", "Games & Fun", "code", "gone", 'a "quoted" #one', "Games, Fun")
 WEIGHTS = MixtureWeights(

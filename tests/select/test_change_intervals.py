@@ -37,8 +37,8 @@ def test_the_error_over_rows_is_that_of_redrawn_rows():
     slices, weights = mixture(source)
     (error,) = row_errors(predictor, weights, slices.codes_N, np.ones((1, 1)))
     effect_N = np.asarray(predictor.effect_NT[:, 0], np.float64)
-    counted = predictor.counted(weights)
-    c_N = (counted.mix[0] / weights.sums[0])[slices.codes_N] - 1 / source.n_rows
+    effective = predictor.effective_weights(weights)
+    c_N = (effective.mix[0] / weights.sums[0])[slices.codes_N] - 1 / source.n_rows
     rng, drawn = np.random.default_rng(0), []
     for _ in range(4_000):
         redrawn_N = effect_N.copy()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from grasp.corpus import RowStore, read_documents
 from grasp.corpus.values import plain_values
 from grasp.errors import CorpusError
-from grasp.select.export import kept_records, write_corpus
+from grasp.select.export import iter_records, write_corpus
 from grasp.select.export_tables import readable_table, table_of_records
 from tests.corpus.test_documents import CHATS, ODD_NAMES, plain_chats, write_folders
 from tests.corpus.world import Words, settings_for, write_jsonl, write_parquet
@@ -26,7 +26,7 @@ FORMATS = ["parquet", "jsonl", "datasets"]
 
 
 def export(path, out, kind):
-    return write_corpus(out, kind, "documents", kept_records(settings_for(path), np.ones(1_000, bool)), 0, {})
+    return write_corpus(out, kind, "documents", iter_records(settings_for(path), np.ones(1_000, bool)), 0, {})
 
 
 def load(out, kind, cache):

@@ -247,7 +247,7 @@ def test_the_distance_and_the_floors_hold(distance, floor):
     got = mixed(source, protocol(), floors=[f"{floor}%"], distance=f"{distance}%")
     moved = 0.5 * np.abs(proposed(got) - got.table["now"].to_numpy()).sum()
     assert moved <= distance / 100 + 1e-6
-    assert f"{100 * moved:.1f} % of the data change hands" in got.headline
+    assert f"{100 * moved:.1f} % of the data are reallocated" in got.headline
     assert proposed(got).min() >= floor / 100
     assert got.value >= -1e-6
 

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 import grasp
-from grasp.runs.mixture_files import SUFFIXES, WRITERS, read_mixture
+from grasp.mixture_files import SUFFIXES, WRITERS, read_mixture
 from tests.cli.grasp_command import refused, succeed
 from tests.runs.environments import TOPICS, write_artifact
 

@@ -10,8 +10,8 @@ import pytest
 import grasp
 from grasp.errors import RunsError, SettingsError
 from grasp.predict.subset_tables import RowIndex, read_subsets
-from grasp.runs.gaussian_process import Learned, SubsetFeatures
-from grasp.select.mixture_model import Taught, most_telling
+from grasp.runs.gaussian_process import GaussianProcess, SubsetFeatures
+from grasp.select.mixture_model import MixtureModel, most_informative
 from tests.cli.grasp_command import cells, refused, succeed
 from tests.runs.environments import TOPICS, write_artifact, write_environment
 
@@ -53,23 +53,28 @@ def test_the_best_mixture_lies_inside_and_a_cautious_one_nearer_to_the_runs(runs
     best = grasp.mix_runs(runs, "sciq/loss").to_pandas().set_index("value")
     np.testing.assert_allclose(best.loc[list(TOPICS), "proposed"], PEAK, atol=0.05)
     few = runs_of(np.random.default_rng(8).dirichlet(np.full(3, 0.5), 6), noise=0.05)
-    taught = Taught.from_runs(few, "sciq/loss")
+    model = MixtureModel.from_runs(few, "sciq/loss")
     results = {
         k: grasp.mix_runs(few, "sciq/loss", cautious=k).to_pandas().set_index("value")["proposed"].loc[list(TOPICS)]
         for k in (0.0, 3.0)
     }
-    spread = {k: taught.learned.predict(taught.features(p.to_numpy()[None]))[1][0, -1] for k, p in results.items()}
+    spread = {k: model.process.predict(model.features(p.to_numpy()[None]))[1][0, -1] for k, p in results.items()}
     assert spread[3.0] <= spread[0.0] + 1e-9
-    assert taught.aim(results[3.0].to_numpy()[None], 3.0) >= taught.aim(results[0.0].to_numpy()[None], 3.0) - 1e-6
+    assert (
+        model.predict_objective(results[3.0].to_numpy()[None], 3.0)
+        >= model.predict_objective(results[0.0].to_numpy()[None], 3.0) - 1e-6
+    )
 
 
 def test_the_joint_posterior_is_that_of_single_predictions():
-    taught = Taught.from_runs(runs_of(np.random.default_rng(0).dirichlet(np.ones(3), N_RUNS), noise=0.05), "sciq/loss")
-    features = taught.features(np.random.default_rng(2).dirichlet(np.ones(3), 7))
-    mean_B, cover_BB, noise = taught.learned.joint(features, -1)
-    expected_BT, spread_BT = taught.learned.predict(features)
+    model = MixtureModel.from_runs(
+        runs_of(np.random.default_rng(0).dirichlet(np.ones(3), N_RUNS), noise=0.05), "sciq/loss"
+    )
+    features = model.features(np.random.default_rng(2).dirichlet(np.ones(3), 7))
+    mean_B, cover_BB, noise = model.process.joint(features, -1)
+    expected_BT, spread_BT = model.process.predict(features)
     np.testing.assert_allclose(mean_B, expected_BT[:, -1], atol=1e-9)
-    own = taught.learned.numbers["noise"] * taught.learned.scale_T[-1] ** 2
+    own = model.process.hyperparameters["noise"] * model.process.scale_T[-1] ** 2
     np.testing.assert_allclose(np.diag(cover_BB) + own, spread_BT[:, -1] ** 2, rtol=1e-4)
     np.testing.assert_allclose(cover_BB, cover_BB.T, atol=1e-7)
     assert np.linalg.eigvalsh(cover_BB).min() > -1e-7
@@ -78,9 +83,9 @@ def test_the_joint_posterior_is_that_of_single_predictions():
 
 @pytest.mark.parametrize("decide", ["best", "values"])
 def test_proposals_differ_and_those_for_values_are_new(runs, decide):
-    taught = Taught.from_runs(runs, "sciq/loss")
-    share_BG = np.concatenate([taught.share_RG[:5], np.random.default_rng(4).dirichlet(np.full(3, 0.3), 20)])
-    picked, settles = most_telling(taught.learned, taught.features(share_BG), 6, decide, np.random.default_rng(0))
+    model = MixtureModel.from_runs(runs, "sciq/loss")
+    share_BG = np.concatenate([model.share_RG[:5], np.random.default_rng(4).dirichlet(np.full(3, 0.3), 20)])
+    picked, settles = most_informative(model.process, model.features(share_BG), 6, decide, np.random.default_rng(0))
     assert len(set(picked)) == 6
     assert min(settles) >= 0
     if decide == "values":
@@ -195,10 +200,10 @@ def test_questions_that_runs_cannot_answer_are_refused(runs):
     for question in ({"decide": "all"}, {"count": 100_000_000}):
         with pytest.raises(SettingsError, match=r"best or values.*\b1 to 125 runs"):
             grasp.propose_runs(runs, **question)
-    with pytest.raises(RunsError, match="its 4 runs were all trained on one mixture"):
+    with pytest.raises(RunsError, match="all 4 runs have the same mixture"):
         runs_of(np.tile(PEAK, (4, 1)))
     with pytest.raises(RunsError, match=r"got 1 different subset\(s\) in 4 run\(s\)"):
-        Learned.fit(SubsetFeatures.from_shares(np.tile(PEAK, (4, 1)), 1), np.arange(4.0)[:, None, None])
+        GaussianProcess.fit(SubsetFeatures.from_shares(np.tile(PEAK, (4, 1)), 1), np.arange(4.0)[:, None, None])
 
 
 def shares_in(result) -> np.ndarray:
@@ -225,12 +230,12 @@ def test_proposals_keep_floors_and_caps_and_repeat_nothing_more_than_asked(runs,
 
 def test_a_proposal_that_explores_is_called_so():
     linear = few_linear_runs()
-    taught = Taught.from_runs(linear)
+    model = MixtureModel.from_runs(linear)
     for decide in ("best", "values"):
         proposed = grasp.propose_runs(linear, count=6, decide=decide)
         everything = np.random.default_rng(0).dirichlet(np.ones(3), 2_000)
-        expected_B = taught.aim(shares_in(proposed))
-        worst = expected_B < np.quantile(taught.aim(everything), 0.05)
+        expected_B = model.predict_objective(shares_in(proposed))
+        worst = expected_B < np.quantile(model.predict_objective(everything), 0.05)
         named = re.findall(r"next-\d+ \(\d+%\)", str(proposed))
         more = re.search(r"and (\d+) more;", str(proposed))
         assert len(named) + int(more[1] if more else 0) >= worst.sum()

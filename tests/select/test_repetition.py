@@ -8,7 +8,7 @@ from scipy.sparse import csr_array
 
 from grasp.predict.predictor import REPEAT_WORTH, RepetitionLaw, SubsetSums
 from grasp.predict.weights import PackedMasks, Weights
-from grasp.select.objective import exposure_of
+from grasp.select.objective import repetition_law
 
 
 @given(times=st.floats(1e-6, 1e3), epochs=st.floats(0.01, 100))
@@ -32,8 +32,8 @@ def test_the_published_numbers(times, want):
 
 def test_a_corpus_that_is_read_often_anyway_gains_less_by_more():
     tokens_N = np.array([40, 60])
-    assert exposure_of(None, tokens_N) == RepetitionLaw()
-    gains = [float(exposure_of(tokens, tokens_N)(2.0)) for tokens in (10.0, 100.0, 400.0, 4000.0)]
+    assert repetition_law(None, tokens_N) == RepetitionLaw()
+    gains = [float(repetition_law(tokens, tokens_N)(2.0)) for tokens in (10.0, 100.0, 400.0, 4000.0)]
     assert gains[0] == 2.0
     assert gains == sorted(gains, reverse=True)
     assert gains[-1] < 1.1

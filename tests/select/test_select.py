@@ -18,7 +18,7 @@ from grasp.geometry.greedy import choose
 from grasp.geometry.set_objective import Objective, is_aligned, upper_bound
 from grasp.predict.predictor import NEW_ROW_VALUE, RepetitionLaw
 from grasp.predict.scoring_rule import Interaction
-from grasp.select.budget import Amount, Limits, parse_bounds, parse_budget, parse_tokens, within
+from grasp.select.budget import Amount, Constraints, parse_bounds, parse_budget, parse_tokens, take_within_budget
 from grasp.select.objective import weighted_targets, with_diversity
 from grasp.select.select import _few_rows, select, token_guarantee
 from tests.select.world import World, best_subset, changes, planted, predictor_of, protocol
@@ -149,7 +149,7 @@ def test_more_steps_never_loosen_the_bound():
     objective = Objective.from_predictor(
         predictor_of(source, protocol(components={"product.raw": -4.0})), np.ones(1), 12
     )
-    limits = Limits.from_budget(Amount(12, False), np.ones(60, dtype=bool))
+    limits = Constraints.from_budget(Amount(12, False), np.ones(60, dtype=bool))
     rows = choose(objective, limits).row_index
     bounds = [upper_bound(objective, limits, rows, steps)[0] for steps in (1, 2, 8, 40)]
     assert bounds == sorted(bounds, reverse=True)
@@ -168,8 +168,8 @@ def test_without_geometry_the_selection_is_proven_optimal():
 def test_a_budget_in_tokens_has_the_most_worth_of_a_token_and_says_how_near_the_most(seed):
     rng = np.random.default_rng(seed)
     cost_N, worth_N = rng.integers(1, 20, 12), rng.standard_normal(12)
-    limits = Limits.from_budget(Amount(40, False, "tokens"), np.ones(12, dtype=bool), tokens_N=cost_N)
-    picked = within(ranked(worth_N), limits)
+    limits = Constraints.from_budget(Amount(40, False, "tokens"), np.ones(12, dtype=bool), tokens_N=cost_N)
+    picked = take_within_budget(ranked(worth_N), limits)
     said = token_guarantee(worth_N, picked, limits, alike=True)
     mean, most = (float(found) for found in re.findall(r"[-+][\d.]+(?= a token|$)", said))
     used = int(cost_N[picked].sum())
@@ -205,7 +205,7 @@ def test_aligned_is_what_the_proposition_asks_for(seed):
     objective = Objective.from_predictor(
         predictor_of(source, protocol(components={"product.raw": -1.0})), np.ones(1), 5
     )
-    limits = Limits.from_budget(Amount(5, False), np.arange(30) != 3)
+    limits = Constraints.from_budget(Amount(5, False), np.arange(30) != 3)
     kept = np.delete(sketch_ND.astype("f4"), 3, axis=0)
     assert is_aligned(objective, limits) == bool((kept @ kept.T >= 0).all())
 
@@ -225,7 +225,7 @@ def test_floors_caps_exclusions_and_what_is_said_of_them():
     topics = [source.topics[i] for i in got.row_index]
     share = {label["value"]: label for label in got.labels.to_pylist()}
     assert not set(got.row_ids) & set(seen)
-    assert got.asked["excluded_rows"] == 6
+    assert got.params["excluded_rows"] == 6
     named = {"games": "games", "science": "science", "(no label)": None, "travel": "travel"}
     assert {name: label["taken"] for name, label in share.items()} == {n: topics.count(t) for n, t in named.items()}
     assert topics.count("games") >= 5
@@ -373,7 +373,7 @@ def test_a_budget_in_documents_takes_the_documents_with_the_best_rows_on_average
     mean = {d: effect_N[2 * d : 2 * d + 2].mean() for d in range(1, 20)}  # d0 has an excluded row
     best = sorted(mean, key=lambda d: -mean[d])[:5]
     assert got.row_ids == [f"r{i}" for d in best for i in (2 * d, 2 * d + 1)]
-    assert got.asked["unit"] == "documents"
+    assert got.params["unit"] == "documents"
     assert sum(label["taken"] for label in got.labels.to_pylist()) == 5
     assert got.guarantee == "whole documents, by the mean effect of their rows"
     assert list(got.curve.effect) == sorted(got.curve.effect, reverse=True)  # of whole documents
@@ -438,7 +438,7 @@ def test_whole_documents_are_not_chosen_row_by_row():
     with pytest.raises(SettingsError, match=r"any or half.*diversity 0"):
         selected(World(), protocol(components=GEOMETRY), "20%", documents="all")
     got = selected(World(), protocol(components=GEOMETRY), "20%", documents="all", diversity=0)
-    assert got.asked["items"] == "documents"
+    assert got.params["items"] == "documents"
     assert "document" in repr(got)
 
 

@@ -155,7 +155,7 @@ def test_a_reference_answer_is_scored_as_it_is(tmp_path, label):
         ([one() | {"doc_id": "x"}], "r.jsonl:1: doc_id, idx"),
         ([one(1), one(1)], r"document 3\b.*\b2 candidates.*\b0 gold"),
         ([one("a"), one("a") | {"idx": 1}], r"document 3\b.*\b2 candidates.*\b2 gold"),
-        ([one(0), one(0)], "different `idx`"),
+        ([one(0), one(0)], "distinct `idx`"),
         ([one(0), {"prompt": "p", "completion": "c"}], r"r\.jsonl:2: .*request"),
     ],
 )

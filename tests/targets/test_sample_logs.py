@@ -234,7 +234,7 @@ REFUSED = [
     (choice(0, WORDS, 3), r"target:.*'3'"),
     (choice(0, WORDS, None), r"target:.*'None'"),
     (choice(0, ("a", "  "), 1), "completion:"),
-    ({**generated(0, "4"), "arguments": PICTURE}, "pictures"),
+    ({**generated(0, "4"), "arguments": PICTURE}, "images"),
     ({**generated(0, "4"), "arguments": [[["a", "b"], UNTIL]]}, "text or messages"),
     ({**generated(0, "4"), "arguments": [["Q", " a"], ["Q", 3]]}, "arguments: .*context"),
     ({**generated(0, "4"), "arguments": []}, "arguments:"),
@@ -290,7 +290,7 @@ def test_logs_of_several_tasks_number_their_documents_alike(tmp_path):
     assert {unit.unit_id: unit.completion for unit in units.units} == {"a:0": " a", "b:0": " b"}
     assert load(f"{tmp_path}/").fingerprint == units.fingerprint  # or the directory that holds them
     write(tmp_path / "other" / "samples_b_2025-02-02T03-04-05.6.jsonl", generated(0, "b"))
-    with pytest.raises(TargetError, match="one task"):
+    with pytest.raises(TargetError, match="same task"):
         load(f"{tmp_path}/")
 
 

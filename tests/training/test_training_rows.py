@@ -101,7 +101,7 @@ def test_only_tokens_that_carry_loss_weigh_in_a_batch():
         (np.arange(20) < 3, ModelError, r"retained: 3 of 20 rows.*\b4\b"),
         (np.zeros(20), ModelError, "retained: 0 of 20 rows"),
         (np.ones(19, bool), ShapeError, r"retained: .*\(19,\).*\(20,\)"),
-        (np.where(np.arange(20) == 6, -1.0, 1.0), ModelError, "retained: row 6 weighs -1.0"),
+        (np.where(np.arange(20) == 6, -1.0, 1.0), ModelError, "row 6 .*-1.0"),
         (np.where(np.arange(20) == 7, np.nan, 1.0), ModelError, r"retained: row 7.*nan"),
     ],
 )

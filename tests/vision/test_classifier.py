@@ -73,7 +73,7 @@ def test_hidden_is_what_the_head_reads_and_the_residual_its_gradient(tmp_path, f
         ("classes", ["a", "b"], r"\b2 names.*`head`.*\b3 outputs"),
         ("fitted_head", "nothing.safetensors", "fitted head"),
         ("path", "nothing.pth", r"model\.path: `nothing\.pth`: no such"),
-        ("path", "text.pth", "weights.*read"),
+        ("path", "text.pth", "cannot read weights"),
     ],
 )
 def test_what_is_not_such_a_classifier_is_refused(tmp_path, monkeypatch, field, value, pattern):
@@ -268,7 +268,7 @@ def test_a_folder_of_ones_own_hides_no_package(tmp_path, monkeypatch):
         ("class Odd(Exception): ...\nraise Odd('of its own')", "Odd: of its own"),
         ("raise SystemExit(0)", "SystemExit: 0"),
         ("def Net() -> 'unknown.Name': ...", r"torch\.nn\.Module"),
-        (None, "no such file.*from"),
+        (None, "no such file"),
     ],
 )
 def test_a_file_without_such_a_module_is_refused(tmp_path, content, pattern):
@@ -298,5 +298,5 @@ def test_a_fitted_head_is_logistic_regression_and_takes_the_place_of_the_models(
     np.testing.assert_allclose(model.logits(hidden_PH).numpy(), expected, rtol=0, atol=rounding(10, expected))
     write_weights(tmp_path / "wide.safetensors", TinyNet(width=12))
     wide = {"model__path": str(tmp_path / "wide.safetensors"), "model__classifier__arguments": {"width": 12}}
-    with pytest.raises(ModelError, match=r"\b10 features.*`head`.*\b12\b"):
+    with pytest.raises(ModelError, match=r"\b10 inputs.*`head`.*\b12\b"):
         load(tmp_path, **wide, model__classifier__fitted_head=str(path))

@@ -71,7 +71,7 @@ def test_a_strangers_artifact_reads_no_device_and_fetches_nothing(art, tmp_path,
     explanation = grasp.open(path).explain("trusted", "train-4")
     assert list(explanation.pictures) == ["train-4"]
     (note,) = [note for note in explanation.notes if note.startswith("8 of ")]
-    assert (str(image) in note) is (change not in ("name", "kind"))
+    assert (str(trusted_file) in note) is (change not in ("name", "kind"))
     assert explanation.to_pandas()["unit_id"][0] in repr(explanation)
 
 

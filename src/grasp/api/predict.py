@@ -30,7 +30,7 @@ from grasp.text import plain, several, signed, text_table
 if TYPE_CHECKING:
     import pandas as pd
 
-    from grasp.runs.calibration import OutcomePredictor, Outside
+    from grasp.runs.calibration import ExtrapolationLog, OutcomePredictor
     from grasp.runs.retrained import TrainingRuns
     from grasp.runs.table import RunTable
 
@@ -181,9 +181,9 @@ def predict(
     )
     intervals = outside = None
     if runs is not None:
-        from grasp.runs.calibration import Outside, learn  # noqa: PLC0415 - read only if there are runs
+        from grasp.runs.calibration import ExtrapolationLog, fit_outcomes  # noqa: PLC0415 - read only if there are runs
 
-        intervals, outside = learn(predictor, artifact, runs), Outside()
+        intervals, outside = fit_outcomes(predictor, artifact, runs), ExtrapolationLog()
     if by is not None:
         return _by(artifact, predictor, column, intervals, outside, out)
     reader = prediction_table(predictor, artifact, blocks, components=components, intervals=intervals, outside=outside)
@@ -281,7 +281,7 @@ def _by(
     predictor: Predictor,
     column: LabelColumn,
     intervals: "OutcomePredictor | None",
-    outside: "Outside | None",
+    outside: "ExtrapolationLog | None",
     out: Path | None,
 ) -> SlicePrediction:
     """Predict dropping and doubling the values of a label: all values for a file, the largest ones for the screen."""
@@ -356,7 +356,7 @@ def prediction_table(
     *,
     components: bool = False,
     intervals: "OutcomePredictor | None" = None,
-    outside: "Outside | None" = None,
+    outside: "ExtrapolationLog | None" = None,
 ) -> pa.RecordBatchReader:
     """Predict any number of subsets in bounded memory; batches are computed while the reader is consumed, once.
 

@@ -486,9 +486,8 @@ def _scaled_into(out_NE: F32, stored_NE: NDArray[Any], scale_E: F32) -> None:
     """Compute stored_NE * scale_E in float32; for float16 bit-identical to NumPy in a third of the time.
 
     NumPy converts one number at a time. Here the bits of all numbers are shifted to the sign, exponent and mantissa of
-    a
-    float32, which is the number times 2^-112, exactly (subnormals included), since the exponent biases are 15 and 127.
-    The factor 2^112 is folded into the scale. Infinity, NaN and large scales, which no build writes, use NumPy.
+    a float32, which is the number times 2^-112, exactly (subnormals included), since the exponent biases are 15 and
+    127. The factor 2^112 is folded into the scale. Infinity, NaN and large scales, which no build writes, use NumPy.
     """
     if stored_NE.dtype != np.float16 or np.abs(scale_E).max(initial=0.0) >= WIDEST:
         np.multiply(stored_NE, scale_E, out=out_NE)

@@ -50,10 +50,10 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, ShapeError
 from grasp.files import (
     checksum,
+    claim_directory,
     entry_of,
     is_part,
     out_of_space,
-    own_directory,
     remove_parts,
     write_whole,
     written_aside,
@@ -75,7 +75,7 @@ def lock_artifact(path: Path) -> Iterator[None]:
         ArtifactError: another writer, in this or another process, holds the lock.
         SettingsError: the directory has other files, which are not touched.
     """
-    own_directory(path, MARKER, _is_artifact)
+    claim_directory(path, MARKER, _is_artifact)
     with locked(path / MARKER):
         yield
 

@@ -4,8 +4,7 @@ Questions are compared by words, ignoring case, punctuation and white space. N-g
 and a passage with the rare n-grams of a question is compared in detail: it contains the question if at least nine in
 ten of its words are in common n-grams that are close together. A long prompt is searched for as a whole, without the
 common beginning and end of all prompts of a target (`Question:`, few-shot examples), and by its question alone: its
-last
-paragraph, and its last line that ends in a question mark. A short question must occur verbatim, with its answer.
+last paragraph, and its last line that ends in a question mark. A short question must occur verbatim, with its answer.
 Start with `find_leaks`.
 """
 
@@ -45,8 +44,7 @@ def find_leaks(
     """Return the rows that contain a question, by target.
 
     A question that crosses the boundary between rows counts in each of them. Cost: the rows are decoded and hashed
-    once,
-    at some millions of tokens a second; memory: a chunk of rows and the matches.
+    once, at some millions of tokens a second; memory: a chunk of rows and the matches.
 
     Args:
         units: all questions of the targets, including those that are not scored.

@@ -7,8 +7,8 @@
     loop 2  -> shard after shard, one pass a row: every kernel scores the batches; shards are written atomically
     finish  -> manifest
 
-If the sample is the whole corpus, the features of loop 1 are stored, and loop 2 reads them instead of running the
-model.
+If the sample is the whole corpus, loop 1 stores its features, and loop 2 reads them instead of running the model.
+
 The calling process reads the corpus, merges the moments and writes; the model runs in it or in workers, so that a
 worker that dies loses only the part that it was working on.
 """
@@ -89,7 +89,7 @@ def build_artifact(
     begun = time.perf_counter(), time.process_time()
     settings = decided(settings, in_memory)
     with lock_artifact(out):
-        gone_on = claim_settings(settings, out, progress)
+        resumed = claim_settings(settings, out, progress)
         if (out / MANIFEST).exists():
             clean(settings, out)  # the process may have been killed after the manifest was written
             return out
@@ -107,7 +107,7 @@ def build_artifact(
             kernels, passed = observe(inputs, workers, work, progress, keep=cluster is None, trained=must_be_trained)
             for kernel in kernels:
                 kernel.prepare(inputs.units)
-            write_shards(inputs, workers, kernels, out, passed, None if gone_on else begun, progress)
+            write_shards(inputs, workers, kernels, out, passed, None if resumed else begun, progress)
         clean(inputs.settings, out)
     return out
 
@@ -268,9 +268,8 @@ def write_shards(
     manifest = describe_build(inputs, seconds)
     if NO_GRADIENT in sums:
         manifest["skipped"]["gradients"] = int(sums[NO_GRADIENT][0])
-    # Relative paths in the settings are relative to the current directory, which is stored relative to the artifact:
-    # both
-    # can then be moved together.
+    # Relative paths in the settings are relative to the current directory, which is stored relative to the artifact, so
+    # that both can be moved together.
     manifest["details"]["built_in"] = os.path.relpath(os.path.realpath(os.curdir), os.path.realpath(writer.root))
     sketches = [kernel.array for kernel in kernels if isinstance(kernel, Sketch)]
     writer.finish(

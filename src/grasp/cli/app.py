@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import grasp
-from grasp.signatures import REQUIRED, Declaration, declared, signed
+from grasp.signatures import REQUIRED, Signature, parse_signature, signed
 
 GROUPS = {
     "Build artifacts": ("demo", "build", "merge", "info", "verify", "fit-head"),
@@ -180,13 +180,13 @@ def command(
 
     def decorate(function: F) -> F:
         if verb is not None:
-            _add_options(function, declared(verb, function.__name__), more.split())
+            _add_options(function, parse_signature(verb, function.__name__), more.split())
         return register(function)
 
     return decorate
 
 
-def _add_options(function: Callable[..., None], verb: Declaration, more: list[str]) -> None:
+def _add_options(function: Callable[..., None], verb: Signature, more: list[str]) -> None:
     """Set the signature of a function with `**params` to the options of `verb`; take its docstring if there is none."""
     flags = {name: flag_of(name) for name in verb.arguments}
 

@@ -24,7 +24,7 @@ STAGE_TITLES = {
     "units": "reading the questions",
     "moments": "estimating moments",
     "rows scored": "scoring rows",
-    "kept rows scored": "scoring rows",
+    "stored rows scored": "scoring rows",
 }
 
 

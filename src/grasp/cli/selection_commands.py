@@ -74,7 +74,7 @@ def select(
         selection = opened.select(**params, progress=watch)
     print(selection)
     if out is not None:
-        order = "rows of the best documents" if selection.asked["items"] == "documents" else "rows, best"
+        order = "rows of the best documents" if selection.params["items"] == "documents" else "rows, best"
         print(f"{selection.save(out)}: {order} first; summary for grasp report --selection: {out.stem}.json")
     if left_out is not None and dropped is None:
         print(f"{left_out}: {selection.write_left_out(left_out):,} rows that were not selected, worst first")
@@ -107,7 +107,7 @@ def mix(
     ),
     **params: Any,
 ) -> None:
-    from grasp.runs.mixture_files import check_format
+    from grasp.mixture_files import check_format
 
     opened = grasp.open(art)
     outputs = table_outputs("--out", out) if form == "parquet" else {"--out": out}

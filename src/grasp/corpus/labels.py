@@ -1,8 +1,7 @@
 """Label columns: their names, and the type of a column of mixed values.
 
 A label is a scalar of a row, for slicing: topic, source, year. JSONL may mix types between lines, so the type of a
-column
-is the narrowest one for all of its values. Types of parts can be combined: the result does not depend on shards.
+column is the narrowest one for all of its values. Types of parts can be combined: the result does not depend on shards.
 Start with `kind_of_all` and `widest`.
 """
 

@@ -69,8 +69,8 @@ class Skipped:
     """Skipped documents, rows and parts of them: counts by reason, and the first ids and examples of each.
 
     Reasons are the keys of `grasp.text.SKIPPED`. Most concern a whole document or row; `short_end`, `cut` and
-    `cut_begin`
-    a part of one; `cut_answer`, `no_calls` and `no_reasoning` a part of an answer that the chat template omits.
+    `cut_begin` a part of one; `cut_answer`, `no_calls` and `no_reasoning` a part of an answer that the chat template
+    omits.
     """
 
     counts: dict[str, int] = field(default_factory=dict)

@@ -1,8 +1,7 @@
 """Sources of records: Parquet and JSONL files through fsspec, `datasets`, and tables in memory.
 
 A source yields records by position, independent of their meaning. It streams: memory is a block of lines, or a batch of
-a
-Parquet row group. Start with `open_source`.
+a Parquet row group. Start with `open_source`.
 """
 
 import hashlib

@@ -4,8 +4,7 @@ A corpus may store a timestamp in seconds or nanoseconds, text as `string`, `lar
 JSON or as a struct. The values are equal in all cases (start with `plain_values`):
 
 - A timestamp is ISO 8601 text: `2024-01-01T09:30:00`, in UTC with a `Z` if it has a time zone. A fraction of a second
-has
-  three, six or nine digits, and none if it is zero. Dates and times of day are written alike.
+  has three, six or nine digits, and none if it is zero. Dates and times of day are written alike.
 - A decimal is an integer if it is whole. Otherwise it is a float if the float has the same digits, else text. A
   duration is a number of seconds by the same rule.
 - A member of a record that is null is absent, at any depth: a struct has the members of all records, so that a null

@@ -40,12 +40,12 @@ from grasp.corpus.values import plain_values
 from grasp.distil.ngrams import as_bytes
 from grasp.distil.scorer import SCORE, UNFAMILIAR, UNFAMILIAR_SHARE, Scorer, percents, with_interval
 from grasp.errors import CorpusError, SettingsError
-from grasp.files import check_place, own_directory
+from grasp.files import check_place, claim_directory
 from grasp.predict.weights import mask_of
 from grasp.progress import Progress, Silent
 from grasp.results import Result
 from grasp.select.budget import parse_budget
-from grasp.select.export import MANIFEST, kept_records, write_corpus
+from grasp.select.export import MANIFEST, iter_records, write_corpus
 from grasp.settings import CorpusSettings
 from grasp.store.directory import Schema, Store
 from grasp.store.locks import locked
@@ -122,7 +122,7 @@ def apply(
     files = [source]
     if isinstance(source, FileSource):
         files = [replace(source, files=[file]) for file in source.files]
-    own_directory(out, MARKER, lambda _: False, reads)
+    claim_directory(out, MARKER, lambda _: False, reads)
     with locked(out / MARKER):
         copies = budget is not None
         if copies:
@@ -171,7 +171,7 @@ def apply(
             progress.stage("copying the best", rows=None, tokens=None)
             selected_M = mask_of(ranked(score_M, count=budget.resolve(documents, up=True)), documents)
             provenance = {"chosen by": "grasp apply", "keep": str(keep)}
-            records = kept_records(settings, selected_M)
+            records = iter_records(settings, selected_M)
             export = write_corpus(out / SELECTED, "parquet", "documents", records, 0, provenance)
             notes.insert(0, f"{out / SELECTED}: the {export.records:,} documents with the highest scores, unchanged")
     descending_M = np.sort(score_M)[::-1]

@@ -34,7 +34,7 @@ from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.slices import label_slices, suggest_labels
 from grasp.progress import Progress, Silent
 from grasp.results import Result
-from grasp.seeds import stream
+from grasp.seeds import bootstrap_weights, stream
 
 FOLDS = 5  # of cross-validation, by document
 PENALTIES = (0.1, 0.3, 1.0, 3.0)
@@ -276,10 +276,9 @@ def _held_out_scores(problem: _Problem, relevance_N: F64, fold_N: I64, progress:
 
 def _resampled(document_N: I64, seed: int) -> F32:
     """Return bootstrap weights of the rows, (1 + R, N); documents are resampled, and the first resample is the data."""
-    _, code_N = np.unique(document_N, return_inverse=True)
-    count = int(code_N.max()) + 1
-    draws = stream(seed, "distil", "resamples").multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
-    return np.concatenate([np.ones((1, len(code_N)), np.float32), draws.astype(np.float32)[:, code_N]])
+    document, code_N = np.unique(document_N, return_inverse=True)
+    weights_RD = bootstrap_weights(len(document), resamples=RESAMPLES, seed=seed)
+    return np.concatenate([np.ones((1, len(code_N)), np.float32), weights_RD[:, code_N]])
 
 
 def _correlation(x_N: F64, y_N: F64, weight_RN: NDArray[np.floating]) -> F64:

@@ -20,8 +20,8 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.geometry.geometry_rule import InteractionProtocol
 from grasp.geometry.subset_sums import SketchSums, SubsetMass, halves_needed, subset_relevance
 from grasp.geometry.terms import CalibrationFamily, GeometryTerms, NormedSketch, family_moments
+from grasp.moments import ColumnSpread
 from grasp.predict.predictor import (
-    ColumnSpread,
     KernelRelevance,
     Level,
     Predictor,

@@ -20,7 +20,7 @@ from grasp.geometry.geometry_predictor import InteractionPredictor
 from grasp.geometry.set_objective import Objective, best_rows, is_aligned, upper_bound
 from grasp.predict.predictor import Predictor
 from grasp.progress import Progress
-from grasp.select.budget import OPTIMAL, BestRows, Ledger, Limits
+from grasp.select.budget import OPTIMAL, Constraints, Ledger, SelectedRows
 
 SIZES_TRIED = 4  # iterations: with a token budget, the number of rows is only known after selection
 SIZE_SHARE = 0.005
@@ -67,7 +67,7 @@ class _Pool:
 class _Greedy:
     """State of a greedy selection: selected rows, remaining budget, and gains of the other rows."""
 
-    def __init__(self, objective: Objective, constraints: Limits, progress: Progress | None) -> None:
+    def __init__(self, objective: Objective, constraints: Constraints, progress: Progress | None) -> None:
         self.objective = objective
         self.constraints = constraints
         self.ledger = Ledger(constraints)
@@ -146,7 +146,7 @@ class _Greedy:
                 break
             row = int(pool.row_P[j])
             code, cost = int(self.constraints.codes_N[row]), int(self.constraints.cost_N[row])
-            if cost > self.ledger.room(code):
+            if cost > self.ledger.remaining(code):
                 dead_P |= self._refused(pool.row_P, code, cost)
                 continue
             self.ledger.take(code, cost)
@@ -196,7 +196,7 @@ class _Greedy:
         return _Pool(rows, self.base_N[rows], self.objective.rows(rows), watched)
 
 
-def choose(objective: Objective, constraints: Limits, progress: Progress | None = None) -> Picks:
+def choose(objective: Objective, constraints: Constraints, progress: Progress | None = None) -> Picks:
     """Select rows by highest exact marginal gain until the budget is used up; ties go to the earlier row.
 
     Under a token budget, rows are ranked by gain if the weighting is `mean` (all rows then have the same weight), and
@@ -239,8 +239,8 @@ def _top(key_P: F64, where_P: NDArray[np.bool_]) -> float:
 
 
 def select_rows(
-    predictor: Predictor, weights_T: F64, constraints: Limits, progress: Progress | None = None
-) -> BestRows:
+    predictor: Predictor, weights_T: F64, constraints: Constraints, progress: Progress | None = None
+) -> SelectedRows:
     """Select rows that maximize the predicted change of a protocol with interactions, including redundancy.
 
     Args:
@@ -254,16 +254,16 @@ def select_rows(
         guarantee = (
             OPTIMAL if constraints.unit != "tokens" else "greedy by effect until no row fits the remaining tokens"
         )
-        return BestRows(best_rows(objective.linear_N, constraints), guarantee)
+        return SelectedRows(best_rows(objective.linear_N, constraints), guarantee)
     bound, reason = upper_bound(objective, constraints, picks.row_index)
     rewards = any(weight > 0 for weight in objective.curvature.values())
     note = "the protocol has a positive geometry weight: selecting a row favours similar rows"
     proven = f"no upper bound: {reason}" if bound is None else _guarantee(objective, constraints, picks)
-    return BestRows(picks.row_index, proven, picks.gain, bound, (note,) if rewards else ())
+    return SelectedRows(picks.row_index, proven, picks.gain, bound, (note,) if rewards else ())
 
 
 def _sized(
-    predictor: InteractionPredictor, weights_T: F64, constraints: Limits, progress: Progress | None
+    predictor: InteractionPredictor, weights_T: F64, constraints: Constraints, progress: Progress | None
 ) -> tuple[Objective, Picks | None]:
     """Select rows; under a token budget, repeat until the number of rows equals the assumed one (fixed point)."""
     size = max(1, round(constraints.budget / float(constraints.cost_N[constraints.allowed_N].mean())))
@@ -279,7 +279,7 @@ def _sized(
     return (objective if n_selected == size else Objective.from_predictor(predictor, weights_T, n_selected)), picks
 
 
-def _guarantee(objective: Objective, constraints: Limits, picks: Picks) -> str:
+def _guarantee(objective: Objective, constraints: Constraints, picks: Picks) -> str:
     """Describe the proven guarantee."""
     searched = picks.searched and constraints.unit == "rows" and bool(np.all(picks.gain >= 0))
     if searched and is_aligned(objective, constraints):

@@ -55,7 +55,11 @@ def optimize_mixture(objective: SelectionObjective, slices: LabelSlices, program
     sums = predictor.sums(slices.each)
     effect_G, quadratic_GG = coefficients(predictor, objective.weights_T, sums, slices.rows_G.astype(np.float64))
     # with a training budget, the value of each slice has diminishing returns
-    curves = None if objective.train_tokens is None else ExposureCurves(objective.trained.exposure, effect_G, current_G)
+    curves = (
+        None
+        if objective.train_tokens is None
+        else ExposureCurves(objective.budget_predictor.exposure, effect_G, current_G)
+    )
     segments = None if curves is None else curves.segments(programme.low_G, programme.high_G)
     linear_G = effect_G if segments is None else 0.0 * effect_G
     solution = solve(replace(programme, linear_G=linear_G, segments=segments), quadratic_GG)

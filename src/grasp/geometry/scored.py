@@ -21,7 +21,8 @@ from grasp.geometry.geometry_rule import CalibrationSettings, InteractionProtoco
 from grasp.geometry.standardize import has_closed_form, relevance_moments, sampled_moments
 from grasp.geometry.subset_sums import SubsetMass, halves_needed
 from grasp.geometry.terms import CalibrationFamily, GeometryTerms, NormedSketch
-from grasp.predict.predictor import Predictor, RowMoments
+from grasp.moments import StreamingMoments
+from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.weights import Side, Weights
 from grasp.runs.alignment import Alignment, read_cost
@@ -169,7 +170,7 @@ class Scored(Alignment):
                 gain_C, offset_C = np.ones(len(scatter_C)), np.zeros(len(scatter_C))
                 if isinstance(level, InteractionLevel):
                     gain_C, offset_C = level.gain_C, level.offset_C
-                rows = RowMoments(predictor.n_rows, offset_C, scatter_C)
+                rows = StreamingMoments(predictor.n_rows, offset_C, scatter_C)
                 known = relevance_moments(rows, self._family.family, protocol.side, protocol.weighting)
                 std_of_level.append(gain_C * known.std_E * (known.inverse_E > 0))
         else:

@@ -28,7 +28,7 @@ from grasp.geometry.geometry_predictor import InteractionPredictor
 from grasp.geometry.subset_sums import QuadraticWeights, SubsetMass
 from grasp.geometry.terms import NormedSketch
 from grasp.runs.predictions import Weighting
-from grasp.select.budget import Limits, within
+from grasp.select.budget import Constraints, take_within_budget
 
 ROWS_AT_ONCE = 65_536
 
@@ -131,9 +131,9 @@ def _half_constant(predictor: InteractionPredictor, half: str, weights: Quadrati
     return constant
 
 
-def best_rows(value_N: F64, constraints: Limits) -> I64:
+def best_rows(value_N: F64, constraints: Constraints) -> I64:
     """Return the rows with the highest values that satisfy the constraints, best first; ties go to the earlier row."""
-    return within(ranked(value_N, among_N=constraints.allowed_N), constraints)
+    return take_within_budget(ranked(value_N, among_N=constraints.allowed_N), constraints)
 
 
 STEPS = 8
@@ -142,7 +142,7 @@ ALIGNED_ROWS = 8_192  # largest pool for which all pairs are checked
 
 
 def upper_bound(
-    objective: Objective, constraints: Limits, row_index: I64, steps: int = STEPS
+    objective: Objective, constraints: Constraints, row_index: I64, steps: int = STEPS
 ) -> tuple[float | None, str]:
     """Return the upper bound of the module docstring, or None and the reason why there is none.
 
@@ -162,7 +162,7 @@ def upper_bound(
     return float(max(bound, start.value)), ""
 
 
-def is_aligned(objective: Objective, constraints: Limits) -> bool | None:
+def is_aligned(objective: Objective, constraints: Constraints) -> bool | None:
     """Return whether the pool is aligned, so that V is submodular on it. Source: prop:aligned-submodularity.
 
     None if the pool has more than ALIGNED_ROWS rows. Every pool is aligned if there is no curvature.
@@ -193,7 +193,7 @@ class _Point:
         return cls(linear, sketch_D, objective.value(linear, sketch_D))
 
 
-def _tangent(objective: Objective, constraints: Limits, x: _Point) -> tuple[float, I64]:
+def _tangent(objective: Objective, constraints: Constraints, x: _Point) -> tuple[float, I64]:
     """Return the maximum of the tangent at x over feasible subsets, and the subset that attains it."""
     gradient_N = objective.linear_N + objective.dot(2.0 * objective.curvature_D * x.sketch_D)
     best = best_rows(gradient_N, constraints)

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from grasp.arrays import F64
 from grasp.errors import SubsetError
 from grasp.geometry.subset_sums import Kind
+from grasp.moments import ColumnSpread, StreamingMoments
 from grasp.predict.families import Family
-from grasp.predict.predictor import ColumnSpread, RowMoments
 from grasp.predict.weights import Side
 from grasp.runs.predictions import Weighting
 
@@ -36,10 +36,10 @@ def sampled_moments(blocks: Iterable[Mapping[str, F64]]) -> dict[str, ColumnSpre
     Raises:
         SubsetError: fewer than two subsets.
     """
-    rows: dict[str, RowMoments] = {}
+    rows: dict[str, StreamingMoments] = {}
     for block in blocks:
         for name, value in block.items():
-            rows.setdefault(name, RowMoments()).add(value.reshape(len(value), -1))
+            rows.setdefault(name, StreamingMoments()).add(value.reshape(len(value), -1))
     for part in rows.values():
         if part.n_rows < 2:
             raise SubsetError(f"calibration: got {part.n_rows} subsets, expected at least 2 to standardise by")
@@ -80,7 +80,7 @@ def has_closed_form(family: Family) -> bool:
     return family.kind in ("uniform", "bernoulli")
 
 
-def relevance_moments(rows: RowMoments, family: Family, side: Side, weighting: Weighting) -> ColumnSpread:
+def relevance_moments(rows: StreamingMoments, family: Family, side: Side, weighting: Weighting) -> ColumnSpread:
     """Return the exact mean and standard deviation of A_e over a uniform or Bernoulli family.
 
     Source: eq:grasp-subset-relevance under the draw; the mean of an inclusion-weighted sum as in eq:ratio-scaling.
@@ -90,7 +90,7 @@ def relevance_moments(rows: RowMoments, family: Family, side: Side, weighting: W
     return ColumnSpread(sign * moments.mean_E, moments.std_E)
 
 
-def self_moments(norms: RowMoments, family: Family, side: Side, weighting: Weighting) -> ColumnSpread:
+def self_moments(norms: StreamingMoments, family: Family, side: Side, weighting: Weighting) -> ColumnSpread:
     """Return the exact mean and standard deviation of K_self from moments of ||phi_i||^2. Source: eq:ia-components."""
     return _mean_times(norms, _sizes(family, norms.n_rows, side), 1.0 if weighting == "count" else -1.0)
 
@@ -173,7 +173,7 @@ def _sizes(family: Family, n_rows: int, side: Side) -> tuple[F64, F64]:
     return (size if side == "retained" else n_rows - size), chance
 
 
-def _mean_times(rows: RowMoments, sizes: tuple[F64, F64], power: float) -> ColumnSpread:
+def _mean_times(rows: StreamingMoments, sizes: tuple[F64, F64], power: float) -> ColumnSpread:
     """Return moments of m^power * (mean of x over m rows drawn without replacement) for random m; 0 for m = 0."""
     size_M, chance_M = sizes
     drawn_M = np.maximum(size_M, 1.0)
@@ -181,6 +181,6 @@ def _mean_times(rows: RowMoments, sizes: tuple[F64, F64], power: float) -> Colum
     spread = float(chance_M @ (gain_M**2 * (1.0 / drawn_M - 1.0 / rows.n_rows)))
     mean_gain = float(chance_M @ gain_M)
     gain_variance = float(chance_M @ (gain_M - mean_gain) ** 2)
-    row_variance_E = rows.scatter_E / max(rows.n_rows - 1, 1)
+    row_variance_E = rows.scatter / max(rows.n_rows - 1, 1)
     variance_E = spread * row_variance_E + gain_variance * rows.mean_E**2
     return ColumnSpread(mean_gain * rows.mean_E, np.sqrt(np.maximum(variance_E, 0.0)))

@@ -44,8 +44,9 @@ from grasp.geometry.subset_sums import (
     halves_needed,
     subset_relevance,
 )
+from grasp.moments import ColumnSpread, StreamingMoments
 from grasp.predict.families import Family
-from grasp.predict.predictor import ColumnSpread, KernelRelevance, RowMoments
+from grasp.predict.predictor import KernelRelevance
 from grasp.predict.weights import RowSums, SubsetBlock, Weights, block_rows
 
 BLOCK_ROWS = 8_192
@@ -112,9 +113,9 @@ def pair_sums(sketches: Sequence[NormedSketch]) -> PairSums:
     return sums
 
 
-def _totals(blocks: Blocks) -> tuple[SketchTotals, RowMoments]:
+def _totals(blocks: Blocks) -> tuple[SketchTotals, StreamingMoments]:
     """Return sums over the corpus of a sketch and its squared norms, and the moments of the latter."""
-    norms, totals = RowMoments(), list[F64]()
+    norms, totals = StreamingMoments(), list[F64]()
     for _, block in blocks:
         totals.append(block.sum(axis=0, dtype=np.float64))
         norms.add(block[:, -1:])

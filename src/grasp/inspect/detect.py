@@ -35,7 +35,7 @@ from grasp.inspect.detection import (
     threshold_of_checked,
 )
 from grasp.inspect.neighbours import COMPARED, disagreement
-from grasp.predict.predictor import RowMoments
+from grasp.moments import StreamingMoments
 from grasp.progress import Progress, Silent
 from grasp.results import Result
 from grasp.store.checksummed_parquet import read_checksummed_batches
@@ -282,7 +282,7 @@ def standardised_blocks(
     """
     columns, n_rows = artifact.unit_columns(target), artifact.n_rows
     progress.stage(array.replace("_", " "), rows=2 * n_rows, tokens=None)
-    moments = RowMoments()
+    moments = StreamingMoments()
     for _, block in artifact.array_blocks(array, columns=columns):
         moments.add(block)
         progress.advance(len(block), 0)

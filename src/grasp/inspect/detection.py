@@ -130,17 +130,15 @@ def threshold(score_N: F64, false_positive_rate: float) -> Threshold:
     """Estimate a threshold from a null distribution: the lower half of the scores, mirrored at the median and rescaled.
 
     Scores of correct rows may be skewed. The skewness is estimated from the middle: for a quantile z deviations out,
-    the
-    distance from the median to the upper quantile is exp(g z) times that to the lower one, with g fitted to tails of 10
-    to 40 % of the rows and increased by about its standard error, 2 / sqrt(N). The same law extrapolates the requested
-    upper quantile from the lower one. It is exact for Tukey's g-and-h family (normal and log-normal scores, symmetric
-    heavy tails), and close for gamma scores and maxima. If g < 0, where the long lower tail says little about the
-    short upper one, the threshold is at least that of a normal upper half of the same width, and monotone in the rate;
-    hardly any correct row is then flagged.
+    the distance from the median to the upper quantile is exp(g z) times that to the lower one, with g fitted to tails
+    of 10 to 40 % of the rows and increased by about its standard error, 2 / sqrt(N). The same law extrapolates the
+    requested upper quantile from the lower one. It is exact for Tukey's g-and-h family (normal and log-normal scores,
+    symmetric heavy tails), and close for gamma scores and maxima. If g < 0, where the long lower tail says little about
+    the short upper one, the threshold is at least that of a normal upper half of the same width, and monotone in the
+    rate; hardly any correct row is then flagged.
 
     Assumptions: correct rows are skewed in the tail as in the middle, and few rows are wrong. Up to about 5 % wrong
-    rows
-    matter little; more of them raise the threshold, which is then conservative.
+    rows matter little; more of them raise the threshold, which is then conservative.
     """
     _check_rate(false_positive_rate)
     tail_P = np.linspace(*MIDDLE, 31)

@@ -53,8 +53,7 @@ def mass_outside(residual_NV: csr_array) -> float:
     """Return the mean share of a residual's absolute mass that top-k cut off.
 
     A complete residual sums to 0, and the truncated entries are positive (probabilities), so that their sum is minus
-    the
-    sum of the stored ones. With a soft cap on the logits this holds only approximately.
+    the sum of the stored ones. With a soft cap on the logits this holds only approximately.
     """
     retained = np.asarray(abs(residual_NV).sum(axis=1), dtype=np.float64).ravel()
     cut_off = np.maximum(-np.asarray(residual_NV.sum(axis=1), dtype=np.float64).ravel(), 0.0)

@@ -154,8 +154,7 @@ def rank_twice(
     """Rank the rows of a sample by a scoring rule, with moments from two disjoint samples of rows.
 
     Each sample of moments has as many positions as that of a build, but at most half of the corpus and
-    `MOST_POSITIONS`,
-    in which case rankings agree less than they would with samples of the build's size.
+    `MOST_POSITIONS`, in which case rankings agree less than they would with samples of the build's size.
 
     Returns:
         Spearman's rho over rows by target, except targets with constant scores; and the positions of the smaller

@@ -9,7 +9,7 @@ the output matrix. The approximation is exact if the body is the identity.
 
 This is the kernel `output_layer` with delta instead of h and onehot(x) instead of xi, and reuses its functions; only
 positions whose token occurs in a unit cost anything. delta~ = (C + tau tr(C)/H I)^-1/2 delta, with C uncentred, and
-c(x) = (f_x + eps)^-alpha, with f_x the frequency of the token, instead of D. Start with `input_relevance`.
+c(x) = (f_x + eps)^-alpha, with f_x the frequency of the token, instead of D. Start with `embedding_relevance`.
 
 Shape letters: P row positions, S unit positions, E units, K kept per residual, H hidden width, V vocabulary.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from grasp.kernels.kernel import ROWS_AT_ONCE, Batch, Kernel
-from grasp.kernels.output_layer import TokenTargets, prepare_targets, token_relevance
+from grasp.kernels.output_layer import OutputLayerTargets, output_layer_relevance, prepare_targets
 from grasp.kernels.whitening import DeltaMoments, Whitener
 from grasp.models.head import OutputHead
 from grasp.models.residuals import SparseResidual, hidden_gradient
@@ -30,8 +30,8 @@ def input_tokens(token_P: Tensor) -> SparseResidual:
     return SparseResidual(index_PK=token_P[:, None], value_PK=value_P[:, None], loss_P=torch.zeros_like(value_P))
 
 
-def input_relevance(
-    targets: TokenTargets, head: OutputHead, residual: SparseResidual, token_P: Tensor, row_P: Tensor, n_rows: int
+def embedding_relevance(
+    targets: OutputLayerTargets, head: OutputHead, residual: SparseResidual, token_P: Tensor, row_P: Tensor, n_rows: int
 ) -> Tensor:
     """Predict the relevance of `n_rows` rows to all units, (n_rows, E), float32.
 
@@ -46,8 +46,8 @@ def input_relevance(
     """
     match_P = targets.compact_V[token_P] >= 0  # the inner product is 0 at all other positions
     delta_PH = hidden_gradient(head, residual.at(match_P))
-    matched = token_relevance(targets, delta_PH, input_tokens(token_P[match_P]), row_P[match_P], n_rows)
-    # `token_relevance` averages over the matched positions; the mean is over all positions of a row.
+    matched = output_layer_relevance(targets, delta_PH, input_tokens(token_P[match_P]), row_P[match_P], n_rows)
+    # `output_layer_relevance` averages over the matched positions; the mean is over all positions of a row.
     matched_N = torch.bincount(row_P[match_P], minlength=n_rows)
     positions_N = torch.bincount(row_P, minlength=n_rows).clamp(min=1)
     return matched * (matched_N / positions_N)[:, None]
@@ -67,7 +67,7 @@ class Embedding(Kernel):
     def score(self, batch: Batch) -> Tensor:
         assert batch.head is not None
         at = batch.residual, batch.input_P, batch.row_P, batch.n_rows
-        return input_relevance(self._targets, batch.head, *at)
+        return embedding_relevance(self._targets, batch.head, *at)
 
 
 KERNEL = Embedding

@@ -104,8 +104,7 @@ class CoordinateSample:
             sides = []
             for width, side in ((block.left, "outputs"), (block.right, "inputs")):
                 # Groups have equal sizes, and padding (number `width`) is shuffled too, so that an output and an input
-                # are
-                # in the same group with probability exactly 1 / G.
+                # are in the same group with probability exactly 1 / G.
                 places = -(-width // block_groups) * block_groups
                 place = np.append(np.arange(width), np.full(places - width, width))
                 if block_groups > 1:

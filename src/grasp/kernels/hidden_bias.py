@@ -6,7 +6,7 @@ It compares which tokens a row and a unit make more likely, independent of the c
 fine-tuning of a pretrained model changes little else. It equals the kernel `embedding` without the
 condition that input tokens agree and without their weights. Since the sum over pairs factorises, a row is reduced to
 its mean gradient.
-Start with `shift_relevance`.
+Start with `hidden_bias_relevance`.
 Shape letters: P row positions, S unit positions, E units, H hidden width.
 """
 
@@ -17,7 +17,7 @@ from grasp.kernels.kernel import Batch, Kernel
 from grasp.kernels.whitening import DeltaMoments, Whitener
 
 
-def prepare_shift(delta_SH: Tensor, unit_S: Tensor, n_units: int, whitener: Whitener) -> Tensor:
+def prepare_hidden_bias(delta_SH: Tensor, unit_S: Tensor, n_units: int, whitener: Whitener) -> Tensor:
     """Return the units' mean gradients, whitened twice, (E, H), float32; rows then need no whitening.
 
     Args:
@@ -30,7 +30,7 @@ def prepare_shift(delta_SH: Tensor, unit_S: Tensor, n_units: int, whitener: Whit
     return (_means(delta_SH.double(), unit_S, n_units) @ square_HH).float()
 
 
-def shift_relevance(unit_EH: Tensor, delta_PH: Tensor, row_P: Tensor, n_rows: int) -> Tensor:
+def hidden_bias_relevance(unit_EH: Tensor, delta_PH: Tensor, row_P: Tensor, n_rows: int) -> Tensor:
     """Predict the relevance of `n_rows` rows to all units, (n_rows, E), float32.
 
     Args:
@@ -54,10 +54,10 @@ class HiddenBias(Kernel):
 
     def prepare(self, units: Batch) -> None:
         whitener = Whitener.of(self.moments(DeltaMoments).value, self.settings, centred=False)
-        self._unit_EH = prepare_shift(units.delta_PH, units.row_P, units.n_rows, whitener)
+        self._unit_EH = prepare_hidden_bias(units.delta_PH, units.row_P, units.n_rows, whitener)
 
     def score(self, batch: Batch) -> Tensor:
-        return shift_relevance(self._unit_EH, batch.delta_PH, batch.row_P, batch.n_rows)
+        return hidden_bias_relevance(self._unit_EH, batch.delta_PH, batch.row_P, batch.n_rows)
 
 
 KERNEL = HiddenBias

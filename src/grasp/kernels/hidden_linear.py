@@ -10,7 +10,7 @@ coordinate of their own. Both sides are whitened with a large ridge, since a cor
 directions.
 
 The inner product of two outer products is the product of two inner products, so it is computed per pair of positions by
-two matrix products; the H x H gradients of rows and units are never formed. Start with `tilt_relevance`.
+two matrix products; the H x H gradients of rows and units are never formed. Start with `hidden_linear_relevance`.
 Shape letters: P row positions, S unit positions, N rows, E units, H hidden width.
 """
 
@@ -27,7 +27,7 @@ RIDGE = 1.0  # in units of tr / H: at 0.1 rankings depend on the sample of momen
 
 
 @dataclass(frozen=True, slots=True)
-class TiltTargets:
+class HiddenLinearTargets:
     """The units' side of the kernel, computed once per build."""
 
     mean_H: Tensor
@@ -37,9 +37,9 @@ class TiltTargets:
     n_units: int
 
 
-def prepare_tilt(
+def prepare_hidden_linear(
     hidden_SH: Tensor, delta_SH: Tensor, unit_S: Tensor, n_units: int, hidden: SecondMoments, delta: SecondMoments
-) -> TiltTargets:
+) -> HiddenLinearTargets:
     """Fold the whitening of both sides and the mean over a unit's positions into the units.
 
     Args:
@@ -62,10 +62,12 @@ def prepare_tilt(
     )
     positions_S = torch.bincount(unit_S, minlength=n_units)[unit_S]
     v_SH = (hidden_SH.double() - mean_H) @ hidden_HH / positions_S[:, None]
-    return TiltTargets(mean_H.float(), v_SH.float(), (delta_SH.double() @ delta_HH).float(), unit_S, n_units)
+    return HiddenLinearTargets(mean_H.float(), v_SH.float(), (delta_SH.double() @ delta_HH).float(), unit_S, n_units)
 
 
-def tilt_relevance(targets: TiltTargets, hidden_PH: Tensor, delta_PH: Tensor, row_P: Tensor, n_rows: int) -> Tensor:
+def hidden_linear_relevance(
+    targets: HiddenLinearTargets, hidden_PH: Tensor, delta_PH: Tensor, row_P: Tensor, n_rows: int
+) -> Tensor:
     """Predict the relevance of `n_rows` rows to all units, (n_rows, E), float32.
 
     Args:
@@ -93,10 +95,10 @@ class HiddenLinear(Kernel):
 
     def prepare(self, units: Batch) -> None:
         moments = self.moments(HiddenMoments).value, self.moments(DeltaMoments).value
-        self._targets = prepare_tilt(units.hidden_PH, units.delta_PH, units.row_P, units.n_rows, *moments)
+        self._targets = prepare_hidden_linear(units.hidden_PH, units.delta_PH, units.row_P, units.n_rows, *moments)
 
     def score(self, batch: Batch) -> Tensor:
-        return tilt_relevance(self._targets, batch.hidden_PH, batch.delta_PH, batch.row_P, batch.n_rows)
+        return hidden_linear_relevance(self._targets, batch.hidden_PH, batch.delta_PH, batch.row_P, batch.n_rows)
 
 
 KERNEL = HiddenLinear

@@ -156,7 +156,7 @@ class CorpusMoments:
     """Moments of the corpus by class, shared between kernels."""
 
     def __init__(self, model: ModelSizes, states_every: int = 1) -> None:
-        self.size = model.hidden_size, model.vocab_size
+        self.vocab_size = model.vocab_size
         self.states_every = states_every
         self.by_kind: dict[type[Moments], Moments] = {}
         self._losses: list[float] = []  # sums over the positions of a batch

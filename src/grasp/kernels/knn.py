@@ -9,8 +9,7 @@ model of a subset gives the unit's token the probability (sum_i A_is + lambda p_
 p_s the probability of the reference model; a_ie is the derivative of its logarithm with respect to the weight of row i.
 A_s and B_s are means over M sampled positions of the corpus. A pseudo-count of one position at the unit's own hidden
 state is added to B_s, and 1/M to lambda p_s, since tokens that the sample lacks may occur in the corpus. h~ is
-whitened,
-and tau is a quarter of the root mean square distance of two positions. Start with `neighbour_relevance`.
+whitened, and tau is a quarter of the root mean square distance of two positions. Start with `knn_relevance`.
 
 Shape letters: P row positions, S unit positions, M sampled positions, E units, H hidden width, X = H + 2.
 """
@@ -36,7 +35,7 @@ GPU_BLOCK_ELEMENTS = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class NeighbourTargets:
+class KnnTargets:
     """The units' side of the kernel, computed once per build, with positions sorted by label."""
 
     mean_H: Tensor
@@ -55,7 +54,7 @@ class NeighbourTargets:
         return most_S.new_zeros(self.n_units).index_add_(0, self.unit_S, most_S)
 
 
-def prepare_neighbours(
+def prepare_knn(
     hidden_SH: Tensor,
     residual: SparseResidual,
     unit_S: Tensor,
@@ -64,7 +63,7 @@ def prepare_neighbours(
     moments: SecondMoments,
     states_MH: F32,
     label_M: I64,
-) -> NeighbourTargets:
+) -> KnnTargets:
     """Fold whitening, tau and the means over the sampled positions into the units.
 
     Args:
@@ -100,7 +99,7 @@ def prepare_neighbours(
         same_S += (near_MS * (labels_M[block, None] == label_S)).sum(dim=0)
     prior_S = PRIOR * torch.exp(-loss_S.double()) + 1 / count
     positions_S = torch.bincount(unit_S, minlength=n_units)[unit_S]
-    return NeighbourTargets(
+    return KnnTargets(
         mean_H=mean_H,
         map_HH=map_HH,
         point_SX=point_SX,
@@ -112,9 +111,7 @@ def prepare_neighbours(
     )
 
 
-def neighbour_relevance(
-    targets: NeighbourTargets, hidden_PH: Tensor, label_P: Tensor, row_P: Tensor, n_rows: int
-) -> Tensor:
+def knn_relevance(targets: KnnTargets, hidden_PH: Tensor, label_P: Tensor, row_P: Tensor, n_rows: int) -> Tensor:
     """Predict the relevance of `n_rows` rows to all units, (n_rows, E), float32.
 
     Args:
@@ -168,11 +165,11 @@ class Knn(Kernel):
         whitener = Whitener.of(hidden, self.settings)
         of_units = units.row_P, units.n_rows
         states = self.moments(SampledStates).value
-        self._targets = prepare_neighbours(units.hidden_PH, units.residual, *of_units, whitener, hidden, *states)
+        self._targets = prepare_knn(units.hidden_PH, units.residual, *of_units, whitener, hidden, *states)
 
     def score(self, batch: Batch) -> Tensor:
         label_P = batch.residual.label_P
-        return neighbour_relevance(self._targets, batch.hidden_PH, label_P, batch.row_P, batch.n_rows)
+        return knn_relevance(self._targets, batch.hidden_PH, label_P, batch.row_P, batch.n_rows)
 
     def scale(self, units: Batch) -> F64:
         most_E = self._targets.most_E.double().cpu().numpy()

@@ -10,7 +10,7 @@ vocabulary coordinate k:
 
 A row costs O(|P_i| K H) to compute G at the coordinates that units use, and O(H nnz) to contract it, with nnz the
 nonzeros of all units' residuals after summing over the positions of a unit. No H x V matrix is formed, and all is done
-by matrix products. Start with `prepare_targets` and `token_relevance`.
+by matrix products. Start with `prepare_targets` and `output_layer_relevance`.
 
 Shape letters: P row positions, S unit positions, E units, C coordinates of units, K kept per residual, H width.
 """
@@ -59,7 +59,7 @@ class CoordinateBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenTargets:
+class OutputLayerTargets:
     """The units' side of the kernel, computed once per build."""
 
     mean_H: Tensor
@@ -71,7 +71,7 @@ class TokenTargets:
 
 def prepare_targets(
     hidden_SH: Tensor, residual: SparseResidual, unit_S: Tensor, n_units: int, whitener: Whitener, rows: int
-) -> TokenTargets:
+) -> OutputLayerTargets:
     """Fold whitening, preconditioning and the mean over a unit's positions into the units.
 
     Args:
@@ -124,7 +124,7 @@ def prepare_targets(
         first = last
     if sum(block.unit_CE.numel() for block in blocks) * v_SH.shape[1] <= CACHED_ELEMENTS:
         blocks = [replace(block, vector_CEH=block.vectors(v_SH)) for block in blocks]
-    return TokenTargets(mean.float(), v_SH, compact_V, tuple(blocks), n_units)
+    return OutputLayerTargets(mean.float(), v_SH, compact_V, tuple(blocks), n_units)
 
 
 def weighted_sums(vector_XH: Tensor, index: Tensor, offset: Tensor, weight: Tensor) -> Tensor:
@@ -132,8 +132,8 @@ def weighted_sums(vector_XH: Tensor, index: Tensor, offset: Tensor, weight: Tens
     return F.embedding_bag(index, vector_XH, offset, mode="sum", per_sample_weights=weight, include_last_offset=True)
 
 
-def token_relevance(
-    targets: TokenTargets, hidden_PH: Tensor, residual: SparseResidual, row_P: Tensor, n_rows: int
+def output_layer_relevance(
+    targets: OutputLayerTargets, hidden_PH: Tensor, residual: SparseResidual, row_P: Tensor, n_rows: int
 ) -> Tensor:
     """Predict the relevance of `n_rows` rows to all units, (n_rows, E), float32.
 
@@ -190,7 +190,7 @@ class OutputLayer(Kernel):
         self._targets = prepare_targets(units.hidden_PH, units.residual, *of_units, whitener, ROWS_AT_ONCE)
 
     def score(self, batch: Batch) -> Tensor:
-        return token_relevance(self._targets, batch.hidden_PH, batch.residual, batch.row_P, batch.n_rows)
+        return output_layer_relevance(self._targets, batch.hidden_PH, batch.residual, batch.row_P, batch.n_rows)
 
 
 KERNEL = OutputLayer

@@ -62,8 +62,7 @@ class ProductMaps:
     """TensorSketch of the token-level product G_i = mean_t h~_t (x) D^{1/2} xi_t: two random maps, whitening folded in.
 
     <sketch_i, sketch_j> is an unbiased estimate of <G_i, G_j>, which the direct sum of the paper does not represent.
-    The
-    count sketches of the two factors are convolved by FFT per position and averaged in the frequency domain.
+    The count sketches of the two factors are convolved by FFT per position and averaged in the frequency domain.
     """
 
     mean_H: Tensor

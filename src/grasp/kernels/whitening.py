@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.arrays import F32, F64, I64
+from grasp.moments import StreamingMoments
 from grasp.settings import FeatureSettings
 
 if TYPE_CHECKING:
@@ -38,55 +39,35 @@ class SecondMoments:
 
 
 class MomentAccumulator:
-    """Accumulate moments by the updates of Welford and Chan, which merge without cancellation.
+    """Accumulate the moments of one dense and one sparse feature; parts of a sample can be merged."""
 
-    The scatter about the mean is updated, since E[x x^T] - mean mean^T cancels if the mean is large against the spread,
-    as it is in some dimensions of hidden states.
-    """
-
-    def __init__(self, hidden_size: int, vocab_size: int) -> None:
-        self.count = 0
-        self.mean_H: F64 = np.zeros(hidden_size)
-        self.scatter_HH: F64 = np.zeros((hidden_size, hidden_size))
-        self.square_V: F64 = np.zeros(vocab_size)
+    def __init__(self, vocab_size: int) -> None:
+        self._dense = StreamingMoments(products=True)
+        self._square_V: F64 = np.zeros(vocab_size)
 
     def add(self, hidden_PH: NDArray[np.floating], index: NDArray[np.integer], value: NDArray[np.floating]) -> None:
         """Add P samples: hidden states (P, H) and the coordinates and values of all their sparse residuals.
 
         A coordinate may occur once per sample, as SparseResidual and pooled residuals guarantee.
         """
-        if len(hidden_PH) == 0:
-            return
-        hidden = np.asarray(hidden_PH, dtype=np.float64)
-        mean_H = hidden.mean(axis=0)
-        centred = hidden - mean_H
-        self._merge(len(hidden), mean_H, centred.T @ centred)
+        self._dense.add(hidden_PH)
         square = np.asarray(value, dtype=np.float64).ravel() ** 2
-        self.square_V += np.bincount(index.ravel(), weights=square, minlength=len(self.square_V))
+        self._square_V += np.bincount(index.ravel(), weights=square, minlength=len(self._square_V))
 
-    def merge(self, other: "MomentAccumulator") -> Self:
+    def merge(self, other: Self) -> None:
         """Fold another accumulator into this one."""
-        if other.count:
-            self._merge(other.count, other.mean_H, other.scatter_HH)
-            self.square_V += other.square_V
-        return self
-
-    def _merge(self, count: int, mean_H: F64, scatter_HH: F64) -> None:
-        total = self.count + count
-        shift_H = mean_H - self.mean_H
-        # Chan: S = S_a + S_b + n_a n_b / (n_a + n_b) (mean_b - mean_a)(mean_b - mean_a)^T
-        self.scatter_HH += scatter_HH + np.outer(shift_H, shift_H) * (self.count * count / total)
-        self.mean_H = self.mean_H + shift_H * (count / total)
-        self.count = total
+        self._dense.merge(other._dense)
+        self._square_V += other._square_V
 
     def moments(self) -> SecondMoments:
         """Return the moments so far; requires at least one sample."""
-        assert self.count > 0
+        dense = self._dense
+        assert dense.n_rows > 0
         return SecondMoments(
-            count=self.count,
-            mean_H=self.mean_H.copy(),
-            covariance_HH=self.scatter_HH / self.count,
-            gamma_V=self.square_V / self.count,
+            count=dense.n_rows,
+            mean_H=dense.mean_E,
+            covariance_HH=dense.scatter / dense.n_rows,
+            gamma_V=self._square_V / dense.n_rows,
         )
 
 
@@ -177,7 +158,7 @@ class FeatureMoments(Moments):
     _loaded: SecondMoments | None = None
 
     def __init__(self, corpus: "CorpusMoments") -> None:
-        self._sums = MomentAccumulator(*corpus.size)
+        self._sums = MomentAccumulator(corpus.vocab_size)
 
     def merge(self, other: Self) -> None:
         self._sums.merge(other._sums)

@@ -26,7 +26,7 @@ sketch width.
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -38,6 +38,7 @@ from grasp.arrays import F32, F64, I64, Blocks, ratio
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import cached, checked_targets
 from grasp.errors import ProtocolError
+from grasp.moments import ColumnSpread, StreamingMoments
 from grasp.predict.scoring_rule import (
     ScoringProtocol,
     geometry,
@@ -52,8 +53,6 @@ SIMILAR = ("hidden", "residual")  # sketches that measure the similarity of rows
 REPETITION = "repetition"  # name of the part of a change that repetition causes
 REPEAT_WORTH = 15.4  # R*: scale of diminishing returns, in repetitions
 NEW_ROW_VALUE = 0.4  # b: value of any unseen row in effect sizes, lost by repetition: experiments/exposure
-# A standard deviation below this fraction of the mean is rounding error, not variance.
-RELATIVE_ZERO = 1e-9
 Floats = TypeVar("Floats", bound=np.floating[Any])
 
 
@@ -102,60 +101,6 @@ class RepetitionLaw:
 
 
 # --------------------------------------------------------------------------------------------------- effects of rows
-
-
-@dataclass(frozen=True, slots=True)
-class ColumnSpread:
-    """Mean and standard deviation of each column over rows, or over subsets, (E,)."""
-
-    mean_E: F64
-    std_E: F64
-
-    @property
-    def inverse_E(self) -> F64:  # noqa: N802 - a shape suffix
-        """1 / std; 0 for a column without variance (up to rounding), which thereby contributes nothing."""
-        return ratio(1.0, self.std_E, least=RELATIVE_ZERO * np.maximum(np.abs(self.mean_E), np.finfo(float).tiny))
-
-    def z(self, value_BE: F64) -> F64:
-        """Return z-scores (x - mean) / std; 0 for columns without variance. Source: eq:component-predictor."""
-        return np.asarray((value_BE - self.mean_E) * self.inverse_E)
-
-
-@dataclass(slots=True)
-class RowMoments:
-    """Count, mean and scatter of columns over rows (or subsets), accumulated block by block in float64."""
-
-    n_rows: int = 0
-    mean_E: F64 = field(default_factory=lambda: np.zeros(1))
-    scatter_E: F64 = field(default_factory=lambda: np.zeros(1))  # sum of (x - mean)^2
-
-    @classmethod
-    def from_blocks(cls, blocks: Iterable[tuple[int, NDArray[Any]]], held_NE: F32 | None = None) -> Self:
-        """Accumulate moments over blocks of rows, and store the rows in `held_NE` if it is given."""
-        moments = cls()
-        for start, block in blocks:
-            if held_NE is not None:
-                held_NE[start : start + len(block)] = block
-            moments.add(block)
-        return moments
-
-    def add(self, values_NE: NDArray[Any]) -> None:
-        """Add a block of rows by Chan's parallel update.
-
-        Scatter is summed about the mean of each block: sum x^2 - n mean^2 would cancel if the mean is large.
-        """
-        values_NE = np.asarray(values_NE, dtype=np.float64)
-        n_new, n_rows = len(values_NE), self.n_rows + len(values_NE)
-        mean_E = np.ones(n_new) @ values_NE / n_new  # a matrix product is the fastest sum over rows
-        apart_NE, shift_E = values_NE - mean_E, mean_E - self.mean_E
-        scatter_E = self.scatter_E + np.einsum("ne,ne->e", apart_NE, apart_NE)
-        self.scatter_E = scatter_E + shift_E**2 * (self.n_rows * n_new / n_rows)
-        self.mean_E, self.n_rows = self.mean_E + shift_E * (n_new / n_rows), n_rows
-
-    @property
-    def spread(self) -> ColumnSpread:
-        """Mean and population standard deviation."""
-        return ColumnSpread(self.mean_E, np.sqrt(self.scatter_E / self.n_rows))
 
 
 def downweight_negative(relevance_NE: NDArray[Floats], negative: float) -> NDArray[Floats]:
@@ -214,14 +159,14 @@ class UnitSelection:
 class KernelRelevance:
     """The relevance of one kernel with its moments; one column per task, or per unit."""
 
-    rows: RowMoments  # moments over the rows of the corpus
+    rows: StreamingMoments  # moments over the rows of the corpus
     held: RowSums
 
     @classmethod
     def for_units(cls, artifact: ArtifactReader, kernel: str, units: UnitSelection, negative: float) -> Self:
         """Read relevance with one column per unit: one pass for moments, one to load the matrix if it fits."""
         blocks = functools.partial(relevance_blocks, artifact, kernel, units.columns_E, negative)
-        return cls(RowMoments.from_blocks(blocks()), RowSums(blocks, artifact.n_rows, len(units.columns_E)))
+        return cls(StreamingMoments.from_blocks(blocks()), RowSums(blocks, artifact.n_rows, len(units.columns_E)))
 
     @classmethod
     def for_tasks(
@@ -235,7 +180,7 @@ class KernelRelevance:
         task_NT = np.empty((artifact.n_rows, len(units.targets)), dtype=np.float32)
         blocks = relevance_blocks(artifact, kernel, units.columns_E, negative)
         reduced = ((start, units.mean_per_task(block, scale_E)) for start, block in blocks)
-        return cls(RowMoments.from_blocks(reduced, task_NT), RowSums.over(task_NT))
+        return cls(StreamingMoments.from_blocks(reduced, task_NT), RowSums.over(task_NT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +220,7 @@ class Level:
                 terms = (block * slope_C for (_, block), slope_C in zip(parts, slopes.values(), strict=True))
                 yield parts[0][0], functools.reduce(operator.iadd, terms)
 
-        before = RowMoments.from_blocks(added(), held_NC).spread
+        before = StreamingMoments.from_blocks(added(), held_NC).spread
         inverse_C = before.inverse_E
         if held_NC is None:
             first = next(iter(kernels.values()))
@@ -549,7 +494,7 @@ def assemble_predictor(
         unit_level is not None
     ):  # b is in effect sizes of the task; the effects of its units average to a column with this sd
         blocks = unit_level.effects.blocks()
-        of_tasks = RowMoments.from_blocks((start, units.mean_per_task(block)) for start, block in blocks)
+        of_tasks = StreamingMoments.from_blocks((start, units.mean_per_task(block)) for start, block in blocks)
         unit_level = replace(
             unit_level, new_row_value_C=unit_level.new_row_value_C * np.repeat(of_tasks.spread.std_E, units.counts_T)
         )

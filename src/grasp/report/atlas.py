@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, SettingsError
-from grasp.files import own_directory, written_aside
+from grasp.files import claim_directory, written_aside
 from grasp.predict.predictor import SIMILAR, Predictor
 from grasp.predict.scoring_rule import ScoringProtocol
 
@@ -47,7 +47,7 @@ def write_atlas(
             f"{artifact.where}: the artifact has no sketches, which the map is computed from; build it with "
             "features.hidden_width and features.residual_width above 0"
         )
-    own_directory(directory, ".grasp-atlas", lambda _: False, artifact.reads)
+    claim_directory(directory, ".grasp-atlas", lambda _: False, artifact.reads)
     predictor = Predictor.from_artifact(artifact, protocol, targets)
     projection_N2 = _principal_coordinates(artifact, names)
     path, start = directory / "rows.parquet", 0

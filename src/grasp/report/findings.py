@@ -45,7 +45,7 @@ from grasp.report.example_rows import (
     iterate_columns,
 )
 from grasp.report.trends import LabelTrend, label_trends
-from grasp.runs.calibration import LearningCurve, OutcomePredictor, learn, learning_curve
+from grasp.runs.calibration import LearningCurve, OutcomePredictor, fit_outcomes, learning_curve
 from grasp.runs.retrained import TrainingRuns
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.text import LONGEST_CELL, different
@@ -195,7 +195,7 @@ def collect_findings(
         outcomes = Missing("No intervals in nats: the runs are unfinished.", "Finish them with grasp retrain.")
     elif environment is not None:
         try:
-            outcomes = learn(predictor, artifact, environment)
+            outcomes = fit_outcomes(predictor, artifact, environment)
         except (ProtocolLeakError, RunsError) as err:
             outcomes = Missing(f"No intervals in nats: {err}.", "Finished development runs are required.")
     # None unless the runs have outcomes of every target

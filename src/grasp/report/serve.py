@@ -34,7 +34,7 @@ from grasp.runs.alignment import bind_runs
 from grasp.runs.retrained import TrainingRuns
 from grasp.runs.table import RunTable
 from grasp.select.select import select
-from grasp.signatures import declared, signed
+from grasp.signatures import parse_signature, signed
 from grasp.text import json_text, plain, printable
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def _query_function(service: QueryService, verb: str, error: type[Exception] = G
         error: exception class raised for invalid arguments.
     """
     module, names = SERVED_VERBS[verb]
-    declaration = declared(module, verb)
+    declaration = parse_signature(module, verb)
     parameters, texts = {}, []
     for name in names:
         argument = declaration.arguments[name]

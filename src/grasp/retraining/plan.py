@@ -15,7 +15,7 @@ from grasp.artifact.where import LabelColumn
 from grasp.corpus import RowStore, read_documents
 from grasp.corpus.sources import open_source
 from grasp.errors import CorpusError, RunsError, SettingsError, SubsetError
-from grasp.files import discard, own_directory, written_aside
+from grasp.files import claim_directory, discard, written_aside
 from grasp.models.checkpoint import device_of, tokenizer_at
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.predict.families import parse_family
@@ -58,7 +58,7 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> RetrainedRuns
     recipe, command = resolved_recipe(settings), settings.train_command
     if command is not None:
         command_words(command)
-    own_directory(out, MARKER, is_environment)
+    claim_directory(out, MARKER, is_environment)
     with locked(out / MARKER, wait=True):
         if not settings.tokenizer:
             _train_tokenizer(settings, recipe, out, stage)

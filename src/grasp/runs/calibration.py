@@ -1,4 +1,4 @@
-"""Runs beside an artifact: what is known of each subset before any run, and what the runs add. Start with `learn`.
+"""Fit a model of the outcomes of training runs to an artifact's predictions. Start with `fit_outcomes`.
 
 Shape letters: R runs, S seeds, B subsets, N rows, G slices, T targets.
 """
@@ -19,7 +19,7 @@ from grasp.predict.predictor import SIMILAR, KernelRelevance, Predictor
 from grasp.predict.slices import label_slices, suggest_labels
 from grasp.predict.weights import RowSums, Weights
 from grasp.runs.alignment import Alignment, bind_runs
-from grasp.runs.gaussian_process import WITHIN, Learned, SubsetFeatures
+from grasp.runs.gaussian_process import WITHIN_SLICE_WEIGHT, GaussianProcess, SubsetFeatures
 from grasp.runs.metrics import spearman
 from grasp.runs.retrained import TrainingRuns
 from grasp.runs.table import RunTable
@@ -49,7 +49,7 @@ class NatsTable:
         return {self.unit: self.nats_BT, f"{self.unit}_low": self.low_BT, f"{self.unit}_high": self.high_BT}
 
 
-class Outside:
+class ExtrapolationLog:
     """Counts, while predictions are made, the subsets that lie beyond what the runs covered."""
 
     def __init__(self) -> None:
@@ -58,9 +58,9 @@ class Outside:
 
     def add(self, names: Sequence[str], nats: NatsTable) -> None:
         """One block of subsets."""
-        found = [f"{name} ({words})" for name, words in zip(names, nats.outside, strict=True) if words]
-        self._count += len(found)
-        self._first += found[: NAMED - len(self._first)]
+        messages = [f"{name} ({words})" for name, words in zip(names, nats.outside, strict=True) if words]
+        self._count += len(messages)
+        self._first += messages[: NAMED - len(self._first)]
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -88,13 +88,13 @@ class SubsetFeaturizer:
     effect_GT: F64  # its mean over these slices
     kernel_GTM: F64
     sketch_GD: F64
-    within: float  # what relevance within a slice counts
+    within_slice_weight: float  # what relevance within a slice counts
 
     @classmethod
     def from_predictor(cls, predictor: Predictor, artifact: ArtifactReader, labels: Sequence[str]) -> Self:
         """Args: labels: whose slices' shares are features; the first is the one that runs were drawn by, if any."""
         slices = [label_slices(label_column(artifact, name), row_tokens(artifact)) for name in labels]
-        held = tuple(_indicators(one.codes_N, len(one.slices)) for one in slices)
+        indicators = tuple(_indicators(values.codes_N, len(values.slices)) for values in slices)
         names = [name.removeprefix("relevance_") for name in artifact.array_names if name.startswith("relevance_")]
         negative_of = predictor.protocol.negative_of
         kernels = tuple(
@@ -104,29 +104,29 @@ class SubsetFeaturizer:
         each = slices[0].each if slices else Weights.from_slices(codes_N, 1)
         rows_G1 = each.sizes[:, None]
         effect_GT = predictor.task.effects.sums(each) / rows_G1
-        kernel_GTM = np.stack([one.sums(each) / rows_G1 for one in kernels], axis=2)
-        sketch = [part.sums(each) for half, part in predictor.sketches.items() if half != "product"]
+        kernel_GTM = np.stack([values.sums(each) / rows_G1 for values in kernels], axis=2)
+        sketch = [sketch_part.sums(each) for half, sketch_part in predictor.sketches.items() if half != "product"]
         sketch_GD = np.concatenate([np.empty((len(rows_G1), 0)), *sketch], axis=1) / rows_G1
-        within = 1.0 if "gradient" in names else WITHIN
-        return cls(predictor, held, kernels, codes_N, effect_GT, kernel_GTM, sketch_GD, within)
+        within_slice_weight = 1.0 if "gradient" in names else WITHIN_SLICE_WEIGHT
+        return cls(predictor, indicators, kernels, codes_N, effect_GT, kernel_GTM, sketch_GD, within_slice_weight)
 
     def features(self, weights: Weights) -> SubsetFeatures:
         """Of one block of subsets."""
         sums = self.predictor.sums(weights)
-        mass_B1, counted = weights.sums[:, None], self.predictor.effective_weights(weights)
-        counted_B1 = counted.sums[:, None]
+        mass_B1, effective = weights.sums[:, None], self.predictor.effective_weights(weights)
+        effective_B1 = effective.sums[:, None]
         nothing_B0 = np.empty((len(mass_B1), 0))
         sketch = [total_BD for half, total_BD in sums.sketch.items() if half != "product"]
-        in_slice_BG = self.indicators[0].sums(counted) if self.indicators else counted_B1
+        in_slice_BG = self.indicators[0].sums(effective) if self.indicators else effective_B1
         relevance_BT = self.predictor.change_of(sums)
         of_slices_BT = self.predictor.change_of(replace(sums, effect_BT=in_slice_BG @ self.effect_GT))
-        kernel_BTM = np.stack([one.sums(counted) / counted_B1 for one in self.kernels], axis=2)
-        of_slices_BTM = np.einsum("bg,gtm->btm", in_slice_BG / counted_B1, self.kernel_GTM)
+        kernel_BTM = np.stack([part.sums(effective) / effective_B1 for part in self.kernels], axis=2)
+        of_slices_BTM = np.einsum("bg,gtm->btm", in_slice_BG / effective_B1, self.kernel_GTM)
         return SubsetFeatures(
-            np.concatenate([nothing_B0, *(one.sums(weights) / mass_B1 for one in self.indicators)], axis=1),
+            np.concatenate([nothing_B0, *(part.sums(weights) / mass_B1 for part in self.indicators)], axis=1),
             self._less(relevance_BT, of_slices_BT),
             self._less(kernel_BTM, of_slices_BTM),
-            self._less(np.concatenate([nothing_B0, *sketch], axis=1), in_slice_BG @ self.sketch_GD) / counted_B1,
+            self._less(np.concatenate([nothing_B0, *sketch], axis=1), in_slice_BG @ self.sketch_GD) / effective_B1,
             relevance_BT - of_slices_BT,
         )
 
@@ -138,21 +138,21 @@ class SubsetFeaturizer:
         """
         worth = self.predictor.sums(weights, ()).repetition_factor(self.predictor.exposure)
         relevant_N = np.asarray(self.predictor.effect_NT @ (slope.relevance_BT[0] * worth), np.float64)
-        for one, slope_T in zip(self.kernels, slope.kernel_BTM[0].T, strict=True):
-            relevant_N += one.dot(slope_T)
+        for part, slope_T in zip(self.kernels, slope.kernel_BTM[0].T, strict=True):
+            relevant_N += part.dot(slope_T)
         halves = [sketch for half, sketch in self.predictor.sketches.items() if half != "product"]
         widths = np.cumsum([sketch.width for sketch in halves])
         for sketch, slope_D in zip(halves, np.split(slope.sketch_BD[0], widths), strict=False):
             relevant_N += sketch.dot(slope_D)
-        chosen_N = np.asarray(self.predictor.effect_NT @ (slope.within_BT[0] * worth), np.float64)
+        chosen_N = np.asarray(self.predictor.effect_NT @ (slope.within_slice_BT[0] * worth), np.float64)
         out_N = self._less(relevant_N, self._of_slices(relevant_N)) + chosen_N - self._of_slices(chosen_N)
-        widths = np.cumsum([one.width for one in self.indicators])
-        for one, slope_G in zip(self.indicators, np.split(slope.share_BG[0], widths), strict=False):
-            out_N += one.dot(slope_G)
+        widths = np.cumsum([part.width for part in self.indicators])
+        for part, slope_G in zip(self.indicators, np.split(slope.share_BG[0], widths), strict=False):
+            out_N += part.dot(slope_G)
         return out_N
 
-    def _less(self, own: F64, of_slices: F64) -> F64:
-        return np.asarray(of_slices + self.within * (own - of_slices))
+    def _less(self, values: F64, of_slices: F64) -> F64:
+        return np.asarray(of_slices + self.within_slice_weight * (values - of_slices))
 
     def _of_slices(self, values_N: F64) -> F64:
         """The mean over its slice instead of each value."""
@@ -168,53 +168,56 @@ class SubsetFeaturizer:
 class OutcomePredictor:
     """What runs say of the predictions of one predictor: the change in their own unit, with an interval.
 
-    All targets of the runs teach, whichever are asked: so what is expected of one does not depend on the others asked.
+    It is fitted to all targets of the runs, so that the prediction for a target does not depend on which others are
+    requested.
     """
 
     unit: str  # what columns are called: nats, or the metric of the runs
     title: str  # what the numbers are, in words
     notes: tuple[str, ...]
     targets: tuple[str, ...]  # asked
-    known: SubsetFeaturizer  # of the targets that teach
-    learned: Learned
+    featurizer: SubsetFeaturizer  # of the targets that teach
+    process: GaussianProcess
     runs: SubsetFeatures
     utility_RST: F64
 
     @property
     def columns(self) -> dict[str, int]:
         """Asked target -> its task among those learned; those without runs are not in it."""
-        taught = self.known.predictor.units.targets
-        return {target: taught.index(target) for target in self.targets if target in taught}
+        fitted = self.featurizer.predictor.units.targets
+        return {target: fitted.index(target) for target in self.targets if target in fitted}
 
     def predict(self, weights: Weights) -> NatsTable:
         """Change of subsets against the corpus; nan where a target has no runs."""
-        features, corpus = self.known.features(weights), self.known.corpus()
+        features, corpus = self.featurizer.features(weights), self.featurizer.corpus()
         mean_BT, half_BT = self._change(features, corpus)
-        far_B = self.learned.reach(features, corpus)
+        far_B = self.process.reach(features, corpus)
         outside = [f"{far:.1f} times as far from the corpus as any run" if far > FAR else "" for far in far_B]
-        expected, half = self._asked(mean_BT), self._asked(half_BT)
+        expected, half = self._select_targets(mean_BT), self._select_targets(half_BT)
         return NatsTable(expected, expected - half, expected + half, tuple(outside), self.unit)
 
     def rise(self, weights: Weights, weights_T: F64, *, cautious: bool = False) -> F64:
         """How fast the weighted change rises as one subset takes in a row, (N,), but for what all rows share."""
-        corpus = self.known.corpus()
+        corpus = self.featurizer.corpus()
 
         def value(features: SubsetFeatures) -> F64:
             mean_BT, half_BT = self._change(features, corpus)
-            return np.asarray(np.nan_to_num(self._asked(mean_BT - half_BT if cautious else mean_BT)) @ weights_T)
+            return np.asarray(
+                np.nan_to_num(self._select_targets(mean_BT - half_BT if cautious else mean_BT)) @ weights_T
+            )
 
-        return self.known.row_contributions(self.learned.slope(self.known.features(weights), value), weights)
+        return self.featurizer.row_contributions(self.process.slope(self.featurizer.features(weights), value), weights)
 
     def _change(self, features: SubsetFeatures, corpus: SubsetFeatures) -> tuple[F64, F64]:
         """Of the tasks learned: change against the corpus, and half of the interval."""
-        mean_BT, spread_BT = self.learned.change(features, corpus)
-        return mean_BT, self.learned.quantile(COVERAGE) * spread_BT
+        mean_BT, spread_BT = self.process.change(features, corpus)
+        return mean_BT, self.process.quantile(COVERAGE) * spread_BT
 
-    def _asked(self, learned_BT: F64) -> F64:
+    def _select_targets(self, predicted_BT: F64) -> F64:
         """The targets asked out of the tasks learned; nan where a target has no runs."""
-        out_BT = np.full((len(learned_BT), len(self.targets)), np.nan)
+        out_BT = np.full((len(predicted_BT), len(self.targets)), np.nan)
         for target, column in self.columns.items():
-            out_BT[:, self.targets.index(target)] = learned_BT[:, column]
+            out_BT[:, self.targets.index(target)] = predicted_BT[:, column]
         return out_BT
 
 
@@ -247,14 +250,14 @@ def learning_curve(expected: OutcomePredictor) -> LearningCurve | None:
         rho_KDT[0, d] = spearman(runs.relevance_BT[rest], realized_RT[rest])
         for place, k in enumerate(counts, start=1):
             if np.ptp(realized_RT[order[:k]], axis=0).min() > 0:  # nothing is learned from runs that are all alike
-                learned = Learned.fit(runs.take(order[:k]), utility_RST[order[:k]])
-                rho_KDT[place, d] = spearman(learned.predict(runs.take(rest))[0], realized_RT[rest])
+                process = GaussianProcess.fit(runs.take(order[:k]), utility_RST[order[:k]])
+                rho_KDT[place, d] = spearman(process.predict(runs.take(rest))[0], realized_RT[rest])
     known = np.flatnonzero(np.isfinite(rho_KDT).all(axis=(1, 2)))
     rho_KDT = rho_KDT[known]
     return LearningCurve(tuple([0, *counts][k] for k in known), rho_KDT.mean(axis=1), rho_KDT.std(axis=1, ddof=1))
 
 
-def learn(
+def fit_outcomes(
     predictor: Predictor, artifact: ArtifactReader, runs: TrainingRuns | RunTable | Path | str
 ) -> OutcomePredictor:
     """Learn from runs what a predictor's changes are in the runs' own unit.
@@ -269,16 +272,18 @@ def learn(
             f"{environment.path}: is held out; intervals are fitted on development environments only, or nothing is "
             "left to test them on"
         )
-    joined = Alignment.from_runs(environment, artifact)
-    common = {own: theirs for own, theirs in joined.run_targets.items() if own in predictor.units.targets}
+    alignment = Alignment.from_runs(environment, artifact)
+    common = {target: theirs for target, theirs in alignment.run_targets.items() if target in predictor.units.targets}
     if not common:
         raise RunsError(
             f"{environment.path}: has targets {list(environment.targets)}, asked are "
             f"{list(predictor.units.targets)}; none is common to both"
         )
-    targets = {own: theirs for own, theirs in joined.run_targets.items() if environment.role_of(theirs) == "dev"}
-    asked = {own: theirs for own, theirs in common.items() if own in targets}
-    if not asked:
+    targets = {
+        target: theirs for target, theirs in alignment.run_targets.items() if environment.role_of(theirs) == "dev"
+    }
+    requested = {target: theirs for target, theirs in common.items() if target in targets}
+    if not requested:
         raise ProtocolLeakError(
             f"{environment.path}: intervals were asked for {list(common.values())}, which are held out; they are "
             "fitted on development targets only"
@@ -286,29 +291,29 @@ def learn(
     utility_RST = environment.task_utilities(list(targets.values()))
     # a target whose runs all came out the same teaches nothing, and is refused only where it is asked
     teaches_T = np.ptp(np.nanmean(utility_RST, axis=1), axis=0) > 0
-    teaches_T |= np.array([target in asked for target in targets])
-    targets = {own: theirs for (own, theirs), teaches in zip(targets.items(), teaches_T, strict=True) if teaches}
+    teaches_T |= np.array([name in requested for name in targets])
+    targets = {target: theirs for (target, theirs), teaches in zip(targets.items(), teaches_T, strict=True) if teaches}
     utility_RST = utility_RST[:, :, teaches_T]
-    teacher = Predictor.from_artifact(artifact, predictor.protocol, list(targets), sketches=SIMILAR)
+    runs_predictor = Predictor.from_artifact(artifact, predictor.protocol, list(targets), sketches=SIMILAR)
     labels = dict.fromkeys([*([environment.label] if environment.label else []), *suggest_labels(artifact)])
-    known = SubsetFeaturizer.from_predictor(teacher, artifact, tuple(labels))
-    parts = [known.features(block.weights) for block in joined.blocks]
+    featurizer = SubsetFeaturizer.from_predictor(runs_predictor, artifact, tuple(labels))
+    parts = [featurizer.features(block.weights) for block in alignment.blocks]
     whole_ST = environment.task_reference(list(targets.values()))
     if len(whole_ST) == utility_RST.shape[1]:
-        parts.append(known.corpus())
+        parts.append(featurizer.corpus())
         utility_RST = np.concatenate([utility_RST, whole_ST[None]])
-    features = SubsetFeatures.joined(parts)
+    features = SubsetFeatures.concatenate(parts)
     centred_RT = features.relevance_BT - features.relevance_BT.mean(axis=0)
     rise_T = (centred_RT * np.nanmean(utility_RST, axis=1)).sum(axis=0)  # covariance over the runs
     notes = [*environment.notes]
-    if predictor.protocol.chosen_on(joined.runs_fingerprint):
+    if predictor.protocol.chosen_on(alignment.runs_fingerprint):
         notes.append(f"the protocol was selected on {environment.name}: its intervals are somewhat too narrow")
     notes += [
-        f"{target}: what came out does not rise with the prediction; the runs correct it"
-        for target, rise in zip(targets, rise_T, strict=True)
-        if rise < 0 and target in asked
+        f"{name}: what came out does not rise with the prediction; the runs correct it"
+        for name, rise in zip(targets, rise_T, strict=True)
+        if rise < 0 and name in requested
     ]
-    if missing := [target for target in predictor.units.targets if target not in asked]:
+    if missing := [name for name in predictor.units.targets if name not in requested]:
         notes.append(f"no runs for {', '.join(missing)}: no expected change")
     unit, (measured, models) = environment.unit, environment.measurement
     return OutcomePredictor(
@@ -316,8 +321,8 @@ def learn(
         f"{unit}, {unit}_low, {unit}_high: change in {measured}, {COVERAGE:.0%} interval, {models}",
         tuple(notes),
         predictor.units.targets,
-        known,
-        Learned.fit(features, utility_RST),
+        featurizer,
+        GaussianProcess.fit(features, utility_RST),
         features,
         utility_RST,
     )
@@ -325,8 +330,10 @@ def learn(
 
 def _indicators(codes_N: I32, n_slices: int) -> RowSums:
     """Sums of which say how many rows of each slice a subset has."""
-    one_GG = np.eye(n_slices, dtype=np.float32)
+    identity_GG = np.eye(n_slices, dtype=np.float32)
     step = 1 << 16
     return RowSums(
-        lambda: ((at, one_GG[codes_N[at : at + step]]) for at in range(0, len(codes_N), step)), len(codes_N), n_slices
+        lambda: ((at, identity_GG[codes_N[at : at + step]]) for at in range(0, len(codes_N), step)),
+        len(codes_N),
+        n_slices,
     )

@@ -1,4 +1,4 @@
-"""The learned predictor: what runs teach beyond relevance. Arrays in, arrays out; start with `Learned.fit`.
+"""The learned predictor: what runs teach beyond relevance. Arrays in, arrays out; start with `GaussianProcess.fit`.
 
 What a subset S does for a task is, in the runs' own unit,
 
@@ -54,7 +54,10 @@ FARTHEST = 4.0  # standard deviations of its prior that a hyperparameter may go
 LARGEST = 3.0  # logarithm of the variance of a curve; K stays well conditioned
 TESTED = 4.0  # root mean square distances of the runs, up to which intervals were tested: experiments/extrapolation
 STEP = 1e-4  # of the difference quotients: of lengths and c, and of features against their spread
-WITHIN, WITHIN_SD = 0.4, 0.4  # what relevance within a slice is worth against that of the slice: experiments/exposure
+WITHIN_SLICE_WEIGHT, WITHIN_SLICE_SD = (
+    0.4,
+    0.4,
+)  # what relevance within a slice is worth against that of the slice: experiments/exposure
 SHAPES = ("c", "additive length", "joint length")
 CURVES = ("straight", "linear", "additive", "joint")
 # Mean and standard deviation of the logarithm. Variances are against that of r (1); lengths against the spread of
@@ -98,7 +101,7 @@ class SubsetFeatures:
     relevance_BT: F64
     kernel_BTM: F64
     sketch_BD: F64
-    within_BT: F64
+    within_slice_BT: F64
 
     @classmethod
     def from_shares(cls, share_BG: F64, n_tasks: int) -> Self:
@@ -108,7 +111,7 @@ class SubsetFeatures:
         return cls(share_BG, nothing_BT, np.zeros((n, n_tasks, 0)), np.zeros((n, 0)), nothing_BT)
 
     @classmethod
-    def joined(cls, parts: "Sequence[SubsetFeatures]") -> Self:
+    def concatenate(cls, parts: "Sequence[SubsetFeatures]") -> Self:
         """Of several blocks, one after the other."""
         return cls(*map(np.concatenate, zip(*(part._arrays() for part in parts), strict=True)))
 
@@ -147,23 +150,26 @@ class FeatureScales:
     sketch_D: tuple[F64, F64]  # one spread for all, as for the shares
     share_G: tuple[F64, F64]
     farthest_T: F64  # largest prediction of a run, whatever its sign
-    within_T: F64  # the same of what its rows were chosen by within slices
+    within_slice_T: F64  # the same of what its rows were chosen by within slices
 
     @classmethod
     def from_runs(cls, runs: SubsetFeatures) -> Self:
         relevance, kernels = (
-            (one.mean(axis=0), ratio(1.0, one.std(axis=0), least=TINY)) for one in (runs.relevance_BT, runs.kernel_BTM)
+            (values.mean(axis=0), ratio(1.0, values.std(axis=0), least=TINY))
+            for values in (runs.relevance_BT, runs.kernel_BTM)
         )
         sketch, share = _mean_and_scale(runs.sketch_BD), _mean_and_scale(runs.share_BG)
-        farthest_T, within_T = (np.abs(one).max(axis=0, initial=0.0) for one in (runs.relevance_BT, runs.within_BT))
-        return cls(relevance, kernels, sketch, share, farthest_T, within_T)
+        farthest_T, within_slice_T = (
+            np.abs(values).max(axis=0, initial=0.0) for values in (runs.relevance_BT, runs.within_slice_BT)
+        )
+        return cls(relevance, kernels, sketch, share, farthest_T, within_slice_T)
 
-    def near(self, relevance_BT: F64) -> F64:
+    def compress(self, relevance_BT: F64) -> F64:
         """Predictions as they are among the runs, and less and less of them beyond."""
         far_BT = np.maximum(np.abs(relevance_BT) / np.maximum(self.farthest_T, TINY), 1.0)
         return np.asarray(relevance_BT / far_BT * (1.0 + np.log(far_BT)))
 
-    def edge(self, share_BG: F64) -> F64:
+    def extrapolation_factor(self, share_BG: F64) -> F64:
         """Distance of shares from their mean over the runs, (B, 1): 1 is the runs' root mean square, and the least."""
         mean_G, inverse = self.share_G
         return np.asarray(np.maximum(inverse * np.linalg.norm(share_BG - mean_G, axis=1, keepdims=True), 1.0))
@@ -175,16 +181,16 @@ class FeatureScales:
         share_BG = part * (at.share_BG + 1 / max(at.share_BG.shape[1], 1))
         return SubsetFeatures(share_BG, relevance_1T, kernel_1TM, np.full_like(at.sketch_BD, sketch), relevance_1T)
 
-    def measure(self, features: SubsetFeatures) -> SubsetFeatures:
+    def transform(self, features: SubsetFeatures) -> SubsetFeatures:
         (mean_T, inverse_T), (mean_TM, inverse_TM), (mean_D, inverse) = self.relevance_T, self.kernel_TM, self.sketch_D
-        beyond_BT = WITHIN_SD * np.maximum(np.abs(features.within_BT) - self.within_T, 0.0)
+        beyond_BT = WITHIN_SLICE_SD * np.maximum(np.abs(features.within_slice_BT) - self.within_slice_T, 0.0)
         less_BT, more_BT = features.relevance_BT - beyond_BT, features.relevance_BT + beyond_BT
         return SubsetFeatures(
             features.share_BG,
-            (self.near(features.relevance_BT) - mean_T) * inverse_T,
+            (self.compress(features.relevance_BT) - mean_T) * inverse_T,
             (features.kernel_BTM - mean_TM) * inverse_TM,
             (features.sketch_BD - mean_D) * inverse,
-            (self.near(more_BT) - self.near(less_BT)) / 2 * inverse_T,
+            (self.compress(more_BT) - self.compress(less_BT)) / 2 * inverse_T,
         )
 
 
@@ -240,51 +246,52 @@ class Curves:
             part_Bn *= -0.5 / self.lengths[0] ** 2
             additive_Bn += np.exp(part_Bn, out=part_Bn)
         square_Bn *= -0.5 / (n_slices * self.lengths[1] ** 2)
-        found = {
+        parts = {
             "straight": (share_BG - self.mean_G) @ (other_share_nG - self.mean_G).T,
             "linear": seen_BG @ other_nG.T / n_slices,
             "additive": additive_Bn / n_slices,
             "joint": np.exp(square_Bn, out=square_Bn),
         }
-        return {name: part * self.units[name] for name, part in found.items()}
+        return {name: part * self.units[name] for name, part in parts.items()}
 
-    def own(self, share_BG: F64) -> dict[str, F64]:
+    def variance(self, share_BG: F64) -> dict[str, F64]:
         """(B,) variance of each part at subsets."""
         seen_BG = self.seen(share_BG)
-        one_B = np.ones(len(seen_BG))
+        ones_B = np.ones(len(seen_BG))
         linear_B = np.einsum("bg,bg->b", seen_BG, seen_BG) / max(seen_BG.shape[1], 1)
         straight_B = ((share_BG - self.mean_G) ** 2).sum(axis=1)
-        found = {"straight": straight_B, "linear": linear_B, "additive": one_B, "joint": one_B}
-        return {name: part * self.units[name] for name, part in found.items()}
+        variances = {"straight": straight_B, "linear": linear_B, "additive": ones_B, "joint": ones_B}
+        return {name: part * self.units[name] for name, part in variances.items()}
 
 
-def _linear_parts(own: SubsetFeatures, runs: SubsetFeatures) -> dict[str, F64]:
+def _linear_parts(subsets: SubsetFeatures, runs: SubsetFeatures) -> dict[str, F64]:
     """Covariances that are linear in what is known, by part: (1 or T, B, n). Both are measured by one ruler."""
-    n_tasks, n_kernels = own.relevance_BT.shape[1], max(own.kernel_BTM.shape[2], 1)
-    slope_TBn = np.einsum("bt,nt->tbn", own.relevance_BT, runs.relevance_BT)
+    n_tasks, n_kernels = subsets.relevance_BT.shape[1], max(subsets.kernel_BTM.shape[2], 1)
+    slope_TBn = np.einsum("bt,nt->tbn", subsets.relevance_BT, runs.relevance_BT)
     return {
         "slope": slope_TBn,
-        "kernels": np.einsum("btm,ntm->tbn", own.kernel_BTM, runs.kernel_BTM) / n_kernels,
+        "kernels": np.einsum("btm,ntm->tbn", subsets.kernel_BTM, runs.kernel_BTM) / n_kernels,
         "tasks": slope_TBn.sum(axis=0, keepdims=True) / max(n_tasks, 1),
-        "sketch": (own.sketch_BD @ runs.sketch_BD.T)[None],
+        "sketch": (subsets.sketch_BD @ runs.sketch_BD.T)[None],
     }
 
 
-def _own_linear(own: SubsetFeatures) -> dict[str, F64]:
+def _linear_variances(subsets: SubsetFeatures) -> dict[str, F64]:
     """The same of each subset with itself: (1 or T, B)."""
-    slope_TB = (own.relevance_BT**2).T
+    slope_TB = (subsets.relevance_BT**2).T
     return {
         "slope": slope_TB,
-        "kernels": np.einsum("btm,btm->tb", own.kernel_BTM, own.kernel_BTM) / max(own.kernel_BTM.shape[2], 1),
+        "kernels": np.einsum("btm,btm->tb", subsets.kernel_BTM, subsets.kernel_BTM)
+        / max(subsets.kernel_BTM.shape[2], 1),
         "tasks": slope_TB.mean(axis=0, keepdims=True),
-        "sketch": np.einsum("bd,bd->b", own.sketch_BD, own.sketch_BD)[None],
+        "sketch": np.einsum("bd,bd->b", subsets.sketch_BD, subsets.sketch_BD)[None],
     }
 
 
-def _covariance(numbers: Mapping[str, float], curves: Curves, own: SubsetFeatures, other: SubsetFeatures) -> F64:
+def _covariance(numbers: Mapping[str, float], curves: Curves, subsets: SubsetFeatures, other: SubsetFeatures) -> F64:
     """(1 or T, B, n) covariance of g between two sets of measured subsets."""
-    curved = curves.between(own.share_BG, other.share_BG)
-    return _add_parts(numbers, _linear_parts(own, other) | {name: part[None] for name, part in curved.items()})
+    curved = curves.between(subsets.share_BG, other.share_BG)
+    return _add_parts(numbers, _linear_parts(subsets, other) | {name: part[None] for name, part in curved.items()})
 
 
 def _add_parts(numbers: Mapping[str, float], parts: Mapping[str, F64]) -> F64:
@@ -297,7 +304,7 @@ def _add_parts(numbers: Mapping[str, float], parts: Mapping[str, F64]) -> F64:
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
+class GaussianProcess:
     """Runs learned from. Made by `fit`; `predict` and `change` say what any subset does.
 
     Attributes:
@@ -307,14 +314,14 @@ class Learned:
         range_T: largest minus smallest utility of the runs.
     """
 
-    numbers: dict[str, float]
+    hyperparameters: dict[str, float]
     runs: SubsetFeatures
     scale_T: F64
     range_T: F64
     freedom: float
-    _ruler: FeatureScales
+    _scales: FeatureScales
     _curves: Curves
-    _solved: "_Solved"
+    _solved: "_Solution"
     _mean_T: F64  # of the utilities, taken off before
     _rest_nT: F64  # P (u y - r)
     _level_T: F64
@@ -339,7 +346,7 @@ class Learned:
             utility_nST = utility_nST - utility_nST.mean(axis=0) + utility_nST.mean(axis=(0, 1))
         seeds_n = (~np.isnan(utility_nST[:, :, 0])).sum(axis=1).astype(np.float64)
         utility_nT = np.nanmean(utility_nST, axis=1)
-        within_T = np.nansum((utility_nST - utility_nT[:, None]) ** 2, axis=(0, 1))
+        within_slice_T = np.nansum((utility_nST - utility_nT[:, None]) ** 2, axis=(0, 1))
         different = len(np.unique(runs.flat().round(ALIKE_DIGITS), axis=0))
         if different < FEWEST:
             raise RunsError(
@@ -347,12 +354,12 @@ class Learned:
             )
         if (np.ptp(utility_nT, axis=0) == 0).any():
             raise RunsError("learning from runs: all of them came out the same; expected runs that differ")
-        ruler = FeatureScales.from_runs(runs)
+        scales = FeatureScales.from_runs(runs)
         mean_T = utility_nT.mean(axis=0)
-        data = _Data(ruler.measure(runs), utility_nT - mean_T, seeds_n, within_T, float((seeds_n - 1).sum()))
-        numbers = _Evidence(data.sample(TUNED_ON)).maximise()
+        data = _Data(scales.transform(runs), utility_nT - mean_T, seeds_n, within_slice_T, float((seeds_n - 1).sum()))
+        numbers = _MarginalLikelihood(data.sample(TUNED_ON)).maximise()
         curves = Curves.from_shares(data.runs.share_BG, [np.log(numbers[name]) for name in SHAPES])
-        solved = _Solved.solve(
+        solved = _Solution.solve(
             _covariance(numbers, curves, data.runs, data.runs) + data.noise_nn(numbers), data, numbers
         )
         error_nT = data.utility_nT * solved.u_T - data.runs.relevance_BT
@@ -362,7 +369,7 @@ class Learned:
             1.0 / solved.u_T,
             np.ptp(utility_nT, axis=0),
             n_runs - 1 + data.freedom,
-            ruler,
+            scales,
             curves,
             solved,
             mean_T,
@@ -373,55 +380,57 @@ class Learned:
     def predict(self, features: SubsetFeatures) -> tuple[F64, F64]:
         """Utility of subsets and its standard deviation, (B, T) each, for the mean of many seeds."""
         means, spreads = [], []
-        for own in self._measured(features):
-            cross_Gbn = _covariance(self.numbers, self._curves, own, self.runs)
-            mean_bT = self._level_T + own.relevance_BT + _apply(cross_Gbn, self._rest_nT)
+        for subsets in self._measured(features):
+            cross_Gbn = _covariance(self.hyperparameters, self._curves, subsets, self.runs)
+            mean_bT = self._level_T + subsets.relevance_BT + _apply(cross_Gbn, self._rest_nT)
             means.append(self._mean_T + self.scale_T * mean_bT)
-            variance_bG = self._unexplained(own, cross_Gbn) + self.numbers["noise"]
-            variance_bG *= self._ruler.edge(own.share_BG) ** 2
-            spreads.append(self.scale_T * np.sqrt(variance_bG + own.within_BT**2))
+            variance_bG = self._unexplained(subsets, cross_Gbn) + self.hyperparameters["noise"]
+            variance_bG *= self._scales.extrapolation_factor(subsets.share_BG) ** 2
+            spreads.append(self.scale_T * np.sqrt(variance_bG + subsets.within_slice_BT**2))
         return np.concatenate(means), np.concatenate(spreads)
 
-    def ignorance(self, features: SubsetFeatures, coverage: float) -> F64:
+    def relative_uncertainty(self, features: SubsetFeatures, coverage: float) -> F64:
         """How little runs say of subsets, (B, T); above 1 nothing that was tested.
 
         Half of the interval of the expected utility, without noise, over the range of all runs: above 1 they leave more
         open than they differ by. Or the distance from the runs over TESTED, if that is larger.
         """
         parts = []
-        for own in self._measured(features):
-            cross_Gbn = _covariance(self.numbers, self._curves, own, self.runs)
-            edge_b1 = self._ruler.edge(own.share_BG)
-            spread_bT = np.sqrt(self._unexplained(own, cross_Gbn) + own.within_BT**2) * edge_b1
+        for subsets in self._measured(features):
+            cross_Gbn = _covariance(self.hyperparameters, self._curves, subsets, self.runs)
+            edge_b1 = self._scales.extrapolation_factor(subsets.share_BG)
+            spread_bT = np.sqrt(self._unexplained(subsets, cross_Gbn) + subsets.within_slice_BT**2) * edge_b1
             open_bT = self.quantile(coverage) * self.scale_T * spread_bT / self.range_T
             parts.append(np.maximum(open_bT, edge_b1 / TESTED))
         return np.concatenate(parts)
 
-    def ignorance_after(self, subset: SubsetFeatures, runs: SubsetFeatures, task: int, coverage: float) -> F64:
-        """What `ignorance` of a mixture becomes for one task after one more run, (B,): of each of B mixtures.
+    def relative_uncertainty_after(
+        self, subset: SubsetFeatures, runs: SubsetFeatures, task: int, coverage: float
+    ) -> F64:
+        """Return `relative_uncertainty` of a subset for one task after one more run, (B,), for each candidate run.
 
         Hyperparameters and the range of the results stay as they are.
         """
-        _, cover_bb, noise = self.joint(SubsetFeatures.joined([subset, runs]), task)
+        _, cover_bb, noise = self.joint(SubsetFeatures.concatenate([subset, runs]), task)
         left_B = cover_bb[0, 0] - cover_bb[0, 1:] ** 2 / (np.maximum(np.diag(cover_bb)[1:], 0.0) + noise)
         with_one = (np.concatenate([self.runs.share_BG, run_G[None]]) for run_G in runs.share_BG)
-        rulers = (replace(self._ruler, share_G=_mean_and_scale(share_nG)) for share_nG in with_one)
-        edge_B = np.array([float(ruler.edge(subset.share_BG)[0, 0]) for ruler in rulers])
+        scales_by_run = (replace(self._scales, share_G=_mean_and_scale(share_nG)) for share_nG in with_one)
+        edge_B = np.array([float(scales.extrapolation_factor(subset.share_BG)[0, 0]) for scales in scales_by_run])
         open_B = self.quantile(coverage) * edge_B * np.sqrt(np.maximum(left_B, 0.0)) / self.range_T[task]
         return np.asarray(np.maximum(open_B, edge_B / TESTED))
 
     def joint(self, features: SubsetFeatures, task: int) -> tuple[F64, F64, float]:
         """Mean (B,) and covariance (B, B) of one task at subsets, all together, and the variance of a run's noise."""
-        own, solved = self._ruler.measure(features), self._solved
+        subsets, solved = self._scales.transform(features), self._solved
         g = task if len(solved.inverse_Gnn) > 1 else 0
-        cross_bn = _covariance(self.numbers, self._curves, own, self.runs)[g]
-        between_bb = _covariance(self.numbers, self._curves, own, own)[g]
+        cross_bn = _covariance(self.hyperparameters, self._curves, subsets, self.runs)[g]
+        between_bb = _covariance(self.hyperparameters, self._curves, subsets, subsets)[g]
         level_b = cross_bn @ solved.level_Gn[g]
         covariance_bb = between_bb - cross_bn @ solved.inverse_Gnn[g] @ cross_bn.T
         covariance_bb += 1 / solved.mass_G[g] - level_b[:, None] - level_b
-        mean_b = self._level_T[task] + own.relevance_BT[:, task] + cross_bn @ self._rest_nT[:, task]
+        mean_b = self._level_T[task] + subsets.relevance_BT[:, task] + cross_bn @ self._rest_nT[:, task]
         scale = float(self.scale_T[task])
-        noise = self.numbers["noise"] + self.numbers["seed noise"] + JITTER
+        noise = self.hyperparameters["noise"] + self.hyperparameters["seed noise"] + JITTER
         return self._mean_T[task] + scale * mean_b, scale**2 * covariance_bb, scale**2 * noise
 
     def change(self, features: SubsetFeatures, corpus: SubsetFeatures) -> tuple[F64, F64]:
@@ -433,32 +442,32 @@ class Learned:
         Args:
             corpus: the one subset that changes are counted from.
         """
-        whole = self._ruler.measure(corpus)
-        whole_G1n = _covariance(self.numbers, self._curves, whole, self.runs)
-        far_G = self._apart(self.runs, whole).mean(axis=0)
+        whole = self._scales.transform(corpus)
+        whole_G1n = _covariance(self.hyperparameters, self._curves, whole, self.runs)
+        far_G = self._difference_variance(self.runs, whole).mean(axis=0)
         means, spreads = [], []
-        for own in self._measured(features):
-            cross_Gbn = _covariance(self.numbers, self._curves, own, self.runs) - whole_G1n
-            apart_bG = self._apart(own, whole)
+        for subsets in self._measured(features):
+            cross_Gbn = _covariance(self.hyperparameters, self._curves, subsets, self.runs) - whole_G1n
+            apart_bG = self._difference_variance(subsets, whole)
             variance_bG = np.maximum(apart_bG - _explained(cross_Gbn, self._solved.inverse_Gnn), 0.0)
-            variance_bG += 2 * self.numbers["noise"] * apart_bG / np.maximum(far_G, TINY)
-            mean_bT = own.relevance_BT - whole.relevance_BT + _apply(cross_Gbn, self._rest_nT)
+            variance_bG += 2 * self.hyperparameters["noise"] * apart_bG / np.maximum(far_G, TINY)
+            mean_bT = subsets.relevance_BT - whole.relevance_BT + _apply(cross_Gbn, self._rest_nT)
             means.append(self.scale_T * mean_bT)
-            variance_bG *= self._ruler.edge(own.share_BG) ** 2
-            spreads.append(self.scale_T * np.sqrt(variance_bG + own.within_BT**2))
+            variance_bG *= self._scales.extrapolation_factor(subsets.share_BG) ** 2
+            spreads.append(self.scale_T * np.sqrt(variance_bG + subsets.within_slice_BT**2))
         return np.concatenate(means), np.concatenate(spreads)
 
     def slope(self, at: SubsetFeatures, value: Callable[[SubsetFeatures], F64]) -> SubsetFeatures:
         """How fast a function of subsets rises with each feature of one subset, by difference quotients."""
-        step_1P = self._ruler.step(at, STEP).flat()
+        step_1P = self._scales.step(at, STEP).flat()
         rise_P = value(at.unflatten(at.flat() + np.diag(step_1P[0]))) - value(at)
         return at.unflatten(ratio(rise_P, step_1P))
 
     def reach(self, features: SubsetFeatures, corpus: SubsetFeatures) -> F64:
         """How far subsets are from the corpus, (B,): 1 is the run that is farthest, by the parts that were learned."""
-        whole = self._ruler.measure(corpus)
-        most = float(self._apart(self.runs, whole).mean(axis=1).max())
-        parts = [self._apart(own, whole).mean(axis=1) for own in self._measured(features)]
+        whole = self._scales.transform(corpus)
+        most = float(self._difference_variance(self.runs, whole).mean(axis=1).max())
+        parts = [self._difference_variance(subsets, whole).mean(axis=1) for subsets in self._measured(features)]
         return np.sqrt(np.concatenate(parts) / max(most, TINY))
 
     def quantile(self, coverage: float) -> float:
@@ -467,24 +476,28 @@ class Learned:
 
     def _measured(self, features: SubsetFeatures) -> Iterator[SubsetFeatures]:
         for start in range(0, len(features), BLOCK):
-            yield self._ruler.measure(features.take(slice(start, start + BLOCK)))
+            yield self._scales.transform(features.take(slice(start, start + BLOCK)))
 
-    def _unexplained(self, own: SubsetFeatures, cross_Gbn: F64) -> F64:
+    def _unexplained(self, subsets: SubsetFeatures, cross_Gbn: F64) -> F64:
         """(B, 1 or T) variance of level and g after the runs, by the covariances of measured subsets with them."""
         mass_G = self._solved.mass_G
         level_bG = np.einsum("gbn,gn->bg", cross_Gbn, self._solved.level_Gn)
-        variance_bG = self._own(own) - _explained(cross_Gbn, self._solved.inverse_Gnn) + 1 / mass_G - 2 * level_bG
+        variance_bG = (
+            self._prior_variance(subsets) - _explained(cross_Gbn, self._solved.inverse_Gnn) + 1 / mass_G - 2 * level_bG
+        )
         return np.asarray(np.maximum(variance_bG, 0.0))
 
-    def _own(self, own: SubsetFeatures) -> F64:
+    def _prior_variance(self, subsets: SubsetFeatures) -> F64:
         """(B, 1 or T) variance of g before any run."""
-        parts = _own_linear(own) | {k: v[None] for k, v in self._curves.own(own.share_BG).items()}
-        return np.asarray(_add_parts(self.numbers, parts).T)
+        parts = _linear_variances(subsets) | {k: v[None] for k, v in self._curves.variance(subsets.share_BG).items()}
+        return np.asarray(_add_parts(self.hyperparameters, parts).T)
 
-    def _apart(self, own: SubsetFeatures, whole: SubsetFeatures) -> F64:
+    def _difference_variance(self, subsets: SubsetFeatures, whole: SubsetFeatures) -> F64:
         """(B, 1 or T) variance of the difference of g to one subset, before any run."""
-        shared_Gb1 = _covariance(self.numbers, self._curves, own, whole)
-        return np.asarray(np.maximum(self._own(own) + self._own(whole) - 2 * shared_Gb1[:, :, 0].T, 0.0))
+        shared_Gb1 = _covariance(self.hyperparameters, self._curves, subsets, whole)
+        return np.asarray(
+            np.maximum(self._prior_variance(subsets) + self._prior_variance(whole) - 2 * shared_Gb1[:, :, 0].T, 0.0)
+        )
 
 
 # --------------------------------------------------------------------------------------------- hyperparameters
@@ -497,7 +510,7 @@ class _Data:
     runs: SubsetFeatures
     utility_nT: F64
     seeds_n: F64
-    within_T: F64
+    within_slice_T: F64
     freedom: float  # of `within`
 
     def sample(self, most: int) -> "_Data":
@@ -505,14 +518,14 @@ class _Data:
         if len(self.runs) <= most:
             return self
         chosen = np.sort(stream(0, "learned", "sample", len(self.runs)).permutation(len(self.runs))[:most])
-        kept = most / len(self.runs)
+        fraction = most / len(self.runs)
         utility_nT = self.utility_nT[chosen]
         return _Data(
             self.runs.take(chosen),
             utility_nT - utility_nT.mean(axis=0),
             self.seeds_n[chosen],
-            self.within_T * kept,
-            self.freedom * kept,
+            self.within_slice_T * fraction,
+            self.freedom * fraction,
         )
 
     def noise_nn(self, numbers: dict[str, float]) -> F64:
@@ -521,7 +534,7 @@ class _Data:
 
 
 @dataclass(frozen=True, slots=True)
-class _Solved:
+class _Solution:
     """What follows from the covariance K of the runs in closed form.
 
     A free level is eliminated by P = K^-1 - K^-1 1 1'K^-1 / (1'K^-1 1), which stands where K^-1 stood, and adds
@@ -549,7 +562,7 @@ class _Solved:
         p_T = np.einsum("nt,nt->t", r_nT, solved_nT)
         log_det_G = np.linalg.slogdet(k_Gnn)[1] + np.log(mass_G)
         if data.freedom:
-            q_T = q_T + data.within_T / numbers["seed noise"]
+            q_T = q_T + data.within_slice_T / numbers["seed noise"]
             log_det_G = log_det_G + data.freedom * np.log(numbers["seed noise"])
         count = len(y_nT) - 1 + data.freedom
         u_T = (p_T + np.sqrt(p_T**2 + 4 * q_T * count)) / (2 * q_T)
@@ -559,7 +572,7 @@ class _Solved:
         return cls(projected_Gnn, level_Gn, mass_G, u_T, float(value_T.sum()) - log_det)
 
 
-class _Evidence:
+class _MarginalLikelihood:
     """Marginal likelihood of the runs by the logarithms of the hyperparameters."""
 
     def __init__(self, data: _Data) -> None:
@@ -588,8 +601,8 @@ class _Evidence:
             minimize(self.loss, at, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 40})
             for at in starts
         ]
-        found = min(fits, key=lambda fit: float(fit.fun))
-        fitted = dict(zip(self.names, np.exp(found.x).tolist(), strict=True))
+        best_fit = min(fits, key=lambda result: float(result.fun))
+        fitted = dict(zip(self.names, np.exp(best_fit.x).tolist(), strict=True))
         return {name: fitted.get(name, 1.0 if name in SHAPES else 0.0) for name in PRIORS}
 
     def loss(self, theta: F64) -> tuple[float, F64]:
@@ -599,7 +612,7 @@ class _Evidence:
         shape = theta[: len(SHAPES)]
         curves = self._curves(shape)
         parts = self.linear | {name: part[None] for name, part in curves.items()}
-        solved = _Solved.solve(_add_parts(numbers, parts) + data.noise_nn(numbers), data, numbers)
+        solved = _Solution.solve(_add_parts(numbers, parts) + data.noise_nn(numbers), data, numbers)
         # u being where the loss is least, M = (P - (P e)(P e)') / 2 with e = u y - r, by task
         inverse_Gnn, u_T = solved.inverse_Gnn, solved.u_T
         rest_nT = _apply(inverse_Gnn, data.utility_nT * u_T - data.runs.relevance_BT)
@@ -610,13 +623,15 @@ class _Evidence:
         slope = {name: numbers[name] * (part * m_Gnn).sum() for name, part in parts.items()}
         for k, name in enumerate(SHAPES if self.has_curves else ()):
             moved = self._curves(shape + STEP * (np.arange(len(SHAPES)) == k))
-            slope[name] = sum(numbers[one] * ((moved[one] - curves[one]) * m_Gnn).sum() for one in CURVES) / STEP
+            slope[name] = (
+                sum(numbers[values] * ((moved[values] - curves[values]) * m_Gnn).sum() for values in CURVES) / STEP
+            )
         diagonal_n = np.einsum("gnn->n", m_Gnn)
         slope["noise"] = numbers["noise"] * diagonal_n.sum()
         if data.freedom:
             seed_noise = numbers["seed noise"]
-            within = 0.5 * data.freedom * len(u_T) - 0.5 * float(u_T**2 @ data.within_T) / seed_noise
-            slope["seed noise"] = seed_noise * (diagonal_n / data.seeds_n).sum() + within
+            slope_of_spread = 0.5 * data.freedom * len(u_T) - 0.5 * float(u_T**2 @ data.within_slice_T) / seed_noise
+            slope["seed noise"] = seed_noise * (diagonal_n / data.seeds_n).sum() + slope_of_spread
         far = (theta - self.prior[:, 0]) / self.prior[:, 1]
         gradient = self.worth * np.array([slope[name] for name in self.names]) + far / self.prior[:, 1]
         return float(0.5 * far @ far - self.worth * solved.likelihood), gradient

@@ -23,7 +23,7 @@ import pyarrow.csv as pacsv
 from grasp.arrays import F64
 from grasp.errors import RunsError
 from grasp.files import check_place
-from grasp.runs.mixture_files import mixture_files, read_mixtures_of_runs
+from grasp.mixture_files import mixture_files, read_mixtures_of_runs
 from grasp.runs.results_files import HarnessResults, direction_by_name, read_results
 from grasp.runs.table import RESULTS_SCHEMA, SUM_SLACK, TRAINED_SCHEMA, Direction, Kind, RunsInfo, RunTable
 from grasp.store.checksummed_parquet import read_checksummed

@@ -1,4 +1,4 @@
-"""Amounts as they are written, what a selection may hold, and the best rows within it where rows do not bear on others.
+"""Selection budgets and constraints, and the exact optimum for additive objectives.
 
 A budget, floors and caps for the values of a label, rows that are out of the question. Costs are rows (1 each) or
 tokens, and so are floors and caps. A ledger keeps what is left while rows are taken. It never lets a floor get out of
@@ -32,7 +32,7 @@ from grasp.text import several
 
 Unit = Literal["rows", "tokens", "documents"]
 BUDGETS = "20%, 5000, 5000rows, 2Mtokens, 20%tokens or 300documents"
-OPTIMAL = "optimal: rows are worth what they are worth, whatever else is kept"
+OPTIMAL = "optimal: the objective is additive over rows"
 SHOWN = 5
 NAME_SHOWN = 60
 NAMES = ("row_id", "doc_id")
@@ -68,10 +68,10 @@ def parse_amount(text: str, where: str, expected: str) -> Amount:
     Raises:
         SettingsError: anything else, a share above 100 %, or a part of a row.
     """
-    found = _AMOUNT.fullmatch(text.strip())
-    if found is None:
+    match = _AMOUNT.fullmatch(text.strip())
+    if match is None:
         raise SettingsError(f"{where}: got {text.strip()!r}, expected e.g. {expected}")
-    number, scale, unit_text = float(found[1]), found[2] or "", found[3] or ""
+    number, scale, unit_text = float(match[1]), match[2] or "", match[3] or ""
     unit: Unit | None = _UNITS[unit_text[0]] if unit_text else None
     if scale == "%":
         if number > 100:
@@ -83,32 +83,34 @@ def parse_amount(text: str, where: str, expected: str) -> Amount:
     return Amount(value, False, unit)
 
 
-def parse_budget(given: str | float) -> Amount:
+def parse_budget(budget: str | float) -> Amount:
     """An amount; a float is a share, 1.0 all of it, an int is rows.
 
     Raises:
         SettingsError: as `parse_amount`, or nothing at all.
     """
-    if isinstance(given, float):
-        if not 0 < given <= 1:
-            raise SettingsError(f"budget: got {given!r}; a float is a share, above 0 and at most 1.0, an int is rows")
-        return Amount(given, True)
-    amount = parse_amount(str(given), "budget", BUDGETS)
+    if isinstance(budget, float):
+        if not 0 < budget <= 1:
+            raise SettingsError(f"budget: got {budget!r}; a float is a share, above 0 and at most 1.0, an int is rows")
+        return Amount(budget, True)
+    amount = parse_amount(str(budget), "budget", BUDGETS)
     if amount.value == 0:
-        raise SettingsError(f"budget: got {given!r}, expected more than nothing, e.g. {BUDGETS}")
+        raise SettingsError(f"budget: got {budget!r}, expected more than nothing, e.g. {BUDGETS}")
     return amount
 
 
-def parse_tokens(given: str | float) -> float:
+def parse_tokens(train_tokens: str | float) -> float:
     """`100B`: tokens to train on.
 
     Raises:
         SettingsError: anything else, or nothing at all.
     """
-    text = f"{given:.0f}" if isinstance(given, float) and math.isfinite(given) else str(given)
+    text = (
+        f"{train_tokens:.0f}" if isinstance(train_tokens, float) and math.isfinite(train_tokens) else str(train_tokens)
+    )
     amount = parse_amount(text, "train_tokens", "100B")
     if amount.value == 0 or amount.is_share or amount.unit not in (None, "tokens"):
-        raise SettingsError(f"train_tokens: got {given!r}, expected a number of tokens, e.g. 100B")
+        raise SettingsError(f"train_tokens: got {train_tokens!r}, expected a number of tokens, e.g. 100B")
     return amount.value
 
 
@@ -146,21 +148,26 @@ def by_value(bounds: Bounds, flag: str, label: str, names: Sequence[str], n_grou
             continue
         name = value if value in names else value.strip()
         if name not in names:
-            some = ", ".join(one if len(one) <= NAME_SHOWN else f"{one[: NAME_SHOWN - 3]}..." for one in names[:SHOWN])
+            shown = ", ".join(
+                value_name if len(value_name) <= NAME_SHOWN else f"{value_name[: NAME_SHOWN - 3]}..."
+                for value_name in names[:SHOWN]
+            )
             more = ", ..." if len(names) > SHOWN else ""
-            here, grouped = (" here", f"; its {n_grouped:,} smallest values share one slice") if n_grouped else ("", "")
-            raise SettingsError(f"{flag}: {label} has no value {name!r}{here}; it has {some}{more}{grouped}")
+            suffix, grouped = (
+                (" here", f"; its {n_grouped:,} smallest values share one slice") if n_grouped else ("", "")
+            )
+            raise SettingsError(f"{flag}: {label} has no value {name!r}{suffix}; it has {shown}{more}{grouped}")
         amounts[list(names).index(name)] = amount
     return amounts
 
 
-def spelled(value: str | None) -> str:
+def describe_value(value: str | None) -> str:
     """Whose floor or cap it is, for a message."""
     return "of every value" if value is None else value
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class Constraints:
     """Checked: a selection within these limits exists, and the ledger finds one."""
 
     budget: int
@@ -204,15 +211,15 @@ class Limits:
         elif unit == "rows" and rows_N is not None:
             cost_N = rows_N
         cost_P = cost_N[allowed_N]
-        whole, pool = int(cost_N.sum()), int(cost_P.sum())
-        size = budget.resolve(whole)
-        if size > pool:
-            left = "" if pool == whole else f" of {whole:,}, the others being excluded"
-            raise SettingsError(f"budget: got {size:,} {unit}, the pool has {pool:,}{left}; ask for less")
+        total, pool_total = int(cost_N.sum()), int(cost_P.sum())
+        size = budget.resolve(total)
+        if size > pool_total:
+            remainder = "" if pool_total == total else f" of {total:,}, the others being excluded"
+            raise SettingsError(f"budget: got {size:,} {unit}, the pool has {pool_total:,}{remainder}; ask for less")
         item = "row" if rows_N is None else "document"
         if size < cost_P.min(initial=np.iinfo(np.int64).max):
             raise SettingsError(
-                f"budget: comes to {size:,} of {whole:,} {unit}, expected room for one {item} at least; ask for more"
+                f"budget: comes to {size:,} of {total:,} {unit}, expected room for one {item} at least; ask for more"
             )
         names: tuple[str, ...] = ("all",)
         codes_N = np.broadcast_to(np.int32(0), n_rows)
@@ -221,7 +228,7 @@ class Limits:
             for flag, bounds in (("floor", floors), ("cap", caps)):
                 for value, amount in bounds.items():
                     if amount.unit not in (None, unit):
-                        where = f"{flag} {spelled(value)}"
+                        where = f"{flag} {describe_value(value)}"
                         raise SettingsError(f"{where}: is in {amount.unit}, the budget is in {unit}; use one unit")
             names, codes_N = labels.names(), labels.codes_N
             low_G = by_value(floors, "floor", labels.name, names)
@@ -235,30 +242,30 @@ class Limits:
         np.maximum.at(largest_G, codes_P, cost_P)
         overshoot_G = np.where(floor_G > 0, largest_G - 1, 0)
 
-        wrong = [
+        problems = [
             f"{names[g]} needs {int(floor_G[g]):,} {unit}, the pool has {int(held_G[g]):,}"
             for g in np.flatnonzero(floor_G > held_G).tolist()
         ]
-        wrong += [
+        problems += [
             f"{names[g]} has a floor of {int(floor_G[g]):,} and a cap of {int(cap_G[g]):,} {unit}"
             + (f", closer than its longest {item} of {int(largest_G[g]):,}" if floor_G[g] <= cap_G[g] else "")
             for g in np.flatnonzero((floor_G > 0) & (cap_G < size) & (floor_G + overshoot_G > cap_G)).tolist()
         ]
-        if (asked := int(floor_G.sum() + overshoot_G.sum())) > size:
+        if (needed := int(floor_G.sum() + overshoot_G.sum())) > size:
             longest = f" with its longest {item} each" if unit == "tokens" else ""
-            wrong.append(f"together they take {asked:,} {unit}{longest}, the budget is {size:,}")
-        if wrong:
-            more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+            problems.append(f"together they take {needed:,} {unit}{longest}, the budget is {size:,}")
+        if problems:
+            more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
             raise SettingsError(
-                f"floor: cannot be met: {'; '.join(wrong[:SHOWN])}{more}; lower them, or raise the budget"
+                f"floor: cannot be met: {'; '.join(problems[:SHOWN])}{more}; lower them, or raise the budget"
             )
-        if (room := int(np.minimum(cap_G, held_G).sum())) < size:
+        if (available := int(np.minimum(cap_G, held_G).sum())) < size:
             raise SettingsError(
-                f"cap: leaves room for {room:,} {unit}, the budget is {size:,}; raise the caps, or lower the budget"
+                f"cap: allows {available:,} {unit}, the budget is {size:,}; raise the caps, or lower the budget"
             )
         return cls(size, unit, allowed_N, cost_N, names, codes_N, floor_G, np.minimum(cap_G, size), largest_G)
 
-    def in_rows(self, size: int) -> "Limits":
+    def in_rows(self, size: int) -> "Constraints":
         """These limits for a fixed number of rows; floors and caps in tokens are left out."""
         if self.unit != "tokens":
             return replace(self, budget=size)
@@ -280,7 +287,7 @@ class Limits:
 class Ledger:
     """What has been taken, and what may be."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Constraints) -> None:
         self.used = 0  # cost of what has been taken
         self._limits = limits
         self._used_G = [0] * len(limits.values)
@@ -291,17 +298,20 @@ class Ledger:
         self._owed = sum(self._floor_G)
         self._slack = sum(self._slack_G)
 
-    def room(self, code: int) -> int:
+    def remaining(self, code: int) -> int:
         """Cost up to which a row of this value may be taken."""
         need = self._need(code)
-        own = need + (self._slack_G[code] if need else 0)
-        free = self._limits.budget - self.used - (self._owed + self._slack - own)
+        reserved = need + (self._slack_G[code] if need else 0)
+        free = self._limits.budget - self.used - (self._owed + self._slack - reserved)
         return int(min(self._cap_G[code] - self._used_G[code], free))
 
     def fits(self, rows: I64) -> Bool:
         """Whether there is room for each of these rows."""
-        room_G, limits = np.array([self.room(g) for g in range(len(self._cap_G))], dtype=np.int64), self._limits
-        return np.asarray(limits.cost_N[rows] <= room_G[limits.codes_N[rows]])
+        remaining_G, limits = (
+            np.array([self.remaining(g) for g in range(len(self._cap_G))], dtype=np.int64),
+            self._limits,
+        )
+        return np.asarray(limits.cost_N[rows] <= remaining_G[limits.codes_N[rows]])
 
     def take(self, code: int, cost: int) -> None:
         """Take a row that there is room for."""
@@ -319,7 +329,7 @@ class Ledger:
 
 
 @dataclass(frozen=True, slots=True)
-class BestRows:
+class SelectedRows:
     """Rows in the order in which they were taken, and what is proven of them."""
 
     row_index: I64
@@ -329,7 +339,7 @@ class BestRows:
     notes: tuple[str, ...] = ()
 
 
-def within(order_P: I64, limits: Limits) -> I64:
+def take_within_budget(order_P: I64, limits: Constraints) -> I64:
     """Go down the rows in the order of their worth and keep those that the limits allow.
 
     If all cost 1, the choice has the largest worth of all that the limits allow. Otherwise, in tokens say, an item that
@@ -343,37 +353,37 @@ def within(order_P: I64, limits: Limits) -> I64:
         rank_P = np.empty(len(codes_P), dtype=np.int64)  # how many better rows have the same value
         rank_P[by_code] = np.arange(len(codes_P)) - np.repeat(np.cumsum(counts) - counts, counts)
         # floors first, then the best of what the caps leave
-        taken_P = rank_P < limits.floor_G[codes_P]
-        free = np.flatnonzero(~taken_P & (rank_P < limits.cap_G[codes_P]))
-        taken_P[free[: limits.budget - int(taken_P.sum())]] = True
-        return np.asarray(order_P[taken_P])
+        selected_P = rank_P < limits.floor_G[codes_P]
+        free = np.flatnonzero(~selected_P & (rank_P < limits.cap_G[codes_P]))
+        selected_P[free[: limits.budget - int(selected_P.sum())]] = True
+        return np.asarray(order_P[selected_P])
     if not limits.has_label_limits:  # runs of rows that fit
         cost_P = limits.cost_N[order_P]
         runs = [order_P[:0]]
-        start, room = 0, limits.budget
-        while (fits := cost_P[start:] <= room).any():
+        start, remaining = 0, limits.budget
+        while (fits := cost_P[start:] <= remaining).any():
             start += int(fits.argmax())
             used = np.cumsum(cost_P[start:])
-            stop = start + int(np.searchsorted(used, room, side="right"))
+            stop = start + int(np.searchsorted(used, remaining, side="right"))
             runs.append(order_P[start:stop])
-            room -= int(used[stop - start - 1])
+            remaining -= int(used[stop - start - 1])
             start = stop
         return np.concatenate(runs)
     # row by row: what a floor had set aside and did not need comes free at the end
-    ledger, taken_N = Ledger(limits), np.zeros(len(limits.allowed_N), dtype=np.bool_)
+    ledger, selected_N = Ledger(limits), np.zeros(len(limits.allowed_N), dtype=np.bool_)
     rows: list[int] = []
     while order_P.size:
         for row in order_P.tolist():
             code, cost = int(limits.codes_N[row]), int(limits.cost_N[row])
-            if cost <= ledger.room(code):
+            if cost <= ledger.remaining(code):
                 ledger.take(code, cost)
-                taken_N[row] = True
+                selected_N[row] = True
                 rows.append(row)
-        order_P = order_P[~taken_N[order_P] & ledger.fits(order_P)]
+        order_P = order_P[~selected_N[order_P] & ledger.fits(order_P)]
     return np.array(rows, dtype=np.int64)
 
 
-def excluded(artifact: ArtifactReader, given: Path | str | Sequence[str]) -> tuple[Bool, str]:
+def load_exclusions(artifact: ArtifactReader, exclude: Path | str | Sequence[str]) -> tuple[Bool, str]:
     """Rows named in a list, or in a file: Parquet with a column row_id or doc_id, or text with one name a line.
 
     Returns:
@@ -381,8 +391,10 @@ def excluded(artifact: ArtifactReader, given: Path | str | Sequence[str]) -> tup
     Raises:
         SettingsError: not such a file, or none of its names, if it has any, is one of the corpus.
     """
-    where = str(given) if isinstance(given, Path | str) else "exclude"
-    values = pa.array(sorted(set(_names_in(Path(given)) if isinstance(given, Path | str) else given)), pa.string())
+    where = str(exclude) if isinstance(exclude, Path | str) else "exclude"
+    values = pa.array(
+        sorted(set(_read_names(Path(exclude)) if isinstance(exclude, Path | str) else exclude)), pa.string()
+    )
     mask_N = np.zeros(artifact.n_rows, dtype=np.bool_)
     seen = np.zeros(len(values), dtype=np.bool_)
     start = 0
@@ -404,7 +416,7 @@ def excluded(artifact: ArtifactReader, given: Path | str | Sequence[str]) -> tup
     return mask_N, f"{where}: {len(values):,} names exclude {int(mask_N.sum()):,} rows; {unknown:,} are unknown"
 
 
-def _names_in(path: Path) -> list[str]:
+def _read_names(path: Path) -> list[str]:
     if path.exists() and not path.is_file():
         raise SettingsError(f"exclude: {path}: is no file; expected {EXPECTED}")
     with readable_table(f"exclude: {path}", SettingsError, EXPECTED):
@@ -412,8 +424,8 @@ def _names_in(path: Path) -> list[str]:
             lines = path.read_text(encoding="utf-8-sig").split("\n")
             return [line.rstrip("\r") for line in lines if line.strip()]
         columns = pq.read_schema(path).names
-        found = [name for name in NAMES if name in columns]
-        if not found:
+        columns_found = [name for name in NAMES if name in columns]
+        if not columns_found:
             raise SettingsError(f"exclude: {path}: has columns {columns}; expected {EXPECTED}")
-        names = plain_values(read_checksummed(path, found[:1]).column(0))
+        names = plain_values(read_checksummed(path, columns_found[:1]).column(0))
         return [str(label_text(name)) for name in names if name is not None]

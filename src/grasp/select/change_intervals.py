@@ -52,11 +52,11 @@ class ChangeInterval:
             return []
         lines = zip(targets, self.low_T, self.high_T, known, strict=True)
         spans = [f"{target} {low:+.3f} to {high:+.3f}" for target, low, high, is_known in lines if is_known]
-        said = [f"{COVERAGE:.0%} intervals of the change over {self.over}: {'; '.join(spans)}"]
+        messages = [f"{COVERAGE:.0%} intervals of the change over {self.over}: {'; '.join(spans)}"]
         low, high = self.weighted
         if low <= 0.0 <= high:
-            said.append(f"not distinguishable from {today}: the weighted change lies in {low:+.3f} to {high:+.3f}")
-        return said
+            messages.append(f"not distinguishable from {today}: the weighted change lies in {low:+.3f} to {high:+.3f}")
+        return messages
 
 
 def change_interval(

@@ -52,7 +52,7 @@ SHARD_RECORDS = 50_000
 SHARD_CHARS = 64 << 20  # of JSON records that wait to become a table
 ROWS_AT_ONCE = 4_096
 MISSED = 0.02  # of the tokens chosen that whole documents may have more or fewer without a word
-OWN = ("row_id", "doc_id", "n_tokens")
+ROW_COLUMNS = ("row_id", "doc_id", "n_tokens")
 UNNEEDED = ("row_index", LOSS_TOKENS, "loss", "snippet")  # columns of the row table that training has no use for
 NOTHING_LEFT = "left out: nothing is, so that there is nothing to write; take a smaller budget"
 
@@ -117,7 +117,7 @@ class Exporter:
         """Write the chosen rows, or the documents that they are from; or what is left out."""
         artifact, rule = self.artifact, self.rule
         facts: dict[str, Any] = {"corpus": artifact.manifest.fingerprints["corpus"], "artifact": artifact.where}
-        facts |= {"asked": dict(selection.asked)} | ({"left_out": True} if left_out else {})
+        facts |= {"asked": dict(selection.params)} | ({"left_out": True} if left_out else {})
         # where a row is a record, which holds a conversation, a pair or an instruction, that is written as it is
         has_text = bool({"text", "input_ids"} & (artifact.manifest.details.get("columns") or {}).keys())
         source, corpus = BuildSource(artifact), Corpus(open_source(self.corpus.path, self.corpus.split), self.corpus)
@@ -131,17 +131,21 @@ class Exporter:
                 tokens = int(row_tokens(artifact)[index].sum())
                 return write_corpus(out, self.format, "rows", tables, tokens, facts)
             chosen_N = mask_of(selection.row_index, artifact.n_rows)
-            kept = kept_documents(rows, chosen_N, rule or "all", others=left_out)
+            documents = select_documents(rows, chosen_N, rule or "all", others=left_out)
         if say is not None and rule is not None:
-            added = f"; {kept.added:,} of them in rows that were not chosen" if kept.added else ""
-            lost = f"; {kept.lost:,} tokens of chosen rows go, as their documents are not kept" if kept.lost else ""
-            say(f"whole documents ({rule}): {len(kept.names):,} with {kept.tokens:,} tokens{added}{lost}")
+            added = f"; {documents.added:,} of them in rows that were not chosen" if documents.added else ""
+            lost = (
+                f"; {documents.lost:,} tokens of chosen rows go, as their documents are not kept"
+                if documents.lost
+                else ""
+            )
+            say(f"whole documents ({rule}): {len(documents.names):,} with {documents.tokens:,} tokens{added}{lost}")
         if self.ids is not None:
-            kept.write_ids(self.ids)
+            documents.write_ids(self.ids)
         facts |= {} if rule is None else {"documents": rule}
-        records = kept_records(self.corpus, kept.mask_M)
-        written = write_corpus(out, self.format, "documents", records, kept.tokens, facts)
-        missed = 0.0 if rule is None or left_out else kept.tokens / selection.n_tokens - 1
+        records = iter_records(self.corpus, documents.mask_M)
+        written = write_corpus(out, self.format, "documents", records, documents.tokens, facts)
+        missed = 0.0 if rule is None or left_out else documents.tokens / selection.n_tokens - 1
         if abs(missed) <= MISSED:
             return written
         chosen = f"the {selection.n_tokens:,} of the rows that were chosen"
@@ -222,7 +226,7 @@ def _difference(artifact: ArtifactReader, rows: RowStore) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class DocumentSelection:
     """Whole documents that are kept, and how that compares with the rows that were chosen."""
 
     mask_M: Bool
@@ -249,7 +253,7 @@ class Kept:
         write_whole(path, ("\n".join(self.names) + "\n").encode())
 
 
-def kept_documents(rows: RowStore, chosen_N: Bool, rule: Rule, *, others: bool = False) -> Kept:
+def select_documents(rows: RowStore, chosen_N: Bool, rule: Rule, *, others: bool = False) -> DocumentSelection:
     """Which documents have any, half or all of their tokens in chosen rows, or all the others.
 
     A packed row holds pieces of several documents: it counts for the one that has the most tokens in it.
@@ -274,12 +278,12 @@ def kept_documents(rows: RowStore, chosen_N: Bool, rule: Rule, *, others: bool =
     first_N = np.diff(document_N, prepend=-1) > 0
     names: list[str] = []
     for k in range(rows.n_shards):
-        here = slice(k * rows.shard_rows, (k + 1) * rows.shard_rows)
-        is_named = pa.array(first_N[here] & mask_M[document_N[here]])
+        shard = slice(k * rows.shard_rows, (k + 1) * rows.shard_rows)
+        is_named = pa.array(first_N[shard] & mask_M[document_N[shard]])
         names += rows.columns(k, ("row_id",))["row_id"].filter(is_named).to_pylist()
     whole, chosen = int(tokens_M[mask_M].sum()), int(chosen_M[mask_M].sum())
     records = tuple(np.flatnonzero(mask_M).tolist())
-    return Kept(mask_M, tuple(names), records, whole, whole - chosen, int(chosen_M.sum()) - chosen)
+    return DocumentSelection(mask_M, tuple(names), records, whole, whole - chosen, int(chosen_M.sum()) - chosen)
 
 
 def row_tables(
@@ -307,12 +311,12 @@ def row_tables(
     start, text = 0, (artifact.manifest.details.get("columns") or {}).get("text", "text")
     for batch in artifact.row_batches(None, batch_rows=ROWS_AT_ONCE):
         order_n = order_N[start : start + batch.num_rows]
-        here = np.flatnonzero(order_n >= 0)
-        shard = rows.rows(start + here) if len(here) else None
+        in_batch = np.flatnonzero(order_n >= 0)
+        shard = rows.rows(start + in_batch) if len(in_batch) else None
         start += batch.num_rows
         if shard is None:
             continue
-        table = pa.Table.from_batches([batch.take(pa.array(here))]).replace_schema_metadata(None)
+        table = pa.Table.from_batches([batch.take(pa.array(in_batch))]).replace_schema_metadata(None)
         ids = [shard.ids(i) for i in range(len(shard))]
         known = islice(texts, len(shard))
         ours = {
@@ -327,26 +331,26 @@ def row_tables(
             ),
             "input_ids": pa.array(ids, pa.list_(pa.int32())),
             "n_tokens": table["n_tokens"],
-            "order": pa.array(order_n[here]),
-            "effect": pa.array(effect[order_n[here]]),
+            "order": pa.array(order_n[in_batch]),
+            "effect": pa.array(effect[order_n[in_batch]]),
         }
-        labels = [name for name in table.column_names if name not in (*OWN, *UNNEEDED)]
+        labels = [name for name in table.column_names if name not in (*ROW_COLUMNS, *UNNEEDED)]
         yield pa.table({**ours, **{f"{name}_" if name in ours else name: table[name] for name in labels}})
 
 
-def kept_records(corpus: CorpusSettings, kept_M: Bool) -> Iterator[Item]:
+def iter_records(corpus: CorpusSettings, mask_M: Bool) -> Iterator[Item]:
     """Yield the records of a corpus that are kept, whole; those beyond the end of `kept_M` are not kept.
 
     Values are as they are read: null members of JSON records are absent.
     """
     for chunk in open_source(corpus.path, corpus.split).chunks(0, lambda schema, _: list(schema.names)):
-        if chunk.index >= len(kept_M):
+        if chunk.index >= len(mask_M):
             return
         if isinstance(chunk, JsonRecord):
-            if kept_M[chunk.index]:
+            if mask_M[chunk.index]:
                 yield from (record for _, record in records_in(chunk))
             continue
-        known_M = kept_M[chunk.index : chunk.index + chunk.batch.num_rows]
+        known_M = mask_M[chunk.index : chunk.index + chunk.batch.num_rows]
         if known_M.any():
             batch = chunk.batch.slice(0, len(known_M))
             table = batch if isinstance(batch, pa.Table) else pa.Table.from_batches([batch])
@@ -354,14 +358,14 @@ def kept_records(corpus: CorpusSettings, kept_M: Bool) -> Iterator[Item]:
 
 
 def write_corpus(
-    out: Path, kind: Format, holds: str, items: Iterable[Item], tokens: int, asked: Mapping[str, Any]
+    out: Path, kind: Format, holds: str, items: Iterable[Item], tokens: int, request: Mapping[str, Any]
 ) -> Export:
     """Write rows, or documents, as a directory that appears when it is whole.
 
     Args:
         holds: rows or documents.
         tokens: in them; 0 where nobody counted.
-        asked: what the manifest says of the question.
+        request: request to record in the manifest.
     Raises:
         CorpusError: records that the format cannot hold.
         MissingExtraError: `datasets` is asked for and not installed.
@@ -389,8 +393,15 @@ def write_corpus(
         if shards != part:
             discard(shards)
         files = {file.name: entry_of(file).model_dump() for file in sorted(part.iterdir())}
-        facts = {"holds": holds, "order": order, "records": n_records, "tokens": tokens, "format": kind, "files": files}
-        write_yaml({**asked, **facts}, part / MANIFEST)
+        contents = {
+            "holds": holds,
+            "order": order,
+            "records": n_records,
+            "tokens": tokens,
+            "format": kind,
+            "files": files,
+        }
+        write_yaml({**request, **contents}, part / MANIFEST)
     return Export(out, holds, n_records, tokens)
 
 

@@ -215,7 +215,7 @@ def _promoted(types: Sequence[pa.DataType]) -> pa.DataType | None:
     if all(pa.types.is_timestamp(kind) and kind.tz is not None for kind in types):
         types = [pa.timestamp(kind.unit, "UTC") for kind in types]
     numbers = all(pa.types.is_integer(kind) or pa.types.is_floating(kind) for kind in types)
-    if not numbers and not all(_are_alike(one, other) for one, other in combinations(types, 2)):
+    if not numbers and not all(_are_alike(left, right) for left, right in combinations(types, 2)):
         return None
     try:
         schemas = [pa.schema([("", kind)]) for kind in types]
@@ -224,15 +224,15 @@ def _promoted(types: Sequence[pa.DataType]) -> pa.DataType | None:
         return None
 
 
-def _are_alike(one: pa.DataType, other: pa.DataType) -> bool:
-    if pa.types.is_null(one) or pa.types.is_null(other):
+def _are_alike(left: pa.DataType, right: pa.DataType) -> bool:
+    if pa.types.is_null(left) or pa.types.is_null(right):
         return True
-    if is_list(one) and is_list(other):
-        return _are_alike(one.value_type, other.value_type)
-    if pa.types.is_struct(one) and pa.types.is_struct(other):
-        names = [[member.name for member in kind] for kind in (one, other)]
-        return names[0] == names[1] and all(_are_alike(a.type, b.type) for a, b in zip(one, other, strict=True))
-    return one == other or any(test(one) and test(other) for test in _FAMILIES)
+    if is_list(left) and is_list(right):
+        return _are_alike(left.value_type, right.value_type)
+    if pa.types.is_struct(left) and pa.types.is_struct(right):
+        names = [[member.name for member in kind] for kind in (left, right)]
+        return names[0] == names[1] and all(_are_alike(a.type, b.type) for a, b in zip(left, right, strict=True))
+    return left == right or any(test(left) and test(right) for test in _FAMILIES)
 
 
 def _can_cast(column: pa.Array, target: pa.DataType) -> bool:

@@ -7,7 +7,8 @@ By the law of exposure, and with m_g the mean effect of a slice, the change is
 
 concave where m_g > -b. Where a slice hurts more it is convex, and a straight line between its least and greatest share
 stands in for it, which is nowhere below. So the solver's optimum is an upper bound; it is the best mixture where these
-slices end at their bounds, and else as near to it as is said. Where rows bear on one another `grasp.geometry` mixes.
+slices end at their bounds, and else as near to it as is said. If the objective is not additive over rows,
+`grasp.geometry` optimises it.
 Shape letters: G slices, N rows, T targets.
 """
 
@@ -23,15 +24,21 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, row_documents, row_tokens
 from grasp.errors import SettingsError
+from grasp.mixture_files import MixtureWeights, write_mixture
 from grasp.predict.predictor import NEW_ROW_VALUE, RepetitionLaw
 from grasp.predict.scoring_rule import Interaction, ScoringProtocol, geometry
 from grasp.predict.slices import LabelSlices, label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import SubsetBlock
-from grasp.runs.mixture_files import MixtureWeights, write_mixture
-from grasp.select.budget import Bounds, by_value, parse_amount, parse_bounds, parse_tokens, spelled
-from grasp.select.objective import Choice, SelectionObjective, exposure_of, rule_of, weighted_targets
-from grasp.select.quadratic_program import Programme, Segments, climb, solve
+from grasp.select.budget import Bounds, by_value, describe_value, parse_amount, parse_bounds, parse_tokens
+from grasp.select.objective import (
+    OptimizationResult,
+    SelectionObjective,
+    repetition_law,
+    resolve_rule,
+    weighted_targets,
+)
+from grasp.select.quadratic_program import Programme, Segments, frank_wolfe, solve
 from grasp.text import plain, several
 
 if TYPE_CHECKING:
@@ -48,7 +55,7 @@ NEAR = 1e-3  # of the value: what straight pieces differ by from curves
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class Mixture(Choice):
+class Mixture(OptimizationResult):
     """Current and proposed shares of a label's values: value, expression, rows, now, proposed, times_as_often."""
 
     kind = "mixture"
@@ -69,7 +76,7 @@ class Mixture(Choice):
         """Write the weights in the form of a training tool; return one line that says what they are.
 
         Args:
-            form: olmo-core, datatrove, axolotl, megatron, llama-factory, yaml or csv; see `grasp.runs.mixture_files`.
+            form: olmo-core, datatrove, axolotl, megatron, llama-factory, yaml or csv; see `grasp.mixture_files`.
         Raises:
             SettingsError: no such form, or another ending than that of its files.
         """
@@ -77,7 +84,7 @@ class Mixture(Choice):
         codes_of_documents = np.unique(np.stack([slices.codes_N.astype(np.int64), document_N]), axis=1)[0]
         size_G = {
             "rows": slices.rows_G,
-            "tokens": np.array([one.tokens for one in slices.slices]),
+            "tokens": np.array([entry.tokens for entry in slices.slices]),
             "documents": np.bincount(codes_of_documents, minlength=len(slices.slices)),
         }
         times_G = self.table["times_as_often"].to_numpy()
@@ -135,13 +142,13 @@ def mix(
         SettingsError: floors, caps and distance that no mixture satisfies, or in numbers of rows.
     """
     targets = weighted_targets(target, artifact.targets)
-    rule = rule_of(artifact, protocol, diversity)
+    rule = resolve_rule(artifact, protocol, diversity)
     if not 1 <= max_repeat < np.inf:
         raise SettingsError(f"max_repeat: got {max_repeat:g}, expected 1 or more: how often a row may be seen")
     tokens_N = row_tokens(artifact)
     slices = label_slices(label_column(artifact, by, "by"), tokens_N)
     tokens = None if train_tokens is None else parse_tokens(train_tokens)
-    epochs = exposure_of(tokens, tokens_N).epochs or 1.0
+    epochs = repetition_law(tokens, tokens_N).epochs or 1.0
     far = None
     if distance is not None:
         amount = parse_amount(distance, "distance", "30%")
@@ -152,41 +159,43 @@ def mix(
     floors, caps = parse_bounds(floor, "floor"), parse_bounds(cap, "cap")
     low_G, high_G = _bounds(slices, floors, caps, max_repeat, min(1.0, epochs), far)
     programme = Programme(np.zeros(len(current_G)), low_G, high_G, current_G, far)
-    aim = SelectionObjective.from_artifact(artifact, rule, targets, tokens, runs, cautious=cautious)
+    objective = SelectionObjective.from_artifact(artifact, rule, targets, tokens, runs, cautious=cautious)
 
-    rule = aim.predictor.protocol  # as it fits the artifact
+    rule = objective.predictor.protocol  # as it fits the artifact
     mixed: Mixed = (_additive if rule.interaction is Interaction.NONE else geometry().optimize_mixture)(
-        aim, slices, programme
+        objective, slices, programme
     )
-    by_runs, p_G = tokens is None and aim.intervals is not None, mixed.p_G
+    by_runs, p_G = tokens is None and objective.run_model is not None, mixed.p_G
     if by_runs:
-        p_G = climb(programme, lambda p_BG: aim.learned(slices.weights(p_BG / current_G)), [p_G, current_G])
+        p_G = frank_wolfe(
+            programme, lambda p_BG: objective.predicted_by_runs(slices.weights(p_BG / current_G)), [p_G, current_G]
+        )
     factor_G = p_G / current_G
-    changes, notes = aim.judged(MIXTURE, slices.weights(factor_G[None]), "today's mixture", slices.codes_N)
+    changes, notes = objective.evaluate(MIXTURE, slices.weights(factor_G[None]), "today's mixture", slices.codes_N)
     value, short = mixed.value(p_G), mixed.short(p_G)
     optimum = mixed.optimum + (f", but for {short:.3f} at most," if short > NEAR * abs(value) else "")
-    optimum = "the best that the runs lead to" if by_runs else optimum
+    optimum = "the optimum predicted by the runs" if by_runs else optimum
 
     least = {2.0: "half", 4.0: "quarter", 10.0: "tenth"}.get(max_repeat, f"{max_repeat:g}th part")
-    said = [
+    messages = [
         f"no row is seen more than {max_repeat:g} times, and values keep a {least} of their share (--max-repeat); "
         "--floor VALUE:0% lets one go, a larger floor gives it more",
         "now and proposed are shares of rows; shares of tokens differ where rows of some values are longer",
     ]
     if slices.n_grouped:
-        said.append(f"{slices.n_grouped:,} of the values are small and share one slice, whose inner mixture stays")
+        messages.append(f"{slices.n_grouped:,} of the values are small and share one slice, whose inner mixture stays")
     if by_runs:
-        said.append("what is maximised is the change that the runs lead to expect (nats), not that by relevance")
+        messages.append("what is maximised is the change that the runs lead to expect (nats), not that by relevance")
     else:
-        said += mixed.notes
+        messages += mixed.notes
     most = f"no row is seen more than {epochs * float(factor_G.max()):.2g} times"
     if tokens is None:
-        said.append(f"in a training as long as the corpus {most}")
+        messages.append(f"in a training as long as the corpus {most}")
     else:
         budget = f"{tokens:,.0f} training tokens, {epochs:.2g} times the corpus"
-        said.append(f"value {value:+z.3f}: the change, less what repetition takes in {budget}; {most}")
+        messages.append(f"value {value:+z.3f}: the change, less what repetition takes in {budget}; {most}")
     moved = 0.5 * float(np.abs(p_G - current_G).sum())
-    asked = {
+    params = {
         "by": by,
         "targets": dict(targets),
         "max_repeat": max_repeat,
@@ -199,16 +208,16 @@ def mix(
         pa.table(
             {
                 "value": pa.array(slices.names, pa.string()),
-                "expression": pa.array([one.expression for one in slices.slices], pa.string()),
+                "expression": pa.array([entry.expression for entry in slices.slices], pa.string()),
                 "rows": pa.array(slices.rows_G),
                 "now": pa.array(current_G),
                 "proposed": pa.array(p_G),
                 "times_as_often": pa.array(factor_G),
             }
         ),
-        f"mixture by {slices.label}: {100 * moved:.1f} % of the data change hands; {optimum} within the bounds",
-        (*said, *notes),
-        **aim.answer(changes, value, asked),
+        f"mixture by {slices.label}: {100 * moved:.1f} % of the data are reallocated; {optimum} within the bounds",
+        (*messages, *notes),
+        **objective.result_fields(changes, value, params),
         label=slices.label,
         optimum=optimum,
         slices=slices,
@@ -226,16 +235,18 @@ class Mixed:
     short: Callable[[F64], float]  # how much higher the best one may be
 
 
-def _additive(aim: SelectionObjective, slices: LabelSlices, programme: Programme) -> Mixed:
+def _additive(objective: SelectionObjective, slices: LabelSlices, programme: Programme) -> Mixed:
     """The best mixture: rows are worth what they are worth, and less if they are seen often."""
     current_G = programme.current_G
-    effect_G = (aim.predictor.sums(slices.each, ()).effect_BT @ aim.weights_T) / slices.rows_G
-    curves = ExposureCurves(aim.trained.exposure, effect_G + NEW_ROW_VALUE, current_G)
+    effect_G = (objective.predictor.sums(slices.each, ()).effect_BT @ objective.weights_T) / slices.rows_G
+    curves = ExposureCurves(objective.budget_predictor.exposure, effect_G + NEW_ROW_VALUE, current_G)
     segments = curves.segments(programme.low_G, programme.high_G)
     p_G = solve(replace(programme, segments=segments))
 
     def value(p_G: F64) -> float:
-        return float(aim.trained.change(slices.weights((p_G / current_G)[None]))[0] @ aim.weights_T)
+        return float(
+            objective.budget_predictor.change(slices.weights((p_G / current_G)[None]))[0] @ objective.weights_T
+        )
 
     return Mixed(p_G, "the best mixture", (), value, lambda p_G: max(segments.value(p_G) - curves.value(p_G), 0.0))
 
@@ -279,31 +290,31 @@ def _bounds(
         SettingsError: a bound in rows, of an unknown value, or bounds that cannot be met: which.
     """
     names, current_G = slices.names, slices.rows_G / slices.rows_G.sum()
-    asked = []
+    requested = []
     for flag, bounds in (("floor", floors), ("cap", caps)):
         for value, amount in bounds.items():
             if not amount.is_share or amount.unit is not None:
                 raise SettingsError(
-                    f"{flag} {spelled(value)}: got a number, a mixture has shares; expected e.g. Games:5%"
+                    f"{flag} {describe_value(value)}: got a number, a mixture has shares; expected e.g. Games:5%"
                 )
         amounts = by_value(bounds, flag, slices.label, names, slices.n_grouped)
-        asked.append(np.array([np.nan if amount is None else amount.value for amount in amounts]))
-    floor_G, cap_G = np.nan_to_num(asked[0]), np.nan_to_num(asked[1], nan=1.0)
+        requested.append(np.array([np.nan if amount is None else amount.value for amount in amounts]))
+    floor_G, cap_G = np.nan_to_num(requested[0]), np.nan_to_num(requested[1], nan=1.0)
     # what nobody asked for gives way: the usual least share to a cap, the usual greatest one to a floor
     usual_G = current_G / max_repeat
-    asked_G = np.where(np.isnan(asked[0]), usual_G, floor_G)
-    asked_G = np.where(asked_G > 0, np.maximum(asked_G, usual_G), 0.0)  # 0 %: may go
-    low_G = np.minimum(asked_G, np.maximum(cap_G, floor_G))
+    requested_G = np.where(np.isnan(requested[0]), usual_G, floor_G)
+    requested_G = np.where(requested_G > 0, np.maximum(requested_G, usual_G), 0.0)  # 0 %: may go
+    low_G = np.minimum(requested_G, np.maximum(cap_G, floor_G))
     high_G = np.minimum(cap_G, np.maximum(max_repeat * current_G / epochs, floor_G))
 
-    wrong = [
+    problems = [
         f"{names[g]} has a floor of {low_G[g]:.1%} and a cap of {high_G[g]:.1%}"
         for g in np.flatnonzero(low_G > high_G + 1e-12).tolist()
     ]
     if low_G.sum() > 1.0 + 1e-12:
-        wrong.append(f"the floors add up to {low_G.sum():.1%}")
+        problems.append(f"the floors add up to {low_G.sum():.1%}")
     if high_G.sum() < 1.0 - 1e-12:
-        wrong.append(
+        problems.append(
             f"the caps add up to {high_G.sum():.1%}, expected 100% at least (max_repeat {max_repeat:g} among them)"
         )
     # keeping the bounds alone may move more data than the distance allows
@@ -311,8 +322,10 @@ def _bounds(
     needed = max(float(up_G.sum()), float(down_G.sum()))
     if distance is not None and needed > distance + 1e-12:
         worst = names[int(np.argmax(np.maximum(up_G, down_G)))]
-        wrong.append(f"they move {needed:.1%} of the data, {worst} most of it, and the distance allows {distance:.1%}")
-    if wrong:
-        more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        raise SettingsError(f"floor, cap: cannot be met: {'; '.join(wrong[:SHOWN])}{more}")
+        problems.append(
+            f"they move {needed:.1%} of the data, {worst} most of it, and the distance allows {distance:.1%}"
+        )
+    if problems:
+        more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise SettingsError(f"floor, cap: cannot be met: {'; '.join(problems[:SHOWN])}{more}")
     return low_G, high_G

@@ -31,14 +31,14 @@ from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.results import Result
 from grasp.runs.alignment import row_weights
 from grasp.runs.calibration import COVERAGE
-from grasp.runs.gaussian_process import Learned, SubsetFeatures
+from grasp.runs.gaussian_process import GaussianProcess, SubsetFeatures
 from grasp.runs.import_runs import read_mixtures
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.table import NAMED, RESULTS_SCHEMA, TRAINED_SCHEMA, RunsInfo, RunTable, open_runs
 from grasp.seeds import stream
-from grasp.select.budget import by_value, parse_bounds, parse_tokens, spelled
+from grasp.select.budget import by_value, describe_value, parse_bounds, parse_tokens
 from grasp.select.mix import MAX_REPEAT
-from grasp.select.quadratic_program import Programme, climb
+from grasp.select.quadratic_program import Programme, frank_wolfe
 from grasp.text import listed
 
 Runs = RunTable | Path | str
@@ -56,12 +56,12 @@ CLIMBS = 8  # of the best runs, that the best mixture is looked for from
 
 
 @dataclass(frozen=True, slots=True)
-class Taught:
+class MixtureModel:
     """Runs by shares, and what was learned of every metric and, last, of their weighted mean, the aim."""
 
     table: RunTable
     share_RG: F64
-    learned: Learned
+    process: GaussianProcess
     weights_T: F64
     sign_T: F64  # -1: less is better
 
@@ -80,22 +80,24 @@ class Taught:
                 f"{table.name}: mixtures alone are learned from runs by shares of a label; import them with "
                 "grasp runs import MIXTURES METRICS --label LABEL"
             )
-        named = metric or table.metrics
-        asked = dict(named) if isinstance(named, Mapping) else dict.fromkeys(listed(named, table.metrics), 1.0)
-        unknown = [name for name in asked if name not in table.metrics]
-        if unknown or not sum(asked.values()) > 0 or min(asked.values()) < 0:
+        selected = metric or table.metrics
+        weight_of = (
+            dict(selected) if isinstance(selected, Mapping) else dict.fromkeys(listed(selected, table.metrics), 1.0)
+        )
+        unknown = [name for name in weight_of if name not in table.metrics]
+        if unknown or not sum(weight_of.values()) > 0 or min(weight_of.values()) < 0:
             raise RunsError(
-                f"{table.name}: got the metrics {asked}, expected some of {', '.join(table.metrics[:NAMED])} ... with "
-                "weights of 0 or more"
+                f"{table.name}: got the metrics {weight_of}, expected some of {', '.join(table.metrics[:NAMED])} ... "
+                "with weights of 0 or more"
             )
-        weights_T = np.array([asked.get(name, 0.0) for name in table.metrics]) / sum(asked.values())
+        weights_T = np.array([weight_of.get(name, 0.0) for name in table.metrics]) / sum(weight_of.values())
         utility_RST = table.utility_RST()
-        aim_RS1 = (utility_RST @ weights_T)[:, :, None]
+        objective_RS1 = (utility_RST @ weights_T)[:, :, None]
         share_RG = table.weights_RG()
         features = SubsetFeatures.from_shares(share_RG, len(weights_T) + 1)
-        learned = Learned.fit(features, np.concatenate([utility_RST, aim_RS1], axis=2))
+        process = GaussianProcess.fit(features, np.concatenate([utility_RST, objective_RS1], axis=2))
         sign_T = np.array([1.0 if table.info.metrics[name] == "higher" else -1.0 for name in table.metrics])
-        return cls(table, share_RG, learned, weights_T, sign_T)
+        return cls(table, share_RG, process, weights_T, sign_T)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -105,17 +107,17 @@ class Taught:
     def features(self, share_BG: F64) -> SubsetFeatures:
         return SubsetFeatures.from_shares(share_BG, len(self.weights_T) + 1)
 
-    def aim(self, share_BG: F64, cautious: float = 0.0) -> F64:
+    def predict_objective(self, share_BG: F64, cautious: float = 0.0) -> F64:
         """Expected weighted mean less so many standard deviations, (B,); higher is better."""
-        mean_BT, spread_BT = self.learned.predict(self.features(share_BG))
+        mean_BT, spread_BT = self.process.predict(self.features(share_BG))
         return np.asarray(mean_BT[:, -1] - cautious * spread_BT[:, -1])
 
     def lines(self, names: Sequence[str], share_BG: F64) -> pa.Table:
         """mixture, metric, expected, low, high: in the metric's own unit."""
-        mean_BT, spread_BT = (one[:, :-1] for one in self.learned.predict(self.features(share_BG)))
-        half_BT = self.learned.quantile(COVERAGE) * spread_BT
-        asked = np.flatnonzero(self.weights_T)
-        b, t = (index.reshape(-1) for index in np.meshgrid(np.arange(len(names)), asked, indexing="ij"))
+        mean_BT, spread_BT = (values[:, :-1] for values in self.process.predict(self.features(share_BG)))
+        half_BT = self.process.quantile(COVERAGE) * spread_BT
+        columns = np.flatnonzero(self.weights_T)
+        b, t = (index.reshape(-1) for index in np.meshgrid(np.arange(len(names)), columns, indexing="ij"))
         value = np.where(self.refused(share_BG)[:, :-1], np.nan, self.sign_T * mean_BT)[b, t]
         return pa.table(
             {
@@ -134,7 +136,7 @@ class Taught:
     def refused(self, share_BG: F64) -> NDArray[np.bool_]:
         """(B, T + 1) whether a mixture lies outside the runs, so far that they say nothing of it."""
         outside_B1 = (self.beyond(share_BG) > SLACK).any(axis=1, keepdims=True)
-        return outside_B1 & (self.learned.ignorance(self.features(share_BG), COVERAGE) > 1.0)
+        return outside_B1 & (self.process.relative_uncertainty(self.features(share_BG), COVERAGE) > 1.0)
 
     def settling_run(self, share_G: F64) -> F64:
         """(G,) the run nearest to the mean of the runs after which a mixture is not refused.
@@ -142,17 +144,19 @@ class Taught:
         Looked for on the straight line from the mean to the mixture; the mixture itself, if no other is enough.
         """
         mixture = self.features(share_G[None])
-        task = int(np.argmax(self.learned.ignorance(mixture, COVERAGE)[0] * np.append(self.weights_T > 0, True)))
+        task = int(
+            np.argmax(self.process.relative_uncertainty(mixture, COVERAGE)[0] * np.append(self.weights_T > 0, True))
+        )
         mean_G = self.share_RG.mean(axis=0)
         line_BG = mean_G + np.linspace(0.0, 1.0, STEPS + 1)[1:, None] * (share_G - mean_G)
-        after_B = self.learned.ignorance_after(mixture, self.features(line_BG), task, COVERAGE)
+        after_B = self.process.relative_uncertainty_after(mixture, self.features(line_BG), task, COVERAGE)
         enough_B = after_B <= 1.0
         return np.asarray(line_BG[int(np.argmax(enough_B)) if enough_B.any() else -1])
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Proposal(Result):
-    """Mixtures to train; on a screen a line a value, as there may be many."""
+    """Mixtures to train; printed with one row per value."""
 
     def _shown(self) -> tuple[list[str], list[list[str]]]:
         mixtures, settles, *shares = (column.to_pylist() for column in self.table.columns)
@@ -174,37 +178,39 @@ def predict_runs(runs: Runs, mixtures: Path | str | pa.Table, metric: str | Sequ
 
     Args:
         runs: imported runs, see `grasp runs import`.
-        mixtures: a line a mixture, a column a value of the label: shares that add up to 1.
+        mixtures: table with one row per mixture and one column per value of the label; shares add up to 1.
         metric: metrics, separated by commas. Default: all of them.
     Raises:
-        RunsError: see `Taught.from_runs`; values that no run has; shares that do not add up to 1.
+        RunsError: see `MixtureModel.from_runs`; values that no run has; shares that do not add up to 1.
     """
-    taught = Taught.from_runs(runs, metric)
-    names, share_BG = read_mixtures(mixtures, taught.table.values)
-    asked_T = np.append(taught.weights_T > 0, False)
-    refused_B = (taught.refused(share_BG) & asked_T).any(axis=1)
+    model = MixtureModel.from_runs(runs, metric)
+    names, share_BG = read_mixtures(mixtures, model.table.values)
+    requested_T = np.append(model.weights_T > 0, False)
+    refused_B = (model.refused(share_BG) & requested_T).any(axis=1)
     notes = [
-        *_outside(taught, names, share_BG, ~refused_B, "outside of what the runs covered, so the interval is wider"),
-        *_outside(taught, names, share_BG, refused_B, "no number, too far outside of what the runs covered"),
+        *_outside(model, names, share_BG, ~refused_B, "outside of what the runs covered, so the interval is wider"),
+        *_outside(model, names, share_BG, refused_B, "no number, too far outside of what the runs covered"),
     ]
     for b in np.flatnonzero(refused_B)[:NAMED].tolist():
-        run_G = taught.settling_run(share_BG[b])
-        shares = ", ".join(f"{taught.table.values[g]} {run_G[g]:.0%}" for g in np.argsort(-run_G)[:SHARES_SHOWN])
+        run_G = model.settling_run(share_BG[b])
+        shares = ", ".join(f"{model.table.values[g]} {run_G[g]:.0%}" for g in np.argsort(-run_G)[:SHARES_SHOWN])
         more = f" and {len(run_G) - SHARES_SHOWN} more" if len(run_G) > SHARES_SHOWN else ""
         notes.append(f"a run that would settle {names[b]}: {shares}{more}")
-    headline = f"{len(names):,} mixtures, by {len(taught.table):,} runs"
-    return Result(taught.lines(names, share_BG), headline, (*notes, *taught.notes), signs=False)
+    headline = f"{len(names):,} mixtures, by {len(model.table):,} runs"
+    return Result(model.lines(names, share_BG), headline, (*notes, *model.notes), signs=False)
 
 
-def _outside(taught: Taught, names: Sequence[str], share_BG: F64, among_B: NDArray[np.bool_], what: str) -> list[str]:
+def _outside(
+    model: MixtureModel, names: Sequence[str], share_BG: F64, among_B: NDArray[np.bool_], what: str
+) -> list[str]:
     """One sentence on the mixtures that give a value more, or less, than any run did; none if there are none."""
-    low_G, high_G = taught.share_RG.min(axis=0), taught.share_RG.max(axis=0)
-    beyond_BG = taught.beyond(share_BG)
+    low_G, high_G = model.share_RG.min(axis=0), model.share_RG.max(axis=0)
+    beyond_BG = model.beyond(share_BG)
     outside = []
     for b in np.flatnonzero(among_B & (beyond_BG > SLACK).any(axis=1)).tolist():
         g = int(np.argmax(beyond_BG[b]))
         covered = f"in the runs {low_G[g]:.0%} to {high_G[g]:.0%}"
-        outside.append(f"{names[b]} ({taught.table.values[g]} {share_BG[b, g]:.0%}, {covered})")
+        outside.append(f"{names[b]} ({model.table.values[g]} {share_BG[b, g]:.0%}, {covered})")
     more = f" and {len(outside) - NAMED:,} more" if len(outside) > NAMED else ""
     return [f"{what}: {'; '.join(outside[:NAMED])}{more}"] if outside else []
 
@@ -221,27 +227,27 @@ def mix_runs(
         metric: metrics, separated by commas. Default: all of them. In Python also metrics and weights.
         cautious: take so many standard deviations off: the little known counts as worse.
     """
-    taught = Taught.from_runs(runs, metric)
-    low_G, high_G = taught.share_RG.min(axis=0), taught.share_RG.max(axis=0)
-    programme = Programme(np.zeros(len(low_G)), low_G, high_G, taught.share_RG.mean(axis=0))
-    starts = taught.share_RG[np.argsort(-taught.aim(taught.share_RG, cautious), kind="stable")[:CLIMBS]]
-    best_G = climb(programme, lambda share_BG: taught.aim(share_BG, cautious), list(starts))
-    known_R = taught.learned.predict(taught.features(taught.share_RG))[0][:, -1]
-    run_G = taught.share_RG[int(np.argmax(known_R))]
+    model = MixtureModel.from_runs(runs, metric)
+    low_G, high_G = model.share_RG.min(axis=0), model.share_RG.max(axis=0)
+    programme = Programme(np.zeros(len(low_G)), low_G, high_G, model.share_RG.mean(axis=0))
+    starts = model.share_RG[np.argsort(-model.predict_objective(model.share_RG, cautious), kind="stable")[:CLIMBS]]
+    best_G = frank_wolfe(programme, lambda share_BG: model.predict_objective(share_BG, cautious), list(starts))
+    expected_R = model.process.predict(model.features(model.share_RG))[0][:, -1]
+    run_G = model.share_RG[int(np.argmax(expected_R))]
     shares = pa.table(
         {
-            "value": pa.array(taught.table.values, pa.string()),
-            "mean_of_runs": taught.share_RG.mean(axis=0),
+            "value": pa.array(model.table.values, pa.string()),
+            "mean_of_runs": model.share_RG.mean(axis=0),
             "best_run": run_G,
             "proposed": best_G,
         }
     ).sort_by([("proposed", "descending")])
-    said = [
+    messages = [
         f"{line['metric']}: {line['mixture']} {line['expected']:.4g} ({line['low']:.4g} to {line['high']:.4g})"
-        for line in taught.lines(["proposed", "best run"], np.stack([best_G, run_G])).to_pylist()
+        for line in model.lines(["proposed", "best run"], np.stack([best_G, run_G])).to_pylist()
     ]
-    headline = f"the best mixture by {len(taught.table):,} runs of {taught.table.name}"
-    return Result(shares, headline, (*said, *taught.notes), signs=False)
+    headline = f"the best mixture by {len(model.table):,} runs of {model.table.name}"
+    return Result(shares, headline, (*messages, *model.notes), signs=False)
 
 
 def propose_runs(
@@ -275,7 +281,7 @@ def propose_runs(
         artifact: of the corpus; for retrained runs, whose shares are those of the label that they were drawn by, for
             `subsets`, and for the sizes that `max_repeat` needs.
     Returns:
-        A line a mixture, in the order in which they should be trained: mixture, settles, and the shares of all values.
+        One row per mixture, in the order in which to train them: mixture, settles, and the share of each value.
         For `best`, settles is by how much the best mixture is expected to become better, in the unit of the metric; for
         `values` it is the part of the uncertainty of all values that the run takes away. A note names the mixtures that
         are proposed to explore: the runs expect less of them than of most.
@@ -288,42 +294,42 @@ def propose_runs(
             f"propose: got decide {decide!r} and {count} runs, expected best or values, and 1 to {MOST} runs; train "
             "some, import them, and ask again"
         )
-    found = open_runs(runs)
-    if isinstance(found, RetrainedRuns):
+    run_table = open_runs(runs)
+    if isinstance(run_table, RetrainedRuns):
         if artifact is None:
-            raise SettingsError(f"propose: {found.path} holds retrained subsets; name the artifact of their corpus")
-        found = shares_of(found, artifact.files)
-    taught = Taught.from_runs(found, metric)
-    rng = stream(seed, "propose", len(taught.table))
-    even_G = taught.share_RG.mean(axis=0)
-    label, values = taught.table.info.label, taught.table.values
+            raise SettingsError(f"propose: {run_table.path} holds retrained subsets; name the artifact of their corpus")
+        run_table = runs_by_shares(run_table, artifact.files)
+    model = MixtureModel.from_runs(run_table, metric)
+    rng = stream(seed, "propose", len(model.table))
+    even_G = model.share_RG.mean(axis=0)
+    label, values = model.table.info.label, model.table.values
     largest_G = np.ones(len(values))
     notes = ["no limit on repetition: sizes of the values are unknown without an artifact (--art); see --cap"]
     if artifact is not None:
         rows = isinstance(open_runs(runs), RetrainedRuns)
         largest_G, notes = repetition_caps(artifact.files, label, values, max_repeat, train_tokens, rows=rows)
     low_G, high_G = share_bounds(label, values, floor, cap, largest_G)
-    share_BG = within_bounds(
+    share_BG = project_to_bounds(
         np.stack([draw_dirichlet_shares(rng, np.maximum(even_G, 1e-3)) for _ in range(CANDIDATES)]), low_G, high_G
     )
-    picked, settles = most_telling(taught.learned, taught.features(share_BG), count, decide, rng)
+    picked, settles = most_informative(model.process, model.features(share_BG), count, decide, rng)
     names = [f"next-{k + 1}" for k in range(len(picked))]
-    table = taught.table
+    proposal = model.table
     if subsets is not None:
         if artifact is None:
             raise SettingsError("propose: subsets are of the rows of an artifact; name it")
-        files, trained = artifact.files, _trained(names, table.values, share_BG[picked])
-        blocks, _ = row_weights(replace(table, trained=trained), files)
+        files, trained = artifact.files, _trained(names, proposal.values, share_BG[picked])
+        blocks, _ = row_weights(replace(proposal, trained=trained), files)
         corpus = files.manifest.fingerprints.get("corpus", "")
         write_subsets(Path(subsets), blocks, RowIndex.from_parquet(files.rows_path), weights=True, corpus=corpus)
     if decide == "best":
         what = "the best mixture"
         settled = "by how much the best mixture is expected to become better through this run, in the metric's unit"
     else:
-        what = f"what each {table.info.label} is worth"
+        what = f"what each {proposal.info.label} is worth"
         settled = "the part of what is uncertain of all values that this run takes away, in the metric's unit"
-    columns = {name: share_BG[picked, g] for g, name in enumerate(table.values)}
-    expected_B = taught.aim(share_BG)
+    columns = {name: share_BG[picked, g] for g, name in enumerate(proposal.values)}
+    expected_B = model.predict_objective(share_BG)
     better_K = [float((expected_B > expected_B[b]).mean()) for b in picked]
     exploring = [f"{name} ({better:.0%})" for name, better in zip(names, better_K, strict=True) if better > EXPLORING]
     if exploring:
@@ -334,8 +340,8 @@ def propose_runs(
         )
     return Proposal(
         pa.table({"mixture": names, "settles": settles} | columns),
-        f"{len(picked)} mixtures that say most of {what}, by {len(found):,} runs; train the first one first",
-        (f"settles: {settled}", *notes, *taught.notes),
+        f"{len(picked)} mixtures that say most of {what}, by {len(run_table):,} runs; train the first one first",
+        (f"settles: {settled}", *notes, *model.notes),
         signs=False,
     )
 
@@ -361,8 +367,8 @@ def repetition_caps(
     assert label is not None
     column = label_column(artifact, label)
     slices = label_slices(column, row_tokens(artifact), most=len(column.values))
-    size_of = {one.name: one.rows if rows else one.tokens for one in slices.slices}
-    total = sum(one.tokens for one in slices.slices)
+    size_of = {entry.name: entry.rows if rows else entry.tokens for entry in slices.slices}
+    total = sum(entry.tokens for entry in slices.slices)
     epochs = 1.0 if train_tokens is None else parse_tokens(train_tokens) / total
     size_G = np.array([size_of.get(value, 0) for value in values], dtype=np.float64)
     if not size_G.any():
@@ -392,7 +398,7 @@ def share_bounds(
         bounds = parse_bounds(texts, flag)
         for value, amount in bounds.items():
             if not amount.is_share or amount.unit is not None:
-                raise SettingsError(f"{flag} {spelled(value)}: a mixture has shares; expected e.g. web:5%")
+                raise SettingsError(f"{flag} {describe_value(value)}: a mixture has shares; expected e.g. web:5%")
         amounts = by_value(bounds, flag, label or "mixture", values)
         bounds_G.append(np.array([unbounded if amount is None else amount.value for amount in amounts]))
     low_G, high_G = bounds_G[0], np.minimum(bounds_G[1], largest_G)
@@ -407,7 +413,7 @@ def share_bounds(
     return low_G, high_G
 
 
-def within_bounds(share_BG: F64, low_G: F64, high_G: F64) -> F64:
+def project_to_bounds(share_BG: F64, low_G: F64, high_G: F64) -> F64:
     """(B, G) mixtures clip(m p, low, high), with the factor m of each mixture for which they add up to 1."""
     tiny = np.finfo(np.float64).eps
     share_BG = share_BG + tiny  # a share of 0 may grow if nothing else can
@@ -420,20 +426,20 @@ def within_bounds(share_BG: F64, low_G: F64, high_G: F64) -> F64:
     return np.asarray(np.clip(np.exp(high_B1) * share_BG, low_G, high_G))
 
 
-def most_telling(
-    learned: Learned, candidates: SubsetFeatures, count: int, decide: str, rng: np.random.Generator
+def most_informative(
+    process: GaussianProcess, candidates: SubsetFeatures, count: int, decide: str, rng: np.random.Generator
 ) -> tuple[list[int], list[float]]:
     """Candidates to run, the most telling first, and what each settles. See the head of this module."""
     n_slices, n = candidates.share_BG.shape[1], len(candidates)
     points = candidates
     if decide == "values":
-        even_G = learned.runs.share_BG.mean(axis=0)
+        even_G = process.runs.share_BG.mean(axis=0)
         without_GG = np.where(np.eye(n_slices, dtype=bool), 0.0, even_G)
         share_BG = np.concatenate([without_GG / without_GG.sum(axis=1, keepdims=True), even_G[None]])
-        points = SubsetFeatures.joined(
+        points = SubsetFeatures.concatenate(
             [candidates, SubsetFeatures.from_shares(share_BG, candidates.relevance_BT.shape[1])]
         )
-    mean_B, cover_BB, noise = learned.joint(points, -1)
+    mean_B, cover_BB, noise = process.joint(points, -1)
     spread_B = np.sqrt(np.maximum(np.diag(cover_BB)[:n], 0.0))
     likely = np.argsort(-(mean_B[:n] + 2 * spread_B))[: TRIED // 2]
     tried = np.unique(np.concatenate([likely, rng.permutation(n)[: TRIED // 2]]))
@@ -450,8 +456,8 @@ def most_telling(
         else:
             effect_Gx = moved_Bx[n:-1] - moved_Bx[-1]
             # the sum of the variances of leaving a value out; the last point is the mean of the runs
-            own_G = np.diag(cover_BB)[n:-1] + cover_BB[-1, -1] - 2 * cover_BB[n:-1, -1]
-            left = float(np.maximum(own_G, 0.0).sum())
+            variance_G = np.diag(cover_BB)[n:-1] + cover_BB[-1, -1] - 2 * cover_BB[n:-1, -1]
+            left = float(np.maximum(variance_G, 0.0).sum())
             gain_x = (effect_Gx**2).sum(axis=0) / max(left, np.finfo(float).tiny)
         gain_x[np.isin(tried, picked)] = -np.inf
         x = int(np.argmax(gain_x))
@@ -461,7 +467,7 @@ def most_telling(
     return picked, settles
 
 
-def shares_of(environment: RetrainedRuns, artifact: ArtifactReader) -> RunTable:
+def runs_by_shares(environment: RetrainedRuns, artifact: ArtifactReader) -> RunTable:
     """Retrained subsets as runs by shares of the label that they were drawn by; losses are the targets'."""
     if environment.label is None:
         raise RunsError(f"{environment.path}: its subsets were not drawn by a label, so have no shares")
@@ -483,7 +489,8 @@ def shares_of(environment: RetrainedRuns, artifact: ArtifactReader) -> RunTable:
     ]
     columns = zip(*lines, strict=True)
     results = pa.table(
-        [pa.array(one, field.type) for one, field in zip(columns, RESULTS_SCHEMA, strict=True)], schema=RESULTS_SCHEMA
+        [pa.array(values, field.type) for values, field in zip(columns, RESULTS_SCHEMA, strict=True)],
+        schema=RESULTS_SCHEMA,
     )
     metrics = {f"{target}/loss": "lower" for target in environment.targets}
     info = RunsInfo.model_validate({"kind": "shares", "label": environment.label, "metrics": metrics})
@@ -491,7 +498,7 @@ def shares_of(environment: RetrainedRuns, artifact: ArtifactReader) -> RunTable:
 
 
 def _trained(runs: Sequence[str], values: Sequence[str], share_RG: F64) -> pa.Table:
-    """What runs were trained on, a line a run and value."""
+    """Return what runs were trained on, one row per run and value."""
     r, g = (index.ravel() for index in np.indices(share_RG.shape))
     columns = [np.array(runs, object)[r], np.array(values, object)[g], share_RG.ravel()]
-    return pa.table([pa.array(one) for one in columns], TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
+    return pa.table([pa.array(column) for column in columns], TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)

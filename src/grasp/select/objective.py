@@ -46,7 +46,7 @@ FORMATS = {
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class Choice(Result):
+class OptimizationResult(Result):
     """What was chosen, and what it is predicted to bring.
 
     Attributes:
@@ -54,7 +54,7 @@ class Choice(Result):
             the metric of the runs in their place.
         value: weighted mean of the changes, less what repetition takes under a training budget.
         unit: of the changes.
-        asked: the question.
+        params: arguments of the call.
     """
 
     kind: ClassVar[str]
@@ -62,7 +62,7 @@ class Choice(Result):
     targets: pa.Table
     value: float
     unit: str
-    asked: Mapping[str, Any]
+    params: Mapping[str, Any]
     protocol: ScoringProtocol
     artifact: ArtifactReader
 
@@ -95,7 +95,7 @@ class Choice(Result):
             "kind": self.kind,
             "format_version": SUMMARY_VERSION,
             "headline": self.headline,
-            "asked": dict(self.asked),
+            "asked": dict(self.params),
             "targets": self.targets.rename_columns(plain_names).to_pylist(),
             "runs_unit": next(iter(names[3:]), None),
             "value": self.value,
@@ -136,12 +136,12 @@ class SelectionObjective:
 
     artifact: ArtifactReader
     predictor: Predictor
-    trained: Predictor  # for the training budget, if one was said
+    budget_predictor: Predictor  # for the training budget, if one was said
     weights_T: F64
     effect_N: F64  # of every row, weighed over the targets
     tokens_N: I64
     train_tokens: float | None  # None: not said; as long as the corpus
-    intervals: "OutcomePredictor | None"
+    run_model: "OutcomePredictor | None"
     cautious: bool  # the lower ends of the intervals are what counts
 
     @classmethod
@@ -170,25 +170,25 @@ class SelectionObjective:
         effect_N = predictor.task.effects.dot(weights_T)
         intervals = None
         if runs is not None:
-            from grasp.runs.calibration import learn  # noqa: PLC0415 - read only if there are runs
+            from grasp.runs.calibration import fit_outcomes  # noqa: PLC0415 - read only if there are runs
 
-            intervals = learn(predictor, artifact, runs)
+            intervals = fit_outcomes(predictor, artifact, runs)
         trained = (
-            predictor if train_tokens is None else replace(predictor, exposure=exposure_of(train_tokens, tokens_N))
+            predictor if train_tokens is None else replace(predictor, exposure=repetition_law(train_tokens, tokens_N))
         )
         return cls(artifact, predictor, trained, weights_T, effect_N, tokens_N, train_tokens, intervals, cautious)
 
     def value(self, sums: SubsetSums) -> F64:
         """Weighted change of plain subsets, (B,), less what repetition takes under a training budget."""
-        return np.asarray(self.trained.change_of(sums) @ self.weights_T)
+        return np.asarray(self.budget_predictor.change_of(sums) @ self.weights_T)
 
-    def learned(self, weights: Weights) -> F64:
+    def predicted_by_runs(self, weights: Weights) -> F64:
         """The weighted change that runs lead to expect, (B,), or the lower end of its interval."""
-        assert self.intervals is not None
-        nats = self.intervals.predict(weights)
+        assert self.run_model is not None
+        nats = self.run_model.predict(weights)
         return np.asarray(np.nan_to_num(nats.low_BT if self.cautious else nats.nats_BT) @ self.weights_T)
 
-    def judged(
+    def evaluate(
         self, name: str, weights: Weights, today: str, codes_N: I32 | None = None
     ) -> tuple[pa.Table, tuple[str, ...]]:
         """target, weight, change[, nats, nats_low, nats_high] of one subset, and what should be known of them.
@@ -200,31 +200,31 @@ class SelectionObjective:
         change_1T, beyond = self.predictor.change(weights), tuple[str, ...]()
         columns = {"target": pa.array(self.predictor.units.targets, pa.string()), "weight": pa.array(self.weights_T)}
         columns["change"] = pa.array(change_1T[0])
-        if self.intervals is None:
+        if self.run_model is None:
             interval = change_interval(self.artifact, self.predictor, weights, self.weights_T, codes_N)
             beyond = tuple(interval.sentences(self.predictor.units.targets, today))
         else:
-            from grasp.runs.calibration import Outside  # noqa: PLC0415 - as above
+            from grasp.runs.calibration import ExtrapolationLog  # noqa: PLC0415 - as above
 
-            nats, outside = self.intervals.predict(weights), Outside()
+            nats, outside = self.run_model.predict(weights), ExtrapolationLog()
             outside.add([name], nats)
             beyond = outside.notes
             columns |= {name: pa.array(value_BT[0], from_pandas=True) for name, value_BT in nats.columns.items()}
-        return pa.table(columns), (*beyond, *notes(self.predictor, self.intervals))
+        return pa.table(columns), (*beyond, *notes(self.predictor, self.run_model))
 
-    def answer(self, changes: pa.Table, value: float, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields that every `Choice` for this objective has."""
+    def result_fields(self, changes: pa.Table, value: float, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields that every `OptimizationResult` for this objective has."""
         return {
             "targets": changes,
             "value": value,
             "unit": self.predictor.unit,
-            "asked": asked,
+            "params": params,
             "protocol": self.predictor.protocol,
             "artifact": self.artifact,
         }
 
 
-def rule_of(
+def resolve_rule(
     artifact: ArtifactReader, protocol: ScoringProtocol | Path | str | None, diversity: float | None
 ) -> ScoringProtocol:
     """Return the rule that is asked for, with `diversity`, if given, in the place of its geometry."""
@@ -232,12 +232,12 @@ def rule_of(
     return rule if diversity is None else with_diversity(rule, diversity, artifact.array_names)
 
 
-def exposure_of(train_tokens: float | None, tokens_N: I64) -> RepetitionLaw:
+def repetition_law(train_tokens: float | None, tokens_N: I64) -> RepetitionLaw:
     """What rows count in a training of so many tokens on a corpus; None: as long as the corpus."""
     return RepetitionLaw(None if train_tokens is None else train_tokens / int(tokens_N.sum()))
 
 
-def with_diversity(given: ScoringProtocol, weight: float, array_names: Sequence[str]) -> ScoringProtocol:
+def with_diversity(protocol: ScoringProtocol, weight: float, array_names: Sequence[str]) -> ScoringProtocol:
     """The protocol with a penalty on K_raw as its only geometry; 0 takes it all away.
 
     The penalty is on the joint sketch where the artifact has both halves, else on the sketch that it has.
@@ -254,15 +254,15 @@ def with_diversity(given: ScoringProtocol, weight: float, array_names: Sequence[
         raise SettingsError("diversity: the artifact has no sketch to measure it by; leave it out, or build sketches")
     half = "joint" if {"hidden", "residual"} <= set(built) else (built[-1] if built else "")
     changed = {
-        "name": f"{given.name}, diversity {weight:g}",
+        "name": f"{protocol.name}, diversity {weight:g}",
         "components": {f"{half}.raw": -weight} if weight else {},
         "selected_on": None,
     }
-    return parse_protocol(given.model_dump() | changed, "diversity")
+    return parse_protocol(protocol.model_dump() | changed, "diversity")
 
 
 def weighted_targets(
-    given: str | Sequence[str] | Mapping[str, float] | None, known: Sequence[str]
+    targets: str | Sequence[str] | Mapping[str, float] | None, known: Sequence[str]
 ) -> Mapping[str, float]:
     """Targets and their weights, which add up to 1.
 
@@ -274,28 +274,28 @@ def weighted_targets(
             positive number.
     """
     has = f"the artifact has {', '.join(known)}"
-    if given is None:
+    if targets is None:
         if len(known) != 1:
             raise SettingsError(f"target: got none, and {has}; name one, or weigh several: {known[0]}=2,{known[1]}=1")
         return {known[0]: 1.0}
     pairs: list[tuple[str, float]] = []
-    if isinstance(given, str):
+    if isinstance(targets, str):
         # where one name begins another, the longer one is meant
         names = "|".join(re.escape(name) for name in sorted(known, key=len, reverse=True))
         part, at = re.compile(rf"\s*(?:({names})|([^,=]+?))\s*(?:=\s*([^,]*))?(?:,|$)"), 0
-        while at < len(given):
-            found = part.match(given, at)
-            if found is None:
-                raise SettingsError(f"target: got {given[at:]!r}, expected target or target=weight; {has}")
+        while at < len(targets):
+            match = part.match(targets, at)
+            if match is None:
+                raise SettingsError(f"target: got {targets[at:]!r}, expected target or target=weight; {has}")
             try:
-                pairs.append((found[1] or found[2], 1.0 if found[3] is None else float(found[3])))
+                pairs.append((match[1] or match[2], 1.0 if match[3] is None else float(match[3])))
             except ValueError as err:
                 raise SettingsError(
-                    f"target: got {found[0].strip(' ,')!r}, expected a target, or target=weight with a weight above 0"
+                    f"target: got {match[0].strip(' ,')!r}, expected a target, or target=weight with a weight above 0"
                 ) from err
-            at = found.end()
+            at = match.end()
     else:
-        pairs += [(name, float(given[name]) if isinstance(given, Mapping) else 1.0) for name in given]
+        pairs += [(name, float(targets[name]) if isinstance(targets, Mapping) else 1.0) for name in targets]
     weights: dict[str, float] = {}
     for name, weight in pairs:
         if name not in known:

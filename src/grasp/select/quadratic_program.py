@@ -5,8 +5,9 @@
 The c_g, if there are any, are concave and made of straight pieces: p_g is filled piece by piece, steepest first. It is
 one convex programme, solved by Clarabel, an interior-point method.
 
-What runs teach saturates, so the best mixture by them lies inside, where no linear programme ends. `climb` solves one
-at each step, for the corner to which the value rises most, and goes towards it as far as it rises (Frank and Wolfe).
+The value that a model fitted to runs predicts saturates, so its maximum is in general not at a corner. `frank_wolfe`
+maximises it: each step solves a linear programme for the corner in the direction of steepest ascent, then searches
+along the line to this corner.
 Shape letters: B mixtures, G values, K ends of straight pieces.
 """
 
@@ -97,26 +98,26 @@ def solve(programme: Programme, linear_G: F64 | None = None, down_GG: F64 | None
     settings = clarabel.DefaultSettings()
     settings.verbose = False
     settings.tol_gap_abs = settings.tol_gap_rel = settings.tol_feas = 1e-10
-    found = clarabel.DefaultSolver(sparse.csc_matrix(bend), cost, matrix, right, cones, settings).solve()
-    if found.status in (clarabel.SolverStatus.PrimalInfeasible, clarabel.SolverStatus.AlmostPrimalInfeasible):
+    solution = clarabel.DefaultSolver(sparse.csc_matrix(bend), cost, matrix, right, cones, settings).solve()
+    if solution.status in (clarabel.SolverStatus.PrimalInfeasible, clarabel.SolverStatus.AlmostPrimalInfeasible):
         raise SettingsError(
             "floor, cap, distance: no mixture satisfies all of them; lower a floor, raise a cap or the distance"
         )
-    if found.status not in (clarabel.SolverStatus.Solved, clarabel.SolverStatus.AlmostSolved):
+    if solution.status not in (clarabel.SolverStatus.Solved, clarabel.SolverStatus.AlmostSolved):
         raise SettingsError(
-            f"mixture: the solver stopped with {found.status}; the protocol's geometry may be out of all proportion to "
-            "its relevance: choose another protocol"
+            f"mixture: the solver stopped with {solution.status}; the geometry may outweigh the relevance by far; "
+            "choose another protocol"
         )
-    return _repaired(np.array(found.x)[:n], programme)
+    return _repaired(np.array(solution.x)[:n], programme)
 
 
 def _constraints(programme: Programme, n: int) -> tuple[sparse.csc_matrix, F64, list[object]]:
     """A x + s = b with s = 0 in the first cone and s >= 0 in the second."""
-    one, eye = np.ones((1, n)), np.eye(n)
-    matrix = np.concatenate([one, -eye, eye])
+    ones_1G, eye = np.ones((1, n)), np.eye(n)
+    matrix = np.concatenate([ones_1G, -eye, eye])
     right = np.concatenate([[1.0], -programme.low_G, programme.high_G])
     if programme.distance is not None:
-        near = np.block([[eye, -eye], [-eye, -eye], [np.zeros((1, n)), one]])
+        near = np.block([[eye, -eye], [-eye, -eye], [np.zeros((1, n)), ones_1G]])
         matrix = np.concatenate([np.pad(matrix, ((0, 0), (0, n))), near])
         right = np.concatenate([right, programme.current_G, -programme.current_G, [2.0 * programme.distance]])
     if programme.segments is None:
@@ -143,7 +144,7 @@ def _repaired(p_G: F64, programme: Programme) -> F64:
     return np.clip(p_G, low, high)
 
 
-def climb(programme: Programme, value: Callable[[F64], F64], starts: Sequence[F64]) -> F64:
+def frank_wolfe(programme: Programme, value: Callable[[F64], F64], starts: Sequence[F64]) -> F64:
     """The best mixture found, (G,).
 
     Args:

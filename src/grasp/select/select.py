@@ -1,7 +1,7 @@
 """Rows to train on: the best under a budget, and what they are predicted to bring. The verb `select`.
 
 The road: `SelectionObjective` reads the effect of every row, `ranked` sorts them once, `limits.within` takes what they
-allow, `Selection.export` writes them. Where rows bear on one another `grasp.geometry` chooses.
+allow, `Selection.export` writes them. If the objective is not additive over rows, `grasp.geometry` selects them.
 Shape letters: N rows, M rows or documents that a budget counts, P all of them in order, T targets, G values of a label.
 """
 
@@ -39,17 +39,17 @@ from grasp.progress import Progress
 from grasp.select.budget import (
     OPTIMAL,
     Amount,
-    BestRows,
     Bounds,
-    Limits,
-    excluded,
+    Constraints,
+    SelectedRows,
+    load_exclusions,
     parse_bounds,
     parse_budget,
     parse_tokens,
-    within,
+    take_within_budget,
 )
 from grasp.select.export import checked_rule
-from grasp.select.objective import SelectionObjective, rule_of, weighted_targets
+from grasp.select.objective import SelectionObjective, resolve_rule, weighted_targets
 from grasp.select.selection import Curve, Selection
 from grasp.text import several, signed, skipped_text
 
@@ -125,7 +125,7 @@ def select(
     if documents is not None:
         checked_rule(documents)
     targets = weighted_targets(target, artifact.targets)
-    rule = rule_of(artifact, protocol, diversity)
+    rule = resolve_rule(artifact, protocol, diversity)
     if documents == "all" and rule.interaction is Interaction.PAIRS:
         raise SettingsError(
             "documents: with geometry rows are chosen one by one, so that hardly a document would be whole; give "
@@ -139,10 +139,10 @@ def select(
     amount = None if budget is None else parse_budget(budget)
     if amount is None:
         _refuse_no_budget(rule, tokens, allowed_N)
-    aim = SelectionObjective.from_artifact(artifact, rule, targets, tokens, runs, cautious=cautious)
-    chosen = _choose(aim, amount, allowed_N, labels, floors, caps, whole=documents == "all", progress=progress)
+    objective = SelectionObjective.from_artifact(artifact, rule, targets, tokens, runs, cautious=cautious)
+    chosen = _choose(objective, amount, allowed_N, labels, floors, caps, whole=documents == "all", progress=progress)
     limits, rows = chosen.limits, chosen.best.row_index
-    asked = {
+    params = {
         "budget": budget,
         "targets": dict(targets),
         "train_tokens": tokens,
@@ -155,36 +155,37 @@ def select(
         "drop_leaks": drop_leaks,
         "excluded_rows": int((~allowed_N).sum()),
     } | ({"cautious": True} if cautious else {})
-    kept_N = mask_of(rows, artifact.n_rows)
-    weights = single_subset(SUBSET, kept_N).weights
-    changes, change_notes = aim.judged(SUBSET, weights, "the whole corpus")
-    sums = aim.predictor.sums(weights)
-    n_tokens, value = int(aim.tokens_N[rows].sum()), float(aim.value(sums)[0])
-    table = _row_table(aim, chosen.best, kept_N, by)
+    selected_N = mask_of(rows, artifact.n_rows)
+    weights = single_subset(SUBSET, selected_N).weights
+    changes, change_notes = objective.evaluate(SUBSET, weights, "the whole corpus")
+    sums = objective.predictor.sums(weights)
+    n_tokens, value = int(objective.tokens_N[rows].sum()), float(objective.value(sums)[0])
+    table = _row_table(objective, chosen.best, selected_N, by)
     headline = chosen.headline(table, n_tokens)
     value_notes = list[str]()
     if tokens is not None:
+        (factor,) = sums.repetition_factor(objective.budget_predictor.exposure)
         headline += f"; in {tokens:,.0f} training tokens each is seen {tokens / n_tokens:.2g} times"
         value_notes.append(
             f"value {value:+z.3f}: the change, less what repetition takes: it leaves "
-            f"{float(sums.repetition_factor(aim.trained.exposure)[0]):.0%} of what as many new rows would do"
+            f"{float(factor):.0%} of what as many new rows would do"
         )
     few = [] if amount is None else _few_rows(amount, artifact.n_rows)
-    choice_notes = _notes(aim, chosen, by, whole=documents is not None)
+    choice_notes = _notes(objective, chosen, by, whole=documents is not None)
     notes = (*excluded_notes, *chosen.notes, *few, *chosen.best.notes, *choice_notes, *value_notes, *change_notes)
     best = chosen.best
     return Selection(
         table,
         f"keeps {headline}",
         notes,
-        **aim.answer(changes, value, asked),
-        curve=_curve_of(aim, chosen),
+        **objective.result_fields(changes, value, params),
+        curve=_curve_of(objective, chosen),
         labels=None if labels is None else _label_table(limits, chosen.picked_P),
         bound=best.bound,
         guarantee=best.guarantee if best.bound is None else f"upper bound {best.bound:+.3f}: {best.guarantee}",
         row_index=rows,
         n_tokens=n_tokens,
-        effect_N=aim.effect_N,
+        effect_N=objective.effect_N,
     )
 
 
@@ -202,7 +203,7 @@ def _allowed(
     """Return which rows may be chosen, (N,), and a note for each way in which rows were excluded."""
     allowed_N, notes = np.ones(artifact.n_rows, dtype=np.bool_), list[str]()
     if exclude is not None:
-        listed_N, note = excluded(artifact, exclude)
+        listed_N, note = load_exclusions(artifact, exclude)
         allowed_N &= ~listed_N
         notes.append(note)
     if exclude_where is not None:
@@ -234,10 +235,10 @@ def _refuse_no_budget(rule: ScoringProtocol, tokens: float | None, allowed_N: Bo
 class _Chosen:
     """What was chosen: items are rows, or whole documents, each worth the mean effect of its rows."""
 
-    limits: Limits
+    limits: Constraints
     effect_M: F64
     document_N: I64 | None  # None: items are rows
-    best: BestRows
+    best: SelectedRows
     picked_P: I64  # items
     order_N: I64  # the chosen rows, then those that come next
     notes: tuple[str, ...]
@@ -259,7 +260,7 @@ class _Chosen:
 
 
 def _choose(
-    aim: SelectionObjective,
+    objective: SelectionObjective,
     amount: Amount | None,
     allowed_N: Bool,
     labels: LabelColumn | None,
@@ -274,29 +275,31 @@ def _choose(
     Args:
         whole: documents are taken whole or not at all.
     """
-    rule = aim.predictor.protocol
+    rule = objective.predictor.protocol
     # what runs lead to expect is of means over the retained rows
-    by_runs = aim.intervals is not None and aim.train_tokens is None and rule.interaction is Interaction.NONE
-    if aim.cautious and not by_runs:
+    by_runs = (
+        objective.run_model is not None and objective.train_tokens is None and rule.interaction is Interaction.NONE
+    )
+    if objective.cautious and not by_runs:
         raise SettingsError(
             f"cautious: protocol {rule.name} has geometry, or counts rows, and then rows are chosen by relevance; "
             "take another protocol, or leave it out"
         )
-    effect_M, allowed_M, labels_M, document_N = aim.effect_N, allowed_N, labels, None
-    tokens_M, rows_M = aim.tokens_N, None
+    effect_M, allowed_M, labels_M, document_N = objective.effect_N, allowed_N, labels, None
+    tokens_M, rows_M = objective.tokens_N, None
     if amount is not None and (amount.unit == "documents" or whole):
         if rule.interaction is Interaction.PAIRS:
             raise SettingsError("budget: documents are chosen without geometry; give rows or tokens, or diversity 0")
-        document_N = row_documents(aim.artifact)
-        effect_M = _mean_by(document_N, aim.effect_N)
+        document_N = row_documents(objective.artifact)
+        effect_M = _mean_by(document_N, objective.effect_N)
         allowed_M = np.bincount(document_N, ~allowed_N) == 0
         rows_M = np.bincount(document_N)
-        tokens_M = np.bincount(document_N, aim.tokens_N).astype(np.int64)
+        tokens_M = np.bincount(document_N, objective.tokens_N).astype(np.int64)
         if labels is not None:
             _, first_M = np.unique(document_N, return_index=True)
             labels_M = replace(labels, codes_N=labels.codes_N[first_M])
     limits_of = partial(
-        Limits.from_budget,
+        Constraints.from_budget,
         allowed_N=allowed_M,
         tokens_N=tokens_M,
         rows_N=rows_M,
@@ -306,42 +309,42 @@ def _choose(
     )
     notes: tuple[str, ...] = ()
     if amount is None:
-        amount = Amount(_best_budget(aim, allowed_N, limits_of if floors or caps else None), False)
+        amount = Amount(_best_budget(objective, allowed_N, limits_of if floors or caps else None), False)
         notes = (f"no budget was given: {amount.value:,.0f} rows have the highest value for the training budget",)
     limits = limits_of(amount)
     if rule.interaction is Interaction.PAIRS:
         if progress is not None:
             progress.stage("selecting", rows=None, tokens=None)
-        best = geometry().select_rows(aim.predictor, aim.weights_T, limits, progress)
+        best = geometry().select_rows(objective.predictor, objective.weights_T, limits, progress)
         order_N = picked_P = best.row_index
     else:
-        best, picked_P, order_N = _ranked(aim, effect_M, document_N, limits, by_runs=by_runs)
+        best, picked_P, order_N = _ranked(objective, effect_M, document_N, limits, by_runs=by_runs)
     return _Chosen(limits, effect_M, document_N, best, picked_P, order_N, notes)
 
 
-def _curve_of(aim: SelectionObjective, chosen: _Chosen) -> Curve:
+def _curve_of(objective: SelectionObjective, chosen: _Chosen) -> Curve:
     """Return what the beginnings of a choice are worth, at PLACES lengths and at its own."""
     order_N, effect_M = chosen.order_N, chosen.effect_M
     even = np.unique(np.round(np.linspace(0, len(order_N), PLACES + 1)[1:]).astype(np.int64))
     ordered_by_N = effect_M if chosen.document_N is None else effect_M[chosen.document_N]
-    return _curve(aim, order_N, sorted({*even.tolist(), len(chosen.best.row_index)} - {0}), ordered_by_N)
+    return _curve(objective, order_N, sorted({*even.tolist(), len(chosen.best.row_index)} - {0}), ordered_by_N)
 
 
 # ------------------------------------------------------------------------------------------------- which rows
 
 
-def _row_table(aim: SelectionObjective, best: BestRows, kept_N: Bool, by: str | None) -> pa.Table:
+def _row_table(objective: SelectionObjective, best: SelectedRows, selected_N: Bool, by: str | None) -> pa.Table:
     """subset_id, row_id, doc_id, order, effect[, gain], n_tokens[, label] of the best rows; all rows stream past."""
     start, parts = 0, list[pa.RecordBatch]()
-    for batch in aim.artifact.row_batches(["row_id", "doc_id", "n_tokens", *([by] if by else [])]):
-        parts.append(batch.filter(pa.array(kept_N[start : start + batch.num_rows])))
+    for batch in objective.artifact.row_batches(["row_id", "doc_id", "n_tokens", *([by] if by else [])]):
+        parts.append(batch.filter(pa.array(selected_N[start : start + batch.num_rows])))
         start += batch.num_rows
     rows = best.row_index
-    taken = np.argsort(np.argsort(rows))  # in corpus order -> in the order taken
-    table = pa.Table.from_batches(parts).take(pa.array(taken)).combine_chunks()
+    position = np.argsort(np.argsort(rows))  # in corpus order -> in the order taken
+    table = pa.Table.from_batches(parts).take(pa.array(position)).combine_chunks()
     if best.gain is not None:
         table = table.add_column(2, "gain", pa.array(best.gain))
-    table = table.add_column(2, "effect", pa.array(aim.effect_N[rows]))
+    table = table.add_column(2, "effect", pa.array(objective.effect_N[rows]))
     table = table.add_column(2, "order", pa.array(np.arange(len(table))))
     return table.add_column(0, "subset_id", pa.array([SUBSET] * len(table), pa.string()))
 
@@ -351,8 +354,8 @@ def _mean_by(document_N: I64, value_N: F64) -> F64:
 
 
 def _ranked(
-    aim: SelectionObjective, effect_M: F64, document_N: I64 | None, limits: Limits, *, by_runs: bool
-) -> tuple[BestRows, I64, I64]:
+    objective: SelectionObjective, effect_M: F64, document_N: I64 | None, limits: Constraints, *, by_runs: bool
+) -> tuple[SelectedRows, I64, I64]:
     """The best rows within the limits, which rows or documents were picked, and these rows with those that come next.
 
     More follow where no more is asked of them than to be good.
@@ -362,99 +365,105 @@ def _ranked(
     if document_N is not None and limits.costs_differ:
         guarantee += ", until no other one fits"
     if limits.unit == "tokens" and document_N is None:
-        worth_M = aim.predictor.ranking_effects(worth_M, aim.weights_T, limits.cost_N)
+        worth_M = objective.predictor.ranking_effects(worth_M, objective.weights_T, limits.cost_N)
     if by_runs:
-        worth_M, guarantee = _worth_by_runs(aim, document_N, limits, worth_M)
+        worth_M, guarantee = _worth_by_runs(objective, document_N, limits, worth_M)
     order_P = ranked(worth_M, among_N=limits.allowed_N)
-    picked_P = within(order_P, limits)
+    picked_P = take_within_budget(order_P, limits)
     if limits.unit == "tokens" and document_N is None and not by_runs:
         guarantee = token_guarantee(worth_M, picked_P, limits, alike=worth_M is effect_M)
     next_P = order_P[~mask_of(picked_P, len(worth_M))[order_P]]
     order_P = picked_P if limits.has_label_limits else np.concatenate([picked_P, next_P])
     if document_N is None:
-        return BestRows(picked_P, guarantee), picked_P, order_P
+        return SelectedRows(picked_P, guarantee), picked_P, order_P
     place_M = np.full(len(worth_M), len(order_P))
     place_M[order_P] = np.arange(len(order_P))
     place_N = place_M[document_N]
     order_N = np.argsort(place_N, kind="stable")[: int((place_N < len(order_P)).sum())]
-    return BestRows(order_N[: int((place_N < len(picked_P)).sum())], guarantee), picked_P, order_N
+    return SelectedRows(order_N[: int((place_N < len(picked_P)).sum())], guarantee), picked_P, order_N
 
 
-def token_guarantee(worth_N: F64, picked_P: I64, limits: Limits, *, alike: bool) -> str:
+def token_guarantee(worth_N: F64, picked_P: I64, limits: Constraints, *, alike: bool) -> str:
     """What a token of the choice is worth, and what it could be at most if the last row were cut to fit.
 
     The rows by their worth, as far as the tokens go, have the highest mean worth of a token: a knapsack whose items
     may be cut. A short row counts as its tokens.
     """
-    said = "rows by what a token of them is worth, as far as the tokens go"
-    said += "; the change counts rows alike, long or short" if alike else ""
+    text = "rows by what a token of them is worth, as far as the tokens go"
+    text += "; the change counts rows alike, long or short" if alike else ""
     if limits.has_label_limits:
-        return f"{said}; within floors and caps"
+        return f"{text}; within floors and caps"
     used = int(limits.cost_N[picked_P].sum())
     order_N = ranked(worth_N, among_N=limits.allowed_N)
     cost_N = limits.cost_N[order_N]
     whole_N = np.clip(used - (np.cumsum(cost_N) - cost_N), 0, cost_N)
     mean = float(limits.cost_N[picked_P] @ worth_N[picked_P]) / used
     most = float(whole_N @ worth_N[order_N]) / used
-    return f"{said}: {signed(mean)} a token, and no choice of as many tokens has more than {signed(most)}"
+    return f"{text}: {signed(mean)} a token, and no choice of as many tokens has more than {signed(most)}"
 
 
-def _worth_by_runs(aim: SelectionObjective, document_N: I64 | None, limits: Limits, worth_M: F64) -> tuple[F64, str]:
+def _worth_by_runs(
+    objective: SelectionObjective, document_N: I64 | None, limits: Constraints, worth_M: F64
+) -> tuple[F64, str]:
     """What rows, or documents, are ranked by where runs say what subsets bring, and how much that gains.
 
     Uphill from the best by relevance: those rows are best next whose taking in makes the value rise fastest, and on the
     way to them some are swapped.
     """
-    assert aim.intervals is not None
+    assert objective.run_model is not None
 
-    def kept(mask_BM: Bool) -> Weights:
+    def subset_weights(mask_BM: Bool) -> Weights:
         mask_BN = mask_BM if document_N is None else mask_BM[:, document_N]
         at = np.nonzero(mask_BN)
-        return Weights(csr_array((np.ones(len(at[0])), at), shape=(len(mask_BN), aim.artifact.n_rows)))
+        return Weights(csr_array((np.ones(len(at[0])), at), shape=(len(mask_BN), objective.artifact.n_rows)))
 
     def masks(by_BM: F64) -> Bool:
-        return np.stack([mask_of(within(ranked(by_M, among_N=limits.allowed_N), limits), len(by_M)) for by_M in by_BM])
+        return np.stack(
+            [mask_of(take_within_budget(ranked(by_M, among_N=limits.allowed_N), limits), len(by_M)) for by_M in by_BM]
+        )
 
-    best_M, kept_1M = worth_M, masks(worth_M[None])
-    by_relevance = by_runs = float(aim.learned(kept(kept_1M))[0])
+    best_M, selected_1M = worth_M, masks(worth_M[None])
+    by_relevance = by_runs = float(objective.predicted_by_runs(subset_weights(selected_1M))[0])
     for _ in range(ROUNDS):
-        rise_M = aim.intervals.rise(kept(kept_1M), aim.weights_T, cautious=aim.cautious)
+        rise_M = objective.run_model.rise(subset_weights(selected_1M), objective.weights_T, cautious=objective.cautious)
         if document_N is not None:
             rise_M = _mean_by(document_N, rise_M)
-        kept_M, corner_M = kept_1M[0], masks(rise_M[None])[0]
-        leaving, coming = np.sort(rise_M[kept_M & ~corner_M]), -np.sort(-rise_M[corner_M & ~kept_M])
+        selected_M, corner_M = selected_1M[0], masks(rise_M[None])[0]
+        leaving, coming = np.sort(rise_M[selected_M & ~corner_M]), -np.sort(-rise_M[corner_M & ~selected_M])
         n = min(len(leaving), len(coming))
         gain_n = coming[:n] - leaving[:n]  # of each swap towards the corner, best first
         # so much kept rows have to their credit that all, half, ... of the swaps are made
         credit_B = [0.0, *(max(float(gain_n[k]), 0.0) for k in sorted({int(n * part) for part in PARTS}) if k)]
-        by_BM = rise_M + np.array(credit_B)[:, None] * kept_1M
+        by_BM = rise_M + np.array(credit_B)[:, None] * selected_1M
         mask_BM = masks(by_BM)
-        value_B = aim.learned(kept(mask_BM))
+        value_B = objective.predicted_by_runs(subset_weights(mask_BM))
         k = int(np.argmax(value_B))
         if value_B[k] - by_runs <= SLOW * (by_runs - by_relevance):
             break
-        best_M, kept_1M, by_runs = by_BM[k], mask_BM[[k]], float(value_B[k])
-    end = "lower end of the change" if aim.cautious else "change"
+        best_M, selected_1M, by_runs = by_BM[k], mask_BM[[k]], float(value_B[k])
+    end = "lower end of the change" if objective.cautious else "change"
     return best_M, (
-        f"rows are ranked by the {end} that the runs lead to expect, {by_runs:+.4f} {aim.intervals.unit}; the best by "
-        f"relevance alone have {by_relevance:+.4f}"
+        f"rows are ranked by the {end} that the runs predict, {by_runs:+.4f} {objective.run_model.unit}; the best rows "
+        f"by relevance alone have {by_relevance:+.4f}"
     )
 
 
-def _curve(aim: SelectionObjective, order_N: I64, places: Sequence[int], effect_N: F64) -> Curve:
+def _curve(objective: SelectionObjective, order_N: I64, places: Sequence[int], effect_N: F64) -> Curve:
     """The beginnings of a choice that have so many rows; `places` ascend, `effect_N` is what rows are ordered by."""
     cuts = np.concatenate([[0], places])
     parts = [np.sort(order_N[a:b]) for a, b in itertools.pairwise(cuts)]
     indices = np.concatenate(parts)
-    rows_BN = csr_array((np.ones(len(indices)), indices, cuts), shape=(len(parts), aim.predictor.n_rows))
-    sums = aim.predictor.sums(Weights(rows_BN)).cumulative()
-    tokens_B = np.cumsum([int(aim.tokens_N[part].sum()) for part in parts])
+    rows_BN = csr_array((np.ones(len(indices)), indices, cuts), shape=(len(parts), objective.predictor.n_rows))
+    sums = objective.predictor.sums(Weights(rows_BN)).cumulative()
+    tokens_B = np.cumsum([int(objective.tokens_N[part].sum()) for part in parts])
     last_B = effect_N[order_N[np.asarray(places) - 1]]
-    columns = (np.asarray(places), tokens_B, last_B, aim.value(sums))
+    columns = (np.asarray(places), tokens_B, last_B, objective.value(sums))
     return Curve(*(tuple(column.tolist()) for column in columns))
 
 
-def _best_budget(aim: SelectionObjective, allowed_N: Bool, limits_of: Callable[[Amount], Limits] | None) -> int:
+def _best_budget(
+    objective: SelectionObjective, allowed_N: Bool, limits_of: Callable[[Amount], Constraints] | None
+) -> int:
     """Rows with the highest value for the training budget, within floors and caps if there are any.
 
     It is looked for on a grid, then between neighbours: to single rows, or within caps to 0.5 %.
@@ -462,23 +471,23 @@ def _best_budget(aim: SelectionObjective, allowed_N: Bool, limits_of: Callable[[
     Raises:
         SettingsError: no budget meets the floors and caps.
     """
-    order_P = ranked(aim.effect_N, among_N=allowed_N)
+    order_P = ranked(objective.effect_N, among_N=allowed_N)
     refused: list[SettingsError] = []
 
-    def value(size: int, limits_of: Callable[[Amount], Limits]) -> float:
+    def value(size: int, limits_of: Callable[[Amount], Constraints]) -> float:
         try:
-            rows = within(order_P, limits_of(Amount(float(size), False)))
+            rows = take_within_budget(order_P, limits_of(Amount(float(size), False)))
         except SettingsError as err:
             refused.append(err)
             return -np.inf
-        weights = single_subset(SUBSET, mask_of(rows, aim.artifact.n_rows)).weights
-        return float(aim.value(aim.predictor.sums(weights))[0])
+        weights = single_subset(SUBSET, mask_of(rows, objective.artifact.n_rows)).weights
+        return float(objective.value(objective.predictor.sums(weights))[0])
 
     at_once, near = (SEARCHED, 0.0) if limits_of is None else (16, 0.005)
     places = np.unique(np.geomspace(1, len(order_P), at_once).round().astype(np.int64))
     while True:
         if limits_of is None:
-            values: Sequence[float] = _curve(aim, order_P, places.tolist(), aim.effect_N).value
+            values: Sequence[float] = _curve(objective, order_P, places.tolist(), objective.effect_N).value
         else:
             values = [value(size, limits_of) for size in places.tolist()]
         at = int(np.argmax(values))
@@ -491,7 +500,7 @@ def _best_budget(aim: SelectionObjective, allowed_N: Bool, limits_of: Callable[[
     return int(places[at])
 
 
-# ------------------------------------------------------------------------------------------- what is told of them
+# ------------------------------------------------------------------------------------------- notes
 
 
 def _few_rows(amount: Amount, n_rows: int) -> list[str]:
@@ -502,22 +511,24 @@ def _few_rows(amount: Amount, n_rows: int) -> list[str]:
     return [f"budget: {number} is a number of rows, {amount.value / n_rows:.2%} of the corpus; a share is {number}%"]
 
 
-def _notes(aim: SelectionObjective, chosen: _Chosen, by: str | None, *, whole: bool) -> list[str]:
+def _notes(objective: SelectionObjective, chosen: _Chosen, by: str | None, *, whole: bool) -> list[str]:
     """What there was to choose from, what goes, how far what stays can be trusted, and what of the corpus is in no row.
 
     Args:
         whole: documents will be written whole, so it is not worth a word which of them rows cut.
     """
-    artifact, limits, items, rows = aim.artifact, chosen.limits, chosen.items, chosen.best.row_index
+    artifact, limits, items, rows = objective.artifact, chosen.limits, chosen.items, chosen.best.row_index
     above = int((chosen.effect_M[limits.allowed_N] > 0).sum())
-    said = [f"{above:,} of the {int(limits.allowed_N.sum()):,} {items} that may be taken are above the corpus average"]
+    messages = [
+        f"{above:,} of the {int(limits.allowed_N.sum()):,} {items} that may be taken are above the corpus average"
+    ]
     if (used := int(limits.cost_N[chosen.picked_P].sum())) < limits.budget:
         why = f"no other {items[:-1]} fits" if limits.costs_differ else "the caps leave no more"
-        said.append(f"{used:,} of {limits.budget:,} {limits.unit} were taken: {why}")
+        messages.append(f"{used:,} of {limits.budget:,} {limits.unit} were taken: {why}")
 
     gone_N = ~mask_of(rows, artifact.n_rows)
     if gone_N.any():
-        mean = float(aim.effect_N[gone_N].mean())
+        mean = float(objective.effect_N[gone_N].mean())
         line = f"left out: {share(int(gone_N.sum()), len(gone_N))}, their mean effect {mean:+.3f}"
         for label in [by] if by else suggest_labels(artifact)[:1]:
             column = label_column(artifact, label)
@@ -530,38 +541,38 @@ def _notes(aim: SelectionObjective, chosen: _Chosen, by: str | None, *, whole: b
             worst = [g for g in np.lexsort((-gone_G, -rate_G)).tolist() if excess_G[g] > ERRORS][:VALUES_NAMED]
             shares = ", ".join(f"{names[g]} ({gone_G[g]:,.0f} of {column.counts[g]:,})" for g in worst)
             line += f"; of {label} above all {shares}" * bool(shares)
-        said.append(line)
+        messages.append(line)
     if (short := short_rows(artifact, rows)) > SHORT_SHARE * len(rows):
         length = length_column(artifact)
-        said.append(
+        messages.append(
             f"{short:,} of the rows taken have fewer than {SHORT} {short_of(length)}, and their relevance is noisy: "
             f'--exclude-where "{length} < {SHORT}" leaves such rows out'
         )
 
     if not whole:
         document_N = row_documents(artifact)
-        kept_D, of_D = np.bincount(document_N[rows], minlength=int(document_N.max()) + 1), np.bincount(document_N)
-        if cut := int(((kept_D > 0) & (kept_D < of_D)).sum()):
-            said.append(
+        selected_D, of_D = np.bincount(document_N[rows], minlength=int(document_N.max()) + 1), np.bincount(document_N)
+        if cut := int(((selected_D > 0) & (selected_D < of_D)).sum()):
+            messages.append(
                 f"rows are pieces of documents: {cut:,} of {len(of_D):,} documents are kept in part; a budget such as "
                 "20%documents takes whole ones, and --export with --documents half writes whole ones"
             )
     counts = artifact.manifest.skipped.get("rows", {}).get("counts", {})
     if counts := {reason: count for reason, count in counts.items() if not (whole and reason in ENDS)}:
-        said.append(f"neither chosen nor left out, since no row holds them: {skipped_text(counts)}")
-    return said
+        messages.append(f"not considered, because no row contains them: {skipped_text(counts)}")
+    return messages
 
 
-def _label_table(limits: Limits, picked_P: I64) -> pa.Table:
+def _label_table(limits: Constraints, picked_P: I64) -> pa.Table:
     """One line a value of the label: taken, pool, floor and cap."""
-    taken_G, pool_G = (
+    selected_G, pool_G = (
         np.bincount(limits.codes_N[rows], limits.cost_N[rows], len(limits.values)).astype(np.int64)
         for rows in (picked_P, limits.allowed_N)
     )
     return pa.table(
         {
             "value": pa.array(limits.values, pa.string()),
-            "taken": taken_G,
+            "taken": selected_G,
             "pool": pool_G,
             "floor": pa.array([int(floor) or None for floor in limits.floor_G], pa.int64()),
             "cap": pa.array([int(cap) if cap < limits.budget else None for cap in limits.cap_G], pa.int64()),

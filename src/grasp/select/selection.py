@@ -15,7 +15,7 @@ from grasp.artifact.rows import ranked, write_ranked
 from grasp.files import check_place
 from grasp.predict.weights import mask_of
 from grasp.select.export import Export, Exporter
-from grasp.select.objective import Choice
+from grasp.select.objective import OptimizationResult
 from grasp.text import plain, signed, text_table
 
 CURVE_SHOWN = 8
@@ -33,7 +33,7 @@ class Curve:
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class Selection(Choice):
+class Selection(OptimizationResult):
     """Chosen rows, best first; `table` names them: subset_id, row_id, doc_id, order, effect, n_tokens[, label].
 
     Attributes:
@@ -105,7 +105,7 @@ class Selection(Choice):
         """All but the rows, as plain JSON."""
         return super().summary() | {
             "rows": len(self),
-            "documents": len(self.table["doc_id"].unique()) if self.asked["items"] == "documents" else None,
+            "documents": len(self.table["doc_id"].unique()) if self.params["items"] == "documents" else None,
             "tokens": self.n_tokens,
             "corpus_rows": self.artifact.n_rows,
             "bound": self.bound,
@@ -128,13 +128,13 @@ class Selection(Choice):
             )
             for k in sorted(places)
         ]
-        each = "document" if self.asked["items"] == "documents" else "row"
+        each = "document" if self.params["items"] == "documents" else "row"
         title = f"other budgets: what the next {each} is worth (0 = the corpus average), and the value of all rows"
         headings = ("rows", "share", "tokens", f"next {each}", "value")
         parts = [plain(self.headline), self._shown_changes(), text_table(title, headings, budgets, left=0)]
         if self.labels is not None:
             ordered = self.labels.sort_by([("taken", "descending")])
-            title = f"what is taken of each value, in {self.asked['unit']}"
+            title = f"what is taken of each value, in {self.params['unit']}"
             parts.append(self._shown_table(title, ordered.slice(0, VALUES_SHOWN)))
             if len(rest := ordered.slice(VALUES_SHOWN)):
                 parts.append(f"... and {len(rest):,} more values with {sum(rest['taken'].to_pylist()):,} in all")

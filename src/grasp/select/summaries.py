@@ -37,7 +37,7 @@ class ValueShare(Summary):
 
     value: str
     pool: int
-    taken: int
+    taken: int  # stored name
 
 
 class TargetChange(Summary):
@@ -51,7 +51,7 @@ class TargetChange(Summary):
     nats_high: float | None = None
 
 
-class ChoiceSummary(Summary):
+class OptimizationSummary(Summary):
     """What a selection and a mixture have in common."""
 
     kind: str
@@ -65,7 +65,7 @@ class ChoiceSummary(Summary):
     notes: tuple[str, ...]
 
 
-class SelectionSummary(ChoiceSummary):
+class SelectionSummary(OptimizationSummary):
     """A selection of rows, without the rows."""
 
     kind: Literal["selection"]
@@ -86,7 +86,7 @@ class MixedSlice(Summary):
     proposed: float
 
 
-class MixtureSummary(ChoiceSummary):
+class MixtureSummary(OptimizationSummary):
     """Shares of the values of a label."""
 
     kind: Literal["mixture"]
@@ -114,16 +114,19 @@ def read_summary(kind: type[S], path: Path, artifact: ArtifactReader) -> S:
         raise SettingsError(f"{flag}: {path}: no such file; {expected}") from err
     except (IsADirectoryError, ValueError) as err:
         raise SettingsError(f"{flag}: {path} is not JSON; {expected}") from err
-    found = data.get("kind") if isinstance(data, dict) else None
-    if isinstance(found, str) and found in COMMANDS and found != name:
-        raise SettingsError(f"{flag}: {path} is the summary of a {found}, give it with --{found}; {expected}")
-    what, again = f"the summary of a {name} ({COMMANDS[name]} writes it beside --out)", f"run {COMMANDS[name]} again"
-    signed = Signed("", kind, what, name, SUMMARY_VERSION, again, SettingsError, key="kind")
+    kind_name = data.get("kind") if isinstance(data, dict) else None
+    if isinstance(kind_name, str) and kind_name in COMMANDS and kind_name != name:
+        raise SettingsError(f"{flag}: {path} is the summary of a {kind_name}, give it with --{kind_name}; {expected}")
+    what, recovery_hint = (
+        f"the summary of a {name} ({COMMANDS[name]} writes it beside --out)",
+        f"run {COMMANDS[name]} again",
+    )
+    signed = Signed("", kind, what, name, SUMMARY_VERSION, recovery_hint, SettingsError, key="kind")
     summary = signed.parse(f"{flag}: {path}", content)
-    here = artifact.manifest.fingerprints.get("corpus")
-    if summary.corpus != here:
+    corpus = artifact.manifest.fingerprints.get("corpus")
+    if summary.corpus != corpus:
         raise SettingsError(
-            f"{flag}: {path} was made from another artifact: corpus {summary.corpus!r}, here {here!r}; make it from "
+            f"{flag}: {path} was made from another artifact: corpus {summary.corpus!r}, here {corpus!r}; make it from "
             "this one"
         )
     return summary

@@ -233,7 +233,12 @@ def _load_weights(model: nn.Module, path: Path) -> None:
             weights: Any = load_file(path)
         else:
             weights = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, SafetensorError, UnpicklingError, EOFError, ValueError) as err:
+    except UnpicklingError as err:  # torch's own text advises to load it unsafely
+        raise ModelError(
+            f"model.path: cannot read weights from `{path}`: it holds more than tensors, or is damaged; expected a "
+            "state dict, e.g. torch.save(module.state_dict(), path)"
+        ) from err
+    except (OSError, RuntimeError, SafetensorError, EOFError, ValueError) as err:
         raise ModelError(f"model.path: cannot read weights from `{path}`: {' '.join(str(err).split())[:200]}") from err
     if isinstance(weights, Mapping) and isinstance(weights.get("state_dict"), Mapping):
         weights = weights["state_dict"]

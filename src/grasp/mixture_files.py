@@ -104,7 +104,7 @@ def write_mixture(weights: MixtureWeights, path: Path | str, form: str) -> str:
     return f"{path}: {form}, {what}"
 
 
-def _kept(weights: MixtureWeights, measure: str) -> list[tuple[str, float, float]]:
+def _positive_shares(weights: MixtureWeights, measure: str) -> list[tuple[str, float, float]]:
     """Name, share and how often it is seen, of the values that have a share; shares add up to 1."""
     lines = zip(weights.names(), weights.shares(measure), weights.times_G, strict=True)
     return [(name, round(float(share), DIGITS), float(times)) for name, share, times in lines if share > 0]
@@ -121,7 +121,7 @@ def _comments(weights: MixtureWeights, *lines: str) -> list[str]:
 
 
 def _olmo_core(weights: MixtureWeights) -> tuple[str, str]:
-    kept = _kept(weights, "tokens")
+    shares = _positive_shares(weights, "tokens")
     tokens_G = weights.size_G["tokens"]
     seen = dict(zip(weights.names(), weights.shares("tokens") * tokens_G.sum() / np.maximum(tokens_G, 1), strict=True))
     lines = _comments(
@@ -130,7 +130,7 @@ def _olmo_core(weights: MixtureWeights) -> tuple[str, str]:
         "max_repetition_ratio is for a training as long as the corpus; multiply it by the epochs of a longer one.",
     )
     lines.append("sources:")
-    for name, share, _ in kept:
+    for name, share, _ in shares:
         lines += [
             f"  - source_name: {json.dumps(name)}",
             f"    target_ratio: {share!r}",
@@ -141,20 +141,20 @@ def _olmo_core(weights: MixtureWeights) -> tuple[str, str]:
 
 
 def _megatron(weights: MixtureWeights) -> tuple[str, str]:
-    lines = [f"{share!r} data/{name}{PREFIX}" for name, share, _ in _kept(weights, "tokens")]
+    lines = [f"{share!r} data/{name}{PREFIX}" for name, share, _ in _positive_shares(weights, "tokens")]
     return "\n".join(lines) + "\n", "for --data-args-path; weights are shares of tokens"
 
 
 def _llama_factory(weights: MixtureWeights) -> tuple[str, str]:
-    kept = _kept(weights, "documents")
+    shares = _positive_shares(weights, "documents")
     lines = _comments(
         weights,
         "LLaMA-Factory: interleave_probs are shares of documents. Name the datasets so in dataset_info.json.",
     )
     lines += [
-        f"dataset: {json.dumps(','.join(name for name, *_ in kept))}",
+        f"dataset: {json.dumps(','.join(name for name, *_ in shares))}",
         "mix_strategy: interleave_over",
-        f"interleave_probs: {json.dumps(','.join(repr(share) for _, share, _ in kept))}",
+        f"interleave_probs: {json.dumps(','.join(repr(probability) for _, probability, _ in shares))}",
     ]
     return "\n".join(lines) + "\n", "interleave_probs are shares of documents"
 
@@ -165,7 +165,7 @@ def _axolotl(weights: MixtureWeights) -> tuple[str, str]:
         "Axolotl: an entry as often as its documents are seen, to whole percents. Set path and type to yours.",
     )
     lines.append("datasets:")
-    for name, _, times in _kept(weights, "documents"):
+    for name, _, times in _positive_shares(weights, "documents"):
         whole, percent = divmod(round(100 * times), 100)
         splits = ["train"] * whole + ([f"train[:{percent}%]"] if percent else [])
         lines += [
@@ -277,14 +277,14 @@ def read_mixture(path: Path) -> MixtureFile:
             raise RunsError(f"{path}: has more than {MOST_BYTES >> 20} MiB, expected a mixture")
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".py":
-            found = _read_datatrove(text)
+            mixture = _read_datatrove(text)
         elif path.suffix == ".txt":
-            found = _read_megatron(text)
+            mixture = _read_megatron(text)
         elif path.suffix == ".csv":
             lines = list(csv.DictReader(io.StringIO(text)))
-            found = MixtureFile("csv", "tokens", {line["value"]: float(line["share_of_tokens"]) for line in lines})
+            mixture = MixtureFile("csv", "tokens", {line["value"]: float(line["share_of_tokens"]) for line in lines})
         else:
-            found = _read_yaml_form(read_yaml(path), dict(NAME_LINE.findall(text)))
+            mixture = _read_yaml_form(read_yaml(path), dict(NAME_LINE.findall(text)))
     except SettingsError as err:
         raise RunsError(str(err)) from err
     except OSError as err:
@@ -292,15 +292,15 @@ def read_mixture(path: Path) -> MixtureFile:
     except (ValueError, KeyError, TypeError, AttributeError, SyntaxError) as err:
         expected = ", ".join(WRITERS)
         raise RunsError(f"{path}: is no mixture in a known form ({expected}): {err}") from err
-    weights = list(found.weight_of.values())
+    weights = list(mixture.weight_of.values())
     if not weights or not (np.isfinite(weights).all() and min(weights) >= 0 and sum(weights) > 0):
         raise RunsError(f"{path}: got the weights {weights[:5]}, expected numbers of 0 or more, not all 0")
-    return found
+    return mixture
 
 
 def _read_yaml_form(data: Mapping[str, Any], value_of: Mapping[str, str]) -> MixtureFile:
     if "sources" in data:
-        named = {one["source_name"]: float(one["target_ratio"]) for one in data["sources"]}
+        named = {entry["source_name"]: float(entry["target_ratio"]) for entry in data["sources"]}
         form, measure = "olmo-core", "tokens"
     elif "interleave_probs" in data:
         names, shares = (str(data[key]).split(",") for key in ("dataset", "interleave_probs"))
@@ -308,11 +308,11 @@ def _read_yaml_form(data: Mapping[str, Any], value_of: Mapping[str, str]) -> Mix
         form, measure = "llama-factory", "documents"
     elif "datasets" in data:
         percents: Counter[str] = Counter()
-        for one in data["datasets"]:
-            part = re.fullmatch(r"\w+(?:\[:(\d+)%\])?", str(one.get("split") or "train"))
+        for entry in data["datasets"]:
+            part = re.fullmatch(r"\w+(?:\[:(\d+)%\])?", str(entry.get("split") or "train"))
             if part is None:
-                raise ValueError(f"split {one['split']!r}, expected e.g. train or train[:40%]")
-            percents[Path(str(one["path"])).stem] += int(part[1] or 100)
+                raise ValueError(f"split {entry['split']!r}, expected e.g. train or train[:40%]")
+            percents[Path(str(entry["path"])).stem] += int(part[1] or 100)
         named, form, measure = {name: percent / 100 for name, percent in percents.items()}, "axolotl", "times"
     elif "weights" in data:
         return MixtureFile("yaml", "tokens", {str(k): float(v) for k, v in data["weights"]["tokens"].items()})
@@ -333,7 +333,7 @@ def _read_datatrove(text: str) -> MixtureFile:
     """The literal that MIXTURE is; nothing is run."""
     for statement in ast.parse(text).body:
         if isinstance(statement, ast.Assign) and any(
-            getattr(one, "id", None) == "MIXTURE" for one in statement.targets
+            getattr(target, "id", None) == "MIXTURE" for target in statement.targets
         ):
             pairs = ast.literal_eval(statement.value)
             return MixtureFile("datatrove", "times", {str(value): float(pair[1]) for value, pair in pairs.items()})
@@ -346,18 +346,18 @@ def read_mixtures_of_runs(places: Sequence[Path]) -> tuple[str, dict[str, Mappin
     Raises:
         RunsError: see `read_mixture`; files whose weights are of different things.
     """
-    found = {path.stem: read_mixture(path) for path in places}
-    if len(found) < len(places):
-        twice = next(path.stem for path in places if sum(one.stem == path.stem for one in places) > 1)
+    mixtures = {path.stem: read_mixture(path) for path in places}
+    if len(mixtures) < len(places):
+        twice = next(path.stem for path in places if sum(mixture.stem == path.stem for mixture in places) > 1)
         raise RunsError(f"{places[0].parent}: has several mixtures called {twice}; rename all but one")
-    measures = {one.measure for one in found.values()}
+    measures = {mixture.measure for mixture in mixtures.values()}
     if len(measures) > 1:
-        first = {one.measure: name for name, one in reversed(found.items())}
+        first = {mixture.measure: name for name, mixture in reversed(mixtures.items())}
         raise RunsError(
             f"{places[0].parent}: weights are of different things: "
             f"{', '.join(f'{measure} in {name}' for measure, name in sorted(first.items()))}; write all in one format"
         )
     (measure,) = measures
     what = "how often each value is seen" if measure == "times" else f"shares of {measure}"
-    weights = {name: one.weight_of for name, one in found.items()}
+    weights = {name: mixture.weight_of for name, mixture in mixtures.items()}
     return ("times" if measure == "times" else "shares"), weights, f"weights of the mixtures are {what}"

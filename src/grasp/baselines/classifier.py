@@ -1,0 +1,107 @@
+"""Text classifier in the manner of DCLM: log-odds that a row is a question of the target rather than a row.
+
+Start with `Classifier`.
+
+Shape letters: n rows of a block, E units, T targets, G hashed n-grams.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+from scipy.sparse import csr_matrix, vstack
+
+from grasp.arrays import F64, I64
+from grasp.baselines.bm25 import query_text
+from grasp.baselines.stored import BlockMethod, RowScorer
+from grasp.baselines.work import WorkArea
+from grasp.extras import require
+from grasp.methods.contract import Account, MethodInputs, Scores
+from grasp.seeds import stream
+from grasp.settings import Settings
+
+HASHED = 1 << 20  # columns of the tf-idf matrix
+MAX_STEPS = 1_000  # of the solver
+
+
+class ClassifierSettings(Settings):
+    """Settings of the logistic regression."""
+
+    query: Literal["both", "prompt", "completion"] = Field(
+        "both", description="Text of a unit used as a positive example: prompt and completion, or one of them."
+    )
+    negatives: int = Field(10_000, ge=1, description="Rows drawn as negative examples. DCLM: 200,000.")
+    strength: float = Field(1.0, gt=0, description="Inverse of the L2 penalty (C of scikit-learn).")
+
+
+class Classifier(BlockMethod[ClassifierSettings]):
+    """Log-odds of a text classifier: questions of the target against rows of the corpus.
+
+    Logistic regression on tf-idf of words and pairs of words, one classifier per target; both classes have the same
+    total weight.
+
+    Source: Li et al. 2024 (DataComp-LM), arXiv 2406.11794, section 4.4. Deviation: scikit-learn's logistic regression
+    on 2^20 hashed uni- and bigrams in place of fastText, and the target's questions in place of instruction data.
+    """
+
+    settings_type = ClassifierSettings
+    requires = frozenset({"tokens"})
+    needs_modules: ClassVar[Mapping[str, str]] = {"sklearn": "baselines"}
+
+    def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
+        del work, part
+        sample = np.sort(
+            stream(self.seed, "baselines", "classifier").permutation(inputs.n_rows)[: self.settings.negatives]
+        )
+        rows = inputs.rows_at(sample)
+        negatives = inputs.tokenizer.decode([rows.ids(i).tolist() for i in range(len(rows))])
+        targets, target_E = np.unique([unit.target for unit in inputs.units.units], return_inverse=True)
+        texts = [query_text(unit, self.settings.query) for unit in inputs.units.units]
+        by_target = [[texts[e] for e in np.flatnonzero(target_E == t)] for t in range(len(targets))]
+        odds = TextOdds(negatives, by_target, strength=self.settings.strength)
+        return _Odds(inputs, odds, target_E, self.settings.query)
+
+
+class TextOdds:
+    """Classifiers of targets, each fitted on the questions of a target against the same negatives."""
+
+    def __init__(self, negatives: Sequence[str], questions: Sequence[Sequence[str]], *, strength: float = 1.0) -> None:
+        text = require("sklearn.feature_extraction.text", extra="baselines", feature="classifier")
+        linear = require("sklearn.linear_model", extra="baselines", feature="classifier")
+        self._hash = text.HashingVectorizer(
+            ngram_range=(1, 2), n_features=HASHED, alternate_sign=False, norm=None, dtype=np.float32
+        )
+        self._weigh = text.TfidfTransformer(sublinear_tf=True)
+        negative_NG = self._weigh.fit_transform(self._hash.transform(negatives))
+        weights, intercepts = [], []
+        for positives in questions:
+            text_matrix = vstack([self._matrix(positives), negative_NG]).tocsr()
+            is_question = np.arange(text_matrix.shape[0]) < len(positives)
+            fit = linear.LogisticRegression(C=strength, class_weight="balanced", max_iter=MAX_STEPS, solver="liblinear")
+            fit.fit(text_matrix, is_question)
+            weights.append(fit.coef_[0])
+            intercepts.append(float(fit.intercept_[0]))
+        self._weight_GT, self._intercept_T = np.stack(weights, axis=1), np.array(intercepts)
+
+    def score(self, texts: Sequence[str]) -> F64:
+        """Return the log-odds that each text is a question of each target, (n, T)."""
+        return np.asarray(self._matrix(texts) @ self._weight_GT + self._intercept_T)
+
+    def _matrix(self, texts: Sequence[str]) -> csr_matrix:
+        return csr_matrix(self._weigh.transform(self._hash.transform(texts)))
+
+
+class _Odds(RowScorer):
+    def __init__(self, inputs: MethodInputs, odds: TextOdds, target_E: I64, which: str) -> None:
+        self._inputs, self._odds, self._target_E, self._which = inputs, odds, target_E, which
+
+    def score(self, start: int, stop: int) -> Scores:
+        return self._odds.score(self._inputs.texts(start, stop))[:, self._target_E]
+
+    def account(self) -> Account:
+        query = {"both": "prompts and completions", "prompt": "prompts", "completion": "completions"}
+        return Account(
+            covers=("text of the rows, decoded from their tokens", f"units' {query[self._which]}"),
+            notes=("one classifier per target: all units of a target have the same score",),
+        )
