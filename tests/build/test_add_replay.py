@@ -116,7 +116,7 @@ def test_predictions_of_targets_add_it_with_its_weight_and_those_of_units_do_not
     np.testing.assert_allclose(effects["replayed"].effect_NT, expected_NT, atol=1e-5)
     np.testing.assert_array_equal(effects["replayed, unit"].effect_NT, effects["plain, unit"].effect_NT)
     assert "part_replay" in effects["replayed"].part_names
-    assert_mentions(effects["replayed"].protocol.description, "0.25 embedding + gradient + replay, negative")
+    assert_mentions(effects["replayed"].protocol.description, "0.25 embedding + gradient + 4 replay, negative")
 
 
 def test_predict_and_explain_say_what_the_replay_contributes(replayed):

@@ -480,18 +480,10 @@ def add_target_columns(
             names = [SCALE.format(group.name), *(CHUNK.format(group.name, k) for k in range(grid.n_shards))]
             (path / names[0]).parent.mkdir(parents=True, exist_ok=True)
             write_whole(path / names[0], npy_bytes(scale_T))
+            shape = grid.n_rows, len(columns)
+            stored_NT = encode(name, value_NT, shape=shape, scale_E=scale_T, dtype=dtype, row_name="row {}".format)
             for k, file in enumerate(names[1:]):
-                first, stop = grid.bounds(k)
-                shape = stop - first, len(columns)
-                stored_NT = encode(
-                    name,
-                    value_NT[first:stop],
-                    shape=shape,
-                    scale_E=scale_T,
-                    dtype=dtype,
-                    row_name=lambda i, first=first: f"row {first + i}",
-                )
-                write_whole(path / file, npy_bytes(stored_NT))
+                write_whole(path / file, npy_bytes(stored_NT[slice(*grid.bounds(k))]))
             entry = ArrayEntry(
                 width=group.stop,
                 unit=spec.unit,

@@ -23,7 +23,7 @@ from grasp.yaml_files import read_yaml, validated, write_yaml
 Match = str  # name of a kernel
 GRADIENT_COMPANION_WEIGHT = 0.25  # weight of output_layer and embedding when combined with `gradient`
 REPLAY = "replay"  # kernel whose relevance is of whole targets: the derivative of a replayed training
-REPLAY_WEIGHT = 1.0  # its weight when combined with `gradient`: experiments/replay
+REPLAY_WEIGHT = 4.0  # its weight when combined with `gradient`: experiments/replay
 # Settings of `grasp.geometry` with the values that mean "no interaction"; a protocol file may contain them.
 STANDARDS = {"task": "mean_relevance", "unit": "own_relevance"}
 NO_INTERACTION = {"side": "retained", "weighting": "mean", "components": {}, "standardize": STANDARDS}

@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -322,13 +323,18 @@ class _Replay:
                     "behind it, take gauss-newton, or lower the learning rate"
                 )
         if step.step in settings.probe_steps:
-            options = {"relative_step": settings.relative_step, "batch_tokens": settings.batch_tokens}
+            differentiate = partial(
+                row_derivatives,
+                training,
+                self.rows,
+                directions,
+                relative_step=settings.relative_step,
+                batch_tokens=settings.batch_tokens,
+            )
             try:
-                value_NT = row_derivatives(
-                    training, self.rows, directions, cheaper_method(len(directions))[0], **options
-                )
+                value_NT = differentiate(cheaper_method(len(directions))[0])
             except UntakenLayerError:  # such as experts, whose tensors have no gradient for each row
-                value_NT = row_derivatives(training, self.rows, directions, "difference", **options)
+                value_NT = differentiate("difference")
             results["probe"][settings.probe_steps.index(step.step)] = value_NT / batch.labels
 
     # --------------------------------------------------------------------------------------------------------- to disk

@@ -63,9 +63,10 @@ class FineTuningRecipe(Settings):
     lora_r: int | None = Field(None, ge=1, description="Rank of a LoRA adapter, which alone is trained; none: all is.")
     lora_alpha: float | None = Field(None, gt=0, description="Scale of the adapter times its rank; none: the rank.")
     lora_target_modules: tuple[str, ...] | str = Field("all-linear", description="Layers that get an adapter.")
-    lora_dropout: float = Field(0.0, ge=0, description="Dropout of the adapter; a replay switches it off.")
-    bf16: bool | str = Field(False, description="Products in bfloat16; a replay computes in float32.")
-    fp16: bool | str = Field(False, description="Products in float16; a replay computes in float32.")
+    # What a replay does otherwise, and says so; not part of its record.
+    lora_dropout: float = Field(0.0, ge=0, description="Dropout of the adapter; it is switched off.", exclude=True)
+    bf16: bool | str = Field(False, description="Products in bfloat16; a replay has float32.", exclude=True)
+    fp16: bool | str = Field(False, description="Products in float16; a replay has float32.", exclude=True)
     optim: str = Field("adamw_torch", description="An AdamW of torch.")
 
     @model_validator(mode="after")

@@ -119,14 +119,14 @@ def replay_rows(
         for curvature in dict.fromkeys((settings.curvature, "gauss-newton")):
             changed = settings.model_copy(update={"curvature": curvature})
             where = None if directory is None else directory / f"order-{w}-{curvature}.safetensors"
-            title = f"order {w + 1} of {orders}" + f", {curvature}" * (curvature != settings.curvature)
+            turn = f"{w + 1} of {orders}"
             if where is None or not where.exists():
-                replay = _replay(start(w), targets, changed, title, progress or Silent(), where)
+                replay = _replay(start(w), targets, changed, turn, progress or Silent(), where)
             else:
                 replay = Metagradient.load(where)
             n_rows, smooth = replay.probe_MNT.shape[1], smoothness(replay)
             tried.append(smooth)
-            notes.append(f"{title}: {smooth}")
+            notes.append(f"order {turn}" + f", {curvature}" * (curvature != settings.curvature) + f": {smooth}")
             if smooth.first_step <= LATEST_START * len(replay.order_KB):
                 smooth_replays.append((replay, smooth.first_step))
                 break
@@ -154,15 +154,15 @@ def _replay(
     trajectory: Trajectory,
     targets: Sequence[Target],
     settings: MetagradientSettings,
-    title: str,
+    turn: str,
     progress: Progress,
     where: Path | None,
 ) -> Metagradient:
     """Train and differentiate in one order, keep the result, and remove the states."""
     n_rows = sum(len(index_B) for index_B in trajectory.order)
-    progress.stage(f"training, {title}", rows=n_rows, tokens=None)
+    progress.stage(f"training {turn}", rows=n_rows, tokens=None)
     trajectory.train(lambda done: progress.advance(len(trajectory.order[done - 1]), 0))
-    progress.stage(f"replay, {title}", rows=n_rows, tokens=None)
+    progress.stage(f"replay {turn}", rows=n_rows, tokens=None)
     replay = metagradient(trajectory, targets, settings, lambda left: progress.advance(len(trajectory.order[left]), 0))
     if where is not None:
         with written_aside(where) as part:
