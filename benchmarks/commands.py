@@ -36,8 +36,8 @@ COMMANDS = {
     "further": (*BUILD, "--train", "further", "--out", "{out}"),
     "new": (*BUILD, "--train", "new", "--out", "{out}"),
     "forecast": (*BUILD, "--train", "further", "--out", "{out}", "--forecast"),
-    "predict": ("predict", "{art}", "--by", "source", "--quiet"),
-    "select": ("select", "{art}", "--budget", "20%", "--export", "{out}", "--quiet"),
+    "predict": ("predict", "{art}", "--by", "source"),
+    "select": ("select", "{art}", "--budget", "20%", "--export", "{out}"),
     "explain": ("explain", "{art}", "--row", "{row}"),
 }
 

@@ -1,4 +1,4 @@
-"""docs/howto/outside_runs.md and mixture_files.md: every block of them, in its order, in an empty directory."""
+"""Pages on runs, mixtures and data in docs/howto: every block of them, in its order, in an empty directory."""
 
 import re
 import shlex
@@ -8,6 +8,7 @@ import pyarrow.csv as pacsv
 import pytest
 import yaml
 
+from tests.build.world import write_checkpoint, write_targets
 from tests.cli.grasp_command import succeed
 from tests.runs.environments import write_artifact
 
@@ -22,7 +23,8 @@ def run_page(name: str) -> str:
         if kind == "python":
             exec(compile(text, name, "exec"), {"__name__": "page"})
         else:
-            printed += [succeed(*shlex.split(line)[1:]).out for line in text.splitlines()]
+            outcomes = [succeed(*shlex.split(line)[1:]) for line in text.splitlines()]
+            printed += [outcome.out + outcome.err for outcome in outcomes]
     return "\n".join(printed)
 
 
@@ -40,7 +42,7 @@ def test_the_page_on_mixtures_outside_of_the_runs():
     assert shown["far"] == got["far"] == ["-", "-", "-"]
     for name in ("inside", "outside"):  # the search for hyperparameters ends within a part of its tolerance
         assert [float(value) for value in got[name]] == pytest.approx(list(map(float, shown[name])), abs=0.01)
-    assert "a run that would settle far: sciq" in printed
+    assert "a run that would allow a prediction of far: sciq" in printed
     proposed = pacsv.read_csv("next.csv")
     assert max(proposed["sciq"].to_pylist()) <= 0.5
     assert min(min(proposed[name].to_pylist()) for name in ("sciq", "arc", "web", "code")) >= 0.05 - 1e-9
@@ -53,3 +55,16 @@ def test_the_page_on_files_of_training_tools():
     assert yaml.safe_load(Path("mixture.yaml").read_text())["sources"]
     assert "intervals of the change over units and rows" in printed
     assert {"mixture.txt", "probabilities.yaml", "datasets.yaml", "mixture.py"} <= {p.name for p in Path().iterdir()}
+
+
+def test_the_page_on_nested_metadata():
+    write_checkpoint(Path("model"))
+    write_targets(Path("questions.jsonl"))
+    printed = run_page("nested_metadata.md")
+    page = (HOWTO / "nested_metadata.md").read_text(encoding="utf-8")
+    (labels,) = re.findall(r"^(labels: .*)$", page, re.MULTILINE)
+    assert labels in printed
+    for value in ("news.bbc.co.uk", "example.github.io", "0.7 to 0.9", "2014", "sport"):
+        assert re.search(rf"^{re.escape(value)} ", printed, re.MULTILINE), value
+    assert "slices overlap" in printed
+    assert "grouped as bins(metadata.language_score, 5)" in printed

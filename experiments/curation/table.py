@@ -54,7 +54,7 @@ class Reading:
         return subset_id in self._utility
 
     def measured(self, subset_id: str, measure: str, targets: Sequence[str]) -> F64:
-        """(S, U): losses in nats a token, or 1 where the right choice has the lowest loss a character."""
+        """(S, U): losses in nats per token, or 1 where the right choice has the lowest loss a character."""
         utility_SE = self._utility[subset_id]
         if measure == "held_out_loss":
             return -utility_SE[:, self._held_out]

@@ -166,7 +166,7 @@ def train(
 
 @torch.inference_mode()
 def unit_losses(model: LlamaForCausalLM, units: Sequence[UnitTokens], *, bfloat16: bool = True) -> NDArray[np.float64]:
-    """Mean cross-entropy over the labels of each unit, (E,), nats a token; the head runs on these positions only.
+    """Mean cross-entropy over the labels of each unit, (E,), nats per token; the head runs on these positions only.
 
     Products in bfloat16 take half of the time, and add 5 to 13 % to the variance that subsets give a unit's loss.
     """

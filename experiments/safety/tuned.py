@@ -26,7 +26,7 @@ from grasp.seeds import stream
 
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj"]
 RANK, ALPHA, RATE, BATCH = 8, 16, 2e-3, 8
-ENOUGH = 0.02  # mean loss of an epoch, nats a token: what can be learned is learned
+ENOUGH = 0.02  # mean loss of an epoch, nats per token: what can be learned is learned
 RUN_AT_ONCE = 32  # sequences in one forward pass
 
 
@@ -153,7 +153,7 @@ def label_logits(upper: Any, batch: Batch) -> Tensor:
 
 
 def losses(upper: Any, batch: Batch) -> Tensor:
-    """Mean loss on the completion of each sequence, (B,), nats a token."""
+    """Mean loss on the completion of each sequence, (B,), nats per token."""
     chosen_BL = batch.label_BL != -100
     loss_P = F.cross_entropy(label_logits(upper, batch), batch.label_BL[chosen_BL], reduction="none")
     sequence_P = chosen_BL.nonzero()[:, 0]
@@ -223,7 +223,7 @@ class Tuned:
 
     @torch.no_grad()
     def losses(self, rows: Sequence[Row], *, adapted: bool = True) -> NDArray[np.float64]:
-        """Mean loss on each completion, nats a token; without the adapters where `adapted` is false."""
+        """Mean loss on each completion, nats per token; without the adapters where `adapted` is false."""
         sequences = self.base.sequences(rows, self.longest)
         out = np.zeros(len(rows))
         with self._seen(adapted):

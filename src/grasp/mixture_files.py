@@ -1,15 +1,16 @@
-"""Mixtures in the files of training tools, written and read back.
+"""Write and read mixtures in the file formats of training tools. Start with `write_mixture` and `read_mixture`.
 
-Each tool weighs something else, and every file says what:
+The tools differ in what their weights refer to:
 
     olmo-core      `SourceMixtureList`: target_ratio, shares of tokens
-    megatron       `--data-args-path`: weight and prefix in turn, shares of tokens (of sequences of one length)
+    megatron       `--data-args-path`: alternating weights and prefixes, shares of tokens (of sequences of one length)
     llama-factory  dataset and interleave_probs, shares of documents (of examples)
-    axolotl        datasets: an entry as often as its documents are seen, the last of them with a part of the split
-    datatrove      a Python module with a pipeline for every copy of a value; a part of the documents by SamplerFilter
-    yaml, csv      all of it: shares of rows, tokens and documents, and how often each row is seen
+    axolotl        datasets: one entry per repetition of the documents, the last one with a part of the split
+    datatrove      a Python module with one pipeline per repetition; SamplerFilter selects a part of the documents
+    yaml, csv      shares of rows, tokens and documents, and the number of repetitions of each row
 
-Files have names of values with other characters replaced, and a comment with the original. Shape letter: G values.
+In file names, special characters of label values are replaced; a comment records the original. Shape letter: G label
+values.
 """
 
 import ast
@@ -41,8 +42,8 @@ SUFFIXES = {
     "yaml": ".yaml",
     "csv": ".csv",
 }
-READ = (".yaml", ".yml", ".py", ".txt")  # a CSV file is a table of runs; in a directory of mixtures it is one of them
-PREFIX = "_text_document"  # which Megatron's preprocessing puts behind the name of a file
+READ = (".yaml", ".yml", ".py", ".txt")  # a single CSV file is a table of runs; in a directory it is a mixture
+PREFIX = "_text_document"  # suffix that Megatron's preprocessing appends to file names
 NAME_LINE = re.compile(r"^# name (\S+): (.*)$", re.MULTILINE)
 MOST_BYTES = 4 << 20
 DIGITS = 8
@@ -50,12 +51,13 @@ DIGITS = 8
 
 @dataclass(frozen=True, slots=True)
 class MixtureWeights:
-    """How often the rows of every value are seen, and what they are.
+    """A mixture of the values of a label.
 
     Attributes:
-        label: whose values are mixed.
+        label: name of the label.
+        values: its values.
         size_G: rows, tokens and documents of each value in the corpus, by measure.
-        times_G: how often each row is seen in a training as long as the corpus.
+        times_G: number of times that each row is seen in one epoch of the corpus.
     """
 
     label: str
@@ -64,12 +66,12 @@ class MixtureWeights:
     times_G: F64
 
     def shares(self, measure: str) -> F64:
-        """(G,) shares of rows, tokens or documents in the mixture."""
+        """Return the shares of rows, tokens or documents in the mixture, (G,)."""
         seen_G = self.times_G * self.size_G[measure]
         return np.asarray(seen_G / seen_G.sum())
 
     def names(self) -> tuple[str, ...]:
-        """Names of values in files: letters, digits, `-`, `_` and `.` alone, all of them different."""
+        """Return distinct names for files that consist of letters, digits, `-`, `_` and `.`."""
         names: list[str] = []
         for value in self.values:
             name = re.sub(r"[^\w.-]+", "_", value, flags=re.ASCII).strip("_.") or "value"
@@ -78,24 +80,24 @@ class MixtureWeights:
 
 
 def check_format(path: Path | None, form: str) -> None:
-    """Check the form of a mixture and the name of its file.
+    """Validate the format of a mixture and the suffix of its file.
 
     Raises:
-        SettingsError: no such form, no file, or an ending of another form.
+        SettingsError: the format is unknown, there is no path, or it has another suffix.
     """
     if form not in WRITERS:
         raise SettingsError(f"format: got {form!r}{did_you_mean(form, WRITERS)}; expected one of {', '.join(WRITERS)}")
     if path is None:
-        raise SettingsError(f"format: {form} is the form of a file; name it with --out mixture{SUFFIXES[form]}")
+        raise SettingsError(f"format: {form} requires a file; pass --out mixture{SUFFIXES[form]}")
     if path.suffix != SUFFIXES[form]:
-        raise SettingsError(f"{path}: expected a name that ends in {SUFFIXES[form]} for {form}")
+        raise SettingsError(f"{path}: expected a path that ends in {SUFFIXES[form]} for {form}")
 
 
 def write_mixture(weights: MixtureWeights, path: Path | str, form: str) -> str:
-    """Write a mixture in the form of a tool; return one line that says what its weights are.
+    """Write a mixture in the format of a tool and return a line that describes its weights.
 
     Raises:
-        SettingsError: no such form, or an ending of another one.
+        SettingsError: the format is unknown, or the path has another suffix.
     """
     path = Path(path)
     check_format(path, form)
@@ -105,13 +107,13 @@ def write_mixture(weights: MixtureWeights, path: Path | str, form: str) -> str:
 
 
 def _positive_shares(weights: MixtureWeights, measure: str) -> list[tuple[str, float, float]]:
-    """Name, share and how often it is seen, of the values that have a share; shares add up to 1."""
+    """Return name, share and repetitions of each value with a positive share; shares add up to 1."""
     lines = zip(weights.names(), weights.shares(measure), weights.times_G, strict=True)
     return [(name, round(float(share), DIGITS), float(times)) for name, share, times in lines if share > 0]
 
 
 def _comments(weights: MixtureWeights, *lines: str) -> list[str]:
-    """Comments at the head of a file; names that differ from their values are among them."""
+    """Return the comments at the head of a file, including the label values whose names differ."""
     renamed = [
         f"# name {name}: {value}"
         for name, value in zip(weights.names(), weights.values, strict=True)
@@ -127,7 +129,7 @@ def _olmo_core(weights: MixtureWeights) -> tuple[str, str]:
     lines = _comments(
         weights,
         "OLMo-core, SourceMixtureList: target_ratio is a share of tokens. Set paths to your tokenized files.",
-        "max_repetition_ratio is for a training as long as the corpus; multiply it by the epochs of a longer one.",
+        "max_repetition_ratio is for one epoch of the corpus; multiply it by the number of epochs of a longer run.",
     )
     lines.append("sources:")
     for name, share, _ in shares:
@@ -149,7 +151,7 @@ def _llama_factory(weights: MixtureWeights) -> tuple[str, str]:
     shares = _positive_shares(weights, "documents")
     lines = _comments(
         weights,
-        "LLaMA-Factory: interleave_probs are shares of documents. Name the datasets so in dataset_info.json.",
+        "LLaMA-Factory: interleave_probs are shares of documents. Use these names in dataset_info.json.",
     )
     lines += [
         f"dataset: {json.dumps(','.join(name for name, *_ in shares))}",
@@ -162,7 +164,7 @@ def _llama_factory(weights: MixtureWeights) -> tuple[str, str]:
 def _axolotl(weights: MixtureWeights) -> tuple[str, str]:
     lines = _comments(
         weights,
-        "Axolotl: an entry as often as its documents are seen, to whole percents. Set path and type to yours.",
+        "Axolotl: one entry per repetition of the documents, rounded to percent. Set path and type.",
     )
     lines.append("datasets:")
     for name, _, times in _positive_shares(weights, "documents"):
@@ -178,20 +180,20 @@ def _axolotl(weights: MixtureWeights) -> tuple[str, str]:
                 f"    split: {json.dumps(split)}",
             )
         ]
-    return "\n".join(lines) + "\n", "an entry as often as its documents are seen; set path and type"
+    return "\n".join(lines) + "\n", "one entry per repetition of the documents; set path and type"
 
 
-DATATROVE = '''"""A mixture by {label}: how often the documents of each value are seen."""
+DATATROVE = '''"""A mixture by {label}: number of repetitions of the documents of each value."""
 
 from datatrove.pipeline.filters import SamplerFilter
 from datatrove.pipeline.readers import JsonlReader
 
-# Value: where its documents lie, and how often each is seen. Set the places to yours.
+# Value: directory of its documents, and how often each document is seen. Set the directories.
 MIXTURE = {mixture}
 
 
 def pipelines(*following):
-    """Pipelines of datatrove, one for every copy of a value, each continued by the steps that follow."""
+    """Yield one datatrove pipeline per repetition of a value, followed by the given steps."""
     for folder, times in MIXTURE.values():
         whole, part = divmod(times, 1)
         for copy in range(int(whole) + (part > 0)):
@@ -208,11 +210,11 @@ def _datatrove(weights: MixtureWeights) -> tuple[str, str]:
     }
     mixture = "{\n" + "".join(f"    {value!r}: {pair!r},\n" for value, pair in pairs.items()) + "}"
     label = re.sub(r'["\\]', "", " ".join(weights.label.split()))
-    return DATATROVE.format(label=label, mixture=mixture), "pipelines(*steps); numbers are how often documents are seen"
+    return DATATROVE.format(label=label, mixture=mixture), "pipelines(*steps); numbers are repetitions of documents"
 
 
 def _yaml(weights: MixtureWeights) -> tuple[str, str]:
-    lines = ["# Shares of each value in the mixture, and how often each of its rows is seen."]
+    lines = ["# Shares of each value in the mixture, and the number of times that each of its rows is seen."]
     lines += [f"label: {json.dumps(weights.label)}", "weights:"]
     columns = {measure: weights.shares(measure) for measure in MEASURES} | {"times": weights.times_G}
     for measure, values_G in columns.items():
@@ -243,15 +245,17 @@ WRITERS: Mapping[str, Callable[[MixtureWeights], tuple[str, str]]] = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------ read back
+# ------------------------------------------------------------------------------------------------------ reading
 
 
 @dataclass(frozen=True, slots=True)
 class MixtureFile:
-    """A mixture as a file has it.
+    """A mixture read from a file.
 
     Attributes:
-        measure: what the weights are shares of, or `times`: how often each value is seen.
+        form: format of the file.
+        measure: what the weights are shares of, or `times` if they are repetitions.
+        weight_of: weight by label value.
     """
 
     form: str
@@ -260,21 +264,21 @@ class MixtureFile:
 
 
 def mixture_files(place: Path) -> list[Path]:
-    """The files of a directory of mixtures, one a run, by name; or the one file; none if it is a table of runs."""
+    """Return the files of a directory of mixtures, one per run, or a single file; none if it is a table of runs."""
     if place.is_dir():
         return sorted(path for path in place.iterdir() if path.suffix in (*READ, ".csv"))
     return [place] if place.suffix in READ else []
 
 
 def read_mixture(path: Path) -> MixtureFile:
-    """Read a mixture in the form of a tool, as `grasp mix --format` writes it or by hand.
+    """Read a mixture in the format of a tool, written by `grasp mix --format` or by hand.
 
     Raises:
-        RunsError: no such file, no form that is known, or weights that are no numbers of 0 or more.
+        RunsError: the file cannot be read, its format is unknown, or weights are negative or not numbers.
     """
     try:
         if path.stat().st_size > MOST_BYTES:
-            raise RunsError(f"{path}: has more than {MOST_BYTES >> 20} MiB, expected a mixture")
+            raise RunsError(f"{path}: larger than {MOST_BYTES >> 20} MiB, expected a mixture")
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".py":
             mixture = _read_datatrove(text)
@@ -291,10 +295,10 @@ def read_mixture(path: Path) -> MixtureFile:
         raise RunsError(f"{path}: cannot be read: {err.strerror or err}") from err
     except (ValueError, KeyError, TypeError, AttributeError, SyntaxError) as err:
         expected = ", ".join(WRITERS)
-        raise RunsError(f"{path}: is no mixture in a known form ({expected}): {err}") from err
+        raise RunsError(f"{path}: not a mixture in a known format ({expected}): {err}") from err
     weights = list(mixture.weight_of.values())
     if not weights or not (np.isfinite(weights).all() and min(weights) >= 0 and sum(weights) > 0):
-        raise RunsError(f"{path}: got the weights {weights[:5]}, expected numbers of 0 or more, not all 0")
+        raise RunsError(f"{path}: got weights {weights[:5]}, expected nonnegative numbers that are not all 0")
     return mixture
 
 
@@ -324,13 +328,13 @@ def _read_yaml_form(data: Mapping[str, Any], value_of: Mapping[str, str]) -> Mix
 def _read_megatron(text: str) -> MixtureFile:
     words = text.split()
     if len(words) % 2:
-        raise ValueError(f"has {len(words)} words, expected a weight and a prefix in turn")
+        raise ValueError(f"has {len(words)} words, expected alternating weights and prefixes")
     names = [Path(prefix).name.removesuffix(PREFIX) for prefix in words[1::2]]
     return MixtureFile("megatron", "tokens", dict(zip(names, map(float, words[::2]), strict=True)))
 
 
 def _read_datatrove(text: str) -> MixtureFile:
-    """The literal that MIXTURE is; nothing is run."""
+    """Read the literal that is assigned to MIXTURE; the module is parsed, not executed."""
     for statement in ast.parse(text).body:
         if isinstance(statement, ast.Assign) and any(
             getattr(target, "id", None) == "MIXTURE" for target in statement.targets
@@ -341,23 +345,26 @@ def _read_datatrove(text: str) -> MixtureFile:
 
 
 def read_mixtures_of_runs(places: Sequence[Path]) -> tuple[str, dict[str, Mapping[str, float]], str]:
-    """What runs were trained on, a file each: kind (shares or times), weights by run, and a sentence on them.
+    """Read the mixtures of runs, one file per run.
+
+    Returns:
+        The kind of the weights (shares or times), the weights by run and value, and a note.
 
     Raises:
-        RunsError: see `read_mixture`; files whose weights are of different things.
+        RunsError: as `read_mixture`, two files have the same stem, or their weights are of different kinds.
     """
     mixtures = {path.stem: read_mixture(path) for path in places}
     if len(mixtures) < len(places):
         twice = next(path.stem for path in places if sum(mixture.stem == path.stem for mixture in places) > 1)
-        raise RunsError(f"{places[0].parent}: has several mixtures called {twice}; rename all but one")
+        raise RunsError(f"{places[0].parent}: has several mixtures named {twice}; rename all but one")
     measures = {mixture.measure for mixture in mixtures.values()}
     if len(measures) > 1:
         first = {mixture.measure: name for name, mixture in reversed(mixtures.items())}
         raise RunsError(
-            f"{places[0].parent}: weights are of different things: "
+            f"{places[0].parent}: weights are of different kinds: "
             f"{', '.join(f'{measure} in {name}' for measure, name in sorted(first.items()))}; write all in one format"
         )
     (measure,) = measures
-    what = "how often each value is seen" if measure == "times" else f"shares of {measure}"
+    what = "repetitions of each value" if measure == "times" else f"shares of {measure}"
     weights = {name: mixture.weight_of for name, mixture in mixtures.items()}
     return ("times" if measure == "times" else "shares"), weights, f"weights of the mixtures are {what}"

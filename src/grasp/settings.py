@@ -67,6 +67,14 @@ class CorpusSettings(Settings):
     doc_id_column: str | None = Field(
         None, description='Column of document ids. null: doc_id, if it exists. "": generate ids.'
     )
+    label_paths: tuple[str, ...] = Field(
+        (),
+        description="Nested fields that are labels in addition to the usual ones, as dotted paths with positions in "
+        "lists, e.g. turns.0.role.",
+    )
+    path_labels: bool = Field(
+        False, description="Make the labels file and directory, by the place of the file of a record."
+    )
     packing: Literal["document", "concat"] = Field(
         "document",
         description="document: split each document into rows; concat: join documents by EOS and cut into rows of fixed "

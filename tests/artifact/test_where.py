@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from grasp.artifact.label_functions import BINS, bin_names, domain_of, quantile_edges
 from grasp.artifact.where import LabelTable, equals, identifier, none_of
 from grasp.errors import SubsetError
 
@@ -74,7 +75,7 @@ def test_nulls_are_counted_and_not_selected(table):
     [
         ("topik = 'x'", "'topik'.*'topic'"),
         ('topic = "Games"', "'Games'.*'single quotes'"),
-        ("topic.x = 1", r"'topic\.x'.*dot"),
+        ("topic.x = 1", r"unknown column 'topic\.x'"),
         ("topic =", "syntax error.*end$"),
         ("topic = 'A' AND AND load", r'syntax error.*"AND".*\b17\b'),
         ("topic = 'unclosed", r"unterminated.*\b9\b"),
@@ -145,7 +146,7 @@ def test_anything_but_a_condition_is_refused(table, expression):
 def test_the_second_wall_stands_without_the_first(table, monkeypatch):
     """Were the parse tree not checked at all, DuckDB itself would still refuse to touch a file or a variable."""
     secret_table = pa.table({"a": [1]})  # in scope of the caller, where DuckDB would look for it
-    monkeypatch.setattr("grasp.artifact.where._parse_condition", lambda db, expression, columns: {})
+    monkeypatch.setattr("grasp.artifact.where._validate", lambda expression, where: None)
     for expression, message in [
         ("EXISTS (SELECT * FROM read_text('/etc/passwd'))", "disabled"),
         ("EXISTS (SELECT * FROM '/etc/passwd')", "/etc/passwd"),
@@ -216,7 +217,7 @@ def test_numbers_are_found_and_nothing_else(tmp_path, values, kind):
 @pytest.mark.parametrize("column", ["topic", "order", "left", "Topic", "my label", 'a"b', "1st"])
 def test_a_column_of_any_name_can_be_asked_for(tmp_path, column):
     labels = labels_of(tmp_path, ["a", "b"], pa.string(), column)
-    assert selected(labels, equals(column, "b")).tolist() == [False, True]
+    assert selected(labels, equals(identifier(column), "b")).tolist() == [False, True]
 
 
 def test_plain_names_stay_plain_and_the_expression_reads_as_people_write_it():
@@ -227,3 +228,138 @@ def test_plain_names_stay_plain_and_the_expression_reads_as_people_write_it():
 
 def test_what_is_pasted_into_a_terminal_can_be_printed():
     assert [text for text in HOSTILE if not (equals("topic", text) + none_of("topic", [text])).isprintable()] == []
+
+
+# labels that are expressions
+
+
+@pytest.mark.parametrize(
+    ("url", "host"),
+    [
+        ("https://a.b/c", "a.b"),
+        ("https://a.b", "a.b"),
+        ("HTTP://A.B.?x", "a.b"),
+        ("https://a.b:8080/c", "a.b"),
+        ("https://me:secret@a.b:80/c@d", "a.b"),
+        ("https://me:12@a.b#e@f", "a.b"),
+        ("https://[2001:db8::1]:80/c", "[2001:db8::1]"),
+        ("svn+ssh://a.b/c", "a.b"),
+        ("//a.b/c", "a.b"),
+        ("a.b/c://d.e", "a.b"),
+        ("a.b:80", "a.b"),
+        ("https:///c", None),
+        ("localhost", None),
+        ("http://localhost/", "localhost"),
+        ("not a url.", None),
+        ("", None),
+        ("https://m\u00fcnchen.de/", "m\u00fcnchen.de"),
+    ],
+)
+def test_hosts(tmp_path, url, host):
+    assert labels_of(tmp_path, [url], pa.string(), "url").column("host(url)").values == (host,)
+
+
+@pytest.mark.parametrize(
+    ("host", "domain"),
+    [
+        ("news.bbc.co.uk", "bbc.co.uk"),
+        ("bbc.co.uk", "bbc.co.uk"),
+        ("co.uk", "co.uk"),
+        ("me.github.io", "me.github.io"),
+        ("1.2.3.4", "1.2.3.4"),
+        ("[2001:db8::1]", "[2001:db8::1]"),
+        ("localhost", "localhost"),
+        ("a.b.unknown-suffix", "b.unknown-suffix"),
+    ],
+)
+def test_domains_by_the_public_suffix_list(host, domain):
+    assert domain_of(host) == domain
+
+
+@pytest.fixture
+def web(tmp_path):
+    """Rows of a corpus with URLs, dates, numbers and nested fields."""
+    urls = ["https://www.bbc.co.uk/x", "http://me@Example.COM:80/a?b", "foo.github.io/x", None, "no url", "//1.2.3.4"]
+    rows = {
+        "row_id": [f"r{i}" for i in range(6)],
+        "url": urls,
+        "meta.source": ["cc", "cc", "wiki", None, "cc", "arxiv"],
+        "meta.score": [0.1, 0.5, 0.7, None, math.nan, 0.9],
+        "tags": ['["a", "b"]', '["b"]', None, '["c"]', "x", '["it\'s"]'],
+        "date": ["2024-01-01", "2023-05-06T01:02:03Z", None, "x", "2023", "2022-07"],
+    }
+    pq.write_table(pa.table(rows), tmp_path / "rows.parquet", row_group_size=4)
+    return LabelTable(tmp_path / "rows.parquet")
+
+
+@pytest.mark.parametrize(
+    ("label", "values"),
+    [
+        ("meta.source", ["cc", "cc", "wiki", None, "cc", "arxiv"]),
+        ("META.Source", ["cc", "cc", "wiki", None, "cc", "arxiv"]),
+        ("upper(meta.source)", ["CC", "CC", "WIKI", None, "CC", "ARXIV"]),
+        ("host(url)", ["www.bbc.co.uk", "example.com", "foo.github.io", None, None, "1.2.3.4"]),
+        ("domain(url)", ["bbc.co.uk", "example.com", "foo.github.io", None, None, "1.2.3.4"]),
+        ("year(date)", [2024, 2023, None, None, 2023, 2022]),
+        ("month(date)", [1, 5, None, None, 1, 7]),
+        ("meta.score > 0.6", [False, False, True, None, True, True]),  # in DuckDB nan is above all numbers
+        ("bins(meta.score, 2)", ["below 0.7", "below 0.7", "0.7 and above", None, None, "0.7 and above"]),
+        ("bins(meta.score, [0.2, 0.7])", ["below 0.2", "0.2 to 0.7", "0.7 and above", None, None, "0.7 and above"]),
+        ("has(tags, 'b')", [True, True, None, False, None, False]),
+    ],
+)
+def test_a_label_may_be_an_expression_and_its_conditions_select_its_values(web, label, values):
+    column = web.column(label)
+    assert [column.values[code] for code in column.codes_N] == values
+    for value in dict.fromkeys(values):
+        assert selected(web, equals(column.operand, value)).tolist() == [same(value, other) for other in values]
+    rest = [value is not None and value != values[0] for value in values]
+    assert selected(web, none_of(column.operand, values[:1])).tolist() == rest
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        ("meta.sorce", r"unknown column 'meta\.sorce' \(did you mean 'meta\.source'\?\)"),
+        ("upper(meta.sorce)", r"did you mean 'meta\.source'"),
+        ("hosst(url)", r"'hosst' is not allowed \(did you mean 'host'\?\)"),
+        ("bins(meta.score, [0.7, 0.2])", r"edges are not ascending: 0\.7, 0\.2$"),
+        ("bins(meta.score, [])", "edges are not ascending"),
+        ("bins(meta.score, url)", "expected a number of bins"),
+        ("bins(meta.score)", "expected a number of bins.*1 arguments"),
+        ("bins(meta.score, 1)", "got 1 bins, expected 2 to"),
+        ("bins(url, 2)", "values of type string, expected numbers"),
+        ("host('https://a.b')", "names no column"),
+        ("read_text('/etc/passwd')", "not allowed"),
+        ("(SELECT 1)", "not allowed"),
+        ("host(", "syntax error"),
+    ],
+)
+def test_a_label_that_cannot_be_computed_says_why(web, label, message):
+    with pytest.raises(SubsetError, match=f"^label: .*{message}"):
+        web.column(label)
+
+
+def test_a_number_with_many_values_is_binned_and_says_so(tmp_path):
+    values = np.random.default_rng(0).normal(size=1_000)
+    column = labels_of(tmp_path, values.tolist(), pa.float64(), "score").column("score")
+    assert (column.name, len(column.values)) == ("score", BINS)
+    assert column.counts.min() > 150
+    assert "grouped as bins(score, 5)" in column.note
+    few = labels_of(tmp_path, [2020 + i % 7 for i in range(1_000)], pa.int64(), "year").column("year")
+    assert (len(few.values), few.note) == (7, "")
+
+
+@given(
+    values=st.lists(st.floats(-1e9, 1e9) | st.integers(-5, 5).map(float), min_size=2, max_size=60),
+    n_bins=st.integers(2, 9),
+)
+def test_no_bin_is_empty_and_names_are_distinct(values, n_bins):
+    edges = quantile_edges(np.array(values), n_bins)
+    assert edges == sorted(set(edges))
+    assert len(edges) < n_bins
+    if edges:
+        assert np.bincount(np.searchsorted(edges, values, side="right"), minlength=len(edges) + 1).all()
+    else:
+        assert len(set(values)) == 1
+    assert len(set(bin_names(edges))) == len(edges) + 1

@@ -78,7 +78,7 @@ REFUSALS = {
         (("--top", "0"), r"top: .*\b0\b.*bottom"),
     ],
     "select": [
-        (("--budget", "0.5"), r"budget: .*percent"),
+        (("--budget", "0.5"), r"budget: .*whole number or a share"),
         (("--by", "topic", "--floor", "sky:90%", "--floor", "life:20%"), r"floor: "),
         (("--by", "topic", "--budget", "50%tokens", "--cap", "5%"), r" tokens.*budget"),
         (("--diversity", "1e300"), r"diversity: .*1e\+300.*1e\+06"),

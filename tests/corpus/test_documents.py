@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from grasp.build.modality import load_reference
 from grasp.corpus import read_documents
 from grasp.corpus.documents import documents_of
+from grasp.corpus.labels import MOST_FIELDS
 from grasp.corpus.sources import IN_MEMORY, JsonRecord, table_source
 from grasp.errors import CorpusError, MissingExtraError, ModelError
 from grasp.settings import ModelSettings
@@ -348,7 +349,7 @@ def test_a_json_column_is_a_label_where_it_holds_a_scalar(tmp_path):
     expected = [
         (dict(d.labels), d.ignored) for d in read_documents(settings_for(write_jsonl(tmp_path / "c.jsonl", rows)))
     ]
-    assert expected == [({"x": 5}, ()), ({"x": "b"}, ()), ({"x": None}, ()), ({}, ("x",)), ({}, ("x",))]
+    assert expected == [({"x": 5}, ()), ({"x": "b"}, ()), ({"x": None}, ()), ({"x.y": 1}, ()), ({}, ("x",))]
     assert [(dict(d.labels), d.ignored) for d in read_documents(settings_for(tmp_path / "c.parquet"))] == expected
 
 
@@ -380,13 +381,13 @@ ODD_NAMES = ["meta", "meta.lang", "meta.lang.x", "a b", 'it\'s "so"', "\u00e9t\u
 
 
 def test_a_column_with_a_dot_in_its_name_is_no_field_of_a_struct(tmp_path):
-    """Each column is read whole and once, whatever the names; a struct is no label."""
+    """Each column is read whole and once, whatever the names; a column precedes a field of that path."""
     rows = [{"id": f"d{i}", "text": f"t {i}", **{name: f"{name} {i}" for name in ODD_NAMES[1:]}} for i in range(5)]
     nested = [{**row, "meta": {"lang": "no label", "x": i}} for i, row in enumerate(rows)]
     write_parquet(tmp_path / "c.parquet", nested)
     result = list(read_documents(settings_for(tmp_path / "c.parquet")))
-    assert [dict(d.labels) for d in result] == [{name: row[name] for name in ODD_NAMES[1:]} for row in rows]
-    assert {d.ignored for d in result} == {("meta",)}
+    expected = [{name: row[name] for name in ODD_NAMES[1:]} | {"meta.x": i} for i, row in enumerate(rows)]
+    assert [dict(d.labels) for d in result] == expected
     assert [d.text for d in result] == [row["text"] for row in rows]
     as_text = list(read_documents(settings_for(tmp_path / "c.parquet", text_column="meta.lang")))
     assert [d.text for d in as_text] == [row["meta.lang"] for row in rows]
@@ -590,3 +591,50 @@ def test_places_that_are_no_corpus_are_refused(tmp_path):
     next(saved.glob("*.arrow")).write_bytes(b"")
     with pytest.raises(CorpusError, match="`datasets` directory"):
         list(read_documents(settings_for(saved)))
+
+
+def test_nested_fields_are_labels_in_every_format(tmp_path):
+    """Structs, JSON objects and JSON text give the same labels; a list of texts is one, other lists are none."""
+    meta = [
+        {"source": "web", "quality": {"score": 0.5}, "spans": [{"a": 1}]},
+        {"source": "wiki", "quality": {"score": 0.25}, "spans": [{"a": 2}]},
+    ]
+    rows = [{"text": f"t {i}", "tags": ["x", "y"][: i + 1], "v": [0.1, 0.2], "m": m} for i, m in enumerate(meta)]
+    as_text = [{**row, "m": json.dumps(row["m"])} for row in rows]
+    expected = [
+        {"tags": '["x"]', "m.source": "web", "m.quality.score": 0.5},
+        {"tags": '["x", "y"]', "m.source": "wiki", "m.quality.score": 0.25},
+    ]
+    sources = [
+        write_jsonl(tmp_path / "c.jsonl", rows),
+        write_parquet(tmp_path / "c.parquet", rows),
+        save_dataset(tmp_path / "saved", rows),
+        write_jsonl(tmp_path / "text.jsonl", as_text),
+        write_parquet(tmp_path / "text.parquet", as_text),
+    ]
+    for source in sources:
+        documents = list(read_documents(settings_for(source)))
+        assert [dict(d.labels) for d in documents] == expected
+        assert {d.ignored for d in documents} == {("m.spans", "v")}
+        paths = {"label_paths": ("m.spans.0.a", "v.1")}
+        labels = [dict(d.labels) for d in read_documents(settings_for(source, **paths))]
+        assert labels == [{**row, "m.spans.0.a": i + 1, "v.1": 0.2} for i, row in enumerate(expected)]
+
+
+def test_names_of_files_are_labels_on_request(tmp_path):
+    for place in ("web/part-0", "web/part-1", "lang=en/books/part-0"):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(tmp_path / f"{place}.jsonl", [{"text": place}])
+    documents = list(read_documents(settings_for(tmp_path, path_labels=True)))
+    assert {d.text: dict(d.labels) for d in documents} == {
+        "web/part-0": {"file": "web/part-0", "directory": "web"},
+        "web/part-1": {"file": "web/part-1", "directory": "web"},
+        "lang=en/books/part-0": {"file": "lang=en/books/part-0", "directory": "books", "lang": "en"},
+    }
+
+
+def test_keys_that_are_data_do_not_become_columns_without_end(tmp_path):
+    rows = [{"text": "t", "counts": {f"word{i}-{k}": k for k in range(5)}} for i in range(MOST_FIELDS)]
+    documents = list(read_documents(settings_for(write_jsonl(tmp_path / "c.jsonl", rows))))
+    assert len({name for d in documents for name in d.labels}) == MOST_FIELDS
+    assert documents[-1].ignored == ("counts",)

@@ -111,7 +111,7 @@ def test_a_corpus_is_the_same_store_whatever_it_is_kept_in(tmp_path):
     ]
     results = [(rows_of(s), s.fingerprint, s.label_columns, s.ignored_columns, s.details["columns"]) for s in stores]
     assert results == [results[0]] * 4
-    assert results[0][2:4] == (("topic", "year"), ("meta",))
+    assert results[0][2:4] == (("topic", "year", "meta.a"), ())
 
 
 # ---------------------------------------------------------------- resuming
@@ -343,10 +343,11 @@ def test_clashing_and_nested_columns(tmp_path):
     rows = [{"text": "a b", "loss": 1.0, "n_tokens": "n", "__document__": 7, "meta": {"a": 1}, "tags": ["t"]}]
     for suffix in (".jsonl", ".parquet"):
         store = write(tmp_path / f"s{suffix}", write_chunked(tmp_path / f"c{suffix}", rows, [], suffix))
-        assert store.label_columns == ("loss_", "n_tokens_", "__document___")
-        assert store.ignored_columns == ("meta", "tags")
+        assert store.label_columns == ("loss_", "n_tokens_", "__document___", "meta.a", "tags")
+        assert store.ignored_columns == ()
         (row,) = store.shard(0).table.to_pylist()
         assert (row["n_tokens"], row["n_tokens_"], row["__document___"]) == (3, "n", 7)
+        assert (row["meta.a"], row["tags"]) == (1, '["t"]')
 
 
 def test_row_length_follows_the_model_and_rows_that_are_ids(tmp_path):

@@ -91,6 +91,8 @@ def test_mixture_fractions_are_beta_one_half():
         ("mixture:topic", Family("mixture", label="topic")),
         ("groups(format)", Family("groups", label="format")),
         ("dirichlet:source", Family("dirichlet", label="source")),
+        ("mixture:host(url)", Family("mixture", label="host(url)")),
+        ("groups:bins(a, [1, 2])", Family("groups", label="bins(a, [1, 2])")),
     ],
 )
 def test_spellings(text, family):

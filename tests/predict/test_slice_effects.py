@@ -15,9 +15,11 @@ from grasp.predict.slices import (
     cosines,
     dropped_intervals,
     label_slices,
+    list_slices,
     slice_effects,
     suggest_labels,
 )
+from grasp.predict.weights import Weights
 from tests.predict.source import FakeSource, downweight_negative
 from tests.rules import rule
 
@@ -167,3 +169,37 @@ def art_of():
             yield from self.table.select(columns or self.table.column_names).to_batches(max_chunksize=5)
 
     return Rows
+
+
+@pytest.mark.parametrize("components", [{}, COMPONENTS])
+def test_a_label_that_is_a_list_gives_slices_that_overlap(components):
+    lists = ['["a", "b"]', '["b"]', None, '["b", "it\'s"]', '["a", "a"]', "[]"]
+    column = LabelColumn.from_values([lists[i % 6] for i in range(40)], "tags")
+    slices = list_slices(column, TOKENS)
+    assert [part.expression for part in slices.slices] == ["has(tags, 'b')", "has(tags, 'a')", "has(tags, 'it''s')"]
+    assert [part.rows for part in slices.slices] == [21, 13, 7]
+    source = FakeSource()
+    predictor = Predictor.from_artifact(source, protocol(components=components))
+    effects = slice_effects(predictor, slices)
+    low_GT, high_GT = dropped_intervals(source, predictor, effects, slices)
+    np.testing.assert_allclose(effects.dropped_GT, predictor.change(slices.dropped), atol=1e-5)
+    doubled = Weights(slices.membership_GN, base=1.0)
+    np.testing.assert_allclose(effects.doubled_GT, predictor.change(doubled), atol=1e-5)
+    assert (low_GT <= effects.dropped_GT + 1e-9).all()
+    assert (effects.dropped_GT <= high_GT + 1e-9).all()
+    if effects.redundancy_G is None:
+        return
+    # a slice and the rest of the corpus, as the two values of a label
+    halves = LabelColumn.from_values(
+        [value is not None and "b" in value for value in np.array(lists)[np.arange(40) % 6]]
+    )
+    pair = slice_effects(predictor, label_slices(halves, TOKENS))
+    at = list(label_slices(halves, TOKENS).names).index("True")
+    np.testing.assert_allclose(effects.redundancy_G[0], pair.redundancy_G[at], atol=1e-5)
+
+
+def test_a_label_that_is_no_list_gives_no_overlapping_slices():
+    assert list_slices(COLUMN, TOKENS) is None
+    assert list_slices(LabelColumn.from_values(["[1]", "[2]"]), TOKENS[:2]) is None
+    with pytest.raises(SubsetError, match="the same elements"):
+        list_slices(LabelColumn.from_values(['["a"]', '["a"]']), TOKENS[:2])

@@ -95,14 +95,14 @@ def test_every_verb_says_the_same_and_the_corpus_is_certain(artifact, environmen
     everything = {"all": next(artifact.row_batches(["row_id"])).column(0).to_pylist()}
     whole = ask(subsets=everything).to_pandas()
     np.testing.assert_allclose(whole[["nats", "nats_low", "nats_high"]], 0.0, atol=1e-4)
-    assert any(note.startswith("nats, nats_low, nats_high: change in nats a token") for note in ask(by="topic").notes)
+    assert any(note.startswith("nats, nats_low, nats_high: change in nats per token") for note in ask(by="topic").notes)
 
 
 def test_ordinary_moves_are_no_warning_and_far_ones_are(artifact, ask):
     assert not [note for note in ask(family="uniform:0.95", count=50).notes if note.startswith("outside")]
     ids = next(artifact.row_batches(["row_id"])).column(0).to_pylist()
     (note,) = [note for note in ask(subsets={"one row": ids[:1]}).notes if note.startswith("outside")]
-    said = r"outside of what the runs covered, so the interval is wider: one row \(\d+\.\d times as far from the corpus"
+    said = r"outside the range of the runs, .*: one row \(\d+\.\d times as far"
     assert re.match(said, note)
 
 
@@ -119,17 +119,14 @@ def test_what_is_held_out_is_refused(artifact, tmp_path):
     partly = write_environment(tmp_path / "partly", artifact, lambda b, s, _: 0.1 * b, held_out_targets=("boolq",))
     found = fit_outcomes(predictor, artifact, partly)
     assert list(found.columns) == ["sciq"]
-    assert "no runs for boolq: no expected change" in found.notes
+    assert any("no runs for boolq" in note for note in found.notes)
 
 
 def test_runs_that_prefer_other_rows_than_relevance_does_are_noted(artifact, environment, tmp_path):
     predictor = Predictor.from_artifact(artifact, PROTOCOL, ["sciq"])
     values = environment.utilities("sciq").values_BSE.mean(axis=(1, 2))
     down = write_environment(tmp_path / "falls", artifact, lambda b, s, _: -values[b])
-    assert (
-        "sciq: what came out does not rise with the prediction; the runs correct it"
-        in fit_outcomes(predictor, artifact, down).notes
-    )
+    assert any("sciq: utilities do not increase" in note for note in fit_outcomes(predictor, artifact, down).notes)
 
 
 def test_imported_runs_are_matched_by_label_in_their_own_unit(artifact):
@@ -264,7 +261,7 @@ def test_the_best_mixture_by_runs_that_saturate_lies_inside(artifact):
     careful = mix(artifact, "topic", "sciq", protocol=PROTOCOL, max_repeat=50, runs=runs, cautious=True)
     lower = [one.targets["acc_low"][0].as_py() for one in (careful, plain)]
     assert lower[0] >= lower[1] - 1e-6
-    with pytest.raises(SettingsError, match=r"cautious: .* give runs"):
+    with pytest.raises(SettingsError, match="cautious: requires `runs`"):
         mix(artifact, "topic", "sciq", protocol=PROTOCOL, cautious=True)
     alone = mix(artifact, "topic", "sciq", protocol=PROTOCOL, max_repeat=50).to_pandas().set_index("value")
     assert np.abs(alone.loc[list(TOPICS), "proposed"] - peak_G).max() > 0.1  # relevance alone ends elsewhere
@@ -292,9 +289,9 @@ def test_rows_are_chosen_by_what_runs_lead_to_expect(artifact):
     assert best[0] >= best[1]
     assert low[1] > low[0] - SLOW * abs(low[0])  # the climb ends where a round gains less
     assert f"{best[0]:+.4f} acc" in str(plain)
-    with pytest.raises(SettingsError, match=r"cautious: .* give runs"):
+    with pytest.raises(SettingsError, match="cautious: requires `runs`"):
         choose(cautious=True)
-    with pytest.raises(SettingsError, match=r"diversity 0\.25 has geometry, or counts rows"):
+    with pytest.raises(SettingsError, match=r"cautious: .*diversity 0\.25 has geometry"):
         choose(runs=runs, cautious=True, diversity=0.25)
 
 

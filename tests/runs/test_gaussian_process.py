@@ -119,7 +119,7 @@ def test_changes_are_those_of_the_dual_form_by_loops_over_runs_and_slices() -> N
     expected_BT, spread_BT = learned.change(others, corpus)
     for b, own in enumerate(points(learned._scales.transform(others))):
         d_nT = np.stack([covariance(own, run) - covariance(whole, run) for run in runs])
-        mean_T = learned.scale_T * (own["r"] - whole["r"] + (d_nT * learned._rest_nT).sum(axis=0))
+        mean_T = learned.scale_T * (own["r"] - whole["r"] + (d_nT * learned._residual_nT).sum(axis=0))
         inverse_Gnn = learned._solved.inverse_Gnn
         explained_T = [d_n @ inverse @ d_n for d_n, inverse in zip(d_nT.T, inverse_Gnn, strict=True)]
         variance_T = np.maximum(apart(own) - explained_T, 0.0) + 2 * numbers["noise"] * apart(own) / far_T
@@ -224,7 +224,7 @@ def test_rows_chosen_within_slices_widen_the_interval_by_what_no_run_had() -> No
 
 def test_runs_that_came_out_alike_are_refused() -> None:
     features, utility_BT = world(5)
-    with pytest.raises(RunsError, match="came out the same"):
+    with pytest.raises(RunsError, match="have the same utility"):
         GaussianProcess.fit(features, np.ones_like(utility_BT)[:, None])
 
 

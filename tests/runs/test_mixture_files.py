@@ -143,7 +143,7 @@ def test_runs_are_imported_from_a_directory_of_mixtures(tmp_path, form):
 def test_nothing_in_a_mixture_is_run(tmp_path):
     path = tmp_path / "mixture.py"
     path.write_text("import sys\nsys.was_run = True\nMIXTURE = {'web': ('data', sys.exit(1))}\n")
-    with pytest.raises(RunsError, match="is no mixture in a known form"):
+    with pytest.raises(RunsError, match="not a mixture in a known format"):
         read_mixture(path)
     assert not hasattr(sys, "was_run")
 
@@ -151,13 +151,13 @@ def test_nothing_in_a_mixture_is_run(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("m.yaml", "sources: [{source_name: a}]\n", "is no mixture in a known form .*'target_ratio'"),
+        ("m.yaml", "sources: [{source_name: a}]\n", "not a mixture in a known format .*'target_ratio'"),
         ("m.yaml", "other: 1\n", "has none of sources, datasets, interleave_probs and weights"),
         ("m.yaml", "datasets: [{path: a.jsonl, split: 'train[40%:]'}]\n", r"split 'train\[40%:\]', expected e.g."),
-        ("m.yaml", "dataset: a,b\ninterleave_probs: '1.0'\n", "is no mixture"),
-        ("m.txt", "0.5 a 0.5\n", "has 3 words, expected a weight and a prefix in turn"),
-        ("m.txt", "nan a\n", r"got the weights \[nan\], expected numbers of 0 or more"),
-        ("m.py", "MIXTURE = [\n", "is no mixture"),
+        ("m.yaml", "dataset: a,b\ninterleave_probs: '1.0'\n", "not a mixture"),
+        ("m.txt", "0.5 a 0.5\n", "has 3 words, expected alternating"),
+        ("m.txt", "nan a\n", r"got weights \[nan\], expected nonnegative"),
+        ("m.py", "MIXTURE = [\n", "not a mixture"),
         ("m.py", "X = 1\n", "has no MIXTURE"),
         ("m.csv", "value,now\na,1\n", "'share_of_tokens'"),
     ],
@@ -173,12 +173,12 @@ def test_mixtures_with_weights_of_different_things_are_refused(tmp_path):
     write_mixture(WEIGHTS, tmp_path / "a.yaml", "axolotl")
     write_mixture(WEIGHTS, tmp_path / "b.txt", "megatron")
     results = pa.table({"run": ["a", "b"], "sciq/loss": [3.0, 2.9]})
-    with pytest.raises(RunsError, match="weights are of different things: times in a, tokens in b"):
+    with pytest.raises(RunsError, match="different kinds: times in a, tokens in b"):
         grasp.import_runs(tmp_path, results, label="topic")
 
 
 def test_forms_and_endings_are_checked(tmp_path):
     with pytest.raises(SettingsError, match=r"format: got 'olmocore' \(did you mean 'olmo-core'\?\)"):
         write_mixture(WEIGHTS, tmp_path / "m.yaml", "olmocore")
-    with pytest.raises(SettingsError, match=r"expected a name that ends in \.txt for megatron"):
+    with pytest.raises(SettingsError, match=r"ends in \.txt for megatron"):
         write_mixture(WEIGHTS, tmp_path / "m.yaml", "megatron")

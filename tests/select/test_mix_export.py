@@ -49,6 +49,6 @@ def test_what_mix_writes_is_imported_as_runs(tmp_path):
 def test_forms_and_places_are_checked_before_anything_is_computed(tmp_path):
     art = write_artifact(tmp_path / "art").path
     asked = ("mix", art, "--by", "topic", "--target", "sciq")
-    assert "name it with --out mixture.yaml" in refused(*asked, "--format", "olmo-core")
+    assert "--out mixture.yaml" in refused(*asked, "--format", "olmo-core")
     assert "ends in .txt for megatron" in refused(*asked, "--format", "megatron", "--out", tmp_path / "m.yaml")
     assert "did you mean 'axolotl'?" in refused(*asked, "--format", "axolot", "--out", tmp_path / "m.yaml")

@@ -71,7 +71,7 @@ def test_the_joint_posterior_is_that_of_single_predictions():
         runs_of(np.random.default_rng(0).dirichlet(np.ones(3), N_RUNS), noise=0.05), "sciq/loss"
     )
     features = model.features(np.random.default_rng(2).dirichlet(np.ones(3), 7))
-    mean_B, cover_BB, noise = model.process.joint(features, -1)
+    mean_B, cover_BB, noise = model.process.joint_posterior(features, -1)
     expected_BT, spread_BT = model.process.predict(features)
     np.testing.assert_allclose(mean_B, expected_BT[:, -1], atol=1e-9)
     own = model.process.hyperparameters["noise"] * model.process.scale_T[-1] ** 2
@@ -85,12 +85,12 @@ def test_the_joint_posterior_is_that_of_single_predictions():
 def test_proposals_differ_and_those_for_values_are_new(runs, decide):
     model = MixtureModel.from_runs(runs, "sciq/loss")
     share_BG = np.concatenate([model.share_RG[:5], np.random.default_rng(4).dirichlet(np.full(3, 0.3), 20)])
-    picked, settles = most_informative(model.process, model.features(share_BG), 6, decide, np.random.default_rng(0))
+    picked, gains = most_informative(model.process, model.features(share_BG), 6, decide, np.random.default_rng(0))
     assert len(set(picked)) == 6
-    assert min(settles) >= 0
+    assert min(gains) >= 0
     if decide == "values":
         assert picked[0] >= 5
-        assert settles == sorted(settles, reverse=True)
+        assert gains == sorted(gains, reverse=True)
 
 
 def test_commands_predict_mix_and_propose(runs, tmp_path):
@@ -107,10 +107,10 @@ def test_commands_predict_mix_and_propose(runs, tmp_path):
     next_runs = grasp.predict_runs(runs, tmp_path / "next.csv").to_pandas()
     assert set(next_runs["mixture"]) == {"next-1", "next-2"}
     printed = succeed("runs", "propose", tmp_path / "runs", "--count", 2).lines
-    assert [cells(line)[0] for line in printed[1:6]] == ["next-1", "settles", *TOPICS]
-    assert printed[6].startswith("settles: by how much the best mixture is expected to become better")
+    assert [cells(line)[0] for line in printed[1:6]] == ["next-1", "gain", *TOPICS]
+    assert printed[6].startswith("gain: expected increase of the optimum")
     assert max(map(len, printed)) <= 140
-    assert "name it" in refused("runs", "propose", tmp_path / "runs", "--subsets", tmp_path / "x.parquet")
+    assert "--art" in refused("runs", "propose", tmp_path / "runs", "--subsets", tmp_path / "x.parquet")
 
 
 def test_what_mix_writes_is_what_predict_reads_and_losses_have_no_sign(runs, tmp_path):
@@ -130,7 +130,7 @@ def test_a_value_without_a_column_gets_nothing_and_what_no_run_covered_is_said()
     full = grasp.predict_runs(narrow, mixtures(np.array([[0.5, 0.5, 0.0]])))
     assert found.to_pandas()["expected"].to_list() == full.to_pandas()["expected"].to_list()
     assert re.search(
-        r"outside of what the runs covered, so the interval is wider: bold \(travel 0%, in the runs \d% to", str(found)
+        r"outside the range of the runs, so the interval is wider: bold \(travel 0%, in the runs \d% to", str(found)
     )
 
 
@@ -158,10 +158,10 @@ def test_far_outside_there_is_no_number_but_the_run_that_would_settle_it(seed):
     assert (np.diff(table["expected"][:3]) < 0).all()
     assert found.to_arrow()["expected"].to_pylist()[-1] is None
     assert re.search(
-        r"no number, too far outside of what the runs covered: far \(games 100%, in the runs \d%", str(found)
+        r"no prediction, too far outside the range of the runs: far \(games 100%, in the runs \d%", str(found)
     )
-    (settles,) = re.findall(r"a run that would settle far: games (\d+)%", str(found))
-    assert 22 < int(settles) < 100
+    (share,) = re.findall(r"a run that would allow a prediction of far: games (\d+)%", str(found))
+    assert 22 < int(share) < 100
 
 
 def test_retrained_subsets_are_proposed_for_by_the_label_that_they_were_drawn_by(tmp_path):
@@ -195,7 +195,7 @@ def test_questions_that_runs_cannot_answer_are_refused(runs):
         grasp.mix_runs(runs, "boolq")
     results = pa.table({"run": ["a", "b"], "sciq/acc": [0.1, 0.2]})
     rows = grasp.import_runs(pa.table({"run": ["a", "b"], "row_id": ["1", "2"]}), results)
-    with pytest.raises(RunsError, match="learned from runs by shares of a label"):
+    with pytest.raises(RunsError, match="expected runs with shares"):
         grasp.mix_runs(rows)
     for question in ({"decide": "all"}, {"count": 100_000_000}):
         with pytest.raises(SettingsError, match=r"best or values.*\b1 to 125 runs"):
@@ -219,7 +219,7 @@ def test_proposals_keep_floors_and_caps_and_repeat_nothing_more_than_asked(runs,
     assert (share_BG >= 0.1 - 1e-9).all()
     assert (share_BG <= np.array([0.4 if v == "games" else 0.3 if v == "travel" else 1 for v in TOPICS]) + 1e-9).all()
     assert free.max() > 0.5
-    assert "no limit on repetition" in str(bounded)
+    assert "repetition is not limited" in str(bounded)
     rows = art.rows.to_pandas()
     tokens_G = rows.groupby("topic")["n_tokens"].sum().loc[list(TOPICS)].to_numpy()
     for most in (1.5, 4.0):
@@ -248,7 +248,7 @@ def test_a_proposal_that_explores_is_called_so():
     [
         ({"cap": "10%"}, r"floors add up to 0.0%, caps to 30.0%"),
         ({"floor": "games:50%", "cap": "40%"}, r"games has a floor of 50.0% and at most 40.0%"),
-        ({"floor": "games:500"}, r"floor games: a mixture has shares"),
+        ({"floor": "games:500"}, r"floor games: expected a share"),
         ({"cap": "geams:5%"}, r"cap: topic has no value 'geams'"),
     ],
 )

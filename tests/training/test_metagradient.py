@@ -385,9 +385,9 @@ def test_a_model_from_scratch_has_the_derivatives_of_its_transformers_form(curva
 
 def test_what_cannot_be_differentiated_is_refused():
     rows, order = some_rows(), some_order()
-    with pytest.raises(ModelError, match="has weights in bfloat16, whose rounding exceeds"):
+    with pytest.raises(ModelError, match="has weights in bfloat16"):
         FineTuning(tiny_model().bfloat16(), RECIPE)
-    with pytest.raises(ModelError, match="no parameter asks for a gradient"):
+    with pytest.raises(ModelError, match="no parameter requires a gradient"):
         FineTuning(tiny_model().requires_grad_(False), RECIPE)
     compiled = tiny_model()
     compiled._compiled_call_impl = compiled._call_impl
@@ -395,7 +395,7 @@ def test_what_cannot_be_differentiated_is_refused():
         FineTuning(compiled, RECIPE)
     normed = tiny_model()
     normed.transformer.ln_f = torch.nn.BatchNorm1d(8).double()
-    with pytest.raises(ModelError, match="has BatchNorm1d, by which rows change one another"):
+    with pytest.raises(ModelError, match="has BatchNorm1d"):
         FineTuning(normed, RECIPE)
     with pytest.raises(ModelError, match="an order of 4 steps, expected the recipe's 5"):
         Trajectory(FineTuning(tiny_model(), RECIPE), rows, order[:4])
@@ -411,7 +411,7 @@ def test_what_cannot_be_differentiated_is_refused():
     with pytest.raises(ModelError, match=r"probe_steps: got 5, expected 0 to 4"):
         replayed(tiny_model(), MetagradientSettings(probe_steps=(5,)))
     direction = [torch.ones_like(parameter) for parameter in Trainer(SCRATCH, [0], "cpu").parameters]
-    with pytest.raises(ModelError, match="exact products need a model of Transformers with eager attention"):
+    with pytest.raises(ModelError, match=r"exact requires .* eager attention"):
         curvature_product(Trainer(SCRATCH, [0], "cpu"), *a_batch(), direction, "exact")
 
 
@@ -419,7 +419,7 @@ def test_dropout_is_switched_off_with_a_line():
     model = tiny_model()
     model.transformer.h[0].attn.attn_dropout.p = 0.5
     (note,) = FineTuning(model.train(), RECIPE).notes
-    assert note.startswith("Dropout is switched off")
+    assert note.startswith("dropout is disabled")
     assert not model.training
     np.testing.assert_array_equal(replayed(model).drawn_KBT, replayed(tiny_model()).drawn_KBT)
 

@@ -85,7 +85,7 @@ def test_every_epoch_visits_every_row_once():
         ({"optim": "adamw_8bit"}, SettingsError, "optim: got 'adamw_8bit'"),
         ({"lr_scheduler_type": "polynomial"}, SettingsError, "lr_scheduler_type: got 'polynomial', expected linear"),
         ({"learning_rate": -1}, SettingsError, "learning_rate"),
-        ({"neftune_noise_alpha": 5}, ModelError, "neftune_noise_alpha is set to 5, which a replay does not"),
+        ({"neftune_noise_alpha": 5}, ModelError, "neftune_noise_alpha is set to 5"),
         ({"sample_packing": True}, ModelError, "sample_packing is set to True"),
         ({"adapter": "qlora"}, ModelError, "adapter: got 'qlora', expected lora"),
     ],

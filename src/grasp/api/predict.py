@@ -21,7 +21,7 @@ from grasp.files import check_outputs
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import EFFECT_SIZE, SIMILAR, Predictor
 from grasp.predict.scoring_rule import ScoringProtocol, resolve_protocol
-from grasp.predict.slices import dropped_intervals, label_slices, slice_effects
+from grasp.predict.slices import dropped_intervals, label_slices, list_slices, slice_effects
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.predict.weights import SubsetBlock, single_subset
 from grasp.results import Result, write_tables
@@ -115,7 +115,8 @@ def predict(
     `keep`, `weight`, `subsets` and `family`.
 
     Args:
-        by: label; predict dropping and doubling each of its values.
+        by: label, or an expression such as host(url), year(date) or bins(score, 5); predict dropping and doubling each
+            of its values.
         drop: condition on labels; drop these rows, e.g. "topic = 'Games'".
         keep: condition on labels; keep only these rows.
         weight: condition and weight of its rows, e.g. "topic = 'Games': 0.3"; other rows have weight 1. In Python also
@@ -161,7 +162,7 @@ def predict(
         blocks, headline = _listed(artifact, subsets, omitted), ""
     elif family is not None:
         drawn = parse_family(family)
-        of_rows = None if drawn.label is None else labels.column(drawn.label, "family")
+        of_rows = None if drawn.label is None else label_column(artifact, drawn.label, "family")
         blocks = drawn.draw(count, n_rows=labels.n_rows, labels=of_rows, seed=seed, purpose="drawn")
         headline = f"{count:,} subsets drawn from {drawn}"
     elif weight:
@@ -286,7 +287,8 @@ def _by(
 ) -> SlicePrediction:
     """Predict dropping and doubling the values of a label: all values for a file, the largest ones for the screen."""
     tokens_N = row_tokens(artifact)
-    slices = label_slices(column, tokens_N)
+    of_elements = list_slices(column, tokens_N)
+    slices = of_elements or label_slices(column, tokens_N)
     many = out is not None and slices.n_grouped > 0
     if many:
         slices = label_slices(column, tokens_N, most=len(column.values))
@@ -301,7 +303,7 @@ def _by(
         numbers["redundancy"] = np.repeat(effects.redundancy_G[:, None], len(predictor.units.targets), axis=1)
     beyond: tuple[str, ...] = ()
     if intervals is not None and outside is not None:
-        nats = intervals.predict(slices.weights(1.0 - np.eye(len(slices.slices))))
+        nats = intervals.predict(slices.dropped)
         numbers |= nats.columns
         outside.add([f"without {name}" for name in slices.names], nats)
         beyond = outside.notes
@@ -317,6 +319,9 @@ def _by(
         columns[name] = pa.array(value_GT.reshape(-1)[order], pa.float64(), from_pandas=True)
     table = pa.table(columns, metadata=_metadata(predictor))
     messages = [f"{slices.n_grouped:,} small values are grouped into one slice"] if slices.n_grouped else []
+    messages += [column.note] if column.note else []
+    if of_elements is not None:
+        messages.append("a row counts for each of its values, so slices overlap; rare values are not listed")
     messages.append("effect: mean effect of the rows; above 0, they help more than the average row of the corpus")
     if bounds is not None:
         messages.append("low, high: 95 % bootstrap interval of if dropped over the units of the target")

@@ -131,7 +131,13 @@ def row_documents(artifact: ArtifactReader) -> I64:
 
 
 def label_column(artifact: ArtifactReader, name: str, where: str = "label") -> LabelColumn:
-    """Read a label of every row; `where` is the argument that messages name."""
+    """Read a label of every row: a column, or an expression such as host(url).
+
+    Args:
+        where: argument that messages name.
+    Raises:
+        SubsetError: no such column, or an invalid expression.
+    """
     table = LabelTable(artifact.rows_path)
     return cached(artifact, ("label", name), 8 * table.n_rows, lambda: table.column(name, where))
 

@@ -1,10 +1,13 @@
-"""Labels of rows: factorised columns, conditions that select a value, and expressions that select rows.
+"""Labels of rows: factorised columns, conditions that select a value, and expressions that select or label rows.
 
 A condition such as `topic = 'Games'` is generated from a value, for options like --drop. An expression such as
 `topic = 'Games' AND format != 'FAQs'` is untrusted input. DuckDB parses it without running it, the parse tree is
 validated against a list of allowed nodes and functions, and only then it is evaluated, on in-memory batches of rows, by
 a connection without external access and with locked configuration. An expression that passes the validation by mistake
 still cannot reach a file, the environment, or another table. Start with `LabelTable.selection`.
+
+A label may be an expression as well, such as `host(url)`: its value is the label of a row. A dotted path such as
+`metadata.source` names a column, since nested fields have a column each.
 """
 
 import functools
@@ -12,8 +15,11 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,7 +29,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from grasp.arrays import Bool
+from grasp.arrays import F64, Bool
+from grasp.artifact.label_functions import BINS, MOST_BINS, OFFERED, define, quantile_edges
+from grasp.corpus.values import plain_values
 from grasp.errors import SubsetError
 from grasp.store.contents import readable, readable_table
 from grasp.text import did_you_mean, different, plain
@@ -39,6 +47,8 @@ SHOWN = 5  # values in a message
 MOST_COMPARED = 10_000  # values among which similar spellings are searched for
 LONGEST = 60
 MAX_LENGTH = 20_000
+MOST_VALUES = 100  # of a numeric label; more are grouped into bins
+_EXPRESSION = re.compile(r"[^\w\s.\"-]")  # what only an expression has, no name of a column: a bracket, an operator
 LOCKED = """
     SET threads = 1;  -- keeps the order of rows
     SET python_enable_replacements = false;
@@ -60,7 +70,7 @@ _FUNCTION_NAMES = """
     abs floor ceil ceiling round sign sqrt ln log log2 log10 exp pow power greatest least isnan isfinite isinf
     year month day hour date_part date_trunc to_days to_months to_years to_hours ifnull hash md5
 """
-FUNCTIONS = frozenset(_FUNCTION_NAMES.split())
+FUNCTIONS = frozenset((*_FUNCTION_NAMES.split(), *OFFERED, "list_value"))
 _STATEMENT_WORDS = """
     attach call copy create delete detach drop export from import insert install load pragma select set update with
 """
@@ -78,6 +88,13 @@ class LabelColumn:
     name: str
     values: tuple[Label, ...]
     codes_N: NDArray[np.int32]
+    sql: str = ""  # of a label that is an expression; empty: the column of this name
+    note: str = ""  # how the values were made, if nobody asked for it
+
+    @property
+    def operand(self) -> str:
+        """Return the label as conditions name it."""
+        return self.sql or identifier(self.name)
 
     @classmethod
     def from_values(cls, labels: Sequence[Label], name: str = "label") -> "LabelColumn":
@@ -107,13 +124,15 @@ class LabelColumn:
 # ----------------------------------------------------------------------------------------------------------- conditions
 
 
-def equals(column: str, value: Label) -> str:
-    """Return the condition that a column has this value.
+def equals(name: str, value: Label) -> str:
+    """Return the condition that a label has this value.
+
+    Args:
+        name: `LabelColumn.operand`: an identifier, or an expression that is a single operand.
 
     Text that is long or not printable is compared by its MD5 checksum, so that conditions are safe to paste into a
     terminal.
     """
-    name = identifier(column)
     if value is None:
         return f"{name} IS NULL"
     if isinstance(value, float) and not math.isfinite(value):
@@ -125,12 +144,12 @@ def equals(column: str, value: Label) -> str:
     return f"{name} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
 
 
-def none_of(column: str, values: Sequence[Label]) -> str:
-    """Return the condition that a column has a value, and none of these."""
-    name, listed = identifier(column), [value for value in values if value is not None]
+def none_of(name: str, values: Sequence[Label]) -> str:
+    """Return the condition that a label has a value, and none of these; `name` as in `equals`."""
+    listed = [value for value in values if value is not None]
     if not listed:
         return f"{name} IS NOT NULL"
-    conditions, prefix = [equals(column, value) for value in listed], f"{name} = "
+    conditions, prefix = [equals(name, value) for value in listed], f"{name} = "
     if all(
         condition.startswith(prefix) and not isinstance(value, float)
         for condition, value in zip(conditions, listed, strict=True)
@@ -140,8 +159,8 @@ def none_of(column: str, values: Sequence[Label]) -> str:
 
 
 def identifier(column: str) -> str:
-    """Return a column name for expressions, in double quotes if needed."""
-    if PLAIN_NAME.fullmatch(column) and column not in _keywords():
+    """Return a column name, or a dotted path, for expressions, in double quotes if needed."""
+    if all(PLAIN_NAME.fullmatch(step) and step not in _keywords() for step in column.split(".")):
         return column
     return '"' + column.replace('"', '""') + '"'
 
@@ -170,11 +189,25 @@ class LabelTable:
     """The label columns of an artifact; the file is read in batches."""
 
     def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
-        with readable_table(self.path, SubsetError, "a table of rows"), pq.ParquetFile(self.path) as file:
+        path = Path(path)
+        with readable_table(path, SubsetError, "a table of rows"), pq.ParquetFile(path) as file:
             self._schema: pa.Schema = file.schema_arrow
             self.n_rows = int(file.metadata.num_rows)
         self.columns: tuple[str, ...] = tuple(self._schema.names)  # allowed in expressions
+        self._read: Callable[[list[str]], Iterator[pa.RecordBatch]] = functools.partial(_batches_of, path)
+
+    @classmethod
+    def from_batches(
+        cls, schema: pa.Schema, n_rows: int, read: Callable[[list[str]], Iterator[pa.RecordBatch]]
+    ) -> "LabelTable":
+        """Return the label columns of rows that are not in one file.
+
+        Args:
+            read: returns batches with the columns that are named, in the order of rows.
+        """
+        table = cls.__new__(cls)
+        table._schema, table.n_rows, table.columns, table._read = schema, n_rows, tuple(schema.names), read
+        return table
 
     def selection(self, expression: str) -> Matched:
         """Evaluate a condition on the columns.
@@ -183,35 +216,71 @@ class LabelTable:
             SubsetError: a syntax error, an unknown column, anything but a condition on the columns of one row, or
                 values that cannot be compared.
         """
-        where, query = f"expression {expression!r}", f"{OPENING}{expression}\n) AS selected FROM row_batch"
-        with duckdb.connect(":memory:") as db:
-            db.execute(LOCKED)
-            tree = _parse_condition(db, expression, self.columns)
-            paths = [node["column_names"] for node in _expressions(tree) if node["class"] == "COLUMN_REF"]
-            if dotted := [".".join(path) for path in paths if len(path) != 1]:
-                raise SubsetError(f"{where}: {dotted[0]!r} has a dot; expected a column among {list(self.columns)}")
-            names = sorted({self._known(path[0], where) for path in paths})
-
-            def evaluate(batch: pa.RecordBatch) -> pa.Table:
-                try:
-                    db.register("row_batch", pa.Table.from_batches([batch]))
-                    return db.sql(query).to_arrow_table()
-                except duckdb.Error as err:
-                    raise SubsetError(f"{where}: {_one_line(err)}") from err
-
-            fields = [self._schema.field(name) for name in names or self.columns[:1]]
-            # an empty batch reveals type errors before the file is read
-            kind = evaluate(pa.RecordBatch.from_pylist([], schema=pa.schema(fields))).schema.types[0]
-            if kind != pa.bool_():
-                raise SubsetError(f"{where}: has type {kind}, expected a condition that is true or false")
+        with _connection() as db:
+            query = self._query(db, expression, f"expression {expression!r}")
+            if query.kind != pa.bool_():
+                raise SubsetError(f"{query.where}: has type {query.kind}, expected a condition that is true or false")
             mask_N = np.zeros(self.n_rows, dtype=np.bool_)
             start = n_null = 0
-            for batch in self._batches(names):
-                result = evaluate(batch).column(0)
+            for result in query.results():
                 n_null += result.null_count
-                mask_N[start : start + batch.num_rows] = result.fill_null(False).to_numpy()
-                start += batch.num_rows
-        return Matched(mask_N, n_null, tuple(names))
+                mask_N[start : start + len(result)] = result.fill_null(False).to_numpy(zero_copy_only=False)
+                start += len(result)
+        return Matched(mask_N, n_null, query.columns)
+
+    def _query(self, db: duckdb.DuckDBPyConnection, expression: str, where: str) -> "_Query":
+        """Validate an expression and resolve its columns and bins."""
+        statement = _parse(db, expression, self.columns, where)
+        names = self._resolve(statement, where)
+        called = {item["function_name"].lower() for item in _expressions(statement) if item["class"] == "FUNCTION"}
+        define(db, called)
+        for item in _expressions(statement) if "bins" in called else ():
+            if item["class"] == "FUNCTION" and item["function_name"].lower() == "bins":
+                self._set_edges(db, statement, item, where)
+        return _Query(db, self, _sql(db, statement), names, where)
+
+    def _resolve(self, statement: dict[str, Any], where: str) -> tuple[str, ...]:
+        """Replace dotted paths by the columns of nested fields, and return the columns that are named."""
+        names = set()
+        for node in _expressions(statement):
+            if node["class"] == "COLUMN_REF":
+                name = self._known(".".join(node["column_names"]), where)
+                node["column_names"] = [name]
+                names.add(name)
+        return tuple(sorted(names))
+
+    def _set_edges(
+        self, db: duckdb.DuckDBPyConnection, statement: dict[str, Any], call: dict[str, Any], where: str
+    ) -> None:
+        """Replace the number of bins of a call by the edges at quantiles of all rows, and validate given edges."""
+        expected = f"{where}: bins: expected a number of bins, or ascending edges in brackets, e.g. bins(x, [0.5, 0.8])"
+        if len(call["arguments"]) != 2:
+            raise SubsetError(f"{expected}; got {len(call['arguments'])} arguments")
+        values, how = (argument["expression"] for argument in call["arguments"])
+        is_list = how.get("function_name") == "list_value"
+        numbers = [part["expression"] for part in how["arguments"]] if is_list else [how]
+        try:
+            edges = [float(number["literal"]["text"]) for number in numbers]
+        except (KeyError, ValueError) as err:
+            raise SubsetError(f"{expected}; got something else") from err
+        if is_list:
+            if not edges or any(low >= high for low, high in pairwise(edges)):
+                raise SubsetError(f"{where}: bins: edges are not ascending: {', '.join(f'{e:g}' for e in edges)}")
+            return
+        n_bins = int(edges[0])
+        if n_bins != edges[0] or not 2 <= n_bins <= MOST_BINS:
+            raise SubsetError(f"{where}: bins: got {edges[0]:g} bins, expected 2 to {MOST_BINS:,}")
+        inner = _Query(db, self, _sql(db, statement, values), self._resolve(values, where), where)
+        if inner.kind not in (pa.null(), pa.bool_()) and (
+            pa.types.is_integer(inner.kind) or pa.types.is_floating(inner.kind) or pa.types.is_decimal(inner.kind)
+        ):
+            values_N = np.concatenate([np.empty(0), *map(_floats, inner.results())])
+        else:
+            raise SubsetError(f"{where}: bins: got values of type {inner.kind}, expected numbers")
+        edges = quantile_edges(values_N, n_bins)
+        if not edges:
+            raise SubsetError(f"{where}: bins: all values are equal, or there are none; expected numbers that differ")
+        call["arguments"][1]["expression"] = _node(db, f"[{', '.join(map(repr, edges))}]")
 
     def matching(self, expression: str) -> Matched:
         """Evaluate a condition as `selection`, and require that it matches some rows but not all.
@@ -247,36 +316,150 @@ class LabelTable:
         raise SubsetError(f"expression {expression!r}: matches {how_many}; {'; '.join(hints)}")
 
     def column(self, name: str, where: str = "label") -> LabelColumn:
-        """Read a label column; `where` is the argument that messages name."""
+        """Read a label: a column, or the values of an expression; `where` is the argument that messages name.
+
+        A column of numbers with more than `MOST_VALUES` values is grouped into bins, and has a note that says so.
+
+        Raises:
+            SubsetError: an unknown column, or an expression that is invalid or has no single values.
+        """
+        if self._spelled(name) is None and _EXPRESSION.search(name):
+            return self._computed(name, f"{where}: expression {name!r}")
         name = self._known(name, where)
-        code_of: dict[Label, int] = {}
-        parts = [np.empty(0, np.int32)]
-        for batch in self._batches([name]):
-            encoded = batch.column(0).dictionary_encode(null_encoding="encode")
-            codes = [code_of.setdefault(value, len(code_of)) for value in encoded.dictionary.to_pylist()]
-            parts.append(np.asarray(codes, np.int32)[encoded.indices.to_numpy()])
-        return LabelColumn(name, tuple(code_of), np.concatenate(parts))
+        kind = self._schema.field(name).type
+        is_numeric = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+        most = MOST_VALUES if is_numeric else sys.maxsize
+        if (column := _factorised(name, self._read([name]), most)) is not None:
+            return column
+        bins = f"bins({identifier(name)}, {BINS})"
+        note = (
+            f"{name}: numbers with more than {MOST_VALUES} values, grouped as {bins}; other edges: bins({name}, [...])"
+        )
+        return replace(self._computed(bins, f"{where}: expression {bins!r}"), name=name, note=note)
 
-    def _batches(self, names: list[str]) -> Iterator[pa.RecordBatch]:
-        with readable(self.path, "restore it from a copy", SubsetError), pq.ParquetFile(self.path) as file:
-            yield from file.iter_batches(batch_size=BATCH, columns=names or self.columns[:1])
+    def _computed(self, expression: str, where: str) -> LabelColumn:
+        with _connection() as db:
+            query = self._query(db, expression, where)
+            if not query.columns:
+                raise SubsetError(f"{where}: it names no column; the columns are {list(self.columns)}")
+            column = _factorised(expression, (pa.record_batch([array], ["x"]) for array in query.results()))
+            assert column is not None
+            return replace(column, sql=query.operand)
 
-    def _known(self, name: str, where: str) -> str:
-        """Return the column name as the file spells it; case is ignored, as in SQL."""
+    def _spelled(self, name: str) -> str | None:
+        """Return the column name as the file spells it, or None; case is ignored, as in SQL."""
         if name in self.columns:
             return name
-        spelled = {column.lower(): column for column in self.columns}
-        if name.lower() in spelled:
-            return spelled[name.lower()]
+        return {column.lower(): column for column in self.columns}.get(name.lower())
+
+    def _known(self, name: str, where: str) -> str:
+        spelled = self._spelled(name)
+        if spelled is not None:
+            return spelled
         raise SubsetError(
             f"{where}: unknown column {name!r}{did_you_mean(name, self.columns)}; the columns are "
             f"{list(self.columns)}; text goes in 'single quotes'"
         )
 
 
-def _parse_condition(db: duckdb.DuckDBPyConnection, expression: str, columns: tuple[str, ...]) -> dict[str, Any]:
-    """Parse an expression, and validate that it is a single allowed condition."""
-    where = f"expression {expression!r}"
+def _batches_of(path: Path, names: list[str]) -> Iterator[pa.RecordBatch]:
+    with readable(path, "restore it from a copy", SubsetError), pq.ParquetFile(path) as file:
+        yield from file.iter_batches(batch_size=BATCH, columns=names)
+
+
+def _factorised(name: str, batches: Iterator[pa.RecordBatch], most: int = sys.maxsize) -> LabelColumn | None:
+    """Return the label in the only column of batches; None as soon as it has more than `most` values."""
+    code_of: dict[Label, int] = {}
+    parts = [np.empty(0, np.int32)]
+    for batch in batches:
+        array = batch.column(0)
+        if not _is_plain(array.type):  # e.g. a date, a decimal
+            array = pa.array(plain_values(array))
+        encoded = array.dictionary_encode(null_encoding="encode")
+        if len(encoded.dictionary) > most + 1:
+            return None
+        codes = [code_of.setdefault(value, len(code_of)) for value in encoded.dictionary.to_pylist()]
+        if len(code_of) > most:
+            return None
+        parts.append(np.asarray(codes, np.int32)[encoded.indices.to_numpy()])
+    return LabelColumn(name, tuple(code_of), np.concatenate(parts))
+
+
+def _is_plain(kind: pa.DataType) -> bool:
+    tests = (pa.types.is_string, pa.types.is_boolean, pa.types.is_integer, pa.types.is_floating)
+    return any(test(kind) for test in tests)
+
+
+def _floats(array: pa.Array) -> F64:
+    return np.asarray(array.cast(pa.float64()).to_numpy(zero_copy_only=False))
+
+
+@contextmanager
+def _connection() -> Iterator[duckdb.DuckDBPyConnection]:
+    with duckdb.connect(":memory:") as db:
+        db.execute(LOCKED)
+        yield db
+
+
+class _Query:
+    """A valid expression, ready to be evaluated.
+
+    Attributes:
+        sql: the expression, in one line.
+        columns: that it names.
+        kind: type of its values.
+    """
+
+    def __init__(
+        self, db: duckdb.DuckDBPyConnection, table: LabelTable, sql: str, columns: tuple[str, ...], where: str
+    ) -> None:
+        self._db, self._table, self.sql, self.columns, self.where = db, table, sql, columns, where
+        self._select = f"SELECT ({sql}) AS selected FROM row_batch"
+        self._read = list(columns) or list(table.columns[:1])
+        fields = [table._schema.field(name) for name in self._read]
+        # an empty batch reveals type errors before the file is read
+        self.kind: pa.DataType = self._evaluate(pa.RecordBatch.from_pylist([], schema=pa.schema(fields))).type
+
+    @property
+    def operand(self) -> str:
+        """Return the expression as an operand of a condition, as people write it."""
+        node, sql = _node(self._db, self.sql), self.sql
+        if "'" not in sql:  # no text that could look like a call
+            sql = re.sub(r'"(\w+)"\(', r"\1(", re.sub(r"\blist_value\(([^()]*)\)", r"[\1]", sql))
+        is_call = node["class"] in ("FUNCTION", "COLUMN_REF") and not node.get("is_operator")
+        return sql if is_call else f"({sql})"
+
+    def results(self) -> Iterator[pa.Array]:
+        """Yield the values of the expression, batch by batch."""
+        for batch in self._table._read(self._read):
+            yield self._evaluate(batch)
+
+    def _evaluate(self, batch: pa.RecordBatch) -> pa.Array:
+        try:
+            self._db.register("row_batch", pa.Table.from_batches([batch]))
+            column = self._db.sql(self._select).to_arrow_table().column(0)
+        except duckdb.Error as err:
+            raise SubsetError(f"{self.where}: {_one_line(err)}") from err
+        return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+
+
+def _sql(db: duckdb.DuckDBPyConnection, statement: dict[str, Any], node: dict[str, Any] | None = None) -> str:
+    """Return an expression as text, without comments: that of a statement, or another one in its place."""
+    whole = statement["statements"][0]["node"]
+    selected = [{**(whole["select_list"][0] if node is None else node), "alias": ""}]
+    changed = {**statement, "statements": [{**statement["statements"][0], "node": {**whole, "select_list": selected}}]}
+    text = str(db.execute("SELECT json_deserialize_sql(?)", [json.dumps(changed)]).fetchall()[0][0])
+    return text.removeprefix("SELECT ").removesuffix(" FROM row_batch")
+
+
+def _node(db: duckdb.DuckDBPyConnection, sql: str) -> dict[str, Any]:
+    parsed = json.loads(db.execute("SELECT json_serialize_sql(?)", [f"SELECT {sql}"]).fetchall()[0][0])
+    node: dict[str, Any] = parsed["statements"][0]["node"]["select_list"][0]
+    return node
+
+
+def _parse(db: duckdb.DuckDBPyConnection, expression: str, columns: Collection[str], where: str) -> dict[str, Any]:
+    """Parse an expression into a statement, and validate that it is a single allowed expression."""
     if not expression.strip():
         raise SubsetError(f"{where}: empty; expected a condition such as topic = 'Games'")
     if len(expression) > MAX_LENGTH or "\0" in expression:
@@ -320,15 +503,23 @@ def _parse_condition(db: duckdb.DuckDBPyConnection, expression: str, columns: tu
         raise SubsetError(
             f"{where}: is not a single condition; expected one, such as topic = 'Games' AND n_tokens > 64"
         )
-    condition: dict[str, Any] = node["select_list"][0]
-    for item in _expressions(condition):
+    _validate(node["select_list"][0], where)
+    return parsed
+
+
+def _validate(expression: dict[str, Any], where: str) -> None:
+    """Refuse all nodes and functions that are not allowed."""
+    for item in _expressions(expression):
         kind, name = item["class"], item.get("function_name", "")
         if kind not in EXPRESSION_CLASSES or item["type"] == "OPERATOR_TRY":
             raise SubsetError(
                 f"{where}: {kind.lower()} is not allowed; expected columns, constants and plain functions"
             )
         if kind == "FUNCTION" and (name.lower() not in FUNCTIONS or item.get("schema") or item.get("catalog")):
-            raise SubsetError(f"{where}: function {name!r} is not allowed; allowed are {' '.join(sorted(FUNCTIONS))}")
+            raise SubsetError(
+                f"{where}: function {name!r} is not allowed{did_you_mean(name, FUNCTIONS)}; "
+                f"allowed are {' '.join(sorted(filter(str.isidentifier, FUNCTIONS)))}"
+            )
         if name.lower() == "replace":  # the length of a NULL, a number or a column is unknown
             literals = [argument["expression"].get("literal", {}) for argument in item["arguments"][1:]]
             texts = [literal["text"] for literal in literals if literal.get("kind") == "STRING"]
@@ -337,7 +528,6 @@ def _parse_condition(db: duckdb.DuckDBPyConnection, expression: str, columns: tu
                     f"{where}: replace must not lengthen text, since nested calls could exhaust the memory; expected "
                     "constants, the new one no longer than the old one, e.g. replace(topic, ' ', '_')"
                 )
-    return condition
 
 
 def _expressions(tree: Any) -> Iterator[dict[str, Any]]:

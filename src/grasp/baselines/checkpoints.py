@@ -56,7 +56,7 @@ class Checkpoint:
 
     @property
     def has_moments(self) -> bool:
-        """Whether the directory has Adam's moments in a supported format."""
+        """Return whether the directory has Adam's moments in a supported format."""
         return (self.path / OPTIMIZER).is_file() and any(
             (self.path / name).is_file() for name in (RECORD, TRAINER_STATE)
         )

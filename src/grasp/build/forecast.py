@@ -42,8 +42,9 @@ from grasp.yaml_files import plain_settings, require_flags
 PROBE_CHARS = 1 << 20  # of the corpus that are cut into rows
 PROBE_DOCUMENTS = 4_096  # at most
 CHARS_A_TOKEN = 4  # of a corpus that is tokenised
-PROBE_TOKENS = 32  # of the first pass; the next has four times as many
-PROBE_SECONDS = 0.5  # that a timed pass takes at least, unless all rows passed
+PROBE_TOKENS = 16  # of the first pass; each further pass has four times as many
+PROBE_SECONDS = 0.5  # duration of the last timed pass at least, unless all rows passed
+SLOW_SECONDS = 4.0  # after a pass that takes so long, no longer one is timed
 PROBE_UNITS = 64  # units that the probe is scored against
 TRUSTED_POSITIONS = 64  # with loss, from which on the probe's loss says whether the model is trained
 
@@ -123,7 +124,8 @@ class _Probe:
 
     Attributes:
         n_tokens: of the pass.
-        pass_seconds: of the model and of the moments, for these tokens.
+        row_seconds: of the model and of the moments, per row, whatever its length.
+        token_seconds: of the same, per token.
         prepare_seconds: of folding the moments into all units.
         score_seconds: of scoring these tokens against all units.
         widths: numbers of a row, by array.
@@ -132,7 +134,8 @@ class _Probe:
     """
 
     n_tokens: int
-    pass_seconds: float
+    row_seconds: float
+    token_seconds: float
     prepare_seconds: float
     score_seconds: float
     widths: Mapping[str, int]
@@ -145,15 +148,19 @@ def _timed_probe(inputs: Inputs, *, untrained: bool) -> _Probe:
     ready, features = inputs.ready, inputs.settings.features
     sample = Sample.draw(inputs.store.supervised(), features)
     n_tokens = PROBE_TOKENS
+    timed: list[tuple[int, float]] = []  # tokens and seconds of each pass
     while True:
         rows = _first_tokens(inputs.store.rows(np.arange(min(inputs.store.n_rows, n_tokens))), n_tokens)
         passed: list[Arrays] = []
         begun = time.perf_counter()
         corpus = observe_part(ready, rows, states_every=sample.states_every, keep=passed.append)
-        pass_seconds = time.perf_counter() - begun
-        if pass_seconds >= PROBE_SECONDS or rows.n_tokens == inputs.store.n_tokens:
+        timed.append((rows.n_tokens, time.perf_counter() - begun))
+        if rows.n_tokens == inputs.store.n_tokens or timed[-1][1] >= SLOW_SECONDS:
+            break
+        if len(timed) > 1 and timed[-1][1] >= PROBE_SECONDS:
             break
         n_tokens *= 4
+    row_seconds, token_seconds = _costs(timed, len(rows))
     if not untrained and isinstance(inputs.model, ReferenceModel) and corpus.n_positions >= TRUSTED_POSITIONS:
         refuse_untrained(corpus.loss, inputs.model)
 
@@ -172,7 +179,8 @@ def _timed_probe(inputs: Inputs, *, untrained: bool) -> _Probe:
     share, states = n_units / units.n_rows, min(inputs.store.n_supervised, STATES) / max(1, corpus.n_positions)
     return _Probe(
         n_tokens=rows.n_tokens,
-        pass_seconds=pass_seconds,
+        row_seconds=row_seconds,
+        token_seconds=token_seconds,
         prepare_seconds=prepare_seconds * share,
         score_seconds=score_seconds * share,
         widths={
@@ -185,6 +193,23 @@ def _timed_probe(inputs: Inputs, *, untrained: bool) -> _Probe:
         ),
         feature_bytes=sum(array.nbytes for array in (shard.features or {}).values()),
     )
+
+
+def _costs(timed: Sequence[tuple[int, float]], n_rows: int) -> tuple[float, float]:
+    """Return the seconds per row and per token, from the tokens and seconds of each pass; the last had `n_rows`.
+
+    A large model reaches the time of a probe within a part of one row. A row has a cost of its own (its gradient is
+    sampled once), which such a part would spread over too few tokens. It is the intercept of a line through the last
+    two passes, if both were parts of one row; otherwise it is in the cost of the tokens.
+    """
+    more, longer = timed[-1]
+    if n_rows > 1 or len(timed) == 1:
+        return 0.0, longer / more
+    fewer, shorter = timed[-2]
+    if fewer == more or longer <= shorter:  # the first pass of a process is slow
+        return 0.0, longer / more
+    row_seconds = max(0.0, (shorter * more - longer * fewer) / (more - fewer))
+    return row_seconds, (longer - row_seconds) / more
 
 
 def _first_tokens(rows: Rows, n_tokens: int) -> Rows:
@@ -243,7 +268,7 @@ def _report(inputs: Inputs, probe: _Probe, ratio: float, tokens_bytes: int) -> s
     once = sampled == n_supervised and not is_measured and passed_bytes <= features.kept_mb * MEGABYTE
     passes = 1.0 + (0.0 if once or is_measured else sampled / n_supervised)
     unit_tokens = sum(len(unit.input_ids) for unit in inputs.unit_tokens) or n_units
-    seconds = probe.pass_seconds / probe.n_tokens * (passes * n_tokens + unit_tokens)
+    seconds = probe.token_seconds * (passes * n_tokens + unit_tokens) + probe.row_seconds * (passes * n_rows + n_units)
     seconds += probe.prepare_seconds + probe.score_seconds * n_tokens / probe.n_tokens
 
     # Disk: numbers of every row, its names and labels (as one table, and shard by shard), moments, and stored batches.

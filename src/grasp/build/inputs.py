@@ -231,7 +231,8 @@ def note_corpus(
     progress.note(columns)
     labels = "labels: " + (", ".join(store.label_columns) or "none (no predictions by slice)")
     if store.ignored_columns:
-        labels += f"; ignored columns (nested or binary): {', '.join(store.ignored_columns)}"
+        labels += f"; left out (binary, lists of numbers or of records): {', '.join(store.ignored_columns)}"
+        labels += f"; request a value of them by its path, e.g. --set corpus.label_paths=[{store.ignored_columns[0]}.0]"
     progress.note(labels)
     text_column = roles.get("text", roles.get("turns"))
     known = [*roles.values(), *store.label_columns, *store.ignored_columns]
@@ -294,7 +295,7 @@ def describe_build(inputs: Inputs, build_seconds: Mapping[str, float] | None) ->
             "labels": list(store.label_columns),
             "columns": store.details.get("columns"),
             "classes": None if isinstance(model, ReferenceModel) else list(model.classes),
-            "loss": "nats a token, mean over the positions that the head was applied to",
+            "loss": "nats per token, mean over the positions that the head was applied to",
             "build_seconds": build_seconds,
         },
     }

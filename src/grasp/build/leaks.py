@@ -29,7 +29,7 @@ Hashes = NDArray[np.uint64]
 _UNSPACED: Final = "\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\uac00-\ud7af"
 WORD: Final = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
 GRAM: Final = 4  # words of an n-gram
-LONG_WORDS: Final = 8  # questions of at least so many words are searched for without the answer
+LONG_WORDS: Final = 8  # questions of at least this many words are searched for without the answer
 FEWEST_WORDS: Final = 5  # words of a question with its answer; shorter ones are not searched for
 CHANGED: Final = 10  # one word in ten may differ; a question of fewer words must occur verbatim
 STRETCH: Final = 2  # a question may be spread over twice its length
@@ -44,7 +44,7 @@ def find_leaks(
     """Return the rows that contain a question, by target.
 
     A question that crosses the boundary between rows counts in each of them. Cost: the rows are decoded and hashed
-    once, at some millions of tokens a second; memory: a chunk of rows and the matches.
+    once, at some millions of tokens per second; memory: a chunk of rows and the matches.
 
     Args:
         units: all questions of the targets, including those that are not scored.

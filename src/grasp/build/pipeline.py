@@ -348,11 +348,11 @@ def open_moment_source(inputs: Inputs, like: str) -> ArtifactReader:
 
 
 def refuse_untrained(loss: float, model: ReferenceModel) -> None:
-    """Raise an error if the loss of the model on some rows, in nats a token, is no better than chance."""
+    """Raise an error if the loss of the model on some rows, in nats per token, is no better than chance."""
     chance = math.log(model.vocab_size)
     if loss > UNTRAINED * chance:
         raise ModelError(
-            f"model: looks untrained: its loss on the first rows of the sample is {loss:.1f} nats a token; guessing "
+            f"model: looks untrained: its loss on the first rows of the sample is {loss:.1f} nats per token; guessing "
             f"gives {chance:.1f}. Use a trained checkpoint (for token ids, the model whose tokenizer produced them), "
             "or "
             "continue with --untrained"
@@ -402,7 +402,7 @@ def training_notes(settings: BuildSettings, loss: float, vocab: int) -> Iterator
     share = loss / math.log(vocab)
     kernels = [name for name in settings.features.kernels if not issubclass(kernel_class(name), Sketch)]
     what = "this model, further" if settings.train == "further" else "a new model, from scratch"
-    known = "" if math.isnan(loss) else f"; loss on the corpus: {loss:.1f} nats a token"
+    known = "" if math.isnan(loss) else f"; loss on the corpus: {loss:.1f} nats per token"
     yield f"to be trained: {what}; rows rank by {', '.join(kernels)}{known}"
     if settings.train == "further" and share > UNSKILLED:
         yield (

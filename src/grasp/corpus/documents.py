@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from grasp.arrays import I32
 from grasp.corpus.conversations import Conversation, Span, form_of, holds_turns
-from grasp.corpus.labels import Label, is_json, is_label, is_list, is_text, label_name, label_text
+from grasp.corpus.labels import Flattener, Label, has_labels, is_json, is_list, is_text, label_name, label_text
 from grasp.corpus.sources import ArrowChunk, Chunk, JsonRecord, Source, open_source
 from grasp.corpus.values import plain_record, plain_values
 from grasp.errors import CorpusError
@@ -41,7 +41,7 @@ class Record:
     doc_id: str | None
     labels: Mapping[str, Label]
     values: Mapping[str, Any]  # plain values of these columns and those of content; token ids may be an array
-    ignored: tuple[str, ...]  # columns that cannot be labels: nested or binary
+    ignored: tuple[str, ...]  # columns or nested fields without labels: binary, lists of numbers or of records
 
 
 def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf, start: int) -> Iterator[Record]:
@@ -53,6 +53,7 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
         CorpusError: a file is damaged, its columns are invalid, or a text is not UTF-8.
     """
     roles_of: dict[str, _Roles] = {}  # by file
+    flattener = Flattener(settings.label_paths)
 
     def select(schema: pa.Schema, name: str) -> Sequence[str]:
         roles_of[name] = roles = _roles({column.name: column.type for column in schema}, settings, content_of, name)
@@ -72,16 +73,21 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
                 roles = roles_of_line[fields]
             else:
                 roles = roles_of[chunk.name]
-            nested = [name for name in roles.untyped if isinstance(values[name], list | dict)]
-            for name in nested:
-                del values[name]
             row_id, doc_id = (None if name is None else label_text(values.get(name)) for name in roles.ids)
-            labels = {  # NaN is a missing label
-                roles.labels[name]: None if isinstance(value, float) and math.isnan(value) else value
-                for name, value in values.items()
-                if name in roles.labels
-            }
-            ignored = tuple(sorted((*roles.ignored, *nested))) if nested else roles.ignored
+            labels: dict[str, Label] = {}
+            left_out: set[str] = set()
+            for name, label in roles.labels.items():
+                value = values.get(name)
+                if flattener.is_nested(label, value):
+                    nested = flattener.labels(label, value, left_out)  # a column `a.b` precedes a field b of `a`
+                    labels |= {path: part for path, part in nested if path not in roles.columns}
+                    if not isinstance(value, str):
+                        del values[name]
+                elif name in values:  # NaN is a missing label
+                    labels[label] = None if isinstance(value, float) and math.isnan(value) else value
+            if settings.path_labels:
+                labels = {**source.file_labels(chunk.name), **labels}
+            ignored = tuple(sorted({*roles.ignored, *left_out})) if left_out else roles.ignored
             yield Record(index, chunk.name, where, row_id, doc_id, labels, values, ignored)
 
 
@@ -92,7 +98,7 @@ class _Roles:
     ids: tuple[str | None, str | None]  # columns of row and document names
     read: Sequence[str]
     labels: Mapping[str, str]  # column -> label name
-    untyped: Sequence[str]  # JSON columns: labels if their values are scalars
+    columns: frozenset[str]  # label names that are columns, with a dot
     ignored: tuple[str, ...]
 
 
@@ -101,13 +107,16 @@ def _roles(
 ) -> _Roles:
     content = content_of(columns, where)
     others = {name: kind for name, kind in columns.items() if name not in content}
-    ignored = tuple(sorted(name for name, kind in others.items() if kind is not None and not is_label(kind)))
+    paths = {path.partition(".")[0] for path in settings.label_paths}
+    ignored = tuple(
+        sorted(name for name, kind in others.items() if kind is not None and not has_labels(kind) and name not in paths)
+    )
     ids = id_columns(settings, list(columns), where)
     return _Roles(
         ids=ids,
         read=[name for name in columns if name not in ignored],
         labels={name: label_name(name) for name in others if name not in ignored and name not in ids},
-        untyped=[name for name, kind in others.items() if kind is None or is_json(kind)],
+        columns=frozenset(name for name in others if "." in name),
         ignored=ignored,
     )
 

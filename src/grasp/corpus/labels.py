@@ -2,12 +2,16 @@
 
 A label is a scalar of a row, for slicing: topic, source, year. JSONL may mix types between lines, so the type of a
 column is the narrowest one for all of its values. Types of parts can be combined: the result does not depend on shards.
-Start with `kind_of_all` and `widest`.
+
+Nested values give a label per field: `{"source": "web"}` in `metadata` is the label `metadata.source`. So does text
+that is a JSON object. A list of texts is one label, its JSON text. Start with `kind_of_all` and `Flattener`.
 """
 
+import json
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import pyarrow as pa
 
@@ -35,6 +39,97 @@ ARROW_TYPE: Mapping[Kind, pa.DataType] = {
     "string": pa.string(),
 }
 _EXACT_FLOAT = 2**53
+MOST_FIELDS = 200  # nested fields of a corpus that become labels; keys may be data, e.g. counts by word
+MOST_ELEMENTS, MOST_CHARS = 64, 2_048  # of a list that is a label
+
+
+class Flattener:
+    """Labels of records with nested values, by dotted paths.
+
+    Names are compared without case, as in expressions: the first spelling is used.
+    """
+
+    def __init__(self, paths: Iterable[str] = ()) -> None:
+        """Start without known fields.
+
+        Args:
+            paths: nested fields that are labels in any case, e.g. `turns.0.role`, with positions in lists.
+        """
+        self._names: dict[str, str] = {}
+        self._paths = [path.split(".") for path in paths]
+
+    def is_nested(self, name: str, value: Any) -> bool:
+        """Return whether a column may have nested labels; otherwise its value is the label."""
+        if isinstance(value, str):
+            return value.startswith("{") or any(path[0] == name for path in self._paths)
+        return isinstance(value, list | dict)
+
+    def labels(self, name: str, value: Any, left_out: set[str]) -> Iterator[tuple[str, Label]]:
+        """Yield the labels of one column of a record, and add the names of fields without a label to `left_out`."""
+        for path in self._paths:
+            if path[0] == name and len(path) > 1:
+                yield ".".join(path), _at(value, path[1:])
+        if isinstance(value, str):
+            value = _object_of(value)
+        yield from self._flattened(name, value, left_out, is_field=False)
+
+    def _flattened(
+        self, name: str, value: Any, left_out: set[str], *, is_field: bool = True
+    ) -> Iterator[tuple[str, Label]]:
+        if isinstance(value, dict):
+            for key, part in value.items():
+                yield from self._flattened(f"{name}.{key}", part, left_out)
+            return
+        if isinstance(value, list):
+            text = _text_of_list(value)
+            if text is None:
+                if value:
+                    left_out.add(name)
+                return
+            value = text
+        if is_field:
+            folded = name.casefold()
+            if folded not in self._names and len(self._names) >= MOST_FIELDS:
+                left_out.add(name.partition(".")[0])
+                return
+            name = self._names.setdefault(folded, name)
+        yield name, None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _object_of(text: str) -> Any:
+    """Return the object of JSON text, or the text."""
+    if not (text.startswith("{") and text.rstrip().endswith("}")):
+        return text
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _text_of_list(values: Sequence[Any]) -> str | None:
+    """Return a list of texts as JSON; None: it is empty, long, or has other elements."""
+    if not 0 < len(values) <= MOST_ELEMENTS or not all(isinstance(value, str) for value in values):
+        return None
+    text = json.dumps(values, ensure_ascii=False)
+    return text if len(text) <= MOST_CHARS else None
+
+
+def _at(value: Any, path: Sequence[str]) -> Label:
+    """Return the scalar at a path; None if there is none."""
+    for step in path:
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                return None
+        if isinstance(value, list) and step.lstrip("-").isdigit() and -len(value) <= int(step) < len(value):
+            value = value[int(step)]
+        elif isinstance(value, dict):
+            value = value.get(step)
+        else:
+            return None
+    return None if isinstance(value, list | dict) else value
 
 
 def label_name(column: str) -> str:
@@ -108,6 +203,15 @@ def is_list(kind: pa.DataType) -> bool:
 def is_json(kind: pa.DataType) -> bool:
     """Return whether an Arrow type is JSON, whose values may have any kind."""
     return isinstance(kind, pa.BaseExtensionType) and kind.extension_name == "arrow.json"
+
+
+def has_labels(kind: pa.DataType) -> bool:
+    """Return whether values of an Arrow type have labels: scalars, lists of text, and records with such fields."""
+    if pa.types.is_struct(kind):
+        return any(has_labels(field.type) for field in kind)
+    if pa.types.is_map(kind):
+        return has_labels(kind.item_type)
+    return is_text(kind.value_type) if is_list(kind) else is_label(kind)
 
 
 def is_label(kind: pa.DataType) -> bool:

@@ -130,6 +130,12 @@ def summary_of(holds: str) -> Signed[StoreSummary]:
     )
 
 
+def _identifying(settings: CorpusSettings) -> dict[str, Any]:
+    """Return the settings that rows depend on; newer ones only if they are set, since older stores lack them."""
+    unset = {name for name in ("label_paths", "path_labels") if not getattr(settings, name)}
+    return settings.model_dump(mode="json", exclude={"path", *unset})
+
+
 class Numbered(Protocol):
     """A document or an image of a corpus."""
 
@@ -204,7 +210,7 @@ class ShardStore(ABC, Generic[S, R]):
         done = cls.open(directory) if kind_of(directory / SUMMARY) == "file" else None
         plan = {  # without the path, since a corpus may be moved
             "format": FORMAT if done is None or replace else done.format_version,
-            "settings": settings.model_dump(mode="json", exclude={"path"}) | {"shard_rows": shard_rows},
+            "settings": _identifying(settings) | {"shard_rows": shard_rows},
             **reader,
             "corpus": _files_of(source),
         }
@@ -304,7 +310,7 @@ class ShardStore(ABC, Generic[S, R]):
             labels=[
                 (label, widest(kinds))
                 for label, kinds in kinds_of.items()
-                if widest(kinds) != "null" or label not in ignored
+                if widest(kinds) != "null" or not (label in ignored or any(x.startswith(f"{label}.") for x in kinds_of))
             ],
             ignored_columns=sorted(ignored),
             skipped=total,

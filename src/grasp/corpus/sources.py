@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, Protocol
 from urllib.parse import unquote
@@ -82,6 +83,9 @@ class Source(Protocol):
 
     def approximate_length(self, n: int) -> int:
         """Return about how many records there are, by at least the first `n`; exact for Parquet and tables."""
+
+    def file_labels(self, name: str) -> Mapping[str, str]:
+        """Return the labels that records have by the place of their file; empty if all are of one file."""
 
 
 def lies_here(path: str) -> bool:
@@ -172,7 +176,7 @@ def _one_line(err: BaseException) -> str:
     return " ".join(str(err).split()) or type(err).__name__
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FileSource:
     """Parquet or JSONL files, read in order."""
 
@@ -184,6 +188,25 @@ class FileSource:
     def identity(self) -> list[list[str]]:
         """Return relative name, size, and digest, modification time or entity tag of each file."""
         return [_file_identity(self.fs, path, self.root) for _, path in self.files]
+
+    def file_labels(self, name: str) -> Mapping[str, str]:
+        """Return the file without its suffix, and its directory if the files are in several, relative to the root."""
+        return self._places.get(name, {})
+
+    @cached_property
+    def _places(self) -> dict[str, dict[str, str]]:
+        if len(self.files) < 2:
+            return {}
+        relative = {name: PurePosixPath(path.removeprefix(self.root).lstrip("/")) for name, path in self.files}
+        # folders KEY=VALUE are labels of their own
+        folders = {
+            name: "/".join(part for part in path.parts[:-1] if "=" not in part) for name, path in relative.items()
+        }
+        several = len(set(folders.values())) > 1
+        return {
+            name: {"file": _without_suffix(path)} | ({"directory": folders[name]} if several else {})
+            for name, path in relative.items()
+        }
 
     def chunks(self, start: int, select: Selector) -> Iterator[Chunk]:
         """Yield the records from position `start` on; earlier lines are not parsed, earlier row groups not read."""
@@ -238,6 +261,11 @@ class FileSource:
                         return int(records * sum(sizes) / part)
             read_bytes += size
         return records
+
+
+def _without_suffix(path: PurePosixPath) -> str:
+    suffix = next(suffix for suffix in (*PARQUET, *JSON_LINES) if path.name.endswith(suffix))
+    return str(path).removesuffix(suffix)
 
 
 def parquet_batches(
@@ -411,6 +439,10 @@ class TableSource:
     def approximate_length(self, n: int) -> int:
         """Return the number of rows of the table."""
         return int(self.table.num_rows)
+
+    def file_labels(self, name: str) -> Mapping[str, str]:
+        """Return no labels."""
+        return {}
 
     def chunks(self, start: int, select: Selector) -> Iterator[Chunk]:
         """Yield the records from position `start` on."""

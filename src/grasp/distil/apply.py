@@ -135,7 +135,7 @@ def apply(
             {
                 "scorer": scorer.card.weights.checksum,
                 "corpus": {name: [size, stamp] for name, size, stamp in source.identity()},
-                "settings": settings.model_dump(mode="json", exclude={"path"}),
+                "settings": settings.model_dump(mode="json", exclude={"path", "label_paths", "path_labels"}),
             }
         )
         n_records = None  # unknown, unless Parquet metadata has it

@@ -30,7 +30,7 @@ from grasp.seeds import stream
 from grasp.select import quadratic_program
 from grasp.select.mix import ExposureCurves, Mixed
 from grasp.select.objective import SelectionObjective
-from grasp.select.quadratic_program import Programme
+from grasp.select.quadratic_program import MixtureProblem
 
 CONVEX_SHARE = 1e-10  # eigenvalues below this fraction of the largest are rounding error
 STEPS = 200
@@ -38,15 +38,15 @@ RANDOM_STARTS = 32
 TOLERANCE = 1e-9  # relative improvement at which the procedure stops
 
 
-def optimize_mixture(objective: SelectionObjective, slices: LabelSlices, programme: Programme) -> Mixed:
-    """Return the best mixture within the bounds of the program: the global optimum, or the best local optimum.
+def optimize_mixture(objective: SelectionObjective, slices: LabelSlices, problem: MixtureProblem) -> Mixed:
+    """Return the best mixture within the bounds: the global optimum, or the best local optimum.
 
     Raises:
         ProtocolError: the protocol scores the omitted side with weighting `mean`.
     """
     predictor = objective.predictor
     assert isinstance(predictor, InteractionPredictor)
-    protocol, current_G = predictor.protocol, programme.current_G
+    protocol, current_G = predictor.protocol, problem.current_G
     if (protocol.side, protocol.weighting) == ("omitted", "mean"):
         raise ProtocolError(
             f"protocol {protocol.name!r} scores the mean of the omitted rows, which is undefined for a mixture; use "
@@ -60,24 +60,24 @@ def optimize_mixture(objective: SelectionObjective, slices: LabelSlices, program
         if objective.train_tokens is None
         else ExposureCurves(objective.budget_predictor.exposure, effect_G, current_G)
     )
-    segments = None if curves is None else curves.segments(programme.low_G, programme.high_G)
+    segments = None if curves is None else curves.segments(problem.low_G, problem.high_G)
     linear_G = effect_G if segments is None else 0.0 * effect_G
-    solution = solve(replace(programme, linear_G=linear_G, segments=segments), quadratic_GG)
+    solution = solve(replace(problem, linear_G=linear_G, segments=segments), quadratic_GG)
 
     def value(p_G: F64) -> float:
         change = float(predictor.change(slices.weights((p_G / current_G)[None]))[0] @ objective.weights_T)
         return change if curves is None else change + curves.value(p_G) - float(effect_G @ p_G)
 
-    def short(p_G: F64) -> float:
+    def gap(p_G: F64) -> float:
         return 0.0 if curves is None or segments is None else max(segments.value(p_G) - curves.value(p_G), 0.0)
 
     if solution.is_global:
-        return Mixed(solution.p_G, "the best mixture", (), value, short)
+        return Mixed(solution.p_G, "optimal", (), value, gap)
     note = (
         "the protocol has a positive geometry weight, so the problem is not convex: the best of "
         f"{solution.starts} local searches is shown, and there may be a better mixture"
     )
-    return Mixed(solution.p_G, f"the best of {solution.starts} local searches", (note,), value, short)
+    return Mixed(solution.p_G, f"the best of {solution.starts} local searches", (note,), value, gap)
 
 
 def coefficients(
@@ -111,21 +111,21 @@ class Solution:
     starts: int
 
 
-def solve(programme: Programme, quadratic_GG: F64) -> Solution:
-    """Maximize the value of the program plus p'Q p; the result is global if the problem is convex.
+def solve(problem: MixtureProblem, quadratic_GG: F64) -> Solution:
+    """Maximize the objective plus p'Q p; the result is global if the problem is convex.
 
     Raises:
         SettingsError: no mixture satisfies the bounds and the distance.
     """
-    down_GG, up_GG = _split(quadratic_GG)
-    first = quadratic_program.solve(programme, programme.linear_G, down_GG)
+    concave_GG, convex_GG = _split(quadratic_GG)
+    first = quadratic_program.solve(problem, problem.linear_G, concave_GG)
 
     def value(p_G: F64) -> float:
-        return programme.value(p_G) + float(p_G @ quadratic_GG @ p_G)
+        return problem.value(p_G) + float(p_G @ quadratic_GG @ p_G)
 
-    if not up_GG.any():
+    if not convex_GG.any():
         return Solution(first, value(first), True, 1)
-    ends = [_climb(programme, value, down_GG, up_GG, start) for start in (first, *_starts(programme))]
+    ends = [_ascend(problem, value, concave_GG, convex_GG, start) for start in (first, *_starts(problem))]
     best = max(ends, key=value)
     return Solution(best, value(best), False, len(ends))
 
@@ -134,24 +134,24 @@ def _split(quadratic_GG: F64) -> tuple[F64, F64]:
     """Split Q into a negative and a positive semidefinite part; the second is exactly 0 if Q has no positive part."""
     values_G, vectors_GG = np.linalg.eigh(0.5 * (quadratic_GG + quadratic_GG.T))
     up_G = np.where(values_G > CONVEX_SHARE * np.abs(values_G).max(initial=0.0), values_G, 0.0)
-    up_GG = (vectors_GG * up_G) @ vectors_GG.T
+    convex_GG = (vectors_GG * up_G) @ vectors_GG.T
     if not up_G.any():
-        return quadratic_GG, up_GG
-    return (vectors_GG * np.minimum(values_G, 0.0)) @ vectors_GG.T, up_GG
+        return quadratic_GG, convex_GG
+    return (vectors_GG * np.minimum(values_G, 0.0)) @ vectors_GG.T, convex_GG
 
 
-def _starts(programme: Programme) -> Iterator[F64]:
+def _starts(problem: MixtureProblem) -> Iterator[F64]:
     """Yield starting points: the current mixture, and vertices of the feasible set in axis and random directions."""
-    n = len(programme.linear_G)
+    n = len(problem.linear_G)
     random_RG = stream(0, "mixture", "starts").standard_normal((RANDOM_STARTS, n))
-    yield programme.current_G
+    yield problem.current_G
     for direction_G in np.concatenate([np.eye(n), random_RG]):
-        yield quadratic_program.solve(programme, direction_G)
+        yield quadratic_program.solve(problem, direction_G)
 
 
-def _climb(programme: Programme, value: Callable[[F64], float], down_GG: F64, up_GG: F64, p_G: F64) -> F64:
+def _ascend(problem: MixtureProblem, value: Callable[[F64], float], concave_GG: F64, convex_GG: F64, p_G: F64) -> F64:
     for _ in range(STEPS):
-        next_G = quadratic_program.solve(programme, programme.linear_G + 2.0 * up_GG @ p_G, down_GG)
+        next_G = quadratic_program.solve(problem, problem.linear_G + 2.0 * convex_GG @ p_G, concave_GG)
         if value(next_G) - value(p_G) <= TOLERANCE * abs(value(next_G)):
             return next_G
         p_G = next_G

@@ -74,7 +74,7 @@ class Objective:
 
     @property
     def is_concave(self) -> bool:
-        """Whether every geometry is a penalty, or there is none; then the relaxation gives upper bounds."""
+        """Return whether every geometry is a penalty, or there is none; then the relaxation gives upper bounds."""
         return all(value <= 0.0 for value in self.curvature.values())
 
     @property

@@ -53,7 +53,7 @@ class Batch:
         residual: sparse residuals (probabilities minus one-hot label).
         row_P: row of each position, in [0, n_rows), ascending for rows.
         input_P: token at each position; its label is the next token.
-        loss_B: mean loss of each row, nats a token.
+        loss_B: mean loss of each row, nats per token.
         head: the output layer, with `vocab_size` outputs; None if it is not loaded, so that `delta_PH` is unavailable.
         tail: the positions over which summaries are averaged, if not all.
         gradient_BK: sampled coordinates of the gradient of each row's mean loss; None without a backward pass.
@@ -170,7 +170,7 @@ class CorpusMoments:
 
     @property
     def loss(self) -> float:
-        """Return the mean loss over the sample, nats a token; NaN for artifacts of an older version."""
+        """Return the mean loss over the sample, nats per token; NaN for artifacts of an older version."""
         return math.fsum(self._losses) / self.n_positions if self.n_positions else self._loss
 
     def merge(self, other: "CorpusMoments") -> None:

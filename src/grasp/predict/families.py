@@ -17,6 +17,7 @@ An empty draw (for groups: also one that keeps everything) is repeated with the 
 """
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -173,7 +174,7 @@ def parse_family(text: str) -> Family:
         SubsetError: unknown kind, a fraction outside (0, 1), or no label.
     """
     spelled = text.strip()
-    if spelled.endswith(")") and "(" in spelled:
+    if re.fullmatch(r"\w+\([^:]*\)", spelled):
         spelled = spelled[:-1].replace("(", ":", 1)
     kind, _, argument = (part.strip() for part in spelled.partition(":"))
     if kind in ("uniform", "bernoulli"):

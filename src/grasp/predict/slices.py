@@ -9,12 +9,14 @@ Shape letters: G slices, N rows, E units, T targets, R resamples.
 
 import functools
 import itertools
+import json
 import operator
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
 
 from grasp.arrays import F64, ratio
 from grasp.artifact.reader import ArtifactReader
@@ -45,12 +47,16 @@ class Slice:
 
 @dataclass(frozen=True)
 class LabelSlices:
-    """The slices of one label, largest first; grouped values come last. Every row is in exactly one slice."""
+    """The slices of one label, largest first; grouped values come last.
+
+    Every row is in exactly one slice, unless the label has several values per row (`membership_GN`).
+    """
 
     label: str
     slices: tuple[Slice, ...]
     codes_N: NDArray[np.int32]
     n_grouped: int  # number of values that share the last slice; 0 if every value has its own
+    membership_GN: csr_array | None = None  # rows may be in several slices, or in none; then codes_N is empty
 
     @property
     def rows_G(self) -> NDArray[np.int64]:  # noqa: N802 - a shape suffix
@@ -64,7 +70,16 @@ class LabelSlices:
     @functools.cached_property
     def each(self) -> Weights:
         """The slices as subsets, (G, N)."""
+        if self.membership_GN is not None:
+            return Weights(self.membership_GN)
         return Weights.from_slices(self.codes_N, len(self.slices))
+
+    @property
+    def dropped(self) -> Weights:
+        """The corpus without each slice, as subsets, (G, N)."""
+        if self.membership_GN is not None:
+            return Weights(-self.membership_GN, base=1.0)
+        return self.weights(1.0 - np.eye(len(self.slices)))
 
     def weights(self, share_BG: NDArray[np.float64]) -> Weights:
         """Return subsets (B, N) in which every row has the weight of its slice, from slice weights (B, G)."""
@@ -93,12 +108,12 @@ def label_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: in
     values = [column.values[code] for code in single]
     called = column.names()
     names = [called[code] for code in single]
-    expressions = [equals(column.name, value) for value in values]
+    expressions = [equals(column.operand, value) for value in values]
     if grouped:
         names += different([*called, f"{len(grouped):,} other values"])[-1:]
-        others = none_of(column.name, values)
+        others = none_of(column.operand, values)
         unlabelled = None in (column.values[code] for code in grouped)
-        expressions.append(f"{equals(column.name, None)} OR {others}" if unlabelled else others)
+        expressions.append(f"{equals(column.operand, None)} OR {others}" if unlabelled else others)
     rows_G = np.bincount(codes_N, minlength=len(names))
     tokens_G = np.bincount(codes_N, weights=tokens_N, minlength=len(names))
     slices = [
@@ -106,6 +121,55 @@ def label_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: in
         for name, expression, rows, tokens in zip(names, expressions, rows_G, tokens_G, strict=True)
     ]
     return LabelSlices(column.name, tuple(slices), codes_N, len(grouped))
+
+
+def list_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: int = MOST_SLICES) -> LabelSlices | None:
+    """Return one slice per element of a label that is a list, such as `["math", "code"]`: slices that overlap.
+
+    Args:
+        most: maximum number of slices, the largest ones; rare elements get no slice.
+    Returns:
+        None if not all values of the label are lists of texts, as JSON.
+    Raises:
+        SubsetError: no element occurs in one row and not in another.
+    """
+    listed = [() if value is None else _elements(value) for value in column.values]
+    if None in listed or not any(listed):
+        return None
+    code_of: dict[str, int] = {}
+    pairs = [(code_of.setdefault(part, len(code_of)), v) for v, parts in enumerate(listed) for part in parts or ()]
+    element, value = np.array(pairs).T
+    of_value_EV = csr_array((np.ones(len(pairs)), (element, value)), shape=(len(code_of), len(column.values)))
+    n_rows = len(column.codes_N)
+    in_row_VN = csr_array((np.ones(n_rows), (column.codes_N, np.arange(n_rows))), shape=(len(column.values), n_rows))
+    membership_EN = (of_value_EV @ in_row_VN).tocsr()
+    rows_E = np.diff(membership_EN.indptr)
+    order = np.argsort(-rows_E, kind="stable")
+    order = order[rows_E[order] < n_rows][:most]  # an element of every row cuts nothing
+    if not len(order):
+        raise SubsetError(f"--by {column.name}: every row has the same elements; expected a label that varies")
+    membership_GN, names = csr_array(membership_EN[order]), list(code_of)
+    tokens_G = membership_GN @ tokens_N.astype(np.float64)
+    slices = [
+        Slice(names[e], f"has({column.operand}, {_literal(names[e])})", int(rows_E[e]), int(tokens))
+        for e, tokens in zip(order.tolist(), tokens_G, strict=True)
+    ]
+    return LabelSlices(column.name, tuple(slices), np.empty(0, np.int32), 0, membership_GN)
+
+
+def _elements(value: Label) -> tuple[str, ...] | None:
+    """Return the different elements of a JSON list of texts, or None."""
+    if not (isinstance(value, str) and value.startswith("[") and value.endswith("]")):
+        return None
+    try:
+        parts = json.loads(value)
+    except (ValueError, RecursionError):
+        return None
+    return tuple(dict.fromkeys(parts)) if all(isinstance(part, str) for part in parts) else None
+
+
+def _literal(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
 
 
 def suggest_labels(source: ArtifactReader, *, most: int = MOST_SLICES) -> tuple[str, ...]:
@@ -158,7 +222,11 @@ def slice_effects(predictor: Predictor, slices: LabelSlices) -> SliceEffects:
     halves, redundancy_G = [half for half in SIMILAR if half in sums.sketch], None
     if halves:
         slice_GD = np.concatenate([sums.sketch[half] for half in halves], axis=1)
-        rest_GD = slice_GD.sum(axis=0) - slice_GD  # each row is in exactly one slice
+        total_D = slice_GD.sum(axis=0)  # each row is in exactly one slice
+        if slices.membership_GN is not None:
+            whole = predictor.sums(Weights.from_slices(np.zeros(predictor.n_rows, np.int32), 1))
+            total_D = np.concatenate([whole.sketch[half][0] for half in halves])
+        rest_GD = total_D - slice_GD
         norm_G = np.linalg.norm(slice_GD, axis=1) * np.linalg.norm(rest_GD, axis=1)
         floor = 1e-12 * np.linalg.norm(slice_GD, axis=1) ** 2
         product_G = np.einsum("gd,gd->g", slice_GD, rest_GD)
@@ -190,11 +258,16 @@ def dropped_intervals(
     part_GE = np.zeros(
         (n_slices, len(columns_E))
     )  # contribution of each unit to its task's effect, times the units of the task
+    total_E = np.zeros(len(columns_E))
+    overlap = [slices.each]
+    if slices.membership_GN is not None:
+        overlap.append(Weights.from_slices(np.zeros(predictor.n_rows, np.int32), 1))
     for kernel, share_E in predictor.unit_shares.items():
         blocks = relevance_blocks(artifact, kernel, columns_E, protocol.negative_of(kernel))
-        (sum_GE,) = sums_over(blocks, [slices.each], len(columns_E))
+        sum_GE, *whole = sums_over(blocks, overlap, len(columns_E))
         part_GE += sum_GE * share_E
-    mean_E = part_GE.sum(axis=0) / predictor.n_rows
+        total_E += whole[0][0] * share_E if whole else 0.0
+    mean_E = (part_GE.sum(axis=0) if slices.membership_GN is None else total_E) / predictor.n_rows
     rest_GE = np.outer(rows_G, mean_E) - part_GE  # sum over all other rows, relative to the mean
     change_GE = predictor.change_by_units(rest_GE, mean_E, predictor.reweighted(effects.sums, DROPPED))
     bounds = np.full((2, len(predictor.units.targets), n_slices), np.nan)

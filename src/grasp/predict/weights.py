@@ -148,7 +148,7 @@ class Weights:
 
     @property
     def is_binary(self) -> bool:
-        """Whether all weights are 0 or 1 (then w = w^2)."""
+        """Return whether all weights are 0 or 1 (then w = w^2)."""
         if isinstance(self.rows, PackedMasks):
             return True
         return bool(np.isin(self.base + self.rows.data if self.mix is None else self.mix, (0.0, 1.0)).all())

@@ -363,9 +363,9 @@ def selection(summary: SelectionSummary) -> View:
     points = list(zip(summary.curve.rows, summary.curve.value, summary.curve.effect, strict=True))
     step = max(1, len(points) // CURVE_SHOWN)
     # rows per label value, largest first; rare values are summed
-    n_rows, n_selected = sum(label.pool for label in summary.labels), sum(label.taken for label in summary.labels)
+    n_rows, n_selected = sum(label.pool for label in summary.labels), sum(label.selected for label in summary.labels)
     values = different([label.value for label in summary.labels], LONGEST_CELL)
-    counts = [(value, label.pool, label.taken) for value, label in zip(values, summary.labels, strict=True)]
+    counts = [(value, label.pool, label.selected) for value, label in zip(values, summary.labels, strict=True)]
     counts.sort(key=lambda count: -count[2])
     counts, tail = counts[:SHARES_SHOWN], counts[SHARES_SHOWN:]
     if tail:

@@ -5,13 +5,15 @@ Start with `prepare`.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
+import pyarrow as pa
 import torch
 
 import grasp
-from grasp.artifact.where import LabelColumn
+from grasp.artifact.where import LabelTable
 from grasp.corpus import RowStore, read_documents
 from grasp.corpus.sources import open_source
 from grasp.errors import CorpusError, RunsError, SettingsError, SubsetError
@@ -264,11 +266,8 @@ def _subsets(
         family = parse_family(settings.family)
         label, labels = family.label, None
         if label is not None:
-            known = list(store.label_columns)
-            if label not in known:
-                raise SubsetError(f"family: the corpus has no label {label!r}, expected one of {known}")
-            values = [store.table(k).column(label).to_pylist() for k in range(store.n_shards)]
-            labels = LabelColumn.from_values(list(chain.from_iterable(values)), label)
+            schema, n_rows = store.table(0).schema, store.n_rows
+            labels = LabelTable.from_batches(schema, n_rows, partial(_batches, store)).column(label, "family")
         n_rows, seed = store.n_rows, settings.family_seed
         blocks = family.draw(settings.n_subsets, n_rows=n_rows, labels=labels, seed=seed, purpose=PURPOSE)
     for block in blocks:
@@ -279,3 +278,8 @@ def _subsets(
                     f"{recipe.name}; use a larger corpus, another family, or a smaller overrides.batch_rows"
                 )
         yield block
+
+
+def _batches(store: RowStore, names: list[str]) -> Iterator[pa.RecordBatch]:
+    for k in range(store.n_shards):
+        yield from store.columns(k, names).to_batches()

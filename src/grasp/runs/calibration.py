@@ -1,5 +1,7 @@
-"""Fit a model of the outcomes of training runs to an artifact's predictions. Start with `fit_outcomes`.
+"""Calibrate the predictions of an artifact on training runs: changes in the unit of the runs, with intervals.
 
+`fit_outcomes` describes the subset of each run by features that are known before training, and fits a Gaussian process
+from these features to the utilities of the runs. Start with `fit_outcomes`.
 Shape letters: R runs, S seeds, B subsets, N rows, G slices, T targets.
 """
 
@@ -26,45 +28,50 @@ from grasp.runs.table import RunTable
 from grasp.seeds import stream
 
 COVERAGE = 0.9
-OUTSIDE = "outside of what the runs covered"
-NAMED = 3  # subsets in a sentence
-FAR = 1 + 1e-6
-COUNTS, DRAWS = (4, 8, 16, 32), 4  # runs of a learning curve, and how often so many are drawn
-LEFT_OUT = 12, 256  # runs that are ranked, at least and at most
+OUTSIDE = "outside the range of the runs"
+NAMED = 3  # subsets named in a note
+FAR = 1 + 1e-6  # distance above which a subset is outside the range of the runs; 1 is the farthest run
+COUNTS, DRAWS = (4, 8, 16, 32), 4  # training set sizes of a learning curve, and random draws per size
+LEFT_OUT = 12, 256  # minimum and maximum number of test runs
 
 
 @dataclass(frozen=True, slots=True)
 class NatsTable:
-    """Change of realized utility of B subsets in nats a token, (B, T); nan where a target has no line."""
+    """Predicted change of B subsets in the unit of the runs, with intervals; nan for a target without runs.
+
+    Attributes:
+        outside: for each subset how it is outside the range of the runs, or an empty text.
+        unit: nats (per token), or the metric of the runs.
+    """
 
     nats_BT: F64
     low_BT: F64
     high_BT: F64
-    outside: tuple[str, ...]  # for each subset: in which way it lies beyond the runs; empty: it does not
-    unit: str = "nats"  # nats a token, or the metric of the runs
+    outside: tuple[str, ...]
+    unit: str = "nats"
 
     @property
     def columns(self) -> dict[str, F64]:
-        """By the names that they have in every table."""
+        """Return the three arrays by column name."""
         return {self.unit: self.nats_BT, f"{self.unit}_low": self.low_BT, f"{self.unit}_high": self.high_BT}
 
 
 class ExtrapolationLog:
-    """Counts, while predictions are made, the subsets that lie beyond what the runs covered."""
+    """Count the subsets outside the range of the runs while blocks of predictions are made."""
 
     def __init__(self) -> None:
         self._first: list[str] = []
         self._count = 0
 
     def add(self, names: Sequence[str], nats: NatsTable) -> None:
-        """One block of subsets."""
+        """Add a block of subsets."""
         messages = [f"{name} ({words})" for name, words in zip(names, nats.outside, strict=True) if words]
         self._count += len(messages)
         self._first += messages[: NAMED - len(self._first)]
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One sentence, if there is anything to say."""
+        """Return a note, if there are any such subsets."""
         if not self._count:
             return ()
         more = f" and {self._count - len(self._first):,} more" if self._count > len(self._first) else ""
@@ -73,26 +80,41 @@ class ExtrapolationLog:
 
 @dataclass(frozen=True, slots=True)
 class SubsetFeaturizer:
-    """What an artifact knows of any subset: means over its rows.
+    """Compute features of subsets from an artifact: means over the rows of a subset.
 
-    Runs that were drawn by a label vary the slices' shares, and teach what a slice's relevance is worth. One row's is
-    noisier, and choosing takes what the noise made look best. So the relevance of a row against the mean of its slice
-    counts WITHIN as much. That was measured on models trained from scratch; by gradients, for a model that is trained
-    further, it counts whole: there it tells which rows of a slice a run had.
+    Runs whose subsets were drawn by a label vary the shares of its slices, and so determine the effect of the mean
+    relevance of a slice. The relevance of a single row is noisier, and selecting by it selects the noise too. The
+    deviation of a row's relevance from the mean of its slice is therefore multiplied by WITHIN_SLICE_WEIGHT, which was
+    measured on models trained from scratch. With the gradient kernel, for models that are trained further, the weight
+    is 1, because there the deviations do predict which rows of a slice help.
+
+    Attributes:
+        predictor: predictor of the targets of the runs.
+        indicators: indicator of the slice of each row, one per label.
+        kernels: relevance of each kernel.
+        codes_N: slice of each row under the first label; a single slice if there is no label.
+        effect_GT: mean effect of each of these slices.
+        kernel_GTM: mean relevance of each of these slices, per kernel.
+        sketch_GD: mean sketch of each of these slices.
+        within_slice_weight: factor of deviations from the mean of a slice.
     """
 
     predictor: Predictor
-    indicators: tuple[RowSums, ...]  # of the slices, a label each
+    indicators: tuple[RowSums, ...]
     kernels: tuple[RowSums, ...]
-    codes_N: Integers  # slice of each row, by the first label; one slice for all where there is no label
-    effect_GT: F64  # its mean over these slices
+    codes_N: Integers
+    effect_GT: F64
     kernel_GTM: F64
     sketch_GD: F64
-    within_slice_weight: float  # what relevance within a slice counts
+    within_slice_weight: float
 
     @classmethod
     def from_predictor(cls, predictor: Predictor, artifact: ArtifactReader, labels: Sequence[str]) -> Self:
-        """Args: labels: whose slices' shares are features; the first is the one that runs were drawn by, if any."""
+        """Compute the means of the slices in one pass over the relevance.
+
+        Args:
+            labels: labels whose slice shares are features. The first one defines the slices whose means are used.
+        """
         slices = [label_slices(label_column(artifact, name), row_tokens(artifact)) for name in labels]
         indicators = tuple(_indicators(values.codes_N, len(values.slices)) for values in slices)
         names = [name.removeprefix("relevance_") for name in artifact.array_names if name.startswith("relevance_")]
@@ -111,7 +133,7 @@ class SubsetFeaturizer:
         return cls(predictor, indicators, kernels, codes_N, effect_GT, kernel_GTM, sketch_GD, within_slice_weight)
 
     def features(self, weights: Weights) -> SubsetFeatures:
-        """Of one block of subsets."""
+        """Return the features of a block of subsets."""
         sums = self.predictor.sums(weights)
         mass_B1, effective = weights.sums[:, None], self.predictor.effective_weights(weights)
         effective_B1 = effective.sums[:, None]
@@ -124,17 +146,18 @@ class SubsetFeaturizer:
         of_slices_BTM = np.einsum("bg,gtm->btm", in_slice_BG / effective_B1, self.kernel_GTM)
         return SubsetFeatures(
             np.concatenate([nothing_B0, *(part.sums(weights) / mass_B1 for part in self.indicators)], axis=1),
-            self._less(relevance_BT, of_slices_BT),
-            self._less(kernel_BTM, of_slices_BTM),
-            self._less(np.concatenate([nothing_B0, *sketch], axis=1), in_slice_BG @ self.sketch_GD) / effective_B1,
+            self._shrink(relevance_BT, of_slices_BT),
+            self._shrink(kernel_BTM, of_slices_BTM),
+            self._shrink(np.concatenate([nothing_B0, *sketch], axis=1), in_slice_BG @ self.sketch_GD) / effective_B1,
             relevance_BT - of_slices_BT,
         )
 
     def row_contributions(self, slope: SubsetFeatures, weights: Weights) -> F64:
-        """What every row adds to a linear function of the features of one subset, (N,), under the weighting `mean`.
+        """Return the contribution of each row to a linear function of the features, (N,), under the weighting `mean`.
 
         Args:
-            slope: of that function.
+            slope: coefficients of the function.
+            weights: the subset at which the function is evaluated; it determines the repetition factor.
         """
         worth = self.predictor.sums(weights, ()).repetition_factor(self.predictor.exposure)
         relevant_N = np.asarray(self.predictor.effect_NT @ (slope.relevance_BT[0] * worth), np.float64)
@@ -145,59 +168,67 @@ class SubsetFeaturizer:
         for sketch, slope_D in zip(halves, np.split(slope.sketch_BD[0], widths), strict=False):
             relevant_N += sketch.dot(slope_D)
         chosen_N = np.asarray(self.predictor.effect_NT @ (slope.within_slice_BT[0] * worth), np.float64)
-        out_N = self._less(relevant_N, self._of_slices(relevant_N)) + chosen_N - self._of_slices(chosen_N)
+        out_N = self._shrink(relevant_N, self._slice_means(relevant_N)) + chosen_N - self._slice_means(chosen_N)
         widths = np.cumsum([part.width for part in self.indicators])
         for part, slope_G in zip(self.indicators, np.split(slope.share_BG[0], widths), strict=False):
             out_N += part.dot(slope_G)
         return out_N
 
-    def _less(self, values: F64, of_slices: F64) -> F64:
+    def _shrink(self, values: F64, of_slices: F64) -> F64:
         return np.asarray(of_slices + self.within_slice_weight * (values - of_slices))
 
-    def _of_slices(self, values_N: F64) -> F64:
-        """The mean over its slice instead of each value."""
+    def _slice_means(self, values_N: F64) -> F64:
+        """Replace each value by the mean over its slice."""
         sum_G, rows_G = np.bincount(self.codes_N, values_N), np.bincount(self.codes_N)
         return np.asarray((sum_G / np.maximum(rows_G, 1))[self.codes_N])
 
     def corpus(self) -> SubsetFeatures:
-        """Of the corpus itself."""
+        """Return the features of the whole corpus."""
         return self.features(Weights(csr_array((1, self.predictor.n_rows)), base=1.0))
 
 
 @dataclass(frozen=True, slots=True)
 class OutcomePredictor:
-    """What runs say of the predictions of one predictor: the change in their own unit, with an interval.
+    """Predict changes in the unit of the runs, with intervals, from features of subsets.
 
-    It is fitted to all targets of the runs, so that the prediction for a target does not depend on which others are
-    requested.
+    The process is fitted to all targets of the runs, so that the prediction for a target does not depend on which
+    others are requested.
+
+    Attributes:
+        unit: name of the columns: nats, or the metric of the runs.
+        title: description of the columns.
+        targets: requested targets.
+        featurizer: features with the targets of the runs.
+        runs: features of the runs.
+        utility_RST: utilities of the runs.
     """
 
-    unit: str  # what columns are called: nats, or the metric of the runs
-    title: str  # what the numbers are, in words
+    unit: str
+    title: str
     notes: tuple[str, ...]
-    targets: tuple[str, ...]  # asked
-    featurizer: SubsetFeaturizer  # of the targets that teach
+    targets: tuple[str, ...]
+    featurizer: SubsetFeaturizer
     process: GaussianProcess
     runs: SubsetFeatures
     utility_RST: F64
 
     @property
     def columns(self) -> dict[str, int]:
-        """Asked target -> its task among those learned; those without runs are not in it."""
+        """Return the task of the process for each requested target that has runs."""
         fitted = self.featurizer.predictor.units.targets
         return {target: fitted.index(target) for target in self.targets if target in fitted}
 
     def predict(self, weights: Weights) -> NatsTable:
-        """Change of subsets against the corpus; nan where a target has no runs."""
+        """Return the change of each subset relative to the corpus; nan for a target without runs."""
         features, corpus = self.featurizer.features(weights), self.featurizer.corpus()
         mean_BT, half_BT = self._change(features, corpus)
-        far_B = self.process.reach(features, corpus)
+        far_B = self.process.relative_distance(features, corpus)
         outside = [f"{far:.1f} times as far from the corpus as any run" if far > FAR else "" for far in far_B]
         expected, half = self._select_targets(mean_BT), self._select_targets(half_BT)
         return NatsTable(expected, expected - half, expected + half, tuple(outside), self.unit)
 
     def rise(self, weights: Weights, weights_T: F64, *, cautious: bool = False) -> F64:
-        """How fast the weighted change rises as one subset takes in a row, (N,), but for what all rows share."""
+        """Return the derivative of the weighted change with respect to adding each row, (N,), up to a constant."""
         corpus = self.featurizer.corpus()
 
         def value(features: SubsetFeatures) -> F64:
@@ -206,15 +237,17 @@ class OutcomePredictor:
                 np.nan_to_num(self._select_targets(mean_BT - half_BT if cautious else mean_BT)) @ weights_T
             )
 
-        return self.featurizer.row_contributions(self.process.slope(self.featurizer.features(weights), value), weights)
+        return self.featurizer.row_contributions(
+            self.process.gradient(self.featurizer.features(weights), value), weights
+        )
 
     def _change(self, features: SubsetFeatures, corpus: SubsetFeatures) -> tuple[F64, F64]:
-        """Of the tasks learned: change against the corpus, and half of the interval."""
+        """Return the change relative to the corpus and half the width of its interval, for all tasks."""
         mean_BT, spread_BT = self.process.change(features, corpus)
         return mean_BT, self.process.quantile(COVERAGE) * spread_BT
 
     def _select_targets(self, predicted_BT: F64) -> F64:
-        """The targets asked out of the tasks learned; nan where a target has no runs."""
+        """Select the requested targets from all tasks; nan for a target without runs."""
         out_BT = np.full((len(predicted_BT), len(self.targets)), np.nan)
         for target, column in self.columns.items():
             out_BT[:, self.targets.index(target)] = predicted_BT[:, column]
@@ -223,12 +256,12 @@ class OutcomePredictor:
 
 @dataclass(frozen=True, slots=True)
 class LearningCurve:
-    """How well a few runs, drawn at random, rank the runs that were not drawn: rank correlation with what came out.
+    """Rank correlation of predictions with the utilities of held-out runs, by the number of runs in the fit.
 
     Attributes:
-        counts: runs that were learned from, (K,); 0: relevance alone. Every count ranks the same runs.
-        rho_KT: mean over the draws, by task as in `OutcomePredictor.columns`.
-        spread_KT: standard deviation over the draws.
+        counts: number of runs in the fit, (K,); 0: relevance alone. All counts share the same test runs.
+        rho_KT: mean over random draws, for the tasks of `OutcomePredictor`.
+        spread_KT: standard deviation over random draws.
     """
 
     counts: tuple[int, ...]
@@ -237,7 +270,10 @@ class LearningCurve:
 
 
 def learning_curve(expected: OutcomePredictor) -> LearningCurve | None:
-    """Would more runs help? None with too few runs to leave some out. Learns from 32 of them at most: seconds."""
+    """Estimate whether more runs would help; return None if there are too few runs to hold some out.
+
+    Fits use at most 32 runs, so this takes seconds.
+    """
     runs, utility_RST = expected.runs, expected.utility_RST
     counts = [k for k in COUNTS if k + LEFT_OUT[0] <= len(runs)]
     if not counts:
@@ -249,7 +285,7 @@ def learning_curve(expected: OutcomePredictor) -> LearningCurve | None:
         rest = order[counts[-1] :][: LEFT_OUT[1]]
         rho_KDT[0, d] = spearman(runs.relevance_BT[rest], realized_RT[rest])
         for place, k in enumerate(counts, start=1):
-            if np.ptp(realized_RT[order[:k]], axis=0).min() > 0:  # nothing is learned from runs that are all alike
+            if np.ptp(realized_RT[order[:k]], axis=0).min() > 0:  # a fit needs runs that differ
                 process = GaussianProcess.fit(runs.take(order[:k]), utility_RST[order[:k]])
                 rho_KDT[place, d] = spearman(process.predict(runs.take(rest))[0], realized_RT[rest])
     known = np.flatnonzero(np.isfinite(rho_KDT).all(axis=(1, 2)))
@@ -260,65 +296,76 @@ def learning_curve(expected: OutcomePredictor) -> LearningCurve | None:
 def fit_outcomes(
     predictor: Predictor, artifact: ArtifactReader, runs: TrainingRuns | RunTable | Path | str
 ) -> OutcomePredictor:
-    """Learn from runs what a predictor's changes are in the runs' own unit.
+    """Fit a predictor of changes in the unit of the runs.
+
+    Args:
+        predictor: predictor of the requested targets, with the protocol to use.
+        artifact: artifact of the corpus that the runs were trained on.
+        runs: retrained or imported runs, or their path.
 
     Raises:
-        ProtocolLeakError: the environment is held out, or all of the targets are.
+        ProtocolLeakError: the runs are held out, or all requested targets are.
         RunsError: runs and artifact have no target or no label in common, or there are too few runs.
     """
-    environment = bind_runs(artifact, runs)
-    if environment.role != "dev":
+    runs_set = bind_runs(artifact, runs)
+    if runs_set.role != "dev":
         raise ProtocolLeakError(
-            f"{environment.path}: is held out; intervals are fitted on development environments only, or nothing is "
-            "left to test them on"
+            f"{runs_set.path}: is held out; intervals are fitted to development runs only, so that held-out runs can "
+            "test them"
         )
-    alignment = Alignment.from_runs(environment, artifact)
-    common = {target: theirs for target, theirs in alignment.run_targets.items() if target in predictor.units.targets}
+    alignment = Alignment.from_runs(runs_set, artifact)
+    common = {
+        target: run_target for target, run_target in alignment.run_targets.items() if target in predictor.units.targets
+    }
     if not common:
         raise RunsError(
-            f"{environment.path}: has targets {list(environment.targets)}, asked are "
-            f"{list(predictor.units.targets)}; none is common to both"
+            f"{runs_set.path}: has targets {list(runs_set.targets)}, requested are "
+            f"{list(predictor.units.targets)}; none is in both"
         )
     targets = {
-        target: theirs for target, theirs in alignment.run_targets.items() if environment.role_of(theirs) == "dev"
+        target: run_target
+        for target, run_target in alignment.run_targets.items()
+        if runs_set.role_of(run_target) == "dev"
     }
-    requested = {target: theirs for target, theirs in common.items() if target in targets}
+    requested = {target: run_target for target, run_target in common.items() if target in targets}
     if not requested:
         raise ProtocolLeakError(
-            f"{environment.path}: intervals were asked for {list(common.values())}, which are held out; they are "
-            "fitted on development targets only"
+            f"{runs_set.path}: intervals were requested for {list(common.values())}, which are held out; they are "
+            "fitted to development targets only"
         )
-    utility_RST = environment.task_utilities(list(targets.values()))
-    # a target whose runs all came out the same teaches nothing, and is refused only where it is asked
-    teaches_T = np.ptp(np.nanmean(utility_RST, axis=1), axis=0) > 0
-    teaches_T |= np.array([name in requested for name in targets])
-    targets = {target: theirs for (target, theirs), teaches in zip(targets.items(), teaches_T, strict=True) if teaches}
-    utility_RST = utility_RST[:, :, teaches_T]
+    utility_RST = runs_set.task_utilities(list(targets.values()))
+    # drop targets whose utilities are all equal, unless they are requested: then `GaussianProcess.fit` raises an error
+    varies_T = np.ptp(np.nanmean(utility_RST, axis=1), axis=0) > 0
+    varies_T |= np.array([name in requested for name in targets])
+    targets = {
+        target: run_target for (target, run_target), varies in zip(targets.items(), varies_T, strict=True) if varies
+    }
+    utility_RST = utility_RST[:, :, varies_T]
     runs_predictor = Predictor.from_artifact(artifact, predictor.protocol, list(targets), sketches=SIMILAR)
-    labels = dict.fromkeys([*([environment.label] if environment.label else []), *suggest_labels(artifact)])
+    labels = dict.fromkeys([*([runs_set.label] if runs_set.label else []), *suggest_labels(artifact)])
     featurizer = SubsetFeaturizer.from_predictor(runs_predictor, artifact, tuple(labels))
-    parts = [featurizer.features(block.weights) for block in alignment.blocks]
-    whole_ST = environment.task_reference(list(targets.values()))
-    if len(whole_ST) == utility_RST.shape[1]:
-        parts.append(featurizer.corpus())
-        utility_RST = np.concatenate([utility_RST, whole_ST[None]])
-    features = SubsetFeatures.concatenate(parts)
+    features_of_blocks = [featurizer.features(block.weights) for block in alignment.blocks]
+    reference_ST = runs_set.task_reference(list(targets.values()))
+    if len(reference_ST) == utility_RST.shape[1]:
+        features_of_blocks.append(featurizer.corpus())
+        utility_RST = np.concatenate([utility_RST, reference_ST[None]])
+    features = SubsetFeatures.concatenate(features_of_blocks)
     centred_RT = features.relevance_BT - features.relevance_BT.mean(axis=0)
-    rise_T = (centred_RT * np.nanmean(utility_RST, axis=1)).sum(axis=0)  # covariance over the runs
-    notes = [*environment.notes]
+    covariance_T = (centred_RT * np.nanmean(utility_RST, axis=1)).sum(axis=0)  # covariance over the runs
+    notes = [*runs_set.notes]
     if predictor.protocol.chosen_on(alignment.runs_fingerprint):
-        notes.append(f"the protocol was selected on {environment.name}: its intervals are somewhat too narrow")
+        notes.append(f"the protocol was selected on {runs_set.name}, so its intervals are somewhat too narrow")
     notes += [
-        f"{name}: what came out does not rise with the prediction; the runs correct it"
-        for name, rise in zip(targets, rise_T, strict=True)
-        if rise < 0 and name in requested
+        f"{name}: utilities do not increase with the prediction; the fit to the runs corrects this"
+        for name, covariance in zip(targets, covariance_T, strict=True)
+        if covariance < 0 and name in requested
     ]
     if missing := [name for name in predictor.units.targets if name not in requested]:
-        notes.append(f"no runs for {', '.join(missing)}: no expected change")
-    unit, (measured, models) = environment.unit, environment.measurement
+        notes.append(f"no runs for {', '.join(missing)}, so no prediction in the unit of the runs")
+    unit, (measurement, model_text) = runs_set.unit, runs_set.measurement
     return OutcomePredictor(
         unit,
-        f"{unit}, {unit}_low, {unit}_high: change in {measured}, {COVERAGE:.0%} interval, {models}",
+        f"{unit}, {unit}_low, {unit}_high: change in {measurement}, {COVERAGE:.0%} interval, {model_text}",
         tuple(notes),
         predictor.units.targets,
         featurizer,
@@ -329,7 +376,7 @@ def fit_outcomes(
 
 
 def _indicators(codes_N: I32, n_slices: int) -> RowSums:
-    """Sums of which say how many rows of each slice a subset has."""
+    """Return indicators of the slice of each row; their sum over a subset is its number of rows per slice."""
     identity_GG = np.eye(n_slices, dtype=np.float32)
     step = 1 << 16
     return RowSums(

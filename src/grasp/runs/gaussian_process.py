@@ -1,35 +1,40 @@
-"""The learned predictor: what runs teach beyond relevance. Arrays in, arrays out; start with `GaussianProcess.fit`.
+"""Gaussian process from features of subsets to the utilities of training runs. Start with `GaussianProcess.fit`.
 
-What a subset S does for a task is, in the runs' own unit,
+The utility of a subset S for a task, in the unit of the runs, is modelled as
 
     utility(S) = level + s (r(S) + g(S) + noise),
 
-r the prediction without runs, brought to standard deviation 1 over the runs; s > 0 the task's scale; the level is free.
-g is a Gaussian process, a sum of independent parts, and each says in which way r may be wrong:
+where r is the prediction without runs, standardized over the runs; s > 0 is the scale of the task; and the level is a
+free constant. g is a Gaussian process that corrects r. Its covariance is a sum of components, each one a way in which r
+may be wrong:
 
-    slope      linear in r: this task listens more or less to its relevance
-    kernels    linear in each relevance kernel by itself: another kernel counts for this model
-    tasks      linear in the predictions for all tasks: what helps one task helps this one
-    sketch     linear in the mean sketch: similar rows err alike
-    straight   linear in the shares of the slices of every label: the only part that keeps its direction far away
-    linear     linear in f(share) = log(share + c), of the slices of every label
-    additive   a smooth curve in each f(share): value saturates
-    joint      a smooth function of all f(share) together: slices stand in for each other
+    slope      linear in r: the task depends more or less strongly on its relevance
+    kernels    linear in the relevance of each kernel: another kernel predicts this model better
+    tasks      linear in the predictions for all tasks: tasks have effects in common
+    sketch     linear in the mean sketch: the errors of similar rows are similar
+    straight   linear in the shares of the slices of every label; only this trend continues far from the runs
+    linear     linear in f(share) = log(share + c)
+    additive   a smooth function of each f(share): the value of a slice saturates
+    joint      a smooth function of all f(share): slices can substitute for each other
 
-How much each part counts (its variance), the lengths of the curves, c and the noise are one set of numbers for all
-tasks. They maximise the marginal likelihood times wide log-normal priors, s and the level being eliminated exactly.
-Each part is divided by its own mean variance over the runs, so that a prior means a share of what varies. Given these
-numbers everything is in closed form. With no relevance r = 0, and it is a regression on shares; far from the runs what
-they taught about curves fades, their straight trend goes on, and the interval widens.
+The variances of the components, the length scales, c and the noise are hyperparameters shared by all tasks. They
+maximise the marginal likelihood times wide log-normal priors, with s and the level eliminated in closed form. Each
+component is normalized by its mean variance over the runs, so that a prior on its variance is a prior on the share of
+the variation that it explains. Given the hyperparameters, everything is in closed form. Without relevance, r = 0 and
+the model is a regression on shares. Far from the runs the nonlinear components revert to their prior, the straight
+trend continues, and intervals widen.
 
-Extrapolation errs by what no part models, and the farther the more. Beyond the root mean square distance of the runs'
-shares from their mean, the standard deviation of a prediction is multiplied by the distance over it: then intervals of
-90 % hold about 90 % of the most extreme mixtures, which were left out (experiments/extrapolation).
+Errors that no component models grow with the distance from the runs. Beyond the root mean square distance of the runs
+from their mean share, the standard deviation of a prediction is multiplied by the ratio of the distances. With this
+factor, 90 % intervals contained about 90 % of the most extreme mixtures, which were held out: see
+experiments/extrapolation.
 
-Noise has two variances: of a subset (what no part explains), and of a training run, which runs of one subset with
-several seeds tell apart: their squares within a subset enter the likelihood, and a mean over n seeds has 1 / n of it.
+Noise has two variances: one per subset (what no component explains), and one per training run. Subsets that were
+trained with several seeds identify the second: their sums of squares within subsets enter the likelihood, and the mean
+over n seeds has 1 / n of it.
 
-Shape letters: B subsets (n of them runs), G slices of all labels, T tasks, M relevance kernels, D sketch width.
+Shape letters: B subsets (n of them runs), S seeds, G slices of all labels, T tasks, M relevance kernels, D sketch
+width, P features. In `Gbn`, G is 1 if the tasks share one covariance and T otherwise.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,29 +49,29 @@ from grasp.arrays import F64, Integers, ratio
 from grasp.errors import RunsError, ShapeError
 from grasp.seeds import stream
 
-FEWEST = 2  # different subsets that anything is learned from
-ALIKE_DIGITS = 9  # of features of subsets that count as one
-JITTER = 1e-6
+FEWEST = 2  # minimum number of different subsets
+ALIKE_DIGITS = 9  # subsets are the same if all features agree to this many decimals
+JITTER = 1e-6  # added to the diagonal of the covariance
 TINY = 1e-12
-TUNED_ON = 256  # runs at most that the hyperparameters are fitted to; all of them are learned from
+TUNED_ON = 256  # maximum number of runs that hyperparameters are fitted to; the posterior uses all runs
 BLOCK = 4_096  # subsets predicted at once
-FARTHEST = 4.0  # standard deviations of its prior that a hyperparameter may go
-LARGEST = 3.0  # logarithm of the variance of a curve; K stays well conditioned
-TESTED = 4.0  # root mean square distances of the runs, up to which intervals were tested: experiments/extrapolation
-STEP = 1e-4  # of the difference quotients: of lengths and c, and of features against their spread
+FARTHEST = 4.0  # bounds of a hyperparameter, in standard deviations of its prior
+LARGEST = 3.0  # upper bound of the log variance of a component of the shares; keeps the covariance well conditioned
+TESTED = 4.0  # distance, relative to the runs, up to which intervals were tested: experiments/extrapolation
+STEP = 1e-4  # finite-difference step: of log hyperparameters, and of features relative to their spread
 WITHIN_SLICE_WEIGHT, WITHIN_SLICE_SD = (
     0.4,
     0.4,
 )  # what relevance within a slice is worth against that of the slice: experiments/exposure
 SHAPES = ("c", "additive length", "joint length")
 CURVES = ("straight", "linear", "additive", "joint")
-# Mean and standard deviation of the logarithm. Variances are against that of r (1); lengths against the spread of
-# f(share) over the runs; c against an even share.
+# Priors: mean and standard deviation of the logarithm. Variances are relative to that of r, which is 1; length scales
+# are relative to the spread of f(share) over the runs; c is relative to an even share.
 PRIORS = {
     "c": (np.log(0.05), 1.5),
     "additive length": (np.log(1.2), 0.7),
     "joint length": (0.0, 0.7),
-    "straight": (-8.0, 4.0),  # absent, or most of what varies
+    "straight": (-8.0, 4.0),  # covers both no straight trend and one that explains most of the variation
     "linear": (-3.0, 1.5),
     "additive": (-3.0, 1.5),
     "joint": (-3.0, 1.5),
@@ -77,24 +82,24 @@ PRIORS = {
     "noise": (0.0, 2.0),
     "seed noise": (0.0, 2.0),
 }
-# The likelihood often has two local maxima, where the trend is straight and where it is logarithmic. The first search
-# starts at the mean of the prior, the second where the trend is straight: so many standard deviations from there.
+# The likelihood often has two local maxima, one with a straight and one with a logarithmic trend. The first search
+# starts at the mean of the prior, the second at a straight trend, i.e. this many prior standard deviations away.
 STRAIGHT_START = {"straight": 2.0, "linear": -1.5, "additive": -1.5, "joint": -1.5, "noise": -1.5}
 
 
-# ------------------------------------------------------------------------------------------- what is known of a subset
+# ---------------------------------------------------------------------------------------------------- features
 
 
 @dataclass(frozen=True, slots=True)
 class SubsetFeatures:
-    """What is known of B subsets before any run: means over the rows that they retain.
+    """Features of B subsets that are known before training: means over their rows.
 
     Attributes:
-        share_BG: of the slices of every label, the labels side by side; no columns: no labels.
-        relevance_BT: predicted change of each task; 0 for a task that is learned from runs alone.
-        kernel_BTM: the mean of each relevance kernel.
-        sketch_BD: the mean sketch.
-        within_BT: what rows were chosen by within slices, as a part of the predicted change, before it is made less.
+        share_BG: shares of the slices of all labels, concatenated; no columns without labels.
+        relevance_BT: predicted change of each task; 0 without an artifact.
+        kernel_BTM: mean relevance of each kernel.
+        sketch_BD: mean sketch.
+        within_slice_BT: part of the predicted change that is due to deviations of rows from the mean of their slice.
     """
 
     share_BG: F64
@@ -105,14 +110,14 @@ class SubsetFeatures:
 
     @classmethod
     def from_shares(cls, share_BG: F64, n_tasks: int) -> Self:
-        """Of mixtures without an artifact."""
+        """Return the features of mixtures without an artifact."""
         n = len(share_BG)
         share_BG, nothing_BT = np.asarray(share_BG, np.float64), np.zeros((n, n_tasks))
         return cls(share_BG, nothing_BT, np.zeros((n, n_tasks, 0)), np.zeros((n, 0)), nothing_BT)
 
     @classmethod
     def concatenate(cls, parts: "Sequence[SubsetFeatures]") -> Self:
-        """Of several blocks, one after the other."""
+        """Concatenate blocks of subsets."""
         return cls(*map(np.concatenate, zip(*(part._arrays() for part in parts), strict=True)))
 
     def __len__(self) -> int:
@@ -122,38 +127,45 @@ class SubsetFeatures:
         return [getattr(self, field.name) for field in fields(self)]
 
     def flat(self) -> F64:
-        """All features of a subset side by side, (B, P)."""
+        """Return all features of each subset as a vector, (B, P)."""
         return np.concatenate([array.reshape(len(self), -1) for array in self._arrays()], axis=1)
 
     def unflatten(self, flat_BP: F64) -> "SubsetFeatures":
-        """The opposite, for features of the same shapes as these."""
+        """Invert `flat`, for features of the same shapes as these."""
         shapes = [array.shape[1:] for array in self._arrays()]
         parts = np.split(flat_BP, np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1], axis=1)
         return SubsetFeatures(*(part.reshape(len(part), *shape) for part, shape in zip(parts, shapes, strict=True)))
 
     def take(self, index: Integers | slice) -> "SubsetFeatures":
-        """Some of the subsets."""
+        """Return the features of some of the subsets."""
         return SubsetFeatures(*(array[index] for array in self._arrays()))
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureScales:
-    """Brings features to one scale: over the runs they have mean 0 and mean square 1.
+    """Standardize features to mean 0 and mean square 1 over the runs; shares are not changed.
 
-    Beyond the runs a prediction r counts by its logarithm: farthest (1 + log(|r| / farthest)), of its sign. Choosing
-    goes there by what looks best, and what came true of it along a straight line was half: see experiments/exposure.
-    Shares stay as they are. Rows chosen within slices, more than those of any run, leave a standard deviation.
+    A prediction r beyond the range of the runs is compressed to sign(r) farthest (1 + log(|r| / farthest)), because
+    selected subsets are extreme and realized only about half of a linear extrapolation (experiments/exposure). If the
+    rows of a subset were selected within slices more strongly than those of any run, this adds a standard deviation.
+
+    Attributes:
+        relevance_T: mean and inverse standard deviation; so the next three.
+        sketch_D: the inverse spread is one number for all coordinates; so for `share_G`.
+        farthest_T: largest absolute prediction of a run.
+        within_slice_T: largest absolute `within_slice_BT` of a run.
     """
 
-    relevance_T: tuple[F64, F64]  # mean, and one over the spread; so the others
+    relevance_T: tuple[F64, F64]
     kernel_TM: tuple[F64, F64]
-    sketch_D: tuple[F64, F64]  # one spread for all, as for the shares
+    sketch_D: tuple[F64, F64]
     share_G: tuple[F64, F64]
-    farthest_T: F64  # largest prediction of a run, whatever its sign
-    within_slice_T: F64  # the same of what its rows were chosen by within slices
+    farthest_T: F64
+    within_slice_T: F64
 
     @classmethod
     def from_runs(cls, runs: SubsetFeatures) -> Self:
+        """Compute means and spreads over the runs."""
         relevance, kernels = (
             (values.mean(axis=0), ratio(1.0, values.std(axis=0), least=TINY))
             for values in (runs.relevance_BT, runs.kernel_BTM)
@@ -165,23 +177,27 @@ class FeatureScales:
         return cls(relevance, kernels, sketch, share, farthest_T, within_slice_T)
 
     def compress(self, relevance_BT: F64) -> F64:
-        """Predictions as they are among the runs, and less and less of them beyond."""
-        far_BT = np.maximum(np.abs(relevance_BT) / np.maximum(self.farthest_T, TINY), 1.0)
-        return np.asarray(relevance_BT / far_BT * (1.0 + np.log(far_BT)))
+        """Compress predictions beyond the range of the runs logarithmically; others are not changed."""
+        ratio_BT = np.maximum(np.abs(relevance_BT) / np.maximum(self.farthest_T, TINY), 1.0)
+        return np.asarray(relevance_BT / ratio_BT * (1.0 + np.log(ratio_BT)))
 
     def extrapolation_factor(self, share_BG: F64) -> F64:
-        """Distance of shares from their mean over the runs, (B, 1): 1 is the runs' root mean square, and the least."""
+        """Return the distance of shares from the mean of the runs over the root mean square of the runs, (B, 1).
+
+        It is at least 1.
+        """
         mean_G, inverse = self.share_G
         return np.asarray(np.maximum(inverse * np.linalg.norm(share_BG - mean_G, axis=1, keepdims=True), 1.0))
 
     def step(self, at: SubsetFeatures, part: float) -> SubsetFeatures:
-        """A small part of what each feature varies by over the runs; 0 where it does not vary."""
+        """Return a finite-difference step for each feature: a part of its spread over the runs, 0 if it is constant."""
         spreads = [ratio(1.0, inverse, least=TINY) for _, inverse in (self.relevance_T, self.kernel_TM, self.sketch_D)]
         relevance_1T, kernel_1TM, sketch = (part * spread[None] for spread in spreads)
         share_BG = part * (at.share_BG + 1 / max(at.share_BG.shape[1], 1))
         return SubsetFeatures(share_BG, relevance_1T, kernel_1TM, np.full_like(at.sketch_BD, sketch), relevance_1T)
 
     def transform(self, features: SubsetFeatures) -> SubsetFeatures:
+        """Standardize features; `within_slice_BT` becomes the additional standard deviation of r."""
         (mean_T, inverse_T), (mean_TM, inverse_TM), (mean_D, inverse) = self.relevance_T, self.kernel_TM, self.sketch_D
         beyond_BT = WITHIN_SLICE_SD * np.maximum(np.abs(features.within_slice_BT) - self.within_slice_T, 0.0)
         less_BT, more_BT = features.relevance_BT - beyond_BT, features.relevance_BT + beyond_BT
@@ -195,31 +211,41 @@ class FeatureScales:
 
 
 def _mean_and_scale(values_nP: F64) -> tuple[F64, F64]:
-    """Mean of vectors, (P,), and one over their root mean square distance from it."""
+    """Return the mean of vectors, (P,), and the inverse of their root mean square distance from it."""
     return values_nP.mean(axis=0), ratio(1.0, np.sqrt(values_nP.var(axis=0).sum()), least=TINY)
 
 
-# ------------------------------------------------------------------------------- covariances of g, before any run
+# ------------------------------------------------------------------------------------------ prior covariance of g
 
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """The parts of g that see shares, for one c and one pair of lengths, each with mean variance 1 over the runs."""
+    """Components of the covariance that depend on shares, each with mean variance 1 over the runs.
+
+    Attributes:
+        c: offset in f(share) = log(share + c).
+        mean_G: mean shares of the runs.
+        centre_G: mean of f over the runs. It is subtracted because for a large c it is large relative to the
+            differences between runs.
+        spread: standard deviation of f over the runs.
+        lengths: length scales of the components additive and joint.
+        units: normalization factor of each component.
+    """
 
     c: float
-    mean_G: F64  # shares, over the runs
-    centre_G: F64  # mean of log(share + c) over the runs: where c is large, it is large against their differences
-    spread: float  # its standard deviation
-    lengths: tuple[float, float]  # additive, joint
+    mean_G: F64
+    centre_G: F64
+    spread: float
+    lengths: tuple[float, float]
     units: dict[str, float]
 
     @classmethod
     def from_shares(cls, share_nG: F64, shape: Sequence[float] | F64) -> Self:
-        """Curves for runs.
+        """Normalize the components over the runs.
 
         Args:
-            share_nG: of the runs.
-            shape: logarithms of c, the additive length and the joint length.
+            share_nG: shares of the runs.
+            shape: logarithms of c and of the two length scales.
         """
         c = float(np.exp(shape[0])) / max(share_nG.shape[1], 1)
         seen_nG = np.log(share_nG + c)
@@ -231,11 +257,11 @@ class Curves:
         return replace(bare, units={k: 1.0 / v if v > TINY else 0.0 for k, v in variance.items()})
 
     def seen(self, share_BG: F64) -> F64:
-        """log(share + c), less its mean over the runs, over its spread."""
+        """Return log(share + c), standardized over the runs."""
         return np.asarray((np.log(share_BG + self.c) - self.centre_G) / self.spread)
 
     def between(self, share_BG: F64, other_share_nG: F64) -> dict[str, F64]:
-        """(B, n) covariance of two sets of subsets, by part."""
+        """Return the covariance between two sets of subsets, (B, n), by component."""
         seen_BG, other_nG = self.seen(share_BG), self.seen(other_share_nG)
         n_slices = max(seen_BG.shape[1], 1)
         additive_Bn = np.zeros((len(seen_BG), len(other_nG)))
@@ -255,7 +281,7 @@ class Curves:
         return {name: part * self.units[name] for name, part in parts.items()}
 
     def variance(self, share_BG: F64) -> dict[str, F64]:
-        """(B,) variance of each part at subsets."""
+        """Return the variance at each subset, (B,), by component: the diagonal of `between`."""
         seen_BG = self.seen(share_BG)
         ones_B = np.ones(len(seen_BG))
         linear_B = np.einsum("bg,bg->b", seen_BG, seen_BG) / max(seen_BG.shape[1], 1)
@@ -265,7 +291,7 @@ class Curves:
 
 
 def _linear_parts(subsets: SubsetFeatures, runs: SubsetFeatures) -> dict[str, F64]:
-    """Covariances that are linear in what is known, by part: (1 or T, B, n). Both are measured by one ruler."""
+    """Return the linear components of the covariance of standardized features, (1 or T, B, n), by component."""
     n_tasks, n_kernels = subsets.relevance_BT.shape[1], max(subsets.kernel_BTM.shape[2], 1)
     slope_TBn = np.einsum("bt,nt->tbn", subsets.relevance_BT, runs.relevance_BT)
     return {
@@ -277,7 +303,7 @@ def _linear_parts(subsets: SubsetFeatures, runs: SubsetFeatures) -> dict[str, F6
 
 
 def _linear_variances(subsets: SubsetFeatures) -> dict[str, F64]:
-    """The same of each subset with itself: (1 or T, B)."""
+    """Return the variance of the linear components at each subset, (1 or T, B): the diagonal of `_linear_parts`."""
     slope_TB = (subsets.relevance_BT**2).T
     return {
         "slope": slope_TB,
@@ -288,30 +314,37 @@ def _linear_variances(subsets: SubsetFeatures) -> dict[str, F64]:
     }
 
 
-def _covariance(numbers: Mapping[str, float], curves: Curves, subsets: SubsetFeatures, other: SubsetFeatures) -> F64:
-    """(1 or T, B, n) covariance of g between two sets of measured subsets."""
+def _covariance(
+    hyperparameters: Mapping[str, float], curves: Curves, subsets: SubsetFeatures, other: SubsetFeatures
+) -> F64:
+    """Return the covariance of g between two sets of standardized features, (1 or T, B, n)."""
     curved = curves.between(subsets.share_BG, other.share_BG)
-    return _add_parts(numbers, _linear_parts(subsets, other) | {name: part[None] for name, part in curved.items()})
+    return _add_parts(
+        hyperparameters, _linear_parts(subsets, other) | {name: part[None] for name, part in curved.items()}
+    )
 
 
-def _add_parts(numbers: Mapping[str, float], parts: Mapping[str, F64]) -> F64:
-    """The parts by their variances; one copy where no part differs between tasks."""
+def _add_parts(hyperparameters: Mapping[str, float], parts: Mapping[str, F64]) -> F64:
+    """Return the sum of the components times their variances; one copy if no component depends on the task."""
     nothing = np.zeros((1, *parts["tasks"].shape[1:])) if "tasks" in parts else np.zeros((1, 1, 1))
-    return np.asarray(sum((numbers[name] * part for name, part in parts.items() if numbers[name]), nothing))
+    return np.asarray(
+        sum((hyperparameters[name] * part for name, part in parts.items() if hyperparameters[name]), nothing)
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- what runs add
+# ---------------------------------------------------------------------------------------------------- posterior
 
 
 @dataclass(frozen=True, slots=True)
 class GaussianProcess:
-    """Runs learned from. Made by `fit`; `predict` and `change` say what any subset does.
+    """Posterior of the model given runs. Create it with `fit`, then call `predict` or `change`.
 
     Attributes:
-        numbers: the hyperparameters, by the names of PRIORS; the variance of a part that sees nothing is 0.
-        runs: the different subsets that were learned from, measured by the ruler.
-        scale_T: s, in the unit of the utilities.
+        hyperparameters: by the names in PRIORS; the variance of a component without features is 0.
+        runs: standardized features of the runs.
+        scale_T: scale s of each task, in the unit of the utilities.
         range_T: largest minus smallest utility of the runs.
+        freedom: degrees of freedom of the estimate of the scale.
     """
 
     hyperparameters: dict[str, float]
@@ -322,49 +355,53 @@ class GaussianProcess:
     _scales: FeatureScales
     _curves: Curves
     _solved: "_Solution"
-    _mean_T: F64  # of the utilities, taken off before
-    _rest_nT: F64  # P (u y - r)
+    _mean_T: F64  # mean utility of the runs, subtracted before the fit
+    _residual_nT: F64  # P (u y - r), see `_Solution`
     _level_T: F64
 
     @classmethod
     def fit(cls, runs: SubsetFeatures, utility_nST: F64) -> Self:
-        """Learn from runs. Seeds are averaged; how far they differ says how much of the noise is that of training.
+        """Fit the model to runs.
 
-        What a seed adds to all runs alike is taken off, where every run has every seed.
+        The mean over seeds is fitted; differences between seeds estimate the training noise. If every run has every
+        seed, the mean effect of each seed is removed first.
 
         Args:
-            runs: of n different subsets.
-            utility_nST: of each with each seed, nan where it has fewer seeds; higher is better.
+            runs: features of n different subsets.
+            utility_nST: utility of each run with each seed, nan for missing seeds; higher is better.
+
         Raises:
-            ShapeError: numbers of runs or tasks differ.
-            RunsError: fewer than 2 different subsets, or runs whose utilities are all the same for a task.
+            ShapeError: the numbers of runs or tasks differ.
+            RunsError: fewer than 2 subsets are different, or all utilities of a task are equal.
         """
         n_runs, n_tasks = utility_nST.shape[0], utility_nST.shape[2]
         if runs.relevance_BT.shape != (n_runs, n_tasks):
-            raise ShapeError(f"learned: utilities {utility_nST.shape}, features of {runs.relevance_BT.shape}")
+            raise ShapeError(f"fit: utilities have shape {utility_nST.shape}, features {runs.relevance_BT.shape}")
         if not np.isnan(utility_nST).any():
             utility_nST = utility_nST - utility_nST.mean(axis=0) + utility_nST.mean(axis=(0, 1))
         seeds_n = (~np.isnan(utility_nST[:, :, 0])).sum(axis=1).astype(np.float64)
         utility_nT = np.nanmean(utility_nST, axis=1)
-        within_slice_T = np.nansum((utility_nST - utility_nT[:, None]) ** 2, axis=(0, 1))
+        seed_squares_T = np.nansum((utility_nST - utility_nT[:, None]) ** 2, axis=(0, 1))
         different = len(np.unique(runs.flat().round(ALIKE_DIGITS), axis=0))
         if different < FEWEST:
             raise RunsError(
-                f"learning from runs: got {different} different subset(s) in {n_runs} run(s), expected {FEWEST} or more"
+                f"fit to runs: got {different} different subset(s) in {n_runs} run(s), expected {FEWEST} or more"
             )
         if (np.ptp(utility_nT, axis=0) == 0).any():
-            raise RunsError("learning from runs: all of them came out the same; expected runs that differ")
+            raise RunsError("fit to runs: all runs have the same utility; expected runs that differ")
         scales = FeatureScales.from_runs(runs)
         mean_T = utility_nT.mean(axis=0)
-        data = _Data(scales.transform(runs), utility_nT - mean_T, seeds_n, within_slice_T, float((seeds_n - 1).sum()))
-        numbers = _MarginalLikelihood(data.sample(TUNED_ON)).maximise()
-        curves = Curves.from_shares(data.runs.share_BG, [np.log(numbers[name]) for name in SHAPES])
+        data = _Data(scales.transform(runs), utility_nT - mean_T, seeds_n, seed_squares_T, float((seeds_n - 1).sum()))
+        hyperparameters = _MarginalLikelihood(data.sample(TUNED_ON)).maximise()
+        curves = Curves.from_shares(data.runs.share_BG, [np.log(hyperparameters[name]) for name in SHAPES])
         solved = _Solution.solve(
-            _covariance(numbers, curves, data.runs, data.runs) + data.noise_nn(numbers), data, numbers
+            _covariance(hyperparameters, curves, data.runs, data.runs) + data.noise_nn(hyperparameters),
+            data,
+            hyperparameters,
         )
         error_nT = data.utility_nT * solved.u_T - data.runs.relevance_BT
         return cls(
-            numbers,
+            hyperparameters,
             data.runs,
             1.0 / solved.u_T,
             np.ptp(utility_nT, axis=0),
@@ -378,11 +415,11 @@ class GaussianProcess:
         )
 
     def predict(self, features: SubsetFeatures) -> tuple[F64, F64]:
-        """Utility of subsets and its standard deviation, (B, T) each, for the mean of many seeds."""
+        """Return the utility of subsets and its standard deviation, (B, T) each, for the mean of many seeds."""
         means, spreads = [], []
         for subsets in self._measured(features):
             cross_Gbn = _covariance(self.hyperparameters, self._curves, subsets, self.runs)
-            mean_bT = self._level_T + subsets.relevance_BT + _apply(cross_Gbn, self._rest_nT)
+            mean_bT = self._level_T + subsets.relevance_BT + _apply(cross_Gbn, self._residual_nT)
             means.append(self._mean_T + self.scale_T * mean_bT)
             variance_bG = self._unexplained(subsets, cross_Gbn) + self.hyperparameters["noise"]
             variance_bG *= self._scales.extrapolation_factor(subsets.share_BG) ** 2
@@ -390,18 +427,18 @@ class GaussianProcess:
         return np.concatenate(means), np.concatenate(spreads)
 
     def relative_uncertainty(self, features: SubsetFeatures, coverage: float) -> F64:
-        """How little runs say of subsets, (B, T); above 1 nothing that was tested.
+        """Return the relative uncertainty of predictions, (B, T); a prediction above 1 should not be used.
 
-        Half of the interval of the expected utility, without noise, over the range of all runs: above 1 they leave more
-        open than they differ by. Or the distance from the runs over TESTED, if that is larger.
+        It is half the width of the interval of the noise-free utility over the range of the runs, or the distance from
+        the runs over TESTED, whichever is larger.
         """
         parts = []
         for subsets in self._measured(features):
             cross_Gbn = _covariance(self.hyperparameters, self._curves, subsets, self.runs)
-            edge_b1 = self._scales.extrapolation_factor(subsets.share_BG)
-            spread_bT = np.sqrt(self._unexplained(subsets, cross_Gbn) + subsets.within_slice_BT**2) * edge_b1
-            open_bT = self.quantile(coverage) * self.scale_T * spread_bT / self.range_T
-            parts.append(np.maximum(open_bT, edge_b1 / TESTED))
+            factor_b1 = self._scales.extrapolation_factor(subsets.share_BG)
+            spread_bT = np.sqrt(self._unexplained(subsets, cross_Gbn) + subsets.within_slice_BT**2) * factor_b1
+            half_width_bT = self.quantile(coverage) * self.scale_T * spread_bT / self.range_T
+            parts.append(np.maximum(half_width_bT, factor_b1 / TESTED))
         return np.concatenate(parts)
 
     def relative_uncertainty_after(
@@ -409,18 +446,18 @@ class GaussianProcess:
     ) -> F64:
         """Return `relative_uncertainty` of a subset for one task after one more run, (B,), for each candidate run.
 
-        Hyperparameters and the range of the results stay as they are.
+        Hyperparameters and the range of the runs are held fixed.
         """
-        _, cover_bb, noise = self.joint(SubsetFeatures.concatenate([subset, runs]), task)
-        left_B = cover_bb[0, 0] - cover_bb[0, 1:] ** 2 / (np.maximum(np.diag(cover_bb)[1:], 0.0) + noise)
-        with_one = (np.concatenate([self.runs.share_BG, run_G[None]]) for run_G in runs.share_BG)
-        scales_by_run = (replace(self._scales, share_G=_mean_and_scale(share_nG)) for share_nG in with_one)
-        edge_B = np.array([float(scales.extrapolation_factor(subset.share_BG)[0, 0]) for scales in scales_by_run])
-        open_B = self.quantile(coverage) * edge_B * np.sqrt(np.maximum(left_B, 0.0)) / self.range_T[task]
-        return np.asarray(np.maximum(open_B, edge_B / TESTED))
+        _, cover_bb, noise = self.joint_posterior(SubsetFeatures.concatenate([subset, runs]), task)
+        variance_B = cover_bb[0, 0] - cover_bb[0, 1:] ** 2 / (np.maximum(np.diag(cover_bb)[1:], 0.0) + noise)
+        shares_with_run = (np.concatenate([self.runs.share_BG, run_G[None]]) for run_G in runs.share_BG)
+        scales_by_run = (replace(self._scales, share_G=_mean_and_scale(share_nG)) for share_nG in shares_with_run)
+        factor_B = np.array([float(scales.extrapolation_factor(subset.share_BG)[0, 0]) for scales in scales_by_run])
+        half_width_B = self.quantile(coverage) * factor_B * np.sqrt(np.maximum(variance_B, 0.0)) / self.range_T[task]
+        return np.asarray(np.maximum(half_width_B, factor_B / TESTED))
 
-    def joint(self, features: SubsetFeatures, task: int) -> tuple[F64, F64, float]:
-        """Mean (B,) and covariance (B, B) of one task at subsets, all together, and the variance of a run's noise."""
+    def joint_posterior(self, features: SubsetFeatures, task: int) -> tuple[F64, F64, float]:
+        """Return the posterior mean, (B,), and covariance, (B, B), of one task, and the noise variance of a run."""
         subsets, solved = self._scales.transform(features), self._solved
         g = task if len(solved.inverse_Gnn) > 1 else 0
         cross_bn = _covariance(self.hyperparameters, self._curves, subsets, self.runs)[g]
@@ -428,50 +465,55 @@ class GaussianProcess:
         level_b = cross_bn @ solved.level_Gn[g]
         covariance_bb = between_bb - cross_bn @ solved.inverse_Gnn[g] @ cross_bn.T
         covariance_bb += 1 / solved.mass_G[g] - level_b[:, None] - level_b
-        mean_b = self._level_T[task] + subsets.relevance_BT[:, task] + cross_bn @ self._rest_nT[:, task]
+        mean_b = self._level_T[task] + subsets.relevance_BT[:, task] + cross_bn @ self._residual_nT[:, task]
         scale = float(self.scale_T[task])
         noise = self.hyperparameters["noise"] + self.hyperparameters["seed noise"] + JITTER
         return self._mean_T[task] + scale * mean_b, scale**2 * covariance_bb, scale**2 * noise
 
     def change(self, features: SubsetFeatures, corpus: SubsetFeatures) -> tuple[F64, F64]:
-        """Utility of subsets minus that of the corpus, and its standard deviation, (B, T) each.
+        """Return the utility of subsets minus that of the corpus, and its standard deviation, (B, T) each.
 
-        What no part explains grows with the distance from the corpus as the parts do, beyond the runs as well: at the
-        distance of the mean run it is the noise of two.
+        The subset noise of a change is proportional to the prior variance of the difference from the corpus: it is 0
+        at the corpus itself, and the noise of two subsets at the mean distance of the runs.
 
         Args:
-            corpus: the one subset that changes are counted from.
+            corpus: features of the corpus.
         """
-        whole = self._scales.transform(corpus)
-        whole_G1n = _covariance(self.hyperparameters, self._curves, whole, self.runs)
-        far_G = self._difference_variance(self.runs, whole).mean(axis=0)
+        corpus_features = self._scales.transform(corpus)
+        corpus_cov_G1n = _covariance(self.hyperparameters, self._curves, corpus_features, self.runs)
+        mean_distance_G = self._difference_variance(self.runs, corpus_features).mean(axis=0)
         means, spreads = [], []
         for subsets in self._measured(features):
-            cross_Gbn = _covariance(self.hyperparameters, self._curves, subsets, self.runs) - whole_G1n
-            apart_bG = self._difference_variance(subsets, whole)
-            variance_bG = np.maximum(apart_bG - _explained(cross_Gbn, self._solved.inverse_Gnn), 0.0)
-            variance_bG += 2 * self.hyperparameters["noise"] * apart_bG / np.maximum(far_G, TINY)
-            mean_bT = subsets.relevance_BT - whole.relevance_BT + _apply(cross_Gbn, self._rest_nT)
+            cross_Gbn = _covariance(self.hyperparameters, self._curves, subsets, self.runs) - corpus_cov_G1n
+            distance_bG = self._difference_variance(subsets, corpus_features)
+            variance_bG = np.maximum(distance_bG - _explained(cross_Gbn, self._solved.inverse_Gnn), 0.0)
+            variance_bG += 2 * self.hyperparameters["noise"] * distance_bG / np.maximum(mean_distance_G, TINY)
+            mean_bT = subsets.relevance_BT - corpus_features.relevance_BT + _apply(cross_Gbn, self._residual_nT)
             means.append(self.scale_T * mean_bT)
             variance_bG *= self._scales.extrapolation_factor(subsets.share_BG) ** 2
             spreads.append(self.scale_T * np.sqrt(variance_bG + subsets.within_slice_BT**2))
         return np.concatenate(means), np.concatenate(spreads)
 
-    def slope(self, at: SubsetFeatures, value: Callable[[SubsetFeatures], F64]) -> SubsetFeatures:
-        """How fast a function of subsets rises with each feature of one subset, by difference quotients."""
+    def gradient(self, at: SubsetFeatures, value: Callable[[SubsetFeatures], F64]) -> SubsetFeatures:
+        """Return the gradient of a function of subsets with respect to the features of one, by finite differences."""
         step_1P = self._scales.step(at, STEP).flat()
         rise_P = value(at.unflatten(at.flat() + np.diag(step_1P[0]))) - value(at)
         return at.unflatten(ratio(rise_P, step_1P))
 
-    def reach(self, features: SubsetFeatures, corpus: SubsetFeatures) -> F64:
-        """How far subsets are from the corpus, (B,): 1 is the run that is farthest, by the parts that were learned."""
-        whole = self._scales.transform(corpus)
-        most = float(self._difference_variance(self.runs, whole).mean(axis=1).max())
-        parts = [self._difference_variance(subsets, whole).mean(axis=1) for subsets in self._measured(features)]
-        return np.sqrt(np.concatenate(parts) / max(most, TINY))
+    def relative_distance(self, features: SubsetFeatures, corpus: SubsetFeatures) -> F64:
+        """Return the distance of subsets from the corpus relative to that of the farthest run, (B,).
+
+        It is measured by the prior standard deviation of the difference.
+        """
+        corpus_features = self._scales.transform(corpus)
+        farthest = float(self._difference_variance(self.runs, corpus_features).mean(axis=1).max())
+        parts = [
+            self._difference_variance(subsets, corpus_features).mean(axis=1) for subsets in self._measured(features)
+        ]
+        return np.sqrt(np.concatenate(parts) / max(farthest, TINY))
 
     def quantile(self, coverage: float) -> float:
-        """Standard deviations on either side of the mean that hold `coverage`: Student's, the scale being estimated."""
+        """Return half the width of a central interval in standard deviations, by Student's t distribution."""
         return float(stdtrit(self.freedom, 0.5 + coverage / 2))
 
     def _measured(self, features: SubsetFeatures) -> Iterator[SubsetFeatures]:
@@ -479,7 +521,11 @@ class GaussianProcess:
             yield self._scales.transform(features.take(slice(start, start + BLOCK)))
 
     def _unexplained(self, subsets: SubsetFeatures, cross_Gbn: F64) -> F64:
-        """(B, 1 or T) variance of level and g after the runs, by the covariances of measured subsets with them."""
+        """Return the posterior variance of level and g, (B, 1 or T).
+
+        Args:
+            cross_Gbn: covariance between the subsets and the runs.
+        """
         mass_G = self._solved.mass_G
         level_bG = np.einsum("gbn,gn->bg", cross_Gbn, self._solved.level_Gn)
         variance_bG = (
@@ -488,12 +534,12 @@ class GaussianProcess:
         return np.asarray(np.maximum(variance_bG, 0.0))
 
     def _prior_variance(self, subsets: SubsetFeatures) -> F64:
-        """(B, 1 or T) variance of g before any run."""
+        """Return the prior variance of g, (B, 1 or T)."""
         parts = _linear_variances(subsets) | {k: v[None] for k, v in self._curves.variance(subsets.share_BG).items()}
         return np.asarray(_add_parts(self.hyperparameters, parts).T)
 
     def _difference_variance(self, subsets: SubsetFeatures, whole: SubsetFeatures) -> F64:
-        """(B, 1 or T) variance of the difference of g to one subset, before any run."""
+        """Return the prior variance of the difference of g from its value at one subset, (B, 1 or T)."""
         shared_Gb1 = _covariance(self.hyperparameters, self._curves, subsets, whole)
         return np.asarray(
             np.maximum(self._prior_variance(subsets) + self._prior_variance(whole) - 2 * shared_Gb1[:, :, 0].T, 0.0)
@@ -505,16 +551,23 @@ class GaussianProcess:
 
 @dataclass(frozen=True, slots=True)
 class _Data:
-    """Measured runs and what came out; utilities have mean 0."""
+    """Standardized features and utilities of the runs.
+
+    Attributes:
+        utility_nT: mean over seeds, centred over the runs.
+        seeds_n: number of seeds of each run.
+        seed_squares_T: sum of squared deviations of seeds from the mean of their run.
+        freedom: degrees of freedom of `seed_squares_T`.
+    """
 
     runs: SubsetFeatures
     utility_nT: F64
     seeds_n: F64
-    within_slice_T: F64
-    freedom: float  # of `within`
+    seed_squares_T: F64
+    freedom: float
 
     def sample(self, most: int) -> "_Data":
-        """Some of the runs, the same at every call."""
+        """Return at most this many of the runs, a fixed random sample."""
         if len(self.runs) <= most:
             return self
         chosen = np.sort(stream(0, "learned", "sample", len(self.runs)).permutation(len(self.runs))[:most])
@@ -524,33 +577,39 @@ class _Data:
             self.runs.take(chosen),
             utility_nT - utility_nT.mean(axis=0),
             self.seeds_n[chosen],
-            self.within_slice_T * fraction,
+            self.seed_squares_T * fraction,
             self.freedom * fraction,
         )
 
-    def noise_nn(self, numbers: dict[str, float]) -> F64:
-        """What noise adds to the covariance of the runs."""
-        return np.asarray(np.diag(numbers["noise"] + numbers["seed noise"] / self.seeds_n + JITTER))
+    def noise_nn(self, hyperparameters: dict[str, float]) -> F64:
+        """Return the covariance of the noise of the runs."""
+        return np.asarray(np.diag(hyperparameters["noise"] + hyperparameters["seed noise"] / self.seeds_n + JITTER))
 
 
 @dataclass(frozen=True, slots=True)
 class _Solution:
-    """What follows from the covariance K of the runs in closed form.
+    """Quantities that follow from the covariance K of the runs in closed form.
 
-    A free level is eliminated by P = K^-1 - K^-1 1 1'K^-1 / (1'K^-1 1), which stands where K^-1 stood, and adds
-    log(1'K^-1 1) to log det K (restricted likelihood). With q = y'P y, p = r'P y and m observations the logarithm of
-    the likelihood is m log u - q u^2 / 2 + p u - r'P r / 2 - (log det) / 2 by u = 1 / s; it is largest where
-    q u^2 - p u - m = 0.
+    Integrating out a free level replaces K^-1 by P = K^-1 - K^-1 1 1'K^-1 / (1'K^-1 1) and adds log(1'K^-1 1) to
+    log det K (restricted likelihood). With u = 1 / s, q = y'P y, p = r'P y and m degrees of freedom, the log likelihood
+    is m log u - q u^2 / 2 + p u - r'P r / 2 - (log det) / 2. It is maximal at the positive root of q u^2 - p u - m = 0.
+
+    Attributes:
+        inverse_Gnn: P.
+        level_Gn: weights K^-1 1 / (1'K^-1 1) of the runs in the estimate of the level.
+        mass_G: 1'K^-1 1, the precision of the level.
+        u_T: maximum likelihood estimate of 1 / s.
+        likelihood: maximum of the log likelihood, summed over tasks.
     """
 
-    inverse_Gnn: F64  # P; one copy where K is the same for all tasks
-    level_Gn: F64  # K^-1 1 / (1'K^-1 1): weights of the runs in the level
-    mass_G: F64  # 1'K^-1 1
+    inverse_Gnn: F64
+    level_Gn: F64
+    mass_G: F64
     u_T: F64
-    likelihood: float  # its logarithm, all tasks together
+    likelihood: float
 
     @classmethod
-    def solve(cls, k_Gnn: F64, data: _Data, numbers: dict[str, float]) -> Self:
+    def solve(cls, k_Gnn: F64, data: _Data, hyperparameters: dict[str, float]) -> Self:
         r_nT, y_nT = data.runs.relevance_BT, data.utility_nT
         inverse_Gnn = np.linalg.inv(k_Gnn)
         ones_Gn = inverse_Gnn.sum(axis=2)
@@ -562,8 +621,8 @@ class _Solution:
         p_T = np.einsum("nt,nt->t", r_nT, solved_nT)
         log_det_G = np.linalg.slogdet(k_Gnn)[1] + np.log(mass_G)
         if data.freedom:
-            q_T = q_T + data.within_slice_T / numbers["seed noise"]
-            log_det_G = log_det_G + data.freedom * np.log(numbers["seed noise"])
+            q_T = q_T + data.seed_squares_T / hyperparameters["seed noise"]
+            log_det_G = log_det_G + data.freedom * np.log(hyperparameters["seed noise"])
         count = len(y_nT) - 1 + data.freedom
         u_T = (p_T + np.sqrt(p_T**2 + 4 * q_T * count)) / (2 * q_T)
         fixed_T = np.einsum("nt,nt->t", r_nT, _apply(projected_Gnn, r_nT))
@@ -573,7 +632,7 @@ class _Solution:
 
 
 class _MarginalLikelihood:
-    """Marginal likelihood of the runs by the logarithms of the hyperparameters."""
+    """Log posterior of the hyperparameters, as a function of their logarithms."""
 
     def __init__(self, data: _Data) -> None:
         runs = data.runs
@@ -585,8 +644,9 @@ class _MarginalLikelihood:
         names = [*(SHAPES + CURVES if self.has_curves else ()), *self.linear, "noise"]
         self.names = (*names, *(("seed noise",) if data.freedom else ()))
         self.prior = np.array([PRIORS[name] for name in self.names])
-        # Share of the tasks that are news: 1 if their utilities are uncorrelated over the runs, 1 / T if all agree. One
-        # model is scored on all tasks, so its noise is in all of them; counted T times it would pass for a pattern.
+        # Weight of the likelihood, between 1 if the utilities of tasks are uncorrelated over the runs and 1 / T if they
+        # all agree. One model is evaluated on all tasks, so its noise is correlated between them; if it were counted T
+        # times, it would be fitted as a pattern.
         unit_nT = data.utility_nT * ratio(1.0, np.sqrt((data.utility_nT**2).sum(axis=0)), least=TINY)
         self.worth = float(unit_nT.shape[1] / np.maximum(((unit_nT.T @ unit_nT) ** 2).sum(), 1.0))
 
@@ -606,35 +666,42 @@ class _MarginalLikelihood:
         return {name: fitted.get(name, 1.0 if name in SHAPES else 0.0) for name in PRIORS}
 
     def loss(self, theta: F64) -> tuple[float, F64]:
-        """Minus log posterior and its gradient: tr(M dK), M = d loss / dK; lengths and c by difference quotients."""
-        data, numbers = self.data, dict.fromkeys(PRIORS, 0.0)
-        numbers |= dict(zip(self.names, np.exp(theta).tolist(), strict=True))
+        """Return the negative log posterior and its gradient.
+
+        The gradient with respect to a variance is tr(M dK) with M = d loss / dK; those with respect to c and the length
+        scales are finite differences of K.
+        """
+        data, hyperparameters = self.data, dict.fromkeys(PRIORS, 0.0)
+        hyperparameters |= dict(zip(self.names, np.exp(theta).tolist(), strict=True))
         shape = theta[: len(SHAPES)]
         curves = self._curves(shape)
         parts = self.linear | {name: part[None] for name, part in curves.items()}
-        solved = _Solution.solve(_add_parts(numbers, parts) + data.noise_nn(numbers), data, numbers)
-        # u being where the loss is least, M = (P - (P e)(P e)') / 2 with e = u y - r, by task
+        solved = _Solution.solve(
+            _add_parts(hyperparameters, parts) + data.noise_nn(hyperparameters), data, hyperparameters
+        )
+        # u minimises the loss, so its derivative vanishes: M = (P - (P e)(P e)') / 2 with e = u y - r, per task
         inverse_Gnn, u_T = solved.inverse_Gnn, solved.u_T
-        rest_nT = _apply(inverse_Gnn, data.utility_nT * u_T - data.runs.relevance_BT)
+        residual_nT = _apply(inverse_Gnn, data.utility_nT * u_T - data.runs.relevance_BT)
         if len(inverse_Gnn) == 1:
-            m_Gnn = 0.5 * (len(u_T) * inverse_Gnn - (rest_nT @ rest_nT.T)[None])
+            m_Gnn = 0.5 * (len(u_T) * inverse_Gnn - (residual_nT @ residual_nT.T)[None])
         else:
-            m_Gnn = 0.5 * (inverse_Gnn - np.einsum("nt,mt->tnm", rest_nT, rest_nT))
-        slope = {name: numbers[name] * (part * m_Gnn).sum() for name, part in parts.items()}
+            m_Gnn = 0.5 * (inverse_Gnn - np.einsum("nt,mt->tnm", residual_nT, residual_nT))
+        slope = {name: hyperparameters[name] * (part * m_Gnn).sum() for name, part in parts.items()}
         for k, name in enumerate(SHAPES if self.has_curves else ()):
-            moved = self._curves(shape + STEP * (np.arange(len(SHAPES)) == k))
+            shifted = self._curves(shape + STEP * (np.arange(len(SHAPES)) == k))
             slope[name] = (
-                sum(numbers[values] * ((moved[values] - curves[values]) * m_Gnn).sum() for values in CURVES) / STEP
+                sum(hyperparameters[values] * ((shifted[values] - curves[values]) * m_Gnn).sum() for values in CURVES)
+                / STEP
             )
         diagonal_n = np.einsum("gnn->n", m_Gnn)
-        slope["noise"] = numbers["noise"] * diagonal_n.sum()
+        slope["noise"] = hyperparameters["noise"] * diagonal_n.sum()
         if data.freedom:
-            seed_noise = numbers["seed noise"]
-            slope_of_spread = 0.5 * data.freedom * len(u_T) - 0.5 * float(u_T**2 @ data.within_slice_T) / seed_noise
-            slope["seed noise"] = seed_noise * (diagonal_n / data.seeds_n).sum() + slope_of_spread
-        far = (theta - self.prior[:, 0]) / self.prior[:, 1]
-        gradient = self.worth * np.array([slope[name] for name in self.names]) + far / self.prior[:, 1]
-        return float(0.5 * far @ far - self.worth * solved.likelihood), gradient
+            seed_noise = hyperparameters["seed noise"]
+            seed_slope = 0.5 * data.freedom * len(u_T) - 0.5 * float(u_T**2 @ data.seed_squares_T) / seed_noise
+            slope["seed noise"] = seed_noise * (diagonal_n / data.seeds_n).sum() + seed_slope
+        standardized = (theta - self.prior[:, 0]) / self.prior[:, 1]
+        gradient = self.worth * np.array([slope[name] for name in self.names]) + standardized / self.prior[:, 1]
+        return float(0.5 * standardized @ standardized - self.worth * solved.likelihood), gradient
 
     def _curves(self, shape: F64) -> dict[str, F64]:
         if not self.has_curves:
@@ -644,12 +711,12 @@ class _MarginalLikelihood:
 
 
 def _apply(matrix_Gbn: F64, values_nT: F64) -> F64:
-    """(b, T) matrices times values; one matrix for all tasks, or one for each."""
+    """Return the product of matrices and values, (b, T), with one matrix for all tasks or one per task."""
     if len(matrix_Gbn) == 1:
         return np.asarray(matrix_Gbn[0] @ values_nT)
     return np.asarray(np.einsum("tbn,nt->bt", matrix_Gbn, values_nT))
 
 
 def _explained(cross_Gbn: F64, inverse_Gnn: F64) -> F64:
-    """(b, 1 or T) what the runs take off the variance."""
+    """Return the reduction of the variance by the runs, (b, 1 or T)."""
     return np.asarray(np.einsum("gbn,gbn->bg", cross_Gbn @ inverse_Gnn, cross_Gbn))

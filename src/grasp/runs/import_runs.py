@@ -146,7 +146,7 @@ def read_mixtures(source: Path | str | pa.Table, values: Sequence[str]) -> tuple
     if not len(table):
         raise RunsError(f"{where}: has no mixtures; expected one per line")
     named = [name for name in table.column_names if name not in values and name in (*NAMES, "mixture")]
-    if unknown := [name for name in table.column_names if name not in (*values, *named, "settles")]:
+    if unknown := [name for name in table.column_names if name not in (*values, *named, "gain", "settles")]:
         hint = did_you_mean(unknown[0], values) or f"; they are {', '.join(values[:SHOWN])} ..."
         raise RunsError(f"{where}: {unknown[0]!r} is not a value that the runs were trained on{hint}")
     absent = [name for name in values if name not in table.column_names]

@@ -1,10 +1,11 @@
 """Selection budgets and constraints, and the exact optimum for additive objectives.
 
-A budget, floors and caps for the values of a label, rows that are out of the question. Costs are rows (1 each) or
-tokens, and so are floors and caps. A ledger keeps what is left while rows are taken. It never lets a floor get out of
-reach: what the open floors still need is set aside. Rows that are refused stay refused while rows are taken, but for
-what a floor in tokens had set aside and did not need.
-Shape letters: N rows, G values of the label, P rows of the pool.
+Parse budgets (`20%`, `2Mtokens`), floors and caps per label value, and exclusion lists. Budgets, floors and caps are in
+the same unit: rows, tokens or documents. `Ledger` tracks the remaining budget while rows are added, and reserves what
+unmet floors still require, so that no floor becomes infeasible. A rejected row stays rejected, unless tokens that were
+reserved for a floor are released.
+
+Start with `take_within_budget`. Shape letters: N rows (or documents), G label values, P candidates in ranked order.
 """
 
 import math
@@ -33,10 +34,10 @@ from grasp.text import several
 Unit = Literal["rows", "tokens", "documents"]
 BUDGETS = "20%, 5000, 5000rows, 2Mtokens, 20%tokens or 300documents"
 OPTIMAL = "optimal: the objective is additive over rows"
-SHOWN = 5
-NAME_SHOWN = 60
+SHOWN = 5  # label values, or unmet constraints, listed in a message
+NAME_SHOWN = 60  # characters of a label value in a message
 NAMES = ("row_id", "doc_id")
-EXPECTED = "Parquet with a column row_id or doc_id, or text with one name a line"
+EXPECTED = "Parquet with a column row_id or doc_id, or text with one name per line"
 
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[kMBT])?\s*(rows?|tokens?|documents?)?")
 _UNITS: dict[str, Unit] = {"r": "rows", "t": "tokens", "d": "documents"}
@@ -45,28 +46,33 @@ _TIMES = {"": 1, "k": 1_000, "M": 1_000_000, "B": 1_000_000_000, "T": 1_000_000_
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """So many rows, tokens or documents, or a share of a whole."""
+    """A number of rows, tokens or documents, or a share of a total."""
 
     value: float  # a number, or a share between 0 and 1
     is_share: bool
-    unit: Unit | None = None  # None: not said
+    unit: Unit | None = None  # None: not specified
 
     def resolve(self, whole: int, *, up: bool = False) -> int:
-        """The amount as a number, a share being taken of `whole`; rounded to the nearest, or up."""
+        """Return the amount as a number; a share is taken of `whole` and rounded down, or up."""
         if not self.is_share:
             return int(self.value)
         exact = self.value * whole
+        # the tolerance keeps a share such as 0.1 of 50 from being off by one through its rounding error
         return math.ceil(exact - 1e-9 * whole) if up else math.floor(exact + 1e-9 * whole)
 
 
-Bounds: TypeAlias = Mapping[str | None, Amount]  # floors or caps, by value of a label; None: of every other value
+Bounds: TypeAlias = Mapping[str | None, Amount]  # floor or cap per label value; None: of every value not listed
 
 
 def parse_amount(text: str, where: str, expected: str) -> Amount:
-    """`20%`, `5000`, `2Mtokens`, `300documents`: a number or a share, and of what.
+    """Parse an amount such as `20%`, `5000`, `2Mtokens` or `300documents`.
+
+    Args:
+        where: name of the option, for messages.
+        expected: examples of what is expected, for messages.
 
     Raises:
-        SettingsError: anything else, a share above 100 %, or a part of a row.
+        SettingsError: the text is not an amount, the share is above 100 %, or the number is not whole.
     """
     match = _AMOUNT.fullmatch(text.strip())
     if match is None:
@@ -79,31 +85,33 @@ def parse_amount(text: str, where: str, expected: str) -> Amount:
         return Amount(number / 100, True, unit)
     value = number * _TIMES[scale]
     if not math.isfinite(value) or value != int(value):
-        raise SettingsError(f"{where}: got {text.strip()!r}; a share is written with a percent sign, e.g. {expected}")
+        raise SettingsError(f"{where}: got {text.strip()!r}, expected a whole number or a share, e.g. {expected}")
     return Amount(value, False, unit)
 
 
 def parse_budget(budget: str | float) -> Amount:
-    """An amount; a float is a share, 1.0 all of it, an int is rows.
+    """Parse a budget. A float is a share of the rows, an int a number of rows, a text as `parse_amount` reads it.
 
     Raises:
-        SettingsError: as `parse_amount`, or nothing at all.
+        SettingsError: as `parse_amount`, or the budget is 0.
     """
     if isinstance(budget, float):
         if not 0 < budget <= 1:
-            raise SettingsError(f"budget: got {budget!r}; a float is a share, above 0 and at most 1.0, an int is rows")
+            raise SettingsError(
+                f"budget: got {budget!r}, expected a share above 0 and at most 1.0; pass an int for a number of rows"
+            )
         return Amount(budget, True)
     amount = parse_amount(str(budget), "budget", BUDGETS)
     if amount.value == 0:
-        raise SettingsError(f"budget: got {budget!r}, expected more than nothing, e.g. {BUDGETS}")
+        raise SettingsError(f"budget: got {budget!r}, expected more than 0, e.g. {BUDGETS}")
     return amount
 
 
 def parse_tokens(train_tokens: str | float) -> float:
-    """`100B`: tokens to train on.
+    """Parse the length of a training run in tokens, e.g. `100B`.
 
     Raises:
-        SettingsError: anything else, or nothing at all.
+        SettingsError: the text is not a number of tokens, or 0.
     """
     text = (
         f"{train_tokens:.0f}" if isinstance(train_tokens, float) and math.isfinite(train_tokens) else str(train_tokens)
@@ -115,12 +123,13 @@ def parse_tokens(train_tokens: str | float) -> float:
 
 
 def parse_bounds(texts: str | Sequence[str], flag: str) -> Bounds:
-    """`Games:5%`, `Games:500`, or `5%` for every value of the label; a value may hold colons, the last one counts.
+    """Parse floors or caps: `Games:5%`, `Games:500`, or `5%` for every value of the label.
 
-    A value goes by its name, `(no label)` and `(empty)` among them; `*` is a value as any other.
+    The text is split at the last colon, as a label value may contain colons. Values are referred to by name, including
+    `(no label)` and `(empty)`; `*` is not a wildcard.
 
     Raises:
-        SettingsError: not an amount, or the same value twice.
+        SettingsError: an amount cannot be parsed, or a value occurs twice.
     """
     bounds: dict[str | None, Amount] = {}
     names: list[str] = []
@@ -129,16 +138,18 @@ def parse_bounds(texts: str | Sequence[str], flag: str) -> Bounds:
         bounds[value if colon else None] = parse_amount(amount, f"{flag} {text}", "5%, 500, Games:5% or Games:500")
         names.append(value.strip() if colon else "every value")
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise SettingsError(f"{flag}: got {', '.join(twice)} more than once; give every value one {flag}")
+        raise SettingsError(f"{flag}: got {', '.join(twice)} more than once; pass one {flag} per value")
     return bounds
 
 
 def by_value(bounds: Bounds, flag: str, label: str, names: Sequence[str], n_grouped: int = 0) -> list[Amount | None]:
-    """The floor or cap of each value of a label: its own, or that of every value, or none.
+    """Return the floor or cap of each value of a label, or None if it has none.
 
     Args:
-        names: of the values; blanks around a value do not count where none has them.
-        n_grouped: values that are not named, since they share the last position.
+        label: name of the label, for messages.
+        names: label values. Blanks around a value of `bounds` are ignored unless a label value has them.
+        n_grouped: number of small values that share the last slice and have no name of their own.
+
     Raises:
         SettingsError: the label has no such value.
     """
@@ -153,32 +164,43 @@ def by_value(bounds: Bounds, flag: str, label: str, names: Sequence[str], n_grou
                 for value_name in names[:SHOWN]
             )
             more = ", ..." if len(names) > SHOWN else ""
-            suffix, grouped = (
-                (" here", f"; its {n_grouped:,} smallest values share one slice") if n_grouped else ("", "")
+            qualifier, grouped = (
+                (" in this artifact", f"; its {n_grouped:,} smallest values share one slice") if n_grouped else ("", "")
             )
-            raise SettingsError(f"{flag}: {label} has no value {name!r}{suffix}; it has {shown}{more}{grouped}")
+            raise SettingsError(f"{flag}: {label} has no value {name!r}{qualifier}; it has {shown}{more}{grouped}")
         amounts[list(names).index(name)] = amount
     return amounts
 
 
 def describe_value(value: str | None) -> str:
-    """Whose floor or cap it is, for a message."""
-    return "of every value" if value is None else value
+    """Return the label value of a floor or cap as it is named in a message."""
+    return "for every value" if value is None else value
 
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """Checked: a selection within these limits exists, and the ledger finds one."""
+    """Validated constraints of a selection: a feasible selection exists, and `Ledger` reaches one.
+
+    Attributes:
+        budget: maximum total cost, in `unit`.
+        allowed_N: whether an item (a row or a document) may be selected.
+        cost_N: cost of each item: its tokens, its rows, or 1.
+        values: label values; without a label a single value for all items.
+        codes_N: index into `values` of each item.
+        floor_G: minimum total cost per label value.
+        cap_G: maximum total cost per label value.
+        largest_G: cost of the largest item of each label value.
+    """
 
     budget: int
     unit: Unit
     allowed_N: Bool
-    cost_N: I64  # of an item, a row or a document: its tokens or rows, or 1 each
-    values: tuple[str, ...]  # of the label; one value, of all rows, where there is none
+    cost_N: I64
+    values: tuple[str, ...]
     codes_N: I32
     floor_G: I64
     cap_G: I64
-    largest_G: I64  # cost of the dearest row of each value
+    largest_G: I64
 
     @classmethod
     def from_budget(
@@ -192,19 +214,21 @@ class Constraints:
         floors: Bounds = MappingProxyType({}),
         caps: Bounds = MappingProxyType({}),
     ) -> Self:
-        """Turn amounts into numbers, and see that they can be met.
+        """Resolve amounts to numbers and check that they are feasible.
 
         Args:
-            allowed_N: items, rows or documents, that may be taken.
-            tokens_N: tokens of every item; needed where the budget is in tokens.
-            rows_N: rows of every item; None: items are rows.
+            allowed_N: whether an item (a row or a document) may be selected.
+            tokens_N: tokens of each item; required for a budget in tokens.
+            rows_N: rows of each item; None: items are rows.
+
         Raises:
-            SettingsError: a budget of nothing or beyond the pool, floors or caps without a label, of an unknown
-                value or in another unit than the budget, floors that cannot be met (which, and by how much).
+            SettingsError: the budget is 0 or exceeds the candidates; floors or caps have no label, an unknown value or
+                another unit than the budget; or floors or caps cannot be met (the message lists which, and by how
+                much).
         """
         unit: Unit = budget.unit or "rows"
         n_rows = len(allowed_N)
-        cost_N = np.broadcast_to(np.int64(1), n_rows)  # takes no memory
+        cost_N = np.broadcast_to(np.int64(1), n_rows)  # needs no memory
         if unit == "tokens":
             assert tokens_N is not None
             cost_N = tokens_N
@@ -214,12 +238,14 @@ class Constraints:
         total, pool_total = int(cost_N.sum()), int(cost_P.sum())
         size = budget.resolve(total)
         if size > pool_total:
-            remainder = "" if pool_total == total else f" of {total:,}, the others being excluded"
-            raise SettingsError(f"budget: got {size:,} {unit}, the pool has {pool_total:,}{remainder}; ask for less")
+            remainder = "" if pool_total == total else f" of {total:,}, as the others are excluded"
+            raise SettingsError(
+                f"budget: got {size:,} {unit}, the pool has {pool_total:,}{remainder}; lower the budget"
+            )
         item = "row" if rows_N is None else "document"
         if size < cost_P.min(initial=np.iinfo(np.int64).max):
             raise SettingsError(
-                f"budget: comes to {size:,} of {total:,} {unit}, expected room for one {item} at least; ask for more"
+                f"budget: is {size:,} of {total:,} {unit}, expected enough for one {item}; raise the budget"
             )
         names: tuple[str, ...] = ("all",)
         codes_N = np.broadcast_to(np.int32(0), n_rows)
@@ -229,17 +255,18 @@ class Constraints:
                 for value, amount in bounds.items():
                     if amount.unit not in (None, unit):
                         where = f"{flag} {describe_value(value)}"
-                        raise SettingsError(f"{where}: is in {amount.unit}, the budget is in {unit}; use one unit")
+                        raise SettingsError(f"{where}: is in {amount.unit}, the budget is in {unit}; use the same unit")
             names, codes_N = labels.names(), labels.codes_N
             low_G = by_value(floors, "floor", labels.name, names)
             high_G = by_value(caps, "cap", labels.name, names)
             floor_G = np.array([0 if low is None else low.resolve(size, up=True) for low in low_G])
             cap_G = np.array([size if high is None else high.resolve(size) for high in high_G])
         elif floors or caps:
-            raise SettingsError("floor, cap: need a label; name it with `by`, e.g. topic")
+            raise SettingsError("floor, cap: require a label; pass it with `by`, e.g. topic")
         codes_P = codes_N[allowed_N]
         held_G, largest_G = np.bincount(codes_P, cost_P, len(names)).astype(np.int64), np.ones(len(names), np.int64)
         np.maximum.at(largest_G, codes_P, cost_P)
+        # items are indivisible: meeting a floor may exceed it by up to the cost of the largest item minus 1
         overshoot_G = np.where(floor_G > 0, largest_G - 1, 0)
 
         problems = [
@@ -248,16 +275,20 @@ class Constraints:
         ]
         problems += [
             f"{names[g]} has a floor of {int(floor_G[g]):,} and a cap of {int(cap_G[g]):,} {unit}"
-            + (f", closer than its longest {item} of {int(largest_G[g]):,}" if floor_G[g] <= cap_G[g] else "")
+            + (
+                f", which differ by less than its longest {item} of {int(largest_G[g]):,}"
+                if floor_G[g] <= cap_G[g]
+                else ""
+            )
             for g in np.flatnonzero((floor_G > 0) & (cap_G < size) & (floor_G + overshoot_G > cap_G)).tolist()
         ]
         if (needed := int(floor_G.sum() + overshoot_G.sum())) > size:
-            longest = f" with its longest {item} each" if unit == "tokens" else ""
-            problems.append(f"together they take {needed:,} {unit}{longest}, the budget is {size:,}")
+            longest = f" including the longest {item} of each value" if unit == "tokens" else ""
+            problems.append(f"together they need {needed:,} {unit}{longest}, the budget is {size:,}")
         if problems:
             more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
             raise SettingsError(
-                f"floor: cannot be met: {'; '.join(problems[:SHOWN])}{more}; lower them, or raise the budget"
+                f"floor: cannot be met: {'; '.join(problems[:SHOWN])}{more}; lower the floors, or raise the budget"
             )
         if (available := int(np.minimum(cap_G, held_G).sum())) < size:
             raise SettingsError(
@@ -266,7 +297,7 @@ class Constraints:
         return cls(size, unit, allowed_N, cost_N, names, codes_N, floor_G, np.minimum(cap_G, size), largest_G)
 
     def in_rows(self, size: int) -> "Constraints":
-        """These limits for a fixed number of rows; floors and caps in tokens are left out."""
+        """Return the constraints for a fixed number of rows; floors and caps in tokens are dropped."""
         if self.unit != "tokens":
             return replace(self, budget=size)
         none_G, all_G = np.zeros_like(self.floor_G), np.full_like(self.cap_G, size)
@@ -275,46 +306,50 @@ class Constraints:
 
     @property
     def costs_differ(self) -> bool:
-        """Return whether items cost more than 1 each, so that a budget may not come out even."""
+        """Return whether items have different costs, so that a selection may not use up the budget exactly."""
         return bool(self.cost_N.max(initial=1) > 1)
 
     @property
-    def has_label_limits(self) -> bool:
-        """Whether any floor or cap binds."""
+    def has_label_constraints(self) -> bool:
+        """Return whether there is any floor or cap."""
         return bool(self.floor_G.any() or (self.cap_G < self.budget).any())
 
 
 class Ledger:
-    """What has been taken, and what may be."""
+    """Remaining budget in total and per label value, updated as items are added to a selection.
 
-    def __init__(self, limits: Constraints) -> None:
-        self.used = 0  # cost of what has been taken
-        self._limits = limits
-        self._used_G = [0] * len(limits.values)
-        self._floor_G = limits.floor_G.tolist()
-        self._cap_G = limits.cap_G.tolist()
-        # taking rows for a floor may overshoot it by all but one token of the dearest row
-        self._slack_G = np.where(limits.floor_G > 0, limits.largest_G - 1, 0).tolist()
+    Attributes:
+        used: total cost of the items added so far.
+    """
+
+    def __init__(self, constraints: Constraints) -> None:
+        self.used = 0
+        self._constraints = constraints
+        self._used_G = [0] * len(constraints.values)
+        self._floor_G = constraints.floor_G.tolist()
+        self._cap_G = constraints.cap_G.tolist()
+        # items are indivisible: meeting a floor may exceed it by up to the cost of the largest item minus 1
+        self._slack_G = np.where(constraints.floor_G > 0, constraints.largest_G - 1, 0).tolist()
         self._owed = sum(self._floor_G)
         self._slack = sum(self._slack_G)
 
     def remaining(self, code: int) -> int:
-        """Cost up to which a row of this value may be taken."""
+        """Return the largest cost that an item of this label value may have to be added."""
         need = self._need(code)
         reserved = need + (self._slack_G[code] if need else 0)
-        free = self._limits.budget - self.used - (self._owed + self._slack - reserved)
+        free = self._constraints.budget - self.used - (self._owed + self._slack - reserved)
         return int(min(self._cap_G[code] - self._used_G[code], free))
 
     def fits(self, rows: I64) -> Bool:
-        """Whether there is room for each of these rows."""
-        remaining_G, limits = (
+        """Return whether each of these items can be added."""
+        remaining_G, constraints = (
             np.array([self.remaining(g) for g in range(len(self._cap_G))], dtype=np.int64),
-            self._limits,
+            self._constraints,
         )
-        return np.asarray(limits.cost_N[rows] <= remaining_G[limits.codes_N[rows]])
+        return np.asarray(constraints.cost_N[rows] <= remaining_G[constraints.codes_N[rows]])
 
     def take(self, code: int, cost: int) -> None:
-        """Take a row that there is room for."""
+        """Add an item whose cost is at most `remaining(code)`."""
         need = self._need(code)
         self.used += cost
         self._used_G[code] += cost
@@ -330,37 +365,52 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class SelectedRows:
-    """Rows in the order in which they were taken, and what is proven of them."""
+    """Selected rows, best first, and what is proven about them.
+
+    Attributes:
+        row_index: indices of the rows in the order in which they were selected.
+        guarantee: statement on optimality, for the output.
+        gain: exact marginal gain of each row when it was selected; None: its effect.
+        bound: upper bound on the predicted change of any feasible selection of the same size, if one is known.
+    """
 
     row_index: I64
     guarantee: str
-    gain: F64 | None = None  # exact marginal gain of each when it was taken; None: its effect
-    bound: float | None = None  # no selection of as many rows within the limits has a higher change
+    gain: F64 | None = None
+    bound: float | None = None
     notes: tuple[str, ...] = ()
 
 
-def take_within_budget(order_P: I64, limits: Constraints) -> I64:
-    """Go down the rows in the order of their worth and keep those that the limits allow.
+def take_within_budget(order_P: I64, constraints: Constraints) -> I64:
+    """Select items greedily in the given order, subject to the constraints.
 
-    If all cost 1, the choice has the largest worth of all that the limits allow. Otherwise, in tokens say, an item that
-    does not fit any more is passed over, until none fits.
+    If all items cost 1, the selection maximises the sum of any additive objective that is sorted in this order: the
+    constraints form a matroid, on which the greedy algorithm is exact. With other costs, e.g. tokens, an item that does
+    not fit is skipped, until none fits.
+
+    Args:
+        order_P: indices of candidates, best first.
+        limits: constraints of the selection.
+
+    Returns:
+        Indices of the selected items, best first.
     """
-    if not limits.costs_differ and not limits.has_label_limits:
-        return order_P[: limits.budget]
-    if not limits.costs_differ:
-        codes_P = limits.codes_N[order_P]
+    if not constraints.costs_differ and not constraints.has_label_constraints:
+        return order_P[: constraints.budget]
+    if not constraints.costs_differ:
+        codes_P = constraints.codes_N[order_P]
         by_code, counts = np.argsort(codes_P, kind="stable"), np.bincount(codes_P)
-        rank_P = np.empty(len(codes_P), dtype=np.int64)  # how many better rows have the same value
+        rank_P = np.empty(len(codes_P), dtype=np.int64)  # number of better items with the same label value
         rank_P[by_code] = np.arange(len(codes_P)) - np.repeat(np.cumsum(counts) - counts, counts)
-        # floors first, then the best of what the caps leave
-        selected_P = rank_P < limits.floor_G[codes_P]
-        free = np.flatnonzero(~selected_P & (rank_P < limits.cap_G[codes_P]))
-        selected_P[free[: limits.budget - int(selected_P.sum())]] = True
+        # first the best items of each value up to its floor, then the best of the others up to the caps
+        selected_P = rank_P < constraints.floor_G[codes_P]
+        free = np.flatnonzero(~selected_P & (rank_P < constraints.cap_G[codes_P]))
+        selected_P[free[: constraints.budget - int(selected_P.sum())]] = True
         return np.asarray(order_P[selected_P])
-    if not limits.has_label_limits:  # runs of rows that fit
-        cost_P = limits.cost_N[order_P]
+    if not constraints.has_label_constraints:  # append runs of consecutive items that fit
+        cost_P = constraints.cost_N[order_P]
         runs = [order_P[:0]]
-        start, remaining = 0, limits.budget
+        start, remaining = 0, constraints.budget
         while (fits := cost_P[start:] <= remaining).any():
             start += int(fits.argmax())
             used = np.cumsum(cost_P[start:])
@@ -369,12 +419,12 @@ def take_within_budget(order_P: I64, limits: Constraints) -> I64:
             remaining -= int(used[stop - start - 1])
             start = stop
         return np.concatenate(runs)
-    # row by row: what a floor had set aside and did not need comes free at the end
-    ledger, selected_N = Ledger(limits), np.zeros(len(limits.allowed_N), dtype=np.bool_)
+    # Item by item. Repeat with the rejected items: tokens that were reserved for a floor may have been released.
+    ledger, selected_N = Ledger(constraints), np.zeros(len(constraints.allowed_N), dtype=np.bool_)
     rows: list[int] = []
     while order_P.size:
         for row in order_P.tolist():
-            code, cost = int(limits.codes_N[row]), int(limits.cost_N[row])
+            code, cost = int(constraints.codes_N[row]), int(constraints.cost_N[row])
             if cost <= ledger.remaining(code):
                 ledger.take(code, cost)
                 selected_N[row] = True
@@ -384,12 +434,16 @@ def take_within_budget(order_P: I64, limits: Constraints) -> I64:
 
 
 def load_exclusions(artifact: ArtifactReader, exclude: Path | str | Sequence[str]) -> tuple[Bool, str]:
-    """Rows named in a list, or in a file: Parquet with a column row_id or doc_id, or text with one name a line.
+    """Load a list of rows to exclude: names, or a file that is Parquet with a column row_id or doc_id, or text.
+
+    Args:
+        exclude: row_ids or doc_ids, or a file of them; a text file has one name per line.
 
     Returns:
-        (N,), and what is worth saying of the list.
+        Mask of the excluded rows, (N,), and a note that counts names and rows.
+
     Raises:
-        SettingsError: not such a file, or none of its names, if it has any, is one of the corpus.
+        SettingsError: the file cannot be read, or none of its names occurs in the artifact.
     """
     where = str(exclude) if isinstance(exclude, Path | str) else "exclude"
     values = pa.array(
@@ -405,7 +459,7 @@ def load_exclusions(artifact: ArtifactReader, exclude: Path | str | Sequence[str
             seen[place.drop_null().to_numpy()] = True
         start += batch.num_rows
     if not len(values):
-        return mask_N, f"{where}: is empty, and excludes nothing"
+        return mask_N, f"{where}: is empty and excludes no rows"
     if not seen.any():
         example = str(next(artifact.row_batches(["row_id"])).column(0)[0].as_py())
         raise SettingsError(
@@ -418,7 +472,7 @@ def load_exclusions(artifact: ArtifactReader, exclude: Path | str | Sequence[str
 
 def _read_names(path: Path) -> list[str]:
     if path.exists() and not path.is_file():
-        raise SettingsError(f"exclude: {path}: is no file; expected {EXPECTED}")
+        raise SettingsError(f"exclude: {path}: is not a file; expected {EXPECTED}")
     with readable_table(f"exclude: {path}", SettingsError, EXPECTED):
         if path.suffix != ".parquet":
             lines = path.read_text(encoding="utf-8-sig").split("\n")

@@ -1,14 +1,14 @@
-"""Intervals of predicted changes without runs: over the units of the targets and, for mixtures, over rows.
+"""Confidence intervals of predicted changes without runs: over units and, for mixtures, over rows.
 
-A target's units are a sample of what the target stands for: they are resampled, and an effect keeps its unit of
-measurement. The rows of a value are a sample of what the value stands for: with c_g what a row of slice g counts in the
-mean of the mixture, and s_g^2 the variance of effects within the slice, they add
+The units of a target are a sample of its task, and the bootstrap resamples them. The rows of a label value are a sample
+of this value: with c_g the weight of a row of slice g in the mean of the mixture, and s_g^2 the variance of the effects
+within the slice, sampling rows adds
 
     sum_g (c_g - 1 / N)^2 n_g s_g^2
 
-to the variance of a change. An interval says how far a change would move with other units and rows of the same kind. It
-says nothing of how well predictions agree with retraining. Shape letters: B subsets, E units, G slices, N rows,
-T targets, R resamples.
+to the variance of a change. The intervals express how much a change would differ for other units and rows of the same
+kind, not how well predictions agree with retraining. Start with `change_interval`.
+Shape letters: B subsets, E units, G slices, N rows, T targets, R resamples, C combinations of targets.
 """
 
 from dataclasses import dataclass
@@ -24,16 +24,18 @@ from grasp.predict.weights import Weights, sums_over
 from grasp.seeds import bootstrap_weights
 
 COVERAGE = TAILS[1] - TAILS[0]
-NORMAL = 1.959964  # standard deviations on either side that hold 95 %
+NORMAL = 1.959964  # 97.5 % quantile of the standard normal distribution
 
 
 @dataclass(frozen=True, slots=True)
 class ChangeInterval:
-    """95 % intervals of the changes of one subset, nan where a target has a single unit.
+    """95 % intervals of the changes of one subset; nan for a target with a single unit.
 
     Attributes:
-        weighted: of the change that the targets' weights give.
-        over: what was taken to be a sample, in words.
+        low_T: lower bound of each target.
+        high_T: upper bound of each target.
+        weighted: interval of the weighted mean over the targets.
+        over: what is resampled: "units", or "units and rows".
     """
 
     low_T: F64
@@ -42,10 +44,11 @@ class ChangeInterval:
     over: str
 
     def sentences(self, targets: tuple[str, ...], today: str) -> list[str]:
-        """What to print: the intervals, and whether the change can be told from none.
+        """Return notes: the intervals, and whether the weighted change is distinguishable from 0.
 
         Args:
-            today: what a change is effective from, e.g. today's mixture.
+            targets: names of the targets.
+            today: baseline of the changes, e.g. "today's mixture".
         """
         known = np.isfinite(self.low_T)
         if not known.any():
@@ -55,20 +58,23 @@ class ChangeInterval:
         messages = [f"{COVERAGE:.0%} intervals of the change over {self.over}: {'; '.join(spans)}"]
         low, high = self.weighted
         if low <= 0.0 <= high:
-            messages.append(f"not distinguishable from {today}: the weighted change lies in {low:+.3f} to {high:+.3f}")
+            messages.append(
+                f"not distinguishable from {today}: the interval of the weighted change is {low:+.3f} to {high:+.3f}"
+            )
         return messages
 
 
 def change_interval(
     artifact: ArtifactReader, predictor: Predictor, weights: Weights, weights_T: F64, codes_N: I32 | None = None
 ) -> ChangeInterval:
-    """Return the intervals of the change of one subset.
+    """Return the confidence intervals of the change of one subset.
 
     Args:
-        weights: of the one subset; of a mixture, made from its slices.
-        weights_T: of the targets.
-        codes_N: slice of each row, of a mixture; None: rows are not a sample but what was chosen.
-    Cost: one more pass over the relevance of every kernel.
+        weights: row weights of the subset; for a mixture, made from its slices.
+        weights_T: weights of the targets.
+        codes_N: slice of each row, for a mixture; None: the rows are fixed, not a sample.
+
+    Cost: one pass over the relevance of every kernel.
     """
     change_1E = changes_by_unit(artifact, predictor, weights)
     counts_T = predictor.units.counts_T
@@ -89,7 +95,10 @@ def change_interval(
 
 
 def changes_by_unit(artifact: ArtifactReader, predictor: Predictor, weights: Weights) -> F64:
-    """(B, E) change of its task by each unit alone, whose mean over the units is the change of the task."""
+    """Return the change of the target if only one of its units is used, (B, E).
+
+    The mean over the units of a target is the change of the target.
+    """
     columns_E, protocol = predictor.units.columns_E, predictor.protocol
     effective, whole = predictor.effective_weights(weights), Weights(csr_array((1, predictor.n_rows)), base=1.0)
     sum_BE, all_1E = np.zeros((weights.shape[0], len(columns_E))), np.zeros((1, len(columns_E)))
@@ -102,7 +111,12 @@ def changes_by_unit(artifact: ArtifactReader, predictor: Predictor, weights: Wei
 
 
 def row_errors(predictor: Predictor, weights: Weights, codes_N: I32 | None, combined_TC: F64) -> F64:
-    """(C,) standard error over rows of combinations of the changes of one mixture."""
+    """Return the standard error over rows of linear combinations of the target changes of a mixture, (C,).
+
+    Args:
+        codes_N: slice of each row.
+        combined_TC: coefficients of the combinations.
+    """
     assert codes_N is not None
     effective = predictor.effective_weights(weights)
     assert effective.mix is not None
@@ -118,7 +132,7 @@ def row_errors(predictor: Predictor, weights: Weights, codes_N: I32 | None, comb
 
 
 def _widened(change_T: F64, resampled_TR: F64, error_T: F64) -> tuple[F64, F64]:
-    """Quantiles of the resamples, and the error over rows added in squares to each half."""
+    """Return quantiles of the resamples, with the error over rows added in quadrature to each half of the interval."""
     low_T, high_T = np.quantile(resampled_TR, TAILS, axis=1)
     down_T, up_T = np.hypot(change_T - low_T, NORMAL * error_T), np.hypot(high_T - change_T, NORMAL * error_T)
     return change_T - down_T, change_T + up_T

@@ -1,13 +1,13 @@
-"""Chosen rows as a corpus to train on: exactly these rows, or the whole documents that they are from.
+"""Export selected rows, or the whole documents that they are from, as a corpus to train on. Start with `Exporter`.
 
-The rows are those that the build kept: token ids, and the spans of characters that each has of its documents. Texts
-are read from the corpus, and no tokenizer is loaded. If the rows were not kept, or the corpus has other files than they
-were made of, it is tokenised and packed again. Then every row must have the name that the artifact has, and all of them
-together its fingerprint, which is a hash of names and tokens.
+The build stores the rows as token ids and as character spans of their documents, so the text is read from the corpus
+and no tokenizer is loaded. If the rows were not stored, or the files of the corpus have changed, the corpus is
+tokenized and packed again. Every row must then have the same id as in the artifact, and all of them the same
+fingerprint, which is a hash of ids and tokens.
 
-What is written is a directory of Parquet or JSON lines, which `datasets.load_dataset` and `grasp build` read as it is,
-or one that `datasets.load_from_disk` reads. Beside the data lies `_manifest.yaml`: what was asked, of which corpus, how
-much came of it, and a checksum of every file. The directory is written aside and renamed: where it exists, it is whole.
+The output is a directory of Parquet or JSON lines, which `datasets.load_dataset` and `grasp build` read, or one that
+`datasets.load_from_disk` reads. It contains `_manifest.yaml` with the arguments, the corpus, the counts and a checksum
+of each file. The directory is written to a temporary path and renamed when complete.
 Shape letters: N rows, M documents of the corpus.
 """
 
@@ -47,40 +47,46 @@ if TYPE_CHECKING:
 
 Format = Literal["parquet", "jsonl", "datasets"]
 Rule = Literal["any", "half", "all"]
-MANIFEST = "_manifest.yaml"  # datasets takes a .json for data, Arrow what begins with no underscore
+MANIFEST = "_manifest.yaml"  # `datasets` reads any .json as data, and Arrow any file without a leading underscore
 SHARD_RECORDS = 50_000
-SHARD_CHARS = 64 << 20  # of JSON records that wait to become a table
+SHARD_CHARS = 64 << 20  # characters of JSON records that are buffered before they become a table
 ROWS_AT_ONCE = 4_096
-MISSED = 0.02  # of the tokens chosen that whole documents may have more or fewer without a word
+MISSED = 0.02  # relative difference in tokens of whole documents above which a note is added
 ROW_COLUMNS = ("row_id", "doc_id", "n_tokens")
-UNNEEDED = ("row_index", LOSS_TOKENS, "loss", "snippet")  # columns of the row table that training has no use for
-NOTHING_LEFT = "left out: nothing is, so that there is nothing to write; take a smaller budget"
+UNNEEDED = ("row_index", LOSS_TOKENS, "loss", "snippet")  # columns of the row table that training does not need
+NOTHING_LEFT = "left out: every row is selected, so there is nothing to write; lower the budget"
 
-Item: TypeAlias = pa.Table | dict[str, Any]  # some rows, or a JSON record
+Item: TypeAlias = pa.Table | dict[str, Any]  # a table of rows, or a JSON record
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What was written."""
+    """Summary of a written export."""
 
     path: Path
     holds: str  # rows or documents
     records: int
     tokens: int
-    note: str = ""  # how far this is from what was chosen
+    note: str = ""  # difference in tokens from the selected rows
 
     def __str__(self) -> str:
         size = f"{self.records:,} {self.holds}, {self.tokens:,} tokens{self.note}"
-        return f"{self.path}: {size}; {MANIFEST} says what they are"
+        return f"{self.path}: {size}; described in {MANIFEST}"
 
 
 @dataclass(frozen=True, slots=True)
 class Exporter:
-    """How a selection is written; made before the work begins, which it refuses if it could not be written."""
+    """Options of an export, validated before the selection is computed.
+
+    Attributes:
+        rule: which documents to write whole; None: only the selected rows.
+        corpus: how to read the corpus.
+        ids: file to write the ids of the whole documents to, if any.
+    """
 
     artifact: ArtifactReader
     format: Format
-    rule: Rule | None  # None: exactly the rows
+    rule: Rule | None
     corpus: CorpusSettings
     ids: Path | None
 
@@ -94,31 +100,32 @@ class Exporter:
         corpus: str | None = None,
         ids: Path | str | None = None,
     ) -> Self:
-        """Options as in `Selection.export`.
+        """Validate options, see `Selection.export`.
 
         Raises:
-            SettingsError: no such rule or format, an option that says nothing, or the corpus is not where it was.
+            SettingsError: the rule or format is unknown, `ids` is given without `documents`, or the corpus cannot be
+                opened.
         """
         if form not in get_args(Format):
             raise SettingsError(f"format: got {form!r}, expected one of {', '.join(get_args(Format))}")
         rule = None if documents is None else checked_rule(documents)
         if ids is not None and rule is None:
-            raise SettingsError("ids: lists whole documents; say with `documents` which: any, half or all")
+            raise SettingsError("ids: requires `documents`: any, half or all")
         settings = corpus_settings(artifact, corpus)
         try:
             open_source(settings.path, settings.split)
         except CorpusError as err:
-            raise SettingsError(f"{err}; say with `corpus` where it lies now") from err
+            raise SettingsError(f"{err}; pass its current path with `corpus`") from err
         return cls(artifact, cast(Format, form), rule, settings, None if ids is None else Path(ids))
 
     def write(
         self, selection: "Selection", out: Path, *, left_out: bool = False, say: Callable[[str], None] | None = None
     ) -> Export:
-        """Write the chosen rows, or the documents that they are from; or what is left out."""
+        """Write the selected rows, or the documents that they are from; with `left_out`, the others."""
         artifact, rule = self.artifact, self.rule
         facts: dict[str, Any] = {"corpus": artifact.manifest.fingerprints["corpus"], "artifact": artifact.where}
-        facts |= {"asked": dict(selection.params)} | ({"left_out": True} if left_out else {})
-        # where a row is a record, which holds a conversation, a pair or an instruction, that is written as it is
+        facts |= {"params": dict(selection.params)} | ({"left_out": True} if left_out else {})
+        # without a text column, a row is a record (a conversation, a pair, an instruction) and is written unchanged
         has_text = bool({"text", "input_ids"} & (artifact.manifest.details.get("columns") or {}).keys())
         source, corpus = BuildSource(artifact), Corpus(open_source(self.corpus.path, self.corpus.split), self.corpus)
         with stored_rows(artifact, corpus, lambda: source.tokenizer, temporary_path(out)) as rows:
@@ -133,13 +140,12 @@ class Exporter:
             chosen_N = mask_of(selection.row_index, artifact.n_rows)
             documents = select_documents(rows, chosen_N, rule or "all", others=left_out)
         if say is not None and rule is not None:
-            added = f"; {documents.added:,} of them in rows that were not chosen" if documents.added else ""
-            lost = (
-                f"; {documents.lost:,} tokens of chosen rows go, as their documents are not kept"
-                if documents.lost
-                else ""
-            )
-            say(f"whole documents ({rule}): {len(documents.names):,} with {documents.tokens:,} tokens{added}{lost}")
+            line = f"whole documents ({rule}): {len(documents.names):,} with {documents.tokens:,} tokens"
+            if documents.added:
+                line += f"; {documents.added:,} of them in rows that are not selected"
+            if documents.lost:
+                line += f"; {documents.lost:,} tokens of selected rows are dropped with their documents"
+            say(line)
         if self.ids is not None:
             documents.write_ids(self.ids)
         facts |= {} if rule is None else {"documents": rule}
@@ -148,39 +154,40 @@ class Exporter:
         missed = 0.0 if rule is None or left_out else documents.tokens / selection.n_tokens - 1
         if abs(missed) <= MISSED:
             return written
-        chosen = f"the {selection.n_tokens:,} of the rows that were chosen"
-        advice = "--documents all fills the budget with whole documents"
-        return replace(written, note=f", {abs(missed):.0%} {'more' if missed > 0 else 'fewer'} than {chosen}; {advice}")
+        more = "more" if missed > 0 else "fewer"
+        note = f", {abs(missed):.0%} {more} than the selected rows ({selection.n_tokens:,}); to select whole documents"
+        return replace(written, note=f"{note} within the budget, pass --documents all")
 
 
 def checked_rule(text: str) -> Rule:
-    """Which documents are kept, by its name.
+    """Validate the name of a rule for whole documents.
 
     Raises:
-        SettingsError: another name.
+        SettingsError: the name is unknown.
     """
     if text not in get_args(Rule):
         raise SettingsError(
-            f"documents: got {text!r}, expected any, half or all: how much of a document must be chosen"
+            f"documents: got {text!r}, expected any, half or all: how much of a document must be selected"
         )
     return cast(Rule, text)
 
 
 def corpus_settings(artifact: ArtifactReader, path: str | None = None) -> CorpusSettings:
-    """How the corpus was read when the artifact was built.
+    """Return the settings with which the corpus was read when the artifact was built.
 
     Args:
-        path: where the corpus lies now; None: where it lay then.
+        path: current path of the corpus; None: the path of the build.
+
     Raises:
-        SettingsError: the artifact does not say, or its rows are images.
-        ArtifactError: it was merged, of parts with corpora of their own.
+        SettingsError: the artifact does not record its corpus, or its rows are images.
+        ArtifactError: the artifact was merged from parts with different corpora.
     """
     artifact.require_one_corpus()
     recorded = artifact.manifest.settings.get("corpus")
     if not isinstance(recorded, dict):
-        raise SettingsError(f"{artifact.where}: does not record the corpus that it was built from; build it again")
+        raise SettingsError(f"{artifact.where}: does not record the corpus that it was built from; rebuild it")
     if (artifact.manifest.settings.get("model") or {}).get("classifier") is not None:
-        raise SettingsError(f"{artifact.where}: its rows are images, which are not exported; take the list of row_ids")
+        raise SettingsError(f"{artifact.where}: images cannot be exported; save the list of row_ids with --out instead")
     settings = validated(CorpusSettings, recorded, f"{artifact.where}: settings.corpus")
     if path is None:
         path = artifact.place(settings.path)
@@ -192,10 +199,10 @@ def corpus_settings(artifact: ArtifactReader, path: str | None = None) -> Corpus
 def stored_rows(
     artifact: ArtifactReader, corpus: Corpus, tokenizer: Callable[[], Tokenizer], aside: Path
 ) -> Iterator[RowStore]:
-    """Open the rows of the artifact: those that the build kept, else made of the corpus once more in `aside`.
+    """Open the stored rows of the artifact, or pack the corpus again in the temporary directory `aside`.
 
     Raises:
-        CorpusError: the corpus is not the one that was built from, or was cut into rows by another tokenizer.
+        CorpusError: the corpus or its tokenizer is not the one that the artifact was built from.
     """
     fingerprint, place = artifact.manifest.fingerprints.get("corpus"), artifact.path / TOKENS
     if place.is_dir():
@@ -213,8 +220,8 @@ def stored_rows(
 
 
 def _difference(artifact: ArtifactReader, rows: RowStore) -> str:
-    """Return what is different in the rows of another corpus, and what to do."""
-    remedy = "it is not the corpus that was built from: say with `corpus` where that lies"
+    """Describe the first difference between the rows of a corpus and those of the artifact, and what to do."""
+    remedy = "the artifact was built from another corpus; pass the path of that one with `corpus`"
     expected = (name for batch in artifact.row_batches(["row_id"]) for name in batch.column(0).to_pylist())
     names = (name for k in range(rows.n_shards) for name in rows.columns(k, ("row_id",))["row_id"].to_pylist())
     for row, name in zip_longest(names, expected):
@@ -222,25 +229,34 @@ def _difference(artifact: ArtifactReader, rows: RowStore) -> str:
             return f"has {row!r} beyond the {artifact.n_rows:,} rows of {artifact.where}; {remedy}"
         if row != name:
             return f"{'ends' if row is None else f'has {row!r}'} where {artifact.where} has row {name!r}; {remedy}"
-    return f"its rows have the names of {artifact.where} and other tokens; {remedy}, or restore the tokenizer"
+    return f"its rows have the ids of {artifact.where} but other tokens; {remedy}, or restore the tokenizer"
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentSelection:
-    """Whole documents that are kept, and how that compares with the rows that were chosen."""
+    """Selected whole documents, compared with the selected rows.
+
+    Attributes:
+        mask_M: whether a document is selected.
+        names: ids of the selected documents: the row_id or doc_id of the corpus, or a generated one.
+        records: their positions in the corpus.
+        tokens: their number of tokens.
+        added: how many of these tokens are in rows that are not selected.
+        lost: tokens of selected rows whose documents are not selected.
+    """
 
     mask_M: Bool
-    names: tuple[str, ...]  # of the kept ones: the row_id or doc_id that the corpus gave, else the name that was made
-    records: tuple[int, ...]  # their places in the corpus
-    tokens: int  # in rows of kept documents
-    added: int  # of these, in rows that were not chosen
-    lost: int  # tokens of chosen rows whose documents are not kept
+    names: tuple[str, ...]
+    records: tuple[int, ...]
+    tokens: int
+    added: int
+    lost: int
 
     def write_ids(self, path: Path) -> None:
-        """A table of name and record, or names, one a line; the file appears only when whole.
+        """Write a table with columns name and record, or a text file with one name per line, atomically.
 
         Raises:
-            SettingsError: a name with a line break, in a list.
+            SettingsError: a name contains a line break and the file is text.
         """
         if path.suffix in (".csv", ".parquet"):
             write_table(pa.table({"name": pa.array(self.names, pa.string()), "record": pa.array(self.records)}), path)
@@ -248,18 +264,22 @@ class DocumentSelection:
         for name in self.names:
             if "\n" in name or "\r" in name:
                 raise SettingsError(
-                    f"document {name!r}: a list with one name a line cannot hold it; write a table, .csv or .parquet"
+                    f"document {name!r}: contains a line break; write the ids to a .csv or .parquet file"
                 )
         write_whole(path, ("\n".join(self.names) + "\n").encode())
 
 
 def select_documents(rows: RowStore, chosen_N: Bool, rule: Rule, *, others: bool = False) -> DocumentSelection:
-    """Which documents have any, half or all of their tokens in chosen rows, or all the others.
+    """Select the documents that have any, half or all of their tokens in selected rows, or the other documents.
 
-    A packed row holds pieces of several documents: it counts for the one that has the most tokens in it.
+    A packed row contains parts of several documents and is assigned to the one with the most tokens in it.
+
+    Args:
+        chosen_N: whether a row is selected.
+        others: select the complement.
 
     Raises:
-        SettingsError: no document is kept.
+        SettingsError: no document is selected.
     """
     table = pa.concat_tables(rows.columns(k, (DOCUMENT_COLUMN, "n_tokens")) for k in range(rows.n_shards))
     document_N, tokens_N = (column.to_numpy().astype(np.int64) for column in table.columns)
@@ -272,9 +292,9 @@ def select_documents(rows: RowStore, chosen_N: Bool, rule: Rule, *, others: bool
         raise SettingsError(NOTHING_LEFT)
     if not mask_M.any():
         raise SettingsError(
-            f"documents: there is no document of whose tokens {rule} were chosen; take any, or a larger budget"
+            f"documents: no document has {rule} of its tokens in selected rows; pass any, or raise the budget"
         )
-    # a document is named by the first of its rows, which are in its order
+    # the id of a document is that of its first row; rows are in the order of their documents
     first_N = np.diff(document_N, prepend=-1) > 0
     names: list[str] = []
     for k in range(rows.n_shards):
@@ -294,16 +314,17 @@ def row_tables(
     effect: F64,
     tokenizer: Callable[[], Tokenizer],
 ) -> Iterator[pa.Table]:
-    """Exactly the chosen rows, in the order of the corpus, some thousands of it at a time.
+    """Yield tables of the selected rows in corpus order, a batch of the corpus at a time.
 
-    Columns: row_id, doc_id, the text (the row's span of its document) by the name that it has in the corpus, input_ids
-    (its tokens, end-of-text mark included), n_tokens, order (place in the choice, best first), effect, and the labels.
+    Columns: row_id, doc_id, the text (the span of the row in its document) under its name in the corpus, input_ids (the
+    tokens, including end-of-text tokens), n_tokens, order (rank in the selection, from 0), effect, and the labels.
 
     Args:
         rows: all rows of the artifact.
-        corpus: that they are made of.
-        row_index: chosen rows, best first; `effect` is theirs.
-        tokenizer: called only where a row has no text of its own, or is a conversation.
+        corpus: the corpus that they were packed from.
+        row_index: selected rows, best first.
+        effect: effect of each selected row, in the order of `row_index`.
+        tokenizer: loads the tokenizer; only called for rows without a text span, e.g. conversations.
     """
     order_N = np.full(artifact.n_rows, -1, dtype=np.int64)
     order_N[row_index] = np.arange(len(row_index))
@@ -339,9 +360,9 @@ def row_tables(
 
 
 def iter_records(corpus: CorpusSettings, mask_M: Bool) -> Iterator[Item]:
-    """Yield the records of a corpus that are kept, whole; those beyond the end of `kept_M` are not kept.
+    """Yield the selected records of a corpus; those beyond the end of `mask_M` are not selected.
 
-    Values are as they are read: null members of JSON records are absent.
+    Null members of JSON records are absent, as they are when read.
     """
     for chunk in open_source(corpus.path, corpus.split).chunks(0, lambda schema, _: list(schema.names)):
         if chunk.index >= len(mask_M):
@@ -354,26 +375,28 @@ def iter_records(corpus: CorpusSettings, mask_M: Bool) -> Iterator[Item]:
         if known_M.any():
             batch = chunk.batch.slice(0, len(known_M))
             table = batch if isinstance(batch, pa.Table) else pa.Table.from_batches([batch])
-            yield readable_table(table).filter(pa.array(known_M))  # in this order: Arrow filters no views
+            yield readable_table(table).filter(pa.array(known_M))  # converted first: Arrow cannot filter view types
 
 
 def write_corpus(
     out: Path, kind: Format, holds: str, items: Iterable[Item], tokens: int, request: Mapping[str, Any]
 ) -> Export:
-    """Write rows, or documents, as a directory that appears when it is whole.
+    """Write rows or documents to a directory, atomically.
 
     Args:
         holds: rows or documents.
-        tokens: in them; 0 where nobody counted.
-        request: request to record in the manifest.
+        items: tables or JSON records.
+        tokens: number of tokens in them; 0 if unknown.
+        request: arguments to record in the manifest.
+
     Raises:
-        CorpusError: records that the format cannot hold.
-        MissingExtraError: `datasets` is asked for and not installed.
+        CorpusError: a record cannot be represented in the format.
+        MissingExtraError: the format is `datasets` and the library is not installed.
     """
     check_place(out)
     if kind == "datasets":
         require("datasets", extra="datasets", feature="writing a `datasets` directory")
-    order = "of the corpus" + "; column `order` has the place in the choice" * (holds == "rows")
+    order = "of the corpus" + "; column `order` has the rank in the selection" * (holds == "rows")
     with written_aside(out) as part:
         items = iter(items)
         first = next(items, None)
@@ -386,7 +409,7 @@ def write_corpus(
         else:
             tables = _parquet(shards, items)
             n_records = sum(pq.read_metadata(file).num_rows for file in tables)
-            if kind == "jsonl":  # by way of tables, which gives all records the same columns
+            if kind == "jsonl":  # written from tables, so that all records have the same columns
                 _json_lines(part, _records_of(tables))
             elif kind == "datasets":
                 _as_datasets(shards, part)
@@ -413,7 +436,7 @@ def _records_of(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
 
 
 def _json_lines(shards: Path, records: Iterable[dict[str, Any]]) -> int:
-    """Write part-00000.jsonl, ..., one record a line, and return how many records there are."""
+    """Write part-00000.jsonl, ..., with one record per line, and return the number of records."""
     n_records = 0
     with ExitStack() as stack:
         for record in records:
@@ -424,15 +447,15 @@ def _json_lines(shards: Path, records: Iterable[dict[str, Any]]) -> int:
             try:
                 file.write(f"{json_text(record, None, only_ascii=False)}\n")
             except TypeError as err:
-                raise CorpusError(f"record {n_records:,}: {err}; JSON lines cannot hold it, write parquet") from err
+                raise CorpusError(f"record {n_records:,}: {err}; not representable as JSON, write parquet") from err
             n_records += 1
     return n_records
 
 
 def _parquet(shards: Path, items: Iterable[Item]) -> list[Path]:
-    """Write part-00000.parquet, ..., all of one schema, and return them.
+    """Write part-00000.parquet, ..., all with one schema, and return their paths.
 
-    As many JSON records as fit into one table are a file of their own.
+    JSON records are buffered up to SHARD_RECORDS or SHARD_CHARS; each buffer becomes a file.
     """
     writer: pq.ParquetWriter | None = None
     files: list[Path] = []

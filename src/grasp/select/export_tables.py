@@ -1,4 +1,6 @@
-"""Tables of an export: types that `datasets`, pyarrow and TRL read, and one schema for all files.
+"""Build the tables of an export: types that `datasets`, pyarrow and TRL read, and one schema for all files.
+
+Start with `table_of_records`, `readable_table` and `write_one_schema`.
 
 A table column has one type, and a struct has the members of all its records: a record that lacks some gets them as null
 members, which a chat template may write into the text of a conversation. So a column of a table is never made by
@@ -76,19 +78,19 @@ def table_of_records(records: Sequence[Mapping[str, Any]]) -> pa.Table:
 
 
 def readable_table(table: pa.Table) -> pa.Table:
-    """Return a table with types that `datasets` reads and Parquet holds; its schema has no metadata.
+    """Return a table with types that `datasets` reads and Parquet can store; its schema has no metadata.
 
     Raises:
-        CorpusError: a column whose values Parquet cannot hold, nor JSON.
+        CorpusError: the values of a column can be stored neither in Parquet nor as JSON.
     """
     return pa.table({name: _readable(name, table[name]) for name in table.column_names})
 
 
 def write_one_schema(files: Sequence[Path]) -> None:
-    """Rewrite those of some Parquet files that lack a column of another, or have it with another type.
+    """Rewrite Parquet files so that all have the same columns with the same types.
 
     Raises:
-        CorpusError: a column that no type holds in all files.
+        CorpusError: no type can hold the values of a column in all files.
     """
     schemas = [pq.read_schema(file) for file in files]
     names = dict.fromkeys(name for schema in schemas for name in schema.names)
@@ -126,10 +128,10 @@ def _column_of_json(values: Sequence[Any]) -> pa.Array:
 
 
 def _is_exact(kind: pa.DataType) -> bool:
-    """Whether values in lists, out of which Arrow made this type, have kept their types."""
+    """Return whether all values of this inferred type have the types that they had in the list."""
     if is_list(kind):
         return _is_exact(kind.value_type)
-    return not (pa.types.is_struct(kind) or pa.types.is_floating(kind))  # 1 beside 0.5 becomes 1.0
+    return not (pa.types.is_struct(kind) or pa.types.is_floating(kind))  # Arrow turns [1, 0.5] into [1.0, 0.5]
 
 
 def _json_column(values: Sequence[Any]) -> pa.Array:
@@ -141,7 +143,7 @@ def _readable(name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:
     target = _readable_type(column.type)
     if target == column.type:
         return column
-    if target is not None and pa.types.is_nested(target):  # Arrow's own cast of list views gives damaged arrays
+    if target is not None and pa.types.is_nested(target):  # Arrow's cast of list views returns damaged arrays
         try:
             return pa.chunked_array([pa.array(column.to_pylist(), target)])
         except (pa.ArrowException, TypeError):
@@ -176,7 +178,7 @@ def _readable_type(kind: pa.DataType) -> pa.DataType | None:
             return pa.list_(element, kind.list_size)
         is_large = pa.types.is_large_list(kind) or pa.types.is_large_list_view(kind)
         return pa.large_list(element) if is_large else pa.list_(element)
-    if pa.types.is_struct(kind) and kind.num_fields:  # Parquet holds no struct without members
+    if pa.types.is_struct(kind) and kind.num_fields:  # Parquet cannot store a struct without members
         members = [(member.name, _readable_type(member.type)) for member in kind]
         return None if any(member is None for _, member in members) else pa.struct(members)
     return None
@@ -252,7 +254,7 @@ def _converted(name: str, column: pa.Array | pa.ChunkedArray, conversion: Conver
     if how == "cast":
         return column.cast(target)
     values = plain_values(column)
-    if how != "json":  # a number that is none is no label
+    if how != "json":  # nan is not a label
         return column_of([None if isinstance(v, float) and isnan(v) else v for v in values], how)
     try:
         return _json_column(values)

@@ -1,15 +1,15 @@
-"""Weights for the values of a label: a mixture to train on. The verb `mix`.
+"""Optimise the mixture weights of a label's values. Start with `mix`.
 
-A mixture p gives every row of slice g the weight N p_g / n_g: the corpus itself is p_g = n_g / N. Shares are of rows.
-By the law of exposure, and with m_g the mean effect of a slice, the change is
+A mixture p gives each row of slice g the weight N p_g / n_g; the corpus is p_g = n_g / N. Shares are shares of rows.
+With the repetition law r and the mean effect m_g of a slice, the predicted change is
 
-    sum_g n_g / N exposure(N p_g / n_g) (m_g + b) - b,
+    sum_g n_g / N r(N p_g / n_g) (m_g + b) - b,   b the value of a new row.
 
-concave where m_g > -b. Where a slice hurts more it is convex, and a straight line between its least and greatest share
-stands in for it, which is nowhere below. So the solver's optimum is an upper bound; it is the best mixture where these
-slices end at their bounds, and else as near to it as is said. If the objective is not additive over rows,
+The term of slice g is concave if m_g > -b. Otherwise it is convex and is replaced by its chord between the bounds of
+p_g, which is nowhere below it, so the solver's maximum is an upper bound. The mixture is optimal if these slices end at
+one of their bounds; otherwise the gap to the upper bound is reported. If the objective is not additive over rows,
 `grasp.geometry` optimises it.
-Shape letters: G slices, N rows, T targets.
+Shape letters: G slices, N rows, T targets, K knots of a piecewise linear function.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,25 +38,30 @@ from grasp.select.objective import (
     resolve_rule,
     weighted_targets,
 )
-from grasp.select.quadratic_program import Programme, Segments, frank_wolfe, solve
+from grasp.select.quadratic_program import MixtureProblem, Segments, frank_wolfe, solve
 from grasp.text import plain, several
 
 if TYPE_CHECKING:
     from grasp.runs.retrained import TrainingRuns
     from grasp.runs.table import RunTable
 
-SHOWN = 5
-LINES_SHOWN = 30
+SHOWN = 5  # unmet bounds listed in an error message
+LINES_SHOWN = 30  # rows of the printed table
 MIXTURE = "mixture"
-MAX_REPEAT = 4.0  # data seen more often is worth clearly less than new data: arXiv 2305.16264
-SEGMENTS = 32  # straight pieces that a curve of exposure is made of
+MAX_REPEAT = 4.0  # data repeated more often is worth clearly less than new data: arXiv 2305.16264
+SEGMENTS = 32  # segments of the piecewise linear approximation of a slice's term
 TINY = 1e-12
-NEAR = 1e-3  # of the value: what straight pieces differ by from curves
+NEAR = 1e-3  # relative error of that approximation; a larger gap to the upper bound is reported
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Mixture(OptimizationResult):
-    """Current and proposed shares of a label's values: value, expression, rows, now, proposed, times_as_often."""
+    """Current and proposed shares of a label's values.
+
+    Attributes:
+        table: columns value, expression, rows, now, proposed, times_as_often; one row per label value.
+        optimum: statement on optimality, for the output.
+    """
 
     kind = "mixture"
 
@@ -73,12 +78,12 @@ class Mixture(OptimizationResult):
         write_subsets(Path(path), [block], index, weights=True, corpus=corpus)
 
     def export(self, path: Path | str, form: str) -> str:
-        """Write the weights in the form of a training tool; return one line that says what they are.
+        """Write the weights in the format of a training tool and return a line that describes the file.
 
         Args:
             form: olmo-core, datatrove, axolotl, megatron, llama-factory, yaml or csv; see `grasp.mixture_files`.
         Raises:
-            SettingsError: no such form, or another ending than that of its files.
+            SettingsError: the format is unknown, or the path does not have its suffix.
         """
         slices, document_N = self.slices, row_documents(self.artifact)
         codes_of_documents = np.unique(np.stack([slices.codes_N.astype(np.int64), document_N]), axis=1)[0]
@@ -91,7 +96,7 @@ class Mixture(OptimizationResult):
         return write_mixture(MixtureWeights(self.label, slices.names, size_G, times_G), path, form)
 
     def summary(self) -> dict[str, Any]:
-        """All of it as plain JSON."""
+        """Return the result as JSON data."""
         return super().summary() | {"label": self.label, "slices": self.table.to_pylist(), "optimum": self.optimum}
 
     def __repr__(self) -> str:
@@ -100,7 +105,7 @@ class Mixture(OptimizationResult):
         lines = [plain(self.headline), self._shown_table("", ordered.slice(0, LINES_SHOWN))]
         if len(rest):
             now, proposed = (sum(rest[name].to_pylist()) for name in ("now", "proposed"))
-            lines.append(f"... and {len(rest):,} more values with {now:.1%} now and {proposed:.1%} proposed in all")
+            lines.append(f"... and {len(rest):,} more values: {now:.1%} now, {proposed:.1%} proposed in total")
         return "\n".join([*lines, self._shown_changes(), *map(plain, self.notes)])
 
 
@@ -144,9 +149,10 @@ def mix(
     targets = weighted_targets(target, artifact.targets)
     rule = resolve_rule(artifact, protocol, diversity)
     if not 1 <= max_repeat < np.inf:
-        raise SettingsError(f"max_repeat: got {max_repeat:g}, expected 1 or more: how often a row may be seen")
+        raise SettingsError(f"max_repeat: got {max_repeat:g}, expected a number of repetitions of 1 or more")
     tokens_N = row_tokens(artifact)
-    slices = label_slices(label_column(artifact, by, "by"), tokens_N)
+    column = label_column(artifact, by, "by")
+    slices = label_slices(column, tokens_N)
     tokens = None if train_tokens is None else parse_tokens(train_tokens)
     epochs = repetition_law(tokens, tokens_N).epochs or 1.0
     far = None
@@ -158,42 +164,43 @@ def mix(
     current_G = slices.rows_G / slices.rows_G.sum()
     floors, caps = parse_bounds(floor, "floor"), parse_bounds(cap, "cap")
     low_G, high_G = _bounds(slices, floors, caps, max_repeat, min(1.0, epochs), far)
-    programme = Programme(np.zeros(len(current_G)), low_G, high_G, current_G, far)
+    problem = MixtureProblem(np.zeros(len(current_G)), low_G, high_G, current_G, far)
     objective = SelectionObjective.from_artifact(artifact, rule, targets, tokens, runs, cautious=cautious)
 
-    rule = objective.predictor.protocol  # as it fits the artifact
+    rule = objective.predictor.protocol  # restricted to the kernels of the artifact
     mixed: Mixed = (_additive if rule.interaction is Interaction.NONE else geometry().optimize_mixture)(
-        objective, slices, programme
+        objective, slices, problem
     )
     by_runs, p_G = tokens is None and objective.run_model is not None, mixed.p_G
     if by_runs:
         p_G = frank_wolfe(
-            programme, lambda p_BG: objective.predicted_by_runs(slices.weights(p_BG / current_G)), [p_G, current_G]
+            problem, lambda p_BG: objective.predicted_by_runs(slices.weights(p_BG / current_G)), [p_G, current_G]
         )
     factor_G = p_G / current_G
     changes, notes = objective.evaluate(MIXTURE, slices.weights(factor_G[None]), "today's mixture", slices.codes_N)
-    value, short = mixed.value(p_G), mixed.short(p_G)
-    optimum = mixed.optimum + (f", but for {short:.3f} at most," if short > NEAR * abs(value) else "")
+    value, gap = mixed.value(p_G), mixed.gap(p_G)
+    optimum = mixed.optimum + (f" (up to a gap of {gap:.3f})" if gap > NEAR * abs(value) else "")
     optimum = "the optimum predicted by the runs" if by_runs else optimum
 
-    least = {2.0: "half", 4.0: "quarter", 10.0: "tenth"}.get(max_repeat, f"{max_repeat:g}th part")
     messages = [
-        f"no row is seen more than {max_repeat:g} times, and values keep a {least} of their share (--max-repeat); "
-        "--floor VALUE:0% lets one go, a larger floor gives it more",
-        "now and proposed are shares of rows; shares of tokens differ where rows of some values are longer",
+        f"no row is seen more than {max_repeat:g} times, and each value retains at least 1/{max_repeat:g} of its share "
+        "(--max-repeat); --floor VALUE:0% allows a value to be dropped",
+        "now and proposed are shares of rows; shares of tokens differ if rows differ in length",
     ]
+    if column.note:
+        messages.append(column.note)
     if slices.n_grouped:
-        messages.append(f"{slices.n_grouped:,} of the values are small and share one slice, whose inner mixture stays")
+        messages.append(f"{slices.n_grouped:,} small values share one slice; their proportions to each other are fixed")
     if by_runs:
-        messages.append("what is maximised is the change that the runs lead to expect (nats), not that by relevance")
+        messages.append("the mixture maximises the change predicted by the runs, not that by relevance")
     else:
         messages += mixed.notes
     most = f"no row is seen more than {epochs * float(factor_G.max()):.2g} times"
     if tokens is None:
-        messages.append(f"in a training as long as the corpus {most}")
+        messages.append(f"{most} in one epoch")
     else:
-        budget = f"{tokens:,.0f} training tokens, {epochs:.2g} times the corpus"
-        messages.append(f"value {value:+z.3f}: the change, less what repetition takes in {budget}; {most}")
+        budget = f"{tokens:,.0f} training tokens, {epochs:.2g} epochs"
+        messages.append(f"value {value:+z.3f}: the change including the effect of repetition in {budget}; {most}")
     moved = 0.5 * float(np.abs(p_G - current_G).sum())
     params = {
         "by": by,
@@ -226,45 +233,60 @@ def mix(
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """A mixture, and how good it is known to be."""
+    """An optimised mixture.
+
+    Attributes:
+        p_G: shares of the slices.
+        optimum: statement on optimality, for the output.
+        value: return the change of a mixture, including the effect of repetition under a training budget.
+        gap: return by how much the value of the optimal mixture may exceed that of a mixture.
+    """
 
     p_G: F64
     optimum: str
     notes: tuple[str, ...]
-    value: Callable[[F64], float]  # of a mixture: its change, less what repetition takes under a training budget
-    short: Callable[[F64], float]  # how much higher the best one may be
+    value: Callable[[F64], float]
+    gap: Callable[[F64], float]
 
 
-def _additive(objective: SelectionObjective, slices: LabelSlices, programme: Programme) -> Mixed:
-    """The best mixture: rows are worth what they are worth, and less if they are seen often."""
-    current_G = programme.current_G
+def _additive(objective: SelectionObjective, slices: LabelSlices, problem: MixtureProblem) -> Mixed:
+    """Return the optimal mixture for an objective that is additive over rows, with diminishing value of repetition."""
+    current_G = problem.current_G
     effect_G = (objective.predictor.sums(slices.each, ()).effect_BT @ objective.weights_T) / slices.rows_G
     curves = ExposureCurves(objective.budget_predictor.exposure, effect_G + NEW_ROW_VALUE, current_G)
-    segments = curves.segments(programme.low_G, programme.high_G)
-    p_G = solve(replace(programme, segments=segments))
+    segments = curves.segments(problem.low_G, problem.high_G)
+    p_G = solve(replace(problem, segments=segments))
 
     def value(p_G: F64) -> float:
         return float(
             objective.budget_predictor.change(slices.weights((p_G / current_G)[None]))[0] @ objective.weights_T
         )
 
-    return Mixed(p_G, "the best mixture", (), value, lambda p_G: max(segments.value(p_G) - curves.value(p_G), 0.0))
+    return Mixed(p_G, "optimal", (), value, lambda p_G: max(segments.value(p_G) - curves.value(p_G), 0.0))
 
 
 @dataclass(frozen=True, slots=True)
 class ExposureCurves:
-    """What slices are worth by their shares, under the law of exposure."""
+    """Value of each slice as a function of its share, under the repetition law.
+
+    Attributes:
+        worth_G: value of a row of each slice when it is seen for the first time: m_g + b.
+        current_G: share of each slice in the corpus.
+    """
 
     exposure: RepetitionLaw
-    worth_G: F64  # of a new row, in all
+    worth_G: F64
     current_G: F64
 
     def value(self, p_G: F64) -> float:
-        """sum_g n_g / N exposure(N p_g / n_g) worth_g."""
+        """Return sum_g n_g / N r(N p_g / n_g) worth_g."""
         return float(self.worth_G @ (self.current_G * self.exposure(p_G / self.current_G)))
 
     def segments(self, low_G: F64, high_G: F64) -> Segments:
-        """The curves by straight pieces, with a knot where repetition begins; of slices that hurt a single one."""
+        """Return the piecewise linear approximation on the bounds; for a convex term, its chord.
+
+        One knot is where repetition begins, as the law has a kink there.
+        """
         steps = np.linspace(0.0, 1.0, SEGMENTS)
         once_G1 = np.clip(self.current_G / max(self.exposure.epochs or 1.0, TINY), low_G, high_G)[:, None]
         knots_GK = np.sort(
@@ -284,10 +306,11 @@ def _bounds(
     epochs: float,
     distance: float | None,
 ) -> tuple[F64, F64]:
-    """(G,) least and greatest shares: what is asked, and `max_repeat` where nothing is.
+    """Return the lower and upper bound of each share, (G,): floors and caps, and `max_repeat` for other values.
 
     Raises:
-        SettingsError: a bound in rows, of an unknown value, or bounds that cannot be met: which.
+        SettingsError: a bound is not a share, its value is unknown, or no mixture satisfies all bounds and the
+            distance; the message lists the conflicts.
     """
     names, current_G = slices.names, slices.rows_G / slices.rows_G.sum()
     requested = []
@@ -295,15 +318,15 @@ def _bounds(
         for value, amount in bounds.items():
             if not amount.is_share or amount.unit is not None:
                 raise SettingsError(
-                    f"{flag} {describe_value(value)}: got a number, a mixture has shares; expected e.g. Games:5%"
+                    f"{flag} {describe_value(value)}: got a number, expected a share of the mixture such as Games:5%"
                 )
         amounts = by_value(bounds, flag, slices.label, names, slices.n_grouped)
         requested.append(np.array([np.nan if amount is None else amount.value for amount in amounts]))
     floor_G, cap_G = np.nan_to_num(requested[0]), np.nan_to_num(requested[1], nan=1.0)
-    # what nobody asked for gives way: the usual least share to a cap, the usual greatest one to a floor
+    # a requested bound overrides a default one: a cap the default lower bound, a floor the default upper bound
     usual_G = current_G / max_repeat
     requested_G = np.where(np.isnan(requested[0]), usual_G, floor_G)
-    requested_G = np.where(requested_G > 0, np.maximum(requested_G, usual_G), 0.0)  # 0 %: may go
+    requested_G = np.where(requested_G > 0, np.maximum(requested_G, usual_G), 0.0)  # 0 %: may be dropped
     low_G = np.minimum(requested_G, np.maximum(cap_G, floor_G))
     high_G = np.minimum(cap_G, np.maximum(max_repeat * current_G / epochs, floor_G))
 
@@ -315,16 +338,14 @@ def _bounds(
         problems.append(f"the floors add up to {low_G.sum():.1%}")
     if high_G.sum() < 1.0 - 1e-12:
         problems.append(
-            f"the caps add up to {high_G.sum():.1%}, expected 100% at least (max_repeat {max_repeat:g} among them)"
+            f"the caps, including max_repeat {max_repeat:g}, add up to {high_G.sum():.1%}, expected at least 100%"
         )
-    # keeping the bounds alone may move more data than the distance allows
+    # satisfying the bounds may move more data than the distance allows
     up_G, down_G = np.maximum(low_G - current_G, 0.0), np.maximum(current_G - high_G, 0.0)
     needed = max(float(up_G.sum()), float(down_G.sum()))
     if distance is not None and needed > distance + 1e-12:
         worst = names[int(np.argmax(np.maximum(up_G, down_G)))]
-        problems.append(
-            f"they move {needed:.1%} of the data, {worst} most of it, and the distance allows {distance:.1%}"
-        )
+        problems.append(f"they move {needed:.1%} of the data, mostly {worst}; the distance allows {distance:.1%}")
     if problems:
         more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise SettingsError(f"floor, cap: cannot be met: {'; '.join(problems[:SHOWN])}{more}")

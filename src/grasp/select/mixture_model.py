@@ -1,13 +1,17 @@
-"""Runs without an artifact: what a mixture would give, which mixture is best, and which to train next.
+"""Predict, optimise and propose mixtures from training runs alone, without an artifact.
 
-Runs by shares of a label are learned from; the answers are in the metrics' own units. `propose_runs` picks mixtures by
-what they are expected to teach. With the joint posterior of the learned predictor at candidates (mean m, covariance S)
-a run of candidate x moves the means by S_x / sqrt(S_xx + noise) times a standard normal number, so
+`MixtureModel` fits a Gaussian process to the results of runs that were trained on mixtures of a label's values. Start
+with `predict_runs`, `mix_runs` and `propose_runs`; results are in the units of the metrics.
 
-    best:    E max(m + S_x z / sqrt(S_xx + noise)) - max m, by quadrature: what the best gains (the knowledge gradient)
-    values:  sum_g (d_g' S_x)^2 / (S_xx + noise): what it takes off the variance of d_g, the effects of values
+`propose_runs` selects mixtures by the information that a run is expected to yield. Given the joint posterior of the
+Gaussian process at the candidates (mean m, covariance S), observing candidate x changes the posterior means by
+S_x z / sqrt(S_xx + noise) with a standard normal z. The acquisition functions are
 
-and the next one is picked given that the first is run. Shape letters: R runs, B mixtures, G values, T metrics.
+    best:    E max(m + S_x z / sqrt(S_xx + noise)) - max m, by quadrature (the knowledge gradient)
+    values:  sum_g (d_g' S_x)^2 / (S_xx + noise), the reduction in the variance of d_g, the effects of the values
+
+and further candidates are selected conditionally on the earlier ones.
+Shape letters: R runs, S seeds, B mixtures, G label values, T metrics, x candidates of one step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,47 +42,58 @@ from grasp.runs.table import NAMED, RESULTS_SCHEMA, TRAINED_SCHEMA, RunsInfo, Ru
 from grasp.seeds import stream
 from grasp.select.budget import by_value, describe_value, parse_bounds, parse_tokens
 from grasp.select.mix import MAX_REPEAT
-from grasp.select.quadratic_program import Programme, frank_wolfe
+from grasp.select.quadratic_program import MixtureProblem, frank_wolfe
 from grasp.text import listed
 
 Runs = RunTable | Path | str
 
-CANDIDATES = 1_000
-TRIED = 250  # of the candidates: those that may be best, and some of the others
-MOST = TRIED // 2  # so many different ones are among them for certain
-NODES = 21  # of the quadrature
-SLACK = 0.005  # of a share, beyond those of the runs
-EXPLORING = 0.5  # part of the mixtures of which more is expected than of one that is proposed to explore
-HALVINGS = 80
-STEPS = 20  # of the line on which the run that settles a mixture is looked for
-SHARES_SHOWN = 6
-CLIMBS = 8  # of the best runs, that the best mixture is looked for from
+CANDIDATES = 1_000  # random mixtures
+TRIED = 250  # candidates that are evaluated: the most promising ones and a random sample of the others
+MOST = TRIED // 2  # maximum number of proposals
+NODES = 21  # of the Gauss-Hermite quadrature
+SLACK = 0.005  # a share beyond the range of the runs by no more than this counts as inside
+EXPLORING = 0.5  # a proposal is exploratory if more than this part of the candidates have a higher predicted mean
+HALVINGS = 80  # bisection steps
+STEPS = 20  # grid points of the line search of `informative_run`
+SHARES_SHOWN = 6  # label values of a mixture in a note
+STARTS = 8  # best runs from which the optimal mixture is searched
 
 
 @dataclass(frozen=True, slots=True)
 class MixtureModel:
-    """Runs by shares, and what was learned of every metric and, last, of their weighted mean, the aim."""
+    """Gaussian process fitted to runs with known mixtures.
+
+    Its tasks are the metrics and, last, their weighted mean, the objective. Utilities are metrics with the sign for
+    which higher is better.
+
+    Attributes:
+        share_RG: mixture of each run.
+        weights_T: weight of each metric in the objective; they add up to 1.
+        sign_T: -1 for a metric of which lower is better, else 1.
+    """
 
     table: RunTable
     share_RG: F64
     process: GaussianProcess
     weights_T: F64
-    sign_T: F64  # -1: less is better
+    sign_T: F64
 
     @classmethod
     def from_runs(cls, runs: Runs, metric: str | Sequence[str] | Mapping[str, float] | None = None) -> Self:
-        """Learn from runs.
+        """Fit the model to runs.
 
         Args:
-            metric: one, several, or metrics and weights; None: all of them alike.
+            runs: imported runs with the shares of a label's values.
+            metric: metrics of the objective, or a mapping of metrics to weights. Default: all, with equal weights.
+
         Raises:
-            RunsError: not imported runs by shares, no such metric, too few runs, or runs all alike.
+            RunsError: the runs have no shares, a metric is unknown, or there are too few different runs.
         """
         table = open_runs(runs)
         if not isinstance(table, RunTable) or table.info.kind != "shares":
             raise RunsError(
-                f"{table.name}: mixtures alone are learned from runs by shares of a label; import them with "
-                "grasp runs import MIXTURES METRICS --label LABEL"
+                f"{table.name}: expected runs with shares of a label's values; import them with grasp runs import "
+                "MIXTURES METRICS --label LABEL"
             )
         selected = metric or table.metrics
         weight_of = (
@@ -108,12 +123,12 @@ class MixtureModel:
         return SubsetFeatures.from_shares(share_BG, len(self.weights_T) + 1)
 
     def predict_objective(self, share_BG: F64, cautious: float = 0.0) -> F64:
-        """Expected weighted mean less so many standard deviations, (B,); higher is better."""
+        """Return the predicted objective minus `cautious` standard deviations, (B,); higher is better."""
         mean_BT, spread_BT = self.process.predict(self.features(share_BG))
         return np.asarray(mean_BT[:, -1] - cautious * spread_BT[:, -1])
 
     def lines(self, names: Sequence[str], share_BG: F64) -> pa.Table:
-        """mixture, metric, expected, low, high: in the metric's own unit."""
+        """Return the table of mixture, metric, expected, low, high, in the units of the metrics."""
         mean_BT, spread_BT = (values[:, :-1] for values in self.process.predict(self.features(share_BG)))
         half_BT = self.process.quantile(COVERAGE) * spread_BT
         columns = np.flatnonzero(self.weights_T)
@@ -130,18 +145,19 @@ class MixtureModel:
         )
 
     def beyond(self, share_BG: F64) -> F64:
-        """(B, G) shares beyond those of any run, above 0 where a mixture has more or less of a value."""
+        """Return by how much each share lies outside the range of the runs, (B, G); 0 or less is inside."""
         return np.asarray(np.maximum(share_BG - self.share_RG.max(axis=0), self.share_RG.min(axis=0) - share_BG))
 
     def refused(self, share_BG: F64) -> NDArray[np.bool_]:
-        """(B, T + 1) whether a mixture lies outside the runs, so far that they say nothing of it."""
+        """Return whether a mixture is too far outside the range of the runs for a prediction, (B, T + 1)."""
         outside_B1 = (self.beyond(share_BG) > SLACK).any(axis=1, keepdims=True)
         return outside_B1 & (self.process.relative_uncertainty(self.features(share_BG), COVERAGE) > 1.0)
 
-    def settling_run(self, share_G: F64) -> F64:
-        """(G,) the run nearest to the mean of the runs after which a mixture is not refused.
+    def informative_run(self, share_G: F64) -> F64:
+        """Return the mixture of a further run after which this mixture would have a prediction, (G,).
 
-        Looked for on the straight line from the mean to the mixture; the mixture itself, if no other is enough.
+        Of the points on the line from the mean of the runs to the mixture, it is the nearest to the mean that suffices,
+        or the mixture itself if none does.
         """
         mixture = self.features(share_G[None])
         task = int(
@@ -159,51 +175,52 @@ class Proposal(Result):
     """Mixtures to train; printed with one row per value."""
 
     def _shown(self) -> tuple[list[str], list[list[str]]]:
-        mixtures, settles, *shares = (column.to_pylist() for column in self.table.columns)
+        mixtures, gains, *shares = (column.to_pylist() for column in self.table.columns)
         lines = [
             [name, *(f"{share:.1%}" for share in column)]
             for name, column in zip(self.table.column_names[2:], shares, strict=True)
         ]
-        return ["", *mixtures], [["settles", *(f"{value:.2g}" for value in settles)], *lines]
+        return ["", *mixtures], [["gain", *(f"{value:.2g}" for value in gains)], *lines]
 
     def _below(self) -> Sequence[str]:
         return self.notes
 
 
 def predict_runs(runs: Runs, mixtures: Path | str | pa.Table, metric: str | Sequence[str] | None = None) -> Result:
-    """What would these mixtures give? By runs alone, without an artifact.
+    """Predict the metrics of mixtures from training runs alone, without an artifact.
 
-    The interval of a metric holds nine of ten runs. Far outside of what was run there is no number, but the run that
-    would settle it.
+    Intervals have a nominal coverage of 90 %. For a mixture that is too far outside the range of the runs, the result
+    has no prediction but names a further run that would allow one.
 
     Args:
         runs: imported runs, see `grasp runs import`.
         mixtures: table with one row per mixture and one column per value of the label; shares add up to 1.
         metric: metrics, separated by commas. Default: all of them.
     Raises:
-        RunsError: see `MixtureModel.from_runs`; values that no run has; shares that do not add up to 1.
+        RunsError: the runs have no shares or are too few, a metric or a label value is unknown, or shares do not add up
+            to 1.
     """
     model = MixtureModel.from_runs(runs, metric)
     names, share_BG = read_mixtures(mixtures, model.table.values)
     requested_T = np.append(model.weights_T > 0, False)
     refused_B = (model.refused(share_BG) & requested_T).any(axis=1)
     notes = [
-        *_outside(model, names, share_BG, ~refused_B, "outside of what the runs covered, so the interval is wider"),
-        *_outside(model, names, share_BG, refused_B, "no number, too far outside of what the runs covered"),
+        *_outside(model, names, share_BG, ~refused_B, "outside the range of the runs, so the interval is wider"),
+        *_outside(model, names, share_BG, refused_B, "no prediction, too far outside the range of the runs"),
     ]
     for b in np.flatnonzero(refused_B)[:NAMED].tolist():
-        run_G = model.settling_run(share_BG[b])
+        run_G = model.informative_run(share_BG[b])
         shares = ", ".join(f"{model.table.values[g]} {run_G[g]:.0%}" for g in np.argsort(-run_G)[:SHARES_SHOWN])
         more = f" and {len(run_G) - SHARES_SHOWN} more" if len(run_G) > SHARES_SHOWN else ""
-        notes.append(f"a run that would settle {names[b]}: {shares}{more}")
-    headline = f"{len(names):,} mixtures, by {len(model.table):,} runs"
+        notes.append(f"a run that would allow a prediction of {names[b]}: {shares}{more}")
+    headline = f"{len(names):,} mixtures, predicted from {len(model.table):,} runs"
     return Result(model.lines(names, share_BG), headline, (*notes, *model.notes), signs=False)
 
 
 def _outside(
     model: MixtureModel, names: Sequence[str], share_BG: F64, among_B: NDArray[np.bool_], what: str
 ) -> list[str]:
-    """One sentence on the mixtures that give a value more, or less, than any run did; none if there are none."""
+    """Return a note on the mixtures whose share of a value is outside the range of the runs, if there are any."""
     low_G, high_G = model.share_RG.min(axis=0), model.share_RG.max(axis=0)
     beyond_BG = model.beyond(share_BG)
     outside = []
@@ -218,20 +235,20 @@ def _outside(
 def mix_runs(
     runs: Runs, metric: str | Sequence[str] | Mapping[str, float] | None = None, *, cautious: float = 0.0
 ) -> Result:
-    """Which mixture is best? By runs alone, for the mean of the metrics.
+    """Find the mixture that maximises the mean of the metrics, from training runs alone.
 
-    No value gets more, or less, than in any run.
+    The share of each value stays within the range of the runs.
 
     Args:
         runs: imported runs, see `grasp runs import`.
-        metric: metrics, separated by commas. Default: all of them. In Python also metrics and weights.
-        cautious: take so many standard deviations off: the little known counts as worse.
+        metric: metrics, separated by commas. Default: all of them. In Python also a mapping of metrics to weights.
+        cautious: number of standard deviations to subtract from the predicted mean.
     """
     model = MixtureModel.from_runs(runs, metric)
     low_G, high_G = model.share_RG.min(axis=0), model.share_RG.max(axis=0)
-    programme = Programme(np.zeros(len(low_G)), low_G, high_G, model.share_RG.mean(axis=0))
-    starts = model.share_RG[np.argsort(-model.predict_objective(model.share_RG, cautious), kind="stable")[:CLIMBS]]
-    best_G = frank_wolfe(programme, lambda share_BG: model.predict_objective(share_BG, cautious), list(starts))
+    problem = MixtureProblem(np.zeros(len(low_G)), low_G, high_G, model.share_RG.mean(axis=0))
+    starts = model.share_RG[np.argsort(-model.predict_objective(model.share_RG, cautious), kind="stable")[:STARTS]]
+    best_G = frank_wolfe(problem, lambda share_BG: model.predict_objective(share_BG, cautious), list(starts))
     expected_R = model.process.predict(model.features(model.share_RG))[0][:, -1]
     run_G = model.share_RG[int(np.argmax(expected_R))]
     shares = pa.table(
@@ -246,7 +263,7 @@ def mix_runs(
         f"{line['metric']}: {line['mixture']} {line['expected']:.4g} ({line['low']:.4g} to {line['high']:.4g})"
         for line in model.lines(["proposed", "best run"], np.stack([best_G, run_G])).to_pylist()
     ]
-    headline = f"the best mixture by {len(model.table):,} runs of {model.table.name}"
+    headline = f"optimal mixture predicted from {len(model.table):,} runs of {model.table.name}"
     return Result(shares, headline, (*messages, *model.notes), signs=False)
 
 
@@ -264,47 +281,47 @@ def propose_runs(
     seed: int = 0,
     artifact: Opened | None = None,
 ) -> Result:
-    """Which mixtures should be trained next, to decide with the fewest runs?
+    """Propose the mixtures to train next so that few runs suffice for a decision.
 
     Args:
-        runs: imported runs, see `grasp runs import`; or, with an artifact, retrained ones.
-        metric: metrics, separated by commas. Default: all of them. In Python also metrics and weights.
-        count: mixtures to propose.
-        decide: what is to be decided. best: which mixture is; values: what each value is worth.
-        floor: minimum share in every proposal, e.g. web:5%, or 1% of each value.
-        cap: maximum share in every proposal, e.g. web:40%, or 30% of each value.
-        max_repeat: with an artifact, no share for which a value would be repeated more often.
-        train_tokens: tokens that the proposed runs will be trained on, e.g. 100B, for `max_repeat`. Default: as many as
-            the corpus has.
-        subsets: the mixtures as weights of rows, for `grasp retrain` --set subsets=FILE.
-        seed: seed of the mixtures that are looked at.
-        artifact: of the corpus; for retrained runs, whose shares are those of the label that they were drawn by, for
-            `subsets`, and for the sizes that `max_repeat` needs.
+        runs: imported runs, see `grasp runs import`; with an artifact also retrained runs.
+        metric: metrics, separated by commas. Default: all of them. In Python also a mapping of metrics to weights.
+        count: number of mixtures to propose.
+        decide: goal: best (find the optimal mixture) or values (estimate the effect of each value).
+        floor: minimum share in every proposal, e.g. web:5%, or 1% for every value.
+        cap: maximum share in every proposal, e.g. web:40%, or 30% for every value.
+        max_repeat: maximum number of times that a row is repeated (requires an artifact).
+        train_tokens: length of the proposed runs in tokens, e.g. 100B, for `max_repeat`. Default: the tokens of the
+            corpus.
+        subsets: file to write the mixtures to as row weights, for `grasp retrain` --set subsets=FILE.
+        seed: seed of the candidate mixtures.
+        artifact: artifact of the corpus; required for retrained runs, for `subsets`, and for `max_repeat`.
     Returns:
-        One row per mixture, in the order in which to train them: mixture, settles, and the share of each value.
-        For `best`, settles is by how much the best mixture is expected to become better, in the unit of the metric; for
-        `values` it is the part of the uncertainty of all values that the run takes away. A note names the mixtures that
-        are proposed to explore: the runs expect less of them than of most.
+        One row per mixture, in the order in which to train them: mixture, gain, and the share of each value.
+        For `best`, gain is the expected increase of the optimum, in the unit of the metric; for `values` it is the
+        share of the total variance of the effects that the run removes. A note names exploratory proposals, i.e.
+        mixtures with a low predicted mean.
     Raises:
-        SettingsError: floors and caps that no mixture satisfies, or in numbers of rows; a training so long that some
-            value must be repeated more often than `max_repeat`.
+        SettingsError: no mixture satisfies the floors and caps, one of them is not a share, or the runs are so long
+            that some value must be repeated more often than `max_repeat`.
     """
     if decide not in ("best", "values") or not 1 <= count <= MOST:
         raise SettingsError(
-            f"propose: got decide {decide!r} and {count} runs, expected best or values, and 1 to {MOST} runs; train "
-            "some, import them, and ask again"
+            f"propose: got decide {decide!r} and {count} runs, expected best or values, and 1 to {MOST} runs; for "
+            "more, train these first and import them"
         )
     run_table = open_runs(runs)
     if isinstance(run_table, RetrainedRuns):
         if artifact is None:
-            raise SettingsError(f"propose: {run_table.path} holds retrained subsets; name the artifact of their corpus")
+            raise SettingsError(f"propose: {run_table.path} holds retrained subsets; pass the artifact of their corpus")
         run_table = runs_by_shares(run_table, artifact.files)
     model = MixtureModel.from_runs(run_table, metric)
-    rng = stream(seed, "propose", len(model.table))
+    table = model.table
+    rng = stream(seed, "propose", len(table))
     even_G = model.share_RG.mean(axis=0)
-    label, values = model.table.info.label, model.table.values
+    label, values = table.info.label, table.values
     largest_G = np.ones(len(values))
-    notes = ["no limit on repetition: sizes of the values are unknown without an artifact (--art); see --cap"]
+    notes = ["repetition is not limited, as the sizes of the values are unknown without an artifact (--art); see --cap"]
     if artifact is not None:
         rows = isinstance(open_runs(runs), RetrainedRuns)
         largest_G, notes = repetition_caps(artifact.files, label, values, max_repeat, train_tokens, rows=rows)
@@ -312,36 +329,35 @@ def propose_runs(
     share_BG = project_to_bounds(
         np.stack([draw_dirichlet_shares(rng, np.maximum(even_G, 1e-3)) for _ in range(CANDIDATES)]), low_G, high_G
     )
-    picked, settles = most_informative(model.process, model.features(share_BG), count, decide, rng)
+    picked, gains = most_informative(model.process, model.features(share_BG), count, decide, rng)
     names = [f"next-{k + 1}" for k in range(len(picked))]
-    proposal = model.table
     if subsets is not None:
         if artifact is None:
-            raise SettingsError("propose: subsets are of the rows of an artifact; name it")
-        files, trained = artifact.files, _trained(names, proposal.values, share_BG[picked])
-        blocks, _ = row_weights(replace(proposal, trained=trained), files)
+            raise SettingsError("propose: subsets requires an artifact; pass it with --art")
+        files, trained = artifact.files, _trained(names, table.values, share_BG[picked])
+        blocks, _ = row_weights(replace(table, trained=trained), files)
         corpus = files.manifest.fingerprints.get("corpus", "")
         write_subsets(Path(subsets), blocks, RowIndex.from_parquet(files.rows_path), weights=True, corpus=corpus)
     if decide == "best":
-        what = "the best mixture"
-        settled = "by how much the best mixture is expected to become better through this run, in the metric's unit"
+        purpose = "find the optimal mixture"
+        gain = "expected increase of the optimum through this run, in the unit of the metric"
     else:
-        what = f"what each {proposal.info.label} is worth"
-        settled = "the part of what is uncertain of all values that this run takes away, in the metric's unit"
-    columns = {name: share_BG[picked, g] for g, name in enumerate(proposal.values)}
+        purpose = f"estimate the effect of each {table.info.label}"
+        gain = "share of the total variance of the effects of the values that this run removes"
+    columns = {name: share_BG[picked, g] for g, name in enumerate(table.values)}
     expected_B = model.predict_objective(share_BG)
     better_K = [float((expected_B > expected_B[b]).mean()) for b in picked]
     exploring = [f"{name} ({better:.0%})" for name, better in zip(names, better_K, strict=True) if better > EXPLORING]
     if exploring:
         more = f" and {len(exploring) - NAMED:,} more" if len(exploring) > NAMED else ""
         notes.append(
-            "exploration, proposed for what it teaches and not for its result: "
-            f"{', '.join(exploring[:NAMED])}{more}; in brackets the part of the mixtures of which the runs expect more"
+            "exploratory, proposed for information rather than for its result: "
+            f"{', '.join(exploring[:NAMED])}{more}; in brackets the share of mixtures with a higher predicted mean"
         )
     return Proposal(
-        pa.table({"mixture": names, "settles": settles} | columns),
-        f"{len(picked)} mixtures that say most of {what}, by {len(run_table):,} runs; train the first one first",
-        (f"settles: {settled}", *notes, *model.notes),
+        pa.table({"mixture": names, "gain": gains} | columns),
+        f"{len(picked)} mixtures to train next to {purpose}, in this order, given {len(table):,} runs",
+        (f"gain: {gain}", *notes, *model.notes),
         signs=False,
     )
 
@@ -355,15 +371,16 @@ def repetition_caps(
     *,
     rows: bool,
 ) -> tuple[F64, list[str]]:
-    """(G,) largest shares for which no value is repeated more than `max_repeat` times, and a sentence on them.
+    """Return the largest share of each value that repeats no row more than `max_repeat` times, (G,), and a note.
 
     Args:
-        rows: shares are of rows, not of tokens.
+        rows: shares are shares of rows, not of tokens.
+
     Raises:
-        SettingsError: `max_repeat` is below 1, or the training is so long that something must be repeated more often.
+        SettingsError: `max_repeat` is below 1, or the runs are so long that no mixture satisfies it.
     """
     if not 1 <= max_repeat < np.inf:
-        raise SettingsError(f"max_repeat: got {max_repeat:g}, expected 1 or more: how often a row may be seen")
+        raise SettingsError(f"max_repeat: got {max_repeat:g}, expected a number of repetitions of 1 or more")
     assert label is not None
     column = label_column(artifact, label)
     slices = label_slices(column, row_tokens(artifact), most=len(column.values))
@@ -381,24 +398,27 @@ def repetition_caps(
             f"max_repeat, train_tokens: {epochs:.3g} epochs of the corpus repeat some value more than {max_repeat:g} "
             "times, whatever the mixture; raise --max-repeat or train on fewer tokens"
         )
-    length = "as long as the corpus" if train_tokens is None else f"of {epochs:.2g} times the corpus"
-    return largest_G, [f"no value is seen more than {max_repeat:g} times in a training {length} (--max-repeat)"]
+    length = "one epoch" if train_tokens is None else f"{epochs:.2g} epochs"
+    return largest_G, [f"no value is seen more than {max_repeat:g} times in {length} (--max-repeat)"]
 
 
 def share_bounds(
     label: str | None, values: Sequence[str], floor: str | Sequence[str], cap: str | Sequence[str], largest_G: F64
 ) -> tuple[F64, F64]:
-    """(G,) smallest and largest shares.
+    """Return the lower and upper bound of the share of each value, (G,).
+
+    Args:
+        largest_G: upper bounds due to repetition.
 
     Raises:
-        SettingsError: a bound in rows or of an unknown value, or bounds that no mixture satisfies.
+        SettingsError: a bound is not a share, its value is unknown, or no mixture satisfies all bounds.
     """
     bounds_G = []
     for flag, texts, unbounded in (("floor", floor, 0.0), ("cap", cap, 1.0)):
         bounds = parse_bounds(texts, flag)
         for value, amount in bounds.items():
             if not amount.is_share or amount.unit is not None:
-                raise SettingsError(f"{flag} {describe_value(value)}: a mixture has shares; expected e.g. web:5%")
+                raise SettingsError(f"{flag} {describe_value(value)}: expected a share of the mixture such as web:5%")
         amounts = by_value(bounds, flag, label or "mixture", values)
         bounds_G.append(np.array([unbounded if amount is None else amount.value for amount in amounts]))
     low_G, high_G = bounds_G[0], np.minimum(bounds_G[1], largest_G)
@@ -414,9 +434,12 @@ def share_bounds(
 
 
 def project_to_bounds(share_BG: F64, low_G: F64, high_G: F64) -> F64:
-    """(B, G) mixtures clip(m p, low, high), with the factor m of each mixture for which they add up to 1."""
+    """Return clip(m p, low, high) for each mixture p, with the factor m for which it adds up to 1, (B, G).
+
+    The sum is monotone in m, which is found by bisection of log m.
+    """
     tiny = np.finfo(np.float64).eps
-    share_BG = share_BG + tiny  # a share of 0 may grow if nothing else can
+    share_BG = share_BG + tiny  # a share of 0 must be able to grow, if all others are at their bounds
     high_B1 = np.full((len(share_BG), 1), -2 * np.log(tiny))
     low_B1 = -high_B1
     for _ in range(HALVINGS):
@@ -429,7 +452,15 @@ def project_to_bounds(share_BG: F64, low_G: F64, high_G: F64) -> F64:
 def most_informative(
     process: GaussianProcess, candidates: SubsetFeatures, count: int, decide: str, rng: np.random.Generator
 ) -> tuple[list[int], list[float]]:
-    """Candidates to run, the most telling first, and what each settles. See the head of this module."""
+    """Select candidates greedily by an acquisition function, see the docstring of this module.
+
+    Args:
+        candidates: features of the candidate mixtures.
+        decide: acquisition function, best or values.
+
+    Returns:
+        Indices of the selected candidates, in order, and the value of the acquisition function of each.
+    """
     n_slices, n = candidates.share_BG.shape[1], len(candidates)
     points = candidates
     if decide == "values":
@@ -439,11 +470,11 @@ def most_informative(
         points = SubsetFeatures.concatenate(
             [candidates, SubsetFeatures.from_shares(share_BG, candidates.relevance_BT.shape[1])]
         )
-    mean_B, cover_BB, noise = process.joint(points, -1)
+    mean_B, cover_BB, noise = process.joint_posterior(points, -1)
     spread_B = np.sqrt(np.maximum(np.diag(cover_BB)[:n], 0.0))
     likely = np.argsort(-(mean_B[:n] + 2 * spread_B))[: TRIED // 2]
     tried = np.unique(np.concatenate([likely, rng.permutation(n)[: TRIED // 2]]))
-    picked, settles = list[int](), list[float]()
+    picked, gains = list[int](), list[float]()
     for _ in range(min(count, len(tried))):
         moved_Bx = cover_BB[:, tried] / np.sqrt(np.maximum(np.diag(cover_BB)[tried], 0.0) + noise)
         if decide == "best":  # E max(m + s z) - max m for every column of s
@@ -455,22 +486,22 @@ def most_informative(
             gain_x = np.asarray(np.maximum(best_x - mean_B[:n].max(), 0.0))
         else:
             effect_Gx = moved_Bx[n:-1] - moved_Bx[-1]
-            # the sum of the variances of leaving a value out; the last point is the mean of the runs
+            # total variance of the effects of leaving a value out; the last point is the mean of the runs
             variance_G = np.diag(cover_BB)[n:-1] + cover_BB[-1, -1] - 2 * cover_BB[n:-1, -1]
             left = float(np.maximum(variance_G, 0.0).sum())
             gain_x = (effect_Gx**2).sum(axis=0) / max(left, np.finfo(float).tiny)
         gain_x[np.isin(tried, picked)] = -np.inf
         x = int(np.argmax(gain_x))
         picked.append(int(tried[x]))
-        settles.append(float(gain_x[x]))
+        gains.append(float(gain_x[x]))
         cover_BB = cover_BB - np.outer(moved_Bx[:, x], moved_Bx[:, x])
-    return picked, settles
+    return picked, gains
 
 
 def runs_by_shares(environment: RetrainedRuns, artifact: ArtifactReader) -> RunTable:
-    """Retrained subsets as runs by shares of the label that they were drawn by; losses are the targets'."""
+    """Convert retrained subsets to runs with shares of the label that they were drawn by; metrics are target losses."""
     if environment.label is None:
-        raise RunsError(f"{environment.path}: its subsets were not drawn by a label, so have no shares")
+        raise RunsError(f"{environment.path}: its subsets were not drawn by a label, so they have no shares")
     column = label_column(artifact, environment.label)
     slices = label_slices(column, row_tokens(artifact), most=len(column.values))
     blocks = list(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), column))

@@ -1,6 +1,6 @@
-"""What `select` and `mix` share: the question (targets and their weights) and an answer that can be saved.
+"""The objective that `select` and `mix` maximise, and the result that both return.
 
-Shape letters: N rows, T targets, B subsets.
+Start with `SelectionObjective.from_artifact`. Shape letters: N rows, T targets, B subsets.
 """
 
 import math
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from grasp.runs.retrained import TrainingRuns
     from grasp.runs.table import RunTable
 
-GROUP_ROWS = 65_536
-MOST_DIVERSITY = 1e6  # far more than leaves anything to relevance
-SUMMARY_VERSION = 1  # of the .json beside a choice
-# Changes have a sign; shares, weights and factors have none.
+GROUP_ROWS = 65_536  # rows per row group of a Parquet file
+MOST_DIVERSITY = 1e6  # far above the weight at which relevance has no influence
+SUMMARY_VERSION = 2  # of the .json file that is saved with a result
+# Changes are printed with a sign; shares, weights and factors without.
 FORMATS = {
     "weight": "{:.2f}",
     "now": "{:.1%}",
@@ -47,13 +47,13 @@ FORMATS = {
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class OptimizationResult(Result):
-    """What was chosen, and what it is predicted to bring.
+    """A selection or a mixture, and the change that it is predicted to cause.
 
     Attributes:
-        targets: target, weight, change (against the whole corpus), and, with runs, nats, nats_low and nats_high, or
-            the metric of the runs in their place.
-        value: weighted mean of the changes, less what repetition takes under a training budget.
-        unit: of the changes.
+        targets: columns target, weight, change (relative to the whole corpus) and, with runs, nats, nats_low and
+            nats_high, or the metric of the runs instead of nats.
+        value: weighted mean of the changes, reduced by repetition under a training budget.
+        unit: unit of the changes.
         params: arguments of the call.
     """
 
@@ -67,17 +67,17 @@ class OptimizationResult(Result):
     artifact: ArtifactReader
 
     def save(self, path: Path | str) -> Path:
-        """Write the table as Parquet, with a summary (.json) and the protocol (.protocol.yaml) beside it.
+        """Write the table as Parquet, and next to it a summary (.json) and the protocol (.protocol.yaml).
 
-        `report --selection` and `--mixture` take the summary, `predict --subsets` the table of a selection. All three
-        say which corpus they are of.
+        `report --selection` and `--mixture` read the summary, `predict --subsets` the table of a selection. All three
+        files record the fingerprint of the corpus.
 
         Raises:
-            SettingsError: another ending than .parquet.
+            SettingsError: the path does not end in .parquet.
         """
         path = Path(path)
         if path.suffix != ".parquet":
-            raise SettingsError(f"{path}: expected a name that ends in .parquet")
+            raise SettingsError(f"{path}: expected a path that ends in .parquet")
         corpus = self.artifact.manifest.fingerprints.get("corpus", "")
         with written_aside(path) as part:
             marked = self.table.replace_schema_metadata({CORPUS: corpus})
@@ -88,14 +88,15 @@ class OptimizationResult(Result):
         return path
 
     def summary(self) -> dict[str, Any]:
-        """All but the rows, as plain JSON; `grasp.select.summaries` reads it."""
+        """Return everything but the rows as JSON data, which `grasp.select.summaries` reads."""
         names = self.targets.column_names
-        plain_names = [*names[:3], *("nats", "nats_low", "nats_high")[: len(names) - 3]]  # `runs_unit` says what it is
+        # the columns of runs have fixed names in the summary; `runs_unit` holds their unit
+        plain_names = [*names[:3], *("nats", "nats_low", "nats_high")[: len(names) - 3]]
         return {
             "kind": self.kind,
             "format_version": SUMMARY_VERSION,
             "headline": self.headline,
-            "asked": dict(self.params),
+            "params": dict(self.params),
             "targets": self.targets.rename_columns(plain_names).to_pylist(),
             "runs_unit": next(iter(names[3:]), None),
             "value": self.value,
@@ -105,8 +106,8 @@ class OptimizationResult(Result):
         }
 
     def _shown_table(self, title: str, table: pa.Table) -> str:
-        """A table as text."""
-        by_runs = self.targets.column_names[3:]  # which differ little
+        """Format a table as text."""
+        by_runs = self.targets.column_names[3:]  # printed with one more digit, as they differ little
         lines = []
         for row in table.to_pylist():
             cells = []
@@ -127,22 +128,31 @@ class OptimizationResult(Result):
 
 @dataclass(frozen=True, slots=True)
 class SelectionObjective:
-    """What is aimed at: targets and their weights. Says what a row, or a set of rows, is worth to them.
+    """Weighted mean of the predicted changes of the targets, as a function of a row or of a set of rows.
 
-    A training budget of T tokens reads a corpus of C tokens T / C times. A small choice has a high mean effect and is
-    read often, all rows have the change 0, and the best budget lies in between. Repetition is counted in rows: half of
-    them are read twice as often, whatever their lengths.
+    A training run of T tokens passes T / C times over a corpus of C tokens. A small selection has a high mean effect
+    but is repeated often; the whole corpus has a change of 0; the optimal size lies in between. Repetition is counted
+    in rows: half of the rows are seen twice as often, whatever their lengths.
+
+    Attributes:
+        budget_predictor: `predictor` with the repetition law of the training budget, if there is one.
+        weights_T: weights of the targets; they add up to 1.
+        effect_N: weighted mean over the targets of the effect of each row.
+        tokens_N: tokens of each row.
+        train_tokens: length of the training run; None: one epoch of the corpus.
+        run_model: predictor fitted to runs, if there are any.
+        cautious: maximise the lower confidence bound of `run_model` instead of its mean.
     """
 
     artifact: ArtifactReader
     predictor: Predictor
-    budget_predictor: Predictor  # for the training budget, if one was said
+    budget_predictor: Predictor
     weights_T: F64
-    effect_N: F64  # of every row, weighed over the targets
+    effect_N: F64
     tokens_N: I64
-    train_tokens: float | None  # None: not said; as long as the corpus
+    train_tokens: float | None
     run_model: "OutcomePredictor | None"
-    cautious: bool  # the lower ends of the intervals are what counts
+    cautious: bool
 
     @classmethod
     def from_artifact(
@@ -155,35 +165,35 @@ class SelectionObjective:
         *,
         cautious: bool,
     ) -> Self:
-        """Read the relevance of the rows, once.
+        """Compute the effect of every row in one pass over the relevance, and fit a model to the runs, if any.
 
         Raises:
-            SettingsError: `cautious`, and there are no intervals.
+            SettingsError: `cautious` without runs, or together with `train_tokens`.
         """
         if cautious and (runs is None or train_tokens is not None):
-            raise SettingsError(
-                "cautious: is of what runs lead to expect; give runs, and no train_tokens, or leave it out"
-            )
+            raise SettingsError("cautious: requires `runs`, and cannot be combined with train_tokens")
         sketches = () if runs is None else SIMILAR
         weights_T, tokens_N = np.array(list(targets.values())), row_tokens(artifact)
         predictor = Predictor.from_artifact(artifact, protocol, list(targets), sketches=sketches)
         effect_N = predictor.task.effects.dot(weights_T)
-        intervals = None
+        run_model = None
         if runs is not None:
-            from grasp.runs.calibration import fit_outcomes  # noqa: PLC0415 - read only if there are runs
+            from grasp.runs.calibration import fit_outcomes  # noqa: PLC0415 - imported only if there are runs
 
-            intervals = fit_outcomes(predictor, artifact, runs)
-        trained = (
-            predictor if train_tokens is None else replace(predictor, exposure=repetition_law(train_tokens, tokens_N))
+            run_model = fit_outcomes(predictor, artifact, runs)
+        budget_predictor = predictor
+        if train_tokens is not None:
+            budget_predictor = replace(predictor, exposure=repetition_law(train_tokens, tokens_N))
+        return cls(
+            artifact, predictor, budget_predictor, weights_T, effect_N, tokens_N, train_tokens, run_model, cautious
         )
-        return cls(artifact, predictor, trained, weights_T, effect_N, tokens_N, train_tokens, intervals, cautious)
 
     def value(self, sums: SubsetSums) -> F64:
-        """Weighted change of plain subsets, (B,), less what repetition takes under a training budget."""
+        """Return the weighted change of unweighted subsets, (B,), reduced by repetition under a training budget."""
         return np.asarray(self.budget_predictor.change_of(sums) @ self.weights_T)
 
     def predicted_by_runs(self, weights: Weights) -> F64:
-        """The weighted change that runs lead to expect, (B,), or the lower end of its interval."""
+        """Return the weighted change that the runs predict, (B,), or its lower confidence bound if `cautious`."""
         assert self.run_model is not None
         nats = self.run_model.predict(weights)
         return np.asarray(np.nan_to_num(nats.low_BT if self.cautious else nats.nats_BT) @ self.weights_T)
@@ -191,11 +201,16 @@ class SelectionObjective:
     def evaluate(
         self, name: str, weights: Weights, today: str, codes_N: I32 | None = None
     ) -> tuple[pa.Table, tuple[str, ...]]:
-        """target, weight, change[, nats, nats_low, nats_high] of one subset, and what should be known of them.
+        """Predict the changes of one subset.
 
         Args:
-            today: what changes are counted from, for a message.
-            codes_N: slice of each row, of a mixture: its interval is over rows as well.
+            name: name of the subset, for notes.
+            weights: weights of its rows.
+            today: baseline of the changes, for notes, e.g. "the whole corpus".
+            codes_N: slice of each row, for a mixture; its intervals are then over rows as well as over units.
+
+        Returns:
+            Table of target, weight, change[, nats, nats_low, nats_high], and notes.
         """
         change_1T, beyond = self.predictor.change(weights), tuple[str, ...]()
         columns = {"target": pa.array(self.predictor.units.targets, pa.string()), "weight": pa.array(self.weights_T)}
@@ -204,16 +219,16 @@ class SelectionObjective:
             interval = change_interval(self.artifact, self.predictor, weights, self.weights_T, codes_N)
             beyond = tuple(interval.sentences(self.predictor.units.targets, today))
         else:
-            from grasp.runs.calibration import ExtrapolationLog  # noqa: PLC0415 - as above
+            from grasp.runs.calibration import ExtrapolationLog  # noqa: PLC0415 - imported only if there are runs
 
-            nats, outside = self.run_model.predict(weights), ExtrapolationLog()
-            outside.add([name], nats)
-            beyond = outside.notes
+            nats, extrapolation = self.run_model.predict(weights), ExtrapolationLog()
+            extrapolation.add([name], nats)
+            beyond = extrapolation.notes
             columns |= {name: pa.array(value_BT[0], from_pandas=True) for name, value_BT in nats.columns.items()}
         return pa.table(columns), (*beyond, *notes(self.predictor, self.run_model))
 
     def result_fields(self, changes: pa.Table, value: float, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields that every `OptimizationResult` for this objective has."""
+        """Return the fields of an `OptimizationResult` that do not depend on its kind."""
         return {
             "targets": changes,
             "value": value,
@@ -227,31 +242,31 @@ class SelectionObjective:
 def resolve_rule(
     artifact: ArtifactReader, protocol: ScoringProtocol | Path | str | None, diversity: float | None
 ) -> ScoringProtocol:
-    """Return the rule that is asked for, with `diversity`, if given, in the place of its geometry."""
+    """Return the requested protocol; `diversity`, if given, replaces its geometry."""
     rule = resolve_protocol(protocol, artifact)
     return rule if diversity is None else with_diversity(rule, diversity, artifact.array_names)
 
 
 def repetition_law(train_tokens: float | None, tokens_N: I64) -> RepetitionLaw:
-    """What rows count in a training of so many tokens on a corpus; None: as long as the corpus."""
+    """Return the repetition law of a training run on the whole corpus; None: a run of one epoch."""
     return RepetitionLaw(None if train_tokens is None else train_tokens / int(tokens_N.sum()))
 
 
 def with_diversity(protocol: ScoringProtocol, weight: float, array_names: Sequence[str]) -> ScoringProtocol:
-    """The protocol with a penalty on K_raw as its only geometry; 0 takes it all away.
+    """Return the protocol with a penalty of this weight on K_raw as its only geometry, or with none if it is 0.
 
-    The penalty is on the joint sketch where the artifact has both halves, else on the sketch that it has.
+    The penalty uses the joint sketch if the artifact has both halves, otherwise the only sketch that it has.
 
     Raises:
-        SettingsError: a negative weight, or no sketch to measure diversity by.
+        SettingsError: the weight is out of range, or the artifact has no sketch.
     """
     if not 0 <= weight <= MOST_DIVERSITY:
         raise SettingsError(
-            f"diversity: got {weight:g}, expected 0 to {MOST_DIVERSITY:g}: the weight of the penalty on redundancy"
+            f"diversity: got {weight:g}, expected a weight of the redundancy penalty from 0 to {MOST_DIVERSITY:g}"
         )
     built = [half for half in ("hidden", "residual", "product") if f"{half}_sketch" in array_names]
     if weight and not built:
-        raise SettingsError("diversity: the artifact has no sketch to measure it by; leave it out, or build sketches")
+        raise SettingsError("diversity: requires a sketch, and the artifact has none; drop it, or build with sketches")
     half = "joint" if {"hidden", "residual"} <= set(built) else (built[-1] if built else "")
     changed = {
         "name": f"{protocol.name}, diversity {weight:g}",
@@ -264,23 +279,26 @@ def with_diversity(protocol: ScoringProtocol, weight: float, array_names: Sequen
 def weighted_targets(
     targets: str | Sequence[str] | Mapping[str, float] | None, known: Sequence[str]
 ) -> Mapping[str, float]:
-    """Targets and their weights, which add up to 1.
+    """Parse targets and normalise their weights to a sum of 1.
 
     Args:
-        given: `sciq`, `sciq=2,openbookqa=1`, names, or names and weights; None: the one that there is.
-        known: targets of the artifact; names with a comma or `=` in them are found by it.
+        targets: `sciq`, `sciq=2,openbookqa=1`, names, or a mapping of names to weights; None: the only target.
+        known: targets of the artifact, which identify names that contain a comma or `=`.
+
     Raises:
-        SettingsError: none named where there are several, an unknown one, one twice, or a weight that is not a
-            positive number.
+        SettingsError: no target is named and there are several; a target is unknown or occurs twice; or a weight is not
+            a positive number.
     """
     has = f"the artifact has {', '.join(known)}"
     if targets is None:
         if len(known) != 1:
-            raise SettingsError(f"target: got none, and {has}; name one, or weigh several: {known[0]}=2,{known[1]}=1")
+            raise SettingsError(
+                f"target: missing, and {has}; pass one, or several with weights, e.g. {known[0]}=2,{known[1]}=1"
+            )
         return {known[0]: 1.0}
     pairs: list[tuple[str, float]] = []
     if isinstance(targets, str):
-        # where one name begins another, the longer one is meant
+        # longest first, since one name may be a prefix of another
         names = "|".join(re.escape(name) for name in sorted(known, key=len, reverse=True))
         part, at = re.compile(rf"\s*(?:({names})|([^,=]+?))\s*(?:=\s*([^,]*))?(?:,|$)"), 0
         while at < len(targets):
@@ -301,12 +319,12 @@ def weighted_targets(
         if name not in known:
             raise SettingsError(f"target: got {name!r}{did_you_mean(name, known)}, {has}")
         if name in weights:
-            raise SettingsError(f"target: got {name} more than once; give it one weight, e.g. {name}=2")
+            raise SettingsError(f"target: got {name} more than once; pass it once, with a weight such as {name}=2")
         if not 0 < weight < math.inf:
             raise SettingsError(f"target: got {name} with the weight {weight:g}, expected a number above 0")
         weights[name] = weight
     if not weights:
-        raise SettingsError(f"target: got none; {has}")
-    most = max(weights.values())  # sums of the largest numbers there are would overflow
+        raise SettingsError(f"target: missing; {has}")
+    most = max(weights.values())  # divide by it first: the sum of very large weights would overflow
     total = sum(weight / most for weight in weights.values())
     return {name: weight / most / total for name, weight in weights.items()}

@@ -1,14 +1,15 @@
-"""Small programmes over mixtures: maximise l'p + sum_g c_g(p_g) over a simplex with bounds.
+"""Optimise mixtures: maximise l'p + p'Qp + sum_g c_g(p_g) over a simplex with bounds. Start with `solve`.
 
     sum p = 1,   low <= p <= high,   1/2 sum |p - current| <= distance
 
-The c_g, if there are any, are concave and made of straight pieces: p_g is filled piece by piece, steepest first. It is
-one convex programme, solved by Clarabel, an interior-point method.
+Q is negative semidefinite and the c_g are concave and piecewise linear, so this is a convex quadratic program. It is
+solved by Clarabel, an interior-point method. Each p_g is the sum of its segments; as c_g is concave, the segments are
+filled steepest first without further constraints.
 
 The value that a model fitted to runs predicts saturates, so its maximum is in general not at a corner. `frank_wolfe`
-maximises it: each step solves a linear programme for the corner in the direction of steepest ascent, then searches
+maximises it: each step solves a linear program for the corner in the direction of steepest ascent, then searches
 along the line to this corner.
-Shape letters: B mixtures, G values, K ends of straight pieces.
+Shape letters: B mixtures, G label values, K knots of the piecewise linear functions.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,119 +23,133 @@ from scipy import sparse
 from grasp.arrays import F64, ratio
 from grasp.errors import SettingsError
 
-ON_BOUND = 1e-7
-STEPS = 60
-REACH = np.linspace(0.0, 1.0, 33) ** 2  # parts of the way to a corner that are tried
-NUDGE = 1e-3  # of a slice's share and an even share, for difference quotients
-STILL = 1e-6
+ON_BOUND = 1e-7  # a weight this close to a bound is set to the bound
+STEPS = 60  # maximum number of steps of `frank_wolfe` per start
+STEP_SIZES = np.linspace(0.0, 1.0, 33) ** 2  # of the line search towards a corner
+NUDGE = 1e-3  # finite-difference step, relative to the weight plus an even weight
+STILL = 1e-6  # stop if a step gains less than this part of the range along the line
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Concave functions of every p_g, straight between their knots; the outer knots are the bounds of p_g."""
+    """Concave piecewise linear function of each p_g; the outer knots are the bounds of p_g."""
 
     knots_GK: F64
     value_GK: F64
 
     @property
     def width_GK(self) -> F64:  # noqa: N802 - a shape suffix
-        """Lengths of the pieces, (G, K - 1)."""
+        """Return the lengths of the segments, (G, K - 1)."""
         return np.diff(self.knots_GK, axis=1)
 
     @property
     def slope_GK(self) -> F64:  # noqa: N802 - a shape suffix
-        """Their slopes, (G, K - 1)."""
+        """Return the slopes of the segments, (G, K - 1)."""
         return ratio(np.diff(self.value_GK, axis=1), self.width_GK)
 
     def value(self, p_G: F64) -> float:
-        """sum_g c_g(p_g)."""
+        """Return sum_g c_g(p_g)."""
         lines = zip(p_G, self.knots_GK, self.value_GK, strict=True)
         return float(sum(np.interp(p, knots_K, value_K) for p, knots_K, value_K in lines))
 
 
 @dataclass(frozen=True, slots=True)
-class Programme:
-    """What is maximised, over what."""
+class MixtureProblem:
+    """Objective and constraints of a mixture.
+
+    Attributes:
+        linear_G: coefficients l of the linear term.
+        low_G: lower bound of each weight.
+        high_G: upper bound of each weight.
+        current_G: mixture that `distance` is measured from.
+        distance: maximum total variation distance from `current_G`; None: unlimited.
+        segments: the functions c_g; None: 0.
+    """
 
     linear_G: F64
     low_G: F64
     high_G: F64
     current_G: F64
-    distance: float | None = None  # total variation; None: any
+    distance: float | None = None
     segments: Segments | None = None
 
     def value(self, p_G: F64) -> float:
-        """l'p + sum_g c_g(p_g)."""
+        """Return l'p + sum_g c_g(p_g)."""
         curved = 0.0 if self.segments is None else self.segments.value(p_G)
         return float(self.linear_G @ p_G) + curved
 
 
-def solve(programme: Programme, linear_G: F64 | None = None, down_GG: F64 | None = None) -> F64:
-    """The mixture with the highest l'p + p'Q p + sum_g c_g(p_g), (G,).
+def solve(problem: MixtureProblem, linear_G: F64 | None = None, concave_GG: F64 | None = None) -> F64:
+    """Return the mixture p that maximises l'p + p'Qp + sum_g c_g(p_g), (G,).
 
-    Variables are p, with a distance t >= |p - current|, and what of each straight piece is filled. Numbers are
-    scaled so that the largest is 1.
+    The variables are p; t with t >= |p - current| if there is a distance; and the filled length of each segment.
+    Coefficients are scaled so that the largest is 1.
 
     Args:
-        linear_G: l; None: that of the programme.
-        down_GG: Q, negative semidefinite; None: 0.
+        linear_G: coefficients l; None: those of `problem`.
+        down_GG: matrix Q, negative semidefinite; None: 0.
+
     Raises:
-        SettingsError: no mixture satisfies the bounds and the distance.
+        SettingsError: no mixture satisfies the bounds and the distance, or the solver fails.
     """
-    linear_G = programme.linear_G if linear_G is None else linear_G
-    down_GG = np.zeros((len(linear_G), len(linear_G))) if down_GG is None else down_GG
+    linear_G = problem.linear_G if linear_G is None else linear_G
+    concave_GG = np.zeros((len(linear_G), len(linear_G))) if concave_GG is None else concave_GG
     n = len(linear_G)
-    slopes = np.empty(0) if programme.segments is None else programme.segments.slope_GK.reshape(-1)
-    # on the simplex a constant changes nothing
+    slopes = np.empty(0) if problem.segments is None else problem.segments.slope_GK.reshape(-1)
+    # a constant does not change the optimum, since p adds up to 1; without it the scale is that of the differences
     linear_G, slopes = linear_G - linear_G.mean(), slopes - (slopes.mean() if slopes.size else 0.0)
-    scale = max(float(np.abs(part).max(initial=0.0)) for part in (linear_G, slopes, down_GG))
+    scale = max(float(np.abs(part).max(initial=0.0)) for part in (linear_G, slopes, concave_GG))
     scale = scale if scale > 0 else 1.0
-    size = n if programme.distance is None else 2 * n
-    bend = sparse.lil_matrix((size + slopes.size, size + slopes.size))
-    bend[:n, :n] = np.triu(-2.0 * down_GG / scale)  # the solver reads the upper triangle
+    size = n if problem.distance is None else 2 * n
+    # Clarabel minimises x'Px / 2 + q'x, hence the signs and the factor 2
+    quadratic = sparse.lil_matrix((size + slopes.size, size + slopes.size))
+    quadratic[:n, :n] = np.triu(-2.0 * concave_GG / scale)  # it reads the upper triangle only
     cost = np.zeros(size + slopes.size)
     cost[:n], cost[size:] = -linear_G / scale, -slopes / scale
-    matrix, right, cones = _constraints(programme, n)
+    matrix, right, cones = _constraints(problem, n)
     settings = clarabel.DefaultSettings()
     settings.verbose = False
     settings.tol_gap_abs = settings.tol_gap_rel = settings.tol_feas = 1e-10
-    solution = clarabel.DefaultSolver(sparse.csc_matrix(bend), cost, matrix, right, cones, settings).solve()
+    solution = clarabel.DefaultSolver(sparse.csc_matrix(quadratic), cost, matrix, right, cones, settings).solve()
     if solution.status in (clarabel.SolverStatus.PrimalInfeasible, clarabel.SolverStatus.AlmostPrimalInfeasible):
         raise SettingsError(
-            "floor, cap, distance: no mixture satisfies all of them; lower a floor, raise a cap or the distance"
+            "floor, cap, distance: no mixture satisfies all of them; lower a floor, or raise a cap or the distance"
         )
     if solution.status not in (clarabel.SolverStatus.Solved, clarabel.SolverStatus.AlmostSolved):
         raise SettingsError(
             f"mixture: the solver stopped with {solution.status}; the geometry may outweigh the relevance by far; "
             "choose another protocol"
         )
-    return _repaired(np.array(solution.x)[:n], programme)
+    return _repaired(np.array(solution.x)[:n], problem)
 
 
-def _constraints(programme: Programme, n: int) -> tuple[sparse.csc_matrix, F64, list[object]]:
-    """A x + s = b with s = 0 in the first cone and s >= 0 in the second."""
+def _constraints(problem: MixtureProblem, n: int) -> tuple[sparse.csc_matrix, F64, list[object]]:
+    """Return A, b and cones of the constraints A x + s = b, with s = 0 in the first cone and s >= 0 in the second."""
     ones_1G, eye = np.ones((1, n)), np.eye(n)
     matrix = np.concatenate([ones_1G, -eye, eye])
-    right = np.concatenate([[1.0], -programme.low_G, programme.high_G])
-    if programme.distance is not None:
+    right = np.concatenate([[1.0], -problem.low_G, problem.high_G])
+    if problem.distance is not None:
         near = np.block([[eye, -eye], [-eye, -eye], [np.zeros((1, n)), ones_1G]])
         matrix = np.concatenate([np.pad(matrix, ((0, 0), (0, n))), near])
-        right = np.concatenate([right, programme.current_G, -programme.current_G, [2.0 * programme.distance]])
-    if programme.segments is None:
+        right = np.concatenate([right, problem.current_G, -problem.current_G, [2.0 * problem.distance]])
+    if problem.segments is None:
         return sparse.csc_matrix(matrix), right, [clarabel.ZeroConeT(1), clarabel.NonnegativeConeT(len(right) - 1)]
-    width = programme.segments.width_GK
+    width = problem.segments.width_GK
     filled = sparse.eye(width.size)
     adds = sparse.kron(sparse.eye(n), -np.ones((1, width.shape[1])))
     begin = sparse.csc_matrix(np.pad(eye, ((0, 0), (0, matrix.shape[1] - n))))
     parts: list[list[Any]] = [[begin, adds], [sparse.csc_matrix(matrix), None], [None, -filled], [None, filled]]
     whole = sparse.csc_matrix(sparse.bmat(parts))
-    bounds = np.concatenate([programme.segments.knots_GK[:, 0], right, np.zeros(width.size), width.reshape(-1)])
+    bounds = np.concatenate([problem.segments.knots_GK[:, 0], right, np.zeros(width.size), width.reshape(-1)])
     return whole, bounds, [clarabel.ZeroConeT(n + 1), clarabel.NonnegativeConeT(len(bounds) - n - 1)]
 
 
-def _repaired(p_G: F64, programme: Programme) -> F64:
-    """What an interior point leaves: put weights that touch a bound on it, and let the others add up to the rest."""
-    low, high = programme.low_G, programme.high_G
+def _repaired(p_G: F64, problem: MixtureProblem) -> F64:
+    """Set weights that are close to a bound to it, and rescale the others so that all add up to 1.
+
+    The solution of an interior-point method is strictly inside the bounds.
+    """
+    low, high = problem.low_G, problem.high_G
     p_G = np.where(p_G - low < ON_BOUND, low, np.where(high - p_G < ON_BOUND, high, p_G))
     free = (p_G > low) & (p_G < high)
     rest = 1.0 - p_G[~free].sum()
@@ -144,16 +159,16 @@ def _repaired(p_G: F64, programme: Programme) -> F64:
     return np.clip(p_G, low, high)
 
 
-def frank_wolfe(programme: Programme, value: Callable[[F64], F64], starts: Sequence[F64]) -> F64:
-    """The best mixture found, (G,).
+def frank_wolfe(problem: MixtureProblem, value: Callable[[F64], F64], starts: Sequence[F64]) -> F64:
+    """Return the best local maximum of a smooth function of mixtures, (G,), by the algorithm of Frank and Wolfe.
 
     Args:
-        programme: its bounds and distance hold; what it maximises does not count.
-        value: of mixtures (B, G), however large their sum, (B,).
-        starts: mixtures; those outside of the bounds are passed over, one at least is within.
+        problem: bounds and distance; its objective is ignored.
+        value: function of mixtures, (B, G) -> (B,), that is also defined if they do not add up to 1.
+        starts: initial mixtures; those outside the bounds are ignored, and at least one must be inside.
     """
-    linear = replace(programme, segments=None)
-    low_G, high_G = programme.low_G - STILL, programme.high_G + STILL
+    linear = replace(problem, segments=None)
+    low_G, high_G = problem.low_G - STILL, problem.high_G + STILL
     ends = []
     for start_G in starts:
         if not ((low_G <= start_G) & (start_G <= high_G)).all():
@@ -164,10 +179,10 @@ def frank_wolfe(programme: Programme, value: Callable[[F64], F64], starts: Seque
             values = value(np.concatenate([p_G[None], p_G + np.diag(nudge_G)]))
             slope_G = (values[1:] - values[0]) / nudge_G
             corner_G = solve(linear, slope_G)
-            path_BG = p_G + REACH[:, None] * (corner_G - p_G)
-            along_B = value(path_BG)
-            best = int(np.argmax(along_B))
-            if along_B[best] - values[0] <= STILL * np.ptp(along_B):
+            path_BG = p_G + STEP_SIZES[:, None] * (corner_G - p_G)
+            path_B = value(path_BG)
+            best = int(np.argmax(path_B))
+            if path_B[best] - values[0] <= STILL * np.ptp(path_B):
                 break
             p_G = path_BG[best]
         ends.append(p_G)

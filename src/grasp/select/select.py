@@ -1,8 +1,9 @@
-"""Rows to train on: the best under a budget, and what they are predicted to bring. The verb `select`.
+"""Select the rows that maximise the predicted change of the targets within a budget. Start with `select`.
 
-The road: `SelectionObjective` reads the effect of every row, `ranked` sorts them once, `limits.within` takes what they
-allow, `Selection.export` writes them. If the objective is not additive over rows, `grasp.geometry` selects them.
-Shape letters: N rows, M rows or documents that a budget counts, P all of them in order, T targets, G values of a label.
+`SelectionObjective` computes the effect of every row, `ranked` sorts the rows once, `take_within_budget` selects them
+subject to the constraints, and `Selection.export` writes them. If the objective is not additive over rows,
+`grasp.geometry` selects them.
+Shape letters: N rows, M items (rows or documents), P items in ranked order, T targets, G label values, D documents.
 """
 
 import itertools
@@ -58,18 +59,19 @@ if TYPE_CHECKING:
     from grasp.runs.table import RunTable
 
 SUBSET = "selection"
-ENDS = ("short_end", "cut", "cut_begin")  # of documents
-SHORT_SHARE = 0.01  # of short rows: worth a word
-VALUES_NAMED, LARGE_SHARE = 3, 0.01  # of what is left out, among values with such a share of the rows
-PLACES = 50  # lengths of a choice whose value is shown
-SEARCHED = 200  # lengths that are compared at once for the best one
-PARTS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)  # of the rows that are swapped at once where runs say more, besides all
-ROUNDS = 20
-MISSED = 0.02  # of a budget that may be left over without a word in the headline
-FEW = 0.01  # of the corpus: a number of rows so small may be meant as a share
-LARGEST_SHARE = 100
-ERRORS = 2.0  # standard errors above the share of all rows, from which a value is named
-SLOW = 0.01  # of what the rounds before have gained
+ENDS = ("short_end", "cut", "cut_begin")  # reasons for skipping the beginning or the end of a document
+SHORT_SHARE = 0.01  # share of short rows above which a note is added
+# Label values that lose more rows than the corpus does: how many are named, their minimum share of the rows, and how
+# many standard errors their loss must exceed that of the corpus by.
+VALUES_NAMED, LARGE_SHARE, ERRORS = 3, 0.01, 2.0
+PLACES = 50  # points of the curve of value against budget
+SEARCHED = 200  # budgets per round of the search for the optimal budget
+PARTS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)  # step sizes of the line search: shares of the possible swaps
+ROUNDS = 20  # maximum number of ascent steps
+MISSED = 0.02  # share of a budget above which an unused remainder is mentioned in the headline
+# A bare number up to this share of the corpus and up to this size may have been meant as a percentage.
+FEW, LARGEST_SHARE = 0.01, 100
+SLOW = 0.01  # stop the ascent if a step gains less than this part of the gain so far
 
 
 def select(
@@ -128,26 +130,26 @@ def select(
     rule = resolve_rule(artifact, protocol, diversity)
     if documents == "all" and rule.interaction is Interaction.PAIRS:
         raise SettingsError(
-            "documents: with geometry rows are chosen one by one, so that hardly a document would be whole; give "
-            "any or half, or diversity 0"
+            "documents: all cannot be combined with geometry, which selects single rows; pass any or half, or "
+            "diversity 0"
         )
     allowed_N, excluded_notes = _allowed(artifact, targets, exclude, exclude_where, drop_leaks=drop_leaks)
     labels = None if by is None else label_column(artifact, by, "by")
-    by = None if labels is None else labels.name  # as the corpus spells it
+    by = None if labels is None else labels.name  # as it is spelled in the corpus
     tokens = None if train_tokens is None else parse_tokens(train_tokens)
     floors, caps = parse_bounds(floor, "floor"), parse_bounds(cap, "cap")
     amount = None if budget is None else parse_budget(budget)
     if amount is None:
-        _refuse_no_budget(rule, tokens, allowed_N)
+        _check_budget_is_optional(rule, tokens, allowed_N)
     objective = SelectionObjective.from_artifact(artifact, rule, targets, tokens, runs, cautious=cautious)
     chosen = _choose(objective, amount, allowed_N, labels, floors, caps, whole=documents == "all", progress=progress)
-    limits, rows = chosen.limits, chosen.best.row_index
+    constraints, rows = chosen.constraints, chosen.best.row_index
     params = {
         "budget": budget,
         "targets": dict(targets),
         "train_tokens": tokens,
         "by": by,
-        "unit": limits.unit,
+        "unit": constraints.unit,
         "items": chosen.items,
         "floor": list(several(floor)),
         "cap": list(several(cap)),
@@ -160,17 +162,18 @@ def select(
     changes, change_notes = objective.evaluate(SUBSET, weights, "the whole corpus")
     sums = objective.predictor.sums(weights)
     n_tokens, value = int(objective.tokens_N[rows].sum()), float(objective.value(sums)[0])
-    table = _row_table(objective, chosen.best, selected_N, by)
+    table = _row_table(objective, chosen.best, selected_N, labels)
     headline = chosen.headline(table, n_tokens)
     value_notes = list[str]()
     if tokens is not None:
         (factor,) = sums.repetition_factor(objective.budget_predictor.exposure)
-        headline += f"; in {tokens:,.0f} training tokens each is seen {tokens / n_tokens:.2g} times"
+        headline += f"; {tokens / n_tokens:.2g} epochs in {tokens:,.0f} training tokens"
         value_notes.append(
-            f"value {value:+z.3f}: the change, less what repetition takes: it leaves "
-            f"{float(factor):.0%} of what as many new rows would do"
+            f"value {value:+z.3f}: the change including repetition, which has {float(factor):.0%} of the effect of as "
+            "many new rows"
         )
     few = [] if amount is None else _few_rows(amount, artifact.n_rows)
+    few += [labels.note] if labels is not None and labels.note else []
     choice_notes = _notes(objective, chosen, by, whole=documents is not None)
     notes = (*excluded_notes, *chosen.notes, *few, *chosen.best.notes, *choice_notes, *value_notes, *change_notes)
     best = chosen.best
@@ -180,7 +183,7 @@ def select(
         notes,
         **objective.result_fields(changes, value, params),
         curve=_curve_of(objective, chosen),
-        labels=None if labels is None else _label_table(limits, chosen.picked_P),
+        labels=None if labels is None else _label_table(constraints, chosen.picked_P),
         bound=best.bound,
         guarantee=best.guarantee if best.bound is None else f"upper bound {best.bound:+.3f}: {best.guarantee}",
         row_index=rows,
@@ -189,7 +192,7 @@ def select(
     )
 
 
-# ----------------------------------------------------------------------------------------- what there is to choose from
+# -------------------------------------------------------------------------------------------------- candidates
 
 
 def _allowed(
@@ -200,7 +203,7 @@ def _allowed(
     *,
     drop_leaks: bool,
 ) -> tuple[Bool, list[str]]:
-    """Return which rows may be chosen, (N,), and a note for each way in which rows were excluded."""
+    """Return which rows may be selected, (N,), and a note for each kind of exclusion."""
     allowed_N, notes = np.ones(artifact.n_rows, dtype=np.bool_), list[str]()
     if exclude is not None:
         listed_N, note = load_exclusions(artifact, exclude)
@@ -209,7 +212,7 @@ def _allowed(
     if exclude_where is not None:
         matching = LabelTable(artifact.rows_path).matching(exclude_where)
         allowed_N &= ~matching.mask_N
-        unlabelled = f"; {matching.n_null:,} rows have no label there and stay" if matching.n_null else ""
+        unlabelled = f"; {matching.n_null:,} rows without a value are kept" if matching.n_null else ""
         notes.append(f"{exclude_where}: excludes {int(matching.mask_N.sum()):,} rows{unlabelled}")
     if not drop_leaks:
         return allowed_N, [*notes, *leak_notes(artifact, targets)]
@@ -218,29 +221,41 @@ def _allowed(
     return allowed_N, [*notes, f"leaks: excludes {len(leaked):,} rows that contain questions of {', '.join(targets)}"]
 
 
-def _refuse_no_budget(rule: ScoringProtocol, tokens: float | None, allowed_N: Bool) -> None:
-    """Refuse a question without a budget if none can be proposed."""
+def _check_budget_is_optional(rule: ScoringProtocol, tokens: float | None, allowed_N: Bool) -> None:
+    """Check that the optimal budget can be computed.
+
+    Raises:
+        SettingsError: there is no training budget, the protocol has geometry, or no row may be selected.
+    """
     if tokens is None:
-        raise SettingsError("budget: got none; give one, e.g. 20%, or train_tokens, e.g. 100B, and it is proposed")
+        raise SettingsError("budget: missing; pass one such as 20%, or train_tokens such as 100B to compute one")
     if rule.interaction is Interaction.PAIRS:
         raise SettingsError(
-            "budget: got none; with geometry every budget is a search of its own, so none is proposed: give one, e.g. "
-            "20%, or take the geometry away with diversity 0"
+            "budget: missing; it cannot be computed with geometry, because every budget needs its own search; pass one "
+            "such as 20%, or diversity 0"
         )
     if not allowed_N.any():
-        raise SettingsError("exclude: leaves no row; exclude fewer")
+        raise SettingsError(f"exclude: no candidates left; all {len(allowed_N):,} rows are excluded")
 
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """What was chosen: items are rows, or whole documents, each worth the mean effect of its rows."""
+    """Selected items, which are rows or whole documents.
 
-    limits: Constraints
+    Attributes:
+        effect_M: effect of each item; that of a document is the mean over its rows.
+        document_N: document of each row; None: items are rows.
+        best: the selected rows.
+        picked_P: the selected items, best first.
+        order_N: the selected rows, followed by those that a larger budget would add.
+    """
+
+    constraints: Constraints
     effect_M: F64
-    document_N: I64 | None  # None: items are rows
+    document_N: I64 | None
     best: SelectedRows
-    picked_P: I64  # items
-    order_N: I64  # the chosen rows, then those that come next
+    picked_P: I64
+    order_N: I64
     notes: tuple[str, ...]
 
     @property
@@ -248,14 +263,14 @@ class _Chosen:
         return "rows" if self.document_N is None else "documents"
 
     def headline(self, table: pa.Table, n_tokens: int) -> str:
-        """Return how many rows, documents and tokens are kept, and whether the budget is used up."""
-        limits, used = self.limits, int(self.limits.cost_N[self.picked_P].sum())
-        n_rows = len(limits.cost_N) if self.document_N is None else len(self.document_N)
+        """Return how many rows, documents and tokens are selected, and whether the budget is used up."""
+        constraints, used = self.constraints, int(self.constraints.cost_N[self.picked_P].sum())
+        n_rows = len(constraints.cost_N) if self.document_N is None else len(self.document_N)
         text = f"{share(len(self.best.row_index), n_rows)}, {n_tokens:,} tokens"
         if self.document_N is not None:
             text = f"{len(table['doc_id'].unique()):,} documents: {text}"
-        if used < (1 - MISSED) * limits.budget:
-            text += f"; only {used:,} of the {limits.budget:,} {limits.unit} that were asked for"
+        if used < (1 - MISSED) * constraints.budget:
+            text += f"; only {used:,} of the requested {constraints.budget:,} {constraints.unit}"
         return text
 
 
@@ -270,26 +285,28 @@ def _choose(
     whole: bool,
     progress: Progress | None,
 ) -> _Chosen:
-    """Choose the best items within the budget, or within the best budget if none is given.
+    """Select the best items within the budget, or within the optimal budget if none is given.
 
     Args:
-        whole: documents are taken whole or not at all.
+        whole: items are whole documents.
     """
     rule = objective.predictor.protocol
-    # what runs lead to expect is of means over the retained rows
+    # the model fitted to runs is a function of means over the selected rows
     by_runs = (
         objective.run_model is not None and objective.train_tokens is None and rule.interaction is Interaction.NONE
     )
     if objective.cautious and not by_runs:
         raise SettingsError(
-            f"cautious: protocol {rule.name} has geometry, or counts rows, and then rows are chosen by relevance; "
-            "take another protocol, or leave it out"
+            f"cautious: requires an additive protocol of means over rows; {rule.name} has geometry or uses sums. Pass "
+            "another protocol, or drop cautious"
         )
     effect_M, allowed_M, labels_M, document_N = objective.effect_N, allowed_N, labels, None
     tokens_M, rows_M = objective.tokens_N, None
     if amount is not None and (amount.unit == "documents" or whole):
         if rule.interaction is Interaction.PAIRS:
-            raise SettingsError("budget: documents are chosen without geometry; give rows or tokens, or diversity 0")
+            raise SettingsError(
+                "budget: documents cannot be selected with geometry; pass a budget in rows or tokens, or diversity 0"
+            )
         document_N = row_documents(objective.artifact)
         effect_M = _mean_by(document_N, objective.effect_N)
         allowed_M = np.bincount(document_N, ~allowed_N) == 0
@@ -298,7 +315,7 @@ def _choose(
         if labels is not None:
             _, first_M = np.unique(document_N, return_index=True)
             labels_M = replace(labels, codes_N=labels.codes_N[first_M])
-    limits_of = partial(
+    build_constraints = partial(
         Constraints.from_budget,
         allowed_N=allowed_M,
         tokens_N=tokens_M,
@@ -309,39 +326,48 @@ def _choose(
     )
     notes: tuple[str, ...] = ()
     if amount is None:
-        amount = Amount(_best_budget(objective, allowed_N, limits_of if floors or caps else None), False)
-        notes = (f"no budget was given: {amount.value:,.0f} rows have the highest value for the training budget",)
-    limits = limits_of(amount)
+        amount = Amount(_best_budget(objective, allowed_N, build_constraints if floors or caps else None), False)
+        notes = (f"budget: {amount.value:,.0f} rows, the optimum for the training budget",)
+    constraints = build_constraints(amount)
     if rule.interaction is Interaction.PAIRS:
         if progress is not None:
             progress.stage("selecting", rows=None, tokens=None)
-        best = geometry().select_rows(objective.predictor, objective.weights_T, limits, progress)
+        best = geometry().select_rows(objective.predictor, objective.weights_T, constraints, progress)
         order_N = picked_P = best.row_index
     else:
-        best, picked_P, order_N = _ranked(objective, effect_M, document_N, limits, by_runs=by_runs)
-    return _Chosen(limits, effect_M, document_N, best, picked_P, order_N, notes)
+        best, picked_P, order_N = _ranked(objective, effect_M, document_N, constraints, by_runs=by_runs)
+    return _Chosen(constraints, effect_M, document_N, best, picked_P, order_N, notes)
 
 
 def _curve_of(objective: SelectionObjective, chosen: _Chosen) -> Curve:
-    """Return what the beginnings of a choice are worth, at PLACES lengths and at its own."""
+    """Return the value of selections of PLACES sizes, and of the selected size."""
     order_N, effect_M = chosen.order_N, chosen.effect_M
     even = np.unique(np.round(np.linspace(0, len(order_N), PLACES + 1)[1:]).astype(np.int64))
     ordered_by_N = effect_M if chosen.document_N is None else effect_M[chosen.document_N]
     return _curve(objective, order_N, sorted({*even.tolist(), len(chosen.best.row_index)} - {0}), ordered_by_N)
 
 
-# ------------------------------------------------------------------------------------------------- which rows
+# --------------------------------------------------------------------------------------------------- selection
 
 
-def _row_table(objective: SelectionObjective, best: SelectedRows, selected_N: Bool, by: str | None) -> pa.Table:
-    """subset_id, row_id, doc_id, order, effect[, gain], n_tokens[, label] of the best rows; all rows stream past."""
+def _row_table(
+    objective: SelectionObjective, best: SelectedRows, selected_N: Bool, labels: LabelColumn | None
+) -> pa.Table:
+    """Return subset_id, row_id, doc_id, order, effect[, gain], n_tokens[, label] of the selected rows, best first.
+
+    The artifact is read in batches; only the selected rows are held in memory.
+    """
+    stored = [] if labels is None or labels.sql else [labels.name]
     start, parts = 0, list[pa.RecordBatch]()
-    for batch in objective.artifact.row_batches(["row_id", "doc_id", "n_tokens", *([by] if by else [])]):
+    for batch in objective.artifact.row_batches(["row_id", "doc_id", "n_tokens", *stored]):
         parts.append(batch.filter(pa.array(selected_N[start : start + batch.num_rows])))
         start += batch.num_rows
     rows = best.row_index
-    position = np.argsort(np.argsort(rows))  # in corpus order -> in the order taken
+    position = np.argsort(np.argsort(rows))  # place in corpus order of each selected row, best first
     table = pa.Table.from_batches(parts).take(pa.array(position)).combine_chunks()
+    if labels is not None and labels.sql:
+        codes = pa.array(labels.codes_N[rows])
+        table = table.append_column(labels.name, pa.array(labels.values).take(codes))
     if best.gain is not None:
         table = table.add_column(2, "gain", pa.array(best.gain))
     table = table.add_column(2, "effect", pa.array(objective.effect_N[rows]))
@@ -350,30 +376,33 @@ def _row_table(objective: SelectionObjective, best: SelectedRows, selected_N: Bo
 
 
 def _mean_by(document_N: I64, value_N: F64) -> F64:
+    """Return the mean of a value over the rows of each document."""
     return np.asarray(np.bincount(document_N, value_N) / np.bincount(document_N), np.float64)
 
 
 def _ranked(
-    objective: SelectionObjective, effect_M: F64, document_N: I64 | None, limits: Constraints, *, by_runs: bool
+    objective: SelectionObjective, effect_M: F64, document_N: I64 | None, constraints: Constraints, *, by_runs: bool
 ) -> tuple[SelectedRows, I64, I64]:
-    """The best rows within the limits, which rows or documents were picked, and these rows with those that come next.
+    """Select the best items by rank, subject to the constraints.
 
-    More follow where no more is asked of them than to be good.
+    Returns:
+        The selected rows; the selected items; and the selected rows followed by those that a larger budget would add
+        (none with floors or caps, because a larger budget would change the earlier ones).
     """
     worth_M = effect_M
     guarantee = OPTIMAL if document_N is None else "whole documents, by the mean effect of their rows"
-    if document_N is not None and limits.costs_differ:
-        guarantee += ", until no other one fits"
-    if limits.unit == "tokens" and document_N is None:
-        worth_M = objective.predictor.ranking_effects(worth_M, objective.weights_T, limits.cost_N)
+    if document_N is not None and constraints.costs_differ:
+        guarantee += ", until no further one fits"
+    if constraints.unit == "tokens" and document_N is None:
+        worth_M = objective.predictor.ranking_effects(worth_M, objective.weights_T, constraints.cost_N)
     if by_runs:
-        worth_M, guarantee = _worth_by_runs(objective, document_N, limits, worth_M)
-    order_P = ranked(worth_M, among_N=limits.allowed_N)
-    picked_P = take_within_budget(order_P, limits)
-    if limits.unit == "tokens" and document_N is None and not by_runs:
-        guarantee = token_guarantee(worth_M, picked_P, limits, alike=worth_M is effect_M)
+        worth_M, guarantee = _worth_by_runs(objective, document_N, constraints, worth_M)
+    order_P = ranked(worth_M, among_N=constraints.allowed_N)
+    picked_P = take_within_budget(order_P, constraints)
+    if constraints.unit == "tokens" and document_N is None and not by_runs:
+        guarantee = token_guarantee(worth_M, picked_P, constraints, alike=worth_M is effect_M)
     next_P = order_P[~mask_of(picked_P, len(worth_M))[order_P]]
-    order_P = picked_P if limits.has_label_limits else np.concatenate([picked_P, next_P])
+    order_P = picked_P if constraints.has_label_constraints else np.concatenate([picked_P, next_P])
     if document_N is None:
         return SelectedRows(picked_P, guarantee), picked_P, order_P
     place_M = np.full(len(worth_M), len(order_P))
@@ -383,32 +412,40 @@ def _ranked(
     return SelectedRows(order_N[: int((place_N < len(picked_P)).sum())], guarantee), picked_P, order_N
 
 
-def token_guarantee(worth_N: F64, picked_P: I64, limits: Constraints, *, alike: bool) -> str:
-    """What a token of the choice is worth, and what it could be at most if the last row were cut to fit.
+def token_guarantee(worth_N: F64, picked_P: I64, constraints: Constraints, *, alike: bool) -> str:
+    """Return the mean effect per token of a selection, and its upper bound for as many tokens.
 
-    The rows by their worth, as far as the tokens go, have the highest mean worth of a token: a knapsack whose items
-    may be cut. A short row counts as its tokens.
+    The bound is the fractional knapsack: rows sorted by effect per token, the last one cut to fit, have the highest
+    mean effect per token.
+
+    Args:
+        worth_N: effect per token of each row.
+        alike: rows are ranked by their effect, because the predicted change weighs all rows alike.
     """
-    text = "rows by what a token of them is worth, as far as the tokens go"
-    text += "; the change counts rows alike, long or short" if alike else ""
-    if limits.has_label_limits:
+    text = "greedy by effect per token until no row fits the remaining tokens"
+    text += "; the predicted change weighs all rows alike, whatever their length" if alike else ""
+    if constraints.has_label_constraints:
         return f"{text}; within floors and caps"
-    used = int(limits.cost_N[picked_P].sum())
-    order_N = ranked(worth_N, among_N=limits.allowed_N)
-    cost_N = limits.cost_N[order_N]
+    used = int(constraints.cost_N[picked_P].sum())
+    order_N = ranked(worth_N, among_N=constraints.allowed_N)
+    cost_N = constraints.cost_N[order_N]
     whole_N = np.clip(used - (np.cumsum(cost_N) - cost_N), 0, cost_N)
-    mean = float(limits.cost_N[picked_P] @ worth_N[picked_P]) / used
+    mean = float(constraints.cost_N[picked_P] @ worth_N[picked_P]) / used
     most = float(whole_N @ worth_N[order_N]) / used
-    return f"{text}: {signed(mean)} a token, and no choice of as many tokens has more than {signed(most)}"
+    return f"{text}: {signed(mean)} per token; at most {signed(most)} for any selection of as many tokens"
 
 
 def _worth_by_runs(
-    objective: SelectionObjective, document_N: I64 | None, limits: Constraints, worth_M: F64
+    objective: SelectionObjective, document_N: I64 | None, constraints: Constraints, worth_M: F64
 ) -> tuple[F64, str]:
-    """What rows, or documents, are ranked by where runs say what subsets bring, and how much that gains.
+    """Rank items by the change that a model fitted to runs predicts, and say how much that gains over relevance.
 
-    Uphill from the best by relevance: those rows are best next whose taking in makes the value rise fastest, and on the
-    way to them some are swapped.
+    The predicted change is not additive over rows, so this is a local search that starts from the best items by
+    relevance (Frank and Wolfe). Each step linearises the objective at the current selection, takes the best items of
+    the linearisation as a corner, and searches along the line to it, i.e. over how many of the swaps to make.
+
+    Returns:
+        Score of each item, (M,), to rank them by, and a statement for the output.
     """
     assert objective.run_model is not None
 
@@ -419,7 +456,10 @@ def _worth_by_runs(
 
     def masks(by_BM: F64) -> Bool:
         return np.stack(
-            [mask_of(take_within_budget(ranked(by_M, among_N=limits.allowed_N), limits), len(by_M)) for by_M in by_BM]
+            [
+                mask_of(take_within_budget(ranked(by_M, among_N=constraints.allowed_N), constraints), len(by_M))
+                for by_M in by_BM
+            ]
         )
 
     best_M, selected_1M = worth_M, masks(worth_M[None])
@@ -432,7 +472,7 @@ def _worth_by_runs(
         leaving, coming = np.sort(rise_M[selected_M & ~corner_M]), -np.sort(-rise_M[corner_M & ~selected_M])
         n = min(len(leaving), len(coming))
         gain_n = coming[:n] - leaving[:n]  # of each swap towards the corner, best first
-        # so much kept rows have to their credit that all, half, ... of the swaps are made
+        # a bonus for the current items, just large enough that all, half, ... of the swaps are made
         credit_B = [0.0, *(max(float(gain_n[k]), 0.0) for k in sorted({int(n * part) for part in PARTS}) if k)]
         by_BM = rise_M + np.array(credit_B)[:, None] * selected_1M
         mask_BM = masks(by_BM)
@@ -441,15 +481,21 @@ def _worth_by_runs(
         if value_B[k] - by_runs <= SLOW * (by_runs - by_relevance):
             break
         best_M, selected_1M, by_runs = by_BM[k], mask_BM[[k]], float(value_B[k])
-    end = "lower end of the change" if objective.cautious else "change"
+    bound = "lower bound of the change" if objective.cautious else "change"
     return best_M, (
-        f"rows are ranked by the {end} that the runs predict, {by_runs:+.4f} {objective.run_model.unit}; the best rows "
-        f"by relevance alone have {by_relevance:+.4f}"
+        f"rows are ranked by the {bound} predicted by the runs: {by_runs:+.4f} {objective.run_model.unit}, "
+        f"{by_relevance:+.4f} for the best rows by relevance alone"
     )
 
 
 def _curve(objective: SelectionObjective, order_N: I64, places: Sequence[int], effect_N: F64) -> Curve:
-    """The beginnings of a choice that have so many rows; `places` ascend, `effect_N` is what rows are ordered by."""
+    """Return the value of the first rows of a ranking, for several sizes.
+
+    Args:
+        order_N: rows, best first.
+        places: sizes, ascending.
+        effect_N: effect by which the rows are ranked.
+    """
     cuts = np.concatenate([[0], places])
     parts = [np.sort(order_N[a:b]) for a, b in itertools.pairwise(cuts)]
     indices = np.concatenate(parts)
@@ -462,34 +508,37 @@ def _curve(objective: SelectionObjective, order_N: I64, places: Sequence[int], e
 
 
 def _best_budget(
-    objective: SelectionObjective, allowed_N: Bool, limits_of: Callable[[Amount], Constraints] | None
+    objective: SelectionObjective, allowed_N: Bool, build_constraints: Callable[[Amount], Constraints] | None
 ) -> int:
-    """Rows with the highest value for the training budget, within floors and caps if there are any.
+    """Return the number of rows with the highest value for the training budget.
 
-    It is looked for on a grid, then between neighbours: to single rows, or within caps to 0.5 %.
+    The search refines a grid around its best point until it is exact, or accurate to 0.5 % with floors and caps.
+
+    Args:
+        build_constraints: constraints for a budget; None: there are no floors and caps.
 
     Raises:
-        SettingsError: no budget meets the floors and caps.
+        SettingsError: no budget satisfies the floors and caps.
     """
     order_P = ranked(objective.effect_N, among_N=allowed_N)
     refused: list[SettingsError] = []
 
-    def value(size: int, limits_of: Callable[[Amount], Constraints]) -> float:
+    def value(size: int, build_constraints: Callable[[Amount], Constraints]) -> float:
         try:
-            rows = take_within_budget(order_P, limits_of(Amount(float(size), False)))
+            rows = take_within_budget(order_P, build_constraints(Amount(float(size), False)))
         except SettingsError as err:
             refused.append(err)
             return -np.inf
         weights = single_subset(SUBSET, mask_of(rows, objective.artifact.n_rows)).weights
         return float(objective.value(objective.predictor.sums(weights))[0])
 
-    at_once, near = (SEARCHED, 0.0) if limits_of is None else (16, 0.005)
+    at_once, near = (SEARCHED, 0.0) if build_constraints is None else (16, 0.005)
     places = np.unique(np.geomspace(1, len(order_P), at_once).round().astype(np.int64))
     while True:
-        if limits_of is None:
+        if build_constraints is None:
             values: Sequence[float] = _curve(objective, order_P, places.tolist(), objective.effect_N).value
         else:
-            values = [value(size, limits_of) for size in places.tolist()]
+            values = [value(size, build_constraints) for size in places.tolist()]
         at = int(np.argmax(values))
         low, high = int(places[max(at - 1, 0)]), int(places[min(at + 1, len(places) - 1)])
         if len(places) == places[-1] - places[0] + 1 or high - low <= near * places[at]:
@@ -500,11 +549,11 @@ def _best_budget(
     return int(places[at])
 
 
-# ------------------------------------------------------------------------------------------- notes
+# ------------------------------------------------------------------------------------------------------- notes
 
 
 def _few_rows(amount: Amount, n_rows: int) -> list[str]:
-    """Return a line for a budget such as 20 that may be meant as a share, where so many rows are a tiny part."""
+    """Return a note if a budget such as 20 may have been meant as a percentage."""
     if amount.is_share or amount.unit is not None or amount.value > min(LARGEST_SHARE, FEW * n_rows):
         return []
     number = f"{amount.value:g}"
@@ -512,41 +561,39 @@ def _few_rows(amount: Amount, n_rows: int) -> list[str]:
 
 
 def _notes(objective: SelectionObjective, chosen: _Chosen, by: str | None, *, whole: bool) -> list[str]:
-    """What there was to choose from, what goes, how far what stays can be trusted, and what of the corpus is in no row.
+    """Return notes on the candidates, the rows that are not selected, short rows, partial documents and skipped text.
 
     Args:
-        whole: documents will be written whole, so it is not worth a word which of them rows cut.
+        whole: documents are exported whole, so partially selected ones need no note.
     """
-    artifact, limits, items, rows = objective.artifact, chosen.limits, chosen.items, chosen.best.row_index
-    above = int((chosen.effect_M[limits.allowed_N] > 0).sum())
-    messages = [
-        f"{above:,} of the {int(limits.allowed_N.sum()):,} {items} that may be taken are above the corpus average"
-    ]
-    if (used := int(limits.cost_N[chosen.picked_P].sum())) < limits.budget:
-        why = f"no other {items[:-1]} fits" if limits.costs_differ else "the caps leave no more"
-        messages.append(f"{used:,} of {limits.budget:,} {limits.unit} were taken: {why}")
+    artifact, constraints, items, rows = objective.artifact, chosen.constraints, chosen.items, chosen.best.row_index
+    above = int((chosen.effect_M[constraints.allowed_N] > 0).sum())
+    messages = [f"{above:,} of the {int(constraints.allowed_N.sum()):,} candidate {items} are above the corpus average"]
+    if (used := int(constraints.cost_N[chosen.picked_P].sum())) < constraints.budget:
+        why = f"no further {items[:-1]} fits" if constraints.costs_differ else "the caps allow no more"
+        messages.append(f"{used:,} of {constraints.budget:,} {constraints.unit} are used: {why}")
 
     gone_N = ~mask_of(rows, artifact.n_rows)
     if gone_N.any():
         mean = float(objective.effect_N[gone_N].mean())
-        line = f"left out: {share(int(gone_N.sum()), len(gone_N))}, their mean effect {mean:+.3f}"
+        line = f"not selected: {share(int(gone_N.sum()), len(gone_N))}, mean effect {mean:+.3f}"
         for label in [by] if by else suggest_labels(artifact)[:1]:
             column = label_column(artifact, label)
             gone_G, names = np.bincount(column.codes_N, gone_N, len(column.values)), column.names()
-            # values that lose more than the corpus does, beyond what as many rows drawn at random would
+            # label values that lose a larger share than the corpus, by more than the error of a random draw
             overall = float(gone_N.mean())
             error_G = np.sqrt(overall * (1 - overall) / np.maximum(column.counts, 1))
             rate_G = gone_G / np.maximum(column.counts, 1)
             excess_G = np.where(column.counts >= LARGE_SHARE * len(gone_N), (rate_G - overall) / (error_G + 1e-12), 0.0)
             worst = [g for g in np.lexsort((-gone_G, -rate_G)).tolist() if excess_G[g] > ERRORS][:VALUES_NAMED]
             shares = ", ".join(f"{names[g]} ({gone_G[g]:,.0f} of {column.counts[g]:,})" for g in worst)
-            line += f"; of {label} above all {shares}" * bool(shares)
+            line += f"; mainly {label} {shares}" * bool(shares)
         messages.append(line)
     if (short := short_rows(artifact, rows)) > SHORT_SHARE * len(rows):
         length = length_column(artifact)
         messages.append(
-            f"{short:,} of the rows taken have fewer than {SHORT} {short_of(length)}, and their relevance is noisy: "
-            f'--exclude-where "{length} < {SHORT}" leaves such rows out'
+            f"{short:,} selected rows have fewer than {SHORT} {short_of(length)}, so their relevance is noisy; "
+            f'exclude them with --exclude-where "{length} < {SHORT}"'
         )
 
     if not whole:
@@ -554,8 +601,8 @@ def _notes(objective: SelectionObjective, chosen: _Chosen, by: str | None, *, wh
         selected_D, of_D = np.bincount(document_N[rows], minlength=int(document_N.max()) + 1), np.bincount(document_N)
         if cut := int(((selected_D > 0) & (selected_D < of_D)).sum()):
             messages.append(
-                f"rows are pieces of documents: {cut:,} of {len(of_D):,} documents are kept in part; a budget such as "
-                "20%documents takes whole ones, and --export with --documents half writes whole ones"
+                f"{cut:,} of {len(of_D):,} documents are selected in part; for whole documents, pass a budget such as "
+                "20%documents, or export with --documents half"
             )
     counts = artifact.manifest.skipped.get("rows", {}).get("counts", {})
     if counts := {reason: count for reason, count in counts.items() if not (whole and reason in ENDS)}:
@@ -563,18 +610,18 @@ def _notes(objective: SelectionObjective, chosen: _Chosen, by: str | None, *, wh
     return messages
 
 
-def _label_table(limits: Constraints, picked_P: I64) -> pa.Table:
-    """One line a value of the label: taken, pool, floor and cap."""
+def _label_table(constraints: Constraints, picked_P: I64) -> pa.Table:
+    """Return the table of value, selected, pool, floor and cap, in the unit of the budget; one row per label value."""
     selected_G, pool_G = (
-        np.bincount(limits.codes_N[rows], limits.cost_N[rows], len(limits.values)).astype(np.int64)
-        for rows in (picked_P, limits.allowed_N)
+        np.bincount(constraints.codes_N[rows], constraints.cost_N[rows], len(constraints.values)).astype(np.int64)
+        for rows in (picked_P, constraints.allowed_N)
     )
     return pa.table(
         {
-            "value": pa.array(limits.values, pa.string()),
-            "taken": selected_G,
+            "value": pa.array(constraints.values, pa.string()),
+            "selected": selected_G,
             "pool": pool_G,
-            "floor": pa.array([int(floor) or None for floor in limits.floor_G], pa.int64()),
-            "cap": pa.array([int(cap) if cap < limits.budget else None for cap in limits.cap_G], pa.int64()),
+            "floor": pa.array([int(floor) or None for floor in constraints.floor_G], pa.int64()),
+            "cap": pa.array([int(cap) if cap < constraints.budget else None for cap in constraints.cap_G], pa.int64()),
         }
     )

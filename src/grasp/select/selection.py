@@ -1,6 +1,6 @@
-"""Chosen rows: how they are shown, and how they are written to train on.
+"""The result of `select`: print it, save it, or export it as a corpus to train on. Start with `Selection`.
 
-Shape letters: N rows.
+Shape letter: N rows.
 """
 
 from collections.abc import Callable
@@ -24,22 +24,34 @@ VALUES_SHOWN = 30
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """The first rows of a choice."""
+    """Value of selections of increasing size: the first rows of the ranking.
+
+    Attributes:
+        rows: number of rows of each selection.
+        tokens: number of tokens.
+        effect: effect of its last row or document.
+        value: predicted change, including the effect of repetition.
+    """
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
-    effect: tuple[float, ...]  # of the last row, or document, of each beginning
-    value: tuple[float, ...]  # of all its rows: change against the corpus, repetition counted
+    effect: tuple[float, ...]
+    value: tuple[float, ...]
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Selection(OptimizationResult):
-    """Chosen rows, best first; `table` names them: subset_id, row_id, doc_id, order, effect, n_tokens[, label].
+    """Selected rows, best first.
 
     Attributes:
-        curve: what the first so many rows are worth.
-        labels: of each value of the label: pool, taken, floor and cap, in the unit of the budget.
-        effect_N: of all rows.
+        table: columns subset_id, row_id, doc_id, order, effect, n_tokens[, label]; one row per selected row.
+        curve: value of other sizes of the selection.
+        labels: columns value, selected, pool, floor and cap, in the unit of the budget; one row per label value.
+        bound: upper bound on the predicted change of a selection of the same size, if one is known.
+        guarantee: statement on optimality.
+        row_index: indices of the selected rows, best first.
+        n_tokens: tokens of the selected rows.
+        effect_N: effect of every row of the corpus.
     """
 
     kind = "selection"
@@ -54,13 +66,13 @@ class Selection(OptimizationResult):
 
     @property
     def row_ids(self) -> list[str]:
-        """Names of the chosen rows, best first."""
+        """Return the ids of the selected rows, best first."""
         names: list[str] = self.table["row_id"].to_pylist()
         return names
 
     @property
     def left_out(self) -> I64:
-        """The rows that were not chosen, worst first."""
+        """Return the indices of the rows that are not selected, worst first."""
         return ranked(-self.effect_N, among_N=~mask_of(self.row_index, len(self.effect_N)))
 
     def export(
@@ -68,41 +80,42 @@ class Selection(OptimizationResult):
         out: Path | str,
         *,
         documents: str | None = None,
-        format: str = "parquet",  # noqa: A002 - what it is called everywhere
+        format: str = "parquet",  # noqa: A002 - the name of the command-line option
         corpus: str | None = None,
         ids: Path | str | None = None,
         left_out: bool = False,
         say: Callable[[str], None] | None = None,
     ) -> Export:
-        """Write a corpus to train on: exactly the chosen rows, or whole documents.
+        """Write a corpus to train on: the selected rows, or whole documents.
 
-        Conversations, pairs and instructions are written as the user's own records, all columns as they are.
+        Conversations, preference pairs and instructions are written as the original records, with all columns.
 
         Args:
-            out: new directory; it appears when it is whole.
-            documents: whole documents of which any, half or all tokens were chosen; None: exactly the rows.
+            out: new directory; it is written to a temporary path and renamed when complete.
+            documents: write whole documents of which any, half or all tokens are selected; None: only the rows.
             format: parquet, jsonl or datasets.
-            corpus: where the corpus lies now; None: where it was built from.
-            ids: file for the whole documents: .csv or .parquet of name and record, which is their place in the corpus
-                from 0; else their names, one a line.
-            left_out: write what is not kept, rows or documents, in the place of what is.
-            say: told, before anything is written, what whole documents add and drop.
+            corpus: current path of the corpus; None: the path of the build.
+            ids: file to write the ids of the whole documents to: .csv or .parquet with columns name and record (the
+                position in the corpus, from 0), or text with one name per line.
+            left_out: write the rows or documents that are not selected instead.
+            say: callback that receives a line on what whole documents add and drop, before anything is written.
+
         Raises:
-            SettingsError: `out` is there already, no such rule or format, or nothing to write.
-            CorpusError: the corpus, or its tokenizer, is not the one that the artifact was built from.
+            SettingsError: `out` exists, the rule or format is unknown, or there is nothing to write.
+            CorpusError: the corpus or its tokenizer is not the one that the artifact was built from.
         """
         check_place(Path(out))
         exporter = Exporter.from_options(self.artifact, documents=documents, form=format, corpus=corpus, ids=ids)
         return exporter.write(self, Path(out), left_out=left_out, say=say)
 
     def write_left_out(self, path: Path | str) -> int:
-        """Write a table of the rows that were not chosen, worst first, with labels and snippets; returns how many."""
+        """Write a table of the rows that are not selected, worst first, with labels; return their number."""
         rows = self.left_out
         write_ranked(self.artifact, self.effect_N, rows, Path(path), "effect")
         return len(rows)
 
     def summary(self) -> dict[str, Any]:
-        """All but the rows, as plain JSON."""
+        """Return everything but the rows as JSON data."""
         return super().summary() | {
             "rows": len(self),
             "documents": len(self.table["doc_id"].unique()) if self.params["items"] == "documents" else None,
@@ -129,13 +142,13 @@ class Selection(OptimizationResult):
             for k in sorted(places)
         ]
         each = "document" if self.params["items"] == "documents" else "row"
-        title = f"other budgets: what the next {each} is worth (0 = the corpus average), and the value of all rows"
+        title = f"other budgets: effect of the next {each} (0 = the corpus average), and value of the whole selection"
         headings = ("rows", "share", "tokens", f"next {each}", "value")
         parts = [plain(self.headline), self._shown_changes(), text_table(title, headings, budgets, left=0)]
         if self.labels is not None:
-            ordered = self.labels.sort_by([("taken", "descending")])
-            title = f"what is taken of each value, in {self.params['unit']}"
+            ordered = self.labels.sort_by([("selected", "descending")])
+            title = f"selected per value, in {self.params['unit']}"
             parts.append(self._shown_table(title, ordered.slice(0, VALUES_SHOWN)))
             if len(rest := ordered.slice(VALUES_SHOWN)):
-                parts.append(f"... and {len(rest):,} more values with {sum(rest['taken'].to_pylist()):,} in all")
+                parts.append(f"... and {len(rest):,} more values with {sum(rest['selected'].to_pylist()):,} in total")
         return "\n".join(part for part in (*parts, *map(plain, (self.guarantee, *self.notes))) if part)

@@ -1,9 +1,9 @@
-"""Reads what `grasp select` and `grasp mix` left beside their results, for the report; checks whose corpus it is of."""
+"""Read the summaries that `grasp select` and `grasp mix` save next to their results. Start with `read_summary`."""
 
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
@@ -13,35 +13,35 @@ from grasp.text import parse_json
 
 
 class Summary(BaseModel):
-    """A part of a summary. Fields that the report does not show are passed over."""
+    """A part of a summary; fields that the report does not show are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class Named(Summary):
-    """What a scoring protocol is called."""
+    """Name of a scoring protocol."""
 
     name: str
 
 
 class CurvePlaces(Summary):
-    """What other budgets are worth: the first rows of a choice."""
+    """Value of other budgets: the first rows of the ranking."""
 
     rows: tuple[int, ...]
-    effect: tuple[float, ...]  # of the last of them
-    value: tuple[float, ...]  # of all of them
+    effect: tuple[float, ...]  # of the last of these rows
+    value: tuple[float, ...]  # of all of these rows
 
 
 class ValueShare(Summary):
-    """One value of the label that floors and caps speak of, in the unit of the budget."""
+    """One value of the label that floors and caps refer to, in the unit of the budget."""
 
     value: str
     pool: int
-    taken: int  # stored name
+    selected: int = Field(validation_alias=AliasChoices("selected", "taken"))  # `taken` in version 1
 
 
 class TargetChange(Summary):
-    """Predicted change of one target against the whole corpus; with runs in nats or `runs_unit`, with an interval."""
+    """Predicted change of one target relative to the whole corpus; with runs also in `runs_unit`, with an interval."""
 
     target: str
     weight: float
@@ -52,7 +52,7 @@ class TargetChange(Summary):
 
 
 class OptimizationSummary(Summary):
-    """What a selection and a mixture have in common."""
+    """The fields that the summaries of selections and of mixtures have in common."""
 
     kind: str
     corpus: str
@@ -70,7 +70,7 @@ class SelectionSummary(OptimizationSummary):
 
     kind: Literal["selection"]
     rows: int
-    documents: int | None = None  # where whole ones were chosen
+    documents: int | None = None  # number of documents, if whole documents were selected
     bound: float | None
     guarantee: str
     curve: CurvePlaces
@@ -100,13 +100,13 @@ COMMANDS = {"selection": "grasp select", "mixture": "grasp mix"}
 
 
 def read_summary(kind: type[S], path: Path, artifact: ArtifactReader) -> S:
-    """The summary of a selection, or a mixture, of this artifact's corpus.
+    """Read the summary of a selection or of a mixture, and check that it is of the same corpus.
 
     Raises:
-        SettingsError: not such a file, or one of another corpus.
+        SettingsError: the file is not such a summary, is damaged, or is of another corpus.
     """
     (name,) = get_args(kind.model_fields["kind"].annotation)
-    flag, expected = f"--{name}", f"expected the .json that {COMMANDS[name]} writes beside its --out"
+    flag, expected = f"--{name}", f"expected the .json that {COMMANDS[name]} writes next to its --out"
     try:
         content = path.read_bytes()
         data = parse_json(content)
@@ -116,17 +116,23 @@ def read_summary(kind: type[S], path: Path, artifact: ArtifactReader) -> S:
         raise SettingsError(f"{flag}: {path} is not JSON; {expected}") from err
     kind_name = data.get("kind") if isinstance(data, dict) else None
     if isinstance(kind_name, str) and kind_name in COMMANDS and kind_name != name:
-        raise SettingsError(f"{flag}: {path} is the summary of a {kind_name}, give it with --{kind_name}; {expected}")
-    what, recovery_hint = (
-        f"the summary of a {name} ({COMMANDS[name]} writes it beside --out)",
-        f"run {COMMANDS[name]} again",
+        raise SettingsError(f"{flag}: {path} is the summary of a {kind_name}; pass it with --{kind_name}")
+    signed = Signed(
+        name="",
+        kind=kind,
+        what=f"the summary of a {name} ({COMMANDS[name]} writes it next to --out)",
+        format=name,
+        version=SUMMARY_VERSION,
+        recovery_hint=f"run {COMMANDS[name]} again",
+        error_type=SettingsError,
+        key="kind",
+        older=(1,),
     )
-    signed = Signed("", kind, what, name, SUMMARY_VERSION, recovery_hint, SettingsError, key="kind")
     summary = signed.parse(f"{flag}: {path}", content)
-    corpus = artifact.manifest.fingerprints.get("corpus")
-    if summary.corpus != corpus:
+    fingerprint = artifact.manifest.fingerprints.get("corpus")
+    if summary.corpus != fingerprint:
         raise SettingsError(
-            f"{flag}: {path} was made from another artifact: corpus {summary.corpus!r}, here {corpus!r}; make it from "
-            "this one"
+            f"{flag}: {path} belongs to another corpus: {summary.corpus!r}, this artifact has {fingerprint!r}; run "
+            f"{COMMANDS[name]} on this artifact"
         )
     return summary

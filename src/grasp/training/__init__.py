@@ -1,6 +1,6 @@
-"""Training a model by a recipe, one or K at once; and the derivative of a training by the weights of its rows.
+"""Train one or K models by a recipe, and differentiate a training run with respect to the weights of its rows.
 
-In: rows, units and a recipe. Out: a model with its checkpoints, or scores of rows. Read `train` first; `llama` is the
-model. For derivatives read `adjoint` for the mathematics, then `trajectory` (forward), `metagradient` (backward) and
-`replayed_rows` (several orders, gated).
+Inputs are rows, units and a recipe; outputs are models with checkpoints, or scores of rows. Start with `train`; `llama`
+is the model. For derivatives, `adjoint` has the mathematics; then read `trajectory` (forward), `metagradient`
+(backward) and `replayed_rows` (several orders, and the check of smoothness).
 """

@@ -1,10 +1,10 @@
-"""A training by AdamW, taken apart into the gradient of a batch, clipping and the update.
+"""Training with AdamW, split into the gradient of a batch, clipping and the update. Start with `AdamWTraining`.
 
-Whoever trains calls `backward` and `update` in turn. Whoever goes through a training again also sets the weights and
-the moments, and asks for losses and gradients at other weights.
+To train, call `backward` and `update` alternately. To replay a training run, also set the weights and moments, and
+compute losses and gradients at other weights.
 
-The loss of a batch is ``sum_i sum_t weight_it loss_it``: rows i, positions t. A token weighs 1 over the labels of the
-whole batch, also where the batch goes through the model in pieces.
+The loss of a batch is ``sum_i sum_t weight_it loss_it`` over rows i and positions t. The default weight of a token is 1
+over the number of labels in the whole batch, also if the batch is processed in micro-batches.
 
 Shape letters: B rows of a batch, L tokens, P positions with loss, V vocabulary.
 """
@@ -21,12 +21,12 @@ from transformers import PreTrainedModel
 from grasp.arrays import F64, I64
 from grasp.training.recipe import OptimizerRecipe
 
-STATE = ("weight", "exp_avg", "exp_avg_sq")  # of every parameter: all that an update reads and writes
+STATE = ("weight", "exp_avg", "exp_avg_sq")  # state of each parameter that an update reads and writes
 
 
 @dataclass(frozen=True, slots=True)
 class LabelLogits:
-    """Logits at the positions whose next token carries loss, with their graph."""
+    """Logits at the positions whose next token is a label, with their autograd graph."""
 
     logits_PV: Tensor
     label_P: Tensor
@@ -35,18 +35,18 @@ class LabelLogits:
     n_rows: int
 
     def row_losses(self) -> Tensor:
-        """Return each row's part of the loss, (B,), float64, nats."""
+        """Return the contribution of each row to the loss, (B,), float64, nats."""
         loss_P = F.cross_entropy(self.logits_PV, self.label_P, reduction="none").double() * self.weight_P
         return torch.zeros(self.n_rows, dtype=torch.float64, device=loss_P.device).index_add(0, self.row_P, loss_P)
 
 
 class AdamWTraining(ABC):
-    """Weights, optimizer and step counter of one training.
+    """Weights, optimizer and step counter of a training run.
 
     Attributes:
         recipe: budget and settings of the optimizer.
-        parameters: what the optimizer updates; each is a leaf with a gradient buffer.
-        clip_epsilon: what clipping adds to the norm of the gradient: ``c = min(1, clip_norm / (norm + clip_epsilon))``.
+        parameters: leaf tensors that the optimizer updates, each with a gradient buffer.
+        clip_epsilon: constant in gradient clipping: ``c = min(1, clip_norm / (norm + clip_epsilon))``.
     """
 
     recipe: OptimizerRecipe
@@ -81,46 +81,46 @@ class AdamWTraining(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Return where the parameters lie."""
+        """Return the device of the parameters."""
         return self.parameters[0].device
 
     @property
     @abstractmethod
     def context(self) -> int:
-        """Return the most tokens that a row may have."""
+        """Return the maximum number of tokens of a row."""
 
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """Return the number of token ids that the model knows."""
+        """Return the size of the vocabulary of the model."""
 
     @abstractmethod
     def label_logits(self, ids_BL: I64, weight_BL: F64) -> LabelLogits:
-        """Run the model on one piece of a batch.
+        """Run the model on a micro-batch.
 
         Args:
             ids_BL: token ids, padded on the right.
-            weight_BL: weight of the loss of the token that follows each position; 0: it has none.
+            weight_BL: weight of the loss of the token that follows each position; 0: not a label.
         """
 
     @abstractmethod
     def causal_lm(self) -> PreTrainedModel:
-        """Return the model as Transformers has it, at the weights as they are; whoever gets it leaves it as it was."""
+        """Return the Transformers model with the current weights; callers must restore whatever they change."""
 
     @abstractmethod
     def by_name(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return what belongs to the parameters, one tensor each, by the names that parameters have in `causal_lm`."""
+        """Return one tensor per parameter by the name of the parameter in `causal_lm`."""
 
     # ------------------------------------------------------------------------------------------- losses and gradients
 
     def pieces(self, ids_BL: I64, weight_BL: F64) -> Iterator[tuple[I64, F64]]:
-        """Cut a batch into the rows of one forward pass each."""
+        """Split a batch into micro-batches."""
         rows = self.recipe.micro_rows or len(ids_BL)
         for start in range(0, len(ids_BL), rows):
             yield ids_BL[start : start + rows], weight_BL[start : start + rows]
 
     def backward(self, ids_BL: I64, weight_BL: F64) -> F64:
-        """Add the gradient of a batch's loss to the buffers, and return each row's part of the loss, (B,), nats."""
+        """Add the gradient of the batch loss to the buffers; return the contribution of each row, (B,), nats."""
         parts = []
         with torch.enable_grad():
             for ids, weight in self.pieces(ids_BL, weight_BL):
@@ -132,17 +132,17 @@ class AdamWTraining(ABC):
 
     @torch.no_grad()
     def row_losses(self, ids_BL: I64, weight_BL: F64) -> F64:
-        """Return each row's part of the loss, (B,), nats; no gradient is computed."""
+        """Return the contribution of each row to the loss, (B,), nats, without computing gradients."""
         parts = [self.label_logits(ids, weight).row_losses() for ids, weight in self.pieces(ids_BL, weight_BL)]
         losses: F64 = torch.cat(parts).cpu().numpy()
         return losses
 
     def gradients(self) -> list[Tensor]:
-        """Return the buffers that `backward` adds to, one a parameter."""
+        """Return the gradient buffers, one per parameter."""
         return [grad_of(parameter) for parameter in self.parameters]
 
     def zero_gradients(self) -> None:
-        """Empty the gradient buffers."""
+        """Set the gradient buffers to 0."""
         for gradient in self.gradients():
             gradient.zero_()
 
@@ -154,7 +154,7 @@ class AdamWTraining(ABC):
             torch.nn.utils.clip_grad_norm_(self.parameters, self.recipe.clip_norm)
 
     def update(self) -> None:
-        """Clip the gradient, take one step of AdamW, and empty the gradient buffers."""
+        """Clip the gradient, take one step of AdamW, and set the gradient buffers to 0."""
         self.clip()
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.learning_rate_at(self.step)
@@ -166,7 +166,7 @@ class AdamWTraining(ABC):
 
     @torch.no_grad()
     def state(self) -> dict[str, Tensor]:
-        """Return weights and both moments as they are: ``<k>.weight``, ``<k>.exp_avg``, ``<k>.exp_avg_sq``."""
+        """Return weights and moments without copying: ``<k>.weight``, ``<k>.exp_avg``, ``<k>.exp_avg_sq``."""
         tensors = {}
         for k, parameter in enumerate(self.parameters):
             moments = self.optimizer.state.get(parameter, {})
@@ -176,7 +176,7 @@ class AdamWTraining(ABC):
         return tensors
 
     def set_state(self, step: int, state: Mapping[str, Tensor]) -> None:
-        """Go to a state after `step` steps, as `state` gave it; the gradient buffers are emptied."""
+        """Restore a state that `state` returned after `step` steps, and set the gradient buffers to 0."""
         self.set_weights(state[f"{k}.weight"] for k in range(len(self.parameters)))
         for k, parameter in enumerate(self.parameters):
             self.optimizer.state[parameter] = {

@@ -1,26 +1,28 @@
 r"""The adjoint of one step of AdamW with clipping, in closed form.
 
-A step goes from weights and moments (theta, m, v) by the gradient g of its batch to (theta', m', v'):
+A step maps weights and moments (theta, m, v) to (theta', m', v') with the gradient g of its batch:
 
-    c   = min(1, clip / (|g| + e))                      e: what clipping adds to the norm
+    c   = min(1, clip / (|g| + e))                      e: `clip_epsilon`
     m'  = b1 m + (1 - b1) c g
     v'  = b2 v + (1 - b2) (c g)^2
     D   = 1 / (r + eps),  r = sqrt(v' / c2 + root)      c1 = 1 - b1^t, c2 = 1 - b2^t, t from 1
     theta' = (1 - lr decay) theta - lr D m' / c1
 
-An adjoint is the derivative (a, am, av) of a utility after the training by (theta', m', v'). Backward, elementwise:
+An adjoint is the derivative (a, am, av) of the final utility with respect to (theta', m', v'). Backward, elementwise:
 
     am += -lr D a / c1
     av += lr S a / c2,          S = (m' / c1) D^2 / (2 r), from dD/dv' = -D^2 / (2 r c2)
-    u   = (1 - b1) am + 2 (1 - b2) c g av               the derivative by c g
-    u   = c u - clip / (|g| + e)^2 / |g| <g, u> g       where c < 1: the derivative by g
-    a   = (1 - lr decay) a + H u                        H: Hessian of the batch's loss, see `hessian_products`
+    u   = (1 - b1) am + 2 (1 - b2) c g av               derivative with respect to c g
+    u   = c u - clip / (|g| + e)^2 / |g| <g, u> g       derivative with respect to g, if c < 1
+    a   = (1 - lr decay) a + H u                        H: Hessian of the batch loss, see `hessian_products`
     am *= b1;  av *= b2
 
-and the derivative by the weight of a row in the batch is the derivative of the row's part of the loss along u.
+The derivative with respect to the weight of a row in the batch is the derivative of the row's loss along u.
 
-AdamW itself has root = 0: there D has no bound, and no derivative where v' = 0. A root bounds it, at the price that the
-derivative is that of a slightly smoother training. What is still beyond a cap is left out: as if held fixed.
+AdamW has root = 0. Then D is unbounded, and not differentiable if v' = 0. A positive root bounds D; the derivative is
+then that of a slightly smoother optimizer. Coordinates with D above a cap are held fixed.
+
+Start with `through_update`.
 """
 
 import math
@@ -32,18 +34,24 @@ from torch import Tensor
 
 from grasp.training.recipe import OptimizerRecipe
 
-PIECE = 1 << 20  # coordinates that are in float64 at once
+PIECE = 1 << 20  # coordinates converted to float64 at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateConstants:
-    """What decides one update beside weights, moments and gradient."""
+    """Constants of one update.
 
-    step: int  # from 0
+    Attributes:
+        step: number of the step, from 0.
+        root: constant inside the square root, in units of a squared gradient.
+        largest_scale: cap of D, in units of an inverse gradient.
+    """
+
+    step: int
     recipe: OptimizerRecipe
     clip_epsilon: float
-    root: float = 0.0  # squared gradient
-    largest_scale: float = math.inf  # of D, 1 / gradient
+    root: float = 0.0
+    largest_scale: float = math.inf
 
     @property
     def learning_rate(self) -> float:
@@ -53,7 +61,7 @@ class UpdateConstants:
 
 @dataclass(frozen=True, slots=True)
 class Adjoint:
-    """Derivatives of one utility by weights and both moments, a tensor a parameter; changed in place."""
+    """Derivatives of a utility with respect to weights and moments, one tensor per parameter; modified in place."""
 
     weights: list[Tensor]
     first: list[Tensor]
@@ -61,19 +69,19 @@ class Adjoint:
 
     @classmethod
     def of_weights(cls, gradient: Sequence[Tensor]) -> "Adjoint":
-        """Begin at the end of a training, whose utility depends on the weights alone."""
-        flat = torch.contiguous_format  # changed through flat views
+        """Return the adjoint at the end of training, where the utility depends on the weights only."""
+        flat = torch.contiguous_format  # modified through flat views
         zeros = [[torch.zeros_like(tensor, memory_format=flat) for tensor in gradient] for _ in range(2)]
         return cls([tensor.clone(memory_format=flat) for tensor in gradient], *zeros)
 
     @property
     def norm(self) -> float:
-        """Return the Euclidean norm of the derivative by the weights."""
+        """Return the Euclidean norm of the derivative with respect to the weights."""
         return norm_of(self.weights)
 
 
 def norm_of(tensors: Sequence[Tensor]) -> float:
-    """Return the Euclidean norm of several tensors together, computed in float64."""
+    """Return the Euclidean norm of the concatenation of tensors, computed in float64."""
     pieces = (piece for tensor in tensors for piece in torch.split(tensor.detach().reshape(-1), PIECE))
     return math.sqrt(sum(float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2 for piece in pieces))
 
@@ -85,16 +93,18 @@ def through_update(
     first_after: Sequence[Tensor],
     second_after: Sequence[Tensor],
 ) -> tuple[list[Tensor], int]:
-    """Go back through one update, as far as the gradient of its batch.
+    """Backpropagate through an update to the gradient of its batch.
 
-    The adjoint of the moments becomes that before the step. That of the weights is left as it is after the step, since
-    the rest of it needs the Hessian: see `add_curvature`.
+    The adjoint of the moments becomes the one before the step. The adjoint of the weights is not changed, because its
+    update needs a Hessian product: see `add_curvature`.
 
     Args:
-        gradient: of the batch, before clipping.
-        first_after: m'; `second_after`: v'.
+        gradient: gradient of the batch before clipping.
+        first_after: first moments m' after the step.
+        second_after: second moments v' after the step.
+
     Returns:
-        u, the derivative of the utility by the gradient; and the number of coordinates that were left out.
+        u, the derivative of the utility with respect to the gradient, and the number of coordinates held fixed.
     """
     recipe, rate, steps = constants.recipe, constants.learning_rate, constants.step + 1
     b1, b2 = recipe.betas
@@ -131,13 +141,13 @@ def through_update(
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Some coordinates of tensors of one shape at a time, as views: what is computed in float64 stays small."""
+    """Yield views of some coordinates of tensors of the same shape at a time, to limit the memory of float64 copies."""
     return zip(*(torch.split(tensor.reshape(-1), PIECE) for tensor in tensors), strict=True)
 
 
 def add_curvature(
     adjoint: Adjoint, constants: UpdateConstants, weight_decays: Sequence[float], product: Sequence[Tensor]
 ) -> None:
-    """Bring the adjoint of the weights to before the step: ``a = (1 - lr decay) a + H u``."""
+    """Update the adjoint of the weights to the one before the step: ``a = (1 - lr decay) a + H u``."""
     for a, decay, hu in zip(adjoint.weights, weight_decays, product, strict=True):
         a.mul_(1.0 - constants.learning_rate * decay).add_(hu)

@@ -1,4 +1,6 @@
-"""A causal LM of Transformers that is trained further: all parameters, or those that ask for a gradient (an adapter).
+"""Fine-tune a causal LM of Transformers: all parameters, or those that require a gradient, e.g. an adapter.
+
+Start with `FineTuning`.
 
 Shape letters: B rows of a batch, L tokens, P positions with loss, V vocabulary.
 """
@@ -15,20 +17,21 @@ from grasp.models.causal_lm import context_of, dynamic_ropes, reset_ropes
 from grasp.training.adamw import AdamWTraining, LabelLogits
 from grasp.training.recipe import OptimizerRecipe
 
-EXACT = (torch.float32, torch.float64)  # of weights: rounding of narrower ones is larger than what is differentiated
+EXACT = (torch.float32, torch.float64)  # the rounding error of narrower types exceeds the finite differences
 
 
 class FineTuning(AdamWTraining):
-    """Train a causal LM in place; matrices are decayed, vectors are not.
+    """Fine-tune a causal LM in place, with weight decay of matrices but not of vectors.
 
-    The model is in eval mode, so that dropout is off; layers that recompute their activations go on doing so.
+    The model is in eval mode, which disables dropout; layers with gradient checkpointing still recompute activations.
     """
 
     def __init__(self, model: PreTrainedModel, recipe: OptimizerRecipe) -> None:
-        """Prepare a model whose trained parameters ask for a gradient.
+        """Prepare a model; the parameters with `requires_grad` are trained.
 
         Raises:
-            ModelError: a compiled model, batch norm, weights in half precision, or nothing to train.
+            ModelError: the model is compiled, has batch norm or weights in half precision, or has no trainable
+                parameter.
         """
         self.model = model
         self.notes = check_differentiable(model)
@@ -59,7 +62,7 @@ class FineTuning(AdamWTraining):
         return self.label_logits_at(None, ids_BL, weight_BL)
 
     def label_logits_at(self, weights: Sequence[Tensor] | None, ids_BL: I64, weight_BL: F64) -> LabelLogits:
-        """Run the model as it is, or with other weights in the place of its parameters."""
+        """Run the model with its parameters, or with other weights in their place."""
         reset_ropes(self._ropes)
         ids = torch.from_numpy(ids_BL).to(self.device)
         inputs = {"input_ids": ids, "use_cache": False}
@@ -74,39 +77,40 @@ class FineTuning(AdamWTraining):
 
 
 def check_differentiable(model: nn.Module) -> list[str]:
-    """Prepare a model so that a step of its training is a smooth function of the weights.
+    """Set a model up so that a training step is a deterministic, smooth function of the weights.
 
     Returns:
-        What was switched off, a sentence each.
+        Notes on what was disabled.
+
     Raises:
-        ModelError: what cannot be switched off.
+        ModelError: the model has a property that prevents this and cannot be disabled.
     """
     name = type(model).__name__
     modules = list(model.modules())
     if hasattr(model, "_orig_mod") or any(getattr(module, "_compiled_call_impl", None) for module in modules):
         raise ModelError(
-            f"{name}: is compiled, which recompiles for every shape; expected the model before torch.compile"
+            f"{name}: is compiled, and would be compiled again for every shape; pass the model before torch.compile"
         )
     if norms := [type(module).__name__ for module in modules if isinstance(module, nn.modules.batchnorm._BatchNorm)]:
         raise ModelError(
-            f"{name}: has {norms[0]}, by which rows change one another; expected a model without batch norm"
+            f"{name}: has {norms[0]}, which makes rows of a batch depend on each other; expected no batch norm"
         )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
-        raise ModelError(f"{name}: no parameter asks for a gradient, expected some; call requires_grad_() first")
+        raise ModelError(f"{name}: no parameter requires a gradient; call requires_grad_() on those to train")
     if narrow := {
         str(parameter.dtype).split(".")[1] for parameter in model.parameters() if parameter.dtype not in EXACT
     }:
         raise ModelError(
-            f"{name}: has weights in {', '.join(sorted(narrow))}, whose rounding exceeds the differences that are "
-            "taken; expected float32, set dtype to float32"
+            f"{name}: has weights in {', '.join(sorted(narrow))}, whose rounding error exceeds the finite differences; "
+            "set dtype to float32"
         )
     active = [module for module in modules if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0]
     rates = [value for module in modules for key, value in vars(module).items() if "dropout" in key]
     model.eval()
     for module in modules:
         if getattr(module, "gradient_checkpointing", False):
-            module.training = True  # of this module alone: it recomputes its activations in training mode only
+            module.training = True  # not recursively: checkpointing is only active in training mode
     if active or any(isinstance(rate, float) and rate > 0 for rate in rates):
-        return ["Dropout is switched off: a random mask would be drawn anew each time a step is computed."]
+        return ["dropout is disabled, because a replayed step would draw another random mask"]
     return []

@@ -1,11 +1,11 @@
-"""Products of a batch's curvature with a direction u, and derivatives of its rows' losses along u: three ways.
+"""Products of the curvature of a batch loss with a direction u, and derivatives of row losses along u.
 
-    difference     (g(theta + s u) - g(theta - s u)) / 2 s, s |u| = 1e-3 |theta|: two gradients, with any attention
-    exact          forward over reverse differentiation: eager attention; the reference
-    gauss-newton   J^T B J u, J the Jacobian of the logits and B the Hessian of the loss by the logits; positive
-                   semidefinite; J u by differences of the logits: two forward passes and one gradient
+    difference     (g(theta + s u) - g(theta - s u)) / 2 s with s |u| = 1e-3 |theta|: two gradients, any attention
+    exact          forward-over-reverse differentiation; requires eager attention; the reference
+    gauss-newton   J^T B J u with J the Jacobian of the logits and B the Hessian of the loss with respect to the logits;
+                   positive semidefinite; J u by differences of the logits: two forward passes and one gradient
 
-Each leaves the parameters as they were.
+All methods restore the parameters. Start with `curvature_product`.
 
 Shape letters: B rows of a batch, L tokens, P positions with loss, V vocabulary.
 """
@@ -24,8 +24,8 @@ from grasp.training.adjoint import norm_of
 from grasp.training.fine_tuning import FineTuning
 
 Curvature = Literal["difference", "exact", "gauss-newton"]
-# Of the norm of the weights. In float32 the product is within 1e-4 of the exact one on small models; a tenth of this
-# step rounds ten times as much.
+# Step relative to the norm of the weights. In float32 the product is within 1e-4 of the exact one on small models; with
+# a tenth of this step, the rounding error is ten times as large.
 RELATIVE_STEP = 1e-3
 
 
@@ -37,12 +37,13 @@ def curvature_product(
     curvature: Curvature = "difference",
     relative_step: float = RELATIVE_STEP,
 ) -> tuple[list[Tensor], F64]:
-    """Multiply the curvature of a batch's loss with a direction.
+    """Multiply the curvature of the batch loss with a direction.
 
     Returns:
-        The product, one tensor a parameter, and the derivative of each row's part of the loss along u, (B,), nats.
+        The product, one tensor per parameter, and the derivative of the loss of each row along u, (B,), nats.
+
     Raises:
-        ModelError: `exact` for a model without a differentiable gradient.
+        ModelError: the method is `exact` and the model is not a Transformers model with eager attention.
     """
     if curvature == "exact":
         return _exact(training, ids_BL, weight_BL, direction)
@@ -59,7 +60,10 @@ def curvature_product(
 
 
 def both_sides(training: AdamWTraining, direction: Sequence[Tensor], relative_step: float) -> Iterator[float]:
-    """Move the parameters to theta + s u and to theta - s u, then back; yield 2 s and -2 s; nothing where u is 0."""
+    """Set the parameters to theta + s u and to theta - s u, yielding 2 s and -2 s, then restore them.
+
+    Yields nothing if u is 0.
+    """
     length = norm_of(direction)
     if not length:
         return
@@ -76,8 +80,8 @@ def _exact(
 ) -> tuple[list[Tensor], F64]:
     if not isinstance(training, FineTuning) or training.model.config._attn_implementation != "eager":
         raise ModelError(
-            "curvature: exact products need a model of Transformers with eager attention; load it with "
-            "attn_implementation='eager', or take 'difference'"
+            "curvature: exact requires a Transformers model with eager attention; load it with "
+            "attn_implementation='eager', or set curvature to 'difference'"
         )
     point = tuple(parameter.detach() for parameter in training.parameters)
     total = [torch.zeros_like(weight) for weight in point]
@@ -107,7 +111,7 @@ def _gauss_newton(
                 outputs = training.label_logits(ids, weight)
                 slopes[k] = slopes[k] + outputs.logits_PV / step
                 along[k] += outputs.row_losses().cpu().numpy() / step
-    if isinstance(slopes[0], Tensor):  # else u is 0
+    if isinstance(slopes[0], Tensor):  # otherwise u is 0
         for (ids, weight), slope_PV in zip(pieces, slopes, strict=True):
             with torch.enable_grad():
                 outputs = training.label_logits(ids, weight)
@@ -118,7 +122,7 @@ def _gauss_newton(
 
 
 def _loss_hessian(outputs: LabelLogits, slope_PV: Tensor | float) -> Tensor:
-    """Multiply the Hessian of the loss by the logits: ``w (diag(p) - p p^T) z``, position by position."""
+    """Multiply the Hessian of the loss with respect to the logits: ``w (diag(p) - p p^T) z`` at each position."""
     p_PV = torch.softmax(outputs.logits_PV.detach(), dim=-1)
     weighed_PV = p_PV * slope_PV
     hessian_PV = weighed_PV - p_PV * weighed_PV.sum(dim=-1, keepdim=True)

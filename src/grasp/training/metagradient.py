@@ -63,7 +63,7 @@ class MetagradientSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Metagradient:
-    """Derivatives of T utilities by the weights of rows, nats a unit of weight.
+    """Derivatives of T utilities by the weights of rows, nats per unit of weight.
 
     What belongs to steps before the first that was replayed is NaN.
     """

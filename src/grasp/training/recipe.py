@@ -21,20 +21,22 @@ from grasp.training.llama import LlamaShape, Size
 
 
 class OptimizerRecipe(Settings):
-    """Budget and optimizer of a training, frozen."""
+    """Budget and optimizer of a training run."""
 
-    steps: Size = Field(description="Optimizer steps, whatever the size of the subset.")
-    batch_rows: Size = Field(description="Rows in a step.")
-    micro_rows: Size | None = Field(None, description="Rows in one forward pass; none: the whole batch.")
-    learning_rate: float = Field(gt=0, description="Peak of AdamW's learning rate.")
+    steps: Size = Field(description="Optimizer steps, independent of the size of the subset.")
+    batch_rows: Size = Field(description="Rows per step.")
+    micro_rows: Size | None = Field(None, description="Rows per forward pass; none: the whole batch.")
+    learning_rate: float = Field(gt=0, description="Peak learning rate of AdamW.")
     warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="Steps of linear warm-up before the schedule.")
     betas: tuple[float, float] = Field((0.9, 0.999), description="Decay of AdamW's moments.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay of matrices; vectors have none.")
-    clip_norm: Annotated[float, Field(gt=0)] | None = Field(1.0, description="Largest norm of a gradient; none: any.")
-    # recorded runs that came before these settings do not have them
+    clip_norm: Annotated[float, Field(gt=0)] | None = Field(
+        1.0, description="Maximum norm of the gradient; none: unlimited."
+    )
+    # The following settings are omitted at their defaults, because recorded runs that predate them lack them.
     schedule: Literal["linear", "cosine", "constant"] = Field(
         "linear",
-        description="Learning rate after the warm-up: to zero along a line or a cosine, or constant.",
+        description="Learning rate after the warm-up: linear or cosine decay to zero, or constant.",
         exclude_if=lambda schedule: schedule == "linear",
     )
     warmup_from_zero: bool = Field(
@@ -66,19 +68,19 @@ class OptimizerRecipe(Settings):
 
 
 class TrainingRecipe(OptimizerRecipe):
-    """Architecture, budget and optimizer of a retrain, frozen."""
+    """Architecture, budget and optimizer of a retraining run."""
 
     name: str = Field(description="Name of the recipe.")
     shape: LlamaShape = Field(description="Sizes of the model; its context is the longest row, in tokens.")
-    warmup_steps: Annotated[int, Field(ge=0)] = Field(description="Steps of linear warm-up; then to zero.")
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(description="Steps of linear warm-up; then decay to zero.")
     betas: tuple[float, float] = Field((0.9, 0.99), description="Decay of AdamW's moments.")
     weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay of matrices; gains have none.")
-    clip_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Largest norm of a gradient.")
+    clip_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Maximum norm of the gradient.")
     cuda_autocast: bool = Field(True, description="bfloat16 products on a GPU; weights, softmax float32.")
     cpu_autocast: bool = Field(
         False,
-        description="The same on a CPU: faster where it has them (AMX), from about 1 M parameters on.",
-        exclude_if=lambda wanted: not wanted,  # environments that came before it have no such setting
+        description="The same on a CPU: faster on CPUs with AMX for models of 1 M parameters and more.",
+        exclude_if=lambda wanted: not wanted,  # recorded runs that predate this setting lack it
     )
 
 
@@ -89,7 +91,7 @@ _TINY = TrainingRecipe(
     batch_rows=32,
     learning_rate=4e-3,
     warmup_steps=20,
-    cuda_autocast=False,  # so that a GPU gives the utilities that a CPU gives
+    cuda_autocast=False,  # so that utilities are the same on GPU and CPU
 )
 _SMALL = TrainingRecipe(
     name="small",
@@ -121,5 +123,5 @@ def named_recipe(name: str) -> TrainingRecipe:
     if name not in RECIPES:
         close = get_close_matches(name, RECIPES, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
-        raise ModelError(f"recipe: got {name!r}; {hint}there are {', '.join(RECIPES)}")
+        raise ModelError(f"recipe: got {name!r}; {hint}expected one of {', '.join(RECIPES)}")
     return RECIPES[name]

@@ -1,7 +1,8 @@
-"""Recipes of a fine-tuning as people have them: `TrainingArguments` of Transformers, `SFTConfig` of TRL, Axolotl.
+"""Read fine-tuning recipes: `TrainingArguments` of Transformers, `SFTConfig` of TRL, and Axolotl configurations.
 
-YAML or JSON; the JSON of saved training arguments and the `adapter_config.json` fields of a LoRA adapter may stand in
-the same file. Fields that change nothing in the mathematics are passed over; what is not AdamW is refused.
+Files are YAML or JSON, e.g. saved training arguments, and may also contain the fields of `adapter_config.json` of a
+LoRA adapter. Fields without influence on the result are ignored; optimizers other than AdamW are rejected. Start with
+`FineTuningRecipe.read`.
 """
 
 import math
@@ -18,7 +19,7 @@ from grasp.settings import Settings
 from grasp.training.recipe import OptimizerRecipe
 from grasp.yaml_files import read_yaml, validated
 
-AXOLOTL = {  # and other names of the same things
+ALIASES = {  # names in Axolotl and older versions of TRL
     "micro_batch_size": "per_device_train_batch_size",
     "num_epochs": "num_train_epochs",
     "lr_scheduler": "lr_scheduler_type",
@@ -30,7 +31,7 @@ AXOLOTL = {  # and other names of the same things
 }
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 NEUTRAL = (None, False, 0, "", "no")
-# Each changes what a step is in a way that is not differentiated here.
+# Settings that change a step in a way that is not differentiated here.
 UNSUPPORTED = (
     "label_smoothing_factor",
     "neftune_noise_alpha",
@@ -42,32 +43,38 @@ UNSUPPORTED = (
 
 
 class FineTuningRecipe(Settings):
-    """A fine-tuning in the names of Transformers' `TrainingArguments`; fields without a meaning here are dropped."""
+    """A fine-tuning recipe with the field names of Transformers' `TrainingArguments`; other fields are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    learning_rate: float = Field(5e-5, gt=0, description="Peak of AdamW's learning rate.")
+    learning_rate: float = Field(5e-5, gt=0, description="Peak learning rate of AdamW.")
     num_train_epochs: float = Field(3.0, gt=0, description="Passes over the rows.")
-    max_steps: int = Field(-1, description="Optimizer steps in the place of epochs; below 1: epochs count.")
-    per_device_train_batch_size: int = Field(8, ge=1, description="Rows of a forward pass.")
-    gradient_accumulation_steps: int = Field(1, ge=1, description="Forward passes of a step.")
-    warmup_steps: Annotated[float, Field(ge=0)] = Field(0.0, description="Steps of warm-up; below 1: a share of all.")
-    warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="The same as a share.")
+    max_steps: int = Field(-1, description="Optimizer steps, which override the number of epochs; below 1: unset.")
+    per_device_train_batch_size: int = Field(8, ge=1, description="Rows per forward pass.")
+    gradient_accumulation_steps: int = Field(1, ge=1, description="Forward passes per optimizer step.")
+    warmup_steps: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="Warm-up steps; below 1: a share of all steps."
+    )
+    warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="Warm-up as a share of all steps."
+    )
     lr_scheduler_type: str = Field("linear", description="linear, cosine, constant or constant_with_warmup.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay of matrices.")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="Decay of AdamW's first moment.")
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="Decay of AdamW's second moment.")
     adam_epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
-    max_grad_norm: float | None = Field(1.0, ge=0, description="Largest norm of a gradient; 0: any.")
-    max_length: int | None = Field(None, ge=2, description="Longest row, in tokens; longer ones are cut.")
-    lora_r: int | None = Field(None, ge=1, description="Rank of a LoRA adapter, which alone is trained; none: all is.")
-    lora_alpha: float | None = Field(None, gt=0, description="Scale of the adapter times its rank; none: the rank.")
-    lora_target_modules: tuple[str, ...] | str = Field("all-linear", description="Layers that get an adapter.")
-    # What a replay does otherwise, and says so; not part of its record.
-    lora_dropout: float = Field(0.0, ge=0, description="Dropout of the adapter; it is switched off.", exclude=True)
-    bf16: bool | str = Field(False, description="Products in bfloat16; a replay has float32.", exclude=True)
-    fp16: bool | str = Field(False, description="Products in float16; a replay has float32.", exclude=True)
-    optim: str = Field("adamw_torch", description="An AdamW of torch.")
+    max_grad_norm: float | None = Field(1.0, ge=0, description="Maximum norm of the gradient; 0: no clipping.")
+    max_length: int | None = Field(None, ge=2, description="Maximum tokens per row; longer rows are truncated.")
+    lora_r: int | None = Field(
+        None, ge=1, description="Rank of a LoRA adapter, the only trained part; none: train all."
+    )
+    lora_alpha: float | None = Field(None, gt=0, description="LoRA alpha; none: the rank.")
+    lora_target_modules: tuple[str, ...] | str = Field("all-linear", description="Layers with an adapter.")
+    # A replay computes otherwise, and says so; these are not part of its record.
+    lora_dropout: float = Field(0.0, ge=0, description="Dropout of the adapter; disabled in a replay.", exclude=True)
+    bf16: bool | str = Field(False, description="Mixed precision; a replay computes in float32.", exclude=True)
+    fp16: bool | str = Field(False, description="Mixed precision; a replay computes in float32.", exclude=True)
+    optim: str = Field("adamw_torch", description="Optimizer; a variant of AdamW.")
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -79,22 +86,22 @@ class FineTuningRecipe(Settings):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a recipe.
+        """Read a recipe from a YAML or JSON file.
 
         Raises:
-            SettingsError: no file, no YAML or JSON, or a value that is not of its field.
-            ModelError: something that is not differentiated.
+            SettingsError: the file cannot be read, is not YAML or JSON, or has an invalid value.
+            ModelError: a setting cannot be differentiated.
         """
         return cls.from_mapping(read_yaml(path), str(path))
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any], where: str = "recipe") -> Self:
-        """Take the recipe from fields under any of the names that are known; see `read`."""
+        """Build the recipe from fields under any of their known names; see `read`."""
         data = _flat(data)
         if unsupported := [name for name in UNSUPPORTED if data.get(name) not in NEUTRAL]:
             raise ModelError(
-                f"{where}: {unsupported[0]} is set to {data[unsupported[0]]!r}, which a replay does not differentiate; "
-                "leave it out"
+                f"{where}: {unsupported[0]} is set to {data[unsupported[0]]!r}, which a replay cannot differentiate; "
+                "remove it"
             )
         if data.get("lora_target_linear"):
             data["lora_target_modules"] = "all-linear"
@@ -114,20 +121,20 @@ class FineTuningRecipe(Settings):
 
     @property
     def batch_rows(self) -> int:
-        """Return the rows of a step."""
+        """Return the number of rows per optimizer step."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     def steps(self, n_rows: int) -> int:
-        """Return the optimizer steps of a training on so many rows; the last step of an epoch may have fewer rows."""
+        """Return the number of optimizer steps on `n_rows` rows; the last step of an epoch may have fewer rows."""
         if self.max_steps > 0:
             return self.max_steps
         return math.ceil(self.num_train_epochs * math.ceil(n_rows / self.batch_rows))
 
     def optimizer(self, n_rows: int) -> OptimizerRecipe:
-        """Return budget and optimizer of a training on so many rows.
+        """Return budget and optimizer of a training run on `n_rows` rows.
 
         Raises:
-            SettingsError: the warm-up is as long as the training.
+            SettingsError: the warm-up is as long as the training run.
         """
         steps, warmup = self.steps(n_rows), self.warmup_steps
         if self.warmup_ratio and not warmup:
@@ -152,7 +159,7 @@ class FineTuningRecipe(Settings):
         return validated(OptimizerRecipe, data, "recipe")
 
     def order(self, n_rows: int, seed: int) -> list[I64]:
-        """Return the rows of every step: each epoch is a permutation of its own, cut into batches."""
+        """Return the rows of every step: each epoch is a new permutation, split into batches."""
         steps, epoch = self.steps(n_rows), 0
         batches: list[I64] = []
         while len(batches) < steps:
@@ -174,14 +181,14 @@ def default_recipe(n_rows: int) -> FineTuningRecipe:
 
 
 def _flat(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields under the names of Transformers, those of a group `lora` or `training_args` among them."""
+    """Rename fields to those of Transformers, and merge the groups `lora` and `training_args` into them."""
     fields: dict[str, Any] = {}
     for name, value in data.items():
         if name in ("lora", "peft_config") and isinstance(value, Mapping):
-            inner = {AXOLOTL.get(key, f"lora_{key}" if key == "alpha" else key): entry for key, entry in value.items()}
+            inner = {ALIASES.get(key, f"lora_{key}" if key == "alpha" else key): entry for key, entry in value.items()}
             fields |= {key: entry for key, entry in inner.items() if key.startswith("lora_")}
         elif name in ("training_args", "training_arguments", "args") and isinstance(value, Mapping):
             fields |= _flat(value)
         else:
-            fields[AXOLOTL.get(name, name)] = value
+            fields[ALIASES.get(name, name)] = value
     return fields

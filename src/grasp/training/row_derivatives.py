@@ -1,9 +1,9 @@
-"""Derivatives of the losses of many rows along directions, at the weights that a training has now: two ways.
+"""Derivatives of the losses of many rows along directions, at the current weights. Start with `row_derivatives`.
 
-    difference     (loss(theta + s u) - loss(theta - s u)) / 2 s: two forward passes a direction
-    gradient       <gradient of the row, u>: one forward and backward pass for all directions; no row's gradient is kept
+    difference     (loss(theta + s u) - loss(theta - s u)) / 2 s: two forward passes per direction
+    gradient       <gradient of the row, u>: one forward and backward pass for all directions, without storing gradients
 
-A forward pass is a third of a gradient, so that the second is cheaper from two directions on.
+A forward pass costs a third of a gradient, so the second method is cheaper for two or more directions.
 
 Shape letters: N rows, T directions.
 """
@@ -23,11 +23,11 @@ from grasp.training.adamw import AdamWTraining
 from grasp.training.hessian_products import both_sides
 
 Method = Literal["difference", "gradient"]
-FORWARD = 1 / 3  # of a gradient
+FORWARD = 1 / 3  # cost of a forward pass, in gradients
 
 
 def cheaper_method(n_directions: int) -> tuple[Method, float]:
-    """Return the cheaper method to differentiate rows along so many directions, and its price in gradients of a row."""
+    """Return the cheaper method for a number of directions, and its cost in gradients per row."""
     by_differences = 2 * FORWARD * n_directions
     return ("difference", by_differences) if by_differences < 1.0 else ("gradient", 1.0)
 
@@ -41,14 +41,15 @@ def row_derivatives(
     relative_step: float,
     batch_tokens: int,
 ) -> F64:
-    """Differentiate the summed loss of each row's labels along directions: (N, T), nats.
+    """Return the derivative of the summed label loss of each row along directions, (N, T), nats.
 
     Args:
-        directions: each a tensor a parameter of the training.
-        relative_step: length of a difference, in norms of the weights.
-        batch_tokens: tokens of one pass, padding included.
+        directions: one tensor per parameter for each direction.
+        relative_step: step of a difference, relative to the norm of the weights.
+        batch_tokens: tokens per forward pass, including padding.
+
     Raises:
-        UntakenLayerError: by gradients, where a parameter has none for each row.
+        UntakenLayerError: the method is `gradient` and a parameter has no gradient per row.
     """
     if method == "gradient":
         return _by_gradients(training, rows, directions, batch_tokens)
@@ -68,7 +69,7 @@ def row_derivatives(
 
 
 def label_positions(labelled_BL: Tensor) -> F64:
-    """Return ones at the positions whose next token carries loss, (B, L)."""
+    """Return 1 at the positions whose next token is a label and 0 elsewhere, (B, L)."""
     weight_BL = np.zeros(tuple(labelled_BL.shape))
     weight_BL[:, :-1] = labelled_BL[:, 1:]
     return weight_BL
@@ -98,7 +99,10 @@ def _by_gradients(
 
 @torch.no_grad()
 def _as_blocks(engine: PerExample, named: Sequence[dict[str, Tensor]]) -> list[Tensor]:
-    """Directions in the layout of the engine, (T, X, Y) a block: each takes the place of the weights for a moment."""
+    """Return directions in the layout of the engine, (T, X, Y) per block.
+
+    Each direction is temporarily copied to the parameters, so that the engine's own code converts the layout.
+    """
     model = engine.model.model
     parameters = dict(model.named_parameters())
     weights = {name: parameters[name].clone() for name in named[0]}

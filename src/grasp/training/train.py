@@ -299,7 +299,7 @@ class TrainedModel:
     """A finished training run."""
 
     model: LlamaForCausalLM  # on the CPU, float32, eval mode
-    losses: F32  # (steps,), nats a label
+    losses: F32  # (steps,), nats per label
     checkpoints: tuple[Path, ...]  # intermediate ones, by step
 
 

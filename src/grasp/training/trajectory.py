@@ -38,7 +38,7 @@ STATES = Schema(
     error_type=ModelError,
 )
 MEMORY_BYTES = 4 << 30
-RERUN_TOLERANCE = 1e-3  # nats a token: a GPU may add in another order; dropout or lost state moves a loss further
+RERUN_TOLERANCE = 1e-3  # nats per token: a GPU may add in another order; dropout or lost state moves a loss further
 
 
 class TensorFile(Mapping[str, Tensor]):
