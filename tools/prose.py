@@ -48,6 +48,10 @@ _NAMES = """one own found said told asked aim given made kept taken so again bes
 taught mistake room choice declared sealed counted foretold foretell tell meant also such whose here there ahead way
 road house"""
 UNCLEAR_NAMES = frozenset(_NAMES.split())
+# Names of earlier versions that must not be defined again.
+_RETIRED = """Environment EnvironmentDataError EnvironmentInfo Exposure Limits Outside base_C ANY_TEXT interacts
+searches own_directory rule_of exposure_of"""
+RETIRED_NAMES = frozenset(_RETIRED.split())
 # Phrases of the earlier style, as regular expressions, with what to write instead.
 UNCLEAR_PHRASES = {
     r"there and back": "forward and backward pass",
@@ -70,6 +74,15 @@ UNCLEAR_PHRASES = {
     r"\bthe best that the runs lead to\b": "the optimum predicted by the runs",
     r"\bthat no model reads\b": "too large for a model",
     r"\bhouse word": "term",
+    r"\bnats an? (?:token|label|unit)\b": "nats per token",
+    r"\blead to expect\b": "predict",
+    r"\bclause stands\b": "is printed if",
+    r"\bthat say most of\b": "most informative about",
+    r"\bruns' own family\b": "the family of the runs",
+    r"\bless and less of\b": "decreasingly",
+    r"\bas far as the tokens go\b": "until no row fits the remaining tokens",
+    r"\bwould settle\b": "would allow a prediction of",
+    r"\bnobody (?:asked|counted|on the road)\b": "not requested",
 }
 
 
@@ -168,7 +181,8 @@ def unclear_names(module: str) -> Iterator[tuple[int, str]]:
             if lines[node.lineno - 1].endswith("# stored name"):
                 continue
             noun = name if name.isupper() else re.sub(r"(_[A-Z][A-Za-z0-9]*)+$", "", name)
-            if noun.strip("_").lower() in UNCLEAR_NAMES or noun.strip("_").startswith("tell_"):
+            is_unclear = noun.strip("_").lower() in UNCLEAR_NAMES or noun.strip("_").startswith("tell_")
+            if is_unclear or name in RETIRED_NAMES:
                 yield node.lineno, name
 
 

@@ -36,7 +36,7 @@ def aims(artifact: ArtifactReader) -> dict[str, list[str]]:
 def chosen(
     artifact: ArtifactReader, runs: RetrainedRuns | None, label: str, budgets: list[str], distance: str | None
 ) -> Iterator[WeightedRows]:
-    """Subsets that are chosen by relevance alone, or, with runs, by what they lead to expect."""
+    """Yield subsets that are selected by relevance alone or, with runs, by the change that the runs predict."""
     by = "relevance" if runs is None else "runs"
     for name, targets in aims(artifact).items():
         for budget in budgets:

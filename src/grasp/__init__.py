@@ -1,22 +1,22 @@
-"""What would a model gain or lose if part of its corpus were kept, dropped or re-weighted?
+"""Predict how a part of a training corpus changes the results of a model, without retraining.
 
     art = grasp.build("ckpt", "corpus.parquet", ["sciq"], out="art")
     art.predict(drop="topic = 'Games'")
 
-`grasp.build` and `grasp.open` give an Artifact, whose methods answer questions; `help(grasp.Artifact)` lists them.
+`grasp.build` and `grasp.open` return an `Artifact`; `help(grasp.Artifact)` lists its methods.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import grasp.build as _package  # noqa: F401 - so that the package does not take the place of the verb later
+import grasp.build as _package  # noqa: F401 - imported now, so that the package does not shadow the function later
 from grasp.errors import GraspError
 
 if TYPE_CHECKING:
     from grasp.api.artifact import Artifact
     from grasp.api.evaluate import evaluate
     from grasp.api.makers import build, merge
-    from grasp.api.makers import open as open  # noqa: A004 - found here, though not in __all__
+    from grasp.api.makers import open as open  # noqa: A004 - exported, but not in __all__
     from grasp.api.retrain import retrain
     from grasp.distil.apply import apply
     from grasp.distil.scorer import Scorer
@@ -66,11 +66,11 @@ __all__ = [
     "predict_runs",
     "propose_runs",
     "retrain",
-]  # without `open`: who imports all of them keeps the one of Python
+]  # without `open`, so that `from grasp import *` does not shadow the built-in
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name when it is asked for: `import grasp` alone loads nothing heavy."""
+    """Import a name on first access, so that `import grasp` stays fast."""
     if name not in _HOMES:
         raise AttributeError(f"module 'grasp' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

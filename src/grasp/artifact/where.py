@@ -88,8 +88,8 @@ class LabelColumn:
     name: str
     values: tuple[Label, ...]
     codes_N: NDArray[np.int32]
-    sql: str = ""  # of a label that is an expression; empty: the column of this name
-    note: str = ""  # how the values were made, if nobody asked for it
+    sql: str = ""  # expression that defines the label; empty: the column of this name
+    note: str = ""  # how the values were derived, if this was not requested
 
     @property
     def operand(self) -> str:
