@@ -38,7 +38,10 @@ def refuse_idle(settings: Settings, names: Sequence[str], because: str) -> None:
 class CorpusSettings(Settings):
     """Location of the corpus, and how its documents are divided into rows."""
 
-    path: str = Field(description="File, directory or fsspec URL: Parquet, JSONL(.gz/.zst), or a `datasets` directory.")
+    path: str = Field(
+        description="File, directory or fsspec URL: Parquet, JSON lines, a JSON array, CSV or TSV, or a `datasets` "
+        "directory."
+    )
     split: str | None = Field(None, description="Split to read, if the corpus has several.")
     text_column: str | None = Field(
         None,

@@ -518,7 +518,7 @@ def test_reading_parquet_does_not_hold_the_file(tmp_path):
 
 
 def test_a_line_that_does_not_end_is_refused_before_it_is_held(tmp_path, monkeypatch):
-    monkeypatch.setattr("grasp.corpus.sources.LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr("grasp.corpus.text_files.LONGEST_LINE", 1 << 20)
     path = tmp_path / "c.jsonl.gz"
     with gzip.open(path, "wb", compresslevel=1) as file:
         file.write(b'{"text": "a"}\n{"text": "' + b"a" * (4 << 20))
@@ -549,7 +549,7 @@ REFUSED = [
     ("c.jsonl.gz", gzip.compress(FIRST, mtime=0) + bytes(512), "damaged"),
     ("c.jsonl.gz", FIRST, "damaged"),
     ("c.jsonl.zst", FIRST, "damaged"),
-    ("c.csv", b"text\nx\n", r"'\.csv'"),
+    ("c.xls", b"text\nx\n", r"'\.xls'"),
     ("c.parquet", TWICE, "topic.*once"),
     ("c.parquet", pa.table({"text": [1, 2]}), "int64.*text"),
     ("c.parquet", pa.table({"input_ids": [[0.5]]}), "double>.*integers"),
@@ -580,8 +580,8 @@ def test_a_column_that_was_asked_for_is_read_or_missed(tmp_path, suffix):
 def test_places_that_are_no_corpus_are_refused(tmp_path):
     with pytest.raises(CorpusError, match="nope"):
         read_documents(settings_for("nope://x"))
-    (tmp_path / "c.csv").write_text("text\nx\n")
-    with pytest.raises(CorpusError, match="Parquet or JSONL"):
+    (tmp_path / "c.xls").write_text("text\nx\n")
+    with pytest.raises(CorpusError, match="no file of records"):
         read_documents(settings_for(tmp_path))
     write_parquet(tmp_path / "a.parquet", records(2))
     write_jsonl(tmp_path / "a.jsonl", records(2))

@@ -256,7 +256,7 @@ def test_mappings_that_do_not_fit_are_refused(table, changes, message):
 def test_a_path_with_nothing_to_read_and_a_missing_package_are_named(table, monkeypatch):
     datasets.Dataset.from_dict({"question": [], "answer": []}).save_to_disk(table.parent / "none")
     (table.parent / "bare").mkdir()
-    for name, said in (("none", ".*none"), ("bare", ".*Parquet or JSONL")):
+    for name, said in (("none", ".*none"), ("bare", ".*no file of records")):
         with pytest.raises(TargetError, match=f"targets.datasets.qa: {said}"):
             mapped(table.parent / name)
 

@@ -18,6 +18,7 @@ from grasp.arrays import I32
 from grasp.corpus.conversations import Conversation, Span, form_of, holds_turns
 from grasp.corpus.labels import Flattener, Label, has_labels, is_json, is_list, is_text, label_name, label_text
 from grasp.corpus.sources import ArrowChunk, Chunk, JsonRecord, Source, open_source
+from grasp.corpus.text_files import cell_value
 from grasp.corpus.values import plain_record, plain_values
 from grasp.errors import CorpusError
 from grasp.settings import CorpusSettings
@@ -63,6 +64,7 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
         tuple[str, ...], _Roles
     ] = {}  # of the last JSON line, since the next one mostly has the same fields
     for chunk in source.chunks(start, select):
+        is_text = isinstance(chunk, JsonRecord) and chunk.is_text
         for index, (where, values) in enumerate(records_in(chunk, settings.ids_column), start=chunk.index):
             if settings.limit is not None and index >= settings.limit:
                 return
@@ -83,6 +85,8 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
                     labels |= {path: part for path, part in nested if path not in roles.columns}
                     if not isinstance(value, str):
                         del values[name]
+                elif is_text and isinstance(value, str):
+                    labels[label] = cell_value(value)
                 elif name in values:  # NaN is a missing label
                     labels[label] = None if isinstance(value, float) and math.isnan(value) else value
             if settings.path_labels:
@@ -133,7 +137,7 @@ def records_in(
         CorpusError: text is not UTF-8, JSON in a column is not JSON, or a value is nested too deeply.
     """
     if isinstance(chunk, JsonRecord):
-        where = f"{chunk.name}:{chunk.line}"
+        where = chunk.where
         try:
             record = plain_record(chunk.record, mend=mend)
         except RecursionError as err:

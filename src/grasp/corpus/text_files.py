@@ -1,0 +1,202 @@
+"""Records of text files: JSON lines, a JSON array, and delimited text (CSV, TSV), compressed or not.
+
+Files are read as streams: memory is one record, or a block of a JSON array. Start with `text_records`.
+"""
+
+import codecs
+import csv
+import io
+import json
+import lzma
+import re
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+
+from grasp.errors import CorpusError
+
+COMPRESSION = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
+# C4, Dolma and others use `.json.gz` or `.json.zst` for JSON lines; plain `.json` files seldom are.
+JSON_LINES = tuple(
+    f"{name}{suffix}"
+    for name, suffixes in ((".jsonl", ("", *COMPRESSION)), (".ndjson", ("", *COMPRESSION)), (".json", COMPRESSION))
+    for suffix in suffixes
+)
+JSON = (".json",)
+DELIMITED = tuple(f"{name}{suffix}" for name in (".csv", ".tsv") for suffix in ("", *COMPRESSION))
+LONGEST_LINE = 256 << 20  # bytes of a JSON line, or of a record of another file, which is held in memory
+_BLOCK = 1 << 20
+_SPACE = " \t\r\n"
+_LONGEST_TOKEN = 16  # characters of a word or an escape that a block may cut
+_INTEGER = re.compile(r"-?(?:0|[1-9]\d{0,17})", re.ASCII)  # 007 is text
+_FLOAT = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d{1,3})?", re.ASCII)
+_LEADING_ZERO = re.compile(r"-?0\d", re.ASCII)
+
+Records = Iterator[tuple[int, dict[str, Any] | None]]
+
+
+def is_delimited(name: str) -> bool:
+    """Return whether a file is CSV or TSV, whose values are text: `cell_value` gives their type."""
+    return name.endswith(DELIMITED)
+
+
+def text_records(handle: BinaryIO, name: str, skip: int = 0) -> Records:
+    """Yield the records of a file with their numbers from 1: the line, or the position in a JSON array.
+
+    The first `skip` records are yielded as None.
+
+    Raises:
+        CorpusError: a record is damaged, or a compressed stream is; the message has file and line.
+    """
+    try:
+        stream = _decompressed(handle, name)
+        if is_delimited(name):
+            yield from _delimited(stream, name, skip)
+        elif ".json" in PurePosixPath(name).suffixes and _is_array(stream):
+            yield from _json_array(stream, name, skip)
+        else:
+            yield from json_lines(stream, name, skip)
+    except (EOFError, OSError, lzma.LZMAError, pa.ArrowException) as err:
+        raise CorpusError(f"{name}: damaged or truncated: {one_line(err)}; write or download it again") from err
+
+
+def one_line(err: BaseException) -> str:
+    """Return the message of an error in one line."""
+    return " ".join(str(err).split()) or type(err).__name__
+
+
+def _decompressed(handle: BinaryIO, name: str) -> Any:
+    codec = COMPRESSION.get(PurePosixPath(name).suffix)
+    if codec is None:
+        return handle
+    return io.BufferedReader(lzma.LZMAFile(handle) if codec == "xz" else pa.CompressedInputStream(handle, codec))
+
+
+def _is_array(stream: Any) -> bool:
+    """Return whether a file begins with a bracket, which no JSON line does."""
+    if isinstance(stream, io.BufferedReader):
+        begin = stream.peek(64)
+    else:
+        begin = stream.read(64)
+        stream.seek(0)
+    return bool(begin.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[")
+
+
+def json_lines(stream: Any, name: str, skip: int = 0) -> Records:
+    """Yield JSON objects with their line numbers, from 1; blank lines are ignored.
+
+    Raises:
+        CorpusError: a line is not an object.
+    """
+    number = 0
+    while content := stream.readline(LONGEST_LINE + 1):
+        number += 1
+        where = f"{name}:{number}"
+        if len(content) > LONGEST_LINE:
+            raise CorpusError(
+                f"{where}: a line of more than {LONGEST_LINE >> 20} MiB; shorten the record, or fix the file"
+            )
+        if not content.strip():
+            continue
+        if skip > 0:
+            skip -= 1
+            yield number, None
+            continue
+        try:
+            record = json.loads(content.rstrip(b"\n").decode("utf-8-sig" if number == 1 else "utf-8"))
+        except (ValueError, RecursionError) as err:
+            raise CorpusError(f"{where}: not JSON: {one_line(err)}; fix or remove the line") from err
+        if not isinstance(record, dict):
+            raise CorpusError(f"{where}: got {type(record).__name__}, expected a JSON object with the text in a field")
+        yield number, record
+
+
+def _json_array(stream: Any, name: str, skip: int) -> Records:
+    """Yield the objects of a JSON array with their positions, from 1; a block of the file is held in memory."""
+    decoder, decode = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8-sig")()
+    text, at, number, block, ended = "", 0, 0, _BLOCK, False
+    expected = "["  # "record" after it, then "," or the end
+    while True:
+        at = len(text) - len(text[at:].lstrip(_SPACE)) if text[at : at + 1] in _SPACE else at
+        where, is_incomplete = f"{name}, record {number + 1}", at == len(text)
+        if not is_incomplete and expected == "record" and not (number == 0 and text[at] == "]"):
+            try:
+                record, at = decoder.raw_decode(text, at)
+            except RecursionError as err:
+                raise CorpusError(f"{where}: nested too deeply; fix or remove it") from err
+            except json.JSONDecodeError as err:
+                is_incomplete = "Unterminated" in err.msg or err.pos + _LONGEST_TOKEN >= len(text)
+                if not is_incomplete or len(text) - at > LONGEST_LINE:
+                    raise CorpusError(f"{where}: not JSON: {err.msg}; fix or remove it") from err
+            else:
+                if not isinstance(record, dict):
+                    raise CorpusError(f"{where}: got {type(record).__name__}, expected a JSON object")
+                number, expected, block = number + 1, ",", _BLOCK
+                yield number, None if number <= skip else record
+                continue
+        elif not is_incomplete:
+            if expected != "[" and text[at] == "]":
+                return
+            if text[at] != expected:
+                raise CorpusError(f"{where}: got {text[at]!r} before it, expected {expected!r}; fix the file")
+            at, expected = at + 1, "record"
+            continue
+        if ended:
+            raise CorpusError(
+                f"{name}: the array ends early, after {number:,} whole records; write or download it again, or read "
+                f"these with corpus.limit={number}"
+            )
+        content = stream.read(block)
+        ended, block = not content, 2 * block  # so that a record longer than a block is parsed few times
+        try:
+            text, at = text[at:] + decode.decode(content, ended), 0
+        except UnicodeDecodeError as err:
+            raise CorpusError(f"{where}: text is not UTF-8: {err}; fix the file") from err
+
+
+def _delimited(stream: Any, name: str, skip: int) -> Records:
+    """Yield the records of a CSV or TSV file, whose first line has the names; numbers are those of their last line."""
+    csv.field_size_limit(LONGEST_LINE)
+    reader = csv.reader(
+        _lines(stream, name), delimiter="\t" if ".tsv" in PurePosixPath(name).suffixes else ",", strict=True
+    )
+    try:
+        names = next(reader, [])
+        if len(names) == 1 and ";" in names[0]:
+            raise CorpusError(f"{name}:1: fields are separated by semicolons, expected commas; write it again")
+        if twice := sorted({column for column in names if names.count(column) > 1}):
+            raise CorpusError(f"{name}:1: has the column {twice[0]!r} more than once; rename one of them")
+        for values in reader:
+            if not values:
+                continue
+            if len(values) != len(names):
+                raise CorpusError(
+                    f"{name}:{reader.line_num}: has {len(values)} fields, expected {len(names)} as in the first line; "
+                    "quote fields with separators or line breaks"
+                )
+            if skip > 0:
+                skip -= 1
+                yield reader.line_num, None
+                continue
+            yield reader.line_num, {column: value or None for column, value in zip(names, values, strict=True)}
+    except csv.Error as err:
+        raise CorpusError(f"{name}:{reader.line_num}: {one_line(err)}; fix or remove the record") from err
+
+
+def _lines(stream: Any, name: str) -> Iterator[str]:
+    for number, line in enumerate(iter(lambda: stream.readline(LONGEST_LINE), b""), start=1):
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as err:
+            raise CorpusError(f"{name}:{number}: text is not UTF-8: {err}; fix the file") from err
+
+
+def cell_value(text: str) -> str | int | float:
+    """Return a cell of delimited text as a number if it is written like one; `007` is text."""
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    if _FLOAT.fullmatch(text) and not _LEADING_ZERO.match(text):
+        return float(text)
+    return text
