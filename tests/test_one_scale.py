@@ -12,7 +12,7 @@ from grasp.artifact.rows import row_tokens
 from grasp.artifact.where import LabelTable
 from grasp.inspect.explain import explain
 from grasp.predict.predictor import Predictor
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, Interaction, save_protocol
+from grasp.predict.scoring_rule import TASK_PROTOCOL, Interaction, resolve_protocol, save_protocol
 from grasp.predict.slices import SliceFormula, label_slices
 from grasp.report.findings import collect_findings
 from grasp.report.serve import QueryService, respond
@@ -29,7 +29,7 @@ GEOMETRY = rule(
 )
 
 
-@pytest.mark.parametrize("protocol", [DEFAULT_PROTOCOL, GEOMETRY], ids=["default", "geometry"])
+@pytest.mark.parametrize("protocol", [TASK_PROTOCOL, GEOMETRY], ids=["default", "geometry"])
 def test_dropping_a_slice_is_one_number_however_it_is_asked(art, tmp_path, protocol):
     artifact = ArtifactReader.open(art)
     save_protocol(protocol, tmp_path / "p.yaml")
@@ -126,7 +126,7 @@ def test_a_row_has_one_effect_wherever_it_is_shown(art):
         }
         assert effects == pytest.approx(dict.fromkeys(effects, effect_N[row]), abs=1e-4)
         # words are of the model run again, in full precision; what the artifact holds is rounded to float16
-        words = np.nansum(explained.table["contribution"].to_numpy()) + explained.average
+        words = np.nansum(explained.table["contribution"].to_numpy()) + explained.text + explained.average
         assert words == pytest.approx(effect_N[row], rel=1e-2, abs=1e-2)
 
 
@@ -164,7 +164,7 @@ def test_what_runs_lead_to_expect_is_one_number_however_it_is_asked(tmp_path):
         by = predict(artifact, by="topic", target=target, runs=runs).to_pandas().set_index(["target", "value"])
         answers[f"{target} by"] = by.loc[("sciq", "games"), columns].tolist()
         shown = None if target is None else several(target)
-        found = collect_findings(artifact, DEFAULT_PROTOCOL, target=shown, environment=runs)
+        found = collect_findings(artifact, resolve_protocol(None, artifact), target=shown, environment=runs)
         g, t = found.labels[0].slices.names.index("games"), list(found.targets).index("sciq")
         dropped = found.labels[0].dropped
         answers[f"{target} page"] = [one[g, t] for one in (dropped.value_GT, dropped.low_GT, dropped.high_GT)]

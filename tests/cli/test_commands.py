@@ -32,14 +32,28 @@ GEOMETRY = {
 }
 
 
-def effects(art: Path, kernels=("output_layer", "embedding", "knn"), columns=slice(None)) -> np.ndarray:
-    """Effect of every row on `facts`, (N,): the protocol that ships, written out."""
-    total_N = 0.0
+KERNELS = ("output_layer", "embedding", "knn")
+
+
+def effects(art: Path, kernels=KERNELS, columns=slice(None), target="facts") -> np.ndarray:
+    """Effect of every row on a target, (N,): the built-in protocol written out, except for the prediction from text.
+
+    A single kernel or a single unit is not estimated.
+    """
+    total_N, prior = 0.0, None
+    if kernels == KERNELS and isinstance(columns, slice):
+        prior = Predictor.from_artifact(ArtifactReader.open(art), targets=[target]).prior
     for kernel in kernels:
         relevance_NE = arrays(art)[f"relevance_{kernel}"].astype(np.float64)[:, columns]
-        mean_N = np.where(relevance_NE < 0, 0.25 * relevance_NE, relevance_NE).mean(axis=1)
+        relevance_NE = np.where(relevance_NE < 0, 0.25 * relevance_NE, relevance_NE)
+        if prior is not None:
+            spread_E = relevance_NE.std(axis=0)
+            relevance_NE = relevance_NE / np.where(spread_E > 0, spread_E, np.inf)
+        mean_N = relevance_NE.mean(axis=1)
         if mean_N.std():
             total_N = total_N + (mean_N - mean_N.mean()) / mean_N.std()
+    if prior is not None:
+        total_N = prior.rho_T[0] * total_N + (1 - prior.rho_T[0]) * prior.text_NT[:, 0]
     return (total_N - np.mean(total_N)) / np.std(total_N)
 
 
@@ -163,7 +177,7 @@ def test_an_added_target_is_there_and_the_old_one_is_untouched(root, art, tmp_pa
     for name, array in arrays(art).items():
         np.testing.assert_array_equal(arrays(out)[name][:, : array.shape[1]], array, err_msg=name)
     best = table(succeed("score", out, "--target", "more", "--top", 1).out, "the 1 most helpful")[0]
-    effect_N = effects(out, columns=slice(6, None))
+    effect_N = effects(out, columns=slice(6, None), target="more")
     assert float(best["effect"]) == pytest.approx(effect_N.max(), rel=1e-3)
     assert "more" in refused("build", "--out", out, "--add-target", tmp_path / "more.jsonl")
 
@@ -274,6 +288,7 @@ def test_a_kept_slice_is_its_mean_effect(art, tmp_path):
     lines = succeed("predict", art, "--keep", "topic = 'sky'", "--out", tmp_path / "p.parquet").lines
     assert lines == [
         said,
+        "facts: only 6 questions; the ranking depends mostly on them: add questions, at least 16",
         "change against the whole corpus in effect size: 0 = the corpus, higher is better; protocol default",
         f"{tmp_path / 'p.parquet'}: 1 rows",
     ]
@@ -402,4 +417,4 @@ def test_an_artifact_behind_a_url_is_called_by_its_url(root, tmp_path, monkeypat
     assert succeed("info", url).lines[0].startswith(f"{url}: complete")
     assert succeed("verify", url).lines[-1].startswith(f"{url}: artifact")
     succeed("select", url, "--budget", "20%", "--target", "facts", "--out", tmp_path / "kept.parquet")
-    assert f"no row of {url} is" in refused("score", url, "--target", "facts", "--min-tokens", 10**6)
+    assert f"no row of {url} has" in refused("score", url, "--target", "facts", "--min-tokens", 10**6)

@@ -94,7 +94,7 @@ def test_targets_are_not_added_under_other_names(kept, tmp_path):
             "selection",
             lambda at: read_summary(SelectionSummary, at / "kept.json", grasp.open(at / "artifact").files),
             SettingsError,
-            r"version 99.*\b1\b.*grasp select",
+            r"version 99.*\b2\b.*grasp select",
         ),
     ],
 )

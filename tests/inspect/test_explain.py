@@ -90,6 +90,7 @@ def test_what_the_tokens_add_is_the_stored_relevance(art, explainer, kernel, uni
     [
         {},
         {"match": {"output_layer": 1.0, "embedding": 0.5, "pooled": -0.3}, "negative": 0.25},
+        {"match": {"output_layer": 1.0, "knn": 0.5}, "negative": 0.25, "task": "estimate"},
         {"match": {"knn": 1.0, "hidden_bias": 2.0, "hidden_linear": 1.0}, "negative": 0.0},
         {
             "match": {"output_layer": 1.0, "pooled": 1.0},
@@ -105,9 +106,9 @@ def test_what_the_tokens_add_is_the_effect_by_which_rows_are_ordered(art, explai
         explanation = explainer.explain("facts", row, unit=unit, protocol=protocol)
         assert explanation.effect == pytest.approx(ordered[row])
         rounded = 0.0 if choice else 2**-8 * ordered.abs().max()  # gradients, as above
-        assert np.nansum(explanation.contributions) + explanation.average == pytest.approx(
-            explanation.effect, abs=1e-3 + rounded
-        )
+        added = np.nansum(explanation.contributions) + explanation.text + explanation.average
+        assert added == pytest.approx(explanation.effect, abs=1e-3 + rounded)
+        assert (explanation.text != 0.0) == (choice.get("task") == "estimate" and unit is None)
         by_kernel = explanation.to_pandas()[explanation.kernels["kernel"].to_pylist()].sum(axis=1)
         np.testing.assert_allclose(by_kernel, np.nan_to_num(explanation.contributions), atol=1e-12)
 
@@ -334,7 +335,7 @@ def test_white_space_that_counts_is_seen():
     )
     result = Explanation(
         table=pa.table({"text": tokens, "contribution": adds}),
-        **{"row_id": "r", "target": "t", "unit_id": "u", "effect": 0.0, "average": 0.0, "gap": 0.0},
+        **{"row_id": "r", "target": "t", "unit_id": "u", "effect": 0.0, "text": 0.0, "average": 0.0, "gap": 0.0},
         kernels=pa.table({}),
         answer=pa.table({"text": (" [", "\n"), "received": (0.5, 0.6)}),
         pairs=pa.table(

@@ -93,7 +93,7 @@ def test_predictions_are_those_of_the_arrays(artifact, tmp_path):
 
 
 def test_rows_are_a_full_sort_of_the_effects(artifact):
-    effect_N = Predictor.from_artifact(FAKE).effect_NT[:, FAKE.targets.index("sciq")]
+    effect_N = Predictor.from_artifact(artifact).effect_NT[:, FAKE.targets.index("sciq")]
     ranked = score(artifact, "sciq").to_pandas()
     assert ranked["row_id"].tolist() == [f"r{i}" for i in np.argsort(-effect_N, kind="stable")]
     np.testing.assert_allclose(ranked["effect"], np.sort(effect_N)[::-1], atol=1e-6)

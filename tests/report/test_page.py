@@ -28,7 +28,7 @@ from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.report import payload
 from grasp.report.findings import collect_findings
 from grasp.report.page import render
-from grasp.runs.calibration import learn
+from grasp.runs.calibration import fit_outcomes
 from grasp.runs.retrained import RetrainedRuns
 from grasp.yaml_files import write_yaml
 from tests.build import world as extract_world
@@ -222,7 +222,7 @@ def test_the_script_of_the_page_computes_what_the_predictor_does(place, interact
     held_B[-1] = True
     exact_BT = predictor.change(slices.weights(percent_BG / 100))
     np.testing.assert_allclose(np.array(moved)[held_B], exact_BT[held_B], rtol=1e-3, atol=1e-9)
-    nats = learn(predictor, artifact, environment).predict(slices.weights(percent_BG / 100))
+    nats = fit_outcomes(predictor, artifact, environment).predict(slices.weights(percent_BG / 100))
     half_BT = nats.high_BT - nats.nats_BT
     held_BG = np.isin(percent_BG, payload.GRID)
     for b, (value, exact) in enumerate(zip(expected, held_BG.all(axis=1), strict=True)):
@@ -406,7 +406,7 @@ def test_words_are_shaded_where_the_model_is_at_hand_and_add_up(tmp_path):
     held = findings.rows
     best = int(np.argmin(np.where(held.rank_KT[:, 0] > 0, held.rank_KT[:, 0], len(held.rows) + 1)))
     words = payload.payload(findings)["rows"]["rows"][best]["shades"]["t0"]
-    row = explain(artifact, None, held.rows[best]["row_id"])
+    row = explain(artifact, None, held.rows[best]["row_id"], protocol=DEFAULT_PROTOCOL)
     assert "".join(word for word, _ in words).replace("\u2423", " ") == "".join(row.tokens)  # a space that counts
     assert sum(share or 0.0 for _, share in words) == pytest.approx(np.nansum(row.contributions), rel=0.01)
     assert sum(len(shades) for shades in findings.shades.values()) == 3  # the two best, and the worst

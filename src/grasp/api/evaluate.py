@@ -108,10 +108,10 @@ def evaluate(
         control_candidates, controls_on, control_notes = geometry().controls(
             art.files, environment, development, family=family, resamples=resamples
         )
-    built_in = resolve_protocol(None, art.files)
+    built_in = resolve_protocol(None, art.files, known_questions=True)
     protocols = {built_in.name: built_in}
     if protocol is not None:  # if its name is taken, the name of the file is added
-        requested = resolve_protocol(protocol, art.files)
+        requested = resolve_protocol(protocol, art.files, known_questions=True)
         origin = "yours" if isinstance(protocol, ScoringProtocol) else Path(protocol).name
         used_names = {built_in.name, *ADDITIVE, *control_candidates}
         protocols[f"{requested.name} ({origin})" if requested.name in used_names else requested.name] = requested

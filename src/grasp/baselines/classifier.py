@@ -25,7 +25,7 @@ HASHED = 1 << 20  # columns of the tf-idf matrix
 MAX_STEPS = 1_000  # of the solver
 
 
-class ClassifierSettings(Settings):
+class TextClassifierSettings(Settings):
     """Settings of the logistic regression."""
 
     query: Literal["both", "prompt", "completion"] = Field(
@@ -35,7 +35,7 @@ class ClassifierSettings(Settings):
     strength: float = Field(1.0, gt=0, description="Inverse of the L2 penalty (C of scikit-learn).")
 
 
-class Classifier(BlockMethod[ClassifierSettings]):
+class Classifier(BlockMethod[TextClassifierSettings]):
     """Log-odds of a text classifier: questions of the target against rows of the corpus.
 
     Logistic regression on tf-idf of words and pairs of words, one classifier per target; both classes have the same
@@ -45,7 +45,7 @@ class Classifier(BlockMethod[ClassifierSettings]):
     on 2^20 hashed uni- and bigrams in place of fastText, and the target's questions in place of instruction data.
     """
 
-    settings_type = ClassifierSettings
+    settings_type = TextClassifierSettings
     requires = frozenset({"tokens"})
     needs_modules: ClassVar[Mapping[str, str]] = {"sklearn": "baselines"}
 

@@ -166,9 +166,12 @@ class _Question:
     def _prepare_from_artifact(self) -> bool:
         """Prepare the kernels with the stored features of the target's units, and return whether they exist.
 
-        Of gradients only the mean over the units is stored, which is used as a single unit, since all units of a target
-        have the same weight.
+        Of gradients only the mean over the units is stored, which is used as a single unit if all units have the same
+        weight.
         """
+        has_gradient = any(isinstance(kernel, Gradient) for kernel in self.kernels)
+        if has_gradient and self.predictor.protocol.task == "estimate":  # every unit is scaled by its own spread
+            return False
         prefix = f"{UNITS}{self.predictor.units.targets[0]}."
         arrays = {
             name.removeprefix(prefix): array for name, array in self.artifact.moments.items() if name.startswith(prefix)
@@ -283,7 +286,7 @@ class _Question:
         whole_E = parts.weights.get(REPLAY, np.zeros(1)) * parts.stored.get(REPLAY, np.zeros(1))
         whole = float(whole_E.sum())  # belongs to the row and to all units of the target, not to a word
         added_C += whole_E
-        gap = total + whole + parts.average - parts.effect
+        gap = total + whole + parts.text + parts.average - parts.effect
 
         # tokens without loss and without contribution have no number
         has_part_L = np.any([by_token_L != 0 for by_token_L in added_L.values()], axis=0)
@@ -333,14 +336,16 @@ class _Question:
             notes.append(f"the words add up to the stored effect, within {abs(gap):.1g}")
         return Explanation(
             table,
-            f"row {row}: effect {parts.effect:+z.3f} on {where}. Its words contribute {total:+z.3f}"
-            + f", the replayed training {whole:+z.3f}" * (REPLAY in parts.weights)
-            + f"; the average row's {-parts.average:+z.3f} is subtracted",
+            f"row {row}: effect {parts.effect:+z.3f} on {where}. Its words contribute {total:+z.3f}; "
+            + (f"the prediction from its text contributes {parts.text:+z.3f}; " if parts.text else "")
+            + (f"the replayed training contributes {whole:+z.3f}; " if REPLAY in parts.weights else "")
+            + f"the average row's {-parts.average:+z.3f} is subtracted",
             (*notes, f"protocol {self.predictor.protocol.name}"),
             row_id=row,
             target=target,
             unit_id=unit,
             effect=parts.effect,
+            text=parts.text,
             average=parts.average,
             gap=gap,
             replay=whole,

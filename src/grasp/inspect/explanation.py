@@ -40,13 +40,15 @@ HELPS, HURTS = (189, 153, 117, 75, 33), (230, 223, 216, 209, 202)  # of 256 term
 class Explanation(Result):
     """What every token of a row adds to the row's effect on a target, or on one unit of it.
 
-    `effect` = the sum of `contributions` + `replay` + `average`, all in standard deviations over the rows, as `grasp
-    score` prints effects. The contribution of a token is that of its prediction from the tokens before it.
+    `effect` = the sum of `contributions` + `text` + `replay` + `average`, all in standard deviations over the rows, as
+    `grasp score` prints effects. The contribution of a token is that of its prediction from the tokens before it.
 
     Attributes:
         table: one row per token: position, text, contribution, and contributions by kernel; null for tokens without
             loss.
         effect: effect of the row, from the artifact.
+        text: part of the effect that is predicted from the row's text by a regression on rows of other documents,
+            relative to the mean over all rows; 0 for a single unit, and for protocols with `task: mean`.
         average: minus the mean sum of contributions over all rows, so that the average row has effect 0.
         replay: contribution of the replayed training, which belongs to the row as a whole; 0 without a replay.
         gap: recomputed minus stored effect, due to rounding of the stored numbers.
@@ -61,6 +63,7 @@ class Explanation(Result):
     target: str
     unit_id: str | None
     effect: float
+    text: float
     average: float
     gap: float
     replay: float = 0.0
@@ -163,6 +166,7 @@ class Explanation(Result):
             "row_id": self.row_id,
             "unit_id": self.unit_id,
             "effect": self.effect,
+            "text": self.text,
             "average": self.average,
             "gap": self.gap,
             "replay": self.replay,
@@ -254,16 +258,18 @@ def _in_context(tokens: Sequence[str], place: int, word: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EffectParts:
-    """Decomposition: effect = sum over kernels m and units e of weight_me stored_me, plus `average`.
+    """Decomposition: effect = sum over kernels m and units e of weight_me stored_me, plus `text`, plus `average`.
 
     Attributes:
         effect: effect of the row, in standard deviations over the rows.
+        text: part that is predicted from the row's text, relative to the mean over rows.
         average: minus the mean over rows, so that the average row has effect 0.
         stored: relevance to each unit by kernel, (E,).
         weights: factors of the relevance in the effect by kernel, (E,).
     """
 
     effect: float
+    text: float
     average: float
     stored: Mapping[str, F64]
     weights: Mapping[str, F64]
@@ -273,13 +279,14 @@ class EffectParts:
         """Decompose the effect of a row; `predictor` is additive, for one target or some of its units."""
         task, columns_E = predictor.task, predictor.units.columns_E
         stored, weights = {}, {}
+        rho = 1.0 if predictor.prior is None else float(predictor.prior.rho_T[0])
         for kernel in kernel_weights(predictor.protocol):
             relevance_1E = artifact.array_rows(artifact.relevance_name(kernel), np.array([index]), columns=columns_E)
             stored[kernel] = np.asarray(relevance_1E[0], dtype=np.float64)
             sign_weight_E = np.where(stored[kernel] < 0, predictor.protocol.negative_of(kernel), 1.0)
-            weights[kernel] = sign_weight_E * predictor.unit_shares[kernel] / len(columns_E)
+            weights[kernel] = rho * sign_weight_E * predictor.unit_shares[kernel] / len(columns_E)
         average = -sum(float(task.shares[kernel][0] * task.scales[kernel].mean_E[0]) for kernel in stored)
-        return cls(float(predictor.effect_NT[index, 0]), average, stored, weights)
+        return cls(float(predictor.effect_NT[index, 0]), predictor.text_of(index), average, stored, weights)
 
     @property
     def by_unit_E(self) -> F64:  # noqa: N802 - a shape suffix

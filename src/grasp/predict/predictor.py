@@ -34,9 +34,11 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.arrays import F32, F64, I64, Blocks, ratio
+from grasp.arrays import F32, F64, I32, I64, Blocks, ratio
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import cached, checked_targets
+from grasp.artifact.rows import cached, checked_targets, row_documents, row_tokens
+from grasp.build.provenance import BuildSource
+from grasp.corpus.row_store import RowStore
 from grasp.errors import ProtocolError
 from grasp.moments import ColumnSpread, StreamingMoments
 from grasp.predict.scoring_rule import (
@@ -46,10 +48,12 @@ from grasp.predict.scoring_rule import (
     parse_protocol,
     resolve_protocol,
 )
+from grasp.predict.task_scores import Prior, Reliability, Texts, fit_prior
 from grasp.predict.weights import RowSums, Weights, block_rows
 
 EFFECT_SIZE = "effect size"
 SIMILAR = ("hidden", "residual")  # sketches that measure the similarity of rows
+TEXT = "text"  # name of the part of an effect that is predicted from the row's text
 REPETITION = "repetition"  # name of the part of a change that repetition causes
 REPEAT_WORTH = 15.4  # R*: scale of diminishing returns, in repetitions
 NEW_ROW_VALUE = 0.4  # b: value of any unseen row in effect sizes, lost by repetition: experiments/exposure
@@ -197,7 +201,7 @@ class Level:
     @classmethod
     def from_kernels(
         cls,
-        protocol: ScoringProtocol,
+        slopes: Mapping[str, F64],
         kernels: Mapping[str, KernelRelevance],
         scales: Mapping[str, ColumnSpread],
         held_NC: F32 | None,
@@ -212,7 +216,6 @@ class Level:
             held_NC: output array; may be the array of the first kernel, which is then overwritten. None: effects are
                 recomputed whenever they are summed, unless they are small.
         """
-        slopes = {name: weight * scales[name].inverse_E for name, weight in kernel_weights(protocol).items()}
 
         def added() -> Iterator[tuple[int, F64]]:
             readers = [kernels[name].held.blocks() for name in slopes]
@@ -278,10 +281,12 @@ class Predictor:
     unit_level: Level | None
     sketches: Mapping[str, RowSums]  # sketches of rows, for similarities between subsets
     dropped: tuple[str, ...]  # kernels and components without variance, which contribute nothing
-    unit_shares: Mapping[str, F64]  # by kernel: factor from a unit's relevance to its task's effect, times its units
+    # by kernel: factor from a unit's relevance to its task's effect without a prior (rho = 1), times its units
+    unit_shares: Mapping[str, F64]
     task_kernels: Mapping[str, KernelRelevance] = field(repr=False)  # empty unless `components`
     exposure: RepetitionLaw  # effective weights
     unit: str  # unit of changes
+    prior: Prior | None  # prediction of tasks from text, and their reliability; None for `task: mean`
 
     @staticmethod
     def from_artifact(
@@ -335,6 +340,11 @@ class Predictor:
         held_NT = self.task.effects.held_NC
         assert held_NT is not None
         return held_NT
+
+    @property
+    def reliability(self) -> Mapping[str, Reliability]:
+        """Return the reliability of each task's scores; empty without a prior."""
+        return {} if self.prior is None else dict(zip(self.units.targets, self.prior.reliability, strict=True))
 
     @property
     def scale(self) -> str:
@@ -401,6 +411,12 @@ class Predictor:
         return self._mean(
             self.unit_level.effects.sums(self.effective_weights(weights)), sums, self.unit_level.new_row_value_C
         )
+
+    def text_of(self, row: int) -> float:
+        """Return the part of one row's effect on the first task that is predicted from its text; 0 without a prior."""
+        if self.prior is None:
+            return 0.0
+        return float(self.task.shares[TEXT][0] * (self.prior.text_NT[row, 0] - self.task.scales[TEXT].mean_E[0]))
 
     def change_by_units(self, sum_BE: F64, mean_E: F64, sums: SubsetSums) -> F64:
         """Decompose the change of each task into contributions of its units, (B, E), whose mean is the change.
@@ -474,22 +490,36 @@ def assemble_predictor(
         return {name: item.rows.spread for name, item in kernels.items()} if family is None else family(kernels)
 
     negative = {name: protocol.negative_of(name) for name in kernel_weights(protocol)}
+    estimates = protocol.task == "estimate" and family is None  # subsets of a calibration family have no text
     by_unit: dict[str, KernelRelevance] = {}
     if per_unit or units_first:
-        names = negative if units_first else kernel_weights(protocol.of_units)
+        names = negative if units_first or estimates else kernel_weights(protocol.of_units)
         by_unit = {name: KernelRelevance.for_units(artifact, name, units, negative[name]) for name in names}
     unit_scales = scales_of(by_unit)
+    if estimates and not by_unit:
+        read = {name: relevance_blocks(artifact, name, units.columns_E, less) for name, less in negative.items()}
+        unit_scales = {name: StreamingMoments.from_blocks(blocks).spread for name, blocks in read.items()}
+    units_first = units_first or estimates
     before = {name: unit_scales[name].inverse_E if units_first else 1.0 for name in negative}
     kernels = {
         name: KernelRelevance.for_tasks(artifact, name, units, less, before[name]) for name, less in negative.items()
     }
     unit_level = None
     if per_unit:
-        unit_level = Level.from_kernels(protocol.of_units, by_unit, unit_scales, None)
+        unit_level = Level.from_kernels(_slopes(protocol.of_units, unit_scales), by_unit, unit_scales, None)
     scales = scales_of(kernels)
+    slopes, prior = _slopes(protocol, scales), None
+    unit_slopes = slopes
+    if estimates and units.counts_T.max() > 1:
+        coefficients = {name: before[name] * np.repeat(slope_T, units.counts_T) for name, slope_T in slopes.items()}
+        prior = task_prior(artifact, units, negative, coefficients)
+        rho_T, held = prior.rho_T, RowSums.over(prior.text_NT)
+        text = KernelRelevance(StreamingMoments.from_blocks(held.blocks()), held)
+        slopes = {name: slope_T * rho_T for name, slope_T in slopes.items()} | {TEXT: 1.0 - rho_T}
+        kernels, scales = kernels | {TEXT: text}, {**scales, TEXT: text.rows.spread}
     first_NT = next(iter(kernels.values())).held.held_NC
     assert first_NT is not None
-    task = Level.from_kernels(protocol, kernels, scales, np.empty_like(first_NT) if components else first_NT)
+    task = Level.from_kernels(slopes, kernels, scales, np.empty_like(first_NT) if components else first_NT)
     if (
         unit_level is not None
     ):  # b is in effect sizes of the task; the effects of its units average to a column with this sd
@@ -505,12 +535,48 @@ def assemble_predictor(
         task=task,
         unit_level=unit_level,
         sketches={},
-        dropped=tuple(name for name, item in scales.items() if not item.inverse_E.any()),
-        unit_shares={name: np.repeat(part_T, units.counts_T) * before[name] for name, part_T in task.shares.items()},
+        dropped=tuple(name for name in negative if not scales[name].inverse_E.any()),
+        unit_shares={
+            name: np.repeat(slope_T * task.spread.inverse_E, units.counts_T) * before[name]
+            for name, slope_T in unit_slopes.items()
+        },
         task_kernels=kernels if components else {},
         exposure=RepetitionLaw(),
         unit=EFFECT_SIZE,
+        prior=prior,
     )
+
+
+def _slopes(protocol: ScoringProtocol, scales: Mapping[str, ColumnSpread]) -> dict[str, F64]:
+    """Return the weight of each kernel over its standard deviation."""
+    return {name: weight * scales[name].inverse_E for name, weight in kernel_weights(protocol).items()}
+
+
+def task_prior(
+    artifact: ArtifactReader, units: UnitSelection, negative: Mapping[str, float], coefficients: Mapping[str, F64]
+) -> Prior:
+    """Fit the prior of the tasks; without text if the artifact holds no tokens, or those of several corpora."""
+    read = {
+        name: functools.partial(relevance_blocks, artifact, name, units.columns_E, less)
+        for name, less in negative.items()
+    }
+    names = [name for batch in artifact.row_batches(["row_id"]) for name in batch.column(0).to_pylist()]
+    return fit_prior(read, coefficients, units.counts_T, names, row_documents(artifact), _texts(artifact))
+
+
+def _texts(artifact: ArtifactReader) -> Texts | None:
+    source = BuildSource(artifact)
+    is_merged = bool(artifact.manifest.details.get("parts"))
+    if is_merged or source.has_images or not artifact.tokens_path.exists():
+        return None
+    store = source.rows
+    assert isinstance(store, RowStore)
+
+    def read(row_index: I64) -> tuple[I32, I64]:
+        rows = store.rows(row_index)
+        return rows.flat_ids, rows.offsets
+
+    return Texts(row_tokens(artifact), read)
 
 
 def additive_predictor(
@@ -531,7 +597,12 @@ def additive_predictor(
     """
     chosen, units = resolve_protocol(protocol, artifact), None
     if match is not None:
-        single_kernel = {"name": f"{chosen.name}, {match} alone", "match": {match: 1.0}, "selected_on": None}
+        single_kernel = {
+            "name": f"{chosen.name}, {match} alone",
+            "match": {match: 1.0},
+            "task": "mean",
+            "selected_on": None,
+        }
         chosen = parse_protocol(chosen.model_dump() | single_kernel, f"match {match}")
     if unit is not None:
         columns, names = artifact.unit_columns(target), artifact.units.column("unit_id").to_pylist()

@@ -79,6 +79,11 @@ class ScoringProtocol(Settings):
         description="What a row's negative relevance to a unit is multiplied by: 1 keeps it, 0 drops it. That of "
         "`gradient` and `replay`, whose sign is as good as its size, is always kept.",
     )
+    task: Literal["mean", "estimate"] = Field(
+        "mean",
+        description="Score of a row for a task. mean: mean relevance to the known questions. estimate: estimate of the "
+        "mean over all questions of the task, from relevance and text.",
+    )
     requires: Requirements = Requirements()
     selected_on: tuple[str, ...] | None = Field(
         None, description="Development environments that the protocol was selected on; null: none."
@@ -215,11 +220,19 @@ DEFAULT_PROTOCOL = ScoringProtocol(
 )
 
 
-def resolve_protocol(protocol: ScoringProtocol | Path | str | None, artifact: ArtifactReader) -> ScoringProtocol:
+# The built-in protocol for a new model, where the estimate gains more on other questions. For further training the mean
+# agrees better with other questions (experiments/selection). Runs are measured on the known questions, so that
+# comparisons with runs use DEFAULT_PROTOCOL.
+TASK_PROTOCOL = DEFAULT_PROTOCOL.model_copy(update={"task": "estimate"})
+
+
+def resolve_protocol(
+    protocol: ScoringProtocol | Path | str | None, artifact: ArtifactReader, *, known_questions: bool = False
+) -> ScoringProtocol:
     """Return the protocol itself, read it from a file, or (None) return the built-in protocol for the artifact.
 
-    The built-in protocol is the paper's if the artifact was built with `rule: paper` and has its arrays, and
-    DEFAULT_PROTOCOL otherwise.
+    The built-in protocol is the paper's if the artifact was built with `rule: paper` and has its arrays. Otherwise it
+    is TASK_PROTOCOL for a new model, and DEFAULT_PROTOCOL for further training or with `known_questions`.
     """
     if isinstance(protocol, ScoringProtocol):
         return protocol
@@ -229,7 +242,8 @@ def resolve_protocol(protocol: ScoringProtocol | Path | str | None, artifact: Ar
         paper: ScoringProtocol = geometry().PAPER
         if set(paper.arrays) <= set(artifact.array_names):  # `rule: paper` may have been combined with other kernels
             return paper
-    return DEFAULT_PROTOCOL
+    is_new_model = "relevance_knn" in artifact.array_names and "relevance_gradient" not in artifact.array_names
+    return TASK_PROTOCOL if is_new_model and not known_questions else DEFAULT_PROTOCOL
 
 
 def load_protocol(path: Path | str) -> ScoringProtocol:

@@ -270,6 +270,11 @@ def dropped_intervals(
     mean_E = (part_GE.sum(axis=0) if slices.membership_GN is None else total_E) / predictor.n_rows
     rest_GE = np.outer(rows_G, mean_E) - part_GE  # sum over all other rows, relative to the mean
     change_GE = predictor.change_by_units(rest_GE, mean_E, predictor.reweighted(effects.sums, DROPPED))
+    if predictor.prior is not None:
+        # The prediction from text is not decomposed by unit. It follows the mean relevance of a slice, so that the
+        # spread over units is that of the mean; only the centre differs.
+        shift_GT = effects.dropped_GT - predictor.units.mean_per_task(change_GE)
+        change_GE += np.repeat(shift_GT, predictor.units.counts_T, axis=1)
     bounds = np.full((2, len(predictor.units.targets), n_slices), np.nan)
     stops = np.cumsum(predictor.units.counts_T)
     for t, (start, stop) in enumerate(zip(stops - predictor.units.counts_T, stops, strict=True)):

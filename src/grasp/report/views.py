@@ -407,18 +407,22 @@ def mixture(summary: MixtureSummary) -> View:
 
 
 def _changes(targets: Sequence[TargetChange], scale: str) -> View:
-    """Return one table row per target: the predicted change, also in nats if there are runs."""
+    """Return one table row per target: the change expected on other questions, the change, and the change by runs."""
     lines: list[View] = []
     for change in targets:
-        nats = None
-        if change.nats is not None:
-            nats = {
-                "value": signed(change.nats, 4),
-                "interval": f"[{signed(change.nats_low, 4)}, {signed(change.nats_high, 4)}]",
-            }
-        line = {"name": name(change.target), "weight": f"{change.weight:.0%}", "change": signed(change.change)}
-        lines.append(line | {"nats": nats})
-    return {"targets": lines, "nats": any(line["nats"] for line in lines), "scale": plain(scale)}
+        line: View = {"name": name(change.target), "weight": f"{change.weight:.0%}", "change": signed(change.change)}
+        line["expected"] = _with_interval(change.expected, change.expected_low, change.expected_high, 3)
+        line["nats"] = _with_interval(change.nats, change.nats_low, change.nats_high, 4)
+        lines.append(line)
+    has = {column: any(line[column] for line in lines) for column in ("expected", "nats")}
+    return {"targets": lines, **has, "scale": plain(scale)}
+
+
+def _with_interval(value: float | None, low: float | None, high: float | None, digits: int) -> View | None:
+    """Return a value with its interval as text; None without a value."""
+    if value is None:
+        return None
+    return {"value": signed(value, digits), "interval": f"[{signed(low, digits)}, {signed(high, digits)}]"}
 
 
 def _percent(part: float, whole: float) -> str:

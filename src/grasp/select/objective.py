@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 GROUP_ROWS = 65_536  # rows per row group of a Parquet file
 MOST_DIVERSITY = 1e6  # far above the weight at which relevance has no influence
 SUMMARY_VERSION = 2  # of the .json file that is saved with a result
+EXPECTED = "expected"  # column of the expected change on other questions
 # Changes are printed with a sign; shares, weights and factors without.
 FORMATS = {
     "weight": "{:.2f}",
@@ -50,8 +51,9 @@ class OptimizationResult(Result):
     """A selection or a mixture, and the change that it is predicted to cause.
 
     Attributes:
-        targets: columns target, weight, change (relative to the whole corpus) and, with runs, nats, nats_low and
-            nats_high, or the metric of the runs instead of nats.
+        targets: columns target, weight; if the protocol estimates tasks, expected, expected_low and expected_high: the
+            change on other questions of the target, with its 95 % interval; change (relative to the whole corpus); with
+            runs, nats, nats_low and nats_high, or the metric of the runs instead of nats.
         value: weighted mean of the changes, reduced by repetition under a training budget.
         unit: unit of the changes.
         params: arguments of the call.
@@ -89,25 +91,30 @@ class OptimizationResult(Result):
 
     def summary(self) -> dict[str, Any]:
         """Return everything but the rows as JSON data, which `grasp.select.summaries` reads."""
-        names = self.targets.column_names
         # the columns of runs have fixed names in the summary; `runs_unit` holds their unit
-        plain_names = [*names[:3], *("nats", "nats_low", "nats_high")[: len(names) - 3]]
+        names, by_runs = self.targets.column_names, self._run_columns
+        plain_names = [*names[: len(names) - len(by_runs)], *("nats", "nats_low", "nats_high")[: len(by_runs)]]
         return {
             "kind": self.kind,
             "format_version": SUMMARY_VERSION,
             "headline": self.headline,
             "params": dict(self.params),
             "targets": self.targets.rename_columns(plain_names).to_pylist(),
-            "runs_unit": next(iter(names[3:]), None),
+            "runs_unit": next(iter(by_runs), None),
             "value": self.value,
             "scale": self.unit,
             "protocol": self.protocol.model_dump(mode="json"),
             "notes": list(self.notes),
         }
 
+    @property
+    def _run_columns(self) -> list[str]:
+        names: list[str] = self.targets.column_names
+        return names[names.index("change") + 1 :]
+
     def _shown_table(self, title: str, table: pa.Table) -> str:
         """Format a table as text."""
-        by_runs = self.targets.column_names[3:]  # printed with one more digit, as they differ little
+        by_runs = self._run_columns  # printed with one more digit, as they differ little
         lines = []
         for row in table.to_pylist():
             cells = []
@@ -123,7 +130,10 @@ class OptimizationResult(Result):
         return text_table(title, table.column_names, lines)
 
     def _shown_changes(self) -> str:
-        return self._shown_table(f"predicted change against the whole corpus, {self.unit}", self.targets)
+        title = f"predicted change against the whole corpus, {self.unit}"
+        if EXPECTED in self.targets.column_names:
+            title += "; expected: on other questions, with 95% interval"
+        return self._shown_table(title, self.targets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,13 +220,19 @@ class SelectionObjective:
             codes_N: slice of each row, for a mixture; its intervals are then over rows as well as over units.
 
         Returns:
-            Table of target, weight, change[, nats, nats_low, nats_high], and notes.
+            Table `OptimizationResult.targets`, and notes.
         """
-        change_1T, beyond = self.predictor.change(weights), tuple[str, ...]()
+        beyond = tuple[str, ...]()
         columns = {"target": pa.array(self.predictor.units.targets, pa.string()), "weight": pa.array(self.weights_T)}
-        columns["change"] = pa.array(change_1T[0])
-        if self.run_model is None:
+        interval = None
+        if self.run_model is None or self.predictor.reliability:
             interval = change_interval(self.artifact, self.predictor, weights, self.weights_T, codes_N)
+            if interval.expected_T is not None:
+                ends = {"": interval.expected_T, "_low": interval.low_T, "_high": interval.high_T}
+                columns |= {f"{EXPECTED}{end}": pa.array(value_T, from_pandas=True) for end, value_T in ends.items()}
+        columns["change"] = pa.array(self.predictor.change(weights)[0])
+        if self.run_model is None:
+            assert interval is not None
             beyond = tuple(interval.sentences(self.predictor.units.targets, today))
         else:
             from grasp.runs.calibration import ExtrapolationLog  # noqa: PLC0415 - imported only if there are runs

@@ -41,10 +41,16 @@ class ValueShare(Summary):
 
 
 class TargetChange(Summary):
-    """Predicted change of one target relative to the whole corpus; with runs also in `runs_unit`, with an interval."""
+    """Predicted change of one target relative to the whole corpus; with runs also in `runs_unit`, with an interval.
+
+    `expected` is the change on other questions of the target, if the protocol estimates tasks.
+    """
 
     target: str
     weight: float
+    expected: float | None = None
+    expected_low: float | None = None
+    expected_high: float | None = None
     change: float
     nats: float | None = None
     nats_low: float | None = None

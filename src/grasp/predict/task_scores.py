@@ -1,0 +1,359 @@
+r"""Score of a row for a task: an estimate of its mean over all questions of the task, from a sample of them.
+
+For row i and question e, with r the relevance by kernel k and w_k the weight of the kernel:
+
+    q_ie = sum_k c_e^k r_ie^k    every question scaled to unit spread over the rows, then every kernel's task mean
+    b_i  = mean_e q_ie           mean over the known questions
+    p_i  = g f(text of row i)    f: ridge regression of b on text, fitted on rows of other documents
+
+g undoes the shrinkage of the ridge penalty: it is the slope of the mean over held-out questions on the prediction from
+the others. Over samples of n questions, b_i has the variance s_i^2 / n, with s_i^2 the variance of q_ie over questions.
+With p_i as the prior mean, the rest of b_i is shrunk by the share of its variance that is not sampling noise:
+
+    score_i = p_i + rho (b_i - p_i),     rho = max(0, 1 - mean_i(s_i^2 / n) / var_i(b_i - p_i))
+
+If all questions agree, s = 0 and rho = 1: the score is their mean. Source: parametric empirical Bayes with a regression
+as the prior mean (Morris 1983).
+
+f and rho are estimated on a sample of rows (SAMPLE_ROWS), drawn by a hash of row names and therefore independent of the
+order of rows and of shards. Then p is computed for all rows in one pass over their tokens.
+
+Reliability is measured by holding out questions, in GROUPS groups; the score is linear in b, so that scores from any
+groups cost nothing more.
+Shape letters: N rows, n rows of a block, S rows of the sample, E units, T targets, G groups of a task's questions, J
+groups of all tasks, V slots, F folds.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+from scipy.special import stdtrit
+
+from grasp.arrays import F32, F64, I32, I64, Blocks, Bool
+from grasp.predict.token_features import SLOTS, TokenFeatures
+
+SAMPLE_ROWS = 16_384
+SAMPLE_TOKENS = 1 << 23  # limit for the tokens of the sample
+FOLDS = 5
+PENALTY = 30.0  # of the ridge regression; rows have length 1
+STEPS = 12  # of conjugate gradients
+GROUPS = 4
+FEW_QUESTIONS = 16  # below this number the ranking depends mostly on the known questions
+LEVEL = 0.95
+BLOCK_TOKENS = 1 << 21
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Token ids of rows, read on demand."""
+
+    lengths_N: I64
+    read: Callable[[I64], tuple[I32, I64]]  # row positions -> flat token ids, offsets
+
+    def blocks(self) -> Iterator[slice]:
+        """Split the rows into blocks of about BLOCK_TOKENS tokens, at least one row each."""
+        end_N, start = np.cumsum(self.lengths_N), 0
+        while start < len(end_N):
+            limit = end_N[start] - self.lengths_N[start] + BLOCK_TOKENS
+            stop = max(start + 1, int(np.searchsorted(end_N, limit, side="right")))
+            yield slice(start, stop)
+            start = stop
+
+
+@dataclass(frozen=True, slots=True)
+class Reliability:
+    """How far the scores of a task depend on which questions are known.
+
+    Attributes:
+        questions: number of known questions.
+        ranking: expected correlation with scores from as many other questions; nan for a single question.
+        transfer: expected gain on other questions of the task per unit of predicted gain; nan for a single question.
+        transfer_low, transfer_high: its 95 % interval over groups of questions.
+    """
+
+    questions: int
+    ranking: float
+    transfer: float
+    transfer_low: float
+    transfer_high: float
+
+    def with_questions(self, count: int) -> float:
+        """Predict the reliability of the ranking with another number of questions (Spearman-Brown formula)."""
+        factor = count / self.questions
+        return factor * self.ranking / (1 + (factor - 1) * self.ranking)
+
+    def note(self, target: str) -> str:
+        """Describe the reliability in one line, or warn if there are few questions."""
+        if self.questions < FEW_QUESTIONS:
+            count = f"{self.questions} question" + ("s" if self.questions > 1 else "")
+            return (
+                f"{target}: only {count}; the ranking depends mostly on them: add questions, at least {FEW_QUESTIONS}"
+            )
+        return (
+            f"{target}: reliability of the ranking {self.ranking:.2f} with {self.questions} questions, about "
+            f"{self.with_questions(2 * self.questions):.2f} with {2 * self.questions}; other questions gain "
+            f"{self.transfer:.2f} ({self.transfer_low:.2f} to {self.transfer_high:.2f}) of the predicted change"
+        )
+
+    def expected(self, change: float) -> tuple[float, float]:
+        """Return the expected change on other questions of the task, and half of its 95 % interval; nan if unknown."""
+        return change * self.transfer, abs(change) * (self.transfer_high - self.transfer_low) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Prior:
+    """Predictions of tasks from text, and the weight of the known questions relative to them.
+
+    Attributes:
+        text_NT: p, relative to its mean over the sample.
+        rho_T: rho, weight of the part of b that text does not predict; 1: text is not used.
+    """
+
+    text_NT: F32
+    rho_T: F64
+    reliability: tuple[Reliability, ...]
+
+
+def fit_prior(
+    relevance: Mapping[str, Callable[[], Blocks]],
+    coefficients: Mapping[str, F64],
+    counts_T: I64,
+    names: Sequence[str],
+    documents_N: I64,
+    texts: Texts | None,
+) -> Prior:
+    """Fit the text regression and the shrinkage of every task.
+
+    Args:
+        relevance: by kernel: function that yields (first row, relevance (n, E)), with the units task by task.
+        coefficients: by kernel: c, (E,).
+        counts_T: number of units per task.
+        names: row names; sample and folds depend on them, not on the order of rows.
+        documents_N: document of every row; rows of a document are in one fold.
+        texts: token ids of the rows; None: p = 0 and rho = 1.
+    """
+    hash_N = np.fromiter((_name_hash(name) for name in names), dtype=np.uint64, count=len(names))
+    sample = _draw_sample(hash_N, None if texts is None else texts.lengths_N)
+    questions = [_QuestionSums(int(count)) for count in counts_T]
+    for q_nE in _sampled(relevance, coefficients, sample):
+        for sums, q_ne in zip(questions, np.split(q_nE, np.cumsum(counts_T)[:-1], axis=1), strict=True):
+            sums.add(q_ne)
+    tasks = [sums.task for sums in questions]
+    text_NT = np.zeros((len(names), len(tasks)), dtype=np.float32)
+    if texts is not None:
+        fold_N = _folds(hash_N, documents_N)
+        model, tasks = _TextModel.fit(tasks, *texts.read(sample), fold_N[sample])
+        slope_T = np.array([task.prior_slope() for task in tasks])
+        tasks = [replace(task, prior_SG=slope * task.prior_SG) for task, slope in zip(tasks, slope_T, strict=True)]
+        for rows in texts.blocks():
+            text_NT[rows] = slope_T * model.apply(*texts.read(np.arange(rows.start, rows.stop)), fold_N[rows])
+    rho_T = np.array([task.shrinkage(task.all_G) for task in tasks])
+    return Prior(text_NT, rho_T, tuple(task.reliability() for task in tasks))
+
+
+# ------------------------------------------------------------------------------------- means over questions, shrinkage
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """Means of q over groups of a task's questions, for the rows of the sample.
+
+    Everything is linear in the questions, so that weighted means over groups are means over their questions.
+    """
+
+    base_SG: F64  # b by group, with the mean over rows subtracted
+    prior_SG: F64  # p by group
+    count_G: I64  # number of questions
+    noise: float  # mean over rows of the variance of q over questions; nan for a single question
+
+    @property
+    def all_G(self) -> Bool:  # noqa: N802 - a shape suffix
+        return np.ones(len(self.count_G), dtype=np.bool_)
+
+    def mean(self, value_SG: F64, groups_G: Bool) -> F64:
+        """Average over the questions of some groups, (S,)."""
+        count_G = self.count_G * groups_G
+        return np.asarray(value_SG @ (count_G / count_G.sum()))
+
+    def shrinkage(self, groups_G: Bool) -> float:
+        """Return rho if the questions of these groups are known; 1 without a prior or an estimate of the noise."""
+        rest_S = self.mean(self.base_SG - self.prior_SG, groups_G)
+        variance = float(rest_S.var())
+        if np.isnan(self.noise) or variance == 0.0 or not self.prior_SG.any():
+            return 1.0
+        return max(0.0, 1.0 - self.noise / float((self.count_G * groups_G).sum()) / variance)
+
+    def score(self, groups_G: Bool, rho: float) -> F64:
+        """Return the score from the questions of some groups, (S,)."""
+        prior_S = self.mean(self.prior_SG, groups_G)
+        return prior_S + rho * (self.mean(self.base_SG, groups_G) - prior_S)
+
+    def reliability(self) -> Reliability:
+        """Estimate the reliability by holding out groups of questions.
+
+        Scores from two halves of the questions have independent noise, so that their covariance is the variance of the
+        noise-free score, which does not depend on the number of questions if rho is fixed. The rest of the variance of
+        the score is noise.
+        """
+        n_groups, count = len(self.count_G), int(self.count_G.sum())
+        if n_groups < 2:
+            return Reliability(count, np.nan, np.nan, np.nan, np.nan)
+        groups, rho = np.arange(n_groups), self.shrinkage(self.all_G)
+        halves = [np.isin(groups, half) for half in combinations(range(n_groups), n_groups // 2)]
+        pairs = [(self.score(half_G, rho), self.score(~half_G, rho)) for half_G in halves]
+        signal, total = float(np.mean([np.mean(a_S * b_S) for a_S, b_S in pairs])), self.score(self.all_G, rho).var()
+        ranking = min(max(signal / float(total), 0.0), 1.0) if total else 0.0
+        transfer_G = np.array(
+            [self._slope(self.score(known_G, self.shrinkage(known_G)), ~known_G) for known_G in self._without()]
+        )
+        half_width = stdtrit(n_groups - 1, 0.5 + LEVEL / 2) * transfer_G.std(ddof=1) / np.sqrt(n_groups)
+        transfer = float(transfer_G.mean())
+        return Reliability(count, ranking, transfer, transfer - float(half_width), transfer + float(half_width))
+
+    def prior_slope(self) -> float:
+        """Return g, estimated by holding out each group; 1 for a single group."""
+        if len(self.count_G) < 2:
+            return 1.0
+        return max(
+            0.0,
+            float(np.mean([self._slope(self.mean(self.prior_SG, known_G), ~known_G) for known_G in self._without()])),
+        )
+
+    def _without(self) -> list[Bool]:
+        """Return the masks of all groups but one."""
+        return [self.all_G & (np.arange(len(self.count_G)) != group) for group in range(len(self.count_G))]
+
+    def _slope(self, value_S: F64, held_out_G: Bool) -> float:
+        """Return the slope of the mean over held-out questions on a prediction of it; 0 for a constant prediction."""
+        outcome_S, variance = self.mean(self.base_SG, held_out_G), float(value_S.var())
+        return float(np.mean((value_S - value_S.mean()) * outcome_S)) / variance if variance else 0.0
+
+
+class _QuestionSums:
+    """Sums over rows of the relevance to a task's questions, block by block; the questions are grouped in turn."""
+
+    def __init__(self, count: int) -> None:
+        group_E = np.arange(count) % min(GROUPS, count)
+        self._count_G = np.bincount(group_E)
+        self._share_EG = (group_E[:, None] == np.arange(len(self._count_G))) / self._count_G
+        self._mean_SG: list[F64] = []
+        self._sum_E = np.zeros(count)
+        self._squares = 0.0  # of q about the mean of its row
+
+    def add(self, q_nE: F64) -> None:
+        """Add a block of rows."""
+        self._mean_SG.append(q_nE @ self._share_EG)
+        self._sum_E += q_nE.sum(axis=0)
+        self._squares += float(np.square(q_nE - q_nE.mean(axis=1, keepdims=True)).sum())
+
+    @property
+    def task(self) -> _Task:
+        """Return the task, with prior 0. The mean of every question over the rows does not count as noise."""
+        mean_SG, count = np.concatenate(self._mean_SG), len(self._sum_E)
+        mean_E, n_rows = self._sum_E / len(mean_SG), len(mean_SG)
+        squares = max(self._squares - n_rows * float(np.square(mean_E - mean_E.mean()).sum()), 0.0)
+        noise = squares / (n_rows * (count - 1)) if count > 1 else np.nan
+        return _Task(mean_SG - mean_SG.mean(axis=0), np.zeros_like(mean_SG), self._count_G, noise)
+
+
+# ------------------------------------------------------------------------------------------------ prediction from text
+
+
+@dataclass(frozen=True, slots=True)
+class _TextModel:
+    """Ridge regressions on hashed tf-idf, one per fold; rows are predicted by the one fitted without their fold."""
+
+    features: TokenFeatures
+    table_FVT: F32
+    constant_FT: F64
+
+    @classmethod
+    def fit(cls, tasks: Sequence[_Task], ids: I32, offsets: I64, fold_S: I64) -> "tuple[_TextModel, list[_Task]]":
+        """Fit the regressions, and return the tasks with out-of-fold predictions as their priors."""
+        base_SJ = np.concatenate([task.base_SG for task in tasks], axis=1)
+        task_J = np.repeat(np.arange(len(tasks)), [len(task.count_G) for task in tasks])
+        share_J = np.concatenate([task.count_G / task.count_G.sum() for task in tasks])
+        share_JT = share_J[:, None] * (task_J[:, None] == np.arange(len(tasks)))  # groups -> mean of the task
+        features, matrix_SV = TokenFeatures.fit(ids, offsets)
+        prior_SJ = np.zeros_like(base_SJ)
+        table_FVT = np.zeros((FOLDS, SLOTS, len(tasks)), dtype=np.float32)
+        constant_FT = np.zeros((FOLDS, len(tasks)))
+        for fold in range(FOLDS):
+            rest, held_out = np.flatnonzero(fold_S != fold), np.flatnonzero(fold_S == fold)
+            if not len(rest):
+                continue
+            weight_VJ, constant_J = _ridge(matrix_SV[rest], base_SJ[rest])
+            prior_SJ[held_out] = matrix_SV[held_out] @ weight_VJ + constant_J
+            table_FVT[fold], constant_FT[fold] = weight_VJ @ share_JT, constant_J @ share_JT
+        priors = [replace(task, prior_SG=prior_SJ[:, task_J == t]) for t, task in enumerate(tasks)]
+        return cls(features, table_FVT, constant_FT), priors
+
+    def apply(self, ids: I32, offsets: I64, fold_n: I64) -> F64:
+        """Predict rows, (n, T)."""
+        return self.features.apply(ids, offsets, self.table_FVT, fold_n) + self.constant_FT[fold_n]
+
+
+def _ridge(x_SV: csr_array, y_SJ: F64) -> tuple[F32, F64]:
+    """Minimize |(X - mean) W - (Y - mean)|^2 + PENALTY |W|^2 by conjugate gradients; return W and the constant.
+
+    X is sparse and never centred itself: (X - 1 m^T) W = X W - 1 (m^T W).
+    """
+    m_V = np.asarray(x_SV.mean(axis=0), dtype=np.float32)
+    mean_J = y_SJ.mean(axis=0)
+    x_VS = csr_array(x_SV.T)
+
+    def transposed(r_SJ: F32) -> F32:
+        return x_VS @ r_SJ - np.outer(m_V, r_SJ.sum(axis=0))
+
+    residual_VJ = transposed((y_SJ - mean_J).astype(np.float32))
+    weight_VJ, step_VJ = np.zeros_like(residual_VJ), residual_VJ.copy()
+    square_J = np.square(residual_VJ, dtype=np.float64).sum(axis=0)
+    for _ in range(STEPS):
+        image_VJ = transposed(x_SV @ step_VJ - m_V @ step_VJ) + PENALTY * step_VJ
+        curvature_J = (step_VJ * image_VJ).sum(axis=0, dtype=np.float64)
+        along_J = np.divide(square_J, curvature_J, out=np.zeros_like(square_J), where=curvature_J > 0)
+        weight_VJ += (along_J * step_VJ).astype(np.float32)
+        residual_VJ -= (along_J * image_VJ).astype(np.float32)
+        before_J, square_J = square_J, np.square(residual_VJ, dtype=np.float64).sum(axis=0)
+        ratio_J = np.divide(square_J, before_J, out=np.zeros_like(square_J), where=before_J > 0)
+        step_VJ = residual_VJ + ratio_J.astype(np.float32) * step_VJ
+    return weight_VJ, mean_J - m_V @ weight_VJ
+
+
+# ------------------------------------------------------------------------------------------------- sample of the rows
+
+
+def _name_hash(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(str(name).encode(), digest_size=8).digest(), "little")
+
+
+def _draw_sample(hash_N: NDArray[np.uint64], lengths_N: I64 | None) -> I64:
+    """Draw the rows with the smallest hashes, within the limits of rows and tokens; sorted."""
+    sample = np.argsort(hash_N, kind="stable")[:SAMPLE_ROWS]
+    if lengths_N is not None:
+        sample = sample[: max(1, int(np.searchsorted(np.cumsum(lengths_N[sample]), SAMPLE_TOKENS, side="right")))]
+    return np.sort(sample)
+
+
+def _folds(hash_N: NDArray[np.uint64], documents_N: I64) -> I64:
+    """Assign rows to folds by the smallest hash of the rows of their document, (N,)."""
+    smallest = np.full(int(documents_N.max()) + 1, np.iinfo(np.uint64).max, dtype=np.uint64)
+    np.minimum.at(smallest, documents_N, hash_N)
+    return (smallest[documents_N] % np.uint64(FOLDS)).astype(np.int64)
+
+
+def _sampled(
+    relevance: Mapping[str, Callable[[], Blocks]], coefficients: Mapping[str, F64], sample: I64
+) -> Iterator[F64]:
+    """Yield q of the rows of the sample, (n, E), block by block."""
+    for parts in zip(*(blocks() for blocks in relevance.values()), strict=True):
+        start, n_rows = parts[0][0], len(parts[0][1])
+        low, high = np.searchsorted(sample, (start, start + n_rows))
+        if low < high:
+            rows = sample[low:high] - start
+            yield sum(coefficients[kernel] * block[rows] for kernel, (_, block) in zip(relevance, parts, strict=True))

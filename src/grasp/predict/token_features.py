@@ -1,0 +1,75 @@
+"""Hashed tf-idf features of rows: token ids and pairs of adjacent ids. Start with `TokenFeatures`.
+
+A token or pair in slot v adds idf_v to feature v of the row. The row is divided by the root of the sum of idf^2 over
+its tokens and pairs, which is about its length (equal to it if no slot occurs twice). A linear function of the features
+is therefore a sum over tokens and pairs, and needs no matrix.
+Shape letters: n rows of a block, L tokens, V slots, F tables, C columns.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.sparse import csr_array
+
+from grasp.arrays import F32, F64, I32, I64
+
+BITS = 15
+SLOTS = 1 << BITS
+_FIRST, _SECOND, _SPREAD = np.uint32(0x9E3779B1), np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)  # odd multipliers
+
+
+def slots(flat_ids: I32, offsets: I64) -> tuple[I32, I32]:
+    """Return the slot of every token, (L,), and of the pair that ends with it, (L,); -1 for the first of a row."""
+    first = flat_ids.astype(np.uint32)
+    token_L = (first * _FIRST) >> np.uint32(32 - BITS)
+    pair_L = np.full(len(first), -1, dtype=np.int32)
+    mixed = (first[:-1] * _SECOND + first[1:]) * _SPREAD
+    mixed ^= mixed >> np.uint32(15)
+    pair_L[1:] = (mixed * _FIRST) >> np.uint32(32 - BITS)
+    begins = offsets[:-1]
+    pair_L[begins[begins < len(pair_L)]] = -1
+    return token_L.astype(np.int32), pair_L
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFeatures:
+    """Hashed tf-idf with fixed document frequencies: idf_v = ln((1 + n) / (1 + rows with slot v)) + 1."""
+
+    idf_V: F32
+
+    @classmethod
+    def fit(cls, flat_ids: I32, offsets: I64) -> "tuple[TokenFeatures, csr_array]":
+        """Count document frequencies, and return the features of the same rows, (n, V)."""
+        n_rows, lengths = len(offsets) - 1, np.diff(offsets)
+        slot_L2 = np.stack(slots(flat_ids, offsets), axis=1).ravel()
+        slot_L2 = slot_L2[slot_L2 >= 0]
+        indptr = np.concatenate([[0], np.cumsum(2 * lengths - (lengths > 0))])
+        rows = csr_array((np.ones(len(slot_L2), np.float32), slot_L2, indptr), shape=(n_rows, SLOTS))
+        rows.sum_duplicates()
+        seen_V = np.bincount(rows.indices, minlength=SLOTS)
+        features = cls((np.log((1 + n_rows) / (1 + seen_V)) + 1).astype(np.float32))
+        square_n = rows @ features.idf_V**2
+        inverse_n = 1.0 / np.sqrt(np.where(square_n > 0, square_n, np.inf))
+        rows.data *= features.idf_V[rows.indices] * np.repeat(inverse_n, np.diff(rows.indptr)).astype(np.float32)
+        return features, rows
+
+    def apply(self, flat_ids: I32, offsets: I64, table_FVC: F32, table_n: I64) -> F64:
+        """Multiply the features of each row by its table, (n, C): row i by `table_FVC[table_n[i]]`."""
+        n_tables, _, n_columns = table_FVC.shape
+        value_FVC = np.zeros((n_tables, SLOTS + 1, n_columns + 1), dtype=np.float32)  # the last slot is 0, for -1
+        value_FVC[:, :-1, 0] = self.idf_V**2
+        value_FVC[:, :-1, 1:] = self.idf_V[:, None] * table_FVC
+        value_CS = np.ascontiguousarray(value_FVC.reshape(-1, n_columns + 1).T)
+        lengths = np.diff(offsets)
+        nonempty = np.flatnonzero(lengths)
+        out_nC = np.zeros((len(lengths), n_columns))
+        if not len(nonempty):
+            return out_nC
+        base_L = np.repeat((table_n * (SLOTS + 1)).astype(np.int32), lengths)
+        sum_Cn = np.zeros((n_columns + 1, len(nonempty)))
+        for slot_L in slots(flat_ids, offsets):
+            place_L = np.where(slot_L < 0, SLOTS, slot_L) + base_L
+            for c, value_S in enumerate(value_CS):
+                sum_Cn[c] += np.add.reduceat(value_S[place_L], offsets[nonempty], dtype=np.float64)
+        out_nC[nonempty] = (sum_Cn[1:] / np.sqrt(sum_Cn[0])).T
+        return out_nC
