@@ -54,7 +54,7 @@ def test_rows_keep_their_first_token_with_loss():
     store = Store()
     rows = Rows(Corpus(store, np.array([1, 2, 1, 9, 1, 1, 3]), None))
     found = rows.rows(np.array([1, 3, 6]))
-    assert found.labelled.reshape(3, 8).sum(axis=1).tolist() == [6, 0, 5]
+    assert found.loss_mask.reshape(3, 8).sum(axis=1).tolist() == [6, 0, 5]
     assert rows.n_rows == 7
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from grasp.baselines.gradients.layers import as_matrix
-from grasp.build.model_pass import halved
+from grasp.build.model_pass import split_on_oom
 from grasp.errors import ModelError
 from grasp.kernels.gradient import (
     Gradient,
@@ -173,7 +173,7 @@ def test_what_positions_add_is_the_whole(family):
     gradients, asked = opened(family, count=4_000), units()
     side_EK = torch.cat([gradients.compute([unit])[0] for unit in asked])
     gaps = np.array([False, True, True, False, False, True, False, True])
-    for example in (*rows(2), Example(np.arange(1, 9, dtype=np.int32), labelled=gaps)):
+    for example in (*rows(2), Example(np.arange(1, 9, dtype=np.int32), loss_mask=gaps)):
         whole_E = (gradients.compute([example])[0] @ side_EK.T)[0].numpy()
         added_LE = gradients.by_position(example, side_EK)
         assert added_LE.shape == (len(example.input_ids), len(asked))
@@ -189,7 +189,7 @@ def test_a_batch_without_room_is_halved_and_a_row_without_room_is_an_error():
             raise torch.cuda.OutOfMemoryError("no room")
         return index.sum()
 
-    assert [(part.tolist(), found) for part, found in halved(np.arange(7), run)] == [
+    assert [(part.tolist(), found) for part, found in split_on_oom(np.arange(7), run)] == [
         ([0, 1], 1),
         ([2, 3], 5),
         ([4, 5], 9),
@@ -201,4 +201,4 @@ def test_a_batch_without_room_is_halved_and_a_row_without_room_is_an_error():
         raise torch.cuda.OutOfMemoryError("no room")
 
     with pytest.raises(ModelError, match=r"memory.*backward pass"):
-        list(halved(np.arange(3), never))
+        list(split_on_oom(np.arange(3), never))

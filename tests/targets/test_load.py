@@ -97,34 +97,34 @@ def test_units_in_memory_stand_behind_their_name():
 
 
 def test_the_last_answer_is_the_completion_and_the_rest_the_prompt(tmp_path):
-    (unit,) = load(tmp_path, {"messages": TURNS}).written_out(chat_tokenizer()).units
+    (unit,) = load(tmp_path, {"messages": TURNS}).rendered(chat_tokenizer()).units
     assert unit.completion == LAST + END
     assert unit.prompt.endswith(f"{AGAIN}{END}\n<|im_start|>assistant\n")
     assert (unit.unit_id, unit.target, unit.loss_on) == ("exam:0", "exam", "completion")
     with pytest.raises(TargetError, match=r"'exam:0' of exam .*answer.*turn 3"):
-        load(tmp_path).written_out(chat_tokenizer(DROPS))
+        load(tmp_path).rendered(chat_tokenizer(DROPS))
 
 
 def test_an_answer_that_is_marked_in_parts_is_one_unit_or_refused(tmp_path):
     words = "{% generation %}{{ m.content }}"
     joined = MARKED.replace(words, "{% generation %}-{% endgeneration %}" + words)
-    (unit,) = load(tmp_path, {"messages": TURNS}).written_out(chat_tokenizer(joined)).units
+    (unit,) = load(tmp_path, {"messages": TURNS}).rendered(chat_tokenizer(joined)).units
     assert unit.completion == "-" + LAST + END
     apart = MARKED.replace(words, "{% generation %}-{% endgeneration %} " + words)
     with pytest.raises(TargetError, match=r"'exam:0' of exam.*answer.*2 spans"):
-        load(tmp_path).written_out(chat_tokenizer(apart))
+        load(tmp_path).rendered(chat_tokenizer(apart))
 
 
 def test_a_unit_that_is_written_in_part_is_counted(tmp_path):
     units = load(tmp_path, {"messages": turns(ASKED, f"<think>hm</think>{ANSWERED}")})
-    written = units.written_out(chat_tokenizer(CHATML.replace("m.content", "m.content.split('</think>')[-1]")))
+    written = units.rendered(chat_tokenizer(CHATML.replace("m.content", "m.content.split('</think>')[-1]")))
     assert written.units[0].completion == ANSWERED + END
     assert written.unwritten.ids == {"cut_answer": ["exam:0"]}
 
 
 def test_every_answer_is_a_unit_when_asked(tmp_path):
     units = load(tmp_path, {"messages": TURNS, "unit_id": "a"}, {"messages": TURNS[:2]}, loss_on="assistant")
-    by_name = {unit.unit_id: unit.completion for unit in units.written_out(chat_tokenizer()).units}
+    by_name = {unit.unit_id: unit.completion for unit in units.rendered(chat_tokenizer()).units}
     assert by_name == {"a#0": ANSWERED + END, "a#1": LAST + END, "exam:1": ANSWERED + END}
 
 
@@ -137,7 +137,7 @@ def test_every_answer_is_a_unit_when_asked(tmp_path):
     ],
 )
 def test_the_forms_of_a_corpus_are_forms_of_a_target(tmp_path, record):
-    (unit,) = load(tmp_path, record).written_out(chat_tokenizer()).units
+    (unit,) = load(tmp_path, record).rendered(chat_tokenizer()).units
     assert unit.completion == ANSWERED + END
 
 
@@ -145,7 +145,7 @@ def test_an_answer_may_be_reasoning_or_a_call_alone(tmp_path):
     template = CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.reasoning_content }}{{ m.tool_calls }}")
     for part in ({"reasoning_content": "hm"}, {"tool_calls": [{"name": "f", "arguments": {}}], "content": " "}):
         answer = {"role": "assistant", "content": "", **part}
-        (unit,) = load(tmp_path, {"messages": [TURNS[0], answer]}).written_out(chat_tokenizer(template)).units
+        (unit,) = load(tmp_path, {"messages": [TURNS[0], answer]}).rendered(chat_tokenizer(template)).units
         assert unit.prompt.endswith(f"{ASKED}{END}\n<|im_start|>assistant\n")
         assert "hm" in unit.completion or "'f'" in unit.completion
 

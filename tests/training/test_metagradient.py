@@ -173,7 +173,7 @@ def test_derivatives_of_tokens_add_up_to_those_of_rows_either_way(method, tied):
     directions = [[torch.randn_like(parameter) for parameter in training.parameters] for _ in range(3)]
     rows = [Example(ids[: 1 + weight.nonzero()[0].max() + 1]) for ids, weight in zip(ids_BL, weight_BL, strict=True)]
     tokens = [
-        Example(row.input_ids, labelled=np.arange(len(row.input_ids)) == t)
+        Example(row.input_ids, loss_mask=np.arange(len(row.input_ids)) == t)
         for row in rows
         for t in range(1, len(row.input_ids))
     ]

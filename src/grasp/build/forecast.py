@@ -196,13 +196,17 @@ def _first_tokens(rows: Rows, n_tokens: int) -> Rows:
     n_rows = max(1, int(np.searchsorted(rows.offsets, n_tokens, side="right")) - 1)
     stop = int(rows.offsets[n_rows])
     start = max(0, stop - n_tokens) if n_rows == 1 else 0
-    offsets, labelled = np.maximum(rows.offsets[: n_rows + 1] - start, 0), rows.labelled
-    if labelled is not None:
-        labelled = labelled[start:stop].copy()
-        labelled[offsets[:-1]] = False  # the first token of a row is never predicted
-        labelled[-1] = True
+    offsets, loss_mask = np.maximum(rows.offsets[: n_rows + 1] - start, 0), rows.loss_mask
+    if loss_mask is not None:
+        loss_mask = loss_mask[start:stop].copy()
+        loss_mask[offsets[:-1]] = False  # the first token of a row is never predicted
+        loss_mask[-1] = True
     return replace(
-        rows, flat_ids=rows.flat_ids[start:stop], offsets=offsets, table=rows.table.slice(0, n_rows), labelled=labelled
+        rows,
+        flat_ids=rows.flat_ids[start:stop],
+        offsets=offsets,
+        table=rows.table.slice(0, n_rows),
+        loss_mask=loss_mask,
     )
 
 

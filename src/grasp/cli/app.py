@@ -19,7 +19,7 @@ import grasp
 from grasp.signatures import REQUIRED, Signature, parse_signature, signed
 
 GROUPS = {
-    "Build artifacts": ("demo", "build", "merge", "info", "verify", "fit-head"),
+    "Build artifacts": ("demo", "corpus", "targets", "build", "merge", "info", "verify", "fit-head"),
     "Predict the effect of rows and slices": ("score", "predict", "explain", "report", "serve"),
     "Select training data": ("select", "mix", "distil", "apply"),
     "Find suspicious rows": ("detect",),

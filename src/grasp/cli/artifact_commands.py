@@ -3,7 +3,7 @@
 import shlex
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -233,6 +233,51 @@ def info(
         print(f"left out: {skipped_text(counts)}")
     if summary.extension_in_progress is not None:
         print(f"adding targets: {summary.extension_in_progress} finished")
+
+
+PreviewModel = Annotated[
+    str | None, option("--model DIR", "Model whose tokenizer divides texts into tokens. Default: none are counted.")
+]
+
+
+@command("grasp corpus web.jsonl.gz", "grasp corpus chats.json --model ./ckpt")
+def corpus(
+    path: str = typer.Argument(..., metavar="FILE", help="Corpus: a file, directory, URL or hub dataset."),
+    model: PreviewModel = None,
+    limit: int = option("--limit N", "Maximum number of records to read.", 1_000, min=1),
+    assign: Assignments = [],
+) -> None:
+    """Show what a build would read of a corpus.
+
+    Rows, labels, columns and records left out, and examples. Labels are listed with the option that predicts by them.
+    Nothing is computed or written.
+    """
+    from grasp.build.preview import preview_corpus
+    from grasp.settings import CorpusSettings
+    from grasp.yaml_files import validated
+
+    data = merge_settings(None, assign, {"corpus.path": path})
+    print(preview_corpus(validated(CorpusSettings, data["corpus"], "corpus"), model=model, limit=limit))
+
+
+@command("grasp targets sciq", "grasp targets exam.csv --model ./ckpt")
+def targets(
+    names: list[str] = typer.Argument(..., metavar="NAMES", help="Tasks, or files of questions."),
+    model: PreviewModel = None,
+    assign: Assignments = [],
+) -> None:
+    """Show what a build would read of targets.
+
+    Units, tokens with loss, and examples as the model sees them. Nothing is computed or written.
+    """
+    from grasp.build.build import split_names
+    from grasp.build.preview import preview_targets
+    from grasp.settings import TargetSettings
+    from grasp.yaml_files import validated
+
+    flags = {"targets.names": [name for text in names for name in split_names(text)]}
+    data = merge_settings(None, assign, flags)
+    print(preview_targets(validated(TargetSettings, data["targets"], "targets"), model=model))
 
 
 @command("grasp verify art")

@@ -189,7 +189,7 @@ class _Question:
             return None
         (tokens,) = self.unit_tokens
         places = np.arange(len(tokens.input_ids))
-        examples = [Example(tokens.input_ids, labelled=places == place) for place in places[-n:]]
+        examples = [Example(tokens.input_ids, loss_mask=places == place) for place in places[-n:]]
         gradient_PK = allocate_unit_gradients(n, sampled, self.settings.gradient_memory_mb)
         for index in sampled.batches(examples):
             gradient_BK, _ = sampled.compute([examples[int(i)] for i in index])

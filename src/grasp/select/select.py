@@ -465,7 +465,9 @@ def _worth_by_runs(
     best_M, selected_1M = worth_M, masks(worth_M[None])
     by_relevance = by_runs = float(objective.predicted_by_runs(subset_weights(selected_1M))[0])
     for _ in range(ROUNDS):
-        rise_M = objective.run_model.rise(subset_weights(selected_1M), objective.weights_T, cautious=objective.cautious)
+        rise_M = objective.run_model.gradient(
+            subset_weights(selected_1M), objective.weights_T, cautious=objective.cautious
+        )
         if document_N is not None:
             rise_M = _mean_by(document_N, rise_M)
         selected_M, corner_M = selected_1M[0], masks(rise_M[None])[0]

@@ -150,8 +150,8 @@ class Target:
         out = []
         for index_B in batches_of_like_length(lengths, batch_tokens):
             chosen = [self.units[int(e)] for e in index_B]
-            ids, labelled = pad_rows([unit.input_ids for unit in chosen], [unit.first for unit in chosen])
-            weight_BL = label_positions(labelled)
+            ids, loss_mask = pad_rows([unit.input_ids for unit in chosen], [unit.first for unit in chosen])
+            weight_BL = label_positions(loss_mask)
             out.append((ids.numpy(), weight_BL / weight_BL.sum(axis=1, keepdims=True) / len(self.units)))
         return out
 
@@ -161,10 +161,10 @@ def examples_of(trajectory: Trajectory) -> list[Example]:
     rows = trajectory.rows.rows(np.arange(trajectory.rows.n_rows))
     spans = [slice(start, end) for start, end in zip(rows.offsets[:-1], rows.offsets[1:], strict=True)]
     masks = [
-        None if rows.labelled is None else rows.labelled[span] & (np.arange(span.stop - span.start) > 0)
+        None if rows.loss_mask is None else rows.loss_mask[span] & (np.arange(span.stop - span.start) > 0)
         for span in spans
     ]
-    return [Example(rows.flat_ids[span], labelled=mask) for span, mask in zip(spans, masks, strict=True)]
+    return [Example(rows.flat_ids[span], loss_mask=mask) for span, mask in zip(spans, masks, strict=True)]
 
 
 def utility_gradient(training: AdamWTraining, batches: Sequence[tuple[I64, F64]]) -> tuple[float, list[Tensor]]:

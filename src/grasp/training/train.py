@@ -145,8 +145,8 @@ def _fetched(rows: RowStore, index_SKB: I64, context: int, vocab_size: int) -> I
         )
     flat = np.append(fetched.flat_ids, 0)  # index -1 is padding
     flat_labelled = np.ones(len(flat), np.bool_)
-    if fetched.labelled is not None:
-        flat_labelled[:-1] = fetched.labelled
+    if fetched.loss_mask is not None:
+        flat_labelled[:-1] = fetched.loss_mask
     flat_labelled[[*starts, -1]] = False  # the first token of a row is not predicted, and padding has no labels
     for index_KB, place_KB in zip(index_SKB, position.reshape(index_SKB.shape), strict=True):
         lengths_KB = lengths[place_KB]

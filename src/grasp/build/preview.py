@@ -1,0 +1,228 @@
+"""What a build would read of a corpus or of targets, before anything is computed.
+
+`preview_corpus` and `preview_targets` read the first records as a build does. With a tokenizer they also divide them
+into rows, count tokens and show examples as the model sees them: `[loss: ...]` encloses what carries loss.
+"""
+
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+
+from grasp.arrays import I32, Bool
+from grasp.artifact.label_functions import BINS
+from grasp.artifact.where import MOST_VALUES, identifier
+from grasp.corpus.conversations import preference_note
+from grasp.corpus.documents import Corpus
+from grasp.corpus.labels import label_text
+from grasp.corpus.row_store import RowStore
+from grasp.corpus.sources import open_source
+from grasp.errors import ModelError
+from grasp.results import Result
+from grasp.settings import CorpusSettings, ModelSettings, TargetSettings
+from grasp.targets.load import load_units
+from grasp.targets.units import Unit
+from grasp.text import ending, plain, skipped_lines
+
+EXAMPLES = 3
+LONGEST_EXAMPLE = 400  # characters
+LONGEST_VALUES = 48
+_URL = re.compile(r"(?:https?:)?//[^/\s]+")
+_DATE = re.compile(r"\d{4}-\d\d-\d\d")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Preview(Result):
+    """What was read: a table of labels or targets, and examples below it."""
+
+    most: ClassVar[int] = 100
+    examples: tuple[str, ...] = ()
+
+    def _below(self) -> Sequence[str]:
+        lines = [f"example {k}: {example}" for k, example in enumerate(self.examples, start=1)]
+        return [*super()._below(), *lines]
+
+
+def preview_corpus(
+    corpus: CorpusSettings | str, *, model: ModelSettings | str | None = None, limit: int = 1_000
+) -> Preview:
+    """Read the first records of a corpus: rows, labels and how to ask for them, columns and records left out.
+
+    Args:
+        corpus: settings, or a path.
+        model: settings or directory of a model, whose tokenizer is used. Default: no tokens are counted.
+        limit: maximum number of records to read.
+    Raises:
+        CorpusError: the corpus cannot be read.
+    """
+    settings = CorpusSettings(path=corpus) if isinstance(corpus, str) else corpus
+    settings = settings.model_copy(update={"limit": min(limit, settings.limit or limit)})
+    opened = Corpus(open_source(settings.path, settings.split), settings)
+    roles = ", ".join(f"{role} from {column!r}" for role, column in opened.columns.items())
+    values: dict[str, Counter[Any]] = {}
+    left_out: set[str] = set()
+    texts: list[str] = []
+    n_read = n_empty = 0
+    for document in opened.documents(0):
+        n_read += 1
+        for name, value in document.labels.items():
+            values.setdefault(name, Counter())[value] += 1
+        left_out.update(document.ignored)
+        text = str(document.conversation or document.text or "")
+        n_empty += not text.strip() and document.input_ids is None
+        if len(texts) < EXAMPLES and text.strip():
+            texts.append(plain(text, LONGEST_EXAMPLE))
+    notes = [f"columns: {roles or 'none'}"]
+    if left_out:
+        example = min(left_out)
+        notes.append(
+            f"left out: {', '.join(sorted(left_out))} (binary, lists of numbers or of records); request a value by its "
+            f"path, e.g. --set corpus.label_paths=[{example}.0]"
+        )
+    text_column = opened.columns.get("text", opened.columns.get("turns"))
+    known = [*opened.columns.values(), *values, *left_out]
+    if note := preference_note(text_column, known, turns="turns" in opened.columns):
+        notes.append(note)
+    headline = f"{settings.path}: {n_read:,} records" + f" (the first {limit:,})" * (n_read == limit)
+    if model is None:
+        notes += [f"{n_empty:,} records are empty"] if n_empty else []
+        notes.append("rows and tokens: pass --model, whose tokenizer divides the records")
+    else:
+        tokenizer, context = _tokenizer(model)
+        with TemporaryDirectory() as directory:
+            store = RowStore.write(Path(directory) / "rows", settings, tokenizer, shard_rows=4_096, context=context)
+            headline += f", {store.n_rows:,} rows, {store.n_tokens:,} tokens, {store.n_supervised:,} with loss"
+            notes += [f"skipped: {line}" for line in skipped_lines(store.skipped.counts, store.skipped.examples)]
+            shard = store.rows(np.arange(min(EXAMPLES, store.n_rows)))
+            shown = (_marked(tokenizer, shard.ids(k), shard.mask(k)) for k in range(len(shard)))
+            texts = [plain(text, LONGEST_EXAMPLE) for text in shown]
+            notes.append(tokenizer.describe())
+    labels = [_label_line(name, counts, n_read) for name, counts in values.items()]
+    names = ("label", "values", "missing", "most frequent", "ask with")
+    columns = zip(*labels, strict=True) if labels else [[]] * len(names)
+    table = pa.table(dict(zip(names, map(list, columns), strict=True)))
+    return Preview(table, headline, tuple(notes), signs=False, examples=tuple(texts))
+
+
+def _label_line(name: str, counts: Counter[Any], n_read: int) -> tuple[str, int, int, str, str]:
+    """Return name, number of values, number of records without one, frequent values, and a label expression."""
+    present = {value: count for value, count in counts.items() if value is not None}
+    frequent = sorted(present, key=lambda value: -present[value])[:3]
+    expression, values = identifier(name), list(islice(present, 100))
+    is_number = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    if values and is_number and len(present) > MOST_VALUES:
+        expression = f"bins({expression}, {BINS})"
+    elif values and all(isinstance(value, str) and _URL.match(value) for value in values):
+        expression = f"host({expression})"
+    elif len(present) > MOST_VALUES and all(isinstance(value, str) and _DATE.match(value) for value in values):
+        expression = f"year({expression})"
+    shown = plain(", ".join(str(label_text(value)) for value in frequent), LONGEST_VALUES)
+    option = f"--by {expression}" if re.fullmatch(r"[\w.]+", expression) else f"--by {shlex.quote(expression)}"
+    return name, len(present), n_read - sum(present.values()), shown, option
+
+
+def preview_targets(targets: TargetSettings | Sequence[str], *, model: ModelSettings | str | None = None) -> Preview:
+    """Read targets: units, tokens, and three examples as the model sees them.
+
+    Args:
+        targets: settings, or names of tasks and files.
+        model: settings or directory of a model, whose tokenizer is used. Default: no tokens are counted.
+    Raises:
+        TargetError: a target cannot be read.
+    """
+    settings = targets if isinstance(targets, TargetSettings) else TargetSettings(names=tuple(targets))
+    units = load_units(settings)
+    notes: list[str] = []
+    tokens: Mapping[str, tuple[float, int]] = {}
+    if model is None:
+        shown = [_example(unit) for unit in units.units]
+        notes.append("tokens: pass --model, whose tokenizer encodes the questions")
+    else:
+        tokenizer, context = _tokenizer(model)
+        units = units.written_out(tokenizer)
+        encoded = units.tokenize(tokenizer, min(settings.max_length, context or settings.max_length))
+        notes += [f"skipped: {line}" for line in skipped_lines(units.unwritten.counts, units.unwritten.examples)]
+        tokens = {
+            target: _lengths(
+                len(each.input_ids) - each.first
+                for unit, each in zip(units.units, encoded, strict=True)
+                if unit.target == target
+            )
+            for target in units.targets
+        }
+        masks = [np.arange(len(each.input_ids)) >= each.first for each in encoded]
+        examples_of = zip(encoded, masks, strict=True)
+        shown = [ending(_marked(tokenizer, each.input_ids, mask), LONGEST_EXAMPLE) for each, mask in examples_of]
+        notes.append(tokenizer.describe())
+    counts, kinds = Counter(unit.target for unit in units.units), {unit.target: _kind(unit) for unit in units.units}
+    table = pa.table(
+        {
+            "target": list(counts),
+            "units": list(counts.values()),
+            "of": [units.drawn_from[target] for target in counts],
+            "read as": [kinds[target] for target in counts],
+        }
+        | ({"tokens with loss, mean": [round(tokens[target][0], 1) for target in counts]} if tokens else {})
+        | ({"most": [tokens[target][1] for target in counts]} if tokens else {})
+    )
+    chosen = [k for k in range(len(shown)) if k in _first_of_targets(units.units)][:EXAMPLES]
+    examples = tuple(f"{units.units[k].unit_id}: {shown[k]}" for k in chosen)
+    headline = f"{len(counts):,} target{'s' * (len(counts) > 1)}, {len(units.units):,} units"
+    return Preview(table, headline, tuple(notes), signs=False, examples=examples)
+
+
+def _first_of_targets(units: Sequence[Unit]) -> set[int]:
+    """Return the positions of about three units: the first of each target, then the next ones."""
+    first = {unit.target: k for k, unit in reversed(list(enumerate(units)))}
+    rest = [k for k in range(len(units)) if k not in first.values()]
+    return {*sorted(first.values())[:EXAMPLES], *rest[: max(0, EXAMPLES - len(first))]}
+
+
+def _kind(unit: Unit) -> str:
+    if unit.conversation is not None:
+        return "conversation"
+    return f"multiple choice of {len(unit.choices)}" if unit.choices else "prompt and completion"
+
+
+def _example(unit: Unit) -> str:
+    if unit.conversation is not None:
+        return plain(str(unit.conversation), LONGEST_EXAMPLE)
+    return ending(f"{unit.prompt}[loss:{unit.completion}]", LONGEST_EXAMPLE)
+
+
+def _lengths(lengths: Iterator[int]) -> tuple[float, int]:
+    values = list(lengths)
+    return float(np.mean(values)), max(values)
+
+
+def _marked(tokenizer: Any, ids: I32, mask: Bool | None) -> str:
+    """Return a text as the model sees it; what carries loss is in brackets, unless all of it does."""
+    if mask is None or mask[1:].all():
+        return str(tokenizer.decode([ids.tolist()])[0])
+    cuts = np.flatnonzero(np.diff(mask.astype(np.int8))) + 1
+    parts = [part.tolist() for part in np.split(ids, cuts)]
+    texts = tokenizer.decode(parts)
+    marked = [f"[loss:{text}]" if mask[start] else text for text, start in zip(texts, (0, *cuts.tolist()), strict=True)]
+    return "".join(marked)
+
+
+def _tokenizer(model: ModelSettings | str) -> tuple[Any, int | None]:
+    """Return the tokenizer and the context length of a model, without its weights."""
+    from grasp.models.causal_lm import context_of  # noqa: PLC0415 - loads torch
+    from grasp.models.checkpoint import text_config_of, tokenizer_of  # noqa: PLC0415
+    from grasp.models.tokenizer import HfTokenizer  # noqa: PLC0415
+
+    settings = ModelSettings(path=model) if isinstance(model, str) else model
+    if settings.classifier is not None:
+        raise ModelError("model.classifier: previews are of text; an image classifier has no tokenizer")
+    config, loaded = text_config_of(settings), tokenizer_of(settings)
+    vocab_size = getattr(config, "vocab_size", None) or len(loaded)
+    return HfTokenizer.from_settings(loaded, settings, vocab_size), context_of(config)

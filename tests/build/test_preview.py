@@ -1,0 +1,79 @@
+"""What a build would read: labels and how to ask for them, tokens with loss, examples; nothing is written."""
+
+import json
+
+import pytest
+
+from grasp.artifact.reader import ArtifactReader
+from grasp.build.build import build
+from grasp.build.preview import preview_corpus, preview_targets
+from grasp.errors import CorpusError, TargetError
+from tests.build.world import texts, write_checkpoint, write_targets
+
+
+@pytest.fixture
+def place(tmp_path):
+    lines = [
+        {
+            "text": text,
+            "url": f"https://h{i % 3}.org/{i}",
+            "score": i / 7,
+            "meta": {"source": "ab"[i % 2], "parts": [{"n": 1}]},
+            "date": f"20{i % 100:02}-0{1 + i % 9}-01",
+            "doc type": "x" if i % 4 else None,
+        }
+        for i, text in enumerate(texts(120))
+    ]
+    (tmp_path / "c.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write_checkpoint(tmp_path / "model")
+    write_targets(tmp_path / "facts.jsonl")
+    return tmp_path
+
+
+def test_labels_are_listed_with_how_to_ask_and_each_can_be_asked(place):
+    preview = preview_corpus(str(place / "c.jsonl"))
+    lines = {line["label"]: line for line in preview.table.to_pylist()}
+    assert {name: line["ask with"] for name, line in lines.items()} == {
+        "url": "--by 'host(url)'",
+        "score": "--by 'bins(score, 5)'",
+        "meta.source": "--by meta.source",
+        "date": "--by 'year(date)'",
+        "doc type": "--by '\"doc type\"'",
+    }
+    assert (lines["doc type"]["values"], lines["doc type"]["missing"]) == (1, 30)
+    assert "left out: meta.parts" in str(preview)
+    assert preview.headline.endswith("c.jsonl: 120 records")
+    assert preview_corpus(str(place / "c.jsonl"), limit=10).headline.endswith("10 records (the first 10)")
+
+
+def test_rows_and_tokens_are_those_of_the_build(place):
+    corpus, model = str(place / "c.jsonl"), str(place / "model")
+    art = build(model, corpus, [str(place / "facts.jsonl")], out=place / "art", untrained=True)
+    details = ArtifactReader.open(art.path).manifest.details
+    preview = preview_corpus(corpus, model=model)
+    assert f"120 records, 120 rows, {details['n_tokens']:,} tokens" in preview.headline
+    assert sorted(path.name for path in place.iterdir()) == ["art", "c.jsonl", "facts.jsonl", "model"]
+
+
+def test_targets_are_shown_as_the_model_sees_them(place):
+    (place / "exam.csv").write_text("question,answer,unit_id\nWhat is salt?,iron,a\nWhat is bird?,wind,b\n")
+    files = [str(place / "facts.jsonl"), str(place / "exam.csv")]
+    bare, full = preview_targets(files), preview_targets(files, model=str(place / "model"))
+    assert bare.table.to_pylist() == [
+        {"target": "facts", "units": 6, "of": 6, "read as": "prompt and completion"},
+        {"target": "exam", "units": 2, "of": 2, "read as": "prompt and completion"},
+    ]
+    (example,) = (text for text in full.examples if text.startswith(("a:", "b:")))
+    assert example.removeprefix(example[:3]) in (
+        "Question: What is salt? Answer:[loss: iron]",
+        "Question: What is bird? Answer:[loss: wind]",
+    )
+    assert len(full.examples) == 3
+    assert full.table["most"].to_pylist()[0] >= full.table["tokens with loss, mean"].to_pylist()[0] > 0
+
+
+def test_what_cannot_be_read_is_refused_in_one_line(place):
+    with pytest.raises(CorpusError, match=r"nope\.csv: no such file"):
+        preview_corpus(str(place / "nope.csv"))
+    with pytest.raises(TargetError, match=r"^[^\n]*expected `prompt` and `completion`[^\n]*$"):
+        preview_targets([str(place / "c.jsonl")])
