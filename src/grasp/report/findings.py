@@ -235,6 +235,7 @@ def collect_findings(
         ("made by", ", ".join(f"{name} {value}" for name, value in manifest.made_by.items())),
         ("arrays", ", ".join(f"{array.name} {array.shape[0]:,} x {array.shape[1]}" for array in artifact_info.arrays)),
         *(("leaks", note) for note in leak_notes(artifact, targets)),
+        *(("replay", line) for line in artifact_info.replays),
         *(("questions", known.note(target)) for target, known in predictor.reliability.items()),
         ("bytes on disk", f"{artifact_info.bytes_total:,} ({artifact_info.bytes_per_row:,.0f} per row)"),
     )

@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +24,7 @@ from grasp.arrays import F64, I64
 from grasp.errors import ModelError
 from grasp.models.causal_lm import batches as batches_of_like_length
 from grasp.models.causal_lm import pad_rows
-from grasp.models.gradients import Example
+from grasp.models.gradients import Example, UntakenLayerError
 from grasp.settings import Settings
 from grasp.store.directory import Schema, Store
 from grasp.store.records import Mark
@@ -126,14 +127,23 @@ class Price:
         )
 
 
-def price(trajectory: Trajectory, n_targets: int, settings: MetagradientSettings) -> Price:
-    """Forecast what a replay costs."""
-    steps = len(trajectory.order)
-    share = (steps - settings.first_step) / steps
+def middle_steps(steps: int, count: int) -> tuple[int, ...]:
+    """Return the middle steps of `count` equal parts of a training, or all steps if there are fewer."""
+    count = min(count, steps)
+    return tuple(int((k + 0.5) * steps / count) for k in range(count))
+
+
+def price(order: Sequence[I64], n_rows: int, n_targets: int, settings: MetagradientSettings) -> Price:
+    """Forecast what a replay of a training costs.
+
+    Args:
+        order: positions of the rows of each step.
+        n_rows: rows of the corpus, all of which are differentiated at the probe steps.
+    """
+    share = (len(order) - settings.first_step) / len(order)
     gradients = {"difference": 2.0, "exact": 3.1, "gauss-newton": 5 / 3}[settings.curvature]
-    rows = sum(len(index_B) for index_B in trajectory.order)
     _, probe = cheaper_method(n_targets)
-    probes = probe * len(settings.probe_steps) * trajectory.rows.n_rows / rows
+    probes = probe * len(settings.probe_steps) * n_rows / sum(len(index_B) for index_B in order)
     return Price(1.0, share, share * gradients * n_targets, probes)
 
 
@@ -313,14 +323,18 @@ class _Replay:
                     "behind it, take gauss-newton, or lower the learning rate"
                 )
         if step.step in settings.probe_steps:
-            value_NT = row_derivatives(
+            differentiate = partial(
+                row_derivatives,
                 training,
                 self.rows,
                 directions,
-                cheaper_method(len(directions))[0],
                 relative_step=settings.relative_step,
                 batch_tokens=settings.batch_tokens,
             )
+            try:
+                value_NT = differentiate(cheaper_method(len(directions))[0])
+            except UntakenLayerError:  # such as experts, whose tensors have no gradient for each row
+                value_NT = differentiate("difference")
             results["probe"][settings.probe_steps.index(step.step)] = value_NT / batch.labels
 
     # --------------------------------------------------------------------------------------------------------- to disk

@@ -51,7 +51,7 @@ class Smoothness:
         line = f"adjoint grows {growth:.1f} times, spread of rows {spread:.1f} times"
         if self.passed:
             return f"{line}: smooth"
-        return f"{line}: steps before {self.first_step} are left out; to use them, {WHAT_TO_DO}"
+        return f"{line}: steps before {self.first_step} are left out"
 
 
 def smoothness(replay: Metagradient, limit: float = LARGEST_GROWTH) -> Smoothness:

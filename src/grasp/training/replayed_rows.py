@@ -13,11 +13,13 @@ Shape letters: N rows, T targets.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from grasp.arrays import F64
+from grasp.files import discard, written_aside
+from grasp.progress import Progress, Silent
 from grasp.training.metagradient import Metagradient, MetagradientSettings, Target, metagradient
 from grasp.training.replay_gate import LEAST_AGREEMENT, WHAT_TO_DO, Smoothness, agreement, smoothness
 from grasp.training.trajectory import Trajectory
@@ -82,14 +84,17 @@ class ReplayedRows:
     notes: tuple[str, ...]
 
     def relevance(self) -> F64 | None:
-        """Return the sum of both scores on one scale, (N, T); a row that was not drawn has the probed one alone.
+        """Return the probed scores on one scale, (N, T); without probes the drawn ones, 0 for rows that were not drawn.
+
+        Drawn scores are as good only if rows are drawn several times, and add nothing then: experiments/replay.
 
         None: no replay is smooth, and the notes say what to do.
         """
         if self.drawn_NT is None:
             return None
-        drawn_NT = np.nan_to_num(brought_to_one_scale(self.drawn_NT))
-        return drawn_NT if self.probed_NT is None else drawn_NT + brought_to_one_scale(self.probed_NT)
+        if self.probed_NT is None:
+            return np.nan_to_num(brought_to_one_scale(self.drawn_NT))
+        return brought_to_one_scale(self.probed_NT)
 
 
 def replay_rows(
@@ -97,32 +102,39 @@ def replay_rows(
     targets: Sequence[Target],
     settings: MetagradientSettings,
     orders: int,
-    progress: Callable[[int, int], None] | None = None,
+    *,
+    directory: Path | None = None,
+    progress: Progress | None = None,
 ) -> ReplayedRows:
     """Train and differentiate in several orders, and score rows by what is smooth.
 
     Args:
-        start: gives the training in an order, by its number, before its first step.
-        progress: called with the number of the order and the steps that are left of it.
+        start: gives the training in an order, by its number, before its first step. If trajectories have directories,
+            which are removed when their replay is done, a call that was killed is resumed by the same call.
+        directory: keep finished replays there; it must belong to this training, these targets and settings.
     """
     smooth_replays: list[tuple[Metagradient, int]] = []
     tried, notes, n_rows = [], [], 0
     for w in range(orders):
         for curvature in dict.fromkeys((settings.curvature, "gauss-newton")):
-            trajectory = start(w)
-            n_rows, steps = trajectory.rows.n_rows, len(trajectory.order)
-            trajectory.train()
             changed = settings.model_copy(update={"curvature": curvature})
-            replay = metagradient(trajectory, targets, changed, None if progress is None else partial(progress, w))
-            smooth = smoothness(replay)
+            where = None if directory is None else directory / f"order-{w}-{curvature}.safetensors"
+            turn = f"{w + 1} of {orders}"
+            if where is None or not where.exists():
+                replay = _replay(start(w), targets, changed, turn, progress or Silent(), where)
+            else:
+                replay = Metagradient.load(where)
+            n_rows, smooth = replay.probe_MNT.shape[1], smoothness(replay)
             tried.append(smooth)
-            notes.append(f"order {w}, {curvature}: {smooth}")
-            if smooth.first_step <= LATEST_START * steps:
+            notes.append(f"order {turn}" + f", {curvature}" * (curvature != settings.curvature) + f": {smooth}")
+            if smooth.first_step <= LATEST_START * len(replay.order_KB):
                 smooth_replays.append((replay, smooth.first_step))
                 break
     if not smooth_replays:
         notes.append(f"no replay is smooth, so its scores are not used; {WHAT_TO_DO}")
         return ReplayedRows(None, None, tuple(tried), (), tuple(notes))
+    if not all(smooth.passed for smooth in tried):
+        notes.append(f"to use all steps, {WHAT_TO_DO}")
     replays = [replay for replay, _ in smooth_replays]
     probes = [[int(step) for step in replay.probe_steps_M if step >= first] for replay, first in smooth_replays]
     agreements = [agreement(first, second, n_rows) for i, first in enumerate(replays) for second in replays[:i]]
@@ -136,3 +148,25 @@ def replay_rows(
         tuple(agreements),
         tuple(notes),
     )
+
+
+def _replay(
+    trajectory: Trajectory,
+    targets: Sequence[Target],
+    settings: MetagradientSettings,
+    turn: str,
+    progress: Progress,
+    where: Path | None,
+) -> Metagradient:
+    """Train and differentiate in one order, keep the result, and remove the states."""
+    n_rows = sum(len(index_B) for index_B in trajectory.order)
+    progress.stage(f"training {turn}", rows=n_rows, tokens=None)
+    trajectory.train(lambda done: progress.advance(len(trajectory.order[done - 1]), 0))
+    progress.stage(f"replay {turn}", rows=n_rows, tokens=None)
+    replay = metagradient(trajectory, targets, settings, lambda left: progress.advance(len(trajectory.order[left]), 0))
+    if where is not None:
+        with written_aside(where) as part:
+            replay.save(part)
+    if trajectory.directory is not None:
+        discard(trajectory.directory)
+    return replay

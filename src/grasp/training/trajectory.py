@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, pairwise
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import numpy as np
 import torch
@@ -123,6 +123,19 @@ class TrajectorySize:
     start_bytes: int  # weights and moments at the beginning of all segments, and at the end
     segment_bytes: int  # weights, moments and gradient of every step of one segment
 
+    @classmethod
+    def of(cls, steps: int, parameters: int, parameter_bytes: int) -> Self:
+        """Return the size of a training of so many steps; `parameter_bytes` is that of all trained weights."""
+        segment = math.ceil(math.sqrt(steps))
+        states = math.ceil(steps / segment) + 1
+        return cls(
+            steps,
+            segment,
+            parameters,
+            len(STATE) * parameter_bytes * states,
+            (len(STATE) + 1) * parameter_bytes * segment,
+        )
+
     def __str__(self) -> str:
         segments = math.ceil(self.steps / self.segment_steps)
         return (
@@ -182,14 +195,9 @@ class Trajectory:
         self.order = [np.asarray(index_B, dtype=np.int64) for index_B in order]
         self.weight_N = np.ones(rows.n_rows) if weight_N is None else np.asarray(weight_N, dtype=np.float64)
         self._check()
-        parameters = sum(parameter.numel() for parameter in training.parameters)
-        floats = sum(parameter.numel() * parameter.element_size() for parameter in training.parameters)
         steps = len(self.order)
-        segment = math.ceil(math.sqrt(steps))
-        self.bounds = [*range(0, steps, segment), steps]  # of segments
-        self.size = TrajectorySize(
-            steps, segment, parameters, len(STATE) * floats * len(self.bounds), (len(STATE) + 1) * floats * segment
-        )
+        self.size = TrajectorySize.of(steps, training.n_parameters, training.parameter_bytes)
+        self.bounds = [*range(0, steps, self.size.segment_steps), steps]  # of segments
         self.directory = directory
         needed = self.size.segment_bytes + (self.size.start_bytes if directory is None else 0)
         if directory is None and needed > memory_bytes:
