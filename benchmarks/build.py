@@ -156,10 +156,10 @@ def bare(model: ReferenceModel, store: RowStore, spec: str | None) -> float:
     for k in range(store.n_shards):
         rows = store.shard(k)
         for index in batches(np.diff(rows.offsets), model.batch_tokens):
-            ids, labelled = pad_rows([rows.ids(int(i)) for i in index])
+            ids, loss_mask = pad_rows([rows.ids(int(i)) for i in index])
             hidden = model.hidden(ids)
             if spec is not None:
-                used = hidden[position_mask(spec, labelled).to(model.device)]
+                used = hidden[position_mask(spec, loss_mask).to(model.device)]
                 for start in range(0, len(used), len(buffer)):
                     part = used[start : start + len(buffer)]
                     model.head.linear_logits(part, out=buffer[: len(part)])

@@ -40,8 +40,9 @@ def relevance_file(path: Path, n_rows: int, n_units: int) -> None:
 
 def blocks(path: Path) -> Blocks:
     """Yield blocks of rows like `ArtifactReader.array_blocks`."""
-    values_NE = np.load(path, mmap_mode="r")
-    for start in range(0, len(values_NE), BLOCK_ROWS):
+    n_rows = len(np.load(path, mmap_mode="r"))
+    for start in range(0, n_rows, BLOCK_ROWS):
+        values_NE = np.load(path, mmap_mode="r")  # mapped anew for each block, so that pages do not count as memory
         yield start, values_NE[start : start + BLOCK_ROWS].astype(np.float32)
 
 

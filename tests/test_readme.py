@@ -100,6 +100,15 @@ def test_the_tutorial_from_the_first_command_to_the_report(place):
     assert all(topic in (place / "report.html").read_text(encoding="utf-8") for topic in TOPICS)
 
 
+def test_the_page_on_replays(place):
+    page = "docs/howto/replay.md"
+    (place / "sft.yaml").write_text(blocks("yaml", page)[0])
+    (place / "exam.jsonl").write_text('{"question": "Which is it?", "answer": "ocean water"}\n' * 2)
+    printed = [succeed(*argv[1:]).out for argv in commands(page)]
+    assert printed[2].splitlines()[-1].startswith("replay: 2 trainings of 4 steps (")
+    assert "replay of 2 x 4 steps for exam" in printed[3]
+
+
 def test_the_reference_shows_every_public_name_and_what_it_shows_runs(place, monkeypatch):
     monkeypatch.setattr(grasp, "build", partial(grasp.build, untrained=True), raising=False)
     more = {"row_id": [f"more-{i}" for i in range(12)], "text": texts(12, seed=3), "topic": list(TOPICS) * 4}

@@ -68,8 +68,8 @@ def judge(args: argparse.Namespace) -> None:
     predictor = Predictor.from_artifact(artifact, sketches=SIMILAR)
     expected, scored = fit_outcomes(predictor, artifact, runs), Scored.from_runs(trained, artifact)
     tables = [expected.predict(block.weights) for block in scored.blocks]
-    low_BT, nats_BT, high_BT = (
-        np.concatenate([getattr(table, name) for table in tables]) for name in ("low_BT", "nats_BT", "high_BT")
+    low_BT, change_BT, high_BT = (
+        np.concatenate([getattr(table, name) for table in tables]) for name in ("low_BT", "change_BT", "high_BT")
     )
     targets = [scored.run_targets[name] for name in predictor.units.targets]
     came_BT = np.nanmean(trained.task_utilities(targets) - trained.task_reference(targets), axis=1)
@@ -78,7 +78,7 @@ def judge(args: argparse.Namespace) -> None:
             "subset": name,
             "target": target,
             "chosen_for": target in aims(artifact)[name.split()[1]],
-            "expected": float(nats_BT[b, t]),
+            "expected": float(change_BT[b, t]),
             "low": float(low_BT[b, t]),
             "high": float(high_BT[b, t]),
             "came": float(came_BT[b, t]),

@@ -115,7 +115,7 @@ def proposed(artifact: ArtifactReader, runs: RetrainedRuns, label: str) -> Itera
 # ------------------------------------------------------------------------------------------------ halve and judge
 
 
-def halved(runs: RetrainedRuns, artifact: ArtifactReader, out: Path) -> RetrainedRuns:
+def split_on_oom(runs: RetrainedRuns, artifact: ArtifactReader, out: Path) -> RetrainedRuns:
     """The same runs with the units alone that the artifact has."""
     fingerprints = unit_fingerprints(artifact, "completion")
     ids = {
@@ -209,7 +209,7 @@ def main() -> None:
     args = parser.parse_args()
     artifact = ArtifactReader.open(args.artifact)
     if args.verb == "halve":
-        print(halved(RetrainedRuns.open(args.runs), artifact, args.out))
+        print(split_on_oom(RetrainedRuns.open(args.runs), artifact, args.out))
     elif args.verb == "propose":
         subsets = list(proposed(artifact, RetrainedRuns.open(args.environment), args.by))
         index = RowIndex.from_parquet(artifact.rows_path)

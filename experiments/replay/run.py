@@ -32,13 +32,13 @@ from experiments.finetune.run import FOLDER
 from experiments.finetune.setting import NAMES, Name
 from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
-from experiments.replay.setting import World, probe_steps
+from experiments.replay.setting import World
 from grasp.arrays import F64
 from grasp.files import write_whole
 from grasp.runs.metrics import rank_correlations
 from grasp.runs.retrained import RetrainedRuns, Utilities
 from grasp.seeds import bootstrap_weights
-from grasp.training.metagradient import Metagradient, MetagradientSettings, metagradient, price
+from grasp.training.metagradient import Metagradient, MetagradientSettings, metagradient, middle_steps, price
 from grasp.training.replay_gate import check_by_groups, smoothness
 from grasp.training.replayed_rows import brought_to_one_scale, drawn_scores, probed_scores
 from grasp.training.trajectory import Trajectory
@@ -46,6 +46,7 @@ from grasp.training.trajectory import Trajectory
 PROBES = 5
 RESAMPLES = 1000
 SHIFT = 0.2  # of the weights of groups, in a check
+WEIGHTS = (0.5, 1, 2, 4, 8)  # of a replay in the default rule
 DEFAULT = "gradient + .25 of token + input"
 THIRDS = ("first", "second", "last")
 
@@ -58,23 +59,28 @@ def replay(world: World, seed: int, settings: MetagradientSettings, place: Path)
     arrays, record = place / "metagradient.safetensors", place / "record.json"
     if record.exists():
         return Metagradient.load(arrays), json.loads(record.read_text(encoding="utf-8"))
+    resumed = (place / "states").exists()
     place.mkdir(parents=True, exist_ok=True)
     used = time.process_time()
     trajectory = Trajectory(world.training(), world.rows, world.order(seed), directory=place / "states")
-    forecast = price(trajectory, len(world.targets), settings)
+    forecast = price(trajectory.order, world.rows.n_rows, len(world.targets), settings)
     print(f"{world.name}, order {seed}, {settings.curvature}: {trajectory.size}; {forecast}", flush=True)
     losses = trajectory.train()
     trained = time.process_time() - used
     replayed = metagradient(trajectory, world.targets, settings, lambda left: _progress(left, used))
     replayed.save(arrays)
     shutil.rmtree(place / "states")
-    cost = {
-        "cpu_seconds": round(time.process_time() - used),
-        "cpu_seconds_of_training": round(trained, 1),
-        "trainings": round((time.process_time() - used) / trained, 2),
+    cost: dict[str, Any] = {
         "trainings_forecast": round(forecast.total, 2),
         "loss_first_last": [round(float(losses[0]), 3), round(float(losses[-1]), 3)],
     }
+    if not resumed:  # else what was spent before is not known
+        spent = time.process_time() - used
+        cost |= {
+            "cpu_seconds": round(spent),
+            "cpu_seconds_of_training": round(trained, 1),
+            "trainings": round(spent / trained, 2),
+        }
     write_whole(record, (json.dumps(cost, indent=1) + "\n").encode())
     return replayed, cost
 
@@ -195,6 +201,8 @@ def ways(replays: Mapping[str, Sequence[Metagradient]], default_NT: F64) -> dict
             add(f"both, {label}{named}", added(probed_NT, drawn_NT))
         if curvature != "difference":
             continue
+        for weight in WEIGHTS:
+            out[f"default + {weight:g} replay"] = default_NT + weight * brought_to_one_scale(probed(orders))
         for step in orders[0].probe_steps_M:
             out[f"all rows, step {step} alone, all orders"] = probed(orders, [int(step)])
         for chosen in ([2], [1, 3], [0, 2, 4]):
@@ -256,7 +264,7 @@ def default_scores(world: World, work: Path, utilities: Utilities) -> F64:
 def report(name: Name, options: argparse.Namespace) -> dict[str, Any]:
     """Replay an environment's training in several orders, and compare."""
     world = World.open(name, options.data, options.work)
-    settings = MetagradientSettings(probe_steps=probe_steps(world.kind.recipe.steps, PROBES))
+    settings = MetagradientSettings(probe_steps=middle_steps(world.kind.recipe.steps, PROBES))
     replays: dict[str, list[Metagradient]] = {}
     costs = {}
     for curvature, orders in (("difference", options.orders), ("gauss-newton", options.gauss_newton)):

@@ -116,8 +116,3 @@ def optimizer_settings(recipe: Recipe) -> dict[str, Any]:
         "weight_decay": 0.0,
         "clip_norm": 1.0,
     }
-
-
-def probe_steps(steps: int, count: int) -> tuple[int, ...]:
-    """Return the middle steps of `count` equal parts of a training."""
-    return tuple(int((k + 0.5) * steps / count) for k in range(count))

@@ -433,6 +433,22 @@ class BuildSettings(Settings):
         return self
 
 
+class ReplaySettings(Settings):
+    """How trainings are replayed, with `grasp build --replay`; the training itself is in the file of --recipe."""
+
+    orders: int = Field(
+        2, ge=1, description="Trainings, each with another order of the rows, whose scores are averaged and compared."
+    )
+    probes: int = Field(5, ge=0, description="Steps of a training at which all rows are differentiated.")
+    curvature: Literal["difference", "gauss-newton", "exact"] = Field(
+        "difference",
+        description="Curvature of a batch's loss: differences of gradients; Gauss-Newton, which is also tried if those "
+        "are not smooth; or exact, with eager attention only.",
+    )
+    memory_mb: int = Field(4096, ge=1, description="Memory for the steps of a segment in MB; larger ones are on disk.")
+    seed: int = Field(0, ge=0, description="Seed of the orders of the rows, and of new adapters.")
+
+
 # tau: selected on development noise seeds (experiments/vision/tau.json), on 1,000 images of up to 1,280 features: with
 # that few rows per dimension, whitening mostly adds noise. hidden_width: heads up to this width have an exact sketch.
 CLASSIFIER_FEATURES: dict[str, Any] = {

@@ -59,7 +59,7 @@ def test_loss_on_says_which_answers(tmp_path):
     for loss_on, expected in (("completion", LAST + END), ("assistant", ANSWERED + END + LAST + END)):
         assert text_and_loss(stored(tmp_path / loss_on, [{"messages": TURNS}], loss_on=loss_on))[1] == expected
     store = stored(tmp_path / "all", [{"messages": TURNS}], loss_on="all")
-    assert store.shard(0).labelled is None
+    assert store.shard(0).loss_mask is None
     assert store.supervised().tolist() == [store.n_tokens - 1]
 
 

@@ -100,9 +100,9 @@ def test_an_answer_has_the_same_tokens_and_loss_as_a_row_and_as_a_unit(kind, bos
         asked = settings_for("none", max_length=400)
         rows = list(pack([_document(**fields)], asked, tokenizer))
         assume(rows)
-        (one,) = UnitSet((scored,)).written_out(tokenizer).tokenize(tokenizer, 400)
+        (one,) = UnitSet((scored,)).rendered(tokenizer).tokenize(tokenizer, 400)
         (row,) = rows
-        loss = np.arange(row.n_tokens) > 0 if row.labelled is None else row.labelled
+        loss = np.arange(row.n_tokens) > 0 if row.loss_mask is None else row.loss_mask
         n = len(one.input_ids)
         if one.input_ids[:1].tolist() != row.input_ids[:1].tolist():
             assume(False)  # an empty prompt, for which a unit has a token to stand in
@@ -182,13 +182,13 @@ def test_what_loses_its_beginning_keeps_its_bos():
     (row,) = pack([chat], settings_for("none", max_length=12), tokenizer)
     assert row.input_ids[0] == tokenizer.prefix_ids[0]
     assert len(row.input_ids) <= 12
-    assert tokenizer.tokenizer.decode(row.input_ids[row.labelled]) == "it is"
+    assert tokenizer.tokenizer.decode(row.input_ids[row.loss_mask]) == "it is"
     (unit,) = UnitSet((Unit("u", "t", "words " * 30, " it is"),)).tokenize(tokenizer, 12)
     assert unit.input_ids[0] == tokenizer.prefix_ids[0]
     assert tokenizer.tokenizer.decode(unit.input_ids[unit.first :]) == " it is"
     assert MARKS[1] in tokenizer.tokenizer.decode(row.input_ids)
     units = Unit("c", "t", "", "", conversation=chat.conversation), Unit("p", "t", BOS + "words " * 30, " it is")
-    scored = UnitSet(units).written_out(tokenizer).tokenize(tokenizer, 12)
+    scored = UnitSet(units).rendered(tokenizer).tokenize(tokenizer, 12)
     for unit in scored:
         assert (len(unit.input_ids), unit.input_ids[0]) == (12, tokenizer.prefix_ids[0])
         assert tokenizer.tokenizer.decode(unit.input_ids[unit.first :]).strip() == "it is"

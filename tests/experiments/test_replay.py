@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from experiments.finetune.setting import Corpus
 from experiments.finetune.training import Recipe, train
 from experiments.replay.run import added, drawn, filled, predicted, probed
-from experiments.replay.setting import Rows, optimizer_settings, probe_steps
+from experiments.replay.setting import Rows, optimizer_settings
 from grasp.training.fine_tuning import FineTuning
-from grasp.training.metagradient import Metagradient
+from grasp.training.metagradient import Metagradient, middle_steps
 from grasp.training.recipe import OptimizerRecipe
 from grasp.training.trajectory import Trajectory
 from tests.models.toy import InMemoryRows
@@ -54,7 +54,7 @@ def test_rows_keep_their_first_token_with_loss():
     store = Store()
     rows = Rows(Corpus(store, np.array([1, 2, 1, 9, 1, 1, 3]), None))
     found = rows.rows(np.array([1, 3, 6]))
-    assert found.labelled.reshape(3, 8).sum(axis=1).tolist() == [6, 0, 5]
+    assert found.loss_mask.reshape(3, 8).sum(axis=1).tolist() == [6, 0, 5]
     assert rows.n_rows == 7
 
 
@@ -89,5 +89,5 @@ def test_rows_that_no_order_drew_have_no_score_and_do_not_count_in_a_subset():
 
 
 def test_probe_steps_are_spread_evenly():
-    assert probe_steps(192, 5) == (19, 57, 96, 134, 172)
-    assert probe_steps(48, 4) == (6, 18, 30, 42)
+    assert middle_steps(192, 5) == (19, 57, 96, 134, 172)
+    assert middle_steps(48, 4) == (6, 18, 30, 42)

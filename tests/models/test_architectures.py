@@ -57,12 +57,12 @@ def model_of(name: str) -> ReferenceModel:
     return ReferenceModel(model, tokenizer=None)
 
 
-def gradient(reference: ReferenceModel, row: np.ndarray, labelled: np.ndarray) -> torch.Tensor:
-    """Of the mean loss over the labelled tokens by the weight of the output layer, by the model's own forward."""
+def gradient(reference: ReferenceModel, row: np.ndarray, loss_mask: np.ndarray) -> torch.Tensor:
+    """Of the mean loss over the tokens with loss by the weight of the output layer, by the model's own forward."""
     weight = reference.head.linear.weight.requires_grad_(True)
     ids = torch.from_numpy(row.astype(np.int64))[None]
     logits = reference.model(input_ids=ids, use_cache=False).logits[0, :-1]
-    chosen = torch.from_numpy(labelled[1:])
+    chosen = torch.from_numpy(loss_mask[1:])
     loss = torch.nn.functional.cross_entropy(logits[chosen].double(), ids[0, 1:][chosen])
     (result,) = torch.autograd.grad(loss, weight)
     weight.requires_grad_(False)
@@ -73,13 +73,13 @@ def gradient(reference: ReferenceModel, row: np.ndarray, labelled: np.ndarray) -
 def test_token_relevance_is_the_inner_product_of_gradients_of_the_head(name):
     reference = model_of(name)
     reference.check()
-    ids, labelled = pad_rows(ROWS, MASKS)
-    features = extract(reference, ids, labelled, ("all",), V)
+    ids, loss_mask = pad_rows(ROWS, MASKS)
+    features = extract(reference, ids, loss_mask, ("all",), V)
     plain = Whitener(mean_H=np.zeros(H), map_HH=np.eye(H), precondition_V=np.ones(V))
     hidden, residual, row = features.take(0)
     targets = prepare_targets(hidden, residual, row, len(ROWS), plain, 8)
     relevance = output_layer_relevance(targets, hidden, residual, row, len(ROWS))
-    gradients = [gradient(reference, r, labelled[b, : len(r)].numpy()).flatten() for b, r in enumerate(ROWS)]
+    gradients = [gradient(reference, r, loss_mask[b, : len(r)].numpy()).flatten() for b, r in enumerate(ROWS)]
     expected = torch.stack(gradients) @ torch.stack(gradients).T
     # two layers of H to 48, the head, and on either side a gradient of V x H
     terms = 2 * (4 * H + 48) + H + 2 * V * H

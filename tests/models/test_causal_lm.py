@@ -107,8 +107,8 @@ def test_a_row_has_the_same_features_alone_in_a_batch_and_beside_longer_rows(fam
 def test_residual_times_hidden_is_the_gradient_of_the_output_layer(family):
     """The law that carries everything else: d loss / d W = sum_t xi_t (x) h_t, with every coordinate kept."""
     model = reference(family)
-    ids, labelled = pad_rows(rows(12))
-    features = extract(model, ids, labelled, ("all",), VOCAB)
+    ids, loss_mask = pad_rows(rows(12))
+    features = extract(model, ids, loss_mask, ("all",), VOCAB)
     hidden, residual = dense(features, 0, 0)
 
     leaf = model.hidden(ids)[0, :-1].clone()

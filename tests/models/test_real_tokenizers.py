@@ -93,7 +93,7 @@ def test_the_loss_of_a_unit_is_that_of_its_tokens_in_the_whole_text(tokenizer, m
     units = [Unit(f"p{k}", "t", prompt, completion) for k, (prompt, completion) in enumerate(PAIRS)]
     talks = [Conversation(turns(prompt, completion.strip())) for prompt, completion in PAIRS]
     units += [Unit(f"c{k}", "t", "", "", conversation=talk) for k, talk in enumerate(talks)]
-    tokens = UnitSet(tuple(units)).written_out(tokenizer).tokenize(tokenizer, 200)
+    tokens = UnitSet(tuple(units)).rendered(tokenizer).tokenize(tokenizer, 200)
     found = evaluate_units(model, tokens)
     expected = []
     for (prompt, completion), unit in zip(PAIRS, tokens, strict=False):
@@ -119,8 +119,8 @@ def test_rows_and_units_have_the_same_tokens_and_loss(tokenizer):
             ),
         ):
             (row,) = pack([_document(**fields)], settings_for("none", max_length=200), tokenizer)
-            (scored,) = UnitSet((unit,)).written_out(tokenizer).tokenize(tokenizer, 200)
+            (scored,) = UnitSet((unit,)).rendered(tokenizer).tokenize(tokenizer, 200)
             n = len(scored.input_ids)
-            loss = np.arange(row.n_tokens) > 0 if row.labelled is None else row.labelled
+            loss = np.arange(row.n_tokens) > 0 if row.loss_mask is None else row.loss_mask
             assert row.input_ids[:n].tolist() == scored.input_ids.tolist()
             assert np.flatnonzero(loss[:n]).tolist() == list(range(scored.first, n))

@@ -84,5 +84,5 @@ def test_position_masks(spec, first, length, expected):
 
 @pytest.mark.parametrize(("spec", "expected"), [("all", [0, 1, 4, 6]), ("tail:2", [4, 6]), ("stride:2", [1, 6])])
 def test_position_masks_pass_over_what_carries_no_loss(spec, expected):
-    labelled = torch.tensor([[False, True, True, False, False, True, False, True, False]])
-    assert position_mask(spec, labelled)[0].nonzero()[:, 0].tolist() == expected
+    loss_mask = torch.tensor([[False, True, True, False, False, True, False, True, False]])
+    assert position_mask(spec, loss_mask)[0].nonzero()[:, 0].tolist() == expected

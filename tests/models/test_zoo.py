@@ -62,12 +62,12 @@ def corpus(longest: int) -> RowShard:
     """Rows of different lengths: two with loss on all tokens, one on every other, one on its last ones."""
     lengths = (9, longest, 23, 5)
     offsets = np.cumsum([0, *lengths])
-    labelled = np.ones(offsets[-1], dtype=np.bool_)
-    labelled[offsets[1] : offsets[2] : 2] = False
-    labelled[offsets[2] : offsets[2] + 12] = False
-    labelled[offsets[:-1]] = False
+    loss_mask = np.ones(offsets[-1], dtype=np.bool_)
+    loss_mask[offsets[1] : offsets[2] : 2] = False
+    loss_mask[offsets[2] : offsets[2] + 12] = False
+    loss_mask[offsets[:-1]] = False
     ids = np.random.default_rng(0).integers(1, VOCAB, size=offsets[-1]).astype(np.int32)
-    return RowShard(0, ids, offsets, pa.table({"row_id": [str(i) for i in range(len(lengths))]}), labelled)
+    return RowShard(0, ids, offsets, pa.table({"row_id": [str(i) for i in range(len(lengths))]}), loss_mask)
 
 
 def numbers_of_row(model: nn.Module, ids: np.ndarray, mask: np.ndarray) -> RowNumbers:

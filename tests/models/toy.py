@@ -27,15 +27,15 @@ class InMemoryRows:
 
     flat_ids: NDArray[np.int32]
     offsets: NDArray[np.int64]
-    labelled: NDArray[np.bool_] | None = None
+    loss_mask: NDArray[np.bool_] | None = None
 
     @classmethod
     def from_rows(
-        cls, rows: Sequence[Sequence[int] | NDArray[np.int32]], labelled: Sequence[NDArray[np.bool_]] | None = None
+        cls, rows: Sequence[Sequence[int] | NDArray[np.int32]], loss_mask: Sequence[NDArray[np.bool_]] | None = None
     ) -> "InMemoryRows":
         flat = [np.asarray(row, dtype=np.int32) for row in rows]
         offsets = np.cumsum([0, *(len(row) for row in flat)], dtype=np.int64)
-        masks = None if labelled is None else np.concatenate([*labelled, np.zeros(0, np.bool_)])
+        masks = None if loss_mask is None else np.concatenate([*loss_mask, np.zeros(0, np.bool_)])
         return cls(np.concatenate(flat) if flat else np.zeros(0, np.int32), offsets, masks)
 
     @property
@@ -46,13 +46,13 @@ class InMemoryRows:
     def fingerprint(self) -> str:
         digest = hashlib.blake2b(self.flat_ids.tobytes(), digest_size=16)
         digest.update(self.offsets.tobytes())
-        if self.labelled is not None:
-            digest.update(np.packbits(self.labelled).tobytes())
+        if self.loss_mask is not None:
+            digest.update(np.packbits(self.loss_mask).tobytes())
         return digest.hexdigest()
 
     def rows(self, row_index: NDArray[np.int64], /) -> "InMemoryRows":
         spans = [slice(self.offsets[i], self.offsets[i + 1]) for i in row_index]
-        masks = None if self.labelled is None else [self.labelled[span] for span in spans]
+        masks = None if self.loss_mask is None else [self.loss_mask[span] for span in spans]
         return InMemoryRows.from_rows([self.flat_ids[span] for span in spans], masks)
 
 

@@ -223,12 +223,12 @@ def test_the_script_of_the_page_computes_what_the_predictor_does(place, interact
     exact_BT = predictor.change(slices.weights(percent_BG / 100))
     np.testing.assert_allclose(np.array(moved)[held_B], exact_BT[held_B], rtol=1e-3, atol=1e-9)
     nats = fit_outcomes(predictor, artifact, environment).predict(slices.weights(percent_BG / 100))
-    half_BT = nats.high_BT - nats.nats_BT
+    half_width_BT = nats.high_BT - nats.change_BT
     held_BG = np.isin(percent_BG, payload.GRID)
     for b, (value, exact) in enumerate(zip(expected, held_BG.all(axis=1), strict=True)):
-        near = 1e-3 * np.abs(nats.nats_BT[b]) if exact else 0.1 * half_BT[b]
-        assert (np.abs(value["change"] - nats.nats_BT[b]) <= near + 1e-9).all()
-        assert (np.abs(value["half"] - half_BT[b]) <= np.where(exact, 1e-3, 0.1) * half_BT[b] + 1e-9).all()
+        near = 1e-3 * np.abs(nats.change_BT[b]) if exact else 0.1 * half_width_BT[b]
+        assert (np.abs(value["change"] - nats.change_BT[b]) <= near + 1e-9).all()
+        assert (np.abs(value["half"] - half_width_BT[b]) <= np.where(exact, 1e-3, 0.1) * half_width_BT[b] + 1e-9).all()
         assert (value["beyond"] == nats.outside[b]) or not exact
     assert 10 < held_BG.all(axis=1).sum() < 40
 

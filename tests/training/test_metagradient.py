@@ -1,6 +1,7 @@
 """The derivative of a training equals what autograd makes of the unrolled training, and what retraining shows."""
 
 import copy
+import dataclasses
 
 import numpy as np
 import peft
@@ -173,7 +174,7 @@ def test_derivatives_of_tokens_add_up_to_those_of_rows_either_way(method, tied):
     directions = [[torch.randn_like(parameter) for parameter in training.parameters] for _ in range(3)]
     rows = [Example(ids[: 1 + weight.nonzero()[0].max() + 1]) for ids, weight in zip(ids_BL, weight_BL, strict=True)]
     tokens = [
-        Example(row.input_ids, labelled=np.arange(len(row.input_ids)) == t)
+        Example(row.input_ids, loss_mask=np.arange(len(row.input_ids)) == t)
         for row in rows
         for t in range(1, len(row.input_ids))
     ]
@@ -343,7 +344,7 @@ def test_states_of_another_training_are_refused_and_other_targets_begin_anew(tmp
     first = metagradient(training, some_targets(), EXACT)
     other = metagradient(training, some_targets()[::-1], EXACT)
     np.testing.assert_array_equal(other.drawn_KBT, first.drawn_KBT[..., ::-1])
-    with pytest.raises(ModelError, match=r"was begun with other input: recipe\.learning_rate: was 0.03, now 0.01"):
+    with pytest.raises(ModelError, match=r"recipe\.learning_rate: was 0\.03, now 0\.01"):
         trajectory(model, RECIPE.model_copy(update={"learning_rate": 1e-2}), directory=tmp_path)
 
 
@@ -403,9 +404,9 @@ def test_what_cannot_be_differentiated_is_refused():
         Trajectory(Trainer(narrow, [0], "cpu"), corpus(), [np.arange(6)] * 12)
     with pytest.raises(ModelError, match="2 models that are trained at once"):
         Trajectory(Trainer(SCRATCH, [0, 1], "cpu"), corpus(), [np.arange(6)] * 12)
-    with pytest.raises(ModelError, match=r"its states take .* give a directory"):
+    with pytest.raises(ModelError, match=r"its states take .* directory"):
         trajectory(tiny_model(), memory_bytes=1000)
-    with pytest.raises(ModelError, match="is not trained to step 5"):
+    with pytest.raises(ModelError, match="not trained to step 5"):
         metagradient(trajectory(tiny_model()), some_targets(), EXACT)
     with pytest.raises(ModelError, match=r"probe_steps: got 5, expected 0 to 4"):
         replayed(tiny_model(), MetagradientSettings(probe_steps=(5,)))
@@ -428,14 +429,14 @@ def test_something_that_is_drawn_anew_is_noticed():
     model.transformer.ln_f.register_forward_hook(lambda _, args, out: out * (1 + torch.rand(())))
     training = Trajectory(FineTuning(model, RECIPE), some_rows(), some_order())
     training.train()
-    with pytest.raises(ModelError, match="when it was computed again; something is drawn anew"):
+    with pytest.raises(ModelError, match="computed again"):
         metagradient(training, some_targets(), MetagradientSettings())
 
 
 def test_a_price_is_forecast():
     training = trajectory(tiny_model())
     settings = MetagradientSettings(probe_steps=(1, 2, 3))
-    forecast = price(training, 2, settings)
+    forecast = price(training.order, training.rows.n_rows, 2, settings)
     assert forecast.total == pytest.approx(1 + 1 + 4 + 3 * 8 / 15)
     assert str(forecast).startswith("7.6 trainings: 1.0 forward")
     assert str(training.size).startswith("5 steps of ")
@@ -471,7 +472,7 @@ def test_a_training_that_explodes_backward_counts_from_where_it_is_level():
     exploded = smoothness(made_up(norm_K, drawn_KBT))
     assert not exploded.passed
     assert exploded.first_step == 7
-    assert "steps before 7 are left out; to use them, lower learning rate x steps" in str(exploded)
+    assert str(exploded).endswith(": steps before 7 are left out")
     wild = smoothness(made_up(np.ones(24), drawn_KBT * np.where(np.arange(24) < 8, 30.0, 1.0)[:, None, None]))
     assert wild.first_step == 8
     late = made_up(
@@ -489,7 +490,7 @@ def test_orders_agree_by_the_rows_that_both_have():
     probed = made_up(np.ones(10), one.drawn_KBT, rng.standard_normal((1, 20, 2)))
     assert agreement(probed, probed, 20) == pytest.approx([1.0, 1.0])
     apart = made_up(np.ones(1), one.drawn_KBT[:1])
-    with pytest.raises(ModelError, match="2 rows were drawn in both orders, expected at least 3"):
+    with pytest.raises(ModelError, match=r"2 rows .*expected at least 3"):
         agreement(one, apart, 20)
 
 
@@ -503,7 +504,7 @@ def test_small_shifts_of_groups_move_utilities_as_predicted():
     assert check.correlation == pytest.approx(1.0, abs=1e-3)
     assert str(check).startswith("3 retrainings with weights of groups: measured 1.00 of the predicted change")
     late = metagradient(whole, some_targets(), EXACT.model_copy(update={"first_step": 2}))
-    with pytest.raises(ModelError, match="early steps were left out of the replay"):
+    with pytest.raises(ModelError, match="skipped early steps"):
         check_by_groups(whole, some_targets(), late, np.arange(8))
 
 
@@ -521,13 +522,16 @@ def in_order(recipe=RECIPE):
     return start
 
 
-def test_orders_are_averaged_and_a_row_that_none_drew_has_probes_alone(monkeypatch):
+def test_orders_are_averaged_and_rows_are_scored_by_probes_if_there_are_any(monkeypatch):
     monkeypatch.setattr("grasp.training.replayed_rows.smoothness", lambda found: smoothness(found, 1e9))
     found = replay(in_order())
     one, other = (replay(lambda w, k=k: in_order()(k), orders=1) for k in range(2))
     np.testing.assert_allclose(found.probed_NT, (one.probed_NT + other.probed_NT) / 2)
     assert np.isnan(found.drawn_NT[7]).all()
-    np.testing.assert_allclose(found.relevance()[7], brought_to_one_scale(found.probed_NT)[7])
+    np.testing.assert_allclose(found.relevance(), brought_to_one_scale(found.probed_NT))
+    drawn_NT = dataclasses.replace(found, probed_NT=None).relevance()
+    np.testing.assert_allclose(drawn_NT[:7], brought_to_one_scale(found.drawn_NT)[:7])
+    np.testing.assert_array_equal(drawn_NT[7], 0.0)
     assert len(found.smooth) == 2
     assert found.agreements[0].shape == (2,)
 

@@ -54,11 +54,11 @@ def test_batches_hold_the_rows_padded_on_the_right(window, monkeypatch):
     assert seen == [order(k, steps=5, batch=3) for k in kept]
     for batch in batches:
         flat = (batch.ids_KBL.reshape(6, -1), batch.labelled_KBL.reshape(6, -1), batch.row_index_KB.ravel())
-        for ids, labelled, row in zip(*flat, strict=True):
+        for ids, loss_mask, row in zip(*flat, strict=True):
             length = 2 + row % 4
             assert ids[:length].tolist() == [row, row + 1, *range(row % 4)]
             assert not ids[length:].any()
-            assert labelled.nonzero()[0].tolist() == list(range(1, length))
+            assert loss_mask.nonzero()[0].tolist() == list(range(1, length))
 
 
 def test_a_row_comes_as_often_as_its_weight_says_in_the_order_of_the_corpus():

@@ -61,7 +61,7 @@ def some_targets():
 def weighted_losses(model, values, rows, index_B, weight_B, labels=None):
     """Each row's part of the loss of a batch, by the formula; `values`: parameters by name."""
     parts = []
-    masks = [None if rows.labelled is None else rows.rows(np.array([i])).labelled for i in index_B]
+    masks = [None if rows.loss_mask is None else rows.rows(np.array([i])).loss_mask for i in index_B]
     ids = [rows.rows(np.array([i])).flat_ids for i in index_B]
     chosen = [np.arange(len(row)) >= 1 if mask is None else mask for row, mask in zip(ids, masks, strict=True)]
     labels = labels or sum(int(mask.sum()) for mask in chosen)
@@ -99,8 +99,8 @@ def unrolled(model, recipe, rows, order, targets, extra=None):
     for step, index_B in enumerate(order):
         loss = weighted_losses(model, values, rows, index_B, weights[step]).sum()
         if extra is not None and step == extra[0]:
-            lengths = rows.labelled is None and sum(np.diff(rows.offsets)[index_B] - 1)
-            labels = lengths or sum(int(rows.rows(np.array([i])).labelled.sum()) for i in index_B)
+            lengths = rows.loss_mask is None and sum(np.diff(rows.offsets)[index_B] - 1)
+            labels = lengths or sum(int(rows.rows(np.array([i])).loss_mask.sum()) for i in index_B)
             loss = loss + weighted_losses(model, values, rows, [extra[1]], [added], labels).sum()
         gradients = dict(zip(values, torch.autograd.grad(loss, list(values.values()), create_graph=True), strict=True))
         if recipe.clip_norm is not None:
@@ -148,8 +148,8 @@ def flat_losses(training, ids_BL, weight_BL):
 def a_batch(lengths=(4, 6, 3)):
     """Token ids and weights of labels of a batch that is padded with other things than zeros."""
     rng = np.random.default_rng(4)
-    ids, labelled = pad_rows([rng.integers(VOCAB, size=n).astype(np.int32) for n in lengths])
-    ids_BL = np.where(labelled.numpy() | (np.arange(ids.shape[1]) == 0), ids.numpy(), rng.integers(VOCAB))
+    ids, loss_mask = pad_rows([rng.integers(VOCAB, size=n).astype(np.int32) for n in lengths])
+    ids_BL = np.where(loss_mask.numpy() | (np.arange(ids.shape[1]) == 0), ids.numpy(), rng.integers(VOCAB))
     weight_BL = np.zeros(ids_BL.shape)
-    weight_BL[:, :-1] = labelled.numpy()[:, 1:]
+    weight_BL[:, :-1] = loss_mask.numpy()[:, 1:]
     return ids_BL, weight_BL / weight_BL.sum()

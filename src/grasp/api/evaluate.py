@@ -27,7 +27,7 @@ from grasp.runs.predictions import read_predictions
 from grasp.runs.retrained import Role, TrainingRuns
 from grasp.text import listed
 
-_SINGLE_KERNELS = ("gradient", "output_layer", "pooled", "embedding", "knn", "hidden_bias", "hidden_linear")
+_SINGLE_KERNELS = ("gradient", "replay", "output_layer", "pooled", "embedding", "knn", "hidden_bias", "hidden_linear")
 _KERNEL_SUMS = (
     ("output_layer", "pooled"),
     ("output_layer", "embedding"),

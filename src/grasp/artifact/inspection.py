@@ -92,6 +92,7 @@ class ArtifactInfo:
     settings: dict[str, Any]
     skipped: dict[str, Any]
     details: dict[str, Any]
+    replays: tuple[str, ...]  # one line for each replay: targets, result of the gate, what to do
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -199,6 +200,7 @@ def info(path: Path | str) -> ArtifactInfo:
         settings=manifest.settings,
         skipped=manifest.skipped,
         details=manifest.details,
+        replays=tuple(map(str, manifest.replays)),
     )
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from numpy.typing import NDArray
-from pydantic import ConfigDict, Field, GetCoreSchemaHandler, with_config
+from pydantic import ConfigDict, Field, GetCoreSchemaHandler, ValidationError, with_config
 from pydantic_core import CoreSchema
 from typing_extensions import TypedDict
 
@@ -49,7 +49,7 @@ SHARD_FEATURES = "features/shard-{:05d}.safetensors"
 SUM = "sum."  # prefix, in a moments file, of totals over all rows
 ROW_COLUMNS = ("row_id", "doc_id", "n_tokens", "loss", "snippet")  # columns of the row table before the labels
 LOSS_TOKENS = "n_loss"  # a further column if not every token of a row carries loss
-PER_UNIT = "relevance_"  # arrays whose columns are units, in the order of units.parquet
+PER_UNIT = "relevance_"  # arrays whose columns are units, in the order of units.parquet, or targets: `ArrayEntry`
 
 ArrayDtype = Literal["float16", "float32"]
 
@@ -101,6 +101,43 @@ class ArrayEntry(JsonModel):
         1.0, gt=0, lt=1e30, description="Factor of every column, applied on reading; sums are of numbers before it."
     )
     groups: tuple[ColumnGroup, ...]
+    targets: tuple[str, ...] = Field(
+        (),
+        description="Targets of the columns, if they are not units. Readers repeat a column for every unit of its "
+        "target, and give 0 for the units of other targets.",
+        exclude_if=lambda targets: not targets,
+    )
+
+
+class ReplayRecord(JsonModel):
+    """A replay of trainings: what was replayed, and whether its scores are to be trusted.
+
+    Attributes:
+        recipe, settings: of the training, and of the replay.
+        targets: those that were differentiated.
+        passed: whether the array `relevance_replay` has columns for them.
+        trainings: price of all orders, in trainings.
+        agreement: rank correlation of the rows' scores in two orders, by target; empty for a single order.
+        notes: result of the gate for each order, what was left out, and what to do.
+    """
+
+    recipe: dict[str, Any]
+    settings: dict[str, Any]
+    targets: tuple[str, ...]
+    passed: bool
+    steps: int
+    trainings: float
+    agreement: dict[str, float]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        orders = self.settings.get("orders", 1)
+        parts = [f"replay of {orders} x {self.steps} steps for {', '.join(self.targets)}"]
+        if not self.passed:
+            parts[0] += ": not used, rows rank by the other kernels"
+        if self.agreement:
+            parts.append(f"rank correlation of rows in two orders {min(self.agreement.values()):.2f} or more")
+        return "; ".join([*parts, *self.notes])
 
 
 # Provenance is a mapping that the caller of a writer provides. Readers use some of its fields, whose types are
@@ -129,6 +166,7 @@ class _Details(TypedDict, total=False):
     build_seconds: dict[str, float] | None
     columns: dict[str, Any] | None
     parts: list[dict[str, Any]]
+    replays: list[dict[str, Any]]
 
 
 @_with_extra
@@ -176,6 +214,15 @@ class Manifest(JsonModel):
     rows_kept: dict[FileName, FileEntry] = Field(
         {}, description="Files of tokens/, which are not copied with the artifact."
     )
+
+    @property
+    def replays(self) -> tuple[ReplayRecord, ...]:
+        """Return the replays of the artifact, in order."""
+        records = self.details.get("replays", ())
+        try:
+            return tuple(ReplayRecord.model_validate(record, strict=False) for record in records)
+        except ValidationError as err:
+            raise ArtifactError(f"{MANIFEST}: details.replays: {err.errors()[0]['msg']}; rebuild the artifact") from err
 
     def detail(self, name: str) -> Any:
         """Return one of the details.
@@ -284,7 +331,10 @@ def _contradiction(manifest: Manifest) -> str | None:
         groups = [group.name for group in entry.groups]
         if groups != [name, *(f"{name}.{part}" for part in range(1, len(groups)))]:
             return f"arrays.{name}: has groups {groups}, which belong to other arrays"
-        if manifest.targets and name.startswith(PER_UNIT) and entry.width != n_units:
+        if entry.targets:
+            if len(set(entry.targets)) != entry.width or not set(entry.targets) <= manifest.targets.keys():
+                return f"arrays.{name}: {entry.width} columns are not of targets {list(entry.targets)}"
+        elif manifest.targets and name.startswith(PER_UNIT) and entry.width != n_units:
             return f"arrays.{name}: has {entry.width} columns, there are {n_units} units"
         needed |= {SCALE.format(group) for group in groups}
         needed |= {CHUNK.format(group, k) for group in groups for k in range(grid.n_shards)}

@@ -226,6 +226,11 @@ class ArtifactReader:
             )
         return units
 
+    @cached_property
+    def _unit_targets(self) -> list[str]:
+        targets: list[str] = self.units["target"].to_pylist()
+        return targets
+
     def leaks(self, target: str) -> Leaks | None:
         """Return the rows that contain questions of `target`; None if an earlier version built the artifact."""
         return Leaks.from_arrays(self.moments, target)
@@ -285,6 +290,8 @@ class ArtifactReader:
         self, name: str, *, columns: Columns = None, block_rows: int | None = None
     ) -> Iterator[tuple[int, F32]]:
         """Yield an array in blocks of rows: (start row, (n, columns) float32), rescaled.
+
+        Relevance has a column for every unit, also if it is stored by target.
 
         Args:
             columns: columns in the order of the result. Default: all.
@@ -346,13 +353,17 @@ class ArtifactReader:
     def _picks(self, name: str, columns: Columns) -> tuple[list["_Pick"], int]:
         """Return the requested columns of each group, and the total number of columns."""
         scale_E, entry = self.array_scale(name), self.manifest.arrays[name]
+        width = sum(self.manifest.targets.values()) if entry.targets else entry.width
         if columns is None or isinstance(columns, slice):
-            chosen = np.arange(entry.width, dtype=np.int64)[columns or slice(None)]
+            chosen = np.arange(width, dtype=np.int64)[columns or slice(None)]
         else:
             chosen = np.asarray(columns, dtype=np.int64)
-        outside = chosen[(chosen < 0) | (chosen >= entry.width)]
+        outside = chosen[(chosen < 0) | (chosen >= width)]
         if outside.size:
-            raise ArtifactError(f"{name}: got column {int(outside[0])}, expected 0 to {entry.width - 1}")
+            raise ArtifactError(f"{name}: got column {int(outside[0])}, expected 0 to {width - 1}")
+        if entry.targets:  # the column of the unit's target; -1, which no group has, if there is none
+            column_of = {target: column for column, target in enumerate(entry.targets)}
+            chosen = np.array([column_of.get(target, -1) for target in self._unit_targets], dtype=np.int64)[chosen]
         picks = []
         for group in entry.groups:
             places = np.flatnonzero((chosen >= group.start) & (chosen < group.stop))
@@ -368,7 +379,7 @@ class ArtifactReader:
         self, picks: list["_Pick"], shape: tuple[int, int], pieces: Iterable[tuple[int, slice | I64, slice | I64]]
     ) -> F32:
         """Read an array from pieces: shard number, rows within the shard, and rows of the result."""
-        out_NE = np.empty(shape, dtype=np.float32)
+        out_NE = np.zeros(shape, dtype=np.float32)
         for k, rows, goal in pieces:
             n_stored = min(self.grid.shard_rows, self.n_rows - k * self.grid.shard_rows)
             for pick in picks:

@@ -201,7 +201,11 @@ class ArtifactWriter(BuiltShards):
                 f"{artifact.path}: built by version 0.2 of grasp, whose kernels had other names, so it can be read but "
                 "not extended; rebuild it with all targets"
             )
-        wanted = [name for name in artifact.array_names if name.startswith(PER_UNIT)]
+        wanted = [
+            name
+            for name, entry in artifact.manifest.arrays.items()
+            if name.startswith(PER_UNIT) and not entry.targets  # new targets may lack a column of their own
+        ]
         if sorted(wanted) != sorted(arrays):
             raise ArtifactError(
                 f"{artifact.path}: arrays to extend: got {sorted(arrays)}, expected {sorted(wanted)}; if it was built "
@@ -441,6 +445,56 @@ class ArtifactWriter(BuiltShards):
             done = "is complete; a finished artifact cannot be changed"
             added = "these targets are in the artifact already"
             raise ArtifactError(f"{self.root}: {done if self._artifact is None else added}")
+
+
+def add_target_columns(
+    path: Path,
+    name: str,
+    columns: Mapping[str, F64],
+    *,
+    spec: ArraySpec,
+    dtype: ArrayDtype,
+    details: Mapping[str, Any],
+) -> None:
+    """Add columns for whole targets to a finished artifact, as an array or to one, with details of the manifest.
+
+    The artifact stays readable: the manifest is replaced after all other files are written. The caller holds
+    `lock_artifact`.
+
+    Args:
+        name: name of the array, with the prefix `relevance_`.
+        columns: (N,) numbers by target; may be empty.
+        spec: meaning of the array; its width is ignored.
+        details: replace those of the same name.
+    Raises:
+        ArtifactError: a number is not finite, or the disk is full (the artifact is unchanged).
+    """
+    artifact = ArtifactReader.open(path)
+    before, grid = artifact.manifest, artifact.grid
+    old, updates = before.arrays.get(name), dict[str, Any]()
+    with out_of_space(f"{path}: {name} was not added", lambda: "the artifact is unchanged"):
+        if columns:
+            start, groups, targets = (old.width, old.groups, old.targets) if old else (0, (), ())
+            group = ColumnGroup(name=of_part(name, len(groups)), start=start, stop=start + len(columns), dtype=dtype)
+            value_NT, scale_T = np.stack(list(columns.values()), axis=1), np.ones(len(columns), dtype=np.float32)
+            names = [SCALE.format(group.name), *(CHUNK.format(group.name, k) for k in range(grid.n_shards))]
+            (path / names[0]).parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path / names[0], npy_bytes(scale_T))
+            shape = grid.n_rows, len(columns)
+            stored_NT = encode(name, value_NT, shape=shape, scale_E=scale_T, dtype=dtype, row_name="row {}".format)
+            for k, file in enumerate(names[1:]):
+                write_whole(path / file, npy_bytes(stored_NT[slice(*grid.bounds(k))]))
+            entry = ArrayEntry(
+                width=group.stop,
+                unit=spec.unit,
+                sign=spec.sign,
+                groups=(*groups, group),
+                targets=(*targets, *columns),
+            )
+            files = {file: entry_of(path / file) for file in names}
+            updates = {"arrays": before.arrays | {name: entry}, "files": before.files | files}
+        provenance = {"details": before.details | plain_json(details, "manifest.details")}
+        SIGNED_MANIFEST.write(path, before.model_copy(update=updates | provenance))
 
 
 def encode(

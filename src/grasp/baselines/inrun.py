@@ -173,7 +173,7 @@ class _ReplayPlan:
             rows = inputs.rows_at(index)
             for offset in range(0, len(index), self.batch_rows):
                 batch = range(offset, min(offset + self.batch_rows, len(index)))
-                yield index[batch.start : batch.stop], [Example(rows.ids(i), labelled=rows.mask(i)) for i in batch]
+                yield index[batch.start : batch.stop], [Example(rows.ids(i), loss_mask=rows.mask(i)) for i in batch]
 
 
 def _draw_units(target_E: list[str], n_units: int | None, seed: int) -> I64:

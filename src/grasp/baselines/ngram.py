@@ -102,7 +102,7 @@ class _Grams:
     def find(self, rows: RowShard) -> tuple[I64, I64]:
         """Return the occurrences of units' sequences in rows: row index, and code (contexts first, then sequences)."""
         flat, row = rows.flat_ids.astype(np.int64), np.repeat(np.arange(len(rows)), np.diff(rows.offsets))
-        predicted = np.ones(len(flat), dtype=np.bool_) if rows.labelled is None else rows.labelled.copy()
+        predicted = np.ones(len(flat), dtype=np.bool_) if rows.loss_mask is None else rows.loss_mask.copy()
         predicted[rows.offsets[:-1]] = False  # the first token of a row has no context
         end = np.flatnonzero(predicted)
         end = end[end - self.n + 1 >= rows.offsets[row[end]]]

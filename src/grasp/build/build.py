@@ -15,22 +15,25 @@ from typing import Any
 
 from torch import nn
 
-from grasp.artifact.manifest import SIGNED_MANIFEST
+from grasp.artifact.manifest import MANIFEST, SIGNED_MANIFEST, ReplayRecord
 from grasp.artifact.reader import ArtifactReader
+from grasp.build.add_replay import add_replay as replay_targets
+from grasp.build.add_replay import refuse_replay
 from grasp.build.add_targets import Source as Added
 from grasp.build.add_targets import add_target
 from grasp.build.inputs import InMemory
-from grasp.build.pipeline import build_artifact
+from grasp.build.pipeline import build_artifact, decided
 from grasp.build.ray_cluster import ClusterSpec
 from grasp.corpus.sources import IN_MEMORY, Source, table_source
 from grasp.errors import CorpusError, SettingsError, TargetError
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import dtype_name
 from grasp.progress import Progress, Silent
-from grasp.settings import CODE, ModelSettings, TargetSettings, build_settings, without_foreign_code
+from grasp.settings import CODE, ModelSettings, ReplaySettings, TargetSettings, build_settings, without_foreign_code
 from grasp.store import remote
 from grasp.targets.load import records_of, units_of
 from grasp.targets.units import Unit
+from grasp.training.recipe_files import FineTuningRecipe
 from grasp.yaml_files import leaf, over, plain_settings, pop_leaf, put, put_all, read_yaml, require_flags, validated
 
 REQUIRED = {
@@ -73,6 +76,8 @@ def build(
     dtype: str | None = None,
     keep_features: bool | None = None,
     like: str | Path | None = None,
+    replay: bool = False,
+    recipe: Path | str | Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | Path | str | None = None,
     resume: bool = False,
     untrained: bool = False,
@@ -109,6 +114,10 @@ def build(
         dtype: dtype of the model: float32, bfloat16 or float16. Default: float32 on a CPU, else bfloat16.
         keep_features: store the features that --add-target needs instead of another pass; 2 to 6 kB a token.
         like: use the moments of this artifact, so that grasp merge can merge the two.
+        replay: also differentiate the fine-tuning itself, for more accurate predictions at the price of several
+            trainings; a finished artifact gets it later by --out and --replay alone.
+        recipe: fine-tuning that --replay differentiates: a YAML or JSON file with the names of TrainingArguments,
+            SFTConfig or Axolotl. Default: one epoch in batches of 16, at most 192 steps.
         settings: further settings, nested, or a YAML file; arguments override them.
         resume: resume an interrupted build, with its settings.
         untrained: accept a model that predicts no better than chance.
@@ -123,6 +132,11 @@ def build(
     arguments["features.kernels"] = [] if rule else None  # the rule replaces kernels of `settings`
     data = put_all(plain_settings(settings), arguments)
     place, url, staged = staging_place(out)
+    inputs_given = corpus is not None or targets is not None or bool({"corpus", "targets"} & data.keys())
+    if replay and not inputs_given and (staged / MANIFEST).exists():
+        add_replay(out, recipe=recipe, settings=data, progress=progress)
+        return ArtifactReader.open(place)
+    replayed, how = replay_request(data, recipe, wanted=replay)
     with _as_it_was(model[0] if isinstance(model, tuple | list) and model else model):
         # Objects are named by their fingerprints in the settings, and passed on separately.
         reference, source = None, None
@@ -174,9 +188,13 @@ def build(
                 raise SettingsError(f"--out: a complete artifact exists at {url}; choose another place, or delete it")
             progress.note(f"{url}: finished; nothing to do")
             return ArtifactReader.open(url)
+        if replay:
+            refuse_replay(decided(checked, in_memory))
         build_artifact(
             checked, staged, progress=progress, cluster=cluster, in_memory=in_memory, must_be_trained=not untrained
         )
+        if replay:
+            replay_targets(staged, replayed, how, overrides=data, model=in_memory.model, progress=progress)
     if url is not None:
         progress.stage("sending", rows=None, tokens=None)
         remote.publish(staged, url, SIGNED_MANIFEST)
@@ -195,6 +213,62 @@ def staging_place(out: Path | str) -> tuple[Path, str | None, Path]:
             f"--out: got {url}, which is lost when this process ends; choose a directory or an object store"
         )
     return place, url, place if url is None else remote.staging_directory(url)
+
+
+def replay_request(
+    data: dict[str, Any], recipe: Path | str | Mapping[str, Any] | None, *, wanted: bool
+) -> tuple[FineTuningRecipe | None, ReplaySettings]:
+    """Remove the settings `replay` from `data`, and return the recipe and how to replay.
+
+    Raises:
+        SettingsError: invalid settings or recipe, or any of them without a replay.
+        ModelError: the recipe has something that is not differentiated.
+    """
+    settings = data.pop("replay", None)
+    if not wanted and (recipe is not None or settings):
+        raise SettingsError(f"{'replay' if recipe is None else '--recipe'}: no effect without --replay; add it")
+    if settings is not None and not isinstance(settings, Mapping):
+        raise SettingsError(f"replay: got {settings!r}, expected settings such as replay.orders; see docs/reference.md")
+    how = validated(ReplaySettings, settings or {}, "replay")
+    if recipe is None:
+        return None, how
+    if isinstance(recipe, Mapping):
+        return FineTuningRecipe.from_mapping(recipe), how
+    return FineTuningRecipe.read(Path(recipe)), how
+
+
+def add_replay(
+    out: Path | str,
+    *,
+    recipe: Path | str | Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> ReplayRecord:
+    """Replay the targets of a finished artifact on this machine that have no replay, and return its record.
+
+    Args:
+        recipe: see `build`. Default: that of an earlier replay, if there is one.
+        settings: `replay`; custom code that may run; and the current places of model and corpus: `model.path`,
+            `model.tokenizer`, `corpus.path`.
+    Raises:
+        GraspError: other settings are given; not an artifact; its model or rows changed; it was built for a new model;
+            or it has a replay by another recipe.
+    """
+    data = deepcopy(dict(settings or {}))
+    replayed, how = replay_request(data, recipe, wanted=True)
+    overrides = dict[str, Any]()
+    for name in (*CODE, *PLACES):
+        if value := pop_leaf(data, name):
+            put(overrides, name, value)
+    if data:
+        raise SettingsError(
+            f"--replay: got {', '.join(sorted(data))} as well; the settings of a finished artifact are fixed; use "
+            "--recipe and --set replay.NAME=VALUE"
+        )
+    place, url, _ = staging_place(out)
+    if url is not None:
+        raise SettingsError(f"--out: got {out} with --replay, which changes an artifact on this machine only")
+    return replay_targets(place, replayed, how, overrides=overrides, progress=progress)
 
 
 def add_targets(

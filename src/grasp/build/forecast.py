@@ -16,12 +16,13 @@ import numpy as np
 import torch
 
 from grasp.artifact.manifest import MANIFEST
-from grasp.build.build import REQUIRED, staging_place
+from grasp.build.add_replay import ReplayForecast, forecast_replay, refuse_replay, trainable
+from grasp.build.build import REQUIRED, replay_request, staging_place
 from grasp.build.inputs import ON_DISK, Inputs, prepare
 from grasp.build.model_pass import Arrays, ModelPass, merge_batches, observe_part, read_batches, score_shard
 from grasp.build.pipeline import MEGABYTE, Sample, decided, open_moment_source, refuse_untrained, stored_bytes
 from grasp.corpus.documents import documents_of
-from grasp.corpus.row_store import RowShard
+from grasp.corpus.row_store import RowShard, RowStore
 from grasp.corpus.sources import open_source
 from grasp.errors import ArtifactError
 from grasp.kernels.gradient import allocate_unit_gradients
@@ -31,9 +32,11 @@ from grasp.kernels.whitening import STATES
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.forward_pass import Rows
 from grasp.progress import Progress, Silent
-from grasp.settings import BuildSettings, build_settings
+from grasp.settings import BuildSettings, ReplaySettings, build_settings
 from grasp.store.contents import parquet_bytes
 from grasp.text import duration_text, size_text
+from grasp.training.fine_tuning import FineTuning
+from grasp.training.recipe_files import FineTuningRecipe, default_recipe
 from grasp.yaml_files import plain_settings, require_flags
 
 PROBE_CHARS = 1 << 20  # of the corpus that are cut into rows
@@ -51,19 +54,25 @@ def forecast(
     settings: Mapping[str, Any] | Path | str,
     *,
     untrained: bool = False,
+    replay: bool = False,
+    recipe: Path | str | Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> str:
     """Estimate what `build` would do: rows, questions, kernels, time and disk, one line each.
 
     Args:
         settings: as of `build`; they name all inputs.
+        replay, recipe: as of `build`; a line on the replay is added.
         untrained: do not refuse a model that predicts the first rows no better than chance.
     Raises:
         GraspError: an error that would stop the build before its first pass, or the artifact is finished.
     """
     data = plain_settings(settings)
+    replayed, how = replay_request(data, recipe, wanted=replay)
     require_flags(data, REQUIRED, "build")
     chosen, place = decided(build_settings(data), ON_DISK), staging_place(out)[2]
+    if replay:
+        refuse_replay(chosen)
     if (place / MANIFEST).exists():
         raise ArtifactError(f"{place}: is finished, so there is nothing to forecast; choose another --out")
     n_read, n_documents = _first_documents(chosen)
@@ -76,7 +85,9 @@ def forecast(
             open_moment_source(inputs, inputs.settings.like)
         tokens_bytes = sum(file.stat().st_size for file in (Path(temporary) / "tokens").iterdir())
         probe = _timed_probe(inputs, untrained=untrained)
-        return _report(inputs, probe, n_documents / n_read, tokens_bytes)
+        ratio = n_documents / n_read
+        report = _report(inputs, probe, ratio, tokens_bytes)
+        return f"{report}\nreplay: {_replay(inputs, replayed, how, ratio)}" if replay else report
 
 
 def _first_documents(settings: BuildSettings) -> tuple[int, int]:
@@ -93,6 +104,18 @@ def _first_documents(settings: BuildSettings) -> tuple[int, int]:
             total = source.approximate_length(n_read)
             return n_read, total if limit is None else min(limit, total)
     return 1, 1  # all of them
+
+
+def _replay(inputs: Inputs, recipe: FineTuningRecipe | None, settings: ReplaySettings, ratio: float) -> ReplayForecast:
+    """Forecast a replay by the gradient of one batch; `ratio` is the corpus in units of the part that was read."""
+    assert isinstance(inputs.model, ReferenceModel)
+    assert isinstance(inputs.store, RowStore)
+    n_rows = round(ratio * inputs.store.n_rows)
+    recipe = recipe or default_recipe(n_rows)
+    working, _ = trainable(inputs.model.model, inputs.model.frozen, recipe, settings.seed)
+    training = FineTuning(working, recipe.optimizer(n_rows))
+    order = recipe.order(n_rows, settings.seed)
+    return forecast_replay(training, inputs.store, order, n_rows, len(inputs.unit_set.targets), settings)
 
 
 @dataclass(frozen=True)
@@ -196,13 +219,17 @@ def _first_tokens(rows: Rows, n_tokens: int) -> Rows:
     n_rows = max(1, int(np.searchsorted(rows.offsets, n_tokens, side="right")) - 1)
     stop = int(rows.offsets[n_rows])
     start = max(0, stop - n_tokens) if n_rows == 1 else 0
-    offsets, labelled = np.maximum(rows.offsets[: n_rows + 1] - start, 0), rows.labelled
-    if labelled is not None:
-        labelled = labelled[start:stop].copy()
-        labelled[offsets[:-1]] = False  # the first token of a row is never predicted
-        labelled[-1] = True
+    offsets, loss_mask = np.maximum(rows.offsets[: n_rows + 1] - start, 0), rows.loss_mask
+    if loss_mask is not None:
+        loss_mask = loss_mask[start:stop].copy()
+        loss_mask[offsets[:-1]] = False  # the first token of a row is never predicted
+        loss_mask[-1] = True
     return replace(
-        rows, flat_ids=rows.flat_ids[start:stop], offsets=offsets, table=rows.table.slice(0, n_rows), labelled=labelled
+        rows,
+        flat_ids=rows.flat_ids[start:stop],
+        offsets=offsets,
+        table=rows.table.slice(0, n_rows),
+        loss_mask=loss_mask,
     )
 
 

@@ -133,7 +133,7 @@ def prepare(
                 "applied "
                 "only to questions given as conversations (messages)"
             )
-        unit_set = unit_set.written_out(tokenizer)
+        unit_set = unit_set.rendered(tokenizer)
         for line in skipped_lines(unit_set.unwritten.counts, unit_set.unwritten.examples):
             progress.note(f"questions skipped: {line}")
         units = unit_set.tokenize(tokenizer, longest)

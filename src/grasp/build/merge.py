@@ -2,7 +2,8 @@
 
 Numbers of different artifacts are comparable only if model, features, moments and units are equal, which is checked.
 Stored numbers are copied bit for bit into new shards. Quantities that depend on the whole corpus (gains of the
-sketches, totals, skipped rows) are recomputed. Texts, tokens and stored features stay with the parts.
+sketches, totals, skipped rows) are recomputed. Replays are left out, since each is of a training on one part. Texts,
+tokens and stored features stay with the parts.
 Start with `merge`.
 """
 
@@ -84,6 +85,7 @@ def _require_compatible(first: ArtifactReader, part: ArtifactReader) -> None:
             "arrays": {
                 name: {"width": entry.width, "unit": entry.unit, "sign": entry.sign}
                 for name, entry in artifact.manifest.arrays.items()
+                if not entry.targets
             },
         }
         for artifact in (first, part)
@@ -158,7 +160,10 @@ def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progre
             entry.width, entry.unit, entry.sign, scale_E=np.maximum.reduce([part.array_scale(name) for part in parts])
         )
         for name, entry in first.arrays.items()
+        if not entry.targets  # a replay is of one corpus: scores of two are not comparable
     }
+    if any(entry.targets for part in parts for entry in part.manifest.arrays.values()):
+        progress.note("replays of the parts are left out, since each is of a training on its part alone")
     manifest = _manifest(parts, [name for name in schema.names if name not in (*ROW_COLUMNS, LOSS_TOKENS)])
     ungained_parts = []  # the parts without the gains, which were computed from one part
     for part in parts:
@@ -239,7 +244,7 @@ def _manifest(parts: Sequence[ArtifactReader], labels: Sequence[str]) -> dict[st
         "settings": first.settings | {"like": None, "keep_tokens": False, "keep_features": False, "corpus": shared},
         "skipped": {"rows": asdict(log), "columns": list(columns)},
         "details": {
-            **first.details,
+            **{name: value for name, value in first.details.items() if name != "replays"},
             **{name: sum(manifest.detail(name) for manifest in manifests) for name in ("n_tokens", "n_documents")},
             "labels": list(labels),
             "build_seconds": seconds,

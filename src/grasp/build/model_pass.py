@@ -1,7 +1,7 @@
 """Pass rows and units through the model in batches: forward, and backward if a kernel needs it.
 
 Each row and each unit passes through the model once, and all kernels read the same batch: they observe it in loop 1
-(`observe_part`) and score it in loop 2 (`score_shard`). `PassedBatches` stores batches between the loops.
+(`observe_part`) and score it in loop 2 (`score_shard`). `BatchCache` stores batches between the loops.
 Start with `ModelPass.batches`.
 Shape letters: N rows of a shard, B rows of a batch, L tokens, K coordinates, E units, C columns of an array.
 """
@@ -94,7 +94,7 @@ class ModelPass:
         assert isinstance(items, RowShard | Sequence)
         examples = row_examples(items, self.settings) if isinstance(items, RowShard) else unit_examples(items)
         for index in self.sampled.batches(examples):
-            for part, (gradient_BK, hidden_BLH) in halved(index, self._backward_pass(examples)):
+            for part, (gradient_BK, hidden_BLH) in split_on_oom(index, self._backward_pass(examples)):
                 batch_examples = [examples[int(i)] for i in part]
                 scored = (
                     [items.mask(int(i)) for i in part]
@@ -154,16 +154,16 @@ def row_examples(rows: RowShard, settings: FeatureSettings) -> list[Example]:
     examples = []
     for i in range(len(rows)):
         ids, mask = rows.ids(i), rows.mask(i)
-        labelled = np.ones(len(ids), dtype=np.bool_) if mask is None else mask.copy()
-        labelled[0] = False
+        loss_mask = np.ones(len(ids), dtype=np.bool_) if mask is None else mask.copy()
+        loss_mask[0] = False
         if settings.positions != "all":
-            used_1L = position_mask(settings.positions, torch.from_numpy(labelled)[None])
-            labelled[1:] = used_1L[0, :-1].numpy()
-        examples.append(Example(ids, labelled=labelled))
+            used_1L = position_mask(settings.positions, torch.from_numpy(loss_mask)[None])
+            loss_mask[1:] = used_1L[0, :-1].numpy()
+        examples.append(Example(ids, loss_mask=loss_mask))
     return examples
 
 
-def halved(index: I64, run: Callable[[I64], Outcome]) -> Iterator[tuple[I64, Outcome]]:
+def split_on_oom(index: I64, run: Callable[[I64], Outcome]) -> Iterator[tuple[I64, Outcome]]:
     """Run a batch; if the GPU runs out of memory, run its halves."""
     try:
         outcome = run(index)
@@ -178,7 +178,7 @@ def halved(index: I64, run: Callable[[I64], Outcome]) -> Iterator[tuple[I64, Out
         return
     torch.cuda.empty_cache()  # after the except block: the error holds references to the batch's tensors
     for half in np.array_split(index, 2):
-        yield from halved(half, run)
+        yield from split_on_oom(half, run)
 
 
 def refuse_bad(features: BatchFeatures, names: Sequence[str], what: str) -> None:
@@ -316,7 +316,7 @@ class ScoredShard:
     features: Arrays | None = None
 
 
-class PassedBatches:
+class BatchCache:
     """Batches of loop 1 on disk, which loop 2 reads instead of running the model. Memory: one batch.
 
     Args:

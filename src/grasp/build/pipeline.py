@@ -43,7 +43,7 @@ from grasp.build.inputs import (
     unit_arrays,
     unit_table,
 )
-from grasp.build.model_pass import Arrays, PassedBatches, ScoredShard, Workers, observe_part, score_shard
+from grasp.build.model_pass import Arrays, BatchCache, ScoredShard, Workers, observe_part, score_shard
 from grasp.build.ray_cluster import ClusterSpec
 from grasp.corpus.row_store import RowStore
 from grasp.errors import ArtifactError, ModelError, SettingsError
@@ -64,7 +64,7 @@ UNSKILLED = 0.8  # of ln V; see above
 PART_ROWS = 64  # rows of a sample that are passed together
 MEGABYTE = 1 << 20
 BACKWARD_COST = 3  # cost of a forward and a backward pass, in forward passes
-PASSED = "passed.ends"  # stored with the moments of a resumable build, see `PassedBatches`
+PASSED = "passed.ends"  # stored with the moments of a resumable build, see `BatchCache`
 NO_GRADIENT = "relevance_gradient.none"  # number of rows without a finite gradient
 
 
@@ -153,7 +153,7 @@ def stored_bytes(model: Reference, store: Store, settings: FeatureSettings, coor
 
 def observe(
     inputs: Inputs, workers: Workers, work: Path, progress: Progress, *, keep: bool, trained: bool
-) -> tuple[list[Kernel], PassedBatches | None]:
+) -> tuple[list[Kernel], BatchCache | None]:
     """Run loop 1: return the kernels with the moments of a sample of rows, and its batches if they are stored.
 
     Moments are accumulated per part and merged in the order of the rows, so that their last digits do not depend on the
@@ -175,7 +175,7 @@ def observe(
     planned_tokens = {"moments": round(cost * passes), "rows scored": 0 if keep else cost}
     progress.plan({stage: tokens for stage, tokens in planned_tokens.items() if tokens})
     corpus, moment_spool = CorpusMoments(model, sample.states_every), FeatureSpool(work / "moments")
-    passed: PassedBatches | None = None
+    passed: BatchCache | None = None
     kernels = make_kernels(features.kernels, model, features, corpus)
     if settings.like is not None:
         if not moment_spool.has(0):  # copied when the build begins, since the other artifact may be deleted
@@ -189,9 +189,9 @@ def observe(
         moments = moment_spool.read(0)
         corpus.load(moments)
         if PASSED in moments and keep:
-            passed = PassedBatches(work / "passed", moments[PASSED].tolist())
+            passed = BatchCache(work / "passed", moments[PASSED].tolist())
     else:
-        passed = PassedBatches(work / "passed") if keep else None
+        passed = BatchCache(work / "passed") if keep else None
         length_N = store.lengths()
         progress.stage("moments", rows=len(sample.row_index), tokens=int(length_N[sample.row_index].sum()))
         if sample.is_whole:
@@ -221,7 +221,7 @@ def write_shards(
     workers: Workers,
     kernels: Sequence[Kernel],
     out: Path,
-    passed: PassedBatches | None,
+    passed: BatchCache | None,
     begun: tuple[float, float] | None,
     progress: Progress,
 ) -> None:

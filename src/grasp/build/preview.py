@@ -147,7 +147,7 @@ def preview_targets(targets: TargetSettings | Sequence[str], *, model: ModelSett
         notes.append("tokens: pass --model, whose tokenizer encodes the questions")
     else:
         tokenizer, context = _tokenizer(model)
-        units = units.written_out(tokenizer)
+        units = units.rendered(tokenizer)
         encoded = units.tokenize(tokenizer, min(settings.max_length, context or settings.max_length))
         notes += [f"skipped: {line}" for line in skipped_lines(units.unwritten.counts, units.unwritten.examples)]
         tokens = {

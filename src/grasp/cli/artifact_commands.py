@@ -48,12 +48,13 @@ def demo(
     "grasp build --train new --model ./ckpt --corpus corpus.parquet --targets sciq,openbookqa --out art",
     "grasp build --train new --model gpt2 --corpus posts.jsonl --text-column body --targets exam.jsonl --out art",
     "grasp build --train further --model ./chat-model --corpus chats.jsonl --targets held-out-chats.jsonl --out art",
+    "grasp build --replay --recipe sft.yaml --out art",
     "grasp build --resume --out art",
     "grasp build --config art/run.yaml --out s3://bucket/art",
     "grasp build --model ./vit --set model.classifier.head=classifier --corpus images.parquet \\\n"
     "            --targets trusted.parquet --out art",
     verb="grasp.build.build",
-    more="resume untrained tokenizer keep_features like rule dtype",
+    more="resume untrained tokenizer keep_features like rule dtype replay recipe",
 )
 def build(
     out: str = option("--out DIR", "Directory for the artifact, or a URL such as s3://bucket/art."),
@@ -80,7 +81,7 @@ def build(
     from grasp.build.build import NAMED, SETTINGS, add_targets, split_names
     from grasp.build.build import build as run
 
-    resume, untrained = params.pop("resume"), params.pop("untrained")
+    resume, untrained, replay, recipe = (params.pop(name) for name in ("resume", "untrained", "replay", "recipe"))
     flags = {(NAMED | SETTINGS)[name]: value for name, value in params.items()}
     flags["features.kernels"] = [] if params["rule"] else None  # --rule overrides kernels of a settings file
     flags["targets.names"] = [name for text in targets for name in split_names(text)] or None
@@ -88,7 +89,8 @@ def build(
     if add_target is not None:
         idle = {"--engine": engine != "local", "--workers": workers, "--address": address, "--resume": resume}
         _refuse_idle(
-            idle | {"--untrained": untrained}, "--add-target, which runs in this process on a finished artifact"
+            idle | {"--untrained": untrained, "--replay": replay, "--recipe": recipe},
+            "--add-target, which runs in this process on a finished artifact",
         )
         with Watch(quiet=quiet) as watch:
             source = add_targets(out, add_target, settings=data, progress=watch)
@@ -105,13 +107,22 @@ def build(
         from grasp.build.forecast import forecast as estimate
 
         with Watch(quiet=quiet) as watch:
-            print(estimate(out, data, untrained=untrained, progress=watch))
+            print(estimate(out, data, untrained=untrained, replay=replay, recipe=recipe, progress=watch))
         return
     if engine == "local":
         _refuse_idle({"--workers": workers}, "--engine local; use --engine ray")
     spec = cluster_spec(engine, workers, address, leaf(data, "model.threads"))
     with Watch(quiet=quiet) as watch:
-        artifact = run(out=out, settings=data, resume=resume, untrained=untrained, cluster=spec, progress=watch)
+        artifact = run(
+            out=out,
+            settings=data,
+            resume=resume,
+            untrained=untrained,
+            replay=replay,
+            recipe=recipe,
+            cluster=spec,
+            progress=watch,
+        )
     _print_summary(out, artifact.path)
 
 
@@ -133,6 +144,8 @@ def _print_summary(out: str, path: Path) -> None:
         f"{out}: {summary.n_rows:,} rows x {units:,} units ({', '.join(summary.targets)}), "
         f"{size_text(summary.bytes_total)}, {summary.bytes_per_row:,.0f} bytes per row"
     )
+    for record in summary.replays:
+        print(record)
     if summary.skipped["rows"]["counts"]:
         print(f"left out: {skipped_text(summary.skipped['rows']['counts'])} (listed in {out}/manifest.json)")
     score = ["score", out, "--target", next(iter(summary.targets)), "--top", "10", "--min-tokens", "32"]
@@ -229,6 +242,8 @@ def info(
     )
     rest = ", ".join(f"{kind} {size_text(size)}" for kind, size in summary.bytes.items() if kind != "arrays")
     print(f"other files: {rest}; {summary.bytes_per_row:,.0f} bytes per row in total")
+    for record in summary.replays:
+        print(record)
     if counts := summary.skipped.get("rows", {}).get("counts"):
         print(f"left out: {skipped_text(counts)}")
     if summary.extension_in_progress is not None:

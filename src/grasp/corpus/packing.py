@@ -59,7 +59,7 @@ class Row(StoredRow):
     """One training sequence."""
 
     input_ids: I32
-    labelled: Bool | None = None  # tokens that carry loss; None: all but the first
+    loss_mask: Bool | None = None  # tokens that carry loss; None: all but the first
     # (document index, start and end character) of its texts; None if the tokenizer reports no offsets
     spans: tuple[tuple[int, int, int], ...] | None = None
 
@@ -117,7 +117,7 @@ def pack(
         CorpusError: the corpus is malformed, or an id is outside the vocabulary.
     """
     packer = Packer(settings, tokenizer, cursor, Skipped() if skipped is None else skipped)
-    written = (written_out(document, tokenizer, settings) for document in documents)
+    written = (render_document(document, tokenizer, settings) for document in documents)
     while True:
         batch: list[Document] = []
         chars = 0
@@ -139,7 +139,7 @@ def pack(
     yield from packer.finish()
 
 
-def written_out(document: Document, tokenizer: Tokenizer, settings: CorpusSettings) -> Document:
+def render_document(document: Document, tokenizer: Tokenizer, settings: CorpusSettings) -> Document:
     """Return a document as the text that the model reads, with the spans that carry loss.
 
     Raises:
@@ -183,7 +183,7 @@ class _Piece:
     ids: I32
     begin: int = 0  # start character in the document
     ends: I64 | None = None  # exclusive end character of each token
-    labelled: Bool | None = None  # tokens that carry loss; None: all
+    loss_mask: Bool | None = None  # tokens that carry loss; None: all
 
     @property
     def span(self) -> tuple[int, int, int] | None:
@@ -197,13 +197,13 @@ class _Piece:
 
     def cut(self, first: int, stop: int) -> "_Piece":
         """Return the tokens [first, stop); characters between two tokens belong to the second."""
-        ids, at, labelled = self.ids[first:stop], self.first + first, self.labelled
-        if labelled is not None:
-            labelled = labelled[first:stop]
+        ids, at, loss_mask = self.ids[first:stop], self.first + first, self.loss_mask
+        if loss_mask is not None:
+            loss_mask = loss_mask[first:stop]
         if self.ends is None:
-            return _Piece(self.document, at, self.total, ids, labelled=labelled)
+            return _Piece(self.document, at, self.total, ids, loss_mask=loss_mask)
         begin = int(self.ends[first - 1]) if first else self.begin
-        return _Piece(self.document, at, self.total, ids, begin, self.ends[first:stop], labelled)
+        return _Piece(self.document, at, self.total, ids, begin, self.ends[first:stop], loss_mask)
 
 
 class Packer:
@@ -274,7 +274,7 @@ class Packer:
                     ends_N = np.concatenate([ends_N, np.full(len(suffix), ends_N[-1])])
             if ends_N is not None:  # the last token, which may be EOS, extends to the end of the text
                 ends_N[-1] = len(document.text or "")
-        whole = _Piece(document, 0, len(ids), ids.astype(np.int32), ends=ends_N, labelled=mask)
+        whole = _Piece(document, 0, len(ids), ids.astype(np.int32), ends=ends_N, loss_mask=mask)
         if document.input_ids is None and mask is not None:
             yield from self._answered(whole)
             return
@@ -314,24 +314,24 @@ class Packer:
         If it is too long, the row ends with the last answer, and the beginning is cut off after the special tokens. An
         answer whose beginning is cut off carries no loss; the end of an answer longer than a row is cut off.
         """
-        document, labelled = whole.document, whole.labelled
-        assert labelled is not None
+        document, loss_mask = whole.document, whole.loss_mask
+        assert loss_mask is not None
         if self._settings.packing == "concat":
             raise CorpusError(
                 f"{document.where}: conversations are one row each; corpus.packing: got concat, expected document"
             )
-        labelled[:1] = False
-        if not labelled.any():
+        loss_mask[:1] = False
+        if not loss_mask.any():
             self._skipped.add("no_loss", document.name, document.where)
             return
         prefix = self._prefix[: 0 if self._n_prefix(whole) else None]
         if whole.total > self._length:
             self._skipped.add("cut_begin", document.name)
             capacity = self._length - len(prefix)
-            last = int(np.flatnonzero(labelled)[-1])
-            before = int(np.flatnonzero(~labelled[:last])[-1])  # the token before the last answer
+            last = int(np.flatnonzero(loss_mask)[-1])
+            before = int(np.flatnonzero(~loss_mask[:last])[-1])  # the token before the last answer
             first = min(max(0, last + 1 - capacity), before)
-            labelled[first : first + int(np.argmin(labelled[first:]))] = (
+            loss_mask[first : first + int(np.argmin(loss_mask[first:]))] = (
                 False  # the remainder of an answer whose beginning is cut off
             )
             whole = whole.cut(first, first + capacity)
@@ -372,12 +372,14 @@ class Packer:
         self._named = Counter({index: n for index, n in self._named.items() if index >= document.index})
         self._named[document.index] += 1
         row_id = document.name + (f"#{ordinal}" if ordinal else "")
-        ids, labelled = np.concatenate([piece.ids for piece in pieces]), main.labelled
+        ids, loss_mask = np.concatenate([piece.ids for piece in pieces]), main.loss_mask
         if not np.array_equal(ids[: len(prefix)], prefix):
             ids = np.concatenate([prefix, ids])
-            labelled = None if labelled is None else np.concatenate([np.zeros(len(prefix), dtype=np.bool_), labelled])
-        if labelled is not None and labelled[1:].all():
-            labelled = None
+            loss_mask = (
+                None if loss_mask is None else np.concatenate([np.zeros(len(prefix), dtype=np.bool_), loss_mask])
+            )
+        if loss_mask is not None and loss_mask[1:].all():
+            loss_mask = None
         if len(ids) < MIN_ROW_TOKENS:
             self._skipped.add("one_token", row_id)
             return
@@ -398,7 +400,7 @@ class Packer:
             document=document.index,
             n_tokens=len(ids),
             input_ids=ids,
-            labelled=labelled,
+            loss_mask=loss_mask,
             snippet=" ".join(text[start : start + 4 * n_chars].split())[:n_chars],
             labels=document.labels,
             ignored=tuple(sorted({name for piece in pieces for name in piece.document.ignored})),
@@ -407,9 +409,9 @@ class Packer:
         )
 
 
-def row_bytes(row_id: str, input_ids: I32, labelled: Bool | None) -> bytes:
+def row_bytes(row_id: str, input_ids: I32, loss_mask: Bool | None) -> bytes:
     """Return the bytes of a row for the fingerprint of the corpus: name, tokens and loss mask."""
     name = row_id.encode()
     sizes = len(name).to_bytes(4, "little") + name + len(input_ids).to_bytes(4, "little")
-    mask = b"" if labelled is None or labelled[1:].all() else b"labelled" + np.packbits(labelled).tobytes()
+    mask = b"" if loss_mask is None or loss_mask[1:].all() else b"loss_mask" + np.packbits(loss_mask).tobytes()
     return sizes + input_ids.astype("<i4", copy=False).tobytes() + mask

@@ -32,7 +32,7 @@ from grasp.corpus.labels import (
     ARROW_TYPE,
     DOCUMENT_COLUMN,
     IDS_COLUMN,
-    LABELLED_COLUMN,
+    LOSS_MASK_COLUMN,
     SPANS_COLUMN,
     Kind,
     column_of,
@@ -46,8 +46,8 @@ from grasp.corpus.packing import (
     Skipped,
     StoredRow,
     pack,
+    render_document,
     row_bytes,
-    written_out,
 )
 from grasp.corpus.sources import Source, open_source
 from grasp.errors import CorpusError
@@ -463,7 +463,7 @@ class RowShard:
     flat_ids: I32
     offsets: I64  # (n + 1,)
     table: pa.Table  # row_id, doc_id, n_tokens, snippet, then the labels
-    labelled: Bool | None = None  # tokens that carry loss, aligned with flat_ids; None: all but a row's first
+    loss_mask: Bool | None = None  # tokens that carry loss, aligned with flat_ids; None: all but a row's first
 
     def ids(self, i: int) -> I32:
         """Return the token ids of row i of this shard."""
@@ -471,7 +471,7 @@ class RowShard:
 
     def mask(self, i: int) -> Bool | None:
         """Return the loss mask of row i; None: all but the first token."""
-        return None if self.labelled is None else self.labelled[self.offsets[i] : self.offsets[i + 1]]
+        return None if self.loss_mask is None else self.loss_mask[self.offsets[i] : self.offsets[i + 1]]
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -488,16 +488,16 @@ class RowShard:
 
 def _all_but_the_first(offsets: I64) -> Bool:
     """Return the loss mask of rows whose tokens all carry loss, except the first of each row."""
-    labelled = np.ones(offsets[-1], dtype=np.bool_)
-    labelled[offsets[:-1]] = False
-    return labelled
+    loss_mask = np.ones(offsets[-1], dtype=np.bool_)
+    loss_mask[offsets[:-1]] = False
+    return loss_mask
 
 
 class RowStore(ShardStore[RowShard, Row]):
     """A store of the rows of a text corpus as token ids."""
 
     signed: ClassVar[Signed[StoreSummary]] = summary_of("tokens")
-    content: ClassVar[tuple[str, ...]] = (IDS_COLUMN, LABELLED_COLUMN)
+    content: ClassVar[tuple[str, ...]] = (IDS_COLUMN, LOSS_MASK_COLUMN)
     seed: ClassVar[bytes] = b"grasp rows 1"
 
     @classmethod
@@ -527,7 +527,7 @@ class RowStore(ShardStore[RowShard, Row]):
                 `directory` was started.
         """
         corpus = corpus or Corpus(open_source(settings.path, settings.split), settings)
-        first = [written_out(document, tokenizer, settings) for document in corpus.first]
+        first = [render_document(document, tokenizer, settings) for document in corpus.first]
         if settings.max_length is None:  # the model's context, at most `LONGEST` unless rows of token ids are longer
             longest = max([LONGEST, *(len(document.input_ids) for document in first if document.input_ids is not None)])
             settings = settings.model_copy(update={"max_length": min(longest, context or longest)})
@@ -561,23 +561,23 @@ class RowStore(ShardStore[RowShard, Row]):
             SPANS_COLUMN: pa.array(spans, pa.list_(pa.int64())),
             IDS_COLUMN: pa.ListArray.from_arrays(offsets, np.concatenate([row.input_ids for row in rows])),
         }
-        if all(row.labelled is None for row in rows):
+        if all(row.loss_mask is None for row in rows):
             return ids
         masks = [
-            _all_but_the_first(np.array([0, row.n_tokens])) if row.labelled is None else row.labelled for row in rows
+            _all_but_the_first(np.array([0, row.n_tokens])) if row.loss_mask is None else row.loss_mask for row in rows
         ]
-        return ids | {LABELLED_COLUMN: pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(masks)))}
+        return ids | {LOSS_MASK_COLUMN: pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(masks)))}
 
     @staticmethod
     def _hashed(whole: pa.Table) -> Iterator[bytes]:
-        flat, offsets, labelled = _tokens(whole)
+        flat, offsets, loss_mask = _tokens(whole)
         for i, name in enumerate(whole.column("row_id").to_pylist()):
             row = slice(offsets[i], offsets[i + 1])
-            yield row_bytes(name, flat[row], None if labelled is None else labelled[row])
+            yield row_bytes(name, flat[row], None if loss_mask is None else loss_mask[row])
 
     def _shard(self, start: int, table: pa.Table, whole: pa.Table) -> RowShard:
-        flat, offsets, labelled = _tokens(whole)
-        return RowShard(start, flat, offsets, table, labelled)
+        flat, offsets, loss_mask = _tokens(whole)
+        return RowShard(start, flat, offsets, table, loss_mask)
 
     def keeps_spans_of(self, source: Source) -> bool:
         """Return whether a source has the files from which the rows were built, so that their texts can be read.
@@ -619,7 +619,7 @@ class RowStore(ShardStore[RowShard, Row]):
                         if document is None:
                             raise CorpusError(f"{corpus.settings.path}: ends before document {index}; {CHANGED}")
                         if document.index == index and document.conversation is not None:
-                            document = written_out(document, tokenizer(), corpus.settings)
+                            document = render_document(document, tokenizer(), corpus.settings)
                     if index == main and document.doc_id != doc_id:
                         raise CorpusError(f"{document.where}: is {document.doc_id!r}, was {doc_id!r}; {CHANGED}")
                     parts.append(str(document.text)[begin:end])
@@ -629,11 +629,11 @@ class RowStore(ShardStore[RowShard, Row]):
         """Return the number of positions with loss of every row, (N,), or of the rows of shard k."""
         counts = []
         for i in range(self.n_shards) if k is None else (k,):
-            table = self.columns(i, ("n_tokens", LABELLED_COLUMN))
+            table = self.columns(i, ("n_tokens", LOSS_MASK_COLUMN))
             lengths = np.asarray(table.column("n_tokens"), dtype=np.int64)
-            if LABELLED_COLUMN in table.column_names:
-                labelled = table.column(LABELLED_COLUMN).combine_chunks().values.to_numpy(zero_copy_only=False)
-                counts.append(np.add.reduceat(labelled.astype(np.int64), np.cumsum(lengths) - lengths))
+            if LOSS_MASK_COLUMN in table.column_names:
+                loss_mask = table.column(LOSS_MASK_COLUMN).combine_chunks().values.to_numpy(zero_copy_only=False)
+                counts.append(np.add.reduceat(loss_mask.astype(np.int64), np.cumsum(lengths) - lengths))
             else:
                 counts.append(lengths - 1)
         return np.concatenate(counts)
@@ -643,10 +643,10 @@ def _tokens(whole: pa.Table) -> tuple[I32, I64, Bool | None]:
     """Return token ids of rows, offsets of rows, and the loss mask; None: all but the first token of each row."""
     ids = whole.column(IDS_COLUMN).combine_chunks()
     flat, offsets = ids.flatten().to_numpy(), ids.offsets.to_numpy().astype(np.int64)
-    if LABELLED_COLUMN not in whole.column_names:
+    if LOSS_MASK_COLUMN not in whole.column_names:
         return flat, offsets, None
-    masks = whole.column(LABELLED_COLUMN).combine_chunks()
-    labelled = _all_but_the_first(offsets)  # the mask of rows from shards without masks
+    masks = whole.column(LOSS_MASK_COLUMN).combine_chunks()
+    loss_mask = _all_but_the_first(offsets)  # the mask of rows from shards without masks
     known = np.repeat(masks.is_valid().to_numpy(zero_copy_only=False), np.diff(offsets))
-    labelled[known] = masks.flatten().to_numpy(zero_copy_only=False)
-    return flat, offsets, labelled
+    loss_mask[known] = masks.flatten().to_numpy(zero_copy_only=False)
+    return flat, offsets, loss_mask

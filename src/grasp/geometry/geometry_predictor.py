@@ -234,7 +234,11 @@ def _level(level: Level, terms: GeometryTerms) -> InteractionLevel:
     gain_C, corpus_C = np.full(len(zero_C), 1.0 / n_rows if counts else 1.0), sign * zero_C
     if protocol.components:
         gain_C = before.std_E
-        slopes = {name: weight * level.scales[name].inverse_E for name, weight in kernel_weights(protocol).items()}
+        slopes = {
+            name: weight * level.scales[name].inverse_E
+            for name, weight in kernel_weights(protocol).items()
+            if name in level.shares
+        }
         origin_C = np.sum([slope_C * level.scales[name].mean_E for name, slope_C in slopes.items()], axis=0)
         bend = sum(protocol.components[name] * value for name, value in terms.whole().items())
         corpus_C = (sign * n_rows if counts else sign) * before.mean_E - origin_C + bend

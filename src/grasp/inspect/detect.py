@@ -126,8 +126,8 @@ def detect(
         truth: column that is true for rows known to be wrong, to evaluate the scores.
         k: number of first rows for precision and recall. Default: the number of wrong rows.
         neighbours: number of nearest rows whose labels are compared. Default: 10.
-        match: one kernel: gradient, token, input, neighbour, shift, tilt or pooled. Default: token, or pooled
-            where it is not built.
+        match: one kernel: gradient, output_layer, embedding, knn, hidden_bias, hidden_linear or pooled. Default:
+            output_layer if it was built, else pooled.
     Raises:
         ArtifactError: no such target, column or kernel, or a trusted unit is also a row.
         SettingsError: a number out of range, too few rows, an argument without effect, or a truth in which no row or
@@ -179,7 +179,10 @@ def detect(
     expected = f"about {cut.expected_false:,.0f} of {artifact.n_rows:,} rows"
     headline = f"{cut.n_flagged:,} suspects by {ranking}; expected by chance: {expected}."
     if not cut.beyond_chance:
-        headline = f"No suspects by {ranking}: {cut.n_flagged:,} flagged, no more than expected by chance ({expected})."
+        headline = (
+            f"No suspects by {ranking}: {cut.n_flagged:,} flagged, not significantly more than expected by chance "
+            f"({expected})."
+        )
     record = DetectionRecord(
         target=target,
         ranking=ranking,
@@ -254,7 +257,7 @@ def _suspects(
         }
     )
     head, rows = table.slice(0, top), artifact.rows(order_N[:top])
-    yes = "yes" if cut.beyond_chance else "by chance?"
+    yes = "yes" if cut.beyond_chance else "not significant"
     shown = {name: head[name] for name in ("rank", record.ranking)}
     shown |= {"flagged": [yes if flag else "no" for flag in head["flagged"].to_pylist()], "row_id": head["row_id"]}
     shown |= {} if label is None else {label: rows[label]}

@@ -34,6 +34,7 @@ from grasp.build.modality import Pictured, vision
 from grasp.build.model_pass import ModelPass, read_batches, row_examples
 from grasp.build.provenance import BuildSource
 from grasp.corpus.row_store import RowStore
+from grasp.errors import ProtocolError
 from grasp.inspect.explanation import EffectParts, Explanation, join_words
 from grasp.inspect.rescoring import reopen_source
 from grasp.kernels.gradient import Gradient, allocate_unit_gradients
@@ -44,7 +45,7 @@ from grasp.models.forward_pass import position_mask
 from grasp.models.gradients import Example
 from grasp.models.residuals import PooledFeatures
 from grasp.predict.predictor import Predictor, additive_predictor
-from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
+from grasp.predict.scoring_rule import REPLAY, ScoringProtocol, kernel_weights
 from grasp.targets.units import UnitTokens
 
 MAX_PAIRS = 100
@@ -120,6 +121,11 @@ class Explainer:
         target = only_target(artifact, target)
         if match is not None:
             artifact.relevance_name(match)  # raises an error that lists the kernels
+        if match == REPLAY:
+            raise ProtocolError(
+                "match: replay is the derivative by the weight of a whole row, which has no parts by word; "
+                "`grasp score --match replay` prints it"
+            )
         index = int(row_index(artifact, [row])[0])
         request = target, unit, match, protocol
         if self._request is None or self._request[0] != request:
@@ -189,7 +195,7 @@ class _Question:
             return None
         (tokens,) = self.unit_tokens
         places = np.arange(len(tokens.input_ids))
-        examples = [Example(tokens.input_ids, labelled=places == place) for place in places[-n:]]
+        examples = [Example(tokens.input_ids, loss_mask=places == place) for place in places[-n:]]
         gradient_PK = allocate_unit_gradients(n, sampled, self.settings.gradient_memory_mb)
         for index in sampled.batches(examples):
             gradient_BK, _ = sampled.compute([examples[int(i)] for i in index])
@@ -259,7 +265,7 @@ class _Question:
         (example,) = row_examples(shard, self.settings)
 
         # Contributions in units of the effect: by kernel and token, by column, and by pair of positions.
-        added_L = {name: np.zeros(shard.n_tokens) for name in parts.weights}
+        added_L = {name: np.zeros(shard.n_tokens) for name in parts.weights if name != REPLAY}
         added_C, by_mean = np.zeros(self.n_columns), set[str]()
         pair_LC = np.zeros((shard.n_tokens if self.by_position else 0, self.n_columns), dtype=np.float32)
         for name, tokens, part_PC in self._by_position(batch, token_P, summed_P, example):
@@ -277,7 +283,10 @@ class _Question:
         recomputed = {name: float(by_token_L.sum()) for name, by_token_L in added_L.items()}
         stored = {name: float(parts.weights[name] @ parts.stored[name]) for name in recomputed}
         total = sum(recomputed.values())
-        gap = total + parts.text + parts.average - parts.effect
+        whole_E = parts.weights.get(REPLAY, np.zeros(1)) * parts.stored.get(REPLAY, np.zeros(1))
+        whole = float(whole_E.sum())  # belongs to the row and to all units of the target, not to a word
+        added_C += whole_E
+        gap = total + whole + parts.text + parts.average - parts.effect
 
         # tokens without loss and without contribution have no number
         has_part_L = np.any([by_token_L != 0 for by_token_L in added_L.values()], axis=0)
@@ -312,6 +321,8 @@ class _Question:
             if len(questions) > 2 and adds_E[0] > adds_E.sum() / 2:
                 name, share = questions["unit_id"][0].as_py(), adds_E[0] / adds_E.sum()
                 notes.append(f"{name} alone has {share:.0%} of the positive contributions; the effect depends on it")
+        if REPLAY in parts.weights:
+            recomputed[REPLAY] = stored[REPLAY] = whole
         if len(recomputed) > 1:
             notes.append("by kernel: " + ", ".join(f"{name} {value:+z.3f}" for name, value in recomputed.items()))
         if "pooled" in recomputed:
@@ -327,6 +338,7 @@ class _Question:
             table,
             f"row {row}: effect {parts.effect:+z.3f} on {where}. Its words contribute {total:+z.3f}; "
             + (f"the prediction from its text contributes {parts.text:+z.3f}; " if parts.text else "")
+            + (f"the replayed training contributes {whole:+z.3f}; " if REPLAY in parts.weights else "")
             + f"the average row's {-parts.average:+z.3f} is subtracted",
             (*notes, f"protocol {self.predictor.protocol.name}"),
             row_id=row,
@@ -336,6 +348,7 @@ class _Question:
             text=parts.text,
             average=parts.average,
             gap=gap,
+            replay=whole,
             kernels=pa.table(
                 {"kernel": list(recomputed), "contribution": list(recomputed.values()), "stored": list(stored.values())}
             ),

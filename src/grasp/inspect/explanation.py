@@ -40,8 +40,8 @@ HELPS, HURTS = (189, 153, 117, 75, 33), (230, 223, 216, 209, 202)  # of 256 term
 class Explanation(Result):
     """What every token of a row adds to the row's effect on a target, or on one unit of it.
 
-    `effect` = the sum of `contributions` + `text` + `average`, all in standard deviations over the rows, as `grasp
-    score` prints effects. The contribution of a token is that of its prediction from the tokens before it.
+    `effect` = the sum of `contributions` + `text` + `replay` + `average`, all in standard deviations over the rows, as
+    `grasp score` prints effects. The contribution of a token is that of its prediction from the tokens before it.
 
     Attributes:
         table: one row per token: position, text, contribution, and contributions by kernel; null for tokens without
@@ -50,6 +50,7 @@ class Explanation(Result):
         text: part of the effect that is predicted from the row's text by a regression on rows of other documents,
             relative to the mean over all rows; 0 for a single unit, and for protocols with `task: mean`.
         average: minus the mean sum of contributions over all rows, so that the average row has effect 0.
+        replay: contribution of the replayed training, which belongs to the row as a whole; 0 without a replay.
         gap: recomputed minus stored effect, due to rounding of the stored numbers.
         kernels: kernel, contribution (sum over tokens), stored (from the artifact's relevance).
         answer: with a unit, one row per token: position, text, received; null for the prompt.
@@ -65,6 +66,7 @@ class Explanation(Result):
     text: float
     average: float
     gap: float
+    replay: float = 0.0
     kernels: pa.Table
     answer: pa.Table | None = None
     pairs: pa.Table | None = None
@@ -167,6 +169,7 @@ class Explanation(Result):
             "text": self.text,
             "average": self.average,
             "gap": self.gap,
+            "replay": self.replay,
             "tokens": self.table.to_pylist(),
             **{name: table.to_pylist() for name, table in tables.items() if table is not None},
             "notes": list(self.notes),

@@ -27,7 +27,7 @@ from grasp.models.causal_lm import BATCH_ROWS
 from grasp.models.checkpoint import REPOSITORY
 from grasp.models.residuals import PooledFeatures
 from grasp.predict.predictor import UnitSelection, downweight_negative
-from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
+from grasp.predict.scoring_rule import REPLAY, ScoringProtocol, kernel_weights
 from grasp.runs.alignment import Alignment
 from grasp.runs.metrics import MIN_SUBSETS
 from grasp.runs.retrained import TrainingRuns
@@ -162,8 +162,8 @@ def rank_twice(
     """
     fitted = protocol.fitted(artifact.array_names, artifact.feature_settings)
     kernels = kernel_weights(fitted)
-    if {"pooled", "gradient"} & set(kernels) or origin.has_images:
-        raise ArtifactError("supported only for texts, and for all kernels but pooled and gradient")
+    if {"pooled", "gradient", REPLAY} & set(kernels) or origin.has_images:
+        raise ArtifactError("supported only for texts, and for all kernels but pooled, gradient and replay")
     settings = origin.settings.features.model_copy(update={"kernels": tuple(kernels)})
     ready = ModelPass(origin.model, settings)
     samples = _two_samples(origin.rows.supervised(), settings.sample_positions, seed)

@@ -207,12 +207,12 @@ class Example:
 
     input_ids: I32
     first: int = 1
-    labelled: Bool | None = None
+    loss_mask: Bool | None = None
 
     @property
     def labels(self) -> int:
         """Return the number of labels."""
-        return len(self.input_ids) - self.first if self.labelled is None else int(self.labelled.sum())
+        return len(self.input_ids) - self.first if self.loss_mask is None else int(self.loss_mask.sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,10 +307,10 @@ class PerExample:
             ModelError: the loss of an example is not finite.
         """
         device = self.model.device
-        marks = [example.first if example.labelled is None else example.labelled for example in examples]
+        marks = [example.first if example.loss_mask is None else example.loss_mask for example in examples]
         ids_BL, labelled_BL = (part.to(device) for part in pad_rows([example.input_ids for example in examples], marks))
         scale_B = torch.tensor([1.0 / max(1, example.labels) for example in examples], dtype=self.work).to(device)
-        # Gather supervised positions: a stable sort moves labelled tokens to the front in their order.
+        # Gather supervised positions: a stable sort moves tokens with loss to the front in their order.
         labels_B = labelled_BL.sum(dim=1)
         real_BS = torch.arange(int(labels_B.max()), device=device) < labels_B[:, None]
         token_BS = labelled_BL.int().argsort(dim=1, descending=True, stable=True)[:, : real_BS.shape[1]]

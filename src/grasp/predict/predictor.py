@@ -308,13 +308,15 @@ class Predictor:
             per_unit: prepare for `unit_change`.
             sketches: sketches to sum; those that the artifact does not have are skipped.
             components: keep the kernels separate, for `parts`.
-            units: unit columns to use; default: all units of the targets.
+            units: unit columns to use, with the kernels of units; default: all units of the targets.
             exposure: repetition law of a training budget; default: no budget.
         Raises:
             ProtocolError: the artifact does not fit the protocol, or has no such target.
         """
         fitted = resolve_protocol(protocol, artifact).fitted(artifact.array_names, artifact.feature_settings)
         selected = units or UnitSelection.from_targets(artifact, checked_targets(artifact, targets))
+        if units is not None:
+            fitted = fitted.of_units
         law = exposure or RepetitionLaw()
         sketches = [half for half in sketches if f"{half}_sketch" in artifact.array_names]
         if fitted.needs_geometry:
@@ -478,7 +480,7 @@ def assemble_predictor(
     """Read relevance and combine the kernels into a predictor without sketches.
 
     Args:
-        per_unit: also compute effects per unit.
+        per_unit: also compute effects per unit, by the kernels of units.
         components: keep the kernels separate.
         family: function that returns the scale of each kernel; default: its spread over the rows.
         units_first: standardize every unit before averaging the units of a task.
@@ -491,7 +493,8 @@ def assemble_predictor(
     estimates = protocol.task == "estimate" and family is None  # subsets of a calibration family have no text
     by_unit: dict[str, KernelRelevance] = {}
     if per_unit or units_first:
-        by_unit = {name: KernelRelevance.for_units(artifact, name, units, less) for name, less in negative.items()}
+        names = negative if units_first or estimates else kernel_weights(protocol.of_units)
+        by_unit = {name: KernelRelevance.for_units(artifact, name, units, negative[name]) for name in names}
     unit_scales = scales_of(by_unit)
     if estimates and not by_unit:
         read = {name: relevance_blocks(artifact, name, units.columns_E, less) for name, less in negative.items()}
@@ -503,7 +506,7 @@ def assemble_predictor(
     }
     unit_level = None
     if per_unit:
-        unit_level = Level.from_kernels(_slopes(protocol, unit_scales), by_unit, unit_scales, None)
+        unit_level = Level.from_kernels(_slopes(protocol.of_units, unit_scales), by_unit, unit_scales, None)
     scales = scales_of(kernels)
     slopes, prior = _slopes(protocol, scales), None
     unit_slopes = slopes

@@ -22,6 +22,8 @@ from grasp.yaml_files import read_yaml, validated, write_yaml
 
 Match = str  # name of a kernel
 GRADIENT_COMPANION_WEIGHT = 0.25  # weight of output_layer and embedding when combined with `gradient`
+REPLAY = "replay"  # kernel whose relevance is of whole targets: the derivative of a replayed training
+REPLAY_WEIGHT = 4.0  # its weight when combined with `gradient`: experiments/replay
 # Settings of `grasp.geometry` with the values that mean "no interaction"; a protocol file may contain them.
 STANDARDS = {"task": "mean_relevance", "unit": "own_relevance"}
 NO_INTERACTION = {"side": "retained", "weighting": "mean", "components": {}, "standardize": STANDARDS}
@@ -67,14 +69,15 @@ class ScoringProtocol(Settings):
         "auto",
         description="Weights of the kernels, each standardised; auto: output_layer, embedding and knn; of a model that "
         f"is trained further gradient and {GRADIENT_COMPANION_WEIGHT:g} each of output_layer and embedding; without it "
-        "output_layer, embedding, hidden_bias and hidden_linear; else pooled.",
+        "output_layer, embedding, hidden_bias and hidden_linear; else pooled. Targets with a replay: also "
+        f"{REPLAY_WEIGHT:g} replay.",
     )
     negative: float = Field(
         1.0,
         ge=0,
         le=1,
         description="What a row's negative relevance to a unit is multiplied by: 1 keeps it, 0 drops it. That of "
-        "`gradient`, whose sign is as good as its size, is always kept.",
+        "`gradient` and `replay`, whose sign is as good as its size, is always kept.",
     )
     task: Literal["mean", "estimate"] = Field(
         "mean",
@@ -100,7 +103,7 @@ class ScoringProtocol(Settings):
 
     def negative_of(self, kernel: str) -> float:
         """Return the factor for negative relevance of a kernel."""
-        return 1.0 if kernel == "gradient" else self.negative
+        return 1.0 if kernel in ("gradient", REPLAY) else self.negative
 
     @property
     def provenance(self) -> str:
@@ -136,6 +139,12 @@ class ScoringProtocol(Settings):
         """The protocol without interactions between rows."""
         return self
 
+    @property
+    def of_units(self) -> Self:
+        """The fitted protocol for single units: without `replay`, which is the same for all units of a target."""
+        match = {kernel: weight for kernel, weight in kernel_weights(self).items() if kernel != REPLAY}
+        return self.model_copy(update={"match": match}) if match else self
+
     def fitted(self, array_names: Sequence[str], feature_settings: Mapping[str, Any]) -> Self:
         """Resolve `match: auto` for an artifact, and check that the artifact has what the protocol requires.
 
@@ -154,6 +163,8 @@ class ScoringProtocol(Settings):
                 match = dict.fromkeys(first, GRADIENT_COMPANION_WEIGHT) | {"gradient": 1.0}
             if "output_layer" not in available:
                 match = {"pooled": 1.0}
+            if REPLAY in available:
+                match |= {REPLAY: REPLAY_WEIGHT}
         else:
             match = {kernel: weight for kernel, weight in self.match.items() if weight}
         fitted = self.model_copy(update={"match": match})

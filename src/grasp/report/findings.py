@@ -235,6 +235,7 @@ def collect_findings(
         ("made by", ", ".join(f"{name} {value}" for name, value in manifest.made_by.items())),
         ("arrays", ", ".join(f"{array.name} {array.shape[0]:,} x {array.shape[1]}" for array in artifact_info.arrays)),
         *(("leaks", note) for note in leak_notes(artifact, targets)),
+        *(("replay", line) for line in artifact_info.replays),
         *(("questions", known.note(target)) for target, known in predictor.reliability.items()),
         ("bytes on disk", f"{artifact_info.bytes_total:,} ({artifact_info.bytes_per_row:,.0f} per row)"),
     )
@@ -297,7 +298,7 @@ def top_rows_gain(
     gains = [PredictedGain(float(value), effect_unit) for value in value_T]
     if isinstance(outcomes, OutcomePredictor):
         tables = [outcomes.predict(block.weights) for block in blocks]
-        bounds_3BT = np.concatenate([[table.nats_BT, table.low_BT, table.high_BT] for table in tables], axis=1)
+        bounds_3BT = np.concatenate([[table.change_BT, table.low_BT, table.high_BT] for table in tables], axis=1)
         outside = [text for table in tables for text in table.outside]
         for t, (value, low, high) in enumerate(np.diagonal(bounds_3BT, axis1=1, axis2=2).T.tolist()):
             has_runs = isfinite(value)
@@ -347,7 +348,7 @@ def _label_findings(
     dropped = by_relevance = Change(effects.dropped_GT, low_GT, high_GT)
     if outcomes is not None:
         predicted = outcomes.predict(slices.weights(1.0 - np.eye(len(slices.slices))))  # drop one slice at a time
-        dropped = Change(predicted.nats_BT, predicted.low_BT, predicted.high_BT)
+        dropped = Change(predicted.change_BT, predicted.low_BT, predicted.high_BT)
     weights_model: SliceFormula | Predictor = predictor
     if predictor.protocol.interaction is Interaction.NONE:  # interactions between rows are not a sum over slices
         weights_model = SliceFormula(effects.sums.n_retained_B, effects.sums.effect_BT, predictor.exposure)

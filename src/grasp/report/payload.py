@@ -116,10 +116,10 @@ def _label(findings: Findings, label: LabelFindings) -> dict[str, Any]:
     expected = None
     if not isinstance(findings.outcomes, Missing):
         table = findings.outcomes.predict(weights)
-        half_BT = table.high_BT - table.nats_BT
+        half_width_BT = table.high_BT - table.change_BT
         values = [
             {"change": _rounded(value_T), "half": _rounded(half_T), "beyond": beyond}
-            for value_T, half_T, beyond in zip(table.nats_BT, half_BT, table.outside, strict=True)
+            for value_T, half_T, beyond in zip(table.change_BT, half_width_BT, table.outside, strict=True)
         ]
         expected = tabulated(values)
 

@@ -231,7 +231,7 @@ def recorded_units(
     Raises:
         SettingsError: units are longer than the context length of the recipe.
     """
-    loaded = load_units(settings.targets).written_out(tokenizer).units
+    loaded = load_units(settings.targets).rendered(tokenizer).units
     recorded: dict[str, tuple[Unit, ...]] = {}
     for loss_on in settings.recorded_losses:
         for name in dict.fromkeys(unit.target for unit in loaded):

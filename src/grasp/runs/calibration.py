@@ -36,7 +36,7 @@ LEFT_OUT = 12, 256  # minimum and maximum number of test runs
 
 
 @dataclass(frozen=True, slots=True)
-class NatsTable:
+class PredictedChanges:
     """Predicted change of B subsets in the unit of the runs, with intervals; nan for a target without runs.
 
     Attributes:
@@ -44,7 +44,7 @@ class NatsTable:
         unit: nats (per token), or the metric of the runs.
     """
 
-    nats_BT: F64
+    change_BT: F64
     low_BT: F64
     high_BT: F64
     outside: tuple[str, ...]
@@ -53,7 +53,7 @@ class NatsTable:
     @property
     def columns(self) -> dict[str, F64]:
         """Return the three arrays by column name."""
-        return {self.unit: self.nats_BT, f"{self.unit}_low": self.low_BT, f"{self.unit}_high": self.high_BT}
+        return {self.unit: self.change_BT, f"{self.unit}_low": self.low_BT, f"{self.unit}_high": self.high_BT}
 
 
 class ExtrapolationLog:
@@ -63,7 +63,7 @@ class ExtrapolationLog:
         self._first: list[str] = []
         self._count = 0
 
-    def add(self, names: Sequence[str], nats: NatsTable) -> None:
+    def add(self, names: Sequence[str], nats: PredictedChanges) -> None:
         """Add a block of subsets."""
         messages = [f"{name} ({words})" for name, words in zip(names, nats.outside, strict=True) if words]
         self._count += len(messages)
@@ -218,23 +218,23 @@ class OutcomePredictor:
         fitted = self.featurizer.predictor.units.targets
         return {target: fitted.index(target) for target in self.targets if target in fitted}
 
-    def predict(self, weights: Weights) -> NatsTable:
+    def predict(self, weights: Weights) -> PredictedChanges:
         """Return the change of each subset relative to the corpus; nan for a target without runs."""
         features, corpus = self.featurizer.features(weights), self.featurizer.corpus()
-        mean_BT, half_BT = self._change(features, corpus)
+        mean_BT, half_width_BT = self._change(features, corpus)
         far_B = self.process.relative_distance(features, corpus)
         outside = [f"{far:.1f} times as far from the corpus as any run" if far > FAR else "" for far in far_B]
-        expected, half = self._select_targets(mean_BT), self._select_targets(half_BT)
-        return NatsTable(expected, expected - half, expected + half, tuple(outside), self.unit)
+        expected, half = self._select_targets(mean_BT), self._select_targets(half_width_BT)
+        return PredictedChanges(expected, expected - half, expected + half, tuple(outside), self.unit)
 
-    def rise(self, weights: Weights, weights_T: F64, *, cautious: bool = False) -> F64:
+    def gradient(self, weights: Weights, weights_T: F64, *, cautious: bool = False) -> F64:
         """Return the derivative of the weighted change with respect to adding each row, (N,), up to a constant."""
         corpus = self.featurizer.corpus()
 
         def value(features: SubsetFeatures) -> F64:
-            mean_BT, half_BT = self._change(features, corpus)
+            mean_BT, half_width_BT = self._change(features, corpus)
             return np.asarray(
-                np.nan_to_num(self._select_targets(mean_BT - half_BT if cautious else mean_BT)) @ weights_T
+                np.nan_to_num(self._select_targets(mean_BT - half_width_BT if cautious else mean_BT)) @ weights_T
             )
 
         return self.featurizer.row_contributions(

@@ -245,7 +245,7 @@ class Constraints:
         item = "row" if rows_N is None else "document"
         if size < cost_P.min(initial=np.iinfo(np.int64).max):
             raise SettingsError(
-                f"budget: is {size:,} of {total:,} {unit}, expected enough for one {item}; raise the budget"
+                f"budget: resolves to {size:,} of {total:,} {unit}, expected at least one {item}; raise the budget"
             )
         names: tuple[str, ...] = ("all",)
         codes_N = np.broadcast_to(np.int32(0), n_rows)
@@ -390,7 +390,7 @@ def take_within_budget(order_P: I64, constraints: Constraints) -> I64:
 
     Args:
         order_P: indices of candidates, best first.
-        limits: constraints of the selection.
+        constraints: constraints of the selection.
 
     Returns:
         Indices of the selected items, best first.
@@ -445,7 +445,7 @@ def load_exclusions(artifact: ArtifactReader, exclude: Path | str | Sequence[str
     Raises:
         SettingsError: the file cannot be read, or none of its names occurs in the artifact.
     """
-    where = str(exclude) if isinstance(exclude, Path | str) else "exclude"
+    where = f"exclude {exclude}" if isinstance(exclude, Path | str) else "exclude"
     values = pa.array(
         sorted(set(_read_names(Path(exclude)) if isinstance(exclude, Path | str) else exclude)), pa.string()
     )
@@ -463,7 +463,7 @@ def load_exclusions(artifact: ArtifactReader, exclude: Path | str | Sequence[str
     if not seen.any():
         example = str(next(artifact.row_batches(["row_id"])).column(0)[0].as_py())
         raise SettingsError(
-            f"exclude {where}: none of its {len(values):,} names is a row_id or doc_id of the artifact; "
+            f"{where}: none of its {len(values):,} names is a row_id or doc_id of the artifact; "
             f"expected names like {example!r}"
         )
     unknown = int((~seen).sum())

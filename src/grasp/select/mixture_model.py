@@ -130,7 +130,7 @@ class MixtureModel:
     def lines(self, names: Sequence[str], share_BG: F64) -> pa.Table:
         """Return the table of mixture, metric, expected, low, high, in the units of the metrics."""
         mean_BT, spread_BT = (values[:, :-1] for values in self.process.predict(self.features(share_BG)))
-        half_BT = self.process.quantile(COVERAGE) * spread_BT
+        half_width_BT = self.process.quantile(COVERAGE) * spread_BT
         columns = np.flatnonzero(self.weights_T)
         b, t = (index.reshape(-1) for index in np.meshgrid(np.arange(len(names)), columns, indexing="ij"))
         value = np.where(self.refused(share_BG)[:, :-1], np.nan, self.sign_T * mean_BT)[b, t]
@@ -139,8 +139,8 @@ class MixtureModel:
                 "mixture": pa.array(np.array(names, object)[b], pa.string()),
                 "metric": pa.array(np.array(self.table.metrics, object)[t], pa.string()),
                 "expected": pa.array(value, from_pandas=True),
-                "low": pa.array(value - half_BT[b, t], from_pandas=True),
-                "high": pa.array(value + half_BT[b, t], from_pandas=True),
+                "low": pa.array(value - half_width_BT[b, t], from_pandas=True),
+                "high": pa.array(value + half_width_BT[b, t], from_pandas=True),
             }
         )
 

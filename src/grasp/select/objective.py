@@ -206,7 +206,7 @@ class SelectionObjective:
         """Return the weighted change that the runs predict, (B,), or its lower confidence bound if `cautious`."""
         assert self.run_model is not None
         nats = self.run_model.predict(weights)
-        return np.asarray(np.nan_to_num(nats.low_BT if self.cautious else nats.nats_BT) @ self.weights_T)
+        return np.asarray(np.nan_to_num(nats.low_BT if self.cautious else nats.change_BT) @ self.weights_T)
 
     def evaluate(
         self, name: str, weights: Weights, today: str, codes_N: I32 | None = None

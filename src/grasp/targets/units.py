@@ -28,7 +28,7 @@ class Unit:
     `choices` are the candidate continuations as they would be appended, so `choices[gold] == completion`. If the
     candidates of a task differ in the prompt instead (winogrande), they are the candidate prompts.
 
-    A conversation ends with an answer. Its prompt and completion are set by `UnitSet.written_out`, and `ending` is the
+    A conversation ends with an answer. Its prompt and completion are set by `UnitSet.rendered`, and `ending` is the
     text that the chat template writes after the answer.
     """
 
@@ -76,7 +76,7 @@ class UnitSet:
             digest.update(repr((unit.unit_id, unit.target, unit.prompt, unit.completion, unit.loss_on)).encode())
         return digest.hexdigest()
 
-    def written_out(self, tokenizer: "Tokenizer") -> "UnitSet":
+    def rendered(self, tokenizer: "Tokenizer") -> "UnitSet":
         """Render conversations as text: the last answer is the completion, the text before it the prompt.
 
         Raises:

@@ -70,6 +70,16 @@ class AdamWTraining(ABC):
         self.step = 0
 
     @property
+    def n_parameters(self) -> int:
+        """Return the number of weights that are trained."""
+        return sum(parameter.numel() for parameter in self.parameters)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Return the bytes of the weights that are trained."""
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
+
+    @property
     def device(self) -> torch.device:
         """Return the device of the parameters."""
         return self.parameters[0].device

@@ -70,6 +70,10 @@ class FineTuningRecipe(Settings):
     )
     lora_alpha: float | None = Field(None, gt=0, description="LoRA alpha; none: the rank.")
     lora_target_modules: tuple[str, ...] | str = Field("all-linear", description="Layers with an adapter.")
+    # A replay computes otherwise, and says so; these are not part of its record.
+    lora_dropout: float = Field(0.0, ge=0, description="Dropout of the adapter; disabled in a replay.", exclude=True)
+    bf16: bool | str = Field(False, description="Mixed precision; a replay computes in float32.", exclude=True)
+    fp16: bool | str = Field(False, description="Mixed precision; a replay computes in float32.", exclude=True)
     optim: str = Field("adamw_torch", description="Optimizer; a variant of AdamW.")
 
     @model_validator(mode="after")
@@ -104,6 +108,16 @@ class FineTuningRecipe(Settings):
         if data.get("adapter") not in (None, "lora"):
             raise ModelError(f"{where}: adapter: got {data['adapter']!r}, expected lora")
         return validated(cls, {name: value for name, value in data.items() if value is not None}, where)
+
+    @property
+    def notes(self) -> list[str]:
+        """Return what a replay does otherwise than the recipe, a sentence each."""
+        notes = []
+        if any(value not in NEUTRAL for value in (self.bf16, self.fp16)):
+            notes.append("the recipe computes in half precision, a replay in float32: rounding exceeds its differences")
+        if self.lora_dropout:
+            notes.append("dropout of the adapter is switched off: a random mask cannot be replayed")
+        return notes
 
     @property
     def batch_rows(self) -> int:
@@ -153,6 +167,17 @@ class FineTuningRecipe(Settings):
             batches += [drawn[k : k + self.batch_rows] for k in range(0, n_rows, self.batch_rows)]
             epoch += 1
         return batches[:steps]
+
+
+def default_recipe(n_rows: int) -> FineTuningRecipe:
+    """Return the recipe that is replayed without one: an epoch in batches of 16, but at most 192 steps."""
+    batch_rows, most_steps = 16, 192
+    return FineTuningRecipe(
+        per_device_train_batch_size=batch_rows,
+        num_train_epochs=1.0,
+        max_steps=min(math.ceil(n_rows / batch_rows), most_steps),
+        warmup_ratio=0.03,
+    )
 
 
 def _flat(data: Mapping[str, Any]) -> dict[str, Any]:

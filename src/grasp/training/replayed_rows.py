@@ -1,32 +1,34 @@
-"""Scores of rows from replays in several orders: gated, brought to one scale, and averaged.
+"""Scores of rows from replays in several orders: checked for smoothness, standardized, and averaged.
 
-Two scores of a row for a target:
+A row has two scores for a target:
 
-    drawn     the sum of its derivatives over the steps where it was in the batch, mean over the orders that drew it
-    probed    the mean over probe steps of its derivative there, each step brought to mean 0 and spread 1
+    drawn     the sum of its derivatives over the steps whose batch contained it, mean over the orders that drew it
+    probed    the mean over probe steps of its derivative there, with each step standardized over rows
 
-Only steps from which on a replay is smooth count. A replay whose last third alone is smooth is made again with
-Gauss-Newton; one that is not smooth then either has no score.
+Only steps from which on a replay is smooth are used. If no more than the last third of a replay is smooth, it is
+repeated with Gauss-Newton, and discarded if it is still not smooth. Start with `replay_rows`.
 
 Shape letters: N rows, T targets.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from grasp.arrays import F64
+from grasp.files import discard, written_aside
+from grasp.progress import Progress, Silent
 from grasp.training.metagradient import Metagradient, MetagradientSettings, Target, metagradient
 from grasp.training.replay_gate import LEAST_AGREEMENT, WHAT_TO_DO, Smoothness, agreement, smoothness
 from grasp.training.trajectory import Trajectory
 
-LATEST_START = 2 / 3  # of a training: a replay that is smooth from later on only is made again, or dropped
+LATEST_START = 2 / 3  # a replay that is only smooth from a later part of the run on is repeated or discarded
 
 
 def brought_to_one_scale(score_NT: F64) -> F64:
-    """Bring the scores of every target to mean 0 and spread 1 over rows that have one; without spread they are 0."""
+    """Standardize the scores of each target over the rows that have one; constant scores become 0."""
     spread_T = np.nanstd(score_NT, axis=0)
     centred_NT = score_NT - np.nanmean(score_NT, axis=0)
     scaled_NT: F64 = np.divide(centred_NT, spread_T, out=np.zeros_like(score_NT), where=spread_T > 0)
@@ -34,10 +36,10 @@ def brought_to_one_scale(score_NT: F64) -> F64:
 
 
 def drawn_scores(replays: Sequence[Metagradient], n_rows: int, windows: Sequence[tuple[int, int]]) -> F64:
-    """Average the derivatives of drawn rows over the orders that drew them, (N, T); NaN: no order did.
+    """Average the derivatives of drawn rows over the orders that drew them, (N, T); NaN for rows never drawn.
 
     Args:
-        windows: of each order, first step and end of the steps that count.
+        windows: first step and end of the used steps of each order.
     """
     total_NT, count_N1 = np.zeros((n_rows, replays[0].drawn_KBT.shape[2])), np.zeros((n_rows, 1))
     for replay, (first, last) in zip(replays, windows, strict=True):
@@ -56,7 +58,7 @@ def probed_scores(replays: Sequence[Metagradient], steps: Sequence[Sequence[int]
     """Average the derivatives of all rows over probe steps and orders, (N, T).
 
     Args:
-        steps: of each order, the probe steps that count.
+        steps: used probe steps of each order.
     """
     parts = [replay.probed(chosen) for replay, chosen in zip(replays, steps, strict=True) if len(chosen)]
     mean_NT: F64 = np.mean(parts, axis=0)
@@ -65,14 +67,14 @@ def probed_scores(replays: Sequence[Metagradient], steps: Sequence[Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class ReplayedRows:
-    """Scores of rows for targets, positive where more weight of the row raises the target's utility.
+    """Scores of rows for targets; positive if more weight of the row increases the utility of the target.
 
     Attributes:
-        drawn_NT: NaN where no order drew the row; None: no order is smooth.
-        probed_NT: None: no probe step counts.
-        smooth: of every order that was tried.
-        agreements: rank correlation of two orders, by target, for each pair that counts.
-        notes: what was left out, and what to do; a sentence each.
+        drawn_NT: drawn scores, NaN for rows never drawn; None: no order is smooth.
+        probed_NT: probed scores; None: no probe step is used.
+        smooth: smoothness of every replay, including discarded ones.
+        agreements: rank correlation by target for each pair of used orders.
+        notes: what was not used, and what to do about it.
     """
 
     drawn_NT: F64 | None
@@ -82,14 +84,17 @@ class ReplayedRows:
     notes: tuple[str, ...]
 
     def relevance(self) -> F64 | None:
-        """Return the sum of both scores on one scale, (N, T); a row that was not drawn has the probed one alone.
+        """Return the probed scores on one scale, (N, T); without probes the drawn ones, 0 for rows that were not drawn.
+
+        Drawn scores are as good only if rows are drawn several times, and add nothing then: experiments/replay.
 
         None: no replay is smooth, and the notes say what to do.
         """
         if self.drawn_NT is None:
             return None
-        drawn_NT = np.nan_to_num(brought_to_one_scale(self.drawn_NT))
-        return drawn_NT if self.probed_NT is None else drawn_NT + brought_to_one_scale(self.probed_NT)
+        if self.probed_NT is None:
+            return np.nan_to_num(brought_to_one_scale(self.drawn_NT))
+        return brought_to_one_scale(self.probed_NT)
 
 
 def replay_rows(
@@ -97,32 +102,39 @@ def replay_rows(
     targets: Sequence[Target],
     settings: MetagradientSettings,
     orders: int,
-    progress: Callable[[int, int], None] | None = None,
+    *,
+    directory: Path | None = None,
+    progress: Progress | None = None,
 ) -> ReplayedRows:
     """Train and differentiate in several orders, and score rows by what is smooth.
 
     Args:
-        start: gives the training in an order, by its number, before its first step.
-        progress: called with the number of the order and the steps that are left of it.
+        start: gives the training in an order, by its number, before its first step. If trajectories have directories,
+            which are removed when their replay is done, a call that was killed is resumed by the same call.
+        directory: keep finished replays there; it must belong to this training, these targets and settings.
     """
     smooth_replays: list[tuple[Metagradient, int]] = []
     tried, notes, n_rows = [], [], 0
     for w in range(orders):
         for curvature in dict.fromkeys((settings.curvature, "gauss-newton")):
-            trajectory = start(w)
-            n_rows, steps = trajectory.rows.n_rows, len(trajectory.order)
-            trajectory.train()
             changed = settings.model_copy(update={"curvature": curvature})
-            replay = metagradient(trajectory, targets, changed, None if progress is None else partial(progress, w))
-            smooth = smoothness(replay)
+            where = None if directory is None else directory / f"order-{w}-{curvature}.safetensors"
+            turn = f"{w + 1} of {orders}"
+            if where is None or not where.exists():
+                replay = _replay(start(w), targets, changed, turn, progress or Silent(), where)
+            else:
+                replay = Metagradient.load(where)
+            n_rows, smooth = replay.probe_MNT.shape[1], smoothness(replay)
             tried.append(smooth)
-            notes.append(f"order {w}, {curvature}: {smooth}")
-            if smooth.first_step <= LATEST_START * steps:
+            notes.append(f"order {turn}" + f", {curvature}" * (curvature != settings.curvature) + f": {smooth}")
+            if smooth.first_step <= LATEST_START * len(replay.order_KB):
                 smooth_replays.append((replay, smooth.first_step))
                 break
     if not smooth_replays:
         notes.append(f"no replay is smooth, so its scores are not used; {WHAT_TO_DO}")
         return ReplayedRows(None, None, tuple(tried), (), tuple(notes))
+    if not all(smooth.passed for smooth in tried):
+        notes.append(f"to use all steps, {WHAT_TO_DO}")
     replays = [replay for replay, _ in smooth_replays]
     probes = [[int(step) for step in replay.probe_steps_M if step >= first] for replay, first in smooth_replays]
     agreements = [agreement(first, second, n_rows) for i, first in enumerate(replays) for second in replays[:i]]
@@ -136,3 +148,25 @@ def replay_rows(
         tuple(agreements),
         tuple(notes),
     )
+
+
+def _replay(
+    trajectory: Trajectory,
+    targets: Sequence[Target],
+    settings: MetagradientSettings,
+    turn: str,
+    progress: Progress,
+    where: Path | None,
+) -> Metagradient:
+    """Train and differentiate in one order, keep the result, and remove the states."""
+    n_rows = sum(len(index_B) for index_B in trajectory.order)
+    progress.stage(f"training {turn}", rows=n_rows, tokens=None)
+    trajectory.train(lambda done: progress.advance(len(trajectory.order[done - 1]), 0))
+    progress.stage(f"replay {turn}", rows=n_rows, tokens=None)
+    replay = metagradient(trajectory, targets, settings, lambda left: progress.advance(len(trajectory.order[left]), 0))
+    if where is not None:
+        with written_aside(where) as part:
+            replay.save(part)
+    if trajectory.directory is not None:
+        discard(trajectory.directory)
+    return replay

@@ -57,9 +57,9 @@ def row_derivatives(
     pieces = []
     for index_B in batches(lengths, batch_tokens):
         some = [rows[int(i)] for i in index_B]
-        marks = [row.first if row.labelled is None else row.labelled for row in some]
-        ids, labelled = pad_rows([row.input_ids for row in some], marks)
-        pieces.append((index_B, ids.numpy(), label_positions(labelled)))
+        marks = [row.first if row.loss_mask is None else row.loss_mask for row in some]
+        ids, loss_mask = pad_rows([row.input_ids for row in some], marks)
+        pieces.append((index_B, ids.numpy(), label_positions(loss_mask)))
     value_NT = np.zeros((len(rows), len(directions)))
     for t, direction in enumerate(directions):
         for step in both_sides(training, direction, relative_step):

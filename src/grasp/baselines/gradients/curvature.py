@@ -80,9 +80,9 @@ class _Sums:
         work, device = self._engine.work, self._engine.model.device
         self._tokens = max(len(example.input_ids) for example in examples)
         self._labels_B = torch.tensor([example.labels for example in examples], dtype=work, device=device)
-        # positions that influence the loss: all before the last labelled token, prompts included
+        # positions that influence the loss: all before the last loss_mask token, prompts included
         last = [
-            len(example.input_ids) - 1 if example.labelled is None else int(np.flatnonzero(example.labelled)[-1])
+            len(example.input_ids) - 1 if example.loss_mask is None else int(np.flatnonzero(example.loss_mask)[-1])
             for example in examples
         ]
         self._positions_B = torch.tensor(last, device=device)

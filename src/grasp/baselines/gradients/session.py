@@ -22,7 +22,7 @@ from grasp.seeds import stream
 def row_examples(inputs: MethodInputs, start: int, stop: int) -> list[Example]:
     """Return rows [start, stop) as examples; the loss is on the trained tokens of a chat, on all tokens of a text."""
     rows = inputs.rows(start, stop)
-    return [Example(rows.ids(i), labelled=rows.mask(i)) for i in range(len(rows))]
+    return [Example(rows.ids(i), loss_mask=rows.mask(i)) for i in range(len(rows))]
 
 
 def sampled_rows(inputs: MethodInputs, count: int, seed: int, *purpose: str, prefix: int | None = None) -> list[int]:
@@ -42,7 +42,7 @@ def examples_at(inputs: MethodInputs, rows: Sequence[int]) -> list[Example]:
         block_rows = [row for row in range(start, stop) if row in requested_rows]
         if block_rows:
             shard = inputs.rows(start, stop)
-            examples += [Example(shard.ids(row - start), labelled=shard.mask(row - start)) for row in block_rows]
+            examples += [Example(shard.ids(row - start), loss_mask=shard.mask(row - start)) for row in block_rows]
     return examples
 
 

@@ -1,0 +1,271 @@
+"""A replay in a build or later: the same bytes; killed, it goes on; without trust the artifact keeps its kernels."""
+
+import json
+import shutil
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grasp.api.artifact import Artifact
+from grasp.artifact.inspection import info, verify
+from grasp.artifact.reader import ArtifactReader
+from grasp.build.add_replay import DIRECTORY
+from grasp.build.build import add_replay, add_targets, build
+from grasp.build.forecast import forecast
+from grasp.build.merge import merge
+from grasp.errors import ArtifactError, GraspError, ModelError, SettingsError
+from grasp.inspect.explain import explain
+from grasp.predict.predictor import Predictor, UnitSelection
+from grasp.predict.scoring_rule import REPLAY_WEIGHT, ScoringProtocol
+from grasp.training.replay_gate import smoothness
+from tests.build.test_pipeline import Notes
+from tests.build.world import world, write_targets
+from tests.faults import Killed, raising
+from tests.mentions import assert_mentions
+
+RECIPE = {"learning_rate": 1e-3, "max_steps": 4, "per_device_train_batch_size": 3}
+HOW = {"replay": {"orders": 2, "probes": 1}}
+
+
+@pytest.fixture(scope="module")
+def settings(root):
+    """Two targets over few rows: a build of a second."""
+    chosen = world(root, n_rows=6, train="further", features={"sample_positions": 10**6})
+    write_targets(root / "more.jsonl", task="more", n_units=2, seed=5)
+    data = chosen.model_dump(mode="json")
+    data["targets"]["names"].append(str(root / "more.jsonl"))
+    return data
+
+
+@pytest.fixture(autouse=True)
+def trusted(monkeypatch):
+    """The model of the tests is random, so that no training of it is smooth: the gate lets all pass."""
+    monkeypatch.setattr("grasp.training.replayed_rows.smoothness", lambda replay: smoothness(replay, 1e9))
+
+
+def build_with(settings, out, **options):
+    return build(out=out, settings={**settings, **HOW}, replay=True, recipe=RECIPE, untrained=True, **options)
+
+
+@pytest.fixture(scope="module")
+def plain(settings, root):
+    return build(out=root / "plain", settings=settings, untrained=True).path
+
+
+@pytest.fixture(scope="module")
+def replayed(settings, root):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("grasp.training.replayed_rows.smoothness", lambda replay: smoothness(replay, 1e9))
+        return build_with(settings, root / "replayed").path
+
+
+@pytest.fixture
+def copied(plain, tmp_path):
+    return Path(shutil.copytree(plain, tmp_path / "art"))
+
+
+def stored(out) -> dict[str, bytes]:
+    files = {path.relative_to(out).as_posix(): path.read_bytes() for path in out.glob("arrays/*/*.npy")}
+    assert any(name.startswith("arrays/relevance_replay/") for name in files)
+    return files
+
+
+def columns(out, name="replay"):
+    return next(ArtifactReader.open(out).array_blocks(f"relevance_{name}", block_rows=1_000))[1]
+
+
+def test_a_replay_that_joins_later_is_that_of_the_build(copied, replayed):
+    record = add_replay(copied, recipe=RECIPE, settings=HOW)
+    assert stored(copied) == stored(replayed)
+    assert record == ArtifactReader.open(replayed).manifest.replays[0]
+    assert record.passed
+    assert record.targets == ("facts", "more")
+    assert record.agreement.keys() == {"facts", "more"}
+    assert not (copied / DIRECTORY).exists()
+    assert verify(copied).ok
+    (line,) = info(copied).replays
+    assert line.startswith("replay of 2 x 4 steps for facts, more; rank correlation of rows in two orders ")
+    array = next(array for array in info(copied).arrays if array.name == "relevance_replay")
+    assert array.shape[1] == 2  # a column a target
+
+
+def test_units_of_a_target_share_its_column(replayed):
+    relevance_NE = columns(replayed)
+    assert relevance_NE.shape[1] == 8
+    np.testing.assert_array_equal(relevance_NE[:, :6], np.repeat(relevance_NE[:, :1], 6, axis=1))
+    np.testing.assert_array_equal(relevance_NE[:, 6:], np.repeat(relevance_NE[:, 6:7], 2, axis=1))
+    assert (relevance_NE[:, 0] != relevance_NE[:, 6]).any()
+    assert relevance_NE.std() > 0.5
+
+
+def test_predictions_of_targets_add_it_with_its_weight_and_those_of_units_do_not(plain, replayed):
+    effects = {}
+    for name, out in {"plain": plain, "replayed": replayed}.items():
+        artifact = ArtifactReader.open(out)
+        effects[name] = Predictor.from_artifact(artifact, components=True)
+        single = UnitSelection(("one",), np.array([0]), np.array([1]))
+        effects[f"{name}, unit"] = Predictor.from_artifact(artifact, units=single)
+    before = effects["plain"]
+    total_NT = before.effect_NT * before.task.spread.std_E
+    replay_NT = columns(replayed)[:, [0, 6]].astype(np.float64)
+    total_NT = total_NT + REPLAY_WEIGHT * replay_NT / replay_NT.std(axis=0)
+    expected_NT = (total_NT - total_NT.mean(axis=0)) / total_NT.std(axis=0)
+    np.testing.assert_allclose(effects["replayed"].effect_NT, expected_NT, atol=1e-5)
+    np.testing.assert_array_equal(effects["replayed, unit"].effect_NT, effects["plain, unit"].effect_NT)
+    assert "part_replay" in effects["replayed"].part_names
+    assert_mentions(effects["replayed"].protocol.description, "0.25 embedding + gradient + 4 replay, negative")
+
+
+def test_predict_and_explain_say_what_the_replay_contributes(replayed):
+    artifact = Artifact.open(replayed)
+    assert len(artifact.predict(drop="topic = 'sky'").table) == 2
+    row = artifact.files.rows(np.array([0]))["row_id"][0].as_py()
+    explanation = explain(artifact.files, "facts", row)
+    words = np.nansum(explanation.contributions)
+    assert words + explanation.replay + explanation.average == pytest.approx(explanation.effect, abs=1e-2)
+    assert explanation.replay != 0
+    assert explanation.kernels["kernel"].to_pylist()[-1] == "replay"
+    assert "the replayed training" in explanation.headline
+    questions = explanation.questions["contribution"].to_pylist()
+    assert sum(questions) == pytest.approx(words + explanation.replay, abs=1e-2)
+    of_unit = explain(artifact.files, "facts", row, unit="facts-1")
+    assert of_unit.replay == 0
+    with pytest.raises(GraspError, match="which has no parts by word"):
+        explain(artifact.files, "facts", row, match="replay")
+
+
+def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(copied, replayed, monkeypatch):
+    with raising(monkeypatch, "replace", 10**9, Killed()) as used:
+        add_replay(Path(shutil.copytree(copied, copied.parent / "whole")), recipe=RECIPE, settings=HOW)
+    for nth in (2, used[0] // 4, used[0] // 2, used[0] - 2, used[0]):
+        out = Path(shutil.copytree(copied, copied.parent / f"killed-{nth}"))
+        with pytest.raises(Killed), raising(monkeypatch, "replace", nth, Killed()):
+            add_replay(out, recipe=RECIPE, settings=HOW)
+        assert "relevance_replay" not in ArtifactReader.open(out).array_names  # readable, and as it was
+        add_replay(out, recipe=RECIPE, settings=HOW)
+        assert stored(out) == stored(replayed)
+        assert verify(out).ok
+
+
+def test_without_trust_the_artifact_keeps_its_kernels_and_says_what_to_do(copied, monkeypatch):
+    monkeypatch.setattr("grasp.training.replayed_rows.smoothness", lambda replay: smoothness(replay, 1e-9))
+    before = Predictor.from_artifact(ArtifactReader.open(copied)).effect_NT
+    record = add_replay(copied, recipe=RECIPE, settings=HOW)
+    assert not record.passed
+    assert "relevance_replay" not in ArtifactReader.open(copied).array_names
+    np.testing.assert_array_equal(Predictor.from_artifact(ArtifactReader.open(copied)).effect_NT, before)
+    (line,) = info(copied).replays
+    assert line.startswith("replay of 2 x 4 steps for facts, more: not used, rows rank by the other kernels; ")
+    assert line.endswith("lower learning rate x steps, enlarge the batch, or replay more orders")
+    monkeypatch.setattr(import_module("grasp.build.add_replay"), "replay_rows", None)
+    assert add_replay(copied, recipe=RECIPE, settings=HOW) == record  # it is not tried again
+    monkeypatch.undo()
+    monkeypatch.setattr("grasp.training.replayed_rows.smoothness", lambda replay: smoothness(replay, 1e9))
+    assert add_replay(copied, recipe=RECIPE | {"learning_rate": 1e-4}, settings=HOW).passed
+    assert len(info(copied).replays) == 2
+
+
+def test_a_target_that_is_added_later_has_no_replay_until_it_is_replayed(replayed, root, tmp_path):
+    out = Path(shutil.copytree(replayed, tmp_path / "art"))
+    write_targets(tmp_path / "third.jsonl", task="third", n_units=2, seed=6)
+    add_targets(out, str(tmp_path / "third.jsonl"))
+    np.testing.assert_array_equal(columns(out)[:, 8:], 0.0)
+    before = Predictor.from_artifact(ArtifactReader.open(out)).effect_NT
+    alone = ScoringProtocol(name="without", match={"output_layer": 0.25, "embedding": 0.25, "gradient": 1.0})
+    alone = alone.model_copy(update={"negative": 0.25})
+    expected = Predictor.from_artifact(ArtifactReader.open(out), alone, ["third"]).effect_NT[:, 0]
+    np.testing.assert_allclose(before[:, 2], expected, atol=1e-6)
+    record = add_replay(out, settings=HOW)  # by the recipe of the first
+    assert record.targets == ("third",)
+    after = Predictor.from_artifact(ArtifactReader.open(out)).effect_NT
+    np.testing.assert_array_equal(after[:, :2], before[:, :2])
+    assert (after[:, 2] != before[:, 2]).any()
+    assert ArtifactReader.open(out).manifest.arrays["relevance_replay"].targets == ("facts", "more", "third")
+    assert verify(out).ok
+    other = Path(shutil.copytree(out, tmp_path / "other"))
+    with pytest.raises(ArtifactError, match=r"has a replay with other settings: settings\.orders: was 2, now 1"):
+        add_replay(other, settings={"replay": {"orders": 1, "probes": 1}})
+
+
+def test_merged_artifacts_have_no_replay(settings, replayed, tmp_path):
+    corpus = tmp_path / "other.jsonl"
+    corpus.write_text(
+        "".join(json.dumps({"row_id": f"other-{i}", "text": "water light cell " * 9}) + "\n" for i in (0, 1))
+    )
+    other = {**settings, "corpus": settings["corpus"] | {"path": str(corpus)}, "like": str(replayed)}
+    build(out=tmp_path / "other", settings=other, untrained=True)
+    notes = Notes()
+    merged = merge([replayed, tmp_path / "other"], tmp_path / "merged", progress=notes)
+    assert "relevance_replay" not in merged.array_names
+    assert merged.manifest.replays == ()
+    assert any("replays of the parts are left out" in line for line in notes.lines)
+
+
+def test_adapters_and_half_precision_of_a_recipe(copied):
+    pytest.importorskip("peft")
+    notes = Notes()
+    recipe = RECIPE | {"lora_r": 2, "lora_dropout": 0.1, "bf16": True}
+    record = add_replay(copied, recipe=recipe, settings=HOW, progress=notes)
+    assert record.passed
+    assert_mentions(
+        "\n".join(notes.lines), "half precision", "dropout of the adapter is switched off", "2 trainings of"
+    )
+    assert np.isfinite(columns(copied)).all()
+
+
+def test_a_model_that_is_passed_as_an_object_stays_as_it_is(settings, replayed, tmp_path):
+    path = settings["model"]["path"]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rest = {**settings, "model": {name: value for name, value in settings["model"].items() if name == "threads"}}
+    out = build_with(rest, tmp_path / "art", model=(model, tokenizer)).path
+    for name, value in model.state_dict().items():
+        np.testing.assert_array_equal(value.numpy(), before[name].numpy())
+    np.testing.assert_allclose(columns(out), columns(replayed), atol=1e-2)
+
+
+def test_the_forecast_says_what_a_replay_takes(settings, tmp_path):
+    lines = forecast(tmp_path / "art", {**settings, **HOW}, untrained=True, replay=True, recipe=RECIPE).splitlines()
+    assert lines[-1].startswith("replay: 2 trainings of 4 steps (")
+    assert_mentions(lines[-1], "differentiated at the price of", "disk until it is finished", "; about ")
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recipe": RECIPE, "replay": False}, r"--recipe: no effect without --replay"),
+        ({"recipe": {"label_smoothing_factor": 0.1}}, r"label_smoothing_factor is set to 0\.1"),
+        ({"recipe": {"optim": "sgd"}}, r"optim: got 'sgd', expected AdamW"),
+        ({"recipe": "none.yaml"}, r"none\.yaml"),
+        ({"settings": {"replay": {"order": 1}}}, r"replay: order: .*orders"),
+        ({"settings": {"replay": 3}}, r"replay: got 3, expected settings"),
+        ({"settings": {"train": "new"}}, r"--replay: got --train new, expected --train further"),
+    ],
+)
+def test_a_build_with_wrong_options_is_refused_before_the_model_runs(settings, tmp_path, options, message):
+    changed = {**settings, **options.pop("settings", {})}
+    if changed["train"] == "new":
+        changed["features"] = settings["features"] | {"kernels": []}
+    with pytest.raises(GraspError, match=message) as caught:
+        build(out=tmp_path / "art", settings=changed, untrained=True, **({"replay": True} | options))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "art").exists()
+
+
+def test_a_finished_artifact_refuses_what_does_not_fit(copied):
+    pytest.importorskip("peft")
+    with pytest.raises(SettingsError, match=r"max_length: got 8, but a row of .* build it with --max-length 8"):
+        add_replay(copied, recipe=RECIPE | {"max_length": 8})
+    with pytest.raises(
+        SettingsError, match="--replay: got corpus as well; the settings of a finished artifact are fixed"
+    ):
+        add_replay(copied, settings={"corpus": {"limit": 3}})
+    with pytest.raises(SettingsError, match=r"recipe: lora_target_modules: Target modules .*nothing"):
+        add_replay(copied, recipe=RECIPE | {"lora_r": 2, "lora_target_modules": ["nothing"]})
+    with pytest.raises(ModelError, match=r"step \d had loss .*; lower the learning rate"):
+        add_replay(copied, recipe=RECIPE | {"learning_rate": 1e30}, settings=HOW)
+    assert "relevance_replay" not in ArtifactReader.open(copied).array_names
