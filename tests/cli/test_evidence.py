@@ -165,7 +165,9 @@ def test_runs_like_an_artifact_can_be_compared_with_it(art, root, tmp_path, apar
     recipe = "overrides.steps=4 overrides.warmup_steps=1 overrides.batch_rows=4 overrides.shape.hidden=16 threads=1"
     changes = [part for change in recipe.split() for part in ("--set", change)]
     command = "retrain", "--like", art, "--out", env, "-B", 1, "--seeds", 1, "--family"
-    assert re.search(r"art .*label 'topics'.*\['topic", refused(*command, "mixture:topics"))
+    assert re.search(
+        r"art: family: unknown column 'topics' \(did you mean 'topic'", refused(*command, "mixture:topics")
+    )
     assert not env.exists()
     like = *command, "mixture:topic"
     succeed(*like, *changes)
@@ -231,7 +233,7 @@ def test_a_run_that_another_process_holds_is_waited_for_and_taken_over(settings,
     ("arguments", "pattern"),
     [
         (["--family", "uniform:0.03"], "retains 2 rows, fewer than the 4"),
-        (["--family", "mixture:colour"], "label 'colour'"),
+        (["--family", "mixture:colour"], "family: unknown column 'colour'"),
         (["--recipe", "tinny"], "did you mean tiny?"),
         (["--role", "test"], "role: Input should be 'dev' or 'held-out'"),
         (["--set", "overrides.stepz=3"], "overrides: stepz: no such field"),

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.where import LabelTable
 from grasp.build.provenance import BuildSource
 from grasp.build.ray_cluster import ClusterSpec
 from grasp.errors import SettingsError, SubsetError
@@ -120,9 +121,12 @@ def _like(art: Opened | str | Path, data: Mapping[str, Any]) -> dict[str, Any]:
         raise SettingsError(f"like: {files.where} was built from images; only language models can be retrained")
     if leaf(data, "corpus.path") is None and leaf(data, "subsets") is None:
         default = RetrainSettings.model_fields["family"].default
-        label, labels = parse_family(leaf(data, "family") or default).label, files.manifest.details.get("labels", [])
-        if label is not None and label not in labels:
-            raise SubsetError(f"family: {files.where} has no label {label!r}, expected one of {labels}")
+        label = parse_family(leaf(data, "family") or default).label
+        if label is not None and label not in files.manifest.details.get("labels", []):
+            try:
+                LabelTable(files.rows_path).column(label, "family")  # an expression
+            except SubsetError as err:
+                raise SubsetError(f"{files.where}: {err}") from err
     if leaf(data, "corpus.path") is None:
         origin.require_corpus_here("--corpus")
     _ = origin.tokenizer  # raises if it is missing or has changed
