@@ -125,21 +125,21 @@ def everything(artifact: ArtifactReader) -> None:
     _ = artifact.units, dict(artifact.moments), artifact.rows_path, artifact.rows(np.arange(artifact.n_rows))
 
 
-@pytest.mark.parametrize("made", ["link", "link to a directory", "pipe", "device", "directory"])
-def test_what_is_no_regular_file_is_never_opened(made, art, tmp_path):
+@pytest.mark.parametrize("kind", ["link", "link to a directory", "pipe", "device", "directory"])
+def test_what_is_no_regular_file_is_never_opened(kind, art, tmp_path):
     chunk = art / "arrays" / "hidden_sketch" / "00001.npy"
     content = chunk.read_bytes()
     chunk.unlink()
-    if made == "link":
+    if kind == "link":
         (tmp_path / "secret").write_bytes(content)
         chunk.symlink_to(tmp_path / "secret")
-    elif made == "link to a directory":
+    elif kind == "link to a directory":
         chunk.write_bytes(content)
         chunk.parent.rename(tmp_path / "elsewhere")
         chunk.parent.symlink_to(tmp_path / "elsewhere")
-    elif made == "pipe":
+    elif kind == "pipe":
         os.mkfifo(chunk)
-    elif made == "device":
+    elif kind == "device":
         chunk.symlink_to("/dev/zero")
     else:
         chunk.mkdir()

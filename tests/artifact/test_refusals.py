@@ -190,8 +190,8 @@ def test_a_finished_artifact_is_not_written_again(world, tmp_path):
 def test_opening_what_is_no_artifact(tmp_path):
     (tmp_path / "file").write_text("x")
     with lock_artifact(tmp_path / "begun"):
-        for name, said in [("nowhere", "no such"), (".", "artifact"), ("file", "artifact"), ("begun", "shard")]:
-            with pytest.raises(ArtifactError, match=said):
+        for name, message in [("nowhere", "no such"), (".", "artifact"), ("file", "artifact"), ("begun", "shard")]:
+            with pytest.raises(ArtifactError, match=message):
                 ArtifactReader.open(tmp_path / name)
 
 

@@ -95,16 +95,16 @@ def place(request):
         journal.unlink()
 
 
-def assert_same(found: ArtifactReader, expected: ArtifactReader) -> None:
-    assert found.array_names == expected.array_names
+def assert_same(actual: ArtifactReader, expected: ArtifactReader) -> None:
+    assert actual.array_names == expected.array_names
     for name in expected.array_names:
-        ours = np.concatenate([block for _, block in found.array_blocks(name)])
+        ours = np.concatenate([block for _, block in actual.array_blocks(name)])
         np.testing.assert_array_equal(ours, np.concatenate([block for _, block in expected.array_blocks(name)]))
     some = np.array([7, 0, 3])
-    assert found.rows(some).equals(expected.rows(some))
-    assert found.units.equals(expected.units)
+    assert actual.rows(some).equals(expected.rows(some))
+    assert actual.units.equals(expected.units)
     for name, array in expected.moments.items():
-        np.testing.assert_array_equal(found.moments[name], array)
+        np.testing.assert_array_equal(actual.moments[name], array)
 
 
 def test_what_is_read_from_a_url_is_what_was_written(local, place):
@@ -158,7 +158,7 @@ def is_published(place):
 
 def test_publishing_goes_on_and_is_whole_or_absent(local, place, monkeypatch):
     filesystem, _ = fsspec.core.url_to_fs(place)  # fsspec gives the same one to whoever asks
-    sent, again, real = [], [], filesystem.put_file
+    sent, resent, real = [], [], filesystem.put_file
 
     def put(source, target):
         if len(sent) == 4:
@@ -172,10 +172,10 @@ def test_publishing_goes_on_and_is_whole_or_absent(local, place, monkeypatch):
             publish_artifact(local, place)
     assert not is_published(place)
     with monkeypatch.context() as patch:
-        patch.setattr(filesystem, "put_file", lambda source, target: (again.append(target), real(source, target)))
+        patch.setattr(filesystem, "put_file", lambda source, target: (resent.append(target), real(source, target)))
         publish_artifact(local, place)
-    assert again
-    assert not set(again) & set(sent)
+    assert resent
+    assert not set(resent) & set(sent)
     assert_same(ArtifactReader.open(place), ArtifactReader.open(local))
     publish_artifact(local, place)
 
@@ -198,17 +198,17 @@ def test_what_was_sent_and_is_gone_is_sent_again(local, place, monkeypatch):
 
 def test_two_readers_with_an_empty_cache_do_not_meet(local, place, monkeypatch):
     publish_artifact(local, place)
-    asked, real = [], module.written_aside
+    requested, real = [], module.written_aside
 
     def slow(path):
-        asked.append(path)
+        requested.append(path)
         time.sleep(0.05)
         return real(path)
 
     monkeypatch.setattr(module, "written_aside", slow)
     with ThreadPoolExecutor(4) as pool:
         paths = list(pool.map(lambda _: ArtifactReader.open(place).rows_path, range(4)))
-    assert len(set(paths)) == len(asked) == 1  # the others waited for it
+    assert len(set(paths)) == len(requested) == 1  # the others waited for it
 
 
 def test_a_bucket_of_a_misspelt_name_is_not_made(local, s3):
@@ -254,7 +254,7 @@ def test_a_filesystem_that_is_not_installed_names_the_extra(monkeypatch):
 
 
 class Hostile(http.server.BaseHTTPRequestHandler):
-    """A server of an artifact that answers as it is told to."""
+    """A server of an artifact with configurable answers."""
 
     local: Path
     how = ""

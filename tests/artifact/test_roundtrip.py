@@ -49,10 +49,10 @@ def test_every_float16_is_read_as_numpy_reads_it(tmp_path):
         world.values["relevance_output_layer"] = (finite_N[:, None] * picked).astype(np.float32)
         world.specs["relevance_output_layer"] = ArraySpec(len(picked), "1", "none", picked)
         artifact = ArtifactReader.open(world.write(tmp_path / f"art-{picked[0]}"))
-        found_NE = np.concatenate(
+        actual_NE = np.concatenate(
             [block for _, block in artifact.array_blocks("relevance_output_layer", block_rows=999)]
         )
-        np.testing.assert_array_equal(found_NE.view(np.int32), world.values["relevance_output_layer"].view(np.int32))
+        np.testing.assert_array_equal(actual_NE.view(np.int32), world.values["relevance_output_layer"].view(np.int32))
 
 
 def test_order_of_shards_does_not_matter(world, tmp_path):

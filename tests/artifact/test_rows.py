@@ -46,10 +46,10 @@ def test_threads_share_what_is_kept_and_stay_within_the_bytes(monkeypatch):
 
 def test_what_is_too_large_is_made_and_not_kept(monkeypatch):
     monkeypatch.setattr(rows, "CACHED_BYTES", 100)
-    opened, made = Opened(), []
+    opened, computed = Opened(), []
     for _ in range(2):
-        rows.cached(opened, "large", 101, lambda: made.append(1))
-    assert len(made) == 2
+        rows.cached(opened, "large", 101, lambda: computed.append(1))
+    assert len(computed) == 2
     with pytest.raises(ZeroDivisionError):
         rows.cached(opened, "fails", 1, lambda: 1 / 0)
     assert rows.cached(opened, "fails", 1, lambda: 2) == 2

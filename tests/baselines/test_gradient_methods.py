@@ -305,7 +305,7 @@ def test_datainf_by_layer_projections_is_the_closed_form_on_them(world, tmp_path
 
 
 def test_datainf_without_a_gradient_is_refused():
-    with pytest.raises(ModelError, match=r"mean squared gradient of the Fisher rows in a layer is 0.0, expected a pos"):
+    with pytest.raises(ModelError, match=r"mean squared gradient .* is 0\.0"):
         closed_form(np.ones((2, 3)), np.zeros((4, 3)), 0.1)
 
 

@@ -155,8 +155,8 @@ def test_tracin_without_projection_equals_dattri(model, normalise):
     for state, weight in zip(states, weights, strict=True):
         copied = GPTNeoXForCausalLM(model.model.config).requires_grad_(False)
         copied.load_state_dict(state)
-        here = ReferenceModel(copied, NoTokenizer(), batch_tokens=300)
-        engine = PerExample(here, choose_layers(here, LAYERS))
+        reference = ReferenceModel(copied, NoTokenizer(), batch_tokens=300)
+        engine = PerExample(reference, choose_layers(reference, LAYERS))
         queries = Queries.collect(engine, examples(units), [True] * len(engine.layers.blocks))
         product_NE, square_N = exact_products(queries, examples(rows), norms=True)
         scale_NE = np.sqrt(np.outer(square_N, queries.squared_norms())) if normalise else 1.0

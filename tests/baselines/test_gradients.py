@@ -378,14 +378,14 @@ def test_float16_that_overflows_is_refused():
     network = llama()
     network.lm_head.weight.data *= 1e6
     model = ReferenceModel(network.half(), NoTokenizer())
-    with pytest.raises(ModelError, match="loss is nan in float16, expected a number; float16 overflows"):
+    with pytest.raises(ModelError, match="loss is nan in float16"):
         PerExample(model, choose_layers(model, ["head"]))
     network = llama()
     network.model.norm.weight.data.fill_(2e-5)
     network.lm_head.weight.data = 5e4 * network.lm_head.weight.data.sign()
     model = ReferenceModel(network.half(), NoTokenizer())
     engine = PerExample(model, choose_layers(model, ["final_norm"]))
-    with pytest.raises(ModelError, match=r"example 0 of 5: its gradient is not finite in float16"):
+    with pytest.raises(ModelError, match=r"example 0 of 5: .*float16"):
         Featurizer.with_projection(engine, 8, seed=0, tokens=8).features(rows())
 
 

@@ -42,11 +42,11 @@ def test_counts_are_of_words_and_pairs():
 
 def test_dsir_is_the_weight_plus_noise_of_the_seed(world, tmp_path):
     inputs = world.inputs()
-    plain, first, again, other = (
+    plain, first, repeated, other = (
         matrix(scores(configured_method("dsir", resample=resample, seed=seed), inputs, tmp_path / name))
         for name, resample, seed in (("plain", False, 0), ("a", True, 0), ("b", True, 0), ("c", True, 1))
     )
-    np.testing.assert_array_equal(first, again)
+    np.testing.assert_array_equal(first, repeated)
     assert not np.allclose(first, other)
     counts_NH = bucket_counts(inputs.texts(0, N_ROWS), 10_000)
     questions = [unit.prompt + unit.completion for unit in inputs.units.units]

@@ -128,7 +128,7 @@ def test_a_model_without_its_tokenizer(root, tmp_path, settings):
     for file in ("config.json", "model.safetensors"):
         (tmp_path / "bare" / file).write_bytes((root / "model" / file).read_bytes())
     rest = str(root / "corpus.jsonl"), str(root / "facts.jsonl"), tmp_path / "art"
-    with pytest.raises(ModelError, match=r"`.*bare` has no tokenizer; pass its directory with --tokenizer"):
+    with pytest.raises(ModelError, match=r"bare` has no tokenizer; .*--tokenizer"):
         build(str(tmp_path / "bare"), *rest)
     with pytest.raises(SettingsError, match=r"tokenizer:.*None"):
         build(AutoModelForCausalLM.from_pretrained(root / "model"), *rest)

@@ -230,7 +230,7 @@ def test_a_run_that_another_process_holds_is_waited_for_and_taken_over(settings,
 @pytest.mark.parametrize(
     ("arguments", "pattern"),
     [
-        (["--family", "uniform:0.03"], "retains 2 rows, fewer than the 4 of one batch of recipe tiny"),
+        (["--family", "uniform:0.03"], "retains 2 rows, fewer than the 4"),
         (["--family", "mixture:colour"], "label 'colour'"),
         (["--recipe", "tinny"], "did you mean tiny?"),
         (["--role", "test"], "role: Input should be 'dev' or 'held-out'"),

@@ -97,7 +97,7 @@ def test_the_list_is_read_by_the_worker_and_not_sent_along(selected):
 
 
 def test_lists_and_fields_that_are_missing(tmp_path):
-    with pytest.raises(CorpusError, match=r"gone\.txt: cannot be read as a list of identifiers"):
+    with pytest.raises(CorpusError, match=r"gone\.txt: cannot be read"):
         SelectedDocuments(str(tmp_path / "gone.txt")).filter(Document(text="", id="a"))
     (tmp_path / "kept.txt").write_text("a\n")
     document = Document(text="", id="a", metadata={"topic": np.str_("x")})

@@ -21,7 +21,7 @@ from grasp.runs.retrained import RetrainedRuns
 from tests.build.world import texts, world
 from tests.runs.environments import write_artifact, write_environment
 
-ASKED = texts(4, seed=9)
+QUESTIONS = texts(4, seed=9)
 
 
 def numbers(directory: Path) -> dict[str, object]:
@@ -33,13 +33,13 @@ def numbers(directory: Path) -> dict[str, object]:
         "effects": best["effect"].to_pylist(),
         "runs": np.asarray(runs.utility_RST()).ravel().tolist(),
         "retrained": np.asarray(retrained.task_utilities(("sciq",))).ravel().tolist(),
-        "scores": Scorer.open(directory / "scorer").score(ASKED)[0].tolist(),
+        "scores": Scorer.open(directory / "scorer").score(QUESTIONS)[0].tolist(),
     }
 
 
 def make(directory: Path) -> None:
     """One of each, small, without a path of this machine in it."""
-    here, out = Path.cwd(), directory.absolute()
+    start, out = Path.cwd(), directory.absolute()
     if out.exists():
         shutil.rmtree(out)
     out.mkdir(parents=True)
@@ -60,7 +60,7 @@ def make(directory: Path) -> None:
                 shares, pa.table({"run": runs, "facts/loss": [3.0, 2.5, 2.75]}), label="topic", out="runs"
             )
         finally:
-            os.chdir(here)
+            os.chdir(start)
         for name in ("artifact", "scorer", "retrained", "runs"):
             shutil.copytree(Path(place, name), out / name)
         for file in Path(place).glob("*.*"):
@@ -71,9 +71,9 @@ def make(directory: Path) -> None:
         large.unlink()
 
 
-def unpacked(kept: Path, place: Path) -> Path:
+def unpacked(archive: Path, place: Path) -> Path:
     """A copy of what a release kept, as it was written."""
-    shutil.copytree(kept, place)
+    shutil.copytree(archive, place)
     for packed in place.rglob("*.gz"):
         packed.with_suffix("").write_bytes(gzip.decompress(packed.read_bytes()))
         packed.unlink()

@@ -16,7 +16,7 @@ from grasp.runs.retrained import RetrainedRuns
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
 from tests.formats.make import numbers, unpacked
 
-KEPT = sorted(path for path in Path(__file__).parent.iterdir() if (path / "numbers.json").exists())
+RELEASES = sorted(path for path in Path(__file__).parent.iterdir() if (path / "numbers.json").exists())
 FILES = {
     "artifact": "artifact/manifest.json",
     "retrained": "retrained/environment.json",
@@ -34,23 +34,23 @@ def versions(directory: Path) -> dict[str, int]:
 
 def test_one_of_each_is_kept_as_this_version_writes_it():
     page = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
-    (now,) = [found for found in map(versions, KEPT) if found["artifact"] == FORMAT_VERSION]
+    (now,) = [recorded for recorded in map(versions, RELEASES) if recorded["artifact"] == FORMAT_VERSION]
     for name, what in (("artifact", "artifact"), ("retrained", "retrained runs"), ("runs", "imported runs")):
         assert f"| {what} |" in page
         assert f"| {now[name]} | `format_version`" in next(line for line in page.splitlines() if f"| {what} |" in line)
     assert set(now.values()) == {FORMAT_VERSION, 1}
 
 
-@pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.name)
-def test_what_a_release_wrote_says_what_it_said(kept, tmp_path):
-    release, kept = kept.name, unpacked(kept, tmp_path / "kept")
-    record = json.loads((kept / "numbers.json").read_text())
-    result = numbers(kept)
+@pytest.mark.parametrize("release_dir", RELEASES, ids=lambda path: path.name)
+def test_what_a_release_wrote_says_what_it_said(release_dir, tmp_path):
+    release, release_dir = release_dir.name, unpacked(release_dir, tmp_path / "kept")
+    record = json.loads((release_dir / "numbers.json").read_text())
+    result = numbers(release_dir)
     assert result.pop("best") == record.pop("best")
     for name, value in result.items():
         assert value == pytest.approx(record[name], rel=1e-5, abs=1e-6)
-    assert grasp.open(kept / "artifact").verify().ok
-    art = grasp.open(kept / "artifact").files
+    assert grasp.open(release_dir / "artifact").verify().ok
+    art = grasp.open(release_dir / "artifact").files
     settings = BuildSource(art).settings  # what explain, --add-target and --export read
     assert settings.corpus.max_length == 48
     assert settings.model.add_bos_token is (False if release == "0.2.0" else None)  # that version added none
@@ -60,17 +60,17 @@ def test_what_a_release_wrote_says_what_it_said(kept, tmp_path):
     assert {"hidden.mean", "delta.gamma", "summary.count", "states.label", "loss"} <= set(art.moments)
     assert {f"{name}.total" for name in art.array_names} <= set(art.sums)
     for protocol in ("kept", "mixture"):
-        rule = load_protocol(kept / f"{protocol}.protocol.yaml")
+        rule = load_protocol(release_dir / f"{protocol}.protocol.yaml")
         assert rule.match == {"output_layer": 1.0, "embedding": 1.0, "knn": 1.0}
         assert rule.fitted(art.array_names, art.feature_settings).match == rule.match
-    assert read_summary(SelectionSummary, kept / "kept.json", art).rows == 20
-    assert len(read_summary(MixtureSummary, kept / "mixture.json", art).slices) == 3
+    assert read_summary(SelectionSummary, release_dir / "kept.json", art).rows == 20
+    assert len(read_summary(MixtureSummary, release_dir / "mixture.json", art).slices) == 3
 
 
-@pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.name)
-def test_targets_are_not_added_under_other_names(kept, tmp_path):
+@pytest.mark.parametrize("release_dir", RELEASES, ids=lambda path: path.name)
+def test_targets_are_not_added_under_other_names(release_dir, tmp_path):
     """A refusal, since what is there would be damaged."""
-    artifact = unpacked(kept, tmp_path / "kept") / "artifact"
+    artifact = unpacked(release_dir, tmp_path / "kept") / "artifact"
     before = {path: path.read_bytes() for path in artifact.rglob("*") if path.is_file()}
     spec = {name: ArraySpec(2, "1", "none") for name in ("relevance_output_layer", "relevance_pooled")}
     units = pa.table({"unit_id": ["a", "b"], "target": ["more", "more"]})
@@ -99,7 +99,7 @@ def test_targets_are_not_added_under_other_names(kept, tmp_path):
     ],
 )
 def test_a_number_that_is_not_read_is_refused_in_one_line(name, opened, error, remedy, tmp_path):
-    unpacked(KEPT[-1], tmp_path / "kept")
+    unpacked(RELEASES[-1], tmp_path / "kept")
     path = tmp_path / "kept" / FILES[name]
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 99}, indent=1) + "\n")
     with pytest.raises(error, match=remedy):

@@ -102,10 +102,10 @@ def changed_json(draw: Callable, data: bytes) -> bytes:
     """A JSON file changed as text, or as values and signed again."""
     if not draw(st.integers(0, 2)):
         return changed_bytes(draw, data)
-    found = changed_value(draw, json.loads(data))
-    if isinstance(found, dict) and "checksum" in found:
-        found = found | {"checksum": UNSIGNED}
-    return with_checksum((json.dumps(found, indent=1) + "\n").encode())
+    changed = changed_value(draw, json.loads(data))
+    if isinstance(changed, dict) and "checksum" in changed:
+        changed = changed | {"checksum": UNSIGNED}
+    return with_checksum((json.dumps(changed, indent=1) + "\n").encode())
 
 
 def survives(read: Callable[[], object], outside: Path) -> None:
@@ -114,10 +114,10 @@ def survives(read: Callable[[], object], outside: Path) -> None:
     try:
         read()
     except GraspError as err:
-        said = str(err)
+        outcome = str(err)
     else:
-        said = "a result"
-    assert 0 < len(said) < 20_000
+        outcome = "a result"
+    assert 0 < len(outcome) < 20_000
     assert time.process_time() - began < LONGEST_S  # of a core: a machine that others use as well proves nothing
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most
     assert used * (1 if sys.platform == "darwin" else 1024) < MOST_BYTES
@@ -309,10 +309,10 @@ CELLS = st.sampled_from(("row-1", "row-2", "sciq", "", None, 0, 1.5, -1, 1e308, 
 
 def table_of(draw: Callable, names: tuple[str, ...], path: Path) -> None:
     """Columns of one kind of value each, some of them gone or there twice; now and then not even Parquet."""
-    kept = draw(st.lists(st.sampled_from(names), min_size=1, max_size=len(names) + 1))
-    columns = [pa.array([draw(CELLS)] * draw(st.just(2))) for _ in kept]
+    chosen = draw(st.lists(st.sampled_from(names), min_size=1, max_size=len(names) + 1))
+    columns = [pa.array([draw(CELLS)] * draw(st.just(2))) for _ in chosen]
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.table(columns, kept), sink)
+    pq.write_table(pa.table(columns, chosen), sink)
     content = sink.getvalue().to_pybytes()
     path.write_bytes(content if draw(st.integers(0, 3)) else changed_bytes(draw, content))
 

@@ -77,8 +77,10 @@ def make_environment(path, source, *, truth=TRUE, noise=0.05, n_subsets=40, role
     rng = np.random.default_rng(1)
     for run in environment.pending():
         b = environment.subset_ids.index(run.subset_id)
-        own = np.concatenate([np.full(len(one.unit_ids), task_BT[b, t]) for t, one in enumerate(targets.values())])
-        environment.write_run(run, own + noise * rng.normal(size=len(own)))
+        utility = np.concatenate(
+            [np.full(len(item.unit_ids), task_BT[b, t]) for t, item in enumerate(targets.values())]
+        )
+        environment.write_run(run, utility + noise * rng.normal(size=len(utility)))
     environment.compact()
     return environment
 
@@ -117,8 +119,8 @@ def test_every_score_is_rho_and_the_bound_is_the_formula(development):
         assert score.mean == pytest.approx(np.mean(list(score.agreement.values())))
         parts = scorer.parts([score.candidate], ("sciq", "boolq"))[score.candidate.binding]
         for t, target in enumerate(("sciq", "boolq")):
-            own = realized.select(target).values_BSE.mean(axis=(1, 2))
-            expected = stats.spearmanr(parts.tasks_of(score.candidate)[:, t], own).statistic
+            utility = realized.select(target).values_BSE.mean(axis=(1, 2))
+            expected = stats.spearmanr(parts.tasks_of(score.candidate)[:, t], utility).statistic
             assert score.agreement[f"dev/{target}"] == pytest.approx(expected, abs=1e-6)
     assert [s.lcb for s in actual.scores] == sorted((s.lcb for s in actual.scores), reverse=True)
 
@@ -133,11 +135,11 @@ def test_the_criterion_may_be_the_mean_over_units(development):
         predicted_BE = parts[score.candidate.binding].units_of(score.candidate)
         first = 0
         for target in ("sciq", "boolq"):
-            own_BE = realized.select(target).values_BSE.mean(axis=1)
-            pairs = zip(predicted_BE[:, first : first + own_BE.shape[1]].T, own_BE.T, strict=True)
+            unit_BE = realized.select(target).values_BSE.mean(axis=1)
+            pairs = zip(predicted_BE[:, first : first + unit_BE.shape[1]].T, unit_BE.T, strict=True)
             expected = np.mean([stats.spearmanr(x, y).statistic for x, y in pairs])
             assert score.agreement[f"dev/{target}"] == pytest.approx(expected, abs=1e-6)
-            first += own_BE.shape[1]
+            first += unit_BE.shape[1]
     single = select_protocol(family.model_copy(update={"criterion": "task_rho"}), [development], resamples=50)
     assert (
         selection_provenance(actual, [development], family)["rule"]
@@ -156,11 +158,11 @@ def test_targets_of_one_environment_share_its_resamples_however_they_are_handed_
 def test_the_standard_error_is_that_of_resampled_subsets():
     rng = np.random.default_rng(0)
     rho = rng.normal(size=(3, 2, 4_000)) * 0.1
-    one = standard_errors([rho])
-    np.testing.assert_allclose(one, rho.mean(axis=1).std(axis=1, ddof=1))
+    item = standard_errors([rho])
+    np.testing.assert_allclose(item, rho.mean(axis=1).std(axis=1, ddof=1))
     # two environments that differ by 2d: the place draws add d^2 / 2 to the variance of the mean
     two = standard_errors([rho + 0.3, rho - 0.3])
-    np.testing.assert_allclose(two**2, one**2 / 2 + 0.3**2 / 2, rtol=0.1)
+    np.testing.assert_allclose(two**2, item**2 / 2 + 0.3**2 / 2, rtol=0.1)
 
 
 def test_ties_go_to_fewer_components_then_to_the_first_listed(tmp_path, source):
@@ -191,9 +193,9 @@ def test_a_held_out_environment_or_target_is_refused(tmp_path, source):
 
 
 def test_fewer_than_two_results_are_refused(development):
-    alone = dataclasses.replace(development, targets=("sciq",))
+    single = dataclasses.replace(development, targets=("sciq",))
     with pytest.raises(ProtocolError, match=r"\b1 development results"):
-        select_protocol(SMALL, [alone])
+        select_protocol(SMALL, [single])
     with pytest.raises(ProtocolError, match=r"\b0 development results"):
         select_protocol(SMALL, [])
     with pytest.raises(ProtocolError, match="duplicates"):
@@ -215,9 +217,9 @@ def test_predictions_and_utilities_that_are_constant_are_said_to_be(tmp_path, de
         additive = SMALL.model_copy(update={"components": ((),)})
         return select_protocol(additive, [dataclasses.replace(development, variants=variants)], resamples=20)
 
-    choice = chosen(level("pooled"))
-    assert list(choice.undefined.values()) == [1]
-    assert len(choice.scores) == 2
+    selected = chosen(level("pooled"))
+    assert list(selected.undefined.values()) == [1]
+    assert len(selected.scores) == 2
     nowhere = level("pooled", "output_layer")
     with pytest.raises(ProtocolError, match=r"rho.*development"):
         chosen(nowhere)
@@ -232,7 +234,7 @@ def test_feature_settings_are_chosen_over_the_artifacts_given(tmp_path, source):
     other = FakeSource(N_ROWS, seed=5, feature_settings=source.feature_settings | {"top_k": 16})
     names = variant_names([source.feature_settings, other.feature_settings])
     assert names == ["top_k=64", "top_k=16"]
-    variants = {name: scored(environment, one) for name, one in zip(names, (source, other), strict=True)}
+    variants = {name: scored(environment, item) for name, item in zip(names, (source, other), strict=True)}
     development = Development(environment, ("sciq", "boolq"), variants)
     result = select_protocol(SMALL, [development], resamples=50)
     assert len(result.scores) == 30
@@ -262,14 +264,14 @@ def test_the_frozen_protocol_predicts_what_was_selected(development, source, tmp
     assert loaded == frozen
     assert loaded.provenance == "selected on dev/sciq, dev/boolq"
     predictor = Predictor.from_artifact(source, loaded)
-    own_B = np.concatenate([predictor.change(block.weights)[:, 0] for block in blocks()])
+    change_B = np.concatenate([predictor.change(block.weights)[:, 0] for block in blocks()])
     parts = development.variants[""].parts([TRUE], ("sciq", "boolq"))[TRUE.binding]
-    for found_B in (
+    for actual_B in (
         parts.tasks_of(TRUE)[:, 0],
         development.variants[""].predict({"chosen": loaded}, ("sciq", "boolq"))[0].task_B["sciq"],
     ):
-        apart_B = found_B - own_B  # against the corpus or a mean
-        np.testing.assert_allclose(apart_B, apart_B[0], rtol=0, atol=rounding(40, found_B))
+        apart_B = actual_B - change_B  # against the corpus or a mean
+        np.testing.assert_allclose(apart_B, apart_B[0], rtol=0, atol=rounding(40, actual_B))
     record = selection_provenance(result, [development], SMALL)
     path = provenance_path(tmp_path / "chosen.yaml")
     write_provenance(record, path)
@@ -298,8 +300,8 @@ def test_shuffled_pairs_are_standardised_and_lose_the_planted_signal(tmp_path, s
     truth = Candidate(Binding(side, "mean", "mean_relevance"), (), (("joint.pair", -1.0),))
     environment = make_environment(tmp_path / "dev", source, truth=truth, noise=0.01)
     shuffled = dataclasses.replace(truth, shuffled=True)
-    one = scored(environment, source)
-    plain, moved = (one.parts([c], ("sciq", "boolq"))[c.binding].tasks_of(c)[:, 0] for c in (truth, shuffled))
+    item = scored(environment, source)
+    plain, moved = (item.parts([c], ("sciq", "boolq"))[c.binding].tasks_of(c)[:, 0] for c in (truth, shuffled))
     realized = environment.utilities("sciq").values_BSE.mean(axis=(1, 2))
     assert stats.spearmanr(plain, realized).statistic > 0.95
     assert stats.spearmanr(moved, realized).statistic < 0.9
@@ -322,7 +324,7 @@ def test_controls_restrict_the_family():
 
 
 def test_controls_are_selected_but_never_frozen(development):
-    family = SMALL.restricted(next(one for one in CONTROLS if one.name == "pair-only"))
+    family = SMALL.restricted(next(item for item in CONTROLS if item.name == "pair-only"))
     result = select_protocol(family, [development], resamples=20)
     assert result.best.candidate.omega == (("joint.pair", -0.5),)
     with pytest.raises(ProtocolError, match="control"):

@@ -25,8 +25,8 @@ LEFT = {
 
 def test_a_control_leaves_what_it_says():
     assert {control.name: control.components(FULL) for control in CONTROLS} == LEFT
-    alone = [control.name for control in CONTROLS if not control.relevance]
-    assert alone == ["pair-only", "without-residual-alignment"]
+    without_relevance = [control.name for control in CONTROLS if not control.relevance]
+    assert without_relevance == ["pair-only", "without-residual-alignment"]
 
 
 def gram(condensed, n):

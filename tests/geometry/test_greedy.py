@@ -55,11 +55,11 @@ def taken_of(objective, limits) -> tuple[np.ndarray, int]:
 
 def slow_greedy(objective, size) -> list[int]:
     """Every row tried at every step."""
-    taken: list[int] = []
+    selected: list[int] = []
     for _ in range(size):
-        left = [k for k in range(len(objective.linear_N)) if k not in taken]
-        taken.append(max(left, key=lambda k: (round(gain_sum(objective, [*taken, k]), 10), -k)))
-    return taken
+        left = [k for k in range(len(objective.linear_N)) if k not in selected]
+        selected.append(max(left, key=lambda k: (round(gain_sum(objective, [*selected, k]), 10), -k)))
+    return selected
 
 
 @pytest.mark.parametrize("weighting", ["mean", "count"])
@@ -105,12 +105,12 @@ def test_without_curvature_the_choice_is_optimal_within_floors_and_caps(seed, si
     objective = objective_of(source, size, protocol(components={"joint.self": -0.5}, side=side))
     rows = best_rows(objective.linear_N, limits_of(source, size, floors=[f"a:{floor}"], caps=[str(cap)]))
 
-    def within(rows):
+    def is_feasible(rows):
         topics = [source.topics[i] for i in rows]
         return topics.count("a") >= floor and max(topics.count(topic) for topic in "abc") <= cap
 
-    assert within(rows)
-    best = max(gain_sum(objective, rows) for rows in itertools.combinations(range(9), size) if within(rows))
+    assert is_feasible(rows)
+    best = max(gain_sum(objective, rows) for rows in itertools.combinations(range(9), size) if is_feasible(rows))
     assert float(objective.linear_N[rows].sum()) == pytest.approx(best, rel=1e-9, abs=1e-9)
     assert (np.diff(objective.linear_N[rows]) <= 0).all()
 
@@ -135,10 +135,10 @@ def test_limits_in_rows_hold_exactly_and_the_budget_is_used_up(seed, budget, flo
     objective = objective_of(source, budget, chosen)
     rows, used = taken_of(objective, limits_of(source, budget, floors=floors, caps=[str(cap)], allowed_N=allowed_N))
     assert allowed_N[rows].all()
-    taken = [source.topics[i] for i in rows]
-    assert len(set(rows.tolist())) == len(taken) == used == budget
-    assert min(taken.count("games"), taken.count(None)) >= floor
-    assert max(taken.count(topic) for topic in set(taken)) <= cap
+    selected = [source.topics[i] for i in rows]
+    assert len(set(rows.tolist())) == len(selected) == used == budget
+    assert min(selected.count("games"), selected.count(None)) >= floor
+    assert max(selected.count(topic) for topic in set(selected)) <= cap
 
 
 @settings(max_examples=60)
@@ -152,14 +152,14 @@ def test_limits_in_rows_hold_exactly_and_the_budget_is_used_up(seed, budget, flo
 def test_floors_and_caps_in_tokens_hold_exactly(seed, budget, floor, omega, weighting):
     source = World(seed=seed)
     held = {
-        topic: sum(t for t, own in zip(source.tokens, source.topics, strict=True) if own == topic)
+        topic: sum(t for t, value in zip(source.tokens, source.topics, strict=True) if value == topic)
         for topic in ("games", "science")
     }
-    room = sum(source.tokens) - max(0, held["science"] - 150)  # a budget beyond it is refused
-    assume(held["games"] >= floor and room >= budget)
+    limit = sum(source.tokens) - max(0, held["science"] - 150)  # a budget beyond it is refused
+    assume(held["games"] >= floor and limit >= budget)
     chosen = protocol(components={"joint.raw": omega}, weighting=weighting)
-    asked = f"{budget}tokens"
-    limits = limits_of(source, asked, floors=[f"games:{floor}"], caps=["science:150tokens"])
+    requested = f"{budget}tokens"
+    limits = limits_of(source, requested, floors=[f"games:{floor}"], caps=["science:150tokens"])
     rows, spent = taken_of(objective_of(source, 20, chosen), limits)
     tokens = {topic: sum(int(source.tokens[i]) for i in rows if source.topics[i] == topic) for topic in held}
     used = int(source.tokens[rows].sum())
@@ -179,8 +179,8 @@ def test_tokens_are_spent_by_gain_a_token_under_count_and_by_gain_under_mean():
     source = planted(np.zeros((4, 2)), [4.0, 3.0, 2.5, 2.0])
     source.tokens = np.array([40, 10, 10, 10])
     for weighting, want in (("count", [1, 2, 3]), ("mean", [0, 1])):
-        found = select(source, "50tokens", "sciq", protocol=protocol(weighting=weighting))
-        assert found.row_index.tolist() == want
+        result = select(source, "50tokens", "sciq", protocol=protocol(weighting=weighting))
+        assert result.row_index.tolist() == want
 
 
 @settings(max_examples=60)
@@ -191,10 +191,10 @@ def test_rows_that_do_not_fit_are_passed_over(seed, budget):
     limits = Constraints.from_budget(
         Amount(max(budget, int(cost_N.min())), False, "tokens"), np.ones(30, dtype=bool), tokens_N=cost_N
     )
-    room, want = limits.budget, []
+    limit, want = limits.budget, []
     for row in np.argsort(-worth_N, kind="stable").tolist():
-        if cost_N[row] <= room:
-            room -= cost_N[row]
+        if cost_N[row] <= limit:
+            limit -= cost_N[row]
             want.append(row)
     assert best_rows(worth_N, limits).tolist() == want
 
@@ -219,17 +219,17 @@ def test_rounds_come_close_to_the_row_by_row_search(seed, omega, monkeypatch):
     small_rounds(monkeypatch)
     source = clustered(seed)
     objective = objective_of(source, 80, protocol(components={"product.raw": omega}))
-    found = choose(objective, limits_of(source, 80))
-    assert not found.searched
-    assert found.rounds > 5
+    result = choose(objective, limits_of(source, 80))
+    assert not result.searched
+    assert result.rounds > 5
     monkeypatch.setattr(greedy, "SEARCHED_ROWS", 10_000)
     best = gain_sum(objective, choose(objective, limits_of(source, 80)).row_index)
     plain = gain_sum(objective, np.argsort(-objective.linear_N)[:80])
-    assert len(found.row_index) == 80
-    assert gain_sum(objective, found.row_index) >= best - 0.02 * abs(best)
-    assert gain_sum(objective, found.row_index) >= plain
-    sums = [gain_sum(objective, found.row_index[:k]) for k in (1, 40, 80)]
-    np.testing.assert_allclose(np.cumsum(found.gain)[[0, 39, 79]], sums, rtol=1e-9)
+    assert len(result.row_index) == 80
+    assert gain_sum(objective, result.row_index) >= best - 0.02 * abs(best)
+    assert gain_sum(objective, result.row_index) >= plain
+    sums = [gain_sum(objective, result.row_index[:k]) for k in (1, 40, 80)]
+    np.testing.assert_allclose(np.cumsum(result.gain)[[0, 39, 79]], sums, rtol=1e-9)
 
 
 @settings(max_examples=25)

@@ -34,9 +34,9 @@ def corpus(root):
 def components(phi_ND, rows):
     """K_self and K_pair of a subset by their definitions, under the weights 1 / size."""
     weight = 1.0 / len(rows)
-    own = sum(weight**2 * float(phi_ND[i] @ phi_ND[i]) for i in rows)
+    self_norm = sum(weight**2 * float(phi_ND[i] @ phi_ND[i]) for i in rows)
     pair = sum(weight**2 * float(phi_ND[i] @ phi_ND[j]) for i in rows for j in rows if i != j)
-    return own, pair
+    return self_norm, pair
 
 
 def test_the_paper_is_what_its_flag_builds_and_scores(art):
@@ -63,9 +63,9 @@ def test_the_paper_is_what_its_flag_builds_and_scores(art):
 
     subsets = [(0,), (1, 2, 5), tuple(range(n_rows - 1)), tuple(range(0, n_rows, 2))]
     mask_BN = np.array([[float(i in rows) for i in range(n_rows)] for rows in subsets])
-    found_B = predictor.change(Weights(csr_array(mask_BN)))[:, 0]
+    actual_B = predictor.change(Weights(csr_array(mask_BN)))[:, 0]
     expected_B = np.array([value(rows) - value(range(n_rows)) for rows in subsets])
-    np.testing.assert_allclose(found_B, expected_B, rtol=0, atol=rounding(64, half_H3 / std_3))
+    np.testing.assert_allclose(actual_B, expected_B, rtol=0, atol=rounding(64, half_H3 / std_3))
 
 
 def test_every_verb_takes_the_rule_of_the_artifact(art):

@@ -246,14 +246,14 @@ def test_projection_keeps_geometry_within_the_jl_bound(draw, width_for, failure)
     vectors = np.concatenate([total_BD, gradient_D + total_BD, gradient_D - total_BD])
     width = width_for(len(vectors), failure)
     assert width < SIZE  # as wide as the features, a Gaussian map is the identity
-    kept = [off_by(vectors, draw(width, seed)) <= EPS for seed in range(40)]
-    assert np.mean(kept) >= 1 - failure
+    passed = [off_by(vectors, draw(width, seed)) <= EPS for seed in range(40)]
+    assert np.mean(passed) >= 1 - failure
     assert np.mean([off_by(vectors, draw(width // 16, seed)) <= EPS for seed in range(40)]) < 0.5
 
     exact_B = components(weights_BN, update_ND, np.zeros(SIZE)).raw_B
     relevance_B = additive((update_ND @ gradient_D)[:, None], weights_BN)[:, 0]
     error_k, error_a = EPS * exact_B, EPS / 2 * (gradient_D @ gradient_D + exact_B)
-    for seed in np.flatnonzero(kept)[:10]:
+    for seed in np.flatnonzero(passed)[:10]:
         project = draw(width, int(seed))
         sketched_B = components(weights_BN, update_ND @ project, np.zeros(width)).raw_B
         sketched_relevance_B = additive(((update_ND @ project) @ (gradient_D @ project))[:, None], weights_BN)[:, 0]

@@ -368,7 +368,7 @@ def test_with_an_environment_its_subsets_are_compared_and_its_ranking_measured(t
     masks = np.concatenate([block.weights_BN.toarray() for block in Alignment.from_runs(env, art).blocks])
     for mine, mask in zip(weights, masks, strict=False):
         np.testing.assert_allclose(mine, mask[index] / mask[index].sum())
-    with pytest.raises(RunsError, match=r"of its subsets have rows among the 1 of the sample"):
+    with pytest.raises(RunsError, match=r"among the 1 of the sample"):
         environment_subsets(art, env, np.flatnonzero(masks[:3].sum(axis=0) < 2)[:1], 3)
 
 

@@ -29,9 +29,9 @@ from tests.rounding import rounding
 
 V, H, E, N = 50, 8, 6, 5
 TAU, ALPHA, EPSILON = 0.01, 1.0, 0.3
-POSITIONS, UNIT_POSITIONS, KEPT = 60, 23, 6 + 1
+POSITIONS, UNIT_POSITIONS, COORDINATES = 60, 23, 6 + 1
 # through the head, whitened, multiplied coordinate by coordinate, summed over pairs
-TERMS = KEPT + H + H + POSITIONS + UNIT_POSITIONS
+TERMS = COORDINATES + H + H + POSITIONS + UNIT_POSITIONS
 
 
 def make_head(dtype=torch.float32, **link) -> OutputHead:
@@ -120,10 +120,10 @@ def test_the_gradient_by_a_hidden_state_is_that_of_autograd_in_any_dtype(monkeyp
     logits = head.link(hidden @ head.matrix().float().T)
     torch.nn.functional.cross_entropy(logits, label, reduction="sum").backward()
     residual = sparse_residual(logits.detach(), label, V, head.slope(logits.detach()))
-    for one in (head, OutputHead(head.linear.float(), cap=3.0)):
+    for variant in (head, OutputHead(head.linear.float(), cap=3.0)):
         # H terms make a logit, V a gradient
         close = rounding(H + V, hidden.grad)
-        torch.testing.assert_close(hidden_gradient(one, residual), hidden.grad, rtol=0, atol=close)
+        torch.testing.assert_close(hidden_gradient(variant, residual), hidden.grad, rtol=0, atol=close)
 
 
 def test_what_all_tokens_have_in_common_is_in_no_gradient_whatever_top_k_cut_off():
@@ -134,7 +134,7 @@ def test_what_all_tokens_have_in_common_is_in_no_gradient_whatever_top_k_cut_off
     moved = make_head()
     moved.linear.weight = torch.nn.Parameter(head.linear.weight + 10 * torch.randn(H), requires_grad=False)
     actual, expected = hidden_gradient(moved, residual), hidden_gradient(head, residual)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=rounding(V + KEPT, moved.linear.weight))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=rounding(V + COORDINATES, moved.linear.weight))
 
 
 def test_a_quantised_head_is_refused():

@@ -39,7 +39,7 @@ def gradients_by_autograd(gradients: SampledGradients, examples) -> torch.Tensor
     """Whole gradients of the body, (n, all), one row alone at a time."""
     engine = gradients.engine
     results = [autograd(engine.model, example) for example in examples]
-    return torch.stack([torch.cat([as_matrix(b, one).flatten() for b in engine.layers.blocks]) for one in results])
+    return torch.stack([torch.cat([as_matrix(b, first).flatten() for b in engine.layers.blocks]) for first in results])
 
 
 def of_sample(gradients: SampledGradients, whole_NP: torch.Tensor) -> torch.Tensor:
@@ -61,14 +61,14 @@ def relevance_by_definition(whole_NP: torch.Tensor, units_EP: torch.Tensor, damp
     return (whole_NP.double() / (v_P + damping * v_P.mean())) @ units_EP.double().T
 
 
-def relevance(gradients: SampledGradients, examples, asked) -> torch.Tensor:
+def relevance(gradients: SampledGradients, examples, unit_examples) -> torch.Tensor:
     """As a build computes it."""
     model = gradients.engine.model
     kernel = Gradient(model, asked_for(None), CorpusMoments(model))
     for example in examples:
         kernel.observe(batch_of(gradients, [example]))
-    kernel.prepare(batch_of(gradients, asked))
-    out_NE = torch.zeros(len(examples), len(asked), dtype=torch.float64)
+    kernel.prepare(batch_of(gradients, unit_examples))
+    out_NE = torch.zeros(len(examples), len(unit_examples), dtype=torch.float64)
     for index in gradients.batches(examples):
         batch = batch_of(gradients, [examples[int(i)] for i in index])
         out_NE[torch.from_numpy(index)] = kernel.score(batch).double()
@@ -77,19 +77,19 @@ def relevance(gradients: SampledGradients, examples, asked) -> torch.Tensor:
 
 def batch_of(gradients: SampledGradients, examples) -> Batch:
     """What the kernel reads of a pass: the coordinates of its gradients."""
-    taken_BK, hidden_BLH = gradients.compute(examples)
+    sampled_BK, hidden_BLH = gradients.compute(examples)
     model, none = gradients.engine.model, torch.zeros(0, dtype=torch.int64)
     residual = SparseResidual(none[:, None], none[:, None].float(), none.float())
     of_positions = hidden_BLH[0, :0], residual, none, none, len(examples)
     loss_B = torch.zeros(len(examples))
-    return Batch(*of_positions, loss_B, model.head, model.vocab_size, None, taken_BK, gradients)
+    return Batch(*of_positions, loss_B, model.head, model.vocab_size, None, sampled_BK, gradients)
 
 
 def test_with_all_coordinates_it_is_the_inner_product_of_what_autograd_gives(family):
-    gradients, examples, asked = opened(family), rows(), units()
-    whole = [gradients_by_autograd(gradients, part) for part in (examples, asked)]
+    gradients, examples, unit_examples = opened(family), rows(), units()
+    whole = [gradients_by_autograd(gradients, part) for part in (examples, unit_examples)]
     expected = relevance_by_definition(*whole, DAMPING)
-    actual = relevance(gradients, examples, asked)
+    actual = relevance(gradients, examples, unit_examples)
     spread = float(expected.abs().max())
     # v of the rows themselves divides: an error of a gradient counts up to 1 / damping times in its worst coordinate
     assert float((actual - expected).abs().max()) <= CLOSE / DAMPING * spread
@@ -119,14 +119,14 @@ def test_sums_over_the_sample_are_unbiased():
     use = [Use(torch.randn(1, 3, 10, generator=generator), torch.randn(1, 3, 7, generator=generator)) for _ in "ab"]
     whole = float((materialise(use[0], 10) * materialise(use[1], 10)).sum())
 
-    def taken(tiles: Tiles, one: Use) -> torch.Tensor:
-        return tiles.take(by_member(one.left), by_member(one.right))
+    def sampled_values(tiles: Tiles, first: Use) -> torch.Tensor:
+        return tiles.take(by_member(first.left), by_member(first.right))
 
     def estimate(seed: int) -> float:
         draw = stream(seed, "tiles")
         sides = [draw.permutation(np.append(np.arange(n), np.full(-n % 5, n))).reshape(5, -1) for n in (10, 7)]
         tiles = Tiles(torch.from_numpy(sides[0]), torch.from_numpy(sides[1]), 0)
-        return tiles.weight * float((taken(tiles, use[0]) * taken(tiles, use[1])).sum())
+        return tiles.weight * float((sampled_values(tiles, use[0]) * sampled_values(tiles, use[1])).sum())
 
     result = np.array([estimate(seed) for seed in range(4_000)])
     assert abs(result.mean() - whole) <= 5 * result.std() / len(result) ** 0.5
@@ -134,16 +134,16 @@ def test_sums_over_the_sample_are_unbiased():
 
 
 def test_a_draw_depends_on_seed_and_name_alone():
-    one, same, other = (opened("llama", count=3_000, seed=seed).sample for seed in (0, 0, 1))
-    assert all(torch.equal(a.left_GR, b.left_GR) for a, b in zip(one.tiles, same.tiles, strict=True))
-    assert not all(torch.equal(a.left_GR, b.left_GR) for a, b in zip(one.tiles, other.tiles, strict=True))
+    first, same, other = (opened("llama", count=3_000, seed=seed).sample for seed in (0, 0, 1))
+    assert all(torch.equal(a.left_GR, b.left_GR) for a, b in zip(first.tiles, same.tiles, strict=True))
+    assert not all(torch.equal(a.left_GR, b.left_GR) for a, b in zip(first.tiles, other.tiles, strict=True))
 
 
 def test_sixteen_bits_of_the_units_move_no_relevance():
     """Rounded to bfloat16 a number is off by 2^-9 of itself at most; so is a sum, of its terms' magnitudes."""
-    gradients, examples, asked = opened("llama", dtype=torch.float32), rows(), units()
-    result = relevance(gradients, examples, asked)
-    whole = [gradients_by_autograd(gradients, part) for part in (examples, asked)]
+    gradients, examples, unit_examples = opened("llama", dtype=torch.float32), rows(), units()
+    result = relevance(gradients, examples, unit_examples)
+    whole = [gradients_by_autograd(gradients, part) for part in (examples, unit_examples)]
     v_P = whole[0].double().square().mean(dim=0)
     terms = (whole[0].double().abs() / (v_P + DAMPING * v_P.mean())) @ whole[1].double().abs().T
     assert bool(((result - relevance_by_definition(*whole, DAMPING)).abs() <= 2**-8 * terms).all())
@@ -170,13 +170,13 @@ def test_a_row_whose_gradient_is_not_finite_counts_nothing():
 
 def test_what_positions_add_is_the_whole(family):
     """Also where some positions carry no loss."""
-    gradients, asked = opened(family, count=4_000), units()
-    side_EK = torch.cat([gradients.compute([unit])[0] for unit in asked])
+    gradients, unit_examples = opened(family, count=4_000), units()
+    side_EK = torch.cat([gradients.compute([unit])[0] for unit in unit_examples])
     gaps = np.array([False, True, True, False, False, True, False, True])
     for example in (*rows(2), Example(np.arange(1, 9, dtype=np.int32), loss_mask=gaps)):
         whole_E = (gradients.compute([example])[0] @ side_EK.T)[0].numpy()
         added_LE = gradients.by_position(example, side_EK)
-        assert added_LE.shape == (len(example.input_ids), len(asked))
+        assert added_LE.shape == (len(example.input_ids), len(unit_examples))
         np.testing.assert_allclose(added_LE.sum(axis=0), whole_E, atol=CLOSE * np.abs(added_LE).sum(axis=0).max())
 
 
@@ -189,7 +189,7 @@ def test_a_batch_without_room_is_halved_and_a_row_without_room_is_an_error():
             raise torch.cuda.OutOfMemoryError("no room")
         return index.sum()
 
-    assert [(part.tolist(), found) for part, found in split_on_oom(np.arange(7), run)] == [
+    assert [(part.tolist(), pieces) for part, pieces in split_on_oom(np.arange(7), run)] == [
         ([0, 1], 1),
         ([2, 3], 5),
         ([4, 5], 9),

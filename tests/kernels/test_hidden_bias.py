@@ -36,17 +36,17 @@ def gradient(head, hidden, label, owner, which) -> np.ndarray:
     shift = torch.zeros(H, requires_grad=True)
     mine = owner == which
     loss = torch.nn.functional.cross_entropy(head.linear(hidden[mine] + shift), label[mine])
-    (found,) = torch.autograd.grad(loss, shift)
-    return found.double().numpy()
+    (actual,) = torch.autograd.grad(loss, shift)
+    return actual.double().numpy()
 
 
 def test_shift_relevance_is_the_inner_product_of_exact_gradients():
     head, rows, units = world()
     unit_EH = prepare_hidden_bias(delta(head, *units[:2]), units[2], E, plain_whitener())
-    found = hidden_bias_relevance(unit_EH, delta(head, *rows[:2]), rows[2], N).numpy()
+    actual = hidden_bias_relevance(unit_EH, delta(head, *rows[:2]), rows[2], N).numpy()
     of_rows, of_units = (np.stack([gradient(head, *side, k) for k in range(n)]) for side, n in ((rows, N), (units, E)))
     close = rounding(TERMS, np.abs(of_rows) @ np.abs(of_units).T)
-    np.testing.assert_allclose(found, of_rows @ of_units.T, rtol=0, atol=close)
+    np.testing.assert_allclose(actual, of_rows @ of_units.T, rtol=0, atol=close)
 
 
 def test_directions_in_which_all_rows_pull_count_less():
@@ -59,6 +59,6 @@ def test_directions_in_which_all_rows_pull_count_less():
     second = (delta_PH.T @ delta_PH).double().numpy() / 30
     inverse = np.linalg.inv(second + 0.01 * np.trace(second) / H * np.eye(H))
     of_rows, of_units = (np.stack([gradient(head, *side, k) for k in range(n)]) for side, n in ((rows, N), (units, E)))
-    found = hidden_bias_relevance(unit_EH, delta_PH, rows[2], N).numpy()
+    actual = hidden_bias_relevance(unit_EH, delta_PH, rows[2], N).numpy()
     close = rounding(TERMS + H, np.abs(of_rows) @ np.abs(inverse) @ np.abs(of_units).T)
-    np.testing.assert_allclose(found, of_rows @ inverse @ of_units.T, rtol=0, atol=close)
+    np.testing.assert_allclose(actual, of_rows @ inverse @ of_units.T, rtol=0, atol=close)

@@ -15,24 +15,24 @@ def gradient(head, hidden, label, owner, which, mean) -> np.ndarray:
     mine = owner == which
     moved = hidden[mine] + (hidden[mine] - mean) @ matrix.T
     loss = torch.nn.functional.cross_entropy(head.linear(moved), label[mine])
-    (found,) = torch.autograd.grad(loss, matrix)
-    return found.double().numpy().T
+    (actual,) = torch.autograd.grad(loss, matrix)
+    return actual.double().numpy().T
 
 
 def moments_of(hidden_PH, delta_PH):
-    found = []
+    actual = []
     for dense_PH in (hidden_PH, delta_PH):
         accumulator = MomentAccumulator(V)
         accumulator.add(dense_PH.numpy(), np.zeros((len(dense_PH), 1), np.int64), np.ones((len(dense_PH), 1)))
-        found.append(accumulator.moments())
-    return found
+        actual.append(accumulator.moments())
+    return actual
 
 
 def test_tilt_relevance_is_the_inner_product_of_exact_gradients():
     head, rows, units = world()
     moments = moments_of(rows[0], delta(head, *rows[:2]))
     targets = prepare_hidden_linear(units[0], delta(head, *units[:2]), units[2], E, *moments)
-    found = hidden_linear_relevance(targets, rows[0], delta(head, *rows[:2]), rows[2], N).numpy()
+    actual = hidden_linear_relevance(targets, rows[0], delta(head, *rows[:2]), rows[2], N).numpy()
     mean = torch.from_numpy(moments[0].mean_H).float()
     of_rows, of_units = (
         np.stack([gradient(head, *side, k, mean) for k in range(n)]) for side, n in ((rows, N), (units, E))
@@ -43,4 +43,4 @@ def test_tilt_relevance_is_the_inner_product_of_exact_gradients():
     )
     expected = np.einsum("nhd,hi,eij,jd->ne", of_rows, hidden, of_units, by_delta)
     close = np.einsum("nhd,hi,eij,jd->ne", *map(np.abs, (of_rows, hidden, of_units, by_delta)))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=rounding(TERMS + H + H, close))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=rounding(TERMS + H + H, close))

@@ -68,8 +68,8 @@ def test_a_row_has_the_relevance_of_its_positions_and_none_without(kernel):
     row_P, relevance = kernel()
     every, n_rows = torch.ones_like(row_P, dtype=torch.bool), int(row_P.max()) + 1
     whole_NE = relevance(every, row_P, n_rows)
-    alone_E = relevance(row_P == 2, torch.zeros_like(row_P[row_P == 2]), 1)[0]
-    assert_close(alone_E, whole_NE[2])
+    single_E = relevance(row_P == 2, torch.zeros_like(row_P[row_P == 2]), 1)[0]
+    assert_close(single_E, whole_NE[2])
     spread_NE = relevance(every, 2 * row_P, 2 * n_rows)
     assert not spread_NE[1::2].any()
     assert_close(spread_NE[::2], whole_NE)

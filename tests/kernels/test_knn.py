@@ -80,16 +80,16 @@ class Definition:
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**31))
 def test_neighbour_relevance_is_its_definition(seed):
-    rows, units, whitener, moments = made = world(seed)
-    found = knn_relevance(prepared(units, whitener, moments), *rows, N).numpy()
-    expected = Definition(*made).relevance()
-    np.testing.assert_allclose(found, expected, rtol=0, atol=rounding(TERMS, expected))
+    rows, units, whitener, moments = inputs = world(seed)
+    actual = knn_relevance(prepared(units, whitener, moments), *rows, N).numpy()
+    expected = Definition(*inputs).relevance()
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=rounding(TERMS, expected))
 
 
 def test_it_is_the_slope_of_the_kernel_language_model():
-    made = world(3)
-    law, small = Definition(*made), 1e-6
-    unit = made[1][2].numpy()
+    inputs = world(3)
+    law, small = Definition(*inputs), 1e-6
+    unit = inputs[1][2].numpy()
     for i in range(N):
         near_S, same_S = law.of_row(i)
         more, less = (law.log_probability(law.near_S + w * near_S, law.same_S + w * same_S) for w in (small, -small))
@@ -115,6 +115,6 @@ def test_what_the_sample_does_not_have_may_be_there_once():
     far = 40.0 * unit_hidden  # nothing of the corpus is near
     targets = prepared((far, unit_residual, unit), whitener, moments)
     row = torch.arange(len(far)) % N
-    found = knn_relevance(targets, far, unit_residual.label_P, row, N)
-    assert found.isfinite().all()
-    assert float(found.abs().max()) <= M**2
+    actual = knn_relevance(targets, far, unit_residual.label_P, row, N)
+    assert actual.isfinite().all()
+    assert float(actual.abs().max()) <= M**2

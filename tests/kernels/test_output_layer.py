@@ -13,8 +13,8 @@ from tests.models.test_residuals import dense
 from tests.rounding import rounding
 
 V, H, E, N = 50, 8, 6, 5
-POSITIONS, UNIT_POSITIONS, KEPT = 60, 23, 6 + 1
-TERMS = H + KEPT + POSITIONS + UNIT_POSITIONS  # whitened, multiplied coordinate by coordinate, summed over pairs
+POSITIONS, UNIT_POSITIONS, COORDINATES = 60, 23, 6 + 1
+TERMS = H + COORDINATES + POSITIONS + UNIT_POSITIONS  # whitened, multiplied coordinate by coordinate, summed over pairs
 
 
 def world(seed: int, positions: int = POSITIONS, unit_positions: int = UNIT_POSITIONS):
@@ -50,9 +50,9 @@ def reference(hidden, unit_hidden, residual, unit_residual, whitener, row, unit)
 def test_token_relevance_is_the_mean_over_position_pairs(seed):
     hidden, unit_hidden, residual, unit_residual, whitener, row, unit = world(seed)
     targets = token_match.prepare_targets(unit_hidden, unit_residual, unit, E, whitener, N)
-    found = token_match.output_layer_relevance(targets, hidden, residual, row, N).numpy()
+    actual = token_match.output_layer_relevance(targets, hidden, residual, row, N).numpy()
     expected = reference(hidden, unit_hidden, residual, unit_residual, whitener, row, unit)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=rounding(TERMS, expected))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=rounding(TERMS, expected))
 
 
 def test_product_sketch_is_unbiased_for_the_product_geometry():
@@ -74,13 +74,13 @@ def test_product_sketch_is_unbiased_for_the_product_geometry():
 
 def test_pooling_averages_over_the_positions_of_a_row():
     hidden, _, residual, _, _, row, _ = world(2)
-    found = pool(hidden, residual, row, N, V)
+    actual = pool(hidden, residual, row, N, V)
     xi = dense(residual, V)
     for i in range(N):
         mine = row == i
         for pooled, parts in (
-            (found.hidden_NH[i], hidden[mine].numpy()),
-            (found.residual_NV[[i]].toarray()[0], xi[mine]),
+            (actual.hidden_NH[i], hidden[mine].numpy()),
+            (actual.residual_NV[[i]].toarray()[0], xi[mine]),
         ):
             np.testing.assert_allclose(pooled, parts.mean(axis=0), rtol=0, atol=rounding(len(parts), parts))
-    assert found.residual_NV.has_canonical_format
+    assert actual.residual_NV.has_canonical_format

@@ -49,10 +49,10 @@ def test_a_row_does_not_depend_on_its_block():
     units = prepare_units(unit_hidden, csr_array(unit_residual), d)
     sparse = csr_array(residual)
     whole = pooled_relevance(hidden, sparse, units)
-    alone = [pooled_relevance(hidden[i : i + 1], sparse[i : i + 1], units) for i in range(20)]
+    single = [pooled_relevance(hidden[i : i + 1], sparse[i : i + 1], units) for i in range(20)]
     # each is a product of two sums in float64, added up in another order
     close = rounding(hidden.shape[1] + residual.shape[1], whole, np.float64)
-    np.testing.assert_allclose(np.concatenate(alone), whole, rtol=0, atol=close)
+    np.testing.assert_allclose(np.concatenate(single), whole, rtol=0, atol=close)
 
 
 def test_float32_in_gives_float32_close_to_float64():

@@ -27,16 +27,16 @@ def test_moments_of_any_cut_are_the_moments_of_the_whole(seed, cuts):
         part = MomentAccumulator(11)
         part.add(hidden[low:high], index[low:high], value[low:high])
         merged.merge(part)
-    found = merged.moments()
+    actual = merged.moments()
     gamma = np.zeros(11)
     for line_index, line_value in zip(index, value, strict=True):
         for k, v in zip(line_index, line_value, strict=True):
             gamma[k] += v * v / 30
-    assert found.count == 30
-    np.testing.assert_allclose(found.mean_H, hidden.mean(axis=0), rtol=1e-12)
-    np.testing.assert_allclose(found.covariance_HH, np.cov(hidden.T, bias=True), rtol=1e-9, atol=1e-9)
-    np.testing.assert_allclose(found.second_moment, hidden.T @ hidden / 30, rtol=1e-12)
-    np.testing.assert_allclose(found.gamma_V, gamma, rtol=1e-12)
+    assert actual.count == 30
+    np.testing.assert_allclose(actual.mean_H, hidden.mean(axis=0), rtol=1e-12)
+    np.testing.assert_allclose(actual.covariance_HH, np.cov(hidden.T, bias=True), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(actual.second_moment, hidden.T @ hidden / 30, rtol=1e-12)
+    np.testing.assert_allclose(actual.gamma_V, gamma, rtol=1e-12)
 
 
 def test_whitening_whitens_up_to_the_ridge():
@@ -69,16 +69,16 @@ def test_a_projection_as_wide_as_the_state_is_exact():
 def test_sketches_keep_inner_products_on_average(kind):
     generator = np.random.default_rng(5)
     x, y = generator.normal(size=(2, 40))
-    found = []
+    actual = []
     for seed in range(400):
         if kind == "gaussian":
             project = gaussian_projection(16, 40, seed)
-            found.append((project @ x) @ (project @ y))
+            actual.append((project @ x) @ (project @ y))
         else:
             matrix = CountSketch.draw(40, 16, seed, "test").matrix().toarray()
-            found.append((x @ matrix) @ (y @ matrix))
-    error = np.std(found) / np.sqrt(len(found))
-    assert abs(np.mean(found) - x @ y) < 4 * error
+            actual.append((x @ matrix) @ (y @ matrix))
+    error = np.std(actual) / np.sqrt(len(actual))
+    assert abs(np.mean(actual) - x @ y) < 4 * error
 
 
 def test_count_sketch_matrix_is_its_dense_form_with_the_weights():

@@ -75,8 +75,8 @@ class FakeSource:
     @property
     def table(self):
         n = range(self.n_rows)
-        own = {"row_id": [f"r{i}" for i in n], "doc_id": [f"d{i // 2}" for i in n], "n_tokens": [2 + i for i in n]}
-        return pa.table(own | {"snippet": [f"text {i}" for i in n]} | self.columns)
+        columns = {"row_id": [f"r{i}" for i in n], "doc_id": [f"d{i // 2}" for i in n], "n_tokens": [2 + i for i in n]}
+        return pa.table(columns | {"snippet": [f"text {i}" for i in n]} | self.columns)
 
     @cached_property
     def directory(self) -> Path:

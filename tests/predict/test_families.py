@@ -77,9 +77,9 @@ def test_dirichlet_shares_lie_over_decades_around_the_corpus_and_some_are_none()
 def test_mixture_fractions_are_beta_one_half():
     labels = ["x"] * 400 + ["y"] * 400
     (block,) = parse_family("mixture:l").draw(256, n_rows=800, labels=labels, seed=0, purpose="t")
-    kept = block.weights_BN.toarray()[:, :400].mean(axis=1)
-    assert abs(kept.mean() - 0.5) < 0.05
-    assert abs(kept.var() - 0.125) < 0.02  # Beta(1/2, 1/2) has variance 1/8
+    retained = block.weights_BN.toarray()[:, :400].mean(axis=1)
+    assert abs(retained.mean() - 0.5) < 0.05
+    assert abs(retained.var() - 0.125) < 0.02  # Beta(1/2, 1/2) has variance 1/8
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_mixture_over_thousands_of_values_is_drawn_at_once():
     assert np.abs(per_value_BG.mean(axis=0) - 1).max() < 1  # no value is always whole, or never there
     assert abs(per_value_BG.mean() - 1) < 0.01
     # round(2 x) for x of Beta(1/2, 1/2): 0 below 1/4, 2 above 3/4, each with probability 1/3
-    assert [abs(float((per_value_BG == kept).mean()) - 1 / 3) < 0.01 for kept in (0, 1, 2)] == [True] * 3
+    assert [abs(float((per_value_BG == retained).mean()) - 1 / 3) < 0.01 for retained in (0, 1, 2)] == [True] * 3
 
 
 def test_draws_for_many_values_keep_within_each_value_what_was_drawn_for_it(monkeypatch):

@@ -72,14 +72,14 @@ def test_an_effect_is_the_equation_written_out_and_a_change_its_weighted_mean(ta
         task_N, unit_NE = slow_effects(source, chosen, target, task)
         np.testing.assert_allclose(predictor.effect_NT[:, t], task_N, rtol=0, atol=rounding(40, task_N))
         dense_BN = entries_BN.toarray()
-        kept_B1 = (dense_BN > 0).sum(axis=1, keepdims=True)
-        counted_BN = RepetitionLaw()(dense_BN * kept_B1 / dense_BN.sum(axis=1, keepdims=True)) / kept_B1
-        taken_B = NEW_ROW_VALUE * (1 - counted_BN.sum(axis=1))
-        assert taken_B.min() > 0.001
-        found_BE, close = change_BE[:, first : first + unit_NE.shape[1]], rounding(40, unit_NE)
-        np.testing.assert_allclose(change_BT[:, t], counted_BN @ task_N - taken_B, rtol=0, atol=close)
-        taken_B1 = taken_B[:, None] * unit_NE.mean(axis=1).std()  # a task's effect in that of its units
-        np.testing.assert_allclose(found_BE, counted_BN @ unit_NE - taken_B1, rtol=0, atol=close)
+        size_B1 = (dense_BN > 0).sum(axis=1, keepdims=True)
+        effective_BN = RepetitionLaw()(dense_BN * size_B1 / dense_BN.sum(axis=1, keepdims=True)) / size_B1
+        lost_B = NEW_ROW_VALUE * (1 - effective_BN.sum(axis=1))
+        assert lost_B.min() > 0.001
+        actual_BE, close = change_BE[:, first : first + unit_NE.shape[1]], rounding(40, unit_NE)
+        np.testing.assert_allclose(change_BT[:, t], effective_BN @ task_N - lost_B, rtol=0, atol=close)
+        lost_B1 = lost_B[:, None] * unit_NE.mean(axis=1).std()  # a task's effect in that of its units
+        np.testing.assert_allclose(actual_BE, effective_BN @ unit_NE - lost_B1, rtol=0, atol=close)
         first += unit_NE.shape[1]
     assert predictor.unit == EFFECT_SIZE
 
@@ -104,9 +104,9 @@ def test_with_geometry_the_level_is_the_sum_of_z_scores_over_the_family(side, we
     first = 0
     for t, target in enumerate(source.targets):
         want_B, want_BE = slow_levels(source, chosen, weights.csr().toarray(), family_BN, target)
-        found_BE = unit_BE[:, first : first + want_BE.shape[1]]
+        actual_BE = unit_BE[:, first : first + want_BE.shape[1]]
         np.testing.assert_allclose(task_BT[:, t], want_B, rtol=0, atol=rounding(40, want_BE))
-        np.testing.assert_allclose(found_BE, want_BE, rtol=0, atol=rounding(40, want_BE))
+        np.testing.assert_allclose(actual_BE, want_BE, rtol=0, atol=rounding(40, want_BE))
         first += want_BE.shape[1]
     assert_mentions(predictor.unit, "standard deviations", "mixture:topic", "12 subsets", "seed 0")
 
@@ -151,9 +151,9 @@ def test_the_whole_corpus_changes_nothing_and_parts_add_up(components, side, wei
     np.testing.assert_allclose(predictor.unit_change(everything, sums), 0.0, atol=close)
     weights = plain_subsets()
     sums = predictor.sums(weights)
-    columns = {name: one.reshape(len(one), -1) for name, one in predictor.parts(weights, sums).items()}
+    columns = {name: item.reshape(len(item), -1) for name, item in predictor.parts(weights, sums).items()}
     assert tuple(columns) == predictor.part_names
-    parts = sum(one for name, one in columns.items() if name.startswith("part_"))
+    parts = sum(item for name, item in columns.items() if name.startswith("part_"))
     np.testing.assert_allclose(parts, predictor.change_of(sums), rtol=0, atol=rounding(40, parts))
 
 
@@ -188,7 +188,7 @@ def test_the_unit_is_that_of_the_rows_whatever_the_relevance_is_measured_in():
     source, larger = FakeSource(), FakeSource()
     for name in ("relevance_output_layer", "relevance_embedding"):
         larger.arrays[name] = source.arrays[name] * 1e3
-    effects = [Predictor.from_artifact(one, DEFAULT_PROTOCOL).effect_NT for one in (source, larger)]
+    effects = [Predictor.from_artifact(item, DEFAULT_PROTOCOL).effect_NT for item in (source, larger)]
     close = rounding(40, effects[0])
     np.testing.assert_allclose(effects[0], effects[1], rtol=0, atol=close)
     np.testing.assert_allclose(effects[0].mean(axis=0), 0.0, atol=close)
@@ -199,13 +199,13 @@ def test_the_unit_is_that_of_the_rows_whatever_the_relevance_is_measured_in():
 def test_additive_retained_is_a_constant_minus_omitted(weighting):
     """What the rows kept and the rows left out say of a plain subset: the same for sums, with shares for means."""
     source, weights = FakeSource(), plain_subsets()
-    kept, left = (
+    retained, left = (
         Predictor.from_artifact(source, protocol(side=side, weighting=weighting)).change(weights)
         for side in ("retained", "omitted")
     )
     share_B = weights.sums / 40
     ratio_B = np.ones(6) if weighting == "count" else (1 - share_B) / share_B
-    np.testing.assert_allclose(kept, ratio_B[:, None] * left, rtol=0, atol=rounding(40, kept))
+    np.testing.assert_allclose(retained, ratio_B[:, None] * left, rtol=0, atol=rounding(40, retained))
 
 
 @pytest.mark.parametrize("block_rows", [1, 13, 40])
@@ -220,8 +220,8 @@ def test_neither_blocks_of_rows_nor_holding_them_matter(block_rows, held_bytes, 
 
     want = predicted(FakeSource())
     monkeypatch.setattr("grasp.predict.weights.HELD_BYTES", held_bytes)
-    for one, other in zip(want, predicted(FakeSource(block_rows=block_rows)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=rounding(40, one))
+    for item, other in zip(want, predicted(FakeSource(block_rows=block_rows)), strict=True):
+        np.testing.assert_allclose(item, other, rtol=0, atol=rounding(40, item))
 
 
 def test_the_additive_road_reads_no_sketch_and_relevance_once():
@@ -255,13 +255,13 @@ def test_what_does_not_vary_contributes_nothing_and_is_named():
         components={"hidden.self": -5.0}, match={"output_layer": 1.0, "embedding": 1.0}, weighting="count"
     )
     predictor = Predictor.from_artifact(source, chosen)
-    alone = Predictor.from_artifact(source, protocol(match={"output_layer": 1.0}))
+    additive = Predictor.from_artifact(source, protocol(match={"output_layer": 1.0}))
     assert predictor.dropped == ("embedding", "hidden.self")
     assert Predictor.from_artifact(source, protocol(match={"output_layer": 1.0, "embedding": 1.0})).dropped == (
         "embedding",
     )
     both = Predictor.from_artifact(source, protocol(match={"output_layer": 1.0, "embedding": 1.0}))
-    np.testing.assert_allclose(both.effect_NT, alone.effect_NT, rtol=0, atol=rounding(40, alone.effect_NT))
+    np.testing.assert_allclose(both.effect_NT, additive.effect_NT, rtol=0, atol=rounding(40, additive.effect_NT))
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ class QuadraticWorld(FakeSource):
     penalty = 0.02
 
     @classmethod
-    def made(cls, seed=0, n_rows=60, width=6, *, redundancy=3.0):
+    def build(cls, seed=0, n_rows=60, width=6, *, redundancy=3.0):
         rng = np.random.default_rng(seed)
         centre_GD = rng.standard_normal((4, width)) * redundancy
         update_ND = centre_GD[rng.integers(0, 4, n_rows)] + rng.standard_normal((n_rows, width))
@@ -307,7 +307,7 @@ class QuadraticWorld(FakeSource):
 
 @pytest.mark.parametrize("spelling", ["uniform:0.5", "bernoulli:0.3"])
 def test_planted_world_full_grasp_ranks_perfectly_and_the_additive_core_cannot(spelling):
-    world, family = QuadraticWorld.made(), parse_family(spelling)
+    world, family = QuadraticWorld.build(), parse_family(spelling)
     options = {"name": "p", "match": {"output_layer": 1.0}, "weighting": "count", "calibration": {"family": spelling}}
     trial = Predictor.from_artifact(world, rule(**options, components={"product.raw": 1.0}))
     # z(A) + omega z(K) is (A - lambda K) / sigma_A up to a constant when omega = -lambda sigma_K / sigma_A

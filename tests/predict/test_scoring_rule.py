@@ -36,11 +36,11 @@ def test_the_default_is_what_its_provenance_says_was_selected():
         fitted = protocol.fitted([*arrays, *(f"relevance_{kernel}" for kernel in last)], {})
         assert sorted(fitted.match) == sorted(default["match"])
         assert "ln V; measured at" in default["when"]
-    best = max(scratch["best"], key=lambda one: one["lcb"])
+    best = max(scratch["best"], key=lambda candidate: candidate["lcb"])
     assert (
         best["protocol"] == "retained | mean | embedding+output_layer (negative x 0.25) | no geometry | mean_relevance"
     )
-    assert max(tuned["best"], key=lambda one: one["lcb"])["match"] == tuned["match"]
+    assert max(tuned["best"], key=lambda candidate: candidate["lcb"])["match"] == tuned["match"]
     assert protocol.negative == 0.25
     assert type(protocol) is ScoringProtocol
     assert protocol.match == "auto"
@@ -74,7 +74,7 @@ def test_what_says_nothing_of_interactions_is_no_interaction(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "kernels", "fitted"),
+    ("requested", "kernels", "fitted"),
     [
         ("auto", ("output_layer", "embedding", "pooled"), {"embedding": 1.0, "output_layer": 1.0}),
         ("auto", ("output_layer", "pooled"), {"output_layer": 1.0}),
@@ -91,8 +91,8 @@ def test_what_says_nothing_of_interactions_is_no_interaction(tmp_path):
         ),
     ],
 )
-def test_kernels_are_those_asked_for_or_the_usual_ones_that_are_there(given, kernels, fitted):
-    chosen = rule(name="p", match=given, requires={"top_k": 64})
+def test_kernels_are_those_asked_for_or_the_usual_ones_that_are_there(requested, kernels, fitted):
+    chosen = rule(name="p", match=requested, requires={"top_k": 64})
     arrays = [f"relevance_{kernel}" for kernel in kernels]
     assert chosen.fitted(arrays, {"top_k": 64, "alpha": 0.5, "tau": 7}).match == fitted
 

@@ -50,9 +50,9 @@ def test_effects_are_what_is_predicted_and_lie_in_their_intervals(components, si
     options = {"components": components, "side": side, "weighting": weighting, "standardize": {"task": task}}
     predictor, effects, low_GT, high_GT = worth(FakeSource(), protocol(**options))
     identity_GG = np.eye(len(SLICES.names))
-    for step, found_GT in ((-1.0, effects.dropped_GT), (1.0, effects.doubled_GT)):
-        asked = predictor.change(SLICES.weights(1.0 + step * identity_GG))
-        np.testing.assert_allclose(found_GT, asked, atol=1e-5)
+    for step, actual_GT in ((-1.0, effects.dropped_GT), (1.0, effects.doubled_GT)):
+        expected = predictor.change(SLICES.weights(1.0 + step * identity_GG))
+        np.testing.assert_allclose(actual_GT, expected, atol=1e-5)
     mean_GT = np.stack([predictor.effect_NT[SLICES.codes_N == g].mean(axis=0) for g in range(len(SLICES.names))])
     np.testing.assert_allclose(effects.effect_GT, mean_GT, atol=1e-6)
     assert (low_GT <= effects.dropped_GT + 1e-9).all()
@@ -70,8 +70,8 @@ def test_intervals_are_as_wide_as_the_units_differ(seed):
     relevance_NE = downweight_negative(relevance_NE, chosen)
     spread = relevance_NE.mean(axis=1).std()
     for g in range(len(SLICES.names)):
-        kept_N = SLICES.codes_N != g
-        change_E = (relevance_NE[kept_N].mean(axis=0) - relevance_NE.mean(axis=0)) / spread
+        retained_N = SLICES.codes_N != g
+        change_E = (relevance_NE[retained_N].mean(axis=0) - relevance_NE.mean(axis=0)) / spread
         assert high_GT[g, 0] - low_GT[g, 0] == pytest.approx(2 * 1.96 * change_E.std() / np.sqrt(40), rel=0.15)
         assert effects.dropped_GT[g, 0] == pytest.approx(change_E.mean(), abs=1e-4)
 

@@ -48,12 +48,12 @@ def test_torch_and_entries_agree_with_a_loop(seed, plain, width, share, half):
 
 def test_large_jobs_are_gathered_by_torch(monkeypatch):
     weights_BN, values_NC = job(0)
-    asked, real = [], sweep_torch.sums
-    monkeypatch.setattr(sweep_torch, "sums", lambda *job: asked.append(1) or real(*job))
+    requested, real = [], sweep_torch.sums
+    monkeypatch.setattr(sweep_torch, "sums", lambda *job: requested.append(1) or real(*job))
     for large, calls in ((weights_BN.nnz * 40 + 1, 0), (weights_BN.nnz * 40, 1)):
         monkeypatch.setattr(row_sums, "LARGE", large)
         RowSums.over(values_NC).sums(Weights(weights_BN))
-        assert len(asked) == calls
+        assert len(requested) == calls
 
 
 def test_shapes_that_do_not_fit_are_named():

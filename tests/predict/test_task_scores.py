@@ -13,7 +13,7 @@ from grasp.seeds import stream
 WORDS, LENGTH = 40, 24
 
 
-def planted(n_rows, n_questions, *, own=1.0, text=1.0, noise=2.0, kinds=0.0, seed=0):
+def planted(n_rows, n_questions, *, deviation=1.0, text=1.0, noise=2.0, kinds=0.0, seed=0):
     """q_ie = text effect_i + row effect_i + row x question effect_ie, of known variances.
 
     Rows have one of two topics, with different words; the text effect is that of the topic. With `kinds`, questions are
@@ -23,7 +23,7 @@ def planted(n_rows, n_questions, *, own=1.0, text=1.0, noise=2.0, kinds=0.0, see
     topic_N = rng.integers(0, 2, n_rows)
     ids = (rng.integers(0, WORDS, (n_rows, LENGTH)) + WORDS * topic_N[:, None]).astype(np.int32)
     prior_N = text * (2.0 * topic_N - 1.0)
-    mu_N = prior_N + own * rng.standard_normal(n_rows)
+    mu_N = prior_N + deviation * rng.standard_normal(n_rows)
     q_NE = mu_N[:, None] + noise * rng.standard_normal((n_rows, n_questions))
     q_NE += kinds * np.outer(rng.standard_normal(n_rows), np.where(np.arange(n_questions) % 2, 1.0, -1.0))
     return ids, prior_N, mu_N, q_NE.astype(np.float32)
@@ -56,10 +56,10 @@ def fitted(ids, q_NE, *, order=None, block=64, texts=True, counts=None):
     return prior, score_NT[back]
 
 
-def oracle(prior_N, q_NE, *, own, noise):
+def oracle(prior_N, q_NE, *, deviation, noise):
     """E[mu | the questions, the topic]."""
     n = q_NE.shape[1]
-    share = own**2 / (own**2 + noise**2 / n)
+    share = deviation**2 / (deviation**2 + noise**2 / n)
     return prior_N + share * (q_NE.mean(axis=1) - prior_N)
 
 
@@ -68,7 +68,7 @@ def test_error_is_close_to_that_of_the_best_estimate(n_questions, noise):
     ids, prior_N, mu_N, q_NE = planted(6_000, n_questions, noise=noise)
     _, score_NT = fitted(ids, q_NE)
     error = np.mean((score_NT[:, 0] - (mu_N - mu_N.mean())) ** 2)
-    best = np.mean((oracle(prior_N, q_NE, own=1.0, noise=noise) - mu_N) ** 2)
+    best = np.mean((oracle(prior_N, q_NE, deviation=1.0, noise=noise) - mu_N) ** 2)
     plain = np.mean((q_NE.mean(axis=1) - mu_N) ** 2)
     assert error < 1.05 * best
     assert plain > best
@@ -111,9 +111,9 @@ def test_tasks_do_not_see_each_other():
     ids, _, _, q_NE = planted(600, 12)
     both, score_NT = fitted(ids, q_NE, counts=[4, 8])
     for t, columns in enumerate((slice(0, 4), slice(4, 12))):
-        alone, alone_NT = fitted(ids, q_NE[:, columns])
-        np.testing.assert_allclose(score_NT[:, t], alone_NT[:, 0], atol=1e-4)
-        assert both.rho_T[t] == pytest.approx(alone.rho_T[0], abs=1e-5)
+        single, single_NT = fitted(ids, q_NE[:, columns])
+        np.testing.assert_allclose(score_NT[:, t], single_NT[:, 0], atol=1e-4)
+        assert both.rho_T[t] == pytest.approx(single.rho_T[0], abs=1e-5)
 
 
 def test_reliability_is_the_correlation_between_scores_from_two_samples_of_questions():
@@ -161,7 +161,7 @@ def test_sample_of_the_rows_is_enough_and_bounds_memory(monkeypatch):
     monkeypatch.setattr(task_scores, "BLOCK_TOKENS", 500 * LENGTH)
     prior, score_NT = fitted(ids, q_NE)
     error = np.mean((score_NT[:, 0] - (mu_N - mu_N.mean())) ** 2)
-    assert error < 1.1 * np.mean((oracle(prior_N, q_NE, own=1.0, noise=4.0) - mu_N) ** 2)
+    assert error < 1.1 * np.mean((oracle(prior_N, q_NE, deviation=1.0, noise=4.0) - mu_N) ** 2)
     assert prior.text_NT.shape == (6_000, 1)
 
 

@@ -64,11 +64,11 @@ def test_the_form_changes_no_draw(monkeypatch, family):
     plain = [block.weights_BN for block in parse_family(family).draw(9, **draw)]
     assert all(form(block.weights) == "entries" for block in parse_family(family).draw(9, **draw))
     monkeypatch.setattr(blocks_module, "PACKED_ROWS", 40)
-    found = list(parse_family(family).draw(9, **draw))
-    assert {form(block.weights) for block in found} & {"omitted", "bits"}
-    together = np.concatenate([block.weights_BN.toarray() for block in found])
+    drawn = list(parse_family(family).draw(9, **draw))
+    assert {form(block.weights) for block in drawn} & {"omitted", "bits"}
+    together = np.concatenate([block.weights_BN.toarray() for block in drawn])
     np.testing.assert_array_equal(together, np.concatenate([matrix.toarray() for matrix in plain]))
-    assert [name for block in found for name in block.subset_ids] == [f"test-{b:06d}" for b in range(9)]
+    assert [name for block in drawn for name in block.subset_ids] == [f"test-{b:06d}" for b in range(9)]
 
 
 def test_rows_left_out_of_a_large_corpus_are_all_that_is_kept(tmp_path):
@@ -92,16 +92,16 @@ def test_blocks_have_one_form_and_keep_the_order(monkeypatch):
         MissingRows("not so many", np.arange(50)),
         WeightedRows("weighted", np.arange(99), np.full(99, 0.5)),
     ]
-    found = list(in_blocks(items, 100, 8))
-    assert [block.subset_ids for block in found] == [
+    drawn = list(in_blocks(items, 100, 8))
+    assert [block.subset_ids for block in drawn] == [
         ("few",),
         ("half", "half too"),
         ("nearly all",),
         ("not so many",),
         ("weighted",),
     ]
-    assert [form(block.weights) for block in found] == ["entries", "bits", "omitted", "bits", "entries"]
-    assert [int(block.sizes_B[0]) for block in found] == [3, 60, 98, 50, 99]
+    assert [form(block.weights) for block in drawn] == ["entries", "bits", "omitted", "bits", "entries"]
+    assert [int(block.sizes_B[0]) for block in drawn] == [3, 60, 98, 50, 99]
 
 
 def test_entries_given_twice_are_one_row():

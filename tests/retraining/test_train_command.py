@@ -21,7 +21,7 @@ from grasp.models.tokenizer import train_tokenizer
 
 EXAMPLE = Path(__file__).parents[2] / "docs/examples/finetune.py"
 WORDS = "the river runs into the sea and iron is a metal that burns in the furnace with coal and light"
-# copies the corpus beside `seen`, then fails as it is told, or leaves the base model
+# copies the corpus next to `seen`, then fails on request, or writes the base model
 TRAINER = """
 import pathlib, shutil, sys
 base, seen, corpus, checkpoint, seed = sys.argv[1:]
@@ -70,14 +70,14 @@ def world(tmp_path_factory):
 
 
 def retrain(world, out, command, **more):
-    given = {
+    environment_variables = {
         "corpus": {"max_length": 32},
         "tokenizer": str(world / "base"),
         "subsets": str(world / "subsets.parquet"),
         "device": "cpu",
         "threads": 1,
     }
-    settings = given | more.pop("settings", {})
+    settings = environment_variables | more.pop("settings", {})
     return grasp.retrain(
         world / "corpus.jsonl",
         str(world / "water.jsonl"),
@@ -141,15 +141,15 @@ def test_a_run_that_fails_is_named_the_others_go_on_and_it_is_tried_again(world,
     assert re.search(r"1 of 4 runs.*twenty-0: .*exit status 1: no memory for this one", str(env.summary()))
     assert (out / "logs/twenty-0.stderr.txt").read_text() == "first line\nno memory for this one\n"
     (seen / "fail").unlink()
-    again = retrain(world, out, trained)
-    assert again.pending() == ()
-    assert "failed" not in str(again.summary())
+    repeated = retrain(world, out, trained)
+    assert repeated.pending() == ()
+    assert "failed" not in str(repeated.summary())
     assert (seen / "calls").read_text().split().count("10-0") == 1
 
 
 def test_jobs_of_a_scheduler_give_what_training_here_gives(world, example, tmp_path):
     """Lines run in any order, one of them failing at first; what they left is scored by the same call."""
-    trained, here = example
+    trained, example_dir = example
     out, lines = tmp_path / "a place" / "env", []
     out.parent.mkdir()
     assert len(retrain(world, out, trained, jobs=lines.append).pending()) == len(lines) == 4
@@ -165,22 +165,22 @@ def test_jobs_of_a_scheduler_give_what_training_here_gives(world, example, tmp_p
     subprocess.run(["sh", "-c", left[0]], check=True, cwd=tmp_path, env=environ)
     env = retrain(world, out, trained)
     assert env.pending() == ()
-    np.testing.assert_allclose(env.utilities().values_BSE, here.utilities().values_BSE, atol=1e-5)
+    np.testing.assert_allclose(env.utilities().values_BSE, example_dir.utilities().values_BSE, atol=1e-5)
     assert (out / "reference/seed-0/config.json").exists()
     assert not list((out / "jobs").iterdir())
 
 
 def test_a_job_that_left_something_else_is_named_and_given_again(world, tmp_path):
-    seen, out, lines, again = tmp_path / "seen", tmp_path / "env", [], []
+    seen, out, lines, repeated = tmp_path / "seen", tmp_path / "env", [], []
     trained = command(world, seen)
     retrain(world, out, trained, jobs=lines.append)
     (out / "jobs/ten-0/checkpoint").mkdir()
-    env = retrain(world, out, trained, jobs=again.append)
-    assert again == lines
+    env = retrain(world, out, trained, jobs=repeated.append)
+    assert repeated == lines
     assert re.search(r"1 of 4 runs.*ten-0: .*checkpoint", str(env.summary()))
     assert not (seen / "calls").exists()
     with pytest.raises(SettingsError, match=r"print_jobs: .*train command"):
-        retrain(world, tmp_path / "other", None, jobs=again.append)
+        retrain(world, tmp_path / "other", None, jobs=repeated.append)
 
 
 def test_a_trainer_may_say_as_much_as_it_likes(world, tmp_path):

@@ -253,9 +253,9 @@ def test_a_given_table_of_subsets_is_trained_on(inputs, tmp_path):
 def test_bad_settings_are_refused_before_anything_is_trained(inputs, whole, tmp_path, changes, error, word):
     if changes.get("tokenizer") == "TRAINED":
         changes = changes | {"tokenizer": str(whole.path / "tokenizer")}
-    given = put_all(settings(inputs).model_dump(mode="json"), changes)
+    fields = put_all(settings(inputs).model_dump(mode="json"), changes)
     with pytest.raises(error, match=word):
-        retrain(retrain_settings(given), tmp_path / "env")
+        retrain(retrain_settings(fields), tmp_path / "env")
     assert not (tmp_path / "env" / "environment.json").exists()
 
 

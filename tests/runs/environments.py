@@ -58,9 +58,9 @@ def write_arrays(
 ) -> ArtifactReader:
     """An artifact of these arrays, in float32, and of these rows."""
     specs = {name: ArraySpec(array.shape[1], "1", "none") for name, array in arrays.items()}
-    given = {"identity": {}, "n_rows": rows.num_rows, "shard_rows": shard_rows, "dtype": "float32"}
+    fields = {"identity": {}, "n_rows": rows.num_rows, "shard_rows": shard_rows, "dtype": "float32"}
     with lock_artifact(path):
-        writer = ArtifactWriter.open(path, arrays=specs, **given)
+        writer = ArtifactWriter.open(path, arrays=specs, **fields)
         for k in range(writer.grid.n_shards):
             start, stop = writer.grid.bounds(k)
             part = {name: array[start:stop] for name, array in arrays.items()}
@@ -82,16 +82,16 @@ def begin_environment(
     of_target = {target: [unit for unit in units if unit.target == target] for target in artifact.targets}
     targets = {
         target: TargetInfo(
-            fingerprint=UnitSet(tuple(own)).fingerprint,
+            fingerprint=UnitSet(tuple(names)).fingerprint,
             loss_on="completion",
-            unit_ids=tuple(unit.unit_id for unit in own),
+            unit_ids=tuple(unit.unit_id for unit in names),
         )
-        for target, own in of_target.items()
+        for target, names in of_target.items()
     }
     fingerprint = artifact.manifest.fingerprints["corpus"]
     fields = {"role": "dev", "recipe": "tiny", "family": spec, "targets": targets, "corpus_fingerprint": fingerprint}
-    made = RetrainedRunsInfo(**fields | info, n_rows=rows.n_rows, subset_ids=(), masks_checksum="", reference=False)
-    return RetrainedRuns.create(path, made, blocks, rows), blocks
+    record = RetrainedRunsInfo(**fields | info, n_rows=rows.n_rows, subset_ids=(), masks_checksum="", reference=False)
+    return RetrainedRuns.create(path, record, blocks, rows), blocks
 
 
 def write_environment(

@@ -102,8 +102,8 @@ def test_ordinary_moves_are_no_warning_and_far_ones_are(artifact, ask):
     assert not [note for note in ask(family="uniform:0.95", count=50).notes if note.startswith("outside")]
     ids = next(artifact.row_batches(["row_id"])).column(0).to_pylist()
     (note,) = [note for note in ask(subsets={"one row": ids[:1]}).notes if note.startswith("outside")]
-    said = r"outside the range of the runs, .*: one row \(\d+\.\d times as far"
-    assert re.match(said, note)
+    pattern = r"outside the range of the runs, .*: one row \(\d+\.\d times as far"
+    assert re.match(pattern, note)
 
 
 def test_units_have_no_interval(ask):
@@ -117,9 +117,9 @@ def test_what_is_held_out_is_refused(artifact, tmp_path):
     with pytest.raises(ProtocolLeakError, match="held: is held out"):
         fit_outcomes(predictor, artifact, held)
     partly = write_environment(tmp_path / "partly", artifact, lambda b, s, _: 0.1 * b, held_out_targets=("boolq",))
-    found = fit_outcomes(predictor, artifact, partly)
-    assert list(found.columns) == ["sciq"]
-    assert any("no runs for boolq" in note for note in found.notes)
+    bound = fit_outcomes(predictor, artifact, partly)
+    assert list(bound.columns) == ["sciq"]
+    assert any("no runs for boolq" in note for note in bound.notes)
 
 
 def test_runs_that_prefer_other_rows_than_relevance_does_are_noted(artifact, environment, tmp_path):
@@ -175,10 +175,10 @@ def test_imported_runs_are_evaluated_calibrated_on_and_reported(artifact, enviro
     runs = grasp.import_runs(trained, results, out=tmp_path / "runs")
     art = grasp.Artifact(artifact)
     same, imported_ones = grasp.evaluate(art, environment), grasp.evaluate(art, tmp_path / "runs")
-    for one, other in zip(same.records(), imported_ones.records(), strict=True):
-        assert (one["method"], one["target"]) == (other["method"], other["target"])
+    for result, other in zip(same.records(), imported_ones.records(), strict=True):
+        assert (result["method"], result["target"]) == (other["method"], other["target"])
         for metric in ("task_rho", "task_ceiling", "pairwise"):
-            assert other[metric] == pytest.approx(one[metric], abs=1e-6)
+            assert other[metric] == pytest.approx(result[metric], abs=1e-6)
     assert "undefined: mean_lds of output_layer additive on sciq: no predictions for units" in repr(imported_ones)
     assert "single units are undefined" in repr(imported_ones)
     assert grasp.calibrate(art, runs).protocol.match == grasp.calibrate(art, environment).protocol.match
@@ -189,25 +189,25 @@ def test_imported_runs_are_evaluated_calibrated_on_and_reported(artifact, enviro
 def test_what_is_evaluated_is_what_predict_says(tmp_path):
     artifact = write_artifact(tmp_path / "art", kernel="output_layer+embedding")
     protocol = ScoringProtocol(name="p", match={"output_layer": 1.0, "embedding": 0.25}, negative=0.5)
-    joined = Alignment.from_runs(bind_runs(artifact, imported(weights="times")[0]), artifact)
-    (found,) = joined.additive({"p": protocol}, joined.environment.targets)
+    alignment = Alignment.from_runs(bind_runs(artifact, imported(weights="times")[0]), artifact)
+    (bound,) = alignment.additive({"p": protocol}, alignment.environment.targets)
     predictor = Predictor.from_artifact(artifact, protocol, ["sciq"])
-    (block,) = joined.blocks
+    (block,) = alignment.blocks
     assert np.ptp(block.weights_BN.toarray()) > 0  # rows that are seen often count as less than so many
-    np.testing.assert_allclose(found.task_B[joined.environment.targets[0]], predictor.change(block.weights)[:, 0])
+    np.testing.assert_allclose(bound.task_B[alignment.environment.targets[0]], predictor.change(block.weights)[:, 0])
 
 
 def test_runs_that_lack_seeds_are_averaged(artifact):
     runs, _ = imported()
-    again = runs.results.slice(0, 1).set_column(1, "seed", pa.array([1], pa.int64()))
-    results = pa.concat_tables([runs.results, again.set_column(6, "value", pa.array([0.3]))])
-    found = bind_runs(artifact, RunTable.from_results("uneven", runs.info, runs.trained, results))
-    assert found.utilities().values_BSE.shape == (30, 1, 1)
-    assert np.isnan(found.task_utilities(["sciq"])).sum() == 29
+    extra = runs.results.slice(0, 1).set_column(1, "seed", pa.array([1], pa.int64()))
+    results = pa.concat_tables([runs.results, extra.set_column(6, "value", pa.array([0.3]))])
+    predictor = bind_runs(artifact, RunTable.from_results("uneven", runs.info, runs.trained, results))
+    assert predictor.utilities().values_BSE.shape == (30, 1, 1)
+    assert np.isnan(predictor.task_utilities(["sciq"])).sum() == 29
     assert (
-        fit_outcomes(Predictor.from_artifact(artifact, PROTOCOL, ["sciq"]), artifact, found).process.hyperparameters[
-            "seed noise"
-        ]
+        fit_outcomes(
+            Predictor.from_artifact(artifact, PROTOCOL, ["sciq"]), artifact, predictor
+        ).process.hyperparameters["seed noise"]
         > 0
     )
 
@@ -215,11 +215,11 @@ def test_runs_that_lack_seeds_are_averaged(artifact):
 def test_shares_and_times_become_weights_of_rows(artifact):
     column = LabelTable(artifact.rows_path).column("topic")
     runs, share_RG = imported(tuple(f"train_{name}" for name in TOPICS))  # a common beginning may be left off
-    (block,), said = row_weights(runs, artifact)
+    (block,), pattern = row_weights(runs, artifact)
     dense_RN = block.weights.mix[:, column.codes_N]
     per_topic = np.stack([dense_RN[:, column.codes_N == column.values.index(name)].sum(axis=1) for name in TOPICS], 1)
     np.testing.assert_allclose(per_topic / dense_RN.sum(axis=1, keepdims=True), share_RG, atol=1e-9)
-    assert said == []
+    assert pattern == []
     twice, _ = imported(weights="times")
     (block,), _ = row_weights(twice, artifact)
     np.testing.assert_allclose(block.weights.mix[:, column.values.index(TOPICS[0])], share_RG[:, 0], atol=1e-9)
@@ -241,13 +241,13 @@ def test_runs_of_documents_and_of_expressions(artifact):
 def test_runs_of_another_corpus_are_refused_with_what_is_lacking(artifact):
     rows = pa.table({"run": ["a", "b"], "row_id": ["row-1", "nowhere"]})
     strange = grasp.import_runs(rows, pa.table({"run": ["a", "b"], "sciq/acc": [0.1, 0.2]}))
-    for runs, said in (
+    for runs, pattern in (
         (imported(("games", "news", "code"))[0], "2 values of topic are not in the artifact: news, code"),
         (imported(metric="arc/acc")[0], "metrics arc/acc.*targets sciq, boolq"),
         (imported(n=1)[0], r"got 1 different subset\(s\) in 1 run\(s\)"),
         (strange, "1 rows or documents are not in the artifact: nowhere"),
     ):
-        with pytest.raises(RunsError, match=said):
+        with pytest.raises(RunsError, match=pattern):
             fit_outcomes(Predictor.from_artifact(artifact, PROTOCOL), artifact, runs)
 
 
@@ -259,12 +259,12 @@ def test_the_best_mixture_by_runs_that_saturate_lies_inside(artifact):
     table = plain.to_pandas().set_index("value")
     np.testing.assert_allclose(table.loc[list(TOPICS), "proposed"], peak_G, atol=0.05)
     careful = mix(artifact, "topic", "sciq", protocol=PROTOCOL, max_repeat=50, runs=runs, cautious=True)
-    lower = [one.targets["acc_low"][0].as_py() for one in (careful, plain)]
+    lower = [result.targets["acc_low"][0].as_py() for result in (careful, plain)]
     assert lower[0] >= lower[1] - 1e-6
     with pytest.raises(SettingsError, match="cautious: requires `runs`"):
         mix(artifact, "topic", "sciq", protocol=PROTOCOL, cautious=True)
-    alone = mix(artifact, "topic", "sciq", protocol=PROTOCOL, max_repeat=50).to_pandas().set_index("value")
-    assert np.abs(alone.loc[list(TOPICS), "proposed"] - peak_G).max() > 0.1  # relevance alone ends elsewhere
+    baseline = mix(artifact, "topic", "sciq", protocol=PROTOCOL, max_repeat=50).to_pandas().set_index("value")
+    assert np.abs(baseline.loc[list(TOPICS), "proposed"] - peak_G).max() > 0.1  # relevance alone ends elsewhere
     bounded = mix(artifact, "topic", "sciq", protocol=PROTOCOL, max_repeat=50, runs=runs, cap=["games:20%"])
     assert bounded.to_pandas().set_index("value").loc["games", "proposed"] <= 0.2 + 1e-6
 
@@ -278,14 +278,14 @@ def test_rows_are_chosen_by_what_runs_lead_to_expect(artifact):
     share_RG = np.random.default_rng(4).dirichlet(np.ones(3), 60)
     runs = runs_of(share_RG, share_RG[:, TOPICS.index(worst)])
     choose = functools.partial(select, artifact, "25%", "sciq", protocol=PROTOCOL)
-    alone, plain, careful = choose(), choose(runs=runs), choose(runs=runs, cautious=True)
+    baseline, plain, careful = choose(), choose(runs=runs), choose(runs=runs, cautious=True)
 
     def share(selection):
         return np.mean(column.codes_N[selection.row_index] == column.values.index(worst))
 
-    assert share(plain) > 0.7 > 0.3 > share(alone)
-    assert len(plain) == len(alone) == len(careful)
-    best, low = ([one.targets[name][0].as_py() for one in (plain, careful)] for name in ("acc", "acc_low"))
+    assert share(plain) > 0.7 > 0.3 > share(baseline)
+    assert len(plain) == len(baseline) == len(careful)
+    best, low = ([result.targets[name][0].as_py() for result in (plain, careful)] for name in ("acc", "acc_low"))
     assert best[0] >= best[1]
     assert low[1] > low[0] - SLOW * abs(low[0])  # the climb ends where a round gains less
     assert f"{best[0]:+.4f} acc" in str(plain)
@@ -297,13 +297,13 @@ def test_rows_are_chosen_by_what_runs_lead_to_expect(artifact):
 
 def test_with_runs_that_agree_with_relevance_its_rows_are_kept(artifact, environment):
     plain = select(artifact, "25%", "sciq", protocol=PROTOCOL, runs=environment)
-    alone = select(artifact, "25%", "sciq", protocol=PROTOCOL)
-    kept = len(set(plain.row_ids) & set(alone.row_ids)) / len(alone)
-    assert kept >= 0.75  # what rows are chosen by within their topic counts less beside runs
+    baseline = select(artifact, "25%", "sciq", protocol=PROTOCOL)
+    overlap = len(set(plain.row_ids) & set(baseline.row_ids)) / len(baseline)
+    assert overlap >= 0.75  # what rows are chosen by within their topic counts less beside runs
 
 
-@pytest.mark.parametrize(("kernel", "within"), [("output_layer", WITHIN_SLICE_WEIGHT), ("gradient", 1.0)])
-def test_rows_chosen_within_slices_count_less_beside_runs_but_by_gradients_whole(tmp_path, kernel, within):
+@pytest.mark.parametrize(("kernel", "weight"), [("output_layer", WITHIN_SLICE_WEIGHT), ("gradient", 1.0)])
+def test_rows_chosen_within_slices_count_less_beside_runs_but_by_gradients_whole(tmp_path, kernel, weight):
     artifact = write_artifact(tmp_path / "art", kernel=kernel)
     predictor = Predictor.from_artifact(artifact, ScoringProtocol(name="p", match={kernel: 1.0}))
     known = SubsetFeaturizer.from_predictor(predictor, artifact, ("topic",))
@@ -318,8 +318,8 @@ def test_rows_chosen_within_slices_count_less_beside_runs_but_by_gradients_whole
         rows = np.flatnonzero(column.codes_N == g)
         best_N[rows[np.argsort(-predictor.effect_NT[rows, 0])[: len(rows) // 2]]] = 1.0
     chosen = Weights(csr_array(best_N[None]))
-    own = known.features(chosen)
-    assert own.within_slice_BT[0, 0] > 0
+    features = known.features(chosen)
+    assert features.within_slice_BT[0, 0] > 0
     np.testing.assert_allclose(
-        own.relevance_BT, predictor.change(chosen) - (1 - within) * own.within_slice_BT, atol=1e-6
+        features.relevance_BT, predictor.change(chosen) - (1 - weight) * features.within_slice_BT, atol=1e-6
     )

@@ -106,8 +106,8 @@ def test_row_scores_are_summed_over_the_subset(env, tmp_path, weighting):
     names = [f"row-{i}" for i in range(30)]
     wide = pa.table({"row_id": names} | {f"{t}/{u}": scores[:, e] for e, (t, u) in enumerate(UNITS)})
     pq.write_table(wide.take(pa.array(np.random.default_rng(6).permutation(30))), tmp_path / "s.parquet")
-    kept = np.concatenate([block.weights_BN.toarray() for block in env.subset_blocks(ROWS)])
-    expected = kept @ scores / (kept.sum(axis=1, keepdims=True) if weighting == "mean" else 1)
+    retained = np.concatenate([block.weights_BN.toarray() for block in env.subset_blocks(ROWS)])
+    expected = retained @ scores / (retained.sum(axis=1, keepdims=True) if weighting == "mean" else 1)
     for path in (tmp_path / "s.npy", tmp_path / "s.parquet"):
         opened = read_row_scores(path, ROWS)
         got = opened.sum_over(env.subset_blocks(ROWS), weighting=weighting)
@@ -143,19 +143,19 @@ def test_row_scores_that_do_not_fit_are_refused(env, tmp_path):
 
 
 NAMES = {"subset_id": ["a"], "target": ["sciq"]}
-MADE = pa.Table.from_pylist
+TABLE = pa.Table.from_pylist
 
 
 @pytest.mark.parametrize(
-    ("table", "said"),
+    ("table", "message"),
     [
-        (lambda rows: MADE([r for r in rows if r["subset_id"] != "evaluation-000003"]), "1 of 10 have no prediction"),
-        (lambda rows: MADE(rows[1:]), "subset 'evaluation-000000', target and unit .* occurs 0 times"),
-        (lambda rows: MADE([*rows, rows[0]]), "occurs 2 times"),
-        (lambda rows: MADE([rows[0] | {"utility": None}, *rows[1:]]), r"m: sciq: prediction at \(0, 0\) is nan"),
-        (lambda rows: MADE([rows[0] | {"utility": 1e308}, *rows[1:]]), r"must be finite, and at most 1e\+100"),
-        (lambda rows: MADE([r for r in rows if r["unit_id"] != "u2"]), "units of sciq: 1 of 3 have no prediction"),
-        (lambda rows: MADE([{"subset_id": r["subset_id"]} for r in rows]), r"lacks \['target', 'utility'\]"),
+        (lambda rows: TABLE([r for r in rows if r["subset_id"] != "evaluation-000003"]), "1 of 10 have no prediction"),
+        (lambda rows: TABLE(rows[1:]), "subset 'evaluation-000000', target and unit .* occurs 0 times"),
+        (lambda rows: TABLE([*rows, rows[0]]), "occurs 2 times"),
+        (lambda rows: TABLE([rows[0] | {"utility": None}, *rows[1:]]), r"m: sciq: prediction at \(0, 0\) is nan"),
+        (lambda rows: TABLE([rows[0] | {"utility": 1e308}, *rows[1:]]), r"must be finite, and at most 1e\+100"),
+        (lambda rows: TABLE([r for r in rows if r["unit_id"] != "u2"]), "units of sciq: 1 of 3 have no prediction"),
+        (lambda rows: TABLE([{"subset_id": r["subset_id"]} for r in rows]), r"lacks \['target', 'utility'\]"),
         (lambda _: pa.table({"x": [1]}), r"has columns \['x'\], expected subset_id"),
         (lambda _: pa.table(NAMES | {"utility": ["x"]}), "utility: Failed to parse string: 'x'"),
         (lambda _: pa.table(NAMES | {"utility": [[1.0]]}), "utility: Unsupported cast"),
@@ -163,15 +163,15 @@ MADE = pa.Table.from_pylist
         (lambda _: pa.table([["a"], ["b"], ["t"], [1.0]], [*NAMES, "target", "utility"]), "as the name of 2 columns"),
     ],
 )
-def test_tables_that_are_no_predictions_or_have_holes_are_refused(env, tmp_path, table, said):
+def test_tables_that_are_no_predictions_or_have_holes_are_refused(env, tmp_path, table, message):
     path = save_table(tmp_path / "m.parquet", truth(env), shuffle=False)
     pq.write_table(table(pq.read_table(path).to_pylist()), path)
-    with pytest.raises(RunsError, match=said):
+    with pytest.raises(RunsError, match=message):
         evaluation_of(env, [read(env, path)], resamples=9)
 
 
 @pytest.mark.parametrize(
-    ("array", "names", "said"),
+    ("array", "names", "message"),
     [
         (np.ones((10, 5)), None, r"m\.ids\.json: no such file"),
         (np.ones((10, 5)), {"subset_ids": ["a"], "units": UNITS}, r"shape \(10, 5\), expected \(1, 5\)"),
@@ -180,11 +180,11 @@ def test_tables_that_are_no_predictions_or_have_holes_are_refused(env, tmp_path,
         (np.array([["x"]]), {"subset_ids": ["a"], "units": [["sciq", "0"]]}, "expected an array of numbers"),
     ],
 )
-def test_arrays_that_are_no_predictions_are_refused(env, tmp_path, array, names, said):
+def test_arrays_that_are_no_predictions_are_refused(env, tmp_path, array, names, message):
     np.save(tmp_path / "m.npy", array)
     if names is not None:
         (tmp_path / "m.ids.json").write_text(json.dumps(names))
-    with pytest.raises(RunsError, match=said):
+    with pytest.raises(RunsError, match=message):
         read(env, tmp_path / "m.npy")
 
 

@@ -37,13 +37,13 @@ def read(tmp_path, shares=SHARES, losses=LOSSES, **options) -> RunTable:
 
 def test_a_pair_of_tables_is_read_stored_and_opened_again(tmp_path):
     runs = read(tmp_path, out=tmp_path / "runs")
-    again = grasp.open_runs(tmp_path / "runs")
-    for one in (runs, again):
-        assert one.runs == ("a", "b", "c")
-        assert one.values == ("wiki", "code", "books")
-        np.testing.assert_allclose(one.weights_RG()[1], [0.1, 0.1, 0.8])
-        np.testing.assert_allclose(one.utility_RST()[:, 0], [[-3.5, 0.4], [-3.25, 0.5], [-4.0, 0.25]])
-        assert one.info.metrics == {"val_loss/sciq": "lower", "acc": "higher"}
+    reopened = grasp.open_runs(tmp_path / "runs")
+    for table in (runs, reopened):
+        assert table.runs == ("a", "b", "c")
+        assert table.values == ("wiki", "code", "books")
+        np.testing.assert_allclose(table.weights_RG()[1], [0.1, 0.1, 0.8])
+        np.testing.assert_allclose(table.utility_RST()[:, 0], [[-3.5, 0.4], [-3.25, 0.5], [-4.0, 0.25]])
+        assert table.info.metrics == {"val_loss/sciq": "lower", "acc": "higher"}
 
 
 def test_one_wide_table_with_seeds_and_sizes(tmp_path):
@@ -61,9 +61,9 @@ def test_one_wide_table_with_seeds_and_sizes(tmp_path):
     np.testing.assert_allclose(small.utility_RST()[:, :, 0], [[-2.0, -3.0]])
     table = pa.table({name: [line[k] for line in lines[1:]] for k, name in enumerate(head)})
     pq.write_table(table, tmp_path / "w.parquet")
-    again = grasp.import_runs(tmp_path / "w.parquet", label="topic", metrics=["loss"], columns=["w_*"])
-    assert again.trained.equals(runs.trained)
-    assert again.results.equals(runs.results)
+    reopened = grasp.import_runs(tmp_path / "w.parquet", label="topic", metrics=["loss"], columns=["w_*"])
+    assert reopened.trained.equals(runs.trained)
+    assert reopened.results.equals(runs.results)
 
 
 def test_sizes_are_compared_by_how_they_rank_the_runs_that_both_have():
@@ -73,8 +73,8 @@ def test_sizes_are_compared_by_how_they_rank_the_runs_that_both_have():
         | {"loss": [5.0, 4.0, 3.0, 2.0, 1.0, 2.5, 2.4, 2.2, 2.3], "acc": [0.1, 0.2, 0.3, 0.4, 0.5, 0.1, 0.2, 0.3, 0.4]}
     )
     runs = grasp.import_runs(shares, results, label="source")
-    ((one, other, n, rho),) = runs.agreement_of_sizes()
-    assert (one, other, n) == ("1M", "60M", 4)
+    ((table, other, n, rho),) = runs.agreement_of_sizes()
+    assert (table, other, n) == ("1M", "60M", 4)
     assert rho == pytest.approx((0.8 + 1.0) / 2)
     assert re.search(r"1M +60M +4 +0.900", repr(runs))
 
@@ -177,7 +177,7 @@ def test_columns_of_another_type_are_refused(tmp_path, columns):
 def test_what_no_harness_writes_is_refused(tmp_path, text):
     (tmp_path / "harness" / "a").mkdir(parents=True)
     (tmp_path / "harness" / "a" / "results.json").write_text(text)
-    with pytest.raises(RunsError, match=r"results\.json: not a results file of lm-evaluation-harness"):
+    with pytest.raises(RunsError, match=r"results\.json: not a results file"):
         grasp.import_runs(write(tmp_path / "m.csv", SHARES), tmp_path / "harness", label="source")
 
 

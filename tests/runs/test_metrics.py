@@ -206,10 +206,10 @@ def test_two_subsets_are_too_few():
 def test_a_task_prediction_of_its_own_moves_task_metrics_only():
     rng = np.random.default_rng(9)
     predicted, realized = rng.normal(size=(20, 3)), rng.normal(size=(20, 2, 3))
-    own = realized.mean(axis=(1, 2))
+    utility = realized.mean(axis=(1, 2))
     weights = bootstrap_weights(20, resamples=9)
     plain = m.target_metrics("t", predicted, realized, weights)
-    got = m.target_metrics("t", predicted, realized, weights, task_predicted_B=own)
+    got = m.target_metrics("t", predicted, realized, weights, task_predicted_B=utility)
     assert got["task_rho"].value == pytest.approx(1) == got["pairwise"].value
     assert got["mean_lds"] == plain["mean_lds"]
 
@@ -229,7 +229,7 @@ def test_average_over_targets_resamples_them_together():
     realized += predicted[:, None]
     row = m.target_metrics("a", predicted, realized, bootstrap_weights(30, resamples=200))
     mean = m.average([row, row])
-    both, one = mean["task_rho"], row["task_rho"]
-    assert (both.value, both.low, both.high) == pytest.approx((one.value, one.low, one.high))
+    both, single = mean["task_rho"], row["task_rho"]
+    assert (both.value, both.low, both.high) == pytest.approx((single.value, single.low, single.high))
     assert mean["task_ceiling"].value == pytest.approx(row["task_ceiling"].value)
     assert m.average([row, replace(row, target="average")]).target == "average #2"

@@ -38,35 +38,37 @@ def written(path, form):
 
 
 def test_what_is_written_is_read_back(tmp_path, form):
-    found = read_mixture(written(tmp_path, form))
-    assert found.form == form
-    want_G = WEIGHTS.times_G if found.measure == "times" else WEIGHTS.shares(found.measure)
+    mixture = read_mixture(written(tmp_path, form))
+    assert mixture.form == form
+    want_G = WEIGHTS.times_G if mixture.measure == "times" else WEIGHTS.shares(mixture.measure)
     names = WEIGHTS.names() if form == "megatron" else VALUES  # whose file has no comments
     want = {name: weight for name, weight in zip(names, want_G, strict=True) if weight > 0}
     close = 0.5 / 100 if form == "axolotl" else 1e-7  # whole percents
-    assert {name for name, weight in found.weight_of.items() if weight} == set(want)
-    np.testing.assert_allclose([found.weight_of[name] for name in want], list(want.values()), atol=close)
+    assert {name for name, weight in mixture.weight_of.items() if weight} == set(want)
+    np.testing.assert_allclose([mixture.weight_of[name] for name in want], list(want.values()), atol=close)
 
 
 def test_olmo_core_loads_its_file(tmp_path):
     source_mixture = pytest.importorskip("olmo_core.data.source_mixture")
     data = yaml.safe_load(written(tmp_path, "olmo-core").read_text())
-    found = source_mixture.SourceMixtureList.from_dict(data)
-    for one in found.sources:
-        one.validate()
-    np.testing.assert_allclose(sum(one.target_ratio for one in found.sources), 1.0, atol=1e-7)
+    mixture = source_mixture.SourceMixtureList.from_dict(data)
+    for entry in mixture.sources:
+        entry.validate()
+    np.testing.assert_allclose(sum(entry.target_ratio for entry in mixture.sources), 1.0, atol=1e-7)
     tokens_G = WEIGHTS.size_G["tokens"]
     available = dict(zip(WEIGHTS.names(), tokens_G / tokens_G.sum(), strict=True))
-    for one in found.sources:  # which OLMo-core checks when it counts the tokens
-        assert one.target_ratio <= one.max_repetition_ratio * available[one.source_name] + 1e-7
+    for entry in mixture.sources:  # which OLMo-core checks when it counts the tokens
+        assert entry.target_ratio <= entry.max_repetition_ratio * available[entry.source_name] + 1e-7
 
 
 def test_olmo_core_file_has_the_documented_fields(tmp_path):
     data = yaml.safe_load(written(tmp_path, "olmo-core").read_text())
     assert set(data) == {"sources"}
     fields = {"source_name", "target_ratio", "paths", "max_repetition_ratio"}
-    assert all(set(one) == fields and one["paths"] and one["max_repetition_ratio"] >= 1 for one in data["sources"])
-    np.testing.assert_allclose(sum(one["target_ratio"] for one in data["sources"]), 1.0, atol=1e-7)
+    assert all(
+        set(entry) == fields and entry["paths"] and entry["max_repetition_ratio"] >= 1 for entry in data["sources"]
+    )
+    np.testing.assert_allclose(sum(entry["target_ratio"] for entry in data["sources"]), 1.0, atol=1e-7)
 
 
 def test_megatron_reads_weights_and_prefixes_in_turn(tmp_path):
@@ -81,7 +83,7 @@ def test_megatron_reads_weights_and_prefixes_in_turn(tmp_path):
 def test_llama_factory_splits_names_and_probabilities_at_commas(tmp_path):
     data = yaml.safe_load(written(tmp_path, "llama-factory").read_text())
     assert set(data) == {"dataset", "mix_strategy", "interleave_probs"}
-    names, probabilities = data["dataset"].split(","), [float(one) for one in data["interleave_probs"].split(",")]
+    names, probabilities = data["dataset"].split(","), [float(entry) for entry in data["interleave_probs"].split(",")]
     assert data["mix_strategy"] in ("interleave_under", "interleave_over")  # concat takes no probabilities
     assert len(names) == len(probabilities) == len(set(names)) == 5
     np.testing.assert_allclose(sum(probabilities), 1.0, atol=1e-7)
@@ -91,10 +93,10 @@ def test_axolotl_entries_are_splits_that_datasets_cuts(tmp_path):
     read_instruction = pytest.importorskip("datasets").ReadInstruction
     data = yaml.safe_load(written(tmp_path, "axolotl").read_text())
     rows = dict.fromkeys(WEIGHTS.names(), 0)
-    for one in data["datasets"]:
-        assert set(one) == {"path", "ds_type", "type", "split"}  # of axolotl's SFTDataset
-        name = one["path"].removeprefix("data/").removesuffix(".jsonl")
-        (part,) = read_instruction.from_spec(one["split"]).to_absolute({"train": 1_000})
+    for entry in data["datasets"]:
+        assert set(entry) == {"path", "ds_type", "type", "split"}  # of axolotl's SFTDataset
+        name = entry["path"].removeprefix("data/").removesuffix(".jsonl")
+        (part,) = read_instruction.from_spec(entry["split"]).to_absolute({"train": 1_000})
         rows[name] += (part.to if part.to is not None else 1_000) - (part.from_ or 0)
     np.testing.assert_allclose(np.array(list(rows.values())) / 1_000, WEIGHTS.times_G, atol=0.005)
 

@@ -101,14 +101,14 @@ def test_equal_values_and_results_without_a_date(tmp_path):
 CONDITIONS = [("n-shot", 0, 5), ("versions", 1.0, 2.0), ("n-samples", {"effective": 10}, {"effective": 500})]
 
 
-@pytest.mark.parametrize(("field", "one", "other"), CONDITIONS)
-def test_a_run_has_a_task_under_the_conditions_of_the_newest_file(tmp_path, field, one, other):
+@pytest.mark.parametrize(("field", "first", "other"), CONDITIONS)
+def test_a_run_has_a_task_under_the_conditions_of_the_newest_file(tmp_path, field, first, other):
     for run in RUNS:
         place(
             tmp_path,
             run,
             f"results_{OLD}.json",
-            harness(sciq={"acc,none": 0.25, "f1,none": 1}) | {field: {"sciq": one}},
+            harness(sciq={"acc,none": 0.25, "f1,none": 1}) | {field: {"sciq": first}},
         )
         place(tmp_path, run, f"results_{NEW}.json", harness(sciq={"acc,none": 0.5}) | {field: {"sciq": other}})
     runs = read(tmp_path)
@@ -118,11 +118,11 @@ def test_a_run_has_a_task_under_the_conditions_of_the_newest_file(tmp_path, fiel
     assert "conditions" in note
 
 
-@pytest.mark.parametrize(("field", "one", "other"), CONDITIONS)
-def test_runs_under_different_conditions_are_refused(tmp_path, field, one, other):
-    for run, value in zip(RUNS, (one, one, other), strict=True):
-        found = harness(sciq={"acc,none": 0.25}, piqa={"acc,none": 0.5})
-        place(tmp_path, run, f"results_{NEW}.json", found | {field: {"sciq": value}})
+@pytest.mark.parametrize(("field", "first", "other"), CONDITIONS)
+def test_runs_under_different_conditions_are_refused(tmp_path, field, first, other):
+    for run, value in zip(RUNS, (first, first, other), strict=True):
+        table = harness(sciq={"acc,none": 0.25}, piqa={"acc,none": 0.5})
+        place(tmp_path, run, f"results_{NEW}.json", table | {field: {"sciq": value}})
     with pytest.raises(RunsError, match=r"sciq: runs 'a' and 'c' were evaluated with .*--metrics '!sciq/\*'"):
         read(tmp_path)
     assert read(tmp_path, metrics=["!sciq/*"]).metrics == ("piqa/acc",)

@@ -58,10 +58,10 @@ def test_intervals_hold_the_change_and_rows_widen_them():
     change_T = predictor.change(weights)[0]
     over_units = change_interval(source, predictor, weights, weights_T)
     over_both = change_interval(source, predictor, weights, weights_T, slices.codes_N)
-    for one in (over_units, over_both):
-        assert (one.low_T <= change_T + 1e-6).all()
-        assert (change_T - 1e-6 <= one.high_T).all()
-        assert one.weighted[0] <= change_T @ weights_T <= one.weighted[1]
+    for interval in (over_units, over_both):
+        assert (interval.low_T <= change_T + 1e-6).all()
+        assert (change_T - 1e-6 <= interval.high_T).all()
+        assert interval.weighted[0] <= change_T @ weights_T <= interval.weighted[1]
     assert (over_both.high_T - over_both.low_T > over_units.high_T - over_units.low_T).all()
     assert over_both.over == "units and rows"
 

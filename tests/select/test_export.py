@@ -114,21 +114,21 @@ def export(artifact, row_index, out, kind="parquet", path=None):
     index = np.asarray(row_index)
     with rows_and_corpus(artifact, path) as (rows, corpus):
         tables = row_tables(artifact, rows, corpus, index, -1.0 * index, Numbers)
-        found = write_corpus(out, kind, "rows", tables, 0, {"corpus": "x"})
+        export = write_corpus(out, kind, "rows", tables, 0, {"corpus": "x"})
     lines = read(sorted(file for file in out.iterdir() if file.name != "_manifest.yaml"))
-    assert found.records == len(lines)
+    assert export.records == len(lines)
     return lines
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 @pytest.mark.parametrize("packing", ["document", "concat"])
 @pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize("kept", [True, False], ids=["rows kept", "rows made again"])
-def test_exactly_the_chosen_rows_are_written(kind, packing, named, kept, tmp_path, monkeypatch):
+@pytest.mark.parametrize("expected", [True, False], ids=["rows kept", "rows made again"])
+def test_exactly_the_chosen_rows_are_written(kind, packing, named, expected, tmp_path, monkeypatch):
     monkeypatch.setattr("grasp.select.export.ROWS_AT_ONCE", 5)
     rows = records(named=named)
     artifact = build(tmp_path, write_chunked(tmp_path / "corpus", rows, [7, 15], ".jsonl"), packing=packing)
-    if not kept:
+    if not expected:
         shutil.rmtree(artifact.path / "tokens")
     store = RowStore.open(tmp_path / "rows")
     chosen = np.random.default_rng(1).permutation(artifact.n_rows)[: artifact.n_rows // 3]
@@ -168,10 +168,10 @@ def test_an_exported_corpus_gives_the_same_rows_again(packing, tmp_path):
     artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()), packing=packing)
     chosen = np.arange(artifact.n_rows)[::3]
     export(artifact, chosen, tmp_path / "kept")
-    again = build(tmp_path / "again", tmp_path / "kept")
-    assert again.rows(np.arange(again.n_rows))["row_id"].to_pylist() == artifact.rows(chosen)["row_id"].to_pylist()
-    shard, kept = RowStore.open(tmp_path / "again" / "rows").shard(0), RowStore.open(tmp_path / "rows").rows(chosen)
-    assert [shard.ids(i).tolist() for i in range(len(shard))] == [kept.ids(i).tolist() for i in range(len(shard))]
+    rebuilt = build(tmp_path / "again", tmp_path / "kept")
+    assert rebuilt.rows(np.arange(rebuilt.n_rows))["row_id"].to_pylist() == artifact.rows(chosen)["row_id"].to_pylist()
+    shard, expected = RowStore.open(tmp_path / "again" / "rows").shard(0), RowStore.open(tmp_path / "rows").rows(chosen)
+    assert [shard.ids(i).tolist() for i in range(len(shard))] == [expected.ids(i).tolist() for i in range(len(shard))]
 
 
 def test_rows_that_were_cut_beforehand_and_share_a_document(tmp_path):
@@ -188,9 +188,9 @@ def test_rows_that_were_cut_beforehand_and_share_a_document(tmp_path):
         (pages[i]["row_id"], pages[i]["text"]) for i in sorted(chosen)
     ]
     assert [line["doc_id"] for line in lines] == ["page0", "page1", "page3"]
-    kept = select_documents(rows_of(artifact), np.isin(np.arange(12), chosen), "half")
-    assert kept.names == ("page0#1", "page1#2", "page3#1")
-    kept.write_ids(tmp_path / "kept.csv")
+    expected = select_documents(rows_of(artifact), np.isin(np.arange(12), chosen), "half")
+    assert expected.names == ("page0#1", "page1#2", "page3#1")
+    expected.write_ids(tmp_path / "kept.csv")
     assert [pages[record]["row_id"] for record in pacsv.read_csv(tmp_path / "kept.csv")["record"].to_pylist()] == [
         "page0#1",
         "page1#2",
@@ -233,24 +233,24 @@ def test_documents_are_kept_by_the_share_of_their_tokens(rule, packing, named, t
     rows = records(named=named)
     artifact = build(tmp_path, write_chunked(tmp_path / "corpus", rows, [7, 15], ".jsonl"), packing=packing)
     chosen_N = choose(artifact, share=0.6)
-    kept = select_documents(rows_of(artifact), chosen_N, rule)
+    expected = select_documents(rows_of(artifact), chosen_N, rule)
     want = slow_kept(artifact, chosen_N, rule)
-    assert list(kept.names) == want
+    assert list(expected.names) == want
     names = [row["row_id"] for row in rows] if named else None
-    positions = np.flatnonzero(kept.mask_M).tolist()
+    positions = np.flatnonzero(expected.mask_M).tolist()
     assert positions == [names.index(n) for n in want] if names else [int(n.rpartition("-")[2]) for n in want]
     n_tokens = artifact.rows(np.arange(artifact.n_rows))["n_tokens"].to_numpy()
-    assert kept.tokens - kept.added + kept.lost == n_tokens[chosen_N].sum()
-    assert {"any": kept.lost == 0, "half": True, "all": kept.added == 0}[rule]
+    assert expected.tokens - expected.added + expected.lost == n_tokens[chosen_N].sum()
+    assert {"any": expected.lost == 0, "half": True, "all": expected.added == 0}[rule]
 
 
 def parts(directory):
     return sorted(file for file in directory.iterdir() if file.name != "_manifest.yaml")
 
 
-def copy(path, kept_M, out, kind):
+def copy(path, mask_M, out, kind):
     """Whole documents by position."""
-    return write_corpus(out, kind, "documents", iter_records(settings_for(path), kept_M), 0, {})
+    return write_corpus(out, kind, "documents", iter_records(settings_for(path), mask_M), 0, {})
 
 
 def read(files):
@@ -266,14 +266,14 @@ def test_records_are_copied_as_they_are_whatever_the_formats(suffix, tmp_path, m
     rows = records()
     path = write_chunked(tmp_path / "corpus", rows, [7, 15], suffix)
     artifact = build(tmp_path, path)
-    kept = select_documents(rows_of(artifact), choose(artifact), "half")
-    want = [row for row, keep in zip(rows, kept.mask_M, strict=False) if keep]
+    expected = select_documents(rows_of(artifact), choose(artifact), "half")
+    want = [row for row, keep in zip(rows, expected.mask_M, strict=False) if keep]
     for kind in ("parquet", "jsonl"):
-        assert copy(path, kept.mask_M, tmp_path / kind, kind).records == len(want) > 4
+        assert copy(path, expected.mask_M, tmp_path / kind, kind).records == len(want) > 4
         assert len(parts(tmp_path / kind)) > 1
         assert read(parts(tmp_path / kind)) == want
         assert build(tmp_path / f"again-{kind}", tmp_path / kind).n_rows <= artifact.n_rows  # a corpus like any other
-    copy(path, kept.mask_M, tmp_path / "saved", "datasets")
+    copy(path, expected.mask_M, tmp_path / "saved", "datasets")
     assert datasets.load_from_disk(str(tmp_path / "saved")).to_list() == want
     copy(tmp_path / "saved", np.ones(len(want), dtype=bool), tmp_path / "back", "jsonl")
     assert read(parts(tmp_path / "back")) == want
@@ -307,7 +307,7 @@ def test_directories_that_are_there_are_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda rows: rows[:-1], "ends where .* has row 'doc-24'|has 'doc.*' where"),
         (lambda rows: [*rows, {"row_id": "new", "text": "a b c"}], "has 'new' beyond the"),
@@ -319,12 +319,12 @@ def test_directories_that_are_there_are_left_alone(tmp_path):
         ),
     ],
 )
-def test_another_corpus_is_refused_and_nothing_is_left(change, said, tmp_path):
+def test_another_corpus_is_refused_and_nothing_is_left(change, message, tmp_path):
     path = write_jsonl(tmp_path / "c.jsonl", records())
     artifact = build(tmp_path, path)
     other = write_jsonl(tmp_path / "other.jsonl", change(records()))
     before = sorted(file.name for file in tmp_path.iterdir())
-    with pytest.raises(CorpusError, match=said):
+    with pytest.raises(CorpusError, match=message):
         export(artifact, np.arange(artifact.n_rows), tmp_path / "kept", path=str(other))
     assert sorted(file.name for file in tmp_path.iterdir()) == before
 
@@ -343,14 +343,14 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
     first_N = np.arange(long.n_rows) == 0
     assert len(select_documents(rows_of(long), first_N, "any").names) == 1
     artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
-    one = DocumentSelection(np.ones(1, bool), ("a\nb",), (0,), 1, 0, 0)
-    for said, attempt in (
+    selection = DocumentSelection(np.ones(1, bool), ("a\nb",), (0,), 1, 0, 0)
+    for message, attempt in (
         ("has half of its tokens", lambda: select_documents(rows_of(long), first_N, "half")),
         ("has all of its tokens", lambda: select_documents(rows_of(long), first_N, "all")),
         ("format: got 'csv'", lambda: Exporter.from_options(artifact, form="csv")),
-        (r"'a\\nb': contains a line break", lambda: one.write_ids(tmp_path / "kept.txt")),
+        (r"'a\\nb': contains a line break", lambda: selection.write_ids(tmp_path / "kept.txt")),
     ):
-        with pytest.raises(SettingsError, match=said):
+        with pytest.raises(SettingsError, match=message):
             attempt()
     assert not list(tmp_path.glob("kept*"))
     artifact.manifest.settings["model"] = {"classifier": {"head": "fc"}}
@@ -381,7 +381,7 @@ def test_exclusion_lists_name_rows_or_documents(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("list.txt", b"nobody\n", "none of its 1 names is a row_id or doc_id"),
         ("list.txt", b"\xff\xfe", "cannot be read: 'utf-8' codec"),
@@ -390,18 +390,18 @@ def test_exclusion_lists_name_rows_or_documents(tmp_path):
         ("gone.txt", None, "no such file"),
     ],
 )
-def test_exclusion_lists_that_are_none(name, content, said, tmp_path):
+def test_exclusion_lists_that_are_none(name, content, message, tmp_path):
     artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
     if isinstance(content, pa.Table):
         pq.write_table(content, tmp_path / name)
     elif content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(SettingsError, match=f"{name}: .*{said}"):
+    with pytest.raises(SettingsError, match=f"{name}: .*{message}"):
         load_exclusions(artifact, tmp_path / name)
 
 
 @pytest.mark.parametrize(
-    ("own", "settings", "written"),
+    ("names", "settings", "written"),
     [
         ({"text": "some words 2"}, {}, {"text": "some words 2"}),
         ({"body": "some words 2"}, {"text_column": "body"}, {"body": "some words 2"}),
@@ -409,9 +409,9 @@ def test_exclusion_lists_that_are_none(name, content, said, tmp_path):
         ({"text": "a", "effect": "high", "order": 7}, {}, {"effect": -2.0, "effect_": "high", "order": 0, "order_": 7}),
     ],
 )
-def test_columns_keep_their_names_beside_ours(own, settings, written, tmp_path):
-    first = [{name: value if name != "input_ids" else [1, 2] for name, value in own.items()}] * 2
-    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", [*first, own]), **settings)
+def test_columns_keep_their_names_beside_ours(names, settings, written, tmp_path):
+    first = [{name: value if name != "input_ids" else [1, 2] for name, value in names.items()}] * 2
+    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", [*first, names]), **settings)
     (line,) = export(artifact, [2], tmp_path / "kept", "jsonl")
     assert line.items() >= written.items()
-    assert ("text" in line) == ("body" not in own)
+    assert ("text" in line) == ("body" not in names)

@@ -60,12 +60,12 @@ def test_records_are_the_same_json_again_from_a_table(values):
     (column,) = table_of_records([{"x": value} for value in values]).columns
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table({"x": column}), sink)
-    found = plain_values(pq.read_table(sink.getvalue())["x"])
+    stored = plain_values(pq.read_table(sink.getvalue())["x"])
     if any(isinstance(value, list | dict) for value in values):
-        assert json.dumps(found) == json.dumps(values)
+        assert json.dumps(stored) == json.dumps(values)
     else:  # scalars have the type of a label
-        assert [value is None for value in found] == [value is None for value in values]
-        assert len({type(value) for value in found if value is not None}) <= 1
+        assert [value is None for value in stored] == [value is None for value in values]
+        assert len({type(value) for value in stored if value is not None}) <= 1
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -157,9 +157,9 @@ def test_files_whose_columns_differ_have_one_schema(tmp_path, kind, name):
         pq.write_table(table, tmp_path / "corpus" / f"{k}.parquet")
     export(tmp_path / "corpus", tmp_path / "kept", kind)
     ours, _ = labels_of(tmp_path / "1", tmp_path / "corpus")
-    again, _ = labels_of(tmp_path / "2", tmp_path / "kept")
+    relabelled, _ = labels_of(tmp_path / "2", tmp_path / "kept")
     if any(value is not None for value in ours.get("x", ())) and not pa.types.is_nested(expected):
-        assert again == ours
+        assert relabelled == ours
     assert len(load(tmp_path / "kept", kind, tmp_path / "cache").to_list()) == 2 * len(shards)
     if kind == "parquet":
         for table in (pq.read_table(tmp_path / "kept"), pads.dataset(tmp_path / "kept").to_table()):

@@ -55,10 +55,10 @@ def test_the_quadratic_is_the_prediction(side, weighting):
     weights_T = np.array([0.7, 0.3])
     linear_G, quadratic_GG = quadratic.coefficients(predictor, weights_T, parts, slices.rows_G.astype(float))
     p_BG = np.random.default_rng(0).dirichlet(np.ones(4), 6)
-    own_B = p_BG @ linear_G + np.einsum("bg,gh,bh->b", p_BG, quadratic_GG, p_BG)
+    value_B = p_BG @ linear_G + np.einsum("bg,gh,bh->b", p_BG, quadratic_GG, p_BG)
     want_B = predicted(source, chosen, slices, p_BG, source.targets) @ weights_T
     close = rounding(40 * 40, want_B, np.float64)  # pairs of 40 rows
-    np.testing.assert_allclose(own_B - own_B[0], want_B - want_B[0], rtol=0, atol=close)
+    np.testing.assert_allclose(value_B - value_B[0], want_B - want_B[0], rtol=0, atol=close)
 
 
 @pytest.mark.parametrize(("side", "weighting"), [("retained", "mean"), ("retained", "count"), ("omitted", "count")])

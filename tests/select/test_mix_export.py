@@ -15,21 +15,21 @@ from tests.runs.environments import TOPICS, write_artifact
 def test_mix_writes_shares_of_what_the_tool_weighs(tmp_path, form):
     artifact = write_artifact(tmp_path / "art")
     place = tmp_path / f"mixture{SUFFIXES[form]}"
-    said = succeed("mix", artifact.path, "--by", "topic", "--target", "sciq", "--format", form, "--out", place).out
-    assert f"{place}: {form}, " in said
+    output = succeed("mix", artifact.path, "--by", "topic", "--target", "sciq", "--format", form, "--out", place).out
+    assert f"{place}: {form}, " in output
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("mixture")) == [place.name]
     art = grasp.Artifact(artifact)
     mixture = art.mix(by="topic", target="sciq").to_pandas().set_index("value")["times_as_often"]
     rows = art.rows.to_pandas()
-    found = read_mixture(place)
-    if found.measure == "times":
+    read_back = read_mixture(place)
+    if read_back.measure == "times":
         want = mixture
     else:
-        size = rows.groupby("topic")["n_tokens"].sum() if found.measure == "tokens" else None
+        size = rows.groupby("topic")["n_tokens"].sum() if read_back.measure == "tokens" else None
         size = rows.groupby("topic")["doc_id"].nunique() if size is None else size
         want = mixture * size / (mixture * size).sum()
     for topic in TOPICS:
-        np.testing.assert_allclose(found.weight_of[topic], want[topic], atol=0.005 if form == "axolotl" else 1e-6)
+        np.testing.assert_allclose(read_back.weight_of[topic], want[topic], atol=0.005 if form == "axolotl" else 1e-6)
 
 
 def test_what_mix_writes_is_imported_as_runs(tmp_path):
@@ -37,8 +37,8 @@ def test_what_mix_writes_is_imported_as_runs(tmp_path):
     (tmp_path / "mixtures").mkdir()
     for name, cap in (("first", "100%"), ("second", "40%")):
         place = tmp_path / "mixtures" / f"{name}.yaml"
-        asked = ("--by", "topic", "--target", "sciq", "--cap", cap, "--format", "olmo-core", "--out", place)
-        succeed("mix", artifact.path, *asked)
+        arguments = ("--by", "topic", "--target", "sciq", "--cap", cap, "--format", "olmo-core", "--out", place)
+        succeed("mix", artifact.path, *arguments)
         assert yaml.safe_load(place.read_text())["sources"]
     results = pa.table({"run": ["first", "second"], "sciq/loss": [3.0, 3.1]})
     runs = grasp.import_runs(tmp_path / "mixtures", results, label="topic")
@@ -48,7 +48,7 @@ def test_what_mix_writes_is_imported_as_runs(tmp_path):
 
 def test_forms_and_places_are_checked_before_anything_is_computed(tmp_path):
     art = write_artifact(tmp_path / "art").path
-    asked = ("mix", art, "--by", "topic", "--target", "sciq")
-    assert "--out mixture.yaml" in refused(*asked, "--format", "olmo-core")
-    assert "ends in .txt for megatron" in refused(*asked, "--format", "megatron", "--out", tmp_path / "m.yaml")
-    assert "did you mean 'axolotl'?" in refused(*asked, "--format", "axolot", "--out", tmp_path / "m.yaml")
+    arguments = ("mix", art, "--by", "topic", "--target", "sciq")
+    assert "--out mixture.yaml" in refused(*arguments, "--format", "olmo-core")
+    assert "ends in .txt for megatron" in refused(*arguments, "--format", "megatron", "--out", tmp_path / "m.yaml")
+    assert "did you mean 'axolotl'?" in refused(*arguments, "--format", "axolot", "--out", tmp_path / "m.yaml")

@@ -74,11 +74,11 @@ def test_the_joint_posterior_is_that_of_single_predictions():
     mean_B, cover_BB, noise = model.process.joint_posterior(features, -1)
     expected_BT, spread_BT = model.process.predict(features)
     np.testing.assert_allclose(mean_B, expected_BT[:, -1], atol=1e-9)
-    own = model.process.hyperparameters["noise"] * model.process.scale_T[-1] ** 2
-    np.testing.assert_allclose(np.diag(cover_BB) + own, spread_BT[:, -1] ** 2, rtol=1e-4)
+    noise_variance = model.process.hyperparameters["noise"] * model.process.scale_T[-1] ** 2
+    np.testing.assert_allclose(np.diag(cover_BB) + noise_variance, spread_BT[:, -1] ** 2, rtol=1e-4)
     np.testing.assert_allclose(cover_BB, cover_BB.T, atol=1e-7)
     assert np.linalg.eigvalsh(cover_BB).min() > -1e-7
-    assert noise >= own
+    assert noise >= noise_variance
 
 
 @pytest.mark.parametrize("decide", ["best", "values"])
@@ -98,8 +98,8 @@ def test_commands_predict_mix_and_propose(runs, tmp_path):
     artifact = write_artifact(tmp_path / "art")
     pacsv.write_csv(mixtures(PEAK[None], mixture=["planted"]), tmp_path / "m.csv")
     assert "planted" in succeed("runs", "predict", tmp_path / "runs", tmp_path / "m.csv", "--metric", "sciq/loss").out
-    said = succeed("runs", "mix", tmp_path / "runs", "--metric", "sciq/loss").out
-    assert re.search(r"sciq/loss: proposed (2\.99|3\.0)", said)
+    output = succeed("runs", "mix", tmp_path / "runs", "--metric", "sciq/loss").out
+    assert re.search(r"sciq/loss: proposed (2\.99|3\.0)", output)
     command = ("runs", "propose", tmp_path / "runs", "--count", 2, "--out", tmp_path / "next.csv")
     succeed(*command, "--art", artifact.path, "--subsets", tmp_path / "next.parquet")
     (block,) = read_subsets(tmp_path / "next.parquet", RowIndex.from_parquet(artifact.rows_path))
@@ -126,11 +126,12 @@ def test_what_mix_writes_is_what_predict_reads_and_losses_have_no_sign(runs, tmp
 
 def test_a_value_without_a_column_gets_nothing_and_what_no_run_covered_is_said():
     narrow = runs_of(0.05 + 0.85 * np.random.default_rng(0).dirichlet(np.ones(3), N_RUNS))
-    found = grasp.predict_runs(narrow, pa.table({"mixture": ["bold"], "games": [0.5], "science": [0.5]}))
+    prediction = grasp.predict_runs(narrow, pa.table({"mixture": ["bold"], "games": [0.5], "science": [0.5]}))
     full = grasp.predict_runs(narrow, mixtures(np.array([[0.5, 0.5, 0.0]])))
-    assert found.to_pandas()["expected"].to_list() == full.to_pandas()["expected"].to_list()
+    assert prediction.to_pandas()["expected"].to_list() == full.to_pandas()["expected"].to_list()
     assert re.search(
-        r"outside the range of the runs, so the interval is wider: bold \(travel 0%, in the runs \d% to", str(found)
+        r"outside the range of the runs, so the interval is wider: bold \(travel 0%, in the runs \d% to",
+        str(prediction),
     )
 
 
@@ -149,18 +150,20 @@ def few_linear_runs(seed=0, n_runs=12, top=0.22):
 @pytest.mark.parametrize("seed", range(4))
 def test_far_outside_there_is_no_number_but_the_run_that_would_settle_it(seed):
     first_B = np.array([0.1, 0.3, 0.4, 1.0])
-    asked = mixtures(np.column_stack([first_B, (1 - first_B) / 2, (1 - first_B) / 2]), mixture=["a", "b", "c", "far"])
-    found = grasp.predict_runs(few_linear_runs(seed), asked)
-    table = found.to_pandas().set_index("mixture")
+    requested = mixtures(
+        np.column_stack([first_B, (1 - first_B) / 2, (1 - first_B) / 2]), mixture=["a", "b", "c", "far"]
+    )
+    prediction = grasp.predict_runs(few_linear_runs(seed), requested)
+    table = prediction.to_pandas().set_index("mixture")
     for name, first in zip("abc", first_B, strict=False):
         truth = 5.5 - 1.85 * first
         assert table.loc[name, "low"] <= truth <= table.loc[name, "high"]
     assert (np.diff(table["expected"][:3]) < 0).all()
-    assert found.to_arrow()["expected"].to_pylist()[-1] is None
+    assert prediction.to_arrow()["expected"].to_pylist()[-1] is None
     assert re.search(
-        r"no prediction, too far outside the range of the runs: far \(games 100%, in the runs \d%", str(found)
+        r"no prediction, too far outside the range of the runs: far \(games 100%, in the runs \d%", str(prediction)
     )
-    (share,) = re.findall(r"a run that would allow a prediction of far: games (\d+)%", str(found))
+    (share,) = re.findall(r"a run that would allow a prediction of far: games (\d+)%", str(prediction))
     assert 22 < int(share) < 100
 
 
@@ -244,7 +247,7 @@ def test_a_proposal_that_explores_is_called_so():
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("requested", "message"),
     [
         ({"cap": "10%"}, r"floors add up to 0.0%, caps to 30.0%"),
         ({"floor": "games:50%", "cap": "40%"}, r"games has a floor of 50.0% and at most 40.0%"),
@@ -252,12 +255,12 @@ def test_a_proposal_that_explores_is_called_so():
         ({"cap": "geams:5%"}, r"cap: topic has no value 'geams'"),
     ],
 )
-def test_bounds_of_proposals_that_cannot_be_met_are_refused(runs, asked, message):
+def test_bounds_of_proposals_that_cannot_be_met_are_refused(runs, requested, message):
     with pytest.raises(SettingsError, match=message):
-        grasp.propose_runs(runs, **asked)
+        grasp.propose_runs(runs, **requested)
 
 
 def test_a_training_so_long_that_everything_repeats_is_refused(runs, tmp_path):
     art = grasp.Artifact(write_artifact(tmp_path / "art"))
-    with pytest.raises(SettingsError, match="epochs of the corpus repeat some value more than 4 times"):
+    with pytest.raises(SettingsError, match="more than 4 times"):
         grasp.propose_runs(runs, artifact=art, train_tokens="100B")

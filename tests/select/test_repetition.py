@@ -44,8 +44,8 @@ def test_every_form_of_weights_counts_alike_and_plain_ones_stay():
     codes_N = np.arange(12) % 3
     share_BG = np.array([[0.5, 0.0, 2.0], [3.0, 1.0, 1.0]])
     dense_BN = share_BG[:, codes_N]
-    kept_B1 = (dense_BN > 0).sum(axis=1, keepdims=True)
-    for exposure, rows_B1 in ((RepetitionLaw(), kept_B1), (RepetitionLaw(3.0), 12)):
+    size_B1 = (dense_BN > 0).sum(axis=1, keepdims=True)
+    for exposure, rows_B1 in ((RepetitionLaw(), size_B1), (RepetitionLaw(3.0), 12)):
         times_B1 = rows_B1 / dense_BN.sum(axis=1, keepdims=True)
         check_forms(exposure, dense_BN, share_BG, codes_N, exposure(dense_BN * times_B1) / exposure(times_B1))
     plain_BN = (rng.random((2, 12)) < 0.5).astype(float)
@@ -64,16 +64,16 @@ def check_forms(exposure, dense_BN, share_BG, codes_N, want_BN):
         Weights(csr_array(dense_BN)),
         Weights(csr_array(dense_BN - 1.0), base=1.0),
     ):
-        counted = exposure.weigh(weights)
-        assert type(counted) is type(weights)
-        found_BN = counted.csr().toarray()
-        np.testing.assert_allclose(found_BN, want_BN, atol=1e-12)
+        effective = exposure.weigh(weights)
+        assert type(effective) is type(weights)
+        actual_BN = effective.csr().toarray()
+        np.testing.assert_allclose(actual_BN, want_BN, atol=1e-12)
 
 
 def test_what_is_left_of_rows_that_are_repeated():
     """Under a budget a fifth of the rows is seen five times as often, and counts as exposure(5) / 5 of them."""
-    kept_B = np.array([20.0, 100.0])
-    sums = SubsetSums(100, kept_B, kept_B, kept_B, np.zeros((2, 1)), {})
+    rows_B = np.array([20.0, 100.0])
+    sums = SubsetSums(100, rows_B, rows_B, rows_B, np.zeros((2, 1)), {})
     np.testing.assert_allclose(sums.repetition_factor(RepetitionLaw(1.0)), [float(RepetitionLaw(1.0)(5.0)) / 5, 1.0])
     for law in (RepetitionLaw(), RepetitionLaw(0.2)):  # no budget, or nothing is seen twice
         np.testing.assert_allclose(sums.repetition_factor(law), 1.0)
@@ -82,9 +82,9 @@ def test_what_is_left_of_rows_that_are_repeated():
 def test_of_weights_that_differ_repetition_takes_a_part_whatever_is_dropped():
     """Half of the rows three times as often as the other half: seen(1.5) + seen(.5), of 2."""
     weights = Weights(csr_array(np.array([[3.0, 1.0, 0.0, 0.0], [3.0, 1.0, 3.0, 1.0], [2.0, 2.0, 0.0, 2.0]])))
-    exposure, kept_B = RepetitionLaw(), np.array([2.0, 4.0, 3.0])
-    counted_B = exposure.weigh(weights).sums
-    worth_B = SubsetSums(4, weights.sums, kept_B, counted_B, np.zeros((3, 1)), {}).repetition_factor(exposure)
+    exposure, rows_B = RepetitionLaw(), np.array([2.0, 4.0, 3.0])
+    effective_B = exposure.weigh(weights).sums
+    worth_B = SubsetSums(4, weights.sums, rows_B, effective_B, np.zeros((3, 1)), {}).repetition_factor(exposure)
     want = (float(exposure(1.5)) + 0.5) / 2
     np.testing.assert_allclose(worth_B, [want, want, 1.0])
     assert 0.98 < want < 1

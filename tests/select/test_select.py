@@ -170,8 +170,8 @@ def test_a_budget_in_tokens_has_the_most_worth_of_a_token_and_says_how_near_the_
     cost_N, worth_N = rng.integers(1, 20, 12), rng.standard_normal(12)
     limits = Constraints.from_budget(Amount(40, False, "tokens"), np.ones(12, dtype=bool), tokens_N=cost_N)
     picked = take_within_budget(ranked(worth_N), limits)
-    said = token_guarantee(worth_N, picked, limits, alike=True)
-    mean, most = (float(found) for found in re.findall(r"[-+][\d.]+(?= per token| for any)", said))
+    guarantee = token_guarantee(worth_N, picked, limits, alike=True)
+    mean, most = (float(number) for number in re.findall(r"[-+][\d.]+(?= per token| for any)", guarantee))
     used = int(cost_N[picked].sum())
     assert mean == pytest.approx(cost_N[picked] @ worth_N[picked] / used, abs=1e-3)
     every = (np.array(combination) for size in range(1, 13) for combination in itertools.combinations(range(12), size))
@@ -180,8 +180,8 @@ def test_a_budget_in_tokens_has_the_most_worth_of_a_token_and_says_how_near_the_
     )
     assert mean <= best + 1e-3
     assert best <= most + 1e-3
-    assert "long or short" in said
-    assert "optimal" not in said
+    assert "whatever their length" in guarantee
+    assert "optimal" not in guarantee
 
 
 def test_what_is_proven_depends_on_the_pool():
@@ -206,8 +206,8 @@ def test_aligned_is_what_the_proposition_asks_for(seed):
         predictor_of(source, protocol(components={"product.raw": -1.0})), np.ones(1), 5
     )
     limits = Constraints.from_budget(Amount(5, False), np.arange(30) != 3)
-    kept = np.delete(sketch_ND.astype("f4"), 3, axis=0)
-    assert is_aligned(objective, limits) == bool((kept @ kept.T >= 0).all())
+    retained = np.delete(sketch_ND.astype("f4"), 3, axis=0)
+    assert is_aligned(objective, limits) == bool((retained @ retained.T >= 0).all())
 
 
 def test_floors_caps_exclusions_and_what_is_said_of_them():
@@ -281,9 +281,9 @@ def test_diversity_is_a_penalty_on_the_sketches_that_are_there(names, component)
 )
 def test_what_cannot_be_met_is_told_in_one_line(budget, options, message):
     components = options.get("components", {})
-    asked = {"by": "topic"} | {name: value for name, value in options.items() if name != "components"}
+    request = {"by": "topic"} | {name: value for name, value in options.items() if name != "components"}
     with pytest.raises(SettingsError, match=message) as caught:
-        selected(World(), protocol(components=components), budget, **asked)
+        selected(World(), protocol(components=components), budget, **request)
     assert "\n" not in str(caught.value)
 
 
@@ -298,7 +298,7 @@ KNOWN = ("sciq", "boolq", "a,b", "a", "x=2", "a=1e308")
 
 
 @pytest.mark.parametrize(
-    ("given", "want"),
+    ("targets", "want"),
     [
         ("sciq", {"sciq": 1.0}),
         ("sciq=2, boolq = 1", {"sciq": 2 / 3, "boolq": 1 / 3}),
@@ -311,8 +311,8 @@ KNOWN = ("sciq", "boolq", "a,b", "a", "x=2", "a=1e308")
         ({"sciq": 1e308, "boolq": 1e308}, {"sciq": 0.5, "boolq": 0.5}),
     ],
 )
-def test_targets_go_by_their_own_names_and_weights_add_up_to_1(given, want):
-    assert weighted_targets(given, KNOWN) == want
+def test_targets_go_by_their_own_names_and_weights_add_up_to_1(targets, want):
+    assert weighted_targets(targets, KNOWN) == want
     assert weighted_targets(None, ["sciq"]) == {"sciq": 1.0}  # the only one need not be named
 
 
@@ -352,7 +352,7 @@ def test_what_is_no_target_is_told(text, message):
 )
 def test_budgets(text, want):
     assert parse_budget(text) == want
-    assert [parse_tokens(one) for one in ("100B", "2.5T", "3k tokens", 5e9)] == [1e11, 2.5e12, 3000.0, 5e9]
+    assert [parse_tokens(amount) for amount in ("100B", "2.5T", "3k tokens", 5e9)] == [1e11, 2.5e12, 3000.0, 5e9]
 
 
 @pytest.mark.parametrize("text", ["", "x", "-5", "1e3", "20%%", "5 apples", "120%", "0.5", "0%", "0", "nan", "1" * 400])
@@ -414,7 +414,7 @@ def test_values_that_lose_more_than_the_corpus_are_named(seed, lost, named):
     order = np.random.default_rng(seed).permutation(np.arange(lost, 40))
     effect[order] = np.arange(40 - lost)
     source.arrays = {name: np.tile(effect[:, None], (1, array.shape[1])) for name, array in source.arrays.items()}
-    (line,) = [note for note in selected(source, protocol(), "50%").notes if note.startswith("left out")]
+    (line,) = [note for note in selected(source, protocol(), "50%").notes if note.startswith("not selected")]
     assert ("lone (10 of 10)" in line) is named
 
 
@@ -423,14 +423,14 @@ def test_whole_documents_fill_a_budget_in_tokens_or_rows(budget):
     source = World()
     got = selected(source, protocol(), budget, documents="all")
     documents = {row_id: int(row_id[1:]) // 2 for row_id in (f"r{i}" for i in range(40))}
-    kept = {documents[row_id] for row_id in got.row_ids}
-    assert sorted(got.row_ids) == sorted(row_id for row_id, d in documents.items() if d in kept)  # whole ones
+    retained = {documents[row_id] for row_id in got.row_ids}
+    assert sorted(got.row_ids) == sorted(row_id for row_id, d in documents.items() if d in retained)  # whole ones
     cost = source.tokens if "tokens" in budget else np.ones(40, dtype=int)
     of = np.bincount(np.arange(40) // 2, cost)
     amount = parse_budget(budget).resolve(int(cost.sum()))
-    used = sum(of[d] for d in kept)
+    used = sum(of[d] for d in retained)
     assert used <= amount
-    assert all(used + of[d] > amount for d in set(range(20)) - kept)  # no other one fits
+    assert all(used + of[d] > amount for d in set(range(20)) - retained)  # no other one fits
     assert ("only" in got.headline) == (used < 0.98 * amount)
 
 

@@ -52,10 +52,10 @@ TEXTS = [f"water and light {i} of the river" for i in range(12)]
 
 
 def spool(path: Path, size: int = 4) -> None:
-    kept = FeatureSpool(path)
+    spool = FeatureSpool(path)
     for k in range(3):
-        if not kept.has(k):
-            kept.write(k, {"hidden": np.full((size, 3), k, np.float32), "count": np.array(7.5)})
+        if not spool.has(k):
+            spool.write(k, {"hidden": np.full((size, 3), k, np.float32), "count": np.array(7.5)})
 
 
 def rows(path: Path, **changes: Any) -> RowStore:
@@ -88,23 +88,23 @@ def extension(path: Path) -> None:
 
 def scorer(path: Path) -> None:
     if not path.exists():
-        one = silent_scorer()
-        one.tables_KV[:, ::7] = 0.5
-        one.save(path)
+        scorer = silent_scorer()
+        scorer.tables_KV[:, ::7] = 0.5
+        scorer.save(path)
 
 
 def read_scorer(path: Path) -> Any:
-    found = Scorer.open(path)
-    return found.card, found.score(TEXTS)[0].tolist()
+    opened = Scorer.open(path)
+    return opened.card, opened.score(TEXTS)[0].tolist()
 
 
 def scored(path: Path, texts: int = 8) -> None:
-    learned, corpus = path.with_name("learned"), path.with_name("corpus")
-    scorer(learned)
+    scorer_dir, corpus = path.with_name("learned"), path.with_name("corpus")
+    scorer(scorer_dir)
     for name in "ab":
         write_jsonl(corpus / f"{name}.jsonl", [{"text": text} for text in TEXTS[:texts]])
         os.utime(corpus / f"{name}.jsonl", (1, 1))
-    apply(learned, str(corpus), path)
+    apply(scorer_dir, str(corpus), path)
 
 
 def runs(path: Path) -> None:
@@ -129,10 +129,10 @@ def environment(path: Path, **changes: Any) -> None:
 
 
 def read_environment(path: Path) -> Any:
-    found = RetrainedRuns.open(path)
+    opened = RetrainedRuns.open(path)
     index = RowIndex.from_parquet(path.with_name("art") / "rows.parquet")
-    masks = [block.weights_BN.toarray().tolist() for block in found.subset_blocks(index)]
-    return found.info, found.utilities().values_BSE.tolist(), masks
+    masks = [block.weights_BN.toarray().tolist() for block in opened.subset_blocks(index)]
+    return opened.info, opened.utilities().values_BSE.tolist(), masks
 
 
 class Method(BlockMethod[NoSettings]):
@@ -169,8 +169,8 @@ def method(path: Path) -> Any:
 
 
 def read_method(path: Path) -> Any:
-    found = method(path)
-    return found.account, [block.tolist() for _, block in found.blocks]
+    opened = method(path)
+    return opened.account, [block.tolist() for _, block in opened.blocks]
 
 
 CASES = {
@@ -200,14 +200,14 @@ CASES = {
 
 def contents(path: Path) -> dict[str, bytes]:
     """Every file but locks, whose text may be a process, and seconds that were spent."""
-    found = {}
+    opened = {}
     for file in sorted(path.rglob("*")):
         if file.is_file() and file.name not in (LOCK, MARKER, ".grasp-artifact"):
-            found[file.relative_to(path).as_posix()] = file.read_bytes()
-    for name in [name for name in found if name.endswith("method.json")]:
-        record = json.loads(found[name])
-        found[name] = str({key: record[key] for key in ("identity", "account", "files")}).encode()
-    return found
+            opened[file.relative_to(path).as_posix()] = file.read_bytes()
+    for name in [name for name in opened if name.endswith("method.json")]:
+        record = json.loads(opened[name])
+        opened[name] = str({key: record[key] for key in ("identity", "account", "files")}).encode()
+    return opened
 
 
 @pytest.fixture(autouse=True)
@@ -240,14 +240,14 @@ def test_killed_at_any_replace_it_goes_on_to_the_same_bytes(name, monkeypatch, t
 def test_a_full_disk_is_one_line_and_leaves_no_half_part(name, monkeypatch, tmp_path):
     case = CASES[name]
     case.write(tmp_path / "store")
-    expected, said = contents(tmp_path / "store"), list[str]()
+    expected, messages = contents(tmp_path / "store"), list[str]()
     for nth in range(1, 200):
         shutil.rmtree(tmp_path / "store")
         with raising(monkeypatch, "replace", nth, OSError(errno.ENOSPC, "No space left on device", "x")):
             try:
                 case.write(tmp_path / "store")
             except (GraspError, OSError) as err:
-                said.append(str(err))
+                messages.append(str(err))
             else:
                 break
         left = contents(tmp_path / "store") if (tmp_path / "store").exists() else {}
@@ -257,8 +257,8 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_part(name, monkeypatch, tmp_
             assert all(any(have.endswith(file) for have in left) for file in listed or {})
         case.write(tmp_path / "store")
         assert contents(tmp_path / "store") == expected
-    assert len(said) == nth - 1 > 0
-    assert all("o space left on" in line for line in said)
+    assert len(messages) == nth - 1 > 0
+    assert all("o space left on" in line for line in messages)
 
 
 @pytest.mark.parametrize("name", CASES)

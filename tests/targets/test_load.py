@@ -14,8 +14,8 @@ from grasp.targets import load_units
 from grasp.targets.load import target_name, units_of
 from tests.corpus.chats import CHATML, DROPS, MARKED, chat_tokenizer, turns
 
-ASKED, ANSWERED, AGAIN, LAST = "what is water?", "water is wet.", "and fire?", "fire is hot. it burns."
-TURNS = turns(ASKED, ANSWERED, AGAIN, LAST)
+QUESTION, ANSWERED, FOLLOW_UP, LAST = "what is water?", "water is wet.", "and fire?", "fire is hot. it burns."
+TURNS = turns(QUESTION, ANSWERED, FOLLOW_UP, LAST)
 END = "<|im_end|>"
 PLAIN = {"task": "t", "prompt": "p", "completion": "c"}
 
@@ -99,7 +99,7 @@ def test_units_in_memory_stand_behind_their_name():
 def test_the_last_answer_is_the_completion_and_the_rest_the_prompt(tmp_path):
     (unit,) = load(tmp_path, {"messages": TURNS}).rendered(chat_tokenizer()).units
     assert unit.completion == LAST + END
-    assert unit.prompt.endswith(f"{AGAIN}{END}\n<|im_start|>assistant\n")
+    assert unit.prompt.endswith(f"{FOLLOW_UP}{END}\n<|im_start|>assistant\n")
     assert (unit.unit_id, unit.target, unit.loss_on) == ("exam:0", "exam", "completion")
     with pytest.raises(TargetError, match=r"'exam:0' of exam .*answer.*turn 3"):
         load(tmp_path).rendered(chat_tokenizer(DROPS))
@@ -107,8 +107,8 @@ def test_the_last_answer_is_the_completion_and_the_rest_the_prompt(tmp_path):
 
 def test_an_answer_that_is_marked_in_parts_is_one_unit_or_refused(tmp_path):
     words = "{% generation %}{{ m.content }}"
-    joined = MARKED.replace(words, "{% generation %}-{% endgeneration %}" + words)
-    (unit,) = load(tmp_path, {"messages": TURNS}).rendered(chat_tokenizer(joined)).units
+    template = MARKED.replace(words, "{% generation %}-{% endgeneration %}" + words)
+    (unit,) = load(tmp_path, {"messages": TURNS}).rendered(chat_tokenizer(template)).units
     assert unit.completion == "-" + LAST + END
     apart = MARKED.replace(words, "{% generation %}-{% endgeneration %} " + words)
     with pytest.raises(TargetError, match=r"'exam:0' of exam.*answer.*2 spans"):
@@ -116,7 +116,7 @@ def test_an_answer_that_is_marked_in_parts_is_one_unit_or_refused(tmp_path):
 
 
 def test_a_unit_that_is_written_in_part_is_counted(tmp_path):
-    units = load(tmp_path, {"messages": turns(ASKED, f"<think>hm</think>{ANSWERED}")})
+    units = load(tmp_path, {"messages": turns(QUESTION, f"<think>hm</think>{ANSWERED}")})
     written = units.rendered(chat_tokenizer(CHATML.replace("m.content", "m.content.split('</think>')[-1]")))
     assert written.units[0].completion == ANSWERED + END
     assert written.unwritten.ids == {"cut_answer": ["exam:0"]}
@@ -131,8 +131,8 @@ def test_every_answer_is_a_unit_when_asked(tmp_path):
 @pytest.mark.parametrize(
     "record",
     [
-        {"conversations": [{"from": "human", "value": ASKED}, {"from": "gpt", "value": ANSWERED}]},
-        {"instruction": ASKED, "input": "", "output": ANSWERED},
+        {"conversations": [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": ANSWERED}]},
+        {"instruction": QUESTION, "input": "", "output": ANSWERED},
         {"prompt": TURNS[:1], "completion": TURNS[1:2]},
     ],
 )
@@ -146,7 +146,7 @@ def test_an_answer_may_be_reasoning_or_a_call_alone(tmp_path):
     for part in ({"reasoning_content": "hm"}, {"tool_calls": [{"name": "f", "arguments": {}}], "content": " "}):
         answer = {"role": "assistant", "content": "", **part}
         (unit,) = load(tmp_path, {"messages": [TURNS[0], answer]}).rendered(chat_tokenizer(template)).units
-        assert unit.prompt.endswith(f"{ASKED}{END}\n<|im_start|>assistant\n")
+        assert unit.prompt.endswith(f"{QUESTION}{END}\n<|im_start|>assistant\n")
         assert "hm" in unit.completion or "'f'" in unit.completion
 
 
@@ -164,7 +164,7 @@ REFUSED = [
     ({"task": "t", "prompt": 3}, r"exam\.jsonl:1: prompt: .*\b3\b.*completion: missing"),
     ({**PLAIN, "task": ""}, r"exam\.jsonl:1: task: .*''"),
     ({**PLAIN, "gold": 2, "choices": ["c"]}, r"gold: .*\b2\b.*\b1 choices"),
-    ({"messages": turns(ASKED, " ")}, r"exam\.jsonl:1: .*answer.*empty"),
+    ({"messages": turns(QUESTION, " ")}, r"exam\.jsonl:1: .*answer.*empty"),
     ({"messages": TURNS[:1]}, r"exam\.jsonl:1: .*assistant.*answer"),
     ({"messages": TURNS[1:]}, r"exam\.jsonl:1: .*turns.*order"),
     ({"messages": [{"role": "boss", "content": "x"}]}, r"exam\.jsonl:1: turn 0: .*'boss'"),
@@ -229,8 +229,8 @@ def test_a_split_is_chosen_by_name_and_data_files_are_read_as_well(table):
     rows, place = datasets.Dataset.from_dict(TABLE), table.parent
     datasets.DatasetDict({"train": rows, "test": rows.select([1])}).save_to_disk(place / "splits")
     assert [unit.completion for unit in mapped(place / "splits", split="test")] == [" here"]
-    for split, said in ((None, "test, train"), ("dev", r"qa\.split: .*'dev'.*test, train")):
-        with pytest.raises(TargetError, match=said):
+    for split, message in ((None, "test, train"), ("dev", r"qa\.split: .*'dev'.*test, train")):
+        with pytest.raises(TargetError, match=message):
             mapped(place / "splits", split=split)
     rows.to_parquet(place / "data" / "train.parquet")
     assert len(mapped(place / "data")) == 2
@@ -256,8 +256,8 @@ def test_mappings_that_do_not_fit_are_refused(table, changes, message):
 def test_a_path_with_nothing_to_read_and_a_missing_package_are_named(table, monkeypatch):
     datasets.Dataset.from_dict({"question": [], "answer": []}).save_to_disk(table.parent / "none")
     (table.parent / "bare").mkdir()
-    for name, said in (("none", ".*none"), ("bare", ".*no file of records")):
-        with pytest.raises(TargetError, match=f"targets.datasets.qa: {said}"):
+    for name, message in (("none", ".*none"), ("bare", ".*no file of records")):
+        with pytest.raises(TargetError, match=f"targets.datasets.qa: {message}"):
             mapped(table.parent / name)
 
     def absent(module):
@@ -277,7 +277,7 @@ def test_units_of_parquet_are_those_of_json_lines(tmp_path):
         {
             "unit_id": 2**60 + k,
             "messages": [
-                {"role": "user", "content": ASKED},
+                {"role": "user", "content": QUESTION},
                 {"role": "assistant", "content": "", "tool_calls": [call]},
             ],
         }

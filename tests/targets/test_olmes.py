@@ -70,11 +70,11 @@ def test_candidates_that_differ_in_the_prompt_keep_their_prompts(root):
 def test_zero_shot_prompts_come_from_the_few_shot_variant(root):
     derived = olmes.read_task("basic", "rc_0shot", "completion", root)
     assert [unit.prompt for unit in derived] == [f"Question: is {k} even?\nAnswer:" for k in range(3)]
-    kept = olmes.read_task("basic", "rc_5shot", "completion", root)
-    assert kept[0].prompt == "Question: 1?\nAnswer: no\n\nQuestion: is 0 even?\nAnswer:"
+    units = olmes.read_task("basic", "rc_5shot", "completion", root)
+    assert units[0].prompt == "Question: 1?\nAnswer: no\n\nQuestion: is 0 even?\nAnswer:"
 
 
-ONE = [record(5, 0, context="a", continuation=" b", label=0)]
+SINGLE = [record(5, 0, context="a", continuation=" b", label=0)]
 NONE_IS_GOLD = [record(5, k, context="a", continuation=" b", label=9) for k in (0, 1)]
 OTHER_QUESTION = [record(7, k, context="Q: a\n\nQ: b\nA:", continuation=" c", query="other") for k in range(2)]
 REFUSED = [
@@ -83,7 +83,7 @@ REFUSED = [
     ("drop", "rc_0shot", None, "'drop'.*multiple-choice.*basic"),
     ("sciq", "mc_0shot", None, "sciq.*'mc_0shot'.*rc_0shot, rc_5shot"),
     ("sciq", "bpb_0shot", None, "sciq.*'bpb_0shot'.*rc_0shot, rc_5shot"),
-    ("new", "rc_0shot", ONE, r"document 5\b.*candidate"),
+    ("new", "rc_0shot", SINGLE, r"document 5\b.*candidate"),
     ("new", "rc_0shot", NONE_IS_GOLD, r"\b2 candidates.*\b0 gold"),
     ("new", "rc_0shot", [{"doc_id": 0}], r"damaged.*line 1\b.*KeyError"),
     ("new", "rc_5shot", OTHER_QUESTION, r"new:7: .*rc_5shot.*targets\.variant 'rc_5shot'"),
@@ -114,13 +114,13 @@ def test_a_missing_package_says_how_to_install_it(monkeypatch):
 # ---------------------------------------------------------------- requests of one's own runs
 
 
-def own(path, *lines, task="sciq"):
+def write_requests(path, *lines, task="sciq"):
     """A file of `--save-raw-requests`: it names its task in every line."""
     path.write_text("".join(json.dumps({"task_name": task} | line) + "\n" for line in lines))
     return load_units(TargetSettings(names=(str(path),), units_per_target=None)).units
 
 
-def one(label=None, kind="loglikelihood", **request):
+def request_of(label=None, kind="loglikelihood", **request):
     line = {"request_type": kind, "doc_id": 3, "doc": {}, "idx": 0, "label": label}
     return line | {"request": {"context": "Q:", "continuation": " a"} | request}
 
@@ -129,18 +129,21 @@ def test_own_requests_are_read_as_those_of_the_package(root, tmp_path):
     lines = [line for doc_id in range(9) for line in question(doc_id, support="facts")]
     write(root, "own", "rc_0shot", lines)
     units = olmes.read_task("own", "rc_0shot", "completion", root)
-    again = own(tmp_path / "task-000-own-requests.jsonl", *reversed(lines), task="own")
-    assert sorted(again, key=lambda unit: unit.unit_id) == units
+    reversed_path = write_requests(tmp_path / "task-000-own-requests.jsonl", *reversed(lines), task="own")
+    assert sorted(reversed_path, key=lambda unit: unit.unit_id) == units
 
 
 @pytest.mark.parametrize("label", [None, "a", ["a", "b"], 0])
 def test_a_reference_answer_is_scored_as_it_is(tmp_path, label):
-    (unit,) = own(tmp_path / "r.jsonl", one(label))
+    (unit,) = write_requests(tmp_path / "r.jsonl", request_of(label))
     assert (unit.unit_id, unit.prompt, unit.completion, unit.choices) == ("sciq:3", "Q:", " a", ())
-    with_context = one(label, "generate_until_and_loglikelihood", perplexity_context="Said:")
-    assert own(tmp_path / "r.jsonl", with_context)[0].prompt == "Said:"
-    rolling = one(label, "loglikelihood_rolling") | {"request": {"context": "A page."}}
-    assert (own(tmp_path / "r.jsonl", rolling)[0].prompt, own(tmp_path / "r.jsonl", rolling)[0].completion) == (
+    with_context = request_of(label, "generate_until_and_loglikelihood", perplexity_context="Said:")
+    assert write_requests(tmp_path / "r.jsonl", with_context)[0].prompt == "Said:"
+    rolling = request_of(label, "loglikelihood_rolling") | {"request": {"context": "A page."}}
+    assert (
+        write_requests(tmp_path / "r.jsonl", rolling)[0].prompt,
+        write_requests(tmp_path / "r.jsonl", rolling)[0].completion,
+    ) == (
         "",
         "A page.",
     )
@@ -149,19 +152,22 @@ def test_a_reference_answer_is_scored_as_it_is(tmp_path, label):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([one("a", "generate_until") | {"request": {"context": "Q:"}}], r"r\.jsonl:1: generate_until: .*continuation"),
-        ([one("a", "loglikelihood_rolling", masked_context_spans=[[0, 2]], continuation=None)], "continuation"),
-        ([one(context={"messages": []})], r"r\.jsonl:1: .*messages"),
-        ([one() | {"doc_id": "x"}], "r.jsonl:1: doc_id, idx"),
-        ([one(1), one(1)], r"document 3\b.*\b2 candidates.*\b0 gold"),
-        ([one("a"), one("a") | {"idx": 1}], r"document 3\b.*\b2 candidates.*\b2 gold"),
-        ([one(0), one(0)], "distinct `idx`"),
-        ([one(0), {"prompt": "p", "completion": "c"}], r"r\.jsonl:2: .*request"),
+        (
+            [request_of("a", "generate_until") | {"request": {"context": "Q:"}}],
+            r"r\.jsonl:1: generate_until: .*continuation",
+        ),
+        ([request_of("a", "loglikelihood_rolling", masked_context_spans=[[0, 2]], continuation=None)], "continuation"),
+        ([request_of(context={"messages": []})], r"r\.jsonl:1: .*messages"),
+        ([request_of() | {"doc_id": "x"}], "r.jsonl:1: doc_id, idx"),
+        ([request_of(1), request_of(1)], r"document 3\b.*\b2 candidates.*\b0 gold"),
+        ([request_of("a"), request_of("a") | {"idx": 1}], r"document 3\b.*\b2 candidates.*\b2 gold"),
+        ([request_of(0), request_of(0)], "distinct `idx`"),
+        ([request_of(0), {"prompt": "p", "completion": "c"}], r"r\.jsonl:2: .*request"),
     ],
 )
 def test_own_requests_that_do_not_say_what_was_scored_are_refused(tmp_path, lines, message):
     with pytest.raises(TargetError, match=message):
-        own(tmp_path / "r.jsonl", *lines)
+        write_requests(tmp_path / "r.jsonl", *lines)
 
 
 def draw(**changes):

@@ -25,10 +25,10 @@ def read(*samples, task="t", loss_on="completion"):
 
 def named(requests):
     """Arguments as newer versions write them."""
-    return {f"gen_args_{k}": {f"arg_{j}": part for j, part in enumerate(one)} for k, one in enumerate(requests)}
+    return {f"gen_args_{k}": {f"arg_{j}": part for j, part in enumerate(request)} for k, request in enumerate(requests)}
 
 
-def choice(doc_id, texts, target, *, context="Q?", delimiter=" ", likelihoods=None, gold=None, **more):
+def choice_record(doc_id, texts, target, *, context="Q?", delimiter=" ", likelihoods=None, gold=None, **more):
     """A document with a request for each text, as the harness logs it; with likelihoods also its accuracy."""
     sample = {"doc_id": doc_id, "doc": {"q": context}, "target": target}
     sample["arguments"] = [[context, delimiter + text] for text in texts]
@@ -63,7 +63,7 @@ def test_every_way_to_write_arguments_says_the_same(write, count):
 
 @pytest.mark.parametrize("target", [1, "1", True, "True", "l'été", " l'été", "[1]", [1, 2], "[1, 0]", ["l'été", "red"]])
 def test_a_target_is_a_position_or_a_text_or_a_list_of_either(target):
-    (unit,) = read(choice(0, WORDS, target))
+    (unit,) = read(choice_record(0, WORDS, target))
     assert (unit.completion, unit.gold) == (" l'été", 1)
 
 
@@ -73,7 +73,7 @@ def test_the_text_of_a_choice_is_found_behind_any_delimiter(texts, data):
     assume(texts[gold].strip() and not texts[gold].isdecimal() and texts[gold] not in ("True", "False"))
     assume(not texts[gold].startswith("["))
     delimiter = data.draw(st.sampled_from(["", " ", "\n", " -> "]))
-    (unit,) = read(choice(0, texts, texts[gold], delimiter=delimiter))
+    (unit,) = read(choice_record(0, texts, texts[gold], delimiter=delimiter))
     assert (unit.completion, unit.gold) == (delimiter + texts[gold], gold)
 
 
@@ -87,7 +87,7 @@ LIKELIHOODS = st.lists(st.integers(-9, -1), min_size=3, max_size=3, unique=True)
 def test_numbers_among_numbers_are_read_as_scored_or_refused(documents, are_texts):
     """The accuracies of a log decide whether its targets are positions or texts; where they cannot, nothing is read."""
     samples = [
-        choice(k, texts, texts[gold] if are_texts else str(gold), likelihoods=likelihoods, gold=gold)
+        choice_record(k, texts, texts[gold] if are_texts else str(gold), likelihoods=likelihoods, gold=gold)
         for k, (texts, likelihoods, gold) in enumerate(documents)
     ]
     fitting = set()
@@ -106,8 +106,8 @@ def test_numbers_among_numbers_are_read_as_scored_or_refused(documents, are_text
 
 
 def test_one_document_decides_for_the_whole_log():
-    open_case = choice(0, "120", "1", likelihoods=[-2, -9, -1], gold=0)  # neither reading is the prediction
-    telling = choice(1, "120", "1", likelihoods=[-1, -2, -3], gold=0)
+    open_case = choice_record(0, "120", "1", likelihoods=[-2, -9, -1], gold=0)  # neither reading is the prediction
+    telling = choice_record(1, "120", "1", likelihoods=[-1, -2, -3], gold=0)
     assert [unit.completion for unit in read(open_case, telling)] == [" 1", " 1"]
     with pytest.raises(TargetError, match=r"log:1.*number of"):
         read(open_case)
@@ -118,7 +118,7 @@ def test_contexts_that_are_the_choices_are_chosen_by_the_accuracy(documents, cou
     """The target is the same continuation for all contexts; with two of them the accuracy always tells."""
     documents = [(likelihoods[:count], gold) for likelihoods, gold in documents if gold < count]
     samples = [
-        choice(k, ["x"] * count, "x", likelihoods=likelihoods, gold=gold)
+        choice_record(k, ["x"] * count, "x", likelihoods=likelihoods, gold=gold)
         | {"arguments": [[f"{k}{j} is", " x"] for j in range(count)]}
         for k, (likelihoods, gold) in enumerate(documents)
     ]
@@ -137,7 +137,7 @@ def test_requests_without_context_are_no_choices(in_turn):
     """acc_mutual_info scores every choice again after nothing, in turn with the others or after them."""
     scored = [["Q?", f" {word}"] for word in WORDS]
     bare = [["", word if in_turn else f" {word}"] for word in WORDS]
-    requests = [one for pair in zip(scored, bare, strict=True) for one in pair] if in_turn else scored + bare
+    requests = [request for pair in zip(scored, bare, strict=True) for request in pair] if in_turn else scored + bare
     sample = {"doc_id": 0, "doc": {}, "target": 2, "arguments": requests, "acc_mutual_info": 1.0}
     (unit,) = read(sample)
     assert (unit.completion, unit.choices) == (' a "b"', tuple(text for _, text in scored))
@@ -229,11 +229,11 @@ def test_a_document_that_is_logged_for_every_filter_is_one_unit():
 
 PICTURE = named([["<image> what?", UNTIL, {"visual": ["x"]}]])
 REFUSED = [
-    (choice(0, WORDS, "blue"), r"target:.*'blue'.* 3"),
-    (choice(0, WORDS, "-1"), r"target:.*'-1'"),
-    (choice(0, WORDS, 3), r"target:.*'3'"),
-    (choice(0, WORDS, None), r"target:.*'None'"),
-    (choice(0, ("a", "  "), 1), "completion:"),
+    (choice_record(0, WORDS, "blue"), r"target:.*'blue'.* 3"),
+    (choice_record(0, WORDS, "-1"), r"target:.*'-1'"),
+    (choice_record(0, WORDS, 3), r"target:.*'3'"),
+    (choice_record(0, WORDS, None), r"target:.*'None'"),
+    (choice_record(0, ("a", "  "), 1), "completion:"),
     ({**generated(0, "4"), "arguments": PICTURE}, "images"),
     ({**generated(0, "4"), "arguments": [[["a", "b"], UNTIL]]}, "text or messages"),
     ({**generated(0, "4"), "arguments": [["Q", " a"], ["Q", 3]]}, "arguments: .*context"),

@@ -34,9 +34,9 @@ class CharTokenizer:
 
 
 def tokens(unit: Unit, max_length: int = 16, tokenizer: CharTokenizer = CharTokenizer()) -> tuple[str, int]:
-    (one,) = UnitSet((unit,)).tokenize(tokenizer, max_length)
-    assert one.input_ids.dtype == np.int32
-    return "".join(map(chr, one.input_ids)), one.first
+    (unit_tokens,) = UnitSet((unit,)).tokenize(tokenizer, max_length)
+    assert unit_tokens.input_ids.dtype == np.int32
+    return "".join(map(chr, unit_tokens.input_ids)), unit_tokens.first
 
 
 @pytest.mark.parametrize(
@@ -50,11 +50,11 @@ def test_labels_begin_at_the_completion_or_cover_all(changes, text, first):
 @given(
     prompt=st.text("abc", max_size=30),
     completion=st.text("xyz", min_size=1, max_size=10),
-    room=st.integers(1, 20),
+    max_tokens=st.integers(1, 20),
 )
-def test_a_long_prompt_loses_its_beginning_only(prompt, completion, room):
-    text, first = tokens(replace(UNIT, prompt=prompt, completion=completion), len(completion) + room)
-    assert text == ((prompt or "\0")[-room:] + completion)
+def test_a_long_prompt_loses_its_beginning_only(prompt, completion, max_tokens):
+    text, first = tokens(replace(UNIT, prompt=prompt, completion=completion), len(completion) + max_tokens)
+    assert text == ((prompt or "\0")[-max_tokens:] + completion)
     assert text[first:] == completion
 
 

@@ -344,7 +344,7 @@ def test_states_of_another_training_are_refused_and_other_targets_begin_anew(tmp
     first = metagradient(training, some_targets(), EXACT)
     other = metagradient(training, some_targets()[::-1], EXACT)
     np.testing.assert_array_equal(other.drawn_KBT, first.drawn_KBT[..., ::-1])
-    with pytest.raises(ModelError, match=r"was begun with other input: recipe\.learning_rate: was 0.03, now 0.01"):
+    with pytest.raises(ModelError, match=r"recipe\.learning_rate: was 0\.03, now 0\.01"):
         trajectory(model, RECIPE.model_copy(update={"learning_rate": 1e-2}), directory=tmp_path)
 
 
@@ -404,9 +404,9 @@ def test_what_cannot_be_differentiated_is_refused():
         Trajectory(Trainer(narrow, [0], "cpu"), corpus(), [np.arange(6)] * 12)
     with pytest.raises(ModelError, match="2 models that are trained at once"):
         Trajectory(Trainer(SCRATCH, [0, 1], "cpu"), corpus(), [np.arange(6)] * 12)
-    with pytest.raises(ModelError, match=r"its states take .* give a directory"):
+    with pytest.raises(ModelError, match=r"its states take .* directory"):
         trajectory(tiny_model(), memory_bytes=1000)
-    with pytest.raises(ModelError, match="is not trained to step 5"):
+    with pytest.raises(ModelError, match="not trained to step 5"):
         metagradient(trajectory(tiny_model()), some_targets(), EXACT)
     with pytest.raises(ModelError, match=r"probe_steps: got 5, expected 0 to 4"):
         replayed(tiny_model(), MetagradientSettings(probe_steps=(5,)))
@@ -429,7 +429,7 @@ def test_something_that_is_drawn_anew_is_noticed():
     model.transformer.ln_f.register_forward_hook(lambda _, args, out: out * (1 + torch.rand(())))
     training = Trajectory(FineTuning(model, RECIPE), some_rows(), some_order())
     training.train()
-    with pytest.raises(ModelError, match="when it was computed again; something is drawn anew"):
+    with pytest.raises(ModelError, match="computed again"):
         metagradient(training, some_targets(), MetagradientSettings())
 
 
@@ -490,7 +490,7 @@ def test_orders_agree_by_the_rows_that_both_have():
     probed = made_up(np.ones(10), one.drawn_KBT, rng.standard_normal((1, 20, 2)))
     assert agreement(probed, probed, 20) == pytest.approx([1.0, 1.0])
     apart = made_up(np.ones(1), one.drawn_KBT[:1])
-    with pytest.raises(ModelError, match="2 rows were drawn in both orders, expected at least 3"):
+    with pytest.raises(ModelError, match=r"2 rows .*expected at least 3"):
         agreement(one, apart, 20)
 
 
@@ -504,7 +504,7 @@ def test_small_shifts_of_groups_move_utilities_as_predicted():
     assert check.correlation == pytest.approx(1.0, abs=1e-3)
     assert str(check).startswith("3 retrainings with weights of groups: measured 1.00 of the predicted change")
     late = metagradient(whole, some_targets(), EXACT.model_copy(update={"first_step": 2}))
-    with pytest.raises(ModelError, match="early steps were left out of the replay"):
+    with pytest.raises(ModelError, match="skipped early steps"):
         check_by_groups(whole, some_targets(), late, np.arange(8))
 
 

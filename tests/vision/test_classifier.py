@@ -191,8 +191,8 @@ def test_preprocessing_that_cannot_be_had_is_refused_in_one_line(tmp_path, file,
 
 def test_pictures_that_stay_of_different_size_are_refused(tmp_path):
     ViTImageProcessor(do_resize=False).save_pretrained(tmp_path)
-    own = ByProcessor.from_settings(ModelSettings(path=str(tmp_path)))
-    model = ImageClassifier(TinyNet(), build_settings(settings(tmp_path)).model.classifier, own)
+    processor = ByProcessor.from_settings(ModelSettings(path=str(tmp_path)))
+    model = ImageClassifier(TinyNet(), build_settings(settings(tmp_path)).model.classifier, processor)
     with pytest.raises(ModelError, match=r"\(3, 12, 12\), \(3, 20, 20\).*model\.classifier"):
         model.pixels([encoded(picture(0, np.random.default_rng(0), size)) for size in (12, 20)])
 

@@ -1,4 +1,4 @@
-"""An image beside the trusted images that it bears on most: exact, from the artifact alone, pictures where they lie."""
+"""Explain an image by the trusted images that it affects most, from the artifact alone, with the pictures."""
 
 import base64
 import json
@@ -43,11 +43,11 @@ def test_what_the_trusted_images_add_is_the_effect_by_which_rows_are_ordered(art
 def test_pictures_are_those_of_the_rows_and_of_the_trusted_set(art):
     explanation = grasp.open(art.path).explain("trusted", "train-4")
     assert len(explanation.pictures) == 9  # its own, and the eight nearest
-    own, trusted = pictures(30)[0][4], pictures(9, seed=1)[0]
-    assert decode_image(explanation.pictures["train-4"]).tobytes() == decode_image(own).tobytes()
+    image, trusted = pictures(30)[0][4], pictures(9, seed=1)[0]
+    assert decode_image(explanation.pictures["train-4"]).tobytes() == decode_image(image).tobytes()
     name = explanation.to_pandas()["unit_id"][0]
-    given = trusted[int(name.rpartition("-")[2])]
-    assert decode_image(explanation.pictures[name]).tobytes() == decode_image(given).tobytes()
+    label = trusted[int(name.rpartition("-")[2])]
+    assert decode_image(explanation.pictures[name]).tobytes() == decode_image(label).tobytes()
     assert explanation._repr_html_().count('<img src="data:image/png;base64,') == 9
 
 

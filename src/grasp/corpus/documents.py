@@ -77,18 +77,20 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
                 roles = roles_of[chunk.name]
             row_id, doc_id = (None if name is None else label_text(values.get(name)) for name in roles.ids)
             labels: dict[str, Label] = {}
+            hidden: dict[str, Label] = {}  # fields b of `a` with a column `a.b`, which precedes if it has a value
             left_out: set[str] = set()
             for name, label in roles.labels.items():
                 value = values.get(name)
                 if flattener.is_nested(label, value):
-                    nested = flattener.labels(label, value, left_out)  # a column `a.b` precedes a field b of `a`
-                    labels |= {path: part for path, part in nested if path not in roles.columns}
+                    for path, part in flattener.labels(label, value, left_out):
+                        (hidden if path in roles.columns else labels)[path] = part
                     if not isinstance(value, str):
                         del values[name]
                 elif is_text and isinstance(value, str):
                     labels[label] = cell_value(value)
                 elif name in values:  # NaN is a missing label
                     labels[label] = None if isinstance(value, float) and math.isnan(value) else value
+            labels |= {path: part for path, part in hidden.items() if labels.get(path) is None}
             if settings.path_labels:
                 labels = {**source.file_labels(chunk.name), **labels}
             ignored = tuple(sorted({*roles.ignored, *left_out})) if left_out else roles.ignored

@@ -59,10 +59,8 @@ FARTHEST = 4.0  # bounds of a hyperparameter, in standard deviations of its prio
 LARGEST = 3.0  # upper bound of the log variance of a component of the shares; keeps the covariance well conditioned
 TESTED = 4.0  # distance, relative to the runs, up to which intervals were tested: experiments/extrapolation
 STEP = 1e-4  # finite-difference step: of log hyperparameters, and of features relative to their spread
-WITHIN_SLICE_WEIGHT, WITHIN_SLICE_SD = (
-    0.4,
-    0.4,
-)  # what relevance within a slice is worth against that of the slice: experiments/exposure
+# Weight of the deviations of rows' relevance from the mean of their slice, and its uncertainty: experiments/exposure.
+WITHIN_SLICE_WEIGHT, WITHIN_SLICE_SD = 0.4, 0.4
 SHAPES = ("c", "additive length", "joint length")
 CURVES = ("straight", "linear", "additive", "joint")
 # Priors: mean and standard deviation of the logarithm. Variances are relative to that of r, which is 1; length scales

@@ -142,15 +142,17 @@ def select(
     if amount is None:
         _check_budget_is_optional(rule, tokens, allowed_N)
     objective = SelectionObjective.from_artifact(artifact, rule, targets, tokens, runs, cautious=cautious)
-    chosen = _choose(objective, amount, allowed_N, labels, floors, caps, whole=documents == "all", progress=progress)
-    constraints, rows = chosen.constraints, chosen.best.row_index
+    items = _select_items(
+        objective, amount, allowed_N, labels, floors, caps, whole=documents == "all", progress=progress
+    )
+    constraints, rows = items.constraints, items.selected.row_index
     params = {
         "budget": budget,
         "targets": dict(targets),
         "train_tokens": tokens,
         "by": by,
         "unit": constraints.unit,
-        "items": chosen.items,
+        "items": items.kind,
         "floor": list(several(floor)),
         "cap": list(several(cap)),
         "exclude_where": exclude_where,
@@ -162,8 +164,8 @@ def select(
     changes, change_notes = objective.evaluate(SUBSET, weights, "the whole corpus")
     sums = objective.predictor.sums(weights)
     n_tokens, value = int(objective.tokens_N[rows].sum()), float(objective.value(sums)[0])
-    table = _row_table(objective, chosen.best, selected_N, labels)
-    headline = chosen.headline(table, n_tokens)
+    table = _row_table(objective, items.selected, selected_N, labels)
+    headline = items.headline(table, n_tokens)
     value_notes = list[str]()
     if tokens is not None:
         (factor,) = sums.repetition_factor(objective.budget_predictor.exposure)
@@ -174,18 +176,20 @@ def select(
         )
     few = [] if amount is None else _few_rows(amount, artifact.n_rows)
     few += [labels.note] if labels is not None and labels.note else []
-    choice_notes = _notes(objective, chosen, by, whole=documents is not None)
-    notes = (*excluded_notes, *chosen.notes, *few, *chosen.best.notes, *choice_notes, *value_notes, *change_notes)
-    best = chosen.best
+    choice_notes = _notes(objective, items, by, whole=documents is not None)
+    notes = (*excluded_notes, *items.notes, *few, *items.selected.notes, *choice_notes, *value_notes, *change_notes)
+    selected = items.selected
     return Selection(
         table,
         f"keeps {headline}",
         notes,
         **objective.result_fields(changes, value, params),
-        curve=_curve_of(objective, chosen),
-        labels=None if labels is None else _label_table(constraints, chosen.picked_P),
-        bound=best.bound,
-        guarantee=best.guarantee if best.bound is None else f"upper bound {best.bound:+.3f}: {best.guarantee}",
+        curve=_curve_of(objective, items),
+        labels=None if labels is None else _label_table(constraints, items.item_index_P),
+        bound=selected.bound,
+        guarantee=selected.guarantee
+        if selected.bound is None
+        else f"upper bound {selected.bound:+.3f}: {selected.guarantee}",
         row_index=rows,
         n_tokens=n_tokens,
         effect_N=objective.effect_N,
@@ -239,34 +243,35 @@ def _check_budget_is_optional(rule: ScoringProtocol, tokens: float | None, allow
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen:
+class _SelectedItems:
     """Selected items, which are rows or whole documents.
 
     Attributes:
         effect_M: effect of each item; that of a document is the mean over its rows.
         document_N: document of each row; None: items are rows.
-        best: the selected rows.
-        picked_P: the selected items, best first.
+        selected: the selected rows.
+        item_index_P: indices of the selected items, best first.
         order_N: the selected rows, followed by those that a larger budget would add.
     """
 
     constraints: Constraints
     effect_M: F64
     document_N: I64 | None
-    best: SelectedRows
-    picked_P: I64
+    selected: SelectedRows
+    item_index_P: I64
     order_N: I64
     notes: tuple[str, ...]
 
     @property
-    def items(self) -> str:
+    def kind(self) -> str:
+        """Return what the items are: rows or documents."""
         return "rows" if self.document_N is None else "documents"
 
     def headline(self, table: pa.Table, n_tokens: int) -> str:
         """Return how many rows, documents and tokens are selected, and whether the budget is used up."""
-        constraints, used = self.constraints, int(self.constraints.cost_N[self.picked_P].sum())
+        constraints, used = self.constraints, int(self.constraints.cost_N[self.item_index_P].sum())
         n_rows = len(constraints.cost_N) if self.document_N is None else len(self.document_N)
-        text = f"{share(len(self.best.row_index), n_rows)}, {n_tokens:,} tokens"
+        text = f"{share(len(self.selected.row_index), n_rows)}, {n_tokens:,} tokens"
         if self.document_N is not None:
             text = f"{len(table['doc_id'].unique()):,} documents: {text}"
         if used < (1 - MISSED) * constraints.budget:
@@ -274,7 +279,7 @@ class _Chosen:
         return text
 
 
-def _choose(
+def _select_items(
     objective: SelectionObjective,
     amount: Amount | None,
     allowed_N: Bool,
@@ -284,7 +289,7 @@ def _choose(
     *,
     whole: bool,
     progress: Progress | None,
-) -> _Chosen:
+) -> _SelectedItems:
     """Select the best items within the budget, or within the optimal budget if none is given.
 
     Args:
@@ -332,26 +337,26 @@ def _choose(
     if rule.interaction is Interaction.PAIRS:
         if progress is not None:
             progress.stage("selecting", rows=None, tokens=None)
-        best = geometry().select_rows(objective.predictor, objective.weights_T, constraints, progress)
-        order_N = picked_P = best.row_index
+        selected = geometry().select_rows(objective.predictor, objective.weights_T, constraints, progress)
+        order_N = item_index_P = selected.row_index
     else:
-        best, picked_P, order_N = _ranked(objective, effect_M, document_N, constraints, by_runs=by_runs)
-    return _Chosen(constraints, effect_M, document_N, best, picked_P, order_N, notes)
+        selected, item_index_P, order_N = _ranked(objective, effect_M, document_N, constraints, by_runs=by_runs)
+    return _SelectedItems(constraints, effect_M, document_N, selected, item_index_P, order_N, notes)
 
 
-def _curve_of(objective: SelectionObjective, chosen: _Chosen) -> Curve:
+def _curve_of(objective: SelectionObjective, selected: _SelectedItems) -> Curve:
     """Return the value of selections of PLACES sizes, and of the selected size."""
-    order_N, effect_M = chosen.order_N, chosen.effect_M
+    order_N, effect_M = selected.order_N, selected.effect_M
     even = np.unique(np.round(np.linspace(0, len(order_N), PLACES + 1)[1:]).astype(np.int64))
-    ordered_by_N = effect_M if chosen.document_N is None else effect_M[chosen.document_N]
-    return _curve(objective, order_N, sorted({*even.tolist(), len(chosen.best.row_index)} - {0}), ordered_by_N)
+    ordered_by_N = effect_M if selected.document_N is None else effect_M[selected.document_N]
+    return _curve(objective, order_N, sorted({*even.tolist(), len(selected.selected.row_index)} - {0}), ordered_by_N)
 
 
 # --------------------------------------------------------------------------------------------------- selection
 
 
 def _row_table(
-    objective: SelectionObjective, best: SelectedRows, selected_N: Bool, labels: LabelColumn | None
+    objective: SelectionObjective, selected: SelectedRows, selected_N: Bool, labels: LabelColumn | None
 ) -> pa.Table:
     """Return subset_id, row_id, doc_id, order, effect[, gain], n_tokens[, label] of the selected rows, best first.
 
@@ -362,14 +367,14 @@ def _row_table(
     for batch in objective.artifact.row_batches(["row_id", "doc_id", "n_tokens", *stored]):
         parts.append(batch.filter(pa.array(selected_N[start : start + batch.num_rows])))
         start += batch.num_rows
-    rows = best.row_index
+    rows = selected.row_index
     position = np.argsort(np.argsort(rows))  # place in corpus order of each selected row, best first
     table = pa.Table.from_batches(parts).take(pa.array(position)).combine_chunks()
     if labels is not None and labels.sql:
         codes = pa.array(labels.codes_N[rows])
         table = table.append_column(labels.name, pa.array(labels.values).take(codes))
-    if best.gain is not None:
-        table = table.add_column(2, "gain", pa.array(best.gain))
+    if selected.gain is not None:
+        table = table.add_column(2, "gain", pa.array(selected.gain))
     table = table.add_column(2, "effect", pa.array(objective.effect_N[rows]))
     table = table.add_column(2, "order", pa.array(np.arange(len(table))))
     return table.add_column(0, "subset_id", pa.array([SUBSET] * len(table), pa.string()))
@@ -562,17 +567,22 @@ def _few_rows(amount: Amount, n_rows: int) -> list[str]:
     return [f"budget: {number} is a number of rows, {amount.value / n_rows:.2%} of the corpus; a share is {number}%"]
 
 
-def _notes(objective: SelectionObjective, chosen: _Chosen, by: str | None, *, whole: bool) -> list[str]:
+def _notes(objective: SelectionObjective, selected: _SelectedItems, by: str | None, *, whole: bool) -> list[str]:
     """Return notes on the candidates, the rows that are not selected, short rows, partial documents and skipped text.
 
     Args:
         whole: documents are exported whole, so partially selected ones need no note.
     """
-    artifact, constraints, items, rows = objective.artifact, chosen.constraints, chosen.items, chosen.best.row_index
-    above = int((chosen.effect_M[constraints.allowed_N] > 0).sum())
-    messages = [f"{above:,} of the {int(constraints.allowed_N.sum()):,} candidate {items} are above the corpus average"]
-    if (used := int(constraints.cost_N[chosen.picked_P].sum())) < constraints.budget:
-        why = f"no further {items[:-1]} fits" if constraints.costs_differ else "the caps allow no more"
+    artifact, constraints, kind, rows = (
+        objective.artifact,
+        selected.constraints,
+        selected.kind,
+        selected.selected.row_index,
+    )
+    above = int((selected.effect_M[constraints.allowed_N] > 0).sum())
+    messages = [f"{above:,} of the {int(constraints.allowed_N.sum()):,} candidate {kind} are above the corpus average"]
+    if (used := int(constraints.cost_N[selected.item_index_P].sum())) < constraints.budget:
+        why = f"no further {kind[:-1]} fits" if constraints.costs_differ else "the caps allow no more"
         messages.append(f"{used:,} of {constraints.budget:,} {constraints.unit} are used: {why}")
 
     gone_N = ~mask_of(rows, artifact.n_rows)

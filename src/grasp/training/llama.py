@@ -341,7 +341,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def head_loss(
     hidden_KTH: Tensor, head_KVH: Tensor, labels_KT: Tensor, weight_KT: Tensor, loss_KT: Tensor | None = None
 ) -> Tensor:
-    """Weighted sum of cross-entropies, (K,), float32: ``sum_t weight_t * (logsumexp(z_t) - z_t[label_t])``.
+    """Return weighted sums of cross-entropies, (K,), float32: ``sum_t weight_t * (logsumexp(z_t) - z_t[label_t])``.
 
     Args:
         labels_KT: int64; positions of weight 0 are skipped, their label is never looked at.
@@ -407,7 +407,7 @@ def _one_model(
     grad_hidden: Tensor,
     grad_head: Tensor,
 ) -> Tensor:
-    """Loss of one model; its terms are written to `loss_T`, its gradients to `grad_hidden` and `grad_head`."""
+    """Return the loss of one model; write its terms to `loss_T`, its gradients to `grad_hidden` and `grad_head`."""
     total = torch.zeros((), device=hidden_TH.device)
     for positions in torch.split(weight_T.nonzero().squeeze(1), CPU_CHUNK):
         hidden = hidden_TH[positions]
@@ -440,8 +440,10 @@ def _all_models(
     grad_hidden: Tensor,
     grad_head: Tensor,
 ) -> None:
-    """The same for many models at once, in few large kernels and without waiting for the device: positions of
-    weight 0 are computed and multiplied by 0, since finding them would make the host wait."""
+    """Return the losses of many models at once, in few large kernels without synchronizing with the device.
+
+    Positions of weight 0 are computed and multiplied by 0, because finding them would require a synchronization.
+    """
     n_models, n_positions, _ = hidden_KTH.shape
     vocabulary = head_KVH.shape[1]
     positions = min(n_positions, max(MIN_CUDA_POSITIONS, CUDA_CHUNK_ELEMENTS // vocabulary))

@@ -1,7 +1,8 @@
-"""The derivative of utilities after a whole training by the weight of every row: the training is replayed backward.
+"""Derivatives of final utilities with respect to the weights of rows, by replaying a training run backward.
 
-For rows that were in a batch, at the step where they were: ``dU/dw_i``, w_i the weight of the row's loss there. For
-all others, what it would be if they were added to the batch of a probe step. See `adjoint` for the mathematics.
+For a row in the batch of a step, ``dU/dw_i`` with w_i the weight of its loss in this step. At probe steps, for all
+rows, the derivative with respect to the weight that the row would have if it were added to the batch. See `adjoint` for
+the mathematics. Start with `metagradient`.
 
 Shape letters: K steps, B rows of a batch, L tokens, N rows, T targets, M probe steps.
 """
@@ -48,34 +49,46 @@ BATCH_TOKENS = 8192
 
 
 class MetagradientSettings(Settings):
-    """How a training is differentiated."""
+    """Settings of the differentiation of a training run."""
 
-    curvature: Curvature = Field("difference", description="How the curvature of a batch is multiplied.")
-    relative_step: float = Field(RELATIVE_STEP, gt=0, description="Length of a difference, in norms of the weights.")
+    curvature: Curvature = Field("difference", description="Method for products with the curvature of a batch.")
+    relative_step: float = Field(RELATIVE_STEP, gt=0, description="Finite-difference step, in norms of the weights.")
     root_share: float = Field(
-        ROOT_SHARE, ge=0, description="Inside AdamW's square root: share of the first mean squared clipped gradient."
+        ROOT_SHARE,
+        ge=0,
+        description="Constant inside AdamW's square root, as a share of the first mean squared clipped gradient.",
     )
-    largest_scale: float | None = Field(None, gt=0, description="Coordinates that AdamW scales by more are left out.")
-    first_step: Annotated[int, Field(ge=0)] = Field(0, description="Steps before this one are left out.")
+    largest_scale: float | None = Field(None, gt=0, description="Maximum scale by AdamW; other coordinates are fixed.")
+    first_step: Annotated[int, Field(ge=0)] = Field(0, description="First step that is replayed.")
     probe_steps: tuple[int, ...] = Field((), description="Steps at which all rows are differentiated.")
-    batch_tokens: int = Field(BATCH_TOKENS, gt=0, description="Tokens of one forward pass of units and probed rows.")
+    batch_tokens: int = Field(BATCH_TOKENS, gt=0, description="Tokens per forward pass of units and probed rows.")
 
 
 @dataclass(frozen=True, slots=True)
 class Metagradient:
-    """Derivatives of T utilities by the weights of rows, nats per unit of weight.
+    """Derivatives of T utilities with respect to the weights of rows, nats per unit of weight.
 
-    What belongs to steps before the first that was replayed is NaN.
+    Entries of steps that were not replayed are NaN.
+
+    Attributes:
+        order_KB: rows of each step, padded with -1.
+        drawn_KBT: derivative with respect to the weight of each row in the batch of a step.
+        probe_steps_M: the probe steps.
+        probe_MNT: derivative with respect to the weight that each row would have in the batch of a probe step.
+        utility_T: utilities at the end of training.
+        adjoint_norm_KT: norm of the derivative with respect to the weights before each step.
+        direction_norm_KT: norm of the derivative with respect to the gradient of each step.
+        left_out_K: number of coordinates that were held fixed.
     """
 
-    order_KB: I64  # rows of each step; -1 where a batch has fewer
-    drawn_KBT: F64  # by the weight of each row, at the step of the batch
+    order_KB: I64
+    drawn_KBT: F64
     probe_steps_M: I64
-    probe_MNT: F64  # by the weight that each row would have in the batch of a probe step
-    utility_T: F64  # at the end of the training
-    adjoint_norm_KT: F64  # of the derivative by the weights before each step
-    direction_norm_KT: F64  # of the derivative by the gradient of each step
-    left_out_K: I64  # coordinates that were held fixed
+    probe_MNT: F64
+    utility_T: F64
+    adjoint_norm_KT: F64
+    direction_norm_KT: F64
+    left_out_K: I64
 
     def drawn(self, n_rows: int, first: int = 0, last: int | None = None) -> F64:
         """Sum the derivatives of drawn rows over steps, (N, T); a row that was never drawn has 0."""
@@ -87,7 +100,7 @@ class Metagradient:
         return total_NT
 
     def probed(self, steps: Sequence[int] | None = None) -> F64:
-        """Average the derivatives of all rows over probe steps, each brought to mean 0 and spread 1: (N, T)."""
+        """Average the derivatives of all rows over probe steps, each standardized over rows, (N, T)."""
         chosen = np.isin(self.probe_steps_M, self.probe_steps_M if steps is None else steps)
         value_MNT = self.probe_MNT[chosen & np.isfinite(self.probe_MNT).all(axis=(1, 2))]
         spread_M1T = value_MNT.std(axis=1, keepdims=True)
@@ -108,7 +121,7 @@ class Metagradient:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What a replay costs beside the training itself, in trainings; a forward pass is a third of a gradient."""
+    """Cost of a replay in units of the training run; a forward pass is a third of a gradient."""
 
     forward: float
     rerun: float
@@ -117,7 +130,7 @@ class Price:
 
     @property
     def total(self) -> float:
-        """Return the sum, the first training included."""
+        """Return the sum, including the training run itself."""
         return self.forward + self.rerun + self.backward + self.probes
 
     def __str__(self) -> str:
@@ -149,13 +162,13 @@ def price(order: Sequence[I64], n_rows: int, n_targets: int, settings: Metagradi
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Units whose mean utility is differentiated."""
+    """A target: units whose mean utility is differentiated."""
 
     name: str
     units: Sequence[UnitTokens]
 
     def batches(self, batch_tokens: int) -> list[tuple[I64, F64]]:
-        """Return token ids and weights of labels: the sum of weighted losses is the mean loss of the units."""
+        """Return token ids and label weights for which the sum of weighted losses is the mean loss of the units."""
         lengths = np.array([len(unit.input_ids) for unit in self.units], dtype=np.int64)
         out = []
         for index_B in batches_of_like_length(lengths, batch_tokens):
@@ -167,7 +180,7 @@ class Target:
 
 
 def examples_of(trajectory: Trajectory) -> list[Example]:
-    """Return all rows of the corpus of a training, with the labels that carry loss."""
+    """Return all rows of the corpus with their label masks."""
     rows = trajectory.rows.rows(np.arange(trajectory.rows.n_rows))
     spans = [slice(start, end) for start, end in zip(rows.offsets[:-1], rows.offsets[1:], strict=True)]
     masks = [
@@ -178,7 +191,7 @@ def examples_of(trajectory: Trajectory) -> list[Example]:
 
 
 def utility_gradient(training: AdamWTraining, batches: Sequence[tuple[I64, F64]]) -> tuple[float, list[Tensor]]:
-    """Return a target's utility, nats, and its gradient by the parameters, at the weights as they are."""
+    """Return the utility of a target in nats, and its gradient, at the current weights."""
     training.zero_gradients()
     loss = sum(float(training.backward(ids_BL, weight_BL).sum()) for ids_BL, weight_BL in batches)
     gradient = [-gradient for gradient in training.gradients()]
@@ -187,7 +200,7 @@ def utility_gradient(training: AdamWTraining, batches: Sequence[tuple[I64, F64]]
 
 
 def utilities(training: AdamWTraining, targets: Sequence[Target], batch_tokens: int = BATCH_TOKENS) -> F64:
-    """Return the utility of every target at the weights as they are, (T,), nats."""
+    """Return the utility of every target at the current weights, (T,), nats."""
     batches = [target.batches(batch_tokens) for target in targets]
     return -np.array([sum(float(training.row_losses(*batch).sum()) for batch in of_target) for of_target in batches])
 
@@ -198,22 +211,23 @@ def metagradient(
     settings: MetagradientSettings,
     progress: Callable[[int], None] | None = None,
 ) -> Metagradient:
-    """Differentiate utilities after a training by the weights of its rows; all targets share one replay.
+    """Differentiate final utilities with respect to the weights of rows. All targets share one replay.
 
-    Where the trajectory has a directory, what is computed lies there too, segment by segment: killed, the same call
-    goes on to the same bytes.
+    If the trajectory has a directory, the results of each segment are stored there; an interrupted call is resumed with
+    bitwise identical results.
 
     Args:
-        trajectory: trained to its end.
-        progress: called with the number of steps that are left, after each.
+        trajectory: a finished training run.
+        progress: callback that receives the number of steps that are left.
+
     Raises:
-        ModelError: it is not trained; a probe step that is not replayed; a derivative that is not a number.
+        ModelError: the run is not finished, a probe step is not replayed, or a derivative is not finite.
     """
     return _Replay(trajectory, targets, settings).run(progress)
 
 
 class _Replay:
-    """Adjoints of all targets and the derivatives so far."""
+    """State of a replay: adjoints of all targets, and the derivatives computed so far."""
 
     def __init__(self, trajectory: Trajectory, targets: Sequence[Target], settings: MetagradientSettings) -> None:
         steps = len(trajectory.order)
@@ -254,7 +268,7 @@ class _Replay:
         }
 
     def run(self, progress: Callable[[int], None] | None) -> Metagradient:
-        """Replay all segments that are not done, the last one first."""
+        """Replay all segments that are not finished, in reverse order."""
         done = [segment for segment in self.segments if _name(segment) in self.shelf]
         if done:
             self._resume(done[0])
@@ -270,7 +284,7 @@ class _Replay:
         return self._result()
 
     def _begin(self) -> None:
-        """Differentiate the utilities at the end of the training; fix the root by the gradient of its first step."""
+        """Differentiate the utilities at the end of training, and determine the root from the first gradient."""
         if self.settings.root_share:
             self.results["root"][0] = self.settings.root_share * self._first_square()
         self.trajectory.go_to(len(self.trajectory.order))
@@ -279,7 +293,7 @@ class _Replay:
             self.adjoints.append(Adjoint.of_weights(gradient))
 
     def _first_square(self) -> float:
-        """Mean squared gradient of the first step, after clipping."""
+        """Return the mean squared gradient of the first step after clipping."""
         training = self.training
         self.trajectory.go_to(0)
         for batch in self.trajectory.batches(0, 1):
@@ -291,7 +305,7 @@ class _Replay:
         return clipped**2 / self.trajectory.size.parameters
 
     def _back(self, step: Step) -> None:
-        """Go back through one step, target by target."""
+        """Backpropagate through one step, for each target."""
         settings, training, results = self.settings, self.training, self.results
         constants = UpdateConstants(
             step=step.step,
@@ -319,8 +333,8 @@ class _Replay:
                 directions.append(direction)
             if not math.isfinite(adjoint.norm):
                 raise ModelError(
-                    f"replay: the derivative is {adjoint.norm} at step {step.step}, expected a number; set first_step "
-                    "behind it, take gauss-newton, or lower the learning rate"
+                    f"replay: the derivative is {adjoint.norm} at step {step.step}, expected a finite number; set "
+                    "first_step to a later step, set curvature to gauss-newton, or lower the learning rate"
                 )
         if step.step in settings.probe_steps:
             differentiate = partial(
@@ -337,7 +351,7 @@ class _Replay:
                 value_NT = differentiate("difference")
             results["probe"][settings.probe_steps.index(step.step)] = value_NT / batch.labels
 
-    # --------------------------------------------------------------------------------------------------------- to disk
+    # --------------------------------------------------------------------------------------------------------- storage
 
     def _keep(self, segment: tuple[int, int]) -> None:
         if self.trajectory.directory is None:

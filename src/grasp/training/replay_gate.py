@@ -1,9 +1,9 @@
-"""Whether derivatives of a training are to be trusted: values, and the line that says what to do.
+"""Checks of the derivatives of a training run: smoothness, agreement of orders, and retraining.
 
-Where a training is smooth, the adjoint of the weights keeps its size from step to step, and the derivatives of drawn
-rows keep theirs. Where it is not, both grow many times towards the first steps, and what they say there is noise. Two
-orders of the rows agree as far as derivatives are more than noise. And a retraining with other weights of *groups* of
-rows moves the utilities as predicted; weights of single rows move them too little to be seen.
+In a smooth run, the norms of the adjoint and of the derivatives of drawn rows are nearly constant over steps. Otherwise
+both grow towards the first steps, where the derivatives are noise. Two orders of the rows agree as far as the
+derivatives exceed noise. Finally, retraining with changed weights of groups of rows changes the utilities as predicted;
+changed weights of single rows have too small an effect to measure. Start with `smoothness`.
 
 Shape letters: K steps, N rows, T targets, R retrainings.
 """
@@ -20,21 +20,21 @@ from grasp.seeds import stream
 from grasp.training.metagradient import Metagradient, Target, utilities
 from grasp.training.trajectory import Trajectory
 
-LARGEST_GROWTH = 4.0  # smooth trainings stay below 2; of those from scratch, the first third has 8 and more
-PARTS = 12  # of a training, whose derivatives have a spread each
+LARGEST_GROWTH = 4.0  # smooth runs stay below 2; the first third of runs from scratch has 8 and more
+PARTS = 12  # parts of a run whose spread of derivatives is compared
 LEAST_AGREEMENT = 0.2
 WHAT_TO_DO = "lower learning rate x steps, enlarge the batch, or replay more orders"
 
 
 @dataclass(frozen=True, slots=True)
 class Smoothness:
-    """How far derivatives grow from the end of a training to its beginning.
+    """Growth of derivatives from the end of a training run to its beginning.
 
     Attributes:
         growth_K: norm of the adjoint before each step over that at the last step, mean over targets.
-        spread_K: spread of the derivatives of drawn rows, in the part of the training that a step belongs to, over that
-            in its last quarter.
-        first_step: of the steps that count: from here on neither has grown beyond the limit.
+        spread_K: standard deviation of the derivatives of drawn rows in the part of the run that contains the step,
+            over that in the last quarter.
+        first_step: first step from which on both are within the limit; earlier steps are not used.
     """
 
     growth_K: F64
@@ -43,7 +43,7 @@ class Smoothness:
 
     @property
     def passed(self) -> bool:
-        """Return whether every step that was replayed counts."""
+        """Return whether all replayed steps are used."""
         return self.first_step <= int(np.flatnonzero(np.isfinite(self.growth_K))[0])
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class Smoothness:
 
 
 def smoothness(replay: Metagradient, limit: float = LARGEST_GROWTH) -> Smoothness:
-    """Measure how far derivatives grow towards the beginning, and from which step on they count."""
+    """Measure the growth of derivatives towards the beginning, and find the first step that is used."""
     steps = len(replay.order_KB)
     last = slice(steps - max(1, steps // 4), steps)
     growth_K = (replay.adjoint_norm_KT / replay.adjoint_norm_KT[-1]).mean(axis=1)
@@ -71,10 +71,10 @@ def smoothness(replay: Metagradient, limit: float = LARGEST_GROWTH) -> Smoothnes
 
 
 def agreement(first: Metagradient, second: Metagradient, n_rows: int) -> F64:
-    """Return the rank correlation of rows' scores in two orders, (T,): of all rows, else of those drawn in both.
+    """Return the rank correlation of the scores of two orders, (T,), over all rows or over those drawn in both.
 
     Raises:
-        ModelError: the orders have no row in common.
+        ModelError: fewer than 3 rows were drawn in both orders.
     """
     if first.probe_MNT.size and second.probe_MNT.size:
         scores = [replay.probed() for replay in (first, second)]
@@ -89,14 +89,14 @@ def agreement(first: Metagradient, second: Metagradient, n_rows: int) -> F64:
 
 @dataclass(frozen=True, slots=True)
 class GroupCheck:
-    """Changes of utilities by other weights of groups of rows: by retraining, and by derivatives, (R, T), nats."""
+    """Measured and predicted changes of utilities for changed weights of groups of rows, (R, T), nats."""
 
     measured_RT: F64
     predicted_RT: F64
 
     @property
     def slope(self) -> float:
-        """Return measured against predicted change by least squares through 0: 1 where derivatives are exact."""
+        """Return the least-squares slope through 0 of measured against predicted changes; 1 for exact derivatives."""
         return float((self.measured_RT * self.predicted_RT).sum() / (self.predicted_RT**2).sum())
 
     @property
@@ -123,17 +123,18 @@ def check_by_groups(
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> GroupCheck:
-    """Retrain with the weight of each group moved up or down at random, and compare with the derivatives.
+    """Retrain with randomly increased or decreased weights of groups, and compare with the derivatives.
 
     Args:
-        group_N: number of each row's group, from 0.
-        shift: how far weights are moved.
-        progress: called with the number of retrainings done, after each.
+        group_N: group of each row, from 0.
+        shift: size of the change of a weight.
+        progress: callback that receives the number of finished retrainings.
+
     Raises:
-        ModelError: steps were left out of the replay, whose part of the change is not predicted.
+        ModelError: the replay skipped early steps, so it does not predict the whole change.
     """
     if not np.isfinite(replay.adjoint_norm_KT).all():
-        raise ModelError("check_by_groups: early steps were left out of the replay, expected all; replay from step 0")
+        raise ModelError("check_by_groups: the replay skipped early steps; replay from step 0")
     derivative_NT = replay.drawn(trajectory.rows.n_rows)
     measured, predicted = [], []
     for r in range(retrainings):

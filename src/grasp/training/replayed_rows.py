@@ -1,12 +1,12 @@
-"""Scores of rows from replays in several orders: gated, brought to one scale, and averaged.
+"""Scores of rows from replays in several orders: checked for smoothness, standardized, and averaged.
 
-Two scores of a row for a target:
+A row has two scores for a target:
 
-    drawn     the sum of its derivatives over the steps where it was in the batch, mean over the orders that drew it
-    probed    the mean over probe steps of its derivative there, each step brought to mean 0 and spread 1
+    drawn     the sum of its derivatives over the steps whose batch contained it, mean over the orders that drew it
+    probed    the mean over probe steps of its derivative there, with each step standardized over rows
 
-Only steps from which on a replay is smooth count. A replay whose last third alone is smooth is made again with
-Gauss-Newton; one that is not smooth then either has no score.
+Only steps from which on a replay is smooth are used. If no more than the last third of a replay is smooth, it is
+repeated with Gauss-Newton, and discarded if it is still not smooth. Start with `replay_rows`.
 
 Shape letters: N rows, T targets.
 """
@@ -24,11 +24,11 @@ from grasp.training.metagradient import Metagradient, MetagradientSettings, Targ
 from grasp.training.replay_gate import LEAST_AGREEMENT, WHAT_TO_DO, Smoothness, agreement, smoothness
 from grasp.training.trajectory import Trajectory
 
-LATEST_START = 2 / 3  # of a training: a replay that is smooth from later on only is made again, or dropped
+LATEST_START = 2 / 3  # a replay that is only smooth from a later part of the run on is repeated or discarded
 
 
 def brought_to_one_scale(score_NT: F64) -> F64:
-    """Bring the scores of every target to mean 0 and spread 1 over rows that have one; without spread they are 0."""
+    """Standardize the scores of each target over the rows that have one; constant scores become 0."""
     spread_T = np.nanstd(score_NT, axis=0)
     centred_NT = score_NT - np.nanmean(score_NT, axis=0)
     scaled_NT: F64 = np.divide(centred_NT, spread_T, out=np.zeros_like(score_NT), where=spread_T > 0)
@@ -36,10 +36,10 @@ def brought_to_one_scale(score_NT: F64) -> F64:
 
 
 def drawn_scores(replays: Sequence[Metagradient], n_rows: int, windows: Sequence[tuple[int, int]]) -> F64:
-    """Average the derivatives of drawn rows over the orders that drew them, (N, T); NaN: no order did.
+    """Average the derivatives of drawn rows over the orders that drew them, (N, T); NaN for rows never drawn.
 
     Args:
-        windows: of each order, first step and end of the steps that count.
+        windows: first step and end of the used steps of each order.
     """
     total_NT, count_N1 = np.zeros((n_rows, replays[0].drawn_KBT.shape[2])), np.zeros((n_rows, 1))
     for replay, (first, last) in zip(replays, windows, strict=True):
@@ -58,7 +58,7 @@ def probed_scores(replays: Sequence[Metagradient], steps: Sequence[Sequence[int]
     """Average the derivatives of all rows over probe steps and orders, (N, T).
 
     Args:
-        steps: of each order, the probe steps that count.
+        steps: used probe steps of each order.
     """
     parts = [replay.probed(chosen) for replay, chosen in zip(replays, steps, strict=True) if len(chosen)]
     mean_NT: F64 = np.mean(parts, axis=0)
@@ -67,14 +67,14 @@ def probed_scores(replays: Sequence[Metagradient], steps: Sequence[Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class ReplayedRows:
-    """Scores of rows for targets, positive where more weight of the row raises the target's utility.
+    """Scores of rows for targets; positive if more weight of the row increases the utility of the target.
 
     Attributes:
-        drawn_NT: NaN where no order drew the row; None: no order is smooth.
-        probed_NT: None: no probe step counts.
-        smooth: of every order that was tried.
-        agreements: rank correlation of two orders, by target, for each pair that counts.
-        notes: what was left out, and what to do; a sentence each.
+        drawn_NT: drawn scores, NaN for rows never drawn; None: no order is smooth.
+        probed_NT: probed scores; None: no probe step is used.
+        smooth: smoothness of every replay, including discarded ones.
+        agreements: rank correlation by target for each pair of used orders.
+        notes: what was not used, and what to do about it.
     """
 
     drawn_NT: F64 | None

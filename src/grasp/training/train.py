@@ -203,7 +203,7 @@ class Trainer(AdamWTraining):
         for ids, weight in zip(*pieces, strict=True):
             with torch.autocast(device.type, dtype=torch.bfloat16) if self.narrow else nullcontext():
                 hidden = model.hidden(ids).flatten(1, 2)
-                # position t predicts token t + 1; the last position has weight 0, so what it is paired with is idle
+                # position t predicts token t + 1; the label of the last position is arbitrary, as its weight is 0
                 labels = ids.roll(-1, dims=2).flatten(1)
                 loss_KT = torch.zeros_like(labels, dtype=torch.float32)
                 piece_K = head_loss(hidden, model.head, labels, weight.flatten(1), loss_KT)
@@ -221,7 +221,7 @@ class Trainer(AdamWTraining):
         for gradient in gradients:
             gradient.mul_(scale_K.view(-1, *(1,) * (gradient.ndim - 1)))
 
-    # ------------------------------------------------------------------------- one model, as a trajectory reads it
+    # ------------------------------------------------------------------------------- one model, for trajectories
 
     @property
     def context(self) -> int:
@@ -249,13 +249,13 @@ class Trainer(AdamWTraining):
         return LabelLogits(hidden_PH @ self.model.head[0].T, ids[row_P, at_P + 1], weight_P, row_P, len(ids_BL))
 
     def backward(self, ids_BL: I64, weight_BL: F64) -> F64:
-        """Add the gradient of one model's loss to its buffers, and return each row's part of the loss, (B,), nats."""
+        """Add the gradient of the loss of one model to the buffers; return the contribution of each row, (B,), nats."""
         _, loss_KBL = self._backward(ids_BL[None], weight_BL[None].astype(np.float32))
         losses: F64 = loss_KBL[0].double().sum(dim=1).cpu().numpy()
         return losses
 
     def check(self) -> None:
-        """Refuse weights that came out of a loss that is not a number, by model and step."""
+        """Raise an error if a loss was not finite, with the model and the step."""
         bad = np.argwhere(~np.isfinite(self.losses))
         if bad.size:
             raise ModelError(
@@ -264,7 +264,7 @@ class Trainer(AdamWTraining):
             )
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """First and second moments of both buffers, on the CPU."""
+        """Return the first and second moments of both buffers, on the CPU."""
         return {
             f"{name}.{moment}": self.optimizer.state[buffer][moment].cpu()
             for name, buffer in self._buffers.items()
@@ -272,7 +272,7 @@ class Trainer(AdamWTraining):
         }
 
     def restore(self, step: int, optimizer_state: Mapping[str, Tensor], losses_SK: F32) -> None:
-        """Go on after `step` steps; the weights must have been loaded into `model`."""
+        """Restore the optimizer after `step` steps; the weights must already be loaded into `model`."""
         for name, buffer in self._buffers.items():
             self.optimizer.state[buffer] = {
                 "step": torch.tensor(float(step), device=self.device),
@@ -284,7 +284,7 @@ class Trainer(AdamWTraining):
 
 
 def label_weights(batch: TokenBatch) -> F32:
-    """Weight of every position's label in the loss, (K, B, L); sums to 1 for each model, 0 on padding."""
+    """Return the weight of the label of each position in the loss, (K, B, L); sums to 1 per model, 0 on padding."""
     has_label_KBL = np.zeros_like(batch.labelled_KBL)
     has_label_KBL[..., :-1] = batch.labelled_KBL[..., 1:]  # position t predicts token t + 1
     labels_K11 = np.maximum(has_label_KBL.sum(axis=(1, 2), keepdims=True), 1)

@@ -1,8 +1,8 @@
-"""A training whose states can be visited again, in order and backward.
+"""A training run whose states can be visited again, forward and backward. Start with `Trajectory`.
 
-The states at the beginning of every segment of about sqrt(K) steps are kept, and what lies in between is computed
-again, a segment at a time. With a directory they lie there: killed at any moment, the same call goes on, to the same
-bytes on a CPU. Without one they are in memory.
+States are stored at the beginning of every segment of about sqrt(K) steps; the states within a segment are recomputed
+when it is visited. They are stored in memory or in a directory. With a directory, an interrupted run is resumed by the
+same call, with bitwise identical results on a CPU.
 
 Shape letters: K steps, B rows of a batch, L tokens, N rows.
 """
@@ -38,11 +38,11 @@ STATES = Schema(
     error_type=ModelError,
 )
 MEMORY_BYTES = 4 << 30
-RERUN_TOLERANCE = 1e-3  # nats per token: a GPU may add in another order; dropout or lost state moves a loss further
+RERUN_TOLERANCE = 1e-3  # nats per token: above differences in summation order on a GPU, below the effect of dropout
 
 
 class TensorFile(Mapping[str, Tensor]):
-    """Tensors of a safetensors file, each read when it is asked for."""
+    """Tensors of a safetensors file, read on access."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -61,7 +61,7 @@ class TensorFile(Mapping[str, Tensor]):
 
 
 class TensorShelf:
-    """Named sets of tensors, in memory or as safetensors files of a store; a set is whole or not there."""
+    """Named sets of tensors, in memory or as safetensors files of a store. Sets are written atomically."""
 
     def __init__(self, store: Store[Mark] | None = None) -> None:
         self._store = store
@@ -71,7 +71,7 @@ class TensorShelf:
         return name in (self._memory if self._store is None else self._store.parts)
 
     def put(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Keep a set as it is now."""
+        """Store a copy of a set."""
         if self._store is None:
             self._memory[name] = {key: tensor.detach().clone() for key, tensor in tensors.items()}
         else:
@@ -79,11 +79,11 @@ class TensorShelf:
             self._store.put(name, {f"states/{name}.safetensors": lambda path: save_file(content, path)})
 
     def get(self, name: str) -> Mapping[str, Tensor]:
-        """Return a set, which must not be changed."""
+        """Return a set, which must not be modified."""
         return self._memory[name] if self._store is None else TensorFile(self._store.file(name))
 
     def drop(self, name: str) -> None:
-        """Forget a set."""
+        """Remove a set."""
         if self._store is None:
             self._memory.pop(name, None)
         else:
@@ -91,7 +91,7 @@ class TensorShelf:
 
 
 class OfParameters(Sequence[Tensor]):
-    """One tensor of every parameter out of a set, ``<k>.<part>``, read when it is asked for."""
+    """One tensor per parameter from a set, ``<k>.<part>``, read on access."""
 
     def __init__(self, tensors: Mapping[str, Tensor], part: str, count: int, device: torch.device) -> None:
         self._tensors, self._part, self._count, self._device = tensors, part, count, device
@@ -115,7 +115,7 @@ class OfParameters(Sequence[Tensor]):
 
 @dataclass(frozen=True, slots=True)
 class TrajectorySize:
-    """What the states of a trajectory take."""
+    """Size of the states of a trajectory."""
 
     steps: int
     segment_steps: int
@@ -146,7 +146,7 @@ class TrajectorySize:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """Rows of one step, as `AdamWTraining.backward` reads them."""
+    """Rows of one step, in the form that `AdamWTraining.backward` expects."""
 
     row_index_B: I64
     ids_BL: I64
@@ -156,7 +156,7 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a training: its batch, its gradient, and the moments after it."""
+    """One step of a training run: its batch, its gradient, and the moments after it."""
 
     step: int
     batch: StepBatch
@@ -166,7 +166,7 @@ class Step:
 
 
 class Trajectory:
-    """A training by an order of rows."""
+    """A training run with a given order of rows."""
 
     def __init__(
         self,
@@ -178,18 +178,19 @@ class Trajectory:
         directory: Path | None = None,
         memory_bytes: int = MEMORY_BYTES,
     ) -> None:
-        """Prepare to train; nothing is computed yet.
+        """Prepare the run without computing anything.
 
         Args:
-            training: before its first step.
+            training: weights and optimizer before the first step.
             order: positions of the rows of each step, (B,) each.
-            weight_N: what the loss of each row is multiplied by; the labels of a batch are counted without it.
-            directory: where states are kept.
-            memory_bytes: at most so many of states are in memory; the rest needs a directory.
+            weight_N: factor of the loss of each row; it does not change the number of labels in a batch.
+            directory: where to store states. Default: in memory.
+            memory_bytes: maximum size of the states in memory.
+
         Raises:
-            ModelError: not as many steps as the recipe has; products in half precision; several models; or states
-                that are larger than the memory, without a directory.
-            ShapeError: `weight_N` is not of the rows.
+            ModelError: the order and the recipe have different numbers of steps; matrix products are in half
+                precision; there are several models; or the states exceed the memory and there is no directory.
+            ShapeError: `weight_N` does not have one entry per row.
         """
         self.training, self.rows = training, rows
         self.order = [np.asarray(index_B, dtype=np.int64) for index_B in order]
@@ -202,8 +203,8 @@ class Trajectory:
         needed = self.size.segment_bytes + (self.size.start_bytes if directory is None else 0)
         if directory is None and needed > memory_bytes:
             raise ModelError(
-                f"trajectory: its states take {needed / 1e9:.1f} GB, expected at most {memory_bytes / 1e9:.1f} in "
-                "memory; give a directory"
+                f"trajectory: its states take {needed / 1e9:.1f} GB, expected at most {memory_bytes / 1e9:.1f} GB in "
+                "memory; pass a directory"
             )
         store = None
         self.identity = self._identity()
@@ -222,19 +223,19 @@ class Trajectory:
                 f"trajectory: got an order of {len(self.order)} steps, expected the recipe's {training.recipe.steps}"
             )
         if self.weight_N.shape != (n_rows,):
-            raise ShapeError(f"weight_N: got shape {self.weight_N.shape}, expected ({n_rows},): one entry a row")
+            raise ShapeError(f"weight_N: got shape {self.weight_N.shape}, expected ({n_rows},): one entry per row")
         if training.step:
-            raise ModelError(f"trajectory: the training is at step {training.step}, expected one before its first step")
+            raise ModelError(f"trajectory: the training is at step {training.step}, expected step 0")
         if isinstance(training, Trainer) and training.narrow:
             raise ModelError(
-                "trajectory: the recipe takes products in bfloat16, whose rounding exceeds the differences that are "
-                "taken; set its autocast to false"
+                "trajectory: the recipe computes products in bfloat16, whose rounding error exceeds the finite "
+                "differences; set its autocast to false"
             )
         if isinstance(training, Trainer) and training.model.n_models != 1:
-            raise ModelError(f"trajectory: got {training.model.n_models} models that are trained at once, expected one")
+            raise ModelError(f"trajectory: got {training.model.n_models} models that are trained at once, expected 1")
 
     def _identity(self) -> dict[str, Any]:
-        """What decides the training, as JSON."""
+        """Return what determines the training run, as JSON data."""
         weights = hashlib.blake2b(digest_size=16)
         for parameter in self.training.parameters:
             weights.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -252,12 +253,13 @@ class Trajectory:
     # ---------------------------------------------------------------------------------------------------------- forward
 
     def train(self, progress: Callable[[int], None] | None = None) -> F64:
-        """Train to the end, or go on from the last state that is kept; the training is then at its last state.
+        """Train to the end, starting from the last stored state.
 
         Args:
-            progress: called with the number of steps done, after each.
+            progress: callback that receives the number of finished steps.
+
         Returns:
-            (K,) loss of every step, nats.
+            Loss of every step, (K,), nats.
         """
         first = max(bound for bound in self.bounds if _name(bound) in self._starts)
         losses = self.go_to(first)
@@ -272,12 +274,12 @@ class Trajectory:
         return np.array(losses)
 
     def _steps(self, first: int, last: int) -> Iterator[tuple[StepBatch, F64]]:
-        """Batches of some steps with the losses of their rows; the gradient is in its buffers until the update."""
+        """Yield the batches of some steps with the losses of their rows; the caller updates between steps."""
         for batch in self.batches(first, last):
             yield batch, self.training.backward(batch.ids_BL, batch.weight_BL)
 
     def batches(self, first: int, last: int, weight_N: F64 | None = None) -> Iterator[StepBatch]:
-        """Yield the batches of the steps from `first` to before `last`; `weight_N` in the place of its own weights."""
+        """Yield the batches of the steps in [`first`, `last`); `weight_N` replaces the weights of the rows."""
         sizes = groupby(self.order[first:last], key=len)  # the last batch of an epoch may be short
         batches = chain.from_iterable(self._of_one_size(list(order)) for _, order in sizes)
         for batch in batches:
@@ -294,7 +296,7 @@ class Trajectory:
         )
 
     def retrain(self, weight_N: F64) -> None:
-        """Train again from the start with other weights of rows; no state of it is kept."""
+        """Train again from the start with other weights of the rows, without storing states."""
         self.go_to(0)
         for batch in self.batches(0, self.bounds[-1], weight_N):
             self.training.backward(batch.ids_BL, batch.weight_BL)
@@ -314,15 +316,16 @@ class Trajectory:
     # --------------------------------------------------------------------------------------------------------- backward
 
     def go_to(self, step: int) -> list[float]:
-        """Set the training to the state before a step at which a segment begins, or to its last one.
+        """Restore the state at the beginning of a segment, or the final state.
 
         Returns:
             Losses of the steps before, nats.
+
         Raises:
-            ModelError: the training has not come so far.
+            ModelError: the run has not reached this step.
         """
         if _name(step) not in self._starts:
-            raise ModelError(f"trajectory: is not trained to step {step}; call train first")
+            raise ModelError(f"trajectory: not trained to step {step}; call train first")
         state = self._starts.get(_name(step))
         losses: list[float] = state["losses"].tolist()
         self.training.set_state(step, state)
@@ -330,17 +333,16 @@ class Trajectory:
 
     @property
     def segments(self) -> list[tuple[int, int]]:
-        """Return first step and end of every segment, in order."""
+        """Return the first step and the end of every segment, in order."""
         return list(pairwise(self.bounds))
 
     def backward_through(self, segment: tuple[int, int]) -> Iterator[Step]:
-        """Compute the steps of a segment again, then yield them, the last one first.
+        """Recompute the steps of a segment, then yield them in reverse order.
 
-        When a step is yielded, the training has the weights before it.
-
+        When a step is yielded, the parameters have the weights before it.
 
         Raises:
-            ModelError: a step has another loss than before: something in the training is drawn anew.
+            ModelError: a recomputed loss differs from the recorded one, e.g. because of dropout.
         """
         first, last = segment
         forward_losses = self._starts.get(_name(last))["losses"].tolist()
@@ -352,7 +354,7 @@ class Trajectory:
             if abs(loss - forward_losses[step]) > RERUN_TOLERANCE:
                 raise ModelError(
                     f"trajectory: step {step} had loss {forward_losses[step]:.6f}, and {loss:.6f} when it was computed "
-                    "again; something is drawn anew in the model: switch off dropout"
+                    "again; the model is not deterministic, disable dropout"
                 )
             before_update = {f"{k}.gradient": gradient for k, gradient in enumerate(training.gradients())}
             before_update |= {f"{k}.weight": weight for k, weight in enumerate(training.parameters)}
@@ -361,7 +363,7 @@ class Trajectory:
             moments = {key: tensor for key, tensor in training.state().items() if not key.endswith(".weight")}
             self._step_states.put(_after(step), moments)
             batches.append(batch)
-        self.training.optimizer.state.clear()  # the moments of a step are among what is kept of it
+        self.training.optimizer.state.clear()  # free the moments; those of each step are stored
         count, device = len(self.training.parameters), self.training.device
         for step in reversed(range(first, last)):
             before, after = self._step_states.get(_before(step)), self._step_states.get(_after(step))
