@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grasp.baselines.inrun import STATE, InRun, _trainable_copy
-from grasp.baselines.replay import Replay, ReplaySettings
+from grasp.baselines.replay import BatchReplaySettings, Replay
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
 from grasp.methods.registry import scores
@@ -30,7 +30,7 @@ def by_hand(inputs, batches, **settings):
     arguments = {"layers": ("all",), "order": 1, "update": "sgd"} | QUICK | settings
     units = [Example(unit.input_ids, unit.first) for unit in inputs.unit_tokens]
     replay = Replay(
-        _trainable_copy(inputs.model), units, np.full((1, N_UNITS), 1 / N_UNITS), ReplaySettings(**arguments)
+        _trainable_copy(inputs.model), units, np.full((1, N_UNITS), 1 / N_UNITS), BatchReplaySettings(**arguments)
     )
     result = {}
     for index in batches:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from grasp.baselines.replay import Replay, ReplaySettings, check_finite
+from grasp.baselines.replay import BatchReplaySettings, Replay, check_finite
 from grasp.baselines.shapley import exact_shapley
 from grasp.errors import ModelError
 from grasp.models.gradients import Example
@@ -32,7 +32,7 @@ def of_differences(gradient, product):
 
 
 def settings(**changed):
-    return ReplaySettings(**{"layers": ("all",), "order": 1, "update": "sgd", "learning_rate": RATE} | changed)
+    return BatchReplaySettings(**{"layers": ("all",), "order": 1, "update": "sgd", "learning_rate": RATE} | changed)
 
 
 def replayed(family="llama", weight=MEAN, dtype=torch.float64, **changed):

@@ -184,7 +184,7 @@ def test_verify_names_every_broken_file_and_a_reader_the_first(own_art):
     assert second == "broken: arrays/relevance_output_layer/00005.npy: missing"
     assert last.endswith(": 2 broken")
     for asked in (["score", own_art, "--target", "facts"], ["predict", own_art, "--by", "topic"]):
-        assert refused(*asked).startswith(f"{chunk}: truncated: {size - 7} of {size} bytes; `grasp verify` names")
+        assert refused(*asked).startswith(f"{chunk}: truncated: {size - 7} of {size} bytes; `grasp verify`")
 
 
 # full disks and kills

@@ -233,7 +233,7 @@ def test_a_run_that_another_process_holds_is_waited_for_and_taken_over(settings,
     ("arguments", "pattern"),
     [
         (["--family", "uniform:0.03"], "retains 2 rows, fewer than the 4"),
-        (["--family", "mixture:colour"], "family: unknown column 'colour'"),
+        (["--family", "mixture:colour"], "unknown column 'colour'"),
         (["--recipe", "tinny"], "did you mean tiny?"),
         (["--role", "test"], "role: Input should be 'dev' or 'held-out'"),
         (["--set", "overrides.stepz=3"], "overrides: stepz: no such field"),

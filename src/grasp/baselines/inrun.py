@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 from grasp.arrays import F32, F64, I64
 from grasp.baselines.gradients.layers import describe_layers
 from grasp.baselines.gradients.method_settings import Patterns
-from grasp.baselines.replay import Replay, ReplaySettings, check_finite, count_steps
+from grasp.baselines.replay import BatchReplaySettings, Replay, check_finite, count_steps
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
@@ -116,8 +116,8 @@ class InRun(BlockMethod[InRunSettings]):
         return _ReplayScorer(np.load(values, mmap_mode="r"), plan, replay, inputs.n_rows, self.settings)
 
 
-def _replay_settings(settings: InRunSettings) -> ReplaySettings:
-    return ReplaySettings(
+def _replay_settings(settings: InRunSettings) -> BatchReplaySettings:
+    return BatchReplaySettings(
         layers=settings.layers,
         order=settings.order,
         update=settings.update,

@@ -56,7 +56,7 @@ RELATIVE_STEP = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
-class ReplaySettings:
+class BatchReplaySettings:
     """Settings that determine a replay."""
 
     layers: tuple[str, ...]
@@ -76,7 +76,7 @@ class Replay:
         model: ReferenceModel,
         units: Sequence[Example],
         weight_CE: F64 | None,
-        settings: ReplaySettings,
+        settings: BatchReplaySettings,
     ) -> None:
         """Start a replay from `model`. The replay changes its weights: pass a copy.
 
