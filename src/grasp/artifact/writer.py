@@ -269,8 +269,7 @@ class ArtifactWriter(BuiltShards):
             rows: row_id, doc_id, n_tokens, loss, snippet and labels, in row order; row_index is added. None for an
                 extension, whose rows are those of the artifact.
             sums: name -> float64 totals over the rows of the shard, which are summed over shards in row order. Those of
-            an
-                extension are appended, on the last axis, to the artifact's totals of the same name.
+                an extension are appended, on the last axis, to the artifact's totals of the same name.
         Raises:
             ArtifactError: a number is not finite or does not fit the stored type (the message names array, row and
                 column), the disk is full (no file of this shard remains), or the shard is finished already.
@@ -360,7 +359,7 @@ class ArtifactWriter(BuiltShards):
                 extension replace those of the same name.
             moments: arrays for `ArtifactReader.moments`; those of an extension need new names.
             units: for a build, unit_id, target and further columns, in the order of the columns of the relevance
-            arrays.
+                arrays.
             sums: totals over all rows. Default: the sum over shards.
             gains: name of an array -> factor that readers apply; it depends on all rows.
             rows_kept: keep tokens/, and record its checksums.

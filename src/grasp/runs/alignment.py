@@ -132,7 +132,7 @@ class Alignment:
 
         Args:
             method: name of the method.
-            artifact_targets: names of the targets in the artifact.
+            match_targets: names of the targets in the artifact.
             task_BT: predictions of targets.
             unit_BE: predictions of units; without columns if there are none.
         """

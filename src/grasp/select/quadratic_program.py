@@ -87,7 +87,7 @@ def solve(problem: MixtureProblem, linear_G: F64 | None = None, concave_GG: F64 
 
     Args:
         linear_G: coefficients l; None: those of `problem`.
-        down_GG: matrix Q, negative semidefinite; None: 0.
+        concave_GG: matrix Q, negative semidefinite; None: 0.
 
     Raises:
         SettingsError: no mixture satisfies the bounds and the distance, or the solver fails.

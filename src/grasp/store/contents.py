@@ -77,7 +77,7 @@ def readable_table(place: Path | str, error_type: type[GraspError], expected: st
 
     Args:
         place: beginning of the message: the option or setting, and the path.
-        mistake: type of the error.
+        error_type: type of the error.
         expected: what the message says is expected.
     """
     try:

@@ -110,7 +110,7 @@ def open_store(place: Path | str, signed: Signed[R], recovery_hint: str = "") ->
 
     Args:
         place: directory or URL.
-        again: what the user should do if a file is damaged. Default: that of `signed`.
+        recovery_hint: what the user should do if a file is damaged. Default: that of `signed`.
     Raises:
         GraspError: there is no complete store, its record is damaged, or the URL cannot be reached.
         MissingExtraError: a package for the protocol of the URL is not installed.
