@@ -1,6 +1,7 @@
-"""The verb: what people hold in their hands gives the artifact that files give, and can be given again."""
+"""`grasp.build`: objects in memory give the same artifact as files, and a finished build is recognised."""
 
 import json
+import shutil
 
 import datasets
 import numpy as np
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grasp.artifact.inspection import verify
 from grasp.build.build import add_targets, build, split_names
 from grasp.errors import ArtifactError, CorpusError, ModelError, SettingsError, TargetError
+from grasp.files import UNSIGNED, with_checksum
 from tests.build.test_pipeline import Notes
 from tests.build.world import world
 from tests.mentions import assert_mentions
@@ -22,7 +24,7 @@ TAUGHT = {"untrained": True}  # the models here are random
 
 @pytest.fixture(scope="module")
 def settings(root):
-    """What stays the same, however the inputs are given."""
+    """Return the settings that do not depend on how the inputs are passed."""
     plain = world(root).model_dump(mode="json")
     return {
         "features": plain["features"],
@@ -67,6 +69,31 @@ def test_objects_give_the_artifact_that_their_files_give(root, tmp_path, setting
     build(model, corpus, targets, tmp_path / "art", tokenizer=tokenizer, settings=settings, progress=notes, **TAUGHT)
     assert len(notes.lines) == 1
     assert_mentions(notes.lines, f"{tmp_path / 'art'}: finished")
+
+
+@pytest.mark.parametrize("published", [False, True])  # a published copy has no run.yaml
+def test_an_artifact_of_a_version_without_a_setting_is_finished_with_its_default(
+    root, tmp_path, settings, by_path, published
+):
+    place = shutil.copytree(by_path.where, tmp_path / "art")
+    run = yaml.safe_load((place / "run.yaml").read_text())
+    assert run["corpus"].pop("label_paths") == []
+    if published:
+        (place / "run.yaml").unlink()
+        manifest = json.loads((place / "manifest.json").read_text())
+        manifest["settings"]["corpus"].pop("label_paths")
+        (place / "manifest.json").write_bytes(
+            with_checksum((json.dumps(manifest | {"checksum": UNSIGNED}, indent=1) + "\n").encode())
+        )
+    else:
+        (place / "run.yaml").write_text(yaml.safe_dump(run))
+    inputs = str(root / "model"), str(root / "corpus.jsonl"), str(root / "facts.jsonl"), place
+    notes = Notes()
+    build(*inputs, settings=settings, progress=notes, **TAUGHT)
+    assert_mentions(notes.lines, "finished with these settings")
+    changed = {**settings, "corpus": {"label_paths": ["meta.source"]}}
+    with pytest.raises(ArtifactError, match=r"other settings: corpus\.label_paths"):
+        build(*inputs, settings=changed, **TAUGHT)
 
 
 def test_a_path_may_stand_beside_an_object_and_another_object_is_another_build(root, tmp_path, settings, by_path):

@@ -138,44 +138,7 @@ def build(
         return ArtifactReader.open(place)
     replayed, how = replay_request(data, recipe, wanted=replay)
     with _as_it_was(model[0] if isinstance(model, tuple | list) and model else model):
-        # Objects are named by their fingerprints in the settings, and passed on separately.
-        reference, source = None, None
-        units: tuple[Unit, ...] = ()
-        if isinstance(model, tuple | list):
-            if len(model) != 2 or tokenizer is not None:
-                raise SettingsError(f"model: got {len(model)} items, expected a model and its tokenizer")
-            model, tokenizer = model
-        if isinstance(model, nn.Module):
-            if tokenizer is None or isinstance(tokenizer, str | Path):
-                raise SettingsError(
-                    f"tokenizer: got {tokenizer}, but the model is an object; pass its tokenizer as an object too"
-                )
-            model_settings = ModelSettings.model_validate({"path": IN_MEMORY, **(leaf(data, "model") or {})})
-            reference = ReferenceModel.from_model(
-                model, tokenizer, model_settings
-            )  # validated as a checkpoint on disk is
-            tokenizer = IN_MEMORY + reference.tokenizer.fingerprint
-            put(data, "model.device", str(reference.device))
-            dtype, model = dtype_name(reference.dtype), IN_MEMORY + reference.fingerprint()
-        if corpus is not None and not isinstance(corpus, str | Path):
-            source = table_source(corpus, leaf(data, "corpus.split"))
-            data.get("corpus", {}).pop("split", None)
-            ((_, _, digest),) = source.identity()
-            corpus = IN_MEMORY + digest
-        for setting, value, expected in (
-            ("model.path", model, "a path or a transformers model"),
-            ("model.tokenizer", tokenizer, "a directory, or a tokenizer if the model is an object"),
-            ("model.dtype", dtype, "float32, bfloat16 or float16"),
-            ("corpus.path", corpus, "a path or a table"),
-        ):
-            if value is not None and not isinstance(value, str | Path):
-                raise SettingsError(f"{setting}: got {type(value).__name__}, expected {expected}")
-            if value is not None:
-                put(data, setting, str(value))
-        if targets is not None:
-            names, units = _targets(targets, leaf(data, "targets.loss_on") or "completion")
-            put(data, "targets.names", names)
-        in_memory = InMemory(reference, source, units)
+        in_memory = _put_inputs(data, model, tokenizer, dtype, corpus, targets)
         if resume and (staged / "run.yaml").exists():
             data = over(without_foreign_code(read_yaml(staged / "run.yaml"), str(staged / "run.yaml"), data), data)
         begun = not resume or (staged / "run.yaml").exists()
@@ -200,6 +163,51 @@ def build(
         remote.publish(staged, url, SIGNED_MANIFEST)
         remote.discard_staging(url)
     return ArtifactReader.open(place if url is None else url)
+
+
+def _put_inputs(
+    data: dict[str, Any], model: Any, tokenizer: Any, dtype: str | None, corpus: Any, targets: Any
+) -> InMemory:
+    """Put the inputs into the settings `data`; objects are named by their fingerprints there, and returned.
+
+    Raises:
+        SettingsError: an input of another type, or a model object without its tokenizer.
+    """
+    reference, source = None, None
+    units: tuple[Unit, ...] = ()
+    if isinstance(model, tuple | list):
+        if len(model) != 2 or tokenizer is not None:
+            raise SettingsError(f"model: got {len(model)} items, expected a model and its tokenizer")
+        model, tokenizer = model
+    if isinstance(model, nn.Module):
+        if tokenizer is None or isinstance(tokenizer, str | Path):
+            raise SettingsError(
+                f"tokenizer: got {tokenizer}, but the model is an object; pass its tokenizer as an object too"
+            )
+        model_settings = ModelSettings.model_validate({"path": IN_MEMORY, **(leaf(data, "model") or {})})
+        reference = ReferenceModel.from_model(model, tokenizer, model_settings)  # validated like a checkpoint on disk
+        tokenizer = IN_MEMORY + reference.tokenizer.fingerprint
+        put(data, "model.device", str(reference.device))
+        dtype, model = dtype_name(reference.dtype), IN_MEMORY + reference.fingerprint()
+    if corpus is not None and not isinstance(corpus, str | Path):
+        source = table_source(corpus, leaf(data, "corpus.split"))
+        data.get("corpus", {}).pop("split", None)
+        ((_, _, digest),) = source.identity()
+        corpus = IN_MEMORY + digest
+    for setting, value, expected in (
+        ("model.path", model, "a path or a transformers model"),
+        ("model.tokenizer", tokenizer, "a directory, or a tokenizer if the model is an object"),
+        ("model.dtype", dtype, "float32, bfloat16 or float16"),
+        ("corpus.path", corpus, "a path or a table"),
+    ):
+        if value is not None and not isinstance(value, str | Path):
+            raise SettingsError(f"{setting}: got {type(value).__name__}, expected {expected}")
+        if value is not None:
+            put(data, setting, str(value))
+    if targets is not None:
+        names, units = _targets(targets, leaf(data, "targets.loss_on") or "completion")
+        put(data, "targets.names", names)
+    return InMemory(reference, source, units)
 
 
 def staging_place(out: Path | str) -> tuple[Path, str | None, Path]:
@@ -256,19 +264,13 @@ def add_replay(
     """
     data = deepcopy(dict(settings or {}))
     replayed, how = replay_request(data, recipe, wanted=True)
-    overrides = dict[str, Any]()
-    for name in (*CODE, *PLACES):
-        if value := pop_leaf(data, name):
-            put(overrides, name, value)
+    overrides = _pop_overrides(data)
     if data:
         raise SettingsError(
             f"--replay: got {', '.join(sorted(data))} as well; the settings of a finished artifact are fixed; use "
             "--recipe and --set replay.NAME=VALUE"
         )
-    place, url, _ = staging_place(out)
-    if url is not None:
-        raise SettingsError(f"--out: got {out} with --replay, which changes an artifact on this machine only")
-    return replay_targets(place, replayed, how, overrides=overrides, progress=progress)
+    return replay_targets(_local_artifact(out, "--replay"), replayed, how, overrides=overrides, progress=progress)
 
 
 def add_targets(
@@ -287,23 +289,36 @@ def add_targets(
         SettingsError: other settings are given; they are fixed by the artifact.
         ArtifactError: not an artifact, or it has a target already; model or corpus differ from those of the build.
     """
-    data, overrides = deepcopy(dict(settings or {})), dict[str, Any]()
-    for name in (*CODE, *PLACES):  # custom code and current places
-        if value := pop_leaf(data, name):
-            put(overrides, name, value)
+    data = deepcopy(dict(settings or {}))
+    overrides = _pop_overrides(data)
     target_changes = data.pop("targets", {})
     if data or not isinstance(target_changes, dict) or "names" in target_changes:
         raise SettingsError(
             f"--add-target: got {', '.join(sorted(data)) or 'targets'} as well; a target is added with the settings "
             "of the artifact, of which --set can change only those of targets, e.g. targets.max_length"
         )
-    place, url, _ = staging_place(out)
-    if url is not None:
-        raise SettingsError(f"--out: got {out} with --add-target, which changes an artifact on this machine only")
+    place = _local_artifact(out, "--add-target")
     old = ArtifactReader.open(place).manifest.settings["targets"]
     names, _ = _targets(targets, "completion")
     target_settings = validated(TargetSettings, {**old, "datasets": [], **target_changes, "names": names}, "targets")
     return add_target(place, target_settings, overrides=overrides, progress=progress)
+
+
+def _pop_overrides(data: dict[str, Any]) -> dict[str, Any]:
+    """Remove custom code and the current places of model and corpus from settings, and return them."""
+    overrides = dict[str, Any]()
+    for name in (*CODE, *PLACES):
+        if value := pop_leaf(data, name):
+            put(overrides, name, value)
+    return overrides
+
+
+def _local_artifact(out: Path | str, option: str) -> Path:
+    """Return the path of an artifact that `option` changes; refuse a URL."""
+    place, url, _ = staging_place(out)
+    if url is not None:
+        raise SettingsError(f"--out: got {out} with {option}, which changes an artifact on this machine only")
+    return place
 
 
 def _targets(targets: Any, loss_on: Any) -> tuple[list[str], tuple[Unit, ...]]:

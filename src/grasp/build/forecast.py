@@ -62,7 +62,8 @@ def forecast(
 
     Args:
         settings: as of `build`; they name all inputs.
-        replay, recipe: as of `build`; a line on the replay is added.
+        replay: as of `build`; a line on the replay is added.
+        recipe: as of `build`.
         untrained: do not refuse a model that predicts the first rows no better than chance.
     Raises:
         GraspError: an error that would stop the build before its first pass, or the artifact is finished.

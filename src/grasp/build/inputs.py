@@ -126,29 +126,9 @@ def prepare(
                 f"set {context} or less"
             )
         longest = min(settings.targets.max_length, context or settings.targets.max_length)
-        plain_text_targets = sorted({unit.target for unit in unit_set.units if unit.conversation is None})
-        if plain_text_targets and tokenizer.writes_chats:
-            progress.note(
-                f"{', '.join(plain_text_targets)}: prompts are plain text; the model has a chat template, which is "
-                "applied "
-                "only to questions given as conversations (messages)"
-            )
         unit_set = unit_set.rendered(tokenizer)
-        for line in skipped_lines(unit_set.unwritten.counts, unit_set.unwritten.examples):
-            progress.note(f"questions skipped: {line}")
         units = unit_set.tokenize(tokenizer, longest)
-        last_prompt_ids = [[int(example.input_ids[example.first - 1])] for example in units]
-        trailing_space_units = [
-            unit.unit_id
-            for unit, end in zip(unit_set.units, tokenizer.decode(last_prompt_ids), strict=True)
-            if unit.conversation is None and unit.prompt != unit.prompt.rstrip() and not end.strip()
-        ]
-        if trailing_space_units:
-            progress.note(
-                f"{len(trailing_space_units):,} prompts (e.g. {trailing_space_units[0]!r}) end in white space, which "
-                "is not "
-                "scored; lm-evaluation-harness scores it with the answer. To do the same, move it before the answer"
-            )
+        note_questions(unit_set, units, tokenizer, progress)
         store = RowStore.write(
             tokens,
             settings.corpus,
@@ -213,6 +193,29 @@ def prepare(
         identity=identity,
         leaks=leaks,
     )
+
+
+def note_questions(unit_set: UnitSet, units: Sequence[UnitTokens], tokenizer: HfTokenizer, progress: Progress) -> None:
+    """Note questions that the model reads differently from a chat or from an evaluation harness, and skipped ones."""
+    plain_text_targets = sorted({unit.target for unit in unit_set.units if unit.conversation is None})
+    if plain_text_targets and tokenizer.writes_chats:
+        progress.note(
+            f"{', '.join(plain_text_targets)}: prompts are plain text; the model has a chat template, which is applied "
+            "only to questions given as conversations (messages)"
+        )
+    for line in skipped_lines(unit_set.unwritten.counts, unit_set.unwritten.examples):
+        progress.note(f"questions skipped: {line}")
+    last_prompt_ids = [[int(example.input_ids[example.first - 1])] for example in units]
+    trailing_space_units = [
+        unit.unit_id
+        for unit, end in zip(unit_set.units, tokenizer.decode(last_prompt_ids), strict=True)
+        if unit.conversation is None and unit.prompt != unit.prompt.rstrip() and not end.strip()
+    ]
+    if trailing_space_units:
+        progress.note(
+            f"{len(trailing_space_units):,} prompts (e.g. {trailing_space_units[0]!r}) end in white space, which is "
+            "not scored; lm-evaluation-harness scores it with the answer. To do the same, move it before the answer"
+        )
 
 
 def note_corpus(

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -56,7 +56,7 @@ from grasp.models.checkpoint import is_adapter, recorded_train, refuse_unreadabl
 from grasp.models.forward_pass import Reference
 from grasp.progress import Progress, Silent
 from grasp.seeds import stream
-from grasp.settings import BuildSettings, FeatureSettings
+from grasp.settings import BuildSettings, FeatureSettings, build_settings
 from grasp.yaml_files import read_yaml, write_yaml
 
 UNTRAINED = 0.95  # of ln V; a unigram model is near 0.7
@@ -354,8 +354,7 @@ def refuse_untrained(loss: float, model: ReferenceModel) -> None:
         raise ModelError(
             f"model: looks untrained: its loss on the first rows of the sample is {loss:.1f} nats per token; guessing "
             f"gives {chance:.1f}. Use a trained checkpoint (for token ids, the model whose tokenizer produced them), "
-            "or "
-            "continue with --untrained"
+            "or continue with --untrained"
         )
 
 
@@ -379,12 +378,10 @@ def claim_settings(settings: BuildSettings, out: Path, progress: Progress) -> bo
             write_yaml(now, path)
         return any(out.glob("tokens/shard-*.json"))
     if path.exists():
-        changed = list(differences(read_yaml(path), now))
-        changed = [line for line in changed if not line.endswith("was absent, now null")]  # settings of a later version
+        changed = list(differences(_with_defaults(read_yaml(path)), now))
     elif finished:  # a published copy has no run.yaml; unset values were resolved from model and corpus
-        changed = [
-            line for line in differences(SIGNED_MANIFEST.read(out).settings, now) if not line.endswith("now null")
-        ]
+        recorded = _with_defaults(SIGNED_MANIFEST.read(out).settings)
+        changed = [line for line in differences(recorded, now) if not line.endswith("now null")]
     else:
         raise ArtifactError(f"{out}: has no {RUN}, so its settings are unknown; choose another --out")
     if changed:
@@ -395,6 +392,14 @@ def claim_settings(settings: BuildSettings, out: Path, progress: Progress) -> bo
         )
     progress.note(f"{out}: finished with these settings; nothing to do" if finished else f"{out}: resuming")
     return True
+
+
+def _with_defaults(recorded: Any) -> Any:
+    """Return recorded settings with the defaults of settings that a later version has added."""
+    try:
+        return build_settings(recorded).model_dump(mode="json")
+    except SettingsError:
+        return recorded  # of a version with other names: compared as they are
 
 
 def training_notes(settings: BuildSettings, loss: float, vocab: int) -> Iterator[str]:

@@ -12,7 +12,7 @@ Start with `RowStore.write` and `RowStore.open`.
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -272,10 +272,7 @@ class ShardStore(ABC, Generic[S, R]):
                 if progress is not None:
                     progress(unreported + len(shard))
                 unreported = 0
-            twice = names.execute(
-                "SELECT row_id, min(document), max(document) FROM names GROUP BY row_id "
-                "HAVING count(*) > 1 ORDER BY min(document), row_id LIMIT 1"
-            ).fetchone()
+            twice = _first_duplicate(names)
 
         # Validate the corpus: it has rows, and their names are unique.
         total = Skipped()
@@ -294,9 +291,6 @@ class ShardStore(ABC, Generic[S, R]):
                 f"row_id {row_id!r} occurs twice: {shown}; use unique names, another column of names "
                 '(--id-column NAME), or generated names (--id-column "")'
             )
-        kinds_of: dict[str, list[Kind]] = {}
-        for label, kind in (pair for mark in marks for pair in mark.labels):
-            kinds_of.setdefault(label, []).append(kind)
         ignored = {name for mark in marks for name in mark.ignored_columns}
         summary = StoreSummary(
             holds=cls.signed.format,
@@ -306,12 +300,7 @@ class ShardStore(ABC, Generic[S, R]):
             shard_rows=shard_rows,
             n_documents=n_documents,
             fingerprint=digest.hexdigest(),
-            # A nested JSON field that is null in some lines looks there like a label without values.
-            labels=[
-                (label, widest(kinds))
-                for label, kinds in kinds_of.items()
-                if widest(kinds) != "null" or not (label in ignored or any(x.startswith(f"{label}.") for x in kinds_of))
-            ],
+            labels=_kinds_of_labels([pair for mark in marks for pair in mark.labels], ignored),
             ignored_columns=sorted(ignored),
             skipped=total,
             details=dict(details),
@@ -448,6 +437,27 @@ def _row_names(directory: Path) -> Iterator[duckdb.DuckDBPyConnection]:
             yield connection
     finally:
         discard(spill)
+
+
+def _first_duplicate(names: duckdb.DuckDBPyConnection) -> tuple[Any, ...] | None:
+    """Return the first row_id that occurs twice, with its first and last document; None if all are unique."""
+    return names.execute(
+        "SELECT row_id, min(document), max(document) FROM names GROUP BY row_id "
+        "HAVING count(*) > 1 ORDER BY min(document), row_id LIMIT 1"
+    ).fetchone()
+
+
+def _kinds_of_labels(pairs: Iterable[tuple[str, Kind]], ignored: Collection[str]) -> list[tuple[str, Kind]]:
+    """Return each label with the narrowest kind for all shards, from the labels and kinds of every shard.
+
+    A nested JSON field that is null in some lines looks there like a label without values, and is left out.
+    """
+    kinds_of: dict[str, list[Kind]] = {}
+    for label, kind in pairs:
+        kinds_of.setdefault(label, []).append(kind)
+    nested = {*ignored, *(".".join(label.split(".")[:k]) for label in kinds_of for k in range(1, label.count(".") + 1))}
+    widest_of = {label: widest(kinds) for label, kinds in kinds_of.items()}
+    return [(label, kind) for label, kind in widest_of.items() if kind != "null" or label not in nested]
 
 
 def _files_of(source: Source) -> dict[str, list[str]]:
