@@ -264,10 +264,14 @@ def test_a_page_says_what_is_there_and_how_to_get_what_is_not(tmp_path):
     )
     assert not [text for text in ("most similar slices", "models retrained", "nats per token") if text in plain]
     held_out = write_environment(tmp_path / "held-out", artifact, role="held-out")
-    assert_contains(page_text(artifact, environment=held_out), "Runs in held-out (held-out)", "No intervals in nats: ")
+    assert_contains(
+        page_text(artifact, environment=held_out),
+        "Runs in held-out (held-out)",
+        "No intervals in the unit of the runs: ",
+    )
     unfinished = page_text(artifact, environment=write_environment(tmp_path / "env", artifact, done=10), partial=True)
     assert_contains(
-        unfinished, "Unfinished: 10 of 24 subsets with 1 of 2 seeds are done", "nats: the runs are unfinished."
+        unfinished, "Unfinished: 10 of 24 subsets with 1 of 2 seeds are done", "the runs: they are unfinished."
     )
     null = write_artifact(tmp_path / "null", topics=("only", "one"), pull=0.0)
     assert_contains(page_text(null, by=("format",)), "no format has a significant effect")

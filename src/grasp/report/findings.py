@@ -184,20 +184,13 @@ def collect_findings(
     first = () if isinstance(mixture_summary, Missing) else (mixture_summary.label,)
     names = tuple(by) or tuple(dict.fromkeys([*first, *suggest_labels(artifact)]))
 
-    # agreement with retraining, and predictions in the unit of the runs (needs finished development runs)
+    # agreement with retraining, and predictions in the unit of the runs
     run_agreement: Agreement | Missing = NO_RUNS
     if environment is not None:
         run_agreement = agreement(artifact, environment, protocol, targets=targets, partial=partial)
     predictor = Predictor.from_artifact(artifact, protocol, targets, sketches=SIMILAR)
     columns = [label_slices(label_column(artifact, name, "--by"), tokens_N) for name in names]
-    outcomes: OutcomePredictor | Missing = NO_RUNS
-    if environment is not None and partial and environment.pending():
-        outcomes = Missing("No intervals in nats: the runs are unfinished.", "Finish them with grasp retrain.")
-    elif environment is not None:
-        try:
-            outcomes = fit_outcomes(predictor, artifact, environment)
-        except (ProtocolLeakError, RunsError) as err:
-            outcomes = Missing(f"No intervals in nats: {err}.", "Finished development runs are required.")
+    outcomes = NO_RUNS if environment is None else _outcomes(predictor, artifact, environment, partial=partial)
     # None unless the runs have outcomes of every target
     complete = outcomes if isinstance(outcomes, OutcomePredictor) and set(outcomes.columns) == set(targets) else None
 
@@ -227,18 +220,7 @@ def collect_findings(
     optional = (trends, run_agreement, selection_summary, mixture_summary, detected)
     missing += [part for part in optional if isinstance(part, Missing)]
 
-    manifest, artifact_info = artifact.manifest, info(artifact.where)
-    facts = (
-        ("corpus", str(manifest.settings.get("corpus", {}).get("path", "unknown"))),
-        ("reference model", str(manifest.settings.get("model", {}).get("path", "unknown"))),
-        *((f"{name} fingerprint", str(value)) for name, value in manifest.fingerprints.items()),
-        ("made by", ", ".join(f"{name} {value}" for name, value in manifest.made_by.items())),
-        ("arrays", ", ".join(f"{array.name} {array.shape[0]:,} x {array.shape[1]}" for array in artifact_info.arrays)),
-        *(("leaks", note) for note in leak_notes(artifact, targets)),
-        *(("replay", line) for line in artifact_info.replays),
-        *(("questions", known.note(target)) for target, known in predictor.reliability.items()),
-        ("bytes on disk", f"{artifact_info.bytes_total:,} ({artifact_info.bytes_per_row:,.0f} per row)"),
-    )
+    manifest = artifact.manifest
     run = None if environment is None else environment.path / "run.yaml"
     return Findings(
         environment=environment,
@@ -254,7 +236,7 @@ def collect_findings(
         n_tokens=int(tokens_N.sum()),
         targets=targets,
         units={target: manifest.targets[target] for target in targets},
-        facts=facts,
+        facts=_facts(artifact, targets, predictor),
         skipped=dict(manifest.skipped.get("rows", {}).get("counts", {})),
         settings=yaml_text(manifest.settings),
         unit=predictor.unit if complete is None else NATS.get(complete.unit, complete.unit),
@@ -276,6 +258,34 @@ def collect_findings(
         mixture=mixture_summary,
         suspects=detected,
         missing=tuple(missing),
+    )
+
+
+def _outcomes(
+    predictor: Predictor, artifact: ArtifactReader, environment: TrainingRuns, *, partial: bool
+) -> OutcomePredictor | Missing:
+    """Fit predictions in the unit of the runs; they need finished development runs."""
+    if partial and environment.pending():
+        return Missing("No intervals in the unit of the runs: they are unfinished.", "Finish them with grasp retrain.")
+    try:
+        return fit_outcomes(predictor, artifact, environment)
+    except (ProtocolLeakError, RunsError) as err:
+        return Missing(f"No intervals in the unit of the runs: {err}.", "Finished development runs are required.")
+
+
+def _facts(artifact: ArtifactReader, targets: Sequence[str], predictor: Predictor) -> tuple[tuple[str, str], ...]:
+    """Return the provenance of the artifact, warnings included, as pairs of a name and a text."""
+    manifest, artifact_info = artifact.manifest, info(artifact.where)
+    return (
+        ("corpus", str(manifest.settings.get("corpus", {}).get("path", "unknown"))),
+        ("reference model", str(manifest.settings.get("model", {}).get("path", "unknown"))),
+        *((f"{name} fingerprint", str(value)) for name, value in manifest.fingerprints.items()),
+        ("made by", ", ".join(f"{name} {value}" for name, value in manifest.made_by.items())),
+        ("arrays", ", ".join(f"{array.name} {array.shape[0]:,} x {array.shape[1]}" for array in artifact_info.arrays)),
+        *(("leaks", note) for note in leak_notes(artifact, targets)),
+        *(("replay", line) for line in artifact_info.replays),
+        *(("questions", known.note(target)) for target, known in predictor.reliability.items()),
+        ("bytes on disk", f"{artifact_info.bytes_total:,} ({artifact_info.bytes_per_row:,.0f} per row)"),
     )
 
 

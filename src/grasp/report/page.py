@@ -68,7 +68,7 @@ def render(findings: Findings, live: str = "") -> str:
     if not isinstance(findings.outcomes, Missing):
         warnings += findings.outcomes.notes
     elif findings.environment is not None and findings.labels:
-        warnings.append(findings.outcomes.reason)
+        warnings.append(findings.outcomes.reason.removesuffix("."))  # the page adds it
     interval_note = f"{COVERAGE:.0%} prediction intervals, fitted to retrained models."
     if findings.unit == findings.effect_unit or isinstance(findings.outcomes, Missing):
         few = "".join(f" {plain(note)[0].upper()}{plain(note)[1:]}." for note in few_units(findings.units))

@@ -17,18 +17,18 @@
 
   // Effective number of times that a row of each slice is seen, with diminishing value of repetitions:
   // grasp.predict.weights.
-  function exposures(model, f, rows, kept) {
-    const { repeatWorth } = model.exposure, epochs = kept / dot(f, rows);
+  function exposures(model, f, rows, nRows) {
+    const { repeatWorth } = model.exposure, epochs = nRows / dot(f, rows);
     const effective = (x) => (x <= 1 ? x : 1 - repeatWorth * Math.expm1(-(x - 1) / repeatWorth));
     return f.map((weight) => effective(weight * epochs));
   }
 
   function changes(model, percent, f) {
     if (model.tabulated) return lookUp(model, model.tabulated, percent)?.change ?? targets.map(() => NaN);
-    const rows = model.slices.map((slice) => slice.rows), kept = distinctRows(model, f);
-    const x = exposures(model, f, rows, kept);
-    const repetitionLoss = (1 - dot(x, rows) / kept) * model.exposure.newRowValue;
-    return targets.map((_, t) => dot(x, model.effect.map((row) => row[t])) / kept - repetitionLoss);
+    const rows = model.slices.map((slice) => slice.rows), nRows = distinctRows(model, f);
+    const x = exposures(model, f, rows, nRows);
+    const repetitionLoss = (1 - dot(x, rows) / nRows) * model.exposure.newRowValue;
+    return targets.map((_, t) => dot(x, model.effect.map((row) => row[t])) / nRows - repetitionLoss);
   }
 
   // ------------------------------------------------------------------------------------ tabulated predictions
@@ -109,11 +109,11 @@
   };
 
   function file(model, f) {
-    const all = model.slices.reduce((sum, slice) => sum + slice.rows, 0), kept = dot(f, model.slices.map((slice) => slice.rows));
+    const all = model.slices.reduce((sum, slice) => sum + slice.rows, 0), nRows = dot(f, model.slices.map((slice) => slice.rows));
     const rounded = (x) => Number(x.toFixed(6));
     const tokens = dot(f, model.slices.map((slice) => slice.tokens));
     const mix = model.slices.map((slice, g) => ({
-      name: slice.name, now: rounded(slice.rows / all), times: f[g], share: kept ? rounded((f[g] * slice.rows) / kept) : 0,
+      name: slice.name, now: rounded(slice.rows / all), times: f[g], share: nRows ? rounded((f[g] * slice.rows) / nRows) : 0,
       tokenShare: tokens ? rounded((f[g] * slice.tokens) / tokens) : 0,
     }));
     return FILES[$("mix-format").value](model, mix);
@@ -171,8 +171,8 @@
     const model = labels[current], percent = states[current], f = percent.map((p) => p / WHOLE);
     const size = (name) => dot(f, model.slices.map((slice) => slice[name]));
     const all = (name) => model.slices.reduce((sum, slice) => sum + slice[name], 0);
-    const kept = size("rows"), whole = all("rows");
-    const shares = model.slices.map((slice, g) => [slice.rows / whole, kept ? (f[g] * slice.rows) / kept : 0]);
+    const nRows = size("rows"), whole = all("rows");
+    const shares = model.slices.map((slice, g) => [slice.rows / whole, nRows ? (f[g] * slice.rows) / nRows : 0]);
     const widest = Math.max(...shares.flat());
     percent.forEach((p, g) => {
       const line = lines[g];
@@ -181,14 +181,14 @@
       line.shown.textContent = `${p} %`;
       line.shares.forEach((mark, i) => { mark.style.width = `${(100 * shares[g][i]) / widest}%`; });
     });
-    $("whatif-size").textContent = kept
-      ? `${grouped(kept)} of ${grouped(whole)} rows (${((100 * kept) / whole).toFixed(1)} %), ${grouped(size("tokens"))} tokens`
+    $("whatif-size").textContent = nRows
+      ? `${grouped(nRows)} of ${grouped(whole)} rows (${((100 * nRows) / whole).toFixed(1)} %), ${grouped(size("tokens"))} tokens`
       : "All slices are dropped: no prediction.";
-    const predicted = kept ? changes(model, percent, f) : targets.map(() => NaN);
-    showResults(predicted, kept && model.expected ? lookUp(model, model.expected, percent) : null);
+    const predicted = nRows ? changes(model, percent, f) : targets.map(() => NaN);
+    showResults(predicted, nRows && model.expected ? lookUp(model, model.expected, percent) : null);
     $("whatif-command").textContent = command(model, percent);
-    $("mix-file").textContent = kept ? file(model, f) : "";
-    announce(predicted, kept / whole);
+    $("mix-file").textContent = nRows ? file(model, f) : "";
+    announce(predicted, nRows / whole);
   }
 
   // Shows changes in the unit of the runs if all targets have runs, else in that of the formula, followed by the
