@@ -291,23 +291,36 @@ class ShardStore(ABC, Generic[S, R]):
                 f"row_id {row_id!r} occurs twice: {shown}; use unique names, another column of names "
                 '(--id-column NAME), or generated names (--id-column "")'
             )
+        summary = cls._summary(marks, total, digest.hexdigest(), shard_rows, n_documents, details)
+        cls.signed.write(directory, summary)
+        return cls.open(directory)
+
+    @classmethod
+    def _summary(
+        cls,
+        marks: Sequence[RowsMark],
+        skipped: Skipped,
+        fingerprint: str,
+        shard_rows: int,
+        n_documents: int,
+        details: Mapping[str, Any],
+    ) -> StoreSummary:
+        """Return the summary of a store from the marks of its shards."""
         ignored = {name for mark in marks for name in mark.ignored_columns}
-        summary = StoreSummary(
+        return StoreSummary(
             holds=cls.signed.format,
             n_rows=sum(mark.n_rows for mark in marks),
             n_tokens=sum(mark.n_tokens for mark in marks),
             n_shards=len(marks),
             shard_rows=shard_rows,
             n_documents=n_documents,
-            fingerprint=digest.hexdigest(),
+            fingerprint=fingerprint,
             labels=_kinds_of_labels([pair for mark in marks for pair in mark.labels], ignored),
             ignored_columns=sorted(ignored),
-            skipped=total,
+            skipped=skipped,
             details=dict(details),
             files={name: entry for mark in marks for name, entry in mark.files.items()},
         )
-        cls.signed.write(directory, summary)
-        return cls.open(directory)
 
     @classmethod
     def _shard_table(cls, rows: Sequence[R], label_of: dict[str, str]) -> tuple[pa.Table, dict[str, Kind]]:
