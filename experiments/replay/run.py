@@ -273,9 +273,10 @@ def report(name: Name, options: argparse.Namespace) -> dict[str, Any]:
             replayed, cost = replay(world, seed, changed, options.work / "replay" / f"{name}-{curvature}-{seed}")
             replays.setdefault(curvature, []).append(replayed)
             costs[f"{curvature}, order {seed}"] = cost
-    check = group_check(
-        world, replays["difference"][0], options.work / "replay" / f"{name}-difference-0", options.check
-    )
+    check = {}
+    if options.check:
+        first = options.work / "replay" / f"{name}-difference-0"
+        check["check_by_groups"] = group_check(world, replays["difference"][0], first, options.check)
     environment = RetrainedRuns.open(FOLDER / name)
     utilities = environment.utilities(seeds=(0,), partial=True)
     assert tuple(dict.fromkeys(utilities.targets)) == tuple(target.name for target in world.targets)
@@ -290,7 +291,7 @@ def report(name: Name, options: argparse.Namespace) -> dict[str, Any]:
         "settings": settings.model_dump(mode="json"),
         "noise": noise(environment, utilities),
         "cost": costs,
-        "gate": gate(replays["difference"]) | {"check_by_groups": check},
+        "gate": gate(replays["difference"]) | check,
         "scores": {label: comparison.record(score_NT) for label, score_NT in ways(replays, default_NT).items()},
     }
 
@@ -305,7 +306,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON to write.")
     parser.add_argument("--orders", type=int, default=2, help="Orders of rows that are replayed.")
     parser.add_argument("--gauss-newton", type=int, default=0, help="Orders that are replayed with Gauss-Newton too.")
-    parser.add_argument("--check", type=int, default=8, help="Retrainings with moved weights of groups of rows.")
+    parser.add_argument(
+        "--check", type=int, default=8, help="Retrainings with moved weights of groups of rows; 0: none."
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     hf_logging.disable_progress_bar()
