@@ -11,6 +11,8 @@ of each file. The directory is written to a temporary path and renamed when comp
 Shape letters: N rows, M documents of the corpus.
 """
 
+import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
 Format = Literal["parquet", "jsonl", "datasets"]
 Rule = Literal["any", "half", "all"]
 MANIFEST = "_manifest.yaml"  # `datasets` reads any .json as data, and Arrow any file without a leading underscore
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>(?:[KMG]i?)?B|)", re.IGNORECASE)
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 SHARD_RECORDS = 50_000
 SHARD_CHARS = 64 << 20  # characters of JSON records that are buffered before they become a table
 ROWS_AT_ONCE = 4_096
@@ -75,6 +79,35 @@ class Export:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardSize:
+    """Maximum size of a file of an export: records, and about how many bytes."""
+
+    records: int = SHARD_RECORDS
+    n_bytes: int = sys.maxsize
+
+    @classmethod
+    def parse(cls, text: str | int) -> Self:
+        """Parse a number of records, or a size such as 256MB.
+
+        Raises:
+            SettingsError: anything else.
+        """
+        match = _SIZE.fullmatch(str(text).strip())
+        if match is None or float(match["number"]) * _UNITS[match["unit"].upper()] < 1:
+            raise SettingsError(f"shard_size: got {text!r}, expected a size such as 256MB, or a number of records")
+        amount = int(float(match["number"]) * _UNITS[match["unit"].upper()])
+        return cls(records=amount) if not match["unit"] else cls(sys.maxsize, amount)
+
+    def parts(self, table: pa.Table, room: int) -> Iterator[pa.Table]:
+        """Yield consecutive parts of a table, none larger than a file; the first has at most `room` records."""
+        step = max(1, min(self.records, int(table.num_rows * self.n_bytes / max(1, table.nbytes))))
+        start, stop = 0, min(step, room)
+        while start < table.num_rows:
+            yield table.slice(start, stop - start)
+            start, stop = stop, stop + step
+
+
+@dataclass(frozen=True, slots=True)
 class Exporter:
     """Options of an export, validated before the selection is computed.
 
@@ -89,6 +122,7 @@ class Exporter:
     rule: Rule | None
     corpus: CorpusSettings
     ids: Path | None
+    shard_size: ShardSize = ShardSize()
 
     @classmethod
     def from_options(
@@ -99,6 +133,7 @@ class Exporter:
         form: str = "parquet",
         corpus: str | None = None,
         ids: Path | str | None = None,
+        shard_size: str | int | None = None,
     ) -> Self:
         """Validate options, see `Selection.export`.
 
@@ -111,12 +146,13 @@ class Exporter:
         rule = None if documents is None else checked_rule(documents)
         if ids is not None and rule is None:
             raise SettingsError("ids: requires `documents`: any, half or all")
+        size = ShardSize() if shard_size is None else ShardSize.parse(shard_size)
         settings = corpus_settings(artifact, corpus)
         try:
             open_source(settings.path, settings.split)
         except CorpusError as err:
             raise SettingsError(f"{err}; pass its current path with `corpus`") from err
-        return cls(artifact, cast(Format, form), rule, settings, None if ids is None else Path(ids))
+        return cls(artifact, cast(Format, form), rule, settings, None if ids is None else Path(ids), size)
 
     def write(
         self, selection: "Selection", out: Path, *, left_out: bool = False, say: Callable[[str], None] | None = None
@@ -136,7 +172,7 @@ class Exporter:
                 effect = selection.effect_N[index]
                 tables = row_tables(artifact, rows, corpus, index, effect, lambda: source.tokenizer)
                 tokens = int(row_tokens(artifact)[index].sum())
-                return write_corpus(out, self.format, "rows", tables, tokens, facts)
+                return write_corpus(out, self.format, "rows", tables, tokens, facts, self.shard_size)
             chosen_N = mask_of(selection.row_index, artifact.n_rows)
             documents = select_documents(rows, chosen_N, rule or "all", others=left_out)
         if say is not None and rule is not None:
@@ -150,7 +186,7 @@ class Exporter:
             documents.write_ids(self.ids)
         facts |= {} if rule is None else {"documents": rule}
         records = iter_records(self.corpus, documents.mask_M)
-        written = write_corpus(out, self.format, "documents", records, documents.tokens, facts)
+        written = write_corpus(out, self.format, "documents", records, documents.tokens, facts, self.shard_size)
         missed = 0.0 if rule is None or left_out else documents.tokens / selection.n_tokens - 1
         if abs(missed) <= MISSED:
             return written
@@ -379,7 +415,13 @@ def iter_records(corpus: CorpusSettings, mask_M: Bool) -> Iterator[Item]:
 
 
 def write_corpus(
-    out: Path, kind: Format, holds: str, items: Iterable[Item], tokens: int, request: Mapping[str, Any]
+    out: Path,
+    kind: Format,
+    holds: str,
+    items: Iterable[Item],
+    tokens: int,
+    request: Mapping[str, Any],
+    size: ShardSize = ShardSize(),
 ) -> Export:
     """Write rows or documents to a directory, atomically.
 
@@ -388,6 +430,7 @@ def write_corpus(
         items: tables or JSON records.
         tokens: number of tokens in them; 0 if unknown.
         request: arguments to record in the manifest.
+        size: maximum size of a file.
 
     Raises:
         CorpusError: a record cannot be represented in the format.
@@ -405,12 +448,12 @@ def write_corpus(
         shards = part if kind == "parquet" or are_lines else part / "shards"
         shards.mkdir(parents=True)
         if are_lines:
-            n_records = _json_lines(part, items)
+            n_records = _json_lines(part, items, size)
         else:
-            tables = _parquet(shards, items)
+            tables = _parquet(shards, items, size)
             n_records = sum(pq.read_metadata(file).num_rows for file in tables)
             if kind == "jsonl":  # written from tables, so that all records have the same columns
-                _json_lines(part, _records_of(tables))
+                _json_lines(part, _records_of(tables), size)
             elif kind == "datasets":
                 _as_datasets(shards, part)
         if shards != part:
@@ -435,31 +478,32 @@ def _records_of(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
                 yield from (record for _, record in records_in(ArrowChunk(0, path.name, 0, batch)))
 
 
-def _json_lines(shards: Path, records: Iterable[dict[str, Any]]) -> int:
+def _json_lines(shards: Path, records: Iterable[dict[str, Any]], size: ShardSize) -> int:
     """Write part-00000.jsonl, ..., with one record per line, and return the number of records."""
-    n_records = 0
+    n_records = n_files = in_file = n_bytes = 0
     with ExitStack() as stack:
         for record in records:
-            if n_records % SHARD_RECORDS == 0:
-                stack.close()
-                path = shards / f"part-{n_records // SHARD_RECORDS:05d}.jsonl"
-                file = stack.enter_context(path.open("w", encoding="utf-8", newline="\n"))
             try:
-                file.write(f"{json_text(record, None, only_ascii=False)}\n")
+                line = f"{json_text(record, None, only_ascii=False)}\n".encode()
             except TypeError as err:
                 raise CorpusError(f"record {n_records:,}: {err}; not representable as JSON, write parquet") from err
-            n_records += 1
+            if n_files == 0 or in_file >= size.records or n_bytes + len(line) > size.n_bytes:
+                stack.close()
+                file = stack.enter_context((shards / f"part-{n_files:05d}.jsonl").open("wb"))
+                n_files, in_file, n_bytes = n_files + 1, 0, 0
+            file.write(line)
+            n_records, in_file, n_bytes = n_records + 1, in_file + 1, n_bytes + len(line)
     return n_records
 
 
-def _parquet(shards: Path, items: Iterable[Item]) -> list[Path]:
+def _parquet(shards: Path, items: Iterable[Item], size: ShardSize) -> list[Path]:
     """Write part-00000.parquet, ..., all with one schema, and return their paths.
 
     JSON records are buffered up to SHARD_RECORDS or SHARD_CHARS; each buffer becomes a file.
     """
     writer: pq.ParquetWriter | None = None
     files: list[Path] = []
-    in_file = chars = 0
+    in_file = n_bytes = chars = 0
     waiting: list[dict[str, Any]] = []
     with ExitStack() as stack:
         for item in chain(items, [None]):
@@ -472,13 +516,16 @@ def _parquet(shards: Path, items: Iterable[Item]) -> list[Path]:
                 chars, waiting, writer = 0, [], None
             if not isinstance(table, pa.Table):
                 continue
-            if writer is None or in_file >= SHARD_RECORDS or not writer.schema.equals(table.schema):
-                stack.close()
-                files.append(shards / f"part-{len(files):05d}.parquet")
-                writer = stack.enter_context(pq.ParquetWriter(files[-1], table.schema, compression="zstd"))
-                in_file = 0
-            writer.write_table(table)
-            in_file += table.num_rows
+            for part in size.parts(table, size.records - in_file if in_file < size.records else size.records):
+                is_full = in_file >= size.records or n_bytes >= size.n_bytes
+                if writer is None or is_full or not writer.schema.equals(table.schema):
+                    stack.close()
+                    files.append(shards / f"part-{len(files):05d}.parquet")
+                    sink = stack.enter_context(files[-1].open("wb"))
+                    writer = stack.enter_context(pq.ParquetWriter(sink, table.schema, compression="zstd"))
+                    in_file = n_bytes = 0
+                writer.write_table(part)
+                in_file, n_bytes = in_file + part.num_rows, sink.tell()
     write_one_schema(files)
     return files
 
