@@ -39,7 +39,11 @@ def select(
         "and labels.",
         None,
     ),
-    form: str = rare("--format NAME", "Format of the export: parquet, jsonl or datasets.", "parquet"),
+    form: str = rare(
+        "--format NAME",
+        "Format of the export: parquet, jsonl, json (an array), csv, tsv, datasets, or source: that of the corpus.",
+        "parquet",
+    ),
     ids_out: Path | None = rare(
         "--ids-out FILE",
         "Write the ids of the documents selected by --documents: .csv or .parquet with their positions in the corpus, "

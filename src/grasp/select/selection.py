@@ -94,7 +94,8 @@ class Selection(OptimizationResult):
         Args:
             out: new directory; it is written to a temporary path and renamed when complete.
             documents: write whole documents of which any, half or all tokens are selected; None: only the rows.
-            format: parquet, jsonl or datasets.
+            format: parquet, jsonl, json (an array), csv, tsv, datasets, or source: that of the corpus. Text files are
+                compressed like those of the corpus.
             corpus: current path of the corpus; None: the path of the build.
             ids: file to write the ids of the whole documents to: .csv or .parquet with columns name and record (the
                 position in the corpus, from 0), or text with one name per line.
