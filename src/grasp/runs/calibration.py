@@ -224,8 +224,8 @@ class OutcomePredictor:
         mean_BT, half_width_BT = self._change(features, corpus)
         far_B = self.process.relative_distance(features, corpus)
         outside = [f"{far:.1f} times as far from the corpus as any run" if far > FAR else "" for far in far_B]
-        expected, half = self._select_targets(mean_BT), self._select_targets(half_width_BT)
-        return PredictedChanges(expected, expected - half, expected + half, tuple(outside), self.unit)
+        expected, half_width = self._select_targets(mean_BT), self._select_targets(half_width_BT)
+        return PredictedChanges(expected, expected - half_width, expected + half_width, tuple(outside), self.unit)
 
     def gradient(self, weights: Weights, weights_T: F64, *, cautious: bool = False) -> F64:
         """Return the derivative of the weighted change with respect to adding each row, (N,), up to a constant."""
