@@ -83,6 +83,12 @@ def _of_units(name: str) -> Callable[[World, str, I64, int], F64]:
     return scores
 
 
+def _perplexity(world: World, target: str, known: I64, draw: int) -> F64:
+    """Score by low loss of the reference model, the same for all targets."""
+    del target, known, draw
+    return -np.asarray(world.inputs.column("loss"), dtype=np.float64)
+
+
 def _question_texts(world: World, known: I64) -> list[str]:
     units = world.inputs.units.units
     return [query_text(units[e], "both") for e in known.tolist()]
@@ -130,6 +136,8 @@ def _both(world: World, target: str, known: I64, draw: int) -> F64:
 METHODS: dict[str, Any] = {
     "random": _random,
     "bm25": _of_units("bm25"),
+    "ngram": _of_units("ngram"),
+    "perplexity": _perplexity,
     "dsir": _dsir,
     "classifier": _classifier,
     "mean": _mean,

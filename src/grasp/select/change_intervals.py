@@ -88,14 +88,17 @@ def change_interval(
     error_T = row_errors(predictor, weights, codes_N, np.eye(len(weights_T))) if over_rows else np.zeros(len(weights_T))
     error = row_errors(predictor, weights, codes_N, weights_T[:, None])[0] if over_rows else 0.0
     if predictor.reliability:
-        expected_T, half_T = np.array(
+        expected_T, half_width_T = np.array(
             [task.expected(change) for task, change in zip(predictor.reliability.values(), change_T, strict=True)]
         ).T
-        expected, half = expected_T @ weights_T, np.hypot(np.linalg.norm(weights_T * half_T), NORMAL * error)
-        half_T = np.hypot(half_T, NORMAL * error_T)
-        weighted = float(expected - half), float(expected + half)
+        expected, half_width = (
+            expected_T @ weights_T,
+            np.hypot(np.linalg.norm(weights_T * half_width_T), NORMAL * error),
+        )
+        half_width_T = np.hypot(half_width_T, NORMAL * error_T)
+        weighted = float(expected - half_width), float(expected + half_width)
         over = "questions and rows" if over_rows else "questions"
-        return ChangeInterval(expected_T, expected_T - half_T, expected_T + half_T, weighted, over)
+        return ChangeInterval(expected_T, expected_T - half_width_T, expected_T + half_width_T, weighted, over)
     change_1E = changes_by_unit(artifact, predictor, weights)
     counts_T = predictor.units.counts_T
     stops = np.cumsum(counts_T)
