@@ -20,7 +20,7 @@ import pyarrow as pa
 from grasp.arrays import I32, Bool
 from grasp.artifact.label_functions import BINS
 from grasp.artifact.where import MOST_VALUES, identifier
-from grasp.corpus.conversations import preference_note
+from grasp.corpus.conversations import entry_notes, preference_note
 from grasp.corpus.documents import Corpus
 from grasp.corpus.labels import label_text
 from grasp.corpus.row_store import RowStore
@@ -80,7 +80,7 @@ def preview_corpus(
         n_empty += not text.strip() and document.input_ids is None
         if len(texts) < EXAMPLES and text.strip():
             texts.append(plain(text, LONGEST_EXAMPLE))
-    notes = [f"columns: {roles or 'none'}"]
+    notes = [*entry_notes(settings), f"columns: {roles or 'none'}"]
     if left_out:
         example = min(left_out)
         notes.append(
