@@ -50,11 +50,11 @@ Rule = Literal["any", "half", "all"]
 MANIFEST = "_manifest.yaml"  # `datasets` reads any .json as data, and Arrow any file without a leading underscore
 SHARD_RECORDS = 50_000
 SHARD_CHARS = 64 << 20  # characters of JSON records that are buffered before they become a table
-ROWS_AT_ONCE = 4_096
-MISSED = 0.02  # relative difference in tokens of whole documents above which a note is added
+BLOCK_ROWS = 4_096
+TOKENS_TOLERANCE = 0.02  # relative difference in tokens of whole documents above which a note is added
 ROW_COLUMNS = ("row_id", "doc_id", "n_tokens")
-UNNEEDED = ("row_index", LOSS_TOKENS, "loss", "snippet")  # columns of the row table that training does not need
-NOTHING_LEFT = "left out: every row is selected, so there is nothing to write; lower the budget"
+OMITTED_COLUMNS = ("row_index", LOSS_TOKENS, "loss", "snippet")  # columns of the row table that training does not need
+NOTHING_LEFT_OUT = "left out: every row is selected, so there is nothing to write; lower the budget"
 
 Item: TypeAlias = pa.Table | dict[str, Any]  # a table of rows, or a JSON record
 
@@ -132,7 +132,7 @@ class Exporter:
             if rule is None and has_text:
                 index = selection.left_out if left_out else selection.row_index
                 if not len(index):
-                    raise SettingsError(NOTHING_LEFT)
+                    raise SettingsError(NOTHING_LEFT_OUT)
                 effect = selection.effect_N[index]
                 tables = row_tables(artifact, rows, corpus, index, effect, lambda: source.tokenizer)
                 tokens = int(row_tokens(artifact)[index].sum())
@@ -152,7 +152,7 @@ class Exporter:
         records = iter_records(self.corpus, documents.mask_M)
         written = write_corpus(out, self.format, "documents", records, documents.tokens, facts)
         missed = 0.0 if rule is None or left_out else documents.tokens / selection.n_tokens - 1
-        if abs(missed) <= MISSED:
+        if abs(missed) <= TOKENS_TOLERANCE:
             return written
         more = "more" if missed > 0 else "fewer"
         note = f", {abs(missed):.0%} {more} than the selected rows ({selection.n_tokens:,}); to select whole documents"
@@ -289,7 +289,7 @@ def select_documents(rows: RowStore, chosen_N: Bool, rule: Rule, *, others: bool
     least = {"any": 0.0, "half": 0.5, "all": 1.0}[rule]
     mask_M = (tokens_M > 0) & (((chosen_M > 0) & (chosen_M >= least * tokens_M)) != others)
     if not mask_M.any() and others:
-        raise SettingsError(NOTHING_LEFT)
+        raise SettingsError(NOTHING_LEFT_OUT)
     if not mask_M.any():
         raise SettingsError(
             f"documents: no document has {rule} of its tokens in selected rows; pass any, or raise the budget"
@@ -330,7 +330,7 @@ def row_tables(
     order_N[row_index] = np.arange(len(row_index))
     texts = rows.texts(np.flatnonzero(order_N >= 0), corpus, tokenizer)
     start, text = 0, (artifact.manifest.details.get("columns") or {}).get("text", "text")
-    for batch in artifact.row_batches(None, batch_rows=ROWS_AT_ONCE):
+    for batch in artifact.row_batches(None, batch_rows=BLOCK_ROWS):
         order_n = order_N[start : start + batch.num_rows]
         in_batch = np.flatnonzero(order_n >= 0)
         shard = rows.rows(start + in_batch) if len(in_batch) else None
@@ -355,7 +355,7 @@ def row_tables(
             "order": pa.array(order_n[in_batch]),
             "effect": pa.array(effect[order_n[in_batch]]),
         }
-        labels = [name for name in table.column_names if name not in (*ROW_COLUMNS, *UNNEEDED)]
+        labels = [name for name in table.column_names if name not in (*ROW_COLUMNS, *OMITTED_COLUMNS)]
         yield pa.table({**ours, **{f"{name}_" if name in ours else name: table[name] for name in labels}})
 
 
