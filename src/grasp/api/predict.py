@@ -208,7 +208,6 @@ def notes(predictor: Predictor, intervals: "OutcomePredictor | None" = None) -> 
     messages = [] if intervals is None else [*intervals.notes, intervals.title]
     if predictor.dropped:
         messages.append(f"ignored, no variance: {', '.join(predictor.dropped)}")
-    messages += [known.note(target) for target, known in predictor.reliability.items()]
     return (*messages, f"{predictor.scale}; protocol {predictor.protocol.name}")
 
 

@@ -29,7 +29,8 @@ JSON_LINES_SUFFIXES = tuple(
     for suffix in suffixes
 )
 JSON_SUFFIXES = (".json",)
-DELIMITED_SUFFIXES = tuple(f"{name}{suffix}" for name in (".csv", ".tsv") for suffix in ("", *COMPRESSION_BY_SUFFIX))
+DELIMITER = {"csv": ",", "tsv": "\t"}
+DELIMITED_SUFFIXES = tuple(f".{name}{suffix}" for name in DELIMITER for suffix in ("", *COMPRESSION_BY_SUFFIX))
 MAX_LINE_BYTES = 256 << 20  # bytes of a JSON line, or of a record of another file, which is held in memory
 _BLOCK_BYTES = 1 << 20
 _SPACE = " \t\r\n"
@@ -76,6 +77,11 @@ def _decompressed(handle: BinaryIO, name: str) -> Any:
     if codec is None:
         return handle
     return io.BufferedReader(lzma.LZMAFile(handle) if codec == "xz" else pa.CompressedInputStream(handle, codec))
+
+
+def is_json_array(handle: BinaryIO, name: str) -> bool:
+    """Return whether a file of JSON, compressed or not, holds an array; otherwise it holds JSON lines."""
+    return _is_array(_decompressed(handle, name))
 
 
 def _is_array(stream: Any) -> bool:
@@ -164,7 +170,9 @@ def _delimited(stream: Any, name: str, skip: int) -> Records:
     """Yield the records of a CSV or TSV file, whose first line has the names; numbers are those of their last line."""
     csv.field_size_limit(MAX_LINE_BYTES)
     reader = csv.reader(
-        _lines(stream, name), delimiter="\t" if ".tsv" in PurePosixPath(name).suffixes else ",", strict=True
+        _lines(stream, name),
+        delimiter=DELIMITER["tsv" if ".tsv" in PurePosixPath(name).suffixes else "csv"],
+        strict=True,
     )
     try:
         names = next(reader, [])
