@@ -228,7 +228,9 @@ def test_the_script_of_the_page_computes_what_the_predictor_does(place, interact
     for b, (value, exact) in enumerate(zip(expected, held_BG.all(axis=1), strict=True)):
         near = 1e-3 * np.abs(nats.change_BT[b]) if exact else 0.1 * half_width_BT[b]
         assert (np.abs(value["change"] - nats.change_BT[b]) <= near + 1e-9).all()
-        assert (np.abs(value["half"] - half_width_BT[b]) <= np.where(exact, 1e-3, 0.1) * half_width_BT[b] + 1e-9).all()
+        assert (
+            np.abs(value["half_width"] - half_width_BT[b]) <= np.where(exact, 1e-3, 0.1) * half_width_BT[b] + 1e-9
+        ).all()
         assert (value["beyond"] == nats.outside[b]) or not exact
     assert 10 < held_BG.all(axis=1).sum() < 40
 

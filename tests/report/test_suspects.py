@@ -54,7 +54,7 @@ def test_what_is_no_detection_of_this_artifact_is_refused(place, tmp_path):
     without = write_artifact(tmp_path / "without", targets=("boolq", "arc"))
     table = pq.read_table(root / "suspects.parquet")
     record = json.loads(table.schema.metadata[RECORD])
-    record["made_from"]["model"] = "another"
+    record["source_hashes"]["model"] = "another"
     names = pa.array(["evil", *table["row_id"].to_pylist()[1:]])
     (tmp_path / "text.parquet").write_text("no")
     for name, content in (

@@ -118,7 +118,7 @@ def test_what_is_held_out_is_refused(artifact, tmp_path):
         fit_outcomes(predictor, artifact, held)
     partly = write_environment(tmp_path / "partly", artifact, lambda b, s, _: 0.1 * b, held_out_targets=("boolq",))
     bound = fit_outcomes(predictor, artifact, partly)
-    assert list(bound.columns) == ["sciq"]
+    assert list(bound.task_by_target) == ["sciq"]
     assert any("no runs for boolq" in note for note in bound.notes)
 
 
@@ -207,7 +207,7 @@ def test_runs_that_lack_seeds_are_averaged(artifact):
     assert (
         fit_outcomes(
             Predictor.from_artifact(artifact, PROTOCOL, ["sciq"]), artifact, predictor
-        ).process.hyperparameters["seed noise"]
+        ).gaussian_process.hyperparameters["seed noise"]
         > 0
     )
 

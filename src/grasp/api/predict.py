@@ -86,7 +86,7 @@ class SlicePrediction(Prediction):
             cells = [[_cell(name, line[name]) for name in names] for line in shown]
             text.append(text_table(f"{target}: effect of each {self.label}", headings, cells))
             if len(shown) < len(of_target):
-                text.append(f"... and {len(of_target) - len(shown):,} more values between these halves")
+                text.append(f"... and {len(of_target) - len(shown):,} more values between the two groups")
         return "\n".join([*text, *map(plain, self.notes)])
 
 
@@ -204,7 +204,6 @@ def notes(predictor: Predictor, intervals: "OutcomePredictor | None" = None) -> 
     messages = [] if intervals is None else [*intervals.notes, intervals.title]
     if predictor.dropped:
         messages.append(f"ignored, no variance: {', '.join(predictor.dropped)}")
-    messages += [known.note(target) for target, known in predictor.reliability.items()]
     return (*messages, f"{predictor.scale}; protocol {predictor.protocol.name}")
 
 

@@ -41,19 +41,19 @@ class ModelActor:
             if self._kernels is None:
                 self._kernels = self._prepare_kernels(*how["kernels"])
             how = how | {"kernels": self._kernels}
-        return job(self._ready, rows, **how)
+        return job(self._model_pass, rows, **how)
 
     def _prepare_kernels(self, units: Batch, moments: dict[str, Any]) -> list[Kernel]:
-        model, corpus = self._ready.model, CorpusMoments(self._ready.model)
+        model, corpus = self._model_pass.model, CorpusMoments(self._model_pass.model)
         kernels = make_kernels(self._features.kernels, model, self._features, corpus)
         corpus.load(moments)
-        units = replace(units.to(model.device), head=model.head, sampled=self._ready.sampled)
+        units = replace(units.to(model.device), head=model.head, sampled=self._model_pass.sampled)
         for kernel in kernels:
             kernel.prepare(units)
         return kernels
 
     @cached_property
-    def _ready(self) -> ModelPass:
+    def _model_pass(self) -> ModelPass:
         return ModelPass.choose(load_reference(self._settings), self._features)
 
 

@@ -51,7 +51,7 @@ class Inputs:
     """All inputs of a build. `units` pass through the model at the first access."""
 
     settings: BuildSettings
-    ready: ModelPass
+    model_pass: ModelPass
     store: Store
     unit_set: UnitSet
     unit_inputs: Units
@@ -61,7 +61,7 @@ class Inputs:
     @property
     def model(self) -> Reference:
         """Return the model that reads the corpus."""
-        return self.ready.model
+        return self.model_pass.model
 
     @property
     def unit_tokens(self) -> Sequence[UnitTokens]:
@@ -71,7 +71,7 @@ class Inputs:
     @cached_property
     def units(self) -> Batch:
         """Pass the units through the model, once."""
-        return self.ready.units(self.unit_inputs, [unit.unit_id for unit in self.unit_set.units])
+        return self.model_pass.units(self.unit_inputs, [unit.unit_id for unit in self.unit_set.units])
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ def prepare(
             settings, model, tokens, replace=replace, progress=lambda rows: progress.advance(rows, 0)
         )
     progress.stage("units", rows=None, tokens=None)
-    ready = ModelPass.choose(model, settings.features)
+    model_pass = ModelPass.choose(model, settings.features)
     reader, reader_fingerprint = model.reader
     identity = Identity(
         fingerprints={
@@ -193,7 +193,7 @@ def prepare(
     )
     return Inputs(
         settings=settings,
-        ready=ready,
+        model_pass=model_pass,
         store=store,
         unit_set=unit_set,
         unit_inputs=units,

@@ -279,12 +279,12 @@ def _arrays(batch: Batch, *, half: bool) -> Arrays:
 
 
 def read_batches(
-    arrays: Mapping[str, NDArray[Any]], ready: ModelPass | None, vocab_size: int
+    arrays: Mapping[str, NDArray[Any]], model_pass: ModelPass | None, vocab_size: int
 ) -> Iterator[tuple[I64, Batch]]:
     """Yield the batches of `batch_arrays`, on the device of the model.
 
     Args:
-        ready: None if the model is not loaded; batches then lack the output layer and gradients.
+        model_pass: None if the model is not loaded; batches then lack the output layer and gradients.
     Raises:
         ArtifactError: the batches were stored by another version.
     """
@@ -293,24 +293,24 @@ def read_batches(
     count = 1 + max(int(name.partition(".")[0]) for name in arrays)
     for k in range(count):
         index = arrays[f"{k}.rows"]
-        context = len(index), ready, vocab_size
+        context = len(index), model_pass, vocab_size
         tail = _batch_of(arrays, f"{k}.tail.", *context) if f"{k}.tail.hidden" in arrays else None
         batch = _batch_of(arrays, f"{k}.", *context)
-        if ready is None:
+        if model_pass is None:
             yield index, replace(batch, tail=tail)
             continue
         gradient_BK = None
-        if f"{k}.gradient" in arrays and ready.sampled is not None:
+        if f"{k}.gradient" in arrays and model_pass.sampled is not None:
             stored_BK = torch.from_numpy(arrays[f"{k}.gradient"])
             stored_BK = stored_BK.view(torch.bfloat16) if stored_BK.dtype == torch.uint16 else stored_BK
-            gradient_BK = stored_BK.to(ready.model.device, ready.sampled.engine.work)
-        yield index, replace(batch, tail=tail, gradient_BK=gradient_BK, sampled=ready.sampled)
+            gradient_BK = stored_BK.to(model_pass.model.device, model_pass.sampled.engine.work)
+        yield index, replace(batch, tail=tail, gradient_BK=gradient_BK, sampled=model_pass.sampled)
 
 
 def _batch_of(
-    arrays: Mapping[str, NDArray[Any]], prefix: str, n_rows: int, ready: ModelPass | None, vocab_size: int
+    arrays: Mapping[str, NDArray[Any]], prefix: str, n_rows: int, model_pass: ModelPass | None, vocab_size: int
 ) -> Batch:
-    device = torch.device("cpu") if ready is None else ready.model.device
+    device = torch.device("cpu") if model_pass is None else model_pass.model.device
     part = {
         name.removeprefix(prefix): torch.from_numpy(array).to(device)
         for name, array in arrays.items()
@@ -327,7 +327,7 @@ def _batch_of(
         part["input"].long(),
         n_rows,
         part["row_loss"],
-        None if ready is None else ready.model.head,
+        None if model_pass is None else model_pass.model.head,
         vocab_size,
         weight_P=part["weight"].to(work) if "weight" in part else None,
     )
@@ -378,7 +378,7 @@ class BatchCache:
 
 
 def observe_part(
-    ready: ModelPass,
+    model_pass: ModelPass,
     rows: Rows,
     *,
     states_every: int,
@@ -391,9 +391,9 @@ def observe_part(
         states_every: one in `states_every` hidden states is stored.
         keep: receives each batch as arrays, which `score_shard` accepts as `passed`.
     """
-    corpus = CorpusMoments(ready.model, states_every)
-    kernels = make_kernels(ready.settings.kernels, ready.model, ready.settings, corpus)
-    for index, batch in ready.batches(rows):
+    corpus = CorpusMoments(model_pass.model, states_every)
+    kernels = make_kernels(model_pass.settings.kernels, model_pass.model, model_pass.settings, corpus)
+    for index, batch in model_pass.batches(rows):
         corpus.observe_loss(batch)
         for kernel in kernels:
             kernel.observe(batch)
@@ -404,7 +404,7 @@ def observe_part(
 
 
 def score_shard(
-    ready: ModelPass,
+    model_pass: ModelPass,
     rows: Rows,
     *,
     kernels: Sequence[Kernel],
@@ -421,10 +421,10 @@ def score_shard(
     loss_N = np.empty(len(rows), dtype=np.float32)
     arrays: dict[str, F32] = {}
     features: Arrays = {}
-    batches = ready.batches(rows)
+    batches = model_pass.batches(rows)
     if passed is not None:
-        vocab_size = ready.model.vocab_size
-        batches = chain.from_iterable(read_batches(arrays, ready, vocab_size) for arrays in passed)
+        vocab_size = model_pass.model.vocab_size
+        batches = chain.from_iterable(read_batches(arrays, model_pass, vocab_size) for arrays in passed)
     for k, (index, batch) in enumerate(batches):
         loss_N[index] = batch.loss_B.cpu().numpy()
         for kernel in kernels:
@@ -441,8 +441,8 @@ def score_shard(
 class Workers:
     """Run jobs of the model over parts of the corpus, in this process; see also `engine.RayWorkers`."""
 
-    def __init__(self, ready: ModelPass) -> None:
-        self._ready = ready
+    def __init__(self, model_pass: ModelPass) -> None:
+        self._model_pass = model_pass
 
     def run(
         self,
@@ -453,6 +453,6 @@ class Workers:
         in_order: bool = False,
         **how: Any,
     ) -> Iterator[tuple[int, Any]]:
-        """Yield the result of `job(ready, rows, **how)` for each numbered part, as parts finish or `in_order`."""
+        """Yield the result of `job(model_pass, rows, **how)` for each numbered part, as parts finish or `in_order`."""
         for k, rows in parts:
-            yield k, job(self._ready, rows, advance=advance, **how)
+            yield k, job(self._model_pass, rows, advance=advance, **how)

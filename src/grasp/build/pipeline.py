@@ -98,7 +98,7 @@ def build_artifact(
         work = out / "work" / inputs.identity.key
         entered: AbstractContextManager[Workers]
         if cluster is None:
-            entered = nullcontext(Workers(inputs.ready))
+            entered = nullcontext(Workers(inputs.model_pass))
         else:
             from grasp.build.engine import ray_workers  # noqa: PLC0415 - most builds need no cluster
 
@@ -163,10 +163,10 @@ def observe(
         keep: store the batches, if the sample is the whole corpus and they fit in `features.kept_mb`.
         trained: refuse a language model that predicts the sample no better than chance.
     """
-    settings, store, ready = inputs.settings, inputs.store, inputs.ready
-    features, model = settings.features, ready.model
+    settings, store, model_pass = inputs.settings, inputs.store, inputs.model_pass
+    features, model = settings.features, model_pass.model
     sample = Sample.draw(store.supervised(), features)
-    coordinates = 0 if ready.sampled is None else ready.sampled.sample.size
+    coordinates = 0 if model_pass.sampled is None else model_pass.sampled.sample.size
     fits = stored_bytes(model, store, features, coordinates) <= features.kept_mb * MEGABYTE
     keep = keep and sample.is_whole and fits and settings.like is None
     # For the progress bar: about how many tokens pass in each stage; rows are not passed twice if batches are stored.
@@ -211,8 +211,8 @@ def observe(
     if isinstance(model, ReferenceModel):
         for line in training_notes(settings, corpus.loss, model.vocab_size):
             progress.note(line)
-    if ready.sampled is not None:
-        progress.note(ready.sampled.describe())
+    if model_pass.sampled is not None:
+        progress.note(model_pass.sampled.describe())
     return kernels, passed
 
 
@@ -300,7 +300,7 @@ def scored_shards(
         progress.stage("stored rows scored", rows=round(store.n_rows * share), tokens=None)
         for k in left:
             rows = store.shard(k)
-            yield k, score_shard(inputs.ready, rows, kernels=kernels, keep_features=keep, passed=passed(k))
+            yield k, score_shard(inputs.model_pass, rows, kernels=kernels, keep_features=keep, passed=passed(k))
             progress.advance(len(rows), 0)
         return
     if left:

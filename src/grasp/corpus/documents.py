@@ -235,7 +235,7 @@ def read_documents(settings: CorpusSettings, *, start: int = 0) -> Iterator[Docu
 
 def documents_of(source: Source, settings: CorpusSettings, *, start: int = 0) -> Iterator[Document]:
     """Yield the documents of an open source, from position `start` up to the limit of the settings."""
-    yield from _documents(read_records(source, settings, partial(_content_columns, settings), start), settings)
+    yield from _documents(read_records(source, settings, partial(content_columns, settings), start), settings)
 
 
 class Corpus:
@@ -248,7 +248,7 @@ class Corpus:
 
     def __init__(self, source: Source, settings: CorpusSettings) -> None:
         self.source, self.settings = source, settings
-        records = read_records(source, settings, partial(_content_columns, settings), 0)
+        records = read_records(source, settings, partial(content_columns, settings), 0)
         head = list(islice(records, 1))
         self.columns = _column_roles(head[0], settings) if head else {}
         documents = _documents(chain(head, records), settings)
@@ -316,9 +316,7 @@ def _column_roles(record: Record, settings: CorpusSettings) -> dict[str, str]:
     return {role: column for role, column in roles.items() if column is not None and column in record.values}
 
 
-def _content_columns(
-    settings: CorpusSettings, columns: Mapping[str, pa.DataType | None], where: str
-) -> tuple[str, ...]:
+def content_columns(settings: CorpusSettings, columns: Mapping[str, pa.DataType | None], where: str) -> tuple[str, ...]:
     """Return the columns of content, which are not labels, after validating their types."""
     form, ids = form_of(columns.keys(), settings, where), settings.ids_column
     kind = columns.get(ids)

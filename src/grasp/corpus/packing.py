@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import numpy as np
+from pydantic import AliasChoices, Field
 
 from grasp.arrays import I32, I64, Bool
 from grasp.corpus.conversations import UnusableConversationError
@@ -21,9 +22,9 @@ from grasp.errors import CorpusError, ModelError
 from grasp.settings import CorpusSettings
 
 MIN_ROW_TOKENS: Final = 2  # one token has no next token to predict
-END_SHARE: Final = 1 / 8  # of a row, the default of `shortest_end`
-LISTED_IDS: Final = 1_000
-LISTED_EXAMPLES: Final = 3
+MIN_END_SHARE: Final = 1 / 8  # shorter last rows of a document are skipped; share of a row, default of `shortest_end`
+MAX_LISTED_IDS: Final = 1_000
+MAX_LISTED_EXAMPLES: Final = 3
 ENCODE_DOCUMENTS: Final = 256
 ENCODE_CHARS: Final = 4_000_000  # bounds the memory of a batch of long documents
 
@@ -34,7 +35,8 @@ class Cursor:
 
     document: int = 0  # index of the document
     token: int = 0  # position among its tokens
-    named: int = 0  # number of earlier rows that are named after it
+    # number of earlier rows that are named after the document; written as `named` before version 0.3
+    n_named_rows: Annotated[int, Field(validation_alias=AliasChoices("n_named_rows", "named"))] = 0
 
 
 START: Final = Cursor()
@@ -51,7 +53,7 @@ class StoredRow:
     snippet: str
     labels: Mapping[str, Label]
     ignored: tuple[str, ...]  # columns of its documents that cannot be labels
-    after: Cursor
+    next_cursor: Cursor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +89,7 @@ class Skipped:
         """Add the counts, ids and examples of another account."""
         for reason, number in counts.items():
             self.counts[reason] = self.counts.get(reason, 0) + number
-        for listed, more, most in ((self.ids, ids, LISTED_IDS), (self.examples, examples, LISTED_EXAMPLES)):
+        for listed, more, most in ((self.ids, ids, MAX_LISTED_IDS), (self.examples, examples, MAX_LISTED_EXAMPLES)):
             for reason, names in more.items():
                 entries = listed.setdefault(reason, [])
                 entries.extend(names[: most - len(entries)])
@@ -132,7 +134,7 @@ def pack(
         try:
             encoded = encode_texts([model_text(document) for document in as_text], tokenizer)
         except CorpusError as err:
-            raise CorpusError(f"{as_text[0].where} on: {err}") from err
+            raise CorpusError(f"{as_text[0].where} and following documents: {err}") from err
         tokens = {document.index: text for document, text in zip(as_text, encoded, strict=True)}
         for document in batch:
             yield from packer.feed(document, tokens.get(document.index))
@@ -226,7 +228,7 @@ class Packer:
             )
         self._waiting: list[_Piece] = []  # pending pieces of a stream: less than a row between two documents
         self._n_waiting = 0  # number of their tokens
-        self._named = Counter({cursor.document: cursor.named})
+        self._named_rows = Counter({cursor.document: cursor.n_named_rows})
         self._next_document = cursor.document
 
     def feed(self, document: Document, tokens: TokenizedText | None) -> Iterator[Row]:
@@ -276,7 +278,7 @@ class Packer:
                 ends_N[-1] = len(document.text or "")
         whole = _Piece(document, 0, len(ids), ids.astype(np.int32), ends=ends_N, loss_mask=mask)
         if document.input_ids is None and mask is not None:
-            yield from self._answered(whole)
+            yield from self._with_answers(whole)
             return
         start = self._resume.token if document.index == self._resume.document else 0
         if document.input_ids is None and self._settings.packing == "concat":
@@ -285,10 +287,10 @@ class Packer:
         # `document` packing, and all documents of token ids: rows of max_length; a short last row is skipped
         most, shortest = self._settings.max_rows_per_document, self._settings.shortest_end
         if shortest is None:
-            shortest = int(END_SHARE * self._length)
+            shortest = int(MIN_END_SHARE * self._length)
         prefix = self._prefix if document.input_ids is None else self._prefix[:0]
         first = start
-        for number in count(self._named[document.index]):
+        for number in count(self._named_rows[document.index]):
             if first >= whole.total:
                 return
             if number == most:
@@ -308,7 +310,7 @@ class Packer:
             next_document = self._next_document if next_document is None else next_document
             yield from self._row(pieces, next_document, 0, prefix=self._prefix)
 
-    def _answered(self, whole: _Piece) -> Iterator[Row]:
+    def _with_answers(self, whole: _Piece) -> Iterator[Row]:
         """Yield a text whose answers carry loss as one row.
 
         If it is too long, the row ends with the last answer, and the beginning is cut off after the special tokens. An
@@ -368,9 +370,9 @@ class Packer:
         """
         main = max(pieces, key=lambda piece: len(piece.ids))
         document = main.document
-        ordinal = self._named[document.index]
-        self._named = Counter({index: n for index, n in self._named.items() if index >= document.index})
-        self._named[document.index] += 1
+        ordinal = self._named_rows[document.index]
+        self._named_rows = Counter({index: n for index, n in self._named_rows.items() if index >= document.index})
+        self._named_rows[document.index] += 1
         row_id = document.name + (f"#{ordinal}" if ordinal else "")
         ids, loss_mask = np.concatenate([piece.ids for piece in pieces]), main.loss_mask
         if not np.array_equal(ids[: len(prefix)], prefix):
@@ -404,7 +406,7 @@ class Packer:
             snippet=" ".join(text[start : start + 4 * n_chars].split())[:n_chars],
             labels=document.labels,
             ignored=tuple(sorted({name for piece in pieces for name in piece.document.ignored})),
-            after=Cursor(next_document, next_token, self._named[next_document]),
+            next_cursor=Cursor(next_document, next_token, self._named_rows[next_document]),
             spans=tuple(spans) if len(spans) == len(pieces) else None,
         )
 

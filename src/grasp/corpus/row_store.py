@@ -263,7 +263,7 @@ class ShardStore(ABC, Generic[S, R]):
                     n_rows=len(shard),
                     n_tokens=sum(row.n_tokens for row in shard),
                     # A short shard is the last one: all documents after its last row have been read.
-                    cursor=shard[-1].after if len(shard) == shard_rows else Cursor(n_documents),
+                    cursor=shard[-1].next_cursor if len(shard) == shard_rows else Cursor(n_documents),
                     labels=list(kinds.items()),
                     ignored_columns=sorted({name for row in shard for name in row.ignored}),
                     skipped=skipped.drain(),

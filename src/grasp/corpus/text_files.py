@@ -25,7 +25,8 @@ JSON_LINES = tuple(
     for suffix in suffixes
 )
 JSON = (".json",)
-DELIMITED = tuple(f"{name}{suffix}" for name in (".csv", ".tsv") for suffix in ("", *COMPRESSION))
+DELIMITER = {"csv": ",", "tsv": "\t"}
+DELIMITED = tuple(f".{name}{suffix}" for name in DELIMITER for suffix in ("", *COMPRESSION))
 LONGEST_LINE = 256 << 20  # bytes of a JSON line, or of a record of another file, which is held in memory
 _BLOCK = 1 << 20
 _SPACE = " \t\r\n"
@@ -72,6 +73,11 @@ def _decompressed(handle: BinaryIO, name: str) -> Any:
     if codec is None:
         return handle
     return io.BufferedReader(lzma.LZMAFile(handle) if codec == "xz" else pa.CompressedInputStream(handle, codec))
+
+
+def is_json_array(handle: BinaryIO, name: str) -> bool:
+    """Return whether a file of JSON, compressed or not, holds an array; otherwise it holds JSON lines."""
+    return _is_array(_decompressed(handle, name))
 
 
 def _is_array(stream: Any) -> bool:
@@ -160,7 +166,9 @@ def _delimited(stream: Any, name: str, skip: int) -> Records:
     """Yield the records of a CSV or TSV file, whose first line has the names; numbers are those of their last line."""
     csv.field_size_limit(LONGEST_LINE)
     reader = csv.reader(
-        _lines(stream, name), delimiter="\t" if ".tsv" in PurePosixPath(name).suffixes else ",", strict=True
+        _lines(stream, name),
+        delimiter=DELIMITER["tsv" if ".tsv" in PurePosixPath(name).suffixes else "csv"],
+        strict=True,
     )
     try:
         names = next(reader, [])

@@ -46,6 +46,7 @@ from grasp.progress import Progress, Silent
 from grasp.results import Result
 from grasp.select.budget import parse_budget
 from grasp.select.export import MANIFEST, iter_records, write_corpus
+from grasp.select.record_files import FileFormat
 from grasp.settings import CorpusSettings
 from grasp.store.directory import Schema, Store
 from grasp.store.locks import locked
@@ -172,7 +173,7 @@ def apply(
             selected_M = mask_of(ranked(score_M, count=budget.resolve(documents, up=True)), documents)
             provenance = {"chosen by": "grasp apply", "keep": str(keep)}
             records = iter_records(settings, selected_M)
-            export = write_corpus(out / SELECTED, "parquet", "documents", records, 0, provenance)
+            export = write_corpus(out / SELECTED, FileFormat(), "documents", records, 0, provenance)
             notes.insert(0, f"{out / SELECTED}: the {export.records:,} documents with the highest scores, unchanged")
     descending_M = np.sort(score_M)[::-1]
     thresholds = [float(descending_M[math.ceil(share * documents) - 1]) if documents else None for share in TOP_SHARES]

@@ -62,7 +62,7 @@ class DetectionRecord:
     ranking: str  # the score by which rows are ranked
     headline: str
     corpus: str  # fingerprint
-    made_from: dict[str, str]
+    source_hashes: dict[str, str]
     rows: int
     threshold: Threshold
     detections: dict[str, Detection]  # by score, if there is a ground truth
@@ -114,8 +114,9 @@ def detect(
     label.
 
     In Python the result has up to three scores. `relevance` is minus the mean relevance to the units, each standardised
-    over the rows. If rows have a label, `geometry` is the share of a row's nearest neighbours in the hidden sketch with
-    another label, and `fused` the mean of the two ranks. A trusted unit that is also a row is an error.
+    over the rows. If rows have a label, `neighbour_disagreement` is the share of a row's nearest neighbours in the
+    hidden sketch with another label, and `fused` the mean of the two ranks. A trusted unit that is also a row is
+    an error.
 
     Args:
         target: trusted target. Default: the only one.
@@ -160,11 +161,11 @@ def detect(
     relevance_N = np.empty(artifact.n_rows)
     for start, score_NE in standardised_blocks(artifact, array, target, progress):
         relevance_N[start : start + len(score_NE)] = -score_NE.mean(axis=1)
-    scores, geometry_notes = {"relevance": relevance_N}, list[str]()
+    scores, label_notes = {"relevance": relevance_N}, list[str]()
     if label is not None:
         column = label_column(artifact, label)
         label = column.name  # as spelled in the corpus
-        by_label, geometry_notes = _label_scores(artifact, column, relevance_N, neighbours or NEIGHBOURS, progress)
+        by_label, label_notes = _label_scores(artifact, column, relevance_N, neighbours or NEIGHBOURS, progress)
         scores |= by_label
     ranking, ranking_N = list(scores.items())[-1]
     if right_N is not None:
@@ -188,13 +189,13 @@ def detect(
         ranking=ranking,
         headline=headline,
         corpus=artifact.manifest.fingerprints.get("corpus", ""),
-        made_from=made_from(artifact, target),
+        source_hashes=source_hashes(artifact, target),
         rows=artifact.n_rows,
         threshold=cut,
         detections={} if truth_N is None else {name: measure(score_N, truth_N, k) for name, score_N in scores.items()},
         notes=(
             *not_compared,
-            *geometry_notes,
+            *label_notes,
             "higher scores are more suspicious",
             *cut.notes,
         ),
@@ -221,7 +222,7 @@ def _refuse_copies(artifact: ArtifactReader, target: str) -> list[str]:
 def _label_scores(
     artifact: ArtifactReader, column: LabelColumn, relevance_N: F64, k_nearest: int, progress: Progress
 ) -> tuple[dict[str, F64], list[str]]:
-    """Return the scores `geometry` and `fused`, or none if the former is constant; and notes."""
+    """Return the scores `neighbour_disagreement` and `fused`, or none if the former is constant; and notes."""
     code_N, label = column.codes_N.astype(np.int64), column.name
     if None in column.values:  # each row without a label gets a label of its own
         none_N = np.flatnonzero(code_N == column.values.index(None))
@@ -232,13 +233,13 @@ def _label_scores(
     if near.share_N.min() == near.share_N.max():
         why = f"every row has a unique {label}" if n_singletons else f"{label} is the same for all neighbours"
         return {}, [f"{why}: rows are ranked by relevance alone"]
-    notes = [f"{n_singletons} rows have a unique {label}: their geometry is the median"] if n_singletons else []
+    notes = [f"{n_singletons} rows have a unique {label}: their disagreement is the median"] if n_singletons else []
     if near.recall < 1:
         notes.append(
             f"neighbours were searched for among {COMPARED:,} rows with similar hidden sketches: {near.recall:.0%} of "
             f"the {k_nearest} nearest were found"
         )
-    return {"geometry": near.share_N, "fused": mean_ranks([relevance_N, near.share_N])}, notes
+    return {"neighbour_disagreement": near.share_N, "fused": mean_ranks([relevance_N, near.share_N])}, notes
 
 
 def _suspects(
@@ -295,7 +296,7 @@ def standardised_blocks(
         progress.advance(len(block), 0)
 
 
-def made_from(artifact: ArtifactReader, target: str) -> dict[str, str]:
+def source_hashes(artifact: ArtifactReader, target: str) -> dict[str, str]:
     """Return hashes of all inputs of the scores: corpus, model, features, and units of the target."""
     digest = hashlib.blake2b(digest_size=16)
     for unit in artifact.units.select(["target", "unit_id", "prompt", "completion"]).to_pylist():
@@ -405,8 +406,8 @@ def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str]) -
         record = TypeAdapter(DetectionRecord).validate_json(metadata)
     except ValidationError as err:
         raise SettingsError(f"{describe(err, f'--detect: {path}')}; expected {expected}") from err
-    expected_source = made_from(artifact, record.target) | {"rows": str(artifact.n_rows)}
-    recorded_source = record.made_from | {"rows": str(record.rows)}
+    expected_source = source_hashes(artifact, record.target) | {"rows": str(artifact.n_rows)}
+    recorded_source = record.source_hashes | {"rows": str(record.rows)}
     if others := [what for what in expected_source if expected_source[what] != recorded_source.get(what)]:
         listed = ", ".join(f"{what} {recorded_source.get(what)!r}, here {expected_source[what]!r}" for what in others)
         raise SettingsError(f"--detect: {path} is from another artifact: {listed}; run grasp detect on this one")

@@ -151,7 +151,7 @@ class _Question:
         kernels = load_kernels(self.artifact, self.model, self.settings)
         used_kernels = [kernel for kernel in kernels if kernel.name in kernel_weights(self.predictor.protocol)]
         self.settings = self.settings.model_copy(update={"kernels": tuple(kernel.name for kernel in used_kernels)})
-        self.ready = ModelPass.choose(self.model, self.settings)
+        self.model_pass = ModelPass.choose(self.model, self.settings)
         self.n_columns, self.n_positions, self.kernels = len(self.units), 1, used_kernels
         if not by_position and self._prepare_from_artifact():
             return
@@ -161,7 +161,7 @@ class _Question:
                 f"unit: {self.units['unit_id'][0].as_py()!r} has {1 + len(self.unit_tokens[0].others)} answers, and "
                 "a single answer is explained word by word; explain its target without --unit"
             )
-        units = self.ready.units(self.unit_tokens, self.units["unit_id"].to_pylist())
+        units = self.model_pass.units(self.unit_tokens, self.units["unit_id"].to_pylist())
         if by_position:
             n = self.n_columns = self.n_positions = len(units.row_P)
             units = self._single_positions(units, self._unit_gradients(n))
@@ -184,18 +184,18 @@ class _Question:
         if len(arrays.get("0.rows", ())) != len(self.units):
             return False
         batch = {name: array for name, array in arrays.items() if name.startswith("0.")}
-        ((_, units),) = read_batches(batch, self.ready, self.model.vocab_size)
+        ((_, units),) = read_batches(batch, self.model_pass, self.model.vocab_size)
         for kernel in self.kernels:
             if isinstance(kernel, Gradient):
-                assert self.ready.sampled is not None
-                kernel.prepare_mean(self.ready.sampled, arrays)
+                assert self.model_pass.sampled is not None
+                kernel.prepare_mean(self.model_pass.sampled, arrays)
             else:
                 kernel.prepare(units)
         return True
 
     def _unit_gradients(self, n: int) -> Tensor | None:
         """Compute the gradients of the loss at each position of the unit, (n, K)."""
-        sampled = self.ready.sampled
+        sampled = self.model_pass.sampled
         if sampled is None:
             return None
         (tokens,) = self.unit_tokens
@@ -261,7 +261,7 @@ class _Question:
         """Explain a row."""
         shard = self.rows.rows(np.array([index]))
         parts = EffectParts.from_artifact(self.artifact, self.predictor, index)
-        ((_, batch),) = self.ready.batches(shard)
+        ((_, batch),) = self.model_pass.batches(shard)
         _, labelled_BL = pad_rows([shard.ids(0)], [shard.mask(0)])
         token_P, summed_P = (
             position_mask(spec, labelled_BL)[0].nonzero()[:, 0].numpy() + 1

@@ -150,10 +150,10 @@ def _checked_columns(source: Path | pa.Table, where: str, corpus: str | None) ->
     else:
         with readable_table(source, SubsetError, EXPECTED):
             schema = pq.read_schema(source)
-    names, made_from = list(schema.names), (schema.metadata or {}).get(CORPUS.encode(), b"").decode(errors="replace")
-    if corpus and made_from and made_from != corpus:
+    names, origin = list(schema.names), (schema.metadata or {}).get(CORPUS.encode(), b"").decode(errors="replace")
+    if corpus and origin and origin != corpus:
         raise SubsetError(
-            f"{where}: was made from corpus {made_from!r}, the artifact has {corpus!r}; create it from this artifact"
+            f"{where}: was made from corpus {origin!r}, the artifact has {corpus!r}; create it from this artifact"
         )
     if "row_id" not in names:
         raise SubsetError(f"{where}: has columns {names}, lacks ['row_id']; expected row_id[, subset_id, weight]")

@@ -192,7 +192,9 @@ def collect_findings(
     columns = [label_slices(label_column(artifact, name, "--by"), tokens_N) for name in names]
     outcomes = NO_RUNS if environment is None else _outcomes(predictor, artifact, environment, partial=partial)
     # None unless the runs have outcomes of every target
-    complete = outcomes if isinstance(outcomes, OutcomePredictor) and set(outcomes.columns) == set(targets) else None
+    complete = (
+        outcomes if isinstance(outcomes, OutcomePredictor) and set(outcomes.task_by_target) == set(targets) else None
+    )
 
     # slices, rows
     labels = [_label_findings(artifact, predictor, slices, complete) for slices in columns]

@@ -118,8 +118,8 @@ def _label(findings: Findings, label: LabelFindings) -> dict[str, Any]:
         table = findings.outcomes.predict(weights)
         half_width_BT = table.high_BT - table.change_BT
         values = [
-            {"change": _rounded(value_T), "half": _rounded(half_T), "beyond": beyond}
-            for value_T, half_T, beyond in zip(table.change_BT, half_width_BT, table.outside, strict=True)
+            {"change": _rounded(value_T), "half_width": _rounded(half_width_T), "beyond": beyond}
+            for value_T, half_width_T, beyond in zip(table.change_BT, half_width_BT, table.outside, strict=True)
         ]
         expected = tabulated(values)
 

@@ -314,7 +314,7 @@ def _curves(findings: Findings, default_method: MethodResult) -> list[View]:
         return f"{BOTTOM - (BOTTOM - TOP) * (min(rho, 1.0) - least) / (1.0 - least):.1f}"
 
     views = []
-    for target, t in findings.outcomes.columns.items():
+    for target, t in findings.outcomes.task_by_target.items():
         row = next((row for row in default_method.targets if row.target.partition("@")[0] == target), None)
         ceiling = None if row is None else row["task_ceiling"].value
         ends = [f"{number(float(curve.rho_KT[k, t]), 2)} with {curve.counts[k]} runs" for k in (0, -1)]

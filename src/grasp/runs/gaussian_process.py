@@ -495,8 +495,8 @@ class GaussianProcess:
     def gradient(self, at: SubsetFeatures, value: Callable[[SubsetFeatures], F64]) -> SubsetFeatures:
         """Return the gradient of a function of subsets with respect to the features of one, by finite differences."""
         step_1P = self._scales.step(at, STEP).flat()
-        rise_P = value(at.unflatten(at.flat() + np.diag(step_1P[0]))) - value(at)
-        return at.unflatten(ratio(rise_P, step_1P))
+        difference_P = value(at.unflatten(at.flat() + np.diag(step_1P[0]))) - value(at)
+        return at.unflatten(ratio(difference_P, step_1P))
 
     def relative_distance(self, features: SubsetFeatures, corpus: SubsetFeatures) -> F64:
         """Return the distance of subsets from the corpus relative to that of the farthest run, (B,).

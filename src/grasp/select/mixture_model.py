@@ -74,7 +74,7 @@ class MixtureModel:
 
     table: RunTable
     share_RG: F64
-    process: GaussianProcess
+    gaussian_process: GaussianProcess
     weights_T: F64
     sign_T: F64
 
@@ -110,9 +110,9 @@ class MixtureModel:
         objective_RS1 = (utility_RST @ weights_T)[:, :, None]
         share_RG = table.weights_RG()
         features = SubsetFeatures.from_shares(share_RG, len(weights_T) + 1)
-        process = GaussianProcess.fit(features, np.concatenate([utility_RST, objective_RS1], axis=2))
+        gaussian_process = GaussianProcess.fit(features, np.concatenate([utility_RST, objective_RS1], axis=2))
         sign_T = np.array([1.0 if table.info.metrics[name] == "higher" else -1.0 for name in table.metrics])
-        return cls(table, share_RG, process, weights_T, sign_T)
+        return cls(table, share_RG, gaussian_process, weights_T, sign_T)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -124,13 +124,13 @@ class MixtureModel:
 
     def predict_objective(self, share_BG: F64, cautious: float = 0.0) -> F64:
         """Return the predicted objective minus `cautious` standard deviations, (B,); higher is better."""
-        mean_BT, spread_BT = self.process.predict(self.features(share_BG))
+        mean_BT, spread_BT = self.gaussian_process.predict(self.features(share_BG))
         return np.asarray(mean_BT[:, -1] - cautious * spread_BT[:, -1])
 
     def lines(self, names: Sequence[str], share_BG: F64) -> pa.Table:
         """Return the table of mixture, metric, expected, low, high, in the units of the metrics."""
-        mean_BT, spread_BT = (values[:, :-1] for values in self.process.predict(self.features(share_BG)))
-        half_width_BT = self.process.quantile(COVERAGE) * spread_BT
+        mean_BT, spread_BT = (values[:, :-1] for values in self.gaussian_process.predict(self.features(share_BG)))
+        half_width_BT = self.gaussian_process.quantile(COVERAGE) * spread_BT
         columns = np.flatnonzero(self.weights_T)
         b, t = (index.reshape(-1) for index in np.meshgrid(np.arange(len(names)), columns, indexing="ij"))
         value = np.where(self.refused(share_BG)[:, :-1], np.nan, self.sign_T * mean_BT)[b, t]
@@ -151,7 +151,7 @@ class MixtureModel:
     def refused(self, share_BG: F64) -> NDArray[np.bool_]:
         """Return whether a mixture is too far outside the range of the runs for a prediction, (B, T + 1)."""
         outside_B1 = (self.beyond(share_BG) > SLACK).any(axis=1, keepdims=True)
-        return outside_B1 & (self.process.relative_uncertainty(self.features(share_BG), COVERAGE) > 1.0)
+        return outside_B1 & (self.gaussian_process.relative_uncertainty(self.features(share_BG), COVERAGE) > 1.0)
 
     def informative_run(self, share_G: F64) -> F64:
         """Return the mixture of a further run after which this mixture would have a prediction, (G,).
@@ -161,11 +161,13 @@ class MixtureModel:
         """
         mixture = self.features(share_G[None])
         task = int(
-            np.argmax(self.process.relative_uncertainty(mixture, COVERAGE)[0] * np.append(self.weights_T > 0, True))
+            np.argmax(
+                self.gaussian_process.relative_uncertainty(mixture, COVERAGE)[0] * np.append(self.weights_T > 0, True)
+            )
         )
         mean_G = self.share_RG.mean(axis=0)
         line_BG = mean_G + np.linspace(0.0, 1.0, STEPS + 1)[1:, None] * (share_G - mean_G)
-        after_B = self.process.relative_uncertainty_after(mixture, self.features(line_BG), task, COVERAGE)
+        after_B = self.gaussian_process.relative_uncertainty_after(mixture, self.features(line_BG), task, COVERAGE)
         enough_B = after_B <= 1.0
         return np.asarray(line_BG[int(np.argmax(enough_B)) if enough_B.any() else -1])
 
@@ -249,7 +251,7 @@ def mix_runs(
     problem = MixtureProblem(np.zeros(len(low_G)), low_G, high_G, model.share_RG.mean(axis=0))
     starts = model.share_RG[np.argsort(-model.predict_objective(model.share_RG, cautious), kind="stable")[:STARTS]]
     best_G = frank_wolfe(problem, lambda share_BG: model.predict_objective(share_BG, cautious), list(starts))
-    expected_R = model.process.predict(model.features(model.share_RG))[0][:, -1]
+    expected_R = model.gaussian_process.predict(model.features(model.share_RG))[0][:, -1]
     run_G = model.share_RG[int(np.argmax(expected_R))]
     shares = pa.table(
         {
@@ -329,7 +331,7 @@ def propose_runs(
     share_BG = project_to_bounds(
         np.stack([draw_dirichlet_shares(rng, np.maximum(even_G, 1e-3)) for _ in range(CANDIDATES)]), low_G, high_G
     )
-    picked, gains = most_informative(model.process, model.features(share_BG), count, decide, rng)
+    picked, gains = most_informative(model.gaussian_process, model.features(share_BG), count, decide, rng)
     names = [f"next-{k + 1}" for k in range(len(picked))]
     if subsets is not None:
         if artifact is None:
@@ -450,7 +452,7 @@ def project_to_bounds(share_BG: F64, low_G: F64, high_G: F64) -> F64:
 
 
 def most_informative(
-    process: GaussianProcess, candidates: SubsetFeatures, count: int, decide: str, rng: np.random.Generator
+    gaussian_process: GaussianProcess, candidates: SubsetFeatures, count: int, decide: str, rng: np.random.Generator
 ) -> tuple[list[int], list[float]]:
     """Select candidates greedily by an acquisition function, see the docstring of this module.
 
@@ -464,13 +466,13 @@ def most_informative(
     n_slices, n = candidates.share_BG.shape[1], len(candidates)
     points = candidates
     if decide == "values":
-        even_G = process.runs.share_BG.mean(axis=0)
+        even_G = gaussian_process.runs.share_BG.mean(axis=0)
         without_GG = np.where(np.eye(n_slices, dtype=bool), 0.0, even_G)
         share_BG = np.concatenate([without_GG / without_GG.sum(axis=1, keepdims=True), even_G[None]])
         points = SubsetFeatures.concatenate(
             [candidates, SubsetFeatures.from_shares(share_BG, candidates.relevance_BT.shape[1])]
         )
-    mean_B, cover_BB, noise = process.joint_posterior(points, -1)
+    mean_B, cover_BB, noise = gaussian_process.joint_posterior(points, -1)
     spread_B = np.sqrt(np.maximum(np.diag(cover_BB)[:n], 0.0))
     likely = np.argsort(-(mean_B[:n] + 2 * spread_B))[: TRIED // 2]
     tried = np.unique(np.concatenate([likely, rng.permutation(n)[: TRIED // 2]]))

@@ -225,7 +225,8 @@ class SelectionObjective:
         beyond = tuple[str, ...]()
         columns = {"target": pa.array(self.predictor.units.targets, pa.string()), "weight": pa.array(self.weights_T)}
         interval = None
-        if self.run_model is None or self.predictor.reliability:
+        reliability = self.predictor.reliability if codes_N is None else {}
+        if self.run_model is None or reliability:
             interval = change_interval(self.artifact, self.predictor, weights, self.weights_T, codes_N)
             if interval.expected_T is not None:
                 ends = {"": interval.expected_T, "_low": interval.low_T, "_high": interval.high_T}
@@ -241,7 +242,8 @@ class SelectionObjective:
             extrapolation.add([name], nats)
             beyond = extrapolation.notes
             columns |= {name: pa.array(value_BT[0], from_pandas=True) for name, value_BT in nats.columns.items()}
-        return pa.table(columns), (*beyond, *notes(self.predictor, self.run_model))
+        questions = [known.note(target) for target, known in reliability.items()]
+        return pa.table(columns), (*beyond, *questions, *notes(self.predictor, self.run_model))
 
     def result_fields(self, changes: pa.Table, value: float, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of an `OptimizationResult` that do not depend on its kind."""

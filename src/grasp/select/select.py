@@ -470,18 +470,18 @@ def _worth_by_runs(
     best_M, selected_1M = worth_M, masks(worth_M[None])
     by_relevance = by_runs = float(objective.predicted_by_runs(subset_weights(selected_1M))[0])
     for _ in range(ROUNDS):
-        rise_M = objective.run_model.gradient(
+        gradient_M = objective.run_model.row_gradients(
             subset_weights(selected_1M), objective.weights_T, cautious=objective.cautious
         )
         if document_N is not None:
-            rise_M = _mean_by(document_N, rise_M)
-        selected_M, corner_M = selected_1M[0], masks(rise_M[None])[0]
-        leaving, coming = np.sort(rise_M[selected_M & ~corner_M]), -np.sort(-rise_M[corner_M & ~selected_M])
+            gradient_M = _mean_by(document_N, gradient_M)
+        selected_M, corner_M = selected_1M[0], masks(gradient_M[None])[0]
+        leaving, coming = np.sort(gradient_M[selected_M & ~corner_M]), -np.sort(-gradient_M[corner_M & ~selected_M])
         n = min(len(leaving), len(coming))
         gain_n = coming[:n] - leaving[:n]  # of each swap towards the corner, best first
         # a bonus for the current items, just large enough that all, half, ... of the swaps are made
         credit_B = [0.0, *(max(float(gain_n[k]), 0.0) for k in sorted({int(n * part) for part in PARTS}) if k)]
-        by_BM = rise_M + np.array(credit_B)[:, None] * selected_1M
+        by_BM = gradient_M + np.array(credit_B)[:, None] * selected_1M
         mask_BM = masks(by_BM)
         value_B = objective.predicted_by_runs(subset_weights(mask_BM))
         k = int(np.argmax(value_B))
