@@ -29,7 +29,7 @@ from grasp.errors import ModelError
 from grasp.results import Result
 from grasp.settings import CorpusSettings, ModelSettings, TargetSettings
 from grasp.targets.load import load_units
-from grasp.targets.units import Unit
+from grasp.targets.units import LOSS, Unit
 from grasp.text import ending, plain, skipped_lines
 
 MAX_EXAMPLES = 3
@@ -152,7 +152,7 @@ def preview_targets(targets: TargetSettings | Sequence[str], *, model: ModelSett
         notes += [f"skipped: {line}" for line in skipped_lines(units.unwritten.counts, units.unwritten.examples)]
         tokens = {
             target: _lengths(
-                len(each.input_ids) - each.first
+                sum(len(answer.input_ids) - answer.first for answer in (each, *each.others))
                 for unit, each in zip(units.units, encoded, strict=True)
                 if unit.target == target
             )
@@ -160,7 +160,14 @@ def preview_targets(targets: TargetSettings | Sequence[str], *, model: ModelSett
         }
         masks = [np.arange(len(each.input_ids)) >= each.first for each in encoded]
         examples_of = zip(encoded, masks, strict=True)
+<<<<<<< HEAD
         shown = [ending(_marked(tokenizer, each.input_ids, mask), MAX_EXAMPLE_CHARS) for each, mask in examples_of]
+=======
+        shown = [ending(_marked(tokenizer, each.input_ids, mask), LONGEST_EXAMPLE) for each, mask in examples_of]
+        for k, (unit, each) in enumerate(zip(units.units, encoded, strict=True)):
+            wrong = [other.input_ids[other.first :].tolist() for other in each.others]
+            shown[k] += _wrong(unit, tokenizer.decode(wrong)) if wrong else ""
+>>>>>>> main
         notes.append(tokenizer.describe())
     counts, kinds = Counter(unit.target for unit in units.units), {unit.target: _kind(unit) for unit in units.units}
     table = pa.table(
@@ -189,13 +196,29 @@ def _first_of_targets(units: Sequence[Unit]) -> set[int]:
 def _kind(unit: Unit) -> str:
     if unit.conversation is not None:
         return "conversation"
+    if unit.metric != LOSS:
+        return f"{unit.metric.replace('_', ' ')} of {1 + len(unit.others)} answers"
     return f"multiple choice of {len(unit.choices)}" if unit.choices else "prompt and completion"
 
 
 def _example(unit: Unit) -> str:
     if unit.conversation is not None:
+<<<<<<< HEAD
         return plain(str(unit.conversation), MAX_EXAMPLE_CHARS)
     return ending(f"{unit.prompt}[loss:{unit.completion}]", MAX_EXAMPLE_CHARS)
+=======
+        text = plain(str(unit.conversation), LONGEST_EXAMPLE)
+    else:
+        text = ending(f"{unit.prompt}[loss:{unit.completion}]", LONGEST_EXAMPLE)
+    return text + _wrong(unit, [other.completion for other in unit.others])
+
+
+def _wrong(unit: Unit, texts: Sequence[str]) -> str:
+    """Return the wrong answers of a unit for display; their prompts instead if these are what differs."""
+    if unit.others and unit.others[0].completion == unit.completion:
+        texts = [ending(other.prompt, LONGEST_VALUES) for other in unit.others]
+    return "".join(f"[wrong:{plain(text, LONGEST_VALUES)}]" for text in texts)
+>>>>>>> main
 
 
 def _lengths(lengths: Iterator[int]) -> tuple[float, int]:

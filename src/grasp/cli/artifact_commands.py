@@ -61,7 +61,8 @@ def build(
     targets: list[str] = option(
         "--targets NAMES",
         "Tasks (sciq, ...) or files of questions (exam.jsonl with question and answer, or prompt and completion, on "
-        "each line) that the model should perform well, separated by commas. Repeatable.",
+        "each line) that the model should perform well, separated by commas. Repeatable. For multiple choice, "
+        "NAME@margin compares the right answer with the wrong ones.",
         [],
     ),
     forecast: bool = option(
@@ -275,9 +276,11 @@ def corpus(
     print(preview_corpus(validated(CorpusSettings, data["corpus"], "corpus"), model=model, limit=limit))
 
 
-@command("grasp targets sciq", "grasp targets exam.csv --model ./ckpt")
+@command("grasp targets sciq", "grasp targets quiz.jsonl@margin --model ./ckpt")
 def targets(
-    names: list[str] = typer.Argument(..., metavar="NAMES", help="Tasks, or files of questions."),
+    names: list[str] = typer.Argument(
+        ..., metavar="NAMES", help="Tasks, or files of questions; NAME@margin for multiple choice."
+    ),
     model: PreviewModel = None,
     assign: Assignments = [],
 ) -> None:

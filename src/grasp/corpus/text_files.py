@@ -18,7 +18,7 @@ import pyarrow as pa
 from grasp.errors import CorpusError
 
 COMPRESSION_BY_SUFFIX = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
-# C4, Dolma and others use `.json.gz` or `.json.zst` for JSON lines; plain `.json` files seldom are.
+# C4, Dolma and others use `.json.gz` or `.json.zst` for JSON_SUFFIXES lines; plain `.json` files seldom are.
 JSON_LINES_SUFFIXES = tuple(
     f"{name}{suffix}"
     for name, suffixes in (
@@ -31,7 +31,7 @@ JSON_LINES_SUFFIXES = tuple(
 JSON_SUFFIXES = (".json",)
 DELIMITER = {"csv": ",", "tsv": "\t"}
 DELIMITED_SUFFIXES = tuple(f".{name}{suffix}" for name in DELIMITER for suffix in ("", *COMPRESSION_BY_SUFFIX))
-MAX_LINE_BYTES = 256 << 20  # bytes of a JSON line, or of a record of another file, which is held in memory
+MAX_LINE_BYTES = 256 << 20  # bytes of a JSON_SUFFIXES line, or of a record of another file, which is held in memory
 _BLOCK_BYTES = 1 << 20
 _SPACE = " \t\r\n"
 _MAX_TOKEN_CHARS = 16  # characters of a word or an escape that a block may cut

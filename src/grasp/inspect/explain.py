@@ -156,6 +156,11 @@ class _Question:
         if not by_position and self._prepare_from_artifact():
             return
         self.unit_tokens = [origin.unit_tokens[e] for e in predictor.units.columns_E]
+        if by_position and self.unit_tokens[0].others:
+            raise ProtocolError(
+                f"unit: {self.units['unit_id'][0].as_py()!r} has {1 + len(self.unit_tokens[0].others)} answers, and "
+                "a single answer is explained word by word; explain its target without --unit"
+            )
         units = self.model_pass.units(self.unit_tokens, self.units["unit_id"].to_pylist())
         if by_position:
             n = self.n_columns = self.n_positions = len(units.row_P)

@@ -50,7 +50,7 @@ class KnnTargets:
     @property
     def most_E(self) -> Tensor:  # noqa: N802 - a shape suffix
         """Return an upper bound of |relevance|, (E,): k <= 1, reached if all positions coincide with the unit's."""
-        most_S = torch.maximum(self.same_S, self.other_S)
+        most_S = torch.maximum(self.same_S.abs(), self.other_S.abs())
         return most_S.new_zeros(self.n_units).index_add_(0, self.unit_S, most_S)
 
 
@@ -63,6 +63,7 @@ def prepare_knn(
     moments: SecondMoments,
     states_MH: F32,
     label_M: I64,
+    weight_S: Tensor | None = None,
 ) -> KnnTargets:
     """Fold whitening, tau and the means over the sampled positions into the units.
 
@@ -73,6 +74,7 @@ def prepare_knn(
         moments: moments of `whitener`.
         states_MH: hidden states at sampled positions of the corpus.
         label_M: next token of each.
+        weight_S: signed weight of each position of a unit, which is a sum of answers; None: 1.
     Source: ours, not in the paper; the linearised kernel language model.
     """
     device = hidden_SH.device
@@ -98,7 +100,9 @@ def prepare_knn(
         near_S += near_MS.sum(dim=0)
         same_S += (near_MS * (labels_M[block, None] == label_S)).sum(dim=0)
     prior_S = PRIOR * torch.exp(-loss_S.double()) + 1 / count
-    positions_S = torch.bincount(unit_S, minlength=n_units)[unit_S]
+    positions_S = torch.bincount(unit_S, minlength=n_units)[unit_S].double()
+    if weight_S is not None:
+        positions_S = positions_S / weight_S[by_label].double()
     return KnnTargets(
         mean_H=mean_H,
         map_HH=map_HH,
@@ -165,7 +169,9 @@ class Knn(Kernel):
         whitener = Whitener.of(hidden, self.settings)
         of_units = units.row_P, units.n_rows
         states = self.moments(SampledStates).value
-        self._targets = prepare_knn(units.hidden_PH, units.residual, *of_units, whitener, hidden, *states)
+        self._targets = prepare_knn(
+            units.hidden_PH, units.residual, *of_units, whitener, hidden, *states, units.weight_P
+        )
 
     def score(self, batch: Batch) -> Tensor:
         label_P = batch.residual.label_P

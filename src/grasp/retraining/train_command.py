@@ -134,7 +134,7 @@ def utility_by_command(
                 "the checkpoint has another tokenizer than the units; pass its directory as --set tokenizer=DIR with a "
                 "new --out"
             )
-        longest = max(len(unit.input_ids) for unit in tokens)
+        longest = max(unit.longest for unit in tokens)
         if model.context is not None and longest > model.context:
             raise ModelError(
                 f"the context length of the checkpoint is {model.context} tokens, a unit has {longest}; set "

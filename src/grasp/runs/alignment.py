@@ -27,8 +27,13 @@ from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import SubsetBlock, WeightedRows, Weights, in_blocks
 from grasp.runs.predictions import WHOLE_TASK, Cost, Predictions
 from grasp.runs.retrained import ALL_SUFFIX, RetrainedRunsInfo, Run, TargetInfo, TrainingRuns
+<<<<<<< HEAD
 from grasp.runs.table import MAX_LISTED, RunTable, open_runs
 from grasp.targets.units import LossOn, Unit, UnitSet
+=======
+from grasp.runs.table import NAMED, RunTable, open_runs
+from grasp.targets.units import LossOn, UnitSet, stored_units
+>>>>>>> main
 
 BLOCK_SUBSETS = 256
 NATS = r"(^|_)(loss|nll|ce)($|_)|loss$"  # names of metrics in nats per token
@@ -36,9 +41,9 @@ NATS = r"(^|_)(loss|nll|ce)($|_)|loss$"  # names of metrics in nats per token
 
 def unit_fingerprints(artifact: ArtifactReader, loss_on: LossOn) -> dict[str, str]:
     """Return the fingerprint of the units of every target of an artifact."""
-    lines = artifact.units.select(["unit_id", "target", "prompt", "completion"]).to_pylist()
+    units = stored_units(artifact.units, loss_on)
     return {
-        target: UnitSet(tuple(Unit(**line, loss_on=loss_on) for line in lines if line["target"] == target)).fingerprint
+        target: UnitSet(tuple(unit for unit in units if unit.target == target)).fingerprint
         for target in artifact.targets
     }
 

@@ -47,6 +47,7 @@ from grasp.settings import CorpusSettings, Settings, TargetSettings
 from grasp.store.checksummed_parquet import ChecksummedParquetWriter, read_checksummed
 from grasp.store.locks import TTL_SECONDS, Lease, acquire_lease, generations
 from grasp.store.records import Signed
+from grasp.targets.margins import split_metric
 from grasp.targets.units import LossOn
 
 Role = Literal["dev", "held-out"]
@@ -256,10 +257,11 @@ class TrainingRuns(ABC):
     def role_of(self, target: str) -> Role:
         """Return the role of a target; all targets of held-out runs are held out.
 
-        A task is held out with all of its losses: if `sciq` is held out, so is `sciq@all`.
+        A task is held out with all of its losses and metrics: if `sciq` is held out, so are `sciq@all` and
+        `sciq@margin`.
         """
         self._check_target(target)
-        held_out = {target, target.removesuffix(ALL_SUFFIX)} & set(self.info.held_out_targets)
+        held_out = {target, split_metric(target.removesuffix(ALL_SUFFIX))[0]} & set(self.info.held_out_targets)
         return "held-out" if held_out else self.info.role
 
     def fingerprint(self, first: SubsetBlock) -> str:
@@ -290,7 +292,7 @@ class TrainingRuns(ABC):
     def utilities(
         self, target: str | None = None, *, seeds: Sequence[int] | None = None, partial: bool = False
     ) -> Utilities:
-        """Return realized utilities, (B, S, E), -loss in nats per token; higher is better.
+        """Return realized utilities, (B, S, E); higher is better: -loss in nats per token, or the metric of a target.
 
         Args:
             target: default: all targets, one after the other.
