@@ -160,14 +160,10 @@ def preview_targets(targets: TargetSettings | Sequence[str], *, model: ModelSett
         }
         masks = [np.arange(len(each.input_ids)) >= each.first for each in encoded]
         examples_of = zip(encoded, masks, strict=True)
-<<<<<<< HEAD
         shown = [ending(_marked(tokenizer, each.input_ids, mask), MAX_EXAMPLE_CHARS) for each, mask in examples_of]
-=======
-        shown = [ending(_marked(tokenizer, each.input_ids, mask), LONGEST_EXAMPLE) for each, mask in examples_of]
         for k, (unit, each) in enumerate(zip(units.units, encoded, strict=True)):
             wrong = [other.input_ids[other.first :].tolist() for other in each.others]
             shown[k] += _wrong(unit, tokenizer.decode(wrong)) if wrong else ""
->>>>>>> main
         notes.append(tokenizer.describe())
     counts, kinds = Counter(unit.target for unit in units.units), {unit.target: _kind(unit) for unit in units.units}
     table = pa.table(
@@ -203,22 +199,17 @@ def _kind(unit: Unit) -> str:
 
 def _example(unit: Unit) -> str:
     if unit.conversation is not None:
-<<<<<<< HEAD
-        return plain(str(unit.conversation), MAX_EXAMPLE_CHARS)
-    return ending(f"{unit.prompt}[loss:{unit.completion}]", MAX_EXAMPLE_CHARS)
-=======
-        text = plain(str(unit.conversation), LONGEST_EXAMPLE)
+        text = plain(str(unit.conversation), MAX_EXAMPLE_CHARS)
     else:
-        text = ending(f"{unit.prompt}[loss:{unit.completion}]", LONGEST_EXAMPLE)
+        text = ending(f"{unit.prompt}[loss:{unit.completion}]", MAX_EXAMPLE_CHARS)
     return text + _wrong(unit, [other.completion for other in unit.others])
 
 
 def _wrong(unit: Unit, texts: Sequence[str]) -> str:
     """Return the wrong answers of a unit for display; their prompts instead if these are what differs."""
     if unit.others and unit.others[0].completion == unit.completion:
-        texts = [ending(other.prompt, LONGEST_VALUES) for other in unit.others]
-    return "".join(f"[wrong:{plain(text, LONGEST_VALUES)}]" for text in texts)
->>>>>>> main
+        texts = [ending(other.prompt, MAX_VALUES_CHARS) for other in unit.others]
+    return "".join(f"[wrong:{plain(text, MAX_VALUES_CHARS)}]" for text in texts)
 
 
 def _lengths(lengths: Iterator[int]) -> tuple[float, int]:

@@ -27,13 +27,8 @@ from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import SubsetBlock, WeightedRows, Weights, in_blocks
 from grasp.runs.predictions import WHOLE_TASK, Cost, Predictions
 from grasp.runs.retrained import ALL_SUFFIX, RetrainedRunsInfo, Run, TargetInfo, TrainingRuns
-<<<<<<< HEAD
 from grasp.runs.table import MAX_LISTED, RunTable, open_runs
-from grasp.targets.units import LossOn, Unit, UnitSet
-=======
-from grasp.runs.table import NAMED, RunTable, open_runs
 from grasp.targets.units import LossOn, UnitSet, stored_units
->>>>>>> main
 
 BLOCK_SUBSETS = 256
 NATS = r"(^|_)(loss|nll|ce)($|_)|loss$"  # names of metrics in nats per token

@@ -29,13 +29,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from grasp.arrays import F64
 from grasp.errors import ModelError
 from grasp.models.causal_lm import batches
-<<<<<<< HEAD
 from grasp.models.checkpoint import TRAIN_FIELD
-from grasp.models.unit_loss import mean_losses, padded, refuse_non_finite, supervised
-=======
-from grasp.models.checkpoint import TRAIN
 from grasp.models.unit_loss import distinct, mean_losses, padded, refuse_non_finite, supervised
->>>>>>> main
 from grasp.seeds import stream
 from grasp.settings import Settings
 from grasp.targets.margins import Answers
