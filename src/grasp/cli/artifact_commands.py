@@ -80,12 +80,12 @@ def build(
     quiet: Quiet = False,
     **params: Any,
 ) -> None:
-    from grasp.build.build import NAMED, SETTINGS, add_targets, form_of_loss, split_names
+    from grasp.build.build import SETTING_BY_ARGUMENT, SETTINGS, add_targets, form_of_loss, split_names
     from grasp.build.build import build as run
 
     resume, untrained, replay, recipe = (params.pop(name) for name in ("resume", "untrained", "replay", "recipe"))
     params["loss"] = form_of_loss(params["loss"])
-    flags = {(NAMED | SETTINGS)[name]: value for name, value in params.items()}
+    flags = {(SETTING_BY_ARGUMENT | SETTINGS)[name]: value for name, value in params.items()}
     flags["features.kernels"] = [] if params["rule"] else None  # --rule overrides kernels of a settings file
     flags["targets.names"] = [name for text in targets for name in split_names(text)] or None
     data = merge_settings(settings, assign, flags)

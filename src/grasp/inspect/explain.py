@@ -53,7 +53,7 @@ ROUNDING = 0.01  # relative and absolute tolerance of an effect; float16 roundin
 UNIT_SCALE_NOTE = (
     "effects on a question are standardised for this question: compare them only with those of other rows on it"
 )
-POOLED = (
+POOLED_NOTE = (
     "pooled: contributions of words are their shares of the residual match, since the hidden match is damped as a whole"
 )
 
@@ -336,7 +336,7 @@ class _Question:
         if len(recomputed) > 1:
             notes.append("by kernel: " + ", ".join(f"{name} {value:+z.3f}" for name, value in recomputed.items()))
         if "pooled" in recomputed:
-            notes.append(POOLED)
+            notes.append(POOLED_NOTE)
         if abs(gap) > ROUNDING * max(1.0, abs(parts.effect)):
             notes.append(
                 f"the words add up to {gap:+.2g} more than the stored effect: another device or dtype than the "

@@ -25,10 +25,10 @@ from grasp.kernels.kernel import Batch, Kernel
 from grasp.kernels.whitening import HiddenMoments, SampledStates, SecondMoments, Whitener
 from grasp.models.residuals import SparseResidual
 
-WIDTH = 0.25  # tau, in root mean square distances
+KERNEL_WIDTH = 0.25  # tau, in root mean square distances
 PRIOR = 0.1  # lambda
-LARGEST = 32_768.0  # largest stored number; float16 ends at 65504
-SAMPLED = 2_048  # sampled positions per block
+MAX_STORED = 32_768.0  # largest stored number; float16 ends at 65504
+SAMPLED_POSITIONS = 2_048  # sampled positions per block
 # Pairs per block: 4 MB in float32, which fits the cache of a core. A GPU needs larger blocks.
 BLOCK_ELEMENTS = 1024 * 1024
 GPU_BLOCK_ELEMENTS = 64 * 1024 * 1024
@@ -83,7 +83,7 @@ def prepare_knn(
     # E|h~ - h~'|^2 = 2 tr(W Sigma W) for independent positions
     spread = 2.0 * float(np.sum(whitener.map_HH * (moments.covariance_HH @ whitener.map_HH)))
     mean_H = torch.from_numpy(whitener.mean_H).float().to(device)
-    map_HH = torch.from_numpy(whitener.map_HH / (WIDTH * max(spread, 1e-300) ** 0.5)).float().to(device)
+    map_HH = torch.from_numpy(whitener.map_HH / (KERNEL_WIDTH * max(spread, 1e-300) ** 0.5)).float().to(device)
     point_SX = _points((hidden_SH.float() - mean_H) @ map_HH)
     point_SX = torch.cat(
         [point_SX[:, :-2], point_SX[:, -1:], point_SX[:, -2:-1]], dim=1
@@ -94,8 +94,8 @@ def prepare_knn(
     # Sums over the sample in float64: exp() spans many orders of magnitude. Ones are the pseudo-count.
     near_S = torch.ones(len(label_S), dtype=torch.float64, device=device)
     same_S = torch.zeros_like(near_S)
-    for start in range(0, count, SAMPLED):
-        block = slice(start, start + SAMPLED)
+    for start in range(0, count, SAMPLED_POSITIONS):
+        block = slice(start, start + SAMPLED_POSITIONS)
         near_MS = torch.exp(point_MX[block] @ point_SX.T).double()
         near_S += near_MS.sum(dim=0)
         same_S += (near_MS * (labels_M[block, None] == label_S)).sum(dim=0)
@@ -179,7 +179,7 @@ class Knn(Kernel):
 
     def scale(self, units: Batch) -> F64:
         most_E = self._targets.most_E.double().cpu().numpy()
-        return np.asarray(np.exp2(np.maximum(np.ceil(np.log2(most_E / LARGEST)), 0.0)))
+        return np.asarray(np.exp2(np.maximum(np.ceil(np.log2(most_E / MAX_STORED)), 0.0)))
 
 
 KERNEL = Knn

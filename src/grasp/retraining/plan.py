@@ -43,7 +43,7 @@ from grasp.yaml_files import over, validated, write_yaml
 
 PURPOSE = "evaluation"  # name of the random stream; calibration families have another one
 SHARD_ROWS = 4096
-TRAINED_ON = "trained_on.json"  # record in the directory of a tokenizer that was trained on the corpus
+TOKENIZER_RECORD = "trained_on.json"  # record in the directory of a tokenizer that was trained on the corpus
 COMMAND_CONTEXT = 1024  # default maximum length of rows and units for a train command, in tokens
 TOKENIZER_CHARS = 50_000_000  # characters of the corpus that a tokenizer is trained on; more do not help
 Stage = Callable[[str], None]  # callback that receives the name of a stage: "tokenizer", "rows"
@@ -193,7 +193,7 @@ def _train_tokenizer(settings: RetrainSettings, recipe: TrainingRecipe, out: Pat
             "vocab_size": recipe.shape.vocab_size,
         }
     )
-    record = directory / TRAINED_ON
+    record = directory / TOKENIZER_RECORD
     known = record.read_text(encoding="utf-8") if record.exists() else ""
     if directory.exists() and (is_environment(out) or known == trained_on):
         return
@@ -215,7 +215,7 @@ def _train_tokenizer(settings: RetrainSettings, recipe: TrainingRecipe, out: Pat
     discard(directory)
     with written_aside(directory) as part:
         train_tokenizer(texts(), vocab_size=recipe.shape.vocab_size).save_pretrained(part)
-        (part / TRAINED_ON).write_text(trained_on, encoding="utf-8")
+        (part / TOKENIZER_RECORD).write_text(trained_on, encoding="utf-8")
 
 
 # ------------------------------------------------------------------------------------------------------ units

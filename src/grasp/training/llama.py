@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from grasp.arrays import F64
 from grasp.errors import ModelError
 from grasp.models.causal_lm import batches
-from grasp.models.checkpoint import TRAIN
+from grasp.models.checkpoint import TRAIN_FIELD
 from grasp.models.unit_loss import distinct, mean_losses, padded, refuse_non_finite, supervised
 from grasp.seeds import stream
 from grasp.settings import Settings
@@ -78,7 +78,7 @@ class LlamaShape(Settings):
             rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
             bos_token_id=None,
             eos_token_id=eos_id,
-            **{TRAIN: "new"},
+            **{TRAIN_FIELD: "new"},
         )
 
 
