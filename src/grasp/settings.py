@@ -80,10 +80,10 @@ class CorpusSettings(Settings):
         None,
         description="Column of texts or conversations. null: text, messages or conversations.",
     )
-    form: Literal["prompt", "instruction"] | None = Field(
+    form: Literal["prompt", "instruction", "preference"] | None = Field(
         None,
-        description="Form of records with several columns: prompt (prompt and completion) or instruction (instruction, "
-        "input and output). null: inferred from the columns.",
+        description="Form of records with several columns: prompt (prompt and completion), instruction (instruction, "
+        "input and output) or preference (chosen and rejected, for DPO). null: prompt or instruction, by the columns.",
     )
     prompt: str | None = Field(
         None,
@@ -160,7 +160,8 @@ class CorpusSettings(Settings):
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
         if self.fields is not None:
-            refuse_idle(self, ("text_column", "form", "prompt"), "`fields` define how records are read")
+            idle = ("text_column", "prompt") + (() if self.form == "preference" else ("form",))
+            refuse_idle(self, idle, "`fields` define how records are read")
         if (self.prompt is None) != (self.completion is None):
             raise ValueError("prompt, completion: only one is given; expected both templates")
         if self.prompt is not None:

@@ -111,6 +111,49 @@ def test_entries_are_targets(tmp_path):
     }
 
 
+PAIRS = {
+    "chats": (
+        [
+            {
+                "conversations": [{"from": "human", "value": "water?"}],
+                "chosen": {"from": "gpt", "value": "wet."},
+                "rejected": {"from": "gpt", "value": "dry."},
+            }
+        ],
+        {
+            "formatting": "sharegpt",
+            "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"},
+        },
+    ),
+    "instructions": (
+        [{"q": "water", "more": "or fire?", "good": "wet.", "bad": "dry.", "output": "x"}],
+        {"columns": {"prompt": "q", "query": "more", "chosen": "good", "rejected": "bad"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_preference_pairs_of_llama_factory(tmp_path, name):
+    records, entry = PAIRS[name]
+    (tmp_path / "pairs.json").write_text(json.dumps(records))
+    path = llama_factory(tmp_path, pairs={"file_name": "pairs.json", "ranking": True, **entry})
+    (document,) = read_documents(CorpusSettings(path=str(path), form="preference"))
+    question = {"chats": "water?", "instructions": "water\nor fire?"}[name]
+    for side, answer in ((document, "wet."), (document.rejected, "dry.")):
+        assert [turn["content"] for turn in side.conversation.turns] == [question, answer]
+    with pytest.raises(CorpusError, match="has preference pairs; to train on them: --loss dpo"):
+        list(read_documents(CorpusSettings(path=str(path))))
+    (unit,) = load_units(TargetSettings(names=(str(path),))).units
+    assert unit.conversation.turns == document.conversation.turns
+    assert [other.conversation.turns for other in unit.others] == [document.rejected.conversation.turns]
+
+
+def test_entries_without_pairs_are_no_pairs(tmp_path):
+    write_data(tmp_path)
+    with pytest.raises(CorpusError, match="has no preference pairs; omit --loss dpo"):
+        list(read_documents(CorpusSettings(path=f"{tmp_path}#custom", form="preference")))
+
+
 def test_directories_of_datasets_are_no_entries(tmp_path):
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(str(tmp_path / "saved"))
