@@ -121,8 +121,9 @@ class TargetSettings(Settings):
 
     names: tuple[str, ...] = Field(
         (),
-        description="Names of tasks (sciq, openbookqa, ...) or paths of JSONL files; for a classifier, paths of "
-        "trusted images, like corpus.path.",
+        description="Names of tasks (sciq, openbookqa, ...) or paths of JSONL files, with @margin, @margin_per_char or "
+        "@margin_per_token for the margins of multiple choice; for a classifier, paths of trusted images, like "
+        "corpus.path.",
     )
     variant: str = Field("rc_0shot", description="Variant of the OLMES request files.")
     loss_on: Literal["completion", "assistant", "all"] = Field(

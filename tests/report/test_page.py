@@ -23,7 +23,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import SHORT
 from grasp.build.pipeline import build_artifact
 from grasp.inspect.explain import explain
-from grasp.predict.predictor import SIMILAR, Predictor
+from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.report import payload
 from grasp.report.findings import collect_findings
@@ -213,7 +213,7 @@ def test_the_script_of_the_page_computes_what_the_predictor_does(place, interact
     changes, moved, (*expected, several) = json.loads(out)
     assert several is None  # the command that the page prints says it
     assert data["labels"][0]["after"].endswith(f"--runs {environment.path}")
-    predictor = Predictor.from_artifact(artifact, chosen, sketches=SIMILAR)
+    predictor = Predictor.from_artifact(artifact, chosen, sketches=SIMILARITY_SKETCHES)
     if interactions:
         assert changes == [[None, None]] * 5
     else:

@@ -126,7 +126,7 @@ def export(artifact, row_index, out, kind="parquet", path=None):
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("expected", [True, False], ids=["rows kept", "rows made again"])
 def test_exactly_the_chosen_rows_are_written(kind, packing, named, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr("grasp.select.export.ROWS_AT_ONCE", 5)
+    monkeypatch.setattr("grasp.select.export.BLOCK_ROWS", 5)
     rows = records(named=named)
     artifact = build(tmp_path, write_chunked(tmp_path / "corpus", rows, [7, 15], ".jsonl"), packing=packing)
     if not expected:
@@ -435,7 +435,7 @@ NESTED = [
 @pytest.mark.parametrize("packing", ["document", "concat"])
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_rows_keep_the_other_columns_of_their_records(suffix, packing, kind, tmp_path, monkeypatch):
-    monkeypatch.setattr("grasp.select.export.ROWS_AT_ONCE", 5)
+    monkeypatch.setattr("grasp.select.export.BLOCK_ROWS", 5)
     rows = [{"id": f"doc-{i}", **record} for i, record in enumerate(NESTED)]
     artifact = build(tmp_path, write_chunked(tmp_path / "corpus", rows, [7, 15], suffix), packing=packing)
     chosen = np.flatnonzero(choose(artifact))

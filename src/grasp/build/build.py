@@ -43,8 +43,9 @@ REQUIRED = {
 }
 
 
-PLACES = ("model.path", "model.tokenizer", "corpus.path")
-# Arguments of `build` and options of `grasp build`, and their settings. Those in NAMED may also be objects.
+PATH_SETTINGS = ("model.path", "model.tokenizer", "corpus.path")
+# Settings of the arguments of `build` and of the options of `grasp build`. The values of those in SETTING_BY_ARGUMENT
+# may also be objects.
 SETTINGS = {
     "split": "corpus.split",
     "text_column": "corpus.text_column",
@@ -56,7 +57,12 @@ SETTINGS = {
     "keep_features": "keep_features",
     "like": "like",
 }
-NAMED = {"model": "model.path", "tokenizer": "model.tokenizer", "dtype": "model.dtype", "corpus": "corpus.path"}
+SETTING_BY_ARGUMENT = {
+    "model": "model.path",
+    "tokenizer": "model.tokenizer",
+    "dtype": "model.dtype",
+    "corpus": "corpus.path",
+}
 
 
 def build(
@@ -307,7 +313,7 @@ def add_targets(
 def _pop_overrides(data: dict[str, Any]) -> dict[str, Any]:
     """Remove custom code and the current places of model and corpus from settings, and return them."""
     overrides = dict[str, Any]()
-    for name in (*CODE, *PLACES):
+    for name in (*CODE, *PATH_SETTINGS):
         if value := pop_leaf(data, name):
             put(overrides, name, value)
     return overrides

@@ -19,7 +19,7 @@ from typing import Any
 
 from grasp.build.modality import load_reference
 from grasp.build.model_pass import ModelPass, Workers
-from grasp.build.ray_cluster import JOBS_A_WORKER, Cluster, ClusterSpec, connected, enter
+from grasp.build.ray_cluster import JOBS_PER_WORKER, Cluster, ClusterSpec, connected, enter
 from grasp.kernels.kernel import Batch, CorpusMoments, Kernel, make_kernels
 from grasp.models.forward_pass import Rows
 from grasp.progress import Advance, ignore
@@ -87,7 +87,7 @@ class RayWorkers(Workers):
                 yield k, rows
 
         early: dict[int, Any] = {}
-        due, most = 0, JOBS_A_WORKER * len(self._actors)
+        due, most = 0, JOBS_PER_WORKER * len(self._actors)
         for k, result in self._cluster.spread(
             self._actors,
             sized_parts(),

@@ -41,12 +41,12 @@ from grasp.yaml_files import plain_settings, require_flags
 
 PROBE_CHARS = 1 << 20  # of the corpus that are cut into rows
 PROBE_DOCUMENTS = 4_096  # at most
-CHARS_A_TOKEN = 4  # of a corpus that is tokenised
+CHARS_PER_TOKEN = 4  # of a corpus that is tokenised
 PROBE_TOKENS = 16  # of the first pass; each further pass has four times as many
 PROBE_SECONDS = 0.5  # duration of the last timed pass at least, unless all rows passed
 SLOW_SECONDS = 4.0  # after a pass that takes so long, no longer one is timed
 PROBE_UNITS = 64  # units that the probe is scored against
-TRUSTED_POSITIONS = 64  # with loss, from which on the probe's loss says whether the model is trained
+MIN_LOSS_POSITIONS = 64  # with loss, from which on the probe's loss says whether the model is trained
 
 
 def forecast(
@@ -98,7 +98,7 @@ def _first_documents(settings: BuildSettings) -> tuple[int, int]:
     source, limit = open_source(settings.corpus.path, settings.corpus.split), settings.corpus.limit
     n_most, chars = min(PROBE_DOCUMENTS, limit or PROBE_DOCUMENTS), 0
     for n_read, document in enumerate(documents_of(source, settings.corpus), start=1):
-        chars += len(document.text or "") + CHARS_A_TOKEN * (
+        chars += len(document.text or "") + CHARS_PER_TOKEN * (
             0 if document.input_ids is None else len(document.input_ids)
         )
         if chars >= PROBE_CHARS or n_read >= n_most:
@@ -162,7 +162,7 @@ def _timed_probe(inputs: Inputs, *, untrained: bool) -> _Probe:
             break
         n_tokens *= 4
     row_seconds, token_seconds = _costs(timed, len(rows))
-    if not untrained and isinstance(inputs.model, ReferenceModel) and corpus.n_positions >= TRUSTED_POSITIONS:
+    if not untrained and isinstance(inputs.model, ReferenceModel) and corpus.n_positions >= MIN_LOSS_POSITIONS:
         refuse_untrained(corpus.loss, inputs.model)
 
     # The rows stand in for the units: units would need a pass of their own, and scoring depends on their number only.

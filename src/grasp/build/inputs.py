@@ -30,7 +30,7 @@ from grasp.corpus.documents import Corpus
 from grasp.corpus.labels import HASH_LABEL, IDS_COLUMN
 from grasp.corpus.row_store import RowStore, ShardStore
 from grasp.corpus.sources import Source, open_source
-from grasp.errors import ModelError
+from grasp.errors import ModelError, SettingsError
 from grasp.kernels.kernel import Batch, Kernel
 from grasp.models.causal_lm import ReferenceModel, context_of
 from grasp.models.checkpoint import refuse_unreadable, text_config_of, tokenizer_of
@@ -39,7 +39,8 @@ from grasp.models.tokenizer import HfTokenizer
 from grasp.progress import Progress
 from grasp.settings import BuildSettings
 from grasp.targets import Unit, UnitSet, load_units
-from grasp.targets.units import UnitTokens
+from grasp.targets.margins import refuse_accuracy
+from grasp.targets.units import UnitTokens, unit_columns
 from grasp.text import skipped_lines
 
 Store = RowStore | ShardStore[Any, Any]
@@ -112,6 +113,12 @@ def prepare(
         if model is None:
             refuse_unreadable(settings.model.path)
         unit_set = load_units(settings.targets, in_memory.units)
+        refuse_accuracy(unit_set)
+        if "pooled" in settings.features.kernels and any(unit.others for unit in unit_set.units):
+            raise SettingsError(
+                "features.kernels: got pooled, which is not linear in the gradient of a unit, so margins cannot be "
+                "combined from answers; use --rule default, or targets without @margin"
+            )
         corpus = Corpus(in_memory.source or open_source(settings.corpus.path, settings.corpus.split), settings.corpus)
         if model is None:
             config, hf_tokenizer = text_config_of(settings.model), tokenizer_of(settings.model)
@@ -153,7 +160,7 @@ def prepare(
         if model is None:
             progress.stage("model", rows=None, tokens=None)
             model = ReferenceModel.load(settings.model)
-        longest_row = max(int(store.lengths().max()), *(len(unit.input_ids) for unit in units))
+        longest_row = max(int(store.lengths().max()), *(unit.longest for unit in units))
         if model.context is not None and longest_row > model.context:
             raise ModelError(
                 f"{settings.model.path}: reads {model.context} tokens, fewer than the {context} of its config.json; a "
@@ -342,6 +349,7 @@ def unit_table(inputs: Inputs) -> pa.Table:
             "prompt": [unit.prompt for unit in units],
             "completion": [unit.completion for unit in units],
         }
+        | unit_columns(units, examples)
         | ({HASH_LABEL: pa.array(hashes, pa.string())} if any(hashes) else {})
         | ({IDS_COLUMN: pa.array([unit.input_ids for unit in examples], pa.list_(pa.int32()))} if examples else {})
     )

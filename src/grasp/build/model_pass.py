@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grasp.arrays import F32, I64
+from grasp.arrays import F32, F64, I64
 from grasp.artifact.manifest import FeatureSpool
 from grasp.corpus.row_store import RowShard
 from grasp.errors import ArtifactError, ModelError
@@ -29,6 +29,7 @@ from grasp.models.gradients import Example
 from grasp.models.residuals import SparseResidual, stack_residuals
 from grasp.progress import Advance, ignore
 from grasp.settings import FeatureSettings
+from grasp.targets.margins import Answers
 from grasp.targets.units import UnitTokens
 
 Outcome = TypeVar("Outcome")
@@ -67,20 +68,50 @@ class ModelPass:
             yield index, batch
 
     def units(self, units: Units, names: Sequence[str]) -> Batch:
-        """Pass all units and return them as one batch with a row per unit; positions are in any order."""
+        """Pass all units and return them as one batch with a row per unit; positions are in any order.
+
+        A unit with several answers is the sum of its answers with the weights of its margin, see `Answers.weights`.
+        """
+        answers = Answers.of(units) if isinstance(units, Sequence) else None
+        if answers is None or answers.are_units:
+            sums: tuple[I64, F64] | None = None
+        else:
+            units, names = answers.tokens, [names[e] for e in answers.unit_A]
+            losses_A = self._losses(units, names)
+            sums = answers.unit_A, answers.weights(losses_A)
+        n_units = len(units) if answers is None else len(answers.sign_E)
         gradient_EK = (
             None
             if self.sampled is None
-            else allocate_unit_gradients(len(units), self.sampled, self.settings.gradient_memory_mb)
+            else allocate_unit_gradients(n_units, self.sampled, self.settings.gradient_memory_mb)
         )
+        if gradient_EK is not None and sums is not None:
+            gradient_EK.zero_()
         parts: list[tuple[I64, Batch]] = []
         for index, features, gradient_BK in self._passes(units, self.settings.unit_positions):
             parts.append((index, self._batch(features, [names[e] for e in index], "unit")))
-            if gradient_BK is not None and gradient_EK is not None:
-                place_B = torch.from_numpy(index).to(gradient_EK.device)
-                # Rounded before the copy, so that results do not depend on where the units are stored.
-                gradient_EK[place_B] = _narrow(gradient_BK).to(gradient_EK.device, gradient_EK.dtype)
-        return replace(merge_batches(parts, len(units)), gradient_BK=gradient_EK, sampled=self.sampled)
+            if gradient_BK is None or gradient_EK is None:
+                continue
+            # Rounded before the copy, so that results do not depend on where the units are stored.
+            narrow_BK = _narrow(gradient_BK).to(gradient_EK.device, gradient_EK.dtype)
+            if sums is None:
+                gradient_EK[torch.from_numpy(index).to(gradient_EK.device)] = narrow_BK
+                continue
+            for a, gradient_K in zip(index, narrow_BK, strict=True):
+                gradient_EK[sums[0][a]] += float(sums[1][a]) * gradient_K
+        batch = merge_batches(parts, len(units))
+        if sums is not None and answers is not None:
+            loss_E = torch.from_numpy(-answers.utilities(losses_A)).to(batch.loss_B)
+            batch = batch.combined(*sums, loss_E)
+        return replace(batch, gradient_BK=gradient_EK, sampled=self.sampled)
+
+    def _losses(self, units: Sequence[UnitTokens], names: Sequence[str]) -> F64:
+        """Return the mean loss of each answer, (A,)."""
+        loss_A = np.empty(len(units))
+        for index, features in forward_passes(self.model, units, ("all",), 1):
+            refuse_bad(features, [names[a] for a in index], "unit")
+            loss_A[index] = features.row_loss(len(index)).double().cpu().numpy()
+        return loss_A
 
     def _passes(
         self, items: Rows | Units, specs: tuple[str, ...]
@@ -240,6 +271,8 @@ def _arrays(batch: Batch, *, half: bool) -> Arrays:
         "input": batch.input_P.int(),
         "row_loss": batch.loss_B,
     }
+    if batch.weight_P is not None:
+        parts["weight"] = batch.weight_P
     if at.rest_P is not None:
         parts["rest"] = at.rest_P.half() if half else at.rest_P
     return {name: part.cpu().numpy() for name, part in parts.items()}
@@ -296,6 +329,7 @@ def _batch_of(
         part["row_loss"],
         None if model_pass is None else model_pass.model.head,
         vocab_size,
+        weight_P=part["weight"].to(work) if "weight" in part else None,
     )
 
 

@@ -83,14 +83,14 @@ OUTPUTS: Final = ("output", "response")
 EXTRA_COLUMNS: Final = ("system", "tools")  # further columns of turns in any form
 HISTORY: Final = "history"  # earlier turns of an instruction, as pairs of texts (LLaMA-Factory)
 CALL: Final = "function_call"  # a tool call: role of turns (ShareGPT), member of an answer (OpenAI, before tool_calls)
-FLAGS: Final = ("weight", "train")  # of a turn: whether it carries loss (OpenAI, Mistral; Axolotl)
+LOSS_FLAGS: Final = ("weight", "train")  # of a turn: whether it carries loss (OpenAI, Mistral; Axolotl)
 ROLES: Final = {
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
     **dict.fromkeys(("tool", "function", "observation", "function_response"), "tool"),
     **{name: name for name in ("system", "developer")},
 }
-BEFORE: Final = {  # roles that may precede a turn; "" is the beginning
+ALLOWED_PREDECESSORS: Final = {  # roles that may precede a turn; "" is the beginning
     "system": ("",),
     "developer": ("", "system"),
     "user": ("", "system", "developer", "assistant", "tool"),
@@ -142,7 +142,7 @@ class Conversation:
         roles = ["", *(turn["role"] for turn in self.turns)]
         if self.marked is not None:
             return self.marked
-        if any(before not in BEFORE[role] for before, role in pairwise(roles)):
+        if any(before not in ALLOWED_PREDECESSORS[role] for before, role in pairwise(roles)):
             return "turn_order"
         if any(not any(answer_parts(self.turns[k]).values()) for k in self.answers):
             return "empty_answer"
@@ -230,7 +230,7 @@ def _conversation(turns: Sequence[dict[str, Any]], tools: tuple[Any, ...], where
     untrained, fault = set[int](), None
     for k, turn in enumerate(turns):
         is_answer = turn["role"] == "assistant"
-        for flag in FLAGS:
+        for flag in LOSS_FLAGS:
             value = turn.pop(flag, None)
             if value not in (None, 0, 1):
                 raise CorpusError(

@@ -39,7 +39,7 @@ ARROW_TYPE: Mapping[Kind, pa.DataType] = {
     "string": pa.string(),
 }
 _EXACT_FLOAT = 2**53
-MOST_FIELDS = 200  # nested fields of a corpus that become labels; keys may be data, e.g. counts by word
+MAX_FIELDS = 200  # nested fields of a corpus that become labels; keys may be data, e.g. counts by word
 MOST_ELEMENTS, MOST_CHARS = 64, 2_048  # of a list that is a label
 
 
@@ -89,7 +89,7 @@ class Flattener:
             value = text
         if is_field:
             folded = name.casefold()
-            if folded not in self._names and len(self._names) >= MOST_FIELDS:
+            if folded not in self._names and len(self._names) >= MAX_FIELDS:
                 left_out.add(name.partition(".")[0])
                 return
             name = self._names.setdefault(folded, name)

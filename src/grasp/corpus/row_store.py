@@ -59,14 +59,14 @@ from grasp.store.records import FileName, JsonModel, Mark, Signed
 from grasp.text import parse_json, skipped_lines
 
 FORMAT: Final = 2
-WITHOUT_SPANS: Final = 1  # the previous format version
+FORMAT_WITHOUT_SPANS: Final = 1  # the previous format version
 PUBLIC_COLUMNS: Final = ("row_id", "doc_id", "n_tokens", "snippet")
 SUMMARY: Final = "store.json"
 RECOVERY_HINT: Final = "delete its directory and rebuild"
-CHANGED: Final = "the corpus changed since these rows were built; restore it"
+CORPUS_CHANGED: Final = "the corpus changed since these rows were built; restore it"
 PROBE_TEXTS: Final = 16
 PROBE_CHARS: Final = 2_000
-LONGEST: Final = 2_048  # default maximum tokens of a row, if the model's context is not shorter
+DEFAULT_MAX_LENGTH: Final = 2_048  # default maximum tokens of a row, if the model's context is not shorter
 
 
 class RowsMark(Mark):
@@ -114,7 +114,7 @@ ROWS = Schema(
 def summary_of(holds: str) -> Signed[StoreSummary]:
     """Return the record type of the summary of a store of tokens, or of another kind."""
     what, none = f"a store of {holds}", "an unfinished row store; run the build again to resume it"
-    older = (WITHOUT_SPANS,)
+    older = (FORMAT_WITHOUT_SPANS,)
     return Signed(
         SUMMARY,
         StoreSummary,
@@ -551,8 +551,11 @@ class RowStore(ShardStore[RowShard, Row]):
         """
         corpus = corpus or Corpus(open_source(settings.path, settings.split), settings)
         first = [render_document(document, tokenizer, settings) for document in corpus.first]
-        if settings.max_length is None:  # the model's context, at most `LONGEST` unless rows of token ids are longer
-            longest = max([LONGEST, *(len(document.input_ids) for document in first if document.input_ids is not None)])
+        # The default is the model's context, at most DEFAULT_MAX_LENGTH unless rows of token ids are longer.
+        if settings.max_length is None:
+            longest = max(
+                [DEFAULT_MAX_LENGTH, *(len(document.input_ids) for document in first if document.input_ids is not None)]
+            )
             settings = settings.model_copy(update={"max_length": min(longest, context or longest)})
         eos_id, vocab_size = tokenizer.eos_id, tokenizer.vocab_size
         if eos_id is not None and not 0 <= eos_id < vocab_size:
@@ -607,7 +610,7 @@ class RowStore(ShardStore[RowShard, Row]):
 
         Files are compared by name, size and stamp: a digest of the content, or the modification time.
         """
-        if self.format_version == WITHOUT_SPANS:
+        if self.format_version == FORMAT_WITHOUT_SPANS:
             return False
         try:
             plan = parse_json((self._directory / ROWS.plan).read_bytes())
@@ -640,11 +643,11 @@ class RowStore(ShardStore[RowShard, Row]):
                     while document is None or document.index < index:
                         document = next(documents, None)
                         if document is None:
-                            raise CorpusError(f"{corpus.settings.path}: ends before document {index}; {CHANGED}")
+                            raise CorpusError(f"{corpus.settings.path}: ends before document {index}; {CORPUS_CHANGED}")
                         if document.index == index and document.conversation is not None:
                             document = render_document(document, tokenizer(), corpus.settings)
                     if index == main and document.doc_id != doc_id:
-                        raise CorpusError(f"{document.where}: is {document.doc_id!r}, was {doc_id!r}; {CHANGED}")
+                        raise CorpusError(f"{document.where}: is {document.doc_id!r}, was {doc_id!r}; {CORPUS_CHANGED}")
                     parts.append(str(document.text)[begin:end])
                 yield "\n\n".join(parts)
 

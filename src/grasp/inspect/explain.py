@@ -53,7 +53,7 @@ ROUNDING = 0.01  # relative and absolute tolerance of an effect; float16 roundin
 UNIT_SCALE_NOTE = (
     "effects on a question are standardised for this question: compare them only with those of other rows on it"
 )
-POOLED = (
+POOLED_NOTE = (
     "pooled: contributions of words are their shares of the residual match, since the hidden match is damped as a whole"
 )
 
@@ -156,6 +156,11 @@ class _Question:
         if not by_position and self._prepare_from_artifact():
             return
         self.unit_tokens = [origin.unit_tokens[e] for e in predictor.units.columns_E]
+        if by_position and self.unit_tokens[0].others:
+            raise ProtocolError(
+                f"unit: {self.units['unit_id'][0].as_py()!r} has {1 + len(self.unit_tokens[0].others)} answers, and "
+                "a single answer is explained word by word; explain its target without --unit"
+            )
         units = self.model_pass.units(self.unit_tokens, self.units["unit_id"].to_pylist())
         if by_position:
             n = self.n_columns = self.n_positions = len(units.row_P)
@@ -326,7 +331,7 @@ class _Question:
         if len(recomputed) > 1:
             notes.append("by kernel: " + ", ".join(f"{name} {value:+z.3f}" for name, value in recomputed.items()))
         if "pooled" in recomputed:
-            notes.append(POOLED)
+            notes.append(POOLED_NOTE)
         if abs(gap) > ROUNDING * max(1.0, abs(parts.effect)):
             notes.append(
                 f"the words add up to {gap:+.2g} more than the stored effect: another device or dtype than the "

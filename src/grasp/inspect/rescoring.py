@@ -33,7 +33,7 @@ from grasp.runs.metrics import MIN_SUBSETS
 from grasp.runs.retrained import TrainingRuns
 from grasp.seeds import stream
 
-MOST_SHARDS = 8  # shards read for a sample, since shards of stored features may be large
+MAX_SHARDS = 8  # shards read for a sample, since shards of stored features may be large
 HOW_TO_KEEP = "restore the inputs of the artifact, or rebuild it with keep_features: true"
 
 
@@ -125,7 +125,7 @@ def sample_rows(artifact: ArtifactReader, n_rows: int, seed: int) -> NDArray[np.
     """Draw rows uniformly from at most eight uniformly drawn shards, in row order."""
     generator = stream(seed, "audit", "sample")
     grid = artifact.grid
-    shards = generator.permutation(grid.n_shards)[:MOST_SHARDS]
+    shards = generator.permutation(grid.n_shards)[:MAX_SHARDS]
     pool_N = np.concatenate([np.arange(*grid.bounds(int(k))) for k in sorted(shards)])
     return np.sort(generator.choice(pool_N, size=min(n_rows, len(pool_N)), replace=False)).astype(np.int64)
 
@@ -145,7 +145,7 @@ def environment_subsets(
     return np.asarray(weight_BN[total_B > 0] / total_B[total_B > 0, None])
 
 
-MOST_POSITIONS = 16_384  # per sample; rankings by so few positions are less stable than those of a large build
+MAX_POSITIONS = 16_384  # per sample; rankings by so few positions are less stable than those of a large build
 
 
 def rank_twice(
@@ -154,7 +154,7 @@ def rank_twice(
     """Rank the rows of a sample by a scoring rule, with moments from two disjoint samples of rows.
 
     Each sample of moments has as many positions as that of a build, but at most half of the corpus and
-    `MOST_POSITIONS`, in which case rankings agree less than they would with samples of the build's size.
+    `MAX_POSITIONS`, in which case rankings agree less than they would with samples of the build's size.
 
     Returns:
         Spearman's rho over rows by target, except targets with constant scores; and the positions of the smaller
@@ -206,7 +206,7 @@ def _two_samples(
     supervised_N: NDArray[np.int64], positions: int, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Draw two disjoint samples of rows, in row order, with `positions` positions each, or half of all if fewer."""
-    wanted = min(positions, MOST_POSITIONS, int(supervised_N.sum()) // 2)
+    wanted = min(positions, MAX_POSITIONS, int(supervised_N.sum()) // 2)
     order = stream(seed, "audit", "moments").permutation(len(supervised_N))
     reached = np.concatenate([[0], np.cumsum(supervised_N[order])])
     first = min(int(np.searchsorted(reached, wanted)), len(order) - 1)  # leave at least one row for the other sample

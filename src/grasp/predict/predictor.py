@@ -53,9 +53,9 @@ from grasp.predict.task_scores import Prior, Reliability, Texts, fit_prior, mean
 from grasp.predict.weights import RowSums, Weights, block_rows
 
 EFFECT_SIZE = "effect size"
-SIMILAR = ("hidden", "residual")  # sketches that measure the similarity of rows
-TEXT = "text"  # name of the part of an effect that is predicted from the row's text
-REPETITION = "repetition"  # name of the part of a change that repetition causes
+SIMILARITY_SKETCHES = ("hidden", "residual")  # sketches that measure the similarity of rows
+TEXT_PART = "text"  # name of the part of an effect that is predicted from the row's text
+REPETITION_PART = "repetition"  # name of the part of a change that repetition causes
 REPEAT_WORTH = 15.4  # R*: scale of diminishing returns, in repetitions
 NEW_ROW_VALUE = 0.4  # b: value of any unseen row in effect sizes, lost by repetition: experiments/exposure
 Floats = TypeVar("Floats", bound=np.floating[Any])
@@ -423,7 +423,9 @@ class Predictor:
         """Return the part of one row's effect on the first task that is predicted from its text; 0 without a prior."""
         if self.prior is None:
             return 0.0
-        return float(self.task.shares[TEXT][0] * (self.prior.text_NT[row, 0] - self.task.scales[TEXT].mean_E[0]))
+        return float(
+            self.task.shares[TEXT_PART][0] * (self.prior.text_NT[row, 0] - self.task.scales[TEXT_PART].mean_E[0])
+        )
 
     def change_by_units(self, sum_BE: F64, mean_E: F64, sums: SubsetSums) -> F64:
         """Decompose the change of each task into contributions of its units, (B, E), whose mean is the change.
@@ -447,13 +449,15 @@ class Predictor:
             sum_BT = kernel.held.sums(effective) - np.outer(sums.effective_B, kernel.rows.mean_E)
             sum_BT = self.task.shares[name] * sum_BT
             parts[f"part_{name}"] = self._mean(sum_BT, sums, 0.0)
-        parts[f"part_{REPETITION}"] = np.outer(sums.repetition_factor(self.exposure) - 1.0, self.task.new_row_value_C)
+        parts[f"part_{REPETITION_PART}"] = np.outer(
+            sums.repetition_factor(self.exposure) - 1.0, self.task.new_row_value_C
+        )
         return parts
 
     @property
     def part_names(self) -> tuple[str, ...]:
         """Names of the parts that `parts` returns."""
-        return tuple(f"part_{name}" for name in (*self.task_kernels, REPETITION))
+        return tuple(f"part_{name}" for name in (*self.task_kernels, REPETITION_PART))
 
     def ranking_effects(self, effect_N: F64, weights_T: F64, tokens_N: I64) -> F64:
         """Return the values by which rows are ranked under a token budget: their effects, as rows are averaged."""
@@ -534,8 +538,8 @@ def assemble_predictor(
         measure_reliability = lambda: of_prior  # noqa: E731
         rho_T, held = prior.rho_T, RowSums.over(prior.text_NT)
         text = KernelRelevance(StreamingMoments.from_blocks(held.blocks()), held)
-        slopes = {name: slope_T * rho_T for name, slope_T in slopes.items()} | {TEXT: 1.0 - rho_T}
-        kernels, scales = kernels | {TEXT: text}, {**scales, TEXT: text.rows.spread}
+        slopes = {name: slope_T * rho_T for name, slope_T in slopes.items()} | {TEXT_PART: 1.0 - rho_T}
+        kernels, scales = kernels | {TEXT_PART: text}, {**scales, TEXT_PART: text.rows.spread}
     first_NT = next(iter(kernels.values())).held.held_NC
     assert first_NT is not None
     task = Level.from_kernels(slopes, kernels, scales, np.empty_like(first_NT) if components else first_NT)

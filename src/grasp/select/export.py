@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 
 Rule = Literal["any", "half", "all"]
 MANIFEST = "_manifest.yaml"  # `datasets` reads any .json as data, and Arrow any file without a leading underscore
-ROWS_AT_ONCE = 4_096
-MISSED = 0.02  # relative difference in tokens of whole documents above which a note is added
-NOTHING_LEFT = "left out: every row is selected, so there is nothing to write; lower the budget"
+BLOCK_ROWS = 4_096
+TOKENS_TOLERANCE = 0.02  # relative difference in tokens of whole documents above which a note is added
+NOTHING_LEFT_OUT = "left out: every row is selected, so there is nothing to write; lower the budget"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Exporter:
             if rule is None and has_text:
                 index = selection.left_out if left_out else selection.row_index
                 if not len(index):
-                    raise SettingsError(NOTHING_LEFT)
+                    raise SettingsError(NOTHING_LEFT_OUT)
                 effect = selection.effect_N[index]
                 tables = row_tables(artifact, rows, corpus, index, effect, lambda: source.tokenizer)
                 if self.format.kind in DELIMITER:  # a cell cannot hold a list of token ids
@@ -149,7 +149,7 @@ class Exporter:
         records = iter_records(self.corpus, documents.mask_M)
         written = write_corpus(out, self.format, "documents", records, documents.tokens, facts, self.shard_size)
         missed = 0.0 if rule is None or left_out else documents.tokens / selection.n_tokens - 1
-        if abs(missed) <= MISSED:
+        if abs(missed) <= TOKENS_TOLERANCE:
             return written
         more = "more" if missed > 0 else "fewer"
         note = f", {abs(missed):.0%} {more} than the selected rows ({selection.n_tokens:,}); to select whole documents"
@@ -286,7 +286,7 @@ def select_documents(rows: RowStore, chosen_N: Bool, rule: Rule, *, others: bool
     least = {"any": 0.0, "half": 0.5, "all": 1.0}[rule]
     mask_M = (tokens_M > 0) & (((chosen_M > 0) & (chosen_M >= least * tokens_M)) != others)
     if not mask_M.any() and others:
-        raise SettingsError(NOTHING_LEFT)
+        raise SettingsError(NOTHING_LEFT_OUT)
     if not mask_M.any():
         raise SettingsError(
             f"documents: no document has {rule} of its tokens in selected rows; pass any, or raise the budget"
@@ -330,7 +330,7 @@ def row_tables(
     documents_N = np.concatenate([rows.columns(k, (DOCUMENT_COLUMN,)).column(0) for k in range(rows.n_shards)])
     originals = _OtherColumns(corpus)
     start, text = 0, (artifact.manifest.details.get("columns") or {}).get("text", "text")
-    for batch in artifact.row_batches(None, batch_rows=ROWS_AT_ONCE):
+    for batch in artifact.row_batches(None, batch_rows=BLOCK_ROWS):
         order_n = order_N[start : start + batch.num_rows]
         in_batch = np.flatnonzero(order_n >= 0)
         if not len(in_batch):

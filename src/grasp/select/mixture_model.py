@@ -38,7 +38,7 @@ from grasp.runs.calibration import COVERAGE
 from grasp.runs.gaussian_process import GaussianProcess, SubsetFeatures
 from grasp.runs.import_runs import read_mixtures
 from grasp.runs.retrained import RetrainedRuns
-from grasp.runs.table import NAMED, RESULTS_SCHEMA, TRAINED_SCHEMA, RunsInfo, RunTable, open_runs
+from grasp.runs.table import MAX_LISTED, RESULTS_SCHEMA, TRAINED_SCHEMA, RunsInfo, RunTable, open_runs
 from grasp.seeds import stream
 from grasp.select.budget import by_value, describe_value, parse_bounds, parse_tokens
 from grasp.select.mix import MAX_REPEAT
@@ -48,13 +48,15 @@ from grasp.text import listed
 Runs = RunTable | Path | str
 
 CANDIDATES = 1_000  # random mixtures
-TRIED = 250  # candidates that are evaluated: the most promising ones and a random sample of the others
-MOST = TRIED // 2  # maximum number of proposals
-NODES = 21  # of the Gauss-Hermite quadrature
-SLACK = 0.005  # a share beyond the range of the runs by no more than this counts as inside
-EXPLORING = 0.5  # a proposal is exploratory if more than this part of the candidates have a higher predicted mean
-HALVINGS = 80  # bisection steps
-STEPS = 20  # grid points of the line search of `informative_run`
+EVALUATED_CANDIDATES = 250  # candidates that are evaluated: the most promising ones and a random sample of the others
+MAX_PROPOSALS = EVALUATED_CANDIDATES // 2  # maximum number of proposals
+QUADRATURE_NODES = 21  # of the Gauss-Hermite quadrature
+SHARE_TOLERANCE = 0.005  # a share beyond the range of the runs by no more than this counts as inside
+EXPLORATION_SHARE = (
+    0.5  # a proposal is exploratory if more than this part of the candidates have a higher predicted mean
+)
+BISECTION_STEPS = 80  # bisection steps
+LINE_SEARCH_POINTS = 20  # grid points of the line search of `informative_run`
 SHARES_SHOWN = 6  # label values of a mixture in a note
 STARTS = 8  # best runs from which the optimal mixture is searched
 
@@ -102,8 +104,8 @@ class MixtureModel:
         unknown = [name for name in weight_of if name not in table.metrics]
         if unknown or not sum(weight_of.values()) > 0 or min(weight_of.values()) < 0:
             raise RunsError(
-                f"{table.name}: got the metrics {weight_of}, expected some of {', '.join(table.metrics[:NAMED])} ... "
-                "with weights of 0 or more"
+                f"{table.name}: got the metrics {weight_of}, expected some of {', '.join(table.metrics[:MAX_LISTED])} "
+                "... with weights of 0 or more"
             )
         weights_T = np.array([weight_of.get(name, 0.0) for name in table.metrics]) / sum(weight_of.values())
         utility_RST = table.utility_RST()
@@ -150,7 +152,7 @@ class MixtureModel:
 
     def refused(self, share_BG: F64) -> NDArray[np.bool_]:
         """Return whether a mixture is too far outside the range of the runs for a prediction, (B, T + 1)."""
-        outside_B1 = (self.beyond(share_BG) > SLACK).any(axis=1, keepdims=True)
+        outside_B1 = (self.beyond(share_BG) > SHARE_TOLERANCE).any(axis=1, keepdims=True)
         return outside_B1 & (self.gaussian_process.relative_uncertainty(self.features(share_BG), COVERAGE) > 1.0)
 
     def informative_run(self, share_G: F64) -> F64:
@@ -166,7 +168,7 @@ class MixtureModel:
             )
         )
         mean_G = self.share_RG.mean(axis=0)
-        line_BG = mean_G + np.linspace(0.0, 1.0, STEPS + 1)[1:, None] * (share_G - mean_G)
+        line_BG = mean_G + np.linspace(0.0, 1.0, LINE_SEARCH_POINTS + 1)[1:, None] * (share_G - mean_G)
         after_B = self.gaussian_process.relative_uncertainty_after(mixture, self.features(line_BG), task, COVERAGE)
         enough_B = after_B <= 1.0
         return np.asarray(line_BG[int(np.argmax(enough_B)) if enough_B.any() else -1])
@@ -210,7 +212,7 @@ def predict_runs(runs: Runs, mixtures: Path | str | pa.Table, metric: str | Sequ
         *_outside(model, names, share_BG, ~refused_B, "outside the range of the runs, so the interval is wider"),
         *_outside(model, names, share_BG, refused_B, "no prediction, too far outside the range of the runs"),
     ]
-    for b in np.flatnonzero(refused_B)[:NAMED].tolist():
+    for b in np.flatnonzero(refused_B)[:MAX_LISTED].tolist():
         run_G = model.informative_run(share_BG[b])
         shares = ", ".join(f"{model.table.values[g]} {run_G[g]:.0%}" for g in np.argsort(-run_G)[:SHARES_SHOWN])
         more = f" and {len(run_G) - SHARES_SHOWN} more" if len(run_G) > SHARES_SHOWN else ""
@@ -226,12 +228,12 @@ def _outside(
     low_G, high_G = model.share_RG.min(axis=0), model.share_RG.max(axis=0)
     beyond_BG = model.beyond(share_BG)
     outside = []
-    for b in np.flatnonzero(among_B & (beyond_BG > SLACK).any(axis=1)).tolist():
+    for b in np.flatnonzero(among_B & (beyond_BG > SHARE_TOLERANCE).any(axis=1)).tolist():
         g = int(np.argmax(beyond_BG[b]))
         covered = f"in the runs {low_G[g]:.0%} to {high_G[g]:.0%}"
         outside.append(f"{names[b]} ({model.table.values[g]} {share_BG[b, g]:.0%}, {covered})")
-    more = f" and {len(outside) - NAMED:,} more" if len(outside) > NAMED else ""
-    return [f"{what}: {'; '.join(outside[:NAMED])}{more}"] if outside else []
+    more = f" and {len(outside) - MAX_LISTED:,} more" if len(outside) > MAX_LISTED else ""
+    return [f"{what}: {'; '.join(outside[:MAX_LISTED])}{more}"] if outside else []
 
 
 def mix_runs(
@@ -307,10 +309,10 @@ def propose_runs(
         SettingsError: no mixture satisfies the floors and caps, one of them is not a share, or the runs are so long
             that some value must be repeated more often than `max_repeat`.
     """
-    if decide not in ("best", "values") or not 1 <= count <= MOST:
+    if decide not in ("best", "values") or not 1 <= count <= MAX_PROPOSALS:
         raise SettingsError(
-            f"propose: got decide {decide!r} and {count} runs, expected best or values, and 1 to {MOST} runs; for "
-            "more, train these first and import them"
+            f"propose: got decide {decide!r} and {count} runs, expected best or values, and 1 to {MAX_PROPOSALS} runs; "
+            "for more, train these first and import them"
         )
     run_table = open_runs(runs)
     if isinstance(run_table, RetrainedRuns):
@@ -349,12 +351,14 @@ def propose_runs(
     columns = {name: share_BG[picked, g] for g, name in enumerate(table.values)}
     expected_B = model.predict_objective(share_BG)
     better_K = [float((expected_B > expected_B[b]).mean()) for b in picked]
-    exploring = [f"{name} ({better:.0%})" for name, better in zip(names, better_K, strict=True) if better > EXPLORING]
+    exploring = [
+        f"{name} ({better:.0%})" for name, better in zip(names, better_K, strict=True) if better > EXPLORATION_SHARE
+    ]
     if exploring:
-        more = f" and {len(exploring) - NAMED:,} more" if len(exploring) > NAMED else ""
+        more = f" and {len(exploring) - MAX_LISTED:,} more" if len(exploring) > MAX_LISTED else ""
         notes.append(
             "exploratory, proposed for information rather than for its result: "
-            f"{', '.join(exploring[:NAMED])}{more}; in brackets the share of mixtures with a higher predicted mean"
+            f"{', '.join(exploring[:MAX_LISTED])}{more}; in brackets the share of mixtures with a higher predicted mean"
         )
     return Proposal(
         pa.table({"mixture": names, "gain": gains} | columns),
@@ -392,7 +396,7 @@ def repetition_caps(
     size_G = np.array([size_of.get(value, 0) for value in values], dtype=np.float64)
     if not size_G.any():
         raise SettingsError(
-            f"propose: {artifact.path} has none of the values {', '.join(values[:NAMED])} ... of {label}"
+            f"propose: {artifact.path} has none of the values {', '.join(values[:MAX_LISTED])} ... of {label}"
         )
     largest_G = np.minimum(max_repeat * size_G / sum(size_of.values()) / epochs, 1.0)
     if largest_G.sum() < 1.0:
@@ -444,7 +448,7 @@ def project_to_bounds(share_BG: F64, low_G: F64, high_G: F64) -> F64:
     share_BG = share_BG + tiny  # a share of 0 must be able to grow, if all others are at their bounds
     high_B1 = np.full((len(share_BG), 1), -2 * np.log(tiny))
     low_B1 = -high_B1
-    for _ in range(HALVINGS):
+    for _ in range(BISECTION_STEPS):
         middle_B1 = (low_B1 + high_B1) / 2
         enough_B1 = np.clip(np.exp(middle_B1) * share_BG, low_G, high_G).sum(axis=1, keepdims=True) >= 1.0
         low_B1, high_B1 = np.where(enough_B1, low_B1, middle_B1), np.where(enough_B1, middle_B1, high_B1)
@@ -474,13 +478,13 @@ def most_informative(
         )
     mean_B, cover_BB, noise = gaussian_process.joint_posterior(points, -1)
     spread_B = np.sqrt(np.maximum(np.diag(cover_BB)[:n], 0.0))
-    likely = np.argsort(-(mean_B[:n] + 2 * spread_B))[: TRIED // 2]
-    tried = np.unique(np.concatenate([likely, rng.permutation(n)[: TRIED // 2]]))
+    likely = np.argsort(-(mean_B[:n] + 2 * spread_B))[: EVALUATED_CANDIDATES // 2]
+    tried = np.unique(np.concatenate([likely, rng.permutation(n)[: EVALUATED_CANDIDATES // 2]]))
     picked, gains = list[int](), list[float]()
     for _ in range(min(count, len(tried))):
         moved_Bx = cover_BB[:, tried] / np.sqrt(np.maximum(np.diag(cover_BB)[tried], 0.0) + noise)
         if decide == "best":  # E max(m + s z) - max m for every column of s
-            nodes, weights = np.polynomial.hermite_e.hermegauss(NODES)
+            nodes, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE_NODES)
             best_x = sum(
                 weight * (mean_B[:n, None] + node * moved_Bx[:n]).max(axis=0)
                 for node, weight in zip(nodes, weights / weights.sum(), strict=True)

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from grasp.corpus.documents import records_in
 from grasp.corpus.labels import label_text
 from grasp.corpus.sources import ArrowChunk, FileSource, Source, parquet_batches
-from grasp.corpus.text_files import COMPRESSION, DELIMITER, is_json_array
+from grasp.corpus.text_files import COMPRESSION_BY_SUFFIX, DELIMITER, is_json_array
 from grasp.errors import CorpusError, SettingsError
 from grasp.extras import require
 from grasp.files import discard
@@ -101,7 +101,7 @@ def _format_of(source: Source) -> FileFormat:
         return FileFormat("datasets")
     name, path = source.files[0]
     suffixes = PurePosixPath(name).suffixes
-    compression = suffixes[-1] if suffixes[-1] in COMPRESSION else ""
+    compression = suffixes[-1] if suffixes[-1] in COMPRESSION_BY_SUFFIX else ""
     suffix = suffixes[-2] if compression else suffixes[-1]
     if suffix == ".json":
         with source.fs.open(path, "rb") as handle:
@@ -184,7 +184,7 @@ def _write_text(out: Path, form: FileFormat, records: Iterable[Any], size: Shard
 
 
 def _compressed(path: Path) -> Any:
-    codec = COMPRESSION.get(path.suffix)
+    codec = COMPRESSION_BY_SUFFIX.get(path.suffix)
     if codec is None:
         return path.open("wb")
     return lzma.open(path, "wb") if codec == "xz" else pa.CompressedOutputStream(str(path), codec)

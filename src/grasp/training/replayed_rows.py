@@ -21,7 +21,7 @@ from grasp.arrays import F64
 from grasp.files import discard, written_aside
 from grasp.progress import Progress, Silent
 from grasp.training.metagradient import Metagradient, MetagradientSettings, Target, metagradient
-from grasp.training.replay_gate import LEAST_AGREEMENT, WHAT_TO_DO, Smoothness, agreement, smoothness
+from grasp.training.replay_gate import MIN_AGREEMENT, REMEDY, Smoothness, agreement, smoothness
 from grasp.training.trajectory import Trajectory
 
 LATEST_START = 2 / 3  # a replay that is only smooth from a later part of the run on is repeated or discarded
@@ -131,15 +131,15 @@ def replay_rows(
                 smooth_replays.append((replay, smooth.first_step))
                 break
     if not smooth_replays:
-        notes.append(f"no replay is smooth, so its scores are not used; {WHAT_TO_DO}")
+        notes.append(f"no replay is smooth, so its scores are not used; {REMEDY}")
         return ReplayedRows(None, None, tuple(tried), (), tuple(notes))
     if not all(smooth.passed for smooth in tried):
-        notes.append(f"to use all steps, {WHAT_TO_DO}")
+        notes.append(f"to use all steps, {REMEDY}")
     replays = [replay for replay, _ in smooth_replays]
     probes = [[int(step) for step in replay.probe_steps_M if step >= first] for replay, first in smooth_replays]
     agreements = [agreement(first, second, n_rows) for i, first in enumerate(replays) for second in replays[:i]]
-    if agreements and (least := float(np.min(np.mean(agreements, axis=0)))) < LEAST_AGREEMENT:
-        notes.append(f"two orders agree by {least:.2f} for the least target; {WHAT_TO_DO}")
+    if agreements and (least := float(np.min(np.mean(agreements, axis=0)))) < MIN_AGREEMENT:
+        notes.append(f"two orders agree by {least:.2f} for the least target; {REMEDY}")
     windows = [(first, len(replay.order_KB)) for replay, first in smooth_replays]
     return ReplayedRows(
         drawn_scores(replays, n_rows, windows),

@@ -14,9 +14,11 @@ from grasp.arrays import F64
 from grasp.baselines.checkpoints import Checkpoint, training_checkpoints
 from grasp.baselines.gradients.layers import choose_layers
 from grasp.baselines.gradients.queries import Sizes, choose_dense, products, query_elements
+from grasp.errors import SettingsError
 from grasp.methods.contract import MethodInputs
 from grasp.models.gradients import Example, LayerSet, PerExample
 from grasp.seeds import stream
+from grasp.targets.margins import Answers
 
 
 def row_examples(inputs: MethodInputs, start: int, stop: int) -> list[Example]:
@@ -47,7 +49,16 @@ def examples_at(inputs: MethodInputs, rows: Sequence[int]) -> list[Example]:
 
 
 def unit_examples(inputs: MethodInputs) -> list[Example]:
-    """Return units as examples, in artifact order; the loss is on their completions."""
+    """Return units as examples, in artifact order; the loss is on their completions.
+
+    Raises:
+        SettingsError: the utility of a unit is not the loss of one answer.
+    """
+    if not Answers.of(inputs.unit_tokens).are_units:
+        raise SettingsError(
+            f"{inputs.artifact.where}: the method compares gradients of losses, and the artifact has targets with a "
+            "margin or weights; build one without them, or choose another method"
+        )
     return [Example(unit.input_ids, unit.first) for unit in inputs.unit_tokens]
 
 
