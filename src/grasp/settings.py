@@ -47,10 +47,10 @@ class CorpusSettings(Settings):
         None,
         description="Column of texts or conversations. null: text, messages or conversations.",
     )
-    form: Literal["prompt", "instruction"] | None = Field(
+    form: Literal["prompt", "instruction", "preference"] | None = Field(
         None,
-        description="Form of records with several columns: prompt (prompt and completion) or instruction (instruction, "
-        "input and output). null: inferred from the columns.",
+        description="Form of records with several columns: prompt (prompt and completion), instruction (instruction, "
+        "input and output) or preference (chosen and rejected, for DPO). null: prompt or instruction, by the columns.",
     )
     prompt: str | None = Field(
         None,

@@ -53,6 +53,7 @@ SETTINGS = {
     "max_length": "corpus.max_length",
     "limit": "corpus.limit",
     "train": "train",
+    "loss": "corpus.form",
     "rule": "features.rule",
     "keep_features": "keep_features",
     "like": "like",
@@ -78,6 +79,7 @@ def build(
     max_length: int | None = None,
     limit: int | None = None,
     train: str | None = None,
+    loss: str | None = None,
     rule: str | None = None,
     dtype: str | None = None,
     keep_features: bool | None = None,
@@ -116,6 +118,8 @@ def build(
         limit: read only the first N documents, for a quick look.
         train: what will be trained on the corpus: this model further (fine-tuning), or a new one from scratch.
             Default: as the checkpoint records, e.g. references of grasp retrain.
+        loss: loss of the training: tokens, the cross-entropy of texts or answers; or dpo, for preference pairs with
+            chosen and rejected answers. Default: tokens.
         rule: set of kernels: default, forward (without backward passes) or paper.
         dtype: dtype of the model: float32, bfloat16 or float16. Default: float32 on a CPU, else bfloat16.
         keep_features: store the features that --add-target needs instead of another pass; 2 to 6 kB a token.
@@ -131,7 +135,7 @@ def build(
     Raises:
         GraspError: invalid input; finished work is kept.
     """
-    values = (split, text_column, id_column, max_length, limit, train, rule, keep_features)
+    values = (split, text_column, id_column, max_length, limit, train, form_of_loss(loss), rule, keep_features)
     arguments: dict[str, Any] = dict(
         zip(SETTINGS.values(), (*values, None if like is None else str(like)), strict=True)
     )
@@ -169,6 +173,17 @@ def build(
         remote.publish(staged, url, SIGNED_MANIFEST)
         remote.discard_staging(url)
     return ArtifactReader.open(place if url is None else url)
+
+
+def form_of_loss(loss: str | None) -> str | None:
+    """Return the form of the records of a corpus on which a model is trained with this loss; None: any.
+
+    Raises:
+        SettingsError: unknown loss.
+    """
+    if loss not in (None, "tokens", "dpo"):
+        raise SettingsError(f"--loss: got {loss!r}, expected tokens or dpo")
+    return "preference" if loss == "dpo" else None
 
 
 def _put_inputs(

@@ -160,7 +160,7 @@ def prepare(
         if model is None:
             progress.stage("model", rows=None, tokens=None)
             model = ReferenceModel.load(settings.model)
-        longest_row = max(int(store.lengths().max()), *(unit.longest for unit in units))
+        longest_row = max(store.longest(), *(unit.longest for unit in units))
         if model.context is not None and longest_row > model.context:
             raise ModelError(
                 f"{settings.model.path}: reads {model.context} tokens, fewer than the {context} of its config.json; a "
@@ -246,7 +246,9 @@ def note_corpus(
     progress.note(labels)
     text_column = roles.get("text", roles.get("turns"))
     known = [*roles.values(), *store.label_columns, *store.ignored_columns]
-    if note := preference_note(text_column, known, turns="turns" in roles):
+    if "rejected" in roles:
+        progress.note("preference pairs: rows are scored by the gradient of the DPO loss at this model")
+    elif note := preference_note(text_column, known, turns="turns" in roles):
         progress.note(note)
     rows = f"{store.n_rows:,} rows of {store.n_documents:,} documents, {store.n_tokens:,} tokens"
     if store.masked:

@@ -14,7 +14,16 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from grasp.corpus.conversations import FAULTS, Conversation, Template, answer_parts, conversation_in
+from grasp.corpus.conversations import (
+    FAULTS,
+    Content,
+    Conversation,
+    Template,
+    answer_parts,
+    conversation_in,
+    is_pair,
+    read_pair,
+)
 from grasp.corpus.documents import records_in
 from grasp.corpus.passages import task_root
 from grasp.corpus.sources import IN_MEMORY, Source, open_source
@@ -24,13 +33,14 @@ from grasp.settings import DatasetTarget, TargetSettings
 from grasp.targets.margins import split_metric, with_metric
 from grasp.targets.olmes import ALIASES, is_request, read_task, units_of_requests
 from grasp.targets.sample_logs import is_sample, refuse_unscored, units_of_log
-from grasp.targets.units import LossOn, Unit, UnitSet
+from grasp.targets.units import MARGIN, LossOn, Unit, UnitSet
 from grasp.text import parse_json
 from grasp.yaml_files import describe
 
 EXPECTED_FIELDS = (
-    "expected `prompt` and `completion`, `question` and `answer`, `messages`, `instruction` and `output`, a sample log "
-    "of lm-evaluation-harness with `doc`, `target` and `arguments`, or requests of olmes"
+    "expected `prompt` and `completion`, `question` and `answer`, `choices` and `answer`, `messages`, `instruction` "
+    "and `output`, `chosen` and `rejected`, a sample log of lm-evaluation-harness with `doc`, `target` and "
+    "`arguments`, or requests of olmes"
 )
 # Names of log files of evaluation harnesses, which write one file per task.
 _LOG_NAME = re.compile(r"samples_(?P<task>.+?)(?:_\d{4}-\d\d-\d\dT.*)?|task-\d+-(?P<olmes>.+)-requests")
@@ -217,7 +227,8 @@ def units_of(records: Records, task: str, loss_on: LossOn) -> list[Unit]:
     units: list[Unit] = []
     seen: dict[str, int] = {}
     for where, record in records:
-        fields, conversation = _parse_fields(record, where)
+        pair = _parse_pair(record, where)
+        fields, conversation = _parse_fields(record, where) if pair is None else (pair[0], None)
         target = fields.task or task
         position = seen[target] = seen.get(target, -1) + 1
         unit = Unit(
@@ -230,6 +241,9 @@ def units_of(records: Records, task: str, loss_on: LossOn) -> list[Unit]:
             gold=fields.gold,
             support=fields.support,
         )
+        if pair is not None:
+            units.append(_pair_unit(unit, pair[1], where))
+            continue
         if conversation is None:
             units.append(unit)
             continue
@@ -245,6 +259,47 @@ def units_of(records: Records, task: str, loss_on: LossOn) -> list[Unit]:
             )
             units.append(answer_unit)
     return units
+
+
+def _parse_pair(record: Mapping[str, Any], where: str) -> tuple[UnitFields, Content] | None:
+    """Parse a preference pair; None: the record has another form."""
+    if not is_pair(record):
+        return None
+    try:
+        content = read_pair({name: value for name, value in record.items() if value is not None}, where)
+        named = {name: record[name] for name in ("task", "unit_id") if record.get(name) is not None}
+        return UnitFields.model_validate({"prompt": "", "completion": "-", **named}), content
+    except CorpusError as err:
+        raise TargetError(str(err)) from err
+    except ValidationError as err:
+        raise TargetError(describe(err, where)) from err
+
+
+def _pair_unit(unit: Unit, content: Content, where: str) -> Unit:
+    """Return a preference pair as the margin of its chosen answer over the rejected one."""
+    if unit.loss_on == "all":
+        raise TargetError(f"{where}: a preference pair is a margin of completions; got loss_on all")
+    assert content.rejected is not None
+    sides = []
+    for side in (content, content.rejected):
+        if side.conversation is not None:
+            answer = str(side.conversation.turns[-1]["content"])
+            sides.append(
+                replace(
+                    unit,
+                    prompt=side.conversation.content,
+                    completion=answer,
+                    loss_on="completion",
+                    conversation=side.conversation,
+                )
+            )
+        else:
+            assert side.text is not None
+            assert side.answers is not None
+            ((begin, end),) = side.answers
+            sides.append(replace(unit, prompt=side.text[:begin], completion=side.text[begin:end], loss_on="completion"))
+    chosen, rejected = sides
+    return replace(chosen, others=(rejected,), metric=MARGIN)
 
 
 def _parse_fields(record: Mapping[str, Any], where: str) -> tuple[UnitFields, Conversation | None]:
