@@ -420,7 +420,7 @@ class Predictor:
         )
 
     def text_of(self, row: int) -> float:
-        """Return the part of one row's effect on the first task that is predicted from its text and labels; 0 without a prior."""
+        """Return the part of a row's effect on the first task that text and labels predict; 0 without a prior."""
         if self.prior is None:
             return 0.0
         return float(
