@@ -290,9 +290,9 @@ def targets(
 
     Units, tokens with loss, and examples as the model sees them. Nothing is computed or written.
     """
-    from grasp.build.build import split_names
     from grasp.build.preview import preview_targets
     from grasp.settings import TargetSettings
+    from grasp.targets.load import split_names
     from grasp.yaml_files import validated
 
     flags = {"targets.names": [name for text in names for name in split_names(text)]}
