@@ -28,7 +28,7 @@ from grasp.corpus.sources import open_source
 from grasp.errors import ModelError
 from grasp.results import Result
 from grasp.settings import CorpusSettings, ModelSettings, TargetSettings
-from grasp.targets.load import load_units
+from grasp.targets.load import load_units, split_names
 from grasp.targets.units import LOSS, Unit
 from grasp.text import ending, plain, skipped_lines
 
@@ -146,8 +146,6 @@ def preview_targets(
     Raises:
         TargetError: a target cannot be read.
     """
-    from grasp.targets.load import split_names  # noqa: PLC0415 - imports the pipeline, and with it torch
-
     names = split_names(targets) if isinstance(targets, str) else targets
     settings = names if isinstance(names, TargetSettings) else TargetSettings(names=tuple(map(str, names)))
     units = load_units(settings)
