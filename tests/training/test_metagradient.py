@@ -476,7 +476,7 @@ def test_a_training_that_explodes_backward_counts_from_where_it_is_level():
     assert str(exploded).endswith(": steps before 7 are left out")
     wild = smoothness(made_up(np.ones(24), drawn_KBT * np.where(np.arange(24) < 8, 30.0, 1.0)[:, None, None]))
     assert wild.first_step == 8
-    rate_K = np.linspace(10.0, 1.0, 24)  # derivatives are proportional to the learning rate, which is no growth
+    rate_K = np.geomspace(30.0, 1.0, 24)  # derivatives are proportional to the learning rate, which is no growth
     assert not smoothness(made_up(np.ones(24), drawn_KBT * rate_K[:, None, None])).passed
     assert smoothness(made_up(np.ones(24), drawn_KBT * rate_K[:, None, None]), rate_K=rate_K).passed
     late = made_up(

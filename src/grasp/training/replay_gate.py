@@ -84,7 +84,8 @@ def agreement(first: Metagradient, second: Metagradient, n_rows: int) -> F64:
     if first.probe_MNT.size and second.probe_MNT.size:
         scores = [replay.probed() for replay in (first, second)]
     else:
-        common = np.intersect1d(*(replay.order_KB[np.isfinite(replay.drawn_KBT[..., 0])] for replay in (first, second)))
+        seen = [replay.order_KB[np.isfinite(replay.drawn_KBT[..., 0])] for replay in (first, second)]
+        common = np.intersect1d(seen[0], seen[1])
         if len(common) < 3:
             raise ModelError(f"agreement: {len(common)} rows were drawn in both orders, expected at least 3")
         scores = [replay.drawn(n_rows)[common] for replay in (first, second)]
