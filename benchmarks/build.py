@@ -211,21 +211,21 @@ def kernels(root: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Microseconds a position of one batch, by what they are spent on."""
     settings = settings_of(root, root / "corpus.parquet", args.length, "everything", args.threads)
     model, features = ReferenceModel.load(settings.model), settings.features
-    ready, generator = ModelPass.choose(model, features), np.random.default_rng(2)
+    model_pass, generator = ModelPass.choose(model, features), np.random.default_rng(2)
     count = min(BATCH_ROWS, max(1, model.batch_tokens // args.length))
     write_rows(root / "batch.parquet", count, args.length, generator)
     shard = written(root / "batch", root / "batch.parquet", args.length, model, count).shard(0)
     units = [UnitTokens(zipf(generator, 20 + args.unit_tokens).astype(np.int32), 20) for _ in range(args.units)]
-    corpus = observe_part(ready, shard, states_every=1)
-    every = ready.units(units, [str(e) for e in range(len(units))])
-    ((_, batch),) = ready.batches(shard)
+    corpus = observe_part(model_pass, shard, states_every=1)
+    every = model_pass.units(units, [str(e) for e in range(len(units))])
+    ((_, batch),) = model_pass.batches(shard)
     kernel_set = make_kernels(features.kernels, model, features, corpus)
     for kernel in kernel_set:
         kernel.prepare(every)
     ids, _ = pad_rows([shard.ids(i) for i in range(len(shard))])
     steps: dict[str, Callable[[], Any]] = {
         "body": lambda: model.hidden(ids),
-        "body, head and residuals": lambda: list(ready.batches(shard)),
+        "body, head and residuals": lambda: list(model_pass.batches(shard)),
         "W^T xi, which several kernels share": lambda: hidden_gradient(model.head, batch.residual),
     }
     steps |= {kernel.name: partial(kernel.score, batch) for kernel in kernel_set}
@@ -247,19 +247,19 @@ def backward(root: Path, args: argparse.Namespace) -> dict[str, Any]:
     """
     model = ReferenceModel.load(settings_of(root, root / "corpus.parquet", args.length, "new", args.threads).model)
     features = FeatureSettings(kernels=("gradient",), gradient_coordinates=args.coordinates)
-    ready, generator = ModelPass.choose(model, features), np.random.default_rng(2)
-    assert ready.sampled is not None
+    model_pass, generator = ModelPass.choose(model, features), np.random.default_rng(2)
+    assert model_pass.sampled is not None
     prompts = [zipf(generator, 20 + args.unit_tokens) % model.vocab_size for _ in range(args.units)]
     units = [UnitTokens(ids.astype(np.int32), 20) for ids in prompts]
     rows = written(root / "backward", root / "corpus.parquet", args.length, model, args.rows).shard(0)
     examples, embedding = row_examples(rows, features), model.model.get_input_embeddings()
     few = written(root / "few", root / "corpus.parquet", args.length, model, 8).shard(0)
-    corpus = observe_part(ready, few, states_every=1)
+    corpus = observe_part(model_pass, few, states_every=1)
     (kernel,) = make_kernels(["gradient"], model, features, corpus)
-    kernel.prepare(ready.units(units, [str(e) for e in range(len(units))]))
-    ((_, some),) = list(ready.batches(few))[:1]
+    kernel.prepare(model_pass.units(units, [str(e) for e in range(len(units))]))
+    ((_, some),) = list(model_pass.batches(few))[:1]
     spent = {"plain": 0.0, "kernel": 0.0}
-    for index in ready.sampled.batches(examples):
+    for index in model_pass.sampled.batches(examples):
         batch = [examples[int(i)] for i in index]
         begun = time.process_time()
         ids, _ = pad_rows([example.input_ids for example in batch])
@@ -271,13 +271,13 @@ def backward(root: Path, args: argparse.Namespace) -> dict[str, Any]:
             torch.autograd.grad(loss, start)
         spent["plain"] += time.process_time() - begun
         begun = time.process_time()
-        sampled_BK, _ = ready.sampled.compute(batch)
+        sampled_BK, _ = model_pass.sampled.compute(batch)
         kernel.score(replace(some, n_rows=len(batch), gradient_BK=sampled_BK))
         spent["kernel"] += time.process_time() - begun
     return {
         "rows": len(rows),
         "units": len(units),
-        "coordinates": ready.sampled.sample.size,
+        "coordinates": model_pass.sampled.sample.size,
         "cpu_seconds": spent,
         "more": spent["kernel"] / spent["plain"] - 1,
     }

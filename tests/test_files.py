@@ -13,8 +13,8 @@ import pytest
 
 from grasp.errors import SettingsError
 from grasp.files import (
-    NAME_BYTES,
-    PART,
+    MAX_NAME_BYTES,
+    PART_SUFFIX,
     STALE_SECONDS,
     UNSIGNED,
     check_outputs,
@@ -66,7 +66,7 @@ def test_what_is_interrupted_leaves_what_was_there(stop, tmp_path):
 def test_two_writers_never_share_a_part_and_long_names_have_room(tmp_path):
     path = tmp_path / ("ä" * 125 + ".yaml")
     assert temporary_path(path) != temporary_path(path)
-    assert len(temporary_path(path).name.encode()) <= NAME_BYTES + 39
+    assert len(temporary_path(path).name.encode()) <= MAX_NAME_BYTES + 39
     write_whole(path, b"x")
     assert path.read_bytes() == b"x"
 
@@ -78,7 +78,7 @@ def test_a_killed_writer_leaves_nothing_for_longer_than_a_day(tmp_path):
         part.write_text("cut off")
     old_directory.mkdir()
     (old_directory / "one").write_text("1")
-    other = tmp_path / f".b.{'0' * 32}{PART}"
+    other = tmp_path / f".b.{'0' * 32}{PART_SUFFIX}"
     other.write_text("of another file")
     for part in (old, old_directory, other):
         long_ago = time.time() - STALE_SECONDS - 60

@@ -1,5 +1,6 @@
 """Pages on runs, mixtures and data in docs/howto: every block of them, in its order, in an empty directory."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -8,7 +9,9 @@ import pyarrow.csv as pacsv
 import pytest
 import yaml
 
-from tests.build.world import write_checkpoint, write_targets
+import grasp
+from grasp.runs.retrained import RetrainedRuns
+from tests.build.world import write_checkpoint, write_corpus, write_targets
 from tests.cli.grasp_command import succeed
 from tests.runs.environments import write_artifact
 
@@ -55,6 +58,31 @@ def test_the_page_on_files_of_training_tools():
     assert yaml.safe_load(Path("mixture.yaml").read_text())["sources"]
     assert "intervals of the change over units and rows" in printed
     assert {"mixture.txt", "probabilities.yaml", "datasets.yaml", "mixture.py"} <= {p.name for p in Path().iterdir()}
+
+
+def test_the_page_on_multiple_choice():
+    write_checkpoint(Path("model"))
+    write_corpus(Path("corpus.jsonl"), 40)
+    printed = run_page("multiple_choice.md")
+    page = (HOWTO / "multiple_choice.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^quiz@margin .*$", page, re.MULTILINE)
+    assert line.split() in [row.split() for row in printed.splitlines()]
+    (example,) = re.findall(r"^example 1: (.*)$", page, re.MULTILINE)
+    assert example in printed
+    assert list(grasp.open("art").targets) == ["quiz", "quiz@margin"]
+    assert RetrainedRuns.open(Path("env")).targets == ("quiz", "quiz@margin", "quiz@accuracy")
+
+
+def test_the_page_on_preference_data():
+    write_checkpoint(Path("model"))
+    printed = run_page("preference.md")
+    assert "margin of a preference pair" in printed
+    assert "[rejected]" in printed
+    assert "loss dpo" not in printed
+    (exported,) = Path("chosen").glob("*.jsonl")
+    records = [json.loads(line) for line in exported.read_text().splitlines()]
+    assert len(records) == 16
+    assert all({"id", "source", "prompt", "chosen", "rejected"} <= record.keys() for record in records)
 
 
 def test_the_page_on_nested_metadata():

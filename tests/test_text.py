@@ -14,7 +14,7 @@ import grasp
 from grasp import text as ascii_text
 from grasp.report.views import interval, number, signed
 from grasp.results import Result, write_table
-from grasp.text import LONGEST_CELL, different, ending, json_text, name, plain, text_table
+from grasp.text import MAX_CELL_CHARS, different, ending, json_text, name, plain, text_table
 from tests.report.world import HOSTILE, LINE, write_artifact
 
 
@@ -36,9 +36,9 @@ def test_text_is_cut_and_its_end_can_be_had():
 
 @given(st.lists(st.text(max_size=5) | st.just("x" * 70), max_size=8))
 def test_names_stay_different_when_they_are_cut(texts):
-    names = different(texts, LONGEST_CELL)
+    names = different(texts, MAX_CELL_CHARS)
     assert len(set(names)) == len(texts)
-    assert all(len(one) <= LONGEST_CELL for one in names)
+    assert all(len(one) <= MAX_CELL_CHARS for one in names)
 
 
 def test_numbers_have_a_true_minus_and_a_dash_where_there_is_none():
@@ -61,7 +61,7 @@ def test_numbers_have_a_true_minus_and_a_dash_where_there_is_none():
 
 
 def test_many_names_that_are_cut_to_the_same_are_told_apart_in_one_pass():
-    names = different(["x" * 100 + str(place) for place in range(50_000)], LONGEST_CELL)
+    names = different(["x" * 100 + str(place) for place in range(50_000)], MAX_CELL_CHARS)
     assert len(set(names)) == 50_000
     assert names[-1].endswith(" #50000")
 

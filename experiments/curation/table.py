@@ -19,7 +19,7 @@ from scipy.stats import t as student
 from experiments.curation.choices import RANDOM, SelectionRecord
 from experiments.curation.setting import HELD_OUT, ScoredUnit, World, choice_id
 from grasp.arrays import F64
-from grasp.runs.retrained import FULL, RetrainedRuns
+from grasp.runs.retrained import WHOLE_CORPUS_RUN, RetrainedRuns
 
 MEASURES = ("selected_loss", "fresh_loss", "accuracy", "held_out_loss")
 LEVEL = 0.95
@@ -45,7 +45,7 @@ class Reading:
         self._utility = dict(zip(known.subset_ids, known.values_BSE, strict=True))
         full_SE = environment.reference_utilities()
         if len(full_SE) == len(known.seeds):
-            self._utility[FULL] = full_SE
+            self._utility[WHOLE_CORPUS_RUN] = full_SE
         self._units = [_Placed.from_unit(world, unit, place) for unit in world.scored_units]
         self._held_out = np.array([e for e, target in enumerate(known.targets) if target == HELD_OUT])
 
@@ -133,11 +133,11 @@ def lines(reading: Reading, choices: Sequence[SelectionRecord]) -> list[dict[str
 
 def _whole(reading: Reading, targets: Sequence[str]) -> list[dict[str, Any]]:
     """Models of the whole pool, trained for as long."""
-    if not reading.has(FULL):
+    if not reading.has(WHOLE_CORPUS_RUN):
         return []
     return [
         {"method": WHOLE, "targets": name, "share": 1.0}
-        | _line(reading, [FULL], [], reading.targets if name == "all" else (name,))
+        | _line(reading, [WHOLE_CORPUS_RUN], [], reading.targets if name == "all" else (name,))
         for name in dict.fromkeys(targets)
     ]
 

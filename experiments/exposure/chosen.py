@@ -17,7 +17,7 @@ import numpy as np
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.geometry.scored import Scored
-from grasp.predict.predictor import SIMILAR, Predictor
+from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.runs.calibration import fit_outcomes
@@ -65,7 +65,7 @@ def propose(args: argparse.Namespace) -> None:
 def judge(args: argparse.Namespace) -> None:
     artifact, runs = ArtifactReader.open(args.artifact), RetrainedRuns.open(args.environment)
     trained = RetrainedRuns.open(args.chosen)
-    predictor = Predictor.from_artifact(artifact, sketches=SIMILAR)
+    predictor = Predictor.from_artifact(artifact, sketches=SIMILARITY_SKETCHES)
     expected, scored = fit_outcomes(predictor, artifact, runs), Scored.from_runs(trained, artifact)
     tables = [expected.predict(block.weights) for block in scored.blocks]
     low_BT, change_BT, high_BT = (

@@ -94,8 +94,8 @@ def measured(world: World, train: I64, out: I64) -> dict[str, float]:
     mean_RT, spread_RT = process.predict(features)
     truth_RT, known_RT = world.utility_RST[out].mean(axis=1), world.utility_RST[train].mean(axis=1)
     of_seeds_T = process.scale_T**2 * process.hyperparameters["seed noise"] / seeds
-    half_RT = process.quantile(COVERAGE) * np.sqrt(spread_RT**2 + of_seeds_T)
-    covered_RT = np.abs(mean_RT - truth_RT) <= half_RT
+    half_width_RT = process.quantile(COVERAGE) * np.sqrt(spread_RT**2 + of_seeds_T)
+    covered_RT = np.abs(mean_RT - truth_RT) <= half_width_RT
     refused_RT = (
         process.relative_uncertainty(features, COVERAGE) > 1 if hasattr(process, "ignorance") else covered_RT & False
     )
@@ -108,7 +108,7 @@ def measured(world: World, train: I64, out: I64) -> dict[str, float]:
         "answered": answered,
         "direction": float(((mean_RT - known_RT.mean(axis=0)) * moved_RT > 0)[np.abs(moved_RT) > sd_T].mean()),
         "error": float(np.sqrt((((mean_RT - truth_RT) / sd_T) ** 2).mean())),
-        "half_width": float((half_RT / sd_T).mean()),
+        "half_width": float((half_width_RT / sd_T).mean()),
         "rho": float(np.mean([spearmanr(*pair).statistic for pair in zip(mean_RT.T, truth_RT.T, strict=True)])),
     }
 

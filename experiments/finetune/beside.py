@@ -24,7 +24,7 @@ from experiments.finetune.setting import ENVIRONMENTS, Name, open_corpus
 from experiments.mistakes import in_one_line
 from grasp.arrays import F64
 from grasp.files import write_whole
-from grasp.predict.predictor import SIMILAR, Predictor
+from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor
 from grasp.retraining.plan import row_names
 from grasp.runs.calibration import SubsetFeaturizer
 from grasp.runs.gaussian_process import GaussianProcess, SubsetFeatures
@@ -42,7 +42,7 @@ def known_of(name: Name, data: Path, work: Path) -> tuple[SubsetFeatures, Subset
     artifact = artifact_of(name, work, model_directory(name, work), reader, FEATURES, 8192, "further")
     environment = RetrainedRuns.open(FOLDER / name)
     utilities = environment.utilities(seeds=(0,))
-    predictor = Predictor.from_artifact(artifact, sketches=SIMILAR)
+    predictor = Predictor.from_artifact(artifact, sketches=SIMILARITY_SKETCHES)
     known = SubsetFeaturizer.from_predictor(predictor, artifact, (ENVIRONMENTS[name].label,))
     names = [array.removeprefix("relevance_") for array in artifact.array_names if array.startswith("relevance_")]
     shipped = [

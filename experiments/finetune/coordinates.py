@@ -33,7 +33,7 @@ from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
 from grasp.arrays import F64
 from grasp.kernels.gradient import (
-    CHUNK,
+    CHUNK_COORDINATES,
     CoordinateSample,
     SampledGradients,
     by_member,
@@ -111,8 +111,8 @@ def scores(rows: Sequence[Example], units: Sequence[Example], samples: Samples) 
     out = {name: np.zeros((len(rows), len(units))) for name in factors}
     for index_B, sampled_BK in samples.batches(rows):
         for name, (first, factor_K) in factors.items():
-            for start in range(0, len(factor_K), CHUNK):
-                factor_k = factor_K[start : start + CHUNK]
+            for start in range(0, len(factor_K), CHUNK_COORDINATES):
+                factor_k = factor_K[start : start + CHUNK_COORDINATES]
                 some = slice(first + start, first + start + len(factor_k))
                 out[name][index_B] += ((sampled_BK[:, some] * factor_k) @ unit_EK[:, some].float().T).double().numpy()
     print(f"scores: {time.process_time() - began:.0f} s of CPU", flush=True)

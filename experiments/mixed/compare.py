@@ -32,7 +32,7 @@ from grasp.predict.slices import label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.runs.alignment import unit_fingerprints
-from grasp.runs.retrained import FULL, RetrainedRuns, Run, TargetInfo
+from grasp.runs.retrained import WHOLE_CORPUS_RUN, RetrainedRuns, Run, TargetInfo
 from grasp.seeds import stream
 from grasp.select.mix import mix
 
@@ -138,7 +138,7 @@ def split_on_oom(runs: RetrainedRuns, artifact: ArtifactReader, out: Path) -> Re
     for s, seed in enumerate(values.seeds):
         for b, name in enumerate(values.subset_ids):
             fewer.write_run(Run(seed, name), values.values_BSE[b, s, shared_units])
-        fewer.write_run(Run(seed, FULL), whole_SE[s, shared_units])
+        fewer.write_run(Run(seed, WHOLE_CORPUS_RUN), whole_SE[s, shared_units])
     fewer.compact()
     return fewer
 

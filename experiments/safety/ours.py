@@ -72,7 +72,10 @@ def others(artifact: ArtifactReader, *, label: str | None) -> dict[str, F64]:
     out = {}
     if label is not None:
         detection = detect(artifact, TARGET, label=label)
-        out |= {"detect: geometry": detection.scores["geometry"], "detect: fused": detection.scores["fused"]}
+        out |= {
+            "detect: geometry": detection.scores["neighbour_disagreement"],
+            "detect: fused": detection.scores["fused"],
+        }
     out["GRASP (full)"] = without_each(artifact, load_protocol(FULL_PROTOCOL))
     for method in configured_methods(["bm25", "activation_similarity"]):
         rows = method_rows(artifact, method, cache=artifact.path / "methods")

@@ -27,11 +27,11 @@ from pydantic import BaseModel, ConfigDict
 
 from grasp.errors import ArtifactError, SettingsError
 
-TABLES = (".parquet", ".csv")  # how the name of a table ends
-STREAMS = (Path("-"), Path("/dev/stdout"))  # names of standard output
-FULL = (errno.ENOSPC, errno.EDQUOT)  # a full disk, or an exhausted quota
-PART = ".part"
-NAME_BYTES = 200  # bytes of a name that its temporary file repeats: file systems accept 255
+TABLE_SUFFIXES = (".parquet", ".csv")  # how the name of a table ends
+STANDARD_OUTPUTS = (Path("-"), Path("/dev/stdout"))  # names of standard output
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)  # a full disk, or an exhausted quota
+PART_SUFFIX = ".part"
+MAX_NAME_BYTES = 200  # bytes of a name that its temporary file repeats: file systems accept 255
 STALE_SECONDS = 86_400.0
 UNSIGNED = "0" * 32
 # In JSON with an indent of 1 only a top-level field can match this, since JSON strings hold no line breaks.
@@ -64,7 +64,7 @@ def check_outputs(
     """
     written: dict[Path, str] = {}
     for flag, path in outputs.items():
-        if path is None or (flag in streamed and path in STREAMS):
+        if path is None or (flag in streamed and path in STANDARD_OUTPUTS):
             continue
         if not path.parent.is_dir():
             raise SettingsError(f"{flag}: got {path}, but the directory {path.parent} does not exist; create it first")
@@ -73,8 +73,8 @@ def check_outputs(
         if kind not in ("file", "nothing"):
             raise SettingsError(f"{flag}: got {path}, which is a {kind}; expected the name of a file")
         written[_check_apart(path, flag, reads, written)] = f"{flag} writes"
-        if flag in tables and path.suffix not in TABLES:
-            raise SettingsError(f"{flag}: got {path}, expected a name that ends in {' or '.join(TABLES)}")
+        if flag in tables and path.suffix not in TABLE_SUFFIXES:
+            raise SettingsError(f"{flag}: got {path}, expected a name that ends in {' or '.join(TABLE_SUFFIXES)}")
 
 
 def _check_apart(
@@ -132,12 +132,12 @@ def kind_of(path: Path) -> str | None:
 
 def temporary_path(path: Path) -> Path:
     """Return a unique temporary name in the directory of `path`, so that two processes never share one."""
-    return path.with_name(f"{_part_prefix(path)}{uuid.uuid4().hex}{PART}")
+    return path.with_name(f"{_part_prefix(path)}{uuid.uuid4().hex}{PART_SUFFIX}")
 
 
 def _part_prefix(path: Path) -> str:
     """Return the common prefix of the temporary names of `path`."""
-    return f".{path.name.encode()[:NAME_BYTES].decode(errors='ignore')}."
+    return f".{path.name.encode()[:MAX_NAME_BYTES].decode(errors='ignore')}."
 
 
 def write_whole(path: Path, data: bytes | memoryview) -> "FileEntry":
@@ -166,7 +166,7 @@ def written_aside(path: Path, *, sweep: bool = True) -> Iterator[Path]:
     """
     part = temporary_path(path)
     if sweep:
-        for abandoned in path.parent.glob(f"{glob.escape(_part_prefix(path))}*{PART}"):
+        for abandoned in path.parent.glob(f"{glob.escape(_part_prefix(path))}*{PART_SUFFIX}"):
             remove_stale(abandoned, older_than=STALE_SECONDS)
     if (kind := kind_of(path)) not in ("nothing", "file", "directory"):
         raise SettingsError(f"{path}: is a {kind}; expected the name of a file")
@@ -183,7 +183,7 @@ def written_aside(path: Path, *, sweep: bool = True) -> Iterator[Path]:
     except BaseException as err:
         discard(part)
         if isinstance(err, OSError):
-            number = err.errno if err.errno in (*FULL, errno.EFBIG) else None
+            number = err.errno if err.errno in (*DISK_FULL_ERRORS, errno.EFBIG) else None
         else:  # libraries in Rust report the number in the message only
             os_error = re.search(r"\(os error (\d+)\)|Os \{ code: (\d+)", str(err))
             number = None if os_error is None else int(os_error[1] or os_error[2])
@@ -237,7 +237,7 @@ def out_of_space(where: str, progress: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except OSError as err:
-        if err.errno not in (*FULL, errno.EFBIG):
+        if err.errno not in (*DISK_FULL_ERRORS, errno.EFBIG):
             raise
         what = "file too large for the file system" if err.errno == errno.EFBIG else "no space left on the device"
         raise ArtifactError(f"{where}: {what}; {progress()}; free space and run again with --resume") from err

@@ -42,10 +42,11 @@ SUFFIXES = {
     "yaml": ".yaml",
     "csv": ".csv",
 }
-READ = (".yaml", ".yml", ".py", ".txt")  # a single CSV file is a table of runs; in a directory it is a mixture
+# a single CSV file is a table of runs; in a directory it is a mixture
+READABLE_SUFFIXES = (".yaml", ".yml", ".py", ".txt")
 PREFIX = "_text_document"  # suffix that Megatron's preprocessing appends to file names
 NAME_LINE = re.compile(r"^# name (\S+): (.*)$", re.MULTILINE)
-MOST_BYTES = 4 << 20
+MAX_FILE_BYTES = 4 << 20
 DIGITS = 8
 
 
@@ -266,8 +267,8 @@ class MixtureFile:
 def mixture_files(place: Path) -> list[Path]:
     """Return the files of a directory of mixtures, one per run, or a single file; none if it is a table of runs."""
     if place.is_dir():
-        return sorted(path for path in place.iterdir() if path.suffix in (*READ, ".csv"))
-    return [place] if place.suffix in READ else []
+        return sorted(path for path in place.iterdir() if path.suffix in (*READABLE_SUFFIXES, ".csv"))
+    return [place] if place.suffix in READABLE_SUFFIXES else []
 
 
 def read_mixture(path: Path) -> MixtureFile:
@@ -277,8 +278,8 @@ def read_mixture(path: Path) -> MixtureFile:
         RunsError: the file cannot be read, its format is unknown, or weights are negative or not numbers.
     """
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise RunsError(f"{path}: larger than {MOST_BYTES >> 20} MiB, expected a mixture")
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise RunsError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB, expected a mixture")
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".py":
             mixture = _read_datatrove(text)

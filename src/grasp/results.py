@@ -11,15 +11,15 @@ import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
 from grasp.errors import SettingsError
-from grasp.files import TABLES, written_aside
+from grasp.files import TABLE_SUFFIXES, written_aside
 from grasp.store.checksummed_parquet import ChecksummedParquetWriter, write_checksummed
 from grasp.text import number, plain, signed, text_table
 
 if TYPE_CHECKING:
     import pandas as pd
 
-ROWS_SHOWN = 20
-FORMULA = r"^[=+\-@\t\r]"  # beginning of a cell that a spreadsheet would evaluate
+MAX_ROWS_SHOWN = 20
+FORMULA_PREFIX = r"^[=+\-@\t\r]"  # beginning of a cell that a spreadsheet would evaluate
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -33,7 +33,7 @@ class Result:
         signs: whether its numbers are changes, which are printed with a sign.
     """
 
-    most: ClassVar[int] = ROWS_SHOWN  # rows that are printed
+    most: ClassVar[int] = MAX_ROWS_SHOWN  # rows that are printed
     table: pa.Table
     headline: str = ""
     notes: tuple[str, ...] = ()
@@ -89,8 +89,8 @@ def write_table(table: pa.Table, path: Path) -> Path:
     Numbers that are not finite become empty cells. In CSV, text that a spreadsheet would evaluate as a formula is
     prefixed with an apostrophe.
     """
-    if path.suffix not in TABLES:
-        raise SettingsError(f"{path}: expected a name that ends in {' or '.join(TABLES)}")
+    if path.suffix not in TABLE_SUFFIXES:
+        raise SettingsError(f"{path}: expected a name that ends in {' or '.join(TABLE_SUFFIXES)}")
     columns = [_finite(column) for column in table.columns]
     with written_aside(path) as part:
         if path.suffix == ".csv":
@@ -128,7 +128,7 @@ def _no_formula(column: pa.ChunkedArray) -> pa.ChunkedArray:
         column = column.cast(column.type.value_type)
     if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
         return column
-    is_formula = pc.match_substring_regex(column, FORMULA)
+    is_formula = pc.match_substring_regex(column, FORMULA_PREFIX)
     return pc.if_else(is_formula, pc.binary_join_element_wise("'", column, ""), column)
 
 

@@ -47,10 +47,10 @@ class CorpusSettings(Settings):
         None,
         description="Column of texts or conversations. null: text, messages or conversations.",
     )
-    form: Literal["prompt", "instruction"] | None = Field(
+    form: Literal["prompt", "instruction", "preference"] | None = Field(
         None,
-        description="Form of records with several columns: prompt (prompt and completion) or instruction (instruction, "
-        "input and output). null: inferred from the columns.",
+        description="Form of records with several columns: prompt (prompt and completion), instruction (instruction, "
+        "input and output) or preference (chosen and rejected, for DPO). null: prompt or instruction, by the columns.",
     )
     prompt: str | None = Field(
         None,
@@ -121,8 +121,9 @@ class TargetSettings(Settings):
 
     names: tuple[str, ...] = Field(
         (),
-        description="Names of tasks (sciq, openbookqa, ...) or paths of JSONL files; for a classifier, paths of "
-        "trusted images, like corpus.path.",
+        description="Names of tasks (sciq, openbookqa, ...) or paths of JSONL files, with @margin, @margin_per_char or "
+        "@margin_per_token for the margins of multiple choice; for a classifier, paths of trusted images, like "
+        "corpus.path.",
     )
     variant: str = Field("rc_0shot", description="Variant of the OLMES request files.")
     loss_on: Literal["completion", "assistant", "all"] = Field(

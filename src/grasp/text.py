@@ -15,19 +15,19 @@ from grasp.errors import SettingsError
 
 SIZES = ("bytes", "kB", "MB", "GB", "TB")
 GAP = "  "
-LONGEST_EXAMPLE = 300  # characters of an example of an unusable record
-LONGEST_CELL = 60  # characters of a cell, except ids (people copy them) and a last column of text
+MAX_EXAMPLE_CHARS = 300  # characters of an example of an unusable record
+MAX_CELL_CHARS = 60  # characters of a cell, except ids (people copy them) and a last column of text
 SUFFIX_WIDTH = 6  # characters reserved for ` #2`, if two names are cut to the same text
-SIGNS_SHOWN = 6
+MAX_SIGNS_SHOWN = 6
 SIGNS = {
     " ": "\N{OPEN BOX}",
     "\t": "\N{RIGHTWARDS ARROW TO BAR}",
     "\n": "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}",
     "\r": "\N{SYMBOL FOR CARRIAGE RETURN}",
 }
-HUGE = 1e9  # larger numbers are printed with an exponent
-NOISE = 1e-6  # rounding error of float32 sums; smaller numbers are printed as zero
-WIDTH = 160  # columns, if the output is not a terminal
+MIN_EXPONENT_VALUE = 1e9  # larger numbers are printed with an exponent
+ROUNDING_NOISE = 1e-6  # rounding error of float32 sums; smaller numbers are printed as zero
+DEFAULT_WIDTH = 160  # columns, if the output is not a terminal
 PRINTED_CONTROLS = "\n\t\u200c\u200d"  # the last two join letters in some scripts and emoji; they reorder nothing
 REPLACEMENT = "\ufffd"
 SKIPPED = {
@@ -111,10 +111,10 @@ def number(value: float | None, digits: int = 3, sign: str = "") -> str:
     """Format a number; None and NaN become a dash. A number other than zero is never printed as zero."""
     if value is None or isnan(value):
         return "-"
-    if abs(value) >= HUGE:
+    if abs(value) >= MIN_EXPONENT_VALUE:
         return f"{value:{sign}.3g}"
     shown = f"{value:{sign}z.{digits}f}"
-    return f"{value:{sign}.1g}" if abs(value) > NOISE and not float(shown) else shown
+    return f"{value:{sign}.1g}" if abs(value) > ROUNDING_NOISE and not float(shown) else shown
 
 
 def signed(value: float | None, digits: int = 3) -> str:
@@ -138,7 +138,7 @@ def skipped_lines(counts: Mapping[str, int], examples: Mapping[str, Sequence[str
     """Return one line per reason, with the positions of the first examples and what to do about them."""
     lines = []
     for reason, count in counts.items():
-        places = ", ".join(plain(example, LONGEST_EXAMPLE) for example in examples.get(reason, ()))
+        places = ", ".join(plain(example, MAX_EXAMPLE_CHARS) for example in examples.get(reason, ()))
         remedy = REMEDIES.get(reason, "")
         lines.append(skipped_text({reason: count}) + f": {places}" * bool(places) + f"; {remedy}" * bool(remedy))
     return lines
@@ -180,7 +180,7 @@ def plain(text: object, longest: int | None = None) -> str:
 
 def name(text: object) -> str:
     """Shorten the name of a slice, a target or a method for a table."""
-    return plain(text, LONGEST_CELL)
+    return plain(text, MAX_CELL_CHARS)
 
 
 def ending(text: object, longest: int = 240) -> str:
@@ -198,11 +198,11 @@ def printable(text: str) -> str:
 
 
 def visible(word: str) -> str:
-    """Return a word; white space becomes visible signs, at most `SIGNS_SHOWN`, and a line break is preserved."""
+    """Return a word; white space becomes visible signs, at most `MAX_SIGNS_SHOWN`, and a line break is preserved."""
     if not word or not word.isspace():
         return word
     signs = "".join(SIGNS.get(ch, SIGNS[" "]) for ch in word)
-    return signs[:SIGNS_SHOWN] + "..." * (len(signs) > SIGNS_SHOWN) + "\n" * ("\n" in word)
+    return signs[:MAX_SIGNS_SHOWN] + "..." * (len(signs) > MAX_SIGNS_SHOWN) + "\n" * ("\n" in word)
 
 
 def different(names: Sequence[object], longest: int | None = None) -> list[str]:
@@ -221,11 +221,11 @@ def different(names: Sequence[object], longest: int | None = None) -> list[str]:
 
 
 def text_table(
-    title: str, headings: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1, width: int = WIDTH
+    title: str, headings: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1, width: int = DEFAULT_WIDTH
 ) -> str:
     """Format a table: the first `left` columns and a column `text` are left-aligned, numbers right-aligned.
 
-    A last column of text is truncated to `width`, other cells to `LONGEST_CELL`; truncated names stay unique.
+    A last column of text is truncated to `width`, other cells to `MAX_CELL_CHARS`; truncated names stay unique.
     """
     headings = [plain(heading) for heading in headings]
     columns = [
@@ -252,9 +252,9 @@ def _column(heading: str, cells: Sequence[object], *, is_name: bool) -> list[str
     if heading == "text" or heading.endswith("_id"):
         return [plain(cell) for cell in cells]
     if not is_name:
-        return [_cut(plain(cell), LONGEST_CELL) for cell in cells]
+        return [_cut(plain(cell), MAX_CELL_CHARS) for cell in cells]
     known = list(dict.fromkeys(map(str, cells)))
-    spelled = dict(zip(known, different(known, LONGEST_CELL), strict=True))
+    spelled = dict(zip(known, different(known, MAX_CELL_CHARS), strict=True))
     return [spelled[str(cell)] for cell in cells]
 
 

@@ -17,11 +17,11 @@ from grasp.errors import GraspError, SettingsError
 from grasp.files import write_whole
 from grasp.text import plain
 
-DEEPEST = 50  # nesting levels of a YAML file
-MOST_BYTES = 4 << 20  # size of a YAML file
-MOST_VALUES = 100_000  # values of a YAML file with aliases expanded; alias bombs have billions
-SHOWN = 200  # characters of an invalid field or value in a message
-MOST_SHOWN = 20  # errors in a message
+MAX_DEPTH = 50  # nesting levels of a YAML file
+MAX_FILE_BYTES = 4 << 20  # size of a YAML file
+MAX_VALUES = 100_000  # values of a YAML file with aliases expanded; alias bombs have billions
+MAX_VALUE_CHARS = 200  # characters of an invalid field or value in a message
+MAX_ERRORS_SHOWN = 20  # errors in a message
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -46,14 +46,16 @@ def validated_yaml(kind: type[M], path: Path | str, what: str, error_type: type[
 def describe(err: ValidationError, where: str, kind: type[BaseModel] | None = None) -> str:
     """Format validation errors in one line; if `kind` is given, with suggestions for misspelt fields."""
     parts = []
-    for item in err.errors()[:MOST_SHOWN]:
-        field = plain(".".join(str(step) for step in item["loc"]), SHOWN)
-        got = "" if item["type"] in ("missing", "value_error") else f", got {plain(repr(item['input']), SHOWN)}"
+    for item in err.errors()[:MAX_ERRORS_SHOWN]:
+        field = plain(".".join(str(step) for step in item["loc"]), MAX_VALUE_CHARS)
+        got = (
+            "" if item["type"] in ("missing", "value_error") else f", got {plain(repr(item['input']), MAX_VALUE_CHARS)}"
+        )
         if item["type"] == "string_type" and isinstance(item["input"], dict):
             got += "; quote text that contains : or {}, --set 'NAME=\"...\"'"
         what = _WORDS.get(item["type"], item["msg"].removeprefix("Value error, "))
         parts.append(f"{field}: {what}{got}{_suggest_field(kind, item)}".removeprefix(": "))
-    more = f"; {err.error_count() - MOST_SHOWN} more" if err.error_count() > MOST_SHOWN else ""
+    more = f"; {err.error_count() - MAX_ERRORS_SHOWN} more" if err.error_count() > MAX_ERRORS_SHOWN else ""
     return f"{where}: " + "; ".join(parts) + more
 
 
@@ -95,15 +97,15 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         is_alias, line, before = self.check_event(yaml.AliasEvent), self.line + 1, self._values
         self._depth += 1
-        if self._depth > DEEPEST:
-            raise _Refused(f"line {line}: nested deeper than {DEEPEST}")
+        if self._depth > MAX_DEPTH:
+            raise _Refused(f"line {line}: nested deeper than {MAX_DEPTH}")
         node = super().compose_node(parent, index)
         self._depth -= 1
         if is_alias and node not in self._size:
             raise _Refused(f"line {line}: recursive alias")
         self._values += self._size[node] if is_alias else 1
-        if self._values > MOST_VALUES:
-            raise _Refused(f"line {line}: more than {MOST_VALUES:,} values with aliases expanded")
+        if self._values > MAX_VALUES:
+            raise _Refused(f"line {line}: more than {MAX_VALUES:,} values with aliases expanded")
         self._size.setdefault(node, self._values - before)
         return node
 
@@ -129,16 +131,16 @@ def parse_yaml(text: str, where: str) -> Any:
     except _Refused as err:
         raise SettingsError(f"{where}: {err}") from err
     except (yaml.YAMLError, ValueError) as err:  # ValueError: an invalid date, a number of 5,000 digits
-        raise SettingsError(f"{where}: not YAML: {plain(err, SHOWN)}") from err
+        raise SettingsError(f"{where}: not YAML: {plain(err, MAX_VALUE_CHARS)}") from err
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML mapping; any other value and duplicate keys are refused."""
     try:
         with path.open("rb") as file:  # bounded, since /dev/zero never ends
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise SettingsError(f"{path}: more than {MOST_BYTES:,} bytes; expected a YAML file of settings")
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise SettingsError(f"{path}: more than {MAX_FILE_BYTES:,} bytes; expected a YAML file of settings")
         data = parse_yaml(content.decode(), str(path))
     except FileNotFoundError as err:
         raise SettingsError(f"{path}: no such settings file") from err

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from grasp.artifact.label_functions import BINS, bin_names, domain_of, quantile_edges
+from grasp.artifact.label_functions import DEFAULT_BINS, bin_names, domain_of, quantile_edges
 from grasp.artifact.where import LabelTable, equals, identifier, none_of
 from grasp.errors import SubsetError
 
@@ -343,7 +343,7 @@ def test_a_label_that_cannot_be_computed_says_why(web, label, message):
 def test_a_number_with_many_values_is_binned_and_says_so(tmp_path):
     values = np.random.default_rng(0).normal(size=1_000)
     column = labels_of(tmp_path, values.tolist(), pa.float64(), "score").column("score")
-    assert (column.name, len(column.values)) == ("score", BINS)
+    assert (column.name, len(column.values)) == ("score", DEFAULT_BINS)
     assert column.counts.min() > 150
     assert "grouped as bins(score, 5)" in column.note
     few = labels_of(tmp_path, [2020 + i % 7 for i in range(1_000)], pa.int64(), "year").column("year")

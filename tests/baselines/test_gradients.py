@@ -104,7 +104,7 @@ def test_batches_and_padding_do_not_matter():
 
 def test_head_in_pieces_of_the_batch(monkeypatch):
     expected = held(engine_of("llama-tied"), rows())
-    monkeypatch.setattr("grasp.models.gradients.CPU_LOGITS", 2 * 13 * VOCAB)
+    monkeypatch.setattr("grasp.models.gradients.CPU_CHUNK_ELEMENTS", 2 * 13 * VOCAB)
     result = held(engine_of("llama-tied"), rows())
     for actual, other in zip(result, expected, strict=True):
         torch.testing.assert_close(actual, other, rtol=0, atol=1e-12)
@@ -116,7 +116,7 @@ def test_memory_bounds_change_no_number(monkeypatch, elements):
         "models.gradient_factors",
         *(f"baselines.gradients.{m}" for m in ("queries", "sinks", "projection")),
     ):
-        monkeypatch.setattr(f"grasp.{module}.ELEMENTS", elements)
+        monkeypatch.setattr(f"grasp.{module}.BLOCK_ELEMENTS", elements)
     test_inner_products_and_norms_without_projection_are_exact("llama-tied", "chosen")
 
 

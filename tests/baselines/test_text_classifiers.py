@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from grasp.baselines.classifier import TextOdds
-from grasp.baselines.dsir import SMALLEST, WORD, bucket_counts, log_ratio
+from grasp.baselines.dsir import MIN_PROBABILITY, WORD, bucket_counts, log_ratio
 from grasp.methods.registry import scores
 from tests.baselines.world import N_ROWS, configured_method, matrix
 
@@ -28,7 +28,7 @@ def test_log_ratio_is_that_of_smoothed_shares():
     corpus, target = [sum(map(buckets_of, texts), Counter()) for texts in (GAMES + STARS, STARS)]
     corpus_H = np.array([corpus[h] for h in range(BUCKETS)], dtype=np.float64)
     expected = [
-        math.log(target[h] / target.total() + SMALLEST) - math.log(corpus[h] / corpus.total() + SMALLEST)
+        math.log(target[h] / target.total() + MIN_PROBABILITY) - math.log(corpus[h] / corpus.total() + MIN_PROBABILITY)
         for h in range(BUCKETS)
     ]
     np.testing.assert_allclose(log_ratio(STARS, corpus_H), expected)

@@ -12,7 +12,7 @@ import grasp
 from grasp.artifact.reader import ArtifactReader
 from grasp.build import leaks
 from grasp.build.build import add_targets
-from grasp.build.leaks import GRAM, QuestionIndex, find_leaks, question_words
+from grasp.build.leaks import GRAM_WORDS, QuestionIndex, find_leaks, question_words
 from grasp.build.merge import merge
 from grasp.build.pipeline import build_artifact
 from grasp.corpus.conversations import Conversation
@@ -70,7 +70,7 @@ def test_what_is_there_to_the_letter_is_found(asked, around, place, put):
     index = QuestionIndex([Unit("u", "t", " ".join(asked), " x")])
     if slow(" ".join(asked), text):
         assert found_in(index, text) == [0]
-    if not any(" ".join(asked[k : k + GRAM]) in text for k in range(len(asked) - GRAM + 1)):
+    if not any(" ".join(asked[k : k + GRAM_WORDS]) in text for k in range(len(asked) - GRAM_WORDS + 1)):
         assert index.questions_in(text) == []
 
 

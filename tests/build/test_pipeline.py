@@ -464,7 +464,7 @@ def test_a_kernel_is_one_module_and_the_scoring_rule_that_names_it(root, tmp_pat
 def test_units_are_weighed_against_themselves_in_any_blocks(root, tmp_path, monkeypatch):
     settings = world(root)
     inputs = prepare(settings, tmp_path / "tokens", Silent())
-    corpus = observe_part(inputs.ready, inputs.store.shard(0), states_every=1)
+    corpus = observe_part(inputs.model_pass, inputs.store.shard(0), states_every=1)
     own = {}
     for rows_at_once in (64, 4):
         monkeypatch.setattr(kernel_module, "ROWS_AT_ONCE", rows_at_once)
@@ -805,11 +805,11 @@ def test_positions_that_were_kept_by_another_version_are_refused(root, tmp_path)
     artifact = ArtifactReader.open(build_artifact(settings, tmp_path / "artifact"))
     kept = artifact.features(0)
     assert len(kept["0.input"]) == len(kept["0.row"])
-    ready = prepare(settings, tmp_path / "tokens", Silent()).ready
-    assert sum(batch.n_rows for _, batch in read_batches(kept, ready, 300)) == artifact.grid.shard_rows
+    model_pass = prepare(settings, tmp_path / "tokens", Silent()).model_pass
+    assert sum(batch.n_rows for _, batch in read_batches(kept, model_pass, 300)) == artifact.grid.shard_rows
     old = {f"position.{name}": array for name, array in kept.items()}
     with pytest.raises(ArtifactError, match=r"features: .*version"):
-        next(read_batches(old, ready, 300))
+        next(read_batches(old, model_pass, 300))
 
 
 def test_adding_a_target_over_another_corpus_is_refused(root, tmp_path):

@@ -6,7 +6,7 @@ from grasp.cli import progress_display as progress
 from grasp.cli.console import show
 from grasp.cli.progress_display import Watch
 from grasp.retraining.worker import RetrainStatus
-from grasp.text import LONGEST_CELL
+from grasp.text import MAX_CELL_CHARS
 from tests.mentions import assert_mentions
 
 
@@ -50,7 +50,7 @@ def test_only_names_that_are_cut_are_told_apart(capsys):
     _, _, first, second, third = capsys.readouterr().out.splitlines()
     names = [line.split("  ")[0] for line in (first, second)]
     assert names[0] != names[1]
-    assert all(len(name) <= LONGEST_CELL for name in names)
+    assert all(len(name) <= MAX_CELL_CHARS for name in names)
     assert third.split() == ["b", "2", "b"]
     assert "#" not in first + third
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from grasp.build.modality import load_reference
 from grasp.corpus import read_documents
 from grasp.corpus.documents import documents_of
-from grasp.corpus.labels import MOST_FIELDS
+from grasp.corpus.labels import MAX_FIELDS
 from grasp.corpus.sources import IN_MEMORY, JsonRecord, table_source
 from grasp.errors import CorpusError, MissingExtraError, ModelError
 from grasp.settings import ModelSettings
@@ -518,7 +518,7 @@ def test_reading_parquet_does_not_hold_the_file(tmp_path):
 
 
 def test_a_line_that_does_not_end_is_refused_before_it_is_held(tmp_path, monkeypatch):
-    monkeypatch.setattr("grasp.corpus.text_files.LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr("grasp.corpus.text_files.MAX_LINE_BYTES", 1 << 20)
     path = tmp_path / "c.jsonl.gz"
     with gzip.open(path, "wb", compresslevel=1) as file:
         file.write(b'{"text": "a"}\n{"text": "' + b"a" * (4 << 20))
@@ -634,7 +634,7 @@ def test_names_of_files_are_labels_on_request(tmp_path):
 
 
 def test_keys_that_are_data_do_not_become_columns_without_end(tmp_path):
-    rows = [{"text": "t", "counts": {f"word{i}-{k}": k for k in range(5)}} for i in range(MOST_FIELDS)]
+    rows = [{"text": "t", "counts": {f"word{i}-{k}": k for k in range(5)}} for i in range(MAX_FIELDS)]
     documents = list(read_documents(settings_for(write_jsonl(tmp_path / "c.jsonl", rows))))
-    assert len({name for d in documents for name in d.labels}) == MOST_FIELDS
+    assert len({name for d in documents for name in d.labels}) == MAX_FIELDS
     assert documents[-1].ignored == ("counts",)

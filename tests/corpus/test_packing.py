@@ -72,8 +72,10 @@ def test_packing_goes_on_from_any_row(documents, packing, length, most, prefix):
         again = Skipped()
         for _, skipped in states[: k + 1]:
             again.extend(skipped.counts, skipped.ids, skipped.examples)
-        rest = list(pack(documents, tokenizer, again, cursor=row.after, **changes))
-        assert [(r.row_id, r.after, r.snippet) for r in rest] == [(r.row_id, r.after, r.snippet) for r in rows[k + 1 :]]
+        rest = list(pack(documents, tokenizer, again, cursor=row.next_cursor, **changes))
+        assert [(r.row_id, r.next_cursor, r.snippet) for r in rest] == [
+            (r.row_id, r.next_cursor, r.snippet) for r in rows[k + 1 :]
+        ]
         assert ids_of(rest) == ids_of(rows[k + 1 :])
         whole = Skipped()
         for skipped in (*(skipped for _, skipped in states), tail):
@@ -107,7 +109,7 @@ def test_short_ends_of_documents_that_are_cut_apart_are_left_out_and_named(kind,
     left = tokens - sum(len(row.input_ids) for row in rows)
     assert left < 4
     assert log.ids == ({"short_end": [f"d0#{n_rows}"]} if left else {})
-    assert not list(pack(documents, Words(eos_id=None), log, cursor=rows[-1].after, max_length=32))
+    assert not list(pack(documents, Words(eos_id=None), log, cursor=rows[-1].next_cursor, max_length=32))
     every = pack(documents, Words(eos_id=None), max_length=32, shortest_end=1)
     assert sum(len(row.input_ids) for row in every) == tokens
 

@@ -77,7 +77,7 @@ VALUES = st.recursive(
 )
 def test_a_json_array_is_read_in_blocks(rows, indent, ascii_only, block, skip):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_files, "_BLOCK", block)
+        patch.setattr(text_files, "_BLOCK_BYTES", block)
         text = json.dumps(rows, indent=indent, ensure_ascii=ascii_only)
         got = records(text.encode("utf-8", "surrogatepass"), skip=skip)
     assert got == [(k, None if k <= skip else row) for k, row in enumerate(rows, start=1)]

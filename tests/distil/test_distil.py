@@ -61,7 +61,7 @@ def test_a_table_looked_up_is_the_matrix_of_shares_times_it(texts, first, piece)
         value_N, rarity_N = mean_over(array, TABLES, RARITY)
         whole = shares(array)
         np.testing.assert_allclose(value_N, whole @ TABLES.ravel(), atol=1e-5)
-        columns = slice(ngrams.FAMILIAR * SLOTS, (ngrams.FAMILIAR + 1) * SLOTS)
+        columns = slice(ngrams.FAMILIARITY_LENGTH * SLOTS, (ngrams.FAMILIARITY_LENGTH + 1) * SLOTS)
         np.testing.assert_allclose(rarity_N, whole[:, columns] @ RARITY, atol=1e-5)
         suffix_N, _ = mean_over(array.slice(first), TABLES, RARITY)
     np.testing.assert_allclose(suffix_N, value_N[first:], atol=1e-9)  # independent of the other texts

@@ -41,11 +41,11 @@ def noisy(tmp_path_factory):
 
 def test_wrong_labels_come_first(noisy):
     suspects = detect(noisy, "trusted", truth="changed")
-    assert list(suspects.scores) == ["relevance", "geometry", "fused"]
+    assert list(suspects.scores) == ["relevance", "neighbour_disagreement", "fused"]
     detections = suspects.record.detections
     assert detections["fused"].n_planted == 6
     assert detections["relevance"].auroc > 0.95
-    assert detections["geometry"].auroc > 0.95
+    assert detections["neighbour_disagreement"].auroc > 0.95
     assert detections["fused"].at_k.recall >= 5 / 6
 
 

@@ -185,7 +185,7 @@ def test_cells_hold_the_neighbours_that_all_pairs_have(monkeypatch):
     feature[:60] = feature[0]  # copies of one row
     exact = disagreement(feature, label, 10)
     assert exact.recall == 1.0
-    monkeypatch.setattr(neighbours, "COMPARED", 100)
+    monkeypatch.setattr(neighbours, "MAX_CANDIDATES", 100)
     near = disagreement(feature, label, 10)
     assert near.recall > 0.95
     assert np.abs(near.share_N - exact.share_N)[60:].mean() < 0.01

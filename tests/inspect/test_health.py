@@ -13,7 +13,7 @@ from grasp.build.pipeline import build_artifact
 from grasp.errors import GraspError, RunsError, SettingsError
 from grasp.geometry import sketch_checks
 from grasp.geometry import sketch_measures as geometric
-from grasp.geometry.sketched import RANKS, Kernels
+from grasp.geometry.sketched import MIN_RANK_CORRELATION, Kernels
 from grasp.inspect import health as checking
 from grasp.inspect import rescoring as sample
 from grasp.inspect.health import check
@@ -202,7 +202,7 @@ def test_a_sketch_that_loses_the_order_is_not_healthy_and_the_width_it_names_is(
     for half in ("hidden", "residual", "product"):
         numbers = named[f"{half} sketch"].numbers
         assert numbers["error"] < 2 * np.sqrt(2 / 4)  # which alone would have passed
-        assert numbers["ranks"] < RANKS
+        assert numbers["ranks"] < MIN_RANK_CORRELATION
         assert named[f"{half} sketch"].verdict == "look"
         widths[f"{half}_width"] = int(numbers["healthy_width"])
         assert f"features.{half}_width: {widths[f'{half}_width']}" in named[f"{half} sketch"].advice

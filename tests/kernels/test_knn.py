@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grasp.kernels.knn import PRIOR, WIDTH, knn_relevance, prepare_knn
+from grasp.kernels.knn import KERNEL_WIDTH, PRIOR, knn_relevance, prepare_knn
 from grasp.kernels.whitening import MomentAccumulator, Whitener
 from grasp.models.residuals import sparse_residual
 from tests.rounding import rounding
@@ -45,7 +45,7 @@ class Definition:
             (states - whitener.mean_H) @ whitener.map_HH
             for states in (rows[0].double().numpy(), units[0].double().numpy(), states_MH.astype(np.float64))
         ]
-        tau = WIDTH * np.sqrt(np.mean([((x - y) ** 2).sum() for x in white[0] for y in white[0]]))
+        tau = KERNEL_WIDTH * np.sqrt(np.mean([((x - y) ** 2).sum() for x in white[0] for y in white[0]]))
         label, label_S = rows[1].numpy(), units[1].label_P.numpy()
 
         def near(x, y):

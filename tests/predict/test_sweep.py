@@ -51,7 +51,7 @@ def test_large_jobs_are_gathered_by_torch(monkeypatch):
     requested, real = [], sweep_torch.sums
     monkeypatch.setattr(sweep_torch, "sums", lambda *job: requested.append(1) or real(*job))
     for large, calls in ((weights_BN.nnz * 40 + 1, 0), (weights_BN.nnz * 40, 1)):
-        monkeypatch.setattr(row_sums, "LARGE", large)
+        monkeypatch.setattr(row_sums, "MIN_TORCH_WORK", large)
         RowSums.over(values_NC).sums(Weights(weights_BN))
         assert len(requested) == calls
 

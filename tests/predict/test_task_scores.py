@@ -99,6 +99,18 @@ def test_without_text_the_ranking_is_that_of_the_mean():
     np.testing.assert_allclose(score_NT[:, 0], q_NE.mean(axis=1) - q_NE.mean(), atol=1e-5)
 
 
+def test_reliability_of_the_mean_is_that_without_text():
+    ids, _, mu_N, q_NE = planted(4_000, 32, noise=4.0)
+    names = [f"row-{i}" for i in range(len(q_NE))]
+    blocks = {"output_layer": lambda: iter([(0, q_NE[:3_000]), (3_000, q_NE[3_000:])])}
+    (known,) = task_scores.mean_reliability(blocks, {"output_layer": np.ones(32)}, np.array([32]), names)
+    without_text, _ = fitted(ids, q_NE, texts=False)
+    assert known.ranking == pytest.approx(without_text.reliability[0].ranking, abs=1e-6)
+    top = np.argsort(-q_NE.mean(axis=1))[:800]
+    predicted, realized = q_NE.mean(axis=1)[top].mean() - q_NE.mean(), mu_N[top].mean() - mu_N.mean()
+    assert known.transfer_low * predicted < realized < known.transfer_high * predicted
+
+
 def test_order_and_blocks_change_nothing_but_rounding():
     ids, _, _, q_NE = planted(700, 12)
     first, score_NT = fitted(ids, q_NE, block=64)

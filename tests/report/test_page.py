@@ -23,7 +23,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import SHORT
 from grasp.build.pipeline import build_artifact
 from grasp.inspect.explain import explain
-from grasp.predict.predictor import SIMILAR, Predictor
+from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.report import payload
 from grasp.report.findings import collect_findings
@@ -213,7 +213,7 @@ def test_the_script_of_the_page_computes_what_the_predictor_does(place, interact
     changes, moved, (*expected, several) = json.loads(out)
     assert several is None  # the command that the page prints says it
     assert data["labels"][0]["after"].endswith(f"--runs {environment.path}")
-    predictor = Predictor.from_artifact(artifact, chosen, sketches=SIMILAR)
+    predictor = Predictor.from_artifact(artifact, chosen, sketches=SIMILARITY_SKETCHES)
     if interactions:
         assert changes == [[None, None]] * 5
     else:
@@ -228,7 +228,9 @@ def test_the_script_of_the_page_computes_what_the_predictor_does(place, interact
     for b, (value, exact) in enumerate(zip(expected, held_BG.all(axis=1), strict=True)):
         near = 1e-3 * np.abs(nats.change_BT[b]) if exact else 0.1 * half_width_BT[b]
         assert (np.abs(value["change"] - nats.change_BT[b]) <= near + 1e-9).all()
-        assert (np.abs(value["half"] - half_width_BT[b]) <= np.where(exact, 1e-3, 0.1) * half_width_BT[b] + 1e-9).all()
+        assert (
+            np.abs(value["half_width"] - half_width_BT[b]) <= np.where(exact, 1e-3, 0.1) * half_width_BT[b] + 1e-9
+        ).all()
         assert (value["beyond"] == nats.outside[b]) or not exact
     assert 10 < held_BG.all(axis=1).sum() < 40
 

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from grasp.errors import GraspError
-from grasp.inspect.detect import RECORD, SHOWN, detect, read_suspects
+from grasp.inspect.detect import RECORD, REPORT_ROWS, detect, read_suspects
 from grasp.report.views import suspects as suspects_view
 from tests.cli.grasp_command import succeed
 from tests.report.test_page import Page
@@ -25,7 +25,7 @@ def place(tmp_path_factory):
 def test_the_first_rows_are_those_of_the_table(place):
     root, artifact = place
     suspects = read_suspects(root / "suspects.parquet", artifact, ["topic"])
-    lines = pq.read_table(root / "suspects.parquet").slice(0, SHOWN).to_pylist()
+    lines = pq.read_table(root / "suspects.parquet").slice(0, REPORT_ROWS).to_pylist()
     view = suspects_view(suspects)
     assert [row["row_id"] for row in view["rows"]] == [line["row_id"] for line in lines]
     assert [line["fused"] for line in suspects.lines] == [line["fused"] for line in lines]
@@ -41,7 +41,7 @@ def test_hostile_rows_are_text(place, tmp_path):
     )
     page = (tmp_path / "r.html").read_text()
     section = page.partition('<section id="suspects"')[2].partition("</section>")[0]
-    assert section.count("<li class=") == SHOWN
+    assert section.count("<li class=") == REPORT_ROWS
     assert "<img" not in section
     assert "<script" not in section
     assert "&lt;img src=x" in section  # in the names of the rows
@@ -54,7 +54,7 @@ def test_what_is_no_detection_of_this_artifact_is_refused(place, tmp_path):
     without = write_artifact(tmp_path / "without", targets=("boolq", "arc"))
     table = pq.read_table(root / "suspects.parquet")
     record = json.loads(table.schema.metadata[RECORD])
-    record["made_from"]["model"] = "another"
+    record["source_hashes"]["model"] = "another"
     names = pa.array(["evil", *table["row_id"].to_pylist()[1:]])
     (tmp_path / "text.parquet").write_text("no")
     for name, content in (

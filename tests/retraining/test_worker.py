@@ -14,16 +14,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
+from grasp.artifact.reader import ArtifactReader
+from grasp.build.pipeline import build_artifact
 from grasp.build.ray_cluster import ClusterSpec
 from grasp.corpus import RowStore
 from grasp.errors import CorpusError, GraspError, ModelError, RunsError, SettingsError, SubsetError
+from grasp.models.causal_lm import ReferenceModel
 from grasp.models.unit_loss import evaluate_units
 from grasp.retraining import worker as module
 from grasp.retraining.plan import resolved_recipe, row_names
 from grasp.retraining.worker import Worker, retrain
+from grasp.runs.alignment import match_targets
 from grasp.runs.retrained import RetrainedRuns, Run
-from grasp.settings import retrain_settings
+from grasp.settings import ModelSettings, build_settings, retrain_settings
 from grasp.training.train import Trainer, train
 from grasp.yaml_files import put_all, read_yaml
 from tests.build.test_chat_build import chat_settings
@@ -110,6 +115,38 @@ def test_utilities_are_those_of_training_by_hand(inputs, whole):
     assert (got.values_BSE < 0).all()
     assert np.abs(got.select("water").values_BSE - got.select("water@all").values_BSE).max() > 0.01
     assert len(np.unique(got.values_BSE[:, :, 0])) == 6
+
+
+def test_margins_and_accuracies_are_those_of_the_retrained_model_and_align_with_a_build(inputs, tmp_path):
+    path = tmp_path / "quiz.jsonl"
+    lines = [
+        {"prompt": "the river runs into the", "choices": ["sea", "moon", "coal"], "answer": 0},
+        {"prompt": "steel is made of", "choices": ["water", "iron"], "answer": 1},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    names = [str(path), f"{path}@margin", f"{path}@accuracy_per_char"]
+    changes = {"targets": {"names": names, "max_length": 64}, "seeds": [0], "n_subsets": 2}
+    runs = retrain(settings(inputs, **changes), tmp_path / "env")
+    assert runs.targets == ("quiz", "quiz@margin", "quiz@accuracy_per_char", "quiz@all")
+    reference = str(runs.path / "reference" / "seed-0")
+    model = ReferenceModel.load(ModelSettings(path=reference, check=False))
+    utility_of = dict(zip(runs.units, runs.reference_utilities()[0], strict=True))
+    for k, line in enumerate(lines):
+        logp = []
+        for text in line["choices"]:
+            prompt, ids = (model.tokenizer.encode([line["prompt"] + part])[0] for part in ("", f" {text}"))
+            logits = model.model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
+            logp.append(sum(logits[t - 1, ids[t]].item() for t in range(len(prompt), len(ids))))
+        right, letters = logp.pop(line["answer"]), [len(text) for text in line["choices"]]
+        per_char = right / letters.pop(line["answer"]) > max(p / n for p, n in zip(logp, letters, strict=True))
+        margin = right - np.logaddexp.reduce(logp)
+        assert utility_of["quiz@margin", f"quiz:{k}@margin"] == pytest.approx(margin, abs=1e-4)
+        assert utility_of["quiz@accuracy_per_char", f"quiz:{k}@accuracy_per_char"] == per_char
+    corpus = {"path": str(inputs / "corpus.jsonl"), "max_length": 64}
+    targets = {"names": names[:2], "max_length": 64}
+    built = build_settings({"model": {"path": reference}, "corpus": corpus, "targets": targets})
+    artifact = ArtifactReader.open(build_artifact(built, tmp_path / "art"))
+    assert match_targets(runs, artifact) == {name: name for name in ("quiz", "quiz@margin")}
 
 
 def test_of_conversations_the_assistants_words_are_trained_on(inputs, tmp_path):

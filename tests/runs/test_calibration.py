@@ -22,7 +22,7 @@ from grasp.runs.calibration import SubsetFeaturizer, fit_outcomes, learning_curv
 from grasp.runs.gaussian_process import WITHIN_SLICE_WEIGHT
 from grasp.runs.table import RunTable
 from grasp.select.mix import mix
-from grasp.select.select import SLOW, select
+from grasp.select.select import MIN_RELATIVE_GAIN, select
 from tests.runs.environments import TOPICS, write_artifact, write_environment
 
 PROTOCOL = ScoringProtocol(name="p")
@@ -118,7 +118,7 @@ def test_what_is_held_out_is_refused(artifact, tmp_path):
         fit_outcomes(predictor, artifact, held)
     partly = write_environment(tmp_path / "partly", artifact, lambda b, s, _: 0.1 * b, held_out_targets=("boolq",))
     bound = fit_outcomes(predictor, artifact, partly)
-    assert list(bound.columns) == ["sciq"]
+    assert list(bound.task_by_target) == ["sciq"]
     assert any("no runs for boolq" in note for note in bound.notes)
 
 
@@ -207,7 +207,7 @@ def test_runs_that_lack_seeds_are_averaged(artifact):
     assert (
         fit_outcomes(
             Predictor.from_artifact(artifact, PROTOCOL, ["sciq"]), artifact, predictor
-        ).process.hyperparameters["seed noise"]
+        ).gaussian_process.hyperparameters["seed noise"]
         > 0
     )
 
@@ -287,7 +287,7 @@ def test_rows_are_chosen_by_what_runs_lead_to_expect(artifact):
     assert len(plain) == len(baseline) == len(careful)
     best, low = ([result.targets[name][0].as_py() for result in (plain, careful)] for name in ("acc", "acc_low"))
     assert best[0] >= best[1]
-    assert low[1] > low[0] - SLOW * abs(low[0])  # the climb ends where a round gains less
+    assert low[1] > low[0] - MIN_RELATIVE_GAIN * abs(low[0])  # the climb ends where a round gains less
     assert f"{best[0]:+.4f} acc" in str(plain)
     with pytest.raises(SettingsError, match="cautious: requires `runs`"):
         choose(cautious=True)

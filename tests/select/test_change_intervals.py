@@ -6,7 +6,7 @@ from scipy.sparse import csr_array
 
 from grasp.predict.slices import label_slices
 from grasp.predict.weights import Weights
-from grasp.select.change_intervals import change_interval, changes_by_unit, row_errors
+from grasp.select.change_intervals import NORMAL, change_interval, changes_by_unit, row_errors
 from grasp.select.mix import mix
 from grasp.select.select import select
 from tests.select.world import World, predictor_of, protocol
@@ -50,20 +50,31 @@ def test_the_error_over_rows_is_that_of_redrawn_rows():
     np.testing.assert_allclose(error, np.std(drawn), rtol=1 / least + 0.05)  # n - 1 against n; 4,000 draws
 
 
-def test_intervals_hold_the_change_and_rows_widen_them():
+def test_intervals_of_mixtures_hold_the_change_and_rows_widen_them():
     source = World()
     predictor = predictor_of(source, CHOSEN, list(source.targets))
     weights_T = np.full(len(source.targets), 1 / len(source.targets))
     slices, weights = mixture(source)
     change_T = predictor.change(weights)[0]
-    over_units = change_interval(source, predictor, weights, weights_T)
-    over_both = change_interval(source, predictor, weights, weights_T, slices.codes_N)
-    for interval in (over_units, over_both):
-        assert (interval.low_T <= change_T + 1e-6).all()
-        assert (change_T - 1e-6 <= interval.high_T).all()
-        assert interval.weighted[0] <= change_T @ weights_T <= interval.weighted[1]
-    assert (over_both.high_T - over_both.low_T > over_units.high_T - over_units.low_T).all()
-    assert over_both.over == "units and rows"
+    interval = change_interval(source, predictor, weights, weights_T, slices.codes_N)
+    error_T = row_errors(predictor, weights, slices.codes_N, np.eye(len(weights_T)))
+    assert interval.over == "units and rows"
+    assert (interval.low_T <= change_T - NORMAL * error_T + 1e-6).all()
+    assert (change_T + NORMAL * error_T - 1e-6 <= interval.high_T).all()
+    assert interval.weighted[0] <= change_T @ weights_T <= interval.weighted[1]
+
+
+def test_selected_rows_are_expected_to_gain_less_on_other_questions():
+    source = World()
+    predictor = predictor_of(source, CHOSEN, ["sciq"])
+    best = np.argsort(-predictor.effect_NT[:, 0])[:10]
+    weights = Weights(csr_array((np.ones(10), (np.zeros(10, int), best)), shape=(1, source.n_rows)))
+    change, (known,) = predictor.change(weights)[0, 0], predictor.reliability.values()
+    interval = change_interval(source, predictor, weights, np.ones(1))
+    assert interval.over == "questions"
+    np.testing.assert_allclose(interval.expected_T, known.transfer * change)
+    np.testing.assert_allclose(interval.high_T, known.transfer_high * change)
+    assert interval.expected_T[0] < change
 
 
 @pytest.mark.parametrize("verb", ["mix", "select"])
@@ -73,10 +84,11 @@ def test_mix_and_select_say_their_interval_and_whether_it_holds_none(verb):
         wide = mix(source, "topic", "sciq", protocol=CHOSEN)
         none = mix(source, "topic", "sciq", protocol=CHOSEN, max_repeat=1.0)
         assert "intervals of the change over units and rows: sciq " in str(wide)
+        assert "95% intervals" in str(wide)
         assert "not distinguishable from today's mixture" in str(none)  # nothing may change
     else:
         wide = select(source, "25%", "sciq", protocol=CHOSEN)
         none = select(source, "100%", "sciq", protocol=CHOSEN)
-        assert "intervals of the change over units: sciq " in str(wide)
+        assert "expected_low" in str(wide)
+        assert "expected: on other questions" in str(wide)
         assert "not distinguishable from the whole corpus" in str(none)
-    assert "95% intervals" in str(wide)

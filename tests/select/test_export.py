@@ -30,6 +30,7 @@ from grasp.select.export import (
     stored_rows,
     write_corpus,
 )
+from grasp.select.record_files import FileFormat, ShardSize
 from grasp.targets import Unit
 from grasp.yaml_files import read_yaml
 from tests.corpus.world import Words, settings_for, write_chunked, write_jsonl
@@ -114,7 +115,7 @@ def export(artifact, row_index, out, kind="parquet", path=None):
     index = np.asarray(row_index)
     with rows_and_corpus(artifact, path) as (rows, corpus):
         tables = row_tables(artifact, rows, corpus, index, -1.0 * index, Numbers)
-        export = write_corpus(out, kind, "rows", tables, 0, {"corpus": "x"})
+        export = write_corpus(out, FileFormat(kind), "rows", tables, 0, {"corpus": "x"})
     lines = read(sorted(file for file in out.iterdir() if file.name != "_manifest.yaml"))
     assert export.records == len(lines)
     return lines
@@ -125,7 +126,7 @@ def export(artifact, row_index, out, kind="parquet", path=None):
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("expected", [True, False], ids=["rows kept", "rows made again"])
 def test_exactly_the_chosen_rows_are_written(kind, packing, named, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr("grasp.select.export.ROWS_AT_ONCE", 5)
+    monkeypatch.setattr("grasp.select.export.BLOCK_ROWS", 5)
     rows = records(named=named)
     artifact = build(tmp_path, write_chunked(tmp_path / "corpus", rows, [7, 15], ".jsonl"), packing=packing)
     if not expected:
@@ -222,7 +223,7 @@ def test_datasets_loads_what_was_written_as_it_is(tmp_path):
         assert loaded.to_list() == lines
     with rows_and_corpus(artifact) as (rows, corpus):
         tables = row_tables(artifact, rows, corpus, np.array([1, 3]), np.zeros(2), Numbers)
-        write_corpus(tmp_path / "saved", "datasets", "rows", tables, 0, {})
+        write_corpus(tmp_path / "saved", FileFormat("datasets"), "rows", tables, 0, {})
     assert len(datasets.load_from_disk(str(tmp_path / "saved"))) == 2
 
 
@@ -248,9 +249,10 @@ def parts(directory):
     return sorted(file for file in directory.iterdir() if file.name != "_manifest.yaml")
 
 
-def copy(path, mask_M, out, kind):
+def copy(path, mask_M, out, kind, size=50_000):
     """Whole documents by position."""
-    return write_corpus(out, kind, "documents", iter_records(settings_for(path), mask_M), 0, {})
+    records = iter_records(settings_for(path), mask_M)
+    return write_corpus(out, FileFormat(kind), "documents", records, 0, {}, ShardSize(size))
 
 
 def read(files):
@@ -260,16 +262,15 @@ def read(files):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
-def test_records_are_copied_as_they_are_whatever_the_formats(suffix, tmp_path, monkeypatch):
+def test_records_are_copied_as_they_are_whatever_the_formats(suffix, tmp_path):
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr("grasp.select.export.SHARD_RECORDS", 4)
     rows = records()
     path = write_chunked(tmp_path / "corpus", rows, [7, 15], suffix)
     artifact = build(tmp_path, path)
     expected = select_documents(rows_of(artifact), choose(artifact), "half")
     want = [row for row, keep in zip(rows, expected.mask_M, strict=False) if keep]
     for kind in ("parquet", "jsonl"):
-        assert copy(path, expected.mask_M, tmp_path / kind, kind).records == len(want) > 4
+        assert copy(path, expected.mask_M, tmp_path / kind, kind, size=4).records == len(want) > 4
         assert len(parts(tmp_path / kind)) > 1
         assert read(parts(tmp_path / kind)) == want
         assert build(tmp_path / f"again-{kind}", tmp_path / kind).n_rows <= artifact.n_rows  # a corpus like any other
@@ -347,7 +348,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
     for message, attempt in (
         ("has half of its tokens", lambda: select_documents(rows_of(long), first_N, "half")),
         ("has all of its tokens", lambda: select_documents(rows_of(long), first_N, "all")),
-        ("format: got 'csv'", lambda: Exporter.from_options(artifact, form="csv")),
+        ("format: got 'arrow'", lambda: Exporter.from_options(artifact, form="arrow")),
         (r"'a\\nb': contains a line break", lambda: selection.write_ids(tmp_path / "kept.txt")),
     ):
         with pytest.raises(SettingsError, match=message):
@@ -415,3 +416,50 @@ def test_columns_keep_their_names_beside_ours(names, settings, written, tmp_path
     (line,) = export(artifact, [2], tmp_path / "kept", "jsonl")
     assert line.items() >= written.items()
     assert ("text" in line) == ("body" not in names)
+
+
+NESTED = [
+    {
+        "text": text or "x",
+        "metadata": {"source": "ab"[i % 2], "score": i / 2},
+        "tags": ["x", "y"][: i % 3],
+        "vector": [1.0, float(i)],
+        "extra": json.dumps({"lang": "en", "n": i}),
+        "effect": f"own-{i}",
+    }
+    for i, text in enumerate(texts())
+]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("packing", ["document", "concat"])
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_rows_keep_the_other_columns_of_their_records(suffix, packing, kind, tmp_path, monkeypatch):
+    monkeypatch.setattr("grasp.select.export.BLOCK_ROWS", 5)
+    rows = [{"id": f"doc-{i}", **record} for i, record in enumerate(NESTED)]
+    artifact = build(tmp_path, write_chunked(tmp_path / "corpus", rows, [7, 15], suffix), packing=packing)
+    chosen = np.flatnonzero(choose(artifact))
+    lines = export(artifact, chosen, tmp_path / "kept", kind)
+    store = rows_of(artifact)
+    documents = np.concatenate([store.columns(k, ("__document__",)).column(0) for k in range(store.n_shards)])
+    for line, document in zip(lines, documents[chosen].tolist(), strict=True):
+        expected = rows[document]
+        assert {name: line[name] for name in ("metadata", "tags", "vector", "extra")} == {
+            name: expected[name] for name in ("metadata", "tags", "vector", "extra")
+        }
+        assert line["effect_"] == expected["effect"]
+        assert not {"metadata.source", "id"} & line.keys()
+    rebuilt = build(tmp_path / "again", tmp_path / "kept")
+    columns = ["metadata.source", "tags", "extra.lang"]
+    labels = artifact.rows(chosen).select(columns).to_pylist()
+    assert rebuilt.rows(np.arange(rebuilt.n_rows)).select(columns).to_pylist() == labels
+
+
+def test_rows_without_other_columns(tmp_path):
+    for suffix in (".jsonl", ".parquet"):
+        artifact = build(
+            tmp_path / suffix,
+            write_chunked(tmp_path / f"c{suffix}", [{"text": text or "x"} for text in texts()], [25], suffix),
+        )
+        (line, _) = export(artifact, [3, 5], tmp_path / f"kept{suffix}")
+        assert set(line) == {"row_id", "doc_id", "text", "input_ids", "n_tokens", "order", "effect"}

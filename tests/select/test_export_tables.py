@@ -18,6 +18,7 @@ from grasp.corpus.values import plain_values
 from grasp.errors import CorpusError
 from grasp.select.export import iter_records, write_corpus
 from grasp.select.export_tables import readable_table, table_of_records
+from grasp.select.record_files import FileFormat
 from tests.corpus.test_documents import CHATS, ODD_NAMES, plain_chats, write_folders
 from tests.corpus.world import Words, settings_for, write_jsonl, write_parquet
 
@@ -26,7 +27,9 @@ FORMATS = ["parquet", "jsonl", "datasets"]
 
 
 def export(path, out, kind):
-    return write_corpus(out, kind, "documents", iter_records(settings_for(path), np.ones(1_000, bool)), 0, {})
+    return write_corpus(
+        out, FileFormat(kind), "documents", iter_records(settings_for(path), np.ones(1_000, bool)), 0, {}
+    )
 
 
 def load(out, kind, cache):

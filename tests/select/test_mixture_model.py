@@ -58,7 +58,9 @@ def test_the_best_mixture_lies_inside_and_a_cautious_one_nearer_to_the_runs(runs
         k: grasp.mix_runs(few, "sciq/loss", cautious=k).to_pandas().set_index("value")["proposed"].loc[list(TOPICS)]
         for k in (0.0, 3.0)
     }
-    spread = {k: model.process.predict(model.features(p.to_numpy()[None]))[1][0, -1] for k, p in results.items()}
+    spread = {
+        k: model.gaussian_process.predict(model.features(p.to_numpy()[None]))[1][0, -1] for k, p in results.items()
+    }
     assert spread[3.0] <= spread[0.0] + 1e-9
     assert (
         model.predict_objective(results[3.0].to_numpy()[None], 3.0)
@@ -71,10 +73,10 @@ def test_the_joint_posterior_is_that_of_single_predictions():
         runs_of(np.random.default_rng(0).dirichlet(np.ones(3), N_RUNS), noise=0.05), "sciq/loss"
     )
     features = model.features(np.random.default_rng(2).dirichlet(np.ones(3), 7))
-    mean_B, cover_BB, noise = model.process.joint_posterior(features, -1)
-    expected_BT, spread_BT = model.process.predict(features)
+    mean_B, cover_BB, noise = model.gaussian_process.joint_posterior(features, -1)
+    expected_BT, spread_BT = model.gaussian_process.predict(features)
     np.testing.assert_allclose(mean_B, expected_BT[:, -1], atol=1e-9)
-    noise_variance = model.process.hyperparameters["noise"] * model.process.scale_T[-1] ** 2
+    noise_variance = model.gaussian_process.hyperparameters["noise"] * model.gaussian_process.scale_T[-1] ** 2
     np.testing.assert_allclose(np.diag(cover_BB) + noise_variance, spread_BT[:, -1] ** 2, rtol=1e-4)
     np.testing.assert_allclose(cover_BB, cover_BB.T, atol=1e-7)
     assert np.linalg.eigvalsh(cover_BB).min() > -1e-7
@@ -85,7 +87,9 @@ def test_the_joint_posterior_is_that_of_single_predictions():
 def test_proposals_differ_and_those_for_values_are_new(runs, decide):
     model = MixtureModel.from_runs(runs, "sciq/loss")
     share_BG = np.concatenate([model.share_RG[:5], np.random.default_rng(4).dirichlet(np.full(3, 0.3), 20)])
-    picked, gains = most_informative(model.process, model.features(share_BG), 6, decide, np.random.default_rng(0))
+    picked, gains = most_informative(
+        model.gaussian_process, model.features(share_BG), 6, decide, np.random.default_rng(0)
+    )
     assert len(set(picked)) == 6
     assert min(gains) >= 0
     if decide == "values":

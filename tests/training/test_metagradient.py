@@ -27,6 +27,7 @@ from tests.training.unrolled import (
     RECIPE,
     a_batch,
     flat_losses,
+    margin_targets,
     some_order,
     some_rows,
     some_targets,
@@ -111,16 +112,20 @@ def test_models_and_loss_masks_are_differentiated_as_they_are(model, rows):
     np.testing.assert_allclose(found.probe_MNT[0, 3], extra_T, rtol=0, atol=1e-6 * scale)
 
 
-@pytest.mark.parametrize("weight_N", [np.ones(8), np.linspace(0.5, 2.0, 8)], ids=["plain", "weighted"])
-def test_retraining_with_another_weight_of_a_row_changes_the_utility_by_its_derivative(weight_N):
+@pytest.mark.parametrize(
+    ("weight_N", "targets"),
+    [(np.ones(8), some_targets()), (np.linspace(0.5, 2.0, 8), some_targets()), (np.ones(8), margin_targets())],
+    ids=["plain", "weighted", "margins"],
+)
+def test_retraining_with_another_weight_of_a_row_changes_the_utility_by_its_derivative(weight_N, targets):
     whole = trajectory(tiny_model(), RECIPE.model_copy(update={"clip_norm": 0.5}), weight_N=weight_N)
     whole.train()
-    derivative_NT, change = metagradient(whole, some_targets(), EXACT).drawn(8), 2e-7
+    derivative_NT, change = metagradient(whole, targets, EXACT).drawn(8), 2e-7
     for row in range(8):
         moved = []
         for sign in (1, -1):
             whole.retrain(weight_N + sign * change * (np.arange(8) == row))
-            moved.append(utilities(whole.training, some_targets()))
+            moved.append(utilities(whole.training, targets))
         measured_T = (moved[0] - moved[1]) / (2 * change)
         np.testing.assert_allclose(derivative_NT[row], measured_T, rtol=0, atol=1e-6 * np.abs(derivative_NT).max())
 

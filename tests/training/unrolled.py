@@ -1,5 +1,7 @@
 """Slow references in float64: trainings unrolled by autograd, and dense curvature matrices. Never imported by grasp."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch.nn import functional as F
@@ -56,6 +58,14 @@ def some_targets():
     rng = np.random.default_rng(3)
     units = [UnitTokens(rng.integers(VOCAB, size=4 + k % 3).astype(np.int32), 1 + k % 3) for k in range(6)]
     return [Target("even", units[::2]), Target("odd", units[1::2])]
+
+
+def margin_targets():
+    """A target of margins between two and three answers, normalised in different ways."""
+    (even, odd) = some_targets()
+    a, b, c = even.units
+    scaled = [replace(unit, scale=scale) for unit, scale in zip(odd.units, (0.5, 2.0, 1.5), strict=True)]
+    return [Target("margin", [replace(a, others=(scaled[0], b), scale=2.0), replace(c, others=tuple(scaled[1:]))])]
 
 
 def weighted_losses(model, values, rows, index_B, weight_B, labels=None):

@@ -19,7 +19,7 @@ from grasp.artifact.where import LabelColumn, LabelTable
 from grasp.errors import SettingsError, ShapeError
 from grasp.files import check_outputs
 from grasp.predict.families import parse_family
-from grasp.predict.predictor import EFFECT_SIZE, SIMILAR, Predictor
+from grasp.predict.predictor import EFFECT_SIZE, SIMILARITY_SKETCHES, Predictor
 from grasp.predict.scoring_rule import ScoringProtocol, resolve_protocol
 from grasp.predict.slices import dropped_intervals, label_slices, list_slices, slice_effects
 from grasp.predict.subset_tables import RowIndex, read_subsets
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from grasp.runs.retrained import TrainingRuns
     from grasp.runs.table import RunTable
 
-SHOWN = 30  # printed lines per target
-FEW = 20  # units: intervals over fewer units have too little coverage
-OURS = (
+MAX_LINES_SHOWN = 30  # printed lines per target
+FEW_UNITS = 20  # units: intervals over fewer units have too little coverage
+EFFECT_SIZE_COLUMNS = (
     "change",
     "effect",
     "if_",
@@ -61,11 +61,11 @@ class Prediction(Result):
 
     def _shown(self) -> tuple[list[str], list[list[str]]]:
         names = list(self.table.column_names)
-        rows = self.table.slice(0, SHOWN).to_pylist()
+        rows = self.table.slice(0, MAX_LINES_SHOWN).to_pylist()
         return names, [[_cell(name, row[name]) for name in names] for row in rows]
 
     def _below(self) -> Sequence[str]:
-        more = self.lines - min(SHOWN, len(self.table))
+        more = self.lines - min(MAX_LINES_SHOWN, len(self.table))
         return [*([f"... and {more:,} more lines"] if more > 0 else []), *self.notes]
 
 
@@ -82,11 +82,15 @@ class SlicePrediction(Prediction):
         lines, text = self.table.to_pylist(), [plain(self.headline)]
         for target in dict.fromkeys(line["target"] for line in lines):
             of_target = [line for line in lines if line["target"] == target]
-            shown = of_target if len(of_target) <= SHOWN else of_target[: SHOWN // 2] + of_target[-(SHOWN // 2) :]
+            shown = (
+                of_target
+                if len(of_target) <= MAX_LINES_SHOWN
+                else of_target[: MAX_LINES_SHOWN // 2] + of_target[-(MAX_LINES_SHOWN // 2) :]
+            )
             cells = [[_cell(name, line[name]) for name in names] for line in shown]
             text.append(text_table(f"{target}: effect of each {self.label}", headings, cells))
             if len(shown) < len(of_target):
-                text.append(f"... and {len(of_target) - len(shown):,} more values between these halves")
+                text.append(f"... and {len(of_target) - len(shown):,} more values between the two groups")
         return "\n".join([*text, *map(plain, self.notes)])
 
 
@@ -176,7 +180,7 @@ def predict(
         headline = f"{verb}s {share(int(selection.mask_N.sum()), labels.n_rows)}"
         if selection.n_null:
             headline += f"; {selection.n_null:,} rows without a value count as not selected"
-    sketches = SIMILAR if runs is not None or by is not None else ()
+    sketches = SIMILARITY_SKETCHES if runs is not None or by is not None else ()
     predictor = Predictor.from_artifact(
         artifact, chosen, targets, per_unit=units, components=components, sketches=sketches
     )
@@ -204,14 +208,13 @@ def notes(predictor: Predictor, intervals: "OutcomePredictor | None" = None) -> 
     messages = [] if intervals is None else [*intervals.notes, intervals.title]
     if predictor.dropped:
         messages.append(f"ignored, no variance: {', '.join(predictor.dropped)}")
-    messages += [known.note(target) for target, known in predictor.reliability.items()]
     return (*messages, f"{predictor.scale}; protocol {predictor.protocol.name}")
 
 
 def few_units(counts: Mapping[str, int]) -> list[str]:
     """Return a warning if targets have too few units for reliable intervals."""
-    few = ", ".join(f"{target} {n}" for target, n in counts.items() if n < FEW)
-    return [f"few units ({few}): intervals over fewer than {FEW} units are too narrow"] if few else []
+    few = ", ".join(f"{target} {n}" for target, n in counts.items() if n < FEW_UNITS)
+    return [f"few units ({few}): intervals over fewer than {FEW_UNITS} units are too narrow"] if few else []
 
 
 def share(rows: int, of: int) -> str:
@@ -348,7 +351,7 @@ def _cell(name: str, value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
-        return signed(value, 3 if name.startswith(OURS) else 4)  # changes in the unit of the runs are small
+        return signed(value, 3 if name.startswith(EFFECT_SIZE_COLUMNS) else 4)  # changes in nats are small
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 

@@ -39,14 +39,14 @@ from grasp.runs.table import RunTable
 from grasp.text import listed
 from grasp.yaml_files import read_yaml
 
-PRINTED = 100
+MAX_ROWS_PRINTED = 100
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RankedRows(Result):
     """Ranked rows, with their labels and the beginning of their text."""
 
-    most: ClassVar[int] = PRINTED
+    most: ClassVar[int] = MAX_ROWS_PRINTED
     by: str = "effect"  # name of the ranking column
     shown: tuple[str, ...] = ()  # printed columns, in order
     lines: int = 0  # total number of rows; `table` is empty if they were written to a file
@@ -167,7 +167,7 @@ def score(
         write_ranked(artifact, values_N, chosen, Path(out), by)
     kinds = [(len(best), "helpful"), (len(worst), "harmful")]
     requested = " and ".join(f"the {n:,} most {kind}" for n, kind in kinds if n) if top is not None or bottom else "all"
-    notes, first = [f"{by}: {provenance}"], min(PRINTED, len(chosen))
+    notes, first = [f"{by}: {provenance}"], min(MAX_ROWS_PRINTED, len(chosen))
     if short := short_rows(artifact, chosen[:first]):
         these = "these" if first == len(chosen) else f"the first {first:,}"
         noisy = f"{short_of(length_column(artifact))}, so their relevance is noisy: --min-tokens {SHORT} skips them"

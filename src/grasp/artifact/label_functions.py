@@ -23,9 +23,9 @@ from duckdb.func import ARROW, SPECIAL
 
 from grasp.arrays import F64
 
-OFFERED = ("host", "domain", "bins", "has")
-BINS = 5  # of a numeric label that has too many values to be listed
-MOST_BINS = 1_000
+GRASP_FUNCTIONS = ("host", "domain", "bins", "has")
+DEFAULT_BINS = 5  # of a numeric label that has too many values to be listed
+MAX_BINS = 1_000
 # After a scheme or `//` anything up to a port or path is the host; without them, words with dots between. Most URLs
 # match the first expression, which is fast, since it never has to look back: no credentials, no port, no brackets.
 _PLAIN_HOST = r"^[a-zA-Z]+://([^/?#:@\[\s]+)(?:[/?#]|$)"

@@ -83,8 +83,8 @@ LARGEST = 1e30  # largest magnitude: squares and their sums stay finite
 HALF_EXPONENT = np.int16(0x7C00)  # all bits set: infinity or NaN
 SIGN_AND_REST = np.int32(-0x70002000)  # bits of a widened float16 in a float32
 BIAS = np.float32(2.0**112)  # 2^(127 - 15), the difference of the exponent biases
-WIDEST = 2.0**15  # scales below it stay finite when multiplied by BIAS
-AT_ONCE = 1 << 16  # numbers per block, which fit the cache
+MAX_SCALE = 2.0**15  # scales below it stay finite when multiplied by BIAS
+BLOCK_NUMBERS = 1 << 16  # numbers per block, which fit the cache
 Columns = Integers | Sequence[int] | slice | None
 
 
@@ -489,10 +489,10 @@ def _scaled_into(out_NE: F32, stored_NE: NDArray[Any], scale_E: F32) -> None:
     a float32, which is the number times 2^-112, exactly (subnormals included), since the exponent biases are 15 and
     127. The factor 2^112 is folded into the scale. Infinity, NaN and large scales, which no build writes, use NumPy.
     """
-    if stored_NE.dtype != np.float16 or np.abs(scale_E).max(initial=0.0) >= WIDEST:
+    if stored_NE.dtype != np.float16 or np.abs(scale_E).max(initial=0.0) >= MAX_SCALE:
         np.multiply(stored_NE, scale_E, out=out_NE)
         return
-    stored_NE, step = np.asarray(stored_NE), max(1, AT_ONCE // max(1, out_NE.shape[1]))
+    stored_NE, step = np.asarray(stored_NE), max(1, BLOCK_NUMBERS // max(1, out_NE.shape[1]))
     for start in range(0, len(out_NE), step):
         rows = slice(start, start + step)
         bits_nE, wide_nE = stored_NE[rows].view(np.int16), out_NE[rows].view(np.int32)

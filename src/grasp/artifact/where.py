@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.arrays import F64, Bool
-from grasp.artifact.label_functions import BINS, MOST_BINS, OFFERED, define, quantile_edges
+from grasp.artifact.label_functions import DEFAULT_BINS, GRASP_FUNCTIONS, MAX_BINS, define, quantile_edges
 from grasp.corpus.values import plain_values
 from grasp.errors import SubsetError
 from grasp.store.contents import readable, readable_table
@@ -40,16 +40,16 @@ Label: TypeAlias = str | int | float | bool | None
 NO_LABEL = "(no label)"
 EMPTY = "(empty)"
 PLAIN_NAME = re.compile(r"[a-z_][a-z0-9_]*")
-LONGEST_LITERAL = 80  # characters; longer text is compared by its checksum
+MAX_LITERAL_CHARS = 80  # characters; longer text is compared by its checksum
 
 BATCH = 1 << 16
-SHOWN = 5  # values in a message
-MOST_COMPARED = 10_000  # values among which similar spellings are searched for
-LONGEST = 60
-MAX_LENGTH = 20_000
-MOST_VALUES = 100  # of a numeric label; more are grouped into bins
+MAX_VALUES_SHOWN = 5  # values in a message
+MAX_COMPARED_VALUES = 10_000  # values among which similar spellings are searched for
+MAX_VALUE_CHARS = 60
+MAX_EXPRESSION_CHARS = 20_000
+MAX_UNBINNED_VALUES = 100  # of a numeric label; more are grouped into bins
 _EXPRESSION = re.compile(r"[^\w\s.\"-]")  # a character that occurs in expressions but not in column names
-LOCKED = """
+LOCKING_STATEMENTS = """
     SET threads = 1;  -- keeps the order of rows
     SET python_enable_replacements = false;
     SET autoinstall_known_extensions = false;
@@ -57,7 +57,7 @@ LOCKED = """
     SET enable_external_access = false;
     SET lock_configuration = true;
 """
-OPENING = "SELECT (\n"  # the line break keeps a comment in the expression from hiding the parenthesis
+QUERY_PREFIX = "SELECT (\n"  # the line break keeps a comment in the expression from hiding the parenthesis
 
 _CLASSES = """
     CONJUNCTION COMPARISON OPERATOR BETWEEN CONSTANT COLUMN_REF FUNCTION CAST CASE COLLATE TYPE
@@ -70,7 +70,7 @@ _FUNCTION_NAMES = """
     abs floor ceil ceiling round sign sqrt ln log log2 log10 exp pow power greatest least isnan isfinite isinf
     year month day hour date_part date_trunc to_days to_months to_years to_hours ifnull hash md5
 """
-FUNCTIONS = frozenset((*_FUNCTION_NAMES.split(), *OFFERED, "list_value"))
+FUNCTIONS = frozenset((*_FUNCTION_NAMES.split(), *GRASP_FUNCTIONS, "list_value"))
 _STATEMENT_WORDS = """
     attach call copy create delete detach drop export from import insert install load pragma select set update with
 """
@@ -137,7 +137,7 @@ def equals(name: str, value: Label) -> str:
         return f"{name} IS NULL"
     if isinstance(value, float) and not math.isfinite(value):
         return f"isnan({name})" if math.isnan(value) else f"isinf({name}) AND {name} {'>' if value > 0 else '<'} 0"
-    if isinstance(value, str) and not (len(value) <= LONGEST_LITERAL and value.isprintable()):
+    if isinstance(value, str) and not (len(value) <= MAX_LITERAL_CHARS and value.isprintable()):
         return f"md5({name}) = '{hashlib.md5(value.encode(), usedforsecurity=False).hexdigest()}'"
     if isinstance(value, str):
         return f"{name} = '" + value.replace("'", "''") + "'"
@@ -268,8 +268,8 @@ class LabelTable:
                 raise SubsetError(f"{where}: bins: edges are not ascending: {', '.join(f'{e:g}' for e in edges)}")
             return
         n_bins = int(edges[0])
-        if n_bins != edges[0] or not 2 <= n_bins <= MOST_BINS:
-            raise SubsetError(f"{where}: bins: got {edges[0]:g} bins, expected 2 to {MOST_BINS:,}")
+        if n_bins != edges[0] or not 2 <= n_bins <= MAX_BINS:
+            raise SubsetError(f"{where}: bins: got {edges[0]:g} bins, expected 2 to {MAX_BINS:,}")
         inner = _Query(db, self, _sql(db, statement, values), self._resolve(values, where), where)
         if inner.kind not in (pa.null(), pa.bool_()) and (
             pa.types.is_integer(inner.kind) or pa.types.is_floating(inner.kind) or pa.types.is_decimal(inner.kind)
@@ -296,15 +296,17 @@ class LabelTable:
         hints = []
         for name in selection.columns:  # the most frequent values, and similar spellings
             column = self.column(name)
-            spelled = {str(value) for value in column.values} if len(column.values) <= MOST_COMPARED else set()
+            spelled = {str(value) for value in column.values} if len(column.values) <= MAX_COMPARED_VALUES else set()
             suggestions = "".join(did_you_mean(text, spelled) for text in literals if text not in spelled)
             first = []
-            for code in np.argsort(-column.counts, kind="stable")[:SHOWN]:
+            for code in np.argsort(-column.counts, kind="stable")[:MAX_VALUES_SHOWN]:
                 value = column.values[code]
                 text = "NULL" if value is None else str(value)
-                text = f"'{plain(value)[:LONGEST]}'" if isinstance(value, str) else text
+                text = f"'{plain(value)[:MAX_VALUE_CHARS]}'" if isinstance(value, str) else text
                 first.append(f"{text} ({column.counts[code]:,} rows)")
-            more = f" and {len(column.values) - SHOWN:,} more" if len(column.values) > SHOWN else ""
+            more = (
+                f" and {len(column.values) - MAX_VALUES_SHOWN:,} more" if len(column.values) > MAX_VALUES_SHOWN else ""
+            )
             hints.append(f"{identifier(name)} has {', '.join(first)}{more}{suggestions}")
         if not hints:
             known = ", ".join(identifier(name) for name in self.columns)
@@ -318,7 +320,7 @@ class LabelTable:
     def column(self, name: str, where: str = "label") -> LabelColumn:
         """Read a label: a column, or the values of an expression; `where` is the argument that messages name.
 
-        A column of numbers with more than `MOST_VALUES` values is grouped into bins, and has a note that says so.
+        A column of numbers with more than `MAX_UNBINNED_VALUES` values is grouped into bins, with a note.
 
         Raises:
             SubsetError: an unknown column, or an expression that is invalid or has no single values.
@@ -328,12 +330,13 @@ class LabelTable:
         name = self._known(name, where)
         kind = self._schema.field(name).type
         is_numeric = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-        most = MOST_VALUES if is_numeric else sys.maxsize
+        most = MAX_UNBINNED_VALUES if is_numeric else sys.maxsize
         if (column := _factorised(name, self._read([name]), most)) is not None:
             return column
-        bins = f"bins({identifier(name)}, {BINS})"
+        bins = f"bins({identifier(name)}, {DEFAULT_BINS})"
         note = (
-            f"{name}: numbers with more than {MOST_VALUES} values, grouped as {bins}; other edges: bins({name}, [...])"
+            f"{name}: numbers with more than {MAX_UNBINNED_VALUES} values, grouped as {bins}; other edges: "
+            f"bins({name}, [...])"
         )
         return replace(self._computed(bins, f"{where}: expression {bins!r}"), name=name, note=note)
 
@@ -397,7 +400,7 @@ def _floats(array: pa.Array) -> F64:
 @contextmanager
 def _connection() -> Iterator[duckdb.DuckDBPyConnection]:
     with duckdb.connect(":memory:") as db:
-        db.execute(LOCKED)
+        db.execute(LOCKING_STATEMENTS)
         yield db
 
 
@@ -462,15 +465,15 @@ def _parse(db: duckdb.DuckDBPyConnection, expression: str, columns: Collection[s
     """Parse an expression into a statement, and validate that it is a single allowed expression."""
     if not expression.strip():
         raise SubsetError(f"{where}: empty; expected a condition such as topic = 'Games'")
-    if len(expression) > MAX_LENGTH or "\0" in expression:
+    if len(expression) > MAX_EXPRESSION_CHARS or "\0" in expression:
         raise SubsetError(
             f"expression {expression[:60]!r}...: {len(expression)} characters; "
-            f"expected at most {MAX_LENGTH} of plain text"
+            f"expected at most {MAX_EXPRESSION_CHARS} of plain text"
         )
     if (word := expression.split(maxsplit=1)[0].lower()) in STATEMENTS and word not in columns:
         raise SubsetError(f"{where}: {STATEMENT_REFUSED}")
     try:
-        row = db.execute("SELECT json_serialize_sql(?)", [f"{OPENING}{expression}\n)"]).fetchall()[0]
+        row = db.execute("SELECT json_serialize_sql(?)", [f"{QUERY_PREFIX}{expression}\n)"]).fetchall()[0]
         parsed: dict[str, Any] = json.loads(row[0])
     except RecursionError as err:
         raise SubsetError(f"expression {expression[:60]!r}...: nested too deeply; split it") from err
@@ -480,7 +483,7 @@ def _parse(db: duckdb.DuckDBPyConnection, expression: str, columns: Collection[s
         problem = STATEMENT_REFUSED
         if parsed.get("error_type") == "parser":
             problem = " ".join(str(parsed["error_message"]).split())
-            at = int(parsed["position"]) - len(OPENING) if parsed.get("position") else -1
+            at = int(parsed["position"]) - len(QUERY_PREFIX) if parsed.get("position") else -1
             if 0 <= at < len(expression):
                 around = f"{expression[max(0, at - 20) : at]}>>>{expression[at : at + 20]}"
                 problem = f"{problem} (character {at + 1}: ...{around})"

@@ -21,7 +21,7 @@ from grasp.methods.contract import Account, MethodInputs, Scores
 from grasp.seeds import stream
 from grasp.settings import Settings
 
-HASHED = 1 << 20  # columns of the tf-idf matrix
+N_FEATURES = 1 << 20  # columns of the tf-idf matrix
 MAX_STEPS = 1_000  # of the solver
 
 
@@ -70,7 +70,7 @@ class TextOdds:
         text = require("sklearn.feature_extraction.text", extra="baselines", feature="classifier")
         linear = require("sklearn.linear_model", extra="baselines", feature="classifier")
         self._hash = text.HashingVectorizer(
-            ngram_range=(1, 2), n_features=HASHED, alternate_sign=False, norm=None, dtype=np.float32
+            ngram_range=(1, 2), n_features=N_FEATURES, alternate_sign=False, norm=None, dtype=np.float32
         )
         self._weigh = text.TfidfTransformer(sublinear_tf=True)
         negative_NG = self._weigh.fit_transform(self._hash.transform(negatives))

@@ -20,7 +20,7 @@ from torch import Tensor
 from grasp.arrays import F64
 from grasp.baselines.checkpoints import training_checkpoints
 from grasp.baselines.gradients.layers import choose_layers, describe_layers
-from grasp.baselines.gradients.method_settings import UNPROJECTED, LayerSettings
+from grasp.baselines.gradients.method_settings import NO_PROJECTION_HINT, LayerSettings
 from grasp.baselines.gradients.projection import Form
 from grasp.baselines.gradients.queries import DenseQuery, Queries
 from grasp.baselines.gradients.scorers import ExactScorer, ProjectedScorer, exact_note, projection_note
@@ -69,7 +69,7 @@ class DataInfSettings(LayerSettings):
     @model_validator(mode="after")
     def _is_projected(self) -> Self:
         if self.dimension is None:
-            refuse_idle(self, ("projection",), UNPROJECTED)
+            refuse_idle(self, ("projection",), NO_PROJECTION_HINT)
         return self
 
 

@@ -24,7 +24,7 @@ from grasp.seeds import stream
 from grasp.settings import Settings
 
 WORD = re.compile(r"\w+|[^\w\s]+")  # NLTK's wordpunct tokenizer, as in the authors' code
-SMALLEST = 1e-8  # added to the probability of every bucket, as in the authors' code
+MIN_PROBABILITY = 1e-8  # added to the probability of every bucket, as in the authors' code
 
 
 class DsirSettings(Settings):
@@ -88,7 +88,7 @@ def bucket_counts(texts: Iterable[str], buckets: int) -> csr_array:
 def log_ratio(questions: Sequence[str], corpus_H: F64) -> F64:
     """Return log(share of each bucket in the questions / its share in the corpus), (H,)."""
     target_H = np.asarray(bucket_counts(questions, len(corpus_H)).sum(axis=0), dtype=np.float64)
-    shares = [counts_H / max(counts_H.sum(), 1.0) + SMALLEST for counts_H in (target_H, corpus_H)]
+    shares = [counts_H / max(counts_H.sum(), 1.0) + MIN_PROBABILITY for counts_H in (target_H, corpus_H)]
     return np.asarray(np.log(shares[0]) - np.log(shares[1]))
 
 

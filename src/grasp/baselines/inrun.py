@@ -20,6 +20,7 @@ from pydantic import Field, model_validator
 from grasp.arrays import F32, F64, I64
 from grasp.baselines.gradients.layers import describe_layers
 from grasp.baselines.gradients.method_settings import Patterns
+from grasp.baselines.gradients.session import unit_examples
 from grasp.baselines.replay import BatchReplaySettings, Replay, check_finite, count_steps
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
@@ -153,7 +154,8 @@ class _ReplayPlan:
             order_P = stream(seed, "inrun", "order").permutation(n_prefix)
         target_E = [unit.target for unit in inputs.units.units]
         selected = _draw_units(target_E, None if settings.utility == "unit" else settings.validation_units, seed)
-        examples = [Example(inputs.unit_tokens[e].input_ids, inputs.unit_tokens[e].first) for e in selected]
+        units = unit_examples(inputs)
+        examples = [units[e] for e in selected]
         weight_CE, column_E = _loss_columns(settings.utility, target_E, selected)
         return cls(order_P, settings.batch_rows, examples, weight_CE, column_E, len(target_E) - len(selected))
 

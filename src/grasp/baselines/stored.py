@@ -42,7 +42,7 @@ from grasp.store.records import JsonModel, Mark, Signed
 from grasp.store.remote import open_store
 
 SCORES, IDS, LOCK = "scores.npy", "scores.ids.json", ".lock"
-READ_ROWS = 16_384
+BLOCK_ROWS = 16_384
 FORMAT_VERSION = 2
 
 
@@ -67,10 +67,18 @@ class ScoreRecord(JsonModel):
     files: dict[str, FileEntry]
 
 
-REMADE = "delete its directory to recompute it"
-BLOCKS = Schema(mark=ScoredBlock, marks="blocks/*.json", plan="plan.json", ours=("blocks",), recovery_hint=REMADE)
+RECOVERY_HINT = "delete its directory to recompute it"
+BLOCKS = Schema(
+    mark=ScoredBlock, marks="blocks/*.json", plan="plan.json", ours=("blocks",), recovery_hint=RECOVERY_HINT
+)
 RECORD = Signed(
-    "method.json", ScoreRecord, "a record of scores", "grasp-scores", FORMAT_VERSION, REMADE, error_type=SettingsError
+    "method.json",
+    ScoreRecord,
+    "a record of scores",
+    "grasp-scores",
+    FORMAT_VERSION,
+    RECOVERY_HINT,
+    error_type=SettingsError,
 )
 
 S = TypeVar("S", bound=Settings)
@@ -157,8 +165,8 @@ class _Blocks:
 
     def __iter__(self) -> Iterator[tuple[int, NDArray[Any]]]:
         scores = np.load(self.path, mmap_mode="r", allow_pickle=False)
-        for start in range(0, len(scores), READ_ROWS):
-            yield start, np.asarray(scores[start : start + READ_ROWS])
+        for start in range(0, len(scores), BLOCK_ROWS):
+            yield start, np.asarray(scores[start : start + BLOCK_ROWS])
 
 
 def result_directory(cache: Path, result_identity: Mapping[str, Any]) -> Path:

@@ -27,7 +27,9 @@ from grasp.errors import ModelError, SettingsError
 from grasp.methods.contract import Account, MethodInputs, Scores
 from grasp.models.gradients import LayerSet
 
-SINGULAR = 1e-12  # relative to the largest eigenvalue: size of a zero eigenvalue after rounding of float32 features
+ZERO_EIGENVALUE = (
+    1e-12  # relative to the largest eigenvalue: size of a zero eigenvalue after rounding of float32 features
+)
 MAX_WIDTH = 8192  # of the matrix that is inverted: 512 MB
 
 
@@ -126,7 +128,7 @@ def newton_map(gram_KK: F64, unit_EK: F64, ridge: float, where: str) -> F64:
     width = len(gram_KK)
     shift = ridge * float(np.trace(gram_KK)) / width
     values, vectors = np.linalg.eigh(gram_KK)
-    if not values[0] + shift > SINGULAR * values[-1]:
+    if not values[0] + shift > ZERO_EIGENVALUE * values[-1]:
         matrix_name = "Phi^T Phi + lambda I" if shift else "Phi^T Phi"
         raise ModelError(
             f"{where}: {matrix_name} is singular: its eigenvalues range from {values[0] + shift:.3g} to "

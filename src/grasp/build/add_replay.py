@@ -37,7 +37,7 @@ from grasp.settings import BuildSettings, ReplaySettings
 from grasp.text import duration_text, size_text
 from grasp.training.adamw import AdamWTraining
 from grasp.training.adjoint import norm_of
-from grasp.training.fine_tuning import EXACT, FineTuning
+from grasp.training.fine_tuning import EXACT_DTYPES, FineTuning
 from grasp.training.metagradient import MetagradientSettings, Price, Target, middle_steps, price
 from grasp.training.recipe import OptimizerRecipe
 from grasp.training.recipe_files import FineTuningRecipe, default_proxy_recipe, default_recipe, proxy_training
@@ -322,7 +322,7 @@ def trainable(model: nn.Module, frozen: Sequence[str], recipe: FineTuningRecipe,
         SettingsError: the recipe's adapter does not fit the model.
     """
     notes, dtype = recipe.notes, next(model.parameters()).dtype
-    if dtype not in EXACT:
+    if dtype not in EXACT_DTYPES:
         model = model.float()
         notes.append(f"the model is in {str(dtype).removeprefix('torch.')}, its replay in float32")
     for name, parameter in model.named_parameters():

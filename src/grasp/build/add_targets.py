@@ -61,7 +61,7 @@ def add_target(
                 "pass"
             )
         passed = (lambda k: [artifact.features(k)]) if from_features else None
-        workers = Workers(inputs.ready)
+        workers = Workers(inputs.model_pass)
         for k, shard in scored_shards(inputs, workers, kernels, extension.left, passed, progress):
             extension.write_shard(k, shard.arrays, None, column_sums(shard.arrays))
         added = "targets+" + "+".join(inputs.unit_set.targets)

@@ -43,8 +43,9 @@ REQUIRED = {
 }
 
 
-PLACES = ("model.path", "model.tokenizer", "corpus.path")
-# Arguments of `build` and options of `grasp build`, and their settings. Those in NAMED may also be objects.
+PATH_SETTINGS = ("model.path", "model.tokenizer", "corpus.path")
+# Settings of the arguments of `build` and of the options of `grasp build`. The values of those in SETTING_BY_ARGUMENT
+# may also be objects.
 SETTINGS = {
     "split": "corpus.split",
     "text_column": "corpus.text_column",
@@ -52,11 +53,17 @@ SETTINGS = {
     "max_length": "corpus.max_length",
     "limit": "corpus.limit",
     "train": "train",
+    "loss": "corpus.form",
     "rule": "features.rule",
     "keep_features": "keep_features",
     "like": "like",
 }
-NAMED = {"model": "model.path", "tokenizer": "model.tokenizer", "dtype": "model.dtype", "corpus": "corpus.path"}
+SETTING_BY_ARGUMENT = {
+    "model": "model.path",
+    "tokenizer": "model.tokenizer",
+    "dtype": "model.dtype",
+    "corpus": "corpus.path",
+}
 
 
 def build(
@@ -72,6 +79,7 @@ def build(
     max_length: int | None = None,
     limit: int | None = None,
     train: str | None = None,
+    loss: str | None = None,
     rule: str | None = None,
     dtype: str | None = None,
     keep_features: bool | None = None,
@@ -110,6 +118,8 @@ def build(
         limit: read only the first N documents, for a quick look.
         train: what will be trained on the corpus: this model further (fine-tuning), or a new one from scratch.
             Default: as the checkpoint records, e.g. references of grasp retrain.
+        loss: loss of the training: tokens, the cross-entropy of texts or answers; or dpo, for preference pairs with
+            chosen and rejected answers. Default: tokens.
         rule: set of kernels: default, forward (without backward passes) or paper.
         dtype: dtype of the model: float32, bfloat16 or float16. Default: float32 on a CPU, else bfloat16.
         keep_features: store the features that --add-target needs instead of another pass; 2 to 6 kB a token.
@@ -126,7 +136,7 @@ def build(
     Raises:
         GraspError: invalid input; finished work is kept.
     """
-    values = (split, text_column, id_column, max_length, limit, train, rule, keep_features)
+    values = (split, text_column, id_column, max_length, limit, train, form_of_loss(loss), rule, keep_features)
     arguments: dict[str, Any] = dict(
         zip(SETTINGS.values(), (*values, None if like is None else str(like)), strict=True)
     )
@@ -164,6 +174,17 @@ def build(
         remote.publish(staged, url, SIGNED_MANIFEST)
         remote.discard_staging(url)
     return ArtifactReader.open(place if url is None else url)
+
+
+def form_of_loss(loss: str | None) -> str | None:
+    """Return the form of the records of a corpus on which a model is trained with this loss; None: any.
+
+    Raises:
+        SettingsError: unknown loss.
+    """
+    if loss not in (None, "tokens", "dpo"):
+        raise SettingsError(f"--loss: got {loss!r}, expected tokens or dpo")
+    return "preference" if loss == "dpo" else None
 
 
 def _put_inputs(
@@ -308,7 +329,7 @@ def add_targets(
 def _pop_overrides(data: dict[str, Any]) -> dict[str, Any]:
     """Remove custom code and the current places of model and corpus from settings, and return them."""
     overrides = dict[str, Any]()
-    for name in (*CODE, *PLACES):
+    for name in (*CODE, *PATH_SETTINGS):
         if value := pop_leaf(data, name):
             put(overrides, name, value)
     return overrides

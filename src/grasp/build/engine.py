@@ -19,7 +19,7 @@ from typing import Any
 
 from grasp.build.modality import load_reference
 from grasp.build.model_pass import ModelPass, Workers
-from grasp.build.ray_cluster import JOBS_A_WORKER, Cluster, ClusterSpec, connected, enter
+from grasp.build.ray_cluster import JOBS_PER_WORKER, Cluster, ClusterSpec, connected, enter
 from grasp.kernels.kernel import Batch, CorpusMoments, Kernel, make_kernels
 from grasp.models.forward_pass import Rows
 from grasp.progress import Advance, ignore
@@ -41,19 +41,19 @@ class ModelActor:
             if self._kernels is None:
                 self._kernels = self._prepare_kernels(*how["kernels"])
             how = how | {"kernels": self._kernels}
-        return job(self._ready, rows, **how)
+        return job(self._model_pass, rows, **how)
 
     def _prepare_kernels(self, units: Batch, moments: dict[str, Any]) -> list[Kernel]:
-        model, corpus = self._ready.model, CorpusMoments(self._ready.model)
+        model, corpus = self._model_pass.model, CorpusMoments(self._model_pass.model)
         kernels = make_kernels(self._features.kernels, model, self._features, corpus)
         corpus.load(moments)
-        units = replace(units.to(model.device), head=model.head, sampled=self._ready.sampled)
+        units = replace(units.to(model.device), head=model.head, sampled=self._model_pass.sampled)
         for kernel in kernels:
             kernel.prepare(units)
         return kernels
 
     @cached_property
-    def _ready(self) -> ModelPass:
+    def _model_pass(self) -> ModelPass:
         return ModelPass.choose(load_reference(self._settings), self._features)
 
 
@@ -87,7 +87,7 @@ class RayWorkers(Workers):
                 yield k, rows
 
         early: dict[int, Any] = {}
-        due, most = 0, JOBS_A_WORKER * len(self._actors)
+        due, most = 0, JOBS_PER_WORKER * len(self._actors)
         for k, result in self._cluster.spread(
             self._actors,
             sized_parts(),

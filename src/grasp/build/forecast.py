@@ -40,12 +40,12 @@ from grasp.yaml_files import plain_settings, require_flags
 
 PROBE_CHARS = 1 << 20  # of the corpus that are cut into rows
 PROBE_DOCUMENTS = 4_096  # at most
-CHARS_A_TOKEN = 4  # of a corpus that is tokenised
+CHARS_PER_TOKEN = 4  # of a corpus that is tokenised
 PROBE_TOKENS = 16  # of the first pass; each further pass has four times as many
 PROBE_SECONDS = 0.5  # duration of the last timed pass at least, unless all rows passed
 SLOW_SECONDS = 4.0  # after a pass that takes so long, no longer one is timed
 PROBE_UNITS = 64  # units that the probe is scored against
-TRUSTED_POSITIONS = 64  # with loss, from which on the probe's loss says whether the model is trained
+MIN_LOSS_POSITIONS = 64  # with loss, from which on the probe's loss says whether the model is trained
 
 
 def forecast(
@@ -97,7 +97,7 @@ def _first_documents(settings: BuildSettings) -> tuple[int, int]:
     source, limit = open_source(settings.corpus.path, settings.corpus.split), settings.corpus.limit
     n_most, chars = min(PROBE_DOCUMENTS, limit or PROBE_DOCUMENTS), 0
     for n_read, document in enumerate(documents_of(source, settings.corpus), start=1):
-        chars += len(document.text or "") + CHARS_A_TOKEN * (
+        chars += len(document.text or "") + CHARS_PER_TOKEN * (
             0 if document.input_ids is None else len(document.input_ids)
         )
         if chars >= PROBE_CHARS or n_read >= n_most:
@@ -142,7 +142,7 @@ class _Probe:
 
 def _timed_probe(inputs: Inputs, *, untrained: bool) -> _Probe:
     """Pass more and more tokens through the model, until a pass takes long enough to be timed, and score them."""
-    ready, features = inputs.ready, inputs.settings.features
+    model_pass, features = inputs.model_pass, inputs.settings.features
     sample = Sample.draw(inputs.store.supervised(), features)
     n_tokens = PROBE_TOKENS
     timed: list[tuple[int, float]] = []  # tokens and seconds of each pass
@@ -150,7 +150,7 @@ def _timed_probe(inputs: Inputs, *, untrained: bool) -> _Probe:
         rows = _first_tokens(inputs.store.rows(np.arange(min(inputs.store.n_rows, n_tokens))), n_tokens)
         passed: list[Arrays] = []
         begun = time.perf_counter()
-        corpus = observe_part(ready, rows, states_every=sample.states_every, keep=passed.append)
+        corpus = observe_part(model_pass, rows, states_every=sample.states_every, keep=passed.append)
         timed.append((rows.n_tokens, time.perf_counter() - begun))
         if rows.n_tokens == inputs.store.n_tokens or timed[-1][1] >= SLOW_SECONDS:
             break
@@ -158,20 +158,20 @@ def _timed_probe(inputs: Inputs, *, untrained: bool) -> _Probe:
             break
         n_tokens *= 4
     row_seconds, token_seconds = _costs(timed, len(rows))
-    if not untrained and isinstance(inputs.model, ReferenceModel) and corpus.n_positions >= TRUSTED_POSITIONS:
+    if not untrained and isinstance(inputs.model, ReferenceModel) and corpus.n_positions >= MIN_LOSS_POSITIONS:
         refuse_untrained(corpus.loss, inputs.model)
 
     # The rows stand in for the units: units would need a pass of their own, and scoring depends on their number only.
     n_units, tokens = len(inputs.unit_set.units), inputs.unit_tokens
     n_positions = round(sum(len(unit.input_ids) - unit.first for unit in tokens) / len(tokens)) if tokens else 1
-    units = _as_units(ready, passed, min(n_units, PROBE_UNITS), n_positions)
+    units = _as_units(model_pass, passed, min(n_units, PROBE_UNITS), n_positions)
     begun = time.perf_counter()
     kernels = make_kernels(features.kernels, inputs.model, features, corpus)
     for kernel in kernels:
         kernel.prepare(units)
     prepare_seconds = time.perf_counter() - begun
     begun = time.perf_counter()
-    shard = score_shard(ready, rows, kernels=kernels, keep_features=inputs.settings.keep_features, passed=passed)
+    shard = score_shard(model_pass, rows, kernels=kernels, keep_features=inputs.settings.keep_features, passed=passed)
     score_seconds = time.perf_counter() - begun
     share, states = n_units / units.n_rows, min(inputs.store.n_supervised, STATES) / max(1, corpus.n_positions)
     return _Probe(
@@ -230,9 +230,9 @@ def _first_tokens(rows: Rows, n_tokens: int) -> Rows:
     )
 
 
-def _as_units(ready: ModelPass, passed: Sequence[Arrays], n_units: int, n_positions: int) -> Batch:
+def _as_units(model_pass: ModelPass, passed: Sequence[Arrays], n_units: int, n_positions: int) -> Batch:
     """Return `n_units` units of `n_positions` positions each, made of the rows of the probe, in turn."""
-    batches = [pair for arrays in passed for pair in read_batches(arrays, ready, ready.model.vocab_size)]
+    batches = [pair for arrays in passed for pair in read_batches(arrays, model_pass, model_pass.model.vocab_size)]
     n_rows = sum(len(index) for index, _ in batches)
     copies = -(-n_units // n_rows)
     rows = merge_batches(
@@ -242,13 +242,13 @@ def _as_units(ready: ModelPass, passed: Sequence[Arrays], n_units: int, n_positi
     first_P = torch.searchsorted(rows.row_P, rows.row_P)  # positions are in order of row
     chosen_P = torch.nonzero(torch.arange(len(rows.row_P), device=first_P.device) - first_P < n_positions)[:, 0]
     units = replace(rows.at_positions(chosen_P, rows.row_P[chosen_P], n_units), tail=rows.tail)
-    if ready.sampled is None:
+    if model_pass.sampled is None:
         return units
     gradient_NK = torch.cat([batch.gradient_BK for _, batch in batches if batch.gradient_BK is not None])
-    gradient_EK = allocate_unit_gradients(n_units, ready.sampled, ready.settings.gradient_memory_mb)
+    gradient_EK = allocate_unit_gradients(n_units, model_pass.sampled, model_pass.settings.gradient_memory_mb)
     for e in range(n_units):
         gradient_EK[e] = gradient_NK[e % n_rows].to(gradient_EK.device, gradient_EK.dtype)
-    return replace(units, gradient_BK=gradient_EK, sampled=ready.sampled)
+    return replace(units, gradient_BK=gradient_EK, sampled=model_pass.sampled)
 
 
 def _report(inputs: Inputs, probe: _Probe, ratio: float, tokens_bytes: int) -> str:
@@ -263,7 +263,7 @@ def _report(inputs: Inputs, probe: _Probe, ratio: float, tokens_bytes: int) -> s
     if sample.is_whole and ratio > 1:  # the part that was read is too small to fill the sample
         rows_needed = features.sample_rows if counts_rows(features) else 1
         sampled = min(n_supervised, max(features.sample_positions, rows_needed * n_supervised // n_rows))
-    coordinates = 0 if inputs.ready.sampled is None else inputs.ready.sampled.sample.size
+    coordinates = 0 if inputs.model_pass.sampled is None else inputs.model_pass.sampled.sample.size
     passed_bytes = round(ratio * stored_bytes(model, store, features, coordinates))
     is_measured = settings.like is not None
     once = sampled == n_supervised and not is_measured and passed_bytes <= features.kept_mb * MEGABYTE

@@ -30,7 +30,7 @@ from grasp.corpus.documents import Corpus
 from grasp.corpus.labels import HASH_LABEL, IDS_COLUMN
 from grasp.corpus.row_store import RowStore, ShardStore
 from grasp.corpus.sources import Source, open_source
-from grasp.errors import ModelError
+from grasp.errors import ModelError, SettingsError
 from grasp.kernels.kernel import Batch, Kernel
 from grasp.models.causal_lm import ReferenceModel, context_of
 from grasp.models.checkpoint import refuse_unreadable, text_config_of, tokenizer_of
@@ -39,7 +39,8 @@ from grasp.models.tokenizer import HfTokenizer
 from grasp.progress import Progress
 from grasp.settings import BuildSettings
 from grasp.targets import Unit, UnitSet, load_units
-from grasp.targets.units import UnitTokens
+from grasp.targets.margins import refuse_accuracy
+from grasp.targets.units import UnitTokens, unit_columns
 from grasp.text import skipped_lines
 
 Store = RowStore | ShardStore[Any, Any]
@@ -50,7 +51,7 @@ class Inputs:
     """All inputs of a build. `units` pass through the model at the first access."""
 
     settings: BuildSettings
-    ready: ModelPass
+    model_pass: ModelPass
     store: Store
     unit_set: UnitSet
     unit_inputs: Units
@@ -60,7 +61,7 @@ class Inputs:
     @property
     def model(self) -> Reference:
         """Return the model that reads the corpus."""
-        return self.ready.model
+        return self.model_pass.model
 
     @property
     def unit_tokens(self) -> Sequence[UnitTokens]:
@@ -70,7 +71,7 @@ class Inputs:
     @cached_property
     def units(self) -> Batch:
         """Pass the units through the model, once."""
-        return self.ready.units(self.unit_inputs, [unit.unit_id for unit in self.unit_set.units])
+        return self.model_pass.units(self.unit_inputs, [unit.unit_id for unit in self.unit_set.units])
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,12 @@ def prepare(
         if model is None:
             refuse_unreadable(settings.model.path)
         unit_set = load_units(settings.targets, in_memory.units)
+        refuse_accuracy(unit_set)
+        if "pooled" in settings.features.kernels and any(unit.others for unit in unit_set.units):
+            raise SettingsError(
+                "features.kernels: got pooled, which is not linear in the gradient of a unit, so margins cannot be "
+                "combined from answers; use --rule default, or targets without @margin"
+            )
         corpus = Corpus(in_memory.source or open_source(settings.corpus.path, settings.corpus.split), settings.corpus)
         if model is None:
             config, hf_tokenizer = text_config_of(settings.model), tokenizer_of(settings.model)
@@ -153,7 +160,7 @@ def prepare(
         if model is None:
             progress.stage("model", rows=None, tokens=None)
             model = ReferenceModel.load(settings.model)
-        longest_row = max(int(store.lengths().max()), *(len(unit.input_ids) for unit in units))
+        longest_row = max(store.longest(), *(unit.longest for unit in units))
         if model.context is not None and longest_row > model.context:
             raise ModelError(
                 f"{settings.model.path}: reads {model.context} tokens, fewer than the {context} of its config.json; a "
@@ -171,7 +178,7 @@ def prepare(
             settings, model, tokens, replace=replace, progress=lambda rows: progress.advance(rows, 0)
         )
     progress.stage("units", rows=None, tokens=None)
-    ready = ModelPass.choose(model, settings.features)
+    model_pass = ModelPass.choose(model, settings.features)
     reader, reader_fingerprint = model.reader
     identity = Identity(
         fingerprints={
@@ -186,7 +193,7 @@ def prepare(
     )
     return Inputs(
         settings=settings,
-        ready=ready,
+        model_pass=model_pass,
         store=store,
         unit_set=unit_set,
         unit_inputs=units,
@@ -239,7 +246,9 @@ def note_corpus(
     progress.note(labels)
     text_column = roles.get("text", roles.get("turns"))
     known = [*roles.values(), *store.label_columns, *store.ignored_columns]
-    if note := preference_note(text_column, known, turns="turns" in roles):
+    if "rejected" in roles:
+        progress.note("preference pairs: rows are scored by the gradient of the DPO loss at this model")
+    elif note := preference_note(text_column, known, turns="turns" in roles):
         progress.note(note)
     rows = f"{store.n_rows:,} rows of {store.n_documents:,} documents, {store.n_tokens:,} tokens"
     if store.masked:
@@ -342,6 +351,7 @@ def unit_table(inputs: Inputs) -> pa.Table:
             "prompt": [unit.prompt for unit in units],
             "completion": [unit.completion for unit in units],
         }
+        | unit_columns(units, examples)
         | ({HASH_LABEL: pa.array(hashes, pa.string())} if any(hashes) else {})
         | ({IDS_COLUMN: pa.array([unit.input_ids for unit in examples], pa.list_(pa.int32()))} if examples else {})
     )

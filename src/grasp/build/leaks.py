@@ -1,6 +1,6 @@
 """Detect contamination: find rows that contain questions of the targets, in linear time.
 
-Questions are compared by words, ignoring case, punctuation and white space. N-grams of `GRAM` words are hashed,
+Questions are compared by words, ignoring case, punctuation and white space. N-grams of `GRAM_WORDS` words are hashed,
 and a passage with the rare n-grams of a question is compared in detail: it contains the question if at least nine in
 ten of its words are in common n-grams that are close together. A long prompt is searched for as a whole, without the
 common beginning and end of all prompts of a target (`Question:`, few-shot examples), and by its question alone: its
@@ -28,14 +28,14 @@ Hashes = NDArray[np.uint64]
 # Scripts without spaces between words: each of their characters counts as one.
 _UNSPACED: Final = "\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\uac00-\ud7af"
 WORD: Final = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
-GRAM: Final = 4  # words of an n-gram
+GRAM_WORDS: Final = 4  # words of an n-gram
 LONG_WORDS: Final = 8  # questions of at least this many words are searched for without the answer
-FEWEST_WORDS: Final = 5  # words of a question with its answer; shorter ones are not searched for
-CHANGED: Final = 10  # one word in ten may differ; a question of fewer words must occur verbatim
-STRETCH: Final = 2  # a question may be spread over twice its length
-RARE: Final = 32  # an n-gram of more questions is not indexed: it costs time and is not specific
+MIN_WORDS: Final = 5  # words of a question with its answer; shorter ones are not searched for
+WORDS_PER_CHANGE: Final = 10  # one word in ten may differ; a question of fewer words must occur verbatim
+MAX_STRETCH: Final = 2  # a question may be spread over twice its length
+MAX_QUESTIONS_PER_GRAM: Final = 32  # an n-gram of more questions is not indexed: it costs time and is not specific
 CHUNK_CHARS: Final = 200_000  # characters of rows that are searched together
-ROWS_AT_ONCE: Final = 512
+BLOCK_ROWS: Final = 512
 
 
 def find_leaks(
@@ -79,8 +79,8 @@ def _chunks(
     for k in range(store.n_shards):
         shard = store.shard(k)
         documents = shard.table["doc_id"].to_pylist()
-        for begin in range(0, len(shard), ROWS_AT_ONCE):
-            rows = range(begin, min(begin + ROWS_AT_ONCE, len(shard)))
+        for begin in range(0, len(shard), BLOCK_ROWS):
+            rows = range(begin, min(begin + BLOCK_ROWS, len(shard)))
             for i, text in zip(rows, decode([shard.ids(i).tolist() for i in rows]), strict=True):
                 # pieces of a document are joined without a space, documents with a line break
                 held.append(_plain(text) if documents[i] == document else f"\n{_plain(text)}")
@@ -120,7 +120,9 @@ class QuestionIndex:
         shared = count_G[np.searchsorted(gram_G, all_hashes)]
         least = np.full(len(grams), np.iinfo(np.int64).max)
         np.minimum.at(least, owner, shared)
-        rare = shared <= np.maximum(RARE, least[owner]) if len(all_hashes) else np.zeros(0, dtype=bool)
+        rare = (
+            shared <= np.maximum(MAX_QUESTIONS_PER_GRAM, least[owner]) if len(all_hashes) else np.zeros(0, dtype=bool)
+        )
         self._n_grams = np.bincount(owner[rare], minlength=len(grams))
         rare_order = order[rare[order]]
         self._gram_G, start_G = np.unique(all_hashes[rare_order], return_index=True)
@@ -140,7 +142,7 @@ class QuestionIndex:
     def reach(self) -> int:
         """Return about how many characters an occurrence can span."""
         longest = max((sum(len(word) + 1 for word in words) for words in self._entries), default=0)
-        return STRETCH * longest
+        return MAX_STRETCH * longest
 
     def questions_in(self, text: str) -> list[tuple[int, int, int]]:
         """Return occurrences of questions in a text: unit, and the characters from and up to which it extends."""
@@ -169,33 +171,35 @@ class QuestionIndex:
         Args:
             where: positions of indexed n-grams of the question, ascending; its other n-grams are around them.
         """
-        length, reach = len(question) - len(question) // CHANGED, STRETCH * len(question)
+        length, reach = len(question) - len(question) // WORDS_PER_CHANGE, MAX_STRETCH * len(question)
         run_of: dict[
             tuple[str, ...], range
         ] = {}  # words of the question that an n-gram covers, at its first occurrence
-        for k in range(len(question) - GRAM + 1):
-            run_of.setdefault(tuple(question[k : k + GRAM]), range(k, k + GRAM))
+        for k in range(len(question) - GRAM_WORDS + 1):
+            run_of.setdefault(tuple(question[k : k + GRAM_WORDS]), range(k, k + GRAM_WORDS))
         n_covered = len(set().union(*run_of.values()))
-        least = n_covered - n_covered // CHANGED
+        least = n_covered - n_covered // WORDS_PER_CHANGE
         window, times = deque[tuple[int, range]](), Counter[int]()
         done = passed = 0  # words visited, and the end of the last occurrence
         for first in where:
-            for t in range(max(done, first - reach), min(first + reach, len(words) - GRAM + 1)):
+            for t in range(max(done, first - reach), min(first + reach, len(words) - GRAM_WORDS + 1)):
                 done = t + 1
-                if t < passed or (covers := run_of.get(tuple(words[t : t + GRAM]))) is None:
+                if t < passed or (covers := run_of.get(tuple(words[t : t + GRAM_WORDS]))) is None:
                     continue
                 window.append((t, covers))
                 times.update(covers)
                 while t - window[0][0] >= reach or (
                     # long enough without the first n-gram, whose words are covered by others
-                    len(window) > 1 and t + GRAM - window[1][0] >= length and all(times[w] > 1 for w in window[0][1])
+                    len(window) > 1
+                    and t + GRAM_WORDS - window[1][0] >= length
+                    and all(times[w] > 1 for w in window[0][1])
                 ):
                     for w in window.popleft()[1]:
                         times[w] -= 1
                         if not times[w]:
                             del times[w]
-                if len(times) >= least and t + GRAM - window[0][0] >= length:
-                    yield window[0][0], t + GRAM
+                if len(times) >= least and t + GRAM_WORDS - window[0][0] >= length:
+                    yield window[0][0], t + GRAM_WORDS
                     passed = done + n_covered - len(times)
                     window.clear()
                     times.clear()
@@ -231,7 +235,7 @@ def question_words(units: Sequence[Unit]) -> list[list[tuple[str, ...]]]:
         bare = [part[part[:1] == ("question",) : len(part) - (part[-1:] == ("answer",))] for part in parts]
         entries = dict.fromkeys(part for part in bare if len(part) >= LONG_WORDS)
         if not entries:
-            entries = dict.fromkeys(part for part in [(*all_words, *_words(answer))] if len(part) >= FEWEST_WORDS)
+            entries = dict.fromkeys(part for part in [(*all_words, *_words(answer))] if len(part) >= MIN_WORDS)
         entries_of_units.append(list(entries))
     # a part that several questions share, e.g. `what is the passage about`, is not specific
     shared = Counter(part for entries in entries_of_units for part in entries[1:])
@@ -257,9 +261,9 @@ def _hashes(words: Sequence[str]) -> Hashes:
 
 
 def _grams(hash_T: Hashes) -> Hashes:
-    """Return hashes of the n-grams that begin at each word, (max(0, T - GRAM + 1),), modulo 2^64."""
-    n = max(0, len(hash_T) - GRAM + 1)
+    """Return hashes of the n-grams that begin at each word, (max(0, T - GRAM_WORDS + 1),), modulo 2^64."""
+    n = max(0, len(hash_T) - GRAM_WORDS + 1)
     total: Hashes = np.zeros(n, dtype=np.uint64)
-    for k in range(GRAM):  # a polynomial hash, so that the order of words matters; odd, so that no bits are lost
+    for k in range(GRAM_WORDS):  # a polynomial hash, so that the order of words matters; odd, so that no bits are lost
         total = total * np.uint64(0x9E3779B97F4A7C15) + hash_T[k : k + n]
     return total

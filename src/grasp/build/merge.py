@@ -29,7 +29,7 @@ from grasp.build.identity import Identity
 from grasp.build.pipeline import sketch_gain
 from grasp.corpus.packing import Skipped
 from grasp.errors import ArtifactError, SettingsError
-from grasp.files import FULL, check_outputs, differences, written_aside
+from grasp.files import DISK_FULL_ERRORS, check_outputs, differences, written_aside
 from grasp.progress import Progress, Silent
 from grasp.store.remote import remote_url
 
@@ -64,7 +64,7 @@ def merge(parts: Sequence[Path | str], out: Path | str, *, progress: Progress | 
             _write(opened, schema, aside, progress)
     except ArtifactError as err:
         if (
-            isinstance(err.__cause__, OSError) and err.__cause__.errno in FULL
+            isinstance(err.__cause__, OSError) and err.__cause__.errno in DISK_FULL_ERRORS
         ):  # the writer advises to resume, which merge cannot
             raise ArtifactError(
                 f"{place}: {err.__cause__.strerror}; nothing was written: free space and run the same command again"

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grasp.arrays import F32, I64
+from grasp.arrays import F32, F64, I64
 from grasp.artifact.manifest import FeatureSpool
 from grasp.corpus.row_store import RowShard
 from grasp.errors import ArtifactError, ModelError
@@ -29,6 +29,7 @@ from grasp.models.gradients import Example
 from grasp.models.residuals import SparseResidual, stack_residuals
 from grasp.progress import Advance, ignore
 from grasp.settings import FeatureSettings
+from grasp.targets.margins import Answers
 from grasp.targets.units import UnitTokens
 
 Outcome = TypeVar("Outcome")
@@ -59,6 +60,9 @@ class ModelPass:
         Raises:
             ModelError: the model computed NaN or infinity; the message names the rows.
         """
+        if isinstance(rows, RowShard) and rows.split_N is not None:
+            yield from self._pair_batches(rows)
+            return
         column, specs = rows.table.column("row_id"), self.settings.row_positions
         for index, features, gradient_BK in self._passes(rows, specs):
             batch = self._batch(features, [column[int(i)].as_py() for i in index], "row")
@@ -66,21 +70,84 @@ class ModelPass:
                 batch = replace(batch, gradient_BK=_narrow(gradient_BK).to(gradient_BK.dtype), sampled=self.sampled)
             yield index, batch
 
+    def _pair_batches(self, rows: RowShard) -> Iterator[tuple[I64, Batch]]:
+        """Yield batches of preference pairs, as the difference of their sides.
+
+        At the reference policy, where all log-ratios are 0, the gradient of the DPO loss of a pair is
+        beta / 2 (sum of the gradients of the chosen tokens' losses - the same of the rejected tokens). The constant
+        is the same for all rows and left out. The mean over the positions of both sides is the mean gradient of a row.
+        Source: Rafailov et al. 2023, arXiv 2305.18290, eq. 7.
+        """
+        assert isinstance(self.model, ReferenceModel)
+        for index in self.model.batches(np.diff(rows.offsets)):
+            pairs = rows.take(index)
+            sides = pairs.sides()
+            names = sides.table.column("row_id").to_pylist()
+            parts: list[tuple[I64, Batch]] = []
+            gradient_SK: Tensor | None = None
+            for part, features, gradient_BK in self._passes(sides, self.settings.row_positions):
+                parts.append((part, self._batch(features, [names[s] for s in part], "row")))
+                if gradient_BK is not None:
+                    if gradient_SK is None:
+                        gradient_SK = gradient_BK.new_empty(len(sides), gradient_BK.shape[1])
+                    gradient_SK[torch.from_numpy(part).to(gradient_BK.device)] = gradient_BK
+            batch = merge_batches(parts, len(sides)).rows(0, len(sides))  # positions in the order of the sides
+            pair_S, count_S = np.repeat(np.arange(len(index)), 2), batch.positions_B.cpu().numpy()
+            share_S = count_S / np.bincount(pair_S, count_S)[pair_S]
+            weight_S = np.tile([1.0, -1.0], len(index)) * share_S
+            loss_B = np.bincount(pair_S, share_S * batch.loss_B.double().cpu().numpy())
+            batch = batch.combined(pair_S, weight_S, torch.from_numpy(loss_B).to(batch.loss_B))
+            if gradient_SK is not None:
+                gradient_SK *= torch.from_numpy(weight_S).to(gradient_SK)[:, None]
+                gradient_BK = gradient_SK.view(len(index), 2, -1).sum(dim=1)
+                batch = replace(batch, gradient_BK=_narrow(gradient_BK).to(gradient_BK.dtype), sampled=self.sampled)
+            yield index, batch
+
     def units(self, units: Units, names: Sequence[str]) -> Batch:
-        """Pass all units and return them as one batch with a row per unit; positions are in any order."""
+        """Pass all units and return them as one batch with a row per unit; positions are in any order.
+
+        A unit with several answers is the sum of its answers with the weights of its margin, see `Answers.weights`.
+        """
+        answers = Answers.of(units) if isinstance(units, Sequence) else None
+        if answers is None or answers.are_units:
+            sums: tuple[I64, F64] | None = None
+        else:
+            units, names = answers.tokens, [names[e] for e in answers.unit_A]
+            losses_A = self._losses(units, names)
+            sums = answers.unit_A, answers.weights(losses_A)
+        n_units = len(units) if answers is None else len(answers.sign_E)
         gradient_EK = (
             None
             if self.sampled is None
-            else allocate_unit_gradients(len(units), self.sampled, self.settings.gradient_memory_mb)
+            else allocate_unit_gradients(n_units, self.sampled, self.settings.gradient_memory_mb)
         )
+        if gradient_EK is not None and sums is not None:
+            gradient_EK.zero_()
         parts: list[tuple[I64, Batch]] = []
         for index, features, gradient_BK in self._passes(units, self.settings.unit_positions):
             parts.append((index, self._batch(features, [names[e] for e in index], "unit")))
-            if gradient_BK is not None and gradient_EK is not None:
-                place_B = torch.from_numpy(index).to(gradient_EK.device)
-                # Rounded before the copy, so that results do not depend on where the units are stored.
-                gradient_EK[place_B] = _narrow(gradient_BK).to(gradient_EK.device, gradient_EK.dtype)
-        return replace(merge_batches(parts, len(units)), gradient_BK=gradient_EK, sampled=self.sampled)
+            if gradient_BK is None or gradient_EK is None:
+                continue
+            # Rounded before the copy, so that results do not depend on where the units are stored.
+            narrow_BK = _narrow(gradient_BK).to(gradient_EK.device, gradient_EK.dtype)
+            if sums is None:
+                gradient_EK[torch.from_numpy(index).to(gradient_EK.device)] = narrow_BK
+                continue
+            for a, gradient_K in zip(index, narrow_BK, strict=True):
+                gradient_EK[sums[0][a]] += float(sums[1][a]) * gradient_K
+        batch = merge_batches(parts, len(units))
+        if sums is not None and answers is not None:
+            loss_E = torch.from_numpy(-answers.utilities(losses_A)).to(batch.loss_B)
+            batch = batch.combined(*sums, loss_E)
+        return replace(batch, gradient_BK=gradient_EK, sampled=self.sampled)
+
+    def _losses(self, units: Sequence[UnitTokens], names: Sequence[str]) -> F64:
+        """Return the mean loss of each answer, (A,)."""
+        loss_A = np.empty(len(units))
+        for index, features in forward_passes(self.model, units, ("all",), 1):
+            refuse_bad(features, [names[a] for a in index], "unit")
+            loss_A[index] = features.row_loss(len(index)).double().cpu().numpy()
+        return loss_A
 
     def _passes(
         self, items: Rows | Units, specs: tuple[str, ...]
@@ -240,18 +307,20 @@ def _arrays(batch: Batch, *, half: bool) -> Arrays:
         "input": batch.input_P.int(),
         "row_loss": batch.loss_B,
     }
+    if batch.weight_P is not None:
+        parts["weight"] = batch.weight_P
     if at.rest_P is not None:
         parts["rest"] = at.rest_P.half() if half else at.rest_P
     return {name: part.cpu().numpy() for name, part in parts.items()}
 
 
 def read_batches(
-    arrays: Mapping[str, NDArray[Any]], ready: ModelPass | None, vocab_size: int
+    arrays: Mapping[str, NDArray[Any]], model_pass: ModelPass | None, vocab_size: int
 ) -> Iterator[tuple[I64, Batch]]:
     """Yield the batches of `batch_arrays`, on the device of the model.
 
     Args:
-        ready: None if the model is not loaded; batches then lack the output layer and gradients.
+        model_pass: None if the model is not loaded; batches then lack the output layer and gradients.
     Raises:
         ArtifactError: the batches were stored by another version.
     """
@@ -260,24 +329,24 @@ def read_batches(
     count = 1 + max(int(name.partition(".")[0]) for name in arrays)
     for k in range(count):
         index = arrays[f"{k}.rows"]
-        context = len(index), ready, vocab_size
+        context = len(index), model_pass, vocab_size
         tail = _batch_of(arrays, f"{k}.tail.", *context) if f"{k}.tail.hidden" in arrays else None
         batch = _batch_of(arrays, f"{k}.", *context)
-        if ready is None:
+        if model_pass is None:
             yield index, replace(batch, tail=tail)
             continue
         gradient_BK = None
-        if f"{k}.gradient" in arrays and ready.sampled is not None:
+        if f"{k}.gradient" in arrays and model_pass.sampled is not None:
             stored_BK = torch.from_numpy(arrays[f"{k}.gradient"])
             stored_BK = stored_BK.view(torch.bfloat16) if stored_BK.dtype == torch.uint16 else stored_BK
-            gradient_BK = stored_BK.to(ready.model.device, ready.sampled.engine.work)
-        yield index, replace(batch, tail=tail, gradient_BK=gradient_BK, sampled=ready.sampled)
+            gradient_BK = stored_BK.to(model_pass.model.device, model_pass.sampled.engine.work)
+        yield index, replace(batch, tail=tail, gradient_BK=gradient_BK, sampled=model_pass.sampled)
 
 
 def _batch_of(
-    arrays: Mapping[str, NDArray[Any]], prefix: str, n_rows: int, ready: ModelPass | None, vocab_size: int
+    arrays: Mapping[str, NDArray[Any]], prefix: str, n_rows: int, model_pass: ModelPass | None, vocab_size: int
 ) -> Batch:
-    device = torch.device("cpu") if ready is None else ready.model.device
+    device = torch.device("cpu") if model_pass is None else model_pass.model.device
     part = {
         name.removeprefix(prefix): torch.from_numpy(array).to(device)
         for name, array in arrays.items()
@@ -294,8 +363,9 @@ def _batch_of(
         part["input"].long(),
         n_rows,
         part["row_loss"],
-        None if ready is None else ready.model.head,
+        None if model_pass is None else model_pass.model.head,
         vocab_size,
+        weight_P=part["weight"].to(work) if "weight" in part else None,
     )
 
 
@@ -344,7 +414,7 @@ class BatchCache:
 
 
 def observe_part(
-    ready: ModelPass,
+    model_pass: ModelPass,
     rows: Rows,
     *,
     states_every: int,
@@ -357,9 +427,9 @@ def observe_part(
         states_every: one in `states_every` hidden states is stored.
         keep: receives each batch as arrays, which `score_shard` accepts as `passed`.
     """
-    corpus = CorpusMoments(ready.model, states_every)
-    kernels = make_kernels(ready.settings.kernels, ready.model, ready.settings, corpus)
-    for index, batch in ready.batches(rows):
+    corpus = CorpusMoments(model_pass.model, states_every)
+    kernels = make_kernels(model_pass.settings.kernels, model_pass.model, model_pass.settings, corpus)
+    for index, batch in model_pass.batches(rows):
         corpus.observe_loss(batch)
         for kernel in kernels:
             kernel.observe(batch)
@@ -370,7 +440,7 @@ def observe_part(
 
 
 def score_shard(
-    ready: ModelPass,
+    model_pass: ModelPass,
     rows: Rows,
     *,
     kernels: Sequence[Kernel],
@@ -387,10 +457,10 @@ def score_shard(
     loss_N = np.empty(len(rows), dtype=np.float32)
     arrays: dict[str, F32] = {}
     features: Arrays = {}
-    batches = ready.batches(rows)
+    batches = model_pass.batches(rows)
     if passed is not None:
-        vocab_size = ready.model.vocab_size
-        batches = chain.from_iterable(read_batches(arrays, ready, vocab_size) for arrays in passed)
+        vocab_size = model_pass.model.vocab_size
+        batches = chain.from_iterable(read_batches(arrays, model_pass, vocab_size) for arrays in passed)
     for k, (index, batch) in enumerate(batches):
         loss_N[index] = batch.loss_B.cpu().numpy()
         for kernel in kernels:
@@ -407,8 +477,8 @@ def score_shard(
 class Workers:
     """Run jobs of the model over parts of the corpus, in this process; see also `engine.RayWorkers`."""
 
-    def __init__(self, ready: ModelPass) -> None:
-        self._ready = ready
+    def __init__(self, model_pass: ModelPass) -> None:
+        self._model_pass = model_pass
 
     def run(
         self,
@@ -419,6 +489,6 @@ class Workers:
         in_order: bool = False,
         **how: Any,
     ) -> Iterator[tuple[int, Any]]:
-        """Yield the result of `job(ready, rows, **how)` for each numbered part, as parts finish or `in_order`."""
+        """Yield the result of `job(model_pass, rows, **how)` for each numbered part, as parts finish or `in_order`."""
         for k, rows in parts:
-            yield k, job(self._ready, rows, advance=advance, **how)
+            yield k, job(self._model_pass, rows, advance=advance, **how)

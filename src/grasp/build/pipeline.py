@@ -59,13 +59,13 @@ from grasp.seeds import stream
 from grasp.settings import BuildSettings, FeatureSettings, build_settings
 from grasp.yaml_files import read_yaml, write_yaml
 
-UNTRAINED = 0.95  # of ln V; a unigram model is near 0.7
-UNSKILLED = 0.8  # of ln V; see above
+UNTRAINED_SHARE = 0.95  # of ln V; a unigram model is near 0.7
+UNSKILLED_SHARE = 0.8  # of ln V; see above
 PART_ROWS = 64  # rows of a sample that are passed together
 MEGABYTE = 1 << 20
 BACKWARD_COST = 3  # cost of a forward and a backward pass, in forward passes
-PASSED = "passed.ends"  # stored with the moments of a resumable build, see `BatchCache`
-NO_GRADIENT = "relevance_gradient.none"  # number of rows without a finite gradient
+BATCH_ENDS = "passed.ends"  # stored with the moments of a resumable build, see `BatchCache`
+NO_GRADIENT_COUNT = "relevance_gradient.none"  # number of rows without a finite gradient
 
 
 def build_artifact(
@@ -98,7 +98,7 @@ def build_artifact(
         work = out / "work" / inputs.identity.key
         entered: AbstractContextManager[Workers]
         if cluster is None:
-            entered = nullcontext(Workers(inputs.ready))
+            entered = nullcontext(Workers(inputs.model_pass))
         else:
             from grasp.build.engine import ray_workers  # noqa: PLC0415 - most builds need no cluster
 
@@ -163,10 +163,10 @@ def observe(
         keep: store the batches, if the sample is the whole corpus and they fit in `features.kept_mb`.
         trained: refuse a language model that predicts the sample no better than chance.
     """
-    settings, store, ready = inputs.settings, inputs.store, inputs.ready
-    features, model = settings.features, ready.model
+    settings, store, model_pass = inputs.settings, inputs.store, inputs.model_pass
+    features, model = settings.features, model_pass.model
     sample = Sample.draw(store.supervised(), features)
-    coordinates = 0 if ready.sampled is None else ready.sampled.sample.size
+    coordinates = 0 if model_pass.sampled is None else model_pass.sampled.sample.size
     fits = stored_bytes(model, store, features, coordinates) <= features.kept_mb * MEGABYTE
     keep = keep and sample.is_whole and fits and settings.like is None
     # For the progress bar: about how many tokens pass in each stage; rows are not passed twice if batches are stored.
@@ -188,8 +188,8 @@ def observe(
     if moment_spool.has(0):
         moments = moment_spool.read(0)
         corpus.load(moments)
-        if PASSED in moments and keep:
-            passed = BatchCache(work / "passed", moments[PASSED].tolist())
+        if BATCH_ENDS in moments and keep:
+            passed = BatchCache(work / "passed", moments[BATCH_ENDS].tolist())
     else:
         passed = BatchCache(work / "passed") if keep else None
         length_N = store.lengths()
@@ -206,13 +206,13 @@ def observe(
                 refuse_untrained(corpus.loss, model)
             if passed is not None:
                 passed.end_shard()
-        ends = {} if passed is None else {PASSED: np.array(passed.ends)}
+        ends = {} if passed is None else {BATCH_ENDS: np.array(passed.ends)}
         moment_spool.write(0, corpus.arrays() | ends)
     if isinstance(model, ReferenceModel):
         for line in training_notes(settings, corpus.loss, model.vocab_size):
             progress.note(line)
-    if ready.sampled is not None:
-        progress.note(ready.sampled.describe())
+    if model_pass.sampled is not None:
+        progress.note(model_pass.sampled.describe())
     return kernels, passed
 
 
@@ -251,7 +251,7 @@ def write_shards(
         sums = column_sums(shard.arrays)
         if "relevance_gradient" in shard.arrays:
             bad = ~shard.arrays["relevance_gradient"].any(axis=1)
-            sums[NO_GRADIENT] = np.array([bad.sum()], dtype=np.float64)
+            sums[NO_GRADIENT_COUNT] = np.array([bad.sum()], dtype=np.float64)
             if bad.any():
                 named = table["row_id"].filter(pa.array(bad)).to_pylist()
                 progress.note(
@@ -266,8 +266,8 @@ def write_shards(
     sums = writer.sums()
     seconds = begun and {"wall": time.perf_counter() - begun[0], "cpu": time.process_time() - begun[1]}
     manifest = describe_build(inputs, seconds)
-    if NO_GRADIENT in sums:
-        manifest["skipped"]["gradients"] = int(sums[NO_GRADIENT][0])
+    if NO_GRADIENT_COUNT in sums:
+        manifest["skipped"]["gradients"] = int(sums[NO_GRADIENT_COUNT][0])
     # Relative paths in the settings are relative to the current directory, which is stored relative to the artifact, so
     # that both can be moved together.
     manifest["details"]["built_in"] = os.path.relpath(os.path.realpath(os.curdir), os.path.realpath(writer.root))
@@ -300,7 +300,7 @@ def scored_shards(
         progress.stage("stored rows scored", rows=round(store.n_rows * share), tokens=None)
         for k in left:
             rows = store.shard(k)
-            yield k, score_shard(inputs.ready, rows, kernels=kernels, keep_features=keep, passed=passed(k))
+            yield k, score_shard(inputs.model_pass, rows, kernels=kernels, keep_features=keep, passed=passed(k))
             progress.advance(len(rows), 0)
         return
     if left:
@@ -327,6 +327,10 @@ def decided(settings: BuildSettings, in_memory: InMemory) -> BuildSettings:
             "`--train new` for a new model from scratch. Other rows help in either case, and the checkpoint does not "
             "say"
         )
+    if settings.corpus.form == "preference" and train == "new":
+        raise SettingsError(
+            "--loss dpo: trains a model further on preference pairs, but --train is new; pass --train further"
+        )
     features, reader = settings.features.decided(train), settings.model
     for name in features.kernels:
         kernel_class(name)
@@ -350,7 +354,7 @@ def open_moment_source(inputs: Inputs, like: str) -> ArtifactReader:
 def refuse_untrained(loss: float, model: ReferenceModel) -> None:
     """Raise an error if the loss of the model on some rows, in nats per token, is no better than chance."""
     chance = math.log(model.vocab_size)
-    if loss > UNTRAINED * chance:
+    if loss > UNTRAINED_SHARE * chance:
         raise ModelError(
             f"model: looks untrained: its loss on the first rows of the sample is {loss:.1f} nats per token; guessing "
             f"gives {chance:.1f}. Use a trained checkpoint (for token ids, the model whose tokenizer produced them), "
@@ -409,7 +413,7 @@ def training_notes(settings: BuildSettings, loss: float, vocab: int) -> Iterator
     what = "this model, further" if settings.train == "further" else "a new model, from scratch"
     known = "" if math.isnan(loss) else f"; loss on the corpus: {loss:.1f} nats per token"
     yield f"to be trained: {what}; rows rank by {', '.join(kernels)}{known}"
-    if settings.train == "further" and share > UNSKILLED:
+    if settings.train == "further" and share > UNSKILLED_SHARE:
         yield (
             f"warning: that loss is {share:.0%} of guessing ({math.log(vocab):.1f}), which is high for a model that is "
             "trained further. If a new model will be trained, use --train new"

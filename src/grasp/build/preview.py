@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 
 from grasp.arrays import I32, Bool
-from grasp.artifact.label_functions import BINS
-from grasp.artifact.where import MOST_VALUES, identifier
+from grasp.artifact.label_functions import DEFAULT_BINS
+from grasp.artifact.where import MAX_UNBINNED_VALUES, identifier
 from grasp.corpus.conversations import preference_note
 from grasp.corpus.documents import Corpus
 from grasp.corpus.labels import label_text
@@ -29,12 +29,12 @@ from grasp.errors import ModelError
 from grasp.results import Result
 from grasp.settings import CorpusSettings, ModelSettings, TargetSettings
 from grasp.targets.load import load_units
-from grasp.targets.units import Unit
+from grasp.targets.units import LOSS, Unit
 from grasp.text import ending, plain, skipped_lines
 
-EXAMPLES = 3
-LONGEST_EXAMPLE = 400  # characters
-LONGEST_VALUES = 48
+MAX_EXAMPLES = 3
+MAX_EXAMPLE_CHARS = 400  # characters
+MAX_VALUES_CHARS = 48
 _URL = re.compile(r"(?:https?:)?//[^/\s]+")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 
@@ -78,8 +78,11 @@ def preview_corpus(
         left_out.update(document.ignored)
         text = str(document.conversation or document.text or "")
         n_empty += not text.strip() and document.input_ids is None
-        if len(texts) < EXAMPLES and text.strip():
-            texts.append(plain(text, LONGEST_EXAMPLE))
+        if len(texts) < MAX_EXAMPLES and text.strip():
+            texts.append(plain(text, MAX_EXAMPLE_CHARS))
+            if document.rejected is not None:
+                other = str(document.rejected.conversation or document.rejected.text)
+                texts.append(plain(f"[rejected] {other}", MAX_EXAMPLE_CHARS))
     notes = [f"columns: {roles or 'none'}"]
     if left_out:
         example = min(left_out)
@@ -89,7 +92,8 @@ def preview_corpus(
         )
     text_column = opened.columns.get("text", opened.columns.get("turns"))
     known = [*opened.columns.values(), *values, *left_out]
-    if note := preference_note(text_column, known, turns="turns" in opened.columns):
+    note = preference_note(text_column, known, turns="turns" in opened.columns)
+    if note and "rejected" not in opened.columns:
         notes.append(note)
     headline = f"{settings.path}: {n_read:,} records" + f" (the first {limit:,})" * (n_read == limit)
     if model is None:
@@ -101,15 +105,17 @@ def preview_corpus(
             store = RowStore.write(Path(directory) / "rows", settings, tokenizer, shard_rows=4_096, context=context)
             headline += f", {store.n_rows:,} rows, {store.n_tokens:,} tokens, {store.n_supervised:,} with loss"
             notes += [f"skipped: {line}" for line in skipped_lines(store.skipped.counts, store.skipped.examples)]
-            shard = store.rows(np.arange(min(EXAMPLES, store.n_rows)))
-            shown = (_marked(tokenizer, shard.ids(k), shard.mask(k)) for k in range(len(shard)))
-            texts = [plain(text, LONGEST_EXAMPLE) for text in shown]
+            shard = store.rows(np.arange(min(MAX_EXAMPLES, store.n_rows)))
+            if shard.split_N is not None:
+                shard = shard.sides()
+            shown = (_marked(tokenizer, shard.ids(k), shard.mask(k)) for k in range(min(MAX_EXAMPLES, len(shard))))
+            texts = [plain(text, MAX_EXAMPLE_CHARS) for text in shown]
             notes.append(tokenizer.describe())
     labels = [_label_line(name, counts, n_read) for name, counts in values.items()]
     names = ("label", "values", "missing", "most frequent", "ask with")
     columns = zip(*labels, strict=True) if labels else [[]] * len(names)
     table = pa.table(dict(zip(names, map(list, columns), strict=True)))
-    return Preview(table, headline, tuple(notes), signs=False, examples=tuple(texts))
+    return Preview(table, headline, tuple(notes), signs=False, examples=tuple(texts[:MAX_EXAMPLES]))
 
 
 def _label_line(name: str, counts: Counter[Any], n_read: int) -> tuple[str, int, int, str, str]:
@@ -118,13 +124,13 @@ def _label_line(name: str, counts: Counter[Any], n_read: int) -> tuple[str, int,
     frequent = sorted(present, key=lambda value: -present[value])[:3]
     expression, values = identifier(name), list(islice(present, 100))
     is_number = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-    if values and is_number and len(present) > MOST_VALUES:
-        expression = f"bins({expression}, {BINS})"
+    if values and is_number and len(present) > MAX_UNBINNED_VALUES:
+        expression = f"bins({expression}, {DEFAULT_BINS})"
     elif values and all(isinstance(value, str) and _URL.match(value) for value in values):
         expression = f"host({expression})"
-    elif len(present) > MOST_VALUES and all(isinstance(value, str) and _DATE.match(value) for value in values):
+    elif len(present) > MAX_UNBINNED_VALUES and all(isinstance(value, str) and _DATE.match(value) for value in values):
         expression = f"year({expression})"
-    shown = plain(", ".join(str(label_text(value)) for value in frequent), LONGEST_VALUES)
+    shown = plain(", ".join(str(label_text(value)) for value in frequent), MAX_VALUES_CHARS)
     option = f"--by {expression}" if re.fullmatch(r"[\w.]+", expression) else f"--by {shlex.quote(expression)}"
     return name, len(present), n_read - sum(present.values()), shown, option
 
@@ -152,7 +158,7 @@ def preview_targets(targets: TargetSettings | Sequence[str], *, model: ModelSett
         notes += [f"skipped: {line}" for line in skipped_lines(units.unwritten.counts, units.unwritten.examples)]
         tokens = {
             target: _lengths(
-                len(each.input_ids) - each.first
+                sum(len(answer.input_ids) - answer.first for answer in (each, *each.others))
                 for unit, each in zip(units.units, encoded, strict=True)
                 if unit.target == target
             )
@@ -160,7 +166,10 @@ def preview_targets(targets: TargetSettings | Sequence[str], *, model: ModelSett
         }
         masks = [np.arange(len(each.input_ids)) >= each.first for each in encoded]
         examples_of = zip(encoded, masks, strict=True)
-        shown = [ending(_marked(tokenizer, each.input_ids, mask), LONGEST_EXAMPLE) for each, mask in examples_of]
+        shown = [ending(_marked(tokenizer, each.input_ids, mask), MAX_EXAMPLE_CHARS) for each, mask in examples_of]
+        for k, (unit, each) in enumerate(zip(units.units, encoded, strict=True)):
+            wrong = [other.input_ids[other.first :].tolist() for other in each.others]
+            shown[k] += _wrong(unit, tokenizer.decode(wrong)) if wrong else ""
         notes.append(tokenizer.describe())
     counts, kinds = Counter(unit.target for unit in units.units), {unit.target: _kind(unit) for unit in units.units}
     table = pa.table(
@@ -173,7 +182,7 @@ def preview_targets(targets: TargetSettings | Sequence[str], *, model: ModelSett
         | ({"tokens with loss, mean": [round(tokens[target][0], 1) for target in counts]} if tokens else {})
         | ({"most": [tokens[target][1] for target in counts]} if tokens else {})
     )
-    chosen = [k for k in range(len(shown)) if k in _first_of_targets(units.units)][:EXAMPLES]
+    chosen = [k for k in range(len(shown)) if k in _first_of_targets(units.units)][:MAX_EXAMPLES]
     examples = tuple(f"{units.units[k].unit_id}: {shown[k]}" for k in chosen)
     headline = f"{len(counts):,} target{'s' * (len(counts) > 1)}, {len(units.units):,} units"
     return Preview(table, headline, tuple(notes), signs=False, examples=examples)
@@ -183,19 +192,32 @@ def _first_of_targets(units: Sequence[Unit]) -> set[int]:
     """Return the positions of about three units: the first of each target, then the next ones."""
     first = {unit.target: k for k, unit in reversed(list(enumerate(units)))}
     rest = [k for k in range(len(units)) if k not in first.values()]
-    return {*sorted(first.values())[:EXAMPLES], *rest[: max(0, EXAMPLES - len(first))]}
+    return {*sorted(first.values())[:MAX_EXAMPLES], *rest[: max(0, MAX_EXAMPLES - len(first))]}
 
 
 def _kind(unit: Unit) -> str:
+    if unit.others and not unit.choices:
+        return f"{unit.metric.replace('_', ' ')} of a preference pair"
     if unit.conversation is not None:
         return "conversation"
+    if unit.metric != LOSS:
+        return f"{unit.metric.replace('_', ' ')} of {1 + len(unit.others)} answers"
     return f"multiple choice of {len(unit.choices)}" if unit.choices else "prompt and completion"
 
 
 def _example(unit: Unit) -> str:
     if unit.conversation is not None:
-        return plain(str(unit.conversation), LONGEST_EXAMPLE)
-    return ending(f"{unit.prompt}[loss:{unit.completion}]", LONGEST_EXAMPLE)
+        text = plain(str(unit.conversation), MAX_EXAMPLE_CHARS)
+    else:
+        text = ending(f"{unit.prompt}[loss:{unit.completion}]", MAX_EXAMPLE_CHARS)
+    return text + _wrong(unit, [other.completion for other in unit.others])
+
+
+def _wrong(unit: Unit, texts: Sequence[str]) -> str:
+    """Return the wrong answers of a unit for display; their prompts instead if these are what differs."""
+    if unit.others and unit.others[0].completion == unit.completion:
+        texts = [ending(other.prompt, MAX_VALUES_CHARS) for other in unit.others]
+    return "".join(f"[wrong:{plain(text, MAX_VALUES_CHARS)}]" for text in texts)
 
 
 def _lengths(lengths: Iterator[int]) -> tuple[float, int]:

@@ -10,8 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from grasp.artifact.reader import ArtifactReader
 from grasp.build.modality import load_reference, vision
 from grasp.corpus.labels import IDS_COLUMN
@@ -20,7 +18,7 @@ from grasp.corpus.sources import IN_MEMORY, lies_here
 from grasp.errors import ArtifactError, CorpusError, SettingsError
 from grasp.hub import only_here
 from grasp.settings import BuildSettings, build_settings, without_foreign_code
-from grasp.targets.units import Unit, UnitSet, UnitTokens
+from grasp.targets.units import UnitSet, UnitTokens, stored_tokens, stored_units
 from grasp.yaml_files import leaf
 
 if TYPE_CHECKING:
@@ -120,23 +118,17 @@ class BuildSource:
     @cached_property
     def units(self) -> UnitSet:
         """Return all units of the artifact, in the order of its columns."""
-        loss_on = self.settings.targets.loss_on
-        lines = self.artifact.units.select(["unit_id", "target", "prompt", "completion"]).to_pylist()
-        return UnitSet(tuple(Unit(**line, loss_on=loss_on) for line in lines))
+        return UnitSet(stored_units(self.artifact.units, self.settings.targets.loss_on))
 
     @cached_property
     def unit_tokens(self) -> list[UnitTokens]:
         """Return the tokens of every unit; the labels that carry loss are `input_ids[first:]`."""
         table = self.artifact.units
-        stored = table[IDS_COLUMN].to_pylist() if IDS_COLUMN in table.column_names else [None] * len(table)
+        stored: list[Any] = table[IDS_COLUMN].to_pylist() if IDS_COLUMN in table.column_names else [None] * len(table)
         if None in stored:  # version 0.2 stored the texts only
             encoded = self.units.tokenize(self.tokenizer, self.settings.targets.max_length)
             stored = [unit.input_ids if ids is None else ids for ids, unit in zip(stored, encoded, strict=True)]
-        counts = table["n_positions"].to_pylist()
-        return [
-            UnitTokens(np.asarray(ids, dtype=np.int32), len(ids) - count)
-            for ids, count in zip(stored, counts, strict=True)
-        ]
+        return stored_tokens(table, stored)
 
     @cached_property
     def model(self) -> "Reference":

@@ -15,7 +15,7 @@ from typing import Any
 from grasp.errors import EngineError, GraspError
 from grasp.extras import require
 
-JOBS_A_WORKER = 2  # one runs, one is queued: no worker is idle while its next shard is transferred
+JOBS_PER_WORKER = 2  # one runs, one is queued: no worker is idle while its next shard is transferred
 PATIENCE_SECONDS, POLL_SECONDS = 60.0, 0.5  # to wait for free resources on a shared cluster
 RETRIES = 3  # of one job whose worker died: a shard that kills every worker it meets must end the run
 
@@ -115,13 +115,13 @@ class Cluster:
         call: Callable[[Any, Any], Any],
         wait: Callable[[], bool] | None = None,
     ) -> Iterator[tuple[int, Any]]:
-        """Yield results of numbered jobs as they finish; at most `JOBS_A_WORKER` per actor are in flight.
+        """Yield results of numbered jobs as they finish; at most `JOBS_PER_WORKER` per actor are in flight.
 
         Args:
             call: submits a job to an actor, and returns the reference.
             wait: no further job is submitted while this returns True and another is in flight.
         """
-        free = deque(actor for _ in range(JOBS_A_WORKER) for actor in actors)  # free slots of actors
+        free = deque(actor for _ in range(JOBS_PER_WORKER) for actor in actors)  # free slots of actors
         running: dict[Any, _Run] = {}
 
         def ended() -> Iterator[tuple[int, Any]]:

@@ -21,7 +21,7 @@ from grasp.cli import (  # noqa: F401 - commands register themselves
 from grasp.cli.app import app
 from grasp.cli.console import PlainStream
 from grasp.errors import GraspError
-from grasp.files import FULL
+from grasp.files import DISK_FULL_ERRORS
 from grasp.text import plain
 
 # Commands of optional subpackages are registered by name, since the layers below must not import these packages.
@@ -34,7 +34,7 @@ for _module in COMMAND_MODULES:
 
 USER_ERROR = 2
 # Errors of the operating system that are not bugs: they are printed in one line, without a traceback.
-SYSTEM_ERRORS = (*FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG, errno.EIO)
+SYSTEM_ERRORS = (*DISK_FULL_ERRORS, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG, errno.EIO)
 
 
 def main() -> None:
@@ -52,7 +52,9 @@ def main() -> None:
             raise
         message = f"{err.filename}: {err.strerror}" if err.filename else str(err)
         remedy = (
-            "; finished parts are kept: free disk space and run the same command again" if err.errno in FULL else ""
+            "; finished parts are kept: free disk space and run the same command again"
+            if err.errno in DISK_FULL_ERRORS
+            else ""
         )
         _fail(message + remedy)
 

@@ -48,6 +48,7 @@ def demo(
     "grasp build --train new --model ./ckpt --corpus corpus.parquet --targets sciq,openbookqa --out art",
     "grasp build --train new --model gpt2 --corpus posts.jsonl --text-column body --targets exam.jsonl --out art",
     "grasp build --train further --model ./chat-model --corpus chats.jsonl --targets held-out-chats.jsonl --out art",
+    "grasp build --train further --loss dpo --model ./ckpt --corpus pairs.jsonl --targets exam.jsonl --out art",
     "grasp build --replay --recipe sft.yaml --out art",
     "grasp build --resume --out art",
     "grasp build --config art/run.yaml --out s3://bucket/art",
@@ -61,7 +62,8 @@ def build(
     targets: list[str] = option(
         "--targets NAMES",
         "Tasks (sciq, ...) or files of questions (exam.jsonl with question and answer, or prompt and completion, on "
-        "each line) that the model should perform well, separated by commas. Repeatable.",
+        "each line) that the model should perform well, separated by commas. Repeatable. For multiple choice, "
+        "NAME@margin compares the right answer with the wrong ones.",
         [],
     ),
     forecast: bool = option(
@@ -78,11 +80,12 @@ def build(
     quiet: Quiet = False,
     **params: Any,
 ) -> None:
-    from grasp.build.build import NAMED, SETTINGS, add_targets, split_names
+    from grasp.build.build import SETTING_BY_ARGUMENT, SETTINGS, add_targets, form_of_loss, split_names
     from grasp.build.build import build as run
 
     resume, untrained, replay, recipe = (params.pop(name) for name in ("resume", "untrained", "replay", "recipe"))
-    flags = {(NAMED | SETTINGS)[name]: value for name, value in params.items()}
+    params["loss"] = form_of_loss(params["loss"])
+    flags = {(SETTING_BY_ARGUMENT | SETTINGS)[name]: value for name, value in params.items()}
     flags["features.kernels"] = [] if params["rule"] else None  # --rule overrides kernels of a settings file
     flags["targets.names"] = [name for text in targets for name in split_names(text)] or None
     data = merge_settings(settings, assign, flags)
@@ -275,9 +278,11 @@ def corpus(
     print(preview_corpus(validated(CorpusSettings, data["corpus"], "corpus"), model=model, limit=limit))
 
 
-@command("grasp targets sciq", "grasp targets exam.csv --model ./ckpt")
+@command("grasp targets sciq", "grasp targets quiz.jsonl@margin --model ./ckpt")
 def targets(
-    names: list[str] = typer.Argument(..., metavar="NAMES", help="Tasks, or files of questions."),
+    names: list[str] = typer.Argument(
+        ..., metavar="NAMES", help="Tasks, or files of questions; NAME@margin for multiple choice."
+    ),
     model: PreviewModel = None,
     assign: Assignments = [],
 ) -> None:

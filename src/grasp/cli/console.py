@@ -12,7 +12,7 @@ from rich.console import Console
 
 from grasp import files
 from grasp.cli.app import flag_of
-from grasp.text import WIDTH, plain, printable, text_table
+from grasp.text import DEFAULT_WIDTH, plain, printable, text_table
 
 if TYPE_CHECKING:
     from grasp.artifact.reader import ArtifactReader
@@ -50,7 +50,7 @@ def in_colour() -> bool:
 
 def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table, at most as wide as the terminal."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else DEFAULT_WIDTH
     print(text_table(title, headings, rows, width=width))
 
 

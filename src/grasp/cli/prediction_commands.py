@@ -44,7 +44,7 @@ def score(
     print_result(result, out, written=result.lines)
 
 
-EXTREMES = 5  # number of most and of least helpful rows that are shown
+ROWS_PER_END = 5  # number of most and of least helpful rows that are shown
 
 
 @command(
@@ -80,7 +80,7 @@ def explain(
             raise SettingsError("explain: missing --row or --unit; pass a row_id, e.g. one printed by grasp score")
         if json_file is not None:
             raise SettingsError("--json: requires --row; use --out to write a table of rows")
-        print_result(artifact.score(unit=unit, top=EXTREMES, bottom=EXTREMES, **params), out)
+        print_result(artifact.score(unit=unit, top=ROWS_PER_END, bottom=ROWS_PER_END, **params), out)
         return
     explanation = artifact.explain(row=row, unit=unit, overrides=merge_settings(None, assignments, {}), **params)
     if json_file is not None:

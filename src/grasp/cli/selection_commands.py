@@ -39,7 +39,11 @@ def select(
         "and labels.",
         None,
     ),
-    form: str = rare("--format NAME", "Format of the export: parquet, jsonl or datasets.", "parquet"),
+    form: str = rare(
+        "--format NAME",
+        "Format of the export: parquet, jsonl, json (an array), csv, tsv, datasets, or source: that of the corpus.",
+        "parquet",
+    ),
     ids_out: Path | None = rare(
         "--ids-out FILE",
         "Write the ids of the documents selected by --documents: .csv or .parquet with their positions in the corpus, "
@@ -47,6 +51,9 @@ def select(
         None,
     ),
     corpus: str | None = rare("--corpus PATH", "Current path of the corpus. Default: the path of the build.", None),
+    shard_size: str | None = rare(
+        "--shard-size SIZE", "Maximum size of an exported file: 256MB, or a number of records. Default: 50,000.", None
+    ),
     quiet: Quiet = False,
     **params: Any,
 ) -> None:
@@ -64,11 +71,13 @@ def select(
     check_outputs(outputs, artifact=artifact, params=params, tables=["--left-out"] if dropped is None else [])
     written = export if ids_out else export or dropped
     exporter = None
-    if written is not None or documents or ids_out or corpus or form != "parquet":
-        exporter = Exporter.from_options(artifact, documents=documents, form=form, corpus=corpus, ids=ids_out)
+    if written is not None or documents or ids_out or corpus or form != "parquet" or shard_size:
+        exporter = Exporter.from_options(
+            artifact, documents=documents, form=form, corpus=corpus, ids=ids_out, shard_size=shard_size
+        )
         if written is None:
             raise SettingsError(
-                "--documents, --ids-out, --corpus, --format: only apply to exported documents; add --export DIR"
+                "--documents, --ids-out, --corpus, --format, --shard-size: only apply to an export; add --export DIR"
             )
     with Watch(quiet=quiet) as watch:
         selection = opened.select(**params, progress=watch)

@@ -23,7 +23,7 @@ from grasp.cli.options import (
 from grasp.cli.progress_display import Watch
 from grasp.errors import SettingsError
 from grasp.extras import install_hint
-from grasp.files import STREAMS, write_whole
+from grasp.files import STANDARD_OUTPUTS, write_whole
 from grasp.text import printable
 
 
@@ -125,10 +125,10 @@ def evaluate(
         )
     with Watch(quiet=quiet) as watch:
         result = grasp.evaluate(opened, **params, progress=watch)
-    if not {json_file, csv_file} & {*STREAMS}:
+    if not {json_file, csv_file} & {*STANDARD_OUTPUTS}:
         print(result)
     for file, text in ((json_file, result.to_json), (csv_file, result.to_csv)):
-        if file in STREAMS:
+        if file in STANDARD_OUTPUTS:
             print(printable(text()), end="")
         elif file is not None:
             write_whole(file, text().encode())

@@ -83,14 +83,14 @@ OUTPUTS: Final = ("output", "response")
 EXTRA_COLUMNS: Final = ("system", "tools")  # further columns of turns in any form
 HISTORY: Final = "history"  # earlier turns of an instruction, as pairs of texts (LLaMA-Factory)
 CALL: Final = "function_call"  # a tool call: role of turns (ShareGPT), member of an answer (OpenAI, before tool_calls)
-FLAGS: Final = ("weight", "train")  # of a turn: whether it carries loss (OpenAI, Mistral; Axolotl)
+LOSS_FLAGS: Final = ("weight", "train")  # of a turn: whether it carries loss (OpenAI, Mistral; Axolotl)
 ROLES: Final = {
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
     **dict.fromkeys(("tool", "function", "observation", "function_response"), "tool"),
     **{name: name for name in ("system", "developer")},
 }
-BEFORE: Final = {  # roles that may precede a turn; "" is the beginning
+ALLOWED_PREDECESSORS: Final = {  # roles that may precede a turn; "" is the beginning
     "system": ("",),
     "developer": ("", "system"),
     "user": ("", "system", "developer", "assistant", "tool"),
@@ -142,7 +142,7 @@ class Conversation:
         roles = ["", *(turn["role"] for turn in self.turns)]
         if self.marked is not None:
             return self.marked
-        if any(before not in BEFORE[role] for before, role in pairwise(roles)):
+        if any(before not in ALLOWED_PREDECESSORS[role] for before, role in pairwise(roles)):
             return "turn_order"
         if any(not any(answer_parts(self.turns[k]).values()) for k in self.answers):
             return "empty_answer"
@@ -168,13 +168,14 @@ class Content:
     text: str | None = None
     answers: tuple[Span, ...] | None = None
     conversation: Conversation | None = None
+    rejected: "Content | None" = None  # the other side of a preference pair, whose chosen side this is
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
     """How a record is read, and from which columns."""
 
-    kind: str  # text (or turns), prompt, instruction or template
+    kind: str  # text (or turns), prompt, instruction, template or preference
     columns: tuple[str, ...]
     templates: tuple[Template, ...] = ()
 
@@ -188,6 +189,8 @@ class Form:
         values_of = {
             name: value.to_pylist() if isinstance(value, pa.Array) else value for name, value in columns.items()
         }
+        if self.kind == "preference":
+            return read_pair(values_of, where)
         first = self.columns[0]
         pair: tuple[str, str] | None = None
         if self.kind == "template":
@@ -218,11 +221,93 @@ class Form:
         if pair is not None:
             text = "".join(pair)
             return Content(text, ((len(pair[0]), len(text)),))
-        turns = [_turn(turn, f"{where}: turn {k}") for k, turn in enumerate(raw_turns)]
-        system = values_of.get("system")
-        if isinstance(system, str) and system.strip() and (not turns or turns[0]["role"] != "system"):
-            turns.insert(0, {"role": "system", "content": system})
-        return Content(conversation=_conversation(turns, _tools(values_of.get("tools"), where), where))
+        return Content(conversation=_chat(raw_turns, values_of, where))
+
+
+def _chat(raw_turns: Sequence[Any], values: Mapping[str, Any], where: str) -> Conversation:
+    """Return the conversation of turns, with the system turn and the tools of further columns."""
+    turns = [_turn(turn, f"{where}: turn {k}") for k, turn in enumerate(raw_turns)]
+    system = values.get("system")
+    if isinstance(system, str) and system.strip() and (not turns or turns[0]["role"] != "system"):
+        turns.insert(0, {"role": "system", "content": system})
+    return _conversation(turns, _tools(values.get("tools"), where), where)
+
+
+PAIR: Final = ("chosen", "rejected")  # columns of preference pairs
+
+
+def is_pair(record: Mapping[str, Any]) -> bool:
+    """Return whether a record has a side of a preference pair."""
+    return any(record.get(side) is not None for side in PAIR) and "completion" not in record
+
+
+def read_pair(record: Mapping[str, Any], where: str) -> Content:
+    """Parse a preference pair, in the forms of TRL's DPOTrainer, LLaMA-Factory and Axolotl.
+
+    Sides are texts or chats; a single turn may stand without its list. The prompt is `prompt`, a list of turns in
+    `messages` or `conversations`, or the common beginning of both sides, also if `prompt` repeats it as text, as in
+    UltraFeedback. Loss is on what follows the prompt: a text, or one answer of the assistant.
+
+    Returns:
+        The chosen side, with the other one in `rejected`.
+    Raises:
+        CorpusError: a side is missing or empty, or the sides have different types or more than one answer.
+    """
+    sides = [record.get(name) for name in PAIR]
+    for name, side in zip(PAIR, sides, strict=True):
+        if side is None or (isinstance(side, str | list) and not (side.strip() if isinstance(side, str) else side)):
+            other = PAIR[1 - PAIR.index(name)]
+            raise CorpusError(
+                f"{where}: {name}: missing or empty, but {other} is there; a preference pair needs both answers: "
+                "complete or remove the record"
+            )
+    prompt = next((record[name] for name in ("prompt", *TURNS) if record.get(name) is not None), None)
+    chosen, rejected = sides
+    if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None):
+        if prompt is None:
+            prompt = _common_text(chosen, rejected)
+            chosen, rejected = (side[len(prompt) :] for side in (chosen, rejected))
+        for name, side in zip(PAIR, (chosen, rejected), strict=True):
+            if not side.strip():
+                raise CorpusError(f"{where}: {name}: no text follows the prompt {prompt!r:.60}; remove the record")
+        contents = [Content(prompt + side, ((len(prompt), len(prompt + side)),)) for side in (chosen, rejected)]
+    else:
+        turns = [_side_turns(side, name, where) for name, side in zip(PAIR, sides, strict=True)]
+        common = next((k for k, (a, b) in enumerate(zip(*turns, strict=False)) if a != b), min(map(len, turns)))
+        if isinstance(prompt, str):
+            before: list[Any] = [] if common else [{"role": "user", "content": prompt}]
+        else:
+            before = [] if prompt is None else _turns(prompt, "prompt", where)
+        common = min(common, *(len(side) - 1 for side in turns))
+        for name, side in zip(PAIR, turns, strict=True):
+            if len(side) - common != 1:
+                raise CorpusError(
+                    f"{where}: {name}: has {len(side) - common} turns after the common beginning of both sides, "
+                    "expected one answer of the assistant"
+                )
+        contents = [Content(conversation=_chat([*before, *side], record, where)) for side in turns]
+        for name, content in zip(PAIR, contents, strict=True):
+            chat = content.conversation
+            assert chat is not None
+            if chat.fault is not None or chat.turns[-1]["role"] != "assistant":
+                raise CorpusError(f"{where}: {name}: {FAULTS[chat.fault or 'no_answer']}; fix or remove the record")
+    return replace(contents[0], rejected=contents[1])
+
+
+def _common_text(chosen: str, rejected: str) -> str:
+    """Return the common beginning of two texts without the space before the first different word, as TRL does."""
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    end = next((k for k, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+    return chosen[: end - 1] if end and chosen[end - 1] == " " else chosen[:end]
+
+
+def _side_turns(side: Any, name: str, where: str) -> list[Any]:
+    """Return the turns of a side: a list, JSON text of one, a single turn, or the text of an answer."""
+    if isinstance(side, str) and not JSON_TURNS.match(side):
+        return [{"role": "assistant", "content": side}]
+    if isinstance(side, Mapping) and not all(isinstance(part, list) for part in side.values()):
+        return [side]
+    return _turns(side, name, where)
 
 
 def _conversation(turns: Sequence[dict[str, Any]], tools: tuple[Any, ...], where: str) -> Conversation:
@@ -230,7 +315,7 @@ def _conversation(turns: Sequence[dict[str, Any]], tools: tuple[Any, ...], where
     untrained, fault = set[int](), None
     for k, turn in enumerate(turns):
         is_answer = turn["role"] == "assistant"
-        for flag in FLAGS:
+        for flag in LOSS_FLAGS:
             value = turn.pop(flag, None)
             if value not in (None, 0, 1):
                 raise CorpusError(
@@ -388,7 +473,6 @@ def text_arguments(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-PAIR: Final = ("chosen", "rejected")  # columns of preference pairs
 PROMPTED: Final = "--set 'corpus.prompt={prompt}' --set 'corpus.completion={chosen}'"
 
 
@@ -425,6 +509,15 @@ def forms_in(names: Collection[str]) -> dict[str, Form]:
     return forms
 
 
+def _pair_form(names: Collection[str]) -> Form | None:
+    """Return the form of preference pairs, whose columns may lack a side, or None."""
+    if not set(PAIR) & set(names):
+        return None
+    prompt = next((name for name in ("prompt", *TURNS) if name in names), None)
+    extra = (name for name in EXTRA_COLUMNS if name in names)
+    return Form("preference", tuple(name for name in (prompt, *PAIR, *extra) if name is not None))
+
+
 def form_of(names: Collection[str], settings: CorpusSettings, where: str) -> Form:
     """Return the form in which records with these columns are read.
 
@@ -448,6 +541,13 @@ def _form_of(names: tuple[str, ...], settings: CorpusSettings) -> Form:
                 f"no column {', '.join(missing)}, which corpus.prompt or completion reads; columns found: {columns}"
             )
         return Form("template", tuple(used), templates)
+    if settings.form == "preference":
+        pair = _pair_form(names)
+        if pair is None:
+            raise CorpusError(
+                f"corpus.form: got preference, which takes `chosen` and `rejected`; columns found: {columns}"
+            )
+        return pair
     if settings.form is not None:
         chosen = forms.get(f"--set corpus.form={settings.form}")
         if chosen is None:
@@ -460,10 +560,11 @@ def _form_of(names: tuple[str, ...], settings: CorpusSettings) -> Form:
         return forms.get(f"--text-column {settings.text_column}") or Form("text", (str(settings.text_column),))
     if settings.ids_column in names:
         return Form("text", (settings.text_column or TEXT,))
-    if settings.text_column is None and not forms and {"prompt", *PAIR} <= set(names):
+    if settings.text_column is None and not forms and set(PAIR) <= set(names):
+        prompted = f"; to train on the chosen answers: {PROMPTED}" * ("prompt" in names)
         raise CorpusError(
-            f"contains preference pairs, which are not supported as such; to train on the chosen answers: "
-            f"{PROMPTED}; columns found: {columns}"
+            f"contains preference pairs; to train on them: --loss dpo (corpus.form=preference){prompted}; columns "
+            f"found: {columns}"
         )
     if settings.text_column is not None or not forms:
         raise CorpusError(

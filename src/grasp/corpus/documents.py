@@ -6,7 +6,7 @@ Documents are built from records: plain values, with the roles of their columns.
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -212,6 +212,7 @@ class Document:
     unusable: bool = False  # a conversation that yields no row
     where: str = ""  # file and line or row, for messages
     ignored: tuple[str, ...] = field(default=(), repr=False)  # columns that cannot be labels: nested or binary
+    rejected: "Document | None" = None  # the other side of a preference pair, whose chosen side this is
 
     @property
     def name(self) -> str:
@@ -235,7 +236,7 @@ def read_documents(settings: CorpusSettings, *, start: int = 0) -> Iterator[Docu
 
 def documents_of(source: Source, settings: CorpusSettings, *, start: int = 0) -> Iterator[Document]:
     """Yield the documents of an open source, from position `start` up to the limit of the settings."""
-    yield from _documents(read_records(source, settings, partial(_content_columns, settings), start), settings)
+    yield from _documents(read_records(source, settings, partial(content_columns, settings), start), settings)
 
 
 class Corpus:
@@ -248,7 +249,7 @@ class Corpus:
 
     def __init__(self, source: Source, settings: CorpusSettings) -> None:
         self.source, self.settings = source, settings
-        records = read_records(source, settings, partial(_content_columns, settings), 0)
+        records = read_records(source, settings, partial(content_columns, settings), 0)
         head = list(islice(records, 1))
         self.columns = _column_roles(head[0], settings) if head else {}
         documents = _documents(chain(head, records), settings)
@@ -290,9 +291,13 @@ def _documents(records: Iterable[Record], settings: CorpusSettings) -> Iterator[
         if (
             doc_id is None
         ):  # generated: 64 bits of a hash of the content, and the position, which distinguishes duplicates
-            text = (content.text or "") if content.conversation is None else content.conversation.content
+            text = "".join(
+                (side.text or "") if side.conversation is None else side.conversation.content
+                for side in (content, content.rejected)
+                if side is not None
+            )
             doc_id = f"{content_hash(text.encode() if ids is None else ids.astype('<i4').tobytes())}-{record.index}"
-        yield Document(
+        document = Document(
             index=record.index,
             doc_id=doc_id,
             row_id=record.row_id,
@@ -304,6 +309,10 @@ def _documents(records: Iterable[Record], settings: CorpusSettings) -> Iterator[
             where=where,
             ignored=record.ignored,
         )
+        if (other := content.rejected) is not None:
+            side = replace(document, text=other.text, answers=other.answers, conversation=other.conversation)
+            document = replace(document, rejected=side)
+        yield document
 
 
 def _column_roles(record: Record, settings: CorpusSettings) -> dict[str, str]:
@@ -316,9 +325,7 @@ def _column_roles(record: Record, settings: CorpusSettings) -> dict[str, str]:
     return {role: column for role, column in roles.items() if column is not None and column in record.values}
 
 
-def _content_columns(
-    settings: CorpusSettings, columns: Mapping[str, pa.DataType | None], where: str
-) -> tuple[str, ...]:
+def content_columns(settings: CorpusSettings, columns: Mapping[str, pa.DataType | None], where: str) -> tuple[str, ...]:
     """Return the columns of content, which are not labels, after validating their types."""
     form, ids = form_of(columns.keys(), settings, where), settings.ids_column
     kind = columns.get(ids)

@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import numpy as np
+from pydantic import AliasChoices, Field
 
 from grasp.arrays import I32, I64, Bool
 from grasp.corpus.conversations import UnusableConversationError
@@ -21,9 +22,9 @@ from grasp.errors import CorpusError, ModelError
 from grasp.settings import CorpusSettings
 
 MIN_ROW_TOKENS: Final = 2  # one token has no next token to predict
-END_SHARE: Final = 1 / 8  # of a row, the default of `shortest_end`
-LISTED_IDS: Final = 1_000
-LISTED_EXAMPLES: Final = 3
+MIN_END_SHARE: Final = 1 / 8  # shorter last rows of a document are skipped; share of a row, default of `shortest_end`
+MAX_LISTED_IDS: Final = 1_000
+MAX_LISTED_EXAMPLES: Final = 3
 ENCODE_DOCUMENTS: Final = 256
 ENCODE_CHARS: Final = 4_000_000  # bounds the memory of a batch of long documents
 
@@ -34,7 +35,8 @@ class Cursor:
 
     document: int = 0  # index of the document
     token: int = 0  # position among its tokens
-    named: int = 0  # number of earlier rows that are named after it
+    # number of earlier rows that are named after the document; written as `named` before version 0.3
+    n_named_rows: Annotated[int, Field(validation_alias=AliasChoices("n_named_rows", "named"))] = 0
 
 
 START: Final = Cursor()
@@ -51,7 +53,7 @@ class StoredRow:
     snippet: str
     labels: Mapping[str, Label]
     ignored: tuple[str, ...]  # columns of its documents that cannot be labels
-    after: Cursor
+    next_cursor: Cursor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,7 @@ class Row(StoredRow):
     loss_mask: Bool | None = None  # tokens that carry loss; None: all but the first
     # (document index, start and end character) of its texts; None if the tokenizer reports no offsets
     spans: tuple[tuple[int, int, int], ...] | None = None
+    split: int | None = None  # of a preference pair: number of tokens of the chosen side, which precede the others
 
 
 @dataclass(slots=True)
@@ -87,7 +90,7 @@ class Skipped:
         """Add the counts, ids and examples of another account."""
         for reason, number in counts.items():
             self.counts[reason] = self.counts.get(reason, 0) + number
-        for listed, more, most in ((self.ids, ids, LISTED_IDS), (self.examples, examples, LISTED_EXAMPLES)):
+        for listed, more, most in ((self.ids, ids, MAX_LISTED_IDS), (self.examples, examples, MAX_LISTED_EXAMPLES)):
             for reason, names in more.items():
                 entries = listed.setdefault(reason, [])
                 entries.extend(names[: most - len(entries)])
@@ -128,14 +131,15 @@ def pack(
                 break
         if not batch:
             break
-        as_text = [document for document in batch if document.is_tokenised]
+        sides = [(document, document.rejected) for document in batch]
+        as_text = [side for pair in sides for side in pair if side is not None and side.is_tokenised]
         try:
             encoded = encode_texts([model_text(document) for document in as_text], tokenizer)
         except CorpusError as err:
-            raise CorpusError(f"{as_text[0].where} on: {err}") from err
-        tokens = {document.index: text for document, text in zip(as_text, encoded, strict=True)}
-        for document in batch:
-            yield from packer.feed(document, tokens.get(document.index))
+            raise CorpusError(f"{as_text[0].where} and following documents: {err}") from err
+        tokens = {id(document): text for document, text in zip(as_text, encoded, strict=True)}
+        for document, rejected in sides:
+            yield from packer.feed(document, tokens.get(id(document)), tokens.get(id(rejected)))
     yield from packer.finish()
 
 
@@ -146,7 +150,15 @@ def render_document(document: Document, tokenizer: Tokenizer, settings: CorpusSe
         CorpusError: the tokenizer has no chat template, or no answer could carry the requested loss.
     """
     text, answers, loss_on = document.text, document.answers, settings.loss_on
-    left_out: tuple[tuple[str, str], ...] = ()
+    if document.rejected is not None:
+        if loss_on in ("assistant", "all"):
+            raise CorpusError(f"corpus.loss_on: got {loss_on}, but DPO compares completions; remove it")
+        loss_on, completions = "completion", settings.model_copy(update={"loss_on": "completion"})
+        rejected = render_document(document.rejected, tokenizer, completions)
+        document = replace(document, rejected=rejected)
+        if rejected.unusable:
+            return replace(document, left_out=rejected.left_out, unusable=True)
+    left_out = () if document.rejected is None else document.rejected.left_out
     if document.conversation is not None:
         if (fault := document.conversation.fault) is not None:
             return replace(document, left_out=((fault, document.where),), unusable=True)
@@ -157,7 +169,7 @@ def render_document(document: Document, tokenizer: Tokenizer, settings: CorpusSe
         except ModelError as err:
             raise CorpusError(f"{document.where}: {err}") from err
         text, answers = chat.text, chat.spans
-        left_out = tuple((reason, f"{document.where}: turn {k}") for reason, k in chat.unwritten)
+        left_out += tuple((reason, f"{document.where}: turn {k}") for reason, k in chat.unwritten)
     if answers is None or text is None:
         if loss_on in ("assistant", "completion"):
             raise CorpusError(
@@ -226,14 +238,17 @@ class Packer:
             )
         self._waiting: list[_Piece] = []  # pending pieces of a stream: less than a row between two documents
         self._n_waiting = 0  # number of their tokens
-        self._named = Counter({cursor.document: cursor.named})
+        self._named_rows = Counter({cursor.document: cursor.n_named_rows})
         self._next_document = cursor.document
 
-    def feed(self, document: Document, tokens: TokenizedText | None) -> Iterator[Row]:
+    def feed(
+        self, document: Document, tokens: TokenizedText | None, rejected: TokenizedText | None = None
+    ) -> Iterator[Row]:
         """Yield the rows that `document` completes.
 
         Args:
             tokens: tokens of its text; None if it has token ids or no text.
+            rejected: tokens of the rejected side of a preference pair.
         Raises:
             CorpusError: an id outside the vocabulary.
         """
@@ -254,6 +269,42 @@ class Packer:
         if fault is not None:
             self._skipped.add(fault, document.name)
             return
+        whole = self._piece(document, ids, mask, ends_N)
+        if document.rejected is not None:
+            if rejected is None:
+                self._skipped.add("empty", document.name)
+                return
+            other = self._piece(document.rejected, rejected.ids, rejected.loss_mask, rejected.ends)
+            yield from self._pair(whole, other)
+            return
+        if document.input_ids is None and mask is not None:
+            yield from self._with_answers(whole)
+            return
+        start = self._resume.token if document.index == self._resume.document else 0
+        if document.input_ids is None and self._settings.packing == "concat":
+            yield from self._concat(whole.cut(start, whole.total))
+            return
+        # `document` packing, and all documents of token ids: rows of max_length; a short last row is skipped
+        most, shortest = self._settings.max_rows_per_document, self._settings.shortest_end
+        if shortest is None:
+            shortest = int(MIN_END_SHARE * self._length)
+        prefix = self._prefix if document.input_ids is None else self._prefix[:0]
+        first = start
+        for number in count(self._named_rows[document.index]):
+            if first >= whole.total:
+                return
+            if number == most:
+                self._skipped.add("cut", document.name)
+                return
+            if first and whole.total - first < shortest:
+                self._skipped.add("short_end", f"{document.name}#{number}")
+                return
+            capacity = self._length - (len(prefix) if first else 0)
+            yield from self._row([whole.cut(first, first + capacity)], document.index, first + capacity, prefix=prefix)
+            first += capacity
+
+    def _piece(self, document: Document, ids: I64, mask: Bool | None, ends_N: I64 | None) -> "_Piece":
+        """Return the tokens of a document, with the special tokens that end a text."""
         vocab_size = self._tokenizer.vocab_size
         bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
         if bad.size:
@@ -274,32 +325,7 @@ class Packer:
                     ends_N = np.concatenate([ends_N, np.full(len(suffix), ends_N[-1])])
             if ends_N is not None:  # the last token, which may be EOS, extends to the end of the text
                 ends_N[-1] = len(document.text or "")
-        whole = _Piece(document, 0, len(ids), ids.astype(np.int32), ends=ends_N, loss_mask=mask)
-        if document.input_ids is None and mask is not None:
-            yield from self._answered(whole)
-            return
-        start = self._resume.token if document.index == self._resume.document else 0
-        if document.input_ids is None and self._settings.packing == "concat":
-            yield from self._concat(whole.cut(start, whole.total))
-            return
-        # `document` packing, and all documents of token ids: rows of max_length; a short last row is skipped
-        most, shortest = self._settings.max_rows_per_document, self._settings.shortest_end
-        if shortest is None:
-            shortest = int(END_SHARE * self._length)
-        prefix = self._prefix if document.input_ids is None else self._prefix[:0]
-        first = start
-        for number in count(self._named[document.index]):
-            if first >= whole.total:
-                return
-            if number == most:
-                self._skipped.add("cut", document.name)
-                return
-            if first and whole.total - first < shortest:
-                self._skipped.add("short_end", f"{document.name}#{number}")
-                return
-            capacity = self._length - (len(prefix) if first else 0)
-            yield from self._row([whole.cut(first, first + capacity)], document.index, first + capacity, prefix=prefix)
-            first += capacity
+        return _Piece(document, 0, len(ids), ids.astype(np.int32), ends=ends_N, loss_mask=mask)
 
     def finish(self, next_document: int | None = None) -> Iterator[Row]:
         """Yield the last, short row of a stream, at its end or before a document of token ids."""
@@ -308,12 +334,17 @@ class Packer:
             next_document = self._next_document if next_document is None else next_document
             yield from self._row(pieces, next_document, 0, prefix=self._prefix)
 
-    def _answered(self, whole: _Piece) -> Iterator[Row]:
+    def _with_answers(self, whole: _Piece) -> Iterator[Row]:
         """Yield a text whose answers carry loss as one row.
 
         If it is too long, the row ends with the last answer, and the beginning is cut off after the special tokens. An
         answer whose beginning is cut off carries no loss; the end of an answer longer than a row is cut off.
         """
+        if (fitted := self._fit(whole)) is not None:
+            yield from self._row([fitted[0]], whole.document.index + 1, 0, prefix=fitted[1])
+
+    def _fit(self, whole: _Piece) -> tuple[_Piece, I32] | None:
+        """Return a text whose answers carry loss as at most a row, and its special tokens; None if no loss is left."""
         document, loss_mask = whole.document, whole.loss_mask
         assert loss_mask is not None
         if self._settings.packing == "concat":
@@ -323,7 +354,7 @@ class Packer:
         loss_mask[:1] = False
         if not loss_mask.any():
             self._skipped.add("no_loss", document.name, document.where)
-            return
+            return None
         prefix = self._prefix[: 0 if self._n_prefix(whole) else None]
         if whole.total > self._length:
             self._skipped.add("cut_begin", document.name)
@@ -335,7 +366,27 @@ class Packer:
                 False  # the remainder of an answer whose beginning is cut off
             )
             whole = whole.cut(first, first + capacity)
-        yield from self._row([whole], document.index + 1, 0, prefix=prefix)
+        return whole, prefix
+
+    def _pair(self, chosen: _Piece, rejected: _Piece) -> Iterator[Row]:
+        """Yield a preference pair as one row: the tokens of its chosen side, then those of the other one."""
+        sides = []
+        for side in (chosen, rejected):
+            if (fitted := self._fit(side)) is None:
+                return
+            sides.append(list(self._row([fitted[0]], chosen.document.index + 1, 0, prefix=fitted[1])))
+        if not all(sides):
+            return
+        (first,), (second,) = sides
+        masks = [np.arange(row.n_tokens) > 0 if row.loss_mask is None else row.loss_mask for row in (first, second)]
+        yield replace(
+            first,
+            n_tokens=first.n_tokens + second.n_tokens,
+            input_ids=np.concatenate([first.input_ids, second.input_ids]),
+            loss_mask=np.concatenate(masks),
+            split=first.n_tokens,
+            spans=None,
+        )
 
     def _n_prefix(self, piece: _Piece) -> int:
         """Return how many special tokens are added to a row that begins with `piece`."""
@@ -368,9 +419,9 @@ class Packer:
         """
         main = max(pieces, key=lambda piece: len(piece.ids))
         document = main.document
-        ordinal = self._named[document.index]
-        self._named = Counter({index: n for index, n in self._named.items() if index >= document.index})
-        self._named[document.index] += 1
+        ordinal = self._named_rows[document.index]
+        self._named_rows = Counter({index: n for index, n in self._named_rows.items() if index >= document.index})
+        self._named_rows[document.index] += 1
         row_id = document.name + (f"#{ordinal}" if ordinal else "")
         ids, loss_mask = np.concatenate([piece.ids for piece in pieces]), main.loss_mask
         if not np.array_equal(ids[: len(prefix)], prefix):
@@ -404,14 +455,15 @@ class Packer:
             snippet=" ".join(text[start : start + 4 * n_chars].split())[:n_chars],
             labels=document.labels,
             ignored=tuple(sorted({name for piece in pieces for name in piece.document.ignored})),
-            after=Cursor(next_document, next_token, self._named[next_document]),
+            next_cursor=Cursor(next_document, next_token, self._named_rows[next_document]),
             spans=tuple(spans) if len(spans) == len(pieces) else None,
         )
 
 
-def row_bytes(row_id: str, input_ids: I32, loss_mask: Bool | None) -> bytes:
-    """Return the bytes of a row for the fingerprint of the corpus: name, tokens and loss mask."""
+def row_bytes(row_id: str, input_ids: I32, loss_mask: Bool | None, split: int | None = None) -> bytes:
+    """Return the bytes of a row for the fingerprint of the corpus: name, tokens, loss mask and chosen tokens."""
     name = row_id.encode()
     sizes = len(name).to_bytes(4, "little") + name + len(input_ids).to_bytes(4, "little")
     mask = b"" if loss_mask is None or loss_mask[1:].all() else b"loss_mask" + np.packbits(loss_mask).tobytes()
-    return sizes + input_ids.astype("<i4", copy=False).tobytes() + mask
+    side = b"" if split is None else b"split" + split.to_bytes(4, "little")
+    return sizes + input_ids.astype("<i4", copy=False).tobytes() + mask + side

@@ -34,6 +34,7 @@ from grasp.corpus.labels import (
     IDS_COLUMN,
     LOSS_MASK_COLUMN,
     SPANS_COLUMN,
+    SPLIT_COLUMN,
     Kind,
     column_of,
     kind_of_all,
@@ -59,14 +60,14 @@ from grasp.store.records import FileName, JsonModel, Mark, Signed
 from grasp.text import parse_json, skipped_lines
 
 FORMAT: Final = 2
-WITHOUT_SPANS: Final = 1  # the previous format version
+FORMAT_WITHOUT_SPANS: Final = 1  # the previous format version
 PUBLIC_COLUMNS: Final = ("row_id", "doc_id", "n_tokens", "snippet")
 SUMMARY: Final = "store.json"
 RECOVERY_HINT: Final = "delete its directory and rebuild"
-CHANGED: Final = "the corpus changed since these rows were built; restore it"
+CORPUS_CHANGED: Final = "the corpus changed since these rows were built; restore it"
 PROBE_TEXTS: Final = 16
 PROBE_CHARS: Final = 2_000
-LONGEST: Final = 2_048  # default maximum tokens of a row, if the model's context is not shorter
+DEFAULT_MAX_LENGTH: Final = 2_048  # default maximum tokens of a row, if the model's context is not shorter
 
 
 class RowsMark(Mark):
@@ -114,7 +115,7 @@ ROWS = Schema(
 def summary_of(holds: str) -> Signed[StoreSummary]:
     """Return the record type of the summary of a store of tokens, or of another kind."""
     what, none = f"a store of {holds}", "an unfinished row store; run the build again to resume it"
-    older = (WITHOUT_SPANS,)
+    older = (FORMAT_WITHOUT_SPANS,)
     return Signed(
         SUMMARY,
         StoreSummary,
@@ -263,7 +264,7 @@ class ShardStore(ABC, Generic[S, R]):
                     n_rows=len(shard),
                     n_tokens=sum(row.n_tokens for row in shard),
                     # A short shard is the last one: all documents after its last row have been read.
-                    cursor=shard[-1].after if len(shard) == shard_rows else Cursor(n_documents),
+                    cursor=shard[-1].next_cursor if len(shard) == shard_rows else Cursor(n_documents),
                     labels=list(kinds.items()),
                     ignored_columns=sorted({name for row in shard for name in row.ignored}),
                     skipped=skipped.drain(),
@@ -487,6 +488,26 @@ class RowShard:
     offsets: I64  # (n + 1,)
     table: pa.Table  # row_id, doc_id, n_tokens, snippet, then the labels
     loss_mask: Bool | None = None  # tokens that carry loss, aligned with flat_ids; None: all but a row's first
+    split_N: I64 | None = None  # of preference pairs: number of tokens of the chosen side; None: rows are texts
+
+    def take(self, index: I64) -> "RowShard":
+        """Return some of the rows."""
+        spans = [slice(self.offsets[i], self.offsets[i + 1]) for i in index]
+        return RowShard(
+            -1,
+            np.concatenate([self.flat_ids[span] for span in spans]),
+            np.cumsum([0, *(span.stop - span.start for span in spans)], dtype=np.int64),
+            self.table.take(pa.array(index)),
+            None if self.loss_mask is None else np.concatenate([self.loss_mask[span] for span in spans]),
+            None if self.split_N is None else self.split_N[index],
+        )
+
+    def sides(self) -> "RowShard":
+        """Return the sides of preference pairs as rows: chosen and rejected of the first pair, then of the next."""
+        assert self.split_N is not None
+        starts = np.stack([self.offsets[:-1], self.offsets[:-1] + self.split_N], axis=1).ravel()
+        table = self.table.take(pa.array(np.repeat(np.arange(len(self)), 2)))
+        return RowShard(-1, self.flat_ids, np.append(starts, self.offsets[-1]), table, self.loss_mask)
 
     def ids(self, i: int) -> I32:
         """Return the token ids of row i of this shard."""
@@ -520,7 +541,7 @@ class RowStore(ShardStore[RowShard, Row]):
     """A store of the rows of a text corpus as token ids."""
 
     signed: ClassVar[Signed[StoreSummary]] = summary_of("tokens")
-    content: ClassVar[tuple[str, ...]] = (IDS_COLUMN, LOSS_MASK_COLUMN)
+    content: ClassVar[tuple[str, ...]] = (IDS_COLUMN, LOSS_MASK_COLUMN, SPLIT_COLUMN)
     seed: ClassVar[bytes] = b"grasp rows 1"
 
     @classmethod
@@ -551,8 +572,11 @@ class RowStore(ShardStore[RowShard, Row]):
         """
         corpus = corpus or Corpus(open_source(settings.path, settings.split), settings)
         first = [render_document(document, tokenizer, settings) for document in corpus.first]
-        if settings.max_length is None:  # the model's context, at most `LONGEST` unless rows of token ids are longer
-            longest = max([LONGEST, *(len(document.input_ids) for document in first if document.input_ids is not None)])
+        # The default is the model's context, at most DEFAULT_MAX_LENGTH unless rows of token ids are longer.
+        if settings.max_length is None:
+            longest = max(
+                [DEFAULT_MAX_LENGTH, *(len(document.input_ids) for document in first if document.input_ids is not None)]
+            )
             settings = settings.model_copy(update={"max_length": min(longest, context or longest)})
         eos_id, vocab_size = tokenizer.eos_id, tokenizer.vocab_size
         if eos_id is not None and not 0 <= eos_id < vocab_size:
@@ -584,6 +608,8 @@ class RowStore(ShardStore[RowShard, Row]):
             SPANS_COLUMN: pa.array(spans, pa.list_(pa.int64())),
             IDS_COLUMN: pa.ListArray.from_arrays(offsets, np.concatenate([row.input_ids for row in rows])),
         }
+        if any(row.split is not None for row in rows):
+            ids[SPLIT_COLUMN] = pa.array([row.split for row in rows], pa.int32())
         if all(row.loss_mask is None for row in rows):
             return ids
         masks = [
@@ -594,20 +620,32 @@ class RowStore(ShardStore[RowShard, Row]):
     @staticmethod
     def _hashed(whole: pa.Table) -> Iterator[bytes]:
         flat, offsets, loss_mask = _tokens(whole)
+        split_N = _splits(whole)
         for i, name in enumerate(whole.column("row_id").to_pylist()):
             row = slice(offsets[i], offsets[i + 1])
-            yield row_bytes(name, flat[row], None if loss_mask is None else loss_mask[row])
+            split = None if split_N is None else int(split_N[i])
+            yield row_bytes(name, flat[row], None if loss_mask is None else loss_mask[row], split)
 
     def _shard(self, start: int, table: pa.Table, whole: pa.Table) -> RowShard:
         flat, offsets, loss_mask = _tokens(whole)
-        return RowShard(start, flat, offsets, table, loss_mask)
+        return RowShard(start, flat, offsets, table, loss_mask, _splits(whole))
+
+    def longest(self) -> int:
+        """Return the number of tokens of the longest sequence: a row, or a side of a preference pair."""
+        longest = 0
+        for k in range(self.n_shards):
+            table = self.columns(k, ("n_tokens", SPLIT_COLUMN))
+            lengths, split_N = np.asarray(table.column("n_tokens"), dtype=np.int64), _splits(table)
+            sides = (lengths,) if split_N is None else (split_N, lengths - split_N)
+            longest = max(longest, *(int(side.max()) for side in sides))
+        return longest
 
     def keeps_spans_of(self, source: Source) -> bool:
         """Return whether a source has the files from which the rows were built, so that their texts can be read.
 
         Files are compared by name, size and stamp: a digest of the content, or the modification time.
         """
-        if self.format_version == WITHOUT_SPANS:
+        if self.format_version == FORMAT_WITHOUT_SPANS:
             return False
         try:
             plan = parse_json((self._directory / ROWS.plan).read_bytes())
@@ -640,11 +678,11 @@ class RowStore(ShardStore[RowShard, Row]):
                     while document is None or document.index < index:
                         document = next(documents, None)
                         if document is None:
-                            raise CorpusError(f"{corpus.settings.path}: ends before document {index}; {CHANGED}")
+                            raise CorpusError(f"{corpus.settings.path}: ends before document {index}; {CORPUS_CHANGED}")
                         if document.index == index and document.conversation is not None:
                             document = render_document(document, tokenizer(), corpus.settings)
                     if index == main and document.doc_id != doc_id:
-                        raise CorpusError(f"{document.where}: is {document.doc_id!r}, was {doc_id!r}; {CHANGED}")
+                        raise CorpusError(f"{document.where}: is {document.doc_id!r}, was {doc_id!r}; {CORPUS_CHANGED}")
                     parts.append(str(document.text)[begin:end])
                 yield "\n\n".join(parts)
 
@@ -660,6 +698,13 @@ class RowStore(ShardStore[RowShard, Row]):
             else:
                 counts.append(lengths - 1)
         return np.concatenate(counts)
+
+
+def _splits(whole: pa.Table) -> I64 | None:
+    """Return the number of tokens of the chosen side of every row; None: rows are not preference pairs."""
+    if SPLIT_COLUMN not in whole.column_names:
+        return None
+    return np.asarray(whole.column(SPLIT_COLUMN), dtype=np.int64)
 
 
 def _tokens(whole: pa.Table) -> tuple[I32, I64, Bool | None]:

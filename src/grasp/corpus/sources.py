@@ -23,15 +23,22 @@ import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
 from grasp.corpus.labels import label_text
-from grasp.corpus.text_files import DELIMITED, JSON, JSON_LINES, is_delimited, one_line, text_records
+from grasp.corpus.text_files import (
+    DELIMITED_SUFFIXES,
+    JSON_LINES_SUFFIXES,
+    JSON_SUFFIXES,
+    is_delimited,
+    one_line,
+    text_records,
+)
 from grasp.corpus.values import plain_values
 from grasp.errors import CorpusError
 from grasp.extras import require
 from grasp.hub import is_path, refusal, suggest_path
 
-PARQUET = (".parquet",)
-TEXT_FILES = (*JSON_LINES, *JSON, *DELIMITED)
-EXPECTED = "expected .parquet, .jsonl, .json, .csv or .tsv, a directory of such files, or a `datasets` directory"
+PARQUET_SUFFIXES = (".parquet",)
+TEXT_FILES = (*JSON_LINES_SUFFIXES, *JSON_SUFFIXES, *DELIMITED_SUFFIXES)
+EXPECTED_CORPUS = "expected .parquet, .jsonl, .json, .csv or .tsv, a directory of such files, or a `datasets` directory"
 BATCH_ROWS = 256
 IN_MEMORY = "in memory, "  # prefix of a recorded path for objects in memory; the fingerprint follows
 _HUB_NAME = re.compile(r"[\w-]+(?:/[\w-][\w.-]*)?")
@@ -130,8 +137,8 @@ def open_source(path: str, split: str | None = None, field: str = "corpus") -> S
     if is_file:
         if split is not None:
             raise CorpusError(f"{field}.split: got {split!r}, but {path} is one file and has no splits; omit it")
-        if not root.endswith(PARQUET + TEXT_FILES):
-            raise CorpusError(f"{shown(root)}: unknown file type {PurePosixPath(root).suffix!r}; {EXPECTED}")
+        if not root.endswith(PARQUET_SUFFIXES + TEXT_FILES):
+            raise CorpusError(f"{shown(root)}: unknown file type {PurePosixPath(root).suffix!r}; {EXPECTED_CORPUS}")
         return FileSource(fs, [(shown(root), root)], root.rpartition("/")[0])
     saved_table = fs.exists(f"{root}/state.json") and fs.exists(f"{root}/dataset_info.json")
     if saved_table or fs.exists(f"{root}/dataset_dict.json"):
@@ -147,7 +154,7 @@ def open_source(path: str, split: str | None = None, field: str = "corpus") -> S
         if not any(step.startswith((".", "_")) for step in steps):
             files.append(file)
     # other files next to the data are mostly notes on it, e.g. dataset_info.json, statistics.csv
-    kinds = (PARQUET + JSON_LINES, JSON, DELIMITED)
+    kinds = (PARQUET_SUFFIXES + JSON_LINES_SUFFIXES, JSON_SUFFIXES, DELIMITED_SUFFIXES)
     files = next((data for kind in kinds if (data := [file for file in files if file.endswith(kind)])), [])
     if split is not None:
         named = re.compile(rf"(?:.*/)?{re.escape(split)}[-./][^/]*(?:/.*)?")
@@ -155,8 +162,8 @@ def open_source(path: str, split: str | None = None, field: str = "corpus") -> S
         if not files:
             raise CorpusError(f"{field}.split: got {split!r}, but no file of {path} is named after it")
     if not files:
-        raise CorpusError(f"{path}: no file of records in this directory; {EXPECTED}")
-    if len({file.endswith(PARQUET) for file in files}) > 1:
+        raise CorpusError(f"{path}: no file of records in this directory; {EXPECTED_CORPUS}")
+    if len({file.endswith(PARQUET_SUFFIXES) for file in files}) > 1:
         raise CorpusError(
             f"{path}: contains both Parquet and JSONL files ({files[0]}, ...); move one kind "
             "elsewhere, so that nothing is read twice"
@@ -167,9 +174,9 @@ def open_source(path: str, split: str | None = None, field: str = "corpus") -> S
 def _hub_dataset(path: str, split: str | None, field: str) -> Source:
     """Load a dataset of the hub."""
     if os.path.lexists(path):
-        raise CorpusError(f"{path}: a broken or circular symbolic link; {EXPECTED}")
+        raise CorpusError(f"{path}: a broken or circular symbolic link; {EXPECTED_CORPUS}")
     if not _HUB_NAME.fullmatch(path) or _FILE_SUFFIX.search(path) or is_path(path):
-        raise CorpusError(f"{path}: no such file or directory{suggest_path(path)}; {EXPECTED}")
+        raise CorpusError(f"{path}: no such file or directory{suggest_path(path)}; {EXPECTED_CORPUS}")
     datasets = require("datasets", extra="datasets", feature=f"{path}, which is not a local path; a hub dataset")
     none = f"{path}: no such file or directory{suggest_path(path)}, and no hub dataset of that name is available"
     if silent := refusal():
@@ -218,7 +225,7 @@ class FileSource:
         begin = 0  # index of the first record of the file
         for name, path in self.files:
             partition = self.partitions.get(path, {})
-            if not path.endswith(PARQUET):
+            if not path.endswith(PARQUET_SUFFIXES):
                 with _opened(self.fs, path, name) as handle:
                     for line, record in text_records(handle, name, start - begin):
                         if record is not None:
@@ -251,7 +258,7 @@ class FileSource:
 
     def approximate_length(self, n: int) -> int:
         """Return the number of records, extrapolated from at least the first `n` for large JSONL files."""
-        if all(path.endswith(PARQUET) for _, path in self.files):
+        if all(path.endswith(PARQUET_SUFFIXES) for _, path in self.files):
             return sum(parquet_rows(self.fs, path, name) for name, path in self.files)
         sizes = [int(self.fs.size(path) or 0) for _, path in self.files]
         read_bytes, records = 0, 0  # bytes of the files before the current one, and records
@@ -269,7 +276,7 @@ class FileSource:
 
 
 def _without_suffix(path: PurePosixPath) -> str:
-    suffix = next(suffix for suffix in (*PARQUET, *TEXT_FILES) if path.name.endswith(suffix))
+    suffix = next(suffix for suffix in (*PARQUET_SUFFIXES, *TEXT_FILES) if path.name.endswith(suffix))
     return str(path).removesuffix(suffix)
 
 

@@ -17,19 +17,24 @@ import pyarrow as pa
 
 from grasp.errors import CorpusError
 
-COMPRESSION = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
-# C4, Dolma and others use `.json.gz` or `.json.zst` for JSON lines; plain `.json` files seldom are.
-JSON_LINES = tuple(
+COMPRESSION_BY_SUFFIX = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
+# C4, Dolma and others use `.json.gz` or `.json.zst` for JSON_SUFFIXES lines; plain `.json` files seldom are.
+JSON_LINES_SUFFIXES = tuple(
     f"{name}{suffix}"
-    for name, suffixes in ((".jsonl", ("", *COMPRESSION)), (".ndjson", ("", *COMPRESSION)), (".json", COMPRESSION))
+    for name, suffixes in (
+        (".jsonl", ("", *COMPRESSION_BY_SUFFIX)),
+        (".ndjson", ("", *COMPRESSION_BY_SUFFIX)),
+        (".json", COMPRESSION_BY_SUFFIX),
+    )
     for suffix in suffixes
 )
-JSON = (".json",)
-DELIMITED = tuple(f"{name}{suffix}" for name in (".csv", ".tsv") for suffix in ("", *COMPRESSION))
-LONGEST_LINE = 256 << 20  # bytes of a JSON line, or of a record of another file, which is held in memory
-_BLOCK = 1 << 20
+JSON_SUFFIXES = (".json",)
+DELIMITER = {"csv": ",", "tsv": "\t"}
+DELIMITED_SUFFIXES = tuple(f".{name}{suffix}" for name in DELIMITER for suffix in ("", *COMPRESSION_BY_SUFFIX))
+MAX_LINE_BYTES = 256 << 20  # bytes of a JSON_SUFFIXES line, or of a record of another file, which is held in memory
+_BLOCK_BYTES = 1 << 20
 _SPACE = " \t\r\n"
-_LONGEST_TOKEN = 16  # characters of a word or an escape that a block may cut
+_MAX_TOKEN_CHARS = 16  # characters of a word or an escape that a block may cut
 _INTEGER = re.compile(r"-?(?:0|[1-9]\d{0,17})", re.ASCII)  # 007 is text
 _FLOAT = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d{1,3})?", re.ASCII)
 _LEADING_ZERO = re.compile(r"-?0\d", re.ASCII)
@@ -39,7 +44,7 @@ Records = Iterator[tuple[int, dict[str, Any] | None]]
 
 def is_delimited(name: str) -> bool:
     """Return whether a file is CSV or TSV, whose values are text: `cell_value` gives their type."""
-    return name.endswith(DELIMITED)
+    return name.endswith(DELIMITED_SUFFIXES)
 
 
 def text_records(handle: BinaryIO, name: str, skip: int = 0) -> Records:
@@ -68,10 +73,15 @@ def one_line(err: BaseException) -> str:
 
 
 def _decompressed(handle: BinaryIO, name: str) -> Any:
-    codec = COMPRESSION.get(PurePosixPath(name).suffix)
+    codec = COMPRESSION_BY_SUFFIX.get(PurePosixPath(name).suffix)
     if codec is None:
         return handle
     return io.BufferedReader(lzma.LZMAFile(handle) if codec == "xz" else pa.CompressedInputStream(handle, codec))
+
+
+def is_json_array(handle: BinaryIO, name: str) -> bool:
+    """Return whether a file of JSON, compressed or not, holds an array; otherwise it holds JSON lines."""
+    return _is_array(_decompressed(handle, name))
 
 
 def _is_array(stream: Any) -> bool:
@@ -91,12 +101,12 @@ def json_lines(stream: Any, name: str, skip: int = 0) -> Records:
         CorpusError: a line is not an object.
     """
     number = 0
-    while content := stream.readline(LONGEST_LINE + 1):
+    while content := stream.readline(MAX_LINE_BYTES + 1):
         number += 1
         where = f"{name}:{number}"
-        if len(content) > LONGEST_LINE:
+        if len(content) > MAX_LINE_BYTES:
             raise CorpusError(
-                f"{where}: a line of more than {LONGEST_LINE >> 20} MiB; shorten the record, or fix the file"
+                f"{where}: a line of more than {MAX_LINE_BYTES >> 20} MiB; shorten the record, or fix the file"
             )
         if not content.strip():
             continue
@@ -116,7 +126,7 @@ def json_lines(stream: Any, name: str, skip: int = 0) -> Records:
 def _json_array(stream: Any, name: str, skip: int) -> Records:
     """Yield the objects of a JSON array with their positions, from 1; a block of the file is held in memory."""
     decoder, decode = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8-sig")()
-    text, at, number, block, ended = "", 0, 0, _BLOCK, False
+    text, at, number, block, ended = "", 0, 0, _BLOCK_BYTES, False
     expected = "["  # "record" after it, then "," or the end
     while True:
         at = len(text) - len(text[at:].lstrip(_SPACE)) if text[at : at + 1] in _SPACE else at
@@ -127,13 +137,13 @@ def _json_array(stream: Any, name: str, skip: int) -> Records:
             except RecursionError as err:
                 raise CorpusError(f"{where}: nested too deeply; fix or remove it") from err
             except json.JSONDecodeError as err:
-                is_incomplete = "Unterminated" in err.msg or err.pos + _LONGEST_TOKEN >= len(text)
-                if not is_incomplete or len(text) - at > LONGEST_LINE:
+                is_incomplete = "Unterminated" in err.msg or err.pos + _MAX_TOKEN_CHARS >= len(text)
+                if not is_incomplete or len(text) - at > MAX_LINE_BYTES:
                     raise CorpusError(f"{where}: not JSON: {err.msg}; fix or remove it") from err
             else:
                 if not isinstance(record, dict):
                     raise CorpusError(f"{where}: got {type(record).__name__}, expected a JSON object")
-                number, expected, block = number + 1, ",", _BLOCK
+                number, expected, block = number + 1, ",", _BLOCK_BYTES
                 yield number, None if number <= skip else record
                 continue
         elif not is_incomplete:
@@ -158,9 +168,11 @@ def _json_array(stream: Any, name: str, skip: int) -> Records:
 
 def _delimited(stream: Any, name: str, skip: int) -> Records:
     """Yield the records of a CSV or TSV file, whose first line has the names; numbers are those of their last line."""
-    csv.field_size_limit(LONGEST_LINE)
+    csv.field_size_limit(MAX_LINE_BYTES)
     reader = csv.reader(
-        _lines(stream, name), delimiter="\t" if ".tsv" in PurePosixPath(name).suffixes else ",", strict=True
+        _lines(stream, name),
+        delimiter=DELIMITER["tsv" if ".tsv" in PurePosixPath(name).suffixes else "csv"],
+        strict=True,
     )
     try:
         names = next(reader, [])
@@ -186,7 +198,7 @@ def _delimited(stream: Any, name: str, skip: int) -> Records:
 
 
 def _lines(stream: Any, name: str) -> Iterator[str]:
-    for number, line in enumerate(iter(lambda: stream.readline(LONGEST_LINE), b""), start=1):
+    for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE_BYTES), b""), start=1):
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as err:

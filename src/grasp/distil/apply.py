@@ -28,7 +28,7 @@ from grasp.corpus.documents import id_columns, records_in
 from grasp.corpus.labels import is_text, label_text
 from grasp.corpus.sources import (
     BATCH_ROWS,
-    PARQUET,
+    PARQUET_SUFFIXES,
     ArrowChunk,
     FileSource,
     JsonRecord,
@@ -46,6 +46,7 @@ from grasp.progress import Progress, Silent
 from grasp.results import Result
 from grasp.select.budget import parse_budget
 from grasp.select.export import MANIFEST, iter_records, write_corpus
+from grasp.select.record_files import FileFormat
 from grasp.settings import CorpusSettings
 from grasp.store.directory import Schema, Store
 from grasp.store.locks import locked
@@ -61,7 +62,7 @@ SCORED = Schema(  # names with a leading underscore are ignored by Parquet reade
     recovery_hint="delete it and score again",
     error_type=SettingsError,
 )
-SELECTED = "kept"  # directory with the selected documents
+SELECTED_DIRECTORY = "kept"  # directory with the selected documents
 BATCH_DOCUMENTS = 4_096
 BATCH_BYTES = 8 << 20
 TOP_SHARES = (0.01, 0.05, 0.1, 0.2, 0.5)  # shares of the documents whose score threshold is reported
@@ -126,10 +127,10 @@ def apply(
     with locked(out / MARKER):
         copies = budget is not None
         if copies:
-            manifest = out / SELECTED / MANIFEST
+            manifest = out / SELECTED_DIRECTORY / MANIFEST
             copies = not (manifest.exists() and read_yaml(manifest).get("keep") == str(keep))
         if copies:
-            check_place(out / SELECTED)
+            check_place(out / SELECTED_DIRECTORY)
         store = Store(out, SCORED)
         store.begin(
             {
@@ -139,7 +140,7 @@ def apply(
             }
         )
         n_records = None  # unknown, unless Parquet metadata has it
-        if isinstance(source, FileSource) and all(path.endswith(PARQUET) for _, path in source.files):
+        if isinstance(source, FileSource) and all(path.endswith(PARQUET_SUFFIXES) for _, path in source.files):
             n_records = sum(parquet_rows(source.fs, path, name) for name, path in source.files)
         progress.stage("scoring", rows=n_records, tokens=None)
         scores, unfamiliar = [], 0
@@ -172,8 +173,9 @@ def apply(
             selected_M = mask_of(ranked(score_M, count=budget.resolve(documents, up=True)), documents)
             provenance = {"chosen by": "grasp apply", "keep": str(keep)}
             records = iter_records(settings, selected_M)
-            export = write_corpus(out / SELECTED, "parquet", "documents", records, 0, provenance)
-            notes.insert(0, f"{out / SELECTED}: the {export.records:,} documents with the highest scores, unchanged")
+            export = write_corpus(out / SELECTED_DIRECTORY, FileFormat(), "documents", records, 0, provenance)
+            text = f"the {export.records:,} documents with the highest scores, unchanged"
+            notes.insert(0, f"{out / SELECTED_DIRECTORY}: {text}")
     descending_M = np.sort(score_M)[::-1]
     thresholds = [float(descending_M[math.ceil(share * documents) - 1]) if documents else None for share in TOP_SHARES]
     shares = [f"{share:.0%}" for share in TOP_SHARES]

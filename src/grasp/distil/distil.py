@@ -24,7 +24,7 @@ import grasp
 from grasp.arrays import F32, F64, I64
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, only_target, row_documents
-from grasp.distil.ngrams import FAMILIAR, LENGTHS, SLOTS, as_bytes, shares
+from grasp.distil.ngrams import FAMILIARITY_LENGTH, LENGTHS, SLOTS, as_bytes, shares
 from grasp.distil.scorer import UNFAMILIAR_SHARE, Card, Quality, Scorer, SliceQuality
 from grasp.errors import SettingsError
 from grasp.files import FileEntry, check_place
@@ -38,7 +38,7 @@ from grasp.seeds import bootstrap_weights, stream
 
 FOLDS = 5  # of cross-validation, by document
 PENALTIES = (0.1, 0.3, 1.0, 3.0)
-MAX_BYTES = 12_000_000  # limit on the training text: its n-gram matrix takes half a GB
+MAX_TRAINING_CHARS = 12_000_000  # limit on the training text: its n-gram matrix takes half a GB
 MIN_ROWS = 20
 MIN_SLICE_ROWS = 50
 MAX_SLICES = 10
@@ -104,7 +104,7 @@ def distil(
         decoded += inputs.tokenizer.decode([shard.ids(i).tolist() for i in range(len(shard))])
         progress.advance(len(shard), shard.n_tokens)
         size += sum(map(len, decoded[start:]))
-        if size > MAX_BYTES:
+        if size > MAX_TRAINING_CHARS:
             progress.note(f"fits {len(decoded):,} rows, {size / 1e6:.0f} MB of text: the memory limit is reached")
             break
     by_index = np.argsort(order[: len(decoded)])
@@ -228,7 +228,7 @@ class _Problem:
     @staticmethod
     def rarity_V(share_NP: csr_array) -> F32:  # noqa: N802 - a shape suffix
         """Return the negative log frequency of each n-gram of 4 bytes in the given rows, (V,)."""
-        columns = slice(FAMILIAR * SLOTS, (FAMILIAR + 1) * SLOTS)
+        columns = slice(FAMILIARITY_LENGTH * SLOTS, (FAMILIARITY_LENGTH + 1) * SLOTS)
         return -np.log(np.asarray(share_NP.mean(axis=0), dtype=np.float64)[columns] + RARER / 10).astype(np.float32)
 
     def rarity_threshold(self, fold_N: I64) -> float:
@@ -237,7 +237,9 @@ class _Problem:
         for fold in range(FOLDS):
             held_out = np.flatnonzero(fold_N == fold)
             rarity_P = np.zeros(self.share_NP.shape[1], dtype=np.float32)
-            rarity_P[FAMILIAR * SLOTS : (FAMILIAR + 1) * SLOTS] = self.rarity_V(self.share_NP[fold_N != fold])
+            rarity_P[FAMILIARITY_LENGTH * SLOTS : (FAMILIARITY_LENGTH + 1) * SLOTS] = self.rarity_V(
+                self.share_NP[fold_N != fold]
+            )
             rarities.append(self.share_NP[held_out] @ rarity_P)
         return float(np.quantile(np.concatenate(rarities), 1 - UNFAMILIAR_SHARE))
 

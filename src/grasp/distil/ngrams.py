@@ -20,7 +20,7 @@ from grasp.arrays import F32, F64, I64
 LENGTHS = (3, 4, 5, 6)
 BITS = 18  # a table of 1 MB fits into the cache of a core; with twice as many buckets scoring takes 1.3 times as long
 SLOTS = 1 << BITS
-FAMILIAR = LENGTHS.index(4)  # length whose mean rarity marks texts unlike the training rows
+FAMILIARITY_LENGTH = LENGTHS.index(4)  # length whose mean rarity marks texts unlike the training rows
 BLOCK_BYTES = 1 << 15
 PIECE_BYTES = 1 << 14
 # Multipliers of the rolling hash and of its finalisation. Odd numbers are invertible modulo 2^32, so multiplication
@@ -110,7 +110,7 @@ def mean_over(texts: pa.LargeBinaryArray, tables_KV: F32, rarity_V: F32) -> tupl
     value = np.empty(BLOCK_BYTES, dtype=np.float32)
     for block, k, slot_P in _slots(texts):
         across = _across(block, LENGTHS[k], len(slot_P))
-        for row, table_V in ((k, tables_KV[k]), *([(len(LENGTHS), rarity_V)] if k == FAMILIAR else [])):
+        for row, table_V in ((k, tables_KV[k]), *([(len(LENGTHS), rarity_V)] if k == FAMILIARITY_LENGTH else [])):
             np.take(table_V, slot_P, out=value[: len(slot_P)], mode="wrap")
             value[len(slot_P) : len(block.bytes_P)] = 0.0
             value[across] = 0.0
@@ -120,7 +120,7 @@ def mean_over(texts: pa.LargeBinaryArray, tables_KV: F32, rarity_V: F32) -> tupl
     whole_N, rest_N = np.divmod(np.diff(_offsets(texts)), PIECE_BYTES)
     count_KN = [whole_N * (PIECE_BYTES - n + 1) + np.maximum(rest_N - n + 1, 0) for n in LENGTHS]
     divisor_KN = np.maximum(count_KN, 1)
-    return (sum_KN[:-1] / divisor_KN).sum(axis=0), sum_KN[-1] / divisor_KN[FAMILIAR]
+    return (sum_KN[:-1] / divisor_KN).sum(axis=0), sum_KN[-1] / divisor_KN[FAMILIARITY_LENGTH]
 
 
 def shares(texts: pa.LargeBinaryArray) -> csr_array:

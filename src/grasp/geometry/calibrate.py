@@ -26,7 +26,7 @@ from grasp.runs.metrics import RESAMPLES
 from grasp.runs.retrained import TrainingRuns
 from grasp.text import listed
 
-SHOWN = 10  # protocols listed in the result
+MAX_PROTOCOLS_SHOWN = 10  # protocols listed in the result
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -90,7 +90,7 @@ def calibrate(
     mean = f"mean {selection.criterion}"
     bounds = [
         {"protocol": score.candidate.name, "bound": score.lcb, mean: score.mean, "se": score.se}
-        for score in selection.scores[:SHOWN]
+        for score in selection.scores[:MAX_PROTOCOLS_SHOWN]
     ]
     return Calibration(
         table=pa.Table.from_pylist(bounds),

@@ -42,8 +42,8 @@ from grasp.runs.predictions import WHOLE_TASK
 from grasp.runs.retrained import TrainingRuns, Utilities
 from grasp.seeds import bootstrap_weights, stream
 
-TIE = 1e-9
-LISTED = 20  # candidates listed in the provenance
+TIE_TOLERANCE = 1e-9
+MAX_LISTED = 20  # candidates listed in the provenance
 COLUMNS_AT_ONCE = 2_048
 
 
@@ -337,7 +337,7 @@ def selection_provenance(
         "environments": [_describe(development) for development in developments],
         "best": [
             {"protocol": s.candidate.name, "mean": s.mean, "se": s.se, "lcb": s.lcb, "results": dict(s.agreement)}
-            for s in selection.scores[:LISTED]
+            for s in selection.scores[:MAX_LISTED]
         ],
     }
 
@@ -392,11 +392,11 @@ def _candidates(family: ProtocolFamily, developments: Sequence[Development]) -> 
 
 
 def _ranked(scores: Sequence[Score]) -> list[Score]:
-    """Sort by descending LCB; scores within TIE of the best remaining one are sorted by number of components."""
+    """Sort by descending LCB; ties (TIE_TOLERANCE) are sorted by number of components."""
     remaining = sorted(scores, key=lambda score: -score.lcb)  # stable: equal scores keep the order of the family
     ranked: list[Score] = []
     while remaining:
-        tied = [score for score in remaining if score.lcb >= remaining[0].lcb - TIE]
+        tied = [score for score in remaining if score.lcb >= remaining[0].lcb - TIE_TOLERANCE]
         ranked += sorted(tied, key=lambda score: score.candidate.n_components)
         remaining = remaining[len(tied) :]
     return ranked

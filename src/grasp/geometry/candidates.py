@@ -32,7 +32,7 @@ Criterion = Literal["task_rho", "mean_lds"]
 MAX_MEMBERS = 20_000
 DELTA = 0.05  # probability that the bound of any member fails
 # Maximum distance between the mean rho of a protocol and its bound that is caused by the size of the family.
-WIDEST = 0.6
+MAX_HALF_WIDTH = 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +321,6 @@ def subsets_for(n_protocols: int) -> int:
 
     The rho of an uninformative predictor on B subsets has the standard error 1 / sqrt(B - 1), and the bound of one of K
     protocols is z_(1 - DELTA/K) standard errors below its mean. B is the smallest number for which this is at most
-    WIDEST.
+    MAX_HALF_WIDTH.
     """
-    return 1 + math.ceil((float(ndtri(1 - DELTA / n_protocols)) / WIDEST) ** 2)
+    return 1 + math.ceil((float(ndtri(1 - DELTA / n_protocols)) / MAX_HALF_WIDTH) ** 2)

@@ -219,6 +219,7 @@ def bind(
         "unit_level": None if plain.unit_level is None else _level(plain.unit_level, terms),
         "sketches": held,
         "dropped": (*plain.dropped, *terms.dropped),
+        "measure_reliability": None,  # holding out questions presumes additive effects
         "unit": plain.unit if family is None else f"standard deviations over {family}",
     }
     shared = {item.name: getattr(plain, item.name) for item in fields(Predictor)}

@@ -20,7 +20,7 @@ from grasp.geometry.geometry_predictor import InteractionPredictor
 from grasp.geometry.set_objective import Objective, best_rows, is_aligned, upper_bound
 from grasp.predict.predictor import Predictor
 from grasp.progress import Progress
-from grasp.select.budget import OPTIMAL, Constraints, Ledger, SelectedRows
+from grasp.select.budget import OPTIMAL_NOTE, Constraints, Ledger, SelectedRows
 
 SIZES_TRIED = 4  # iterations: with a token budget, the number of rows is only known after selection
 SIZE_SHARE = 0.005
@@ -30,8 +30,8 @@ INNER_BLOCK = 128
 SENTINELS = 128
 ROUNDS = 128  # approximate number of rounds, which determines the block size
 POOL_BLOCKS = 4  # minimum size of a pool, in blocks
-RANKED = 2  # sentinels are drawn from the ranks down to this multiple of the pool size
-DEAD = -np.inf
+SENTINEL_RANKS = 2  # sentinels are drawn from the ranks down to this multiple of the pool size
+EXCLUDED = -np.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class _Greedy:
             open_P = alive_P & ~watched & self.alive_N[pool.row_P]
             if not open_P.any() or (n_taken and _top(key_P, watched) > _top(key_P, open_P)):
                 break
-            best, beyond = _ranked(np.where(open_P, key_P, DEAD), pool.row_P, INNER_ROWS)
+            best, beyond = _ranked(np.where(open_P, key_P, EXCLUDED), pool.row_P, INNER_ROWS)
             watch = np.concatenate([beyond, np.flatnonzero(watched)])
             got = self._from(pool.part(best, watch), min(INNER_BLOCK, quota - n_taken))
             n_taken += got
@@ -140,9 +140,9 @@ class _Greedy:
         watched = np.flatnonzero(pool.sentinel_P)
         n_taken = 0
         while n_taken < quota:
-            key_P = np.where(dead_P, DEAD, gain_P * rate_P)
+            key_P = np.where(dead_P, EXCLUDED, gain_P * rate_P)
             j = int(key_P.argmax())
-            if key_P[j] == DEAD or (n_taken and len(watched) and (gain_P * rate_P)[watched].max() > key_P[j]):
+            if key_P[j] == EXCLUDED or (n_taken and len(watched) and (gain_P * rate_P)[watched].max() > key_P[j]):
                 break
             row = int(pool.row_P[j])
             code, cost = int(self.constraints.codes_N[row]), int(self.constraints.cost_N[row])
@@ -224,10 +224,10 @@ def choose(objective: Objective, constraints: Constraints, progress: Progress | 
 
 def _ranked(key_P: F64, row_P: I64, count: int) -> tuple[I64, I64]:
     """Return positions of the `count` highest keys, sorted, and of SENTINELS spread over the ranks below."""
-    order = np.flatnonzero(key_P > DEAD)
+    order = np.flatnonzero(key_P > EXCLUDED)
     if len(order) <= count:
         return order, np.empty(0, dtype=np.int64)
-    far = min(len(order), RANKED * count)
+    far = min(len(order), SENTINEL_RANKS * count)
     ranked = order[np.argpartition(-key_P[order], far - 1)[:far]] if far < len(order) else order
     ranked = ranked[np.lexsort((row_P[ranked], -key_P[ranked]))]
     spread = np.unique(np.linspace(count, far - 1, SENTINELS).astype(np.int64))
@@ -235,7 +235,7 @@ def _ranked(key_P: F64, row_P: I64, count: int) -> tuple[I64, I64]:
 
 
 def _top(key_P: F64, where_P: NDArray[np.bool_]) -> float:
-    return float(key_P[where_P].max(initial=DEAD))
+    return float(key_P[where_P].max(initial=EXCLUDED))
 
 
 def select_rows(
@@ -252,7 +252,7 @@ def select_rows(
     objective, picks = _sized(predictor, weights_T, constraints, progress)
     if picks is None:
         guarantee = (
-            OPTIMAL if constraints.unit != "tokens" else "greedy by effect until no row fits the remaining tokens"
+            OPTIMAL_NOTE if constraints.unit != "tokens" else "greedy by effect until no row fits the remaining tokens"
         )
         return SelectedRows(best_rows(objective.linear_N, constraints), guarantee)
     bound, reason = upper_bound(objective, constraints, picks.row_index)

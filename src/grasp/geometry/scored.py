@@ -33,7 +33,7 @@ from grasp.seeds import stream
 DEFAULT_CALIBRATION = "uniform:0.5"
 EXACT_ROWS = 12_000  # up to this many rows, all pair similarities are permuted: 4 bytes per pair, 288 MB
 _ROWS_AT_ONCE = 256
-SHUFFLED = "shuffled "  # name prefix of components of shuffled pairs
+SHUFFLED_PREFIX = "shuffled "  # name prefix of components of shuffled pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def _weighted(parts: Mapping[str, F64], std: Mapping[str, F64], candidate: Candi
     for name, omega in candidate.omega:
         # K_self has no pairs and K_cent no decomposition into pairs: both are not shuffled
         shuffled = candidate.shuffled and name.endswith((".pair", ".raw"))
-        total = total + omega * parts[SHUFFLED + name if shuffled else name]
+        total = total + omega * parts[SHUFFLED_PREFIX + name if shuffled else name]
     return total
 
 
@@ -211,7 +211,7 @@ class Scored(Alignment):
             self._shuffled_block(block.weights, halves, binding.side, binding.weighting) for block in self.blocks
         ]
         values = {name: np.concatenate([part[name] for part in shuffled]) for name in shuffled[0]}
-        return {SHUFFLED + name: known[name].z(value_B[:, None]) for name, value_B in values.items()}
+        return {SHUFFLED_PREFIX + name: known[name].z(value_B[:, None]) for name, value_B in values.items()}
 
     def _shuffled_block(
         self, weights: Weights, halves: Sequence[str], side: Side, weighting: Weighting

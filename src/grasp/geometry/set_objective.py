@@ -30,7 +30,7 @@ from grasp.geometry.terms import NormedSketch
 from grasp.runs.predictions import Weighting
 from grasp.select.budget import Constraints, take_within_budget
 
-ROWS_AT_ONCE = 65_536
+BLOCK_ROWS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Objective:
 
     def sum_of(self, row_index: I64) -> F64:
         """Return the sum of the concatenated sketches of the given rows, (D,) float64."""
-        parts = (self.rows(row_index[at : at + ROWS_AT_ONCE]) for at in range(0, len(row_index), ROWS_AT_ONCE))
+        parts = (self.rows(row_index[at : at + BLOCK_ROWS]) for at in range(0, len(row_index), BLOCK_ROWS))
         return sum((part.sum(axis=0) for part in parts), np.zeros(len(self.curvature_D)))
 
     def dot(self, vector_D: F64) -> F64:
@@ -137,7 +137,7 @@ def best_rows(value_N: F64, constraints: Constraints) -> I64:
 
 
 STEPS = 8
-ENOUGH = 1e-3  # stop if the gap is below this fraction of the improvement over random rows
+GAP_TOLERANCE = 1e-3  # stop if the gap is below this fraction of the improvement over random rows
 ALIGNED_ROWS = 8_192  # largest pool for which all pairs are checked
 
 
@@ -156,7 +156,7 @@ def upper_bound(
     for _ in range(steps):
         at, best = _tangent(objective, in_rows, x)
         bound = min(bound, at)
-        if bound - start.value <= ENOUGH * abs(start.value - objective.constant):
+        if bound - start.value <= GAP_TOLERANCE * abs(start.value - objective.constant):
             break
         x = _towards(objective, x, _Point.from_rows(objective, best))
     return float(max(bound, start.value)), ""

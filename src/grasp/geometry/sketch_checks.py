@@ -19,9 +19,9 @@ from grasp.inspect.health_metrics import Check, judge_check, rank_agreement, unm
 from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
 
 SKETCHES = ("hidden", "residual", "product")
-IDENTITY = 1e-9  # error of kernels of unit vectors in float64: a larger one is not rounding
-MOST_OF_IT = "0.5 or more: the summary keeps more of the gradient than it loses"
-ALIGNED = "at most 5% of the mass negative: gains then diminish as rows are added (nearly submodular)"
+IDENTITY_TOLERANCE = 1e-9  # error of kernels of unit vectors in float64: a larger one is not rounding
+HEALTHY_SUMMARY = "0.5 or more: the summary keeps more of the gradient than it loses"
+HEALTHY_ALIGNMENT = "at most 5% of the mass negative: gains then diminish as rows are added (nearly submodular)"
 
 
 def check_sketches(subject: Subject, protocol: ScoringProtocol) -> Iterator[Check]:
@@ -47,7 +47,7 @@ def _halves(subject: Subject) -> tuple[str, ...]:
 def _of_pooled(subject: Subject, kernels: Kernels | GraspError) -> Iterator[Check]:
     """Check what is lost by pooling positions before the product."""
     if isinstance(kernels, GraspError):
-        yield unmeasured_check("pooled for tokens", MOST_OF_IT, str(kernels))
+        yield unmeasured_check("pooled for tokens", HEALTHY_SUMMARY, str(kernels))
     else:
         yield _rank_one(kernels, subject.weight_BN)
     if {"pooled", "output_layer"} <= set(subject.artifact.kernels):
@@ -63,7 +63,7 @@ def _rank_one(kernels: Kernels, weight_BN: F64) -> Check:
         f"{at.kept_share:.2f} of the output gradient's square is in the summary of {settings.row_positions[-1]}, "
         f"{at.same_share:.2f} in one of the gradient's own positions (mean squared cosine, whitened and scaled); ranks "
         f"of K agree {ranks:+.2f}",
-        MOST_OF_IT,
+        HEALTHY_SUMMARY,
         at.kept_share >= 0.5,
         "rank by the kernel output_layer (without --rule paper), and take geometry, if any, from product.*; the "
         "pooled kernel has lost most of the gradient",
@@ -96,7 +96,7 @@ def _of_geometry(subject: Subject, kernels: Kernels | GraspError, protocol: Inte
         sketches = {half: _sketch(subject, half) / gain for half, gain in gains.items()}
         yield from of_sketches(kernels, sketches, subject.weight_BN)
     if isinstance(kernels, GraspError):
-        yield unmeasured_check("opposed gradients", ALIGNED, str(kernels))
+        yield unmeasured_check("opposed gradients", HEALTHY_ALIGNMENT, str(kernels))
     else:
         yield _opposed(*measures.negative_pairs(kernels.positions.gradient_NN))
     yield _bound(measures.direct_sum_bound(_sketch(subject, "hidden"), _sketch(subject, "residual")))
@@ -108,7 +108,7 @@ def _opposed(pairs: float, mass: float) -> Check:
     return judge_check(
         "opposed gradients",
         f"{pairs:.0%} of pairs of output gradients, not centred, have a negative inner product, {mass:.0%} of the mass",
-        ALIGNED,
+        HEALTHY_ALIGNMENT,
         mass <= 0.05,
         "these rows are not an aligned pool: a penalty on the norm of their update has no diminishing returns, "
         "with any sketch",
@@ -118,7 +118,7 @@ def _opposed(pairs: float, mass: float) -> Check:
 
 def _bound(bound: measures.DirectSumBound) -> Check:
     tight = bound.largest / bound.bound if bound.bound else 1.0
-    right = bound.off <= IDENTITY
+    right = bound.off <= IDENTITY_TOLERANCE
     advice = "rows are too far apart for an informative bound: see `direct sum for product`"
     if not right:
         advice = "the identity fails: the sketches contain nan or infinity, or this is a bug; please report it"
@@ -157,13 +157,13 @@ def _complement(subject: Subject, protocol: InteractionProtocol) -> Iterator[Che
     bent = {half: omega for half, omega in protocol.components.items() if omega and not half.endswith(".self")}
     if not bent:
         value = f"protocol {protocol.name} has no pairwise terms: gains are additive"
-        yield judge_check(name, value, ALIGNED, True, "", {"pairs": 0.0, "mass": 0.0})
+        yield judge_check(name, value, HEALTHY_ALIGNMENT, True, "", {"pairs": 0.0, "mass": 0.0})
     for component, omega in bent.items():
         half = component.split(".")[0]
         lacking = {"hidden", "residual"} - set(_halves(subject)) if half == "joint" else {half} - set(_halves(subject))
         if lacking:
             why = f"the artifact has no {' and '.join(sorted(lacking))} sketch"
-            yield unmeasured_check(f"{name}, {component}", ALIGNED, why)
+            yield unmeasured_check(f"{name}, {component}", HEALTHY_ALIGNMENT, why)
             continue
         parts = [_sketch(subject, part) for part in (("hidden", "residual") if half == "joint" else (half,))]
         sketch_ND = np.concatenate(parts, axis=1)
@@ -181,7 +181,7 @@ def _complements(component: str, omega: float, pairs: float, mass: float) -> Che
     return judge_check(
         f"pairs that complement, {component}",
         f"{pairs:.0%} of pairs of sketches have a negative inner product, {mass:.0%} of the mass (weight {omega:+g})",
-        ALIGNED,
+        HEALTHY_ALIGNMENT,
         omega < 0 and mass <= 0.05,
         advice,
         {"pairs": pairs, "mass": mass, "omega": omega},

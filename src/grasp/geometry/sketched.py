@@ -123,16 +123,20 @@ def _of_positions(whitener: Whitener, features: SampleFeatures) -> PositionProdu
     )
 
 
-RANKS = 0.8  # rank correlation from which a sketch is healthy
-WIDEST = 8192  # largest width that is tried
+MIN_RANK_CORRELATION = 0.8  # rank correlation from which a sketch is healthy
+MAX_WIDTH = 8192  # largest width that is tried
 HALVES: tuple[Half, ...] = ("hidden", "residual", "product")
-OF_PRODUCT = ("hidden", "residual", "joint")
-HEALTHY_SKETCH = f"error at most twice that of a Gaussian sketch of this width, and ranks {RANKS} or more"
-HEALTHY_PRODUCT = f"ranks {RANKS} or more with the product of positions: K then ranks subsets as their updates do"
-HEALTHY_DIRECT = f"ranks {RANKS} or more"
+PRODUCT_HALVES = ("hidden", "residual", "joint")
+HEALTHY_SKETCH = (
+    f"error at most twice that of a Gaussian sketch of this width, and ranks {MIN_RANK_CORRELATION} or more"
+)
+HEALTHY_PRODUCT = (
+    f"ranks {MIN_RANK_CORRELATION} or more with the product of positions: K then ranks subsets as their updates do"
+)
+HEALTHY_DIRECT = f"ranks {MIN_RANK_CORRELATION} or more"
 NAMES = {
     **{f"{half} sketch": HEALTHY_SKETCH for half in HALVES},
-    **{f"{half} sketch for product": HEALTHY_PRODUCT for half in OF_PRODUCT},
+    **{f"{half} sketch for product": HEALTHY_PRODUCT for half in PRODUCT_HALVES},
     "direct sum for product": HEALTHY_DIRECT,
 }
 
@@ -152,7 +156,7 @@ class Fit:
 
     @property
     def good(self) -> bool:
-        return self.error <= self.allowed and self.ranks >= RANKS
+        return self.error <= self.allowed and self.ranks >= MIN_RANK_CORRELATION
 
 
 def of_sketches(kernels: Kernels, sketches: Mapping[str, F64], weight_BN: F64) -> Iterator[Check]:
@@ -167,7 +171,7 @@ def of_sketches(kernels: Kernels, sketches: Mapping[str, F64], weight_BN: F64) -
             yield unmeasured_check(f"{half} sketch", HEALTHY_SKETCH, why)
         else:
             yield _against_exact(kernels, half, sketches[half], kernels.full(half), weight_BN)
-    for name in OF_PRODUCT:
+    for name in PRODUCT_HALVES:
         yield _for_product(kernels, name, sketches, weight_BN)
     yield _direct_sum(kernels, weight_BN)
 
@@ -199,14 +203,17 @@ def _against_exact(kernels: Kernels, half: Half, sketch_ND: F64, full_NN: F64, w
     wide = None if measured.good else healthy_width(kernels, half, full_NN, weight_BN, measured.width)
     if wide is not None:
         numbers |= {"healthy_width": float(wide.width), "healthy_ranks": wide.ranks}
-    healthy = f"at most {measured.allowed:.0%} off, twice the error of a Gaussian sketch, and ranks {RANKS} or more"
+    healthy = (
+        f"at most {measured.allowed:.0%} off, twice the error of a Gaussian sketch, and ranks {MIN_RANK_CORRELATION} "
+        "or more"
+    )
     return judge_check(f"{half} sketch", value, healthy, measured.good, _wider(half, wide), numbers)
 
 
 def healthy_width(kernels: Kernels, half: Half, full_NN: F64, weight_BN: F64, width: int) -> Fit | None:
-    """Return the fit of the first doubled width that is healthy; None if there is none up to WIDEST."""
-    exact = kernels.features.hidden_NH.shape[1] if half == "hidden" else WIDEST
-    while width < min(exact, WIDEST):
+    """Return the fit of the first doubled width that is healthy; None if there is none up to MAX_WIDTH."""
+    exact = kernels.features.hidden_NH.shape[1] if half == "hidden" else MAX_WIDTH
+    while width < min(exact, MAX_WIDTH):
         width = min(2 * width, exact)
         wide = fit(kernels.sketch(half, width), full_NN, weight_BN)
         if wide.good:
@@ -218,7 +225,7 @@ def _wider(half: str, wide: Fit | None) -> str:
     named = f"{half}.*" if half == "product" else f"{half}.* and joint.*"
     drop = f"drop {named} from the protocol"
     if wide is None:
-        return f"{drop}: no width up to {WIDEST} distinguishes these subsets"
+        return f"{drop}: no width up to {MAX_WIDTH} distinguishes these subsets"
     measured = f"on this sample ranks {wide.ranks:+.2f}, {wide.error:.1%} off"
     return f"build with features.{half}_width: {wide.width} ({measured}), or {drop}"
 
@@ -239,14 +246,14 @@ def _for_product(kernels: Kernels, half: str, sketches: Mapping[str, F64], weigh
         "full_ranks": rank_agreement(measures.subset_norms(weight_BN, full_NN), true_B),
     }
     advice = "too narrow for its features: build with the widths that the sketch checks suggest"
-    if not numbers["full_ranks"] >= RANKS:
+    if not numbers["full_ranks"] >= MIN_RANK_CORRELATION:
         advice = f"no width helps, {half}.* is another kernel: use product.*, wide enough, or no geometry"
     return judge_check(
         name,
         f"ranks agree {numbers['ranks']:+.2f} with the product of positions, {numbers['pooled_ranks']:+.2f} with that "
         f"of pooled rows, {numbers['error']:.1%} off once scaled; all its features agree {numbers['full_ranks']:+.2f}",
         HEALTHY_PRODUCT,
-        numbers["ranks"] >= RANKS,
+        numbers["ranks"] >= MIN_RANK_CORRELATION,
         advice,
         numbers,
     )
@@ -260,7 +267,7 @@ def _direct_sum(kernels: Kernels, weight_BN: F64) -> Check:
         "direct sum for product",
         f"of pooled rows with all their features ranks agree {ranks:+.2f}, {error:.1%} off once scaled",
         HEALTHY_DIRECT,
-        ranks >= RANKS,
+        ranks >= MIN_RANK_CORRELATION,
         "joint.* does not approximate the product for these rows: use product.*, wide enough, or no geometry",
         {"ranks": ranks, "error": error},
     )

@@ -25,7 +25,7 @@ from grasp.predict.families import Family
 from grasp.predict.weights import Side
 from grasp.runs.predictions import Weighting
 
-FAR = 10.0  # Bernoulli sizes further from their mean than this many standard deviations are neglected
+MAX_DEVIATIONS = 10.0  # Bernoulli sizes further from their mean than this many standard deviations are neglected
 
 
 def sampled_moments(blocks: Iterable[Mapping[str, F64]]) -> dict[str, ColumnSpread]:
@@ -162,7 +162,7 @@ def _sizes(family: Family, n_rows: int, side: Side) -> tuple[F64, F64]:
         size = np.array([max(1.0, float(round(fraction * n_rows)))])
         chance = np.ones(1)
     else:
-        mean, reach = fraction * n_rows, FAR * (1.0 + np.sqrt(fraction * (1.0 - fraction) * n_rows))
+        mean, reach = fraction * n_rows, MAX_DEVIATIONS * (1.0 + np.sqrt(fraction * (1.0 - fraction) * n_rows))
         size = np.arange(max(1.0, np.floor(mean - reach)), min(n_rows, np.ceil(mean + reach)) + 1.0)
         ratio = (
             (n_rows - size[:-1]) / size[1:] * (fraction / (1.0 - fraction))

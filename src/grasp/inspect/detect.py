@@ -34,7 +34,7 @@ from grasp.inspect.detection import (
     threshold_like,
     threshold_of_checked,
 )
-from grasp.inspect.neighbours import COMPARED, disagreement
+from grasp.inspect.neighbours import MAX_CANDIDATES, disagreement
 from grasp.moments import StreamingMoments
 from grasp.progress import Progress, Silent
 from grasp.results import Result
@@ -44,13 +44,13 @@ from grasp.text import json_text
 from grasp.yaml_files import describe
 
 RECORD: Final = b"grasp.suspects"
-NEIGHBOURS = 10
+DEFAULT_NEIGHBOURS = 10
 FALSE_POSITIVES = 0.01
-LISTED = 10
-LEAST_ROWS = 10  # fewer rows have no meaningful distribution
-SNIPPET = 240  # default characters of a stored snippet
-SHOWN = 12  # rows shown in a report
-LARGEST = 160  # pixels of the longer side of an image
+DEFAULT_TOP = 10
+MIN_ROWS = 10  # fewer rows have no meaningful distribution
+SNIPPET_CHARS = 240  # default characters of a stored snippet
+REPORT_ROWS = 12  # rows shown in a report
+PICTURE_PIXELS = 160  # pixels of the longer side of an image
 Pair = tuple[int, int]  # (unit within the target, row)
 
 
@@ -62,7 +62,7 @@ class DetectionRecord:
     ranking: str  # the score by which rows are ranked
     headline: str
     corpus: str  # fingerprint
-    made_from: dict[str, str]
+    source_hashes: dict[str, str]
     rows: int
     threshold: Threshold
     detections: dict[str, Detection]  # by score, if there is a ground truth
@@ -99,7 +99,7 @@ def detect(
     target: str | None = None,
     *,
     label: str | None = None,
-    top: int = LISTED,
+    top: int = DEFAULT_TOP,
     false_positives: float = FALSE_POSITIVES,
     clean: str | None = None,
     truth: str | None = None,
@@ -114,8 +114,9 @@ def detect(
     label.
 
     In Python the result has up to three scores. `relevance` is minus the mean relevance to the units, each standardised
-    over the rows. If rows have a label, `geometry` is the share of a row's nearest neighbours in the hidden sketch with
-    another label, and `fused` the mean of the two ranks. A trusted unit that is also a row is an error.
+    over the rows. If rows have a label, `neighbour_disagreement` is the share of a row's nearest neighbours in the
+    hidden sketch with another label, and `fused` the mean of the two ranks. A trusted unit that is also a row is
+    an error.
 
     Args:
         target: trusted target. Default: the only one.
@@ -143,13 +144,13 @@ def detect(
         raise SettingsError("k: requires truth")
     if neighbours is not None and label is None:
         raise SettingsError("neighbours: requires a label")
-    if neighbours is not None and not 1 <= neighbours < COMPARED:
-        raise SettingsError(f"neighbours: got {neighbours}, expected at least 1 and fewer than {COMPARED}")
+    if neighbours is not None and not 1 <= neighbours < MAX_CANDIDATES:
+        raise SettingsError(f"neighbours: got {neighbours}, expected at least 1 and fewer than {MAX_CANDIDATES}")
     if k is not None and not 1 <= k <= artifact.n_rows:
         raise SettingsError(f"k: got {k}, expected 1 to {artifact.n_rows}")
-    if artifact.n_rows < LEAST_ROWS:
+    if artifact.n_rows < MIN_ROWS:
         raise SettingsError(
-            f"{artifact.where}: has {artifact.n_rows} rows, expected at least {LEAST_ROWS}; read them "
+            f"{artifact.where}: has {artifact.n_rows} rows, expected at least {MIN_ROWS}; read them "
             "instead, or build the artifact on more rows"
         )
     array = relevance_array(artifact, match)
@@ -160,11 +161,11 @@ def detect(
     relevance_N = np.empty(artifact.n_rows)
     for start, score_NE in standardised_blocks(artifact, array, target, progress):
         relevance_N[start : start + len(score_NE)] = -score_NE.mean(axis=1)
-    scores, geometry_notes = {"relevance": relevance_N}, list[str]()
+    scores, label_notes = {"relevance": relevance_N}, list[str]()
     if label is not None:
         column = label_column(artifact, label)
         label = column.name  # as spelled in the corpus
-        by_label, geometry_notes = _label_scores(artifact, column, relevance_N, neighbours or NEIGHBOURS, progress)
+        by_label, label_notes = _label_scores(artifact, column, relevance_N, neighbours or DEFAULT_NEIGHBOURS, progress)
         scores |= by_label
     ranking, ranking_N = list(scores.items())[-1]
     if right_N is not None:
@@ -188,13 +189,13 @@ def detect(
         ranking=ranking,
         headline=headline,
         corpus=artifact.manifest.fingerprints.get("corpus", ""),
-        made_from=made_from(artifact, target),
+        source_hashes=source_hashes(artifact, target),
         rows=artifact.n_rows,
         threshold=cut,
         detections={} if truth_N is None else {name: measure(score_N, truth_N, k) for name, score_N in scores.items()},
         notes=(
             *not_compared,
-            *geometry_notes,
+            *label_notes,
             "higher scores are more suspicious",
             *cut.notes,
         ),
@@ -206,11 +207,11 @@ def _refuse_copies(artifact: ArtifactReader, target: str) -> list[str]:
     """Raise an error if trusted units are rows of the corpus; return a note if not all could be compared."""
     copies, not_compared = exact_copies(artifact, target)
     if copies:
-        first = np.array([row for _, row in copies[:LISTED]], dtype=np.int64)
+        first = np.array([row for _, row in copies[:DEFAULT_TOP]], dtype=np.int64)
         names = artifact.rows(first)["row_id"].to_pylist()
         units = artifact.units["unit_id"].take(pa.array(artifact.unit_columns(target))).to_pylist()
         listed = ", ".join(f"{units[unit]} = {name}" for (unit, _), name in zip(copies, names, strict=False))
-        more = f" and {len(copies) - LISTED} more" if len(copies) > LISTED else ""
+        more = f" and {len(copies) - DEFAULT_TOP} more" if len(copies) > DEFAULT_TOP else ""
         raise ArtifactError(
             f"{artifact.where}: {len({unit for unit, _ in copies})} of {len(units)} trusted units of {target} are rows "
             f"of the corpus: {listed}{more}; remove them from one of the two and rebuild"
@@ -221,7 +222,7 @@ def _refuse_copies(artifact: ArtifactReader, target: str) -> list[str]:
 def _label_scores(
     artifact: ArtifactReader, column: LabelColumn, relevance_N: F64, k_nearest: int, progress: Progress
 ) -> tuple[dict[str, F64], list[str]]:
-    """Return the scores `geometry` and `fused`, or none if the former is constant; and notes."""
+    """Return the scores `neighbour_disagreement` and `fused`, or none if the former is constant; and notes."""
     code_N, label = column.codes_N.astype(np.int64), column.name
     if None in column.values:  # each row without a label gets a label of its own
         none_N = np.flatnonzero(code_N == column.values.index(None))
@@ -232,13 +233,13 @@ def _label_scores(
     if near.share_N.min() == near.share_N.max():
         why = f"every row has a unique {label}" if n_singletons else f"{label} is the same for all neighbours"
         return {}, [f"{why}: rows are ranked by relevance alone"]
-    notes = [f"{n_singletons} rows have a unique {label}: their geometry is the median"] if n_singletons else []
+    notes = [f"{n_singletons} rows have a unique {label}: their disagreement is the median"] if n_singletons else []
     if near.recall < 1:
         notes.append(
-            f"neighbours were searched for among {COMPARED:,} rows with similar hidden sketches: {near.recall:.0%} of "
-            f"the {k_nearest} nearest were found"
+            f"neighbours were searched for among {MAX_CANDIDATES:,} rows with similar hidden sketches: "
+            f"{near.recall:.0%} of the {k_nearest} nearest were found"
         )
-    return {"geometry": near.share_N, "fused": mean_ranks([relevance_N, near.share_N])}, notes
+    return {"neighbour_disagreement": near.share_N, "fused": mean_ranks([relevance_N, near.share_N])}, notes
 
 
 def _suspects(
@@ -295,7 +296,7 @@ def standardised_blocks(
         progress.advance(len(block), 0)
 
 
-def made_from(artifact: ArtifactReader, target: str) -> dict[str, str]:
+def source_hashes(artifact: ArtifactReader, target: str) -> dict[str, str]:
     """Return hashes of all inputs of the scores: corpus, model, features, and units of the target."""
     digest = hashlib.blake2b(digest_size=16)
     for unit in artifact.units.select(["target", "unit_id", "prompt", "completion"]).to_pylist():
@@ -326,7 +327,7 @@ def exact_copies(artifact: ArtifactReader, target: str) -> tuple[list[Pair], str
             raise ArtifactError(f"{artifact.where}: its units have no {HASH_LABEL}; rebuild it with this version")
         hashes = [unit[HASH_LABEL] for unit in units]
         return sorted(_pairs(hashes, ([key] for key in _values(artifact, HASH_LABEL)))), None
-    limit = int(artifact.manifest.settings.get("corpus", {}).get("snippet_chars", SNIPPET))
+    limit = int(artifact.manifest.settings.get("corpus", {}).get("snippet_chars", SNIPPET_CHARS))
     n_cut = 0
 
     def whole() -> Iterator[list[str]]:
@@ -398,15 +399,15 @@ def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str]) -
         metadata = (pq.read_schema(path).metadata or {}).get(RECORD)
         batch = None
         for part in read_checksummed_batches(path):  # read to the end, so that all digests are verified
-            batch = part.slice(0, SHOWN) if batch is None else batch
+            batch = part.slice(0, REPORT_ROWS) if batch is None else batch
     if metadata is None or batch is None or not {"rank", "row_id", "flagged"} <= set(batch.schema.names):
         raise SettingsError(f"--detect: {path}: not a result of grasp detect; expected {expected}")
     try:
         record = TypeAdapter(DetectionRecord).validate_json(metadata)
     except ValidationError as err:
         raise SettingsError(f"{describe(err, f'--detect: {path}')}; expected {expected}") from err
-    expected_source = made_from(artifact, record.target) | {"rows": str(artifact.n_rows)}
-    recorded_source = record.made_from | {"rows": str(record.rows)}
+    expected_source = source_hashes(artifact, record.target) | {"rows": str(artifact.n_rows)}
+    recorded_source = record.source_hashes | {"rows": str(record.rows)}
     if others := [what for what in expected_source if expected_source[what] != recorded_source.get(what)]:
         listed = ", ".join(f"{what} {recorded_source.get(what)!r}, here {expected_source[what]!r}" for what in others)
         raise SettingsError(f"--detect: {path} is from another artifact: {listed}; run grasp detect on this one")
@@ -417,7 +418,7 @@ def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str]) -
     index = np.array([places[line["row_id"]] for line in lines], dtype=np.int64)
     pictures: Sequence[bytes | None] = [None] * len(index)
     if BuildSource(artifact).has_images:
-        pictures = vision().row_pictures(artifact, index, LARGEST)
+        pictures = vision().row_pictures(artifact, index, PICTURE_PIXELS)
     return ShownSuspects(
         record,
         tuple(lines),

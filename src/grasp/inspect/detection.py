@@ -15,15 +15,15 @@ from scipy.special import ndtri
 from grasp.arrays import F64, Bool
 from grasp.errors import SettingsError
 
-MIDDLE = (0.1, 0.4)  # tail shares from which the skewness is estimated
-SAFE = 2.0  # times 1 / sqrt(N), about the standard error of the skewness
-FITTED = (
+TAIL_SHARES = (0.1, 0.4)  # tail shares from which the skewness is estimated
+SKEWNESS_MARGIN = 2.0  # times 1 / sqrt(N), about the standard error of the skewness
+FITTED_NOTES = (
     "The threshold is estimated from the scores, assuming that at most about 5 % of the rows are wrong.",
     "In corpora without wrong rows, rates of 1 % and 5 % were 0 to 4.4 times as large.",
     "For a guaranteed rate, pass rows verified to be correct (clean).",
 )
-CHECKED = ("The rate holds on average for correct rows like the verified ones, if these were drawn at random.",)
-ALIKE = ("Most rows have the same score: the threshold is not informative.",)
+VERIFIED_NOTES = ("The rate holds on average for correct rows like the verified ones, if these were drawn at random.",)
+CONSTANT_NOTES = ("Most rows have the same score: the threshold is not informative.",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +141,8 @@ def threshold(score_N: F64, false_positive_rate: float) -> Threshold:
     rows matter little; more of them raise the threshold, which is then conservative.
     """
     _check_rate(false_positive_rate)
-    tail_P = np.linspace(*MIDDLE, 31)
-    rate_R = np.append(np.geomspace(min(false_positive_rate, MIDDLE[1]), MIDDLE[1], 40), false_positive_rate)
+    tail_P = np.linspace(*TAIL_SHARES, 31)
+    rate_R = np.append(np.geomspace(min(false_positive_rate, TAIL_SHARES[1]), TAIL_SHARES[1], 40), false_positive_rate)
     middle, low_R = float(np.median(score_N)), np.quantile(score_N, rate_R)
     upper_P, lower_P = np.quantile(score_N, 1 - tail_P) - middle, middle - np.quantile(score_N, tail_P)
     usable_P = (upper_P > 0) & (lower_P > 0)
@@ -151,11 +151,14 @@ def threshold(score_N: F64, false_positive_rate: float) -> Threshold:
         value = float(np.max(score_N))
     else:
         z_P = -ndtri(tail_P[usable_P])
-        lean = float(z_P @ np.log(upper_P[usable_P] / lower_P[usable_P]) / (z_P @ z_P)) + SAFE / len(score_N) ** 0.5
+        lean = (
+            float(z_P @ np.log(upper_P[usable_P] / lower_P[usable_P]) / (z_P @ z_P))
+            + SKEWNESS_MARGIN / len(score_N) ** 0.5
+        )
         value = float(np.max(middle + np.exp(-lean * ndtri(rate_R)) * (middle - low_R)))
         if lean < 0:
             value = max(value, middle - float(upper_P[usable_P][0] / z_P[0] * ndtri(false_positive_rate)))
-    return _threshold(score_N, value, false_positive_rate, FITTED, alike=alike)
+    return _threshold(score_N, value, false_positive_rate, FITTED_NOTES, alike=alike)
 
 
 def threshold_of_checked(score_N: F64, right_N: Bool, false_positive_rate: float) -> Threshold:
@@ -173,13 +176,13 @@ def threshold_of_checked(score_N: F64, right_N: Bool, false_positive_rate: float
             f"{len(known)} rows are known to be correct, expected at least {least} for a false-positive rate of "
             f"{false_positive_rate:g}; verify more, drawn at random, or use a higher rate"
         )
-    return _threshold(score_N, float(known[place - 1]), false_positive_rate, CHECKED)
+    return _threshold(score_N, float(known[place - 1]), false_positive_rate, VERIFIED_NOTES)
 
 
 def threshold_like(score_N: F64, other: Threshold) -> Threshold:
     """Compute a threshold that flags at most as many rows as `other`, since ranks have no null distribution."""
     value = float(np.sort(score_N)[::-1][min(other.n_flagged, len(score_N) - 1)])
-    return _threshold(score_N, value, other.false_positive_rate, FITTED, alike=other.all_alike)
+    return _threshold(score_N, value, other.false_positive_rate, FITTED_NOTES, alike=other.all_alike)
 
 
 def _check_rate(rate: float) -> None:
@@ -189,7 +192,7 @@ def _check_rate(rate: float) -> None:
 
 def _threshold(score_N: F64, value: float, rate: float, notes: tuple[str, ...], *, alike: bool = False) -> Threshold:
     flagged = int((score_N > value).sum())
-    return Threshold(value, rate, flagged, rate * len(score_N), alike, (*notes, *(ALIKE if alike else ())))
+    return Threshold(value, rate, flagged, rate * len(score_N), alike, (*notes, *(CONSTANT_NOTES if alike else ())))
 
 
 def mean_ranks(scores: list[F64]) -> F64:

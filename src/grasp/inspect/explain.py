@@ -12,7 +12,7 @@ residuals: the contribution of a position is its share of R, times the damped H 
 Shape letters: L tokens of a row, P row positions, S unit positions, E units, C columns (E, or S of one unit).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -53,7 +53,7 @@ ROUNDING = 0.01  # relative and absolute tolerance of an effect; float16 roundin
 UNIT_SCALE_NOTE = (
     "effects on a question are standardised for this question: compare them only with those of other rows on it"
 )
-POOLED = (
+POOLED_NOTE = (
     "pooled: contributions of words are their shares of the residual match, since the hidden match is damped as a whole"
 )
 
@@ -151,12 +151,17 @@ class _Question:
         kernels = load_kernels(self.artifact, self.model, self.settings)
         used_kernels = [kernel for kernel in kernels if kernel.name in kernel_weights(self.predictor.protocol)]
         self.settings = self.settings.model_copy(update={"kernels": tuple(kernel.name for kernel in used_kernels)})
-        self.ready = ModelPass.choose(self.model, self.settings)
+        self.model_pass = ModelPass.choose(self.model, self.settings)
         self.n_columns, self.n_positions, self.kernels = len(self.units), 1, used_kernels
         if not by_position and self._prepare_from_artifact():
             return
         self.unit_tokens = [origin.unit_tokens[e] for e in predictor.units.columns_E]
-        units = self.ready.units(self.unit_tokens, self.units["unit_id"].to_pylist())
+        if by_position and self.unit_tokens[0].others:
+            raise ProtocolError(
+                f"unit: {self.units['unit_id'][0].as_py()!r} has {1 + len(self.unit_tokens[0].others)} answers, and "
+                "a single answer is explained word by word; explain its target without --unit"
+            )
+        units = self.model_pass.units(self.unit_tokens, self.units["unit_id"].to_pylist())
         if by_position:
             n = self.n_columns = self.n_positions = len(units.row_P)
             units = self._single_positions(units, self._unit_gradients(n))
@@ -179,18 +184,18 @@ class _Question:
         if len(arrays.get("0.rows", ())) != len(self.units):
             return False
         batch = {name: array for name, array in arrays.items() if name.startswith("0.")}
-        ((_, units),) = read_batches(batch, self.ready, self.model.vocab_size)
+        ((_, units),) = read_batches(batch, self.model_pass, self.model.vocab_size)
         for kernel in self.kernels:
             if isinstance(kernel, Gradient):
-                assert self.ready.sampled is not None
-                kernel.prepare_mean(self.ready.sampled, arrays)
+                assert self.model_pass.sampled is not None
+                kernel.prepare_mean(self.model_pass.sampled, arrays)
             else:
                 kernel.prepare(units)
         return True
 
     def _unit_gradients(self, n: int) -> Tensor | None:
         """Compute the gradients of the loss at each position of the unit, (n, K)."""
-        sampled = self.ready.sampled
+        sampled = self.model_pass.sampled
         if sampled is None:
             return None
         (tokens,) = self.unit_tokens
@@ -222,7 +227,7 @@ class _Question:
         return positions
 
     def _by_position(
-        self, batch: Batch, token_P: I64, summed_P: I64, example: Example
+        self, batch: Batch, token_P: I64, summed_P: I64, examples: Sequence[Example]
     ) -> Iterator[tuple[str, I64, F64]]:
         """Yield contributions of tokens to the relevance of a row: kernel, token indices (n,), contributions (n, C).
 
@@ -230,10 +235,15 @@ class _Question:
             batch: a single row.
             token_P: index of the token that each position predicts.
             summed_P: the same for the positions of summaries.
+            examples: the row, or the chosen and the rejected side of a preference pair.
         """
         for kernel in self.kernels:
             if isinstance(kernel, Gradient):
-                added_LC = example.labels * kernel.sampled.by_position(example, kernel.side_EK)
+                parts = [
+                    sign * side.labels * kernel.sampled.by_position(side, kernel.side_EK)
+                    for sign, side in zip((1, -1), examples, strict=False)
+                ]
+                added_LC = np.concatenate(parts)
                 # position t predicts token t + 1, to which its contribution is assigned
                 yield kernel.name, np.arange(1, len(added_LC)), added_LC[:-1] / self.n_positions
         for kernel in self.kernels:
@@ -256,19 +266,19 @@ class _Question:
         """Explain a row."""
         shard = self.rows.rows(np.array([index]))
         parts = EffectParts.from_artifact(self.artifact, self.predictor, index)
-        ((_, batch),) = self.ready.batches(shard)
+        ((_, batch),) = self.model_pass.batches(shard)
         _, labelled_BL = pad_rows([shard.ids(0)], [shard.mask(0)])
         token_P, summed_P = (
             position_mask(spec, labelled_BL)[0].nonzero()[:, 0].numpy() + 1
             for spec in (self.settings.positions, self.settings.row_positions[-1])
         )
-        (example,) = row_examples(shard, self.settings)
+        examples = row_examples(shard if shard.split_N is None else shard.sides(), self.settings)
 
         # Contributions in units of the effect: by kernel and token, by column, and by pair of positions.
         added_L = {name: np.zeros(shard.n_tokens) for name in parts.weights if name != REPLAY}
         added_C, by_mean = np.zeros(self.n_columns), set[str]()
         pair_LC = np.zeros((shard.n_tokens if self.by_position else 0, self.n_columns), dtype=np.float32)
-        for name, tokens, part_PC in self._by_position(batch, token_P, summed_P, example):
+        for name, tokens, part_PC in self._by_position(batch, token_P, summed_P, examples):
             if name in added_L:
                 if part_PC.shape[1] < self.n_columns:  # the mean gradient, one column for all units
                     added_L[name][tokens] += (part_PC * parts.weights[name].sum())[:, 0]
@@ -326,7 +336,7 @@ class _Question:
         if len(recomputed) > 1:
             notes.append("by kernel: " + ", ".join(f"{name} {value:+z.3f}" for name, value in recomputed.items()))
         if "pooled" in recomputed:
-            notes.append(POOLED)
+            notes.append(POOLED_NOTE)
         if abs(gap) > ROUNDING * max(1.0, abs(parts.effect)):
             notes.append(
                 f"the words add up to {gap:+.2g} more than the stored effect: another device or dtype than the "

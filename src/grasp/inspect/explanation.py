@@ -25,14 +25,14 @@ from grasp.text import ending, plain, printable, signed, text_table, visible
 SHOWN_WORDS = 400  # words of a row on a terminal
 SHOWN_PAIRS = 10
 SHOWN_QUESTIONS = 5  # questions that are helped most, and hurt most
-STRONG = 0.2  # share of the strongest word below which words get no number
+MIN_NUMBERED_SHARE = 0.2  # share of the strongest word below which words get no number
 NUMBER_WIDTH = 7  # width of a number in columns
-DEEPEST = 0.5  # opacity of the strongest HTML shade, so that text stays readable
-CONTEXT = 4  # tokens before a word of a pair
+MAX_OPACITY = 0.5  # opacity of the strongest HTML shade, so that text stays readable
+CONTEXT_TOKENS = 4  # tokens before a word of a pair
 READING_NUMBERS = "numbers: contribution of a word to the effect; above 0 it helps"
 READING_COLOURS = "blue: the word increases the effect; orange: it decreases it"
 COLUMNS, LEEWAY = 100, 20  # of a line, and excess for text without spaces
-UNPARTED = "\u2e80"  # first character of scripts without spaces between words
+FIRST_UNSPACED = "\u2e80"  # first character of scripts without spaces between words
 HELPS, HURTS = (189, 153, 117, 75, 33), (230, 223, 216, 209, 202)  # of 256 terminal colours: blues and oranges
 
 
@@ -184,7 +184,7 @@ def join_words(tokens: Sequence[str]) -> tuple[list[str], NDArray[np.int64]]:
     words: list[str] = []
     starts: list[int] = []
     for place, token in enumerate(tokens):
-        if words and (not token or (token[0].isalnum() and words[-1][-1:].isalnum() and token[0] < UNPARTED)):
+        if words and (not token or (token[0].isalnum() and words[-1][-1:].isalnum() and token[0] < FIRST_UNSPACED)):
             words[-1] += token
         else:
             words.append(token)
@@ -206,7 +206,7 @@ def shaded_html(shades: Sequence[tuple[str, float]]) -> str:
     spans = []
     for word, share in shades:
         colour = "31,119,180" if share > 0 else "255,127,14"
-        style = f' style="background:rgba({colour},{DEEPEST * abs(share):.2f})"' if abs(share) >= 0.02 else ""
+        style = f' style="background:rgba({colour},{MAX_OPACITY * abs(share):.2f})"' if abs(share) >= 0.02 else ""
         spans.append(f"<span{style}>{escape(printable(word))}</span>")
     return f'<p dir="auto" style="white-space:pre-wrap">{"".join(spans)}</p>'
 
@@ -214,7 +214,10 @@ def shaded_html(shades: Sequence[tuple[str, float]]) -> str:
 def _shades(tokens: Sequence[str], adds_L: F64) -> list[tuple[str, float]]:
     """Return words with relative contributions; strong white space is made visible."""
     words, _, shares = by_word(tokens, adds_L)
-    return [(visible(word) if abs(share) >= STRONG else word, share) for word, share in zip(words, shares, strict=True)]
+    return [
+        (visible(word) if abs(share) >= MIN_NUMBERED_SHARE else word, share)
+        for word, share in zip(words, shares, strict=True)
+    ]
 
 
 def _paragraph(tokens: Sequence[str], adds_L: F64, *, colour: bool) -> list[str]:
@@ -230,9 +233,11 @@ def _paragraph(tokens: Sequence[str], adds_L: F64, *, colour: bool) -> list[str]
         stop = start + SHOWN_WORDS
     lines, line, used = [], "", 0
     for word, add, share in list(zip(words, adds_W, shares, strict=True))[start:stop]:
-        shown = visible(word).strip() if word.isspace() and abs(share) >= STRONG else re.sub(r"\s+", " ", word)
+        shown = (
+            visible(word).strip() if word.isspace() and abs(share) >= MIN_NUMBERED_SHARE else re.sub(r"\s+", " ", word)
+        )
         shown = printable(shown)
-        width = len(shown) + (NUMBER_WIDTH if abs(share) >= STRONG else 0)
+        width = len(shown) + (NUMBER_WIDTH if abs(share) >= MIN_NUMBERED_SHARE else 0)
         if used + width > COLUMNS and (shown.startswith(" ") or used > COLUMNS + LEEWAY):
             lines.append(line.rstrip())
             line, used, shown = "", 0, shown.lstrip(" ")
@@ -240,7 +245,7 @@ def _paragraph(tokens: Sequence[str], adds_L: F64, *, colour: bool) -> list[str]
         level = min(int(abs(share) * (len(HELPS) + 1)), len(HELPS)) if colour else 0
         if level:
             shown = f"\x1b[30;48;5;{(HELPS if share > 0 else HURTS)[level - 1]}m{shown}\x1b[0m"
-        elif shown.strip() and abs(share) >= STRONG and not colour:
+        elif shown.strip() and abs(share) >= MIN_NUMBERED_SHARE and not colour:
             shown += f"[{add:+z.2g}]"
         line += shown
     lines.append(line)
@@ -252,7 +257,7 @@ def _paragraph(tokens: Sequence[str], adds_L: F64, *, colour: bool) -> list[str]
 
 def _in_context(tokens: Sequence[str], place: int, word: str) -> str:
     """Format a word in brackets after the few tokens before it."""
-    before = "".join(tokens[max(0, place - CONTEXT) : place])
+    before = "".join(tokens[max(0, place - CONTEXT_TOKENS) : place])
     return plain(f"{before}{' ' * (word.startswith(' ') and not word.isspace())}[{visible(word).strip()}]")
 
 

@@ -44,11 +44,11 @@ T = TypeVar("T")
 MIN_ROWS = 8
 SINGLE_ROWS = 16
 BATCH_TOLERANCE = {"float32": 1e-4, "float64": 1e-9, "bfloat16": 5e-2, "float16": 1e-2}
-ENVIRONMENT = "70% of pairs or more in order"
-SMALL_TAIL = "at most 20%"
-STEADY = 0.95
-STEADY_RANKS = "ranks of rows agree 0.95 or more for every target"
-SPREAD = "half of the units have at most 20% of their squared relevance in one row"
+HEALTHY_PAIRS = "70% of pairs or more in order"
+HEALTHY_TAIL = "at most 20%"
+MIN_RANK_AGREEMENT = 0.95
+HEALTHY_RANKS = "ranks of rows agree 0.95 or more for every target"
+HEALTHY_CONCENTRATION = "half of the units have at most 20% of their squared relevance in one row"
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -134,7 +134,7 @@ def check(
                 f"tail, {kernel}",
                 f"one row of {artifact.n_rows:,} holds {middle:.0%} of a unit's squared relevance in the median, "
                 f"{share_E[most]:.0%} of {worst}",
-                SPREAD,
+                HEALTHY_CONCENTRATION,
                 middle <= 0.2,
                 f"a ranking by {kernel} depends on single rows: inspect the best row of a unit, use more units per "
                 "target, or a weaker preconditioner of rare tokens (features.alpha: 0.5)",
@@ -143,14 +143,14 @@ def check(
         )
     results.append(_draw(subject, chosen, seed))
     if isinstance(features, GraspError):
-        results.append(unmeasured_check("residual beyond top-k", SMALL_TAIL, str(features)))
+        results.append(unmeasured_check("residual beyond top-k", HEALTHY_TAIL, str(features)))
     else:
         share, top_k = measures.mass_outside(features.residual_NV), artifact.feature_settings["top_k"]
         results.append(
             judge_check(
                 "residual beyond top-k",
                 f"{share:.1%} of its absolute mass",
-                SMALL_TAIL,
+                HEALTHY_TAIL,
                 share <= 0.2,
                 f"raise features.top_k above {top_k}, or use a better trained model: flat predictions have long tails",
                 {"share": share},
@@ -158,7 +158,7 @@ def check(
         )
     results.append(_batches(subject))
     if environment is None:
-        results.append(unmeasured_check("ranking stability", ENVIRONMENT, "pass retrained runs (--runs)"))
+        results.append(unmeasured_check("ranking stability", HEALTHY_PAIRS, "pass retrained runs (--runs)"))
     else:
         for points in agreement(artifact, environment, chosen).points:
             stability = measures.stability(points.predicted_B, points.realized_B)
@@ -167,7 +167,7 @@ def check(
                     f"ranking stability, {points.target}",
                     f"{stability.accuracy:.0%} of pairs in order; certain by the bound {stability.bound:.0%}, by the "
                     f"errors of the pair {stability.certain:.0%}",
-                    ENVIRONMENT,
+                    HEALTHY_PAIRS,
                     stability.accuracy >= 0.7,
                     "calibrate a scoring rule, or compare only subsets with more different utilities; more seeds "
                     "distinguish noise from error",
@@ -248,20 +248,20 @@ def _draw(subject: Subject, protocol: ScoringProtocol, seed: int) -> Check:
     name = "moments drawn again"
     for part in (subject.origin, subject.features):
         if isinstance(part, GraspError):
-            return unmeasured_check(name, STEADY_RANKS, str(part))
+            return unmeasured_check(name, HEALTHY_RANKS, str(part))
     assert isinstance(subject.origin, BuildSource)
     assert isinstance(subject.features, SampleFeatures)
     try:
         agreed, positions = rank_twice(subject.artifact, subject.features, subject.origin, protocol, seed)
     except ArtifactError as err:
-        return unmeasured_check(name, STEADY_RANKS, str(err))
+        return unmeasured_check(name, HEALTHY_RANKS, str(err))
     worst = min(agreed, key=agreed.__getitem__)
     return judge_check(
         name,
         f"ranks of {len(subject.index)} rows agree {agreed[worst]:+.3f} for {worst}, the least of "
         f"{len(agreed)} targets, between two samples of {positions:,} positions",
-        STEADY_RANKS,
-        agreed[worst] >= STEADY,
+        HEALTHY_RANKS,
+        agreed[worst] >= MIN_RANK_AGREEMENT,
         "rankings depend on the sample of moments: increase features.sample_positions, or use a larger corpus",
         {"ranks": agreed[worst]} | agreed,
     )

@@ -15,10 +15,12 @@ from grasp.arrays import F32, F64, I64, Bool
 from grasp.progress import Progress, Silent
 from grasp.seeds import stream
 
-COMPARED: Final = 20_000  # candidate neighbours of a row: all rows of a smaller corpus, else those of the nearest cells
-CELLS_COMPARED: Final = 80  # number of cells of the candidates
-MOST_CELLS: Final = 4_096  # more cells would cost more than comparing their rows
-SAMPLED: Final = 10  # rows per cell from which the centres are computed
+MAX_CANDIDATES: Final = (
+    20_000  # candidate neighbours of a row: all rows of a smaller corpus, else those of the nearest cells
+)
+SEARCHED_CELLS: Final = 80  # number of cells of the candidates
+MAX_CELLS: Final = 4_096  # more cells would cost more than comparing their rows
+SAMPLED_ROWS_PER_CELL: Final = 10  # rows per cell from which the centres are computed
 CHECKED_ROWS: Final = 200  # rows for which the recall is measured
 QUERIES: Final = 512
 BLOCK: Final = 16  # columns per block of the search for maxima
@@ -38,17 +40,17 @@ def disagreement(
 ) -> Disagreement:
     """Compute the share of a row's k nearest rows by cosine with another label, weighted by similarity.
 
-    Neighbours are exact up to COMPARED rows. Beyond, rows are assigned to cells around random rows, and those of a cell
-    are compared with COMPARED rows of the nearest cells: O(N COMPARED D). Memory: the features as float32 twice, and a
-    block of cosines.
+    Neighbours are exact up to MAX_CANDIDATES rows. Beyond, rows are assigned to cells around random rows, and those of
+    a cell are compared with MAX_CANDIDATES rows of the nearest cells: O(N MAX_CANDIDATES D). Memory: the features as
+    float32 twice, and a block of cosines.
     """
     progress = progress or Silent()
     unit_ND = _normalised(np.array(feature_ND, np.float32))
     n_rows, k = len(unit_ND), min(k, len(unit_ND) - 1)
     share_N, hits, checked_N = np.zeros(n_rows), 0.0, np.zeros(n_rows, dtype=np.bool_)
-    checked_N[:: max(1, n_rows // CHECKED_ROWS)] = n_rows > COMPARED
+    checked_N[:: max(1, n_rows // CHECKED_ROWS)] = n_rows > MAX_CANDIDATES
     progress.stage("neighbours", rows=n_rows, tokens=None)
-    cosines = np.empty((QUERIES, COMPARED), dtype=np.float32)
+    cosines = np.empty((QUERIES, MAX_CANDIDATES), dtype=np.float32)
     for row_N, other_M in _cells(unit_ND) if k else ():
         other_MD = unit_ND[other_M]
         for start in range(0, len(row_N), QUERIES):
@@ -79,12 +81,12 @@ def _cells(unit_ND: F32) -> Iterator[tuple[I64, I64]]:
     The rows of a cell are in random order, so that truncation of a large cell, e.g. of duplicates, keeps a random part.
     """
     n_rows = len(unit_ND)
-    if n_rows <= COMPARED:
+    if n_rows <= MAX_CANDIDATES:
         yield np.arange(n_rows), np.arange(n_rows)
         return
     order_N = stream(0, "neighbours").permutation(n_rows)
-    centre_CD = unit_ND[order_N[: min(n_rows * CELLS_COMPARED // COMPARED, MOST_CELLS)]]
-    sample_ND = unit_ND[order_N[: SAMPLED * len(centre_CD)]]
+    centre_CD = unit_ND[order_N[: min(n_rows * SEARCHED_CELLS // MAX_CANDIDATES, MAX_CELLS)]]
+    sample_ND = unit_ND[order_N[: SAMPLED_ROWS_PER_CELL * len(centre_CD)]]
     nearest_N = _nearest_centre(sample_ND, centre_CD)
     np.add.at(centre_CD, nearest_N, sample_ND)
     cell_N = _nearest_centre(unit_ND, _normalised(centre_CD))
@@ -93,8 +95,8 @@ def _cells(unit_ND: F32) -> Iterator[tuple[I64, I64]]:
     members = np.split(order_N, end_C[:-1])
     for cell in np.flatnonzero(np.diff(end_C, prepend=0)):  # only one of several equal centres has rows
         near_C = np.argsort(-(centre_CD @ centre_CD[cell]), kind="stable")
-        enough = np.searchsorted(np.array([len(members[c]) for c in near_C]).cumsum(), COMPARED) + 1
-        yield members[cell], np.concatenate([members[c] for c in near_C[:enough]])[:COMPARED]
+        enough = np.searchsorted(np.array([len(members[c]) for c in near_C]).cumsum(), MAX_CANDIDATES) + 1
+        yield members[cell], np.concatenate([members[c] for c in near_C[:enough]])[:MAX_CANDIDATES]
 
 
 def _normalised(vector_ND: F32) -> F32:

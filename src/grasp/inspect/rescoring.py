@@ -33,7 +33,7 @@ from grasp.runs.metrics import MIN_SUBSETS
 from grasp.runs.retrained import TrainingRuns
 from grasp.seeds import stream
 
-MOST_SHARDS = 8  # shards read for a sample, since shards of stored features may be large
+MAX_SHARDS = 8  # shards read for a sample, since shards of stored features may be large
 HOW_TO_KEEP = "restore the inputs of the artifact, or rebuild it with keep_features: true"
 
 
@@ -88,8 +88,8 @@ def reopen_source(artifact: ArtifactReader, overrides: Mapping[str, Any] | None 
 
 def features_one_by_one(origin: BuildSource, row_index: NDArray[np.int64]) -> PooledFeatures:
     """Return summaries of rows that are passed one by one."""
-    ready, rows = forward_only(origin), origin.rows
-    parts = [batch.summary for i in range(len(row_index)) for _, batch in ready.batches(rows.rows(row_index[[i]]))]
+    model_pass, rows = forward_only(origin), origin.rows
+    parts = [batch.summary for i in range(len(row_index)) for _, batch in model_pass.batches(rows.rows(row_index[[i]]))]
     hidden_NH = np.concatenate([part.hidden_NH for part in parts])
     return PooledFeatures(hidden_NH, vstack([part.residual_NV for part in parts], format="csr"))
 
@@ -103,7 +103,7 @@ def sample_features(
     artifact: ArtifactReader, row_index: NDArray[np.int64], origin: BuildSource | GraspError
 ) -> SampleFeatures:
     """Read stored features, or else recompute them in the build's batches; `origin` may be an error."""
-    ready = None if isinstance(origin, GraspError) else forward_only(origin)
+    model_pass = None if isinstance(origin, GraspError) else forward_only(origin)
     if not artifact.keeps_features:
         if isinstance(origin, GraspError):
             raise origin
@@ -113,7 +113,7 @@ def sample_features(
     place_N = np.full(artifact.n_rows, -1, dtype=np.int64)
     place_N[row_index] = np.arange(len(row_index))
     for k in np.unique(row_index // size):
-        for index, batch in read_batches(artifact.features(int(k)), ready, vocab_size):
+        for index, batch in read_batches(artifact.features(int(k)), model_pass, vocab_size):
             place_B = place_N[int(k) * size + index]
             if (place_B >= 0).any():
                 chosen_B = np.flatnonzero(place_B >= 0)
@@ -125,7 +125,7 @@ def sample_rows(artifact: ArtifactReader, n_rows: int, seed: int) -> NDArray[np.
     """Draw rows uniformly from at most eight uniformly drawn shards, in row order."""
     generator = stream(seed, "audit", "sample")
     grid = artifact.grid
-    shards = generator.permutation(grid.n_shards)[:MOST_SHARDS]
+    shards = generator.permutation(grid.n_shards)[:MAX_SHARDS]
     pool_N = np.concatenate([np.arange(*grid.bounds(int(k))) for k in sorted(shards)])
     return np.sort(generator.choice(pool_N, size=min(n_rows, len(pool_N)), replace=False)).astype(np.int64)
 
@@ -145,7 +145,7 @@ def environment_subsets(
     return np.asarray(weight_BN[total_B > 0] / total_B[total_B > 0, None])
 
 
-MOST_POSITIONS = 16_384  # per sample; rankings by so few positions are less stable than those of a large build
+MAX_POSITIONS = 16_384  # per sample; rankings by so few positions are less stable than those of a large build
 
 
 def rank_twice(
@@ -154,7 +154,7 @@ def rank_twice(
     """Rank the rows of a sample by a scoring rule, with moments from two disjoint samples of rows.
 
     Each sample of moments has as many positions as that of a build, but at most half of the corpus and
-    `MOST_POSITIONS`, in which case rankings agree less than they would with samples of the build's size.
+    `MAX_POSITIONS`, in which case rankings agree less than they would with samples of the build's size.
 
     Returns:
         Spearman's rho over rows by target, except targets with constant scores; and the positions of the smaller
@@ -165,18 +165,18 @@ def rank_twice(
     if {"pooled", "gradient", REPLAY} & set(kernels) or origin.has_images:
         raise ArtifactError("supported only for texts, and for all kernels but pooled, gradient and replay")
     settings = origin.settings.features.model_copy(update={"kernels": tuple(kernels)})
-    ready = ModelPass(origin.model, settings)
+    model_pass = ModelPass(origin.model, settings)
     samples = _two_samples(origin.rows.supervised(), settings.sample_positions, seed)
     if not all(len(sample) for sample in samples):
         raise ArtifactError(f"requires at least two rows; the corpus has {artifact.n_rows}")
-    units = ready.units(origin.unit_tokens, [unit.unit_id for unit in origin.units.units])
+    units = model_pass.units(origin.unit_tokens, [unit.unit_id for unit in origin.units.units])
     features_batch = features.batch
     # Scores of rows by target: kernels divided by their standard deviation, and added with their weights.
     columns = UnitSelection.from_targets(artifact, artifact.targets)
     rankings, counts = [], []
     for sample in samples:
         rows = origin.rows.rows(sample)
-        corpus = observe_part(ready, rows, states_every=max(1, rows.n_tokens // STATES))
+        corpus = observe_part(model_pass, rows, states_every=max(1, rows.n_tokens // STATES))
         prepared_kernels = make_kernels(kernels, origin.model, settings, corpus)
         total_NT = np.zeros((features_batch.n_rows, len(columns.targets)))
         for kernel in prepared_kernels:
@@ -206,7 +206,7 @@ def _two_samples(
     supervised_N: NDArray[np.int64], positions: int, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Draw two disjoint samples of rows, in row order, with `positions` positions each, or half of all if fewer."""
-    wanted = min(positions, MOST_POSITIONS, int(supervised_N.sum()) // 2)
+    wanted = min(positions, MAX_POSITIONS, int(supervised_N.sum()) // 2)
     order = stream(seed, "audit", "moments").permutation(len(supervised_N))
     reached = np.concatenate([[0], np.cumsum(supervised_N[order])])
     first = min(int(np.searchsorted(reached, wanted)), len(order) - 1)  # leave at least one row for the other sample

@@ -47,8 +47,8 @@ from grasp.settings import FeatureSettings
 COORDINATES = 2_000_000  # of the 106 million of SmolLM2-135M: LDS within .02 of that of all coordinates
 CPU_SHARE, GPU_SHARE = 8, 2  # divisor of the forward batch: a backward pass stores the inputs of every layer
 MEGABYTE = 1 << 20
-SIDE = "gradient.side"  # name of the mean that `unit_means` returns
-CHUNK = 1 << 17  # coordinates that are widened and multiplied at once
+MEAN_NAME = "gradient.side"  # name of the mean that `unit_means` returns
+CHUNK_COORDINATES = 1 << 17  # coordinates that are widened and multiplied at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,21 +315,22 @@ class Gradient(Kernel):
         side_K = torch.zeros(self.side_EK.shape[1], dtype=torch.float32)
         for e in columns_E.tolist():
             side_K += self.side_EK[e].float().cpu()
-        return {SIDE: (side_K / len(columns_E)).bfloat16().view(torch.uint16).numpy()}
+        return {MEAN_NAME: (side_K / len(columns_E)).bfloat16().view(torch.uint16).numpy()}
 
     def prepare_mean(self, sampled: "SampledGradients", arrays: Mapping[str, NDArray[Any]]) -> None:
         """Take the mean of units that `unit_means` gave as the only unit, in the place of `prepare`."""
         self.sampled = sampled
-        self.side_EK = torch.from_numpy(arrays[SIDE]).view(torch.bfloat16)[None].to(self.model.device)
+        self.side_EK = torch.from_numpy(arrays[MEAN_NAME]).view(torch.bfloat16)[None].to(self.model.device)
 
     def score(self, batch: Batch) -> Tensor:
         """Return the relevance of rows, (B, E); a row without a finite gradient gets 0 for every unit."""
         assert batch.gradient_BK is not None
         work, device = self.sampled.engine.work, self.model.device
         product_BE = torch.zeros(batch.n_rows, len(self.side_EK), dtype=work, device=device)
-        for start in range(0, batch.gradient_BK.shape[1], CHUNK):
+        for start in range(0, batch.gradient_BK.shape[1], CHUNK_COORDINATES):
             gradient_BK, side_EK = (
-                side[:, start : start + CHUNK].to(device, work) for side in (batch.gradient_BK, self.side_EK)
+                side[:, start : start + CHUNK_COORDINATES].to(device, work)
+                for side in (batch.gradient_BK, self.side_EK)
             )
             product_BE += gradient_BK @ side_EK.T
         product_BE *= batch.positions_B.to(device)[:, None]  # n_i: the sum of a row's losses counts

@@ -57,6 +57,7 @@ class Batch:
         head: the output layer, with `vocab_size` outputs; None if it is not loaded, so that `delta_PH` is unavailable.
         tail: the positions over which summaries are averaged, if not all.
         gradient_BK: sampled coordinates of the gradient of each row's mean loss; None without a backward pass.
+        weight_P: signed weight of each position, which residuals contain already; None: 1. See `combined`.
         sampled: the sample of coordinates.
     """
 
@@ -71,6 +72,7 @@ class Batch:
     tail: "Batch | None" = None
     gradient_BK: Tensor | None = None
     sampled: "SampledGradients | None" = None
+    weight_P: Tensor | None = None
 
     @cached_property
     def delta_PH(self) -> Tensor:  # noqa: N802 - a shape suffix
@@ -100,6 +102,39 @@ class Batch:
             n_rows=n_rows,
             tail=None,
             gradient_BK=None,
+            weight_P=None if self.weight_P is None else self.weight_P[chosen_P],
+        )
+
+    def combined(self, sum_B: I64, weight_B: F64, loss_S: Tensor) -> Self:
+        """Return weighted sums of rows as the rows of a batch, without gradients; their gradient is the weighted sum.
+
+        A kernel averages over the positions of a row, and is linear in their residuals. So a position of row b, which
+        becomes a part of the sum s, has the weight w_b |P_s| / |P_b|, with which its residual is multiplied.
+
+        Args:
+            sum_B: the sum that each row is a part of.
+            weight_B: weight of the gradient of its mean loss.
+            loss_S: the values that are reported as losses of the sums.
+        """
+        sum_of_B = torch.from_numpy(sum_B).to(self.row_P.device)
+        row_P, n_sums = sum_of_B[self.row_P], len(loss_S)
+        positions_S = torch.bincount(row_P, minlength=n_sums)
+        weight_of_B = torch.from_numpy(weight_B).to(self.row_P.device) * positions_S[sum_of_B] / self.positions_B
+        weight_P, at = weight_of_B[self.row_P].to(self.residual.value_PK.dtype), self.residual
+        return replace(
+            self,
+            residual=SparseResidual(
+                at.index_PK,
+                at.value_PK * weight_P[:, None],
+                at.loss_P,
+                None if at.rest_P is None else at.rest_P * weight_P,
+            ),
+            row_P=row_P,
+            n_rows=n_sums,
+            loss_B=loss_S,
+            tail=None if self.tail is None else self.tail.combined(sum_B, weight_B, loss_S),
+            gradient_BK=None,
+            weight_P=weight_P,
         )
 
     def to(self, device: torch.device | str, *, copy: bool = False) -> Self:
@@ -114,6 +149,7 @@ class Batch:
             input_P=self.input_P.to(device),
             loss_B=self.loss_B.to(device),
             tail=None if self.tail is None else self.tail.to(device),
+            weight_P=None if self.weight_P is None else self.weight_P.to(device),
             gradient_BK=gradient_BK.to(device, copy=True) if copy and gradient_BK is not None else gradient_BK,
         )
 

@@ -25,10 +25,10 @@ from grasp.kernels.kernel import Batch, Kernel
 from grasp.kernels.whitening import HiddenMoments, SampledStates, SecondMoments, Whitener
 from grasp.models.residuals import SparseResidual
 
-WIDTH = 0.25  # tau, in root mean square distances
+KERNEL_WIDTH = 0.25  # tau, in root mean square distances
 PRIOR = 0.1  # lambda
-LARGEST = 32_768.0  # largest stored number; float16 ends at 65504
-SAMPLED = 2_048  # sampled positions per block
+MAX_STORED = 32_768.0  # largest stored number; float16 ends at 65504
+SAMPLED_POSITIONS = 2_048  # sampled positions per block
 # Pairs per block: 4 MB in float32, which fits the cache of a core. A GPU needs larger blocks.
 BLOCK_ELEMENTS = 1024 * 1024
 GPU_BLOCK_ELEMENTS = 64 * 1024 * 1024
@@ -50,7 +50,7 @@ class KnnTargets:
     @property
     def most_E(self) -> Tensor:  # noqa: N802 - a shape suffix
         """Return an upper bound of |relevance|, (E,): k <= 1, reached if all positions coincide with the unit's."""
-        most_S = torch.maximum(self.same_S, self.other_S)
+        most_S = torch.maximum(self.same_S.abs(), self.other_S.abs())
         return most_S.new_zeros(self.n_units).index_add_(0, self.unit_S, most_S)
 
 
@@ -63,6 +63,7 @@ def prepare_knn(
     moments: SecondMoments,
     states_MH: F32,
     label_M: I64,
+    weight_S: Tensor | None = None,
 ) -> KnnTargets:
     """Fold whitening, tau and the means over the sampled positions into the units.
 
@@ -73,6 +74,7 @@ def prepare_knn(
         moments: moments of `whitener`.
         states_MH: hidden states at sampled positions of the corpus.
         label_M: next token of each.
+        weight_S: signed weight of each position of a unit, which is a sum of answers; None: 1.
     Source: ours, not in the paper; the linearised kernel language model.
     """
     device = hidden_SH.device
@@ -81,7 +83,7 @@ def prepare_knn(
     # E|h~ - h~'|^2 = 2 tr(W Sigma W) for independent positions
     spread = 2.0 * float(np.sum(whitener.map_HH * (moments.covariance_HH @ whitener.map_HH)))
     mean_H = torch.from_numpy(whitener.mean_H).float().to(device)
-    map_HH = torch.from_numpy(whitener.map_HH / (WIDTH * max(spread, 1e-300) ** 0.5)).float().to(device)
+    map_HH = torch.from_numpy(whitener.map_HH / (KERNEL_WIDTH * max(spread, 1e-300) ** 0.5)).float().to(device)
     point_SX = _points((hidden_SH.float() - mean_H) @ map_HH)
     point_SX = torch.cat(
         [point_SX[:, :-2], point_SX[:, -1:], point_SX[:, -2:-1]], dim=1
@@ -92,13 +94,15 @@ def prepare_knn(
     # Sums over the sample in float64: exp() spans many orders of magnitude. Ones are the pseudo-count.
     near_S = torch.ones(len(label_S), dtype=torch.float64, device=device)
     same_S = torch.zeros_like(near_S)
-    for start in range(0, count, SAMPLED):
-        block = slice(start, start + SAMPLED)
+    for start in range(0, count, SAMPLED_POSITIONS):
+        block = slice(start, start + SAMPLED_POSITIONS)
         near_MS = torch.exp(point_MX[block] @ point_SX.T).double()
         near_S += near_MS.sum(dim=0)
         same_S += (near_MS * (labels_M[block, None] == label_S)).sum(dim=0)
     prior_S = PRIOR * torch.exp(-loss_S.double()) + 1 / count
-    positions_S = torch.bincount(unit_S, minlength=n_units)[unit_S]
+    positions_S = torch.bincount(unit_S, minlength=n_units)[unit_S].double()
+    if weight_S is not None:
+        positions_S = positions_S / weight_S[by_label].double()
     return KnnTargets(
         mean_H=mean_H,
         map_HH=map_HH,
@@ -165,7 +169,9 @@ class Knn(Kernel):
         whitener = Whitener.of(hidden, self.settings)
         of_units = units.row_P, units.n_rows
         states = self.moments(SampledStates).value
-        self._targets = prepare_knn(units.hidden_PH, units.residual, *of_units, whitener, hidden, *states)
+        self._targets = prepare_knn(
+            units.hidden_PH, units.residual, *of_units, whitener, hidden, *states, units.weight_P
+        )
 
     def score(self, batch: Batch) -> Tensor:
         label_P = batch.residual.label_P
@@ -173,7 +179,7 @@ class Knn(Kernel):
 
     def scale(self, units: Batch) -> F64:
         most_E = self._targets.most_E.double().cpu().numpy()
-        return np.asarray(np.exp2(np.maximum(np.ceil(np.log2(most_E / LARGEST)), 0.0)))
+        return np.asarray(np.exp2(np.maximum(np.ceil(np.log2(most_E / MAX_STORED)), 0.0)))
 
 
 KERNEL = Knn

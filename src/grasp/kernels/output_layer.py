@@ -110,8 +110,8 @@ def prepare_targets(
     while first < used:
         # A block ends at a coordinate with half as many units as its first one, so that padding at most doubles the
         # work.
-        half = int(np.searchsorted(-counts, -(int(counts[first]) // 2), side="left"))  # counts are descending
-        last = min(max(half, first + 1), first + max(1, BLOCK_ELEMENTS // (v_SH.shape[1] * rows)), used)
+        half_stop = int(np.searchsorted(-counts, -(int(counts[first]) // 2), side="left"))  # counts are descending
+        last = min(max(half_stop, first + 1), first + max(1, BLOCK_ELEMENTS // (v_SH.shape[1] * rows)), used)
         low, high = int(pair_offset[first]), int(pair_offset[last])
         begin, end = int(offset[low]), int(offset[high])
         chosen = order[begin:end]

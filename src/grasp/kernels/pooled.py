@@ -16,7 +16,7 @@ from grasp.kernels.whitening import SummaryMoments, Whitener
 
 # A coordinate of at least this share of the units is stored as a dense row of E numbers, which is then faster than
 # scattered entries.
-SHARED = 1 / 8
+MIN_SHARED_UNITS = 1 / 8
 
 
 def damp(match: Floats) -> Floats:
@@ -46,7 +46,7 @@ def prepare_units(unit_hidden_EH: Floats, unit_residual_EV: csr_array, precondit
     n_units, vocab = unit_residual_EV.shape
     scaled_VE = csr_array((unit_residual_EV @ diags_array(precondition_V)).T)
     units_per_V = np.diff(scaled_VE.indptr)
-    shared_C = np.flatnonzero(units_per_V >= max(1.0, SHARED * n_units))
+    shared_C = np.flatnonzero(units_per_V >= max(1.0, MIN_SHARED_UNITS * n_units))
     is_rare_V = np.ones(vocab)
     is_rare_V[shared_C] = 0.0
     rare_VE = csr_array(diags_array(is_rare_V) @ scaled_VE)

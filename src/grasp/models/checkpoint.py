@@ -29,20 +29,20 @@ from grasp.hub import fetched_before, is_path, refusal, suggest_path
 from grasp.settings import ModelSettings, Train
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-TRAIN = "grasp_train"  # field of a config: the kind of training (`Train`) for which the model is a reference
+TRAIN_FIELD = "grasp_train"  # field of a config: the kind of training (`Train`) for which the model is a reference
 WEIGHT_SUFFIXES = (".pth", ".pt", ".bin", ".safetensors")
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt"),
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
 )
-MERGED = ("LORA", "LOHA", "LOKR", "IA3")  # types of PEFT adapters that can be merged into weights
-UNLOADABLE = (
+MERGEABLE_ADAPTERS = ("LORA", "LOHA", "LOKR", "IA3")  # types of PEFT adapters that can be merged into weights
+LOADING_ERRORS = (
     *(OSError, ValueError, LookupError, ImportError, RuntimeError, SafetensorError, UnpicklingError),
     # invalid fields of config.json: of a wrong type, zero or negative
     *(StrictDataclassError, TypeError, AttributeError, ArithmeticError, AssertionError),
 )
-WIDTHS = ("hidden_size", "n_embd", "d_model")
-POSITIONS = ("max_position_embeddings", "n_positions")
+WIDTH_FIELDS = ("hidden_size", "n_embd", "d_model")
+POSITION_FIELDS = ("max_position_embeddings", "n_positions")
 FREE_POSITIONS = 1 << 28  # positions x width that are always allowed: some models have no table of positions
 REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -148,9 +148,9 @@ def recorded_train(settings: ModelSettings, model: nn.Module | None = None) -> T
     Reference models of `grasp retrain` record `new`.
     """
     if model is None:
-        recorded = _read_json(Path(settings.path) / "config.json").get(TRAIN)
+        recorded = _read_json(Path(settings.path) / "config.json").get(TRAIN_FIELD)
     else:
-        recorded = getattr(model.config, TRAIN, None)
+        recorded = getattr(model.config, TRAIN_FIELD, None)
     return next((known for known in get_args(Train) if known == recorded), None)
 
 
@@ -194,10 +194,10 @@ def _adapter_base(name: str) -> str | None:
     if not adapter:
         return None
     kind, base = adapter.get("peft_type"), adapter.get("base_model_name_or_path")
-    if kind not in MERGED or not isinstance(base, str):
+    if kind not in MERGEABLE_ADAPTERS or not isinstance(base, str):
         raise ModelError(
-            f"model.path: `{name}` is an adapter of type {kind} for {base}, expected {', '.join(MERGED)} with the path "
-            "of its base model"
+            f"model.path: `{name}` is an adapter of type {kind} for {base}, expected {', '.join(MERGEABLE_ADAPTERS)} "
+            "with the path of its base model"
         )
     refuse_unreadable(base)
     return base
@@ -227,7 +227,7 @@ def _from_pretrained(kind: Any, field: str, what: str, arguments: Mapping[str, A
     try:
         with _quiet():
             return kind.from_pretrained(**arguments, **options)
-    except UNLOADABLE as err:
+    except LOADING_ERRORS as err:
         name = arguments["pretrained_model_name_or_path"]
         reason = " ".join(str(err).split())[:300]
         if "trust_remote_code" in str(err):
@@ -297,7 +297,7 @@ def _refuse_oversized(path: Path) -> None:
     # a weight has at least 4 bits
     max_weights = 2 * sum(file.stat().st_size for file in path.glob("*") if file.suffix in (*WEIGHT_SUFFIXES, ".gguf"))
     for part in (config, *(part for part in config.values() if isinstance(part, dict))):
-        widths = [part[width] for width in WIDTHS if isinstance(part.get(width), int)]
+        widths = [part[width] for width in WIDTH_FIELDS if isinstance(part.get(width), int)]
         kind = part.get("model_type")
         # a model with learned positions has one row of weights per position
         is_known = isinstance(kind, str) and kind in CONFIG_MAPPING
@@ -307,7 +307,7 @@ def _refuse_oversized(path: Path) -> None:
         for size, value in part.items():
             sized = size in ("vocab_size", "intermediate_size", "n_inner") or re.search(r"layers?$", size)
             limit = max_weights
-            if size in POSITIONS and learns_positions:
+            if size in POSITION_FIELDS and learns_positions:
                 sized, limit = True, max(max_weights, FREE_POSITIONS)
             if sized and isinstance(value, int) and widths and value * max(widths) > limit and max_weights > 0:
                 raise ModelError(

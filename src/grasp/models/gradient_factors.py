@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grasp.models.gradients import Use
 
-ELEMENTS = 1 << 25  # elements of a temporary tensor: 128 MB of float32
+BLOCK_ELEMENTS = 1 << 25  # elements of a temporary tensor: 128 MB of float32
 
 
 def some_rows(use: Use, begin: int, end: int) -> Use:
@@ -49,7 +49,7 @@ def squared_norm(uses: list[Use], width: int) -> Tensor:
     plain = total * width * right
     if ghost < plain or (all(use.one_hot for use in uses) and width > total):
         return _ghost_norm(uses)
-    step = max(1, ELEMENTS // (width * right))
+    step = max(1, BLOCK_ELEMENTS // (width * right))
     examples = len(uses[0].right)
     parts = [_plain_norm([some_rows(use, i, i + step) for use in uses], width) for i in range(0, examples, step)]
     return torch.cat(parts)

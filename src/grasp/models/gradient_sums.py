@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from grasp.arrays import F64, I64
-from grasp.models.gradient_factors import ELEMENTS, materialise, some_rows
+from grasp.models.gradient_factors import BLOCK_ELEMENTS, materialise, some_rows
 from grasp.models.gradients import Consumer, Example, LayerSet, PerExample, Use
 
 
@@ -133,7 +133,7 @@ def _products(use: Use, matrices_KXY: Tensor) -> Tensor:
 
 def _pieces(use: Use, size: int) -> Iterator[tuple[int, Use]]:
     """Yield (offset, a few examples), so that their matrices of `size` elements fit in a temporary tensor."""
-    step = max(1, ELEMENTS // size)
+    step = max(1, BLOCK_ELEMENTS // size)
     for start in range(0, len(use.right), step):
         yield start, some_rows(use, start, start + step)
 

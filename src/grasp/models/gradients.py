@@ -34,8 +34,8 @@ from grasp.models.head import TOLERANCE
 
 MAX_VECTOR = 1_000_000  # parameters of a module that is neither linear nor embedding: gradients are stored per example
 TINY = torch.finfo(torch.float32).tiny  # losses above 87 nats are reported as 87; their gradients are exact
-CPU_LOGITS = 1 << 24  # elements of a chunk of logits
-CUDA_LOGITS = 1 << 28
+CPU_CHUNK_ELEMENTS = 1 << 24  # elements of a chunk of logits
+CUDA_CHUNK_ELEMENTS = 1 << 28
 FLOAT16_HINT = "; float16 overflows, set dtype to bfloat16 or float32"
 
 Kind = Literal["linear", "embedding", "vector"]
@@ -357,7 +357,7 @@ class PerExample:
         model, head = self.model, self.model.head
         grad_BLH = torch.zeros_like(hidden_BLH)
         losses, doubts = [], []
-        limit = CPU_LOGITS if model.device.type == "cpu" else CUDA_LOGITS
+        limit = CPU_CHUNK_ELEMENTS if model.device.type == "cpu" else CUDA_CHUNK_ELEMENTS
         step = max(1, limit // (label_BS.shape[1] * model.vocab_size))
         for begin in range(0, len(hidden_BLH), step):
             rows = slice(begin, min(begin + step, len(hidden_BLH)))

@@ -14,18 +14,18 @@ from torch import Tensor, nn
 
 from grasp.errors import ModelError
 
-READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-ADDED_ROWS = 4_096  # rows of W that are summed at once: on a CPU torch copies them to float32, and W may have gigabytes
+READABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+BLOCK_ROWS = 4_096  # rows of W that are summed at once: on a CPU torch copies them to float32, and W may have gigabytes
 
 # Largest difference attributed to rounding, in units of the standard deviation of the compared values. Parts of a
 # float64 model may compute in float32.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 # Config fields of a factor of the logits (or its reciprocal), and of a soft cap.
-SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
-CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+SCALE_FIELDS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
+CAP_FIELDS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 PROBE_RANGE = 64.0  # scale and cap are inferred from the logits for layer outputs in [-PROBE_RANGE, PROBE_RANGE]
-PROBE = 1_024.0  # a power of two, so that products are exact; larger than a bias, so that few digits cancel
+PROBE_SCALE = 1_024.0  # a power of two, so that products are exact; larger than a bias, so that few digits cancel
 PROBED_TOKENS = 6
 PROBED_ROUNDING = 4  # tolerance in units in the last place, for a division, a tanh and a product
 
@@ -65,7 +65,7 @@ class OutputHead:
             ModelError: the weight is quantised, or the layer is not linear in its input.
         """
         weight: Tensor = self.linear.weight  # type: ignore[assignment]
-        if weight.dtype not in READABLE:
+        if weight.dtype not in READABLE_DTYPES:
             raise ModelError(
                 f"{type(self.linear).__name__}: the output head is quantised to {weight.dtype}, expected float; build "
                 "with --set features.kernels=[output_layer]"
@@ -88,7 +88,7 @@ class OutputHead:
     def mean_H(self) -> Tensor:  # noqa: N802 - a shape suffix
         """Return the mean of the rows of `matrix`, (H,), float32."""
         matrix_VH = self.matrix()
-        parts = [block.sum(dim=0, dtype=torch.float32) for block in torch.split(matrix_VH, ADDED_ROWS)]
+        parts = [block.sum(dim=0, dtype=torch.float32) for block in torch.split(matrix_VH, BLOCK_ROWS)]
         return torch.stack(parts).sum(dim=0) / len(matrix_VH)
 
     def link(self, z_PV: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def _effective_matrix(linear: nn.Module, classes: int | None) -> _EffectiveMatri
     width, dtype = weight_VH.shape[1], weight_VH.dtype
     unit_HH = torch.eye(width, dtype=dtype, device=weight_VH.device)
     offset_V = linear(0 * unit_HH[:1])
-    matrix_VH = (linear(PROBE * unit_HH) - offset_V).T / PROBE
+    matrix_VH = (linear(PROBE_SCALE * unit_HH) - offset_V).T / PROBE_SCALE
     hidden_PH = torch.randn(4, width, generator=torch.Generator().manual_seed(0)).to(unit_HH)
 
     def computes(expected: Tensor, **replaced: Tensor) -> bool:
@@ -148,7 +148,7 @@ def _effective_matrix(linear: nn.Module, classes: int | None) -> _EffectiveMatri
             "gradient is unknown"
         )
     eps = max(torch.finfo(dtype).eps, torch.finfo(matrix_VH.dtype).eps)  # a module may compute in another dtype
-    rounding_VH = 8 * eps * (matrix_VH.abs() + float(offset_V.abs().max()) / PROBE)
+    rounding_VH = 8 * eps * (matrix_VH.abs() + float(offset_V.abs().max()) / PROBE_SCALE)
     if bool(((matrix_VH - weight_VH).abs() <= rounding_VH).all()):
         return _EffectiveMatrix()
     squares_V = weight_VH.to(wide).square().sum(dim=1).clamp(min=torch.finfo(wide).tiny)
@@ -206,13 +206,13 @@ def output_head(model: nn.Module) -> OutputHead:
         head = OutputHead(linear, scale, cap, classes)
         difference_V = (head.link(output_V) - logits_V).abs()
         if bool((difference_V <= allowed_V).all()):
-            if not head.is_plain and weight.dtype in READABLE:
+            if not head.is_plain and weight.dtype in READABLE_DTYPES:
                 head.matrix()  # raises an error now if the layer is not linear
             return head
         smallest_difference = min(smallest_difference, float(difference_V.max()))
     raise ModelError(
         f"{name}: its logits are not the outputs of its output layer with a scale or a soft cap of a known name "
-        f"({', '.join(CAPS)}): off by {smallest_difference:.3g} of {PROBE_RANGE:.0f}; GRASP cannot read this head"
+        f"({', '.join(CAP_FIELDS)}): off by {smallest_difference:.3g} of {PROBE_RANGE:.0f}; GRASP cannot read this head"
     )
 
 
@@ -249,7 +249,7 @@ def _link_candidates(config: Any, output_V: Tensor, logits_V: Tensor) -> Iterato
     text = config.get_text_config(decoder=True)
     config_scales, caps = (
         [float(value) for name in names if isinstance(value := getattr(text, name, None), int | float) and value > 0]
-        for names in (SCALES, CAPS)
+        for names in (SCALE_FIELDS, CAP_FIELDS)
     )
     scales = [number for value in config_scales for number in (value, 1.0 / value)]
     yield from product([*scales, 1.0], [*caps, None])

@@ -36,16 +36,16 @@ from grasp.settings import CHAT_DATE, ModelSettings
 
 END_OF_TEXT = "<|endoftext|>"
 BYTES = 256
-LONGEST_CHARACTER = 4  # tokens of a character if each is a byte
+MAX_CHARACTER_TOKENS = 4  # tokens of a character if each is a byte
 # verbose=False: no warning about texts longer than the context, since rows are cut later
-PLAIN = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+PLAIN_ENCODING = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
 STAND_IN = "graspstandin"  # a placeholder word that occurs in no conversation
 STAND_IN_ARGUMENTS = {STAND_IN: STAND_IN}
-PROBE = "a"  # a text that reveals which special tokens a tokenizer adds
-CLOCK = "strftime_now"  # function of templates that returns the current date
+PROBE_TEXT = "a"  # a text that reveals which special tokens a tokenizer adds
+CLOCK_FUNCTION = "strftime_now"  # function of templates that returns the current date
 DIRECTIVES = [f"%{letter}" for letter in "aAwdbBmyYHIpMSfzZjUWcxXGuVeDFTR"]  # format codes of `strftime`
 DIRECTIVES += [f"%-{letter}" for letter in "dmHIMSj"]  # without leading zeros
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # begins a block that marks the assistant's text
+GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")  # begins a block that marks the assistant's text
 
 
 class HfTokenizer:
@@ -89,7 +89,7 @@ class HfTokenizer:
     @cached_property
     def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the ids that the tokenizer adds before and after a text, compared with those of `encode`."""
-        bare, whole = self.encode([PROBE])[0], list(self.tokenizer(PROBE)["input_ids"])
+        bare, whole = self.encode([PROBE_TEXT])[0], list(self.tokenizer(PROBE_TEXT)["input_ids"])
         begin = next((k for k in range(len(whole)) if bare and whole[k : k + len(bare)] == bare), None)
         return ((), ()) if begin is None else (tuple(whole[:begin]), tuple(whole[begin + len(bare) :]))
 
@@ -133,7 +133,7 @@ class HfTokenizer:
     @property
     def writes_date(self) -> bool:
         """Return whether the chat template inserts the current date."""
-        return CLOCK in json.dumps(self.tokenizer.chat_template)
+        return CLOCK_FUNCTION in json.dumps(self.tokenizer.chat_template)
 
     @property
     def fingerprint(self) -> str:
@@ -151,14 +151,14 @@ class HfTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each text, without special tokens and truncation."""
-        ids: list[list[int]] = self.tokenizer(list(texts), **PLAIN)["input_ids"] if texts else []
+        ids: list[list[int]] = self.tokenizer(list(texts), **PLAIN_ENCODING)["input_ids"] if texts else []
         return ids
 
     def encode_with_spans(self, texts: Sequence[str]) -> list[tuple[list[int], list[Span] | None]]:
         """Return the ids of `encode` and the character span of each token; None: the tokenizer is not a fast one."""
         if not self.tokenizer.is_fast or not texts:
             return [(ids, None) for ids in self.encode(texts)]
-        encoded: Any = self.tokenizer(list(texts), return_offsets_mapping=True, **PLAIN)
+        encoded: Any = self.tokenizer(list(texts), return_offsets_mapping=True, **PLAIN_ENCODING)
         return list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
@@ -181,7 +181,7 @@ class HfTokenizer:
                 str(self.tokenizer.decode(list(part), skip_special_tokens=False, clean_up_tokenization_spaces=False))
                 for part in (ids[context_start:decoded], ids[context_start:stop])
             )
-            complete = not after.endswith("\ufffd") or stop - decoded >= LONGEST_CHARACTER or stop == len(ids)
+            complete = not after.endswith("\ufffd") or stop - decoded >= MAX_CHARACTER_TOKENS or stop == len(ids)
             pieces.append(after[len(before) :] if complete else "")
             if complete:
                 context_start, decoded = decoded, stop
@@ -269,9 +269,9 @@ class HfTokenizer:
         jinja = require("jinja2", extra="chat", feature="a chat template")
         tools = list(conversation.tools) or None
         template = self.tokenizer.get_chat_template(None, tools)
-        if CLOCK in template:
+        if CLOCK_FUNCTION in template:
             template = _clock_macro(self.chat_date) + template
-        has_marks = GENERATION.search(template) is not None
+        has_marks = GENERATION_BLOCK.search(template) is not None
         try:
             (text,), marked = render_jinja_template(
                 [list(conversation.turns)],
@@ -383,7 +383,7 @@ def _clock_macro(today: date) -> str:
     """
     moment = datetime.combine(today, time())
     changes = "".join(f" | replace({name!r}, {moment.strftime(name)!r})" for name in DIRECTIVES)
-    return f"{{%- macro {CLOCK}(format) -%}}{{{{ format{changes} }}}}{{%- endmacro %}}\n"
+    return f"{{%- macro {CLOCK_FUNCTION}(format) -%}}{{{{ format{changes} }}}}{{%- endmacro %}}\n"
 
 
 def _contains(written: str, part: object) -> bool:

@@ -1,6 +1,7 @@
 """Evaluate the loss of units under a causal LM. The utility that retraining measures is the negative loss.
 
-Start with `evaluate_units`. Shape letters: E units, B units of a batch, L tokens, P supervised positions, V vocabulary.
+Start with `evaluate_units`. Shape letters: E units, A answers of units, B answers of a batch, L tokens, P supervised
+positions, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -10,14 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from grasp.arrays import F64
+from grasp.arrays import F64, I64
 from grasp.errors import ModelError
 from grasp.models.causal_lm import batches, dynamic_ropes, length_class, pad_rows, reset_ropes
+from grasp.targets.margins import Answers
 from grasp.targets.units import UnitTokens
 
 
 def evaluate_units(model: nn.Module, unit_tokens: Sequence[UnitTokens], batch_tokens: int = 8192) -> F64:
-    """Return the mean cross-entropy over the labels of each unit.
+    """Return the mean cross-entropy over the labels of each unit, or its negative margin or accuracy.
 
     Units are batched by length and padded on the right, which causal attention does not see, so the loss of a unit does
     not depend on the other units of its batch beyond rounding (1e-6 in float32).
@@ -26,23 +28,33 @@ def evaluate_units(model: nn.Module, unit_tokens: Sequence[UnitTokens], batch_to
         model: any Hugging Face causal LM, in eval mode.
         batch_tokens: tokens per forward pass, including padding; a longer unit is a batch of its own.
     Returns:
-        (E,) float64, nats per label, in the order of `unit_tokens`.
+        (E,) float64, in the order of `unit_tokens`; nats per label if the unit has one answer.
     Raises:
         ModelError: a loss is not finite.
     """
     device = next(model.parameters()).device
-    losses_E = np.full(len(unit_tokens), np.nan)
+    answers = Answers.of(unit_tokens)
+    tokens, place_A = distinct(answers.tokens)
+    losses_A = np.full(len(tokens), np.nan)
     with torch.inference_mode():
-        lengths_E = np.array([len(unit.input_ids) for unit in unit_tokens], dtype=np.int64)
+        lengths_A = np.array([len(answer.input_ids) for answer in tokens], dtype=np.int64)
         ropes = dynamic_ropes(model)
-        for index_B in batches(lengths_E, batch_tokens, length_class(model.config, lengths_E)):
-            units = [unit_tokens[int(i)] for i in index_B]
+        for index_B in batches(lengths_A, batch_tokens, length_class(model.config, lengths_A)):
+            units = [tokens[int(i)] for i in index_B]
             ids_BL, labelled_BL = padded(units)
             reset_ropes(ropes)
             logits_BLV = model(input_ids=ids_BL.to(device), use_cache=False).logits
-            losses_E[index_B] = mean_losses(supervised(logits_BLV, labelled_BL), ids_BL, labelled_BL)
-    refuse_non_finite(losses_E)
-    return losses_E
+            losses_A[index_B] = mean_losses(supervised(logits_BLV, labelled_BL), ids_BL, labelled_BL)
+    refuse_non_finite(losses_A)
+    return -answers.utilities(losses_A[place_A])
+
+
+def distinct(tokens: Sequence[UnitTokens]) -> tuple[list[UnitTokens], I64]:
+    """Return answers without those that occur twice, e.g. in several metrics, and the place of each, (A,)."""
+    places: dict[tuple[int, bytes], int] = {}
+    place_A = [places.setdefault((answer.first, answer.input_ids.tobytes()), len(places)) for answer in tokens]
+    first_of = dict(zip(reversed(place_A), reversed(tokens), strict=True))
+    return [first_of[k] for k in range(len(places))], np.array(place_A, dtype=np.int64)
 
 
 def padded(units: Sequence[UnitTokens]) -> tuple[Tensor, Tensor]:

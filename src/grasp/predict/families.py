@@ -33,10 +33,11 @@ from grasp.seeds import stream
 FamilyKind = Literal["uniform", "bernoulli", "mixture", "groups", "dirichlet"]
 MAX_REDRAWS = 10_000
 MANY_VALUES = 1_000  # above this number of label values, `mixture` draws by one sort (other draws, same distribution)
-SPELLINGS = "uniform:0.5, bernoulli:0.5, mixture:LABEL, groups:LABEL or dirichlet:LABEL"
-LABELLED: tuple[FamilyKind, ...] = ("mixture", "groups", "dirichlet")
-STRENGTH = (0.1, 10.0)  # Dirichlet concentration per label value: from a few values only to nearly the corpus shares
-LEAST_SHARE = 1e-3  # smaller shares are set to 0
+FAMILY_EXAMPLES = "uniform:0.5, bernoulli:0.5, mixture:LABEL, groups:LABEL or dirichlet:LABEL"
+LABEL_FAMILIES: tuple[FamilyKind, ...] = ("mixture", "groups", "dirichlet")
+# Dirichlet concentration per label value: from a few values only to nearly the corpus shares
+CONCENTRATION_RANGE = (0.1, 10.0)
+MIN_SHARE = 1e-3  # smaller shares are set to 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +160,9 @@ def _some_of_each(rng: np.random.Generator, counts_G: I64, rows_N: I64, code_N: 
 
 def draw_dirichlet_shares(rng: np.random.Generator, around_G: F64) -> F64:
     """Draw shares (G,) that add up to 1 from a Dirichlet distribution around `around_G`; small shares become 0."""
-    strength = np.exp(rng.uniform(*np.log(STRENGTH))) * len(around_G)
+    strength = np.exp(rng.uniform(*np.log(CONCENTRATION_RANGE))) * len(around_G)
     share_G = rng.dirichlet(np.maximum(strength * around_G / around_G.sum(), 1e-3))
-    share_G[share_G < min(LEAST_SHARE, share_G.max())] = 0.0
+    share_G[share_G < min(MIN_SHARE, share_G.max())] = 0.0
     return np.asarray(share_G / share_G.sum())
 
 
@@ -185,12 +186,12 @@ def parse_family(text: str) -> Family:
         if not 0.0 < fraction < 1.0:
             raise SubsetError(f"family {text!r}: got {argument!r}, expected a fraction strictly between 0 and 1")
         return Family("uniform" if kind == "uniform" else "bernoulli", fraction=fraction)
-    for labelled in LABELLED:
+    for labelled in LABEL_FAMILIES:
         if kind == labelled:
             if not argument:
                 raise SubsetError(f"family {text!r}: missing label; expected {kind}:LABEL, e.g. {kind}:topic")
             return Family(labelled, label=argument)
-    raise SubsetError(f"family {text!r}: unknown kind {kind!r}; expected {SPELLINGS}")
+    raise SubsetError(f"family {text!r}: unknown kind {kind!r}; expected {FAMILY_EXAMPLES}")
 
 
 def _choose(rng: np.random.Generator, n: int, size: int) -> I64:

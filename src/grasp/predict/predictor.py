@@ -42,19 +42,20 @@ from grasp.corpus.row_store import RowStore
 from grasp.errors import ProtocolError
 from grasp.moments import ColumnSpread, StreamingMoments
 from grasp.predict.scoring_rule import (
+    REPLAY,
     ScoringProtocol,
     geometry,
     kernel_weights,
     parse_protocol,
     resolve_protocol,
 )
-from grasp.predict.task_scores import Prior, Reliability, Texts, fit_prior
+from grasp.predict.task_scores import Prior, Reliability, Texts, fit_prior, mean_reliability
 from grasp.predict.weights import RowSums, Weights, block_rows
 
 EFFECT_SIZE = "effect size"
-SIMILAR = ("hidden", "residual")  # sketches that measure the similarity of rows
-TEXT = "text"  # name of the part of an effect that is predicted from the row's text
-REPETITION = "repetition"  # name of the part of a change that repetition causes
+SIMILARITY_SKETCHES = ("hidden", "residual")  # sketches that measure the similarity of rows
+TEXT_PART = "text"  # name of the part of an effect that is predicted from the row's text
+REPETITION_PART = "repetition"  # name of the part of a change that repetition causes
 REPEAT_WORTH = 15.4  # R*: scale of diminishing returns, in repetitions
 NEW_ROW_VALUE = 0.4  # b: value of any unseen row in effect sizes, lost by repetition: experiments/exposure
 Floats = TypeVar("Floats", bound=np.floating[Any])
@@ -286,7 +287,8 @@ class Predictor:
     task_kernels: Mapping[str, KernelRelevance] = field(repr=False)  # empty unless `components`
     exposure: RepetitionLaw  # effective weights
     unit: str  # unit of changes
-    prior: Prior | None  # prediction of tasks from text, and their reliability; None for `task: mean`
+    prior: Prior | None  # prediction of tasks from text; None for `task: mean`
+    measure_reliability: Callable[[], tuple[Reliability, ...]] | None  # None: no held-out questions to measure it on
 
     @staticmethod
     def from_artifact(
@@ -343,8 +345,13 @@ class Predictor:
 
     @property
     def reliability(self) -> Mapping[str, Reliability]:
-        """Return the reliability of each task's scores; empty without a prior."""
-        return {} if self.prior is None else dict(zip(self.units.targets, self.prior.reliability, strict=True))
+        """Return the reliability of each task's scores; empty if the protocol does not allow to hold out questions.
+
+        The first call costs one pass over the relevance if the protocol scores by the mean (`task: mean`).
+        """
+        if self.measure_reliability is None:
+            return {}
+        return dict(zip(self.units.targets, self.measure_reliability(), strict=True))
 
     @property
     def scale(self) -> str:
@@ -416,7 +423,9 @@ class Predictor:
         """Return the part of one row's effect on the first task that is predicted from its text; 0 without a prior."""
         if self.prior is None:
             return 0.0
-        return float(self.task.shares[TEXT][0] * (self.prior.text_NT[row, 0] - self.task.scales[TEXT].mean_E[0]))
+        return float(
+            self.task.shares[TEXT_PART][0] * (self.prior.text_NT[row, 0] - self.task.scales[TEXT_PART].mean_E[0])
+        )
 
     def change_by_units(self, sum_BE: F64, mean_E: F64, sums: SubsetSums) -> F64:
         """Decompose the change of each task into contributions of its units, (B, E), whose mean is the change.
@@ -440,13 +449,15 @@ class Predictor:
             sum_BT = kernel.held.sums(effective) - np.outer(sums.effective_B, kernel.rows.mean_E)
             sum_BT = self.task.shares[name] * sum_BT
             parts[f"part_{name}"] = self._mean(sum_BT, sums, 0.0)
-        parts[f"part_{REPETITION}"] = np.outer(sums.repetition_factor(self.exposure) - 1.0, self.task.new_row_value_C)
+        parts[f"part_{REPETITION_PART}"] = np.outer(
+            sums.repetition_factor(self.exposure) - 1.0, self.task.new_row_value_C
+        )
         return parts
 
     @property
     def part_names(self) -> tuple[str, ...]:
         """Names of the parts that `parts` returns."""
-        return tuple(f"part_{name}" for name in (*self.task_kernels, REPETITION))
+        return tuple(f"part_{name}" for name in (*self.task_kernels, REPETITION_PART))
 
     def ranking_effects(self, effect_N: F64, weights_T: F64, tokens_N: I64) -> F64:
         """Return the values by which rows are ranked under a token budget: their effects, as rows are averaged."""
@@ -490,6 +501,10 @@ def assemble_predictor(
         return {name: item.rows.spread for name, item in kernels.items()} if family is None else family(kernels)
 
     negative = {name: protocol.negative_of(name) for name in kernel_weights(protocol)}
+    read = {
+        name: functools.partial(relevance_blocks, artifact, name, units.columns_E, less)
+        for name, less in negative.items()
+    }
     estimates = protocol.task == "estimate" and family is None  # subsets of a calibration family have no text
     by_unit: dict[str, KernelRelevance] = {}
     if per_unit or units_first:
@@ -497,8 +512,7 @@ def assemble_predictor(
         by_unit = {name: KernelRelevance.for_units(artifact, name, units, negative[name]) for name in names}
     unit_scales = scales_of(by_unit)
     if estimates and not by_unit:
-        read = {name: relevance_blocks(artifact, name, units.columns_E, less) for name, less in negative.items()}
-        unit_scales = {name: StreamingMoments.from_blocks(blocks).spread for name, blocks in read.items()}
+        unit_scales = {name: StreamingMoments.from_blocks(blocks()).spread for name, blocks in read.items()}
     units_first = units_first or estimates
     before = {name: unit_scales[name].inverse_E if units_first else 1.0 for name in negative}
     kernels = {
@@ -510,13 +524,22 @@ def assemble_predictor(
     scales = scales_of(kernels)
     slopes, prior = _slopes(protocol, scales), None
     unit_slopes = slopes
+    coefficients = {name: before[name] * np.repeat(slope_T, units.counts_T) for name, slope_T in slopes.items()}
+    measure_reliability: Callable[[], tuple[Reliability, ...]] | None = None
+    if units.counts_T.max() > 1 and family is None and REPLAY not in negative:  # replay has no parts by question
+        measure_reliability = functools.cache(
+            lambda: mean_reliability(read, coefficients, units.counts_T, _row_names(artifact))
+        )
     if estimates and units.counts_T.max() > 1:
-        coefficients = {name: before[name] * np.repeat(slope_T, units.counts_T) for name, slope_T in slopes.items()}
-        prior = task_prior(artifact, units, negative, coefficients)
+        prior = fit_prior(
+            read, coefficients, units.counts_T, _row_names(artifact), row_documents(artifact), _texts(artifact)
+        )
+        of_prior = prior.reliability
+        measure_reliability = lambda: of_prior  # noqa: E731
         rho_T, held = prior.rho_T, RowSums.over(prior.text_NT)
         text = KernelRelevance(StreamingMoments.from_blocks(held.blocks()), held)
-        slopes = {name: slope_T * rho_T for name, slope_T in slopes.items()} | {TEXT: 1.0 - rho_T}
-        kernels, scales = kernels | {TEXT: text}, {**scales, TEXT: text.rows.spread}
+        slopes = {name: slope_T * rho_T for name, slope_T in slopes.items()} | {TEXT_PART: 1.0 - rho_T}
+        kernels, scales = kernels | {TEXT_PART: text}, {**scales, TEXT_PART: text.rows.spread}
     first_NT = next(iter(kernels.values())).held.held_NC
     assert first_NT is not None
     task = Level.from_kernels(slopes, kernels, scales, np.empty_like(first_NT) if components else first_NT)
@@ -544,6 +567,7 @@ def assemble_predictor(
         exposure=RepetitionLaw(),
         unit=EFFECT_SIZE,
         prior=prior,
+        measure_reliability=measure_reliability,
     )
 
 
@@ -552,19 +576,12 @@ def _slopes(protocol: ScoringProtocol, scales: Mapping[str, ColumnSpread]) -> di
     return {name: weight * scales[name].inverse_E for name, weight in kernel_weights(protocol).items()}
 
 
-def task_prior(
-    artifact: ArtifactReader, units: UnitSelection, negative: Mapping[str, float], coefficients: Mapping[str, F64]
-) -> Prior:
-    """Fit the prior of the tasks; without text if the artifact holds no tokens, or those of several corpora."""
-    read = {
-        name: functools.partial(relevance_blocks, artifact, name, units.columns_E, less)
-        for name, less in negative.items()
-    }
-    names = [name for batch in artifact.row_batches(["row_id"]) for name in batch.column(0).to_pylist()]
-    return fit_prior(read, coefficients, units.counts_T, names, row_documents(artifact), _texts(artifact))
+def _row_names(artifact: ArtifactReader) -> list[str]:
+    return [name for batch in artifact.row_batches(["row_id"]) for name in batch.column(0).to_pylist()]
 
 
 def _texts(artifact: ArtifactReader) -> Texts | None:
+    """Return the tokens of the rows; None if the artifact has no tokens, or those of several corpora."""
     source = BuildSource(artifact)
     is_merged = bool(artifact.manifest.details.get("parts"))
     if is_merged or source.has_images or not artifact.tokens_path.exists():

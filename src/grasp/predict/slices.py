@@ -23,13 +23,13 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.where import Label, LabelColumn, equals, none_of
 from grasp.corpus.labels import RESERVED_COLUMNS
 from grasp.errors import SubsetError
-from grasp.predict.predictor import SIMILAR, Predictor, RepetitionLaw, SubsetSums, relevance_blocks
+from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor, RepetitionLaw, SubsetSums, relevance_blocks
 from grasp.predict.weights import Weights, sums_over
 from grasp.seeds import bootstrap_weights
 from grasp.text import different
 
-MOST_SLICES = 100
-MOST_LABELS = 4
+MAX_SLICES = 100
+MAX_LABELS = 4
 RESAMPLES = 1_000
 TAILS = (0.025, 0.975)
 DROPPED, DOUBLED = 0.0, 2.0  # weights
@@ -86,7 +86,7 @@ class LabelSlices:
         return self.each.mixed(share_BG)
 
 
-def label_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: int = MOST_SLICES) -> LabelSlices:
+def label_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: int = MAX_SLICES) -> LabelSlices:
     """Split the corpus into slices by a label.
 
     Args:
@@ -123,7 +123,7 @@ def label_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: in
     return LabelSlices(column.name, tuple(slices), codes_N, len(grouped))
 
 
-def list_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: int = MOST_SLICES) -> LabelSlices | None:
+def list_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: int = MAX_SLICES) -> LabelSlices | None:
     """Return one slice per element of a label that is a list, such as `["math", "code"]`: slices that overlap.
 
     Args:
@@ -172,8 +172,8 @@ def _literal(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def suggest_labels(source: ArtifactReader, *, most: int = MOST_SLICES) -> tuple[str, ...]:
-    """Return up to MOST_LABELS label columns that have between 2 and `most` values.
+def suggest_labels(source: ArtifactReader, *, most: int = MAX_SLICES) -> tuple[str, ...]:
+    """Return up to MAX_LABELS label columns that have between 2 and `most` values.
 
     Text columns are preferred; integer and boolean columns are used if no text column qualifies. A column whose values
     are all different is skipped. Reading a column stops as soon as it has more than `most` values.
@@ -197,7 +197,7 @@ def suggest_labels(source: ArtifactReader, *, most: int = MOST_SLICES) -> tuple[
         field.name for field in corpus_fields if pa.types.is_integer(field.type) or pa.types.is_boolean(field.type)
     ]
     for names in (text, other):
-        if chosen := tuple(itertools.islice(filter(cuts, names), MOST_LABELS)):
+        if chosen := tuple(itertools.islice(filter(cuts, names), MAX_LABELS)):
             return chosen
     return ()
 
@@ -219,7 +219,7 @@ def slice_effects(predictor: Predictor, slices: LabelSlices) -> SliceEffects:
     rows_G = sums.n_retained_B
     dropped_GT = predictor.change_of(predictor.reweighted(sums, DROPPED))
     dropped_GT[rows_G == predictor.n_rows] = np.nan
-    halves, redundancy_G = [half for half in SIMILAR if half in sums.sketch], None
+    halves, redundancy_G = [half for half in SIMILARITY_SKETCHES if half in sums.sketch], None
     if halves:
         slice_GD = np.concatenate([sums.sketch[half] for half in halves], axis=1)
         total_D = slice_GD.sum(axis=0)  # each row is in exactly one slice
@@ -290,7 +290,7 @@ def cosines(slices: SubsetSums) -> F64 | None:
 
     nan if a sum is zero; the diagonal is 1. None if the predictor has no sketches.
     """
-    halves = [half for half in SIMILAR if half in slices.sketch]
+    halves = [half for half in SIMILARITY_SKETCHES if half in slices.sketch]
     if not halves:
         return None
     rows_G = slices.n_retained_B

@@ -21,8 +21,8 @@ from grasp.arrays import F64, I64
 from grasp.errors import SubsetError
 from grasp.files import written_aside
 from grasp.predict.weights import (
-    LEAST_WEIGHT,
-    MOST_WEIGHT,
+    MAX_WEIGHT,
+    MIN_WEIGHT,
     WEIGHT_RANGE,
     MissingRows,
     Side,
@@ -34,11 +34,11 @@ from grasp.store.checksummed_parquet import ChecksummedParquetWriter, read_check
 from grasp.store.contents import readable, readable_table
 
 DEFAULT_SUBSET_ID = "subset"  # name of the subset of a table without subset_id
-CORPUS = "corpus"  # metadata key of the corpus fingerprint
-EXPECTED = "Parquet with columns row_id[, subset_id, weight]"
+CORPUS_KEY = "corpus"  # metadata key of the corpus fingerprint
+EXPECTED_TABLE = "Parquet with columns row_id[, subset_id, weight]"
 MEMORY_LIMIT = "512MB"
-BATCH = 1 << 16
-EXAMPLES = 5
+BATCH_ROWS = 1 << 16
+MAX_EXAMPLES = 5
 ID_SCHEMA = pa.schema([("row_id", pa.string()), ("row_index", pa.int64())])
 ENTRY_SCHEMA = pa.schema(
     [("subset_id", pa.string()), ("row_id", pa.string()), ("weight", pa.float64()), ("entry", pa.int64())]
@@ -60,7 +60,7 @@ class RowIndex:
 
         def names() -> Iterator[pa.Array]:
             with readable(Path(path), "restore it from a copy", SubsetError), pq.ParquetFile(path) as file:
-                for batch in file.iter_batches(batch_size=BATCH, columns=["row_id"]):
+                for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=["row_id"]):
                     yield batch.column(0).cast(pa.string())
 
         return cls(n_rows, names)
@@ -127,7 +127,7 @@ def write_subsets(
     """Write subsets as long-form Parquet, atomically; optionally with weights and the corpus fingerprint."""
     row_ids = row_index_of.ids()
     fields = [("subset_id", pa.string()), ("row_id", pa.string())] + ([("weight", pa.float64())] if weights else [])
-    schema = pa.schema(fields, {CORPUS: corpus} if corpus else None)
+    schema = pa.schema(fields, {CORPUS_KEY: corpus} if corpus else None)
     with (
         written_aside(Path(path)) as part,
         ChecksummedParquetWriter(part, schema, compression_level=compression_level) as writer,
@@ -148,12 +148,12 @@ def _checked_columns(source: Path | pa.Table, where: str, corpus: str | None) ->
     if isinstance(source, pa.Table):
         schema = source.schema
     else:
-        with readable_table(source, SubsetError, EXPECTED):
+        with readable_table(source, SubsetError, EXPECTED_TABLE):
             schema = pq.read_schema(source)
-    names, made_from = list(schema.names), (schema.metadata or {}).get(CORPUS.encode(), b"").decode(errors="replace")
-    if corpus and made_from and made_from != corpus:
+    names, origin = list(schema.names), (schema.metadata or {}).get(CORPUS_KEY.encode(), b"").decode(errors="replace")
+    if corpus and origin and origin != corpus:
         raise SubsetError(
-            f"{where}: was made from corpus {made_from!r}, the artifact has {corpus!r}; create it from this artifact"
+            f"{where}: was made from corpus {origin!r}, the artifact has {corpus!r}; create it from this artifact"
         )
     if "row_id" not in names:
         raise SubsetError(f"{where}: has columns {names}, lacks ['row_id']; expected row_id[, subset_id, weight]")
@@ -171,9 +171,9 @@ def _entries(source: Path | pa.Table, where: str, names: list[str]) -> Iterator[
     """Yield the lines of a table in batches of ENTRY_SCHEMA."""
     columns = [name for name in ("subset_id", "row_id", "weight") if name in names]
     start = 0
-    with readable_table(where, SubsetError, EXPECTED):
+    with readable_table(where, SubsetError, EXPECTED_TABLE):
         if isinstance(source, pa.Table):
-            batches = iter(source.select(columns).to_batches(max_chunksize=BATCH))
+            batches = iter(source.select(columns).to_batches(max_chunksize=BATCH_ROWS))
         else:
             batches = read_checksummed_batches(source, columns)
         for batch in batches:
@@ -221,7 +221,7 @@ def _subsets(source: Path | pa.Table, where: str, names: list[str], index: RowIn
             "SELECT rank, row_index, weight FROM line "
             "JOIN (SELECT subset_id, row_number() OVER (ORDER BY first) - 1 AS rank FROM subset) USING (subset_id) "
             "WHERE row_index IS NOT NULL ORDER BY rank, row_index"
-        ).to_arrow_reader(BATCH)
+        ).to_arrow_reader(BATCH_ROWS)
         held: list[tuple[I64, F64]] = []
         current = 0
 
@@ -245,7 +245,7 @@ def _problems(db: duckdb.DuckDBPyConnection) -> Iterator[str]:
     """Yield every problem of the lines, so that one message reports all of them."""
 
     def first(query: str) -> list[tuple[Any, ...]]:
-        return db.execute(f"{query} LIMIT {EXAMPLES}").fetchall()
+        return db.execute(f"{query} LIMIT {MAX_EXAMPLES}").fetchall()
 
     ((unnamed, without_row),) = first(
         "SELECT count(*) FILTER (subset_id IS NULL), count(*) FILTER (row_id IS NULL) FROM line"
@@ -261,7 +261,7 @@ def _problems(db: duckdb.DuckDBPyConnection) -> Iterator[str]:
     for subset_id, n in first("SELECT subset_id, n_named - n_known FROM subset WHERE n_known < n_named ORDER BY first"):
         rows = db.execute(
             "SELECT row_id FROM line WHERE subset_id = ? AND row_id IS NOT NULL AND row_index IS NULL "
-            f"ORDER BY entry LIMIT {EXAMPLES}",
+            f"ORDER BY entry LIMIT {MAX_EXAMPLES}",
             [subset_id],
         ).fetchall()
         names = [row[0] for row in rows]
@@ -277,7 +277,7 @@ def _problems(db: duckdb.DuckDBPyConnection) -> Iterator[str]:
         yield f"rows named twice in one subset: {named}; name a row once, or set its weight"
     bad = first(
         "SELECT subset_id, row_id, weight FROM line WHERE weight IS NULL OR NOT (weight = 0 OR weight BETWEEN "
-        f"{LEAST_WEIGHT!r} AND {MOST_WEIGHT!r}) ORDER BY entry"
+        f"{MIN_WEIGHT!r} AND {MAX_WEIGHT!r}) ORDER BY entry"
     )
     zero = first("SELECT subset_id FROM subset WHERE n_named > 0 AND total <= 0 ORDER BY first")
     if bad:

@@ -19,7 +19,7 @@ f and rho are estimated on a sample of rows (SAMPLE_ROWS), drawn by a hash of ro
 order of rows and of shards. Then p is computed for all rows in one pass over their tokens.
 
 Reliability is measured by holding out questions, in GROUPS groups; the score is linear in b, so that scores from any
-groups cost nothing more.
+groups cost nothing more. Protocols that score by the mean alone (rho = 1) have `mean_reliability`.
 Shape letters: N rows, n rows of a block, S rows of the sample, E units, T targets, G groups of a task's questions, J
 groups of all tasks, V slots, F folds.
 """
@@ -134,13 +134,9 @@ def fit_prior(
         documents_N: document of every row; rows of a document are in one fold.
         texts: token ids of the rows; None: p = 0 and rho = 1.
     """
-    hash_N = np.fromiter((_name_hash(name) for name in names), dtype=np.uint64, count=len(names))
+    hash_N = _name_hashes(names)
     sample = _draw_sample(hash_N, None if texts is None else texts.lengths_N)
-    questions = [_QuestionSums(int(count)) for count in counts_T]
-    for q_nE in _sampled(relevance, coefficients, sample):
-        for sums, q_ne in zip(questions, np.split(q_nE, np.cumsum(counts_T)[:-1], axis=1), strict=True):
-            sums.add(q_ne)
-    tasks = [sums.task for sums in questions]
+    tasks = _sampled_tasks(relevance, coefficients, counts_T, sample)
     text_NT = np.zeros((len(names), len(tasks)), dtype=np.float32)
     if texts is not None:
         fold_N = _folds(hash_N, documents_N)
@@ -151,6 +147,21 @@ def fit_prior(
             text_NT[rows] = slope_T * model.apply(*texts.read(np.arange(rows.start, rows.stop)), fold_N[rows])
     rho_T = np.array([task.shrinkage(task.all_G) for task in tasks])
     return Prior(text_NT, rho_T, tuple(task.reliability() for task in tasks))
+
+
+def mean_reliability(
+    relevance: Mapping[str, Callable[[], Blocks]],
+    coefficients: Mapping[str, F64],
+    counts_T: I64,
+    names: Sequence[str],
+) -> tuple[Reliability, ...]:
+    """Measure the reliability of the mean over the known questions as the score of a row, for every task.
+
+    Args:
+        relevance, coefficients, counts_T, names: see `fit_prior`.
+    """
+    sample = _draw_sample(_name_hashes(names), None)
+    return tuple(task.reliability() for task in _sampled_tasks(relevance, coefficients, counts_T, sample))
 
 
 # ------------------------------------------------------------------------------------- means over questions, shrinkage
@@ -208,9 +219,13 @@ class _Task:
         transfer_G = np.array(
             [self._slope(self.score(known_G, self.shrinkage(known_G)), ~known_G) for known_G in self._without()]
         )
-        half_width = stdtrit(n_groups - 1, 0.5 + LEVEL / 2) * transfer_G.std(ddof=1) / np.sqrt(n_groups)
-        transfer = float(transfer_G.mean())
-        return Reliability(count, ranking, transfer, transfer - float(half_width), transfer + float(half_width))
+        half_width = float(stdtrit(n_groups - 1, 0.5 + LEVEL / 2) * transfer_G.std(ddof=1) / np.sqrt(n_groups))
+        transfer, known = float(transfer_G.mean()), 1.0 - 1.0 / n_groups
+        if 0.0 < transfer < 1.0:
+            # With all questions the score has less noise. The slope is v / (v + s^2 / n), for scores of variance v.
+            fewer = transfer + (1.0 - transfer) * known
+            transfer, half_width = transfer / fewer, half_width * known / fewer**2
+        return Reliability(count, ranking, transfer, transfer - half_width, transfer + half_width)
 
     def prior_slope(self) -> float:
         """Return g, estimated by holding out each group; 1 for a single group."""
@@ -298,8 +313,9 @@ class _TextModel:
 # ------------------------------------------------------------------------------------------------- sample of the rows
 
 
-def _name_hash(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(str(name).encode(), digest_size=8).digest(), "little")
+def _name_hashes(names: Sequence[str]) -> NDArray[np.uint64]:
+    digests = (hashlib.blake2b(str(name).encode(), digest_size=8).digest() for name in names)
+    return np.fromiter((int.from_bytes(digest, "little") for digest in digests), dtype=np.uint64, count=len(names))
 
 
 def _draw_sample(hash_N: NDArray[np.uint64], lengths_N: I64 | None) -> I64:
@@ -317,13 +333,18 @@ def _folds(hash_N: NDArray[np.uint64], documents_N: I64) -> I64:
     return (smallest[documents_N] % np.uint64(FOLDS)).astype(np.int64)
 
 
-def _sampled(
-    relevance: Mapping[str, Callable[[], Blocks]], coefficients: Mapping[str, F64], sample: I64
-) -> Iterator[F64]:
-    """Yield q of the rows of the sample, (n, E), block by block."""
+def _sampled_tasks(
+    relevance: Mapping[str, Callable[[], Blocks]], coefficients: Mapping[str, F64], counts_T: I64, sample: I64
+) -> list[_Task]:
+    """Sum q over the questions of every task, for the rows of the sample; block by block."""
+    questions = [_QuestionSums(int(count)) for count in counts_T]
     for parts in zip(*(blocks() for blocks in relevance.values()), strict=True):
         start, n_rows = parts[0][0], len(parts[0][1])
         low, high = np.searchsorted(sample, (start, start + n_rows))
-        if low < high:
-            rows = sample[low:high] - start
-            yield sum(coefficients[kernel] * block[rows] for kernel, (_, block) in zip(relevance, parts, strict=True))
+        if low == high:
+            continue
+        rows = sample[low:high] - start
+        q_nE = sum(coefficients[kernel] * block[rows] for kernel, (_, block) in zip(relevance, parts, strict=True))
+        for sums, q_ne in zip(questions, np.split(q_nE, np.cumsum(counts_T)[:-1], axis=1), strict=True):
+            sums.add(q_ne)
+    return [sums.task for sums in questions]

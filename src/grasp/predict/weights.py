@@ -31,8 +31,8 @@ Side = Literal["retained", "omitted"]
 # Entries of one block: 12 bytes each, so a block stays under half a gigabyte however large its subsets are.
 MAX_BLOCK_ENTRIES = 1 << 25
 # With weights in this range, sums of weights and of their squares neither overflow nor underflow in float64.
-LEAST_WEIGHT, MOST_WEIGHT = 1e-30, 1e30
-WEIGHT_RANGE = f"weights are 0, or from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
+MIN_WEIGHT, MAX_WEIGHT = 1e-30, 1e30
+WEIGHT_RANGE = f"weights are 0, or from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
 # 256 subsets of more rows than this would not fit in one block as entries: such a subset is stored as packed bits, or,
 # if less than OMITTED_SHARE of the corpus is omitted, by its omitted rows.
 PACKED_ROWS = 1 << 17
@@ -44,9 +44,9 @@ HELD_BYTES = 256 << 20
 # Numbers processed at once, so that intermediate arrays fit the CPU cache.
 BLOCK_NUMBERS = 1 << 16
 # Multiply-adds of one block of subsets above which torch is faster than scipy.
-LARGE = 50_000_000
+MIN_TORCH_WORK = 50_000_000
 # Total multiply-adds above which the seconds needed to import torch are repaid.
-REPAID = 3_000_000_000
+TORCH_IMPORT_WORK = 3_000_000_000
 # Rows of packed masks that are unpacked and multiplied at once.
 MASK_ROWS = 4096
 
@@ -286,7 +286,7 @@ def _compact(item: WeightedRows | MissingRows, n_rows: int) -> _Compact:
     weights = np.asarray(weights, dtype=np.float64)
     if weights.shape != rows.shape:
         raise ShapeError(f"{where}: {weights.shape} weights for {rows.shape} rows; expected one per row")
-    bad = np.flatnonzero(~((weights == 0) | ((weights >= LEAST_WEIGHT) & (weights <= MOST_WEIGHT))))
+    bad = np.flatnonzero(~((weights == 0) | ((weights >= MIN_WEIGHT) & (weights <= MAX_WEIGHT))))
     if bad.size:
         first = f"row {int(rows[bad[0]])} has weight {float(weights[bad[0]])!r}"
         raise SubsetError(f"{where}: {first} ({bad.size} such); {WEIGHT_RANGE}")
@@ -368,8 +368,10 @@ class RowSums:
             return sums_over(self.blocks(), [weights], self.width)[0]
         work = rows.nnz * self.width
         self._gathered += work
-        repaid = "torch" in sys.modules or (self._gathered >= REPAID and importlib.util.find_spec("torch") is not None)
-        if work >= LARGE and repaid:
+        repaid = "torch" in sys.modules or (
+            self._gathered >= TORCH_IMPORT_WORK and importlib.util.find_spec("torch") is not None
+        )
+        if work >= MIN_TORCH_WORK and repaid:
             from grasp.predict import sweep_torch  # noqa: PLC0415 - torch is loaded for large jobs only
 
             gathered_BC = sweep_torch.sums(values_NC, rows)

@@ -18,7 +18,7 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, SettingsError
 from grasp.files import claim_directory, written_aside
-from grasp.predict.predictor import SIMILAR, Predictor
+from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor
 from grasp.predict.scoring_rule import ScoringProtocol
 
 
@@ -41,7 +41,7 @@ def write_atlas(
         SettingsError: the directory cannot be written, holds other files, or is an input of the artifact.
         ProtocolError: the artifact does not fit the protocol, or has no such target.
     """
-    names = [f"{half}_sketch" for half in SIMILAR if f"{half}_sketch" in artifact.array_names]
+    names = [f"{half}_sketch" for half in SIMILARITY_SKETCHES if f"{half}_sketch" in artifact.array_names]
     if not names:
         raise ArtifactError(
             f"{artifact.where}: the artifact has no sketches, which the map is computed from; build it with "

@@ -19,7 +19,7 @@ from grasp.runs.retrained import TrainingRuns
 from grasp.runs.table import RunTable
 from grasp.text import listed
 
-EXPLAINED = 8  # most helpful rows per target whose words are shaded, if the model is available
+DEFAULT_EXPLAINED = 8  # most helpful rows per target whose words are shaded, if the model is available
 
 
 def report(
@@ -33,7 +33,7 @@ def report(
     mixture: Path | str | None = None,
     suspects: Path | str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
-    explain: int = EXPLAINED,
+    explain: int = DEFAULT_EXPLAINED,
     partial: bool = False,
     previous: Sequence[str | Any] = (),
 ) -> Path:
@@ -93,7 +93,7 @@ def report(
         "--selection": paths["selection"],
         "--mixture": paths["mixture"],
         "--detect": paths["suspects"],
-        "--explain": None if explain == EXPLAINED else explain,
+        "--explain": None if explain == DEFAULT_EXPLAINED else explain,
     }
     options = [part for flag, value in flags.items() if value is not None for part in (flag, str(value))]
     options += ["--partial"] if partial else []

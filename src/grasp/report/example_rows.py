@@ -20,26 +20,26 @@ from grasp.artifact.rows import ranked
 from grasp.build.modality import vision
 from grasp.build.provenance import BuildSource
 from grasp.errors import GraspError
-from grasp.inspect.explanation import STRONG, by_word
+from grasp.inspect.explanation import MIN_NUMBERED_SHARE, by_word
 from grasp.predict.predictor import Predictor, UnitSelection
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.slices import LabelSlices, Slice
 from grasp.predict.weights import grouped
-from grasp.text import LONGEST_CELL, plain, printable, visible
+from grasp.text import MAX_CELL_CHARS, plain, printable, visible
 
-MOST_ROWS = 1_500
-ENDS = 25  # most helpful rows per target, and as many of the most harmful
+MAX_ROWS = 1_500
+ROWS_PER_END = 25  # most helpful rows per target, and as many of the most harmful
 QUESTIONS = 8  # per target
 QUESTION_NUMBERS = 8_000_000  # limit on question effects in memory; large corpora show fewer questions
 QUESTION_TOP, QUESTION_BOTTOM = 6, 3
 SLICE_TOP, SLICE_BOTTOM = 4, 2
-CELLS = 600  # label pairs shown in the treemap
+MAX_TREEMAP_CELLS = 600  # label pairs shown in the treemap
 COLUMNS, COPIED = 8, 4_096  # tile of the blocked transpose in `iterate_columns`: columns, rows
 
-LONGEST = 2_000  # characters of a row with shaded words
+MAX_SHADED_CHARS = 2_000  # characters of a row with shaded words
 DIGITS = 3  # significant digits of a word's contribution
-TRUSTED = 4  # trusted images shown with a row
-PICTURE_BYTES = 2_000_000  # limit on the embedded images of a page; further images are listed by caption only
+MAX_TRUSTED_IMAGES = 4  # trusted images shown with a row
+MAX_PICTURE_BYTES = 2_000_000  # limit on the embedded images of a page; further images are listed by caption only
 
 # Index of an example row -> "t" and the number of a target -> its words, each with its contribution.
 Shades = dict[int, dict[str, list[tuple[str, float | None]]]]
@@ -82,7 +82,7 @@ def collect_example_rows(
     parts: LabelSlices | None,
     long_N: Bool,
 ) -> ExampleRows:
-    """Collect at most `MOST_ROWS` example rows for a report.
+    """Collect at most `MAX_ROWS` example rows for a report.
 
     Rows of targets and questions come first, so these are the last to be cut off.
 
@@ -94,14 +94,14 @@ def collect_example_rows(
     effect_NT, rows_L = predictor.effect_NT, np.flatnonzero(long_N)
     questions = _questions(artifact, predictor, rows_L)
     mean_L = effect_NT.mean(axis=1)[rows_L]
-    wanted = [_ends(effect_L, rows_L, ENDS, ENDS) for effect_L in iterate_columns(effect_NT, rows_L)]
+    wanted = [_ends(effect_L, rows_L, ROWS_PER_END, ROWS_PER_END) for effect_L in iterate_columns(effect_NT, rows_L)]
     wanted += [question.rows for question in questions]
     for label in slices:
         wanted.append(_top_of_each_slice(label, mean_L, rows_L, SLICE_TOP))
         wanted.append(_top_of_each_slice(label, -mean_L, rows_L, SLICE_BOTTOM))
     if parts is not None:
         wanted.append(_top_of_each_slice(parts, mean_L, rows_L, 1))
-    index = np.array(list(dict.fromkeys(np.concatenate(wanted).tolist()))[:MOST_ROWS], dtype=np.int64)
+    index = np.array(list(dict.fromkeys(np.concatenate(wanted).tolist()))[:MAX_ROWS], dtype=np.int64)
     ranks = [
         1 + len(effect_L) - np.searchsorted(np.sort(effect_L), effect_K, side="right")  # 1 + number of higher effects
         for effect_L, effect_K in zip(iterate_columns(effect_NT, rows_L), effect_NT[index].T, strict=True)
@@ -162,10 +162,10 @@ def _top_of_each_slice(slices: LabelSlices, values_L: F32, rows_L: I64, count: i
 
 
 def cross_labels(first: LabelSlices, second: LabelSlices) -> LabelSlices:
-    """Return the cross product of two labels: the largest `CELLS` pairs, then one slice with the remaining rows."""
+    """Return the cross product of two labels: the largest `MAX_TREEMAP_CELLS` pairs, then a slice of all other rows."""
     codes_N = first.codes_N.astype(np.int64) * len(second.slices) + second.codes_N
     cells, inverse_N, counts = np.unique(codes_N, return_inverse=True, return_counts=True)
-    largest = np.argsort(-counts, kind="stable")[:CELLS]
+    largest = np.argsort(-counts, kind="stable")[:MAX_TREEMAP_CELLS]
     slice_of_cell = np.full(len(cells), len(largest), dtype=np.int32)
     slice_of_cell[largest] = np.arange(len(largest))
     slices = []
@@ -198,12 +198,14 @@ def explain_rows(
         order = examples.most_helpful_first(t)
         ends.append(list(dict.fromkeys([*order[:count], *order[max(0, len(order) - count // 2) :]])))
     if BuildSource(artifact).has_images:
-        remaining_bytes = PICTURE_BYTES
+        remaining_bytes = MAX_PICTURE_BYTES
         for t, target in enumerate(targets):
             row_ids = [examples.rows[k]["row_id"] for k in ends[t]]
             explanations = vision().explain(artifact, target, row_ids, protocol=protocol)
             for k, image in zip(ends[t], explanations, strict=True):
-                shown = [(plain(caption, LONGEST_CELL), url) for caption, url in image.nearest[: 1 + TRUSTED]]
+                shown = [
+                    (plain(caption, MAX_CELL_CHARS), url) for caption, url in image.nearest[: 1 + MAX_TRUSTED_IMAGES]
+                ]
                 remaining_bytes -= sum(len(url or "") for _, url in shown)
                 if remaining_bytes <= 0:
                     shown = [(caption, None) for caption, _ in shown]
@@ -227,9 +229,9 @@ def _shaded_words(tokens: Sequence[str], contribution_L: F64) -> Iterator[tuple[
     """Yield each word with its contribution; white space with a large contribution is made visible."""
     length = 0
     for word, contribution, share in zip(*by_word(tokens, contribution_L), strict=True):
-        shown = printable(visible(word) if abs(share) >= STRONG else word)
+        shown = printable(visible(word) if abs(share) >= MIN_NUMBERED_SHARE else word)
         yield shown, None if isnan(contribution) else float(f"{contribution:.{DIGITS}g}")
         length += len(word)
-        if length > LONGEST:
+        if length > MAX_SHADED_CHARS:
             yield " ...", None
             return

@@ -23,7 +23,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import SHORT, checked_targets, label_column, leak_notes, length_column, ranked, row_tokens
 from grasp.errors import ProtocolLeakError, RunsError
 from grasp.inspect.detect import ShownSuspects, read_suspects
-from grasp.predict.predictor import EFFECT_SIZE, SIMILAR, Predictor
+from grasp.predict.predictor import EFFECT_SIZE, SIMILARITY_SKETCHES, Predictor
 from grasp.predict.scoring_rule import Interaction, ScoringProtocol
 from grasp.predict.slices import (
     LabelSlices,
@@ -48,7 +48,7 @@ from grasp.report.trends import LabelTrend, label_trends
 from grasp.runs.calibration import LearningCurve, OutcomePredictor, fit_outcomes, learning_curve
 from grasp.runs.retrained import TrainingRuns
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
-from grasp.text import LONGEST_CELL, different
+from grasp.text import MAX_CELL_CHARS, different
 from grasp.yaml_files import read_yaml, yaml_text
 
 TOP_SHARE = 0.3  # share of the rows whose predicted gain is reported if no selection is given
@@ -188,11 +188,13 @@ def collect_findings(
     run_agreement: Agreement | Missing = NO_RUNS
     if environment is not None:
         run_agreement = agreement(artifact, environment, protocol, targets=targets, partial=partial)
-    predictor = Predictor.from_artifact(artifact, protocol, targets, sketches=SIMILAR)
+    predictor = Predictor.from_artifact(artifact, protocol, targets, sketches=SIMILARITY_SKETCHES)
     columns = [label_slices(label_column(artifact, name, "--by"), tokens_N) for name in names]
     outcomes = NO_RUNS if environment is None else _outcomes(predictor, artifact, environment, partial=partial)
     # None unless the runs have outcomes of every target
-    complete = outcomes if isinstance(outcomes, OutcomePredictor) and set(outcomes.columns) == set(targets) else None
+    complete = (
+        outcomes if isinstance(outcomes, OutcomePredictor) and set(outcomes.task_by_target) == set(targets) else None
+    )
 
     # slices, rows
     labels = [_label_findings(artifact, predictor, slices, complete) for slices in columns]
@@ -362,5 +364,5 @@ def _label_findings(
     weights_model: SliceFormula | Predictor = predictor
     if predictor.protocol.interaction is Interaction.NONE:  # interactions between rows are not a sum over slices
         weights_model = SliceFormula(effects.sums.n_retained_B, effects.sums.effect_BT, predictor.exposure)
-    names = different(slices.names, LONGEST_CELL)
+    names = different(slices.names, MAX_CELL_CHARS)
     return LabelFindings(slices, names, dropped, by_relevance, effects.effect_GT, cosines(effects.sums), weights_model)

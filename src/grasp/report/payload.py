@@ -12,10 +12,10 @@ import numpy as np
 from grasp.predict.predictor import NEW_ROW_VALUE, REPEAT_WORTH
 from grasp.predict.slices import SliceFormula
 from grasp.report.findings import Findings, LabelFindings, Missing
-from grasp.text import LONGEST_CELL, different, ending, name, plain
+from grasp.text import MAX_CELL_CHARS, different, ending, name, plain
 
 DIGITS = 4  # significant digits of displayed numbers; formulas keep full precision
-LONGEST_TEXT = 600
+MAX_TEXT_CHARS = 600
 MAX_WEIGHT = 4.0  # end of a slider: four times as often as in the corpus
 # Percentages of a slice at which runs are evaluated; the page interpolates linearly between them.
 GRID = (0, 5, *range(10, 100, 10), 95, 100, 105, 110, *range(125, 401, 25))
@@ -29,7 +29,7 @@ def payload(findings: Findings) -> dict[str, Any]:
         {
             "id": name(row["row_id"]),
             "tokens": row["n_tokens"],
-            "text": plain(row["snippet"] or "", LONGEST_TEXT),
+            "text": plain(row["snippet"] or "", MAX_TEXT_CHARS),
             "at": [int(code_K[k]) for code_K in codes],
             "effect": _rounded(examples.effect_KT[k]),
             "rank": examples.rank_KT[k].tolist(),
@@ -68,7 +68,7 @@ def payload(findings: Findings) -> dict[str, Any]:
             for cell in range(len(pairs.slices) - bool(pairs.n_grouped))
         ]
     return {
-        "targets": different(findings.targets, LONGEST_CELL),
+        "targets": different(findings.targets, MAX_CELL_CHARS),
         "effectUnit": findings.effect_unit,
         "runsUnit": "" if isinstance(outcomes, Missing) else outcomes.unit,
         "intervals": "" if isinstance(outcomes, Missing) else plain(outcomes.title, 400).partition(": ")[2],
@@ -118,8 +118,8 @@ def _label(findings: Findings, label: LabelFindings) -> dict[str, Any]:
         table = findings.outcomes.predict(weights)
         half_width_BT = table.high_BT - table.change_BT
         values = [
-            {"change": _rounded(value_T), "half": _rounded(half_T), "beyond": beyond}
-            for value_T, half_T, beyond in zip(table.change_BT, half_width_BT, table.outside, strict=True)
+            {"change": _rounded(value_T), "half_width": _rounded(half_width_T), "beyond": beyond}
+            for value_T, half_width_T, beyond in zip(table.change_BT, half_width_BT, table.outside, strict=True)
         ]
         expected = tabulated(values)
 

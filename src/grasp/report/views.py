@@ -20,12 +20,12 @@ from grasp.runs.calibration import DRAWS, OUTSIDE
 from grasp.runs.evaluation import Evaluation, MethodResult
 from grasp.runs.metrics import Estimate, TargetMetrics
 from grasp.select.summaries import MixtureSummary, SelectionSummary, TargetChange
-from grasp.text import LONGEST_CELL, different, name, plain
+from grasp.text import MAX_CELL_CHARS, different, name, plain
 
 View = dict[str, Any]
 
-NAMED = 2  # slices to keep that are named in a sentence
-BARS = 4  # most helpful and most harmful slices in a bar chart
+MAX_SLICES_NAMED = 2  # slices to keep that are named in a sentence
+BARS_PER_END = 4  # most helpful and most harmful slices in a bar chart
 PAIRS_SHOWN = 6
 SHARES_SHOWN = 30  # label values in the table of a selection
 CURVE_SHOWN = 12  # budgets in the table of a selection
@@ -117,7 +117,7 @@ def headline(findings: Findings, targets: Sequence[str]) -> View:
             "gain": [target for target, sign in zip(targets, sign_GT[g], strict=True) if sign == 1],
             "lose": [target for target, sign in zip(targets, sign_GT[g], strict=True) if sign == -1],
         }
-        for g in [g for g in by_disagreement if disagreement_G[g] > least][:NAMED]
+        for g in [g for g in by_disagreement if disagreement_G[g] > least][:MAX_SLICES_NAMED]
     ]
     view = {"subject": subject, "label": plain(label.slices.label, 40), "by_relevance": by_relevance}
     return view | {"opposed": opposed} | named
@@ -126,7 +126,7 @@ def headline(findings: Findings, targets: Sequence[str]) -> View:
 def _named_slices(label: LabelFindings, votes_G: Integers, change_G: F64) -> View:
     """Return the slices to keep and the most harmful slice; only slices with significant effects are named."""
     order = np.argsort(change_G, kind="stable").tolist()
-    keep = [label.names[g] for g in order if votes_G[g] > 0 and change_G[g] < 0][:NAMED]
+    keep = [label.names[g] for g in order if votes_G[g] > 0 and change_G[g] < 0][:MAX_SLICES_NAMED]
     return {"keep": keep, "harmful": [label.names[g] for g in order if votes_G[g] < 0 and change_G[g] > 0][-1:]}
 
 
@@ -142,7 +142,7 @@ def answers(findings: Findings, targets: Sequence[str]) -> list[View]:
             change_G, low_G, high_G = dropped.value_GT[:, t], dropped.low_GT[:, t], dropped.high_GT[:, t]
             order = np.argsort(change_G, kind="stable").tolist()
             # the largest and the smallest changes, most helpful slice first
-            shown = order if len(order) <= 2 * BARS else order[:BARS] + order[-BARS:]
+            shown = order if len(order) <= 2 * BARS_PER_END else order[:BARS_PER_END] + order[-BARS_PER_END:]
             scale = _bar_scale(change_G[shown])
             bars = [{"name": label.names[g]} | _bar(change_G[g], low_G[g], high_G[g], scale) for g in shown]
             answer |= _named_slices(label, sign_G1[:, 0], change_G) | {"bars": bars, "by_relevance": by_relevance}
@@ -224,7 +224,7 @@ def slices(label: LabelFindings, trend: LabelTrend | None, targets: Sequence[str
     )
     trends = []
     if trend is not None:
-        checkpoints = different(trend.checkpoints, LONGEST_CELL)
+        checkpoints = different(trend.checkpoints, MAX_CELL_CHARS)
         for t, target in enumerate(targets):
             shares = [
                 [names[g], *(f"{share:+.1%}" for share in trend.share_CGT[:, g, t])]
@@ -314,7 +314,7 @@ def _curves(findings: Findings, default_method: MethodResult) -> list[View]:
         return f"{BOTTOM - (BOTTOM - TOP) * (min(rho, 1.0) - least) / (1.0 - least):.1f}"
 
     views = []
-    for target, t in findings.outcomes.columns.items():
+    for target, t in findings.outcomes.task_by_target.items():
         row = next((row for row in default_method.targets if row.target.partition("@")[0] == target), None)
         ceiling = None if row is None else row["task_ceiling"].value
         ends = [f"{number(float(curve.rho_KT[k, t]), 2)} with {curve.counts[k]} runs" for k in (0, -1)]
@@ -364,7 +364,7 @@ def selection(summary: SelectionSummary) -> View:
     step = max(1, len(points) // CURVE_SHOWN)
     # rows per label value, largest first; rare values are summed
     n_rows, n_selected = sum(label.pool for label in summary.labels), sum(label.selected for label in summary.labels)
-    values = different([label.value for label in summary.labels], LONGEST_CELL)
+    values = different([label.value for label in summary.labels], MAX_CELL_CHARS)
     counts = [(value, label.pool, label.selected) for value, label in zip(values, summary.labels, strict=True)]
     counts.sort(key=lambda count: -count[2])
     counts, tail = counts[:SHARES_SHOWN], counts[SHARES_SHOWN:]
@@ -389,7 +389,7 @@ def selection(summary: SelectionSummary) -> View:
 
 def mixture(summary: MixtureSummary) -> View:
     """Return the mixture: current and proposed share of every slice, and the predicted changes."""
-    values = zip(different([share.value for share in summary.slices], LONGEST_CELL), summary.slices, strict=True)
+    values = zip(different([share.value for share in summary.slices], MAX_CELL_CHARS), summary.slices, strict=True)
     return {
         "title": "The mixture",
         "head": plain(f"{summary.headline}; value {signed(summary.value)}, scoring rule {summary.protocol.name}.", 400),

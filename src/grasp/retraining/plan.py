@@ -36,14 +36,14 @@ from grasp.runs.retrained import (
 from grasp.settings import ModelSettings, RetrainSettings
 from grasp.store.locks import locked
 from grasp.targets import Unit, UnitSet, load_units
-from grasp.targets.units import UnitTokens
+from grasp.targets.units import LOSS, UnitTokens
 from grasp.text import json_text
 from grasp.training.recipe import RECIPES, TrainingRecipe, named_recipe
 from grasp.yaml_files import over, validated, write_yaml
 
 PURPOSE = "evaluation"  # name of the random stream; calibration families have another one
 SHARD_ROWS = 4096
-TRAINED_ON = "trained_on.json"  # record in the directory of a tokenizer that was trained on the corpus
+TOKENIZER_RECORD = "trained_on.json"  # record in the directory of a tokenizer that was trained on the corpus
 COMMAND_CONTEXT = 1024  # default maximum length of rows and units for a train command, in tokens
 TOKENIZER_CHARS = 50_000_000  # characters of the corpus that a tokenizer is trained on; more do not help
 Stage = Callable[[str], None]  # callback that receives the name of a stage: "tokenizer", "rows"
@@ -193,7 +193,7 @@ def _train_tokenizer(settings: RetrainSettings, recipe: TrainingRecipe, out: Pat
             "vocab_size": recipe.shape.vocab_size,
         }
     )
-    record = directory / TRAINED_ON
+    record = directory / TOKENIZER_RECORD
     known = record.read_text(encoding="utf-8") if record.exists() else ""
     if directory.exists() and (is_environment(out) or known == trained_on):
         return
@@ -215,7 +215,7 @@ def _train_tokenizer(settings: RetrainSettings, recipe: TrainingRecipe, out: Pat
     discard(directory)
     with written_aside(directory) as part:
         train_tokenizer(texts(), vocab_size=recipe.shape.vocab_size).save_pretrained(part)
-        (part / TRAINED_ON).write_text(trained_on, encoding="utf-8")
+        (part / TOKENIZER_RECORD).write_text(trained_on, encoding="utf-8")
 
 
 # ------------------------------------------------------------------------------------------------------ units
@@ -234,16 +234,16 @@ def recorded_units(
     loaded = load_units(settings.targets).rendered(tokenizer).units
     recorded: dict[str, tuple[Unit, ...]] = {}
     for loss_on in settings.recorded_losses:
-        for name in dict.fromkeys(unit.target for unit in loaded):
+        for name in dict.fromkeys(unit.target for unit in loaded if unit.metric == LOSS or loss_on == "completion"):
             recorded_target = tuple(replace(unit, loss_on=loss_on) for unit in loaded if unit.target == name)
             recorded[name + (ALL_SUFFIX if loss_on == "all" else "")] = recorded_target
     units = UnitSet(tuple(chain.from_iterable(recorded.values())))
     tokens = units.tokenize(tokenizer, settings.targets.max_length)
-    too_long = [k for k, unit in enumerate(tokens) if len(unit.input_ids) > recipe.shape.context]
+    too_long = [k for k, unit in enumerate(tokens) if unit.longest > recipe.shape.context]
     if too_long:
         raise SettingsError(
             f"targets.max_length: {len(too_long)} units exceed the {recipe.shape.context} tokens of recipe "
-            f"{recipe.name}, e.g. {units.units[too_long[0]].unit_id!r} with {len(tokens[too_long[0]].input_ids)}; "
+            f"{recipe.name}, e.g. {units.units[too_long[0]].unit_id!r} with {tokens[too_long[0]].longest}; "
             f"set targets.max_length to {recipe.shape.context}, here and in the build"
         )
     return recorded, tokens

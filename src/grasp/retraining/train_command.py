@@ -27,15 +27,15 @@ from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import TOKENIZER_FILES
 from grasp.models.tokenizer import HfTokenizer
 from grasp.models.unit_loss import evaluate_units
-from grasp.runs.retrained import FULL, Run
+from grasp.runs.retrained import WHOLE_CORPUS_RUN, Run
 from grasp.seeds import stream
 from grasp.settings import CorpusSettings, ModelSettings
 from grasp.targets.units import UnitTokens
 from grasp.text import json_text, plain
 
 ROWS = "rows.jsonl"
-LAST_BYTES = 8192  # bytes at the end of stderr that are searched for the last line
-SHOWN = 300  # characters of stderr in a message
+STDERR_TAIL_BYTES = 8192  # bytes at the end of stderr that are searched for the last line
+MAX_STDERR_CHARS = 300  # characters of stderr in a message
 
 
 def command_words(command: str) -> list[str]:
@@ -134,14 +134,14 @@ def utility_by_command(
                 "the checkpoint has another tokenizer than the units; pass its directory as --set tokenizer=DIR with a "
                 "new --out"
             )
-        longest = max(len(unit.input_ids) for unit in tokens)
+        longest = max(unit.longest for unit in tokens)
         if model.context is not None and longest > model.context:
             raise ModelError(
                 f"the context length of the checkpoint is {model.context} tokens, a unit has {longest}; set "
                 f"targets.max_length to {model.context} with a new --out"
             )
         utility_E: F64 = -evaluate_units(model.model, tokens)
-        if run.subset_id == FULL:
+        if run.subset_id == WHOLE_CORPUS_RUN:
             reference = environment / "reference" / f"seed-{run.seed}"
             discard(reference)
             reference.parent.mkdir(exist_ok=True)
@@ -192,8 +192,8 @@ def _run_logged(words: Sequence[str], log: Path) -> None:
         raise ModelError(f"{words[0]!r} cannot be started: {err.strerror}") from err
     if process.returncode:
         with stderr_path.open("rb") as file:  # the log may be long: read its end only
-            file.seek(max(0, stderr_path.stat().st_size - LAST_BYTES))
-            lines = file.read(LAST_BYTES).decode("utf-8", errors="replace").split("\n")
+            file.seek(max(0, stderr_path.stat().st_size - STDERR_TAIL_BYTES))
+            lines = file.read(STDERR_TAIL_BYTES).decode("utf-8", errors="replace").split("\n")
         lines_of_text = [line.strip() for line in lines if line.strip()]
-        last = plain(lines_of_text[-1], SHOWN) if lines_of_text else "nothing on stderr"
+        last = plain(lines_of_text[-1], MAX_STDERR_CHARS) if lines_of_text else "nothing on stderr"
         raise ModelError(f"exit status {process.returncode}: {last} (full log: {stderr_path})")

@@ -41,7 +41,7 @@ from grasp.retraining.plan import (
     tokenizer_of,
 )
 from grasp.retraining.train_command import command_words, job_line, job_of, utility_by_command
-from grasp.runs.retrained import FULL, RetrainedRuns, Run
+from grasp.runs.retrained import WHOLE_CORPUS_RUN, RetrainedRuns, Run
 from grasp.settings import RetrainSettings
 from grasp.store.locks import keep_renewed
 from grasp.targets.units import UnitTokens
@@ -213,7 +213,11 @@ class Worker:
 
     def weights(self, run: Run) -> F64:
         """Return how often each row is used for training, (N,)."""
-        return np.ones(self.store.n_rows) if run.subset_id == FULL else self.subsets[run.subset_id].toarray()[0]
+        return (
+            np.ones(self.store.n_rows)
+            if run.subset_id == WHOLE_CORPUS_RUN
+            else self.subsets[run.subset_id].toarray()[0]
+        )
 
     def utilities(self, runs: Sequence[Run], progress: Callable[[int], None]) -> list[F64]:
         """Train the models of `runs`, and return the utility (-loss, nats per token) of every unit, (E,) per run.
@@ -228,7 +232,7 @@ class Worker:
             steps = {self.recipe.steps * eighth // 8 for eighth in (1, 3, 5, 7)}
             checkpoints = tuple(sorted(steps - {0}))
         try:
-            if runs[0].subset_id == FULL:
+            if runs[0].subset_id == WHOLE_CORPUS_RUN:
                 trained = train(
                     self.recipe,
                     self.store,

@@ -27,18 +27,18 @@ from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import SubsetBlock, WeightedRows, Weights, in_blocks
 from grasp.runs.predictions import WHOLE_TASK, Cost, Predictions
 from grasp.runs.retrained import ALL_SUFFIX, RetrainedRunsInfo, Run, TargetInfo, TrainingRuns
-from grasp.runs.table import NAMED, RunTable, open_runs
-from grasp.targets.units import LossOn, Unit, UnitSet
+from grasp.runs.table import MAX_LISTED, RunTable, open_runs
+from grasp.targets.units import LossOn, UnitSet, stored_units
 
-BLOCK = 256
+BLOCK_SUBSETS = 256
 NATS = r"(^|_)(loss|nll|ce)($|_)|loss$"  # names of metrics in nats per token
 
 
 def unit_fingerprints(artifact: ArtifactReader, loss_on: LossOn) -> dict[str, str]:
     """Return the fingerprint of the units of every target of an artifact."""
-    lines = artifact.units.select(["unit_id", "target", "prompt", "completion"]).to_pylist()
+    units = stored_units(artifact.units, loss_on)
     return {
-        target: UnitSet(tuple(Unit(**line, loss_on=loss_on) for line in lines if line["target"] == target)).fingerprint
+        target: UnitSet(tuple(unit for unit in units if unit.target == target)).fingerprint
         for target in artifact.targets
     }
 
@@ -186,7 +186,7 @@ class ImportedRuns(TrainingRuns):
                 metric_of[target] = next((name for name in fitting if "loss" in name), fitting[0])
         if not metric_of:
             raise RunsError(
-                f"{table.name}: has metrics {', '.join(table.metrics[:NAMED])}, the artifact has targets "
+                f"{table.name}: has metrics {', '.join(table.metrics[:MAX_LISTED])}, the artifact has targets "
                 f"{', '.join(artifact.targets)}; a metric must be named after its target, e.g. sciq or sciq/acc"
             )
         loss_on = artifact.manifest.settings.get("targets", {}).get("loss_on", "completion")
@@ -239,7 +239,7 @@ class ImportedRuns(TrainingRuns):
         return ()
 
     def subset_blocks(
-        self, rows: RowIndex, labels: LabelColumn | None = None, *, block: int = BLOCK
+        self, rows: RowIndex, labels: LabelColumn | None = None, *, block: int = BLOCK_SUBSETS
     ) -> Iterator[SubsetBlock]:
         yield from self._subsets
 
@@ -288,7 +288,7 @@ def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBl
                 retained = np.flatnonzero(weight_N)
                 yield WeightedRows(run, retained, weight_N[retained])
 
-        return list(in_blocks(weighted_rows(), artifact.n_rows, BLOCK)), []
+        return list(in_blocks(weighted_rows(), artifact.n_rows, BLOCK_SUBSETS)), []
     assert runs.info.label is not None
     try:
         column = table.column(runs.info.label)
@@ -304,7 +304,7 @@ def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBl
         missing = [name for name in runs.values if name not in code_of]
         raise RunsError(
             f"{runs.name}: {len(missing)} values of {runs.info.label} are not in the artifact: "
-            f"{', '.join(missing[:NAMED])}; it has {', '.join(list(code_of)[:NAMED])}"
+            f"{', '.join(missing[:MAX_LISTED])}; it has {', '.join(list(code_of)[:MAX_LISTED])}"
         )
     place = [code_of[name] for name in names]
     factor_RG = np.zeros((len(runs), len(column.values)))
@@ -313,7 +313,7 @@ def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBl
         factor_RG *= artifact.n_rows / np.maximum(column.counts, 1)
     unseen = [name for name, code in code_of.items() if code not in place]
     notes = (
-        [f"{len(unseen)} values of {column.name} do not occur in any run: {', '.join(unseen[:NAMED])}"]
+        [f"{len(unseen)} values of {column.name} do not occur in any run: {', '.join(unseen[:MAX_LISTED])}"]
         if unseen
         else []
     )
@@ -333,7 +333,7 @@ def _by_rows(runs: RunTable, table: LabelTable, index: RowIndex) -> list[SubsetB
     lacking = [name for name in runs.values if name not in place]
     if lacking:
         raise RunsError(
-            f"{runs.name}: {len(lacking)} rows or documents are not in the artifact: {', '.join(lacking[:NAMED])}"
+            f"{runs.name}: {len(lacking)} rows or documents are not in the artifact: {', '.join(lacking[:MAX_LISTED])}"
         )
     per_run: dict[str, tuple[list[int], list[float]]] = {run: ([], []) for run in runs.runs}
     lines = (runs.trained[column].to_pylist() for column in ("run", "name", "weight"))
@@ -345,4 +345,4 @@ def _by_rows(runs: RunTable, table: LabelTable, index: RowIndex) -> list[SubsetB
         for run, (rows, weights) in per_run.items()
         for order in [np.argsort(rows)]
     )
-    return list(in_blocks(subsets, index.n_rows, BLOCK))
+    return list(in_blocks(subsets, index.n_rows, BLOCK_SUBSETS))

@@ -17,7 +17,7 @@ from grasp.arrays import F64, I32, Integers
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, row_tokens
 from grasp.errors import ProtocolLeakError, RunsError
-from grasp.predict.predictor import SIMILAR, KernelRelevance, Predictor
+from grasp.predict.predictor import SIMILARITY_SKETCHES, KernelRelevance, Predictor
 from grasp.predict.slices import label_slices, suggest_labels
 from grasp.predict.weights import RowSums, Weights
 from grasp.runs.alignment import Alignment, bind_runs
@@ -29,10 +29,10 @@ from grasp.seeds import stream
 
 COVERAGE = 0.9
 OUTSIDE = "outside the range of the runs"
-NAMED = 3  # subsets named in a note
-FAR = 1 + 1e-6  # distance above which a subset is outside the range of the runs; 1 is the farthest run
-COUNTS, DRAWS = (4, 8, 16, 32), 4  # training set sizes of a learning curve, and random draws per size
-LEFT_OUT = 12, 256  # minimum and maximum number of test runs
+MAX_SUBSETS_NAMED = 3  # subsets named in a note
+MAX_DISTANCE_INSIDE = 1 + 1e-6  # distance above which a subset is outside the range of the runs; 1 is the farthest run
+FIT_SIZES, DRAWS = (4, 8, 16, 32), 4  # training set sizes of a learning curve, and random draws per size
+TEST_RUNS = 12, 256  # minimum and maximum number of test runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class ExtrapolationLog:
         """Add a block of subsets."""
         messages = [f"{name} ({words})" for name, words in zip(names, nats.outside, strict=True) if words]
         self._count += len(messages)
-        self._first += messages[: NAMED - len(self._first)]
+        self._first += messages[: MAX_SUBSETS_NAMED - len(self._first)]
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -191,8 +191,8 @@ class SubsetFeaturizer:
 class OutcomePredictor:
     """Predict changes in the unit of the runs, with intervals, from features of subsets.
 
-    The process is fitted to all targets of the runs, so that the prediction for a target does not depend on which
-    others are requested.
+    The Gaussian process is fitted to all targets of the runs, so that the prediction for a target does not depend on
+    which others are requested.
 
     Attributes:
         unit: name of the columns: nats, or the metric of the runs.
@@ -208,13 +208,13 @@ class OutcomePredictor:
     notes: tuple[str, ...]
     targets: tuple[str, ...]
     featurizer: SubsetFeaturizer
-    process: GaussianProcess
+    gaussian_process: GaussianProcess
     runs: SubsetFeatures
     utility_RST: F64
 
     @property
-    def columns(self) -> dict[str, int]:
-        """Return the task of the process for each requested target that has runs."""
+    def task_by_target(self) -> dict[str, int]:
+        """Return the task of the Gaussian process for each requested target that has runs."""
         fitted = self.featurizer.predictor.units.targets
         return {target: fitted.index(target) for target in self.targets if target in fitted}
 
@@ -222,12 +222,14 @@ class OutcomePredictor:
         """Return the change of each subset relative to the corpus; nan for a target without runs."""
         features, corpus = self.featurizer.features(weights), self.featurizer.corpus()
         mean_BT, half_width_BT = self._change(features, corpus)
-        far_B = self.process.relative_distance(features, corpus)
-        outside = [f"{far:.1f} times as far from the corpus as any run" if far > FAR else "" for far in far_B]
-        expected, half = self._select_targets(mean_BT), self._select_targets(half_width_BT)
-        return PredictedChanges(expected, expected - half, expected + half, tuple(outside), self.unit)
+        far_B = self.gaussian_process.relative_distance(features, corpus)
+        outside = [
+            f"{far:.1f} times as far from the corpus as any run" if far > MAX_DISTANCE_INSIDE else "" for far in far_B
+        ]
+        expected, half_width = self._select_targets(mean_BT), self._select_targets(half_width_BT)
+        return PredictedChanges(expected, expected - half_width, expected + half_width, tuple(outside), self.unit)
 
-    def gradient(self, weights: Weights, weights_T: F64, *, cautious: bool = False) -> F64:
+    def row_gradients(self, weights: Weights, weights_T: F64, *, cautious: bool = False) -> F64:
         """Return the derivative of the weighted change with respect to adding each row, (N,), up to a constant."""
         corpus = self.featurizer.corpus()
 
@@ -238,19 +240,19 @@ class OutcomePredictor:
             )
 
         return self.featurizer.row_contributions(
-            self.process.gradient(self.featurizer.features(weights), value), weights
+            self.gaussian_process.gradient(self.featurizer.features(weights), value), weights
         )
 
     def _change(self, features: SubsetFeatures, corpus: SubsetFeatures) -> tuple[F64, F64]:
         """Return the change relative to the corpus and half the width of its interval, for all tasks."""
-        mean_BT, spread_BT = self.process.change(features, corpus)
-        return mean_BT, self.process.quantile(COVERAGE) * spread_BT
+        mean_BT, spread_BT = self.gaussian_process.change(features, corpus)
+        return mean_BT, self.gaussian_process.quantile(COVERAGE) * spread_BT
 
     def _select_targets(self, predicted_BT: F64) -> F64:
         """Select the requested targets from all tasks; nan for a target without runs."""
         out_BT = np.full((len(predicted_BT), len(self.targets)), np.nan)
-        for target, column in self.columns.items():
-            out_BT[:, self.targets.index(target)] = predicted_BT[:, column]
+        for target, task in self.task_by_target.items():
+            out_BT[:, self.targets.index(target)] = predicted_BT[:, task]
         return out_BT
 
 
@@ -275,19 +277,19 @@ def learning_curve(expected: OutcomePredictor) -> LearningCurve | None:
     Fits use at most 32 runs, so this takes seconds.
     """
     runs, utility_RST = expected.runs, expected.utility_RST
-    counts = [k for k in COUNTS if k + LEFT_OUT[0] <= len(runs)]
+    counts = [k for k in FIT_SIZES if k + TEST_RUNS[0] <= len(runs)]
     if not counts:
         return None
     realized_RT = np.nanmean(utility_RST, axis=1)
     rho_KDT = np.full((1 + len(counts), DRAWS, realized_RT.shape[1]), np.nan)
     for d in range(DRAWS):
         order = stream(0, "learning curve", len(runs), d).permutation(len(runs))
-        rest = order[counts[-1] :][: LEFT_OUT[1]]
+        rest = order[counts[-1] :][: TEST_RUNS[1]]
         rho_KDT[0, d] = spearman(runs.relevance_BT[rest], realized_RT[rest])
         for place, k in enumerate(counts, start=1):
             if np.ptp(realized_RT[order[:k]], axis=0).min() > 0:  # a fit needs runs that differ
-                process = GaussianProcess.fit(runs.take(order[:k]), utility_RST[order[:k]])
-                rho_KDT[place, d] = spearman(process.predict(runs.take(rest))[0], realized_RT[rest])
+                gaussian_process = GaussianProcess.fit(runs.take(order[:k]), utility_RST[order[:k]])
+                rho_KDT[place, d] = spearman(gaussian_process.predict(runs.take(rest))[0], realized_RT[rest])
     known = np.flatnonzero(np.isfinite(rho_KDT).all(axis=(1, 2)))
     rho_KDT = rho_KDT[known]
     return LearningCurve(tuple([0, *counts][k] for k in known), rho_KDT.mean(axis=1), rho_KDT.std(axis=1, ddof=1))
@@ -341,7 +343,7 @@ def fit_outcomes(
         target: run_target for (target, run_target), varies in zip(targets.items(), varies_T, strict=True) if varies
     }
     utility_RST = utility_RST[:, :, varies_T]
-    runs_predictor = Predictor.from_artifact(artifact, predictor.protocol, list(targets), sketches=SIMILAR)
+    runs_predictor = Predictor.from_artifact(artifact, predictor.protocol, list(targets), sketches=SIMILARITY_SKETCHES)
     labels = dict.fromkeys([*([runs_set.label] if runs_set.label else []), *suggest_labels(artifact)])
     featurizer = SubsetFeaturizer.from_predictor(runs_predictor, artifact, tuple(labels))
     features_of_blocks = [featurizer.features(block.weights) for block in alignment.blocks]

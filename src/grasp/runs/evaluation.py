@@ -25,11 +25,11 @@ from grasp.runs.retrained import Role, TrainingRuns, Utilities
 from grasp.seeds import bootstrap_weights
 from grasp.text import json_text, number, plain, text_table
 
-APART: dict[MethodRole, str] = {
+GROUP_HEADINGS: dict[MethodRole, str] = {
     "oracle-selected": "oracle-selected: configured on the evaluated utilities; not comparable with the others",
     "supervised oracle": "supervised oracles: fitted on other subsets of these runs; a ceiling, not a prediction",
 }
-COSTS = ("floats a row", "build s")
+COST_COLUMNS = ("floats a row", "build s")
 HEADINGS = {
     "task_rho": "task rho",
     "task_ceiling": "ceiling",
@@ -103,7 +103,7 @@ class Evaluation(Result):
     def __repr__(self) -> str:
         """Return one line per method and target, oracles separately, with explanations below."""
         with_cost = any(result.predictions.cost is not None for result in self.methods)
-        order: list[MethodRole] = ["predictor", *APART]
+        order: list[MethodRole] = ["predictor", *GROUP_HEADINGS]
         lines: list[tuple[MethodRole, list[str]]] = []
         for result in sorted(self.methods, key=lambda result: order.index(result.predictions.standing)):
             known, cost = result.predictions.cost, ["-", "-"] if with_cost else []
@@ -116,11 +116,11 @@ class Evaluation(Result):
             for name, row in rows.items():
                 cells = [_cell(metric, row[metric]) for metric in HEADINGS]
                 lines.append((result.predictions.standing, [result.method, name, str(row.n_units), *cells, *cost]))
-        headings = ["method", "target", "units", *HEADINGS.values(), *(COSTS if with_cost else ())]
+        headings = ["method", "target", "units", *HEADINGS.values(), *(COST_COLUMNS if with_cost else ())]
         heading, *body = text_table("", headings, [line for _, line in lines], left=2).splitlines()
         text, before = [plain(self.headline), heading], "predictor"
         for (standing, _), line in zip(lines, body, strict=True):
-            text += [APART[standing]] if standing != before else []
+            text += [GROUP_HEADINGS[standing]] if standing != before else []
             text.append(line)
             before = standing
         return "\n".join([*text, *map(plain, self._below())])

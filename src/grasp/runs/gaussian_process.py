@@ -49,15 +49,17 @@ from grasp.arrays import F64, Integers, ratio
 from grasp.errors import RunsError, ShapeError
 from grasp.seeds import stream
 
-FEWEST = 2  # minimum number of different subsets
-ALIKE_DIGITS = 9  # subsets are the same if all features agree to this many decimals
+MIN_DIFFERENT_SUBSETS = 2  # minimum number of different subsets
+EQUALITY_DECIMALS = 9  # subsets are the same if all features agree to this many decimals
 JITTER = 1e-6  # added to the diagonal of the covariance
 TINY = 1e-12
-TUNED_ON = 256  # maximum number of runs that hyperparameters are fitted to; the posterior uses all runs
-BLOCK = 4_096  # subsets predicted at once
-FARTHEST = 4.0  # bounds of a hyperparameter, in standard deviations of its prior
-LARGEST = 3.0  # upper bound of the log variance of a component of the shares; keeps the covariance well conditioned
-TESTED = 4.0  # distance, relative to the runs, up to which intervals were tested: experiments/extrapolation
+MAX_TUNING_RUNS = 256  # maximum number of runs that hyperparameters are fitted to; the posterior uses all runs
+BLOCK_SUBSETS = 4_096  # subsets predicted at once
+PRIOR_BOUND = 4.0  # bounds of a hyperparameter, in standard deviations of its prior
+MAX_LOG_VARIANCE = (
+    3.0  # upper bound of the log variance of a component of the shares; keeps the covariance well conditioned
+)
+TESTED_DISTANCE = 4.0  # distance, relative to the runs, up to which intervals were tested: experiments/extrapolation
 STEP = 1e-4  # finite-difference step: of log hyperparameters, and of features relative to their spread
 # Weight of the deviations of rows' relevance from the mean of their slice, and its uncertainty: experiments/exposure.
 WITHIN_SLICE_WEIGHT, WITHIN_SLICE_SD = 0.4, 0.4
@@ -380,17 +382,18 @@ class GaussianProcess:
         seeds_n = (~np.isnan(utility_nST[:, :, 0])).sum(axis=1).astype(np.float64)
         utility_nT = np.nanmean(utility_nST, axis=1)
         seed_squares_T = np.nansum((utility_nST - utility_nT[:, None]) ** 2, axis=(0, 1))
-        different = len(np.unique(runs.flat().round(ALIKE_DIGITS), axis=0))
-        if different < FEWEST:
+        different = len(np.unique(runs.flat().round(EQUALITY_DECIMALS), axis=0))
+        if different < MIN_DIFFERENT_SUBSETS:
             raise RunsError(
-                f"fit to runs: got {different} different subset(s) in {n_runs} run(s), expected {FEWEST} or more"
+                f"fit to runs: got {different} different subset(s) in {n_runs} run(s), expected "
+                f"{MIN_DIFFERENT_SUBSETS} or more"
             )
         if (np.ptp(utility_nT, axis=0) == 0).any():
             raise RunsError("fit to runs: all runs have the same utility; expected runs that differ")
         scales = FeatureScales.from_runs(runs)
         mean_T = utility_nT.mean(axis=0)
         data = _Data(scales.transform(runs), utility_nT - mean_T, seeds_n, seed_squares_T, float((seeds_n - 1).sum()))
-        hyperparameters = _MarginalLikelihood(data.sample(TUNED_ON)).maximise()
+        hyperparameters = _MarginalLikelihood(data.sample(MAX_TUNING_RUNS)).maximise()
         curves = Curves.from_shares(data.runs.share_BG, [np.log(hyperparameters[name]) for name in SHAPES])
         solved = _Solution.solve(
             _covariance(hyperparameters, curves, data.runs, data.runs) + data.noise_nn(hyperparameters),
@@ -428,7 +431,7 @@ class GaussianProcess:
         """Return the relative uncertainty of predictions, (B, T); a prediction above 1 should not be used.
 
         It is half the width of the interval of the noise-free utility over the range of the runs, or the distance from
-        the runs over TESTED, whichever is larger.
+        the runs over TESTED_DISTANCE, whichever is larger.
         """
         parts = []
         for subsets in self._measured(features):
@@ -436,7 +439,7 @@ class GaussianProcess:
             factor_b1 = self._scales.extrapolation_factor(subsets.share_BG)
             spread_bT = np.sqrt(self._unexplained(subsets, cross_Gbn) + subsets.within_slice_BT**2) * factor_b1
             half_width_bT = self.quantile(coverage) * self.scale_T * spread_bT / self.range_T
-            parts.append(np.maximum(half_width_bT, factor_b1 / TESTED))
+            parts.append(np.maximum(half_width_bT, factor_b1 / TESTED_DISTANCE))
         return np.concatenate(parts)
 
     def relative_uncertainty_after(
@@ -452,7 +455,7 @@ class GaussianProcess:
         scales_by_run = (replace(self._scales, share_G=_mean_and_scale(share_nG)) for share_nG in shares_with_run)
         factor_B = np.array([float(scales.extrapolation_factor(subset.share_BG)[0, 0]) for scales in scales_by_run])
         half_width_B = self.quantile(coverage) * factor_B * np.sqrt(np.maximum(variance_B, 0.0)) / self.range_T[task]
-        return np.asarray(np.maximum(half_width_B, factor_B / TESTED))
+        return np.asarray(np.maximum(half_width_B, factor_B / TESTED_DISTANCE))
 
     def joint_posterior(self, features: SubsetFeatures, task: int) -> tuple[F64, F64, float]:
         """Return the posterior mean, (B,), and covariance, (B, B), of one task, and the noise variance of a run."""
@@ -495,8 +498,8 @@ class GaussianProcess:
     def gradient(self, at: SubsetFeatures, value: Callable[[SubsetFeatures], F64]) -> SubsetFeatures:
         """Return the gradient of a function of subsets with respect to the features of one, by finite differences."""
         step_1P = self._scales.step(at, STEP).flat()
-        rise_P = value(at.unflatten(at.flat() + np.diag(step_1P[0]))) - value(at)
-        return at.unflatten(ratio(rise_P, step_1P))
+        difference_P = value(at.unflatten(at.flat() + np.diag(step_1P[0]))) - value(at)
+        return at.unflatten(ratio(difference_P, step_1P))
 
     def relative_distance(self, features: SubsetFeatures, corpus: SubsetFeatures) -> F64:
         """Return the distance of subsets from the corpus relative to that of the farthest run, (B,).
@@ -515,8 +518,8 @@ class GaussianProcess:
         return float(stdtrit(self.freedom, 0.5 + coverage / 2))
 
     def _measured(self, features: SubsetFeatures) -> Iterator[SubsetFeatures]:
-        for start in range(0, len(features), BLOCK):
-            yield self._scales.transform(features.take(slice(start, start + BLOCK)))
+        for start in range(0, len(features), BLOCK_SUBSETS):
+            yield self._scales.transform(features.take(slice(start, start + BLOCK_SUBSETS)))
 
     def _unexplained(self, subsets: SubsetFeatures, cross_Gbn: F64) -> F64:
         """Return the posterior variance of level and g, (B, 1 or T).
@@ -650,8 +653,8 @@ class _MarginalLikelihood:
 
     def maximise(self) -> dict[str, float]:
         start, spread = self.prior.T
-        most = np.where([name in CURVES for name in self.names], LARGEST, np.inf)
-        bounds = list(zip(start - FARTHEST * spread, np.minimum(start + FARTHEST * spread, most), strict=True))
+        most = np.where([name in CURVES for name in self.names], MAX_LOG_VARIANCE, np.inf)
+        bounds = list(zip(start - PRIOR_BOUND * spread, np.minimum(start + PRIOR_BOUND * spread, most), strict=True))
         starts: list[F64] = [start]
         if self.has_curves:
             starts.append(start + spread * np.array([STRAIGHT_START.get(name, 0.0) for name in self.names]))

@@ -29,14 +29,14 @@ from grasp.runs.table import RESULTS_SCHEMA, SUM_SLACK, TRAINED_SCHEMA, Directio
 from grasp.store.checksummed_parquet import read_checksummed
 from grasp.text import did_you_mean
 
-NAMES = ("run", "run_name", "name", "index", "id", "run_id", "subset_id", "")  # columns with the name of a run
+NAME_COLUMNS = ("run", "run_name", "name", "index", "id", "run_id", "subset_id", "")  # columns with the name of a run
 SEEDS, SIZES, TOKENS = ("seed",), ("size", "model_size", "params"), ("tokens", "train_tokens", "n_tokens")
-STATES = ("state", "status")
-FINISHED = ("finished", "completed", "success")
+STATE_COLUMNS = ("state", "status")
+FINISHED_STATES = ("finished", "completed", "success")
 ROW_COLUMNS = ("row_id", "doc_id")
-MIXTURES = ("proposed", "best_run", "mean_of_runs", "now")  # columns with shares in the output of `mix`
-SHOWN = 5
-MOST_WHOLE = (1 << 63) - 1
+MIXTURE_COLUMNS = ("proposed", "best_run", "mean_of_runs", "now")  # columns with shares in the output of `mix`
+MAX_LISTED = 5
+MAX_INTEGER = (1 << 63) - 1
 
 
 def import_runs(
@@ -110,9 +110,9 @@ def import_runs(
     metric_names = tuple(dict.fromkeys(lines["metric"].to_pylist()))
     directions = _directions(metric_names, harness.directions if harness else {}, higher, lower, outcome_where)
     if failed:
-        notes.append(f"skipped as failed: {len(failed)} runs, e.g. {', '.join(failed[:SHOWN])}")
+        notes.append(f"skipped as failed: {len(failed)} runs, e.g. {', '.join(failed[:MAX_LISTED])}")
     if wide.ignored:
-        notes.append(f"ignored columns that are not numeric: {', '.join(wide.ignored[:SHOWN])}")
+        notes.append(f"ignored columns that are not numeric: {', '.join(wide.ignored[:MAX_LISTED])}")
     if harness is not None:
         harness.check_comparable(metric_names)
         notes += harness.notes_about(metric_names)
@@ -138,16 +138,16 @@ def read_mixtures(source: Path | str | pa.Table, values: Sequence[str]) -> tuple
     """
     table, where = _table(source)
     if "value" in table.column_names and "value" not in values:
-        mixtures = [name for name in MIXTURES if name in table.column_names]
+        mixtures = [name for name in MIXTURE_COLUMNS if name in table.column_names]
         if not mixtures:
-            raise RunsError(f"{where}: has a column `value` but no shares; expected {', '.join(MIXTURES)}")
+            raise RunsError(f"{where}: has a column `value` but no shares; expected {', '.join(MIXTURE_COLUMNS)}")
         lines = zip(_text(table, "value", where).to_pylist(), *(table[name] for name in mixtures), strict=True)
         table = pa.table({"mixture": mixtures} | {value: pa.array(shares) for value, *shares in lines})
     if not len(table):
         raise RunsError(f"{where}: has no mixtures; expected one per line")
-    named = [name for name in table.column_names if name not in values and name in (*NAMES, "mixture")]
+    named = [name for name in table.column_names if name not in values and name in (*NAME_COLUMNS, "mixture")]
     if unknown := [name for name in table.column_names if name not in (*values, *named, "gain", "settles")]:
-        hint = did_you_mean(unknown[0], values) or f"; they are {', '.join(values[:SHOWN])} ..."
+        hint = did_you_mean(unknown[0], values) or f"; they are {', '.join(values[:MAX_LISTED])} ..."
         raise RunsError(f"{where}: {unknown[0]!r} is not a value that the runs were trained on{hint}")
     absent = [name for name in values if name not in table.column_names]
     for name in absent:
@@ -161,7 +161,7 @@ def read_mixtures(source: Path | str | pa.Table, values: Sequence[str]) -> tuple
     share_BG = np.stack([np.full(len(table), np.nan) if values_B is None else values_B for values_B in columns], axis=1)
     for name, share_G in zip(names, share_BG, strict=True):
         if not (np.isfinite(share_G) & (share_G >= 0)).all() or abs(share_G.sum() - 1.0) > SUM_SLACK:
-            without = f" (no columns, so share 0: {', '.join(absent[:SHOWN])})" if absent else ""
+            without = f" (no columns, so share 0: {', '.join(absent[:MAX_LISTED])})" if absent else ""
             raise RunsError(
                 f"{where}: mixture {name!r}: shares add up to {share_G.sum():.4g}{without}, expected numbers of 0 or "
                 "more that add up to 1"
@@ -226,7 +226,7 @@ class _Wide:
         by_name = _name_column(table, where)
         self.runs = _text(table, by_name, where).to_pylist()
         lower = {name.lower(): name for name in table.column_names if name != by_name}
-        metadata = {"seed": SEEDS, "size": SIZES, "tokens": TOKENS, "state": STATES}
+        metadata = {"seed": SEEDS, "size": SIZES, "tokens": TOKENS, "state": STATE_COLUMNS}
         column_of = {
             what: [lower[option] for option in options if option in lower] for what, options in metadata.items()
         }
@@ -248,7 +248,7 @@ class _Wide:
             pattern for pattern in keep if not any(fnmatch.fnmatchcase(name, pattern) for name in self.numbers)
         ]
         if unmatched:
-            available = ", ".join(list(self.numbers)[:SHOWN])
+            available = ", ".join(list(self.numbers)[:MAX_LISTED])
             raise RunsError(f"{self.where}: no numeric column matches {unmatched[0]!r}; available: {available}")
         return selected
 
@@ -260,9 +260,9 @@ class _Wide:
         failed: list[str] = []
         lines: list[tuple[Any, ...]] = []
         for at, run in enumerate(self.runs):
-            state = str(self.meta("state", at) or FINISHED[0]).lower()
+            state = str(self.meta("state", at) or FINISHED_STATES[0]).lower()
             values = [float(self.numbers[name][at]) for name in chosen]
-            if skip_failed and (state not in FINISHED or not np.isfinite(values).all()):
+            if skip_failed and (state not in FINISHED_STATES or not np.isfinite(values).all()):
                 failed.append(run)
                 continue
             size = self.meta("size", at)
@@ -279,8 +279,8 @@ class _Wide:
         try:
             number = None if value is None else int(float(value)) if isinstance(value, str) else int(value)
         except (ValueError, OverflowError, TypeError):
-            number = MOST_WHOLE + 1
-        if number is not None and not 0 <= number <= MOST_WHOLE:
+            number = MAX_INTEGER + 1
+        if number is not None and not 0 <= number <= MAX_INTEGER:
             raise RunsError(f"{self.where}: run {self.runs[at]!r}: {what} is {value!r}, expected a whole number")
         return number
 
@@ -352,11 +352,11 @@ def _table(source: Path | str | pa.Table) -> tuple[pa.Table, str]:
 
 def _name_column(table: pa.Table, where: str) -> str:
     lower = {name.lower(): name for name in reversed(table.column_names)}
-    column = next((lower[name] for name in NAMES if name in lower), None)
+    column = next((lower[name] for name in NAME_COLUMNS if name in lower), None)
     if column is None:
         raise RunsError(
-            f"{where}: has no column with run names (one of {', '.join(NAMES[:-1])}); its columns are "
-            f"{', '.join(table.column_names[:SHOWN])}"
+            f"{where}: has no column with run names (one of {', '.join(NAME_COLUMNS[:-1])}); its columns are "
+            f"{', '.join(table.column_names[:MAX_LISTED])}"
         )
     return str(column)
 

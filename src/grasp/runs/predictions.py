@@ -36,10 +36,10 @@ Weighting = Literal["count", "mean"]  # sum, or weighted mean, of the scores of 
 # supervised oracle: fitted to other subsets of the same runs. The latter two are reported separately.
 MethodRole = Literal["predictor", "oracle-selected", "supervised oracle"]
 
-EXAMPLES = 3
+MAX_EXAMPLES = 3
 WHOLE_TASK = ""  # unit_id of results for a whole task
-LARGEST = 1e100  # largest prediction, so that sums and squares do not overflow
-ROWS_AT_ONCE = 16_384
+MAX_PREDICTION = 1e100  # largest prediction, so that sums and squares do not overflow
+BLOCK_ROWS = 16_384
 
 
 class _Ids(BaseModel):
@@ -136,12 +136,12 @@ class RowScores:
         def downweighted_blocks() -> Iterator[tuple[int, F64]]:
             for start, scores_NE in self.blocks:
                 values_NE = scores_NE.astype(np.float64)
-                for row, column in np.argwhere(bad_NE := ~(np.abs(values_NE) <= LARGEST))[:1]:
+                for row, column in np.argwhere(bad_NE := ~(np.abs(values_NE) <= MAX_PREDICTION))[:1]:
                     target, unit = self.columns[column]
                     raise RunsError(
                         f"{self.method}: score of row {start + row} for {target} unit {unit!r} is "
                         f"{scores_NE[row, column]} ({bad_NE.sum()} such in this block); scores must be finite, and at "
-                        f"most {LARGEST:g}"
+                        f"most {MAX_PREDICTION:g}"
                     )
                 yield start, downweight_negative(values_NE, negative)
 
@@ -242,7 +242,7 @@ def _numbers(table: pa.Table, name: str, path: Path) -> F64:
 
 def _blocks(array: NDArray[Any]) -> list[tuple[int, NDArray[Any]]]:
     """Split an array, in memory or on disk, into views of blocks."""
-    return [(start, array[start : start + ROWS_AT_ONCE]) for start in range(0, len(array), ROWS_AT_ONCE)]
+    return [(start, array[start : start + BLOCK_ROWS]) for start in range(0, len(array), BLOCK_ROWS)]
 
 
 def _split(method: str, ids: tuple[str, ...], columns: Sequence[tuple[str, str | None]], values_BE: F64) -> Predictions:
@@ -262,17 +262,17 @@ def _positions(have: Sequence[str], want: Sequence[str], where: str) -> I64:
     missing = [name for name in want if name not in position]
     if missing:
         raise RunsError(
-            f"{where}: {len(missing)} of {len(want)} have no prediction, e.g. {missing[:EXAMPLES]}; expected all"
+            f"{where}: {len(missing)} of {len(want)} have no prediction, e.g. {missing[:MAX_EXAMPLES]}; expected all"
         )
     return np.array([position[name] for name in want], dtype=np.int64)
 
 
 def _finite(values: F64, where: str) -> F64:
-    bad = np.argwhere(~(np.abs(values) <= LARGEST))
+    bad = np.argwhere(~(np.abs(values) <= MAX_PREDICTION))
     if len(bad):
         raise RunsError(
             f"{where}: prediction at {tuple(bad[0].tolist())} is {values[tuple(bad[0])]} ({len(bad)} such); "
-            f"predictions must be finite, and at most {LARGEST:g}"
+            f"predictions must be finite, and at most {MAX_PREDICTION:g}"
         )
     return values
 

@@ -25,12 +25,12 @@ from grasp.errors import RunsError
 from grasp.runs.table import Direction
 from grasp.text import parse_json
 
-LOWER = r"loss|perplexity|ppl|nll|bpb|bits_per_byte|error|brier|(^|[/_.])ce($|[/_.])"
-HIGHER = (
+LOWER_IS_BETTER = r"loss|perplexity|ppl|nll|bpb|bits_per_byte|error|brier|(^|[/_.])ce($|[/_.])"
+HIGHER_IS_BETTER = (
     r"acc|f1|exact_match|(^|[/_.])em($|[/_.])|bleu|rouge|(?<!primary_)score|pass@|reward|auc|utility|mrr|recall|precision"
     r"|sum_logits|logits_per_(token|char)"
 )
-NAMED = 3  # results listed in a note
+MAX_RESULTS_LISTED = 3  # results listed in a note
 
 _DATE = re.compile(r"_?(\d{4}-\d\d-\d\dT[\d.-]+)$")
 _HARNESS = re.compile(r"results.*\.json|.+_\d{4}-\d\d-\d\dT[\d.-]+\.json")
@@ -51,7 +51,13 @@ _KINDS: Mapping[Kind, str] = {
 
 def direction_by_name(metric: str) -> Direction | None:
     """Return whether higher or lower is better by the name of a metric; None if it is ambiguous."""
-    return "lower" if re.search(LOWER, metric.lower()) else "higher" if re.search(HIGHER, metric.lower()) else None
+    return (
+        "lower"
+        if re.search(LOWER_IS_BETTER, metric.lower())
+        else "higher"
+        if re.search(HIGHER_IS_BETTER, metric.lower())
+        else None
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +161,8 @@ class HarnessResults:
         for kind, heading in _KINDS.items():
             about = [remark.text for remark in self.remarks if remark.kind == kind and remark.is_about(metrics)]
             if about:
-                more = f"; and {len(about) - NAMED} more" if len(about) > NAMED else ""
-                notes.append(f"{heading}: {'; '.join(about[:NAMED])}{more}")
+                more = f"; and {len(about) - MAX_RESULTS_LISTED} more" if len(about) > MAX_RESULTS_LISTED else ""
+                notes.append(f"{heading}: {'; '.join(about[:MAX_RESULTS_LISTED])}{more}")
         results = {task: result for of_run in self.by_run.values() for task, result in of_run.items()}
         tasks = [task for task, result in results.items() if result.is_about(metrics)]
         for task in tasks:

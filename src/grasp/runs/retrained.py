@@ -47,6 +47,7 @@ from grasp.settings import CorpusSettings, Settings, TargetSettings
 from grasp.store.checksummed_parquet import ChecksummedParquetWriter, read_checksummed
 from grasp.store.locks import TTL_SECONDS, Lease, acquire_lease, generations
 from grasp.store.records import Signed
+from grasp.targets.margins import split_metric
 from grasp.targets.units import LossOn
 
 Role = Literal["dev", "held-out"]
@@ -56,13 +57,13 @@ INFO = "environment.json"
 SUBSETS = "subsets.parquet"
 UTILITIES = "utilities.parquet"
 REFERENCE = "reference.parquet"
-FAILED = "failed"
+FAILED_DIRECTORY = "failed"
 MARKER = ".grasp-environment"  # marks the directory as ours; also the lock file during preparation
-FULL = "full"  # the run on the whole corpus
+WHOLE_CORPUS_RUN = "full"  # the run on the whole corpus
 ALL_SUFFIX = "@all"  # suffix of targets with loss on every token
-EXAMPLES = 3
+MAX_EXAMPLES = 3
 STEM_BYTES = 200  # longest file name of a run without suffix; file systems allow 255 bytes in total
-LARGEST = 1e30  # largest utility, so that sums of squares stay finite
+MAX_UTILITY = 1e30  # largest utility, so that sums of squares stay finite
 COLUMNS = ("subset_id", "seed", "target", "unit_id", "utility")
 
 
@@ -256,10 +257,11 @@ class TrainingRuns(ABC):
     def role_of(self, target: str) -> Role:
         """Return the role of a target; all targets of held-out runs are held out.
 
-        A task is held out with all of its losses: if `sciq` is held out, so is `sciq@all`.
+        A task is held out with all of its losses and metrics: if `sciq` is held out, so are `sciq@all` and
+        `sciq@margin`.
         """
         self._check_target(target)
-        held_out = {target, target.removesuffix(ALL_SUFFIX)} & set(self.info.held_out_targets)
+        held_out = {target, split_metric(target.removesuffix(ALL_SUFFIX))[0]} & set(self.info.held_out_targets)
         return "held-out" if held_out else self.info.role
 
     def fingerprint(self, first: SubsetBlock) -> str:
@@ -290,7 +292,7 @@ class TrainingRuns(ABC):
     def utilities(
         self, target: str | None = None, *, seeds: Sequence[int] | None = None, partial: bool = False
     ) -> Utilities:
-        """Return realized utilities, (B, S, E), -loss in nats per token; higher is better.
+        """Return realized utilities, (B, S, E); higher is better: -loss in nats per token, or the metric of a target.
 
         Args:
             target: default: all targets, one after the other.
@@ -312,7 +314,7 @@ class TrainingRuns(ABC):
         if lacks_BS.any() and not partial:
             missing = [Run(chosen[s], self.subset_ids[b]).stem for s, b in np.argwhere(lacks_BS.T)]
             raise RunsError(
-                f"{self.path}: {len(missing)} runs are missing, e.g. {missing[:EXAMPLES]}; "
+                f"{self.path}: {len(missing)} runs are missing, e.g. {missing[:MAX_EXAMPLES]}; "
                 "continue with `grasp retrain --resume`, or use the finished runs with --partial (partial=True)"
             )
         complete = np.flatnonzero(~lacks_BS.any(axis=1))
@@ -473,7 +475,7 @@ class RetrainedRuns(TrainingRuns):
 
     def runs(self) -> tuple[Run, ...]:
         """Return all runs: seed after seed, the whole corpus first."""
-        subsets = ((FULL,) if self.info.reference else ()) + self.subset_ids
+        subsets = ((WHOLE_CORPUS_RUN,) if self.info.reference else ()) + self.subset_ids
         return tuple(Run(seed, subset) for seed in self.info.seeds for subset in subsets)
 
     def pending(self) -> tuple[Run, ...]:
@@ -495,7 +497,7 @@ class RetrainedRuns(TrainingRuns):
         claims = self.path / "claims"
         known = generations(claims)
         for run in self.untried():
-            whole_corpus = run.subset_id == FULL
+            whole_corpus = run.subset_id == WHOLE_CORPUS_RUN
             if len(claimed) == limit:
                 break
             if claimed and (whole_corpus or run.seed != next(iter(claimed)).seed):
@@ -545,12 +547,12 @@ class RetrainedRuns(TrainingRuns):
         if missing:
             raise RunsError(
                 f"{self.path}: {len(missing)} of {len(all_runs)} runs are missing, e.g. "
-                f"{[run.stem for run in missing[:EXAMPLES]]}; continue with `grasp retrain --resume`"
+                f"{[run.stem for run in missing[:MAX_EXAMPLES]]}; continue with `grasp retrain --resume`"
             )
         if self._single():
             values_RE = self._values()
             for name, is_reference in ((REFERENCE, True), (UTILITIES, False)):
-                group = [r for r, run in enumerate(all_runs) if (run.subset_id == FULL) == is_reference]
+                group = [r for r, run in enumerate(all_runs) if (run.subset_id == WHOLE_CORPUS_RUN) == is_reference]
                 if group:
                     write_whole(self.path / name, run_bytes([all_runs[r] for r in group], self.units, values_RE[group]))
         for run in all_runs:
@@ -568,12 +570,12 @@ class RetrainedRuns(TrainingRuns):
 
     def mark_failed(self, run: Run, why: str) -> None:
         """Record the error message of a failed run."""
-        (self.path / FAILED).mkdir(exist_ok=True)
-        write_whole(self.path / FAILED / f"{run.stem}.txt", " ".join(why.split()).encode())
+        (self.path / FAILED_DIRECTORY).mkdir(exist_ok=True)
+        write_whole(self.path / FAILED_DIRECTORY / f"{run.stem}.txt", " ".join(why.split()).encode())
 
     def forget_failures(self) -> None:
         """Delete the records of failed runs, so that they are retried."""
-        discard(self.path / FAILED)
+        discard(self.path / FAILED_DIRECTORY)
 
     def refuse_all_failed(self) -> None:
         """Check that at least one run did not fail.
@@ -586,7 +588,7 @@ class RetrainedRuns(TrainingRuns):
 
     def _failures(self) -> dict[str, str]:
         """Return the error messages of failed runs by stem."""
-        files = sorted((self.path / FAILED).glob("[!.]*.txt"))
+        files = sorted((self.path / FAILED_DIRECTORY).glob("[!.]*.txt"))
         return {file.stem: file.read_text(encoding="utf-8", errors="replace") for file in files}
 
     def _failed_line(self) -> str | None:
@@ -673,10 +675,10 @@ def _check_names(ids: Sequence[str], where: Path) -> None:
     """Check that subset ids are unique and usable as file names."""
     if not ids:
         raise RunsError(f"{where}: got no subsets, expected at least one")
-    wrong = sorted({name for name, count in Counter(ids).items() if count > 1} | ({FULL} & set(ids)))
+    wrong = sorted({name for name, count in Counter(ids).items() if count > 1} | ({WHOLE_CORPUS_RUN} & set(ids)))
     if wrong:
         raise RunsError(
-            f"{where}: subset ids {wrong[:EXAMPLES]} are repeated or reserved; give every subset a unique name"
+            f"{where}: subset ids {wrong[:MAX_EXAMPLES]} are repeated or reserved; give every subset a unique name"
         )
     long = [name for name in ids if len(Run(0, name).stem) > STEM_BYTES]
     if long:
@@ -761,7 +763,7 @@ def read_runs(path: Path, runs: Sequence[Run], units: Sequence[tuple[str, str]])
     def cell(r: int, e: int) -> str:
         return f"{path}: subset {runs[r].subset_id!r}, seed {runs[r].seed}, {units[e][0]} unit {units[e][1]!r}"
 
-    bad = np.flatnonzero(~(np.abs(utility) <= LARGEST))  # nan compares false
+    bad = np.flatnonzero(~(np.abs(utility) <= MAX_UTILITY))  # nan compares false
     if bad.size:
         raise RunsError(
             f"{cell(r[bad[0]], e[bad[0]])}: utility is {utility[bad[0]]} ({bad.size} such); delete that run and "

@@ -22,9 +22,9 @@ from pydantic import Field, model_validator
 from grasp.arrays import F64, I64
 from grasp.errors import RunsError
 from grasp.files import UNSIGNED, FileEntry
-from grasp.predict.weights import LEAST_WEIGHT, MOST_WEIGHT
+from grasp.predict.weights import MAX_WEIGHT, MIN_WEIGHT
 from grasp.runs.metrics import mean_defined, spearman
-from grasp.runs.retrained import LARGEST, RetrainedRuns
+from grasp.runs.retrained import MAX_UTILITY, RetrainedRuns
 from grasp.settings import Settings
 from grasp.store.contents import parquet_bytes, read_table
 from grasp.store.directory import write_at_once
@@ -36,10 +36,10 @@ INFO = "runs.json"
 TRAINED = "trained.parquet"
 RESULTS = "results.parquet"
 SUM_SLACK = 0.01  # shares whose sum differs from 1 by at most this are normalized
-NAMED = 3
+MAX_LISTED = 3
 FEWEST_DIFFERENT, ALIKE_DIGITS = 2, 9  # minimum number of mixtures that differ in this many digits
-FEWEST = 3  # minimum number of common runs to compare model sizes
-LARGEST_INFO = 16 << 20  # bytes
+MIN_COMMON_RUNS = 3  # minimum number of common runs to compare model sizes
+MAX_INFO_BYTES = 16 << 20  # bytes
 
 Kind = Literal["shares", "times", "rows", "expressions"]
 Direction = Literal["higher", "lower"]
@@ -86,7 +86,7 @@ SIGNED_INFO = Signed(
     1,
     RECOVERY_HINT,
     RunsError,
-    LARGEST_INFO,
+    MAX_INFO_BYTES,
     none="contains no runs; import them with grasp runs import",
 )
 
@@ -130,12 +130,12 @@ class RunTable:
 
         # weights
         weight = trained["weight"].to_numpy(zero_copy_only=False)
-        bad = np.flatnonzero(~((weight == 0) | (weight >= LEAST_WEIGHT) & (weight <= MOST_WEIGHT)))
+        bad = np.flatnonzero(~((weight == 0) | (weight >= MIN_WEIGHT) & (weight <= MAX_WEIGHT)))
         if bad.size:
             run, value = (trained[column][int(bad[0])].as_py() for column in ("run", "name"))
             raise RunsError(
                 f"{name}: run {run!r}: weight of {value!r} is {weight[bad[0]]} ({bad.size} such); expected 0, or "
-                f"{LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
+                f"{MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
             )
         for line in _repeated(trained, ["run", "name"]):
             raise RunsError(
@@ -149,7 +149,7 @@ class RunTable:
 
         # results
         value = pc.coalesce(results["value"], float("nan"))
-        wrong = results.filter(pc.invert(pc.less_equal(pc.abs(value), LARGEST))).to_pylist()  # nan compares false
+        wrong = results.filter(pc.invert(pc.less_equal(pc.abs(value), MAX_UTILITY))).to_pylist()  # nan compares false
         for line in wrong[:1]:
             raise RunsError(
                 f"{name}: run {line['run']!r}: {line['metric']} is {line['value']} ({len(wrong)} such); skip such "
@@ -164,7 +164,7 @@ class RunTable:
         have, want = set(results["run"].to_pylist()), set(sums)
         for names, what in ((want - have, "no results"), (have - want, "results, but no weights")):
             if names:
-                shown = ", ".join(sorted(names)[:NAMED])
+                shown = ", ".join(sorted(names)[:MAX_LISTED])
                 raise RunsError(f"{name}: {len(names)} run(s) have {what}: {shown}")
 
         # shares must add up to 1, and mixtures must differ, otherwise no model can be fitted to them
@@ -253,7 +253,7 @@ class RunTable:
         for size, other in itertools.combinations(self.sizes, 2):
             values_by_metric = [(values.get((size, name), {}), values.get((other, name), {})) for name in self.metrics]
             common = [np.array([(a[run], b[run]) for run in a if run in b]).reshape(-1, 2) for a, b in values_by_metric]
-            rhos = [spearman(both[:, :1], both[:, 1:])[0] for both in common if len(both) >= FEWEST]
+            rhos = [spearman(both[:, :1], both[:, 1:])[0] for both in common if len(both) >= MIN_COMMON_RUNS]
             rho = mean_defined(np.array(rhos), axis=0)
             agreements.append((size, other, max(map(len, common)), float(rho)))
         return agreements

@@ -32,12 +32,12 @@ from grasp.store.contents import readable_table
 from grasp.text import several
 
 Unit = Literal["rows", "tokens", "documents"]
-BUDGETS = "20%, 5000, 5000rows, 2Mtokens, 20%tokens or 300documents"
-OPTIMAL = "optimal: the objective is additive over rows"
-SHOWN = 5  # label values, or unmet constraints, listed in a message
-NAME_SHOWN = 60  # characters of a label value in a message
-NAMES = ("row_id", "doc_id")
-EXPECTED = "Parquet with a column row_id or doc_id, or text with one name per line"
+BUDGET_EXAMPLES = "20%, 5000, 5000rows, 2Mtokens, 20%tokens or 300documents"
+OPTIMAL_NOTE = "optimal: the objective is additive over rows"
+MAX_LISTED = 5  # label values, or unmet constraints, listed in a message
+MAX_NAME_CHARS = 60  # characters of a label value in a message
+NAME_COLUMNS = ("row_id", "doc_id")
+EXPECTED_FILE = "Parquet with a column row_id or doc_id, or text with one name per line"
 
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[kMBT])?\s*(rows?|tokens?|documents?)?")
 _UNITS: dict[str, Unit] = {"r": "rows", "t": "tokens", "d": "documents"}
@@ -101,9 +101,9 @@ def parse_budget(budget: str | float) -> Amount:
                 f"budget: got {budget!r}, expected a share above 0 and at most 1.0; pass an int for a number of rows"
             )
         return Amount(budget, True)
-    amount = parse_amount(str(budget), "budget", BUDGETS)
+    amount = parse_amount(str(budget), "budget", BUDGET_EXAMPLES)
     if amount.value == 0:
-        raise SettingsError(f"budget: got {budget!r}, expected more than 0, e.g. {BUDGETS}")
+        raise SettingsError(f"budget: got {budget!r}, expected more than 0, e.g. {BUDGET_EXAMPLES}")
     return amount
 
 
@@ -160,10 +160,10 @@ def by_value(bounds: Bounds, flag: str, label: str, names: Sequence[str], n_grou
         name = value if value in names else value.strip()
         if name not in names:
             shown = ", ".join(
-                value_name if len(value_name) <= NAME_SHOWN else f"{value_name[: NAME_SHOWN - 3]}..."
-                for value_name in names[:SHOWN]
+                value_name if len(value_name) <= MAX_NAME_CHARS else f"{value_name[: MAX_NAME_CHARS - 3]}..."
+                for value_name in names[:MAX_LISTED]
             )
-            more = ", ..." if len(names) > SHOWN else ""
+            more = ", ..." if len(names) > MAX_LISTED else ""
             qualifier, grouped = (
                 (" in this artifact", f"; its {n_grouped:,} smallest values share one slice") if n_grouped else ("", "")
             )
@@ -286,9 +286,9 @@ class Constraints:
             longest = f" including the longest {item} of each value" if unit == "tokens" else ""
             problems.append(f"together they need {needed:,} {unit}{longest}, the budget is {size:,}")
         if problems:
-            more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+            more = f"; and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
             raise SettingsError(
-                f"floor: cannot be met: {'; '.join(problems[:SHOWN])}{more}; lower the floors, or raise the budget"
+                f"floor: cannot be met: {'; '.join(problems[:MAX_LISTED])}{more}; lower the floors, or raise the budget"
             )
         if (available := int(np.minimum(cap_G, held_G).sum())) < size:
             raise SettingsError(
@@ -452,8 +452,8 @@ def load_exclusions(artifact: ArtifactReader, exclude: Path | str | Sequence[str
     mask_N = np.zeros(artifact.n_rows, dtype=np.bool_)
     seen = np.zeros(len(values), dtype=np.bool_)
     start = 0
-    for batch in artifact.row_batches(list(NAMES)):
-        for name in NAMES:
+    for batch in artifact.row_batches(list(NAME_COLUMNS)):
+        for name in NAME_COLUMNS:
             place = pc.index_in(batch.column(name).cast(pa.string()), values)
             mask_N[start : start + batch.num_rows] |= place.is_valid().to_numpy(zero_copy_only=False)
             seen[place.drop_null().to_numpy()] = True
@@ -472,14 +472,14 @@ def load_exclusions(artifact: ArtifactReader, exclude: Path | str | Sequence[str
 
 def _read_names(path: Path) -> list[str]:
     if path.exists() and not path.is_file():
-        raise SettingsError(f"exclude: {path}: is not a file; expected {EXPECTED}")
-    with readable_table(f"exclude: {path}", SettingsError, EXPECTED):
+        raise SettingsError(f"exclude: {path}: is not a file; expected {EXPECTED_FILE}")
+    with readable_table(f"exclude: {path}", SettingsError, EXPECTED_FILE):
         if path.suffix != ".parquet":
             lines = path.read_text(encoding="utf-8-sig").split("\n")
             return [line.rstrip("\r") for line in lines if line.strip()]
         columns = pq.read_schema(path).names
-        columns_found = [name for name in NAMES if name in columns]
+        columns_found = [name for name in NAME_COLUMNS if name in columns]
         if not columns_found:
-            raise SettingsError(f"exclude: {path}: has columns {columns}; expected {EXPECTED}")
+            raise SettingsError(f"exclude: {path}: has columns {columns}; expected {EXPECTED_FILE}")
         names = plain_values(read_checksummed(path, columns_found[:1]).column(0))
         return [str(label_text(name)) for name in names if name is not None]

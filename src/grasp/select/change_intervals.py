@@ -1,10 +1,10 @@
 """Confidence intervals of predicted changes without runs: over units and, for mixtures, over rows.
 
-If the protocol estimates tasks (`task: estimate`), the change on other questions is expected to be the change times a
-slope that `grasp.predict.task_scores` measures by holding out questions, and the interval is that of the slope.
-Otherwise the units of a target are a sample of its task, and the bootstrap resamples them. The rows of a label value
-are a sample of this value: with c_g the weight of a row of slice g in the mean of the mixture, and s_g^2 the variance
-of the effects within the slice, sampling rows adds
+For selected rows, the change on other questions of the task is expected to be the change times a slope that
+`grasp.predict.task_scores` measures by holding out questions, and the interval is that of the slope. A mixture does not
+depend on single rows: the units of a target are a sample of its task, and the bootstrap resamples them, as it does for
+rows if questions cannot be held out. The rows of a label value are a sample of this value: with c_g the weight of a row
+of slice g in the mean of the mixture, and s_g^2 the variance of the effects within the slice, sampling rows adds
 
     sum_g (c_g - 1 / N)^2 n_g s_g^2
 
@@ -34,12 +34,12 @@ class ChangeInterval:
     """95 % intervals of the changes of one subset; nan for a target with a single unit.
 
     Attributes:
-        expected_T: expected change on other questions of each target; None: not estimated by the protocol, and the
-            intervals are those of the change on the known questions.
+        expected_T: expected change on other questions of each target; None: not measured, and the intervals are those
+            of the change on the known questions.
         low_T: lower bound of each target.
         high_T: upper bound of each target.
         weighted: interval of the weighted mean over the targets.
-        over: what is regarded as a sample: "units", "questions", or either "and rows".
+        over: what is regarded as a sample: "questions", "units" or "units and rows".
     """
 
     expected_T: F64 | None
@@ -81,29 +81,29 @@ def change_interval(
         weights_T: weights of the targets.
         codes_N: slice of each row, for a mixture; None: the rows are fixed, not a sample.
 
-    Cost: one pass over the relevance of every kernel, unless the protocol estimates tasks.
+    Cost: one pass over the relevance of every kernel.
     """
-    protocol, change_T = predictor.protocol, predictor.change(weights)[0]
-    over_rows = codes_N is not None and not protocol.needs_geometry
-    error_T = row_errors(predictor, weights, codes_N, np.eye(len(weights_T))) if over_rows else np.zeros(len(weights_T))
-    error = row_errors(predictor, weights, codes_N, weights_T[:, None])[0] if over_rows else 0.0
-    if predictor.reliability:
-        expected_T, half_T = np.array(
+    change_T = predictor.change(weights)[0]
+    if codes_N is None and predictor.reliability:
+        expected_T, half_width_T = np.array(
             [task.expected(change) for task, change in zip(predictor.reliability.values(), change_T, strict=True)]
         ).T
-        expected, half = expected_T @ weights_T, np.hypot(np.linalg.norm(weights_T * half_T), NORMAL * error)
-        half_T = np.hypot(half_T, NORMAL * error_T)
-        weighted = float(expected - half), float(expected + half)
-        over = "questions and rows" if over_rows else "questions"
-        return ChangeInterval(expected_T, expected_T - half_T, expected_T + half_T, weighted, over)
+        expected, half_width = expected_T @ weights_T, np.linalg.norm(weights_T * half_width_T)
+        weighted = float(expected - half_width), float(expected + half_width)
+        return ChangeInterval(expected_T, expected_T - half_width_T, expected_T + half_width_T, weighted, "questions")
     change_1E = changes_by_unit(artifact, predictor, weights)
     counts_T = predictor.units.counts_T
+    if predictor.prior is not None:  # text is not decomposed by unit: only the centre differs, as in `predict.slices`
+        change_1E += np.repeat(change_T - predictor.units.mean_per_task(change_1E)[0], counts_T)
     stops = np.cumsum(counts_T)
     resampled_TR = np.full((len(counts_T), RESAMPLES), np.nan)
     for t, (start, stop) in enumerate(zip(stops - counts_T, stops, strict=True)):
         if stop - start > 1:
             weights_RE = bootstrap_weights(int(stop - start), resamples=RESAMPLES, seed=t) / (stop - start)
             resampled_TR[t] = weights_RE @ change_1E[0, start:stop]
+    over_rows = codes_N is not None and not predictor.protocol.needs_geometry
+    error_T = row_errors(predictor, weights, codes_N, np.eye(len(weights_T))) if over_rows else np.zeros(len(weights_T))
+    error = row_errors(predictor, weights, codes_N, weights_T[:, None])[0] if over_rows else 0.0
     low_T, high_T = _widened(change_T, resampled_TR, error_T)
     (low,), (high,) = _widened(np.array([change_T @ weights_T]), (weights_T @ resampled_TR)[None], np.array([error]))
     return ChangeInterval(None, low_T, high_T, (float(low), float(high)), "units and rows" if over_rows else "units")

@@ -5,58 +5,51 @@ and no tokenizer is loaded. If the rows were not stored, or the files of the cor
 tokenized and packed again. Every row must then have the same id as in the artifact, and all of them the same
 fingerprint, which is a hash of ids and tokens.
 
-The output is a directory of Parquet or JSON lines, which `datasets.load_dataset` and `grasp build` read, or one that
+The output is a directory of files, which `datasets.load_dataset` and `grasp build` read, or one that
 `datasets.load_from_disk` reads. It contains `_manifest.yaml` with the arguments, the corpus, the counts and a checksum
 of each file. The directory is written to a temporary path and renamed when complete.
 Shape letters: N rows, M documents of the corpus.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, islice, zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, cast, get_args
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from grasp.arrays import F64, I64, Bool
-from grasp.artifact.manifest import LOSS_TOKENS, TOKENS
+from grasp.artifact.manifest import TOKENS
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_tokens
 from grasp.build.provenance import BuildSource, require_here
-from grasp.corpus.documents import Corpus, records_in
+from grasp.corpus.documents import Corpus, content_columns, id_columns, records_in
 from grasp.corpus.encoding import Tokenizer
 from grasp.corpus.labels import DOCUMENT_COLUMN
 from grasp.corpus.row_store import RowStore
-from grasp.corpus.sources import ArrowChunk, JsonRecord, open_source, parquet_batches
+from grasp.corpus.sources import Chunk, JsonRecord, open_source
+from grasp.corpus.text_files import DELIMITER
 from grasp.errors import CorpusError, SettingsError
 from grasp.extras import require
 from grasp.files import check_place, discard, entry_of, temporary_path, write_whole, written_aside
 from grasp.predict.weights import mask_of
 from grasp.results import write_table
-from grasp.select.export_tables import readable_table, table_of_records, write_one_schema
+from grasp.select.export_tables import readable_table, table_of_records
+from grasp.select.record_files import DEFAULT_SIZE, FileFormat, Item, ShardSize, write_records
 from grasp.settings import CorpusSettings
-from grasp.text import json_text
 from grasp.yaml_files import validated, write_yaml
 
 if TYPE_CHECKING:
     from grasp.select.selection import Selection
 
-Format = Literal["parquet", "jsonl", "datasets"]
 Rule = Literal["any", "half", "all"]
 MANIFEST = "_manifest.yaml"  # `datasets` reads any .json as data, and Arrow any file without a leading underscore
-SHARD_RECORDS = 50_000
-SHARD_CHARS = 64 << 20  # characters of JSON records that are buffered before they become a table
-ROWS_AT_ONCE = 4_096
-MISSED = 0.02  # relative difference in tokens of whole documents above which a note is added
-ROW_COLUMNS = ("row_id", "doc_id", "n_tokens")
-UNNEEDED = ("row_index", LOSS_TOKENS, "loss", "snippet")  # columns of the row table that training does not need
-NOTHING_LEFT = "left out: every row is selected, so there is nothing to write; lower the budget"
-
-Item: TypeAlias = pa.Table | dict[str, Any]  # a table of rows, or a JSON record
+BLOCK_ROWS = 4_096
+TOKENS_TOLERANCE = 0.02  # relative difference in tokens of whole documents above which a note is added
+NOTHING_LEFT_OUT = "left out: every row is selected, so there is nothing to write; lower the budget"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +78,11 @@ class Exporter:
     """
 
     artifact: ArtifactReader
-    format: Format
+    format: FileFormat
     rule: Rule | None
     corpus: CorpusSettings
     ids: Path | None
+    shard_size: ShardSize
 
     @classmethod
     def from_options(
@@ -99,6 +93,7 @@ class Exporter:
         form: str = "parquet",
         corpus: str | None = None,
         ids: Path | str | None = None,
+        shard_size: str | int | None = None,
     ) -> Self:
         """Validate options, see `Selection.export`.
 
@@ -106,17 +101,17 @@ class Exporter:
             SettingsError: the rule or format is unknown, `ids` is given without `documents`, or the corpus cannot be
                 opened.
         """
-        if form not in get_args(Format):
-            raise SettingsError(f"format: got {form!r}, expected one of {', '.join(get_args(Format))}")
         rule = None if documents is None else checked_rule(documents)
         if ids is not None and rule is None:
             raise SettingsError("ids: requires `documents`: any, half or all")
+        size = DEFAULT_SIZE if shard_size is None else ShardSize.parse(shard_size)
         settings = corpus_settings(artifact, corpus)
         try:
-            open_source(settings.path, settings.split)
+            source = open_source(settings.path, settings.split)
         except CorpusError as err:
             raise SettingsError(f"{err}; pass its current path with `corpus`") from err
-        return cls(artifact, cast(Format, form), rule, settings, None if ids is None else Path(ids))
+        file_format = FileFormat.parse(form, source)
+        return cls(artifact, file_format, rule, settings, None if ids is None else Path(ids), size)
 
     def write(
         self, selection: "Selection", out: Path, *, left_out: bool = False, say: Callable[[str], None] | None = None
@@ -132,11 +127,13 @@ class Exporter:
             if rule is None and has_text:
                 index = selection.left_out if left_out else selection.row_index
                 if not len(index):
-                    raise SettingsError(NOTHING_LEFT)
+                    raise SettingsError(NOTHING_LEFT_OUT)
                 effect = selection.effect_N[index]
                 tables = row_tables(artifact, rows, corpus, index, effect, lambda: source.tokenizer)
+                if self.format.kind in DELIMITER:  # a cell cannot hold a list of token ids
+                    tables = (table.drop_columns("input_ids") for table in tables)
                 tokens = int(row_tokens(artifact)[index].sum())
-                return write_corpus(out, self.format, "rows", tables, tokens, facts)
+                return write_corpus(out, self.format, "rows", tables, tokens, facts, self.shard_size)
             chosen_N = mask_of(selection.row_index, artifact.n_rows)
             documents = select_documents(rows, chosen_N, rule or "all", others=left_out)
         if say is not None and rule is not None:
@@ -150,9 +147,9 @@ class Exporter:
             documents.write_ids(self.ids)
         facts |= {} if rule is None else {"documents": rule}
         records = iter_records(self.corpus, documents.mask_M)
-        written = write_corpus(out, self.format, "documents", records, documents.tokens, facts)
+        written = write_corpus(out, self.format, "documents", records, documents.tokens, facts, self.shard_size)
         missed = 0.0 if rule is None or left_out else documents.tokens / selection.n_tokens - 1
-        if abs(missed) <= MISSED:
+        if abs(missed) <= TOKENS_TOLERANCE:
             return written
         more = "more" if missed > 0 else "fewer"
         note = f", {abs(missed):.0%} {more} than the selected rows ({selection.n_tokens:,}); to select whole documents"
@@ -289,7 +286,7 @@ def select_documents(rows: RowStore, chosen_N: Bool, rule: Rule, *, others: bool
     least = {"any": 0.0, "half": 0.5, "all": 1.0}[rule]
     mask_M = (tokens_M > 0) & (((chosen_M > 0) & (chosen_M >= least * tokens_M)) != others)
     if not mask_M.any() and others:
-        raise SettingsError(NOTHING_LEFT)
+        raise SettingsError(NOTHING_LEFT_OUT)
     if not mask_M.any():
         raise SettingsError(
             f"documents: no document has {rule} of its tokens in selected rows; pass any, or raise the budget"
@@ -317,7 +314,8 @@ def row_tables(
     """Yield tables of the selected rows in corpus order, a batch of the corpus at a time.
 
     Columns: row_id, doc_id, the text (the span of the row in its document) under its name in the corpus, input_ids (the
-    tokens, including end-of-text tokens), n_tokens, order (rank in the selection, from 0), effect, and the labels.
+    tokens, including end-of-text tokens), n_tokens, order (rank in the selection, from 0), effect, and the other
+    columns of the record that the row is from, unchanged.
 
     Args:
         rows: all rows of the artifact.
@@ -329,14 +327,18 @@ def row_tables(
     order_N = np.full(artifact.n_rows, -1, dtype=np.int64)
     order_N[row_index] = np.arange(len(row_index))
     texts = rows.texts(np.flatnonzero(order_N >= 0), corpus, tokenizer)
+    documents_N = np.concatenate([rows.columns(k, (DOCUMENT_COLUMN,)).column(0) for k in range(rows.n_shards)])
+    originals = _OtherColumns(corpus)
     start, text = 0, (artifact.manifest.details.get("columns") or {}).get("text", "text")
-    for batch in artifact.row_batches(None, batch_rows=ROWS_AT_ONCE):
+    for batch in artifact.row_batches(None, batch_rows=BLOCK_ROWS):
         order_n = order_N[start : start + batch.num_rows]
         in_batch = np.flatnonzero(order_n >= 0)
-        shard = rows.rows(start + in_batch) if len(in_batch) else None
-        start += batch.num_rows
-        if shard is None:
+        if not len(in_batch):
+            start += batch.num_rows
             continue
+        index = start + in_batch
+        start += batch.num_rows
+        shard = rows.rows(index)
         table = pa.Table.from_batches([batch.take(pa.array(in_batch))]).replace_schema_metadata(None)
         ids = [shard.ids(i) for i in range(len(shard))]
         known = islice(texts, len(shard))
@@ -355,8 +357,70 @@ def row_tables(
             "order": pa.array(order_n[in_batch]),
             "effect": pa.array(effect[order_n[in_batch]]),
         }
-        labels = [name for name in table.column_names if name not in (*ROW_COLUMNS, *UNNEEDED)]
-        yield pa.table({**ours, **{f"{name}_" if name in ours else name: table[name] for name in labels}})
+        columns = pa.table(ours)
+        if corpus.settings.path_labels:  # no record has them
+            places = [name for name in ("file", "directory") if name in table.column_names]
+            columns = pa.table({**ours, **{name: table[name] for name in places}})
+        first = 0
+        for n_rows, others in originals.of(documents_N[index].astype(np.int64)):
+            part = columns.slice(first, n_rows)
+            first += n_rows
+            for name in others.column_names:
+                part = part.append_column(f"{name}_" if name in ours else name, others[name])
+            yield part
+
+
+class _OtherColumns:
+    """Columns of the records of a corpus that are neither content nor ids, read once, in order."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        self._settings = corpus.settings
+        self._names: dict[str, list[str]] = {}  # by table file
+        self._chunks = corpus.source.chunks(0, self._select)
+        self._chunk: Chunk | None = None
+
+    def of(self, documents: I64) -> Iterator[tuple[int, pa.Table]]:
+        """Yield tables that together have a row per document, each with its number of rows, which may have no columns.
+
+        Args:
+            documents: positions in the corpus, ascending, also between calls.
+        Raises:
+            CorpusError: the corpus ends early.
+        """
+        records: list[Mapping[str, Any]] = []
+        first = 0  # of the documents in the current chunk
+        for k, document in enumerate(documents.tolist()):
+            chunk = self._chunk_with(document)
+            if isinstance(chunk, JsonRecord):
+                (values,) = (values for _, values in records_in(chunk))
+                records.append({name: values[name] for name in self._others(values, chunk.where)})
+            elif k + 1 == len(documents) or documents[k + 1] >= chunk.index + chunk.batch.num_rows:
+                positions = pa.array(documents[first : k + 1] - chunk.index)
+                batch = chunk.batch if isinstance(chunk.batch, pa.Table) else pa.Table.from_batches([chunk.batch])
+                yield len(positions), readable_table(batch.select(self._names[chunk.name])).take(positions)
+                first = k + 1
+        if records:
+            yield len(records), table_of_records(records)
+
+    def _chunk_with(self, document: int) -> Chunk:
+        while self._chunk is None or document >= self._chunk.index + _length(self._chunk):
+            self._chunk = next(self._chunks, None)
+            if self._chunk is None:
+                raise CorpusError(f"{self._settings.path}: ends before document {document}; restore it, or rebuild")
+        return self._chunk
+
+    def _select(self, schema: pa.Schema, name: str) -> Sequence[str]:
+        names = self._names[name] = self._others({column.name: column.type for column in schema}, name)
+        return names or schema.names[:1]  # Arrow does not count the rows of a table without columns
+
+    def _others(self, columns: Mapping[str, Any], where: str) -> list[str]:
+        content = content_columns(self._settings, dict.fromkeys(columns), where)
+        ids = id_columns(self._settings, list(columns), where)
+        return [name for name in columns if name not in content and name not in ids]
+
+
+def _length(chunk: Chunk) -> int:
+    return 1 if isinstance(chunk, JsonRecord) else int(chunk.batch.num_rows)
 
 
 def iter_records(corpus: CorpusSettings, mask_M: Bool) -> Iterator[Item]:
@@ -379,7 +443,13 @@ def iter_records(corpus: CorpusSettings, mask_M: Bool) -> Iterator[Item]:
 
 
 def write_corpus(
-    out: Path, kind: Format, holds: str, items: Iterable[Item], tokens: int, request: Mapping[str, Any]
+    out: Path,
+    form: FileFormat,
+    holds: str,
+    items: Iterable[Item],
+    tokens: int,
+    request: Mapping[str, Any],
+    size: ShardSize = DEFAULT_SIZE,
 ) -> Export:
     """Write rows or documents to a directory, atomically.
 
@@ -388,109 +458,27 @@ def write_corpus(
         items: tables or JSON records.
         tokens: number of tokens in them; 0 if unknown.
         request: arguments to record in the manifest.
+        size: maximum size of a file.
 
     Raises:
         CorpusError: a record cannot be represented in the format.
         MissingExtraError: the format is `datasets` and the library is not installed.
     """
     check_place(out)
-    if kind == "datasets":
+    if form.kind == "datasets":
         require("datasets", extra="datasets", feature="writing a `datasets` directory")
     order = "of the corpus" + "; column `order` has the rank in the selection" * (holds == "rows")
     with written_aside(out) as part:
-        items = iter(items)
-        first = next(items, None)
-        items = items if first is None else chain([first], items)
-        are_lines = kind == "jsonl" and isinstance(first, dict)
-        shards = part if kind == "parquet" or are_lines else part / "shards"
-        shards.mkdir(parents=True)
-        if are_lines:
-            n_records = _json_lines(part, items)
-        else:
-            tables = _parquet(shards, items)
-            n_records = sum(pq.read_metadata(file).num_rows for file in tables)
-            if kind == "jsonl":  # written from tables, so that all records have the same columns
-                _json_lines(part, _records_of(tables))
-            elif kind == "datasets":
-                _as_datasets(shards, part)
-        if shards != part:
-            discard(shards)
+        part.mkdir(parents=True)
+        n_records = write_records(part, form, items, size)
         files = {file.name: entry_of(file).model_dump() for file in sorted(part.iterdir())}
         contents = {
             "holds": holds,
             "order": order,
             "records": n_records,
             "tokens": tokens,
-            "format": kind,
+            "format": form.kind,
             "files": files,
         }
         write_yaml({**request, **contents}, part / MANIFEST)
     return Export(out, holds, n_records, tokens)
-
-
-def _records_of(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    for path in files:
-        with pq.ParquetFile(path) as file:
-            for batch in parquet_batches(file, file.schema_arrow.names):
-                yield from (record for _, record in records_in(ArrowChunk(0, path.name, 0, batch)))
-
-
-def _json_lines(shards: Path, records: Iterable[dict[str, Any]]) -> int:
-    """Write part-00000.jsonl, ..., with one record per line, and return the number of records."""
-    n_records = 0
-    with ExitStack() as stack:
-        for record in records:
-            if n_records % SHARD_RECORDS == 0:
-                stack.close()
-                path = shards / f"part-{n_records // SHARD_RECORDS:05d}.jsonl"
-                file = stack.enter_context(path.open("w", encoding="utf-8", newline="\n"))
-            try:
-                file.write(f"{json_text(record, None, only_ascii=False)}\n")
-            except TypeError as err:
-                raise CorpusError(f"record {n_records:,}: {err}; not representable as JSON, write parquet") from err
-            n_records += 1
-    return n_records
-
-
-def _parquet(shards: Path, items: Iterable[Item]) -> list[Path]:
-    """Write part-00000.parquet, ..., all with one schema, and return their paths.
-
-    JSON records are buffered up to SHARD_RECORDS or SHARD_CHARS; each buffer becomes a file.
-    """
-    writer: pq.ParquetWriter | None = None
-    files: list[Path] = []
-    in_file = chars = 0
-    waiting: list[dict[str, Any]] = []
-    with ExitStack() as stack:
-        for item in chain(items, [None]):
-            table = item
-            if isinstance(item, dict):
-                waiting.append(item)
-                chars += sum(len(value) for value in item.values() if isinstance(value, str))
-            if waiting and (item is None or len(waiting) == SHARD_RECORDS or chars >= SHARD_CHARS):
-                table = table_of_records(waiting)
-                chars, waiting, writer = 0, [], None
-            if not isinstance(table, pa.Table):
-                continue
-            if writer is None or in_file >= SHARD_RECORDS or not writer.schema.equals(table.schema):
-                stack.close()
-                files.append(shards / f"part-{len(files):05d}.parquet")
-                writer = stack.enter_context(pq.ParquetWriter(files[-1], table.schema, compression="zstd"))
-                in_file = 0
-            writer.write_table(table)
-            in_file += table.num_rows
-    write_one_schema(files)
-    return files
-
-
-def _as_datasets(shards: Path, out: Path) -> None:
-    """Write Parquet shards as a `datasets` directory."""
-    datasets = require("datasets", extra="datasets", feature="writing a `datasets` directory")
-    files = sorted(str(file) for file in shards.glob("*.parquet"))
-    were_shown = not datasets.utils.are_progress_bars_disabled()
-    datasets.utils.disable_progress_bars()
-    try:
-        datasets.Dataset.from_parquet(files, cache_dir=str(shards / "cache")).save_to_disk(str(out))
-    finally:
-        if were_shown:
-            datasets.utils.enable_progress_bars()

@@ -45,13 +45,13 @@ if TYPE_CHECKING:
     from grasp.runs.retrained import TrainingRuns
     from grasp.runs.table import RunTable
 
-SHOWN = 5  # unmet bounds listed in an error message
-LINES_SHOWN = 30  # rows of the printed table
+MAX_BOUNDS_SHOWN = 5  # unmet bounds listed in an error message
+MAX_LINES_SHOWN = 30  # rows of the printed table
 MIXTURE = "mixture"
 MAX_REPEAT = 4.0  # data repeated more often is worth clearly less than new data: arXiv 2305.16264
 SEGMENTS = 32  # segments of the piecewise linear approximation of a slice's term
 TINY = 1e-12
-NEAR = 1e-3  # relative error of that approximation; a larger gap to the upper bound is reported
+MAX_RELATIVE_GAP = 1e-3  # relative error of that approximation; a larger gap to the upper bound is reported
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -101,8 +101,8 @@ class Mixture(OptimizationResult):
 
     def __repr__(self) -> str:
         ordered = self.table.drop_columns(["expression"]).sort_by([("proposed", "descending")])
-        rest = ordered.slice(LINES_SHOWN)
-        lines = [plain(self.headline), self._shown_table("", ordered.slice(0, LINES_SHOWN))]
+        rest = ordered.slice(MAX_LINES_SHOWN)
+        lines = [plain(self.headline), self._shown_table("", ordered.slice(0, MAX_LINES_SHOWN))]
         if len(rest):
             now, proposed = (sum(rest[name].to_pylist()) for name in ("now", "proposed"))
             lines.append(f"... and {len(rest):,} more values: {now:.1%} now, {proposed:.1%} proposed in total")
@@ -179,7 +179,7 @@ def mix(
     factor_G = p_G / current_G
     changes, notes = objective.evaluate(MIXTURE, slices.weights(factor_G[None]), "today's mixture", slices.codes_N)
     value, gap = mixed.value(p_G), mixed.gap(p_G)
-    optimum = mixed.optimum + (f" (up to a gap of {gap:.3f})" if gap > NEAR * abs(value) else "")
+    optimum = mixed.optimum + (f" (up to a gap of {gap:.3f})" if gap > MAX_RELATIVE_GAP * abs(value) else "")
     optimum = "the optimum predicted by the runs" if by_runs else optimum
 
     messages = [
@@ -347,6 +347,6 @@ def _bounds(
         worst = names[int(np.argmax(np.maximum(up_G, down_G)))]
         problems.append(f"they move {needed:.1%} of the data, mostly {worst}; the distance allows {distance:.1%}")
     if problems:
-        more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-        raise SettingsError(f"floor, cap: cannot be met: {'; '.join(problems[:SHOWN])}{more}")
+        more = f"; and {len(problems) - MAX_BOUNDS_SHOWN} more" if len(problems) > MAX_BOUNDS_SHOWN else ""
+        raise SettingsError(f"floor, cap: cannot be met: {'; '.join(problems[:MAX_BOUNDS_SHOWN])}{more}")
     return low_G, high_G

@@ -38,7 +38,7 @@ from grasp.runs.calibration import COVERAGE
 from grasp.runs.gaussian_process import GaussianProcess, SubsetFeatures
 from grasp.runs.import_runs import read_mixtures
 from grasp.runs.retrained import RetrainedRuns
-from grasp.runs.table import NAMED, RESULTS_SCHEMA, TRAINED_SCHEMA, RunsInfo, RunTable, open_runs
+from grasp.runs.table import MAX_LISTED, RESULTS_SCHEMA, TRAINED_SCHEMA, RunsInfo, RunTable, open_runs
 from grasp.seeds import stream
 from grasp.select.budget import by_value, describe_value, parse_bounds, parse_tokens
 from grasp.select.mix import MAX_REPEAT
@@ -48,13 +48,15 @@ from grasp.text import listed
 Runs = RunTable | Path | str
 
 CANDIDATES = 1_000  # random mixtures
-TRIED = 250  # candidates that are evaluated: the most promising ones and a random sample of the others
-MOST = TRIED // 2  # maximum number of proposals
-NODES = 21  # of the Gauss-Hermite quadrature
-SLACK = 0.005  # a share beyond the range of the runs by no more than this counts as inside
-EXPLORING = 0.5  # a proposal is exploratory if more than this part of the candidates have a higher predicted mean
-HALVINGS = 80  # bisection steps
-STEPS = 20  # grid points of the line search of `informative_run`
+EVALUATED_CANDIDATES = 250  # candidates that are evaluated: the most promising ones and a random sample of the others
+MAX_PROPOSALS = EVALUATED_CANDIDATES // 2  # maximum number of proposals
+QUADRATURE_NODES = 21  # of the Gauss-Hermite quadrature
+SHARE_TOLERANCE = 0.005  # a share beyond the range of the runs by no more than this counts as inside
+EXPLORATION_SHARE = (
+    0.5  # a proposal is exploratory if more than this part of the candidates have a higher predicted mean
+)
+BISECTION_STEPS = 80  # bisection steps
+LINE_SEARCH_POINTS = 20  # grid points of the line search of `informative_run`
 SHARES_SHOWN = 6  # label values of a mixture in a note
 STARTS = 8  # best runs from which the optimal mixture is searched
 
@@ -74,7 +76,7 @@ class MixtureModel:
 
     table: RunTable
     share_RG: F64
-    process: GaussianProcess
+    gaussian_process: GaussianProcess
     weights_T: F64
     sign_T: F64
 
@@ -102,17 +104,17 @@ class MixtureModel:
         unknown = [name for name in weight_of if name not in table.metrics]
         if unknown or not sum(weight_of.values()) > 0 or min(weight_of.values()) < 0:
             raise RunsError(
-                f"{table.name}: got the metrics {weight_of}, expected some of {', '.join(table.metrics[:NAMED])} ... "
-                "with weights of 0 or more"
+                f"{table.name}: got the metrics {weight_of}, expected some of {', '.join(table.metrics[:MAX_LISTED])} "
+                "... with weights of 0 or more"
             )
         weights_T = np.array([weight_of.get(name, 0.0) for name in table.metrics]) / sum(weight_of.values())
         utility_RST = table.utility_RST()
         objective_RS1 = (utility_RST @ weights_T)[:, :, None]
         share_RG = table.weights_RG()
         features = SubsetFeatures.from_shares(share_RG, len(weights_T) + 1)
-        process = GaussianProcess.fit(features, np.concatenate([utility_RST, objective_RS1], axis=2))
+        gaussian_process = GaussianProcess.fit(features, np.concatenate([utility_RST, objective_RS1], axis=2))
         sign_T = np.array([1.0 if table.info.metrics[name] == "higher" else -1.0 for name in table.metrics])
-        return cls(table, share_RG, process, weights_T, sign_T)
+        return cls(table, share_RG, gaussian_process, weights_T, sign_T)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -124,13 +126,13 @@ class MixtureModel:
 
     def predict_objective(self, share_BG: F64, cautious: float = 0.0) -> F64:
         """Return the predicted objective minus `cautious` standard deviations, (B,); higher is better."""
-        mean_BT, spread_BT = self.process.predict(self.features(share_BG))
+        mean_BT, spread_BT = self.gaussian_process.predict(self.features(share_BG))
         return np.asarray(mean_BT[:, -1] - cautious * spread_BT[:, -1])
 
     def lines(self, names: Sequence[str], share_BG: F64) -> pa.Table:
         """Return the table of mixture, metric, expected, low, high, in the units of the metrics."""
-        mean_BT, spread_BT = (values[:, :-1] for values in self.process.predict(self.features(share_BG)))
-        half_width_BT = self.process.quantile(COVERAGE) * spread_BT
+        mean_BT, spread_BT = (values[:, :-1] for values in self.gaussian_process.predict(self.features(share_BG)))
+        half_width_BT = self.gaussian_process.quantile(COVERAGE) * spread_BT
         columns = np.flatnonzero(self.weights_T)
         b, t = (index.reshape(-1) for index in np.meshgrid(np.arange(len(names)), columns, indexing="ij"))
         value = np.where(self.refused(share_BG)[:, :-1], np.nan, self.sign_T * mean_BT)[b, t]
@@ -150,8 +152,8 @@ class MixtureModel:
 
     def refused(self, share_BG: F64) -> NDArray[np.bool_]:
         """Return whether a mixture is too far outside the range of the runs for a prediction, (B, T + 1)."""
-        outside_B1 = (self.beyond(share_BG) > SLACK).any(axis=1, keepdims=True)
-        return outside_B1 & (self.process.relative_uncertainty(self.features(share_BG), COVERAGE) > 1.0)
+        outside_B1 = (self.beyond(share_BG) > SHARE_TOLERANCE).any(axis=1, keepdims=True)
+        return outside_B1 & (self.gaussian_process.relative_uncertainty(self.features(share_BG), COVERAGE) > 1.0)
 
     def informative_run(self, share_G: F64) -> F64:
         """Return the mixture of a further run after which this mixture would have a prediction, (G,).
@@ -161,11 +163,13 @@ class MixtureModel:
         """
         mixture = self.features(share_G[None])
         task = int(
-            np.argmax(self.process.relative_uncertainty(mixture, COVERAGE)[0] * np.append(self.weights_T > 0, True))
+            np.argmax(
+                self.gaussian_process.relative_uncertainty(mixture, COVERAGE)[0] * np.append(self.weights_T > 0, True)
+            )
         )
         mean_G = self.share_RG.mean(axis=0)
-        line_BG = mean_G + np.linspace(0.0, 1.0, STEPS + 1)[1:, None] * (share_G - mean_G)
-        after_B = self.process.relative_uncertainty_after(mixture, self.features(line_BG), task, COVERAGE)
+        line_BG = mean_G + np.linspace(0.0, 1.0, LINE_SEARCH_POINTS + 1)[1:, None] * (share_G - mean_G)
+        after_B = self.gaussian_process.relative_uncertainty_after(mixture, self.features(line_BG), task, COVERAGE)
         enough_B = after_B <= 1.0
         return np.asarray(line_BG[int(np.argmax(enough_B)) if enough_B.any() else -1])
 
@@ -208,7 +212,7 @@ def predict_runs(runs: Runs, mixtures: Path | str | pa.Table, metric: str | Sequ
         *_outside(model, names, share_BG, ~refused_B, "outside the range of the runs, so the interval is wider"),
         *_outside(model, names, share_BG, refused_B, "no prediction, too far outside the range of the runs"),
     ]
-    for b in np.flatnonzero(refused_B)[:NAMED].tolist():
+    for b in np.flatnonzero(refused_B)[:MAX_LISTED].tolist():
         run_G = model.informative_run(share_BG[b])
         shares = ", ".join(f"{model.table.values[g]} {run_G[g]:.0%}" for g in np.argsort(-run_G)[:SHARES_SHOWN])
         more = f" and {len(run_G) - SHARES_SHOWN} more" if len(run_G) > SHARES_SHOWN else ""
@@ -224,12 +228,12 @@ def _outside(
     low_G, high_G = model.share_RG.min(axis=0), model.share_RG.max(axis=0)
     beyond_BG = model.beyond(share_BG)
     outside = []
-    for b in np.flatnonzero(among_B & (beyond_BG > SLACK).any(axis=1)).tolist():
+    for b in np.flatnonzero(among_B & (beyond_BG > SHARE_TOLERANCE).any(axis=1)).tolist():
         g = int(np.argmax(beyond_BG[b]))
         covered = f"in the runs {low_G[g]:.0%} to {high_G[g]:.0%}"
         outside.append(f"{names[b]} ({model.table.values[g]} {share_BG[b, g]:.0%}, {covered})")
-    more = f" and {len(outside) - NAMED:,} more" if len(outside) > NAMED else ""
-    return [f"{what}: {'; '.join(outside[:NAMED])}{more}"] if outside else []
+    more = f" and {len(outside) - MAX_LISTED:,} more" if len(outside) > MAX_LISTED else ""
+    return [f"{what}: {'; '.join(outside[:MAX_LISTED])}{more}"] if outside else []
 
 
 def mix_runs(
@@ -249,7 +253,7 @@ def mix_runs(
     problem = MixtureProblem(np.zeros(len(low_G)), low_G, high_G, model.share_RG.mean(axis=0))
     starts = model.share_RG[np.argsort(-model.predict_objective(model.share_RG, cautious), kind="stable")[:STARTS]]
     best_G = frank_wolfe(problem, lambda share_BG: model.predict_objective(share_BG, cautious), list(starts))
-    expected_R = model.process.predict(model.features(model.share_RG))[0][:, -1]
+    expected_R = model.gaussian_process.predict(model.features(model.share_RG))[0][:, -1]
     run_G = model.share_RG[int(np.argmax(expected_R))]
     shares = pa.table(
         {
@@ -305,10 +309,10 @@ def propose_runs(
         SettingsError: no mixture satisfies the floors and caps, one of them is not a share, or the runs are so long
             that some value must be repeated more often than `max_repeat`.
     """
-    if decide not in ("best", "values") or not 1 <= count <= MOST:
+    if decide not in ("best", "values") or not 1 <= count <= MAX_PROPOSALS:
         raise SettingsError(
-            f"propose: got decide {decide!r} and {count} runs, expected best or values, and 1 to {MOST} runs; for "
-            "more, train these first and import them"
+            f"propose: got decide {decide!r} and {count} runs, expected best or values, and 1 to {MAX_PROPOSALS} runs; "
+            "for more, train these first and import them"
         )
     run_table = open_runs(runs)
     if isinstance(run_table, RetrainedRuns):
@@ -329,7 +333,7 @@ def propose_runs(
     share_BG = project_to_bounds(
         np.stack([draw_dirichlet_shares(rng, np.maximum(even_G, 1e-3)) for _ in range(CANDIDATES)]), low_G, high_G
     )
-    picked, gains = most_informative(model.process, model.features(share_BG), count, decide, rng)
+    picked, gains = most_informative(model.gaussian_process, model.features(share_BG), count, decide, rng)
     names = [f"next-{k + 1}" for k in range(len(picked))]
     if subsets is not None:
         if artifact is None:
@@ -347,12 +351,14 @@ def propose_runs(
     columns = {name: share_BG[picked, g] for g, name in enumerate(table.values)}
     expected_B = model.predict_objective(share_BG)
     better_K = [float((expected_B > expected_B[b]).mean()) for b in picked]
-    exploring = [f"{name} ({better:.0%})" for name, better in zip(names, better_K, strict=True) if better > EXPLORING]
+    exploring = [
+        f"{name} ({better:.0%})" for name, better in zip(names, better_K, strict=True) if better > EXPLORATION_SHARE
+    ]
     if exploring:
-        more = f" and {len(exploring) - NAMED:,} more" if len(exploring) > NAMED else ""
+        more = f" and {len(exploring) - MAX_LISTED:,} more" if len(exploring) > MAX_LISTED else ""
         notes.append(
             "exploratory, proposed for information rather than for its result: "
-            f"{', '.join(exploring[:NAMED])}{more}; in brackets the share of mixtures with a higher predicted mean"
+            f"{', '.join(exploring[:MAX_LISTED])}{more}; in brackets the share of mixtures with a higher predicted mean"
         )
     return Proposal(
         pa.table({"mixture": names, "gain": gains} | columns),
@@ -390,7 +396,7 @@ def repetition_caps(
     size_G = np.array([size_of.get(value, 0) for value in values], dtype=np.float64)
     if not size_G.any():
         raise SettingsError(
-            f"propose: {artifact.path} has none of the values {', '.join(values[:NAMED])} ... of {label}"
+            f"propose: {artifact.path} has none of the values {', '.join(values[:MAX_LISTED])} ... of {label}"
         )
     largest_G = np.minimum(max_repeat * size_G / sum(size_of.values()) / epochs, 1.0)
     if largest_G.sum() < 1.0:
@@ -442,7 +448,7 @@ def project_to_bounds(share_BG: F64, low_G: F64, high_G: F64) -> F64:
     share_BG = share_BG + tiny  # a share of 0 must be able to grow, if all others are at their bounds
     high_B1 = np.full((len(share_BG), 1), -2 * np.log(tiny))
     low_B1 = -high_B1
-    for _ in range(HALVINGS):
+    for _ in range(BISECTION_STEPS):
         middle_B1 = (low_B1 + high_B1) / 2
         enough_B1 = np.clip(np.exp(middle_B1) * share_BG, low_G, high_G).sum(axis=1, keepdims=True) >= 1.0
         low_B1, high_B1 = np.where(enough_B1, low_B1, middle_B1), np.where(enough_B1, middle_B1, high_B1)
@@ -450,7 +456,7 @@ def project_to_bounds(share_BG: F64, low_G: F64, high_G: F64) -> F64:
 
 
 def most_informative(
-    process: GaussianProcess, candidates: SubsetFeatures, count: int, decide: str, rng: np.random.Generator
+    gaussian_process: GaussianProcess, candidates: SubsetFeatures, count: int, decide: str, rng: np.random.Generator
 ) -> tuple[list[int], list[float]]:
     """Select candidates greedily by an acquisition function, see the docstring of this module.
 
@@ -464,21 +470,21 @@ def most_informative(
     n_slices, n = candidates.share_BG.shape[1], len(candidates)
     points = candidates
     if decide == "values":
-        even_G = process.runs.share_BG.mean(axis=0)
+        even_G = gaussian_process.runs.share_BG.mean(axis=0)
         without_GG = np.where(np.eye(n_slices, dtype=bool), 0.0, even_G)
         share_BG = np.concatenate([without_GG / without_GG.sum(axis=1, keepdims=True), even_G[None]])
         points = SubsetFeatures.concatenate(
             [candidates, SubsetFeatures.from_shares(share_BG, candidates.relevance_BT.shape[1])]
         )
-    mean_B, cover_BB, noise = process.joint_posterior(points, -1)
+    mean_B, cover_BB, noise = gaussian_process.joint_posterior(points, -1)
     spread_B = np.sqrt(np.maximum(np.diag(cover_BB)[:n], 0.0))
-    likely = np.argsort(-(mean_B[:n] + 2 * spread_B))[: TRIED // 2]
-    tried = np.unique(np.concatenate([likely, rng.permutation(n)[: TRIED // 2]]))
+    likely = np.argsort(-(mean_B[:n] + 2 * spread_B))[: EVALUATED_CANDIDATES // 2]
+    tried = np.unique(np.concatenate([likely, rng.permutation(n)[: EVALUATED_CANDIDATES // 2]]))
     picked, gains = list[int](), list[float]()
     for _ in range(min(count, len(tried))):
         moved_Bx = cover_BB[:, tried] / np.sqrt(np.maximum(np.diag(cover_BB)[tried], 0.0) + noise)
         if decide == "best":  # E max(m + s z) - max m for every column of s
-            nodes, weights = np.polynomial.hermite_e.hermegauss(NODES)
+            nodes, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE_NODES)
             best_x = sum(
                 weight * (mean_B[:n, None] + node * moved_Bx[:n]).max(axis=0)
                 for node, weight in zip(nodes, weights / weights.sum(), strict=True)

@@ -19,9 +19,9 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_tokens
 from grasp.errors import SettingsError
 from grasp.files import UNSIGNED, with_checksum, write_whole, written_aside
-from grasp.predict.predictor import SIMILAR, Predictor, RepetitionLaw, SubsetSums
+from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor, RepetitionLaw, SubsetSums
 from grasp.predict.scoring_rule import ScoringProtocol, parse_protocol, resolve_protocol, save_protocol
-from grasp.predict.subset_tables import CORPUS
+from grasp.predict.subset_tables import CORPUS_KEY
 from grasp.predict.weights import Weights
 from grasp.results import Result
 from grasp.select.change_intervals import change_interval
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from grasp.runs.table import RunTable
 
 GROUP_ROWS = 65_536  # rows per row group of a Parquet file
-MOST_DIVERSITY = 1e6  # far above the weight at which relevance has no influence
+MAX_DIVERSITY = 1e6  # far above the weight at which relevance has no influence
 SUMMARY_VERSION = 2  # of the .json file that is saved with a result
-EXPECTED = "expected"  # column of the expected change on other questions
+EXPECTED_COLUMN = "expected"  # column of the expected change on other questions
 # Changes are printed with a sign; shares, weights and factors without.
 FORMATS = {
     "weight": "{:.2f}",
@@ -82,9 +82,9 @@ class OptimizationResult(Result):
             raise SettingsError(f"{path}: expected a path that ends in .parquet")
         corpus = self.artifact.manifest.fingerprints.get("corpus", "")
         with written_aside(path) as part:
-            marked = self.table.replace_schema_metadata({CORPUS: corpus})
+            marked = self.table.replace_schema_metadata({CORPUS_KEY: corpus})
             write_checksummed(marked, part, group_rows=GROUP_ROWS)
-        text = json_text({"checksum": UNSIGNED, **self.summary(), CORPUS: corpus})
+        text = json_text({"checksum": UNSIGNED, **self.summary(), CORPUS_KEY: corpus})
         write_whole(path.with_suffix(".json"), with_checksum(f"{text}\n".encode()))
         save_protocol(self.protocol, path.with_suffix(".protocol.yaml"))
         return path
@@ -131,7 +131,7 @@ class OptimizationResult(Result):
 
     def _shown_changes(self) -> str:
         title = f"predicted change against the whole corpus, {self.unit}"
-        if EXPECTED in self.targets.column_names:
+        if EXPECTED_COLUMN in self.targets.column_names:
             title += "; expected: on other questions, with 95% interval"
         return self._shown_table(title, self.targets)
 
@@ -182,7 +182,7 @@ class SelectionObjective:
         """
         if cautious and (runs is None or train_tokens is not None):
             raise SettingsError("cautious: requires `runs`, and cannot be combined with train_tokens")
-        sketches = () if runs is None else SIMILAR
+        sketches = () if runs is None else SIMILARITY_SKETCHES
         weights_T, tokens_N = np.array(list(targets.values())), row_tokens(artifact)
         predictor = Predictor.from_artifact(artifact, protocol, list(targets), sketches=sketches)
         effect_N = predictor.task.effects.dot(weights_T)
@@ -225,11 +225,14 @@ class SelectionObjective:
         beyond = tuple[str, ...]()
         columns = {"target": pa.array(self.predictor.units.targets, pa.string()), "weight": pa.array(self.weights_T)}
         interval = None
-        if self.run_model is None or self.predictor.reliability:
+        reliability = self.predictor.reliability if codes_N is None else {}
+        if self.run_model is None or reliability:
             interval = change_interval(self.artifact, self.predictor, weights, self.weights_T, codes_N)
             if interval.expected_T is not None:
                 ends = {"": interval.expected_T, "_low": interval.low_T, "_high": interval.high_T}
-                columns |= {f"{EXPECTED}{end}": pa.array(value_T, from_pandas=True) for end, value_T in ends.items()}
+                columns |= {
+                    f"{EXPECTED_COLUMN}{end}": pa.array(value_T, from_pandas=True) for end, value_T in ends.items()
+                }
         columns["change"] = pa.array(self.predictor.change(weights)[0])
         if self.run_model is None:
             assert interval is not None
@@ -241,7 +244,8 @@ class SelectionObjective:
             extrapolation.add([name], nats)
             beyond = extrapolation.notes
             columns |= {name: pa.array(value_BT[0], from_pandas=True) for name, value_BT in nats.columns.items()}
-        return pa.table(columns), (*beyond, *notes(self.predictor, self.run_model))
+        questions = [known.note(target) for target, known in reliability.items()]
+        return pa.table(columns), (*beyond, *questions, *notes(self.predictor, self.run_model))
 
     def result_fields(self, changes: pa.Table, value: float, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of an `OptimizationResult` that do not depend on its kind."""
@@ -276,9 +280,9 @@ def with_diversity(protocol: ScoringProtocol, weight: float, array_names: Sequen
     Raises:
         SettingsError: the weight is out of range, or the artifact has no sketch.
     """
-    if not 0 <= weight <= MOST_DIVERSITY:
+    if not 0 <= weight <= MAX_DIVERSITY:
         raise SettingsError(
-            f"diversity: got {weight:g}, expected a weight of the redundancy penalty from 0 to {MOST_DIVERSITY:g}"
+            f"diversity: got {weight:g}, expected a weight of the redundancy penalty from 0 to {MAX_DIVERSITY:g}"
         )
     built = [half for half in ("hidden", "residual", "product") if f"{half}_sketch" in array_names]
     if weight and not built:

@@ -23,11 +23,11 @@ from scipy import sparse
 from grasp.arrays import F64, ratio
 from grasp.errors import SettingsError
 
-ON_BOUND = 1e-7  # a weight this close to a bound is set to the bound
-STEPS = 60  # maximum number of steps of `frank_wolfe` per start
+BOUND_TOLERANCE = 1e-7  # a weight this close to a bound is set to the bound
+MAX_STEPS = 60  # maximum number of steps of `frank_wolfe` per start
 STEP_SIZES = np.linspace(0.0, 1.0, 33) ** 2  # of the line search towards a corner
-NUDGE = 1e-3  # finite-difference step, relative to the weight plus an even weight
-STILL = 1e-6  # stop if a step gains less than this part of the range along the line
+DIFFERENCE_STEP = 1e-3  # finite-difference step, relative to the weight plus an even weight
+MIN_RELATIVE_GAIN = 1e-6  # stop if a step gains less than this part of the range along the line
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ def _repaired(p_G: F64, problem: MixtureProblem) -> F64:
     The solution of an interior-point method is strictly inside the bounds.
     """
     low, high = problem.low_G, problem.high_G
-    p_G = np.where(p_G - low < ON_BOUND, low, np.where(high - p_G < ON_BOUND, high, p_G))
+    p_G = np.where(p_G - low < BOUND_TOLERANCE, low, np.where(high - p_G < BOUND_TOLERANCE, high, p_G))
     free = (p_G > low) & (p_G < high)
     rest = 1.0 - p_G[~free].sum()
     if free.any() and p_G[free].sum() > 0:
@@ -168,21 +168,21 @@ def frank_wolfe(problem: MixtureProblem, value: Callable[[F64], F64], starts: Se
         starts: initial mixtures; those outside the bounds are ignored, and at least one must be inside.
     """
     linear = replace(problem, segments=None)
-    low_G, high_G = problem.low_G - STILL, problem.high_G + STILL
+    low_G, high_G = problem.low_G - MIN_RELATIVE_GAIN, problem.high_G + MIN_RELATIVE_GAIN
     ends = []
     for start_G in starts:
         if not ((low_G <= start_G) & (start_G <= high_G)).all():
             continue
         p_G = start_G
-        for _ in range(STEPS):
-            nudge_G = NUDGE * (p_G + 1.0 / len(p_G))
+        for _ in range(MAX_STEPS):
+            nudge_G = DIFFERENCE_STEP * (p_G + 1.0 / len(p_G))
             values = value(np.concatenate([p_G[None], p_G + np.diag(nudge_G)]))
             slope_G = (values[1:] - values[0]) / nudge_G
             corner_G = solve(linear, slope_G)
             path_BG = p_G + STEP_SIZES[:, None] * (corner_G - p_G)
             path_B = value(path_BG)
             best = int(np.argmax(path_B))
-            if path_B[best] - values[0] <= STILL * np.ptp(path_B):
+            if path_B[best] - values[0] <= MIN_RELATIVE_GAIN * np.ptp(path_B):
                 break
             p_G = path_BG[best]
         ends.append(p_G)

@@ -38,7 +38,7 @@ from grasp.predict.slices import suggest_labels
 from grasp.predict.weights import Weights, mask_of, single_subset
 from grasp.progress import Progress
 from grasp.select.budget import (
-    OPTIMAL,
+    OPTIMAL_NOTE,
     Amount,
     Bounds,
     Constraints,
@@ -59,19 +59,19 @@ if TYPE_CHECKING:
     from grasp.runs.table import RunTable
 
 SUBSET = "selection"
-ENDS = ("short_end", "cut", "cut_begin")  # reasons for skipping the beginning or the end of a document
+PARTIAL_REASONS = ("short_end", "cut", "cut_begin")  # reasons for skipping the beginning or the end of a document
 SHORT_SHARE = 0.01  # share of short rows above which a note is added
 # Label values that lose more rows than the corpus does: how many are named, their minimum share of the rows, and how
 # many standard errors their loss must exceed that of the corpus by.
 VALUES_NAMED, LARGE_SHARE, ERRORS = 3, 0.01, 2.0
-PLACES = 50  # points of the curve of value against budget
-SEARCHED = 200  # budgets per round of the search for the optimal budget
-PARTS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)  # step sizes of the line search: shares of the possible swaps
-ROUNDS = 20  # maximum number of ascent steps
-MISSED = 0.02  # share of a budget above which an unused remainder is mentioned in the headline
+CURVE_POINTS = 50  # points of the curve of value against budget
+BUDGETS_PER_ROUND = 200  # budgets per round of the search for the optimal budget
+SWAP_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)  # step sizes of the line search: shares of the possible swaps
+MAX_ASCENT_STEPS = 20  # maximum number of ascent steps
+UNUSED_SHARE = 0.02  # share of a budget above which an unused remainder is mentioned in the headline
 # A bare number up to this share of the corpus and up to this size may have been meant as a percentage.
 FEW, LARGEST_SHARE = 0.01, 100
-SLOW = 0.01  # stop the ascent if a step gains less than this part of the gain so far
+MIN_RELATIVE_GAIN = 0.01  # stop the ascent if a step gains less than this part of the gain so far
 
 
 def select(
@@ -274,7 +274,7 @@ class _SelectedItems:
         text = f"{share(len(self.selected.row_index), n_rows)}, {n_tokens:,} tokens"
         if self.document_N is not None:
             text = f"{len(table['doc_id'].unique()):,} documents: {text}"
-        if used < (1 - MISSED) * constraints.budget:
+        if used < (1 - UNUSED_SHARE) * constraints.budget:
             text += f"; only {used:,} of the requested {constraints.budget:,} {constraints.unit}"
         return text
 
@@ -345,9 +345,9 @@ def _select_items(
 
 
 def _curve_of(objective: SelectionObjective, selected: _SelectedItems) -> Curve:
-    """Return the value of selections of PLACES sizes, and of the selected size."""
+    """Return the value of selections of CURVE_POINTS sizes, and of the selected size."""
     order_N, effect_M = selected.order_N, selected.effect_M
-    even = np.unique(np.round(np.linspace(0, len(order_N), PLACES + 1)[1:]).astype(np.int64))
+    even = np.unique(np.round(np.linspace(0, len(order_N), CURVE_POINTS + 1)[1:]).astype(np.int64))
     ordered_by_N = effect_M if selected.document_N is None else effect_M[selected.document_N]
     return _curve(objective, order_N, sorted({*even.tolist(), len(selected.selected.row_index)} - {0}), ordered_by_N)
 
@@ -395,7 +395,7 @@ def _ranked(
         (none with floors or caps, because a larger budget would change the earlier ones).
     """
     worth_M = effect_M
-    guarantee = OPTIMAL if document_N is None else "whole documents, by the mean effect of their rows"
+    guarantee = OPTIMAL_NOTE if document_N is None else "whole documents, by the mean effect of their rows"
     if document_N is not None and constraints.costs_differ:
         guarantee += ", until no further one fits"
     if constraints.unit == "tokens" and document_N is None:
@@ -469,23 +469,23 @@ def _worth_by_runs(
 
     best_M, selected_1M = worth_M, masks(worth_M[None])
     by_relevance = by_runs = float(objective.predicted_by_runs(subset_weights(selected_1M))[0])
-    for _ in range(ROUNDS):
-        rise_M = objective.run_model.gradient(
+    for _ in range(MAX_ASCENT_STEPS):
+        gradient_M = objective.run_model.row_gradients(
             subset_weights(selected_1M), objective.weights_T, cautious=objective.cautious
         )
         if document_N is not None:
-            rise_M = _mean_by(document_N, rise_M)
-        selected_M, corner_M = selected_1M[0], masks(rise_M[None])[0]
-        leaving, coming = np.sort(rise_M[selected_M & ~corner_M]), -np.sort(-rise_M[corner_M & ~selected_M])
+            gradient_M = _mean_by(document_N, gradient_M)
+        selected_M, corner_M = selected_1M[0], masks(gradient_M[None])[0]
+        leaving, coming = np.sort(gradient_M[selected_M & ~corner_M]), -np.sort(-gradient_M[corner_M & ~selected_M])
         n = min(len(leaving), len(coming))
         gain_n = coming[:n] - leaving[:n]  # of each swap towards the corner, best first
         # a bonus for the current items, just large enough that all, half, ... of the swaps are made
-        credit_B = [0.0, *(max(float(gain_n[k]), 0.0) for k in sorted({int(n * part) for part in PARTS}) if k)]
-        by_BM = rise_M + np.array(credit_B)[:, None] * selected_1M
+        credit_B = [0.0, *(max(float(gain_n[k]), 0.0) for k in sorted({int(n * part) for part in SWAP_SHARES}) if k)]
+        by_BM = gradient_M + np.array(credit_B)[:, None] * selected_1M
         mask_BM = masks(by_BM)
         value_B = objective.predicted_by_runs(subset_weights(mask_BM))
         k = int(np.argmax(value_B))
-        if value_B[k] - by_runs <= SLOW * (by_runs - by_relevance):
+        if value_B[k] - by_runs <= MIN_RELATIVE_GAIN * (by_runs - by_relevance):
             break
         best_M, selected_1M, by_runs = by_BM[k], mask_BM[[k]], float(value_B[k])
     bound = "lower bound of the change" if objective.cautious else "change"
@@ -539,7 +539,7 @@ def _best_budget(
         weights = single_subset(SUBSET, mask_of(rows, objective.artifact.n_rows)).weights
         return float(objective.value(objective.predictor.sums(weights))[0])
 
-    at_once, near = (SEARCHED, 0.0) if build_constraints is None else (16, 0.005)
+    at_once, near = (BUDGETS_PER_ROUND, 0.0) if build_constraints is None else (16, 0.005)
     places = np.unique(np.geomspace(1, len(order_P), at_once).round().astype(np.int64))
     while True:
         if build_constraints is None:
@@ -617,7 +617,7 @@ def _notes(objective: SelectionObjective, selected: _SelectedItems, by: str | No
                 "20%documents, or export with --documents half"
             )
     counts = artifact.manifest.skipped.get("rows", {}).get("counts", {})
-    if counts := {reason: count for reason, count in counts.items() if not (whole and reason in ENDS)}:
+    if counts := {reason: count for reason, count in counts.items() if not (whole and reason in PARTIAL_REASONS)}:
         messages.append(f"not considered, because no row contains them: {skipped_text(counts)}")
     return messages
 

@@ -83,6 +83,7 @@ class Selection(OptimizationResult):
         format: str = "parquet",  # noqa: A002 - the name of the command-line option
         corpus: str | None = None,
         ids: Path | str | None = None,
+        shard_size: str | int | None = None,
         left_out: bool = False,
         say: Callable[[str], None] | None = None,
     ) -> Export:
@@ -93,10 +94,12 @@ class Selection(OptimizationResult):
         Args:
             out: new directory; it is written to a temporary path and renamed when complete.
             documents: write whole documents of which any, half or all tokens are selected; None: only the rows.
-            format: parquet, jsonl or datasets.
+            format: parquet, jsonl, json (an array), csv, tsv, datasets, or source: that of the corpus. Text files are
+                compressed like those of the corpus.
             corpus: current path of the corpus; None: the path of the build.
             ids: file to write the ids of the whole documents to: .csv or .parquet with columns name and record (the
                 position in the corpus, from 0), or text with one name per line.
+            shard_size: maximum size of a file, e.g. 256MB, or a number of records. Default: 50,000 records.
             left_out: write the rows or documents that are not selected instead.
             say: callback that receives a line on what whole documents add and drop, before anything is written.
 
@@ -105,7 +108,9 @@ class Selection(OptimizationResult):
             CorpusError: the corpus or its tokenizer is not the one that the artifact was built from.
         """
         check_place(Path(out))
-        exporter = Exporter.from_options(self.artifact, documents=documents, form=format, corpus=corpus, ids=ids)
+        exporter = Exporter.from_options(
+            self.artifact, documents=documents, form=format, corpus=corpus, ids=ids, shard_size=shard_size
+        )
         return exporter.write(self, Path(out), left_out=left_out, say=say)
 
     def write_left_out(self, path: Path | str) -> int:

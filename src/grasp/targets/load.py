@@ -14,22 +14,33 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from grasp.corpus.conversations import FAULTS, Conversation, Template, answer_parts, conversation_in
+from grasp.corpus.conversations import (
+    FAULTS,
+    Content,
+    Conversation,
+    Template,
+    answer_parts,
+    conversation_in,
+    is_pair,
+    read_pair,
+)
 from grasp.corpus.documents import records_in
 from grasp.corpus.passages import task_root
 from grasp.corpus.sources import IN_MEMORY, Source, open_source
 from grasp.errors import CorpusError, TargetError
 from grasp.seeds import stream
 from grasp.settings import DatasetTarget, TargetSettings
+from grasp.targets.margins import split_metric, with_metric
 from grasp.targets.olmes import ALIASES, is_request, read_task, units_of_requests
 from grasp.targets.sample_logs import is_sample, refuse_unscored, units_of_log
-from grasp.targets.units import LossOn, Unit, UnitSet
+from grasp.targets.units import MARGIN, LossOn, Unit, UnitSet
 from grasp.text import parse_json
 from grasp.yaml_files import describe
 
 EXPECTED_FIELDS = (
-    "expected `prompt` and `completion`, `question` and `answer`, `messages`, `instruction` and `output`, a sample log "
-    "of lm-evaluation-harness with `doc`, `target` and `arguments`, or requests of olmes"
+    "expected `prompt` and `completion`, `question` and `answer`, `choices` and `answer`, `messages`, `instruction` "
+    "and `output`, `chosen` and `rejected`, a sample log of lm-evaluation-harness with `doc`, `target` and "
+    "`arguments`, or requests of olmes"
 )
 # Names of log files of evaluation harnesses, which write one file per task.
 _LOG_NAME = re.compile(r"samples_(?P<task>.+?)(?:_\d{4}-\d\d-\d\dT.*)?|task-\d+-(?P<olmes>.+)-requests")
@@ -55,7 +66,9 @@ def load_units(settings: TargetSettings, in_memory: Sequence[Unit] = ()) -> Unit
         MissingExtraError: a package that reads the target is not installed.
     """
     unit_lists: list[Sequence[Unit]] = []
-    for name in settings.names:
+    for full_name in settings.names:
+        name, metric = (full_name, None) if Path(full_name).exists() else split_metric(full_name)
+        n_groups = len(unit_lists)
         # a file name has a directory, a URL scheme or a known suffix, or the file exists
         is_file = name.startswith(IN_MEMORY) or "/" in name or "\\" in name or _FILE_NAME.fullmatch(name) is not None
         if in_memory and name.startswith(IN_MEMORY):
@@ -69,6 +82,8 @@ def load_units(settings: TargetSettings, in_memory: Sequence[Unit] = ()) -> Unit
                 unit_lists.append(units)
         else:
             unit_lists.append(read_task(name, settings.variant, settings.loss_on, task_root()))
+        if metric is not None:
+            unit_lists[n_groups:] = [[with_metric(unit, metric) for unit in group] for group in unit_lists[n_groups:]]
     unit_lists += [read_mapped(target, settings.loss_on) for target in settings.datasets]
     pools: dict[str, list[Unit]] = {}
     for group in unit_lists:
@@ -96,7 +111,11 @@ def load_units(settings: TargetSettings, in_memory: Sequence[Unit] = ()) -> Unit
         target_of[unit.unit_id] = unit.target
     drawn = [draw(target, pool, [unit.unit_id for unit in pool], settings) for target, pool in pools.items()]
     excluded = frozenset(settings.exclude_units)
-    excluded_ids = tuple(unit.unit_id for unit in chain.from_iterable(pools.values()) if unit.unit_id in excluded)
+    excluded_ids = tuple(
+        unit.unit_id
+        for unit in chain.from_iterable(pools.values())
+        if {unit.unit_id, split_metric(unit.unit_id)[0]} & excluded
+    )
     sizes = {target: len(pool) for target, pool in pools.items()}
     return UnitSet(tuple(chain.from_iterable(drawn)), excluded_ids, sizes, tuple(chain.from_iterable(pools.values())))
 
@@ -110,9 +129,10 @@ def draw(target: str, pool: Sequence[T], unit_ids: Sequence[str], settings: Targ
         TargetError: all units are excluded.
     """
     # The random stream is named after the task of an alias, so that both draw the same units.
-    order = stream(settings.seed, "units", ALIASES.get(target, target)).permutation(len(pool))
+    task, _ = split_metric(target)  # the metrics of a task draw the same units
+    order = stream(settings.seed, "units", ALIASES.get(task, task)).permutation(len(pool))
     excluded = frozenset(settings.exclude_units)
-    remaining = [pool[k] for k in order if unit_ids[k] not in excluded]
+    remaining = [pool[k] for k in order if not {unit_ids[k], split_metric(unit_ids[k])[0]} & excluded]
     if not remaining:
         raise TargetError(f"targets: {target} has {len(pool)} units and all are in exclude_units; keep at least one")
     return remaining[: settings.units_per_target]
@@ -185,7 +205,7 @@ class UnitFields(BaseModel):
     unit_id: str | int | None = None
     loss_on: LossOn | None = None
     choices: list[str] = []
-    gold: int | None = None
+    gold: Annotated[int, Field(ge=0)] | None = None
     support: str | None = None
 
 
@@ -207,7 +227,8 @@ def units_of(records: Records, task: str, loss_on: LossOn) -> list[Unit]:
     units: list[Unit] = []
     seen: dict[str, int] = {}
     for where, record in records:
-        fields, conversation = _parse_fields(record, where)
+        pair = _parse_pair(record, where)
+        fields, conversation = _parse_fields(record, where) if pair is None else (pair[0], None)
         target = fields.task or task
         position = seen[target] = seen.get(target, -1) + 1
         unit = Unit(
@@ -220,6 +241,9 @@ def units_of(records: Records, task: str, loss_on: LossOn) -> list[Unit]:
             gold=fields.gold,
             support=fields.support,
         )
+        if pair is not None:
+            units.append(_pair_unit(unit, pair[1], where))
+            continue
         if conversation is None:
             units.append(unit)
             continue
@@ -237,10 +261,53 @@ def units_of(records: Records, task: str, loss_on: LossOn) -> list[Unit]:
     return units
 
 
+def _parse_pair(record: Mapping[str, Any], where: str) -> tuple[UnitFields, Content] | None:
+    """Parse a preference pair; None: the record has another form."""
+    if not is_pair(record):
+        return None
+    try:
+        content = read_pair({name: value for name, value in record.items() if value is not None}, where)
+        named = {name: record[name] for name in ("task", "unit_id") if record.get(name) is not None}
+        return UnitFields.model_validate({"prompt": "", "completion": "-", **named}), content
+    except CorpusError as err:
+        raise TargetError(str(err)) from err
+    except ValidationError as err:
+        raise TargetError(describe(err, where)) from err
+
+
+def _pair_unit(unit: Unit, content: Content, where: str) -> Unit:
+    """Return a preference pair as the margin of its chosen answer over the rejected one."""
+    if unit.loss_on == "all":
+        raise TargetError(f"{where}: a preference pair is a margin of completions; got loss_on all")
+    assert content.rejected is not None
+    sides = []
+    for side in (content, content.rejected):
+        if side.conversation is not None:
+            answer = str(side.conversation.turns[-1]["content"])
+            sides.append(
+                replace(
+                    unit,
+                    prompt=side.conversation.content,
+                    completion=answer,
+                    loss_on="completion",
+                    conversation=side.conversation,
+                )
+            )
+        else:
+            assert side.text is not None
+            assert side.answers is not None
+            ((begin, end),) = side.answers
+            sides.append(replace(unit, prompt=side.text[:begin], completion=side.text[begin:end], loss_on="completion"))
+    chosen, rejected = sides
+    return replace(chosen, others=(rejected,), metric=MARGIN)
+
+
 def _parse_fields(record: Mapping[str, Any], where: str) -> tuple[UnitFields, Conversation | None]:
     """Parse a record of any form, and its conversation if it has one."""
     values = {name: value for name, value in record.items() if value is not None}
     conversation = None
+    if "choices" in values:
+        values |= _parse_choices(values, where)
     if not isinstance(values.get("completion"), str):
         try:
             conversation = conversation_in(values, where)
@@ -266,11 +333,57 @@ def _parse_fields(record: Mapping[str, Any], where: str) -> tuple[UnitFields, Co
         raise TargetError(describe(err, where)) from err
     if not fields.completion.strip():
         raise TargetError(f"{where}: completion: got {fields.completion!r}, expected text to score")
-    if fields.gold is not None and not 0 <= fields.gold < len(fields.choices):
+    if fields.gold is not None and fields.gold >= len(fields.choices):
         raise TargetError(
             f"{where}: gold: got {fields.gold}, expected the position of one of {len(fields.choices)} choices"
         )
     return fields, conversation
+
+
+ANSWERS = ("gold", "answer", "answerKey", "label", "answer_idx")  # fields of the right choice
+
+
+def _parse_choices(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return prompt, completion, choices and gold of a multiple-choice record; empty if it has a gold completion.
+
+    Choices are texts, or texts with labels as in ARC and CommonsenseQA (`{"text": [...], "label": [...]}`). The right
+    one is given by position, label, letter or text. A space is put in front of a choice that would touch its prompt.
+    """
+    if isinstance(values.get("completion"), str):
+        return {}
+    choices: Any = values["choices"]
+    labels: Any = None
+    if isinstance(choices, Mapping):
+        choices, labels = choices.get("text"), choices.get("label")
+    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(text, str) for text in choices):
+        raise TargetError(f"{where}: choices: got {values['choices']!r:.60}, expected a list of at least two texts")
+    name = next((name for name in ANSWERS if name in values), None)
+    if name is None:
+        raise TargetError(f"{where}: has choices, but none of the fields {', '.join(ANSWERS)} says which is right")
+    answer = values[name]
+    letters = [chr(ord("A") + k) for k in range(len(choices))]
+    known = [labels] if isinstance(labels, list) and len(labels) == len(choices) else []
+    known += [[text.strip() for text in choices], letters]
+    if isinstance(answer, bool) or not isinstance(answer, int | str):
+        raise TargetError(f"{where}: {name}: got {answer!r:.60}, expected the position, label or text of a choice")
+    if isinstance(answer, int):
+        gold = answer
+    else:
+        places = [names.index(text) for names in known for text in (answer, answer.strip()) if text in names]
+        gold = places[0] if places else int(answer) if answer.isdecimal() else -1
+    if not 0 <= gold < len(choices):
+        raise TargetError(
+            f"{where}: {name}: got {answer!r:.60}, expected the position, label or text of one of the "
+            f"{len(choices)} choices"
+        )
+    prompt = values.get("prompt")
+    if prompt is None and isinstance(values.get("question"), str):
+        prompt = f"Question: {values['question']}\nAnswer:"
+    if not isinstance(prompt, str):
+        raise TargetError(f"{where}: has choices, but no text `prompt` or `question` before them")
+    space = "" if not prompt or prompt[-1].isspace() or any(text[:1].isspace() for text in choices) else " "
+    texts = [space + text for text in choices]
+    return {"prompt": prompt, "completion": texts[gold], "choices": texts, "gold": gold}
 
 
 def _parse_answer(answer: Any, where: str) -> str:

@@ -1,12 +1,13 @@
 """Represent units, the scored elements of a target, as text and as tokens. Start with `UnitSet.tokenize`."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import pyarrow as pa
 
 from grasp.arrays import I32
 from grasp.corpus.conversations import Conversation, UnusableConversationError
@@ -19,17 +20,24 @@ if TYPE_CHECKING:
     from grasp.corpus.encoding import Tokenizer
 
 LossOn = Literal["completion", "assistant", "all"]
+LOSS = "loss"  # the metric of a unit with one answer
+MARGIN = "margin"  # the metric of a preference pair
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One scored element: the loss of `completion` after `prompt`.
+    """One scored element: the loss of `completion` after `prompt`, or a margin between several answers.
 
     `choices` are the candidate continuations as they would be appended, so `choices[gold] == completion`. If the
     candidates of a task differ in the prompt instead (winogrande), they are the candidate prompts.
 
     A conversation ends with an answer. Its prompt and completion are set by `UnitSet.rendered`, and `ending` is the
     text that the chat template writes after the answer.
+
+    Attributes:
+        others: the wrong answers of a margin, each with its own prompt; empty if the utility is -loss.
+        metric: loss, margin, margin_per_char, margin_per_token, or an accuracy (see `grasp.targets.margins`).
+        weight: signed factor of the utility.
     """
 
     unit_id: str
@@ -43,14 +51,57 @@ class Unit:
     image_hash: str | None = None  # hash of the pixels of a trusted image
     conversation: Conversation | None = None
     ending: str = ""
+    others: "tuple[Unit, ...]" = ()
+    metric: str = LOSS
+    weight: float = 1.0
+
+    def scored_by(self, metric: str) -> "Unit":
+        """Return the unit with the other choices as wrong answers, named after the metric."""
+        assert self.gold is not None
+        as_contexts = self.choices[self.gold] != self.completion
+        others = tuple(
+            replace(self, prompt=text, choices=(), gold=None)
+            if as_contexts
+            else replace(self, completion=text, choices=(), gold=None)
+            for k, text in enumerate(self.choices)
+            if k != self.gold
+        )
+        return replace(
+            self, unit_id=f"{self.unit_id}@{metric}", target=f"{self.target}@{metric}", others=others, metric=metric
+        )
+
+    def scale_of(self, answer: "Unit", n_tokens: int) -> float:
+        """Return the factor from the mean loss of an answer to its negative log-probability, as the metric counts it.
+
+        Characters are those of the answer without surrounding white space, as lm-evaluation-harness counts them.
+        """
+        if self.metric == LOSS or self.metric.endswith("_per_token"):
+            return 1.0
+        return n_tokens / len(answer.completion.strip()) if self.metric.endswith("_per_char") else float(n_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class UnitTokens:
-    """Tokens of one unit; the labels that carry loss are ``input_ids[first:]``, first >= 1."""
+    """Tokens of one unit; the labels that carry loss are ``input_ids[first:]``, first >= 1.
+
+    Attributes:
+        others: the wrong answers of a margin.
+        scale: factor from the mean loss of the answer to its negative log-probability, as the metric counts it.
+        weight: signed factor of the utility.
+        is_accuracy: the utility is 1 if the answer is more likely than all others, else 0.
+    """
 
     input_ids: I32
     first: int
+    others: "tuple[UnitTokens, ...]" = ()
+    scale: float = 1.0
+    weight: float = 1.0
+    is_accuracy: bool = False
+
+    @property
+    def longest(self) -> int:
+        """Return the number of tokens of the longest answer with its prompt."""
+        return max(len(answer.input_ids) for answer in (self, *self.others))
 
 
 @dataclass(frozen=True)
@@ -74,6 +125,9 @@ class UnitSet:
         digest = hashlib.blake2b(digest_size=16)
         for unit in self.units:
             digest.update(repr((unit.unit_id, unit.target, unit.prompt, unit.completion, unit.loss_on)).encode())
+            if unit.metric != LOSS or unit.weight != 1.0:
+                others = [(other.prompt, other.completion) for other in unit.others]
+                digest.update(repr((unit.metric, unit.weight, others)).encode())
         return digest.hexdigest()
 
     def rendered(self, tokenizer: "Tokenizer") -> "UnitSet":
@@ -83,12 +137,12 @@ class UnitSet:
             TargetError: the tokenizer's chat template rejects a conversation, or marks its answer in several spans; the
                 message has the unit_id.
         """
-        units = []
         unwritten = Skipped()
-        for unit in self.units:
+
+        def render(unit: Unit) -> Unit:
+            others = tuple(render(other) for other in unit.others)
             if unit.conversation is None:
-                units.append(unit)
-                continue
+                return replace(unit, others=others) if others else unit
             try:
                 chat = tokenizer.render(unit.conversation, last_only=True)
             except UnusableConversationError as err:
@@ -106,8 +160,10 @@ class UnitSet:
             for reason, _ in chat.unwritten:
                 unwritten.add(reason, unit.unit_id, unit.unit_id)
             ((start, stop),), text = chat.spans, chat.text
-            units.append(replace(unit, prompt=text[:start], completion=text[start:stop], ending=text[stop:]))
-        return replace(self, units=tuple(units), unwritten=unwritten)
+            written = replace(unit, prompt=text[:start], completion=text[start:stop], ending=text[stop:])
+            return replace(written, others=others)
+
+        return replace(self, units=tuple(render(unit) for unit in self.units), unwritten=unwritten)
 
     def tokenize(self, tokenizer: "Tokenizer", max_length: int) -> list[UnitTokens]:
         """Encode each unit as one text, prompt and completion together, in at most `max_length` tokens.
@@ -121,7 +177,8 @@ class UnitSet:
                 empty and the tokenizer has neither BOS nor EOS. The message has the unit_id.
         """
         texts = []
-        for unit in self.units:
+        answers = [answer for unit in self.units for answer in (unit, *unit.others)]
+        for unit in answers:
             begin = len(unit.prompt)
             span = begin, begin + len(unit.completion)
             text = unit.prompt + unit.completion + unit.ending
@@ -130,7 +187,19 @@ class UnitSet:
             encoded = encode_texts(texts, tokenizer)
         except CorpusError as err:
             raise TargetError(f"targets: {err}") from err
-        return [_cut(unit, tokens, tokenizer, max_length) for unit, tokens in zip(self.units, encoded, strict=True)]
+        pairs = zip(answers, encoded, strict=True)
+        each = iter([_cut(answer, tokens, tokenizer, max_length) for answer, tokens in pairs])
+        return [_with_others(unit, next(each), [next(each) for _ in unit.others]) for unit in self.units]
+
+
+def _with_others(unit: Unit, tokens: UnitTokens, others: list[UnitTokens]) -> UnitTokens:
+    """Return the tokens of a unit with those of its wrong answers."""
+    scaled = [
+        replace(part, scale=unit.scale_of(answer, len(part.input_ids) - part.first))
+        for answer, part in zip((unit, *unit.others), (tokens, *others), strict=True)
+    ]
+    is_accuracy = unit.metric.startswith("accuracy")
+    return replace(scaled[0], others=tuple(scaled[1:]), weight=unit.weight, is_accuracy=is_accuracy)
 
 
 def _cut(unit: Unit, tokens: TokenizedText, tokenizer: "Tokenizer", max_length: int) -> UnitTokens:
@@ -163,3 +232,85 @@ def _cut(unit: Unit, tokens: TokenizedText, tokenizer: "Tokenizer", max_length: 
             " the tokenizer does not belong to the model"
         )
     return UnitTokens(ids.astype(np.int32), max(1, n_front) if unit.loss_on == "all" else len(ids) - n_scored)
+
+
+# ------------------------------------------------------------------------------------------- units of an artifact
+
+METRIC_COLUMN = "metric"
+WEIGHT_COLUMN = "weight"
+ANSWERS_COLUMN = "answers"  # of a unit with a metric: scale and tokens of the right answer, then of each wrong one
+
+
+def unit_columns(units: Sequence[Unit], tokens: Sequence[UnitTokens]) -> dict[str, pa.Array]:
+    """Return the columns of a unit table that units with a metric or a weight need; none for other units."""
+    columns: dict[str, pa.Array] = {}
+    if any(unit.weight != 1.0 for unit in units):
+        columns[WEIGHT_COLUMN] = pa.array([unit.weight for unit in units], pa.float64())
+    if all(unit.metric == LOSS for unit in units):
+        return columns
+    answers = [
+        None
+        if unit.metric == LOSS
+        else [
+            {
+                "prompt": answer.prompt,
+                "completion": answer.completion,
+                "scale": part.scale,
+                "first": part.first,
+                "input_ids": part.input_ids,
+            }
+            for answer, part in zip((unit, *unit.others), (each, *each.others), strict=True)
+        ]
+        for unit, each in zip(units, tokens, strict=True)
+    ]
+    kind = pa.struct(
+        {
+            "prompt": pa.string(),
+            "completion": pa.string(),
+            "scale": pa.float64(),
+            "first": pa.int32(),
+            "input_ids": pa.list_(pa.int32()),
+        }
+    )
+    return columns | {
+        METRIC_COLUMN: pa.array([unit.metric for unit in units], pa.string()),
+        ANSWERS_COLUMN: pa.array(answers, pa.list_(kind)),
+    }
+
+
+def stored_units(table: pa.Table, loss_on: LossOn) -> tuple[Unit, ...]:
+    """Return the units of a unit table."""
+    lines = table.select(["unit_id", "target", "prompt", "completion"]).to_pylist()
+    units = [Unit(**line, loss_on=loss_on) for line in lines]
+    for k, (metric, weight, answers) in enumerate(_metrics(table)):
+        others = tuple(
+            replace(units[k], prompt=answer["prompt"], completion=answer["completion"]) for answer in answers[1:]
+        )
+        units[k] = replace(units[k], others=others, metric=metric, weight=weight)
+    return tuple(units)
+
+
+def stored_tokens(table: pa.Table, stored: Sequence[Sequence[int]]) -> list[UnitTokens]:
+    """Return the tokens of the units of a unit table.
+
+    Args:
+        stored: token ids of the units, of which the last `n_positions` carry loss.
+    """
+    counts, units = table["n_positions"].to_pylist(), []
+    for ids, count, (_, weight, answers) in zip(stored, counts, _metrics(table), strict=True):
+        parts = [
+            UnitTokens(np.asarray(answer["input_ids"], dtype=np.int32), answer["first"], scale=answer["scale"])
+            for answer in answers
+        ] or [UnitTokens(np.asarray(ids, dtype=np.int32), len(ids) - count)]
+        units.append(replace(parts[0], others=tuple(parts[1:]), weight=weight))
+    return units
+
+
+def _metrics(table: pa.Table) -> list[tuple[str, float, list[dict[str, Any]]]]:
+    """Return metric, weight and answers of each unit; answers are empty if the metric is the loss."""
+
+    def column(name: str) -> list[Any]:
+        return table[name].to_pylist() if name in table.column_names else [None] * len(table)
+
+    lines = zip(column(METRIC_COLUMN), column(WEIGHT_COLUMN), column(ANSWERS_COLUMN), strict=True)
+    return [(metric or LOSS, 1.0 if weight is None else weight, answers or []) for metric, weight, answers in lines]

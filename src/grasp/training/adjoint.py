@@ -34,7 +34,7 @@ from torch import Tensor
 
 from grasp.training.recipe import OptimizerRecipe
 
-PIECE = 1 << 20  # coordinates converted to float64 at once
+BLOCK_COORDINATES = 1 << 20  # coordinates converted to float64 at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class Adjoint:
 
 def norm_of(tensors: Sequence[Tensor]) -> float:
     """Return the Euclidean norm of the concatenation of tensors, computed in float64."""
-    pieces = (piece for tensor in tensors for piece in torch.split(tensor.detach().reshape(-1), PIECE))
+    pieces = (piece for tensor in tensors for piece in torch.split(tensor.detach().reshape(-1), BLOCK_COORDINATES))
     return math.sqrt(sum(float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2 for piece in pieces))
 
 
@@ -142,7 +142,7 @@ def through_update(
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield views of some coordinates of tensors of the same shape at a time, to limit the memory of float64 copies."""
-    return zip(*(torch.split(tensor.reshape(-1), PIECE) for tensor in tensors), strict=True)
+    return zip(*(torch.split(tensor.reshape(-1), BLOCK_COORDINATES) for tensor in tensors), strict=True)
 
 
 def add_curvature(

@@ -17,7 +17,7 @@ from grasp.models.causal_lm import context_of, dynamic_ropes, reset_ropes
 from grasp.training.adamw import AdamWTraining, LabelLogits
 from grasp.training.recipe import OptimizerRecipe
 
-EXACT = (torch.float32, torch.float64)  # the rounding error of narrower types exceeds the finite differences
+EXACT_DTYPES = (torch.float32, torch.float64)  # the rounding error of narrower types exceeds the finite differences
 
 
 class FineTuning(AdamWTraining):
@@ -99,7 +99,7 @@ def check_differentiable(model: nn.Module) -> list[str]:
     if not trained:
         raise ModelError(f"{name}: no parameter requires a gradient; call requires_grad_() on those to train")
     if narrow := {
-        str(parameter.dtype).split(".")[1] for parameter in model.parameters() if parameter.dtype not in EXACT
+        str(parameter.dtype).split(".")[1] for parameter in model.parameters() if parameter.dtype not in EXACT_DTYPES
     }:
         raise ModelError(
             f"{name}: has weights in {', '.join(sorted(narrow))}, whose rounding error exceeds the finite differences; "

@@ -10,7 +10,8 @@ chunk of positions while it is in the cache, with one buffer of `chunk` x V per 
 against autograd in float64.
 
 Start with `StackedLlama`.
-Shape letters: K models, B rows of a batch, L tokens, T = B L, H hidden width, V vocabulary, I inner width.
+Shape letters: K models, B rows of a batch, L tokens, T = B L, H hidden width, V vocabulary, I inner width, E units,
+A answers of units.
 """
 
 import math
@@ -28,10 +29,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from grasp.arrays import F64
 from grasp.errors import ModelError
 from grasp.models.causal_lm import batches
-from grasp.models.checkpoint import TRAIN
-from grasp.models.unit_loss import mean_losses, padded, refuse_non_finite, supervised
+from grasp.models.checkpoint import TRAIN_FIELD
+from grasp.models.unit_loss import distinct, mean_losses, padded, refuse_non_finite, supervised
 from grasp.seeds import stream
 from grasp.settings import Settings
+from grasp.targets.margins import Answers
 from grasp.targets.units import UnitTokens
 
 ROPE_THETA = 10_000.0
@@ -76,7 +78,7 @@ class LlamaShape(Settings):
             rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
             bos_token_id=None,
             eos_token_id=eos_id,
-            **{TRAIN: "new"},
+            **{TRAIN_FIELD: "new"},
         )
 
 
@@ -177,26 +179,28 @@ class StackedLlama:
         return rms_norm(x_KTH, w["norm"], NORM_EPS).reshape(n_models, n_rows, length, -1)
 
     def unit_losses(self, unit_tokens: Sequence[UnitTokens], batch_tokens: int = 8192) -> F64:
-        """Return the results of `grasp.models.unit_loss.evaluate_units` of every model, (K, E) float64, nats per label.
+        """Return the results of `grasp.models.unit_loss.evaluate_units` of every model, (K, E) float64.
 
         Args:
             batch_tokens: tokens per forward pass, of all models together on a CPU, of each model on a GPU.
         """
         if self.device.type == "cpu":
             batch_tokens = max(1, batch_tokens // self.n_models)
-        losses_KE = np.full((self.n_models, len(unit_tokens)), np.nan)
+        answers = Answers.of(unit_tokens)
+        tokens, place_A = distinct(answers.tokens)
+        losses_KA = np.full((self.n_models, len(tokens)), np.nan)
         with torch.inference_mode():
-            lengths_E = np.array([len(unit.input_ids) for unit in unit_tokens], dtype=np.int64)
-            for index_B in batches(lengths_E, batch_tokens):
-                ids_BL, labelled_BL = padded([unit_tokens[int(i)] for i in index_B])
+            lengths_A = np.array([len(answer.input_ids) for answer in tokens], dtype=np.int64)
+            for index_B in batches(lengths_A, batch_tokens):
+                ids_BL, labelled_BL = padded([tokens[int(i)] for i in index_B])
                 hidden_KBLH = self.hidden(ids_BL.to(self.device).expand(self.n_models, -1, -1))
                 hidden_KPH = [supervised(hidden_BLH, labelled_BL) for hidden_BLH in hidden_KBLH]
                 pairs = zip(hidden_KPH, self.head, strict=True)
                 losses = [mean_losses(hidden_PH @ head.T, ids_BL, labelled_BL) for hidden_PH, head in pairs]
-                losses_KE[:, index_B] = np.stack(losses)
-        for losses_E in losses_KE:
-            refuse_non_finite(losses_E)
-        return losses_KE
+                losses_KA[:, index_B] = np.stack(losses)
+        for losses_A in losses_KA:
+            refuse_non_finite(losses_A)
+        return -answers.utilities(losses_KA[:, place_A])
 
 
 def _blocks(shape: LlamaShape) -> list[tuple[str, int, int]]:

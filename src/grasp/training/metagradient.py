@@ -29,6 +29,7 @@ from grasp.models.gradients import Example, UntakenLayerError
 from grasp.settings import Settings
 from grasp.store.directory import Schema, Store
 from grasp.store.records import Mark
+from grasp.targets.margins import Answers
 from grasp.targets.units import UnitTokens
 from grasp.training.adamw import AdamWTraining
 from grasp.training.adjoint import Adjoint, UpdateConstants, add_curvature, norm_of, through_update
@@ -167,16 +168,32 @@ class Target:
     name: str
     units: Sequence[UnitTokens]
 
-    def batches(self, batch_tokens: int) -> list[tuple[I64, F64]]:
-        """Return token ids and label weights for which the sum of weighted losses is the mean loss of the units."""
-        lengths = np.array([len(unit.input_ids) for unit in self.units], dtype=np.int64)
+    def batches(self, batch_tokens: int) -> "TargetBatches":
+        """Return the answers of the units in batches of similar length."""
+        answers = Answers.of(self.units)
+        lengths = np.array([len(answer.input_ids) for answer in answers.tokens], dtype=np.int64)
         out = []
         for index_B in batches_of_like_length(lengths, batch_tokens):
-            chosen = [self.units[int(e)] for e in index_B]
-            ids, loss_mask = pad_rows([unit.input_ids for unit in chosen], [unit.first for unit in chosen])
+            chosen = [answers.tokens[int(a)] for a in index_B]
+            ids, loss_mask = pad_rows([answer.input_ids for answer in chosen], [answer.first for answer in chosen])
             weight_BL = label_positions(loss_mask)
-            out.append((ids.numpy(), weight_BL / weight_BL.sum(axis=1, keepdims=True) / len(self.units)))
-        return out
+            out.append((index_B, ids.numpy(), weight_BL / weight_BL.sum(axis=1, keepdims=True)))
+        return TargetBatches(answers, tuple(out))
+
+
+@dataclass(frozen=True, slots=True)
+class TargetBatches:
+    """The answers of a target's units in batches: their indices, token ids, and label weights of their mean losses."""
+
+    answers: Answers
+    parts: tuple[tuple[I64, I64, F64], ...]
+
+    def losses(self, training: AdamWTraining) -> F64:
+        """Return the mean loss of every answer at the current weights, (A,)."""
+        loss_A = np.empty(len(self.answers.tokens))
+        for index_B, ids_BL, weight_BL in self.parts:
+            loss_A[index_B] = training.row_losses(ids_BL, weight_BL)
+        return loss_A
 
 
 def examples_of(trajectory: Trajectory) -> list[Example]:
@@ -190,19 +207,28 @@ def examples_of(trajectory: Trajectory) -> list[Example]:
     return [Example(rows.flat_ids[span], loss_mask=mask) for span, mask in zip(spans, masks, strict=True)]
 
 
-def utility_gradient(training: AdamWTraining, batches: Sequence[tuple[I64, F64]]) -> tuple[float, list[Tensor]]:
-    """Return the utility of a target in nats, and its gradient, at the current weights."""
+def utility_gradient(training: AdamWTraining, batches: TargetBatches) -> tuple[float, list[Tensor]]:
+    """Return the mean utility of a target in nats, and its gradient, at the current weights.
+
+    The gradient of a margin is the sum of those of its answers with weights that depend on their losses.
+    """
+    answers, n_units = batches.answers, len(batches.answers.sign_E)
+    loss_A = None if answers.are_units else batches.losses(training)
+    weight_A = np.ones(len(answers.tokens)) if loss_A is None else answers.weights(loss_A)
     training.zero_gradients()
-    loss = sum(float(training.backward(ids_BL, weight_BL).sum()) for ids_BL, weight_BL in batches)
+    loss = sum(
+        float(training.backward(ids_BL, weight_BL * weight_A[index_B, None] / n_units).sum())
+        for index_B, ids_BL, weight_BL in batches.parts
+    )
     gradient = [-gradient for gradient in training.gradients()]
     training.zero_gradients()
-    return -loss, gradient
+    return -loss if loss_A is None else float(answers.utilities(loss_A).mean()), gradient
 
 
 def utilities(training: AdamWTraining, targets: Sequence[Target], batch_tokens: int = BATCH_TOKENS) -> F64:
     """Return the utility of every target at the current weights, (T,), nats."""
-    batches = [target.batches(batch_tokens) for target in targets]
-    return -np.array([sum(float(training.row_losses(*batch).sum()) for batch in of_target) for of_target in batches])
+    of_targets = [target.batches(batch_tokens) for target in targets]
+    return np.array([batches.answers.utilities(batches.losses(training)).mean() for batches in of_targets])
 
 
 def metagradient(
@@ -257,10 +283,10 @@ class _Replay:
     def _identity(self) -> dict[str, Any]:
         digest = hashlib.blake2b(digest_size=16)
         for batches in self.targets:
-            for ids_BL, weight_BL in batches:
-                digest.update(ids_BL.tobytes())
-                digest.update(weight_BL.tobytes())
-            digest.update(b"|")
+            for index_B, ids_BL, weight_BL in batches.parts:
+                for array in (index_B, ids_BL, weight_BL):
+                    digest.update(array.tobytes())
+            digest.update(batches.answers.scale_A.tobytes() + b"|")
         return {
             "settings": self.settings.model_dump(mode="json"),
             "targets": digest.hexdigest(),

@@ -20,10 +20,10 @@ from grasp.seeds import stream
 from grasp.training.metagradient import Metagradient, Target, utilities
 from grasp.training.trajectory import Trajectory
 
-LARGEST_GROWTH = 4.0  # smooth runs stay below 2; the first third of runs from scratch has 8 and more
+MAX_GROWTH = 4.0  # smooth runs stay below 2; the first third of runs from scratch has 8 and more
 PARTS = 12  # parts of a run whose spread of derivatives is compared
-LEAST_AGREEMENT = 0.2
-WHAT_TO_DO = "lower learning rate x steps, enlarge the batch, or replay more orders"
+MIN_AGREEMENT = 0.2
+REMEDY = "lower learning rate x steps, enlarge the batch, or replay more orders"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Smoothness:
         return f"{line}: steps before {self.first_step} are left out"
 
 
-def smoothness(replay: Metagradient, limit: float = LARGEST_GROWTH, rate_K: F64 | None = None) -> Smoothness:
+def smoothness(replay: Metagradient, limit: float = MAX_GROWTH, rate_K: F64 | None = None) -> Smoothness:
     """Measure the growth of derivatives towards the beginning, and find the first step that is used.
 
     Args:

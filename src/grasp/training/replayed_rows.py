@@ -27,7 +27,7 @@ from grasp.files import discard, written_aside
 from grasp.progress import Progress, Silent
 from grasp.seeds import stream
 from grasp.training.metagradient import Metagradient, MetagradientSettings, Target, metagradient
-from grasp.training.replay_gate import LEAST_AGREEMENT, WHAT_TO_DO, Smoothness, agreement, rank_agreement, smoothness
+from grasp.training.replay_gate import MIN_AGREEMENT, REMEDY, Smoothness, agreement, rank_agreement, smoothness
 from grasp.training.trajectory import Trajectory
 
 FOLDS = 5  # of documents, in regressions on text
@@ -171,10 +171,10 @@ def replay_rows(
                 smooth_replays.append((replay, smooth.first_step))
                 break
     if not smooth_replays:
-        notes.append(f"no replay is smooth, so its scores are not used; {WHAT_TO_DO}")
+        notes.append(f"no replay is smooth, so its scores are not used; {REMEDY}")
         return ReplayedRows(None, None, tuple(tried), (), tuple(notes))
     if not all(smooth.passed for smooth in tried):
-        notes.append(f"to use all steps, {WHAT_TO_DO}")
+        notes.append(f"to use all steps, {REMEDY}")
     replays = [replay for replay, _ in smooth_replays]
     windows = [(first, len(replay.order_KB)) for replay, first in smooth_replays]
     drawn_NT, all_NT = drawn_scores(replays, n_rows, windows), None
@@ -187,8 +187,8 @@ def replay_rows(
         probes = [[int(step) for step in replay.probe_steps_M if step >= first] for replay, first in smooth_replays]
         all_NT = probed_scores(replays, probes) if any(probes) else None
         agreements = [agreement(first, second, n_rows) for i, first in enumerate(replays) for second in replays[:i]]
-    if agreements and (least := float(np.min(np.mean(agreements, axis=0)))) < LEAST_AGREEMENT:
-        notes.append(f"two orders agree by {least:.2f} for the least target; {WHAT_TO_DO}")
+    if agreements and (least := float(np.min(np.mean(agreements, axis=0)))) < MIN_AGREEMENT:
+        notes.append(f"two orders agree by {least:.2f} for the least target; {REMEDY}")
     return ReplayedRows(drawn_NT, all_NT, tuple(tried), tuple(agreements), tuple(notes))
 
 

@@ -23,12 +23,12 @@ from grasp.training.adamw import AdamWTraining
 from grasp.training.hessian_products import both_sides
 
 Method = Literal["difference", "gradient"]
-FORWARD = 1 / 3  # cost of a forward pass, in gradients
+FORWARD_COST = 1 / 3  # cost of a forward pass, in gradients
 
 
 def cheaper_method(n_directions: int) -> tuple[Method, float]:
     """Return the cheaper method for a number of directions, and its cost in gradients per row."""
-    by_differences = 2 * FORWARD * n_directions
+    by_differences = 2 * FORWARD_COST * n_directions
     return ("difference", by_differences) if by_differences < 1.0 else ("gradient", 1.0)
 
 

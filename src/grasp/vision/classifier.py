@@ -36,8 +36,8 @@ from grasp.vision.images import ImageShard, decode_image
 
 RESAMPLING = ("nearest", "lanczos", "bilinear", "bicubic")  # in the order of PIL's numbers
 FULL_BYTE = 255.0
-INSTEAD = "set model.classifier.images (size, mean, std, ...) instead"
-NOISE = (96, 160)  # height and width of the random images that a head is checked with
+REMEDY = "set model.classifier.images (size, mean, std, ...) instead"
+PROBE_IMAGE_SIZE = (96, 160)  # height and width of the random images that a head is checked with
 # exceptions of a module that does not accept such images
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError)
 
@@ -152,7 +152,7 @@ class ImageClassifier:
             ModelError: the head is not called exactly once with one vector per image, or is not the last layer.
         """
         pil = require("PIL.Image", extra="vision", feature="reading images")
-        noise = np.random.default_rng(0).integers(0, 256, size=(2, *NOISE, 3), dtype=np.uint8)
+        noise = np.random.default_rng(0).integers(0, 256, size=(2, *PROBE_IMAGE_SIZE, 3), dtype=np.uint8)
         pixels_BCHW = self._preprocess([pil.fromarray(pixels) for pixels in noise])
         try:
             hidden_BH, model_logits = self._run(pixels_BCHW)
@@ -321,7 +321,7 @@ class ByProcessor:
         try:
             return cls(load_auxiliary(AutoImageProcessor, settings, "has no image processor", **backend_options))
         except (ModelError, TypeError, AttributeError) as err:
-            raise ModelError(f"{' '.join(str(err).split())}; {INSTEAD}") from err
+            raise ModelError(f"{' '.join(str(err).split())}; {REMEDY}") from err
 
     @property
     def identity(self) -> Any:
@@ -333,12 +333,12 @@ class ByProcessor:
         except (ValueError, TypeError, KeyError, ImportError) as err:
             raise ModelError(
                 f"preprocessor_config.json: {type(self.processor).__name__} failed on an image of {image.width} x "
-                f"{image.height} pixels: {' '.join(str(err).split())[:200]}; {INSTEAD}"
+                f"{image.height} pixels: {' '.join(str(err).split())[:200]}; {REMEDY}"
             ) from err
         if list(outputs) != ["pixel_values"]:
             raise ModelError(
                 f"preprocessor_config.json: {type(self.processor).__name__} returns {', '.join(outputs)}, expected "
-                f"pixel_values only; {INSTEAD}"
+                f"pixel_values only; {REMEDY}"
             )
         return np.ascontiguousarray(outputs["pixel_values"][0], dtype=np.float32)
 

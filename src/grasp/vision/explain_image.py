@@ -32,8 +32,8 @@ from grasp.targets.load import target_name
 from grasp.text import plain, signed
 from grasp.vision.images import ImageStore, decode_image, encode_png, pixel_hash, read_images
 
-NEAREST = 8  # trusted images that are shown
-LARGEST = 96  # longer side of a picture, in pixels
+MAX_NEAREST = 8  # trusted images that are shown
+PICTURE_PIXELS = 96  # longer side of a picture, in pixels
 READING = "adds: contribution to the effect of the row; below 0: mostly similar images with another label"
 
 
@@ -62,7 +62,7 @@ class ImageExplanation(Pictured):
     def nearest(self) -> list[tuple[str, str | None]]:
         """Caption and data URL of each picture, the row first; the URL is None if the picture is not available."""
         row_caption = f"{self.row_id}: {self.row_class}", picture_url(self.pictures.get(self.row_id))
-        trusted = self.table.slice(0, NEAREST).to_pylist()
+        trusted = self.table.slice(0, MAX_NEAREST).to_pylist()
         return [
             row_caption,
             *(
@@ -75,17 +75,17 @@ class ImageExplanation(Pictured):
         ]
 
     def _shown(self) -> tuple[list[str], list[list[str]]]:
-        lines = self.table.slice(0, NEAREST).to_pylist()
+        lines = self.table.slice(0, MAX_NEAREST).to_pylist()
         shown = [[signed(line["contribution"]), line["unit_id"], line["image_class"]] for line in lines]
         return ["adds", "trusted image", "its class"], shown
 
     def _below(self) -> Sequence[str]:
-        more = len(self) - NEAREST
+        more = len(self) - MAX_NEAREST
         return [*([f"... and {more:,} more"] if more > 0 else []), READING, *self.notes]
 
     def _repr_html_(self) -> str:
         figures = [
-            f'<figure style="display:inline-block;margin:4px;width:{LARGEST + 24}px;font-size:small">'
+            f'<figure style="display:inline-block;margin:4px;width:{PICTURE_PIXELS + 24}px;font-size:small">'
             f'<img src="{url}" alt=""><figcaption>{escape(plain(caption))}</figcaption></figure>'
             for caption, url in self.nearest
             if url is not None
@@ -117,9 +117,9 @@ def explain_images(
     units = artifact.units.take(pa.array(predictor.units.columns_E))
     parts = [EffectParts.from_artifact(artifact, predictor, int(i)) for i in index]
     tables = [_table(units, effect_parts.by_unit_E) for effect_parts in parts]
-    nearest = dict.fromkeys(name for table in tables for name in table["unit_id"].to_pylist()[:NEAREST])
+    nearest = dict.fromkeys(name for table in tables for name in table["unit_id"].to_pylist()[:MAX_NEAREST])
     trusted, picture_notes = _trusted_pictures(artifact, target, units, list(nearest))
-    row_images = row_pictures(artifact, index, LARGEST)
+    row_images = row_pictures(artifact, index, PICTURE_PIXELS)
     classes = artifact.rows(index)[CLASS_LABEL].to_pylist()
     return [
         ImageExplanation(
@@ -172,7 +172,7 @@ def _trusted_pictures(
             for record in read_images(corpus, fetch=False):
                 image = None if record.encoded is None else decode_image(record.encoded)
                 if image is not None and (digest := pixel_hash(image)) in wanted:
-                    picture_by_hash[digest] = encode_png(image, LARGEST)
+                    picture_by_hash[digest] = encode_png(image, PICTURE_PIXELS)
                 if len(picture_by_hash) == len(wanted):
                     break
         except (CorpusError, ValidationError):  # the settings of an artifact are untrusted

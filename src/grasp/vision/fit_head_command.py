@@ -17,7 +17,7 @@ REQUIRED = {
     "--corpus": ("corpus.path",),
     "--head": ("model.classifier.head",),
 }
-LISTED = 20  # names of unusable images that are printed
+MAX_LISTED = 20  # names of unusable images that are printed
 
 
 @command(
@@ -65,7 +65,7 @@ def fit_head(
         f"{done.accuracy:.1%}, loss {done.loss:.3f} nats"
     )
     for reason, count in done.left_out.counts.items():
-        listed = [plain(name) for name in done.left_out.ids[reason][:LISTED]]
+        listed = [plain(name) for name in done.left_out.ids[reason][:MAX_LISTED]]
         more = f" and {count - len(listed):,} more" if count > len(listed) else ""
         print(f"left out: {skipped_text({reason: count})}: {', '.join(listed)}{more}")
     print(f"next: grasp build --set {shlex.quote(f'model.classifier.fitted_head={out}')} ...")

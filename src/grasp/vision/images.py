@@ -388,7 +388,7 @@ def _row(record: ImageRecord, image: Any, index: int, classes: Sequence[str]) ->
         doc_id=doc_id,
         document=record.index,
         n_tokens=1,
-        after=Cursor(record.index + 1),
+        next_cursor=Cursor(record.index + 1),
         encoded=record.encoded,
         class_index=index,
         snippet=f"{name}, {image.width} x {image.height} pixels",

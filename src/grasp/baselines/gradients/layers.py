@@ -15,9 +15,9 @@ from grasp.errors import SettingsError
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients import Block, LayerSet, layers_of
 
-WORDS = "all, head, embedding, body, blocks, block:N (block:-1 is the last) and final_norm"
+LAYER_NAMES = "all, head, embedding, body, blocks, block:N (block:-1 is the last) and final_norm"
 BLOCK = re.compile(r"block:(-?\d+)")
-EXAMPLES = 6
+MAX_EXAMPLES = 6
 
 
 def choose_layers(model: ReferenceModel, patterns: Sequence[str]) -> LayerSet:
@@ -38,7 +38,7 @@ def choose_layers(model: ReferenceModel, patterns: Sequence[str]) -> LayerSet:
         chosen = chosen - matched if pattern.startswith("!") else chosen | matched
     if not chosen:
         raise SettingsError(
-            f"layers: {list(patterns)} selects no parameters; expected {WORDS}, or a pattern over names"
+            f"layers: {list(patterns)} selects no parameters; expected {LAYER_NAMES}, or a pattern over names"
         )
     return layers_of(model, chosen)
 
@@ -46,7 +46,7 @@ def choose_layers(model: ReferenceModel, patterns: Sequence[str]) -> LayerSet:
 def describe_layers(layers: LayerSet) -> str:
     """Return a one-line summary: number of parameters, and blocks."""
     names = [block.name for block in layers.blocks]
-    shown = ", ".join(names if len(names) <= EXAMPLES else [*names[:3], "...", *names[-3:]])
+    shown = ", ".join(names if len(names) <= MAX_EXAMPLES else [*names[:3], "...", *names[-3:]])
     return f"{layers.size:,} of {layers.total:,} parameters in {len(names)} blocks ({shown})"
 
 
@@ -89,7 +89,7 @@ class _Names:
             shown = close or [*list(self._canonical)[:3], "...", *list(self._canonical)[-3:]]
             raise SettingsError(
                 f"layers: {pattern!r} matches no parameter and no module of {type(self._root).__name__}; expected "
-                f"{WORDS}, or a pattern over names such as {', '.join(shown)}"
+                f"{LAYER_NAMES}, or a pattern over names such as {', '.join(shown)}"
             )
         return matched
 

@@ -9,7 +9,7 @@ from grasp.baselines.gradients.projection import Form
 from grasp.settings import Settings, refuse_idle
 
 PAPER_LAYERS = ("block:-1", "final_norm")
-UNPROJECTED = "dimension: null disables projection"
+NO_PROJECTION_HINT = "dimension: null disables projection"
 
 
 EXPRESSION = re.compile(r"(?:^|,)\s*(!?re:.*)", re.DOTALL)
@@ -70,7 +70,7 @@ class ProjectedSettings(CheckpointSettings):
     @model_validator(mode="after")
     def _is_projected(self) -> Self:
         if self.dimension is None:
-            refuse_idle(self, ("projection",), UNPROJECTED)
+            refuse_idle(self, ("projection",), NO_PROJECTION_HINT)
         return self
 
 

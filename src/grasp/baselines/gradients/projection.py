@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grasp.models.gradient_factors import ELEMENTS, materialise, some_rows
+from grasp.models.gradient_factors import BLOCK_ELEMENTS, materialise, some_rows
 from grasp.models.gradients import Block, Use
 from grasp.seeds import stream
 
@@ -40,7 +40,7 @@ class _Dense:
     sign_DK: Tensor  # D = X Y
 
     def add(self, use: Use, block: Block, out_BK: Tensor) -> None:
-        step = max(1, ELEMENTS // block.size)
+        step = max(1, BLOCK_ELEMENTS // block.size)
         for begin in range(0, len(use.right), step):
             gradient = materialise(some_rows(use, begin, begin + step), block.left)
             out_BK[begin : begin + step].addmm_(gradient.flatten(1), self.sign_DK)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from grasp.arrays import F64, I64
 from grasp.baselines.gradients.sinks import MatrixSink, UseSink
-from grasp.models.gradient_factors import ELEMENTS, left_products, squared_norm
+from grasp.models.gradient_factors import BLOCK_ELEMENTS, left_products, squared_norm
 from grasp.models.gradients import Block, Example, PerExample, Use
 
 ELEMENTWISE = 32  # cost of a pair of positions besides its two inner products, in multiplications
@@ -213,7 +213,7 @@ def _add_pairs(use: Use, flat: FlatUse, out_BE: Tensor) -> None:
     examples, positions = use.right.shape[:2]
     left = use.left.flatten() if use.one_hot else use.left.flatten(0, 1)
     right = use.right.flatten(0, 1)
-    step = max(1, ELEMENTS // max(1, examples * positions))
+    step = max(1, BLOCK_ELEMENTS // max(1, examples * positions))
     for begin in range(0, len(flat.unit_S), step):
         chunk = slice(begin, begin + step)
         pairs = left_products(left, flat.left[chunk]) * (right @ flat.right_SY[chunk].T)

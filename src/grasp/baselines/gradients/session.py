@@ -14,13 +14,16 @@ from grasp.arrays import F64
 from grasp.baselines.checkpoints import Checkpoint, training_checkpoints
 from grasp.baselines.gradients.layers import choose_layers
 from grasp.baselines.gradients.queries import Sizes, choose_dense, products, query_elements
+from grasp.errors import SettingsError
 from grasp.methods.contract import MethodInputs
 from grasp.models.gradients import Example, LayerSet, PerExample
 from grasp.seeds import stream
+from grasp.targets.margins import Answers
 
 
 def row_examples(inputs: MethodInputs, start: int, stop: int) -> list[Example]:
     """Return rows [start, stop) as examples; the loss is on the trained tokens of a chat, on all tokens of a text."""
+    inputs.refuse_pairs()
     rows = inputs.rows(start, stop)
     return [Example(rows.ids(i), loss_mask=rows.mask(i)) for i in range(len(rows))]
 
@@ -36,6 +39,7 @@ def sampled_rows(inputs: MethodInputs, count: int, seed: int, *purpose: str, pre
 
 def examples_at(inputs: MethodInputs, rows: Sequence[int]) -> list[Example]:
     """Return rows by index as examples, read block by block."""
+    inputs.refuse_pairs()
     requested_rows = set(rows)
     examples = []
     for start, stop in inputs.blocks():
@@ -47,7 +51,16 @@ def examples_at(inputs: MethodInputs, rows: Sequence[int]) -> list[Example]:
 
 
 def unit_examples(inputs: MethodInputs) -> list[Example]:
-    """Return units as examples, in artifact order; the loss is on their completions."""
+    """Return units as examples, in artifact order; the loss is on their completions.
+
+    Raises:
+        SettingsError: the utility of a unit is not the loss of one answer.
+    """
+    if not Answers.of(inputs.unit_tokens).are_units:
+        raise SettingsError(
+            f"{inputs.artifact.where}: the method compares gradients of losses, and the artifact has targets with a "
+            "margin or weights; build one without them, or choose another method"
+        )
     return [Example(unit.input_ids, unit.first) for unit in inputs.unit_tokens]
 
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from grasp.models.gradient_factors import ELEMENTS, materialise, some_rows
+from grasp.models.gradient_factors import BLOCK_ELEMENTS, materialise, some_rows
 from grasp.models.gradients import PerExample, Use
 
 TakeMatrix = Callable[[int, Tensor, slice], None]
@@ -60,7 +60,7 @@ class MatrixSink(UseSink):
 
     def _form(self, number: int, uses: list[Use], rows: slice) -> None:
         block = self._blocks[number]
-        step = max(1, ELEMENTS // block.size)
+        step = max(1, BLOCK_ELEMENTS // block.size)
         for begin in range(0, rows.stop - rows.start, step):
             end = min(begin + step, rows.stop - rows.start)
             total = materialise(some_rows(uses[0], begin, end), block.left)

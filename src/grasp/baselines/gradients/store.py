@@ -22,7 +22,7 @@ from grasp.baselines.work import WorkArea
 from grasp.methods.contract import MethodInputs, Seconds
 from grasp.models.gradients import Output, PerExample
 
-READY = "ready-"
+READY_PREFIX = "ready-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class FeatureStore:
 
     def _record_reused(self, work: WorkArea) -> None:
         """Record the seconds that other runs spent here; only once, so that a resumed run does not count its own."""
-        name = f"{READY}{self._rows.directory.name}"
+        name = f"{READY_PREFIX}{self._rows.directory.name}"
         if work.read(name) is None:
             spent = self._rows.seconds
             work.write(name, {"wall": spent.wall, "cpu": spent.cpu})
@@ -136,6 +136,6 @@ class FeatureStore:
 def ready_seconds(work: WorkArea) -> Seconds:
     """Return the seconds that other runs spent on the features that this run reused."""
     total = Seconds()
-    for path in sorted(work.directory.glob(f"{READY}*.json")):
+    for path in sorted(work.directory.glob(f"{READY_PREFIX}*.json")):
         total += Seconds(**(work.read(path.stem) or {}))
     return total

@@ -44,7 +44,7 @@
     const g = moved[0] ?? 0, k = Math.max(1, grid.findIndex((point) => point >= percent[g]));
     const part = (percent[g] - grid[k - 1]) / (grid[k] - grid[k - 1]), [a, b] = single[g].slice(k - 1, k + 1);
     const interpolated = (name) => a[name]?.map((x, t) => (x === null ? null : x + part * (b[name][t] - x)));
-    return { change: interpolated("change"), half: interpolated("half"), beyond: (part > 0.5 ? b : a).beyond };
+    return { change: interpolated("change"), half_width: interpolated("half_width"), beyond: (part > 0.5 ? b : a).beyond };
   }
 
   // ---------------------------------------------------------------------------------------- command, link
@@ -195,7 +195,7 @@
   // predictions from runs of the targets that have some.
   function showResults(predicted, runs) {
     const hasRuns = targets.map((_, t) => runs !== null && runs.change[t] !== null), inRunsUnit = hasRuns.every(Boolean);
-    const ends = (t) => (hasRuns[t] ? [runs.change[t] - runs.half[t], runs.change[t] + runs.half[t]] : [NaN, NaN]);
+    const ends = (t) => (hasRuns[t] ? [runs.change[t] - runs.half_width[t], runs.change[t] + runs.half_width[t]] : [NaN, NaN]);
     const lines = predicted.map((x, t) => (inRunsUnit ? [runs.change[t], ...ends(t)] : [x, NaN, NaN]));
     if (lines.length > 1) lines.push([weighted(lines.map(([x]) => x)), NaN, NaN]);
     const scale = barScale(lines.map(([x]) => x));

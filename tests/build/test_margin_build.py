@@ -1,0 +1,103 @@
+"""Builds with margins: every kernel's column is the weighted sum of the columns of the answers."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from grasp.artifact.reader import ArtifactReader
+from grasp.build.add_targets import add_target
+from grasp.build.pipeline import build_artifact
+from grasp.build.provenance import BuildSource
+from grasp.errors import SettingsError, TargetError
+from grasp.inspect.explain import Explainer
+from grasp.predict.predictor import Predictor
+from grasp.settings import TargetSettings
+from grasp.targets.margins import Answers
+from tests.build.world import world
+
+KERNELS = ("output_layer", "embedding", "knn", "hidden_bias", "hidden_linear", "gradient")
+QUIZ = [
+    {"prompt": "the river", "choices": ["energy stone", "bird", "metal star ocean"], "answer": 0},
+    {"prompt": "the wind and", "choices": ["salt", "iron heart"], "answer": 1},
+    {"prompt": "a plant", "choices": ["water", "light cell", "blood", "stone"], "answer": 2},
+]
+
+
+def relevance(artifact, kernel):
+    return np.concatenate([block for _, block in artifact.array_blocks(f"relevance_{kernel}", block_rows=16)])
+
+
+@pytest.fixture(scope="module")
+def built(root):
+    """An artifact of the answers as units, and one of their margins."""
+    choices = [
+        {"unit_id": f"{k}.{c}", "prompt": line["prompt"], "completion": f" {text}"}
+        for k, line in enumerate(QUIZ)
+        for c, text in enumerate(line["choices"])
+    ]
+    artifacts = []
+    for name, lines, suffix in (("each", choices, ""), ("quiz", QUIZ, "@margin_per_char")):
+        path = root / f"{name}.jsonl"
+        path.write_text("\n".join(map(json.dumps, lines)))
+        targets = {"names": [f"{path}{suffix}"], "max_length": 64, "units_per_target": None}
+        features = {"kernels": KERNELS, "sample_positions": 10**6}
+        settings = world(root, targets=targets, features=features, train="further")
+        artifacts.append(ArtifactReader.open(build_artifact(settings, root / f"art-{name}")))
+    return artifacts
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_column_is_the_weighted_sum_of_the_columns_of_the_answers(built, kernel):
+    each, quiz = built
+    names = each.units["unit_id"].to_pylist()
+    each_NA, quiz_NE = relevance(each, kernel), relevance(quiz, kernel)
+    losses = dict(zip(names, each.units["loss"].to_pylist(), strict=True))
+    tokens = dict(zip(quiz.units["unit_id"].to_pylist(), BuildSource(quiz).unit_tokens, strict=True))
+    for e, unit_id in enumerate(quiz.units["unit_id"].to_pylist()):
+        k = int(unit_id.partition(":")[2].partition("@")[0])
+        gold = QUIZ[k]["answer"]
+        order = [gold, *(c for c in range(len(QUIZ[k]["choices"])) if c != gold)]
+        answers = Answers.of([tokens[unit_id]])
+        loss_A = np.array([losses[f"{k}.{c}"] for c in order])
+        expected_N = each_NA[:, [names.index(f"{k}.{c}") for c in order]] @ answers.weights(loss_A)
+        # gradients are rounded to bfloat16: 2^-8 of the largest term; the others to float32
+        largest = np.abs(each_NA[:, [names.index(f"{k}.{c}") for c in order]]).max() * np.abs(answers.scale_A).max()
+        close = largest * (2.0**-6 if kernel == "gradient" else 1e-5)
+        np.testing.assert_allclose(quiz_NE[:, e], expected_N, rtol=0, atol=close)
+        margin = answers.utilities(loss_A)[0]
+        assert quiz.units["loss"][e].as_py() == pytest.approx(-margin, abs=1e-5)
+
+
+def test_predictions_explanations_and_provenance_of_margins(built):
+    _, quiz = built
+    assert np.isfinite(Predictor.from_artifact(quiz).effect_NT).all()
+    explanation = Explainer(quiz).explain("quiz@margin_per_char", "row-3")
+    assert abs(explanation.gap) < 1e-2
+    source = BuildSource(quiz)
+    assert [len(unit.others) for unit in source.units.units] == [len(unit.others) for unit in source.unit_tokens]
+    assert source.units.fingerprint == quiz.manifest.fingerprints["targets"]
+
+
+def test_a_margin_is_added_to_an_artifact_with_losses(built, root, tmp_path):
+    shutil.copytree(root / "art-each", tmp_path / "art")
+    add_target(tmp_path / "art", TargetSettings(names=(str(root / "quiz.jsonl") + "@margin",), max_length=64))
+    artifact = ArtifactReader.open(tmp_path / "art")
+    assert artifact.targets == ("each", "quiz@margin")
+    assert [unit.metric for unit in BuildSource(artifact).units.units[-3:]] == ["margin"] * 3
+    assert BuildSource(artifact).units.units[0].metric == "loss"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "kernels", "error", "message"),
+    [
+        ("@accuracy", KERNELS, TargetError, "quiz@accuracy: an accuracy has no gradient; build for quiz@margin"),
+        ("@margin", ("pooled",), SettingsError, "pooled.*not linear.*@margin"),
+    ],
+)
+def test_what_is_not_linear_is_refused(built, root, tmp_path, suffix, kernels, error, message):
+    targets = {"names": [str(root / "quiz.jsonl") + suffix]}
+    settings = world(root, targets=targets, features={"kernels": kernels}, train="further")
+    with pytest.raises(error, match=message):
+        build_artifact(settings, tmp_path / "art")
