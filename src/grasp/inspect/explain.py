@@ -347,7 +347,7 @@ class _Question:
         return Explanation(
             table,
             f"row {row}: effect {parts.effect:+z.3f} on {where}. Its words contribute {total:+z.3f}; "
-            + (f"the prediction from its text contributes {parts.text:+z.3f}; " if parts.text else "")
+            + (f"the prediction from its text and labels contributes {parts.text:+z.3f}; " if parts.text else "")
             + (f"the replayed training contributes {whole:+z.3f}; " if REPLAY in parts.weights else "")
             + f"the average row's {-parts.average:+z.3f} is subtracted",
             (*notes, f"protocol {self.predictor.protocol.name}"),

@@ -4,10 +4,12 @@ For row i and question e, with r the relevance by kernel k and w_k the weight of
 
     q_ie = sum_k c_e^k r_ie^k    every question scaled to unit spread over the rows, then every kernel's task mean
     b_i  = mean_e q_ie           mean over the known questions
-    p_i  = g f(text of row i)    f: ridge regression of b on text, fitted on rows of other documents
+    p_i  = g f(text of row i) + h(labels of row i)
 
-g undoes the shrinkage of the ridge penalty: it is the slope of the mean over held-out questions on the prediction from
-the others. Over samples of n questions, b_i has the variance s_i^2 / n, with s_i^2 the variance of q_ie over questions.
+f is a ridge regression of b on text, and h one of b - g f on the values of the labels, such as topic or source; both
+are fitted on rows of other documents. g undoes the shrinkage of the ridge penalty: it is the slope of the mean over
+held-out questions on the prediction from the others. h keeps the mean of a slice close to its mean relevance, which is
+reliable. Over samples of n questions, b_i has the variance s_i^2 / n, with s_i^2 the variance of q_ie over questions.
 With p_i as the prior mean, the rest of b_i is shrunk by the share of its variance that is not sampling noise:
 
     score_i = p_i + rho (b_i - p_i),     rho = max(0, 1 - mean_i(s_i^2 / n) / var_i(b_i - p_i))
@@ -15,13 +17,13 @@ With p_i as the prior mean, the rest of b_i is shrunk by the share of its varian
 If all questions agree, s = 0 and rho = 1: the score is their mean. Source: parametric empirical Bayes with a regression
 as the prior mean (Morris 1983).
 
-f and rho are estimated on a sample of rows (SAMPLE_ROWS), drawn by a hash of row names and therefore independent of the
-order of rows and of shards. Then p is computed for all rows in one pass over their tokens.
+f, h and rho are estimated on a sample of rows (SAMPLE_ROWS), drawn by a hash of row names and therefore independent of
+the order of rows and of shards. Then p is computed for all rows in one pass over their tokens.
 
 Reliability is measured by holding out questions, in GROUPS groups; the score is linear in b, so that scores from any
 groups cost nothing more. Protocols that score by the mean alone (rho = 1) have `mean_reliability`.
 Shape letters: N rows, n rows of a block, S rows of the sample, E units, T targets, G groups of a task's questions, J
-groups of all tasks, V slots, F folds.
+groups of all tasks, V slots, L label values, F folds.
 """
 
 import hashlib
@@ -34,7 +36,7 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from grasp.arrays import F32, F64, I32, I64, Blocks, Bool
-from grasp.corpus.token_regression import SLOTS, TokenFeatures, ridge
+from grasp.corpus.token_regression import PENALTY, SLOTS, TokenFeatures, ridge
 
 SAMPLE_ROWS = 16_384
 SAMPLE_TOKENS = 1 << 23  # limit for the tokens of the sample
@@ -104,11 +106,11 @@ class Reliability:
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """Predictions of tasks from text, and the weight of the known questions relative to them.
+    """Predictions of tasks from text and labels, and the weight of the known questions relative to them.
 
     Attributes:
         text_NT: p, relative to its mean over the sample.
-        rho_T: rho, weight of the part of b that text does not predict; 1: text is not used.
+        rho_T: rho, weight of the part of b that p does not predict; 1: p is not used.
     """
 
     text_NT: F32
@@ -123,8 +125,9 @@ def fit_prior(
     names: Sequence[str],
     documents_N: I64,
     texts: Texts | None,
+    labels: Sequence[I32] = (),
 ) -> Prior:
-    """Fit the text regression and the shrinkage of every task.
+    """Fit the regressions on text and labels, and the shrinkage of every task.
 
     Args:
         relevance: by kernel: function that yields (first row, relevance (n, E)), with the units task by task.
@@ -133,6 +136,7 @@ def fit_prior(
         names: row names; sample and folds depend on them, not on the order of rows.
         documents_N: document of every row; rows of a document are in one fold.
         texts: token ids of the rows; None: p = 0 and rho = 1.
+        labels: by label: code of each row's value, (N,).
     """
     hash_N = _name_hashes(names)
     sample = _draw_sample(hash_N, None if texts is None else texts.lengths_N)
@@ -143,8 +147,11 @@ def fit_prior(
         model, tasks = _TextModel.fit(tasks, *texts.read(sample), fold_N[sample])
         slope_T = np.array([task.prior_slope() for task in tasks])
         tasks = [replace(task, prior_SG=slope * task.prior_SG) for task, slope in zip(tasks, slope_T, strict=True)]
+        value_N = _value_columns(labels, len(names))
+        effects, tasks = _LabelModel.fit(tasks, value_N[sample], fold_N[sample])
         for rows in texts.blocks():
-            text_NT[rows] = slope_T * model.apply(*texts.read(np.arange(rows.start, rows.stop)), fold_N[rows])
+            text_nT = slope_T * model.apply(*texts.read(np.arange(rows.start, rows.stop)), fold_N[rows])
+            text_NT[rows] = text_nT + effects.apply(value_N[rows], fold_N[rows])
     rho_T = np.array([task.shrinkage(task.all_G) for task in tasks])
     return Prior(text_NT, rho_T, tuple(task.reliability() for task in tasks))
 
@@ -308,6 +315,51 @@ class _TextModel:
     def apply(self, ids: I32, offsets: I64, fold_n: I64) -> F64:
         """Predict rows, (n, T)."""
         return self.features.apply(ids, offsets, self.table_FVT, fold_n) + self.constant_FT[fold_n]
+
+
+@dataclass(frozen=True, slots=True)
+class _LabelModel:
+    """Ridge regressions on indicators of label values, one per fold, of what text does not predict."""
+
+    table_FLT: F64
+    constant_FT: F64
+
+    @classmethod
+    def fit(cls, tasks: Sequence[_Task], value_SL: csr_array, fold_S: I64) -> "tuple[_LabelModel, list[_Task]]":
+        """Fit the regressions, and add out-of-fold predictions to the priors of the tasks."""
+        n_values = value_SL.shape[1]
+        table_FLT, constant_FT = np.zeros((FOLDS, n_values, len(tasks))), np.zeros((FOLDS, len(tasks)))
+        prior_TSG = [task.prior_SG.copy() for task in tasks]
+        for fold in range(FOLDS if n_values else 0):
+            rest, held_out = np.flatnonzero(fold_S != fold), np.flatnonzero(fold_S == fold)
+            if not len(rest):
+                continue
+            normal_LL = (value_SL[rest].T @ value_SL[rest]).toarray() + PENALTY * np.eye(n_values)
+            for t, task in enumerate(tasks):
+                rest_SG = (task.base_SG - task.prior_SG)[rest]
+                mean_G = rest_SG.mean(axis=0)
+                table_LG = np.linalg.solve(normal_LL, value_SL[rest].T @ (rest_SG - mean_G))
+                prior_TSG[t][held_out] += value_SL[held_out] @ table_LG + mean_G
+                share_G = task.count_G / task.count_G.sum()
+                table_FLT[fold, :, t], constant_FT[fold, t] = table_LG @ share_G, mean_G @ share_G
+        fitted = [replace(task, prior_SG=prior_SG) for task, prior_SG in zip(tasks, prior_TSG, strict=True)]
+        return cls(table_FLT, constant_FT), fitted
+
+    def apply(self, value_nL: csr_array, fold_n: I64) -> F64:
+        """Predict rows, (n, T)."""
+        effect_nT = self.constant_FT[fold_n]
+        for fold, table_LT in enumerate(self.table_FLT):
+            rows = fold_n == fold
+            effect_nT[rows] += value_nL[rows] @ table_LT
+        return effect_nT
+
+
+def _value_columns(labels: Sequence[I32], n_rows: int) -> csr_array:
+    """Return the indicators of the values of all labels, (n_rows, L)."""
+    starts = np.cumsum([0, *(int(code_N.max()) + 1 for code_N in labels)])
+    columns = np.stack([code_N + start for code_N, start in zip(labels, starts[:-1], strict=True)] or [np.empty(0)], 1)
+    indptr = np.arange(n_rows + 1) * len(labels)
+    return csr_array((np.ones(columns.size), columns.ravel().astype(np.int64), indptr), shape=(n_rows, int(starts[-1])))
 
 
 # ------------------------------------------------------------------------------------------------- sample of the rows
