@@ -33,6 +33,7 @@ from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
 from scipy.special import stdtrit
 
 from grasp.arrays import F32, F64, I32, I64, Blocks, Bool
