@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from grasp.dataset_entries import resolve_entry
 from grasp.errors import SettingsError
 from grasp.yaml_files import leaf, put, validated
 
@@ -35,12 +36,44 @@ def refuse_idle(settings: Settings, names: Sequence[str], because: str) -> None:
         raise ValueError(f"{', '.join(idle)}: no effect, since {because}; remove")
 
 
+class PromptFormats(Settings):
+    """Format strings that join an instruction and its input to a prompt, as Axolotl does without a chat template."""
+
+    with_input: str = Field(description="Prompt with {instruction} and {input}.")
+    without_input: str = Field(description="Prompt of a record without input, with {instruction}.")
+    system: str = Field("", description="Text in front of the prompt, with {system}, if there is a system prompt.")
+    default_system: str = Field("", description="System prompt of records without a column of system prompts.")
+
+
+class FieldNames(Settings):
+    """How the records of a corpus name their parts, if not in the usual way; usually set by a dataset entry."""
+
+    form: Literal["text", "messages", "instruction", "formatted", "preference"] = Field(
+        description="Form of records: text, turns (messages), an instruction for the chat template or for `formats` "
+        "(formatted), or a preference pair."
+    )
+    columns: dict[str, str] = Field(
+        description="Column of each part: text; messages, system, tools; instruction, input, output, history; chosen, "
+        "rejected. Other columns are labels."
+    )
+    turn_keys: dict[str, str] = Field({}, description="Key of role, content and other parts of a turn.")
+    roles: dict[str, str] = Field({}, description="Usual role by the role in the corpus, e.g. user by human.")
+    separator: str = Field("\n\n", description="Text between an instruction and its input.")
+    drop_system: bool = Field(False, description="Leave out system turns.")
+    formats: PromptFormats | None = Field(None, description="Formats of the prompt. `formatted` only.")
+    origin: str = Field("", description="Dataset entry that the names are from.")
+    notes: tuple[str, ...] = Field((), description="Parts of the dataset entry that are not applied.")
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
+
+
 class CorpusSettings(Settings):
     """Location of the corpus, and how its documents are divided into rows."""
 
     path: str = Field(
         description="File, directory or fsspec URL: Parquet, JSON lines, a JSON array, CSV or TSV, or a `datasets` "
-        "directory."
+        "directory. Or an entry of a dataset_info.json of LLaMA-Factory or of an Axolotl configuration: FILE#NAME."
     )
     split: str | None = Field(None, description="Split to read, if the corpus has several.")
     text_column: str | None = Field(
@@ -58,6 +91,9 @@ class CorpusSettings(Settings):
         "or Jinja. Requires completion.",
     )
     completion: str | None = Field(None, description="Template of the completion, e.g. ' {answer}'. Requires prompt.")
+    fields: FieldNames | None = Field(
+        None, description="Names of the parts of a record, if they are not the usual ones. null: the usual ones."
+    )
     loss_on: Literal["assistant", "completion", "all"] | None = Field(
         None,
         description="Tokens that carry loss: every turn of the assistant, the last one, or all. null: assistant for "
@@ -107,8 +143,25 @@ class CorpusSettings(Settings):
         None, description="Column of the classes of images, as numbers from 0 or names. null: label."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve(cls, data: Any) -> Any:
+        """Replace the address of a dataset entry by the settings that it stands for."""
+        if not isinstance(data, Mapping) or data.get("fields") is not None:
+            return data
+        entry = resolve_entry(data["path"]) if isinstance(data.get("path"), str) else None
+        if entry is None:
+            return data
+        ours = {name: value for name, value in data.items() if value is not None and name != "path"}
+        if data.get("prompt") is not None:  # templates replace the form of the entry
+            del entry["fields"]
+        return entry | ours
+
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
+        if self.fields is not None:
+            idle = ("text_column", "prompt") + (() if self.form == "preference" else ("form",))
+            refuse_idle(self, idle, "`fields` define how records are read")
         if (self.prompt is None) != (self.completion is None):
             raise ValueError("prompt, completion: only one is given; expected both templates")
         if self.prompt is not None:

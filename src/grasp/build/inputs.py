@@ -25,7 +25,7 @@ from grasp.build.identity import Identity
 from grasp.build.leaks import find_leaks
 from grasp.build.modality import load_reference, vision
 from grasp.build.model_pass import ModelPass, batch_arrays
-from grasp.corpus.conversations import preference_note
+from grasp.corpus.conversations import entry_notes, preference_note
 from grasp.corpus.documents import Corpus
 from grasp.corpus.labels import HASH_LABEL, IDS_COLUMN
 from grasp.corpus.row_store import RowStore, ShardStore
@@ -153,6 +153,8 @@ def prepare(
         if tokenizer.writes_chats and tokenizer.writes_date:
             updates["model"] = settings.model.model_copy(update={"chat_date": tokenizer.chat_date})
         settings = settings.model_copy(update=updates)
+        for note in entry_notes(settings.corpus):
+            progress.note(note)
         note_corpus(store, unit_set, tokenizer, context, progress)
         leaks = find_leaks(store, unit_set.pool or unit_set.units, tokenizer.decode)
         for target, target_leaks in leaks.items():

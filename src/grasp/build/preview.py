@@ -20,7 +20,7 @@ import pyarrow as pa
 from grasp.arrays import I32, Bool
 from grasp.artifact.label_functions import DEFAULT_BINS
 from grasp.artifact.where import MAX_UNBINNED_VALUES, identifier
-from grasp.corpus.conversations import preference_note
+from grasp.corpus.conversations import entry_notes, preference_note
 from grasp.corpus.documents import Corpus
 from grasp.corpus.labels import label_text
 from grasp.corpus.row_store import RowStore
@@ -83,7 +83,7 @@ def preview_corpus(
             if document.rejected is not None:
                 other = str(document.rejected.conversation or document.rejected.text)
                 texts.append(plain(f"[rejected] {other}", MAX_EXAMPLE_CHARS))
-    notes = [f"columns: {roles or 'none'}"]
+    notes = [*entry_notes(settings), f"columns: {roles or 'none'}"]
     if left_out:
         example = min(left_out)
         notes.append(

@@ -318,8 +318,9 @@ def _documents(records: Iterable[Record], settings: CorpusSettings) -> Iterator[
 def _column_roles(record: Record, settings: CorpusSettings) -> dict[str, str]:
     """Return the roles of a record's columns: text, turns or columns of another form, ids, names."""
     form = form_of(record.values.keys(), settings, record.where)
-    first = "turns" if holds_turns(record.values.get(form.columns[0]), form.columns[0]) else "text"
-    content = {first: form.columns[0]} if form.kind == "text" else {name: name for name in form.columns}
+    first = "turns" if holds_turns(record.values.get(form.sources[0]), form.columns[0]) else "text"
+    usual = dict(zip(form.columns, form.sources, strict=True))
+    content = {first: form.sources[0]} if form.kind == "text" else usual
     row, doc = id_columns(settings, [*record.values, *record.ignored], record.where)
     roles = content | {"input_ids": settings.ids_column, "row_id": row, "doc_id": doc}
     return {role: column for role, column in roles.items() if column is not None and column in record.values}
@@ -331,11 +332,11 @@ def content_columns(settings: CorpusSettings, columns: Mapping[str, pa.DataType 
     kind = columns.get(ids)
     if kind is not None and not pa.types.is_null(kind) and not (is_list(kind) and pa.types.is_integer(kind.value_type)):
         raise CorpusError(f"{where}: ids column {ids!r} holds {kind}, expected lists of integers")
-    text = form.columns[0]
+    text = form.sources[0]
     kind = columns.get(text) if form.kind == "text" else None
     if kind is not None and not (is_text(kind) or pa.types.is_nested(kind) or pa.types.is_null(kind) or is_json(kind)):
         raise CorpusError(f"{where}: text column {text!r} holds {kind}, expected text or a list of turns")
-    return (*form.columns, ids)
+    return (*form.sources, ids)
 
 
 def content_hash(content: bytes) -> str:

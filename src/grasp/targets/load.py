@@ -21,15 +21,17 @@ from grasp.corpus.conversations import (
     Template,
     answer_parts,
     conversation_in,
+    form_of,
     is_pair,
     read_pair,
 )
 from grasp.corpus.documents import records_in
 from grasp.corpus.passages import task_root
 from grasp.corpus.sources import IN_MEMORY, Source, open_source
+from grasp.dataset_entries import resolve_entry
 from grasp.errors import CorpusError, TargetError
 from grasp.seeds import stream
-from grasp.settings import DatasetTarget, TargetSettings
+from grasp.settings import CorpusSettings, DatasetTarget, TargetSettings
 from grasp.targets.margins import split_metric, with_metric
 from grasp.targets.olmes import ALIASES, is_request, read_task, units_of_requests
 from grasp.targets.sample_logs import is_sample, refuse_unscored, units_of_log
@@ -73,6 +75,8 @@ def load_units(settings: TargetSettings, in_memory: Sequence[Unit] = ()) -> Unit
         is_file = name.startswith(IN_MEMORY) or "/" in name or "\\" in name or _FILE_NAME.fullmatch(name) is not None
         if in_memory and name.startswith(IN_MEMORY):
             unit_lists.append(in_memory)
+        elif (entry := resolve_entry(name)) is not None:
+            unit_lists.append(units_of(_entry_records(entry), target_name(entry["path"]), settings.loss_on))
         elif is_file or Path(name).is_file():
             for file in _find_logs(name) or [name]:
                 records = _read_json_list(file) or records_of(file, field="targets.names")
@@ -161,6 +165,33 @@ def records_of(
             yield from records_in(chunk, mend=False)  # lone surrogates in a question are an error
     except CorpusError as err:
         raise TargetError(str(err) if str(err).startswith(field) else f"{field}: {err}") from err
+
+
+def _entry_records(entry: Mapping[str, Any]) -> Records:
+    """Yield the records of a dataset entry in the usual form: turns, or prompt and completion."""
+    is_preference = entry["fields"]["form"] == "preference"
+    settings = CorpusSettings.model_validate(entry | ({"form": "preference"} if is_preference else {}))
+    for where, record in records_of(settings.path, settings.split, field="targets.names"):
+        try:
+            form = form_of(record.keys(), settings, where)
+            content = form.read(record, where)
+        except CorpusError as err:
+            raise TargetError(str(err)) from err
+        usual = {name: value for name, value in record.items() if name not in form.sources}
+        if content.rejected is not None and content.conversation is not None:
+            assert content.rejected.conversation is not None
+            (*prompt, chosen), rejected = content.conversation.turns, content.rejected.conversation.turns[-1]
+            tools = list(content.conversation.tools)
+            yield where, usual | {"prompt": prompt, "chosen": [chosen], "rejected": [rejected], "tools": tools}
+        elif content.conversation is not None:
+            untrained = content.conversation.untrained
+            turns = [
+                turn | ({"weight": 0} if k in untrained else {}) for k, turn in enumerate(content.conversation.turns)
+            ]
+            yield where, usual | {"messages": turns, "tools": list(content.conversation.tools)}
+        else:
+            text, ((start, _), *_) = content.text or "", content.answers or ((0, 0),)
+            yield where, usual | {"prompt": text[:start], "completion": text[start:]}
 
 
 def _find_logs(directory: str) -> list[str]:
