@@ -148,11 +148,10 @@ def fit_prior(
         model, tasks = _TextModel.fit(tasks, *texts.read(sample), fold_N[sample])
         slope_T = np.array([task.prior_slope() for task in tasks])
         tasks = [replace(task, prior_SG=slope * task.prior_SG) for task, slope in zip(tasks, slope_T, strict=True)]
-        value_N = _value_columns(labels, len(names))
-        effects, tasks = _LabelModel.fit(tasks, value_N[sample], fold_N[sample])
+        of_labels, tasks = _LabelModel.fit(tasks, labels, fold_N, sample)
         for rows in texts.blocks():
             text_nT = slope_T * model.apply(*texts.read(np.arange(rows.start, rows.stop)), fold_N[rows])
-            text_NT[rows] = text_nT + effects.apply(value_N[rows], fold_N[rows])
+            text_NT[rows] = text_nT + of_labels.apply(rows)
     rho_T = np.array([task.shrinkage(task.all_G) for task in tasks])
     return Prior(text_NT, rho_T, tuple(task.reliability() for task in tasks))
 
@@ -322,20 +321,29 @@ class _TextModel:
 class _LabelModel:
     """Ridge regressions on indicators of label values, one per fold, of what text does not predict."""
 
+    labels: Sequence[I32]
+    starts: I64  # first column of every label, and the number of columns
+    fold_N: I64
     table_FLT: F64
     constant_FT: F64
 
     @classmethod
-    def fit(cls, tasks: Sequence[_Task], value_SL: csr_array, fold_S: I64) -> "tuple[_LabelModel, list[_Task]]":
+    def fit(
+        cls, tasks: Sequence[_Task], labels: Sequence[I32], fold_N: I64, sample: I64
+    ) -> "tuple[_LabelModel, list[_Task]]":
         """Fit the regressions, and add out-of-fold predictions to the priors of the tasks."""
-        n_values = value_SL.shape[1]
-        table_FLT, constant_FT = np.zeros((FOLDS, n_values, len(tasks))), np.zeros((FOLDS, len(tasks)))
+        starts = np.cumsum([0, *(int(code_N.max()) + 1 for code_N in labels)])
+        table_FLT, constant_FT = np.zeros((FOLDS, starts[-1], len(tasks))), np.zeros((FOLDS, len(tasks)))
+        model, fold_S = cls(labels, starts, fold_N, table_FLT, constant_FT), fold_N[sample]
+        if not labels:
+            return model, list(tasks)
+        value_SL = model._indicators(sample)
         prior_TSG = [task.prior_SG.copy() for task in tasks]
-        for fold in range(FOLDS if n_values else 0):
+        for fold in range(FOLDS):
             rest, held_out = np.flatnonzero(fold_S != fold), np.flatnonzero(fold_S == fold)
             if not len(rest):
                 continue
-            normal_LL = (value_SL[rest].T @ value_SL[rest]).toarray() + PENALTY * np.eye(n_values)
+            normal_LL = (value_SL[rest].T @ value_SL[rest]).toarray() + PENALTY * np.eye(starts[-1])
             for t, task in enumerate(tasks):
                 rest_SG = (task.base_SG - task.prior_SG)[rest]
                 mean_G = rest_SG.mean(axis=0)
@@ -343,24 +351,21 @@ class _LabelModel:
                 prior_TSG[t][held_out] += value_SL[held_out] @ table_LG + mean_G
                 share_G = task.count_G / task.count_G.sum()
                 table_FLT[fold, :, t], constant_FT[fold, t] = table_LG @ share_G, mean_G @ share_G
-        fitted = [replace(task, prior_SG=prior_SG) for task, prior_SG in zip(tasks, prior_TSG, strict=True)]
-        return cls(table_FLT, constant_FT), fitted
+        return model, [replace(task, prior_SG=prior_SG) for task, prior_SG in zip(tasks, prior_TSG, strict=True)]
 
-    def apply(self, value_nL: csr_array, fold_n: I64) -> F64:
+    def apply(self, rows: slice) -> F64:
         """Predict rows, (n, T)."""
+        fold_n = self.fold_N[rows]
         effect_nT = self.constant_FT[fold_n]
-        for fold, table_LT in enumerate(self.table_FLT):
-            rows = fold_n == fold
-            effect_nT[rows] += value_nL[rows] @ table_LT
+        for code_N, start in zip(self.labels, self.starts[:-1], strict=True):
+            effect_nT += self.table_FLT[fold_n, start + code_N[rows]]
         return effect_nT
 
-
-def _value_columns(labels: Sequence[I32], n_rows: int) -> csr_array:
-    """Return the indicators of the values of all labels, (n_rows, L)."""
-    starts = np.cumsum([0, *(int(code_N.max()) + 1 for code_N in labels)])
-    columns = np.stack([code_N + start for code_N, start in zip(labels, starts[:-1], strict=True)] or [np.empty(0)], 1)
-    indptr = np.arange(n_rows + 1) * len(labels)
-    return csr_array((np.ones(columns.size), columns.ravel().astype(np.int64), indptr), shape=(n_rows, int(starts[-1])))
+    def _indicators(self, rows: I64) -> csr_array:
+        """Return the indicators of the values of all labels, (n, L)."""
+        column_nl = np.stack([start + code_N[rows] for code_N, start in zip(self.labels, self.starts, strict=False)], 1)
+        indptr = np.arange(len(rows) + 1) * len(self.labels)
+        return csr_array((np.ones(column_nl.size), column_nl.ravel(), indptr), shape=(len(rows), int(self.starts[-1])))
 
 
 # ------------------------------------------------------------------------------------------------- sample of the rows

@@ -170,7 +170,7 @@ def records_of(
 def _entry_records(entry: Mapping[str, Any]) -> Records:
     """Yield the records of a dataset entry in the usual form: turns, or prompt and completion."""
     is_preference = entry["fields"]["form"] == "preference"
-    settings = CorpusSettings.model_validate(entry | ({"form": "preference"} if is_preference else {}))
+    settings = CorpusSettings.model_validate({**entry, "form": "preference" if is_preference else None})
     for where, record in records_of(settings.path, settings.split, field="targets.names"):
         try:
             form = form_of(record.keys(), settings, where)
