@@ -5,6 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pyarrow.csv as pacsv
 import pytest
 import yaml
@@ -83,6 +84,10 @@ def test_the_page_on_preference_data():
     records = [json.loads(line) for line in exported.read_text().splitlines()]
     assert len(records) == 16
     assert all({"id", "source", "prompt", "chosen", "rejected"} <= record.keys() for record in records)
+    runs = RetrainedRuns.open(Path("env"))
+    assert runs.info.recipe_settings["loss"] == "dpo"
+    assert np.ptp(runs.utilities().values_BSE.mean(axis=2)) > 0
+    assert len(list(Path("env/reference/seed-0").glob("*.safetensors"))) == 1
 
 
 def test_the_page_on_nested_metadata():

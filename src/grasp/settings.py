@@ -529,6 +529,16 @@ class RetrainSettings(Settings):
 
     recipe: str = Field("tiny", description="Training recipe: tiny, small or paper-50m. Paper: 50 M parameters.")
     overrides: dict[str, Any] = Field({}, description="Fields of the recipe to change, e.g. {steps: 500}.")
+    train: Train = Field(
+        "new",
+        description="new: models from scratch, by `recipe`; further: `model`, by `fine_tuning`, on texts or, if "
+        "corpus.form is preference, by DPO.",
+    )
+    model: ModelSettings | None = Field(None, description="Model that is trained further.")
+    fine_tuning: dict[str, Any] = Field(
+        {},
+        description="Recipe of further training, with the names of TrainingArguments, SFTConfig, DPOConfig or Axolotl.",
+    )
     train_command: str | None = Field(
         None,
         description="Shell command that trains a model instead of the recipe, with {corpus}, {checkpoint} and {seed} "
@@ -575,6 +585,18 @@ class RetrainSettings(Settings):
             raise ValueError("targets: name at least one, e.g. `sciq`")
         if len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
             raise ValueError(f"seeds: expected distinct non-negative integers, got {self.seeds}")
+        if self.train == "further":
+            if self.model is None:
+                raise ValueError("train: further needs a model; add --model or --like")
+            fixed_further: dict[str, Any] = {"recipe": "tiny", "overrides": {}, "stack": 1, "checkpoints": None}
+            names = [name for name, default in fixed_further.items() if getattr(self, name) != default]
+            names += ["train_command"] if self.train_command else []
+            if names:
+                raise ValueError(f"{', '.join(names)}: no effect with train: further; remove")
+        elif self.fine_tuning or self.model is not None:
+            raise ValueError("model, fine_tuning: no effect with train: new; add --train further")
+        elif self.corpus.form == "preference" and self.train_command is None:
+            raise ValueError("corpus.form: preference pairs train a model further (DPO); add --train further")
         if self.train_command is None:
             return self
         fixed = {"recipe": "tiny", "stack": 1, "checkpoints": None}
@@ -624,6 +646,17 @@ def without_foreign_code(
 
 
 CODE = ("model.classifier.factory", "model.trust_remote_code", "train_command")  # settings that name code to run
+
+
+def form_of_loss(loss: str | None) -> str | None:
+    """Return the form of the records of a corpus on which a model is trained with this loss; None: any.
+
+    Raises:
+        SettingsError: unknown loss.
+    """
+    if loss not in (None, "tokens", "dpo"):
+        raise SettingsError(f"--loss: got {loss!r}, expected tokens or dpo")
+    return "preference" if loss == "dpo" else None
 
 
 def retrain_settings(data: dict[str, Any]) -> RetrainSettings:

@@ -262,10 +262,12 @@ def refuse_replay(settings: BuildSettings) -> None:
     """Check that the training of a build can be replayed.
 
     Raises:
-        SettingsError: a classifier.
+        SettingsError: a classifier, or preference pairs.
     """
     if settings.model.classifier is not None:
         raise SettingsError("--replay: got a classifier, expected a causal LM")
+    if settings.corpus.form == "preference":
+        raise SettingsError("--replay: got preference pairs (--loss dpo), whose training is not replayed yet; omit it")
 
 
 def _without_replay(artifact: ArtifactReader, plan: ReplayPlan) -> tuple[str, ...]:

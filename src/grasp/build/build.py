@@ -29,7 +29,15 @@ from grasp.errors import CorpusError, SettingsError, TargetError
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import dtype_name
 from grasp.progress import Progress, Silent
-from grasp.settings import CODE, ModelSettings, ReplaySettings, TargetSettings, build_settings, without_foreign_code
+from grasp.settings import (
+    CODE,
+    ModelSettings,
+    ReplaySettings,
+    TargetSettings,
+    build_settings,
+    form_of_loss,
+    without_foreign_code,
+)
 from grasp.store import remote
 from grasp.targets.load import records_of, units_of
 from grasp.targets.units import Unit
@@ -174,17 +182,6 @@ def build(
         remote.publish(staged, url, SIGNED_MANIFEST)
         remote.discard_staging(url)
     return ArtifactReader.open(place if url is None else url)
-
-
-def form_of_loss(loss: str | None) -> str | None:
-    """Return the form of the records of a corpus on which a model is trained with this loss; None: any.
-
-    Raises:
-        SettingsError: unknown loss.
-    """
-    if loss not in (None, "tokens", "dpo"):
-        raise SettingsError(f"--loss: got {loss!r}, expected tokens or dpo")
-    return "preference" if loss == "dpo" else None
 
 
 def _put_inputs(

@@ -80,8 +80,9 @@ def build(
     quiet: Quiet = False,
     **params: Any,
 ) -> None:
-    from grasp.build.build import SETTING_BY_ARGUMENT, SETTINGS, add_targets, form_of_loss, split_names
+    from grasp.build.build import SETTING_BY_ARGUMENT, SETTINGS, add_targets, split_names
     from grasp.build.build import build as run
+    from grasp.settings import form_of_loss
 
     resume, untrained, replay, recipe = (params.pop(name) for name in ("resume", "untrained", "replay", "recipe"))
     params["loss"] = form_of_loss(params["loss"])
