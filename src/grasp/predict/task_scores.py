@@ -4,13 +4,14 @@ For row i and question e, with r the relevance by kernel k and w_k the weight of
 
     q_ie = sum_k c_e^k r_ie^k    every question scaled to unit spread over the rows, then every kernel's task mean
     b_i  = mean_e q_ie           mean over the known questions
-    p_i  = g f(text of row i) + h(labels of row i)
+    p_i  = g f(text of row i) + g' h(labels of row i)
 
 f is a ridge regression of b on text, and h one of b - g f on the values of the labels, such as topic or source; both
-are fitted on rows of other documents. g undoes the shrinkage of the ridge penalty: it is the slope of the mean over
-held-out questions on the prediction from the others. h keeps the mean of a slice close to its mean relevance, which is
-reliable. Over samples of n questions, b_i has the variance s_i^2 / n, with s_i^2 the variance of q_ie over questions.
-With p_i as the prior mean, the rest of b_i is shrunk by the share of its variance that is not sampling noise:
+are fitted on rows of other documents. g is the slope of the mean over held-out questions on the prediction from the
+others: it undoes the shrinkage of the ridge penalty. g' is the same for h: the mean relevance of a slice is reliable if
+questions agree about it. Over samples of n questions, b_i has the variance s_i^2 / n, with s_i^2 the variance of q_ie
+over questions. With p_i as the prior mean, the rest of b_i is shrunk by the share of its variance that is not sampling
+noise:
 
     score_i = p_i + rho (b_i - p_i),     rho = max(0, 1 - mean_i(s_i^2 / n) / var_i(b_i - p_i))
 
@@ -235,7 +236,7 @@ class _Task:
         return Reliability(count, ranking, transfer, transfer - half_width, transfer + half_width)
 
     def prior_slope(self) -> float:
-        """Return g, estimated by holding out each group; 1 for a single group."""
+        """Return g (or g'), estimated by holding out each group; 1 for a single group."""
         if len(self.count_G) < 2:
             return 1.0
         return max(
@@ -338,7 +339,7 @@ class _LabelModel:
         if not labels:
             return model, list(tasks)
         value_SL = model._indicators(sample)
-        prior_TSG = [task.prior_SG.copy() for task in tasks]
+        effect_TSG = [np.zeros_like(task.prior_SG) for task in tasks]
         for fold in range(FOLDS):
             rest, held_out = np.flatnonzero(fold_S != fold), np.flatnonzero(fold_S == fold)
             if not len(rest):
@@ -348,10 +349,19 @@ class _LabelModel:
                 rest_SG = (task.base_SG - task.prior_SG)[rest]
                 mean_G = rest_SG.mean(axis=0)
                 table_LG = np.linalg.solve(normal_LL, value_SL[rest].T @ (rest_SG - mean_G))
-                prior_TSG[t][held_out] += value_SL[held_out] @ table_LG + mean_G
+                effect_TSG[t][held_out] = value_SL[held_out] @ table_LG + mean_G
                 share_G = task.count_G / task.count_G.sum()
                 table_FLT[fold, :, t], constant_FT[fold, t] = table_LG @ share_G, mean_G @ share_G
-        return model, [replace(task, prior_SG=prior_SG) for task, prior_SG in zip(tasks, prior_TSG, strict=True)]
+        slope_T = np.array(
+            [
+                replace(task, base_SG=task.base_SG - task.prior_SG, prior_SG=effect_SG).prior_slope()
+                for task, effect_SG in zip(tasks, effect_TSG, strict=True)
+            ]
+        )
+        table_FLT *= slope_T
+        constant_FT *= slope_T
+        scaled = zip(tasks, effect_TSG, slope_T, strict=True)
+        return model, [replace(task, prior_SG=task.prior_SG + slope * effect_SG) for task, effect_SG, slope in scaled]
 
     def apply(self, rows: slice) -> F64:
         """Predict rows, (n, T)."""
