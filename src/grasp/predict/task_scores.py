@@ -38,13 +38,11 @@ from scipy.sparse import csr_array
 from scipy.special import stdtrit
 
 from grasp.arrays import F32, F64, I32, I64, Blocks, Bool
-from grasp.predict.token_features import SLOTS, TokenFeatures
+from grasp.corpus.token_regression import PENALTY, SLOTS, TokenFeatures, ridge
 
 SAMPLE_ROWS = 16_384
 SAMPLE_TOKENS = 1 << 23  # limit for the tokens of the sample
 FOLDS = 5
-PENALTY = 30.0  # of the ridge regression; rows have length 1
-STEPS = 12  # of conjugate gradients
 GROUPS = 4
 FEW_QUESTIONS = 16  # below this number the ranking depends mostly on the known questions
 LEVEL = 0.95
@@ -309,7 +307,7 @@ class _TextModel:
             rest, held_out = np.flatnonzero(fold_S != fold), np.flatnonzero(fold_S == fold)
             if not len(rest):
                 continue
-            weight_VJ, constant_J = _ridge(matrix_SV[rest], base_SJ[rest])
+            weight_VJ, constant_J = ridge(matrix_SV[rest], base_SJ[rest])
             prior_SJ[held_out] = matrix_SV[held_out] @ weight_VJ + constant_J
             table_FVT[fold], constant_FT[fold] = weight_VJ @ share_JT, constant_J @ share_JT
         priors = [replace(task, prior_SG=prior_SJ[:, task_J == t]) for t, task in enumerate(tasks)]
@@ -378,33 +376,6 @@ class _LabelModel:
         column_nl = np.stack([start + code_N[rows] for code_N, start in zip(self.labels, self.starts, strict=False)], 1)
         indptr = np.arange(len(rows) + 1) * len(self.labels)
         return csr_array((np.ones(column_nl.size), column_nl.ravel(), indptr), shape=(len(rows), int(self.starts[-1])))
-
-
-def _ridge(x_SV: csr_array, y_SJ: F64) -> tuple[F32, F64]:
-    """Minimize |(X - mean) W - (Y - mean)|^2 + PENALTY |W|^2 by conjugate gradients; return W and the constant.
-
-    X is sparse and never centred itself: (X - 1 m^T) W = X W - 1 (m^T W).
-    """
-    m_V = np.asarray(x_SV.mean(axis=0), dtype=np.float32)
-    mean_J = y_SJ.mean(axis=0)
-    x_VS = csr_array(x_SV.T)
-
-    def transposed(r_SJ: F32) -> F32:
-        return x_VS @ r_SJ - np.outer(m_V, r_SJ.sum(axis=0))
-
-    residual_VJ = transposed((y_SJ - mean_J).astype(np.float32))
-    weight_VJ, step_VJ = np.zeros_like(residual_VJ), residual_VJ.copy()
-    square_J = np.square(residual_VJ, dtype=np.float64).sum(axis=0)
-    for _ in range(STEPS):
-        image_VJ = transposed(x_SV @ step_VJ - m_V @ step_VJ) + PENALTY * step_VJ
-        curvature_J = (step_VJ * image_VJ).sum(axis=0, dtype=np.float64)
-        along_J = np.divide(square_J, curvature_J, out=np.zeros_like(square_J), where=curvature_J > 0)
-        weight_VJ += (along_J * step_VJ).astype(np.float32)
-        residual_VJ -= (along_J * image_VJ).astype(np.float32)
-        before_J, square_J = square_J, np.square(residual_VJ, dtype=np.float64).sum(axis=0)
-        ratio_J = np.divide(square_J, before_J, out=np.zeros_like(square_J), where=before_J > 0)
-        step_VJ = residual_VJ + ratio_J.astype(np.float32) * step_VJ
-    return weight_VJ, mean_J - m_V @ weight_VJ
 
 
 # ------------------------------------------------------------------------------------------------- sample of the rows
