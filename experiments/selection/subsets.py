@@ -1,7 +1,7 @@
 """Rank correlation of predicted and measured utility of retrained subsets, on the known questions and on others.
 
     python -m experiments.selection.subsets --artifact ART --runs experiments/environments/cc-topic \
-        --out experiments/selection/subsets-cc.json
+        --out experiments/selection/subsets-cc-topic.json
 
 The questions of each task that the runs measured are split in two halves, twice. Scores are computed from one half.
 The summary has means over tasks and splits, with 95 % intervals of a bootstrap over subsets, and the paired difference.
