@@ -221,10 +221,12 @@ def _marked(tokenizer: Any, ids: I32, mask: Bool | None) -> str:
     """Return a text as the model sees it; what carries loss is in brackets, unless all of it does."""
     if mask is None or mask[1:].all():
         return str(tokenizer.decode([ids.tolist()])[0])
-    cuts = np.flatnonzero(np.diff(mask.astype(np.int8))) + 1
-    parts = [part.tolist() for part in np.split(ids, cuts)]
+    starts = np.flatnonzero(np.diff(mask.astype(np.int8))) + 1
+    parts = [part.tolist() for part in np.split(ids, starts)]
     texts = tokenizer.decode(parts)
-    marked = [f"[loss:{text}]" if mask[start] else text for text, start in zip(texts, (0, *cuts.tolist()), strict=True)]
+    marked = [
+        f"[loss:{text}]" if mask[start] else text for text, start in zip(texts, (0, *starts.tolist()), strict=True)
+    ]
     return "".join(marked)
 
 

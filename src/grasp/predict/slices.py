@@ -145,7 +145,7 @@ def list_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: int
     membership_EN = (of_value_EV @ in_row_VN).tocsr()
     rows_E = np.diff(membership_EN.indptr)
     order = np.argsort(-rows_E, kind="stable")
-    order = order[rows_E[order] < n_rows][:most]  # an element of every row cuts nothing
+    order = order[rows_E[order] < n_rows][:most]  # an element of every row selects nothing
     if not len(order):
         raise SubsetError(f"--by {column.name}: every row has the same elements; expected a label that varies")
     membership_GN, names = csr_array(membership_EN[order]), list(code_of)
@@ -180,7 +180,7 @@ def suggest_labels(source: ArtifactReader, *, most: int = MAX_SLICES) -> tuple[s
     """
     most = min(most, source.n_rows - 1)
 
-    def cuts(name: str) -> bool:
+    def is_suitable(name: str) -> bool:
         seen: set[Label] = set()
         for batch in source.row_batches([name]):
             seen.update(batch.column(0).unique().to_pylist())
@@ -197,8 +197,8 @@ def suggest_labels(source: ArtifactReader, *, most: int = MAX_SLICES) -> tuple[s
         field.name for field in corpus_fields if pa.types.is_integer(field.type) or pa.types.is_boolean(field.type)
     ]
     for names in (text, other):
-        if chosen := tuple(itertools.islice(filter(cuts, names), MAX_LABELS)):
-            return chosen
+        if labels := tuple(itertools.islice(filter(is_suitable, names), MAX_LABELS)):
+            return labels
     return ()
 
 
@@ -315,7 +315,8 @@ class SliceFormula:
 
         (sum_g x_g (e_g + b n_g)) / K - b,    x_g = exposure(f_g K / sum_h f_h n_h)
 
-    Weight f_g on every row gives the expected result of keeping a random fraction f_g of the slice.
+    where b is the value of any unseen row in effect sizes (`Level.new_row_value_C`), which repetition
+    loses. Weight f_g on every row gives the expected result of keeping a random fraction f_g of the slice.
     Source: eq:method-additive.
     """
 
