@@ -1,9 +1,11 @@
 """Pages on runs, mixtures and data in docs/howto: every block of them, in its order, in an empty directory."""
 
+import json
 import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pyarrow.csv as pacsv
 import pytest
 import yaml
@@ -70,6 +72,22 @@ def test_the_page_on_multiple_choice():
     assert example in printed
     assert list(grasp.open("art").targets) == ["quiz", "quiz@margin"]
     assert RetrainedRuns.open(Path("env")).targets == ("quiz", "quiz@margin", "quiz@accuracy")
+
+
+def test_the_page_on_preference_data():
+    write_checkpoint(Path("model"))
+    printed = run_page("preference.md")
+    assert "margin of a preference pair" in printed
+    assert "[rejected]" in printed
+    assert "loss dpo" not in printed
+    (exported,) = Path("chosen").glob("*.jsonl")
+    records = [json.loads(line) for line in exported.read_text().splitlines()]
+    assert len(records) == 16
+    assert all({"id", "source", "prompt", "chosen", "rejected"} <= record.keys() for record in records)
+    runs = RetrainedRuns.open(Path("env"))
+    assert runs.info.recipe_settings["loss"] == "dpo"
+    assert np.ptp(runs.utilities().values_BSE.mean(axis=2)) > 0
+    assert len(list(Path("env/reference/seed-0").glob("*.safetensors"))) == 1
 
 
 def test_the_page_on_nested_metadata():

@@ -19,10 +19,10 @@ from scipy.stats import spearmanr
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.rows import suggest_labels
 from grasp.artifact.where import LabelTable
 from grasp.baselines.oracles import ridge_out
 from grasp.predict.predictor import Predictor
-from grasp.predict.slices import suggest_labels
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.calibration import SubsetFeaturizer
 from grasp.runs.gaussian_process import GaussianProcess, SubsetFeatures

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from grasp.dataset_entries import resolve_entry
 from grasp.errors import SettingsError
 from grasp.yaml_files import leaf, put, validated
 
@@ -35,22 +36,54 @@ def refuse_idle(settings: Settings, names: Sequence[str], because: str) -> None:
         raise ValueError(f"{', '.join(idle)}: no effect, since {because}; remove")
 
 
+class PromptFormats(Settings):
+    """Format strings that join an instruction and its input to a prompt, as Axolotl does without a chat template."""
+
+    with_input: str = Field(description="Prompt with {instruction} and {input}.")
+    without_input: str = Field(description="Prompt of a record without input, with {instruction}.")
+    system: str = Field("", description="Text in front of the prompt, with {system}, if there is a system prompt.")
+    default_system: str = Field("", description="System prompt of records without a column of system prompts.")
+
+
+class FieldNames(Settings):
+    """How the records of a corpus name their parts, if not in the usual way; usually set by a dataset entry."""
+
+    form: Literal["text", "messages", "instruction", "formatted", "preference"] = Field(
+        description="Form of records: text, turns (messages), an instruction for the chat template or for `formats` "
+        "(formatted), or a preference pair."
+    )
+    columns: dict[str, str] = Field(
+        description="Column of each part: text; messages, system, tools; instruction, input, output, history; chosen, "
+        "rejected. Other columns are labels."
+    )
+    turn_keys: dict[str, str] = Field({}, description="Key of role, content and other parts of a turn.")
+    roles: dict[str, str] = Field({}, description="Usual role by the role in the corpus, e.g. user by human.")
+    separator: str = Field("\n\n", description="Text between an instruction and its input.")
+    drop_system: bool = Field(False, description="Leave out system turns.")
+    formats: PromptFormats | None = Field(None, description="Formats of the prompt. `formatted` only.")
+    origin: str = Field("", description="Dataset entry that the names are from.")
+    notes: tuple[str, ...] = Field((), description="Parts of the dataset entry that are not applied.")
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
+
+
 class CorpusSettings(Settings):
     """Location of the corpus, and how its documents are divided into rows."""
 
     path: str = Field(
         description="File, directory or fsspec URL: Parquet, JSON lines, a JSON array, CSV or TSV, or a `datasets` "
-        "directory."
+        "directory. Or an entry of a dataset_info.json of LLaMA-Factory or of an Axolotl configuration: FILE#NAME."
     )
     split: str | None = Field(None, description="Split to read, if the corpus has several.")
     text_column: str | None = Field(
         None,
         description="Column of texts or conversations. null: text, messages or conversations.",
     )
-    form: Literal["prompt", "instruction"] | None = Field(
+    form: Literal["prompt", "instruction", "preference"] | None = Field(
         None,
-        description="Form of records with several columns: prompt (prompt and completion) or instruction (instruction, "
-        "input and output). null: inferred from the columns.",
+        description="Form of records with several columns: prompt (prompt and completion), instruction (instruction, "
+        "input and output) or preference (chosen and rejected, for DPO). null: prompt or instruction, by the columns.",
     )
     prompt: str | None = Field(
         None,
@@ -58,6 +91,9 @@ class CorpusSettings(Settings):
         "or Jinja. Requires completion.",
     )
     completion: str | None = Field(None, description="Template of the completion, e.g. ' {answer}'. Requires prompt.")
+    fields: FieldNames | None = Field(
+        None, description="Names of the parts of a record, if they are not the usual ones. null: the usual ones."
+    )
     loss_on: Literal["assistant", "completion", "all"] | None = Field(
         None,
         description="Tokens that carry loss: every turn of the assistant, the last one, or all. null: assistant for "
@@ -107,8 +143,25 @@ class CorpusSettings(Settings):
         None, description="Column of the classes of images, as numbers from 0 or names. null: label."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve(cls, data: Any) -> Any:
+        """Replace the address of a dataset entry by the settings that it stands for."""
+        if not isinstance(data, Mapping) or data.get("fields") is not None:
+            return data
+        entry = resolve_entry(data["path"]) if isinstance(data.get("path"), str) else None
+        if entry is None:
+            return data
+        ours = {name: value for name, value in data.items() if value is not None and name != "path"}
+        if data.get("prompt") is not None:  # templates replace the form of the entry
+            del entry["fields"]
+        return entry | ours
+
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
+        if self.fields is not None:
+            idle = ("text_column", "prompt") + (() if self.form == "preference" else ("form",))
+            refuse_idle(self, idle, "`fields` define how records are read")
         if (self.prompt is None) != (self.completion is None):
             raise ValueError("prompt, completion: only one is given; expected both templates")
         if self.prompt is not None:
@@ -472,6 +525,16 @@ class RetrainSettings(Settings):
 
     recipe: str = Field("tiny", description="Training recipe: tiny, small or paper-50m. Paper: 50 M parameters.")
     overrides: dict[str, Any] = Field({}, description="Fields of the recipe to change, e.g. {steps: 500}.")
+    train: Train = Field(
+        "new",
+        description="new: models from scratch, by `recipe`; further: `model`, by `fine_tuning`, on texts or, if "
+        "corpus.form is preference, by DPO.",
+    )
+    model: ModelSettings | None = Field(None, description="Model that is trained further.")
+    fine_tuning: dict[str, Any] = Field(
+        {},
+        description="Recipe of further training, with the names of TrainingArguments, SFTConfig, DPOConfig or Axolotl.",
+    )
     train_command: str | None = Field(
         None,
         description="Shell command that trains a model instead of the recipe, with {corpus}, {checkpoint} and {seed} "
@@ -518,6 +581,18 @@ class RetrainSettings(Settings):
             raise ValueError("targets: name at least one, e.g. `sciq`")
         if len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
             raise ValueError(f"seeds: expected distinct non-negative integers, got {self.seeds}")
+        if self.train == "further":
+            if self.model is None:
+                raise ValueError("train: further needs a model; add --model or --like")
+            fixed_further: dict[str, Any] = {"recipe": "tiny", "overrides": {}, "stack": 1, "checkpoints": None}
+            names = [name for name, default in fixed_further.items() if getattr(self, name) != default]
+            names += ["train_command"] if self.train_command else []
+            if names:
+                raise ValueError(f"{', '.join(names)}: no effect with train: further; remove")
+        elif self.fine_tuning or self.model is not None:
+            raise ValueError("model, fine_tuning: no effect with train: new; add --train further")
+        elif self.corpus.form == "preference" and self.train_command is None:
+            raise ValueError("corpus.form: preference pairs train a model further (DPO); add --train further")
         if self.train_command is None:
             return self
         fixed = {"recipe": "tiny", "stack": 1, "checkpoints": None}
@@ -567,6 +642,17 @@ def without_foreign_code(
 
 
 CODE = ("model.classifier.factory", "model.trust_remote_code", "train_command")  # settings that name code to run
+
+
+def form_of_loss(loss: str | None) -> str | None:
+    """Return the form of the records of a corpus on which a model is trained with this loss; None: any.
+
+    Raises:
+        SettingsError: unknown loss.
+    """
+    if loss not in (None, "tokens", "dpo"):
+        raise SettingsError(f"--loss: got {loss!r}, expected tokens or dpo")
+    return "preference" if loss == "dpo" else None
 
 
 def retrain_settings(data: dict[str, Any]) -> RetrainSettings:

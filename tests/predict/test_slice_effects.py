@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grasp.artifact.rows import suggest_labels
 from grasp.artifact.where import LabelColumn
 from grasp.errors import SubsetError
 from grasp.predict.predictor import Predictor
@@ -17,7 +18,6 @@ from grasp.predict.slices import (
     label_slices,
     list_slices,
     slice_effects,
-    suggest_labels,
 )
 from grasp.predict.weights import Weights
 from tests.predict.source import FakeSource, downweight_negative

@@ -29,7 +29,7 @@ def planted(n_rows, n_questions, *, deviation=1.0, text=1.0, noise=2.0, kinds=0.
     return ids, prior_N, mu_N, q_NE.astype(np.float32)
 
 
-def fitted(ids, q_NE, *, order=None, block=64, texts=True, counts=None):
+def fitted(ids, q_NE, *, order=None, block=64, texts=True, counts=None, labels=()):
     """Return the prior and the estimate, (N, T), in the original order of the rows."""
     n_rows, n_questions = q_NE.shape
     order = np.arange(n_rows) if order is None else order
@@ -47,7 +47,7 @@ def fitted(ids, q_NE, *, order=None, block=64, texts=True, counts=None):
     ones = {"kernel": np.ones(n_questions)}
     lengths_N = np.full(n_rows, ids.shape[1])
     row_texts = Texts(lengths_N, tokens) if texts else None
-    prior = fit_prior({"kernel": blocks}, ones, counts_T, names, documents_N, row_texts)
+    prior = fit_prior({"kernel": blocks}, ones, counts_T, names, documents_N, row_texts, labels)
     ends = np.cumsum(counts_T)
     means = [q_NE[:, end - n : end].mean(axis=1, dtype=np.float64) for end, n in zip(ends, counts_T, strict=True)]
     base_NT = np.stack(means, axis=1)
@@ -109,6 +109,23 @@ def test_reliability_of_the_mean_is_that_without_text():
     top = np.argsort(-q_NE.mean(axis=1))[:800]
     predicted, realized = q_NE.mean(axis=1)[top].mean() - q_NE.mean(), mu_N[top].mean() - mu_N.mean()
     assert known.transfer_low * predicted < realized < known.transfer_high * predicted
+
+
+def test_labels_keep_the_mean_of_a_slice():
+    ids, _, _, q_NE = planted(4_000, 8, noise=8.0)
+    source_N = stream(0, "source").integers(0, 6, 4_000).astype(np.int32)
+    q_NE = q_NE + np.array([0.0, 1.0, -1.0, 2.0, -2.0, 0.5], np.float32)[source_N][:, None]  # which text does not tell
+
+    def errors(score_NT):
+        base_N = q_NE.mean(axis=1) - q_NE.mean()
+        return [abs(score_NT[source_N == g, 0].mean() - base_N[source_N == g].mean()) for g in range(6)]
+
+    _, without_NT = fitted(ids, q_NE)
+    _, score_NT = fitted(ids, q_NE, labels=[source_N])
+    assert max(errors(score_NT)) < 0.15 < max(errors(without_NT))
+    order = stream(1, "order").permutation(4_000)
+    _, same_NT = fitted(ids, q_NE, labels=[source_N[order]], order=order)
+    np.testing.assert_allclose(same_NT, score_NT, atol=1e-4)
 
 
 def test_order_and_blocks_change_nothing_but_rounding():

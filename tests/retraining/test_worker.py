@@ -149,6 +149,37 @@ def test_margins_and_accuracies_are_those_of_the_retrained_model_and_align_with_
     assert match_targets(runs, artifact) == {name: name for name in ("quiz", "quiz@margin")}
 
 
+def test_a_model_is_trained_further_on_every_subset(inputs, whole, tmp_path):
+    reference = str(whole.path / "reference" / "seed-0")
+    fine_tuning = {"max_steps": 3, "per_device_train_batch_size": 8, "learning_rate": 1e-2}
+    changes = {"train": "further", "model": {"path": reference}, "fine_tuning": fine_tuning, "overrides": {}}
+    changes |= {"seeds": [0], "n_subsets": 2, "losses": ["completion"]}
+    runs = retrain(settings(inputs, **changes), tmp_path / "env")
+    assert runs.info.recipe_settings["loss"] == "tokens"
+    before = -evaluate_units(
+        ReferenceModel.load(ModelSettings(path=reference)).model, Worker(settings(inputs, **changes), runs).tokens
+    )
+    got = runs.utilities().values_BSE[:, 0]
+    assert np.abs(got - before).max(axis=1).min() > 1e-3
+    trained = ReferenceModel.load(ModelSettings(path=str(runs.path / "reference" / "seed-0"))).model
+    by_hand = -evaluate_units(trained, Worker(settings(inputs, **changes), runs).tokens)
+    np.testing.assert_allclose(runs.reference_utilities()[0], by_hand, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train": "further"}, "further needs a model; add --model or --like"),
+        ({"train": "further", "model": {"path": "m"}, "stack": 2}, "overrides, stack: no effect with train: further"),
+        ({"model": {"path": "m"}}, "model, fine_tuning: no effect with train: new"),
+        ({"corpus": {"path": "pairs.jsonl", "form": "preference"}}, "preference pairs train a model further"),
+    ],
+)
+def test_settings_of_another_kind_of_training_are_refused(inputs, changes, message):
+    with pytest.raises(SettingsError, match=message):
+        settings(inputs, **changes)
+
+
 def test_of_conversations_the_assistants_words_are_trained_on(inputs, tmp_path):
     chat = chat_settings(tmp_path)
     changes = {"tokenizer": chat.model.path, "corpus": chat.corpus.model_dump(), "seeds": [0], "losses": ["completion"]}

@@ -12,7 +12,7 @@ from grasp.errors import SettingsError, SubsetError
 from grasp.predict.families import parse_family
 from grasp.runs.retrained import RetrainedRuns, TrainingRuns
 from grasp.runs.table import RunTable
-from grasp.settings import RetrainSettings, retrain_settings, without_foreign_code
+from grasp.settings import RetrainSettings, form_of_loss, retrain_settings, without_foreign_code
 from grasp.yaml_files import leaf, over, plain_settings, put_all, read_yaml, require_flags
 
 if TYPE_CHECKING:
@@ -37,7 +37,10 @@ def retrain(
     *,
     out: Place,
     like: "Opened | str | Path | None" = None,
-    recipe: str | None = None,
+    recipe: str | Path | Mapping[str, Any] | None = None,
+    train: str | None = None,
+    model: str | Path | None = None,
+    loss: str | None = None,
     family: str | None = None,
     count: int | None = None,
     seeds: int | None = None,
@@ -63,7 +66,11 @@ def retrain(
         targets: tasks or JSONL files, separated by commas. In Python a list or a single name.
         out: directory of the runs; several processes may share it.
         like: artifact whose corpus, targets and tokenizer are used, so that the runs can evaluate it.
-        recipe: model and training settings: tiny, small or paper-50m. Default: tiny.
+        recipe: model and training settings: tiny, small or paper-50m. With --train further a YAML or JSON file with the
+            names of TrainingArguments, SFTConfig, DPOConfig or Axolotl. Default: tiny; 3 epochs in batches of 8.
+        train: new: train models from scratch; further: fine-tune a model on each subset. Default: new.
+        model: checkpoint to train further: a directory or a hub name. Default: that of `like`.
+        loss: tokens, or dpo for preference pairs with chosen and rejected answers, with --train further.
         family: distribution of the subsets. Default: mixture:topic.
         count: number of subsets. Default: 24. More can be added to the same `out` later.
         seeds: training runs of each subset; two or more are required to estimate the noise. Default: 2.
@@ -96,13 +103,19 @@ def retrain(
         "family": family,
         "n_subsets": count,
         "seeds": None if seeds is None else list(range(seeds)),
-        "recipe": recipe,
+        "recipe": None if train == "further" else recipe,
+        "train": train,
+        "model.path": None if model is None else str(model),
+        "corpus.form": form_of_loss(loss),
         "train_command": train_command,
         "role": role,
         "workers": workers,
         "stack": stack,
     }
     put_all(data, arguments)
+    if train == "further" and recipe is not None:
+        fields = recipe if isinstance(recipe, Mapping) else read_yaml(Path(recipe))
+        data["fine_tuning"] = {**fields, **data.get("fine_tuning", {})}
     if like is not None:
         data = over(_like(like, data), data)
     begun = Path(out) / "run.yaml"
@@ -131,5 +144,7 @@ def _like(art: Opened | str | Path, data: Mapping[str, Any]) -> dict[str, Any]:
         origin.require_corpus_here("--corpus")
     _ = origin.tokenizer  # raises if it is missing or has changed
     model, built = origin.settings.model, origin.settings.model_dump(mode="json", include={"corpus", "targets"})
+    if data.get("train") == "further":
+        return built | {"model": model.model_dump(mode="json", include={"path", "tokenizer", "adapter"})}
     shape = {"vocab_size": files.manifest.detail("vocab_size"), "context": origin.settings.corpus.max_length}
     return built | {"tokenizer": model.tokenizer or model.path, "overrides": {"shape": shape}}

@@ -3,6 +3,7 @@
 Shape letters: N rows.
 """
 
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from threading import Lock
@@ -17,7 +18,8 @@ import pyarrow.parquet as pq
 from grasp.arrays import I64, Bool, Floats
 from grasp.artifact.manifest import LOSS_TOKENS
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.where import LabelColumn, LabelTable
+from grasp.artifact.where import Label, LabelColumn, LabelTable
+from grasp.corpus.labels import RESERVED_COLUMNS
 from grasp.errors import ProtocolError, SettingsError
 from grasp.results import write_tables
 from grasp.text import did_you_mean, listed
@@ -26,6 +28,8 @@ T = TypeVar("T")
 
 ROWS_AT_ONCE = 1 << 18  # rows per batch while writing all rows
 SHORT = 32  # tokens: the relevance of shorter rows is noisy
+MAX_SLICES = 100  # values of a label that is shown or used without being asked for
+MAX_LABELS = 4
 CACHED_BYTES = 512 << 20  # limit of the cache of one opened artifact
 
 _lock = Lock()  # of the cache; not held while a value is computed, which two threads may do twice
@@ -140,6 +144,36 @@ def label_column(artifact: ArtifactReader, name: str, where: str = "label") -> L
     """
     table = LabelTable(artifact.rows_path)
     return cached(artifact, ("label", name), 8 * table.n_rows, lambda: table.column(name, where))
+
+
+def suggest_labels(source: ArtifactReader, *, most: int = MAX_SLICES) -> tuple[str, ...]:
+    """Return up to MAX_LABELS label columns that have between 2 and `most` values.
+
+    Text columns are preferred; integer and boolean columns are used if no text column qualifies. A column whose values
+    are all different is skipped. Reading a column stops as soon as it has more than `most` values.
+    """
+    most = min(most, source.n_rows - 1)
+
+    def is_suitable(name: str) -> bool:
+        seen: set[Label] = set()
+        for batch in source.row_batches([name]):
+            seen.update(batch.column(0).unique().to_pylist())
+            if len(seen) > most:
+                return False
+        return len(seen) >= 2
+
+    schema = source.rows(np.empty(0, dtype=np.int64)).schema
+    corpus_fields = [field for field in schema if field.name not in RESERVED_COLUMNS]
+    text = [
+        field.name for field in corpus_fields if pa.types.is_string(field.type) or pa.types.is_large_string(field.type)
+    ]
+    other = [
+        field.name for field in corpus_fields if pa.types.is_integer(field.type) or pa.types.is_boolean(field.type)
+    ]
+    for names in (text, other):
+        if labels := tuple(itertools.islice(filter(is_suitable, names), MAX_LABELS)):
+            return labels
+    return ()
 
 
 def row_places(artifact: ArtifactReader, rows: Sequence[str]) -> dict[str, int]:

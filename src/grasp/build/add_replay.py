@@ -163,10 +163,12 @@ def refuse_replay(settings: BuildSettings) -> None:
     """Check that the training of a build can be replayed.
 
     Raises:
-        SettingsError: a new model, or a classifier.
+        SettingsError: a new model, a classifier, or preference pairs.
     """
     if settings.model.classifier is not None:
         raise SettingsError("--replay: got a classifier, expected a causal LM that is trained further")
+    if settings.corpus.form == "preference":
+        raise SettingsError("--replay: got preference pairs (--loss dpo), whose training is not replayed yet; omit it")
     if settings.train != "further":
         raise SettingsError(
             "--replay: got --train new, expected --train further: a new model's training from its initialisation is "

@@ -29,7 +29,15 @@ from grasp.errors import CorpusError, SettingsError, TargetError
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import dtype_name
 from grasp.progress import Progress, Silent
-from grasp.settings import CODE, ModelSettings, ReplaySettings, TargetSettings, build_settings, without_foreign_code
+from grasp.settings import (
+    CODE,
+    ModelSettings,
+    ReplaySettings,
+    TargetSettings,
+    build_settings,
+    form_of_loss,
+    without_foreign_code,
+)
 from grasp.store import remote
 from grasp.targets.load import records_of, units_of
 from grasp.targets.units import Unit
@@ -53,6 +61,7 @@ SETTINGS = {
     "max_length": "corpus.max_length",
     "limit": "corpus.limit",
     "train": "train",
+    "loss": "corpus.form",
     "rule": "features.rule",
     "keep_features": "keep_features",
     "like": "like",
@@ -78,6 +87,7 @@ def build(
     max_length: int | None = None,
     limit: int | None = None,
     train: str | None = None,
+    loss: str | None = None,
     rule: str | None = None,
     dtype: str | None = None,
     keep_features: bool | None = None,
@@ -116,6 +126,8 @@ def build(
         limit: read only the first N documents, for a quick look.
         train: what will be trained on the corpus: this model further (fine-tuning), or a new one from scratch.
             Default: as the checkpoint records, e.g. references of grasp retrain.
+        loss: loss of the training: tokens, the cross-entropy of texts or answers; or dpo, for preference pairs with
+            chosen and rejected answers. Default: tokens.
         rule: set of kernels: default, forward (without backward passes) or paper.
         dtype: dtype of the model: float32, bfloat16 or float16. Default: float32 on a CPU, else bfloat16.
         keep_features: store the features that --add-target needs instead of another pass; 2 to 6 kB a token.
@@ -131,7 +143,7 @@ def build(
     Raises:
         GraspError: invalid input; finished work is kept.
     """
-    values = (split, text_column, id_column, max_length, limit, train, rule, keep_features)
+    values = (split, text_column, id_column, max_length, limit, train, form_of_loss(loss), rule, keep_features)
     arguments: dict[str, Any] = dict(
         zip(SETTINGS.values(), (*values, None if like is None else str(like)), strict=True)
     )

@@ -25,7 +25,7 @@ from grasp.build.identity import Identity
 from grasp.build.leaks import find_leaks
 from grasp.build.modality import load_reference, vision
 from grasp.build.model_pass import ModelPass, batch_arrays
-from grasp.corpus.conversations import preference_note
+from grasp.corpus.conversations import entry_notes, preference_note
 from grasp.corpus.documents import Corpus
 from grasp.corpus.labels import HASH_LABEL, IDS_COLUMN
 from grasp.corpus.row_store import RowStore, ShardStore
@@ -153,6 +153,8 @@ def prepare(
         if tokenizer.writes_chats and tokenizer.writes_date:
             updates["model"] = settings.model.model_copy(update={"chat_date": tokenizer.chat_date})
         settings = settings.model_copy(update=updates)
+        for note in entry_notes(settings.corpus):
+            progress.note(note)
         note_corpus(store, unit_set, tokenizer, context, progress)
         leaks = find_leaks(store, unit_set.pool or unit_set.units, tokenizer.decode)
         for target, target_leaks in leaks.items():
@@ -160,7 +162,7 @@ def prepare(
         if model is None:
             progress.stage("model", rows=None, tokens=None)
             model = ReferenceModel.load(settings.model)
-        longest_row = max(int(store.lengths().max()), *(unit.longest for unit in units))
+        longest_row = max(store.longest(), *(unit.longest for unit in units))
         if model.context is not None and longest_row > model.context:
             raise ModelError(
                 f"{settings.model.path}: reads {model.context} tokens, fewer than the {context} of its config.json; a "
@@ -246,7 +248,9 @@ def note_corpus(
     progress.note(labels)
     text_column = roles.get("text", roles.get("turns"))
     known = [*roles.values(), *store.label_columns, *store.ignored_columns]
-    if note := preference_note(text_column, known, turns="turns" in roles):
+    if "rejected" in roles:
+        progress.note("preference pairs: rows are scored by the gradient of the DPO loss at this model")
+    elif note := preference_note(text_column, known, turns="turns" in roles):
         progress.note(note)
     rows = f"{store.n_rows:,} rows of {store.n_documents:,} documents, {store.n_tokens:,} tokens"
     if store.masked:

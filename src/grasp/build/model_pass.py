@@ -60,10 +60,46 @@ class ModelPass:
         Raises:
             ModelError: the model computed NaN or infinity; the message names the rows.
         """
+        if isinstance(rows, RowShard) and rows.split_N is not None:
+            yield from self._pair_batches(rows)
+            return
         column, specs = rows.table.column("row_id"), self.settings.row_positions
         for index, features, gradient_BK in self._passes(rows, specs):
             batch = self._batch(features, [column[int(i)].as_py() for i in index], "row")
             if gradient_BK is not None:
+                batch = replace(batch, gradient_BK=_narrow(gradient_BK).to(gradient_BK.dtype), sampled=self.sampled)
+            yield index, batch
+
+    def _pair_batches(self, rows: RowShard) -> Iterator[tuple[I64, Batch]]:
+        """Yield batches of preference pairs, as the difference of their sides.
+
+        At the reference policy, where all log-ratios are 0, the gradient of the DPO loss of a pair is
+        beta / 2 (sum of the gradients of the chosen tokens' losses - the same of the rejected tokens). The constant
+        is the same for all rows and left out. The mean over the positions of both sides is the mean gradient of a row.
+        Source: Rafailov et al. 2023, arXiv 2305.18290, eq. 7.
+        """
+        assert isinstance(self.model, ReferenceModel)
+        for index in self.model.batches(np.diff(rows.offsets)):
+            pairs = rows.take(index)
+            sides = pairs.sides()
+            names = sides.table.column("row_id").to_pylist()
+            parts: list[tuple[I64, Batch]] = []
+            gradient_SK: Tensor | None = None
+            for part, features, gradient_BK in self._passes(sides, self.settings.row_positions):
+                parts.append((part, self._batch(features, [names[s] for s in part], "row")))
+                if gradient_BK is not None:
+                    if gradient_SK is None:
+                        gradient_SK = gradient_BK.new_empty(len(sides), gradient_BK.shape[1])
+                    gradient_SK[torch.from_numpy(part).to(gradient_BK.device)] = gradient_BK
+            batch = merge_batches(parts, len(sides)).rows(0, len(sides))  # positions in the order of the sides
+            pair_S, count_S = np.repeat(np.arange(len(index)), 2), batch.positions_B.cpu().numpy()
+            share_S = count_S / np.bincount(pair_S, count_S)[pair_S]
+            weight_S = np.tile([1.0, -1.0], len(index)) * share_S
+            loss_B = np.bincount(pair_S, share_S * batch.loss_B.double().cpu().numpy())
+            batch = batch.combined(pair_S, weight_S, torch.from_numpy(loss_B).to(batch.loss_B))
+            if gradient_SK is not None:
+                gradient_SK *= torch.from_numpy(weight_S).to(gradient_SK)[:, None]
+                gradient_BK = gradient_SK.view(len(index), 2, -1).sum(dim=1)
                 batch = replace(batch, gradient_BK=_narrow(gradient_BK).to(gradient_BK.dtype), sampled=self.sampled)
             yield index, batch
 

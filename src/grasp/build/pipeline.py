@@ -327,6 +327,10 @@ def decided(settings: BuildSettings, in_memory: InMemory) -> BuildSettings:
             "`--train new` for a new model from scratch. Other rows help in either case, and the checkpoint does not "
             "say"
         )
+    if settings.corpus.form == "preference" and train == "new":
+        raise SettingsError(
+            "--loss dpo: trains a model further on preference pairs, but --train is new; pass --train further"
+        )
     features, reader = settings.features.decided(train), settings.model
     for name in features.kernels:
         kernel_class(name)

@@ -20,7 +20,7 @@ import pyarrow as pa
 from grasp.arrays import I32, Bool
 from grasp.artifact.label_functions import DEFAULT_BINS
 from grasp.artifact.where import MAX_UNBINNED_VALUES, identifier
-from grasp.corpus.conversations import preference_note
+from grasp.corpus.conversations import entry_notes, preference_note
 from grasp.corpus.documents import Corpus
 from grasp.corpus.labels import label_text
 from grasp.corpus.row_store import RowStore
@@ -80,7 +80,10 @@ def preview_corpus(
         n_empty += not text.strip() and document.input_ids is None
         if len(texts) < MAX_EXAMPLES and text.strip():
             texts.append(plain(text, MAX_EXAMPLE_CHARS))
-    notes = [f"columns: {roles or 'none'}"]
+            if document.rejected is not None:
+                other = str(document.rejected.conversation or document.rejected.text)
+                texts.append(plain(f"[rejected] {other}", MAX_EXAMPLE_CHARS))
+    notes = [*entry_notes(settings), f"columns: {roles or 'none'}"]
     if left_out:
         example = min(left_out)
         notes.append(
@@ -89,7 +92,8 @@ def preview_corpus(
         )
     text_column = opened.columns.get("text", opened.columns.get("turns"))
     known = [*opened.columns.values(), *values, *left_out]
-    if note := preference_note(text_column, known, turns="turns" in opened.columns):
+    note = preference_note(text_column, known, turns="turns" in opened.columns)
+    if note and "rejected" not in opened.columns:
         notes.append(note)
     headline = f"{settings.path}: {n_read:,} records" + f" (the first {limit:,})" * (n_read == limit)
     if model is None:
@@ -102,14 +106,16 @@ def preview_corpus(
             headline += f", {store.n_rows:,} rows, {store.n_tokens:,} tokens, {store.n_supervised:,} with loss"
             notes += [f"skipped: {line}" for line in skipped_lines(store.skipped.counts, store.skipped.examples)]
             shard = store.rows(np.arange(min(MAX_EXAMPLES, store.n_rows)))
-            shown = (_marked(tokenizer, shard.ids(k), shard.mask(k)) for k in range(len(shard)))
+            if shard.split_N is not None:
+                shard = shard.sides()
+            shown = (_marked(tokenizer, shard.ids(k), shard.mask(k)) for k in range(min(MAX_EXAMPLES, len(shard))))
             texts = [plain(text, MAX_EXAMPLE_CHARS) for text in shown]
             notes.append(tokenizer.describe())
     labels = [_label_line(name, counts, n_read) for name, counts in values.items()]
     names = ("label", "values", "missing", "most frequent", "ask with")
     columns = zip(*labels, strict=True) if labels else [[]] * len(names)
     table = pa.table(dict(zip(names, map(list, columns), strict=True)))
-    return Preview(table, headline, tuple(notes), signs=False, examples=tuple(texts))
+    return Preview(table, headline, tuple(notes), signs=False, examples=tuple(texts[:MAX_EXAMPLES]))
 
 
 def _label_line(name: str, counts: Counter[Any], n_read: int) -> tuple[str, int, int, str, str]:
@@ -190,6 +196,8 @@ def _first_of_targets(units: Sequence[Unit]) -> set[int]:
 
 
 def _kind(unit: Unit) -> str:
+    if unit.others and not unit.choices:
+        return f"{unit.metric.replace('_', ' ')} of a preference pair"
     if unit.conversation is not None:
         return "conversation"
     if unit.metric != LOSS:

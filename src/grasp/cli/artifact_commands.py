@@ -48,6 +48,7 @@ def demo(
     "grasp build --train new --model ./ckpt --corpus corpus.parquet --targets sciq,openbookqa --out art",
     "grasp build --train new --model gpt2 --corpus posts.jsonl --text-column body --targets exam.jsonl --out art",
     "grasp build --train further --model ./chat-model --corpus chats.jsonl --targets held-out-chats.jsonl --out art",
+    "grasp build --train further --loss dpo --model ./ckpt --corpus pairs.jsonl --targets exam.jsonl --out art",
     "grasp build --replay --recipe sft.yaml --out art",
     "grasp build --resume --out art",
     "grasp build --config art/run.yaml --out s3://bucket/art",
@@ -81,8 +82,10 @@ def build(
 ) -> None:
     from grasp.build.build import SETTING_BY_ARGUMENT, SETTINGS, add_targets, split_names
     from grasp.build.build import build as run
+    from grasp.settings import form_of_loss
 
     resume, untrained, replay, recipe = (params.pop(name) for name in ("resume", "untrained", "replay", "recipe"))
+    params["loss"] = form_of_loss(params["loss"])
     flags = {(SETTING_BY_ARGUMENT | SETTINGS)[name]: value for name, value in params.items()}
     flags["features.kernels"] = [] if params["rule"] else None  # --rule overrides kernels of a settings file
     flags["targets.names"] = [name for text in targets for name in split_names(text)] or None

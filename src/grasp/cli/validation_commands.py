@@ -70,9 +70,10 @@ def methods(
     "grasp retrain --like art --family mixture:topic --out env",
     "grasp retrain --out env --resume -B 64",
     "grasp retrain --like art --train-command 'python train.py --data {corpus} --out {checkpoint}' --out env",
+    "grasp retrain --like art --train further --recipe dpo.yaml --family uniform:0.5 --out env",
     "grasp retrain --out env --resume --engine ray --workers 16 --address auto",
     verb="grasp.api.retrain",
-    more="text_column id_column workers train_command stack",
+    more="model loss text_column id_column workers train_command stack",
 )
 def retrain(
     settings: ConfigFile = None,

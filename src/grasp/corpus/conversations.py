@@ -21,7 +21,7 @@ import pyarrow as pa
 from grasp.corpus.values import plain_json
 from grasp.errors import CorpusError
 from grasp.extras import require
-from grasp.settings import CorpusSettings
+from grasp.settings import CorpusSettings, FieldNames
 
 FAILURES = (KeyError, IndexError, AttributeError, TypeError, ValueError)
 
@@ -168,15 +168,22 @@ class Content:
     text: str | None = None
     answers: tuple[Span, ...] | None = None
     conversation: Conversation | None = None
+    rejected: "Content | None" = None  # the other side of a preference pair, whose chosen side this is
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
     """How a record is read, and from which columns."""
 
-    kind: str  # text (or turns), prompt, instruction or template
+    kind: str  # text (or turns), prompt, instruction, formatted, template or preference
     columns: tuple[str, ...]
     templates: tuple[Template, ...] = ()
+    names: FieldNames | None = None  # how the records name the columns; None: as here
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Return the columns as the records name them."""
+        return self.columns if self.names is None else tuple(self.names.columns[name] for name in self.columns)
 
     def read(self, values: Mapping[str, Any], where: str) -> Content:
         """Parse the content of a record.
@@ -184,13 +191,19 @@ class Form:
         Raises:
             CorpusError: a column has an unexpected type, or a turn an unknown role.
         """
-        columns = {name: values.get(name) for name in self.columns}
+        columns = {name: values.get(source) for name, source in zip(self.columns, self.sources, strict=True)}
         values_of = {
             name: value.to_pylist() if isinstance(value, pa.Array) else value for name, value in columns.items()
         }
+        if self.kind == "preference":
+            return read_pair(values_of if self.names is None else _usual_pair(values_of, self.names, where), where)
         first = self.columns[0]
+        if self.names is not None and first in TURNS and holds_turns(values_of[first], first):
+            values_of[first] = _usual_turns(_turns(values_of[first], first, where), self.names, where)
         pair: tuple[str, str] | None = None
-        if self.kind == "template":
+        if self.kind == "formatted":
+            pair = _formatted(values_of, self.names, where)
+        elif self.kind == "template":
             prompt, completion = self.templates
             pair = prompt.fill(values_of, where), completion.fill(values_of, where)
         elif self.kind == "instruction":
@@ -199,6 +212,7 @@ class Form:
                 if not isinstance(values_of[name], str | None):
                     raise CorpusError(f"{where}: column {name!r} holds {type(values_of[name]).__name__}, expected text")
             between = "\n" if HISTORY in self.columns else "\n\n"  # LLaMA-Factory; Alpaca
+            between = between if self.names is None else self.names.separator
             question = between.join(text for name in (first, *inputs) if (text := values_of[name] or "").strip())
             pairs = [*_history(values_of.get(HISTORY), where), (question, values_of[output] or "")]
             raw_turns = [
@@ -218,11 +232,147 @@ class Form:
         if pair is not None:
             text = "".join(pair)
             return Content(text, ((len(pair[0]), len(text)),))
-        turns = [_turn(turn, f"{where}: turn {k}") for k, turn in enumerate(raw_turns)]
-        system = values_of.get("system")
-        if isinstance(system, str) and system.strip() and (not turns or turns[0]["role"] != "system"):
-            turns.insert(0, {"role": "system", "content": system})
-        return Content(conversation=_conversation(turns, _tools(values_of.get("tools"), where), where))
+        return Content(conversation=_chat(raw_turns, values_of, where))
+
+
+def _chat(raw_turns: Sequence[Any], values: Mapping[str, Any], where: str) -> Conversation:
+    """Return the conversation of turns, with the system turn and the tools of further columns."""
+    turns = [_turn(turn, f"{where}: turn {k}") for k, turn in enumerate(raw_turns)]
+    system = values.get("system")
+    if isinstance(system, str) and system.strip() and (not turns or turns[0]["role"] != "system"):
+        turns.insert(0, {"role": "system", "content": system})
+    return _conversation(turns, _tools(values.get("tools"), where), where)
+
+
+PAIR: Final = ("chosen", "rejected")  # columns of preference pairs
+
+
+def is_pair(record: Mapping[str, Any]) -> bool:
+    """Return whether a record has a side of a preference pair."""
+    return any(record.get(side) is not None for side in PAIR) and "completion" not in record
+
+
+def read_pair(record: Mapping[str, Any], where: str) -> Content:
+    """Parse a preference pair, in the forms of TRL's DPOTrainer, LLaMA-Factory and Axolotl.
+
+    Sides are texts or chats; a single turn may stand without its list. The prompt is `prompt`, a list of turns in
+    `messages` or `conversations`, or the common beginning of both sides, also if `prompt` repeats it as text, as in
+    UltraFeedback. Loss is on what follows the prompt: a text, or one answer of the assistant.
+
+    Returns:
+        The chosen side, with the other one in `rejected`.
+    Raises:
+        CorpusError: a side is missing or empty, or the sides have different types or more than one answer.
+    """
+    sides = [record.get(name) for name in PAIR]
+    for name, side in zip(PAIR, sides, strict=True):
+        if side is None or (isinstance(side, str | list) and not (side.strip() if isinstance(side, str) else side)):
+            other = PAIR[1 - PAIR.index(name)]
+            raise CorpusError(
+                f"{where}: {name}: missing or empty, but {other} is there; a preference pair needs both answers: "
+                "complete or remove the record"
+            )
+    prompt = next((record[name] for name in ("prompt", *TURNS) if record.get(name) is not None), None)
+    chosen, rejected = sides
+    if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None):
+        if prompt is None:
+            prompt = _common_text(chosen, rejected)
+            chosen, rejected = (side[len(prompt) :] for side in (chosen, rejected))
+        for name, side in zip(PAIR, (chosen, rejected), strict=True):
+            if not side.strip():
+                raise CorpusError(f"{where}: {name}: no text follows the prompt {prompt!r:.60}; remove the record")
+        contents = [Content(prompt + side, ((len(prompt), len(prompt + side)),)) for side in (chosen, rejected)]
+    else:
+        turns = [_side_turns(side, name, where) for name, side in zip(PAIR, sides, strict=True)]
+        common = next((k for k, (a, b) in enumerate(zip(*turns, strict=False)) if a != b), min(map(len, turns)))
+        if isinstance(prompt, str):
+            before: list[Any] = [] if common else [{"role": "user", "content": prompt}]
+        else:
+            before = [] if prompt is None else _turns(prompt, "prompt", where)
+        common = min(common, *(len(side) - 1 for side in turns))
+        for name, side in zip(PAIR, turns, strict=True):
+            if len(side) - common != 1:
+                raise CorpusError(
+                    f"{where}: {name}: has {len(side) - common} turns after the common beginning of both sides, "
+                    "expected one answer of the assistant"
+                )
+        contents = [Content(conversation=_chat([*before, *side], record, where)) for side in turns]
+        for name, content in zip(PAIR, contents, strict=True):
+            chat = content.conversation
+            assert chat is not None
+            if chat.fault is not None or chat.turns[-1]["role"] != "assistant":
+                raise CorpusError(f"{where}: {name}: {FAULTS[chat.fault or 'no_answer']}; fix or remove the record")
+    return replace(contents[0], rejected=contents[1])
+
+
+def _common_text(chosen: str, rejected: str) -> str:
+    """Return the common beginning of two texts without the space before the first different word, as TRL does."""
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    end = next((k for k, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+    return chosen[: end - 1] if end and chosen[end - 1] == " " else chosen[:end]
+
+
+def _side_turns(side: Any, name: str, where: str) -> list[Any]:
+    """Return the turns of a side: a list, JSON text of one, a single turn, or the text of an answer."""
+    if isinstance(side, str) and not JSON_TURNS.match(side):
+        return [{"role": "assistant", "content": side}]
+    if isinstance(side, Mapping) and not all(isinstance(part, list) for part in side.values()):
+        return [side]
+    return _turns(side, name, where)
+
+
+def _usual_turns(turns: Sequence[Mapping[str, Any]], names: FieldNames, where: str) -> list[dict[str, Any]]:
+    """Return turns with the usual keys and roles."""
+    keys = {source: usual for usual, source in names.turn_keys.items()}
+    usual_turns = []
+    for k, turn in enumerate(turns):
+        usual = {keys.get(key, key): value for key, value in turn.items() if key in keys or key not in names.turn_keys}
+        role = usual.get("role")
+        if names.roles and role not in names.roles:
+            raise CorpusError(
+                f"{where}: turn {k}: got the role {role!r:.60}, expected one of {', '.join(names.roles)}, the roles of "
+                f"the {names.origin}"
+            )
+        usual["role"] = names.roles.get(str(role), role)
+        if not (names.drop_system and usual["role"] == "system"):
+            usual_turns.append(usual)
+    return usual_turns
+
+
+def _usual_pair(values: Mapping[str, Any], names: FieldNames, where: str) -> dict[str, Any]:
+    """Return a preference pair of a dataset entry in the usual form."""
+    usual = dict(values)
+    if "instruction" in usual:  # LLaMA-Factory's form of instructions
+        question = names.separator.join(text for name in ("instruction", "input") if (text := usual.pop(name, None)))
+        pairs = [*_history(usual.pop(HISTORY, None), where), (question, None)]
+        turns = [(role, words) for pair in pairs for role, words in zip(("user", "assistant"), pair, strict=True)]
+        usual["prompt"] = [{"role": role, "content": words} for role, words in turns if words is not None]
+    for name in ("messages", *PAIR):
+        side = usual.get(name)
+        if isinstance(side, Mapping):
+            usual[name] = _usual_turns([side], names, where)
+        elif isinstance(side, list):
+            usual[name] = _usual_turns(_turns(side, name, where), names, where)
+    return usual
+
+
+def _formatted(values: Mapping[str, Any], names: FieldNames | None, where: str) -> tuple[str, str]:
+    """Return prompt and completion of an instruction by the formats of a dataset entry."""
+    assert names is not None
+    assert names.formats is not None
+    parts = {name: "" if value is None else value for name, value in values.items()}
+    for name, value in parts.items():
+        if not isinstance(value, str):
+            raise CorpusError(f"{where}: column {names.columns[name]!r} holds {type(value).__name__}, expected text")
+    formats, system = names.formats, parts.get("system") or names.formats.default_system
+    try:
+        front = formats.system.format(system=system) if system else ""
+        prompt = (formats.with_input if parts.get("input") else formats.without_input).format(
+            instruction=parts["instruction"], input=parts.get("input", "")
+        )
+    except FAILURES as err:
+        raise CorpusError(f"{where}: does not fit the formats of the {names.origin}: {err!r}") from err
+    return front + prompt, parts["output"]
 
 
 def _conversation(turns: Sequence[dict[str, Any]], tools: tuple[Any, ...], where: str) -> Conversation:
@@ -388,7 +538,6 @@ def text_arguments(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-PAIR: Final = ("chosen", "rejected")  # columns of preference pairs
 PROMPTED: Final = "--set 'corpus.prompt={prompt}' --set 'corpus.completion={chosen}'"
 
 
@@ -408,6 +557,13 @@ def preference_note(text_column: str | None, columns: Collection[str], *, turns:
     return f"{note}. For loss on the answer after its prompt: {PROMPTED}" if "prompt" in columns else note
 
 
+def entry_notes(settings: CorpusSettings) -> list[str]:
+    """Return notes on the dataset entry that defines how a corpus is read; empty if there is none."""
+    if settings.fields is None or not settings.fields.origin:
+        return []
+    return [f"{settings.fields.origin}: {settings.path}, read as {settings.fields.form}", *settings.fields.notes]
+
+
 def forms_in(names: Collection[str]) -> dict[str, Form]:
     """Return every form of records with these columns, by the option that selects it."""
     extra = tuple(name for name in EXTRA_COLUMNS if name in names)
@@ -425,6 +581,15 @@ def forms_in(names: Collection[str]) -> dict[str, Form]:
     return forms
 
 
+def _pair_form(names: Collection[str]) -> Form | None:
+    """Return the form of preference pairs, whose columns may lack a side, or None."""
+    if not set(PAIR) & set(names):
+        return None
+    prompt = next((name for name in ("prompt", *TURNS) if name in names), None)
+    extra = (name for name in EXTRA_COLUMNS if name in names)
+    return Form("preference", tuple(name for name in (prompt, *PAIR, *extra) if name is not None))
+
+
 def form_of(names: Collection[str], settings: CorpusSettings, where: str) -> Form:
     """Return the form in which records with these columns are read.
 
@@ -439,6 +604,8 @@ def form_of(names: Collection[str], settings: CorpusSettings, where: str) -> For
 
 @lru_cache(maxsize=256)
 def _form_of(names: tuple[str, ...], settings: CorpusSettings) -> Form:
+    if settings.fields is not None:
+        return _named_form(names, settings.fields, settings.form)
     columns, forms = ", ".join(names) or "none", forms_in(names)
     if settings.prompt is not None and settings.completion is not None:
         templates = (Template(settings.prompt, "corpus.prompt"), Template(settings.completion, "corpus.completion"))
@@ -448,6 +615,13 @@ def _form_of(names: tuple[str, ...], settings: CorpusSettings) -> Form:
                 f"no column {', '.join(missing)}, which corpus.prompt or completion reads; columns found: {columns}"
             )
         return Form("template", tuple(used), templates)
+    if settings.form == "preference":
+        pair = _pair_form(names)
+        if pair is None:
+            raise CorpusError(
+                f"corpus.form: got preference, which takes `chosen` and `rejected`; columns found: {columns}"
+            )
+        return pair
     if settings.form is not None:
         chosen = forms.get(f"--set corpus.form={settings.form}")
         if chosen is None:
@@ -460,10 +634,11 @@ def _form_of(names: tuple[str, ...], settings: CorpusSettings) -> Form:
         return forms.get(f"--text-column {settings.text_column}") or Form("text", (str(settings.text_column),))
     if settings.ids_column in names:
         return Form("text", (settings.text_column or TEXT,))
-    if settings.text_column is None and not forms and {"prompt", *PAIR} <= set(names):
+    if settings.text_column is None and not forms and set(PAIR) <= set(names):
+        prompted = f"; to train on the chosen answers: {PROMPTED}" * ("prompt" in names)
         raise CorpusError(
-            f"contains preference pairs, which are not supported as such; to train on the chosen answers: "
-            f"{PROMPTED}; columns found: {columns}"
+            f"contains preference pairs; to train on them: --loss dpo (corpus.form=preference){prompted}; columns "
+            f"found: {columns}"
         )
     if settings.text_column is not None or not forms:
         raise CorpusError(
@@ -475,6 +650,29 @@ def _form_of(names: tuple[str, ...], settings: CorpusSettings) -> Form:
             f"can be read in {len(forms)} ways; select one with {' or '.join(forms)}; columns found: {columns}"
         )
     return next(iter(forms.values()))
+
+
+OPTIONAL: Final = {"input", "system", "tools", HISTORY}  # columns that a record may lack
+
+
+def _named_form(names: Sequence[str], fields: FieldNames, form: str | None) -> Form:
+    """Return the form of a dataset entry."""
+    required = {usual: column for usual, column in fields.columns.items() if usual not in OPTIONAL}
+    if missing := [column for column in required.values() if column not in names]:
+        raise CorpusError(
+            f"no column {', '.join(missing)}, which the {fields.origin or 'setting corpus.fields'} names; columns "
+            f"found: {', '.join(names) or 'none'}"
+        )
+    if (fields.form == "preference") != (form == "preference"):
+        is_pair_entry = fields.form == "preference"
+        raise CorpusError(
+            f"the {fields.origin or 'setting corpus.fields'} has {'' if is_pair_entry else 'no '}preference pairs; "
+            + ("to train on them: --loss dpo (corpus.form=preference)" if is_pair_entry else "omit --loss dpo")
+        )
+    # the first column decides how a record is read
+    order = (*TURNS, TEXT, "instruction", "output", *PAIR, "input", *EXTRA_COLUMNS, HISTORY)
+    columns = tuple(usual for usual in order if fields.columns.get(usual) in names)
+    return Form("text" if fields.form == "messages" else fields.form, columns, names=fields)
 
 
 def conversation_in(record: Mapping[str, Any], where: str) -> Conversation | None:

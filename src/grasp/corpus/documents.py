@@ -6,7 +6,7 @@ Documents are built from records: plain values, with the roles of their columns.
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -212,6 +212,7 @@ class Document:
     unusable: bool = False  # a conversation that yields no row
     where: str = ""  # file and line or row, for messages
     ignored: tuple[str, ...] = field(default=(), repr=False)  # columns that cannot be labels: nested or binary
+    rejected: "Document | None" = None  # the other side of a preference pair, whose chosen side this is
 
     @property
     def name(self) -> str:
@@ -290,9 +291,13 @@ def _documents(records: Iterable[Record], settings: CorpusSettings) -> Iterator[
         if (
             doc_id is None
         ):  # generated: 64 bits of a hash of the content, and the position, which distinguishes duplicates
-            text = (content.text or "") if content.conversation is None else content.conversation.content
+            text = "".join(
+                (side.text or "") if side.conversation is None else side.conversation.content
+                for side in (content, content.rejected)
+                if side is not None
+            )
             doc_id = f"{content_hash(text.encode() if ids is None else ids.astype('<i4').tobytes())}-{record.index}"
-        yield Document(
+        document = Document(
             index=record.index,
             doc_id=doc_id,
             row_id=record.row_id,
@@ -304,13 +309,18 @@ def _documents(records: Iterable[Record], settings: CorpusSettings) -> Iterator[
             where=where,
             ignored=record.ignored,
         )
+        if (other := content.rejected) is not None:
+            side = replace(document, text=other.text, answers=other.answers, conversation=other.conversation)
+            document = replace(document, rejected=side)
+        yield document
 
 
 def _column_roles(record: Record, settings: CorpusSettings) -> dict[str, str]:
     """Return the roles of a record's columns: text, turns or columns of another form, ids, names."""
     form = form_of(record.values.keys(), settings, record.where)
-    first = "turns" if holds_turns(record.values.get(form.columns[0]), form.columns[0]) else "text"
-    content = {first: form.columns[0]} if form.kind == "text" else {name: name for name in form.columns}
+    first = "turns" if holds_turns(record.values.get(form.sources[0]), form.columns[0]) else "text"
+    usual = dict(zip(form.columns, form.sources, strict=True))
+    content = {first: form.sources[0]} if form.kind == "text" else usual
     row, doc = id_columns(settings, [*record.values, *record.ignored], record.where)
     roles = content | {"input_ids": settings.ids_column, "row_id": row, "doc_id": doc}
     return {role: column for role, column in roles.items() if column is not None and column in record.values}
@@ -322,11 +332,11 @@ def content_columns(settings: CorpusSettings, columns: Mapping[str, pa.DataType 
     kind = columns.get(ids)
     if kind is not None and not pa.types.is_null(kind) and not (is_list(kind) and pa.types.is_integer(kind.value_type)):
         raise CorpusError(f"{where}: ids column {ids!r} holds {kind}, expected lists of integers")
-    text = form.columns[0]
+    text = form.sources[0]
     kind = columns.get(text) if form.kind == "text" else None
     if kind is not None and not (is_text(kind) or pa.types.is_nested(kind) or pa.types.is_null(kind) or is_json(kind)):
         raise CorpusError(f"{where}: text column {text!r} holds {kind}, expected text or a list of turns")
-    return (*form.columns, ids)
+    return (*form.sources, ids)
 
 
 def content_hash(content: bytes) -> str:

@@ -64,6 +64,7 @@ class Row(StoredRow):
     loss_mask: Bool | None = None  # tokens that carry loss; None: all but the first
     # (document index, start and end character) of its texts; None if the tokenizer reports no offsets
     spans: tuple[tuple[int, int, int], ...] | None = None
+    split: int | None = None  # of a preference pair: number of tokens of the chosen side, which precede the others
 
 
 @dataclass(slots=True)
@@ -130,14 +131,15 @@ def pack(
                 break
         if not batch:
             break
-        as_text = [document for document in batch if document.is_tokenised]
+        sides = [(document, document.rejected) for document in batch]
+        as_text = [side for pair in sides for side in pair if side is not None and side.is_tokenised]
         try:
             encoded = encode_texts([model_text(document) for document in as_text], tokenizer)
         except CorpusError as err:
             raise CorpusError(f"{as_text[0].where} and following documents: {err}") from err
-        tokens = {document.index: text for document, text in zip(as_text, encoded, strict=True)}
-        for document in batch:
-            yield from packer.feed(document, tokens.get(document.index))
+        tokens = {id(document): text for document, text in zip(as_text, encoded, strict=True)}
+        for document, rejected in sides:
+            yield from packer.feed(document, tokens.get(id(document)), tokens.get(id(rejected)))
     yield from packer.finish()
 
 
@@ -148,7 +150,15 @@ def render_document(document: Document, tokenizer: Tokenizer, settings: CorpusSe
         CorpusError: the tokenizer has no chat template, or no answer could carry the requested loss.
     """
     text, answers, loss_on = document.text, document.answers, settings.loss_on
-    left_out: tuple[tuple[str, str], ...] = ()
+    if document.rejected is not None:
+        if loss_on in ("assistant", "all"):
+            raise CorpusError(f"corpus.loss_on: got {loss_on}, but DPO compares completions; remove it")
+        loss_on, completions = "completion", settings.model_copy(update={"loss_on": "completion"})
+        rejected = render_document(document.rejected, tokenizer, completions)
+        document = replace(document, rejected=rejected)
+        if rejected.unusable:
+            return replace(document, left_out=rejected.left_out, unusable=True)
+    left_out = () if document.rejected is None else document.rejected.left_out
     if document.conversation is not None:
         if (fault := document.conversation.fault) is not None:
             return replace(document, left_out=((fault, document.where),), unusable=True)
@@ -159,7 +169,7 @@ def render_document(document: Document, tokenizer: Tokenizer, settings: CorpusSe
         except ModelError as err:
             raise CorpusError(f"{document.where}: {err}") from err
         text, answers = chat.text, chat.spans
-        left_out = tuple((reason, f"{document.where}: turn {k}") for reason, k in chat.unwritten)
+        left_out += tuple((reason, f"{document.where}: turn {k}") for reason, k in chat.unwritten)
     if answers is None or text is None:
         if loss_on in ("assistant", "completion"):
             raise CorpusError(
@@ -231,11 +241,14 @@ class Packer:
         self._named_rows = Counter({cursor.document: cursor.n_named_rows})
         self._next_document = cursor.document
 
-    def feed(self, document: Document, tokens: TokenizedText | None) -> Iterator[Row]:
+    def feed(
+        self, document: Document, tokens: TokenizedText | None, rejected: TokenizedText | None = None
+    ) -> Iterator[Row]:
         """Yield the rows that `document` completes.
 
         Args:
             tokens: tokens of its text; None if it has token ids or no text.
+            rejected: tokens of the rejected side of a preference pair.
         Raises:
             CorpusError: an id outside the vocabulary.
         """
@@ -256,27 +269,14 @@ class Packer:
         if fault is not None:
             self._skipped.add(fault, document.name)
             return
-        vocab_size = self._tokenizer.vocab_size
-        bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-        if bad.size:
-            raise CorpusError(
-                f"{document.where}: row {document.name!r} has the token id {ids[bad[0]]} at position "
-                f"{bad[0]}, outside the vocabulary of {vocab_size} (0 to {vocab_size - 1}); "
-                "use the tokenizer that the model was trained with"
-            )
-        if document.input_ids is None:
-            if document.conversation is None:  # chat templates write their own end-of-turn tokens
-                suffix = np.array(self._tokenizer.suffix_ids, dtype=np.int64)
-                if np.array_equal(ids[len(ids) - len(suffix) :], suffix):  # the text ends with it already
-                    suffix = suffix[:0]
-                ids = np.concatenate([ids, suffix])
-                if mask is not None:
-                    mask = np.concatenate([mask, np.full(len(suffix), mask.any())])
-                if ends_N is not None:
-                    ends_N = np.concatenate([ends_N, np.full(len(suffix), ends_N[-1])])
-            if ends_N is not None:  # the last token, which may be EOS, extends to the end of the text
-                ends_N[-1] = len(document.text or "")
-        whole = _Piece(document, 0, len(ids), ids.astype(np.int32), ends=ends_N, loss_mask=mask)
+        whole = self._piece(document, ids, mask, ends_N)
+        if document.rejected is not None:
+            if rejected is None:
+                self._skipped.add("empty", document.name)
+                return
+            other = self._piece(document.rejected, rejected.ids, rejected.loss_mask, rejected.ends)
+            yield from self._pair(whole, other)
+            return
         if document.input_ids is None and mask is not None:
             yield from self._with_answers(whole)
             return
@@ -303,6 +303,30 @@ class Packer:
             yield from self._row([whole.cut(first, first + capacity)], document.index, first + capacity, prefix=prefix)
             first += capacity
 
+    def _piece(self, document: Document, ids: I64, mask: Bool | None, ends_N: I64 | None) -> "_Piece":
+        """Return the tokens of a document, with the special tokens that end a text."""
+        vocab_size = self._tokenizer.vocab_size
+        bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+        if bad.size:
+            raise CorpusError(
+                f"{document.where}: row {document.name!r} has the token id {ids[bad[0]]} at position "
+                f"{bad[0]}, outside the vocabulary of {vocab_size} (0 to {vocab_size - 1}); "
+                "use the tokenizer that the model was trained with"
+            )
+        if document.input_ids is None:
+            if document.conversation is None:  # chat templates write their own end-of-turn tokens
+                suffix = np.array(self._tokenizer.suffix_ids, dtype=np.int64)
+                if np.array_equal(ids[len(ids) - len(suffix) :], suffix):  # the text ends with it already
+                    suffix = suffix[:0]
+                ids = np.concatenate([ids, suffix])
+                if mask is not None:
+                    mask = np.concatenate([mask, np.full(len(suffix), mask.any())])
+                if ends_N is not None:
+                    ends_N = np.concatenate([ends_N, np.full(len(suffix), ends_N[-1])])
+            if ends_N is not None:  # the last token, which may be EOS, extends to the end of the text
+                ends_N[-1] = len(document.text or "")
+        return _Piece(document, 0, len(ids), ids.astype(np.int32), ends=ends_N, loss_mask=mask)
+
     def finish(self, next_document: int | None = None) -> Iterator[Row]:
         """Yield the last, short row of a stream, at its end or before a document of token ids."""
         if self._waiting:
@@ -316,6 +340,11 @@ class Packer:
         If it is too long, the row ends with the last answer, and the beginning is cut off after the special tokens. An
         answer whose beginning is cut off carries no loss; the end of an answer longer than a row is cut off.
         """
+        if (fitted := self._fit(whole)) is not None:
+            yield from self._row([fitted[0]], whole.document.index + 1, 0, prefix=fitted[1])
+
+    def _fit(self, whole: _Piece) -> tuple[_Piece, I32] | None:
+        """Return a text whose answers carry loss as at most a row, and its special tokens; None if no loss is left."""
         document, loss_mask = whole.document, whole.loss_mask
         assert loss_mask is not None
         if self._settings.packing == "concat":
@@ -325,7 +354,7 @@ class Packer:
         loss_mask[:1] = False
         if not loss_mask.any():
             self._skipped.add("no_loss", document.name, document.where)
-            return
+            return None
         prefix = self._prefix[: 0 if self._n_prefix(whole) else None]
         if whole.total > self._length:
             self._skipped.add("cut_begin", document.name)
@@ -337,7 +366,27 @@ class Packer:
                 False  # the remainder of an answer whose beginning is cut off
             )
             whole = whole.cut(first, first + capacity)
-        yield from self._row([whole], document.index + 1, 0, prefix=prefix)
+        return whole, prefix
+
+    def _pair(self, chosen: _Piece, rejected: _Piece) -> Iterator[Row]:
+        """Yield a preference pair as one row: the tokens of its chosen side, then those of the other one."""
+        sides = []
+        for side in (chosen, rejected):
+            if (fitted := self._fit(side)) is None:
+                return
+            sides.append(list(self._row([fitted[0]], chosen.document.index + 1, 0, prefix=fitted[1])))
+        if not all(sides):
+            return
+        (first,), (second,) = sides
+        masks = [np.arange(row.n_tokens) > 0 if row.loss_mask is None else row.loss_mask for row in (first, second)]
+        yield replace(
+            first,
+            n_tokens=first.n_tokens + second.n_tokens,
+            input_ids=np.concatenate([first.input_ids, second.input_ids]),
+            loss_mask=np.concatenate(masks),
+            split=first.n_tokens,
+            spans=None,
+        )
 
     def _n_prefix(self, piece: _Piece) -> int:
         """Return how many special tokens are added to a row that begins with `piece`."""
@@ -411,9 +460,10 @@ class Packer:
         )
 
 
-def row_bytes(row_id: str, input_ids: I32, loss_mask: Bool | None) -> bytes:
-    """Return the bytes of a row for the fingerprint of the corpus: name, tokens and loss mask."""
+def row_bytes(row_id: str, input_ids: I32, loss_mask: Bool | None, split: int | None = None) -> bytes:
+    """Return the bytes of a row for the fingerprint of the corpus: name, tokens, loss mask and chosen tokens."""
     name = row_id.encode()
     sizes = len(name).to_bytes(4, "little") + name + len(input_ids).to_bytes(4, "little")
     mask = b"" if loss_mask is None or loss_mask[1:].all() else b"loss_mask" + np.packbits(loss_mask).tobytes()
-    return sizes + input_ids.astype("<i4", copy=False).tobytes() + mask
+    side = b"" if split is None else b"split" + split.to_bytes(4, "little")
+    return sizes + input_ids.astype("<i4", copy=False).tobytes() + mask + side

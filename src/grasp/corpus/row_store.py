@@ -34,6 +34,7 @@ from grasp.corpus.labels import (
     IDS_COLUMN,
     LOSS_MASK_COLUMN,
     SPANS_COLUMN,
+    SPLIT_COLUMN,
     Kind,
     column_of,
     kind_of_all,
@@ -487,6 +488,26 @@ class RowShard:
     offsets: I64  # (n + 1,)
     table: pa.Table  # row_id, doc_id, n_tokens, snippet, then the labels
     loss_mask: Bool | None = None  # tokens that carry loss, aligned with flat_ids; None: all but a row's first
+    split_N: I64 | None = None  # of preference pairs: number of tokens of the chosen side; None: rows are texts
+
+    def take(self, index: I64) -> "RowShard":
+        """Return some of the rows."""
+        spans = [slice(self.offsets[i], self.offsets[i + 1]) for i in index]
+        return RowShard(
+            -1,
+            np.concatenate([self.flat_ids[span] for span in spans]),
+            np.cumsum([0, *(span.stop - span.start for span in spans)], dtype=np.int64),
+            self.table.take(pa.array(index)),
+            None if self.loss_mask is None else np.concatenate([self.loss_mask[span] for span in spans]),
+            None if self.split_N is None else self.split_N[index],
+        )
+
+    def sides(self) -> "RowShard":
+        """Return the sides of preference pairs as rows: chosen and rejected of the first pair, then of the next."""
+        assert self.split_N is not None
+        starts = np.stack([self.offsets[:-1], self.offsets[:-1] + self.split_N], axis=1).ravel()
+        table = self.table.take(pa.array(np.repeat(np.arange(len(self)), 2)))
+        return RowShard(-1, self.flat_ids, np.append(starts, self.offsets[-1]), table, self.loss_mask)
 
     def ids(self, i: int) -> I32:
         """Return the token ids of row i of this shard."""
@@ -520,7 +541,7 @@ class RowStore(ShardStore[RowShard, Row]):
     """A store of the rows of a text corpus as token ids."""
 
     signed: ClassVar[Signed[StoreSummary]] = summary_of("tokens")
-    content: ClassVar[tuple[str, ...]] = (IDS_COLUMN, LOSS_MASK_COLUMN)
+    content: ClassVar[tuple[str, ...]] = (IDS_COLUMN, LOSS_MASK_COLUMN, SPLIT_COLUMN)
     seed: ClassVar[bytes] = b"grasp rows 1"
 
     @classmethod
@@ -587,6 +608,8 @@ class RowStore(ShardStore[RowShard, Row]):
             SPANS_COLUMN: pa.array(spans, pa.list_(pa.int64())),
             IDS_COLUMN: pa.ListArray.from_arrays(offsets, np.concatenate([row.input_ids for row in rows])),
         }
+        if any(row.split is not None for row in rows):
+            ids[SPLIT_COLUMN] = pa.array([row.split for row in rows], pa.int32())
         if all(row.loss_mask is None for row in rows):
             return ids
         masks = [
@@ -597,13 +620,25 @@ class RowStore(ShardStore[RowShard, Row]):
     @staticmethod
     def _hashed(whole: pa.Table) -> Iterator[bytes]:
         flat, offsets, loss_mask = _tokens(whole)
+        split_N = _splits(whole)
         for i, name in enumerate(whole.column("row_id").to_pylist()):
             row = slice(offsets[i], offsets[i + 1])
-            yield row_bytes(name, flat[row], None if loss_mask is None else loss_mask[row])
+            split = None if split_N is None else int(split_N[i])
+            yield row_bytes(name, flat[row], None if loss_mask is None else loss_mask[row], split)
 
     def _shard(self, start: int, table: pa.Table, whole: pa.Table) -> RowShard:
         flat, offsets, loss_mask = _tokens(whole)
-        return RowShard(start, flat, offsets, table, loss_mask)
+        return RowShard(start, flat, offsets, table, loss_mask, _splits(whole))
+
+    def longest(self) -> int:
+        """Return the number of tokens of the longest sequence: a row, or a side of a preference pair."""
+        longest = 0
+        for k in range(self.n_shards):
+            table = self.columns(k, ("n_tokens", SPLIT_COLUMN))
+            lengths, split_N = np.asarray(table.column("n_tokens"), dtype=np.int64), _splits(table)
+            sides = (lengths,) if split_N is None else (split_N, lengths - split_N)
+            longest = max(longest, *(int(side.max()) for side in sides))
+        return longest
 
     def keeps_spans_of(self, source: Source) -> bool:
         """Return whether a source has the files from which the rows were built, so that their texts can be read.
@@ -663,6 +698,13 @@ class RowStore(ShardStore[RowShard, Row]):
             else:
                 counts.append(lengths - 1)
         return np.concatenate(counts)
+
+
+def _splits(whole: pa.Table) -> I64 | None:
+    """Return the number of tokens of the chosen side of every row; None: rows are not preference pairs."""
+    if SPLIT_COLUMN not in whole.column_names:
+        return None
+    return np.asarray(whole.column(SPLIT_COLUMN), dtype=np.int64)
 
 
 def _tokens(whole: pa.Table) -> tuple[I32, I64, Bool | None]:

@@ -23,7 +23,7 @@ from scipy.stats import rankdata
 import grasp
 from grasp.arrays import F32, F64, I64
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import label_column, only_target, row_documents
+from grasp.artifact.rows import label_column, only_target, row_documents, suggest_labels
 from grasp.distil.ngrams import FAMILIARITY_LENGTH, LENGTHS, SLOTS, as_bytes, shares
 from grasp.distil.scorer import UNFAMILIAR_SHARE, Card, Quality, Scorer, SliceQuality
 from grasp.errors import SettingsError
@@ -31,7 +31,7 @@ from grasp.files import FileEntry, check_place
 from grasp.methods.contract import MethodInputs
 from grasp.predict.predictor import additive_predictor
 from grasp.predict.scoring_rule import ScoringProtocol
-from grasp.predict.slices import label_slices, suggest_labels
+from grasp.predict.slices import label_slices
 from grasp.progress import Progress, Silent
 from grasp.results import Result
 from grasp.seeds import bootstrap_weights, stream

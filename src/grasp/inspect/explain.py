@@ -12,7 +12,7 @@ residuals: the contribution of a position is its share of R, times the damped H 
 Shape letters: L tokens of a row, P row positions, S unit positions, E units, C columns (E, or S of one unit).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -227,7 +227,7 @@ class _Question:
         return positions
 
     def _by_position(
-        self, batch: Batch, token_P: I64, summed_P: I64, example: Example
+        self, batch: Batch, token_P: I64, summed_P: I64, examples: Sequence[Example]
     ) -> Iterator[tuple[str, I64, F64]]:
         """Yield contributions of tokens to the relevance of a row: kernel, token indices (n,), contributions (n, C).
 
@@ -235,10 +235,15 @@ class _Question:
             batch: a single row.
             token_P: index of the token that each position predicts.
             summed_P: the same for the positions of summaries.
+            examples: the row, or the chosen and the rejected side of a preference pair.
         """
         for kernel in self.kernels:
             if isinstance(kernel, Gradient):
-                added_LC = example.labels * kernel.sampled.by_position(example, kernel.side_EK)
+                parts = [
+                    sign * side.labels * kernel.sampled.by_position(side, kernel.side_EK)
+                    for sign, side in zip((1, -1), examples, strict=False)
+                ]
+                added_LC = np.concatenate(parts)
                 # position t predicts token t + 1, to which its contribution is assigned
                 yield kernel.name, np.arange(1, len(added_LC)), added_LC[:-1] / self.n_positions
         for kernel in self.kernels:
@@ -267,13 +272,13 @@ class _Question:
             position_mask(spec, labelled_BL)[0].nonzero()[:, 0].numpy() + 1
             for spec in (self.settings.positions, self.settings.row_positions[-1])
         )
-        (example,) = row_examples(shard, self.settings)
+        examples = row_examples(shard if shard.split_N is None else shard.sides(), self.settings)
 
         # Contributions in units of the effect: by kernel and token, by column, and by pair of positions.
         added_L = {name: np.zeros(shard.n_tokens) for name in parts.weights if name != REPLAY}
         added_C, by_mean = np.zeros(self.n_columns), set[str]()
         pair_LC = np.zeros((shard.n_tokens if self.by_position else 0, self.n_columns), dtype=np.float32)
-        for name, tokens, part_PC in self._by_position(batch, token_P, summed_P, example):
+        for name, tokens, part_PC in self._by_position(batch, token_P, summed_P, examples):
             if name in added_L:
                 if part_PC.shape[1] < self.n_columns:  # the mean gradient, one column for all units
                     added_L[name][tokens] += (part_PC * parts.weights[name].sum())[:, 0]
@@ -342,7 +347,7 @@ class _Question:
         return Explanation(
             table,
             f"row {row}: effect {parts.effect:+z.3f} on {where}. Its words contribute {total:+z.3f}; "
-            + (f"the prediction from its text contributes {parts.text:+z.3f}; " if parts.text else "")
+            + (f"the prediction from its text and labels contributes {parts.text:+z.3f}; " if parts.text else "")
             + (f"the replayed training contributes {whole:+z.3f}; " if REPLAY in parts.weights else "")
             + f"the average row's {-parts.average:+z.3f} is subtracted",
             (*notes, f"protocol {self.predictor.protocol.name}"),

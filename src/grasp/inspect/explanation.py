@@ -47,7 +47,7 @@ class Explanation(Result):
         table: one row per token: position, text, contribution, and contributions by kernel; null for tokens without
             loss.
         effect: effect of the row, from the artifact.
-        text: part of the effect that is predicted from the row's text by a regression on rows of other documents,
+        text: part of the effect that regressions on rows of other documents predict from the row's text and labels,
             relative to the mean over all rows; 0 for a single unit, and for protocols with `task: mean`.
         average: minus the mean sum of contributions over all rows, so that the average row has effect 0.
         replay: contribution of the replayed training, which belongs to the row as a whole; 0 without a replay.
@@ -267,7 +267,7 @@ class EffectParts:
 
     Attributes:
         effect: effect of the row, in standard deviations over the rows.
-        text: part that is predicted from the row's text, relative to the mean over rows.
+        text: part that is predicted from the row's text and labels, relative to the mean over rows.
         average: minus the mean over rows, so that the average row has effect 0.
         stored: relevance to each unit by kernel, (E,).
         weights: factors of the relevance in the effect by kernel, (E,).

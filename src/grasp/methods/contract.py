@@ -128,6 +128,18 @@ class MethodInputs:
         assert isinstance(rows, RowStore)
         return rows
 
+    def refuse_pairs(self) -> None:
+        """Refuse rows that are not sequences.
+
+        Raises:
+            SettingsError: rows are preference pairs.
+        """
+        if self.settings.corpus.form == "preference":
+            raise SettingsError(
+                f"{self.artifact.where}: rows are preference pairs, and the method computes gradients of the loss of "
+                "texts; choose another method, or build on the chosen answers"
+            )
+
     # ------------------------------------------------------------------------------------------- units
 
     @property

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from grasp.arrays import F32, F64, I32, I64, Blocks, ratio
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import cached, checked_targets, row_documents, row_tokens
+from grasp.artifact.rows import cached, checked_targets, label_column, row_documents, row_tokens, suggest_labels
 from grasp.build.provenance import BuildSource
 from grasp.corpus.row_store import RowStore
 from grasp.errors import ProtocolError
@@ -54,7 +54,7 @@ from grasp.predict.weights import RowSums, Weights, block_rows
 
 EFFECT_SIZE = "effect size"
 SIMILARITY_SKETCHES = ("hidden", "residual")  # sketches that measure the similarity of rows
-TEXT_PART = "text"  # name of the part of an effect that is predicted from the row's text
+TEXT_PART = "text"  # name of the part of an effect that is predicted from the row's text and labels
 REPETITION_PART = "repetition"  # name of the part of a change that repetition causes
 REPEAT_WORTH = 15.4  # R*: scale of diminishing returns, in repetitions
 NEW_ROW_VALUE = 0.4  # b: value of any unseen row in effect sizes, lost by repetition: experiments/exposure
@@ -420,7 +420,7 @@ class Predictor:
         )
 
     def text_of(self, row: int) -> float:
-        """Return the part of one row's effect on the first task that is predicted from its text; 0 without a prior."""
+        """Return the part of a row's effect on the first task that text and labels predict; 0 without a prior."""
         if self.prior is None:
             return 0.0
         return float(
@@ -532,7 +532,13 @@ def assemble_predictor(
         )
     if estimates and units.counts_T.max() > 1:
         prior = fit_prior(
-            read, coefficients, units.counts_T, _row_names(artifact), row_documents(artifact), _texts(artifact)
+            read,
+            coefficients,
+            units.counts_T,
+            _row_names(artifact),
+            row_documents(artifact),
+            _texts(artifact),
+            [label_column(artifact, label).codes_N for label in suggest_labels(artifact)],
         )
         of_prior = prior.reliability
         measure_reliability = lambda: of_prior  # noqa: E731

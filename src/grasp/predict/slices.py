@@ -8,28 +8,24 @@ Shape letters: G slices, N rows, E units, T targets, R resamples.
 """
 
 import functools
-import itertools
 import json
 import operator
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from grasp.arrays import F64, ratio
 from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.rows import MAX_SLICES
 from grasp.artifact.where import Label, LabelColumn, equals, none_of
-from grasp.corpus.labels import RESERVED_COLUMNS
 from grasp.errors import SubsetError
 from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor, RepetitionLaw, SubsetSums, relevance_blocks
 from grasp.predict.weights import Weights, sums_over
 from grasp.seeds import bootstrap_weights
 from grasp.text import different
 
-MAX_SLICES = 100
-MAX_LABELS = 4
 RESAMPLES = 1_000
 TAILS = (0.025, 0.975)
 DROPPED, DOUBLED = 0.0, 2.0  # weights
@@ -170,36 +166,6 @@ def _elements(value: Label) -> tuple[str, ...] | None:
 
 def _literal(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
-
-
-def suggest_labels(source: ArtifactReader, *, most: int = MAX_SLICES) -> tuple[str, ...]:
-    """Return up to MAX_LABELS label columns that have between 2 and `most` values.
-
-    Text columns are preferred; integer and boolean columns are used if no text column qualifies. A column whose values
-    are all different is skipped. Reading a column stops as soon as it has more than `most` values.
-    """
-    most = min(most, source.n_rows - 1)
-
-    def is_suitable(name: str) -> bool:
-        seen: set[Label] = set()
-        for batch in source.row_batches([name]):
-            seen.update(batch.column(0).unique().to_pylist())
-            if len(seen) > most:
-                return False
-        return len(seen) >= 2
-
-    schema = source.rows(np.empty(0, dtype=np.int64)).schema
-    corpus_fields = [field for field in schema if field.name not in RESERVED_COLUMNS]
-    text = [
-        field.name for field in corpus_fields if pa.types.is_string(field.type) or pa.types.is_large_string(field.type)
-    ]
-    other = [
-        field.name for field in corpus_fields if pa.types.is_integer(field.type) or pa.types.is_boolean(field.type)
-    ]
-    for names in (text, other):
-        if labels := tuple(itertools.islice(filter(is_suitable, names), MAX_LABELS)):
-            return labels
-    return ()
 
 
 @dataclass(frozen=True, slots=True)

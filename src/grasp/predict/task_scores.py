@@ -4,10 +4,12 @@ For row i and question e, with r the relevance by kernel k and w_k the weight of
 
     q_ie = sum_k c_e^k r_ie^k    every question scaled to unit spread over the rows, then every kernel's task mean
     b_i  = mean_e q_ie           mean over the known questions
-    p_i  = g f(text of row i)    f: ridge regression of b on text, fitted on rows of other documents
+    p_i  = g f(text of row i) + h(labels of row i)
 
-g undoes the shrinkage of the ridge penalty: it is the slope of the mean over held-out questions on the prediction from
-the others. Over samples of n questions, b_i has the variance s_i^2 / n, with s_i^2 the variance of q_ie over questions.
+f is a ridge regression of b on text, and h one of b - g f on the values of the labels, such as topic or source; both
+are fitted on rows of other documents. g undoes the shrinkage of the ridge penalty: it is the slope of the mean over
+held-out questions on the prediction from the others. h keeps the mean of a slice close to its mean relevance, which is
+reliable. Over samples of n questions, b_i has the variance s_i^2 / n, with s_i^2 the variance of q_ie over questions.
 With p_i as the prior mean, the rest of b_i is shrunk by the share of its variance that is not sampling noise:
 
     score_i = p_i + rho (b_i - p_i),     rho = max(0, 1 - mean_i(s_i^2 / n) / var_i(b_i - p_i))
@@ -15,13 +17,13 @@ With p_i as the prior mean, the rest of b_i is shrunk by the share of its varian
 If all questions agree, s = 0 and rho = 1: the score is their mean. Source: parametric empirical Bayes with a regression
 as the prior mean (Morris 1983).
 
-f and rho are estimated on a sample of rows (SAMPLE_ROWS), drawn by a hash of row names and therefore independent of the
-order of rows and of shards. Then p is computed for all rows in one pass over their tokens.
+f, h and rho are estimated on a sample of rows (SAMPLE_ROWS), drawn by a hash of row names and therefore independent of
+the order of rows and of shards. Then p is computed for all rows in one pass over their tokens.
 
 Reliability is measured by holding out questions, in GROUPS groups; the score is linear in b, so that scores from any
 groups cost nothing more. Protocols that score by the mean alone (rho = 1) have `mean_reliability`.
 Shape letters: N rows, n rows of a block, S rows of the sample, E units, T targets, G groups of a task's questions, J
-groups of all tasks, V slots, F folds.
+groups of all tasks, V slots, L label values, F folds.
 """
 
 import hashlib
@@ -107,11 +109,11 @@ class Reliability:
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """Predictions of tasks from text, and the weight of the known questions relative to them.
+    """Predictions of tasks from text and labels, and the weight of the known questions relative to them.
 
     Attributes:
         text_NT: p, relative to its mean over the sample.
-        rho_T: rho, weight of the part of b that text does not predict; 1: text is not used.
+        rho_T: rho, weight of the part of b that p does not predict; 1: p is not used.
     """
 
     text_NT: F32
@@ -126,8 +128,9 @@ def fit_prior(
     names: Sequence[str],
     documents_N: I64,
     texts: Texts | None,
+    labels: Sequence[I32] = (),
 ) -> Prior:
-    """Fit the text regression and the shrinkage of every task.
+    """Fit the regressions on text and labels, and the shrinkage of every task.
 
     Args:
         relevance: by kernel: function that yields (first row, relevance (n, E)), with the units task by task.
@@ -136,6 +139,7 @@ def fit_prior(
         names: row names; sample and folds depend on them, not on the order of rows.
         documents_N: document of every row; rows of a document are in one fold.
         texts: token ids of the rows; None: p = 0 and rho = 1.
+        labels: by label: code of each row's value, (N,).
     """
     hash_N = _name_hashes(names)
     sample = _draw_sample(hash_N, None if texts is None else texts.lengths_N)
@@ -146,8 +150,10 @@ def fit_prior(
         model, tasks = _TextModel.fit(tasks, *texts.read(sample), fold_N[sample])
         slope_T = np.array([task.prior_slope() for task in tasks])
         tasks = [replace(task, prior_SG=slope * task.prior_SG) for task, slope in zip(tasks, slope_T, strict=True)]
+        of_labels, tasks = _LabelModel.fit(tasks, labels, fold_N, sample)
         for rows in texts.blocks():
-            text_NT[rows] = slope_T * model.apply(*texts.read(np.arange(rows.start, rows.stop)), fold_N[rows])
+            text_nT = slope_T * model.apply(*texts.read(np.arange(rows.start, rows.stop)), fold_N[rows])
+            text_NT[rows] = text_nT + of_labels.apply(rows)
     rho_T = np.array([task.shrinkage(task.all_G) for task in tasks])
     return Prior(text_NT, rho_T, tuple(task.reliability() for task in tasks))
 
@@ -311,6 +317,57 @@ class _TextModel:
     def apply(self, ids: I32, offsets: I64, fold_n: I64) -> F64:
         """Predict rows, (n, T)."""
         return self.features.apply(ids, offsets, self.table_FVT, fold_n) + self.constant_FT[fold_n]
+
+
+@dataclass(frozen=True, slots=True)
+class _LabelModel:
+    """Ridge regressions on indicators of label values, one per fold, of what text does not predict."""
+
+    labels: Sequence[I32]
+    starts: I64  # first column of every label, and the number of columns
+    fold_N: I64
+    table_FLT: F64
+    constant_FT: F64
+
+    @classmethod
+    def fit(
+        cls, tasks: Sequence[_Task], labels: Sequence[I32], fold_N: I64, sample: I64
+    ) -> "tuple[_LabelModel, list[_Task]]":
+        """Fit the regressions, and add out-of-fold predictions to the priors of the tasks."""
+        starts = np.cumsum([0, *(int(code_N.max()) + 1 for code_N in labels)])
+        table_FLT, constant_FT = np.zeros((FOLDS, starts[-1], len(tasks))), np.zeros((FOLDS, len(tasks)))
+        model, fold_S = cls(labels, starts, fold_N, table_FLT, constant_FT), fold_N[sample]
+        if not labels:
+            return model, list(tasks)
+        value_SL = model._indicators(sample)
+        prior_TSG = [task.prior_SG.copy() for task in tasks]
+        for fold in range(FOLDS):
+            rest, held_out = np.flatnonzero(fold_S != fold), np.flatnonzero(fold_S == fold)
+            if not len(rest):
+                continue
+            normal_LL = (value_SL[rest].T @ value_SL[rest]).toarray() + PENALTY * np.eye(starts[-1])
+            for t, task in enumerate(tasks):
+                rest_SG = (task.base_SG - task.prior_SG)[rest]
+                mean_G = rest_SG.mean(axis=0)
+                table_LG = np.linalg.solve(normal_LL, value_SL[rest].T @ (rest_SG - mean_G))
+                prior_TSG[t][held_out] += value_SL[held_out] @ table_LG + mean_G
+                share_G = task.count_G / task.count_G.sum()
+                table_FLT[fold, :, t], constant_FT[fold, t] = table_LG @ share_G, mean_G @ share_G
+        return model, [replace(task, prior_SG=prior_SG) for task, prior_SG in zip(tasks, prior_TSG, strict=True)]
+
+    def apply(self, rows: slice) -> F64:
+        """Predict rows, (n, T)."""
+        fold_n = self.fold_N[rows]
+        effect_nT = self.constant_FT[fold_n]
+        for code_N, start in zip(self.labels, self.starts[:-1], strict=True):
+            effect_nT += self.table_FLT[fold_n, start + code_N[rows]]
+        return effect_nT
+
+    def _indicators(self, rows: I64) -> csr_array:
+        """Return the indicators of the values of all labels, (n, L)."""
+        column_nl = np.stack([start + code_N[rows] for code_N, start in zip(self.labels, self.starts, strict=False)], 1)
+        indptr = np.arange(len(rows) + 1) * len(self.labels)
+        return csr_array((np.ones(column_nl.size), column_nl.ravel(), indptr), shape=(len(rows), int(self.starts[-1])))
 
 
 def _ridge(x_SV: csr_array, y_SJ: F64) -> tuple[F32, F64]:

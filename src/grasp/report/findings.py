@@ -20,7 +20,16 @@ from grasp.api.evaluate import Agreement, agreement
 from grasp.arrays import F64
 from grasp.artifact.inspection import info
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import SHORT, checked_targets, label_column, leak_notes, length_column, ranked, row_tokens
+from grasp.artifact.rows import (
+    SHORT,
+    checked_targets,
+    label_column,
+    leak_notes,
+    length_column,
+    ranked,
+    row_tokens,
+    suggest_labels,
+)
 from grasp.errors import ProtocolLeakError, RunsError
 from grasp.inspect.detect import ShownSuspects, read_suspects
 from grasp.predict.predictor import EFFECT_SIZE, SIMILARITY_SKETCHES, Predictor
@@ -32,7 +41,6 @@ from grasp.predict.slices import (
     dropped_intervals,
     label_slices,
     slice_effects,
-    suggest_labels,
 )
 from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.report.example_rows import (

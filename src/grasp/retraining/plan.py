@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import torch
@@ -18,7 +19,8 @@ from grasp.corpus import RowStore, read_documents
 from grasp.corpus.sources import open_source
 from grasp.errors import CorpusError, RunsError, SettingsError, SubsetError
 from grasp.files import claim_directory, discard, written_aside
-from grasp.models.checkpoint import device_of, tokenizer_at
+from grasp.models.checkpoint import device_of, text_config_of, tokenizer_at
+from grasp.models.checkpoint import tokenizer_of as tokenizer_of_model
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.predict.families import parse_family
 from grasp.predict.subset_tables import RowIndex, read_subsets
@@ -39,6 +41,7 @@ from grasp.targets import Unit, UnitSet, load_units
 from grasp.targets.units import LOSS, UnitTokens
 from grasp.text import json_text
 from grasp.training.recipe import RECIPES, TrainingRecipe, named_recipe
+from grasp.training.recipe_files import FineTuningRecipe
 from grasp.yaml_files import over, validated, write_yaml
 
 PURPOSE = "evaluation"  # name of the random stream; calibration families have another one
@@ -62,7 +65,7 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> RetrainedRuns
         command_words(command)
     claim_directory(out, MARKER, is_environment)
     with locked(out / MARKER, wait=True):
-        if not settings.tokenizer:
+        if not settings.tokenizer and settings.train == "new":
             _train_tokenizer(settings, recipe, out, stage)
         tokenizer = tokenizer_of(settings, recipe, out)
         stage("rows")
@@ -81,7 +84,7 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> RetrainedRuns
             role=settings.role,
             held_out_targets=settings.held_out_targets,
             recipe=recipe.name,
-            recipe_settings={"train_command": command} if command else recipe.model_dump(mode="json"),
+            recipe_settings=_recipe_record(settings, recipe),
             checkpoint=f"reference/seed-{settings.seeds[0]}",
             seeds=settings.seeds,
             corpus_fingerprint=store.fingerprint,
@@ -115,17 +118,33 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> RetrainedRuns
 # ------------------------------------------------------------------------------------- recipe and tokenizer
 
 
+def _recipe_record(settings: RetrainSettings, recipe: TrainingRecipe) -> dict[str, Any]:
+    """Return what determines the training of a run, for the record of the runs."""
+    if settings.train_command is not None:
+        return {"train_command": settings.train_command}
+    if settings.model is not None:
+        record = fine_tuning_recipe(settings).model_dump(mode="json")
+        return {
+            "model": settings.model.path,
+            "loss": "dpo" if settings.corpus.form == "preference" else "tokens",
+        } | record
+    return recipe.model_dump(mode="json")
+
+
 def resolved_recipe(settings: RetrainSettings) -> TrainingRecipe:
-    """Return the recipe with its overrides; for a train command, only its context length is meaningful.
+    """Return the recipe with its overrides; for other trainings, only context length and batch size are meaningful.
 
     Raises:
         ModelError: unknown recipe.
         SettingsError: an override is invalid, or rows exceed the context length.
     """
     max_length = settings.corpus.max_length
-    if settings.train_command is not None:
+    if settings.train_command is not None or settings.train == "further":
         shape = RECIPES["tiny"].shape.model_copy(update={"context": max_length or COMMAND_CONTEXT})
-        return RECIPES["tiny"].model_copy(update={"name": "train-command", "batch_rows": 1, "shape": shape})
+        is_command, tiny = settings.train_command is not None, RECIPES["tiny"]
+        batch_rows = 1 if is_command else fine_tuning_recipe(settings).batch_rows
+        name = "train-command" if is_command else "fine-tuning"
+        return tiny.model_copy(update={"name": name, "batch_rows": batch_rows, "shape": shape})
     base, overrides = named_recipe(settings.recipe).model_dump(), settings.overrides
     if not isinstance(overrides.get("shape", {}), dict):
         raise SettingsError(
@@ -138,6 +157,16 @@ def resolved_recipe(settings: RetrainSettings) -> TrainingRecipe:
             f"{recipe.shape.context} tokens; set corpus.max_length to {recipe.shape.context}"
         )
     return recipe
+
+
+def fine_tuning_recipe(settings: RetrainSettings) -> FineTuningRecipe:
+    """Return the recipe of further training.
+
+    Raises:
+        SettingsError: a value is invalid.
+        ModelError: a setting is not supported.
+    """
+    return FineTuningRecipe.from_mapping(settings.fine_tuning, "fine_tuning")
 
 
 def fitted_lengths(settings: RetrainSettings) -> RetrainSettings:
@@ -162,11 +191,15 @@ def row_names(store: RowStore) -> RowIndex:
 
 
 def tokenizer_of(settings: RetrainSettings, recipe: TrainingRecipe, out: Path) -> HfTokenizer:
-    """Load the tokenizer of the settings, or the one that was trained on the corpus.
+    """Load the tokenizer of the model or of the settings, or the one that was trained on the corpus.
 
     Raises:
         SettingsError: it does not exist, or its vocabulary is larger than that of the recipe.
     """
+    if settings.model is not None:
+        loaded = tokenizer_of_model(settings.model)
+        vocab_size = getattr(text_config_of(settings.model), "vocab_size", None) or len(loaded)
+        return HfTokenizer.from_settings(loaded, settings.model, vocab_size)
     vocab_size = recipe.shape.vocab_size
     directory = Path(settings.tokenizer) if settings.tokenizer else out / "tokenizer"
     if not directory.is_dir():

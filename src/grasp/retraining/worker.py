@@ -26,13 +26,17 @@ from scipy.sparse import csr_array
 from transformers.utils import logging as hf_logging
 
 from grasp.arrays import F64
+from grasp.build.add_replay import trainable
 from grasp.build.ray_cluster import ClusterSpec, connected
 from grasp.corpus import RowStore
 from grasp.errors import GraspError, ModelError, SettingsError
+from grasp.files import discard, written_aside
+from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import device_of
 from grasp.models.unit_loss import evaluate_units
 from grasp.predict.scoring_rule import geometry
 from grasp.retraining.plan import (
+    fine_tuning_recipe,
     fitted_lengths,
     prepare,
     recorded_units,
@@ -46,6 +50,7 @@ from grasp.settings import RetrainSettings
 from grasp.store.locks import keep_renewed
 from grasp.targets.units import UnitTokens
 from grasp.text import duration_text
+from grasp.training.further_training import FurtherTraining
 from grasp.training.train import train, train_stacked
 
 POLL_SECONDS = 2.0
@@ -135,7 +140,7 @@ def retrain(
 def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
     """Train and score runs of a prepared directory until none is left, then merge the results if all are complete."""
     worker = Worker(settings, RetrainedRuns.open(out))
-    retrained, steps = worker.retrained, 0 if settings.train_command else worker.recipe.steps
+    retrained, steps = worker.retrained, worker.steps
     words = command_words(settings.train_command) if settings.train_command else None
     clock = _Clock(retrained)
     first_step: tuple[int, float] | None = None  # step and time at which the measurement of the cost begins
@@ -202,6 +207,13 @@ class Worker:
         """Return the tokens of the units of every target and loss, in the order of the results."""
         return recorded_units(self.settings, self.recipe, self.tokenizer)[1]
 
+    @property
+    def steps(self) -> int:
+        """Return the number of steps of a run on the whole corpus; 0 for a train command."""
+        if self.settings.train == "further":
+            return fine_tuning_recipe(self.settings).steps(self.store.n_rows)
+        return 0 if self.settings.train_command else self.recipe.steps
+
     @cached_property
     def subsets(self) -> dict[str, csr_array]:
         """Return the row weights of every subset, (1, N), by name."""
@@ -227,6 +239,8 @@ class Worker:
         Raises:
             ModelError: a run diverged; the message lists the runs.
         """
+        if self.settings.train == "further":
+            return [self._further_utility(run, progress) for run in runs]
         seeds, checkpoints = [run.seed for run in runs], self.settings.checkpoints
         if checkpoints is None:
             steps = {self.recipe.steps * eighth // 8 for eighth in (1, 3, 5, 7)}
@@ -255,6 +269,32 @@ class Worker:
             return list(-trainer.model.unit_losses(self.tokens))
         except ModelError as err:
             raise ModelError(f"{self.retrained.path}: runs {[run.stem for run in runs]}: {err}") from err
+
+    @cached_property
+    def _further(self) -> FurtherTraining:
+        """Return the training from the model of the settings."""
+        assert self.settings.model is not None
+        path = {"device": self.device, "dtype": "float32", "check": False}
+        reader = ReferenceModel.load(self.settings.model.model_copy(update=path))
+        recipe = fine_tuning_recipe(self.settings)
+        model, _ = trainable(reader.model, reader.frozen, recipe, seed=0)
+        return FurtherTraining(model, recipe, self.store)
+
+    def _further_utility(self, run: Run, progress: Callable[[int], None]) -> F64:
+        """Train the model of the settings further on the rows of a run, and return the utility of every unit, (E,)."""
+        try:
+            model = self._further.train(self.weights(run), run.seed, progress)
+            utility_E: F64 = -evaluate_units(model, self.tokens)
+        except ModelError as err:
+            raise ModelError(f"{self.retrained.path}: run {run.stem}: {err}") from err
+        if run.subset_id == WHOLE_CORPUS_RUN:
+            directory = self.retrained.path / "reference" / f"seed-{run.seed}"
+            discard(directory)
+            directory.parent.mkdir(exist_ok=True)
+            with written_aside(directory) as part:
+                model.save_pretrained(part)
+                self.tokenizer.tokenizer.save_pretrained(part)
+        return utility_E
 
     def by_command(self, run: Run, words: Sequence[str]) -> None:
         """Train a run by the user's command, and write its result or the reason of its failure."""

@@ -15,10 +15,10 @@ from scipy.sparse import csr_array
 
 from grasp.arrays import F64, I32, Integers
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import label_column, row_tokens
+from grasp.artifact.rows import label_column, row_tokens, suggest_labels
 from grasp.errors import ProtocolLeakError, RunsError
 from grasp.predict.predictor import SIMILARITY_SKETCHES, KernelRelevance, Predictor
-from grasp.predict.slices import label_slices, suggest_labels
+from grasp.predict.slices import label_slices
 from grasp.predict.weights import RowSums, Weights
 from grasp.runs.alignment import Alignment, bind_runs
 from grasp.runs.gaussian_process import WITHIN_SLICE_WEIGHT, GaussianProcess, SubsetFeatures

@@ -60,7 +60,7 @@ class Export:
     holds: str  # rows or documents
     records: int
     tokens: int
-    note: str = ""  # difference in tokens from the selected rows
+    note: str = ""  # difference in tokens from the selected rows, or where the columns are described
 
     def __str__(self) -> str:
         size = f"{self.records:,} {self.holds}, {self.tokens:,} tokens{self.note}"
@@ -148,6 +148,10 @@ class Exporter:
         facts |= {} if rule is None else {"documents": rule}
         records = iter_records(self.corpus, documents.mask_M)
         written = write_corpus(out, self.format, "documents", records, documents.tokens, facts, self.shard_size)
+        if self.corpus.fields is not None and self.corpus.fields.origin:
+            written = replace(
+                written, note=f"; columns as in the {self.corpus.fields.origin}, which can name its files"
+            )
         missed = 0.0 if rule is None or left_out else documents.tokens / selection.n_tokens - 1
         if abs(missed) <= TOKENS_TOLERANCE:
             return written

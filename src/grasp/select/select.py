@@ -30,11 +30,11 @@ from grasp.artifact.rows import (
     row_documents,
     short_of,
     short_rows,
+    suggest_labels,
 )
 from grasp.artifact.where import LabelColumn, LabelTable
 from grasp.errors import SettingsError
 from grasp.predict.scoring_rule import Interaction, ScoringProtocol, geometry
-from grasp.predict.slices import suggest_labels
 from grasp.predict.weights import Weights, mask_of, single_subset
 from grasp.progress import Progress
 from grasp.select.budget import (

@@ -14,23 +14,35 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from grasp.corpus.conversations import FAULTS, Conversation, Template, answer_parts, conversation_in
+from grasp.corpus.conversations import (
+    FAULTS,
+    Content,
+    Conversation,
+    Template,
+    answer_parts,
+    conversation_in,
+    form_of,
+    is_pair,
+    read_pair,
+)
 from grasp.corpus.documents import records_in
 from grasp.corpus.passages import task_root
 from grasp.corpus.sources import IN_MEMORY, Source, open_source
+from grasp.dataset_entries import resolve_entry
 from grasp.errors import CorpusError, TargetError
 from grasp.seeds import stream
-from grasp.settings import DatasetTarget, TargetSettings
+from grasp.settings import CorpusSettings, DatasetTarget, TargetSettings
 from grasp.targets.margins import split_metric, with_metric
 from grasp.targets.olmes import ALIASES, is_request, read_task, units_of_requests
 from grasp.targets.sample_logs import is_sample, refuse_unscored, units_of_log
-from grasp.targets.units import LossOn, Unit, UnitSet
+from grasp.targets.units import MARGIN, LossOn, Unit, UnitSet
 from grasp.text import parse_json
 from grasp.yaml_files import describe
 
 EXPECTED_FIELDS = (
-    "expected `prompt` and `completion`, `question` and `answer`, `messages`, `instruction` and `output`, a sample log "
-    "of lm-evaluation-harness with `doc`, `target` and `arguments`, or requests of olmes"
+    "expected `prompt` and `completion`, `question` and `answer`, `choices` and `answer`, `messages`, `instruction` "
+    "and `output`, `chosen` and `rejected`, a sample log of lm-evaluation-harness with `doc`, `target` and "
+    "`arguments`, or requests of olmes"
 )
 # Names of log files of evaluation harnesses, which write one file per task.
 _LOG_NAME = re.compile(r"samples_(?P<task>.+?)(?:_\d{4}-\d\d-\d\dT.*)?|task-\d+-(?P<olmes>.+)-requests")
@@ -63,6 +75,8 @@ def load_units(settings: TargetSettings, in_memory: Sequence[Unit] = ()) -> Unit
         is_file = name.startswith(IN_MEMORY) or "/" in name or "\\" in name or _FILE_NAME.fullmatch(name) is not None
         if in_memory and name.startswith(IN_MEMORY):
             unit_lists.append(in_memory)
+        elif (entry := resolve_entry(name)) is not None:
+            unit_lists.append(units_of(_entry_records(entry), target_name(entry["path"]), settings.loss_on))
         elif is_file or Path(name).is_file():
             for file in _find_logs(name) or [name]:
                 records = _read_json_list(file) or records_of(file, field="targets.names")
@@ -153,6 +167,33 @@ def records_of(
         raise TargetError(str(err) if str(err).startswith(field) else f"{field}: {err}") from err
 
 
+def _entry_records(entry: Mapping[str, Any]) -> Records:
+    """Yield the records of a dataset entry in the usual form: turns, or prompt and completion."""
+    is_preference = entry["fields"]["form"] == "preference"
+    settings = CorpusSettings.model_validate({**entry, "form": "preference" if is_preference else None})
+    for where, record in records_of(settings.path, settings.split, field="targets.names"):
+        try:
+            form = form_of(record.keys(), settings, where)
+            content = form.read(record, where)
+        except CorpusError as err:
+            raise TargetError(str(err)) from err
+        usual = {name: value for name, value in record.items() if name not in form.sources}
+        if content.rejected is not None and content.conversation is not None:
+            assert content.rejected.conversation is not None
+            (*prompt, chosen), rejected = content.conversation.turns, content.rejected.conversation.turns[-1]
+            tools = list(content.conversation.tools)
+            yield where, usual | {"prompt": prompt, "chosen": [chosen], "rejected": [rejected], "tools": tools}
+        elif content.conversation is not None:
+            untrained = content.conversation.untrained
+            turns = [
+                turn | ({"weight": 0} if k in untrained else {}) for k, turn in enumerate(content.conversation.turns)
+            ]
+            yield where, usual | {"messages": turns, "tools": list(content.conversation.tools)}
+        else:
+            text, ((start, _), *_) = content.text or "", content.answers or ((0, 0),)
+            yield where, usual | {"prompt": text[:start], "completion": text[start:]}
+
+
 def _find_logs(directory: str) -> list[str]:
     """Return the log files of a harness below a local directory, one per task; empty if there are none.
 
@@ -217,7 +258,8 @@ def units_of(records: Records, task: str, loss_on: LossOn) -> list[Unit]:
     units: list[Unit] = []
     seen: dict[str, int] = {}
     for where, record in records:
-        fields, conversation = _parse_fields(record, where)
+        pair = _parse_pair(record, where)
+        fields, conversation = _parse_fields(record, where) if pair is None else (pair[0], None)
         target = fields.task or task
         position = seen[target] = seen.get(target, -1) + 1
         unit = Unit(
@@ -230,6 +272,9 @@ def units_of(records: Records, task: str, loss_on: LossOn) -> list[Unit]:
             gold=fields.gold,
             support=fields.support,
         )
+        if pair is not None:
+            units.append(_pair_unit(unit, pair[1], where))
+            continue
         if conversation is None:
             units.append(unit)
             continue
@@ -245,6 +290,47 @@ def units_of(records: Records, task: str, loss_on: LossOn) -> list[Unit]:
             )
             units.append(answer_unit)
     return units
+
+
+def _parse_pair(record: Mapping[str, Any], where: str) -> tuple[UnitFields, Content] | None:
+    """Parse a preference pair; None: the record has another form."""
+    if not is_pair(record):
+        return None
+    try:
+        content = read_pair({name: value for name, value in record.items() if value is not None}, where)
+        named = {name: record[name] for name in ("task", "unit_id") if record.get(name) is not None}
+        return UnitFields.model_validate({"prompt": "", "completion": "-", **named}), content
+    except CorpusError as err:
+        raise TargetError(str(err)) from err
+    except ValidationError as err:
+        raise TargetError(describe(err, where)) from err
+
+
+def _pair_unit(unit: Unit, content: Content, where: str) -> Unit:
+    """Return a preference pair as the margin of its chosen answer over the rejected one."""
+    if unit.loss_on == "all":
+        raise TargetError(f"{where}: a preference pair is a margin of completions; got loss_on all")
+    assert content.rejected is not None
+    sides = []
+    for side in (content, content.rejected):
+        if side.conversation is not None:
+            answer = str(side.conversation.turns[-1]["content"])
+            sides.append(
+                replace(
+                    unit,
+                    prompt=side.conversation.content,
+                    completion=answer,
+                    loss_on="completion",
+                    conversation=side.conversation,
+                )
+            )
+        else:
+            assert side.text is not None
+            assert side.answers is not None
+            ((begin, end),) = side.answers
+            sides.append(replace(unit, prompt=side.text[:begin], completion=side.text[begin:end], loss_on="completion"))
+    chosen, rejected = sides
+    return replace(chosen, others=(rejected,), metric=MARGIN)
 
 
 def _parse_fields(record: Mapping[str, Any], where: str) -> tuple[UnitFields, Conversation | None]:

@@ -16,7 +16,7 @@ Shape letters: E units, A answers of all units, M units with several answers.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Self
 
 import numpy as np
@@ -112,12 +112,14 @@ def refuse_accuracy(units: UnitSet) -> None:
 
 
 def with_metric(unit: Unit, metric: str) -> Unit:
-    """Return a multiple-choice unit whose utility is a margin or an accuracy; its id and target have the suffix.
+    """Return a unit with several answers whose utility is a margin or an accuracy; its id and target have the suffix.
 
     Raises:
         TargetError: the unit has no choices, or has loss on more than the completion.
     """
     where = f"unit {unit.unit_id!r} of {unit.target}"
+    if unit.others:  # a preference pair
+        return replace(unit, unit_id=f"{unit.unit_id}@{metric}", target=f"{unit.target}@{metric}", metric=metric)
     if unit.gold is None or len(unit.choices) < 2:
         raise TargetError(f"{where}: @{metric} needs the wrong answers too; expected `choices` and `answer`")
     if unit.loss_on != "completion":

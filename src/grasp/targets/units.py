@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 LossOn = Literal["completion", "assistant", "all"]
 LOSS = "loss"  # the metric of a unit with one answer
+MARGIN = "margin"  # the metric of a preference pair
 
 
 @dataclass(frozen=True, slots=True)

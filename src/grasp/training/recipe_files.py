@@ -65,6 +65,12 @@ class FineTuningRecipe(Settings):
     adam_epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
     max_grad_norm: float | None = Field(1.0, ge=0, description="Maximum norm of the gradient; 0: no clipping.")
     max_length: int | None = Field(None, ge=2, description="Maximum tokens per row; longer rows are truncated.")
+    beta: float = Field(
+        0.1,
+        gt=0,
+        description="DPO's beta, for preference pairs.",
+        exclude_if=lambda beta: beta == 0.1,  # recorded replays that predate this setting lack it
+    )
     lora_r: int | None = Field(
         None, ge=1, description="Rank of a LoRA adapter, the only trained part; none: train all."
     )

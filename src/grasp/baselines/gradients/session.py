@@ -23,6 +23,7 @@ from grasp.targets.margins import Answers
 
 def row_examples(inputs: MethodInputs, start: int, stop: int) -> list[Example]:
     """Return rows [start, stop) as examples; the loss is on the trained tokens of a chat, on all tokens of a text."""
+    inputs.refuse_pairs()
     rows = inputs.rows(start, stop)
     return [Example(rows.ids(i), loss_mask=rows.mask(i)) for i in range(len(rows))]
 
@@ -38,6 +39,7 @@ def sampled_rows(inputs: MethodInputs, count: int, seed: int, *purpose: str, pre
 
 def examples_at(inputs: MethodInputs, rows: Sequence[int]) -> list[Example]:
     """Return rows by index as examples, read block by block."""
+    inputs.refuse_pairs()
     requested_rows = set(rows)
     examples = []
     for start, stop in inputs.blocks():

@@ -1,0 +1,133 @@
+"""Train a model further on subsets of a corpus, each time from the same weights: by the loss of tokens, or by DPO.
+
+The DPO loss of a preference pair with chosen answer c and rejected answer r is
+
+    -log sigmoid(beta (m - m_ref)),    m = log p(c) - log p(r)
+
+with m_ref the margin before training, and its mean over the pairs of a step is minimised. At the start m = m_ref, and
+the gradient is -beta / 2 (grad log p(c) - grad log p(r)). Source: Rafailov et al. 2023, arXiv 2305.18290, eq. 7.
+Start with `FurtherTraining`.
+
+Shape letters: N rows, B rows of a step, S sequences (rows, or two sides of every pair), L tokens.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch.nn import functional as F  # noqa: N812
+from transformers import PreTrainedModel
+
+from grasp.arrays import F64, I64, Bool
+from grasp.corpus.row_store import RowShard, RowStore
+from grasp.errors import ModelError
+from grasp.models.causal_lm import pad_rows
+from grasp.training.adamw import AdamWTraining
+from grasp.training.fine_tuning import FineTuning
+from grasp.training.recipe_files import FineTuningRecipe
+from grasp.training.row_derivatives import label_positions
+from grasp.training.train import batch_order, relative_weights
+
+ROWS_AT_ONCE = 16  # pairs whose margins before training are computed together
+
+
+class FurtherTraining:
+    """Trains a model further, from the weights that it has at first.
+
+    Args:
+        model: causal LM in float32 or float64; its parameters with `requires_grad` are trained, in place.
+        recipe: optimizer and budget; epochs are over the rows of a subset.
+        rows: the corpus; if its rows are preference pairs, the loss is that of DPO.
+    Raises:
+        ModelError: the model cannot be trained.
+    """
+
+    def __init__(self, model: PreTrainedModel, recipe: FineTuningRecipe, rows: RowStore) -> None:
+        self._model, self._recipe, self._rows = model, recipe, rows
+        training = FineTuning(model, recipe.optimizer(rows.n_rows))
+        self._start = [parameter.detach().clone() for parameter in training.parameters]
+        self._reference_N: F64 | None = None
+        if rows.shard(0).split_N is not None:
+            starts = range(0, rows.n_rows, ROWS_AT_ONCE)
+            parts = [np.arange(start, min(start + ROWS_AT_ONCE, rows.n_rows)) for start in starts]
+            self._reference_N = np.concatenate([margins(training, rows.rows(part)) for part in parts])
+
+    def steps(self, n_rows: int) -> int:
+        """Return the number of steps on a subset of so many rows."""
+        return self._recipe.steps(n_rows)
+
+    def train(
+        self, retained: Bool | F64 | None, seed: int, progress: Callable[[int], None] | None = None
+    ) -> PreTrainedModel:
+        """Train on a subset, and return the model, whose weights the next call overwrites.
+
+        Args:
+            retained: mask of the rows, or a weight per row; a row of weight 2 is seen twice as often.
+            seed: seed of the order of the rows.
+            progress: callback that receives every step.
+        Raises:
+            ModelError: a loss is not finite.
+        """
+        often_N = relative_weights(self._rows.n_rows, self._recipe.batch_rows, retained)
+        steps = self.steps(int(np.count_nonzero(often_N)))
+        optimizer = self._recipe.optimizer(int(np.count_nonzero(often_N)))
+        training = FineTuning(self._model, optimizer)
+        training.set_weights(self._start)
+        training.zero_gradients()
+        order = batch_order(often_N, seed=seed, batch_rows=self._recipe.batch_rows, first_step=0, last_step=steps)
+        for step, index_B in enumerate(order):
+            loss = self._backward(training, index_B)
+            if not np.isfinite(loss):
+                raise ModelError(f"training: the loss is {loss} at step {step}; lower learning_rate")
+            training.update()
+            if progress is not None:
+                progress(step + 1)
+        return self._model
+
+    def _backward(self, training: AdamWTraining, index_B: I64) -> float:
+        rows = self._rows.rows(index_B)
+        if self._reference_N is not None:
+            return dpo_backward(training, rows, self._reference_N[index_B], self._recipe.beta)
+        ids_BL, weight_BL = padded_labels(rows)
+        return float(training.backward(ids_BL, weight_BL / max(weight_BL.sum(), 1.0)).sum())
+
+
+def padded_labels(rows: RowShard) -> tuple[I64, F64]:
+    """Return token ids (B, L), padded on the right, and 1 at the positions whose next token carries loss."""
+    every = range(len(rows))
+    ids, labelled = pad_rows([rows.ids(i) for i in every], [rows.mask(i) for i in every])
+    return ids.numpy(), label_positions(labelled)
+
+
+def signed_labels(pairs: RowShard) -> tuple[I64, F64]:
+    """Return the sides of pairs with label weights 1 (chosen) and -1 (rejected), whose summed losses are -margins."""
+    ids_SL, weight_SL = padded_labels(pairs.sides())
+    return ids_SL, weight_SL * np.tile([1.0, -1.0], len(pairs))[:, None]
+
+
+def margins(training: AdamWTraining, pairs: RowShard) -> F64:
+    """Return log p(chosen) - log p(rejected) of pairs at the current weights, (B,), nats."""
+    loss_S = training.row_losses(*signed_labels(pairs))
+    return np.asarray(-(loss_S[::2] + loss_S[1::2]))
+
+
+def dpo_backward(training: AdamWTraining, pairs: RowShard, reference_B: F64, beta: float) -> float:
+    """Add the gradient of the mean DPO loss of pairs to the buffers, and return the loss.
+
+    Args:
+        reference_B: margins of the pairs before training.
+        beta: strength of the implicit constraint to the model before training.
+    """
+    ids_SL, weight_SL = signed_labels(pairs)
+    n_pairs, at_once, total = len(pairs), training.recipe.micro_rows or len(pairs), 0.0
+    reference = torch.from_numpy(reference_B).to(training.device)
+    for start in range(0, n_pairs, at_once):
+        sides = slice(2 * start, 2 * (start + at_once))
+        with torch.enable_grad():
+            loss_S = training.label_logits(ids_SL[sides], weight_SL[sides]).row_losses()
+            margin_B = -(loss_S[::2] + loss_S[1::2])
+            ratio_B = margin_B - reference[start : start + at_once]
+            loss = -F.logsigmoid(beta * ratio_B).sum() / n_pairs
+            loss.backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach())
+    return total

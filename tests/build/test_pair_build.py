@@ -1,0 +1,183 @@
+"""Preference pairs as rows: a row is its chosen side minus its rejected one; files stay in the form of TRL."""
+
+import json
+
+import numpy as np
+import pytest
+
+from grasp.artifact.reader import ArtifactReader
+from grasp.build.pipeline import build_artifact
+from grasp.build.provenance import BuildSource
+from grasp.corpus.conversations import read_pair
+from grasp.errors import CorpusError, SettingsError, TargetError
+from grasp.inspect.explain import Explainer
+from grasp.select.select import select
+from grasp.settings import TargetSettings
+from grasp.targets import load_units
+from tests.build.world import WORDS, world
+
+KERNELS = ("output_layer", "embedding", "hidden_bias", "hidden_linear", "gradient")
+
+
+def turns(*texts):
+    return [{"role": ("user", "assistant")[k % 2], "content": text} for k, text in enumerate(texts)]
+
+
+FORMS = {
+    "texts": ({"prompt": "The sky is", "chosen": " blue.", "rejected": " red."}, "The sky is", " blue.", " red."),
+    "implicit text": ({"chosen": "I like cats", "rejected": "I like dogs"}, "I like", " cats", " dogs"),
+    "chats": ({"prompt": turns("Hi"), "chosen": turns("", "Yo")[1:], "rejected": turns("", "No")[1:]}, 1, "Yo", "No"),
+    "implicit chats": ({"chosen": turns("Hi", "Yo"), "rejected": turns("Hi", "No")}, 1, "Yo", "No"),
+    "UltraFeedback": ({"prompt": "Hi", "chosen": turns("Hi", "Yo"), "rejected": turns("Hi", "No")}, 1, "Yo", "No"),
+    "LLaMA-Factory": (
+        {
+            "conversations": [{"from": "human", "value": "Hi"}],
+            "chosen": {"from": "gpt", "value": "Yo"},
+            "rejected": {"from": "gpt", "value": "No"},
+        },
+        1,
+        "Yo",
+        "No",
+    ),
+    "same answers": ({"prompt": "a", "chosen": turns("a", "Yo"), "rejected": turns("a", "Yo")}, 1, "Yo", "Yo"),
+    "text after chat": ({"prompt": turns("Hi"), "chosen": "Yo", "rejected": "No"}, 1, "Yo", "No"),
+}
+
+
+@pytest.mark.parametrize(("record", "prompt", "chosen", "rejected"), FORMS.values(), ids=FORMS)
+def test_pairs_of_every_form(record, prompt, chosen, rejected):
+    content = read_pair(record, "here")
+    for side, answer in ((content, chosen), (content.rejected, rejected)):
+        if isinstance(prompt, str):
+            ((start, stop),) = side.answers
+            assert (side.text[:start], side.text[start:stop]) == (prompt, answer)
+        else:
+            question, said = (turn["content"] for turn in side.conversation.turns)
+            assert (question, said) == ("a" if record.get("prompt") == "a" else "Hi", answer)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "a", "chosen": " b"}, "rejected: missing or empty, but chosen is there"),
+        ({"prompt": "a", "chosen": "", "rejected": " b"}, "chosen: missing or empty"),
+        ({"prompt": "a", "chosen": None, "rejected": " b"}, "chosen: missing or empty"),
+        ({"chosen": "same", "rejected": "same"}, "chosen: no text follows the prompt 'same'"),
+        ({"chosen": turns("a", "b"), "rejected": turns("a", "c", "d", "e")}, "rejected: has 3 turns after the common"),
+        ({"chosen": turns("a", "b"), "rejected": turns("a", "")}, "rejected: an answer of the assistant is empty"),
+    ],
+)
+def test_a_pair_that_lacks_a_side_is_one_line(record, message, tmp_path):
+    with pytest.raises(CorpusError, match=f"^here: {message}") as caught:
+        read_pair(record, "here")
+    assert "\n" not in str(caught.value)
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps(record))
+    with pytest.raises(TargetError, match=rf"pairs\.jsonl:1: {message}"):
+        load_units(TargetSettings(names=(str(path),)))
+
+
+# ------------------------------------------------------------------------------------------------------------- builds
+
+
+@pytest.fixture(scope="module")
+def pairs(root):
+    """20 pairs of answers of different lengths, and their sides as rows of prompt and completion."""
+    generator = np.random.default_rng(5)
+    records, sides = [], []
+    for k in range(20):
+        words = [" ".join(generator.choice(WORDS, size=int(n))) for n in generator.integers(1, 9, size=3)]
+        record = {"row_id": f"p{k}", "prompt": words[0], "chosen": f" {words[1]}", "rejected": f" {words[2]}."}
+        records.append(record | {"topic": "ab"[k % 2]})
+        sides += [{"row_id": f"p{k}.{x}", "prompt": words[0], "completion": record[x]} for x in ("chosen", "rejected")]
+    for name, lines in (("pairs", records), ("sides", sides)):
+        (root / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return records
+
+
+@pytest.fixture(scope="module")
+def built(root, pairs):
+    """Artifacts of the pairs and of their sides, without preconditioning that would differ between them."""
+    artifacts = {}
+    for name, form in (("pairs", "preference"), ("sides", "prompt")):
+        settings = world(root, features={"kernels": KERNELS, "sample_positions": 10**6}, train="further")
+        corpus = settings.corpus.model_copy(update={"path": str(root / f"{name}.jsonl"), "form": form})
+        targets = settings.targets.model_copy(update={"names": (str(root / "pairs.jsonl"),)})
+        settings = settings.model_copy(update={"corpus": corpus, "targets": targets})
+        artifacts[name] = ArtifactReader.open(build_artifact(settings, root / f"art-{name}"))
+    return artifacts
+
+
+def relevance(artifact, kernel):
+    return np.concatenate([block for _, block in artifact.array_blocks(f"relevance_{kernel}", block_rows=16)])
+
+
+def test_rows_have_the_tokens_of_both_sides(built):
+    pairs, sides = (BuildSource(built[name]).rows for name in ("pairs", "sides"))
+    assert pairs.n_rows == 20
+    assert sides.n_rows == 40
+    split = pairs.rows(np.arange(20))
+    flat = split.sides()
+    whole = sides.rows(np.arange(40))
+    np.testing.assert_array_equal(flat.flat_ids, whole.flat_ids)
+    np.testing.assert_array_equal(flat.offsets, whole.offsets)
+    np.testing.assert_array_equal(flat.loss_mask, whole.loss_mask)
+    np.testing.assert_array_equal(split.take(np.array([3, 1])).sides().ids(2), split.sides().ids(2))
+    assert pairs.longest() == sides.lengths().max()
+
+
+@pytest.mark.parametrize("kernel", ["output_layer", "embedding", "hidden_bias", "hidden_linear"])
+def test_relevance_of_a_pair_is_the_difference_of_its_sides(built, kernel):
+    """The mean over a row's positions times their number is a sum, of which that of a pair is a difference."""
+    counts = BuildSource(built["sides"]).rows.supervised()[:, None]
+    sum_SE = relevance(built["sides"], kernel) * counts
+    expected_NE = (sum_SE[::2] - sum_SE[1::2]) / (counts[::2] + counts[1::2])
+    got_NE = relevance(built["pairs"], kernel)
+    # positions are the same, so moments are too, up to the order of summation
+    np.testing.assert_allclose(got_NE, expected_NE, rtol=0, atol=1e-4 * np.abs(sum_SE).max())
+
+
+def test_the_gradient_of_a_pair_is_that_of_the_dpo_loss(built):
+    """Without second moments, which differ between pairs and sides: a_ie v / n, against the sums of the sides."""
+    pairs, sides = built["pairs"], built["sides"]
+    assert sides.manifest.fingerprints["model"] == pairs.manifest.fingerprints["model"]
+    from grasp.build.model_pass import ModelPass  # noqa: PLC0415
+
+    source = {name: BuildSource(artifact) for name, artifact in built.items()}
+    ready = ModelPass.choose(source["pairs"].model, source["pairs"].settings.features)
+    gradient = {}
+    for name, origin in source.items():
+        rows = origin.rows.rows(np.arange(origin.rows.n_rows))
+        by_row = [None] * len(rows)
+        for index, batch in ready.batches(rows):
+            assert batch.row_P.tolist() == sorted(batch.row_P.tolist())
+            for i, g, count in zip(index, batch.gradient_BK.double().numpy(), batch.positions_B.tolist(), strict=True):
+                by_row[int(i)] = g * count
+        gradient[name] = np.stack(by_row)
+    expected = gradient["sides"][::2] - gradient["sides"][1::2]
+    # coordinates are rounded to bfloat16, 2^-9 of each side's largest
+    close = 2.0**-7 * np.abs(gradient["sides"]).max()
+    np.testing.assert_allclose(gradient["pairs"], expected, rtol=0, atol=close)
+
+
+def test_a_pair_is_explained_word_by_word(built):
+    explanation = Explainer(built["pairs"]).explain("pairs", "p3")
+    assert abs(explanation.gap) < 2e-2
+    assert explanation.table.num_rows == BuildSource(built["pairs"]).rows.lengths()[3]
+
+
+def test_selected_pairs_are_exported_as_they_are(built, pairs, tmp_path):
+    """TRL's DPOTrainer takes `prompt`, `chosen` and `rejected`, explicit or implicit, as texts or messages."""
+    select(built["pairs"], budget="5").export(tmp_path / "out", format="jsonl")
+    (file,) = (tmp_path / "out").glob("*.jsonl")
+    exported = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(exported) == 5
+    by_id = {record["row_id"]: record for record in pairs}
+    assert all(record == by_id[record["row_id"]] for record in exported)
+
+
+def test_pairs_need_a_model_that_is_trained_further(root, pairs, tmp_path):
+    settings = world(root, train="new")
+    corpus = settings.corpus.model_copy(update={"path": str(root / "pairs.jsonl"), "form": "preference"})
+    with pytest.raises(SettingsError, match=r"--loss dpo.*--train is new; pass --train further"):
+        build_artifact(settings.model_copy(update={"corpus": corpus}), tmp_path / "art")

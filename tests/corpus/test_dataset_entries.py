@@ -1,0 +1,235 @@
+"""Entries of LLaMA-Factory and Axolotl: what they stand for, and which of them are refused, and how."""
+
+import json
+
+import pytest
+
+from grasp.corpus.documents import read_documents
+from grasp.dataset_entries import resolve_entry
+from grasp.errors import CorpusError, SettingsError, TargetError
+from grasp.settings import CorpusSettings, TargetSettings
+from grasp.targets.load import load_units
+from tests.formats.test_trainers import CUSTOM, ENTRIES, entry_in, write_data
+
+
+def llama_factory(place, **entries):
+    (place / "dataset_info.json").write_text(json.dumps(entries))
+    return place / "dataset_info.json"
+
+
+def axolotl(place, *entries, **config):
+    (place / "axolotl.yaml").write_text(json.dumps({"datasets": list(entries), **config}))
+    return place / "axolotl.yaml"
+
+
+def conversations(path):
+    return [document.conversation for document in read_documents(CorpusSettings(path=str(path)))]
+
+
+def test_columns_history_and_system_of_an_entry(tmp_path):
+    write_data(tmp_path)
+    first, second = conversations(f"{tmp_path}#custom")
+    assert [(turn["role"], turn["content"]) for turn in first.turns] == [
+        ("system", "Be brief."),
+        ("user", "Hi"),
+        ("assistant", "Ho"),
+        ("user", "Add.\n1 + 1"),  # LLaMA-Factory joins by one newline
+        ("assistant", "2"),
+    ]
+    assert [turn["content"] for turn in second.turns] == ["Go on.", "3"]
+    documents = list(read_documents(CorpusSettings(path=f"{tmp_path}#custom")))
+    assert [document.labels for document in documents] == [{"input": "a label"}, {"input": "b"}]
+
+
+def test_the_only_entry_needs_no_name(tmp_path):
+    write_data(tmp_path)
+    llama_factory(tmp_path, only=ENTRIES["custom"])
+    assert conversations(tmp_path) == conversations(f"{tmp_path}/dataset_info.json#only")
+
+
+def test_settings_are_resolved_once(tmp_path):
+    """An artifact records what the entry stood for, so that a later change of the file does not matter."""
+    write_data(tmp_path)
+    settings = CorpusSettings(path=f"{tmp_path}#custom", limit=1)
+    assert (settings.path, settings.limit) == (f"{tmp_path}/custom.json", 1)
+    (tmp_path / "dataset_info.json").unlink()
+    assert CorpusSettings.model_validate(settings.model_dump(mode="json")) == settings
+    assert hash(settings) == hash(CorpusSettings.model_validate(settings.model_dump()))
+
+
+def test_templates_precede_the_form_of_an_entry(tmp_path):
+    write_data(tmp_path)
+    settings = CorpusSettings(path=f"{tmp_path}#custom", prompt="{q} ", completion="{a}")
+    assert [document.text for document in read_documents(settings)] == ["Add. 2", "Go on. 3"]
+
+
+def test_text_alone_is_for_pretraining(tmp_path):
+    (tmp_path / "c4.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    path = llama_factory(tmp_path, c4={"file_name": "c4.jsonl", "columns": {"prompt": "text"}})
+    (first, _) = read_documents(CorpusSettings(path=str(path)))
+    assert (first.text, first.answers) == ("one", None)
+
+
+def test_prompts_of_axolotl(tmp_path):
+    path, _ = entry_in(tmp_path, "user_defined")
+    first, second = read_documents(CorpusSettings(path=str(path)))
+    assert first.text == "<<Be brief.>> [INST] Add. 1 + 1 [/INST]2"
+    assert first.answers == ((len(first.text) - 1, len(first.text)),)
+    assert second.text == "[INST] Go on. [/INST]3"
+
+
+def test_turns_that_axolotl_does_not_train(tmp_path):
+    path, _ = entry_in(tmp_path, "sharegpt keys")
+    (conversation,) = conversations(path)
+    assert conversation.untrained == {1}
+
+
+def test_train_on_inputs(tmp_path):
+    entry_in(tmp_path, "alpaca")
+    entry = {"path": str(tmp_path / "alpaca.json"), "type": "alpaca"}
+    assert CorpusSettings(path=str(axolotl(tmp_path, entry, train_on_inputs=True))).loss_on == "all"
+    assert CorpusSettings(path=str(axolotl(tmp_path, entry))).loss_on is None
+
+
+def test_system_turns_can_be_dropped(tmp_path):
+    write_data(tmp_path)
+    entry = {"path": str(tmp_path / "openai.json"), "type": "chat_template", "drop_system_message": True}
+    roles = [[turn["role"] for turn in each.turns] for each in conversations(axolotl(tmp_path, entry))]
+    assert roles == [["user", "assistant"], ["user", "assistant", "user", "assistant"]]
+
+
+def test_entries_are_targets(tmp_path):
+    write_data(tmp_path)
+    units = load_units(TargetSettings(names=(f"{tmp_path}#custom",))).units
+    assert [unit.target for unit in units] == ["custom"] * len(CUSTOM)
+    assert {unit.completion for unit in units} == {"2", "3"}
+    path, _ = entry_in(tmp_path, "user_defined")
+    units = load_units(TargetSettings(names=(str(path),))).units
+    assert {(unit.prompt, unit.completion) for unit in units} == {
+        ("<<Be brief.>> [INST] Add. 1 + 1 [/INST]", "2"),
+        ("[INST] Go on. [/INST]", "3"),
+    }
+
+
+PAIRS = {
+    "chats": (
+        [
+            {
+                "conversations": [{"from": "human", "value": "water?"}],
+                "chosen": {"from": "gpt", "value": "wet."},
+                "rejected": {"from": "gpt", "value": "dry."},
+            }
+        ],
+        {
+            "formatting": "sharegpt",
+            "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"},
+        },
+    ),
+    "instructions": (
+        [{"q": "water", "more": "or fire?", "good": "wet.", "bad": "dry.", "output": "x"}],
+        {"columns": {"prompt": "q", "query": "more", "chosen": "good", "rejected": "bad"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_preference_pairs_of_llama_factory(tmp_path, name):
+    records, entry = PAIRS[name]
+    (tmp_path / "pairs.json").write_text(json.dumps(records))
+    path = llama_factory(tmp_path, pairs={"file_name": "pairs.json", "ranking": True, **entry})
+    (document,) = read_documents(CorpusSettings(path=str(path), form="preference"))
+    question = {"chats": "water?", "instructions": "water\nor fire?"}[name]
+    for side, answer in ((document, "wet."), (document.rejected, "dry.")):
+        assert [turn["content"] for turn in side.conversation.turns] == [question, answer]
+    with pytest.raises(CorpusError, match="has preference pairs; to train on them: --loss dpo"):
+        list(read_documents(CorpusSettings(path=str(path))))
+    (unit,) = load_units(TargetSettings(names=(str(path),))).units
+    assert unit.conversation.turns == document.conversation.turns
+    assert [other.conversation.turns for other in unit.others] == [document.rejected.conversation.turns]
+
+
+def test_entries_without_pairs_are_no_pairs(tmp_path):
+    write_data(tmp_path)
+    with pytest.raises(CorpusError, match="has no preference pairs; omit --loss dpo"):
+        list(read_documents(CorpusSettings(path=f"{tmp_path}#custom", form="preference")))
+
+
+def test_directories_of_datasets_are_no_entries(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(str(tmp_path / "saved"))
+    assert resolve_entry(str(tmp_path / "saved")) is None
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"features": {"text": {"dtype": "string"}}}))
+    assert resolve_entry(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"file_name": "a.json", "formatting": "x"}, "formatting: got 'x', expected alpaca, sharegpt or openai"),
+        ({"file_name": "a.json", "columns": {"images": "i"}}, "columns.images: only texts are supported"),
+        ({"file_name": "a.json", "ranking": True}, "ranking needs columns.chosen and columns.rejected"),
+        ({"script_url": "x"}, "script_url is not supported; download the data"),
+        ({"hf_hub_url": "a/b", "subset": "c"}, "subset is not supported; download the data"),
+        ({"file_name": "a.json", "columns": "x"}, "columns: got 'x', expected names by role"),
+        ({"file_name": "a.json", "columns": {}}, "expected prompt and response, or prompt alone"),
+        (
+            {"file_name": "a.json", "formatting": "sharegpt", "tags": {"role_tag": "role"}},
+            "tags.content_tag is missing; with `tags`, all of them must be given",
+        ),
+    ],
+)
+def test_entries_of_llama_factory_that_are_refused(tmp_path, entry, message):
+    path = llama_factory(tmp_path, x=entry)
+    with pytest.raises(SettingsError) as err:
+        CorpusSettings(path=str(path))
+    assert str(err.value).startswith(f"{path}#x: ")
+    assert message in str(err.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (
+            {"path": "a.json", "type": "context_qa.load_v2"},
+            "type: got 'context_qa.load_v2', expected completion, chat_",
+        ),
+        ({"path": "a/b", "name": "part"}, "name: 'part', a part of a hub dataset, is not supported"),
+        ({"path": "a", "data_files": ["a", "b"]}, "data_files: got 2 files, expected one"),
+        ({"path": "a", "type": "chat_template", "roles_to_train": ["user"]}, "roles_to_train: only whole turns of the"),
+        ({"path": "a", "type": "chat_template", "train_on_eos": "all"}, "train_on_eos: only `turn` is supported"),
+    ],
+)
+def test_entries_of_axolotl_that_are_refused(tmp_path, entry, message):
+    path = axolotl(tmp_path, entry)
+    with pytest.raises(SettingsError) as err:
+        CorpusSettings(path=str(path))
+    assert str(err.value).startswith(f"{path}#{entry['path']}: ")
+    assert message in str(err.value)
+
+
+def test_what_is_ambiguous_or_absent_is_refused_with_the_names(tmp_path):
+    write_data(tmp_path)
+    names = ", ".join(f"{tmp_path}/dataset_info.json#{name}" for name in ENTRIES)
+    for path, got in ((tmp_path, "4 entries"), (f"{tmp_path}#x", "no entry 'x'")):
+        with pytest.raises(SettingsError) as err:
+            CorpusSettings(path=str(path))
+        assert str(err.value) == f"{tmp_path}/dataset_info.json: {got}; select one of {names}"
+    (tmp_path / "run.yaml").write_text("model: {path: x}\n")
+    with pytest.raises(SettingsError, match="not an Axolotl configuration: no `datasets`; expected a file of records"):
+        CorpusSettings(path=str(tmp_path / "run.yaml"))
+
+
+def test_records_that_do_not_fit_are_named(tmp_path):
+    write_data(tmp_path)
+    llama_factory(tmp_path, x={"file_name": "custom.json", "columns": {"prompt": "q", "response": "missing"}})
+    with pytest.raises(
+        CorpusError, match=r"no column missing, which the LLaMA-Factory entry 'x' of .* names; columns f"
+    ):
+        conversations(tmp_path)
+    llama_factory(
+        tmp_path, x={"file_name": "openai.json", "formatting": "sharegpt", "columns": {"messages": "messages"}}
+    )
+    with pytest.raises(CorpusError, match=r"turn 0: got the role None, expected one of system, observation, func"):
+        conversations(tmp_path)
+    with pytest.raises(TargetError, match="turn 0: got the role None"):
+        load_units(TargetSettings(names=(f"{tmp_path}#x",)))

@@ -1,0 +1,304 @@
+"""Other tools read what GRASP reads: LLaMA-Factory, Axolotl, TRL and datatrove themselves, where they are installed."""
+
+import importlib.machinery
+import json
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grasp.corpus import RowStore
+from grasp.corpus.documents import read_documents
+from grasp.corpus.sources import open_source
+from grasp.select.export import iter_records, write_corpus
+from grasp.select.record_files import FileFormat, ShardSize
+from grasp.settings import CorpusSettings
+from tests.corpus.chats import MARKED, chat_tokenizer
+
+WEATHER = {"name": "weather", "description": "Weather of a city.", "parameters": {"type": "object", "properties": {}}}
+CALL = {"name": "weather", "arguments": {"city": "Paris"}}
+ALPACA = [
+    {"instruction": "Add.", "input": "1 + 1", "output": "2"},
+    {"instruction": "Say hello.", "input": "", "output": "Hello!"},
+]
+CUSTOM = [
+    {"q": "Add.", "ctx": "1 + 1", "a": "2", "sys": "Be brief.", "hist": [["Hi", "Ho"]], "input": "a label"},
+    {"q": "Go on.", "ctx": None, "a": "3", "sys": "", "hist": [], "input": "b"},
+]
+SHAREGPT = [
+    {
+        "conversations": [
+            {"from": "human", "value": "What is the weather?"},
+            {"from": "function_call", "value": json.dumps(CALL)},
+            {"from": "observation", "value": "20 degrees"},
+            {"from": "gpt", "value": "It is warm."},
+        ],
+        "system": "You help.",
+        "tools": json.dumps([WEATHER]),
+    },
+    {
+        "conversations": [
+            {"from": "system", "value": "Be kind."},
+            {"from": "human", "value": "water?"},
+            {"from": "gpt", "value": "water is wet."},
+        ],
+        "system": "",
+        "tools": "",
+    },
+]
+OPENAI = [
+    {"messages": [{"role": "user", "content": "water?"}, {"role": "assistant", "content": "wet."}]},
+    {"messages": [{"role": role, "content": role} for role in ("system", "user", "assistant", "user", "assistant")]},
+]
+ENTRIES = {
+    "alpaca": {"file_name": "alpaca.json"},
+    "custom": {
+        "file_name": "custom.json",
+        "columns": {"prompt": "q", "query": "ctx", "response": "a", "system": "sys", "history": "hist"},
+    },
+    "sharegpt": {
+        "file_name": "sharegpt.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "conversations", "system": "system", "tools": "tools"},
+    },
+    "openai": {
+        "file_name": "openai.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages"},
+        "tags": {
+            "role_tag": "role",
+            "content_tag": "content",
+            "user_tag": "user",
+            "assistant_tag": "assistant",
+            "system_tag": "system",
+        },
+    },
+}
+
+
+def write_data(place):
+    for name, records in (("alpaca", ALPACA), ("custom", CUSTOM), ("sharegpt", SHAREGPT), ("openai", OPENAI)):
+        (place / f"{name}.json").write_text(json.dumps(records, indent=1))
+    (place / "dataset_info.json").write_text(json.dumps(ENTRIES))
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_llama_factory_reads_the_same_turns(tmp_path, name, monkeypatch):
+    pytest.importorskip("llamafactory")
+    if "torchaudio" not in sys.modules:  # imported, not used
+        stub = types.ModuleType("torchaudio")
+        stub.__spec__ = importlib.machinery.ModuleSpec("torchaudio", None)
+        monkeypatch.setitem(sys.modules, "torchaudio", stub)
+    converters = pytest.importorskip("llamafactory.data.converter")
+    parser = pytest.importorskip("llamafactory.data.parser")
+    write_data(tmp_path)
+    (attributes,) = parser.get_dataset_list([name], str(tmp_path))
+    convert = converters.DATASET_CONVERTERS[attributes.formatting](attributes, None)
+    records = json.loads((tmp_path / attributes.dataset_name).read_text())
+    documents = list(read_documents(CorpusSettings(path=f"{tmp_path}/dataset_info.json#{name}")))
+    for record, document in zip(records, documents, strict=True):
+        theirs = convert(record)
+        expected = [{"role": "system", "content": theirs["_system"]}] if theirs["_system"] else []
+        expected += [*theirs["_prompt"], *theirs["_response"]]
+        ours = []
+        for turn in document.conversation.turns:
+            role, content = turn["role"], turn["content"]
+            if "tool_calls" in turn:
+                (call,) = turn["tool_calls"]
+                role, content = "function", json.dumps(call["function"])
+            ours.append({"role": "observation" if role == "tool" else role, "content": content})
+        assert ours == expected
+        assert list(document.conversation.tools) == json.loads(theirs["_tools"] or "[]")
+
+
+AXOLOTL = {
+    "alpaca": ("alpaca", {"type": "alpaca"}),
+    "user_defined": (
+        "custom",
+        {
+            "type": {
+                "field_instruction": "q",
+                "field_input": "ctx",
+                "field_output": "a",
+                "field_system": "sys",
+                "format": "[INST] {instruction} {input} [/INST]",
+                "no_input_format": "[INST] {instruction} [/INST]",
+                "system_format": "<<{system}>> ",
+            }
+        },
+    ),
+    "completion": ("alpaca", {"type": "completion", "field": "output"}),
+    "chat_template": ("openai", {"type": "chat_template"}),
+    "sharegpt keys": (
+        "sharegpt2",
+        {
+            "type": "chat_template",
+            "field_messages": "conversations",
+            "message_property_mappings": {"role": "from", "content": "value"},
+            "message_field_training": "use",
+        },
+    ),
+}
+SHAREGPT2 = [
+    {
+        "conversations": [
+            {"from": "human", "value": "water?", "use": False},
+            {"from": "gpt", "value": "A draft.", "use": False},
+            {"from": "human", "value": "and fire?", "use": False},
+            {"from": "gpt", "value": "fire is hot.", "use": True},
+        ]
+    }
+]
+
+
+def entry_in(place, name):
+    """An Axolotl configuration with one entry; the path and the fields of the entry."""
+    file, fields = AXOLOTL[name]
+    write_data(place)
+    (place / "sharegpt2.json").write_text(json.dumps(SHAREGPT2))
+    fields = {"path": str(place / f"{file}.json"), **fields}
+    (place / "axolotl.yaml").write_text(json.dumps({"base_model": "x", "datasets": [fields]}))
+    return place / "axolotl.yaml", fields
+
+
+def rows_of(place, path, template=MARKED, **changes):
+    settings = CorpusSettings(path=str(path), max_length=512, **changes)
+    store = RowStore.write(place, settings, chat_tokenizer(template), shard_rows=64)
+    shard = store.shard(0)
+    return [(shard.ids(k).tolist(), shard.mask(k)) for k in range(len(shard))]
+
+
+@pytest.mark.parametrize("name", AXOLOTL)
+def test_axolotl_reads_the_same_tokens(tmp_path, name):
+    strategies = pytest.importorskip("axolotl.prompt_strategies")
+    dicts = pytest.importorskip("axolotl.utils.dict")
+    pytest.importorskip("axolotl.prompt_strategies.chat_template")
+    config, fields = entry_in(tmp_path, name)
+    tokenizer = chat_tokenizer(MARKED).tokenizer
+    # Axolotl trains the end of a turn if it is the EOS token of the tokenizer, or named
+    cfg = {"sequence_len": 512, "train_on_inputs": False, "chat_template": "tokenizer_default"}
+    cfg = dicts.DictDefault(cfg | {"eot_tokens": ["<|im_end|>"]})
+    kind = "user_defined" if isinstance(fields["type"], dict) else fields["type"]
+    options = fields["type"] if isinstance(fields["type"], dict) else fields
+    if kind == "alpaca":
+        prompters = pytest.importorskip("axolotl.prompters")
+        strategy = pytest.importorskip("axolotl.prompt_tokenizers").AlpacaPromptTokenizingStrategy(
+            prompters.AlpacaPrompter(), tokenizer, cfg.train_on_inputs, cfg.sequence_len
+        )
+    else:
+        strategy = strategies.load(kind, tokenizer, cfg, dicts.DictDefault(options))
+    records = json.loads(Path(fields["path"]).read_text())
+    rows = rows_of(tmp_path / "rows", config)
+    for record, (ids, mask) in zip(records, rows, strict=True):
+        if kind == "completion":
+            theirs = {
+                key: value[0] for key, value in strategy.tokenize_prompt({k: [v] for k, v in record.items()}).items()
+            }
+        else:
+            theirs = strategy.tokenize_prompt({key: "" if value is None else value for key, value in record.items()})
+        assert tokenizer.decode(ids) == tokenizer.decode(theirs["input_ids"])
+        trained = [label != -100 for label in theirs["labels"]]
+        scored = np.ones(len(ids), bool) if mask is None else mask
+        shown = [tokenizer.decode([i for i, m in zip(ids, scored, strict=True) if m])]
+        assert shown == [tokenizer.decode([i for i, m in zip(theirs["input_ids"], trained, strict=True) if m])]
+
+
+FORMATS = [FileFormat(kind) for kind in ("parquet", "jsonl", "json", "datasets")]
+FORMATS += [FileFormat("jsonl", suffix) for suffix in (".gz", ".zst", ".bz2", ".xz")]
+
+
+def exported(place, records, form):
+    """An export of records, which were JSON lines."""
+    (place / "source.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    settings = CorpusSettings(path=str(place / "source.jsonl"))
+    items = iter_records(settings, np.ones(len(records), dtype=bool))
+    write_corpus(place / "out", form, "documents", items, 0, {}, ShardSize(2))
+    return place / "out"
+
+
+PROMPTS = [{"prompt": f"question {k}?", "completion": f" answer {k}."} for k in range(5)]
+CHATS = [{"messages": OPENAI[k % 2]["messages"]} for k in range(5)]
+TEXTS = [{"text": f"A text, number {k}."} for k in range(5)]
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.suffix)
+@pytest.mark.parametrize("records", [PROMPTS, CHATS, TEXTS], ids=["prompts", "chats", "texts"])
+def test_trl_trains_on_the_tokens_that_grasp_reads(tmp_path, records, form):
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    import torch  # noqa: PLC0415
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+
+    out = exported(tmp_path, records, form)
+    if form.kind == "datasets":
+        data = datasets.load_from_disk(str(out))
+    else:
+        builder = "parquet" if form.kind == "parquet" else "json"
+        files = sorted(str(file) for file in out.glob("part-*"))
+        data = datasets.load_dataset(builder, data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
+    tokenizer = chat_tokenizer(MARKED).tokenizer
+    torch.manual_seed(0)
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=320, **shape))
+    args = trl.SFTConfig(
+        output_dir=str(tmp_path / "run"),
+        max_steps=1,
+        max_length=None,
+        assistant_only_loss=records is CHATS,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        eos_token=tokenizer.eos_token,
+    )
+    trainer = trl.SFTTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer)
+    rows = rows_of(tmp_path / "rows", out)
+    assert len(rows) == len(records)
+    for theirs, (ids, mask) in zip(trainer.train_dataset, rows, strict=True):
+        assert ids == theirs["input_ids"]
+        trained = [True] * len(ids)
+        for name in ("completion_mask", "assistant_masks"):
+            trained = [bool(flag) for flag in theirs[name]] if name in theirs else trained
+        assert (mask is None and all(trained)) or mask.tolist() == trained
+    trainer.train()
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        FileFormat("parquet"),
+        FileFormat("jsonl"),
+        FileFormat("jsonl", ".gz"),
+        FileFormat("jsonl", ".zst"),
+        FileFormat("csv"),
+    ],
+    ids=lambda form: form.suffix,
+)
+def test_datatrove_reads_the_texts(tmp_path, form):
+    pytest.importorskip("datatrove")
+    pytest.importorskip("orjson")
+    from datatrove.pipeline.readers import JsonlReader, ParquetReader  # noqa: PLC0415
+    from datatrove.pipeline.readers.csv import CsvReader  # noqa: PLC0415
+
+    records = [{"id": f"d{k}", "text": f'Line one, "{k}".\nLine two.', "topic": "ab"[k % 2]} for k in range(5)]
+    out = exported(tmp_path, records, form)
+    reader = {"parquet": ParquetReader, "csv": CsvReader}.get(form.kind, JsonlReader)
+    options = {"compression": {".gz": "gzip", ".zst": "zstd"}.get(form.compression)} if form.compression else {}
+    documents = list(reader(str(out), glob_pattern="part-*", **options).run())
+    assert [document.text for document in documents] == [record["text"] for record in records]
+    assert [document.id for document in documents] == [record["id"] for record in records]
+    assert [document.metadata["topic"] for document in documents] == [record["topic"] for record in records]
+
+
+def test_an_export_in_the_format_of_its_corpus_keeps_the_entry(tmp_path):
+    """Field names of an entry also read what is exported from it."""
+    write_data(tmp_path)
+    settings = CorpusSettings(path=f"{tmp_path}/dataset_info.json#custom")
+    form = FileFormat.parse("source", open_source(settings.path))
+    assert form == FileFormat("json")
+    write_corpus(tmp_path / "out", form, "documents", iter_records(settings, np.ones(2, bool)), 0, {})
+    copied = CorpusSettings(path=str(tmp_path / "out"), fields=settings.fields)
+    turns = [[document.conversation for document in read_documents(each)] for each in (settings, copied)]
+    assert turns[0] == turns[1]

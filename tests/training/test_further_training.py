@@ -1,0 +1,97 @@
+"""Further training: DPO by its formula, and runs that each begin at the same weights."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from torch.nn import functional as F
+
+from grasp.corpus.row_store import RowShard
+from grasp.training.fine_tuning import FineTuning
+from grasp.training.further_training import FurtherTraining, dpo_backward, margins
+from grasp.training.recipe_files import FineTuningRecipe
+from tests.training.unrolled import RECIPE, VOCAB, tiny_model
+
+
+class Rows:
+    """Five rows in memory, as a store has them: pairs of sides of 3 to 7 tokens, or texts; loss is on their ends."""
+
+    n_rows = 5
+
+    def __init__(self, *, pairs=True):
+        rng = np.random.default_rng(4)
+        sides = [[rng.integers(VOCAB, size=rng.integers(3, 8)) for _ in range(1 + pairs)] for _ in range(5)]
+        self._ids = [np.concatenate(each).astype(np.int32) for each in sides]
+        self._masks = [np.concatenate([np.arange(len(side)) >= 2 for side in each]) for each in sides]
+        self._split_N = np.array([len(each[0]) for each in sides]) if pairs else None
+
+    def rows(self, index_B):
+        ids, masks = ([parts[i] for i in index_B] for parts in (self._ids, self._masks))
+        return RowShard(
+            start=-1,
+            flat_ids=np.concatenate(ids),
+            offsets=np.cumsum([0, *map(len, ids)]),
+            table=pa.table({"row_id": [str(i) for i in index_B]}),
+            loss_mask=np.concatenate(masks),
+            split_N=None if self._split_N is None else self._split_N[index_B],
+        )
+
+    def shard(self, k):
+        return self.rows(np.arange(self.n_rows))
+
+
+def margin(model, pairs, i):
+    """log p(chosen) - log p(rejected) of pair i, token by token."""
+    ids, mask, split = pairs.ids(i), pairs.mask(i), pairs.split_N[i]
+    values = []
+    for side in (slice(0, split), slice(split, None)):
+        tokens = torch.from_numpy(ids[side].astype(np.int64))
+        logp = F.log_softmax(model(input_ids=tokens[None]).logits[0, :-1], dim=-1)
+        each = logp[torch.arange(len(tokens) - 1), tokens[1:]]
+        values.append(each[torch.from_numpy(mask[side][1:])].sum())
+    return values[0] - values[1]
+
+
+@pytest.mark.parametrize("micro_rows", [None, 2])
+@pytest.mark.parametrize("offset", [0.0, 1.5], ids=["at the reference", "away from it"])
+def test_the_dpo_loss_and_its_gradient_are_those_of_the_formula(micro_rows, offset):
+    model, pairs = tiny_model(), Rows().shard(0)
+    training = FineTuning(model, RECIPE.model_copy(update={"micro_rows": micro_rows}))
+    training.zero_gradients()
+    reference_B = margins(training, pairs) - offset * np.arange(len(pairs))
+    expected = torch.stack([margin(model, pairs, i) for i in range(len(pairs))])
+    np.testing.assert_allclose(margins(training, pairs), expected.detach(), rtol=1e-10)
+    loss = -F.logsigmoid(0.3 * (expected - torch.from_numpy(reference_B))).mean()
+    gradients = torch.autograd.grad(loss, training.parameters)
+    assert dpo_backward(training, pairs, reference_B, 0.3) == pytest.approx(float(loss.detach()), rel=1e-10)
+    for got, wanted in zip(training.gradients(), gradients, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-10 * float(wanted.abs().max() + 1))
+    if not offset:  # half of beta times the difference of the sides, the gradient by which a build scores pairs
+        expected = torch.stack([margin(model, pairs, i) for i in range(len(pairs))])
+        half = torch.autograd.grad(-0.15 * expected.mean(), training.parameters)
+        for got, wanted in zip(training.gradients(), half, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-10 * float(wanted.abs().max() + 1))
+
+
+RUN = FineTuningRecipe(learning_rate=3e-2, num_train_epochs=2, per_device_train_batch_size=2)
+
+
+@pytest.mark.parametrize("rows", [Rows(), Rows(pairs=False)], ids=["pairs", "texts"])
+def test_every_run_begins_at_the_same_weights(rows):
+    further = FurtherTraining(tiny_model(), RUN, rows)
+    weights = []
+    for mask in (np.ones(5), np.array([1, 1, 0, 1, 1]), np.ones(5)):
+        steps = []
+        model = further.train(mask, 0, steps.append)
+        assert len(steps) == further.steps(int(mask.sum()))
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).clone())
+    assert torch.equal(weights[0], weights[2])
+    assert not torch.equal(weights[0], weights[1])
+
+
+def test_training_on_pairs_raises_their_margins():
+    pairs, model = Rows(), tiny_model()
+    before = [float(margin(model, pairs.shard(0), i).detach()) for i in range(5)]
+    trained = FurtherTraining(model, RUN.model_copy(update={"num_train_epochs": 20.0}), pairs).train(None, 0)
+    after = [float(margin(trained, pairs.shard(0), i).detach()) for i in range(5)]
+    assert np.mean(np.array(after) - before) > 1.0
