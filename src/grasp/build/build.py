@@ -132,10 +132,11 @@ def build(
         dtype: dtype of the model: float32, bfloat16 or float16. Default: float32 on a CPU, else bfloat16.
         keep_features: store the features that --add-target needs instead of another pass; 2 to 6 kB a token.
         like: use the moments of this artifact, so that grasp merge can merge the two.
-        replay: also differentiate the fine-tuning itself, for more accurate predictions at the price of several
+        replay: also differentiate the training itself, for more accurate predictions of subsets at the price of several
             trainings; a finished artifact gets it later by --out and --replay alone.
-        recipe: fine-tuning that --replay differentiates: a YAML or JSON file with the names of TrainingArguments,
-            SFTConfig or Axolotl. Default: one epoch in batches of 16, at most 192 steps.
+        recipe: training that --replay differentiates: a YAML or JSON file with the names of TrainingArguments,
+            SFTConfig or Axolotl. Default: one epoch in batches of 16, at most 192 steps; for a new model, a small one
+            from scratch, 4 epochs in batches of 32, at most 320 steps.
         settings: further settings, nested, or a YAML file; arguments override them.
         resume: resume an interrupted build, with its settings.
         untrained: accept a model that predicts no better than chance.
@@ -277,8 +278,8 @@ def add_replay(
         settings: `replay`; custom code that may run; and the current places of model and corpus: `model.path`,
             `model.tokenizer`, `corpus.path`.
     Raises:
-        GraspError: other settings are given; not an artifact; its model or rows changed; it was built for a new model;
-            or it has a replay by another recipe.
+        GraspError: other settings are given; not an artifact; its model or rows changed; or it has a replay by another
+            recipe.
     """
     data = deepcopy(dict(settings or {}))
     replayed, how = replay_request(data, recipe, wanted=True)
