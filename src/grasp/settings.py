@@ -490,14 +490,18 @@ class BuildSettings(Settings):
 class ReplaySettings(Settings):
     """How trainings are replayed, with `grasp build --replay`; the training itself is in the file of --recipe."""
 
-    orders: int = Field(
-        2, ge=1, description="Trainings, each with another order of the rows, whose scores are averaged and compared."
+    orders: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="Trainings, each with another order of the rows and for a new model another initialisation, whose "
+        "scores are averaged and compared. Default: 1; for a new model 3.",
     )
-    probes: int = Field(5, ge=0, description="Steps of a training at which all rows are differentiated.")
-    curvature: Literal["difference", "gauss-newton", "exact"] = Field(
-        "difference",
-        description="Curvature of a batch's loss: differences of gradients; Gauss-Newton, which is also tried if those "
-        "are not smooth; or exact, with eager attention only.",
+    probes: int = Field(
+        3, ge=0, description="Steps of a training at which all rows are differentiated; unused for a new model."
+    )
+    curvature: Literal["one-sided", "difference", "gauss-newton", "exact"] = Field(
+        "one-sided",
+        description="Curvature of a batch's loss: one-sided differences of gradients; central differences, at twice "
+        "the price; Gauss-Newton, which is also tried if those are not smooth; or exact, with eager attention only.",
     )
     memory_mb: int = Field(4096, ge=1, description="Memory for the steps of a segment in MB; larger ones are on disk.")
     seed: int = Field(0, ge=0, description="Seed of the orders of the rows, and of new adapters.")

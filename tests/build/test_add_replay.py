@@ -19,7 +19,7 @@ from grasp.build.merge import merge
 from grasp.errors import ArtifactError, GraspError, ModelError, SettingsError
 from grasp.inspect.explain import explain
 from grasp.predict.predictor import Predictor, UnitSelection
-from grasp.predict.scoring_rule import REPLAY_WEIGHT, ScoringProtocol
+from grasp.predict.scoring_rule import NEW_MODEL_REPLAY_WEIGHT, REPLAY_WEIGHT, ScoringProtocol, resolve_protocol
 from grasp.training.replay_gate import smoothness
 from tests.build.test_pipeline import Notes
 from tests.build.world import world, write_targets
@@ -43,7 +43,7 @@ def settings(root):
 @pytest.fixture(autouse=True)
 def trusted(monkeypatch):
     """The model of the tests is random, so that no training of it is smooth: the gate lets all pass."""
-    monkeypatch.setattr("grasp.training.replayed_rows.smoothness", lambda replay: smoothness(replay, 1e9))
+    monkeypatch.setattr("grasp.training.replayed_rows.smoothness", lambda replay, **how: smoothness(replay, 1e9, **how))
 
 
 def build_with(settings, out, **options):
@@ -58,7 +58,7 @@ def plain(settings, root):
 @pytest.fixture(scope="module")
 def replayed(settings, root):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grasp.training.replayed_rows.smoothness", lambda replay: smoothness(replay, 1e9))
+        patch.setattr("grasp.training.replayed_rows.smoothness", lambda replay, **how: smoothness(replay, 1e9, **how))
         return build_with(settings, root / "replayed").path
 
 
@@ -151,7 +151,9 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(copied, replayed, mon
 
 
 def test_without_trust_the_artifact_keeps_its_kernels_and_says_what_to_do(copied, monkeypatch):
-    monkeypatch.setattr("grasp.training.replayed_rows.smoothness", lambda replay: smoothness(replay, 1e-9))
+    monkeypatch.setattr(
+        "grasp.training.replayed_rows.smoothness", lambda replay, **how: smoothness(replay, 1e-9, **how)
+    )
     before = Predictor.from_artifact(ArtifactReader.open(copied)).effect_NT
     record = add_replay(copied, recipe=RECIPE, settings=HOW)
     assert not record.passed
@@ -163,7 +165,7 @@ def test_without_trust_the_artifact_keeps_its_kernels_and_says_what_to_do(copied
     monkeypatch.setattr(import_module("grasp.build.add_replay"), "replay_rows", None)
     assert add_replay(copied, recipe=RECIPE, settings=HOW) == record  # it is not tried again
     monkeypatch.undo()
-    monkeypatch.setattr("grasp.training.replayed_rows.smoothness", lambda replay: smoothness(replay, 1e9))
+    monkeypatch.setattr("grasp.training.replayed_rows.smoothness", lambda replay, **how: smoothness(replay, 1e9, **how))
     assert add_replay(copied, recipe=RECIPE | {"learning_rate": 1e-4}, settings=HOW).passed
     assert len(info(copied).replays) == 2
 
@@ -202,6 +204,34 @@ def test_merged_artifacts_have_no_replay(settings, replayed, tmp_path):
     assert "relevance_replay" not in merged.array_names
     assert merged.manifest.replays == ()
     assert any("replays of the parts are left out" in line for line in notes.lines)
+
+
+def test_for_a_new_model_small_ones_are_trained_from_scratch(settings, tmp_path):
+    data = {**settings, "train": "new", "features": settings["features"] | {"kernels": []}}
+    how, notes = {"replay": {"orders": 2}}, Notes()
+    recipe = RECIPE | {"max_steps": 6}
+    out = build(
+        out=tmp_path / "art", settings={**data, **how}, replay=True, recipe=recipe, untrained=True, progress=notes
+    ).path
+    artifact = ArtifactReader.open(out)
+    (record,) = artifact.manifest.replays
+    assert record.settings["orders"] == 2
+    assert record.settings["probes"] == 0
+    assert record.trainings == pytest.approx(2 * (1 + 4 / 6 + 2 * 4 / 6), abs=0.01)
+    assert record.agreement.keys() == {"facts", "more"}
+    assert "relevance_knn" in artifact.array_names
+    relevance_NE = columns(out)
+    assert relevance_NE[:, 0].std() == pytest.approx(1.0, abs=1e-2)
+    assert_mentions("\n".join(notes.lines), "2 trainings of 6 steps", "0.0 to differentiate all rows", "in all")
+    names, features = artifact.array_names, artifact.feature_settings
+    of_subsets = resolve_protocol(None, artifact, subsets=True).fitted(names, features)
+    assert of_subsets.match["replay"] == NEW_MODEL_REPLAY_WEIGHT
+    assert "replay" not in resolve_protocol(None, artifact).fitted(names, features).match  # of rows and selections
+    with pytest.raises(SettingsError, match="lora_r: got 2, but a new model has no adapter"):
+        build(out=tmp_path / "other", settings=data, replay=True, recipe=RECIPE | {"lora_r": 2}, untrained=True)
+    later = build(out=tmp_path / "later", settings=data, untrained=True).path
+    add_replay(later, recipe=recipe, settings=how)
+    assert stored(later) == stored(out)
 
 
 def test_adapters_and_half_precision_of_a_recipe(copied):
@@ -243,13 +273,10 @@ def test_the_forecast_says_what_a_replay_takes(settings, tmp_path):
         ({"recipe": "none.yaml"}, r"none\.yaml"),
         ({"settings": {"replay": {"order": 1}}}, r"replay: order: .*orders"),
         ({"settings": {"replay": 3}}, r"replay: got 3, expected settings"),
-        ({"settings": {"train": "new"}}, r"--replay: got --train new, expected --train further"),
     ],
 )
 def test_a_build_with_wrong_options_is_refused_before_the_model_runs(settings, tmp_path, options, message):
     changed = {**settings, **options.pop("settings", {})}
-    if changed["train"] == "new":
-        changed["features"] = settings["features"] | {"kernels": []}
     with pytest.raises(GraspError, match=message) as caught:
         build(out=tmp_path / "art", settings=changed, untrained=True, **({"replay": True} | options))
     assert "\n" not in str(caught.value)

@@ -137,7 +137,7 @@ def test_what_follows_from_the_model_is_in_the_manifest(root, tmp_path, settings
         ({"targets": 3}, TargetError, "targets:.*int"),
         ({"targets": [{"text": "x"}]}, TargetError, "targets, unit 0: .*text"),
         ({"model": object()}, SettingsError, "model.path:.*object"),
-        ({"model": None}, SettingsError, "missing --model"),
+        ({"model": None, "train": "further"}, SettingsError, "missing --model"),
         ({"out": ""}, SettingsError, "missing --out|--out: missing"),
     ],
 )

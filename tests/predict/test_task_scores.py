@@ -5,9 +5,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from grasp.corpus.token_regression import SLOTS, TokenFeatures, slots
 from grasp.predict import task_scores
 from grasp.predict.task_scores import Texts, fit_prior
-from grasp.predict.token_features import SLOTS, TokenFeatures, slots
 from grasp.seeds import stream
 
 WORDS, LENGTH = 40, 24

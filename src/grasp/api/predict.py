@@ -158,7 +158,7 @@ def predict(
         names = ", ".join(name for name, value in unused.items() if value)
         raise SettingsError(f"predict: {names} has no effect with {requested[0]}; drop it")
     targets, labels = checked_targets(artifact, target), LabelTable(artifact.rows_path)
-    chosen = resolve_protocol(protocol, artifact)
+    chosen = resolve_protocol(protocol, artifact, subsets=True)
     blocks: Iterable[SubsetBlock] = ()
     if by is not None:
         column = label_column(artifact, by, "by")  # raises with the list of labels

@@ -1,8 +1,9 @@
 """Replay trainings on the rows of a finished artifact, and add a column of relevance for each target.
 
-The training is a fine-tuning of the artifact's model by a recipe. Its derivative by the weight of every row is the
-relevance of the array `relevance_replay`, if the gate of `grasp.training.replay_gate` trusts it; otherwise the artifact
-keeps its other kernels, and its manifest says so. Start with `add_replay`.
+For further training, a fine-tuning of the artifact's model is replayed; for a new model, several trainings of a small
+model from scratch. The derivative by the weight of every row is the relevance of the array `relevance_replay`, if the
+gate of `grasp.training.replay_gate` trusts it; otherwise the artifact keeps its other kernels, and its manifest says
+so. Start with `add_replay`; `plan_replay` has what differs between the two.
 """
 
 import copy
@@ -10,8 +11,9 @@ import hashlib
 import json
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch import nn
 from grasp.arrays import I64
 from grasp.artifact.manifest import ReplayRecord
 from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.rows import row_documents
 from grasp.artifact.writer import ArraySpec, add_target_columns, lock_artifact
 from grasp.build.provenance import BuildSource
 from grasp.corpus.row_store import RowStore
@@ -36,9 +39,10 @@ from grasp.training.adamw import AdamWTraining
 from grasp.training.adjoint import norm_of
 from grasp.training.fine_tuning import EXACT_DTYPES, FineTuning
 from grasp.training.metagradient import MetagradientSettings, Price, Target, middle_steps, price
-from grasp.training.recipe_files import FineTuningRecipe, default_recipe
-from grasp.training.replayed_rows import replay_rows
-from grasp.training.train import label_weights, token_batches
+from grasp.training.recipe import OptimizerRecipe
+from grasp.training.recipe_files import FineTuningRecipe, default_proxy_recipe, default_recipe, proxy_training
+from grasp.training.replayed_rows import replay_rows, scores_from_text
+from grasp.training.train import Trainer, label_weights, token_batches
 from grasp.training.trajectory import Trajectory, TrajectorySize
 
 ARRAY = "relevance_replay"
@@ -47,6 +51,7 @@ SPEC = ArraySpec(
     "derivative of the target's utility after a training by the weight of a row; standard deviations over the rows",
     "positive: more weight of the row in training should lower the target's loss",
 )
+ORDERS_FROM_SCRATCH = 3
 DIRECTORY = "replay"  # in the artifact, while a replay is in progress
 MEGABYTE = 1 << 20
 
@@ -61,12 +66,100 @@ class ReplayForecast:
     seconds: float
     disk_bytes: int
 
+    @property
+    def trainings(self) -> float:
+        """Return the price of all orders, in trainings."""
+        return self.orders * self.price.total
+
     def __str__(self) -> str:
+        count = f"{self.orders} trainings" if self.orders > 1 else "a training"
+        each, total = (", each", f", {self.trainings:.1f} in all") if self.orders > 1 else (",", "")
         return (
-            f"{self.orders} trainings of {self.size.steps:,} steps ({self.size.parameters:,} parameters), each "
-            f"differentiated at the price of {self.price}; about {duration_text(self.seconds)}, and "
-            f"{size_text(self.disk_bytes)} of disk until it is finished"
+            f"{count} of {self.size.steps:,} steps ({self.size.parameters:,} parameters){each} differentiated at the "
+            f"price of {self.price}{total}; about {duration_text(self.seconds)}, and {size_text(self.disk_bytes)} of "
+            "disk until it is finished"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayPlan:
+    """The trainings of a replay.
+
+    Attributes:
+        recipe, settings: of the replay, with all defaults resolved.
+        optimizer: budget and optimizer of each training.
+        differentiation: how each training is differentiated.
+        start: returns the training of an order, by its number, before its first step.
+        from_scratch: whether rows get their scores from drawn rows, by their text.
+        notes: what differs from the recipe, a sentence each.
+    """
+
+    recipe: FineTuningRecipe
+    settings: ReplaySettings
+    optimizer: OptimizerRecipe
+    differentiation: MetagradientSettings
+    start: Callable[[int], AdamWTraining]
+    from_scratch: bool
+    notes: tuple[str, ...]
+
+    def order(self, n_rows: int, w: int) -> list[I64]:
+        """Return the rows of every step of an order."""
+        return self.recipe.order(n_rows, self.settings.seed + w)
+
+
+def plan_replay(
+    reference: ReferenceModel,
+    train: str,
+    recipe: FineTuningRecipe | None,
+    settings: ReplaySettings,
+    *,
+    n_rows: int,
+    context: int,
+    copied: bool = False,
+) -> ReplayPlan:
+    """Plan the replay of a model that is trained further, or of small new models with the vocabulary of the reference.
+
+    From scratch, the derivatives at the first third of the steps are noise and are left out.
+
+    Args:
+        recipe: training that is replayed. Default: `default_recipe` or `default_proxy_recipe`.
+        n_rows: number of rows of the corpus.
+        context: tokens of its longest row.
+        copied: leave the reference model as it is, and train a copy of it.
+    Raises:
+        SettingsError, ModelError, MissingExtraError: the recipe does not fit the model.
+    """
+    if train == "new":
+        recipe = recipe or default_proxy_recipe(n_rows)
+        settings = settings.model_copy(update={"orders": settings.orders or ORDERS_FROM_SCRATCH, "probes": 0})
+        proxy = proxy_training(recipe, n_rows, reference.vocab_size, context)
+        differentiation = metagradient_settings(settings, proxy.steps, reference.batch_tokens)
+        differentiation = differentiation.model_copy(update={"first_step": proxy.steps // 3})
+        seed, device = settings.seed, reference.device
+        return ReplayPlan(
+            recipe,
+            settings,
+            proxy,
+            differentiation,
+            lambda w: Trainer(proxy, [seed + w], device),
+            True,
+            tuple(recipe.notes),
+        )
+    recipe = recipe or default_recipe(n_rows)
+    settings = settings.model_copy(update={"orders": settings.orders or 1})
+    optimizer = recipe.optimizer(n_rows)
+    working = copy.deepcopy(reference.model) if copied else reference.model
+    working, notes = trainable(working, reference.frozen, recipe, settings.seed)
+    first = FineTuning(working, optimizer)
+    weights = [parameter.detach().clone() for parameter in first.parameters]
+
+    def start(_: int) -> AdamWTraining:
+        training = FineTuning(working, optimizer)
+        training.set_weights(weights)
+        return training
+
+    differentiation = metagradient_settings(settings, optimizer.steps, reference.batch_tokens)
+    return ReplayPlan(recipe, settings, optimizer, differentiation, start, False, (*notes, *first.notes))
 
 
 def add_replay(
@@ -83,12 +176,12 @@ def add_replay(
     A call that was killed is resumed by the same call, to the same bytes on a CPU.
 
     Args:
-        recipe: training that is replayed. Default: that of an earlier replay of the artifact, else `default_recipe`.
+        recipe: training that is replayed. Default: that of an earlier replay of the artifact, else see `plan_replay`.
         overrides: settings of the user, see `BuildSource`.
         model: the loaded model of the build. Default: load it.
     Raises:
         ArtifactError: the artifact has a replay by another recipe; or its inputs changed.
-        SettingsError: the artifact is not for a model that is trained further, or rows are longer than the recipe's.
+        SettingsError: the model of the artifact is a classifier, or rows are longer than the recipe's.
         ModelError: the training cannot be differentiated, or diverges.
     """
     progress = progress or Silent()
@@ -97,51 +190,57 @@ def add_replay(
         artifact = ArtifactReader.open(out)
         origin = BuildSource(artifact, overrides)
         refuse_replay(origin.settings)
-        requested, targets = _request(artifact, recipe, settings)
-        if not targets:
-            return artifact.manifest.replays[-1]
+        passed = [record for record in artifact.manifest.replays if record.passed]
+        if recipe is None and passed:
+            recipe = FineTuningRecipe.model_validate(passed[-1].recipe)
         reference = model or origin.model
         assert isinstance(reference, ReferenceModel)
         assert isinstance(origin.rows, RowStore)
-        rows, key = origin.rows, _key(artifact, requested, settings, targets)
-        (longest, most), optimizer = (int(rows.lengths().max()), requested.max_length), requested.optimizer(rows.n_rows)
-        if most is not None and most < longest:
+        rows, longest = origin.rows, int(origin.rows.lengths().max())
+        if recipe is not None and recipe.max_length is not None and recipe.max_length < longest:
             raise SettingsError(
-                f"recipe: max_length: got {most}, but a row of {out} has {longest} tokens; build it with --max-length "
-                f"{most}"
+                f"recipe: max_length: got {recipe.max_length}, but a row of {out} has {longest} tokens; build it with "
+                f"--max-length {recipe.max_length}"
             )
-        working = reference.model if model is None else copy.deepcopy(reference.model)  # of the caller
-        working, notes = trainable(working, reference.frozen, requested, settings.seed)
-        training = FineTuning(working, optimizer)
-        start = [parameter.detach().clone() for parameter in training.parameters]
-        orders = [requested.order(rows.n_rows, settings.seed + w) for w in range(settings.orders)]
-        forecast = forecast_replay(training, rows, orders[0], rows.n_rows, len(targets), settings)
-        for line in (*notes, *training.notes, f"replay: {forecast}"):
+        train = str(origin.settings.train)
+        plan = plan_replay(
+            reference, train, recipe, settings, n_rows=rows.n_rows, context=longest, copied=model is not None
+        )
+        targets = _without_replay(artifact, plan)
+        if not targets:
+            return artifact.manifest.replays[-1]
+        forecast = forecast_replay(plan, rows, rows.n_rows, len(targets))
+        for line in (*plan.notes, f"replay: {forecast}"):
             progress.note(line)
-        discard_others(out / DIRECTORY, key)
+        directory = out / DIRECTORY / _key(artifact, plan, targets)
+        discard_others(directory)
 
         def trajectory(w: int) -> Trajectory:
-            training = FineTuning(working, optimizer)
-            training.set_weights(start)
-            directory, memory = out / DIRECTORY / key / f"order-{w}", settings.memory_mb * MEGABYTE
-            return Trajectory(training, rows, orders[w], directory=directory, memory_bytes=memory)
+            memory = plan.settings.memory_mb * MEGABYTE
+            order = plan.order(rows.n_rows, w)
+            return Trajectory(plan.start(w), rows, order, directory=directory / f"order-{w}", memory_bytes=memory)
 
+        documents_N = row_documents(artifact)
         result = replay_rows(
             trajectory,
             _units_of(artifact, origin, targets),
-            metagradient_settings(settings, optimizer.steps, reference.batch_tokens),
-            settings.orders,
-            directory=out / DIRECTORY / key,
+            plan.differentiation,
+            forecast.orders,
+            rate_K=np.array([plan.optimizer.learning_rate_at(step) for step in range(plan.optimizer.steps)]),
+            carry_over=partial(scores_from_text, rows=rows, document_N=documents_N, seed=plan.settings.seed)
+            if plan.from_scratch
+            else None,
+            directory=directory,
             progress=progress,
         )
         relevance_NT = result.relevance()
         record = ReplayRecord(
-            recipe=requested.model_dump(mode="json"),
-            settings=settings.model_dump(mode="json"),
+            recipe=plan.recipe.model_dump(mode="json"),
+            settings=plan.settings.model_dump(mode="json"),
             targets=targets,
             passed=relevance_NT is not None,
-            steps=optimizer.steps,
-            trainings=round(settings.orders * forecast.price.total, 2),
+            steps=plan.optimizer.steps,
+            trainings=round(forecast.trainings, 2),
             agreement=dict(zip(targets, np.mean(result.agreements, axis=0).round(3).tolist(), strict=True))
             if result.agreements
             else {},
@@ -163,30 +262,19 @@ def refuse_replay(settings: BuildSettings) -> None:
     """Check that the training of a build can be replayed.
 
     Raises:
-        SettingsError: a new model, a classifier, or preference pairs.
+        SettingsError: a classifier, or preference pairs.
     """
     if settings.model.classifier is not None:
-        raise SettingsError("--replay: got a classifier, expected a causal LM that is trained further")
+        raise SettingsError("--replay: got a classifier, expected a causal LM")
     if settings.corpus.form == "preference":
         raise SettingsError("--replay: got preference pairs (--loss dpo), whose training is not replayed yet; omit it")
-    if settings.train != "further":
-        raise SettingsError(
-            "--replay: got --train new, expected --train further: a new model's training from its initialisation is "
-            "not replayed yet"
-        )
 
 
-def _request(
-    artifact: ArtifactReader, recipe: FineTuningRecipe | None, settings: ReplaySettings
-) -> tuple[FineTuningRecipe, tuple[str, ...]]:
-    """Return the recipe to replay, and the targets that have no replay by it."""
-    past = artifact.manifest.replays
-    passed = [record for record in past if record.passed]
-    if recipe is None:
-        recipe = FineTuningRecipe.model_validate(passed[-1].recipe) if passed else default_recipe(artifact.n_rows)
-    now = {"recipe": recipe.model_dump(mode="json"), "settings": settings.model_dump(mode="json")}
+def _without_replay(artifact: ArtifactReader, plan: ReplayPlan) -> tuple[str, ...]:
+    """Return the targets that have no replay by this recipe and these settings."""
+    now = {"recipe": plan.recipe.model_dump(mode="json"), "settings": plan.settings.model_dump(mode="json")}
     done = set[str]()
-    for record in past:
+    for record in artifact.manifest.replays:
         changed = list(differences({"recipe": record.recipe, "settings": record.settings}, now))
         if changed and record.passed:
             raise ArtifactError(
@@ -194,22 +282,22 @@ def _request(
                 "another artifact"
             )
         done |= set() if changed else set(record.targets)
-    return recipe, tuple(target for target in artifact.targets if target not in done)
+    return tuple(target for target in artifact.targets if target not in done)
 
 
-def _key(artifact: ArtifactReader, recipe: FineTuningRecipe, settings: ReplaySettings, targets: Sequence[str]) -> str:
+def _key(artifact: ArtifactReader, plan: ReplayPlan, targets: Sequence[str]) -> str:
     """Return a name for the intermediate results of a replay of some targets by a recipe."""
-    how = settings.model_dump(mode="json", exclude={"orders", "memory_mb"})
-    content = [recipe.model_dump(mode="json"), how, list(targets), artifact.manifest.fingerprints]
+    how = plan.settings.model_dump(mode="json", exclude={"orders", "memory_mb"})
+    content = [plan.recipe.model_dump(mode="json"), how, list(targets), artifact.manifest.fingerprints]
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def discard_others(directory: Path, key: str) -> None:
-    """Delete intermediate results of other replays."""
-    for other in directory.glob("*") if directory.exists() else ():
-        if other.name != key:
+def discard_others(directory: Path) -> None:
+    """Make the directory of a replay, and delete intermediate results of other replays beside it."""
+    for other in directory.parent.glob("*") if directory.parent.exists() else ():
+        if other != directory:
             discard(other)
-    (directory / key).mkdir(parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
 
 
 def _units_of(artifact: ArtifactReader, origin: BuildSource, targets: Sequence[str]) -> list[Target]:
@@ -262,22 +350,15 @@ def _with_adapter(model: nn.Module, recipe: FineTuningRecipe, seed: int) -> nn.M
     return adapted
 
 
-def forecast_replay(
-    training: AdamWTraining,
-    rows: RowStore,
-    order: Sequence[I64],
-    n_rows: int,
-    n_targets: int,
-    settings: ReplaySettings,
-) -> ReplayForecast:
+def forecast_replay(plan: ReplayPlan, rows: RowStore, n_rows: int, n_targets: int) -> ReplayForecast:
     """Time the gradient of one batch, and forecast what a replay takes.
 
     Args:
         rows: some of the corpus; `n_rows` are all of it.
     """
+    training, order = plan.start(0), plan.order(n_rows, 0)
     size = TrajectorySize.of(len(order), training.n_parameters, training.parameter_bytes)
-    how = metagradient_settings(settings, len(order), 1)
-    total = price(order, n_rows, n_targets, how)
+    total = price(order, n_rows, n_targets, plan.differentiation)
     (batch,) = token_batches(
         rows,
         [iter([order[0] % rows.n_rows])],
@@ -293,5 +374,6 @@ def forecast_replay(
         seconds.append(time.perf_counter() - begun)
         training.zero_gradients()
     disk = size.start_bytes + 2 * 3 * n_targets * training.parameter_bytes
-    disk += size.segment_bytes if size.segment_bytes > settings.memory_mb * MEGABYTE else 0
-    return ReplayForecast(settings.orders, size, total, settings.orders * total.total * len(order) * min(seconds), disk)
+    disk += size.segment_bytes if size.segment_bytes > plan.settings.memory_mb * MEGABYTE else 0
+    orders = plan.settings.orders or 1
+    return ReplayForecast(orders, size, total, orders * total.total * len(order) * min(seconds), disk)

@@ -23,6 +23,7 @@ from grasp.build.add_targets import Source as Added
 from grasp.build.add_targets import add_target
 from grasp.build.inputs import InMemory
 from grasp.build.pipeline import build_artifact, decided
+from grasp.build.proxy import CONTEXT, MODEL, train_proxy
 from grasp.build.ray_cluster import ClusterSpec
 from grasp.corpus.sources import IN_MEMORY, Source, table_source
 from grasp.errors import CorpusError, SettingsError, TargetError
@@ -39,7 +40,7 @@ from grasp.settings import (
     without_foreign_code,
 )
 from grasp.store import remote
-from grasp.targets.load import records_of, units_of
+from grasp.targets.load import load_units, records_of, units_of
 from grasp.targets.units import Unit
 from grasp.training.recipe_files import FineTuningRecipe
 from grasp.yaml_files import leaf, over, plain_settings, pop_leaf, put, put_all, read_yaml, require_flags, validated
@@ -105,11 +106,13 @@ def build(
     An interrupted build is resumed by the same command.
 
     The model is a causal LM, or an image classifier if its output layer is named: --set model.classifier.head=NAME.
+    Without --model, a small one is trained from scratch on the corpus, in minutes on a CPU.
 
     In Python a finished artifact is opened.
 
     Args:
-        model: checkpoint that reads the corpus: a directory or a hub name. In Python also a transformers model, with
+        model: checkpoint that reads the corpus: a directory or a hub name. Default: for --train new, a small model that
+            is trained on the corpus and stored in the artifact. In Python also a transformers model, with
             `tokenizer` or as a pair with it.
         corpus: texts, conversations or token ids: Parquet, JSONL, a directory of them, a `datasets` directory, a hub
             name, or a URL. In Python also a pandas DataFrame, a pyarrow Table, a `datasets.Dataset`.
@@ -132,10 +135,11 @@ def build(
         dtype: dtype of the model: float32, bfloat16 or float16. Default: float32 on a CPU, else bfloat16.
         keep_features: store the features that --add-target needs instead of another pass; 2 to 6 kB a token.
         like: use the moments of this artifact, so that grasp merge can merge the two.
-        replay: also differentiate the fine-tuning itself, for more accurate predictions at the price of several
+        replay: also differentiate the training itself, for more accurate predictions of subsets at the price of several
             trainings; a finished artifact gets it later by --out and --replay alone.
-        recipe: fine-tuning that --replay differentiates: a YAML or JSON file with the names of TrainingArguments,
-            SFTConfig or Axolotl. Default: one epoch in batches of 16, at most 192 steps.
+        recipe: training that --replay differentiates: a YAML or JSON file with the names of TrainingArguments,
+            SFTConfig or Axolotl. Default: one epoch in batches of 16, at most 192 steps; for a new model, a small one
+            from scratch, 4 epochs in batches of 32, at most 320 steps.
         settings: further settings, nested, or a YAML file; arguments override them.
         resume: resume an interrupted build, with its settings.
         untrained: accept a model that predicts no better than chance.
@@ -159,9 +163,11 @@ def build(
         in_memory = _put_inputs(data, model, tokenizer, dtype, corpus, targets)
         if resume and (staged / "run.yaml").exists():
             data = over(without_foreign_code(read_yaml(staged / "run.yaml"), str(staged / "run.yaml"), data), data)
-        begun = not resume or (staged / "run.yaml").exists()
+        begun, progress = not resume or (staged / "run.yaml").exists(), progress or Silent()
+        if _needs_proxy(data, in_memory, url):
+            _train_proxy(data, in_memory, staged, progress)
         require_flags(data, REQUIRED, "build" if begun else f"build --resume: there is no {staged / 'run.yaml'}")
-        checked, progress = build_settings(data), progress or Silent()
+        checked = build_settings(data)
         if cluster is not None and in_memory.model is not None:
             raise SettingsError("model: got an object, but workers load it from disk; save it and pass its directory")
         if url is not None and remote.is_published(url, SIGNED_MANIFEST):
@@ -181,6 +187,32 @@ def build(
         remote.publish(staged, url, SIGNED_MANIFEST)
         remote.discard_staging(url)
     return ArtifactReader.open(place if url is None else url)
+
+
+def _needs_proxy(data: dict[str, Any], in_memory: InMemory, url: str | None) -> bool:
+    """Return whether the build trains its own model: without a checkpoint, on a corpus on disk, for a new model."""
+    has_inputs = all(any(leaf(data, path) for path in REQUIRED[flag]) for flag in ("--corpus", "--targets"))
+    on_disk = url is None and in_memory.source is None
+    return has_inputs and on_disk and leaf(data, "model.path") is None and leaf(data, "train") in (None, "new")
+
+
+def _train_proxy(data: dict[str, Any], in_memory: InMemory, out: Path, progress: Progress) -> None:
+    """Train the model of a build that has none, and put it into the settings `data`."""
+    put(data, "train", "new")
+    if leaf(data, "corpus.max_length") is None:
+        put(data, "corpus.max_length", CONTEXT)
+    settings = build_settings(over(deepcopy(data), {"model": {"path": str(out / MODEL)}}))
+    if not in_memory.units:
+        load_units(settings.targets)  # errors are reported before a training of minutes
+    trained = train_proxy(
+        out,
+        settings.corpus,
+        settings.model.tokenizer,
+        seed=settings.features.seed,
+        shard_rows=settings.shard_rows,
+        progress=progress,
+    )
+    put(data, "model.path", str(trained))
 
 
 def _put_inputs(
@@ -277,8 +309,8 @@ def add_replay(
         settings: `replay`; custom code that may run; and the current places of model and corpus: `model.path`,
             `model.tokenizer`, `corpus.path`.
     Raises:
-        GraspError: other settings are given; not an artifact; its model or rows changed; it was built for a new model;
-            or it has a replay by another recipe.
+        GraspError: other settings are given; not an artifact; its model or rows changed; or it has a replay by another
+            recipe.
     """
     data = deepcopy(dict(settings or {}))
     replayed, how = replay_request(data, recipe, wanted=True)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from grasp.artifact.manifest import MANIFEST
-from grasp.build.add_replay import ReplayForecast, forecast_replay, refuse_replay, trainable
+from grasp.build.add_replay import ReplayForecast, forecast_replay, plan_replay, refuse_replay
 from grasp.build.build import REQUIRED, replay_request, staging_place
 from grasp.build.inputs import ON_DISK, Inputs, prepare
 from grasp.build.model_pass import Arrays, ModelPass, merge_batches, observe_part, read_batches, score_shard
@@ -35,8 +35,7 @@ from grasp.progress import Progress, Silent
 from grasp.settings import BuildSettings, ReplaySettings, build_settings
 from grasp.store.contents import parquet_bytes
 from grasp.text import duration_text, size_text
-from grasp.training.fine_tuning import FineTuning
-from grasp.training.recipe_files import FineTuningRecipe, default_recipe
+from grasp.training.recipe_files import FineTuningRecipe
 from grasp.yaml_files import plain_settings, require_flags
 
 PROBE_CHARS = 1 << 20  # of the corpus that are cut into rows
@@ -111,12 +110,9 @@ def _replay(inputs: Inputs, recipe: FineTuningRecipe | None, settings: ReplaySet
     """Forecast a replay by the gradient of one batch; `ratio` is the corpus in units of the part that was read."""
     assert isinstance(inputs.model, ReferenceModel)
     assert isinstance(inputs.store, RowStore)
-    n_rows = round(ratio * inputs.store.n_rows)
-    recipe = recipe or default_recipe(n_rows)
-    working, _ = trainable(inputs.model.model, inputs.model.frozen, recipe, settings.seed)
-    training = FineTuning(working, recipe.optimizer(n_rows))
-    order = recipe.order(n_rows, settings.seed)
-    return forecast_replay(training, inputs.store, order, n_rows, len(inputs.unit_set.targets), settings)
+    n_rows, longest = round(ratio * inputs.store.n_rows), int(inputs.store.lengths().max())
+    plan = plan_replay(inputs.model, str(inputs.settings.train), recipe, settings, n_rows=n_rows, context=longest)
+    return forecast_replay(plan, inputs.store, n_rows, len(inputs.unit_set.targets))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from grasp.yaml_files import read_yaml, validated, write_yaml
 Match = str  # name of a kernel
 GRADIENT_COMPANION_WEIGHT = 0.25  # weight of output_layer and embedding when combined with `gradient`
 REPLAY = "replay"  # kernel whose relevance is of whole targets: the derivative of a replayed training
-REPLAY_WEIGHT = 4.0  # its weight when combined with `gradient`: experiments/replay
+REPLAY_WEIGHT = 4.0  # its weight for further training: experiments/replay
+NEW_MODEL_REPLAY_WEIGHT = 2.0  # for a new model: experiments/replay
 # Settings of `grasp.geometry` with the values that mean "no interaction"; a protocol file may contain them.
 STANDARDS = {"task": "mean_relevance", "unit": "own_relevance"}
 NO_INTERACTION = {"side": "retained", "weighting": "mean", "components": {}, "standardize": STANDARDS}
@@ -70,7 +71,7 @@ class ScoringProtocol(Settings):
         description="Weights of the kernels, each standardised; auto: output_layer, embedding and knn; of a model that "
         f"is trained further gradient and {GRADIENT_COMPANION_WEIGHT:g} each of output_layer and embedding; without it "
         "output_layer, embedding, hidden_bias and hidden_linear; else pooled. Targets with a replay: also "
-        f"{REPLAY_WEIGHT:g} replay.",
+        f"{REPLAY_WEIGHT:g} replay, or {NEW_MODEL_REPLAY_WEIGHT:g} for a new model, but not with task: estimate.",
     )
     negative: float = Field(
         1.0,
@@ -163,8 +164,10 @@ class ScoringProtocol(Settings):
                 match = dict.fromkeys(first, GRADIENT_COMPANION_WEIGHT) | {"gradient": 1.0}
             if "output_layer" not in available:
                 match = {"pooled": 1.0}
-            if REPLAY in available:
+            if REPLAY in available and not _is_new_model(array_names):
                 match |= {REPLAY: REPLAY_WEIGHT}
+            elif REPLAY in available and self.task == "mean":
+                match |= {REPLAY: NEW_MODEL_REPLAY_WEIGHT}
         else:
             match = {kernel: weight for kernel, weight in self.match.items() if weight}
         fitted = self.model_copy(update={"match": match})
@@ -226,13 +229,27 @@ DEFAULT_PROTOCOL = ScoringProtocol(
 TASK_PROTOCOL = DEFAULT_PROTOCOL.model_copy(update={"task": "estimate"})
 
 
+def _is_new_model(array_names: Sequence[str]) -> bool:
+    """Return whether an artifact is for a new model, by its kernels."""
+    return "relevance_knn" in array_names and "relevance_gradient" not in array_names
+
+
 def resolve_protocol(
-    protocol: ScoringProtocol | Path | str | None, artifact: ArtifactReader, *, known_questions: bool = False
+    protocol: ScoringProtocol | Path | str | None,
+    artifact: ArtifactReader,
+    *,
+    known_questions: bool = False,
+    subsets: bool = False,
 ) -> ScoringProtocol:
     """Return the protocol itself, read it from a file, or (None) return the built-in protocol for the artifact.
 
     The built-in protocol is the paper's if the artifact was built with `rule: paper` and has its arrays. Otherwise it
     is TASK_PROTOCOL for a new model, and DEFAULT_PROTOCOL for further training or with `known_questions`.
+
+    Args:
+        known_questions: predictions are compared with losses on the questions of the artifact.
+        subsets: subsets are predicted, instead of rows being ranked or selected. For a new model with a replay that is
+            DEFAULT_PROTOCOL too: the replay predicts subsets better, the other kernels select rows better.
     """
     if isinstance(protocol, ScoringProtocol):
         return protocol
@@ -242,8 +259,9 @@ def resolve_protocol(
         paper: ScoringProtocol = geometry().PAPER
         if set(paper.arrays) <= set(artifact.array_names):  # `rule: paper` may have been combined with other kernels
             return paper
-    is_new_model = "relevance_knn" in artifact.array_names and "relevance_gradient" not in artifact.array_names
-    return TASK_PROTOCOL if is_new_model and not known_questions else DEFAULT_PROTOCOL
+    replayed = subsets and f"relevance_{REPLAY}" in artifact.array_names
+    estimated = _is_new_model(artifact.array_names) and not (known_questions or replayed)
+    return TASK_PROTOCOL if estimated else DEFAULT_PROTOCOL
 
 
 def load_protocol(path: Path | str) -> ScoringProtocol:

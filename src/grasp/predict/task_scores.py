@@ -4,13 +4,14 @@ For row i and question e, with r the relevance by kernel k and w_k the weight of
 
     q_ie = sum_k c_e^k r_ie^k    every question scaled to unit spread over the rows, then every kernel's task mean
     b_i  = mean_e q_ie           mean over the known questions
-    p_i  = g f(text of row i) + h(labels of row i)
+    p_i  = g f(text of row i) + g' h(labels of row i)
 
 f is a ridge regression of b on text, and h one of b - g f on the values of the labels, such as topic or source; both
-are fitted on rows of other documents. g undoes the shrinkage of the ridge penalty: it is the slope of the mean over
-held-out questions on the prediction from the others. h keeps the mean of a slice close to its mean relevance, which is
-reliable. Over samples of n questions, b_i has the variance s_i^2 / n, with s_i^2 the variance of q_ie over questions.
-With p_i as the prior mean, the rest of b_i is shrunk by the share of its variance that is not sampling noise:
+are fitted on rows of other documents. g is the slope of the mean over held-out questions on the prediction from the
+others: it undoes the shrinkage of the ridge penalty. g' is the same for h: the mean relevance of a slice is reliable if
+questions agree about it. Over samples of n questions, b_i has the variance s_i^2 / n, with s_i^2 the variance of q_ie
+over questions. With p_i as the prior mean, the rest of b_i is shrunk by the share of its variance that is not sampling
+noise:
 
     score_i = p_i + rho (b_i - p_i),     rho = max(0, 1 - mean_i(s_i^2 / n) / var_i(b_i - p_i))
 
@@ -37,13 +38,11 @@ from scipy.sparse import csr_array
 from scipy.special import stdtrit
 
 from grasp.arrays import F32, F64, I32, I64, Blocks, Bool
-from grasp.predict.token_features import SLOTS, TokenFeatures
+from grasp.corpus.token_regression import PENALTY, SLOTS, TokenFeatures, ridge
 
 SAMPLE_ROWS = 16_384
 SAMPLE_TOKENS = 1 << 23  # limit for the tokens of the sample
 FOLDS = 5
-PENALTY = 30.0  # of the ridge regression; rows have length 1
-STEPS = 12  # of conjugate gradients
 GROUPS = 4
 FEW_QUESTIONS = 16  # below this number the ranking depends mostly on the known questions
 LEVEL = 0.95
@@ -237,7 +236,7 @@ class _Task:
         return Reliability(count, ranking, transfer, transfer - half_width, transfer + half_width)
 
     def prior_slope(self) -> float:
-        """Return g, estimated by holding out each group; 1 for a single group."""
+        """Return g (or g'), estimated by holding out each group; 1 for a single group."""
         if len(self.count_G) < 2:
             return 1.0
         return max(
@@ -308,7 +307,7 @@ class _TextModel:
             rest, held_out = np.flatnonzero(fold_S != fold), np.flatnonzero(fold_S == fold)
             if not len(rest):
                 continue
-            weight_VJ, constant_J = _ridge(matrix_SV[rest], base_SJ[rest])
+            weight_VJ, constant_J = ridge(matrix_SV[rest], base_SJ[rest])
             prior_SJ[held_out] = matrix_SV[held_out] @ weight_VJ + constant_J
             table_FVT[fold], constant_FT[fold] = weight_VJ @ share_JT, constant_J @ share_JT
         priors = [replace(task, prior_SG=prior_SJ[:, task_J == t]) for t, task in enumerate(tasks)]
@@ -340,7 +339,7 @@ class _LabelModel:
         if not labels:
             return model, list(tasks)
         value_SL = model._indicators(sample)
-        prior_TSG = [task.prior_SG.copy() for task in tasks]
+        effect_TSG = [np.zeros_like(task.prior_SG) for task in tasks]
         for fold in range(FOLDS):
             rest, held_out = np.flatnonzero(fold_S != fold), np.flatnonzero(fold_S == fold)
             if not len(rest):
@@ -350,10 +349,19 @@ class _LabelModel:
                 rest_SG = (task.base_SG - task.prior_SG)[rest]
                 mean_G = rest_SG.mean(axis=0)
                 table_LG = np.linalg.solve(normal_LL, value_SL[rest].T @ (rest_SG - mean_G))
-                prior_TSG[t][held_out] += value_SL[held_out] @ table_LG + mean_G
+                effect_TSG[t][held_out] = value_SL[held_out] @ table_LG + mean_G
                 share_G = task.count_G / task.count_G.sum()
                 table_FLT[fold, :, t], constant_FT[fold, t] = table_LG @ share_G, mean_G @ share_G
-        return model, [replace(task, prior_SG=prior_SG) for task, prior_SG in zip(tasks, prior_TSG, strict=True)]
+        slope_T = np.array(
+            [
+                replace(task, base_SG=task.base_SG - task.prior_SG, prior_SG=effect_SG).prior_slope()
+                for task, effect_SG in zip(tasks, effect_TSG, strict=True)
+            ]
+        )
+        table_FLT *= slope_T
+        constant_FT *= slope_T
+        scaled = zip(tasks, effect_TSG, slope_T, strict=True)
+        return model, [replace(task, prior_SG=task.prior_SG + slope * effect_SG) for task, effect_SG, slope in scaled]
 
     def apply(self, rows: slice) -> F64:
         """Predict rows, (n, T)."""
@@ -368,33 +376,6 @@ class _LabelModel:
         column_nl = np.stack([start + code_N[rows] for code_N, start in zip(self.labels, self.starts, strict=False)], 1)
         indptr = np.arange(len(rows) + 1) * len(self.labels)
         return csr_array((np.ones(column_nl.size), column_nl.ravel(), indptr), shape=(len(rows), int(self.starts[-1])))
-
-
-def _ridge(x_SV: csr_array, y_SJ: F64) -> tuple[F32, F64]:
-    """Minimize |(X - mean) W - (Y - mean)|^2 + PENALTY |W|^2 by conjugate gradients; return W and the constant.
-
-    X is sparse and never centred itself: (X - 1 m^T) W = X W - 1 (m^T W).
-    """
-    m_V = np.asarray(x_SV.mean(axis=0), dtype=np.float32)
-    mean_J = y_SJ.mean(axis=0)
-    x_VS = csr_array(x_SV.T)
-
-    def transposed(r_SJ: F32) -> F32:
-        return x_VS @ r_SJ - np.outer(m_V, r_SJ.sum(axis=0))
-
-    residual_VJ = transposed((y_SJ - mean_J).astype(np.float32))
-    weight_VJ, step_VJ = np.zeros_like(residual_VJ), residual_VJ.copy()
-    square_J = np.square(residual_VJ, dtype=np.float64).sum(axis=0)
-    for _ in range(STEPS):
-        image_VJ = transposed(x_SV @ step_VJ - m_V @ step_VJ) + PENALTY * step_VJ
-        curvature_J = (step_VJ * image_VJ).sum(axis=0, dtype=np.float64)
-        along_J = np.divide(square_J, curvature_J, out=np.zeros_like(square_J), where=curvature_J > 0)
-        weight_VJ += (along_J * step_VJ).astype(np.float32)
-        residual_VJ -= (along_J * image_VJ).astype(np.float32)
-        before_J, square_J = square_J, np.square(residual_VJ, dtype=np.float64).sum(axis=0)
-        ratio_J = np.divide(square_J, before_J, out=np.zeros_like(square_J), where=before_J > 0)
-        step_VJ = residual_VJ + ratio_J.astype(np.float32) * step_VJ
-    return weight_VJ, mean_J - m_V @ weight_VJ
 
 
 # ------------------------------------------------------------------------------------------------- sample of the rows

@@ -15,9 +15,10 @@ import torch
 
 import grasp
 from grasp.artifact.where import LabelTable
-from grasp.corpus import RowStore, read_documents
+from grasp.build.proxy import tokenizer_texts
+from grasp.corpus import RowStore
 from grasp.corpus.sources import open_source
-from grasp.errors import CorpusError, RunsError, SettingsError, SubsetError
+from grasp.errors import RunsError, SettingsError, SubsetError
 from grasp.files import claim_directory, discard, written_aside
 from grasp.models.checkpoint import device_of, text_config_of, tokenizer_at
 from grasp.models.checkpoint import tokenizer_of as tokenizer_of_model
@@ -48,7 +49,6 @@ PURPOSE = "evaluation"  # name of the random stream; calibration families have a
 SHARD_ROWS = 4096
 TOKENIZER_RECORD = "trained_on.json"  # record in the directory of a tokenizer that was trained on the corpus
 COMMAND_CONTEXT = 1024  # default maximum length of rows and units for a train command, in tokens
-TOKENIZER_CHARS = 50_000_000  # characters of the corpus that a tokenizer is trained on; more do not help
 Stage = Callable[[str], None]  # callback that receives the name of a stage: "tokenizer", "rows"
 
 
@@ -232,22 +232,9 @@ def _train_tokenizer(settings: RetrainSettings, recipe: TrainingRecipe, out: Pat
         return
     stage("tokenizer")
 
-    def texts() -> Iterator[str]:
-        chars = 0
-        for document in read_documents(settings.corpus):
-            if document.text is None:
-                raise CorpusError(
-                    f"{settings.corpus.path}: no tokenizer can be trained on token ids or conversations; pass theirs "
-                    "as `tokenizer`"
-                )
-            yield document.text
-            chars += len(document.text)
-            if chars >= TOKENIZER_CHARS:
-                return
-
     discard(directory)
     with written_aside(directory) as part:
-        train_tokenizer(texts(), vocab_size=recipe.shape.vocab_size).save_pretrained(part)
+        train_tokenizer(tokenizer_texts(settings.corpus), vocab_size=recipe.shape.vocab_size).save_pretrained(part)
         (part / TOKENIZER_RECORD).write_text(trained_on, encoding="utf-8")
 
 

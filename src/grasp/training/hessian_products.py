@@ -1,5 +1,7 @@
 """Products of the curvature of a batch loss with a direction u, and derivatives of row losses along u.
 
+    one-sided      (g(theta + s u) - g(theta)) / s with s |u| = 3e-4 |theta|: one gradient, since a replay has
+                   g(theta); the sign of s alternates, so that its errors, which are linear in s, cancel over steps
     difference     (g(theta + s u) - g(theta - s u)) / 2 s with s |u| = 1e-3 |theta|: two gradients, any attention
     exact          forward-over-reverse differentiation; requires eager attention; the reference
     gauss-newton   J^T B J u with J the Jacobian of the logits and B the Hessian of the loss with respect to the logits;
@@ -11,6 +13,7 @@ Shape letters: B rows of a batch, L tokens, P positions with loss, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -23,10 +26,19 @@ from grasp.training.adamw import AdamWTraining, LabelLogits
 from grasp.training.adjoint import norm_of
 from grasp.training.fine_tuning import FineTuning
 
-Curvature = Literal["difference", "exact", "gauss-newton"]
+Curvature = Literal["one-sided", "difference", "exact", "gauss-newton"]
 # Step relative to the norm of the weights. In float32 the product is within 1e-4 of the exact one on small models; with
 # a tenth of this step, the rounding error is ten times as large.
 RELATIVE_STEP = 1e-3
+ONE_SIDED_SHARE = 0.3  # of that step, in one-sided differences, whose error is linear in the step
+
+
+@dataclass(frozen=True, slots=True)
+class BatchGradient:
+    """Gradient of a batch loss at the current weights, with the contribution of each row to the loss, (B,), nats."""
+
+    gradient: Sequence[Tensor]
+    loss_B: F64
 
 
 def curvature_product(
@@ -36,8 +48,13 @@ def curvature_product(
     direction: Sequence[Tensor],
     curvature: Curvature = "difference",
     relative_step: float = RELATIVE_STEP,
+    at_weights: BatchGradient | None = None,
 ) -> tuple[list[Tensor], F64]:
     """Multiply the curvature of the batch loss with a direction.
+
+    Args:
+        relative_step: finite-difference step, in norms of the weights; a negative one reverses one-sided differences.
+        at_weights: gradient and losses at the current weights, which one-sided differences need.
 
     Returns:
         The product, one tensor per parameter, and the derivative of the loss of each row along u, (B,), nats.
@@ -51,6 +68,15 @@ def curvature_product(
         return _gauss_newton(training, ids_BL, weight_BL, direction, relative_step)
     product = [torch.zeros_like(u) for u in direction]
     along_B = np.zeros(len(ids_BL))
+    if curvature == "one-sided":
+        assert at_weights is not None
+        for step in moved(training, direction, (ONE_SIDED_SHARE * relative_step,)):
+            along_B = (training.backward(ids_BL, weight_BL) - at_weights.loss_B) / step
+            pairs = zip(product, training.gradients(), at_weights.gradient, strict=True)
+            for total, gradient, before in pairs:
+                total.copy_(gradient).sub_(before).div_(step)
+            training.zero_gradients()
+        return product, along_B
     for step in both_sides(training, direction, relative_step):
         along_B += training.backward(ids_BL, weight_BL) / step
         for total, gradient in zip(product, training.gradients(), strict=True):
@@ -64,14 +90,24 @@ def both_sides(training: AdamWTraining, direction: Sequence[Tensor], relative_st
 
     Yields nothing if u is 0.
     """
+    return (2.0 * step for step in moved(training, direction, (relative_step, -relative_step)))
+
+
+def moved(training: AdamWTraining, direction: Sequence[Tensor], relative_steps: Sequence[float]) -> Iterator[float]:
+    """Set the parameters to theta + s u for some steps, yielding s, then restore them; nothing if u is 0.
+
+    Args:
+        relative_steps: steps s |u| in norms of theta.
+    """
     length = norm_of(direction)
     if not length:
         return
     weights = [parameter.detach().clone() for parameter in training.parameters]
-    step = relative_step * norm_of(weights) / length
-    for signed in (step, -step):
-        training.set_weights(weight + signed * u for weight, u in zip(weights, direction, strict=True))
-        yield 2.0 * signed
+    size = norm_of(weights) / length
+    for relative_step in relative_steps:
+        step = relative_step * size
+        training.set_weights(weight + step * u for weight, u in zip(weights, direction, strict=True))
+        yield step
     training.set_weights(weights)
 
 

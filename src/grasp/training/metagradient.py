@@ -33,7 +33,7 @@ from grasp.targets.margins import Answers
 from grasp.targets.units import UnitTokens
 from grasp.training.adamw import AdamWTraining
 from grasp.training.adjoint import Adjoint, UpdateConstants, add_curvature, norm_of, through_update
-from grasp.training.hessian_products import RELATIVE_STEP, Curvature, curvature_product
+from grasp.training.hessian_products import RELATIVE_STEP, BatchGradient, Curvature, curvature_product
 from grasp.training.row_derivatives import cheaper_method, label_positions, row_derivatives
 from grasp.training.trajectory import Step, TensorShelf, Trajectory
 
@@ -155,7 +155,7 @@ def price(order: Sequence[I64], n_rows: int, n_targets: int, settings: Metagradi
         n_rows: rows of the corpus, all of which are differentiated at the probe steps.
     """
     share = (len(order) - settings.first_step) / len(order)
-    gradients = {"difference": 2.0, "exact": 3.1, "gauss-newton": 5 / 3}[settings.curvature]
+    gradients = {"one-sided": 1.0, "difference": 2.0, "exact": 3.1, "gauss-newton": 5 / 3}[settings.curvature]
     _, probe = cheaper_method(n_targets)
     probes = probe * len(settings.probe_steps) * n_rows / sum(len(index_B) for index_B in order)
     return Price(1.0, share, share * gradients * n_targets, probes)
@@ -347,7 +347,13 @@ class _Replay:
             moments = step.first_after, step.second_after
             direction, left_out = through_update(adjoint, constants, step.gradient, *moments)
             product, along_B = curvature_product(
-                training, batch.ids_BL, batch.weight_BL, direction, settings.curvature, settings.relative_step
+                training,
+                batch.ids_BL,
+                batch.weight_BL,
+                direction,
+                settings.curvature,
+                settings.relative_step * (-1 if step.step % 2 else 1),
+                BatchGradient(step.gradient, step.loss_B),
             )
             add_curvature(adjoint, constants, training.weight_decays, product)
             along_B = np.divide(along_B, weight_B, out=np.full_like(along_B, np.nan), where=weight_B != 0)

@@ -13,10 +13,10 @@ from typing import Annotated, Any, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from grasp.arrays import I64
-from grasp.errors import ModelError
+from grasp.errors import ModelError, SettingsError
 from grasp.seeds import stream
 from grasp.settings import Settings
-from grasp.training.recipe import OptimizerRecipe
+from grasp.training.recipe import RECIPES, OptimizerRecipe, TrainingRecipe
 from grasp.yaml_files import read_yaml, validated
 
 ALIASES = {  # names in Axolotl and older versions of TRL
@@ -184,6 +184,36 @@ def default_recipe(n_rows: int) -> FineTuningRecipe:
         max_steps=min(math.ceil(n_rows / batch_rows), most_steps),
         warmup_ratio=0.03,
     )
+
+
+def default_proxy_recipe(n_rows: int) -> FineTuningRecipe:
+    """Return the recipe of a small model from scratch: the optimizer of `tiny`, four epochs, 60 to 320 steps."""
+    tiny = RECIPES["tiny"]
+    return FineTuningRecipe(
+        learning_rate=tiny.learning_rate,
+        per_device_train_batch_size=tiny.batch_rows,
+        max_steps=min(tiny.steps, max(60, 4 * math.ceil(n_rows / tiny.batch_rows))),
+        warmup_ratio=tiny.warmup_steps / tiny.steps,
+        weight_decay=tiny.weight_decay,
+        adam_beta1=tiny.betas[0],
+        adam_beta2=tiny.betas[1],
+        max_grad_norm=tiny.clip_norm,
+    )
+
+
+def proxy_training(recipe: FineTuningRecipe, n_rows: int, vocab_size: int, context: int) -> TrainingRecipe:
+    """Return the training of a model from scratch by a recipe, of the size of `tiny`, in float32.
+
+    Raises:
+        SettingsError: the recipe has an adapter, or does not clip gradients.
+    """
+    if recipe.lora_r is not None:
+        raise SettingsError(f"recipe: lora_r: got {recipe.lora_r}, but a new model has no adapter; remove it")
+    if not recipe.max_grad_norm:
+        raise SettingsError("recipe: max_grad_norm: got no limit, expected a number above 0 for a new model")
+    shape = RECIPES["tiny"].shape.model_copy(update={"vocab_size": vocab_size, "context": context})
+    settings = {"name": "proxy", "shape": shape, "cuda_autocast": False}
+    return TrainingRecipe(**recipe.optimizer(n_rows).model_dump(), **settings)
 
 
 def _flat(data: Mapping[str, Any]) -> dict[str, Any]:

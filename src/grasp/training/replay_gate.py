@@ -1,9 +1,9 @@
 """Checks of the derivatives of a training run: smoothness, agreement of orders, and retraining.
 
-In a smooth run, the norms of the adjoint and of the derivatives of drawn rows are nearly constant over steps. Otherwise
-both grow towards the first steps, where the derivatives are noise. Two orders of the rows agree as far as the
-derivatives exceed noise. Finally, retraining with changed weights of groups of rows changes the utilities as predicted;
-changed weights of single rows have too small an effect to measure. Start with `smoothness`.
+In a smooth run, the norm of the adjoint and the derivatives of drawn rows per learning rate are nearly constant over
+steps. Otherwise both grow towards the first steps, where the derivatives are noise. Two orders of the rows agree as far
+as the derivatives exceed noise. Finally, retraining with changed weights of groups of rows changes the utilities as
+predicted; changed weights of single rows have too small an effect to measure. Start with `smoothness`.
 
 Shape letters: K steps, N rows, T targets, R retrainings.
 """
@@ -32,8 +32,8 @@ class Smoothness:
 
     Attributes:
         growth_K: norm of the adjoint before each step over that at the last step, mean over targets.
-        spread_K: standard deviation of the derivatives of drawn rows in the part of the run that contains the step,
-            over that in the last quarter.
+        spread_K: standard deviation of the derivatives of drawn rows per learning rate in the part of the run that
+            contains the step, over that in the last quarter.
         first_step: first step from which on both are within the limit; earlier steps are not used.
     """
 
@@ -54,9 +54,14 @@ class Smoothness:
         return f"{line}: steps before {self.first_step} are left out"
 
 
-def smoothness(replay: Metagradient, limit: float = MAX_GROWTH) -> Smoothness:
-    """Measure the growth of derivatives towards the beginning, and find the first step that is used."""
+def smoothness(replay: Metagradient, limit: float = MAX_GROWTH, rate_K: F64 | None = None) -> Smoothness:
+    """Measure the growth of derivatives towards the beginning, and find the first step that is used.
+
+    Args:
+        rate_K: learning rate of each step, to which derivatives are proportional. Default: a constant one.
+    """
     steps = len(replay.order_KB)
+    rate_K = np.ones(steps) if rate_K is None else rate_K
     last = slice(steps - max(1, steps // 4), steps)
     growth_K = (replay.adjoint_norm_KT / replay.adjoint_norm_KT[-1]).mean(axis=1)
     spread_KT = np.full((steps, replay.drawn_KBT.shape[2]), np.nan)
@@ -64,7 +69,7 @@ def smoothness(replay: Metagradient, limit: float = MAX_GROWTH) -> Smoothness:
         value_XT = replay.drawn_KBT[part].reshape(-1, replay.drawn_KBT.shape[2])
         value_XT = value_XT[np.isfinite(value_XT).all(axis=1)]
         if len(value_XT):
-            spread_KT[part] = value_XT.std(axis=0)
+            spread_KT[part] = value_XT.std(axis=0) / (rate_K[part].mean() or np.inf)
     spread_K = (spread_KT / np.nanmean(spread_KT[last], axis=0)).mean(axis=1)
     rough = np.flatnonzero(~((growth_K <= limit) & (spread_K <= limit)))
     return Smoothness(growth_K, spread_K, int(rough[-1]) + 1 if rough.size else 0)
@@ -79,12 +84,17 @@ def agreement(first: Metagradient, second: Metagradient, n_rows: int) -> F64:
     if first.probe_MNT.size and second.probe_MNT.size:
         scores = [replay.probed() for replay in (first, second)]
     else:
-        common = np.intersect1d(first.order_KB, second.order_KB)
-        common = common[common >= 0]
+        seen = [replay.order_KB[np.isfinite(replay.drawn_KBT[..., 0])] for replay in (first, second)]
+        common = np.intersect1d(seen[0], seen[1])
         if len(common) < 3:
             raise ModelError(f"agreement: {len(common)} rows were drawn in both orders, expected at least 3")
         scores = [replay.drawn(n_rows)[common] for replay in (first, second)]
-    return np.array([float(spearmanr(a, b).statistic) for a, b in zip(*(score.T for score in scores), strict=True)])
+    return rank_agreement(*scores)
+
+
+def rank_agreement(first_NT: F64, second_NT: F64) -> F64:
+    """Return the rank correlation of two scores over rows, (T,)."""
+    return np.array([float(spearmanr(a, b).statistic) for a, b in zip(first_NT.T, second_NT.T, strict=True)])
 
 
 @dataclass(frozen=True, slots=True)

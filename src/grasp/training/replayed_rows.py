@@ -8,7 +8,10 @@ A row has two scores for a target:
 Only steps from which on a replay is smooth are used. If no more than the last third of a replay is smooth, it is
 repeated with Gauss-Newton, and discarded if it is still not smooth. Start with `replay_rows`.
 
-Shape letters: N rows, T targets.
+In a training from scratch, derivatives at single probe steps are noise, and a row is drawn about once. What the
+derivatives of drawn rows have in common is then carried over to all rows by their text: see `scores_from_text`.
+
+Shape letters: N rows, n rows of a block, S rows with a score, K steps, T targets, F folds, V slots.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,13 +20,18 @@ from pathlib import Path
 
 import numpy as np
 
-from grasp.arrays import F64
+from grasp.arrays import F64, I64
+from grasp.corpus.row_store import RowStore
+from grasp.corpus.token_regression import SLOTS, TokenFeatures, ridge
 from grasp.files import discard, written_aside
 from grasp.progress import Progress, Silent
+from grasp.seeds import stream
 from grasp.training.metagradient import Metagradient, MetagradientSettings, Target, metagradient
-from grasp.training.replay_gate import MIN_AGREEMENT, REMEDY, Smoothness, agreement, smoothness
+from grasp.training.replay_gate import MIN_AGREEMENT, REMEDY, Smoothness, agreement, rank_agreement, smoothness
 from grasp.training.trajectory import Trajectory
 
+FOLDS = 5  # of documents, in regressions on text
+BLOCK_ROWS = 4096
 LATEST_START = 2 / 3  # a replay that is only smooth from a later part of the run on is repeated or discarded
 
 
@@ -65,26 +73,54 @@ def probed_scores(replays: Sequence[Metagradient], steps: Sequence[Sequence[int]
     return mean_NT
 
 
+def scores_from_text(score_NT: F64, rows: RowStore, document_N: I64, seed: int) -> F64:
+    """Predict the scores of all rows from their tokens, (N, T), on one scale.
+
+    A row is predicted by a ridge regression on hashed tf-idf, fitted on the rows of other documents that have a score.
+
+    Args:
+        score_NT: scores; NaN for rows without one.
+        document_N: document of each row, from 0.
+        seed: seed of the folds of documents.
+    """
+    folds = stream(seed, "replay", "folds").permutation(np.arange(int(document_N.max()) + 1) % FOLDS)
+    fold_N, scored_S = folds[document_N], np.flatnonzero(np.isfinite(score_NT).all(axis=1))
+    score_ST, texts = brought_to_one_scale(score_NT[scored_S]), rows.rows(scored_S)
+    features, matrix_SV = TokenFeatures.fit(texts.flat_ids, texts.offsets)
+    table_FVT = np.zeros((FOLDS, SLOTS, score_NT.shape[1]), dtype=np.float32)
+    constant_FT = np.zeros((FOLDS, score_NT.shape[1]))
+    for fold in range(FOLDS):
+        others = np.flatnonzero(fold_N[scored_S] != fold)
+        if len(others):
+            table_FVT[fold], constant_FT[fold] = ridge(matrix_SV[others], score_ST[others])
+    predicted_NT = np.zeros(score_NT.shape)
+    for start in range(0, len(score_NT), BLOCK_ROWS):
+        block_n = np.arange(start, min(start + BLOCK_ROWS, len(score_NT)))
+        texts, fold_n = rows.rows(block_n), fold_N[block_n]
+        predicted_NT[block_n] = features.apply(texts.flat_ids, texts.offsets, table_FVT, fold_n) + constant_FT[fold_n]
+    return brought_to_one_scale(predicted_NT)
+
+
 @dataclass(frozen=True, slots=True)
 class ReplayedRows:
     """Scores of rows for targets; positive if more weight of the row increases the utility of the target.
 
     Attributes:
         drawn_NT: drawn scores, NaN for rows never drawn; None: no order is smooth.
-        probed_NT: probed scores; None: no probe step is used.
+        all_NT: probed scores, or drawn scores that were carried over to all rows; None: neither.
         smooth: smoothness of every replay, including discarded ones.
         agreements: rank correlation by target for each pair of used orders.
         notes: what was not used, and what to do about it.
     """
 
     drawn_NT: F64 | None
-    probed_NT: F64 | None
+    all_NT: F64 | None
     smooth: tuple[Smoothness, ...]
     agreements: tuple[F64, ...]
     notes: tuple[str, ...]
 
     def relevance(self) -> F64 | None:
-        """Return the probed scores on one scale, (N, T); without probes the drawn ones, 0 for rows that were not drawn.
+        """Return the scores of all rows on one scale, (N, T); else the drawn ones, 0 for rows that were not drawn.
 
         Drawn scores are as good only if rows are drawn several times, and add nothing then: experiments/replay.
 
@@ -92,9 +128,9 @@ class ReplayedRows:
         """
         if self.drawn_NT is None:
             return None
-        if self.probed_NT is None:
+        if self.all_NT is None:
             return np.nan_to_num(brought_to_one_scale(self.drawn_NT))
-        return brought_to_one_scale(self.probed_NT)
+        return brought_to_one_scale(self.all_NT)
 
 
 def replay_rows(
@@ -103,6 +139,8 @@ def replay_rows(
     settings: MetagradientSettings,
     orders: int,
     *,
+    rate_K: F64 | None = None,
+    carry_over: Callable[[F64], F64] | None = None,
     directory: Path | None = None,
     progress: Progress | None = None,
 ) -> ReplayedRows:
@@ -111,6 +149,8 @@ def replay_rows(
     Args:
         start: gives the training in an order, by its number, before its first step. If trajectories have directories,
             which are removed when their replay is done, a call that was killed is resumed by the same call.
+        rate_K: learning rate of each step. Default: a constant one.
+        carry_over: estimates the scores of all rows from drawn scores, in the place of probe steps.
         directory: keep finished replays there; it must belong to this training, these targets and settings.
     """
     smooth_replays: list[tuple[Metagradient, int]] = []
@@ -124,7 +164,7 @@ def replay_rows(
                 replay = _replay(start(w), targets, changed, turn, progress or Silent(), where)
             else:
                 replay = Metagradient.load(where)
-            n_rows, smooth = replay.probe_MNT.shape[1], smoothness(replay)
+            n_rows, smooth = replay.probe_MNT.shape[1], smoothness(replay, rate_K=rate_K)
             tried.append(smooth)
             notes.append(f"order {turn}" + f", {curvature}" * (curvature != settings.curvature) + f": {smooth}")
             if smooth.first_step <= LATEST_START * len(replay.order_KB):
@@ -136,18 +176,20 @@ def replay_rows(
     if not all(smooth.passed for smooth in tried):
         notes.append(f"to use all steps, {REMEDY}")
     replays = [replay for replay, _ in smooth_replays]
-    probes = [[int(step) for step in replay.probe_steps_M if step >= first] for replay, first in smooth_replays]
-    agreements = [agreement(first, second, n_rows) for i, first in enumerate(replays) for second in replays[:i]]
+    windows = [(first, len(replay.order_KB)) for replay, first in smooth_replays]
+    drawn_NT, all_NT = drawn_scores(replays, n_rows, windows), None
+    if carry_over is not None:
+        all_NT = carry_over(drawn_NT)
+        single = [drawn_scores([replay], n_rows, [window]) for replay, window in zip(replays, windows, strict=True)]
+        parts = [carry_over(score_NT) for score_NT in single] if len(single) > 1 else []
+        agreements = [rank_agreement(first, second) for i, first in enumerate(parts) for second in parts[:i]]
+    else:
+        probes = [[int(step) for step in replay.probe_steps_M if step >= first] for replay, first in smooth_replays]
+        all_NT = probed_scores(replays, probes) if any(probes) else None
+        agreements = [agreement(first, second, n_rows) for i, first in enumerate(replays) for second in replays[:i]]
     if agreements and (least := float(np.min(np.mean(agreements, axis=0)))) < MIN_AGREEMENT:
         notes.append(f"two orders agree by {least:.2f} for the least target; {REMEDY}")
-    windows = [(first, len(replay.order_KB)) for replay, first in smooth_replays]
-    return ReplayedRows(
-        drawn_scores(replays, n_rows, windows),
-        probed_scores(replays, probes) if any(probes) else None,
-        tuple(tried),
-        tuple(agreements),
-        tuple(notes),
-    )
+    return ReplayedRows(drawn_NT, all_NT, tuple(tried), tuple(agreements), tuple(notes))
 
 
 def _replay(

@@ -156,10 +156,11 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a training run: its batch, its gradient, and the moments after it."""
+    """One step of a training run: its batch, the loss of its rows, its gradient, and the moments after it."""
 
     step: int
     batch: StepBatch
+    loss_B: F64  # contribution of each row to the loss
     gradient: Sequence[Tensor]  # before clipping
     first_after: Sequence[Tensor]
     second_after: Sequence[Tensor]
@@ -347,7 +348,7 @@ class Trajectory:
         first, last = segment
         forward_losses = self._starts.get(_name(last))["losses"].tolist()
         self.go_to(first)
-        batches = []
+        batches: list[tuple[StepBatch, F64]] = []
         for batch, loss_B in self._steps(first, last):
             step, training = self.training.step, self.training
             loss = float(loss_B.sum())
@@ -362,14 +363,15 @@ class Trajectory:
             training.update()
             moments = {key: tensor for key, tensor in training.state().items() if not key.endswith(".weight")}
             self._step_states.put(_after(step), moments)
-            batches.append(batch)
+            batches.append((batch, loss_B))
         self.training.optimizer.state.clear()  # free the moments; those of each step are stored
         count, device = len(self.training.parameters), self.training.device
         for step in reversed(range(first, last)):
             before, after = self._step_states.get(_before(step)), self._step_states.get(_after(step))
             self.training.set_weights(OfParameters(before, "weight", count, device))
             moments_after = [OfParameters(after, moment, count, device) for moment in STATE[1:]]
-            yield Step(step, batches[step - first], OfParameters(before, "gradient", count, device), *moments_after)
+            gradient = OfParameters(before, "gradient", count, device)
+            yield Step(step, *batches[step - first], gradient, *moments_after)
             self._step_states.drop(_before(step))
             self._step_states.drop(_after(step))
 

@@ -1,9 +1,11 @@
-"""Hashed tf-idf features of rows: token ids and pairs of adjacent ids. Start with `TokenFeatures`.
+"""Hashed tf-idf features of rows, from token ids and pairs of adjacent ids, and ridge regression on them.
+
+Start with `TokenFeatures`.
 
 A token or pair in slot v adds idf_v to feature v of the row. The row is divided by the root of the sum of idf^2 over
 its tokens and pairs, which is about its length (equal to it if no slot occurs twice). A linear function of the features
 is therefore a sum over tokens and pairs, and needs no matrix.
-Shape letters: n rows of a block, L tokens, V slots, F tables, C columns.
+Shape letters: n rows of a block, S rows of a sample, L tokens, V slots, F tables, C and J columns.
 """
 
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from grasp.arrays import F32, F64, I32, I64
 
 BITS = 15
 SLOTS = 1 << BITS
+PENALTY = 30.0  # of the ridge regression; rows have length 1
+STEPS = 12  # of conjugate gradients
 _FIRST, _SECOND, _SPREAD = np.uint32(0x9E3779B1), np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)  # odd multipliers
 
 
@@ -73,3 +77,30 @@ class TokenFeatures:
                 sum_Cn[c] += np.add.reduceat(value_S[place_L], offsets[nonempty], dtype=np.float64)
         out_nC[nonempty] = (sum_Cn[1:] / np.sqrt(sum_Cn[0])).T
         return out_nC
+
+
+def ridge(x_SV: csr_array, y_SJ: F64) -> tuple[F32, F64]:
+    """Minimize |(X - mean) W - (Y - mean)|^2 + PENALTY |W|^2 by conjugate gradients; return W and the constant.
+
+    X is sparse and never centred itself: (X - 1 m^T) W = X W - 1 (m^T W).
+    """
+    m_V = np.asarray(x_SV.mean(axis=0), dtype=np.float32)
+    mean_J = y_SJ.mean(axis=0)
+    x_VS = csr_array(x_SV.T)
+
+    def transposed(r_SJ: F32) -> F32:
+        return x_VS @ r_SJ - np.outer(m_V, r_SJ.sum(axis=0))
+
+    residual_VJ = transposed((y_SJ - mean_J).astype(np.float32))
+    weight_VJ, step_VJ = np.zeros_like(residual_VJ), residual_VJ.copy()
+    square_J = np.square(residual_VJ, dtype=np.float64).sum(axis=0)
+    for _ in range(STEPS):
+        image_VJ = transposed(x_SV @ step_VJ - m_V @ step_VJ) + PENALTY * step_VJ
+        curvature_J = (step_VJ * image_VJ).sum(axis=0, dtype=np.float64)
+        along_J = np.divide(square_J, curvature_J, out=np.zeros_like(square_J), where=curvature_J > 0)
+        weight_VJ += (along_J * step_VJ).astype(np.float32)
+        residual_VJ -= (along_J * image_VJ).astype(np.float32)
+        before_J, square_J = square_J, np.square(residual_VJ, dtype=np.float64).sum(axis=0)
+        ratio_J = np.divide(square_J, before_J, out=np.zeros_like(square_J), where=before_J > 0)
+        step_VJ = residual_VJ + ratio_J.astype(np.float32) * step_VJ
+    return weight_VJ, mean_J - m_V @ weight_VJ

@@ -1,0 +1,114 @@
+"""Train a small model from scratch on a corpus, for a build without a checkpoint.
+
+The model is the reference of the build, stored in the directory of the artifact together with its tokenizer, so that
+targets can be added later. Start with `train_proxy`.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from grasp.artifact.writer import lock_artifact
+from grasp.corpus import RowStore, read_documents
+from grasp.errors import CorpusError
+from grasp.files import written_aside
+from grasp.models.checkpoint import tokenizer_at
+from grasp.models.tokenizer import HfTokenizer, train_tokenizer
+from grasp.progress import Progress
+from grasp.settings import CorpusSettings, ModelSettings
+from grasp.text import duration_text
+from grasp.training.recipe import RECIPES
+from grasp.training.recipe_files import default_proxy_recipe, proxy_training
+from grasp.training.train import RECORD, train
+
+MODEL, TOKENIZER = "model", "tokenizer"  # in the directory of the artifact
+TOKENIZER_CHARS = 50_000_000  # characters of the corpus that a tokenizer is trained on; more do not help
+CONTEXT = RECIPES["tiny"].shape.context  # default tokens of a row
+CHECKPOINTS = 4  # states that an interrupted training resumes from
+TIMED_STEPS = 5
+
+
+def train_proxy(
+    out: Path, corpus: CorpusSettings, tokenizer: str | None, *, seed: int, shard_rows: int, progress: Progress
+) -> Path:
+    """Train a model of the size of `tiny` on all rows, and return its directory; a finished one is reused.
+
+    An interrupted training is resumed by the same call, with the same weights on a CPU.
+
+    Args:
+        out: directory of the artifact, which will use the same rows.
+        corpus: with `max_length`, the context of the model.
+        tokenizer: directory or hub name of a tokenizer. Default: byte-level BPE with the vocabulary of `tiny`, trained
+            on the corpus.
+        seed: seed of the initialisation and of the order of the rows.
+        shard_rows: rows per shard of the artifact.
+    Raises:
+        CorpusError: the corpus has no texts that a tokenizer can be trained on.
+        ModelError: the directory has a model of other rows, or the training diverges.
+    """
+    assert corpus.max_length is not None
+    with lock_artifact(out):
+        hf_tokenizer = _tokenizer(out, corpus, tokenizer, progress)
+        encoder = HfTokenizer(hf_tokenizer, vocab_size=len(hf_tokenizer))
+        progress.stage("rows", rows=None, tokens=None)
+        rows = RowStore.write(out / "tokens", corpus, encoder, shard_rows=shard_rows)
+        recipe = proxy_training(default_proxy_recipe(rows.n_rows), rows.n_rows, encoder.vocab_size, corpus.max_length)
+        recipe = recipe.model_copy(update={"batch_rows": min(recipe.batch_rows, rows.n_rows)})
+        tokens = min(recipe.batch_rows * recipe.shape.context, rows.n_tokens)
+        if not (out / MODEL / RECORD).exists():
+            progress.note(
+                f"no --model: a model of {recipe.shape.layers} layers of width {recipe.shape.hidden} and "
+                f"{encoder.vocab_size:,} tokens is trained from scratch on {rows.n_rows:,} rows: {recipe.steps} steps "
+                f"of {recipe.batch_rows} rows; it is stored in {out / MODEL}"
+            )
+        progress.stage("training", rows=recipe.steps * recipe.batch_rows, tokens=recipe.steps * tokens)
+        begun = time.perf_counter()
+
+        def advance(step: int) -> None:
+            progress.advance(recipe.batch_rows, tokens)
+            if step == TIMED_STEPS:
+                seconds = (time.perf_counter() - begun) / TIMED_STEPS * recipe.steps
+                progress.note(f"the training takes about {duration_text(seconds)}")
+
+        train(
+            recipe,
+            rows,
+            seed=seed,
+            tokenizer=encoder,
+            out=out / MODEL,
+            checkpoints=tuple(recipe.steps * k // CHECKPOINTS for k in range(1, CHECKPOINTS)),
+            progress=advance,
+        )
+    return out / MODEL
+
+
+def _tokenizer(out: Path, corpus: CorpusSettings, tokenizer: str | None, progress: Progress):  # type: ignore[no-untyped-def] # a transformers tokenizer
+    if tokenizer is not None:
+        return tokenizer_at("tokenizer", tokenizer, ModelSettings(path=tokenizer))
+    directory = out / TOKENIZER
+    if not directory.exists():
+        progress.stage("tokenizer", rows=None, tokens=None)
+        with written_aside(directory) as part:
+            trained = train_tokenizer(tokenizer_texts(corpus), vocab_size=RECIPES["tiny"].shape.vocab_size)
+            trained.save_pretrained(part)
+    return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+
+
+def tokenizer_texts(corpus: CorpusSettings) -> Iterator[str]:
+    """Yield the texts that a tokenizer is trained on, up to `TOKENIZER_CHARS` characters.
+
+    Raises:
+        CorpusError: a document has no text.
+    """
+    chars = 0
+    for document in read_documents(corpus):
+        if document.text is None:
+            raise CorpusError(
+                f"{corpus.path}: no tokenizer can be trained on token ids or conversations; pass theirs as `tokenizer`"
+            )
+        yield document.text
+        chars += len(document.text)
+        if chars >= TOKENIZER_CHARS:
+            return
