@@ -51,7 +51,7 @@ def test_an_artifact_shows_what_it_holds(art):
     assert list(found.rows.to_pandas()["row_id"]) == table["row_id"].to_pylist()
     assert repr(found).startswith(f"GRASP artifact {art}: {len(found):,} rows, ")
     assert repr(found).splitlines()[1:] == ["target  units", "facts       6"]
-    assert "<td>facts</td><td>6</td>" in found._repr_html_()
+    assert '>facts</td><td style="text-align:right">6</td>' in found._repr_html_()
     assert found.info().n_rows == len(found)
     assert found.verify().ok
 

@@ -63,7 +63,7 @@ def main() -> None:
 
     # ------------------------------------------------------------------------------------ preference: margins of tasks
     margins = [f"{task}@margin" for task in TASKS]
-    evaluated = grasp.evaluate(pairs, runs=runs, methods="bm25", target=margins)
+    evaluated = grasp.evaluate(grasp.open(args.work / "pairs-art"), runs=runs, methods="bm25", target=margins)
     lines, shared = [], {}
     for method in evaluated.methods:
         for row in method.targets:

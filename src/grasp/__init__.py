@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from grasp.api.makers import build, merge
     from grasp.api.makers import open as open  # noqa: A004 - exported, but not in __all__
     from grasp.api.retrain import retrain
+    from grasp.build.preview import preview_corpus, preview_targets
     from grasp.distil.apply import apply
     from grasp.distil.scorer import Scorer
     from grasp.geometry.calibrate import calibrate
@@ -45,6 +46,8 @@ _HOMES = {
     "open": "grasp.api.makers",
     "open_runs": "grasp.runs.table",
     "predict_runs": "grasp.select.mixture_model",
+    "preview_corpus": "grasp.build.preview",
+    "preview_targets": "grasp.build.preview",
     "propose_runs": "grasp.select.mixture_model",
     "retrain": "grasp.api.retrain",
 }
@@ -64,6 +67,8 @@ __all__ = [
     "mix_runs",
     "open_runs",
     "predict_runs",
+    "preview_corpus",
+    "preview_targets",
     "propose_runs",
     "retrain",
 ]  # without `open`, so that `from grasp import *` does not shadow the built-in

@@ -1,5 +1,6 @@
 """The base class of results: a table that prints itself and converts to pandas and Arrow."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MAX_ROWS_SHOWN = 20
+_NUMBER = re.compile(r"[+-]?[\d,]*\.?\d+(?:e[+-]?\d+)?\s?%?|-|nan", re.IGNORECASE)
 FORMULA_PREFIX = r"^[=+\-@\t\r]"  # beginning of a cell that a spreadsheet would evaluate
 
 
@@ -77,9 +79,16 @@ class Result:
 
 
 def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a table as HTML; all cells are escaped."""
-    head = "".join(f"<th>{escape(plain(heading))}</th>" for heading in headings)
-    body = "".join("<tr>" + "".join(f"<td>{escape(plain(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    """Format a table as HTML: text on the left, numbers on the right; all cells are escaped."""
+    columns = zip(*rows, strict=True) if rows else ((),) * len(headings)
+    sides = ["right" if all(_NUMBER.fullmatch(cell) for cell in column) else "left" for column in columns]
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        pairs = zip(cells, sides, strict=True)
+        return "".join(f'<{tag} style="text-align:{side}">{escape(plain(cell))}</{tag}>' for cell, side in pairs)
+
+    head = line("th", headings)
+    body = "".join(f"<tr>{line('td', row)}</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 

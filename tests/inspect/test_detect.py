@@ -178,7 +178,7 @@ def test_a_result_shows_the_first_rows_and_holds_them_all(marked):
     assert lines[0] == suspects.headline
     assert [line.split()[3] for line in lines[2:5]] == suspects.table["row_id"].to_pylist()[:3]
     assert lines[5] == suspects.notes[0]
-    assert "<td>row-" in suspects._repr_html_()
+    assert ">row-" in suspects._repr_html_()
     frame = suspects.to_pandas()
     assert len(frame) == 40
     assert frame["relevance"].is_monotonic_decreasing

@@ -345,7 +345,7 @@ def test_a_repr_reads_no_run(tmp_path):
     (tmp_path / "env" / "utilities.parquet").write_bytes(b"damaged")
     reopened = RetrainedRuns.open(tmp_path / "env")
     assert repr(reopened) == shown
-    assert "<td>sciq@all</td><td>2</td>" in reopened._repr_html_()
+    assert '>sciq@all</td><td style="text-align:right">2</td>' in reopened._repr_html_()
     with pytest.raises(RunsError, match="cannot be read as Parquet"):
         reopened.summary()
 

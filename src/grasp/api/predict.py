@@ -5,7 +5,7 @@ corpus.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from grasp.runs.retrained import TrainingRuns
     from grasp.runs.table import RunTable
 
+MAX_INTERVAL_CELLS = 20_000_000  # values times units, 8 bytes each, up to which intervals are computed
 MAX_LINES_SHOWN = 30  # printed lines per target
 FEW_UNITS = 20  # units: intervals over fewer units have too little coverage
 EFFECT_SIZE_COLUMNS = (
@@ -53,7 +54,7 @@ class Prediction(Result):
 
     Attributes:
         unit: unit of `change` (or `if_dropped`, `if_doubled`).
-        lines: total number of lines; `table` is empty if they were written to a file.
+        lines: total number of lines; `table` has the first ones if they were written to a file.
     """
 
     unit: str = EFFECT_SIZE
@@ -129,7 +130,7 @@ def predict(
             from names to row_ids.
         target: targets, separated by commas. Default: all.
         runs: retrained or imported runs; adds the change in their unit, with an interval.
-        out: file for the lines; Parquet is written in bounded memory. The result then contains no lines.
+        out: file for the lines; Parquet is written in bounded memory. Of subsets, the result has the first lines only.
         protocol: protocol to predict with. Default: the built-in protocol.
         omitted: the rows of `subsets` are the omitted ones.
         family: draw random subsets: uniform:F, bernoulli:Q, mixture:L, groups:L or dirichlet:L.
@@ -196,11 +197,22 @@ def predict(
         held = reader.read_all()
         lines = len(held)
     else:
-        held = reader.schema.empty_table()
-        lines = write_tables(reader.schema, (pa.Table.from_batches([batch]) for batch in reader), out)
+        first_lines: list[pa.Table] = []
+        lines = write_tables(reader.schema, _keep_first((pa.Table.from_batches([b]) for b in reader), first_lines), out)
+        held = pa.concat_tables([reader.schema.empty_table(), *first_lines])
     beyond = () if outside is None else outside.notes
     messages = (*beyond, *leak_notes(artifact, predictor.units.targets), *notes(predictor, intervals))
     return Prediction(held, headline, messages, unit=predictor.unit, lines=lines)
+
+
+def _keep_first(tables: Iterable[pa.Table], first_lines: list[pa.Table]) -> Iterator[pa.Table]:
+    """Yield tables, and add those with the lines that are printed to `first_lines`."""
+    n_lines = 0
+    for table in tables:
+        if n_lines < MAX_LINES_SHOWN:
+            first_lines.append(table.slice(0, MAX_LINES_SHOWN - n_lines))
+            n_lines += table.num_rows
+        yield table
 
 
 def notes(predictor: Predictor, intervals: "OutcomePredictor | None" = None) -> tuple[str, ...]:
@@ -293,12 +305,14 @@ def _by(
     tokens_N = row_tokens(artifact)
     of_elements = list_slices(column, tokens_N)
     slices = of_elements or label_slices(column, tokens_N)
-    many = out is not None and slices.n_grouped > 0
-    if many:
+    if out is not None and slices.n_grouped > 0:
         slices = label_slices(column, tokens_N, most=len(column.values))
     effects = slice_effects(predictor, slices)
     # only one kind of interval per table: with runs, their 90 % prediction intervals
-    bounds = None if many or intervals is not None else dropped_intervals(artifact, predictor, effects, slices)
+    is_too_large = len(slices.slices) * len(predictor.units.columns_E) > MAX_INTERVAL_CELLS
+    bounds = None
+    if intervals is None and not is_too_large:
+        bounds = dropped_intervals(artifact, predictor, effects, slices)
     numbers: dict[str, F64] = {"effect": effects.effect_GT, "if_dropped": effects.dropped_GT}
     if bounds is not None:
         numbers |= dict(zip(("if_dropped_low", "if_dropped_high"), bounds, strict=True))
@@ -330,6 +344,8 @@ def _by(
     if bounds is not None:
         messages.append("low, high: 95 % bootstrap interval of if dropped over the units of the target")
         messages += few_units(dict(zip(predictor.units.targets, predictor.units.counts_T.tolist(), strict=True)))
+    elif is_too_large:
+        messages.append(f"no intervals: {len(slices.slices):,} values are too many for a bootstrap over units")
     if effects.redundancy_G is not None:
         similarity = "cosine similarity of the slice to all other rows; near 1 they can replace it, below 0 they cannot"
         messages.append(f"redundancy: {similarity}")
@@ -341,10 +357,9 @@ def _by(
         lines=len(table),
         label=column.name,
     )
-    if out is None:
-        return result
-    result.write(out)
-    return replace(result, table=table.slice(0, 0))
+    if out is not None:
+        result.write(out)
+    return result
 
 
 def _cell(name: str, value: Any) -> str:

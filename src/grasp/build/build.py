@@ -40,7 +40,7 @@ from grasp.settings import (
     without_foreign_code,
 )
 from grasp.store import remote
-from grasp.targets.load import load_units, records_of, units_of
+from grasp.targets.load import load_units, records_of, split_names, units_of
 from grasp.targets.units import Unit
 from grasp.training.recipe_files import FineTuningRecipe
 from grasp.yaml_files import leaf, over, plain_settings, pop_leaf, put, put_all, read_yaml, require_flags, validated
@@ -388,13 +388,6 @@ def _targets(targets: Any, loss_on: Any) -> tuple[list[str], tuple[Unit, ...]]:
     units = tuple(units_of(records, "units", loss_on))
     digest = hashlib.blake2b(json.dumps([asdict(unit) for unit in units], default=str).encode(), digest_size=16)
     return [IN_MEMORY + digest.hexdigest()], units
-
-
-def split_names(text: str) -> list[str]:
-    """Split names separated by commas; an existing file may have commas in its name."""
-    if Path(text).is_file():
-        return [text]
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 @contextmanager

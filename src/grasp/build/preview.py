@@ -28,7 +28,7 @@ from grasp.corpus.sources import open_source
 from grasp.errors import ModelError
 from grasp.results import Result
 from grasp.settings import CorpusSettings, ModelSettings, TargetSettings
-from grasp.targets.load import load_units
+from grasp.targets.load import load_units, split_names
 from grasp.targets.units import LOSS, Unit
 from grasp.text import ending, plain, skipped_lines
 
@@ -52,7 +52,7 @@ class Preview(Result):
 
 
 def preview_corpus(
-    corpus: CorpusSettings | str, *, model: ModelSettings | str | None = None, limit: int = 1_000
+    corpus: CorpusSettings | Path | str, *, model: ModelSettings | Path | str | None = None, limit: int = 1_000
 ) -> Preview:
     """Read the first records of a corpus: rows, labels and how to ask for them, columns and records left out.
 
@@ -63,7 +63,7 @@ def preview_corpus(
     Raises:
         CorpusError: the corpus cannot be read.
     """
-    settings = CorpusSettings(path=corpus) if isinstance(corpus, str) else corpus
+    settings = corpus if isinstance(corpus, CorpusSettings) else CorpusSettings(path=str(corpus))
     settings = settings.model_copy(update={"limit": min(limit, settings.limit or limit)})
     opened = Corpus(open_source(settings.path, settings.split), settings)
     roles = ", ".join(f"{role} from {column!r}" for role, column in opened.columns.items())
@@ -135,16 +135,19 @@ def _label_line(name: str, counts: Counter[Any], n_read: int) -> tuple[str, int,
     return name, len(present), n_read - sum(present.values()), shown, option
 
 
-def preview_targets(targets: TargetSettings | Sequence[str], *, model: ModelSettings | str | None = None) -> Preview:
+def preview_targets(
+    targets: TargetSettings | Sequence[str] | str, *, model: ModelSettings | Path | str | None = None
+) -> Preview:
     """Read targets: units, tokens, and three examples as the model sees them.
 
     Args:
-        targets: settings, or names of tasks and files.
+        targets: settings, or names of tasks and files; one text has them separated by commas.
         model: settings or directory of a model, whose tokenizer is used. Default: no tokens are counted.
     Raises:
         TargetError: a target cannot be read.
     """
-    settings = targets if isinstance(targets, TargetSettings) else TargetSettings(names=tuple(targets))
+    names = split_names(targets) if isinstance(targets, str) else targets
+    settings = names if isinstance(names, TargetSettings) else TargetSettings(names=tuple(map(str, names)))
     units = load_units(settings)
     notes: list[str] = []
     tokens: Mapping[str, tuple[float, int]] = {}
@@ -239,13 +242,13 @@ def _marked(tokenizer: Any, ids: I32, mask: Bool | None) -> str:
     return "".join(marked)
 
 
-def _tokenizer(model: ModelSettings | str) -> tuple[Any, int | None]:
+def _tokenizer(model: ModelSettings | Path | str) -> tuple[Any, int | None]:
     """Return the tokenizer and the context length of a model, without its weights."""
     from grasp.models.causal_lm import context_of  # noqa: PLC0415 - loads torch
     from grasp.models.checkpoint import text_config_of, tokenizer_of  # noqa: PLC0415
     from grasp.models.tokenizer import HfTokenizer  # noqa: PLC0415
 
-    settings = ModelSettings(path=model) if isinstance(model, str) else model
+    settings = model if isinstance(model, ModelSettings) else ModelSettings(path=str(model))
     if settings.classifier is not None:
         raise ModelError("model.classifier: previews are of text; an image classifier has no tokenizer")
     config, loaded = text_config_of(settings), tokenizer_of(settings)

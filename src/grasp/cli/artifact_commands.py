@@ -80,9 +80,10 @@ def build(
     quiet: Quiet = False,
     **params: Any,
 ) -> None:
-    from grasp.build.build import SETTING_BY_ARGUMENT, SETTINGS, add_targets, split_names
+    from grasp.build.build import SETTING_BY_ARGUMENT, SETTINGS, add_targets
     from grasp.build.build import build as run
     from grasp.settings import form_of_loss
+    from grasp.targets.load import split_names
 
     resume, untrained, replay, recipe = (params.pop(name) for name in ("resume", "untrained", "replay", "recipe"))
     params["loss"] = form_of_loss(params["loss"])
@@ -291,9 +292,9 @@ def targets(
 
     Units, tokens with loss, and examples as the model sees them. Nothing is computed or written.
     """
-    from grasp.build.build import split_names
     from grasp.build.preview import preview_targets
     from grasp.settings import TargetSettings
+    from grasp.targets.load import split_names
     from grasp.yaml_files import validated
 
     flags = {"targets.names": [name for text in names for name in split_names(text)]}

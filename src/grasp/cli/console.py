@@ -92,17 +92,14 @@ def check_outputs(
 
 
 def print_result(result: "Result", out: Path | None = None, *, written: int | None = None) -> None:
-    """Print a result; if `out` is given, write its table there and print the headline and the notes only.
+    """Print a result; if `out` is given, write its table there too.
 
     Args:
         written: number of rows of `out`, if the table was already written.
     """
+    print(result)
     if out is None:
-        print(result)
         return
-    for line in (result.headline, *result.notes):
-        if line:
-            print(plain(line))
     if written is None:
         written = len(result)
         result.write(out)

@@ -27,6 +27,7 @@ from grasp.seeds import bootstrap_weights
 from grasp.text import different
 
 RESAMPLES = 1_000
+SLICES_AT_ONCE = 4_096  # of which bootstrap means are computed
 TAILS = (0.025, 0.975)
 DROPPED, DOUBLED = 0.0, 2.0  # weights
 
@@ -246,7 +247,9 @@ def dropped_intervals(
     for t, (start, stop) in enumerate(zip(stops - predictor.units.counts_T, stops, strict=True)):
         if stop - start > 1:
             weights_RE = bootstrap_weights(int(stop - start), resamples=RESAMPLES) / (stop - start)
-            bounds[:, t] = np.quantile(change_GE[:, start:stop] @ weights_RE.T, TAILS, axis=1)
+            for first in range(0, n_slices, SLICES_AT_ONCE):
+                block = slice(first, first + SLICES_AT_ONCE)
+                bounds[:, t, block] = np.quantile(change_GE[block, start:stop] @ weights_RE.T, TAILS, axis=1)
     bounds[:, :, rows_G == predictor.n_rows] = np.nan
     return bounds[0].T, bounds[1].T
 

@@ -193,6 +193,13 @@ def weighted_units(records: Records, name: str, known: Mapping[str, Unit]) -> di
     return metrics
 
 
+def split_names(text: str) -> list[str]:
+    """Split names separated by commas; an existing file may have commas in its name."""
+    if Path(text).is_file():
+        return [text]
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def target_name(path: str) -> str:
     """Return the default name of the target of a file: the file name without suffix, or the task of a log file."""
     stem = _SUFFIX.sub("", PurePosixPath(path.partition("::")[0].rstrip("/")).name)
