@@ -208,6 +208,10 @@ def ways(replays: Mapping[str, Sequence[Metagradient]], default_NT: F64) -> dict
         for chosen in ([2], [1, 3], [0, 2, 4]):
             steps = [int(orders[0].probe_steps_M[m]) for m in chosen]
             out[f"all rows, {len(steps)} probe steps, all orders"] = probed(orders, steps)
+        for w, one_order in enumerate(orders):
+            cheap_NT = brought_to_one_scale(probed([one_order], [int(one_order.probe_steps_M[m]) for m in (0, 2, 4)]))
+            out[f"all rows, 3 probe steps, order {w}"] = cheap_NT
+            out[f"default + 4 replay, 3 probe steps, order {w}"] = default_NT + 4 * cheap_NT
         for k, third in enumerate(THIRDS):
             out[f"drawn rows, {third} third, all orders"] = drawn(orders, n_rows, k / 3, (k + 1) / 3)
         out["drawn rows, last two thirds, all orders"] = drawn(orders, n_rows, 1 / 3)

@@ -638,3 +638,20 @@ def test_keys_that_are_data_do_not_become_columns_without_end(tmp_path):
     documents = list(read_documents(settings_for(write_jsonl(tmp_path / "c.jsonl", rows))))
     assert len({name for d in documents for name in d.labels}) == MAX_FIELDS
     assert documents[-1].ignored == ("counts",)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_ids_that_one_shard_lacks_do_not_replace_those_of_the_others(tmp_path, suffix):
+    shards = [[{"id": "a", "text": "one"}], [{"text": "two"}, {"text": "three"}], [{"id": "d", "text": "four"}]]
+    (tmp_path / "corpus").mkdir()
+    for k, shard in enumerate(shards):
+        file = tmp_path / "corpus" / f"{k}{suffix}"
+        if suffix == ".jsonl":
+            file.write_text("".join(f"{json.dumps(record)}\n" for record in shard))
+        else:
+            pq.write_table(pa.Table.from_pylist(shard), file)
+    documents = list(read_documents(settings_for(tmp_path / "corpus")))
+    assert [document.row_id for document in documents] == ["a", None, None, "d"]
+    names = [document.name for document in documents]
+    assert names[::3] == ["a", "d"]
+    assert [name.rpartition("-")[2] for name in names[1:3]] == ["1", "2"]

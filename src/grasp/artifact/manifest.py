@@ -137,6 +137,8 @@ class ReplayRecord(JsonModel):
             parts[0] += ": not used, rows rank by the other kernels"
         if self.agreement:
             parts.append(f"rank correlation of rows in two orders {min(self.agreement.values()):.2f} or more")
+        if self.passed:
+            parts.append("intervals do not contain its uncertainty")
         return "; ".join([*parts, *self.notes])
 
 

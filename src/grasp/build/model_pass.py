@@ -114,7 +114,8 @@ class ModelPass:
         else:
             units, names = answers.tokens, [names[e] for e in answers.unit_A]
             losses_A = self._losses(units, names)
-            sums = answers.unit_A, answers.weights(losses_A)
+            # the sign of a unit's weight is that of its column; its size counts where units are averaged
+            sums = answers.unit_A, answers.weights(losses_A) / np.abs(answers.sign_E)[answers.unit_A]
         n_units = len(units) if answers is None else len(answers.sign_E)
         gradient_EK = (
             None

@@ -24,7 +24,7 @@ Match = str  # name of a kernel
 GRADIENT_COMPANION_WEIGHT = 0.25  # weight of output_layer and embedding when combined with `gradient`
 REPLAY = "replay"  # kernel whose relevance is of whole targets: the derivative of a replayed training
 REPLAY_WEIGHT = 4.0  # its weight for further training: experiments/replay
-NEW_MODEL_REPLAY_WEIGHT = 2.0  # for a new model: experiments/replay
+NEW_MODEL_REPLAY_WEIGHT = 1.0  # for a new model, chosen on cc-topic: experiments/replay
 # Settings of `grasp.geometry` with the values that mean "no interaction"; a protocol file may contain them.
 STANDARDS = {"task": "mean_relevance", "unit": "own_relevance"}
 NO_INTERACTION = {"side": "retained", "weighting": "mean", "components": {}, "standardize": STANDARDS}

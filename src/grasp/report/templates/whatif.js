@@ -209,7 +209,8 @@
       span(bar, Math.min(0, drawn), Math.max(0, drawn), scale);
       whisker.hidden = !moved || !Number.isFinite(low);
       if (!whisker.hidden) span(whisker, low, high, scale);
-      change.firstChild.textContent = isKnown ? signed(x) : "\u2013";
+      // sums of rounded numbers of the page leave a remainder if nothing is moved
+      change.firstChild.textContent = isKnown ? signed(Math.abs(x) < 1e-6 ? 0 : x) : "\u2013";
       const interval = hasRuns[t] ? `[${signed(from)}, ${signed(to)}]` : "";
       change.lastChild.textContent = inRunsUnit || !interval ? interval : `${signed(runs.change[t])} ${DATA.runsUnit} ${interval}`;
     });
