@@ -24,9 +24,9 @@ WARM_UP = 5
 
 def seconds_a_step(recipe: TrainingRecipe, rows: InMemoryRows, n_models: int, steps: int, device: str) -> float:
     """Seconds of one step of `n_models` models, batches included: by the wall on a GPU, else of the CPU."""
-    often_N = relative_weights(rows.n_rows, recipe.batch_rows, None)
+    frequency_N = relative_weights(rows.n_rows, recipe.batch_rows, None)
     orders = [
-        batch_order(often_N, seed=k, batch_rows=recipe.batch_rows, first_step=0, last_step=steps + WARM_UP)
+        batch_order(frequency_N, seed=k, batch_rows=recipe.batch_rows, first_step=0, last_step=steps + WARM_UP)
         for k in range(n_models)
     ]
     trainer = Trainer(recipe, list(range(n_models)), device)

@@ -164,7 +164,7 @@ def test_what_runs_lead_to_expect_is_one_number_however_it_is_asked(tmp_path):
         by = predict(artifact, by="topic", target=target, runs=runs).to_pandas().set_index(["target", "value"])
         answers[f"{target} by"] = by.loc[("sciq", "games"), columns].tolist()
         shown = None if target is None else several(target)
-        found = collect_findings(artifact, resolve_protocol(None, artifact), target=shown, environment=runs)
+        found = collect_findings(artifact, resolve_protocol(None, artifact), target=shown, runs=runs)
         g, t = found.labels[0].slices.names.index("games"), list(found.targets).index("sciq")
         dropped = found.labels[0].dropped
         answers[f"{target} page"] = [one[g, t] for one in (dropped.value_GT, dropped.low_GT, dropped.high_GT)]

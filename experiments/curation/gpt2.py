@@ -65,8 +65,8 @@ def train_gpt2(
     vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=recipe.betas)
-    often_N = relative_weights(rows.n_rows, recipe.batch_rows, retained)
-    order = batch_order(often_N, seed=seed, batch_rows=recipe.batch_rows, first_step=0, last_step=recipe.steps)
+    frequency_N = relative_weights(rows.n_rows, recipe.batch_rows, retained)
+    order = batch_order(frequency_N, seed=seed, batch_rows=recipe.batch_rows, first_step=0, last_step=recipe.steps)
     shape = recipe.shape
     batches = token_batches(rows, [order], steps=recipe.steps, context=shape.context, vocab_size=shape.vocab_size)
     for step, batch in enumerate(batches):
@@ -106,7 +106,7 @@ def fill_gpt2(settings: RetrainSettings, llama: Path, out: Path, say: Callable[[
     worker = Worker(settings, RetrainedRuns.open(llama))
     rows = row_names(worker.store)
     assert settings.subsets is not None
-    info = worker.environment.info.model_copy(
+    info = worker.retrained.info.model_copy(
         update={
             "recipe": f"{worker.recipe.name}-{NAME}",
             "recipe_settings": worker.recipe.model_dump(mode="json")

@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--draws", type=int, default=8)
     args = parser.parse_args()
-    world = of_environment(args.environment, args.art)
+    world = of_environment(args.runs, args.art)
     n_runs, n_seeds = world.utility_RST.shape[:2]
     lines = curve(world, tuple(k for k in KS if k <= n_runs - 8), args.draws)
     args.out.write_text(json.dumps({"mixtures": n_runs, "seeds": n_seeds, "curves": lines}, indent=1) + "\n")

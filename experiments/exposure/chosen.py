@@ -50,7 +50,7 @@ def chosen(
 
 def propose(args: argparse.Namespace) -> None:
     artifact = ArtifactReader.open(args.artifact)
-    run_sets = [None] if args.environment is None else [None, RetrainedRuns.open(args.environment)]
+    run_sets = [None] if args.runs is None else [None, RetrainedRuns.open(args.runs)]
     subsets = [
         weights
         for runs in run_sets
@@ -63,7 +63,7 @@ def propose(args: argparse.Namespace) -> None:
 
 
 def judge(args: argparse.Namespace) -> None:
-    artifact, runs = ArtifactReader.open(args.artifact), RetrainedRuns.open(args.environment)
+    artifact, runs = ArtifactReader.open(args.artifact), RetrainedRuns.open(args.runs)
     trained = RetrainedRuns.open(args.chosen)
     predictor = Predictor.from_artifact(artifact, sketches=SIMILARITY_SKETCHES)
     expected, scored = fit_outcomes(predictor, artifact, runs), Scored.from_runs(trained, artifact)

@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--beside", type=Path, action="append", default=[], help="Artifact by another reference model.")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    artifact, environment = ArtifactReader.open(args.artifact), RetrainedRuns.open(args.environment)
+    artifact, environment = ArtifactReader.open(args.artifact), RetrainedRuns.open(args.runs)
     development = Development.from_runs(
         environment, [artifact], targets=args.targets.split(",")
     )  # refuses what is held out

@@ -211,7 +211,7 @@ def main() -> None:
     if args.verb == "halve":
         print(split_on_oom(RetrainedRuns.open(args.runs), artifact, args.out))
     elif args.verb == "propose":
-        subsets = list(proposed(artifact, RetrainedRuns.open(args.environment), args.by))
+        subsets = list(proposed(artifact, RetrainedRuns.open(args.runs), args.by))
         index = RowIndex.from_parquet(artifact.rows_path)
         write_subsets(args.out, in_blocks(subsets, artifact.n_rows), index, weights=True)
     else:

@@ -194,7 +194,7 @@ def _environment(
 ) -> tuple[dict[str, F64], F64, list[str]]:
     """Candidates and realized utility of the units of some targets."""
     (ships,) = scored.predict({SHIPS: DEFAULT_PROTOCOL}, targets)
-    utilities = scored.environment.utilities().select(*targets)
+    utilities = scored.runs.utilities().select(*targets)
     unit_keys = list(zip(utilities.targets, utilities.unit_ids, strict=True))
     place = {unit: e for e, unit in enumerate(ships.units)}
     ships_BE = ships.values_BE[:, [place[unit] for unit in unit_keys]]
@@ -219,7 +219,7 @@ def main(arguments: list[str] | None = None) -> None:
     material = MethodInputs(ArtifactReader.open(args.artifact))
     features = material.settings.features
     whitener = Whitener.of(second_moments(material.artifact.moments, "hidden"), features)
-    places = [args.environment, *([args.held_out] if args.held_out else [])]
+    places = [args.runs, *([args.held_out] if args.held_out else [])]
     worlds = [Scored.from_runs(RetrainedRuns.open(place), material.artifact) for place in places]
     shares = [np.concatenate([block.weights_BN.toarray() for block in world.blocks]) for world in worlds]
     share_BN = np.concatenate([*shares, np.ones((1, material.n_rows))])
@@ -232,12 +232,12 @@ def main(arguments: list[str] | None = None) -> None:
         part = gradient_BVH[first : first + len(share)]
         first += len(share)
         score_by_name = predictions(side, part, gradient_BVH[-1])
-        info = world.environment.info
+        info = world.runs.info
         development = [t for t in world.run_targets.values() if info.role == "dev" and t not in info.held_out_targets]
         rest = [t for t in world.run_targets.values() if t not in development]
         for kind, targets in (("development", development), ("held out", rest)):
             if targets:
-                name = f"{world.environment.path.name}, {kind}: {', '.join(targets)}"
+                name = f"{world.runs.path.name}, {kind}: {', '.join(targets)}"
                 candidates, realized_BE, of_unit = _environment(world, score_by_name, targets)
                 result[name] = gains(candidates, SHIPS, realized_BE, of_unit)
     write_whole(args.out, (json.dumps(result, indent=1) + "\n").encode())

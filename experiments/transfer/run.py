@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--resamples", type=int, default=1_000)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    results = run(ArtifactReader.open(args.artifact), [opened(path) for path in args.environment], args.resamples)
+    results = run(ArtifactReader.open(args.artifact), [opened(path) for path in args.runs], args.resamples)
     write_whole(args.out, (json.dumps(results, indent=1, allow_nan=False) + "\n").encode())
     for row in results:
         print(f"{row['calibrated_on']:<40} {row['protocol']}")

@@ -368,7 +368,7 @@ class FeatureSettings(Settings):
     sample_positions: int = Field(
         131_072, ge=2, description="Minimum number of positions of the sample for moments; rows are sampled as a whole."
     )
-    kept_mb: int = Field(
+    max_cache_mb: int = Field(
         8192,
         ge=0,
         description="Disk space in MB for model outputs of the sample, if the sample is the whole corpus, to avoid a "

@@ -53,8 +53,8 @@ def test_moments_are_those_of_the_optimizer_by_parameter(world):
     """The same eight steps again, in this process."""
     inputs, recipe = world.inputs(), recipe_of(world)
     trainer = Trainer(recipe, [0], "cpu")
-    often_N = relative_weights(inputs.n_rows, recipe.batch_rows, None)
-    order = batch_order(often_N, seed=0, batch_rows=recipe.batch_rows, first_step=0, last_step=8)
+    frequency_N = relative_weights(inputs.n_rows, recipe.batch_rows, None)
+    order = batch_order(frequency_N, seed=0, batch_rows=recipe.batch_rows, first_step=0, last_step=8)
     for batch in token_batches(inputs.store, [order], steps=8, context=64, vocab_size=300):
         trainer.advance(batch)
     result = training_checkpoints(inputs)[0].moments()

@@ -71,7 +71,7 @@ def test_every_row_has_a_finite_score_for_every_unit(name, scored):
 @pytest.mark.parametrize("name", ROW_METHODS)
 def test_a_row_that_is_the_unit_itself_helps_it_more_than_other_rows(name, world, scored):
     kind = find_method(name).load()
-    if name in UNTARGETED or "environment" in kind.requires:
+    if name in UNTARGETED or "runs" in kind.requires:
         pytest.skip("its scores are not of this row and this unit alone")
     result = matrix(scored(name))
     copy_E = result[copies(world.inputs()), np.arange(N_UNITS)]
@@ -108,7 +108,7 @@ def test_a_second_call_reads_what_the_first_one_kept(name, world, place, scored)
 @pytest.mark.parametrize("name", list(METHODS))
 def test_predictions_are_named_whole_and_independent_of_the_order_of_subsets(name, world, place):
     inputs = world.inputs()
-    subsets = inputs.environment.subsets
+    subsets = inputs.retrained_runs.subsets
     configured = configured_method(name, **SMALL.get(name, {}))
     cache = place
     result = method_predictions(configured, inputs, subsets, cache, renamed={"facts": "theirs"})
@@ -130,7 +130,7 @@ def test_a_subset_is_the_mean_or_the_sum_of_its_rows_scores(name, world, place):
     inputs = world.inputs()
     configured, cache = configured_method(name, **SMALL.get(name, {})), place
     result = np.broadcast_to(matrix(scores(configured, inputs, cache)), (N_ROWS, N_UNITS))
-    (block,) = inputs.environment.subsets
+    (block,) = inputs.retrained_runs.subsets
     predicted = method_predictions(configured, inputs, [block], cache)
     for b in range(len(block.subset_ids)):
         rows = block.weights_BN[[b]].indices

@@ -17,14 +17,14 @@ from tests.baselines.world import N_ROWS, configured_method
 
 def planted(world, utility, n_subsets=64, seed=0):
     """The world's artifact beside an environment whose utilities are a function of the masks and a little noise."""
-    known = world.inputs().environment
+    known = world.inputs().retrained_runs
     (block,) = parse_family("uniform:0.5").draw(n_subsets, n_rows=N_ROWS, seed=seed, purpose="planted", block=n_subsets)
     masks = block.weights_BN.toarray()
     rng = np.random.default_rng(seed)
     values = np.stack([utility(masks, e) for e in range(6)], axis=1)
     values = values + 0.05 * values.std(axis=0) * rng.normal(size=values.shape) + 1e-9 * rng.normal(size=values.shape)
     utilities = replace(known.utilities, values_BSE=values[:, None], subset_ids=block.subset_ids)
-    environment = known.environment
+    environment = known.runs
     info = environment.info.model_copy(update={"subset_ids": block.subset_ids})
     environment = type(environment)(environment.path, info)
     return MethodInputs(world.artifact, retrained=Retrained(environment, utilities, (block,))), values
@@ -35,7 +35,7 @@ def few_rows(masks, e):
 
 
 def run(inputs, place, **settings):
-    subsets = inputs.environment.subsets
+    subsets = inputs.retrained_runs.subsets
     return method_predictions(configured_method("datamodels", **settings), inputs, subsets, place)
 
 
@@ -57,7 +57,9 @@ def test_utilities_that_masks_do_not_explain_stay_at_chance(world, tmp_path):
 
 def test_it_is_the_oracle_of_the_evaluation(world, tmp_path):
     inputs, _ = planted(world, few_rows)
-    expected = lasso_oracle(mask_features(inputs.environment.subsets), inputs.environment.utilities, folds=4, seed=5)
+    expected = lasso_oracle(
+        mask_features(inputs.retrained_runs.subsets), inputs.retrained_runs.utilities, folds=4, seed=5
+    )
     result = run(inputs, tmp_path, folds=4, seed=5)
     np.testing.assert_array_equal(result.values_BE, expected.values_BE)
 

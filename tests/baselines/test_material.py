@@ -137,4 +137,4 @@ def test_a_checkpoint_has_the_tokenizer_of_a_gguf_file(tmp_path, monkeypatch):
 
 def test_a_method_without_runs_is_refused(copied):
     with pytest.raises(SettingsError, match=r"pass their directory with --runs"):
-        _ = copied.inputs().environment
+        _ = copied.inputs().retrained_runs

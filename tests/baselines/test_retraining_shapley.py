@@ -33,7 +33,7 @@ def game_of(inputs, place):
 
 def trained_one_by_one(inputs):
     """Utility of a coalition of topics by `train` and the plain model."""
-    recipe = TrainingRecipe.model_validate(inputs.environment.environment.info.recipe_settings)
+    recipe = TrainingRecipe.model_validate(inputs.retrained_runs.runs.info.recipe_settings)
 
     def utility(masks_BG):
         out = []
@@ -112,7 +112,7 @@ def test_several_models_at_once_give_the_same_values(world, place, tmp_path):
 
 def test_what_was_retrained_before_is_counted_in_its_time(world, tmp_path):
     inputs = world.inputs()
-    subsets = inputs.environment.subsets
+    subsets = inputs.retrained_runs.subsets
     place = tmp_path
     first, second = (
         method_predictions(
@@ -150,8 +150,8 @@ def test_games_that_cannot_be_played_are_refused(settings, error, message, world
 
 def test_an_environment_without_its_recipe_is_refused(world, tmp_path):
     inputs = world.inputs()
-    known = inputs.environment
-    info = known.environment.info.model_copy(update={"recipe_settings": {}})
-    bare = replace(known, environment=RetrainedRuns(known.environment.path, info))
+    known = inputs.retrained_runs
+    info = known.runs.info.model_copy(update={"recipe_settings": {}})
+    bare = replace(known, runs=RetrainedRuns(known.runs.path, info))
     with pytest.raises(RunsError, match=r"recipe_settings: .*name: missing"):
         run(replace(inputs, retrained=bare), tmp_path)

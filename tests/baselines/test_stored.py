@@ -116,7 +116,7 @@ def test_what_decides_the_numbers_decides_the_name(world):
         name(kind()()),
         name(kind(requires=frozenset({"model"}))()),
         name(kind(requires=frozenset({"model", "checkpoints"}))()),
-        name(kind(requires=frozenset({"environment"}))()),
+        name(kind(requires=frozenset({"runs"}))()),
     ]
     assert len(set(names)) == len(names)
     assert names[0] == name(configured_method("bm25").method)

@@ -12,8 +12,11 @@ from grasp.build.pipeline import build_artifact
 from grasp.build.provenance import BuildSource
 from grasp.errors import SettingsError, TargetError
 from grasp.inspect.explain import Explainer
+from grasp.models.unit_loss import evaluate_units
 from grasp.predict.predictor import Predictor
+from grasp.predict.scoring_rule import parse_protocol
 from grasp.settings import TargetSettings
+from grasp.targets import load_units
 from grasp.targets.margins import Answers
 from tests.build.world import world
 
@@ -101,3 +104,66 @@ def test_what_is_not_linear_is_refused(built, root, tmp_path, suffix, kernels, e
     settings = world(root, targets=targets, features={"kernels": kernels}, train="further")
     with pytest.raises(error, match=message):
         build_artifact(settings, tmp_path / "art")
+
+
+# ------------------------------------------------------------------------------------------------- metrics of users
+
+
+WEIGHTS = [{"unit_id": "0.0", "weight": 2}, {"unit_id": "1.1", "weight": -1.0}, {"unit_id": "quiz:2", "weight": 0.5}]
+
+
+def with_weights(root, lines, name="mine"):
+    path = root / f"{name}.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return [str(root / "each.jsonl"), str(root / "quiz.jsonl"), str(path)]
+
+
+@pytest.fixture(scope="module")
+def weighted(built, root):
+    targets = {"names": with_weights(root, WEIGHTS), "max_length": 64, "units_per_target": None}
+    features = {"kernels": KERNELS, "sample_positions": 10**6}
+    settings = world(root, targets=targets, features=features, train="further")
+    return ArtifactReader.open(build_artifact(settings, root / "art-weighted"))
+
+
+def test_a_weighted_unit_has_the_sign_in_its_column_and_the_size_in_the_mean(weighted):
+    names = weighted.units["unit_id"].to_pylist()
+    base = [names.index(line["unit_id"]) for line in WEIGHTS]
+    own = [names.index(f"{line['unit_id']}@mine") for line in WEIGHTS]
+    for kernel in KERNELS:
+        all_NE = relevance(weighted, kernel)
+        close = (2.0**-6 if kernel == "gradient" else 1e-5) * np.abs(all_NE).max()
+        np.testing.assert_allclose(all_NE[:, own], all_NE[:, base] * [1, -1, 1], rtol=0, atol=close)
+    protocol = parse_protocol({"name": "one kernel", "match": {"output_layer": 1.0}, "task": "mean"}, "test")
+    sum_N = relevance(weighted, "output_layer")[:, base] @ [2, -1, 0.5]
+    expected_N = (sum_N - sum_N.mean()) / sum_N.std()
+    got = Predictor.from_artifact(weighted, protocol, ["mine"]).effect_NT[:, 0]
+    np.testing.assert_allclose(got, expected_N, atol=1e-4)
+    losses = np.array(weighted.units["loss"].to_pylist())
+    np.testing.assert_allclose(losses[own], losses[base] * [2, -1, 0.5], rtol=1e-5)
+
+
+def test_a_metric_is_the_mean_of_weighted_utilities(weighted):
+    tokens, names = BuildSource(weighted).unit_tokens, weighted.units["unit_id"].to_pylist()
+    model = BuildSource(weighted).model.model
+    utility_E = -evaluate_units(model, tokens)
+    for line in WEIGHTS:
+        own, base = (utility_E[names.index(name)] for name in (f"{line['unit_id']}@mine", line["unit_id"]))
+        assert own == pytest.approx(line["weight"] * base, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            {"unit_id": "zz", "weight": 1},
+            r"bad.jsonl:1: unit_id: 'zz' is not a unit of.*sciq,weights",
+        ),
+        ({"unit_id": "0.0", "weight": 0}, "weight: got 0, expected a number other than 0"),
+        ({"unit_id": "0.0", "weight": "1"}, "weight: got '1'"),
+        ({"unit_id": "0.0", "weight": 1, "target": "each"}, "each is named twice"),
+    ],
+)
+def test_weights_that_mean_nothing_are_refused(built, root, line, message):
+    with pytest.raises(TargetError, match=message):
+        load_units(TargetSettings(names=tuple(with_weights(root, [line], "bad"))))

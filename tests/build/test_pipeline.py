@@ -315,7 +315,7 @@ def texts_of(out: Path) -> tuple[list[tuple], list[tuple]]:
     ("features", "is_whole", "is_kept"),
     [
         ({"sample_positions": 10**6}, True, True),
-        ({"sample_positions": 10**6, "kept_mb": 0}, True, False),
+        ({"sample_positions": 10**6, "max_cache_mb": 0}, True, False),
         ({"sample_positions": 200}, False, False),
     ],
 )
@@ -346,7 +346,8 @@ def test_what_the_first_loop_kept_gives_the_digits_of_a_second_pass(root, tmp_pa
     once, twice = (
         ArtifactReader.open(
             build_artifact(
-                world(root, train=train, features=features | {"kept_mb": size}, shard_rows=17), tmp_path / str(size)
+                world(root, train=train, features=features | {"max_cache_mb": size}, shard_rows=17),
+                tmp_path / str(size),
             )
         )
         for size in (8192, 0)

@@ -201,7 +201,7 @@ def test_preference_pairs_say_what_is_lost_and_how_to_read_them(tmp_path):
     columns = ["prompt", "chosen", "rejected"]
     note = preference_note("chosen", columns)
     assert "'rejected'" in note
-    assert "corpus.prompt={prompt}' --set 'corpus.completion={chosen}" in note
+    assert """corpus.prompt="{prompt}"' --set 'corpus.completion="{chosen}\"""" in note
     assert "corpus.prompt" not in preference_note("chosen", columns[1:])
     assert "'chosen'" in preference_note("chosen", columns[1:], turns=True)
     assert preference_note("text", columns) is preference_note("chosen", ["chosen"]) is None

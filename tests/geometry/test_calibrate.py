@@ -53,7 +53,7 @@ def blocks(n_subsets=40):
 
 def scored(environment, source):
     return Scored(
-        environment=environment,
+        runs=environment,
         source=source,
         run_targets={"sciq": "sciq", "boolq": "boolq"},
         blocks=blocks(len(environment.subset_ids)),
@@ -113,7 +113,7 @@ def test_every_score_is_rho_and_the_bound_is_the_formula(development):
     assert (len(actual.scores), len(members), skipped) == (15, 15, 0)
     assert actual.z == pytest.approx(stats.norm.ppf(1 - 0.05 / 15))
     scorer = development.variants[""]
-    realized = development.environment.utilities()
+    realized = development.runs.utilities()
     for score in actual.scores:
         assert score.lcb == pytest.approx(score.mean - actual.z * score.se)
         assert score.mean == pytest.approx(np.mean(list(score.agreement.values())))
@@ -129,7 +129,7 @@ def test_the_criterion_may_be_the_mean_over_units(development):
     family = SMALL.model_copy(update={"criterion": "mean_lds", "components": ((), ("joint.pair",))})
     actual = select_protocol(family, [development], resamples=50)
     assert actual.best.candidate == TRUE
-    realized = development.environment.utilities()
+    realized = development.runs.utilities()
     for score in actual.scores:
         parts = development.variants[""].parts([score.candidate], ("sciq", "boolq"), per_unit=True)
         predicted_BE = parts[score.candidate.binding].units_of(score.candidate)
@@ -213,7 +213,7 @@ def test_predictions_and_utilities_that_are_constant_are_said_to_be(tmp_path, de
         return other
 
     def chosen(level_source):
-        variants = {"": scored(development.environment, level_source)}
+        variants = {"": scored(development.runs, level_source)}
         additive = SMALL.model_copy(update={"components": ((),)})
         return select_protocol(additive, [dataclasses.replace(development, variants=variants)], resamples=20)
 
@@ -285,7 +285,7 @@ def test_the_frozen_protocol_predicts_what_was_selected(development, source, tmp
 
 def test_units_and_tasks_of_a_candidate_are_evaluated_like_any_prediction(development):
     predictions = development.variants[""].select_candidates({"full": TRUE}, ("sciq", "boolq"))
-    report = evaluation_of(development.environment, predictions, resamples=20)
+    report = evaluation_of(development.runs, predictions, resamples=20)
     rows = report.methods[0].targets
     assert [row.target for row in rows] == ["sciq", "boolq"]
     assert all(row["task_rho"].value > 0.98 for row in rows)

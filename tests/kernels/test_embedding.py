@@ -190,8 +190,10 @@ def test_where_the_body_is_the_identity_it_is_the_inner_product_of_exact_embeddi
     whitener = Whitener(np.zeros(H), root @ root.T, precondition)
     row, unit = features
     delta_SH = hidden_gradient(model.head, unit.residual)
-    targets = prepare_targets(delta_SH, input_tokens(unit.input_P[unit.chosen[0]]), unit.row_P, 2, whitener, 3)
-    actual = embedding_relevance(targets, model.head, row.residual, row.input_P[row.chosen[0]], row.row_P, 3).numpy()
+    targets = prepare_targets(delta_SH, input_tokens(unit.input_P[unit.position_masks[0]]), unit.row_P, 2, whitener, 3)
+    actual = embedding_relevance(
+        targets, model.head, row.residual, row.input_P[row.position_masks[0]], row.row_P, 3
+    ).numpy()
     row_gradient, unit_gradient = (embedding_gradients(model, sequences) @ root @ root.T for sequences in (rows, units))
     expected = np.einsum("v,ivh,evh->ie", precondition, row_gradient, unit_gradient)
     assert np.abs(expected).max() > 0.1

@@ -150,7 +150,7 @@ def test_a_hundred_slices_and_ten_targets_stay_under_4_mb(tmp_path):
     components = {"joint.pair": -0.2, "product.cent": 0.1}
     protocol = rule(name="p", components=components, calibration={"family": "mixture:topic", "n_subsets": 8})
     runs = write_environment(tmp_path / "env", artifact)
-    page = render(collect_findings(artifact, protocol, by=("topic",), environment=runs, previous=[artifact]))
+    page = render(collect_findings(artifact, protocol, by=("topic",), runs=runs, previous=[artifact]))
     assert len(page.encode()) < 4_000_000
 
 
@@ -192,7 +192,7 @@ def test_the_script_of_the_page_computes_what_the_predictor_does(place, interact
     """
     artifact, environment = ArtifactReader.open(place / "art"), RetrainedRuns.open(place / "env")
     chosen = rule(name="p", **interactions)
-    findings = collect_findings(artifact, chosen, by=("topic",), environment=environment)
+    findings = collect_findings(artifact, chosen, by=("topic",), runs=environment)
     slices = findings.labels[0].slices
     share_BG = (4 * np.random.default_rng(0).random((5, len(slices.names)))).round(2)
     halved = [SimpleNamespace(value=name, now=1.0, proposed=0.5) for name in slices.names]
@@ -267,11 +267,11 @@ def test_a_page_says_what_is_there_and_how_to_get_what_is_not(tmp_path):
     assert not [text for text in ("most similar slices", "models retrained", "nats per token") if text in plain]
     held_out = write_environment(tmp_path / "held-out", artifact, role="held-out")
     assert_contains(
-        page_text(artifact, environment=held_out),
+        page_text(artifact, runs=held_out),
         "Runs in held-out (held-out)",
         "No intervals in the unit of the runs: ",
     )
-    unfinished = page_text(artifact, environment=write_environment(tmp_path / "env", artifact, done=10), partial=True)
+    unfinished = page_text(artifact, runs=write_environment(tmp_path / "env", artifact, done=10), partial=True)
     assert_contains(
         unfinished, "Unfinished: 10 of 24 subsets with 1 of 2 seeds are done", "the runs: they are unfinished."
     )
@@ -391,7 +391,7 @@ def test_a_selection_beyond_the_runs_says_so(place, tmp_path):
     arguments = ("--budget", "5%", "--target", "sciq", "--runs", place / "env", "--out", tmp_path / "kept.parquet")
     succeed("select", place / "art", *arguments)
     environment = RetrainedRuns.open(place / "env")
-    text = page_text(ArtifactReader.open(place / "art"), environment=environment, selection=tmp_path / "kept.json")
+    text = page_text(ArtifactReader.open(place / "art"), runs=environment, selection=tmp_path / "kept.json")
     assert re.search(r"This extrapolates beyond the runs \([0-9.]+ times as far from the corpus as any run\)", text)
 
 

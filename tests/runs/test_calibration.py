@@ -190,11 +190,11 @@ def test_what_is_evaluated_is_what_predict_says(tmp_path):
     artifact = write_artifact(tmp_path / "art", kernel="output_layer+embedding")
     protocol = ScoringProtocol(name="p", match={"output_layer": 1.0, "embedding": 0.25}, negative=0.5)
     alignment = Alignment.from_runs(bind_runs(artifact, imported(weights="times")[0]), artifact)
-    (bound,) = alignment.additive({"p": protocol}, alignment.environment.targets)
+    (bound,) = alignment.additive({"p": protocol}, alignment.runs.targets)
     predictor = Predictor.from_artifact(artifact, protocol, ["sciq"])
     (block,) = alignment.blocks
     assert np.ptp(block.weights_BN.toarray()) > 0  # rows that are seen often count as less than so many
-    np.testing.assert_allclose(bound.task_B[alignment.environment.targets[0]], predictor.change(block.weights)[:, 0])
+    np.testing.assert_allclose(bound.task_B[alignment.runs.targets[0]], predictor.change(block.weights)[:, 0])
 
 
 def test_runs_that_lack_seeds_are_averaged(artifact):

@@ -88,11 +88,11 @@ def evaluate(
             artifact), or files and utilities are incomplete.
         ProtocolLeakError: controls on held-out runs without development runs.
     """
-    environment = bind_runs(art.files, runs)
+    bound_runs = bind_runs(art.files, runs)
     if not controls and (development or family is not None):
         raise SettingsError("development, family: require controls; add it, or drop them")
     published = published_methods(methods, method_settings, checkpoints=checkpoints, cache=cache)
-    drawn = environment.info.family
+    drawn = bound_runs.info.family
     drawn_by = None if drawn is None else parse_family(drawn.spec).label
     fitted = {}  # default features of an oracle: the label that the runs draw by
     for text in listed(oracles):
@@ -106,7 +106,7 @@ def evaluate(
     control_candidates, controls_on, control_notes = dict[str, Any](), dict[str, str](), list[str]()
     if controls:
         control_candidates, controls_on, control_notes = geometry().controls(
-            art.files, environment, development, family=family, resamples=resamples
+            art.files, bound_runs, development, family=family, resamples=resamples
         )
     built_in = resolve_protocol(None, art.files, known_questions=True)
     protocols = {built_in.name: built_in}
@@ -118,7 +118,7 @@ def evaluate(
     notes = [*(f"protocol {name}: {rule.provenance}" for name, rule in protocols.items()), *control_notes]
     return compare(
         art.files,
-        environment,
+        bound_runs,
         protocols,
         controls=control_candidates,
         controls_on=controls_on,
@@ -136,7 +136,7 @@ def evaluate(
 
 def compare(
     artifact: ArtifactReader,
-    environment: TrainingRuns,
+    runs: TrainingRuns,
     protocols: Mapping[str, ScoringProtocol],
     *,
     controls: Mapping[str, Any] | None = None,
@@ -168,12 +168,12 @@ def compare(
         ProtocolError: the artifact does not fit a protocol.
         SettingsError: an input that a method requires is missing, or its label is used already.
     """
-    alignment = Alignment.from_runs(environment, artifact)
+    alignment = Alignment.from_runs(runs, artifact)
     common = tuple(alignment.run_targets.values())
     if targets == [] or any(name not in common for name in targets or ()):
         raise RunsError(f"target: got {list(targets or ())}; runs and artifact have {list(common)} in common")
     chosen = common if targets is None else tuple(targets)
-    utilities = environment.utilities(seeds=seeds, partial=partial).select(*chosen)
+    utilities = runs.utilities(seeds=seeds, partial=partial).select(*chosen)
     inputs = MethodInputs(
         artifact,
         checkpoint_paths=tuple(checkpoints),
@@ -202,10 +202,10 @@ def compare(
         predictions.append(read_predictions(path, RowIndex.from_parquet(artifact.rows_path), alignment.blocks, name))
     judged = [name for name in chosen if targets is not None or all(name in p.targets for p in predictions)]
     notes = [*notes, *(note for prediction in published for note in prediction.notes)]
-    if targets is None and (left_out := [name for name in environment.targets if name not in judged]):
+    if targets is None and (left_out := [name for name in runs.targets if name not in judged]):
         notes.append(f"not evaluated, since not every method predicts them: {', '.join(left_out)}")
     return evaluation_of(
-        environment,
+        runs,
         predictions,
         targets=judged or None,
         seeds=seeds,
@@ -254,7 +254,7 @@ class Agreement:
 
 def agreement(
     artifact: ArtifactReader,
-    environment: TrainingRuns,
+    runs: TrainingRuns,
     protocol: ScoringProtocol,
     *,
     targets: Sequence[str] | None = None,
@@ -270,7 +270,7 @@ def agreement(
         RunsError: artifact and runs do not match, or results are missing.
         ProtocolError: the artifact does not fit the protocol.
     """
-    renamed = match_targets(environment, artifact)
+    renamed = match_targets(runs, artifact)
     chosen = [
         name_in_runs
         for name_in_runs, name_in_artifact in renamed.items()
@@ -278,19 +278,19 @@ def agreement(
     ]
     if not chosen:
         raise RunsError(
-            f"{environment.path}: has targets {list(environment.targets)}, requested are {list(targets or ())}; they "
+            f"{runs.path}: has targets {list(runs.targets)}, requested are {list(targets or ())}; they "
             "have none in common"
         )
     seeds = None
     if partial:  # use as many seeds as leave enough subsets; seeds are trained one after the other
-        counts = range(len(environment.info.seeds), 0, -1)
-        candidates = (environment.utilities(seeds=environment.info.seeds[:count], partial=True) for count in counts)
+        counts = range(len(runs.info.seeds), 0, -1)
+        candidates = (runs.utilities(seeds=runs.info.seeds[:count], partial=True) for count in counts)
         seeds = next((known.seeds for known in candidates if len(known.subset_ids) >= MIN_SUBSETS), None)
         if seeds is None:
             raise RunsError(
-                f"{environment.path}: fewer than {MIN_SUBSETS} subsets have a result; wait for more, or drop the runs"
+                f"{runs.path}: fewer than {MIN_SUBSETS} subsets have a result; wait for more, or drop the runs"
             )
-    report = compare(artifact, environment, {protocol.name: protocol}, targets=chosen, seeds=seeds, partial=partial)
+    report = compare(artifact, runs, {protocol.name: protocol}, targets=chosen, seeds=seeds, partial=partial)
     (name_in_artifact,) = [result.predictions for result in report.methods if result.method == protocol.name]
     points = []
     for target in chosen:
@@ -303,4 +303,4 @@ def agreement(
         points.append(
             TargetPoints(target, report.roles[target], utilities.subset_ids, predicted_B, realized_B, spread_B)
         )
-    return Agreement(protocol.name, report, tuple(points), len(environment.subset_ids), len(environment.info.seeds))
+    return Agreement(protocol.name, report, tuple(points), len(runs.subset_ids), len(runs.info.seeds))

@@ -126,7 +126,7 @@ def score(
         configured = {} if method_settings is None else read_yaml(Path(method_settings))
         origin = "method" if method_settings is None else str(method_settings)
         (published,) = configured_methods([method], configured, origin)
-        for name, needed in (("runs", "environment"), ("checkpoints", "checkpoints")):
+        for name, needed in (("runs", "runs"), ("checkpoints", "checkpoints")):
             if name in named and needed not in published.method.requires:
                 raise SettingsError(f"{name}: not used by method {method}; drop it")
     bound_runs = None if runs is None else bind_runs(artifact, runs)
@@ -151,7 +151,7 @@ def score(
     values_N: NDArray[np.floating[Any]]
     if published is not None:
         rows = method_rows(
-            artifact, published, environment=bound_runs, checkpoints=checkpoints, cache=cache, progress=progress
+            artifact, published, runs=bound_runs, checkpoints=checkpoints, cache=cache, progress=progress
         )
         by, values_N, provenance = published.label, rows.means(target), "score of the method, in its own unit"
     else:

@@ -60,6 +60,7 @@ RENAMED_SETTINGS = {
     "token_positions": "positions",
     "moment_positions": "sample_positions",
     "gradient_rows": "sample_rows",
+    "kept_mb": "max_cache_mb",  # of versions between 0.2 and 0.3
 }
 _OLD_SETTINGS = (
     "match",
@@ -417,16 +418,16 @@ class _Pick(NamedTuple):
 
 
 def _with_present_names(manifest: Manifest) -> Manifest:
-    """Return the manifest with current names of arrays and settings, if it has those of version 0.2."""
+    """Return the manifest with current names of arrays and settings, if it has those of an earlier version."""
     features = manifest.settings.get("features")
-    if not isinstance(features, dict) or "match" not in features:
+    if not isinstance(features, dict) or not features.keys() & {"match", "kept_mb"}:
         return manifest
     arrays = {_ARRAYS.get(name, name): entry for name, entry in manifest.arrays.items()}
     renamed = {RENAMED_SETTINGS.get(name, name): value for name, value in features.items() if name not in _OLD_SETTINGS}
     kernels = [name.removeprefix(RELEVANCE) for name in arrays]
     if not renamed.get("product_width"):  # 0 meant no sketch
         renamed.pop("product_width", None)
-    settings = {**manifest.settings, "features": renamed | {"kernels": kernels}}
+    settings = {**manifest.settings, "features": {"kernels": kernels} | renamed}
     return manifest.model_copy(update={"arrays": arrays, "settings": settings})
 
 

@@ -154,7 +154,7 @@ def suggest_labels(source: ArtifactReader, *, most: int = MAX_SLICES) -> tuple[s
     """
     most = min(most, source.n_rows - 1)
 
-    def cuts(name: str) -> bool:
+    def is_suitable(name: str) -> bool:
         seen: set[Label] = set()
         for batch in source.row_batches([name]):
             seen.update(batch.column(0).unique().to_pylist())
@@ -171,8 +171,8 @@ def suggest_labels(source: ArtifactReader, *, most: int = MAX_SLICES) -> tuple[s
         field.name for field in corpus_fields if pa.types.is_integer(field.type) or pa.types.is_boolean(field.type)
     ]
     for names in (text, other):
-        if chosen := tuple(itertools.islice(filter(cuts, names), MAX_LABELS)):
-            return chosen
+        if labels := tuple(itertools.islice(filter(is_suitable, names), MAX_LABELS)):
+            return labels
     return ()
 
 

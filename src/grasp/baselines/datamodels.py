@@ -54,7 +54,7 @@ class Datamodels(SubsetMethod[DatamodelsSettings]):
     """
 
     settings_type = DatamodelsSettings
-    requires = frozenset({"environment"})
+    requires = frozenset({"runs"})
     supervised = True
 
     def check(self, inputs: MethodInputs) -> None:
@@ -63,11 +63,11 @@ class Datamodels(SubsetMethod[DatamodelsSettings]):
             require("sklearn.linear_model", extra="baselines", feature=f"method {self.name}: lasso")
 
     def predict(self, inputs: MethodInputs, subsets: Sequence[SubsetBlock]) -> tuple[Predictions, Account]:
-        retrained = inputs.environment
-        unknown = {name for block in subsets for name in block.subset_ids} - set(retrained.environment.subset_ids)
+        retrained = inputs.retrained_runs
+        unknown = {name for block in subsets for name in block.subset_ids} - set(retrained.runs.subset_ids)
         if unknown:
             raise RunsError(
-                f"datamodels: {len(unknown)} subsets are not in {retrained.environment.path}, e.g. "
+                f"datamodels: {len(unknown)} subsets are not in {retrained.runs.path}, e.g. "
                 f"{sorted(unknown)[0]!r}; only retrained subsets can be predicted, out of fold"
             )
         oracle = lasso_oracle if self.settings.penalty == "lasso" else ridge_oracle
@@ -79,7 +79,7 @@ class Datamodels(SubsetMethod[DatamodelsSettings]):
         return replace(predictions, method="datamodels"), Account(covers=(covers,), notes=notes)
 
     def _features(self, inputs: MethodInputs) -> OracleFeatures:
-        subsets = inputs.environment.subsets
+        subsets = inputs.retrained_runs.subsets
         if self.settings.sees == MASKS:
             return mask_features(subsets)
         return fraction_features(subsets, label_column(inputs.artifact, self.settings.sees))

@@ -76,7 +76,7 @@ class RetrainingShapley(BlockMethod[RetrainingShapleySettings]):
     """
 
     settings_type = RetrainingShapleySettings
-    requires = frozenset({"tokens", "environment"})
+    requires = frozenset({"tokens", "runs"})
     weighting: ClassVar[Weighting] = "count"
 
     def extra_identity(self, inputs: MethodInputs) -> Mapping[str, Any]:
@@ -115,7 +115,7 @@ class RetrainingShapley(BlockMethod[RetrainingShapleySettings]):
             return np.arange(inputs.n_rows), "rows"
         name = self.settings.players
         if name == "label":
-            family = inputs.environment.environment.info.family
+            family = inputs.retrained_runs.runs.info.family
             labels = list(inputs.artifact.manifest.details.get("labels", []))
             _, _, of_family = (family.spec if family else "").partition(":")
             name = of_family if of_family in labels else next(iter(labels), "")
@@ -172,7 +172,7 @@ class RetrainingGame:
         Raises:
             RunsError: the runs do not record their recipe.
         """
-        runs = inputs.environment.environment
+        runs = inputs.retrained_runs.runs
         try:
             recipe = TrainingRecipe.model_validate(runs.info.recipe_settings)
         except ValidationError as err:

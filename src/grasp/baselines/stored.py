@@ -202,8 +202,8 @@ def identity(method: BlockMethod[Any], inputs: MethodInputs) -> dict[str, Any]:
         decided["checkpoints"] = [
             (checkpoint.fingerprint, checkpoint.learning_rate) for checkpoint in training_checkpoints(inputs)
         ]
-    if "environment" in method.requires:
-        info = inputs.environment.environment.info
+    if "runs" in method.requires:
+        info = inputs.retrained_runs.runs.info
         decided["environment"] = [info.masks_checksum, info.recipe_settings, list(info.seeds)]
     return decided
 

@@ -266,7 +266,7 @@ def _report(inputs: Inputs, probe: _Probe, ratio: float, tokens_bytes: int) -> s
     coordinates = 0 if inputs.model_pass.sampled is None else inputs.model_pass.sampled.sample.size
     passed_bytes = round(ratio * stored_bytes(model, store, features, coordinates))
     is_measured = settings.like is not None
-    once = sampled == n_supervised and not is_measured and passed_bytes <= features.kept_mb * MEGABYTE
+    once = sampled == n_supervised and not is_measured and passed_bytes <= features.max_cache_mb * MEGABYTE
     passes = 1.0 + (0.0 if once or is_measured else sampled / n_supervised)
     unit_tokens = sum(len(unit.input_ids) for unit in inputs.unit_tokens) or n_units
     seconds = probe.token_seconds * (passes * n_tokens + unit_tokens) + probe.row_seconds * (passes * n_rows + n_units)

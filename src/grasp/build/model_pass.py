@@ -114,7 +114,8 @@ class ModelPass:
         else:
             units, names = answers.tokens, [names[e] for e in answers.unit_A]
             losses_A = self._losses(units, names)
-            sums = answers.unit_A, answers.weights(losses_A)
+            # the sign of a unit's weight is that of its column; its size counts where units are averaged
+            sums = answers.unit_A, answers.weights(losses_A) / np.abs(answers.sign_E)[answers.unit_A]
         n_units = len(units) if answers is None else len(answers.sign_E)
         gradient_EK = (
             None
@@ -145,7 +146,7 @@ class ModelPass:
         """Return the mean loss of each answer, (A,)."""
         loss_A = np.empty(len(units))
         for index, features in forward_passes(self.model, units, ("all",), 1):
-            refuse_bad(features, [names[a] for a in index], "unit")
+            refuse_non_finite(features, [names[a] for a in index], "unit")
             loss_A[index] = features.row_loss(len(index)).double().cpu().numpy()
         return loss_A
 
@@ -178,13 +179,13 @@ class ModelPass:
 
     def _batch(self, features: BatchFeatures, names: Sequence[str], what: str) -> Batch:
         """Build a batch from the features of a pass; `tail` has the positions of summaries if they differ."""
-        refuse_bad(features, names, what)
+        refuse_non_finite(features, names, what)
         n_rows = len(names)
         loss_B, head, vocab_size = features.row_loss(n_rows), self.model.head, self.model.vocab_size
         tail = None
-        for which in reversed(range(len(features.chosen))):
-            hidden_PH, residual, row_P = features.take(which)
-            input_P = features.input_P[features.chosen[which]]
+        for spec_index in reversed(range(len(features.position_masks))):
+            hidden_PH, residual, row_P = features.take(spec_index)
+            input_P = features.input_P[features.position_masks[spec_index]]
             tail = Batch(hidden_PH, residual, row_P, input_P, n_rows, loss_B, head, vocab_size, tail)
         assert tail is not None
         return tail
@@ -248,7 +249,7 @@ def split_on_oom(index: I64, run: Callable[[I64], Outcome]) -> Iterator[tuple[I6
         yield from split_on_oom(half, run)
 
 
-def refuse_bad(features: BatchFeatures, names: Sequence[str], what: str) -> None:
+def refuse_non_finite(features: BatchFeatures, names: Sequence[str], what: str) -> None:
     """Raise an error if the model computed a NaN or an infinity."""
     finite_P = features.hidden_PH.isfinite().all(dim=1) & features.residual.loss_P.isfinite()
     finite_P &= features.residual.value_PK.isfinite().all(dim=1)

@@ -160,14 +160,14 @@ def observe(
     number of workers. They are stored in the work directory, for a build that is resumed.
 
     Args:
-        keep: store the batches, if the sample is the whole corpus and they fit in `features.kept_mb`.
+        keep: store the batches, if the sample is the whole corpus and they fit in `features.max_cache_mb`.
         trained: refuse a language model that predicts the sample no better than chance.
     """
     settings, store, model_pass = inputs.settings, inputs.store, inputs.model_pass
     features, model = settings.features, model_pass.model
     sample = Sample.draw(store.supervised(), features)
     coordinates = 0 if model_pass.sampled is None else model_pass.sampled.sample.size
-    fits = stored_bytes(model, store, features, coordinates) <= features.kept_mb * MEGABYTE
+    fits = stored_bytes(model, store, features, coordinates) <= features.max_cache_mb * MEGABYTE
     keep = keep and sample.is_whole and fits and settings.like is None
     # For the progress bar: about how many tokens pass in each stage; rows are not passed twice if batches are stored.
     passes = 0 if settings.like is not None else sample.n_positions / max(1, store.n_supervised)

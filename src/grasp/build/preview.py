@@ -199,6 +199,8 @@ def _first_of_targets(units: Sequence[Unit]) -> set[int]:
 
 
 def _kind(unit: Unit) -> str:
+    if unit.weight != 1.0:
+        return f"weighted {unit.metric.replace('_', ' ')}"
     if unit.others and not unit.choices:
         return f"{unit.metric.replace('_', ' ')} of a preference pair"
     if unit.conversation is not None:
@@ -213,7 +215,8 @@ def _example(unit: Unit) -> str:
         text = plain(str(unit.conversation), MAX_EXAMPLE_CHARS)
     else:
         text = ending(f"{unit.prompt}[loss:{unit.completion}]", MAX_EXAMPLE_CHARS)
-    return text + _wrong(unit, [other.completion for other in unit.others])
+    weight = f"[weight:{unit.weight:+g}]" if unit.weight != 1.0 else ""
+    return weight + text + _wrong(unit, [other.completion for other in unit.others])
 
 
 def _wrong(unit: Unit, texts: Sequence[str]) -> str:
@@ -232,10 +235,12 @@ def _marked(tokenizer: Any, ids: I32, mask: Bool | None) -> str:
     """Return a text as the model sees it; what carries loss is in brackets, unless all of it does."""
     if mask is None or mask[1:].all():
         return str(tokenizer.decode([ids.tolist()])[0])
-    cuts = np.flatnonzero(np.diff(mask.astype(np.int8))) + 1
-    parts = [part.tolist() for part in np.split(ids, cuts)]
+    starts = np.flatnonzero(np.diff(mask.astype(np.int8))) + 1
+    parts = [part.tolist() for part in np.split(ids, starts)]
     texts = tokenizer.decode(parts)
-    marked = [f"[loss:{text}]" if mask[start] else text for text, start in zip(texts, (0, *cuts.tolist()), strict=True)]
+    marked = [
+        f"[loss:{text}]" if mask[start] else text for text, start in zip(texts, (0, *starts.tolist()), strict=True)
+    ]
     return "".join(marked)
 
 

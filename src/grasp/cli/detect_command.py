@@ -36,7 +36,7 @@ def _print_comparison(suspects: "Suspects") -> None:
         k = first_scores.at_k.k
         show(
             f"evaluation against the truth: {first_scores.n_planted:,} of {first_scores.n_rows:,} rows planted; "
-            "best F1: over all cuts",
+            "best F1: over all thresholds",
             ("score", "AUROC", "95% interval", "AP", f"P@{k}", f"R@{k}", f"F1@{k}", "best F1", "at k"),
             [
                 (

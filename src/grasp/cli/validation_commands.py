@@ -94,11 +94,11 @@ def retrain(
     settings_data = merge_settings(settings or {}, assign, {}) if settings or assign else None
     spec = cluster_spec(engine, params["workers"], address, None)
     with Watch(quiet=quiet) as watch:
-        environment = grasp.retrain(
+        retrained = grasp.retrain(
             **params, settings=settings_data, jobs=print if print_jobs else None, cluster=spec, progress=watch.runs
         )
-    if not (print_jobs and environment.pending()):  # with --print-jobs, standard output has nothing but shell lines
-        print_result(environment.summary())
+    if not (print_jobs and retrained.pending()):  # with --print-jobs, standard output has nothing but shell lines
+        print_result(retrained.summary())
 
 
 @command(

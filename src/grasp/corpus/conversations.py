@@ -538,7 +538,7 @@ def text_arguments(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-PROMPTED: Final = "--set 'corpus.prompt={prompt}' --set 'corpus.completion={chosen}'"
+PROMPTED: Final = """--set 'corpus.prompt="{prompt}"' --set 'corpus.completion="{chosen}"\'"""
 
 
 def preference_note(text_column: str | None, columns: Collection[str], *, turns: bool = False) -> str | None:

@@ -71,17 +71,15 @@ def calibrate(
         RunsError: no artifact was built from the corpus of some runs.
     """
     artifacts = [art.files for art in (arts if isinstance(arts, Sequence) else [arts])]
-    environments = bind_all_runs(runs, artifacts[0])
+    bound_runs = bind_all_runs(runs, artifacts[0])
     if family is None:
-        n_subsets = len(
-            {(environment.path, name) for environment in environments for name in environment.info.subset_ids}
-        )
+        n_subsets = len({(each.path, name) for each in bound_runs for name in each.info.subset_ids})
         candidate_family, reasons = family_for(n_subsets)
     else:
         candidate_family, reasons = load_family(family), []
     developments = bind_developments(
         artifacts,
-        environments,
+        bound_runs,
         targets=None if target is None else listed(target, artifacts[0].targets),
         calibration_subsets=candidate_family.calibration_subsets,
     )

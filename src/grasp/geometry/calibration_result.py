@@ -54,15 +54,15 @@ class Development:
     Creating one from held-out runs or targets raises ProtocolLeakError.
     """
 
-    environment: TrainingRuns
+    runs: TrainingRuns
     targets: tuple[str, ...]
     variants: Mapping[str, Scored]  # by feature settings, as far as the artifacts differ
 
     def __post_init__(self) -> None:
-        held_out = [name for name in self.targets if self.environment.role_of(name) != "dev"]
+        held_out = [name for name in self.targets if self.runs.role_of(name) != "dev"]
         if held_out:
             raise ProtocolLeakError(
-                f"{self.environment.path}: selection was given {held_out}, which are held out; pass development "
+                f"{self.runs.path}: selection was given {held_out}, which are held out; pass development "
                 "environments and targets only"
             )
 
@@ -70,12 +70,12 @@ class Development:
     def results(self) -> dict[str, str]:
         """Results used for the selection, as `environment/target`, each with the fingerprint of its runs."""
         (fingerprint,) = {scored.runs_fingerprint for scored in self.variants.values()}
-        return {f"{self.environment.name}/{target}": fingerprint for target in self.targets}
+        return {f"{self.runs.name}/{target}": fingerprint for target in self.targets}
 
     @classmethod
     def from_runs(
         cls,
-        environment: TrainingRuns,
+        runs: TrainingRuns,
         artifacts: Sequence[ArtifactReader],
         *,
         targets: Sequence[str] | None = None,
@@ -90,25 +90,23 @@ class Development:
             ProtocolError: no development target, or two artifacts have the same feature settings.
             RunsError: an artifact does not match the runs.
         """
-        if environment.role != "dev":
+        if runs.role != "dev":
             raise ProtocolLeakError(
-                f"{environment.path}: selection was given a held-out environment; pass development environments only"
+                f"{runs.path}: selection was given a held-out environment; pass development environments only"
             )
-        scored = [
-            Scored.from_runs(environment, artifact, calibration_subsets=calibration_subsets) for artifact in artifacts
-        ]
-        common = [name for name in environment.targets if all(name in item.run_targets.values() for item in scored)]
-        chosen = tuple(targets) if targets is not None else tuple(n for n in common if environment.role_of(n) == "dev")
+        scored = [Scored.from_runs(runs, artifact, calibration_subsets=calibration_subsets) for artifact in artifacts]
+        common = [name for name in runs.targets if all(name in item.run_targets.values() for item in scored)]
+        chosen = tuple(targets) if targets is not None else tuple(n for n in common if runs.role_of(n) == "dev")
         missing = [name for name in chosen if name not in common]
         if missing or not chosen or not scored:
             raise ProtocolError(
-                f"{environment.path}: development targets {list(chosen)}, the artifacts have {common}; "
+                f"{runs.path}: development targets {list(chosen)}, the artifacts have {common}; "
                 "expected at least one target that all of them have"
             )
         names = variant_names([item.source.feature_settings for item in scored])
         if len(set(names)) < len(names):
-            raise ProtocolError(f"{environment.path}: two artifacts have the same feature settings; pass one of them")
-        return cls(environment, chosen, dict(zip(names, scored, strict=True)))
+            raise ProtocolError(f"{runs.path}: two artifacts have the same feature settings; pass one of them")
+        return cls(runs, chosen, dict(zip(names, scored, strict=True)))
 
 
 def variant_names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -120,7 +118,7 @@ def variant_names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def bind_developments(
     artifacts: Sequence[ArtifactReader],
-    environments: Sequence[TrainingRuns],
+    all_runs: Sequence[TrainingRuns],
     *,
     targets: Sequence[str] | None = None,
     calibration_subsets: int = 256,
@@ -135,17 +133,17 @@ def bind_developments(
     """
     used: set[Path] = set()
     bound: list[Development] = []
-    for environment in environments:
+    for runs in all_runs:
         same = [
             artifact
             for artifact in artifacts
-            if artifact.manifest.fingerprints.get("corpus") == environment.info.corpus_fingerprint
+            if artifact.manifest.fingerprints.get("corpus") == runs.info.corpus_fingerprint
         ]
         used |= {artifact.path for artifact in same}
         # if no artifact has this corpus, binding the first one raises the error that explains the mismatch
         bound += [
-            Development.from_runs(environment, group, targets=wanted, calibration_subsets=calibration_subsets)
-            for group, wanted in _group_by_targets(environment, same or artifacts[:1], targets)
+            Development.from_runs(runs, group, targets=wanted, calibration_subsets=calibration_subsets)
+            for group, wanted in _group_by_targets(runs, same or artifacts[:1], targets)
         ]
     idle = [str(artifact.path) for artifact in artifacts if artifact.path not in used]
     if idle:
@@ -156,7 +154,7 @@ def bind_developments(
 
 
 def _group_by_targets(
-    environment: TrainingRuns, artifacts: Sequence[ArtifactReader], targets: Sequence[str] | None
+    runs: TrainingRuns, artifacts: Sequence[ArtifactReader], targets: Sequence[str] | None
 ) -> list[tuple[list[ArtifactReader], Sequence[str] | None]]:
     """Group artifacts that share targets, and assign the requested targets to the groups.
 
@@ -165,7 +163,7 @@ def _group_by_targets(
     """
     groups: list[tuple[set[str], list[ArtifactReader]]] = []
     for artifact in artifacts:
-        names = set(match_targets(environment, artifact))
+        names = set(match_targets(runs, artifact))
         overlapping = [group for group in groups if group[0] & names]
         groups = [group for group in groups if not group[0] & names]
         members = [member for _, group in overlapping for member in group]
@@ -174,7 +172,7 @@ def _group_by_targets(
         return [(group, targets) for _, group in groups]
     missing = sorted(set(targets).difference(*(names for names, _ in groups)))
     if missing:
-        raise RunsError(f"target: got {missing}, which {environment.path} and the artifacts do not have in common")
+        raise RunsError(f"target: got {missing}, which {runs.path} and the artifacts do not have in common")
     shared = [(group, [name for name in targets if name in names]) for names, group in groups]
     return [(group, wanted) for group, wanted in shared if wanted]
 
@@ -268,8 +266,8 @@ def select_protocol(
 
 def _grouped(developments: Sequence[Development]) -> list[Development]:
     """Sort developments so that those of one environment are adjacent, in order of first appearance."""
-    paths = [development.environment.path for development in developments]
-    return sorted(developments, key=lambda development: paths.index(development.environment.path))
+    paths = [development.runs.path for development in developments]
+    return sorted(developments, key=lambda development: paths.index(development.runs.path))
 
 
 def _by_environment(
@@ -282,7 +280,7 @@ def _by_environment(
     by_path: dict[Path, list[F64]] = {}
     for development in developments:
         values = _agreement(development, candidates, family.criterion, resamples=resamples)
-        by_path.setdefault(development.environment.path, []).append(values)
+        by_path.setdefault(development.runs.path, []).append(values)
     return [np.concatenate(values, axis=1) for values in by_path.values()]
 
 
@@ -353,9 +351,9 @@ def write_provenance(record: Mapping[str, Any], path: Path) -> None:
 
 
 def _describe(development: Development) -> dict[str, Any]:
-    info = development.environment.info
+    info = development.runs.info
     return {
-        "name": development.environment.name,
+        "name": development.runs.name,
         "role": info.role,
         "recipe": info.recipe,
         "family": info.family.spec if info.family else "given",
@@ -415,7 +413,7 @@ def _agreement(
     Raises:
         ProtocolError: realized utilities are constant.
     """
-    utilities = development.environment.utilities()
+    utilities = development.runs.utilities()
     criterion = "task_rho" if WHOLE_TASK in utilities.unit_ids else criterion  # runs without results per unit
     realized = [_realized(utilities, name, criterion) for name in development.targets]
     flat = [
@@ -425,7 +423,7 @@ def _agreement(
     ]
     if flat:
         raise ProtocolError(
-            f"{development.environment.path}: utilities of {flat} are constant, so protocols cannot be compared"
+            f"{development.runs.path}: utilities of {flat} are constant, so protocols cannot be compared"
         )
     plain_1B = np.ones((1, len(utilities.subset_ids)))
     weights_RB = bootstrap_weights(len(utilities.subset_ids), resamples=resamples)

@@ -82,7 +82,7 @@ class Scored(Alignment):
     calibration: CalibrationSettings  # family that standardizes the geometry
 
     @classmethod
-    def from_runs(cls, environment: TrainingRuns, artifact: ArtifactReader, *, calibration_subsets: int = 256) -> Self:
+    def from_runs(cls, runs: TrainingRuns, artifact: ArtifactReader, *, calibration_subsets: int = 256) -> Self:
         """Align runs with an artifact, with a calibration family of the same kind as the family of the runs.
 
         The calibration family uses another random stream than the retrained subsets, so that evaluated subsets do not
@@ -91,10 +91,10 @@ class Scored(Alignment):
         Raises:
             RunsError: corpora or targets differ, or the subsets are not those trained on.
         """
-        spec = environment.info.family.spec if environment.info.family else DEFAULT_CALIBRATION
+        spec = runs.info.family.spec if runs.info.family else DEFAULT_CALIBRATION
         calibration = CalibrationSettings(family=spec, n_subsets=calibration_subsets)
-        plain = Alignment.from_runs(environment, artifact)
-        return cls(plain.environment, plain.source, plain.run_targets, plain.blocks, calibration)
+        plain = Alignment.from_runs(runs, artifact)
+        return cls(plain.runs, plain.source, plain.run_targets, plain.blocks, calibration)
 
     def select_candidates(self, candidates: Mapping[str, Candidate], targets: Sequence[str]) -> list[Predictions]:
         """Predict units and tasks with each of the candidates."""
@@ -258,7 +258,7 @@ def predictions(
     candidates = {
         name: candidate_of(rule, source) if isinstance(rule, ScoringProtocol) else rule for name, rule in rules.items()
     }
-    results = Scored.from_runs(alignment.environment, source).select_candidates(candidates, targets)
+    results = Scored.from_runs(alignment.runs, source).select_candidates(candidates, targets)
     return [replace(result, cost=read_cost(needed_arrays(candidates[result.method]), source)) for result in results]
 
 

@@ -95,8 +95,8 @@ class Objective:
 
     def dot(self, vector_D: F64) -> F64:
         """Return <phi_i, vector> of every row, (N,) float64."""
-        cuts = np.cumsum([len(sketch.totals.mean_D) for sketch in self.sketches.values()])[:-1]
-        parts = zip(self.sketches.values(), np.split(vector_D, cuts), strict=True)
+        stops = np.cumsum([len(sketch.totals.mean_D) for sketch in self.sketches.values()])[:-1]
+        parts = zip(self.sketches.values(), np.split(vector_D, stops), strict=True)
         return np.asarray(sum(sketch.dot(part_D) for sketch, part_D in parts))
 
     def value(self, linear: float, sketch_D: F64) -> float:

@@ -109,15 +109,15 @@ def check(
     index = sample_rows(artifact, rows, seed)
     if len(index) < MIN_ROWS:
         raise ArtifactError(f"{artifact.where}: has {artifact.n_rows} rows, checks need at least {MIN_ROWS}")
-    environment = None if runs is None else bind_runs(artifact, runs)
-    if environment is None:
+    bound_runs = None if runs is None else bind_runs(artifact, runs)
+    if bound_runs is None:
         generator, half, compared = stream(seed, "audit", "subsets"), len(index) // 2, "halves of them"
         weight_BN = np.zeros((subsets, len(index)))
         for weight_N in weight_BN:
             weight_N[generator.choice(len(index), size=half, replace=False)] = 1.0 / half
     else:
-        weight_BN = environment_subsets(artifact, environment, index, subsets)
-        compared = f"subsets of {environment.name} restricted to the sample"
+        weight_BN = environment_subsets(artifact, bound_runs, index, subsets)
+        compared = f"subsets of {bound_runs.name} restricted to the sample"
     origin = _or_error(lambda: reopen_source(artifact, overrides))
     features = _or_error(lambda: sample_features(artifact, index, origin))
     subject = Subject(artifact, index, weight_BN, origin, features)
@@ -157,10 +157,10 @@ def check(
             )
         )
     results.append(_batches(subject))
-    if environment is None:
+    if bound_runs is None:
         results.append(unmeasured_check("ranking stability", HEALTHY_PAIRS, "pass retrained runs (--runs)"))
     else:
-        for points in agreement(artifact, environment, chosen).points:
+        for points in agreement(artifact, bound_runs, chosen).points:
             stability = measures.stability(points.predicted_B, points.realized_B)
             results.append(
                 judge_check(

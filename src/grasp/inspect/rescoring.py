@@ -131,15 +131,15 @@ def sample_rows(artifact: ArtifactReader, n_rows: int, seed: int) -> NDArray[np.
 
 
 def environment_subsets(
-    artifact: ArtifactReader, environment: TrainingRuns, row_index: NDArray[np.int64], subsets: int
+    artifact: ArtifactReader, runs: TrainingRuns, row_index: NDArray[np.int64], subsets: int
 ) -> F64:
     """Return the weights of the first subsets of runs, restricted to the sample and normalised to 1, (B, N)."""
-    blocks = Alignment.from_runs(environment, artifact).blocks
+    blocks = Alignment.from_runs(runs, artifact).blocks
     weight_BN = np.concatenate([block.weights_BN[:, row_index].toarray() for block in blocks])[:subsets]
     total_B = weight_BN.sum(axis=1)
     if (total_B > 0).sum() < MIN_SUBSETS:
         raise RunsError(
-            f"{environment.path}: {int((total_B > 0).sum())} of its subsets have rows among the {len(row_index)} of "
+            f"{runs.path}: {int((total_B > 0).sum())} of its subsets have rows among the {len(row_index)} of "
             f"the sample, expected at least {MIN_SUBSETS}; take more rows"
         )
     return np.asarray(weight_BN[total_B > 0] / total_B[total_B > 0, None])

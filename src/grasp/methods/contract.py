@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from grasp.models.tokenizer import HfTokenizer
 Scores = Floats
 # Inputs that a method may require besides the artifact's tables; each is checked before the method runs.
-Requirement = Literal["tokens", "model", "checkpoints", "environment"]
+Requirement = Literal["tokens", "model", "checkpoints", "runs"]
 
 
 @dataclass(frozen=True, slots=True)
 class Retrained:
     """Retrained runs aligned with the artifact: targets have the artifact's names, others are dropped."""
 
-    environment: TrainingRuns
+    runs: TrainingRuns
     utilities: Utilities
     subsets: tuple[SubsetBlock, ...]
 
@@ -54,7 +54,7 @@ class Retrained:
     def from_alignment(cls, alignment: Alignment, utilities: Utilities) -> "Retrained":
         """Rename the targets of `utilities` from the names in the runs to the artifact's names."""
         renamed = replace(utilities, targets=alignment.artifact_targets_of(utilities.targets))
-        return cls(alignment.environment, renamed, alignment.blocks)
+        return cls(alignment.runs, renamed, alignment.blocks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,10 +189,10 @@ class MethodInputs:
             model.batch_tokens = self.batch_tokens
         return model
 
-    # ------------------------------------------------------------------------------------- environment
+    # -------------------------------------------------------------------------------------------- runs
 
     @property
-    def environment(self) -> Retrained:
+    def retrained_runs(self) -> Retrained:
         """The retrained runs.
 
         Raises:
@@ -289,7 +289,7 @@ class Method(ABC, Generic[S]):
         Raises:
             GraspError: the artifact has no tokens, or no runs were passed.
         """
-        if "environment" in self.requires and inputs.retrained is None:
+        if "runs" in self.requires and inputs.retrained is None:
             raise SettingsError(f"method {self.name}: requires retrained subsets; pass their directory with --runs")
         if "tokens" in self.requires:
             _ = inputs.store

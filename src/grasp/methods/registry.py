@@ -395,7 +395,7 @@ def method_rows(
     artifact: ArtifactReader,
     configured: ConfiguredMethod,
     *,
-    environment: TrainingRuns | None = None,
+    runs: TrainingRuns | None = None,
     checkpoints: Sequence[Path | str] = (),
     cache: Path | str | None = None,
     progress: Progress | None = None,
@@ -403,14 +403,14 @@ def method_rows(
     """Score the rows with a method; reuse stored scores if there are any.
 
     Args:
-        environment: retrained runs, for a method that requires them.
+        runs: retrained runs, for a method that requires them.
     Raises:
         GraspError: a required input is missing, or the method scores no rows.
     """
     retrained = None
-    if environment is not None:
-        alignment = Alignment.from_runs(environment, artifact)
-        retrained = Retrained.from_alignment(alignment, environment.utilities().select(*alignment.run_targets.values()))
+    if runs is not None:
+        alignment = Alignment.from_runs(runs, artifact)
+        retrained = Retrained.from_alignment(alignment, runs.utilities().select(*alignment.run_targets.values()))
     paths, cache_path = tuple(map(Path, checkpoints)), None if cache is None else Path(cache)
     inputs = MethodInputs(artifact, checkpoint_paths=paths, retrained=retrained, progress=progress or Silent())
     return MethodRows(artifact, configured.label, scores(configured, inputs, cache_path))

@@ -30,7 +30,7 @@ class BatchFeatures:
     residual: SparseResidual
     row_P: Tensor  # row of the batch
     input_P: Tensor  # token at the position; its label is the next token
-    chosen: tuple[Tensor, ...]  # one boolean mask (P,) per position specification
+    position_masks: tuple[Tensor, ...]  # one boolean mask (P,) per position specification
 
     def row_loss(self, n_rows: int) -> Tensor:
         """Return the mean loss of each row over the used positions, in nats per token."""
@@ -38,9 +38,9 @@ class BatchFeatures:
         total_B = self.residual.loss_P.new_zeros(n_rows).index_add_(0, self.row_P, self.residual.loss_P)
         return total_B / count_B
 
-    def take(self, which: int) -> tuple[Tensor, SparseResidual, Tensor]:
+    def take(self, spec_index: int) -> tuple[Tensor, SparseResidual, Tensor]:
         """Return hidden states, residuals and rows at the positions of one specification."""
-        mask_P = self.chosen[which]
+        mask_P = self.position_masks[spec_index]
         if bool(mask_P.all()):
             return self.hidden_PH, self.residual, self.row_P
         return self.hidden_PH[mask_P], self.residual.at(mask_P), self.row_P[mask_P]
@@ -143,7 +143,7 @@ def extract(
         residual=residual,
         row_P=row_P,
         input_P=ids_BL[row_P, t_P],
-        chosen=tuple(mask[row_P, t_P] for mask in masks),
+        position_masks=tuple(mask[row_P, t_P] for mask in masks),
     )
 
 

@@ -118,11 +118,11 @@ class Family:
         fraction = self.fraction or 0.0
         if column is not None:
             rows_N = np.argsort(column.codes_N, kind="stable")  # rows sorted by label value
-            by_value = column.counts, rows_N, column.codes_N[rows_N].astype(np.int64)
+            rows_by_value = column.counts, rows_N, column.codes_N[rows_N].astype(np.int64)
 
         def draw(rng: np.random.Generator) -> I64:
             if column is not None:
-                return _some_of_each(rng, *by_value)
+                return _some_of_each(rng, *rows_by_value)
             if self.kind == "uniform":
                 return _choose(rng, n_rows, max(1, round(fraction * n_rows)))
             return np.flatnonzero(rng.random(n_rows) < fraction)

@@ -51,6 +51,7 @@ from grasp.predict.scoring_rule import (
 )
 from grasp.predict.task_scores import Prior, Reliability, Texts, fit_prior, mean_reliability
 from grasp.predict.weights import RowSums, Weights, block_rows
+from grasp.targets.units import WEIGHT_COLUMN
 
 EFFECT_SIZE = "effect size"
 SIMILARITY_SKETCHES = ("hidden", "residual")  # sketches that measure the similarity of rows
@@ -134,6 +135,7 @@ class UnitSelection:
     targets: tuple[str, ...]
     columns_E: I64
     counts_T: I64
+    weight_E: F64 | float = 1.0  # weight of each unit in the mean of its task, 1 on average; its sign is in the column
 
     @classmethod
     def from_targets(cls, artifact: ArtifactReader, targets: Sequence[str]) -> Self:
@@ -146,7 +148,13 @@ class UnitSelection:
         empty = [target for target, part in zip(targets, columns, strict=True) if not len(part)]
         if empty:
             raise ProtocolError(f"targets: {', '.join(empty)}: has no units; expected at least one")
-        return cls(tuple(targets), np.concatenate(columns), np.array([len(part) for part in columns]))
+        columns_E, counts_T = np.concatenate(columns), np.array([len(part) for part in columns])
+        if WEIGHT_COLUMN not in artifact.units.column_names:
+            return cls(tuple(targets), columns_E, counts_T)
+        stored = artifact.units[WEIGHT_COLUMN].to_numpy(zero_copy_only=False)[columns_E]
+        size_E = np.abs(np.nan_to_num(stored, nan=1.0))
+        means = [size_E[stop - count : stop].mean() for count, stop in zip(counts_T, np.cumsum(counts_T), strict=True)]
+        return cls(tuple(targets), columns_E, counts_T, size_E / np.repeat(means, counts_T))
 
     def mean_per_task(self, values_nE: NDArray[Any], scale_E: F64 | float = 1.0) -> F64:
         """Return the mean over the units of each task of value times scale, (n, T) float64."""
@@ -514,7 +522,7 @@ def assemble_predictor(
     if estimates and not by_unit:
         unit_scales = {name: StreamingMoments.from_blocks(blocks()).spread for name, blocks in read.items()}
     units_first = units_first or estimates
-    before = {name: unit_scales[name].inverse_E if units_first else 1.0 for name in negative}
+    before = {name: units.weight_E * (unit_scales[name].inverse_E if units_first else 1.0) for name in negative}
     kernels = {
         name: KernelRelevance.for_tasks(artifact, name, units, less, before[name]) for name, less in negative.items()
     }
@@ -553,7 +561,9 @@ def assemble_predictor(
         unit_level is not None
     ):  # b is in effect sizes of the task; the effects of its units average to a column with this sd
         blocks = unit_level.effects.blocks()
-        of_tasks = StreamingMoments.from_blocks((start, units.mean_per_task(block)) for start, block in blocks)
+        of_tasks = StreamingMoments.from_blocks(
+            (start, units.mean_per_task(block, units.weight_E)) for start, block in blocks
+        )
         unit_level = replace(
             unit_level, new_row_value_C=unit_level.new_row_value_C * np.repeat(of_tasks.spread.std_E, units.counts_T)
         )

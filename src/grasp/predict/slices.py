@@ -142,7 +142,7 @@ def list_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: int
     membership_EN = (of_value_EV @ in_row_VN).tocsr()
     rows_E = np.diff(membership_EN.indptr)
     order = np.argsort(-rows_E, kind="stable")
-    order = order[rows_E[order] < n_rows][:most]  # an element of every row cuts nothing
+    order = order[rows_E[order] < n_rows][:most]  # an element of every row selects nothing
     if not len(order):
         raise SubsetError(f"--by {column.name}: every row has the same elements; expected a label that varies")
     membership_GN, names = csr_array(membership_EN[order]), list(code_of)
@@ -284,7 +284,8 @@ class SliceFormula:
 
         (sum_g x_g (e_g + b n_g)) / K - b,    x_g = exposure(f_g K / sum_h f_h n_h)
 
-    Weight f_g on every row gives the expected result of keeping a random fraction f_g of the slice.
+    where b is the value of any unseen row in effect sizes (`Level.new_row_value_C`), which repetition
+    loses. Weight f_g on every row gives the expected result of keeping a random fraction f_g of the slice.
     Source: eq:method-additive.
     """
 

@@ -71,7 +71,7 @@ def report(
         if repeated := sorted({value for value in values if list(values).count(value) > 1}):
             raise SettingsError(f"{name}: got {', '.join(repeated)} more than once; name each once")
     out = Path(out)
-    environment = None if runs is None else bind_runs(artifact, runs)
+    bound_runs = None if runs is None else bind_runs(artifact, runs)
     files = {"selection": selection, "mixture": mixture, "suspects": suspects}
     paths = {name: None if file is None else Path(file) for name, file in files.items()}
     earlier_artifacts: list[ArtifactReader] = [
@@ -81,14 +81,14 @@ def report(
         for checkpoint in previous
     ]
     reads: dict[str, Reads] = {f"{name} reads": path for name, path in paths.items()}
-    reads |= {"holds the runs": None if environment is None else environment.path}
+    reads |= {"holds the runs": None if bound_runs is None else bound_runs.path}
     reads |= {"is the artifact of an earlier checkpoint": [checkpoint.path for checkpoint in earlier_artifacts]}
     protocol_path = Path(protocol) if isinstance(protocol, Path | str) else None
     check_outputs({"out": out}, artifact.reads | reads | {"protocol reads": protocol_path})
     flags = {  # command line that reproduces the page; the page shows it
         "--by": ",".join(by) or None,
         "--target": None if targets is None else ",".join(targets),
-        "--runs": None if environment is None else environment.path,
+        "--runs": None if bound_runs is None else bound_runs.path,
         "--protocol": protocol_path,
         "--selection": paths["selection"],
         "--mixture": paths["mixture"],
@@ -105,7 +105,7 @@ def report(
         target=targets,
         by=by,
         previous=earlier_artifacts,
-        environment=environment,
+        runs=bound_runs,
         partial=partial,
         **paths,
         protocol_path=protocol_path,

@@ -125,7 +125,7 @@ class PredictedGain:
 class Findings:
     """The complete contents of a report."""
 
-    environment: TrainingRuns | None = field(repr=False)
+    runs: TrainingRuns | None = field(repr=False)
     flags: Mapping[str, Any]  # options with which `grasp predict` prints the numbers of the page
     command: str  # command line that reproduces the report
     artifact_path: str
@@ -165,7 +165,7 @@ def collect_findings(
     target: Sequence[str] | None = None,
     by: Sequence[str] = (),
     previous: Sequence[ArtifactReader] = (),
-    environment: TrainingRuns | None = None,
+    runs: TrainingRuns | None = None,
     partial: bool = False,
     selection: Path | None = None,
     mixture: Path | None = None,
@@ -194,11 +194,11 @@ def collect_findings(
 
     # agreement with retraining, and predictions in the unit of the runs
     run_agreement: Agreement | Missing = NO_RUNS
-    if environment is not None:
-        run_agreement = agreement(artifact, environment, protocol, targets=targets, partial=partial)
+    if runs is not None:
+        run_agreement = agreement(artifact, runs, protocol, targets=targets, partial=partial)
     predictor = Predictor.from_artifact(artifact, protocol, targets, sketches=SIMILARITY_SKETCHES)
     columns = [label_slices(label_column(artifact, name, "--by"), tokens_N) for name in names]
-    outcomes = NO_RUNS if environment is None else _outcomes(predictor, artifact, environment, partial=partial)
+    outcomes = NO_RUNS if runs is None else _outcomes(predictor, artifact, runs, partial=partial)
     # None unless the runs have outcomes of every target
     complete = (
         outcomes if isinstance(outcomes, OutcomePredictor) and set(outcomes.task_by_target) == set(targets) else None
@@ -231,13 +231,13 @@ def collect_findings(
     missing += [part for part in optional if isinstance(part, Missing)]
 
     manifest = artifact.manifest
-    run = None if environment is None else environment.path / "run.yaml"
+    run = None if runs is None else runs.path / "run.yaml"
     return Findings(
-        environment=environment,
+        runs=runs,
         flags={
             "--target": None if target is None else ",".join(targets),
             "--protocol": protocol_path,
-            "--runs": environment.path if isinstance(outcomes, OutcomePredictor) and environment is not None else None,
+            "--runs": runs.path if isinstance(outcomes, OutcomePredictor) and runs is not None else None,
         },
         command=command,
         artifact_path=artifact.where,
@@ -272,13 +272,13 @@ def collect_findings(
 
 
 def _outcomes(
-    predictor: Predictor, artifact: ArtifactReader, environment: TrainingRuns, *, partial: bool
+    predictor: Predictor, artifact: ArtifactReader, runs: TrainingRuns, *, partial: bool
 ) -> OutcomePredictor | Missing:
     """Fit predictions in the unit of the runs; they need finished development runs."""
-    if partial and environment.pending():
+    if partial and runs.pending():
         return Missing("No intervals in the unit of the runs: they are unfinished.", "Finish them with grasp retrain.")
     try:
-        return fit_outcomes(predictor, artifact, environment)
+        return fit_outcomes(predictor, artifact, runs)
     except (ProtocolLeakError, RunsError) as err:
         return Missing(f"No intervals in the unit of the runs: {err}.", "Finished development runs are required.")
 

@@ -67,7 +67,7 @@ def render(findings: Findings, live: str = "") -> str:
     warnings: list[str] = [note for fact, note in findings.facts if fact == "leaks"]
     if not isinstance(findings.outcomes, Missing):
         warnings += findings.outcomes.notes
-    elif findings.environment is not None and findings.labels:
+    elif findings.runs is not None and findings.labels:
         warnings.append(findings.outcomes.reason.removesuffix("."))  # the page adds it
     interval_note = f"{COVERAGE:.0%} prediction intervals, fitted to retrained models."
     if findings.unit == findings.effect_unit or isinstance(findings.outcomes, Missing):
@@ -120,7 +120,7 @@ def render(findings: Findings, live: str = "") -> str:
 @functools.cache
 def template() -> Any:
     """Load the page template with escaping of all values."""
-    environment = jinja2.Environment(
+    jinja = jinja2.Environment(
         loader=jinja2.PackageLoader("grasp.report", "templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -136,8 +136,8 @@ def template() -> Any:
     def lines(text: str) -> str:
         return "\n".join(plain(line, 2_000) if line.strip() else "" for line in text.splitlines())
 
-    environment.filters |= {"plain": plain, "name": name, "ending": ending, "lines": lines, "breakable": breakable}
-    return environment.get_template("page.html")
+    jinja.filters |= {"plain": plain, "name": name, "ending": ending, "lines": lines, "breakable": breakable}
+    return jinja.get_template("page.html")
 
 
 def _rows(findings: Findings, targets: Sequence[str]) -> View:
@@ -170,7 +170,7 @@ def _rows(findings: Findings, targets: Sequence[str]) -> View:
 def _commands(findings: Findings) -> View:
     """Return the commands that reproduce the page from its run.yaml files, and commands for next steps."""
     art, target = shlex.quote(findings.artifact_path), shlex.quote(",".join(findings.targets))
-    runs_record = findings.environment
+    runs_record = findings.runs
     reproduce, actions, runs = [f"grasp build --config run.yaml --out {art}"], [], ""
     if runs_record is not None:
         where = shlex.quote(str(runs_record.path))

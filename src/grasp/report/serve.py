@@ -250,8 +250,8 @@ def web(
     from starlette.responses import HTMLResponse, PlainTextResponse, Response  # noqa: PLC0415
     from starlette.routing import Route  # noqa: PLC0415
 
-    environment = None if runs is None else bind_runs(artifact, runs)
-    service = QueryService(artifact, environment, model)
+    bound_runs = None if runs is None else bind_runs(artifact, runs)
+    service = QueryService(artifact, bound_runs, model)
 
     def same_site(endpoint: "Endpoint") -> "Endpoint":
         """Reject requests that a page of another site makes."""
@@ -267,7 +267,7 @@ def web(
     def page() -> str:
         command = f"grasp serve {artifact.where}"
         return render(
-            collect_findings(artifact, resolve_protocol(None, artifact), environment=environment, command=command),
+            collect_findings(artifact, resolve_protocol(None, artifact), runs=bound_runs, command=command),
             live="/api",
         )
 

@@ -247,8 +247,8 @@ def slices(label: LabelFindings, trend: LabelTrend | None, targets: Sequence[str
 
 def fidelity(findings: Findings) -> View | None:
     """Return the comparison with retraining: metrics, one scatter plot per target, and learning curves."""
-    agreement, environment = findings.agreement, findings.environment
-    if isinstance(agreement, Missing) or environment is None:
+    agreement, runs = findings.agreement, findings.runs
+    if isinstance(agreement, Missing) or runs is None:
         return None
     report = agreement.report
     (default_method,) = [method for method in report.methods if method.method == agreement.protocol]
@@ -286,7 +286,7 @@ def fidelity(findings: Findings) -> View | None:
         )
     return {
         "head": plain(
-            f"Runs in {report.environment} ({environment.role}): recipe {report.recipe}, {report.family}, "
+            f"Runs in {report.environment} ({runs.role}): recipe {report.recipe}, {report.family}, "
             f"{subsets} subsets, seeds {', '.join(map(str, report.seeds))}. Geometry terms of the scoring rule, if "
             "any, are standardised over the subsets of these runs."
         ),

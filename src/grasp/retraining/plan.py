@@ -110,9 +110,9 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> RetrainedRuns
             },
         )
         rows = row_names(store)
-        environment = RetrainedRuns.create(out, info, _subsets(settings, store, rows, recipe), rows)
+        retrained = RetrainedRuns.create(out, info, _subsets(settings, store, rows, recipe), rows)
         write_yaml(settings.model_dump(mode="json"), out / "run.yaml")
-    return environment
+    return retrained
 
 
 # ------------------------------------------------------------------------------------- recipe and tokenizer

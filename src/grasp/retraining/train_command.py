@@ -93,7 +93,7 @@ def utility_by_command(
     words: Sequence[str],
     run: Run,
     weight_N: F64,
-    environment: Path,
+    runs_path: Path,
     tokenizer: HfTokenizer,
     tokens: Sequence[UnitTokens],
     device: str,
@@ -105,23 +105,23 @@ def utility_by_command(
     Args:
         words: result of `command_words`; not executed if a job has already written a checkpoint.
         weight_N: weights of the rows.
-        environment: directory of the runs.
+        runs_path: directory of the runs.
         tokenizer: tokenizer of the units; that of the checkpoint must be the same.
     Raises:
         ModelError: the command failed or wrote no checkpoint, or the checkpoint is unreadable or has another tokenizer.
     """
-    attempts = job_of(run, environment)
+    attempts = job_of(run, runs_path)
     by_job = (attempts / "checkpoint").exists()
     if not by_job:
-        attempts = environment.resolve() / "work" / run.stem
+        attempts = runs_path.resolve() / "work" / run.stem
         discard(attempts)  # left by a process that was killed
     work = attempts if by_job else attempts / str(os.getpid())
     work.mkdir(parents=True, exist_ok=by_job)
     corpus, checkpoint = work / "corpus.jsonl", work / "checkpoint"
     try:
         if not by_job:
-            write_subset(environment / ROWS, weight_N, run.seed, corpus)
-            _run_logged(_fill_placeholders(words, run, corpus, checkpoint), environment / "logs" / run.stem)
+            write_subset(runs_path / ROWS, weight_N, run.seed, corpus)
+            _run_logged(_fill_placeholders(words, run, corpus, checkpoint), runs_path / "logs" / run.stem)
         if not checkpoint.is_dir() or not any(checkpoint.iterdir()):
             raise ModelError("the command left no checkpoint in the directory of {checkpoint}")
         has_tokenizer = any((checkpoint / name).exists() for name in TOKENIZER_FILES)
@@ -142,7 +142,7 @@ def utility_by_command(
             )
         utility_E: F64 = -evaluate_units(model.model, tokens)
         if run.subset_id == WHOLE_CORPUS_RUN:
-            reference = environment / "reference" / f"seed-{run.seed}"
+            reference = runs_path / "reference" / f"seed-{run.seed}"
             discard(reference)
             reference.parent.mkdir(exist_ok=True)
             checkpoint.rename(reference)
@@ -151,19 +151,19 @@ def utility_by_command(
     return utility_E
 
 
-def job_of(run: Run, environment: Path) -> Path:
+def job_of(run: Run, runs_path: Path) -> Path:
     """Return the directory with the corpus and the checkpoint of a run's job."""
-    return environment.resolve() / "jobs" / run.stem
+    return runs_path.resolve() / "jobs" / run.stem
 
 
-def job_line(words: Sequence[str], run: Run, weight_N: F64, environment: Path) -> str:
+def job_line(words: Sequence[str], run: Run, weight_N: F64, runs_path: Path) -> str:
     """Write the corpus of a run, and return the shell line that trains on it. The line can be run repeatedly."""
-    work = job_of(run, environment)
+    work = job_of(run, runs_path)
     work.mkdir(parents=True, exist_ok=True)
     corpus, part, checkpoint = work / "corpus.jsonl", work / "checkpoint.part", work / "checkpoint"
     if not corpus.exists():
         with written_aside(corpus) as aside:
-            write_subset(environment / ROWS, weight_N, run.seed, aside)
+            write_subset(runs_path / ROWS, weight_N, run.seed, aside)
     steps = [
         ["rm", "-rf", str(part), str(checkpoint)],
         _fill_placeholders(words, run, corpus, part),

@@ -100,49 +100,49 @@ def retrain(
     if jobs is not None and settings.train_command is None:
         raise SettingsError("print_jobs: requires a train command; add --train-command")
     settings = fitted_lengths(settings)
-    environment = prepare(settings, out, lambda stage: report(RetrainStatus(stage)))
-    environment.forget_failures()
-    clock = _Clock(environment)
+    retrained = prepare(settings, out, lambda stage: report(RetrainStatus(stage)))
+    retrained.forget_failures()
+    clock = _Clock(retrained)
     if jobs is not None:
         assert settings.train_command is not None
-        worker, words = Worker(settings, environment), command_words(settings.train_command)
-        for run in environment.pending():
-            if (job_of(run, environment.path) / "checkpoint").exists():
+        worker, words = Worker(settings, retrained), command_words(settings.train_command)
+        for run in retrained.pending():
+            if (job_of(run, retrained.path) / "checkpoint").exists():
                 worker.by_command(run, words)
-        for run in environment.pending():
-            jobs(job_line(words, run, worker.weights(run), environment.path))
-        if not environment.pending():
-            environment.compact()
+        for run in retrained.pending():
+            jobs(job_line(words, run, worker.weights(run), retrained.path))
+        if not retrained.pending():
+            retrained.compact()
     elif cluster is not None:  # runs of a worker that dies are taken over when their leases expire
         threads = settings.threads or cluster.threads
         cluster = replace(cluster, workers=cluster.workers or settings.workers, threads=threads)
         settings = settings.model_copy(update={"threads": threads})
         with connected(cluster) as connection:
-            tasks = connection.tasks(fill, settings, environment.path.resolve(), _ignore_status)
+            tasks = connection.tasks(fill, settings, retrained.path.resolve(), _ignore_status)
             while not connection.done(tasks, POLL_SECONDS):
-                report(clock.status(len(environment.pending())))
-        report(clock.status(len(environment.pending())))
+                report(clock.status(len(retrained.pending())))
+        report(clock.status(len(retrained.pending())))
     elif (workers := settings.workers or 1) == 1:
         fill(settings, out, report)
     else:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(workers, mp_context=context) as pool:
-            futures = [pool.submit(fill, settings, environment.path, _ignore_status) for _ in range(workers)]
+            futures = [pool.submit(fill, settings, retrained.path, _ignore_status) for _ in range(workers)]
             while not all(future.done() for future in futures):
-                report(clock.status(len(environment.pending())))
+                report(clock.status(len(retrained.pending())))
                 time.sleep(POLL_SECONDS)
             for future in futures:
                 future.result()  # raises the first error of a worker
-    environment.refuse_all_failed()
+    retrained.refuse_all_failed()
     return RetrainedRuns.open(out)
 
 
 def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
     """Train and score runs of a prepared directory until none is left, then merge the results if all are complete."""
     worker = Worker(settings, RetrainedRuns.open(out))
-    environment, steps = worker.environment, worker.steps
+    retrained, steps = worker.retrained, worker.steps
     words = command_words(settings.train_command) if settings.train_command else None
-    clock = _Clock(environment)
+    clock = _Clock(retrained)
     first_step: tuple[int, float] | None = None  # step and time at which the measurement of the cost begins
     cost_reported = words is not None
 
@@ -162,13 +162,13 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
         cost = (
             f"{left:,} runs of {steps:,} steps; estimated from the first steps: {duration_text(run_seconds)} per run, "
             f"{duration_text(left * run_seconds / workers)} in total{with_workers}; run the same command to resume\n"
-            f"{geometry().calibration_evidence(len(environment.subset_ids))}"
+            f"{geometry().calibration_evidence(len(retrained.subset_ids))}"
         )
         progress(RetrainStatus("cost", cost=cost))
         cost_reported = True
 
-    while pending := environment.untried():
-        claims = environment.claim(settings.stack, ttl=settings.lease_seconds)
+    while pending := retrained.untried():
+        claims = retrained.claim(settings.stack, ttl=settings.lease_seconds)
         if not claims:
             progress(clock.status(len(pending)))
             time.sleep(POLL_SECONDS)  # other workers hold the remaining runs; one of them may die
@@ -178,29 +178,29 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
             if words is None:
                 utilities = worker.utilities(runs, partial(step_done, runs=runs, left=len(pending)))
                 for run, utility_E in zip(runs, utilities, strict=True):
-                    environment.write_run(run, utility_E)
+                    retrained.write_run(run, utility_E)
             else:
                 step_done(0, runs, len(pending))
                 worker.by_command(runs[0], words)
-    left = len(environment.pending())
+    left = len(retrained.pending())
     if not left:
-        environment.compact()
+        retrained.compact()
     progress(clock.status(left))
 
 
 class Worker:
     """The model, rows and units with which one process trains and scores runs."""
 
-    def __init__(self, settings: RetrainSettings, environment: RetrainedRuns) -> None:
+    def __init__(self, settings: RetrainSettings, retrained: RetrainedRuns) -> None:
         self.settings = settings
-        self.environment = environment
+        self.retrained = retrained
         self.recipe = resolved_recipe(settings)
         self.device = str(device_of(settings.device))
         hf_logging.disable_progress_bar()
         torch.set_num_threads(settings.threads or max(1, (os.cpu_count() or 1) // (settings.workers or 1)))
-        self.store = RowStore.open(environment.path / "tokens")
-        self.tokenizer = tokenizer_of(settings, self.recipe, environment.path)
-        environment.check_corpus(self.store.fingerprint, str(environment.path / "tokens"))
+        self.store = RowStore.open(retrained.path / "tokens")
+        self.tokenizer = tokenizer_of(settings, self.recipe, retrained.path)
+        retrained.check_corpus(self.store.fingerprint, str(retrained.path / "tokens"))
 
     @cached_property
     def tokens(self) -> list[UnitTokens]:
@@ -219,7 +219,7 @@ class Worker:
         """Return the row weights of every subset, (1, N), by name."""
         return {
             name: block.weights_BN[[b]]
-            for block in self.environment.subset_blocks(row_names(self.store))
+            for block in self.retrained.subset_blocks(row_names(self.store))
             for b, name in enumerate(block.subset_ids)
         }
 
@@ -252,7 +252,7 @@ class Worker:
                     self.store,
                     seed=seeds[0],
                     tokenizer=self.tokenizer,
-                    out=self.environment.path / "reference" / f"seed-{seeds[0]}",
+                    out=self.retrained.path / "reference" / f"seed-{seeds[0]}",
                     checkpoints=checkpoints,
                     device=self.device,
                     progress=progress,
@@ -268,7 +268,7 @@ class Worker:
             )
             return list(-trainer.model.unit_losses(self.tokens))
         except ModelError as err:
-            raise ModelError(f"{self.environment.path}: runs {[run.stem for run in runs]}: {err}") from err
+            raise ModelError(f"{self.retrained.path}: runs {[run.stem for run in runs]}: {err}") from err
 
     @cached_property
     def _further(self) -> FurtherTraining:
@@ -286,9 +286,9 @@ class Worker:
             model = self._further.train(self.weights(run), run.seed, progress)
             utility_E: F64 = -evaluate_units(model, self.tokens)
         except ModelError as err:
-            raise ModelError(f"{self.environment.path}: run {run.stem}: {err}") from err
+            raise ModelError(f"{self.retrained.path}: run {run.stem}: {err}") from err
         if run.subset_id == WHOLE_CORPUS_RUN:
-            directory = self.environment.path / "reference" / f"seed-{run.seed}"
+            directory = self.retrained.path / "reference" / f"seed-{run.seed}"
             discard(directory)
             directory.parent.mkdir(exist_ok=True)
             with written_aside(directory) as part:
@@ -298,21 +298,21 @@ class Worker:
 
     def by_command(self, run: Run, words: Sequence[str]) -> None:
         """Train a run by the user's command, and write its result or the reason of its failure."""
-        directory = self.environment.path
+        directory = self.retrained.path
         try:
             weight_N = self.weights(run)
             utility_E = utility_by_command(words, run, weight_N, directory, self.tokenizer, self.tokens, self.device)
-            self.environment.write_run(run, utility_E)
+            self.retrained.write_run(run, utility_E)
         except GraspError as err:
-            self.environment.mark_failed(run, str(err))
+            self.retrained.mark_failed(run, str(err))
 
 
 class _Clock:
     """Estimate of the time left, from the runs that finished since the clock was started."""
 
-    def __init__(self, environment: RetrainedRuns) -> None:
-        self._total = len(environment.runs())
-        self._left_before = len(environment.pending())
+    def __init__(self, retrained: RetrainedRuns) -> None:
+        self._total = len(retrained.runs())
+        self._left_before = len(retrained.pending())
         self._started_at = time.monotonic()
 
     def status(self, left: int, running: tuple[str, ...] = (), step: int = 0, steps: int = 0) -> RetrainStatus:

@@ -43,7 +43,7 @@ def unit_fingerprints(artifact: ArtifactReader, loss_on: LossOn) -> dict[str, st
     }
 
 
-def match_targets(environment: TrainingRuns, artifact: ArtifactReader) -> dict[str, str]:
+def match_targets(runs: TrainingRuns, artifact: ArtifactReader) -> dict[str, str]:
     """Return the common targets of runs and artifact, as a mapping from the name in the runs to that in the artifact.
 
     Runs evaluate `sciq` with loss on the completion and `sciq@all` with loss on every token; an artifact has one of the
@@ -54,27 +54,27 @@ def match_targets(environment: TrainingRuns, artifact: ArtifactReader) -> dict[s
     """
     where = str(artifact.path)
     try:
-        environment.check_corpus(artifact.manifest.fingerprints.get("corpus", "none"), where)
+        runs.check_corpus(artifact.manifest.fingerprints.get("corpus", "none"), where)
     except RunsError as err:
-        command = environment.info.build_command(environment.path)
+        command = runs.info.build_command(runs.path)
         raise RunsError(f"{err}" + (f": {command}" if command else "")) from err
     loss_on = artifact.manifest.settings.get("targets", {}).get("loss_on", "completion")
     known = unit_fingerprints(artifact, loss_on)
     common: dict[str, str] = {}
-    for name, info in environment.info.targets.items():
+    for name, info in runs.info.targets.items():
         artifact_target = name.removesuffix(ALL_SUFFIX)
         if artifact_target not in artifact.targets or info.loss_on != loss_on:
             continue
         if known[artifact_target] != info.fingerprint:
             raise RunsError(
-                f"{where}: units of {name} have fingerprint {known[artifact_target]}, but {environment.path} scored "
+                f"{where}: units of {name} have fingerprint {known[artifact_target]}, but {runs.path} scored "
                 f"{info.fingerprint}; build with the same target settings (variant, loss_on, units_per_target, seed)"
             )
         common[name] = artifact_target
     if not common:
         raise RunsError(
-            f"{where}: has targets {list(artifact.targets)} with loss_on {loss_on!r}; {environment.path} has "
-            f"{[(name, info.loss_on) for name, info in environment.info.targets.items()]}; none is common to both"
+            f"{where}: has targets {list(artifact.targets)} with loss_on {loss_on!r}; {runs.path} has "
+            f"{[(name, info.loss_on) for name, info in runs.info.targets.items()]}; none is common to both"
         )
     return common
 
@@ -83,28 +83,28 @@ def match_targets(environment: TrainingRuns, artifact: ArtifactReader) -> dict[s
 class Alignment:
     """Runs and an artifact of the same corpus and targets, with the subsets of the runs."""
 
-    environment: TrainingRuns
+    runs: TrainingRuns
     source: ArtifactReader
     run_targets: Mapping[str, str]  # target name in the artifact -> target name in the runs
     blocks: tuple[SubsetBlock, ...]
 
     @classmethod
-    def from_runs(cls, environment: TrainingRuns, artifact: ArtifactReader) -> Self:
+    def from_runs(cls, runs: TrainingRuns, artifact: ArtifactReader) -> Self:
         """Match runs with an artifact.
 
         Raises:
             RunsError: corpora or targets differ, or the subsets are not those trained on.
         """
-        common = match_targets(environment, artifact)
-        label = environment.label
+        common = match_targets(runs, artifact)
+        label = runs.label
         labels = None if label is None else label_column(artifact, label)
-        blocks = tuple(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), labels))
-        return cls(environment, artifact, {artifact_target: name for name, artifact_target in common.items()}, blocks)
+        blocks = tuple(runs.subset_blocks(RowIndex.from_parquet(artifact.rows_path), labels))
+        return cls(runs, artifact, {artifact_target: name for name, artifact_target in common.items()}, blocks)
 
     @property
     def runs_fingerprint(self) -> str:
         """Fingerprint of the runs; see `TrainingRuns.fingerprint`."""
-        return self.environment.fingerprint(self.blocks[0])
+        return self.runs.fingerprint(self.blocks[0])
 
     def artifact_targets_of(self, targets: Sequence[str]) -> tuple[str, ...]:
         """Return the names in the artifact of targets of the runs."""

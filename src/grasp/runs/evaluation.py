@@ -166,7 +166,7 @@ def _cell(metric: str, estimate: Estimate) -> str:
 
 
 def evaluation_of(
-    environment: TrainingRuns,
+    runs: TrainingRuns,
     predictions: Sequence[Predictions],
     *,
     targets: Sequence[str] | None = None,
@@ -191,16 +191,16 @@ def evaluation_of(
     """
     if not predictions:
         raise RunsError("evaluate: got no predictions, expected at least one method")
-    common = [name for name in environment.targets if all(name in p.targets for p in predictions)]
+    common = [name for name in runs.targets if all(name in p.targets for p in predictions)]
     if targets is None and not common:
         raise RunsError(
-            f"{environment.path}: has targets {list(environment.targets)}, the predictions "
+            f"{runs.path}: has targets {list(runs.targets)}, the predictions "
             f"{[(p.method, list(p.targets)) for p in predictions]}; none is common to all"
         )
     names = tuple(common if targets is None else targets)
-    utilities = environment.utilities(seeds=seeds, partial=partial)
+    utilities = runs.utilities(seeds=seeds, partial=partial)
     if not utilities.subset_ids:
-        raise RunsError(f"{environment.path}: no subset has a result for every seed; wait for more results")
+        raise RunsError(f"{runs.path}: no subset has a result for every seed; wait for more results")
     weights_RB = bootstrap_weights(len(utilities.subset_ids), resamples=resamples)
     realized = {name: utilities.select(name) for name in names}
     ceilings = {name: noise_ceilings(of_target.values_BSE, weights_RB) for name, of_target in realized.items()}
@@ -212,22 +212,22 @@ def evaluation_of(
             target, values_BE, of_target.values_BSE, weights_RB, task_predicted_B=task_B, ceilings=ceilings[target]
         )
 
-    roles = {name: environment.role_of(name) for name in names}
+    roles = {name: runs.role_of(name) for name in names}
     selected_on = chosen_on or {}
     metrics_of_method = [tuple(metrics(prediction, name) for name in names) for prediction in predictions]
     methods = tuple(
         MethodResult(prediction, rows, average(rows), selected_on.get(prediction.method, ()))
         for prediction, rows in zip(predictions, metrics_of_method, strict=True)
     )
-    info = environment.info
+    info = runs.info
     family = info.family.spec if info.family else "given subsets"
     return Evaluation(
         table=_table(methods, roles),
-        headline=f"environment {environment.name}: recipe {info.recipe}, {family}, {len(utilities.subset_ids)} "
+        headline=f"environment {runs.name}: recipe {info.recipe}, {family}, {len(utilities.subset_ids)} "
         f"subsets, seeds {', '.join(map(str, utilities.seeds))}; 95 % intervals over {resamples} resamples of the "
         "subsets",
-        notes=(*notes, *environment.notes),
-        environment=environment.name,
+        notes=(*notes, *runs.notes),
+        environment=runs.name,
         recipe=info.recipe,
         family=family,
         utilities=utilities.select(*names),

@@ -142,7 +142,9 @@ def parse_bounds(texts: str | Sequence[str], flag: str) -> Bounds:
     return bounds
 
 
-def by_value(bounds: Bounds, flag: str, label: str, names: Sequence[str], n_grouped: int = 0) -> list[Amount | None]:
+def amounts_by_value(
+    bounds: Bounds, flag: str, label: str, names: Sequence[str], n_grouped: int = 0
+) -> list[Amount | None]:
     """Return the floor or cap of each value of a label, or None if it has none.
 
     Args:
@@ -257,8 +259,8 @@ class Constraints:
                         where = f"{flag} {describe_value(value)}"
                         raise SettingsError(f"{where}: is in {amount.unit}, the budget is in {unit}; use the same unit")
             names, codes_N = labels.names(), labels.codes_N
-            low_G = by_value(floors, "floor", labels.name, names)
-            high_G = by_value(caps, "cap", labels.name, names)
+            low_G = amounts_by_value(floors, "floor", labels.name, names)
+            high_G = amounts_by_value(caps, "cap", labels.name, names)
             floor_G = np.array([0 if low is None else low.resolve(size, up=True) for low in low_G])
             cap_G = np.array([size if high is None else high.resolve(size) for high in high_G])
         elif floors or caps:

@@ -30,7 +30,7 @@ from grasp.predict.scoring_rule import Interaction, ScoringProtocol, geometry
 from grasp.predict.slices import LabelSlices, label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import SubsetBlock
-from grasp.select.budget import Bounds, by_value, describe_value, parse_amount, parse_bounds, parse_tokens
+from grasp.select.budget import Bounds, amounts_by_value, describe_value, parse_amount, parse_bounds, parse_tokens
 from grasp.select.objective import (
     OptimizationResult,
     SelectionObjective,
@@ -320,7 +320,7 @@ def _bounds(
                 raise SettingsError(
                     f"{flag} {describe_value(value)}: got a number, expected a share of the mixture such as Games:5%"
                 )
-        amounts = by_value(bounds, flag, slices.label, names, slices.n_grouped)
+        amounts = amounts_by_value(bounds, flag, slices.label, names, slices.n_grouped)
         requested.append(np.array([np.nan if amount is None else amount.value for amount in amounts]))
     floor_G, cap_G = np.nan_to_num(requested[0]), np.nan_to_num(requested[1], nan=1.0)
     # a requested bound overrides a default one: a cap the default lower bound, a floor the default upper bound

@@ -40,7 +40,7 @@ from grasp.runs.import_runs import read_mixtures
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.table import MAX_LISTED, RESULTS_SCHEMA, TRAINED_SCHEMA, RunsInfo, RunTable, open_runs
 from grasp.seeds import stream
-from grasp.select.budget import by_value, describe_value, parse_bounds, parse_tokens
+from grasp.select.budget import amounts_by_value, describe_value, parse_bounds, parse_tokens
 from grasp.select.mix import MAX_REPEAT
 from grasp.select.quadratic_program import MixtureProblem, frank_wolfe
 from grasp.text import listed
@@ -425,7 +425,7 @@ def share_bounds(
         for value, amount in bounds.items():
             if not amount.is_share or amount.unit is not None:
                 raise SettingsError(f"{flag} {describe_value(value)}: expected a share of the mixture such as web:5%")
-        amounts = by_value(bounds, flag, label or "mixture", values)
+        amounts = amounts_by_value(bounds, flag, label or "mixture", values)
         bounds_G.append(np.array([unbounded if amount is None else amount.value for amount in amounts]))
     low_G, high_G = bounds_G[0], np.minimum(bounds_G[1], largest_G)
     for g in np.flatnonzero(low_G > high_G)[:1].tolist():
@@ -504,34 +504,34 @@ def most_informative(
     return picked, gains
 
 
-def runs_by_shares(environment: RetrainedRuns, artifact: ArtifactReader) -> RunTable:
+def runs_by_shares(runs: RetrainedRuns, artifact: ArtifactReader) -> RunTable:
     """Convert retrained subsets to runs with shares of the label that they were drawn by; metrics are target losses."""
-    if environment.label is None:
-        raise RunsError(f"{environment.path}: its subsets were not drawn by a label, so they have no shares")
-    column = label_column(artifact, environment.label)
+    if runs.label is None:
+        raise RunsError(f"{runs.path}: its subsets were not drawn by a label, so they have no shares")
+    column = label_column(artifact, runs.label)
     slices = label_slices(column, row_tokens(artifact), most=len(column.values))
-    blocks = list(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), column))
+    blocks = list(runs.subset_blocks(RowIndex.from_parquet(artifact.rows_path), column))
     n_rows = len(slices.codes_N)
     slice_NG = csr_array((np.ones(n_rows), slices.codes_N, np.arange(n_rows + 1)), shape=(n_rows, len(slices.slices)))
     share_RG = np.concatenate(
         [(block.weights_BN @ slice_NG).toarray() / block.weights.sums[:, None] for block in blocks]
     )
-    runs = environment.subset_ids
-    utility_RST = environment.task_utilities(environment.targets)
+    subset_ids = runs.subset_ids
+    utility_RST = runs.task_utilities(runs.targets)
     lines = [
         (run, seed, None, None, f"{target}/loss", None, -float(utility_RST[r, s, t]))
-        for r, run in enumerate(runs)
-        for s, seed in enumerate(environment.info.seeds)
-        for t, target in enumerate(environment.targets)
+        for r, run in enumerate(subset_ids)
+        for s, seed in enumerate(runs.info.seeds)
+        for t, target in enumerate(runs.targets)
     ]
     columns = zip(*lines, strict=True)
     results = pa.table(
         [pa.array(values, field.type) for values, field in zip(columns, RESULTS_SCHEMA, strict=True)],
         schema=RESULTS_SCHEMA,
     )
-    metrics = {f"{target}/loss": "lower" for target in environment.targets}
-    info = RunsInfo.model_validate({"kind": "shares", "label": environment.label, "metrics": metrics})
-    return RunTable.from_results(environment.name, info, _trained(runs, slices.names, share_RG), results)
+    metrics = {f"{target}/loss": "lower" for target in runs.targets}
+    info = RunsInfo.model_validate({"kind": "shares", "label": runs.label, "metrics": metrics})
+    return RunTable.from_results(runs.name, info, _trained(subset_ids, slices.names, share_RG), results)
 
 
 def _trained(runs: Sequence[str], values: Sequence[str], share_RG: F64) -> pa.Table:

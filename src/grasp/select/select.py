@@ -503,10 +503,10 @@ def _curve(objective: SelectionObjective, order_N: I64, places: Sequence[int], e
         places: sizes, ascending.
         effect_N: effect by which the rows are ranked.
     """
-    cuts = np.concatenate([[0], places])
-    parts = [np.sort(order_N[a:b]) for a, b in itertools.pairwise(cuts)]
+    start_B = np.concatenate([[0], places])
+    parts = [np.sort(order_N[a:b]) for a, b in itertools.pairwise(start_B)]
     indices = np.concatenate(parts)
-    rows_BN = csr_array((np.ones(len(indices)), indices, cuts), shape=(len(parts), objective.predictor.n_rows))
+    rows_BN = csr_array((np.ones(len(indices)), indices, start_B), shape=(len(parts), objective.predictor.n_rows))
     sums = objective.predictor.sums(Weights(rows_BN)).cumulative()
     tokens_B = np.cumsum([int(objective.tokens_N[part].sum()) for part in parts])
     last_B = effect_N[order_N[np.asarray(places) - 1]]

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
+from math import isfinite
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, TypeVar
 
@@ -68,6 +69,7 @@ def load_units(settings: TargetSettings, in_memory: Sequence[Unit] = ()) -> Unit
         MissingExtraError: a package that reads the target is not installed.
     """
     unit_lists: list[Sequence[Unit]] = []
+    weighted: list[tuple[str, Records]] = []  # own metrics, by the name of their file
     for full_name in settings.names:
         name, metric = (full_name, None) if Path(full_name).exists() else split_metric(full_name)
         n_groups = len(unit_lists)
@@ -79,7 +81,12 @@ def load_units(settings: TargetSettings, in_memory: Sequence[Unit] = ()) -> Unit
             unit_lists.append(units_of(_entry_records(entry), target_name(entry["path"]), settings.loss_on))
         elif is_file or Path(name).is_file():
             for file in _find_logs(name) or [name]:
-                records = _read_json_list(file) or records_of(file, field="targets.names")
+                unread = iter(_read_json_list(file) or records_of(file, field="targets.names"))
+                first_records = list(islice(unread, 1))
+                records = chain(first_records, unread)
+                if first_records and is_weight(first_records[0][1]):
+                    weighted.append((target_name(file), records))
+                    continue
                 units = units_of(records, target_name(file), settings.loss_on)
                 if not units:
                     raise TargetError(f"{file}: no units; {EXPECTED_FIELDS}")
@@ -90,11 +97,18 @@ def load_units(settings: TargetSettings, in_memory: Sequence[Unit] = ()) -> Unit
             unit_lists[n_groups:] = [[with_metric(unit, metric) for unit in group] for group in unit_lists[n_groups:]]
     unit_lists += [read_mapped(target, settings.loss_on) for target in settings.datasets]
     pools: dict[str, list[Unit]] = {}
+    own_metrics: set[str] = set()  # targets all of whose units count
     for group in unit_lists:
         if clash := sorted({unit.target for unit in group} & pools.keys()):
             raise TargetError(f"targets: {', '.join(clash)} is named twice, expected unique targets")
         for unit in group:
             pools.setdefault(unit.target, []).append(unit)
+    for name, weights in weighted:
+        metrics = weighted_units(weights, name, {unit.unit_id: unit for unit in chain.from_iterable(pools.values())})
+        if clash := sorted(metrics.keys() & pools.keys()):
+            raise TargetError(f"targets: {', '.join(clash)} is named twice, expected unique targets")
+        pools |= metrics
+        own_metrics |= metrics.keys()
     if not pools:
         raise TargetError("targets.names: got none, expected at least one task or file of units")
     target_of: dict[str, str] = {}
@@ -113,7 +127,11 @@ def load_units(settings: TargetSettings, in_memory: Sequence[Unit] = ()) -> Unit
                 f"targets: unit_id {unit.unit_id!r} occurs twice (in {other} and {unit.target}), expected unique ids"
             )
         target_of[unit.unit_id] = unit.target
-    drawn = [draw(target, pool, [unit.unit_id for unit in pool], settings) for target, pool in pools.items()]
+    all_units = settings.model_copy(update={"units_per_target": None})
+    drawn = [
+        draw(target, pool, [unit.unit_id for unit in pool], all_units if target in own_metrics else settings)
+        for target, pool in pools.items()
+    ]
     excluded = frozenset(settings.exclude_units)
     excluded_ids = tuple(
         unit.unit_id
@@ -140,6 +158,39 @@ def draw(target: str, pool: Sequence[T], unit_ids: Sequence[str], settings: Targ
     if not remaining:
         raise TargetError(f"targets: {target} has {len(pool)} units and all are in exclude_units; keep at least one")
     return remaining[: settings.units_per_target]
+
+
+def is_weight(record: Mapping[str, Any]) -> bool:
+    """Return whether a record is the weight of a unit in a metric of the user."""
+    return "weight" in record and record.keys() <= {"unit_id", "weight", "target"}
+
+
+def weighted_units(records: Records, name: str, known: Mapping[str, Unit]) -> dict[str, list[Unit]]:
+    """Return the units of metrics of the user, by target: units of other targets with signed weights.
+
+    Args:
+        records: records of `unit_id`, `weight` and optionally `target`.
+        name: target of records without one.
+        known: units of other targets, by unit_id.
+    Raises:
+        TargetError: an unknown unit, or a weight that is 0 or not a number.
+    """
+    metrics: dict[str, list[Unit]] = {}
+    for where, record in records:
+        unit_id, weight, target = record.get("unit_id"), record.get("weight"), record.get("target") or name
+        unit = known.get(str(unit_id))
+        if unit is None:
+            some = ", ".join(list(known)[:3]) or "none"
+            raise TargetError(
+                f"{where}: unit_id: {unit_id!r} is not a unit of the other targets ({some}, ...); name its target too, "
+                "e.g. --targets sciq,weights.jsonl"
+            )
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight) or not weight:
+            raise TargetError(f"{where}: weight: got {weight!r}, expected a number other than 0; its sign is kept")
+        metrics.setdefault(str(target), []).append(
+            replace(unit, unit_id=f"{unit_id}@{target}", target=str(target), weight=unit.weight * float(weight))
+        )
+    return metrics
 
 
 def split_names(text: str) -> list[str]:

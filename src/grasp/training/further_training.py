@@ -68,13 +68,13 @@ class FurtherTraining:
         Raises:
             ModelError: a loss is not finite.
         """
-        often_N = relative_weights(self._rows.n_rows, self._recipe.batch_rows, retained)
-        steps = self.steps(int(np.count_nonzero(often_N)))
-        optimizer = self._recipe.optimizer(int(np.count_nonzero(often_N)))
+        frequency_N = relative_weights(self._rows.n_rows, self._recipe.batch_rows, retained)
+        steps = self.steps(int(np.count_nonzero(frequency_N)))
+        optimizer = self._recipe.optimizer(int(np.count_nonzero(frequency_N)))
         training = FineTuning(self._model, optimizer)
         training.set_weights(self._start)
         training.zero_gradients()
-        order = batch_order(often_N, seed=seed, batch_rows=self._recipe.batch_rows, first_step=0, last_step=steps)
+        order = batch_order(frequency_N, seed=seed, batch_rows=self._recipe.batch_rows, first_step=0, last_step=steps)
         for step, index_B in enumerate(order):
             loss = self._backward(training, index_B)
             if not np.isfinite(loss):

@@ -70,36 +70,38 @@ def relative_weights(n_rows: int, batch_rows: int, retained: Bool | F64 | None) 
             f"retained: {n_retained} of {n_rows} rows, expected at least the {batch_rows} of one batch; retain"
             " more rows or lower the recipe's batch_rows"
         )
-    often_N: F64 = weight_N / weight_N.max()
-    return often_N
+    frequency_N: F64 = weight_N / weight_N.max()
+    return frequency_N
 
 
-def row_order(often_N: Bool | F64, *, seed: int, start: int = 0) -> Iterator[I64]:
+def row_order(frequency_N: Bool | F64, *, seed: int, start: int = 0) -> Iterator[I64]:
     """Yield the rows in training order from position `start`, endlessly, in chunks of at most one epoch.
 
     Every epoch is a permutation of the whole corpus, which is the same for all subsets of a seed; dropped rows are
     skipped. Therefore two subsets see their common rows in the same order. A row with frequency a < 1 is skipped in
     some epochs: it is seen in epoch e if an integer lies in (e a + u, (e + 1) a + u], with a random phase u per row.
     """
-    phase_N = stream(seed, "order", "phase").random(len(often_N))
+    phase_N = stream(seed, "order", "phase").random(len(frequency_N))
     epoch = 0
     while True:
-        seen_N = np.floor((epoch + 1) * often_N + phase_N) > np.floor(epoch * often_N + phase_N)
+        seen_N = np.floor((epoch + 1) * frequency_N + phase_N) > np.floor(epoch * frequency_N + phase_N)
         if (n_seen := int(np.count_nonzero(seen_N))) > start:
-            order = stream(seed, "order", epoch).permutation(len(often_N))
+            order = stream(seed, "order", epoch).permutation(len(frequency_N))
             yield order[seen_N[order]][start:]
         epoch, start = epoch + 1, max(start - n_seen, 0)
 
 
-def batch_order(often_N: Bool | F64, *, seed: int, batch_rows: int, first_step: int, last_step: int) -> Iterator[I64]:
+def batch_order(
+    frequency_N: Bool | F64, *, seed: int, batch_rows: int, first_step: int, last_step: int
+) -> Iterator[I64]:
     """Yield the rows of each step in [`first_step`, `last_step`), (B,) each; a batch may span two epochs."""
-    pieces = row_order(often_N, seed=seed, start=first_step * batch_rows)
-    ready = np.zeros(0, dtype=np.int64)
+    pieces = row_order(frequency_N, seed=seed, start=first_step * batch_rows)
+    pending = np.zeros(0, dtype=np.int64)
     for _ in range(first_step, last_step):
-        while len(ready) < batch_rows:
-            ready = np.concatenate([ready, next(pieces)])
-        yield ready[:batch_rows]
-        ready = ready[batch_rows:]
+        while len(pending) < batch_rows:
+            pending = np.concatenate([pending, next(pieces)])
+        yield pending[:batch_rows]
+        pending = pending[batch_rows:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +256,7 @@ class Trainer(AdamWTraining):
         losses: F64 = loss_KBL[0].double().sum(dim=1).cpu().numpy()
         return losses
 
-    def check(self) -> None:
+    def check_losses(self) -> None:
         """Raise an error if a loss was not finite, with the model and the step."""
         bad = np.argwhere(~np.isfinite(self.losses))
         if bad.size:
@@ -333,15 +335,15 @@ def train(
         ModelError: there are fewer rows than in a batch; a row is too long or has a token outside the vocabulary; a
             loss is not finite; or `out` has a run with other arguments.
     """
-    often_N = relative_weights(rows.n_rows, recipe.batch_rows, retained)
+    frequency_N = relative_weights(rows.n_rows, recipe.batch_rows, retained)
     outside = [step for step in checkpoints if not 1 <= step <= recipe.steps]
     if outside:
         raise ModelError(f"checkpoints: got step {outside[0]}, expected 1 to {recipe.steps}")
     if checkpoints and out is None:
         raise ModelError("checkpoints: got steps without `out`, expected a directory for them")
-    subset = hashlib.blake2b(np.packbits(often_N > 0).tobytes(), digest_size=16)
-    if (often_N[often_N > 0] < 1).any():
-        subset.update(often_N.tobytes())
+    subset = hashlib.blake2b(np.packbits(frequency_N > 0).tobytes(), digest_size=16)
+    if (frequency_N[frequency_N > 0] < 1).any():
+        subset.update(frequency_N.tobytes())
     identity = {
         "recipe": recipe.model_dump(mode="json"),
         "seed": seed,
@@ -353,7 +355,7 @@ def train(
         out.mkdir(parents=True, exist_ok=True)
         remove_parts(out)  # temporary files of a killed run
         _resume(trainer, out, identity)
-    for step in _steps(trainer, rows, [often_N], [seed]):
+    for step in _steps(trainer, rows, [frequency_N], [seed]):
         if out is not None and step in checkpoints:
             _save(trainer, out / f"checkpoint-{step}", identity, tokenizer)
         if progress is not None:
@@ -369,18 +371,18 @@ def train(
     return TrainedModel(model, trainer.losses[:, 0], () if out is None else _checkpoints(out))
 
 
-def _steps(trainer: Trainer, rows: RowStore, often_KN: Sequence[F64], seeds: Sequence[int]) -> Iterator[int]:
-    """Train to the end, model k with the row frequencies ``often_KN[k]``; yield the number of finished steps."""
+def _steps(trainer: Trainer, rows: RowStore, frequency_KN: Sequence[F64], seeds: Sequence[int]) -> Iterator[int]:
+    """Train to the end, model k with the row frequencies ``frequency_KN[k]``; yield the number of finished steps."""
     recipe, first = trainer.recipe, trainer.step
     orders = [
-        batch_order(often_N, seed=seed, batch_rows=recipe.batch_rows, first_step=first, last_step=recipe.steps)
-        for often_N, seed in zip(often_KN, seeds, strict=True)
+        batch_order(frequency_N, seed=seed, batch_rows=recipe.batch_rows, first_step=first, last_step=recipe.steps)
+        for frequency_N, seed in zip(frequency_KN, seeds, strict=True)
     ]
     shape, steps = recipe.shape, recipe.steps - first
     for batch in token_batches(rows, orders, steps=steps, context=shape.context, vocab_size=shape.vocab_size):
         trainer.advance(batch)
         yield trainer.step
-    trainer.check()
+    trainer.check_losses()
 
 
 def _checkpoints(out: Path) -> tuple[Path, ...]:
@@ -407,7 +409,7 @@ def _resume(trainer: Trainer, out: Path, identity: Mapping[str, Any]) -> None:
 
 def _save(trainer: Trainer, place: Path, identity: Mapping[str, Any], tokenizer: HfTokenizer | None) -> Path:
     """Save a Hugging Face checkpoint atomically, with the state of the optimizer and a record of its arguments."""
-    trainer.check()
+    trainer.check_losses()
     if place.exists():
         return place
     with written_aside(place) as part:
@@ -448,12 +450,12 @@ def train_stacked(
             f"train_stacked: got {len(seeds)} seeds and {len(retained)} subsets, expected equal numbers, and at least"
             " one of each"
         )
-    often_KN = [relative_weights(rows.n_rows, recipe.batch_rows, subset) for subset in retained]
+    frequency_KN = [relative_weights(rows.n_rows, recipe.batch_rows, subset) for subset in retained]
     if torch.device(device).type == "cpu" and recipe.micro_rows is None:
         # process a K-th of the batch at a time, so that the activations of all models fit the cache
         recipe = recipe.model_copy(update={"micro_rows": -(-recipe.batch_rows // len(seeds))})
     trainer = Trainer(recipe, seeds, device)
-    for step in _steps(trainer, rows, often_KN, seeds):
+    for step in _steps(trainer, rows, frequency_KN, seeds):
         if progress is not None:
             progress(step)
     return trainer

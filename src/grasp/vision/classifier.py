@@ -131,7 +131,7 @@ class ImageClassifier:
             residual=head_residual(self.head, hidden_BH, class_B, top_k, self.vocab_size),
             row_P=torch.arange(len(hidden_BH), device=self.device),
             input_P=torch.zeros_like(class_B),
-            chosen=(every,) * n_specs,
+            position_masks=(every,) * n_specs,
         )
 
     @torch.inference_mode()
