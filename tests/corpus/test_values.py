@@ -92,6 +92,7 @@ def test_a_duration_is_a_number_of_seconds_in_every_unit(milliseconds):
         (pa.array(["x", None], pa.string_view()), ["x", None]),
         (pa.array([2**63 + 1], pa.uint64()), [2**63 + 1]),
         (pa.array([0.5], pa.float16()), [0.5]),
+        (pa.array([1.1, 1e30, None], pa.float32()), [1.1, 1e30, None]),
         (pa.array([True, None]), [True, None]),
         (pa.array([1, None, 0], pa.int8()).cast(pa.bool8()), [True, None, False]),
         (pa.array([UUID.bytes, None], pa.uuid()), [str(UUID), None]),

@@ -7,6 +7,7 @@ JSON or as a struct. The values are equal in all cases (start with `plain_values
   has three, six or nine digits, and none if it is zero. Dates and times of day are written alike.
 - A decimal is an integer if it is whole. Otherwise it is a float if the float has the same digits, else text. A
   duration is a number of seconds by the same rule.
+- A number in single precision is the float with the same shortest digits: 1.1 is 1.1 in shards of either precision.
 - A member of a record that is null is absent, at any depth: a struct has the members of all records, so that a null
   cannot be told from a member that was never there. Elements of lists may be null.
 - `arrow.json` is parsed, a map is a dict, and a UUID is text.
@@ -64,7 +65,8 @@ def plain_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
     elif pa.types.is_decimal(kind):
         return [None if value is None else _number(value) for value in column.to_pylist()]
     elif pa.types.is_floating(kind):
-        column = pc.cast(column, pa.float64())
+        text = pc.cast(column, pa.string()) if pa.types.is_float32(kind) else column
+        column = pc.cast(text, pa.float64())
     values: list[Any] = column.to_pylist()
     return values
 
