@@ -58,7 +58,7 @@ def main() -> None:
     by_block = [block.weights for block in alignment.blocks]
 
     def mean_score(score_N: F64) -> F64:
-        total_B = np.concatenate([weights.csr @ score_N for weights in by_block])
+        total_B = np.concatenate([weights.csr() @ score_N for weights in by_block])
         return np.asarray(total_B / np.concatenate([weights.sums for weights in by_block]))
 
     # ------------------------------------------------------------------------------------ preference: margins of tasks
@@ -67,7 +67,7 @@ def main() -> None:
     lines, shared = [], {}
     for method in evaluated.methods:
         for row in method.targets:
-            shared.setdefault(method.name, {})[row.target] = row
+            shared.setdefault(method.method, {})[row.target] = row
     predictor = Predictor.from_artifact(chosen, None, margins, per_unit=True)
     task_BT, unit_BE = Alignment(runs, chosen, alignment.run_targets, alignment.blocks).changes(predictor)
     columns = np.repeat(np.arange(len(margins)), predictor.units.counts_T)
