@@ -223,7 +223,7 @@ def _wrong(unit: Unit, texts: Sequence[str]) -> str:
     """Return the wrong answers of a unit for display; their prompts instead if these are what differs."""
     if unit.others and unit.others[0].completion == unit.completion:
         texts = [ending(other.prompt, MAX_VALUES_CHARS) for other in unit.others]
-    return "".join(f"[wrong:{plain(text, MAX_VALUES_CHARS)}]" for text in texts)
+    return "".join(f"[wrong:{' ' if text[:1].isspace() else ''}{plain(text, MAX_VALUES_CHARS)}]" for text in texts)
 
 
 def _lengths(lengths: Iterator[int]) -> tuple[float, int]:
