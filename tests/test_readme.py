@@ -105,8 +105,8 @@ def test_the_page_on_replays(place):
     (place / "sft.yaml").write_text(blocks("yaml", page)[0])
     (place / "exam.jsonl").write_text('{"question": "Which is it?", "answer": "ocean water"}\n' * 2)
     printed = [succeed(*argv[1:]).out for argv in commands(page)]
-    assert printed[2].splitlines()[-1].startswith("replay: 2 trainings of 4 steps (")
-    assert "replay of 2 x 4 steps for exam" in printed[3]
+    assert printed[3].splitlines()[-1].startswith("replay: a training of 4 steps (")
+    assert "replay of 1 x 4 steps for exam" in printed[4]
 
 
 def test_the_reference_shows_every_public_name_and_what_it_shows_runs(place, monkeypatch):

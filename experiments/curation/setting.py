@@ -23,6 +23,7 @@ from grasp.methods.contract import MethodInputs
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, ScoringProtocol, load_protocol
 from grasp.seeds import stream
 from grasp.select.export import corpus_settings, iter_records, select_documents, stored_rows, write_corpus
+from grasp.select.record_files import FileFormat
 from grasp.settings import CorpusSettings, RetrainSettings, TargetSettings, retrain_settings
 from grasp.store.locks import locked
 from grasp.targets import Unit, load_units
@@ -157,7 +158,7 @@ class World:
                 with stored_rows(self.artifact, corpus, lambda: self.material.tokenizer, temporary_path(out)) as rows:
                     documents = select_documents(rows, self.pool_N, "any")
                 records = iter_records(self.corpus, documents.mask_M)
-                write_corpus(out, "parquet", "documents", records, documents.tokens, {})
+                write_corpus(out, FileFormat(), "documents", records, documents.tokens, {})
         return out
 
     def retraining(self, subsets: Path) -> RetrainSettings:

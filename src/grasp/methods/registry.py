@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from pydantic import ConfigDict, Field, ValidationError
 
 from grasp.arrays import F32, F64, I64, Blocks
@@ -372,6 +373,11 @@ class MethodRows:
     @property
     def array_names(self) -> tuple[str, ...]:
         return (f"relevance_{self.label}",)
+
+    @property
+    def units(self) -> pa.Table:
+        """Units of the artifact."""
+        return self.artifact.units
 
     def unit_columns(self, target: str) -> I64:
         """Return the columns of the target's units."""
