@@ -166,7 +166,10 @@ def mean_reliability(
     """Measure the reliability of the mean over the known questions as the score of a row, for every task.
 
     Args:
-        relevance, coefficients, counts_T, names: see `fit_prior`.
+        relevance: by kernel: function that yields (first row, relevance (n, E)), with the units task by task.
+        coefficients: by kernel: c, (E,).
+        counts_T: number of units per task.
+        names: row names; the sample depends on them.
     """
     sample = _draw_sample(_name_hashes(names), None)
     return tuple(task.reliability() for task in _sampled_tasks(relevance, coefficients, counts_T, sample))
