@@ -7,6 +7,7 @@ targets can be added later. Start with `train_proxy`.
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -84,7 +85,7 @@ def train_proxy(
     return out / MODEL
 
 
-def _tokenizer(out: Path, corpus: CorpusSettings, tokenizer: str | None, progress: Progress):  # type: ignore[no-untyped-def] # a transformers tokenizer
+def _tokenizer(out: Path, corpus: CorpusSettings, tokenizer: str | None, progress: Progress) -> Any:
     if tokenizer is not None:
         return tokenizer_at("tokenizer", tokenizer, ModelSettings(path=tokenizer))
     directory = out / TOKENIZER

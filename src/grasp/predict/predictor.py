@@ -534,7 +534,7 @@ def assemble_predictor(
     unit_slopes = slopes
     coefficients = {name: before[name] * np.repeat(slope_T, units.counts_T) for name, slope_T in slopes.items()}
     measure_reliability: Callable[[], tuple[Reliability, ...]] | None = None
-    if units.counts_T.max() > 1 and family is None and REPLAY not in negative:  # replay has no parts by question
+    if units.counts_T.max() > 1 and family is None:
         measure_reliability = functools.cache(
             lambda: mean_reliability(read, coefficients, units.counts_T, _row_names(artifact))
         )
@@ -548,8 +548,7 @@ def assemble_predictor(
             _texts(artifact),
             [label_column(artifact, label).codes_N for label in suggest_labels(artifact)],
         )
-        of_prior = prior.reliability
-        measure_reliability = lambda: of_prior  # noqa: E731
+        measure_reliability = functools.partial(getattr, prior, "reliability")
         rho_T, held = prior.rho_T, RowSums.over(prior.text_NT)
         text = KernelRelevance(StreamingMoments.from_blocks(held.blocks()), held)
         slopes = {name: slope_T * rho_T for name, slope_T in slopes.items()} | {TEXT_PART: 1.0 - rho_T}
@@ -557,9 +556,8 @@ def assemble_predictor(
     first_NT = next(iter(kernels.values())).held.held_NC
     assert first_NT is not None
     task = Level.from_kernels(slopes, kernels, scales, np.empty_like(first_NT) if components else first_NT)
-    if (
-        unit_level is not None
-    ):  # b is in effect sizes of the task; the effects of its units average to a column with this sd
+    if unit_level is not None:
+        # b is in effect sizes of the task; the effects of its units average to a column with this standard deviation
         blocks = unit_level.effects.blocks()
         of_tasks = StreamingMoments.from_blocks(
             (start, units.mean_per_task(block, units.weight_E)) for start, block in blocks
@@ -583,7 +581,7 @@ def assemble_predictor(
         exposure=RepetitionLaw(),
         unit=EFFECT_SIZE,
         prior=prior,
-        measure_reliability=measure_reliability,
+        measure_reliability=None if REPLAY in negative else measure_reliability,  # replay has no parts by question
     )
 
 
