@@ -55,7 +55,7 @@ def demo(
     "grasp build --model ./vit --set model.classifier.head=classifier --corpus images.parquet \\\n"
     "            --targets trusted.parquet --out art",
     verb="grasp.build.build",
-    more="resume untrained tokenizer keep_features like rule dtype replay recipe",
+    more="resume untrained tokenizer keep_features like rule dtype replay check warm_up recipe",
 )
 def build(
     out: str = option("--out DIR", "Directory for the artifact, or a URL such as s3://bucket/art."),
@@ -86,6 +86,7 @@ def build(
     from grasp.targets.load import split_names
 
     resume, untrained, replay, recipe = (params.pop(name) for name in ("resume", "untrained", "replay", "recipe"))
+    check, warm_up = params.pop("check"), params.pop("warm_up")
     params["loss"] = form_of_loss(params["loss"])
     flags = {(SETTING_BY_ARGUMENT | SETTINGS)[name]: value for name, value in params.items()}
     flags["features.kernels"] = [] if params["rule"] else None  # --rule overrides kernels of a settings file
@@ -93,10 +94,9 @@ def build(
     data = merge_settings(settings, assign, flags)
     if add_target is not None:
         idle = {"--engine": engine != "local", "--workers": workers, "--address": address, "--resume": resume}
-        _refuse_idle(
-            idle | {"--untrained": untrained, "--replay": replay, "--recipe": recipe},
-            "--add-target, which runs in this process on a finished artifact",
-        )
+        idle |= {"--untrained": untrained, "--warm-up": warm_up}
+        idle |= {"--replay": replay, "--check": check, "--recipe": recipe}
+        _refuse_idle(idle, "--add-target, which runs in this process on a finished artifact")
         with Watch(quiet=quiet) as watch:
             source = add_targets(out, add_target, settings=data, progress=watch)
         outcome = {
@@ -108,11 +108,12 @@ def build(
         return
     if forecast:
         idle = {"--engine": engine != "local", "--workers": workers, "--address": address, "--resume": resume}
+        idle["--warm-up"] = warm_up
         _refuse_idle(idle, "--forecast, which looks at the first rows in this process")
         from grasp.build.forecast import forecast as estimate
 
         with Watch(quiet=quiet) as watch:
-            print(estimate(out, data, untrained=untrained, replay=replay, recipe=recipe, progress=watch))
+            print(estimate(out, data, untrained=untrained, replay=replay, check=check, recipe=recipe, progress=watch))
         return
     if engine == "local":
         _refuse_idle({"--workers": workers}, "--engine local; use --engine ray")
@@ -124,6 +125,8 @@ def build(
             resume=resume,
             untrained=untrained,
             replay=replay,
+            check=check,
+            warm_up=warm_up,
             recipe=recipe,
             cluster=spec,
             progress=watch,
