@@ -103,11 +103,11 @@ def main() -> None:
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         results[f"{targets} targets"] = record = json.loads(output.splitlines()[-1])
         if targets:
-            alone = results["0 targets"]
-            record["trainings"] = round(record["seconds"] / alone["seconds"], 1)
-            extra = record["peak_bytes"] - alone["peak_bytes"]
+            training = results["0 targets"]
+            record["trainings"] = round(record["seconds"] / training["seconds"], 1)
+            extra = record["peak_bytes"] - training["peak_bytes"]
             record["floats_per_parameter_and_target"] = round(extra / 4 / record["parameters"] / targets, 2)
-            record["allowed"] = bool(extra <= 0.3 * alone["peak_bytes"] + 12 * record["parameters"] * targets)
+            record["allowed"] = bool(extra <= 0.3 * training["peak_bytes"] + 12 * record["parameters"] * targets)
         print(f"{targets} targets: {record}", flush=True)
     if options.out is not None:
         options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -320,7 +320,8 @@ def replay_request(
     """Remove the settings `replay` from `data`, and return the recipe and how to replay.
 
     Args:
-        wanted, warm_up: what the recipe is for.
+        wanted: the recipe is for a replay.
+        warm_up: the recipe is for a warm-up.
 
     Raises:
         SettingsError: invalid settings or recipe, or any of them without a replay.

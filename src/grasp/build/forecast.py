@@ -63,7 +63,8 @@ def forecast(
     Args:
         settings: as of `build`; they name all inputs.
         replay: as of `build`; a line on the replay is added.
-        check, recipe: as of `build`.
+        check: as of `build`.
+        recipe: as of `build`.
         untrained: do not refuse a model that predicts the first rows no better than chance.
     Raises:
         GraspError: an error that would stop the build before its first pass, or the artifact is finished.

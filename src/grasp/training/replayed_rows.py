@@ -216,10 +216,10 @@ def _check(
     progress: Progress,
     where: Path | None,
 ) -> str:
-    """Compare derivatives with retrainings, and return the comparison in a sentence, which is kept beside `where`."""
-    kept = None if where is None else where.with_suffix(f".check-{retrainings}.txt")
-    if kept is not None and kept.exists():
-        return kept.read_text(encoding="utf-8")
+    """Compare derivatives with retrainings, and return the comparison in a sentence, stored beside `where`."""
+    place = None if where is None else where.with_suffix(f".check-{retrainings}.txt")
+    if place is not None and place.exists():
+        return place.read_text(encoding="utf-8")
     n_rows = trajectory.rows.n_rows
     progress.stage("retraining to check the replay", rows=retrainings * len(trajectory.order), tokens=None)
     check = check_by_groups(
@@ -232,8 +232,8 @@ def _check(
         progress=lambda _: progress.advance(len(trajectory.order), 0),
     )
     line = str(check) if check.correlation >= MIN_CHECK else f"{check}; the derivatives do not predict it: {REMEDY}"
-    if kept is not None:
-        write_whole(kept, line.encode())
+    if place is not None:
+        write_whole(place, line.encode())
     if trajectory.directory is not None:
         discard(trajectory.directory)
     return line
