@@ -8,7 +8,7 @@ import pytest
 from grasp.artifact.reader import ArtifactReader
 from grasp.build.pipeline import build_artifact
 from grasp.build.provenance import BuildSource
-from grasp.corpus.conversations import read_pair
+from grasp.corpus.conversations import read_preference_pair
 from grasp.errors import CorpusError, SettingsError, TargetError
 from grasp.inspect.explain import Explainer
 from grasp.select.select import select
@@ -46,7 +46,7 @@ FORMS = {
 
 @pytest.mark.parametrize(("record", "prompt", "chosen", "rejected"), FORMS.values(), ids=FORMS)
 def test_pairs_of_every_form(record, prompt, chosen, rejected):
-    content = read_pair(record, "here")
+    content = read_preference_pair(record, "here")
     for side, answer in ((content, chosen), (content.rejected, rejected)):
         if isinstance(prompt, str):
             ((start, stop),) = side.answers
@@ -59,7 +59,7 @@ def test_pairs_of_every_form(record, prompt, chosen, rejected):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"prompt": "a", "chosen": " b"}, "rejected: missing or empty, but chosen is there"),
+        ({"prompt": "a", "chosen": " b"}, "rejected: missing or empty, but chosen is present"),
         ({"prompt": "a", "chosen": "", "rejected": " b"}, "chosen: missing or empty"),
         ({"prompt": "a", "chosen": None, "rejected": " b"}, "chosen: missing or empty"),
         ({"chosen": "same", "rejected": "same"}, "chosen: no text follows the prompt 'same'"),
@@ -69,7 +69,7 @@ def test_pairs_of_every_form(record, prompt, chosen, rejected):
 )
 def test_a_pair_that_lacks_a_side_is_one_line(record, message, tmp_path):
     with pytest.raises(CorpusError, match=f"^here: {message}") as caught:
-        read_pair(record, "here")
+        read_preference_pair(record, "here")
     assert "\n" not in str(caught.value)
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps(record))

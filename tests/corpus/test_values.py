@@ -197,7 +197,7 @@ def test_an_empty_object_is_not_a_missing_one():
 def test_fields_of_a_line_that_are_null_are_columns():
     line = {"a": None, "b": {"c": None, "d": "\ud83d"}}
     assert plain_record(line) == {"a": None, "b": {"d": "\ufffd"}}
-    assert plain_record(line, mend=False) == {"a": None, "b": {"d": "\ud83d"}}
+    assert plain_record(line, repair=False) == {"a": None, "b": {"d": "\ud83d"}}
 
 
 @pytest.mark.parametrize("text", ["{", "", "[1,]", "[" * 100_000])

@@ -171,7 +171,7 @@ def prepare(
         if model.vocab_size < tokenizer.vocab_size:
             raise ModelError(
                 f"{settings.model.path}: config.json says a vocabulary of {tokenizer.vocab_size}, the output layer has "
-                f"{model.vocab_size}; mend the config"
+                f"{model.vocab_size}; correct the config"
             )
     else:
         model = model or load_reference(settings.model)

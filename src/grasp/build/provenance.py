@@ -14,7 +14,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.build.modality import load_reference, vision
 from grasp.corpus.labels import IDS_COLUMN
 from grasp.corpus.row_store import RowStore
-from grasp.corpus.sources import IN_MEMORY, lies_here
+from grasp.corpus.sources import IN_MEMORY, is_local
 from grasp.errors import ArtifactError, CorpusError, SettingsError
 from grasp.hub import only_here
 from grasp.settings import BuildSettings, build_settings, without_foreign_code
@@ -152,7 +152,7 @@ class BuildSource:
 
 def require_here(artifact: ArtifactReader, corpus: str, flag: str) -> None:
     """Check that the corpus that an artifact names can be read without network access."""
-    if not (corpus.startswith(IN_MEMORY) or lies_here(corpus)):
+    if not (corpus.startswith(IN_MEMORY) or is_local(corpus)):
         raise SettingsError(
             f"{artifact.where}: was built from {corpus}, which is not on this disk; paths that only an artifact names "
             f"are not downloaded. Give the current place with {flag}"

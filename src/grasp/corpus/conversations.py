@@ -62,8 +62,11 @@ class Template:
             raise CorpusError(f"{where}: {text!r} has a field without a name, expected columns such as {{question}}")
 
     def fill(self, record: Mapping[str, Any], where: str) -> str:
-        """Fill in the values of a record.
+        """Return the text of the template with the values of a record.
 
+        Args:
+            record: values by column.
+            where: location of the record, for messages.
         Raises:
             CorpusError: the record does not fit the template.
         """
@@ -103,7 +106,7 @@ FAULTS: Final = {
     "no_answer": "the assistant does not answer",
     "untrained": "every answer of the assistant is marked weight: 0 or train: false",
     "trained_user": "a turn of another role than the assistant is marked to be trained; only answers carry loss",
-    "bad_call": "a function_call is no JSON with name and arguments",
+    "bad_call": "a function_call is not JSON with name and arguments",
 }
 REASONING: Final = ("reasoning_content", "reasoning", "thinking")  # names that templates give to an answer's reasoning
 
@@ -122,26 +125,25 @@ class Conversation:
 
     Attributes:
         untrained: indices of assistant turns that are marked to carry no loss.
-        marked: error in loss flags or calls, a key of `FAULTS`, or None.
+        parse_fault: error in loss flags or calls, a key of `FAULTS`, or None.
     """
 
     turns: tuple[dict[str, Any], ...]
     tools: tuple[Any, ...] = ()
     untrained: frozenset[int] = frozenset()
-    marked: str | None = None
+    parse_fault: str | None = None
 
     @property
     def answers(self) -> list[int]:
         """Return the indices of assistant turns that carry loss."""
-        spoken = (k for k, turn in enumerate(self.turns) if turn["role"] == "assistant")
-        return [k for k in spoken if k not in self.untrained]
+        return [k for k, turn in enumerate(self.turns) if turn["role"] == "assistant" and k not in self.untrained]
 
     @property
     def fault(self) -> str | None:
         """Return why no model can be trained on it, a key of `FAULTS`, or None."""
+        if self.parse_fault is not None:
+            return self.parse_fault
         roles = ["", *(turn["role"] for turn in self.turns)]
-        if self.marked is not None:
-            return self.marked
         if any(before not in ALLOWED_PREDECESSORS[role] for before, role in pairwise(roles)):
             return "turn_order"
         if any(not any(answer_parts(self.turns[k]).values()) for k in self.answers):
@@ -191,18 +193,20 @@ class Form:
         Raises:
             CorpusError: a column has an unexpected type, or a turn an unknown role.
         """
-        columns = {name: values.get(source) for name, source in zip(self.columns, self.sources, strict=True)}
+        values_of = {name: values.get(source) for name, source in zip(self.columns, self.sources, strict=True)}
         values_of = {
-            name: value.to_pylist() if isinstance(value, pa.Array) else value for name, value in columns.items()
+            name: value.to_pylist() if isinstance(value, pa.Array) else value for name, value in values_of.items()
         }
         if self.kind == "preference":
-            return read_pair(values_of if self.names is None else _usual_pair(values_of, self.names, where), where)
+            return read_preference_pair(
+                values_of if self.names is None else _standard_pair(values_of, self.names, where), where
+            )
         first = self.columns[0]
         if self.names is not None and first in TURNS and holds_turns(values_of[first], first):
-            values_of[first] = _usual_turns(_turns(values_of[first], first, where), self.names, where)
+            values_of[first] = _standard_turns(_parse_turns(values_of[first], first, where), self.names, where)
         pair: tuple[str, str] | None = None
         if self.kind == "formatted":
-            pair = _formatted(values_of, self.names, where)
+            pair = _apply_formats(values_of, self.names, where)
         elif self.kind == "template":
             prompt, completion = self.templates
             pair = prompt.fill(values_of, where), completion.fill(values_of, where)
@@ -211,10 +215,10 @@ class Form:
             for name in (first, output, *inputs):
                 if not isinstance(values_of[name], str | None):
                     raise CorpusError(f"{where}: column {name!r} holds {type(values_of[name]).__name__}, expected text")
-            between = "\n" if HISTORY in self.columns else "\n\n"  # LLaMA-Factory; Alpaca
-            between = between if self.names is None else self.names.separator
-            question = between.join(text for name in (first, *inputs) if (text := values_of[name] or "").strip())
-            pairs = [*_history(values_of.get(HISTORY), where), (question, values_of[output] or "")]
+            separator = "\n" if HISTORY in self.columns else "\n\n"  # LLaMA-Factory; Alpaca
+            separator = separator if self.names is None else self.names.separator
+            question = separator.join(text for name in (first, *inputs) if (text := values_of[name] or "").strip())
+            pairs = [*_parse_history(values_of.get(HISTORY), where), (question, values_of[output] or "")]
             raw_turns = [
                 {"role": role, "content": words}
                 for pair_of_turns in pairs
@@ -224,35 +228,37 @@ class Form:
             if isinstance(values_of["prompt"], str) and isinstance(values_of["completion"], str):
                 pair = values_of["prompt"], values_of["completion"]
             else:
-                raw_turns = [turn for name in ("prompt", "completion") for turn in _turns(values_of[name], name, where)]
+                raw_turns = [
+                    turn for name in ("prompt", "completion") for turn in _parse_turns(values_of[name], name, where)
+                ]
         elif not holds_turns(values_of[first], first):
             return Content(text=values_of[first])
         else:
-            raw_turns = _turns(values_of[first], first, where)
+            raw_turns = _parse_turns(values_of[first], first, where)
         if pair is not None:
             text = "".join(pair)
             return Content(text, ((len(pair[0]), len(text)),))
-        return Content(conversation=_chat(raw_turns, values_of, where))
+        return Content(conversation=_build_conversation(raw_turns, values_of, where))
 
 
-def _chat(raw_turns: Sequence[Any], values: Mapping[str, Any], where: str) -> Conversation:
+def _build_conversation(raw_turns: Sequence[Any], values: Mapping[str, Any], where: str) -> Conversation:
     """Return the conversation of turns, with the system turn and the tools of further columns."""
-    turns = [_turn(turn, f"{where}: turn {k}") for k, turn in enumerate(raw_turns)]
+    turns = [_parse_turn(turn, f"{where}: turn {k}") for k, turn in enumerate(raw_turns)]
     system = values.get("system")
     if isinstance(system, str) and system.strip() and (not turns or turns[0]["role"] != "system"):
         turns.insert(0, {"role": "system", "content": system})
-    return _conversation(turns, _tools(values.get("tools"), where), where)
+    return _extract_loss_flags(turns, _parse_tools(values.get("tools"), where), where)
 
 
 PAIR: Final = ("chosen", "rejected")  # columns of preference pairs
 
 
-def is_pair(record: Mapping[str, Any]) -> bool:
+def is_preference_pair(record: Mapping[str, Any]) -> bool:
     """Return whether a record has a side of a preference pair."""
     return any(record.get(side) is not None for side in PAIR) and "completion" not in record
 
 
-def read_pair(record: Mapping[str, Any], where: str) -> Content:
+def read_preference_pair(record: Mapping[str, Any], where: str) -> Content:
     """Parse a preference pair, in the forms of TRL's DPOTrainer, LLaMA-Factory and Axolotl.
 
     Sides are texts or chats; a single turn may stand without its list. The prompt is `prompt`, a list of turns in
@@ -269,7 +275,7 @@ def read_pair(record: Mapping[str, Any], where: str) -> Content:
         if side is None or (isinstance(side, str | list) and not (side.strip() if isinstance(side, str) else side)):
             other = PAIR[1 - PAIR.index(name)]
             raise CorpusError(
-                f"{where}: {name}: missing or empty, but {other} is there; a preference pair needs both answers: "
+                f"{where}: {name}: missing or empty, but {other} is present; a preference pair needs both answers: "
                 "complete or remove the record"
             )
     prompt = next((record[name] for name in ("prompt", *TURNS) if record.get(name) is not None), None)
@@ -283,20 +289,21 @@ def read_pair(record: Mapping[str, Any], where: str) -> Content:
                 raise CorpusError(f"{where}: {name}: no text follows the prompt {prompt!r:.60}; remove the record")
         contents = [Content(prompt + side, ((len(prompt), len(prompt + side)),)) for side in (chosen, rejected)]
     else:
-        turns = [_side_turns(side, name, where) for name, side in zip(PAIR, sides, strict=True)]
-        common = next((k for k, (a, b) in enumerate(zip(*turns, strict=False)) if a != b), min(map(len, turns)))
+        turns = [_parse_side(side, name, where) for name, side in zip(PAIR, sides, strict=True)]
+        n_common = next((k for k, (a, b) in enumerate(zip(*turns, strict=False)) if a != b), min(map(len, turns)))
+        # A prompt that is text repeats the common beginning of the sides, if they have one.
         if isinstance(prompt, str):
-            before: list[Any] = [] if common else [{"role": "user", "content": prompt}]
+            prompt_turns: list[Any] = [] if n_common else [{"role": "user", "content": prompt}]
         else:
-            before = [] if prompt is None else _turns(prompt, "prompt", where)
-        common = min(common, *(len(side) - 1 for side in turns))
+            prompt_turns = [] if prompt is None else _parse_turns(prompt, "prompt", where)
+        n_common = min(n_common, *(len(side) - 1 for side in turns))
         for name, side in zip(PAIR, turns, strict=True):
-            if len(side) - common != 1:
+            if len(side) - n_common != 1:
                 raise CorpusError(
-                    f"{where}: {name}: has {len(side) - common} turns after the common beginning of both sides, "
+                    f"{where}: {name}: has {len(side) - n_common} turns after the common beginning of both sides, "
                     "expected one answer of the assistant"
                 )
-        contents = [Content(conversation=_chat([*before, *side], record, where)) for side in turns]
+        contents = [Content(conversation=_build_conversation([*prompt_turns, *side], record, where)) for side in turns]
         for name, content in zip(PAIR, contents, strict=True):
             chat = content.conversation
             assert chat is not None
@@ -312,51 +319,53 @@ def _common_text(chosen: str, rejected: str) -> str:
     return chosen[: end - 1] if end and chosen[end - 1] == " " else chosen[:end]
 
 
-def _side_turns(side: Any, name: str, where: str) -> list[Any]:
+def _parse_side(side: Any, name: str, where: str) -> list[Any]:
     """Return the turns of a side: a list, JSON text of one, a single turn, or the text of an answer."""
     if isinstance(side, str) and not JSON_TURNS.match(side):
         return [{"role": "assistant", "content": side}]
     if isinstance(side, Mapping) and not all(isinstance(part, list) for part in side.values()):
         return [side]
-    return _turns(side, name, where)
+    return _parse_turns(side, name, where)
 
 
-def _usual_turns(turns: Sequence[Mapping[str, Any]], names: FieldNames, where: str) -> list[dict[str, Any]]:
-    """Return turns with the usual keys and roles."""
-    keys = {source: usual for usual, source in names.turn_keys.items()}
-    usual_turns = []
+def _standard_turns(turns: Sequence[Mapping[str, Any]], names: FieldNames, where: str) -> list[dict[str, Any]]:
+    """Return turns with standard keys and roles in place of those of a dataset entry."""
+    keys = {source: standard for standard, source in names.turn_keys.items()}
+    standard_turns = []
     for k, turn in enumerate(turns):
-        usual = {keys.get(key, key): value for key, value in turn.items() if key in keys or key not in names.turn_keys}
-        role = usual.get("role")
+        standard = {
+            keys.get(key, key): value for key, value in turn.items() if key in keys or key not in names.turn_keys
+        }
+        role = standard.get("role")
         if names.roles and role not in names.roles:
             raise CorpusError(
                 f"{where}: turn {k}: got the role {role!r:.60}, expected one of {', '.join(names.roles)}, the roles of "
                 f"the {names.origin}"
             )
-        usual["role"] = names.roles.get(str(role), role)
-        if not (names.drop_system and usual["role"] == "system"):
-            usual_turns.append(usual)
-    return usual_turns
+        standard["role"] = names.roles.get(str(role), role)
+        if not (names.drop_system and standard["role"] == "system"):
+            standard_turns.append(standard)
+    return standard_turns
 
 
-def _usual_pair(values: Mapping[str, Any], names: FieldNames, where: str) -> dict[str, Any]:
-    """Return a preference pair of a dataset entry in the usual form."""
-    usual = dict(values)
-    if "instruction" in usual:  # LLaMA-Factory's form of instructions
-        question = names.separator.join(text for name in ("instruction", "input") if (text := usual.pop(name, None)))
-        pairs = [*_history(usual.pop(HISTORY, None), where), (question, None)]
+def _standard_pair(values: Mapping[str, Any], names: FieldNames, where: str) -> dict[str, Any]:
+    """Return a preference pair of a dataset entry in the standard form."""
+    standard = dict(values)
+    if "instruction" in standard:  # LLaMA-Factory's form of instructions
+        question = names.separator.join(text for name in ("instruction", "input") if (text := standard.pop(name, None)))
+        pairs = [*_parse_history(standard.pop(HISTORY, None), where), (question, None)]
         turns = [(role, words) for pair in pairs for role, words in zip(("user", "assistant"), pair, strict=True)]
-        usual["prompt"] = [{"role": role, "content": words} for role, words in turns if words is not None]
+        standard["prompt"] = [{"role": role, "content": words} for role, words in turns if words is not None]
     for name in ("messages", *PAIR):
-        side = usual.get(name)
+        side = standard.get(name)
         if isinstance(side, Mapping):
-            usual[name] = _usual_turns([side], names, where)
+            standard[name] = _standard_turns([side], names, where)
         elif isinstance(side, list):
-            usual[name] = _usual_turns(_turns(side, name, where), names, where)
-    return usual
+            standard[name] = _standard_turns(_parse_turns(side, name, where), names, where)
+    return standard
 
 
-def _formatted(values: Mapping[str, Any], names: FieldNames | None, where: str) -> tuple[str, str]:
+def _apply_formats(values: Mapping[str, Any], names: FieldNames | None, where: str) -> tuple[str, str]:
     """Return prompt and completion of an instruction by the formats of a dataset entry."""
     assert names is not None
     assert names.formats is not None
@@ -375,7 +384,7 @@ def _formatted(values: Mapping[str, Any], names: FieldNames | None, where: str) 
     return front + prompt, parts["output"]
 
 
-def _conversation(turns: Sequence[dict[str, Any]], tools: tuple[Any, ...], where: str) -> Conversation:
+def _extract_loss_flags(turns: Sequence[dict[str, Any]], tools: tuple[Any, ...], where: str) -> Conversation:
     """Remove the loss flags of normalised turns, and build a conversation from them."""
     untrained, fault = set[int](), None
     for k, turn in enumerate(turns):
@@ -396,25 +405,27 @@ def _conversation(turns: Sequence[dict[str, Any]], tools: tuple[Any, ...], where
     return Conversation(tuple(turns), tools, frozenset(untrained), fault)
 
 
-def _list_of(value: Any) -> Any:
+def _parse_list(value: Any) -> Any:
     """Return a list, parsed if it is JSON text; null and white space are an empty list."""
     if isinstance(value, str):
         value = json.loads(value) if value.strip() else None
     return value or []
 
 
-def _tools(tools: Any, where: str) -> tuple[Any, ...]:
+def _parse_tools(tools: Any, where: str) -> tuple[Any, ...]:
     """Return descriptions of tools from a list, JSON text of a list (LLaMA-Factory), or a list of JSON texts."""
     try:
-        tools = _list_of(tools)
+        tools = _parse_list(tools)
         if isinstance(tools, list | tuple):
-            return tuple(json.loads(tool) if isinstance(tool, str) else plain_json(tool, mend=False) for tool in tools)
+            return tuple(
+                json.loads(tool) if isinstance(tool, str) else plain_json(tool, repair=False) for tool in tools
+            )
     except (ValueError, RecursionError) as err:
         raise CorpusError(f"{where}: tools: got {tools!r:.60}, expected a list, or JSON of one: {err}") from err
     raise CorpusError(f"{where}: tools: got {type(tools).__name__}, expected a list of descriptions")
 
 
-def _history(history: Any, where: str) -> list[tuple[str, str]]:
+def _parse_history(history: Any, where: str) -> list[tuple[str, str]]:
     """Return the earlier questions and answers of an instruction."""
     pairs = [] if history is None else history
     if not isinstance(pairs, list) or not all(
@@ -437,7 +448,7 @@ def holds_turns(value: Any, column: str) -> bool:
     return value is not None
 
 
-def _turns(value: Any, column: str, where: str) -> list[Any]:
+def _parse_turns(value: Any, column: str, where: str) -> list[Any]:
     """Return turns from a list, JSON text of a list, or a struct of lists, as `datasets` stores them."""
     if isinstance(value, str) and JSON_TURNS.match(value):
         try:
@@ -458,9 +469,9 @@ def _turns(value: Any, column: str, where: str) -> list[Any]:
     return value
 
 
-def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _parse_turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a turn in the form of chat templates, with its loss flags; invalid calls are None."""
-    members: dict[str, Any] = plain_json(dict(turn), mend=False)  # surrogates are repaired when files are read
+    members: dict[str, Any] = plain_json(dict(turn), repair=False)  # surrogates are repaired when files are read
     role, content = members.pop("role", members.pop("from", None)), members.pop("content", members.pop("value", ""))
     standard_role = ROLES.get(role.lower()) if isinstance(role, str) else None
     if standard_role is None:
@@ -476,15 +487,15 @@ def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
     if role.lower() == CALL and "tool_calls" not in members:  # LLaMA-Factory writes it as a tool call of the model
         members[CALL], content = content, ""
     function_call = members.pop(CALL, None) if standard_role == "assistant" else None
-    members["tool_calls"] = _tool_calls(members.get("tool_calls"), where) or (
-        _function_calls(function_call) if function_call else []
+    members["tool_calls"] = _parse_tool_calls(members.get("tool_calls"), where) or (
+        _convert_function_calls(function_call) if function_call else []
     )
     if members["tool_calls"] == []:
         del members["tool_calls"]
     return {"role": standard_role, "content": content, **members}
 
 
-def _function_calls(calls: Any) -> list[Any] | None:
+def _convert_function_calls(calls: Any) -> list[Any] | None:
     """Convert function calls (one, several, or JSON text) to the form of `tool_calls`; None if invalid."""
     try:
         calls = json.loads(calls) if isinstance(calls, str) else calls
@@ -496,10 +507,10 @@ def _function_calls(calls: Any) -> list[Any] | None:
         return None
 
 
-def _tool_calls(calls: Any, where: str) -> list[Any]:
+def _parse_tool_calls(calls: Any, where: str) -> list[Any]:
     """Return tool calls, parsed if they are JSON text; arguments are unchanged."""
     try:
-        calls = _list_of(calls)
+        calls = _parse_list(calls)
     except (ValueError, RecursionError) as err:
         raise CorpusError(f"{where}: tool_calls: got {calls!r:.60}, expected a list, or JSON of one: {err}") from err
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
@@ -538,13 +549,16 @@ def text_arguments(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-PROMPTED: Final = """--set 'corpus.prompt="{prompt}"' --set 'corpus.completion="{chosen}"\'"""
+# options that read the chosen answers of preference pairs as completions
+PROMPT_SETTINGS: Final = """--set 'corpus.prompt="{prompt}"' --set 'corpus.completion="{chosen}"\'"""
 
 
 def preference_note(text_column: str | None, columns: Collection[str], *, turns: bool = False) -> str | None:
     """Return a note on what is ignored if preference pairs are read as texts or turns, or None.
 
     Args:
+        text_column: column that is read.
+        columns: all columns of the corpus.
         turns: whether the column has conversations, of which only answers carry loss.
     """
     if text_column not in PAIR or not set(PAIR) <= set(columns):
@@ -552,9 +566,9 @@ def preference_note(text_column: str | None, columns: Collection[str], *, turns:
     other = PAIR[1 - PAIR.index(text_column)]
     if turns:
         return f"preference pairs: the answers of {text_column!r} are trained on; {other!r} is not read"
-    lost = f"{other!r} and the prompt are" if "prompt" in columns else f"{other!r} is"
-    note = f"preference pairs: {text_column!r} is read as plain text, all of whose tokens carry loss; {lost} not read"
-    return f"{note}. For loss on the answer after its prompt: {PROMPTED}" if "prompt" in columns else note
+    unread = f"{other!r} and the prompt are" if "prompt" in columns else f"{other!r} is"
+    note = f"preference pairs: {text_column!r} is read as plain text, all of whose tokens carry loss; {unread} not read"
+    return f"{note}. For loss on the answer after its prompt: {PROMPT_SETTINGS}" if "prompt" in columns else note
 
 
 def entry_notes(settings: CorpusSettings) -> list[str]:
@@ -581,7 +595,7 @@ def forms_in(names: Collection[str]) -> dict[str, Form]:
     return forms
 
 
-def _pair_form(names: Collection[str]) -> Form | None:
+def _preference_form(names: Collection[str]) -> Form | None:
     """Return the form of preference pairs, whose columns may lack a side, or None."""
     if not set(PAIR) & set(names):
         return None
@@ -597,15 +611,16 @@ def form_of(names: Collection[str], settings: CorpusSettings, where: str) -> For
         CorpusError: no form applies, or several do and the settings select none.
     """
     try:
-        return _form_of(tuple(names), settings)
+        return _select_form(tuple(names), settings)
     except CorpusError as err:
         raise CorpusError(f"{where}: {err}") from err
 
 
 @lru_cache(maxsize=256)
-def _form_of(names: tuple[str, ...], settings: CorpusSettings) -> Form:
+def _select_form(names: tuple[str, ...], settings: CorpusSettings) -> Form:
+    """Select a form: by a dataset entry, by templates, by `corpus.form`, by column, or the only one that applies."""
     if settings.fields is not None:
-        return _named_form(names, settings.fields, settings.form)
+        return _entry_form(names, settings.fields, settings.form)
     columns, forms = ", ".join(names) or "none", forms_in(names)
     if settings.prompt is not None and settings.completion is not None:
         templates = (Template(settings.prompt, "corpus.prompt"), Template(settings.completion, "corpus.completion"))
@@ -616,28 +631,28 @@ def _form_of(names: tuple[str, ...], settings: CorpusSettings) -> Form:
             )
         return Form("template", tuple(used), templates)
     if settings.form == "preference":
-        pair = _pair_form(names)
-        if pair is None:
+        preference = _preference_form(names)
+        if preference is None:
             raise CorpusError(
                 f"corpus.form: got preference, which takes `chosen` and `rejected`; columns found: {columns}"
             )
-        return pair
+        return preference
     if settings.form is not None:
-        chosen = forms.get(f"--set corpus.form={settings.form}")
-        if chosen is None:
+        form = forms.get(f"--set corpus.form={settings.form}")
+        if form is None:
             needed = {"prompt": "`prompt` and `completion`", "instruction": "`instruction` and `output` or `response`"}
             raise CorpusError(
                 f"corpus.form: got {settings.form}, which takes {needed[settings.form]}; columns found: {columns}"
             )
-        return chosen
+        return form
     if settings.text_column in names:
         return forms.get(f"--text-column {settings.text_column}") or Form("text", (str(settings.text_column),))
     if settings.ids_column in names:
         return Form("text", (settings.text_column or TEXT,))
     if settings.text_column is None and not forms and set(PAIR) <= set(names):
-        prompted = f"; to train on the chosen answers: {PROMPTED}" * ("prompt" in names)
+        advice = f"; to train on the chosen answers: {PROMPT_SETTINGS}" if "prompt" in names else ""
         raise CorpusError(
-            f"contains preference pairs; to train on them: --loss dpo (corpus.form=preference){prompted}; columns "
+            f"contains preference pairs; to train on them: --loss dpo (corpus.form=preference){advice}; columns "
             f"found: {columns}"
         )
     if settings.text_column is not None or not forms:
@@ -655,9 +670,9 @@ def _form_of(names: tuple[str, ...], settings: CorpusSettings) -> Form:
 OPTIONAL: Final = {"input", "system", "tools", HISTORY}  # columns that a record may lack
 
 
-def _named_form(names: Sequence[str], fields: FieldNames, form: str | None) -> Form:
+def _entry_form(names: Sequence[str], fields: FieldNames, form: str | None) -> Form:
     """Return the form of a dataset entry."""
-    required = {usual: column for usual, column in fields.columns.items() if usual not in OPTIONAL}
+    required = {standard: column for standard, column in fields.columns.items() if standard not in OPTIONAL}
     if missing := [column for column in required.values() if column not in names]:
         raise CorpusError(
             f"no column {', '.join(missing)}, which the {fields.origin or 'setting corpus.fields'} names; columns "
@@ -671,7 +686,7 @@ def _named_form(names: Sequence[str], fields: FieldNames, form: str | None) -> F
         )
     # the first column decides how a record is read
     order = (*TURNS, TEXT, "instruction", "output", *PAIR, "input", *EXTRA_COLUMNS, HISTORY)
-    columns = tuple(usual for usual in order if fields.columns.get(usual) in names)
+    columns = tuple(standard for standard in order if fields.columns.get(standard) in names)
     return Form("text" if fields.form == "messages" else fields.form, columns, names=fields)
 
 

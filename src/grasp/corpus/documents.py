@@ -49,7 +49,10 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
     """Yield the records from position `start` up to the limit of the settings.
 
     Args:
+        source: files or a table that holds the records.
+        settings: columns of names, nested fields that are labels, and the limit.
         content_of: returns the columns of content, which are not labels.
+        start: position of the first record.
     Raises:
         CorpusError: a file is damaged, its columns are invalid, or a text is not UTF-8.
     """
@@ -57,12 +60,13 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
     flattener = Flattener(settings.label_paths)
 
     def select(schema: pa.Schema, name: str) -> Sequence[str]:
-        roles_of[name] = roles = _roles({column.name: column.type for column in schema}, settings, content_of, name)
+        roles_of[name] = roles = _assign_roles(
+            {column.name: column.type for column in schema}, settings, content_of, name
+        )
         return roles.read
 
-    roles_of_line: dict[
-        tuple[str, ...], _Roles
-    ] = {}  # of the last JSON line, since the next one mostly has the same fields
+    # of the fields of the last JSON line only, since the next line mostly has the same fields
+    roles_of_line: dict[tuple[str, ...], _Roles] = {}
     for chunk in source.chunks(start, select):
         is_text = isinstance(chunk, JsonRecord) and chunk.is_text
         for index, (where, values) in enumerate(records_in(chunk, settings.ids_column), start=chunk.index):
@@ -71,29 +75,31 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
             if isinstance(chunk, JsonRecord):
                 fields = tuple(values)
                 if fields not in roles_of_line:
-                    roles_of_line = {fields: _roles(dict.fromkeys(fields), settings, content_of, where)}
+                    roles_of_line = {fields: _assign_roles(dict.fromkeys(fields), settings, content_of, where)}
                 roles = roles_of_line[fields]
             else:
                 roles = roles_of[chunk.name]
             row_id, doc_id = (None if name is None else label_text(values.get(name)) for name in roles.ids)
             labels: dict[str, Label] = {}
-            hidden: dict[str, Label] = {}  # fields b of `a` with a column `a.b`, which precedes if it has a value
-            left_out: set[str] = set()
+            # Labels of nested fields that have the name of a column: field b of `a`, and a column `a.b`. The column
+            # takes precedence if it has a value.
+            shadowed: dict[str, Label] = {}
+            not_labels: set[str] = set()
             for name, label in roles.labels.items():
                 value = values.get(name)
                 if flattener.is_nested(label, value):
-                    for path, part in flattener.labels(label, value, left_out):
-                        (hidden if path in roles.columns else labels)[path] = part
+                    for path, part in flattener.labels(label, value, not_labels):
+                        (shadowed if path in roles.columns else labels)[path] = part
                     if not isinstance(value, str):
                         del values[name]
                 elif is_text and isinstance(value, str):
                     labels[label] = cell_value(value)
                 elif name in values:  # NaN is a missing label
                     labels[label] = None if isinstance(value, float) and math.isnan(value) else value
-            labels |= {path: part for path, part in hidden.items() if labels.get(path) is None}
+            labels |= {path: part for path, part in shadowed.items() if labels.get(path) is None}
             if settings.path_labels:
                 labels = {**source.file_labels(chunk.name), **labels}
-            ignored = tuple(sorted({*roles.ignored, *left_out})) if left_out else roles.ignored
+            ignored = tuple(sorted({*roles.ignored, *not_labels})) if not_labels else roles.ignored
             yield Record(index, chunk.name, where, row_id, doc_id, labels, values, ignored)
 
 
@@ -108,9 +114,10 @@ class _Roles:
     ignored: tuple[str, ...]
 
 
-def _roles(
+def _assign_roles(
     columns: Mapping[str, pa.DataType | None], settings: CorpusSettings, content_of: ContentOf, where: str
 ) -> _Roles:
+    """Assign the columns of a file, or the fields of a JSON line, to names, content and labels."""
     content = content_of(columns, where)
     others = {name: kind for name, kind in columns.items() if name not in content}
     paths = {path.partition(".")[0] for path in settings.label_paths}
@@ -128,20 +135,21 @@ def _roles(
 
 
 def records_in(
-    chunk: Chunk, ids_column: str | None = None, *, mend: bool = True
+    chunk: Chunk, ids_column: str | None = None, *, repair: bool = True
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the location of each record of a chunk, for messages, and its plain values.
 
     Args:
+        chunk: consecutive records of a source.
         ids_column: column of token ids, whose lists remain Arrow arrays for speed.
-        mend: replace unpaired surrogates in JSON lines.
+        repair: replace unpaired surrogates in JSON lines.
     Raises:
         CorpusError: text is not UTF-8, JSON in a column is not JSON, or a value is nested too deeply.
     """
     if isinstance(chunk, JsonRecord):
         where = chunk.where
         try:
-            record = plain_record(chunk.record, mend=mend)
+            record = plain_record(chunk.record, repair=repair)
         except RecursionError as err:
             raise CorpusError(f"{where}: nested too deeply; fix or remove the line") from err
         yield where, record
@@ -153,6 +161,7 @@ def records_in(
 
 
 def _column_values(chunk: ArrowChunk, name: str, *, as_arrays: bool) -> list[Any]:
+    """Return the plain values of a column; an error names the row that causes it."""
     column = chunk.batch.column(name)
     if as_arrays and is_list(column.type):
         return [item.values if item.is_valid else None for item in column]
@@ -184,10 +193,10 @@ def id_columns(settings: CorpusSettings, names: Sequence[str], where: str) -> tu
             raise CorpusError(
                 f"{where}: no column {column!r}, named by corpus.{setting}; columns found: {', '.join(names)}"
             )
-    row = settings.row_id_column
-    if row is None:
-        row = next((name for name in ROW_ID_COLUMNS if name in names), None)
-    return row or None, DOC_ID_COLUMN if settings.doc_id_column is None else settings.doc_id_column or None
+    row_id = settings.row_id_column
+    if row_id is None:
+        row_id = next((name for name in ROW_ID_COLUMNS if name in names), None)
+    return row_id or None, DOC_ID_COLUMN if settings.doc_id_column is None else settings.doc_id_column or None
 
 
 _INT32 = np.iinfo(np.int32)
@@ -236,35 +245,35 @@ def read_documents(settings: CorpusSettings, *, start: int = 0) -> Iterator[Docu
 
 def documents_of(source: Source, settings: CorpusSettings, *, start: int = 0) -> Iterator[Document]:
     """Yield the documents of an open source, from position `start` up to the limit of the settings."""
-    yield from _documents(read_records(source, settings, partial(content_columns, settings), start), settings)
+    yield from _build_documents(read_records(source, settings, partial(content_columns, settings), start), settings)
 
 
 class Corpus:
     """An open corpus of texts, whose first documents are already read.
 
     Attributes:
-        first: up to 256 documents.
+        first: the first documents, at most 256; empty after the first call of `documents`.
         columns: roles of the columns of the first record: text, turns or columns of another form, ids, names.
     """
 
     def __init__(self, source: Source, settings: CorpusSettings) -> None:
         self.source, self.settings = source, settings
         records = read_records(source, settings, partial(content_columns, settings), 0)
-        head = list(islice(records, 1))
-        self.columns = _column_roles(head[0], settings) if head else {}
-        documents = _documents(chain(head, records), settings)
+        first_record = list(islice(records, 1))  # empty if the corpus is
+        self.columns = _column_roles(first_record[0], settings) if first_record else {}
+        documents = _build_documents(chain(first_record, records), settings)
         self.first = list(islice(documents, FIRST_DOCUMENTS))
-        self._unread: Iterator[Document] | None = documents
+        self._remaining: Iterator[Document] | None = documents
 
     def documents(self, start: int) -> Iterator[Document]:
         """Yield the documents from position `start` on; the first call with 0 continues the open stream."""
-        if start == 0 and self._unread is not None:
-            begun, self.first, unread, self._unread = self.first, [], self._unread, None
-            return chain(begun, unread)
+        if start == 0 and self._remaining is not None:
+            first, self.first, remaining, self._remaining = self.first, [], self._remaining, None
+            return chain(first, remaining)
         return documents_of(self.source, self.settings, start=start)
 
 
-def _documents(records: Iterable[Record], settings: CorpusSettings) -> Iterator[Document]:
+def _build_documents(records: Iterable[Record], settings: CorpusSettings) -> Iterator[Document]:
     """Build documents from records.
 
     Raises:
@@ -282,15 +291,13 @@ def _documents(records: Iterable[Record], settings: CorpusSettings) -> Iterator[
             try:
                 ids = np.asarray(ids, dtype=np.int64)
             except OverflowError:
-                ids = np.full(1, _INT32.max + 1)  # exceeds 64 bits; rejected below
+                ids = np.full(1, _INT32.max + 1)  # an id of more than 64 bits; rejected below
             if ids.size and not (_INT32.min <= ids.min() and ids.max() <= _INT32.max):
                 raise CorpusError(f"{where}: a token id exceeds 32 bits, so it is outside any vocabulary")
             ids = ids.astype(np.int32)
         content = form_of(record.values.keys(), settings, where).read(record.values, where)
         doc_id = record.doc_id
-        if (
-            doc_id is None
-        ):  # generated: 64 bits of a hash of the content, and the position, which distinguishes duplicates
+        if doc_id is None:  # generate one: a hash of the content, and the position, which distinguishes duplicates
             text = "".join(
                 (side.text or "") if side.conversation is None else side.conversation.content
                 for side in (content, content.rejected)
@@ -309,20 +316,21 @@ def _documents(records: Iterable[Record], settings: CorpusSettings) -> Iterator[
             where=where,
             ignored=record.ignored,
         )
-        if (other := content.rejected) is not None:
-            side = replace(document, text=other.text, answers=other.answers, conversation=other.conversation)
-            document = replace(document, rejected=side)
+        if (side := content.rejected) is not None:
+            rejected = replace(document, text=side.text, answers=side.answers, conversation=side.conversation)
+            document = replace(document, rejected=rejected)
         yield document
 
 
 def _column_roles(record: Record, settings: CorpusSettings) -> dict[str, str]:
     """Return the roles of a record's columns: text, turns or columns of another form, ids, names."""
     form = form_of(record.values.keys(), settings, record.where)
-    first = "turns" if holds_turns(record.values.get(form.sources[0]), form.columns[0]) else "text"
-    usual = dict(zip(form.columns, form.sources, strict=True))
-    content = {first: form.sources[0]} if form.kind == "text" else usual
-    row, doc = id_columns(settings, [*record.values, *record.ignored], record.where)
-    roles = content | {"input_ids": settings.ids_column, "row_id": row, "doc_id": doc}
+    content = dict(zip(form.columns, form.sources, strict=True))
+    if form.kind == "text":
+        has_turns = holds_turns(record.values.get(form.sources[0]), form.columns[0])
+        content = {"turns" if has_turns else "text": form.sources[0]}
+    row_id, doc_id = id_columns(settings, [*record.values, *record.ignored], record.where)
+    roles = content | {"input_ids": settings.ids_column, "row_id": row_id, "doc_id": doc_id}
     return {role: column for role, column in roles.items() if column is not None and column in record.values}
 
 

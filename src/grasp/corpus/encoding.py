@@ -112,10 +112,11 @@ def encode_texts(texts: Sequence[ModelText], tokenizer: Tokenizer) -> list[Token
         CorpusError: the tokenizer reports no offsets, and the boundary of an answer is ambiguous without them.
     """
     encoded = tokenizer.encode_with_spans([text.text for text in texts])
-    return [_tokenized(text, ids, spans, tokenizer) for text, (ids, spans) in zip(texts, encoded, strict=True)]
+    return [_add_prefix(text, ids, spans, tokenizer) for text, (ids, spans) in zip(texts, encoded, strict=True)]
 
 
-def _tokenized(text: ModelText, ids: list[int], spans: list[Span] | None, tokenizer: Tokenizer) -> TokenizedText:
+def _add_prefix(text: ModelText, ids: list[int], spans: list[Span] | None, tokenizer: Tokenizer) -> TokenizedText:
+    """Return the tokens of a text with its loss mask, after the special tokens that begin every text."""
     mask = None if text.loss_spans is None else _loss_mask(text, ids, spans, tokenizer)
     prefix = () if text.kind == "chat" else tokenizer.prefix_ids
     if tuple(ids[: len(prefix)]) == prefix:  # the text contains them already
@@ -137,44 +138,48 @@ def _loss_mask(text: ModelText, ids: list[int], spans: list[Span] | None, tokeni
         return mask
     if spans is None:
         for start, stop in text.loss_spans:
-            mask[_tokens_before(text, start, ids, tokenizer) : _tokens_until(text, stop, ids, tokenizer)] = True
+            mask[
+                _count_tokens_before(text, start, ids, tokenizer) : _count_tokens_until(text, stop, ids, tokenizer)
+            ] = True
         return mask
-    begin, end = np.array(spans, dtype=np.int64).T
+    begin_L, end_L = np.array(spans, dtype=np.int64).T
     for start, stop in text.loss_spans:
-        mask |= (end > start) & ((begin < stop) | (end <= stop))  # trimmed offsets of white space have width 0
+        # Some tokenizers trim white space from offsets: a token of white space alone has width 0, begin == end.
+        mask |= (end_L > start) & ((begin_L < stop) | (end_L <= stop))
     if text.kind == "pair" and mask.any():
         ((border, _),) = text.loss_spans
         first = int(np.flatnonzero(mask)[0])
-        if begin[first] < border and not text.text[begin[first] : border].isspace():
-            mask[: _length_of_prompt(text.text[:border], ids, tokenizer)] = False
+        if begin_L[first] < border and not text.text[begin_L[first] : border].isspace():
+            mask[: _count_prompt_tokens(text.text[:border], ids, tokenizer)] = False
     return mask
 
 
-def _length_of_prompt(prompt: str, ids: list[int], tokenizer: Tokenizer) -> int:
+def _count_prompt_tokens(prompt: str, ids: list[int], tokenizer: Tokenizer) -> int:
     """Return the number of tokens of a prompt encoded alone, at most all but one of the text's `ids`."""
     return min(len(tokenizer.encode([prompt])[0]), len(ids) - 1)
 
 
-def _tokens_before(text: ModelText, place: int, ids: list[int], tokenizer: Tokenizer) -> int:
+def _count_tokens_before(text: ModelText, char: int, ids: list[int], tokenizer: Tokenizer) -> int:
     """Return the number of tokens before a character without offsets, by encoding the text up to it."""
-    prompt = text.text[:place]
-    for known in (prompt, prompt.rstrip()) if text.kind == "pair" else (prompt,):
-        (before,) = tokenizer.encode([known])
+    prompt = text.text[:char]
+    # White space at the end of a prompt may be part of the first token of its completion.
+    for candidate in (prompt, prompt.rstrip()) if text.kind == "pair" else (prompt,):
+        (before,) = tokenizer.encode([candidate])
         if ids[: len(before)] == before:
             return len(before)
     if text.kind == "pair":
-        return _length_of_prompt(prompt, ids, tokenizer)
+        return _count_prompt_tokens(prompt, ids, tokenizer)
     raise CorpusError(
         "the tokenizer reports no offsets, and a token contains the end of a prompt and the beginning of its answer, "
-        "so "
-        "the boundary is ambiguous; use a fast tokenizer (tokenizer.json)"
+        "so the boundary is ambiguous; use a fast tokenizer (tokenizer.json)"
     )
 
 
-def _tokens_until(text: ModelText, place: int, ids: list[int], tokenizer: Tokenizer) -> int:
+def _count_tokens_until(text: ModelText, char: int, ids: list[int], tokenizer: Tokenizer) -> int:
     """Return the number of tokens up to a character without offsets, including the token that contains it."""
-    if place == len(text.text):
+    if char == len(text.text):
         return len(ids)
-    (until,) = tokenizer.encode([text.text[:place]])
-    agree = next((k for k, (token, other) in enumerate(zip(ids, until, strict=False)) if token != other), len(until))
-    return agree + (agree < len(until))
+    (until,) = tokenizer.encode([text.text[:char]])
+    n_equal = next((k for k, (token, other) in enumerate(zip(ids, until, strict=False)) if token != other), len(until))
+    # If the encodings differ, the first different token of the text contains the character.
+    return n_equal + (n_equal < len(until))

@@ -16,9 +16,8 @@ from typing import Any, Literal
 import pyarrow as pa
 
 Label = str | int | float | bool | None
-Kind = Literal[
-    "null", "bool", "int", "long", "float", "string"
-]  # long: integers beyond 2^53, which floats do not represent exactly
+# Types of label columns; long: integers beyond 2^53, which floats do not represent exactly
+Kind = Literal["null", "bool", "int", "long", "float", "string"]
 
 IDS_COLUMN = "__input_ids__"
 LOSS_MASK_COLUMN = "__labelled__"
@@ -41,11 +40,11 @@ ARROW_TYPE: Mapping[Kind, pa.DataType] = {
 }
 _EXACT_FLOAT = 2**53
 MAX_FIELDS = 200  # nested fields of a corpus that become labels; keys may be data, e.g. counts by word
-MOST_ELEMENTS, MOST_CHARS = 64, 2_048  # of a list that is a label
+MAX_LIST_ELEMENTS, MAX_LIST_CHARS = 64, 2_048  # of a list of texts that is a label
 
 
 class Flattener:
-    """Labels of records with nested values, by dotted paths.
+    """Flatten nested values of records to labels, named by dotted paths.
 
     Names are compared without case, as in expressions: the first spelling is used.
     """
@@ -65,40 +64,48 @@ class Flattener:
             return value.startswith("{") or any(path[0] == name for path in self._paths)
         return isinstance(value, list | dict)
 
-    def labels(self, name: str, value: Any, left_out: set[str]) -> Iterator[tuple[str, Label]]:
-        """Yield the labels of one column of a record, and add the names of fields without a label to `left_out`."""
+    def labels(self, name: str, value: Any, not_labels: set[str]) -> Iterator[tuple[str, Label]]:
+        """Yield the labels of a column of a record, and add fields that cannot be labels to `not_labels`."""
         for path in self._paths:
             if path[0] == name and len(path) > 1:
-                yield ".".join(path), _at(value, path[1:])
+                yield ".".join(path), _value_at_path(value, path[1:])
         if isinstance(value, str):
-            value = _object_of(value)
-        yield from self._flattened(name, value, left_out, is_field=False)
+            value = _parse_object(value)
+        yield from self._flattened(name, value, not_labels, is_field=False)
 
     def _flattened(
-        self, name: str, value: Any, left_out: set[str], *, is_field: bool = True
+        self, name: str, value: Any, not_labels: set[str], *, is_field: bool = True
     ) -> Iterator[tuple[str, Label]]:
+        """Yield the labels of a value and of its members, recursively.
+
+        Args:
+            name: dotted path of the value.
+            value: parsed value of the column or field.
+            not_labels: receives names of fields that cannot be labels.
+            is_field: whether the value is a member of the column, and counts towards `MAX_FIELDS`.
+        """
         if isinstance(value, dict):
             for key, part in value.items():
-                yield from self._flattened(f"{name}.{key}", part, left_out)
+                yield from self._flattened(f"{name}.{key}", part, not_labels)
             return
         if isinstance(value, list):
-            text = _text_of_list(value)
+            text = _list_as_json(value)
             if text is None:
                 if value:
-                    left_out.add(name)
+                    not_labels.add(name)
                 return
             value = text
         if is_field:
             folded = name.casefold()
             if folded not in self._names and len(self._names) >= MAX_FIELDS:
-                left_out.add(name.partition(".")[0])
+                not_labels.add(name.partition(".")[0])
                 return
             name = self._names.setdefault(folded, name)
         yield name, None if isinstance(value, float) and math.isnan(value) else value
 
 
-def _object_of(text: str) -> Any:
-    """Return the object of JSON text, or the text."""
+def _parse_object(text: str) -> Any:
+    """Return the JSON object that a text holds, or else the text."""
     if not (text.startswith("{") and text.rstrip().endswith("}")):
         return text
     try:
@@ -108,16 +115,16 @@ def _object_of(text: str) -> Any:
     return value if isinstance(value, dict) else text
 
 
-def _text_of_list(values: Sequence[Any]) -> str | None:
+def _list_as_json(values: Sequence[Any]) -> str | None:
     """Return a list of texts as JSON; None: it is empty, long, or has other elements."""
-    if not 0 < len(values) <= MOST_ELEMENTS or not all(isinstance(value, str) for value in values):
+    if not 0 < len(values) <= MAX_LIST_ELEMENTS or not all(isinstance(value, str) for value in values):
         return None
     text = json.dumps(values, ensure_ascii=False)
-    return text if len(text) <= MOST_CHARS else None
+    return text if len(text) <= MAX_LIST_CHARS else None
 
 
-def _at(value: Any, path: Sequence[str]) -> Label:
-    """Return the scalar at a path; None if there is none."""
+def _value_at_path(value: Any, path: Sequence[str]) -> Label:
+    """Return the scalar at a path of member names and list positions; None if there is none."""
     for step in path:
         if isinstance(value, str):
             try:
@@ -156,10 +163,11 @@ def kind_of_all(values: Iterable[Label]) -> Kind:
 
 def widest(kinds: Iterable[Kind]) -> Kind:
     """Return the narrowest kind that includes all kinds, independent of order and grouping."""
-    several = set(kinds) - {"null"}
-    if len(several) < 2:
-        return next(iter(several), "null")
-    return "long" if several == {"int", "long"} else "float" if several == {"int", "float"} else "string"
+    typed = set(kinds) - {"null"}
+    if len(typed) < 2:
+        return next(iter(typed), "null")
+    # Floats do not represent `long` exactly, so these two have no common numeric kind.
+    return "long" if typed == {"int", "long"} else "float" if typed == {"int", "float"} else "string"
 
 
 def label_text(value: Label) -> str | None:

@@ -81,22 +81,22 @@ class Skipped:
     examples: dict[str, list[str]] = field(default_factory=dict)  # file and line, and the error
 
     def add(self, reason: str, name: str, example: str = "") -> None:
-        """Add one; only the first ids and examples are stored."""
+        """Count a skipped document, row or part of one; only the first ids and examples are stored."""
         self.extend({reason: 1}, {reason: [name]}, {reason: [example]} if example else {})
 
     def extend(
         self, counts: Mapping[str, int], ids: Mapping[str, Sequence[str]], examples: Mapping[str, Sequence[str]]
     ) -> None:
-        """Add the counts, ids and examples of another account."""
+        """Add counts, ids and examples by reason, e.g. those of another `Skipped`."""
         for reason, number in counts.items():
             self.counts[reason] = self.counts.get(reason, 0) + number
-        for listed, more, most in ((self.ids, ids, MAX_LISTED_IDS), (self.examples, examples, MAX_LISTED_EXAMPLES)):
-            for reason, names in more.items():
+        for listed, new, limit in ((self.ids, ids, MAX_LISTED_IDS), (self.examples, examples, MAX_LISTED_EXAMPLES)):
+            for reason, names in new.items():
                 entries = listed.setdefault(reason, [])
-                entries.extend(names[: most - len(entries)])
+                entries.extend(names[: limit - len(entries)])
 
     def drain(self) -> "Skipped":
-        """Return everything since the last call, and reset."""
+        """Return everything that was added since the last call, and reset."""
         drained = Skipped(self.counts, self.ids, self.examples)
         self.counts, self.ids, self.examples = {}, {}, {}
         return drained
@@ -120,36 +120,44 @@ def pack(
         CorpusError: the corpus is malformed, or an id is outside the vocabulary.
     """
     packer = Packer(settings, tokenizer, cursor, Skipped() if skipped is None else skipped)
-    written = (render_document(document, tokenizer, settings) for document in documents)
-    while True:
-        batch: list[Document] = []
-        chars = 0
-        for document in written:
-            batch.append(document)
-            chars += len(document.text or "")
-            if len(batch) == ENCODE_DOCUMENTS or chars >= ENCODE_CHARS:
-                break
-        if not batch:
-            break
-        sides = [(document, document.rejected) for document in batch]
-        as_text = [side for pair in sides for side in pair if side is not None and side.is_tokenised]
+    for batch in _document_batches(render_document(document, tokenizer, settings) for document in documents):
+        pairs = [
+            (document, document.rejected) for document in batch
+        ]  # the second is None unless it is a preference pair
+        with_text = [side for pair in pairs for side in pair if side is not None and side.is_tokenised]
         try:
-            encoded = encode_texts([model_text(document) for document in as_text], tokenizer)
+            encoded = encode_texts([model_text(document) for document in with_text], tokenizer)
         except CorpusError as err:
-            raise CorpusError(f"{as_text[0].where} and following documents: {err}") from err
-        tokens = {id(document): text for document, text in zip(as_text, encoded, strict=True)}
-        for document, rejected in sides:
+            raise CorpusError(f"{with_text[0].where} and following documents: {err}") from err
+        tokens = {id(document): text for document, text in zip(with_text, encoded, strict=True)}
+        for document, rejected in pairs:
             yield from packer.feed(document, tokens.get(id(document)), tokens.get(id(rejected)))
     yield from packer.finish()
+
+
+def _document_batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Group documents into batches for the tokenizer, limited in number and in characters."""
+    batch: list[Document] = []
+    n_chars = 0
+    for document in documents:
+        batch.append(document)
+        n_chars += len(document.text or "")
+        if len(batch) == ENCODE_DOCUMENTS or n_chars >= ENCODE_CHARS:
+            yield batch
+            batch, n_chars = [], 0
+    if batch:
+        yield batch
 
 
 def render_document(document: Document, tokenizer: Tokenizer, settings: CorpusSettings) -> Document:
     """Return a document as the text that the model reads, with the spans that carry loss.
 
+    A conversation that cannot be rendered is marked as unusable, with the reason in `left_out`.
+
     Raises:
         CorpusError: the tokenizer has no chat template, or no answer could carry the requested loss.
     """
-    text, answers, loss_on = document.text, document.answers, settings.loss_on
+    text, loss_spans, loss_on = document.text, document.answers, settings.loss_on
     if document.rejected is not None:
         if loss_on in ("assistant", "all"):
             raise CorpusError(f"corpus.loss_on: got {loss_on}, but DPO compares completions; remove it")
@@ -168,15 +176,17 @@ def render_document(document: Document, tokenizer: Tokenizer, settings: CorpusSe
             return replace(document, left_out=((err.reason, f"{document.where}: {err}"),), unusable=True)
         except ModelError as err:
             raise CorpusError(f"{document.where}: {err}") from err
-        text, answers = chat.text, chat.spans
+        text, loss_spans = chat.text, chat.spans
         left_out += tuple((reason, f"{document.where}: turn {k}") for reason, k in chat.unwritten)
-    if answers is None or text is None:
+    if loss_spans is None or text is None:
         if loss_on in ("assistant", "completion"):
             raise CorpusError(
                 f"{document.where}: has no answer to carry loss; corpus.loss_on: got {loss_on}, expected all"
             )
         return document
-    return replace(document, text=text, answers=((0, len(text)),) if loss_on == "all" else answers, left_out=left_out)
+    if loss_on == "all":
+        loss_spans = ((0, len(text)),)
+    return replace(document, text=text, answers=loss_spans, left_out=left_out)
 
 
 def model_text(document: Document) -> ModelText:
@@ -190,11 +200,11 @@ class _Piece:
     """Consecutive tokens of one document."""
 
     document: Document
-    first: int  # position of the first token in the document
-    total: int  # tokens of the whole document
+    start: int  # position of the first token in the document
+    document_tokens: int  # number of tokens of the whole document
     ids: I32
-    begin: int = 0  # start character in the document
-    ends: I64 | None = None  # exclusive end character of each token
+    start_char: int = 0  # position in the text of the document
+    end_chars: I64 | None = None  # exclusive end character of each token
     loss_mask: Bool | None = None  # tokens that carry loss; None: all
 
     @property
@@ -203,27 +213,32 @@ class _Piece:
         text = self.document.text
         if text is None:
             return None
-        if len(self.ids) == self.total:
+        if len(self.ids) == self.document_tokens:
             return self.document.index, 0, len(text)
-        return None if self.ends is None else (self.document.index, self.begin, int(self.ends[-1]))
+        return None if self.end_chars is None else (self.document.index, self.start_char, int(self.end_chars[-1]))
 
-    def cut(self, first: int, stop: int) -> "_Piece":
-        """Return the tokens [first, stop); characters between two tokens belong to the second."""
-        ids, at, loss_mask = self.ids[first:stop], self.first + first, self.loss_mask
-        if loss_mask is not None:
-            loss_mask = loss_mask[first:stop]
-        if self.ends is None:
-            return _Piece(self.document, at, self.total, ids, loss_mask=loss_mask)
-        begin = int(self.ends[first - 1]) if first else self.begin
-        return _Piece(self.document, at, self.total, ids, begin, self.ends[first:stop], loss_mask)
+    def slice(self, start: int, stop: int) -> "_Piece":
+        """Return the tokens [start, stop) of this piece; characters between two tokens belong to the second."""
+        sliced = replace(
+            self,
+            start=self.start + start,
+            ids=self.ids[start:stop],
+            loss_mask=None if self.loss_mask is None else self.loss_mask[start:stop],
+        )
+        if self.end_chars is None:
+            return sliced
+        start_char = int(self.end_chars[start - 1]) if start else self.start_char
+        return replace(sliced, start_char=start_char, end_chars=self.end_chars[start:stop])
 
 
 class Packer:
-    """Packs documents into rows; documents are fed in order, with their tokens.
+    """Pack documents into rows. `feed` takes the documents in order, with their tokens; `finish` ends the stream.
 
     Args:
+        settings: settings with a `max_length`.
         tokenizer: provides special tokens, the size of the vocabulary, and the text of rows of token ids.
         cursor: position of the first row; the first document must be `cursor.document`.
+        skipped: receives skipped documents and rows.
     """
 
     def __init__(self, settings: CorpusSettings, tokenizer: Tokenizer, cursor: Cursor, skipped: Skipped) -> None:
@@ -236,8 +251,9 @@ class Packer:
                 f"corpus.max_length: got {self._length}, expected more than the {len(self._prefix)} special tokens "
                 "that begin every text"
             )
-        self._waiting: list[_Piece] = []  # pending pieces of a stream: less than a row between two documents
-        self._n_waiting = 0  # number of their tokens
+        self._pending: list[_Piece] = []  # tokens of the stream not yet in a row; less than a row between two documents
+        self._n_pending = 0  # number of these tokens
+        # Number of rows named after each document. Only documents from the current row on can name further rows.
         self._named_rows = Counter({cursor.document: cursor.n_named_rows})
         self._next_document = cursor.document
 
@@ -247,6 +263,7 @@ class Packer:
         """Yield the rows that `document` completes.
 
         Args:
+            document: the next document of the corpus, rendered by `render_document`.
             tokens: tokens of its text; None if it has token ids or no text.
             rejected: tokens of the rejected side of a preference pair.
         Raises:
@@ -260,51 +277,62 @@ class Packer:
         if document.input_ids is not None:
             yield from self.finish(document.index)
             fault = None if len(document.input_ids) else "empty"
-            ids, mask, ends_N = document.input_ids.astype(np.int64), None, None
+            ids, mask, end_chars = document.input_ids.astype(np.int64), None, None
         else:
             is_empty = tokens is None or len(tokens.ids) == tokens.n_prefix
             fault = None if not is_empty else "whitespace" if document.text and tokens is None else "empty"
             ids = np.array((), dtype=np.int64) if tokens is None else tokens.ids
-            mask, ends_N = (None, None) if tokens is None else (tokens.loss_mask, tokens.ends)
+            mask, end_chars = (None, None) if tokens is None else (tokens.loss_mask, tokens.ends)
         if fault is not None:
             self._skipped.add(fault, document.name)
             return
-        whole = self._piece(document, ids, mask, ends_N)
+        whole = self._whole_document(document, ids, mask, end_chars)
         if document.rejected is not None:
             if rejected is None:
                 self._skipped.add("empty", document.name)
                 return
-            other = self._piece(document.rejected, rejected.ids, rejected.loss_mask, rejected.ends)
-            yield from self._pair(whole, other)
+            rejected_side = self._whole_document(document.rejected, rejected.ids, rejected.loss_mask, rejected.ends)
+            yield from self._pack_preference_pair(whole, rejected_side)
             return
         if document.input_ids is None and mask is not None:
-            yield from self._with_answers(whole)
+            yield from self._pack_answers(whole)
             return
         start = self._resume.token if document.index == self._resume.document else 0
         if document.input_ids is None and self._settings.packing == "concat":
-            yield from self._concat(whole.cut(start, whole.total))
+            yield from self._append_to_stream(whole.slice(start, len(whole.ids)))
             return
-        # `document` packing, and all documents of token ids: rows of max_length; a short last row is skipped
-        most, shortest = self._settings.max_rows_per_document, self._settings.shortest_end
-        if shortest is None:
-            shortest = int(MIN_END_SHARE * self._length)
+        yield from self._split_document(whole, start)
+
+    def _split_document(self, whole: _Piece, start: int) -> Iterator[Row]:
+        """Yield a document as rows of max_length tokens, from token `start` on; a short last row is skipped.
+
+        This is `document` packing, and the packing of all documents of token ids.
+        """
+        document, n_tokens = whole.document, len(whole.ids)
+        max_rows, min_end_tokens = self._settings.max_rows_per_document, self._settings.shortest_end
+        if min_end_tokens is None:
+            min_end_tokens = int(MIN_END_SHARE * self._length)
         prefix = self._prefix if document.input_ids is None else self._prefix[:0]
-        first = start
-        for number in count(self._named_rows[document.index]):
-            if first >= whole.total:
+        for ordinal in count(self._named_rows[document.index]):
+            if start >= n_tokens:
                 return
-            if number == most:
+            if ordinal == max_rows:
                 self._skipped.add("cut", document.name)
                 return
-            if first and whole.total - first < shortest:
-                self._skipped.add("short_end", f"{document.name}#{number}")
+            if start and n_tokens - start < min_end_tokens:
+                self._skipped.add("short_end", f"{document.name}#{ordinal}")
                 return
-            capacity = self._length - (len(prefix) if first else 0)
-            yield from self._row([whole.cut(first, first + capacity)], document.index, first + capacity, prefix=prefix)
-            first += capacity
+            # The tokens of the document begin with the prefix already; later rows need room for their own.
+            stop = start + self._length - (len(prefix) if start else 0)
+            yield from self._build_row([whole.slice(start, stop)], document.index, stop, prefix=prefix)
+            start = stop
 
-    def _piece(self, document: Document, ids: I64, mask: Bool | None, ends_N: I64 | None) -> "_Piece":
-        """Return the tokens of a document, with the special tokens that end a text."""
+    def _whole_document(self, document: Document, ids: I64, mask: Bool | None, end_chars: I64 | None) -> _Piece:
+        """Return all tokens of a document, with the special tokens that end a text.
+
+        Raises:
+            CorpusError: an id outside the vocabulary.
+        """
         vocab_size = self._tokenizer.vocab_size
         bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
         if bad.size:
@@ -321,30 +349,41 @@ class Packer:
                 ids = np.concatenate([ids, suffix])
                 if mask is not None:
                     mask = np.concatenate([mask, np.full(len(suffix), mask.any())])
-                if ends_N is not None:
-                    ends_N = np.concatenate([ends_N, np.full(len(suffix), ends_N[-1])])
-            if ends_N is not None:  # the last token, which may be EOS, extends to the end of the text
-                ends_N[-1] = len(document.text or "")
-        return _Piece(document, 0, len(ids), ids.astype(np.int32), ends=ends_N, loss_mask=mask)
+                if end_chars is not None:
+                    end_chars = np.concatenate([end_chars, np.full(len(suffix), end_chars[-1])])
+            if end_chars is not None:  # the last token, which may be EOS, extends to the end of the text
+                end_chars[-1] = len(document.text or "")
+        return _Piece(document, 0, len(ids), ids.astype(np.int32), end_chars=end_chars, loss_mask=mask)
 
     def finish(self, next_document: int | None = None) -> Iterator[Row]:
-        """Yield the last, short row of a stream, at its end or before a document of token ids."""
-        if self._waiting:
-            pieces, self._waiting, self._n_waiting = self._waiting, [], 0
-            next_document = self._next_document if next_document is None else next_document
-            yield from self._row(pieces, next_document, 0, prefix=self._prefix)
+        """Yield the last, short row of the stream.
 
-    def _with_answers(self, whole: _Piece) -> Iterator[Row]:
+        Args:
+            next_document: index of the document of token ids that ends the stream. Default: the corpus ends.
+        """
+        if self._pending:
+            pieces, self._pending, self._n_pending = self._pending, [], 0
+            next_document = self._next_document if next_document is None else next_document
+            yield from self._build_row(pieces, next_document, 0, prefix=self._prefix)
+
+    def _pack_answers(self, whole: _Piece) -> Iterator[Row]:
         """Yield a text whose answers carry loss as one row.
 
         If it is too long, the row ends with the last answer, and the beginning is cut off after the special tokens. An
         answer whose beginning is cut off carries no loss; the end of an answer longer than a row is cut off.
         """
-        if (fitted := self._fit(whole)) is not None:
-            yield from self._row([fitted[0]], whole.document.index + 1, 0, prefix=fitted[1])
+        if (truncated := self._truncate_to_row(whole)) is not None:
+            piece, prefix = truncated
+            yield from self._build_row([piece], whole.document.index + 1, 0, prefix=prefix)
 
-    def _fit(self, whole: _Piece) -> tuple[_Piece, I32] | None:
-        """Return a text whose answers carry loss as at most a row, and its special tokens; None if no loss is left."""
+    def _truncate_to_row(self, whole: _Piece) -> tuple[_Piece, I32] | None:
+        """Truncate a text whose answers carry loss to the length of a row.
+
+        Returns:
+            The tokens, and the special tokens that precede them; None if no token carries loss.
+        Raises:
+            CorpusError: the settings ask for `concat`.
+        """
         document, loss_mask = whole.document, whole.loss_mask
         assert loss_mask is not None
         if self._settings.packing == "concat":
@@ -356,35 +395,36 @@ class Packer:
             self._skipped.add("no_loss", document.name, document.where)
             return None
         prefix = self._prefix[: 0 if self._n_prefix(whole) else None]
-        if whole.total > self._length:
+        if len(whole.ids) > self._length:
             self._skipped.add("cut_begin", document.name)
             capacity = self._length - len(prefix)
-            last = int(np.flatnonzero(loss_mask)[-1])
-            before = int(np.flatnonzero(~loss_mask[:last])[-1])  # the token before the last answer
-            first = min(max(0, last + 1 - capacity), before)
-            loss_mask[first : first + int(np.argmin(loss_mask[first:]))] = (
-                False  # the remainder of an answer whose beginning is cut off
-            )
-            whole = whole.cut(first, first + capacity)
+            last_loss = int(np.flatnonzero(loss_mask)[-1])
+            before_answer = int(np.flatnonzero(~loss_mask[:last_loss])[-1])  # the token before the last answer
+            start = min(max(0, last_loss + 1 - capacity), before_answer)
+            # An answer that began before `start` has lost its beginning: its remaining tokens carry no loss.
+            remainder = int(np.argmin(loss_mask[start:]))
+            loss_mask[start : start + remainder] = False
+            whole = whole.slice(start, start + capacity)
         return whole, prefix
 
-    def _pair(self, chosen: _Piece, rejected: _Piece) -> Iterator[Row]:
-        """Yield a preference pair as one row: the tokens of its chosen side, then those of the other one."""
-        sides = []
-        for side in (chosen, rejected):
-            if (fitted := self._fit(side)) is None:
+    def _pack_preference_pair(self, chosen: _Piece, rejected: _Piece) -> Iterator[Row]:
+        """Yield a preference pair as one row: the tokens of the chosen side, then those of the rejected side."""
+        sides: list[Row] = []
+        for whole in (chosen, rejected):
+            if (truncated := self._truncate_to_row(whole)) is None:
                 return
-            sides.append(list(self._row([fitted[0]], chosen.document.index + 1, 0, prefix=fitted[1])))
-        if not all(sides):
+            piece, prefix = truncated
+            sides += self._build_row([piece], chosen.document.index + 1, 0, prefix=prefix)
+        if len(sides) < 2:  # a side is too short
             return
-        (first,), (second,) = sides
-        masks = [np.arange(row.n_tokens) > 0 if row.loss_mask is None else row.loss_mask for row in (first, second)]
+        chosen_row, rejected_row = sides
+        masks = [np.arange(row.n_tokens) > 0 if row.loss_mask is None else row.loss_mask for row in sides]
         yield replace(
-            first,
-            n_tokens=first.n_tokens + second.n_tokens,
-            input_ids=np.concatenate([first.input_ids, second.input_ids]),
+            chosen_row,
+            n_tokens=chosen_row.n_tokens + rejected_row.n_tokens,
+            input_ids=np.concatenate([row.input_ids for row in sides]),
             loss_mask=np.concatenate(masks),
-            split=first.n_tokens,
+            split=chosen_row.n_tokens,
             spans=None,
         )
 
@@ -392,29 +432,32 @@ class Packer:
         """Return how many special tokens are added to a row that begins with `piece`."""
         return 0 if np.array_equal(piece.ids[: len(self._prefix)], self._prefix) else len(self._prefix)
 
-    def _concat(self, piece: _Piece) -> Iterator[Row]:
+    def _append_to_stream(self, piece: _Piece) -> Iterator[Row]:
         """Append the tokens of a document to the stream, and yield its rows of exactly max_length."""
         if len(piece.ids):
-            self._waiting.append(piece)
-            self._n_waiting += len(piece.ids)
-        while self._waiting and self._n_waiting >= (missing := self._length - self._n_prefix(self._waiting[0])):
-            row = []
-            self._n_waiting -= missing
-            while missing:
-                head = self._waiting.pop(0)
-                if len(head.ids) > missing:
-                    self._waiting.insert(0, head.cut(missing, len(head.ids)))
-                    head = head.cut(0, missing)
-                row.append(head)
-                missing -= len(head.ids)
+            self._pending.append(piece)
+            self._n_pending += len(piece.ids)
+        while self._pending and self._n_pending >= (n_missing := self._length - self._n_prefix(self._pending[0])):
+            pieces = []
+            self._n_pending -= n_missing
+            while n_missing:
+                head = self._pending.pop(0)
+                if len(head.ids) > n_missing:
+                    self._pending.insert(0, head.slice(n_missing, len(head.ids)))
+                    head = head.slice(0, n_missing)
+                pieces.append(head)
+                n_missing -= len(head.ids)
             # Less than a row was pending before this document, so the remainder after a row belongs to it.
-            remainder = self._waiting[0].first if self._waiting else piece.total
-            yield from self._row(row, piece.document.index, remainder, prefix=self._prefix)
+            next_token = self._pending[0].start if self._pending else piece.document_tokens
+            yield from self._build_row(pieces, piece.document.index, next_token, prefix=self._prefix)
 
-    def _row(self, pieces: list[_Piece], next_document: int, next_token: int, *, prefix: I32) -> Iterator[Row]:
+    def _build_row(self, pieces: list[_Piece], next_document: int, next_token: int, *, prefix: I32) -> Iterator[Row]:
         """Yield a row unless it is too short; it is named after its largest document, the first one on a tie.
 
         Args:
+            pieces: tokens of the row, in order.
+            next_document: document at which the next row begins, for the cursor.
+            next_token: token of that document at which the next row begins.
             prefix: special tokens at the beginning, added if missing.
         """
         main = max(pieces, key=lambda piece: len(piece.ids))
@@ -426,9 +469,8 @@ class Packer:
         ids, loss_mask = np.concatenate([piece.ids for piece in pieces]), main.loss_mask
         if not np.array_equal(ids[: len(prefix)], prefix):
             ids = np.concatenate([prefix, ids])
-            loss_mask = (
-                None if loss_mask is None else np.concatenate([np.zeros(len(prefix), dtype=np.bool_), loss_mask])
-            )
+            if loss_mask is not None:
+                loss_mask = np.concatenate([np.zeros(len(prefix), dtype=np.bool_), loss_mask])
         if loss_mask is not None and loss_mask[1:].all():
             loss_mask = None
         if len(ids) < MIN_ROW_TOKENS:
@@ -437,13 +479,13 @@ class Packer:
         spans = [span for piece in pieces if (span := piece.span) is not None]
         # The snippet is for display: it starts at a word near the row's first token, whose character is estimated by
         # proportion, since not every tokenizer reports offsets. Token ids without text are decoded.
-        n_chars, share = self._settings.snippet_chars, main.first / main.total
+        n_chars, share = self._settings.snippet_chars, main.start / main.document_tokens
         text = document.text if document.conversation is None else str(document.conversation)
         if text is None and n_chars:
             share, (text,) = 0.0, self._tokenizer.decode([main.ids[:n_chars].tolist()])
         text = text or ""
         start = round(len(text) * share)
-        if start:
+        if start:  # move to the next word, if one begins within 64 characters
             start = text.find(" ", start - 1, start + 64) + 1 or start
         yield Row(
             row_id=row_id,

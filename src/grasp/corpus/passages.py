@@ -35,9 +35,8 @@ class PassageCounts:
 
     written: Counter[str] = field(default_factory=Counter)  # by source
     excluded: Counter[str] = field(default_factory=Counter)  # by source: passages in `exclude_texts`
-    canary: Counter[str] = field(
-        default_factory=Counter
-    )  # by source: requests with a canary string, which must not be trained on
+    # by source: requests with a canary string, which must not be trained on
+    canary: Counter[str] = field(default_factory=Counter)
 
 
 class _Source:
@@ -74,7 +73,7 @@ def read_passages(
     unknown = [name for name in names if name not in SOURCES]
     if unknown:
         raise CorpusError(f"passages: unknown sources {unknown}, expected some of {', '.join(SOURCES)}")
-    return _read(task_root(), names, exclude_texts, per_source, counts or PassageCounts())
+    return _deduplicate(task_root(), names, exclude_texts, per_source, counts or PassageCounts())
 
 
 def write_passages(path: Path, *, exclude_texts: Container[str] = (), per_source: int | None = None) -> PassageCounts:
@@ -88,12 +87,13 @@ def write_passages(path: Path, *, exclude_texts: Container[str] = (), per_source
     return counts
 
 
-def _read(
+def _deduplicate(
     tasks: Path, names: Iterable[str], exclude: Container[str], per_source: int | None, counts: PassageCounts
 ) -> Iterator[dict[str, str]]:
+    """Yield each passage of the sources once, except the excluded ones, and count them."""
     seen: set[bytes] = set()
     for name in names:
-        for text, domain in _of_source(tasks, name, counts):
+        for text, domain in _source_texts(tasks, name, counts):
             if per_source is not None and counts.written[name] >= per_source:
                 break
             plain = normalised(text)
@@ -108,7 +108,7 @@ def _read(
             yield {"doc_id": f"{name}-{key.hex()}", "text": text, "source": name, "domain": domain}
 
 
-def _of_source(tasks: Path, name: str, counts: PassageCounts) -> Iterator[tuple[str, str]]:
+def _source_texts(tasks: Path, name: str, counts: PassageCounts) -> Iterator[tuple[str, str]]:
     """Yield the texts of a source, with their domains."""
     source = SOURCES[name]
     for file in source.files:
@@ -155,6 +155,7 @@ def _before_question(query: str) -> str:
 
 
 def _join_ending(context: str, ending: str) -> str:
+    """Return a context and its ending with one space between them."""
     return f"{context.rstrip()} {ending.lstrip()}"
 
 
@@ -164,11 +165,13 @@ def _qasper(doc: Doc) -> Iterable[str]:
 
 
 def _gsm8k(doc: Doc) -> Iterable[str]:
+    """Return the question with its solution, without the marked calculations."""
     worked, _, answer = _CALCULATION.sub("", doc["answer"]).partition("\n#### ")
     return [f"{doc['question']}\n{worked}\nThe answer is {answer}."]
 
 
 def _coqa_domain(doc: Doc) -> str:
+    """Return the domain of a CoQA story from its source."""
     return {"cnn": "news", "wikipedia": "encyclopedia"}.get(doc["source"], "stories")
 
 

@@ -114,30 +114,31 @@ ROWS = Schema(
 
 def summary_of(holds: str) -> Signed[StoreSummary]:
     """Return the record type of the summary of a store of tokens, or of another kind."""
-    what, none = f"a store of {holds}", "an unfinished row store; run the build again to resume it"
-    older = (FORMAT_WITHOUT_SPANS,)
     return Signed(
         SUMMARY,
         StoreSummary,
-        what,
+        f"a store of {holds}",
         holds,
         FORMAT,
         RECOVERY_HINT,
         CorpusError,
-        none=none,
+        none="an unfinished row store; run the build again to resume it",
         unsigned=True,
         key="holds",
-        older=older,
+        older=(FORMAT_WITHOUT_SPANS,),
     )
 
 
-def _identifying(settings: CorpusSettings) -> dict[str, Any]:
-    """Return the settings that rows depend on; newer ones only if they are set, since older stores lack them."""
+def _identifying_settings(settings: CorpusSettings) -> dict[str, Any]:
+    """Return the settings that rows depend on; newer ones only if they are set, since older stores lack them.
+
+    The path is left out, since a corpus may be moved.
+    """
     unset = {name for name in ("label_paths", "path_labels") if not getattr(settings, name)}
     return settings.model_dump(mode="json", exclude={"path", *unset})
 
 
-class Numbered(Protocol):
+class CorpusItem(Protocol):
     """A document or an image of a corpus."""
 
     @property
@@ -149,7 +150,7 @@ class Numbered(Protocol):
         """Return file and line or row, for messages."""
 
 
-D = TypeVar("D", bound=Numbered)
+D = TypeVar("D", bound=CorpusItem)  # what rows are built from
 R = TypeVar("R", bound=StoredRow)
 S = TypeVar("S")  # some rows of a store, with their table
 
@@ -200,18 +201,28 @@ class ShardStore(ABC, Generic[S, R]):
         """Write the missing shards and the summary, or open a complete store.
 
         Args:
+            directory: directory of the store, which may hold an interrupted one.
+            source: source of the corpus.
+            settings: settings of the corpus.
             documents: returns the documents of the source from a position on.
             rows: packs documents into rows from a cursor on, and adds to the skipped ones.
+            progress: callback that receives the number of rows of each finished shard.
+            shard_rows: rows per shard.
+            replace: delete rows of other input in `directory`.
             reader: identity of the tokenizer or image reader; together with settings and corpus it identifies the
-            store.
+                store.
+            details: further entries of the summary.
+        Raises:
+            CorpusError: `directory` is not a row store, or has rows of other input; or the corpus is empty, malformed
+                or has duplicate row names.
         """
-        foreign = directory.exists() and not (directory / ROWS.plan).exists()
-        if foreign and (not directory.is_dir() or any(not is_part(entry) for entry in directory.iterdir())):
+        no_store = directory.exists() and not (directory / ROWS.plan).exists()
+        if no_store and (not directory.is_dir() or any(not is_part(entry) for entry in directory.iterdir())):
             raise CorpusError(f"{directory}: not empty, and not a row store; choose another directory")
         done = cls.open(directory) if kind_of(directory / SUMMARY) == "file" else None
         plan = {  # without the path, since a corpus may be moved
             "format": FORMAT if done is None or replace else done.format_version,
-            "settings": _identifying(settings) | {"shard_rows": shard_rows},
+            "settings": _identifying_settings(settings) | {"shard_rows": shard_rows},
             **reader,
             "corpus": _files_of(source),
         }
@@ -221,30 +232,28 @@ class ShardStore(ABC, Generic[S, R]):
             return done
 
         # Keep finished shards up to the first gap.
-        whole = next(k for k in count() if f"shard-{k:05d}" not in store.parts)
-        for name in list(store.parts)[whole:]:
+        n_whole = next(k for k in count() if f"shard-{k:05d}" not in store.parts)
+        for name in list(store.parts)[n_whole:]:
             store.drop(name)
         marks = [store.mark(name) for name in store.parts]
         cursor = marks[-1].cursor if marks else START
-        n_documents, unreported = cursor.document, sum(mark.n_rows for mark in marks)
+        n_documents, n_unreported = cursor.document, sum(mark.n_rows for mark in marks)
 
-        def counted_documents() -> Iterator[D]:
+        def count_documents() -> Iterator[D]:
             nonlocal n_documents
             for document in documents(cursor.document):
                 n_documents = document.index + 1
                 yield document
 
         skipped = Skipped()
-        label_of: dict[str, str] = {}  # by case-folded name
-        for label in (name for mark in marks for name, _ in mark.labels):
-            label_of[label.casefold()] = label
+        label_of = {label.casefold(): label for mark in marks for label, _ in mark.labels}  # by case-folded name
         digest = hashlib.blake2b(cls.seed, digest_size=16)  # of names and content in order, independent of shards
 
         with _row_names(directory) as names:
 
             def observe(table: pa.Table) -> None:
-                for row in cls._hashed(table):
-                    digest.update(row)
+                for content in cls._row_bytes(table):
+                    digest.update(content)
                 shard = table.select(["row_id", DOCUMENT_COLUMN])
                 names.register("shard", shard).execute("INSERT INTO names SELECT * FROM shard")
 
@@ -253,7 +262,7 @@ class ShardStore(ABC, Generic[S, R]):
                     read_table(store.file(name), RECOVERY_HINT, CorpusError, ["row_id", DOCUMENT_COLUMN, *cls.content])
                 )
 
-            stream = rows(counted_documents(), cursor, skipped)
+            stream = rows(count_documents(), cursor, skipped)
             while shard := list(islice(stream, shard_rows)):
                 name = f"shard-{len(marks):05d}"
                 table, kinds = cls._shard_table(shard, label_of)
@@ -271,28 +280,27 @@ class ShardStore(ABC, Generic[S, R]):
                 )
                 marks.append(mark)
                 if progress is not None:
-                    progress(unreported + len(shard))
-                unreported = 0
-            twice = _first_duplicate(names)
+                    progress(n_unreported + len(shard))
+                n_unreported = 0
+            duplicate = _first_duplicate(names)
 
-        # Validate the corpus: it has rows, and their names are unique.
-        total = Skipped()
+        all_skipped = Skipped()
         for part in (*(mark.skipped for mark in marks), skipped):
-            total.extend(part.counts, part.ids, part.examples)
+            all_skipped.extend(part.counts, part.ids, part.examples)
         if not marks:
-            reasons = "; ".join(skipped_lines(total.counts, total.examples))
+            reasons = "; ".join(skipped_lines(all_skipped.counts, all_skipped.examples))
             raise CorpusError(
                 f"{settings.path}: none of its {n_documents} records gives a row ({reasons or 'it is empty'}); "
                 "expected at least one of two tokens or more"
             )
-        if twice is not None:
-            row_id, *places = twice
-            shown = " and ".join(next(documents(place)).where for place in places)
+        if duplicate is not None:
+            row_id, *positions = duplicate
+            shown = " and ".join(next(documents(position)).where for position in positions)
             raise CorpusError(
                 f"row_id {row_id!r} occurs twice: {shown}; use unique names, another column of names "
                 '(--id-column NAME), or generated names (--id-column "")'
             )
-        summary = cls._summary(marks, total, digest.hexdigest(), shard_rows, n_documents, details)
+        summary = cls._summary(marks, all_skipped, digest.hexdigest(), shard_rows, n_documents, details)
         cls.signed.write(directory, summary)
         return cls.open(directory)
 
@@ -355,7 +363,7 @@ class ShardStore(ABC, Generic[S, R]):
 
     @staticmethod
     @abstractmethod
-    def _hashed(whole: pa.Table) -> Iterator[bytes]:
+    def _row_bytes(whole: pa.Table) -> Iterator[bytes]:
         """Yield the bytes of each row for the fingerprint."""
 
     @abstractmethod
@@ -381,7 +389,7 @@ class ShardStore(ABC, Generic[S, R]):
         return np.concatenate([np.asarray(table.column("n_tokens"), dtype=np.int64) for table in shards])
 
     def supervised(self) -> I64:
-        """Return the number of positions with loss of every row, (N,)."""
+        """Return the number of positions that carry loss of every row, (N,)."""
         return self.lengths()
 
     @cached_property
@@ -409,9 +417,10 @@ class ShardStore(ABC, Generic[S, R]):
         for k in np.unique(shard_of) if row_index.size else (0,):
             in_shard = row_index[shard_of == k] - k * self.shard_rows
             parts.append(self.columns(int(k), self._public + self.content).take(pa.array(in_shard)))
-        # `parts` is in order of shards; restore the requested order
-        back = np.argsort(np.argsort(shard_of, kind="stable"), kind="stable")
-        whole = pa.concat_tables(parts, promote_options="default").take(pa.array(back))
+        # The parts are in order of shards. The inverse of the permutation that sorts by shard restores the order of
+        # `row_index`; the argsort of a permutation is its inverse.
+        inverse = np.argsort(np.argsort(shard_of, kind="stable"), kind="stable")
+        whole = pa.concat_tables(parts, promote_options="default").take(pa.array(inverse))
         return self._shard(-1, whole.select(self._public), whole)
 
     def columns(self, k: int, names: Sequence[str]) -> pa.Table:
@@ -491,7 +500,7 @@ class RowShard:
     split_N: I64 | None = None  # of preference pairs: number of tokens of the chosen side; None: rows are texts
 
     def take(self, index: I64) -> "RowShard":
-        """Return some of the rows."""
+        """Return the rows at these positions of the shard, in this order."""
         spans = [slice(self.offsets[i], self.offsets[i + 1]) for i in index]
         return RowShard(
             -1,
@@ -526,11 +535,11 @@ class RowShard:
         return len(self.flat_ids)
 
     def tokens_of(self, index: I64) -> int:
-        """Return the number of tokens of some rows."""
+        """Return the number of tokens of the rows at these positions."""
         return int(np.diff(self.offsets)[index].sum())
 
 
-def _all_but_the_first(offsets: I64) -> Bool:
+def _default_loss_mask(offsets: I64) -> Bool:
     """Return the loss mask of rows whose tokens all carry loss, except the first of each row."""
     loss_mask = np.ones(offsets[-1], dtype=np.bool_)
     loss_mask[offsets[:-1]] = False
@@ -560,6 +569,9 @@ class RowStore(ShardStore[RowShard, Row]):
         """Read, tokenise and pack the corpus; resume an interrupted call; open a complete store.
 
         Args:
+            directory: directory of the store.
+            settings: settings of the corpus.
+            tokenizer: tokenizer of the model.
             shard_rows: rows per shard, which bounds memory and the work lost by an interruption.
             context: context length of the model, used if `settings.max_length` is not set.
             corpus: the open corpus. Default: open it.
@@ -571,18 +583,17 @@ class RowStore(ShardStore[RowShard, Row]):
                 `directory` was started.
         """
         corpus = corpus or Corpus(open_source(settings.path, settings.split), settings)
-        first = [render_document(document, tokenizer, settings) for document in corpus.first]
+        first_documents = [render_document(document, tokenizer, settings) for document in corpus.first]
         # The default is the model's context, at most DEFAULT_MAX_LENGTH unless rows of token ids are longer.
         if settings.max_length is None:
-            longest = max(
-                [DEFAULT_MAX_LENGTH, *(len(document.input_ids) for document in first if document.input_ids is not None)]
-            )
+            lengths = [len(document.input_ids) for document in first_documents if document.input_ids is not None]
+            longest = max([DEFAULT_MAX_LENGTH, *lengths])
             settings = settings.model_copy(update={"max_length": min(longest, context or longest)})
         eos_id, vocab_size = tokenizer.eos_id, tokenizer.vocab_size
         if eos_id is not None and not 0 <= eos_id < vocab_size:
             raise CorpusError(f"tokenizer: its EOS id {eos_id} is outside the vocabulary of {vocab_size}")
         # The tokenizer is identified by the encoding of the first texts, on which different ones seldom agree.
-        probes = [document for document in first if document.is_tokenised][:PROBE_TEXTS]
+        probes = [document for document in first_documents if document.is_tokenised][:PROBE_TEXTS]
         encoded: list[Any] = tokenizer.encode([str(document.text)[:PROBE_CHARS] for document in probes])
         encoded += [document.answers for document in probes if document.answers is not None]
         encoded += [tokenizer.prefix_ids] if tokenizer.prefix_ids else []
@@ -602,6 +613,7 @@ class RowStore(ShardStore[RowShard, Row]):
 
     @staticmethod
     def _columns(rows: Sequence[Row]) -> dict[str, pa.Array]:
+        """Return the columns of token ids and character spans, and of loss masks and splits if a row has them."""
         offsets = np.cumsum([0, *(row.n_tokens for row in rows)], dtype=np.int32)
         spans = [None if row.spans is None else list(chain(*row.spans)) for row in rows]
         ids = {
@@ -613,29 +625,29 @@ class RowStore(ShardStore[RowShard, Row]):
         if all(row.loss_mask is None for row in rows):
             return ids
         masks = [
-            _all_but_the_first(np.array([0, row.n_tokens])) if row.loss_mask is None else row.loss_mask for row in rows
+            _default_loss_mask(np.array([0, row.n_tokens])) if row.loss_mask is None else row.loss_mask for row in rows
         ]
         return ids | {LOSS_MASK_COLUMN: pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(masks)))}
 
     @staticmethod
-    def _hashed(whole: pa.Table) -> Iterator[bytes]:
-        flat, offsets, loss_mask = _tokens(whole)
-        split_N = _splits(whole)
+    def _row_bytes(whole: pa.Table) -> Iterator[bytes]:
+        flat, offsets, loss_mask = _token_arrays(whole)
+        split_N = _split_column(whole)
         for i, name in enumerate(whole.column("row_id").to_pylist()):
             row = slice(offsets[i], offsets[i + 1])
             split = None if split_N is None else int(split_N[i])
             yield row_bytes(name, flat[row], None if loss_mask is None else loss_mask[row], split)
 
     def _shard(self, start: int, table: pa.Table, whole: pa.Table) -> RowShard:
-        flat, offsets, loss_mask = _tokens(whole)
-        return RowShard(start, flat, offsets, table, loss_mask, _splits(whole))
+        flat, offsets, loss_mask = _token_arrays(whole)
+        return RowShard(start, flat, offsets, table, loss_mask, _split_column(whole))
 
     def longest(self) -> int:
         """Return the number of tokens of the longest sequence: a row, or a side of a preference pair."""
         longest = 0
         for k in range(self.n_shards):
             table = self.columns(k, ("n_tokens", SPLIT_COLUMN))
-            lengths, split_N = np.asarray(table.column("n_tokens"), dtype=np.int64), _splits(table)
+            lengths, split_N = np.asarray(table.column("n_tokens"), dtype=np.int64), _split_column(table)
             sides = (lengths,) if split_N is None else (split_N, lengths - split_N)
             longest = max(longest, *(int(side.max()) for side in sides))
         return longest
@@ -669,21 +681,22 @@ class RowStore(ShardStore[RowShard, Row]):
         for k in np.unique(row_index // self.shard_rows).tolist():
             table = self.columns(k, ("doc_id", DOCUMENT_COLUMN, SPANS_COLUMN))
             table = table.take(row_index[row_index // self.shard_rows == k] - k * self.shard_rows)
-            for doc_id, main, flat in zip(*(column.to_pylist() for column in table.columns), strict=True):
-                if flat is None:
+            for doc_id, main_index, spans in zip(*(column.to_pylist() for column in table.columns), strict=True):
+                if spans is None:
                     yield None
                     continue
                 parts = []
-                for index, begin, end in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
+                # spans are stored flat, as document index, start and end character
+                for index, start, end in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
                     while document is None or document.index < index:
                         document = next(documents, None)
                         if document is None:
                             raise CorpusError(f"{corpus.settings.path}: ends before document {index}; {CORPUS_CHANGED}")
                         if document.index == index and document.conversation is not None:
                             document = render_document(document, tokenizer(), corpus.settings)
-                    if index == main and document.doc_id != doc_id:
+                    if index == main_index and document.doc_id != doc_id:
                         raise CorpusError(f"{document.where}: is {document.doc_id!r}, was {doc_id!r}; {CORPUS_CHANGED}")
-                    parts.append(str(document.text)[begin:end])
+                    parts.append(str(document.text)[start:end])
                 yield "\n\n".join(parts)
 
     def supervised(self, k: int | None = None) -> I64:
@@ -700,21 +713,21 @@ class RowStore(ShardStore[RowShard, Row]):
         return np.concatenate(counts)
 
 
-def _splits(whole: pa.Table) -> I64 | None:
+def _split_column(whole: pa.Table) -> I64 | None:
     """Return the number of tokens of the chosen side of every row; None: rows are not preference pairs."""
     if SPLIT_COLUMN not in whole.column_names:
         return None
     return np.asarray(whole.column(SPLIT_COLUMN), dtype=np.int64)
 
 
-def _tokens(whole: pa.Table) -> tuple[I32, I64, Bool | None]:
+def _token_arrays(whole: pa.Table) -> tuple[I32, I64, Bool | None]:
     """Return token ids of rows, offsets of rows, and the loss mask; None: all but the first token of each row."""
     ids = whole.column(IDS_COLUMN).combine_chunks()
     flat, offsets = ids.flatten().to_numpy(), ids.offsets.to_numpy().astype(np.int64)
     if LOSS_MASK_COLUMN not in whole.column_names:
         return flat, offsets, None
     masks = whole.column(LOSS_MASK_COLUMN).combine_chunks()
-    loss_mask = _all_but_the_first(offsets)  # the mask of rows from shards without masks
-    known = np.repeat(masks.is_valid().to_numpy(zero_copy_only=False), np.diff(offsets))
-    loss_mask[known] = masks.flatten().to_numpy(zero_copy_only=False)
+    loss_mask = _default_loss_mask(offsets)  # the mask of rows from shards without masks
+    has_mask = np.repeat(masks.is_valid().to_numpy(zero_copy_only=False), np.diff(offsets))
+    loss_mask[has_mask] = masks.flatten().to_numpy(zero_copy_only=False)
     return flat, offsets, loss_mask

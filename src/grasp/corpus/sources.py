@@ -95,13 +95,13 @@ class Source(Protocol):
         """Yield the records from position `start` on, in order."""
 
     def approximate_length(self, n: int) -> int:
-        """Return about how many records there are, by at least the first `n`; exact for Parquet and tables."""
+        """Return an estimate of the number of records from at least the first `n`; exact for Parquet and tables."""
 
     def file_labels(self, name: str) -> Mapping[str, str]:
-        """Return the labels that records have by the place of their file; empty if all are of one file."""
+        """Return the labels that the location of a file gives its records; empty if there is only one file."""
 
 
-def lies_here(path: str) -> bool:
+def is_local(path: str) -> bool:
     """Return whether a corpus is on a local disk, without network access."""
     try:
         fs, root = fsspec.core.url_to_fs(path)
@@ -114,6 +114,7 @@ def open_source(path: str, split: str | None = None, field: str = "corpus") -> S
     """Open a file, a directory, a `datasets` directory, or a hub dataset.
 
     Args:
+        path: local path, URL of a file system that fsspec supports, or name of a hub dataset.
         split: split of a `datasets` directory or hub dataset, or of a directory with files named after splits.
         field: group of settings that names it, for messages.
     Raises:
@@ -123,7 +124,8 @@ def open_source(path: str, split: str | None = None, field: str = "corpus") -> S
     """
     if path.startswith(IN_MEMORY):
         raise CorpusError(
-            f"{field}: it was {path}: not on disk; pass the same object again, or save it as Parquet and pass the file"
+            f"{field}: was a table {path}, which is not on disk; pass the same object again, or save it as Parquet "
+            "and pass the file"
         )
     try:
         fs, root = fsspec.core.url_to_fs(path)
@@ -144,7 +146,7 @@ def open_source(path: str, split: str | None = None, field: str = "corpus") -> S
     if saved_table or fs.exists(f"{root}/dataset_dict.json"):
         datasets = require("datasets", extra="datasets", feature=f"reading the `datasets` directory {path}")
         try:
-            table = _one_split(datasets.load_from_disk(path), split, path, field)
+            table = _select_split(datasets.load_from_disk(path), split, path, field)
         except (OSError, ValueError, KeyError, IndexError, pa.ArrowException) as err:  # IndexError: an empty table
             raise CorpusError(f"{path}: incomplete `datasets` directory: {one_line(err)}; save it again") from err
         return TableSource(table, path, [_file_identity(fs, file, root) for file in sorted(fs.find(root))])
@@ -155,7 +157,7 @@ def open_source(path: str, split: str | None = None, field: str = "corpus") -> S
             files.append(file)
     # other files next to the data are mostly notes on it, e.g. dataset_info.json, statistics.csv
     kinds = (PARQUET_SUFFIXES + JSON_LINES_SUFFIXES, JSON_SUFFIXES, DELIMITED_SUFFIXES)
-    files = next((data for kind in kinds if (data := [file for file in files if file.endswith(kind)])), [])
+    files = next((of_kind for kind in kinds if (of_kind := [file for file in files if file.endswith(kind)])), [])
     if split is not None:
         named = re.compile(rf"(?:.*/)?{re.escape(split)}[-./][^/]*(?:/.*)?")
         files = [file for file in files if named.fullmatch(file.removeprefix(root).lstrip("/"))]
@@ -178,13 +180,15 @@ def _hub_dataset(path: str, split: str | None, field: str) -> Source:
     if not _HUB_NAME.fullmatch(path) or _FILE_SUFFIX.search(path) or is_path(path):
         raise CorpusError(f"{path}: no such file or directory{suggest_path(path)}; {EXPECTED_CORPUS}")
     datasets = require("datasets", extra="datasets", feature=f"{path}, which is not a local path; a hub dataset")
-    none = f"{path}: no such file or directory{suggest_path(path)}, and no hub dataset of that name is available"
-    if silent := refusal():
-        raise CorpusError(f"{none}: {silent}")
+    not_available = (
+        f"{path}: no such file or directory{suggest_path(path)}, and no hub dataset of that name is available"
+    )
+    if offline := refusal():
+        raise CorpusError(f"{not_available}: {offline}")
     try:
-        table = _one_split(datasets.load_dataset(path), split, path, field)
+        table = _select_split(datasets.load_dataset(path), split, path, field)
     except (OSError, ValueError) as err:
-        raise CorpusError(f"{none}: {one_line(err)}") from err
+        raise CorpusError(f"{not_available}: {one_line(err)}") from err
     return TableSource(table, path, [[path, str(table.num_rows), str(table.info.version)]])
 
 
@@ -203,10 +207,11 @@ class FileSource:
 
     def file_labels(self, name: str) -> Mapping[str, str]:
         """Return the file without its suffix, and its directory if the files are in several, relative to the root."""
-        return self._places.get(name, {})
+        return self._labels_by_file.get(name, {})
 
     @cached_property
-    def _places(self) -> dict[str, dict[str, str]]:
+    def _labels_by_file(self) -> dict[str, dict[str, str]]:
+        """Return the labels of each file by its name for messages; empty if there is one file."""
         if len(self.files) < 2:
             return {}
         relative = {name: PurePosixPath(path.removeprefix(self.root).lstrip("/")) for name, path in self.files}
@@ -214,32 +219,34 @@ class FileSource:
         folders = {
             name: "/".join(part for part in path.parts[:-1] if "=" not in part) for name, path in relative.items()
         }
-        several = len(set(folders.values())) > 1
+        in_several = len(set(folders.values())) > 1
         return {
-            name: {"file": _without_suffix(path)} | ({"directory": folders[name]} if several else {})
+            name: {"file": _without_suffix(path)} | ({"directory": folders[name]} if in_several else {})
             for name, path in relative.items()
         }
 
     def chunks(self, start: int, select: Selector) -> Iterator[Chunk]:
         """Yield the records from position `start` on; earlier lines are not parsed, earlier row groups not read."""
-        begin = 0  # index of the first record of the file
+        file_start = 0  # index of the first record of the file
         for name, path in self.files:
             partition = self.partitions.get(path, {})
             if not path.endswith(PARQUET_SUFFIXES):
-                with _opened(self.fs, path, name) as handle:
-                    for line, record in text_records(handle, name, start - begin):
+                with _open_file(self.fs, path, name) as handle:
+                    for line, record in text_records(handle, name, start - file_start):
                         if record is not None:
-                            yield JsonRecord(begin, name, line, _labelled(record, partition, f"{name}:{line}"))
-                        begin += 1
+                            yield JsonRecord(
+                                file_start, name, line, _add_partition_labels(record, partition, f"{name}:{line}")
+                            )
+                        file_start += 1
                 continue
-            with _whole_parquet(self.fs, path, name) as file:
+            with _open_parquet(self.fs, path, name) as file:
                 schema = file.schema_arrow
-                _refuse_twice(schema.names, name)
+                _refuse_duplicate_columns(schema.names, name)
                 for key, (_, value) in partition.items():
                     if key not in file.schema_arrow.names:
                         schema = schema.append(pa.field(key, pa.scalar(value).type))
                 columns = list(select(schema, name))
-                skip = max(0, start - begin)
+                skip = max(0, start - file_start)
                 groups, first, n_rows = [], 0, 0  # row groups to read, and the position of their first row
                 for group in range(file.metadata.num_row_groups):
                     n_rows += file.metadata.row_group(group).num_rows
@@ -251,10 +258,10 @@ class FileSource:
                 for batch in parquet_batches(file, in_file, groups):
                     before = max(0, skip - first)  # rows of the batch before `start`
                     if before < batch.num_rows:
-                        whole = _labelled_batch(batch.slice(before), partition, columns, name)
-                        yield ArrowChunk(begin + first + before, name, first + before, whole)
+                        labelled_batch = _add_partition_columns(batch.slice(before), partition, columns, name)
+                        yield ArrowChunk(file_start + first + before, name, first + before, labelled_batch)
                     first += batch.num_rows
-                begin += n_rows
+                file_start += n_rows
 
     def approximate_length(self, n: int) -> int:
         """Return the number of records, extrapolated from at least the first `n` for large JSONL files."""
@@ -263,7 +270,7 @@ class FileSource:
         sizes = [int(self.fs.size(path) or 0) for _, path in self.files]
         read_bytes, records = 0, 0  # bytes of the files before the current one, and records
         for (name, path), size in zip(self.files, sizes, strict=True):
-            with _opened(self.fs, path, name) as handle:
+            with _open_file(self.fs, path, name) as handle:
                 for _ in text_records(handle, name, sys.maxsize):
                     records += 1
                     if records < n or handle.closed:  # a decompressor closes the file at its end
@@ -286,7 +293,7 @@ def parquet_batches(
     """Yield batches of whole columns of a Parquet file.
 
     pyarrow takes `a.b` for the field `b` of a struct `a`, and `a` for every column that begins with `a.`. If a name in
-    the file has a dot, all columns are read, and those that are asked for are selected by name.
+    the file has a dot, all columns are read, and the requested ones are selected by name.
     """
     dotted = any("." in name for name in file.schema_arrow.names)
     for batch in file.iter_batches(BATCH_ROWS, row_groups=row_groups, columns=None if dotted else columns):
@@ -325,31 +332,33 @@ def _partitions(files: Sequence[str], root: str) -> dict[str, Partition]:
     }
 
 
-def _labelled(record: dict[str, Any], partition: Partition, where: str) -> dict[str, Any]:
+def _add_partition_labels(record: dict[str, Any], partition: Partition, where: str) -> dict[str, Any]:
     """Add the labels of the file's folders to a record."""
     for key in partition.keys() & record.keys():
-        _refuse_other_value(key, partition, [record[key]], where)
+        _refuse_conflicting_value(key, partition, [record[key]], where)
     return record | {key: value for key, (_, value) in partition.items() if key not in record} if partition else record
 
 
-def _labelled_batch(batch: pa.RecordBatch, partition: Partition, columns: Sequence[str], name: str) -> pa.RecordBatch:
+def _add_partition_columns(
+    batch: pa.RecordBatch, partition: Partition, columns: Sequence[str], name: str
+) -> pa.RecordBatch:
     """Add the labels of the file's folders that are among the columns to read to a batch."""
     for key, (_, value) in partition.items():
         if key in batch.schema.names:
-            _refuse_other_value(key, partition, plain_values(batch.column(key)), name)
+            _refuse_conflicting_value(key, partition, plain_values(batch.column(key)), name)
         elif key in columns:
             batch = batch.append_column(key, pa.repeat(pa.scalar(value), batch.num_rows))
     return batch
 
 
-def _refuse_other_value(key: str, partition: Partition, values: Sequence[Any], where: str) -> None:
+def _refuse_conflicting_value(key: str, partition: Partition, values: Sequence[Any], where: str) -> None:
     """Raise an error if a column contradicts the folder of the same name."""
     text, typed = partition[key]
     for value in values:
         if label_text(value) not in (text, label_text(typed)):
             raise CorpusError(
                 f"{where}: column {key!r} has the value {value!r:.60}, but its folder says {key}={text}; rename one of "
-                "them, or mend the column"
+                "them, or correct the column"
             )
 
 
@@ -358,14 +367,15 @@ def _file_identity(fs: Any, path: str, root: str) -> list[str]:
     info = fs.info(path)
     size = info.get("size")
     if isinstance(fs, LocalFileSystem) and size <= _DIGEST_BYTES:
-        with _opened(fs, path, path) as handle:
+        with _open_file(fs, path, path) as handle:
             stamp = hashlib.file_digest(handle, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
     else:
         stamp = next((str(info[key]) for key in _STAMPS if info.get(key)), "")
     return [path.removeprefix(root).lstrip("/"), str(size), stamp]
 
 
-def _opened(fs: Any, path: str, name: str) -> Any:
+def _open_file(fs: Any, path: str, name: str) -> Any:
+    """Open a file for reading, as `fs.open`, with an error that names it."""
     try:
         return fs.open(path, "rb")
     except OSError as err:
@@ -373,9 +383,9 @@ def _opened(fs: Any, path: str, name: str) -> Any:
 
 
 @contextmanager
-def _whole_parquet(fs: Any, path: str, name: str) -> Iterator[pq.ParquetFile]:
+def _open_parquet(fs: Any, path: str, name: str) -> Iterator[pq.ParquetFile]:
     """Open a Parquet file; raise CorpusError if it is invalid or truncated."""
-    with _opened(fs, path, name) as handle:
+    with _open_file(fs, path, name) as handle:
         try:
             yield pq.ParquetFile(handle, arrow_extensions_enabled=True)
         except (pa.ArrowException, OSError) as err:
@@ -388,14 +398,15 @@ def parquet_rows(fs: Any, path: str, name: str) -> int:
     Raises:
         CorpusError: the file is invalid or truncated.
     """
-    with _whole_parquet(fs, path, name) as file:
+    with _open_parquet(fs, path, name) as file:
         return int(file.metadata.num_rows)
 
 
-def _refuse_twice(names: Sequence[str], where: str) -> None:
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise CorpusError(f"{where}: has the column {', '.join(twice)} more than once; rename or drop one of them")
+def _refuse_duplicate_columns(names: Sequence[str], where: str) -> None:
+    """Raise an error if a column name occurs more than once."""
+    duplicates = [name for name, count in Counter(names).items() if count > 1]
+    if duplicates:
+        raise CorpusError(f"{where}: has the column {', '.join(duplicates)} more than once; rename or drop one of them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,6 +446,8 @@ def table_source(data: Any, split: str | None = None, what: str = "corpus") -> T
 
     Args:
         data: a pandas DataFrame, a pyarrow Table, a `datasets.Dataset`, or a DatasetDict, of which `split` is read.
+        split: split of a DatasetDict.
+        what: name of the argument, for messages.
     Raises:
         CorpusError: another type, columns that Arrow does not support, or several splits and none is named.
     """
@@ -442,7 +455,7 @@ def table_source(data: Any, split: str | None = None, what: str = "corpus") -> T
         if hasattr(data, "iloc"):  # a DataFrame; pandas is slow to import
             data = pa.Table.from_pandas(data, preserve_index=False)
         elif hasattr(data, "with_format") or isinstance(data, Mapping):
-            data = _one_split(data, split, what, what)[:]
+            data = _select_split(data, split, what, what)[:]
     except (pa.ArrowException, TypeError) as err:
         raise CorpusError(
             f"{what}: a column cannot be converted to Arrow: {one_line(err)}; use one type per column"
@@ -452,7 +465,7 @@ def table_source(data: Any, split: str | None = None, what: str = "corpus") -> T
             f"{what}: got {type(data).__name__}, expected a path, a pandas DataFrame, a pyarrow Table or a "
             "`datasets.Dataset`"
         )
-    _refuse_twice(data.column_names, what)
+    _refuse_duplicate_columns(data.column_names, what)
     digest = hashlib.blake2b(digest_size=16)  # of names, types and values, independent of chunks
     for first in range(0, max(1, data.num_rows), _DIGEST_ROWS):
         batch = data.slice(first, _DIGEST_ROWS).combine_chunks().replace_schema_metadata(None)
@@ -463,7 +476,7 @@ def table_source(data: Any, split: str | None = None, what: str = "corpus") -> T
     return TableSource(data, "corpus", [["table", str(data.num_rows), digest.hexdigest()]])
 
 
-def _one_split(loaded: Any, split: str | None, where: str, field: str) -> Any:
+def _select_split(loaded: Any, split: str | None, where: str, field: str) -> Any:
     """Return the table, its only split, or the named split, in Arrow format."""
     if not isinstance(loaded, Mapping):
         if split is not None and str(loaded.split) != split:
@@ -471,8 +484,8 @@ def _one_split(loaded: Any, split: str | None, where: str, field: str) -> Any:
         return loaded.with_format("arrow")
     names = ", ".join(sorted(loaded))
     if split is None and len(loaded) > 1:
-        how = "--split (corpus.split)" if field == "corpus" else f"{field}.split"
-        raise CorpusError(f"{where}: has the splits {names}; select one with {how}")
+        option = "--split (corpus.split)" if field == "corpus" else f"{field}.split"
+        raise CorpusError(f"{where}: has the splits {names}; select one with {option}")
     if split is not None and split not in loaded:
-        raise CorpusError(f"{field}.split: got {split!r}, {where} has {names}")
+        raise CorpusError(f"{field}.split: got {split!r}, expected one of the splits of {where}: {names}")
     return loaded[split or names].with_format("arrow")

@@ -18,7 +18,7 @@ import pyarrow as pa
 from grasp.errors import CorpusError
 
 COMPRESSION_BY_SUFFIX = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
-# C4, Dolma and others use `.json.gz` or `.json.zst` for JSON_SUFFIXES lines; plain `.json` files seldom are.
+# C4, Dolma and others use `.json.gz` or `.json.zst` for JSON lines; plain `.json` files seldom are.
 JSON_LINES_SUFFIXES = tuple(
     f"{name}{suffix}"
     for name, suffixes in (
@@ -31,7 +31,7 @@ JSON_LINES_SUFFIXES = tuple(
 JSON_SUFFIXES = (".json",)
 DELIMITER = {"csv": ",", "tsv": "\t"}
 DELIMITED_SUFFIXES = tuple(f".{name}{suffix}" for name in DELIMITER for suffix in ("", *COMPRESSION_BY_SUFFIX))
-MAX_LINE_BYTES = 256 << 20  # bytes of a JSON_SUFFIXES line, or of a record of another file, which is held in memory
+MAX_LINE_BYTES = 256 << 20  # bytes of a JSON line, or of a record of another file, which is held in memory
 _BLOCK_BYTES = 1 << 20
 _SPACE = " \t\r\n"
 _MAX_TOKEN_CHARS = 16  # characters of a word or an escape that a block may cut
@@ -56,11 +56,11 @@ def text_records(handle: BinaryIO, name: str, skip: int = 0) -> Records:
         CorpusError: a record is damaged, or a compressed stream is; the message has file and line.
     """
     try:
-        stream = _decompressed(handle, name)
+        stream = _open_decompressed(handle, name)
         if is_delimited(name):
-            yield from _delimited(stream, name, skip)
-        elif ".json" in PurePosixPath(name).suffixes and _is_array(stream):
-            yield from _json_array(stream, name, skip)
+            yield from _read_delimited(stream, name, skip)
+        elif ".json" in PurePosixPath(name).suffixes and _begins_with_bracket(stream):
+            yield from _read_json_array(stream, name, skip)
         else:
             yield from json_lines(stream, name, skip)
     except (EOFError, OSError, lzma.LZMAError, pa.ArrowException) as err:
@@ -72,7 +72,8 @@ def one_line(err: BaseException) -> str:
     return " ".join(str(err).split()) or type(err).__name__
 
 
-def _decompressed(handle: BinaryIO, name: str) -> Any:
+def _open_decompressed(handle: BinaryIO, name: str) -> Any:
+    """Return a stream of the decompressed content of a file, whose suffix names the compression."""
     codec = COMPRESSION_BY_SUFFIX.get(PurePosixPath(name).suffix)
     if codec is None:
         return handle
@@ -81,10 +82,10 @@ def _decompressed(handle: BinaryIO, name: str) -> Any:
 
 def is_json_array(handle: BinaryIO, name: str) -> bool:
     """Return whether a file of JSON, compressed or not, holds an array; otherwise it holds JSON lines."""
-    return _is_array(_decompressed(handle, name))
+    return _begins_with_bracket(_open_decompressed(handle, name))
 
 
-def _is_array(stream: Any) -> bool:
+def _begins_with_bracket(stream: Any) -> bool:
     """Return whether a file begins with a bracket, which no JSON line does."""
     if isinstance(stream, io.BufferedReader):
         begin = stream.peek(64)
@@ -123,11 +124,12 @@ def json_lines(stream: Any, name: str, skip: int = 0) -> Records:
         yield number, record
 
 
-def _json_array(stream: Any, name: str, skip: int) -> Records:
+def _read_json_array(stream: Any, name: str, skip: int) -> Records:
     """Yield the objects of a JSON array with their positions, from 1; a block of the file is held in memory."""
     decoder, decode = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8-sig")()
-    text, at, number, block, ended = "", 0, 0, _BLOCK_BYTES, False
-    expected = "["  # "record" after it, then "," or the end
+    text, at = "", 0  # characters that were read, and the position of the first one that is not parsed
+    number, block, ended = 0, _BLOCK_BYTES, False  # records so far, bytes to read next, end of the file
+    expected = "["  # then "record", then "," or the end
     while True:
         at = len(text) - len(text[at:].lstrip(_SPACE)) if text[at : at + 1] in _SPACE else at
         where, is_incomplete = f"{name}, record {number + 1}", at == len(text)
@@ -166,11 +168,11 @@ def _json_array(stream: Any, name: str, skip: int) -> Records:
             raise CorpusError(f"{where}: text is not UTF-8: {err}; fix the file") from err
 
 
-def _delimited(stream: Any, name: str, skip: int) -> Records:
+def _read_delimited(stream: Any, name: str, skip: int) -> Records:
     """Yield the records of a CSV or TSV file, whose first line has the names; numbers are those of their last line."""
     csv.field_size_limit(MAX_LINE_BYTES)
     reader = csv.reader(
-        _lines(stream, name),
+        _decode_lines(stream, name),
         delimiter=DELIMITER["tsv" if ".tsv" in PurePosixPath(name).suffixes else "csv"],
         strict=True,
     )
@@ -178,8 +180,8 @@ def _delimited(stream: Any, name: str, skip: int) -> Records:
         names = next(reader, [])
         if len(names) == 1 and ";" in names[0]:
             raise CorpusError(f"{name}:1: fields are separated by semicolons, expected commas; write it again")
-        if twice := sorted({column for column in names if names.count(column) > 1}):
-            raise CorpusError(f"{name}:1: has the column {twice[0]!r} more than once; rename one of them")
+        if duplicates := sorted({column for column in names if names.count(column) > 1}):
+            raise CorpusError(f"{name}:1: has the column {duplicates[0]!r} more than once; rename one of them")
         for values in reader:
             if not values:
                 continue
@@ -197,7 +199,8 @@ def _delimited(stream: Any, name: str, skip: int) -> Records:
         raise CorpusError(f"{name}:{reader.line_num}: {one_line(err)}; fix or remove the record") from err
 
 
-def _lines(stream: Any, name: str) -> Iterator[str]:
+def _decode_lines(stream: Any, name: str) -> Iterator[str]:
+    """Yield the lines of a stream as text, without a byte order mark."""
     for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE_BYTES), b""), start=1):
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")

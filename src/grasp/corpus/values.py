@@ -1,7 +1,7 @@
 """Convert Arrow columns and parsed JSON to plain Python values that do not depend on the stored type.
 
 A corpus may store a timestamp in seconds or nanoseconds, text as `string`, `large_string` or a dictionary, a record as
-JSON or as a struct. The values are equal in all cases (start with `plain_values`):
+JSON or as a struct. The values are equal in all cases. Start with `plain_values`.
 
 - A timestamp is ISO 8601 text: `2024-01-01T09:30:00`, in UTC with a `Z` if it has a time zone. A fraction of a second
   has three, six or nine digits, and none if it is zero. Dates and times of day are written alike.
@@ -45,25 +45,25 @@ def plain_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
             column = pa.DictionaryArray.from_arrays(column.indices, column.dictionary.cast(pa.large_string()))
         return plain_values(column.dictionary_decode())
     if pa.types.is_run_end_encoded(kind):
-        return _run_values(column)
+        return _run_end_values(column)
     if pa.types.is_map(kind):
         pairs = pa.list_(pa.struct([("key", kind.key_type), ("value", kind.item_type)]))
         entries_of = plain_values(pc.cast(column, pairs))
-        return [None if entries is None else _object(entries) for entries in entries_of]
+        return [None if entries is None else _map_to_dict(entries) for entries in entries_of]
     if is_list(kind):
         elements = iter(plain_values(column.flatten()))
         lengths = pc.list_value_length(column).to_pylist()
         return [None if length is None else list(islice(elements, length)) for length in lengths]
     if pa.types.is_struct(kind):
-        return _records(column)
+        return _struct_records(column)
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind) or pa.types.is_time(kind):
         column = _iso_8601(column)
     elif pa.types.is_duration(kind):
         scale = _DIGITS[kind.unit]
         counts = pc.cast(column, pa.int64()).to_pylist()
-        return [None if count is None else _number(Decimal(count).scaleb(-scale)) for count in counts]
+        return [None if count is None else _exact_number(Decimal(count).scaleb(-scale)) for count in counts]
     elif pa.types.is_decimal(kind):
-        return [None if value is None else _number(value) for value in column.to_pylist()]
+        return [None if value is None else _exact_number(value) for value in column.to_pylist()]
     elif pa.types.is_floating(kind):
         text = pc.cast(column, pa.string()) if pa.types.is_float32(kind) else column
         column = pc.cast(text, pa.float64())
@@ -71,27 +71,30 @@ def plain_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
     return values
 
 
-def plain_json(value: Any, *, mend: bool = True) -> Any:
+def plain_json(value: Any, *, repair: bool = True) -> Any:
     """Return a value that was parsed from JSON without null members of objects.
 
     Args:
-        mend: replace unpaired surrogates, which JSON can encode but no tokenizer accepts.
+        repair: replace unpaired surrogates, which JSON can encode but no tokenizer accepts.
     """
     if isinstance(value, str):
-        return value if value.isascii() or not mend else _mended(value)
+        return value if value.isascii() or not repair else _replace_surrogates(value)
     if isinstance(value, dict):
         return {
-            plain_json(name, mend=mend): plain_json(part, mend=mend) for name, part in value.items() if part is not None
+            plain_json(name, repair=repair): plain_json(part, repair=repair)
+            for name, part in value.items()
+            if part is not None
         }
-    return [plain_json(part, mend=mend) for part in value] if isinstance(value, list) else value
+    return [plain_json(part, repair=repair) for part in value] if isinstance(value, list) else value
 
 
-def plain_record(record: Mapping[str, Any], *, mend: bool = True) -> dict[str, Any]:
+def plain_record(record: Mapping[str, Any], *, repair: bool = True) -> dict[str, Any]:
     """Return a JSON record as `plain_json`, but keep its top-level null fields, which are columns."""
-    return {plain_json(name, mend=mend): plain_json(value, mend=mend) for name, value in record.items()}
+    return {plain_json(name, repair=repair): plain_json(value, repair=repair) for name, value in record.items()}
 
 
-def _mended(text: str) -> str:
+def _replace_surrogates(text: str) -> str:
+    """Return a text with the replacement character in place of every unpaired surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -100,6 +103,7 @@ def _mended(text: str) -> str:
 
 
 def _extension_values(column: pa.ExtensionArray) -> list[Any]:
+    """Return the values of a column of an Arrow extension type: JSON, UUID, bool8, or the stored values of another."""
     name = column.type.extension_name
     if name == "arrow.json":
         try:
@@ -111,19 +115,21 @@ def _extension_values(column: pa.ExtensionArray) -> list[Any]:
     return plain_values(pc.cast(column, pa.bool_()) if name == "arrow.bool8" else column.storage)
 
 
-def _object(entries: list[dict[str, Any]]) -> dict[str | None, Any]:
+def _map_to_dict(entries: list[dict[str, Any]]) -> dict[str | None, Any]:
+    """Return the entries of an Arrow map as a dict, without null values."""
     return {label_text(entry["key"]): entry["value"] for entry in entries if "value" in entry}
 
 
-def _run_values(column: pa.RunEndEncodedArray) -> list[Any]:
+def _run_end_values(column: pa.RunEndEncodedArray) -> list[Any]:
     """Expand run-end encoded values; Arrow decodes only runs of a few types."""
     first, count = column.find_physical_offset(), column.find_physical_length()
-    ends = [min(end - column.offset, len(column)) for end in column.run_ends.slice(first, count).to_pylist()]
+    stops = [min(end - column.offset, len(column)) for end in column.run_ends.slice(first, count).to_pylist()]
     values = plain_values(column.values.slice(first, count))
-    return [value for value, start, end in zip(values, [0, *ends], ends, strict=False) for _ in range(start, end)]
+    return [value for value, start, stop in zip(values, [0, *stops], stops, strict=False) for _ in range(start, stop)]
 
 
-def _records(column: pa.StructArray) -> list[dict[str, Any] | None]:
+def _struct_records(column: pa.StructArray) -> list[dict[str, Any] | None]:
+    """Return the records of a struct column without null members."""
     names = [field.name for field in column.type]
     columns = [plain_values(column.field(k)) for k in range(len(names))]
     rows = zip(*columns, strict=True) if columns else [()] * len(column)
@@ -140,16 +146,16 @@ def _iso_8601(column: pa.Array) -> pa.Array:
     kind = column.type
     if pa.types.is_date(kind):
         return pc.cast(column, pa.string())
-    is_moment = pa.types.is_timestamp(kind)
+    is_timestamp = pa.types.is_timestamp(kind)
     # Arrow stores timestamps with a time zone in UTC
-    text = pc.cast(column.view(pa.timestamp(kind.unit)) if is_moment else column, pa.string())
+    text = pc.cast(column.view(pa.timestamp(kind.unit)) if is_timestamp else column, pa.string())
     text = pc.replace_substring_regex(text, _ZERO_FRACTION, "")
-    if is_moment:
+    if is_timestamp:
         text = pc.replace_substring_regex(text, r"^([-\d]+) ", r"\1T")  # for years that Arrow can format
-    return pc.binary_join_element_wise(text, "Z", "") if is_moment and kind.tz is not None else text
+    return pc.binary_join_element_wise(text, "Z", "") if is_timestamp and kind.tz is not None else text
 
 
-def _number(value: Decimal) -> int | float | str:
+def _exact_number(value: Decimal) -> int | float | str:
     """Return a decimal without loss: as an integer, as a float that reads the same, or as text."""
     if value == value.to_integral_value():
         return int(value)

@@ -23,8 +23,8 @@ from grasp.corpus.conversations import (
     answer_parts,
     conversation_in,
     form_of,
-    is_pair,
-    read_pair,
+    is_preference_pair,
+    read_preference_pair,
 )
 from grasp.corpus.documents import records_in
 from grasp.corpus.passages import task_root
@@ -220,7 +220,7 @@ def records_of(
     try:
         source = open_source(data, split, field) if isinstance(data, str) else data
         for chunk in source.chunks(0, lambda schema, _: list(schema.names)):
-            yield from records_in(chunk, mend=False)  # lone surrogates in a question are an error
+            yield from records_in(chunk, repair=False)  # lone surrogates in a question are an error
     except CorpusError as err:
         raise TargetError(str(err) if str(err).startswith(field) else f"{field}: {err}") from err
 
@@ -352,10 +352,10 @@ def units_of(records: Records, task: str, loss_on: LossOn) -> list[Unit]:
 
 def _parse_pair(record: Mapping[str, Any], where: str) -> tuple[UnitFields, Content] | None:
     """Parse a preference pair; None: the record has another form."""
-    if not is_pair(record):
+    if not is_preference_pair(record):
         return None
     try:
-        content = read_pair({name: value for name, value in record.items() if value is not None}, where)
+        content = read_preference_pair({name: value for name, value in record.items() if value is not None}, where)
         named = {name: record[name] for name in ("task", "unit_id") if record.get(name) is not None}
         return UnitFields.model_validate({"prompt": "", "completion": "-", **named}), content
     except CorpusError as err:

@@ -354,7 +354,7 @@ class ImageStore(ShardStore[ImageShard, ImageRow]):
         }
 
     @staticmethod
-    def _hashed(whole: pa.Table) -> Iterator[bytes]:
+    def _row_bytes(whole: pa.Table) -> Iterator[bytes]:
         for line in whole.to_pylist():
             name, content = line["row_id"].encode(), line[BYTES_COLUMN]
             sizes = (len(name), line[INDEX_COLUMN], len(content))
