@@ -108,7 +108,7 @@ def test_parameters_that_are_frozen_are_left_out(root):
 
 def test_a_model_that_was_frozen_whole_is_read_whole():
     model = reference("llama", torch.float32)  # a reference model freezes what it reads
-    assert SampledGradients.choose(ReferenceModel(model.model, None), FeatureSettings()).untaken == ()
+    assert SampledGradients.choose(ReferenceModel(model.model, None), FeatureSettings()).skipped_layers == ()
 
 
 def test_layers_without_a_gradient_for_each_row_are_named_and_left_out():
@@ -127,8 +127,8 @@ def test_layers_without_a_gradient_for_each_row_are_named_and_left_out():
     reader = SampledGradients.choose(ReferenceModel(MixtralForCausalLM(config), None), FeatureSettings())
     taken = {block.name for block in reader.engine.layers.blocks}
     assert {name for name in taken if "self_attn" in name}
-    assert len(reader.untaken) > 0
-    assert all(".mlp." in name for name in reader.untaken)
+    assert len(reader.skipped_layers) > 0
+    assert all(".mlp." in name for name in reader.skipped_layers)
     assert re.search(r"left out.*model\.layers\.0\.mlp\.", reader.describe())
 
 

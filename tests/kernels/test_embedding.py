@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from grasp.errors import ModelError
 from grasp.kernels.embedding import (
     embedding_relevance,
-    input_tokens,
+    one_hot_tokens,
 )
 from grasp.kernels.output_layer import prepare_targets
 from grasp.kernels.whitening import MomentAccumulator, Whitener
@@ -49,7 +49,7 @@ def world(seed: int, vocab: int = 12, tau: float = TAU, alpha: float = ALPHA, ep
     unit_residual = sparse_residual(head.linear_logits(unit_hidden), torch.randint(0, V, (UNIT_POSITIONS,)), 6)
     token, unit_token = torch.randint(0, vocab, (POSITIONS,)), torch.randint(3, vocab + 9, (UNIT_POSITIONS,))
     accumulator = MomentAccumulator(V)
-    tokens = input_tokens(token)
+    tokens = one_hot_tokens(token)
     accumulator.add(hidden_gradient(head, residual).numpy(), tokens.index_PK.numpy(), tokens.value_PK.numpy())
     moments = accumulator.moments()
     whitener = Whitener.fit(moments, centred=False, tau=tau, alpha=alpha, epsilon=epsilon)
@@ -60,7 +60,7 @@ def world(seed: int, vocab: int = 12, tau: float = TAU, alpha: float = ALPHA, ep
 
 def prepared(head, units, whitener):
     residual, token, unit = units
-    return prepare_targets(hidden_gradient(head, residual), input_tokens(token), unit, E, whitener, N)
+    return prepare_targets(hidden_gradient(head, residual), one_hot_tokens(token), unit, E, whitener, N)
 
 
 def reference(head, rows, units, tau=TAU, alpha=ALPHA, epsilon=EPSILON) -> np.ndarray:
@@ -190,7 +190,9 @@ def test_where_the_body_is_the_identity_it_is_the_inner_product_of_exact_embeddi
     whitener = Whitener(np.zeros(H), root @ root.T, precondition)
     row, unit = features
     delta_SH = hidden_gradient(model.head, unit.residual)
-    targets = prepare_targets(delta_SH, input_tokens(unit.input_P[unit.position_masks[0]]), unit.row_P, 2, whitener, 3)
+    targets = prepare_targets(
+        delta_SH, one_hot_tokens(unit.input_P[unit.position_masks[0]]), unit.row_P, 2, whitener, 3
+    )
     actual = embedding_relevance(
         targets, model.head, row.residual, row.input_P[row.position_masks[0]], row.row_P, 3
     ).numpy()

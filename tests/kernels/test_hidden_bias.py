@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from grasp.kernels.embedding import input_tokens
+from grasp.kernels.embedding import one_hot_tokens
 from grasp.kernels.hidden_bias import hidden_bias_relevance, prepare_hidden_bias
 from grasp.kernels.whitening import MomentAccumulator, Whitener
 from grasp.models.head import OutputHead
@@ -52,7 +52,7 @@ def test_shift_relevance_is_the_inner_product_of_exact_gradients():
 def test_directions_in_which_all_rows_pull_count_less():
     head, rows, units = world(1)
     accumulator = MomentAccumulator(V)
-    delta_PH, tokens = delta(head, *rows[:2]), input_tokens(torch.zeros(30, dtype=torch.int64))
+    delta_PH, tokens = delta(head, *rows[:2]), one_hot_tokens(torch.zeros(30, dtype=torch.int64))
     accumulator.add(delta_PH.numpy(), tokens.index_PK.numpy(), tokens.value_PK.numpy())
     whitener = Whitener.fit(accumulator.moments(), centred=False, tau=0.01, alpha=1.0, epsilon=0.3)
     unit_EH = prepare_hidden_bias(delta(head, *units[:2]), units[2], E, whitener)

@@ -138,7 +138,7 @@ def compare(model: nn.Module, fresh: nn.Module) -> tuple[SampledGradients, list[
         for b, i in enumerate(index):
             check_row(reference, features, b, own[i], losses[b])
     chosen = SampledGradients.choose(reference, FEATURES)
-    gradients = SampledGradients(chosen.engine, chosen.sample, 1024, chosen.untaken)
+    gradients = SampledGradients(chosen.engine, chosen.sample, 1024, chosen.skipped_layers)
     layers = gradients.engine.layers
     for index, features, taken_BK in ModelPass(reference, FEATURES, gradients)._passes(rows, ("all",)):
         assert len(index) == len(rows)

@@ -60,9 +60,9 @@ def add_target(
                 f"{inputs.store.n_tokens:,} tokens on {inputs.model.device}; a build with --keep-features avoids this "
                 "pass"
             )
-        passed = (lambda k: [artifact.features(k)]) if from_features else None
+        read_cached = (lambda k: [artifact.features(k)]) if from_features else None
         workers = Workers(inputs.model_pass)
-        for k, shard in scored_shards(inputs, workers, kernels, extension.left, passed, progress):
+        for k, shard in scored_shards(inputs, workers, kernels, extension.left, read_cached, progress):
             extension.write_shard(k, shard.arrays, None, column_sums(shard.arrays))
         added = "targets+" + "+".join(inputs.unit_set.targets)
         fingerprint = inputs.identity.fingerprints["targets"]

@@ -22,7 +22,7 @@ from grasp.build.add_replay import refuse_replay, refuse_untrainable
 from grasp.build.add_targets import Source as Added
 from grasp.build.add_targets import add_target
 from grasp.build.inputs import InMemory
-from grasp.build.pipeline import build_artifact, decided
+from grasp.build.pipeline import build_artifact, resolve_settings
 from grasp.build.proxy import CONTEXT, MODEL, train_proxy
 from grasp.build.ray_cluster import ClusterSpec
 from grasp.build.warm_up import warm_up as warm_up_model
@@ -187,7 +187,7 @@ def build(
             progress.note(f"{url}: finished; nothing to do")
             return ArtifactReader.open(url)
         if replay:
-            refuse_replay(decided(checked, in_memory), how)
+            refuse_replay(resolve_settings(checked, in_memory), how)
         build_artifact(
             checked, staged, progress=progress, cluster=cluster, in_memory=in_memory, must_be_trained=not untrained
         )
@@ -243,7 +243,7 @@ def _warm_up(
     if url is not None or in_memory.model is not None or in_memory.source is not None:
         raise SettingsError("--warm-up: needs paths of model and corpus, and a local --out; save the objects first")
     require_flags(data, REQUIRED, "build")
-    settings = decided(build_settings(data), in_memory)
+    settings = resolve_settings(build_settings(data), in_memory)
     refuse_untrainable(settings, "--warm-up")
     if settings.train != "further":
         raise SettingsError("--warm-up: no use with --train new, where the model is not trained further; omit it")

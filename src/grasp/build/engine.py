@@ -35,15 +35,16 @@ class ModelActor:
         self._features = features
         self._kernels: list[Kernel] | None = None
 
-    def run(self, job: Callable[..., Any], rows: Rows, how: dict[str, Any]) -> Any:
-        """Run a job; `how["kernels"]`, if any, are units and moments, from which the kernels are prepared once."""
-        if how.get("kernels") is not None:
+    def run(self, job: Callable[..., Any], rows: Rows, options: dict[str, Any]) -> Any:
+        """Run a job; `options["kernels"]`, if any, are units and moments, from which the kernels are prepared once."""
+        if options.get("kernels") is not None:
             if self._kernels is None:
-                self._kernels = self._prepare_kernels(*how["kernels"])
-            how = how | {"kernels": self._kernels}
-        return job(self._model_pass, rows, **how)
+                self._kernels = self._prepare_kernels(*options["kernels"])
+            options = options | {"kernels": self._kernels}
+        return job(self._model_pass, rows, **options)
 
     def _prepare_kernels(self, units: Batch, moments: dict[str, Any]) -> list[Kernel]:
+        """Return the kernels with these moments, prepared for units that were copied without the model."""
         model, corpus = self._model_pass.model, CorpusMoments(self._model_pass.model)
         kernels = make_kernels(self._features.kernels, model, self._features, corpus)
         corpus.load(moments)
@@ -73,35 +74,35 @@ class RayWorkers(Workers):
         advance: Advance = ignore,
         *,
         in_order: bool = False,
-        **how: Any,
+        **options: Any,
     ) -> Iterator[tuple[int, Any]]:
         """See `Workers.run`. With `in_order`, parts are numbered from 0, and a few early results are buffered."""
-        if how.get("kernels") is not None:
-            how["kernels"] = self._units, how["kernels"][0].corpus.arrays()
-        material = self._cluster.put(how)
-        size: dict[int, tuple[int, int]] = {}  # rows and tokens of parts in flight
+        if options.get("kernels") is not None:
+            options["kernels"] = self._units, options["kernels"][0].corpus.arrays()
+        options_ref = self._cluster.put(options)
+        sizes: dict[int, tuple[int, int]] = {}  # rows and tokens of parts in flight
 
         def sized_parts() -> Iterator[tuple[int, Rows]]:
             for k, rows in parts:
-                size[k] = len(rows), rows.n_tokens
+                sizes[k] = len(rows), rows.n_tokens
                 yield k, rows
 
-        early: dict[int, Any] = {}
-        due, most = 0, JOBS_PER_WORKER * len(self._actors)
+        early_results: dict[int, Any] = {}
+        next_part, max_early = 0, JOBS_PER_WORKER * len(self._actors)
         for k, result in self._cluster.spread(
             self._actors,
             sized_parts(),
-            lambda actor, rows: actor.run.remote(job, rows, material),
-            wait=lambda: len(early) >= most,
+            lambda actor, rows: actor.run.remote(job, rows, options_ref),
+            wait=lambda: len(early_results) >= max_early,
         ):
-            advance(*size.pop(k))
+            advance(*sizes.pop(k))
             if not in_order:
                 yield k, result
                 continue
-            early[k] = result
-            while due in early:
-                yield due, early.pop(due)
-                due += 1
+            early_results[k] = result
+            while next_part in early_results:
+                yield next_part, early_results.pop(next_part)
+                next_part += 1
 
 
 @contextmanager

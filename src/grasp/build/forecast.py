@@ -20,7 +20,7 @@ from grasp.build.add_replay import ReplayForecast, forecast_replay, plan_replay,
 from grasp.build.build import REQUIRED, replay_request, staging_place
 from grasp.build.inputs import ON_DISK, Inputs, prepare
 from grasp.build.model_pass import Arrays, ModelPass, merge_batches, observe_part, read_batches, score_shard
-from grasp.build.pipeline import MEGABYTE, Sample, decided, open_moment_source, refuse_untrained, stored_bytes
+from grasp.build.pipeline import MEGABYTE, Sample, open_moment_source, refuse_untrained, resolve_settings, stored_bytes
 from grasp.corpus.documents import documents_of
 from grasp.corpus.row_store import RowShard, RowStore
 from grasp.corpus.sources import open_source
@@ -72,7 +72,7 @@ def forecast(
     data = put_all(plain_settings(settings), {"replay.check": 1 if check else None})
     replayed, how = replay_request(data, recipe, wanted=replay)
     require_flags(data, REQUIRED, "build")
-    chosen, place = decided(build_settings(data), ON_DISK), staging_place(out)[2]
+    chosen, place = resolve_settings(build_settings(data), ON_DISK), staging_place(out)[2]
     if replay:
         refuse_replay(chosen, how)
     if (place / MANIFEST).exists():
@@ -150,10 +150,10 @@ def _timed_probe(inputs: Inputs, *, untrained: bool) -> _Probe:
     timed: list[tuple[int, float]] = []  # tokens and seconds of each pass
     while True:
         rows = _first_tokens(inputs.store.rows(np.arange(min(inputs.store.n_rows, n_tokens))), n_tokens)
-        passed: list[Arrays] = []
-        begun = time.perf_counter()
-        corpus = observe_part(model_pass, rows, states_every=sample.states_every, keep=passed.append)
-        timed.append((rows.n_tokens, time.perf_counter() - begun))
+        cached_batches: list[Arrays] = []
+        started = time.perf_counter()
+        corpus = observe_part(model_pass, rows, states_every=sample.states_every, on_batch=cached_batches.append)
+        timed.append((rows.n_tokens, time.perf_counter() - started))
         if rows.n_tokens == inputs.store.n_tokens or timed[-1][1] >= SLOW_SECONDS:
             break
         if len(timed) > 1 and timed[-1][1] >= PROBE_SECONDS:
@@ -166,15 +166,17 @@ def _timed_probe(inputs: Inputs, *, untrained: bool) -> _Probe:
     # The rows stand in for the units: units would need a pass of their own, and scoring depends on their number only.
     n_units, tokens = len(inputs.unit_set.units), inputs.unit_tokens
     n_positions = round(sum(len(unit.input_ids) - unit.first for unit in tokens) / len(tokens)) if tokens else 1
-    units = _as_units(model_pass, passed, min(n_units, PROBE_UNITS), n_positions)
-    begun = time.perf_counter()
+    units = _as_units(model_pass, cached_batches, min(n_units, PROBE_UNITS), n_positions)
+    started = time.perf_counter()
     kernels = make_kernels(features.kernels, inputs.model, features, corpus)
     for kernel in kernels:
         kernel.prepare(units)
-    prepare_seconds = time.perf_counter() - begun
-    begun = time.perf_counter()
-    shard = score_shard(model_pass, rows, kernels=kernels, keep_features=inputs.settings.keep_features, passed=passed)
-    score_seconds = time.perf_counter() - begun
+    prepare_seconds = time.perf_counter() - started
+    started = time.perf_counter()
+    shard = score_shard(
+        model_pass, rows, kernels=kernels, keep_features=inputs.settings.keep_features, cached_batches=cached_batches
+    )
+    score_seconds = time.perf_counter() - started
     share, states = n_units / units.n_rows, min(inputs.store.n_supervised, STATES) / max(1, corpus.n_positions)
     return _Probe(
         n_tokens=rows.n_tokens,
@@ -232,9 +234,11 @@ def _first_tokens(rows: Rows, n_tokens: int) -> Rows:
     )
 
 
-def _as_units(model_pass: ModelPass, passed: Sequence[Arrays], n_units: int, n_positions: int) -> Batch:
+def _as_units(model_pass: ModelPass, cached_batches: Sequence[Arrays], n_units: int, n_positions: int) -> Batch:
     """Return `n_units` units of `n_positions` positions each, made of the rows of the probe, in turn."""
-    batches = [pair for arrays in passed for pair in read_batches(arrays, model_pass, model_pass.model.vocab_size)]
+    batches = [
+        pair for arrays in cached_batches for pair in read_batches(arrays, model_pass, model_pass.model.vocab_size)
+    ]
     n_rows = sum(len(index) for index, _ in batches)
     copies = -(-n_units // n_rows)
     rows = merge_batches(
@@ -243,7 +247,7 @@ def _as_units(model_pass: ModelPass, passed: Sequence[Arrays], n_units: int, n_p
     rows = rows.rows(0, n_units)
     first_P = torch.searchsorted(rows.row_P, rows.row_P)  # positions are in order of row
     chosen_P = torch.nonzero(torch.arange(len(rows.row_P), device=first_P.device) - first_P < n_positions)[:, 0]
-    units = replace(rows.at_positions(chosen_P, rows.row_P[chosen_P], n_units), tail=rows.tail)
+    units = replace(rows.at_positions(chosen_P, rows.row_P[chosen_P], n_units), summary_batch=rows.summary_batch)
     if model_pass.sampled is None:
         return units
     gradient_NK = torch.cat([batch.gradient_BK for _, batch in batches if batch.gradient_BK is not None])

@@ -332,7 +332,7 @@ def unit_arrays(inputs: Inputs, kernels: Sequence[Kernel]) -> dict[str, NDArray[
     target_E = np.array([unit.target for unit in inputs.unit_set.units])
     for target in inputs.unit_set.targets:
         columns_E = np.flatnonzero(target_E == target)
-        part = batch_arrays(0, np.arange(len(columns_E)), inputs.units.only(columns_E))
+        part = batch_arrays(0, np.arange(len(columns_E)), inputs.units.select_rows(columns_E))
         for kernel in kernels:
             part |= kernel.unit_means(columns_E)
         if sum(array.nbytes for array in part.values()) <= UNIT_BYTES:

@@ -61,7 +61,7 @@ from grasp.yaml_files import read_yaml, write_yaml
 
 UNTRAINED_SHARE = 0.95  # of ln V; a unigram model is near 0.7
 UNSKILLED_SHARE = 0.8  # of ln V; see above
-PART_ROWS = 64  # rows of a sample that are passed together
+PART_ROWS = 64  # rows of a part of the sample, whose moments are accumulated together
 MEGABYTE = 1 << 20
 BACKWARD_COST = 3  # cost of a forward and a backward pass, in forward passes
 BATCH_ENDS = "passed.ends"  # stored with the moments of a resumable build, see `BatchCache`
@@ -80,14 +80,20 @@ def build_artifact(
     """Build the artifact `out`, or resume a build with the same settings.
 
     Args:
+        settings: settings of the build.
+        out: directory of the artifact.
+        progress: receives stages, notes and numbers of rows.
         cluster: Ray workers that run the model. Default: this process. A build may be resumed elsewhere.
+        in_memory: model, corpus and targets that are passed as objects instead of paths.
         must_be_trained: refuse a language model that predicts the sample no better than chance.
+    Returns:
+        `out`.
     Raises:
         GraspError: invalid input; finished work is kept.
     """
     progress = progress or Silent()
-    begun = time.perf_counter(), time.process_time()
-    settings = decided(settings, in_memory)
+    started = time.perf_counter(), time.process_time()
+    settings = resolve_settings(settings, in_memory)
     with lock_artifact(out):
         resumed = claim_settings(settings, out, progress)
         if (out / MANIFEST).exists():
@@ -96,18 +102,20 @@ def build_artifact(
         fresh = not has_work(out)
         inputs = prepare(settings, out / "tokens", progress, in_memory=in_memory, replace=fresh)
         work = out / "work" / inputs.identity.key
-        entered: AbstractContextManager[Workers]
+        open_workers: AbstractContextManager[Workers]
         if cluster is None:
-            entered = nullcontext(Workers(inputs.model_pass))
+            open_workers = nullcontext(Workers(inputs.model_pass))
         else:
             from grasp.build.engine import ray_workers  # noqa: PLC0415 - most builds need no cluster
 
-            entered = ray_workers(cluster, inputs.settings, inputs.units)
-        with entered as workers:
-            kernels, passed = observe(inputs, workers, work, progress, keep=cluster is None, trained=must_be_trained)
+            open_workers = ray_workers(cluster, inputs.settings, inputs.units)
+        with open_workers as workers:
+            kernels, batch_cache = observe(
+                inputs, workers, work, progress, use_cache=cluster is None, must_be_trained=must_be_trained
+            )
             for kernel in kernels:
                 kernel.prepare(inputs.units)
-            write_shards(inputs, workers, kernels, out, passed, None if resumed else begun, progress)
+            write_shards(inputs, workers, kernels, out, batch_cache, None if resumed else started, progress)
         clean(inputs.settings, out)
     return out
 
@@ -132,10 +140,10 @@ class Sample:
     def draw(cls, supervised_N: NDArray[np.int64], settings: FeatureSettings) -> Self:
         """Draw rows until they have `sample_positions` positions, and `sample_rows` rows if moments are over rows."""
         order_N = stream(settings.seed, "moments", "token").permutation(len(supervised_N))
-        reached = np.cumsum(supervised_N[order_N])
-        enough = int(np.searchsorted(reached, settings.sample_positions, side="left")) + 1
-        least = settings.sample_rows if counts_rows(settings) else 1
-        index = np.sort(order_N[: max(enough, least)])
+        n_positions_N = np.cumsum(supervised_N[order_N])  # of the first rows of the order
+        n_rows = int(np.searchsorted(n_positions_N, settings.sample_positions, side="left")) + 1
+        min_rows = settings.sample_rows if counts_rows(settings) else 1
+        index = np.sort(order_N[: max(n_rows, min_rows)])
         n_positions = int(supervised_N[index].sum())
         return cls(index, n_positions, len(index) == len(supervised_N), max(1, n_positions // STATES))
 
@@ -144,15 +152,19 @@ def stored_bytes(model: Reference, store: Store, settings: FeatureSettings, coor
     """Estimate the bytes of the model's features for all rows, as they are stored between the loops.
 
     Args:
+        model: its hidden width.
+        store: its numbers of rows and of positions with loss.
+        settings: positions, and number of probabilities per position.
         coordinates: number of sampled coordinates of a row's gradient.
     """
-    width = 4 * model.hidden_size + 8 * (settings.top_k + 1) + 16
-    places = len(settings.row_positions)
-    return store.n_supervised * width * places + 2 * coordinates * store.n_rows
+    # hidden state in float32; index and probability of each coordinate; label, row, token and loss
+    position_bytes = 4 * model.hidden_size + 8 * (settings.top_k + 1) + 16
+    n_position_sets = len(settings.row_positions)
+    return store.n_supervised * position_bytes * n_position_sets + 2 * coordinates * store.n_rows  # bfloat16
 
 
 def observe(
-    inputs: Inputs, workers: Workers, work: Path, progress: Progress, *, keep: bool, trained: bool
+    inputs: Inputs, workers: Workers, work: Path, progress: Progress, *, use_cache: bool, must_be_trained: bool
 ) -> tuple[list[Kernel], BatchCache | None]:
     """Run loop 1: return the kernels with the moments of a sample of rows, and its batches if they are stored.
 
@@ -160,60 +172,64 @@ def observe(
     number of workers. They are stored in the work directory, for a build that is resumed.
 
     Args:
-        keep: store the batches, if the sample is the whole corpus and they fit in `features.max_cache_mb`.
-        trained: refuse a language model that predicts the sample no better than chance.
+        inputs: model, rows and units.
+        workers: run the model.
+        work: directory of intermediate files.
+        progress: receives stages, notes and numbers of rows.
+        use_cache: store the batches, if the sample is the whole corpus and they fit in `features.max_cache_mb`.
+        must_be_trained: refuse a language model that predicts the sample no better than chance.
     """
     settings, store, model_pass = inputs.settings, inputs.store, inputs.model_pass
     features, model = settings.features, model_pass.model
     sample = Sample.draw(store.supervised(), features)
     coordinates = 0 if model_pass.sampled is None else model_pass.sampled.sample.size
     fits = stored_bytes(model, store, features, coordinates) <= features.max_cache_mb * MEGABYTE
-    keep = keep and sample.is_whole and fits and settings.like is None
+    use_cache = use_cache and sample.is_whole and fits and settings.like is None
     # For the progress bar: about how many tokens pass in each stage; rows are not passed twice if batches are stored.
     passes = 0 if settings.like is not None else sample.n_positions / max(1, store.n_supervised)
     cost = store.n_tokens * (BACKWARD_COST if needs_backward(features.kernels) else 1)
-    planned_tokens = {"moments": round(cost * passes), "rows scored": 0 if keep else cost}
+    planned_tokens = {"moments": round(cost * passes), "rows scored": 0 if use_cache else cost}
     progress.plan({stage: tokens for stage, tokens in planned_tokens.items() if tokens})
     corpus, moment_spool = CorpusMoments(model, sample.states_every), FeatureSpool(work / "moments")
-    passed: BatchCache | None = None
+    batch_cache: BatchCache | None = None
     kernels = make_kernels(features.kernels, model, features, corpus)
     if settings.like is not None:
         if not moment_spool.has(0):  # copied when the build begins, since the other artifact may be deleted
             moments = dict(open_moment_source(inputs, settings.like).moments)
             corpus.load(moments)
-            if trained and isinstance(model, ReferenceModel):
+            if must_be_trained and isinstance(model, ReferenceModel):
                 refuse_untrained(corpus.loss, model)
             moment_spool.write(0, moments)
         progress.note(f"moments are copied from {settings.like}")
     if moment_spool.has(0):
         moments = moment_spool.read(0)
         corpus.load(moments)
-        if BATCH_ENDS in moments and keep:
-            passed = BatchCache(work / "passed", moments[BATCH_ENDS].tolist())
+        if BATCH_ENDS in moments and use_cache:
+            batch_cache = BatchCache(work / "passed", moments[BATCH_ENDS].tolist())
     else:
-        passed = BatchCache(work / "passed") if keep else None
+        batch_cache = BatchCache(work / "passed") if use_cache else None
         length_N = store.lengths()
         progress.stage("moments", rows=len(sample.row_index), tokens=int(length_N[sample.row_index].sum()))
         if sample.is_whole:
             parts = ((k, store.shard(k)) for k in range(store.n_shards))
         else:
             starts = range(0, len(sample.row_index), PART_ROWS)
-            parts = ((k, store.rows(sample.row_index[at : at + PART_ROWS])) for k, at in enumerate(starts))
-        options = {"states_every": sample.states_every, "keep": None if passed is None else passed.write}
+            parts = ((k, store.rows(sample.row_index[start : start + PART_ROWS])) for k, start in enumerate(starts))
+        options = {"states_every": sample.states_every, "on_batch": None if batch_cache is None else batch_cache.write}
         for k, part in workers.run(observe_part, parts, progress.advance, in_order=True, **options):
             corpus.merge(part)
-            if k == 0 and trained and isinstance(model, ReferenceModel):
+            if k == 0 and must_be_trained and isinstance(model, ReferenceModel):
                 refuse_untrained(corpus.loss, model)
-            if passed is not None:
-                passed.end_shard()
-        ends = {} if passed is None else {BATCH_ENDS: np.array(passed.ends)}
+            if batch_cache is not None:
+                batch_cache.end_shard()
+        ends = {} if batch_cache is None else {BATCH_ENDS: np.array(batch_cache.ends)}
         moment_spool.write(0, corpus.arrays() | ends)
     if isinstance(model, ReferenceModel):
         for line in training_notes(settings, corpus.loss, model.vocab_size):
             progress.note(line)
     if model_pass.sampled is not None:
         progress.note(model_pass.sampled.describe())
-    return kernels, passed
+    return kernels, batch_cache
 
 
 def write_shards(
@@ -221,15 +237,20 @@ def write_shards(
     workers: Workers,
     kernels: Sequence[Kernel],
     out: Path,
-    passed: BatchCache | None,
-    begun: tuple[float, float] | None,
+    batch_cache: BatchCache | None,
+    started: tuple[float, float] | None,
     progress: Progress,
 ) -> None:
     """Run loop 2: score and write shard after shard, then write the manifest.
 
     Args:
-        passed: the batches of loop 1; None: run the model.
-        begun: wall-clock and CPU time at which the build began; None if it was interrupted since.
+        inputs: model, rows and units.
+        workers: run the model.
+        kernels: prepared kernels.
+        out: directory of the artifact.
+        batch_cache: batches of loop 1; None: run the model.
+        started: wall-clock and CPU time at which the build began; None if it was interrupted since.
+        progress: receives stages, notes and numbers of rows.
     """
     settings, store = inputs.settings, inputs.store
     writer = ArtifactWriter.open(
@@ -241,8 +262,8 @@ def write_shards(
         dtype=settings.array_dtype,
     )
     feature_spool = FeatureSpool(out / FEATURES) if settings.keep_features else None
-    batches = None if passed is None else passed.read
-    for k, shard in scored_shards(inputs, workers, kernels, writer.left, batches, progress):
+    read_cached = None if batch_cache is None else batch_cache.read
+    for k, shard in scored_shards(inputs, workers, kernels, writer.left, read_cached, progress):
         if feature_spool is not None and shard.features is not None:
             feature_spool.write(k, shard.features)
         table = store.table(k).append_column("loss", pa.array(shard.loss_N, pa.float32()))
@@ -250,10 +271,10 @@ def write_shards(
             table = table.append_column(LOSS_TOKENS, pa.array(store.supervised(k), pa.int32()))
         sums = column_sums(shard.arrays)
         if "relevance_gradient" in shard.arrays:
-            bad = ~shard.arrays["relevance_gradient"].any(axis=1)
-            sums[NO_GRADIENT_COUNT] = np.array([bad.sum()], dtype=np.float64)
-            if bad.any():
-                named = table["row_id"].filter(pa.array(bad)).to_pylist()
+            no_gradient_N = ~shard.arrays["relevance_gradient"].any(axis=1)
+            sums[NO_GRADIENT_COUNT] = np.array([no_gradient_N.sum()], dtype=np.float64)
+            if no_gradient_N.any():
+                named = table["row_id"].filter(pa.array(no_gradient_N)).to_pylist()
                 progress.note(
                     f"{len(named)} rows have no finite gradient; their relevance by gradient is 0: "
                     f"{', '.join(named[:5])}"
@@ -264,7 +285,7 @@ def write_shards(
 
     # Gains of the sketches need the sums over all rows.
     sums = writer.sums()
-    seconds = begun and {"wall": time.perf_counter() - begun[0], "cpu": time.process_time() - begun[1]}
+    seconds = started and {"wall": time.perf_counter() - started[0], "cpu": time.process_time() - started[1]}
     manifest = describe_build(inputs, seconds)
     if NO_GRADIENT_COUNT in sums:
         manifest["skipped"]["gradients"] = int(sums[NO_GRADIENT_COUNT][0])
@@ -285,31 +306,45 @@ def scored_shards(
     inputs: Inputs,
     workers: Workers,
     kernels: Sequence[Kernel],
-    left: Sequence[int],
-    passed: Callable[[int], Iterable[Arrays]] | None,
+    shards: Sequence[int],
+    read_cached: Callable[[int], Iterable[Arrays]] | None,
     progress: Progress,
 ) -> Iterator[tuple[int, ScoredShard]]:
-    """Yield the scores of the shards `left`, as they finish.
+    """Yield the scores of shards, as they finish, each with its number.
 
     Args:
-        passed: returns the stored batches of a shard; None: run the model.
+        inputs: model, rows and units.
+        workers: run the model.
+        kernels: prepared kernels.
+        shards: numbers of the shards to score.
+        read_cached: returns the stored batches of a shard; None: run the model.
+        progress: receives stages and numbers of rows.
     """
-    store, keep = inputs.store, inputs.settings.keep_features
-    share = len(left) / store.n_shards
-    if passed is not None:
+    store, keep_features = inputs.store, inputs.settings.keep_features
+    share = len(shards) / store.n_shards
+    if read_cached is not None:
         progress.stage("stored rows scored", rows=round(store.n_rows * share), tokens=None)
-        for k in left:
+        for k in shards:
             rows = store.shard(k)
-            yield k, score_shard(inputs.model_pass, rows, kernels=kernels, keep_features=keep, passed=passed(k))
+            yield (
+                k,
+                score_shard(
+                    inputs.model_pass,
+                    rows,
+                    kernels=kernels,
+                    keep_features=keep_features,
+                    cached_batches=read_cached(k),
+                ),
+            )
             progress.advance(len(rows), 0)
         return
-    if left:
+    if shards:
         progress.stage("rows scored", rows=round(store.n_rows * share), tokens=round(store.n_tokens * share))
-    parts = ((k, store.shard(k)) for k in left)
-    yield from workers.run(score_shard, parts, progress.advance, kernels=kernels, keep_features=keep)
+    parts = ((k, store.shard(k)) for k in shards)
+    yield from workers.run(score_shard, parts, progress.advance, kernels=kernels, keep_features=keep_features)
 
 
-def decided(settings: BuildSettings, in_memory: InMemory) -> BuildSettings:
+def resolve_settings(settings: BuildSettings, in_memory: InMemory) -> BuildSettings:
     """Resolve `train` (further or new), and the kernels that follow from it.
 
     Raises:
@@ -411,8 +446,8 @@ def training_notes(settings: BuildSettings, loss: float, vocab: int) -> Iterator
     share = loss / math.log(vocab)
     kernels = [name for name in settings.features.kernels if not issubclass(kernel_class(name), Sketch)]
     what = "this model, further" if settings.train == "further" else "a new model, from scratch"
-    known = "" if math.isnan(loss) else f"; loss on the corpus: {loss:.1f} nats per token"
-    yield f"to be trained: {what}; rows rank by {', '.join(kernels)}{known}"
+    loss_text = "" if math.isnan(loss) else f"; loss on the corpus: {loss:.1f} nats per token"
+    yield f"to be trained: {what}; rows rank by {', '.join(kernels)}{loss_text}"
     if settings.train == "further" and share > UNSKILLED_SHARE:
         yield (
             f"warning: that loss is {share:.0%} of guessing ({math.log(vocab):.1f}), which is high for a model that is "

@@ -218,7 +218,7 @@ class _Question:
             batch.at_positions(place_P, place_P, n), gradient_BK=gradient_PK, loss_B=batch.residual.loss_P
         )
         used_P = np.ones(n)
-        if batch.tail is not None:
+        if batch.summary_batch is not None:
             spec = self.settings.summary_positions or "all"
             used_P = position_mask(spec, torch.ones(1, n + 1, dtype=torch.bool))[0, :n].numpy()
         hidden_PH = np.repeat(batch.summary.hidden_NH, n, axis=0)
@@ -251,7 +251,7 @@ class _Question:
                 yield (
                     kernel.name,
                     summed_P,
-                    kernel.score(self._single_positions(batch.tail or batch)).double().cpu().numpy(),
+                    kernel.score(self._single_positions(batch.summary_batch or batch)).double().cpu().numpy(),
                 )
         n = len(token_P)
         for start in range(0, n, BATCH_ROWS):

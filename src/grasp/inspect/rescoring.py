@@ -117,7 +117,7 @@ def sample_features(
             place_B = place_N[int(k) * size + index]
             if (place_B >= 0).any():
                 chosen_B = np.flatnonzero(place_B >= 0)
-                parts.append((place_B[chosen_B], batch.only(chosen_B)))
+                parts.append((place_B[chosen_B], batch.select_rows(chosen_B)))
     return SampleFeatures(row_index, merge_batches(parts, len(row_index)).rows(0, len(row_index)), "kept features")
 
 

@@ -24,7 +24,7 @@ from grasp.models.head import OutputHead
 from grasp.models.residuals import SparseResidual, hidden_gradient
 
 
-def input_tokens(token_P: Tensor) -> SparseResidual:
+def one_hot_tokens(token_P: Tensor) -> SparseResidual:
     """Return one-hot input tokens as sparse residuals with one entry per position."""
     value_P = torch.ones_like(token_P, dtype=torch.float32)
     return SparseResidual(index_PK=token_P[:, None], value_PK=value_P[:, None], loss_P=torch.zeros_like(value_P))
@@ -36,17 +36,19 @@ def embedding_relevance(
     """Predict the relevance of `n_rows` rows to all units, (n_rows, E), float32.
 
     Args:
-        targets: `prepare_targets` of the units' `hidden_gradient` and `input_tokens`, whitened uncentred.
+        targets: `prepare_targets` of the units' `hidden_gradient` and `one_hot_tokens`, whitened uncentred.
+        head: the output layer, which maps residuals to gradients at the hidden state.
         residual: sparse residuals at the rows' used positions.
         token_P: input token at each of them.
         row_P: row of each position, in [0, n_rows), ascending.
+        n_rows: number of rows.
     Positive: training on the row should lower the unit's loss.
     Source: ours, not in the paper; as eq:kfac-inner-product, of the input embedding.
     Cost: O(K H) per position whose token occurs in a unit, and a vector of H per such token and row.
     """
     match_P = targets.compact_V[token_P] >= 0  # the inner product is 0 at all other positions
     delta_PH = hidden_gradient(head, residual.at(match_P))
-    matched = output_layer_relevance(targets, delta_PH, input_tokens(token_P[match_P]), row_P[match_P], n_rows)
+    matched = output_layer_relevance(targets, delta_PH, one_hot_tokens(token_P[match_P]), row_P[match_P], n_rows)
     # `output_layer_relevance` averages over the matched positions; the mean is over all positions of a row.
     matched_N = torch.bincount(row_P[match_P], minlength=n_rows)
     positions_N = torch.bincount(row_P, minlength=n_rows).clamp(min=1)
@@ -54,20 +56,19 @@ def embedding_relevance(
 
 
 class Embedding(Kernel):
-    """The embedding kernel."""
+    """The kernel of the gradients of the input embedding."""
 
     name = "embedding"
     kinds = (DeltaMoments,)
 
     def prepare(self, units: Batch) -> None:
         whitener = Whitener.of(self.moments(DeltaMoments).value, self.settings, centred=False)
-        tokens, of_units = input_tokens(units.input_P), (units.row_P, units.n_rows)
-        self._targets = prepare_targets(units.delta_PH, tokens, *of_units, whitener, ROWS_AT_ONCE)
+        tokens = one_hot_tokens(units.input_P)
+        self._targets = prepare_targets(units.delta_PH, tokens, units.row_P, units.n_rows, whitener, ROWS_AT_ONCE)
 
     def score(self, batch: Batch) -> Tensor:
         assert batch.head is not None
-        at = batch.residual, batch.input_P, batch.row_P, batch.n_rows
-        return embedding_relevance(self._targets, batch.head, *at)
+        return embedding_relevance(self._targets, batch.head, batch.residual, batch.input_P, batch.row_P, batch.n_rows)
 
 
 KERNEL = Embedding

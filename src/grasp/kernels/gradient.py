@@ -14,7 +14,8 @@ inputs are each divided at random into n groups, and coordinate (x, y) is sample
 number. The sampled share is 1/n, in n tiles that are small matrix products, and every output and every input is in one
 tile. A coordinate is sampled with probability 1/n, so that sums over the sample, times n, are unbiased. For a single
 position, with u_g and w_g the terms of group g in <delta, delta'> and <a, a'>, the estimate of sum_g u_g sum_h w_h is
-n sum_g u_g w_g: its error is the product of the two spreads, while independently sampled coordinates add both.
+n sum_g u_g w_g: its error is proportional to the product of the standard deviations of u_g and
+w_g, while that of independently sampled coordinates is proportional to their sum.
 Start with `SampledGradients` and `Gradient`.
 
 Shape letters: B rows of a batch, T positions, X outputs, Y inputs, G groups, R and C members of a group, K coordinates
@@ -69,8 +70,12 @@ class Tiles:
         return float(len(self.left_GR))
 
     def take(self, left_BXT: Tensor, right_BYT: Tensor) -> Tensor:
-        """Return the sampled coordinates of each row's gradient, (B, size), given factors laid out by `by_member`."""
-        left_BGRT, right_BGCT = (  # members of a group become adjacent
+        """Return the sampled coordinates of each row's gradient, (B, size), given factors laid out by `by_member`.
+
+        The gradient is sum_t delta_t a_t^T. Within a group all pairs of an output and an input are sampled, so the
+        coordinates of the group are one matrix product over positions, and those of all groups a batched one.
+        """
+        left_BGRT, right_BGCT = (  # gather the members of a group, so that they are adjacent
             factor_BXT.index_select(1, member_GR.flatten()).view(len(factor_BXT), *member_GR.shape, -1)
             for factor_BXT, member_GR in ((left_BXT, self.left_GR), (right_BYT, self.right_GC))
         )
@@ -96,20 +101,20 @@ class CoordinateSample:
         The sample depends only on the seed and on name and shape of each block.
         """
         tiles, start = [], 0
-        matrices = sum(block.size for block in layers.blocks if block.left > 1)
-        whole = layers.size - matrices
-        groups = max(1, round(matrices / max(1, count - whole)))
+        matrix_size = sum(block.size for block in layers.blocks if block.left > 1)
+        vector_size = layers.size - matrix_size
+        n_groups = max(1, round(matrix_size / max(1, count - vector_size)))  # the sampled share is 1 / n_groups
         for block in layers.blocks:
-            block_groups = max(1, min(groups, block.left, block.right))
+            block_groups = max(1, min(n_groups, block.left, block.right))
             sides = []
             for width, side in ((block.left, "outputs"), (block.right, "inputs")):
                 # Groups have equal sizes, and padding (number `width`) is shuffled too, so that an output and an input
                 # are in the same group with probability exactly 1 / G.
-                places = -(-width // block_groups) * block_groups
-                place = np.append(np.arange(width), np.full(places - width, width))
+                padded_width = -(-width // block_groups) * block_groups  # rounded up to a multiple
+                member = np.append(np.arange(width), np.full(padded_width - width, width))
                 if block_groups > 1:
-                    place = stream(seed, "gradient", block.name, side).permutation(place)
-                sides.append(torch.from_numpy(place.reshape(block_groups, -1)).to(device))
+                    member = stream(seed, "gradient", block.name, side).permutation(member)
+                sides.append(torch.from_numpy(member.reshape(block_groups, -1)).to(device))
             tiles.append(Tiles(sides[0], sides[1], start))
             start += tiles[-1].size
         weight_K = torch.cat([torch.full((tile.size,), tile.weight) for tile in tiles])
@@ -127,7 +132,7 @@ class SampledGradients:
     engine: PerExample
     sample: CoordinateSample
     batch_tokens: int
-    untaken: tuple[str, ...] = ()  # layers without per-example gradients
+    skipped_layers: tuple[str, ...] = ()  # layers without per-example gradients
 
     @classmethod
     def choose(cls, model: Reference, settings: FeatureSettings) -> Self:
@@ -140,32 +145,33 @@ class SampledGradients:
         if not isinstance(model, ReferenceModel):
             raise ModelError("features.kernels: got gradient, but the model is a classifier; expected a causal LM")
         root = model.model
-        tables = [module for module in root.modules() if isinstance(module, nn.Embedding)]
-        outside = {id(parameter) for module in (*tables, model.head.linear) for parameter in module.parameters()}
-        names = {id(parameter): name for name, parameter in root.named_parameters()}
-        chosen = {name for number, name in names.items() if number not in outside} - set(model.frozen)
+        embeddings = [module for module in root.modules() if isinstance(module, nn.Embedding)]
+        excluded = {id(parameter) for module in (*embeddings, model.head.linear) for parameter in module.parameters()}
+        # `named_parameters` lists a parameter that several modules share once, under its first name.
+        name_of = {id(parameter): name for name, parameter in root.named_parameters()}
+        trained = {name for key, name in name_of.items() if key not in excluded} - set(model.frozen)
         engine: PerExample | None = None
-        untaken: list[str] = []
-        while chosen and engine is None:
+        skipped_layers: list[str] = []
+        while trained and engine is None:
             try:
-                engine = PerExample(model, layers_of(model, chosen))
+                engine = PerExample(model, layers_of(model, trained))
             except UntakenLayerError as err:
-                untaken += err.layers
-                before, prefixes = len(chosen), tuple(f"{layer}." for layer in err.layers)
+                skipped_layers += err.layers
+                n_before, prefixes = len(trained), tuple(f"{layer}." for layer in err.layers)
                 for name, parameter in root.named_parameters(remove_duplicate=False):
                     if f"{name}.".startswith(prefixes):
-                        chosen.discard(names[id(parameter)])
-                if len(chosen) == before:
+                        trained.discard(name_of[id(parameter)])
+                if len(trained) == n_before:  # nothing was removed, so that another attempt would fail again
                     raise
         if engine is None:
             raise ModelError(
-                f"{type(root).__name__}: no layer has per-example gradients ({', '.join(untaken[:3])}); use --rule "
-                "forward"
+                f"{type(root).__name__}: no layer has per-example gradients ({', '.join(skipped_layers[:3])}); use "
+                "--rule forward"
             )
         requested, n_parameters = settings.gradient_coordinates, engine.layers.size
         if isinstance(requested, int) and requested > n_parameters:
             raise SettingsError(
-                f"features.gradient_coordinates: got {requested:,}, its layers have {n_parameters:,}; say all"
+                f"features.gradient_coordinates: got {requested:,}, its layers have {n_parameters:,}; use all"
             )
         default_count = n_parameters if model.frozen else COORDINATES  # an adapter is small, so all of it is used
         count = min(
@@ -173,16 +179,18 @@ class SampledGradients:
         )
         sample = CoordinateSample.draw(engine.layers, count, settings.seed, model.device)
         share = CPU_SHARE if model.device.type == "cpu" else GPU_SHARE
-        return cls(engine, sample, max(1, model.batch_tokens // share), tuple(untaken))
+        return cls(engine, sample, max(1, model.batch_tokens // share), tuple(skipped_layers))
 
     def describe(self) -> str:
         """Describe the sample in one line."""
         layers = self.engine.layers
-        frozen = ", without frozen ones" * bool(self.engine.model.frozen)
-        named = ", ".join(self.untaken[:3])
-        omitted = f"; skipped layers without per-example gradients: {named} ({len(self.untaken)} in total)"
         summary = f"gradients of {self.sample.size:,} of {layers.size:,} parameters in {len(layers.blocks)} layers"
-        return summary + frozen + omitted * bool(self.untaken)
+        if self.engine.model.frozen:
+            summary += ", without frozen ones"
+        if self.skipped_layers:
+            named = ", ".join(self.skipped_layers[:3])
+            summary += f"; skipped layers without per-example gradients: {named} ({len(self.skipped_layers)} in total)"
+        return summary
 
     def batches(self, examples: Sequence[Example]) -> list[I64]:
         """Return the indices of the examples of each batch."""
@@ -192,22 +200,26 @@ class SampledGradients:
         """Return the coordinates of each example's gradient, (B, K), and the inputs of the head, (B, L, H)."""
         model = self.engine.model
         gradient_BK = torch.zeros(len(examples), self.sample.size, dtype=self.engine.work, device=model.device)
-        last: tuple[Tensor, Tensor] | None = (
-            None  # the last layer's input: q, k and v share theirs, so it is transposed once
-        )
+        # The input of the last layer and its transpose: the projections q, k and v share theirs, transposed once.
+        cached_input: tuple[Tensor, Tensor] | None = None
 
         def consume(number: int, use: Use, rows: slice) -> None:
-            nonlocal last
-            if last is None or last[0] is not use.right:
-                last = use.right, by_member(use.right)
+            nonlocal cached_input
+            if cached_input is None or cached_input[0] is not use.right:
+                cached_input = use.right, by_member(use.right)
             tile = self.sample.tiles[number]
-            gradient_BK[rows, tile.start : tile.start + tile.size] += tile.take(by_member(use.left), last[1])
+            gradient_BK[rows, tile.start : tile.start + tile.size] += tile.take(by_member(use.left), cached_input[1])
 
         outcome = self.engine.run(examples, consume)
         return gradient_BK, outcome.hidden_BLH
 
     def by_position(self, example: Example, side_EK: Tensor) -> F64:
-        """Return the contribution of each position to the products with E units, (L, E); they sum to a_i."""
+        """Return the contribution of each position to the relevance to E units, (L, E); the sum over L is a_ie / n_i.
+
+        Args:
+            example: the row.
+            side_EK: preconditioned coordinates of the units.
+        """
         product_LE = torch.zeros(
             len(example.input_ids), len(side_EK), dtype=self.engine.work, device=self.engine.model.device
         )
@@ -222,7 +234,7 @@ class SampledGradients:
 
 
 class GradientSquares(Moments):
-    """Second moments of the coordinates taken of gradients, over rows whose gradient is finite; float64."""
+    """Second moments of the sampled coordinates of gradients, over rows whose gradient is finite; float64."""
 
     of_rows = True
 
@@ -267,16 +279,22 @@ class GradientSquares(Moments):
 
 
 def gradient_preconditioner(square_K: F64, weight_K: F64, damping: float) -> F64:
-    """Return the preconditioner, (K,): n / (v + damping mean v), with the mean over all parameters.
+    """Return the preconditioner, (K,): n / (v + damping mean v), with n the weight of a coordinate.
 
-    A coordinate whose gradients are all 0 has v = 0, and the damping keeps its factor finite.
+    The weights make the mean of v over the sample an estimate of its mean over all parameters. A coordinate whose
+    gradients are all 0 has v = 0, and the damping keeps its factor finite.
+
+    Args:
+        square_K: second moments v of the sampled coordinates.
+        weight_K: weights n, 1 / (sampled share).
+        damping: relative to the mean of v; without a unit.
     """
     mean = float((square_K * weight_K).sum() / weight_K.sum())
     return weight_K / (square_K + damping * mean) if mean > 0 else weight_K
 
 
 class Gradient(Kernel):
-    """The gradient kernel. Coordinates of rows and units are rounded to bfloat16.
+    """The kernel of the gradients of all layers. Coordinates of rows and units are rounded to bfloat16.
 
     bfloat16 has 8 binary digits. The rounding errors of some 10^6 terms are independent, so that the error of the sum
     is below 2^-8 of the root of the sum of squares of its terms, far below the error of sampling coordinates.
@@ -287,7 +305,11 @@ class Gradient(Kernel):
     kinds = (GradientSquares,)
 
     def prepare(self, units: Batch) -> None:
-        """Precondition the units' coordinates in place, since a copy would double the memory."""
+        """Precondition the units' coordinates in place, since a copy would double the memory.
+
+        Raises:
+            ModelError: the moments are of another sample of coordinates.
+        """
         assert units.gradient_BK is not None
         assert units.sampled is not None
         self.sampled, self.side_EK = units.sampled, units.gradient_BK
@@ -318,7 +340,7 @@ class Gradient(Kernel):
         return {MEAN_NAME: (side_K / len(columns_E)).bfloat16().view(torch.uint16).numpy()}
 
     def prepare_mean(self, sampled: "SampledGradients", arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Take the mean of units that `unit_means` gave as the only unit, in the place of `prepare`."""
+        """Use the mean of units that `unit_means` returned as the only unit; replaces `prepare`."""
         self.sampled = sampled
         self.side_EK = torch.from_numpy(arrays[MEAN_NAME]).view(torch.bfloat16)[None].to(self.model.device)
 
@@ -327,20 +349,19 @@ class Gradient(Kernel):
         assert batch.gradient_BK is not None
         work, device = self.sampled.engine.work, self.model.device
         product_BE = torch.zeros(batch.n_rows, len(self.side_EK), dtype=work, device=device)
+        # Widen a chunk of coordinates at a time: sums in bfloat16 lose digits, and a full copy doubles the memory.
         for start in range(0, batch.gradient_BK.shape[1], CHUNK_COORDINATES):
             gradient_BK, side_EK = (
                 side[:, start : start + CHUNK_COORDINATES].to(device, work)
                 for side in (batch.gradient_BK, self.side_EK)
             )
             product_BE += gradient_BK @ side_EK.T
-        product_BE *= batch.positions_B.to(device)[:, None]  # n_i: the sum of a row's losses counts
+        product_BE *= batch.positions_B.to(device)[:, None]  # n_i: gradient of the sum of the losses, not of their mean
         finite_B1 = product_BE.isfinite().all(dim=1, keepdim=True)
         return torch.where(finite_B1, product_BE, 0.0).float()
 
     def self_relevance(self, units: Batch) -> F64:
-        return (
-            self._self_relevance_E * TYPICAL_ROW_TOKENS
-        )  # a row counts with all of its loss, of some hundred tokens or thousands
+        return self._self_relevance_E * TYPICAL_ROW_TOKENS  # n_i of a typical row, in place of that of a unit
 
 
 KERNEL = Gradient
@@ -350,14 +371,21 @@ def allocate_unit_gradients(n_units: int, gradients: SampledGradients, memory_mb
     """Allocate the units' gradients, (n_units, K), in memory, or in an unlinked memory-mapped temporary file.
 
     In memory they have the dtype of the rows' gradients if they fit, so that they need not be converted per batch.
+
+    Args:
+        n_units: number of units.
+        gradients: the sample of coordinates, and the device.
+        memory_mb: largest size in memory, in MiB.
+    Raises:
+        SettingsError: neither memory nor the directory of temporary files has enough space.
     """
     shape, work = (n_units, gradients.sample.size), gradients.engine.work
-    narrow, device = work if work == torch.float64 else torch.bfloat16, gradients.engine.model.device
+    stored, device = work if work == torch.float64 else torch.bfloat16, gradients.engine.model.device
     count = n_units * gradients.sample.size
-    for dtype in (work, narrow) if device.type == "cpu" else (narrow,):
+    for dtype in (work, stored) if device.type == "cpu" else (stored,):
         if count * dtype.itemsize <= memory_mb * MEGABYTE:
             return torch.empty(shape, dtype=dtype, device=device)
-    size, free = count * narrow.itemsize, shutil.disk_usage(tempfile.gettempdir()).free
+    size, free = count * stored.itemsize, shutil.disk_usage(tempfile.gettempdir()).free
     if size > free:
         raise SettingsError(
             f"features.gradient_coordinates: {n_units:,} units at {gradients.sample.size:,} coordinates need "
@@ -366,7 +394,7 @@ def allocate_unit_gradients(n_units: int, gradients: SampledGradients, memory_mb
         )
     handle, name = tempfile.mkstemp(prefix="grasp-gradients-")
     try:
-        return torch.from_file(name, shared=True, size=count, dtype=narrow).view(shape)
+        return torch.from_file(name, shared=True, size=count, dtype=stored).view(shape)
     finally:
         os.close(handle)
         os.unlink(name)  # the mapping keeps the data until the process ends

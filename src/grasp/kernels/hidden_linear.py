@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from grasp.kernels.kernel import Batch, Kernel
-from grasp.kernels.knn import units_at_once
+from grasp.kernels.knn import unit_positions_per_block
 from grasp.kernels.whitening import DeltaMoments, HiddenMoments, SecondMoments, whitening_map
 
 RIDGE = 1.0  # in units of tr / H: at 0.1 rankings depend on the sample of moments (experiments/finetune)
@@ -31,8 +31,8 @@ class HiddenLinearTargets:
     """The units' side of the kernel, computed once per build."""
 
     mean_H: Tensor
-    v_SH: Tensor  # W_h^2 (h_s - mean) / |P_e|
-    u_SH: Tensor  # W_d^2 delta_s
+    hidden_SH: Tensor  # W_h^2 (h_s - mean) / |P_e|
+    delta_SH: Tensor  # W_d^2 delta_s
     unit_S: Tensor
     n_units: int
 
@@ -46,6 +46,7 @@ def prepare_hidden_linear(
         hidden_SH: hidden states at the units' supervised positions.
         delta_SH: `hidden_gradient` there.
         unit_S: unit of each position.
+        n_units: number of units.
         hidden: moments of hidden states.
         delta: moments of `hidden_gradient`.
     Source: ours, not in the paper; as eq:kfac-inner-product, of a matrix that acts on the hidden states.
@@ -61,8 +62,9 @@ def prepare_hidden_linear(
         )
     )
     positions_S = torch.bincount(unit_S, minlength=n_units)[unit_S]
-    v_SH = (hidden_SH.double() - mean_H) @ hidden_HH / positions_S[:, None]
-    return HiddenLinearTargets(mean_H.float(), v_SH.float(), (delta_SH.double() @ delta_HH).float(), unit_S, n_units)
+    white_hidden_SH = (hidden_SH.double() - mean_H) @ hidden_HH / positions_S[:, None]
+    white_delta_SH = delta_SH.double() @ delta_HH
+    return HiddenLinearTargets(mean_H.float(), white_hidden_SH.float(), white_delta_SH.float(), unit_S, n_units)
 
 
 def hidden_linear_relevance(
@@ -71,17 +73,19 @@ def hidden_linear_relevance(
     """Predict the relevance of `n_rows` rows to all units, (n_rows, E), float32.
 
     Args:
+        targets: the units' side, from `prepare_hidden_linear`.
         hidden_PH: hidden states at the rows' used positions.
         delta_PH: `hidden_gradient` there.
         row_P: row of each position, in [0, n_rows).
+        n_rows: number of rows.
     Positive: training on the row should lower the unit's loss. Cost: 4 H S operations per position.
     """
     centred_PH = hidden_PH.float() - targets.mean_H
     sum_NE = centred_PH.new_zeros(n_rows, targets.n_units)
-    step = units_at_once(row_P)
+    step = unit_positions_per_block(row_P)
     for start in range(0, len(targets.unit_S), step):  # blocks of unit positions bound the memory of the (P, S) pairs
         block = slice(start, start + step)
-        pair_PS = (centred_PH @ targets.v_SH[block].T).mul_(delta_PH @ targets.u_SH[block].T)
+        pair_PS = (centred_PH @ targets.hidden_SH[block].T).mul_(delta_PH @ targets.delta_SH[block].T)
         pair_NS = pair_PS.new_zeros(n_rows, pair_PS.shape[1]).index_add_(0, row_P, pair_PS)
         sum_NE.index_add_(1, targets.unit_S[block], pair_NS)
     return sum_NE / torch.bincount(row_P, minlength=n_rows).clamp(min=1)[:, None]

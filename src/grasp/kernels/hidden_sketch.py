@@ -27,9 +27,11 @@ class HiddenSketch(SummarySketch):
         self._map_HD = torch.from_numpy(whitener.map_HH @ project_DH.T).to(self.model.device)
 
     def score(self, batch: Batch) -> Tensor:
-        at = batch.tail or batch
-        sum_BH = self._mean_H.new_zeros(at.n_rows, len(self._mean_H)).index_add_(0, at.row_P, at.hidden_PH.double())
-        return ((sum_BH / at.positions_B[:, None] - self._mean_H) @ self._map_HD).float()
+        pooled = batch.summary_batch or batch
+        sum_BH = self._mean_H.new_zeros(pooled.n_rows, len(self._mean_H)).index_add_(
+            0, pooled.row_P, pooled.hidden_PH.double()
+        )
+        return ((sum_BH / pooled.positions_B[:, None] - self._mean_H) @ self._map_HD).float()
 
 
 KERNEL = HiddenSketch

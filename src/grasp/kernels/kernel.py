@@ -41,7 +41,7 @@ Needs = Literal["forward", "backward"]
 GRADIENTS = "inner product of preconditioned gradients; unitless"
 SIGN = "positive: training on the row should lower the unit's loss"
 ROWS_AT_ONCE = 64  # units that are scored together by `self_relevance`
-TYPICAL_ROW_TOKENS = 256.0  # if the sum of a row's losses counts, but the mean of a unit's
+TYPICAL_ROW_TOKENS = 256.0  # assumed by kernels that sum over the tokens of a row, but average over those of a unit
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Batch:
         input_P: token at each position; its label is the next token.
         loss_B: mean loss of each row, nats per token.
         head: the output layer, with `vocab_size` outputs; None if it is not loaded, so that `delta_PH` is unavailable.
-        tail: the positions over which summaries are averaged, if not all.
+        summary_batch: the positions over which summaries are averaged; None: all.
         gradient_BK: sampled coordinates of the gradient of each row's mean loss; None without a backward pass.
         weight_P: signed weight of each position, which residuals contain already; None: 1. See `combined`.
         sampled: the sample of coordinates.
@@ -69,7 +69,7 @@ class Batch:
     loss_B: Tensor
     head: OutputHead | None
     vocab_size: int
-    tail: "Batch | None" = None
+    summary_batch: "Batch | None" = None
     gradient_BK: Tensor | None = None
     sampled: "SampledGradients | None" = None
     weight_P: Tensor | None = None
@@ -87,29 +87,36 @@ class Batch:
 
     @cached_property
     def summary(self) -> PooledFeatures:
-        """Return hidden states and residuals of each row, averaged over the positions of `tail`."""
-        at = self.tail or self
-        return pool(at.hidden_PH, at.residual, at.row_P, at.n_rows, self.vocab_size)
+        """Return hidden states and residuals of each row, averaged over the positions of `summary_batch`."""
+        batch = self.summary_batch or self
+        return pool(batch.hidden_PH, batch.residual, batch.row_P, batch.n_rows, self.vocab_size)
 
-    def at_positions(self, chosen_P: Tensor, row_P: Tensor, n_rows: int) -> Self:
-        """Return some of the positions with new row numbers, without summaries and gradients."""
+    def at_positions(self, index_P: Tensor, row_P: Tensor, n_rows: int) -> Self:
+        """Return the positions `index_P` with new row numbers, without summaries and gradients.
+
+        Args:
+            index_P: indices of positions.
+            row_P: row of each of them in the new batch.
+            n_rows: number of rows of the new batch.
+        """
         return replace(
             self,
-            hidden_PH=self.hidden_PH[chosen_P],
-            residual=self.residual.at(chosen_P),
+            hidden_PH=self.hidden_PH[index_P],
+            residual=self.residual.at(index_P),
             row_P=row_P,
-            input_P=self.input_P[chosen_P],
+            input_P=self.input_P[index_P],
             n_rows=n_rows,
-            tail=None,
+            summary_batch=None,
             gradient_BK=None,
-            weight_P=None if self.weight_P is None else self.weight_P[chosen_P],
+            weight_P=None if self.weight_P is None else self.weight_P[index_P],
         )
 
     def combined(self, sum_B: I64, weight_B: F64, loss_S: Tensor) -> Self:
-        """Return weighted sums of rows as the rows of a batch, without gradients; their gradient is the weighted sum.
+        """Return weighted sums of rows as the rows of a batch, without `gradient_BK`.
 
-        A kernel averages over the positions of a row, and is linear in their residuals. So a position of row b, which
-        becomes a part of the sum s, has the weight w_b |P_s| / |P_b|, with which its residual is multiplied.
+        A kernel averages over the positions of a row, and is linear in their residuals. If row b is a part of the sum
+        s, the mean over the positions of s would count its residuals with 1 / |P_s| instead of w_b / |P_b|. They are
+        therefore multiplied by w_b |P_s| / |P_b|.
 
         Args:
             sum_B: the sum that each row is a part of.
@@ -120,59 +127,62 @@ class Batch:
         row_P, n_sums = sum_of_B[self.row_P], len(loss_S)
         positions_S = torch.bincount(row_P, minlength=n_sums)
         weight_of_B = torch.from_numpy(weight_B).to(self.row_P.device) * positions_S[sum_of_B] / self.positions_B
-        weight_P, at = weight_of_B[self.row_P].to(self.residual.value_PK.dtype), self.residual
+        residual = self.residual
+        weight_P = weight_of_B[self.row_P].to(residual.value_PK.dtype)
         return replace(
             self,
             residual=SparseResidual(
-                at.index_PK,
-                at.value_PK * weight_P[:, None],
-                at.loss_P,
-                None if at.rest_P is None else at.rest_P * weight_P,
+                residual.index_PK,
+                residual.value_PK * weight_P[:, None],
+                residual.loss_P,
+                None if residual.rest_P is None else residual.rest_P * weight_P,
             ),
             row_P=row_P,
             n_rows=n_sums,
             loss_B=loss_S,
-            tail=None if self.tail is None else self.tail.combined(sum_B, weight_B, loss_S),
+            summary_batch=None if self.summary_batch is None else self.summary_batch.combined(sum_B, weight_B, loss_S),
             gradient_BK=None,
             weight_P=weight_P,
         )
 
     def to(self, device: torch.device | str, *, copy: bool = False) -> Self:
         """Move to a device; with `copy`, gradients are copied even if they are there already."""
-        at, gradient_BK = self.residual, self.gradient_BK
-        rest_P = None if at.rest_P is None else at.rest_P.to(device)
+        residual, gradient_BK = self.residual, self.gradient_BK
+        rest_P = None if residual.rest_P is None else residual.rest_P.to(device)
         return replace(
             self,
             hidden_PH=self.hidden_PH.to(device),
-            residual=SparseResidual(at.index_PK.to(device), at.value_PK.to(device), at.loss_P.to(device), rest_P),
+            residual=SparseResidual(
+                residual.index_PK.to(device), residual.value_PK.to(device), residual.loss_P.to(device), rest_P
+            ),
             row_P=self.row_P.to(device),
             input_P=self.input_P.to(device),
             loss_B=self.loss_B.to(device),
-            tail=None if self.tail is None else self.tail.to(device),
+            summary_batch=None if self.summary_batch is None else self.summary_batch.to(device),
             weight_P=None if self.weight_P is None else self.weight_P.to(device),
             gradient_BK=gradient_BK.to(device, copy=True) if copy and gradient_BK is not None else gradient_BK,
         )
 
-    def only(self, chosen_B: NDArray[np.int64]) -> Self:
-        """Return some of the rows, renumbered in the order of `chosen_B`; the order of positions is kept."""
-        place_B = torch.full((self.n_rows,), -1, dtype=torch.int64)
-        place_B[torch.from_numpy(chosen_B)] = torch.arange(len(chosen_B))
-        place_P = place_B.to(self.row_P.device)[self.row_P]
-        among_P = torch.nonzero(place_P >= 0)[:, 0]
+    def select_rows(self, index_B: NDArray[np.int64]) -> Self:
+        """Return the rows `index_B`, renumbered in this order; the order of positions is kept."""
+        new_row_B = torch.full((self.n_rows,), -1, dtype=torch.int64)  # -1: not selected
+        new_row_B[torch.from_numpy(index_B)] = torch.arange(len(index_B))
+        new_row_P = new_row_B.to(self.row_P.device)[self.row_P]
+        selected_P = torch.nonzero(new_row_P >= 0)[:, 0]
         return replace(
-            self.at_positions(among_P, place_P[among_P], len(chosen_B)),
-            loss_B=self.loss_B[torch.from_numpy(chosen_B).to(self.loss_B.device)],
-            tail=None if self.tail is None else self.tail.only(chosen_B),
+            self.at_positions(selected_P, new_row_P[selected_P], len(index_B)),
+            loss_B=self.loss_B[torch.from_numpy(index_B).to(self.loss_B.device)],
+            summary_batch=None if self.summary_batch is None else self.summary_batch.select_rows(index_B),
         )
 
     def rows(self, start: int, stop: int) -> Self:
         """Return the rows from `start` up to `stop`, with positions sorted by row."""
-        among_P = torch.nonzero((self.row_P >= start) & (self.row_P < stop))[:, 0]
-        row_P, order_P = torch.sort(self.row_P[among_P] - start, stable=True)
+        selected_P = torch.nonzero((self.row_P >= start) & (self.row_P < stop))[:, 0]
+        row_P, order_P = torch.sort(self.row_P[selected_P] - start, stable=True)
         return replace(
-            self.at_positions(among_P[order_P], row_P, stop - start),
+            self.at_positions(selected_P[order_P], row_P, stop - start),
             loss_B=self.loss_B[start:stop],
-            tail=None if self.tail is None else self.tail.rows(start, stop),
+            summary_batch=None if self.summary_batch is None else self.summary_batch.rows(start, stop),
             gradient_BK=None if self.gradient_BK is None else self.gradient_BK[start:stop],
         )
 
@@ -233,12 +243,19 @@ class Kernel(ABC):
 
     Args:
         model: sizes and device of the model.
+        settings: settings of features, such as ridge and exponent of the preconditioners.
         corpus: moments, shared with other kernels.
+
+    Attributes:
+        name: name in settings, and of its module.
+        needs: passes of the model that it needs.
+        kinds: classes of moments that it reads.
+        unit: unit of the array, for the manifest.
     """
 
     name: ClassVar[str]
     needs: ClassVar[Needs] = "forward"
-    kinds: ClassVar[tuple[type[Moments], ...]] = (HiddenMoments,)  # classes of moments that it reads
+    kinds: ClassVar[tuple[type[Moments], ...]] = (HiddenMoments,)
     unit: ClassVar[str] = GRADIENTS
 
     def __init__(self, model: ModelSizes, settings: FeatureSettings, corpus: CorpusMoments) -> None:
@@ -270,11 +287,11 @@ class Kernel(ABC):
 
     @abstractmethod
     def prepare(self, units: Batch) -> None:
-        """Fold the moments into the units; requires observed or loaded moments."""
+        """Compute the units' side of the kernel from their features and the moments, which are observed or loaded."""
 
     @abstractmethod
     def score(self, batch: Batch) -> Tensor:
-        """Return the numbers of the rows of a batch, (B, C), float32."""
+        """Return the relevance of the rows of a batch to each unit, or their sketch, (B, C), float32."""
 
     def self_relevance(self, units: Batch) -> F64:
         """Return the relevance of each unit to itself, (E,), by which columns are scaled."""
@@ -305,10 +322,10 @@ def relevance_scale(self_relevance_E: F64) -> F64:
     of two are exact.
     """
     self_relevance_E = np.abs(self_relevance_E)
-    positive = self_relevance_E > 0
-    typical = float(np.median(self_relevance_E[positive])) if positive.any() else 1.0
-    size_E = np.sqrt(np.where(positive, self_relevance_E, typical) * typical)
-    return np.asarray(np.exp2(np.clip(np.round(np.log2(size_E)) - 6.0, -100, 100)), dtype=np.float64)
+    is_positive_E = self_relevance_E > 0  # a unit whose gradient is 0 is scaled like a typical one
+    typical = float(np.median(self_relevance_E[is_positive_E])) if is_positive_E.any() else 1.0
+    bound_E = np.sqrt(np.where(is_positive_E, self_relevance_E, typical) * typical)
+    return np.asarray(np.exp2(np.clip(np.round(np.log2(bound_E)) - 6.0, -100, 100)), dtype=np.float64)
 
 
 def kernel_class(name: str) -> type[Kernel]:

@@ -40,18 +40,18 @@ class KnnTargets:
 
     mean_H: Tensor
     map_HH: Tensor  # whitening, divided by tau
-    point_SX: Tensor
-    label_S: Tensor
-    same_S: Tensor  # weight of k if labels agree, divided by |P_e|
-    other_S: Tensor  # weight that is subtracted at every position
+    point_SX: Tensor  # whitened hidden states, extended as in `_extend_points`
+    label_S: Tensor  # next token of each position
+    same_S: Tensor  # weight of k at row positions with the same next token, 1 / |P_e| included
+    other_S: Tensor  # weight of k that is subtracted at every row position, 1 / |P_e| included
     unit_S: Tensor
     n_units: int
 
     @property
-    def most_E(self) -> Tensor:  # noqa: N802 - a shape suffix
+    def bound_E(self) -> Tensor:  # noqa: N802 - a shape suffix
         """Return an upper bound of |relevance|, (E,): k <= 1, reached if all positions coincide with the unit's."""
-        most_S = torch.maximum(self.same_S.abs(), self.other_S.abs())
-        return most_S.new_zeros(self.n_units).index_add_(0, self.unit_S, most_S)
+        bound_S = torch.maximum(self.same_S.abs(), self.other_S.abs())
+        return bound_S.new_zeros(self.n_units).index_add_(0, self.unit_S, bound_S)
 
 
 def prepare_knn(
@@ -71,7 +71,9 @@ def prepare_knn(
         hidden_SH: hidden states at the units' supervised positions.
         residual: residuals, of which labels and losses are used.
         unit_S: unit of each position.
-        moments: moments of `whitener`.
+        n_units: number of units.
+        whitener: whitening of hidden states.
+        moments: moments to which `whitener` was fitted.
         states_MH: hidden states at sampled positions of the corpus.
         label_M: next token of each.
         weight_S: signed weight of each position of a unit, which is a sum of answers; None: 1.
@@ -80,36 +82,38 @@ def prepare_knn(
     device = hidden_SH.device
     label_S, by_label = torch.sort(residual.label_P, stable=True)
     hidden_SH, unit_S, loss_S = hidden_SH[by_label], unit_S[by_label], residual.loss_P[by_label]
-    # E|h~ - h~'|^2 = 2 tr(W Sigma W) for independent positions
-    spread = 2.0 * float(np.sum(whitener.map_HH * (moments.covariance_HH @ whitener.map_HH)))
+    # E|h~ - h~'|^2 = 2 tr(W Sigma W) for independent positions; tr(A^T B) = sum of A * B avoids the last product.
+    mean_square_distance = 2.0 * float(np.sum(whitener.map_HH * (moments.covariance_HH @ whitener.map_HH)))
     mean_H = torch.from_numpy(whitener.mean_H).float().to(device)
-    map_HH = torch.from_numpy(whitener.map_HH / (KERNEL_WIDTH * max(spread, 1e-300) ** 0.5)).float().to(device)
-    point_SX = _points((hidden_SH.float() - mean_H) @ map_HH)
-    point_SX = torch.cat(
-        [point_SX[:, :-2], point_SX[:, -1:], point_SX[:, -2:-1]], dim=1
-    )  # swap the last two coordinates, see `_points`
-    point_MX = _points((torch.from_numpy(states_MH).to(device) - mean_H) @ map_HH)
+    map_HH = (
+        torch.from_numpy(whitener.map_HH / (KERNEL_WIDTH * max(mean_square_distance, 1e-300) ** 0.5)).float().to(device)
+    )
+    point_SX = _extend_points((hidden_SH.float() - mean_H) @ map_HH)
+    # swap the last two coordinates, see `_extend_points`
+    point_SX = torch.cat([point_SX[:, :-2], point_SX[:, -1:], point_SX[:, -2:-1]], dim=1)
+    point_MX = _extend_points((torch.from_numpy(states_MH).to(device) - mean_H) @ map_HH)
     labels_M = torch.from_numpy(label_M).to(device)
     count = len(labels_M)
-    # Sums over the sample in float64: exp() spans many orders of magnitude. Ones are the pseudo-count.
-    near_S = torch.ones(len(label_S), dtype=torch.float64, device=device)
-    same_S = torch.zeros_like(near_S)
+    # M B_s and M A_s, summed over the sample in float64: exp() spans many orders of magnitude. The ones are the
+    # pseudo-count of a position at the unit's own hidden state, where k = 1; it keeps the divisors above 0.
+    all_S = torch.ones(len(label_S), dtype=torch.float64, device=device)
+    same_S = torch.zeros_like(all_S)
     for start in range(0, count, SAMPLED_POSITIONS):
         block = slice(start, start + SAMPLED_POSITIONS)
-        near_MS = torch.exp(point_MX[block] @ point_SX.T).double()
-        near_S += near_MS.sum(dim=0)
-        same_S += (near_MS * (labels_M[block, None] == label_S)).sum(dim=0)
+        kernel_MS = torch.exp(point_MX[block] @ point_SX.T).double()
+        all_S += kernel_MS.sum(dim=0)
+        same_S += (kernel_MS * (labels_M[block, None] == label_S)).sum(dim=0)
     prior_S = PRIOR * torch.exp(-loss_S.double()) + 1 / count
     positions_S = torch.bincount(unit_S, minlength=n_units)[unit_S].double()
     if weight_S is not None:
-        positions_S = positions_S / weight_S[by_label].double()
+        positions_S = positions_S / weight_S[by_label].double()  # a divisor below: the weight multiplies the result
     return KnnTargets(
         mean_H=mean_H,
         map_HH=map_HH,
         point_SX=point_SX,
         label_S=label_S,
-        same_S=(count / (same_S + prior_S * near_S) / positions_S).float(),
-        other_S=(count / ((1 + PRIOR) * near_S) / positions_S).float(),
+        same_S=(count / (same_S + prior_S * all_S) / positions_S).float(),
+        other_S=(count / ((1 + PRIOR) * all_S) / positions_S).float(),
         unit_S=unit_S,
         n_units=n_units,
     )
@@ -119,36 +123,39 @@ def knn_relevance(targets: KnnTargets, hidden_PH: Tensor, label_P: Tensor, row_P
     """Predict the relevance of `n_rows` rows to all units, (n_rows, E), float32.
 
     Args:
+        targets: the units' side, from `prepare_knn`.
         hidden_PH: hidden states at the rows' used positions.
         label_P: next token at each of them.
         row_P: row of each position, in [0, n_rows).
+        n_rows: number of rows.
     Positive: training on the row should lower the unit's loss. Cost: O(H S) per position.
     """
-    point_PX, label_P = _points((hidden_PH.float() - targets.mean_H) @ targets.map_HH), label_P.contiguous()
+    point_PX, label_P = _extend_points((hidden_PH.float() - targets.mean_H) @ targets.map_HH), label_P.contiguous()
     sum_NE = point_PX.new_zeros(n_rows, targets.n_units)
-    step = units_at_once(row_P)
+    step = unit_positions_per_block(row_P)
     for start in range(0, len(targets.unit_S), step):
         block = slice(start, start + step)
-        near_PS = (point_PX @ targets.point_SX[block].T).exp_()
-        near_NS = near_PS.new_zeros(n_rows, near_PS.shape[1]).index_add_(0, row_P, near_PS)
-        sum_NE.index_add_(1, targets.unit_S[block], near_NS.mul_(-targets.other_S[block]))
+        kernel_PS = (point_PX @ targets.point_SX[block].T).exp_()
+        kernel_NS = kernel_PS.new_zeros(n_rows, kernel_PS.shape[1]).index_add_(0, row_P, kernel_PS)
+        sum_NE.index_add_(1, targets.unit_S[block], kernel_NS.mul_(-targets.other_S[block]))
         # Pairs of equal labels are few. Labels of the block are sorted, so those of a position are one range of it.
-        first_P = torch.searchsorted(targets.label_S[block], label_P)
-        count_P = torch.searchsorted(targets.label_S[block], label_P, right=True) - first_P
+        # The ranges are concatenated: pair j has the row position p[j] and the unit position s[j].
+        start_P = torch.searchsorted(targets.label_S[block], label_P)
+        count_P = torch.searchsorted(targets.label_S[block], label_P, right=True) - start_P
         p = torch.repeat_interleave(torch.arange(len(label_P), device=label_P.device), count_P)
-        s = torch.arange(len(p), device=p.device) + (first_P - (count_P.cumsum(0) - count_P))[p]
+        s = torch.arange(len(p), device=p.device) + (start_P - (count_P.cumsum(0) - count_P))[p]
         place = row_P[p] * targets.n_units + targets.unit_S[block][s]
-        sum_NE.view(-1).index_add_(0, place, near_PS[p, s] * targets.same_S[block][s])
+        sum_NE.view(-1).index_add_(0, place, kernel_PS[p, s] * targets.same_S[block][s])
     return sum_NE / torch.bincount(row_P, minlength=n_rows).clamp(min=1)[:, None]
 
 
-def units_at_once(row_P: Tensor) -> int:
+def unit_positions_per_block(row_P: Tensor) -> int:
     """Return how many unit positions are paired with all positions of a batch at once."""
     elements = BLOCK_ELEMENTS if row_P.device.type == "cpu" else GPU_BLOCK_ELEMENTS
     return max(1, elements // max(1, len(row_P)))
 
 
-def _points(white_PH: Tensor) -> Tensor:
+def _extend_points(white_PH: Tensor) -> Tensor:
     """Return (x, -|x|^2 / 2, 1), whose inner product with (y, 1, -|y|^2 / 2) is -|x - y|^2 / 2.
 
     All exponents of the kernel then come from one matrix product.
@@ -167,10 +174,17 @@ class Knn(Kernel):
     def prepare(self, units: Batch) -> None:
         hidden = self.moments(HiddenMoments).value
         whitener = Whitener.of(hidden, self.settings)
-        of_units = units.row_P, units.n_rows
-        states = self.moments(SampledStates).value
+        states_MH, label_M = self.moments(SampledStates).value
         self._targets = prepare_knn(
-            units.hidden_PH, units.residual, *of_units, whitener, hidden, *states, units.weight_P
+            units.hidden_PH,
+            units.residual,
+            units.row_P,
+            units.n_rows,
+            whitener,
+            hidden,
+            states_MH,
+            label_M,
+            units.weight_P,
         )
 
     def score(self, batch: Batch) -> Tensor:
@@ -178,8 +192,9 @@ class Knn(Kernel):
         return knn_relevance(self._targets, batch.hidden_PH, label_P, batch.row_P, batch.n_rows)
 
     def scale(self, units: Batch) -> F64:
-        most_E = self._targets.most_E.double().cpu().numpy()
-        return np.asarray(np.exp2(np.maximum(np.ceil(np.log2(most_E / MAX_STORED)), 0.0)))
+        # The kernel is no inner product of gradients, so the bound replaces Cauchy-Schwarz of `relevance_scale`.
+        bound_E = self._targets.bound_E.double().cpu().numpy()
+        return np.asarray(np.exp2(np.maximum(np.ceil(np.log2(bound_E / MAX_STORED)), 0.0)))
 
 
 KERNEL = Knn

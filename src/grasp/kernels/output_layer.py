@@ -43,7 +43,7 @@ class CoordinateBlock:
     they are padded to the largest number.
     """
 
-    first: int  # compact index of the first coordinate
+    start: int  # compact index of the first coordinate
     unit_CE: Tensor  # int64, units that have the coordinate, padded with E
     present_CE: Tensor  # bool, False where padded
     bag: tuple[Tensor, Tensor, Tensor]  # per (coordinate, unit): unit positions, offsets, weights D_k xi_{s,k} / |P_e|
@@ -78,57 +78,70 @@ def prepare_targets(
         hidden_SH: hidden states at the units' supervised positions.
         residual: sparse residuals at these positions.
         unit_S: unit of each position.
+        n_units: number of units.
+        whitener: whitening W of hidden states, and preconditioner D of residuals.
         rows: rows per later call, which determines the size of coordinate blocks, not the result.
     Source: eq:kfac-inner-product, taken per token. Deviation: no pooling before the outer product, no damping.
     """
     device, vocab = hidden_SH.device, len(whitener.precondition_V)
-    square = torch.from_numpy(whitener.map_HH @ whitener.map_HH).to(device)
-    mean = torch.from_numpy(whitener.mean_H).to(device)
-    v_SH = ((hidden_SH.double() - mean) @ square).float()
+    # <W x, W y> = <x, W^2 y> since W is symmetric: whitening the units twice leaves only the centring to the rows.
+    # Products with W^2 are computed in float64, since its condition number is that of the covariance, and stored in
+    # float32.
+    square_HH = torch.from_numpy(whitener.map_HH @ whitener.map_HH).to(device)
+    mean_H = torch.from_numpy(whitener.mean_H).to(device)
+    v_SH = ((hidden_SH.double() - mean_H) @ square_HH).float()
     precondition_V = torch.from_numpy(whitener.precondition_V).to(device)
     positions_E = torch.bincount(unit_S, minlength=n_units)
     weight_SK = residual.value_PK.double() * precondition_V[residual.index_PK] / positions_E[unit_S][:, None]
 
     # Nonzero entries D_k xi_{s,k} / |P_e|; coordinates sorted by their number of units, descending.
-    keep = weight_SK.float() != 0
-    coordinate, weight = residual.index_PK[keep], weight_SK.float()[keep]
-    position = torch.arange(len(unit_S), device=device)[:, None].expand_as(keep)[keep]
+    is_nonzero_SK = weight_SK.float() != 0
+    coordinate, weight = residual.index_PK[is_nonzero_SK], weight_SK.float()[is_nonzero_SK]
+    position = torch.arange(len(unit_S), device=device)[:, None].expand_as(is_nonzero_SK)[is_nonzero_SK]
     pairs = torch.unique(coordinate * n_units + unit_S[position])
-    units_V = torch.bincount(torch.div(pairs, n_units, rounding_mode="floor"), minlength=vocab)
-    used = int((units_V > 0).sum())
-    by_units = torch.argsort(units_V, descending=True, stable=True)[:used]
+    n_units_V = torch.bincount(torch.div(pairs, n_units, rounding_mode="floor"), minlength=vocab)
+    n_used = int((n_units_V > 0).sum())
+    by_units = torch.argsort(n_units_V, descending=True, stable=True)[:n_used]
     compact_V = torch.full((vocab,), -1, dtype=torch.int64, device=device)
-    compact_V[by_units] = torch.arange(used, device=device)
+    compact_V[by_units] = torch.arange(n_used, device=device)
 
     # Sort entries by (coordinate, unit), so that those of one unit at one coordinate are contiguous.
     key, order = torch.sort(compact_V[coordinate] * n_units + unit_S[position], stable=True)
     pair, entries = torch.unique_consecutive(key, return_counts=True)
     # offsets of entries by (coordinate, unit) pair, and of pairs by coordinate
-    offset, pair_offset = (F.pad(torch.cumsum(count, 0), (1, 0)) for count in (entries, units_V[by_units]))
+    offset, pair_offset = (F.pad(torch.cumsum(count, 0), (1, 0)) for count in (entries, n_units_V[by_units]))
     blocks = []
-    first, counts = 0, units_V[by_units].cpu().numpy()
-    while first < used:
+    start, counts = 0, n_units_V[by_units].cpu().numpy()
+    max_coordinates = max(1, BLOCK_ELEMENTS // (v_SH.shape[1] * rows))
+    while start < n_used:
         # A block ends at a coordinate with half as many units as its first one, so that padding at most doubles the
         # work.
-        half_stop = int(np.searchsorted(-counts, -(int(counts[first]) // 2), side="left"))  # counts are descending
-        last = min(max(half_stop, first + 1), first + max(1, BLOCK_ELEMENTS // (v_SH.shape[1] * rows)), used)
-        low, high = int(pair_offset[first]), int(pair_offset[last])
-        begin, end = int(offset[low]), int(offset[high])
-        chosen = order[begin:end]
-        places = torch.arange(int(counts[first]), device=device)
-        present_CE = places < units_V[by_units[first:last]][:, None]
+        half_stop = int(np.searchsorted(-counts, -(int(counts[start]) // 2), side="left"))  # counts are descending
+        stop = min(max(half_stop, start + 1), start + max_coordinates, n_used)
+        pair_start, pair_stop = int(pair_offset[start]), int(pair_offset[stop])
+        entry_start, entry_stop = int(offset[pair_start]), int(offset[pair_stop])
+        entry = order[entry_start:entry_stop]
+        column = torch.arange(int(counts[start]), device=device)
+        present_CE = column < n_units_V[by_units[start:stop]][:, None]
         unit_CE = torch.full_like(present_CE, n_units, dtype=torch.int64)
-        unit_CE[present_CE] = pair[low:high] % n_units
-        bag = (position[chosen], offset[low : high + 1] - begin, weight[chosen])
-        blocks.append(CoordinateBlock(first, unit_CE, present_CE, bag))
-        first = last
+        unit_CE[present_CE] = pair[pair_start:pair_stop] % n_units
+        bag = (position[entry], offset[pair_start : pair_stop + 1] - entry_start, weight[entry])
+        blocks.append(CoordinateBlock(start, unit_CE, present_CE, bag))
+        start = stop
     if sum(block.unit_CE.numel() for block in blocks) * v_SH.shape[1] <= CACHED_ELEMENTS:
         blocks = [replace(block, vector_CEH=block.vectors(v_SH)) for block in blocks]
-    return OutputLayerTargets(mean.float(), v_SH, compact_V, tuple(blocks), n_units)
+    return OutputLayerTargets(mean_H.float(), v_SH, compact_V, tuple(blocks), n_units)
 
 
 def weighted_sums(vector_XH: Tensor, index: Tensor, offset: Tensor, weight: Tensor) -> Tensor:
-    """Sum the weighted vectors of each run of `index`: a sparse-dense product, as an embedding bag."""
+    """Sum the weighted vectors of each run of `index`: a sparse-dense product, as an embedding bag.
+
+    Args:
+        vector_XH: vectors to sum.
+        index: vector of each entry.
+        offset: start of each run of entries, and the end of the last one.
+        weight: weight of each entry.
+    """
     return F.embedding_bag(index, vector_XH, offset, mode="sum", per_sample_weights=weight, include_last_offset=True)
 
 
@@ -138,26 +151,28 @@ def output_layer_relevance(
     """Predict the relevance of `n_rows` rows to all units, (n_rows, E), float32.
 
     Args:
+        targets: the units' side, from `prepare_targets`.
         hidden_PH: hidden states at the rows' used positions.
         residual: sparse residuals at these positions.
         row_P: row of each position, in [0, n_rows), ascending.
+        n_rows: number of rows.
     Positive: training on the row should lower the unit's loss. Source: eq:kfac-inner-product per token.
     """
     centred_PH = hidden_PH.float() - targets.mean_H
 
     # Sort entries of the residual by (compact coordinate, row); `offset` is the first entry of each key.
-    used = sum(len(block.unit_CE) for block in targets.blocks)
-    n_keys = used * n_rows
-    short = torch.int32 if n_keys + n_rows < torch.iinfo(torch.int32).max else torch.int64
-    compact_V = torch.where(targets.compact_V < 0, used, targets.compact_V).to(short)
-    key_PK = compact_V[residual.index_PK].mul_(n_rows).add_(row_P[:, None].to(short))
+    n_used = sum(len(block.unit_CE) for block in targets.blocks)
+    n_keys = n_used * n_rows
+    key_type = torch.int32 if n_keys + n_rows < torch.iinfo(torch.int32).max else torch.int64  # half the memory
+    compact_V = torch.where(targets.compact_V < 0, n_used, targets.compact_V).to(key_type)
+    key_PK = compact_V[residual.index_PK].mul_(n_rows).add_(row_P[:, None].to(key_type))
     key_PK.clamp_(max=n_keys)  # coordinates that no unit has get the last key
-    count, n_kept = key_PK.shape
+    n_positions, n_kept = key_PK.shape
     if key_PK.device.type == "cpu":
         # scipy's CSR to CSC conversion is a counting sort, six times as fast as torch.sort
-        start_P = np.arange(count + 1, dtype=key_PK.numpy().dtype) * n_kept
+        start_P = np.arange(n_positions + 1, dtype=key_PK.numpy().dtype) * n_kept
         by_position = residual.value_PK.numpy().ravel(), key_PK.numpy().ravel(), start_P
-        by_key = csr_array(by_position, shape=(count, n_keys + 1)).tocsc()
+        by_key = csr_array(by_position, shape=(n_positions, n_keys + 1)).tocsc()
         sorted_entries = by_key.indptr[: n_keys + 1], by_key.indices, by_key.data
         offset, position, value = (torch.from_numpy(part) for part in sorted_entries)
     else:
@@ -167,27 +182,28 @@ def output_layer_relevance(
 
     sum_EN = centred_PH.new_zeros(targets.n_units + 1, n_rows)  # the last row receives the padding
     for block in targets.blocks:
-        coordinates = len(block.unit_CE)
-        block_offset = offset[block.first * n_rows : (block.first + coordinates) * n_rows + 1]
-        low, high = int(block_offset[0]), int(block_offset[-1])
-        gradient = weighted_sums(centred_PH, position[low:high], block_offset - low, value[low:high])
-        gradient_CNH = gradient.view(coordinates, n_rows, -1)  # G_{i,k} for the coordinates of the block
+        n_coordinates = len(block.unit_CE)
+        block_offset = offset[block.start * n_rows : (block.start + n_coordinates) * n_rows + 1]
+        start, stop = int(block_offset[0]), int(block_offset[-1])
+        gradient = weighted_sums(centred_PH, position[start:stop], block_offset - start, value[start:stop])
+        gradient_CNH = gradient.view(n_coordinates, n_rows, -1)  # G_{i,k} for the coordinates of the block
         product_CEN = torch.bmm(block.vectors(targets.v_SH), gradient_CNH.transpose(1, 2))
         sum_EN.index_add_(0, block.unit_CE.reshape(-1), product_CEN.reshape(-1, n_rows))
-    positions_N = torch.bincount(row_P, minlength=n_rows).clamp(min=1)
+    positions_N = torch.bincount(row_P, minlength=n_rows).clamp(min=1)  # a row without positions has relevance 0
     return (sum_EN[:-1] / positions_N).T.contiguous()
 
 
 class OutputLayer(Kernel):
-    """The main kernel: gradients of the output layer."""
+    """The kernel of the gradients of the output layer."""
 
     name = "output_layer"
     kinds = (HiddenMoments,)
 
     def prepare(self, units: Batch) -> None:
         whitener = Whitener.of(self.moments(HiddenMoments).value, self.settings)
-        of_units = units.row_P, units.n_rows
-        self._targets = prepare_targets(units.hidden_PH, units.residual, *of_units, whitener, ROWS_AT_ONCE)
+        self._targets = prepare_targets(
+            units.hidden_PH, units.residual, units.row_P, units.n_rows, whitener, ROWS_AT_ONCE
+        )
 
     def score(self, batch: Batch) -> Tensor:
         return output_layer_relevance(self._targets, batch.hidden_PH, batch.residual, batch.row_P, batch.n_rows)

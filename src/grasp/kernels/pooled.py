@@ -1,5 +1,7 @@
 """Relevance from summaries of rows and units, as in the paper: hidden match times residual match.
 
+Start with `prepare_units` and `pooled_relevance`.
+
 Shape letters: N rows, E units, H hidden width, V vocabulary, C coordinates that many units share.
 """
 
@@ -51,12 +53,12 @@ def prepare_units(unit_hidden_EH: Floats, unit_residual_EV: csr_array, precondit
     is_rare_V[shared_C] = 0.0
     rare_VE = csr_array(diags_array(is_rare_V) @ scaled_VE)
     rare_VE.eliminate_zeros()
-    kind = np.result_type(unit_residual_EV.dtype, unit_hidden_EH.dtype)
+    dtype = np.result_type(unit_residual_EV.dtype, unit_hidden_EH.dtype)
     return PreparedUnits(
         hidden_EH=unit_hidden_EH,
         shared_C=shared_C,
-        shared_CE=np.ascontiguousarray(scaled_VE[shared_C].toarray(), dtype=kind),
-        rare_VE=rare_VE.astype(kind),
+        shared_CE=np.ascontiguousarray(scaled_VE[shared_C].toarray(), dtype=dtype),
+        rare_VE=rare_VE.astype(dtype),
     )
 
 
@@ -68,6 +70,7 @@ def pooled_relevance(hidden_NH: Floats, residual_NV: csr_array, units: PreparedU
     Args:
         hidden_NH: whitened row summaries.
         residual_NV: pooled sparse row residuals, not scaled; at most K + 1 entries per pooled position.
+        units: the units' side, from `prepare_units`.
     Returns:
         (N, E), unitless, in the precision of the inputs. Positive: training on the row should lower the unit's loss.
     Source: eq:grasp-components; eq:grasp-score, a = R sgn(H) log(1 + |H|). Deviation: none.
@@ -93,14 +96,14 @@ class Pooled(Kernel):
         self._units = prepare_units(white_EH, summary.residual_NV, self._whitener.precondition_V)
 
     def score(self, batch: Batch) -> Tensor:
-        return torch.from_numpy(self._of(batch).astype(np.float32))
+        return torch.from_numpy(self._relevance(batch).astype(np.float32))
 
-    def _of(self, batch: Batch) -> Floats:
+    def _relevance(self, batch: Batch) -> Floats:
         white_BH = self._whitener.whiten(batch.summary.hidden_NH)
         return pooled_relevance(white_BH, batch.summary.residual_NV, self._units)
 
     def self_relevance(self, units: Batch) -> F64:
-        return np.asarray(self._of(units), dtype=np.float64).diagonal().copy()
+        return np.asarray(self._relevance(units), dtype=np.float64).diagonal().copy()
 
 
 KERNEL = Pooled

@@ -21,19 +21,20 @@ class ResidualSketch(SummarySketch):
         return self.settings.residual_width
 
     def prepare(self, units: Batch) -> None:
-        count = CountSketch.draw(self.model.vocab_size, self.width, self.settings.seed, "residual")
-        self._bucket_V = torch.from_numpy(count.bucket).to(self.model.device)
+        sketch = CountSketch.draw(self.model.vocab_size, self.width, self.settings.seed, "residual")
+        self._bucket_V = torch.from_numpy(sketch.bucket).to(self.model.device)
         # D^{1/2} on both sides of an inner product is the D of the residual match.
-        weight_V = count.sign * np.sqrt(self.whitener().precondition_V)
+        weight_V = sketch.sign * np.sqrt(self.whitener().precondition_V)
         self._weight_V = torch.from_numpy(weight_V).float().to(self.model.device)
 
     def score(self, batch: Batch) -> Tensor:
-        at = batch.tail or batch
-        index_PK = at.residual.index_PK
-        value_PK = at.residual.value_PK.float() * self._weight_V[index_PK]
-        place_PK = at.row_P[:, None] * self.width + self._bucket_V[index_PK]
-        sum_BD = value_PK.new_zeros(at.n_rows * self.width).index_add_(0, place_PK.flatten(), value_PK.flatten())
-        return sum_BD.view(at.n_rows, self.width) / at.positions_B[:, None]
+        pooled = batch.summary_batch or batch
+        index_PK = pooled.residual.index_PK
+        value_PK = pooled.residual.value_PK.float() * self._weight_V[index_PK]
+        # index_add_ over (row, bucket) sums the coordinates of all positions of a row in one pass
+        bucket_PK = pooled.row_P[:, None] * self.width + self._bucket_V[index_PK]
+        sum_BD = value_PK.new_zeros(pooled.n_rows * self.width).index_add_(0, bucket_PK.flatten(), value_PK.flatten())
+        return sum_BD.view(pooled.n_rows, self.width) / pooled.positions_B[:, None]
 
 
 KERNEL = ResidualSketch

@@ -1,6 +1,7 @@
 """Seeded random projections: JL for hidden states, CountSketch for residuals, TensorSketch for their product.
 
-Maps are drawn with numpy and applied with torch or scipy, so that they are equal on every device.
+Maps are drawn with numpy and applied with torch or scipy, so that they are equal on every device. Start with
+`gaussian_projection`, `CountSketch` and `ProductMaps`.
 Shape letters: P positions, N rows, H hidden width, V vocabulary, D sketch width, F frequencies.
 """
 
@@ -44,6 +45,7 @@ class CountSketch:
 
     @classmethod
     def draw(cls, size: int, width: int, seed: int, purpose: str) -> Self:
+        """Draw a bucket and a sign for each of `size` coordinates; `purpose` names the random stream."""
         generator = stream(seed, "sketch", purpose, width, size)
         return cls(
             bucket=generator.integers(0, width, size=size),
@@ -73,6 +75,7 @@ class ProductMaps:
 
     @classmethod
     def prepare(cls, whitener: Whitener, width: int, seed: int, device: torch.device) -> Self:
+        """Draw both CountSketches, and fold the whitening into the dense one and D^{1/2} into the sparse one."""
         hidden = CountSketch.draw(len(whitener.mean_H), width, seed, "product-hidden")
         residual = CountSketch.draw(len(whitener.precondition_V), width, seed, "product-residual")
         weight_V = residual.sign * np.sqrt(whitener.precondition_V)
@@ -86,6 +89,7 @@ class ProductMaps:
 
     def apply(self, hidden_PH: Tensor, residual: SparseResidual, row_P: Tensor, n_rows: int) -> Tensor:
         """Return sketches of `n_rows` rows, (n_rows, D), float32; `row_P` is the row of each position."""
+        # Centre before projecting: a large mean would cancel in float32 after the projection.
         hidden_PD = (hidden_PH.float() - self.mean_H) @ self.hidden_HD
         residual_PD = torch.zeros_like(hidden_PD)
         signed_PK = residual.value_PK * self.weight_V[residual.index_PK]

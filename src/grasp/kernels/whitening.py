@@ -1,6 +1,7 @@
 """Mergeable first and second moments of one dense and one sparse feature, in float64, and whitening by them.
 
-For the output layer these are hidden states and residuals, for the input embedding gradients and one-hot input tokens.
+For the output layer these are hidden states and residuals; for the input embedding they are gradients with respect to
+hidden states, and one-hot input tokens.
 Kernels share moments by class. Start with `Moments` and `Whitener`.
 Shape letters: P positions or rows, H hidden width, V vocabulary, M sampled positions.
 """
@@ -55,7 +56,7 @@ class MomentAccumulator:
         self._square_V += np.bincount(index.ravel(), weights=square, minlength=len(self._square_V))
 
     def merge(self, other: Self) -> None:
-        """Fold another accumulator into this one."""
+        """Add the samples of another accumulator."""
         self._dense.merge(other._dense)
         self._square_V += other._square_V
 
@@ -76,13 +77,18 @@ def whitening_map(covariance_HH: F64, tau: float) -> F64:
 
     Source: eq:grasp-hidden-whiten. Deviation: none; the paper leaves the Tikhonov term open.
     A constant hidden state (trace 0) is left unscaled.
+
+    Args:
+        covariance_HH: covariance, or second moment of gradients.
+        tau: ridge relative to the mean eigenvalue tr(Sigma) / H; without a unit.
     """
     width = len(covariance_HH)
     ridge = tau * float(np.trace(covariance_HH)) / width
     if ridge <= 0.0:
         return np.eye(width)
-    # eigh, not Cholesky: the symmetric root does not depend on the order of the coordinates. Eigenvalues that rounding
-    # made negative are clipped.
+    # W = Q (Lambda + ridge)^-1/2 Q^T. The symmetric root by eigh, not the triangular one by Cholesky, since it does not
+    # depend on the order of the coordinates. Rounding may make eigenvalues of a singular covariance slightly negative;
+    # they are clipped, so that the ridge bounds every factor by 1 / sqrt(ridge).
     value_H, vector_HH = np.linalg.eigh(covariance_HH)
     scale_H = 1.0 / np.sqrt(np.maximum(value_H, 0.0) + ridge)
     return np.asarray((vector_HH * scale_H) @ vector_HH.T, dtype=np.float64)
@@ -90,6 +96,9 @@ def whitening_map(covariance_HH: F64, tau: float) -> F64:
 
 def preconditioner(gamma_V: F64, alpha: float, epsilon: float) -> F64:
     """Return D = (gamma + eps)^-alpha, (V,), with eps relative to the mean gamma of coordinates that occur.
+
+    The mean is over coordinates that occur because most of a vocabulary does not: over all of them it would be near 0,
+    and a coordinate that the sample lacks would get a huge weight.
 
     Source: eq:grasp-components. Deviation: the paper does not say what eps is relative to.
     """
@@ -108,7 +117,7 @@ class Whitener:
 
     @classmethod
     def fit(cls, moments: SecondMoments, *, tau: float, alpha: float, epsilon: float, centred: bool = True) -> Self:
-        """Compute the maps; if not `centred` (gradients), W is of the second moment, and the mean is 0."""
+        """Compute the maps; unless `centred` (gradients), W is of the uncentred second moment, and the mean is 0."""
         return cls(
             mean_H=moments.mean_H if centred else np.zeros_like(moments.mean_H),
             map_HH=whitening_map(moments.covariance_HH if centred else moments.second_moment, tau),
@@ -118,8 +127,7 @@ class Whitener:
     @classmethod
     def of(cls, moments: SecondMoments, settings: FeatureSettings, *, centred: bool = True) -> Self:
         """Compute the maps with the parameters of the build's settings."""
-        weighing = {"tau": settings.tau, "alpha": settings.alpha, "epsilon": settings.epsilon}
-        return cls.fit(moments, **weighing, centred=centred)
+        return cls.fit(moments, tau=settings.tau, alpha=settings.alpha, epsilon=settings.epsilon, centred=centred)
 
     def whiten(self, hidden_NH: NDArray[np.floating]) -> F64:
         """Return h~ = W (h - mean), (N, H), float64. Source: eq:grasp-hidden-whiten."""
@@ -197,8 +205,8 @@ class HiddenMoments(FeatureMoments):
     prefix = "hidden"
 
     def observe(self, batch: "Batch") -> None:
-        at = batch.residual
-        self._sums.add(batch.hidden_PH.cpu().numpy(), at.index_PK.cpu().numpy(), at.value_PK.cpu().numpy())
+        index_PK, value_PK = batch.residual.index_PK.cpu().numpy(), batch.residual.value_PK.cpu().numpy()
+        self._sums.add(batch.hidden_PH.cpu().numpy(), index_PK, value_PK)
 
 
 class DeltaMoments(FeatureMoments):
