@@ -30,7 +30,7 @@ from grasp.build.add_targets import add_target
 from grasp.build.forecast import forecast
 from grasp.build.inputs import ON_DISK, prepare
 from grasp.build.model_pass import observe_part, read_batches
-from grasp.build.pipeline import Sample, build_artifact, decided, training_notes
+from grasp.build.pipeline import Sample, build_artifact, resolve_settings, training_notes
 from grasp.build.provenance import BuildSource
 from grasp.errors import ArtifactError, GraspError, ModelError, ProtocolError, SettingsError
 from grasp.files import discard
@@ -875,7 +875,7 @@ def test_what_will_be_trained_says_which_kernels_stand_beside_output_layer_and_e
 def test_a_build_that_is_not_told_what_will_be_trained_stops_before_any_work(root, tmp_path):
     silent = write_checkpoint(tmp_path / "silent", train=None)
     settings = world(root, train=None)
-    assert decided(settings, ON_DISK).train == "new"  # the checkpoint says it
+    assert resolve_settings(settings, ON_DISK).train == "new"  # the checkpoint says it
     unsaid = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(silent)})})
     with pytest.raises(SettingsError, match=r"--train: .*`--train further`"):
         build_artifact(unsaid, tmp_path / "artifact")

@@ -75,7 +75,7 @@ def test_a_learning_curve_rises_where_relevance_says_nothing_and_ends_where_runs
     expected = fit_outcomes(predictor, artifact, runs)
     curve = learning_curve(expected)
     assert curve.counts == (0, 4, 8, 16)
-    assert curve.rho_KT.shape == curve.spread_KT.shape == (4, 1)
+    assert curve.rho_KT.shape == curve.std_KT.shape == (4, 1)
     assert curve.rho_KT[-1, 0] > max(0.7, curve.rho_KT[0, 0] + 0.2)
     np.testing.assert_array_equal(curve.rho_KT, learning_curve(expected).rho_KT)
     few, _ = imported(n=15)

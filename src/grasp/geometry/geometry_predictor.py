@@ -143,7 +143,7 @@ class InteractionPredictor(Predictor):
         parts, counts = dict[str, F64](), self.protocol.weighting == "count"
         for name, kernel in self.task_kernels.items():
             share_T, mean_T = self.task.shares[name], kernel.rows.mean_E
-            sum_BT = share_T * (kernel.held.sums(weights) - np.outer(sums.effective_B, mean_T))
+            sum_BT = share_T * (kernel.relevance.sums(weights) - np.outer(sums.effective_B, mean_T))
             offset_T = share_T * mean_T if counts else np.zeros_like(share_T)
             parts[f"part_{name}"] = self.task.gain_C * self._relative(sum_BT, offset_T, sums)
         parts |= {f"part_{name}": part_B for name, part_B in self.terms.parts(sums.normed, sums.mass).items()}

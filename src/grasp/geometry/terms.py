@@ -228,7 +228,7 @@ def family_moments(
         mass = SubsetMass.from_weights(weights)
         values = {
             name: subset_relevance(
-                kernel.held.sums(weights),
+                kernel.relevance.sums(weights),
                 kernel.rows.mean_E * kernel.rows.n_rows,
                 mass,
                 protocol.side,

@@ -173,7 +173,7 @@ class KernelRelevance:
     """The relevance of one kernel with its moments; one column per task, or per unit."""
 
     rows: StreamingMoments  # moments over the rows of the corpus
-    held: RowSums
+    relevance: RowSums
 
     @classmethod
     def for_units(cls, artifact: ArtifactReader, kernel: str, units: UnitSelection, negative: float) -> Self:
@@ -227,7 +227,7 @@ class Level:
         """
 
         def added() -> Iterator[tuple[int, F64]]:
-            readers = [kernels[name].held.blocks() for name in slopes]
+            readers = [kernels[name].relevance.blocks() for name in slopes]
             for parts in zip(*readers, strict=True):
                 terms = (block * slope_C for (_, block), slope_C in zip(parts, slopes.values(), strict=True))
                 yield parts[0][0], functools.reduce(operator.iadd, terms)
@@ -239,7 +239,7 @@ class Level:
             effects = RowSums(
                 lambda: ((start, ((block - before.mean_E) * inverse_C).astype(np.float32)) for start, block in added()),
                 first.rows.n_rows,
-                first.held.width,
+                first.relevance.width,
             )
         else:
             effects = RowSums.over(held_NC)
@@ -454,7 +454,7 @@ class Predictor:
         """
         parts, effective = dict[str, F64](), self.effective_weights(weights)
         for name, kernel in self.task_kernels.items():
-            sum_BT = kernel.held.sums(effective) - np.outer(sums.effective_B, kernel.rows.mean_E)
+            sum_BT = kernel.relevance.sums(effective) - np.outer(sums.effective_B, kernel.rows.mean_E)
             sum_BT = self.task.shares[name] * sum_BT
             parts[f"part_{name}"] = self._mean(sum_BT, sums, 0.0)
         parts[f"part_{REPETITION_PART}"] = np.outer(
@@ -553,7 +553,7 @@ def assemble_predictor(
         text = KernelRelevance(StreamingMoments.from_blocks(held.blocks()), held)
         slopes = {name: slope_T * rho_T for name, slope_T in slopes.items()} | {TEXT_PART: 1.0 - rho_T}
         kernels, scales = kernels | {TEXT_PART: text}, {**scales, TEXT_PART: text.rows.spread}
-    first_NT = next(iter(kernels.values())).held.held_NC
+    first_NT = next(iter(kernels.values())).relevance.held_NC
     assert first_NT is not None
     task = Level.from_kernels(slopes, kernels, scales, np.empty_like(first_NT) if components else first_NT)
     if unit_level is not None:

@@ -74,7 +74,7 @@ def label_trends(
     candidates = models, [path.name for path in paths], [str(path) for path in paths], numbered
     names = next(candidate for candidate in candidates if len(set(candidate)) == len(candidate))
     relevance = [
-        KernelRelevance.for_tasks(artifact, kernel, UnitSelection.from_targets(artifact, targets), 1.0, 1.0).held
+        KernelRelevance.for_tasks(artifact, kernel, UnitSelection.from_targets(artifact, targets), 1.0, 1.0).relevance
         for artifact in artifacts
     ]
     trends = []

@@ -306,7 +306,7 @@ def _curves(findings: Findings, default_method: MethodResult) -> list[View]:
     curve = findings.curve
     if curve is None or isinstance(findings.outcomes, Missing):
         return []
-    low_KT, high_KT = curve.rho_KT - curve.spread_KT, curve.rho_KT + curve.spread_KT
+    low_KT, high_KT = curve.rho_KT - curve.std_KT, curve.rho_KT + curve.std_KT
     least = min(0.0, float(low_KT.min(initial=0.0)))
     left_K = np.linspace(LEFT + 10, RIGHT - 10, len(curve.counts))
 

@@ -59,15 +59,15 @@ def match_targets(runs: TrainingRuns, artifact: ArtifactReader) -> dict[str, str
         command = runs.info.build_command(runs.path)
         raise RunsError(f"{err}" + (f": {command}" if command else "")) from err
     loss_on = artifact.manifest.settings.get("targets", {}).get("loss_on", "completion")
-    known = unit_fingerprints(artifact, loss_on)
+    fingerprints = unit_fingerprints(artifact, loss_on)
     common: dict[str, str] = {}
     for name, info in runs.info.targets.items():
         artifact_target = name.removesuffix(ALL_SUFFIX)
         if artifact_target not in artifact.targets or info.loss_on != loss_on:
             continue
-        if known[artifact_target] != info.fingerprint:
+        if fingerprints[artifact_target] != info.fingerprint:
             raise RunsError(
-                f"{where}: units of {name} have fingerprint {known[artifact_target]}, but {runs.path} scored "
+                f"{where}: units of {name} have fingerprint {fingerprints[artifact_target]}, but {runs.path} scored "
                 f"{info.fingerprint}; build with the same target settings (variant, loss_on, units_per_target, seed)"
             )
         common[name] = artifact_target
@@ -81,11 +81,18 @@ def match_targets(runs: TrainingRuns, artifact: ArtifactReader) -> dict[str, str
 
 @dataclass(frozen=True)
 class Alignment:
-    """Runs and an artifact of the same corpus and targets, with the subsets of the runs."""
+    """Runs and an artifact of the same corpus and targets, with the subsets of the runs.
+
+    Attributes:
+        runs: retrained or imported runs.
+        source: the artifact.
+        run_targets: name of each common target in the runs, by its name in the artifact.
+        blocks: subsets of the runs as weights of the rows of the artifact.
+    """
 
     runs: TrainingRuns
     source: ArtifactReader
-    run_targets: Mapping[str, str]  # target name in the artifact -> target name in the runs
+    run_targets: Mapping[str, str]
     blocks: tuple[SubsetBlock, ...]
 
     @classmethod
@@ -127,31 +134,36 @@ class Alignment:
             [predictor.unit_change(block.weights, subset_sums) for block, subset_sums in pairs]
         )
 
-    def predictions(self, method: str, match_targets: Sequence[str], task_BT: F64, unit_BE: F64) -> Predictions:
+    def predictions(self, method: str, artifact_targets: Sequence[str], task_BT: F64, unit_BE: F64) -> Predictions:
         """Return predictions of targets and units under the target names of the runs.
 
         Args:
             method: name of the method.
-            match_targets: names of the targets in the artifact.
+            artifact_targets: names of the targets in the artifact.
             task_BT: predictions of targets.
             unit_BE: predictions of units; without columns if there are none.
         """
         return Predictions(
             method=method,
             subset_ids=tuple(name for block in self.blocks for name in block.subset_ids),
-            units=tuple((self.run_targets[target], unit) for target, unit in self.units(match_targets))
+            units=tuple((self.run_targets[target], unit) for target, unit in self.units(artifact_targets))
             if unit_BE.shape[1]
             else (),
             values_BE=unit_BE,
-            task_B={self.run_targets[target]: task_BT[:, t] for t, target in enumerate(match_targets)},
+            task_B={self.run_targets[target]: task_BT[:, t] for t, target in enumerate(artifact_targets)},
         )
 
     def additive(self, protocols: Mapping[str, ScoringProtocol], targets: Sequence[str]) -> list[Predictions]:
-        """Predict targets and units with additive protocols, as `grasp predict` does."""
-        match_targets, results = self.artifact_targets_of(targets), []
+        """Predict targets and units with additive protocols, as `grasp predict` does.
+
+        Args:
+            protocols: protocols by the name of the method.
+            targets: names of the targets in the runs.
+        """
+        artifact_targets, results = self.artifact_targets_of(targets), []
         for name, protocol in protocols.items():
-            predictor = Predictor.from_artifact(self.source, protocol, match_targets, per_unit=True)
-            predictions = self.predictions(name, match_targets, *self.changes(predictor))
+            predictor = Predictor.from_artifact(self.source, protocol, artifact_targets, per_unit=True)
+            predictions = self.predictions(name, artifact_targets, *self.changes(predictor))
             results.append(replace(predictions, cost=read_cost(protocol.arrays, self.source)))
         return results
 
@@ -182,30 +194,30 @@ class ImportedRuns(TrainingRuns):
         """
         metric_of: dict[str, str] = {}  # by target: the metric with its name, preferably a loss
         for target in artifact.targets:
-            if fitting := [name for name in table.metrics if name == target or name.startswith(f"{target}/")]:
-                metric_of[target] = next((name for name in fitting if "loss" in name), fitting[0])
+            if of_target := [name for name in table.metrics if name == target or name.startswith(f"{target}/")]:
+                metric_of[target] = next((name for name in of_target if "loss" in name), of_target[0])
         if not metric_of:
             raise RunsError(
                 f"{table.name}: has metrics {', '.join(table.metrics[:MAX_LISTED])}, the artifact has targets "
                 f"{', '.join(artifact.targets)}; a metric must be named after its target, e.g. sciq or sciq/acc"
             )
         loss_on = artifact.manifest.settings.get("targets", {}).get("loss_on", "completion")
-        known = unit_fingerprints(artifact, loss_on)
+        fingerprints = unit_fingerprints(artifact, loss_on)
         columns = [table.metrics.index(name) for name in metric_of.values()]
         self.values_RST = table.utility_RST()[:, :, columns]
         digest = hashlib.blake2b(table.weights_RG().tobytes() + self.values_RST.tobytes(), digest_size=16)
-        each_seed = not np.isnan(self.values_RST).any()
+        has_all_seeds = not np.isnan(self.values_RST).any()
         super().__init__(
             path,
             RetrainedRunsInfo(
                 role="dev",
                 recipe="imported",
                 recipe_settings={"runs": digest.hexdigest()},
-                seeds=tuple(range(self.values_RST.shape[1] if each_seed else 1)),
+                seeds=tuple(range(self.values_RST.shape[1] if has_all_seeds else 1)),
                 corpus_fingerprint=artifact.manifest.fingerprints.get("corpus", "none"),
                 n_rows=artifact.n_rows,
                 targets={
-                    target: TargetInfo(fingerprint=known[target], loss_on=loss_on, unit_ids=(WHOLE_TASK,))
+                    target: TargetInfo(fingerprint=fingerprints[target], loss_on=loss_on, unit_ids=(WHOLE_TASK,))
                     for target in metric_of
                 },
                 subset_ids=table.runs,
@@ -214,22 +226,22 @@ class ImportedRuns(TrainingRuns):
             ),
         )
         self._subsets, notes = row_weights(table, artifact)
-        same = [f"{target}: {name}" for target, name in metric_of.items() if name != target]
-        self.notes = [f"metrics of the runs: {'; '.join(same)}"] if same else []
+        renamed = [f"{target}: {name}" for target, name in metric_of.items() if name != target]
+        self.notes = [f"metrics of the runs: {'; '.join(renamed)}"] if renamed else []
         self.notes += [*notes, "the runs only have results of whole tasks, so metrics of single units are undefined"]
         units = set()  # nats, or the name of the metric, with the prefix `less_` if lower is better
         for target, metric in metric_of.items():
-            short = metric.removeprefix(target).strip("/").lower()
-            less = "less_" if table.info.metrics[metric] == "lower" else ""
-            units.add("nats" if re.search(NATS, short) else less + (re.sub(r"\W+", "_", short) or "metric"))
+            short_name = metric.removeprefix(target).strip("/").lower()
+            prefix = "less_" if table.info.metrics[metric] == "lower" else ""
+            units.add("nats" if re.search(NATS, short_name) else prefix + (re.sub(r"\W+", "_", short_name) or "metric"))
         self.unit = units.pop() if len(units) == 1 else "metric"
         metrics = ", ".join(metric_of.values())
-        self._described = f"{metrics} (above 0 is better)", f"by the {len(table)} runs of {path.name}"
+        self._measurement = f"{metrics} (above 0 is better)", f"by the {len(table)} runs of {path.name}"
         self._label = table.info.label
 
     @property
     def measurement(self) -> tuple[str, str]:
-        return self._described
+        return self._measurement
 
     @property
     def label(self) -> str | None:
@@ -249,9 +261,8 @@ class ImportedRuns(TrainingRuns):
     def _values(self) -> F64:
         values_RST = self.values_RST
         if len(self.info.seeds) < values_RST.shape[1] or np.isnan(values_RST).any():
-            values_RST = np.nanmean(
-                values_RST, axis=1, keepdims=True
-            )  # some runs lack seeds: use the mean of the available ones
+            # some runs lack seeds: use the mean of the available ones
+            values_RST = np.nanmean(values_RST, axis=1, keepdims=True)
         return values_RST.swapaxes(0, 1).reshape(-1, values_RST.shape[2])
 
 
@@ -259,6 +270,7 @@ def bind_runs(artifact: ArtifactReader, runs: TrainingRuns | RunTable | Path | s
     """Return retrained runs as they are, and imported ones with their subsets in the rows of the artifact.
 
     Args:
+        artifact: artifact of the corpus of the runs.
         runs: opened runs, or the directory that holds them.
     """
     opened = runs if isinstance(runs, TrainingRuns) else open_runs(runs)
@@ -297,8 +309,8 @@ def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBl
     code_of = {name: code for code, name in enumerate(column.names())}
     # a prefix that all names in the table share may be missing in the labels, e.g. train_arxiv, train_github
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(min(runs.values), max(runs.values), strict=False))
-    common = "".join(letter for letter, _ in pairs)
-    spellings = (list(runs.values), [name.removeprefix(common) for name in runs.values])
+    common_prefix = "".join(letter for letter, _ in pairs)
+    spellings = (list(runs.values), [name.removeprefix(common_prefix) for name in runs.values])
     names = next((names for names in spellings if all(name in code_of for name in names)), None)
     if names is None:
         missing = [name for name in runs.values if name not in code_of]
@@ -306,12 +318,12 @@ def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBl
             f"{runs.name}: {len(missing)} values of {runs.info.label} are not in the artifact: "
             f"{', '.join(missing[:MAX_LISTED])}; it has {', '.join(list(code_of)[:MAX_LISTED])}"
         )
-    place = [code_of[name] for name in names]
+    codes = [code_of[name] for name in names]
     factor_RG = np.zeros((len(runs), len(column.values)))
-    factor_RG[:, place] = weight_RG
-    if runs.info.kind == "shares":
+    factor_RG[:, codes] = weight_RG
+    if runs.info.kind == "shares":  # weight of a row: share of its value in the mixture over its share in the corpus
         factor_RG *= artifact.n_rows / np.maximum(column.counts, 1)
-    unseen = [name for name, code in code_of.items() if code not in place]
+    unseen = [name for name, code in code_of.items() if code not in codes]
     notes = (
         [f"{len(unseen)} values of {column.name} do not occur in any run: {', '.join(unseen[:MAX_LISTED])}"]
         if unseen
@@ -323,23 +335,23 @@ def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBl
 def _by_rows(runs: RunTable, table: LabelTable, index: RowIndex) -> list[SubsetBlock]:
     """Convert weights by row id, or if a name is no row id, by document id."""
     names = [str(row_id) for row_id in index.ids().to_pylist()]
-    place: dict[str, list[int]] = {name: [n] for n, name in enumerate(names)}
-    if any(name not in place for name in runs.values) and "doc_id" in table.columns:
+    rows_of_name: dict[str, list[int]] = {name: [n] for n, name in enumerate(names)}
+    if any(name not in rows_of_name for name in runs.values) and "doc_id" in table.columns:
         column = table.column("doc_id")
         order = np.argsort(column.codes_N, kind="stable")
-        rows_of = np.split(order, np.cumsum(column.counts)[:-1])
-        documents = {str(name): rows.tolist() for name, rows in zip(column.values, rows_of, strict=True)}
-        place = documents if all(name in documents for name in runs.values) else place
-    lacking = [name for name in runs.values if name not in place]
-    if lacking:
+        rows_of_document = np.split(order, np.cumsum(column.counts)[:-1])
+        documents = {str(name): rows.tolist() for name, rows in zip(column.values, rows_of_document, strict=True)}
+        rows_of_name = documents if all(name in documents for name in runs.values) else rows_of_name
+    missing = [name for name in runs.values if name not in rows_of_name]
+    if missing:
         raise RunsError(
-            f"{runs.name}: {len(lacking)} rows or documents are not in the artifact: {', '.join(lacking[:MAX_LISTED])}"
+            f"{runs.name}: {len(missing)} rows or documents are not in the artifact: {', '.join(missing[:MAX_LISTED])}"
         )
     per_run: dict[str, tuple[list[int], list[float]]] = {run: ([], []) for run in runs.runs}
     lines = (runs.trained[column].to_pylist() for column in ("run", "name", "weight"))
     for run, name, weight in zip(*lines, strict=True):
-        per_run[run][0].extend(place[name])
-        per_run[run][1].extend([weight] * len(place[name]))
+        per_run[run][0].extend(rows_of_name[name])
+        per_run[run][1].extend([weight] * len(rows_of_name[name]))
     subsets: Iterable[WeightedRows] = (
         WeightedRows(run, np.array(rows)[order], np.array(weights)[order])
         for run, (rows, weights) in per_run.items()

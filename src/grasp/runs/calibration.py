@@ -27,12 +27,12 @@ from grasp.runs.retrained import TrainingRuns
 from grasp.runs.table import RunTable
 from grasp.seeds import stream
 
-COVERAGE = 0.9
+COVERAGE = 0.9  # of intervals
 OUTSIDE = "outside the range of the runs"
 MAX_SUBSETS_NAMED = 3  # subsets named in a note
 MAX_DISTANCE_INSIDE = 1 + 1e-6  # distance above which a subset is outside the range of the runs; 1 is the farthest run
-FIT_SIZES, DRAWS = (4, 8, 16, 32), 4  # training set sizes of a learning curve, and random draws per size
-TEST_RUNS = 12, 256  # minimum and maximum number of test runs
+FIT_SIZES, N_DRAWS = (4, 8, 16, 32), 4  # training set sizes of a learning curve, and random draws per size
+MIN_TEST_RUNS, MAX_TEST_RUNS = 12, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,9 @@ class PredictedChanges:
     """Predicted change of B subsets in the unit of the runs, with intervals; nan for a target without runs.
 
     Attributes:
+        change_BT: predicted change relative to the corpus.
+        low_BT: lower bound of the interval.
+        high_BT: upper bound of the interval.
         outside: for each subset how it is outside the range of the runs, or an empty text.
         unit: nats (per token), or the metric of the runs.
     """
@@ -60,22 +63,27 @@ class ExtrapolationLog:
     """Count the subsets outside the range of the runs while blocks of predictions are made."""
 
     def __init__(self) -> None:
-        self._first: list[str] = []
+        self._examples: list[str] = []
         self._count = 0
 
-    def add(self, names: Sequence[str], nats: PredictedChanges) -> None:
-        """Add a block of subsets."""
-        messages = [f"{name} ({words})" for name, words in zip(names, nats.outside, strict=True) if words]
+    def add(self, names: Sequence[str], changes: PredictedChanges) -> None:
+        """Add a block of subsets.
+
+        Args:
+            names: name of each subset.
+            changes: their predicted changes.
+        """
+        messages = [f"{name} ({reason})" for name, reason in zip(names, changes.outside, strict=True) if reason]
         self._count += len(messages)
-        self._first += messages[: MAX_SUBSETS_NAMED - len(self._first)]
+        self._examples += messages[: MAX_SUBSETS_NAMED - len(self._examples)]
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Return a note, if there are any such subsets."""
         if not self._count:
             return ()
-        more = f" and {self._count - len(self._first):,} more" if self._count > len(self._first) else ""
-        return (f"{OUTSIDE}, so the interval is wider: {'; '.join(self._first)}{more}",)
+        more = f" and {self._count - len(self._examples):,} more" if self._count > len(self._examples) else ""
+        return (f"{OUTSIDE}, so the interval is wider: {'; '.join(self._examples)}{more}",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,74 +121,86 @@ class SubsetFeaturizer:
         """Compute the means of the slices in one pass over the relevance.
 
         Args:
+            predictor: predictor of the targets of the runs.
+            artifact: artifact of the predictor.
             labels: labels whose slice shares are features. The first one defines the slices whose means are used.
         """
         slices = [label_slices(label_column(artifact, name), row_tokens(artifact)) for name in labels]
-        indicators = tuple(_indicators(values.codes_N, len(values.slices)) for values in slices)
+        indicators = tuple(_indicators(of_label.codes_N, len(of_label.slices)) for of_label in slices)
         names = [name.removeprefix("relevance_") for name in artifact.array_names if name.startswith("relevance_")]
         negative_of = predictor.protocol.negative_of
         kernels = tuple(
-            KernelRelevance.for_tasks(artifact, name, predictor.units, negative_of(name), 1.0).held for name in names
+            KernelRelevance.for_tasks(artifact, name, predictor.units, negative_of(name), 1.0).relevance
+            for name in names
         )
         codes_N = slices[0].codes_N if slices else np.zeros(predictor.n_rows, dtype=np.int32)
-        each = slices[0].each if slices else Weights.from_slices(codes_N, 1)
-        rows_G1 = each.sizes[:, None]
-        effect_GT = predictor.task.effects.sums(each) / rows_G1
-        kernel_GTM = np.stack([values.sums(each) / rows_G1 for values in kernels], axis=2)
-        sketch = [sketch_part.sums(each) for half, sketch_part in predictor.sketches.items() if half != "product"]
-        sketch_GD = np.concatenate([np.empty((len(rows_G1), 0)), *sketch], axis=1) / rows_G1
+        slice_weights = slices[0].each if slices else Weights.from_slices(codes_N, 1)
+        n_rows_G1 = slice_weights.sizes[:, None]
+        effect_GT = predictor.task.effects.sums(slice_weights) / n_rows_G1
+        kernel_GTM = np.stack([relevance.sums(slice_weights) / n_rows_G1 for relevance in kernels], axis=2)
+        sketches = [sketch.sums(slice_weights) for half, sketch in predictor.sketches.items() if half != "product"]
+        sketch_GD = np.concatenate([np.empty((len(n_rows_G1), 0)), *sketches], axis=1) / n_rows_G1
         within_slice_weight = 1.0 if "gradient" in names else WITHIN_SLICE_WEIGHT
         return cls(predictor, indicators, kernels, codes_N, effect_GT, kernel_GTM, sketch_GD, within_slice_weight)
 
     def features(self, weights: Weights) -> SubsetFeatures:
         """Return the features of a block of subsets."""
         sums = self.predictor.sums(weights)
-        mass_B1, effective = weights.sums[:, None], self.predictor.effective_weights(weights)
-        effective_B1 = effective.sums[:, None]
-        nothing_B0 = np.empty((len(mass_B1), 0))
-        sketch = [total_BD for half, total_BD in sums.sketch.items() if half != "product"]
-        in_slice_BG = self.indicators[0].sums(effective) if self.indicators else effective_B1
+        weight_B1 = weights.sums[:, None]
+        effective_weights = self.predictor.effective_weights(weights)  # repeated rows count with diminishing returns
+        effective_B1 = effective_weights.sums[:, None]
+        empty_B0 = np.empty((len(weight_B1), 0))
+        sketches = [sketch_BD for half, sketch_BD in sums.sketch.items() if half != "product"]
+        slice_weight_BG = self.indicators[0].sums(effective_weights) if self.indicators else effective_B1
+        # Each feature is computed twice: from the rows, and with every row replaced by the mean of its slice.
         relevance_BT = self.predictor.change_of(sums)
-        of_slices_BT = self.predictor.change_of(replace(sums, effect_BT=in_slice_BG @ self.effect_GT))
-        kernel_BTM = np.stack([part.sums(effective) / effective_B1 for part in self.kernels], axis=2)
-        of_slices_BTM = np.einsum("bg,gtm->btm", in_slice_BG / effective_B1, self.kernel_GTM)
+        slice_relevance_BT = self.predictor.change_of(replace(sums, effect_BT=slice_weight_BG @ self.effect_GT))
+        kernel_BTM = np.stack([relevance.sums(effective_weights) / effective_B1 for relevance in self.kernels], axis=2)
+        slice_kernel_BTM = np.einsum("bg,gtm->btm", slice_weight_BG / effective_B1, self.kernel_GTM)
+        sketch_BD, slice_sketch_BD = np.concatenate([empty_B0, *sketches], axis=1), slice_weight_BG @ self.sketch_GD
+        shares = (indicator.sums(weights) / weight_B1 for indicator in self.indicators)
         return SubsetFeatures(
-            np.concatenate([nothing_B0, *(part.sums(weights) / mass_B1 for part in self.indicators)], axis=1),
-            self._shrink(relevance_BT, of_slices_BT),
-            self._shrink(kernel_BTM, of_slices_BTM),
-            self._shrink(np.concatenate([nothing_B0, *sketch], axis=1), in_slice_BG @ self.sketch_GD) / effective_B1,
-            relevance_BT - of_slices_BT,
+            np.concatenate([empty_B0, *shares], axis=1),
+            self._shrink(relevance_BT, slice_relevance_BT),
+            self._shrink(kernel_BTM, slice_kernel_BTM),
+            self._shrink(sketch_BD, slice_sketch_BD) / effective_B1,
+            relevance_BT - slice_relevance_BT,
         )
 
     def row_contributions(self, slope: SubsetFeatures, weights: Weights) -> F64:
         """Return the contribution of each row to a linear function of the features, (N,), under the weighting `mean`.
 
+        The transpose of `features`: coefficients of features become coefficients of rows. Shrinking towards the means
+        of slices is its own transpose, so it is applied once, to the sum over relevance, kernels and sketches.
+
         Args:
             slope: coefficients of the function.
             weights: the subset at which the function is evaluated; it determines the repetition factor.
         """
-        worth = self.predictor.sums(weights, ()).repetition_factor(self.predictor.exposure)
-        relevant_N = np.asarray(self.predictor.effect_NT @ (slope.relevance_BT[0] * worth), np.float64)
-        for part, slope_T in zip(self.kernels, slope.kernel_BTM[0].T, strict=True):
-            relevant_N += part.dot(slope_T)
-        halves = [sketch for half, sketch in self.predictor.sketches.items() if half != "product"]
-        widths = np.cumsum([sketch.width for sketch in halves])
-        for sketch, slope_D in zip(halves, np.split(slope.sketch_BD[0], widths), strict=False):
-            relevant_N += sketch.dot(slope_D)
-        chosen_N = np.asarray(self.predictor.effect_NT @ (slope.within_slice_BT[0] * worth), np.float64)
-        out_N = self._shrink(relevant_N, self._slice_means(relevant_N)) + chosen_N - self._slice_means(chosen_N)
-        widths = np.cumsum([part.width for part in self.indicators])
-        for part, slope_G in zip(self.indicators, np.split(slope.share_BG[0], widths), strict=False):
-            out_N += part.dot(slope_G)
+        repetition_factor = self.predictor.sums(weights, ()).repetition_factor(self.predictor.exposure)
+        effect_NT = self.predictor.effect_NT
+        relevance_N = np.asarray(effect_NT @ (slope.relevance_BT[0] * repetition_factor), np.float64)
+        for relevance, slope_T in zip(self.kernels, slope.kernel_BTM[0].T, strict=True):
+            relevance_N += relevance.dot(slope_T)
+        sketches = [sketch for half, sketch in self.predictor.sketches.items() if half != "product"]
+        ends = np.cumsum([sketch.width for sketch in sketches])
+        for sketch, slope_D in zip(sketches, np.split(slope.sketch_BD[0], ends), strict=False):
+            relevance_N += sketch.dot(slope_D)
+        within_N = np.asarray(effect_NT @ (slope.within_slice_BT[0] * repetition_factor), np.float64)
+        out_N = self._shrink(relevance_N, self._slice_means(relevance_N)) + within_N - self._slice_means(within_N)
+        ends = np.cumsum([indicator.width for indicator in self.indicators])
+        for indicator, slope_G in zip(self.indicators, np.split(slope.share_BG[0], ends), strict=False):
+            out_N += indicator.dot(slope_G)
         return out_N
 
-    def _shrink(self, values: F64, of_slices: F64) -> F64:
-        return np.asarray(of_slices + self.within_slice_weight * (values - of_slices))
+    def _shrink(self, values: F64, slice_means: F64) -> F64:
+        """Multiply the deviations of values from the means of slices by `within_slice_weight`."""
+        return np.asarray(slice_means + self.within_slice_weight * (values - slice_means))
 
     def _slice_means(self, values_N: F64) -> F64:
-        """Replace each value by the mean over its slice."""
-        sum_G, rows_G = np.bincount(self.codes_N, values_N), np.bincount(self.codes_N)
-        return np.asarray((sum_G / np.maximum(rows_G, 1))[self.codes_N])
+        """Return the mean over the slice of each row, (N,)."""
+        sum_G, n_rows_G = np.bincount(self.codes_N, values_N), np.bincount(self.codes_N)
+        return np.asarray((sum_G / np.maximum(n_rows_G, 1))[self.codes_N])
 
     def corpus(self) -> SubsetFeatures:
         """Return the features of the whole corpus."""
@@ -197,8 +217,10 @@ class OutcomePredictor:
     Attributes:
         unit: name of the columns: nats, or the metric of the runs.
         title: description of the columns.
+        notes: notes on the fit, for display.
         targets: requested targets.
         featurizer: features with the targets of the runs.
+        gaussian_process: from features to the utilities of all targets of the runs.
         runs: features of the runs.
         utility_RST: utilities of the runs.
     """
@@ -222,15 +244,22 @@ class OutcomePredictor:
         """Return the change of each subset relative to the corpus; nan for a target without runs."""
         features, corpus = self.featurizer.features(weights), self.featurizer.corpus()
         mean_BT, half_width_BT = self._change(features, corpus)
-        far_B = self.gaussian_process.relative_distance(features, corpus)
+        distance_B = self.gaussian_process.relative_distance(features, corpus)
         outside = [
-            f"{far:.1f} times as far from the corpus as any run" if far > MAX_DISTANCE_INSIDE else "" for far in far_B
+            f"{distance:.1f} times as far from the corpus as any run" if distance > MAX_DISTANCE_INSIDE else ""
+            for distance in distance_B
         ]
         expected, half_width = self._select_targets(mean_BT), self._select_targets(half_width_BT)
         return PredictedChanges(expected, expected - half_width, expected + half_width, tuple(outside), self.unit)
 
     def row_gradients(self, weights: Weights, weights_T: F64, *, cautious: bool = False) -> F64:
-        """Return the derivative of the weighted change with respect to adding each row, (N,), up to a constant."""
+        """Return the derivative of the weighted change with respect to adding each row, (N,), up to a constant.
+
+        Args:
+            weights: the subset to which rows are added.
+            weights_T: weight of each requested target.
+            cautious: differentiate the lower bound of the interval instead of the predicted change.
+        """
         corpus = self.featurizer.corpus()
 
         def value(features: SubsetFeatures) -> F64:
@@ -245,8 +274,8 @@ class OutcomePredictor:
 
     def _change(self, features: SubsetFeatures, corpus: SubsetFeatures) -> tuple[F64, F64]:
         """Return the change relative to the corpus and half the width of its interval, for all tasks."""
-        mean_BT, spread_BT = self.gaussian_process.change(features, corpus)
-        return mean_BT, self.gaussian_process.quantile(COVERAGE) * spread_BT
+        mean_BT, std_BT = self.gaussian_process.change(features, corpus)
+        return mean_BT, self.gaussian_process.quantile(COVERAGE) * std_BT
 
     def _select_targets(self, predicted_BT: F64) -> F64:
         """Select the requested targets from all tasks; nan for a target without runs."""
@@ -263,36 +292,38 @@ class LearningCurve:
     Attributes:
         counts: number of runs in the fit, (K,); 0: relevance alone. All counts share the same test runs.
         rho_KT: mean over random draws, for the tasks of `OutcomePredictor`.
-        spread_KT: standard deviation over random draws.
+        std_KT: standard deviation over random draws.
     """
 
     counts: tuple[int, ...]
     rho_KT: F64
-    spread_KT: F64
+    std_KT: F64
 
 
-def learning_curve(expected: OutcomePredictor) -> LearningCurve | None:
+def learning_curve(predictor: OutcomePredictor) -> LearningCurve | None:
     """Estimate whether more runs would help; return None if there are too few runs to hold some out.
 
     Fits use at most 32 runs, so this takes seconds.
     """
-    runs, utility_RST = expected.runs, expected.utility_RST
-    counts = [k for k in FIT_SIZES if k + TEST_RUNS[0] <= len(runs)]
+    runs, utility_RST = predictor.runs, predictor.utility_RST
+    counts = [k for k in FIT_SIZES if k + MIN_TEST_RUNS <= len(runs)]
     if not counts:
         return None
     realized_RT = np.nanmean(utility_RST, axis=1)
-    rho_KDT = np.full((1 + len(counts), DRAWS, realized_RT.shape[1]), np.nan)
-    for d in range(DRAWS):
+    rho_KDT = np.full((1 + len(counts), N_DRAWS, realized_RT.shape[1]), np.nan)
+    for d in range(N_DRAWS):
         order = stream(0, "learning curve", len(runs), d).permutation(len(runs))
-        rest = order[counts[-1] :][: TEST_RUNS[1]]
-        rho_KDT[0, d] = spearman(runs.relevance_BT[rest], realized_RT[rest])
-        for place, k in enumerate(counts, start=1):
-            if np.ptp(realized_RT[order[:k]], axis=0).min() > 0:  # a fit needs runs that differ
-                gaussian_process = GaussianProcess.fit(runs.take(order[:k]), utility_RST[order[:k]])
-                rho_KDT[place, d] = spearman(gaussian_process.predict(runs.take(rest))[0], realized_RT[rest])
-    known = np.flatnonzero(np.isfinite(rho_KDT).all(axis=(1, 2)))
-    rho_KDT = rho_KDT[known]
-    return LearningCurve(tuple([0, *counts][k] for k in known), rho_KDT.mean(axis=1), rho_KDT.std(axis=1, ddof=1))
+        test = order[counts[-1] :][:MAX_TEST_RUNS]
+        rho_KDT[0, d] = spearman(runs.relevance_BT[test], realized_RT[test])
+        for k, n_train in enumerate(counts, start=1):
+            train = order[:n_train]
+            if np.ptp(realized_RT[train], axis=0).min() > 0:  # a fit needs runs that differ
+                gaussian_process = GaussianProcess.fit(runs.take(train), utility_RST[train])
+                rho_KDT[k, d] = spearman(gaussian_process.predict(runs.take(test))[0], realized_RT[test])
+    # Leave out numbers of runs for which a fit was impossible, or a correlation is undefined.
+    defined = np.flatnonzero(np.isfinite(rho_KDT).all(axis=(1, 2)))
+    rho_KDT = rho_KDT[defined]
+    return LearningCurve(tuple([0, *counts][k] for k in defined), rho_KDT.mean(axis=1), rho_KDT.std(axis=1, ddof=1))
 
 
 def fit_outcomes(
@@ -353,7 +384,7 @@ def fit_outcomes(
         utility_RST = np.concatenate([utility_RST, reference_ST[None]])
     features = SubsetFeatures.concatenate(features_of_blocks)
     centred_RT = features.relevance_BT - features.relevance_BT.mean(axis=0)
-    covariance_T = (centred_RT * np.nanmean(utility_RST, axis=1)).sum(axis=0)  # covariance over the runs
+    covariance_T = (centred_RT * np.nanmean(utility_RST, axis=1)).sum(axis=0)  # times the number of runs
     notes = [*runs_set.notes]
     if predictor.protocol.chosen_on(alignment.runs_fingerprint):
         notes.append(f"the protocol was selected on {runs_set.name}, so its intervals are somewhat too narrow")
@@ -380,9 +411,10 @@ def fit_outcomes(
 def _indicators(codes_N: I32, n_slices: int) -> RowSums:
     """Return indicators of the slice of each row; their sum over a subset is its number of rows per slice."""
     identity_GG = np.eye(n_slices, dtype=np.float32)
-    step = 1 << 16
+    block_rows = 1 << 16
+    starts = range(0, len(codes_N), block_rows)
     return RowSums(
-        lambda: ((at, identity_GG[codes_N[at : at + step]]) for at in range(0, len(codes_N), step)),
+        lambda: ((start, identity_GG[codes_N[start : start + block_rows]]) for start in starts),
         len(codes_N),
         n_slices,
     )

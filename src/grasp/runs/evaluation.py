@@ -106,23 +106,25 @@ class Evaluation(Result):
         order: list[MethodRole] = ["predictor", *GROUP_HEADINGS]
         lines: list[tuple[MethodRole, list[str]]] = []
         for result in sorted(self.methods, key=lambda result: order.index(result.predictions.standing)):
-            known, cost = result.predictions.cost, ["-", "-"] if with_cost else []
-            if known is not None:  # floats per row, features + scores, and wall-clock seconds
-                floats = f"{known.features} + {known.scores}" if known.features else str(known.scores)
-                cost = [floats, "-" if known.wall_seconds is None else f"{known.wall_seconds:.1f}"]
+            cost, cost_cells = result.predictions.cost, ["-", "-"] if with_cost else []
+            if cost is not None:  # floats per row, features + scores, and wall-clock seconds
+                floats = f"{cost.features} + {cost.scores}" if cost.features else str(cost.scores)
+                cost_cells = [floats, "-" if cost.wall_seconds is None else f"{cost.wall_seconds:.1f}"]
             rows = {self.marked(row.target, result): row for row in result.targets}
             if len(rows) > 1:
                 rows[result.mean.target + (" (in sample)" if result.chosen_on else "")] = result.mean
             for name, row in rows.items():
                 cells = [_cell(metric, row[metric]) for metric in HEADINGS]
-                lines.append((result.predictions.standing, [result.method, name, str(row.n_units), *cells, *cost]))
+                lines.append(
+                    (result.predictions.standing, [result.method, name, str(row.n_units), *cells, *cost_cells])
+                )
         headings = ["method", "target", "units", *HEADINGS.values(), *(COST_COLUMNS if with_cost else ())]
         heading, *body = text_table("", headings, [line for _, line in lines], left=2).splitlines()
-        text, before = [plain(self.headline), heading], "predictor"
-        for (standing, _), line in zip(lines, body, strict=True):
-            text += [GROUP_HEADINGS[standing]] if standing != before else []
+        text, group = [plain(self.headline), heading], "predictor"
+        for (role, _), line in zip(lines, body, strict=True):
+            text += [GROUP_HEADINGS[role]] if role != group else []
             text.append(line)
-            before = standing
+            group = role
         return "\n".join([*text, *map(plain, self._below())])
 
     def marked(self, target: str, result: MethodResult) -> str:
@@ -150,9 +152,7 @@ class Evaluation(Result):
         for result in self.methods:
             for row in result.targets:
                 for metric in (*HEADINGS, "task_rho_standardised"):
-                    method = (
-                        "" if metric in CEILINGS else f" of {result.method}"
-                    )  # ceilings do not depend on the method
+                    method = "" if metric in CEILINGS else f" of {result.method}"  # all methods share the ceilings
                     if reason := row[metric].reason:
                         lines[f"undefined: {metric}{method} on {row.target}: {reason}"] = None
                 for why, n in row.undefined_units.items():
@@ -179,6 +179,7 @@ def evaluation_of(
     """Compare predictions with the utilities of runs.
 
     Args:
+        runs: runs whose utilities are compared.
         predictions: predictions of every subset of the runs, and of every unit of `targets` or of the whole task.
         targets: default: all targets of the runs that every method predicts.
         seeds: training seeds to use; default: all.
@@ -242,7 +243,7 @@ def _table(methods: Sequence[MethodResult], roles: Mapping[str, Role]) -> pa.Tab
     records: list[dict[str, Any]] = []
     for result in methods:
         cost = result.predictions.cost or Cost(None, None)
-        about = {
+        method_columns = {
             "standing": result.predictions.standing,
             "feature_floats": cost.features,
             "score_floats": cost.scores,
@@ -263,6 +264,6 @@ def _table(methods: Sequence[MethodResult], roles: Mapping[str, Role]) -> pa.Tab
                 record["undefined_units"] = sum(row.undefined_units.values())
                 record["undefined_why"] = "; ".join(f"{why}: {n}" for why, n in row.undefined_units.items())
             in_sample = bool(result.chosen_on) if row is result.mean else row.target in result.chosen_on
-            records.append(record | about | {"in_sample": in_sample})
+            records.append(record | method_columns | {"in_sample": in_sample})
     fields = dict.fromkeys(name for record in records for name in record)
     return pa.Table.from_pylist([{name: record.get(name) for name in fields} for record in records])

@@ -56,17 +56,16 @@ TINY = 1e-12
 MAX_TUNING_RUNS = 256  # maximum number of runs that hyperparameters are fitted to; the posterior uses all runs
 BLOCK_SUBSETS = 4_096  # subsets predicted at once
 PRIOR_BOUND = 4.0  # bounds of a hyperparameter, in standard deviations of its prior
-MAX_LOG_VARIANCE = (
-    3.0  # upper bound of the log variance of a component of the shares; keeps the covariance well conditioned
-)
+# upper bound of the log variance of a component of the shares, which keeps the covariance well conditioned
+MAX_LOG_VARIANCE = 3.0
 TESTED_DISTANCE = 4.0  # distance, relative to the runs, up to which intervals were tested: experiments/extrapolation
-STEP = 1e-4  # finite-difference step: of log hyperparameters, and of features relative to their spread
+STEP = 1e-4  # finite-difference step: of log hyperparameters, and of features relative to their standard deviation
 # Weight of the deviations of rows' relevance from the mean of their slice, and its uncertainty: experiments/exposure.
 WITHIN_SLICE_WEIGHT, WITHIN_SLICE_SD = 0.4, 0.4
-SHAPES = ("c", "additive length", "joint length")
-CURVES = ("straight", "linear", "additive", "joint")
+SHAPES = ("c", "additive length", "joint length")  # hyperparameters of the curves, other than variances
+CURVES = ("straight", "linear", "additive", "joint")  # components that depend on shares
 # Priors: mean and standard deviation of the logarithm. Variances are relative to that of r, which is 1; length scales
-# are relative to the spread of f(share) over the runs; c is relative to an even share.
+# are relative to the standard deviation of f(share) over the runs; c is relative to an even share.
 PRIORS = {
     "c": (np.log(0.05), 1.5),
     "additive length": (np.log(1.2), 0.7),
@@ -112,8 +111,8 @@ class SubsetFeatures:
     def from_shares(cls, share_BG: F64, n_tasks: int) -> Self:
         """Return the features of mixtures without an artifact."""
         n = len(share_BG)
-        share_BG, nothing_BT = np.asarray(share_BG, np.float64), np.zeros((n, n_tasks))
-        return cls(share_BG, nothing_BT, np.zeros((n, n_tasks, 0)), np.zeros((n, 0)), nothing_BT)
+        share_BG, zero_BT = np.asarray(share_BG, np.float64), np.zeros((n, n_tasks))
+        return cls(share_BG, zero_BT, np.zeros((n, n_tasks, 0)), np.zeros((n, 0)), zero_BT)
 
     @classmethod
     def concatenate(cls, parts: "Sequence[SubsetFeatures]") -> Self:
@@ -137,7 +136,7 @@ class SubsetFeatures:
         return SubsetFeatures(*(part.reshape(len(part), *shape) for part, shape in zip(parts, shapes, strict=True)))
 
     def take(self, index: Integers | slice) -> "SubsetFeatures":
-        """Return the features of some of the subsets."""
+        """Return the features of the subsets at these positions."""
         return SubsetFeatures(*(array[index] for array in self._arrays()))
 
 
@@ -150,8 +149,10 @@ class FeatureScales:
     rows of a subset were selected within slices more strongly than those of any run, this adds a standard deviation.
 
     Attributes:
-        relevance_T: mean and inverse standard deviation; so the next three.
-        sketch_D: the inverse spread is one number for all coordinates; so for `share_G`.
+        relevance_T: mean and inverse standard deviation of the predictions for each task.
+        kernel_TM: the same of the relevance of each kernel.
+        sketch_D: mean of sketches, and the inverse of their root mean square distance from it, one number.
+        share_G: the same of shares.
         farthest_T: largest absolute prediction of a run.
         within_slice_T: largest absolute `within_slice_BT` of a run.
     """
@@ -165,7 +166,7 @@ class FeatureScales:
 
     @classmethod
     def from_runs(cls, runs: SubsetFeatures) -> Self:
-        """Compute means and spreads over the runs."""
+        """Compute means and standard deviations over the runs."""
         relevance, kernels = (
             (values.mean(axis=0), ratio(1.0, values.std(axis=0), least=TINY))
             for values in (runs.relevance_BT, runs.kernel_BTM)
@@ -186,27 +187,35 @@ class FeatureScales:
 
         It is at least 1.
         """
-        mean_G, inverse = self.share_G
-        return np.asarray(np.maximum(inverse * np.linalg.norm(share_BG - mean_G, axis=1, keepdims=True), 1.0))
+        mean_G, inverse_rms = self.share_G
+        return np.asarray(np.maximum(inverse_rms * np.linalg.norm(share_BG - mean_G, axis=1, keepdims=True), 1.0))
 
-    def step(self, at: SubsetFeatures, part: float) -> SubsetFeatures:
-        """Return a finite-difference step for each feature: a part of its spread over the runs, 0 if it is constant."""
-        spreads = [ratio(1.0, inverse, least=TINY) for _, inverse in (self.relevance_T, self.kernel_TM, self.sketch_D)]
-        relevance_1T, kernel_1TM, sketch = (part * spread[None] for spread in spreads)
-        share_BG = part * (at.share_BG + 1 / max(at.share_BG.shape[1], 1))
+    def step(self, at: SubsetFeatures, fraction: float) -> SubsetFeatures:
+        """Return a finite-difference step for each feature, 0 if it is constant over the runs.
+
+        Args:
+            at: features of one subset.
+            fraction: step relative to the standard deviation of a feature over the runs.
+        """
+        stds = [ratio(1.0, inverse, least=TINY) for _, inverse in (self.relevance_T, self.kernel_TM, self.sketch_D)]
+        relevance_1T, kernel_1TM, sketch = (fraction * std[None] for std in stds)
+        # A share may be 0, so an even share is added to it.
+        share_BG = fraction * (at.share_BG + 1 / max(at.share_BG.shape[1], 1))
         return SubsetFeatures(share_BG, relevance_1T, kernel_1TM, np.full_like(at.sketch_BD, sketch), relevance_1T)
 
     def transform(self, features: SubsetFeatures) -> SubsetFeatures:
         """Standardize features; `within_slice_BT` becomes the additional standard deviation of r."""
         (mean_T, inverse_T), (mean_TM, inverse_TM), (mean_D, inverse) = self.relevance_T, self.kernel_TM, self.sketch_D
-        beyond_BT = WITHIN_SLICE_SD * np.maximum(np.abs(features.within_slice_BT) - self.within_slice_T, 0.0)
-        less_BT, more_BT = features.relevance_BT - beyond_BT, features.relevance_BT + beyond_BT
+        # One standard deviation of r, from the part of the deviations within slices that exceeds that of any run. It is
+        # compressed like r itself, by half the difference of the compressed bounds.
+        std_BT = WITHIN_SLICE_SD * np.maximum(np.abs(features.within_slice_BT) - self.within_slice_T, 0.0)
+        low_BT, high_BT = features.relevance_BT - std_BT, features.relevance_BT + std_BT
         return SubsetFeatures(
             features.share_BG,
             (self.compress(features.relevance_BT) - mean_T) * inverse_T,
             (features.kernel_BTM - mean_TM) * inverse_TM,
             (features.sketch_BD - mean_D) * inverse,
-            (self.compress(more_BT) - self.compress(less_BT)) / 2 * inverse_T,
+            (self.compress(high_BT) - self.compress(low_BT)) / 2 * inverse_T,
         )
 
 
@@ -219,25 +228,25 @@ def _mean_and_scale(values_nP: F64) -> tuple[F64, F64]:
 
 
 @dataclass(frozen=True, slots=True)
-class Curves:
+class ShareCovariance:
     """Components of the covariance that depend on shares, each with mean variance 1 over the runs.
 
     Attributes:
         c: offset in f(share) = log(share + c).
         mean_G: mean shares of the runs.
-        centre_G: mean of f over the runs. It is subtracted because for a large c it is large relative to the
+        log_mean_G: mean of f over the runs. It is subtracted because for a large c it is large relative to the
             differences between runs.
-        spread: standard deviation of f over the runs.
+        log_std: root mean square over slices of the standard deviation of f over the runs.
         lengths: length scales of the components additive and joint.
-        units: normalization factor of each component.
+        factors: normalization factor of each component.
     """
 
     c: float
     mean_G: F64
-    centre_G: F64
-    spread: float
+    log_mean_G: F64
+    log_std: float
     lengths: tuple[float, float]
-    units: dict[str, float]
+    factors: dict[str, float]
 
     @classmethod
     def from_shares(cls, share_nG: F64, shape: Sequence[float] | F64) -> Self:
@@ -248,49 +257,54 @@ class Curves:
             shape: logarithms of c and of the two length scales.
         """
         c = float(np.exp(shape[0])) / max(share_nG.shape[1], 1)
-        seen_nG = np.log(share_nG + c)
-        spread = float(np.sqrt(seen_nG.var(axis=0).mean())) if share_nG.size else 0.0
+        log_nG = np.log(share_nG + c)
+        log_std = float(np.sqrt(log_nG.var(axis=0).mean())) if share_nG.size else 0.0
+        log_std = log_std if log_std > TINY else 1.0
         lengths = (float(np.exp(shape[1])), float(np.exp(shape[2])))
-        spread = spread if spread > TINY else 1.0
-        bare = cls(c, share_nG.mean(axis=0), seen_nG.mean(axis=0), spread, lengths, dict.fromkeys(CURVES, 1.0))
-        variance = {k: float(np.diag(v).mean() - v.mean()) for k, v in bare.between(share_nG, share_nG).items()}
-        return replace(bare, units={k: 1.0 / v if v > TINY else 0.0 for k, v in variance.items()})
+        raw = cls(c, share_nG.mean(axis=0), log_nG.mean(axis=0), log_std, lengths, dict.fromkeys(CURVES, 1.0))
+        # The mean variance over the runs about their mean is tr(K) / n - 1'K 1 / n^2: a constant offset of a component
+        # is part of the level, and does not count.
+        covariances = raw.between(share_nG, share_nG)
+        variances = {name: float(np.diag(k_nn).mean() - k_nn.mean()) for name, k_nn in covariances.items()}
+        return replace(raw, factors={name: 1.0 / v if v > TINY else 0.0 for name, v in variances.items()})
 
-    def seen(self, share_BG: F64) -> F64:
-        """Return log(share + c), standardized over the runs."""
-        return np.asarray((np.log(share_BG + self.c) - self.centre_G) / self.spread)
+    def transform(self, share_BG: F64) -> F64:
+        """Return f(share) = log(share + c), standardized over the runs."""
+        return np.asarray((np.log(share_BG + self.c) - self.log_mean_G) / self.log_std)
 
     def between(self, share_BG: F64, other_share_nG: F64) -> dict[str, F64]:
         """Return the covariance between two sets of subsets, (B, n), by component."""
-        seen_BG, other_nG = self.seen(share_BG), self.seen(other_share_nG)
-        n_slices = max(seen_BG.shape[1], 1)
-        additive_Bn = np.zeros((len(seen_BG), len(other_nG)))
+        log_BG, other_nG = self.transform(share_BG), self.transform(other_share_nG)
+        n_slices = max(log_BG.shape[1], 1)
+        additive_Bn = np.zeros((len(log_BG), len(other_nG)))
         square_Bn = np.zeros_like(additive_Bn)
-        for g in range(seen_BG.shape[1]):
-            part_Bn = (seen_BG[:, g, None] - other_nG[None, :, g]) ** 2
+        # Slice by slice and in place: an array of shape (B, n, G) would not fit memory. Squared differences are not
+        # expanded to |x|^2 - 2 x y + |y|^2, which cancels for runs that are nearly equal.
+        for g in range(log_BG.shape[1]):
+            part_Bn = (log_BG[:, g, None] - other_nG[None, :, g]) ** 2
             square_Bn += part_Bn
             part_Bn *= -0.5 / self.lengths[0] ** 2
             additive_Bn += np.exp(part_Bn, out=part_Bn)
         square_Bn *= -0.5 / (n_slices * self.lengths[1] ** 2)
         parts = {
             "straight": (share_BG - self.mean_G) @ (other_share_nG - self.mean_G).T,
-            "linear": seen_BG @ other_nG.T / n_slices,
+            "linear": log_BG @ other_nG.T / n_slices,
             "additive": additive_Bn / n_slices,
             "joint": np.exp(square_Bn, out=square_Bn),
         }
-        return {name: part * self.units[name] for name, part in parts.items()}
+        return {name: part * self.factors[name] for name, part in parts.items()}
 
     def variance(self, share_BG: F64) -> dict[str, F64]:
         """Return the variance at each subset, (B,), by component: the diagonal of `between`."""
-        seen_BG = self.seen(share_BG)
-        ones_B = np.ones(len(seen_BG))
-        linear_B = np.einsum("bg,bg->b", seen_BG, seen_BG) / max(seen_BG.shape[1], 1)
+        log_BG = self.transform(share_BG)
+        ones_B = np.ones(len(log_BG))
+        linear_B = np.einsum("bg,bg->b", log_BG, log_BG) / max(log_BG.shape[1], 1)
         straight_B = ((share_BG - self.mean_G) ** 2).sum(axis=1)
         variances = {"straight": straight_B, "linear": linear_B, "additive": ones_B, "joint": ones_B}
-        return {name: part * self.units[name] for name, part in variances.items()}
+        return {name: part * self.factors[name] for name, part in variances.items()}
 
 
-def _linear_parts(subsets: SubsetFeatures, runs: SubsetFeatures) -> dict[str, F64]:
+def _linear_covariances(subsets: SubsetFeatures, runs: SubsetFeatures) -> dict[str, F64]:
     """Return the linear components of the covariance of standardized features, (1 or T, B, n), by component."""
     n_tasks, n_kernels = subsets.relevance_BT.shape[1], max(subsets.kernel_BTM.shape[2], 1)
     slope_TBn = np.einsum("bt,nt->tbn", subsets.relevance_BT, runs.relevance_BT)
@@ -303,7 +317,7 @@ def _linear_parts(subsets: SubsetFeatures, runs: SubsetFeatures) -> dict[str, F6
 
 
 def _linear_variances(subsets: SubsetFeatures) -> dict[str, F64]:
-    """Return the variance of the linear components at each subset, (1 or T, B): the diagonal of `_linear_parts`."""
+    """Return the variance of the linear components, (1 or T, B): the diagonal of `_linear_covariances`."""
     slope_TB = (subsets.relevance_BT**2).T
     return {
         "slope": slope_TB,
@@ -315,20 +329,23 @@ def _linear_variances(subsets: SubsetFeatures) -> dict[str, F64]:
 
 
 def _covariance(
-    hyperparameters: Mapping[str, float], curves: Curves, subsets: SubsetFeatures, other: SubsetFeatures
+    hyperparameters: Mapping[str, float],
+    share_covariance: ShareCovariance,
+    subsets: SubsetFeatures,
+    other: SubsetFeatures,
 ) -> F64:
     """Return the covariance of g between two sets of standardized features, (1 or T, B, n)."""
-    curved = curves.between(subsets.share_BG, other.share_BG)
-    return _add_parts(
-        hyperparameters, _linear_parts(subsets, other) | {name: part[None] for name, part in curved.items()}
+    of_shares = share_covariance.between(subsets.share_BG, other.share_BG)
+    return _weighted_sum(
+        hyperparameters, _linear_covariances(subsets, other) | {name: part[None] for name, part in of_shares.items()}
     )
 
 
-def _add_parts(hyperparameters: Mapping[str, float], parts: Mapping[str, F64]) -> F64:
+def _weighted_sum(hyperparameters: Mapping[str, float], parts: Mapping[str, F64]) -> F64:
     """Return the sum of the components times their variances; one copy if no component depends on the task."""
-    nothing = np.zeros((1, *parts["tasks"].shape[1:])) if "tasks" in parts else np.zeros((1, 1, 1))
+    zero = np.zeros((1, *parts["tasks"].shape[1:])) if "tasks" in parts else np.zeros((1, 1, 1))
     return np.asarray(
-        sum((hyperparameters[name] * part for name, part in parts.items() if hyperparameters[name]), nothing)
+        sum((hyperparameters[name] * part for name, part in parts.items() if hyperparameters[name]), zero)
     )
 
 
@@ -344,17 +361,17 @@ class GaussianProcess:
         runs: standardized features of the runs.
         scale_T: scale s of each task, in the unit of the utilities.
         range_T: largest minus smallest utility of the runs.
-        freedom: degrees of freedom of the estimate of the scale.
+        degrees_of_freedom: of the estimate of the scale; quantiles are those of Student's t.
     """
 
     hyperparameters: dict[str, float]
     runs: SubsetFeatures
     scale_T: F64
     range_T: F64
-    freedom: float
+    degrees_of_freedom: float
     _scales: FeatureScales
-    _curves: Curves
-    _solved: "_Solution"
+    _share_covariance: ShareCovariance
+    _solution: "_Solution"
     _mean_T: F64  # mean utility of the runs, subtracted before the fit
     _residual_nT: F64  # P (u y - r), see `_Solution`
     _level_T: F64
@@ -377,15 +394,15 @@ class GaussianProcess:
         n_runs, n_tasks = utility_nST.shape[0], utility_nST.shape[2]
         if runs.relevance_BT.shape != (n_runs, n_tasks):
             raise ShapeError(f"fit: utilities have shape {utility_nST.shape}, features {runs.relevance_BT.shape}")
-        if not np.isnan(utility_nST).any():
+        if not np.isnan(utility_nST).any():  # remove the mean effect of each seed
             utility_nST = utility_nST - utility_nST.mean(axis=0) + utility_nST.mean(axis=(0, 1))
         seeds_n = (~np.isnan(utility_nST[:, :, 0])).sum(axis=1).astype(np.float64)
         utility_nT = np.nanmean(utility_nST, axis=1)
         seed_squares_T = np.nansum((utility_nST - utility_nT[:, None]) ** 2, axis=(0, 1))
-        different = len(np.unique(runs.flat().round(EQUALITY_DECIMALS), axis=0))
-        if different < MIN_DIFFERENT_SUBSETS:
+        n_different = len(np.unique(runs.flat().round(EQUALITY_DECIMALS), axis=0))
+        if n_different < MIN_DIFFERENT_SUBSETS:
             raise RunsError(
-                f"fit to runs: got {different} different subset(s) in {n_runs} run(s), expected "
+                f"fit to runs: got {n_different} different subset(s) in {n_runs} run(s), expected "
                 f"{MIN_DIFFERENT_SUBSETS} or more"
             )
         if (np.ptp(utility_nT, axis=0) == 0).any():
@@ -394,38 +411,40 @@ class GaussianProcess:
         mean_T = utility_nT.mean(axis=0)
         data = _Data(scales.transform(runs), utility_nT - mean_T, seeds_n, seed_squares_T, float((seeds_n - 1).sum()))
         hyperparameters = _MarginalLikelihood(data.sample(MAX_TUNING_RUNS)).maximise()
-        curves = Curves.from_shares(data.runs.share_BG, [np.log(hyperparameters[name]) for name in SHAPES])
-        solved = _Solution.solve(
-            _covariance(hyperparameters, curves, data.runs, data.runs) + data.noise_nn(hyperparameters),
+        share_covariance = ShareCovariance.from_shares(
+            data.runs.share_BG, [np.log(hyperparameters[name]) for name in SHAPES]
+        )
+        solution = _Solution.solve(
+            _covariance(hyperparameters, share_covariance, data.runs, data.runs) + data.noise_nn(hyperparameters),
             data,
             hyperparameters,
         )
-        error_nT = data.utility_nT * solved.u_T - data.runs.relevance_BT
+        error_nT = data.utility_nT * solution.u_T - data.runs.relevance_BT  # level + g + noise, in units of s
         return cls(
             hyperparameters,
             data.runs,
-            1.0 / solved.u_T,
+            1.0 / solution.u_T,
             np.ptp(utility_nT, axis=0),
-            n_runs - 1 + data.freedom,
+            n_runs - 1 + data.degrees_of_freedom,
             scales,
-            curves,
-            solved,
+            share_covariance,
+            solution,
             mean_T,
-            _apply(solved.inverse_Gnn, error_nT),
-            np.einsum("gn,nt->t" if len(solved.level_Gn) == 1 else "tn,nt->t", solved.level_Gn, error_nT),
+            _apply(solution.inverse_Gnn, error_nT),
+            np.einsum("gn,nt->t" if len(solution.level_Gn) == 1 else "tn,nt->t", solution.level_Gn, error_nT),
         )
 
     def predict(self, features: SubsetFeatures) -> tuple[F64, F64]:
         """Return the utility of subsets and its standard deviation, (B, T) each, for the mean of many seeds."""
-        means, spreads = [], []
-        for subsets in self._measured(features):
-            cross_Gbn = _covariance(self.hyperparameters, self._curves, subsets, self.runs)
+        means, stds = [], []
+        for subsets in self._standardized_blocks(features):
+            cross_Gbn = _covariance(self.hyperparameters, self._share_covariance, subsets, self.runs)
             mean_bT = self._level_T + subsets.relevance_BT + _apply(cross_Gbn, self._residual_nT)
             means.append(self._mean_T + self.scale_T * mean_bT)
-            variance_bG = self._unexplained(subsets, cross_Gbn) + self.hyperparameters["noise"]
+            variance_bG = self._posterior_variance(subsets, cross_Gbn) + self.hyperparameters["noise"]
             variance_bG *= self._scales.extrapolation_factor(subsets.share_BG) ** 2
-            spreads.append(self.scale_T * np.sqrt(variance_bG + subsets.within_slice_BT**2))
-        return np.concatenate(means), np.concatenate(spreads)
+            stds.append(self.scale_T * np.sqrt(variance_bG + subsets.within_slice_BT**2))
+        return np.concatenate(means), np.concatenate(stds)
 
     def relative_uncertainty(self, features: SubsetFeatures, coverage: float) -> F64:
         """Return the relative uncertainty of predictions, (B, T); a prediction above 1 should not be used.
@@ -434,11 +453,11 @@ class GaussianProcess:
         the runs over TESTED_DISTANCE, whichever is larger.
         """
         parts = []
-        for subsets in self._measured(features):
-            cross_Gbn = _covariance(self.hyperparameters, self._curves, subsets, self.runs)
+        for subsets in self._standardized_blocks(features):
+            cross_Gbn = _covariance(self.hyperparameters, self._share_covariance, subsets, self.runs)
             factor_b1 = self._scales.extrapolation_factor(subsets.share_BG)
-            spread_bT = np.sqrt(self._unexplained(subsets, cross_Gbn) + subsets.within_slice_BT**2) * factor_b1
-            half_width_bT = self.quantile(coverage) * self.scale_T * spread_bT / self.range_T
+            std_bT = np.sqrt(self._posterior_variance(subsets, cross_Gbn) + subsets.within_slice_BT**2) * factor_b1
+            half_width_bT = self.quantile(coverage) * self.scale_T * std_bT / self.range_T
             parts.append(np.maximum(half_width_bT, factor_b1 / TESTED_DISTANCE))
         return np.concatenate(parts)
 
@@ -448,9 +467,17 @@ class GaussianProcess:
         """Return `relative_uncertainty` of a subset for one task after one more run, (B,), for each candidate run.
 
         Hyperparameters and the range of the runs are held fixed.
+
+        Args:
+            subset: features of the subset.
+            runs: features of the candidate runs.
+            task: index of the task.
+            coverage: of the interval.
         """
-        _, cover_bb, noise = self.joint_posterior(SubsetFeatures.concatenate([subset, runs]), task)
-        variance_B = cover_bb[0, 0] - cover_bb[0, 1:] ** 2 / (np.maximum(np.diag(cover_bb)[1:], 0.0) + noise)
+        # Conditioning on one more observation y_r = g_r + noise: Var' = Var - Cov(subset, r)^2 / (Var_r + noise).
+        _, covariance_bb, noise = self.joint_posterior(SubsetFeatures.concatenate([subset, runs]), task)
+        run_variance_B = np.maximum(np.diag(covariance_bb)[1:], 0.0) + noise
+        variance_B = covariance_bb[0, 0] - covariance_bb[0, 1:] ** 2 / run_variance_B
         shares_with_run = (np.concatenate([self.runs.share_BG, run_G[None]]) for run_G in runs.share_BG)
         scales_by_run = (replace(self._scales, share_G=_mean_and_scale(share_nG)) for share_nG in shares_with_run)
         factor_B = np.array([float(scales.extrapolation_factor(subset.share_BG)[0, 0]) for scales in scales_by_run])
@@ -459,13 +486,13 @@ class GaussianProcess:
 
     def joint_posterior(self, features: SubsetFeatures, task: int) -> tuple[F64, F64, float]:
         """Return the posterior mean, (B,), and covariance, (B, B), of one task, and the noise variance of a run."""
-        subsets, solved = self._scales.transform(features), self._solved
-        g = task if len(solved.inverse_Gnn) > 1 else 0
-        cross_bn = _covariance(self.hyperparameters, self._curves, subsets, self.runs)[g]
-        between_bb = _covariance(self.hyperparameters, self._curves, subsets, subsets)[g]
-        level_b = cross_bn @ solved.level_Gn[g]
-        covariance_bb = between_bb - cross_bn @ solved.inverse_Gnn[g] @ cross_bn.T
-        covariance_bb += 1 / solved.mass_G[g] - level_b[:, None] - level_b
+        subsets, solution = self._scales.transform(features), self._solution
+        g = task if len(solution.inverse_Gnn) > 1 else 0
+        cross_bn = _covariance(self.hyperparameters, self._share_covariance, subsets, self.runs)[g]
+        between_bb = _covariance(self.hyperparameters, self._share_covariance, subsets, subsets)[g]
+        level_b = cross_bn @ solution.level_Gn[g]
+        covariance_bb = between_bb - cross_bn @ solution.inverse_Gnn[g] @ cross_bn.T
+        covariance_bb += 1 / solution.level_precision_G[g] - level_b[:, None] - level_b
         mean_b = self._level_T[task] + subsets.relevance_BT[:, task] + cross_bn @ self._residual_nT[:, task]
         scale = float(self.scale_T[task])
         noise = self.hyperparameters["noise"] + self.hyperparameters["seed noise"] + JITTER
@@ -478,25 +505,33 @@ class GaussianProcess:
         at the corpus itself, and the noise of two subsets at the mean distance of the runs.
 
         Args:
+            features: features of the subsets.
             corpus: features of the corpus.
         """
         corpus_features = self._scales.transform(corpus)
-        corpus_cov_G1n = _covariance(self.hyperparameters, self._curves, corpus_features, self.runs)
+        corpus_cov_G1n = _covariance(self.hyperparameters, self._share_covariance, corpus_features, self.runs)
         mean_distance_G = self._difference_variance(self.runs, corpus_features).mean(axis=0)
-        means, spreads = [], []
-        for subsets in self._measured(features):
-            cross_Gbn = _covariance(self.hyperparameters, self._curves, subsets, self.runs) - corpus_cov_G1n
+        means, stds = [], []
+        for subsets in self._standardized_blocks(features):
+            cross_Gbn = _covariance(self.hyperparameters, self._share_covariance, subsets, self.runs) - corpus_cov_G1n
             distance_bG = self._difference_variance(subsets, corpus_features)
-            variance_bG = np.maximum(distance_bG - _explained(cross_Gbn, self._solved.inverse_Gnn), 0.0)
+            variance_bG = np.maximum(distance_bG - _variance_reduction(cross_Gbn, self._solution.inverse_Gnn), 0.0)
             variance_bG += 2 * self.hyperparameters["noise"] * distance_bG / np.maximum(mean_distance_G, TINY)
             mean_bT = subsets.relevance_BT - corpus_features.relevance_BT + _apply(cross_Gbn, self._residual_nT)
             means.append(self.scale_T * mean_bT)
             variance_bG *= self._scales.extrapolation_factor(subsets.share_BG) ** 2
-            spreads.append(self.scale_T * np.sqrt(variance_bG + subsets.within_slice_BT**2))
-        return np.concatenate(means), np.concatenate(spreads)
+            stds.append(self.scale_T * np.sqrt(variance_bG + subsets.within_slice_BT**2))
+        return np.concatenate(means), np.concatenate(stds)
 
     def gradient(self, at: SubsetFeatures, value: Callable[[SubsetFeatures], F64]) -> SubsetFeatures:
-        """Return the gradient of a function of subsets with respect to the features of one, by finite differences."""
+        """Return the gradient of a function of subsets with respect to the features of one, by finite differences.
+
+        All features are shifted at once, each in a subset of its own, so that `value` is called twice.
+
+        Args:
+            at: features of one subset.
+            value: function of the features of several subsets, (B,).
+        """
         step_1P = self._scales.step(at, STEP).flat()
         difference_P = value(at.unflatten(at.flat() + np.diag(step_1P[0]))) - value(at)
         return at.unflatten(ratio(difference_P, step_1P))
@@ -509,41 +544,56 @@ class GaussianProcess:
         corpus_features = self._scales.transform(corpus)
         farthest = float(self._difference_variance(self.runs, corpus_features).mean(axis=1).max())
         parts = [
-            self._difference_variance(subsets, corpus_features).mean(axis=1) for subsets in self._measured(features)
+            self._difference_variance(subsets, corpus_features).mean(axis=1)
+            for subsets in self._standardized_blocks(features)
         ]
         return np.sqrt(np.concatenate(parts) / max(farthest, TINY))
 
     def quantile(self, coverage: float) -> float:
         """Return half the width of a central interval in standard deviations, by Student's t distribution."""
-        return float(stdtrit(self.freedom, 0.5 + coverage / 2))
+        return float(stdtrit(self.degrees_of_freedom, 0.5 + coverage / 2))
 
-    def _measured(self, features: SubsetFeatures) -> Iterator[SubsetFeatures]:
+    def _standardized_blocks(self, features: SubsetFeatures) -> Iterator[SubsetFeatures]:
+        """Yield the standardized features of blocks of subsets, which bound the memory of covariances."""
         for start in range(0, len(features), BLOCK_SUBSETS):
             yield self._scales.transform(features.take(slice(start, start + BLOCK_SUBSETS)))
 
-    def _unexplained(self, subsets: SubsetFeatures, cross_Gbn: F64) -> F64:
+    def _posterior_variance(self, subsets: SubsetFeatures, cross_Gbn: F64) -> F64:
         """Return the posterior variance of level and g, (B, 1 or T).
 
+        With k the covariance of a subset with the runs, it is k_bb - k'P k + 1 / (1'K^-1 1) - 2 k'K^-1 1 / (1'K^-1 1):
+        the last two terms are the variance of the estimated level, and its covariance with g. Where the runs determine
+        a subset almost exactly, the difference cancels, and rounding may make it negative.
+
         Args:
+            subsets: standardized features.
             cross_Gbn: covariance between the subsets and the runs.
         """
-        mass_G = self._solved.mass_G
-        level_bG = np.einsum("gbn,gn->bg", cross_Gbn, self._solved.level_Gn)
+        level_precision_G = self._solution.level_precision_G
+        level_bG = np.einsum("gbn,gn->bg", cross_Gbn, self._solution.level_Gn)
         variance_bG = (
-            self._prior_variance(subsets) - _explained(cross_Gbn, self._solved.inverse_Gnn) + 1 / mass_G - 2 * level_bG
+            self._prior_variance(subsets)
+            - _variance_reduction(cross_Gbn, self._solution.inverse_Gnn)
+            + 1 / level_precision_G
+            - 2 * level_bG
         )
         return np.asarray(np.maximum(variance_bG, 0.0))
 
     def _prior_variance(self, subsets: SubsetFeatures) -> F64:
         """Return the prior variance of g, (B, 1 or T)."""
-        parts = _linear_variances(subsets) | {k: v[None] for k, v in self._curves.variance(subsets.share_BG).items()}
-        return np.asarray(_add_parts(self.hyperparameters, parts).T)
+        parts = _linear_variances(subsets) | {
+            k: v[None] for k, v in self._share_covariance.variance(subsets.share_BG).items()
+        }
+        return np.asarray(_weighted_sum(self.hyperparameters, parts).T)
 
-    def _difference_variance(self, subsets: SubsetFeatures, whole: SubsetFeatures) -> F64:
-        """Return the prior variance of the difference of g from its value at one subset, (B, 1 or T)."""
-        shared_Gb1 = _covariance(self.hyperparameters, self._curves, subsets, whole)
+    def _difference_variance(self, subsets: SubsetFeatures, corpus: SubsetFeatures) -> F64:
+        """Return the prior variance of the difference of g from its value at the corpus, (B, 1 or T).
+
+        Var(g_b - g_0) = Var g_b + Var g_0 - 2 Cov(g_b, g_0); rounding may make it slightly negative near the corpus.
+        """
+        shared_Gb1 = _covariance(self.hyperparameters, self._share_covariance, subsets, corpus)
         return np.asarray(
-            np.maximum(self._prior_variance(subsets) + self._prior_variance(whole) - 2 * shared_Gb1[:, :, 0].T, 0.0)
+            np.maximum(self._prior_variance(subsets) + self._prior_variance(corpus) - 2 * shared_Gb1[:, :, 0].T, 0.0)
         )
 
 
@@ -558,28 +608,28 @@ class _Data:
         utility_nT: mean over seeds, centred over the runs.
         seeds_n: number of seeds of each run.
         seed_squares_T: sum of squared deviations of seeds from the mean of their run.
-        freedom: degrees of freedom of `seed_squares_T`.
+        degrees_of_freedom: of `seed_squares_T`.
     """
 
     runs: SubsetFeatures
     utility_nT: F64
     seeds_n: F64
     seed_squares_T: F64
-    freedom: float
+    degrees_of_freedom: float
 
-    def sample(self, most: int) -> "_Data":
+    def sample(self, max_runs: int) -> "_Data":
         """Return at most this many of the runs, a fixed random sample."""
-        if len(self.runs) <= most:
+        if len(self.runs) <= max_runs:
             return self
-        chosen = np.sort(stream(0, "learned", "sample", len(self.runs)).permutation(len(self.runs))[:most])
-        fraction = most / len(self.runs)
-        utility_nT = self.utility_nT[chosen]
+        index = np.sort(stream(0, "learned", "sample", len(self.runs)).permutation(len(self.runs))[:max_runs])
+        fraction = max_runs / len(self.runs)
+        utility_nT = self.utility_nT[index]
         return _Data(
-            self.runs.take(chosen),
+            self.runs.take(index),
             utility_nT - utility_nT.mean(axis=0),
-            self.seeds_n[chosen],
+            self.seeds_n[index],
             self.seed_squares_T * fraction,
-            self.freedom * fraction,
+            self.degrees_of_freedom * fraction,
         )
 
     def noise_nn(self, hyperparameters: dict[str, float]) -> F64:
@@ -598,38 +648,43 @@ class _Solution:
     Attributes:
         inverse_Gnn: P.
         level_Gn: weights K^-1 1 / (1'K^-1 1) of the runs in the estimate of the level.
-        mass_G: 1'K^-1 1, the precision of the level.
+        level_precision_G: 1'K^-1 1, the inverse variance of the level.
         u_T: maximum likelihood estimate of 1 / s.
         likelihood: maximum of the log likelihood, summed over tasks.
     """
 
     inverse_Gnn: F64
     level_Gn: F64
-    mass_G: F64
+    level_precision_G: F64
     u_T: F64
     likelihood: float
 
     @classmethod
     def solve(cls, k_Gnn: F64, data: _Data, hyperparameters: dict[str, float]) -> Self:
+        """Compute the solution for the covariance `k_Gnn` of the runs, noise included."""
         r_nT, y_nT = data.runs.relevance_BT, data.utility_nT
+        # The inverse itself, not a Cholesky factor, since the gradient of the likelihood needs P.
+        # The jitter on the diagonal of K bounds its condition number.
         inverse_Gnn = np.linalg.inv(k_Gnn)
-        ones_Gn = inverse_Gnn.sum(axis=2)
-        mass_G = ones_Gn.sum(axis=1)
-        level_Gn = ones_Gn / mass_G[:, None]
+        ones_Gn = inverse_Gnn.sum(axis=2)  # K^-1 1
+        level_precision_G = ones_Gn.sum(axis=1)
+        level_Gn = ones_Gn / level_precision_G[:, None]
         projected_Gnn = inverse_Gnn - ones_Gn[:, :, None] * level_Gn[:, None, :]
         solved_nT = _apply(projected_Gnn, y_nT)
         q_T = np.einsum("nt,nt->t", y_nT, solved_nT)
         p_T = np.einsum("nt,nt->t", r_nT, solved_nT)
-        log_det_G = np.linalg.slogdet(k_Gnn)[1] + np.log(mass_G)
-        if data.freedom:
+        log_det_G = np.linalg.slogdet(k_Gnn)[1] + np.log(level_precision_G)
+        if data.degrees_of_freedom:  # the likelihood of deviations of seeds from the mean of their run
             q_T = q_T + data.seed_squares_T / hyperparameters["seed noise"]
-            log_det_G = log_det_G + data.freedom * np.log(hyperparameters["seed noise"])
-        count = len(y_nT) - 1 + data.freedom
-        u_T = (p_T + np.sqrt(p_T**2 + 4 * q_T * count)) / (2 * q_T)
-        fixed_T = np.einsum("nt,nt->t", r_nT, _apply(projected_Gnn, r_nT))
-        value_T = count * np.log(u_T) - 0.5 * q_T * u_T**2 + p_T * u_T - 0.5 * fixed_T
-        log_det = 0.5 * float(log_det_G.sum()) * len(u_T) / len(k_Gnn)
-        return cls(projected_Gnn, level_Gn, mass_G, u_T, float(value_T.sum()) - log_det)
+            log_det_G = log_det_G + data.degrees_of_freedom * np.log(hyperparameters["seed noise"])
+        m = len(y_nT) - 1 + data.degrees_of_freedom
+        u_T = (p_T + np.sqrt(p_T**2 + 4 * q_T * m)) / (2 * q_T)
+        r_square_T = np.einsum("nt,nt->t", r_nT, _apply(projected_Gnn, r_nT))
+        likelihood_T = m * np.log(u_T) - 0.5 * q_T * u_T**2 + p_T * u_T - 0.5 * r_square_T
+        log_det = (
+            0.5 * float(log_det_G.sum()) * len(u_T) / len(k_Gnn)
+        )  # of all tasks, also if they share one covariance
+        return cls(projected_Gnn, level_Gn, level_precision_G, u_T, float(likelihood_T.sum()) - log_det)
 
 
 class _MarginalLikelihood:
@@ -638,29 +693,31 @@ class _MarginalLikelihood:
     def __init__(self, data: _Data) -> None:
         runs = data.runs
         self.data = data
-        self.linear = {
-            name: part for name, part in _linear_parts(runs, runs).items() if np.abs(part).max(initial=0.0) > TINY
+        self.linear_covariances = {
+            name: part for name, part in _linear_covariances(runs, runs).items() if np.abs(part).max(initial=0.0) > TINY
         }
-        self.has_curves = bool(runs.share_BG.size) and bool(np.ptp(runs.share_BG, axis=0).max() > 0)
-        names = [*(SHAPES + CURVES if self.has_curves else ()), *self.linear, "noise"]
-        self.names = (*names, *(("seed noise",) if data.freedom else ()))
+        self.has_shares = bool(runs.share_BG.size) and bool(np.ptp(runs.share_BG, axis=0).max() > 0)
+        names = [*(SHAPES + CURVES if self.has_shares else ()), *self.linear_covariances, "noise"]
+        self.names = (*names, *(("seed noise",) if data.degrees_of_freedom else ()))
         self.prior = np.array([PRIORS[name] for name in self.names])
         # Weight of the likelihood, between 1 if the utilities of tasks are uncorrelated over the runs and 1 / T if they
         # all agree. One model is evaluated on all tasks, so its noise is correlated between them; if it were counted T
         # times, it would be fitted as a pattern.
         unit_nT = data.utility_nT * ratio(1.0, np.sqrt((data.utility_nT**2).sum(axis=0)), least=TINY)
-        self.worth = float(unit_nT.shape[1] / np.maximum(((unit_nT.T @ unit_nT) ** 2).sum(), 1.0))
+        self.likelihood_weight = float(unit_nT.shape[1] / np.maximum(((unit_nT.T @ unit_nT) ** 2).sum(), 1.0))
 
     def maximise(self) -> dict[str, float]:
-        start, spread = self.prior.T
-        most = np.where([name in CURVES for name in self.names], MAX_LOG_VARIANCE, np.inf)
-        bounds = list(zip(start - PRIOR_BOUND * spread, np.minimum(start + PRIOR_BOUND * spread, most), strict=True))
-        starts: list[F64] = [start]
-        if self.has_curves:
-            starts.append(start + spread * np.array([STRAIGHT_START.get(name, 0.0) for name in self.names]))
+        """Return the hyperparameters of the best of one or two searches, by the names in PRIORS."""
+        mean, std = self.prior.T
+        upper_limit = np.where([name in CURVES for name in self.names], MAX_LOG_VARIANCE, np.inf)
+        lower, upper = mean - PRIOR_BOUND * std, np.minimum(mean + PRIOR_BOUND * std, upper_limit)
+        starts: list[F64] = [mean]
+        if self.has_shares:
+            starts.append(mean + std * np.array([STRAIGHT_START.get(name, 0.0) for name in self.names]))
+        bounds = list(zip(lower, upper, strict=True))
         fits = [
-            minimize(self.loss, at, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 40})
-            for at in starts
+            minimize(self.loss, start, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 40})
+            for start in starts
         ]
         best_fit = min(fits, key=lambda result: float(result.fun))
         fitted = dict(zip(self.names, np.exp(best_fit.x).tolist(), strict=True))
@@ -670,45 +727,51 @@ class _MarginalLikelihood:
         """Return the negative log posterior and its gradient.
 
         The gradient with respect to a variance is tr(M dK) with M = d loss / dK; those with respect to c and the length
-        scales are finite differences of K.
+        scales use finite differences of K. All are with respect to the logarithm, d/d log x = x d/dx.
+
+        Args:
+            theta: logarithms of the hyperparameters in the order of `names`.
         """
         data, hyperparameters = self.data, dict.fromkeys(PRIORS, 0.0)
         hyperparameters |= dict(zip(self.names, np.exp(theta).tolist(), strict=True))
         shape = theta[: len(SHAPES)]
-        curves = self._curves(shape)
-        parts = self.linear | {name: part[None] for name, part in curves.items()}
-        solved = _Solution.solve(
-            _add_parts(hyperparameters, parts) + data.noise_nn(hyperparameters), data, hyperparameters
+        of_shares = self._share_covariances(shape)
+        parts = self.linear_covariances | {name: part[None] for name, part in of_shares.items()}
+        solution = _Solution.solve(
+            _weighted_sum(hyperparameters, parts) + data.noise_nn(hyperparameters), data, hyperparameters
         )
         # u minimises the loss, so its derivative vanishes: M = (P - (P e)(P e)') / 2 with e = u y - r, per task
-        inverse_Gnn, u_T = solved.inverse_Gnn, solved.u_T
+        inverse_Gnn, u_T = solution.inverse_Gnn, solution.u_T
         residual_nT = _apply(inverse_Gnn, data.utility_nT * u_T - data.runs.relevance_BT)
         if len(inverse_Gnn) == 1:
             m_Gnn = 0.5 * (len(u_T) * inverse_Gnn - (residual_nT @ residual_nT.T)[None])
         else:
             m_Gnn = 0.5 * (inverse_Gnn - np.einsum("nt,mt->tnm", residual_nT, residual_nT))
         slope = {name: hyperparameters[name] * (part * m_Gnn).sum() for name, part in parts.items()}
-        for k, name in enumerate(SHAPES if self.has_curves else ()):
-            shifted = self._curves(shape + STEP * (np.arange(len(SHAPES)) == k))
-            slope[name] = (
-                sum(hyperparameters[values] * ((shifted[values] - curves[values]) * m_Gnn).sum() for values in CURVES)
-                / STEP
-            )
+        for k, name in enumerate(SHAPES if self.has_shares else ()):
+            shifted = self._share_covariances(shape + STEP * (np.arange(len(SHAPES)) == k))
+            changes = (hyperparameters[part] * ((shifted[part] - of_shares[part]) * m_Gnn).sum() for part in CURVES)
+            slope[name] = sum(changes) / STEP
         diagonal_n = np.einsum("gnn->n", m_Gnn)
         slope["noise"] = hyperparameters["noise"] * diagonal_n.sum()
-        if data.freedom:
+        if data.degrees_of_freedom:
             seed_noise = hyperparameters["seed noise"]
-            seed_slope = 0.5 * data.freedom * len(u_T) - 0.5 * float(u_T**2 @ data.seed_squares_T) / seed_noise
+            seed_slope = (
+                0.5 * data.degrees_of_freedom * len(u_T) - 0.5 * float(u_T**2 @ data.seed_squares_T) / seed_noise
+            )
             slope["seed noise"] = seed_noise * (diagonal_n / data.seeds_n).sum() + seed_slope
         standardized = (theta - self.prior[:, 0]) / self.prior[:, 1]
-        gradient = self.worth * np.array([slope[name] for name in self.names]) + standardized / self.prior[:, 1]
-        return float(0.5 * standardized @ standardized - self.worth * solved.likelihood), gradient
+        gradient = (
+            self.likelihood_weight * np.array([slope[name] for name in self.names]) + standardized / self.prior[:, 1]
+        )
+        return float(0.5 * standardized @ standardized - self.likelihood_weight * solution.likelihood), gradient
 
-    def _curves(self, shape: F64) -> dict[str, F64]:
-        if not self.has_curves:
+    def _share_covariances(self, shape: F64) -> dict[str, F64]:
+        """Return the components of the covariance of the runs that depend on shares, (n, n) each."""
+        if not self.has_shares:
             return {}
         share_nG = self.data.runs.share_BG
-        return Curves.from_shares(share_nG, shape).between(share_nG, share_nG)
+        return ShareCovariance.from_shares(share_nG, shape).between(share_nG, share_nG)
 
 
 def _apply(matrix_Gbn: F64, values_nT: F64) -> F64:
@@ -718,6 +781,6 @@ def _apply(matrix_Gbn: F64, values_nT: F64) -> F64:
     return np.asarray(np.einsum("tbn,nt->bt", matrix_Gbn, values_nT))
 
 
-def _explained(cross_Gbn: F64, inverse_Gnn: F64) -> F64:
-    """Return the reduction of the variance by the runs, (b, 1 or T)."""
+def _variance_reduction(cross_Gbn: F64, inverse_Gnn: F64) -> F64:
+    """Return k'P k, the reduction of the variance of each subset by the runs, (b, 1 or T)."""
     return np.asarray(np.einsum("gbn,gbn->bg", cross_Gbn @ inverse_Gnn, cross_Gbn))

@@ -30,7 +30,8 @@ from grasp.store.checksummed_parquet import read_checksummed
 from grasp.text import did_you_mean
 
 NAME_COLUMNS = ("run", "run_name", "name", "index", "id", "run_id", "subset_id", "")  # columns with the name of a run
-SEEDS, SIZES, TOKENS = ("seed",), ("size", "model_size", "params"), ("tokens", "train_tokens", "n_tokens")
+SEED_COLUMNS, SIZE_COLUMNS = ("seed",), ("size", "model_size", "params")
+TOKEN_COLUMNS = ("tokens", "train_tokens", "n_tokens")
 STATE_COLUMNS = ("state", "status")
 FINISHED_STATES = ("finished", "completed", "success")
 ROW_COLUMNS = ("row_id", "doc_id")
@@ -80,35 +81,35 @@ def import_runs(
     """
     if out is not None:
         check_place(Path(out), {"is read": [source for source in (trained, results) if isinstance(source, Path | str)]})
-    places = [str(source) for source in (trained, results) if isinstance(source, Path | str)]
-    name = Path(places[-1]).stem if places else "runs"
+    paths = [str(source) for source in (trained, results) if isinstance(source, Path | str)]
+    name = Path(paths[-1]).stem if paths else "runs"
     if weights not in ("shares", "times"):
         raise RunsError(f"weights: got {weights!r}, expected shares or times")
     files = mixture_files(Path(trained)) if isinstance(trained, Path | str) else []
-    table, where = (pa.table({}), str(trained)) if files else _table(trained)
+    table, where = (pa.table({}), str(trained)) if files else _read_table(trained)
     harness: HarnessResults | None = None
     if files and results is None:
         raise RunsError(f"{where}: contains only mixtures; pass the results of the runs too")
     if results is None:
         if not metrics:
             raise RunsError(f"{where}: contains weights and results; pass the columns with results: --metrics")
-        outcome, outcome_where = table, where
+        result_table, result_where = table, where
         columns = columns or [f"!{pattern}" for pattern in metrics]
     elif isinstance(results, Path | str) and Path(results).is_dir():
         harness = read_results(Path(results))
-        outcome, outcome_where = harness.table, str(results)
+        result_table, result_where = harness.table, str(results)
     else:
-        outcome, outcome_where = _table(results)
+        result_table, result_where = _read_table(results)
     notes: list[str] = []
     if files:
-        kind, long, weights_note = _of_files(files, label)
+        kind, long, weights_note = _weights_of_files(files, label)
         notes.append(weights_note)
     else:
-        kind, long = _trained(table, where, label, weights, columns)
-    wide = _Wide(outcome, outcome_where)
+        kind, long = _read_weights(table, where, label, weights, columns)
+    wide = _WideTable(result_table, result_where)
     lines, failed = wide.results(metrics, skip_failed)
     metric_names = tuple(dict.fromkeys(lines["metric"].to_pylist()))
-    directions = _directions(metric_names, harness.directions if harness else {}, higher, lower, outcome_where)
+    directions = _resolve_directions(metric_names, harness.directions if harness else {}, higher, lower, result_where)
     if failed:
         notes.append(f"skipped as failed: {len(failed)} runs, e.g. {', '.join(failed[:MAX_LISTED])}")
     if wide.ignored:
@@ -117,9 +118,9 @@ def import_runs(
         harness.check_comparable(metric_names)
         notes += harness.notes_about(metric_names)
     if failed:
-        keep = pa.array([run not in set(failed) for run in long["run"].to_pylist()])
-        long = long.filter(keep)
-    info = RunsInfo(kind=kind, label=label, metrics=directions, read_from=tuple(places))
+        has_finished = pa.array([run not in set(failed) for run in long["run"].to_pylist()])
+        long = long.filter(has_finished)
+    info = RunsInfo(kind=kind, label=label, metrics=directions, read_from=tuple(paths))
     runs = RunTable.from_results(name, info, long, lines, notes)
     runs = runs if size is None else runs.select_size(size)
     if out is not None:
@@ -136,12 +137,12 @@ def read_mixtures(source: Path | str | pa.Table, values: Sequence[str]) -> tuple
     Raises:
         RunsError: not a table, an unknown value, or shares that are not numbers or do not add up to 1.
     """
-    table, where = _table(source)
+    table, where = _read_table(source)
     if "value" in table.column_names and "value" not in values:
         mixtures = [name for name in MIXTURE_COLUMNS if name in table.column_names]
         if not mixtures:
             raise RunsError(f"{where}: has a column `value` but no shares; expected {', '.join(MIXTURE_COLUMNS)}")
-        lines = zip(_text(table, "value", where).to_pylist(), *(table[name] for name in mixtures), strict=True)
+        lines = zip(_string_column(table, "value", where).to_pylist(), *(table[name] for name in mixtures), strict=True)
         table = pa.table({"mixture": mixtures} | {value: pa.array(shares) for value, *shares in lines})
     if not len(table):
         raise RunsError(f"{where}: has no mixtures; expected one per line")
@@ -153,11 +154,11 @@ def read_mixtures(source: Path | str | pa.Table, values: Sequence[str]) -> tuple
     for name in absent:
         table = table.append_column(name, pa.array(np.zeros(len(table))))
     names = (
-        tuple(_text(table, named[0], where).to_pylist())
+        tuple(_string_column(table, named[0], where).to_pylist())
         if named
         else tuple(f"mixture-{b + 1}" for b in range(len(table)))
     )
-    columns = [_numbers(table[name]) for name in values]
+    columns = [_float_column(table[name]) for name in values]
     share_BG = np.stack([np.full(len(table), np.nan) if values_B is None else values_B for values_B in columns], axis=1)
     for name, share_G in zip(names, share_BG, strict=True):
         if not (np.isfinite(share_G) & (share_G >= 0)).all() or abs(share_G.sum() - 1.0) > SUM_SLACK:
@@ -172,7 +173,7 @@ def read_mixtures(source: Path | str | pa.Table, values: Sequence[str]) -> tuple
 # ------------------------------------------------------------------------------------------------------- mixtures
 
 
-def _trained(
+def _read_weights(
     table: pa.Table, where: str, label: str | None, weights: str, columns: Sequence[str]
 ) -> tuple[Kind, pa.Table]:
     """Return the kind of the weights, and a table of run, name and weight."""
@@ -181,30 +182,34 @@ def _trained(
         column = next((names[option] for option in options if option in names), None)
         if column is not None:
             weight = table[names["weight"]] if "weight" in names else pa.array(np.ones(len(table)))
-            arrays = [_text(table, _name_column(table, where), where), _text(table, column, where), weight]
+            arrays = [
+                _string_column(table, _name_column(table, where), where),
+                _string_column(table, column, where),
+                weight,
+            ]
             return kind, pa.table(arrays, TRAINED_SCHEMA.names)  # type: ignore[return-value]
     if label is None:
         raise RunsError(f"{where}: pass the label that its columns are values of, e.g. --label source")
-    wide = _Wide(table, where)
-    chosen = wide.chosen(columns)
-    if len(chosen) < 2:
-        raise RunsError(f"{where}: has {len(chosen)} columns of weights, expected two or more")
-    weight_RG = np.stack([wide.numbers[name] for name in chosen], axis=1)
-    first: dict[str, int] = {}
-    for at, run in enumerate(wide.runs):  # a run may occur again with another seed, but only with the same weights
-        was = first.setdefault(run, at)
-        if was != at and not np.allclose(weight_RG[was], weight_RG[at], equal_nan=True):
+    wide = _WideTable(table, where)
+    weight_columns = wide.select_columns(columns)
+    if len(weight_columns) < 2:
+        raise RunsError(f"{where}: has {len(weight_columns)} columns of weights, expected two or more")
+    weight_RG = np.stack([wide.numbers[name] for name in weight_columns], axis=1)
+    first_line: dict[str, int] = {}
+    for line, run in enumerate(wide.runs):  # a run may occur again with another seed, but only with the same weights
+        first = first_line.setdefault(run, line)
+        if first != line and not np.allclose(weight_RG[first], weight_RG[line], equal_nan=True):
             raise RunsError(f"{where}: run {run!r} occurs twice with different weights; rename one of them")
-        if was != at and wide.meta("seed", was) == wide.meta("seed", at):
+        if first != line and wide.metadata("seed", first) == wide.metadata("seed", line):
             raise RunsError(f"{where}: run {run!r} occurs twice; rename one, or add a column seed")
-    r, g = (index.ravel() for index in np.indices((len(first), len(chosen))))
-    names_R, names_G = np.array([*first], object), np.array(chosen, object)
-    arrays = [names_R[r], names_G[g], weight_RG[[*first.values()]].ravel()]
+    r, g = (index.ravel() for index in np.indices((len(first_line), len(weight_columns))))
+    names_R, names_G = np.array([*first_line], object), np.array(weight_columns, object)
+    arrays = [names_R[r], names_G[g], weight_RG[[*first_line.values()]].ravel()]
     long = pa.table([pa.array(values) for values in arrays], TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
     return ("times" if weights == "times" else "shares"), long
 
 
-def _of_files(files: Sequence[Path], label: str | None) -> tuple[Kind, pa.Table, str]:
+def _weights_of_files(files: Sequence[Path], label: str | None) -> tuple[Kind, pa.Table, str]:
     """Return the kind of the weights, a table of run, name and weight, and a note on the weights."""
     if label is None:
         raise RunsError(f"{files[0]}: pass the label whose values it mixes, e.g. --label source")
@@ -214,38 +219,41 @@ def _of_files(files: Sequence[Path], label: str | None) -> tuple[Kind, pa.Table,
     return kind, pa.table(columns, TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA), weights_note  # type: ignore[return-value]
 
 
-# ------------------------------------------------------------------------------------------------- what came out
+# ------------------------------------------------------------------------------------------------- results
 
 
-class _Wide:
+class _WideTable:
     """A table with one line per run: its name, metadata columns, and numeric columns."""
 
     def __init__(self, table: pa.Table, where: str) -> None:
-        table = _panel(table)
+        table = _unpivot_wandb_panel(table)
         self.where = where
         by_name = _name_column(table, where)
-        self.runs = _text(table, by_name, where).to_pylist()
+        self.runs = _string_column(table, by_name, where).to_pylist()
         lower = {name.lower(): name for name in table.column_names if name != by_name}
-        metadata = {"seed": SEEDS, "size": SIZES, "tokens": TOKENS, "state": STATE_COLUMNS}
+        metadata = {"seed": SEED_COLUMNS, "size": SIZE_COLUMNS, "tokens": TOKEN_COLUMNS, "state": STATE_COLUMNS}
         column_of = {
             what: [lower[option] for option in options if option in lower] for what, options in metadata.items()
         }
-        self._meta = {what: table[names[0]].to_pylist() for what, names in column_of.items() if names}
+        self._metadata = {what: table[names[0]].to_pylist() for what, names in column_of.items() if names}
         used = {by_name, *(name for names in column_of.values() for name in names)}
         others = [name for name in table.column_names if name not in used]
-        self.numbers = {name: values for name in others if (values := _numbers(table[name])) is not None}
+        self.numbers = {name: values for name in others if (values := _float_column(table[name])) is not None}
         self.ignored = [name for name in others if name not in self.numbers]
 
-    def meta(self, what: str, at: int) -> Any:
-        return self._meta[what][at] if what in self._meta else None
+    def metadata(self, name: str, line: int) -> Any:
+        """Return the seed, size, number of tokens or state of a line; None if there is no such column."""
+        return self._metadata[name][line] if name in self._metadata else None
 
-    def chosen(self, patterns: Sequence[str]) -> list[str]:
+    def select_columns(self, patterns: Sequence[str]) -> list[str]:
         """Select columns by patterns; `!pattern` excludes columns; without patterns, all are selected."""
-        keep = [pattern for pattern in patterns if pattern[:1] != "!"]
-        drop = [pattern[1:] for pattern in patterns if pattern[:1] == "!"]
-        selected = [name for name in self.numbers if (not keep or _matches(name, keep)) and not _matches(name, drop)]
+        included = [pattern for pattern in patterns if pattern[:1] != "!"]
+        excluded = [pattern[1:] for pattern in patterns if pattern[:1] == "!"]
+        selected = [
+            name for name in self.numbers if (not included or _matches(name, included)) and not _matches(name, excluded)
+        ]
         unmatched = [
-            pattern for pattern in keep if not any(fnmatch.fnmatchcase(name, pattern) for name in self.numbers)
+            pattern for pattern in included if not any(fnmatch.fnmatchcase(name, pattern) for name in self.numbers)
         ]
         if unmatched:
             available = ", ".join(list(self.numbers)[:MAX_LISTED])
@@ -254,38 +262,38 @@ class _Wide:
 
     def results(self, patterns: Sequence[str], skip_failed: bool) -> tuple[pa.Table, list[str]]:
         """Return results with RESULTS_SCHEMA, and the names of skipped runs."""
-        chosen = self.chosen(patterns)
-        if not chosen:
+        metrics = self.select_columns(patterns)
+        if not metrics:
             raise RunsError(f"{self.where}: has no numeric columns with results")
         failed: list[str] = []
         lines: list[tuple[Any, ...]] = []
-        for at, run in enumerate(self.runs):
-            state = str(self.meta("state", at) or FINISHED_STATES[0]).lower()
-            values = [float(self.numbers[name][at]) for name in chosen]
+        for line, run in enumerate(self.runs):
+            state = str(self.metadata("state", line) or FINISHED_STATES[0]).lower()
+            values = [float(self.numbers[name][line]) for name in metrics]
             if skip_failed and (state not in FINISHED_STATES or not np.isfinite(values).all()):
                 failed.append(run)
                 continue
-            size = self.meta("size", at)
-            seed, tokens = self._whole("seed", at) or 0, self._whole("tokens", at)
-            what = (run, seed, None if size is None else str(size), None if tokens is None else float(tokens))
-            lines += [(*what, name, None, value) for name, value in zip(chosen, values, strict=True)]
+            size = self.metadata("size", line)
+            seed, tokens = self._whole_number("seed", line) or 0, self._whole_number("tokens", line)
+            keys = (run, seed, None if size is None else str(size), None if tokens is None else float(tokens))
+            lines += [(*keys, name, None, value) for name, value in zip(metrics, values, strict=True)]
         columns = list(zip(*lines, strict=True)) or [() for _ in RESULTS_SCHEMA]
         arrays = [pa.array(column, field.type) for column, field in zip(columns, RESULTS_SCHEMA, strict=True)]
         return pa.table(arrays, schema=RESULTS_SCHEMA), failed
 
-    def _whole(self, what: str, at: int) -> int | None:
+    def _whole_number(self, name: str, line: int) -> int | None:
         """Return a seed or a number of tokens as an integer, or None."""
-        value = self.meta(what, at)
+        value = self.metadata(name, line)
         try:
             number = None if value is None else int(float(value)) if isinstance(value, str) else int(value)
         except (ValueError, OverflowError, TypeError):
             number = MAX_INTEGER + 1
         if number is not None and not 0 <= number <= MAX_INTEGER:
-            raise RunsError(f"{self.where}: run {self.runs[at]!r}: {what} is {value!r}, expected a whole number")
+            raise RunsError(f"{self.where}: run {self.runs[line]!r}: {name} is {value!r}, expected a whole number")
         return number
 
 
-def _panel(table: pa.Table) -> pa.Table:
+def _unpivot_wandb_panel(table: pa.Table) -> pa.Table:
     """Convert a wandb panel, `Step, <run> - <metric>, ...`, to one line per run with the last value of each column."""
     if not table.column_names or table.column_names[0].lower() not in ("step", "_step"):
         return table
@@ -294,9 +302,9 @@ def _panel(table: pa.Table) -> pa.Table:
         run, _, metric = name.rpartition(" - ")
         if not run or metric.endswith(("__MIN", "__MAX")):
             continue
-        values = _numbers(table[name])
-        seen = values[np.isfinite(values)] if values is not None else np.empty(0)
-        last.setdefault(run, {})[metric] = float(seen[-1]) if seen.size else float("nan")
+        values = _float_column(table[name])
+        finite = values[np.isfinite(values)] if values is not None else np.empty(0)
+        last.setdefault(run, {})[metric] = float(finite[-1]) if finite.size else float("nan")
     metrics = list(dict.fromkeys(metric for of_run in last.values() for metric in of_run))
     columns = {metric: pa.array([of_run.get(metric, float("nan")) for of_run in last.values()]) for metric in metrics}
     return pa.table({"run": pa.array(list(last)), **columns})
@@ -305,8 +313,12 @@ def _panel(table: pa.Table) -> pa.Table:
 # ------------------------------------------------------------------------------------------------------ internals
 
 
-def _directions(
-    metrics: Sequence[str], known: Mapping[str, Direction], higher: Sequence[str], lower: Sequence[str], where: str
+def _resolve_directions(
+    metrics: Sequence[str],
+    directions_in_files: Mapping[str, Direction],
+    higher: Sequence[str],
+    lower: Sequence[str],
+    where: str,
 ) -> dict[str, Direction]:
     """Return the direction of each metric: as in its file, as passed by the user, or by its name."""
     directions: dict[str, Direction] = {}
@@ -315,7 +327,7 @@ def _directions(
         requested: Direction | None = (
             "higher" if _matches(metric, higher) else "lower" if _matches(metric, lower) else None
         )
-        if direction := known.get(metric) or requested or direction_by_name(metric):
+        if direction := directions_in_files.get(metric) or requested or direction_by_name(metric):
             directions[metric] = direction
         else:
             unknown.append(metric)
@@ -329,10 +341,12 @@ def _directions(
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a name matches one of the patterns, case-sensitively."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _table(source: Path | str | pa.Table) -> tuple[pa.Table, str]:
+def _read_table(source: Path | str | pa.Table) -> tuple[pa.Table, str]:
+    """Return a table and its location for messages: a table in memory, Parquet, or CSV."""
     if isinstance(source, pa.Table):
         return source, "runs"
     path = Path(source)
@@ -345,12 +359,13 @@ def _table(source: Path | str | pa.Table) -> tuple[pa.Table, str]:
         raise RunsError(f"{path}: column names are not UTF-8; save the table as UTF-8") from err
     except (pa.ArrowException, OSError, ValueError) as err:
         raise RunsError(f"{path}: cannot be read as a table: {' '.join(str(err).split())}") from err
-    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise RunsError(f"{path}: has the column {twice[0]!r} more than once; rename or drop one of them")
+    if duplicates := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise RunsError(f"{path}: has the column {duplicates[0]!r} more than once; rename or drop one of them")
     return table, str(path)
 
 
 def _name_column(table: pa.Table, where: str) -> str:
+    """Return the name of the column with run names, ignoring case."""
     lower = {name.lower(): name for name in reversed(table.column_names)}
     column = next((lower[name] for name in NAME_COLUMNS if name in lower), None)
     if column is None:
@@ -361,7 +376,7 @@ def _name_column(table: pa.Table, where: str) -> str:
     return str(column)
 
 
-def _text(table: pa.Table, name: str, where: str) -> pa.ChunkedArray:
+def _string_column(table: pa.Table, name: str, where: str) -> pa.ChunkedArray:
     """Return a column as strings."""
     try:
         column = table[name].cast(pa.string())
@@ -374,7 +389,7 @@ def _text(table: pa.Table, name: str, where: str) -> pa.ChunkedArray:
     return column
 
 
-def _numbers(column: pa.ChunkedArray) -> np.ndarray | None:
+def _float_column(column: pa.ChunkedArray) -> np.ndarray | None:
     """Return a column as float64, nan for empty cells; None if it is not numeric. Strings of numbers are parsed."""
     if pa.types.is_string(column.type):
         try:

@@ -96,7 +96,8 @@ def rank_correlations(columns: Sequence[F64], pairs: Sequence[tuple[int, int]], 
         pairs: indices of the columns to correlate.
         weights_RB: resamples; a row of ones gives the estimate. The dtype sets the precision: 1e-6 for float32.
     Returns:
-        (P, E, R); nan if one of the two columns is constant on the drawn subsets; ties as in scipy.
+        Correlations of each pair, unit and resample, (pairs, E, R); nan if one of the two columns is constant on the
+        drawn subsets; ties as in scipy.
     Raises:
         ShapeError: shapes differ; the message carries both.
     Source: eq:lds-spearman. Deviation: none. Cost: O(E B^2 R) multiply-adds per column set.
@@ -111,17 +112,19 @@ def rank_correlations(columns: Sequence[F64], pairs: Sequence[tuple[int, int]], 
     n_resamples = len(weights_RB)
     out = np.full((len(pairs), n_units, n_resamples), np.nan)
     root_RB = np.sqrt(weights_RB)
-    units_at_once = max(1, _BLOCK_NUMBERS // (len(columns) * n_subsets * n_subsets))
-    for start in range(0, n_units, units_at_once):
-        part = slice(start, start + units_at_once)
+    units_per_block = max(1, _BLOCK_NUMBERS // (len(columns) * n_subsets * n_subsets))
+    for start in range(0, n_units, units_per_block):
+        part = slice(start, start + units_per_block)
         parts_EB = [column[:, part].T for column in columns]
         # (E, B, B): 1/2 if the first subset is below the second, 0 for ties, -1/2 if above
-        compared = [np.sign(p[:, None, :] - p[:, :, None]).astype(weights_RB.dtype) / 2 for p in parts_EB]
-        step = max(1, _BLOCK_NUMBERS // (compared[0].shape[0] * n_subsets * len(columns)))
-        for first in range(0, n_resamples, step):
-            draws = slice(first, first + step)
+        comparisons = [np.sign(x[:, None, :] - x[:, :, None]).astype(weights_RB.dtype) / 2 for x in parts_EB]
+        step = max(1, _BLOCK_NUMBERS // (comparisons[0].shape[0] * n_subsets * len(columns)))
+        for first_draw in range(0, n_resamples, step):
+            draws = slice(first_draw, first_draw + step)
+            # A subset that was drawn w times counts w times in sums over subsets: each factor of a product of ranks is
+            # multiplied by sqrt(w).
             root_rB = root_RB[draws]
-            ranks = [np.matmul(weights_RB[draws], below_EBB) for below_EBB in compared]
+            ranks = [np.matmul(weights_RB[draws], comparison_EBB) for comparison_EBB in comparisons]
             ranks = [np.multiply(rank_ErB, root_rB, out=rank_ErB) for rank_ErB in ranks]
             # centred ranks of a constant column are exactly 0, and so is their norm
             norms = [np.sqrt(np.einsum("erb,erb->er", rank, rank)) for rank in ranks]
@@ -152,27 +155,36 @@ def pairwise_accuracy(predicted_B: F64, realized_B: F64, weights_RB: Floats) -> 
     product of the weights of its subsets. nan if there are no pairs.
     """
     weights_RB = np.asarray(weights_RB, dtype=np.float64)
-    sign_p = np.sign(predicted_B[:, None] - predicted_B[None, :])
-    sign_u = np.sign(realized_B[:, None] - realized_B[None, :])
-    untied = (sign_u != 0).astype(np.float64)
-    right = untied * (0.5 + 0.5 * sign_p * sign_u)
-    total_R = np.einsum("rb,rb->r", weights_RB, weights_RB @ untied)
-    right_R = np.einsum("rb,rb->r", weights_RB, weights_RB @ right)
-    return ratio(right_R, total_R, undefined=np.nan)
+    predicted_sign_BB = np.sign(predicted_B[:, None] - predicted_B[None, :])
+    realized_sign_BB = np.sign(realized_B[:, None] - realized_B[None, :])
+    untied_BB = (realized_sign_BB != 0).astype(np.float64)
+    agreement_BB = untied_BB * (0.5 + 0.5 * predicted_sign_BB * realized_sign_BB)  # 1, 1/2 or 0
+    # Sums over pairs of a resample are quadratic forms w' M w of its weights.
+    total_R = np.einsum("rb,rb->r", weights_RB, weights_RB @ untied_BB)
+    agreement_R = np.einsum("rb,rb->r", weights_RB, weights_RB @ agreement_BB)
+    return ratio(agreement_R, total_R, undefined=np.nan)
 
 
 # ------------------------------------------------------------------------------------------ intervals
 
 
 def bootstrap_interval(value: float, resampled_R: F64, *, lowest: float, highest: float, reason: str) -> Estimate:
-    """Return the centred bootstrap interval of the module docstring; undefined resamples are ignored."""
+    """Return the centred bootstrap interval of the module docstring; undefined resamples are ignored.
+
+    Args:
+        value: the estimate; nan: undefined.
+        resampled_R: the metric of each resample.
+        lowest: lowest value of the metric.
+        highest: highest value of the metric.
+        reason: why the metric is undefined, if it is.
+    """
     if not np.isfinite(value):
         return Estimate(None, reason=reason)
-    drawn = resampled_R[np.isfinite(resampled_R)]
-    if len(drawn) < 2:
+    finite_R = resampled_R[np.isfinite(resampled_R)]
+    if len(finite_R) < 2:
         return Estimate(float(value))
-    tail = (1 - LEVEL) / 2
-    low, high = value + np.quantile(drawn - drawn.mean(), [tail, 1 - tail])
+    tail_share = (1 - LEVEL) / 2
+    low, high = value + np.quantile(finite_R - finite_R.mean(), [tail_share, 1 - tail_share])
     return Estimate(float(value), float(max(low, lowest)), float(min(high, highest)))
 
 
@@ -190,10 +202,10 @@ def mean_defined(values: F64, axis: int) -> F64:
 def ceiling_from_correlation(correlation: F64, n_seeds: int) -> F64:
     """Return the square root of the reliability of the mean of `n_seeds` seeds; nan for correlations <= 0."""
     correlation = np.asarray(correlation, dtype=np.float64)
-    agrees = np.isfinite(correlation) & (correlation > 0)
-    r1 = correlation[agrees]
+    is_positive = np.isfinite(correlation) & (correlation > 0)
+    r1 = correlation[is_positive]
     out = np.full(correlation.shape, np.nan)
-    out[agrees] = np.sqrt(n_seeds * r1 / (1.0 + (n_seeds - 1) * r1))
+    out[is_positive] = np.sqrt(n_seeds * r1 / (1.0 + (n_seeds - 1) * r1))
     return out
 
 
@@ -220,21 +232,22 @@ def noise_ceilings(realized_BSE: F64, weights_RB: Floats) -> dict[str, Estimate]
 
 
 def _ceiling(realized_BSE: F64, weights_RB: Floats) -> Estimate:
+    """Return the noise ceiling of the mean rank correlation over units, with its bootstrap interval."""
     n_subsets, n_seeds, _ = realized_BSE.shape
     if n_seeds < 2:
         return Estimate(None, reason=SINGLE_SEED)
     if n_subsets < MIN_SUBSETS:
         return Estimate(None, reason=TOO_FEW_SUBSETS)
-    plain = float(mean_defined(seed_agreement(realized_BSE, np.ones((1, n_subsets))), axis=0)[0])
-    if np.isnan(plain):
+    correlation = float(mean_defined(seed_agreement(realized_BSE, np.ones((1, n_subsets))), axis=0)[0])
+    if np.isnan(correlation):
         return Estimate(None, reason=CONSTANT_UTILITY)
     resampled_R = mean_defined(seed_agreement(realized_BSE, weights_RB), axis=0)
     return bootstrap_interval(
-        float(ceiling_from_correlation(np.array([plain]), n_seeds)[0]),
+        float(ceiling_from_correlation(np.array([correlation]), n_seeds)[0]),
         ceiling_from_correlation(resampled_R, n_seeds),
         lowest=0.0,
         highest=1.0,
-        reason=f"the seeds do not agree (mean rank correlation {plain:.2f})",
+        reason=f"the seeds do not agree (mean rank correlation {correlation:.2f})",
     )
 
 
@@ -253,6 +266,7 @@ def standardised_mean(values_BE: F64) -> F64:
 
 
 def _varies(values_BE: F64) -> Bool:
+    """Return whether each column has different values, (E,)."""
     return np.asarray(values_BE.max(axis=0) > values_BE.min(axis=0))
 
 
@@ -292,28 +306,31 @@ def target_metrics(
         )
     realized_BE = realized_BSE.mean(axis=1)
     task_B = predicted_BE.mean(axis=1) if task_predicted_B is None else np.asarray(task_predicted_B, np.float64)
-    plain_1B = np.ones((1, n_subsets))
-    values = _metrics(predicted_BE, task_B, realized_BE, plain_1B)
+    ones_1B = np.ones((1, n_subsets))  # weights that give the estimate itself
+    values = _metrics(predicted_BE, task_B, realized_BE, ones_1B)
     resamples = _metrics(predicted_BE, task_B, realized_BE, weights_RB)
 
     # each metric for single seeds, with the same subsets and predictions
     over_seeds: dict[str, tuple[float | None, float | None]] = {}
-    by_seed = [_metrics(predicted_BE, task_B, realized_BSE[:, s], plain_1B) for s in range(n_seeds)]
+    by_seed = [_metrics(predicted_BE, task_B, realized_BSE[:, s], ones_1B) for s in range(n_seeds)]
     for name in METRICS:
         value_S = np.array([values_of_seed[name][0] for values_of_seed in by_seed])
         sd = float(value_S.std(ddof=1)) if n_seeds > 1 else None
         over_seeds[name] = (float(value_S.mean()), sd) if np.isfinite(value_S).all() else (None, None)
 
     # reasons of undefined values
-    flat_p, flat_u = ~_varies(predicted_BE), ~_varies(realized_BE)
-    task_why, units_why = CONSTANT_UTILITY if _varies(task_B) else CONSTANT_PREDICTION, NO_DEFINED_UNIT
-    undefined = {CONSTANT_PREDICTION: int(flat_p.sum()), CONSTANT_UTILITY: int((flat_u & ~flat_p).sum())}
+    constant_prediction_E, constant_utility_E = ~_varies(predicted_BE), ~_varies(realized_BE)
+    task_reason, unit_reason = CONSTANT_UTILITY if _varies(task_B) else CONSTANT_PREDICTION, NO_DEFINED_UNIT
+    undefined = {
+        CONSTANT_PREDICTION: int(constant_prediction_E.sum()),
+        CONSTANT_UTILITY: int((constant_utility_E & ~constant_prediction_E).sum()),
+    }
     if n_subsets < MIN_SUBSETS:
-        task_why = units_why = TOO_FEW_SUBSETS
+        task_reason = unit_reason = TOO_FEW_SUBSETS
         undefined = {TOO_FEW_SUBSETS: n_units}
     if only_task:
-        units_why, undefined = NO_UNIT_PREDICTIONS, {NO_UNIT_PREDICTIONS: n_units}
-    reasons = dict.fromkeys(METRICS, units_why) | {"task_rho": task_why, "pairwise": task_why}
+        unit_reason, undefined = NO_UNIT_PREDICTIONS, {NO_UNIT_PREDICTIONS: n_units}
+    reasons = dict.fromkeys(METRICS, unit_reason) | {"task_rho": task_reason, "pairwise": task_reason}
     estimates = {
         name: bootstrap_interval(
             float(values[name][0]), resamples[name], lowest=lowest, highest=1.0, reason=reasons[name]

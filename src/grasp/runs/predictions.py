@@ -91,12 +91,12 @@ class Predictions:
             raise RunsError(f"{self.method}: has no predictions for {target!r}, only for {self.targets}")
         if not column_of or list(unit_ids) == [WHOLE_TASK]:
             task_B = self.values_BE[b][:, list(column_of.values())].mean(axis=1) if task_B is None else task_B
-            return None, _finite(task_B, f"{self.method}: {target}")
+            return None, _require_finite(task_B, f"{self.method}: {target}")
         e = _positions(list(column_of), unit_ids, f"{self.method}: units of {target}")
         values_BE = self.values_BE[b][:, np.array(list(column_of.values()), dtype=np.int64)[e]]
         return (
-            _finite(values_BE, f"{self.method}: {target}"),
-            None if task_B is None else _finite(task_B, f"{self.method}: {target}"),
+            _require_finite(values_BE, f"{self.method}: {target}"),
+            None if task_B is None else _require_finite(task_B, f"{self.method}: {target}"),
         )
 
 
@@ -126,10 +126,10 @@ class RowScores:
             RunsError: wrong number of rows, or a score that is not finite; the message names row and unit.
         Source: eq:grasp-subset-relevance, eq:additive-utility. Memory: the subsets and one block of rows.
         """
-        held = list(subsets)
-        ids = tuple(name for block in held for name in block.subset_ids)
-        wrong = [block.n_rows for block in held if block.n_rows != self.n_rows]
-        if wrong or not held:
+        blocks = list(subsets)
+        ids = tuple(name for block in blocks for name in block.subset_ids)
+        wrong = [block.n_rows for block in blocks if block.n_rows != self.n_rows]
+        if wrong or not blocks:
             reason = f"the subsets are drawn from {wrong[0]}" if wrong else "there are no subsets"
             raise RunsError(f"{self.method}: scores {self.n_rows} rows, {reason}")
 
@@ -145,11 +145,13 @@ class RowScores:
                     )
                 yield start, downweight_negative(values_NE, negative)
 
-        sum_BE = sums_over(downweighted_blocks(), [block.weights for block in held], len(self.columns))
+        sum_BE = sums_over(downweighted_blocks(), [block.weights for block in blocks], len(self.columns))
         if weighting == "mean":
-            masses = [block.weights.sums for block in held]
-            sum_BE = [ratio(1.0, mass_B)[:, None] * part_BE for mass_B, part_BE in zip(masses, sum_BE, strict=True)]
-        return _split(self.method, ids, self.columns, np.concatenate(sum_BE))
+            weight_sums = [block.weights.sums for block in blocks]
+            sum_BE = [
+                ratio(1.0, total_B)[:, None] * part_BE for total_B, part_BE in zip(weight_sums, sum_BE, strict=True)
+            ]
+        return _separate_tasks(self.method, ids, self.columns, np.concatenate(sum_BE))
 
 
 def read_predictions(
@@ -166,13 +168,13 @@ def read_predictions(
             message names the first.
     """
     method = method or path.stem
-    table = None if path.suffix == ".npy" else _open(path)
+    table = None if path.suffix == ".npy" else _read_table(path)
     if table is None and (ids := _read_ids(path)).subset_ids is not None:
         shape = len(ids.subset_ids), len(ids.units)
-        values_BE = np.asarray(_load(path, shape, "(B, E) subsets and units that its ids name"), np.float64)
+        values_BE = np.asarray(_load_npy(path, shape, "(B, E) subsets and units that its ids name"), np.float64)
         return Predictions(method, ids.subset_ids, ids.units, values_BE)
     if table is not None and "subset_id" in table.column_names:
-        return _of_table(path, table, method)
+        return _parse_table(path, table, method)
     return read_row_scores(path, rows, method, table).sum_over(subsets)
 
 
@@ -187,9 +189,9 @@ def read_row_scores(path: Path, rows: RowIndex, method: str | None = None, table
     """
     if path.suffix == ".npy":
         units = _read_ids(path).units
-        scores = _load(path, (rows.n_rows, len(units)), "(N, E) rows and units")
+        scores = _load_npy(path, (rows.n_rows, len(units)), "(N, E) rows and units")
         return RowScores(method or path.stem, units, rows.n_rows, _blocks(scores))
-    table = _open(path) if table is None else table
+    table = _read_table(path) if table is None else table
     if "row_id" not in table.column_names:
         raise RunsError(
             f"{path}: has columns {table.column_names}, expected subset_id, target, utility, or row_id and one column "
@@ -202,11 +204,11 @@ def read_row_scores(path: Path, rows: RowIndex, method: str | None = None, table
         raise RunsError(f"{path}: row_id: got {table.schema.field('row_id').type}, expected names")
     order = _positions(table.column("row_id").to_pylist(), rows.ids().to_pylist(), f"{path}: rows")
     columns = tuple((head, tail if mark else None) for head, mark, tail in (name.partition("/") for name in names))
-    scores = np.stack([_numbers(table, name, path) for name in names], axis=1)
+    scores = np.stack([_float_column(table, name, path) for name in names], axis=1)
     return RowScores(method or path.stem, columns, rows.n_rows, _blocks(scores[order]))
 
 
-def _of_table(path: Path, table: pa.Table, method: str) -> Predictions:
+def _parse_table(path: Path, table: pa.Table, method: str) -> Predictions:
     """Parse a table `subset_id, target, utility[, unit_id]` with lines in any order."""
     missing = [name for name in ("target", "utility") if name not in table.column_names]
     if missing:
@@ -229,11 +231,12 @@ def _of_table(path: Path, table: pa.Table, method: str) -> Predictions:
             f"times ({len(wrong)} such); expected each once"
         )
     values_BE = np.full(counts_BE.shape, np.nan)
-    values_BE[b, e] = _numbers(table, "utility", path)
-    return _split(method, tuple(b_of), tuple(e_of), values_BE)
+    values_BE[b, e] = _float_column(table, "utility", path)
+    return _separate_tasks(method, tuple(b_of), tuple(e_of), values_BE)
 
 
-def _numbers(table: pa.Table, name: str, path: Path) -> F64:
+def _float_column(table: pa.Table, name: str, path: Path) -> F64:
+    """Return a column as float64."""
     try:
         return np.asarray(table.column(name).cast(pa.float64()).to_numpy(zero_copy_only=False))
     except pa.ArrowException as err:
@@ -245,7 +248,9 @@ def _blocks(array: NDArray[Any]) -> list[tuple[int, NDArray[Any]]]:
     return [(start, array[start : start + BLOCK_ROWS]) for start in range(0, len(array), BLOCK_ROWS)]
 
 
-def _split(method: str, ids: tuple[str, ...], columns: Sequence[tuple[str, str | None]], values_BE: F64) -> Predictions:
+def _separate_tasks(
+    method: str, ids: tuple[str, ...], columns: Sequence[tuple[str, str | None]], values_BE: F64
+) -> Predictions:
     """Separate the columns of units from those of whole tasks."""
     of_units = [e for e, (_, unit) in enumerate(columns) if unit is not None]
     units = tuple((target, unit) for target, unit in columns if unit is not None)
@@ -253,21 +258,23 @@ def _split(method: str, ids: tuple[str, ...], columns: Sequence[tuple[str, str |
     return Predictions(method, ids, units, values_BE[:, of_units], task_B)
 
 
-def _positions(have: Sequence[str], want: Sequence[str], where: str) -> I64:
-    """Return the position in `have` of each element of `want`."""
-    position = {name: i for i, name in enumerate(have)}
-    if len(position) < len(have):
-        twice = next(name for i, name in enumerate(have) if position[name] != i)
-        raise RunsError(f"{where}: {twice!r} occurs twice, expected each once")
-    missing = [name for name in want if name not in position]
+def _positions(available: Sequence[str], requested: Sequence[str], where: str) -> I64:
+    """Return the position in `available` of each requested name."""
+    position = {name: i for i, name in enumerate(available)}
+    if len(position) < len(available):
+        duplicate = next(name for i, name in enumerate(available) if position[name] != i)
+        raise RunsError(f"{where}: {duplicate!r} occurs twice, expected each once")
+    missing = [name for name in requested if name not in position]
     if missing:
         raise RunsError(
-            f"{where}: {len(missing)} of {len(want)} have no prediction, e.g. {missing[:MAX_EXAMPLES]}; expected all"
+            f"{where}: {len(missing)} of {len(requested)} have no prediction, e.g. {missing[:MAX_EXAMPLES]}; expected "
+            "all"
         )
-    return np.array([position[name] for name in want], dtype=np.int64)
+    return np.array([position[name] for name in requested], dtype=np.int64)
 
 
-def _finite(values: F64, where: str) -> F64:
+def _require_finite(values: F64, where: str) -> F64:
+    """Return the values, or raise an error that names the first one that is not finite or too large."""
     bad = np.argwhere(~(np.abs(values) <= MAX_PREDICTION))
     if len(bad):
         raise RunsError(
@@ -278,6 +285,7 @@ def _finite(values: F64, where: str) -> F64:
 
 
 def _read_ids(path: Path) -> _Ids:
+    """Read the .ids.json file next to a .npy file."""
     ids_path = path.with_suffix(".ids.json")
     try:
         return _Ids.model_validate_json(ids_path.read_bytes())
@@ -287,19 +295,14 @@ def _read_ids(path: Path) -> _Ids:
         raise RunsError(describe(err, str(ids_path))) from err
 
 
-def _load(path: Path, shape: tuple[int, int], axes: str) -> NDArray[Any]:
+def _load_npy(path: Path, shape: tuple[int, int], axes: str) -> NDArray[Any]:
+    """Map a .npy file of numbers with this shape into memory; `axes` describes the shape for messages."""
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError as err:
         raise RunsError(f"{path}: no such file") from err
-    except (
-        ValueError,
-        EOFError,
-        OSError,
-        OverflowError,
-        SyntaxError,
-        TokenError,
-    ) as err:  # the last two: malformed header
+    except (ValueError, EOFError, OSError, OverflowError, SyntaxError, TokenError) as err:
+        # SyntaxError and TokenError: a malformed header
         raise RunsError(f"{path}: cannot be read as .npy: {err}") from err
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":
         content = array.dtype if isinstance(array, np.ndarray) else "an archive"
@@ -309,10 +312,11 @@ def _load(path: Path, shape: tuple[int, int], axes: str) -> NDArray[Any]:
     return array
 
 
-def _open(path: Path) -> pa.Table:
+def _read_table(path: Path) -> pa.Table:
+    """Read a Parquet file whose columns have different names."""
     with readable_table(path, RunsError, "Parquet"):
         table = read_checksummed(path)
-    twice = [name for name in table.column_names if table.column_names.count(name) > 1]
-    if twice:
-        raise RunsError(f"{path}: has {twice[0]!r} as the name of {len(twice)} columns, expected it once")
+    duplicate = [name for name in table.column_names if table.column_names.count(name) > 1]
+    if duplicate:
+        raise RunsError(f"{path}: has {duplicate[0]!r} as the name of {len(duplicate)} columns, expected it once")
     return table

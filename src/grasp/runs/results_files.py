@@ -51,13 +51,9 @@ _KINDS: Mapping[Kind, str] = {
 
 def direction_by_name(metric: str) -> Direction | None:
     """Return whether higher or lower is better by the name of a metric; None if it is ambiguous."""
-    return (
-        "lower"
-        if re.search(LOWER_IS_BETTER, metric.lower())
-        else "higher"
-        if re.search(HIGHER_IS_BETTER, metric.lower())
-        else None
-    )
+    if re.search(LOWER_IS_BETTER, metric.lower()):
+        return "lower"
+    return "higher" if re.search(HIGHER_IS_BETTER, metric.lower()) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,16 +177,22 @@ def read_results(root: Path) -> HarnessResults:
     """
     by_folder: dict[str, list[TaskResults]] = {}
     for path in sorted(root.rglob("*.json*")):
-        read = _of_harness if _HARNESS.fullmatch(path.name) else _of_olmes if _OLMES.fullmatch(path.name) else None
-        if read is None:
+        parse = (
+            _parse_lm_harness
+            if _HARNESS.fullmatch(path.name)
+            else _parse_olmes
+            if _OLMES.fullmatch(path.name)
+            else None
+        )
+        if parse is None:
             continue
         parts = path.relative_to(root).parts
         file = str(path.relative_to(root))
         run = parts[0] if len(parts) > 1 else _DATE.sub("", path.stem) or path.stem
         try:
-            by_folder.setdefault(run, []).extend(read(path, file))
+            by_folder.setdefault(run, []).extend(parse(path, file))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, OSError) as err:
-            harness = "lm-evaluation-harness" if read is _of_harness else "olmes"
+            harness = "lm-evaluation-harness" if parse is _parse_lm_harness else "olmes"
             raise RunsError(f"{path}: not a results file of {harness}: {err!r:.200}") from err
     if not by_folder:
         raise RunsError(
@@ -210,11 +212,11 @@ def read_results(root: Path) -> HarnessResults:
             replace(result, task=result.alias) if result.alias and result.task in variants else result
             for result in results
         ]
-        by_run[run] = _newest(run, named, remarks)
+        by_run[run] = _merge_files(run, named, remarks)
     return HarnessResults(root, by_run, remarks)
 
 
-def _newest(run: str, results: Sequence[TaskResults], remarks: list[Remark]) -> dict[str, TaskResults]:
+def _merge_files(run: str, results: Sequence[TaskResults], remarks: list[Remark]) -> dict[str, TaskResults]:
     """Merge the files of a run: newest results first, completed from older files with the same conditions.
 
     Appends to `remarks`.
@@ -265,6 +267,7 @@ def _newest(run: str, results: Sequence[TaskResults], remarks: list[Remark]) -> 
 
 
 def _refuse_undated(run: str, task: str, differences: str, first: TaskResults, second: TaskResults) -> None:
+    """Raise an error if no date tells which of two different results is newer."""
     if first.date == second.date:
         raise RunsError(
             f"run {run!r}: {task} has {differences} in {first.file} and {second.file}, and no date tells which is "
@@ -275,15 +278,17 @@ def _refuse_undated(run: str, task: str, differences: str, first: TaskResults, s
 # ------------------------------------------------------------------------------------------------- files of a harness
 
 
-def _of_harness(path: Path, file: str) -> Iterator[TaskResults]:
+def _parse_lm_harness(path: Path, file: str) -> Iterator[TaskResults]:
     """Parse a file of lm-evaluation-harness: `metric,filter` of every task; before version 0.4 `metric`."""
     data = parse_json(path.read_bytes())
     config = data.get("config") or {}
     name_date, date = _DATE.search(path.stem), data.get("date")
     if name_date is not None:
-        when = name_date[1]
+        timestamp = name_date[1]
     else:
-        when = datetime.fromtimestamp(date, UTC).strftime("%Y%m%d%H%M%S%f") if isinstance(date, int | float) else ""
+        timestamp = (
+            datetime.fromtimestamp(date, UTC).strftime("%Y%m%d%H%M%S%f") if isinstance(date, int | float) else ""
+        )
     for task, metrics in data["results"].items():
         has_filters = any("," in key for key in metrics)
         values, texts = {}, []
@@ -311,25 +316,25 @@ def _of_harness(path: Path, file: str) -> Iterator[TaskResults]:
                 for name in values
                 if higher_is_better.get(metric := name.partition(",")[0]) is not None
             },
-            conditions=_known(conditions),
-            date=re.sub(r"\D", "", when),
+            conditions=_recorded_conditions(conditions),
+            date=re.sub(r"\D", "", timestamp),
             model=data.get("model_name"),
             group=data.get("group_subtasks", {}).get(task, ()),
             texts=texts,
         )
 
 
-def _known(conditions: Mapping[str, Any]) -> dict[str, Any]:
+def _recorded_conditions(conditions: Mapping[str, Any]) -> dict[str, Any]:
     """Return the conditions that a file contains; numbers may be strings (`"version": "1"`)."""
-    known = {name: value for name, value in conditions.items() if value not in _UNKNOWN}
-    for name, value in known.items():
+    recorded = {name: value for name, value in conditions.items() if value not in _UNKNOWN}
+    for name, value in recorded.items():
         if isinstance(value, str):
             with suppress(ValueError):
-                known[name] = float(value)
-    return known
+                recorded[name] = float(value)
+    return recorded
 
 
-def _of_olmes(path: Path, file: str) -> Iterator[TaskResults]:
+def _parse_olmes(path: Path, file: str) -> Iterator[TaskResults]:
     """Parse a file of olmes with one task, or one task per line; tasks without metrics are skipped."""
     text = path.read_bytes()
     for data in map(parse_json, text.splitlines()) if path.suffix == ".jsonl" else [parse_json(text)]:
@@ -352,7 +357,7 @@ def _of_olmes(path: Path, file: str) -> Iterator[TaskResults]:
             file=file,
             values=values,
             directions={"primary_score": primary} if primary and "primary_score" in values else {},
-            conditions=_known(conditions),
+            conditions=_recorded_conditions(conditions),
             date=re.sub(r"\D", "", data.get("current_date", "")),
             model=(data.get("model_config") or {}).get("model"),
             alias=(config.get("metadata") or {}).get("alias"),

@@ -205,7 +205,7 @@ class TrainingRuns(ABC):
         self.path = path
         self.info = info
 
-    # --------------------------------------------------------------------------- supplied by each kind of runs
+    # --------------------------------------------------------------------------- abstract members
 
     @property
     @abstractmethod
@@ -272,8 +272,8 @@ class TrainingRuns(ABC):
         """
         info = self.info
         drawn = info.family.model_dump() if info.family else np.sort(first.weights_BN[[0]].indices).tolist()
-        known = [info.corpus_fingerprint, info.recipe, info.recipe_settings, drawn]
-        return hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=16).hexdigest()
+        identity = [info.corpus_fingerprint, info.recipe, info.recipe_settings, drawn]
+        return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def check_corpus(self, fingerprint: str, where: str) -> None:
         """Check that a corpus is the one that the runs were trained on.
@@ -304,23 +304,23 @@ class TrainingRuns(ABC):
         """
         if target is not None:
             self._check_target(target)
-        chosen = self.info.seeds if seeds is None else tuple(seeds)
-        unknown = [seed for seed in chosen if seed not in self.info.seeds]
-        if unknown or not chosen:
-            raise RunsError(f"{self.path}: got seeds {list(chosen)}, expected some of {self.info.seeds}")
+        selected_seeds = self.info.seeds if seeds is None else tuple(seeds)
+        unknown = [seed for seed in selected_seeds if seed not in self.info.seeds]
+        if unknown or not selected_seeds:
+            raise RunsError(f"{self.path}: got seeds {list(selected_seeds)}, expected some of {self.info.seeds}")
         values_BSE = self._values_by_subset()[-len(self.subset_ids) :]
-        values_BSE = values_BSE[:, [self.info.seeds.index(seed) for seed in chosen]]
-        lacks_BS = np.isnan(values_BSE[:, :, 0])
-        if lacks_BS.any() and not partial:
-            missing = [Run(chosen[s], self.subset_ids[b]).stem for s, b in np.argwhere(lacks_BS.T)]
+        values_BSE = values_BSE[:, [self.info.seeds.index(seed) for seed in selected_seeds]]
+        is_missing_BS = np.isnan(values_BSE[:, :, 0])
+        if is_missing_BS.any() and not partial:
+            missing = [Run(selected_seeds[s], self.subset_ids[b]).stem for s, b in np.argwhere(is_missing_BS.T)]
             raise RunsError(
                 f"{self.path}: {len(missing)} runs are missing, e.g. {missing[:MAX_EXAMPLES]}; "
                 "continue with `grasp retrain --resume`, or use the finished runs with --partial (partial=True)"
             )
-        complete = np.flatnonzero(~lacks_BS.any(axis=1))
+        complete = np.flatnonzero(~is_missing_BS.any(axis=1))
         targets, unit_ids = (tuple(unit[k] for unit in self.units) for k in (0, 1))
         ids = tuple(self.subset_ids[b] for b in complete)
-        utilities = Utilities(values_BSE[complete], ids, chosen, targets, unit_ids)
+        utilities = Utilities(values_BSE[complete], ids, selected_seeds, targets, unit_ids)
         return utilities if target is None else utilities.select(target)
 
     def task_utilities(self, targets: Sequence[str]) -> F64:
@@ -363,12 +363,8 @@ class RetrainedRuns(TrainingRuns):
             RunsError: not found, damaged, of another format version, or one of the files is not a regular file.
         """
         path = Path(path)
-        for name in (
-            INFO,
-            SUBSETS,
-            UTILITIES,
-            REFERENCE,
-        ):  # untrusted directory: reading a named pipe would block forever
+        for name in (INFO, SUBSETS, UTILITIES, REFERENCE):
+            # the directory is untrusted: reading a named pipe would block forever
             if (kind := kind_of(path / name)) not in ("file", "nothing"):
                 raise RunsError(f"{path / name}: is a {kind}, expected a regular file; restore it")
         return cls(path, SIGNED_INFO.read(path))
@@ -390,21 +386,21 @@ class RetrainedRuns(TrainingRuns):
         path.mkdir(parents=True, exist_ok=True)
         with written_aside(path / SUBSETS) as part:
             digest = MaskDigest()
-            write_subsets(part, digest.seen(blocks), rows, weights=True, compression_level=19)
+            write_subsets(part, digest.update_with(blocks), rows, weights=True, compression_level=19)
             ids, checksums = tuple(digest.ids), digest.checksums
             _check_names(ids, path / SUBSETS)
             info = info.model_copy(update={"subset_ids": ids, "masks_checksum": checksums[-1]})
             if (path / INFO).exists():
-                begun = SIGNED_INFO.read(path)
+                recorded = SIGNED_INFO.read(path)
                 may_change = {"seeds", "subset_ids", "masks_checksum", "made_by", "checksum"}
-                then, now = (record.model_dump(mode="json", exclude=may_change) for record in (begun, info))
-                differs = list(differences(then, now))
-                if info.seeds[: len(begun.seeds)] != begun.seeds:
-                    differs.append(f"seeds: was {begun.seeds}, is {info.seeds}")
-                n_begun = len(begun.subset_ids)
-                if len(ids) < n_begun or checksums[n_begun - 1] != begun.masks_checksum:
+                before, now = (record.model_dump(mode="json", exclude=may_change) for record in (recorded, info))
+                differs = list(differences(before, now))
+                if info.seeds[: len(recorded.seeds)] != recorded.seeds:
+                    differs.append(f"seeds: was {recorded.seeds}, is {info.seeds}")
+                n_recorded = len(recorded.subset_ids)
+                if len(ids) < n_recorded or checksums[n_recorded - 1] != recorded.masks_checksum:
                     differs.append(
-                        f"subsets: was {n_begun} with checksum {begun.masks_checksum}, is {len(ids)} with "
+                        f"subsets: was {n_recorded} with checksum {recorded.masks_checksum}, is {len(ids)} with "
                         f"{checksums[-1]}"
                     )
                 if differs:
@@ -413,26 +409,28 @@ class RetrainedRuns(TrainingRuns):
                         f"{path}: contains runs with other settings: {'; '.join(shortened)}; "
                         "continue with the old settings, or use another directory"
                     )
-                if begun == info.model_copy(update={"made_by": begun.made_by, "checksum": begun.checksum}):
-                    info = begun
+                if recorded == info.model_copy(update={"made_by": recorded.made_by, "checksum": recorded.checksum}):
+                    info = recorded
         SIGNED_INFO.write(path, info)
         return cls.open(path)
 
-    # ---------------------------------------------------------------------------------------- what it is
+    # ------------------------------------------------------------------------------------------ contents
 
     def summary(self) -> Result:
         """Summarize the utilities per target, and list the next commands."""
         utilities = self.utilities(partial=True)
-        whole_ST, lines = self.task_reference(list(self.info.targets)), []
+        reference_ST, lines = self.task_reference(list(self.info.targets)), []
         for t, (name, target) in enumerate(self.info.targets.items()):
             task_BS = utilities.select(name).values_BSE.mean(axis=2)
-            whole = float(whole_ST[:, t].mean()) if len(whole_ST) == task_BS.shape[1] else None
+            corpus_utility = float(reference_ST[:, t].mean()) if len(reference_ST) == task_BS.shape[1] else None
             lines.append(
                 {
                     "target": name,
                     "units": len(target.unit_ids),
                     "utility": float(task_BS.mean()) if task_BS.size else None,
-                    "against the corpus": float(task_BS.mean()) - whole if task_BS.size and whole is not None else None,
+                    "against the corpus": float(task_BS.mean()) - corpus_utility
+                    if task_BS.size and corpus_utility is not None
+                    else None,
                     "sd over subsets": float(task_BS.mean(axis=1).std(ddof=1)) if len(task_BS) > 1 else None,
                 }
             )
@@ -443,12 +441,12 @@ class RetrainedRuns(TrainingRuns):
         return Result(pa.Table.from_pylist(lines), self._headline(), notes)
 
     def __repr__(self) -> str:
-        return repr(self._described())
+        return repr(self._description())
 
     def _repr_html_(self) -> str:
-        return self._described()._repr_html_()
+        return self._description()._repr_html_()
 
-    def _described(self) -> Result:
+    def _description(self) -> Result:
         """Return the contents of environment.json, without reading any runs."""
         units = {name: len(target.unit_ids) for name, target in self.info.targets.items()}
         table = pa.table({"target": list(units), "units": list(units.values())})
@@ -480,8 +478,8 @@ class RetrainedRuns(TrainingRuns):
 
     def pending(self) -> tuple[Run, ...]:
         """Return the runs without a result."""
-        done = self._finished()
-        return tuple(run for run in self.runs() if run not in done)
+        finished = self._finished()
+        return tuple(run for run in self.runs() if run not in finished)
 
     def untried(self) -> tuple[Run, ...]:
         """Return the runs that have neither a result nor failed."""
@@ -491,18 +489,22 @@ class RetrainedRuns(TrainingRuns):
     def claim(self, limit: int = 1, *, ttl: float = TTL_SECONDS) -> dict[Run, Lease]:
         """Lease up to `limit` untried runs of one seed; fewer, or none, if other workers hold the remaining ones.
 
-        A run on the whole corpus is leased alone. An expired lease, older than `ttl` seconds, is taken over.
+        A run on the whole corpus is leased alone.
+
+        Args:
+            limit: maximum number of runs.
+            ttl: seconds after which a lease of another worker expires and is taken over.
         """
         claimed: dict[Run, Lease] = {}
         claims = self.path / "claims"
-        known = generations(claims)
+        lease_generations = generations(claims)
         for run in self.untried():
             whole_corpus = run.subset_id == WHOLE_CORPUS_RUN
             if len(claimed) == limit:
                 break
             if claimed and (whole_corpus or run.seed != next(iter(claimed)).seed):
                 continue
-            lease = acquire_lease(claims, run.stem, ttl=ttl, known=known)
+            lease = acquire_lease(claims, run.stem, ttl=ttl, known=lease_generations)
             if lease is None:
                 continue
             if run not in self.untried():  # finished before the lease was acquired
@@ -549,7 +551,7 @@ class RetrainedRuns(TrainingRuns):
                 f"{self.path}: {len(missing)} of {len(all_runs)} runs are missing, e.g. "
                 f"{[run.stem for run in missing[:MAX_EXAMPLES]]}; continue with `grasp retrain --resume`"
             )
-        if self._single():
+        if self._runs_in_single_files():
             values_RE = self._values()
             for name, is_reference in ((REFERENCE, True), (UTILITIES, False)):
                 group = [r for r, run in enumerate(all_runs) if (run.subset_id == WHOLE_CORPUS_RUN) == is_reference]
@@ -568,10 +570,10 @@ class RetrainedRuns(TrainingRuns):
 
     # --------------------------------------------------------------------------------------- failed runs
 
-    def mark_failed(self, run: Run, why: str) -> None:
+    def mark_failed(self, run: Run, message: str) -> None:
         """Record the error message of a failed run."""
         (self.path / FAILED_DIRECTORY).mkdir(exist_ok=True)
-        write_whole(self.path / FAILED_DIRECTORY / f"{run.stem}.txt", " ".join(why.split()).encode())
+        write_whole(self.path / FAILED_DIRECTORY / f"{run.stem}.txt", " ".join(message.split()).encode())
 
     def forget_failures(self) -> None:
         """Delete the records of failed runs, so that they are retried."""
@@ -596,9 +598,9 @@ class RetrainedRuns(TrainingRuns):
         failed = self._failures()
         if not failed:
             return None
-        stem, why = next(iter(failed.items()))
+        stem, message = next(iter(failed.items()))
         hint = f"rerun the command to retry {'it' if len(failed) == 1 else 'them'}"
-        return f"{len(failed)} of {len(self.runs())} runs failed, e.g. {stem}: {why}; {hint}"
+        return f"{len(failed)} of {len(self.runs())} runs failed, e.g. {stem}: {message}; {hint}"
 
     def subset_blocks(
         self, rows: RowIndex, labels: LabelColumn | None = None, *, block: int = 256
@@ -628,7 +630,7 @@ class RetrainedRuns(TrainingRuns):
                 len(info.subset_ids), n_rows=rows.n_rows, labels=labels, seed=seed, purpose=purpose, block=block
             )
         digest = MaskDigest()
-        yield from digest.seen(blocks)
+        yield from digest.update_with(blocks)
         if tuple(digest.ids) != info.subset_ids or digest.checksums[-1] != info.masks_checksum:
             raise RunsError(
                 f"{self.path}: {len(digest.ids)} subsets with checksum {digest.checksums[-1]}, expected "
@@ -640,25 +642,25 @@ class RetrainedRuns(TrainingRuns):
     def _run_path(self, run: Run) -> Path:
         return self.path / "runs" / f"{run.stem}.parquet"
 
-    def _single(self) -> list[Run]:
+    def _runs_in_single_files(self) -> list[Run]:
         """Return the runs whose result is in a separate file."""
         directory = self.path / "runs"
         names = {path.name for path in directory.iterdir()} if directory.exists() else set()
         return [run for run in self.runs() if self._run_path(run).name in names]
 
     def _finished(self) -> set[Run]:
-        done = set(
-            self._single()
-        )  # list single files first: a concurrent merge moves results from there to the merged files
+        """Return the runs that have a result."""
+        # List single files first: a concurrent merge moves results from there to the merged files.
+        finished = set(self._runs_in_single_files())
         for path in (self.path / UTILITIES, self.path / REFERENCE):
             if path.exists():
                 pairs = _read(path, ["subset_id", "seed"]).group_by(["subset_id", "seed"]).aggregate([])
-                done |= {Run(row["seed"], row["subset_id"]) for row in pairs.to_pylist()} & set(self.runs())
-        return done
+                finished |= {Run(row["seed"], row["subset_id"]) for row in pairs.to_pylist()} & set(self.runs())
+        return finished
 
     def _values(self) -> F64:
         """Return utilities of all `runs`, (R, E); nan for unfinished runs."""
-        runs, single = self.runs(), set(self._single())
+        runs, single = self.runs(), set(self._runs_in_single_files())
         values_RE = np.full((len(runs), len(self.units)), np.nan)
         for r, run in enumerate(runs):
             with suppress(FileNotFoundError):  # merged and removed in the meantime
@@ -696,7 +698,7 @@ class MaskDigest:
         self.ids: list[str] = []
         self.checksums: list[str] = []  # after each subset
 
-    def seen(self, blocks: Iterable[SubsetBlock]) -> Iterator[SubsetBlock]:
+    def update_with(self, blocks: Iterable[SubsetBlock]) -> Iterator[SubsetBlock]:
         """Yield the blocks unchanged while adding them to the checksum."""
         for block in blocks:
             matrix = block.weights_BN
@@ -783,6 +785,7 @@ def read_runs(path: Path, runs: Sequence[Run], units: Sequence[tuple[str, str]])
 
 
 def _read(path: Path, columns: list[str]) -> pa.Table:
+    """Read columns of a table of utilities, all of whose cells have values."""
     try:
         names = list(pq.read_schema(path).names)
         if missing := [name for name in COLUMNS if name not in names]:

@@ -37,7 +37,7 @@ TRAINED = "trained.parquet"
 RESULTS = "results.parquet"
 SUM_SLACK = 0.01  # shares whose sum differs from 1 by at most this are normalized
 MAX_LISTED = 3
-FEWEST_DIFFERENT, ALIKE_DIGITS = 2, 9  # minimum number of mixtures that differ in this many digits
+MIN_MIXTURES, MIXTURE_DECIMALS = 2, 9  # minimum number of mixtures that differ when rounded to this many decimals
 MIN_COMMON_RUNS = 3  # minimum number of common runs to compare model sizes
 MAX_INFO_BYTES = 16 << 20  # bytes
 
@@ -161,11 +161,14 @@ class RunTable:
                 f"{name}: run {line['run']!r} has {line['metric']} {line['count_all']} times ({len(repeated)} such); "
                 "use unique run names, or add a column seed"
             )
-        have, want = set(results["run"].to_pylist()), set(sums)
-        for names, what in ((want - have, "no results"), (have - want, "results, but no weights")):
-            if names:
-                shown = ", ".join(sorted(names)[:MAX_LISTED])
-                raise RunsError(f"{name}: {len(names)} run(s) have {what}: {shown}")
+        with_results, with_weights = set(results["run"].to_pylist()), set(sums)
+        for runs_without, problem in (
+            (with_weights - with_results, "no results"),
+            (with_results - with_weights, "results, but no weights"),
+        ):
+            if runs_without:
+                shown = ", ".join(sorted(runs_without)[:MAX_LISTED])
+                raise RunsError(f"{name}: {len(runs_without)} run(s) have {problem}: {shown}")
 
         # shares must add up to 1, and mixtures must differ, otherwise no model can be fitted to them
         if info.kind == "shares":
@@ -177,11 +180,10 @@ class RunTable:
             total_of_line = np.array([sums[run] for run in trained["run"].to_pylist()])
             trained = trained.set_column(2, "weight", pa.array(trained["weight"].to_numpy() / total_of_line))
         runs = cls(name, info, trained, results, tuple(notes))
-        is_mixture = info.kind in ("shares", "times") and len(runs) >= FEWEST_DIFFERENT
-        if is_mixture and len(np.unique(runs.weights_RG().round(ALIKE_DIGITS), axis=0)) < FEWEST_DIFFERENT:
+        is_mixture = info.kind in ("shares", "times") and len(runs) >= MIN_MIXTURES
+        if is_mixture and len(np.unique(runs.weights_RG().round(MIXTURE_DECIMALS), axis=0)) < MIN_MIXTURES:
             raise RunsError(
-                f"{name}: all {len(runs):,} runs have the same mixture; expected at least {FEWEST_DIFFERENT} "
-                "different ones"
+                f"{name}: all {len(runs):,} runs have the same mixture; expected at least {MIN_MIXTURES} different ones"
             )
         return runs
 
@@ -294,8 +296,10 @@ class RunTable:
         lines = []
         for name, direction in self.info.metrics.items():
             value = self.results.filter(pc.equal(self.results["metric"], name))["value"].to_numpy()
-            lines.append((name, f"{direction} is better", *(f"{at:.4g}" for at in np.quantile(value, (0, 0.5, 1)))))
-        text = [plain(head), text_table("", ("metric", "direction", "least", "median", "most"), lines)]
+            lines.append(
+                (name, f"{direction} is better", *(f"{quantile:.4g}" for quantile in np.quantile(value, (0, 0.5, 1))))
+            )
+        text = [plain(head), text_table("", ("metric", "direction", "minimum", "median", "maximum"), lines)]
         if len(self.sizes) > 1:
             pairs = [(size, other, f"{n:,}", f"{rho:.3f}") for size, other, n, rho in self.agreement_of_sizes()]
             text.append(
@@ -316,6 +320,7 @@ def _repeated(table: pa.Table, keys: list[str]) -> list[dict[str, Any]]:
 
 
 def _codes(column: pa.ChunkedArray, names: Sequence[object]) -> I64:
+    """Return the position in `names` of each value of a column."""
     return np.asarray(pc.index_in(column, pa.array(names, column.type)).to_numpy(), dtype=np.int64)
 
 

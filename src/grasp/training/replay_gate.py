@@ -64,13 +64,13 @@ def smoothness(replay: Metagradient, limit: float = MAX_GROWTH, rate_K: F64 | No
     rate_K = np.ones(steps) if rate_K is None else rate_K
     last = slice(steps - max(1, steps // 4), steps)
     growth_K = (replay.adjoint_norm_KT / replay.adjoint_norm_KT[-1]).mean(axis=1)
-    spread_KT = np.full((steps, replay.drawn_KBT.shape[2]), np.nan)
+    std_KT = np.full((steps, replay.drawn_KBT.shape[2]), np.nan)
     for part in np.array_split(np.arange(steps), min(PARTS, steps)):
         value_XT = replay.drawn_KBT[part].reshape(-1, replay.drawn_KBT.shape[2])
         value_XT = value_XT[np.isfinite(value_XT).all(axis=1)]
         if len(value_XT):
-            spread_KT[part] = value_XT.std(axis=0) / (rate_K[part].mean() or np.inf)
-    spread_K = (spread_KT / np.nanmean(spread_KT[last], axis=0)).mean(axis=1)
+            std_KT[part] = value_XT.std(axis=0) / (rate_K[part].mean() or np.inf)
+    spread_K = (std_KT / np.nanmean(std_KT[last], axis=0)).mean(axis=1)
     rough = np.flatnonzero(~((growth_K <= limit) & (spread_K <= limit)))
     return Smoothness(growth_K, spread_K, int(rough[-1]) + 1 if rough.size else 0)
 
