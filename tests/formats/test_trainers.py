@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from grasp.corpus import RowStore
+from grasp.corpus.conversations import conversation_in
 from grasp.corpus.documents import read_documents
+from grasp.corpus.encoding import ModelText, encode_texts
 from grasp.corpus.sources import open_source
 from grasp.select.export import iter_records, write_corpus
 from grasp.select.record_files import FileFormat, ShardSize
@@ -203,6 +205,27 @@ def test_axolotl_reads_the_same_tokens(tmp_path, name):
         scored = np.ones(len(ids), bool) if mask is None else mask
         shown = [tokenizer.decode([i for i, m in zip(ids, scored, strict=True) if m])]
         assert shown == [tokenizer.decode([i for i, m in zip(theirs["input_ids"], trained, strict=True) if m])]
+
+
+@pytest.mark.parametrize(
+    ("name", "end"), [("chatml", "<|im_end|>"), ("phi_35", "<|end|>"), ("qwen3", "<|im_end|>"), ("gemma4", "<turn|>")]
+)
+def test_axolotl_has_the_same_loss_by_templates_that_change_the_last_turn(tmp_path, name, end):
+    dicts = pytest.importorskip("axolotl.utils.dict")
+    strategies = pytest.importorskip("axolotl.prompt_strategies.chat_template")
+    templates = pytest.importorskip("axolotl.utils.chat_templates")
+    wrapped = chat_tokenizer(templates.get_chat_template(name))
+    wrapped.tokenizer.add_special_tokens({"extra_special_tokens": [end, "<|user|>", "<|assistant|>", "<|turn>"]})
+    cfg = {"sequence_len": 512, "train_on_inputs": False, "chat_template": "tokenizer_default", "eot_tokens": [end]}
+    entry = dicts.DictDefault({"type": "chat_template", "path": "x"})
+    strategy = strategies.load(wrapped.tokenizer, dicts.DictDefault(cfg), entry)
+    words = ["what is water?", "<think>\nhm\n</think>\n\nwater is wet.", "and?", "<think>\nso\n</think>\n\nit burns. "]
+    messages = [{"role": ("user", "assistant")[k % 2], "content": text} for k, text in enumerate(words)]
+    theirs = strategy.tokenize_prompt({"messages": messages})
+    chat = wrapped.render(conversation_in({"messages": messages}, "here"))
+    (ours,) = encode_texts([ModelText(chat.text, chat.spans, "chat")], wrapped)
+    assert ours.ids.tolist() == theirs["input_ids"]
+    assert ours.loss_mask.tolist() == [label != -100 for label in theirs["labels"]]
 
 
 FORMATS = [FileFormat(kind) for kind in ("parquet", "jsonl", "json", "datasets")]
