@@ -232,13 +232,23 @@ FORMATS = [FileFormat(kind) for kind in ("parquet", "jsonl", "json", "datasets")
 FORMATS += [FileFormat("jsonl", suffix) for suffix in (".gz", ".zst", ".bz2", ".xz")]
 
 
-def exported(place, records, form):
+def exported(place, records, file_format, **changes):
     """An export of records, which were JSON lines."""
     (place / "source.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    settings = CorpusSettings(path=str(place / "source.jsonl"))
+    settings = CorpusSettings(path=str(place / "source.jsonl"), **changes)
     items = iter_records(settings, np.ones(len(records), dtype=bool))
-    write_corpus(place / "out", form, "documents", items, 0, {}, ShardSize(2))
+    write_corpus(place / "out", file_format, "documents", items, 0, {}, ShardSize(2))
     return place / "out"
+
+
+def tiny_model():
+    """A random Llama with the vocabulary of `chat_tokenizer`."""
+    import torch  # noqa: PLC0415
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=320, **shape))
 
 
 PROMPTS = [{"prompt": f"question {k}?", "completion": f" answer {k}."} for k in range(5)]
@@ -251,9 +261,6 @@ TEXTS = [{"text": f"A text, number {k}."} for k in range(5)]
 def test_trl_trains_on_the_tokens_that_grasp_reads(tmp_path, records, form):
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
-    import torch  # noqa: PLC0415
-    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
-
     out = exported(tmp_path, records, form)
     if form.kind == "datasets":
         data = datasets.load_from_disk(str(out))
@@ -262,9 +269,6 @@ def test_trl_trains_on_the_tokens_that_grasp_reads(tmp_path, records, form):
         files = sorted(str(file) for file in out.glob("part-*"))
         data = datasets.load_dataset(builder, data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
     tokenizer = chat_tokenizer(MARKED).tokenizer
-    torch.manual_seed(0)
-    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=320, **shape))
     args = trl.SFTConfig(
         output_dir=str(tmp_path / "run"),
         max_steps=1,
@@ -276,16 +280,60 @@ def test_trl_trains_on_the_tokens_that_grasp_reads(tmp_path, records, form):
         gradient_checkpointing=False,
         eos_token=tokenizer.eos_token,
     )
-    trainer = trl.SFTTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer)
+    trainer = trl.SFTTrainer(model=tiny_model(), args=args, train_dataset=data, processing_class=tokenizer)
     rows = rows_of(tmp_path / "rows", out)
     assert len(rows) == len(records)
     for theirs, (ids, mask) in zip(trainer.train_dataset, rows, strict=True):
         assert ids == theirs["input_ids"]
-        trained = [True] * len(ids)
-        for name in ("completion_mask", "assistant_masks"):
-            trained = [bool(flag) for flag in theirs[name]] if name in theirs else trained
+        trained = [label != -100 for label in theirs.get("labels", ids)]
         assert (mask is None and all(trained)) or mask.tolist() == trained
     trainer.train()
+
+
+TURNS = [{"role": ("user", "assistant")[k % 2], "content": text} for k, text in enumerate(["what is water?", "wet."])]
+DRY = [{"role": "assistant", "content": "water is dry."}]
+PAIRS = {
+    "prompt": {"prompt": "question?", "chosen": " water is wet.", "rejected": " fire."},
+    "common beginning": {"chosen": "question? water is wet.", "rejected": "question? fire."},
+    "chats": {"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": DRY},
+    "chats with prompt": {"chosen": TURNS, "rejected": TURNS[:1] + DRY},
+}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_trl_trains_on_the_pairs_that_grasp_reads(tmp_path, pair, kind):
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    out = exported(tmp_path, [pair | {"id": f"p{k}"} for k in range(5)], FileFormat(kind), form="preference")
+    builder = "parquet" if kind == "parquet" else "json"
+    files = sorted(str(file) for file in out.glob("part-*"))
+    data = datasets.load_dataset(builder, data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
+    tokenizer = chat_tokenizer(MARKED).tokenizer
+    options = {"max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1}
+    args = trl.DPOConfig(
+        output_dir=str(tmp_path / "run"),
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        **options,
+    )
+    tokenizer.pad_token = tokenizer.eos_token
+    models = {"model": tiny_model(), "ref_model": tiny_model()}
+    trainer = trl.DPOTrainer(**models, args=args, train_dataset=data, processing_class=tokenizer)
+    settings = CorpusSettings(path=str(out), max_length=512, form="preference")
+    shard = RowStore.write(tmp_path / "rows", settings, chat_tokenizer(MARKED), shard_rows=64).shard(0)
+    assert len(shard) == len(trainer.train_dataset) == 5
+    for k, theirs in enumerate(trainer.train_dataset):
+        sides = [theirs["prompt_ids"] + theirs[f"{side}_ids"] for side in ("chosen", "rejected")]
+        assert shard.ids(k).tolist() == sides[0] + sides[1]
+        starts = [int(np.argmax(mask)) for mask in np.split(shard.mask(k), [len(sides[0])])]
+        assert starts == [len(theirs["prompt_ids"])] * 2
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert losses[0] == pytest.approx(np.log(2), abs=1e-5)  # the model is its own reference
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize(
