@@ -14,7 +14,7 @@ from grasp.corpus.conversations import conversation_in
 from grasp.corpus.documents import read_documents
 from grasp.corpus.encoding import ModelText, encode_texts
 from grasp.corpus.sources import open_source
-from grasp.select.export import iter_records, write_corpus
+from grasp.select.export import _entry_note, iter_records, write_corpus
 from grasp.select.record_files import FileFormat, ShardSize
 from grasp.settings import CorpusSettings
 from tests.corpus.chats import MARKED, chat_tokenizer
@@ -373,3 +373,15 @@ def test_an_export_in_the_format_of_its_corpus_keeps_the_entry(tmp_path):
     copied = CorpusSettings(path=str(tmp_path / "out"), fields=settings.fields)
     turns = [[document.conversation for document in read_documents(each)] for each in (settings, copied)]
     assert turns[0] == turns[1]
+    # and so does a copy of the entry, as the note of the export says
+    origin = f"LLaMA-Factory entry 'custom' of {tmp_path}/dataset_info.json"
+    file = tmp_path / "out" / "part-00000.json"
+    assert _entry_note(origin, tmp_path / "out") == f"; to train on it, copy the {origin} with file_name: {file}"
+    entries = json.loads((tmp_path / "dataset_info.json").read_text())
+    (tmp_path / "copy").mkdir()
+    copy = {"custom": entries["custom"] | {"file_name": str(file)}}
+    (tmp_path / "copy" / "dataset_info.json").write_text(json.dumps(copy))
+    reread = CorpusSettings(path=f"{tmp_path}/copy/dataset_info.json#custom")
+    assert [document.conversation for document in read_documents(reread)] == turns[0]
+    (tmp_path / "out" / "part-00001.json").write_text("[]")
+    assert _entry_note("Axolotl entry", tmp_path / "out").endswith(f"path: {file} (one entry for each of the 2 files)")
