@@ -4,8 +4,8 @@
         --out experiments/replay/equal_cost.json
 
 NAME=K: K subsets drawn at random are known; the others are ranked by the default rule, by the default rule with the
-replay, and by the predictor of `grasp predict --runs`, from the known subsets and the default rule. WORK has the replays
-of `experiments.replay.run`. Values are task rho, mean over draws; intervals are 95 %, over draws.
+replay, and by the predictor of `grasp predict --runs`, from the known subsets and the default rule. WORK has the
+replays of `experiments.replay.run`. Values are task rho, mean over draws; intervals are 95 %, over draws.
 
 Shape letters: B subsets, N rows, T targets, G labels.
 """
