@@ -60,21 +60,21 @@ def compare(name: Any, known: int, data: Path, work: Path) -> dict[str, Any]:
     group_N = np.asarray(world.corpus.label.codes_N)
     share_BG = share_BN @ (group_N[:, None] == np.unique(group_N))
     relevance_BT = predicted(default_NT, share_BN)
-    alone = SubsetFeatures.from_shares(share_BG, realized_BT.shape[1])
-    features = replace(alone, relevance_BT=relevance_BT)
+    by_share = SubsetFeatures.from_shares(share_BG, realized_BT.shape[1])
+    features = replace(by_share, relevance_BT=relevance_BT)
     rho: dict[str, list[float]] = {}
     for draw in range(DRAWS):
         order = stream(0, "equal cost", name, draw).permutation(len(share_BN))
         runs, rest = order[:known], order[known:]
-        learned = {}
-        for label, parts in (("runs alone", alone), ("runs and the default rule", features)):
+        predicted_by = {}
+        for label, parts in (("runs alone", by_share), ("runs and the default rule", features)):
             process = GaussianProcess.fit(parts.take(runs), realized_BT[runs, None])
-            learned[label] = process.predict(parts.take(rest))[0]
-        learned |= {
+            predicted_by[label] = process.predict(parts.take(rest))[0]
+        predicted_by |= {
             "default": relevance_BT[rest],
             "default and replay": predicted(with_replay_NT, share_BN)[rest],
         }
-        for label, predicted_BT in learned.items():
+        for label, predicted_BT in predicted_by.items():
             rho.setdefault(label, []).append(task_rho(predicted_BT, realized_BT[rest]))
     gain = np.array(rho["default and replay"]) - np.array(rho["runs and the default rule"])
     return {
