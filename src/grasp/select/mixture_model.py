@@ -364,7 +364,8 @@ def propose_runs(
         )
     return Proposal(
         pa.table({"mixture": names, "gain": gains} | columns),
-        f"{len(picked)} mixture{'s' * (len(picked) != 1)} to train next to {purpose}, in this order, given {len(table):,} runs",
+        f"{len(picked)} mixture{'s' * (len(picked) != 1)} to train next to {purpose}, in this order, given "
+        f"{len(table):,} runs",
         (f"gain: {gain}", *notes, *model.notes),
         signs=False,
     )
