@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from grasp.api.predict import prediction_table
-from grasp.artifact.inspection import verify
+from grasp.artifact.inspection import info, verify
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.where import LabelTable
 from grasp.artifact.writer import ArtifactWriter
@@ -190,6 +190,7 @@ def test_info_tells_what_the_manifest_holds(art):
     assert set(printed) == set(artifact.array_names)
     assert printed["relevance_output_layer"]["shape"] == f"{artifact.n_rows} x 6"
     assert artifact.manifest.fingerprints["corpus"] in text.out
+    assert repr(info(art)) == text.out.rstrip("\n")  # a notebook shows the same
     found = json.loads(succeed("info", art, "--json").out)
     assert found["settings"] == artifact.manifest.settings
     assert found["targets"] == {"facts": 6}

@@ -9,10 +9,10 @@ import typer
 
 import grasp
 from grasp.cli.app import command, option, rare
-from grasp.cli.console import program, show
+from grasp.cli.console import program
 from grasp.cli.options import Address, Assignments, ConfigFile, ModelOverrides, Quiet, cluster_spec, merge_settings
-from grasp.cli.progress_display import Watch
 from grasp.errors import SettingsError
+from grasp.progress_display import Watch
 from grasp.text import json_text, size_text, skipped_text
 from grasp.yaml_files import leaf
 
@@ -223,39 +223,7 @@ def info(
     if as_json:
         print(json_text(summary.to_dict()))
         return
-    state = "complete" if summary.complete else f"{summary.finished_shards} of {summary.n_shards} shards finished"
-    print(
-        f"{summary.path}: {state}, format {summary.format_version}, {summary.n_rows:,} rows, "
-        f"{size_text(summary.bytes_total)}"
-    )
-    for name, value in {
-        **summary.made_by,
-        **{f"{key} fingerprint": v for key, v in summary.fingerprints.items()},
-    }.items():
-        print(f"  {name}: {value}")
-    print("targets: " + ", ".join(f"{name} ({units} units)" for name, units in summary.targets.items()))
-    show(
-        "arrays",
-        ("array", "dtype", "shape", "size", "bytes per row"),
-        [
-            (
-                array.name,
-                array.dtype,
-                f"{array.shape[0]} x {array.shape[1]}",
-                size_text(array.bytes),
-                f"{array.bytes_per_row:.0f}",
-            )
-            for array in summary.arrays
-        ],
-    )
-    rest = ", ".join(f"{kind} {size_text(size)}" for kind, size in summary.bytes.items() if kind != "arrays")
-    print(f"other files: {rest}; {summary.bytes_per_row:,.0f} bytes per row in total")
-    for record in summary.replays:
-        print(record)
-    if counts := summary.skipped.get("rows", {}).get("counts"):
-        print(f"left out: {skipped_text(counts)}")
-    if summary.extension_in_progress is not None:
-        print(f"adding targets: {summary.extension_in_progress} finished")
+    print(summary)
 
 
 PreviewModel = Annotated[
