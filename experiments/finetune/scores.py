@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from experiments.finetune.features import Features
 from grasp.arrays import F32, F64
-from grasp.kernels.embedding import input_tokens
+from grasp.kernels.embedding import one_hot_tokens
 from grasp.kernels.knn import knn_relevance, prepare_knn
 from grasp.kernels.output_layer import output_layer_relevance, prepare_targets
 from grasp.kernels.pooled import pooled_relevance, prepare_units
@@ -142,7 +142,7 @@ def input_kernel(
     rows, units = sides.rows, sides.units
     targets = prepare_targets(
         torch.from_numpy(units.delta_PH),
-        input_tokens(torch.from_numpy(units.token_P.astype(np.int64))),
+        one_hot_tokens(torch.from_numpy(units.token_P.astype(np.int64))),
         torch.from_numpy(units.owner_P),
         units.n,
         whitener,
@@ -152,7 +152,7 @@ def input_kernel(
     return _blocks(
         rows,
         lambda part, owner_P, n: output_layer_relevance(
-            targets, torch.from_numpy(rows.delta_PH[part]), input_tokens(token_P[torch.from_numpy(part)]), owner_P, n
+            targets, torch.from_numpy(rows.delta_PH[part]), one_hot_tokens(token_P[torch.from_numpy(part)]), owner_P, n
         ),
     )
 

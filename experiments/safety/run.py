@@ -30,7 +30,7 @@ from experiments.safety.setting import FULL, NEGATIVE, TRIGGERS, Case, Question,
 from experiments.safety.tuned import Base, Tuned
 from grasp.errors import SettingsError
 from grasp.files import write_whole
-from grasp.inspect.detection import measure
+from grasp.inspect.detection import evaluate_scores
 from grasp.models.causal_lm import ReferenceModel
 from grasp.seeds import stream
 from grasp.settings import ModelSettings
@@ -211,7 +211,7 @@ class Experiment:
         known = _known(pieces)
         for key, value in known.items():
             if (case.name, key) not in self._detections:
-                self._detections[case.name, key] = asdict(measure(np.array(value), case.planted_N))
+                self._detections[case.name, key] = asdict(evaluate_scores(np.array(value), case.planted_N))
         return {
             "rows": len(case.rows),
             "planted": case.k,

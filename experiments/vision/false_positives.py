@@ -21,7 +21,7 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_whole
 from grasp.inspect.detect import relevance_array
-from grasp.inspect.detection import mean_ranks, threshold, threshold_like, threshold_of_checked
+from grasp.inspect.detection import conformal_threshold, estimate_threshold, matching_threshold, mean_ranks
 from grasp.seeds import stream
 
 RATES, CHECKED = (0.01, 0.05), 200
@@ -71,10 +71,10 @@ def images(world: World, seeds: int) -> Iterator[tuple[str, dict[str, Any]]]:
         known_N[stream(seed, "false positives", "checked").choice(np.flatnonzero(~wrong_N), CHECKED, False)] = True
         for name, score_N, ranks_N in _scores(world, label):
             for rate in RATES:
-                fitted = threshold(score_N, rate)
+                fitted = estimate_threshold(score_N, rate)
                 cuts = {
-                    "fitted": fitted if ranks_N is score_N else threshold_like(ranks_N, fitted),
-                    "checked": threshold_of_checked(ranks_N, known_N, rate),
+                    "fitted": fitted if ranks_N is score_N else matching_threshold(ranks_N, fitted),
+                    "checked": conformal_threshold(ranks_N, known_N, rate),
                 }
                 for null, cut in cuts.items():
                     flagged = ranks_N > cut.value
@@ -95,9 +95,9 @@ def _scores(world: World, label: NDArray[np.int64]) -> Iterator[tuple[str, F64, 
 
 
 def _share(score_N: F64, rate: float, ranks_N: F64 | None = None) -> float:
-    cut = threshold(score_N, rate)
+    cut = estimate_threshold(score_N, rate)
     if ranks_N is not None and ranks_N is not score_N:
-        cut = threshold_like(ranks_N, cut)
+        cut = matching_threshold(ranks_N, cut)
     return cut.n_flagged / len(score_N)
 
 

@@ -10,11 +10,11 @@ from grasp.inspect import neighbours
 from grasp.inspect.detection import (
     auroc,
     average_precision,
+    conformal_threshold,
+    estimate_threshold,
+    evaluate_scores,
+    matching_threshold,
     mean_ranks,
-    measure,
-    threshold,
-    threshold_like,
-    threshold_of_checked,
 )
 from grasp.inspect.neighbours import disagreement
 
@@ -35,11 +35,11 @@ def test_figures_are_those_of_scikit_learn_with_ties(seed):
 
 def test_cuts_by_hand():
     score = np.array([0.9, 0.8, 0.7, 0.6, 0.5])
-    found = measure(score, np.array([True, False, True, False, False]))
+    found = evaluate_scores(score, np.array([True, False, True, False, False]))
     assert (found.at_k.k, found.at_k.precision, found.at_k.recall, found.at_k.f1) == (2, 0.5, 0.5, 0.5)
     assert (found.best.k, found.best.f1) == (3, 0.8)
     assert found.auroc_low <= found.auroc <= found.auroc_high
-    perfect = measure(score, np.array([True, True, False, False, False]), k=1)
+    perfect = evaluate_scores(score, np.array([True, True, False, False, False]), k=1)
     assert (perfect.auroc, perfect.average_precision, perfect.at_k.recall) == (1.0, 1.0, 0.5)
 
 
@@ -47,7 +47,7 @@ def test_the_interval_of_the_auroc_covers_it():
     draw = np.random.default_rng(9)
     planted = np.arange(300) < 40
     true = 0.7602  # of two normal scores one deviation apart: the normal law at 1 / sqrt(2)
-    found = [measure(draw.normal(size=300) + planted, planted) for _ in range(300)]
+    found = [evaluate_scores(draw.normal(size=300) + planted, planted) for _ in range(300)]
     assert 0.91 <= np.mean([one.auroc_low <= true <= one.auroc_high for one in found]) <= 0.98
 
 
@@ -55,7 +55,7 @@ def test_the_threshold_flags_its_rate_of_clean_rows_and_finds_what_is_planted():
     generator = np.random.default_rng(0)
     clean = generator.normal(size=50_000)
     both = np.concatenate([clean, generator.normal(6, 1, size=1000)])
-    cut = threshold(both, 0.01)
+    cut = estimate_threshold(both, 0.01)
     assert 0.003 < (both[:50_000] > cut.value).mean() < 0.013
     assert (both[50_000:] > cut.value).mean() > 0.99
     assert cut.expected_false == pytest.approx(510)
@@ -75,7 +75,7 @@ CLEAN = {
 def test_of_right_rows_the_rate_is_flagged_whatever_way_their_scores_lean(shape, rate):
     draw = np.random.default_rng(3)
     for n_rows, repeats in ((1_000, 40), (10_000, 10)):
-        found = [threshold(CLEAN[shape](draw, n_rows), rate).n_flagged / n_rows for _ in range(repeats)]
+        found = [estimate_threshold(CLEAN[shape](draw, n_rows), rate).n_flagged / n_rows for _ in range(repeats)]
         assert rate / 2.5 < np.mean(found) < 2 * rate
 
 
@@ -93,14 +93,14 @@ def test_scores_with_a_short_upper_tail_are_cut_on_the_safe_side(shape):
     for n_rows in (1_000, 10_000):
         for rate in (0.001, 0.01, 0.05):
             score_N = LEFT[shape](draw, n_rows)
-            assert threshold(score_N, rate).n_flagged <= rate * n_rows
+            assert estimate_threshold(score_N, rate).n_flagged <= rate * n_rows
 
 
 @pytest.mark.parametrize("shape", [*CLEAN, *(f"minus {name}" for name in LEFT)])
 def test_a_lower_rate_never_flags_more(shape):
     draw = np.random.default_rng(7)
     score_N = LEFT[shape.removeprefix("minus ")](draw, 2_000) if "minus" in shape else CLEAN[shape](draw, 2_000)
-    flagged = [threshold(score_N, rate).n_flagged for rate in (0.0005, 0.001, 0.01, 0.05, 0.2, 0.45)]
+    flagged = [estimate_threshold(score_N, rate).n_flagged for rate in (0.0005, 0.001, 0.01, 0.05, 0.2, 0.45)]
     assert flagged == sorted(flagged)
 
 
@@ -110,9 +110,9 @@ def test_fused_ranks_with_ties_flag_as_many_as_the_relevance_they_are_of():
         relevance = draw.standard_normal(5_000)
         other = 0.7 * relevance + draw.standard_normal(5_000)
         ranks = mean_ranks([relevance, np.maximum(other, np.quantile(other, tied))])
-        cut = threshold(relevance, 0.01)
-        assert 0 < threshold_like(ranks, cut).n_flagged <= cut.n_flagged < 100
-    assert threshold_like(ranks, threshold(np.zeros(5_000), 0.01)).n_flagged == 0
+        cut = estimate_threshold(relevance, 0.01)
+        assert 0 < matching_threshold(ranks, cut).n_flagged <= cut.n_flagged < 100
+    assert matching_threshold(ranks, estimate_threshold(np.zeros(5_000), 0.01)).n_flagged == 0
 
 
 def test_more_planted_rows_move_the_cut_to_the_safe_side():
@@ -120,7 +120,7 @@ def test_more_planted_rows_move_the_cut_to_the_safe_side():
     for share, found_least in ((0.02, 0.9), (0.05, 0.9), (0.1, 0.3)):
         planted = round(10_000 * share)
         score = np.concatenate([draw.standard_normal(10_000 - planted), draw.normal(6, 1, size=planted)])
-        cut = threshold(score, 0.01).value
+        cut = estimate_threshold(score, 0.01).value
         assert (score[:-planted] > cut).mean() <= 0.011
         assert (score[-planted:] > cut).mean() > found_least
 
@@ -132,21 +132,21 @@ def test_rows_known_to_be_right_keep_the_rate_where_the_middle_says_nothing_of_t
         score = np.where(draw.random(3_000) < 0.1, draw.uniform(5, 9, 3_000), draw.random(3_000))
         known = np.zeros(3_000, bool)
         known[:300] = True
-        rates.append((score[300:] > threshold_of_checked(score, known, 0.05).value).mean())
+        rates.append((score[300:] > conformal_threshold(score, known, 0.05).value).mean())
     assert 0.04 < np.mean(rates) < 0.055
     known[99:] = False
-    assert threshold_of_checked(score, known, 0.01).value == score[:99].max()
+    assert conformal_threshold(score, known, 0.01).value == score[:99].max()
     with pytest.raises(SettingsError, match=r"99 rows .*at least 999 for .* of 0\.001"):
-        threshold_of_checked(score, known, 0.001)
+        conformal_threshold(score, known, 0.001)
 
 
 def test_equal_scores_flag_nothing():
-    assert threshold(np.ones(9), 0.01).n_flagged == 0
-    assert threshold(np.ones(9), 0.01).all_alike
-    assert threshold(np.repeat([0.0, 1.0], [70, 30]), 0.01).n_flagged == 0
+    assert estimate_threshold(np.ones(9), 0.01).n_flagged == 0
+    assert estimate_threshold(np.ones(9), 0.01).all_alike
+    assert estimate_threshold(np.repeat([0.0, 1.0], [70, 30]), 0.01).n_flagged == 0
     for rate in (0.0, 0.5):
         with pytest.raises(SettingsError, match="expected more than 0 and less than 0"):
-            threshold(np.arange(9.0), rate)
+            estimate_threshold(np.arange(9.0), rate)
 
 
 def test_disagreement_is_the_double_loop_and_a_lone_label_has_no_opinion():

@@ -20,7 +20,7 @@ from grasp.artifact.rows import row_index
 from grasp.build.model_pass import ModelPass
 from grasp.build.pipeline import build_artifact
 from grasp.errors import ArtifactError, ModelError, ProtocolError, SettingsError
-from grasp.inspect.explain import Explainer, _Question, explain
+from grasp.inspect.explain import Explainer, _PreparedUnits, explain
 from grasp.inspect.explanation import Explanation, join_words
 from grasp.kernels.whitening import Whitener, second_moments
 from grasp.models.causal_lm import pad_rows
@@ -366,7 +366,7 @@ def test_a_long_run_of_white_space_is_cut():
 
 def test_units_do_not_pass_the_model_again_if_the_artifact_has_them(art, explainer, monkeypatch):
     plain = Explainer(art)
-    monkeypatch.setattr(_Question, "_prepare_from_artifact", lambda self: False)
+    monkeypatch.setattr(_PreparedUnits, "_prepare_from_artifact", lambda self: False)
     passed = plain.explain("facts", "row-5")
     monkeypatch.undo()
     monkeypatch.setattr(ModelPass, "units", lambda *_: pytest.fail("units passed the model"))

@@ -102,8 +102,8 @@ def test_mass_outside_is_what_top_k_cut_off():
     for i, line in enumerate(kept):
         cut[i, [*line, 3]] = residual[i, [*line, 3]]
     expected = np.mean((abs(residual).sum(1) - abs(cut).sum(1)) / abs(residual).sum(1))
-    assert measures.mass_outside(csr_array(cut)) == pytest.approx(expected)
-    assert measures.mass_outside(csr_array(residual)) == pytest.approx(0, abs=1e-12)
+    assert measures.truncated_mass(csr_array(cut)) == pytest.approx(expected)
+    assert measures.truncated_mass(csr_array(residual)) == pytest.approx(0, abs=1e-12)
 
 
 def test_negative_pairs():

@@ -28,11 +28,11 @@ from grasp.errors import ArtifactError, GraspError, SettingsError
 from grasp.inspect.detection import (
     Detection,
     Threshold,
+    conformal_threshold,
+    estimate_threshold,
+    evaluate_scores,
+    matching_threshold,
     mean_ranks,
-    measure,
-    threshold,
-    threshold_like,
-    threshold_of_checked,
 )
 from grasp.inspect.neighbours import MAX_CANDIDATES, disagreement
 from grasp.moments import StreamingMoments
@@ -43,9 +43,9 @@ from grasp.store.contents import readable_table
 from grasp.text import json_text
 from grasp.yaml_files import describe
 
-RECORD: Final = b"grasp.suspects"
+RECORD: Final = b"grasp.suspects"  # key of the record in the metadata of the table
 DEFAULT_NEIGHBOURS = 10
-FALSE_POSITIVES = 0.01
+FALSE_POSITIVES = 0.01  # default share of correct rows that may be flagged
 DEFAULT_TOP = 10
 MIN_ROWS = 10  # fewer rows have no meaningful distribution
 SNIPPET_CHARS = 240  # default characters of a stored snippet
@@ -119,6 +119,7 @@ def detect(
     an error.
 
     Args:
+        artifact: artifact of the corpus and the trusted target.
         target: trusted target. Default: the only one.
         label: column whose values may be wrong. Default: the class of images, if any.
         top: rows to show.
@@ -129,6 +130,7 @@ def detect(
         neighbours: number of nearest rows whose labels are compared. Default: 10.
         match: one kernel: gradient, output_layer, embedding, knn, hidden_bias, hidden_linear or pooled. Default:
             output_layer if it was built, else pooled.
+        progress: receives stages and numbers of rows.
     Raises:
         ArtifactError: no such target, column or kernel, or a trusted unit is also a row.
         SettingsError: a number out of range, too few rows, an argument without effect, or a truth in which no row or
@@ -154,35 +156,38 @@ def detect(
             "instead, or build the artifact on more rows"
         )
     array = relevance_array(artifact, match)
-    right_N = None if clean is None else _yes_or_no(artifact, clean, "clean")
-    truth_N = None if truth is None else _yes_or_no(artifact, truth, "truth")
+    correct_N = None if clean is None else _boolean_column(artifact, clean, "clean")
+    wrong_N = None if truth is None else _boolean_column(artifact, truth, "truth")
     progress = progress or Silent()
-    not_compared = _refuse_copies(artifact, target)
+    copy_notes = _refuse_copies(artifact, target)
     relevance_N = np.empty(artifact.n_rows)
     for start, score_NE in standardised_blocks(artifact, array, target, progress):
         relevance_N[start : start + len(score_NE)] = -score_NE.mean(axis=1)
-    scores, label_notes = {"relevance": relevance_N}, list[str]()
+    scores = {"relevance": relevance_N}
+    label_notes: list[str] = []
     if label is not None:
         column = label_column(artifact, label)
         label = column.name  # as spelled in the corpus
-        by_label, label_notes = _label_scores(artifact, column, relevance_N, neighbours or DEFAULT_NEIGHBOURS, progress)
-        scores |= by_label
+        label_scores, label_notes = _label_scores(
+            artifact, column, relevance_N, neighbours or DEFAULT_NEIGHBOURS, progress
+        )
+        scores |= label_scores
     ranking, ranking_N = list(scores.items())[-1]
-    if right_N is not None:
+    if correct_N is not None:
         try:
-            cut = threshold_of_checked(ranking_N, right_N, false_positives)
+            threshold = conformal_threshold(ranking_N, correct_N, false_positives)
         except SettingsError as err:
             raise SettingsError(f"clean {clean}: {err}") from err
     else:
-        cut = threshold(relevance_N, false_positives)
+        threshold = estimate_threshold(relevance_N, false_positives)
         if ranking != "relevance":
-            cut = threshold_like(ranking_N, cut)
-    expected = f"about {cut.expected_false:,.0f} of {artifact.n_rows:,} rows"
-    headline = f"{cut.n_flagged:,} suspects by {ranking}; expected by chance: {expected}."
-    if not cut.beyond_chance:
+            threshold = matching_threshold(ranking_N, threshold)
+    expected_count = f"about {threshold.expected_false:,.0f} of {artifact.n_rows:,} rows"
+    headline = f"{threshold.n_flagged:,} suspects by {ranking}; expected by chance: {expected_count}."
+    if not threshold.beyond_chance:
         headline = (
-            f"No suspects by {ranking}: {cut.n_flagged:,} flagged, not significantly more than expected by chance "
-            f"({expected})."
+            f"No suspects by {ranking}: {threshold.n_flagged:,} flagged, not significantly more than expected by "
+            f"chance ({expected_count})."
         )
     record = DetectionRecord(
         target=target,
@@ -191,24 +196,26 @@ def detect(
         corpus=artifact.manifest.fingerprints.get("corpus", ""),
         source_hashes=source_hashes(artifact, target),
         rows=artifact.n_rows,
-        threshold=cut,
-        detections={} if truth_N is None else {name: measure(score_N, truth_N, k) for name, score_N in scores.items()},
+        threshold=threshold,
+        detections={}
+        if wrong_N is None
+        else {name: evaluate_scores(score_N, wrong_N, k) for name, score_N in scores.items()},
         notes=(
-            *not_compared,
+            *copy_notes,
             *label_notes,
             "higher scores are more suspicious",
-            *cut.notes,
+            *threshold.notes,
         ),
     )
-    return _suspects(artifact, record, scores, label, top)
+    return _rank_rows(artifact, record, scores, label, top)
 
 
 def _refuse_copies(artifact: ArtifactReader, target: str) -> list[str]:
     """Raise an error if trusted units are rows of the corpus; return a note if not all could be compared."""
-    copies, not_compared = exact_copies(artifact, target)
+    copies, note = exact_copies(artifact, target)
     if copies:
-        first = np.array([row for _, row in copies[:DEFAULT_TOP]], dtype=np.int64)
-        names = artifact.rows(first)["row_id"].to_pylist()
+        first_rows = np.array([row for _, row in copies[:DEFAULT_TOP]], dtype=np.int64)
+        names = artifact.rows(first_rows)["row_id"].to_pylist()
         units = artifact.units["unit_id"].take(pa.array(artifact.unit_columns(target))).to_pylist()
         listed = ", ".join(f"{units[unit]} = {name}" for (unit, _), name in zip(copies, names, strict=False))
         more = f" and {len(copies) - DEFAULT_TOP} more" if len(copies) > DEFAULT_TOP else ""
@@ -216,7 +223,7 @@ def _refuse_copies(artifact: ArtifactReader, target: str) -> list[str]:
             f"{artifact.where}: {len({unit for unit, _ in copies})} of {len(units)} trusted units of {target} are rows "
             f"of the corpus: {listed}{more}; remove them from one of the two and rebuild"
         )
-    return [] if not_compared is None else [not_compared]
+    return [] if note is None else [note]
 
 
 def _label_scores(
@@ -228,39 +235,45 @@ def _label_scores(
         none_N = np.flatnonzero(code_N == column.values.index(None))
         code_N[none_N] = len(column.values) + np.arange(len(none_N))
     _, sketch_ND = next(artifact.array_blocks("hidden_sketch", block_rows=artifact.n_rows))
-    near = disagreement(sketch_ND, code_N, k_nearest, progress)
-    n_singletons = int(near.is_singleton_N.sum())
-    if near.share_N.min() == near.share_N.max():
-        why = f"every row has a unique {label}" if n_singletons else f"{label} is the same for all neighbours"
-        return {}, [f"{why}: rows are ranked by relevance alone"]
+    disagreements = disagreement(sketch_ND, code_N, k_nearest, progress)
+    n_singletons = int(disagreements.is_singleton_N.sum())
+    if disagreements.share_N.min() == disagreements.share_N.max():
+        reason = f"every row has a unique {label}" if n_singletons else f"{label} is the same for all neighbours"
+        return {}, [f"{reason}: rows are ranked by relevance alone"]
     notes = [f"{n_singletons} rows have a unique {label}: their disagreement is the median"] if n_singletons else []
-    if near.recall < 1:
+    if disagreements.recall < 1:
         notes.append(
             f"neighbours were searched for among {MAX_CANDIDATES:,} rows with similar hidden sketches: "
-            f"{near.recall:.0%} of the {k_nearest} nearest were found"
+            f"{disagreements.recall:.0%} of the {k_nearest} nearest were found"
         )
-    return {"neighbour_disagreement": near.share_N, "fused": mean_ranks([relevance_N, near.share_N])}, notes
+    return {
+        "neighbour_disagreement": disagreements.share_N,
+        "fused": mean_ranks([relevance_N, disagreements.share_N]),
+    }, notes
 
 
-def _suspects(
+def _rank_rows(
     artifact: ArtifactReader, record: DetectionRecord, scores: Mapping[str, F64], label: str | None, top: int
 ) -> Suspects:
     """Return all rows ranked by the last score, and the first `top` for display."""
-    cut, ranking_N = record.threshold, scores[record.ranking]
+    threshold, ranking_N = record.threshold, scores[record.ranking]
     order_N = np.argsort(-ranking_N, kind="stable")
     row_ids = pa.chunked_array([batch.column(0) for batch in artifact.row_batches(["row_id"])])
     table = pa.table(
         {
             "rank": np.arange(1, artifact.n_rows + 1),
             "row_id": row_ids.take(pa.array(order_N)),
-            "flagged": (ranking_N > cut.value)[order_N],
+            "flagged": (ranking_N > threshold.value)[order_N],
             **{name: score_N[order_N] for name, score_N in scores.items()},
         }
     )
     head, rows = table.slice(0, top), artifact.rows(order_N[:top])
-    yes = "yes" if cut.beyond_chance else "not significant"
+    flagged = "yes" if threshold.beyond_chance else "not significant"
     shown = {name: head[name] for name in ("rank", record.ranking)}
-    shown |= {"flagged": [yes if flag else "no" for flag in head["flagged"].to_pylist()], "row_id": head["row_id"]}
+    shown |= {
+        "flagged": [flagged if is_flagged else "no" for is_flagged in head["flagged"].to_pylist()],
+        "row_id": head["row_id"],
+    }
     shown |= {} if label is None else {label: rows[label]}
     return Suspects(
         table.replace_schema_metadata({RECORD: json_text(asdict(record), indent=None)}),
@@ -280,7 +293,7 @@ def relevance_array(artifact: ArtifactReader, match: str | None) -> str:
 def standardised_blocks(
     artifact: ArtifactReader, array: str, target: str, progress: Progress
 ) -> Iterator[tuple[int, F64]]:
-    """Yield blocks of relevance to the units of a target, (N, E), standardised over all rows, and their first rows.
+    """Yield the first row of each block, and relevance to the units of a target, (n, E), standardised over all rows.
 
     Two passes over the blocks: moments of every unit, then standardised scores. Memory: one block.
     """
@@ -326,56 +339,57 @@ def exact_copies(artifact: ArtifactReader, target: str) -> tuple[list[Pair], str
         if units[0].get(HASH_LABEL) is None:
             raise ArtifactError(f"{artifact.where}: its units have no {HASH_LABEL}; rebuild it with this version")
         hashes = [unit[HASH_LABEL] for unit in units]
-        return sorted(_pairs(hashes, ([key] for key in _values(artifact, HASH_LABEL)))), None
+        return sorted(_matching_pairs(hashes, ([key] for key in _values(artifact, HASH_LABEL)))), None
     limit = int(artifact.manifest.settings.get("corpus", {}).get("snippet_chars", SNIPPET_CHARS))
     n_cut = 0
 
-    def whole() -> Iterator[list[str]]:
+    def complete_snippets() -> Iterator[list[str]]:
         nonlocal n_cut
         for text in _values(artifact, "snippet"):
-            is_whole = text is not None and len(text) < limit
-            n_cut += not is_whole
-            yield [text] if is_whole else []
+            is_complete = text is not None and len(text) < limit
+            n_cut += not is_complete
+            yield [text] if is_complete else []
 
-    pairs = _pairs([" ".join((unit["prompt"] + unit["completion"]).split()) for unit in units], whole())
+    unit_texts = [" ".join((unit["prompt"] + unit["completion"]).split()) for unit in units]
+    pairs = _matching_pairs(unit_texts, complete_snippets())
     note = None
     try:
-        pairs |= _by_tokens(BuildSource(artifact), units)
+        pairs |= _token_copies(BuildSource(artifact), units)
     except GraspError as err:
         if n_cut:
             note = f"{n_cut:,} rows were not compared with the trusted units, since tokens are not available: {err}"
     return sorted(pairs), note
 
 
-def _by_tokens(origin: BuildSource, units: Sequence[Mapping[str, Any]]) -> set[Pair]:
+def _token_copies(origin: BuildSource, units: Sequence[Mapping[str, Any]]) -> set[Pair]:
     """Compare rows with units encoded as one text, and as separate prompt and completion."""
     rows, encode, eos_id = origin.rows, origin.tokenizer.encode, origin.tokenizer.eos_id
     assert isinstance(rows, RowStore)
     prompts, completions = (encode([unit[part] for unit in units]) for part in ("prompt", "completion"))
-    whole = encode([unit["prompt"] + unit["completion"] for unit in units])
-    apart = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
-    keys = [_pieces(ids, eos_id) for ids in (*whole, *apart)]
-    single = [pieces[0] if len(pieces) == 1 else b"" for pieces in keys]
+    as_one_text = encode([unit["prompt"] + unit["completion"] for unit in units])
+    as_two_texts = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
+    documents_of_units = [_documents_of(ids, eos_id) for ids in (*as_one_text, *as_two_texts)]
+    unit_keys = [documents[0] if len(documents) == 1 else b"" for documents in documents_of_units]
     shards = (rows.shard(k) for k in range(rows.n_shards))
-    row_keys = (_pieces(shard.ids(i), eos_id) for shard in shards for i in range(len(shard)))
-    return {(unit % len(units), row) for unit, row in _pairs(single, row_keys)}
+    row_keys = (_documents_of(shard.ids(i), eos_id) for shard in shards for i in range(len(shard)))
+    return {(unit % len(units), row) for unit, row in _matching_pairs(unit_keys, row_keys)}
 
 
-def _pieces(ids: Sequence[int] | NDArray[np.int32], eos_id: int | None) -> list[bytes]:
+def _documents_of(ids: Sequence[int] | NDArray[np.int32], eos_id: int | None) -> list[bytes]:
     """Split token ids at end-of-text tokens, which separate documents packed into one row."""
     ids_L = np.asarray(ids, dtype=np.int32)
     ends = np.flatnonzero(ids_L == eos_id) if eos_id is not None else ids_L[:0]
-    inside_L = np.delete(ids_L, ends)
-    return [piece.tobytes() for piece in np.split(inside_L, ends - np.arange(len(ends))) if len(piece)]
+    text_L = np.delete(ids_L, ends)
+    return [document.tobytes() for document in np.split(text_L, ends - np.arange(len(ends))) if len(document)]
 
 
-def _pairs(unit_keys: Sequence[Any], row_keys: Iterable[Sequence[Any]]) -> set[Pair]:
+def _matching_pairs(unit_keys: Sequence[Any], row_keys: Iterable[Sequence[Any]]) -> set[Pair]:
     """Return (unit, row) of rows that share a key with a unit; empty keys never match."""
-    places: dict[Any, list[int]] = {}
+    units_of: dict[Any, list[int]] = {}
     for unit, key in enumerate(unit_keys):
         if key:
-            places.setdefault(key, []).append(unit)
-    return {(unit, row) for row, keys in enumerate(row_keys) for key in keys for unit in places.get(key, ())}
+            units_of.setdefault(key, []).append(unit)
+    return {(unit, row) for row, keys in enumerate(row_keys) for key in keys for unit in units_of.get(key, ())}
 
 
 # ------------------------------------------------------------- reading the output of `grasp detect --out`
@@ -383,7 +397,7 @@ def _pairs(unit_keys: Sequence[Any], row_keys: Iterable[Sequence[Any]]) -> set[P
 
 @dataclass(frozen=True, slots=True)
 class ShownSuspects:
-    """A detection with the rows to show: lines of its table and of the row table, labels, and a PNG."""
+    """A detection with its first rows: lines of its table and of the row table, names of labels, and PNG images."""
 
     record: DetectionRecord
     lines: tuple[Mapping[str, Any], ...]
@@ -393,7 +407,15 @@ class ShownSuspects:
 
 
 def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str]) -> ShownSuspects:
-    """Read the first rows of a table that `grasp detect --out` wrote, and check that it is of this artifact."""
+    """Read the first rows of a table that `grasp detect --out` wrote, and check that it is of this artifact.
+
+    Args:
+        path: table of suspects.
+        artifact: artifact that the table must belong to.
+        labels: label columns to show.
+    Raises:
+        SettingsError: not such a table, or it is of another artifact.
+    """
     expected = "a .parquet file of grasp detect --out"
     with readable_table(f"--detect: {path}", SettingsError, expected):
         metadata = (pq.read_schema(path).metadata or {}).get(RECORD)
@@ -408,14 +430,16 @@ def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str]) -
         raise SettingsError(f"{describe(err, f'--detect: {path}')}; expected {expected}") from err
     expected_source = source_hashes(artifact, record.target) | {"rows": str(artifact.n_rows)}
     recorded_source = record.source_hashes | {"rows": str(record.rows)}
-    if others := [what for what in expected_source if expected_source[what] != recorded_source.get(what)]:
-        listed = ", ".join(f"{what} {recorded_source.get(what)!r}, here {expected_source[what]!r}" for what in others)
+    if different := [name for name in expected_source if expected_source[name] != recorded_source.get(name)]:
+        listed = ", ".join(
+            f"{name} {recorded_source.get(name)!r}, here {expected_source[name]!r}" for name in different
+        )
         raise SettingsError(f"--detect: {path} is from another artifact: {listed}; run grasp detect on this one")
     lines = batch.to_pylist()
-    places = row_places(artifact, [line["row_id"] for line in lines])
-    if unknown := [line["row_id"] for line in lines if line["row_id"] not in places]:
+    position_of = row_places(artifact, [line["row_id"] for line in lines])
+    if unknown := [line["row_id"] for line in lines if line["row_id"] not in position_of]:
         raise SettingsError(f"--detect: {path}: {unknown[0]!r} is not a row of the artifact; run grasp detect on it")
-    index = np.array([places[line["row_id"]] for line in lines], dtype=np.int64)
+    index = np.array([position_of[line["row_id"]] for line in lines], dtype=np.int64)
     pictures: Sequence[bytes | None] = [None] * len(index)
     if BuildSource(artifact).has_images:
         pictures = vision().row_pictures(artifact, index, PICTURE_PIXELS)
@@ -437,8 +461,8 @@ def _values(artifact: ArtifactReader, name: str) -> Iterator[Any]:
         yield from batch.column(0).to_pylist()
 
 
-def _yes_or_no(artifact: ArtifactReader, name: str, argument: str) -> Bool:
-    """Read a column of true and false, or 1 and 0, in every row."""
+def _boolean_column(artifact: ArtifactReader, name: str, argument: str) -> Bool:
+    """Read a column of true and false, or 1 and 0; `argument` names the option, for messages."""
     values = list(_values(artifact, name))
     for i, value in enumerate(values):
         if not isinstance(value, bool | int | float) or value not in (0, 1):

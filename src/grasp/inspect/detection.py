@@ -1,8 +1,8 @@
-"""Evaluate a detection score against a ground truth, and choose a threshold without one.
+"""Evaluate a detection score against a ground truth, and estimate a threshold without one.
 
-Start with `measure` and `threshold`.
+Start with `evaluate_scores` and `estimate_threshold`. Scores are higher for more suspicious rows.
 
-Shape letters: N rows. Scores are higher for more suspicious rows.
+Shape letters: N rows, P tail shares, R false-positive rates.
 """
 
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ CONSTANT_NOTES = ("Most rows have the same score: the threshold is not informati
 
 
 @dataclass(frozen=True, slots=True)
-class AtCut:
-    """Precision, recall and F1 of the first `k` rows."""
+class MetricsAtK:
+    """Precision, recall and F1 of the `k` rows with the highest scores."""
 
     k: int
     precision: float
@@ -37,6 +37,7 @@ class AtCut:
 
     @property
     def shares(self) -> tuple[float, float, float]:
+        """Return precision, recall and F1."""
         return self.precision, self.recall, self.f1
 
 
@@ -50,43 +51,52 @@ class Detection:
     auroc_low: float
     auroc_high: float
     average_precision: float
-    at_k: AtCut  # k = number of planted rows, or as requested
-    best: AtCut  # at the k with the highest F1, which depends on the truth
+    at_k: MetricsAtK  # k = number of planted rows, or as requested
+    best: MetricsAtK  # at the k with the highest F1, which is known only with a ground truth
 
 
-def measure(score_N: F64, planted_N: Bool, k: int | None = None) -> Detection:
-    """Compare a score with the truth. Ties count half in the AUROC; elsewhere earlier rows come first."""
-    count, n_rows = int(planted_N.sum()), len(planted_N)
-    if count in (0, n_rows):
-        raise SettingsError(f"truth: {count} of {n_rows} rows are planted, expected some and not all")
-    k = count if k is None else k
+def evaluate_scores(score_N: F64, planted_N: Bool, k: int | None = None) -> Detection:
+    """Compare scores with the ground truth. Ties count half in the AUROC; elsewhere earlier rows come first.
+
+    Args:
+        score_N: score of each row.
+        planted_N: rows that are known to be wrong.
+        k: number of first rows for precision and recall. Default: the number of wrong rows.
+    Raises:
+        SettingsError: no row or every row is wrong, or `k` is out of range.
+    """
+    n_planted, n_rows = int(planted_N.sum()), len(planted_N)
+    if n_planted in (0, n_rows):
+        raise SettingsError(f"truth: {n_planted} of {n_rows} rows are planted, expected some and not all")
+    k = n_planted if k is None else k
     if not 1 <= k <= n_rows:
         raise SettingsError(f"k: got {k}, expected 1 to {n_rows}")
-    # AUROC and its interval. Source: DeLong, DeLong and Clarke-Pearson 1988
+    # The AUROC is the mean placement of planted rows among clean ones. The variance of its estimate is the sum of the
+    # variances of both placements over their numbers. Source: DeLong, DeLong and Clarke-Pearson 1988
     planted, clean = np.sort(score_N[planted_N]), np.sort(score_N[~planted_N])
-    above, below = placement(planted, clean), placement(clean, planted)
-    value, reach = (
-        float(above.mean()),
-        ndtri(0.975) * sqrt(float(above.var() / len(planted) + below.var() / len(clean))),
-    )
+    planted_placement, clean_placement = placement(planted, clean), placement(clean, planted)
+    value = float(planted_placement.mean())
+    variance = float(planted_placement.var() / len(planted) + clean_placement.var() / len(clean))
+    half_width = ndtri(0.975) * sqrt(variance)
     hits_N = np.cumsum(planted_N[np.argsort(-score_N, kind="stable")], dtype=np.int64)
     rank_N = np.arange(1, n_rows + 1)
-    best_index = int(np.argmax(2 * hits_N / (rank_N + count)))
+    best_index = int(np.argmax(2 * hits_N / (rank_N + n_planted)))
     return Detection(
         n_rows=n_rows,
-        n_planted=count,
+        n_planted=n_planted,
         auroc=value,
-        auroc_low=max(value - reach, 0.0),
-        auroc_high=min(value + reach, 1.0),
+        auroc_low=max(value - half_width, 0.0),
+        auroc_high=min(value + half_width, 1.0),
         average_precision=average_precision(score_N, planted_N),
-        at_k=_cut(hits_N, count, k),
-        best=_cut(hits_N, count, best_index + 1),
+        at_k=_metrics_at_k(hits_N, n_planted, k),
+        best=_metrics_at_k(hits_N, n_planted, best_index + 1),
     )
 
 
-def _cut(hits_N: NDArray[np.int64], count: int, k: int) -> AtCut:
+def _metrics_at_k(hits_N: NDArray[np.int64], n_planted: int, k: int) -> MetricsAtK:
+    """Return the metrics of the first `k` rows; `hits_N` is the number of planted rows among the first ones."""
     hits = int(hits_N[k - 1])
-    return AtCut(k, hits / k, hits / count, 2 * hits / (k + count))
+    return MetricsAtK(k, hits / k, hits / n_planted, 2 * hits / (k + n_planted))
 
 
 def auroc(score_N: F64, planted_N: Bool) -> float:
@@ -111,7 +121,7 @@ def average_precision(score_N: F64, planted_N: Bool) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """The score above which rows are flagged, so that about the requested share of correct rows is flagged."""
+    """A score above which rows are flagged, so that about the requested share of correct rows is flagged."""
 
     value: float
     false_positive_rate: float
@@ -122,11 +132,11 @@ class Threshold:
 
     @property
     def beyond_chance(self) -> bool:
-        """Return whether more rows are flagged than expected of correct rows, by two standard deviations."""
+        """Return whether more rows are flagged than expected if all are correct, by two standard deviations."""
         return self.n_flagged > self.expected_false + 2 * sqrt(self.expected_false)
 
 
-def threshold(score_N: F64, false_positive_rate: float) -> Threshold:
+def estimate_threshold(score_N: F64, false_positive_rate: float) -> Threshold:
     """Estimate a threshold from a null distribution: the lower half of the scores, mirrored at the median and rescaled.
 
     Scores of correct rows may be skewed. The skewness is estimated from the middle: for a quantile z deviations out,
@@ -139,60 +149,79 @@ def threshold(score_N: F64, false_positive_rate: float) -> Threshold:
 
     Assumptions: correct rows are skewed in the tail as in the middle, and few rows are wrong. Up to about 5 % wrong
     rows matter little; more of them raise the threshold, which is then conservative.
+
+    Args:
+        score_N: score of each row.
+        false_positive_rate: share of correct rows that may be flagged, between 0 and 0.5.
+    Raises:
+        SettingsError: the rate is out of range.
     """
     _check_rate(false_positive_rate)
     tail_P = np.linspace(*TAIL_SHARES, 31)
     rate_R = np.append(np.geomspace(min(false_positive_rate, TAIL_SHARES[1]), TAIL_SHARES[1], 40), false_positive_rate)
-    middle, low_R = float(np.median(score_N)), np.quantile(score_N, rate_R)
-    upper_P, lower_P = np.quantile(score_N, 1 - tail_P) - middle, middle - np.quantile(score_N, tail_P)
+    median, low_quantile_R = float(np.median(score_N)), np.quantile(score_N, rate_R)
+    upper_P, lower_P = np.quantile(score_N, 1 - tail_P) - median, median - np.quantile(score_N, tail_P)
     usable_P = (upper_P > 0) & (lower_P > 0)
-    alike = bool(low_R[-1] == middle or not usable_P.any())
-    if alike:
+    is_constant = bool(low_quantile_R[-1] == median or not usable_P.any())
+    if is_constant:
         value = float(np.max(score_N))
     else:
+        # Least squares of log(upper / lower) = g z through the origin.
         z_P = -ndtri(tail_P[usable_P])
-        lean = (
-            float(z_P @ np.log(upper_P[usable_P] / lower_P[usable_P]) / (z_P @ z_P))
-            + SKEWNESS_MARGIN / len(score_N) ** 0.5
-        )
-        value = float(np.max(middle + np.exp(-lean * ndtri(rate_R)) * (middle - low_R)))
-        if lean < 0:
-            value = max(value, middle - float(upper_P[usable_P][0] / z_P[0] * ndtri(false_positive_rate)))
-    return _threshold(score_N, value, false_positive_rate, FITTED_NOTES, alike=alike)
+        skewness = float(z_P @ np.log(upper_P[usable_P] / lower_P[usable_P]) / (z_P @ z_P))
+        skewness += SKEWNESS_MARGIN / len(score_N) ** 0.5
+        # The largest value over all larger rates: a smaller rate must not give a lower threshold.
+        value = float(np.max(median + np.exp(-skewness * ndtri(rate_R)) * (median - low_quantile_R)))
+        if skewness < 0:
+            value = max(value, median - float(upper_P[usable_P][0] / z_P[0] * ndtri(false_positive_rate)))
+    return _threshold(score_N, value, false_positive_rate, FITTED_NOTES, is_constant=is_constant)
 
 
-def threshold_of_checked(score_N: F64, right_N: Bool, false_positive_rate: float) -> Threshold:
+def conformal_threshold(score_N: F64, correct_N: Bool, false_positive_rate: float) -> Threshold:
     """Compute a threshold from rows known to be correct: a conformal test with their scores as null distribution.
 
     Another correct row is flagged with at most the requested rate, on average over the choice of known rows, for any
     distribution of scores, if the known rows were drawn at random from the correct ones.
+
+    Args:
+        score_N: score of each row.
+        correct_N: rows known to be correct.
+        false_positive_rate: share of correct rows that may be flagged, between 0 and 0.5.
+    Raises:
+        SettingsError: the rate is out of range, or too few rows are known to be correct.
     """
     _check_rate(false_positive_rate)
-    known = np.sort(score_N[right_N])
-    place = ceil((len(known) + 1) * (1 - false_positive_rate) - 1e-9)
-    if place > len(known):
-        least = ceil(1 / false_positive_rate - 1e-9) - 1
+    correct = np.sort(score_N[correct_N])
+    rank = ceil((len(correct) + 1) * (1 - false_positive_rate) - 1e-9)  # despite rounding, e.g. of (99 + 1) * 0.99
+    if rank > len(correct):
+        min_correct = ceil(1 / false_positive_rate - 1e-9) - 1
         raise SettingsError(
-            f"{len(known)} rows are known to be correct, expected at least {least} for a false-positive rate of "
-            f"{false_positive_rate:g}; verify more, drawn at random, or use a higher rate"
+            f"{len(correct)} rows are known to be correct, expected at least {min_correct} for a false-positive rate "
+            f"of {false_positive_rate:g}; verify more, drawn at random, or use a higher rate"
         )
-    return _threshold(score_N, float(known[place - 1]), false_positive_rate, VERIFIED_NOTES)
+    return _threshold(score_N, float(correct[rank - 1]), false_positive_rate, VERIFIED_NOTES)
 
 
-def threshold_like(score_N: F64, other: Threshold) -> Threshold:
+def matching_threshold(score_N: F64, other: Threshold) -> Threshold:
     """Compute a threshold that flags at most as many rows as `other`, since ranks have no null distribution."""
     value = float(np.sort(score_N)[::-1][min(other.n_flagged, len(score_N) - 1)])
-    return _threshold(score_N, value, other.false_positive_rate, FITTED_NOTES, alike=other.all_alike)
+    return _threshold(score_N, value, other.false_positive_rate, FITTED_NOTES, is_constant=other.all_alike)
 
 
 def _check_rate(rate: float) -> None:
+    """Raise an error unless a false-positive rate is between 0 and 0.5."""
     if not 0 < rate < 0.5:
         raise SettingsError(f"false-positive rate: got {rate}, expected more than 0 and less than 0.5")
 
 
-def _threshold(score_N: F64, value: float, rate: float, notes: tuple[str, ...], *, alike: bool = False) -> Threshold:
-    flagged = int((score_N > value).sum())
-    return Threshold(value, rate, flagged, rate * len(score_N), alike, (*notes, *(CONSTANT_NOTES if alike else ())))
+def _threshold(
+    score_N: F64, value: float, rate: float, notes: tuple[str, ...], *, is_constant: bool = False
+) -> Threshold:
+    """Return the record of a threshold, with the number of rows above it."""
+    n_flagged = int((score_N > value).sum())
+    return Threshold(
+        value, rate, n_flagged, rate * len(score_N), is_constant, (*notes, *(CONSTANT_NOTES if is_constant else ()))
+    )
 
 
 def mean_ranks(scores: list[F64]) -> F64:

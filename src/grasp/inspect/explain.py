@@ -9,6 +9,7 @@ them as a separate row, or unit:
 
 The pooled kernel, a = R sgn(H) log(1 + |H|), is not a sum over pairs, since H is damped as a whole. It is linear in the
 residuals: the contribution of a position is its share of R, times the damped H of row and unit.
+
 Shape letters: L tokens of a row, P row positions, S unit positions, E units, C columns (E, or S of one unit).
 """
 
@@ -71,12 +72,13 @@ def explain(
     """Explain the effect of a row on a target by the contributions of its words.
 
     With `unit`, also show the words of the answer and the strongest pairs of words; without it, the questions that the
-    row helps and harms most. Passes the row, and the questions if needed, through the model. For an image, show the
-    trusted images that it affects most.
+    row helps and harms most. The model is run on the row, and on the questions if their features are not stored. For
+    an image, show the trusted images that it affects most.
 
     In Python use one `Explainer` for many rows.
 
     Args:
+        artifact: artifact of the row.
         target: target to explain. Default: the only one.
         row: row to explain, by its row_id.
         unit: one question of the target, by its unit_id.
@@ -93,12 +95,17 @@ def explain(
 
 
 class Explainer:
-    """Explains rows of an artifact; model and rows are loaded once, at the first call."""
+    """Explain rows of an artifact; model and rows are loaded once, at the first call.
+
+    Args:
+        artifact: artifact of the rows.
+        overrides: settings of the user; custom code of the artifact runs only if they name it too.
+    """
 
     def __init__(self, artifact: ArtifactReader, overrides: Mapping[str, Any] | None = None) -> None:
         self.artifact = artifact
         self._overrides = overrides
-        self._request: tuple[Any, _Question] | None = None
+        self._last_request: tuple[Any, _PreparedUnits] | None = None  # kept, since kernels are slow to prepare
 
     @cached_property
     def _origin(self) -> BuildSource:
@@ -128,17 +135,22 @@ class Explainer:
             )
         index = int(row_index(artifact, [row])[0])
         request = target, unit, match, protocol
-        if self._request is None or self._request[0] != request:
+        if self._last_request is None or self._last_request[0] != request:
             predictor = additive_predictor(artifact, target, protocol=protocol, match=match, unit=unit)
-            self._request = request, _Question(self._origin, predictor, by_position=unit is not None)
-        return self._request[1].explanation(index, row)
+            self._last_request = request, _PreparedUnits(self._origin, predictor, by_position=unit is not None)
+        return self._last_request[1].explanation(index, row)
 
 
-class _Question:
-    """A target, or a unit of it, with the prepared kernels.
+class _PreparedUnits:
+    """The units of a target, or one of them, with the prepared kernels.
 
-    For a unit, the columns C of the kernels are its S positions, each as a separate unit; the results then lack the
-    factor 1/S.
+    For one unit, the columns C of the kernels are its S positions, each as a separate unit. The kernels then lack the
+    factor 1/S, by which their results are multiplied here.
+
+    Args:
+        origin: model and rows of the artifact.
+        predictor: additive predictor for the units.
+        by_position: whether there is one unit, which is explained by position.
     """
 
     def __init__(self, origin: BuildSource, predictor: Predictor, *, by_position: bool) -> None:
@@ -163,8 +175,8 @@ class _Question:
             )
         units = self.model_pass.units(self.unit_tokens, self.units["unit_id"].to_pylist())
         if by_position:
-            n = self.n_columns = self.n_positions = len(units.row_P)
-            units = self._single_positions(units, self._unit_gradients(n))
+            self.n_columns = self.n_positions = len(units.row_P)
+            units = self._single_positions(units, self._unit_gradients(self.n_positions))
         for kernel in used_kernels:
             kernel.prepare(units)
 
@@ -175,8 +187,8 @@ class _Question:
         weight.
         """
         has_gradient = any(isinstance(kernel, Gradient) for kernel in self.kernels)
-        if has_gradient and self.predictor.protocol.task == "estimate":  # every unit is scaled by its own spread
-            return False
+        if has_gradient and self.predictor.protocol.task == "estimate":
+            return False  # every unit is scaled by its own standard deviation, so the mean gradient is of no use
         prefix = f"{UNITS}{self.predictor.units.targets[0]}."
         arrays = {
             name.removeprefix(prefix): array for name, array in self.artifact.moments.items() if name.startswith(prefix)
@@ -193,15 +205,15 @@ class _Question:
                 kernel.prepare(units)
         return True
 
-    def _unit_gradients(self, n: int) -> Tensor | None:
-        """Compute the gradients of the loss at each position of the unit, (n, K)."""
+    def _unit_gradients(self, n_positions: int) -> Tensor | None:
+        """Compute the gradient of the loss at each position of the unit, (S, K); None if no kernel needs it."""
         sampled = self.model_pass.sampled
         if sampled is None:
             return None
         (tokens,) = self.unit_tokens
-        places = np.arange(len(tokens.input_ids))
-        examples = [Example(tokens.input_ids, loss_mask=places == place) for place in places[-n:]]
-        gradient_PK = allocate_unit_gradients(n, sampled, self.settings.gradient_memory_mb)
+        token_L = np.arange(len(tokens.input_ids))
+        examples = [Example(tokens.input_ids, loss_mask=token_L == t) for t in token_L[-n_positions:]]
+        gradient_PK = allocate_unit_gradients(n_positions, sampled, self.settings.gradient_memory_mb)
         for index in sampled.batches(examples):
             gradient_BK, _ = sampled.compute([examples[int(i)] for i in index])
             gradient_PK[torch.from_numpy(index)] = gradient_BK.to(gradient_PK.device, gradient_PK.dtype)
@@ -212,29 +224,30 @@ class _Question:
 
         For the pooled kernel, each position has the hidden summary of the whole row, and its share of the residual.
         """
-        n = len(batch.row_P)
-        place_P = torch.arange(n, device=batch.row_P.device)
+        n_positions = len(batch.row_P)
+        index_P = torch.arange(n_positions, device=batch.row_P.device)
         positions = replace(
-            batch.at_positions(place_P, place_P, n), gradient_BK=gradient_PK, loss_B=batch.residual.loss_P
+            batch.at_positions(index_P, index_P, n_positions), gradient_BK=gradient_PK, loss_B=batch.residual.loss_P
         )
-        used_P = np.ones(n)
+        is_pooled_P = np.ones(n_positions)
         if batch.summary_batch is not None:
             spec = self.settings.summary_positions or "all"
-            used_P = position_mask(spec, torch.ones(1, n + 1, dtype=torch.bool))[0, :n].numpy()
-        hidden_PH = np.repeat(batch.summary.hidden_NH, n, axis=0)
-        residual_PV = csr_array(positions.summary.residual_NV.multiply((used_P / used_P.sum())[:, None]))
-        vars(positions)["summary"] = PooledFeatures(hidden_PH, residual_PV)
+            mask_1L = torch.ones(1, n_positions + 1, dtype=torch.bool)
+            is_pooled_P = position_mask(spec, mask_1L)[0, :n_positions].numpy()
+        hidden_PH = np.repeat(batch.summary.hidden_NH, n_positions, axis=0)
+        residual_PV = csr_array(positions.summary.residual_NV.multiply((is_pooled_P / is_pooled_P.sum())[:, None]))
+        vars(positions)["summary"] = PooledFeatures(hidden_PH, residual_PV)  # replaces the cached property
         return positions
 
-    def _by_position(
-        self, batch: Batch, token_P: I64, summed_P: I64, examples: Sequence[Example]
+    def _token_contributions(
+        self, batch: Batch, token_P: I64, summary_token_P: I64, examples: Sequence[Example]
     ) -> Iterator[tuple[str, I64, F64]]:
         """Yield contributions of tokens to the relevance of a row: kernel, token indices (n,), contributions (n, C).
 
         Args:
             batch: a single row.
             token_P: index of the token that each position predicts.
-            summed_P: the same for the positions of summaries.
+            summary_token_P: the same for the positions of summaries.
             examples: the row, or the chosen and the rejected side of a preference pair.
         """
         for kernel in self.kernels:
@@ -243,77 +256,85 @@ class _Question:
                     sign * side.labels * kernel.sampled.by_position(side, kernel.side_EK)
                     for sign, side in zip((1, -1), examples, strict=False)
                 ]
-                added_LC = np.concatenate(parts)
+                contribution_LC = np.concatenate(parts)
                 # position t predicts token t + 1, to which its contribution is assigned
-                yield kernel.name, np.arange(1, len(added_LC)), added_LC[:-1] / self.n_positions
+                yield kernel.name, np.arange(1, len(contribution_LC)), contribution_LC[:-1] / self.n_positions
         for kernel in self.kernels:
             if isinstance(kernel, Pooled):
                 yield (
                     kernel.name,
-                    summed_P,
+                    summary_token_P,
                     kernel.score(self._single_positions(batch.summary_batch or batch)).double().cpu().numpy(),
                 )
-        n = len(token_P)
-        for start in range(0, n, BATCH_ROWS):
-            chosen_P = torch.arange(start, min(start + BATCH_ROWS, n), device=batch.row_P.device)
-            positions = batch.at_positions(chosen_P, chosen_P - start, len(chosen_P))
+        n_positions = len(token_P)
+        for start in range(0, n_positions, BATCH_ROWS):
+            index_P = torch.arange(start, min(start + BATCH_ROWS, n_positions), device=batch.row_P.device)
+            positions = batch.at_positions(index_P, index_P - start, len(index_P))
             for kernel in self.kernels:
                 if not isinstance(kernel, Gradient | Pooled):
                     part_PC = kernel.score(positions).double().cpu().numpy()
-                    yield kernel.name, token_P[start : start + BATCH_ROWS], part_PC / (n * self.n_positions)
+                    yield kernel.name, token_P[start : start + BATCH_ROWS], part_PC / (n_positions * self.n_positions)
 
     def explanation(self, index: int, row: str) -> Explanation:
-        """Explain a row."""
+        """Explain a row.
+
+        Args:
+            index: position of the row.
+            row: its row_id.
+        """
         shard = self.rows.rows(np.array([index]))
         parts = EffectParts.from_artifact(self.artifact, self.predictor, index)
         ((_, batch),) = self.model_pass.batches(shard)
-        _, labelled_BL = pad_rows([shard.ids(0)], [shard.mask(0)])
-        token_P, summed_P = (
-            position_mask(spec, labelled_BL)[0].nonzero()[:, 0].numpy() + 1
+        _, loss_mask_BL = pad_rows([shard.ids(0)], [shard.mask(0)])
+        token_P, summary_token_P = (
+            position_mask(spec, loss_mask_BL)[0].nonzero()[:, 0].numpy() + 1
             for spec in (self.settings.positions, self.settings.row_positions[-1])
         )
         examples = row_examples(shard if shard.split_N is None else shard.sides(), self.settings)
 
         # Contributions in units of the effect: by kernel and token, by column, and by pair of positions.
-        added_L = {name: np.zeros(shard.n_tokens) for name in parts.weights if name != REPLAY}
-        added_C, by_mean = np.zeros(self.n_columns), set[str]()
+        contribution_L = {name: np.zeros(shard.n_tokens) for name in parts.weights if name != REPLAY}
+        contribution_C = np.zeros(self.n_columns)
+        kernels_by_mean: set[str] = set()
         pair_LC = np.zeros((shard.n_tokens if self.by_position else 0, self.n_columns), dtype=np.float32)
-        for name, tokens, part_PC in self._by_position(batch, token_P, summed_P, examples):
-            if name in added_L:
+        for name, tokens, part_PC in self._token_contributions(batch, token_P, summary_token_P, examples):
+            if name in contribution_L:
                 if part_PC.shape[1] < self.n_columns:  # the mean gradient, one column for all units
-                    added_L[name][tokens] += (part_PC * parts.weights[name].sum())[:, 0]
-                    by_mean.add(name)
+                    contribution_L[name][tokens] += (part_PC * parts.weights[name].sum())[:, 0]
+                    kernels_by_mean.add(name)
                     continue
                 weighted_PC = part_PC * parts.weights[name]
-                added_L[name][tokens] += weighted_PC.sum(axis=1)
-                added_C += weighted_PC.sum(axis=0)
+                contribution_L[name][tokens] += weighted_PC.sum(axis=1)
+                contribution_C += weighted_PC.sum(axis=0)
                 if self.by_position:
                     pair_LC[tokens] += weighted_PC.astype(np.float32)
-        added_C += sum((parts.weights[name] * parts.stored[name] for name in by_mean), np.zeros(self.n_columns))
-        recomputed = {name: float(by_token_L.sum()) for name, by_token_L in added_L.items()}
+        contribution_C += sum(
+            (parts.weights[name] * parts.stored[name] for name in kernels_by_mean), np.zeros(self.n_columns)
+        )
+        recomputed = {name: float(of_kernel_L.sum()) for name, of_kernel_L in contribution_L.items()}
         stored = {name: float(parts.weights[name] @ parts.stored[name]) for name in recomputed}
         total = sum(recomputed.values())
-        whole_E = parts.weights.get(REPLAY, np.zeros(1)) * parts.stored.get(REPLAY, np.zeros(1))
-        whole = float(whole_E.sum())  # belongs to the row and to all units of the target, not to a word
-        added_C += whole_E
-        gap = total + whole + parts.text + parts.average - parts.effect
+        replay_E = parts.weights.get(REPLAY, np.zeros(1)) * parts.stored.get(REPLAY, np.zeros(1))
+        replay = float(replay_E.sum())  # belongs to the row and to all units of the target, not to a word
+        contribution_C += replay_E
+        gap = total + replay + parts.text + parts.average - parts.effect
 
         # tokens without loss and without contribution have no number
-        has_part_L = np.any([by_token_L != 0 for by_token_L in added_L.values()], axis=0)
-        has_part_L[token_P] = True
-        columns = {"contribution": np.sum(list(added_L.values()), axis=0), **added_L}
+        has_number_L = np.any([of_kernel_L != 0 for of_kernel_L in contribution_L.values()], axis=0)
+        has_number_L[token_P] = True
+        columns = {"contribution": np.sum(list(contribution_L.values()), axis=0), **contribution_L}
         pieces = self.model.tokenizer.pieces
         table = pa.table(
             {"position": np.arange(shard.n_tokens), "text": pieces(shard.ids(0).tolist())}
-            | {name: pa.array(by_token_L, mask=~has_part_L) for name, by_token_L in columns.items()}
+            | {name: pa.array(of_kernel_L, mask=~has_number_L) for name, of_kernel_L in columns.items()}
         )
 
         target, notes = self.predictor.units.targets[0], []
-        where, unit, questions, answer, pairs = target, None, None, None, None
+        subject, unit, questions, answer, pairs = target, None, None, None, None
         if self.by_position:  # contributions by the unit's tokens with loss
             unit, (tokens_of_unit,) = self.units["unit_id"][0].as_py(), self.unit_tokens
-            where = f"{unit} of {target}"
-            received_L = np.concatenate([np.full(tokens_of_unit.first, np.nan), added_C])
+            subject = f"{unit} of {target}"
+            received_L = np.concatenate([np.full(tokens_of_unit.first, np.nan), contribution_C])
             answer = pa.table(
                 {
                     "position": np.arange(len(received_L)),
@@ -321,18 +342,18 @@ class _Question:
                     "received": pa.array(received_L, from_pandas=True),
                 }
             )
-            pairs = _strongest(pair_LC, table, answer, tokens_of_unit.first)
+            pairs = _strongest_pairs(pair_LC, table, answer, tokens_of_unit.first)
             notes.append(UNIT_SCALE_NOTE)
         else:  # contributions by question, in descending order
             questions = self.units.select(["unit_id", "prompt", "completion"])
-            questions = questions.append_column("contribution", pa.array(added_C))
-            questions = questions.take(pa.array(np.argsort(-added_C, kind="stable")))
-            adds_E = np.maximum(questions["contribution"].to_numpy(), 0.0)
-            if len(questions) > 2 and adds_E[0] > adds_E.sum() / 2:
-                name, share = questions["unit_id"][0].as_py(), adds_E[0] / adds_E.sum()
+            questions = questions.append_column("contribution", pa.array(contribution_C))
+            questions = questions.take(pa.array(np.argsort(-contribution_C, kind="stable")))
+            positive_E = np.maximum(questions["contribution"].to_numpy(), 0.0)
+            if len(questions) > 2 and positive_E[0] > positive_E.sum() / 2:
+                name, share = questions["unit_id"][0].as_py(), positive_E[0] / positive_E.sum()
                 notes.append(f"{name} alone has {share:.0%} of the positive contributions; the effect depends on it")
         if REPLAY in parts.weights:
-            recomputed[REPLAY] = stored[REPLAY] = whole
+            recomputed[REPLAY] = stored[REPLAY] = replay
         if len(recomputed) > 1:
             notes.append("by kernel: " + ", ".join(f"{name} {value:+z.3f}" for name, value in recomputed.items()))
         if "pooled" in recomputed:
@@ -346,9 +367,9 @@ class _Question:
             notes.append(f"the words add up to the stored effect, within {abs(gap):.1g}")
         return Explanation(
             table,
-            f"row {row}: effect {parts.effect:+z.3f} on {where}. Its words contribute {total:+z.3f}; "
+            f"row {row}: effect {parts.effect:+z.3f} on {subject}. Its words contribute {total:+z.3f}; "
             + (f"the prediction from its text and labels contributes {parts.text:+z.3f}; " if parts.text else "")
-            + (f"the replayed training contributes {whole:+z.3f}; " if REPLAY in parts.weights else "")
+            + (f"the replayed training contributes {replay:+z.3f}; " if REPLAY in parts.weights else "")
             + f"the average row's {-parts.average:+z.3f} is subtracted",
             (*notes, f"protocol {self.predictor.protocol.name}"),
             row_id=row,
@@ -358,7 +379,7 @@ class _Question:
             text=parts.text,
             average=parts.average,
             gap=gap,
-            replay=whole,
+            replay=replay,
             kernels=pa.table(
                 {"kernel": list(recomputed), "contribution": list(recomputed.values()), "stored": list(stored.values())}
             ),
@@ -369,18 +390,19 @@ class _Question:
         )
 
 
-def _strongest(pair_LC: NDArray[np.float32], row: pa.Table, answer: pa.Table, first: int) -> pa.Table:
+def _strongest_pairs(pair_LC: NDArray[np.float32], row: pa.Table, answer: pa.Table, first: int) -> pa.Table:
     """Return the pairs of words with the largest contributions; `first` is the first token of the answer."""
-    row_words, starts = join_words(row["text"].to_pylist())
-    answer_words, heard = join_words(answer["text"].to_pylist()[first:])
-    pair_WC = np.add.reduceat(np.add.reduceat(pair_LC, starts, axis=0, dtype=np.float64), heard, axis=1)
-    places, columns = np.unravel_index(np.argsort(-np.abs(pair_WC), axis=None)[:MAX_PAIRS], pair_WC.shape)
+    row_words, row_starts = join_words(row["text"].to_pylist())
+    answer_words, answer_starts = join_words(answer["text"].to_pylist()[first:])
+    # sums over the tokens of both words
+    pair_WW = np.add.reduceat(np.add.reduceat(pair_LC, row_starts, axis=0, dtype=np.float64), answer_starts, axis=1)
+    i, j = np.unravel_index(np.argsort(-np.abs(pair_WW), axis=None)[:MAX_PAIRS], pair_WW.shape)
     return pa.table(
         {
-            "row_position": starts[places],
-            "row_text": [row_words[place] for place in places],
-            "answer_position": heard[columns] + first,
-            "answer_text": [answer_words[column] for column in columns],
-            "contribution": pair_WC[places, columns],
+            "row_position": row_starts[i],
+            "row_text": [row_words[k] for k in i],
+            "answer_position": answer_starts[j] + first,
+            "answer_text": [answer_words[k] for k in j],
+            "contribution": pair_WW[i, j],
         }
     )

@@ -1,4 +1,4 @@
-"""The result of `explain`: tables, plain text, text in colour, HTML; and the parts of an effect.
+"""The result of `explain`, as tables, plain text, text in colour and HTML; and the parts of an effect.
 
 Start with `Explanation`.
 
@@ -29,16 +29,17 @@ MIN_NUMBERED_SHARE = 0.2  # share of the strongest word below which words get no
 NUMBER_WIDTH = 7  # width of a number in columns
 MAX_OPACITY = 0.5  # opacity of the strongest HTML shade, so that text stays readable
 CONTEXT_TOKENS = 4  # tokens before a word of a pair
-READING_NUMBERS = "numbers: contribution of a word to the effect; above 0 it helps"
-READING_COLOURS = "blue: the word increases the effect; orange: it decreases it"
-COLUMNS, LEEWAY = 100, 20  # of a line, and excess for text without spaces
+LEGEND_NUMBERS = "numbers: contribution of a word to the effect; above 0 it helps"
+LEGEND_COLOURS = "blue: the word increases the effect; orange: it decreases it"
+LINE_WIDTH, MAX_EXCESS = 100, 20  # columns of a line, and excess for text without spaces
 FIRST_UNSPACED = "\u2e80"  # first character of scripts without spaces between words
-HELPS, HURTS = (189, 153, 117, 75, 33), (230, 223, 216, 209, 202)  # of 256 terminal colours: blues and oranges
+# blues and oranges among the 256 colours of a terminal, by increasing strength
+HELPFUL_COLOURS, HARMFUL_COLOURS = (189, 153, 117, 75, 33), (230, 223, 216, 209, 202)
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Explanation(Result):
-    """What every token of a row adds to the row's effect on a target, or on one unit of it.
+    """Contributions of the tokens of a row to its effect on a target, or on one unit of it.
 
     `effect` = the sum of `contributions` + `text` + `replay` + `average`, all in standard deviations over the rows, as
     `grasp score` prints effects. The contribution of a token is that of its prediction from the tokens before it.
@@ -100,7 +101,7 @@ class Explanation(Result):
 
     @property
     def answer_shades(self) -> list[tuple[str, float]]:
-        """Return the same for the unit's words; empty without a unit."""
+        """Return the unit's words with their relative contributions, from -1 to 1; empty without a unit."""
         return [] if self.answer is None else _shades(self.answer_tokens, self.received)
 
     def __repr__(self) -> str:
@@ -108,15 +109,15 @@ class Explanation(Result):
 
     def as_text(self, *, colour: bool = False) -> str:
         """Format for a terminal: strong words with their numbers, or all words on shades of blue and orange."""
-        parts = [plain(self.headline), "", *_paragraph(self.tokens, self.contributions, colour=colour)]
+        parts = [plain(self.headline), "", *_format_paragraph(self.tokens, self.contributions, colour=colour)]
         if self.answer is not None:
             parts += ["", "question: " + ending(self.prompt), "", "answer, by the contribution to each word:"]
             has_loss = ~np.isnan(self.received)
             answer = [token for token, is_scored in zip(self.answer_tokens, has_loss, strict=True) if is_scored]
-            parts += _paragraph(answer, self.received[has_loss], colour=colour)
+            parts += _format_paragraph(answer, self.received[has_loss], colour=colour)
         for title, names, lines in self._tables():
             parts += ["", text_table(title, names, lines, left=0)]
-        return "\n".join([*parts, "", READING_COLOURS if colour else READING_NUMBERS, *map(plain, self.notes)])
+        return "\n".join([*parts, "", LEGEND_COLOURS if colour else LEGEND_NUMBERS, *map(plain, self.notes)])
 
     def _tables(self) -> Iterator[tuple[str, list[str], list[list[str]]]]:
         """Yield the tables below the text: title, headings, lines."""
@@ -183,22 +184,22 @@ def join_words(tokens: Sequence[str]) -> tuple[list[str], NDArray[np.int64]]:
     """
     words: list[str] = []
     starts: list[int] = []
-    for place, token in enumerate(tokens):
+    for t, token in enumerate(tokens):
         if words and (not token or (token[0].isalnum() and words[-1][-1:].isalnum() and token[0] < FIRST_UNSPACED)):
             words[-1] += token
         else:
             words.append(token)
-            starts.append(place)
+            starts.append(t)
     return words, np.array(starts, dtype=np.int64)
 
 
-def by_word(tokens: Sequence[str], adds_L: F64) -> tuple[list[str], list[float], list[float]]:
+def by_word(tokens: Sequence[str], contribution_L: F64) -> tuple[list[str], list[float], list[float]]:
     """Return words, contributions, and contributions relative to the largest; NaN and 0 for words without loss."""
     words, starts = join_words(tokens)
-    known_W = np.add.reduceat(~np.isnan(adds_L), starts, dtype=np.int64) > 0
-    adds_W = np.add.reduceat(np.nan_to_num(adds_L), starts)
-    share_W = adds_W / (np.abs(adds_W).max(initial=0.0) or 1.0)
-    return words, np.where(known_W, adds_W, np.nan).tolist(), share_W.tolist()
+    has_loss_W = np.add.reduceat(~np.isnan(contribution_L), starts, dtype=np.int64) > 0
+    contribution_W = np.add.reduceat(np.nan_to_num(contribution_L), starts)
+    share_W = contribution_W / (np.abs(contribution_W).max(initial=0.0) or 1.0)
+    return words, np.where(has_loss_W, contribution_W, np.nan).tolist(), share_W.tolist()
 
 
 def shaded_html(shades: Sequence[tuple[str, float]]) -> str:
@@ -211,59 +212,59 @@ def shaded_html(shades: Sequence[tuple[str, float]]) -> str:
     return f'<p dir="auto" style="white-space:pre-wrap">{"".join(spans)}</p>'
 
 
-def _shades(tokens: Sequence[str], adds_L: F64) -> list[tuple[str, float]]:
+def _shades(tokens: Sequence[str], contribution_L: F64) -> list[tuple[str, float]]:
     """Return words with relative contributions; strong white space is made visible."""
-    words, _, shares = by_word(tokens, adds_L)
+    words, _, shares = by_word(tokens, contribution_L)
     return [
         (visible(word) if abs(share) >= MIN_NUMBERED_SHARE else word, share)
         for word, share in zip(words, shares, strict=True)
     ]
 
 
-def _paragraph(tokens: Sequence[str], adds_L: F64, *, colour: bool) -> list[str]:
+def _format_paragraph(tokens: Sequence[str], contribution_L: F64, *, colour: bool) -> list[str]:
     """Format text as lines with marked words; a long text is cut to the window with the largest contributions.
 
     With colour, helpful words are blue and harmful words orange; without, strong words are followed by their number.
     """
-    words, adds_W, shares = by_word(tokens, adds_L)
+    words, contribution_W, shares = by_word(tokens, contribution_L)
     start, stop = 0, len(words)
     if stop > SHOWN_WORDS:
-        total = np.concatenate([[0.0], np.cumsum(np.abs(np.nan_to_num(adds_W)))])
+        total = np.concatenate([[0.0], np.cumsum(np.abs(np.nan_to_num(contribution_W)))])
         start = int(np.argmax(total[SHOWN_WORDS:] - total[:-SHOWN_WORDS]))
         stop = start + SHOWN_WORDS
     lines, line, used = [], "", 0
-    for word, add, share in list(zip(words, adds_W, shares, strict=True))[start:stop]:
+    for word, contribution, share in list(zip(words, contribution_W, shares, strict=True))[start:stop]:
         shown = (
             visible(word).strip() if word.isspace() and abs(share) >= MIN_NUMBERED_SHARE else re.sub(r"\s+", " ", word)
         )
         shown = printable(shown)
         width = len(shown) + (NUMBER_WIDTH if abs(share) >= MIN_NUMBERED_SHARE else 0)
-        if used + width > COLUMNS and (shown.startswith(" ") or used > COLUMNS + LEEWAY):
+        if used + width > LINE_WIDTH and (shown.startswith(" ") or used > LINE_WIDTH + MAX_EXCESS):
             lines.append(line.rstrip())
             line, used, shown = "", 0, shown.lstrip(" ")
         used += width
-        level = min(int(abs(share) * (len(HELPS) + 1)), len(HELPS)) if colour else 0
+        level = min(int(abs(share) * (len(HELPFUL_COLOURS) + 1)), len(HELPFUL_COLOURS)) if colour else 0
         if level:
-            shown = f"\x1b[30;48;5;{(HELPS if share > 0 else HURTS)[level - 1]}m{shown}\x1b[0m"
+            shown = f"\x1b[30;48;5;{(HELPFUL_COLOURS if share > 0 else HARMFUL_COLOURS)[level - 1]}m{shown}\x1b[0m"
         elif shown.strip() and abs(share) >= MIN_NUMBERED_SHARE and not colour:
-            shown += f"[{add:+z.2g}]"
+            shown += f"[{contribution:+z.2g}]"
         line += shown
     lines.append(line)
-    for where, part in (("before", adds_W[:start]), ("after", adds_W[stop:])):
-        if part:
-            lines.append(f"... {len(part):,} words {where} this contribute {signed(float(np.nansum(part)))}")
+    for place, omitted in (("before", contribution_W[:start]), ("after", contribution_W[stop:])):
+        if omitted:
+            lines.append(f"... {len(omitted):,} words {place} this contribute {signed(float(np.nansum(omitted)))}")
     return lines
 
 
-def _in_context(tokens: Sequence[str], place: int, word: str) -> str:
+def _in_context(tokens: Sequence[str], start: int, word: str) -> str:
     """Format a word in brackets after the few tokens before it."""
-    before = "".join(tokens[max(0, place - CONTEXT_TOKENS) : place])
+    before = "".join(tokens[max(0, start - CONTEXT_TOKENS) : start])
     return plain(f"{before}{' ' * (word.startswith(' ') and not word.isspace())}[{visible(word).strip()}]")
 
 
 @dataclass(frozen=True, slots=True)
 class EffectParts:
-    """Decomposition: effect = sum over kernels m and units e of weight_me stored_me, plus `text`, plus `average`.
+    """Decomposition of an effect: sum over kernels m and units e of weight_me stored_me, plus `text`, plus `average`.
 
     Attributes:
         effect: effect of the row, in standard deviations over the rows.

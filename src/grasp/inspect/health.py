@@ -1,6 +1,6 @@
 """Check the approximations of an artifact; each check has a healthy range and advice. Start with `check`.
 
-Shape letters: N rows of the sample, B subsets, D sketch width.
+Shape letters: N rows of the sample, B subsets, E units, D sketch width.
 """
 
 from collections import Counter
@@ -19,14 +19,14 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.build.model_pass import merge_batches
 from grasp.build.provenance import BuildSource
 from grasp.errors import ArtifactError, GraspError, SettingsError
-from grasp.inspect import health_metrics as measures
+from grasp.inspect import health_metrics as metrics
 from grasp.inspect.health_metrics import Check, judge_check, unmeasured_check
 from grasp.inspect.rescoring import (
     SampleFeatures,
     environment_subsets,
     features_one_by_one,
     forward_only,
-    rank_twice,
+    rank_by_two_samples,
     reopen_source,
     sample_features,
     sample_rows,
@@ -94,11 +94,13 @@ def check(
     """Check the approximations of a scoring rule, on a sample of the artifact's rows and subsets of them.
 
     Args:
+        artifact: artifact to check.
         runs: retrained runs, to check whether predictions rank their subsets correctly.
         protocol: scoring rule. Default: the built-in one. Sketches are checked if it has geometric components, and the
             pooled kernel if it has weight.
         rows: rows of the sample; memory is rows^2 numbers and their full features.
         subsets: number of subsets: those of the runs, restricted to the sample, or else halves of the sample.
+        seed: seed of the samples of rows, positions and subsets.
         overrides: settings of the user; custom code of the artifact runs only if they name it too.
     Raises:
         SettingsError: fewer than 8 rows or 3 subsets.
@@ -111,71 +113,22 @@ def check(
         raise ArtifactError(f"{artifact.where}: has {artifact.n_rows} rows, checks need at least {MIN_ROWS}")
     bound_runs = None if runs is None else bind_runs(artifact, runs)
     if bound_runs is None:
-        generator, half, compared = stream(seed, "audit", "subsets"), len(index) // 2, "halves of them"
-        weight_BN = np.zeros((subsets, len(index)))
-        for weight_N in weight_BN:
-            weight_N[generator.choice(len(index), size=half, replace=False)] = 1.0 / half
+        weight_BN = _half_samples(len(index), subsets, seed)
+        subsets_text = "halves of them"
     else:
         weight_BN = environment_subsets(artifact, bound_runs, index, subsets)
-        compared = f"subsets of {bound_runs.name} restricted to the sample"
-    origin = _or_error(lambda: reopen_source(artifact, overrides))
-    features = _or_error(lambda: sample_features(artifact, index, origin))
+        subsets_text = f"subsets of {bound_runs.name} restricted to the sample"
+    origin = _result_or_error(lambda: reopen_source(artifact, overrides))
+    features = _result_or_error(lambda: sample_features(artifact, index, origin))
     subject = Subject(artifact, index, weight_BN, origin, features)
-    chosen = resolve_protocol(protocol, artifact)
-    weighed = kernel_weights(chosen.fitted(artifact.array_names, artifact.feature_settings))
+    rule = resolve_protocol(protocol, artifact)
+    weights = kernel_weights(rule.fitted(artifact.array_names, artifact.feature_settings))
 
-    results = []
-    for kernel in weighed:  # all rows, not only the sample
-        share_E = measures.top_shares(block for _, block in artifact.array_blocks(f"relevance_{kernel}"))
-        middle, most = float(np.median(share_E)), int(share_E.argmax())
-        worst = f"{artifact.units['target'][most].as_py()}/{artifact.units['unit_id'][most].as_py()}"
-        results.append(
-            judge_check(
-                f"tail, {kernel}",
-                f"one row of {artifact.n_rows:,} holds {middle:.0%} of a unit's squared relevance in the median, "
-                f"{share_E[most]:.0%} of {worst}",
-                HEALTHY_CONCENTRATION,
-                middle <= 0.2,
-                f"a ranking by {kernel} depends on single rows: inspect the best row of a unit, use more units per "
-                "target, or a weaker preconditioner of rare tokens (features.alpha: 0.5)",
-                {"median": middle, "most": float(share_E[most])},
-            )
-        )
-    results.append(_draw(subject, chosen, seed))
-    if isinstance(features, GraspError):
-        results.append(unmeasured_check("residual beyond top-k", HEALTHY_TAIL, str(features)))
-    else:
-        share, top_k = measures.mass_outside(features.residual_NV), artifact.feature_settings["top_k"]
-        results.append(
-            judge_check(
-                "residual beyond top-k",
-                f"{share:.1%} of its absolute mass",
-                HEALTHY_TAIL,
-                share <= 0.2,
-                f"raise features.top_k above {top_k}, or use a better trained model: flat predictions have long tails",
-                {"share": share},
-            )
-        )
-    results.append(_batches(subject))
-    if bound_runs is None:
-        results.append(unmeasured_check("ranking stability", HEALTHY_PAIRS, "pass retrained runs (--runs)"))
-    else:
-        for points in agreement(artifact, bound_runs, chosen).points:
-            stability = measures.stability(points.predicted_B, points.realized_B)
-            results.append(
-                judge_check(
-                    f"ranking stability, {points.target}",
-                    f"{stability.accuracy:.0%} of pairs in order; certain by the bound {stability.bound:.0%}, by the "
-                    f"errors of the pair {stability.certain:.0%}",
-                    HEALTHY_PAIRS,
-                    stability.accuracy >= 0.7,
-                    "calibrate a scoring rule, or compare only subsets with more different utilities; more seeds "
-                    "distinguish noise from error",
-                    asdict(stability),
-                )
-            )
-    if chosen.interaction is not Interaction.NONE or "pooled" in weighed:
-        results += geometry().check_sketches(subject, chosen)
+    results = [_check_concentration(artifact, kernel) for kernel in weights]
+    results += [_check_moments(subject, rule, seed), _check_truncation(subject), _check_batches(subject)]
+    results += _check_ranking(artifact, bound_runs, rule)
+    if rule.interaction is not Interaction.NONE or "pooled" in weights:
+        results += geometry().check_sketches(subject, rule)
 
     counts = Counter(result.verdict for result in results)
     table = pa.table(
@@ -189,9 +142,9 @@ def check(
         }
     )
     headline = f"{counts['healthy']} of {len(results)} checks are healthy"
-    headline += "".join(f", {counts[v]} {text}" for v, text in VERDICT_TEXT.items() if counts[v])
+    headline += "".join(f", {counts[verdict]} {text}" for verdict, text in VERDICT_TEXT.items() if counts[verdict])
     source = "nothing" if isinstance(features, GraspError) else features.source
-    notes = (f"{len(index)} rows, {len(weight_BN)} {compared}, full features from {source}",)
+    notes = (f"{len(index)} rows, {len(weight_BN)} {subsets_text}, full features from {source}",)
     return Health(table, f"{headline}.", notes, checks=tuple(results), source=source)
 
 
@@ -210,40 +163,107 @@ class Subject:
         return np.asarray(self.artifact.array_rows(name, self.index), dtype=np.float64)
 
 
-def _or_error(get: Callable[[], T]) -> T | GraspError:
+def _result_or_error(compute: Callable[[], T]) -> T | GraspError:
+    """Return the result of a function, or the error that it raises."""
     try:
-        return get()
+        return compute()
     except GraspError as err:
         return err
 
 
-def _batches(subject: Subject) -> Check:
+def _half_samples(n_rows: int, n_subsets: int, seed: int) -> F64:
+    """Draw subsets of half of the rows each, and return their weights, (B, N), which add up to 1."""
+    generator, half = stream(seed, "audit", "subsets"), n_rows // 2
+    weight_BN = np.zeros((n_subsets, n_rows))
+    for weight_N in weight_BN:
+        weight_N[generator.choice(n_rows, size=half, replace=False)] = 1.0 / half
+    return weight_BN
+
+
+def _check_concentration(artifact: ArtifactReader, kernel: str) -> Check:
+    """Check whether single rows dominate the relevance of a kernel, over all rows of the artifact."""
+    share_E = metrics.top_shares(block for _, block in artifact.array_blocks(f"relevance_{kernel}"))
+    median, worst = float(np.median(share_E)), int(share_E.argmax())
+    worst_name = f"{artifact.units['target'][worst].as_py()}/{artifact.units['unit_id'][worst].as_py()}"
+    return judge_check(
+        f"tail, {kernel}",
+        f"one row of {artifact.n_rows:,} holds {median:.0%} of a unit's squared relevance in the median, "
+        f"{share_E[worst]:.0%} of {worst_name}",
+        HEALTHY_CONCENTRATION,
+        median <= 0.2,
+        f"a ranking by {kernel} depends on single rows: inspect the best row of a unit, use more units per "
+        "target, or a weaker preconditioner of rare tokens (features.alpha: 0.5)",
+        {"median": median, "most": float(share_E[worst])},
+    )
+
+
+def _check_truncation(subject: Subject) -> Check:
+    """Check how much of the residuals the truncation to the top k probabilities removes."""
+    name = "residual beyond top-k"
+    if isinstance(subject.features, GraspError):
+        return unmeasured_check(name, HEALTHY_TAIL, str(subject.features))
+    share = metrics.truncated_mass(subject.features.residual_NV)
+    top_k = subject.artifact.feature_settings["top_k"]
+    return judge_check(
+        name,
+        f"{share:.1%} of its absolute mass",
+        HEALTHY_TAIL,
+        share <= 0.2,
+        f"raise features.top_k above {top_k}, or use a better trained model: flat predictions have long tails",
+        {"share": share},
+    )
+
+
+def _check_ranking(artifact: ArtifactReader, runs: TrainingRuns | None, protocol: ScoringProtocol) -> list[Check]:
+    """Check whether predictions rank the subsets of runs correctly, for every target."""
+    if runs is None:
+        return [unmeasured_check("ranking stability", HEALTHY_PAIRS, "pass retrained runs (--runs)")]
+    results = []
+    for points in agreement(artifact, runs, protocol).points:
+        stability = metrics.stability(points.predicted_B, points.realized_B)
+        results.append(
+            judge_check(
+                f"ranking stability, {points.target}",
+                f"{stability.accuracy:.0%} of pairs in order; certain by the bound {stability.bound:.0%}, by the "
+                f"errors of the pair {stability.certain:.0%}",
+                HEALTHY_PAIRS,
+                stability.accuracy >= 0.7,
+                "calibrate a scoring rule, or compare only subsets with more different utilities; more seeds "
+                "distinguish noise from error",
+                asdict(stability),
+            )
+        )
+    return results
+
+
+def _check_batches(subject: Subject) -> Check:
+    """Check whether the features of a row depend on the other rows of its batch."""
     healthy = "rounding of the model's dtype: at most 1e-4 in float32"
     if isinstance(subject.origin, GraspError):
         return unmeasured_check("batch invariance", healthy, str(subject.origin))
     index = subject.index[:: max(1, len(subject.index) // SINGLE_ROWS)][:SINGLE_ROWS]
     rows, model = subject.origin.rows.rows(index), subject.origin.model
     batches = list(forward_only(subject.origin).batches(rows))
-    together = merge_batches(batches, len(index)).summary
+    batched = merge_batches(batches, len(index)).summary
     single = features_one_by_one(subject.origin, index)
-    spread = float(np.abs(single.hidden_NH - single.hidden_NH.mean(axis=0)).mean()) or 1.0
-    hidden = float(np.abs(single.hidden_NH - together.hidden_NH).max()) / spread
-    residual = float(abs(single.residual_NV - together.residual_NV).max())
+    mean_deviation = float(np.abs(single.hidden_NH - single.hidden_NH.mean(axis=0)).mean()) or 1.0
+    hidden = float(np.abs(single.hidden_NH - batched.hidden_NH).max()) / mean_deviation
+    residual = float(abs(single.residual_NV - batched.residual_NV).max())
     worst = max(hidden, residual)
-    kind = str(model.dtype).removeprefix("torch.")
-    allowed = BATCH_TOLERANCE.get(kind, BATCH_TOLERANCE["float32"])
+    dtype = str(model.dtype).removeprefix("torch.")
+    tolerance = BATCH_TOLERANCE.get(dtype, BATCH_TOLERANCE["float32"])
     return judge_check(
         "batch invariance",
-        f"rows passed singly and in batches differ by {worst:.1e} ({kind}, {len(index)} rows)",
-        f"at most {allowed:.0e}",
-        worst <= allowed,
+        f"rows alone and in batches differ by {worst:.1e} ({dtype}, {len(index)} rows)",
+        f"at most {tolerance:.0e}",
+        worst <= tolerance,
         "build with model.dtype: float32; if it is float32 already, the model mixes the rows of a batch (batch "
         "normalisation in training mode, attention to padding)",
         {"hidden": hidden, "residual": residual},
     )
 
 
-def _draw(subject: Subject, protocol: ScoringProtocol, seed: int) -> Check:
+def _check_moments(subject: Subject, protocol: ScoringProtocol, seed: int) -> Check:
     """Check how rankings depend on the sample of moments, by two disjoint samples."""
     name = "moments drawn again"
     for part in (subject.origin, subject.features):
@@ -252,16 +272,18 @@ def _draw(subject: Subject, protocol: ScoringProtocol, seed: int) -> Check:
     assert isinstance(subject.origin, BuildSource)
     assert isinstance(subject.features, SampleFeatures)
     try:
-        agreed, positions = rank_twice(subject.artifact, subject.features, subject.origin, protocol, seed)
+        agreement_by_target, n_positions = rank_by_two_samples(
+            subject.artifact, subject.features, subject.origin, protocol, seed
+        )
     except ArtifactError as err:
         return unmeasured_check(name, HEALTHY_RANKS, str(err))
-    worst = min(agreed, key=agreed.__getitem__)
+    worst = min(agreement_by_target, key=agreement_by_target.__getitem__)
     return judge_check(
         name,
-        f"ranks of {len(subject.index)} rows agree {agreed[worst]:+.3f} for {worst}, the least of "
-        f"{len(agreed)} targets, between two samples of {positions:,} positions",
+        f"ranks of {len(subject.index)} rows agree {agreement_by_target[worst]:+.3f} for {worst}, the least of "
+        f"{len(agreement_by_target)} targets, between two samples of {n_positions:,} positions",
         HEALTHY_RANKS,
-        agreed[worst] >= MIN_RANK_AGREEMENT,
+        agreement_by_target[worst] >= MIN_RANK_AGREEMENT,
         "rankings depend on the sample of moments: increase features.sample_positions, or use a larger corpus",
-        {"ranks": agreed[worst]} | agreed,
+        {"ranks": agreement_by_target[worst]} | agreement_by_target,
     )

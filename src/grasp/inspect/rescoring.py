@@ -1,6 +1,7 @@
-"""Full features of a sample of an artifact's rows, stored or recomputed, and rankings by other samples of moments.
+"""Read or recompute full features of a sample of rows, and rank the rows with moments of other samples.
 
-Start with `sample_features` and `rank_twice`.
+The health checks need both. Start with `sample_features` and `rank_by_two_samples`.
+
 Shape letters: N rows of the sample, P their positions, H hidden width, V vocabulary, T targets, E units.
 """
 
@@ -80,14 +81,15 @@ def reopen_source(artifact: ArtifactReader, overrides: Mapping[str, Any] | None 
     cached = REPOSITORY.fullmatch(name) and fetched_before(name)
     if not (Path(name).exists() or cached):
         raise ModelError(
-            f"model.path: {name}: no such local model; restore it, or give its current place with --set model.path=DIR"
+            f"model.path: {name}: no such local model; restore it, or pass its present directory with --set "
+            "model.path=DIR"
         )
     _ = origin.model
     return origin
 
 
 def features_one_by_one(origin: BuildSource, row_index: NDArray[np.int64]) -> PooledFeatures:
-    """Return summaries of rows that are passed one by one."""
+    """Return summaries of rows, each of which is a batch of its own."""
     model_pass, rows = forward_only(origin), origin.rows
     parts = [batch.summary for i in range(len(row_index)) for _, batch in model_pass.batches(rows.rows(row_index[[i]]))]
     hidden_NH = np.concatenate([part.hidden_NH for part in parts])
@@ -110,14 +112,14 @@ def sample_features(
         batches = list(forward_only(origin).batches(origin.rows.rows(row_index)))
         return SampleFeatures(row_index, merge_batches(batches, len(row_index)).rows(0, len(row_index)), "the model")
     size, parts, vocab_size = artifact.grid.shard_rows, [], int(artifact.manifest.details["vocab_size"])
-    place_N = np.full(artifact.n_rows, -1, dtype=np.int64)
-    place_N[row_index] = np.arange(len(row_index))
+    sample_place_N = np.full(artifact.n_rows, -1, dtype=np.int64)  # position in the sample; -1: not in it
+    sample_place_N[row_index] = np.arange(len(row_index))
     for k in np.unique(row_index // size):
         for index, batch in read_batches(artifact.features(int(k)), model_pass, vocab_size):
-            place_B = place_N[int(k) * size + index]
+            place_B = sample_place_N[int(k) * size + index]
             if (place_B >= 0).any():
-                chosen_B = np.flatnonzero(place_B >= 0)
-                parts.append((place_B[chosen_B], batch.select_rows(chosen_B)))
+                in_sample = np.flatnonzero(place_B >= 0)
+                parts.append((place_B[in_sample], batch.select_rows(in_sample)))
     return SampleFeatures(row_index, merge_batches(parts, len(row_index)).rows(0, len(row_index)), "kept features")
 
 
@@ -148,7 +150,7 @@ def environment_subsets(
 MAX_POSITIONS = 16_384  # per sample; rankings by so few positions are less stable than those of a large build
 
 
-def rank_twice(
+def rank_by_two_samples(
     artifact: ArtifactReader, features: SampleFeatures, origin: BuildSource, protocol: ScoringProtocol, seed: int
 ) -> tuple[dict[str, float], int]:
     """Rank the rows of a sample by a scoring rule, with moments from two disjoint samples of rows.
@@ -181,10 +183,10 @@ def rank_twice(
         total_NT = np.zeros((features_batch.n_rows, len(columns.targets)))
         for kernel in prepared_kernels:
             kernel.prepare(units)
-            blocks = range(0, features_batch.n_rows, BATCH_ROWS)
+            starts = range(0, features_batch.n_rows, BATCH_ROWS)
             parts = [
-                kernel.score(features_batch.rows(at, min(at + BATCH_ROWS, features_batch.n_rows))).cpu().numpy()
-                for at in blocks
+                kernel.score(features_batch.rows(start, min(start + BATCH_ROWS, features_batch.n_rows))).cpu().numpy()
+                for start in starts
             ]
             relevance_NE = np.concatenate(parts)[:, columns.columns_E]
             score_NT = columns.mean_per_task(downweight_negative(relevance_NE, fitted.negative_of(kernel.name)))
@@ -196,19 +198,19 @@ def rank_twice(
         target: rank_agreement(first_N, second_N)
         for target, first_N, second_N in zip(artifact.targets, *rankings, strict=True)
     }
-    known = {target: rho for target, rho in agreement.items() if np.isfinite(rho)}
-    if not known:
+    defined = {target: rho for target, rho in agreement.items() if np.isfinite(rho)}
+    if not defined:
         raise ArtifactError("requires different scores of rows; every target has the same score for all rows")
-    return known, min(counts)
+    return defined, min(counts)
 
 
 def _two_samples(
     supervised_N: NDArray[np.int64], positions: int, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Draw two disjoint samples of rows, in row order, with `positions` positions each, or half of all if fewer."""
-    wanted = min(positions, MAX_POSITIONS, int(supervised_N.sum()) // 2)
+    n_positions = min(positions, MAX_POSITIONS, int(supervised_N.sum()) // 2)
     order = stream(seed, "audit", "moments").permutation(len(supervised_N))
-    reached = np.concatenate([[0], np.cumsum(supervised_N[order])])
-    first = min(int(np.searchsorted(reached, wanted)), len(order) - 1)  # leave at least one row for the other sample
-    second = max(int(np.searchsorted(reached, reached[first] + wanted)), first + 1)
-    return np.sort(order[:first]), np.sort(order[first:second])
+    total = np.concatenate([[0], np.cumsum(supervised_N[order])])  # positions of the first rows of the order
+    middle = min(int(np.searchsorted(total, n_positions)), len(order) - 1)  # leave a row for the other sample
+    stop = max(int(np.searchsorted(total, total[middle] + n_positions)), middle + 1)
+    return np.sort(order[:middle]), np.sort(order[middle:stop])

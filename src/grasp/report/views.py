@@ -16,7 +16,7 @@ from grasp.inspect.detect import ShownSuspects
 from grasp.predict.predictor import EFFECT_SIZE
 from grasp.report.findings import NATS, Findings, LabelFindings, Missing, PredictedGain
 from grasp.report.trends import LabelTrend
-from grasp.runs.calibration import DRAWS, OUTSIDE
+from grasp.runs.calibration import N_DRAWS, OUTSIDE
 from grasp.runs.evaluation import Evaluation, MethodResult
 from grasp.runs.metrics import Estimate, TargetMetrics
 from grasp.select.summaries import MixtureSummary, SelectionSummary, TargetChange
@@ -296,7 +296,7 @@ def fidelity(findings: Findings) -> View | None:
         "others": [line for method in others for line in _fidelity_lines(method, report)],
         "notes": [plain(note) for note in (*report.marks(), *report.notes)],
         "points": scatters,
-        "draws": DRAWS,
+        "draws": N_DRAWS,
         "curves": _curves(findings, default_method),
     }
 
