@@ -85,7 +85,7 @@ def test_mix_and_select_say_their_interval_and_whether_it_holds_none(verb):
         none = mix(source, "topic", "sciq", protocol=CHOSEN, max_repeat=1.0)
         assert "intervals of the change over units and rows: sciq " in str(wide)
         assert "95% intervals" in str(wide)
-        assert "not distinguishable from today's mixture" in str(none)  # nothing may change
+        assert "not distinguishable from the current mixture" in str(none)  # nothing may change
     else:
         wide = select(source, "25%", "sciq", protocol=CHOSEN)
         none = select(source, "100%", "sciq", protocol=CHOSEN)

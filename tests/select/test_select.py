@@ -20,7 +20,7 @@ from grasp.predict.predictor import NEW_ROW_VALUE, RepetitionLaw
 from grasp.predict.scoring_rule import Interaction
 from grasp.select.budget import Amount, Constraints, parse_bounds, parse_budget, parse_tokens, take_within_budget
 from grasp.select.objective import weighted_targets, with_diversity
-from grasp.select.select import _few_rows, select, token_guarantee
+from grasp.select.select import _percentage_note, select, token_guarantee
 from tests.select.world import World, best_subset, changes, planted, predictor_of, protocol
 
 GEOMETRY = {"joint.pair": -0.25, "hidden.cent": -0.1, "product.raw": -0.1}
@@ -170,7 +170,7 @@ def test_a_budget_in_tokens_has_the_most_worth_of_a_token_and_says_how_near_the_
     cost_N, worth_N = rng.integers(1, 20, 12), rng.standard_normal(12)
     limits = Constraints.from_budget(Amount(40, False, "tokens"), np.ones(12, dtype=bool), tokens_N=cost_N)
     picked = take_within_budget(ranked(worth_N), limits)
-    guarantee = token_guarantee(worth_N, picked, limits, alike=True)
+    guarantee = token_guarantee(worth_N, picked, limits, by_effect=True)
     mean, most = (float(number) for number in re.findall(r"[-+][\d.]+(?= per token| for any)", guarantee))
     used = int(cost_N[picked].sum())
     assert mean == pytest.approx(cost_N[picked] @ worth_N[picked] / used, abs=1e-3)
@@ -445,10 +445,10 @@ def test_whole_documents_are_not_chosen_row_by_row():
 def test_a_budget_that_may_be_meant_as_a_share_is_told():
     source = World()
     assert not any(note.startswith("budget:") for note in selected(source, protocol(), "20").notes)
-    (note,) = _few_rows(parse_budget(20), 10_000)
+    (note,) = _percentage_note(parse_budget(20), 10_000)
     assert note == "budget: 20 is a number of rows, 0.20% of the corpus; a share is 20%"
-    assert _few_rows(parse_budget("20%"), 10_000) == _few_rows(parse_budget("20rows"), 10_000) == []
-    assert _few_rows(parse_budget(101), 100_000) == []
+    assert _percentage_note(parse_budget("20%"), 10_000) == _percentage_note(parse_budget("20rows"), 10_000) == []
+    assert _percentage_note(parse_budget(101), 100_000) == []
 
 
 def test_rows_too_short_to_trust_are_told_where_they_lead():

@@ -28,7 +28,7 @@ from grasp.geometry.geometry_predictor import InteractionPredictor, InteractionS
 from grasp.predict.slices import LabelSlices
 from grasp.seeds import stream
 from grasp.select import quadratic_program
-from grasp.select.mix import ExposureCurves, Mixed
+from grasp.select.mix import ExposureCurves, OptimizedMixture
 from grasp.select.objective import SelectionObjective
 from grasp.select.quadratic_program import MixtureProblem
 
@@ -38,7 +38,7 @@ RANDOM_STARTS = 32
 TOLERANCE = 1e-9  # relative improvement at which the procedure stops
 
 
-def optimize_mixture(objective: SelectionObjective, slices: LabelSlices, problem: MixtureProblem) -> Mixed:
+def optimize_mixture(objective: SelectionObjective, slices: LabelSlices, problem: MixtureProblem) -> OptimizedMixture:
     """Return the best mixture within the bounds: the global optimum, or the best local optimum.
 
     Raises:
@@ -72,12 +72,12 @@ def optimize_mixture(objective: SelectionObjective, slices: LabelSlices, problem
         return 0.0 if curves is None or segments is None else max(segments.value(p_G) - curves.value(p_G), 0.0)
 
     if solution.is_global:
-        return Mixed(solution.p_G, "optimal", (), value, gap)
+        return OptimizedMixture(solution.p_G, "optimal", (), value, gap)
     note = (
         "the protocol has a positive geometry weight, so the problem is not convex: the best of "
         f"{solution.starts} local searches is shown, and there may be a better mixture"
     )
-    return Mixed(solution.p_G, f"the best of {solution.starts} local searches", (note,), value, gap)
+    return OptimizedMixture(solution.p_G, f"the best of {solution.starts} local searches", (note,), value, gap)
 
 
 def coefficients(

@@ -52,13 +52,13 @@ class Amount:
     is_share: bool
     unit: Unit | None = None  # None: not specified
 
-    def resolve(self, whole: int, *, up: bool = False) -> int:
-        """Return the amount as a number; a share is taken of `whole` and rounded down, or up."""
+    def resolve(self, total: int, *, up: bool = False) -> int:
+        """Return the amount as a number; a share of `total` is rounded down, or up."""
         if not self.is_share:
             return int(self.value)
-        exact = self.value * whole
+        exact = self.value * total
         # the tolerance keeps a share such as 0.1 of 50 from being off by one through its rounding error
-        return math.ceil(exact - 1e-9 * whole) if up else math.floor(exact + 1e-9 * whole)
+        return math.ceil(exact - 1e-9 * total) if up else math.floor(exact + 1e-9 * total)
 
 
 Bounds: TypeAlias = Mapping[str | None, Amount]  # floor or cap per label value; None: of every value not listed
@@ -129,7 +129,7 @@ def parse_bounds(texts: str | Sequence[str], flag: str) -> Bounds:
     `(no label)` and `(empty)`; `*` is not a wildcard.
 
     Raises:
-        SettingsError: an amount cannot be parsed, or a value occurs twice.
+        SettingsError: an amount cannot be parsed, or a value occurs duplicates.
     """
     bounds: dict[str | None, Amount] = {}
     names: list[str] = []
@@ -137,8 +137,8 @@ def parse_bounds(texts: str | Sequence[str], flag: str) -> Bounds:
         value, colon, amount = text.rpartition(":")
         bounds[value if colon else None] = parse_amount(amount, f"{flag} {text}", "5%, 500, Games:5% or Games:500")
         names.append(value.strip() if colon else "every value")
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise SettingsError(f"{flag}: got {', '.join(twice)} more than once; pass one {flag} per value")
+    if duplicates := sorted({name for name in names if names.count(name) > 1}):
+        raise SettingsError(f"{flag}: got {', '.join(duplicates)} more than once; pass one {flag} per value")
     return bounds
 
 
@@ -266,14 +266,14 @@ class Constraints:
         elif floors or caps:
             raise SettingsError("floor, cap: require a label; pass it with `by`, e.g. topic")
         codes_P = codes_N[allowed_N]
-        held_G, largest_G = np.bincount(codes_P, cost_P, len(names)).astype(np.int64), np.ones(len(names), np.int64)
+        pool_G, largest_G = np.bincount(codes_P, cost_P, len(names)).astype(np.int64), np.ones(len(names), np.int64)
         np.maximum.at(largest_G, codes_P, cost_P)
         # items are indivisible: meeting a floor may exceed it by up to the cost of the largest item minus 1
         overshoot_G = np.where(floor_G > 0, largest_G - 1, 0)
 
         problems = [
-            f"{names[g]} needs {int(floor_G[g]):,} {unit}, the pool has {int(held_G[g]):,}"
-            for g in np.flatnonzero(floor_G > held_G).tolist()
+            f"{names[g]} needs {int(floor_G[g]):,} {unit}, the pool has {int(pool_G[g]):,}"
+            for g in np.flatnonzero(floor_G > pool_G).tolist()
         ]
         problems += [
             f"{names[g]} has a floor of {int(floor_G[g]):,} and a cap of {int(cap_G[g]):,} {unit}"
@@ -292,7 +292,7 @@ class Constraints:
             raise SettingsError(
                 f"floor: cannot be met: {'; '.join(problems[:MAX_LISTED])}{more}; lower the floors, or raise the budget"
             )
-        if (available := int(np.minimum(cap_G, held_G).sum())) < size:
+        if (available := int(np.minimum(cap_G, pool_G).sum())) < size:
             raise SettingsError(
                 f"cap: allows {available:,} {unit}, the budget is {size:,}; raise the caps, or lower the budget"
             )
@@ -302,9 +302,9 @@ class Constraints:
         """Return the constraints for a fixed number of rows; floors and caps in tokens are dropped."""
         if self.unit != "tokens":
             return replace(self, budget=size)
-        none_G, all_G = np.zeros_like(self.floor_G), np.full_like(self.cap_G, size)
+        no_floor_G, no_cap_G = np.zeros_like(self.floor_G), np.full_like(self.cap_G, size)
         ones_N = np.broadcast_to(np.int64(1), len(self.cost_N))
-        return replace(self, budget=size, unit="rows", cost_N=ones_N, floor_G=none_G, cap_G=all_G)
+        return replace(self, budget=size, unit="rows", cost_N=ones_N, floor_G=no_floor_G, cap_G=no_cap_G)
 
     @property
     def costs_differ(self) -> bool:
@@ -332,22 +332,20 @@ class Ledger:
         self._cap_G = constraints.cap_G.tolist()
         # items are indivisible: meeting a floor may exceed it by up to the cost of the largest item minus 1
         self._slack_G = np.where(constraints.floor_G > 0, constraints.largest_G - 1, 0).tolist()
-        self._owed = sum(self._floor_G)
-        self._slack = sum(self._slack_G)
+        self._reserved_floor = sum(self._floor_G)  # cost that unmet floors still require
+        self._reserved_slack = sum(self._slack_G)
 
     def remaining(self, code: int) -> int:
         """Return the largest cost that an item of this label value may have to be added."""
         need = self._need(code)
         reserved = need + (self._slack_G[code] if need else 0)
-        free = self._constraints.budget - self.used - (self._owed + self._slack - reserved)
+        free = self._constraints.budget - self.used - (self._reserved_floor + self._reserved_slack - reserved)
         return int(min(self._cap_G[code] - self._used_G[code], free))
 
     def fits(self, rows: I64) -> Bool:
         """Return whether each of these items can be added."""
-        remaining_G, constraints = (
-            np.array([self.remaining(g) for g in range(len(self._cap_G))], dtype=np.int64),
-            self._constraints,
-        )
+        constraints = self._constraints
+        remaining_G = np.array([self.remaining(g) for g in range(len(self._cap_G))], dtype=np.int64)
         return np.asarray(constraints.cost_N[rows] <= remaining_G[constraints.codes_N[rows]])
 
     def take(self, code: int, cost: int) -> None:
@@ -356,24 +354,26 @@ class Ledger:
         self.used += cost
         self._used_G[code] += cost
         if need:
-            left = self._need(code)
-            self._owed -= need - left
-            if not left:
-                self._slack -= self._slack_G[code]
+            remaining_need = self._need(code)
+            self._reserved_floor -= need - remaining_need
+            if not remaining_need:
+                self._reserved_slack -= self._slack_G[code]
 
     def _need(self, code: int) -> int:
+        """Return the cost that the floor of this label value still requires."""
         return int(max(0, self._floor_G[code] - self._used_G[code]))
 
 
 @dataclass(frozen=True, slots=True)
 class SelectedRows:
-    """Selected rows, best first, and what is proven about them.
+    """Selected rows, best first, with statements on optimality.
 
     Attributes:
         row_index: indices of the rows in the order in which they were selected.
         guarantee: statement on optimality, for the output.
         gain: exact marginal gain of each row when it was selected; None: its effect.
         bound: upper bound on the predicted change of any feasible selection of the same size, if one is known.
+        notes: further notes, for the output.
     """
 
     row_index: I64
@@ -411,16 +411,16 @@ def take_within_budget(order_P: I64, constraints: Constraints) -> I64:
         return np.asarray(order_P[selected_P])
     if not constraints.has_label_constraints:  # append runs of consecutive items that fit
         cost_P = constraints.cost_N[order_P]
-        runs = [order_P[:0]]
+        parts = [order_P[:0]]
         start, remaining = 0, constraints.budget
         while (fits := cost_P[start:] <= remaining).any():
             start += int(fits.argmax())
-            used = np.cumsum(cost_P[start:])
-            stop = start + int(np.searchsorted(used, remaining, side="right"))
-            runs.append(order_P[start:stop])
-            remaining -= int(used[stop - start - 1])
+            total_cost = np.cumsum(cost_P[start:])
+            stop = start + int(np.searchsorted(total_cost, remaining, side="right"))
+            parts.append(order_P[start:stop])
+            remaining -= int(total_cost[stop - start - 1])
             start = stop
-        return np.concatenate(runs)
+        return np.concatenate(parts)
     # Item by item. Repeat with the rejected items: tokens that were reserved for a floor may have been released.
     ledger, selected_N = Ledger(constraints), np.zeros(len(constraints.allowed_N), dtype=np.bool_)
     rows: list[int] = []
@@ -452,27 +452,28 @@ def load_exclusions(artifact: ArtifactReader, exclude: Path | str | Sequence[str
         sorted(set(_read_names(Path(exclude)) if isinstance(exclude, Path | str) else exclude)), pa.string()
     )
     mask_N = np.zeros(artifact.n_rows, dtype=np.bool_)
-    seen = np.zeros(len(values), dtype=np.bool_)
+    is_known = np.zeros(len(values), dtype=np.bool_)
     start = 0
     for batch in artifact.row_batches(list(NAME_COLUMNS)):
         for name in NAME_COLUMNS:
-            place = pc.index_in(batch.column(name).cast(pa.string()), values)
-            mask_N[start : start + batch.num_rows] |= place.is_valid().to_numpy(zero_copy_only=False)
-            seen[place.drop_null().to_numpy()] = True
+            position = pc.index_in(batch.column(name).cast(pa.string()), values)
+            mask_N[start : start + batch.num_rows] |= position.is_valid().to_numpy(zero_copy_only=False)
+            is_known[position.drop_null().to_numpy()] = True
         start += batch.num_rows
     if not len(values):
         return mask_N, f"{where}: is empty and excludes no rows"
-    if not seen.any():
+    if not is_known.any():
         example = str(next(artifact.row_batches(["row_id"])).column(0)[0].as_py())
         raise SettingsError(
             f"{where}: none of its {len(values):,} names is a row_id or doc_id of the artifact; "
             f"expected names like {example!r}"
         )
-    unknown = int((~seen).sum())
-    return mask_N, f"{where}: {len(values):,} names exclude {int(mask_N.sum()):,} rows; {unknown:,} are unknown"
+    n_unknown = int((~is_known).sum())
+    return mask_N, f"{where}: {len(values):,} names exclude {int(mask_N.sum()):,} rows; {n_unknown:,} are unknown"
 
 
 def _read_names(path: Path) -> list[str]:
+    """Read row_ids or doc_ids from a Parquet file or a text file."""
     if path.exists() and not path.is_file():
         raise SettingsError(f"exclude: {path}: is not a file; expected {EXPECTED_FILE}")
     with readable_table(f"exclude: {path}", SettingsError, EXPECTED_FILE):
@@ -480,8 +481,8 @@ def _read_names(path: Path) -> list[str]:
             lines = path.read_text(encoding="utf-8-sig").split("\n")
             return [line.rstrip("\r") for line in lines if line.strip()]
         columns = pq.read_schema(path).names
-        columns_found = [name for name in NAME_COLUMNS if name in columns]
-        if not columns_found:
+        name_columns = [name for name in NAME_COLUMNS if name in columns]
+        if not name_columns:
             raise SettingsError(f"exclude: {path}: has columns {columns}; expected {EXPECTED_FILE}")
-        names = plain_values(read_checksummed(path, columns_found[:1]).column(0))
+        names = plain_values(read_checksummed(path, name_columns[:1]).column(0))
         return [str(label_text(name)) for name in names if name is not None]

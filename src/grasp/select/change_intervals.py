@@ -48,25 +48,25 @@ class ChangeInterval:
     weighted: tuple[float, float]
     over: str
 
-    def sentences(self, targets: tuple[str, ...], today: str) -> list[str]:
+    def notes(self, targets: tuple[str, ...], baseline: str) -> list[str]:
         """Return notes: the intervals, and whether the weighted change is distinguishable from 0.
 
         Args:
             targets: names of the targets.
-            today: baseline of the changes, e.g. "today's mixture".
+            baseline: baseline of the changes, e.g. "the current mixture".
         """
-        known = np.isfinite(self.low_T)
-        if not known.any():
+        is_defined_T = np.isfinite(self.low_T)
+        if not is_defined_T.any():
             return []
         messages = []
         if self.expected_T is None:  # otherwise the table has the intervals
-            lines = zip(targets, self.low_T, self.high_T, known, strict=True)
-            spans = [f"{target} {low:+.3f} to {high:+.3f}" for target, low, high, is_known in lines if is_known]
-            messages.append(f"{COVERAGE:.0%} intervals of the change over {self.over}: {'; '.join(spans)}")
+            lines = zip(targets, self.low_T, self.high_T, is_defined_T, strict=True)
+            intervals = [f"{target} {low:+.3f} to {high:+.3f}" for target, low, high, is_defined in lines if is_defined]
+            messages.append(f"{COVERAGE:.0%} intervals of the change over {self.over}: {'; '.join(intervals)}")
         low, high = self.weighted
         if low <= 0.0 <= high:
             messages.append(
-                f"not distinguishable from {today}: the interval of the weighted change is {low:+.3f} to {high:+.3f}"
+                f"not distinguishable from {baseline}: the interval of the weighted change is {low:+.3f} to {high:+.3f}"
             )
         return messages
 
@@ -77,6 +77,8 @@ def change_interval(
     """Return the confidence intervals of the change of one subset.
 
     Args:
+        artifact: artifact of the predictor.
+        predictor: predictor of the targets.
         weights: row weights of the subset; for a mixture, made from its slices.
         weights_T: weights of the targets.
         codes_N: slice of each row, for a mixture; None: the rows are fixed, not a sample.
@@ -104,8 +106,9 @@ def change_interval(
     over_rows = codes_N is not None and not predictor.protocol.needs_geometry
     error_T = row_errors(predictor, weights, codes_N, np.eye(len(weights_T))) if over_rows else np.zeros(len(weights_T))
     error = row_errors(predictor, weights, codes_N, weights_T[:, None])[0] if over_rows else 0.0
-    low_T, high_T = _widened(change_T, resampled_TR, error_T)
-    (low,), (high,) = _widened(np.array([change_T @ weights_T]), (weights_T @ resampled_TR)[None], np.array([error]))
+    low_T, high_T = _add_row_error(change_T, resampled_TR, error_T)
+    weighted_change, weighted_1R = np.array([change_T @ weights_T]), (weights_T @ resampled_TR)[None]
+    (low,), (high,) = _add_row_error(weighted_change, weighted_1R, np.array([error]))
     return ChangeInterval(None, low_T, high_T, (float(low), float(high)), "units and rows" if over_rows else "units")
 
 
@@ -115,11 +118,11 @@ def changes_by_unit(artifact: ArtifactReader, predictor: Predictor, weights: Wei
     The mean over the units of a target is the change of the target.
     """
     columns_E, protocol = predictor.units.columns_E, predictor.protocol
-    effective, whole = predictor.effective_weights(weights), Weights(csr_array((1, predictor.n_rows)), base=1.0)
+    effective, corpus = predictor.effective_weights(weights), Weights(csr_array((1, predictor.n_rows)), base=1.0)
     sum_BE, all_1E = np.zeros((weights.shape[0], len(columns_E))), np.zeros((1, len(columns_E)))
     for kernel, share_E in predictor.unit_shares.items():
         blocks = relevance_blocks(artifact, kernel, columns_E, protocol.negative_of(kernel))
-        part_BE, part_1E = sums_over(blocks, [effective, whole], len(columns_E))
+        part_BE, part_1E = sums_over(blocks, [effective, corpus], len(columns_E))
         sum_BE, all_1E = sum_BE + part_BE * share_E, all_1E + part_1E * share_E
     mean_E = all_1E[0] / predictor.n_rows
     return predictor.change_by_units(sum_BE - np.outer(effective.sums, mean_E), mean_E, predictor.sums(weights))
@@ -136,18 +139,18 @@ def row_errors(predictor: Predictor, weights: Weights, codes_N: I32 | None, comb
     effective = predictor.effective_weights(weights)
     assert effective.mix is not None
     c_G = effective.mix[0] / weights.sums[0]
-    rows_G = np.bincount(codes_N, minlength=len(c_G))
+    n_rows_G = np.bincount(codes_N, minlength=len(c_G))
     variances = []
     for effect_N in (np.asarray(predictor.effect_NT, np.float64) @ combined_TC).T:
-        mean_G = np.bincount(codes_N, effect_N, minlength=len(c_G)) / np.maximum(rows_G, 1)
+        mean_G = np.bincount(codes_N, effect_N, minlength=len(c_G)) / np.maximum(n_rows_G, 1)
         square_G = np.bincount(codes_N, (effect_N - mean_G[codes_N]) ** 2, minlength=len(c_G))
-        unbiased_G = square_G * rows_G / np.maximum(rows_G - 1, 1)  # n_g s_g^2
+        unbiased_G = square_G * n_rows_G / np.maximum(n_rows_G - 1, 1)  # n_g s_g^2
         variances.append(float(((c_G - 1.0 / predictor.n_rows) ** 2) @ unbiased_G))
     return np.sqrt(variances)
 
 
-def _widened(change_T: F64, resampled_TR: F64, error_T: F64) -> tuple[F64, F64]:
+def _add_row_error(change_T: F64, resampled_TR: F64, error_T: F64) -> tuple[F64, F64]:
     """Return quantiles of the resamples, with the error over rows added in quadrature to each half of the interval."""
     low_T, high_T = np.quantile(resampled_TR, TAILS, axis=1)
-    down_T, up_T = np.hypot(change_T - low_T, NORMAL * error_T), np.hypot(high_T - change_T, NORMAL * error_T)
-    return change_T - down_T, change_T + up_T
+    lower_T, upper_T = np.hypot(change_T - low_T, NORMAL * error_T), np.hypot(high_T - change_T, NORMAL * error_T)
+    return change_T - lower_T, change_T + upper_T

@@ -60,7 +60,7 @@ class Export:
     holds: str  # rows or documents
     records: int
     tokens: int
-    note: str = ""  # difference in tokens from the selected rows, or where the columns are described
+    note: str = ""  # difference in tokens from the selected rows, or how a trainer reads the files
 
     def __str__(self) -> str:
         size = f"{self.records:,} {self.holds}, {self.tokens:,} tokens{self.note}"
@@ -101,7 +101,7 @@ class Exporter:
             SettingsError: the rule or format is unknown, `ids` is given without `documents`, or the corpus cannot be
                 opened.
         """
-        rule = None if documents is None else checked_rule(documents)
+        rule = None if documents is None else parse_rule(documents)
         if ids is not None and rule is None:
             raise SettingsError("ids: requires `documents`: any, half or all")
         size = DEFAULT_SIZE if shard_size is None else ShardSize.parse(shard_size)
@@ -116,10 +116,20 @@ class Exporter:
     def write(
         self, selection: "Selection", out: Path, *, left_out: bool = False, say: Callable[[str], None] | None = None
     ) -> Export:
-        """Write the selected rows, or the documents that they are from; with `left_out`, the others."""
+        """Write the selected rows, or the documents that they are from.
+
+        Args:
+            selection: selection of rows.
+            out: new directory.
+            left_out: write the rows or documents that are not selected instead.
+            say: callback that receives a line on what whole documents add and drop, before anything is written.
+        Raises:
+            SettingsError: there is nothing to write.
+            CorpusError: the corpus or its tokenizer is not the one that the artifact was built from.
+        """
         artifact, rule = self.artifact, self.rule
-        facts: dict[str, Any] = {"corpus": artifact.manifest.fingerprints["corpus"], "artifact": artifact.where}
-        facts |= {"params": dict(selection.params)} | ({"left_out": True} if left_out else {})
+        provenance: dict[str, Any] = {"corpus": artifact.manifest.fingerprints["corpus"], "artifact": artifact.where}
+        provenance |= {"params": dict(selection.params)} | ({"left_out": True} if left_out else {})
         # without a text column, a row is a record (a conversation, a pair, an instruction) and is written unchanged
         has_text = bool({"text", "input_ids"} & (artifact.manifest.details.get("columns") or {}).keys())
         source, corpus = BuildSource(artifact), Corpus(open_source(self.corpus.path, self.corpus.split), self.corpus)
@@ -133,9 +143,9 @@ class Exporter:
                 if self.format.kind in DELIMITER:  # a cell cannot hold a list of token ids
                     tables = (table.drop_columns("input_ids") for table in tables)
                 tokens = int(row_tokens(artifact)[index].sum())
-                return write_corpus(out, self.format, "rows", tables, tokens, facts, self.shard_size)
-            chosen_N = mask_of(selection.row_index, artifact.n_rows)
-            documents = select_documents(rows, chosen_N, rule or "all", others=left_out)
+                return write_corpus(out, self.format, "rows", tables, tokens, provenance, self.shard_size)
+            selected_N = mask_of(selection.row_index, artifact.n_rows)
+            documents = select_documents(rows, selected_N, rule or "all", others=left_out)
         if say is not None and rule is not None:
             line = f"whole documents ({rule}): {len(documents.names):,} with {documents.tokens:,} tokens"
             if documents.added:
@@ -145,20 +155,20 @@ class Exporter:
             say(line)
         if self.ids is not None:
             documents.write_ids(self.ids)
-        facts |= {} if rule is None else {"documents": rule}
+        provenance |= {} if rule is None else {"documents": rule}
         records = iter_records(self.corpus, documents.mask_M)
-        written = write_corpus(out, self.format, "documents", records, documents.tokens, facts, self.shard_size)
+        written = write_corpus(out, self.format, "documents", records, documents.tokens, provenance, self.shard_size)
         if self.corpus.fields is not None and self.corpus.fields.origin:
             written = replace(written, note=_entry_note(self.corpus.fields.origin, out))
-        missed = 0.0 if rule is None or left_out else documents.tokens / selection.n_tokens - 1
-        if abs(missed) <= TOKENS_TOLERANCE:
+        difference = 0.0 if rule is None or left_out else documents.tokens / selection.n_tokens - 1
+        if abs(difference) <= TOKENS_TOLERANCE:
             return written
-        more = "more" if missed > 0 else "fewer"
-        note = f", {abs(missed):.0%} {more} than the selected rows ({selection.n_tokens:,}); to select whole documents"
-        return replace(written, note=f"{note} within the budget, pass --documents all{written.note}")
+        more = "more" if difference > 0 else "fewer"
+        note = f", {abs(difference):.0%} {more} than the selected rows ({selection.n_tokens:,}); to select whole "
+        return replace(written, note=f"{note}documents within the budget, pass --documents all{written.note}")
 
 
-def checked_rule(text: str) -> Rule:
+def parse_rule(text: str) -> Rule:
     """Validate the name of a rule for whole documents.
 
     Raises:
@@ -268,13 +278,15 @@ class DocumentSelection:
         write_whole(path, ("\n".join(self.names) + "\n").encode())
 
 
-def select_documents(rows: RowStore, chosen_N: Bool, rule: Rule, *, others: bool = False) -> DocumentSelection:
+def select_documents(rows: RowStore, selected_N: Bool, rule: Rule, *, others: bool = False) -> DocumentSelection:
     """Select the documents that have any, half or all of their tokens in selected rows, or the other documents.
 
     A packed row contains parts of several documents and is assigned to the one with the most tokens in it.
 
     Args:
-        chosen_N: whether a row is selected.
+        rows: all rows of the artifact.
+        selected_N: whether a row is selected.
+        rule: share of a document's tokens that must be selected.
         others: select the complement.
 
     Raises:
@@ -282,11 +294,11 @@ def select_documents(rows: RowStore, chosen_N: Bool, rule: Rule, *, others: bool
     """
     table = pa.concat_tables(rows.columns(k, (DOCUMENT_COLUMN, "n_tokens")) for k in range(rows.n_shards))
     document_N, tokens_N = (column.to_numpy().astype(np.int64) for column in table.columns)
-    tokens_M, chosen_M = (
-        np.bincount(document_N, count_N).astype(np.int64) for count_N in (tokens_N, tokens_N * chosen_N)
+    tokens_M, selected_tokens_M = (
+        np.bincount(document_N, count_N).astype(np.int64) for count_N in (tokens_N, tokens_N * selected_N)
     )
-    least = {"any": 0.0, "half": 0.5, "all": 1.0}[rule]
-    mask_M = (tokens_M > 0) & (((chosen_M > 0) & (chosen_M >= least * tokens_M)) != others)
+    min_share = {"any": 0.0, "half": 0.5, "all": 1.0}[rule]
+    mask_M = (tokens_M > 0) & (((selected_tokens_M > 0) & (selected_tokens_M >= min_share * tokens_M)) != others)
     if not mask_M.any() and others:
         raise SettingsError(NOTHING_LEFT_OUT)
     if not mask_M.any():
@@ -300,9 +312,10 @@ def select_documents(rows: RowStore, chosen_N: Bool, rule: Rule, *, others: bool
         shard = slice(k * rows.shard_rows, (k + 1) * rows.shard_rows)
         is_named = pa.array(first_N[shard] & mask_M[document_N[shard]])
         names += rows.columns(k, ("row_id",))["row_id"].filter(is_named).to_pylist()
-    whole, chosen = int(tokens_M[mask_M].sum()), int(chosen_M[mask_M].sum())
+    n_tokens, n_selected = int(tokens_M[mask_M].sum()), int(selected_tokens_M[mask_M].sum())
     records = tuple(np.flatnonzero(mask_M).tolist())
-    return DocumentSelection(mask_M, tuple(names), records, whole, whole - chosen, int(chosen_M.sum()) - chosen)
+    n_lost = int(selected_tokens_M.sum()) - n_selected
+    return DocumentSelection(mask_M, tuple(names), records, n_tokens, n_tokens - n_selected, n_lost)
 
 
 def row_tables(
@@ -320,6 +333,7 @@ def row_tables(
     columns of the record that the row is from, unchanged.
 
     Args:
+        artifact: artifact of the rows.
         rows: all rows of the artifact.
         corpus: the corpus that they were packed from.
         row_index: selected rows, best first.
@@ -330,8 +344,8 @@ def row_tables(
     order_N[row_index] = np.arange(len(row_index))
     texts = rows.texts(np.flatnonzero(order_N >= 0), corpus, tokenizer)
     documents_N = np.concatenate([rows.columns(k, (DOCUMENT_COLUMN,)).column(0) for k in range(rows.n_shards)])
-    originals = _OtherColumns(corpus)
-    start, text = 0, (artifact.manifest.details.get("columns") or {}).get("text", "text")
+    other_columns = _OtherColumns(corpus)
+    start, text_name = 0, (artifact.manifest.details.get("columns") or {}).get("text", "text")
     for batch in artifact.row_batches(None, batch_rows=BLOCK_ROWS):
         order_n = order_N[start : start + batch.num_rows]
         in_batch = np.flatnonzero(order_n >= 0)
@@ -343,14 +357,14 @@ def row_tables(
         shard = rows.rows(index)
         table = pa.Table.from_batches([batch.take(pa.array(in_batch))]).replace_schema_metadata(None)
         ids = [shard.ids(i) for i in range(len(shard))]
-        known = islice(texts, len(shard))
-        ours = {
+        row_texts = islice(texts, len(shard))
+        row_columns = {
             "row_id": table["row_id"],
             "doc_id": table["doc_id"],
-            text: pa.array(
+            text_name: pa.array(
                 [
-                    tokenizer().decode([row.tolist()])[0] if words is None else words
-                    for row, words in zip(ids, known, strict=True)
+                    tokenizer().decode([row.tolist()])[0] if row_text is None else row_text
+                    for row, row_text in zip(ids, row_texts, strict=True)
                 ],
                 pa.large_string(),
             ),
@@ -359,16 +373,16 @@ def row_tables(
             "order": pa.array(order_n[in_batch]),
             "effect": pa.array(effect[order_n[in_batch]]),
         }
-        columns = pa.table(ours)
+        columns = pa.table(row_columns)
         if corpus.settings.path_labels:  # no record has them
-            places = [name for name in ("file", "directory") if name in table.column_names]
-            columns = pa.table({**ours, **{name: table[name] for name in places}})
-        first = 0
-        for n_rows, others in originals.of(documents_N[index].astype(np.int64)):
-            part = columns.slice(first, n_rows)
-            first += n_rows
+            path_labels = [name for name in ("file", "directory") if name in table.column_names]
+            columns = pa.table({**row_columns, **{name: table[name] for name in path_labels}})
+        done = 0
+        for n_rows, others in other_columns.tables(documents_N[index].astype(np.int64)):
+            part = columns.slice(done, n_rows)
+            done += n_rows
             for name in others.column_names:
-                part = part.append_column(f"{name}_" if name in ours else name, others[name])
+                part = part.append_column(f"{name}_" if name in row_columns else name, others[name])
             yield part
 
 
@@ -381,7 +395,7 @@ class _OtherColumns:
         self._chunks = corpus.source.chunks(0, self._select)
         self._chunk: Chunk | None = None
 
-    def of(self, documents: I64) -> Iterator[tuple[int, pa.Table]]:
+    def tables(self, documents: I64) -> Iterator[tuple[int, pa.Table]]:
         """Yield tables that together have a row per document, each with its number of rows, which may have no columns.
 
         Args:
@@ -395,7 +409,7 @@ class _OtherColumns:
             chunk = self._chunk_with(document)
             if isinstance(chunk, JsonRecord):
                 (values,) = (values for _, values in records_in(chunk))
-                records.append({name: values[name] for name in self._others(values, chunk.where)})
+                records.append({name: values[name] for name in self._names_of_others(values, chunk.where)})
             elif k + 1 == len(documents) or documents[k + 1] >= chunk.index + chunk.batch.num_rows:
                 positions = pa.array(documents[first : k + 1] - chunk.index)
                 batch = chunk.batch if isinstance(chunk.batch, pa.Table) else pa.Table.from_batches([chunk.batch])
@@ -405,6 +419,7 @@ class _OtherColumns:
             yield len(records), table_of_records(records)
 
     def _chunk_with(self, document: int) -> Chunk:
+        """Read on to the chunk that contains a document."""
         while self._chunk is None or document >= self._chunk.index + _length(self._chunk):
             self._chunk = next(self._chunks, None)
             if self._chunk is None:
@@ -412,16 +427,19 @@ class _OtherColumns:
         return self._chunk
 
     def _select(self, schema: pa.Schema, name: str) -> Sequence[str]:
-        names = self._names[name] = self._others({column.name: column.type for column in schema}, name)
+        """Select the columns of a table file to read, and remember their names."""
+        names = self._names[name] = self._names_of_others({column.name: column.type for column in schema}, name)
         return names or schema.names[:1]  # Arrow does not count the rows of a table without columns
 
-    def _others(self, columns: Mapping[str, Any], where: str) -> list[str]:
+    def _names_of_others(self, columns: Mapping[str, Any], where: str) -> list[str]:
+        """Return the names of the columns that are neither content nor ids."""
         content = content_columns(self._settings, dict.fromkeys(columns), where)
         ids = id_columns(self._settings, list(columns), where)
         return [name for name in columns if name not in content and name not in ids]
 
 
 def _length(chunk: Chunk) -> int:
+    """Return the number of records of a chunk."""
     return 1 if isinstance(chunk, JsonRecord) else int(chunk.batch.num_rows)
 
 
@@ -437,18 +455,18 @@ def iter_records(corpus: CorpusSettings, mask_M: Bool) -> Iterator[Item]:
             if mask_M[chunk.index]:
                 yield from (record for _, record in records_in(chunk))
             continue
-        known_M = mask_M[chunk.index : chunk.index + chunk.batch.num_rows]
-        if known_M.any():
-            batch = chunk.batch.slice(0, len(known_M))
+        in_chunk_M = mask_M[chunk.index : chunk.index + chunk.batch.num_rows]
+        if in_chunk_M.any():
+            batch = chunk.batch.slice(0, len(in_chunk_M))
             table = batch if isinstance(batch, pa.Table) else pa.Table.from_batches([batch])
-            yield readable_table(table).filter(pa.array(known_M))  # converted first: Arrow cannot filter view types
+            yield readable_table(table).filter(pa.array(in_chunk_M))  # converted first: Arrow cannot filter view types
 
 
 def _entry_note(origin: str, out: Path) -> str:
     """Return how the trainer of a dataset entry reads the files of an export."""
     files = sorted(out.glob("part-*"))
     field = "file_name" if origin.startswith("LLaMA-Factory") else "path"
-    several = f" (one entry for each of the {len(files)} files)" * (len(files) > 1)
+    several = f" (one entry for each of the {len(files)} files)" if len(files) > 1 else ""
     return f"; to train on it, copy the {origin} with {field}: {files[0] if files else out}{several}"
 
 
@@ -464,6 +482,8 @@ def write_corpus(
     """Write rows or documents to a directory, atomically.
 
     Args:
+        out: new directory.
+        form: format of the files.
         holds: rows or documents.
         items: tables or JSON records.
         tokens: number of tokens in them; 0 if unknown.
@@ -477,7 +497,7 @@ def write_corpus(
     check_place(out)
     if form.kind == "datasets":
         require("datasets", extra="datasets", feature="writing a `datasets` directory")
-    order = "of the corpus" + "; column `order` has the rank in the selection" * (holds == "rows")
+    order = "of the corpus" + ("; column `order` has the rank in the selection" if holds == "rows" else "")
     with written_aside(out) as part:
         part.mkdir(parents=True)
         n_records = write_records(part, form, items, size)

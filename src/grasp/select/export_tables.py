@@ -39,9 +39,9 @@ from grasp.errors import CorpusError
 from grasp.files import temporary_path
 from grasp.text import json_text
 
-# How a column is written anew: by a cast, as labels of one kind, or as JSON.
+# Type of a column in all files, and the method of conversion: a cast, as labels of one kind, or as JSON.
 Conversion = tuple[pa.DataType, Literal["cast", "json"] | Kind]
-_FAMILIES = (  # types of which Arrow promotes one to another without changing what a value is
+_FAMILIES = (  # groups of types that Arrow promotes to one another without changing a value
     is_text,
     pa.types.is_integer,
     pa.types.is_floating,
@@ -74,7 +74,7 @@ _READABLE = (
 def table_of_records(records: Sequence[Mapping[str, Any]]) -> pa.Table:
     """Return JSON records as a table."""
     names = dict.fromkeys(name for record in records for name in record)
-    return pa.table({name: _column_of_json([record.get(name) for record in records]) for name in names})
+    return pa.table({name: _infer_column([record.get(name) for record in records]) for name in names})
 
 
 def readable_table(table: pa.Table) -> pa.Table:
@@ -83,7 +83,7 @@ def readable_table(table: pa.Table) -> pa.Table:
     Raises:
         CorpusError: the values of a column can be stored neither in Parquet nor as JSON.
     """
-    return pa.table({name: _readable(name, table[name]) for name in table.column_names})
+    return pa.table({name: _to_readable(name, table[name]) for name in table.column_names})
 
 
 def write_one_schema(files: Sequence[Path]) -> None:
@@ -94,7 +94,7 @@ def write_one_schema(files: Sequence[Path]) -> None:
     """
     schemas = [pq.read_schema(file) for file in files]
     names = dict.fromkeys(name for schema in schemas for name in schema.names)
-    conversions = {name: _conversion(files, schemas, name) for name in names}
+    conversions = {name: _choose_conversion(files, schemas, name) for name in names}
     target = pa.schema([(name, kind) for name, (kind, _) in conversions.items()])
     for file, schema in zip(files, schemas, strict=True):
         if schema.equals(target):
@@ -103,7 +103,7 @@ def write_one_schema(files: Sequence[Path]) -> None:
         with pq.ParquetFile(file) as opened, pq.ParquetWriter(part, target, compression="zstd") as writer:
             for batch in parquet_batches(opened, schema.names):
                 columns = [
-                    _converted(name, batch.column(name), conversion)
+                    _convert(name, batch.column(name), conversion)
                     if name in schema.names
                     else pa.nulls(len(batch), conversion[0])
                     for name, conversion in conversions.items()
@@ -112,7 +112,8 @@ def write_one_schema(files: Sequence[Path]) -> None:
         os.replace(part, file)
 
 
-def _column_of_json(values: Sequence[Any]) -> pa.Array:
+def _infer_column(values: Sequence[Any]) -> pa.Array:
+    """Return JSON values as a column: of scalars, of an inferred nested type that preserves them, or of JSON."""
     if not any(isinstance(value, list | dict) for value in values):
         kind = kind_of_all(values)
         return pa.nulls(len(values)) if kind == "null" else column_of(values, kind)
@@ -120,11 +121,11 @@ def _column_of_json(values: Sequence[Any]) -> pa.Array:
         column = pa.array(values)
     except (pa.ArrowException, OverflowError):
         return _json_column(values)
-    same = _is_exact(column.type) or all(
+    is_lossless = _is_exact(column.type) or all(
         value is None or json_text(part.as_py(), None) == json_text(value, None)
         for part, value in zip(column, values, strict=True)
     )
-    return column if same and _readable_type(column.type) == column.type else _json_column(values)
+    return column if is_lossless and _readable_type(column.type) == column.type else _json_column(values)
 
 
 def _is_exact(kind: pa.DataType) -> bool:
@@ -135,11 +136,13 @@ def _is_exact(kind: pa.DataType) -> bool:
 
 
 def _json_column(values: Sequence[Any]) -> pa.Array:
+    """Return values as a column of JSON."""
     texts = [None if value is None else json_text(value, None, only_ascii=False) for value in values]
     return pa.array(texts, pa.string()).cast(pa.json_())
 
 
-def _readable(name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:
+def _to_readable(name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return a column in a type that `datasets` reads and Parquet can store."""
     target = _readable_type(column.type)
     if target == column.type:
         return column
@@ -149,7 +152,7 @@ def _readable(name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:
         except (pa.ArrowException, TypeError):
             target = None
     if target is None:
-        return _converted(name, column, (pa.json_(), "json"))
+        return _convert(name, column, (pa.json_(), "json"))
     if is_text(target) and not is_text(column.type):
         return pa.chunked_array([column_of(plain_values(column), "string")])
     return column.cast(target)
@@ -188,7 +191,7 @@ def _is_view(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
 
 
-def _batches(files: Sequence[Path], name: str) -> Iterator[pa.Array]:
+def _column_batches(files: Sequence[Path], name: str) -> Iterator[pa.Array]:
     """Yield a column of those files that have it."""
     for file in files:
         with pq.ParquetFile(file) as opened:
@@ -197,27 +200,27 @@ def _batches(files: Sequence[Path], name: str) -> Iterator[pa.Array]:
                     yield batch.column(0)
 
 
-def _conversion(files: Sequence[Path], schemas: Sequence[pa.Schema], name: str) -> Conversion:
+def _choose_conversion(files: Sequence[Path], schemas: Sequence[pa.Schema], name: str) -> Conversion:
     """Return the type that holds a column of all files, and how the column is brought to it."""
     types = list(dict.fromkeys(schema.field(name).type for schema in schemas if name in schema.names))
     types = [kind for kind in types if not pa.types.is_null(kind)] or [pa.null()]
     if len(types) == 1:
         return types[0], "cast"
-    promoted = _promoted(types)
-    if promoted is not None and all(_can_cast(column, promoted) for column in _batches(files, name)):
+    promoted = _promoted_type(types)
+    if promoted is not None and all(_can_cast(column, promoted) for column in _column_batches(files, name)):
         return promoted, "cast"
     if all(is_label(kind) and not is_json(kind) for kind in types):
-        kind = widest({kind_of_all(plain_values(column)) for column in _batches(files, name)})
+        kind = widest({kind_of_all(plain_values(column)) for column in _column_batches(files, name)})
         return ARROW_TYPE[kind], kind
     return pa.json_(), "json"
 
 
-def _promoted(types: Sequence[pa.DataType]) -> pa.DataType | None:
+def _promoted_type(types: Sequence[pa.DataType]) -> pa.DataType | None:
     """Return the type to which Arrow promotes all of these, if that adds no member and changes no kind of value."""
     if all(pa.types.is_timestamp(kind) and kind.tz is not None for kind in types):
         types = [pa.timestamp(kind.unit, "UTC") for kind in types]
     numbers = all(pa.types.is_integer(kind) or pa.types.is_floating(kind) for kind in types)
-    if not numbers and not all(_are_alike(left, right) for left, right in combinations(types, 2)):
+    if not numbers and not all(_same_kind(left, right) for left, right in combinations(types, 2)):
         return None
     try:
         schemas = [pa.schema([("", kind)]) for kind in types]
@@ -226,18 +229,20 @@ def _promoted(types: Sequence[pa.DataType]) -> pa.DataType | None:
         return None
 
 
-def _are_alike(left: pa.DataType, right: pa.DataType) -> bool:
+def _same_kind(left: pa.DataType, right: pa.DataType) -> bool:
+    """Return whether two types hold the same kind of value, with the same members, in different widths."""
     if pa.types.is_null(left) or pa.types.is_null(right):
         return True
     if is_list(left) and is_list(right):
-        return _are_alike(left.value_type, right.value_type)
+        return _same_kind(left.value_type, right.value_type)
     if pa.types.is_struct(left) and pa.types.is_struct(right):
         names = [[member.name for member in kind] for kind in (left, right)]
-        return names[0] == names[1] and all(_are_alike(a.type, b.type) for a, b in zip(left, right, strict=True))
+        return names[0] == names[1] and all(_same_kind(a.type, b.type) for a, b in zip(left, right, strict=True))
     return left == right or any(test(left) and test(right) for test in _FAMILIES)
 
 
 def _can_cast(column: pa.Array, target: pa.DataType) -> bool:
+    """Return whether all values of a column can be cast to a type."""
     try:
         column.cast(target)
     except pa.ArrowException:
@@ -245,17 +250,18 @@ def _can_cast(column: pa.Array, target: pa.DataType) -> bool:
     return True
 
 
-def _converted(name: str, column: pa.Array | pa.ChunkedArray, conversion: Conversion) -> pa.Array | pa.ChunkedArray:
-    target, how = conversion
+def _convert(name: str, column: pa.Array | pa.ChunkedArray, conversion: Conversion) -> pa.Array | pa.ChunkedArray:
+    """Convert a column to the type that all files have in common."""
+    target, method = conversion
     if column.type == target:
         return column
     if pa.types.is_null(column.type):
         return pa.nulls(len(column), target)
-    if how == "cast":
+    if method == "cast":
         return column.cast(target)
     values = plain_values(column)
-    if how != "json":  # nan is not a label
-        return column_of([None if isinstance(v, float) and isnan(v) else v for v in values], how)
+    if method != "json":  # nan is not a label
+        return column_of([None if isinstance(v, float) and isnan(v) else v for v in values], method)
     try:
         return _json_column(values)
     except TypeError as err:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 MAX_BOUNDS_SHOWN = 5  # unmet bounds listed in an error message
 MAX_LINES_SHOWN = 30  # rows of the printed table
-MIXTURE = "mixture"
+MIXTURE = "mixture"  # name of the subset
 MAX_REPEAT = 4.0  # data repeated more often is worth clearly less than new data: arXiv 2305.16264
 SEGMENTS = 32  # segments of the piecewise linear approximation of a slice's term
 TINY = 1e-12
@@ -129,12 +129,13 @@ def mix(
     The amount of training data stays the same.
 
     Args:
-        by: label whose values are mixed.
+        artifact: artifact of the corpus.
+        by: label whose values are optimized.
         target: target, or several with weights, e.g. sciq=2,openbookqa=1. Default: the only target.
         floor: minimum share of the mixture, e.g. Games:5%, or 1% for every value; 0% allows a value to be dropped.
         cap: maximum share of the mixture, e.g. Games:20%, or 10% for every value.
-        max_repeat: maximum number of times that a row is seen; if `train_tokens` repeat the corpus, relative to today.
-            A value retains at least 1 / `max_repeat` of its share.
+        max_repeat: maximum number of times that a row is seen; if `train_tokens` repeat the corpus, relative to the
+            current mixture. A value retains at least 1 / `max_repeat` of its share.
         train_tokens: length of the training run in tokens, e.g. 100B; repeated tokens have diminishing value. Default:
             the tokens of the corpus.
         runs: retrained or imported runs; changes are then in their unit, with intervals.
@@ -143,8 +144,8 @@ def mix(
         diversity: penalty on redundancy that replaces the geometry of the protocol, e.g. 0.25, or 0 for none.
         cautious: maximise the lower confidence bound instead of the mean (requires `runs`).
     Raises:
-        ProtocolError: an unknown target; a protocol that says nothing of mixtures.
-        SettingsError: floors, caps and distance that no mixture satisfies, or in numbers of rows.
+        ProtocolError: an unknown target, or a protocol that cannot predict mixtures.
+        SettingsError: no mixture satisfies the floors, caps and distance, or they are numbers of rows, not shares.
     """
     targets = weighted_targets(target, artifact.targets)
     rule = resolve_rule(artifact, protocol, diversity)
@@ -155,52 +156,38 @@ def mix(
     slices = label_slices(column, tokens_N)
     tokens = None if train_tokens is None else parse_tokens(train_tokens)
     epochs = repetition_law(tokens, tokens_N).epochs or 1.0
-    far = None
-    if distance is not None:
-        amount = parse_amount(distance, "distance", "30%")
-        if not amount.is_share or amount.unit is not None:
-            raise SettingsError(f"distance: got {distance!r}, expected a share, e.g. 30%")
-        far = amount.value
+    max_distance = None if distance is None else _parse_distance(distance)
     current_G = slices.rows_G / slices.rows_G.sum()
     floors, caps = parse_bounds(floor, "floor"), parse_bounds(cap, "cap")
-    low_G, high_G = _bounds(slices, floors, caps, max_repeat, min(1.0, epochs), far)
-    problem = MixtureProblem(np.zeros(len(current_G)), low_G, high_G, current_G, far)
+    low_G, high_G = _bounds(slices, floors, caps, max_repeat, min(1.0, epochs), max_distance)
+    problem = MixtureProblem(np.zeros(len(current_G)), low_G, high_G, current_G, max_distance)
     objective = SelectionObjective.from_artifact(artifact, rule, targets, tokens, runs, cautious=cautious)
 
     rule = objective.predictor.protocol  # restricted to the kernels of the artifact
-    mixed: Mixed = (_additive if rule.interaction is Interaction.NONE else geometry().optimize_mixture)(
-        objective, slices, problem
-    )
-    by_runs, p_G = tokens is None and objective.run_model is not None, mixed.p_G
+    optimize = _optimize_additive if rule.interaction is Interaction.NONE else geometry().optimize_mixture
+    optimized: OptimizedMixture = optimize(objective, slices, problem)
+    by_runs, p_G = tokens is None and objective.run_model is not None, optimized.p_G
     if by_runs:
         p_G = frank_wolfe(
             problem, lambda p_BG: objective.predicted_by_runs(slices.weights(p_BG / current_G)), [p_G, current_G]
         )
     factor_G = p_G / current_G
-    changes, notes = objective.evaluate(MIXTURE, slices.weights(factor_G[None]), "today's mixture", slices.codes_N)
-    value, gap = mixed.value(p_G), mixed.gap(p_G)
-    optimum = mixed.optimum + (f" (up to a gap of {gap:.3f})" if gap > MAX_RELATIVE_GAP * abs(value) else "")
+    changes, notes = objective.evaluate(MIXTURE, slices.weights(factor_G[None]), "the current mixture", slices.codes_N)
+    value, gap = optimized.value(p_G), optimized.gap(p_G)
+    optimum = optimized.optimum + (f" (up to a gap of {gap:.3f})" if gap > MAX_RELATIVE_GAP * abs(value) else "")
     optimum = "the optimum predicted by the runs" if by_runs else optimum
 
-    messages = [
-        f"no row is seen more than {max_repeat:g} times, and each value retains at least 1/{max_repeat:g} of its share "
-        "(--max-repeat); --floor VALUE:0% allows a value to be dropped",
-        "now and proposed are shares of rows; shares of tokens differ if rows differ in length",
-    ]
-    if column.note:
-        messages.append(column.note)
-    if slices.n_grouped:
-        messages.append(f"{slices.n_grouped:,} small values share one slice; their proportions to each other are fixed")
+    messages = _mixture_notes(slices, column.note, max_repeat)
     if by_runs:
         messages.append("the mixture maximises the change predicted by the runs, not that by relevance")
     else:
-        messages += mixed.notes
-    most = f"no row is seen more than {epochs * float(factor_G.max()):.2g} times"
+        messages += optimized.notes
+    repetition = f"no row is seen more than {epochs * float(factor_G.max()):.2g} times"
     if tokens is None:
-        messages.append(f"{most} in one epoch")
+        messages.append(f"{repetition} in one epoch")
     else:
         budget = f"{tokens:,.0f} training tokens, {epochs:.2g} epochs"
-        messages.append(f"value {value:+z.3f}: the change including the effect of repetition in {budget}; {most}")
+        messages.append(f"value {value:+z.3f}: the change including the effect of repetition in {budget}; {repetition}")
     moved = 0.5 * float(np.abs(p_G - current_G).sum())
     params = {
         "by": by,
@@ -231,15 +218,40 @@ def mix(
     )
 
 
+def _parse_distance(text: str) -> float:
+    """Parse the maximum share of the data that is moved, such as `30%`."""
+    amount = parse_amount(text, "distance", "30%")
+    if not amount.is_share or amount.unit is not None:
+        raise SettingsError(f"distance: got {text!r}, expected a share, e.g. 30%")
+    return amount.value
+
+
+def _mixture_notes(slices: LabelSlices, label_note: str, max_repeat: float) -> list[str]:
+    """Return notes on the bounds, the unit of the shares, the label, and values that share a slice."""
+    messages = [
+        f"no row is seen more than {max_repeat:g} times, and each value retains at least 1/{max_repeat:g} of its share "
+        "(--max-repeat); --floor VALUE:0% allows a value to be dropped",
+        "now and proposed are shares of rows; shares of tokens differ if rows differ in length",
+    ]
+    if label_note:
+        messages.append(label_note)
+    if slices.n_grouped:
+        messages.append(f"{slices.n_grouped:,} small values share one slice; their proportions to each other are fixed")
+    return messages
+
+
 @dataclass(frozen=True, slots=True)
-class Mixed:
+class OptimizedMixture:
     """An optimised mixture.
 
     Attributes:
         p_G: shares of the slices.
         optimum: statement on optimality, for the output.
-        value: return the change of a mixture, including the effect of repetition under a training budget.
-        gap: return by how much the value of the optimal mixture may exceed that of a mixture.
+        notes: notes on the optimisation, for the output.
+        value: function that returns the change of a mixture, including the effect of repetition under a training
+            budget.
+        gap: function that returns an upper bound on the difference between the value of the optimal mixture and that
+            of a mixture.
     """
 
     p_G: F64
@@ -249,7 +261,7 @@ class Mixed:
     gap: Callable[[F64], float]
 
 
-def _additive(objective: SelectionObjective, slices: LabelSlices, problem: MixtureProblem) -> Mixed:
+def _optimize_additive(objective: SelectionObjective, slices: LabelSlices, problem: MixtureProblem) -> OptimizedMixture:
     """Return the optimal mixture for an objective that is additive over rows, with diminishing value of repetition."""
     current_G = problem.current_G
     effect_G = (objective.predictor.sums(slices.each, ()).effect_BT @ objective.weights_T) / slices.rows_G
@@ -262,7 +274,7 @@ def _additive(objective: SelectionObjective, slices: LabelSlices, problem: Mixtu
             objective.budget_predictor.change(slices.weights((p_G / current_G)[None]))[0] @ objective.weights_T
         )
 
-    return Mixed(p_G, "optimal", (), value, lambda p_G: max(segments.value(p_G) - curves.value(p_G), 0.0))
+    return OptimizedMixture(p_G, "optimal", (), value, lambda p_G: max(segments.value(p_G) - curves.value(p_G), 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,17 +282,18 @@ class ExposureCurves:
     """Value of each slice as a function of its share, under the repetition law.
 
     Attributes:
-        worth_G: value of a row of each slice when it is seen for the first time: m_g + b.
+        exposure: repetition law of the training budget.
+        row_value_G: value of a row of each slice when it is seen for the first time: m_g + b.
         current_G: share of each slice in the corpus.
     """
 
     exposure: RepetitionLaw
-    worth_G: F64
+    row_value_G: F64
     current_G: F64
 
     def value(self, p_G: F64) -> float:
-        """Return sum_g n_g / N r(N p_g / n_g) worth_g."""
-        return float(self.worth_G @ (self.current_G * self.exposure(p_G / self.current_G)))
+        """Return sum_g n_g / N r(N p_g / n_g) (m_g + b)."""
+        return float(self.row_value_G @ (self.current_G * self.exposure(p_G / self.current_G)))
 
     def segments(self, low_G: F64, high_G: F64) -> Segments:
         """Return the piecewise linear approximation on the bounds; for a convex term, its chord.
@@ -288,14 +301,15 @@ class ExposureCurves:
         One knot is where repetition begins, as the law has a kink there.
         """
         steps = np.linspace(0.0, 1.0, SEGMENTS)
+        # share at which every row of the slice is seen once
         once_G1 = np.clip(self.current_G / max(self.exposure.epochs or 1.0, TINY), low_G, high_G)[:, None]
         knots_GK = np.sort(
             np.concatenate([low_G[:, None] + (high_G - low_G)[:, None] * steps, once_G1], axis=1), axis=1
         )
-        value_GK = (self.worth_G * self.current_G)[:, None] * self.exposure(knots_GK / self.current_G[:, None])
-        part_GK = np.divide(knots_GK - knots_GK[:, :1], np.maximum(high_G - low_G, TINY)[:, None])
-        straight_GK = value_GK[:, :1] + (value_GK[:, -1:] - value_GK[:, :1]) * part_GK
-        return Segments(knots_GK, np.where(self.worth_G[:, None] < 0, straight_GK, value_GK))
+        value_GK = (self.row_value_G * self.current_G)[:, None] * self.exposure(knots_GK / self.current_G[:, None])
+        position_GK = np.divide(knots_GK - knots_GK[:, :1], np.maximum(high_G - low_G, TINY)[:, None])
+        chord_GK = value_GK[:, :1] + (value_GK[:, -1:] - value_GK[:, :1]) * position_GK
+        return Segments(knots_GK, np.where(self.row_value_G[:, None] < 0, chord_GK, value_GK))
 
 
 def _bounds(
@@ -324,10 +338,10 @@ def _bounds(
         requested.append(np.array([np.nan if amount is None else amount.value for amount in amounts]))
     floor_G, cap_G = np.nan_to_num(requested[0]), np.nan_to_num(requested[1], nan=1.0)
     # a requested bound overrides a default one: a cap the default lower bound, a floor the default upper bound
-    usual_G = current_G / max_repeat
-    requested_G = np.where(np.isnan(requested[0]), usual_G, floor_G)
-    requested_G = np.where(requested_G > 0, np.maximum(requested_G, usual_G), 0.0)  # 0 %: may be dropped
-    low_G = np.minimum(requested_G, np.maximum(cap_G, floor_G))
+    default_low_G = current_G / max_repeat
+    low_G = np.where(np.isnan(requested[0]), default_low_G, floor_G)
+    low_G = np.where(low_G > 0, np.maximum(low_G, default_low_G), 0.0)  # 0 %: may be dropped
+    low_G = np.minimum(low_G, np.maximum(cap_G, floor_G))
     high_G = np.minimum(cap_G, np.maximum(max_repeat * current_G / epochs, floor_G))
 
     problems = [
@@ -342,10 +356,10 @@ def _bounds(
         )
     # satisfying the bounds may move more data than the distance allows
     up_G, down_G = np.maximum(low_G - current_G, 0.0), np.maximum(current_G - high_G, 0.0)
-    needed = max(float(up_G.sum()), float(down_G.sum()))
-    if distance is not None and needed > distance + 1e-12:
+    min_distance = max(float(up_G.sum()), float(down_G.sum()))
+    if distance is not None and min_distance > distance + 1e-12:
         worst = names[int(np.argmax(np.maximum(up_G, down_G)))]
-        problems.append(f"they move {needed:.1%} of the data, mostly {worst}; the distance allows {distance:.1%}")
+        problems.append(f"they move {min_distance:.1%} of the data, mostly {worst}; the distance allows {distance:.1%}")
     if problems:
         more = f"; and {len(problems) - MAX_BOUNDS_SHOWN} more" if len(problems) > MAX_BOUNDS_SHOWN else ""
         raise SettingsError(f"floor, cap: cannot be met: {'; '.join(problems[:MAX_BOUNDS_SHOWN])}{more}")

@@ -52,9 +52,8 @@ EVALUATED_CANDIDATES = 250  # candidates that are evaluated: the most promising 
 MAX_PROPOSALS = EVALUATED_CANDIDATES // 2  # maximum number of proposals
 QUADRATURE_NODES = 21  # of the Gauss-Hermite quadrature
 SHARE_TOLERANCE = 0.005  # a share beyond the range of the runs by no more than this counts as inside
-EXPLORATION_SHARE = (
-    0.5  # a proposal is exploratory if more than this part of the candidates have a higher predicted mean
-)
+# a proposal is exploratory if more than this part of the candidates have a higher predicted mean
+EXPLORATION_SHARE = 0.5
 BISECTION_STEPS = 80  # bisection steps
 LINE_SEARCH_POINTS = 20  # grid points of the line search of `informative_run`
 SHARES_SHOWN = 6  # label values of a mixture in a note
@@ -69,7 +68,9 @@ class MixtureModel:
     which higher is better.
 
     Attributes:
+        table: the runs.
         share_RG: mixture of each run.
+        gaussian_process: fitted to the metrics and the objective.
         weights_T: weight of each metric in the objective; they add up to 1.
         sign_T: -1 for a metric of which lower is better, else 1.
     """
@@ -118,24 +119,26 @@ class MixtureModel:
 
     @property
     def notes(self) -> tuple[str, ...]:
+        """Notes on the predictions, for display."""
         size = f" of size {self.table.sizes[0]}" if self.table.sizes else ""
         return (f"{COVERAGE:.0%} intervals, for the mean of many seeds{size}",)
 
     def features(self, share_BG: F64) -> SubsetFeatures:
+        """Return the features of mixtures for the Gaussian process."""
         return SubsetFeatures.from_shares(share_BG, len(self.weights_T) + 1)
 
     def predict_objective(self, share_BG: F64, cautious: float = 0.0) -> F64:
         """Return the predicted objective minus `cautious` standard deviations, (B,); higher is better."""
-        mean_BT, spread_BT = self.gaussian_process.predict(self.features(share_BG))
-        return np.asarray(mean_BT[:, -1] - cautious * spread_BT[:, -1])
+        mean_BT, std_BT = self.gaussian_process.predict(self.features(share_BG))
+        return np.asarray(mean_BT[:, -1] - cautious * std_BT[:, -1])
 
-    def lines(self, names: Sequence[str], share_BG: F64) -> pa.Table:
+    def predictions_table(self, names: Sequence[str], share_BG: F64) -> pa.Table:
         """Return the table of mixture, metric, expected, low, high, in the units of the metrics."""
-        mean_BT, spread_BT = (values[:, :-1] for values in self.gaussian_process.predict(self.features(share_BG)))
-        half_width_BT = self.gaussian_process.quantile(COVERAGE) * spread_BT
+        mean_BT, std_BT = (values[:, :-1] for values in self.gaussian_process.predict(self.features(share_BG)))
+        half_width_BT = self.gaussian_process.quantile(COVERAGE) * std_BT
         columns = np.flatnonzero(self.weights_T)
         b, t = (index.reshape(-1) for index in np.meshgrid(np.arange(len(names)), columns, indexing="ij"))
-        value = np.where(self.refused(share_BG)[:, :-1], np.nan, self.sign_T * mean_BT)[b, t]
+        value = np.where(self.is_too_far(share_BG)[:, :-1], np.nan, self.sign_T * mean_BT)[b, t]
         return pa.table(
             {
                 "mixture": pa.array(np.array(names, object)[b], pa.string()),
@@ -146,13 +149,13 @@ class MixtureModel:
             }
         )
 
-    def beyond(self, share_BG: F64) -> F64:
+    def distance_outside(self, share_BG: F64) -> F64:
         """Return by how much each share lies outside the range of the runs, (B, G); 0 or less is inside."""
         return np.asarray(np.maximum(share_BG - self.share_RG.max(axis=0), self.share_RG.min(axis=0) - share_BG))
 
-    def refused(self, share_BG: F64) -> NDArray[np.bool_]:
+    def is_too_far(self, share_BG: F64) -> NDArray[np.bool_]:
         """Return whether a mixture is too far outside the range of the runs for a prediction, (B, T + 1)."""
-        outside_B1 = (self.beyond(share_BG) > SHARE_TOLERANCE).any(axis=1, keepdims=True)
+        outside_B1 = (self.distance_outside(share_BG) > SHARE_TOLERANCE).any(axis=1, keepdims=True)
         return outside_B1 & (self.gaussian_process.relative_uncertainty(self.features(share_BG), COVERAGE) > 1.0)
 
     def informative_run(self, share_G: F64) -> F64:
@@ -162,16 +165,13 @@ class MixtureModel:
         or the mixture itself if none does.
         """
         mixture = self.features(share_G[None])
-        task = int(
-            np.argmax(
-                self.gaussian_process.relative_uncertainty(mixture, COVERAGE)[0] * np.append(self.weights_T > 0, True)
-            )
-        )
+        uncertainty_T = self.gaussian_process.relative_uncertainty(mixture, COVERAGE)[0]
+        task = int(np.argmax(uncertainty_T * np.append(self.weights_T > 0, True)))  # requested metrics and objective
         mean_G = self.share_RG.mean(axis=0)
         line_BG = mean_G + np.linspace(0.0, 1.0, LINE_SEARCH_POINTS + 1)[1:, None] * (share_G - mean_G)
         after_B = self.gaussian_process.relative_uncertainty_after(mixture, self.features(line_BG), task, COVERAGE)
-        enough_B = after_B <= 1.0
-        return np.asarray(line_BG[int(np.argmax(enough_B)) if enough_B.any() else -1])
+        suffices_B = after_B <= 1.0
+        return np.asarray(line_BG[int(np.argmax(suffices_B)) if suffices_B.any() else -1])
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -207,33 +207,33 @@ def predict_runs(runs: Runs, mixtures: Path | str | pa.Table, metric: str | Sequ
     model = MixtureModel.from_runs(runs, metric)
     names, share_BG = read_mixtures(mixtures, model.table.values)
     requested_T = np.append(model.weights_T > 0, False)
-    refused_B = (model.refused(share_BG) & requested_T).any(axis=1)
+    too_far_B = (model.is_too_far(share_BG) & requested_T).any(axis=1)
     notes = [
-        *_outside(model, names, share_BG, ~refused_B, "outside the range of the runs, so the interval is wider"),
-        *_outside(model, names, share_BG, refused_B, "no prediction, too far outside the range of the runs"),
+        *_outside_note(model, names, share_BG, ~too_far_B, "outside the range of the runs, so the interval is wider"),
+        *_outside_note(model, names, share_BG, too_far_B, "no prediction, too far outside the range of the runs"),
     ]
-    for b in np.flatnonzero(refused_B)[:MAX_LISTED].tolist():
+    for b in np.flatnonzero(too_far_B)[:MAX_LISTED].tolist():
         run_G = model.informative_run(share_BG[b])
         shares = ", ".join(f"{model.table.values[g]} {run_G[g]:.0%}" for g in np.argsort(-run_G)[:SHARES_SHOWN])
         more = f" and {len(run_G) - SHARES_SHOWN} more" if len(run_G) > SHARES_SHOWN else ""
         notes.append(f"a run that would allow a prediction of {names[b]}: {shares}{more}")
     headline = f"{len(names):,} mixtures, predicted from {len(model.table):,} runs"
-    return Result(model.lines(names, share_BG), headline, (*notes, *model.notes), signs=False)
+    return Result(model.predictions_table(names, share_BG), headline, (*notes, *model.notes), signs=False)
 
 
-def _outside(
-    model: MixtureModel, names: Sequence[str], share_BG: F64, among_B: NDArray[np.bool_], what: str
+def _outside_note(
+    model: MixtureModel, names: Sequence[str], share_BG: F64, selected_B: NDArray[np.bool_], heading: str
 ) -> list[str]:
     """Return a note on the mixtures whose share of a value is outside the range of the runs, if there are any."""
     low_G, high_G = model.share_RG.min(axis=0), model.share_RG.max(axis=0)
-    beyond_BG = model.beyond(share_BG)
+    beyond_BG = model.distance_outside(share_BG)
     outside = []
-    for b in np.flatnonzero(among_B & (beyond_BG > SHARE_TOLERANCE).any(axis=1)).tolist():
+    for b in np.flatnonzero(selected_B & (beyond_BG > SHARE_TOLERANCE).any(axis=1)).tolist():
         g = int(np.argmax(beyond_BG[b]))
         covered = f"in the runs {low_G[g]:.0%} to {high_G[g]:.0%}"
         outside.append(f"{names[b]} ({model.table.values[g]} {share_BG[b, g]:.0%}, {covered})")
     more = f" and {len(outside) - MAX_LISTED:,} more" if len(outside) > MAX_LISTED else ""
-    return [f"{what}: {'; '.join(outside[:MAX_LISTED])}{more}"] if outside else []
+    return [f"{heading}: {'; '.join(outside[:MAX_LISTED])}{more}"] if outside else []
 
 
 def mix_runs(
@@ -265,7 +265,7 @@ def mix_runs(
     ).sort_by([("proposed", "descending")])
     messages = [
         f"{line['metric']}: {line['mixture']} {line['expected']:.4g} ({line['low']:.4g} to {line['high']:.4g})"
-        for line in model.lines(["proposed", "best run"], np.stack([best_G, run_G])).to_pylist()
+        for line in model.predictions_table(["proposed", "best run"], np.stack([best_G, run_G])).to_pylist()
     ]
     headline = f"optimal mixture predicted from {len(model.table):,} runs of {model.table.name}"
     return Result(shares, headline, (*messages, *model.notes), signs=False)
@@ -327,18 +327,18 @@ def propose_runs(
     largest_G = np.ones(len(values))
     notes = ["repetition is not limited, as the sizes of the values are unknown without an artifact (--art); see --cap"]
     if artifact is not None:
-        rows = isinstance(open_runs(runs), RetrainedRuns)
-        largest_G, notes = repetition_caps(artifact.files, label, values, max_repeat, train_tokens, rows=rows)
+        in_rows = isinstance(open_runs(runs), RetrainedRuns)
+        largest_G, notes = repetition_caps(artifact.files, label, values, max_repeat, train_tokens, in_rows=in_rows)
     low_G, high_G = share_bounds(label, values, floor, cap, largest_G)
     share_BG = project_to_bounds(
         np.stack([draw_dirichlet_shares(rng, np.maximum(even_G, 1e-3)) for _ in range(CANDIDATES)]), low_G, high_G
     )
-    picked, gains = most_informative(model.gaussian_process, model.features(share_BG), count, decide, rng)
-    names = [f"next-{k + 1}" for k in range(len(picked))]
+    selected, gains = most_informative(model.gaussian_process, model.features(share_BG), count, decide, rng)
+    names = [f"next-{k + 1}" for k in range(len(selected))]
     if subsets is not None:
         if artifact is None:
             raise SettingsError("propose: subsets requires an artifact; pass it with --art")
-        files, trained = artifact.files, _trained(names, table.values, share_BG[picked])
+        files, trained = artifact.files, _weights_table(names, table.values, share_BG[selected])
         blocks, _ = row_weights(replace(table, trained=trained), files)
         corpus = files.manifest.fingerprints.get("corpus", "")
         write_subsets(Path(subsets), blocks, RowIndex.from_parquet(files.rows_path), weights=True, corpus=corpus)
@@ -348,23 +348,24 @@ def propose_runs(
     else:
         purpose = f"estimate the effect of each {table.info.label}"
         gain = "share of the total variance of the effects of the values that this run removes"
-    if len(picked) < count or not any(gains):
+    if len(selected) < count or not any(gains):
         notes.append("no further run is expected to change the result; train one outside these bounds, or stop here")
-    columns = {name: share_BG[picked, g] for g, name in enumerate(table.values)}
+    columns = {name: share_BG[selected, g] for g, name in enumerate(table.values)}
     expected_B = model.predict_objective(share_BG)
-    better_K = [float((expected_B > expected_B[b]).mean()) for b in picked]
-    exploring = [
+    better_K = [float((expected_B > expected_B[b]).mean()) for b in selected]
+    exploratory = [
         f"{name} ({better:.0%})" for name, better in zip(names, better_K, strict=True) if better > EXPLORATION_SHARE
     ]
-    if exploring:
-        more = f" and {len(exploring) - MAX_LISTED:,} more" if len(exploring) > MAX_LISTED else ""
+    if exploratory:
+        more = f" and {len(exploratory) - MAX_LISTED:,} more" if len(exploratory) > MAX_LISTED else ""
         notes.append(
             "exploratory, proposed for information rather than for its result: "
-            f"{', '.join(exploring[:MAX_LISTED])}{more}; in brackets the share of mixtures with a higher predicted mean"
+            f"{', '.join(exploratory[:MAX_LISTED])}{more}; in brackets the share of mixtures with a higher predicted "
+            "mean"
         )
     return Proposal(
         pa.table({"mixture": names, "gain": gains} | columns),
-        f"{len(picked)} mixture{'s' * (len(picked) != 1)} to train next to {purpose}, in this order, given "
+        f"{len(selected)} mixture{'s' * (len(selected) != 1)} to train next to {purpose}, in this order, given "
         f"{len(table):,} runs",
         (f"gain: {gain}", *notes, *model.notes),
         signs=False,
@@ -378,12 +379,12 @@ def repetition_caps(
     max_repeat: float,
     train_tokens: str | float | None,
     *,
-    rows: bool,
+    in_rows: bool,
 ) -> tuple[F64, list[str]]:
     """Return the largest share of each value that repeats no row more than `max_repeat` times, (G,), and a note.
 
     Args:
-        rows: shares are shares of rows, not of tokens.
+        in_rows: shares are shares of rows, not of tokens.
 
     Raises:
         SettingsError: `max_repeat` is below 1, or the runs are so long that no mixture satisfies it.
@@ -393,7 +394,7 @@ def repetition_caps(
     assert label is not None
     column = label_column(artifact, label)
     slices = label_slices(column, row_tokens(artifact), most=len(column.values))
-    size_of = {entry.name: entry.rows if rows else entry.tokens for entry in slices.slices}
+    size_of = {entry.name: entry.rows if in_rows else entry.tokens for entry in slices.slices}
     total = sum(entry.tokens for entry in slices.slices)
     epochs = 1.0 if train_tokens is None else parse_tokens(train_tokens) / total
     size_G = np.array([size_of.get(value, 0) for value in values], dtype=np.float64)
@@ -453,8 +454,8 @@ def project_to_bounds(share_BG: F64, low_G: F64, high_G: F64) -> F64:
     low_B1 = -high_B1
     for _ in range(BISECTION_STEPS):
         middle_B1 = (low_B1 + high_B1) / 2
-        enough_B1 = np.clip(np.exp(middle_B1) * share_BG, low_G, high_G).sum(axis=1, keepdims=True) >= 1.0
-        low_B1, high_B1 = np.where(enough_B1, low_B1, middle_B1), np.where(enough_B1, middle_B1, high_B1)
+        is_above_B1 = np.clip(np.exp(middle_B1) * share_BG, low_G, high_G).sum(axis=1, keepdims=True) >= 1.0
+        low_B1, high_B1 = np.where(is_above_B1, low_B1, middle_B1), np.where(is_above_B1, middle_B1, high_B1)
     return np.asarray(np.clip(np.exp(high_B1) * share_BG, low_G, high_G))
 
 
@@ -480,36 +481,40 @@ def most_informative(
         points = SubsetFeatures.concatenate(
             [candidates, SubsetFeatures.from_shares(share_BG, candidates.relevance_BT.shape[1])]
         )
-    mean_B, cover_BB, noise = gaussian_process.joint_posterior(points, -1)
-    spread_B = np.sqrt(np.maximum(np.diag(cover_BB)[:n], 0.0))
-    likely = np.argsort(-(mean_B[:n] + 2 * spread_B))[: EVALUATED_CANDIDATES // 2]
-    tried = np.unique(np.concatenate([likely, rng.permutation(n)[: EVALUATED_CANDIDATES // 2]]))
-    picked, gains = list[int](), list[float]()
-    for _ in range(min(count, len(tried))):
-        moved_Bx = cover_BB[:, tried] / np.sqrt(np.maximum(np.diag(cover_BB)[tried], 0.0) + noise)
+    mean_B, covariance_BB, noise = gaussian_process.joint_posterior(points, -1)
+    std_B = np.sqrt(np.maximum(np.diag(covariance_BB)[:n], 0.0))
+    promising = np.argsort(-(mean_B[:n] + 2 * std_B))[: EVALUATED_CANDIDATES // 2]
+    evaluated = np.unique(np.concatenate([promising, rng.permutation(n)[: EVALUATED_CANDIDATES // 2]]))
+    selected: list[int] = []
+    gains: list[float] = []
+    for _ in range(min(count, len(evaluated))):
+        # change of the posterior means by one standard deviation of the observation at each candidate
+        step_Bx = covariance_BB[:, evaluated] / np.sqrt(np.maximum(np.diag(covariance_BB)[evaluated], 0.0) + noise)
         if decide == "best":  # E max(m + s z) - max m for every column of s
             nodes, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE_NODES)
             best_x = sum(
-                weight * (mean_B[:n, None] + node * moved_Bx[:n]).max(axis=0)
+                weight * (mean_B[:n, None] + node * step_Bx[:n]).max(axis=0)
                 for node, weight in zip(nodes, weights / weights.sum(), strict=True)
             )
             gain_x = np.asarray(best_x - mean_B[:n].max())
+            # E max - max cancels; differences within rounding error count as 0
             rounding = 4 * QUADRATURE_NODES * np.finfo(float).eps * np.abs(mean_B[:n]).max()
             gain_x = np.where(gain_x > rounding, gain_x, 0.0)
         else:
-            effect_Gx = moved_Bx[n:-1] - moved_Bx[-1]
+            effect_Gx = step_Bx[n:-1] - step_Bx[-1]
             # total variance of the effects of leaving a value out; the last point is the mean of the runs
-            variance_G = np.diag(cover_BB)[n:-1] + cover_BB[-1, -1] - 2 * cover_BB[n:-1, -1]
-            left = float(np.maximum(variance_G, 0.0).sum())
-            gain_x = (effect_Gx**2).sum(axis=0) / max(left, np.finfo(float).tiny)
-        gain_x[np.isin(tried, picked)] = -np.inf
-        x = int(np.lexsort((mean_B[tried], gain_x))[-1])  # of equal gains, the one with the best prediction
-        if picked and gain_x[x] <= 0:
+            variance_G = np.diag(covariance_BB)[n:-1] + covariance_BB[-1, -1] - 2 * covariance_BB[n:-1, -1]
+            total_variance = float(np.maximum(variance_G, 0.0).sum())
+            gain_x = (effect_Gx**2).sum(axis=0) / max(total_variance, np.finfo(float).tiny)
+        gain_x[np.isin(evaluated, selected)] = -np.inf
+        x = int(np.lexsort((mean_B[evaluated], gain_x))[-1])  # of equal gains, the one with the best prediction
+        if selected and gain_x[x] <= 0:
             break
-        picked.append(int(tried[x]))
+        selected.append(int(evaluated[x]))
         gains.append(float(gain_x[x]))
-        cover_BB = cover_BB - np.outer(moved_Bx[:, x], moved_Bx[:, x])
-    return picked, gains
+        # posterior covariance after observing x: a rank-one update
+        covariance_BB = covariance_BB - np.outer(step_Bx[:, x], step_Bx[:, x])
+    return selected, gains
 
 
 def runs_by_shares(runs: RetrainedRuns, artifact: ArtifactReader) -> RunTable:
@@ -539,10 +544,10 @@ def runs_by_shares(runs: RetrainedRuns, artifact: ArtifactReader) -> RunTable:
     )
     metrics = {f"{target}/loss": "lower" for target in runs.targets}
     info = RunsInfo.model_validate({"kind": "shares", "label": runs.label, "metrics": metrics})
-    return RunTable.from_results(runs.name, info, _trained(subset_ids, slices.names, share_RG), results)
+    return RunTable.from_results(runs.name, info, _weights_table(subset_ids, slices.names, share_RG), results)
 
 
-def _trained(runs: Sequence[str], values: Sequence[str], share_RG: F64) -> pa.Table:
+def _weights_table(runs: Sequence[str], values: Sequence[str], share_RG: F64) -> pa.Table:
     """Return what runs were trained on, one row per run and value."""
     r, g = (index.ravel() for index in np.indices(share_RG.shape))
     columns = [np.array(runs, object)[r], np.array(values, object)[g], share_RG.ravel()]

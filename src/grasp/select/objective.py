@@ -92,15 +92,16 @@ class OptimizationResult(Result):
     def summary(self) -> dict[str, Any]:
         """Return everything but the rows as JSON data, which `grasp.select.summaries` reads."""
         # the columns of runs have fixed names in the summary; `runs_unit` holds their unit
-        names, by_runs = self.targets.column_names, self._run_columns
-        plain_names = [*names[: len(names) - len(by_runs)], *("nats", "nats_low", "nats_high")[: len(by_runs)]]
+        names, run_columns = self.targets.column_names, self._run_columns
+        n_others = len(names) - len(run_columns)
+        stored_names = [*names[:n_others], *("nats", "nats_low", "nats_high")[: len(run_columns)]]
         return {
             "kind": self.kind,
             "format_version": SUMMARY_VERSION,
             "headline": self.headline,
             "params": dict(self.params),
-            "targets": self.targets.rename_columns(plain_names).to_pylist(),
-            "runs_unit": next(iter(by_runs), None),
+            "targets": self.targets.rename_columns(stored_names).to_pylist(),
+            "runs_unit": next(iter(run_columns), None),
             "value": self.value,
             "scale": self.unit,
             "protocol": self.protocol.model_dump(mode="json"),
@@ -109,18 +110,19 @@ class OptimizationResult(Result):
 
     @property
     def _run_columns(self) -> list[str]:
+        """Return the columns of `targets` in the unit of the runs; empty without runs."""
         names: list[str] = self.targets.column_names
         return names[names.index("change") + 1 :]
 
     def _shown_table(self, title: str, table: pa.Table) -> str:
         """Format a table as text."""
-        by_runs = self._run_columns  # printed with one more digit, as they differ little
+        run_columns = self._run_columns  # printed with one more digit, as they differ little
         lines = []
         for row in table.to_pylist():
             cells = []
             for name, value in row.items():
                 if isinstance(value, float):
-                    digits = 4 if name in by_runs else 3
+                    digits = 4 if name in run_columns else 3
                     cells.append(FORMATS[name].format(value) if name in FORMATS else signed(value, digits))
                 elif value is None:
                     cells.append("-")
@@ -130,6 +132,7 @@ class OptimizationResult(Result):
         return text_table(title, table.column_names, lines)
 
     def _shown_changes(self) -> str:
+        """Format the table of changes as text."""
         title = f"predicted change against the whole corpus, {self.unit}"
         if EXPECTED_COLUMN in self.targets.column_names:
             title += "; expected: on other questions, with 95% interval"
@@ -177,6 +180,13 @@ class SelectionObjective:
     ) -> Self:
         """Compute the effect of every row in one pass over the relevance, and fit a model to the runs, if any.
 
+        Args:
+            artifact: artifact of the corpus.
+            protocol: protocol to predict with.
+            targets: weight of each target; they add up to 1.
+            train_tokens: length of the training run; None: one epoch of the corpus.
+            runs: retrained or imported runs.
+            cautious: maximise the lower confidence bound of the model fitted to the runs.
         Raises:
             SettingsError: `cautious` without runs, or together with `train_tokens`.
         """
@@ -205,24 +215,24 @@ class SelectionObjective:
     def predicted_by_runs(self, weights: Weights) -> F64:
         """Return the weighted change that the runs predict, (B,), or its lower confidence bound if `cautious`."""
         assert self.run_model is not None
-        nats = self.run_model.predict(weights)
-        return np.asarray(np.nan_to_num(nats.low_BT if self.cautious else nats.change_BT) @ self.weights_T)
+        predicted = self.run_model.predict(weights)
+        return np.asarray(np.nan_to_num(predicted.low_BT if self.cautious else predicted.change_BT) @ self.weights_T)
 
     def evaluate(
-        self, name: str, weights: Weights, today: str, codes_N: I32 | None = None
+        self, name: str, weights: Weights, baseline: str, codes_N: I32 | None = None
     ) -> tuple[pa.Table, tuple[str, ...]]:
         """Predict the changes of one subset.
 
         Args:
             name: name of the subset, for notes.
             weights: weights of its rows.
-            today: baseline of the changes, for notes, e.g. "the whole corpus".
+            baseline: baseline of the changes, for notes, e.g. "the whole corpus".
             codes_N: slice of each row, for a mixture; its intervals are then over rows as well as over units.
 
         Returns:
             Table `OptimizationResult.targets`, and notes.
         """
-        beyond = tuple[str, ...]()
+        interval_notes: tuple[str, ...] = ()
         columns = {"target": pa.array(self.predictor.units.targets, pa.string()), "weight": pa.array(self.weights_T)}
         interval = None
         reliability = self.predictor.reliability if codes_N is None else {}
@@ -236,16 +246,17 @@ class SelectionObjective:
         columns["change"] = pa.array(self.predictor.change(weights)[0])
         if self.run_model is None:
             assert interval is not None
-            beyond = tuple(interval.sentences(self.predictor.units.targets, today))
+            interval_notes = tuple(interval.notes(self.predictor.units.targets, baseline))
         else:
             from grasp.runs.calibration import ExtrapolationLog  # noqa: PLC0415 - imported only if there are runs
 
-            nats, extrapolation = self.run_model.predict(weights), ExtrapolationLog()
-            extrapolation.add([name], nats)
-            beyond = extrapolation.notes
-            columns |= {name: pa.array(value_BT[0], from_pandas=True) for name, value_BT in nats.columns.items()}
-        questions = [known.note(target) for target, known in reliability.items()]
-        return pa.table(columns), (*beyond, *questions, *notes(self.predictor, self.run_model))
+            predicted, extrapolation = self.run_model.predict(weights), ExtrapolationLog()
+            extrapolation.add([name], predicted)
+            interval_notes = extrapolation.notes
+            for column, value_BT in predicted.columns.items():
+                columns[column] = pa.array(value_BT[0], from_pandas=True)
+        reliability_notes = [of_target.note(target) for target, of_target in reliability.items()]
+        return pa.table(columns), (*interval_notes, *reliability_notes, *notes(self.predictor, self.run_model))
 
     def result_fields(self, changes: pa.Table, value: float, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of an `OptimizationResult` that do not depend on its kind."""
@@ -284,10 +295,10 @@ def with_diversity(protocol: ScoringProtocol, weight: float, array_names: Sequen
         raise SettingsError(
             f"diversity: got {weight:g}, expected a weight of the redundancy penalty from 0 to {MAX_DIVERSITY:g}"
         )
-    built = [half for half in ("hidden", "residual", "product") if f"{half}_sketch" in array_names]
-    if weight and not built:
+    available = [half for half in ("hidden", "residual", "product") if f"{half}_sketch" in array_names]
+    if weight and not available:
         raise SettingsError("diversity: requires a sketch, and the artifact has none; drop it, or build with sketches")
-    half = "joint" if {"hidden", "residual"} <= set(built) else (built[-1] if built else "")
+    half = "joint" if {"hidden", "residual"} <= set(available) else (available[-1] if available else "")
     changed = {
         "name": f"{protocol.name}, diversity {weight:g}",
         "components": {f"{half}.raw": -weight} if weight else {},
@@ -297,54 +308,57 @@ def with_diversity(protocol: ScoringProtocol, weight: float, array_names: Sequen
 
 
 def weighted_targets(
-    targets: str | Sequence[str] | Mapping[str, float] | None, known: Sequence[str]
+    targets: str | Sequence[str] | Mapping[str, float] | None, artifact_targets: Sequence[str]
 ) -> Mapping[str, float]:
     """Parse targets and normalise their weights to a sum of 1.
 
     Args:
         targets: `sciq`, `sciq=2,openbookqa=1`, names, or a mapping of names to weights; None: the only target.
-        known: targets of the artifact, which identify names that contain a comma or `=`.
+        artifact_targets: targets of the artifact, which identify names that contain a comma or `=`.
 
     Raises:
         SettingsError: no target is named and there are several; a target is unknown or occurs twice; or a weight is not
             a positive number.
     """
-    has = f"the artifact has {', '.join(known)}"
+    targets_text = f"the artifact has {', '.join(artifact_targets)}"
     if targets is None:
-        if len(known) != 1:
+        if len(artifact_targets) != 1:
             raise SettingsError(
-                f"target: missing, and {has}; pass one, or several with weights, e.g. {known[0]}=2,{known[1]}=1"
+                f"target: missing, and {targets_text}; pass one, or several with weights, e.g. "
+                f"{artifact_targets[0]}=2,{artifact_targets[1]}=1"
             )
-        return {known[0]: 1.0}
+        return {artifact_targets[0]: 1.0}
     pairs: list[tuple[str, float]] = []
     if isinstance(targets, str):
         # longest first, since one name may be a prefix of another
-        names = "|".join(re.escape(name) for name in sorted(known, key=len, reverse=True))
-        part, at = re.compile(rf"\s*(?:({names})|([^,=]+?))\s*(?:=\s*([^,]*))?(?:,|$)"), 0
-        while at < len(targets):
-            match = part.match(targets, at)
+        names = "|".join(re.escape(name) for name in sorted(artifact_targets, key=len, reverse=True))
+        pattern, position = re.compile(rf"\s*(?:({names})|([^,=]+?))\s*(?:=\s*([^,]*))?(?:,|$)"), 0
+        while position < len(targets):
+            match = pattern.match(targets, position)
             if match is None:
-                raise SettingsError(f"target: got {targets[at:]!r}, expected target or target=weight; {has}")
+                raise SettingsError(
+                    f"target: got {targets[position:]!r}, expected target or target=weight; {targets_text}"
+                )
             try:
                 pairs.append((match[1] or match[2], 1.0 if match[3] is None else float(match[3])))
             except ValueError as err:
                 raise SettingsError(
                     f"target: got {match[0].strip(' ,')!r}, expected a target, or target=weight with a weight above 0"
                 ) from err
-            at = match.end()
+            position = match.end()
     else:
         pairs += [(name, float(targets[name]) if isinstance(targets, Mapping) else 1.0) for name in targets]
     weights: dict[str, float] = {}
     for name, weight in pairs:
-        if name not in known:
-            raise SettingsError(f"target: got {name!r}{did_you_mean(name, known)}, {has}")
+        if name not in artifact_targets:
+            raise SettingsError(f"target: got {name!r}{did_you_mean(name, artifact_targets)}, {targets_text}")
         if name in weights:
             raise SettingsError(f"target: got {name} more than once; pass it once, with a weight such as {name}=2")
         if not 0 < weight < math.inf:
             raise SettingsError(f"target: got {name} with the weight {weight:g}, expected a number above 0")
         weights[name] = weight
     if not weights:
-        raise SettingsError(f"target: missing; {has}")
-    most = max(weights.values())  # divide by it first: the sum of very large weights would overflow
-    total = sum(weight / most for weight in weights.values())
-    return {name: weight / most / total for name, weight in weights.items()}
+        raise SettingsError(f"target: missing; {targets_text}")
+    largest = max(weights.values())  # divide by it first: the sum of very large weights would overflow
+    total = sum(weight / largest for weight in weights.values())
+    return {name: weight / largest / total for name, weight in weights.items()}

@@ -86,6 +86,7 @@ def solve(problem: MixtureProblem, linear_G: F64 | None = None, concave_GG: F64 
     Coefficients are scaled so that the largest is 1.
 
     Args:
+        problem: bounds, distance, and default objective.
         linear_G: coefficients l; None: those of `problem`.
         concave_GG: matrix Q, negative semidefinite; None: 0.
 
@@ -120,7 +121,7 @@ def solve(problem: MixtureProblem, linear_G: F64 | None = None, concave_GG: F64 
             f"mixture: the solver stopped with {solution.status}; the geometry may outweigh the relevance by far; "
             "choose another protocol"
         )
-    return _repaired(np.array(solution.x)[:n], problem)
+    return _snap_to_bounds(np.array(solution.x)[:n], problem)
 
 
 def _constraints(problem: MixtureProblem, n: int) -> tuple[sparse.csc_matrix, F64, list[object]]:
@@ -129,33 +130,40 @@ def _constraints(problem: MixtureProblem, n: int) -> tuple[sparse.csc_matrix, F6
     matrix = np.concatenate([ones_1G, -eye, eye])
     right = np.concatenate([[1.0], -problem.low_G, problem.high_G])
     if problem.distance is not None:
-        near = np.block([[eye, -eye], [-eye, -eye], [np.zeros((1, n)), ones_1G]])
-        matrix = np.concatenate([np.pad(matrix, ((0, 0), (0, n))), near])
+        # t >= p - current, t >= current - p, sum t <= 2 distance
+        distance_rows = np.block([[eye, -eye], [-eye, -eye], [np.zeros((1, n)), ones_1G]])
+        matrix = np.concatenate([np.pad(matrix, ((0, 0), (0, n))), distance_rows])
         right = np.concatenate([right, problem.current_G, -problem.current_G, [2.0 * problem.distance]])
     if problem.segments is None:
         return sparse.csc_matrix(matrix), right, [clarabel.ZeroConeT(1), clarabel.NonnegativeConeT(len(right) - 1)]
     width = problem.segments.width_GK
+    # p_g - sum of its filled segments = first knot; 0 <= filled length <= width
     filled = sparse.eye(width.size)
-    adds = sparse.kron(sparse.eye(n), -np.ones((1, width.shape[1])))
-    begin = sparse.csc_matrix(np.pad(eye, ((0, 0), (0, matrix.shape[1] - n))))
-    parts: list[list[Any]] = [[begin, adds], [sparse.csc_matrix(matrix), None], [None, -filled], [None, filled]]
-    whole = sparse.csc_matrix(sparse.bmat(parts))
+    minus_filled = sparse.kron(sparse.eye(n), -np.ones((1, width.shape[1])))
+    select_p = sparse.csc_matrix(np.pad(eye, ((0, 0), (0, matrix.shape[1] - n))))
+    blocks: list[list[Any]] = [
+        [select_p, minus_filled],
+        [sparse.csc_matrix(matrix), None],
+        [None, -filled],
+        [None, filled],
+    ]
+    all_constraints = sparse.csc_matrix(sparse.bmat(blocks))
     bounds = np.concatenate([problem.segments.knots_GK[:, 0], right, np.zeros(width.size), width.reshape(-1)])
-    return whole, bounds, [clarabel.ZeroConeT(n + 1), clarabel.NonnegativeConeT(len(bounds) - n - 1)]
+    return all_constraints, bounds, [clarabel.ZeroConeT(n + 1), clarabel.NonnegativeConeT(len(bounds) - n - 1)]
 
 
-def _repaired(p_G: F64, problem: MixtureProblem) -> F64:
+def _snap_to_bounds(p_G: F64, problem: MixtureProblem) -> F64:
     """Set weights that are close to a bound to it, and rescale the others so that all add up to 1.
 
     The solution of an interior-point method is strictly inside the bounds.
     """
     low, high = problem.low_G, problem.high_G
     p_G = np.where(p_G - low < BOUND_TOLERANCE, low, np.where(high - p_G < BOUND_TOLERANCE, high, p_G))
-    free = (p_G > low) & (p_G < high)
-    rest = 1.0 - p_G[~free].sum()
-    if free.any() and p_G[free].sum() > 0:
+    is_free_G = (p_G > low) & (p_G < high)
+    free_total = 1.0 - p_G[~is_free_G].sum()
+    if is_free_G.any() and p_G[is_free_G].sum() > 0:
         p_G = p_G.copy()
-        p_G[free] *= rest / p_G[free].sum()
+        p_G[is_free_G] *= free_total / p_G[is_free_G].sum()
     return np.clip(p_G, low, high)
 
 
@@ -169,15 +177,16 @@ def frank_wolfe(problem: MixtureProblem, value: Callable[[F64], F64], starts: Se
     """
     linear = replace(problem, segments=None)
     low_G, high_G = problem.low_G - MIN_RELATIVE_GAIN, problem.high_G + MIN_RELATIVE_GAIN
-    ends = []
+    optima = []
     for start_G in starts:
         if not ((low_G <= start_G) & (start_G <= high_G)).all():
             continue
         p_G = start_G
         for _ in range(MAX_STEPS):
-            nudge_G = DIFFERENCE_STEP * (p_G + 1.0 / len(p_G))
-            values = value(np.concatenate([p_G[None], p_G + np.diag(nudge_G)]))
-            slope_G = (values[1:] - values[0]) / nudge_G
+            # forward differences; an even share is added to the step, since p_g may be 0
+            step_G = DIFFERENCE_STEP * (p_G + 1.0 / len(p_G))
+            values = value(np.concatenate([p_G[None], p_G + np.diag(step_G)]))
+            slope_G = (values[1:] - values[0]) / step_G
             corner_G = solve(linear, slope_G)
             path_BG = p_G + STEP_SIZES[:, None] * (corner_G - p_G)
             path_B = value(path_BG)
@@ -185,5 +194,5 @@ def frank_wolfe(problem: MixtureProblem, value: Callable[[F64], F64], starts: Se
             if path_B[best] - values[0] <= MIN_RELATIVE_GAIN * np.ptp(path_B):
                 break
             p_G = path_BG[best]
-        ends.append(p_G)
-    return ends[int(np.argmax(value(np.stack(ends))))]
+        optima.append(p_G)
+    return optima[int(np.argmax(value(np.stack(optima))))]

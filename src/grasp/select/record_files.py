@@ -126,25 +126,27 @@ def write_records(out: Path, form: FileFormat, items: Iterable[Item], size: Shar
     if form.kind in ("json", "jsonl") and not isinstance(first, pa.Table):
         return _write_text(out, form, items, size, ())
     if form.kind == "parquet":
-        return _rows_in(_write_parquet(out, items, size))
+        return _count_rows(_write_parquet(out, items, size))
     shards = out / "shards"
     shards.mkdir()
     tables = _write_parquet(shards, items, ShardSize())
-    n_records = _rows_in(tables)
+    n_records = _count_rows(tables)
     if form.kind == "datasets":
-        _as_datasets(tables, shards / "cache", out)
+        _save_as_dataset(tables, shards / "cache", out)
     else:
         names = pq.read_schema(tables[0]).names if tables else []
-        _write_text(out, form, _records_of(tables), size, names)
+        _write_text(out, form, _read_records(tables), size, names)
     discard(shards)
     return n_records
 
 
-def _rows_in(tables: Iterable[Path]) -> int:
+def _count_rows(tables: Iterable[Path]) -> int:
+    """Return the number of rows of Parquet files."""
     return sum(pq.read_metadata(file).num_rows for file in tables)
 
 
-def _records_of(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
+def _read_records(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    """Yield the records of Parquet files."""
     for path in files:
         with pq.ParquetFile(path) as file:
             for batch in parquet_batches(file, file.schema_arrow.names):
@@ -158,43 +160,45 @@ def _write_text(out: Path, form: FileFormat, records: Iterable[Any], size: Shard
         names: columns of CSV and TSV.
     """
     begin, between, end = b"", b"\n", b"\n"
-    text_of: Callable[[dict[str, Any]], bytes] = _json
+    text_of: Callable[[dict[str, Any]], bytes] = _json_line
     if form.kind == "json":
         begin, between, end = b"[\n", b",\n", b"\n]\n"
     elif form.kind in DELIMITER:
-        text_of = _delimited_by(DELIMITER[form.kind], tuple(names))
+        text_of = _delimited_line(DELIMITER[form.kind], tuple(names))
         begin = text_of(dict(zip(names, names, strict=True))) + b"\n"
-    n_records = n_files = in_file = n_bytes = 0
+    n_records = n_files = n_in_file = n_bytes = 0
     with ExitStack() as stack:
         for record in records:
             try:
                 text = text_of(record)
             except TypeError as err:
                 raise CorpusError(f"record {n_records:,}: {err}; not representable as JSON, write parquet") from err
-            if n_files and in_file < size.records and n_bytes + len(between) + len(text) + len(end) <= size.n_bytes:
+            if n_files and n_in_file < size.records and n_bytes + len(between) + len(text) + len(end) <= size.n_bytes:
                 text = between + text
             else:
                 stack.close()
-                file = stack.enter_context(_compressed(out / f"part-{n_files:05d}{form.suffix}"))
+                file = stack.enter_context(_open_compressed(out / f"part-{n_files:05d}{form.suffix}"))
                 stack.callback(file.write, end)
-                text, n_files, in_file, n_bytes = begin + text, n_files + 1, 0, 0
+                text, n_files, n_in_file, n_bytes = begin + text, n_files + 1, 0, 0
             file.write(text)
-            n_records, in_file, n_bytes = n_records + 1, in_file + 1, n_bytes + len(text)
+            n_records, n_in_file, n_bytes = n_records + 1, n_in_file + 1, n_bytes + len(text)
     return n_records
 
 
-def _compressed(path: Path) -> Any:
+def _open_compressed(path: Path) -> Any:
+    """Open a file for writing, compressed according to its suffix."""
     codec = COMPRESSION_BY_SUFFIX.get(path.suffix)
     if codec is None:
         return path.open("wb")
     return lzma.open(path, "wb") if codec == "xz" else pa.CompressedOutputStream(str(path), codec)
 
 
-def _json(record: dict[str, Any]) -> bytes:
+def _json_line(record: dict[str, Any]) -> bytes:
+    """Return a record as a line of JSON without its end."""
     return json_text(record, None, only_ascii=False).encode()
 
 
-def _delimited_by(delimiter: str, names: tuple[str, ...]) -> Callable[[dict[str, Any]], bytes]:
+def _delimited_line(delimiter: str, names: tuple[str, ...]) -> Callable[[dict[str, Any]], bytes]:
     """Return a function that writes a record as a line of CSV without its end; nested values are JSON."""
 
     def text_of(record: dict[str, Any]) -> bytes:
@@ -220,42 +224,43 @@ def _write_parquet(shards: Path, items: Iterable[Item], size: ShardSize) -> list
     """
     writer: pq.ParquetWriter | None = None
     files: list[Path] = []
-    in_file = n_bytes = 0
+    n_in_file = n_bytes = 0
     with ExitStack() as stack:
-        for table in _tables_of(items):
-            first = size.records - in_file if 0 < in_file < size.records else size.records
-            for part in _parts_of(table, size, first):
-                is_full = in_file >= size.records or (in_file and n_bytes + part.nbytes > size.n_bytes)
+        for table in _batch_tables(items):
+            first = size.records - n_in_file if 0 < n_in_file < size.records else size.records
+            for part in _split_table(table, size, first):
+                is_full = n_in_file >= size.records or (n_in_file and n_bytes + part.nbytes > size.n_bytes)
                 if writer is None or is_full or not writer.schema.equals(table.schema):
                     stack.close()
                     files.append(shards / f"part-{len(files):05d}.parquet")
                     sink = stack.enter_context(files[-1].open("wb"))
                     writer = stack.enter_context(pq.ParquetWriter(sink, table.schema, compression="zstd"))
-                    in_file = n_bytes = 0
+                    n_in_file = n_bytes = 0
                 writer.write_table(part)
                 # the last part may not be written yet; it is rarely larger on disk
-                in_file, n_bytes = in_file + part.num_rows, sink.tell() + part.nbytes
+                n_in_file, n_bytes = n_in_file + part.num_rows, sink.tell() + part.nbytes
     write_one_schema(files)
     return files
 
 
-def _tables_of(items: Iterable[Item]) -> Iterator[pa.Table]:
-    waiting: list[dict[str, Any]] = []
+def _batch_tables(items: Iterable[Item]) -> Iterator[pa.Table]:
+    """Yield tables unchanged, and JSON records in batches as tables."""
+    pending: list[dict[str, Any]] = []
     chars = 0
     for item in items:
         if isinstance(item, pa.Table):
             yield item
             continue
-        waiting.append(item)
+        pending.append(item)
         chars += sum(len(value) for value in item.values() if isinstance(value, str))
-        if len(waiting) == SHARD_RECORDS or chars >= SHARD_CHARS:
-            yield table_of_records(waiting)
-            waiting, chars = [], 0
-    if waiting:
-        yield table_of_records(waiting)
+        if len(pending) == SHARD_RECORDS or chars >= SHARD_CHARS:
+            yield table_of_records(pending)
+            pending, chars = [], 0
+    if pending:
+        yield table_of_records(pending)
 
 
-def _parts_of(table: pa.Table, size: ShardSize, first: int) -> Iterator[pa.Table]:
+def _split_table(table: pa.Table, size: ShardSize, first: int) -> Iterator[pa.Table]:
     """Yield consecutive parts of a table, small enough to fill files well; the first has at most `first` records."""
     by_bytes = int(table.num_rows * (size.n_bytes // _PARTS) / max(1, table.nbytes))
     step = max(1, min(size.records, by_bytes))
@@ -265,7 +270,7 @@ def _parts_of(table: pa.Table, size: ShardSize, first: int) -> Iterator[pa.Table
         start, stop = stop, stop + step
 
 
-def _as_datasets(files: Iterable[Path], cache: Path, out: Path) -> None:
+def _save_as_dataset(files: Iterable[Path], cache: Path, out: Path) -> None:
     """Write Parquet files as a `datasets` directory."""
     datasets = require("datasets", extra="datasets", feature="writing a `datasets` directory")
     were_shown = not datasets.utils.are_progress_bars_disabled()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -49,7 +49,7 @@ from grasp.select.budget import (
     parse_tokens,
     take_within_budget,
 )
-from grasp.select.export import checked_rule
+from grasp.select.export import parse_rule
 from grasp.select.objective import SelectionObjective, resolve_rule, weighted_targets
 from grasp.select.selection import Curve, Selection
 from grasp.text import several, signed, skipped_text
@@ -61,16 +61,16 @@ if TYPE_CHECKING:
 SUBSET = "selection"
 PARTIAL_REASONS = ("short_end", "cut", "cut_begin")  # reasons for skipping the beginning or the end of a document
 SHORT_SHARE = 0.01  # share of short rows above which a note is added
-# Label values that lose more rows than the corpus does: how many are named, their minimum share of the rows, and how
-# many standard errors their loss must exceed that of the corpus by.
-VALUES_NAMED, LARGE_SHARE, ERRORS = 3, 0.01, 2.0
+# Label values that lose more rows than the corpus does: maximum number that are named, their minimum share of the rows,
+# and the number of standard errors by which their loss must exceed that of the corpus.
+MAX_VALUES_NAMED, MIN_VALUE_SHARE, MIN_STANDARD_ERRORS = 3, 0.01, 2.0
 CURVE_POINTS = 50  # points of the curve of value against budget
 BUDGETS_PER_ROUND = 200  # budgets per round of the search for the optimal budget
 SWAP_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)  # step sizes of the line search: shares of the possible swaps
 MAX_ASCENT_STEPS = 20  # maximum number of ascent steps
 UNUSED_SHARE = 0.02  # share of a budget above which an unused remainder is mentioned in the headline
-# A bare number up to this share of the corpus and up to this size may have been meant as a percentage.
-FEW, LARGEST_SHARE = 0.01, 100
+# A bare number up to this share of the corpus, and at most 100, may have been meant as a percentage.
+AMBIGUOUS_SHARE, MAX_PERCENTAGE = 0.01, 100
 MIN_RELATIVE_GAIN = 0.01  # stop the ascent if a step gains less than this part of the gain so far
 
 
@@ -100,6 +100,7 @@ def select(
     In Python the result has `.row_ids`, `.save(path)`, `.export(directory)`.
 
     Args:
+        artifact: artifact of the corpus.
         budget: amount to select: 20% or 5000 (rows), 2Mtokens, 20%tokens, 300documents, 67%documents of the whole
             corpus. Default: the optimum for `train_tokens`. In Python also a float (share of the rows) or an int
             (number of rows).
@@ -125,7 +126,7 @@ def select(
         SubsetError: an expression is not a condition.
     """
     if documents is not None:
-        checked_rule(documents)
+        parse_rule(documents)
     targets = weighted_targets(target, artifact.targets)
     rule = resolve_rule(artifact, protocol, diversity)
     if documents == "all" and rule.interaction is Interaction.PAIRS:
@@ -133,7 +134,7 @@ def select(
             "documents: all cannot be combined with geometry, which selects single rows; pass any or half, or "
             "diversity 0"
         )
-    allowed_N, excluded_notes = _allowed(artifact, targets, exclude, exclude_where, drop_leaks=drop_leaks)
+    allowed_N, excluded_notes = _allowed_rows(artifact, targets, exclude, exclude_where, drop_leaks=drop_leaks)
     labels = None if by is None else label_column(artifact, by, "by")
     by = None if labels is None else labels.name  # as it is spelled in the corpus
     tokens = None if train_tokens is None else parse_tokens(train_tokens)
@@ -145,13 +146,12 @@ def select(
     items = _select_items(
         objective, amount, allowed_N, labels, floors, caps, whole=documents == "all", progress=progress
     )
-    constraints, rows = items.constraints, items.selected.row_index
     params = {
         "budget": budget,
         "targets": dict(targets),
         "train_tokens": tokens,
         "by": by,
-        "unit": constraints.unit,
+        "unit": items.constraints.unit,
         "items": items.kind,
         "floor": list(several(floor)),
         "cap": list(several(cap)),
@@ -159,14 +159,41 @@ def select(
         "drop_leaks": drop_leaks,
         "excluded_rows": int((~allowed_N).sum()),
     } | ({"cautious": True} if cautious else {})
+    notes = [*excluded_notes, *items.notes]
+    notes += [] if amount is None else _percentage_note(amount, artifact.n_rows)
+    notes += [labels.note] if labels is not None and labels.note else []
+    return _build_selection(objective, items, labels, params, notes, whole=documents is not None)
+
+
+def _build_selection(
+    objective: SelectionObjective,
+    items: "_SelectedItems",
+    labels: LabelColumn | None,
+    params: Mapping[str, Any],
+    notes: Sequence[str],
+    *,
+    whole: bool,
+) -> Selection:
+    """Predict the change of the selected items, and return the result with its tables and notes.
+
+    Args:
+        objective: objective of the selection.
+        items: selected rows or documents.
+        labels: label that floors and caps refer to.
+        params: arguments of the call.
+        notes: notes on candidates and budget.
+        whole: documents are exported whole.
+    """
+    artifact, tokens, selected = objective.artifact, objective.train_tokens, items.selected
+    rows = selected.row_index
     selected_N = mask_of(rows, artifact.n_rows)
     weights = single_subset(SUBSET, selected_N).weights
     changes, change_notes = objective.evaluate(SUBSET, weights, "the whole corpus")
     sums = objective.predictor.sums(weights)
     n_tokens, value = int(objective.tokens_N[rows].sum()), float(objective.value(sums)[0])
-    table = _row_table(objective, items.selected, selected_N, labels)
+    table = _row_table(objective, selected, selected_N, labels)
     headline = items.headline(table, n_tokens)
-    value_notes = list[str]()
+    value_notes: list[str] = []
     if tokens is not None:
         (factor,) = sums.repetition_factor(objective.budget_predictor.exposure)
         headline += f"; {tokens / n_tokens:.2g} epochs in {tokens:,.0f} training tokens"
@@ -174,22 +201,17 @@ def select(
             f"value {value:+z.3f}: the change including repetition, which has {float(factor):.0%} of the effect of as "
             "many new rows"
         )
-    few = [] if amount is None else _few_rows(amount, artifact.n_rows)
-    few += [labels.note] if labels is not None and labels.note else []
-    choice_notes = _notes(objective, items, by, whole=documents is not None)
-    notes = (*excluded_notes, *items.notes, *few, *items.selected.notes, *choice_notes, *value_notes, *change_notes)
-    selected = items.selected
+    choice_notes = _choice_notes(objective, items, None if labels is None else labels.name, whole=whole)
+    bound, guarantee = selected.bound, selected.guarantee
     return Selection(
         table,
         f"keeps {headline}",
-        notes,
+        (*notes, *selected.notes, *choice_notes, *value_notes, *change_notes),
         **objective.result_fields(changes, value, params),
         curve=_curve_of(objective, items),
-        labels=None if labels is None else _label_table(constraints, items.item_index_P),
-        bound=selected.bound,
-        guarantee=selected.guarantee
-        if selected.bound is None
-        else f"upper bound {selected.bound:+.3f}: {selected.guarantee}",
+        labels=None if labels is None else _label_table(items.constraints, items.item_index_P),
+        bound=bound,
+        guarantee=guarantee if bound is None else f"upper bound {bound:+.3f}: {guarantee}",
         row_index=rows,
         n_tokens=n_tokens,
         effect_N=objective.effect_N,
@@ -199,7 +221,7 @@ def select(
 # -------------------------------------------------------------------------------------------------- candidates
 
 
-def _allowed(
+def _allowed_rows(
     artifact: ArtifactReader,
     targets: Mapping[str, float],
     exclude: Path | str | Sequence[str] | None,
@@ -208,7 +230,8 @@ def _allowed(
     drop_leaks: bool,
 ) -> tuple[Bool, list[str]]:
     """Return which rows may be selected, (N,), and a note for each kind of exclusion."""
-    allowed_N, notes = np.ones(artifact.n_rows, dtype=np.bool_), list[str]()
+    allowed_N = np.ones(artifact.n_rows, dtype=np.bool_)
+    notes: list[str] = []
     if exclude is not None:
         listed_N, note = load_exclusions(artifact, exclude)
         allowed_N &= ~listed_N
@@ -252,6 +275,7 @@ class _SelectedItems:
         selected: the selected rows.
         item_index_P: indices of the selected items, best first.
         order_N: the selected rows, followed by those that a larger budget would add.
+        notes: notes on the budget.
     """
 
     constraints: Constraints
@@ -293,10 +317,19 @@ def _select_items(
     """Select the best items within the budget, or within the optimal budget if none is given.
 
     Args:
+        objective: objective of the selection.
+        amount: budget; None: the optimum for the training budget.
+        allowed_N: rows that may be selected.
+        labels: label that floors and caps refer to.
+        floors: minimum amount of each label value.
+        caps: maximum amount of each label value.
         whole: items are whole documents.
+        progress: receives stages and numbers of rows.
+    Raises:
+        SettingsError: the budget cannot be met, or options contradict each other.
     """
     rule = objective.predictor.protocol
-    # the model fitted to runs is a function of means over the selected rows
+    # The model fitted to runs is a function of means over the selected rows, so it says nothing of repetition.
     by_runs = (
         objective.run_model is not None and objective.train_tokens is None and rule.interaction is Interaction.NONE
     )
@@ -340,7 +373,7 @@ def _select_items(
         selected = geometry().select_rows(objective.predictor, objective.weights_T, constraints, progress)
         order_N = item_index_P = selected.row_index
     else:
-        selected, item_index_P, order_N = _ranked(objective, effect_M, document_N, constraints, by_runs=by_runs)
+        selected, item_index_P, order_N = _select_by_rank(objective, effect_M, document_N, constraints, by_runs=by_runs)
     return _SelectedItems(constraints, effect_M, document_N, selected, item_index_P, order_N, notes)
 
 
@@ -385,7 +418,7 @@ def _mean_by(document_N: I64, value_N: F64) -> F64:
     return np.asarray(np.bincount(document_N, value_N) / np.bincount(document_N), np.float64)
 
 
-def _ranked(
+def _select_by_rank(
     objective: SelectionObjective, effect_M: F64, document_N: I64 | None, constraints: Constraints, *, by_runs: bool
 ) -> tuple[SelectedRows, I64, I64]:
     """Select the best items by rank, subject to the constraints.
@@ -394,60 +427,60 @@ def _ranked(
         The selected rows; the selected items; and the selected rows followed by those that a larger budget would add
         (none with floors or caps, because a larger budget would change the earlier ones).
     """
-    worth_M = effect_M
+    score_M = effect_M
     guarantee = OPTIMAL_NOTE if document_N is None else "whole documents, by the mean effect of their rows"
     if document_N is not None and constraints.costs_differ:
         guarantee += ", until no further one fits"
     if constraints.unit == "tokens" and document_N is None:
-        worth_M = objective.predictor.ranking_effects(worth_M, objective.weights_T, constraints.cost_N)
+        score_M = objective.predictor.ranking_effects(score_M, objective.weights_T, constraints.cost_N)
     if by_runs:
-        worth_M, guarantee = _worth_by_runs(objective, document_N, constraints, worth_M)
-    order_P = ranked(worth_M, among_N=constraints.allowed_N)
-    picked_P = take_within_budget(order_P, constraints)
+        score_M, guarantee = _scores_by_runs(objective, document_N, constraints, score_M)
+    order_P = ranked(score_M, among_N=constraints.allowed_N)
+    selected_P = take_within_budget(order_P, constraints)
     if constraints.unit == "tokens" and document_N is None and not by_runs:
-        guarantee = token_guarantee(worth_M, picked_P, constraints, alike=worth_M is effect_M)
-    next_P = order_P[~mask_of(picked_P, len(worth_M))[order_P]]
-    order_P = picked_P if constraints.has_label_constraints else np.concatenate([picked_P, next_P])
+        guarantee = token_guarantee(score_M, selected_P, constraints, by_effect=score_M is effect_M)
+    next_P = order_P[~mask_of(selected_P, len(score_M))[order_P]]
+    order_P = selected_P if constraints.has_label_constraints else np.concatenate([selected_P, next_P])
     if document_N is None:
-        return SelectedRows(picked_P, guarantee), picked_P, order_P
-    place_M = np.full(len(worth_M), len(order_P))
-    place_M[order_P] = np.arange(len(order_P))
-    place_N = place_M[document_N]
-    order_N = np.argsort(place_N, kind="stable")[: int((place_N < len(order_P)).sum())]
-    return SelectedRows(order_N[: int((place_N < len(picked_P)).sum())], guarantee), picked_P, order_N
+        return SelectedRows(selected_P, guarantee), selected_P, order_P
+    rank_M = np.full(len(score_M), len(order_P))
+    rank_M[order_P] = np.arange(len(order_P))
+    rank_N = rank_M[document_N]
+    order_N = np.argsort(rank_N, kind="stable")[: int((rank_N < len(order_P)).sum())]
+    return SelectedRows(order_N[: int((rank_N < len(selected_P)).sum())], guarantee), selected_P, order_N
 
 
-def token_guarantee(worth_N: F64, picked_P: I64, constraints: Constraints, *, alike: bool) -> str:
+def token_guarantee(score_N: F64, selected_P: I64, constraints: Constraints, *, by_effect: bool) -> str:
     """Return the mean effect per token of a selection, and its upper bound for as many tokens.
 
     The bound is the fractional knapsack: rows sorted by effect per token, the last one cut to fit, have the highest
     mean effect per token.
 
     Args:
-        worth_N: effect per token of each row.
-        alike: rows are ranked by their effect, because the predicted change weighs all rows alike.
+        score_N: effect per token of each row.
+        by_effect: rows are ranked by their effect, because the predicted change weighs all rows alike.
     """
     text = "greedy by effect per token until no row fits the remaining tokens"
-    text += "; the predicted change weighs all rows alike, whatever their length" if alike else ""
+    text += "; the predicted change weighs all rows alike, whatever their length" if by_effect else ""
     if constraints.has_label_constraints:
         return f"{text}; within floors and caps"
-    used = int(constraints.cost_N[picked_P].sum())
-    order_N = ranked(worth_N, among_N=constraints.allowed_N)
+    used = int(constraints.cost_N[selected_P].sum())
+    order_N = ranked(score_N, among_N=constraints.allowed_N)
     cost_N = constraints.cost_N[order_N]
-    whole_N = np.clip(used - (np.cumsum(cost_N) - cost_N), 0, cost_N)
-    mean = float(constraints.cost_N[picked_P] @ worth_N[picked_P]) / used
-    most = float(whole_N @ worth_N[order_N]) / used
-    return f"{text}: {signed(mean)} per token; at most {signed(most)} for any selection of as many tokens"
+    used_N = np.clip(used - (np.cumsum(cost_N) - cost_N), 0, cost_N)  # tokens of each row that fit; the last is cut
+    mean = float(constraints.cost_N[selected_P] @ score_N[selected_P]) / used
+    bound = float(used_N @ score_N[order_N]) / used
+    return f"{text}: {signed(mean)} per token; at most {signed(bound)} for any selection of as many tokens"
 
 
-def _worth_by_runs(
-    objective: SelectionObjective, document_N: I64 | None, constraints: Constraints, worth_M: F64
+def _scores_by_runs(
+    objective: SelectionObjective, document_N: I64 | None, constraints: Constraints, score_M: F64
 ) -> tuple[F64, str]:
-    """Rank items by the change that a model fitted to runs predicts, and say how much that gains over relevance.
+    """Score items by the change that a model fitted to runs predicts, and describe the gain over relevance.
 
     The predicted change is not additive over rows, so this is a local search that starts from the best items by
     relevance (Frank and Wolfe). Each step linearises the objective at the current selection, takes the best items of
-    the linearisation as a corner, and searches along the line to it, i.e. over how many of the swaps to make.
+    the linearisation as a corner, and searches along the line to it, i.e. for the number of swaps to make.
 
     Returns:
         Score of each item, (M,), to rank them by, and a statement for the output.
@@ -455,19 +488,21 @@ def _worth_by_runs(
     assert objective.run_model is not None
 
     def subset_weights(mask_BM: Bool) -> Weights:
+        """Return the selected items as subsets of rows."""
         mask_BN = mask_BM if document_N is None else mask_BM[:, document_N]
-        at = np.nonzero(mask_BN)
-        return Weights(csr_array((np.ones(len(at[0])), at), shape=(len(mask_BN), objective.artifact.n_rows)))
+        indices = np.nonzero(mask_BN)
+        return Weights(csr_array((np.ones(len(indices[0])), indices), shape=(len(mask_BN), objective.artifact.n_rows)))
 
-    def masks(by_BM: F64) -> Bool:
+    def select_masks(score_BM: F64) -> Bool:
+        """Return the best items by each score that satisfy the constraints."""
         return np.stack(
             [
-                mask_of(take_within_budget(ranked(by_M, among_N=constraints.allowed_N), constraints), len(by_M))
-                for by_M in by_BM
+                mask_of(take_within_budget(ranked(score_M, among_N=constraints.allowed_N), constraints), len(score_M))
+                for score_M in score_BM
             ]
         )
 
-    best_M, selected_1M = worth_M, masks(worth_M[None])
+    best_M, selected_1M = score_M, select_masks(score_M[None])
     by_relevance = by_runs = float(objective.predicted_by_runs(subset_weights(selected_1M))[0])
     for _ in range(MAX_ASCENT_STEPS):
         gradient_M = objective.run_model.row_gradients(
@@ -475,19 +510,20 @@ def _worth_by_runs(
         )
         if document_N is not None:
             gradient_M = _mean_by(document_N, gradient_M)
-        selected_M, corner_M = selected_1M[0], masks(gradient_M[None])[0]
-        leaving, coming = np.sort(gradient_M[selected_M & ~corner_M]), -np.sort(-gradient_M[corner_M & ~selected_M])
-        n = min(len(leaving), len(coming))
-        gain_n = coming[:n] - leaving[:n]  # of each swap towards the corner, best first
+        selected_M, corner_M = selected_1M[0], select_masks(gradient_M[None])[0]
+        removed, added = np.sort(gradient_M[selected_M & ~corner_M]), -np.sort(-gradient_M[corner_M & ~selected_M])
+        n = min(len(removed), len(added))
+        gain_n = added[:n] - removed[:n]  # of each swap towards the corner, best first
         # a bonus for the current items, just large enough that all, half, ... of the swaps are made
-        credit_B = [0.0, *(max(float(gain_n[k]), 0.0) for k in sorted({int(n * part) for part in SWAP_SHARES}) if k)]
-        by_BM = gradient_M + np.array(credit_B)[:, None] * selected_1M
-        mask_BM = masks(by_BM)
+        n_swaps = sorted({int(n * share_of_swaps) for share_of_swaps in SWAP_SHARES})
+        bonus_B = [0.0, *(max(float(gain_n[k]), 0.0) for k in n_swaps if k)]
+        score_BM = gradient_M + np.array(bonus_B)[:, None] * selected_1M
+        mask_BM = select_masks(score_BM)
         value_B = objective.predicted_by_runs(subset_weights(mask_BM))
         k = int(np.argmax(value_B))
         if value_B[k] - by_runs <= MIN_RELATIVE_GAIN * (by_runs - by_relevance):
             break
-        best_M, selected_1M, by_runs = by_BM[k], mask_BM[[k]], float(value_B[k])
+        best_M, selected_1M, by_runs = score_BM[k], mask_BM[[k]], float(value_B[k])
     bound = "lower bound of the change" if objective.cautious else "change"
     return best_M, (
         f"rows are ranked by the {bound} predicted by the runs: {by_runs:+.4f} {objective.run_model.unit}, "
@@ -495,22 +531,22 @@ def _worth_by_runs(
     )
 
 
-def _curve(objective: SelectionObjective, order_N: I64, places: Sequence[int], effect_N: F64) -> Curve:
+def _curve(objective: SelectionObjective, order_N: I64, sizes: Sequence[int], effect_N: F64) -> Curve:
     """Return the value of the first rows of a ranking, for several sizes.
 
     Args:
         order_N: rows, best first.
-        places: sizes, ascending.
+        sizes: numbers of rows, ascending.
         effect_N: effect by which the rows are ranked.
     """
-    start_B = np.concatenate([[0], places])
+    start_B = np.concatenate([[0], sizes])
     parts = [np.sort(order_N[a:b]) for a, b in itertools.pairwise(start_B)]
     indices = np.concatenate(parts)
     rows_BN = csr_array((np.ones(len(indices)), indices, start_B), shape=(len(parts), objective.predictor.n_rows))
     sums = objective.predictor.sums(Weights(rows_BN)).cumulative()
     tokens_B = np.cumsum([int(objective.tokens_N[part].sum()) for part in parts])
-    last_B = effect_N[order_N[np.asarray(places) - 1]]
-    columns = (np.asarray(places), tokens_B, last_B, objective.value(sums))
+    last_B = effect_N[order_N[np.asarray(sizes) - 1]]
+    columns = (np.asarray(sizes), tokens_B, last_B, objective.value(sums))
     return Curve(*(tuple(column.tolist()) for column in columns))
 
 
@@ -528,46 +564,46 @@ def _best_budget(
         SettingsError: no budget satisfies the floors and caps.
     """
     order_P = ranked(objective.effect_N, among_N=allowed_N)
-    refused: list[SettingsError] = []
+    errors: list[SettingsError] = []
 
     def value(size: int, build_constraints: Callable[[Amount], Constraints]) -> float:
         try:
             rows = take_within_budget(order_P, build_constraints(Amount(float(size), False)))
         except SettingsError as err:
-            refused.append(err)
+            errors.append(err)
             return -np.inf
         weights = single_subset(SUBSET, mask_of(rows, objective.artifact.n_rows)).weights
         return float(objective.value(objective.predictor.sums(weights))[0])
 
-    at_once, near = (BUDGETS_PER_ROUND, 0.0) if build_constraints is None else (16, 0.005)
-    places = np.unique(np.geomspace(1, len(order_P), at_once).round().astype(np.int64))
+    n_sizes, tolerance = (BUDGETS_PER_ROUND, 0.0) if build_constraints is None else (16, 0.005)
+    sizes = np.unique(np.geomspace(1, len(order_P), n_sizes).round().astype(np.int64))
     while True:
         if build_constraints is None:
-            values: Sequence[float] = _curve(objective, order_P, places.tolist(), objective.effect_N).value
+            values: Sequence[float] = _curve(objective, order_P, sizes.tolist(), objective.effect_N).value
         else:
-            values = [value(size, build_constraints) for size in places.tolist()]
-        at = int(np.argmax(values))
-        low, high = int(places[max(at - 1, 0)]), int(places[min(at + 1, len(places) - 1)])
-        if len(places) == places[-1] - places[0] + 1 or high - low <= near * places[at]:
+            values = [value(size, build_constraints) for size in sizes.tolist()]
+        best = int(np.argmax(values))
+        low, high = int(sizes[max(best - 1, 0)]), int(sizes[min(best + 1, len(sizes) - 1)])
+        if len(sizes) == sizes[-1] - sizes[0] + 1 or high - low <= tolerance * sizes[best]:
             break
-        places = np.unique(np.linspace(low, high, at_once).round().astype(np.int64))
-    if values[at] == -np.inf:
-        raise refused[-1]
-    return int(places[at])
+        sizes = np.unique(np.linspace(low, high, n_sizes).round().astype(np.int64))
+    if values[best] == -np.inf:
+        raise errors[-1]
+    return int(sizes[best])
 
 
 # ------------------------------------------------------------------------------------------------------- notes
 
 
-def _few_rows(amount: Amount, n_rows: int) -> list[str]:
+def _percentage_note(amount: Amount, n_rows: int) -> list[str]:
     """Return a note if a budget such as 20 may have been meant as a percentage."""
-    if amount.is_share or amount.unit is not None or amount.value > min(LARGEST_SHARE, FEW * n_rows):
+    if amount.is_share or amount.unit is not None or amount.value > min(MAX_PERCENTAGE, AMBIGUOUS_SHARE * n_rows):
         return []
     number = f"{amount.value:g}"
     return [f"budget: {number} is a number of rows, {amount.value / n_rows:.2%} of the corpus; a share is {number}%"]
 
 
-def _notes(objective: SelectionObjective, selected: _SelectedItems, by: str | None, *, whole: bool) -> list[str]:
+def _choice_notes(objective: SelectionObjective, items: _SelectedItems, by: str | None, *, whole: bool) -> list[str]:
     """Return notes on the candidates, the rows that are not selected, short rows, partial documents and skipped text.
 
     Args:
@@ -575,46 +611,50 @@ def _notes(objective: SelectionObjective, selected: _SelectedItems, by: str | No
     """
     artifact, constraints, kind, rows = (
         objective.artifact,
-        selected.constraints,
-        selected.kind,
-        selected.selected.row_index,
+        items.constraints,
+        items.kind,
+        items.selected.row_index,
     )
-    above = int((selected.effect_M[constraints.allowed_N] > 0).sum())
-    messages = [f"{above:,} of the {int(constraints.allowed_N.sum()):,} candidate {kind} are above the corpus average"]
-    if (used := int(constraints.cost_N[selected.item_index_P].sum())) < constraints.budget:
-        why = f"no further {kind[:-1]} fits" if constraints.costs_differ else "the caps allow no more"
-        messages.append(f"{used:,} of {constraints.budget:,} {constraints.unit} are used: {why}")
+    n_above = int((items.effect_M[constraints.allowed_N] > 0).sum())
+    n_allowed = int(constraints.allowed_N.sum())
+    messages = [f"{n_above:,} of the {n_allowed:,} candidate {kind} are above the corpus average"]
+    if (used := int(constraints.cost_N[items.item_index_P].sum())) < constraints.budget:
+        reason = f"no further {kind[:-1]} fits" if constraints.costs_differ else "the caps allow no more"
+        messages.append(f"{used:,} of {constraints.budget:,} {constraints.unit} are used: {reason}")
 
-    gone_N = ~mask_of(rows, artifact.n_rows)
-    if gone_N.any():
-        mean = float(objective.effect_N[gone_N].mean())
-        line = f"not selected: {share(int(gone_N.sum()), len(gone_N))}, mean effect {mean:+.3f}"
+    dropped_N = ~mask_of(rows, artifact.n_rows)
+    if dropped_N.any():
+        mean = float(objective.effect_N[dropped_N].mean())
+        line = f"not selected: {share(int(dropped_N.sum()), len(dropped_N))}, mean effect {mean:+.3f}"
         for label in [by] if by else suggest_labels(artifact)[:1]:
             column = label_column(artifact, label)
-            gone_G, names = np.bincount(column.codes_N, gone_N, len(column.values)), column.names()
+            dropped_G, names = np.bincount(column.codes_N, dropped_N, len(column.values)), column.names()
             # label values that lose a larger share than the corpus, by more than the error of a random draw
-            overall = float(gone_N.mean())
+            overall = float(dropped_N.mean())
             error_G = np.sqrt(overall * (1 - overall) / np.maximum(column.counts, 1))
-            rate_G = gone_G / np.maximum(column.counts, 1)
-            excess_G = np.where(column.counts >= LARGE_SHARE * len(gone_N), (rate_G - overall) / (error_G + 1e-12), 0.0)
-            worst = [g for g in np.lexsort((-gone_G, -rate_G)).tolist() if excess_G[g] > ERRORS][:VALUES_NAMED]
-            shares = ", ".join(f"{names[g]} ({gone_G[g]:,.0f} of {column.counts[g]:,})" for g in worst)
-            line += f"; mainly {label} {shares}" * bool(shares)
+            rate_G = dropped_G / np.maximum(column.counts, 1)
+            is_large_G = column.counts >= MIN_VALUE_SHARE * len(dropped_N)
+            excess_G = np.where(is_large_G, (rate_G - overall) / (error_G + 1e-12), 0.0)  # in standard errors
+            worst = [g for g in np.lexsort((-dropped_G, -rate_G)).tolist() if excess_G[g] > MIN_STANDARD_ERRORS]
+            worst = worst[:MAX_VALUES_NAMED]
+            shares = ", ".join(f"{names[g]} ({dropped_G[g]:,.0f} of {column.counts[g]:,})" for g in worst)
+            line += f"; mainly {label} {shares}" if shares else ""
         messages.append(line)
-    if (short := short_rows(artifact, rows)) > SHORT_SHARE * len(rows):
+    if (n_short := short_rows(artifact, rows)) > SHORT_SHARE * len(rows):
         length = length_column(artifact)
         messages.append(
-            f"{short:,} selected rows have fewer than {SHORT} {short_of(length)}, so their relevance is noisy; "
+            f"{n_short:,} selected rows have fewer than {SHORT} {short_of(length)}, so their relevance is noisy; "
             f'exclude them with --exclude-where "{length} < {SHORT}"'
         )
 
     if not whole:
         document_N = row_documents(artifact)
-        selected_D, of_D = np.bincount(document_N[rows], minlength=int(document_N.max()) + 1), np.bincount(document_N)
-        if cut := int(((selected_D > 0) & (selected_D < of_D)).sum()):
+        n_rows_D = np.bincount(document_N)
+        n_selected_D = np.bincount(document_N[rows], minlength=len(n_rows_D))
+        if n_partial := int(((n_selected_D > 0) & (n_selected_D < n_rows_D)).sum()):
             messages.append(
-                f"{cut:,} of {len(of_D):,} documents are selected in part; for whole documents, pass a budget such as "
-                "20%documents, or export with --documents half"
+                f"{n_partial:,} of {len(n_rows_D):,} documents are selected in part; for whole documents, pass a "
+                "budget such as 20%documents, or export with --documents half"
             )
     counts = artifact.manifest.skipped.get("rows", {}).get("counts", {})
     if counts := {reason: count for reason, count in counts.items() if not (whole and reason in PARTIAL_REASONS)}:
@@ -622,11 +662,11 @@ def _notes(objective: SelectionObjective, selected: _SelectedItems, by: str | No
     return messages
 
 
-def _label_table(constraints: Constraints, picked_P: I64) -> pa.Table:
+def _label_table(constraints: Constraints, selected_P: I64) -> pa.Table:
     """Return the table of value, selected, pool, floor and cap, in the unit of the budget; one row per label value."""
     selected_G, pool_G = (
         np.bincount(constraints.codes_N[rows], constraints.cost_N[rows], len(constraints.values)).astype(np.int64)
-        for rows in (picked_P, constraints.allowed_N)
+        for rows in (selected_P, constraints.allowed_N)
     )
     return pa.table(
         {

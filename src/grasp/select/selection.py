@@ -18,8 +18,8 @@ from grasp.select.export import Export, Exporter
 from grasp.select.objective import OptimizationResult
 from grasp.text import plain, signed, text_table
 
-CURVE_SHOWN = 8
-VALUES_SHOWN = 30
+CURVE_SHOWN = 8  # points of the curve that are printed
+VALUES_SHOWN = 30  # label values that are printed
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,8 @@ class Selection(OptimizationResult):
     def __repr__(self) -> str:
         curve, n = self.curve, len(self.curve.rows)
         step = max(1, n // CURVE_SHOWN)
-        places = {*range(step - 1, n, step), n - 1} | {k for k, rows in enumerate(curve.rows) if rows == len(self)}
+        selected_size = {k for k, rows in enumerate(curve.rows) if rows == len(self)}
+        shown_points = {*range(step - 1, n, step), n - 1} | selected_size
         budgets = [
             (
                 f"{curve.rows[k]:,}",
@@ -144,11 +145,11 @@ class Selection(OptimizationResult):
                 signed(curve.effect[k]),
                 signed(curve.value[k]),
             )
-            for k in sorted(places)
+            for k in sorted(shown_points)
         ]
-        each = "document" if self.params["items"] == "documents" else "row"
-        title = f"other budgets: effect of the next {each} (0 = the corpus average), and value of the whole selection"
-        headings = ("rows", "share", "tokens", f"next {each}", "value")
+        item = "document" if self.params["items"] == "documents" else "row"
+        title = f"other budgets: effect of the next {item} (0 = the corpus average), and value of the whole selection"
+        headings = ("rows", "share", "tokens", f"next {item}", "value")
         parts = [plain(self.headline), self._shown_changes(), text_table(title, headings, budgets, left=0)]
         if self.labels is not None:
             ordered = self.labels.sort_by([("selected", "descending")])

@@ -18,13 +18,13 @@ class Summary(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class Named(Summary):
+class ProtocolName(Summary):
     """Name of a scoring protocol."""
 
     name: str
 
 
-class CurvePlaces(Summary):
+class CurvePoints(Summary):
     """Value of other budgets: the first rows of the ranking."""
 
     rows: tuple[int, ...]
@@ -67,7 +67,7 @@ class OptimizationSummary(Summary):
     runs_unit: str | None = None
     value: float
     scale: str
-    protocol: Named
+    protocol: ProtocolName
     notes: tuple[str, ...]
 
 
@@ -79,11 +79,11 @@ class SelectionSummary(OptimizationSummary):
     documents: int | None = None  # number of documents, if whole documents were selected
     bound: float | None
     guarantee: str
-    curve: CurvePlaces
+    curve: CurvePoints
     labels: tuple[ValueShare, ...]
 
 
-class MixedSlice(Summary):
+class SliceShares(Summary):
     """Current and proposed share of one slice."""
 
     value: str
@@ -97,7 +97,7 @@ class MixtureSummary(OptimizationSummary):
 
     kind: Literal["mixture"]
     label: str
-    slices: tuple[MixedSlice, ...]
+    slices: tuple[SliceShares, ...]
     optimum: str
 
 
@@ -108,6 +108,10 @@ COMMANDS = {"selection": "grasp select", "mixture": "grasp mix"}
 def read_summary(kind: type[S], path: Path, artifact: ArtifactReader) -> S:
     """Read the summary of a selection or of a mixture, and check that it is of the same corpus.
 
+    Args:
+        kind: class of the summary.
+        path: file that `save` wrote.
+        artifact: artifact of the corpus.
     Raises:
         SettingsError: the file is not such a summary, is damaged, or is of another corpus.
     """
