@@ -29,7 +29,7 @@ Fusion = Literal["rrf", "z"]
 FUSIONS: tuple[Fusion, ...] = get_args(Fusion)
 RRF = 60.0  # of Cormack et al. 2009
 KERNELS = ("token", "pooled", "input")  # as the recorded results call them
-HELD_BYTES = 256 << 20
+IN_MEMORY_BYTES = 256 << 20
 Part = tuple[ArtifactReader | MethodRows, str | None]
 
 
@@ -258,7 +258,7 @@ def _lifts(
             places.setdefault(tuple(columns.tolist()), []).append((r, q))
     questions = [(np.array(columns), of) for columns, of in sorted(places.items())]
     floats_each = len(domains[0].codes_N) * (len(parts) + 3)  # 3 more while `grasp` adds its kernels up
-    most = max(1, HELD_BYTES // (4 * floats_each))
+    most = max(1, IN_MEMORY_BYTES // (4 * floats_each))
     for start in range(0, len(questions), most):
         batch = questions[start : start + most]
         held = {name: _scores(part, [columns for columns, _ in batch]) for name, part in parts.items()}

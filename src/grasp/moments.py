@@ -48,12 +48,12 @@ class StreamingMoments:
     products: bool = False
 
     @classmethod
-    def from_blocks(cls, blocks: Iterable[tuple[int, NDArray[Any]]], held_NE: F32 | None = None) -> Self:
-        """Accumulate moments over blocks of rows, and store the rows in `held_NE` if it is given."""
+    def from_blocks(cls, blocks: Iterable[tuple[int, NDArray[Any]]], out_NE: F32 | None = None) -> Self:
+        """Accumulate moments over blocks of rows, and store the rows in `out_NE` if it is given."""
         moments = cls()
         for start, block in blocks:
-            if held_NE is not None:
-                held_NE[start : start + len(block)] = block
+            if out_NE is not None:
+                out_NE[start : start + len(block)] = block
             moments.add(block)
         return moments
 

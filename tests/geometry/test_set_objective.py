@@ -65,7 +65,7 @@ def test_a_penalty_is_concave_and_a_reward_is_not(omega, concave):
 def test_products_with_a_vector_are_the_same_for_all_rows_and_for_chosen_ones(monkeypatch):
     rng = np.random.default_rng(0)
     for held in (256 << 20, 4 * 40 * 4, 0):  # in memory; without its norms; on disk
-        monkeypatch.setattr("grasp.predict.weights.HELD_BYTES", held)
+        monkeypatch.setattr("grasp.predict.weights.IN_MEMORY_BYTES", held)
         source = World()
         objective = Objective.from_predictor(
             predictor_of(source, protocol(components={"joint.raw": -1.0})), np.array([1.0, 0.0]), 10

@@ -219,7 +219,7 @@ def test_neither_blocks_of_rows_nor_holding_them_matter(block_rows, held_bytes, 
         return predictor.change_of(sums), predictor.unit_change(weights, sums)
 
     want = predicted(FakeSource())
-    monkeypatch.setattr("grasp.predict.weights.HELD_BYTES", held_bytes)
+    monkeypatch.setattr("grasp.predict.weights.IN_MEMORY_BYTES", held_bytes)
     for item, other in zip(want, predicted(FakeSource(block_rows=block_rows)), strict=True):
         np.testing.assert_allclose(item, other, rtol=0, atol=rounding(40, item))
 

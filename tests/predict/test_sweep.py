@@ -75,8 +75,8 @@ def test_every_form_sums_to_the_float64_reference(seed, cut):
     values_NC = (rng.standard_normal((n, 6)) * 10.0 ** rng.integers(-3, 4, 6) + 1.0).astype(np.float32)
     edges = [0, cut, min(cut + 13, n), n]
     blocks = [(start, values_NC[start:stop]) for start, stop in itertools.pairwise(edges) if stop > start]
-    streamed = RowSums(lambda: iter(blocks), n, 6, held_NC=None)
-    streamed.held_NC = None
+    streamed = RowSums(lambda: iter(blocks), n, 6, array_NC=None)
+    streamed.array_NC = None
     for weights, matrix in forms(seed, 9, n):
         want, size = matrix @ values_NC.astype(float), abs(matrix) @ abs(values_NC.astype(float))
         if weights.base:  # what is taken off the total is rounded as the total is
@@ -112,7 +112,7 @@ def test_unions_of_slices_read_the_values_once():
         return iter([(0, values_NC)])
 
     sums, slices = RowSums(blocks, 60, 2), Weights.from_slices(codes, 3)
-    sums.held_NC = None
+    sums.array_NC = None
     passes.clear()
     for _ in range(4):
         np.testing.assert_array_equal(sums.sums(slices.mixed(np.eye(3))), np.full((3, 2), 20.0))

@@ -324,8 +324,8 @@ def test_the_protocol_that_ships_names_the_runs_that_it_was_selected_on():
     env = RetrainedRuns.open(experiments / "environments" / "cc-topic")
     protocol = DEFAULT_PROTOCOL
     runs = env.fingerprint(next(blocks()))
-    assert protocol.chosen_on(runs) == {"sciq", "openbookqa", "sciq@all", "openbookqa@all"}
-    assert protocol.chosen_on("other") == set()
+    assert protocol.targets_selected_on(runs) == {"sciq", "openbookqa", "sciq@all", "openbookqa@all"}
+    assert protocol.targets_selected_on("other") == set()
     other = {name for name, known in protocol.selected_runs.items() if known != runs}
     record = json.loads(files("grasp.predict").joinpath("default.provenance.json").read_text())
     evidence = record["defaults"]["further"]["selection"]["environments"]  # those of `fine-tuned` among them

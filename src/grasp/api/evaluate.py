@@ -17,7 +17,7 @@ from grasp.errors import RunsError, SettingsError
 from grasp.methods.contract import MethodInputs, Retrained
 from grasp.methods.registry import ConfiguredMethod, configured_methods, method_predictions, published_methods
 from grasp.predict.families import parse_family
-from grasp.predict.scoring_rule import Match, ScoringProtocol, chosen_on, geometry, resolve_protocol
+from grasp.predict.scoring_rule import Match, ScoringProtocol, geometry, resolve_protocol, targets_selected_on
 from grasp.predict.subset_tables import RowIndex
 from grasp.progress import Progress, Silent
 from grasp.progress_display import shows_progress
@@ -214,8 +214,10 @@ def compare(
         partial=partial,
         resamples=resamples,
         notes=notes,
-        chosen_on={name: protocol.chosen_on(alignment.runs_fingerprint) for name, protocol in protocols.items()}
-        | dict.fromkeys(controls or {}, chosen_on(controls_on or {}, alignment.runs_fingerprint)),
+        selected_on={
+            name: protocol.targets_selected_on(alignment.runs_fingerprint) for name, protocol in protocols.items()
+        }
+        | dict.fromkeys(controls or {}, targets_selected_on(controls_on or {}, alignment.runs_fingerprint)),
     )
 
 

@@ -23,8 +23,8 @@ from grasp.geometry.terms import CalibrationFamily, GeometryTerms, NormedSketch,
 from grasp.moments import ColumnSpread
 from grasp.predict.predictor import (
     KernelRelevance,
-    Level,
     Predictor,
+    RowEffects,
     SubsetSums,
     UnitSelection,
     assemble_predictor,
@@ -64,7 +64,7 @@ def _sums(
 
 
 @dataclass(frozen=True, slots=True)
-class InteractionLevel(Level):
+class InteractionLevel(RowEffects):
     """Effects of rows, and the factors that convert a difference of A into a change."""
 
     gain_C: F64  # factor from a difference of A, in effects, to a change
@@ -226,7 +226,7 @@ def bind(
     return InteractionPredictor(**shared | overrides, terms=terms)
 
 
-def _level(level: Level, terms: GeometryTerms) -> InteractionLevel:
+def _level(level: RowEffects, terms: GeometryTerms) -> InteractionLevel:
     protocol, n_rows, before = terms.protocol, terms.n_rows, level.spread
     counts, zero_C = protocol.weighting == "count", level.corpus_C
     # A of the corpus is the value of its mean row, times N for `count`. The mean over zero omitted rows is undefined;
@@ -243,6 +243,6 @@ def _level(level: Level, terms: GeometryTerms) -> InteractionLevel:
         origin_C = np.sum([slope_C * level.scales[name].mean_E for name, slope_C in slopes.items()], axis=0)
         bend = sum(protocol.components[name] * value for name, value in terms.whole().items())
         corpus_C = (sign * n_rows if counts else sign) * before.mean_E - origin_C + bend
-    shared = {item.name: getattr(level, item.name) for item in fields(Level)}
+    shared = {item.name: getattr(level, item.name) for item in fields(RowEffects)}
     overrides = {"corpus_C": corpus_C, "gain_C": gain_C, "offset_C": zero_C if counts else 0.0 * zero_C}
     return InteractionLevel(**shared | overrides)

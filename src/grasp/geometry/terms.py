@@ -66,24 +66,24 @@ class NormedSketch(RowSums):
                 yield start, wider
 
         self.normed = RowSums(with_norms, artifact.n_rows, width + 1)  # ||phi||^2 is the last column
-        held_NC = None if self.normed.held_NC is None else self.normed.held_NC[:, :-1]
+        array_NC = None if self.normed.array_NC is None else self.normed.array_NC[:, :-1]
         on_disk = functools.partial(artifact.array_blocks, self.name, block_rows=BLOCK_ROWS)
-        super().__init__(on_disk, artifact.n_rows, width, held_NC=held_NC)
+        super().__init__(on_disk, artifact.n_rows, width, array_NC=array_NC)
         self.totals, self.norms = cached(
             artifact, (self.name, "norms"), 8 * width, lambda: _totals(self.normed.blocks())
         )  # corpus sums, and moments of ||phi||^2
 
     def blocks(self) -> Blocks:
         """Yield the sketch in blocks of BLOCK_ROWS rows, from memory if it is held."""
-        if self.held_NC is None:
+        if self.array_NC is None:
             yield from self._blocks()
             return
-        for start in range(0, len(self.held_NC), BLOCK_ROWS):
-            yield start, self.held_NC[start : start + BLOCK_ROWS]
+        for start in range(0, len(self.array_NC), BLOCK_ROWS):
+            yield start, self.array_NC[start : start + BLOCK_ROWS]
 
     def rows(self, row_index: NDArray[np.int64]) -> F32:
         """Return the sketches of the given rows, in this order."""
-        return self.artifact.array_rows(self.name, row_index) if self.held_NC is None else self.held_NC[row_index]
+        return self.artifact.array_rows(self.name, row_index) if self.array_NC is None else self.array_NC[row_index]
 
     def dot(self, vector_D: F64) -> F64:
         """Return <phi_i, vector> of every row, (N,)."""

@@ -64,9 +64,13 @@ class Family:
         """Draw `n_subsets` subsets of `n_rows` rows, in blocks of at most `block`.
 
         Args:
+            n_subsets: number of subsets.
+            n_rows: number of rows of the corpus.
             labels: the label of every row; required by families that draw by a label.
             purpose: name of the random stream, e.g. "calibration" or "evaluation"; different purposes give
                 independent draws.
+            seed: seed of the random stream.
+            block: maximum number of subsets per block.
         Raises:
             SubsetError: the corpus is empty, labels are missing or of the wrong length, or the label of `groups` or
                 `dirichlet` has a single value.
@@ -74,7 +78,7 @@ class Family:
         if n_rows < 1:
             raise SubsetError(f"family {self}: the corpus has {n_rows} rows; expected at least 1")
         if self.label is None:
-            return in_blocks(self._of_rows(n_subsets, n_rows, None, seed, purpose), n_rows, block)
+            return in_blocks(self._draw_rows(n_subsets, n_rows, None, seed, purpose), n_rows, block)
         if labels is None:
             raise SubsetError(f"family {self}: requires the label {self.label!r} of every row; got none")
         column = labels if isinstance(labels, LabelColumn) else LabelColumn.from_values(labels, self.label)
@@ -83,15 +87,15 @@ class Family:
                 f"family {self}: got {len(column.codes_N)} labels for {n_rows} rows; expected one per row"
             )
         if self.kind == "mixture":
-            return in_blocks(self._of_rows(n_subsets, n_rows, column, seed, purpose), n_rows, block)
+            return in_blocks(self._draw_rows(n_subsets, n_rows, column, seed, purpose), n_rows, block)
         if len(column.values) < 2:
             raise SubsetError(
                 f"family {self}: label {self.label!r} has the single value {column.values[0]!r}; "
                 f"{self.kind} requires at least two values, otherwise every subset is empty or the whole corpus"
             )
-        return self._of_values(n_subsets, column, seed, purpose, block)
+        return self._draw_by_value(n_subsets, column, seed, purpose, block)
 
-    def _of_values(
+    def _draw_by_value(
         self, n_subsets: int, column: LabelColumn, seed: int, purpose: str, block: int
     ) -> Iterator[SubsetBlock]:
         """Draw for groups and dirichlet, where all rows of a label value have the same weight."""
@@ -111,7 +115,7 @@ class Family:
                 drawn.append(weight_G)
             yield SubsetBlock(tuple(names), values.mixed(np.stack(drawn)))
 
-    def _of_rows(
+    def _draw_rows(
         self, n_subsets: int, n_rows: int, column: LabelColumn | None, seed: int, purpose: str
     ) -> Iterator[WeightedRows]:
         """Draw for uniform, bernoulli and mixture, which sample individual rows."""
@@ -122,17 +126,17 @@ class Family:
 
         def draw(rng: np.random.Generator) -> I64:
             if column is not None:
-                return _some_of_each(rng, *rows_by_value)
+                return _draw_within_values(rng, *rows_by_value)
             if self.kind == "uniform":
-                return _choose(rng, n_rows, max(1, round(fraction * n_rows)))
+                return _draw_without_replacement(rng, n_rows, max(1, round(fraction * n_rows)))
             return np.flatnonzero(rng.random(n_rows) < fraction)
 
         for b in range(n_subsets):
             rng = stream(seed, "family", purpose, b)
-            redrawn = 0
+            n_redraws = 0
             while (rows := draw(rng)).size == 0:
-                redrawn += 1
-                if redrawn == MAX_REDRAWS:
+                n_redraws += 1
+                if n_redraws == MAX_REDRAWS:
                     raise SubsetError(
                         f"family {self}: {MAX_REDRAWS} consecutive draws from {n_rows} rows were empty; "
                         "use a larger fraction"
@@ -140,7 +144,7 @@ class Family:
             yield WeightedRows(f"{purpose}-{b:06d}", rows)
 
 
-def _some_of_each(rng: np.random.Generator, counts_G: I64, rows_N: I64, code_N: I64) -> I64:
+def _draw_within_values(rng: np.random.Generator, counts_G: I64, rows_N: I64, code_N: I64) -> I64:
     """Keep a Beta(1/2, 1/2) fraction of the rows of each label value; return ascending row positions.
 
     Shape letters: G label values, N rows sorted by value.
@@ -149,10 +153,10 @@ def _some_of_each(rng: np.random.Generator, counts_G: I64, rows_N: I64, code_N: 
     first_G = np.cumsum(counts_G) - counts_G
     if len(drawn_G) > MANY_VALUES:  # one sort shuffles the rows within every value; keep the first of each
         shuffled_N = rows_N[np.argsort(code_N + rng.random(len(rows_N)), kind="stable")]
-        place_N = np.arange(len(shuffled_N)) - first_G[code_N]
-        return np.sort(shuffled_N[place_N < drawn_G[code_N]])
+        rank_N = np.arange(len(shuffled_N)) - first_G[code_N]
+        return np.sort(shuffled_N[rank_N < drawn_G[code_N]])
     picks = [
-        rows_N[first + _choose(rng, int(n), int(n_drawn))]
+        rows_N[first + _draw_without_replacement(rng, int(n), int(n_drawn))]
         for first, n, n_drawn in zip(first_G, counts_G, drawn_G, strict=True)
     ]
     return np.sort(np.concatenate(picks))
@@ -160,8 +164,8 @@ def _some_of_each(rng: np.random.Generator, counts_G: I64, rows_N: I64, code_N: 
 
 def draw_dirichlet_shares(rng: np.random.Generator, around_G: F64) -> F64:
     """Draw shares (G,) that add up to 1 from a Dirichlet distribution around `around_G`; small shares become 0."""
-    strength = np.exp(rng.uniform(*np.log(CONCENTRATION_RANGE))) * len(around_G)
-    share_G = rng.dirichlet(np.maximum(strength * around_G / around_G.sum(), 1e-3))
+    concentration = np.exp(rng.uniform(*np.log(CONCENTRATION_RANGE))) * len(around_G)
+    share_G = rng.dirichlet(np.maximum(concentration * around_G / around_G.sum(), 1e-3))
     share_G[share_G < min(MIN_SHARE, share_G.max())] = 0.0
     return np.asarray(share_G / share_G.sum())
 
@@ -174,10 +178,10 @@ def parse_family(text: str) -> Family:
     Raises:
         SubsetError: unknown kind, a fraction outside (0, 1), or no label.
     """
-    spelled = text.strip()
-    if re.fullmatch(r"\w+\([^:]*\)", spelled):
-        spelled = spelled[:-1].replace("(", ":", 1)
-    kind, _, argument = (part.strip() for part in spelled.partition(":"))
+    normalised = text.strip()
+    if re.fullmatch(r"\w+\([^:]*\)", normalised):
+        normalised = normalised[:-1].replace("(", ":", 1)
+    kind, _, argument = (part.strip() for part in normalised.partition(":"))
     if kind in ("uniform", "bernoulli"):
         try:
             fraction = float(argument)
@@ -194,5 +198,6 @@ def parse_family(text: str) -> Family:
     raise SubsetError(f"family {text!r}: unknown kind {kind!r}; expected {FAMILY_EXAMPLES}")
 
 
-def _choose(rng: np.random.Generator, n: int, size: int) -> I64:
+def _draw_without_replacement(rng: np.random.Generator, n: int, size: int) -> I64:
+    """Draw `size` of `n` positions without replacement, in ascending order."""
     return np.sort(rng.choice(n, size=size, replace=False, shuffle=False)).astype(np.int64, copy=False)

@@ -16,7 +16,7 @@ row that the model has not seen is worth b effect sizes (`NEW_ROW_VALUE`), so
 b is small compared with the value of a relevant row, and only matters if few rows are repeated very often.
 
 Start with `Predictor.from_artifact` and `Predictor.change`. Order of the module: effective weights (`RepetitionLaw`),
-effects of rows (`KernelRelevance`, `Level`), changes of subsets (`Predictor`). Weighted sums over rows are in
+effects of rows (`KernelRelevance`, `RowEffects`), changes of subsets (`Predictor`). Weighted sums over rows are in
 `grasp.predict.weights`. Protocols with interactions between rows, or that do not average, are implemented by the
 subclass in `grasp.geometry`.
 Source: eq:method-additive, eq:component-predictor.
@@ -83,8 +83,9 @@ class RepetitionLaw:
 
     def __call__(self, times: Any) -> F64:
         """Return the effective weight of rows seen `times` as often as a row of weight 1; maps 0 to 0 and 1 to 1."""
-        once = np.asarray(1.0 if self.epochs is None else self.epochs)
+        once = np.asarray(1.0 if self.epochs is None else self.epochs)  # how often a row of weight 1 is seen
         seen, seen_once = (
+            # -expm1(-z) = 1 - exp(-z) without cancellation for few repetitions
             np.where(x <= 1.0, x, 1.0 - REPEAT_WORTH * np.expm1(-np.maximum(x - 1.0, 0.0) / REPEAT_WORTH))
             for x in (once * np.asarray(times, dtype=np.float64), once)
         )
@@ -197,12 +198,12 @@ class KernelRelevance:
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class RowEffects:
     """Effects of rows for all tasks (or all units), one column each."""
 
     effects: RowSums  # effect of every row, mean 0 and standard deviation 1 over the rows of the artifact
     spread: ColumnSpread  # mean and standard deviation before standardization
-    scales: Mapping[str, ColumnSpread]  # by kernel: the spread that it is divided by
+    scales: Mapping[str, ColumnSpread]  # by kernel: mean and standard deviation, by which it is divided
     shares: Mapping[str, F64]  # by kernel: factor from relevance to effect, slope / sd of the sum
     corpus_C: F64  # prediction for the whole corpus, which changes are relative to
     new_row_value_C: F64  # b: value of any unseen row, in effects of the column
@@ -213,40 +214,47 @@ class Level:
         slopes: Mapping[str, F64],
         kernels: Mapping[str, KernelRelevance],
         scales: Mapping[str, ColumnSpread],
-        held_NC: F32 | None,
+        array_NC: F32 | None,
     ) -> Self:
         """Compute the effect of every row: sum_m slope_m a_m, standardized to mean 0 and standard deviation 1.
 
         The order matters: (1) negative relevance is scaled for each unit, (2) units of a task are averaged, (3) each
         kernel is divided by its standard deviation (part of its slope), (4) kernels are added, (5) the sum is
-        standardized over the rows, which takes a second pass because its spread is known only after the first.
+        standardized over the rows, which takes a second pass, since its moments are known only after the first.
 
         Args:
-            held_NC: output array; may be the array of the first kernel, which is then overwritten. None: effects are
+            slopes: by kernel: weight over standard deviation, (C,).
+            kernels: by kernel: relevance.
+            scales: by kernel: mean and standard deviation.
+            array_NC: output array; may be the array of the first kernel, which is then overwritten. None: effects are
                 recomputed whenever they are summed, unless they are small.
         """
 
-        def added() -> Iterator[tuple[int, F64]]:
+        def summed_blocks() -> Iterator[tuple[int, F64]]:
+            """Yield the weighted sum of the kernels, block by block."""
             readers = [kernels[name].relevance.blocks() for name in slopes]
             for parts in zip(*readers, strict=True):
                 terms = (block * slope_C for (_, block), slope_C in zip(parts, slopes.values(), strict=True))
                 yield parts[0][0], functools.reduce(operator.iadd, terms)
 
-        before = StreamingMoments.from_blocks(added(), held_NC).spread
-        inverse_C = before.inverse_E
-        if held_NC is None:
+        moments = StreamingMoments.from_blocks(summed_blocks(), array_NC).spread
+        inverse_C = moments.inverse_E
+        if array_NC is None:
             first = next(iter(kernels.values()))
             effects = RowSums(
-                lambda: ((start, ((block - before.mean_E) * inverse_C).astype(np.float32)) for start, block in added()),
+                lambda: (
+                    (start, ((block - moments.mean_E) * inverse_C).astype(np.float32))
+                    for start, block in summed_blocks()
+                ),
                 first.rows.n_rows,
                 first.relevance.width,
             )
         else:
-            effects = RowSums.over(held_NC)
+            effects = RowSums.over(array_NC)
             for _, block in effects.blocks():
-                block[:] = (block - before.mean_E) * inverse_C
+                block[:] = (block - moments.mean_E) * inverse_C
         shares = {name: slope_C * inverse_C for name, slope_C in slopes.items()}
-        return cls(effects, before, scales, shares, before.mean_E * inverse_C, np.full(len(inverse_C), NEW_ROW_VALUE))
+        return cls(effects, moments, scales, shares, moments.mean_E * inverse_C, np.full(len(inverse_C), NEW_ROW_VALUE))
 
 
 # ----------------------------------------------------------------------------------------------- changes of subsets
@@ -286,8 +294,8 @@ class Predictor:
     protocol: ScoringProtocol
     units: UnitSelection
     n_rows: int
-    task: Level
-    unit_level: Level | None
+    task: RowEffects
+    unit_level: RowEffects | None
     sketches: Mapping[str, RowSums]  # sketches of rows, for similarities between subsets
     dropped: tuple[str, ...]  # kernels and components without variance, which contribute nothing
     # by kernel: factor from a unit's relevance to its task's effect without a prior (rho = 1), times its units
@@ -313,6 +321,7 @@ class Predictor:
         """Bind a protocol to an artifact.
 
         Args:
+            artifact: artifact to read.
             protocol: default: the built-in protocol.
             targets: default: all targets.
             per_unit: prepare for `unit_change`.
@@ -334,22 +343,22 @@ class Predictor:
                 artifact, fitted, selected, sketches=sketches, per_unit=per_unit, components=components
             )
             return replace(bound, exposure=law)
-        held = {half: load_sketch(artifact, half) for half in sorted(sketches)}
+        loaded_sketches = {half: load_sketch(artifact, half) for half in sorted(sketches)}
         if per_unit or components or units is not None:
             bound = assemble_predictor(artifact, fitted, selected, per_unit=per_unit, components=components)
-            return replace(bound, sketches=held, exposure=law)
+            return replace(bound, sketches=loaded_sketches, exposure=law)
         key = "relevance", fitted.model_dump_json(), selected.targets
         n_bytes = 4 * artifact.n_rows * len(selected.targets)
         bound = cached(artifact, key, n_bytes, lambda: assemble_predictor(artifact, fitted, selected))
         task = replace(bound.task, effects=RowSums.over(bound.effect_NT))  # `RowSums` caches sums, so do not share it
-        return replace(bound, task=task, sketches=held, exposure=law)
+        return replace(bound, task=task, sketches=loaded_sketches, exposure=law)
 
     @property
     def effect_NT(self) -> F32:  # noqa: N802 - a shape suffix
         """The effect of every row: mean 0, standard deviation 1 over the rows of the artifact."""
-        held_NT = self.task.effects.held_NC
-        assert held_NT is not None
-        return held_NT
+        effect_NT = self.task.effects.array_NC
+        assert effect_NT is not None
+        return effect_NT
 
     @property
     def reliability(self) -> Mapping[str, Reliability]:
@@ -374,6 +383,7 @@ class Predictor:
         """Compute the sums of one block of subsets.
 
         Args:
+            weights: weights of the subsets.
             halves: sketches to sum; None: all sketches of the predictor.
         """
         effective, weight_B = self.effective_weights(weights), weights.sums
@@ -420,6 +430,7 @@ class Predictor:
         """Predict the change of every unit from its own relevance, (B, E).
 
         Args:
+            weights: weights of the subsets.
             sums: sums of the same subsets.
         """
         assert self.unit_level is not None
@@ -428,7 +439,7 @@ class Predictor:
         )
 
     def text_of(self, row: int) -> float:
-        """Return the part of a row's effect on the first task that text and labels predict; 0 without a prior."""
+        """Return the part of a row's effect on the first task that its text and labels predict; 0 without a prior."""
         if self.prior is None:
             return 0.0
         return float(
@@ -452,7 +463,8 @@ class Predictor:
 
         Each part is (B, T), or (B,) if it is the same for all targets and units. Parts add up to the change.
         """
-        parts, effective = dict[str, F64](), self.effective_weights(weights)
+        parts: dict[str, F64] = {}
+        effective = self.effective_weights(weights)
         for name, kernel in self.task_kernels.items():
             sum_BT = kernel.relevance.sums(effective) - np.outer(sums.effective_B, kernel.rows.mean_E)
             sum_BT = self.task.shares[name] * sum_BT
@@ -499,19 +511,23 @@ def assemble_predictor(
     """Read relevance and combine the kernels into a predictor without sketches.
 
     Args:
+        artifact: artifact to read.
+        protocol: protocol that was fitted to the artifact.
+        units: units of the targets.
         per_unit: also compute effects per unit, by the kernels of units.
         components: keep the kernels separate.
-        family: function that returns the scale of each kernel; default: its spread over the rows.
+        family: function that returns the scale of each kernel; default: its moments over the rows.
         units_first: standardize every unit before averaging the units of a task.
     """
 
     def scales_of(kernels: Mapping[str, KernelRelevance]) -> Mapping[str, ColumnSpread]:
-        return {name: item.rows.spread for name, item in kernels.items()} if family is None else family(kernels)
+        """Return mean and standard deviation of each kernel, over the rows or over a family of subsets."""
+        return {name: kernel.rows.spread for name, kernel in kernels.items()} if family is None else family(kernels)
 
     negative = {name: protocol.negative_of(name) for name in kernel_weights(protocol)}
-    read = {
-        name: functools.partial(relevance_blocks, artifact, name, units.columns_E, less)
-        for name, less in negative.items()
+    relevance_of = {
+        name: functools.partial(relevance_blocks, artifact, name, units.columns_E, factor)
+        for name, factor in negative.items()
     }
     estimates = protocol.task == "estimate" and family is None  # subsets of a calibration family have no text
     by_unit: dict[str, KernelRelevance] = {}
@@ -520,27 +536,28 @@ def assemble_predictor(
         by_unit = {name: KernelRelevance.for_units(artifact, name, units, negative[name]) for name in names}
     unit_scales = scales_of(by_unit)
     if estimates and not by_unit:
-        unit_scales = {name: StreamingMoments.from_blocks(blocks()).spread for name, blocks in read.items()}
+        unit_scales = {name: StreamingMoments.from_blocks(blocks()).spread for name, blocks in relevance_of.items()}
     units_first = units_first or estimates
-    before = {name: units.weight_E * (unit_scales[name].inverse_E if units_first else 1.0) for name in negative}
+    unit_factors = {name: units.weight_E * (unit_scales[name].inverse_E if units_first else 1.0) for name in negative}
     kernels = {
-        name: KernelRelevance.for_tasks(artifact, name, units, less, before[name]) for name, less in negative.items()
+        name: KernelRelevance.for_tasks(artifact, name, units, factor, unit_factors[name])
+        for name, factor in negative.items()
     }
     unit_level = None
     if per_unit:
-        unit_level = Level.from_kernels(_slopes(protocol.of_units, unit_scales), by_unit, unit_scales, None)
+        unit_level = RowEffects.from_kernels(_slopes(protocol.of_units, unit_scales), by_unit, unit_scales, None)
     scales = scales_of(kernels)
     slopes, prior = _slopes(protocol, scales), None
     unit_slopes = slopes
-    coefficients = {name: before[name] * np.repeat(slope_T, units.counts_T) for name, slope_T in slopes.items()}
+    coefficients = {name: unit_factors[name] * np.repeat(slope_T, units.counts_T) for name, slope_T in slopes.items()}
     measure_reliability: Callable[[], tuple[Reliability, ...]] | None = None
     if units.counts_T.max() > 1 and family is None:
         measure_reliability = functools.cache(
-            lambda: mean_reliability(read, coefficients, units.counts_T, _row_names(artifact))
+            lambda: mean_reliability(relevance_of, coefficients, units.counts_T, _row_names(artifact))
         )
     if estimates and units.counts_T.max() > 1:
         prior = fit_prior(
-            read,
+            relevance_of,
             coefficients,
             units.counts_T,
             _row_names(artifact),
@@ -549,21 +566,21 @@ def assemble_predictor(
             [label_column(artifact, label).codes_N for label in suggest_labels(artifact)],
         )
         measure_reliability = functools.partial(getattr, prior, "reliability")
-        rho_T, held = prior.rho_T, RowSums.over(prior.text_NT)
-        text = KernelRelevance(StreamingMoments.from_blocks(held.blocks()), held)
+        rho_T, text_rows = prior.rho_T, RowSums.over(prior.text_NT)
+        text = KernelRelevance(StreamingMoments.from_blocks(text_rows.blocks()), text_rows)
         slopes = {name: slope_T * rho_T for name, slope_T in slopes.items()} | {TEXT_PART: 1.0 - rho_T}
         kernels, scales = kernels | {TEXT_PART: text}, {**scales, TEXT_PART: text.rows.spread}
-    first_NT = next(iter(kernels.values())).relevance.held_NC
+    first_NT = next(iter(kernels.values())).relevance.array_NC
     assert first_NT is not None
-    task = Level.from_kernels(slopes, kernels, scales, np.empty_like(first_NT) if components else first_NT)
+    task = RowEffects.from_kernels(slopes, kernels, scales, np.empty_like(first_NT) if components else first_NT)
     if unit_level is not None:
         # b is in effect sizes of the task; the effects of its units average to a column with this standard deviation
         blocks = unit_level.effects.blocks()
-        of_tasks = StreamingMoments.from_blocks(
+        task_means = StreamingMoments.from_blocks(
             (start, units.mean_per_task(block, units.weight_E)) for start, block in blocks
         )
         unit_level = replace(
-            unit_level, new_row_value_C=unit_level.new_row_value_C * np.repeat(of_tasks.spread.std_E, units.counts_T)
+            unit_level, new_row_value_C=unit_level.new_row_value_C * np.repeat(task_means.spread.std_E, units.counts_T)
         )
     return Predictor(
         protocol=protocol,
@@ -574,7 +591,7 @@ def assemble_predictor(
         sketches={},
         dropped=tuple(name for name in negative if not scales[name].inverse_E.any()),
         unit_shares={
-            name: np.repeat(slope_T * task.spread.inverse_E, units.counts_T) * before[name]
+            name: np.repeat(slope_T * task.spread.inverse_E, units.counts_T) * unit_factors[name]
             for name, slope_T in unit_slopes.items()
         },
         task_kernels=kernels if components else {},
@@ -591,6 +608,7 @@ def _slopes(protocol: ScoringProtocol, scales: Mapping[str, ColumnSpread]) -> di
 
 
 def _row_names(artifact: ArtifactReader) -> list[str]:
+    """Return the row_id of every row."""
     return [name for batch in artifact.row_batches(["row_id"]) for name in batch.column(0).to_pylist()]
 
 
@@ -621,25 +639,28 @@ def additive_predictor(
     """Return an additive predictor for one target or one of its units; its `effect_NT` (N, 1) ranks rows.
 
     Args:
+        artifact: artifact of the rows.
+        target: target of the predictor.
+        protocol: default: the built-in protocol.
         match: use only this kernel, instead of the protocol's kernels.
         unit: use only this unit, instead of all units of the target.
     Raises:
         ProtocolError: no such unit, or the artifact does not fit the protocol.
     """
-    chosen, units = resolve_protocol(protocol, artifact), None
+    rule, units = resolve_protocol(protocol, artifact), None
     if match is not None:
         single_kernel = {
-            "name": f"{chosen.name}, {match} alone",
+            "name": f"{rule.name}, {match} alone",
             "match": {match: 1.0},
             "task": "mean",
             "selected_on": None,
         }
-        chosen = parse_protocol(chosen.model_dump() | single_kernel, f"match {match}")
+        rule = parse_protocol(rule.model_dump() | single_kernel, f"match {match}")
     if unit is not None:
         columns, names = artifact.unit_columns(target), artifact.units.column("unit_id").to_pylist()
         column = next((e for e in columns if names[e] == unit), None)
         if column is None:
-            some = ", ".join(names[e] for e in columns[:3])
-            raise ProtocolError(f"unit: {target} has no unit {unit!r}; it has {len(columns):,}, e.g. {some}")
+            examples = ", ".join(names[e] for e in columns[:3])
+            raise ProtocolError(f"unit: {target} has no unit {unit!r}; it has {len(columns):,}, e.g. {examples}")
         units = UnitSelection((target,), np.array([column]), np.ones(1, dtype=np.int64))
-    return Predictor.from_artifact(artifact, chosen.additive, [target], units=units)
+    return Predictor.from_artifact(artifact, rule.additive, [target], units=units)

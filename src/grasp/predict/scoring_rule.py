@@ -35,9 +35,8 @@ class Interaction(Enum):
     """How the predicted change of a subset differs from the mean effect of its retained rows."""
 
     NONE = "none"  # no difference
-    WEIGHTING = (
-        "weighting"  # rows are summed instead of averaged, or the omitted rows are scored; rows remain independent
-    )
+    # rows are summed instead of averaged, or the omitted rows are scored; rows remain independent
+    WEIGHTING = "weighting"
     PAIRS = "pairs"  # pairs of rows contribute too, so selecting the best subset is a search problem
 
 
@@ -77,8 +76,8 @@ class ScoringProtocol(Settings):
         1.0,
         ge=0,
         le=1,
-        description="What a row's negative relevance to a unit is multiplied by: 1 keeps it, 0 drops it. That of "
-        "`gradient` and `replay`, whose sign is as good as its size, is always kept.",
+        description="Factor of negative relevance: 1 retains it, 0 drops it. Negative relevance of `gradient` and "
+        "`replay`, whose sign is as reliable as its size, is always retained.",
     )
     task: Literal["mean", "estimate"] = Field(
         "mean",
@@ -90,7 +89,7 @@ class ScoringProtocol(Settings):
         None, description="Development environments that the protocol was selected on; null: none."
     )
     selected_runs: dict[str, str] = Field(
-        {}, description="Fingerprint of the runs behind each of selected_on, by which they are known in any directory."
+        {}, description="Fingerprint of the runs of each entry of selected_on, which identifies them in any directory."
     )
 
     @field_validator("match")
@@ -115,9 +114,10 @@ class ScoringProtocol(Settings):
             ": additive core" if self.interaction is not Interaction.PAIRS else ""
         )
 
-    def chosen_on(self, fingerprint: str) -> set[str]:
+    def targets_selected_on(self, fingerprint: str) -> set[str]:
         """Return the targets on which the protocol was selected, for the runs with this fingerprint."""
-        return chosen_on({name: self.selected_runs.get(name, "") for name in self.selected_on or ()}, fingerprint)
+        runs = {name: self.selected_runs.get(name, "") for name in self.selected_on or ()}
+        return targets_selected_on(runs, fingerprint)
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -129,11 +129,11 @@ class ScoringProtocol(Settings):
         """One line that describes a fitted protocol: its kernels with weights, and what it was selected on."""
         weights = kernel_weights(self)
         kernels = " + ".join(kernel if weight == 1 else f"{weight:g} {kernel}" for kernel, weight in weights.items())
-        less = any(self.negative_of(kernel) != 1 for kernel in weights)
-        negative = f", negative relevance times {self.negative:g}" if less else ""
+        is_downweighted = any(self.negative_of(kernel) != 1 for kernel in weights)
+        negative = f", negative relevance times {self.negative:g}" if is_downweighted else ""
         results = len(self.selected_on or ())
-        chosen = f"selected on {results} development results" if results else "not selected on development results"
-        return f"protocol {self.name} ({kernels}{negative}{self.geometry_terms}; {chosen})"
+        selection = f"selected on {results} development results" if results else "not selected on development results"
+        return f"protocol {self.name} ({kernels}{negative}{self.geometry_terms}; {selection})"
 
     @property
     def additive(self) -> "ScoringProtocol":
@@ -155,13 +155,12 @@ class ScoringProtocol(Settings):
         """
         if self.match == "auto":
             available = [name.removeprefix("relevance_") for name in array_names]
-            first = [kernel for kernel in ("output_layer", "embedding") if kernel in available]
-            companions = (
-                ("knn",) if "knn" in available else ("hidden_bias", "hidden_linear")
-            )  # new model, or further training
-            match = dict.fromkeys((*first, *(kernel for kernel in companions if kernel in available)), 1.0)
+            base_kernels = [kernel for kernel in ("output_layer", "embedding") if kernel in available]
+            # knn for a new model; hidden_bias and hidden_linear for further training without a backward pass
+            companions = ("knn",) if "knn" in available else ("hidden_bias", "hidden_linear")
+            match = dict.fromkeys((*base_kernels, *(kernel for kernel in companions if kernel in available)), 1.0)
             if "gradient" in available:
-                match = dict.fromkeys(first, GRADIENT_COMPANION_WEIGHT) | {"gradient": 1.0}
+                match = dict.fromkeys(base_kernels, GRADIENT_COMPANION_WEIGHT) | {"gradient": 1.0}
             if "output_layer" not in available:
                 match = {"pooled": 1.0}
             if REPLAY in available and not _is_new_model(array_names):
@@ -191,9 +190,9 @@ def kernel_weights(protocol: ScoringProtocol) -> dict[str, float]:
     return {str(kernel): weight for kernel, weight in protocol.match.items()}
 
 
-def chosen_on(runs: Mapping[str, str], fingerprint: str) -> set[str]:
+def targets_selected_on(runs: Mapping[str, str], fingerprint: str) -> set[str]:
     """Return the targets whose runs have this fingerprint, from fingerprints by `environment/target`."""
-    return {result.partition("/")[2] for result, theirs in runs.items() if theirs == fingerprint}
+    return {result.partition("/")[2] for result, runs_fingerprint in runs.items() if runs_fingerprint == fingerprint}
 
 
 # Development runs that the built-in protocol was selected on: (environment, fingerprint of its runs) and targets. From
@@ -247,6 +246,8 @@ def resolve_protocol(
     is TASK_PROTOCOL for a new model, and DEFAULT_PROTOCOL for further training or with `known_questions`.
 
     Args:
+        protocol: protocol, or its file.
+        artifact: artifact to which the built-in protocol is adapted.
         known_questions: predictions are compared with losses on the questions of the artifact.
         subsets: subsets are predicted, instead of rows being ranked or selected. For a new model with a replay that is
             DEFAULT_PROTOCOL too: the replay predicts subsets better, the other kernels select rows better.
@@ -286,10 +287,11 @@ def parse_protocol(settings: Mapping[str, Any], where: str) -> ScoringProtocol:
 
 
 def _with_present_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    new = {"match": RENAMED_KERNELS, "requires": RENAMED_SETTINGS}
+    """Return settings in which names of version 0.2 are replaced by the present ones."""
+    renamed = {"match": RENAMED_KERNELS, "requires": RENAMED_SETTINGS}
     return {
-        field: {new[field].get(name, name): value for name, value in setting.items()}
-        if field in new and isinstance(setting, Mapping)
+        field: {renamed[field].get(name, name): value for name, value in setting.items()}
+        if field in renamed and isinstance(setting, Mapping)
         else setting
         for field, setting in settings.items()
     }

@@ -27,9 +27,9 @@ from grasp.seeds import bootstrap_weights
 from grasp.text import different
 
 RESAMPLES = 1_000
-SLICES_AT_ONCE = 4_096  # of which bootstrap means are computed
+BLOCK_SLICES = 4_096  # slices whose bootstrap means are computed at once
 TAILS = (0.025, 0.975)
-DROPPED, DOUBLED = 0.0, 2.0  # weights
+DROPPED, DOUBLED = 0.0, 2.0  # weights of the rows of a slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +103,11 @@ def label_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: in
     slice_of[single] = np.arange(len(single))
     codes_N = slice_of[column.codes_N]
     values = [column.values[code] for code in single]
-    called = column.names()
-    names = [called[code] for code in single]
+    value_names = column.names()
+    names = [value_names[code] for code in single]
     expressions = [equals(column.operand, value) for value in values]
     if grouped:
-        names += different([*called, f"{len(grouped):,} other values"])[-1:]
+        names += different([*value_names, f"{len(grouped):,} other values"])[-1:]
         others = none_of(column.operand, values)
         unlabelled = None in (column.values[code] for code in grouped)
         expressions.append(f"{equals(column.operand, None)} OR {others}" if unlabelled else others)
@@ -166,6 +166,7 @@ def _elements(value: Label) -> tuple[str, ...] | None:
 
 
 def _literal(text: str) -> str:
+    """Return a text as a literal of SQL."""
     return "'" + text.replace("'", "''") + "'"
 
 
@@ -181,7 +182,7 @@ class SliceEffects:
 
 
 def slice_effects(predictor: Predictor, slices: LabelSlices) -> SliceEffects:
-    """Predict the change for dropping and for doubling each slice. Cost: linear in the number of slices."""
+    """Predict the change if each slice is dropped, and if it is doubled. Cost: linear in the number of slices."""
     sums = predictor.sums(slices.each)
     rows_G = sums.n_retained_B
     dropped_GT = predictor.change_of(predictor.reweighted(sums, DROPPED))
@@ -191,8 +192,8 @@ def slice_effects(predictor: Predictor, slices: LabelSlices) -> SliceEffects:
         slice_GD = np.concatenate([sums.sketch[half] for half in halves], axis=1)
         total_D = slice_GD.sum(axis=0)  # each row is in exactly one slice
         if slices.membership_GN is not None:
-            whole = predictor.sums(Weights.from_slices(np.zeros(predictor.n_rows, np.int32), 1))
-            total_D = np.concatenate([whole.sketch[half][0] for half in halves])
+            corpus = predictor.sums(Weights.from_slices(np.zeros(predictor.n_rows, np.int32), 1))
+            total_D = np.concatenate([corpus.sketch[half][0] for half in halves])
         rest_GD = total_D - slice_GD
         norm_G = np.linalg.norm(slice_GD, axis=1) * np.linalg.norm(rest_GD, axis=1)
         floor = 1e-12 * np.linalg.norm(slice_GD, axis=1) ** 2
@@ -222,24 +223,23 @@ def dropped_intervals(
     """
     n_slices, rows_G = len(slices.slices), effects.sums.n_retained_B
     columns_E, protocol = predictor.units.columns_E, predictor.protocol
-    part_GE = np.zeros(
-        (n_slices, len(columns_E))
-    )  # contribution of each unit to its task's effect, times the units of the task
+    # contribution of each unit to its task's effect, times the number of units of the task
+    part_GE = np.zeros((n_slices, len(columns_E)))
     total_E = np.zeros(len(columns_E))
-    overlap = [slices.each]
+    blocks_of_subsets = [slices.each]
     if slices.membership_GN is not None:
-        overlap.append(Weights.from_slices(np.zeros(predictor.n_rows, np.int32), 1))
+        blocks_of_subsets.append(Weights.from_slices(np.zeros(predictor.n_rows, np.int32), 1))
     for kernel, share_E in predictor.unit_shares.items():
         blocks = relevance_blocks(artifact, kernel, columns_E, protocol.negative_of(kernel))
-        sum_GE, *whole = sums_over(blocks, overlap, len(columns_E))
+        sum_GE, *corpus = sums_over(blocks, blocks_of_subsets, len(columns_E))
         part_GE += sum_GE * share_E
-        total_E += whole[0][0] * share_E if whole else 0.0
+        total_E += corpus[0][0] * share_E if corpus else 0.0
     mean_E = (part_GE.sum(axis=0) if slices.membership_GN is None else total_E) / predictor.n_rows
     rest_GE = np.outer(rows_G, mean_E) - part_GE  # sum over all other rows, relative to the mean
     change_GE = predictor.change_by_units(rest_GE, mean_E, predictor.reweighted(effects.sums, DROPPED))
     if predictor.prior is not None:
         # The prediction from text is not decomposed by unit. It follows the mean relevance of a slice, so that the
-        # spread over units is that of the mean; only the centre differs.
+        # deviations of units are those of the mean; only the centre differs.
         shift_GT = effects.dropped_GT - predictor.units.mean_per_task(change_GE)
         change_GE += np.repeat(shift_GT, predictor.units.counts_T, axis=1)
     bounds = np.full((2, len(predictor.units.targets), n_slices), np.nan)
@@ -247,8 +247,8 @@ def dropped_intervals(
     for t, (start, stop) in enumerate(zip(stops - predictor.units.counts_T, stops, strict=True)):
         if stop - start > 1:
             weights_RE = bootstrap_weights(int(stop - start), resamples=RESAMPLES) / (stop - start)
-            for first in range(0, n_slices, SLICES_AT_ONCE):
-                block = slice(first, first + SLICES_AT_ONCE)
+            for first in range(0, n_slices, BLOCK_SLICES):
+                block = slice(first, first + BLOCK_SLICES)
                 bounds[:, t, block] = np.quantile(change_GE[block, start:stop] @ weights_RE.T, TAILS, axis=1)
     bounds[:, :, rows_G == predictor.n_rows] = np.nan
     return bounds[0].T, bounds[1].T
@@ -284,7 +284,7 @@ class SliceFormula:
 
         (sum_g x_g (e_g + b n_g)) / K - b,    x_g = exposure(f_g K / sum_h f_h n_h)
 
-    where b is the value of any unseen row in effect sizes (`Level.new_row_value_C`), which repetition
+    where b is the value of any unseen row in effect sizes (`RowEffects.new_row_value_C`), which repetition
     loses. Weight f_g on every row gives the expected result of keeping a random fraction f_g of the slice.
     Source: eq:method-additive.
     """

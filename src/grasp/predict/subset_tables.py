@@ -1,8 +1,8 @@
 """Read and write subset tables in long form: `[subset_id, ]row_id[, weight]`, one line per retained row.
 
 Start with `read_subsets` and `write_subsets`. A table without `subset_id` is a single subset. DuckDB joins row names
-to positions and sorts the lines out of core, so neither the table nor the row names are held in memory as a whole. The
-whole table is validated before the first block is returned.
+to positions and sorts the lines out of core, so neither the table nor the row names are in memory as a whole. The whole
+table is validated before the first block is returned.
 """
 
 import difflib
@@ -96,6 +96,8 @@ def read_subsets(
 
     Args:
         source: Parquet file or table.
+        row_index_of: positions of the rows of the corpus.
+        block: maximum number of subsets per block.
         side: side that the table lists. The rows of an `omitted` table are removed from the corpus and the rest is
             the subset; such a table has no weights.
         corpus: expected corpus fingerprint; None accepts a table of any corpus.
@@ -106,10 +108,10 @@ def read_subsets(
     """
     source = source if isinstance(source, pa.Table) else Path(source)
     where = "subsets" if isinstance(source, pa.Table) else str(source)
-    names = _checked_columns(source, where, corpus)
+    names = _validate_columns(source, where, corpus)
     if side == "omitted" and "weight" in names:
         raise SubsetError(f"{where}: has a column 'weight', which omitted rows cannot have; drop the column")
-    subsets = _subsets(source, where, names, row_index_of)
+    subsets = _read_subset_rows(source, where, names, row_index_of)
     if side == "omitted":
         return in_blocks((MissingRows(item.subset_id, item.row_index) for item in subsets), row_index_of.n_rows, block)
     return in_blocks(subsets, row_index_of.n_rows, block)
@@ -143,7 +145,7 @@ def write_subsets(
             writer.write(pa.table(columns, schema=schema))
 
 
-def _checked_columns(source: Path | pa.Table, where: str, corpus: str | None) -> list[str]:
+def _validate_columns(source: Path | pa.Table, where: str, corpus: str | None) -> list[str]:
     """Return the column names; raise SubsetError if it is not a subset table, or of another corpus."""
     if isinstance(source, pa.Table):
         schema = source.schema
@@ -157,8 +159,8 @@ def _checked_columns(source: Path | pa.Table, where: str, corpus: str | None) ->
         )
     if "row_id" not in names:
         raise SubsetError(f"{where}: has columns {names}, lacks ['row_id']; expected row_id[, subset_id, weight]")
-    if twice := [name for name in ("subset_id", "row_id", "weight") if names.count(name) > 1]:
-        raise SubsetError(f"{where}: has column {twice[0]} more than once; drop one of them")
+    if duplicates := [name for name in ("subset_id", "row_id", "weight") if names.count(name) > 1]:
+        raise SubsetError(f"{where}: has column {duplicates[0]} more than once; drop one of them")
     others = [name for name in names if name not in ("subset_id", "row_id")]
     for name, meaning in (("subset_id", "names of subsets"), ("weight", "weights")):
         close = difflib.get_close_matches(name, others, 1)
@@ -188,15 +190,16 @@ def _entries(source: Path | pa.Table, where: str, names: list[str]) -> Iterator[
             start += n
 
 
-def _subsets(source: Path | pa.Table, where: str, names: list[str], index: RowIndex) -> Iterator[WeightedRows]:
+def _read_subset_rows(source: Path | pa.Table, where: str, names: list[str], index: RowIndex) -> Iterator[WeightedRows]:
     """Yield subsets in order of first appearance with ascending rows, with one subset in memory at a time."""
     with tempfile.TemporaryDirectory(prefix="grasp-subsets-") as spill, duckdb.connect(":memory:") as db:
         db.execute(f"SET memory_limit = '{MEMORY_LIMIT}'")
         db.execute(f"SET temp_directory = '{spill}'")
+        # insert batch by batch: DuckDB would hide the exception of a failing stream
         for table, schema, batches in (
             ("entry", ENTRY_SCHEMA, _entries(source, where, names)),
             ("name", ID_SCHEMA, index.batches()),
-        ):  # insert batch by batch: DuckDB would hide the exception of a failing stream
+        ):
             db.register("batch", schema.empty_table())
             db.execute(f"CREATE TABLE {table} AS SELECT * FROM batch")
             for batch in batches:
@@ -222,11 +225,12 @@ def _subsets(source: Path | pa.Table, where: str, names: list[str], index: RowIn
             "JOIN (SELECT subset_id, row_number() OVER (ORDER BY first) - 1 AS rank FROM subset) USING (subset_id) "
             "WHERE row_index IS NOT NULL ORDER BY rank, row_index"
         ).to_arrow_reader(BATCH_ROWS)
-        held: list[tuple[I64, F64]] = []
+        pending: list[tuple[I64, F64]] = []
         current = 0
 
-        def gathered() -> WeightedRows:
-            row_index, weights = (np.concatenate(parts) for parts in zip(*held, strict=True))
+        def pending_subset() -> WeightedRows:
+            """Return the pending lines as one subset."""
+            row_index, weights = (np.concatenate(parts) for parts in zip(*pending, strict=True))
             return WeightedRows(subset_ids[current], row_index, weights if (weights != 1.0).any() else None)
 
         for batch in reader:
@@ -235,22 +239,23 @@ def _subsets(source: Path | pa.Table, where: str, names: list[str], index: RowIn
                 if not part.size:
                     continue
                 if rank[part[0]] != current:
-                    yield gathered()
-                    held, current = [], int(rank[part[0]])
-                held.append((row[part], weight[part]))
-        yield gathered()
+                    yield pending_subset()
+                    pending, current = [], int(rank[part[0]])
+                pending.append((row[part], weight[part]))
+        yield pending_subset()
 
 
 def _problems(db: duckdb.DuckDBPyConnection) -> Iterator[str]:
     """Yield every problem of the lines, so that one message reports all of them."""
 
-    def first(query: str) -> list[tuple[Any, ...]]:
+    def first_rows(query: str) -> list[tuple[Any, ...]]:
+        """Return the first rows of a query."""
         return db.execute(f"{query} LIMIT {MAX_EXAMPLES}").fetchall()
 
-    ((unnamed, without_row),) = first(
+    ((unnamed, without_row),) = first_rows(
         "SELECT count(*) FILTER (subset_id IS NULL), count(*) FILTER (row_id IS NULL) FROM line"
     )
-    empty = [] if unnamed else first("SELECT subset_id FROM subset WHERE n_named = 0 ORDER BY first")
+    empty = [] if unnamed else first_rows("SELECT subset_id FROM subset WHERE n_named = 0 ORDER BY first")
     if unnamed:
         yield f"{unnamed} lines have no subset_id"
     elif empty:
@@ -258,7 +263,8 @@ def _problems(db: duckdb.DuckDBPyConnection) -> Iterator[str]:
     elif without_row:
         yield f"{without_row} lines have no row_id"
     unknown = []
-    for subset_id, n in first("SELECT subset_id, n_named - n_known FROM subset WHERE n_known < n_named ORDER BY first"):
+    incomplete = first_rows("SELECT subset_id, n_named - n_known FROM subset WHERE n_known < n_named ORDER BY first")
+    for subset_id, n in incomplete:
         rows = db.execute(
             "SELECT row_id FROM line WHERE subset_id = ? AND row_id IS NOT NULL AND row_index IS NULL "
             f"ORDER BY entry LIMIT {MAX_EXAMPLES}",
@@ -268,21 +274,21 @@ def _problems(db: duckdb.DuckDBPyConnection) -> Iterator[str]:
         unknown.append(f"subset {subset_id!r} names {n} rows that the corpus does not have, e.g. {names}")
     if unknown:
         yield "; ".join(unknown) + "; expected row_id of this artifact's rows.parquet"
-    twice = first(
+    duplicates = first_rows(
         "SELECT subset_id, row_id FROM line WHERE row_id IS NOT NULL GROUP BY subset_id, row_id "
         "HAVING count(*) > 1 ORDER BY min(entry)"
     )
-    if twice:
-        named = [f"{subset_id}: {row_id}" for subset_id, row_id in twice]
+    if duplicates:
+        named = [f"{subset_id}: {row_id}" for subset_id, row_id in duplicates]
         yield f"rows named twice in one subset: {named}; name a row once, or set its weight"
-    bad = first(
+    bad = first_rows(
         "SELECT subset_id, row_id, weight FROM line WHERE weight IS NULL OR NOT (weight = 0 OR weight BETWEEN "
         f"{MIN_WEIGHT!r} AND {MAX_WEIGHT!r}) ORDER BY entry"
     )
-    zero = first("SELECT subset_id FROM subset WHERE n_named > 0 AND total <= 0 ORDER BY first")
+    zero = first_rows("SELECT subset_id FROM subset WHERE n_named > 0 AND total <= 0 ORDER BY first")
     if bad:
         yield f"weights {[f'{s}: {r}: {w}' for s, r, w in bad]}; {WEIGHT_RANGE}"
     elif zero:
         yield f"subsets {[row[0] for row in zero]} have weights that sum to 0; at least one must be positive"
-    if not first("SELECT subset_id FROM subset"):
+    if not first_rows("SELECT subset_id FROM subset"):
         yield "has no lines; expected at least one subset with one row"

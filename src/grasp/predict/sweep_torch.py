@@ -15,7 +15,7 @@ from scipy.sparse import csr_array
 
 from grasp.arrays import F64
 
-PIECE = 128
+PIECE = 128  # rows that are summed in float32
 
 
 def sums(values_NC: NDArray[Any], rows_BN: csr_array) -> F64:
@@ -26,13 +26,13 @@ def sums(values_NC: NDArray[Any], rows_BN: csr_array) -> F64:
     if not rows_BN.shape[0]:
         return np.empty((0, values_NC.shape[1]))
     start_P, first_B = _pieces(rows_BN.indptr)
-    plain = bool(np.all(rows_BN.data == 1.0))
+    is_unweighted = bool(np.all(rows_BN.data == 1.0))
     pieces_PC = torch.nn.functional.embedding_bag(
         torch.from_numpy(rows_BN.indices),  # int32 or int64, the same dtype as indptr in scipy
         torch.from_numpy(np.ascontiguousarray(values_NC, dtype=np.float32)),
         torch.from_numpy(start_P),
         mode="sum",
-        per_sample_weights=None if plain else torch.from_numpy(rows_BN.data.astype(np.float32)),
+        per_sample_weights=None if is_unweighted else torch.from_numpy(rows_BN.data.astype(np.float32)),
         include_last_offset=True,
     )
     return np.asarray(np.add.reduceat(pieces_PC.numpy().astype(np.float64), first_B, axis=0))

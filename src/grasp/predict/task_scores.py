@@ -2,7 +2,7 @@ r"""Score of a row for a task: an estimate of its mean over all questions of the
 
 For row i and question e, with r the relevance by kernel k and w_k the weight of the kernel:
 
-    q_ie = sum_k c_e^k r_ie^k    every question scaled to unit spread over the rows, then every kernel's task mean
+    q_ie = sum_k c_e^k r_ie^k    every question scaled to unit variance over the rows, then every kernel's task mean
     b_i  = mean_e q_ie           mean over the known questions
     p_i  = g f(text of row i) + g' h(labels of row i)
 
@@ -40,12 +40,12 @@ from scipy.special import stdtrit
 from grasp.arrays import F32, F64, I32, I64, Blocks, Bool
 from grasp.corpus.token_regression import PENALTY, SLOTS, TokenFeatures, ridge
 
-SAMPLE_ROWS = 16_384
+SAMPLE_ROWS = 16_384  # rows on which regressions and reliability are estimated
 SAMPLE_TOKENS = 1 << 23  # limit for the tokens of the sample
 FOLDS = 5
 GROUPS = 4
 FEW_QUESTIONS = 16  # below this number the ranking depends mostly on the known questions
-LEVEL = 0.95
+LEVEL = 0.95  # of intervals
 BLOCK_TOKENS = 1 << 21
 
 
@@ -146,13 +146,13 @@ def fit_prior(
     text_NT = np.zeros((len(names), len(tasks)), dtype=np.float32)
     if texts is not None:
         fold_N = _folds(hash_N, documents_N)
-        model, tasks = _TextModel.fit(tasks, *texts.read(sample), fold_N[sample])
+        text_model, tasks = _TextModel.fit(tasks, *texts.read(sample), fold_N[sample])
         slope_T = np.array([task.prior_slope() for task in tasks])
         tasks = [replace(task, prior_SG=slope * task.prior_SG) for task, slope in zip(tasks, slope_T, strict=True)]
-        of_labels, tasks = _LabelModel.fit(tasks, labels, fold_N, sample)
+        label_model, tasks = _LabelModel.fit(tasks, labels, fold_N, sample)
         for rows in texts.blocks():
-            text_nT = slope_T * model.apply(*texts.read(np.arange(rows.start, rows.stop)), fold_N[rows])
-            text_NT[rows] = text_nT + of_labels.apply(rows)
+            text_nT = slope_T * text_model.apply(*texts.read(np.arange(rows.start, rows.stop)), fold_N[rows])
+            text_NT[rows] = text_nT + label_model.apply(rows)
     rho_T = np.array([task.shrinkage(task.all_G) for task in tasks])
     return Prior(text_NT, rho_T, tuple(task.reliability() for task in tasks))
 
@@ -192,6 +192,7 @@ class _Task:
 
     @property
     def all_G(self) -> Bool:  # noqa: N802 - a shape suffix
+        """Return the mask of all groups."""
         return np.ones(len(self.count_G), dtype=np.bool_)
 
     def mean(self, value_SG: F64, groups_G: Bool) -> F64:
@@ -201,8 +202,8 @@ class _Task:
 
     def shrinkage(self, groups_G: Bool) -> float:
         """Return rho if the questions of these groups are known; 1 without a prior or an estimate of the noise."""
-        rest_S = self.mean(self.base_SG - self.prior_SG, groups_G)
-        variance = float(rest_S.var())
+        residual_S = self.mean(self.base_SG - self.prior_SG, groups_G)
+        variance = float(residual_S.var())
         if np.isnan(self.noise) or variance == 0.0 or not self.prior_SG.any():
             return 1.0
         return max(0.0, 1.0 - self.noise / float((self.count_G * groups_G).sum()) / variance)
@@ -225,29 +226,34 @@ class _Task:
         groups, rho = np.arange(n_groups), self.shrinkage(self.all_G)
         halves = [np.isin(groups, half) for half in combinations(range(n_groups), n_groups // 2)]
         pairs = [(self.score(half_G, rho), self.score(~half_G, rho)) for half_G in halves]
-        signal, total = float(np.mean([np.mean(a_S * b_S) for a_S, b_S in pairs])), self.score(self.all_G, rho).var()
-        ranking = min(max(signal / float(total), 0.0), 1.0) if total else 0.0
-        transfer_G = np.array(
-            [self._slope(self.score(known_G, self.shrinkage(known_G)), ~known_G) for known_G in self._without()]
-        )
+        covariance = float(np.mean([np.mean(first_S * second_S) for first_S, second_S in pairs]))
+        variance = self.score(self.all_G, rho).var()
+        ranking = min(max(covariance / float(variance), 0.0), 1.0) if variance else 0.0
+        transfers = [
+            self._slope(self.score(included_G, self.shrinkage(included_G)), ~included_G)
+            for included_G in self._leave_one_out()
+        ]
+        transfer_G = np.array(transfers)
         half_width = float(stdtrit(n_groups - 1, 0.5 + LEVEL / 2) * transfer_G.std(ddof=1) / np.sqrt(n_groups))
-        transfer, known = float(transfer_G.mean()), 1.0 - 1.0 / n_groups
+        transfer, known_share = float(transfer_G.mean()), 1.0 - 1.0 / n_groups
         if 0.0 < transfer < 1.0:
-            # With all questions the score has less noise. The slope is v / (v + s^2 / n), for scores of variance v.
-            fewer = transfer + (1.0 - transfer) * known
-            transfer, half_width = transfer / fewer, half_width * known / fewer**2
+            # With all questions the score has less noise. The slope is v / (v + s^2 / n) for scores of variance v, so a
+            # slope b with a share k of the questions becomes b / (b + (1 - b) k); its derivative by b is
+            # k / (b + (1 - b) k)^2, which scales the interval.
+            divisor = transfer + (1.0 - transfer) * known_share
+            transfer, half_width = transfer / divisor, half_width * known_share / divisor**2
         return Reliability(count, ranking, transfer, transfer - half_width, transfer + half_width)
 
     def prior_slope(self) -> float:
         """Return g (or g'), estimated by holding out each group; 1 for a single group."""
         if len(self.count_G) < 2:
             return 1.0
-        return max(
-            0.0,
-            float(np.mean([self._slope(self.mean(self.prior_SG, known_G), ~known_G) for known_G in self._without()])),
-        )
+        slopes = [
+            self._slope(self.mean(self.prior_SG, included_G), ~included_G) for included_G in self._leave_one_out()
+        ]
+        return max(0.0, float(np.mean(slopes)))
 
-    def _without(self) -> list[Bool]:
+    def _leave_one_out(self) -> list[Bool]:
         """Return the masks of all groups but one."""
         return [self.all_G & (np.arange(len(self.count_G)) != group) for group in range(len(self.count_G))]
 
@@ -307,10 +313,10 @@ class _TextModel:
         table_FVT = np.zeros((FOLDS, SLOTS, len(tasks)), dtype=np.float32)
         constant_FT = np.zeros((FOLDS, len(tasks)))
         for fold in range(FOLDS):
-            rest, held_out = np.flatnonzero(fold_S != fold), np.flatnonzero(fold_S == fold)
-            if not len(rest):
+            train, held_out = np.flatnonzero(fold_S != fold), np.flatnonzero(fold_S == fold)
+            if not len(train):
                 continue
-            weight_VJ, constant_J = ridge(matrix_SV[rest], base_SJ[rest])
+            weight_VJ, constant_J = ridge(matrix_SV[train], base_SJ[train])
             prior_SJ[held_out] = matrix_SV[held_out] @ weight_VJ + constant_J
             table_FVT[fold], constant_FT[fold] = weight_VJ @ share_JT, constant_J @ share_JT
         priors = [replace(task, prior_SG=prior_SJ[:, task_J == t]) for t, task in enumerate(tasks)]
@@ -344,14 +350,14 @@ class _LabelModel:
         value_SL = model._indicators(sample)
         effect_TSG = [np.zeros_like(task.prior_SG) for task in tasks]
         for fold in range(FOLDS):
-            rest, held_out = np.flatnonzero(fold_S != fold), np.flatnonzero(fold_S == fold)
-            if not len(rest):
+            train, held_out = np.flatnonzero(fold_S != fold), np.flatnonzero(fold_S == fold)
+            if not len(train):
                 continue
-            normal_LL = (value_SL[rest].T @ value_SL[rest]).toarray() + PENALTY * np.eye(starts[-1])
+            normal_LL = (value_SL[train].T @ value_SL[train]).toarray() + PENALTY * np.eye(starts[-1])
             for t, task in enumerate(tasks):
-                rest_SG = (task.base_SG - task.prior_SG)[rest]
-                mean_G = rest_SG.mean(axis=0)
-                table_LG = np.linalg.solve(normal_LL, value_SL[rest].T @ (rest_SG - mean_G))
+                residual_SG = (task.base_SG - task.prior_SG)[train]
+                mean_G = residual_SG.mean(axis=0)
+                table_LG = np.linalg.solve(normal_LL, value_SL[train].T @ (residual_SG - mean_G))
                 effect_TSG[t][held_out] = value_SL[held_out] @ table_LG + mean_G
                 share_G = task.count_G / task.count_G.sum()
                 table_FLT[fold, :, t], constant_FT[fold, t] = table_LG @ share_G, mean_G @ share_G
@@ -385,6 +391,7 @@ class _LabelModel:
 
 
 def _name_hashes(names: Sequence[str]) -> NDArray[np.uint64]:
+    """Return a hash of 64 bits of each row name, (N,)."""
     digests = (hashlib.blake2b(str(name).encode(), digest_size=8).digest() for name in names)
     return np.fromiter((int.from_bytes(digest, "little") for digest in digests), dtype=np.uint64, count=len(names))
 
@@ -411,10 +418,10 @@ def _sampled_tasks(
     questions = [_QuestionSums(int(count)) for count in counts_T]
     for parts in zip(*(blocks() for blocks in relevance.values()), strict=True):
         start, n_rows = parts[0][0], len(parts[0][1])
-        low, high = np.searchsorted(sample, (start, start + n_rows))
-        if low == high:
+        first, stop = np.searchsorted(sample, (start, start + n_rows))  # the sample is sorted
+        if first == stop:
             continue
-        rows = sample[low:high] - start
+        rows = sample[first:stop] - start
         q_nE = sum(coefficients[kernel] * block[rows] for kernel, (_, block) in zip(relevance, parts, strict=True))
         for sums, q_ne in zip(questions, np.split(q_nE, np.cumsum(counts_T)[:-1], axis=1), strict=True):
             sums.add(q_ne)

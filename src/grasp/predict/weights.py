@@ -39,8 +39,8 @@ PACKED_ROWS = 1 << 17
 PACKED_SHARE = 1 / 16
 OMITTED_SHARE = 1 / 16
 
-# Arrays up to this size stay in memory for all blocks of subsets; larger ones are read again for each block.
-HELD_BYTES = 256 << 20
+# Arrays up to this size are kept in memory for all blocks of subsets; larger ones are read again for each block.
+IN_MEMORY_BYTES = 256 << 20
 # Numbers processed at once, so that intermediate arrays fit the CPU cache.
 BLOCK_NUMBERS = 1 << 16
 # Multiply-adds of one block of subsets above which torch is faster than scipy.
@@ -229,10 +229,11 @@ def in_blocks(subsets: Iterable[WeightedRows | MissingRows], n_rows: int, block:
     if block < 1:
         raise SubsetError(f"block: got {block}, expected at least 1 subset per block")
     names: list[str] = []
-    pending: list[_Compact] = []
-    entries = 0
+    pending: list[_CompressedSubset] = []
+    n_entries = 0
 
-    def stacked() -> SubsetBlock:
+    def stack_pending() -> SubsetBlock:
+        """Return the pending subsets as one block."""
         bases, rows, values = zip(*pending, strict=True)
         if bases[0] is None:
             return SubsetBlock(tuple(names), Weights(PackedMasks(np.stack(rows), n_rows)))
@@ -241,17 +242,17 @@ def in_blocks(subsets: Iterable[WeightedRows | MissingRows], n_rows: int, block:
         return SubsetBlock(tuple(names), Weights(matrix, base=bases[0]))
 
     for item in subsets:
-        compact = base, rows, _ = _compact(item, n_rows)
+        compressed = base, rows, _ = _compress(item, n_rows)
         size = len(rows) // 12 if base is None else len(rows)
-        full = len(pending) == block or entries + size > MAX_BLOCK_ENTRIES
-        if pending and (full or pending[0][0] != base):
-            yield stacked()
-            names, pending, entries = [], [], 0
+        is_full = len(pending) == block or n_entries + size > MAX_BLOCK_ENTRIES
+        if pending and (is_full or pending[0][0] != base):
+            yield stack_pending()
+            names, pending, n_entries = [], [], 0
         names.append(item.subset_id)
-        pending.append(compact)
-        entries += size
+        pending.append(compressed)
+        n_entries += size
     if pending:
-        yield stacked()
+        yield stack_pending()
 
 
 def single_subset(subset_id: str, mask_N: Bool, weights: F64 | None = None) -> SubsetBlock:
@@ -260,16 +261,18 @@ def single_subset(subset_id: str, mask_N: Bool, weights: F64 | None = None) -> S
     return next(in_blocks([subset], len(mask_N), 1))
 
 
-_Compact = tuple[float | None, NDArray[Any], F64]  # (base, rows, entries); packed bits: (None, bits, no entries)
+_CompressedSubset = tuple[
+    float | None, NDArray[Any], F64
+]  # (base, rows, entries); packed bits: (None, bits, no entries)
 
 
-def _compact(item: WeightedRows | MissingRows, n_rows: int) -> _Compact:
+def _compress(item: WeightedRows | MissingRows, n_rows: int) -> _CompressedSubset:
     """Choose the storage form of a subset by its share of the corpus: entries, omitted rows, or packed bits."""
-    where, few = f"subset {item.subset_id!r}", n_rows * OMITTED_SHARE
+    where, max_omitted = f"subset {item.subset_id!r}", n_rows * OMITTED_SHARE
     rows, weights = item.row_index, None
     if isinstance(item, WeightedRows):
         weights = item.weights
-    elif len(rows) < few:
+    elif len(rows) < max_omitted:
         return 1.0, rows, -np.ones(len(rows))
     else:
         rows = np.flatnonzero(~mask_of(rows, n_rows))
@@ -279,7 +282,7 @@ def _compact(item: WeightedRows | MissingRows, n_rows: int) -> _Compact:
         if len(rows) <= max(PACKED_ROWS, n_rows * PACKED_SHARE):
             return 0.0, rows, np.ones(len(rows))
         mask_N = mask_of(rows, n_rows)
-        if n_rows - len(rows) < few:
+        if n_rows - len(rows) < max_omitted:
             missing = np.flatnonzero(~mask_N)
             return 1.0, missing, -np.ones(len(missing))
         return None, np.packbits(mask_N), np.empty(0)
@@ -302,48 +305,53 @@ def mask_of(row_index: I64, n_rows: int) -> Bool:
     return mask_N
 
 
-def grouped(codes_N: NDArray[np.integer], n_slices: int) -> tuple[I64, I64]:
+def sort_by_slice(codes_N: NDArray[np.integer], n_slices: int) -> tuple[I64, I64]:
     """Return row positions sorted by slice, (N,), and the number of rows of each slice, (G,)."""
-    short_N = (
-        codes_N.astype(np.int16) if n_slices < 1 << 15 else codes_N
-    )  # numpy sorts 16-bit integers by radix sort, larger ones by timsort
-    return np.argsort(short_N, kind="stable"), np.bincount(codes_N, minlength=n_slices)
+    # numpy sorts 16-bit integers by radix sort, larger ones by timsort
+    sort_keys_N = codes_N.astype(np.int16) if n_slices < 1 << 15 else codes_N
+    return np.argsort(sort_keys_N, kind="stable"), np.bincount(codes_N, minlength=n_slices)
 
 
 # ------------------------------------------------------------------------------------------------------------- W @ X
 
 
 class RowSums:
-    """Weighted sums of row values (N, C) over subsets; values of up to HELD_BYTES are held in memory.
+    """Weighted sums of row values (N, C) over subsets; values of up to IN_MEMORY_BYTES are kept in memory.
 
-    Results are float64. torch and packed masks add at most a few thousand rows in float32, with errors of at most
-    2e-6 sum_i |w_i x_i| (torch) and 3e-5 sum_i |w_i x_i| (masks), whether or not the values are held in memory.
+    Results are float64. torch and packed masks add at most a max_omitted thousand rows in float32, with errors of at most
+    2e-6 sum_i |w_i x_i| (torch) and 3e-5 sum_i |w_i x_i| (masks), whether or not the values are in memory.
+
+    Args:
+        blocks: function that yields (first row, values) in row order.
+        n_rows: number of rows, N.
+        width: number of value columns, C.
+        array_NC: the values, if they are in memory already.
     """
 
-    def __init__(self, blocks: Callable[[], Blocks], n_rows: int, width: int, *, held_NC: F32 | None = None) -> None:
+    def __init__(self, blocks: Callable[[], Blocks], n_rows: int, width: int, *, array_NC: F32 | None = None) -> None:
         self._blocks, self.n_rows, self.width = blocks, n_rows, width
-        if held_NC is None and n_rows * width * 4 <= HELD_BYTES:
-            held_NC = np.empty((n_rows, width), dtype=np.float32)
+        if array_NC is None and n_rows * width * 4 <= IN_MEMORY_BYTES:
+            array_NC = np.empty((n_rows, width), dtype=np.float32)
             for start, block in blocks():
-                held_NC[start : start + len(block)] = block
-        self.held_NC = held_NC  # the values, if they are held in memory
-        self._gathered = 0  # multiply-adds of sparse entries so far
+                array_NC[start : start + len(block)] = block
+        self.array_NC = array_NC  # the values, if they are held in memory
+        self._n_multiply_adds = 0  # of sparse entries so far
         self._slices: Any = None  # the slices that `_sums_GC` belongs to
         self._sums_GC: F64 = np.empty((0, 0))
 
     @classmethod
     def over(cls, values_NC: F32) -> "RowSums":
         """Create from values that are in memory."""
-        return cls(lambda: iter([(0, values_NC)]), *values_NC.shape, held_NC=values_NC)
+        return cls(lambda: iter([(0, values_NC)]), *values_NC.shape, array_NC=values_NC)
 
     def blocks(self) -> Blocks:
         """Yield (first row, values) in blocks of rows, in row order."""
-        if self.held_NC is None:
+        if self.array_NC is None:
             yield from self._blocks()
             return
         rows = block_rows(self.width)
-        for start in range(0, len(self.held_NC), rows):
-            yield start, self.held_NC[start : start + rows]
+        for start in range(0, len(self.array_NC), rows):
+            yield start, self.array_NC[start : start + rows]
 
     def dot(self, vector_C: F64) -> F64:
         """Return <x_i, vector> of every row, (N,), block by block, without a float64 copy of all values."""
@@ -351,12 +359,13 @@ class RowSums:
 
     @cached_property
     def _total_C(self) -> F64:  # noqa: N802 - a shape suffix
-        assert self.held_NC is not None
-        return np.asarray(self.held_NC.sum(axis=0, dtype=np.float64))
+        """Return the sum of the values over all rows, (C,)."""
+        assert self.array_NC is not None
+        return np.asarray(self.array_NC.sum(axis=0, dtype=np.float64))
 
     def sums(self, weights: Weights) -> F64:
         """Return W @ X, (B, C) float64, for one block of subsets."""
-        rows, values_NC = weights.rows, self.held_NC
+        rows, values_NC = weights.rows, self.array_NC
         if rows.shape[1] != self.n_rows:
             raise ShapeError(f"sums: weights of shape {weights.shape} for values of {self.n_rows} rows")
         if weights.mix is not None:  # cache the sums of slices: the next block of the same slices costs O(G), not O(N)
@@ -367,42 +376,46 @@ class RowSums:
         if values_NC is None or not isinstance(rows, csr_array):
             return sums_over(self.blocks(), [weights], self.width)[0]
         work = rows.nnz * self.width
-        self._gathered += work
-        repaid = "torch" in sys.modules or (
-            self._gathered >= TORCH_IMPORT_WORK and importlib.util.find_spec("torch") is not None
+        self._n_multiply_adds += work
+        use_torch = "torch" in sys.modules or (
+            self._n_multiply_adds >= TORCH_IMPORT_WORK and importlib.util.find_spec("torch") is not None
         )
-        if work >= MIN_TORCH_WORK and repaid:
+        if work >= MIN_TORCH_WORK and use_torch:
             from grasp.predict import sweep_torch  # noqa: PLC0415 - torch is loaded for large jobs only
 
-            gathered_BC = sweep_torch.sums(values_NC, rows)
+            sum_BC = sweep_torch.sums(values_NC, rows)
         elif rows.nnz < self.n_rows:
             used_n, column = np.unique(rows.indices, return_inverse=True)
-            named_Bn = csr_array((rows.data, column, rows.indptr), shape=(rows.shape[0], len(used_n)))
-            gathered_BC = np.asarray(named_Bn @ values_NC[used_n], dtype=np.float64)
+            compact_Bn = csr_array((rows.data, column, rows.indptr), shape=(rows.shape[0], len(used_n)))
+            sum_BC = np.asarray(compact_Bn @ values_NC[used_n], dtype=np.float64)
         else:
             return sums_over(self.blocks(), [weights], self.width)[0]
-        return weights.base * self._total_C + gathered_BC if weights.base else gathered_BC
+        # with base 1 the entries are corrections of the sum over the whole corpus
+        return weights.base * self._total_C + sum_BC if weights.base else sum_BC
 
 
 def sums_over(blocks: Iterable[tuple[int, NDArray[Any]]], subsets: Sequence[Weights], width: int) -> list[F64]:
     """Return W @ X, (B, C) float64, for each of several blocks of subsets, in one pass over the values.
 
-    Args:
-        blocks: (first row, values) in row order.
-        width: number of value columns, C.
-
     Packed masks are multiplied in float32, MASK_ROWS rows at a time, and added in float64, with an error of at most
     3e-5 sum_i |x_i|. All other sums are float64.
+
+    Args:
+        blocks: (first row, values) in row order.
+        subsets: blocks of subsets.
+        width: number of value columns, C.
     """
-    by_row = [weights.rows if isinstance(weights.rows, PackedMasks) else weights.rows.tocsc() for weights in subsets]
-    sums = [np.zeros((rows_GN.shape[0], width)) for rows_GN in by_row]
+    matrices_GN = [
+        weights.rows if isinstance(weights.rows, PackedMasks) else weights.rows.tocsc() for weights in subsets
+    ]
+    sums = [np.zeros((rows_GN.shape[0], width)) for rows_GN in matrices_GN]
     for start, values_nC in blocks:
         stop = start + len(values_nC)
-        if any(stop > rows_GN.shape[1] for rows_GN in by_row):
-            n_rows = by_row[0].shape[1]
+        if any(stop > rows_GN.shape[1] for rows_GN in matrices_GN):
+            n_rows = matrices_GN[0].shape[1]
             raise ShapeError(f"sums: rows {start} to {stop} are outside of the corpus of {n_rows} rows")
         wide_nC: F64 = np.asarray(values_nC, dtype=np.float64)
-        for k, (rows_GN, weights) in enumerate(zip(by_row, subsets, strict=True)):
+        for k, (rows_GN, weights) in enumerate(zip(matrices_GN, subsets, strict=True)):
             if isinstance(rows_GN, PackedMasks):
                 for first in range(start, stop, MASK_ROWS):
                     last = min(first + MASK_ROWS, stop)

@@ -24,7 +24,7 @@ from grasp.inspect.explanation import MIN_NUMBERED_SHARE, by_word
 from grasp.predict.predictor import Predictor, UnitSelection
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.slices import LabelSlices, Slice
-from grasp.predict.weights import grouped
+from grasp.predict.weights import sort_by_slice
 from grasp.progress import Progress
 from grasp.text import MAX_CELL_CHARS, plain, printable, visible
 
@@ -156,7 +156,7 @@ def _ends(values_L: F32, rows_L: I64, top: int, bottom: int) -> I64:
 
 def _top_of_each_slice(slices: LabelSlices, values_L: F32, rows_L: I64, count: int) -> I64:
     """Return the `count` rows with the highest values of every slice, in descending order."""
-    order_L, rows_G = grouped(slices.codes_N[rows_L], len(slices.slices))
+    order_L, rows_G = sort_by_slice(slices.codes_N[rows_L], len(slices.slices))
     groups = np.split(order_L, np.cumsum(rows_G)[:-1])
     top = [group[ranked(values_L[group], count=count)] for group in groups]
     return np.asarray(rows_L[np.concatenate(top)])

@@ -190,7 +190,7 @@ def _agreement(findings: Findings, target: str) -> str:
     if not rows or rows[0]["task_rho"].value is None:
         return ""
     rho, ceiling = rows[0]["task_rho"].value, rows[0]["task_ceiling"].value
-    caveat = "; the scoring rule was chosen on these models" if target in result.chosen_on else ""
+    caveat = "; the scoring rule was chosen on these models" if target in result.selected_on else ""
     relative = ""
     if rho <= 0:
         relative = " (no agreement)"

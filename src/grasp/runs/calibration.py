@@ -386,7 +386,7 @@ def fit_outcomes(
     centred_RT = features.relevance_BT - features.relevance_BT.mean(axis=0)
     covariance_T = (centred_RT * np.nanmean(utility_RST, axis=1)).sum(axis=0)  # times the number of runs
     notes = [*runs_set.notes]
-    if predictor.protocol.chosen_on(alignment.runs_fingerprint):
+    if predictor.protocol.targets_selected_on(alignment.runs_fingerprint):
         notes.append(f"the protocol was selected on {runs_set.name}, so its intervals are somewhat too narrow")
     notes += [
         f"{name}: utilities do not increase with the prediction; the fit to the runs corrects this"

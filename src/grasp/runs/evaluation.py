@@ -52,7 +52,7 @@ class MethodResult:
     predictions: Predictions
     targets: tuple[TargetMetrics, ...]
     mean: TargetMetrics  # mean over the targets
-    chosen_on: Collection[str] = ()  # targets of these runs that the method was selected on
+    selected_on: Collection[str] = ()  # targets of these runs that the method was selected on
 
     @property
     def method(self) -> str:
@@ -112,7 +112,7 @@ class Evaluation(Result):
                 cost_cells = [floats, "-" if cost.wall_seconds is None else f"{cost.wall_seconds:.1f}"]
             rows = {self.marked(row.target, result): row for row in result.targets}
             if len(rows) > 1:
-                rows[result.mean.target + (" (in sample)" if result.chosen_on else "")] = result.mean
+                rows[result.mean.target + (" (in sample)" if result.selected_on else "")] = result.mean
             for name, row in rows.items():
                 cells = [_cell(metric, row[metric]) for metric in HEADINGS]
                 lines.append(
@@ -129,9 +129,9 @@ class Evaluation(Result):
 
     def marked(self, target: str, result: MethodResult) -> str:
         """Return the name of a target with the marks that apply to the method; see `MARKS`."""
-        if target in result.chosen_on:
+        if target in result.selected_on:
             return f"{target} (in sample)"
-        marks = ["held-out"] * (self.roles[target] == "held-out") + ["same runs"] * bool(result.chosen_on)
+        marks = ["held-out"] * (self.roles[target] == "held-out") + ["same runs"] * bool(result.selected_on)
         return f"{target} ({', '.join(marks)})" if marks else target
 
     def marks(self) -> list[str]:
@@ -174,7 +174,7 @@ def evaluation_of(
     partial: bool = False,
     resamples: int = RESAMPLES,
     notes: Sequence[str] = (),
-    chosen_on: Mapping[str, Collection[str]] | None = None,
+    selected_on: Mapping[str, Collection[str]] | None = None,
 ) -> Evaluation:
     """Compare predictions with the utilities of runs.
 
@@ -186,7 +186,7 @@ def evaluation_of(
         partial: use the finished subsets of unfinished runs.
         resamples: bootstrap resamples of the subsets.
         notes: notes to include in the result.
-        chosen_on: by method, the targets of these runs that it was selected on.
+        selected_on: by method, the targets of these runs that it was selected on.
     Raises:
         RunsError: utilities or predictions are incomplete or not finite; the message names which.
     """
@@ -214,10 +214,10 @@ def evaluation_of(
         )
 
     roles = {name: runs.role_of(name) for name in names}
-    selected_on = chosen_on or {}
+    selected_on_by_method = selected_on or {}
     metrics_of_method = [tuple(metrics(prediction, name) for name in names) for prediction in predictions]
     methods = tuple(
-        MethodResult(prediction, rows, average(rows), selected_on.get(prediction.method, ()))
+        MethodResult(prediction, rows, average(rows), selected_on_by_method.get(prediction.method, ()))
         for prediction, rows in zip(predictions, metrics_of_method, strict=True)
     )
     info = runs.info
@@ -263,7 +263,7 @@ def _table(methods: Sequence[MethodResult], roles: Mapping[str, Role]) -> pa.Tab
             if row is not result.mean:
                 record["undefined_units"] = sum(row.undefined_units.values())
                 record["undefined_why"] = "; ".join(f"{why}: {n}" for why, n in row.undefined_units.items())
-            in_sample = bool(result.chosen_on) if row is result.mean else row.target in result.chosen_on
+            in_sample = bool(result.selected_on) if row is result.mean else row.target in result.selected_on
             records.append(record | method_columns | {"in_sample": in_sample})
     fields = dict.fromkeys(name for record in records for name in record)
     return pa.Table.from_pylist([{name: record.get(name) for name in fields} for record in records])
