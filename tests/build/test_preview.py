@@ -33,7 +33,7 @@ def place(tmp_path):
 def test_labels_are_listed_with_how_to_ask_and_each_can_be_asked(place):
     preview = preview_corpus(str(place / "c.jsonl"))
     lines = {line["label"]: line for line in preview.table.to_pylist()}
-    assert {name: line["ask with"] for name, line in lines.items()} == {
+    assert {name: line["select with"] for name, line in lines.items()} == {
         "url": "--by 'host(url)'",
         "score": "--by 'bins(score, 5)'",
         "meta.source": "--by meta.source",

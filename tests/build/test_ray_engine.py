@@ -147,7 +147,7 @@ def test_relative_paths_mean_what_they_mean_to_the_user(spec, root, built, tmp_p
 
 
 def test_a_cluster_that_others_fill_is_said_to_be_full(spec, monkeypatch):
-    monkeypatch.setattr(cluster, "PATIENCE_SECONDS", 2.0)
+    monkeypatch.setattr(cluster, "TIMEOUT_SECONDS", 2.0)
 
     class Holder:
         def ready(self):

@@ -59,7 +59,7 @@ MEGABYTE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ReplayForecast:
-    """What a replay of several orders takes."""
+    """Time, memory and number of trainings that a replay of several orders takes."""
 
     orders: int
     size: TrajectorySize
@@ -89,12 +89,13 @@ class ReplayPlan:
     """The trainings of a replay.
 
     Attributes:
-        recipe, settings: of the replay, with all defaults resolved.
+        recipe: training that is replayed, with all defaults resolved.
+        settings: settings of the replay, with all defaults resolved.
         optimizer: budget and optimizer of each training.
         differentiation: how each training is differentiated.
         start: returns the training of an order, by its number, before its first step.
-        from_scratch: whether rows get their scores from drawn rows, by their text.
-        notes: what differs from the recipe, a sentence each.
+        from_scratch: whether the scores of rows that were not drawn are predicted from their text.
+        notes: differences from the recipe, a sentence each.
     """
 
     recipe: FineTuningRecipe
@@ -105,9 +106,9 @@ class ReplayPlan:
     from_scratch: bool
     notes: tuple[str, ...]
 
-    def order(self, n_rows: int, w: int) -> list[I64]:
-        """Return the rows of every step of an order."""
-        return self.recipe.order(n_rows, self.settings.seed + w)
+    def order(self, n_rows: int, k: int) -> list[I64]:
+        """Return the rows of every step of the k-th order of the corpus."""
+        return self.recipe.order(n_rows, self.settings.seed + k)
 
 
 def plan_replay(
@@ -125,7 +126,10 @@ def plan_replay(
     From scratch, the derivatives at the first third of the steps are noise and are left out.
 
     Args:
+        reference: model of the artifact.
+        train: further or new.
         recipe: training that is replayed. Default: `default_recipe` or `default_proxy_recipe`.
+        settings: number of orders, probes and memory of the replay.
         n_rows: number of rows of the corpus.
         context: tokens of its longest row.
         copied: leave the reference model as it is, and train a copy of it.
@@ -144,25 +148,26 @@ def plan_replay(
             settings,
             proxy,
             differentiation,
-            lambda w: Trainer(proxy, [seed + w], device),
+            lambda k: Trainer(proxy, [seed + k], device),
             True,
             tuple(recipe.notes),
         )
     recipe = recipe or default_recipe(n_rows)
     settings = settings.model_copy(update={"orders": settings.orders or 1})
     optimizer = recipe.optimizer(n_rows)
-    working = copy.deepcopy(reference.model) if copied else reference.model
-    working, notes = trainable(working, reference.frozen, recipe, settings.seed)
-    first = FineTuning(working, optimizer)
-    weights = [parameter.detach().clone() for parameter in first.parameters]
+    model = copy.deepcopy(reference.model) if copied else reference.model
+    model, notes = trainable(model, reference.frozen, recipe, settings.seed)
+    initial = FineTuning(model, optimizer)
+    weights = [parameter.detach().clone() for parameter in initial.parameters]
 
     def start(_: int) -> AdamWTraining:
-        training = FineTuning(working, optimizer)
+        """Return the training before its first step; orders differ only in the order of rows."""
+        training = FineTuning(model, optimizer)
         training.set_weights(weights)
         return training
 
     differentiation = metagradient_settings(settings, optimizer.steps, reference.batch_tokens)
-    return ReplayPlan(recipe, settings, optimizer, differentiation, start, False, (*notes, *first.notes))
+    return ReplayPlan(recipe, settings, optimizer, differentiation, start, False, (*notes, *initial.notes))
 
 
 def add_replay(
@@ -179,9 +184,12 @@ def add_replay(
     A call that was killed is resumed by the same call, to the same bytes on a CPU.
 
     Args:
+        out: directory of the artifact.
         recipe: training that is replayed. Default: that of an earlier replay of the artifact, else see `plan_replay`.
+        settings: number of orders, probes and memory of the replay.
         overrides: settings of the user, see `BuildSource`.
         model: the loaded model of the build. Default: load it.
+        progress: receives stages, notes and numbers of rows.
     Raises:
         ArtifactError: the artifact has a replay by another recipe; or its inputs changed.
         SettingsError: the model of the artifact is a classifier, or rows are longer than the recipe's.
@@ -193,9 +201,9 @@ def add_replay(
         artifact = ArtifactReader.open(out)
         origin = BuildSource(artifact, overrides)
         refuse_replay(origin.settings, settings)
-        passed = [record for record in artifact.manifest.replays if record.passed]
-        if recipe is None and passed:
-            recipe = FineTuningRecipe.model_validate(passed[-1].recipe)
+        trusted = [record for record in artifact.manifest.replays if record.passed]
+        if recipe is None and trusted:
+            recipe = FineTuningRecipe.model_validate(trusted[-1].recipe)
         reference = model or origin.model
         assert isinstance(reference, ReferenceModel)
         assert isinstance(origin.rows, RowStore)
@@ -206,19 +214,20 @@ def add_replay(
         plan = plan_replay(
             reference, train, recipe, settings, n_rows=rows.n_rows, context=longest, copied=model is not None
         )
-        targets = _without_replay(artifact, plan)
+        targets = _targets_without_replay(artifact, plan)
         if not targets:
             return artifact.manifest.replays[-1]
         forecast = forecast_replay(plan, rows, rows.n_rows, len(targets))
         for line in (*plan.notes, f"replay: {forecast}"):
             progress.note(line)
-        directory = out / DIRECTORY / _key(artifact, plan, targets)
+        directory = out / DIRECTORY / _work_key(artifact, plan, targets)
         discard_others(directory)
 
-        def trajectory(w: int) -> Trajectory:
+        def trajectory(k: int) -> Trajectory:
+            """Return the training of the k-th order, which is run or resumed when it is differentiated."""
             memory = plan.settings.memory_mb * MEGABYTE
-            order = plan.order(rows.n_rows, w)
-            return Trajectory(plan.start(w), rows, order, directory=directory / f"order-{w}", memory_bytes=memory)
+            order = plan.order(rows.n_rows, k)
+            return Trajectory(plan.start(k), rows, order, directory=directory / f"order-{k}", memory_bytes=memory)
 
         documents_N = row_documents(artifact)
         result = replay_rows(
@@ -300,33 +309,34 @@ def refuse_untrainable(settings: BuildSettings, option: str) -> None:
         raise SettingsError(f"{option}: got preference pairs (--loss dpo), which it does not support yet; omit it")
 
 
-def _without_replay(artifact: ArtifactReader, plan: ReplayPlan) -> tuple[str, ...]:
+def _targets_without_replay(artifact: ArtifactReader, plan: ReplayPlan) -> tuple[str, ...]:
     """Return the targets that have no replay by this recipe and these settings."""
-    now = {"recipe": plan.recipe.model_dump(mode="json"), "settings": plan.settings.model_dump(mode="json")}
-    done = set[str]()
+    current = {"recipe": plan.recipe.model_dump(mode="json"), "settings": plan.settings.model_dump(mode="json")}
+    done: set[str] = set()
     for record in artifact.manifest.replays:
         settings = dict(record.settings)
         if not plan.settings.check:
             settings.pop("check", None)  # more targets need no other check
-        changed = list(differences({"recipe": record.recipe, "settings": settings}, now))
+        changed = list(differences({"recipe": record.recipe, "settings": settings}, current))
         if changed and record.passed:
             raise ArtifactError(
                 f"{artifact.where}: has a replay with other settings: {'; '.join(changed)}; use the same, or build "
                 "another artifact"
             )
-        done |= set() if changed else set(record.targets)
+        if not changed:
+            done |= set(record.targets)
     return tuple(target for target in artifact.targets if target not in done)
 
 
-def _key(artifact: ArtifactReader, plan: ReplayPlan, targets: Sequence[str]) -> str:
-    """Return a name for the intermediate results of a replay of some targets by a recipe."""
-    how = plan.settings.model_dump(mode="json", exclude={"orders", "memory_mb", "check"})
-    content = [plan.recipe.model_dump(mode="json"), how, list(targets), artifact.manifest.fingerprints]
+def _work_key(artifact: ArtifactReader, plan: ReplayPlan, targets: Sequence[str]) -> str:
+    """Return the name of the directory for intermediate results of a replay: a hash of all that determines them."""
+    replay_settings = plan.settings.model_dump(mode="json", exclude={"orders", "memory_mb", "check"})
+    content = [plan.recipe.model_dump(mode="json"), replay_settings, list(targets), artifact.manifest.fingerprints]
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def discard_others(directory: Path) -> None:
-    """Make the directory of a replay, and delete intermediate results of other replays beside it."""
+    """Create the directory of a replay, and delete intermediate results of other replays next to it."""
     for other in directory.parent.glob("*") if directory.parent.exists() else ():
         if other != directory:
             discard(other)
@@ -334,24 +344,28 @@ def discard_others(directory: Path) -> None:
 
 
 def _units_of(artifact: ArtifactReader, origin: BuildSource, targets: Sequence[str]) -> list[Target]:
+    """Return the targets with the token ids of their units."""
     tokens = origin.unit_tokens
     return [Target(name, [tokens[int(e)] for e in artifact.unit_columns(name)]) for name in targets]
 
 
 def metagradient_settings(settings: ReplaySettings, steps: int, batch_tokens: int) -> MetagradientSettings:
-    """Return how a training of so many steps is differentiated."""
+    """Return the settings by which a training of `steps` steps is differentiated."""
     return MetagradientSettings(
         curvature=settings.curvature, probe_steps=middle_steps(steps, settings.probes), batch_tokens=batch_tokens
     )
 
 
 def trainable(model: nn.Module, frozen: Sequence[str], recipe: FineTuningRecipe, seed: int) -> tuple[Any, list[str]]:
-    """Make the trained parameters of a model ask for a gradient, and add an adapter if the recipe has one.
+    """Set `requires_grad` of the parameters that are trained, and add an adapter if the recipe has one.
 
     Args:
+        model: model to train, which is changed.
         frozen: names of parameters that are not trained.
+        recipe: training of the model.
+        seed: seed of the initial weights of the adapter.
     Returns:
-        The model in float32 or float64, and what differs from the recipe, a sentence each.
+        The model in float32 or float64, and notes on differences from the recipe.
     Raises:
         MissingExtraError: the recipe has an adapter, and peft is not installed.
         SettingsError: the recipe's adapter does not fit the model.
@@ -366,6 +380,7 @@ def trainable(model: nn.Module, frozen: Sequence[str], recipe: FineTuningRecipe,
 
 
 def _with_adapter(model: nn.Module, recipe: FineTuningRecipe, seed: int) -> nn.Module:
+    """Return the model with the LoRA adapter of a recipe."""
     peft = require("peft", extra="peft", feature="the recipe's LoRA adapter")
     modules = recipe.lora_target_modules
     config = peft.LoraConfig(
@@ -384,10 +399,13 @@ def _with_adapter(model: nn.Module, recipe: FineTuningRecipe, seed: int) -> nn.M
 
 
 def forecast_replay(plan: ReplayPlan, rows: RowStore, n_rows: int, n_targets: int) -> ReplayForecast:
-    """Time the gradient of one batch, and forecast what a replay takes.
+    """Time the gradient of one batch, and forecast time and disk space of a replay.
 
     Args:
-        rows: some of the corpus; `n_rows` are all of it.
+        plan: trainings of the replay.
+        rows: rows of the corpus, or some of them.
+        n_rows: number of rows of the whole corpus.
+        n_targets: number of targets.
     """
     training, order = plan.start(0), plan.order(n_rows, 0)
     size = TrajectorySize.of(len(order), training.n_parameters, training.parameter_bytes)
@@ -401,10 +419,10 @@ def forecast_replay(plan: ReplayPlan, rows: RowStore, n_rows: int, n_targets: in
     )
     weight_BL, seconds = label_weights(batch)[0].astype(np.float64), []
     for _ in range(2):  # the first pass is slower
-        begun = time.perf_counter()
+        started = time.perf_counter()
         training.backward(batch.ids_KBL[0], weight_BL)
         norm_of(training.gradients())  # waits for the device
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - started)
         training.zero_gradients()
     disk = size.start_bytes + 2 * 3 * n_targets * training.parameter_bytes
     disk += size.segment_bytes if size.segment_bytes > plan.settings.memory_mb * MEGABYTE else 0

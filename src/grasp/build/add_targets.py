@@ -28,7 +28,7 @@ def add_target(
     build; relevance from stored features, which are float16, is within 2e-3 of its largest value.
 
     Args:
-        overrides: settings of the user: custom code that may run, and the current places of model and corpus.
+        overrides: settings of the user: custom code that may run, and the current paths of model and corpus.
     Raises:
         ArtifactError: model or corpus differ from those of the build, or the artifact has a target already.
         SettingsError: the artifact was built with custom code that `overrides` does not name.

@@ -161,38 +161,40 @@ def build(
     arguments["features.kernels"] = [] if rule else None  # the rule replaces kernels of `settings`
     data = put_all(plain_settings(settings), arguments | {"replay.check": 1 if check else None})
     place, url, staged = staging_place(out)
-    inputs_given = corpus is not None or targets is not None or bool({"corpus", "targets"} & data.keys())
-    if replay and not inputs_given and (staged / MANIFEST).exists():
+    has_inputs = corpus is not None or targets is not None or bool({"corpus", "targets"} & data.keys())
+    if replay and not has_inputs and (staged / MANIFEST).exists():
         add_replay(out, recipe=recipe, settings=data, progress=progress)
         return ArtifactReader.open(place)
     if warm_up is not None and replay:
-        raise SettingsError("--warm-up: no use with --replay, which differentiates the whole training; omit one")
-    training, how = replay_request(data, recipe, wanted=replay, warm_up=warm_up is not None)
-    with _as_it_was(model[0] if isinstance(model, tuple | list) and model else model):
+        raise SettingsError(
+            "--warm-up: has no effect with --replay, which differentiates the whole training; omit one of them"
+        )
+    training, replay_settings = split_replay_settings(data, recipe, use_replay=replay, warm_up=warm_up is not None)
+    with _preserve_modes(model[0] if isinstance(model, tuple | list) and model else model):
         in_memory = _put_inputs(data, model, tokenizer, dtype, corpus, targets)
         if resume and (staged / "run.yaml").exists():
             data = over(without_foreign_code(read_yaml(staged / "run.yaml"), str(staged / "run.yaml"), data), data)
-        begun, progress = not resume or (staged / "run.yaml").exists(), progress or Silent()
+        has_begun, progress = not resume or (staged / "run.yaml").exists(), progress or Silent()
         if _needs_proxy(data, in_memory, url):
             _train_proxy(data, in_memory, staged, progress)
         if warm_up is not None:
             _warm_up(data, in_memory, url, staged, warm_up, training, progress)
-        require_flags(data, REQUIRED, "build" if begun else f"build --resume: there is no {staged / 'run.yaml'}")
-        checked = build_settings(data)
+        require_flags(data, REQUIRED, "build" if has_begun else f"build --resume: there is no {staged / 'run.yaml'}")
+        build_config = build_settings(data)
         if cluster is not None and in_memory.model is not None:
             raise SettingsError("model: got an object, but workers load it from disk; save it and pass its directory")
         if url is not None and remote.is_published(url, SIGNED_MANIFEST):
             if not resume:
-                raise SettingsError(f"--out: a complete artifact exists at {url}; choose another place, or delete it")
+                raise SettingsError(f"--out: a complete artifact exists at {url}; choose another URL, or delete it")
             progress.note(f"{url}: finished; nothing to do")
             return ArtifactReader.open(url)
         if replay:
-            refuse_replay(resolve_settings(checked, in_memory), how)
+            refuse_replay(resolve_settings(build_config, in_memory), replay_settings)
         build_artifact(
-            checked, staged, progress=progress, cluster=cluster, in_memory=in_memory, must_be_trained=not untrained
+            build_config, staged, progress=progress, cluster=cluster, in_memory=in_memory, must_be_trained=not untrained
         )
         if replay:
-            replay_targets(staged, training, how, overrides=data, model=in_memory.model, progress=progress)
+            replay_targets(staged, training, replay_settings, overrides=data, model=in_memory.model, progress=progress)
     if url is not None:
         progress.stage("sending", rows=None, tokens=None)
         remote.publish(staged, url, SIGNED_MANIFEST)
@@ -241,12 +243,14 @@ def _warm_up(
     if steps < 1:
         raise SettingsError(f"--warm-up: got {steps}, expected at least 1 step")
     if url is not None or in_memory.model is not None or in_memory.source is not None:
-        raise SettingsError("--warm-up: needs paths of model and corpus, and a local --out; save the objects first")
+        raise SettingsError("--warm-up: requires paths of model and corpus, and a local --out; save the objects first")
     require_flags(data, REQUIRED, "build")
     settings = resolve_settings(build_settings(data), in_memory)
     refuse_untrainable(settings, "--warm-up")
     if settings.train != "further":
-        raise SettingsError("--warm-up: no use with --train new, where the model is not trained further; omit it")
+        raise SettingsError(
+            "--warm-up: has no effect with --train new, where the model is not trained further; omit it"
+        )
     if not in_memory.units:
         load_units(settings.targets)  # errors are reported before the training
     put(data, "model.path", str(warm_up_model(out, settings, steps, recipe, progress)))
@@ -310,17 +314,19 @@ def staging_place(out: Path | str) -> tuple[Path, str | None, Path]:
     return place, url, place if url is None else remote.staging_directory(url)
 
 
-def replay_request(
+def split_replay_settings(
     data: dict[str, Any],
     recipe: Path | str | Mapping[str, Any] | None,
     *,
-    wanted: bool,
+    use_replay: bool,
     warm_up: bool = False,
 ) -> tuple[FineTuningRecipe | None, ReplaySettings]:
-    """Remove the settings `replay` from `data`, and return the recipe and how to replay.
+    """Remove the settings `replay` from `data`, and return the recipe and the settings of the replay.
 
     Args:
-        wanted: the recipe is for a replay.
+        data: settings, from which `replay` is removed.
+        recipe: training that is replayed, or that a warm-up begins.
+        use_replay: the recipe is for a replay.
         warm_up: the recipe is for a warm-up.
 
     Raises:
@@ -328,18 +334,18 @@ def replay_request(
         ModelError: the recipe has something that is not differentiated.
     """
     settings = data.pop("replay", None)
-    if not wanted and settings:
+    if not use_replay and settings:
         raise SettingsError(f"replay.{next(iter(settings))}: no effect without --replay; add it")
-    if not wanted and not warm_up and recipe is not None:
+    if not use_replay and not warm_up and recipe is not None:
         raise SettingsError("--recipe: no effect without --replay or --warm-up; add one")
     if settings is not None and not isinstance(settings, Mapping):
         raise SettingsError(f"replay: got {settings!r}, expected settings such as replay.orders; see docs/reference.md")
-    how = validated(ReplaySettings, settings or {}, "replay")
+    replay_settings = validated(ReplaySettings, settings or {}, "replay")
     if recipe is None:
-        return None, how
+        return None, replay_settings
     if isinstance(recipe, Mapping):
-        return FineTuningRecipe.from_mapping(recipe), how
-    return FineTuningRecipe.read(Path(recipe)), how
+        return FineTuningRecipe.from_mapping(recipe), replay_settings
+    return FineTuningRecipe.read(Path(recipe)), replay_settings
 
 
 def add_replay(
@@ -352,22 +358,26 @@ def add_replay(
     """Replay the targets of a finished artifact on this machine that have no replay, and return its record.
 
     Args:
+        out: directory of the artifact.
         recipe: see `build`. Default: that of an earlier replay, if there is one.
-        settings: `replay`; custom code that may run; and the current places of model and corpus: `model.path`,
+        settings: `replay`; custom code that may run; and the current paths of model and corpus: `model.path`,
             `model.tokenizer`, `corpus.path`.
+        progress: receives stages, notes and numbers of rows.
     Raises:
         GraspError: other settings are given; not an artifact; its model or rows changed; or it has a replay by another
             recipe.
     """
     data = deepcopy(dict(settings or {}))
-    replayed, how = replay_request(data, recipe, wanted=True)
+    replay_recipe, replay_settings = split_replay_settings(data, recipe, use_replay=True)
     overrides = _pop_overrides(data)
     if data:
         raise SettingsError(
             f"--replay: got {', '.join(sorted(data))} as well; the settings of a finished artifact are fixed; use "
             "--recipe and --set replay.NAME=VALUE"
         )
-    return replay_targets(_local_artifact(out, "--replay"), replayed, how, overrides=overrides, progress=progress)
+    return replay_targets(
+        _local_artifact(out, "--replay"), replay_recipe, replay_settings, overrides=overrides, progress=progress
+    )
 
 
 def add_targets(
@@ -380,8 +390,11 @@ def add_targets(
     """Add targets to a finished artifact on this machine, and return the source of their relevance.
 
     Args:
-        settings: settings of targets, e.g. `{"targets": {"seed": 3}}`; custom code that may run; and the current places
+        out: directory of the artifact.
+        targets: names of targets, or files of questions.
+        settings: settings of targets, e.g. `{"targets": {"seed": 3}}`; custom code that may run; and the current paths
             of model and corpus: `model.path`, `model.tokenizer`, `corpus.path`.
+        progress: receives stages, notes and numbers of rows.
     Raises:
         SettingsError: other settings are given; they are fixed by the artifact.
         ArtifactError: not an artifact, or it has a target already; model or corpus differ from those of the build.
@@ -402,8 +415,8 @@ def add_targets(
 
 
 def _pop_overrides(data: dict[str, Any]) -> dict[str, Any]:
-    """Remove custom code and the current places of model and corpus from settings, and return them."""
-    overrides = dict[str, Any]()
+    """Remove custom code and the current paths of model and corpus from settings, and return them."""
+    overrides: dict[str, Any] = {}
     for name in (*CODE, *PATH_SETTINGS):
         if value := pop_leaf(data, name):
             put(overrides, name, value)
@@ -438,15 +451,15 @@ def _targets(targets: Any, loss_on: Any) -> tuple[list[str], tuple[Unit, ...]]:
 
 
 @contextmanager
-def _as_it_was(model: Any) -> Iterator[None]:
+def _preserve_modes(model: Any) -> Iterator[None]:
     """Restore training modes and `requires_grad` of a model that was passed as an object."""
-    owned = model if isinstance(model, nn.Module) else nn.Module()
-    modes = [(module, module.training) for module in owned.modules()]
-    grads = [(parameter, parameter.requires_grad) for parameter in owned.parameters()]
+    module_or_empty = model if isinstance(model, nn.Module) else nn.Module()
+    modes = [(module, module.training) for module in module_or_empty.modules()]
+    requires_grad = [(parameter, parameter.requires_grad) for parameter in module_or_empty.parameters()]
     try:
         yield
     finally:
         for module, mode in modes:
             module.training = mode
-        for parameter, required in grads:
+        for parameter, required in requires_grad:
             parameter.requires_grad_(required)

@@ -89,7 +89,7 @@ class RayWorkers(Workers):
 
         early_results: dict[int, Any] = {}
         next_part, max_early = 0, JOBS_PER_WORKER * len(self._actors)
-        for k, result in self._cluster.spread(
+        for k, result in self._cluster.distribute(
             self._actors,
             sized_parts(),
             lambda actor, rows: actor.run.remote(job, rows, options_ref),

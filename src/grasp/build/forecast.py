@@ -1,7 +1,7 @@
 """`grasp build --forecast`: estimate size, time and disk of a build in seconds, from its first rows and a timed pass.
 
-The first megabyte of the corpus is cut into rows, and a few of their tokens pass the model; everything else is
-proportion. Nothing is written to the artifact. Start with `forecast`.
+The first megabyte of the corpus is divided into rows, and the model is run on a few of their tokens; everything else is
+extrapolated in proportion. Nothing is written to the artifact. Start with `forecast`.
 """
 
 import tempfile
@@ -17,7 +17,7 @@ import torch
 
 from grasp.artifact.manifest import MANIFEST
 from grasp.build.add_replay import ReplayForecast, forecast_replay, plan_replay, refuse_replay
-from grasp.build.build import REQUIRED, replay_request, staging_place
+from grasp.build.build import REQUIRED, split_replay_settings, staging_place
 from grasp.build.inputs import ON_DISK, Inputs, prepare
 from grasp.build.model_pass import Arrays, ModelPass, merge_batches, observe_part, read_batches, score_shard
 from grasp.build.pipeline import MEGABYTE, Sample, open_moment_source, refuse_untrained, resolve_settings, stored_bytes
@@ -38,14 +38,14 @@ from grasp.text import duration_text, size_text
 from grasp.training.recipe_files import FineTuningRecipe
 from grasp.yaml_files import plain_settings, put_all, require_flags
 
-PROBE_CHARS = 1 << 20  # of the corpus that are cut into rows
-PROBE_DOCUMENTS = 4_096  # at most
-CHARS_PER_TOKEN = 4  # of a corpus that is tokenised
+PROBE_CHARS = 1 << 20  # characters of the corpus that are divided into rows
+PROBE_DOCUMENTS = 4_096  # maximum number of documents that are read
+CHARS_PER_TOKEN = 4  # characters per token, for a corpus of token ids
 PROBE_TOKENS = 16  # of the first pass; each further pass has four times as many
-PROBE_SECONDS = 0.5  # duration of the last timed pass at least, unless all rows passed
-SLOW_SECONDS = 4.0  # after a pass that takes so long, no longer one is timed
+PROBE_SECONDS = 0.5  # minimum duration of the last timed pass, unless it has all rows
+SLOW_SECONDS = 4.0  # duration after which no longer pass is timed
 PROBE_UNITS = 64  # units that the probe is scored against
-MIN_LOSS_POSITIONS = 64  # with loss, from which on the probe's loss says whether the model is trained
+MIN_LOSS_POSITIONS = 64  # positions with loss below which the loss does not show whether the model is trained
 
 
 def forecast(
@@ -61,54 +61,60 @@ def forecast(
     """Estimate what `build` would do: rows, questions, kernels, time and disk, one line each.
 
     Args:
-        settings: as of `build`; they name all inputs.
-        replay: as of `build`; a line on the replay is added.
-        check: as of `build`.
-        recipe: as of `build`.
-        untrained: do not refuse a model that predicts the first rows no better than chance.
+        out: directory for the artifact; nothing is written to it.
+        settings: settings of `build`, which name all inputs.
+        untrained: accept a model that predicts the first rows no better than chance.
+        replay: also forecast a replay, see `build`.
+        check: include the check of the replay, see `build`.
+        recipe: training of the replay, see `build`.
+        progress: receives stages and notes.
     Raises:
         GraspError: an error that would stop the build before its first pass, or the artifact is finished.
     """
     data = put_all(plain_settings(settings), {"replay.check": 1 if check else None})
-    replayed, how = replay_request(data, recipe, wanted=replay)
+    replay_recipe, replay_settings = split_replay_settings(data, recipe, use_replay=replay)
     require_flags(data, REQUIRED, "build")
-    chosen, place = resolve_settings(build_settings(data), ON_DISK), staging_place(out)[2]
+    build_config, place = resolve_settings(build_settings(data), ON_DISK), staging_place(out)[2]
     if replay:
-        refuse_replay(chosen, how)
+        refuse_replay(build_config, replay_settings)
     if (place / MANIFEST).exists():
         raise ArtifactError(f"{place}: is finished, so there is nothing to forecast; choose another --out")
-    n_read, n_documents = _first_documents(chosen)
+    n_read, n_documents = _first_documents(build_config)
     if n_read < n_documents:
-        corpus = chosen.corpus.model_copy(update={"limit": n_read})
-        chosen, progress = chosen.model_copy(update={"corpus": corpus}), None  # notes would be about a part
+        corpus = build_config.corpus.model_copy(update={"limit": n_read})
+        build_config, progress = build_config.model_copy(update={"corpus": corpus}), None  # notes would be about a part
     with tempfile.TemporaryDirectory(prefix="grasp-forecast-") as temporary:
-        inputs = prepare(chosen, Path(temporary) / "tokens", progress or Silent())
+        inputs = prepare(build_config, Path(temporary) / "tokens", progress or Silent())
         if inputs.settings.like is not None:
             open_moment_source(inputs, inputs.settings.like)
         tokens_bytes = sum(file.stat().st_size for file in (Path(temporary) / "tokens").iterdir())
         probe = _timed_probe(inputs, untrained=untrained)
         ratio = n_documents / n_read
         report = _report(inputs, probe, ratio, tokens_bytes)
-        return f"{report}\nreplay: {_replay(inputs, replayed, how, ratio)}" if replay else report
+        return (
+            f"{report}\nreplay: {_replay_forecast(inputs, replay_recipe, replay_settings, ratio)}" if replay else report
+        )
 
 
 def _first_documents(settings: BuildSettings) -> tuple[int, int]:
-    """Return how many documents are read, and about how many the corpus has; the share of images is 1 of 1."""
+    """Return the number of documents to read, and an estimate of that of the corpus; (1, 1) if all are read."""
     if settings.model.classifier is not None:
         return 1, 1
     source, limit = open_source(settings.corpus.path, settings.corpus.split), settings.corpus.limit
-    n_most, chars = min(PROBE_DOCUMENTS, limit or PROBE_DOCUMENTS), 0
+    max_documents, n_chars = min(PROBE_DOCUMENTS, limit or PROBE_DOCUMENTS), 0
     for n_read, document in enumerate(documents_of(source, settings.corpus), start=1):
-        chars += len(document.text or "") + CHARS_PER_TOKEN * (
+        n_chars += len(document.text or "") + CHARS_PER_TOKEN * (
             0 if document.input_ids is None else len(document.input_ids)
         )
-        if chars >= PROBE_CHARS or n_read >= n_most:
+        if n_chars >= PROBE_CHARS or n_read >= max_documents:
             total = source.approximate_length(n_read)
             return n_read, total if limit is None else min(limit, total)
     return 1, 1  # all of them
 
 
-def _replay(inputs: Inputs, recipe: FineTuningRecipe | None, settings: ReplaySettings, ratio: float) -> ReplayForecast:
+def _replay_forecast(
+    inputs: Inputs, recipe: FineTuningRecipe | None, settings: ReplaySettings, ratio: float
+) -> ReplayForecast:
     """Forecast a replay by the gradient of one batch; `ratio` is the corpus in units of the part that was read."""
     assert isinstance(inputs.model, ReferenceModel)
     assert isinstance(inputs.store, RowStore)
@@ -122,14 +128,14 @@ class _Probe:
     """A timed pass of a few tokens.
 
     Attributes:
-        n_tokens: of the pass.
-        row_seconds: of the model and of the moments, per row, whatever its length.
-        token_seconds: of the same, per token.
-        prepare_seconds: of folding the moments into all units.
-        score_seconds: of scoring these tokens against all units.
-        widths: numbers of a row, by array.
+        n_tokens: tokens of the pass.
+        row_seconds: time per row of the model and of the moments that does not depend on its length.
+        token_seconds: further time per token.
+        prepare_seconds: time to prepare the kernels for all units.
+        score_seconds: time to score these tokens against all units.
+        widths: numbers per row, by array.
         moments: bytes of the moments of the whole sample.
-        feature_bytes: of the batches of these tokens as an artifact keeps them.
+        feature_bytes: bytes of the features of these tokens as an artifact stores them.
     """
 
     n_tokens: int
@@ -143,7 +149,7 @@ class _Probe:
 
 
 def _timed_probe(inputs: Inputs, *, untrained: bool) -> _Probe:
-    """Pass more and more tokens through the model, until a pass takes long enough to be timed, and score them."""
+    """Run the model on more and more tokens until a pass is long enough to be timed, and score them."""
     model_pass, features = inputs.model_pass, inputs.settings.features
     sample = Sample.draw(inputs.store.supervised(), features)
     n_tokens = PROBE_TOKENS
@@ -203,14 +209,14 @@ def _costs(timed: Sequence[tuple[int, float]], n_rows: int) -> tuple[float, floa
     sampled once), which such a part would spread over too few tokens. It is the intercept of a line through the last
     two passes, if both were parts of one row; otherwise it is in the cost of the tokens.
     """
-    more, longer = timed[-1]
+    last_tokens, last_seconds = timed[-1]
     if n_rows > 1 or len(timed) == 1:
-        return 0.0, longer / more
-    fewer, shorter = timed[-2]
-    if fewer == more or longer <= shorter:  # the first pass of a process is slow
-        return 0.0, longer / more
-    row_seconds = max(0.0, (shorter * more - longer * fewer) / (more - fewer))
-    return row_seconds, (longer - row_seconds) / more
+        return 0.0, last_seconds / last_tokens
+    tokens, seconds = timed[-2]
+    if tokens == last_tokens or last_seconds <= seconds:  # the first pass of a process is slow
+        return 0.0, last_seconds / last_tokens
+    row_seconds = max(0.0, (seconds * last_tokens - last_seconds * tokens) / (last_tokens - tokens))
+    return row_seconds, (last_seconds - row_seconds) / last_tokens
 
 
 def _first_tokens(rows: Rows, n_tokens: int) -> Rows:
@@ -245,9 +251,9 @@ def _as_units(model_pass: ModelPass, cached_batches: Sequence[Arrays], n_units: 
         [(index + k * n_rows, batch) for k in range(copies) for index, batch in batches], copies * n_rows
     )
     rows = rows.rows(0, n_units)
-    first_P = torch.searchsorted(rows.row_P, rows.row_P)  # positions are in order of row
-    chosen_P = torch.nonzero(torch.arange(len(rows.row_P), device=first_P.device) - first_P < n_positions)[:, 0]
-    units = replace(rows.at_positions(chosen_P, rows.row_P[chosen_P], n_units), summary_batch=rows.summary_batch)
+    start_P = torch.searchsorted(rows.row_P, rows.row_P)  # first position of the row; positions are in order of row
+    selected_P = torch.nonzero(torch.arange(len(rows.row_P), device=start_P.device) - start_P < n_positions)[:, 0]
+    units = replace(rows.at_positions(selected_P, rows.row_P[selected_P], n_units), summary_batch=rows.summary_batch)
     if model_pass.sampled is None:
         return units
     gradient_NK = torch.cat([batch.gradient_BK for _, batch in batches if batch.gradient_BK is not None])
@@ -270,10 +276,10 @@ def _report(inputs: Inputs, probe: _Probe, ratio: float, tokens_bytes: int) -> s
         rows_needed = features.sample_rows if counts_rows(features) else 1
         sampled = min(n_supervised, max(features.sample_positions, rows_needed * n_supervised // n_rows))
     coordinates = 0 if inputs.model_pass.sampled is None else inputs.model_pass.sampled.sample.size
-    passed_bytes = round(ratio * stored_bytes(model, store, features, coordinates))
-    is_measured = settings.like is not None
-    once = sampled == n_supervised and not is_measured and passed_bytes <= features.max_cache_mb * MEGABYTE
-    passes = 1.0 + (0.0 if once or is_measured else sampled / n_supervised)
+    cached_bytes = round(ratio * stored_bytes(model, store, features, coordinates))
+    has_moments = settings.like is not None
+    use_cache = sampled == n_supervised and not has_moments and cached_bytes <= features.max_cache_mb * MEGABYTE
+    passes = 1.0 + (0.0 if use_cache or has_moments else sampled / n_supervised)
     unit_tokens = sum(len(unit.input_ids) for unit in inputs.unit_tokens) or n_units
     seconds = probe.token_seconds * (passes * n_tokens + unit_tokens) + probe.row_seconds * (passes * n_rows + n_units)
     seconds += probe.prepare_seconds + probe.score_seconds * n_tokens / probe.n_tokens
@@ -282,7 +288,7 @@ def _report(inputs: Inputs, probe: _Probe, ratio: float, tokens_bytes: int) -> s
     finished = n_rows * sum(probe.widths.values()) * np.dtype(settings.array_dtype).itemsize + probe.moments
     finished += round(2 * ratio * sum(len(parquet_bytes(store.table(k))) for k in range(store.n_shards)))
     finished += round(probe.feature_bytes * n_tokens / probe.n_tokens)
-    temporary, tokens_bytes = passed_bytes if once else 0, round(ratio * tokens_bytes)
+    temporary, tokens_bytes = cached_bytes if use_cache else 0, round(ratio * tokens_bytes)
     if settings.keep_tokens:
         finished += tokens_bytes
     else:

@@ -70,7 +70,7 @@ class Inputs:
 
     @cached_property
     def units(self) -> Batch:
-        """Pass the units through the model, once."""
+        """Return the features of the units; the model is run on them at the first access."""
         return self.model_pass.units(self.unit_inputs, [unit.unit_id for unit in self.unit_set.units])
 
 
@@ -85,7 +85,8 @@ class InMemory:
 
 ON_DISK = InMemory()
 UNIT_BYTES = 64 << 20  # of a target, see `unit_arrays`
-SEEN_SHARDS, FEWEST_DOCUMENTS = 8, 20  # that a column must distinguish to be suggested as --id-column
+SEARCHED_SHARDS = 8  # shards that are searched for a column of unique names
+MIN_DOCUMENTS = 20  # documents that such a column must distinguish to be suggested as --id-column
 
 
 def prepare(
@@ -97,12 +98,16 @@ def prepare(
     in_memory: InMemory = ON_DISK,
     replace: bool = False,
 ) -> Inputs:
-    """Write the rows to disk and pass the units through the model; complete the settings from model and corpus.
+    """Write the rows to disk, load the model, and complete the settings from model and corpus.
 
     Texts are tokenised before the weights of the model are loaded, so that errors in them are reported early.
 
     Args:
+        settings: settings of the build.
+        tokens: directory of the rows.
+        progress: receives stages, notes and numbers of rows.
         model: the loaded model. Default: load it.
+        in_memory: model, corpus and targets that are passed as objects.
         replace: delete rows of another corpus in `tokens`.
     """
     model = model or in_memory.model
@@ -247,10 +252,10 @@ def note_corpus(
         labels += f"; request a value of them by its path, e.g. --set corpus.label_paths=[{store.ignored_columns[0]}.0]"
     progress.note(labels)
     text_column = roles.get("text", roles.get("turns"))
-    known = [*roles.values(), *store.label_columns, *store.ignored_columns]
+    all_columns = [*roles.values(), *store.label_columns, *store.ignored_columns]
     if "rejected" in roles:
         progress.note("preference pairs: rows are scored by the gradient of the DPO loss at this model")
-    elif note := preference_note(text_column, known, turns="turns" in roles):
+    elif note := preference_note(text_column, all_columns, turns="turns" in roles):
         progress.note(note)
     rows = f"{store.n_rows:,} rows of {store.n_documents:,} documents, {store.n_tokens:,} tokens"
     if store.masked:
@@ -275,13 +280,13 @@ def note_corpus(
 
 
 def _names_documents(store: RowStore, label: str) -> bool:
-    """Return whether a label has a different value for each document of the first `SEEN_SHARDS` shards."""
-    shards = range(min(store.n_shards, SEEN_SHARDS))
+    """Return whether a label has a different value for each document of the first `SEARCHED_SHARDS` shards."""
+    shards = range(min(store.n_shards, SEARCHED_SHARDS))
     table = pa.concat_tables([store.table(k).select(["doc_id", label]) for k in shards])
     if not (pa.types.is_string(table[label].type) or pa.types.is_integer(table[label].type)) or table[label].null_count:
         return False
     documents = len(table["doc_id"].unique())
-    return documents >= FEWEST_DOCUMENTS and len(table[label].unique()) == documents == len(
+    return documents >= MIN_DOCUMENTS and len(table[label].unique()) == documents == len(
         table.group_by(["doc_id", label]).aggregate([])
     )
 
@@ -323,8 +328,8 @@ def leak_arrays(inputs: Inputs) -> dict[str, I64]:
 def unit_arrays(inputs: Inputs, kernels: Sequence[Kernel]) -> dict[str, NDArray[Any]]:
     """Return what the model computed for the units of each target, as arrays that are stored with the moments.
 
-    `explain` needs no pass of the units then. Of gradients only the mean over a target is stored. A target with more
-    than `UNIT_BYTES` is left out.
+    `explain` then need not run the model on the units. Of gradients only the mean over a target is stored. A target
+    with more than `UNIT_BYTES` is left out.
     """
     if not inputs.unit_tokens:
         return {}

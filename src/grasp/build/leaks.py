@@ -74,8 +74,8 @@ def _chunks(
 
     Chunks overlap by the last rows of the previous one, so that a question of `reach` characters can cross them.
     """
-    held: list[str] = []
-    first_row, fresh, document = 0, 0, None
+    texts: list[str] = []
+    first_row, n_new_chars, document = 0, 0, None
     for k in range(store.n_shards):
         shard = store.shard(k)
         documents = shard.table["doc_id"].to_pylist()
@@ -83,21 +83,22 @@ def _chunks(
             rows = range(begin, min(begin + BLOCK_ROWS, len(shard)))
             for i, text in zip(rows, decode([shard.ids(i).tolist() for i in rows]), strict=True):
                 # pieces of a document are joined without a space, documents with a line break
-                held.append(_plain(text) if documents[i] == document else f"\n{_plain(text)}")
+                texts.append(_normalise(text) if documents[i] == document else f"\n{_normalise(text)}")
                 document = documents[i]
-                fresh += len(held[-1])
-                if fresh >= CHUNK_CHARS:
-                    yield first_row, _starts(held), "".join(held)
-                    past, chars = len(held), 0
-                    while past and chars < 2 * reach:
-                        past -= 1
-                        chars += len(held[past])
-                    first_row, held, fresh = first_row + past, held[past:], 0
-    if fresh:
-        yield first_row, _starts(held), "".join(held)
+                n_new_chars += len(texts[-1])
+                if n_new_chars >= CHUNK_CHARS:
+                    yield first_row, _starts(texts), "".join(texts)
+                    n_done, n_chars = len(texts), 0
+                    while n_done and n_chars < 2 * reach:  # rows that the next chunk repeats
+                        n_done -= 1
+                        n_chars += len(texts[n_done])
+                    first_row, texts, n_new_chars = first_row + n_done, texts[n_done:], 0
+    if n_new_chars:
+        yield first_row, _starts(texts), "".join(texts)
 
 
 def _starts(texts: Sequence[str]) -> list[int]:
+    """Return the offset of each text in their concatenation."""
     return [0, *np.cumsum([len(text) for text in texts])[:-1].tolist()]
 
 
@@ -110,7 +111,7 @@ class QuestionIndex:
             for words in entries:
                 units_of.setdefault(words, {})[e] = None
         self._entries = list(units_of)
-        self._units = [list(of) for of in units_of.values()]
+        self._units = [list(units_of_entry) for units_of_entry in units_of.values()]
         grams = [np.unique(_grams(_hashes(words))) for words in self._entries]
         owner = np.repeat(np.arange(len(grams)), [len(hashes) for hashes in grams])
         all_hashes = np.concatenate([*grams, np.zeros(0, np.uint64)])
@@ -146,7 +147,7 @@ class QuestionIndex:
 
     def questions_in(self, text: str) -> list[tuple[int, int, int]]:
         """Return occurrences of questions in a text: unit, and the characters from and up to which it extends."""
-        matches = list(WORD.finditer(_plain(text)))
+        matches = list(WORD.finditer(_normalise(text)))
         words = [match[0] for match in matches]
         gram_T = _grams(_hashes(words))
         if not len(self._gram_G) or not len(gram_T):
@@ -223,8 +224,8 @@ def question_words(units: Sequence[Unit]) -> list[list[tuple[str, ...]]]:
     stripped = list(whole)
     for members in by_target.values():
         several = len({whole[e] for e in members}) > 1
-        begin = _common(whole[e] for e in members) if several else 0
-        end = _common(whole[e][begin:][::-1] for e in members) if several else 0
+        begin = _count_common_words(whole[e] for e in members) if several else 0
+        end = _count_common_words(whole[e][begin:][::-1] for e in members) if several else 0
         for e in members:
             stripped[e] = whole[e][begin : len(whole[e]) - end]
     entries_of_units = []
@@ -242,17 +243,19 @@ def question_words(units: Sequence[Unit]) -> list[list[tuple[str, ...]]]:
     return [[*entries[:1], *(part for part in entries[1:] if shared[part] == 1)] for entries in entries_of_units]
 
 
-def _common(lists: Iterable[Sequence[str]]) -> int:
+def _count_common_words(lists: Iterable[Sequence[str]]) -> int:
     """Return the number of first words that all lists have in common."""
     return sum(1 for _ in takewhile(lambda words: len(set(words)) == 1, zip(*lists, strict=False)))
 
 
-def _plain(text: str) -> str:
+def _normalise(text: str) -> str:
+    """Return a text in lower case and compatibility form."""
     return text.lower() if text.isascii() else unicodedata.normalize("NFKC", text).casefold()
 
 
 def _words(text: str) -> tuple[str, ...]:
-    return tuple(WORD.findall(_plain(text)))
+    """Return the words of a text, normalised."""
+    return tuple(WORD.findall(_normalise(text)))
 
 
 def _hashes(words: Sequence[str]) -> Hashes:

@@ -42,6 +42,7 @@ def merge(parts: Sequence[Path | str], out: Path | str, *, progress: Progress | 
     Args:
         parts: artifacts of the same model, features, moments and units, with distinct row names.
         out: new directory; it appears once it is complete.
+        progress: receives stages, notes and numbers of rows.
     Raises:
         ArtifactError: parts differ (every difference is named), a row_id is in two of them, or types of a label differ.
         SettingsError: fewer than two parts, or `out` exists.
@@ -63,9 +64,8 @@ def merge(parts: Sequence[Path | str], out: Path | str, *, progress: Progress | 
         with written_aside(place) as aside:
             _write(opened, schema, aside, progress)
     except ArtifactError as err:
-        if (
-            isinstance(err.__cause__, OSError) and err.__cause__.errno in DISK_FULL_ERRORS
-        ):  # the writer advises to resume, which merge cannot
+        # the writer advises to resume, which merge cannot
+        if isinstance(err.__cause__, OSError) and err.__cause__.errno in DISK_FULL_ERRORS:
             raise ArtifactError(
                 f"{place}: {err.__cause__.strerror}; nothing was written: free space and run the same command again"
             ) from err
@@ -126,28 +126,28 @@ def _require_unique_names(parts: Sequence[ArtifactReader]) -> None:
         name, first, last, count = duplicate
         raise ArtifactError(
             f"row_id {name!r} is in {parts[first].where} and in {parts[last].where} ({count:,} such rows in total); "
-            "use "
-            "distinct names (--id-column), or remove the documents that are in both"
+            "use distinct names (--id-column), or remove the documents that are in both"
         )
 
 
 def _row_schema(parts: Sequence[ArtifactReader]) -> pa.Schema:
     """Return the columns of all parts; a label that is absent in a part is null there."""
-    seen: dict[str, tuple[pa.DataType, ArtifactReader]] = {}
+    type_of: dict[str, tuple[pa.DataType, ArtifactReader]] = {}
     for part in parts:
         for field in pq.read_schema(part.rows_path):
-            kind, where = seen.setdefault(field.name, (field.type, part))
+            kind, where = type_of.setdefault(field.name, (field.type, part))
             if pa.types.is_null(kind):
-                seen[field.name] = field.type, part
+                type_of[field.name] = field.type, part
             elif field.type != kind and not pa.types.is_null(field.type):
                 raise ArtifactError(
                     f"label {field.name}: is {kind} in {where.where} and {field.type} in {part.where}; "
                     "rebuild one of them with the type of the other"
                 )
-    return pa.schema([(name, kind) for name, (kind, _) in seen.items() if name != "row_index"])
+    return pa.schema([(name, kind) for name, (kind, _) in type_of.items() if name != "row_index"])
 
 
 def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progress: Progress) -> None:
+    """Write the merged artifact, shard after shard."""
     first = parts[0].manifest
     n_rows = sum(part.n_rows for part in parts)
     sums = {name: np.sum([part.sums[name] for part in parts], axis=0) for name in parts[0].sums}
@@ -165,13 +165,13 @@ def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progre
     if any(entry.targets for part in parts for entry in part.manifest.arrays.values()):
         progress.note("replays of the parts are left out, since each is of a training on its part alone")
     manifest = _manifest(parts, [name for name in schema.names if name not in (*ROW_COLUMNS, LOSS_TOKENS)])
-    ungained_parts = []  # the parts without the gains, which were computed from one part
+    unscaled_parts = []  # the parts without their gains, which are those of one part
     for part in parts:
-        ungained = ArtifactReader.open(part.where)
+        unscaled = ArtifactReader.open(part.where)
         entries = {name: entry.model_copy(update={"gain": 1.0}) for name, entry in part.manifest.arrays.items()}
-        ungained.manifest = part.manifest.model_copy(update={"arrays": entries})
-        ungained_parts.append(ungained)
-    begins = np.cumsum([0, *(part.n_rows for part in parts)])
+        unscaled.manifest = part.manifest.model_copy(update={"arrays": entries})
+        unscaled_parts.append(unscaled)
+    first_rows = np.cumsum([0, *(part.n_rows for part in parts)])
     with lock_artifact(out):
         writer = ArtifactWriter.open(
             out,
@@ -184,9 +184,10 @@ def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progre
         progress.stage("merge", rows=n_rows, tokens=None)
         for k in range(writer.grid.n_shards):
             start, stop = writer.grid.bounds(k)
-            tables, numbers = [], {name: list[F32]() for name in arrays}
-            for part, begin in zip(ungained_parts, begins[:-1], strict=True):
-                rows = np.arange(max(start - begin, 0), min(stop - begin, part.n_rows))
+            tables: list[pa.Table] = []
+            pieces: dict[str, list[F32]] = {name: [] for name in arrays}
+            for part, first_row in zip(unscaled_parts, first_rows[:-1], strict=True):
+                rows = np.arange(max(start - first_row, 0), min(stop - first_row, part.n_rows))
                 if not len(rows):
                     continue
                 table = part.rows(rows)
@@ -196,22 +197,23 @@ def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progre
                     table = table.append_column(LOSS_TOKENS, n_loss)
                 tables.append(table)
                 for name in arrays:
-                    numbers[name].append(part.array_rows(name, rows))
+                    pieces[name].append(part.array_rows(name, rows))
             table = pa.concat_tables([schema.empty_table(), *tables], promote_options="permissive").select(schema.names)
-            writer.write_shard(k, {name: np.concatenate(pieces) for name, pieces in numbers.items()}, table, {})
+            writer.write_shard(k, {name: np.concatenate(of_array) for name, of_array in pieces.items()}, table, {})
             progress.advance(table.num_rows, 0)
         moments = {name: array for name, array in parts[0].moments.items() if not name.startswith(LEAKS)}
-        moments |= _leaks_of_all(parts, begins)
+        moments |= _leaks_of_all(parts, first_rows)
         writer.finish(manifest=manifest, moments=moments, units=parts[0].units, sums=sums, gains=gains)
 
 
-def _leaks_of_all(parts: Sequence[ArtifactReader], begins: I64) -> dict[str, I64]:
+def _leaks_of_all(parts: Sequence[ArtifactReader], first_rows: I64) -> dict[str, I64]:
     """Return the rows of all parts that contain questions, of the targets for which every part has them."""
     arrays: dict[str, I64] = {}
     for target in parts[0].targets:
         leaks = [part_leaks for part in parts if (part_leaks := part.leaks(target)) is not None]
         if len(leaks) == len(parts):
-            rows = [begin + part_leaks.row_index for begin, part_leaks in zip(begins[:-1], leaks, strict=True)]
+            offsets = zip(first_rows[:-1], leaks, strict=True)
+            rows = [first_row + part_leaks.row_index for first_row, part_leaks in offsets]
             arrays |= Leaks(np.concatenate(rows), leaks[0].n_compared, leaks[0].n_questions).arrays(target)
     return arrays
 
@@ -226,10 +228,11 @@ def _manifest(parts: Sequence[ArtifactReader], labels: Sequence[str]) -> dict[st
     corpora_of_parts = repr([(origin["corpus"], origin["rows"]) for origin in origins]).encode()
     corpora = [manifest.settings.get("corpus") or {} for manifest in manifests]
     shared = {name: value for name, value in corpora[0].items() if all(corpus.get(name) == value for corpus in corpora)}
-    log, columns = Skipped(), dict[str, None]()
+    skipped = Skipped()
+    columns: dict[str, None] = {}
     for manifest in manifests:
         rows = manifest.skipped.get("rows", {})
-        log.extend(*(rows.get(part, {}) for part in ("counts", "ids", "examples")))
+        skipped.extend(*(rows.get(part, {}) for part in ("counts", "ids", "examples")))
         columns |= dict.fromkeys(manifest.skipped.get("columns", ()))
     seconds: dict[str, float] | None = {}
     for manifest in manifests:
@@ -242,7 +245,7 @@ def _manifest(parts: Sequence[ArtifactReader], labels: Sequence[str]) -> dict[st
         "made_by": first.made_by | {"program": f"grasp {grasp.__version__}"},
         "fingerprints": first.fingerprints | {"corpus": hashlib.blake2b(corpora_of_parts, digest_size=16).hexdigest()},
         "settings": first.settings | {"like": None, "keep_tokens": False, "keep_features": False, "corpus": shared},
-        "skipped": {"rows": asdict(log), "columns": list(columns)},
+        "skipped": {"rows": asdict(skipped), "columns": list(columns)},
         "details": {
             **{name: value for name, value in first.details.items() if name != "replays"},
             **{name: sum(manifest.detail(name) for manifest in manifests) for name in ("n_tokens", "n_documents")},

@@ -1,4 +1,4 @@
-"""What a build would read of a corpus or of targets, before anything is computed.
+"""Preview what a build would read of a corpus or of targets, before anything is computed.
 
 `preview_corpus` and `preview_targets` read the first records as a build does. With a tokenizer they also divide them
 into rows, count tokens and show examples as the model sees them: `[loss: ...]` encloses what carries loss.
@@ -41,7 +41,7 @@ _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Preview(Result):
-    """What was read: a table of labels or targets, and examples below it."""
+    """A preview of a corpus or of targets: a table of labels or targets, and examples below it."""
 
     most: ClassVar[int] = 100
     examples: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class Preview(Result):
 def preview_corpus(
     corpus: CorpusSettings | Path | str, *, model: ModelSettings | Path | str | None = None, limit: int = 1_000
 ) -> Preview:
-    """Read the first records of a corpus: rows, labels and how to ask for them, columns and records left out.
+    """Read the first records of a corpus: rows, labels and expressions that select them, columns, and skipped records.
 
     Args:
         corpus: settings, or a path.
@@ -68,14 +68,14 @@ def preview_corpus(
     opened = Corpus(open_source(settings.path, settings.split), settings)
     roles = ", ".join(f"{role} from {column!r}" for role, column in opened.columns.items())
     values: dict[str, Counter[Any]] = {}
-    left_out: set[str] = set()
+    without_labels: set[str] = set()
     texts: list[str] = []
     n_read = n_empty = 0
     for document in opened.documents(0):
         n_read += 1
         for name, value in document.labels.items():
             values.setdefault(name, Counter())[value] += 1
-        left_out.update(document.ignored)
+        without_labels.update(document.ignored)
         text = str(document.conversation or document.text or "")
         n_empty += not text.strip() and document.input_ids is None
         if len(texts) < MAX_EXAMPLES and text.strip():
@@ -84,15 +84,15 @@ def preview_corpus(
                 other = str(document.rejected.conversation or document.rejected.text)
                 texts.append(plain(f"[rejected] {other}", MAX_EXAMPLE_CHARS))
     notes = [*entry_notes(settings), f"columns: {roles or 'none'}"]
-    if left_out:
-        example = min(left_out)
+    if without_labels:
+        example = min(without_labels)
         notes.append(
-            f"left out: {', '.join(sorted(left_out))} (binary, lists of numbers or of records); request a value by its "
-            f"path, e.g. --set corpus.label_paths=[{example}.0]"
+            f"left out: {', '.join(sorted(without_labels))} (binary, lists of numbers or of records); request a value by "
+            f"its path, e.g. --set corpus.label_paths=[{example}.0]"
         )
     text_column = opened.columns.get("text", opened.columns.get("turns"))
-    known = [*opened.columns.values(), *values, *left_out]
-    note = preference_note(text_column, known, turns="turns" in opened.columns)
+    all_columns = [*opened.columns.values(), *values, *without_labels]
+    note = preference_note(text_column, all_columns, turns="turns" in opened.columns)
     if note and "rejected" not in opened.columns:
         notes.append(note)
     headline = f"{settings.path}: {n_read:,} records" + f" (the first {limit:,})" * (n_read == limit)
@@ -108,11 +108,11 @@ def preview_corpus(
             shard = store.rows(np.arange(min(MAX_EXAMPLES, store.n_rows)))
             if shard.split_N is not None:
                 shard = shard.sides()
-            shown = (_marked(tokenizer, shard.ids(k), shard.mask(k)) for k in range(min(MAX_EXAMPLES, len(shard))))
+            shown = (_mark_loss(tokenizer, shard.ids(k), shard.mask(k)) for k in range(min(MAX_EXAMPLES, len(shard))))
             texts = [plain(text, MAX_EXAMPLE_CHARS) for text in shown]
             notes.append(tokenizer.describe())
     labels = [_label_line(name, counts, n_read) for name, counts in values.items()]
-    names = ("label", "values", "missing", "most frequent", "ask with")
+    names = ("label", "values", "missing", "most frequent", "select with")
     columns = zip(*labels, strict=True) if labels else [[]] * len(names)
     table = pa.table(dict(zip(names, map(list, columns), strict=True)))
     return Preview(table, headline, tuple(notes), signs=False, examples=tuple(texts[:MAX_EXAMPLES]))
@@ -169,10 +169,10 @@ def preview_targets(
         }
         masks = [np.arange(len(each.input_ids)) >= each.first for each in encoded]
         examples_of = zip(encoded, masks, strict=True)
-        shown = [ending(_marked(tokenizer, each.input_ids, mask), MAX_EXAMPLE_CHARS) for each, mask in examples_of]
+        shown = [ending(_mark_loss(tokenizer, each.input_ids, mask), MAX_EXAMPLE_CHARS) for each, mask in examples_of]
         for k, (unit, each) in enumerate(zip(units.units, encoded, strict=True)):
             wrong = [other.input_ids[other.first :].tolist() for other in each.others]
-            shown[k] += _wrong(unit, tokenizer.decode(wrong)) if wrong else ""
+            shown[k] += _wrong_answers(unit, tokenizer.decode(wrong)) if wrong else ""
         notes.append(tokenizer.describe())
     counts, kinds = Counter(unit.target for unit in units.units), {unit.target: _kind(unit) for unit in units.units}
     table = pa.table(
@@ -185,8 +185,8 @@ def preview_targets(
         | ({"tokens with loss, mean": [round(tokens[target][0], 1) for target in counts]} if tokens else {})
         | ({"most": [tokens[target][1] for target in counts]} if tokens else {})
     )
-    chosen = [k for k in range(len(shown)) if k in _first_of_targets(units.units)][:MAX_EXAMPLES]
-    examples = tuple(f"{units.units[k].unit_id}: {shown[k]}" for k in chosen)
+    selected = [k for k in range(len(shown)) if k in _first_of_targets(units.units)][:MAX_EXAMPLES]
+    examples = tuple(f"{units.units[k].unit_id}: {shown[k]}" for k in selected)
     headline = f"{len(counts):,} target{'s' * (len(counts) > 1)}, {len(units.units):,} units"
     return Preview(table, headline, tuple(notes), signs=False, examples=examples)
 
@@ -199,6 +199,7 @@ def _first_of_targets(units: Sequence[Unit]) -> set[int]:
 
 
 def _kind(unit: Unit) -> str:
+    """Describe how a unit is scored."""
     if unit.weight != 1.0:
         return f"weighted {unit.metric.replace('_', ' ')}"
     if unit.others and not unit.choices:
@@ -211,15 +212,16 @@ def _kind(unit: Unit) -> str:
 
 
 def _example(unit: Unit) -> str:
+    """Return a unit as text, with the completion in brackets."""
     if unit.conversation is not None:
         text = plain(str(unit.conversation), MAX_EXAMPLE_CHARS)
     else:
         text = ending(f"{unit.prompt}[loss:{unit.completion}]", MAX_EXAMPLE_CHARS)
     weight = f"[weight:{unit.weight:+g}]" if unit.weight != 1.0 else ""
-    return weight + text + _wrong(unit, [other.completion for other in unit.others])
+    return weight + text + _wrong_answers(unit, [other.completion for other in unit.others])
 
 
-def _wrong(unit: Unit, texts: Sequence[str]) -> str:
+def _wrong_answers(unit: Unit, texts: Sequence[str]) -> str:
     """Return the wrong answers of a unit for display; their prompts instead if these are what differs."""
     if unit.others and unit.others[0].completion == unit.completion:
         texts = [ending(other.prompt, MAX_VALUES_CHARS) for other in unit.others]
@@ -227,11 +229,12 @@ def _wrong(unit: Unit, texts: Sequence[str]) -> str:
 
 
 def _lengths(lengths: Iterator[int]) -> tuple[float, int]:
+    """Return the mean and the maximum."""
     values = list(lengths)
     return float(np.mean(values)), max(values)
 
 
-def _marked(tokenizer: Any, ids: I32, mask: Bool | None) -> str:
+def _mark_loss(tokenizer: Any, ids: I32, mask: Bool | None) -> str:
     """Return a text as the model sees it; what carries loss is in brackets, unless all of it does."""
     if mask is None or mask[1:].all():
         return str(tokenizer.decode([ids.tolist()])[0])

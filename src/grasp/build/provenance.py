@@ -33,7 +33,7 @@ class BuildSource:
 
     Attributes:
         overrides: settings of the user: custom code runs only if they name it too. `model.path`, `model.tokenizer` and
-            `corpus.path` are the current places; paths that only the artifact names are never downloaded.
+            `corpus.path` are the current paths; paths that only the artifact names are never downloaded.
     Raises:
         ArtifactError: an input is missing, or differs from that of the build.
         ModelError: the model or its tokenizer cannot be loaded.

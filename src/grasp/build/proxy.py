@@ -28,13 +28,13 @@ MODEL, TOKENIZER = "model", "tokenizer"  # in the directory of the artifact
 TOKENIZER_CHARS = 50_000_000  # characters of the corpus that a tokenizer is trained on; more do not help
 CONTEXT = RECIPES["tiny"].shape.context  # default tokens of a row
 CHECKPOINTS = 4  # states that an interrupted training resumes from
-TIMED_STEPS = 5
+TIMED_STEPS = 5  # steps from which the time of the training is estimated
 
 
 def train_proxy(
     out: Path, corpus: CorpusSettings, tokenizer: str | None, *, seed: int, shard_rows: int, progress: Progress
 ) -> Path:
-    """Train a model of the size of `tiny` on all rows, and return its directory; a finished one is reused.
+    """Train a model of the size of the recipe `tiny` on all rows, and return its directory; a finished one is reused.
 
     An interrupted training is resumed by the same call, with the same weights on a CPU.
 
@@ -65,12 +65,12 @@ def train_proxy(
                 f"of {recipe.batch_rows} rows; it is stored in {out / MODEL}"
             )
         progress.stage("training", rows=recipe.steps * recipe.batch_rows, tokens=recipe.steps * tokens)
-        begun = time.perf_counter()
+        started = time.perf_counter()
 
         def advance(step: int) -> None:
             progress.advance(recipe.batch_rows, tokens)
             if step == TIMED_STEPS:
-                seconds = (time.perf_counter() - begun) / TIMED_STEPS * recipe.steps
+                seconds = (time.perf_counter() - started) / TIMED_STEPS * recipe.steps
                 progress.note(f"the training takes about {duration_text(seconds)}")
 
         train(
@@ -86,6 +86,7 @@ def train_proxy(
 
 
 def _tokenizer(out: Path, corpus: CorpusSettings, tokenizer: str | None, progress: Progress) -> Any:
+    """Load the named tokenizer, or train one on the corpus."""
     if tokenizer is not None:
         return tokenizer_at("tokenizer", tokenizer, ModelSettings(path=tokenizer))
     directory = out / TOKENIZER

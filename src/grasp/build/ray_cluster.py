@@ -16,7 +16,7 @@ from grasp.errors import EngineError, GraspError
 from grasp.extras import require
 
 JOBS_PER_WORKER = 2  # one runs, one is queued: no worker is idle while its next shard is transferred
-PATIENCE_SECONDS, POLL_SECONDS = 60.0, 0.5  # to wait for free resources on a shared cluster
+TIMEOUT_SECONDS, POLL_SECONDS = 60.0, 0.5  # of waiting for free resources on a shared cluster
 RETRIES = 3  # of one job whose worker died: a shard that kills every worker it meets must end the run
 
 
@@ -54,19 +54,19 @@ class Cluster:
                 f"{capacity} workers of {spec.threads} threads; use {capacity} or fewer, or fewer threads"
             )
         self._worker_resources = {"num_cpus": spec.threads} | ({"num_gpus": 1} if gpus else {})
-        wanted = 1 if spec.workers is None else spec.workers
-        deadline = time.monotonic() + PATIENCE_SECONDS  # other users may release resources
+        n_minimum = 1 if spec.workers is None else spec.workers
+        deadline = time.monotonic() + TIMEOUT_SECONDS  # other users may release resources
         while True:
             resources: dict[str, float] = ray.available_resources()
             free = int(resources.get("CPU", 0)) // spec.threads
             if gpus:
                 free = min(free, int(resources.get("GPU", 0)))
-            if free >= wanted:
+            if free >= n_minimum:
                 break
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"--engine ray: the cluster has room for {free} workers now, expected {wanted}; its cores or GPUs "
-                    "are in use: reduce --workers, or retry later with --resume"
+                    f"--engine ray: the cluster has room for {free} workers now, expected {n_minimum}; its cores or "
+                    "GPUs are in use: reduce --workers, or retry later with --resume"
                 )
             time.sleep(POLL_SECONDS)
         self.workers = min(n_requested, free)
@@ -108,7 +108,7 @@ class Cluster:
                 "model.batch_tokens or shard_rows, then resume with --resume; finished shards are kept"
             ) from err
 
-    def spread(
+    def distribute(
         self,
         actors: Sequence[Any],
         jobs: Iterable[tuple[int, Any]],
@@ -182,8 +182,7 @@ def connected(spec: ClusterSpec) -> Iterator[Cluster]:
                 raise EngineError(f"--engine ray: no cluster could be started on this machine: {reason}") from err
             raise EngineError(
                 f"--address: no Ray cluster at {spec.address!r}: {reason}; start one with `ray start --head`, or omit "
-                "the "
-                "option to use this machine"
+                "the option to use this machine"
             ) from err
     try:
         yield Cluster(ray, spec)
@@ -193,6 +192,7 @@ def connected(spec: ClusterSpec) -> Iterator[Cluster]:
 
 
 def _from_directory(directory: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in the user's working directory."""
     enter(directory)
     return function(*arguments)
 

@@ -1,7 +1,7 @@
 """Train the model of a build a few steps further before kernels read it.
 
-Initially, every row asks for the same change of a model, such as the format of the answers. This common part does not
-distinguish rows, and a few steps learn it, so that the gradients of the trained model predict subsets better. The
+Initially, the gradients of all rows have a common part, such as the format of the answers. It does not distinguish
+rows, and a few steps of training remove it, so that the gradients of the trained model predict subsets better. The
 trained model is stored in the directory of the artifact. Start with `warm_up`.
 """
 
@@ -38,7 +38,7 @@ def warm_up(
         steps: optimizer steps; the learning rate decays to its end within them.
         recipe: optimizer and batch. Default: `default_recipe`.
     Raises:
-        ArtifactError: the directory has a model that was trained otherwise.
+        ArtifactError: the directory has a model that was trained with other settings.
         SettingsError: the recipe or the model has an adapter, or rows are longer than the recipe's.
         ModelError: the training diverges.
     """
@@ -49,8 +49,8 @@ def warm_up(
         )
     with lock_artifact(out):
         directory = out / MODEL
-        begun = json.loads((directory / WARM_UP).read_bytes()) if (directory / WARM_UP).exists() else None
-        reference = None if begun else ReferenceModel.load(settings.model)
+        recorded = json.loads((directory / WARM_UP).read_bytes()) if (directory / WARM_UP).exists() else None
+        reference = None if recorded else ReferenceModel.load(settings.model)
         if reference is not None:
             progress.stage("rows", rows=None, tokens=None)
             rows = RowStore.write(
@@ -69,10 +69,10 @@ def warm_up(
             "recipe": recipe.model_dump(mode="json"),
             "seed": settings.features.seed,
         }
-        if begun is not None:
-            if changed := list(differences(begun, record)):
+        if recorded is not None:
+            if changed := list(differences(recorded, record)):
                 raise ArtifactError(
-                    f"{directory}: was trained otherwise: {'; '.join(changed)}; choose another --out, or delete {out}"
+                    f"{directory}: was trained with other settings: {'; '.join(changed)}; choose another --out, or delete {out}"
                 )
             return directory
         assert reference is not None

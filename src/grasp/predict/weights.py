@@ -318,7 +318,7 @@ def sort_by_slice(codes_N: NDArray[np.integer], n_slices: int) -> tuple[I64, I64
 class RowSums:
     """Weighted sums of row values (N, C) over subsets; values of up to IN_MEMORY_BYTES are kept in memory.
 
-    Results are float64. torch and packed masks add at most a max_omitted thousand rows in float32, with errors of at most
+    Results are float64. torch and packed masks add at most a few thousand rows in float32, with errors of at most
     2e-6 sum_i |w_i x_i| (torch) and 3e-5 sum_i |w_i x_i| (masks), whether or not the values are in memory.
 
     Args:
