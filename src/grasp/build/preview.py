@@ -87,8 +87,8 @@ def preview_corpus(
     if without_labels:
         example = min(without_labels)
         notes.append(
-            f"left out: {', '.join(sorted(without_labels))} (binary, lists of numbers or of records); request a value by "
-            f"its path, e.g. --set corpus.label_paths=[{example}.0]"
+            f"left out: {', '.join(sorted(without_labels))} (binary, lists of numbers or of records); request a value "
+            f"by its path, e.g. --set corpus.label_paths=[{example}.0]"
         )
     text_column = opened.columns.get("text", opened.columns.get("turns"))
     all_columns = [*opened.columns.values(), *values, *without_labels]

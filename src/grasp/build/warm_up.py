@@ -72,7 +72,8 @@ def warm_up(
         if recorded is not None:
             if changed := list(differences(recorded, record)):
                 raise ArtifactError(
-                    f"{directory}: was trained with other settings: {'; '.join(changed)}; choose another --out, or delete {out}"
+                    f"{directory}: was trained with other settings: {'; '.join(changed)}; choose another --out, or "
+                    f"delete {out}"
                 )
             return directory
         assert reference is not None
