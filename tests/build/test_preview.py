@@ -46,6 +46,14 @@ def test_labels_are_listed_with_how_to_ask_and_each_can_be_asked(place):
     assert preview_corpus(str(place / "c.jsonl"), limit=10).headline.endswith("10 records (the first 10)")
 
 
+def test_values_that_are_equal_as_text_are_one_label(place):
+    values = ["1", 1, 1.0, True, "true", 2]
+    records = [{"text": "water", "label": value} for value in values]
+    (place / "mixed.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    (line,) = preview_corpus(str(place / "mixed.jsonl")).table.to_pylist()
+    assert (line["values"], line["most frequent"]) == (3, "1, true, 2")
+
+
 def test_rows_and_tokens_are_those_of_the_build(place):
     corpus, model = str(place / "c.jsonl"), str(place / "model")
     art = build(model, corpus, [str(place / "facts.jsonl")], out=place / "art", untrained=True)

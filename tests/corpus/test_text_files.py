@@ -108,6 +108,7 @@ def test_an_array_that_ends_early_keeps_what_was_read(cut):
         ("c.csv", "a;b\n1;2\n", r"^c\.csv:1: fields are separated by semicolons"),
         ("c.tsv", "a\ta\n1\t2\n", r"^c\.tsv:1: has the column 'a' more than once"),
         ("c.json", '[{"a": 1} {"a": 2}]', r"^c\.json, record 2: got '\{' before it, expected ','"),
+        ("c.json", '{\n "data": [{"a": 1}]\n}', r"^c\.json:1: an object over several lines; write one record per line"),
         ("c.json", '[{"a": 1}, {"a": nope, "b": "a long text follows"}]', r"^c\.json, record 2: not JSON"),
         ("c.json", "[{}, 1]", r"^c\.json, record 2: got int, expected a JSON object"),
         ("c.json", "[" + '{"a":' * 100_000, r"^c\.json, record 1: nested too deeply"),
