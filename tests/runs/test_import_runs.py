@@ -141,6 +141,7 @@ def with_column(name, value):
         (SHARES, changed(LOSSES, 2, 0, "z"), "1 run(s) have no results: b"),
         (SHARES[:3], LOSSES, "no weights: c"),
         (SHARES, changed(LOSSES, 0, 2, "wobble"), "pass --higher 'wobble'"),
+        (SHARES, changed(LOSSES, 0, 2, "toxicity_score"), "pass --higher 'toxicity_score'"),
         (SHARES, changed(LOSSES, 0, 0, "what"), "has no column with run names"),
         (changed(SHARES, 0, 2, "wiki"), LOSSES, "has the column 'wiki' more than once"),
         (SHARES, changed(LOSSES, 0, 2, "val_loss/sciq"), "has the column 'val_loss/sciq' more than once"),
@@ -153,6 +154,18 @@ def with_column(name, value):
 def test_bad_tables_are_refused_with_the_run_named(tmp_path, shares, losses, message):
     with pytest.raises(RunsError, match=re.escape(message)):
         read(tmp_path, shares=shares, losses=losses)
+
+
+def test_shares_and_percent_of_one_metric_are_refused(tmp_path):
+    mixed = changed(LOSSES, 2, 2, 50)
+    with pytest.raises(RunsError, match=r"r\.csv: acc is 0\.4 of run 'a' and 50 of run 'b': shares and percent"):
+        read(tmp_path, losses=mixed)
+    percent = [
+        LOSSES[0],
+        *([run, loss, value] for (run, loss, _), value in zip(LOSSES[1:], (0.9, 1.5, 3.4), strict=True)),
+    ]
+    assert len(read(tmp_path, losses=percent)) == 3  # a hard task, all in percent
+    assert len(read(tmp_path, losses=changed(mixed, 0, 2, "reward"))) == 3  # no share
 
 
 @pytest.mark.parametrize(
