@@ -189,7 +189,6 @@ def test_surrogates_in_turns_are_mended(tmp_path):
 
 
 ONE = {"messages": TURNS}
-THOUGHT = {"messages": turns(ASKED, f"<think>hm</think>{ANSWERED}", AGAIN, LAST)}
 REFUSED = [
     ({"messages": [{"role": "owner", "content": "x"}]}, {}, r"c\.jsonl:1: turn 0: .*'owner'"),
     ({"messages": [{"content": "x"}]}, {}, r"turn 0: .*None"),
@@ -201,7 +200,6 @@ REFUSED = [
     ({"messages": TURNS, "tools": "{"}, {}, r"tools: .*'\{'"),
     (ONE, {"tokenizer": lambda: chat_tokenizer(None)}, r"c\.jsonl:1: .*chat template"),
     (ONE, {"tokenizer": lambda: chat_tokenizer(DROPS)}, r"c\.jsonl:1: turn 1: "),
-    (THOUGHT, {"tokenizer": lambda: chat_tokenizer(REWRITES)}, "answer.*turns"),
     (ONE, {"tokenizer": lambda: chat_tokenizer(STRICT)}, "alternate"),
     (ONE, {"packing": "concat"}, "corpus.packing"),
     ({"text": "water"}, {"loss_on": "completion"}, r"corpus\.loss_on: .*completion"),
