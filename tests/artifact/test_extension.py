@@ -98,12 +98,12 @@ def test_refusals_of_an_extension(world, tmp_path):
     with world.open_extension(tmp_path / "art") as extension:
         block = world.new_values[5:10].copy()
         block[3, 1] = np.nan
-        with pytest.raises(ArtifactError, match=r"relevance_output_layer: row 8 .*column 1:.*nan"):
+        with pytest.raises(ArtifactError, match=r"output_layer: row 8 .*column 1:.*nan"):
             extension.write_shard(1, {"relevance_output_layer": block}, None, {})
         with pytest.raises(ArtifactError, match=r"sums: .*\['count'\]"):
             extension.write_shard(1, {"relevance_output_layer": world.new_values[5:10]}, None, {"count": np.zeros(2)})
         world.fill_extension(extension)
         with pytest.raises(ArtifactError, match=r"moments: .*\['step'\]"):
             extension.finish(manifest={}, moments={"step": np.zeros(1)})
-    with pytest.raises(ArtifactError, match=r"identity\.seed:.*\b1\b.*\b2\b.*delete .*/art/extensions/1"):
+    with pytest.raises(ArtifactError, match=r"seed:.*\b1\b.*\b2\b.*/extensions/1"):
         open_extension(world, tmp_path / "art", identity={"seed": 2})

@@ -177,7 +177,7 @@ def test_second_writer_is_refused_and_the_lock_dies_with_its_holder(world, tmp_p
     path = tmp_path / "art"
     child = start_build(path, "--hold")
     wait_for((path / "build.json").exists)
-    with pytest.raises(ArtifactError, match=rf"art: locked by process {child.pid} on \S+"):
+    with pytest.raises(ArtifactError, match=rf"art: locked by process {child.pid} "):
         world.begin(path)
     child.send_signal(signal.SIGKILL)
     child.wait()
@@ -188,7 +188,7 @@ def test_second_writer_in_the_same_process_is_refused(world, tmp_path):
     path = world.write(tmp_path / "art")
     with world.open_extension(path):
         for begin in (world.write, world.extend):
-            with pytest.raises(ArtifactError, match=f"art: locked by process {os.getpid()} on"):
+            with pytest.raises(ArtifactError, match=f"art: locked by process {os.getpid()} "):
                 begin(path)
     world.extend(path)
 

@@ -144,7 +144,7 @@ def test_what_is_no_regular_file_is_never_opened(kind, art, tmp_path):
     else:
         chunk.mkdir()
     assert any("expected a" in problem.what for problem in verify(art).problems)
-    with pytest.raises(ArtifactError, match=r"(symbolic link|pipe|directory).*(reg|dir)"):
+    with pytest.raises(ArtifactError, match=r"symbolic link|pipe|directory"):
         everything(ArtifactReader.open(art))
 
 
@@ -165,7 +165,7 @@ def test_a_manifest_that_is_no_regular_file(name, art, tmp_path):
 
 def test_units_that_are_not_those_of_the_manifest(art):
     resign(art, lambda raw: raw.update(targets={"sciq": 1, "openbookqa": 3}))
-    with pytest.raises(ArtifactError, match=r"manifest.*\{'sciq': 1, 'openbookqa': 3\}"):
+    with pytest.raises(ArtifactError, match=r"manifest.*'sciq': 1, 'openbookqa': 3"):
         _ = ArtifactReader.open(art).units
 
 
@@ -185,7 +185,7 @@ def test_an_array_that_is_not_the_one_of_the_manifest(change, art, tmp_path):
     entry = entry_of(chunk).model_dump()
     resign(art, lambda raw: raw["files"].update({"arrays/hidden_sketch/00001.npy": entry}))
     assert verify(art).ok
-    with pytest.raises(ArtifactError, match=r"00001\.npy: (expected an array|damaged)") as caught:
+    with pytest.raises(ArtifactError, match=r"00001\.npy: (.*array|damaged)") as caught:
         everything(ArtifactReader.open(art))
     assert "\n" not in str(caught.value)
     assert not ran.exists()

@@ -86,7 +86,7 @@ def test_shards_come_once_and_have_sums_of_one_shape(world, tmp_path):
         with pytest.raises(ArtifactError, match=r"shard 1 .*finished"):
             writer.write_shard(1, *world.shard(1))
         writer.write_shard(4, *world.shard(4)[:2], {"hidden_sketch": np.zeros(3)})
-        with pytest.raises(ShapeError, match=r"sums: shard 4.*{'hidden_sketch': \(3,\)}"):
+        with pytest.raises(ShapeError, match=r"sums: shard 4.*_sketch': \(3,"):
             writer.sums()
 
 
@@ -213,7 +213,7 @@ def test_a_chunk_that_is_cut_or_gone_is_named_by_the_reader(world, tmp_path):
     artifact = ArtifactReader.open(world.write(tmp_path / "art"))
     chunk = tmp_path / "art/arrays/hidden_sketch/00002.npy"
     chunk.write_bytes(chunk.read_bytes()[:-2])
-    with pytest.raises(ArtifactError, match=r"00002\.npy: truncated.*grasp verify"):
+    with pytest.raises(ArtifactError, match=r"00002\.npy: truncated.*verify"):
         list(artifact.array_blocks("hidden_sketch"))
     chunk.unlink()
     with pytest.raises(ArtifactError, match=r"00002\.npy: missing.*grasp verify"):
@@ -242,7 +242,7 @@ def test_a_chunk_that_is_cut_or_gone_is_named_by_the_reader(world, tmp_path):
         (lambda artifact: next(artifact.row_batches(["genre"])), r"\['genre'\]"),
     ],
 )
-def test_what_is_not_there_is_named(world, tmp_path, ask, message):
+def test_errors_name_the_missing_column_or_array(world, tmp_path, ask, message):
     artifact = ArtifactReader.open(world.write(tmp_path / "art"))
     with pytest.raises(ArtifactError, match=message):
         ask(artifact)

@@ -111,5 +111,5 @@ def test_a_unit_without_words_scores_zero_and_is_counted(world, tmp_path):
 
 def test_units_without_any_word_are_refused(world, tmp_path):
     inputs = with_units(world.inputs(), lambda i, unit: replace(unit, prompt="Who?", completion=f" {i}"))
-    with pytest.raises(TargetError, match="none of the 6 units has a query word"):
+    with pytest.raises(TargetError, match=r"6 units.* query word"):
         scores(configured_method("bm25"), inputs, tmp_path)

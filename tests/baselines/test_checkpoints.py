@@ -81,12 +81,12 @@ def test_moments_by_names_of_parameters_are_read_as_they_are(tmp_path):
     torch.testing.assert_close(result, (first, second))
     assert checkpoint.moments_fingerprint
     save_file({"a.weight.exp_avg": first}, path / "optimizer.safetensors")
-    with pytest.raises(ModelError, match=r"optimizer.safetensors: not the moments"):
+    with pytest.raises(ModelError, match=r"optimizer.safetensors: .*moments"):
         checkpoint.moments()
     (path / "optimizer.safetensors").unlink()
     (checkpoint,) = find_checkpoints([path])
     assert not checkpoint.has_moments
-    with pytest.raises(ModelError, match=r"no Adam moments: expected optimizer.safetensors"):
+    with pytest.raises(ModelError, match=r"moments: .*optimizer.safetensors"):
         checkpoint.moments()
 
 

@@ -75,7 +75,7 @@ def test_shares_of_a_label_are_another_view(world, tmp_path):
 def test_the_lasso_needs_an_extra_and_ridge_none(world, tmp_path, monkeypatch):
     inputs, _ = planted(world, few_rows)
     monkeypatch.setitem(sys.modules, "sklearn.linear_model", None)
-    with pytest.raises(MissingExtraError, match=r"datamodels: lasso needs .*scikit-learn"):
+    with pytest.raises(MissingExtraError, match=r"lasso .*scikit-learn"):
         run(inputs, tmp_path)
     assert run(inputs, tmp_path, penalty="ridge").notes
 
@@ -84,7 +84,7 @@ def test_what_it_cannot_predict_is_refused(world, tmp_path):
     inputs, _ = planted(world, few_rows)
     (other,) = parse_family("uniform:0.5").draw(2, n_rows=N_ROWS, seed=9, purpose="other", block=2)
     strange = replace(other, subset_ids=("mine", "yours"))
-    with pytest.raises(RunsError, match=r"2 subsets are not in .*, e.g. 'mine'"):
+    with pytest.raises(RunsError, match=r"2 subsets .*'mine'"):
         method_predictions(configured_method("datamodels"), inputs, [strange], tmp_path)
     with pytest.raises(SettingsError, match=r"--runs"):
         method_predictions(configured_method("datamodels"), MethodInputs(world.artifact), [other], tmp_path)

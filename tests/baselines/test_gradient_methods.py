@@ -264,7 +264,7 @@ def test_adam_without_moments_is_refused_where_it_is_asked_for(world, tmp_path):
         if path.is_file() and path.name not in ("optimizer.safetensors", "training.json"):
             (plain / path.name).symlink_to(path)
     inputs = world.inputs(checkpoint_paths=(plain,))
-    with pytest.raises(SettingsError, match=r"less.adam: got always, but .*plain has no Adam moments \(1 such\)"):
+    with pytest.raises(SettingsError, match=r"less.adam: got always.*plain .*1 such"):
         scores(configured_method("less", adam="always"), inputs, tmp_path / "c")
     result = scores(configured_method("less"), inputs, tmp_path / "c")
     assert "rows represented by Adam's update instead of their gradient" not in result.account.notes
@@ -458,7 +458,7 @@ def test_kfac_of_a_tied_head_is_refused_and_ekfac_is_not():
     fisher = Fisher(rows(), None)
     factors = second_moments(engine, fisher, full_width=64)
     queries = Queries.collect(engine, units(), [True])
-    with pytest.raises(SettingsError, match=r"model.embed_tokens is both embedding and head, .* curvature: ekfac"):
+    with pytest.raises(SettingsError, match=r"model.embed_tokens is both .*ekfac"):
         apply_kfac(queries, factors, 0.1)
     bases = [Basis.from_factors(factors_of_block) for factors_of_block in factors]
     before = queries.blocks[0].matrix_ED.clone()

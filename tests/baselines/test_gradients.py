@@ -349,7 +349,7 @@ def test_a_module_that_does_more_than_its_type_says_is_refused():
     network = llama()
     network.model.layers[0].mlp.up_proj = _Doubled(32, 48, bias=False)
     model = ReferenceModel(network, NoTokenizer())
-    with pytest.raises(ModelError, match=r"up_proj \(_Doubled\) does not return its weight"):
+    with pytest.raises(ModelError, match=r"up_proj \(_Doubled\) .*weight"):
         PerExample(model, choose_layers(model, ["all"]))
     assert PerExample(model, choose_layers(model, ["all", "!*.up_proj"])).calls
 
@@ -358,10 +358,10 @@ def test_what_has_no_per_example_form_is_refused():
     network = llama()
     network.model.table = _Table()
     model = ReferenceModel(network, NoTokenizer())
-    with pytest.raises(ModelError, match=r"model.table \(_Table, 4,000,000 parameters of its own\) is neither"):
+    with pytest.raises(ModelError, match=r"model.table \(_Table, 4,000,000 "):
         choose_layers(model, ["all"])
     network.model.table = nn.Linear(3, 4)
-    with pytest.raises(ModelError, match=r"model.table does not affect the loss of a row"):
+    with pytest.raises(ModelError, match=r"model.table .*loss of a row"):
         PerExample(model, choose_layers(model, ["all"]))
 
 
@@ -370,7 +370,7 @@ def test_a_layer_that_sees_tokens_without_their_rows_is_refused():
     inner = network.model.layers[0].mlp.forward
     network.model.layers[0].mlp.forward = lambda x: inner(x.flatten(0, 1)).view_as(x)
     model = ReferenceModel(network, NoTokenizer())
-    with pytest.raises(ModelError, match=r"gate_proj \(Linear\) receives \(12, 32\)"):
+    with pytest.raises(ModelError, match=r"gate_proj .*\(12, 32\)"):
         PerExample(model, choose_layers(model, ["block:0"]))
 
 

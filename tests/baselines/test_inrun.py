@@ -105,9 +105,7 @@ def test_a_killed_replay_goes_on_where_its_state_was_kept(world, tmp_path, monke
 
 
 def test_a_replay_that_diverges_names_step_and_rows(world, tmp_path):
-    with pytest.raises(
-        ModelError, match=r"replay: step [12].* rows? \d+.*expected a finite number.*lower learning_rate"
-    ):
+    with pytest.raises(ModelError, match=r"step [12].* rows? \d+.*learning_rate"):
         scored(world, tmp_path, learning_rate=1e30, batch_rows=4)
 
 

@@ -69,7 +69,7 @@ def test_equal_distances_go_to_the_point_that_comes_first():
 def test_what_does_not_fit_is_refused():
     with pytest.raises(SettingsError, match="k: got 0, expected at least 1"):
         knn_shapley(np.zeros((2, 1)), [0, 1], np.zeros((1, 1)), [1], 0)
-    with pytest.raises(ShapeError, match=r"embeddings \(2, 1\) with 3 labels, test points \(1, 1\) with 1"):
+    with pytest.raises(ShapeError, match=r"\(2, 1\) with 3 labels.*\(1, 1\) with 1"):
         knn_shapley(np.zeros((2, 1)), [0, 1, 1], np.zeros((1, 1)), [1], 1)
 
 

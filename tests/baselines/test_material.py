@@ -72,13 +72,13 @@ def test_tokens_of_another_corpus_are_refused(copied):
     store, inputs = copied.path / "tokens/store.json", copied.inputs()
     summary = RowStore.signed.read(store.parent)
     store.write_text(store.read_text().replace(inputs.store.fingerprint, "0" * 32))
-    with pytest.raises(ArtifactError, match=r"store\.json: damaged: checksum [0-9a-f]{32}, expected [0-9a-f]{32}"):
+    with pytest.raises(ArtifactError, match=r"store\.json: .*checksum [0-9a-f]{32}"):
         _ = copied.inputs().store
     RowStore.signed.write(store.parent, summary.model_copy(update={"fingerprint": "0" * 32}))
     manifest = inputs.artifact.manifest
     noted = manifest.rows_kept | {"tokens/store.json": files.entry_of(store)}  # by somebody who signs what he exchanged
     SIGNED_MANIFEST.write(copied.path, manifest.model_copy(update={"rows_kept": noted}))
-    with pytest.raises(ArtifactError, match=r"corpus changed since it was built .corpus 0{32}, was [0-9a-f]+"):
+    with pytest.raises(ArtifactError, match=r"corpus changed .*0{32}, was [0-9a-f]+"):
         _ = copied.inputs().store
 
 
@@ -92,7 +92,7 @@ def test_a_model_that_changed_is_refused(world, copied, tmp_path):
     weights["model.norm.weight"] += torch.ones_like(weights["model.norm.weight"])
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     del inputs.__dict__["model"], inputs.origin.__dict__["model"]
-    with pytest.raises(ArtifactError, match=r"model changed since it was built \(model [0-9a-f]+, was [0-9a-f]+\)"):
+    with pytest.raises(ArtifactError, match=r"model changed .*[0-9a-f]+, was [0-9a-f]+"):
         _ = inputs.model
 
 

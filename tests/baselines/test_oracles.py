@@ -125,7 +125,7 @@ def test_too_few_subsets_and_missing_features_are_refused():
     with pytest.raises(RunsError, match="got 3 subsets and 3 folds"):
         oracles.ridge_oracle(features, utilities)
     blocks, utilities = world(8)
-    with pytest.raises(RunsError, match=r"5 subsets have no features, e.g. \['evaluation-000003'"):
+    with pytest.raises(RunsError, match=r"5 subsets .*'evaluation-000003'"):
         oracles.ridge_oracle(features, utilities)
     with pytest.raises(ShapeError, match=r"\(8, 2\) and utilities \(7, 1\)"):
         oracles.cross_fit(oracles.ridge_out, np.zeros((8, 2)), np.zeros((7, 1)), folds=2, seed=0)

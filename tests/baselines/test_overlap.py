@@ -23,5 +23,5 @@ def test_scores_are_shares_of_sets(query, world, tmp_path):
 def test_units_without_words_are_refused(world, tmp_path, monkeypatch):
     monkeypatch.setattr("grasp.baselines.overlap.words", lambda _: [])
     inputs = world.inputs()
-    with pytest.raises(TargetError, match="none of the 6 units has a query word"):
+    with pytest.raises(TargetError, match=r"6 units.* query word"):
         scores(configured_method("overlap"), inputs, tmp_path)

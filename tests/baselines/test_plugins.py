@@ -57,15 +57,13 @@ def test_it_is_listed_and_ranks_rows_and_is_evaluated_like_any(loud, world, tmp_
 
 
 def test_without_the_package_there_is_no_such_method():
-    with pytest.raises(SettingsError, match="method: unknown method 'loud'; available: activation_similarity, bm25, "):
+    with pytest.raises(SettingsError, match=r"method 'loud'; .*activation_similarity"):
         find_method("loud")
 
 
 def test_two_packages_of_one_name_are_refused(loud, install):
     install("other", SOURCE, "loud = other:Loud", package="other")
-    with pytest.raises(
-        SettingsError, match=r"method loud: packages (loudness and other|other and loudness) both register"
-    ):
+    with pytest.raises(SettingsError, match=r"(loudness and other|other and loudness)"):
         methods()
 
 
@@ -93,5 +91,5 @@ def test_what_is_no_method_is_refused(install, world):
 def test_scores_of_another_shape_are_refused(install, world):
     install("short", SOURCE.replace("0, inputs.n_rows", "0, 3"), "loud = short:Loud", package="short")
     (configured,) = configured_methods(["loud"])
-    with pytest.raises(ShapeError, match=r"method loud: got scores of shape \(3, 1\), expected \(40, 6\) or \(40, 1\)"):
+    with pytest.raises(ShapeError, match=r"loud: .*\(3, 1\), .*\(40, 6\) or \(40, 1\)"):
         scores(configured, world.inputs())

@@ -240,7 +240,7 @@ def test_damaged_scores_are_named_and_not_gone_on_with(place, corpus, tmp_path):
     grasp.apply(place, str(corpus), tmp_path / "scored")  # one that is cut is made again
     assert part.read_bytes() == whole
     part.write_bytes(whole[:60] + bytes([whole[60] ^ 1]) + whole[61:])
-    with pytest.raises(SettingsError, match=r"scores-00000\.parquet: damaged: .*; delete it and score again"):
+    with pytest.raises(SettingsError, match=r"scores-00000\.parquet: damaged: .*delete"):
         grasp.apply(place, str(corpus), tmp_path / "scored")
     part.unlink()
     assert grasp.apply(place, str(corpus), tmp_path / "scored").documents == len(DOCUMENTS)
@@ -248,12 +248,12 @@ def test_damaged_scores_are_named_and_not_gone_on_with(place, corpus, tmp_path):
 
 def test_scores_lie_in_nothing_that_is_read_and_in_no_foreign_directory(place, corpus, scorer_copy, tmp_path):
     for out, what in ((corpus / "scored", "is the corpus"), (scorer_copy / "scored", "is the scorer")):
-        with pytest.raises(SettingsError, match=f"out: would write .* inside of .*, which {what}; choose another name"):
+        with pytest.raises(SettingsError, match=f"out: .*, which {what}"):
             grasp.apply(scorer_copy, str(corpus), out)
         assert not out.exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
-    with pytest.raises(SettingsError, match="is not empty and was not written by grasp"):
+    with pytest.raises(SettingsError, match="not empty"):
         grasp.apply(place, corpus, tmp_path / "mine")
 
 

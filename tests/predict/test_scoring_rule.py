@@ -183,7 +183,7 @@ def test_names_of_an_earlier_version_are_read_as_those_of_today(tmp_path):
 
 
 def test_a_kernel_that_the_artifact_lacks_is_named_whatever_it_is_called():
-    with pytest.raises(ProtocolError, match=r"'relevance_words'.*\['relevance_knn'\]"):
+    with pytest.raises(ProtocolError, match=r"'relevance_words'.*'relevance_knn'"):
         rule(name="p", match={"words": 1.0}).fitted(["relevance_knn"], {})
 
 

@@ -348,7 +348,7 @@ def test_where_nothing_is_begun_another_corpus_makes_room(inputs, whole, tmp_pat
 
 
 def test_other_settings_in_the_same_place_are_refused(inputs, whole):
-    with pytest.raises(RunsError, match=r"recipe_settings\.steps:.*\b5\b.*\b6\b"):
+    with pytest.raises(RunsError, match=r"settings\.steps:.*\b5\b.*\b6\b"):
         retrain(settings(inputs, overrides=settings(inputs).overrides | {"steps": 6}), whole.path)
     with pytest.raises(RunsError, match=r"subsets: .*\b3\b.*checksum"):
         retrain(settings(inputs, family_seed=1), whole.path)

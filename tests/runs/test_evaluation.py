@@ -135,7 +135,7 @@ def test_row_scores_that_do_not_fit_are_refused(env, tmp_path):
     opened = RowScores("m", UNITS, 30, [(0, scores[:5]), (5, scores[5:])])
     with pytest.raises(RunsError, match="row 7 for sciq@all unit 'u0' is nan"):
         opened.sum_over(env.subset_blocks(ROWS))
-    with pytest.raises(RunsError, match="scores 29 rows, the subsets are drawn from 30"):
+    with pytest.raises(RunsError, match=r"29 rows, .* 30"):
         RowScores("m", UNITS, 29, []).sum_over(env.subset_blocks(ROWS))
     pq.write_table(pa.table({"row_id": ["row-0", "row-0"], "sciq": [1.0, 2.0]}), tmp_path / "x.parquet")
     with pytest.raises(RunsError, match="'row-0' occurs twice"):
@@ -274,7 +274,7 @@ def test_an_artifact_of_another_corpus_or_of_other_units_is_refused(tmp_path):
     env = create(tmp_path / "env", targets=targets)
     assert match_targets(env, FakeArtifact(units)) == {"sciq": "sciq"}
     assert match_targets(env, FakeArtifact(everywhere, loss_on="all")) == {"sciq@all": "sciq"}
-    with pytest.raises(RunsError, match=r"art: corpus fingerprint beef, but .* trained on c0ffee"):
+    with pytest.raises(RunsError, match=r"art: .*beef, .* c0ffee"):
         match_targets(env, FakeArtifact(units, corpus="beef"))
     with pytest.raises(RunsError, match="art: units of sciq have fingerprint"):
         match_targets(env, FakeArtifact(units[::-1]))

@@ -169,7 +169,7 @@ def test_bad_tables_are_refused_with_the_run_named(tmp_path, shares, losses, mes
 )
 def test_columns_of_another_type_are_refused(tmp_path, columns):
     pq.write_table(pa.table(columns), tmp_path / "trained.parquet")
-    with pytest.raises(RunsError, match=r"(column|cells) .*(expected names|has the wrong type)"):
+    with pytest.raises(RunsError, match=r"(column|cells) .*(names|type)"):
         grasp.import_runs(tmp_path / "trained.parquet", pa.table({"run": ["a"], "loss": [1.0]}))
 
 
@@ -224,7 +224,7 @@ def test_directions_and_patterns_may_be_said(tmp_path):
     assert read(tmp_path, losses=odd, metrics=["val*"]).metrics == ("val_loss/sciq",)
     with pytest.raises(RunsError, match=r"no numeric column matches 'eval/"):
         read(tmp_path, metrics=["eval/*"])
-    with pytest.raises(RunsError, match="label that its columns are values of"):
+    with pytest.raises(RunsError, match=r"label .*columns"):
         read(tmp_path, label=None)
 
 

@@ -175,12 +175,12 @@ def test_mixtures_with_weights_of_different_things_are_refused(tmp_path):
     write_mixture(WEIGHTS, tmp_path / "a.yaml", "axolotl")
     write_mixture(WEIGHTS, tmp_path / "b.txt", "megatron")
     results = pa.table({"run": ["a", "b"], "sciq/loss": [3.0, 2.9]})
-    with pytest.raises(RunsError, match="different kinds: times in a, tokens in b"):
+    with pytest.raises(RunsError, match="times in a, tokens in b"):
         grasp.import_runs(tmp_path, results, label="topic")
 
 
 def test_forms_and_endings_are_checked(tmp_path):
-    with pytest.raises(SettingsError, match=r"format: got 'olmocore' \(did you mean 'olmo-core'\?\)"):
+    with pytest.raises(SettingsError, match=r"format: .*'olmocore' .*'olmo-core'"):
         write_mixture(WEIGHTS, tmp_path / "m.yaml", "olmocore")
     with pytest.raises(SettingsError, match=r"ends in \.txt for megatron"):
         write_mixture(WEIGHTS, tmp_path / "m.yaml", "megatron")

@@ -90,7 +90,7 @@ def test_equal_values_and_results_without_a_date(tmp_path):
         place(tmp_path, f"{run}/y", "results.json", harness(sciq={"acc,none": 0.25}, piqa={"acc,none": 0.5}))
     assert read(tmp_path).notes == ()
     place(tmp_path, "b/y", "results.json", harness(sciq={"acc,none": 0.5}))
-    with pytest.raises(RunsError, match=r"run 'b': sciq has acc 0\.25 and 0\.5 .*no date"):
+    with pytest.raises(RunsError, match=r"'b': sciq .*0\.25 and 0\.5 "):
         read(tmp_path)
     place(tmp_path, "b/y", "results.json", harness(sciq={"acc,none": 0.5}, piqa={"acc,none": 0.5}) | {"date": 1.7e9})
     assert of(read(tmp_path), "sciq/acc") == {"a": 0.25, "b": 0.5, "c": 0.25}
@@ -123,7 +123,7 @@ def test_runs_under_different_conditions_are_refused(tmp_path, field, first, oth
     for run, value in zip(RUNS, (first, first, other), strict=True):
         table = harness(sciq={"acc,none": 0.25}, piqa={"acc,none": 0.5})
         place(tmp_path, run, f"results_{NEW}.json", table | {field: {"sciq": value}})
-    with pytest.raises(RunsError, match=r"sciq: runs 'a' and 'c' were evaluated with .*--metrics '!sciq/\*'"):
+    with pytest.raises(RunsError, match=r"sciq: runs 'a' and 'c' .*'!sciq/\*'"):
         read(tmp_path)
     assert read(tmp_path, metrics=["!sciq/*"]).metrics == ("piqa/acc",)
 
@@ -134,7 +134,7 @@ def test_conditions_that_are_not_known_differ_from_none(tmp_path, unknown):
         place(tmp_path, run, "results.json", harness(sciq={"acc,none": 0.25}) | {"versions": versions})
     assert len(read(tmp_path)) == 3
     place(tmp_path, "c", f"results_{OLD}.json", harness(sciq={"f1,none": 0.25}) | {"versions": {"sciq": 2.0}})
-    with pytest.raises(RunsError, match=r"runs 'b' and 'c' .* version 1\.0 and 2\.0"):
+    with pytest.raises(RunsError, match=r"'b' and 'c' .*1\.0 and 2\.0"):
         read(tmp_path)
 
 
@@ -274,7 +274,7 @@ def test_variants_of_a_task_are_told_apart_by_their_aliases(tmp_path):
 def test_damaged_files_are_named(tmp_path, name, text):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / name).write_text(text)
-    with pytest.raises(RunsError, match=f"{name}: not a results file of (lm-evaluation-harness|olmes)"):
+    with pytest.raises(RunsError, match=f"{name}: .*(lm-evaluation-harness|olmes)"):
         read(tmp_path)
 
 

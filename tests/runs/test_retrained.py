@@ -66,7 +66,7 @@ def test_masks_are_those_that_were_drawn_and_are_drawn_again(tmp_path):
     np.testing.assert_array_equal(masks(env), expected)
     with pytest.raises(RunsError, match="not the subsets trained on"):
         masks(env, RowIndex.from_ids([f"row-{i}" for i in reversed(range(30))]))
-    with pytest.raises(RunsError, match="drawn from 30 rows, got a corpus of 31"):
+    with pytest.raises(RunsError, match=r"30 rows, .* 31"):
         masks(env, RowIndex.from_ids([f"row-{i}" for i in range(31)]))
     (tmp_path / "env" / "subsets.parquet").unlink()
     np.testing.assert_array_equal(masks(env, block=2), expected)
@@ -89,7 +89,7 @@ def test_masks_drawn_again_by_other_labels_are_refused(tmp_path):
 
 def test_an_unfinished_environment_says_what_is_missing(tmp_path):
     env = fill(create(tmp_path), 4)
-    with pytest.raises(RunsError, match=r"5 runs are missing, e.g. \['evaluation-000003-0'"):
+    with pytest.raises(RunsError, match=r"5 runs .*'evaluation-000003-0'"):
         env.utilities()
     with pytest.raises(RunsError, match="6 of 10 runs are missing"):
         env.compact()
@@ -264,7 +264,7 @@ def test_a_file_without_an_end_is_not_opened(tmp_path, name):
     filled(tmp_path)
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
-    with pytest.raises(RunsError, match=f"{name}: is a pipe, expected a regular file"):
+    with pytest.raises(RunsError, match=f"{name}: is a pipe"):
         RetrainedRuns.open(tmp_path)
 
 
@@ -386,5 +386,5 @@ def test_names_that_are_no_text_are_refused(tmp_path):
     table = pq.read_table(path)
     broken = pa.array([b"evaluation-00000\xff"] * len(table), pa.binary()).view(pa.string())
     pq.write_table(table.set_column(0, "subset_id", broken), path)
-    with pytest.raises(RunsError, match=r"utilities\.parquet: cannot be read as Parquet: .*UTF8"):
+    with pytest.raises(RunsError, match=r"utilities\.parquet: .*UTF8"):
         env.pending()

@@ -209,7 +209,7 @@ def test_questions_that_runs_cannot_answer_are_refused(runs):
             grasp.propose_runs(runs, **question)
     with pytest.raises(RunsError, match="all 4 runs have the same mixture"):
         runs_of(np.tile(PEAK, (4, 1)))
-    with pytest.raises(RunsError, match=r"got 1 different subset\(s\) in 4 run\(s\)"):
+    with pytest.raises(RunsError, match=r"\b1 .*subset.* 4 run"):
         GaussianProcess.fit(SubsetFeatures.from_shares(np.tile(PEAK, (4, 1)), 1), np.arange(4.0)[:, None, None])
 
 

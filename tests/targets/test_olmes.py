@@ -101,7 +101,7 @@ def test_what_is_no_task_says_what_there_is(root, name, variant, lines, message)
 def test_a_truncated_request_file_is_named(root):
     path = root / "sciq/rc_0shot/requests.jsonl.gz"
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(TargetError, match=r"requests\.jsonl\.gz: damaged.*pip install --no-deps"):
+    with pytest.raises(TargetError, match=r"requests\.jsonl\.gz: .*--no-deps"):
         olmes.read_task("sciq", "rc_0shot", "completion", root)
 
 

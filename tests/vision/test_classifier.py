@@ -193,7 +193,7 @@ def test_pictures_that_stay_of_different_size_are_refused(tmp_path):
     ViTImageProcessor(do_resize=False).save_pretrained(tmp_path)
     processor = ByProcessor.from_settings(ModelSettings(path=str(tmp_path)))
     model = ImageClassifier(TinyNet(), build_settings(settings(tmp_path)).model.classifier, processor)
-    with pytest.raises(ModelError, match=r"\(3, 12, 12\), \(3, 20, 20\).*model\.classifier"):
+    with pytest.raises(ModelError, match=r"\(3, 12, 12\), \(3, 20, 20\)"):
         model.pixels([encoded(picture(0, np.random.default_rng(0), size)) for size in (12, 20)])
 
 

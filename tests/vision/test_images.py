@@ -66,7 +66,7 @@ def test_what_cannot_be_used_is_named_skipped_and_counted(tmp_path):
     assert result.skipped.counts == {"broken_image": 2, "no_image": 1, "no_class": 1}
     assert result.skipped.ids == {"broken_image": ["p1", "p4"], "no_image": ["p6"], "no_class": ["p7"]}
     trusted = TargetSettings(names=(str(tmp_path / "some.parquet"),))
-    with pytest.raises(TargetError, match=r"4 of 9 trusted images.*p1 \(broken image\), p4"):
+    with pytest.raises(TargetError, match=r"4 of 9 .*p1 \(broken image\), p4"):
         load_image_units(trusted, CorpusSettings(path="unused"), COLOURS, 3)
 
 
