@@ -1,4 +1,4 @@
-"""Laws: added columns are read as if they had always been there; the old ones are not touched."""
+"""Laws: added columns are read like original ones; original columns are not changed."""
 
 import numpy as np
 import pyarrow as pa
@@ -45,7 +45,7 @@ def test_units_targets_sums_and_moments_are_joined(world, tmp_path):
     assert before.units.equals(world.units)  # opened before, and reads on what it knew
 
 
-def test_nothing_that_was_there_is_written_again_and_the_same_targets_change_nothing(world, tmp_path):
+def test_existing_files_are_not_rewritten_and_adding_the_same_targets_has_no_effect(world, tmp_path):
     old = contents(world.write(tmp_path / "art"))
     new = contents(world.extend(tmp_path / "art"))
     assert {name for name in old if new[name] != old[name]} == {"manifest.json"}
@@ -83,7 +83,7 @@ def test_a_second_extension_comes_after_the_first(world, tmp_path):
         ({"arrays": {"relevance_output_layer": ArraySpec(2, "nat", "none")}}, "relevance_output_layer:.*unit 'nat'"),
     ],
 )
-def test_columns_that_do_not_belong(world, tmp_path, changes, message):
+def test_invalid_columns_are_refused(world, tmp_path, changes, message):
     before = contents(world.write(tmp_path / "art"))
     with pytest.raises((ArtifactError, ShapeError), match=message):
         open_extension(world, tmp_path / "art", **changes)
