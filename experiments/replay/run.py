@@ -34,6 +34,7 @@ from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
 from experiments.replay.setting import World
 from grasp.arrays import F64
+from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_whole
 from grasp.runs.metrics import rank_correlations
 from grasp.runs.retrained import RetrainedRuns, Utilities
@@ -253,10 +254,15 @@ def _agreement(first_NT: F64, second_NT: F64) -> list[float]:
 # --------------------------------------------------------------------------------------------------------------- report
 
 
+def further_artifact(world: World, work: Path) -> ArtifactReader:
+    """Build the artifact for a model that is trained further, or open it."""
+    start = model_directory(world.name, work)
+    return artifact_of(world.name, work, start, world.tokenizer, FEATURES, 8192, "further")
+
+
 def default_scores(world: World, work: Path, utilities: Utilities) -> F64:
     """Score every row for every target by the build for a model that is trained further, (N, T)."""
-    start = model_directory(world.name, work)
-    artifact = artifact_of(world.name, work, start, world.tokenizer, FEATURES, 8192, "further")
+    artifact = further_artifact(world, work)
     columns = np.concatenate([artifact.unit_columns(target) for target in dict.fromkeys(utilities.targets)])
     assert tuple(artifact.units["unit_id"].take(columns).to_pylist()) == utilities.unit_ids
     kernel_of = {kernel: relevance(artifact, kernel, columns) for kernel in ("gradient", *FORWARD)}

@@ -505,6 +505,13 @@ class ReplaySettings(Settings):
     )
     memory_mb: int = Field(4096, ge=1, description="Memory for the steps of a segment in MB; larger ones are on disk.")
     seed: int = Field(0, ge=0, description="Seed of the orders of the rows, and of new adapters.")
+    check: int = Field(
+        0,
+        ge=0,
+        description="Retrainings with changed weights of groups of rows, whose effect is compared with the predicted "
+        "one; --check: 1. Not for a new model.",
+        exclude_if=lambda check: not check,  # records of earlier versions lack it
+    )
 
 
 # tau: selected on development noise seeds (experiments/vision/tau.json), on 1,000 images of up to 1,280 features: with

@@ -150,6 +150,34 @@ def test_a_replay_killed_at_any_replace_resumes_to_the_same_bytes(copied, replay
         assert verify(out).ok
 
 
+def test_a_check_retrains_and_is_not_repeated(copied, replayed, monkeypatch):
+    how = {"replay": HOW["replay"] | {"check": 2}}
+    module = import_module("grasp.training.replayed_rows")
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_replay", _killed_in_order(1, module._replay))
+        with pytest.raises(Killed):
+            add_replay(copied, recipe=RECIPE, settings=how)
+    monkeypatch.setattr(module, "check_by_groups", None)  # its result is stored
+    record = add_replay(copied, recipe=RECIPE, settings=how)
+    assert "2 retrainings with weights of groups: measured" in record.notes[1]
+    assert stored(copied) == stored(replayed)
+
+
+def test_a_check_of_a_new_model_is_refused_before_the_build(settings, tmp_path):
+    with pytest.raises(SettingsError, match="--check"):
+        build(out=tmp_path / "art", replay=True, check=True, settings={**settings, "train": "new"}, untrained=True)
+    assert not (tmp_path / "art" / "work").exists()
+
+
+def _killed_in_order(w, run):
+    def replay(trajectory, targets, settings, turn, *rest):
+        if turn.startswith(f"{w + 1} of "):
+            raise Killed
+        return run(trajectory, targets, settings, turn, *rest)
+
+    return replay
+
+
 def test_a_replay_that_is_not_smooth_is_not_used_and_suggests_a_remedy(copied, monkeypatch):
     monkeypatch.setattr(
         "grasp.training.replayed_rows.smoothness", lambda replay, **how: smoothness(replay, 1e-9, **how)

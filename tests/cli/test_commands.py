@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from grasp.api.predict import prediction_table
-from grasp.artifact.inspection import verify
+from grasp.artifact.inspection import info, verify
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.where import LabelTable
 from grasp.artifact.writer import ArtifactWriter
@@ -188,10 +188,11 @@ def test_info_prints_the_manifest(art):
     assert set(printed) == set(artifact.array_names)
     assert printed["relevance_output_layer"]["shape"] == f"{artifact.n_rows} x 6"
     assert artifact.manifest.fingerprints["corpus"] in text.out
-    info = json.loads(succeed("info", art, "--json").out)
-    assert info["settings"] == artifact.manifest.settings
-    assert info["targets"] == {"facts": 6}
-    assert info["bytes_total"] == sum(entry.bytes for entry in artifact.manifest.files.values())
+    assert repr(info(art)) == text.out.rstrip("\n")  # a notebook shows the same
+    data = json.loads(succeed("info", art, "--json").out)
+    assert data["settings"] == artifact.manifest.settings
+    assert data["targets"] == {"facts": 6}
+    assert data["bytes_total"] == sum(entry.bytes for entry in artifact.manifest.files.values())
 
 
 def test_verify_counts_the_files_that_it_read(art):

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from grasp.report.build_report import ReportFile
 from tests.cli.grasp_command import succeed
 from tests.report.world import HOSTILE
 
@@ -51,7 +52,7 @@ def opened(browser, url: str, *, faults: bool = False, home: str = "file:", **op
         yield view
         if not faults:
             assert messages == []
-        assert [node for node in requests if not node.startswith((home, "blob:"))] == []
+        assert [node for node in requests if not node.startswith((home, "blob:", "data:text/html"))] == []
     finally:
         context.close()
 
@@ -365,3 +366,20 @@ def test_without_javascript_words_and_tables_are_there(browser, url):
         assert view.locator("#whatif-app").is_hidden()
         assert view.locator("#slices table").first.is_visible()
         assert view.locator("#slices table.slices tbody tr:visible").count() > len(HOSTILE)
+
+
+# in a notebook
+
+
+def test_a_notebook_shows_the_whole_page_in_a_frame(browser, page, tmp_path):
+    cell = tmp_path / "cell.html"
+    cell.write_text(f"<!doctype html><meta charset=utf-8>{ReportFile(page)._repr_html_()}", encoding="utf-8")
+    with opened(browser, cell.as_uri()) as view:
+        frame = view.frame_locator("iframe")
+        assert frame.locator("h1").first.text_content()
+        slider = frame.locator("#whatif-sliders input[type=range]").first
+        before = frame.locator("#whatif-results tr[data-target]").first.get_attribute("data-change")
+        slider.focus()
+        slider.press("ArrowLeft")
+        view.wait_for_timeout(1_000)  # the address of the page is updated
+        assert frame.locator("#whatif-results tr[data-target]").first.get_attribute("data-change") != before

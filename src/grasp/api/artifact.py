@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
+from grasp.progress_display import shows_progress
 from grasp.text import plain, size_text, text_table
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class _Verb:
         self._name = name
 
     def __get__(self, artifact: "Artifact | None", owner: type) -> Any:
-        function = getattr(import_module(self._module), self._name)
+        function = shows_progress(getattr(import_module(self._module), self._name))
         return function if artifact is None else MethodType(function, artifact.files)
 
 

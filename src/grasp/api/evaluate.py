@@ -20,6 +20,7 @@ from grasp.predict.families import parse_family
 from grasp.predict.scoring_rule import Match, ScoringProtocol, chosen_on, geometry, resolve_protocol
 from grasp.predict.subset_tables import RowIndex
 from grasp.progress import Progress, Silent
+from grasp.progress_display import shows_progress
 from grasp.runs.alignment import Alignment, bind_runs, match_targets
 from grasp.runs.evaluation import Evaluation, evaluation_of
 from grasp.runs.metrics import MIN_SUBSETS, RESAMPLES
@@ -41,6 +42,7 @@ ADDITIVE: Mapping[str, dict[Match, float]] = {
 }
 
 
+@shows_progress
 def evaluate(
     art: Opened,
     runs: Runs,

@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 from grasp.api.artifact import Artifact
+from grasp.progress_display import shows_progress
 
 P = ParamSpec("P")
 MAKERS = ("build", "merge")  # `grasp.build.build.build` and `grasp.build.merge.merge`
@@ -26,9 +27,11 @@ open = Artifact.open  # noqa: A001 - `grasp.open`, as in other libraries
 def _opened(verb: Callable[P, Any]) -> Callable[P, Artifact]:
     """Wrap a function that writes an artifact so that it returns the opened `Artifact`."""
 
+    with_progress = shows_progress(verb)
+
     @wraps(verb)
     def build_and_open(*args: P.args, **kwargs: P.kwargs) -> Artifact:
-        return Artifact(verb(*args, **kwargs))
+        return Artifact(with_progress(*args, **kwargs))
 
     return build_and_open
 

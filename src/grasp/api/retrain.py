@@ -10,6 +10,7 @@ from grasp.build.provenance import BuildSource
 from grasp.build.ray_cluster import ClusterSpec
 from grasp.errors import SettingsError, SubsetError
 from grasp.predict.families import parse_family
+from grasp.progress_display import shows_progress
 from grasp.runs.retrained import RetrainedRuns, TrainingRuns
 from grasp.runs.table import RunTable
 from grasp.settings import RetrainSettings, form_of_loss, retrain_settings, without_foreign_code
@@ -31,6 +32,7 @@ class Opened(Protocol):
     def files(self) -> ArtifactReader: ...
 
 
+@shows_progress
 def retrain(
     corpus: str | Path | None = None,
     targets: str | Sequence[str] | None = None,

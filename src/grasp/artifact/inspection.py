@@ -27,6 +27,7 @@ from grasp.files import FileEntry, differences, is_signed, kind_of
 from grasp.store.directory import Files
 from grasp.store.records import read_record
 from grasp.store.remote import local_path, open_store, remote_url
+from grasp.text import plain, size_text, skipped_text, text_table
 from grasp.yaml_files import read_yaml
 
 
@@ -70,7 +71,7 @@ class ArrayInfo:
     groups: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ArtifactInfo:
     """Description of an artifact, shown by `grasp info`."""
 
@@ -97,6 +98,39 @@ class ArtifactInfo:
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
         return asdict(self)
+
+    def __repr__(self) -> str:
+        state = "complete" if self.complete else f"{self.finished_shards} of {self.n_shards} shards finished"
+        size = f"{self.n_rows:,} rows, {size_text(self.bytes_total)}"
+        origin = self.made_by | {f"{name} fingerprint": value for name, value in self.fingerprints.items()}
+        targets = ", ".join(f"{name} ({units} units)" for name, units in self.targets.items())
+        other = ", ".join(f"{kind} {size_text(size)}" for kind, size in self.bytes.items() if kind != "arrays")
+        below = [f"other files: {other}; {self.bytes_per_row:,.0f} bytes per row in total", *self.replays]
+        if counts := self.skipped.get("rows", {}).get("counts"):
+            below.append(f"left out: {skipped_text(counts)}")
+        if self.extension_in_progress is not None:
+            below.append(f"adding targets: {self.extension_in_progress} finished")
+        return "\n".join(
+            [
+                plain(f"{self.path}: {state}, format {self.format_version}, {size}"),
+                *(f"  {plain(name)}: {plain(value)}" for name, value in origin.items()),
+                plain(f"targets: {targets}"),
+                text_table("arrays", ("array", "dtype", "shape", "size", "bytes per row"), self._array_cells()),
+                *map(plain, below),
+            ]
+        )
+
+    def _array_cells(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                array.name,
+                array.dtype,
+                f"{array.shape[0]} x {array.shape[1]}",
+                size_text(array.bytes),
+                f"{array.bytes_per_row:.0f}",
+            )
+            for array in self.arrays
+        ]
 
 
 def verify(path: Path | str) -> VerifyReport:

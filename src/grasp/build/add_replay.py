@@ -12,7 +12,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ SPEC = ArraySpec(
     "positive: more weight of the row in training should lower the target's loss",
 )
 ORDERS_FROM_SCRATCH = 3
+WARM_UP = "warm-up.json"  # in the directory of a model that was trained by `grasp.build.warm_up`
 DIRECTORY = "replay"  # in the artifact, while a replay is in progress
 MEGABYTE = 1 << 20
 
@@ -63,21 +64,23 @@ class ReplayForecast:
     orders: int
     size: TrajectorySize
     price: Price
+    retrainings: int  # to check the derivatives
     seconds: float
     disk_bytes: int
 
     @property
     def trainings(self) -> float:
-        """Return the price of all orders, in trainings."""
-        return self.orders * self.price.total
+        """Return the price of all orders and of the check, in trainings."""
+        return self.orders * self.price.total + self.retrainings
 
     def __str__(self) -> str:
-        count = f"{self.orders} trainings" if self.orders > 1 else "a training"
-        each, total = (", each", f", {self.trainings:.1f} in all") if self.orders > 1 else (",", "")
+        count, each = (f"{self.orders} trainings", ", each") if self.orders > 1 else ("a training", ",")
+        check = f"; {self.retrainings} more to check it" if self.retrainings else ""
+        total = f"; {self.trainings:.1f} in all" if self.orders > 1 or self.retrainings else ""
         return (
             f"{count} of {self.size.steps:,} steps ({self.size.parameters:,} parameters){each} differentiated at the "
-            f"price of {self.price}{total}; about {duration_text(self.seconds)}, and {size_text(self.disk_bytes)} of "
-            "disk until it is finished"
+            f"price of {self.price}{check}{total}; about {duration_text(self.seconds)}, and "
+            f"{size_text(self.disk_bytes)} of disk until it is finished"
         )
 
 
@@ -189,7 +192,7 @@ def add_replay(
     with lock_artifact(out):
         artifact = ArtifactReader.open(out)
         origin = BuildSource(artifact, overrides)
-        refuse_replay(origin.settings)
+        refuse_replay(origin.settings, settings)
         passed = [record for record in artifact.manifest.replays if record.passed]
         if recipe is None and passed:
             recipe = FineTuningRecipe.model_validate(passed[-1].recipe)
@@ -197,11 +200,8 @@ def add_replay(
         assert isinstance(reference, ReferenceModel)
         assert isinstance(origin.rows, RowStore)
         rows, longest = origin.rows, int(origin.rows.lengths().max())
-        if recipe is not None and recipe.max_length is not None and recipe.max_length < longest:
-            raise SettingsError(
-                f"recipe: max_length: got {recipe.max_length}, but a row of {out} has {longest} tokens; build it with "
-                f"--max-length {recipe.max_length}"
-            )
+        if recipe is not None:
+            refuse_longer_rows(recipe, rows, out)
         train = str(origin.settings.train)
         plan = plan_replay(
             reference, train, recipe, settings, n_rows=rows.n_rows, context=longest, copied=model is not None
@@ -230,6 +230,7 @@ def add_replay(
             carry_over=partial(scores_from_text, rows=rows, document_N=documents_N, seed=plan.settings.seed)
             if plan.from_scratch
             else None,
+            retrainings=plan.settings.check,
             directory=directory,
             progress=progress,
         )
@@ -258,16 +259,45 @@ def add_replay(
         return record
 
 
-def refuse_replay(settings: BuildSettings) -> None:
-    """Check that the training of a build can be replayed.
+def refuse_longer_rows(recipe: FineTuningRecipe, rows: RowStore, out: Path) -> None:
+    """Check that a recipe does not truncate the rows of the artifact `out`."""
+    longest = int(rows.lengths().max())
+    if recipe.max_length is not None and recipe.max_length < longest:
+        raise SettingsError(
+            f"recipe: max_length: got {recipe.max_length}, but a row of {out} has {longest} tokens; build it with "
+            f"--max-length {recipe.max_length}"
+        )
+
+
+def refuse_replay(settings: BuildSettings, replay: ReplaySettings) -> None:
+    """Check that the training of a build can be replayed; see also `refuse_untrainable`.
 
     Raises:
-        SettingsError: a classifier, or preference pairs.
+        SettingsError: the model is the result of a warm-up; or a check of a new model.
+    """
+    if replay.check and settings.train == "new":
+        raise SettingsError(
+            "--check: needs derivatives of all steps, but those of the first third of a new model's training are noise "
+            "and left out; omit it, the agreement of orders is measured instead"
+        )
+    if (Path(settings.model.path) / WARM_UP).exists():
+        raise SettingsError(
+            f"--replay: got {settings.model.path}, a model after --warm-up, but a replay differentiates the whole "
+            "training; build without --warm-up"
+        )
+    refuse_untrainable(settings, "--replay")
+
+
+def refuse_untrainable(settings: BuildSettings, option: str) -> None:
+    """Check that the model of a build can be trained on its corpus by a recipe.
+
+    Raises:
+        SettingsError: a classifier, or preference pairs; the message names `option`.
     """
     if settings.model.classifier is not None:
-        raise SettingsError("--replay: got a classifier, expected a causal LM")
+        raise SettingsError(f"{option}: got a classifier, expected a causal LM")
     if settings.corpus.form == "preference":
-        raise SettingsError("--replay: got preference pairs (--loss dpo), whose training is not replayed yet; omit it")
+        raise SettingsError(f"{option}: got preference pairs (--loss dpo), which it does not support yet; omit it")
 
 
 def _without_replay(artifact: ArtifactReader, plan: ReplayPlan) -> tuple[str, ...]:
@@ -275,7 +305,10 @@ def _without_replay(artifact: ArtifactReader, plan: ReplayPlan) -> tuple[str, ..
     now = {"recipe": plan.recipe.model_dump(mode="json"), "settings": plan.settings.model_dump(mode="json")}
     done = set[str]()
     for record in artifact.manifest.replays:
-        changed = list(differences({"recipe": record.recipe, "settings": record.settings}, now))
+        settings = dict(record.settings)
+        if not plan.settings.check:
+            settings.pop("check", None)  # more targets need no other check
+        changed = list(differences({"recipe": record.recipe, "settings": settings}, now))
         if changed and record.passed:
             raise ArtifactError(
                 f"{artifact.where}: has a replay with other settings: {'; '.join(changed)}; use the same, or build "
@@ -287,7 +320,7 @@ def _without_replay(artifact: ArtifactReader, plan: ReplayPlan) -> tuple[str, ..
 
 def _key(artifact: ArtifactReader, plan: ReplayPlan, targets: Sequence[str]) -> str:
     """Return a name for the intermediate results of a replay of some targets by a recipe."""
-    how = plan.settings.model_dump(mode="json", exclude={"orders", "memory_mb"})
+    how = plan.settings.model_dump(mode="json", exclude={"orders", "memory_mb", "check"})
     content = [plan.recipe.model_dump(mode="json"), how, list(targets), artifact.manifest.fingerprints]
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
 
@@ -375,5 +408,6 @@ def forecast_replay(plan: ReplayPlan, rows: RowStore, n_rows: int, n_targets: in
         training.zero_gradients()
     disk = size.start_bytes + 2 * 3 * n_targets * training.parameter_bytes
     disk += size.segment_bytes if size.segment_bytes > plan.settings.memory_mb * MEGABYTE else 0
-    orders = plan.settings.orders or 1
-    return ReplayForecast(orders, size, total, orders * total.total * len(order) * min(seconds), disk)
+    orders, check = plan.settings.orders or 1, plan.settings.check
+    forecast = ReplayForecast(orders, size, total, check, 0.0, disk)
+    return replace(forecast, seconds=forecast.trainings * len(order) * min(seconds))

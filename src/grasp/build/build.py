@@ -18,13 +18,14 @@ from torch import nn
 from grasp.artifact.manifest import MANIFEST, SIGNED_MANIFEST, ReplayRecord
 from grasp.artifact.reader import ArtifactReader
 from grasp.build.add_replay import add_replay as replay_targets
-from grasp.build.add_replay import refuse_replay
+from grasp.build.add_replay import refuse_replay, refuse_untrainable
 from grasp.build.add_targets import Source as Added
 from grasp.build.add_targets import add_target
 from grasp.build.inputs import InMemory
 from grasp.build.pipeline import build_artifact, decided
 from grasp.build.proxy import CONTEXT, MODEL, train_proxy
 from grasp.build.ray_cluster import ClusterSpec
+from grasp.build.warm_up import warm_up as warm_up_model
 from grasp.corpus.sources import IN_MEMORY, Source, table_source
 from grasp.errors import CorpusError, SettingsError, TargetError
 from grasp.models.causal_lm import ReferenceModel
@@ -94,6 +95,8 @@ def build(
     keep_features: bool | None = None,
     like: str | Path | None = None,
     replay: bool = False,
+    check: bool = False,
+    warm_up: int | None = None,
     recipe: Path | str | Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | Path | str | None = None,
     resume: bool = False,
@@ -137,9 +140,13 @@ def build(
         like: use the moments of this artifact, so that grasp merge can merge the two.
         replay: also differentiate the training itself, for more accurate predictions of subsets at the price of several
             trainings; a finished artifact gets it later by --out and --replay alone.
-        recipe: training that --replay differentiates: a YAML or JSON file with the names of TrainingArguments,
-            SFTConfig or Axolotl. Default: one epoch in batches of 16, at most 192 steps; for a new model, a small one
-            from scratch, 4 epochs in batches of 32, at most 320 steps.
+        check: with --replay, also retrain once with changed weights of groups of rows, and compare the measured effect
+            with the predicted one.
+        warm_up: train the model so many steps on random rows first, and build from the result; a dozen steps make
+            predictions of fine-tuning more accurate.
+        recipe: training that --replay differentiates or --warm-up begins: a YAML or JSON file with the names of
+            TrainingArguments, SFTConfig or Axolotl. Default: one epoch in batches of 16, at most 192 steps; for a new
+            model, a small one from scratch, 4 epochs in batches of 32, at most 320 steps.
         settings: further settings, nested, or a YAML file; arguments override them.
         resume: resume an interrupted build, with its settings.
         untrained: accept a model that predicts no better than chance.
@@ -152,13 +159,15 @@ def build(
         zip(SETTINGS.values(), (*values, None if like is None else str(like)), strict=True)
     )
     arguments["features.kernels"] = [] if rule else None  # the rule replaces kernels of `settings`
-    data = put_all(plain_settings(settings), arguments)
+    data = put_all(plain_settings(settings), arguments | {"replay.check": 1 if check else None})
     place, url, staged = staging_place(out)
     inputs_given = corpus is not None or targets is not None or bool({"corpus", "targets"} & data.keys())
     if replay and not inputs_given and (staged / MANIFEST).exists():
         add_replay(out, recipe=recipe, settings=data, progress=progress)
         return ArtifactReader.open(place)
-    replayed, how = replay_request(data, recipe, wanted=replay)
+    if warm_up is not None and replay:
+        raise SettingsError("--warm-up: no use with --replay, which differentiates the whole training; omit one")
+    training, how = replay_request(data, recipe, wanted=replay, warm_up=warm_up is not None)
     with _as_it_was(model[0] if isinstance(model, tuple | list) and model else model):
         in_memory = _put_inputs(data, model, tokenizer, dtype, corpus, targets)
         if resume and (staged / "run.yaml").exists():
@@ -166,6 +175,8 @@ def build(
         begun, progress = not resume or (staged / "run.yaml").exists(), progress or Silent()
         if _needs_proxy(data, in_memory, url):
             _train_proxy(data, in_memory, staged, progress)
+        if warm_up is not None:
+            _warm_up(data, in_memory, url, staged, warm_up, training, progress)
         require_flags(data, REQUIRED, "build" if begun else f"build --resume: there is no {staged / 'run.yaml'}")
         checked = build_settings(data)
         if cluster is not None and in_memory.model is not None:
@@ -176,12 +187,12 @@ def build(
             progress.note(f"{url}: finished; nothing to do")
             return ArtifactReader.open(url)
         if replay:
-            refuse_replay(decided(checked, in_memory))
+            refuse_replay(decided(checked, in_memory), how)
         build_artifact(
             checked, staged, progress=progress, cluster=cluster, in_memory=in_memory, must_be_trained=not untrained
         )
         if replay:
-            replay_targets(staged, replayed, how, overrides=data, model=in_memory.model, progress=progress)
+            replay_targets(staged, training, how, overrides=data, model=in_memory.model, progress=progress)
     if url is not None:
         progress.stage("sending", rows=None, tokens=None)
         remote.publish(staged, url, SIGNED_MANIFEST)
@@ -213,6 +224,32 @@ def _train_proxy(data: dict[str, Any], in_memory: InMemory, out: Path, progress:
         progress=progress,
     )
     put(data, "model.path", str(trained))
+
+
+def _warm_up(
+    data: dict[str, Any],
+    in_memory: InMemory,
+    url: str | None,
+    out: Path,
+    steps: int,
+    recipe: FineTuningRecipe | None,
+    progress: Progress,
+) -> None:
+    """Train the model of a build for some steps, and put the result into the settings `data`."""
+    if leaf(data, "model.path") == str(out / MODEL):
+        return  # resumed by --resume, after the warm-up
+    if steps < 1:
+        raise SettingsError(f"--warm-up: got {steps}, expected at least 1 step")
+    if url is not None or in_memory.model is not None or in_memory.source is not None:
+        raise SettingsError("--warm-up: needs paths of model and corpus, and a local --out; save the objects first")
+    require_flags(data, REQUIRED, "build")
+    settings = decided(build_settings(data), in_memory)
+    refuse_untrainable(settings, "--warm-up")
+    if settings.train != "further":
+        raise SettingsError("--warm-up: no use with --train new, where the model is not trained further; omit it")
+    if not in_memory.units:
+        load_units(settings.targets)  # errors are reported before the training
+    put(data, "model.path", str(warm_up_model(out, settings, steps, recipe, progress)))
 
 
 def _put_inputs(
@@ -274,17 +311,27 @@ def staging_place(out: Path | str) -> tuple[Path, str | None, Path]:
 
 
 def replay_request(
-    data: dict[str, Any], recipe: Path | str | Mapping[str, Any] | None, *, wanted: bool
+    data: dict[str, Any],
+    recipe: Path | str | Mapping[str, Any] | None,
+    *,
+    wanted: bool,
+    warm_up: bool = False,
 ) -> tuple[FineTuningRecipe | None, ReplaySettings]:
     """Remove the settings `replay` from `data`, and return the recipe and how to replay.
+
+    Args:
+        wanted: the recipe is for a replay.
+        warm_up: the recipe is for a warm-up.
 
     Raises:
         SettingsError: invalid settings or recipe, or any of them without a replay.
         ModelError: the recipe has something that is not differentiated.
     """
     settings = data.pop("replay", None)
-    if not wanted and (recipe is not None or settings):
-        raise SettingsError(f"{'replay' if recipe is None else '--recipe'}: no effect without --replay; add it")
+    if not wanted and settings:
+        raise SettingsError(f"replay.{next(iter(settings))}: no effect without --replay; add it")
+    if not wanted and not warm_up and recipe is not None:
+        raise SettingsError("--recipe: no effect without --replay or --warm-up; add one")
     if settings is not None and not isinstance(settings, Mapping):
         raise SettingsError(f"replay: got {settings!r}, expected settings such as replay.orders; see docs/reference.md")
     how = validated(ReplaySettings, settings or {}, "replay")

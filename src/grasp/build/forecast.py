@@ -36,7 +36,7 @@ from grasp.settings import BuildSettings, ReplaySettings, build_settings
 from grasp.store.contents import parquet_bytes
 from grasp.text import duration_text, size_text
 from grasp.training.recipe_files import FineTuningRecipe
-from grasp.yaml_files import plain_settings, require_flags
+from grasp.yaml_files import plain_settings, put_all, require_flags
 
 PROBE_CHARS = 1 << 20  # of the corpus that are cut into rows
 PROBE_DOCUMENTS = 4_096  # at most
@@ -54,6 +54,7 @@ def forecast(
     *,
     untrained: bool = False,
     replay: bool = False,
+    check: bool = False,
     recipe: Path | str | Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> str:
@@ -62,17 +63,18 @@ def forecast(
     Args:
         settings: as of `build`; they name all inputs.
         replay: as of `build`; a line on the replay is added.
+        check: as of `build`.
         recipe: as of `build`.
         untrained: do not refuse a model that predicts the first rows no better than chance.
     Raises:
         GraspError: an error that would stop the build before its first pass, or the artifact is finished.
     """
-    data = plain_settings(settings)
+    data = put_all(plain_settings(settings), {"replay.check": 1 if check else None})
     replayed, how = replay_request(data, recipe, wanted=replay)
     require_flags(data, REQUIRED, "build")
     chosen, place = decided(build_settings(data), ON_DISK), staging_place(out)[2]
     if replay:
-        refuse_replay(chosen)
+        refuse_replay(chosen, how)
     if (place / MANIFEST).exists():
         raise ArtifactError(f"{place}: is finished, so there is nothing to forecast; choose another --out")
     n_read, n_documents = _first_documents(chosen)

@@ -9,10 +9,10 @@ import typer
 
 import grasp
 from grasp.cli.app import command, option, rare
-from grasp.cli.console import program, show
+from grasp.cli.console import program
 from grasp.cli.options import Address, Assignments, ConfigFile, ModelOverrides, Quiet, cluster_spec, merge_settings
-from grasp.cli.progress_display import Watch
 from grasp.errors import SettingsError
+from grasp.progress_display import Watch
 from grasp.text import json_text, size_text, skipped_text
 from grasp.yaml_files import leaf
 
@@ -55,7 +55,7 @@ def demo(
     "grasp build --model ./vit --set model.classifier.head=classifier --corpus images.parquet \\\n"
     "            --targets trusted.parquet --out art",
     verb="grasp.build.build",
-    more="resume untrained tokenizer keep_features like rule dtype replay recipe",
+    more="resume untrained tokenizer keep_features like rule dtype replay check warm_up recipe",
 )
 def build(
     out: str = option("--out DIR", "Directory for the artifact, or a URL such as s3://bucket/art."),
@@ -86,6 +86,7 @@ def build(
     from grasp.targets.load import split_names
 
     resume, untrained, replay, recipe = (params.pop(name) for name in ("resume", "untrained", "replay", "recipe"))
+    check, warm_up = params.pop("check"), params.pop("warm_up")
     params["loss"] = form_of_loss(params["loss"])
     flags = {(SETTING_BY_ARGUMENT | SETTINGS)[name]: value for name, value in params.items()}
     flags["features.kernels"] = [] if params["rule"] else None  # --rule overrides kernels of a settings file
@@ -93,10 +94,9 @@ def build(
     data = merge_settings(settings, assign, flags)
     if add_target is not None:
         idle = {"--engine": engine != "local", "--workers": workers, "--address": address, "--resume": resume}
-        _refuse_idle(
-            idle | {"--untrained": untrained, "--replay": replay, "--recipe": recipe},
-            "--add-target, which runs in this process on a finished artifact",
-        )
+        idle |= {"--untrained": untrained, "--warm-up": warm_up}
+        idle |= {"--replay": replay, "--check": check, "--recipe": recipe}
+        _refuse_idle(idle, "--add-target, which runs in this process on a finished artifact")
         with Watch(quiet=quiet) as watch:
             source = add_targets(out, add_target, settings=data, progress=watch)
         outcome = {
@@ -108,11 +108,12 @@ def build(
         return
     if forecast:
         idle = {"--engine": engine != "local", "--workers": workers, "--address": address, "--resume": resume}
+        idle["--warm-up"] = warm_up
         _refuse_idle(idle, "--forecast, which looks at the first rows in this process")
         from grasp.build.forecast import forecast as estimate
 
         with Watch(quiet=quiet) as watch:
-            print(estimate(out, data, untrained=untrained, replay=replay, recipe=recipe, progress=watch))
+            print(estimate(out, data, untrained=untrained, replay=replay, check=check, recipe=recipe, progress=watch))
         return
     if engine == "local":
         _refuse_idle({"--workers": workers}, "--engine local; use --engine ray")
@@ -124,6 +125,8 @@ def build(
             resume=resume,
             untrained=untrained,
             replay=replay,
+            check=check,
+            warm_up=warm_up,
             recipe=recipe,
             cluster=spec,
             progress=watch,
@@ -220,39 +223,7 @@ def info(
     if as_json:
         print(json_text(summary.to_dict()))
         return
-    state = "complete" if summary.complete else f"{summary.finished_shards} of {summary.n_shards} shards finished"
-    print(
-        f"{summary.path}: {state}, format {summary.format_version}, {summary.n_rows:,} rows, "
-        f"{size_text(summary.bytes_total)}"
-    )
-    for name, value in {
-        **summary.made_by,
-        **{f"{key} fingerprint": v for key, v in summary.fingerprints.items()},
-    }.items():
-        print(f"  {name}: {value}")
-    print("targets: " + ", ".join(f"{name} ({units} units)" for name, units in summary.targets.items()))
-    show(
-        "arrays",
-        ("array", "dtype", "shape", "size", "bytes per row"),
-        [
-            (
-                array.name,
-                array.dtype,
-                f"{array.shape[0]} x {array.shape[1]}",
-                size_text(array.bytes),
-                f"{array.bytes_per_row:.0f}",
-            )
-            for array in summary.arrays
-        ],
-    )
-    rest = ", ".join(f"{kind} {size_text(size)}" for kind, size in summary.bytes.items() if kind != "arrays")
-    print(f"other files: {rest}; {summary.bytes_per_row:,.0f} bytes per row in total")
-    for record in summary.replays:
-        print(record)
-    if counts := summary.skipped.get("rows", {}).get("counts"):
-        print(f"left out: {skipped_text(counts)}")
-    if summary.extension_in_progress is not None:
-        print(f"adding targets: {summary.extension_in_progress} finished")
+    print(summary)
 
 
 PreviewModel = Annotated[

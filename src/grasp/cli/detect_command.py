@@ -6,7 +6,7 @@ import grasp
 from grasp.cli.app import command
 from grasp.cli.console import check_outputs, show
 from grasp.cli.options import Art, Quiet, ResultFile
-from grasp.cli.progress_display import Watch
+from grasp.progress_display import Watch
 
 if TYPE_CHECKING:
     from grasp.inspect.detect import Suspects

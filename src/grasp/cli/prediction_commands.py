@@ -10,9 +10,9 @@ import grasp
 from grasp.cli.app import command, option
 from grasp.cli.console import PlainStream, check_outputs, in_colour, print_result
 from grasp.cli.options import Art, JsonFile, ModelOverrides, Quiet, ResultFile, merge_settings, split_names
-from grasp.cli.progress_display import Watch
 from grasp.errors import SettingsError
 from grasp.files import write_whole
+from grasp.progress_display import Watch
 from grasp.text import json_text, size_text
 
 TOP = 10
@@ -109,6 +109,7 @@ def report(
     art: Art,
     out: Path | None = option("--out FILE", "HTML file to write; it works offline.", None),
     atlas: Path | None = option("--atlas DIR", "Write the rows as a map for Embedding Atlas.", None),
+    quiet: Quiet = False,
     **params: Any,
 ) -> None:
     artifact = grasp.open(art)
@@ -130,7 +131,8 @@ def report(
         print(f"{atlas}: map of the rows; to open it, pip install embedding-atlas and run\n  {open_command}")
     if out is None:
         return
-    page = artifact.report(out, **params)
+    with Watch(quiet=quiet) as watch:
+        page = artifact.report(out, **params, progress=watch)
     print(f"{page}: {size_text(page.stat().st_size)}; open it in a browser (works offline)")
 
 

@@ -10,9 +10,9 @@ import grasp
 from grasp.cli.app import command, option, rare
 from grasp.cli.console import check_outputs
 from grasp.cli.options import Art, Quiet, table_outputs
-from grasp.cli.progress_display import Watch
 from grasp.errors import SettingsError
 from grasp.files import check_place
+from grasp.progress_display import Watch
 from grasp.text import plain
 
 

@@ -20,10 +20,10 @@ from grasp.cli.options import (
     merge_settings,
     split_names,
 )
-from grasp.cli.progress_display import Watch
 from grasp.errors import SettingsError
 from grasp.extras import install_hint
 from grasp.files import STANDARD_OUTPUTS, write_whole
+from grasp.progress_display import Watch
 from grasp.text import printable
 
 

@@ -43,6 +43,7 @@ from grasp.errors import CorpusError, SettingsError
 from grasp.files import check_place, claim_directory
 from grasp.predict.weights import mask_of
 from grasp.progress import Progress, Silent
+from grasp.progress_display import shows_progress
 from grasp.results import Result
 from grasp.select.budget import parse_budget
 from grasp.select.export import MANIFEST, iter_records, write_corpus
@@ -77,6 +78,7 @@ class Applied(Result):
     documents: int
 
 
+@shows_progress
 def apply(
     scorer: Scorer | Path | str,
     corpus: str,

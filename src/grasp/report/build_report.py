@@ -4,14 +4,16 @@ Start with `report`.
 """
 
 import shlex
+from base64 import b64encode
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.files import Reads, check_outputs, written_aside
 from grasp.predict.scoring_rule import ScoringProtocol, resolve_protocol
+from grasp.progress import Progress
 from grasp.report.findings import collect_findings
 from grasp.report.page import render
 from grasp.runs.alignment import bind_runs
@@ -20,6 +22,22 @@ from grasp.runs.table import RunTable
 from grasp.text import listed
 
 DEFAULT_EXPLAINED = 8  # most helpful rows per target whose words are shaded, if the model is available
+FRAME_HEIGHT = 900  # pixels, in a notebook
+
+if TYPE_CHECKING:
+    _Path = Path
+else:
+    _Path = type(Path())  # before Python 3.12, only the class of the system can be subclassed
+
+
+class ReportFile(_Path):
+    """The path of an HTML page; a notebook shows the page."""
+
+    def _repr_html_(self) -> str:
+        # not srcdoc, in which links to parts of the page would lead to the notebook
+        page = f"data:text/html;charset=utf-8;base64,{b64encode(self.read_bytes()).decode()}"
+        frame = f'width="100%" height="{FRAME_HEIGHT}" style="border: 0"'
+        return f'<iframe {frame} sandbox="allow-scripts" src="{page}"></iframe>'
 
 
 def report(
@@ -36,7 +54,8 @@ def report(
     explain: int = DEFAULT_EXPLAINED,
     partial: bool = False,
     previous: Sequence[str | Any] = (),
-) -> Path:
+    progress: Progress | None = None,
+) -> ReportFile:
     """Write a self-contained HTML report on which data to keep, and why.
 
     The page shows the agreement with retrained models, the rows that help or hurt each target, and sliders that
@@ -55,9 +74,10 @@ def report(
             requires the model.
         partial: use the finished part of unfinished runs.
         previous: artifact of an earlier checkpoint on the same corpus, oldest first.
+        progress: receives the rows that are explained.
 
     Returns:
-        Path of the HTML file.
+        Path of the HTML file; a notebook shows the page.
 
     Raises:
         SettingsError: a file belongs to another artifact, or the output cannot be written.
@@ -111,6 +131,7 @@ def report(
         protocol_path=protocol_path,
         explain=explain,
         command=command,
+        progress=progress,
     )
     page = render(findings)
     try:
@@ -118,4 +139,4 @@ def report(
             part.write_bytes(page.encode())
     except (IsADirectoryError, FileNotFoundError, NotADirectoryError) as err:
         raise SettingsError(f"--out: cannot write {out} ({err.strerror}); expected the path of a file") from err
-    return out
+    return ReportFile(out)

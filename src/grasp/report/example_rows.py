@@ -25,6 +25,7 @@ from grasp.predict.predictor import Predictor, UnitSelection
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.slices import LabelSlices, Slice
 from grasp.predict.weights import grouped
+from grasp.progress import Progress
 from grasp.text import MAX_CELL_CHARS, plain, printable, visible
 
 MAX_ROWS = 1_500
@@ -181,7 +182,12 @@ def cross_labels(first: LabelSlices, second: LabelSlices) -> LabelSlices:
 
 
 def explain_rows(
-    artifact: ArtifactReader, protocol: ScoringProtocol, targets: tuple[str, ...], examples: ExampleRows, count: int
+    artifact: ArtifactReader,
+    protocol: ScoringProtocol,
+    targets: tuple[str, ...],
+    examples: ExampleRows,
+    count: int,
+    progress: Progress,
 ) -> tuple[Shades, Pictures, str]:
     """Explain the `count` most helpful rows of each target, and half as many of the most harmful.
 
@@ -214,12 +220,14 @@ def explain_rows(
     model = str(artifact.manifest.settings.get("model", {}).get("path", ""))
     if not Path(model).exists():
         return {}, {}, f"Words are not shaded: the model {model or 'of the build'} was not found."
+    progress.stage("explaining rows", rows=sum(map(len, ends)), tokens=None)
     explainer = import_module("grasp.inspect.explain").Explainer(artifact)  # imports torch, so only if it is needed
     try:
         for t, target in enumerate(targets):
             for k in ends[t]:
                 row = explainer.explain(target, examples.rows[k]["row_id"], protocol=protocol)
                 shades.setdefault(k, {})[f"t{t}"] = list(_shaded_words(row.tokens, row.contributions))
+                progress.advance(1, 0)
     except GraspError as err:
         return {}, {}, f"Words are not shaded: {err}"
     return shades, {}, ""

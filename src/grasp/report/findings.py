@@ -43,6 +43,7 @@ from grasp.predict.slices import (
     slice_effects,
 )
 from grasp.predict.weights import WeightedRows, in_blocks
+from grasp.progress import Progress, Silent
 from grasp.report.example_rows import (
     ExampleRows,
     Pictures,
@@ -173,6 +174,7 @@ def collect_findings(
     protocol_path: Path | None = None,
     explain: int = 0,
     command: str = "",
+    progress: Progress | None = None,
 ) -> Findings:
     """Collect the contents of a report.
 
@@ -183,7 +185,10 @@ def collect_findings(
         protocol_path: file of the scoring rule, shown in commands. None: the built-in rule.
         explain: number of most helpful rows per target whose words are shaded.
         command: command line that reproduces the report.
+        progress: receives the rows that are explained.
     """
+    progress = progress or Silent()
+    progress.stage("predictions", rows=None, tokens=None)
     targets = checked_targets(artifact, target)
     selection_summary = NO_SELECTION if selection is None else read_summary(SelectionSummary, selection, artifact)
     mixture_summary = NO_MIXTURE if mixture is None else read_summary(MixtureSummary, mixture, artifact)
@@ -213,7 +218,9 @@ def collect_findings(
     if not long_N.any():
         long_N[:] = True
     rows = collect_example_rows(artifact, predictor, columns, None if crossed is None else crossed.slices, long_N)
-    shades, pictures, unshaded = explain_rows(artifact, protocol, targets, rows, explain) if explain else ({}, {}, "")
+    shades, pictures, unshaded = (
+        explain_rows(artifact, protocol, targets, rows, explain, progress) if explain else ({}, {}, "")
+    )
     trends = label_trends([*previous, artifact], columns, targets) if previous else NO_TRENDS
     detected = NO_SUSPECTS if suspects is None else read_suspects(suspects, artifact, names)
 

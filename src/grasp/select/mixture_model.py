@@ -348,6 +348,8 @@ def propose_runs(
     else:
         purpose = f"estimate the effect of each {table.info.label}"
         gain = "share of the total variance of the effects of the values that this run removes"
+    if len(picked) < count or not any(gains):
+        notes.append("no further run is expected to change the result; train one outside these bounds, or stop here")
     columns = {name: share_BG[picked, g] for g, name in enumerate(table.values)}
     expected_B = model.predict_objective(share_BG)
     better_K = [float((expected_B > expected_B[b]).mean()) for b in picked]
@@ -362,7 +364,8 @@ def propose_runs(
         )
     return Proposal(
         pa.table({"mixture": names, "gain": gains} | columns),
-        f"{len(picked)} mixtures to train next to {purpose}, in this order, given {len(table):,} runs",
+        f"{len(picked)} mixture{'s' * (len(picked) != 1)} to train next to {purpose}, in this order, given "
+        f"{len(table):,} runs",
         (f"gain: {gain}", *notes, *model.notes),
         signs=False,
     )
@@ -465,7 +468,8 @@ def most_informative(
         decide: acquisition function, best or values.
 
     Returns:
-        Indices of the selected candidates, in order, and the value of the acquisition function of each.
+        Indices of the selected candidates, in order, and the value of the acquisition function of each; fewer than
+        `count` if no other is above zero.
     """
     n_slices, n = candidates.share_BG.shape[1], len(candidates)
     points = candidates
@@ -489,7 +493,9 @@ def most_informative(
                 weight * (mean_B[:n, None] + node * moved_Bx[:n]).max(axis=0)
                 for node, weight in zip(nodes, weights / weights.sum(), strict=True)
             )
-            gain_x = np.asarray(np.maximum(best_x - mean_B[:n].max(), 0.0))
+            gain_x = np.asarray(best_x - mean_B[:n].max())
+            rounding = 4 * QUADRATURE_NODES * np.finfo(float).eps * np.abs(mean_B[:n]).max()
+            gain_x = np.where(gain_x > rounding, gain_x, 0.0)
         else:
             effect_Gx = moved_Bx[n:-1] - moved_Bx[-1]
             # total variance of the effects of leaving a value out; the last point is the mean of the runs
@@ -497,7 +503,9 @@ def most_informative(
             left = float(np.maximum(variance_G, 0.0).sum())
             gain_x = (effect_Gx**2).sum(axis=0) / max(left, np.finfo(float).tiny)
         gain_x[np.isin(tried, picked)] = -np.inf
-        x = int(np.argmax(gain_x))
+        x = int(np.lexsort((mean_B[tried], gain_x))[-1])  # of equal gains, the one with the best prediction
+        if picked and gain_x[x] <= 0:
+            break
         picked.append(int(tried[x]))
         gains.append(float(gain_x[x]))
         cover_BB = cover_BB - np.outer(moved_Bx[:, x], moved_Bx[:, x])

@@ -23,15 +23,26 @@ import numpy as np
 from grasp.arrays import F64, I64
 from grasp.corpus.row_store import RowStore
 from grasp.corpus.token_regression import SLOTS, TokenFeatures, ridge
-from grasp.files import discard, written_aside
+from grasp.files import discard, write_whole, written_aside
 from grasp.progress import Progress, Silent
 from grasp.seeds import stream
 from grasp.training.metagradient import Metagradient, MetagradientSettings, Target, metagradient
-from grasp.training.replay_gate import MIN_AGREEMENT, REMEDY, Smoothness, agreement, rank_agreement, smoothness
+from grasp.training.replay_gate import (
+    MIN_AGREEMENT,
+    REMEDY,
+    Smoothness,
+    agreement,
+    check_by_groups,
+    rank_agreement,
+    smoothness,
+)
 from grasp.training.trajectory import Trajectory
 
 FOLDS = 5  # of documents, in regressions on text
 BLOCK_ROWS = 4096
+CHECK_GROUPS = 64  # groups of consecutive rows, which often have a common source
+CHECK_SHIFT = 0.2  # of the weight of a group, up or down
+MIN_CHECK = 0.5  # correlation of measured and predicted changes below which the derivatives are not to be trusted
 LATEST_START = 2 / 3  # a replay that is only smooth from a later part of the run on is repeated or discarded
 
 
@@ -141,6 +152,7 @@ def replay_rows(
     *,
     rate_K: F64 | None = None,
     carry_over: Callable[[F64], F64] | None = None,
+    retrainings: int = 0,
     directory: Path | None = None,
     progress: Progress | None = None,
 ) -> ReplayedRows:
@@ -151,6 +163,8 @@ def replay_rows(
             which are removed when their replay is done, a call that was killed is resumed by the same call.
         rate_K: learning rate of each step. Default: a constant one.
         carry_over: estimates the scores of all rows from drawn scores, in the place of probe steps.
+        retrainings: number of retrainings with changed weights of groups of rows, in the first smooth order, whose
+            effect is compared with the predicted one; see `check_by_groups`.
         directory: keep finished replays there; it must belong to this training, these targets and settings.
     """
     smooth_replays: list[tuple[Metagradient, int]] = []
@@ -168,6 +182,8 @@ def replay_rows(
             tried.append(smooth)
             notes.append(f"order {turn}" + f", {curvature}" * (curvature != settings.curvature) + f": {smooth}")
             if smooth.first_step <= LATEST_START * len(replay.order_KB):
+                if retrainings and not smooth_replays:
+                    notes.append(_check(start(w), targets, replay, retrainings, progress or Silent(), where))
                 smooth_replays.append((replay, smooth.first_step))
                 break
     if not smooth_replays:
@@ -190,6 +206,37 @@ def replay_rows(
     if agreements and (least := float(np.min(np.mean(agreements, axis=0)))) < MIN_AGREEMENT:
         notes.append(f"two orders agree by {least:.2f} for the least target; {REMEDY}")
     return ReplayedRows(drawn_NT, all_NT, tuple(tried), tuple(agreements), tuple(notes))
+
+
+def _check(
+    trajectory: Trajectory,
+    targets: Sequence[Target],
+    replay: Metagradient,
+    retrainings: int,
+    progress: Progress,
+    where: Path | None,
+) -> str:
+    """Compare derivatives with retrainings, and return the comparison in a sentence, stored beside `where`."""
+    place = None if where is None else where.with_suffix(f".check-{retrainings}.txt")
+    if place is not None and place.exists():
+        return place.read_text(encoding="utf-8")
+    n_rows = trajectory.rows.n_rows
+    progress.stage("retraining to check the replay", rows=retrainings * len(trajectory.order), tokens=None)
+    check = check_by_groups(
+        trajectory,
+        targets,
+        replay,
+        np.arange(n_rows) * min(n_rows, CHECK_GROUPS) // n_rows,
+        shift=CHECK_SHIFT,
+        retrainings=retrainings,
+        progress=lambda _: progress.advance(len(trajectory.order), 0),
+    )
+    line = str(check) if check.correlation >= MIN_CHECK else f"{check}; the derivatives do not predict it: {REMEDY}"
+    if place is not None:
+        write_whole(place, line.encode())
+    if trajectory.directory is not None:
+        discard(trajectory.directory)
+    return line
 
 
 def _replay(

@@ -6,8 +6,8 @@ from pathlib import Path
 from grasp.cli.app import command, option
 from grasp.cli.console import check_outputs
 from grasp.cli.options import Assignments, ConfigFile, Quiet, merge_settings
-from grasp.cli.progress_display import Watch
 from grasp.errors import SettingsError
+from grasp.progress_display import Watch
 from grasp.settings import FitSettings
 from grasp.text import plain, skipped_text
 from grasp.yaml_files import require_flags, validated

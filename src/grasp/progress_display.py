@@ -1,11 +1,17 @@
-"""Progress on standard error: a bar on a terminal, else (or with `--quiet`) plain lines. Start with `Watch`."""
+"""Show progress: on a terminal a bar on standard error, else (or with `--quiet`) plain lines; in a notebook one line.
 
+Start with `Watch`; functions for users of Python are decorated with `shows_progress`.
+"""
+
+import functools
+import inspect
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -15,7 +21,11 @@ from grasp.text import duration_text, plain
 if TYPE_CHECKING:
     from grasp.retraining.worker import RetrainStatus
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 LINE_SECONDS = 5.0
+NOTEBOOK_SECONDS = 0.5
 MIN_REST_SECONDS = 5.0  # the total time left is printed if it exceeds that of the stage by this much
 # Titles of the stages of a build; other stages are shown by name.
 STAGE_TITLES = {
@@ -30,6 +40,8 @@ STAGE_TITLES = {
 
 class Watch:
     """Progress of the stages of a long run, with rows/s, tokens/s and the time left."""
+
+    line_seconds = LINE_SECONDS  # between two plain lines
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._console = Console(stderr=True)
@@ -63,7 +75,7 @@ class Watch:
     def _print_regularly(self) -> None:
         """Print a line at regular intervals, even if a batch takes longer."""
         while not self._stopped.wait(1.0):
-            if self._name not in ("", "runs") and time.monotonic() - self._printed_at >= LINE_SECONDS:
+            if self._name not in ("", "runs") and time.monotonic() - self._printed_at >= self.line_seconds:
                 self._printed_at = time.monotonic()
                 seconds = f"{duration_text(self._printed_at - self._started_at)} so far"
                 self._print(
@@ -99,7 +111,7 @@ class Watch:
         self._tokens += tokens
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=self._rows, rate=self._rate_text(), left=self._left_text())
-        elif time.monotonic() - self._printed_at >= LINE_SECONDS:
+        elif time.monotonic() - self._printed_at >= self.line_seconds:
             self._printed_at = time.monotonic()
             self._print(self._rows_text(), self._rate_text(), self._left_text())
 
@@ -133,12 +145,17 @@ class Watch:
         left = "" if status.seconds_left is None else f"{duration_text(status.seconds_left)} left"
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=status.done, rate=current, left=left)
-        elif time.monotonic() - self._printed_at >= LINE_SECONDS:
+        elif time.monotonic() - self._printed_at >= self.line_seconds:
             self._printed_at = time.monotonic()
             self._print(f"{status.done:,} of {status.total:,} runs", current, left)
 
+    __call__ = runs  # the callback of a retraining
+
     def _print(self, *parts: str) -> None:
-        print(plain(f"{self._name}: {', '.join(part for part in parts if part)}"), file=sys.stderr)
+        print(self._line_text(*parts), file=sys.stderr)
+
+    def _line_text(self, *parts: str) -> str:
+        return plain(f"{self._name}: {', '.join(part for part in parts if part)}")
 
     def _close_stage(self) -> None:
         seconds = time.monotonic() - self._started_at
@@ -165,3 +182,54 @@ class Watch:
         later = stage_seconds * sum(self._planned_tokens.values()) / self._stage_tokens if self._stage_tokens else 0.0
         total = f" in this stage, {duration_text(left + later)} in total" if later > MIN_REST_SECONDS else ""
         return f"{duration_text(left)} left{total}"
+
+
+class NotebookWatch(Watch):
+    """Progress in a cell of a notebook: one line per stage, which is updated in place."""
+
+    line_seconds = NOTEBOOK_SECONDS
+
+    def __init__(self) -> None:
+        super().__init__(quiet=True)
+        self._line: Any = None  # display handle of the current stage
+
+    def stage(self, name: str, *, rows: int | None, tokens: int | None) -> None:
+        super().stage(name, rows=rows, tokens=tokens)
+        self._line = None
+        self._print("...")
+
+    def note(self, line: str) -> None:
+        self._display(f"note: {plain(line)}")
+
+    def _print(self, *parts: str) -> None:
+        text = self._line_text(*parts)
+        if self._line is None:
+            self._line = self._display(text)
+        else:
+            self._line.update({"text/plain": text}, raw=True)
+
+    def _display(self, text: str) -> Any:
+        display = import_module("IPython.display").display  # present in every notebook
+        return display({"text/plain": text}, raw=True, display_id=True)
+
+
+def in_notebook() -> bool:
+    """Return whether the code runs in a kernel of Jupyter, Colab or an editor."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return getattr(shell, "kernel", None) is not None
+
+
+def shows_progress(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function: in a notebook, show its progress unless an argument `progress` is passed."""
+    if "progress" not in inspect.signature(function).parameters:
+        return function
+
+    @functools.wraps(function)
+    def with_progress(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not in_notebook() or kwargs.get("progress") is not None:
+            return function(*args, **kwargs)
+        with NotebookWatch() as watch:
+            kwargs["progress"] = watch
+            return function(*args, **kwargs)
+
+    return with_progress

@@ -1,10 +1,15 @@
 """Progress of long runs, and printed tables."""
 
 import re
+import sys
+from types import SimpleNamespace
 
-from grasp.cli import progress_display as progress
+import pytest
+
+from grasp import progress_display as progress
 from grasp.cli.console import show
-from grasp.cli.progress_display import Watch
+from grasp.progress import Silent
+from grasp.progress_display import Watch
 from grasp.retraining.worker import RetrainStatus
 from grasp.text import MAX_CELL_CHARS
 from tests.mentions import assert_mentions
@@ -56,7 +61,7 @@ def test_only_truncated_names_are_disambiguated(capsys):
 
 
 def test_progress_reports_runs_steps_and_remaining_time(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(Watch, "line_seconds", 0.0)
     with Watch(quiet=True) as watch:
         watch.runs(RetrainStatus("rows"))
         watch.runs(RetrainStatus("runs", 4, 18, ("a-0", "b-0"), 2, 320))
@@ -65,3 +70,60 @@ def test_progress_reports_runs_steps_and_remaining_time(monkeypatch, capsys):
     assert_mentions(first, "runs: 4 of 18 runs", "step 2 of 320", "a-0", "1 more")
     assert_mentions(second, "runs: 5 of 18 runs", "step 7 of 320", "a-0", "1 h 02 min")
     assert re.match(r"runs: 1 runs\b.* \d", last)
+
+
+class Cell:
+    """Stands for IPython in a notebook: what a cell shows, the latest text of each display."""
+
+    def __init__(self):
+        self.shown = []
+
+    def get_ipython(self):
+        return SimpleNamespace(kernel=object())
+
+    def display(self, content, *, raw, display_id):
+        assert raw
+        assert display_id
+        self.shown.append(content["text/plain"])
+        place = len(self.shown) - 1
+        return SimpleNamespace(update=lambda new, raw: self.shown.__setitem__(place, new["text/plain"]))
+
+
+@pytest.fixture
+def cell(monkeypatch):
+    cell = Cell()
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=cell.get_ipython))
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=cell.display))
+    return cell
+
+
+@progress.shows_progress
+def long_work(*, progress=None):
+    if progress is not None:
+        progress.stage("rows scored", rows=2, tokens=None)
+        progress.note("one row was cut")
+        progress.advance(2, 0)
+    return progress
+
+
+def test_a_notebook_has_one_line_per_stage_that_changes_in_place(cell):
+    watch = long_work()
+    assert isinstance(watch, progress.NotebookWatch)
+    assert len(cell.shown) == 2
+    assert_mentions(cell.shown[0], "scoring rows: 2 rows in")
+    assert cell.shown[1] == "note: one row was cut"
+
+
+def test_a_notebook_shows_the_runs_of_a_retraining(cell):
+    def retrain(progress=None):
+        progress(RetrainStatus("runs", done=1, total=4))
+
+    progress.shows_progress(retrain)()
+    assert cell.shown[0].startswith("runs: ")
+
+
+def test_outside_of_a_notebook_or_with_a_progress_of_the_user_nothing_is_added(cell, monkeypatch):
+    assert long_work(progress=Silent()).__class__ is Silent
+    assert not cell.shown
+    monkeypatch.delitem(sys.modules, "IPython")
+    assert long_work() is None

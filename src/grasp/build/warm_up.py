@@ -1,0 +1,95 @@
+"""Train the model of a build a few steps further before kernels read it.
+
+Initially, every row asks for the same change of a model, such as the format of the answers. This common part does not
+distinguish rows, and a few steps learn it, so that the gradients of the trained model predict subsets better. The
+trained model is stored in the directory of the artifact. Start with `warm_up`.
+"""
+
+import json
+from pathlib import Path
+
+from grasp.artifact.writer import lock_artifact
+from grasp.build.add_replay import WARM_UP, refuse_longer_rows, trainable
+from grasp.build.proxy import MODEL
+from grasp.corpus import RowStore
+from grasp.errors import ArtifactError, SettingsError
+from grasp.files import differences, discard, written_aside
+from grasp.models.causal_lm import ReferenceModel
+from grasp.models.checkpoint import is_adapter
+from grasp.progress import Progress
+from grasp.settings import BuildSettings
+from grasp.training.fine_tuning import FineTuning
+from grasp.training.recipe_files import FineTuningRecipe, default_recipe
+from grasp.training.trajectory import Trajectory
+
+STATES = "warm-up"  # in the artifact, while the model is trained
+
+
+def warm_up(
+    out: Path, settings: BuildSettings, steps: int, recipe: FineTuningRecipe | None, progress: Progress
+) -> Path:
+    """Train the model of `settings` on random rows, and return the directory of the result; a finished one is reused.
+
+    An interrupted training is resumed by the same call, with the same weights on a CPU.
+
+    Args:
+        out: directory of the artifact.
+        settings: of the build, with the original model.
+        steps: optimizer steps; the learning rate decays to its end within them.
+        recipe: optimizer and batch. Default: `default_recipe`.
+    Raises:
+        ArtifactError: the directory has a model that was trained otherwise.
+        SettingsError: the recipe or the model has an adapter, or rows are longer than the recipe's.
+        ModelError: the training diverges.
+    """
+    if is_adapter(settings.model.path) or (recipe is not None and recipe.lora_r is not None):
+        raise SettingsError(
+            "--warm-up: trains all parameters, but got an adapter; train the adapter for these steps, and pass its "
+            "directory as --model"
+        )
+    with lock_artifact(out):
+        directory = out / MODEL
+        begun = json.loads((directory / WARM_UP).read_bytes()) if (directory / WARM_UP).exists() else None
+        reference = None if begun else ReferenceModel.load(settings.model)
+        if reference is not None:
+            progress.stage("rows", rows=None, tokens=None)
+            rows = RowStore.write(
+                out / "tokens",
+                settings.corpus,
+                reference.tokenizer,
+                shard_rows=settings.shard_rows,
+                context=reference.context,
+            )
+        else:
+            rows = RowStore.open(out / "tokens")
+        recipe = (recipe or default_recipe(rows.n_rows)).model_copy(update={"max_steps": steps})
+        record = {
+            "model": settings.model.path,
+            "corpus": settings.corpus.path,
+            "recipe": recipe.model_dump(mode="json"),
+            "seed": settings.features.seed,
+        }
+        if begun is not None:
+            if changed := list(differences(begun, record)):
+                raise ArtifactError(
+                    f"{directory}: was trained otherwise: {'; '.join(changed)}; choose another --out, or delete {out}"
+                )
+            return directory
+        assert reference is not None
+        refuse_longer_rows(recipe, rows, out)
+        tokenizer = reference.tokenizer
+        model, notes = trainable(reference.model, reference.frozen, recipe, settings.features.seed)
+        training = FineTuning(model, recipe.optimizer(rows.n_rows))
+        order = recipe.order(rows.n_rows, settings.features.seed)
+        for line in (*notes, *training.notes):
+            progress.note(line)
+        trajectory = Trajectory(training, rows, order, directory=out / STATES)
+        progress.note(f"--warm-up: the model is trained {steps} steps of {recipe.batch_rows} rows; see {directory}")
+        progress.stage("warm-up", rows=sum(map(len, order)), tokens=None)
+        trajectory.train(lambda done: progress.advance(len(order[done - 1]), 0))
+        with written_aside(directory) as part:
+            model.save_pretrained(part)
+            tokenizer.save(part)
+            (part / WARM_UP).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        discard(out / STATES)
+    return directory
