@@ -176,7 +176,7 @@ def test_a_second_writer_of_a_directory_is_refused(tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["kept", "theirs"]
 
 
-def test_json_with_a_checksum_field_of_its_own():
+def test_only_the_top_level_checksum_of_json_is_replaced():
     body = {"n": 10, "text": f' "checksum": "{UNSIGNED}"', "part": {"checksum": UNSIGNED}, "list": [UNSIGNED]}
     data = with_checksum(json.dumps({**body, "checksum": UNSIGNED}, indent=1).encode())
     assert json.loads(data) == {**body, "checksum": json.loads(data)["checksum"]}

@@ -132,8 +132,8 @@ def test_too_few_subsets_and_missing_features_are_refused():
 
 
 @pytest.mark.parametrize("fit", ["ridge_out", "_lasso_out"])
-def test_uninformative_features_predict_a_constant(fit):
-    """The mean of the others falls as the own value rises: it would rank subsets backwards, rho = -1."""
+def test_uninformative_features_predict_zero(fit):
+    """A leave-one-out mean falls as the omitted value rises, so that it would rank subsets with rho = -1."""
     if fit == "_lasso_out":
         pytest.importorskip("sklearn")
     got = oracles.cross_fit(getattr(oracles, fit), np.ones((8, 3)), np.arange(8.0)[:, None], folds=8, seed=0)

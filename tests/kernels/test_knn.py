@@ -110,7 +110,7 @@ def test_a_row_with_the_text_of_the_unit_helps_and_one_with_another_continuation
     assert knn_relevance(targets, hidden, (label + 1) % V, row, 1)[0, 0] < 0
 
 
-def test_states_missing_from_the_sample_are_counted_once():
+def test_relevance_to_units_far_from_the_sample_is_bounded():
     _, (unit_hidden, unit_residual, unit), whitener, moments = world(5)
     far = 40.0 * unit_hidden  # nothing of the corpus is near
     targets = prepared((far, unit_residual, unit), whitener, moments)
