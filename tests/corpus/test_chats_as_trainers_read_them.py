@@ -11,8 +11,8 @@ from grasp.corpus.conversations import preference_note
 from grasp.errors import CorpusError
 from grasp.models.tokenizer import HfTokenizer
 from grasp.text import skipped_lines
-from tests.corpus.chats import CHATML, DROPS, MARKED, chat_tokenizer, turns
-from tests.corpus.test_conversations import ANSWER, END, LAST, QUESTION, TURNS, stored, text_and_loss
+from tests.corpus.chats import CHATML, DROPS, MARKED, REWRITES, chat_tokenizer, turns
+from tests.corpus.test_conversations import ANSWER, END, FOLLOW_UP, LAST, QUESTION, TURNS, stored, text_and_loss
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
 AS_TEXT = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
@@ -323,6 +323,71 @@ def test_an_answer_whose_beginning_is_in_the_prompt_is_complete(tmp_path):
     records = [{"messages": turns("what is 4?", "4")}]
     with pytest.raises(CorpusError, match="answer"):
         stored(tmp_path / "short", records, chat_tokenizer(DROPS))
+
+
+TAIL = "<|im_end|>\n{% endfor %}"
+LAST_TURN = {  # templates whose last turn differs from the same turn with others after it: template, loss
+    "thinks": (  # Qwen 3
+        CHATML.replace(
+            "{{ m.content }}",
+            "{% if loop.last and m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}",
+        ),
+        f"{ANSWER}{END}<think>\n\n</think>\n\n{LAST}{END}",
+    ),
+    "ends": (  # OLMo 3
+        CHATML.replace(TAIL, "{% if loop.last %}{{ eos_token }}{% else %}<|im_end|>\n{% endif %}{% endfor %}"),
+        f"{ANSWER}{END}{LAST}<|endoftext|>",
+    ),
+    "ends twice": (  # Phi 3
+        CHATML.replace(TAIL, TAIL + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"),
+        f"{ANSWER}{END}{LAST}{END}\n<|endoftext|>",
+    ),
+    "asked to think": (  # DeepSeek R1
+        CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif"),
+        f"{ANSWER}{END}{LAST}{END}",
+    ),
+    "no end": (  # Metharme: the role of the next turn is no end of this one
+        "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<|im_end|>' }}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_end|>{% else %}{{ eos_token }}{% endif %}",
+        f"{ANSWER}{LAST}<|endoftext|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAST_TURN)
+def test_every_answer_of_a_template_that_changes_the_last_turn_carries_loss(tmp_path, name):
+    template, loss = LAST_TURN[name]
+    store = stored(tmp_path, [{"messages": TURNS}], chat_tokenizer(template))
+    assert text_and_loss(store)[1] == loss
+    assert store.skipped.ids == {}
+
+
+def test_answers_keep_what_the_template_leaves_of_earlier_turns(tmp_path):
+    thought = turns(QUESTION, f"<think>hm</think>{ANSWER}", FOLLOW_UP, f"<think>so</think>{LAST}")
+    store = stored(tmp_path, [{"messages": thought, "id": "part"}], chat_tokenizer(REWRITES))
+    assert text_and_loss(store)[1] == f"{ANSWER}{END}<think>so</think>{LAST}{END}"
+    assert store.skipped.ids == {"cut_answer": ["part"]}
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        # the end of the last turn is text that other turns lack, so that it cannot be told where they end
+        CHATML.replace(TAIL, "{% if loop.last %}###{% endif %}\n{% endfor %}").replace("<|im_start|>", "# "),
+        # the result of a tool is written inside of the turn that called it
+        CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}").replace(
+            TAIL,
+            "{% if m.tool_calls and messages|length > 2 %}<call>{{ messages[2].content }}</call>{% endif %}" + TAIL,
+        ),
+    ],
+    ids=["no mark", "tool"],
+)
+def test_an_answer_with_unknown_location_is_skipped(tmp_path, template):
+    called = calling([CALL], ANSWER)
+    called[2]["content"] = "32"
+    messages = TURNS if "###" in template else called
+    with pytest.raises(CorpusError, match="changes when later turns follow"):
+        stored(tmp_path, [{"messages": messages}], chat_tokenizer(template))
 
 
 @pytest.mark.parametrize("template", [STRIPS, HIDES])

@@ -189,7 +189,6 @@ def test_surrogates_in_turns_are_replaced(tmp_path):
 
 
 CHAT = {"messages": TURNS}
-THOUGHT = {"messages": turns(QUESTION, f"<think>hm</think>{ANSWER}", FOLLOW_UP, LAST)}
 REFUSED = [
     ({"messages": [{"role": "owner", "content": "x"}]}, {}, r"c\.jsonl:1: turn 0: .*'owner'"),
     ({"messages": [{"content": "x"}]}, {}, r"turn 0: .*None"),
@@ -201,7 +200,6 @@ REFUSED = [
     ({"messages": TURNS, "tools": "{"}, {}, r"tools: .*'\{'"),
     (CHAT, {"tokenizer": lambda: chat_tokenizer(None)}, r"c\.jsonl:1: .*chat template"),
     (CHAT, {"tokenizer": lambda: chat_tokenizer(DROPS)}, r"c\.jsonl:1: turn 1: "),
-    (THOUGHT, {"tokenizer": lambda: chat_tokenizer(REWRITES)}, "answer.*turns"),
     (CHAT, {"tokenizer": lambda: chat_tokenizer(STRICT)}, "alternate"),
     (CHAT, {"packing": "concat"}, "corpus.packing"),
     ({"text": "water"}, {"loss_on": "completion"}, r"corpus\.loss_on: .*completion"),

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from grasp.corpus import RowStore
+from grasp.corpus.conversations import conversation_in
 from grasp.corpus.documents import read_documents
+from grasp.corpus.encoding import ModelText, encode_texts
 from grasp.corpus.sources import open_source
-from grasp.select.export import iter_records, write_corpus
+from grasp.select.export import _entry_note, iter_records, write_corpus
 from grasp.select.record_files import FileFormat, ShardSize
 from grasp.settings import CorpusSettings
 from tests.corpus.chats import MARKED, chat_tokenizer
@@ -205,17 +207,48 @@ def test_axolotl_reads_the_same_tokens(tmp_path, name):
         assert shown == [tokenizer.decode([i for i, m in zip(theirs["input_ids"], trained, strict=True) if m])]
 
 
+@pytest.mark.parametrize(
+    ("name", "end"), [("chatml", "<|im_end|>"), ("phi_35", "<|end|>"), ("qwen3", "<|im_end|>"), ("gemma4", "<turn|>")]
+)
+def test_axolotl_has_the_same_loss_by_templates_that_change_the_last_turn(tmp_path, name, end):
+    dicts = pytest.importorskip("axolotl.utils.dict")
+    strategies = pytest.importorskip("axolotl.prompt_strategies.chat_template")
+    templates = pytest.importorskip("axolotl.utils.chat_templates")
+    wrapped = chat_tokenizer(templates.get_chat_template(name))
+    wrapped.tokenizer.add_special_tokens({"extra_special_tokens": [end, "<|user|>", "<|assistant|>", "<|turn>"]})
+    cfg = {"sequence_len": 512, "train_on_inputs": False, "chat_template": "tokenizer_default", "eot_tokens": [end]}
+    entry = dicts.DictDefault({"type": "chat_template", "path": "x"})
+    strategy = strategies.load(wrapped.tokenizer, dicts.DictDefault(cfg), entry)
+    words = ["what is water?", "<think>\nhm\n</think>\n\nwater is wet.", "and?", "<think>\nso\n</think>\n\nit burns. "]
+    messages = [{"role": ("user", "assistant")[k % 2], "content": text} for k, text in enumerate(words)]
+    theirs = strategy.tokenize_prompt({"messages": messages})
+    chat = wrapped.render(conversation_in({"messages": messages}, "here"))
+    (ours,) = encode_texts([ModelText(chat.text, chat.spans, "chat")], wrapped)
+    assert ours.ids.tolist() == theirs["input_ids"]
+    assert ours.loss_mask.tolist() == [label != -100 for label in theirs["labels"]]
+
+
 FORMATS = [FileFormat(kind) for kind in ("parquet", "jsonl", "json", "datasets")]
 FORMATS += [FileFormat("jsonl", suffix) for suffix in (".gz", ".zst", ".bz2", ".xz")]
 
 
-def exported(place, records, form):
+def exported(place, records, file_format, **changes):
     """An export of records, which were JSON lines."""
     (place / "source.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    settings = CorpusSettings(path=str(place / "source.jsonl"))
+    settings = CorpusSettings(path=str(place / "source.jsonl"), **changes)
     items = iter_records(settings, np.ones(len(records), dtype=bool))
-    write_corpus(place / "out", form, "documents", items, 0, {}, ShardSize(2))
+    write_corpus(place / "out", file_format, "documents", items, 0, {}, ShardSize(2))
     return place / "out"
+
+
+def tiny_model():
+    """A random Llama with the vocabulary of `chat_tokenizer`."""
+    import torch  # noqa: PLC0415
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=320, **shape))
 
 
 PROMPTS = [{"prompt": f"question {k}?", "completion": f" answer {k}."} for k in range(5)]
@@ -228,9 +261,6 @@ TEXTS = [{"text": f"A text, number {k}."} for k in range(5)]
 def test_trl_trains_on_the_tokens_that_grasp_reads(tmp_path, records, form):
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
-    import torch  # noqa: PLC0415
-    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
-
     out = exported(tmp_path, records, form)
     if form.kind == "datasets":
         data = datasets.load_from_disk(str(out))
@@ -239,9 +269,6 @@ def test_trl_trains_on_the_tokens_that_grasp_reads(tmp_path, records, form):
         files = sorted(str(file) for file in out.glob("part-*"))
         data = datasets.load_dataset(builder, data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
     tokenizer = chat_tokenizer(MARKED).tokenizer
-    torch.manual_seed(0)
-    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=320, **shape))
     args = trl.SFTConfig(
         output_dir=str(tmp_path / "run"),
         max_steps=1,
@@ -253,16 +280,60 @@ def test_trl_trains_on_the_tokens_that_grasp_reads(tmp_path, records, form):
         gradient_checkpointing=False,
         eos_token=tokenizer.eos_token,
     )
-    trainer = trl.SFTTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer)
+    trainer = trl.SFTTrainer(model=tiny_model(), args=args, train_dataset=data, processing_class=tokenizer)
     rows = rows_of(tmp_path / "rows", out)
     assert len(rows) == len(records)
     for theirs, (ids, mask) in zip(trainer.train_dataset, rows, strict=True):
         assert ids == theirs["input_ids"]
-        trained = [True] * len(ids)
-        for name in ("completion_mask", "assistant_masks"):
-            trained = [bool(flag) for flag in theirs[name]] if name in theirs else trained
+        trained = [label != -100 for label in theirs.get("labels", ids)]
         assert (mask is None and all(trained)) or mask.tolist() == trained
     trainer.train()
+
+
+TURNS = [{"role": ("user", "assistant")[k % 2], "content": text} for k, text in enumerate(["what is water?", "wet."])]
+DRY = [{"role": "assistant", "content": "water is dry."}]
+PAIRS = {
+    "prompt": {"prompt": "question?", "chosen": " water is wet.", "rejected": " fire."},
+    "common beginning": {"chosen": "question? water is wet.", "rejected": "question? fire."},
+    "chats": {"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": DRY},
+    "chats with prompt": {"chosen": TURNS, "rejected": TURNS[:1] + DRY},
+}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_trl_trains_on_the_pairs_that_grasp_reads(tmp_path, pair, kind):
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    out = exported(tmp_path, [pair | {"id": f"p{k}"} for k in range(5)], FileFormat(kind), form="preference")
+    builder = "parquet" if kind == "parquet" else "json"
+    files = sorted(str(file) for file in out.glob("part-*"))
+    data = datasets.load_dataset(builder, data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
+    tokenizer = chat_tokenizer(MARKED).tokenizer
+    options = {"max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1}
+    args = trl.DPOConfig(
+        output_dir=str(tmp_path / "run"),
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        **options,
+    )
+    tokenizer.pad_token = tokenizer.eos_token
+    models = {"model": tiny_model(), "ref_model": tiny_model()}
+    trainer = trl.DPOTrainer(**models, args=args, train_dataset=data, processing_class=tokenizer)
+    settings = CorpusSettings(path=str(out), max_length=512, form="preference")
+    shard = RowStore.write(tmp_path / "rows", settings, chat_tokenizer(MARKED), shard_rows=64).shard(0)
+    assert len(shard) == len(trainer.train_dataset) == 5
+    for k, theirs in enumerate(trainer.train_dataset):
+        sides = [theirs["prompt_ids"] + theirs[f"{side}_ids"] for side in ("chosen", "rejected")]
+        assert shard.ids(k).tolist() == sides[0] + sides[1]
+        starts = [int(np.argmax(mask)) for mask in np.split(shard.mask(k), [len(sides[0])])]
+        assert starts == [len(theirs["prompt_ids"])] * 2
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert losses[0] == pytest.approx(np.log(2), abs=1e-5)  # the model is its own reference
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize(
@@ -302,3 +373,15 @@ def test_an_export_in_the_format_of_its_corpus_keeps_the_entry(tmp_path):
     copied = CorpusSettings(path=str(tmp_path / "out"), fields=settings.fields)
     turns = [[document.conversation for document in read_documents(each)] for each in (settings, copied)]
     assert turns[0] == turns[1]
+    # and so does a copy of the entry, as the note of the export says
+    origin = f"LLaMA-Factory entry 'custom' of {tmp_path}/dataset_info.json"
+    file = tmp_path / "out" / "part-00000.json"
+    assert _entry_note(origin, tmp_path / "out") == f"; to train on it, copy the {origin} with file_name: {file}"
+    entries = json.loads((tmp_path / "dataset_info.json").read_text())
+    (tmp_path / "copy").mkdir()
+    copy = {"custom": entries["custom"] | {"file_name": str(file)}}
+    (tmp_path / "copy" / "dataset_info.json").write_text(json.dumps(copy))
+    reread = CorpusSettings(path=f"{tmp_path}/copy/dataset_info.json#custom")
+    assert [document.conversation for document in read_documents(reread)] == turns[0]
+    (tmp_path / "out" / "part-00001.json").write_text("[]")
+    assert _entry_note("Axolotl entry", tmp_path / "out").endswith(f"path: {file} (one entry for each of the 2 files)")

@@ -40,6 +40,7 @@ MAX_CHARACTER_TOKENS = 4  # tokens of a character if each is a byte
 # verbose=False: no warning about texts longer than the context, since rows are cut later
 PLAIN_ENCODING = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
 STAND_IN = "graspstandin"  # a placeholder word that occurs in no conversation
+STAND_IN_ANSWERS = (STAND_IN, "otherword")  # without a common first or last character
 STAND_IN_ARGUMENTS = {STAND_IN: STAND_IN}
 PROBE_TEXT = "a"  # a text that reveals which special tokens a tokenizer adds
 CLOCK_FUNCTION = "strftime_now"  # function of templates that returns the current date
@@ -286,12 +287,49 @@ class HfTokenizer:
         return text, [(start, stop) for start, stop in marked[0]] if has_marks else []
 
     def _span_of_turn(self, conversation: Conversation, k: int, text: str) -> Span:
-        """Return the character span of turn k, between the generation prompt and the end of the turn."""
-        prompt, _ = self._render(replace(conversation, turns=conversation.turns[:k]), add_generation_prompt=True)
-        whole = self._render(replace(conversation, turns=conversation.turns[: k + 1]))[0].rstrip()
-        if text.startswith(prompt) and text.startswith(whole) and len(prompt) < len(whole):
-            return len(prompt), len(whole)
-        raise UnusableConversationError("rewritten", f"turn {k}")
+        """Return the character span of turn k, from the generation prompt to the end of the turn.
+
+        Templates may change a turn when others follow: they remove reasoning, or end the last turn with another token
+        (Qwen 3, Phi 3, OLMo 3). The span is then that of the content, which differs from the text of other answers, up
+        to the token that takes the place of the end of the turn.
+        """
+        before, until = (replace(conversation, turns=conversation.turns[:stop]) for stop in (k, k + 1))
+        prompt, _ = self._render(before, add_generation_prompt=True)
+        whole = self._render(until)[0]
+        if text.startswith(prompt) and text.startswith(whole.rstrip()) and len(prompt) < len(whole.rstrip()):
+            return len(prompt), len(whole.rstrip())
+        start, stop = self._span_of_content(conversation, k, text)
+        n_shared = _shared_length(prompt, text)
+        if n_shared == len(prompt):
+            start = n_shared
+        elif n_shared >= _shared_length(prompt, self._render(before)[0]):  # a part of the generation prompt
+            start = min(start, n_shared)
+        ending = whole[self._span_of_content(until, k, whole)[1] :].rstrip()
+        if text[stop:].startswith(ending):
+            return start, stop + len(ending)
+        tokens = sorted(self.tokenizer.get_added_vocab(), key=len, reverse=True)
+        end_token = re.compile(rf"\s*(?:{'|'.join(map(re.escape, tokens)) or '(?!)'})")
+        end = end_token.match(text, stop)
+        if end is None or not end_token.match(ending):
+            raise UnusableConversationError("rewritten", f"turn {k}")
+        following = str(conversation.turns[k + 1]["content"]).strip()
+        opens_next = text[end.end() :].lstrip().startswith(following)  # the role of the next turn; there is no end
+        return start, stop if opens_next else end.end()
+
+    def _span_of_content(self, conversation: Conversation, k: int, text: str) -> Span:
+        """Return the span of characters that depend on the answer of turn k."""
+        turns = conversation.turns
+        others = []
+        for word in STAND_IN_ANSWERS:
+            turn = {"role": "assistant", "content": word}
+            others.append(self._render(replace(conversation, turns=(*turns[:k], turn, *turns[k + 1 :])))[0])
+        start = _shared_length(text, *others)
+        stop = len(text) - _shared_length(*(written[start:][::-1] for written in (text, *others)))
+        outside = f"{text[:start]}\0{text[stop:]}"
+        contents = [str(turn["content"]).strip() for turn in (*turns[:k], *turns[k + 1 :])]
+        if start >= stop or any(content in text and content not in outside for content in contents):
+            raise UnusableConversationError("rewritten", f"turn {k}")
+        return start, stop
 
     def _marked_turns(self, conversation: Conversation, text: str, marked: list[Span]) -> dict[int, list[Span]]:
         """Return the marked spans of each turn of the assistant; adjacent spans are merged."""
@@ -384,6 +422,12 @@ def _clock_macro(today: date) -> str:
     moment = datetime.combine(today, time())
     changes = "".join(f" | replace({name!r}, {moment.strftime(name)!r})" for name in DIRECTIVES)
     return f"{{%- macro {CLOCK_FUNCTION}(format) -%}}{{{{ format{changes} }}}}{{%- endmacro %}}\n"
+
+
+def _shared_length(*texts: str) -> int:
+    """Return the number of characters at the beginning that texts have in common."""
+    pairs = enumerate(zip(*texts, strict=False))
+    return next((k for k, characters in pairs if len(set(characters)) > 1), min(map(len, texts)))
 
 
 def _contains(written: str, part: object) -> bool:

@@ -149,15 +149,13 @@ class Exporter:
         records = iter_records(self.corpus, documents.mask_M)
         written = write_corpus(out, self.format, "documents", records, documents.tokens, facts, self.shard_size)
         if self.corpus.fields is not None and self.corpus.fields.origin:
-            written = replace(
-                written, note=f"; columns as in the {self.corpus.fields.origin}, which can name its files"
-            )
+            written = replace(written, note=_entry_note(self.corpus.fields.origin, out))
         missed = 0.0 if rule is None or left_out else documents.tokens / selection.n_tokens - 1
         if abs(missed) <= TOKENS_TOLERANCE:
             return written
         more = "more" if missed > 0 else "fewer"
         note = f", {abs(missed):.0%} {more} than the selected rows ({selection.n_tokens:,}); to select whole documents"
-        return replace(written, note=f"{note} within the budget, pass --documents all")
+        return replace(written, note=f"{note} within the budget, pass --documents all{written.note}")
 
 
 def checked_rule(text: str) -> Rule:
@@ -444,6 +442,14 @@ def iter_records(corpus: CorpusSettings, mask_M: Bool) -> Iterator[Item]:
             batch = chunk.batch.slice(0, len(known_M))
             table = batch if isinstance(batch, pa.Table) else pa.Table.from_batches([batch])
             yield readable_table(table).filter(pa.array(known_M))  # converted first: Arrow cannot filter view types
+
+
+def _entry_note(origin: str, out: Path) -> str:
+    """Return how the trainer of a dataset entry reads the files of an export."""
+    files = sorted(out.glob("part-*"))
+    field = "file_name" if origin.startswith("LLaMA-Factory") else "path"
+    several = f" (one entry for each of the {len(files)} files)" * (len(files) > 1)
+    return f"; to train on it, copy the {origin} with {field}: {files[0] if files else out}{several}"
 
 
 def write_corpus(

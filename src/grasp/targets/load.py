@@ -33,6 +33,7 @@ from grasp.dataset_entries import resolve_entry
 from grasp.errors import CorpusError, TargetError
 from grasp.seeds import stream
 from grasp.settings import CorpusSettings, DatasetTarget, TargetSettings
+from grasp.targets.choices import parse_choices, question_prompt, right_choices
 from grasp.targets.margins import split_metric, with_metric
 from grasp.targets.olmes import ALIASES, is_request, read_task, units_of_requests
 from grasp.targets.sample_logs import is_sample, refuse_unscored, units_of_log
@@ -315,9 +316,13 @@ def units_of(records: Records, task: str, loss_on: LossOn) -> list[Unit]:
             return read(records, task, loss_on)
     units: list[Unit] = []
     seen: dict[str, int] = {}
-    for where, record in records:
+    records = list(records)
+    parsed = {k: quiz for k, (where, record) in enumerate(records) if (quiz := parse_choices(record, where))}
+    golds = right_choices([*parsed.values()])
+    quizzes = {k: quiz.fields(gold) for (k, quiz), gold in zip(parsed.items(), golds, strict=True)}
+    for k, (where, record) in enumerate(records):
         pair = _parse_pair(record, where)
-        fields, conversation = _parse_fields(record, where) if pair is None else (pair[0], None)
+        fields, conversation = _parse_fields(record, where, quizzes.get(k)) if pair is None else (pair[0], None)
         target = fields.task or task
         position = seen[target] = seen.get(target, -1) + 1
         unit = Unit(
@@ -339,12 +344,12 @@ def units_of(records: Records, task: str, loss_on: LossOn) -> list[Unit]:
         # One unit for the last answer, or for every answer; the context of each are all turns before it.
         answers = conversation.answers
         scored_answers = answers if unit.loss_on == "assistant" else answers[-1:]
-        for k in scored_answers:
+        for turn in scored_answers:
             answer_unit = replace(
                 unit,
-                unit_id=unit.unit_id if len(scored_answers) == 1 else f"{unit.unit_id}#{answers.index(k)}",
+                unit_id=unit.unit_id if len(scored_answers) == 1 else f"{unit.unit_id}#{answers.index(turn)}",
                 loss_on="all" if unit.loss_on == "all" else "completion",
-                conversation=Conversation(conversation.turns[: k + 1], conversation.tools),
+                conversation=Conversation(conversation.turns[: turn + 1], conversation.tools),
             )
             units.append(answer_unit)
     return units
@@ -391,12 +396,18 @@ def _pair_unit(unit: Unit, content: Content, where: str) -> Unit:
     return replace(chosen, others=(rejected,), metric=MARGIN)
 
 
-def _parse_fields(record: Mapping[str, Any], where: str) -> tuple[UnitFields, Conversation | None]:
-    """Parse a record of any form, and its conversation if it has one."""
+def _parse_fields(
+    record: Mapping[str, Any], where: str, quiz: Mapping[str, Any] | None
+) -> tuple[UnitFields, Conversation | None]:
+    """Parse a record of any form, and its conversation if it has one.
+
+    Args:
+        quiz: fields of a record of multiple choice.
+    """
     values = {name: value for name, value in record.items() if value is not None}
     conversation = None
-    if "choices" in values:
-        values |= _parse_choices(values, where)
+    if quiz is not None:
+        values |= quiz
     if not isinstance(values.get("completion"), str):
         try:
             conversation = conversation_in(values, where)
@@ -410,8 +421,7 @@ def _parse_fields(record: Mapping[str, Any], where: str) -> tuple[UnitFields, Co
         completion = next(text for part in parts if (text := str(part or "")).strip())
         values |= {"prompt": conversation.content, "completion": completion}
     elif {"question", "answer"} <= values.keys() and "prompt" not in values:
-        question, answer = values.pop("question"), _parse_answer(values.pop("answer"), where)
-        values |= {"prompt": f"Question: {question}\nAnswer:", "completion": f" {answer}"}
+        values |= {"prompt": question_prompt(values, where), "completion": f" {_parse_answer(values['answer'], where)}"}
     elif not {"prompt", "completion"} & values.keys():
         refuse_unscored(record, where)
         names = ", ".join(f"{name} (null)" if value is None else str(name) for name, value in record.items())
@@ -427,52 +437,6 @@ def _parse_fields(record: Mapping[str, Any], where: str) -> tuple[UnitFields, Co
             f"{where}: gold: got {fields.gold}, expected the position of one of {len(fields.choices)} choices"
         )
     return fields, conversation
-
-
-ANSWERS = ("gold", "answer", "answerKey", "label", "answer_idx")  # fields of the right choice
-
-
-def _parse_choices(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return prompt, completion, choices and gold of a multiple-choice record; empty if it has a gold completion.
-
-    Choices are texts, or texts with labels as in ARC and CommonsenseQA (`{"text": [...], "label": [...]}`). The right
-    one is given by position, label, letter or text. A space is put in front of a choice that would touch its prompt.
-    """
-    if isinstance(values.get("completion"), str):
-        return {}
-    choices: Any = values["choices"]
-    labels: Any = None
-    if isinstance(choices, Mapping):
-        choices, labels = choices.get("text"), choices.get("label")
-    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(text, str) for text in choices):
-        raise TargetError(f"{where}: choices: got {values['choices']!r:.60}, expected a list of at least two texts")
-    name = next((name for name in ANSWERS if name in values), None)
-    if name is None:
-        raise TargetError(f"{where}: has choices, but none of the fields {', '.join(ANSWERS)} says which is right")
-    answer = values[name]
-    letters = [chr(ord("A") + k) for k in range(len(choices))]
-    known = [labels] if isinstance(labels, list) and len(labels) == len(choices) else []
-    known += [[text.strip() for text in choices], letters]
-    if isinstance(answer, bool) or not isinstance(answer, int | str):
-        raise TargetError(f"{where}: {name}: got {answer!r:.60}, expected the position, label or text of a choice")
-    if isinstance(answer, int):
-        gold = answer
-    else:
-        places = [names.index(text) for names in known for text in (answer, answer.strip()) if text in names]
-        gold = places[0] if places else int(answer) if answer.isdecimal() else -1
-    if not 0 <= gold < len(choices):
-        raise TargetError(
-            f"{where}: {name}: got {answer!r:.60}, expected the position, label or text of one of the "
-            f"{len(choices)} choices"
-        )
-    prompt = values.get("prompt")
-    if prompt is None and isinstance(values.get("question"), str):
-        prompt = f"Question: {values['question']}\nAnswer:"
-    if not isinstance(prompt, str):
-        raise TargetError(f"{where}: has choices, but no text `prompt` or `question` before them")
-    space = "" if not prompt or prompt[-1].isspace() or any(text[:1].isspace() for text in choices) else " "
-    texts = [space + text for text in choices]
-    return {"prompt": prompt, "completion": texts[gold], "choices": texts, "gold": gold}
 
 
 def _parse_answer(answer: Any, where: str) -> str:
