@@ -129,7 +129,7 @@ def test_layers_without_a_gradient_for_each_row_are_named_and_left_out():
     assert {name for name in taken if "self_attn" in name}
     assert len(reader.untaken) > 0
     assert all(".mlp." in name for name in reader.untaken)
-    assert re.search(r"left out.*model\.layers\.0\.mlp\.", reader.describe())
+    assert re.search(r"skipped.*model\.layers\.0\.mlp\.", reader.describe())
 
 
 def test_more_coordinates_than_there_are_are_refused():
