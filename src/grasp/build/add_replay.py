@@ -422,7 +422,10 @@ def forecast_added_replay(
     """Forecast a replay of the targets of a finished artifact that have none.
 
     Args:
-        out, recipe, settings, overrides: as of `add_replay`.
+        out: directory of the artifact.
+        recipe: as of `add_replay`.
+        settings: as of `add_replay`.
+        overrides: as of `add_replay`.
     Raises:
         ArtifactError, SettingsError, ModelError: as `add_replay`; or all targets have a replay.
     """
