@@ -189,4 +189,4 @@ def test_rows_without_a_finite_gradient_are_named_and_counted(root, tmp_path, mo
     zero_N = ~relevance(tmp_path / "art").any(axis=1)
     assert artifact.manifest.skipped["gradients"] == zero_N.sum() > 0
     first = artifact.rows(np.flatnonzero(zero_N)[:1])["row_id"][0].as_py()
-    assert any("count 0" in line and first in line for line in notes.lines)
+    assert any("no finite gradient" in line and first in line for line in notes.lines)

@@ -514,7 +514,7 @@ def test_small_changes_of_group_weights_change_utilities_as_predicted():
     assert check.measured_RT.shape == (3, 2)
     assert check.slope == pytest.approx(1.0, abs=1e-3)
     assert check.correlation == pytest.approx(1.0, abs=1e-3)
-    assert_mentions(str(check), "3 retrainings", " 1.00 of the predicted change")
+    assert_mentions(str(check), "3 retrainings", " 1.00 of the predicted")
     late = metagradient(whole, some_targets(), EXACT.model_copy(update={"first_step": 2}))
     with pytest.raises(ModelError, match="skipped early steps"):
         check_by_groups(whole, some_targets(), late, np.arange(8))
