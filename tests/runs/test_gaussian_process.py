@@ -87,15 +87,15 @@ def test_changes_are_those_of_the_dual_form_by_loops_over_runs_and_slices() -> N
     seeds_BST[::2, 1] = np.nan  # every other run has one seed
     process = GaussianProcess.fit(features.take(np.arange(20)), seeds_BST)
     corpus, others = features.take(np.array([25])), features.take(np.arange(20, 30))
-    numbers, curves, n_slices = process.hyperparameters, process._curves, features.share_BG.shape[1]
-    unit = {name: numbers[name] * curves.units[name] for name in ("straight", "linear", "additive", "joint")}
+    numbers, curves, n_slices = process.hyperparameters, process._share_covariance, features.share_BG.shape[1]
+    unit = {name: numbers[name] * curves.factors[name] for name in ("straight", "linear", "additive", "joint")}
     short, long = curves.lengths[0], curves.lengths[1] * np.sqrt(n_slices)
 
     def points(subset: SubsetFeatures) -> list[dict[str, np.ndarray]]:
         parts = plain(process, subset)
         return [
             {name: part[b] for name, part in parts.items()}
-            | {"seen": (np.log(parts["share"][b] + curves.c) - curves.centre_G) / curves.spread}
+            | {"seen": (np.log(parts["share"][b] + curves.c) - curves.log_mean_G) / curves.log_std}
             for b in range(len(subset))
         ]
 
@@ -120,7 +120,7 @@ def test_changes_are_those_of_the_dual_form_by_loops_over_runs_and_slices() -> N
     for b, subset in enumerate(points(process._scales.transform(others))):
         d_nT = np.stack([covariance(subset, run) - covariance(whole, run) for run in runs])
         mean_T = process.scale_T * (subset["r"] - whole["r"] + (d_nT * process._residual_nT).sum(axis=0))
-        inverse_Gnn = process._solved.inverse_Gnn
+        inverse_Gnn = process._solution.inverse_Gnn
         explained_T = [d_n @ inverse @ d_n for d_n, inverse in zip(d_nT.T, inverse_Gnn, strict=True)]
         variance_T = np.maximum(apart(subset) - explained_T, 0.0) + 2 * numbers["noise"] * apart(subset) / far_T
         centre_G = process.runs.share_BG.mean(axis=0)

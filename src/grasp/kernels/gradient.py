@@ -184,7 +184,10 @@ class SampledGradients:
     def describe(self) -> str:
         """Describe the sample in one line."""
         layers = self.engine.layers
-        summary = f"gradients of {self.sample.size:,} of {layers.size:,} parameters in {len(layers.blocks)} layers"
+        summary = (
+            f"gradients of {self.sample.size:,} of {layers.size:,} parameters in {len(layers.blocks)} layers of the "
+            "body, without embeddings and output layer"
+        )
         if self.engine.model.frozen:
             summary += ", without frozen ones"
         if self.skipped_layers:
