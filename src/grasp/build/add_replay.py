@@ -457,6 +457,6 @@ def forecast_added_replay(
     plan = plan_replay(
         reference, str(origin.settings.train), recipe, settings, n_rows=rows.n_rows, context=longest, copied=False
     )
-    if not (targets := _without_replay(artifact, plan)):
+    if not (targets := _targets_without_replay(artifact, plan)):
         raise ArtifactError(f"{artifact.where}: all targets have a replay by this recipe; nothing to forecast")
     return forecast_replay(plan, rows, rows.n_rows, len(targets))
