@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from grasp.artifact.where import LabelColumn
 from grasp.geometry import greedy
-from grasp.geometry.greedy import choose
+from grasp.geometry.greedy import select_greedily
 from grasp.geometry.set_objective import Objective, best_rows
 from grasp.select.budget import Amount, Constraints, parse_bounds, parse_budget
 from grasp.select.select import select
@@ -47,7 +47,7 @@ def gain_sum(objective, rows) -> float:
 def taken_of(objective, limits) -> tuple[np.ndarray, int]:
     """Return the selected rows by the algorithm of the protocol, and their cost."""
     if objective.curvature:
-        picks = choose(objective, limits)
+        picks = select_greedily(objective, limits)
         return picks.row_index, picks.used
     rows = best_rows(objective.linear_N, limits)
     return rows, int(limits.cost_N[rows].sum())
@@ -68,9 +68,9 @@ def test_the_search_equals_the_slow_greedy_with_exact_gains(weighting, side):
     source = World()
     chosen = protocol(weighting=weighting, side=side, components={"joint.raw": -0.4, "product.cent": -0.2})
     objective = objective_of(source, 9, chosen)
-    picks = choose(objective, limits_of(source, 9))
+    picks = select_greedily(objective, limits_of(source, 9))
     assert picks.row_index.tolist() == slow_greedy(objective, 9)
-    assert picks.searched
+    assert picks.is_exhaustive
     sums = [gain_sum(objective, picks.row_index[:k]) for k in range(1, 10)]
     np.testing.assert_allclose(np.cumsum(picks.gain), sums, rtol=1e-9, atol=1e-12)
 
@@ -83,7 +83,7 @@ def test_greedy_reaches_1_minus_1_over_e_on_aligned_pools(seed, size, strength):
     source = planted(sketch_ND, rng.random(9) * 3.0 + 1.0)
     objective = objective_of(source, size, protocol(components={"product.raw": -strength}, weighting="count"))
     best = max(gain_sum(objective, rows) for rows in itertools.combinations(range(9), size))
-    picks = choose(objective, limits_of(source, size))
+    picks = select_greedily(objective, limits_of(source, size))
     assume((picks.gain >= 0).all())  # monotone as far as it goes
     assert gain_sum(objective, picks.row_index) >= (1 - 1 / math.e) * best - 1e-9
 
@@ -201,7 +201,7 @@ def test_rows_that_do_not_fit_are_skipped(seed, budget):
 
 def small_rounds(patch) -> None:
     """Rounds with small pools, so that a few hundred rows take many of them."""
-    for name, value in (("SEARCHED_ROWS", 0), ("INNER_ROWS", 24), ("INNER_BLOCK", 4), ("SENTINELS", 6)):
+    for name, value in (("EXHAUSTIVE_ROWS", 0), ("INNER_ROWS", 24), ("INNER_BLOCK", 4), ("SENTINELS", 6)):
         patch.setattr(greedy, name, value)
 
 
@@ -219,11 +219,11 @@ def test_rounds_come_close_to_the_row_by_row_search(seed, omega, monkeypatch):
     small_rounds(monkeypatch)
     source = clustered(seed)
     objective = objective_of(source, 80, protocol(components={"product.raw": omega}))
-    result = choose(objective, limits_of(source, 80))
-    assert not result.searched
+    result = select_greedily(objective, limits_of(source, 80))
+    assert not result.is_exhaustive
     assert result.rounds > 5
-    monkeypatch.setattr(greedy, "SEARCHED_ROWS", 10_000)
-    best = gain_sum(objective, choose(objective, limits_of(source, 80)).row_index)
+    monkeypatch.setattr(greedy, "EXHAUSTIVE_ROWS", 10_000)
+    best = gain_sum(objective, select_greedily(objective, limits_of(source, 80)).row_index)
     plain = gain_sum(objective, np.argsort(-objective.linear_N)[:80])
     assert len(result.row_index) == 80
     assert gain_sum(objective, result.row_index) >= best - 0.02 * abs(best)
@@ -241,7 +241,7 @@ def test_rounds_respect_the_limits(seed, floor, budget):
     with pytest.MonkeyPatch.context() as patch:
         small_rounds(patch)
         limits = limits_of(source, budget, floors=floors, caps=caps)
-        picks = choose(objective_of(source, 60), limits)
+        picks = select_greedily(objective_of(source, 60), limits)
     cost_N = source.tokens if "tokens" in budget else np.ones(200, dtype=int)
     spent = {t: int(cost_N[[i for i in picks.row_index if source.topics[i] == t]].sum()) for t in source.labels.values}
     assert spent["games"] >= floor
@@ -279,7 +279,7 @@ def test_ties_go_to_the_earlier_row_and_a_second_run_gives_the_same():
         assert taken_of(objective, limits_of(source, 10))[0].tolist() == list(range(10))
     source = clustered(3)
     objective = objective_of(source, 50)
-    first, second = (choose(objective, limits_of(source, 50)) for _ in range(2))
+    first, second = (select_greedily(objective, limits_of(source, 50)) for _ in range(2))
     np.testing.assert_array_equal(first.row_index, second.row_index)
     np.testing.assert_array_equal(first.gain, second.gain)
 

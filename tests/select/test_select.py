@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from grasp.api.score import score
 from grasp.artifact.rows import ranked
 from grasp.errors import ProtocolError, SettingsError
-from grasp.geometry.greedy import choose
+from grasp.geometry.greedy import select_greedily
 from grasp.geometry.set_objective import Objective, is_aligned, upper_bound
 from grasp.predict.predictor import NEW_ROW_VALUE, RepetitionLaw
 from grasp.predict.scoring_rule import Interaction
@@ -150,7 +150,7 @@ def test_more_steps_never_loosen_the_bound():
         predictor_of(source, protocol(components={"product.raw": -4.0})), np.ones(1), 12
     )
     limits = Constraints.from_budget(Amount(12, False), np.ones(60, dtype=bool))
-    rows = choose(objective, limits).row_index
+    rows = select_greedily(objective, limits).row_index
     bounds = [upper_bound(objective, limits, rows, steps)[0] for steps in (1, 2, 8, 40)]
     assert bounds == sorted(bounds, reverse=True)
     assert bounds[-1] < bounds[0]

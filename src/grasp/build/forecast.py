@@ -90,10 +90,8 @@ def forecast(
         n_read, n_documents = _first_documents(build_config)
         if n_read < n_documents:
             corpus = build_config.corpus.model_copy(update={"limit": n_read})
-            build_config, progress = (
-                build_config.model_copy(update={"corpus": corpus}),
-                None,
-            )  # notes would be about a part
+            build_config = build_config.model_copy(update={"corpus": corpus})
+            progress = None  # notes would be about a part
         inputs = prepare(build_config, temporary / "tokens", progress or Silent())
         if inputs.settings.like is not None:
             open_moment_source(inputs, inputs.settings.like)
@@ -101,9 +99,9 @@ def forecast(
         probe = _timed_probe(inputs, untrained=untrained)
         ratio = n_documents / n_read
         report = first_line + _report(inputs, probe, ratio, tokens_bytes)
-        return (
-            f"{report}\nreplay: {_replay_forecast(inputs, replay_recipe, replay_settings, ratio)}" if replay else report
-        )
+        if replay:
+            report += f"\nreplay: {_replay_forecast(inputs, replay_recipe, replay_settings, ratio)}"
+        return report
 
 
 def _untrained_proxy(data: dict[str, Any], out: Path) -> str:

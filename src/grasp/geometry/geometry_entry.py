@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-HOMES = {
+MODULE_OF = {  # module that defines each entry point
     "PAPER": "geometry_rule",
     "bind": "geometry_predictor",
     "check_sketches": "sketch_checks",
@@ -17,6 +17,7 @@ HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in HOMES:
+    """Import the module of an entry point on first use."""
+    if name not in MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"grasp.geometry.{HOMES[name]}"), name)
+    return getattr(import_module(f"grasp.geometry.{MODULE_OF[name]}"), name)

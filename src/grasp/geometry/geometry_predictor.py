@@ -178,7 +178,7 @@ class InteractionPredictor(Predictor):
         assert isinstance(sums, InteractionSums)
         side, weighting, total_C = self.protocol.side, self.protocol.weighting, self.n_rows * offset_C
         sum_BC = sum_BC + np.outer(sums.effective_B, offset_C)
-        whole_1C = subset_relevance(total_C[None], total_C, SubsetMass.whole(self.n_rows), side, weighting)
+        whole_1C = subset_relevance(total_C[None], total_C, SubsetMass.corpus(self.n_rows), side, weighting)
         return subset_relevance(sum_BC, total_C, sums.mass, side, weighting) - whole_1C
 
 
@@ -241,7 +241,7 @@ def _level(level: RowEffects, terms: GeometryTerms) -> InteractionLevel:
             if name in level.shares
         }
         origin_C = np.sum([slope_C * level.scales[name].mean_E for name, slope_C in slopes.items()], axis=0)
-        bend = sum(protocol.components[name] * value for name, value in terms.whole().items())
+        bend = sum(protocol.components[name] * value for name, value in terms.corpus_z().items())
         corpus_C = (sign * n_rows if counts else sign) * before.mean_E - origin_C + bend
     shared = {item.name: getattr(level, item.name) for item in fields(RowEffects)}
     overrides = {"corpus_C": corpus_C, "gain_C": gain_C, "offset_C": zero_C if counts else 0.0 * zero_C}

@@ -2,11 +2,11 @@
 
     gain of row k at S = linear_k + sum_h curvature_h (||phi_kh||^2 + 2 <phi_kh, s_h>),   s the sketch sum of S
 
-In a small corpus, every pick compares all rows. A larger corpus is processed in rounds: the gains of all rows are
-updated, the best few thousand rows form a pool, and a block of rows is selected from the pool, one by one by exact
-gain. Sentinels are rows from the ranks below the pool whose gains are updated together with it; the round ends as soon
-as one of them exceeds the best row of the pool. Duplicates therefore reduce each other's gain inside a block too, and
-the cost is nearly linear in the number of rows.
+In a small corpus, all rows are compared before each selection. A larger corpus is processed in rounds: the gains of
+all rows are updated, the best few thousand rows form a pool, and a block of rows is selected from the pool, one by one
+by exact gain. Sentinels are rows from the ranks below the pool whose gains are updated together with it; the round
+ends as soon as one of them exceeds the best row of the pool. Duplicates therefore reduce each other's gain inside a
+block too, and the cost is nearly linear in the number of rows.
 Shape letters: N rows, P rows of a pool, D total sketch width, K selected rows.
 """
 
@@ -22,27 +22,27 @@ from grasp.predict.predictor import Predictor
 from grasp.progress import Progress
 from grasp.select.budget import OPTIMAL_NOTE, Constraints, Ledger, SelectedRows
 
-SIZES_TRIED = 4  # iterations: with a token budget, the number of rows is only known after selection
-SIZE_SHARE = 0.005
-SEARCHED_ROWS = 8_192  # up to this many rows, every pick compares all rows
-INNER_ROWS = 1_024  # rows of a pool that are compared for every pick
-INNER_BLOCK = 128
-SENTINELS = 128
+MAX_SIZES = 4  # iterations: with a token budget, the number of rows is only known after selection
+SIZE_TOLERANCE = 0.005  # relative difference of the number of rows at which the iterations stop
+EXHAUSTIVE_ROWS = 8_192  # up to this many rows, all rows are compared before each selection
+INNER_ROWS = 1_024  # rows of a pool that are compared before each selection
+INNER_BLOCK = 128  # rows that are selected from these
+SENTINELS = 128  # number of sentinels of a pool
 ROUNDS = 128  # approximate number of rounds, which determines the block size
 POOL_BLOCKS = 4  # minimum size of a pool, in blocks
 SENTINEL_RANKS = 2  # sentinels are drawn from the ranks down to this multiple of the pool size
-EXCLUDED = -np.inf
+EXCLUDED = -np.inf  # key of rows that cannot be selected
 
 
 @dataclass(frozen=True, slots=True)
-class Picks:
+class GreedySelection:
     """Selected rows in order of selection."""
 
     row_index: I64  # (K,)
     gain: F64  # (K,) exact marginal gain when selected
     used: int  # total cost
     rounds: int
-    searched: bool  # every pick compared all rows that were available
+    is_exhaustive: bool  # all available rows were compared before each selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,11 @@ class _Pool:
     sketch_PD: F64
     sentinel_P: NDArray[np.bool_]
 
-    def part(self, where: I64, sentinels: I64) -> "_Pool":
-        both = np.concatenate([where, sentinels])
-        watched = np.concatenate([self.sentinel_P[where], np.ones(len(sentinels), dtype=np.bool_)])
-        return _Pool(self.row_P[both], self.base_P[both], self.sketch_PD[both], watched)
+    def part(self, candidates: I64, sentinels: I64) -> "_Pool":
+        """Return a smaller pool with these candidates and sentinels, given by their positions."""
+        index = np.concatenate([candidates, sentinels])
+        sentinel_P = np.concatenate([self.sentinel_P[candidates], np.ones(len(sentinels), dtype=np.bool_)])
+        return _Pool(self.row_P[index], self.base_P[index], self.sketch_PD[index], sentinel_P)
 
 
 class _Greedy:
@@ -73,7 +74,7 @@ class _Greedy:
         self.ledger = Ledger(constraints)
         self.curvature_D = objective.curvature_D
         self.vector_D = np.zeros(len(self.curvature_D))  # 2 C s: the gain of row k is base_k + <phi_k, 2 C s>
-        self.alive_N = constraints.allowed_N.copy()
+        self.available_N = constraints.allowed_N.copy()
         self.base_N = objective.linear_N.copy()
         for half, sketch in objective.sketches.items():
             self.base_N += objective.curvature[half] * sketch.norms_of_rows()
@@ -84,119 +85,122 @@ class _Greedy:
 
     # ------------------------------------------------------------------------------------------- selection
 
-    def search(self) -> None:
+    def select_exhaustively(self) -> None:
         """Select from a small corpus: the gains of all rows are exact before each pick."""
-        while self.alive_N.any():
-            rows = np.flatnonzero(self.alive_N)
+        while self.available_N.any():
+            rows = np.flatnonzero(self.available_N)
             self.rounds += 1
-            self._from(
+            self._select_from(
                 _Pool(rows, self.base_N[rows], self.objective.rows(rows), np.zeros(len(rows), np.bool_)), len(rows)
             )
-            self._revive()
+            self._reconsider()
 
-    def by_rounds(self) -> None:
+    def select_in_rounds(self) -> None:
         """Select from a large corpus: one block of rows at a time, from a pool of the best few thousand rows."""
         constraints = self.constraints
         expected = int(constraints.budget / max(float(constraints.cost_N[constraints.allowed_N].mean()), 1.0))
         block = max(1, -(-expected // ROUNDS))
         size = max(INNER_ROWS, POOL_BLOCKS * block)
-        while self.alive_N.any():
-            pool = self._pool(size)
+        while self.available_N.any():
+            pool = self._best_pool(size)
             self.rounds += 1
-            n_taken = self._in_pool(pool, block)
+            n_selected = self._select_from_large(pool, block)
             if self._progress is not None:
-                self._progress.advance(n_taken, 0)
-            self._close()
-            if not n_taken:
-                self.alive_N[pool.row_P[~pool.sentinel_P]] = False  # none of them fits the remaining budget
-            if not self.alive_N.any():
-                self._revive()
+                self._progress.advance(n_selected, 0)
+            self._drop_unaffordable()
+            if not n_selected:
+                self.available_N[pool.row_P[~pool.sentinel_P]] = False  # none of them fits the remaining budget
+            if not self.available_N.any():
+                self._reconsider()
 
-    def _in_pool(self, pool: _Pool, quota: int) -> int:
-        """Select up to `quota` rows from a pool that may be too large to compare all of its rows; return the count."""
+    def _select_from_large(self, pool: _Pool, max_rows: int) -> int:
+        """Select up to `max_rows` rows from a pool that may be too large to compare all its rows; return the count."""
         if len(pool.row_P) <= INNER_ROWS + 2 * SENTINELS:
-            return self._from(pool, quota)
-        n_taken = 0
-        alive_P = np.ones(len(pool.row_P), dtype=np.bool_)
-        while n_taken < quota:
+            return self._select_from(pool, max_rows)
+        n_selected = 0
+        available_P = np.ones(len(pool.row_P), dtype=np.bool_)
+        while n_selected < max_rows:
             key_P = self._keys(pool.row_P, pool.base_P + np.einsum("pd,d->p", pool.sketch_PD, self.vector_D))
-            watched = pool.sentinel_P
-            open_P = alive_P & ~watched & self.alive_N[pool.row_P]
-            if not open_P.any() or (n_taken and _top(key_P, watched) > _top(key_P, open_P)):
+            open_P = available_P & ~pool.sentinel_P & self.available_N[pool.row_P]
+            if not open_P.any() or (n_selected and _top(key_P, pool.sentinel_P) > _top(key_P, open_P)):
                 break
-            best, beyond = _ranked(np.where(open_P, key_P, EXCLUDED), pool.row_P, INNER_ROWS)
-            watch = np.concatenate([beyond, np.flatnonzero(watched)])
-            got = self._from(pool.part(best, watch), min(INNER_BLOCK, quota - n_taken))
-            n_taken += got
-            if not got:
-                alive_P[best] = False
-        return n_taken
+            best, below = _ranked(np.where(open_P, key_P, EXCLUDED), pool.row_P, INNER_ROWS)
+            sentinels = np.concatenate([below, np.flatnonzero(pool.sentinel_P)])
+            n_new = self._select_from(pool.part(best, sentinels), min(INNER_BLOCK, max_rows - n_selected))
+            n_selected += n_new
+            if not n_new:
+                available_P[best] = False
+        return n_selected
 
-    def _from(self, pool: _Pool, quota: int) -> int:
-        """Select up to `quota` rows, always the best of the pool, until a sentinel exceeds it; return the count."""
+    def _select_from(self, pool: _Pool, max_rows: int) -> int:
+        """Select up to `max_rows` rows, always the best of the pool, until a sentinel exceeds it; return the count."""
         gain_P = pool.base_P + np.einsum("pd,d->p", pool.sketch_PD, self.vector_D)
         rate_P = self._keys(pool.row_P, np.ones(len(gain_P)))
-        dead_P = pool.sentinel_P.copy()
-        watched = np.flatnonzero(pool.sentinel_P)
-        n_taken = 0
-        while n_taken < quota:
-            key_P = np.where(dead_P, EXCLUDED, gain_P * rate_P)
+        unavailable_P = pool.sentinel_P.copy()
+        sentinels = np.flatnonzero(pool.sentinel_P)
+        n_selected = 0
+        while n_selected < max_rows:
+            key_P = np.where(unavailable_P, EXCLUDED, gain_P * rate_P)
             j = int(key_P.argmax())
-            if key_P[j] == EXCLUDED or (n_taken and len(watched) and (gain_P * rate_P)[watched].max() > key_P[j]):
+            sentinel_leads = n_selected and len(sentinels) and (gain_P * rate_P)[sentinels].max() > key_P[j]
+            if key_P[j] == EXCLUDED or sentinel_leads:
                 break
             row = int(pool.row_P[j])
             code, cost = int(self.constraints.codes_N[row]), int(self.constraints.cost_N[row])
             if cost > self.ledger.remaining(code):
-                dead_P |= self._refused(pool.row_P, code, cost)
+                unavailable_P |= self._drop_infeasible(pool.row_P, code, cost)
                 continue
             self.ledger.take(code, cost)
-            self.alive_N[row] = False
+            self.available_N[row] = False
             self.rows.append(row)
             self.gains.append(float(gain_P[j]))
-            dead_P[j] = True
-            n_taken += 1
+            unavailable_P[j] = True
+            n_selected += 1
+            # s grows by phi_j, so every gain base_k + <phi_k, 2 C s> grows by <phi_k, 2 C phi_j>
             step_D = 2.0 * self.curvature_D * pool.sketch_PD[j]
             self.vector_D += step_D
             gain_P += pool.sketch_PD @ step_D
-        return n_taken
+        return n_selected
 
     # ------------------------------------------------------------------------------------------ accounting
 
-    def _refused(self, row_P: I64, code: int, cost: int) -> NDArray[np.bool_]:
+    def _drop_infeasible(self, row_P: I64, code: int, cost: int) -> NDArray[np.bool_]:
         """Return the rows of a pool that are infeasible because a row was: same label value, equal or higher cost."""
         infeasible_P: NDArray[np.bool_] = (self.constraints.codes_N[row_P] == code) & (
             self.constraints.cost_N[row_P] >= cost
         )
-        self.alive_N[row_P[infeasible_P]] = False
+        self.available_N[row_P[infeasible_P]] = False
         return infeasible_P
 
-    def _close(self) -> None:
+    def _drop_unaffordable(self) -> None:
         """Drop the rows that no longer fit the remaining budget."""
-        alive = np.flatnonzero(self.alive_N)
-        self.alive_N[alive] = self.ledger.fits(alive)
+        available = np.flatnonzero(self.available_N)
+        self.available_N[available] = self.ledger.fits(available)
 
-    def _revive(self) -> None:
+    def _reconsider(self) -> None:
         """Reconsider rejected rows at the end: meeting the floors may have released budget that was reserved."""
-        self.alive_N = self.constraints.allowed_N.copy()
-        self.alive_N[np.array(self.rows, dtype=np.int64)] = False
-        self._close()
+        self.available_N = self.constraints.allowed_N.copy()
+        self.available_N[np.array(self.rows, dtype=np.int64)] = False
+        self._drop_unaffordable()
 
     def _keys(self, row_P: I64, gain_P: F64) -> F64:
         """Return the ranking keys: the gain, or for weighting `count` the gain per unit of cost."""
         return gain_P if self.objective.weighting == "mean" else gain_P / self.constraints.cost_N[row_P]
 
-    def _pool(self, count: int) -> _Pool:
+    def _best_pool(self, count: int) -> _Pool:
         """Return the `count` rows with the highest gains, and sentinels from the ranks below."""
-        alive = np.flatnonzero(self.alive_N)
+        available = np.flatnonzero(self.available_N)
         gain_N = self.base_N + self.objective.dot(self.vector_D)
-        best, beyond = _ranked(self._keys(alive, gain_N[alive]), alive, count)
-        rows = alive[np.concatenate([best, beyond])]
-        watched = np.zeros(len(rows), dtype=np.bool_)
-        watched[len(best) :] = True
-        return _Pool(rows, self.base_N[rows], self.objective.rows(rows), watched)
+        best, below = _ranked(self._keys(available, gain_N[available]), available, count)
+        rows = available[np.concatenate([best, below])]
+        sentinel_P = np.zeros(len(rows), dtype=np.bool_)
+        sentinel_P[len(best) :] = True
+        return _Pool(rows, self.base_N[rows], self.objective.rows(rows), sentinel_P)
 
 
-def choose(objective: Objective, constraints: Constraints, progress: Progress | None = None) -> Picks:
+def select_greedily(
+    objective: Objective, constraints: Constraints, progress: Progress | None = None
+) -> GreedySelection:
     """Select rows by highest exact marginal gain until the budget is used up; ties go to the earlier row.
 
     Under a token budget, rows are ranked by gain if the weighting is `mean` (all rows then have the same weight), and
@@ -208,34 +212,35 @@ def choose(objective: Objective, constraints: Constraints, progress: Progress | 
         bytes per row, and a pool.
     """
     state = _Greedy(objective, constraints, progress)
-    searched = int(constraints.allowed_N.sum()) <= SEARCHED_ROWS
-    if searched:
-        state.search()
+    is_exhaustive = int(constraints.allowed_N.sum()) <= EXHAUSTIVE_ROWS
+    if is_exhaustive:
+        state.select_exhaustively()
     else:
-        state.by_rounds()
-    return Picks(
+        state.select_in_rounds()
+    return GreedySelection(
         row_index=np.array(state.rows, dtype=np.int64),
         gain=np.array(state.gains),
         used=state.ledger.used,
         rounds=state.rounds,
-        searched=searched,
+        is_exhaustive=is_exhaustive,
     )
 
 
 def _ranked(key_P: F64, row_P: I64, count: int) -> tuple[I64, I64]:
-    """Return positions of the `count` highest keys, sorted, and of SENTINELS spread over the ranks below."""
+    """Return positions of the `count` highest keys, sorted, and of SENTINELS at even ranks below."""
     order = np.flatnonzero(key_P > EXCLUDED)
     if len(order) <= count:
         return order, np.empty(0, dtype=np.int64)
-    far = min(len(order), SENTINEL_RANKS * count)
-    ranked = order[np.argpartition(-key_P[order], far - 1)[:far]] if far < len(order) else order
+    n_ranked = min(len(order), SENTINEL_RANKS * count)
+    ranked = order[np.argpartition(-key_P[order], n_ranked - 1)[:n_ranked]] if n_ranked < len(order) else order
     ranked = ranked[np.lexsort((row_P[ranked], -key_P[ranked]))]
-    spread = np.unique(np.linspace(count, far - 1, SENTINELS).astype(np.int64))
-    return np.sort(ranked[:count]), ranked[spread]
+    sentinel_ranks = np.unique(np.linspace(count, n_ranked - 1, SENTINELS).astype(np.int64))
+    return np.sort(ranked[:count]), ranked[sentinel_ranks]
 
 
-def _top(key_P: F64, where_P: NDArray[np.bool_]) -> float:
-    return float(key_P[where_P].max(initial=EXCLUDED))
+def _top(key_P: F64, mask_P: NDArray[np.bool_]) -> float:
+    """Return the highest key within a mask."""
+    return float(key_P[mask_P].max(initial=EXCLUDED))
 
 
 def select_rows(
@@ -249,40 +254,40 @@ def select_rows(
         progress: optional callback that receives the number of selected rows.
     """
     assert isinstance(predictor, InteractionPredictor)
-    objective, picks = _sized(predictor, weights_T, constraints, progress)
-    if picks is None:
+    objective, selection = _select_at_size(predictor, weights_T, constraints, progress)
+    if selection is None:
         guarantee = (
             OPTIMAL_NOTE if constraints.unit != "tokens" else "greedy by effect until no row fits the remaining tokens"
         )
         return SelectedRows(best_rows(objective.linear_N, constraints), guarantee)
-    bound, reason = upper_bound(objective, constraints, picks.row_index)
-    rewards = any(weight > 0 for weight in objective.curvature.values())
+    bound, reason = upper_bound(objective, constraints, selection.row_index)
+    has_reward = any(weight > 0 for weight in objective.curvature.values())
     note = "the protocol has a positive geometry weight: selecting a row favours similar rows"
-    proven = f"no upper bound: {reason}" if bound is None else _guarantee(objective, constraints, picks)
-    return SelectedRows(picks.row_index, proven, picks.gain, bound, (note,) if rewards else ())
+    guarantee = f"no upper bound: {reason}" if bound is None else _guarantee(objective, constraints, selection)
+    return SelectedRows(selection.row_index, guarantee, selection.gain, bound, (note,) if has_reward else ())
 
 
-def _sized(
+def _select_at_size(
     predictor: InteractionPredictor, weights_T: F64, constraints: Constraints, progress: Progress | None
-) -> tuple[Objective, Picks | None]:
+) -> tuple[Objective, GreedySelection | None]:
     """Select rows; under a token budget, repeat until the number of rows equals the assumed one (fixed point)."""
     size = max(1, round(constraints.budget / float(constraints.cost_N[constraints.allowed_N].mean())))
-    for _ in range(SIZES_TRIED):
+    for _ in range(MAX_SIZES):
         objective = Objective.from_predictor(predictor, weights_T, min(size, predictor.n_rows))
         if not objective.curvature:
             return objective, None
-        picks = choose(objective, constraints, progress)
-        n_selected = len(picks.row_index)
-        if abs(n_selected - size) <= SIZE_SHARE * size:
+        selection = select_greedily(objective, constraints, progress)
+        n_selected = len(selection.row_index)
+        if abs(n_selected - size) <= SIZE_TOLERANCE * size:
             break
         size = n_selected
-    return (objective if n_selected == size else Objective.from_predictor(predictor, weights_T, n_selected)), picks
+    return (objective if n_selected == size else Objective.from_predictor(predictor, weights_T, n_selected)), selection
 
 
-def _guarantee(objective: Objective, constraints: Constraints, picks: Picks) -> str:
+def _guarantee(objective: Objective, constraints: Constraints, selection: GreedySelection) -> str:
     """Describe the proven guarantee."""
-    searched = picks.searched and constraints.unit == "rows" and bool(np.all(picks.gain >= 0))
-    if searched and is_aligned(objective, constraints):
+    is_exact = selection.is_exhaustive and constraints.unit == "rows" and bool(np.all(selection.gain >= 0))
+    if is_exact and is_aligned(objective, constraints):
         return "at least 1 - 1/e of the best gain: the pool is aligned, hence V is submodular, and no gain is negative"
     return (
         "no selection of as many rows exceeds the bound: every geometry is a penalty, hence the relaxation is concave"

@@ -54,16 +54,16 @@ class Objective:
         Cost: one pass over the effects, and one over every sketch of the protocol.
         """
         protocol, terms = predictor.protocol, predictor.terms
-        mass = SubsetMass.plain(np.array([float(size)]), predictor.n_rows)
+        mass = SubsetMass.binary(np.array([float(size)]), predictor.n_rows)
         factor = float(mass.factor(protocol.side, protocol.weighting)[0])
         slope_T = weights_T * predictor.task.gain_C
         zero = float(slope_T @ predictor.task.offset_C)  # value of a row whose effect is the mean
         linear_N = factor * (predictor.task.effects.dot(slope_T) + zero)
         constant = -predictor.n_rows * zero
-        whole = terms.whole()
+        corpus_z = terms.corpus_z()
         for name, omega in protocol.components.items():
             moments = terms.moments[name]
-            constant -= omega * (float(moments.inverse_E[0] * moments.mean_E[0]) + whole[name])
+            constant -= omega * (float(moments.inverse_E[0] * moments.mean_E[0]) + corpus_z[name])
         for half, weights in terms.halves.items():
             linear_N += factor**2 * _half_linear(predictor, half, weights, size)
             constant += factor**2 * _half_constant(predictor, half, weights, size)

@@ -102,8 +102,9 @@ def pair_moments(sums: PairSums, kind: Kind, family: Family, side: Side, weighti
     L = <s, mean>: K_cent = X + Y, K_self = Y + 2 L + m ||mean||^2, K_raw = X + Y + 2 m L + m^2 ||mean||^2.
     Source: eq:ia-components under the draw. Deviation: none; the paper takes these moments from a sample.
     """
-    size_M, chance_M = _sizes(family, sums.n_rows, side)
-    gain_M = np.ones_like(size_M) if weighting == "count" else np.where(size_M > 0, 1.0 / np.maximum(size_M, 1.0), 0.0)
+    size_M, probability_M = _sizes(family, sums.n_rows, side)
+    inverse_size_M = np.where(size_M > 0, 1.0 / np.maximum(size_M, 1.0), 0.0)
+    factor_M = np.ones_like(size_M) if weighting == "count" else inverse_size_M
     mean_norm = float(sums.mean_D @ sums.mean_D)
     ones_M, zeros_M = np.ones_like(size_M), np.zeros_like(size_M)
     weights_3M, shift_M = {  # weights of X, Y and L, and a constant
@@ -114,10 +115,11 @@ def pair_moments(sums: PairSums, kind: Kind, family: Family, side: Side, weighti
     }[kind]
     mean_3M, product_33M = _drawn_sums(sums, size_M)
     covariance_33M = product_33M - mean_3M[:, None] * mean_3M[None]
-    mean_M = gain_M**2 * (np.einsum("am,am->m", weights_3M, mean_3M) + shift_M)
-    spread_M = gain_M**4 * np.einsum("am,abm,bm->m", weights_3M, covariance_33M, weights_3M)
-    mean = float(chance_M @ mean_M)
-    variance = float(chance_M @ (np.maximum(spread_M, 0.0) + (mean_M - mean) ** 2))
+    mean_M = factor_M**2 * (np.einsum("am,am->m", weights_3M, mean_3M) + shift_M)
+    variance_M = factor_M**4 * np.einsum("am,abm,bm->m", weights_3M, covariance_33M, weights_3M)
+    # law of total variance: mean of the variances given the size, plus variance of the means
+    mean = float(probability_M @ mean_M)
+    variance = float(probability_M @ (np.maximum(variance_M, 0.0) + (mean_M - mean) ** 2))
     return ColumnSpread(np.array([mean]), np.array([np.sqrt(variance)]))
 
 
@@ -132,7 +134,7 @@ def _drawn_sums(sums: PairSums, size_M: F64) -> tuple[F64, F64]:
     # squares (the same pair twice), p3 for chains (pairs that share a row), p4 for disjoint pairs. Because the psi add
     # up to 0 over the corpus, each group follows from a few sums, without a loop over rows.
     norm = float(np.trace(sums.gram_DD))
-    along = float(sums.mean_D @ sums.gram_DD @ sums.mean_D)
+    mean_square = float(sums.mean_D @ sums.gram_DD @ sums.mean_D)
     skew = float(sums.skew_D @ sums.mean_D)
     squares = float((sums.gram_DD**2).sum()) - sums.square  # sum over pairs i != j of <psi_i, psi_j>^2
     chains = sums.square - squares  # sum over i, j, k all different of <psi_i, psi_j> <psi_i, psi_k>
@@ -141,17 +143,17 @@ def _drawn_sums(sums: PairSums, size_M: F64) -> tuple[F64, F64]:
     xy = -2.0 * sums.square * p2 + (2.0 * sums.square - norm**2) * p3
     xl = 2.0 * skew * (p3 - p2)
     yy = sums.square * p1 + (norm**2 - sums.square) * p2
-    yl, ll = skew * (p1 - p2), along * (p1 - p2)
+    yl, ll = skew * (p1 - p2), mean_square * (p1 - p2)
     mean_3M = np.array([-norm * p2, norm * p1, np.zeros_like(p1)])
     return mean_3M, np.array([[xx, xy, xl], [xy, yy, yl], [xl, yl, ll]])
 
 
 def _all_drawn(k: int, n_rows: int, size_M: F64) -> F64:
     """Return the probability that k given rows are all among m rows drawn without replacement, (M,)."""
-    chance_M = np.ones_like(size_M)
+    probability_M = np.ones_like(size_M)
     for i in range(k):
-        chance_M = chance_M * (np.maximum(size_M - i, 0.0) / (n_rows - i) if n_rows > i else 0.0)
-    return chance_M
+        probability_M = probability_M * (np.maximum(size_M - i, 0.0) / (n_rows - i) if n_rows > i else 0.0)
+    return probability_M
 
 
 def _sizes(family: Family, n_rows: int, side: Side) -> tuple[F64, F64]:
@@ -160,27 +162,27 @@ def _sizes(family: Family, n_rows: int, side: Side) -> tuple[F64, F64]:
     assert fraction is not None
     if family.kind == "uniform":
         size = np.array([max(1.0, float(round(fraction * n_rows)))])
-        chance = np.ones(1)
+        probability = np.ones(1)
     else:
-        mean, reach = fraction * n_rows, MAX_DEVIATIONS * (1.0 + np.sqrt(fraction * (1.0 - fraction) * n_rows))
-        size = np.arange(max(1.0, np.floor(mean - reach)), min(n_rows, np.ceil(mean + reach)) + 1.0)
-        ratio = (
-            (n_rows - size[:-1]) / size[1:] * (fraction / (1.0 - fraction))
-        )  # probability relative to that of the previous size
-        log_chance = np.concatenate([[0.0], np.cumsum(np.log(ratio))])
-        chance = np.exp(log_chance - log_chance.max())
-        chance = chance / chance.sum()
-    return (size if side == "retained" else n_rows - size), chance
+        mean, half_range = fraction * n_rows, MAX_DEVIATIONS * (1.0 + np.sqrt(fraction * (1.0 - fraction) * n_rows))
+        size = np.arange(max(1.0, np.floor(mean - half_range)), min(n_rows, np.ceil(mean + half_range)) + 1.0)
+        # Binomial probabilities by the ratio of successive ones, P(m + 1) / P(m), in logarithms: the coefficients
+        # themselves overflow for some thousand rows.
+        ratio = (n_rows - size[:-1]) / size[1:] * (fraction / (1.0 - fraction))
+        log_probability = np.concatenate([[0.0], np.cumsum(np.log(ratio))])
+        probability = np.exp(log_probability - log_probability.max())
+        probability = probability / probability.sum()
+    return (size if side == "retained" else n_rows - size), probability
 
 
 def _mean_times(rows: StreamingMoments, sizes: tuple[F64, F64], power: float) -> ColumnSpread:
     """Return moments of m^power * (mean of x over m rows drawn without replacement) for random m; 0 for m = 0."""
-    size_M, chance_M = sizes
+    size_M, probability_M = sizes
     drawn_M = np.maximum(size_M, 1.0)
-    gain_M = np.where(size_M > 0, drawn_M**power, 0.0)
-    spread = float(chance_M @ (gain_M**2 * (1.0 / drawn_M - 1.0 / rows.n_rows)))
-    mean_gain = float(chance_M @ gain_M)
-    gain_variance = float(chance_M @ (gain_M - mean_gain) ** 2)
+    factor_M = np.where(size_M > 0, drawn_M**power, 0.0)
+    within = float(probability_M @ (factor_M**2 * (1.0 / drawn_M - 1.0 / rows.n_rows)))
+    mean_factor = float(probability_M @ factor_M)
+    factor_variance = float(probability_M @ (factor_M - mean_factor) ** 2)
     row_variance_E = rows.scatter / max(rows.n_rows - 1, 1)
-    variance_E = spread * row_variance_E + gain_variance * rows.mean_E**2
-    return ColumnSpread(mean_gain * rows.mean_E, np.sqrt(np.maximum(variance_E, 0.0)))
+    variance_E = within * row_variance_E + factor_variance * rows.mean_E**2
+    return ColumnSpread(mean_factor * rows.mean_E, np.sqrt(np.maximum(variance_E, 0.0)))

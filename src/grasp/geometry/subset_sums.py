@@ -69,14 +69,14 @@ class SubsetMass:
         return cls(weights.sums, weights.total(lambda weight: np.abs(1.0 - weight)), weights.shape[1])
 
     @classmethod
-    def plain(cls, retained_B: F64, n_rows: int) -> Self:
+    def binary(cls, retained_B: F64, n_rows: int) -> Self:
         """Return the sums for subsets of `retained_B` rows of weight 1."""
         return cls(retained_B, n_rows - retained_B, n_rows)
 
     @classmethod
-    def whole(cls, n_rows: int) -> Self:
+    def corpus(cls, n_rows: int) -> Self:
         """Return the sums for the corpus, as a block of one subset."""
-        return cls.plain(np.array([float(n_rows)]), n_rows)
+        return cls.binary(np.array([float(n_rows)]), n_rows)
 
     def factor(self, side: Side, weighting: Weighting) -> F64:
         """Return the factor of raw weights, (B,): 1 for `count`, 1 / sum |w| for `mean`, 0 for an empty side."""
@@ -96,7 +96,11 @@ class SketchSums:
         """Compute the components of one sketch for a side and a weighting.
 
         The omitted side has weights 1 - w_i: for binary weights these are the omitted rows; a row that is doubled
-        (w = 2) has the weight -1. pair = raw - self cancels strongly, hence float64.
+        (w = 2) has the weight -1. Its sums follow from those of the retained side: sum (1 - w) phi = T - s, and
+        sum (1 - w)^2 ||phi||^2 = ||Phi||^2 - 2 sum w ||phi||^2 + sum w^2 ||phi||^2, which rounding may make slightly
+        negative. pair = raw - self cancels strongly: of some 10^5 rows, K_raw and K_self may agree in five digits.
+        Hence float64.
+
         Source: eq:ia-components. Deviation: `mean` divides the weights by their sum (design, weighting).
         """
         total_BD, square_B, weight_B = self.total_BD, self.square_norm_B, mass.retained_B
@@ -126,7 +130,7 @@ class SketchTotals:
         """phi-bar of eq:ia-components."""
         return np.asarray(self.total_D / self.n_rows)
 
-    def whole(self) -> SketchSums:
+    def as_subset(self) -> SketchSums:
         """Return the corpus as a block of one subset."""
         norm_B = np.array([self.norm])
         return SketchSums(self.total_D[None], norm_B, norm_B)

@@ -60,6 +60,7 @@ class NormedSketch(RowSums):
         width = next(artifact.array_blocks(self.name, block_rows=1))[1].shape[1]
 
         def with_norms() -> Blocks:
+            """Yield the sketch with the squared norm of each row as a last column; the norm is summed in float64."""
             for start, block in artifact.array_blocks(self.name, block_rows=block_rows(width + 1)):
                 wider = np.empty((len(block), width + 1), dtype=np.float32)
                 wider[:, :-1], wider[:, -1] = block, np.einsum("nd,nd->n", block, block, dtype=np.float64)
@@ -74,7 +75,7 @@ class NormedSketch(RowSums):
         )  # corpus sums, and moments of ||phi||^2
 
     def blocks(self) -> Blocks:
-        """Yield the sketch in blocks of BLOCK_ROWS rows, from memory if it is held."""
+        """Yield the sketch in blocks of BLOCK_ROWS rows, from memory if it is loaded."""
         if self.array_NC is None:
             yield from self._blocks()
             return
@@ -100,9 +101,12 @@ class NormedSketch(RowSums):
 
     def normed_sums(self, weights: Weights) -> SketchSums:
         """Return sums of the sketch, its squared norms, and squared norms times squared weights over B subsets."""
-        both_BC = self.normed.sums(weights)
-        square_B = both_BC[:, -1] if weights.is_binary else self.normed.sums(weights.mapped(np.square))[:, -1]
-        return SketchSums(both_BC[:, :-1], both_BC[:, -1], square_B)
+        sketch_and_norm_BC = self.normed.sums(weights)
+        # w^2 = w for binary weights
+        square_B = sketch_and_norm_BC[:, -1]
+        if not weights.is_binary:
+            square_B = self.normed.sums(weights.mapped(np.square))[:, -1]
+        return SketchSums(sketch_and_norm_BC[:, :-1], sketch_and_norm_BC[:, -1], square_B)
 
 
 def pair_sums(sketches: Sequence[NormedSketch]) -> PairSums:
@@ -115,7 +119,8 @@ def pair_sums(sketches: Sequence[NormedSketch]) -> PairSums:
 
 def _totals(blocks: Blocks) -> tuple[SketchTotals, StreamingMoments]:
     """Return sums over the corpus of a sketch and its squared norms, and the moments of the latter."""
-    norms, totals = StreamingMoments(), list[F64]()
+    norms = StreamingMoments()
+    totals: list[F64] = []
     for _, block in blocks:
         totals.append(block.sum(axis=0, dtype=np.float64))
         norms.add(block[:, -1:])
@@ -178,7 +183,7 @@ class GeometryTerms:
 
     def values(self, sums: Mapping[str, SketchSums], mass: SubsetMass) -> dict[str, F64]:
         """Return K_c in natural units, (B,), for the side and weighting of the protocol."""
-        return _geometry(self.protocol, self.sketches, sums, mass)
+        return _component_values(self.protocol, self.sketches, sums, mass)
 
     def z(self, sums: Mapping[str, SketchSums], mass: SubsetMass) -> dict[str, F64]:
         """Return z-scores of the components over the family, (B,)."""
@@ -186,13 +191,15 @@ class GeometryTerms:
 
     def parts(self, sums: Mapping[str, SketchSums], mass: SubsetMass) -> dict[str, F64]:
         """Return the part of each component in a change, omega_c (K_c(S) - K_c(corpus)) / sd, (B,)."""
-        whole = self.whole()
-        return {name: self.protocol.components[name] * (z_B - whole[name]) for name, z_B in self.z(sums, mass).items()}
+        corpus_z = self.corpus_z()
+        return {
+            name: self.protocol.components[name] * (z_B - corpus_z[name]) for name, z_B in self.z(sums, mass).items()
+        }
 
-    def whole(self) -> dict[str, float]:
+    def corpus_z(self) -> dict[str, float]:
         """Return z(K_c) of the corpus."""
-        sums = {half: sketch.totals.whole() for half, sketch in self.sketches.items()}
-        return {name: float(z_1[0]) for name, z_1 in self.z(sums, SubsetMass.whole(self.n_rows)).items()}
+        sums = {half: sketch.totals.as_subset() for half, sketch in self.sketches.items()}
+        return {name: float(z_1[0]) for name, z_1 in self.z(sums, SubsetMass.corpus(self.n_rows)).items()}
 
     @property
     def halves(self) -> dict[str, QuadraticWeights]:
@@ -218,13 +225,22 @@ def family_moments(
     family: CalibrationFamily,
     n_rows: int,
 ) -> dict[str, ColumnSpread]:
-    """Compute moments of A for each kernel and of geometry; subsets are drawn only if there is no closed form."""
+    """Compute moments of A for each kernel and of the components; subsets are drawn only without a closed form.
+
+    Args:
+        protocol: components, side and weighting.
+        kernels: relevance by kernel; may be empty.
+        sketches: sketches of the components; may be empty.
+        family: calibration family.
+        n_rows: number of rows of the corpus.
+    """
     exact = _closed_forms(protocol, kernels, sketches, family.family)
-    required = {*kernels, *(name for name, (half, _) in _named(protocol).items() if sketches)}
+    required = {*kernels, *(name for name, (half, _) in _components(protocol).items() if sketches)}
     if exact.keys() >= required:
         return exact
 
     def components(weights: Weights) -> dict[str, F64]:
+        """Return A of each kernel and the components of a block of subsets."""
         mass = SubsetMass.from_weights(weights)
         values = {
             name: subset_relevance(
@@ -237,12 +253,12 @@ def family_moments(
             for name, kernel in kernels.items()
         }
         sums = {half: sketch.normed_sums(weights) for half, sketch in sketches.items()}
-        return values | _geometry(protocol, sketches, sums, mass)
+        return values | _component_values(protocol, sketches, sums, mass)
 
     return sampled_moments(components(block.weights) for block in family.blocks(n_rows)) | exact
 
 
-def _geometry(
+def _component_values(
     protocol: InteractionProtocol,
     sketches: Mapping[str, NormedSketch],
     sums: Mapping[str, SketchSums],
@@ -256,7 +272,7 @@ def _geometry(
     }
     if {"hidden", "residual"} <= halves.keys():
         halves["joint"] = direct_sum(halves["hidden"], halves["residual"])
-    return {name: halves[half][kind] for name, (half, kind) in _named(protocol).items() if half in halves}
+    return {name: halves[half][kind] for name, (half, kind) in _components(protocol).items() if half in halves}
 
 
 def _closed_forms(
@@ -265,12 +281,13 @@ def _closed_forms(
     sketches: Mapping[str, NormedSketch],
     family: Family,
 ) -> dict[str, ColumnSpread]:
+    """Return the moments that have a closed form: all for a uniform or Bernoulli family, else none."""
     if not has_closed_form(family):
         return {}
     side, weighting = protocol.side, protocol.weighting
     exact = {name: relevance_moments(kernel.rows, family, side, weighting) for name, kernel in kernels.items()}
     pairs: dict[str, PairSums] = {}
-    for name, (half, kind) in _named(protocol).items():
+    for name, (half, kind) in _components(protocol).items():
         if kind == "self" and half in sketches:
             exact[name] = self_moments(sketches[half].norms, family, side, weighting)
         elif sketches:
@@ -280,7 +297,7 @@ def _closed_forms(
     return exact
 
 
-def _named(protocol: InteractionProtocol) -> dict[str, tuple[Half, Kind]]:
+def _components(protocol: InteractionProtocol) -> dict[str, tuple[Half, Kind]]:
     """Split component names such as `joint.pair` into ("joint", "pair"); they were validated with the protocol."""
     halves: dict[str, Half] = {str(half): half for half in get_args(Half)}
     kinds: dict[str, Kind] = {str(kind): kind for kind in get_args(Kind)}
