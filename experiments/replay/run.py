@@ -170,13 +170,13 @@ class Comparison:
         rho_TR = self._rho(score_NT)
         rho_R = rho_TR.mean(axis=0)
         return {
-            "task_rho": _interval(rho_R),
-            "difference": _interval(rho_R - self.base_R),
+            "task_rho": interval(rho_R),
+            "difference": interval(rho_R - self.base_R),
             "of_target": {name: round(float(rho), 3) for name, rho in zip(self.names, rho_TR[:, 0], strict=True)},
         }
 
 
-def _interval(value_R: F64) -> list[float]:
+def interval(value_R: F64) -> list[float]:
     low, high = np.percentile(value_R[1:] - value_R[1:].mean(), [2.5, 97.5])
     return [round(float(np.clip(v, -1.0, 1.0)), 3) for v in (value_R[0], value_R[0] + low, value_R[0] + high)]
 
