@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grasp.api.artifact import Artifact
+from grasp.api.predict import REPLAY_NOTE
 from grasp.artifact.inspection import info, verify
 from grasp.artifact.reader import ArtifactReader
 from grasp.build.add_replay import DIRECTORY
@@ -119,9 +120,18 @@ def test_predictions_of_targets_add_it_with_its_weight_and_those_of_units_do_not
     assert_mentions(effects["replayed"].protocol.description, "0.25 embedding + gradient + 4 replay, negative")
 
 
-def test_predict_and_explain_say_what_the_replay_contributes(replayed):
+def test_a_forecast_of_a_finished_artifact_needs_no_inputs(plain, replayed):
+    line = forecast(plain, HOW, replay=True, recipe=RECIPE)
+    assert_mentions(line, "replay: 2 trainings of 4 steps", "trainings", "disk")
+    with pytest.raises(ArtifactError, match="nothing to forecast"):
+        forecast(replayed, HOW, replay=True, recipe=RECIPE)
+
+
+def test_predict_and_explain_say_what_the_replay_contributes(replayed, plain):
     artifact = Artifact.open(replayed)
     assert len(artifact.predict(drop="topic = 'sky'").table) == 2
+    assert REPLAY_NOTE in artifact.predict(by="topic").notes
+    assert REPLAY_NOTE not in Artifact.open(plain).predict(by="topic").notes
     row = artifact.files.rows(np.array([0]))["row_id"][0].as_py()
     explanation = explain(artifact.files, "facts", row)
     words = np.nansum(explanation.contributions)
@@ -159,7 +169,7 @@ def test_a_check_retrains_and_is_not_repeated(copied, replayed, monkeypatch):
             add_replay(copied, recipe=RECIPE, settings=how)
     monkeypatch.setattr(module, "check_by_groups", None)  # its result is stored
     record = add_replay(copied, recipe=RECIPE, settings=how)
-    assert "2 retrainings with weights of groups: measured" in record.notes[1]
+    assert "2 retrainings with changed weights of groups of rows: the measured" in record.notes[1]
     assert stored(copied) == stored(replayed)
 
 

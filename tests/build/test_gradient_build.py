@@ -129,7 +129,7 @@ def test_layers_without_a_gradient_for_each_row_are_named_and_left_out():
     assert {name for name in taken if "self_attn" in name}
     assert len(reader.untaken) > 0
     assert all(".mlp." in name for name in reader.untaken)
-    assert re.search(r"left out.*model\.layers\.0\.mlp\.", reader.describe())
+    assert re.search(r"skipped.*model\.layers\.0\.mlp\.", reader.describe())
 
 
 def test_more_coordinates_than_there_are_are_refused():
@@ -190,4 +190,4 @@ def test_rows_without_a_finite_gradient_are_named_and_counted(root, tmp_path, mo
     zero_N = ~relevance(tmp_path / "art").any(axis=1)
     assert artifact.manifest.skipped["gradients"] == zero_N.sum() > 0
     first = artifact.rows(np.flatnonzero(zero_N)[:1])["row_id"][0].as_py()
-    assert any("count 0" in line and first in line for line in notes.lines)
+    assert any("no finite gradient" in line and first in line for line in notes.lines)

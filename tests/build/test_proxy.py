@@ -9,6 +9,7 @@ from grasp.artifact.inspection import verify
 from grasp.artifact.reader import ArtifactReader
 from grasp.build import proxy
 from grasp.build.build import add_targets, build
+from grasp.build.forecast import forecast
 from grasp.errors import CorpusError, TargetError
 from grasp.training.recipe_files import default_proxy_recipe
 from tests.build.test_pipeline import Notes
@@ -74,3 +75,15 @@ def test_errors_come_before_the_training(inputs, root, tmp_path, monkeypatch):
     ids.write_text('{"input_ids": [1, 2, 3]}\n')
     with pytest.raises(CorpusError, match="no tokenizer can be trained on token ids or conversations"):
         build(out=tmp_path / "other", **{**inputs, "corpus": str(ids)})
+
+
+def test_a_forecast_without_a_model_times_its_training(inputs, tmp_path):
+    settings = inputs["settings"]
+    corpus = settings["corpus"] | {"path": inputs["corpus"]}
+    report = forecast(
+        tmp_path / "art", {**settings, "corpus": corpus, "targets": {"names": [inputs["targets"]], "max_length": 48}}
+    )
+    lines = report.splitlines()
+    assert_mentions(lines[0], "training first", "8 steps of 12 rows", "parameters", "about")
+    assert lines[1].startswith("rows: 12 ")
+    assert not (tmp_path / "art").exists()

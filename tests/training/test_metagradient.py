@@ -511,7 +511,8 @@ def test_small_shifts_of_groups_move_utilities_as_predicted():
     assert check.measured_RT.shape == (3, 2)
     assert check.slope == pytest.approx(1.0, abs=1e-3)
     assert check.correlation == pytest.approx(1.0, abs=1e-3)
-    assert str(check).startswith("3 retrainings with weights of groups: measured 1.00 of the predicted change")
+    assert str(check).startswith("3 retrainings with changed weights of groups of rows: ")
+    assert "is 1.00 of the predicted one" in str(check)
     late = metagradient(whole, some_targets(), EXACT.model_copy(update={"first_step": 2}))
     with pytest.raises(ModelError, match="skipped early steps"):
         check_by_groups(whole, some_targets(), late, np.arange(8))

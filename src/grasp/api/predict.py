@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 MAX_INTERVAL_CELLS = 20_000_000  # values times units, 8 bytes each, up to which intervals are computed
 MAX_LINES_SHOWN = 30  # printed lines per target
+REPLAY_NOTE = (
+    "intervals do not contain the uncertainty of the replay, which has no parts by question: they are too narrow"
+)
 FEW_UNITS = 20  # units: intervals over fewer units have too little coverage
 EFFECT_SIZE_COLUMNS = (
     "change",
@@ -218,6 +221,8 @@ def _keep_first(tables: Iterable[pa.Table], first_lines: list[pa.Table]) -> Iter
 def notes(predictor: Predictor, intervals: "OutcomePredictor | None" = None) -> tuple[str, ...]:
     """Return notes on the predictor and its intervals, and one line with unit and protocol."""
     messages = [] if intervals is None else [*intervals.notes, intervals.title]
+    if predictor.has_replay and intervals is None:
+        messages.append(REPLAY_NOTE)
     if predictor.dropped:
         messages.append(f"ignored, no variance: {', '.join(predictor.dropped)}")
     return (*messages, f"{predictor.scale}; protocol {predictor.protocol.name}")

@@ -392,13 +392,20 @@ def forecast_replay(plan: ReplayPlan, rows: RowStore, n_rows: int, n_targets: in
     training, order = plan.start(0), plan.order(n_rows, 0)
     size = TrajectorySize.of(len(order), training.n_parameters, training.parameter_bytes)
     total = price(order, n_rows, n_targets, plan.differentiation)
-    (batch,) = token_batches(
-        rows,
-        [iter([order[0] % rows.n_rows])],
-        steps=1,
-        context=training.context,
-        vocab_size=training.vocab_size,
+    step_seconds = time_step(training, rows, order[0] % rows.n_rows)
+    disk = size.start_bytes + 2 * 3 * n_targets * training.parameter_bytes
+    disk += size.segment_bytes if size.segment_bytes > plan.settings.memory_mb * MEGABYTE else 0
+    orders, check = plan.settings.orders or 1, plan.settings.check
+    forecast = ReplayForecast(orders, size, total, check, 0.0, disk)
+    return replace(forecast, seconds=forecast.trainings * len(order) * step_seconds)
+
+
+def time_step(training: AdamWTraining, rows: RowStore, row_index_B: I64) -> float:
+    """Return the seconds of the gradient of one batch."""
+    batches = token_batches(
+        rows, [iter([row_index_B])], steps=1, context=training.context, vocab_size=training.vocab_size
     )
+    (batch,) = batches
     weight_BL, seconds = label_weights(batch)[0].astype(np.float64), []
     for _ in range(2):  # the first pass is slower
         begun = time.perf_counter()
@@ -406,8 +413,32 @@ def forecast_replay(plan: ReplayPlan, rows: RowStore, n_rows: int, n_targets: in
         norm_of(training.gradients())  # waits for the device
         seconds.append(time.perf_counter() - begun)
         training.zero_gradients()
-    disk = size.start_bytes + 2 * 3 * n_targets * training.parameter_bytes
-    disk += size.segment_bytes if size.segment_bytes > plan.settings.memory_mb * MEGABYTE else 0
-    orders, check = plan.settings.orders or 1, plan.settings.check
-    forecast = ReplayForecast(orders, size, total, check, 0.0, disk)
-    return replace(forecast, seconds=forecast.trainings * len(order) * min(seconds))
+    return min(seconds)
+
+
+def forecast_added_replay(
+    out: Path, recipe: FineTuningRecipe | None, settings: ReplaySettings, overrides: Mapping[str, Any]
+) -> ReplayForecast:
+    """Forecast a replay of the targets of a finished artifact that have none.
+
+    Args:
+        out: directory of the artifact.
+        recipe: as of `add_replay`.
+        settings: as of `add_replay`.
+        overrides: as of `add_replay`.
+    Raises:
+        ArtifactError, SettingsError, ModelError: as `add_replay`; or all targets have a replay.
+    """
+    artifact = ArtifactReader.open(out)
+    origin = BuildSource(artifact, overrides)
+    refuse_replay(origin.settings, settings)
+    reference, rows = origin.model, origin.rows
+    assert isinstance(reference, ReferenceModel)
+    assert isinstance(rows, RowStore)
+    longest = int(rows.lengths().max())
+    plan = plan_replay(
+        reference, str(origin.settings.train), recipe, settings, n_rows=rows.n_rows, context=longest, copied=False
+    )
+    if not (targets := _without_replay(artifact, plan)):
+        raise ArtifactError(f"{artifact.where}: all targets have a replay by this recipe; nothing to forecast")
+    return forecast_replay(plan, rows, rows.n_rows, len(targets))

@@ -33,6 +33,7 @@ from grasp.models.checkpoint import dtype_name
 from grasp.progress import Progress, Silent
 from grasp.settings import (
     CODE,
+    BuildSettings,
     ModelSettings,
     ReplaySettings,
     TargetSettings,
@@ -173,7 +174,7 @@ def build(
         if resume and (staged / "run.yaml").exists():
             data = over(without_foreign_code(read_yaml(staged / "run.yaml"), str(staged / "run.yaml"), data), data)
         begun, progress = not resume or (staged / "run.yaml").exists(), progress or Silent()
-        if _needs_proxy(data, in_memory, url):
+        if needs_proxy(data, in_memory, url):
             _train_proxy(data, in_memory, staged, progress)
         if warm_up is not None:
             _warm_up(data, in_memory, url, staged, warm_up, training, progress)
@@ -200,19 +201,24 @@ def build(
     return ArtifactReader.open(place if url is None else url)
 
 
-def _needs_proxy(data: dict[str, Any], in_memory: InMemory, url: str | None) -> bool:
+def needs_proxy(data: dict[str, Any], in_memory: InMemory, url: str | None) -> bool:
     """Return whether the build trains its own model: without a checkpoint, on a corpus on disk, for a new model."""
     has_inputs = all(any(leaf(data, path) for path in REQUIRED[flag]) for flag in ("--corpus", "--targets"))
     on_disk = url is None and in_memory.source is None
     return has_inputs and on_disk and leaf(data, "model.path") is None and leaf(data, "train") in (None, "new")
 
 
-def _train_proxy(data: dict[str, Any], in_memory: InMemory, out: Path, progress: Progress) -> None:
-    """Train the model of a build that has none, and put it into the settings `data`."""
+def proxy_settings(data: dict[str, Any], out: Path) -> BuildSettings:
+    """Complete the settings `data` of a build without a model, and return them with that of the artifact `out`."""
     put(data, "train", "new")
     if leaf(data, "corpus.max_length") is None:
         put(data, "corpus.max_length", CONTEXT)
-    settings = build_settings(over(deepcopy(data), {"model": {"path": str(out / MODEL)}}))
+    return build_settings(over(deepcopy(data), {"model": {"path": str(out / MODEL)}}))
+
+
+def _train_proxy(data: dict[str, Any], in_memory: InMemory, out: Path, progress: Progress) -> None:
+    """Train the model of a build that has none, and put it into the settings `data`."""
+    settings = proxy_settings(data, out)
     if not in_memory.units:
         load_units(settings.targets)  # errors are reported before a training of minutes
     trained = train_proxy(
@@ -361,7 +367,7 @@ def add_replay(
     """
     data = deepcopy(dict(settings or {}))
     replayed, how = replay_request(data, recipe, wanted=True)
-    overrides = _pop_overrides(data)
+    overrides = pop_overrides(data)
     if data:
         raise SettingsError(
             f"--replay: got {', '.join(sorted(data))} as well; the settings of a finished artifact are fixed; use "
@@ -387,7 +393,7 @@ def add_targets(
         ArtifactError: not an artifact, or it has a target already; model or corpus differ from those of the build.
     """
     data = deepcopy(dict(settings or {}))
-    overrides = _pop_overrides(data)
+    overrides = pop_overrides(data)
     target_changes = data.pop("targets", {})
     if data or not isinstance(target_changes, dict) or "names" in target_changes:
         raise SettingsError(
@@ -401,7 +407,7 @@ def add_targets(
     return add_target(place, target_settings, overrides=overrides, progress=progress)
 
 
-def _pop_overrides(data: dict[str, Any]) -> dict[str, Any]:
+def pop_overrides(data: dict[str, Any]) -> dict[str, Any]:
     """Remove custom code and the current places of model and corpus from settings, and return them."""
     overrides = dict[str, Any]()
     for name in (*CODE, *PATH_SETTINGS):

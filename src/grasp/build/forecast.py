@@ -16,11 +16,12 @@ import numpy as np
 import torch
 
 from grasp.artifact.manifest import MANIFEST
-from grasp.build.add_replay import ReplayForecast, forecast_replay, plan_replay, refuse_replay
-from grasp.build.build import REQUIRED, replay_request, staging_place
+from grasp.build.add_replay import ReplayForecast, forecast_added_replay, forecast_replay, plan_replay, refuse_replay
+from grasp.build.build import REQUIRED, needs_proxy, pop_overrides, proxy_settings, replay_request, staging_place
 from grasp.build.inputs import ON_DISK, Inputs, prepare
 from grasp.build.model_pass import Arrays, ModelPass, merge_batches, observe_part, read_batches, score_shard
 from grasp.build.pipeline import MEGABYTE, Sample, decided, open_moment_source, refuse_untrained, stored_bytes
+from grasp.build.proxy import forecast_proxy
 from grasp.corpus.documents import documents_of
 from grasp.corpus.row_store import RowShard, RowStore
 from grasp.corpus.sources import open_source
@@ -36,7 +37,7 @@ from grasp.settings import BuildSettings, ReplaySettings, build_settings
 from grasp.store.contents import parquet_bytes
 from grasp.text import duration_text, size_text
 from grasp.training.recipe_files import FineTuningRecipe
-from grasp.yaml_files import plain_settings, put_all, require_flags
+from grasp.yaml_files import plain_settings, put, put_all, require_flags
 
 PROBE_CHARS = 1 << 20  # of the corpus that are cut into rows
 PROBE_DOCUMENTS = 4_096  # at most
@@ -71,25 +72,42 @@ def forecast(
     """
     data = put_all(plain_settings(settings), {"replay.check": 1 if check else None})
     replayed, how = replay_request(data, recipe, wanted=replay)
-    require_flags(data, REQUIRED, "build")
-    chosen, place = decided(build_settings(data), ON_DISK), staging_place(out)[2]
-    if replay:
-        refuse_replay(chosen, how)
-    if (place / MANIFEST).exists():
-        raise ArtifactError(f"{place}: is finished, so there is nothing to forecast; choose another --out")
-    n_read, n_documents = _first_documents(chosen)
-    if n_read < n_documents:
-        corpus = chosen.corpus.model_copy(update={"limit": n_read})
-        chosen, progress = chosen.model_copy(update={"corpus": corpus}), None  # notes would be about a part
-    with tempfile.TemporaryDirectory(prefix="grasp-forecast-") as temporary:
-        inputs = prepare(chosen, Path(temporary) / "tokens", progress or Silent())
+    place = staging_place(out)[2]
+    if replay and not {"corpus", "targets"} & data.keys() and (place / MANIFEST).exists():
+        return f"replay: {forecast_added_replay(place, replayed, how, pop_overrides(data))}"
+    with tempfile.TemporaryDirectory(prefix="grasp-forecast-") as name:
+        temporary, first_line = Path(name), ""
+        if needs_proxy(data, ON_DISK, None):
+            first_line, untrained = f"training first: {_untrained_proxy(data, temporary / 'proxy')}\n", True
+        require_flags(data, REQUIRED, "build")
+        chosen = decided(build_settings(data), ON_DISK)
+        if replay:
+            refuse_replay(chosen, how)
+        if (place / MANIFEST).exists():
+            raise ArtifactError(f"{place}: is finished, so there is nothing to forecast; choose another --out")
+        n_read, n_documents = _first_documents(chosen)
+        if n_read < n_documents:
+            corpus = chosen.corpus.model_copy(update={"limit": n_read})
+            chosen, progress = chosen.model_copy(update={"corpus": corpus}), None  # notes would be about a part
+        inputs = prepare(chosen, temporary / "tokens", progress or Silent())
         if inputs.settings.like is not None:
             open_moment_source(inputs, inputs.settings.like)
-        tokens_bytes = sum(file.stat().st_size for file in (Path(temporary) / "tokens").iterdir())
+        tokens_bytes = sum(file.stat().st_size for file in (temporary / "tokens").iterdir())
         probe = _timed_probe(inputs, untrained=untrained)
         ratio = n_documents / n_read
-        report = _report(inputs, probe, ratio, tokens_bytes)
+        report = first_line + _report(inputs, probe, ratio, tokens_bytes)
         return f"{report}\nreplay: {_replay(inputs, replayed, how, ratio)}" if replay else report
+
+
+def _untrained_proxy(data: dict[str, Any], out: Path) -> str:
+    """Put an untrained model into the settings `data`, and forecast the training of the model that a build trains."""
+    settings = proxy_settings(data, out)
+    n_read, n_documents = _first_documents(settings)
+    is_part = n_read < n_documents
+    corpus = settings.corpus.model_copy(update={"limit": n_read}) if is_part else settings.corpus
+    model, line = forecast_proxy(out, corpus, settings.model.tokenizer, n_documents / n_read)
+    put(data, "model.path", str(model))
+    return line
 
 
 def _first_documents(settings: BuildSettings) -> tuple[int, int]:

@@ -9,20 +9,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import AutoTokenizer
 
 from grasp.artifact.writer import lock_artifact
+from grasp.build.add_replay import time_step
 from grasp.corpus import RowStore, read_documents
 from grasp.errors import CorpusError
 from grasp.files import written_aside
 from grasp.models.checkpoint import tokenizer_at
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
-from grasp.progress import Progress
+from grasp.progress import Progress, Silent
 from grasp.settings import CorpusSettings, ModelSettings
 from grasp.text import duration_text
-from grasp.training.recipe import RECIPES
+from grasp.training.recipe import RECIPES, TrainingRecipe
 from grasp.training.recipe_files import default_proxy_recipe, proxy_training
-from grasp.training.train import RECORD, train
+from grasp.training.train import RECORD, Trainer, train
 
 MODEL, TOKENIZER = "model", "tokenizer"  # in the directory of the artifact
 TOKENIZER_CHARS = 50_000_000  # characters of the corpus that a tokenizer is trained on; more do not help
@@ -49,14 +51,9 @@ def train_proxy(
         CorpusError: the corpus has no texts that a tokenizer can be trained on.
         ModelError: the directory has a model of other rows, or the training diverges.
     """
-    assert corpus.max_length is not None
     with lock_artifact(out):
-        hf_tokenizer = _tokenizer(out, corpus, tokenizer, progress)
-        encoder = HfTokenizer(hf_tokenizer, vocab_size=len(hf_tokenizer))
-        progress.stage("rows", rows=None, tokens=None)
-        rows = RowStore.write(out / "tokens", corpus, encoder, shard_rows=shard_rows)
-        recipe = proxy_training(default_proxy_recipe(rows.n_rows), rows.n_rows, encoder.vocab_size, corpus.max_length)
-        recipe = recipe.model_copy(update={"batch_rows": min(recipe.batch_rows, rows.n_rows)})
+        encoder, rows = _encoded(out, corpus, tokenizer, shard_rows, progress)
+        recipe = _recipe(rows.n_rows, encoder.vocab_size, corpus)
         tokens = min(recipe.batch_rows * recipe.shape.context, rows.n_tokens)
         if not (out / MODEL / RECORD).exists():
             progress.note(
@@ -83,6 +80,46 @@ def train_proxy(
             progress=advance,
         )
     return out / MODEL
+
+
+def forecast_proxy(out: Path, corpus: CorpusSettings, tokenizer: str | None, ratio: float) -> tuple[Path, str]:
+    """Save an untrained model that is like the result of `train_proxy`, and forecast the training.
+
+    Args:
+        out: temporary directory.
+        corpus: part of the corpus that is read.
+        tokenizer: as of `train_proxy`.
+        ratio: the corpus in units of this part.
+    Returns:
+        The directory of the model, and the forecast, a sentence.
+    """
+    encoder, rows = _encoded(out, corpus, tokenizer, 1024, Silent())
+    recipe = _recipe(round(ratio * rows.n_rows), encoder.vocab_size, corpus)
+    trainer = Trainer(recipe, [0], "cpu")
+    batch_rows = min(recipe.batch_rows, rows.n_rows)
+    seconds = time_step(trainer, rows, np.arange(batch_rows)) * recipe.batch_rows / batch_rows * recipe.steps
+    trainer.model.to_hf(0, encoder.eos_id).save_pretrained(out / MODEL)
+    encoder.save(out / MODEL)
+    return out / MODEL, (
+        f"a model of {recipe.shape.n_parameters:,} parameters, {recipe.steps} steps of {recipe.batch_rows} rows: about "
+        f"{duration_text(seconds)}"
+    )
+
+
+def _encoded(
+    out: Path, corpus: CorpusSettings, tokenizer: str | None, shard_rows: int, progress: Progress
+) -> tuple[HfTokenizer, RowStore]:
+    """Return the tokenizer, trained if necessary, and the rows."""
+    hf_tokenizer = _tokenizer(out, corpus, tokenizer, progress)
+    encoder = HfTokenizer(hf_tokenizer, vocab_size=len(hf_tokenizer))
+    progress.stage("rows", rows=None, tokens=None)
+    return encoder, RowStore.write(out / "tokens", corpus, encoder, shard_rows=shard_rows)
+
+
+def _recipe(n_rows: int, vocab_size: int, corpus: CorpusSettings) -> TrainingRecipe:
+    assert corpus.max_length is not None
+    recipe = proxy_training(default_proxy_recipe(n_rows), n_rows, vocab_size, corpus.max_length)
+    return recipe.model_copy(update={"batch_rows": min(recipe.batch_rows, n_rows)})
 
 
 def _tokenizer(out: Path, corpus: CorpusSettings, tokenizer: str | None, progress: Progress) -> Any:

@@ -108,8 +108,12 @@ def build(
         return
     if forecast:
         idle = {"--engine": engine != "local", "--workers": workers, "--address": address, "--resume": resume}
-        idle["--warm-up"] = warm_up
         _refuse_idle(idle, "--forecast, which looks at the first rows in this process")
+        if warm_up is not None:
+            raise SettingsError(
+                "--forecast: got --warm-up, whose steps are not included; omit it here. A step takes as long as the "
+                "forward and backward pass of its rows"
+            )
         from grasp.build.forecast import forecast as estimate
 
         with Watch(quiet=quiet) as watch:

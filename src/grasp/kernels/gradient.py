@@ -181,7 +181,10 @@ class SampledGradients:
         frozen = ", without frozen ones" * bool(self.engine.model.frozen)
         named = ", ".join(self.untaken[:3])
         omitted = f"; skipped layers without per-example gradients: {named} ({len(self.untaken)} in total)"
-        summary = f"gradients of {self.sample.size:,} of {layers.size:,} parameters in {len(layers.blocks)} layers"
+        summary = (
+            f"gradients of {self.sample.size:,} of {layers.size:,} parameters in {len(layers.blocks)} layers of the "
+            "body, without embeddings and output layer"
+        )
         return summary + frozen + omitted * bool(self.untaken)
 
     def batches(self, examples: Sequence[Example]) -> list[I64]:

@@ -297,6 +297,7 @@ class Predictor:
     unit: str  # unit of changes
     prior: Prior | None  # prediction of tasks from text; None for `task: mean`
     measure_reliability: Callable[[], tuple[Reliability, ...]] | None  # None: no held-out questions to measure it on
+    has_replay: bool  # whether the replay of a training is part of the scores
 
     @staticmethod
     def from_artifact(
@@ -582,6 +583,7 @@ def assemble_predictor(
         unit=EFFECT_SIZE,
         prior=prior,
         measure_reliability=None if REPLAY in negative else measure_reliability,  # replay has no parts by question
+        has_replay=REPLAY in negative,
     )
 
 

@@ -12,7 +12,7 @@ from importlib.resources import files
 from typing import Any
 
 import grasp
-from grasp.api.predict import few_units
+from grasp.api.predict import REPLAY_NOTE, few_units
 from grasp.artifact.manifest import LOSS_TOKENS
 from grasp.artifact.rows import SHORT, short_of
 from grasp.extras import require
@@ -76,6 +76,8 @@ def render(findings: Findings, live: str = "") -> str:
             "95 % bootstrap intervals over the target's questions: they cover the choice of questions, not the "
             f"agreement of predictions with retraining.{few}"
         )
+        if any(fact == "replay" for fact, _ in findings.facts):
+            interval_note += f" {REPLAY_NOTE[0].upper()}{REPLAY_NOTE[1:]}."
     crossing = None
     if findings.crossed is not None:
         first, second = (plain(label.slices.label, 40) for label in findings.labels[:2])

@@ -116,9 +116,12 @@ class GroupCheck:
         return float((self.measured_RT * self.predicted_RT).sum() / size)
 
     def __str__(self) -> str:
+        count = len(self.measured_RT)
+        trainings = "a retraining" if count == 1 else f"{count} retrainings"
+        alike = f", correlation {self.correlation:.2f}" if self.measured_RT.size > 1 else ""
         return (
-            f"{len(self.measured_RT)} retrainings with weights of groups: measured {self.slope:.2f} of the predicted "
-            f"change, correlation {self.correlation:.2f}"
+            f"{trainings} with changed weights of groups of rows: the measured change is {self.slope:.2f} of the "
+            f"predicted one{alike} (exact: 1)"
         )
 
 

@@ -221,7 +221,8 @@ def _check(
     if place is not None and place.exists():
         return place.read_text(encoding="utf-8")
     n_rows = trajectory.rows.n_rows
-    progress.stage("retraining to check the replay", rows=retrainings * len(trajectory.order), tokens=None)
+    n_drawn = sum(map(len, trajectory.order))
+    progress.stage("retraining to check the replay", rows=retrainings * n_drawn, tokens=None)
     check = check_by_groups(
         trajectory,
         targets,
@@ -229,7 +230,7 @@ def _check(
         np.arange(n_rows) * min(n_rows, CHECK_GROUPS) // n_rows,
         shift=CHECK_SHIFT,
         retrainings=retrainings,
-        progress=lambda _: progress.advance(len(trajectory.order), 0),
+        progress=lambda _: progress.advance(n_drawn, 0),
     )
     line = str(check) if check.correlation >= MIN_CHECK else f"{check}; the derivatives do not predict it: {REMEDY}"
     if place is not None:
