@@ -171,8 +171,8 @@ class RunTable:
         if info.kind == "shares":
             if off := [run for run, of_run in sums.items() if abs(of_run - 1.0) > SUM_SLACK]:
                 raise RunsError(
-                    f"{name}: run {off[0]!r}: shares add up to {sums[off[0]]:.4g} ({len(off)} such), expected 1; if "
-                    "they are numbers of epochs of each value, import them with --times"
+                    f"{name}: run {off[0]!r}: shares add up to {sums[off[0]]:.4g} ({len(off)} such), expected 1; "
+                    "divide percent by 100; if they are numbers of epochs of each value, import them with --times"
                 )
             total_of_line = np.array([sums[run] for run in trained["run"].to_pylist()])
             trained = trained.set_column(2, "weight", pa.array(trained["weight"].to_numpy() / total_of_line))
