@@ -34,7 +34,7 @@ from tests.cli.grasp_command import succeed
 # How long an example takes says something about the machine, nothing about the law.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
-torch.set_num_threads(1)  # the models are tiny: threads that wait for one another only cost time
+torch.set_num_threads(1)  # for tiny models several threads are slower
 
 VOCAB = 97
 
@@ -58,7 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def rewrite_snapshots(request: pytest.FixtureRequest) -> bool:
-    """Whether recorded files are to be rewritten instead of compared with."""
+    """Return whether recorded files are rewritten instead of compared."""
     return bool(request.config.getoption("--rewrite-snapshots"))
 
 
@@ -94,7 +94,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def make_model(family: str, seed: int = 0) -> PreTrainedModel:
-    """A small model with weights large enough that its logits differ."""
+    """Return a small model with weights large enough that its logits differ."""
     torch.manual_seed(seed)
     model = FAMILIES[family]()
     with torch.no_grad():
@@ -110,7 +110,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def root(tmp_path_factory) -> Path:
-    """A small world: model/, corpus.jsonl, facts.jsonl, settings.yaml"""
+    """Write a small world: model/, corpus.jsonl, facts.jsonl, settings.yaml."""
     place = tmp_path_factory.mktemp("cli")
     features = {"kernels": ("output_layer", "embedding", "knn", "pooled", *SKETCHES)}
     write_yaml(world(place, features=features).model_dump(mode="json"), place / "settings.yaml")
@@ -119,12 +119,12 @@ def root(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def art(root) -> Path:
-    """Its artifact, built by the command itself; no test may change it."""
+    """Build the artifact of the world with the command; no test may change it."""
     succeed("build", "--config", root / "settings.yaml", "--out", root / "art")
     return root / "art"
 
 
 @pytest.fixture
 def own_art(art, tmp_path) -> Path:
-    """A copy of it, to be damaged."""
+    """Return a copy of the artifact that a test may damage."""
     return Path(shutil.copytree(art, tmp_path / "art"))

@@ -1,4 +1,4 @@
-"""Faults on request: a kill or a full disk at the nth use of a call of the system."""
+"""Injected faults: a kill or a full disk at the nth use of a system call."""
 
 import os
 from collections.abc import Iterator
@@ -6,20 +6,20 @@ from contextlib import contextmanager
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing in the package may catch it."""
+    """A substitute for SIGKILL, which nothing in the package may catch."""
 
 
 @contextmanager
 def raising(monkeypatch, call: str, nth: int, error: BaseException) -> Iterator[list[int]]:
-    """os.<call> raises at its nth use, before it does anything; gives how often it was used."""
+    """Make os.<call> raise at its nth use before it has an effect, and yield the number of uses."""
     real, used = getattr(os, call), [0]
 
-    def counted(*arguments, **named):
+    def count_and_call(*arguments, **named):
         used[0] += 1
         if used[0] == nth:
             raise error
         return real(*arguments, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, call, counted)
+        patch.setattr(os, call, count_and_call)
         yield used

@@ -1,4 +1,4 @@
-"""A manifest as its owner could rewrite it."""
+"""Rewrite manifests as the owner of an artifact could."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from grasp.files import checksum
 
 
 def resign(path: Path, change) -> None:
-    """Rewrite a manifest as its owner could: changed, and signed again."""
+    """Apply `change` to a manifest and renew its checksum."""
     raw = json.loads((path / MANIFEST).read_text())
     change(raw)
     raw["checksum"] = "0" * 32

@@ -1,4 +1,4 @@
-"""Protocols out of plain settings, as a file of them is read: with interactions or without."""
+"""Scoring rules from plain settings, as from a file, with or without interactions."""
 
 from grasp.predict.scoring_rule import ScoringProtocol, parse_protocol
 

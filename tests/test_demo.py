@@ -1,4 +1,4 @@
-"""The demo's retrained subsets: those of its own rows and units only, and what to run where there are none."""
+"""The demo uses retraining runs only of its own rows and units, or prints the command that produces them."""
 
 import re
 import shlex
@@ -18,19 +18,23 @@ from tests.cli.grasp_command import succeed
 from tests.report.world import write_artifact, write_environment
 
 
-def test_the_command_that_it_proposes_retrains_on_its_own_rows_and_units(tmp_path):
+def test_the_suggested_command_retrains_on_the_rows_and_units_of_the_demo(tmp_path):
     demo = Demo(tmp_path)
     command = typer.main.get_command(app).commands["retrain"]
-    asked = command.make_context("retrain", [*demo.retrain_flags, "--out", str(demo.environment_path)]).params
-    flags = {"corpus.path": asked["corpus"], "targets.names": split_names(asked["targets"]), "family": asked["family"]}
-    settings = fitted_lengths(retrain_settings(merge_settings(None, asked["assign"], flags)))
+    options = command.make_context("retrain", [*demo.retrain_flags, "--out", str(demo.environment_path)]).params
+    flags = {
+        "corpus.path": options["corpus"],
+        "targets.names": split_names(options["targets"]),
+        "family": options["family"],
+    }
+    settings = fitted_lengths(retrain_settings(merge_settings(None, options["assign"], flags)))
     assert settings.corpus == demo.corpus
     assert settings.targets == demo.targets
     assert settings.family == "mixture:source"
     assert settings.recipe == "tiny"
 
 
-def test_own_retrainings_come_before_those_that_ship(tmp_path, monkeypatch):
+def test_local_runs_take_precedence_over_bundled_ones(tmp_path, monkeypatch):
     artifact = write_artifact(tmp_path / "art")
     monkeypatch.setattr(grasp.demo, "BUNDLED_RUNS", write_environment(tmp_path / "shipped", artifact).path)
     assert open_runs(Demo(tmp_path), artifact).name == "shipped"
@@ -44,7 +48,7 @@ def test_a_ceiling_is_an_estimate_with_an_interval(tmp_path):
     evaluation = grasp.evaluate(grasp.open(tmp_path / "art"), runs)
     heading, *lines = grasp.demo._agreement_table(evaluation).splitlines()
     assert re.split("  +", heading) == ["target", "rank correlation", "95 % interval", "ceiling", "95 % interval"]
-    line = next(one for one in evaluation.records() if one["target"] == "sciq")
+    line = next(record for record in evaluation.records() if record["target"] == "sciq")
     low, high = (f"{line[f'task_ceiling_{end}']:.2f}" for end in ("low", "high"))
     assert re.split("  +", lines[0])[3:] == [f"{line['task_ceiling']:.2f}", f"{low} to {high}"]
     assert f"95 % intervals: sciq {low} to {high}, boolq " in repr(evaluation)
@@ -53,35 +57,35 @@ def test_a_ceiling_is_an_estimate_with_an_interval(tmp_path):
     assert page.count(f'{line["task_ceiling"]:.3f}</span> <small class="num">{ends}') >= 1
 
 
-def test_retrainings_of_other_rows_unfinished_or_none_are_named(tmp_path, monkeypatch):
+def test_runs_of_other_rows_unfinished_or_missing_runs_are_refused(tmp_path, monkeypatch):
     artifact, other = write_artifact(tmp_path / "art"), write_artifact(tmp_path / "other", corpus="0ther")
     monkeypatch.setattr(grasp.demo, "BUNDLED_RUNS", tmp_path / "nothing")
-    with pytest.raises(RunsError, match="contains no retrained runs"):
+    with pytest.raises(RunsError, match="no retrained runs"):
         open_runs(Demo(tmp_path), artifact)
     monkeypatch.setattr(grasp.demo, "BUNDLED_RUNS", write_environment(tmp_path / "shipped", other).path)
-    with pytest.raises(RunsError, match=r"corpus fingerprint c0ffee, but .*shipped was trained on 0ther"):
+    with pytest.raises(RunsError, match=r"c0ffee.*shipped.*0ther"):
         open_runs(Demo(tmp_path), artifact)
     write_environment(tmp_path / "environment", artifact, done=3)
     with pytest.raises(RunsError, match="environment: unfinished"):
         open_runs(Demo(tmp_path), artifact)
 
 
-def test_what_it_says_is_what_the_commands_that_it_shows_print(art, tmp_path, monkeypatch):
+def test_the_demo_prints_the_output_of_the_commands_that_it_shows(art, tmp_path, monkeypatch):
     for name, value in {"LABEL": "topic", "TARGET": "facts", "TASKS": ("facts",), "RANDOM_SUBSETS": 20}.items():
         monkeypatch.setattr(grasp.demo, name, value)
     monkeypatch.setattr(grasp.demo, "BUNDLED_RUNS", tmp_path / "nothing")
-    demo, said = Demo(tmp_path), []
+    demo, printed_lines = Demo(tmp_path), []
     shutil.copytree(art, demo.artifact_path)
-    print_answers(demo, said.append)
-    commands = [shlex.split(line)[2:] for line in said if line.startswith("$ grasp ")]
+    print_answers(demo, printed_lines.append)
+    commands = [shlex.split(line)[2:] for line in printed_lines if line.startswith("$ grasp ")]
     verbs = ["predict", "score", "predict", "retrain", "select", "mix", "report", "retrain"]
     assert [argv[0] for argv in commands] == verbs
-    text = "\n".join(said)
-    assert "No comparison: this version of the package contains no retrained runs" in text
+    text = "\n".join(printed_lines)
+    assert "No comparison: " in text
     for argv in commands:
         if argv[0] in ("select", "mix") or (argv[0] in ("predict", "score") and "--out" not in argv):
             printed = succeed(*argv).lines
-            written = sum(flag in argv for flag in ("--out", "--weights"))  # as many lines say what was written
-            kept = printed[: len(printed) - written]
-            assert "\n".join(kept) in text, argv
+            written = sum(flag in argv for flag in ("--out", "--weights"))  # one line per written file
+            shown_lines = printed[: len(printed) - written]
+            assert "\n".join(shown_lines) in text, argv
     assert (demo.out / "report.html").exists()

@@ -1,4 +1,4 @@
-"""The pages of the site: every command that they show is one that grasp takes."""
+"""Every command on the pages of the site is valid."""
 
 import re
 import shlex
@@ -15,7 +15,7 @@ WRITTEN = [page for page in PAGES if page.name != "paper_map.md"]
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Lines of code blocks that begin with grasp, fenced or indented, as argv."""
+    """Return the lines of fenced or indented code blocks that begin with grasp, as argv."""
     text = page.read_text(encoding="utf-8")
     fenced = re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     indented = re.findall(r"^    (grasp .*)$", text, re.MULTILINE)
@@ -25,7 +25,7 @@ def commands(page: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
-def test_every_command_is_one_that_grasp_takes(page):
+def test_every_command_is_valid(page):
     group = typer.main.get_command(app)
     for argv in commands(page):
         group.commands[argv[1]].make_context(argv[1], argv[2:])  # or it says what it does not know

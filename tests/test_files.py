@@ -1,4 +1,4 @@
-"""Files that appear only when they are whole."""
+"""Files appear only when they are complete."""
 
 import errno
 import json
@@ -35,7 +35,7 @@ def names(path):
     return sorted(entry.name for entry in path.iterdir())
 
 
-def test_a_file_appears_when_it_is_whole(tmp_path):
+def test_a_file_appears_when_it_is_complete(tmp_path):
     path = tmp_path / "numbers.txt"
     with written_aside(path) as part:
         part.write_text("half")
@@ -54,7 +54,7 @@ def interrupted(path, stop):
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError])
-def test_what_is_interrupted_leaves_what_was_there(stop, tmp_path):
+def test_an_interrupted_write_leaves_the_old_file(stop, tmp_path):
     (tmp_path / "old").write_text("old")
     for name in ("new", "old"):
         with pytest.raises(stop):
@@ -63,7 +63,7 @@ def test_what_is_interrupted_leaves_what_was_there(stop, tmp_path):
     assert (tmp_path / "old").read_text() == "old"
 
 
-def test_two_writers_never_share_a_part_and_long_names_have_room(tmp_path):
+def test_two_writers_never_share_a_temporary_file_and_long_names_are_possible(tmp_path):
     path = tmp_path / ("ä" * 125 + ".yaml")
     assert temporary_path(path) != temporary_path(path)
     assert len(temporary_path(path).name.encode()) <= MAX_NAME_BYTES + 39
@@ -71,7 +71,7 @@ def test_two_writers_never_share_a_part_and_long_names_have_room(tmp_path):
     assert path.read_bytes() == b"x"
 
 
-def test_a_killed_writer_leaves_nothing_for_longer_than_a_day(tmp_path):
+def test_temporary_files_of_killed_writers_are_removed_after_a_day(tmp_path):
     path = tmp_path / "a[1].txt"
     old, old_directory, young = (temporary_path(path) for _ in range(3))
     for part in (old, young):
@@ -90,7 +90,7 @@ def test_a_killed_writer_leaves_nothing_for_longer_than_a_day(tmp_path):
 
 @pytest.fixture
 def special(tmp_path):
-    """A directory, a pipe, a socket's kind of things: what no output may replace."""
+    """Create a directory, a pipe and other special files, which no output may replace."""
     (tmp_path / "directory").mkdir()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "kept").write_text("kept")
@@ -146,16 +146,16 @@ def test_an_output_has_a_name_in_a_directory(tmp_path, name, message):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_output_is_never_what_is_read(special):
-    kept, directory = special / "kept", special / "directory"
+def test_an_output_is_never_an_input(special):
+    input_file, directory = special / "kept", special / "directory"
     reads = {
-        "is the corpus": kept,
+        "is the corpus": input_file,
         "is the artifact": [directory, special / "nowhere"],
         "is far": "s3://a/b",
         "no": None,
     }
     check_outputs({"--out": special / "new", "--json": special / "nowhere"}, reads)
-    for path in (kept, special / "directory" / ".." / "kept"):
+    for path in (input_file, special / "directory" / ".." / "kept"):
         with pytest.raises(SettingsError, match=r"--out: .*kept.*corpus"):
             check_outputs({"--out": path}, reads)
     with pytest.raises(SettingsError, match=r"/new.*/directory.*artifact"):
@@ -164,19 +164,19 @@ def test_an_output_is_never_what_is_read(special):
         check_outputs({"--out": special / "new", "--csv": special / "new"}, reads)
 
 
-def test_of_two_that_write_one_directory_the_second_is_told(tmp_path):
+def test_a_second_writer_of_a_directory_is_refused(tmp_path):
     def write():
         with written_aside(tmp_path / "kept") as part:
             part.mkdir()
             (tmp_path / "kept").mkdir()
             (tmp_path / "kept" / "theirs").touch()
 
-    with pytest.raises(SettingsError, match="written by another command"):
+    with pytest.raises(SettingsError, match="another command"):
         write()
     assert [path.name for path in tmp_path.rglob("*")] == ["kept", "theirs"]
 
 
-def test_json_with_its_own_checksum_in_the_field_of_the_whole():
+def test_only_the_top_level_checksum_of_json_is_replaced():
     body = {"n": 10, "text": f' "checksum": "{UNSIGNED}"', "part": {"checksum": UNSIGNED}, "list": [UNSIGNED]}
     data = with_checksum(json.dumps({**body, "checksum": UNSIGNED}, indent=1).encode())
     assert json.loads(data) == {**body, "checksum": json.loads(data)["checksum"]}
@@ -188,7 +188,7 @@ def test_json_with_its_own_checksum_in_the_field_of_the_whole():
 
 @pytest.fixture
 def full_disk(tmp_path):
-    """A disk of 64 kB."""
+    """Mount a disk of 64 kB."""
     place = tmp_path / "disk"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)]
@@ -198,7 +198,7 @@ def full_disk(tmp_path):
     subprocess.run(["umount", str(place)], check=True)
 
 
-def test_a_full_disk_names_the_file_that_found_no_room(full_disk):
+def test_the_error_of_a_full_disk_names_the_file(full_disk):
     noise = pa.table({"text": [os.urandom(500).hex() for _ in range(1_000)]})
     yaml = {"text": "x" * 500_000}
 
@@ -223,7 +223,7 @@ def test_a_full_disk_names_the_file_that_found_no_room(full_disk):
 
 
 @pytest.mark.parametrize("message", ["File too large (os error 27)", 'IoError(Os { code: 27, message: "Too large" })'])
-def test_what_the_disk_says_to_a_library_in_rust_keeps_its_number(message, tmp_path):
+def test_disk_errors_of_rust_libraries_keep_their_errno(message, tmp_path):
     with pytest.raises(OSError, match="File too large") as caught, written_aside(tmp_path / "out"):
         raise RuntimeError(message)
     assert (caught.value.errno, caught.value.filename) == (27, str(tmp_path / "out"))

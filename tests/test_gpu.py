@@ -1,4 +1,4 @@
-"""A GPU gives what the CPU gives, within the stated tolerances. Run with `pytest -m gpu`; skipped without one.
+"""Results on a GPU equal those on the CPU within the stated tolerances. Run with `pytest -m gpu`; skipped without one.
 
 Relevance, sketches: 2e-3 of the largest entry of an array (float32 on both; the order of summation differs).
 Unit losses of stacked models: 1e-4 nats after 12 steps.
@@ -23,7 +23,7 @@ ROWS = corpus()
 RETAINED = (None, np.arange(40) % 3 > 0, np.arange(40) < 25)
 
 
-def test_stacked_models_learn_on_a_gpu_what_they_learn_on_a_cpu():
+def test_stacked_training_on_a_gpu_equals_that_on_a_cpu():
     recipe = RECIPE.model_copy(update={"cuda_autocast": False})
     losses = {
         device: train_stacked(recipe, ROWS, seeds=(5, 5, 6), retained=RETAINED, device=device).model.unit_losses(
@@ -35,7 +35,7 @@ def test_stacked_models_learn_on_a_gpu_what_they_learn_on_a_cpu():
     assert np.ptp(losses["cpu"], axis=0).min() > 1e-3
 
 
-def test_one_model_learns_on_a_gpu_what_it_learns_on_a_cpu():
+def test_training_on_a_gpu_equals_that_on_a_cpu():
     recipe = RECIPE.model_copy(update={"cuda_autocast": False})
     models = {device: train(recipe, ROWS, seed=3, device=device).model for device in ("cpu", "cuda")}
     expected = evaluate_units(models["cpu"], units())
@@ -50,8 +50,8 @@ def test_low_precision_stays_close():
 
 
 @pytest.mark.parametrize("features", [{}, {"kernels": EVERY}, {"kernels": EVERY, "sample_positions": 10**6}])
-def test_a_build_on_a_gpu_gives_the_artifact_of_a_cpu(tmp_path: Path, features: dict):
-    """Moments of a sample, and of the whole corpus, of which what the model gave is kept on disk in between."""
+def test_a_build_on_a_gpu_equals_that_on_a_cpu(tmp_path: Path, features: dict):
+    """Build with moments of a sample, and of the whole corpus with features cached on disk."""
     artifacts = {}
     for device in ("cpu", "cuda"):
         settings = world(tmp_path, train="further", features=features)

@@ -1,4 +1,4 @@
-"""Pages on runs, mixtures and data in docs/howto: every block of them, in its order, in an empty directory."""
+"""Pages on runs, mixtures and data in docs/howto: every block is run in order, in an empty directory."""
 
 import json
 import re
@@ -21,7 +21,7 @@ BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def run_page(name: str) -> str:
-    """Run every block; return what the commands printed."""
+    """Run every block and return the output of the commands."""
     printed = []
     for kind, text in BLOCK.findall((HOWTO / name).read_text(encoding="utf-8")):
         if kind == "python":

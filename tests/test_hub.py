@@ -1,4 +1,4 @@
-"""A name that is not there: a misspelt path is an error at once; a hub that does not answer is asked once."""
+"""Missing names: a misspelt path is an immediate error; a hub that does not respond is contacted once."""
 
 import time
 
@@ -14,7 +14,7 @@ from grasp.settings import ModelSettings
 
 @pytest.fixture
 def nobody(tmp_path, monkeypatch):
-    """A hub that refuses connections, and an empty directory to stand in."""
+    """Make the hub refuse connections, and change to an empty directory."""
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.chdir(tmp_path)
@@ -23,35 +23,35 @@ def nobody(tmp_path, monkeypatch):
     hub.unreachable.cache_clear()
 
 
-def test_what_is_spelled_as_a_path_or_begins_with_a_directory_is_no_repository(nobody):
+def test_paths_and_names_that_begin_with_a_directory_are_not_repositories(nobody):
     (nobody / "models").mkdir()
     paths = ("./ckpt", "../ckpt", "/data/ckpt", "~/ckpt", "ckpt/", "models/ckpt", "models\\ckpt")
     assert [hub.is_path(name) for name in paths] == [True] * len(paths)
     assert [hub.is_path(name) for name in ("gpt2", "ckpt", "HuggingFaceTB/SmolLM2-135M")] == [False] * 3
 
 
-def test_a_misspelt_path_is_refused_with_what_it_may_mean(nobody):
+def test_a_misspelt_path_is_refused_with_a_suggestion(nobody):
     (nobody / "models/ckpt").mkdir(parents=True)
-    with pytest.raises(ModelError, match=r"`models/cktp`: no such .* \(did you mean 'ckpt'\?\); expected a checkpoint"):
+    with pytest.raises(ModelError, match=r"`models/cktp`: .*'ckpt'.*checkpoint"):
         load_causal_lm(ModelSettings(path="models/cktp"), None)
-    with pytest.raises(CorpusError, match=r"models/cktp: no such .* \(did you mean 'ckpt'\?\); expected \.parquet"):
+    with pytest.raises(CorpusError, match=r"models/cktp: .*'ckpt'.*\.parquet"):
         open_source("models/cktp")
     (nobody / "corpus.parquet").touch()
     assert hub.suggest_path("corpsu.parquet") == " (did you mean 'corpus.parquet'?)"
     assert [hub.suggest_path(name) for name in ("gone.parquet", "corpsu.jsonl", "no/corpus.parquet")] == ["", "", ""]
 
 
-def test_a_hub_that_does_not_answer_is_asked_once(nobody):
+def test_a_hub_that_does_not_respond_is_contacted_once(nobody):
     (nobody / "ckpt").mkdir()
     begun = time.monotonic()
     why = r"http://127.0.0.1:9 does not answer \(.*refused\); HF_HUB_OFFLINE=1 uses cached files only"
-    with pytest.raises(ModelError, match=rf"no `cktp` on this disk \(did you mean 'ckpt'\?\), and it cannot.*: {why}"):
+    with pytest.raises(ModelError, match=rf"`cktp`.*'ckpt'.*: {why}"):
         load_causal_lm(ModelSettings(path="cktp"), None)
-    with pytest.raises(CorpusError, match=rf"cktp: no such file .*'ckpt'\?\), and no hub dataset .*: {why}"):
+    with pytest.raises(CorpusError, match=rf"cktp: .*'ckpt'.*hub.*: {why}"):
         open_source("cktp")
     assert time.monotonic() - begun < 10  # the libraries would go on for most of a minute
 
 
-def test_offline_the_libraries_decide_what_they_have(nobody, monkeypatch):
+def test_offline_mode_uses_the_caches_of_the_libraries(nobody, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert hub.unreachable() is None

@@ -1,4 +1,4 @@
-"""Every notebook of docs/notebooks runs from top to bottom, beside the files that its first cell names."""
+"""Every notebook of docs/notebooks runs from top to bottom, with the files that its first cell names."""
 
 import ast
 import json
@@ -19,7 +19,7 @@ NOTEBOOKS = Path(__file__).parents[1] / "docs" / "notebooks"
 
 @pytest.fixture
 def desk(place, monkeypatch):  # noqa: F811 - the fixture
-    """What the notebooks speak of; the checkpoints of tests know no language, so that is not asked of them."""
+    """Write the files that notebooks use; the check that the model is trained is disabled for random checkpoints."""
     built = grasp.build
     monkeypatch.setattr(grasp, "build", lambda *args, **named: built(*args, untrained=True, **named), raising=False)
     write_checkpoint(place / "chat-model", context=512)
@@ -36,7 +36,7 @@ def desk(place, monkeypatch):  # noqa: F811 - the fixture
 
 
 def play(name: str) -> list[object]:
-    """Run the cells of a notebook; what each of them shows."""
+    """Run the cells of a notebook and return the displayed values."""
     names: dict[str, object] = {}
     shown = []
     for cell in json.loads((NOTEBOOKS / name).read_text())["cells"]:
@@ -47,13 +47,13 @@ def play(name: str) -> list[object]:
                 shown.append(eval(compile(ast.Expression(last.value), name, "eval"), names))
             else:
                 exec(compile(ast.Module([last], []), name, "exec"), names)
-    return [one for one in shown if one is not None]
+    return [value for value in shown if value is not None]
 
 
 @needs_tasks
 def test_a_corpus_and_a_benchmark_then_ablation_runs(desk):
     shown = play("corpus.ipynb")
-    assert all(hasattr(one, "_repr_html_") for one in shown[:4])
+    assert all(hasattr(output, "_repr_html_") for output in shown[:4])
     assert set(TOPICS) <= set(shown[2].to_pandas()["value"])
     assert (desk / "kept").is_dir()
     assert (desk / "report.html").is_file()
@@ -70,7 +70,7 @@ def test_chats(desk):
     assert all("messages" in record for record in records)
 
 
-def test_every_notebook_is_played_here_and_keeps_no_output():
+def test_every_notebook_is_run_here_and_stored_without_output():
     assert {path.name for path in NOTEBOOKS.glob("*.ipynb")} == {"chats.ipynb", "corpus.ipynb", "runs.ipynb"}
     for path in NOTEBOOKS.glob("*.ipynb"):
         assert all(not cell.get("outputs") for cell in json.loads(path.read_text())["cells"])

@@ -1,4 +1,4 @@
-"""The same question asked in every way has one answer: flags, tables, Python, the page's coefficients, the rows."""
+"""All interfaces give the same answer: flags, tables, Python, the coefficients of the report, single rows."""
 
 import numpy as np
 import pyarrow as pa
@@ -30,14 +30,14 @@ GEOMETRY = rule(
 
 
 @pytest.mark.parametrize("protocol", [TASK_PROTOCOL, GEOMETRY], ids=["default", "geometry"])
-def test_dropping_a_slice_is_one_number_however_it_is_asked(art, tmp_path, protocol):
+def test_dropping_a_slice_has_one_value_in_all_interfaces(art, tmp_path, protocol):
     artifact = ArtifactReader.open(art)
     save_protocol(protocol, tmp_path / "p.yaml")
     rows = pq.read_table(art / "rows.parquet")
-    kept_N = np.array(rows["topic"].to_pylist()) != "life"
-    kept_ids = rows["row_id"].filter(pa.array(kept_N)).to_pylist()
+    retained_N = np.array(rows["topic"].to_pylist()) != "life"
+    kept_ids = rows["row_id"].filter(pa.array(retained_N)).to_pylist()
     pq.write_table(pa.table({"subset_id": ["s"] * len(kept_ids), "row_id": kept_ids}), tmp_path / "kept.parquet")
-    gone = rows["row_id"].filter(pa.array(~kept_N)).to_pylist()
+    gone = rows["row_id"].filter(pa.array(~retained_N)).to_pylist()
 
     def by_command(*flags) -> float:
         out = tmp_path / "out.parquet"
@@ -66,8 +66,8 @@ def test_dropping_a_slice_is_one_number_however_it_is_asked(art, tmp_path, proto
     if protocol.interaction is Interaction.NONE:
         answers |= {f"served {name}": value for name, value in served(artifact).items()}
         ranked = score(artifact, "facts", protocol=protocol).to_pandas().set_index("row_id")["effect"]
-        answers["mean of what score shows"] = ranked[kept_ids].mean()
-        share = (~kept_N).mean()
+        answers["mean of score"] = ranked[kept_ids].mean()
+        share = (~retained_N).mean()
         answers["share and mean effect"] = -share / (1 - share) * by["effect"]["life"]
     reference = answers["--drop"]
     assert abs(reference) > 0.01
@@ -75,32 +75,34 @@ def test_dropping_a_slice_is_one_number_however_it_is_asked(art, tmp_path, proto
 
 
 def served(artifact) -> dict[str, float]:
-    """As a browser gets it, and an agent: plain arguments, JSON back."""
+    """Return the answers of the server, from plain arguments to JSON."""
     ask = QueryService(artifact)
     questions = {"drop": "topic = 'life'", "keep": "topic != 'life'", "weight": ["topic = 'life': 0"], "by": "topic"}
-    found = {}
+    changes = {}
     for name, value in questions.items():
         answer, status = respond(ask, "predict", {name: value})
         assert status == 200, answer
         lines = [dict(zip(answer["columns"], line, strict=True)) for line in answer["rows"]]
-        found[name] = lines[0]["change"] if name != "by" else {one["value"]: one for one in lines}["life"]["if_dropped"]
-    return found
+        changes[name] = (
+            lines[0]["change"] if name != "by" else {line["value"]: line for line in lines}["life"]["if_dropped"]
+        )
+    return changes
 
 
 def from_coefficients(artifact, protocol) -> dict[str, float]:
-    """The formula of the page, written out."""
+    """Compute the change by the formula of the report."""
     slices = label_slices(LabelTable(artifact.rows_path).column("topic"), row_tokens(artifact))
     predictor = Predictor.from_artifact(artifact, protocol)
     sums = predictor.sums(slices.each)
     f_G = np.array([float(name != "life") for name in slices.names])
-    found = {"shares of slices": predictor.change(slices.weights(f_G[None]))[0, 0]}
-    if protocol.interaction is not Interaction.NONE:  # what rows do to one another is no sum over slices
-        return found
+    changes = {"shares of slices": predictor.change(slices.weights(f_G[None]))[0, 0]}
+    if protocol.interaction is not Interaction.NONE:  # interactions between rows are not a sum over slices
+        return changes
     formula = SliceFormula(sums.n_retained_B, sums.effect_BT, predictor.exposure)
-    return found | {"coefficients": f_G @ formula.effect_GT[:, 0] / (f_G @ formula.rows_G)}
+    return changes | {"coefficients": f_G @ formula.effect_GT[:, 0] / (f_G @ formula.rows_G)}
 
 
-def test_many_subsets_are_asked_at_once(art):
+def test_many_subsets_in_one_call_equal_single_calls(art):
     artifact = ArtifactReader.open(art)
     ids = pq.read_table(art / "rows.parquet")["row_id"].to_pylist()
     subsets = {"first": ids[:10], "rest": ids[10:]}
@@ -110,7 +112,7 @@ def test_many_subsets_are_asked_at_once(art):
     assert 10 * together["first"] + (len(ids) - 10) * together["rest"] == pytest.approx(0.0, abs=1e-5)
 
 
-def test_a_row_has_one_effect_wherever_it_is_shown(art):
+def test_the_effect_of_a_row_is_the_same_everywhere(art):
     artifact = ArtifactReader.open(art)
     effect_N = score(artifact, "facts").to_pandas().set_index("row_id")["effect"]
     answer, _ = respond(QueryService(artifact), "score", {"top": len(effect_N)})
@@ -130,22 +132,22 @@ def test_a_row_has_one_effect_wherever_it_is_shown(art):
         assert words == pytest.approx(effect_N[row], rel=1e-2, abs=1e-2)
 
 
-def test_what_select_promises_is_what_predict_and_score_say_of_its_rows(art):
+def test_the_change_of_a_selection_is_that_of_predict_and_score(art):
     artifact = ArtifactReader.open(art)
     effect_N = score(artifact, "facts").to_pandas().set_index("row_id")["effect"]
-    found = select(artifact, "25%")
-    rows = found.table["row_id"].to_pylist()
+    selection = select(artifact, "25%")
+    rows = selection.table["row_id"].to_pylist()
     promised = {
-        "select": found.targets["change"][0].as_py(),
+        "select": selection.targets["change"][0].as_py(),
         "predict": predict(artifact, subsets={"chosen": rows}).to_pandas()["change"][0],
         "score": effect_N[rows].mean(),
-        "effects it writes": found.table["effect"].to_numpy().mean(),
+        "written effects": selection.table["effect"].to_numpy().mean(),
     }
     assert promised == pytest.approx(dict.fromkeys(promised, promised["select"]), abs=2e-6)
 
 
-def test_what_runs_lead_to_expect_is_one_number_however_it_is_asked(tmp_path):
-    """With the other target and without it, by every flag, for every verb, on the page."""
+def test_predictions_with_runs_have_one_value_in_all_interfaces(tmp_path):
+    """Ask with and without the other target, by every flag and function, and in the report."""
     artifact = write_artifact(tmp_path / "art")
 
     def utility(b, seed, target):
@@ -158,16 +160,16 @@ def test_what_runs_lead_to_expect_is_one_number_however_it_is_asked(tmp_path):
     columns = ["nats", "nats_low", "nats_high"]
     answers = {}
     for target in ("sciq", ["sciq", "boolq"], ["boolq", "sciq"], None):
-        for asked in question:
-            table = predict(artifact, **asked, target=target, runs=runs).to_pandas().set_index("target")
-            answers[f"{target} {next(iter(asked))}"] = table.loc["sciq", columns].tolist()
+        for arguments in question:
+            table = predict(artifact, **arguments, target=target, runs=runs).to_pandas().set_index("target")
+            answers[f"{target} {next(iter(arguments))}"] = table.loc["sciq", columns].tolist()
         by = predict(artifact, by="topic", target=target, runs=runs).to_pandas().set_index(["target", "value"])
         answers[f"{target} by"] = by.loc[("sciq", "games"), columns].tolist()
         shown = None if target is None else several(target)
-        found = collect_findings(artifact, resolve_protocol(None, artifact), target=shown, runs=runs)
-        g, t = found.labels[0].slices.names.index("games"), list(found.targets).index("sciq")
-        dropped = found.labels[0].dropped
-        answers[f"{target} page"] = [one[g, t] for one in (dropped.value_GT, dropped.low_GT, dropped.high_GT)]
+        findings = collect_findings(artifact, resolve_protocol(None, artifact), target=shown, runs=runs)
+        g, t = findings.labels[0].slices.names.index("games"), list(findings.targets).index("sciq")
+        dropped = findings.labels[0].dropped
+        answers[f"{target} page"] = [array[g, t] for array in (dropped.value_GT, dropped.low_GT, dropped.high_GT)]
     served = QueryService(artifact, runs=runs)
     answer, status = respond(served, "predict", {"drop": "topic = 'games'", "target": "sciq"})
     assert status == 200, answer

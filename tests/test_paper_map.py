@@ -1,4 +1,4 @@
-"""docs/paper_map.md names every label of the paper, and only functions and tests that exist."""
+"""docs/paper_map.md lists every label of the paper, and only functions and tests that exist."""
 
 import ast
 import importlib
@@ -30,7 +30,7 @@ def named(column):
     return sorted({name for row in ROWS for name in re.findall(r"`([^`]+)`", row[column])})
 
 
-def test_every_label_is_there_once_and_none_is_made_up():
+def test_every_label_is_listed_once_and_exists():
     labels = [label for row in ROWS for label in re.findall(r"`((?:eq|thm|prop):[^`]+)`", row[0])]
     assert labels == LABELS.split()
 

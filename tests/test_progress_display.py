@@ -1,4 +1,4 @@
-"""What a long run says while it works, and tables as they are printed."""
+"""Progress of long runs, and printed tables."""
 
 import re
 import sys
@@ -15,7 +15,7 @@ from grasp.text import MAX_CELL_CHARS
 from tests.mentions import assert_mentions
 
 
-def test_stages_have_names_and_what_is_left_of_each_is_said(monkeypatch, capsys):
+def test_stages_are_named_with_their_remaining_time(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     watch = Watch(quiet=True)
@@ -34,7 +34,7 @@ def test_stages_have_names_and_what_is_left_of_each_is_said(monkeypatch, capsys)
     assert_mentions(capsys.readouterr().err, "verifying: 1 of 2 rows", "0 rows/s", " 6 s")
 
 
-def test_the_first_parts_of_the_work_tell_how_long_all_of_it_takes(monkeypatch, capsys):
+def test_the_total_time_is_estimated_from_the_first_parts(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     watch = Watch(quiet=True)
@@ -49,7 +49,7 @@ def test_the_first_parts_of_the_work_tell_how_long_all_of_it_takes(monkeypatch, 
     assert " 3 min 00 s " in capsys.readouterr().err
 
 
-def test_only_names_that_are_cut_are_told_apart(capsys):
+def test_only_truncated_names_are_disambiguated(capsys):
     long = "x" * 100
     show("t", ("name", "n", "note"), [(long + "a", "1", "b\t"), (long + "b", "1", "b"), ("b", "2", "b ")])
     _, _, first, second, third = capsys.readouterr().out.splitlines()
@@ -60,7 +60,7 @@ def test_only_names_that_are_cut_are_told_apart(capsys):
     assert "#" not in first + third
 
 
-def test_progress_tells_runs_steps_and_the_time_left(monkeypatch, capsys):
+def test_progress_reports_runs_steps_and_remaining_time(monkeypatch, capsys):
     monkeypatch.setattr(Watch, "line_seconds", 0.0)
     with Watch(quiet=True) as watch:
         watch.runs(RetrainStatus("rows"))

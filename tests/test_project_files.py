@@ -1,4 +1,4 @@
-"""The files that hosts and newcomers read agree with the code: versions, make targets, paths, packages."""
+"""Project files agree with the code: versions, make targets, paths, packages."""
 
 import re
 from importlib.util import find_spec
@@ -18,7 +18,7 @@ def workflow_commands() -> str:
     return "\n".join(step["run"] for job in jobs for step in job["steps"] if "run" in step)
 
 
-def test_the_version_is_one():
+def test_all_files_have_one_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     released = re.findall(r"^## \[(\S+)\] - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert released[0] == (grasp.__version__, citation["date-released"])
@@ -26,21 +26,23 @@ def test_the_version_is_one():
     assert "version" not in re.findall(r'^(\w+) = "', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
 
 
-def test_every_make_target_that_is_named_is_there():
+def test_every_named_make_target_exists():
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     pages = CONTRIBUTING + (ROOT / "README.md").read_text(encoding="utf-8")
-    asked = set(re.findall(r"\bmake (\w+)", workflow_commands() + "".join(re.findall(r"```bash.*?```", pages, re.S))))
-    assert {"test", "check", "docs", "coverage"} <= asked <= targets
+    named_targets = set(
+        re.findall(r"\bmake (\w+)", workflow_commands() + "".join(re.findall(r"```bash.*?```", pages, re.S)))
+    )
+    assert {"test", "check", "docs", "coverage"} <= named_targets <= targets
 
 
-def test_every_python_that_is_promised_is_tried():
+def test_every_supported_python_is_tested():
     (oldest,) = re.findall(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
     matrix = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())["jobs"]["test"]["strategy"]["matrix"]
     assert matrix["python"][0] == oldest
     assert {system.partition("-")[0] for system in matrix["os"]} == {"ubuntu", "macos"}
 
 
-def test_every_path_that_newcomers_are_sent_to_is_there():
+def test_every_path_in_the_contributing_page_exists():
     named = set(re.findall(r"`([\w/.-]+/[\w.-]*|[\w/]+\.(?:py|md|yaml))`", CONTRIBUTING)) | set(
         re.findall(r"\]\(([\w/.-]+)", CONTRIBUTING)
     )

@@ -34,14 +34,14 @@ def blocks(language: str, page: str = "README.md") -> list[str]:
 
 
 def commands(page: str = "README.md") -> list[list[str]]:
-    """Every command line, comments left out, as argv."""
+    """Return every command line without comments, as argv."""
     lines = "".join(blocks("bash", page)).replace("\\\n", " ").splitlines()
     return [argv for line in lines if (argv := shlex.split(line, comments=True))]
 
 
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Path:
-    """ckpt, corpus.parquet and subsets.parquet, and the current directory."""
+    """Write ckpt, corpus.parquet and subsets.parquet, and change to their directory."""
     write_checkpoint(tmp_path / "ckpt", context=512)
     rows = {"row_id": [f"row-{i}" for i in range(30)], "text": texts(30), "topic": [TOPICS[i % 3] for i in range(30)]}
     pq.write_table(pa.table(rows), tmp_path / "corpus.parquet")
@@ -64,9 +64,9 @@ def test_the_python_example_of_the_readme(place, capsys, monkeypatch):
 
 @needs_tasks
 def test_the_commands_of_the_readme(place):
-    asked = [argv for argv in commands() if argv[0] == "grasp"]
-    assert [argv[1] for argv in asked] == ["build", "predict", "predict", "score"]
-    for argv in asked:
+    command_lines = [argv for argv in commands() if argv[0] == "grasp"]
+    assert [argv[1] for argv in command_lines] == ["build", "predict", "predict", "score"]
+    for argv in command_lines:
         succeed(*argv[1:])
 
 
@@ -82,12 +82,12 @@ def test_the_python_recipe(place, capsys, monkeypatch):
 @needs_tasks
 def test_the_recipes_in_their_order(place):
     recipes = commands(RECIPES)
-    asked = [argv for argv in recipes if argv[:1] == ["grasp"] and argv[1] in READING and "--runs" not in argv]
-    assert {argv[1] for argv in asked} == READING
-    for argv in asked:
+    command_lines = [argv for argv in recipes if argv[:1] == ["grasp"] and argv[1] in READING and "--runs" not in argv]
+    assert {argv[1] for argv in command_lines} == READING
+    for argv in command_lines:
         succeed(*argv[1:])
     assert ArtifactReader.open(place / "art").targets == ("sciq", "openbookqa", "commonsense_qa")
-    assert pq.read_table(place / "predictions.parquet").num_rows == 4  # two subsets, before the third target came
+    assert pq.read_table(place / "predictions.parquet").num_rows == 4  # two subsets, before the third target was added
     assert (place / "report.html").read_text(encoding="utf-8").count("6 of 30 rows") >= 1
 
 
@@ -109,7 +109,7 @@ def test_the_page_on_replays(place):
     assert "replay of 1 x 4 steps for exam" in printed[4]
 
 
-def test_the_reference_shows_every_public_name_and_what_it_shows_runs(place, monkeypatch):
+def test_the_reference_lists_every_public_name_and_its_examples_run(place, monkeypatch):
     monkeypatch.setattr(grasp, "build", partial(grasp.build, untrained=True), raising=False)
     more = {"row_id": [f"more-{i}" for i in range(12)], "text": texts(12, seed=3), "topic": list(TOPICS) * 4}
     pq.write_table(pa.table(more), place / "more.parquet")
@@ -132,10 +132,10 @@ def test_the_reference_shows_every_public_name_and_what_it_shows_runs(place, mon
     assert not [name for name in [*names, *methods] if not re.search(rf"\b{re.escape(name)}\b", page)]
 
 
-def test_the_reference_has_every_command_in_its_own_words():
+def test_the_reference_has_the_short_help_of_every_command():
     group = typer.main.get_command(app)
-    found = {name: each for name, each in group.commands.items() if name != "runs"}
-    found |= {f"runs {name}": each for name, each in group.commands["runs"].commands.items()}
+    commands_by_name = {name: each for name, each in group.commands.items() if name != "runs"}
+    commands_by_name |= {f"runs {name}": each for name, each in group.commands["runs"].commands.items()}
     page = (ROOT / "docs" / "reference.md").read_text()
     shown = dict(re.findall(r"^\| `grasp ([\w -]+)` \| (.*?) \|", page, re.MULTILINE))
-    assert shown == {name: each.get_short_help_str(200) for name, each in found.items()}
+    assert shown == {name: each.get_short_help_str(200) for name, each in commands_by_name.items()}

@@ -46,26 +46,29 @@ def relevance(path: Path) -> np.ndarray:
 
 
 def answer_auc(artifact: ArtifactReader, relevance_NE: np.ndarray) -> list[float]:
-    """For each unit whose answer is a word of some row: how often a row with it is above a row without it."""
+    """Return, for each unit whose answer is a word of some row, the AUC of rows with the answer."""
     texts = pq.read_table(PAGES, columns=["text"]).slice(0, DOCUMENTS).column("text").to_pylist()
-    found = []
+    aucs = []
     for e, unit in enumerate(artifact.units.to_pylist()):
         answer = re.compile(rf"\b{re.escape(unit['completion'].strip())}\b", re.IGNORECASE)
         has_N = np.array([answer.search(" ".join(text.split()[:100])) is not None for text in texts])
         if 0 < has_N.sum() < len(has_N):
             ranks = rankdata(relevance_NE[:, e])
-            found.append((ranks[has_N].mean() - (has_N.sum() + 1) / 2) / (~has_N).sum())
-    return found
+            aucs.append((ranks[has_N].mean() - (has_N.sum() + 1) / 2) / (~has_N).sum())
+    return aucs
 
 
 def test_smollm2_over_web_pages_in_both_precisions(tmp_path):
-    found = {}
+    relevance_by_dtype = {}
     for dtype in ("float32", "bfloat16"):
         artifact = ArtifactReader.open(build_artifact(settings_of(dtype), tmp_path / dtype))
         assert artifact.n_rows == DOCUMENTS
         assert artifact.manifest.made_by["dtype"] == dtype
-        found[dtype] = relevance(artifact.path)
+        relevance_by_dtype[dtype] = relevance(artifact.path)
         for row in score(artifact, "sciq", top=5, min_tokens=32).table.to_pylist():
             print(f"{dtype}: {row['effect']:+.3g} [{row['topic']}; {row['format']}] {row['snippet'][:150]!r}")
-        assert np.mean(answer_auc(artifact, found[dtype])) > 0.6
-    assert spearmanr(found["float32"].mean(axis=1), found["bfloat16"].mean(axis=1)).statistic > 0.9
+        assert np.mean(answer_auc(artifact, relevance_by_dtype[dtype])) > 0.6
+    assert (
+        spearmanr(relevance_by_dtype["float32"].mean(axis=1), relevance_by_dtype["bfloat16"].mean(axis=1)).statistic
+        > 0.9
+    )

@@ -1,4 +1,4 @@
-"""tools/road.py counts what a call passes, by a world whose road is known."""
+"""tools/road.py counts the functions and modules of a call, compared with a known call graph."""
 
 import sys
 import threading
@@ -35,20 +35,20 @@ def deep(n):
 """
 
 
-def test_functions_modules_depth_and_changes_of_a_known_road(tmp_path, monkeypatch):
+def test_functions_modules_depth_and_changes_of_a_known_call(tmp_path, monkeypatch):
     for name, text in (("first", FIRST), ("second", SECOND), ("third", THIRD)):
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(road, "PACKAGE", f"{tmp_path}/")
-    import first  # noqa: PLC0415 - it is made here
+    import first  # noqa: PLC0415 - the module is written above
 
-    found = road.CallTrace()
-    threading.setprofile(found.record)
-    sys.setprofile(found.record)
+    trace = road.CallTrace()
+    threading.setprofile(trace.record)
+    sys.setprofile(trace.record)
     try:
         first.main()
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    assert list(found.functions) == ["first:main", "first:step", "second:leaf", "second:Thing.work", "third:deep"]
-    assert found.counts == (5, 3, 5, 2)
+    assert list(trace.functions) == ["first:main", "first:step", "second:leaf", "second:Thing.work", "third:deep"]
+    assert trace.counts == (5, 3, 5, 2)

@@ -1,4 +1,4 @@
-"""What is read from the source of a verb is what the verb takes."""
+"""Parameters parsed from the source of a function equal its signature."""
 
 import inspect
 from importlib import import_module
@@ -28,31 +28,31 @@ VERBS = [
     ("grasp.api.retrain", "retrain"),
     ("grasp.api.score", "score"),
 ]
-OF_PYTHON = {"art", "artifact", "cluster", "jobs", "overrides", "on_start", "progress"}  # no text can give them
+OF_PYTHON = {"art", "artifact", "cluster", "jobs", "overrides", "on_start", "progress"}  # these have no text form
 
 
 @pytest.mark.parametrize(("module", "name"), VERBS)
-def test_a_verb_is_declared_as_python_sees_it(module, name):
-    verb, found = getattr(import_module(module), name), parse_signature(module, name)
-    takes = {one.name: one.default for one in inspect.signature(verb).parameters.values()}
-    assert list(found.arguments) == [name for name in takes if name not in OF_PYTHON]
-    for name, argument in found.arguments.items():
+def test_parsed_parameters_equal_the_signature(module, name):
+    verb, signature = getattr(import_module(module), name), parse_signature(module, name)
+    takes = {parameter.name: parameter.default for parameter in inspect.signature(verb).parameters.values()}
+    assert list(signature.arguments) == [name for name in takes if name not in OF_PYTHON]
+    for name, argument in signature.arguments.items():
         may_be_left_out = takes[name] is REQUIRED and argument.default is None  # `target: str | None`
         assert argument.default == takes[name] or may_be_left_out
         assert argument.about.endswith((".", "?")), name
-    assert found.about.startswith(inspect.getdoc(verb).splitlines()[0])
+    assert signature.about.startswith(inspect.getdoc(verb).splitlines()[0])
 
 
-def test_kinds_are_those_that_can_be_written():
-    found = parse_signature("grasp.api.predict", "predict").arguments
-    kinds = {name: found[name].annotation for name in ("by", "weight", "subsets", "omitted", "count")}
+def test_annotations_have_a_text_form():
+    arguments = parse_signature("grasp.api.predict", "predict").arguments
+    kinds = {name: arguments[name].annotation for name in ("by", "weight", "subsets", "omitted", "count")}
     assert kinds == {"by": str | None, "weight": list[str], "subsets": Path | None, "omitted": bool, "count": int}
-    assert [name for name, argument in found.items() if argument.in_commas] == ["target"]
-    assert "In Python" not in found["weight"].about
+    assert [name for name, argument in arguments.items() if argument.in_commas] == ["target"]
+    assert "In Python" not in arguments["weight"].about
 
 
-def test_a_question_of_a_page_or_an_agent_names_no_file():
+def test_requests_to_the_server_cannot_name_files():
     for verb, (module, names) in SERVED_VERBS.items():
-        asked = [parse_signature(module, verb).arguments[name] for name in names]
-        assert all(argument.kind is not Path for argument in asked)
-        assert {argument.name for argument in asked if argument.repeatable} <= set(REPEATABLE)
+        arguments = [parse_signature(module, verb).arguments[name] for name in names]
+        assert all(argument.kind is not Path for argument in arguments)
+        assert {argument.name for argument in arguments if argument.repeatable} <= set(REPEATABLE)

@@ -1,4 +1,4 @@
-"""Untrusted text becomes one line that steers nothing."""
+"""Untrusted text becomes one line without control characters."""
 
 import csv
 import json
@@ -19,13 +19,13 @@ from tests.report.world import HOSTILE, LINE, write_artifact
 
 
 @given(st.text(max_size=80))
-def test_nothing_that_steers_a_screen_is_left(text):
+def test_control_characters_are_removed(text):
     for shown in (plain(text), name(text), ending(text)):
         assert not any(unicodedata.category(ch) in ("Cc", "Cs") for ch in shown)
         assert not set(shown) & set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f\ufeff")
 
 
-def test_text_is_cut_and_its_end_can_be_had():
+def test_text_is_truncated_with_an_optional_end():
     assert len(plain(LINE, 600)) == 600
     assert plain(LINE).startswith(plain(LINE, 600)[:-3])
     assert plain("a " * 10, 6) == "a a..."
@@ -35,13 +35,13 @@ def test_text_is_cut_and_its_end_can_be_had():
 
 
 @given(st.lists(st.text(max_size=5) | st.just("x" * 70), max_size=8))
-def test_names_stay_different_when_they_are_cut(texts):
+def test_truncated_names_stay_different(texts):
     names = different(texts, MAX_CELL_CHARS)
     assert len(set(names)) == len(texts)
-    assert all(len(one) <= MAX_CELL_CHARS for one in names)
+    assert all(len(name) <= MAX_CELL_CHARS for name in names)
 
 
-def test_numbers_have_a_true_minus_and_a_dash_where_there_is_none():
+def test_numbers_have_a_minus_sign_and_missing_ones_a_dash():
     assert signed(-0.12345) == "\N{MINUS SIGN}0.123"
     assert signed(0.5, 1) == "+0.5"
     assert signed(None) == signed(float("nan")) == number(None) == "\N{EN DASH}"
@@ -60,25 +60,25 @@ def test_numbers_have_a_true_minus_and_a_dash_where_there_is_none():
     assert ascii_text.signed(None) == ascii_text.number(float("nan")) == "-"
 
 
-def test_many_names_that_are_cut_to_the_same_are_told_apart_in_one_pass():
+def test_many_names_with_equal_truncation_are_disambiguated_in_one_pass():
     names = different(["x" * 100 + str(place) for place in range(50_000)], MAX_CELL_CHARS)
     assert len(set(names)) == 50_000
     assert names[-1].endswith(" #50000")
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_no_heading_title_or_cell_steers_the_terminal(text):
+def test_headings_titles_and_cells_have_no_control_characters(text):
     shown = text_table(str(text), [str(text), "n"], [[text, 1]])
     assert all(line.isprintable() or set(line) & set("\u200c\u200d") for line in shown.split("\n"))
 
 
-def test_json_holds_only_finite_numbers():
+def test_json_has_only_finite_numbers():
     value = {"a": float("nan"), "b": [1.5, float("inf"), (float("-inf"), None)], "c": "nan"}
     assert json.loads(json_text(value)) == {"a": None, "b": [1.5, None, [None, None]], "c": "nan"}
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.parquet"])
-def test_a_table_holds_only_finite_numbers_and_no_formula_for_a_spreadsheet(tmp_path, name):
+def test_a_table_has_only_finite_numbers_and_no_spreadsheet_formulas(tmp_path, name):
     texts = ["=1+1", "@SUM(A1)", "-2", "+x", "\t=1", "plain", None]
     numbers = [float("nan"), float("inf"), -1.0, 2.5, None, 0.0, 1e308]
     table = pa.table({"row_id": texts, "label": pa.array(texts).dictionary_encode(), "value": numbers, "n": range(7)})
@@ -101,7 +101,7 @@ def test_a_table_holds_only_finite_numbers_and_no_formula_for_a_spreadsheet(tmp_
 STEERS = "a\x1b[2J\x07\u202eb\nc"
 
 
-def test_no_repr_of_a_result_steers_the_terminal(tmp_path):
+def test_reprs_of_results_have_no_control_characters(tmp_path):
     label, target = f"top{STEERS}", f"sci{STEERS}"
     write_artifact(tmp_path / "art", targets=(target, "boolq"), topics=(STEERS, f"{STEERS}2", "games", None))
     art = grasp.open(tmp_path / "art")

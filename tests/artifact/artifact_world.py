@@ -1,4 +1,4 @@
-"""A small world to write and read: values that a float16 holds exactly, so that nothing hides in rounding."""
+"""A small artifact to write and read, with values that float16 represents exactly, so that rounding hides no error."""
 
 import sys
 import time
@@ -78,7 +78,7 @@ class World:
             yield ArtifactWriter.open(path, **(arguments | changes))
 
     def begin(self, path: Path, **changes: Any) -> ArtifactWriter:
-        """Begin or go on, and write no shard."""
+        """Begin or resume an artifact without writing a shard."""
         with self.open(path, **changes) as writer:
             return writer
 
@@ -139,13 +139,13 @@ class World:
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """Every file of a directory but the marker, whose text may be a process id."""
+    """Return every file of a directory except the marker, whose text may be a process id."""
     files = (file for file in path.rglob("*") if file.is_file() and file.name != MARKER)
     return {file.relative_to(path).as_posix(): file.read_bytes() for file in files}
 
 
 def main() -> None:
-    """A slow build in a process of its own, to be killed; `--hold` only takes the lock."""
+    """Run a slow build in a separate process that a test kills; `--hold` only takes the lock."""
     world = World(n_rows=60, shard_rows=2)
     with world.open(Path(sys.argv[1])) as writer:
         while "--hold" in sys.argv:

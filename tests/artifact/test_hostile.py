@@ -1,4 +1,4 @@
-"""An artifact may come from a stranger: nothing outside it is read or written, and every refusal is one line."""
+"""Untrusted artifacts: nothing outside of them is read or written, and every refusal is one line."""
 
 import os
 from pathlib import Path
@@ -47,7 +47,7 @@ def art(tmp_path) -> Path:
 
 
 def refusal(path: Path) -> str:
-    """The one line with which everything refuses an artifact."""
+    """Return the one line with which every function refuses an artifact."""
     messages = set()
     for look in (ArtifactReader.open, info, verify):
         with pytest.raises(ArtifactError) as caught:
@@ -60,7 +60,7 @@ def refusal(path: Path) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("place", ["files", "units", "moments", "group", "array"])
-def test_a_name_that_leads_elsewhere_is_refused_by_everything(name, place, art, tmp_path):
+def test_file_names_outside_the_artifact_are_refused_by_every_function(name, place, art, tmp_path):
     def change(raw):
         if place == "files":
             raw["files"][name] = {"bytes": 3, "checksum": "0" * 32}
@@ -114,7 +114,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_a_manifest_cannot_mean_is_refused_by_everything(change, art):
+def test_invalid_manifests_are_refused_by_every_function(change, art):
     resign(art, change)
     assert refusal(art).startswith(f"{art / MANIFEST}: ")
 
@@ -126,7 +126,7 @@ def everything(artifact: ArtifactReader) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "link to a directory", "pipe", "device", "directory"])
-def test_what_is_no_regular_file_is_never_opened(kind, art, tmp_path):
+def test_only_regular_files_are_opened(kind, art, tmp_path):
     chunk = art / "arrays" / "hidden_sketch" / "00001.npy"
     content = chunk.read_bytes()
     chunk.unlink()
@@ -144,12 +144,12 @@ def test_what_is_no_regular_file_is_never_opened(kind, art, tmp_path):
     else:
         chunk.mkdir()
     assert any("expected a" in problem.what for problem in verify(art).problems)
-    with pytest.raises(ArtifactError, match=r"(symbolic link|pipe|directory).*(reg|dir)"):
+    with pytest.raises(ArtifactError, match=r"symbolic link|pipe|directory"):
         everything(ArtifactReader.open(art))
 
 
 @pytest.mark.parametrize("name", ["pipe", "link"])
-def test_a_manifest_that_is_no_regular_file(name, art, tmp_path):
+def test_a_manifest_that_is_not_a_regular_file_is_refused(name, art, tmp_path):
     data = (art / MANIFEST).read_bytes()
     (art / MANIFEST).unlink()
     if name == "pipe":
@@ -163,14 +163,14 @@ def test_a_manifest_that_is_no_regular_file(name, art, tmp_path):
     assert verify(art).problems[0].file == MANIFEST
 
 
-def test_units_that_are_not_those_of_the_manifest(art):
+def test_units_that_differ_from_the_manifest_are_refused(art):
     resign(art, lambda raw: raw.update(targets={"sciq": 1, "openbookqa": 3}))
-    with pytest.raises(ArtifactError, match=r"manifest.*\{'sciq': 1, 'openbookqa': 3\}"):
+    with pytest.raises(ArtifactError, match=r"manifest.*'sciq': 1, 'openbookqa': 3"):
         _ = ArtifactReader.open(art).units
 
 
 @pytest.mark.parametrize("change", ["shape", "dtype", "pickle", "header"])
-def test_an_array_that_is_not_the_one_of_the_manifest(change, art, tmp_path):
+def test_an_array_that_differs_from_the_manifest_is_refused(change, art, tmp_path):
     chunk = art / "arrays" / "hidden_sketch" / "00001.npy"
     array = np.load(chunk)
     ran = tmp_path / "ran"
@@ -185,7 +185,7 @@ def test_an_array_that_is_not_the_one_of_the_manifest(change, art, tmp_path):
     entry = entry_of(chunk).model_dump()
     resign(art, lambda raw: raw["files"].update({"arrays/hidden_sketch/00001.npy": entry}))
     assert verify(art).ok
-    with pytest.raises(ArtifactError, match=r"00001\.npy: (expected an array|damaged)") as caught:
+    with pytest.raises(ArtifactError, match=r"00001\.npy: (.*array|damaged)") as caught:
         everything(ArtifactReader.open(art))
     assert "\n" not in str(caught.value)
     assert not ran.exists()
@@ -193,7 +193,7 @@ def test_an_array_that_is_not_the_one_of_the_manifest(change, art, tmp_path):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
 @pytest.mark.parametrize("name", ["scale.npy", "00001.npy"])
-def test_numbers_that_no_build_writes_are_refused_by_whoever_reads_them(value, name, tmp_path):
+def test_numbers_that_no_build_writes_are_refused_by_every_reader(value, name, tmp_path):
     art = World(dtype="float32").write(tmp_path / "art")
     path = art / "arrays" / "hidden_sketch" / name
     array = np.load(path)
@@ -227,7 +227,7 @@ class Runs:
         return Path.touch, (self.path,)
 
 
-def test_an_artifact_behind_a_url_writes_nothing_outside_of_the_cache(art, tmp_path, monkeypatch):
+def test_an_artifact_at_a_url_writes_nothing_outside_of_the_cache(art, tmp_path, monkeypatch):
     monkeypatch.setenv("GRASP_CACHE", str(tmp_path / "cache"))
     publish(art, "memory://hostile/art", SIGNED_MANIFEST)
     filesystem, root = fsspec.core.url_to_fs("memory://hostile/art")
@@ -269,7 +269,7 @@ def test_a_damaged_copy_of_a_remote_file_is_fetched_again(art, tmp_path, monkeyp
     assert verify("memory://cached/art").ok
 
 
-def test_a_directory_of_somebody_else_is_not_touched(tmp_path):
+def test_a_directory_that_grasp_did_not_write_is_not_changed(tmp_path):
     theirs = tmp_path / "theirs"
     (theirs / "work").mkdir(parents=True)
     for name in ("work/thesis.tex", "rows.parquet", "download.part", "lock", "run.yaml"):
@@ -285,7 +285,7 @@ def test_a_directory_of_somebody_else_is_not_touched(tmp_path):
         World().begin(Path(""))
 
 
-def test_a_copy_without_the_marker_is_still_ours(art):
+def test_a_copy_without_the_marker_is_recognised(art):
     (art / ".grasp-artifact").unlink()
     assert World().begin(art).complete
     assert isinstance(SIGNED_MANIFEST.parse(art / MANIFEST, (art / MANIFEST).read_bytes()), Manifest)

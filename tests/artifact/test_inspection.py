@@ -1,4 +1,4 @@
-"""Law: whatever file is changed, `verify` names that file, and goes on to name the others."""
+"""Law: `verify` names every file that was changed."""
 
 import json
 
@@ -23,7 +23,7 @@ def path(world, tmp_path):
     return world.extend(tmp_path / "art")
 
 
-def test_an_artifact_as_written_is_whole(path):
+def test_an_artifact_is_valid_as_written(path):
     report = verify(path)
     assert report.ok
     assert report.complete
@@ -44,7 +44,7 @@ def test_a_flipped_byte_in_any_file_is_found_and_named(path):
     assert verify(path).ok
 
 
-def test_every_byte_of_the_manifest_counts(world, tmp_path):
+def test_a_change_of_any_byte_of_the_manifest_is_found(world, tmp_path):
     manifest = world.write(tmp_path / "art") / "manifest.json"
     data = manifest.read_bytes()
     for place in range(0, len(data), 29):
@@ -52,7 +52,7 @@ def test_every_byte_of_the_manifest_counts(world, tmp_path):
         assert [problem.file for problem in verify(tmp_path / "art").problems] == ["manifest.json"]
 
 
-def test_everything_broken_is_named_not_only_the_first(path):
+def test_every_damaged_file_is_named(path):
     files = contents(path)
     (path / "rows.parquet").unlink()
     (path / "shards/00002.parquet").write_bytes(files["shards/00002.parquet"][:-3])
@@ -81,7 +81,7 @@ def test_with_a_damaged_manifest_the_shards_are_still_checked(path):
     ]
 
 
-def test_verify_and_info_of_nothing(tmp_path):
+def test_verify_and_info_of_a_missing_artifact(tmp_path):
     for look in (verify, info):
         with pytest.raises(ArtifactError, match="nowhere: no such"):
             look(tmp_path / "nowhere")
@@ -114,7 +114,7 @@ def test_info_of_a_finished_artifact(path, world):
     json.dumps(artifact_info.to_dict())
 
 
-def test_info_of_an_unfinished_artifact_is_its_progress(world, tmp_path):
+def test_info_of_an_unfinished_artifact_reports_its_progress(world, tmp_path):
     with world.open(tmp_path / "art") as writer:
         world.fill(writer, [1, 2])
     artifact_info = info(tmp_path / "art")

@@ -1,4 +1,4 @@
-"""Law: reading an artifact takes the memory of a block, not of the array."""
+"""Law: reading an artifact needs the memory of a block, not of an array."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ MIB = 2**20
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory now."""
+    """Return the resident memory of this process in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
 

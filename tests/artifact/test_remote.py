@@ -1,4 +1,4 @@
-"""An artifact behind a URL is the artifact: memory, and S3 as a real server speaks it."""
+"""An artifact at a URL equals the local one: in memory, on an S3 server, and over HTTP."""
 
 import http.server
 import os
@@ -40,7 +40,7 @@ def local(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def s3():
-    """A bucket on an S3 server of its own, for as long as the tests run."""
+    """Start an S3 server with a bucket for the tests of this file."""
     pytest.importorskip("moto", reason="moto is not installed: pip install 'moto[server]'")
     pytest.importorskip("s3fs", reason="s3fs is not installed: pip install '.[s3]'")
     with socket.socket() as free:
@@ -84,7 +84,7 @@ def _wait_for(endpoint: str) -> None:
 
 @pytest.fixture(params=["memory", pytest.param("s3", marks=pytest.mark.filterwarnings("default"))])
 def place(request):
-    """A URL under which nothing lies yet."""
+    """Return a URL at which nothing is stored yet."""
     base = "memory:/" if request.param == "memory" else request.getfixturevalue("s3")
     url = f"{base}/{request.node.name.partition('[')[0]}"
     yield url
@@ -107,9 +107,9 @@ def assert_same(actual: ArtifactReader, expected: ArtifactReader) -> None:
         np.testing.assert_array_equal(actual.moments[name], array)
 
 
-def test_what_is_read_from_a_url_is_what_was_written(local, place):
+def test_data_read_from_a_url_equal_those_written(local, place):
     assert not is_published(place)
-    with pytest.raises(ArtifactError, match=f"^{place}: .*artifact.*`grasp build --out"):
+    with pytest.raises(ArtifactError, match=f"^{place}: .*`grasp build"):
         ArtifactReader.open(place)
     publish_artifact(local, place)
     assert is_published(place)
@@ -121,7 +121,7 @@ def test_what_is_read_from_a_url_is_what_was_written(local, place):
     assert info(place).path == place
 
 
-def test_only_what_is_read_is_fetched(local, place, cache):
+def test_only_files_that_are_read_are_fetched(local, place, cache):
     publish_artifact(local, place)
     artifact = ArtifactReader.open(place)
     next(artifact.array_blocks("hidden_sketch"))
@@ -130,7 +130,7 @@ def test_only_what_is_read_is_fetched(local, place, cache):
     assert artifact.path.is_relative_to(cache)
 
 
-def test_a_flipped_byte_is_found_where_it_lies_and_on_its_way(local, place):
+def test_a_flipped_byte_is_found_in_storage_and_in_transfer(local, place):
     publish_artifact(local, place)
     filesystem, root = fsspec.core.url_to_fs(place)
     chunk = f"{root}/arrays/hidden_sketch/00001.npy"
@@ -142,7 +142,7 @@ def test_a_flipped_byte_is_found_where_it_lies_and_on_its_way(local, place):
     assert problems.keys() == {"arrays/hidden_sketch/00001.npy", "rows.parquet"}
     assert problems["rows.parquet"] == "missing"
     assert_mentions(problems["arrays/hidden_sketch/00001.npy"], "damaged", "checksum")
-    with pytest.raises(ArtifactError, match=rf"^{place}/arrays/hidden_sketch/00001.npy: damaged: .*verify"):
+    with pytest.raises(ArtifactError, match=rf"^{place}/arrays/.*/00001.npy: damaged"):
         list(ArtifactReader.open(place).array_blocks("hidden_sketch"))
     with pytest.raises(ArtifactError, match=r"rows\.parquet: .*reached"):
         _ = ArtifactReader.open(place).rows_path
@@ -156,7 +156,7 @@ def is_published(place):
     return module.is_published(place, SIGNED_MANIFEST)
 
 
-def test_publishing_goes_on_and_is_whole_or_absent(local, place, monkeypatch):
+def test_publishing_resumes_and_is_atomic(local, place, monkeypatch):
     filesystem, _ = fsspec.core.url_to_fs(place)  # fsspec gives the same one to whoever asks
     sent, resent, real = [], [], filesystem.put_file
 
@@ -180,7 +180,7 @@ def test_publishing_goes_on_and_is_whole_or_absent(local, place, monkeypatch):
     publish_artifact(local, place)
 
 
-def test_what_was_sent_and_is_gone_is_sent_again(local, place, monkeypatch):
+def test_files_deleted_after_the_upload_are_sent_again(local, place, monkeypatch):
     filesystem, root = fsspec.core.url_to_fs(place)
     publish_artifact(local, place)
     for name in (MANIFEST, "rows.parquet"):
@@ -196,7 +196,7 @@ def test_what_was_sent_and_is_gone_is_sent_again(local, place, monkeypatch):
     assert not is_published(place)
 
 
-def test_two_readers_with_an_empty_cache_do_not_meet(local, place, monkeypatch):
+def test_two_readers_with_an_empty_cache_do_not_interfere(local, place, monkeypatch):
     publish_artifact(local, place)
     requested, real = [], module.written_aside
 
@@ -211,7 +211,7 @@ def test_two_readers_with_an_empty_cache_do_not_meet(local, place, monkeypatch):
     assert len(set(paths)) == len(requested) == 1  # the others waited for it
 
 
-def test_a_bucket_of_a_misspelt_name_is_not_made(local, s3):
+def test_a_bucket_with_a_misspelt_name_is_not_created(local, s3):
     with pytest.raises(ArtifactError, match=r"^s3://nobody-made-it/art.*reached"):
         publish_artifact(local, "s3://nobody-made-it/art")
     filesystem, _ = fsspec.core.url_to_fs(s3)
@@ -229,14 +229,14 @@ def test_a_file_url_is_a_path(local):
     assert verify(f"file://{local}").ok
 
 
-def test_another_artifact_is_not_written_over(local, place, tmp_path):
+def test_another_artifact_is_not_overwritten(local, place, tmp_path):
     publish_artifact(local, place)
     other = World(n_rows=9).write(tmp_path / "other")
     with pytest.raises(ArtifactError, match=f"^{place}: [^\n]*URL$"):
         publish_artifact(other, place)
 
 
-def test_what_is_a_url():
+def test_urls_are_distinguished_from_paths():
     assert remote_url("s3://bucket/a/b/") == remote_url(Path("s3://bucket/a/b")) == "s3://bucket/a/b"
     assert remote_url(Path("memory://x/y")) == "memory://x/y"
     for path in ("art", "/tmp/art", "C:/art", "file:///tmp/art", "topic:games"):
@@ -249,7 +249,7 @@ def test_a_filesystem_that_is_not_installed_names_the_extra(monkeypatch):
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(module.fsspec.core, "url_to_fs", missing)
-    with pytest.raises(MissingExtraError, match=r"^s3://b/x: .*'s3'.*pip install .*s3"):
+    with pytest.raises(MissingExtraError, match=r"^s3://b/x: .*pip install .*s3"):
         ArtifactReader.open("s3://b/x")
 
 
@@ -295,17 +295,17 @@ def web(local):
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("how", ["500", "loop", "file", "long"])
-def test_a_server_that_errs_or_lies_is_one_line(web, how):
+def test_errors_and_false_answers_of_a_server_are_one_line(web, how):
     pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install aiohttp")
     handler, url = web
     handler.how = how
     for ask in (ArtifactReader.open, info, verify):
-        with pytest.raises(ArtifactError, match=f"^{url}(/manifest.json)?: .*URL, cred"):
+        with pytest.raises(ArtifactError, match=f"^{url}(/manifest.json)?: .*cred"):
             ask(url)
 
 
 @pytest.mark.filterwarnings("default")
-def test_an_artifact_behind_http_is_read_and_a_file_that_is_not_sent_is_named(web, local):
+def test_an_artifact_over_http_is_read_and_a_missing_file_is_named(web, local):
     pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install aiohttp")
     handler, url = web
     assert_same(ArtifactReader.open(url), ArtifactReader.open(local))

@@ -1,4 +1,4 @@
-"""Law: what is read is what was written, whatever the block size, the order of shards, or the columns."""
+"""Law: data are read as written, independently of block size, order of shards and columns."""
 
 import tempfile
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_rows_are_read_as_written(n_rows, shard_rows, block_rows, dtype, order):
 
 
 def test_every_float16_is_read_as_numpy_reads_it(tmp_path):
-    """To the bit, subnormal numbers and the sign of zero among them; and whatever the scale."""
+    """Compare bits, including subnormal numbers and the sign of zero, for every scale."""
     every = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     finite_N = every[np.isfinite(every)].astype(np.float32)
     scale_E = np.array([1.0, 2.0**-90, 2.0**14, 2.0**15, 2.0**60])
@@ -64,7 +64,7 @@ def test_order_of_shards_does_not_matter(world, tmp_path):
 
 
 @pytest.mark.parametrize("columns", [[2, 0], np.array([1, 1, 3]), slice(1, 3), slice(None, None, -1), []])
-def test_columns_come_in_the_order_asked(world, tmp_path, columns):
+def test_columns_have_the_requested_order(world, tmp_path, columns):
     artifact = ArtifactReader.open(world.write(tmp_path / "art"))
     values = world.values["relevance_output_layer"]
     expected = values[:, columns] if isinstance(columns, slice) else values[:, np.array(columns, dtype=int)]
@@ -83,7 +83,7 @@ def test_arrays_are_files_that_numpy_reads(world, tmp_path):
         np.testing.assert_array_equal(np.concatenate(parts).astype(np.float32) * scale, values)
 
 
-def test_row_table_has_index_then_our_columns_then_labels(world, tmp_path):
+def test_the_row_table_has_index_internal_columns_and_labels_in_this_order(world, tmp_path):
     artifact = ArtifactReader.open(world.write(tmp_path / "art"))
     expected = world.rows.add_column(0, "row_index", pa.array(range(world.n_rows)))
     assert pq.read_table(artifact.rows_path).equals(expected)

@@ -1,4 +1,4 @@
-"""Rows in order, equal ones as the corpus has them; what one question leaves for the next, whoever asks meanwhile."""
+"""Ranked rows with ties in corpus order; the cache of results is thread-safe and limited."""
 
 import threading
 
@@ -20,10 +20,10 @@ def test_equal_rows_stay_in_corpus_order(levels, count):
 
 
 class Opened:
-    """Stands for an opened artifact: what is kept of it is kept by it."""
+    """A substitute for an opened artifact, which owns the cache."""
 
 
-def test_threads_share_what_is_kept_and_stay_within_the_bytes(monkeypatch):
+def test_threads_share_the_cache_within_its_limit(monkeypatch):
     monkeypatch.setattr(rows, "CACHED_BYTES", 100)
     opened, failed = Opened(), []
 
@@ -44,7 +44,7 @@ def test_threads_share_what_is_kept_and_stay_within_the_bytes(monkeypatch):
     assert sum(size for _, size in rows._cached[opened].values()) <= 100
 
 
-def test_what_is_too_large_is_made_and_not_kept(monkeypatch):
+def test_results_that_are_too_large_are_not_cached(monkeypatch):
     monkeypatch.setattr(rows, "CACHED_BYTES", 100)
     opened, computed = Opened(), []
     for _ in range(2):

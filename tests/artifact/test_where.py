@@ -1,6 +1,6 @@
-"""Label expressions: what they select, and everything that they refuse; an expression never reaches a file.
+"""Label expressions: selected rows, refused expressions, and no access to files.
 
-A condition made of a value selects exactly the rows that have it, whatever the value and the column are called.
+A condition made from a value selects exactly the rows that have it, for any value and column name.
 """
 
 import math
@@ -89,7 +89,7 @@ def test_nulls_are_counted_and_not_selected(table):
         ("true" + " or true" * 4000, r"\b20000\b"),
     ],
 )
-def test_mistakes_say_where(table, expression, message):
+def test_errors_name_the_position(table, expression, message):
     with pytest.raises(SubsetError, match=message):
         selected(table, expression)
 
@@ -143,8 +143,8 @@ def test_anything_but_a_condition_is_refused(table, expression):
         selected(table, expression)
 
 
-def test_the_second_wall_stands_without_the_first(table, monkeypatch):
-    """Were the parse tree not checked at all, DuckDB itself would still refuse to touch a file or a variable."""
+def test_duckdb_refuses_access_to_files_without_the_check_of_the_parse_tree(table, monkeypatch):
+    """Disable the check: DuckDB must still refuse to read files and variables."""
     secret_table = pa.table({"a": [1]})  # in scope of the caller, where DuckDB would look for it
     monkeypatch.setattr("grasp.artifact.where._validate", lambda expression, where: None)
     for expression, message in [
@@ -189,7 +189,7 @@ def same(value, other):
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(values=st.lists(TEXTS, min_size=1, max_size=6))
-def test_text_is_found_and_nothing_else(tmp_path, values):
+def test_text_conditions_select_exactly_the_matching_rows(tmp_path, values):
     labels = labels_of(tmp_path, values, pa.string())
     for value in dict.fromkeys(values):
         assert selected(labels, equals("topic", value)).tolist() == [same(value, other) for other in values]
@@ -206,7 +206,7 @@ def test_text_is_found_and_nothing_else(tmp_path, values):
         ([0.1, -1e300, math.inf, -math.inf, math.nan, None, 1 / 3], pa.float64()),
     ],
 )
-def test_numbers_are_found_and_nothing_else(tmp_path, values, kind):
+def test_number_conditions_select_exactly_the_matching_rows(tmp_path, values, kind):
     labels = labels_of(tmp_path, values, kind)
     for value in values:
         assert selected(labels, equals("topic", value)).tolist() == [same(value, other) for other in values]
@@ -215,18 +215,18 @@ def test_numbers_are_found_and_nothing_else(tmp_path, values, kind):
 
 
 @pytest.mark.parametrize("column", ["topic", "order", "left", "Topic", "my label", 'a"b', "1st"])
-def test_a_column_of_any_name_can_be_asked_for(tmp_path, column):
+def test_columns_of_any_name_can_be_used(tmp_path, column):
     labels = labels_of(tmp_path, ["a", "b"], pa.string(), column)
     assert selected(labels, equals(identifier(column), "b")).tolist() == [False, True]
 
 
-def test_plain_names_stay_plain_and_the_expression_reads_as_people_write_it():
+def test_plain_names_are_not_quoted_in_printed_expressions():
     assert equals("topic", "Games") == "topic = 'Games'"
     assert none_of("topic", ["Games", None, "Law"]) == "topic NOT IN ('Games', 'Law')"
     assert identifier("order") == '"order"'
 
 
-def test_what_is_pasted_into_a_terminal_can_be_printed():
+def test_control_characters_in_expressions_are_escaped():
     assert [text for text in HOSTILE if not (equals("topic", text) + none_of("topic", [text])).isprintable()] == []
 
 
@@ -335,12 +335,12 @@ def test_a_label_may_be_an_expression_and_its_conditions_select_its_values(web, 
         ("host(", "syntax error"),
     ],
 )
-def test_a_label_that_cannot_be_computed_says_why(web, label, message):
+def test_the_error_of_a_label_that_cannot_be_computed_gives_the_reason(web, label, message):
     with pytest.raises(SubsetError, match=f"^label: .*{message}"):
         web.column(label)
 
 
-def test_a_number_with_many_values_is_binned_and_says_so(tmp_path):
+def test_a_number_with_many_values_is_binned_with_a_note(tmp_path):
     values = np.random.default_rng(0).normal(size=1_000)
     column = labels_of(tmp_path, values.tolist(), pa.float64(), "score").column("score")
     assert (column.name, len(column.values)) == ("score", DEFAULT_BINS)

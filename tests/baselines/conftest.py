@@ -1,4 +1,4 @@
-"""One small world for all tests of methods that only read it."""
+"""A small world shared by all tests of methods, which only read it."""
 
 import pytest
 
@@ -7,5 +7,5 @@ from tests.baselines.world import World, make
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory) -> World:
-    """An artifact, its reference model with checkpoints, and an environment; no test may change them."""
+    """Return an artifact, its reference model with checkpoints, and retraining runs; no test may change them."""
     return make(tmp_path_factory.mktemp("baselines"))

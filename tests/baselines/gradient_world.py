@@ -9,7 +9,7 @@ from tests.conftest import VOCAB, make_model
 
 
 class NoTokenizer:
-    """The engine never tokenises."""
+    """A tokenizer that is never used by the engine."""
 
 
 def reference(family: str, dtype: torch.dtype = torch.float64, batch_tokens: int = 64) -> ReferenceModel:
@@ -34,7 +34,7 @@ def units(n: int = 4, seed: int = 1) -> list[Example]:
 
 
 def objective(logits: torch.Tensor, example: Example, output: str = "loss") -> torch.Tensor:
-    """Mean over the labels of what the engine differentiates, from the model's own logits."""
+    """Return the mean over labels of the differentiated quantity, from the logits of the model."""
     at = torch.arange(example.first - 1, len(example.input_ids) - 1)
     label = torch.from_numpy(example.input_ids[example.first :].astype(np.int64))
     log_p = torch.log_softmax(logits[at], dim=1).gather(1, label[:, None])[:, 0]
@@ -44,7 +44,7 @@ def objective(logits: torch.Tensor, example: Example, output: str = "loss") -> t
 
 
 def autograd(model: ReferenceModel, example: Example, output: str = "loss") -> dict[str, torch.Tensor]:
-    """Gradient of every parameter, one example alone."""
+    """Return the gradient of every parameter for one example without a batch."""
     parameters = dict(model.model.named_parameters())
     for parameter in parameters.values():
         parameter.requires_grad_(True)

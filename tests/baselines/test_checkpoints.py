@@ -1,4 +1,4 @@
-"""Checkpoints: found by step, with the learning rate that led to them and Adam's moments by parameter."""
+"""Checkpoints: ordered by step, with their learning rate and Adam's moments by parameter."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ def recipe_of(world):
     return TrainingRecipe.model_validate(world.environment.info.recipe_settings)
 
 
-def test_a_run_gives_its_checkpoints_by_step_and_then_itself(world):
+def test_checkpoints_of_a_run_are_ordered_by_step_and_end_with_the_final_model(world):
     result = find_checkpoints([run_of(world)])
     assert [checkpoint.step for checkpoint in result] == [8, 16, 24]
     assert [checkpoint.path.name for checkpoint in result] == ["checkpoint-8", "checkpoint-16", "seed-0"]
@@ -50,7 +50,7 @@ def test_a_checkpoint_loads_with_the_tokenizer_of_the_reference(world):
 
 
 def test_moments_are_those_of_the_optimizer_by_parameter(world):
-    """The same eight steps again, in this process."""
+    """Repeat the same eight steps in this process."""
     inputs, recipe = world.inputs(), recipe_of(world)
     trainer = Trainer(recipe, [0], "cpu")
     frequency_N = relative_weights(inputs.n_rows, recipe.batch_rows, None)
@@ -71,7 +71,7 @@ def test_moments_are_those_of_the_optimizer_by_parameter(world):
     assert float(total) == pytest.approx(float(first.double().sum() + gains.double().sum()), rel=1e-5)
 
 
-def test_moments_by_names_of_parameters_are_read_as_they_are(tmp_path):
+def test_moments_stored_by_parameter_name_are_read_directly(tmp_path):
     path = write_checkpoint(tmp_path / "checkpoint-40")
     (path / "trainer_state.json").write_text(json.dumps({"global_step": 40, "log_history": []}))
     first, second = torch.arange(6.0).reshape(2, 3), torch.ones(2, 3)
@@ -81,16 +81,16 @@ def test_moments_by_names_of_parameters_are_read_as_they_are(tmp_path):
     torch.testing.assert_close(result, (first, second))
     assert checkpoint.moments_fingerprint
     save_file({"a.weight.exp_avg": first}, path / "optimizer.safetensors")
-    with pytest.raises(ModelError, match=r"optimizer.safetensors: not the moments"):
+    with pytest.raises(ModelError, match=r"optimizer.safetensors: .*moments"):
         checkpoint.moments()
     (path / "optimizer.safetensors").unlink()
     (checkpoint,) = find_checkpoints([path])
     assert not checkpoint.has_moments
-    with pytest.raises(ModelError, match=r"no Adam moments: expected optimizer.safetensors"):
+    with pytest.raises(ModelError, match=r"moments: .*optimizer.safetensors"):
         checkpoint.moments()
 
 
-def test_the_trainer_of_transformers_tells_its_learning_rate(tmp_path):
+def test_the_learning_rate_is_read_from_the_trainer_state_of_transformers(tmp_path):
     path = write_checkpoint(tmp_path / "checkpoint-40")
     (checkpoint,) = find_checkpoints([path])
     assert (checkpoint.step, checkpoint.learning_rate) == (40, None)
@@ -100,7 +100,7 @@ def test_the_trainer_of_transformers_tells_its_learning_rate(tmp_path):
     assert (checkpoint.step, checkpoint.learning_rate) == (40, 1e-4)
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path):
+def test_paths_without_a_checkpoint_are_refused(tmp_path):
     (write_checkpoint(tmp_path / "bare") / "model.safetensors").unlink()
     for name, message in {
         "gone": "no such directory",

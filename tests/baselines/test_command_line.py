@@ -1,4 +1,4 @@
-"""evaluate --methods, score --method and methods, as a user types them."""
+"""The commands `evaluate --methods`, `score --method` and `methods`."""
 
 import csv
 import json
@@ -19,7 +19,7 @@ FAST = "bm25,loss,random,length,activation_similarity"
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """Where the commands of this file keep scores."""
+    """Return the cache of scores for the commands of this file."""
     return tmp_path_factory.mktemp("scores")
 
 
@@ -51,7 +51,7 @@ def test_methods_are_listed_with_floats_and_seconds(world, cache, tmp_path):
     assert any(line.startswith("bm25: covers text of the rows") for line in printed)
 
 
-def test_the_figures_are_those_of_the_library(world, cache, tmp_path):
+def test_printed_figures_equal_those_of_the_library(world, cache, tmp_path):
     out = tmp_path / "result.json"
     succeed(*evaluate(world, cache, "--methods", "bm25", "--json", out))
     (record,) = [line for line in json.loads(out.read_text())["results"] if line["method"] == "bm25"][:1]
@@ -104,7 +104,7 @@ def test_a_score_that_does_not_depend_on_the_unit_ranks_rows_as_well(world, cach
     assert float(cells(printed[2])[0]) == world.artifact.rows(np.arange(N_ROWS))["n_tokens"].to_numpy().max()
 
 
-def test_scores_lie_in_the_artifact_unless_told_otherwise_and_it_stays_whole(world, tmp_path):
+def test_scores_are_stored_in_the_artifact_by_default_and_it_stays_valid(world, tmp_path):
     art = shutil.copytree(world.root / "art", tmp_path / "art")
     succeed("score", art, "--target", "facts", "--method", "random")
     assert len(list((art / "baselines").glob("random-*"))) == 1
@@ -114,13 +114,13 @@ def test_scores_lie_in_the_artifact_unless_told_otherwise_and_it_stays_whole(wor
 
 
 @pytest.mark.parametrize("flags", [["--target", "fact"], ["--target", "facts", "--labels", "era"]])
-def test_what_is_shown_is_checked_before_rows_are_scored(flags, world, tmp_path):
+def test_display_options_are_checked_before_rows_are_scored(flags, world, tmp_path):
     command = "score", world.root / "art", "--method", "length", "--cache", tmp_path, *flags
     assert f"got ['{flags[-1]}']" in refused(*command) or f"got {flags[-1]};" in refused(*command)
     assert not list(tmp_path.iterdir())
 
 
-def test_methods_lists_them_and_tells_the_settings_of_one():
+def test_methods_lists_all_methods_or_the_settings_of_one():
     listed = succeed("methods").out
     assert all(f"\n{name} " in listed for name in METHODS)
     assert "did you mean bm25?" in refused("methods", "bm52")

@@ -9,7 +9,7 @@ from grasp.methods.registry import configured_methods, find_method
 from tests.baselines.world import METHODS, configured_method
 
 
-def test_a_name_is_the_method_with_its_defaults():
+def test_a_name_selects_a_method_with_its_defaults():
     first, second = configured_methods(["bm25", "loss"])
     assert (first.label, first.method.name, first.method.settings.k1, first.oracle_selected) == (
         "bm25",
@@ -37,7 +37,7 @@ def test_a_file_configures_methods_and_gives_them_labels():
 
 
 @pytest.mark.parametrize("name", list(METHODS))
-def test_every_entry_loads_and_says_what_it_is(name):
+def test_every_entry_point_loads_and_has_a_description(name):
     kind = find_method(name).load()
     assert kind.__doc__
     assert re.search(r"Source: |\b20\d\d\b", kind.__doc__) or name in ("random", "length", "loss")

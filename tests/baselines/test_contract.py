@@ -1,7 +1,7 @@
-"""What every method promises, whatever it computes. A method is tested here as soon as the registry has it.
+"""Contract tests of all methods. A method is tested here as soon as it is registered.
 
-Shapes and finite numbers; sign; the same numbers for the same seed, for other blocks, other batches, after a kill; what
-it keeps and what it took is said; predictions of subsets are sums of scores.
+Shapes and finite numbers; sign; the same numbers for the same seed, other blocks, other batches and after a kill;
+records of stored data and time; predictions of subsets are sums of scores.
 """
 
 from dataclasses import replace
@@ -32,13 +32,13 @@ ROW_METHODS = [name for name in METHODS if issubclass(find_method(name).load(), 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A cache in which every method's scores are computed once."""
+    """Return a cache in which the scores of every method are computed once."""
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="module")
 def scored(world, place):
-    """Scores of a method, and its account."""
+    """Return the scores of a method, and its record."""
 
     def of(name):
         inputs = world.inputs()
@@ -48,7 +48,7 @@ def scored(world, place):
 
 
 def rescored(world, place, name, **changes):
-    """The same method in a cache of its own."""
+    """Return the scores of the same method in a separate cache."""
     inputs = world.inputs(**changes)
     return matrix(scores(configured_method(name, **SMALL.get(name, {})), inputs, place))
 
@@ -69,7 +69,7 @@ def test_every_row_has_a_finite_score_for_every_unit(name, scored):
 
 
 @pytest.mark.parametrize("name", ROW_METHODS)
-def test_a_row_that_is_the_unit_itself_helps_it_more_than_other_rows(name, world, scored):
+def test_a_row_with_the_text_of_a_unit_has_the_highest_score(name, world, scored):
     kind = find_method(name).load()
     if name in UNTARGETED or "runs" in kind.requires:
         pytest.skip("its scores are not of this row and this unit alone")
@@ -80,7 +80,7 @@ def test_a_row_that_is_the_unit_itself_helps_it_more_than_other_rows(name, world
 
 
 @pytest.mark.parametrize("name", ROW_METHODS)
-def test_blocks_and_batches_change_nothing_but_rounding(name, world, tmp_path, scored):
+def test_scores_do_not_depend_on_blocks_and_batches_up_to_rounding(name, world, tmp_path, scored):
     expected = matrix(scored(name))
     assert close(rescored(world, tmp_path / "blocks", name, block_rows=7), expected)
     assert close(rescored(world, tmp_path / "batches", name, batch_tokens=70), expected)
@@ -98,7 +98,7 @@ def test_killed_and_resumed_gives_the_same_scores_bit_for_bit(name, world, tmp_p
 
 
 @pytest.mark.parametrize("name", ROW_METHODS)
-def test_a_second_call_reads_what_the_first_one_kept(name, world, place, scored):
+def test_a_second_call_reads_the_cached_scores(name, world, place, scored):
     expected = matrix(scored(name))
     clock = Clock(left=1)  # it would not survive a single block
     np.testing.assert_array_equal(rescored(world, place, name, progress=clock), expected)
@@ -106,7 +106,7 @@ def test_a_second_call_reads_what_the_first_one_kept(name, world, place, scored)
 
 
 @pytest.mark.parametrize("name", list(METHODS))
-def test_predictions_are_named_whole_and_independent_of_the_order_of_subsets(name, world, place):
+def test_predictions_are_complete_named_and_independent_of_the_order_of_subsets(name, world, place):
     inputs = world.inputs()
     subsets = inputs.retrained_runs.subsets
     configured = configured_method(name, **SMALL.get(name, {}))
@@ -126,7 +126,7 @@ def test_predictions_are_named_whole_and_independent_of_the_order_of_subsets(nam
 
 
 @pytest.mark.parametrize("name", ROW_METHODS)
-def test_a_subset_is_the_mean_or_the_sum_of_its_rows_scores(name, world, place):
+def test_the_prediction_of_a_subset_is_the_mean_or_sum_of_its_row_scores(name, world, place):
     inputs = world.inputs()
     configured, cache = configured_method(name, **SMALL.get(name, {})), place
     result = np.broadcast_to(matrix(scores(configured, inputs, cache)), (N_ROWS, N_UNITS))

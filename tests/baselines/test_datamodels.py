@@ -1,4 +1,4 @@
-"""Datamodels find planted linear utilities out of fold; a null world stays at chance; an oracle, and labelled so."""
+"""Datamodels predict planted linear utilities out of fold, a null world at chance, and are marked as oracles."""
 
 import sys
 from dataclasses import replace
@@ -16,7 +16,7 @@ from tests.baselines.world import N_ROWS, configured_method
 
 
 def planted(world, utility, n_subsets=64, seed=0):
-    """The world's artifact beside an environment whose utilities are a function of the masks and a little noise."""
+    """Return the artifact with runs whose utilities are a function of the masks plus small noise."""
     known = world.inputs().retrained_runs
     (block,) = parse_family("uniform:0.5").draw(n_subsets, n_rows=N_ROWS, seed=seed, purpose="planted", block=n_subsets)
     masks = block.weights_BN.toarray()
@@ -55,7 +55,7 @@ def test_utilities_that_masks_do_not_explain_stay_at_chance(world, tmp_path):
     assert abs(rho.mean()) < 0.25
 
 
-def test_it_is_the_oracle_of_the_evaluation(world, tmp_path):
+def test_datamodels_equal_the_oracle_of_the_evaluation(world, tmp_path):
     inputs, _ = planted(world, few_rows)
     expected = lasso_oracle(
         mask_features(inputs.retrained_runs.subsets), inputs.retrained_runs.utilities, folds=4, seed=5
@@ -64,7 +64,7 @@ def test_it_is_the_oracle_of_the_evaluation(world, tmp_path):
     np.testing.assert_array_equal(result.values_BE, expected.values_BE)
 
 
-def test_shares_of_a_label_are_another_view(world, tmp_path):
+def test_shares_of_a_label_can_be_features(world, tmp_path):
     topic = np.arange(N_ROWS) % 3
     inputs, values = planted(world, lambda masks, e: (masks * (topic == e % 3)).sum(axis=1) / masks.sum(axis=1))
     result = run(inputs, tmp_path, sees="topic", penalty="ridge")
@@ -72,19 +72,19 @@ def test_shares_of_a_label_are_another_view(world, tmp_path):
     assert result.notes[0].startswith("datamodels: covers 3 topic-share-of-subset; ridge on 64 subsets")
 
 
-def test_the_lasso_needs_an_extra_and_ridge_none(world, tmp_path, monkeypatch):
+def test_the_lasso_requires_an_extra_and_ridge_does_not(world, tmp_path, monkeypatch):
     inputs, _ = planted(world, few_rows)
     monkeypatch.setitem(sys.modules, "sklearn.linear_model", None)
-    with pytest.raises(MissingExtraError, match=r"datamodels: lasso needs .*scikit-learn"):
+    with pytest.raises(MissingExtraError, match=r"lasso .*scikit-learn"):
         run(inputs, tmp_path)
     assert run(inputs, tmp_path, penalty="ridge").notes
 
 
-def test_what_it_cannot_predict_is_refused(world, tmp_path):
+def test_subsets_without_features_are_refused(world, tmp_path):
     inputs, _ = planted(world, few_rows)
     (other,) = parse_family("uniform:0.5").draw(2, n_rows=N_ROWS, seed=9, purpose="other", block=2)
     strange = replace(other, subset_ids=("mine", "yours"))
-    with pytest.raises(RunsError, match=r"2 subsets are not in .*, e.g. 'mine'"):
+    with pytest.raises(RunsError, match=r"2 subsets .*'mine'"):
         method_predictions(configured_method("datamodels"), inputs, [strange], tmp_path)
     with pytest.raises(SettingsError, match=r"--runs"):
         method_predictions(configured_method("datamodels"), MethodInputs(world.artifact), [other], tmp_path)

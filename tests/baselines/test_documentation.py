@@ -1,4 +1,4 @@
-"""docs/baselines.md tells every method and every setting; the settings of the experiment are valid."""
+"""docs/baselines.md describes every method and setting, and the settings of the experiment are valid."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ def test_every_method_has_a_section_and_every_section_is_a_method():
 
 
 @pytest.mark.parametrize("name", list(METHODS))
-def test_every_setting_and_the_floats_a_row_are_told(name):
+def test_every_setting_and_the_floats_per_row_are_documented(name):
     section = SECTIONS[name]
     fields = find_method(name).load().settings_type.model_fields
     assert [field for field in fields if not re.search(rf"`[^`]*\b{field}\b[^`]*`", section)] == []
@@ -30,7 +30,7 @@ def test_every_setting_and_the_floats_a_row_are_told(name):
 @pytest.mark.parametrize(
     "file", sorted((ROOT / "experiments" / "baselines").glob("*.yaml")), ids=lambda path: path.name
 )
-def test_settings_of_the_experiment_are_what_methods_take(file):
+def test_settings_of_the_experiment_are_valid(file):
     configured = yaml.safe_load(file.read_text(encoding="utf-8"))
     configured_list = configured_methods(None, configured, file.name)
     assert [entry.label for entry in configured_list] == list(configured)

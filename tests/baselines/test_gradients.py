@@ -1,4 +1,4 @@
-"""The engine: per-example gradients, their inner products and projections equal what autograd gives, one at a time."""
+"""The engine: per-example gradients, inner products and projections equal those by autograd for single examples."""
 
 import numpy as np
 import pytest
@@ -41,12 +41,12 @@ def references(engine: PerExample, examples, output="loss") -> list[dict[str, to
 
 
 def covered(engine: PerExample, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Reference gradient on the engine's blocks, in the engine's order."""
+    """Return the reference gradient on the blocks of the engine, in its order."""
     return torch.cat([as_matrix(block, gradients).flatten() for block in engine.layers.blocks])
 
 
 @pytest.mark.parametrize("output", ["loss", "margin"])
-def test_every_parameter_has_the_gradient_that_autograd_gives_one_row_alone(family, output):
+def test_every_parameter_has_the_gradient_of_autograd_for_a_single_row(family, output):
     engine, examples = engine_of(family), rows()
     matrices = held(engine, examples, output)
     for i, expected in enumerate(references(engine, examples, output)):
@@ -94,7 +94,7 @@ def test_a_tied_weight_has_the_sum_of_both_uses_under_either_name(family):
     assert torch.equal(held(engine, rows())[0], held(other, rows())[0])
 
 
-def test_batches_and_padding_do_not_matter():
+def test_gradients_do_not_depend_on_batches_and_padding():
     whole = held(engine_of("gpt-neox", batch_tokens=10_000), rows(7))
     for i, row in enumerate(rows(7)):
         single = held(engine_of("gpt-neox"), [row])
@@ -102,7 +102,7 @@ def test_batches_and_padding_do_not_matter():
             torch.testing.assert_close(actual[i], other[0], rtol=0, atol=1e-12)
 
 
-def test_head_in_pieces_of_the_batch(monkeypatch):
+def test_the_head_in_parts_of_the_batch_gives_the_same_gradients(monkeypatch):
     expected = held(engine_of("llama-tied"), rows())
     monkeypatch.setattr("grasp.models.gradients.CPU_CHUNK_ELEMENTS", 2 * 13 * VOCAB)
     result = held(engine_of("llama-tied"), rows())
@@ -111,7 +111,7 @@ def test_head_in_pieces_of_the_batch(monkeypatch):
 
 
 @pytest.mark.parametrize("elements", [1, 500])
-def test_memory_bounds_change_no_number(monkeypatch, elements):
+def test_memory_limits_do_not_change_results(monkeypatch, elements):
     for module in (
         "models.gradient_factors",
         *(f"baselines.gradients.{m}" for m in ("queries", "sinks", "projection")),
@@ -120,7 +120,7 @@ def test_memory_bounds_change_no_number(monkeypatch, elements):
     test_inner_products_and_norms_without_projection_are_exact("llama-tied", "chosen")
 
 
-def test_backward_ends_at_the_earliest_chosen_module():
+def test_the_backward_pass_ends_at_the_earliest_selected_module():
     engine = engine_of("llama", ["block:-1"])
     seen = []
     first = engine.model.model.model.layers[0].mlp.down_proj
@@ -131,7 +131,7 @@ def test_backward_ends_at_the_earliest_chosen_module():
     assert all(parameter.grad is None for parameter in engine.model.model.parameters())
 
 
-def test_labels_drawn_from_the_model_give_its_own_fisher():
+def test_labels_sampled_from_the_model_give_its_fisher_matrix():
     engine = engine_of("gpt-neox", ["head"])
     row = Example(np.array([3, 5], dtype=np.int32))
     numbers = (np.arange(4000) + 0.5) / 4000
@@ -157,7 +157,7 @@ def test_labels_drawn_from_the_model_give_its_own_fisher():
 
 @pytest.mark.parametrize("form", ["auto", "dense", "two-sided"])
 @pytest.mark.parametrize("family", ["gpt2-tied", "llama"])
-def test_projection_of_factors_is_that_of_whole_gradients(family, form):
+def test_projected_factors_equal_projected_gradients(family, form):
     engine = engine_of(family)
     featurizer = Featurizer.with_projection(engine, 8, seed=3, tokens=10, form=form)
     expected = torch.zeros(len(rows()), 8, dtype=torch.float64)
@@ -209,7 +209,7 @@ def test_projections_of_blocks_are_independent():
     assert np.abs((value @ value.T - expected) / scale).max() < 4 * np.sqrt(2 / 1024)
 
 
-def test_projection_depends_on_the_seed_alone():
+def test_projections_depend_only_on_the_seed():
     engine = engine_of("llama", ["block:-1"])
 
     def value(seed, width=16):
@@ -237,7 +237,7 @@ def test_norms_by_pairs_and_by_matrices_agree():
         torch.testing.assert_close(squared_norm([dense, ids], left), expected, rtol=0, atol=close)
 
 
-def test_the_cheaper_form_is_chosen():
+def test_the_cheaper_form_is_selected():
     engine = engine_of("llama")
     body = [block for block in engine.layers.blocks if block.kinds == ("linear",)]
     many, few = Sizes(128, 600, 30_000, 6_000), Sizes(128, 1, 2, 2)
@@ -257,7 +257,7 @@ def names(patterns, family="llama") -> list[str]:
 
 
 @pytest.mark.parametrize("family_", ["llama", "gpt2-tied", "gpt-neox", "phi-head-bias", "qwen3"])
-def test_words_divide_a_model(family_):
+def test_keywords_select_parts_of_a_model(family_):
     model = reference(family_)
     parts = [choose_layers(model, [word]).size for word in ("embedding", "body", "head")]
     tied = family_ == "gpt2-tied"
@@ -269,7 +269,7 @@ def test_words_divide_a_model(family_):
     assert "norm" in norm.name or norm.name.endswith("ln_f")
 
 
-def test_patterns_over_names():
+def test_patterns_select_parameters_by_name():
     assert names(["model.layers.1.mlp"]) == [f"model.layers.1.mlp.{x}_proj" for x in ("gate", "up", "down")]
     assert names(["*.q_proj"]) == [f"model.layers.{k}.self_attn.q_proj" for k in (0, 1)]
     assert names(["re:.*layers\\.0\\..*(up|down)_proj"]) == [f"model.layers.0.mlp.{x}_proj" for x in ("up", "down")]
@@ -278,7 +278,7 @@ def test_patterns_over_names():
 
 
 @pytest.mark.parametrize("family_", ["gpt-neox", "gpt2-tied", "phi-head-bias"])
-def test_a_bias_or_a_weight_alone(family_):
+def test_a_bias_or_a_weight_can_be_selected_alone(family_):
     for pattern in ("*.bias", "*.weight"):
         engine = engine_of(family_, [pattern])
         result = torch.cat([matrix[0].flatten() for matrix in held(engine, rows())])
@@ -295,7 +295,7 @@ def test_a_bias_or_a_weight_alone(family_):
         ("core:x,head", ("core:x", "head")),
     ],
 )
-def test_a_string_is_a_list_in_which_an_expression_keeps_its_commas(text, patterns):
+def test_a_string_is_split_at_commas_outside_of_expressions(text, patterns):
     assert LayerSettings(layers=text).layers == patterns
 
 
@@ -310,7 +310,7 @@ def test_a_string_is_a_list_in_which_an_expression_keeps_its_commas(text, patter
         (["re:("], "is not a valid regular expression"),
     ],
 )
-def test_layers_that_are_not_there_are_refused(patterns, message):
+def test_missing_layers_are_refused(patterns, message):
     with pytest.raises(SettingsError, match=message):
         choose_layers(reference("llama"), patterns)
 
@@ -345,32 +345,32 @@ def test_the_padding_token_of_an_embedding_is_not_trained():
     torch.testing.assert_close(result[0], expected, rtol=0, atol=CLOSE)
 
 
-def test_a_module_that_does_more_than_its_type_says_is_refused():
+def test_a_module_with_behaviour_beyond_its_type_is_refused():
     network = llama()
     network.model.layers[0].mlp.up_proj = _Doubled(32, 48, bias=False)
     model = ReferenceModel(network, NoTokenizer())
-    with pytest.raises(ModelError, match=r"up_proj \(_Doubled\) does not return its weight"):
+    with pytest.raises(ModelError, match=r"up_proj \(_Doubled\) .*weight"):
         PerExample(model, choose_layers(model, ["all"]))
     assert PerExample(model, choose_layers(model, ["all", "!*.up_proj"])).calls
 
 
-def test_what_has_no_per_example_form_is_refused():
+def test_parameters_without_per_example_gradients_are_refused():
     network = llama()
     network.model.table = _Table()
     model = ReferenceModel(network, NoTokenizer())
-    with pytest.raises(ModelError, match=r"model.table \(_Table, 4,000,000 parameters of its own\) is neither"):
+    with pytest.raises(ModelError, match=r"model.table \(_Table, 4,000,000 "):
         choose_layers(model, ["all"])
     network.model.table = nn.Linear(3, 4)
-    with pytest.raises(ModelError, match=r"model.table does not affect the loss of a row"):
+    with pytest.raises(ModelError, match=r"model.table .*loss of a row"):
         PerExample(model, choose_layers(model, ["all"]))
 
 
-def test_a_layer_that_sees_tokens_without_their_rows_is_refused():
+def test_a_layer_that_flattens_rows_is_refused():
     network = llama()
     inner = network.model.layers[0].mlp.forward
     network.model.layers[0].mlp.forward = lambda x: inner(x.flatten(0, 1)).view_as(x)
     model = ReferenceModel(network, NoTokenizer())
-    with pytest.raises(ModelError, match=r"gate_proj \(Linear\) receives \(12, 32\)"):
+    with pytest.raises(ModelError, match=r"gate_proj .*\(12, 32\)"):
         PerExample(model, choose_layers(model, ["block:0"]))
 
 
@@ -401,7 +401,7 @@ def test_narrow_types_agree_with_float32(dtype):
 
 
 @pytest.mark.gpu
-def test_a_gpu_gives_what_a_cpu_gives():
+def test_results_on_a_gpu_equal_those_on_a_cpu():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     values = []

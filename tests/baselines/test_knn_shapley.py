@@ -1,4 +1,4 @@
-"""KNN-Shapley is the Shapley value of its game: by enumeration, by its axioms, and over hidden states in loops."""
+"""KNN-Shapley equals the Shapley value of its game: by enumeration, axioms, and loops over hidden states."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from tests.baselines.world import N_ROWS, N_UNITS, configured_method, matrix
 
 
 def voting_game(distance_N, right_N, k):
-    """v(S) for boolean (B, N): the share of the K nearest of S that are right."""
+    """Return v(S) for boolean (B, N): the share of correct points among the K nearest of S."""
     order = np.argsort(distance_N, kind="stable")
 
     def utility(masks_BN):
@@ -31,7 +31,7 @@ def points(n, seed):
 
 @given(n=st.integers(1, 9), k=st.integers(1, 12), seed=st.integers(0, 999))
 @settings(max_examples=40)
-def test_the_recursion_is_the_enumeration_of_all_coalitions(n, k, seed):
+def test_the_recursion_equals_the_enumeration_of_all_coalitions(n, k, seed):
     train, labels, test, test_labels = points(n, seed)
     result = knn_shapley(train, labels, test, test_labels, k)
     for e in range(len(test)):
@@ -41,7 +41,7 @@ def test_the_recursion_is_the_enumeration_of_all_coalitions(n, k, seed):
 
 @given(n=st.integers(1, 60), k=st.integers(1, 20), seed=st.integers(0, 999))
 @settings(max_examples=40)
-def test_values_add_up_to_the_share_of_right_neighbours(n, k, seed):
+def test_values_sum_to_the_share_of_correct_neighbours(n, k, seed):
     train, labels, test, test_labels = points(n, seed)
     result = knn_shapley(train, labels, test, test_labels, k)
     for e in range(len(test)):
@@ -51,7 +51,7 @@ def test_values_add_up_to_the_share_of_right_neighbours(n, k, seed):
 
 @given(n=st.integers(2, 80), n_kept=st.integers(1, 80), k=st.integers(1, 9), seed=st.integers(0, 99))
 @settings(max_examples=40)
-def test_a_recursion_cut_off_at_m_is_exact_to_1_over_m(n, n_kept, k, seed):
+def test_a_recursion_truncated_at_m_has_an_error_of_at_most_1_over_m(n, n_kept, k, seed):
     right = np.random.default_rng(seed).random(n) < 0.4
     m = min(n, n_kept)
     off = values_by_rank(right[:m], k, n_points=n) - values_by_rank(right, k, n_points=n)[:m]
@@ -61,20 +61,20 @@ def test_a_recursion_cut_off_at_m_is_exact_to_1_over_m(n, n_kept, k, seed):
         assert np.abs(off).max() == 0
 
 
-def test_equal_distances_go_to_the_point_that_comes_first():
+def test_equal_distances_are_resolved_by_order():
     result = knn_shapley(np.zeros((2, 1)), [1, 0], np.zeros((1, 1)), [1], 1)
     np.testing.assert_allclose(result[:, 0], exact_shapley(voting_game(np.zeros(2), np.array([1, 0]), 1), 2)[:, 0])
 
 
-def test_what_does_not_fit_is_refused():
+def test_inconsistent_shapes_are_refused():
     with pytest.raises(SettingsError, match="k: got 0, expected at least 1"):
         knn_shapley(np.zeros((2, 1)), [0, 1], np.zeros((1, 1)), [1], 0)
-    with pytest.raises(ShapeError, match=r"embeddings \(2, 1\) with 3 labels, test points \(1, 1\) with 1"):
+    with pytest.raises(ShapeError, match=r"\(2, 1\) with 3 labels.*\(1, 1\) with 1"):
         knn_shapley(np.zeros((2, 1)), [0, 1, 1], np.zeros((1, 1)), [1], 1)
 
 
 @pytest.mark.parametrize("nearest", [10_000, 40])
-def test_over_text_it_is_the_function_on_positions_added_up(nearest, world, tmp_path):
+def test_values_of_texts_are_sums_over_positions(nearest, world, tmp_path):
     inputs = world.inputs()
     result = matrix(scores(configured_method("knn_shapley", k=3, nearest=nearest), inputs, tmp_path))
     # float64 on either side but for the scores, which are kept as float32
@@ -96,7 +96,7 @@ def test_hidden_states_are_those_of_the_plain_model(world):
 
 
 def states(inputs):
-    """Hidden states of each unit's supervised positions and the tokens after them, float64."""
+    """Return hidden states of the supervised positions of each unit, and the following tokens, in float64."""
     units = inputs.unit_tokens
     result = hidden_at(inputs.model, [unit.input_ids for unit in units], [unit.first - 1 for unit in units], "all")
     return by_sequence(result, len(units))

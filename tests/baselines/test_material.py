@@ -1,4 +1,4 @@
-"""What a method sees is what the artifact was made from, or it is refused."""
+"""Methods receive the inputs of the artifact, or changed inputs are refused."""
 
 import shutil
 
@@ -29,7 +29,7 @@ def test_blocks_cover_every_row_once_from_anywhere(world):
     assert list(world.inputs().blocks()) == [(0, 16), (16, 32), (32, 40)]
 
 
-def test_texts_are_what_was_read(world):
+def test_texts_equal_those_of_the_corpus(world):
     inputs = world.inputs()
     for unit in inputs.units.units:
         row = int(unit.unit_id.removeprefix("facts-"))
@@ -50,7 +50,7 @@ def test_rows_and_units_are_the_artifact_s(world):
 
 @pytest.fixture
 def copied(world, tmp_path):
-    """A copy of the artifact, to be changed."""
+    """Return a copy of the artifact that a test may change."""
     return CopiedArtifact(shutil.copytree(world.root / "art", tmp_path / "art"))
 
 
@@ -72,17 +72,17 @@ def test_tokens_of_another_corpus_are_refused(copied):
     store, inputs = copied.path / "tokens/store.json", copied.inputs()
     summary = RowStore.signed.read(store.parent)
     store.write_text(store.read_text().replace(inputs.store.fingerprint, "0" * 32))
-    with pytest.raises(ArtifactError, match=r"store\.json: damaged: checksum [0-9a-f]{32}, expected [0-9a-f]{32}"):
+    with pytest.raises(ArtifactError, match=r"store\.json: .*checksum [0-9a-f]{32}"):
         _ = copied.inputs().store
     RowStore.signed.write(store.parent, summary.model_copy(update={"fingerprint": "0" * 32}))
     manifest = inputs.artifact.manifest
     noted = manifest.rows_kept | {"tokens/store.json": files.entry_of(store)}  # by somebody who signs what he exchanged
     SIGNED_MANIFEST.write(copied.path, manifest.model_copy(update={"rows_kept": noted}))
-    with pytest.raises(ArtifactError, match=r"corpus changed since it was built .corpus 0{32}, was [0-9a-f]+"):
+    with pytest.raises(ArtifactError, match=r"corpus changed .*0{32}, was [0-9a-f]+"):
         _ = copied.inputs().store
 
 
-def test_a_model_that_changed_is_refused(world, copied, tmp_path):
+def test_a_changed_model_is_refused(world, copied, tmp_path):
     model = shutil.copytree(world.root / "env/reference/seed-0", tmp_path / "model")
     inputs = copied.inputs()
     moved = inputs.settings.model_copy(update={"model": inputs.settings.model.model_copy(update={"path": str(model)})})
@@ -92,13 +92,13 @@ def test_a_model_that_changed_is_refused(world, copied, tmp_path):
     weights["model.norm.weight"] += torch.ones_like(weights["model.norm.weight"])
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     del inputs.__dict__["model"], inputs.origin.__dict__["model"]
-    with pytest.raises(ArtifactError, match=r"model changed since it was built \(model [0-9a-f]+, was [0-9a-f]+\)"):
+    with pytest.raises(ArtifactError, match=r"model changed .*[0-9a-f]+, was [0-9a-f]+"):
         _ = inputs.model
 
 
 @pytest.fixture
 def on_a_hub(world, monkeypatch):
-    """The world as if its artifact's model had been built from the hub name `me/tiny`, which was fetched before."""
+    """Return the world with an artifact built from the cached hub model `me/tiny`."""
     place = {"me/tiny": str(world.root / "env/reference/seed-0")}
     monkeypatch.setattr(checkpoint, "fetched_before", place.get)
     inputs = world.inputs()
@@ -108,7 +108,7 @@ def on_a_hub(world, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if "checkpoints" in find_method(name).load().requires])
-def test_a_model_that_has_no_directory_is_its_only_checkpoint(name, world, on_a_hub, tmp_path):
+def test_a_model_without_a_directory_is_its_only_checkpoint(name, world, on_a_hub, tmp_path):
     settings = SMALL.get(name, {}) | ({"adam": "never"} if name == "less" else {})
     result = matrix(scores(configured_method(name, **settings), on_a_hub, tmp_path / "hub"))
     (checkpoint,) = training_checkpoints(on_a_hub)

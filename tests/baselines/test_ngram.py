@@ -8,7 +8,7 @@ from tests.baselines.world import N_ROWS, configured_method, matrix
 
 
 def utility(rows, unit, weight_N, order, uniform, vocabulary):
-    """Mean log probability of a unit's answer under the interpolated model of weighted rows, by dictionaries."""
+    """Compute the mean log probability of an answer under the interpolated model of weighted rows, by dictionaries."""
     whole, context = {}, {}
     for ids, weight in zip(rows, weight_N, strict=True):
         for t in range(1, len(ids)):

@@ -1,4 +1,4 @@
-"""Laws: predictions are out of fold; the closed form is the plain one; an oracle finds what is there and no more."""
+"""Laws: predictions are out of fold; the closed form equals the direct one; oracles find only planted effects."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ LABELS = LabelColumn.from_values([f"v{i % 6}" for i in range(300)], "topic")
 
 
 def world(n_subsets=40, noise=0.1, seed=0, n_units=4):
-    """Utilities that are linear in the share of each label value in the subset, plus noise."""
+    """Return utilities that are linear in the share of each label value, plus noise."""
     rng = np.random.default_rng(seed)
     blocks = list(
         parse_family("mixture:topic").draw(n_subsets, n_rows=300, labels=LABELS, seed=seed, purpose="evaluation")
@@ -33,7 +33,7 @@ def rho(predictions, utilities):
     return stats.spearmanr(predictions.task_B["t"], utilities.values_BSE.mean(axis=(1, 2))).statistic
 
 
-def test_features_count_what_is_retained():
+def test_features_count_retained_rows():
     blocks, _ = world(5)
     masks = oracles.mask_features(blocks).values_BF
     share = oracles.fraction_features(blocks, LABELS).values_BF
@@ -46,7 +46,7 @@ def test_features_count_what_is_retained():
     np.testing.assert_allclose(share.sum(axis=1), 1)
 
 
-def test_the_closed_form_is_ridge_with_an_intercept_and_its_leave_one_out_error():
+def test_the_closed_form_equals_ridge_with_intercept_and_its_leave_one_out_error():
     rng = np.random.default_rng(1)
     x, y = rng.normal(size=(12, 5)), rng.normal(size=(12, 3))
     fit = oracles._Fit(x, y)
@@ -79,7 +79,7 @@ def test_an_oracle_finds_a_planted_linear_world(kind):
     assert rho(oracle(oracles.fraction_features(blocks, LABELS), utilities), utilities) > 0.9
 
 
-def test_masks_explain_less_than_the_labels_they_were_drawn_by():
+def test_masks_explain_less_than_the_labels_of_their_family():
     blocks, utilities = world()
     on_masks = rho(oracles.ridge_oracle(oracles.mask_features(blocks), utilities), utilities)
     on_labels = rho(oracles.ridge_oracle(oracles.fraction_features(blocks, LABELS), utilities), utilities)
@@ -96,7 +96,7 @@ def test_an_oracle_of_noise_is_not_better_than_chance():
     assert abs(np.mean(got)) < 0.15
 
 
-def test_what_is_held_out_does_not_touch_its_own_prediction():
+def test_a_held_out_subset_does_not_affect_its_prediction():
     rng = np.random.default_rng(2)
     x, y = rng.normal(size=(20, 3)), rng.normal(size=(20, 2))
     before = oracles.cross_fit(oracles.ridge_out, x, y, folds=5, seed=0)
@@ -125,15 +125,15 @@ def test_too_few_subsets_and_missing_features_are_refused():
     with pytest.raises(RunsError, match="got 3 subsets and 3 folds"):
         oracles.ridge_oracle(features, utilities)
     blocks, utilities = world(8)
-    with pytest.raises(RunsError, match=r"5 subsets have no features, e.g. \['evaluation-000003'"):
+    with pytest.raises(RunsError, match=r"5 subsets .*'evaluation-000003'"):
         oracles.ridge_oracle(features, utilities)
     with pytest.raises(ShapeError, match=r"\(8, 2\) and utilities \(7, 1\)"):
         oracles.cross_fit(oracles.ridge_out, np.zeros((8, 2)), np.zeros((7, 1)), folds=2, seed=0)
 
 
 @pytest.mark.parametrize("fit", ["ridge_out", "_lasso_out"])
-def test_features_that_say_nothing_predict_nothing(fit):
-    """The mean of the others falls as the own value rises: it would rank subsets backwards, rho = -1."""
+def test_uninformative_features_predict_zero(fit):
+    """A leave-one-out mean falls as the omitted value rises, so that it would rank subsets with rho = -1."""
     if fit == "_lasso_out":
         pytest.importorskip("sklearn")
     got = oracles.cross_fit(getattr(oracles, fit), np.ones((8, 3)), np.arange(8.0)[:, None], folds=8, seed=0)

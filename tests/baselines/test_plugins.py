@@ -1,4 +1,4 @@
-"""A method of someone else's package is found by its entry point and stands beside ours, in ten lines."""
+"""Methods of other packages are loaded by entry point, and need ten lines."""
 
 import re
 
@@ -17,7 +17,7 @@ SOURCE, POINTS = (re.search(rf"```{kind}\n(.*?)```", TEXT, flags=re.DOTALL).grou
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Install a package of one module, as pip would leave it."""
+    """Install a package of one module in the layout of pip."""
 
     def installed(module, source, points, package="loudness"):
         site = tmp_path / package
@@ -33,7 +33,7 @@ def install(tmp_path, monkeypatch):
 
 @pytest.fixture
 def loud(install):
-    """The package of the documentation."""
+    """Install the package of the documentation."""
     install("loudness", SOURCE, POINTS.splitlines()[1].replace('"', ""))
 
 
@@ -42,7 +42,7 @@ def test_the_example_of_the_documentation_has_ten_lines():
     assert POINTS.splitlines()[0] == '[project.entry-points."grasp.methods"]'
 
 
-def test_it_is_listed_and_ranks_rows_and_is_evaluated_like_any(loud, world, tmp_path):
+def test_a_plugin_is_listed_ranks_rows_and_is_evaluated(loud, world, tmp_path):
     art, cache = world.root / "art", tmp_path / "cache"
     assert re.search(r"^loud +Capital letters", succeed("methods").out, flags=re.MULTILINE)
     assert "inputs: rows and units, tokens" in succeed("methods", "loud").out
@@ -57,15 +57,13 @@ def test_it_is_listed_and_ranks_rows_and_is_evaluated_like_any(loud, world, tmp_
 
 
 def test_without_the_package_there_is_no_such_method():
-    with pytest.raises(SettingsError, match="method: unknown method 'loud'; available: activation_similarity, bm25, "):
+    with pytest.raises(SettingsError, match=r"method 'loud'; .*activation_similarity"):
         find_method("loud")
 
 
-def test_two_packages_of_one_name_are_refused(loud, install):
+def test_two_packages_with_the_same_method_name_are_refused(loud, install):
     install("other", SOURCE, "loud = other:Loud", package="other")
-    with pytest.raises(
-        SettingsError, match=r"method loud: packages (loudness and other|other and loudness) both register"
-    ):
+    with pytest.raises(SettingsError, match=r"(loudness and other|other and loudness)"):
         methods()
 
 
@@ -76,13 +74,13 @@ def test_two_packages_of_one_name_are_refused(loud, install):
         ("broken:Quiet", "method loud: broken:Quiet of package broken cannot be imported: .* has no attribute 'Quiet'"),
     ],
 )
-def test_a_package_that_is_broken_is_named(point, message, install):
+def test_a_broken_package_is_named(point, message, install):
     install("broken", SOURCE, f"loud = {point}", package="broken")
     with pytest.raises(MissingExtraError, match=message):
         find_method("loud").load()
 
 
-def test_what_is_no_method_is_refused(install, world):
+def test_objects_that_are_not_methods_are_refused(install, world):
     install("plain", "class Loud: ...\n", "loud = plain:Loud", package="plain")
     message_text = refused("score", world.root / "art", "--target", "facts", "--method", "loud")
     assert message_text.startswith(
@@ -93,5 +91,5 @@ def test_what_is_no_method_is_refused(install, world):
 def test_scores_of_another_shape_are_refused(install, world):
     install("short", SOURCE.replace("0, inputs.n_rows", "0, 3"), "loud = short:Loud", package="short")
     (configured,) = configured_methods(["loud"])
-    with pytest.raises(ShapeError, match=r"method loud: got scores of shape \(3, 1\), expected \(40, 6\) or \(40, 1\)"):
+    with pytest.raises(ShapeError, match=r"loud: .*\(3, 1\), .*\(40, 6\) or \(40, 1\)"):
         scores(configured, world.inputs())

@@ -22,7 +22,7 @@ TWO = np.array([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.25, 0.75]])
 
 
 def close(result, expected, tolerance=CLOSE):
-    """Within a share of the largest entry."""
+    """Compare with a tolerance relative to the largest entry."""
     assert np.abs(np.asarray(result) - np.asarray(expected)).max() <= tolerance * np.abs(np.asarray(expected)).max()
 
 
@@ -44,7 +44,7 @@ def flat(gradients):
 
 
 class Slow:
-    """The same quantities from whole models and autograd, one example at a time, in float64."""
+    """The same quantities by autograd of whole models in float64, one example at a time."""
 
     def __init__(self, family):
         self.model = reference(family)
@@ -62,7 +62,7 @@ class Slow:
         return self.model.model(input_ids=ids, use_cache=False).logits[0]
 
     def gradient_and_hessian_product(self, weight_E, direction):
-        """Exact, by differentiating the gradient."""
+        """Return gradient and exact Hessian product by differentiating the gradient."""
         named = dict(sorted(self.model.model.named_parameters()))
         for parameter in named.values():
             parameter.requires_grad_(True)
@@ -76,7 +76,7 @@ class Slow:
         return gradient.detach(), torch.cat([tensor.flatten() for tensor in product])
 
     def loss_at(self, weight_E, step):
-        """Validation loss after the weights moved by `step`."""
+        """Return the validation loss after a change of the weights by `step`."""
         moved = copy.deepcopy(self.model.model)
         begin = 0
         with torch.no_grad():
@@ -89,7 +89,7 @@ class Slow:
         return loss
 
 
-def test_first_order_is_the_explicit_inner_product(family):
+def test_first_order_equals_the_explicit_inner_product(family):
     slow = Slow(family)
     gradient = slow.row_gradients()
     expected = []
@@ -100,7 +100,7 @@ def test_first_order_is_the_explicit_inner_product(family):
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "gpt2-tied", "gemma2-soft-cap", "phi-head-bias"])
-def test_second_order_is_that_of_the_exact_hessian(family):
+def test_second_order_equals_that_of_the_exact_hessian(family):
     slow = Slow(family)
     gradient = slow.row_gradients()
     expected, allowed = [], []
@@ -124,7 +124,7 @@ def test_second_order_in_float32_is_within_a_thousandth_of_its_correction():
     close(rounded[1] - rounded[0], correction, 2e-3)
 
 
-def test_both_orders_are_the_shapley_values_of_the_taylor_game():
+def test_both_orders_equal_the_shapley_values_of_the_taylor_game():
     slow = Slow("llama")
     gradient = slow.row_gradients()
     result = [slow.gradient_and_hessian_product(MEAN[0], direction) for direction in gradient]
@@ -197,7 +197,7 @@ def test_the_replay_trains_as_adamw_does(family):
         torch.testing.assert_close(ours[name], parameter.detach(), rtol=1e-4, atol=1e-6)
 
 
-def test_the_adaptive_form_predicts_what_a_scaled_step_takes_off_the_loss():
+def test_the_adaptive_form_predicts_the_decrease_of_the_loss_by_a_scaled_step():
     """Sum of first-order values = <g_val, eta P g>, with P of Adam's second moment after the batch."""
     replay = replayed(update="adam", weight_decay=0.0)
     replay.advance(rows(4, seed=7))
@@ -215,7 +215,7 @@ def test_the_adaptive_form_predicts_what_a_scaled_step_takes_off_the_loss():
     np.testing.assert_allclose(replay.advance(rows())[:, 0], RATE * now @ (scale * validation), rtol=1e-6, atol=1e-12)
 
 
-def test_only_the_layers_asked_for_are_trained_and_valued():
+def test_only_requested_layers_are_trained_and_valued():
     replay = replayed(layers=("block:0", "!*.mlp.*"), order=2)
     before = {name: tensor.clone() for name, tensor in replay.engine.model.model.named_parameters()}
     values = replay.advance(rows())
@@ -238,7 +238,7 @@ def test_only_the_layers_asked_for_are_trained_and_valued():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_kept_state_goes_on_bit_for_bit(tmp_path, dtype):
+def test_a_stored_state_resumes_bit_for_bit(tmp_path, dtype):
     whole, first, second = (replayed("gpt2-tied", TWO, dtype, order=2, update="adam") for _ in range(3))
     batches = [rows(4, seed=seed) for seed in range(4)]
     expected = [whole.advance(batch) for batch in batches]
@@ -252,7 +252,7 @@ def test_a_kept_state_goes_on_bit_for_bit(tmp_path, dtype):
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
-def test_the_hessian_leaves_the_weights_where_they_were():
+def test_hessian_products_do_not_change_the_weights():
     first_order, second_order = replayed(order=1), replayed(order=2)
     first_order.advance(rows())
     second_order.advance(rows())
@@ -262,12 +262,12 @@ def test_the_hessian_leaves_the_weights_where_they_were():
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def test_the_order_of_the_rows_in_a_batch_changes_nothing():
+def test_values_do_not_depend_on_the_order_of_rows_in_a_batch():
     forward, backward = replayed(order=2).advance(rows()), replayed(order=2).advance(rows()[::-1])
     np.testing.assert_allclose(forward, backward[::-1], rtol=1e-7, atol=1e-14)
 
 
-def test_what_is_no_number_is_told():
+def test_non_finite_losses_are_reported():
     replay = replayed()
     next(replay.engine.model.model.parameters()).fill_(float("nan"))
     with pytest.raises(ModelError, match="its loss is nan"):

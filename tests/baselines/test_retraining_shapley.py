@@ -1,4 +1,4 @@
-"""Shapley values over real retrainings: by enumeration they are those of the coalitions trained one by one."""
+"""Shapley values over retrained models: enumeration equals values of separately trained coalitions."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ TOPIC = np.arange(N_ROWS) % 3
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A cache in which coalitions stay known."""
+    """Return a cache of trained coalitions."""
     return tmp_path_factory.mktemp("games")
 
 
@@ -32,7 +32,7 @@ def game_of(inputs, place):
 
 
 def trained_one_by_one(inputs):
-    """Utility of a coalition of topics by `train` and the plain model."""
+    """Return the utility of a coalition of topics by `train` and the plain model."""
     recipe = TrainingRecipe.model_validate(inputs.retrained_runs.runs.info.recipe_settings)
 
     def utility(masks_BG):
@@ -53,14 +53,14 @@ def run(inputs, place, **settings):
     return scores(configured_method("retraining_shapley", **settings), inputs, place)
 
 
-def test_a_coalition_is_worth_what_training_on_it_gives(world, place):
+def test_the_utility_of_a_coalition_equals_that_of_training_on_it(world, place):
     inputs = world.inputs()
     game = game_of(inputs, place)
     masks = np.array([[True, False, True], [True, True, True]])
     np.testing.assert_allclose(game(masks), trained_one_by_one(inputs)(masks), rtol=1e-5)
 
 
-def test_values_by_enumeration_are_the_formula_shared_by_the_rows_of_a_group(world, place):
+def test_values_by_enumeration_equal_the_formula_divided_among_rows_of_a_group(world, place):
     inputs = world.inputs()
     game = game_of(inputs, place)
     result = matrix(run(inputs, place))
@@ -70,7 +70,7 @@ def test_values_by_enumeration_are_the_formula_shared_by_the_rows_of_a_group(wor
         assert np.ptp(result[topic == TOPIC], axis=0).max() == 0
 
 
-def test_values_add_up_to_what_training_gained(world, place):
+def test_values_sum_to_the_gain_of_training(world, place):
     inputs = world.inputs()
     result = matrix(run(inputs, place, permutations=2))
     game = game_of(inputs, place)
@@ -79,7 +79,7 @@ def test_values_add_up_to_what_training_gained(world, place):
     assert (everything > nothing).all()
 
 
-def test_a_coalition_is_trained_once_whoever_asks(world, tmp_path):
+def test_a_coalition_is_trained_once(world, tmp_path):
     inputs, work = world.inputs(), WorkArea(tmp_path)
     first = RetrainingGame.from_inputs(inputs, work, TOPIC, seed=0)
     masks = np.array([[True, True, False], [True, True, False], [True, False, False]])
@@ -93,7 +93,7 @@ def test_a_coalition_is_trained_once_whoever_asks(world, tmp_path):
     assert by_row.trained == 0
 
 
-def test_coalitions_too_small_to_train_on_are_worth_an_untrained_model(world, tmp_path):
+def test_coalitions_too_small_for_training_have_the_utility_of_an_untrained_model(world, tmp_path):
     inputs = world.inputs()
     game = RetrainingGame.from_inputs(inputs, WorkArea(tmp_path), np.arange(N_ROWS), seed=0)
     masks = np.zeros((3, N_ROWS), dtype=bool)
@@ -110,7 +110,7 @@ def test_several_models_at_once_give_the_same_values(world, place, tmp_path):
     np.testing.assert_allclose(single, stacked, atol=2e-4 * np.abs(single).max())
 
 
-def test_what_was_retrained_before_is_counted_in_its_time(world, tmp_path):
+def test_the_recorded_time_includes_earlier_retraining(world, tmp_path):
     inputs = world.inputs()
     subsets = inputs.retrained_runs.subsets
     place = tmp_path
@@ -125,7 +125,7 @@ def test_what_was_retrained_before_is_counted_in_its_time(world, tmp_path):
     assert second.cost.wall_seconds > 0.5 * first.cost.wall_seconds
 
 
-def test_players_decide_what_stored_values_are_of(world):
+def test_stored_values_depend_on_the_players(world):
     inputs = world.inputs()
     decided = [
         configured_method("retraining_shapley", players=players).method.extra_identity(inputs)
@@ -143,7 +143,7 @@ def test_players_decide_what_stored_values_are_of(world):
         ({"truncation": 0.1}, SettingsError, "truncation: no effect"),
     ],
 )
-def test_games_that_cannot_be_played_are_refused(settings, error, message, world, tmp_path):
+def test_invalid_games_are_refused(settings, error, message, world, tmp_path):
     with pytest.raises(error, match=message):
         run(world.inputs(), tmp_path, **settings)
 

@@ -12,13 +12,13 @@ from grasp.errors import ModelError, SettingsError, ShapeError
 
 
 def table_game(n_players, seed, games=1):
-    """A game with an arbitrary utility for each subset."""
+    """Return a game with an arbitrary utility for each subset."""
     table = np.random.default_rng(seed).normal(size=(2**n_players, games))
     return lambda masks: table[masks @ (1 << np.arange(n_players))]
 
 
 def slow_shapley(utility, n_players):
-    """Mean marginal contribution over all P! orders, one subset at a time."""
+    """Compute the mean marginal contribution over all P! orders, one subset at a time."""
     total = np.zeros(n_players)
     for order in orders(range(n_players)):
         mask = np.zeros(n_players, dtype=bool)
@@ -43,7 +43,7 @@ def airport(cost):
 
 @given(n_players=st.integers(1, 5), seed=st.integers(0, 99), block=st.integers(1, 40))
 @settings(max_examples=20)
-def test_enumeration_is_the_mean_over_all_orders(n_players, seed, block):
+def test_enumeration_equals_the_mean_over_all_orders(n_players, seed, block):
     game = table_game(n_players, seed)
     np.testing.assert_allclose(exact_shapley(game, n_players, block=block)[:, 0], slow_shapley(game, n_players))
 
@@ -95,7 +95,7 @@ def test_standard_error_is_that_of_marginals_over_permutations():
     np.testing.assert_allclose(sampled.standard_error_PE[:, 0], expected, atol=1e-12)
 
 
-def test_no_subset_is_asked_about_twice_and_the_count_is_right():
+def test_no_subset_is_evaluated_twice_and_the_count_is_correct():
     evaluated = []
 
     def game(masks):
@@ -142,7 +142,7 @@ def test_truncation_waits_for_every_game():
         ({"truncation": float("nan")}, "truncation: got nan"),
     ],
 )
-def test_bad_sampling_is_refused(arguments, message):
+def test_invalid_sampling_settings_are_refused(arguments, message):
     with pytest.raises(SettingsError, match=message):
         permutation_shapley(glove, **{"n_players": 3, "permutations": 2, "seed": 0} | arguments)
 

@@ -1,4 +1,4 @@
-"""What users try first: each is the number it says it is."""
+"""Simple methods equal their definitions."""
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -22,7 +22,7 @@ def test_loss_and_length_are_those_of_the_row_table(name, prefer, column, sign, 
     np.testing.assert_allclose(scored(world, tmp_path, name, prefer=prefer)[:, 0], expected, rtol=1e-6)
 
 
-def test_random_numbers_are_another_draw_for_another_seed(world, tmp_path):
+def test_random_scores_depend_on_the_seed(world, tmp_path):
     first, second = (scored(world, tmp_path, "random", seed=seed)[:, 0] for seed in (0, 1))
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.4
     assert first.std() == pytest.approx(1.0, abs=0.4)
@@ -51,7 +51,7 @@ def test_activation_similarity_is_the_cosine_of_mean_hidden_states(spec, unit_to
 
 
 def slow_mean(model, ids, first, spec):
-    """Mean of the states at positions that predict a token, from the plain Hugging Face model."""
+    """Return the mean state of positions that predict a token, from the plain Hugging Face model."""
     with torch.inference_mode():
         output = model.model(input_ids=torch.tensor(ids[None].astype(int)), output_hidden_states=True)
     states = output.hidden_states[-1][0].double().numpy()

@@ -1,4 +1,4 @@
-"""Scores on disk: whole or not there, found by what decides them, refused where they are no numbers."""
+"""Stored scores: complete or absent, identified by all inputs, and refused if they are not finite."""
 
 import copy
 import fcntl
@@ -25,7 +25,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 class Fake(BlockMethod[NoSettings]):
-    """Scores that say which row, unit and part they are of; remembers what it was asked."""
+    """A method whose scores encode row, unit and part, and which records its calls."""
 
     n_parts: ClassVar[int] = 1
     spoil: ClassVar[dict[tuple[int, int], float]] = {}
@@ -66,7 +66,7 @@ def kind(**attributes):
     return type("Fake", (Fake,), attributes)
 
 
-def test_parts_are_added_up(world, tmp_path):
+def test_parts_are_summed(world, tmp_path):
     method, inputs = kind(n_parts=3)(), world.inputs()
     result = method.scores(inputs, tmp_path)
     np.testing.assert_array_equal(matrix(result), value(0) + value(1) + value(2))
@@ -74,7 +74,7 @@ def test_parts_are_added_up(world, tmp_path):
 
 
 @pytest.mark.parametrize("kill", range(1, 10))
-def test_a_killed_run_of_many_parts_goes_on_and_scores_no_finished_block_again(kill, world, tmp_path):
+def test_a_killed_run_of_many_parts_resumes_without_repeating_finished_blocks(kill, world, tmp_path):
     first, second = kind(n_parts=3)(), kind(n_parts=3)()
     inputs = world.inputs(progress=Clock(left=kill))
     with pytest.raises(Killed):
@@ -96,13 +96,13 @@ def test_a_killed_run_of_many_parts_goes_on_and_scores_no_finished_block_again(k
         ({"n_parts": 0}, ModelError, "got 0 passes over the rows"),
     ],
 )
-def test_what_is_no_score_is_refused_and_not_kept(attributes, error, message, world, tmp_path):
+def test_invalid_scores_are_refused_and_not_stored(attributes, error, message, world, tmp_path):
     with pytest.raises(error, match=message):
         kind(**attributes)().scores(world.inputs(), tmp_path)
     assert not list(tmp_path.glob("fake-*/method.json"))
 
 
-def test_what_decides_the_numbers_decides_the_name(world):
+def test_names_of_stored_scores_depend_on_the_settings(world):
     inputs = world.inputs()
 
     def name(method):
@@ -138,7 +138,7 @@ READERS = [name for name in METHODS if {"tokens", "model"} & find_method(name).l
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_what_an_artifact_was_made_with_decides_the_name(name, world):
+def test_names_of_stored_scores_depend_on_the_inputs_of_the_artifact(name, world):
     """Artifacts of one corpus may share a cache: with another model, another tokenizer, units cut elsewhere."""
     inputs, method = world.inputs(), configured_method(name).method
     requires = method.requires
@@ -154,7 +154,7 @@ def test_what_an_artifact_was_made_with_decides_the_name(name, world):
     assert (identity(method, other(inputs, max_length=9)) != expected) == ("tokens" in requires)
 
 
-def test_the_moments_of_checkpoints_decide_the_name_where_adam_is_used(world, tmp_path):
+def test_names_of_stored_scores_depend_on_adam_moments_if_used(world, tmp_path):
     run = shutil.copytree(world.root / "env/reference/seed-0", tmp_path / "run")
 
     def names():
@@ -173,7 +173,7 @@ def test_the_moments_of_checkpoints_decide_the_name_where_adam_is_used(world, tm
     assert with_moments[1] == other_moments[1] == without[1]
 
 
-def test_what_methods_share_is_of_one_artifact_and_one_version(world, tmp_path):
+def test_shared_intermediate_results_belong_to_one_artifact_and_version(world, tmp_path):
     inputs = world.inputs()
     places = [
         shared_directory(tmp_path, inputs, 1),
@@ -190,7 +190,7 @@ def test_what_methods_share_is_of_one_artifact_and_one_version(world, tmp_path):
     assert area.parent == shared_directory(tmp_path, inputs, 1)
 
 
-def test_two_processes_do_not_compute_the_same(world, tmp_path):
+def test_two_processes_do_not_compute_the_same_scores(world, tmp_path):
     inputs, method = world.inputs(), kind()()
     place = result_directory(tmp_path, identity(method, inputs))
     place.mkdir()
@@ -205,18 +205,18 @@ def test_a_damaged_result_is_refused(world, tmp_path):
     inputs = world.inputs()
     result = kind()().scores(inputs, tmp_path)
     (result.path / "scores.npy").write_bytes(b"no array")
-    with pytest.raises(SettingsError, match=r"fake-.*/scores.npy: truncated: .*; delete its directory"):
+    with pytest.raises(SettingsError, match=r"scores.npy: truncated: .*delete"):
         kind()().scores(inputs, tmp_path)
 
 
-def test_a_place_that_cannot_be_written_names_the_flag(world, tmp_path):
+def test_the_error_of_an_unwritable_cache_names_the_flag(world, tmp_path):
     (tmp_path / "file").write_text("")
     inputs = world.inputs()
     with pytest.raises(SettingsError, match=r"stored .*--cache"):
         kind()().scores(inputs, tmp_path / "file")
 
 
-def test_stored_scores_of_units_are_a_file_of_predictions(world, tmp_path):
+def test_stored_scores_of_units_are_written_as_predictions(world, tmp_path):
     inputs = world.inputs()
     result = scores(configured_method("bm25"), inputs, tmp_path)
     read = read_row_scores(result.path / "scores.npy", RowIndex.from_parquet(inputs.artifact.rows_path))

@@ -24,7 +24,7 @@ def buckets_of(text):
     return Counter(crc32(gram.encode()) % BUCKETS for gram in grams)
 
 
-def test_log_ratio_is_that_of_smoothed_shares():
+def test_the_log_ratio_equals_that_of_smoothed_shares():
     corpus, target = [sum(map(buckets_of, texts), Counter()) for texts in (GAMES + STARS, STARS)]
     corpus_H = np.array([corpus[h] for h in range(BUCKETS)], dtype=np.float64)
     expected = [
@@ -34,13 +34,13 @@ def test_log_ratio_is_that_of_smoothed_shares():
     np.testing.assert_allclose(log_ratio(STARS, corpus_H), expected)
 
 
-def test_counts_are_of_words_and_pairs():
+def test_words_and_pairs_of_words_are_counted():
     counts_NH = bucket_counts(["", *GAMES], BUCKETS).toarray()
     expected = [[buckets_of(text)[h] for h in range(BUCKETS)] for text in ["", *GAMES]]
     np.testing.assert_array_equal(counts_NH, expected)
 
 
-def test_dsir_is_the_weight_plus_noise_of_the_seed(world, tmp_path):
+def test_dsir_equals_the_weight_plus_seeded_noise(world, tmp_path):
     inputs = world.inputs()
     plain, first, repeated, other = (
         matrix(scores(configured_method("dsir", resample=resample, seed=seed), inputs, tmp_path / name))

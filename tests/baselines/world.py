@@ -1,6 +1,6 @@
-"""A small world for methods: a model trained on the spot with its checkpoints, an artifact of it, an environment.
+"""A small world for methods: a trained model with checkpoints, its artifact, and retraining runs.
 
-The first rows of the corpus are the units themselves: row 3 is the prompt and the completion of unit `facts-3`.
+The first rows of the corpus have the texts of the units: row 3 is the prompt and the completion of unit `facts-3`.
 """
 
 import json
@@ -32,7 +32,7 @@ SHAPE = {"vocab_size": 300, "hidden": 16, "intermediate": 32, "layers": 2, "head
 
 @dataclass(frozen=True)
 class World:
-    """Where everything lies."""
+    """Paths of the files of the world."""
 
     root: Path
 
@@ -45,14 +45,14 @@ class World:
         return ArtifactReader.open(self.root / "art")
 
     def inputs(self, **changes: Any) -> MethodInputs:
-        """The artifact with its environment, opened afresh."""
+        """Open the artifact with its retraining runs."""
         scored = Alignment.from_runs(self.environment, self.artifact)
         known = Retrained.from_alignment(scored, self.environment.utilities())
         return replace(MethodInputs(self.artifact, retrained=known), **changes)
 
 
 def make(root: Path) -> World:
-    """Texts, targets, tokenizer, eight retrained subsets, and the artifact of the reference model."""
+    """Write texts, targets, tokenizer, eight retrained subsets, and the artifact of the reference model."""
     targets = write_targets(root / "facts.jsonl", n_units=N_UNITS)
     units = [json.loads(line) for line in targets.read_text().splitlines()]
     rows = [unit["prompt"] + unit["completion"] for unit in units] + texts(N_ROWS - N_UNITS)
@@ -96,29 +96,29 @@ def make(root: Path) -> World:
 
 
 def configured_method(name: str, **settings: Any) -> ConfiguredMethod:
-    """One method with settings, and `seed` among them."""
+    """Return a method with settings, including `seed`."""
     (result,) = configured_methods([name], {name: settings})
     return result
 
 
 def matrix(result: MethodScores) -> np.ndarray:
-    """All stored scores, float64."""
+    """Return all stored scores in float64."""
     return np.concatenate([block for _, block in result]).astype(np.float64)
 
 
 def copies(inputs: MethodInputs) -> np.ndarray:
-    """The row that is the unit itself, (E,)."""
+    """Return the index (E,) of the row with the text of each unit."""
     return np.array([int(unit.unit_id.removeprefix("facts-")) for unit in inputs.units.units])
 
 
 def scored(world: World, place: Path, name: str, **settings: Any) -> np.ndarray:
-    """All scores of one method with these settings, computed or found at the place, float64."""
+    """Return all scores of a method with these settings in float64, computed or read from the cache."""
     return matrix(scores(configured_method(name, **settings), world.inputs(), place))
 
 
 @dataclass
 class Clock:
-    """Watches a run, and kills it after so many blocks; rows that its stages announced."""
+    """Progress that records the rows of each stage, and kills the run after a number of blocks."""
 
     left: int | None = None
     announced: Counter[str] = field(default_factory=Counter)

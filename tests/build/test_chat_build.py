@@ -1,4 +1,4 @@
-"""A corpus of conversations from build to export: only the assistant's tokens count, whoever runs the model."""
+"""A corpus of conversations from build to export: only the assistant's tokens carry loss, on every engine."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def conversations(n: int) -> list[dict]:
 
 
 def chat_settings(root: Path) -> BuildSettings:
-    """A small world in `root` whose rows are conversations."""
+    """Write a small world whose rows are conversations to `root` and return its build settings."""
     settings = world(root, features={"sample_positions": 10_000})
     template = json.loads((root / "model" / "tokenizer_config.json").read_text())
     (root / "model" / "tokenizer_config.json").write_text(json.dumps(template | {"chat_template": CHATML}))
@@ -76,7 +76,7 @@ def test_loss_and_relevance_are_those_of_the_assistants_tokens(chat):
     assert int(art.moments["hidden.count"][0]) == store.supervised().sum()
 
 
-def test_a_conversation_is_short_by_the_tokens_that_carry_loss(chat):
+def test_short_conversations_are_recognised_by_the_tokens_that_carry_loss(chat):
     art = grasp.open(chat[0] / "art")
     supervised_N = RowStore.open(chat[0] / "art" / "tokens").supervised()
     rows = art.rows.to_pandas()
@@ -88,7 +88,7 @@ def test_a_conversation_is_short_by_the_tokens_that_carry_loss(chat):
     assert set(frame["row_id"]) == set(rows["row_id"][supervised_N >= median])
 
 
-def test_a_part_of_plain_text_joins_one_of_conversations(chat, tmp_path):
+def test_an_artifact_of_plain_text_merges_with_one_of_conversations(chat, tmp_path):
     root, settings = chat
     lines = [json.dumps({"id": f"t{i}", "text": " ".join(WORDS[i : i + 6])}) + "\n" for i in range(5)]
     (tmp_path / "text.jsonl").write_text("".join(lines))
@@ -145,7 +145,7 @@ def test_the_same_answers_have_the_same_loss_as_rows_and_as_questions(chat, tmp_
     np.testing.assert_allclose(result, [row["loss"] for row in rows], rtol=0, atol=rounding(700, result))
 
 
-def test_a_template_that_writes_the_date_is_exported_and_resumed_on_any_day(chat, tmp_path, monkeypatch):
+def test_a_chat_template_with_the_date_is_exported_and_resumed_on_another_day(chat, tmp_path, monkeypatch):
     root, settings = chat
     model = Path(shutil.copytree(root / "model", tmp_path / "model"))
     (file,) = [path for path in (model / "chat_template.jinja", model / "tokenizer_config.json") if path.exists()][-1:]
@@ -169,7 +169,7 @@ def test_a_template_that_writes_the_date_is_exported_and_resumed_on_any_day(chat
     assert BuildSource(art).tokenizer.render(Conversation(tuple(turns("a", "b")))).text.startswith("26 Jul 2024")
 
 
-def test_white_space_that_a_harness_would_score_is_told(chat, tmp_path):
+def test_white_space_that_a_harness_would_score_is_reported(chat, tmp_path):
     _root, settings = chat
     lines = [{"prompt": f"Answer {k}:\n", "completion": "water"} for k in range(3)]
     (tmp_path / "spaced.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -1,4 +1,4 @@
-"""The costs of a probe: a line through passes of parts of one row, a proportion otherwise."""
+"""Cost estimates of a probe: linear in rows and tokens if parts of one row were timed, else proportional."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ SECONDS = st.floats(0.001, 100.0)
 
 
 @given(row=SECONDS, token=SECONDS)
-def test_parts_of_one_row_give_the_costs_of_a_row_and_of_a_token(row, token):
+def test_timed_parts_of_one_row_give_the_costs_per_row_and_per_token(row, token):
     timed = [(n, row + token * n) for n in (16, 64)]
     assert _costs(timed, 1) == pytest.approx((row, token), rel=1e-9, abs=1e-9 * (row + 64 * token))
 
@@ -25,5 +25,5 @@ def test_parts_of_one_row_give_the_costs_of_a_row_and_of_a_token(row, token):
         ([(16, 9.0), (64, 4.0)], 1),  # the first pass of a process was slow
     ],
 )
-def test_other_passes_are_a_proportion(timed, n_rows):
+def test_other_timed_passes_give_a_proportional_cost(timed, n_rows):
     assert _costs(timed, n_rows) == (0.0, 4.0 / 64)

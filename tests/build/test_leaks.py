@@ -1,4 +1,4 @@
-"""Rows that contain questions of the targets are found in whatever spelling, and other rows are not."""
+"""Rows that contain questions of the targets are found in every spelling, and other rows are not."""
 
 import json
 
@@ -32,14 +32,14 @@ def unit(question, answer=" the leaf", target="t", unit_id="u"):
 
 
 def found_in(index, text):
-    """The units whose question a text contains."""
+    """Return the units whose question a text contains."""
     return sorted({e for e, _, _ in index.questions_in(text)})
 
 
 def slow(question, text):
-    """Whether the words of a question stand in a text, one after the other."""
-    words, asked = text.lower().split(), question.lower().replace(",", "").split()
-    return any(words[k : k + len(asked)] == asked for k in range(len(words)))
+    """Return whether the words of a question occur in a text consecutively."""
+    words, query_words = text.lower().split(), question.lower().replace(",", "").split()
+    return any(words[k : k + len(query_words)] == query_words for k in range(len(words)))
 
 
 @pytest.mark.parametrize(
@@ -65,12 +65,12 @@ def test_a_question_is_found_in_other_spelling_and_with_a_word_changed(text, exp
 
 @settings(max_examples=200)
 @given(st.lists(WORDS, min_size=8, max_size=12), st.lists(WORDS, max_size=60), st.integers(0, 60), st.booleans())
-def test_what_is_there_to_the_letter_is_found(asked, around, place, put):
-    text = " ".join([*around[:place], *(asked if put else []), *around[place:]])
-    index = QuestionIndex([Unit("u", "t", " ".join(asked), " x")])
-    if slow(" ".join(asked), text):
+def test_verbatim_questions_are_found(query_words, around, place, put):
+    text = " ".join([*around[:place], *(query_words if put else []), *around[place:]])
+    index = QuestionIndex([Unit("u", "t", " ".join(query_words), " x")])
+    if slow(" ".join(query_words), text):
         assert found_in(index, text) == [0]
-    if not any(" ".join(asked[k : k + GRAM_WORDS]) in text for k in range(len(asked) - GRAM_WORDS + 1)):
+    if not any(" ".join(query_words[k : k + GRAM_WORDS]) in text for k in range(len(query_words) - GRAM_WORDS + 1)):
         assert index.questions_in(text) == []
 
 
@@ -83,17 +83,20 @@ SHOTS = (
 
 @pytest.mark.parametrize("shots", [("", ""), (SHOTS[0], SHOTS[0]), SHOTS, (SHOTS[0], SHOTS[1] + SHOTS[0])])
 def test_examples_in_the_prompt_are_no_part_of_a_question(shots):
-    asked = zip(shots, (QUESTION, OTHER), strict=True)
-    units = [Unit(f"u{i}", "t", f"{shot}Question: {text}?\nAnswer:", " x") for i, (shot, text) in enumerate(asked)]
+    shots_and_questions = zip(shots, (QUESTION, OTHER), strict=True)
+    units = [
+        Unit(f"u{i}", "t", f"{shot}Question: {text}?\nAnswer:", " x")
+        for i, (shot, text) in enumerate(shots_and_questions)
+    ]
     index = QuestionIndex(units)
     assert found_in(index, f"so: {QUESTION}") == [0]
     assert found_in(index, f"so: {OTHER}") == [1]
     assert found_in(index, "what is wet says the child to the old man by the sea") == []
-    for own, words in zip(question_words(units), SPLIT, strict=True):
-        assert words in own
+    for sequences, words in zip(question_words(units), SPLIT, strict=True):
+        assert words in sequences
 
 
-def test_a_question_after_its_passage_is_found_alone_but_not_where_many_ask_the_same():
+def test_a_question_is_found_without_its_passage_unless_many_units_share_it():
     story = "The ship lay still on the flat sea and the crew had nothing to drink but rain from the sails"
     ask = "What can be said about the people in this passage"
     units = [Unit("a", "t", f"{story}\n\n{QUESTION}?", " x"), Unit("b", "t", f"{story[::-1]} so\n\n{ask}?", " y")]
@@ -103,7 +106,7 @@ def test_a_question_after_its_passage_is_found_alone_but_not_where_many_ask_the_
     assert found_in(index, ask) == []
 
 
-def test_a_short_question_is_looked_for_with_its_answer_to_the_letter_or_not_at_all():
+def test_a_short_question_is_found_only_verbatim_with_its_answer():
     units = [unit("Who is wet", " the sea"), unit("What", " fire", unit_id="v"), unit("How old", " 9", unit_id="w")]
     index = QuestionIndex([unit(ask.prompt[10:-9], ask.completion, unit_id=ask.unit_id) for ask in units])
     assert index.compared == {0, 2}
@@ -113,10 +116,10 @@ def test_a_short_question_is_looked_for_with_its_answer_to_the_letter_or_not_at_
 
 
 def test_scripts_without_spaces_are_compared_by_characters():
-    asked = "\u6c34\u306e\u6cb8\u70b9\u306f\u4f55\u5ea6\u3067\u3059\u304b"
-    index = QuestionIndex([Unit("u", "t", asked, " 100")])
-    assert found_in(index, f"\u554f\u984c: {asked} \u7b54\u3048") == [0]
-    assert found_in(index, asked[::-1]) == []
+    question = "\u6c34\u306e\u6cb8\u70b9\u306f\u4f55\u5ea6\u3067\u3059\u304b"
+    index = QuestionIndex([Unit("u", "t", question, " 100")])
+    assert found_in(index, f"\u554f\u984c: {question} \u7b54\u3048") == [0]
+    assert found_in(index, question[::-1]) == []
 
 
 def test_a_text_that_repeats_a_question_is_searched_in_linear_time():
@@ -126,10 +129,11 @@ def test_a_text_that_repeats_a_question_is_searched_in_linear_time():
     assert len(index.questions_in(text)) < 200
 
 
-def test_of_a_conversation_what_the_user_said_last_is_the_question():
+def test_the_question_of_a_conversation_is_the_last_user_message():
     turns = ({"role": "user", "content": "hi " * 20}, {"role": "assistant", "content": "hello"})
-    asked = Conversation((*turns, {"role": "user", "content": QUESTION}, {"role": "assistant", "content": "leaf"}))
-    index = QuestionIndex([Unit("u", "t", "<|system|> You help. " * 9, "leaf", conversation=asked)])
+    last_turns = ({"role": "user", "content": QUESTION}, {"role": "assistant", "content": "leaf"})
+    conversation = Conversation((*turns, *last_turns))
+    index = QuestionIndex([Unit("u", "t", "<|system|> You help. " * 9, "leaf", conversation=conversation)])
     assert found_in(index, f"well: {QUESTION}") == [0]
     assert found_in(index, "<|system|> You help. " * 9) == []
 
@@ -139,7 +143,7 @@ def decoded(rows):
 
 
 class Shards:
-    """Rows whose token ids are the codes of their characters."""
+    """A store of rows whose token ids are the codes of their characters."""
 
     documents = ""
 
@@ -163,7 +167,7 @@ class Shards:
 
 
 @pytest.mark.parametrize("size", [1, 2, 100])
-def test_rows_are_found_wherever_shards_begin(size):
+def test_rows_are_found_independently_of_shard_boundaries(size):
     texts = ["none of it", QUESTION, OTHER, "nothing", f"{OTHER}? {QUESTION}?"]
     units = [unit(QUESTION), unit(OTHER, target="s", unit_id="o"), unit("x", " y", target="s", unit_id="short")]
     result = find_leaks(Shards(texts, size), units, decoded)
@@ -173,7 +177,7 @@ def test_rows_are_found_wherever_shards_begin(size):
 
 @pytest.mark.parametrize("size", [1, 2, 100])
 @pytest.mark.parametrize("chars", [1, 60, 10_000])
-def test_a_question_across_cuts_is_in_all_rows_that_hold_some_of_it(size, chars, monkeypatch):
+def test_a_question_across_cuts_is_found_in_every_row_with_a_part_of_it(size, chars, monkeypatch):
     monkeypatch.setattr(leaks, "CHUNK_CHARS", chars)
     monkeypatch.setattr(Shards, "documents", "same")
     third = len(QUESTION) // 3
@@ -184,11 +188,11 @@ def test_a_question_across_cuts_is_in_all_rows_that_hold_some_of_it(size, chars,
 
 @pytest.fixture(scope="module")
 def leaky(tmp_path_factory):
-    """Settings whose corpus holds a question of `facts` in row-2 and one of `more` in row-5, and its lines."""
+    """Return settings of a corpus with a question of `facts` in row-2 and of `more` in row-5, and its lines."""
     root = tmp_path_factory.mktemp("leaky")
     settings = world(root)
     for name, question in (("facts", QUESTION), ("more", OTHER)):
-        questions = [question, f"{question.split()[0]} has nobody asked the stone about its heart of iron and salt"]
+        questions = [question, f"{question.split()[0]} has never asked the stone about its heart of iron and salt"]
         write_lines(root / f"{name}.jsonl", 0, [])
         lines = [
             {"task": name, "unit_id": f"{name}-{i}", "question": q, "answer": "salt"} for i, q in enumerate(questions)
@@ -207,7 +211,7 @@ def leaked(artifact, target):
     return {name.split("#")[0] for name in rows["row_id"].to_pylist()}
 
 
-def test_build_notices_leaks_and_the_verbs_repeat_them(leaky):
+def test_build_notices_leaks_and_other_functions_report_them_again(leaky):
     root, settings, _ = leaky
     notes = []
 

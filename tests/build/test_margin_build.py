@@ -1,4 +1,4 @@
-"""Builds with margins: every kernel's column is the weighted sum of the columns of the answers."""
+"""Builds with margins: the relevance of a margin is the weighted sum of the relevance of its answers."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ def relevance(artifact, kernel):
 
 @pytest.fixture(scope="module")
 def built(root):
-    """An artifact of the answers as units, and one of their margins."""
+    """Build an artifact with the answers as units, and one with their margins."""
     choices = [
         {"unit_id": f"{k}.{c}", "prompt": line["prompt"], "completion": f" {text}"}
         for k, line in enumerate(QUIZ)
@@ -99,7 +99,7 @@ def test_a_margin_is_added_to_an_artifact_with_losses(built, root, tmp_path):
         ("@margin", ("pooled",), SettingsError, "pooled.*not linear.*@margin"),
     ],
 )
-def test_what_is_not_linear_is_refused(built, root, tmp_path, suffix, kernels, error, message):
+def test_kernels_that_are_not_linear_are_refused_for_margins(built, root, tmp_path, suffix, kernels, error, message):
     targets = {"names": [str(root / "quiz.jsonl") + suffix]}
     settings = world(root, targets=targets, features={"kernels": kernels}, train="further")
     with pytest.raises(error, match=message):
@@ -129,18 +129,18 @@ def weighted(built, root):
 def test_a_weighted_unit_has_the_sign_in_its_column_and_the_size_in_the_mean(weighted):
     names = weighted.units["unit_id"].to_pylist()
     base = [names.index(line["unit_id"]) for line in WEIGHTS]
-    own = [names.index(f"{line['unit_id']}@mine") for line in WEIGHTS]
+    weighted_columns = [names.index(f"{line['unit_id']}@mine") for line in WEIGHTS]
     for kernel in KERNELS:
         all_NE = relevance(weighted, kernel)
         close = (2.0**-6 if kernel == "gradient" else 1e-5) * np.abs(all_NE).max()
-        np.testing.assert_allclose(all_NE[:, own], all_NE[:, base] * [1, -1, 1], rtol=0, atol=close)
+        np.testing.assert_allclose(all_NE[:, weighted_columns], all_NE[:, base] * [1, -1, 1], rtol=0, atol=close)
     protocol = parse_protocol({"name": "one kernel", "match": {"output_layer": 1.0}, "task": "mean"}, "test")
     sum_N = relevance(weighted, "output_layer")[:, base] @ [2, -1, 0.5]
     expected_N = (sum_N - sum_N.mean()) / sum_N.std()
     got = Predictor.from_artifact(weighted, protocol, ["mine"]).effect_NT[:, 0]
     np.testing.assert_allclose(got, expected_N, atol=1e-4)
     losses = np.array(weighted.units["loss"].to_pylist())
-    np.testing.assert_allclose(losses[own], losses[base] * [2, -1, 0.5], rtol=1e-5)
+    np.testing.assert_allclose(losses[weighted_columns], losses[base] * [2, -1, 0.5], rtol=1e-5)
 
 
 def test_a_metric_is_the_mean_of_weighted_utilities(weighted):
@@ -148,8 +148,8 @@ def test_a_metric_is_the_mean_of_weighted_utilities(weighted):
     model = BuildSource(weighted).model.model
     utility_E = -evaluate_units(model, tokens)
     for line in WEIGHTS:
-        own, base = (utility_E[names.index(name)] for name in (f"{line['unit_id']}@mine", line["unit_id"]))
-        assert own == pytest.approx(line["weight"] * base, rel=1e-12)
+        weighted_utility, base = (utility_E[names.index(name)] for name in (f"{line['unit_id']}@mine", line["unit_id"]))
+        assert weighted_utility == pytest.approx(line["weight"] * base, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +164,6 @@ def test_a_metric_is_the_mean_of_weighted_utilities(weighted):
         ({"unit_id": "0.0", "weight": 1, "target": "each"}, "each is named twice"),
     ],
 )
-def test_weights_that_mean_nothing_are_refused(built, root, line, message):
+def test_invalid_weights_are_refused(built, root, line, message):
     with pytest.raises(TargetError, match=message):
         load_units(TargetSettings(names=tuple(with_weights(root, [line], "bad"))))

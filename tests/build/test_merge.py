@@ -1,4 +1,4 @@
-"""Laws of merging: parts give the numbers of one build of all rows, and parts that differ are refused by name."""
+"""Laws of merging: parts give the numbers of one build of all rows; incompatible parts are refused by name."""
 
 import errno
 import json
@@ -38,17 +38,17 @@ def parts(tmp_path_factory) -> SimpleNamespace:
     root = tmp_path_factory.mktemp("parts")
     settings = world(root, train="further")
     lines = texts(sum(DOCUMENTS), seed=5)
-    one = write_lines(root / "one.jsonl", 0, lines[: DOCUMENTS[0]], source="news", year=1999)
-    two = write_lines(root / "two.jsonl", DOCUMENTS[0], lines[DOCUMENTS[0] :], source="code")
-    (root / "all.jsonl").write_text(Path(one).read_text() + Path(two).read_text())
+    first_path = write_lines(root / "one.jsonl", 0, lines[: DOCUMENTS[0]], source="news", year=1999)
+    second_path = write_lines(root / "two.jsonl", DOCUMENTS[0], lines[DOCUMENTS[0] :], source="code")
+    (root / "all.jsonl").write_text(Path(first_path).read_text() + Path(second_path).read_text())
 
     def built(name: str, corpus: str, like: str | None = None, **changes: object) -> str:
         corpus_settings = settings.corpus.model_copy(update={"path": corpus})
         part_settings = settings.model_copy(update={"corpus": corpus_settings, "like": like, **changes})
         return str(build_artifact(part_settings, root / name))
 
-    first = built("first", one)
-    second = built("second", two, like=first, shard_rows=5)
+    first = built("first", first_path)
+    second = built("second", second_path, like=first, shard_rows=5)
     together = built("together", str(root / "all.jsonl"), like=first)
     merge([first, second], root / "merged")
     sizes = [ArtifactReader.open(path).n_rows for path in (first, second)]
@@ -61,7 +61,7 @@ def parts(tmp_path_factory) -> SimpleNamespace:
         first=first,
         second=second,
         together=together,
-        two=two,
+        second_path=second_path,
         lines=lines,
     )
 
@@ -106,7 +106,7 @@ def test_questions_have_the_answers_of_one_build(parts):
             assert result == column
 
 
-def test_the_other_verbs_work_and_files_are_whole(parts, tmp_path):
+def test_other_functions_work_on_a_merged_artifact_and_its_files_are_valid(parts, tmp_path):
     pytest.importorskip("jinja2")
     merged = grasp.open(parts.root / "merged")
     assert merged.verify().ok
@@ -126,7 +126,7 @@ def test_the_other_verbs_work_and_files_are_whole(parts, tmp_path):
         lambda merged, place: add_targets(merged.path, str(write_targets(place.parent / "more.jsonl", "more"))),
     ],
 )
-def test_what_needs_texts_says_to_ask_the_parts(parts, tmp_path, ask):
+def test_functions_that_need_texts_refer_to_the_parts(parts, tmp_path, ask):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ArtifactError, match=f"{parts.first}, {parts.second}"):
         ask(grasp.open(parts.root / "merged"), tmp_path / "empty")
@@ -155,7 +155,7 @@ def another_model(parts, place):
 def fewer_units(parts, place):
     (place / "facts.jsonl").write_text("".join((parts.root / "facts.jsonl").read_text().splitlines(True)[:4]))
     targets = parts.settings.targets.model_copy(update={"names": (str(place / "facts.jsonl"),)})
-    return parts.built("fewer-units", parts.two, like=parts.first, targets=targets)
+    return parts.built("fewer-units", parts.second_path, like=parts.first, targets=targets)
 
 
 def another_type(parts, place):
@@ -167,45 +167,45 @@ def another_type(parts, place):
     ("other", "message"),
     [
         (lambda parts, _: parts.first, r"row_id 'row-0' .*first.*first.*\(\d+ "),
-        (lambda parts, _: parts.built("own-moments", parts.two), r"moments\.hidden\.mean: "),
+        (lambda parts, _: parts.built("own-moments", parts.second_path), r"moments\.hidden\.mean: "),
         (another_model, r"fingerprints\.model: .*\"another\".*fingerprints\.tokenizer"),
         (fewer_units, r"targets\.facts: .*\b6\b.*\b4\b.*units\.unit_id: "),
         (another_type, "label year: .*int64.*first.*string.*typed"),
     ],
 )
-def test_parts_whose_numbers_do_not_mean_the_same_are_refused(parts, tmp_path, other, message):
+def test_parts_with_incomparable_numbers_are_refused(parts, tmp_path, other, message):
     part = other(parts, tmp_path)
     with pytest.raises(ArtifactError, match=message):
         merge([parts.first, part], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_that_knows_nothing_and_other_features_are_refused_with_given_moments_as_well(parts, tmp_path):
-    corpus = parts.settings.corpus.model_copy(update={"path": parts.two})
+def test_an_untrained_model_and_other_features_are_refused_with_moments_of_another_artifact_too(parts, tmp_path):
+    corpus = parts.settings.corpus.model_copy(update={"path": parts.second_path})
     settings = parts.settings.model_copy(update={"corpus": corpus, "like": parts.first})
     for _ in range(2):  # the first attempt leaves nothing that the second takes for work
         with pytest.raises(ModelError, match="untrained"):
             build_artifact(settings, tmp_path / "art", must_be_trained=True)
     other = settings.model_copy(update={"features": settings.features.model_copy(update={"tau": 0.5})})
     for ask in (build_artifact, lambda *_: forecast(tmp_path / "art", other.model_dump(), untrained=True)):
-        with pytest.raises(ArtifactError, match=r"like: .*first was built with another model .*features\.tau"):
+        with pytest.raises(ArtifactError, match=r"like: .*first.* model .*features\.tau"):
             ask(other, tmp_path / "art")
     assert not (tmp_path / "art" / "work").exists()
 
 
-def test_outputs_are_guarded(parts, tmp_path):
+def test_invalid_inputs_and_outputs_are_refused(parts, tmp_path):
     both = [parts.first, parts.second]
-    for sources, out, said in (
+    for sources, out, message in (
         ([parts.first], tmp_path / "out", r"parts:.*\b1\b"),
         (both, parts.second, "--out: .*second"),
         (both, Path(parts.first) / "inside", "part"),
         (both, "s3://bucket/art", "directory"),
     ):
-        with pytest.raises(SettingsError, match=said):
+        with pytest.raises(SettingsError, match=message):
             merge(sources, out)
 
 
-def test_nothing_appears_before_it_is_whole(parts, tmp_path, monkeypatch):
+def test_no_output_exists_before_it_is_complete(parts, tmp_path, monkeypatch):
     monkeypatch.setattr(ArtifactWriter, "finish", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         merge([parts.first, parts.second], tmp_path / "out")
@@ -213,7 +213,7 @@ def test_nothing_appears_before_it_is_whole(parts, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("after", [0, 5, 40])
-def test_a_full_disk_names_the_place_and_offers_no_resuming(parts, tmp_path, monkeypatch, after):
+def test_a_full_disk_is_reported_with_the_path_and_without_advice_to_resume(parts, tmp_path, monkeypatch, after):
     fsync, left = os.fsync, [after]
 
     def full(descriptor):
@@ -232,23 +232,23 @@ def test_a_full_disk_names_the_place_and_offers_no_resuming(parts, tmp_path, mon
 
 def test_the_commands_build_and_merge_parts(parts, tmp_path):
     write_yaml(parts.settings.model_dump(mode="json"), tmp_path / "settings.yaml")
-    flags = ("--config", tmp_path / "settings.yaml", "--corpus", parts.two, "--like", parts.first)
+    flags = ("--config", tmp_path / "settings.yaml", "--corpus", parts.second_path, "--like", parts.first)
     succeed("build", *flags, "--out", tmp_path / "part")
     done = succeed("merge", parts.first, tmp_path / "part", "--out", tmp_path / "art")
     assert done.lines == [f"{tmp_path / 'art'}: {sum(parts.sizes)} rows of 2 artifacts, targets: facts"]
-    found, expected = arrays(tmp_path / "art"), arrays(parts.root / "merged")
-    for name, array in found.items():
+    actual, expected = arrays(tmp_path / "art"), arrays(parts.root / "merged")
+    for name, array in actual.items():
         np.testing.assert_allclose(array, expected[name], rtol=2e-4, atol=1e-5 * np.abs(expected[name]).max())
     assert "already" in refused("merge", parts.first, tmp_path / "part", "--out", tmp_path / "art")
 
 
-def test_a_build_that_was_cut_off_keeps_the_moments_that_it_copied(parts, tmp_path, monkeypatch):
+def test_an_interrupted_build_keeps_the_moments_that_it_copied(parts, tmp_path, monkeypatch):
     like = Path(shutil.copytree(parts.first, tmp_path / "like"))
     with monkeypatch.context() as patch:
         patch.setattr(ArtifactWriter, "write_shard", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            parts.built("cut-off", parts.two, like=str(like))
+            parts.built("cut-off", parts.second_path, like=str(like))
     shutil.rmtree(like)
-    gone_on, expected = arrays(parts.built("cut-off", parts.two, like=str(like))), arrays(parts.second)
+    gone_on, expected = arrays(parts.built("cut-off", parts.second_path, like=str(like))), arrays(parts.second)
     for name, array in gone_on.items():
         np.testing.assert_allclose(array, expected[name], rtol=2e-4, atol=1e-5 * np.abs(expected[name]).max())

@@ -1,4 +1,4 @@
-"""Preference pairs as rows: a row is its chosen side minus its rejected one; files stay in the form of TRL."""
+"""Preference pairs as rows: a row is its chosen side minus its rejected side; exports keep the format of TRL."""
 
 import json
 
@@ -52,8 +52,8 @@ def test_pairs_of_every_form(record, prompt, chosen, rejected):
             ((start, stop),) = side.answers
             assert (side.text[:start], side.text[start:stop]) == (prompt, answer)
         else:
-            question, said = (turn["content"] for turn in side.conversation.turns)
-            assert (question, said) == ("a" if record.get("prompt") == "a" else "Hi", answer)
+            question, reply = (turn["content"] for turn in side.conversation.turns)
+            assert (question, reply) == ("a" if record.get("prompt") == "a" else "Hi", answer)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_pairs_of_every_form(record, prompt, chosen, rejected):
         ({"chosen": turns("a", "b"), "rejected": turns("a", "")}, "rejected: an answer of the assistant is empty"),
     ],
 )
-def test_a_pair_that_lacks_a_side_is_one_line(record, message, tmp_path):
+def test_a_pair_without_a_side_is_refused_in_one_line(record, message, tmp_path):
     with pytest.raises(CorpusError, match=f"^here: {message}") as caught:
         read_pair(record, "here")
     assert "\n" not in str(caught.value)
@@ -82,7 +82,7 @@ def test_a_pair_that_lacks_a_side_is_one_line(record, message, tmp_path):
 
 @pytest.fixture(scope="module")
 def pairs(root):
-    """20 pairs of answers of different lengths, and their sides as rows of prompt and completion."""
+    """Write 20 pairs of answers of different lengths, and their sides as rows of prompt and completion."""
     generator = np.random.default_rng(5)
     records, sides = [], []
     for k in range(20):
@@ -97,7 +97,7 @@ def pairs(root):
 
 @pytest.fixture(scope="module")
 def built(root, pairs):
-    """Artifacts of the pairs and of their sides, without preconditioning that would differ between them."""
+    """Build artifacts of the pairs and of their sides, without preconditioning, which would differ between them."""
     artifacts = {}
     for name, form in (("pairs", "preference"), ("sides", "prompt")):
         settings = world(root, features={"kernels": KERNELS, "sample_positions": 10**6}, train="further")
@@ -128,7 +128,7 @@ def test_rows_have_the_tokens_of_both_sides(built):
 
 @pytest.mark.parametrize("kernel", ["output_layer", "embedding", "hidden_bias", "hidden_linear"])
 def test_relevance_of_a_pair_is_the_difference_of_its_sides(built, kernel):
-    """The mean over a row's positions times their number is a sum, of which that of a pair is a difference."""
+    """Compare sums over positions: the sum of a pair is the difference of the sums of its sides."""
     counts = BuildSource(built["sides"]).rows.supervised()[:, None]
     sum_SE = relevance(built["sides"], kernel) * counts
     expected_NE = (sum_SE[::2] - sum_SE[1::2]) / (counts[::2] + counts[1::2])
@@ -138,7 +138,7 @@ def test_relevance_of_a_pair_is_the_difference_of_its_sides(built, kernel):
 
 
 def test_the_gradient_of_a_pair_is_that_of_the_dpo_loss(built):
-    """Without second moments, which differ between pairs and sides: a_ie v / n, against the sums of the sides."""
+    """Compare a_ie v / n with the sums of the sides, without second moments, which differ between pairs and sides."""
     pairs, sides = built["pairs"], built["sides"]
     assert sides.manifest.fingerprints["model"] == pairs.manifest.fingerprints["model"]
     from grasp.build.model_pass import ModelPass  # noqa: PLC0415
@@ -176,8 +176,8 @@ def test_selected_pairs_are_exported_as_they_are(built, pairs, tmp_path):
     assert all(record == by_id[record["row_id"]] for record in exported)
 
 
-def test_pairs_need_a_model_that_is_trained_further(root, pairs, tmp_path):
+def test_pairs_require_further_training(root, pairs, tmp_path):
     settings = world(root, train="new")
     corpus = settings.corpus.model_copy(update={"path": str(root / "pairs.jsonl"), "form": "preference"})
-    with pytest.raises(SettingsError, match=r"--loss dpo.*--train is new; pass --train further"):
+    with pytest.raises(SettingsError, match=r"--loss dpo.*--train further"):
         build_artifact(settings.model_copy(update={"corpus": corpus}), tmp_path / "art")

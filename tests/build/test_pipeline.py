@@ -49,9 +49,9 @@ from tests.mentions import assert_mentions
 from tests.rules import rule
 
 
-def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
-    for name, array in found.items():
+def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, array in actual.items():
         assert np.array_equal(array, expected[name]), name
 
 
@@ -62,12 +62,12 @@ def built(root) -> Path:
 
 @pytest.fixture(scope="module")
 def every(root) -> Path:
-    """With the kernel and the sketches of the paper."""
+    """Build with every kernel, those of the paper and its sketches included."""
     return build_artifact(world(root, features={"kernels": FORWARD}), root / "every")
 
 
 class Reference:
-    """The whole build in float64, one position at a time, every formula as the paper writes it."""
+    """Slow reference of the whole build in float64, one position at a time, with the formulas of the paper."""
 
     def __init__(self, settings: BuildSettings) -> None:
         self.features = settings.features
@@ -77,15 +77,15 @@ class Reference:
         self.matrix = matrix - matrix.mean(axis=0)  # what top-k cut off is spread evenly
 
     def positions(self, ids: list[int], first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Hidden states, residuals (top-k + label) and input tokens at the supervised positions from `first` on."""
+        """Return hidden states, residuals (top-k + label) and input tokens at supervised positions from `first` on."""
         with torch.inference_mode():
             output = self.model(torch.tensor([ids]), output_hidden_states=True)
         hidden = output.hidden_states[-1][0, first:-1].double().numpy()
         probability = output.logits[0, first:-1].double().softmax(-1).numpy()
         residual = np.zeros_like(probability)
         for t, label in enumerate(ids[first + 1 :]):
-            kept = set(np.argsort(-probability[t])[: self.features.top_k]) | {label}
-            for v in kept:
+            stored_tokens = set(np.argsort(-probability[t])[: self.features.top_k]) | {label}
+            for v in stored_tokens:
                 residual[t, v] = probability[t, v] - (v == label)
         return hidden, residual, np.array(ids[first:-1])
 
@@ -103,7 +103,7 @@ class Reference:
         return mean, vector @ np.diag(value**-0.5) @ vector.T, precondition
 
     def summaries(self, rows, last: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Hidden states and residuals averaged over the last positions of each row; 0: over all."""
+        """Return the mean hidden state and residual of the last positions of each row; of all positions if 0."""
         tails = [(hidden[-last:].mean(0), residual[-last:].mean(0)) for hidden, residual, _ in rows]
         hidden, residual = (np.stack(part) for part in zip(*tails, strict=True))
         return hidden, residual
@@ -130,7 +130,7 @@ class Reference:
         return out
 
     def knn(self, rows, units) -> np.ndarray:
-        """Of a corpus that is its own sample."""
+        """Compute the kernel for a corpus that is its own sample."""
         mean, white, _ = self.whitener(*(np.concatenate(part) for part in list(zip(*rows, strict=True))[:2]))
         of_rows, of_units = ([(hidden - mean) @ white for hidden, *_ in side] for side in (rows, units))
         every = np.concatenate(of_rows)
@@ -139,7 +139,7 @@ class Reference:
         out = np.zeros((len(rows), len(units)))
         for e, (states, label) in enumerate(zip(of_units, unit_labels, strict=True)):
             near = [np.exp(-((h[:, None] - states) ** 2).sum(-1) / (2 * width**2)) for h in of_rows]
-            same = [k * (own[:, None] == label) for k, own in zip(near, labels, strict=True)]
+            same = [k * (row_labels[:, None] == label) for k, row_labels in zip(near, labels, strict=True)]
             near_S, same_S = (1 + np.concatenate(near).sum(0)) / len(every), np.concatenate(same).mean(0)
             guess = 1 + units[e][1][np.arange(len(label)), label]  # p of the label
             right = same_S + (0.1 * guess + 1 / len(every)) * near_S
@@ -156,7 +156,7 @@ class Reference:
         return mean_NH @ inverse @ mean_EH.T
 
     def hidden_linear(self, rows, units) -> np.ndarray:
-        """Pair by pair of positions, both sides whitened with a ridge of one mean eigenvalue."""
+        """Sum over pairs of positions, both sides whitened with a ridge of one mean eigenvalue."""
         matrix = self.matrix
         hidden = np.concatenate([hidden for hidden, *_ in rows])
         delta = np.concatenate([residual for _, residual, _ in rows]) @ matrix
@@ -165,14 +165,14 @@ class Reference:
             for second in (np.cov(hidden.T, bias=True), delta.T @ delta / len(delta))
         )
         out = np.zeros((len(rows), len(units)))
-        for i, (own, residual, _) in enumerate(rows):
-            for e, (unit_own, unit_residual, _) in enumerate(units):
-                states = (own - hidden.mean(0)) @ of_hidden @ (unit_own - hidden.mean(0)).T
+        for i, (row_hidden, residual, _) in enumerate(rows):
+            for e, (unit_hidden, unit_residual, _) in enumerate(units):
+                states = (row_hidden - hidden.mean(0)) @ of_hidden @ (unit_hidden - hidden.mean(0)).T
                 out[i, e] = (states * (residual @ matrix @ of_delta @ (unit_residual @ matrix).T)).mean()
         return out
 
     def embedding(self, rows, units) -> np.ndarray:
-        """With the gradient of the embedding of position t taken to be that of its hidden state."""
+        """Use the gradient of the hidden state of position t as that of its embedding."""
         matrix = self.matrix
         delta = np.concatenate([residual @ matrix for _, residual, _ in rows])
         share = np.bincount(np.concatenate([token for *_, token in rows]), minlength=len(matrix)) / len(delta)
@@ -211,7 +211,7 @@ def _units(root: Path) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize("last", [0, 32])
 def test_sketches_equal_the_float64_reference(root, tmp_path, last):
-    """Of averages over all positions, whitened as positions are; of the last 32, as averages of rows are."""
+    """Whiten means of all positions as positions are, and means of the last 32 as means of rows are."""
     summary = {"summary_positions": f"tail:{last}"} if last else {}
     settings = world(root, features={"kernels": SKETCHES, "sample_positions": 10**6, "hidden_width": 16} | summary)
     artifact = ArtifactReader.open(build_artifact(settings, tmp_path / "art"))
@@ -254,14 +254,14 @@ def test_sketches_have_mean_squared_norm_one(every):
         assert (arrays_by_name[name] ** 2).sum(axis=1).mean() == pytest.approx(1.0, rel=1e-5)
 
 
-def test_another_cut_into_shards_gives_the_same_numbers(root, every):
+def test_results_do_not_depend_on_shard_size(root, every):
     settings = world(root, shard_rows=17, features={"kernels": FORWARD})
     arrays_by_name = arrays(build_artifact(settings, root / "other-shards"))
     for name, expected in arrays(every).items():
         np.testing.assert_allclose(arrays_by_name[name], expected, atol=2e-4 * np.abs(expected).max(), err_msg=name)
 
 
-def test_moments_of_nearly_all_rows_come_close_to_those_of_all(root, tmp_path):
+def test_moments_of_nearly_all_rows_approximate_those_of_all_rows(root, tmp_path):
     kernels = {"kernels": FORWARD}
     actual, expected = (
         arrays(build_artifact(world(root, features=kernels | {"sample_rows": rows}), tmp_path / str(rows)))
@@ -273,8 +273,8 @@ def test_moments_of_nearly_all_rows_come_close_to_those_of_all(root, tmp_path):
 
 
 @pytest.fixture
-def looked_at(monkeypatch) -> list[int]:
-    """How many positions the head was run at, call by call."""
+def head_positions(monkeypatch) -> list[int]:
+    """Record the number of positions of each call of the head."""
     result, real = [], extract.head_residual
 
     def head_residual(head, hidden_PH, *rest):
@@ -286,8 +286,8 @@ def looked_at(monkeypatch) -> list[int]:
 
 
 @pytest.fixture
-def passed(monkeypatch) -> Counter:
-    """How often each text passed the model: its token ids, without what fills it up, or ends it."""
+def text_passes(monkeypatch) -> Counter:
+    """Count the passes of each text through the model, as token ids without padding and end token."""
     result, real = Counter(), torch.nn.Embedding.forward
 
     def forward(module, ids_BL):
@@ -299,7 +299,7 @@ def passed(monkeypatch) -> Counter:
 
 
 def texts_of(out: Path) -> tuple[list[tuple], list[tuple]]:
-    """Rows and units of an artifact, as `passed` has them."""
+    """Return the token ids of the rows and units of an artifact, in the form of `text_passes`."""
     origin = BuildSource(ArtifactReader.open(out))
     rows = origin.rows.rows(np.arange(origin.rows.n_rows))
     every = (
@@ -319,27 +319,27 @@ def texts_of(out: Path) -> tuple[list[tuple], list[tuple]]:
         ({"sample_positions": 200}, False, False),
     ],
 )
-def test_a_row_passes_the_model_once_where_the_sample_is_the_corpus_and_with_a_sample_once_more(
-    root, tmp_path, passed, train, features, is_whole, is_kept
+def test_sampled_rows_pass_the_model_twice_unless_the_sample_is_the_corpus(
+    root, tmp_path, text_passes, train, features, is_whole, is_kept
 ):
     settings = world(root, train=train, features=features, shard_rows=17)
     model = settings.model.model_copy(update={"check": False})
     out = build_artifact(settings.model_copy(update={"model": model}), tmp_path / "art")
-    actual = Counter(passed)
+    actual = Counter(text_passes)
     rows, units = texts_of(out)
     sample = Sample.draw(BuildSource(ArtifactReader.open(out)).rows.supervised(), settings.features)
     assert sample.is_whole == is_whole
-    again = [] if is_kept else sample.row_index
-    expected = Counter(units) + Counter(rows) + Counter(rows[i] for i in again)
-    beside = actual - expected
-    assert actual - beside == expected
+    reread_rows = [] if is_kept else sample.row_index
+    expected = Counter(units) + Counter(rows) + Counter(rows[i] for i in reread_rows)
+    probe_texts = actual - expected
+    assert actual - probe_texts == expected
     # short texts of the loader: one shows where the head is, two which layers have gradients
-    assert beside.total() == (3 if train == "further" else 1)
-    assert all(text == tuple(range(text[0], text[0] + 6)) for text in beside)
+    assert probe_texts.total() == (3 if train == "further" else 1)
+    assert all(text == tuple(range(text[0], text[0] + 6)) for text in probe_texts)
 
 
 @pytest.mark.parametrize("train", ["new", "further"])
-def test_what_the_first_loop_kept_gives_the_digits_of_a_second_pass(root, tmp_path, looked_at, train):
+def test_cached_features_of_the_first_loop_equal_those_of_a_second_pass(root, tmp_path, head_positions, train):
     features = {"sample_positions": 10**6}
     if train == "new":
         features["kernels"] = FORWARD
@@ -356,7 +356,7 @@ def test_what_the_first_loop_kept_gives_the_digits_of_a_second_pass(root, tmp_pa
     assert_same(dict(once.moments), dict(twice.moments))
     positions = int(once.moments["hidden.count"][0])
     of_units = int(sum(once.units["n_positions"].to_pylist()))
-    assert sum(looked_at) == 3 * positions + 2 * of_units
+    assert sum(head_positions) == 3 * positions + 2 * of_units
 
 
 @pytest.mark.parametrize(
@@ -370,27 +370,25 @@ def test_what_the_first_loop_kept_gives_the_digits_of_a_second_pass(root, tmp_pa
         ("product_sketch", "embedding", "residual_sketch"),
     ],
 )
-def test_some_kernels_alone_are_what_they_are_beside_the_others(root, every, tmp_path, kernels):
+def test_relevance_of_a_kernel_does_not_depend_on_other_kernels(root, every, tmp_path, kernels):
     arrays_by_name = arrays(build_artifact(world(root, features={"kernels": kernels}), tmp_path / "some"))
     assert {name.removeprefix("relevance_") for name in arrays_by_name} == set(kernels)
     expected = arrays(every)
     assert_same(arrays_by_name, {name: expected[name] for name in arrays_by_name})
 
 
-def test_the_rule_of_the_paper_builds_pooled_and_sketches_and_looks_at_the_last_positions_alone(
-    root, tmp_path, looked_at
-):
+def test_the_rule_of_the_paper_builds_pooled_and_sketches_from_the_last_positions(root, tmp_path, head_positions):
     settings = world(root).model_dump(mode="json")
     settings["features"] = {"rule": "paper", "positions": "tail:3", "summary_positions": "tail:3"}
     artifact = ArtifactReader.open(build_artifact(build_settings(settings), tmp_path / "paper"))
     assert set(artifact.array_names) == {"relevance_pooled", "hidden_sketch", "residual_sketch"}
-    (positions_of_units, *of_rows) = looked_at
-    assert positions_of_units > 6
-    assert 2.9 * artifact.n_rows < sum(of_rows) <= 3 * artifact.n_rows  # some rows are shorter
+    unit_positions = sum(len(tokens.input_ids) - tokens.first for tokens in BuildSource(artifact).unit_tokens)
+    assert unit_positions > 6
+    assert 2.9 * artifact.n_rows < sum(head_positions) - unit_positions <= 3 * artifact.n_rows  # some rows are shorter
 
 
-def test_the_kernels_of_a_build_are_what_the_scoring_rule_reads_and_two_sketches():
-    """The table in settings says which, for each way to train; the rule picks them out of all kernels there are."""
+def test_a_build_computes_the_kernels_of_the_scoring_rule_and_two_sketches():
+    """Compare the table in settings, for each way to train, with the kernels that the scoring rule matches."""
     for (which, train), named in KERNELS.items():
         features = FeatureSettings(rule=which).decided(train)
         assert features.kernels == (*named, *BOTH_SKETCHES)
@@ -412,7 +410,7 @@ def test_the_settings_of_the_paper_come_with_its_rule():
 
 def test_a_kernel_that_does_not_exist_is_named(root, tmp_path):
     for name in ("nope", "kernel", "whitening", "../kernel"):
-        with pytest.raises(SettingsError, match=rf"features.kernels: .*'{re.escape(name)}'.*embedding"):
+        with pytest.raises(SettingsError, match=rf"kernels: .*'{re.escape(name)}'.*embedding"):
             build_artifact(world(root, features={"kernels": ("knn", name)}), tmp_path / "art")
 
 
@@ -435,14 +433,17 @@ KERNEL = Toy
 """
 
 
-@pytest.mark.parametrize("beside", [(), ("knn", "hidden_sketch")])
-def test_a_kernel_is_one_module_and_the_scoring_rule_that_names_it(root, tmp_path, monkeypatch, beside):
+@pytest.mark.parametrize("other_kernels", [(), ("knn", "hidden_sketch")])
+def test_a_kernel_is_one_module_and_the_scoring_rule_that_names_it(root, tmp_path, monkeypatch, other_kernels):
     module = ModuleType("grasp.kernels.toy")
     exec(TOY, module.__dict__)
     monkeypatch.setitem(sys.modules, "grasp.kernels.toy", module)
-    settings = world(root, features={"kernels": ("toy", *beside)})
+    settings = world(root, features={"kernels": ("toy", *other_kernels)})
     artifact = ArtifactReader.open(build_artifact(settings, tmp_path / "art"))
-    assert set(artifact.array_names) == {"relevance_toy", *(n if "sketch" in n else f"relevance_{n}" for n in beside)}
+    assert set(artifact.array_names) == {
+        "relevance_toy",
+        *(n if "sketch" in n else f"relevance_{n}" for n in other_kernels),
+    }
     losses = artifact.rows(np.arange(artifact.n_rows))["loss"].to_numpy(), artifact.units["loss"].to_numpy()
     expected_NE = np.outer(*losses)
     np.testing.assert_allclose(arrays(artifact.path)["relevance_toy"], expected_NE, rtol=1e-6)
@@ -462,17 +463,17 @@ def test_a_kernel_is_one_module_and_the_scoring_rule_that_names_it(root, tmp_pat
     np.testing.assert_allclose(arrays(grown.path)["relevance_toy"], np.outer(*losses), rtol=1e-5)
 
 
-def test_units_are_weighed_against_themselves_in_any_blocks(root, tmp_path, monkeypatch):
+def test_self_relevance_of_units_does_not_depend_on_block_size(root, tmp_path, monkeypatch):
     settings = world(root)
     inputs = prepare(settings, tmp_path / "tokens", Silent())
     corpus = observe_part(inputs.model_pass, inputs.store.shard(0), states_every=1)
-    own = {}
+    self_relevance = {}
     for rows_at_once in (64, 4):
         monkeypatch.setattr(kernel_module, "ROWS_AT_ONCE", rows_at_once)
         for kernel in make_kernels(("output_layer", "embedding", "knn"), inputs.model, settings.features, corpus):
             kernel.prepare(inputs.units)
-            own.setdefault(kernel.name, []).append(kernel.self_relevance(inputs.units))
-    for whole_E, in_blocks_E in own.values():
+            self_relevance.setdefault(kernel.name, []).append(kernel.self_relevance(inputs.units))
+    for whole_E, in_blocks_E in self_relevance.values():
         np.testing.assert_allclose(in_blocks_E, whole_E, rtol=1e-4)
         assert (whole_E > 0).all()
 
@@ -484,7 +485,7 @@ def test_float16_keeps_three_digits(root, built):
 
 
 class Notes(Silent):
-    """Remembers what it is told."""
+    """Record every note, stage, number of rows and plan that it receives."""
 
     def __init__(self):
         self.lines, self.stages, self.rows, self.planned, self.read = [], [], 0, {}, Counter()
@@ -504,7 +505,7 @@ class Notes(Silent):
 
 
 @pytest.mark.parametrize("sample_positions", [200, 10**6])
-def test_the_stages_that_were_planned_read_about_as_much(root, tmp_path, sample_positions):
+def test_stages_read_about_as_many_tokens_as_planned(root, tmp_path, sample_positions):
     notes = Notes()
     build_artifact(world(root, features={"sample_positions": sample_positions}), tmp_path / "art", progress=notes)
     passes = {"moments", "rows scored"} & {*notes.stages}
@@ -514,7 +515,7 @@ def test_the_stages_that_were_planned_read_about_as_much(root, tmp_path, sample_
         assert 0.7 * notes.read[stage] < notes.planned[stage] < 1.4 * notes.read[stage], stage
 
 
-def test_the_same_build_again_says_that_it_is_finished(root, built):
+def test_repeating_a_build_reports_that_it_is_finished(root, built):
     assert not (built / "work").exists()
     notes = Notes()
     assert build_artifact(world(root), built, progress=notes) == built
@@ -523,7 +524,7 @@ def test_the_same_build_again_says_that_it_is_finished(root, built):
     assert notes.stages == []
 
 
-def test_settings_that_a_later_version_has_do_not_change_what_was_built(root, built, tmp_path):
+def test_settings_of_later_versions_do_not_change_a_finished_artifact(root, built, tmp_path):
     path = shutil.copytree(built, tmp_path / "artifact")
     lines = (path / RUN).read_text().splitlines(keepends=True)
     assert "like: null\n" in lines
@@ -531,7 +532,7 @@ def test_settings_that_a_later_version_has_do_not_change_what_was_built(root, bu
     assert build_artifact(world(root), path) == path
 
 
-def test_another_build_in_its_place_is_refused_with_every_difference_also_in_a_published_copy(root, built, tmp_path):
+def test_a_different_build_in_its_directory_is_refused_with_every_difference(root, built, tmp_path):
     path = shutil.copytree(built, tmp_path / "artifact")
     (path / RUN).unlink()
     (path / MARKER).unlink()
@@ -542,7 +543,7 @@ def test_another_build_in_its_place_is_refused_with_every_difference_also_in_a_p
     assert build_artifact(world(root), path) == path
 
 
-def test_kept_rows_and_settings_are_verified_too(root, built, tmp_path):
+def test_stored_rows_and_settings_are_verified(root, built, tmp_path):
     path = shutil.copytree(built, tmp_path / "artifact")
     assert verify(path).ok
     shard = next(path.glob("tokens/shard-*.parquet"))
@@ -556,8 +557,8 @@ def test_kept_rows_and_settings_are_verified_too(root, built, tmp_path):
     assert verify(path).ok
 
 
-def test_a_build_tells_what_it_found_and_how_far_it_is(root, tmp_path):
-    notes, fewer, made = Notes(), Notes(), Notes()
+def test_a_build_reports_its_inputs_and_its_progress(root, tmp_path):
+    notes, subset_notes, unnamed_notes = Notes(), Notes(), Notes()
     build_artifact(world(root), tmp_path / "art", progress=notes)
     columns, labels, rows, special, questions, leaks, which = notes.lines
     assert leaks.startswith("facts: ")
@@ -569,18 +570,18 @@ def test_a_build_tells_what_it_found_and_how_far_it_is(root, tmp_path):
     assert_mentions(which, "new model", "output_layer, embedding, knn", "nats")
     assert notes.stages == ["rows", "model", "units", "moments", "rows scored"]
     some = world(root).targets.model_copy(update={"units_per_target": 4})
-    prepare(world(root).model_copy(update={"targets": some}), tmp_path / "tokens", fewer)
-    assert_mentions(fewer.lines, "questions: 4 ", " 6 of facts")
+    prepare(world(root).model_copy(update={"targets": some}), tmp_path / "tokens", subset_notes)
+    assert_mentions(subset_notes.lines, "questions: 4 ", " 6 of facts")
 
     lines = [json.loads(line) for line in (root / "corpus.jsonl").read_text().splitlines()]
     unnamed = [{"url": f"u{i}", "text": line["text"], "topic": line["topic"]} for i, line in enumerate(lines)]
     (tmp_path / "unnamed.jsonl").write_text("".join(json.dumps(line) + "\n" for line in unnamed))
     corpus = world(root).corpus.model_copy(update={"path": str(tmp_path / "unnamed.jsonl")})
-    build_artifact(world(root).model_copy(update={"corpus": corpus}), tmp_path / "unnamed", progress=made)
-    assert_mentions(made.lines[0], "--id-column url")
+    build_artifact(world(root).model_copy(update={"corpus": corpus}), tmp_path / "unnamed", progress=unnamed_notes)
+    assert_mentions(unnamed_notes.lines[0], "--id-column url")
 
 
-def test_rows_are_counted_batch_by_batch_and_not_shard_by_shard(root, tmp_path):
+def test_progress_counts_rows_per_batch_and_not_per_shard(root, tmp_path):
     notes = Notes()
     seen = []
     notes.advance = lambda rows, tokens: seen.append((notes.stages[-1], rows, tokens))
@@ -593,7 +594,7 @@ def test_rows_are_counted_batch_by_batch_and_not_shard_by_shard(root, tmp_path):
 
 
 @pytest.mark.parametrize("more", [{}, {"train": "further", "keep_features": True}])
-def test_a_forecast_counts_what_the_build_writes_and_writes_nothing_itself(root, tmp_path, more):
+def test_a_forecast_counts_the_output_of_a_build_and_writes_nothing(root, tmp_path, more):
     settings, out = world(root, **more), tmp_path / "art"
     rows, questions, kernels, duration, disk = forecast(out, settings.model_dump(), untrained=True).splitlines()
     assert not out.exists()
@@ -614,7 +615,7 @@ def test_a_forecast_counts_what_the_build_writes_and_writes_nothing_itself(root,
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
-def test_a_forecast_of_a_large_corpus_reads_its_beginning_alone(root, tmp_path, monkeypatch, suffix):
+def test_a_forecast_of_a_large_corpus_reads_only_its_beginning(root, tmp_path, monkeypatch, suffix):
     settings = world(root)
     lines = [json.loads(line) for line in (root / "corpus.jsonl").read_text().splitlines()]
     lines = [line | {"row_id": f"{line['row_id']}-{k}"} for k in range(50) for line in lines]
@@ -632,7 +633,7 @@ def test_a_forecast_of_a_large_corpus_reads_its_beginning_alone(root, tmp_path, 
     assert rows == round(65 / 40 * documents)
 
 
-def test_a_model_that_knows_no_more_than_chance_stops_the_build(root, tmp_path):
+def test_a_model_no_better_than_chance_stops_the_build(root, tmp_path):
     message = r"model: .*untrained: .*\b5\.7\b.*--untrained"
     for _ in range(2):  # the rows that the first attempt left change nothing
         with pytest.raises(ModelError, match=message):
@@ -652,7 +653,7 @@ def test_a_model_that_knows_no_more_than_chance_stops_the_build(root, tmp_path):
         ({"model": {"path": "nowhere"}}, "cannot be downloaded from a hub"),
     ],
 )
-def test_a_refused_build_does_not_stand_in_the_way_of_the_corrected_one(root, built, tmp_path, change, message):
+def test_a_refused_build_does_not_block_the_corrected_one(root, built, tmp_path, change, message):
     good = world(root)
     ((group, values),) = change.items()
     wrong = build_settings(good.model_dump() | {group: getattr(good, group).model_dump() | values})
@@ -662,7 +663,7 @@ def test_a_refused_build_does_not_stand_in_the_way_of_the_corrected_one(root, bu
 
 
 def with_broken_model(root: Path, place: Path) -> BuildSettings:
-    """A world whose model computes NaN where rows say iron, and whose one question does not."""
+    """Write a world whose model computes NaN for rows with the word iron, which its question does not contain."""
     settings = world(root)
     model = AutoModelForCausalLM.from_pretrained(settings.model.path)
     tokenizer = AutoTokenizer.from_pretrained(settings.model.path)
@@ -684,7 +685,7 @@ def test_nan_from_the_model_names_the_row(root, tmp_path):
 
 
 def killed_build(settings: BuildSettings, out: Path, seconds: float) -> bool:
-    """Build in a child that is killed after so many seconds; whether it was still running then."""
+    """Build in a child process that is killed after `seconds`, and return whether it was still running."""
     child = os.fork()
     if child == 0:
         torch.set_num_threads(1)
@@ -707,8 +708,8 @@ def killed_build(settings: BuildSettings, out: Path, seconds: float) -> bool:
 
 @pytest.mark.parametrize("train", ["new", "further"])
 @pytest.mark.parametrize("positions", [2, 10**6])
-def test_killed_at_random_moments_a_resumed_build_is_the_uninterrupted_one(tmp_path, train, positions):
-    """Also where what the model gave in the first loop is kept, and half of it is there."""
+def test_a_build_killed_at_random_moments_resumes_to_the_uninterrupted_result(tmp_path, train, positions):
+    """Kill also while features of the first loop are cached, with half of them written."""
     features = {"sample_rows": 10, "sample_positions": positions, "gradient_coordinates": 3_000}
     settings = world(tmp_path, n_rows=16, train=train, shard_rows=4, features=features)
     begun = time.monotonic()
@@ -725,13 +726,13 @@ def test_killed_at_random_moments_a_resumed_build_is_the_uninterrupted_one(tmp_p
 
 
 def with_paper(train: str) -> dict[str, tuple[str, ...]]:
-    """The kernels of a way to train, and the paper's."""
+    """Return the kernels for a way to train, and those of the paper."""
     return {"kernels": (*KERNELS["default", train], "pooled", *SKETCHES)}
 
 
 @pytest.fixture(scope="module")
 def joint(root, tmp_path_factory):
-    """The arrays of a build of both targets, for one way to train."""
+    """Return a function that builds both targets for a way to train and returns the arrays."""
 
     @functools.cache
     def of(train: str) -> dict[str, np.ndarray]:
@@ -744,7 +745,7 @@ def joint(root, tmp_path_factory):
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("train", ["new", "further"])
-def test_an_added_target_has_the_relevance_it_has_in_a_joint_build(root, joint, tmp_path, train, keep):
+def test_an_added_target_has_the_relevance_of_a_joint_build(root, joint, tmp_path, train, keep):
     expected = joint(train)
     settings = world(root, train=train, keep_features=keep, features=with_paper(train))
     out = build_artifact(settings, tmp_path / "grown")
@@ -758,7 +759,7 @@ def test_an_added_target_has_the_relevance_it_has_in_a_joint_build(root, joint, 
         np.testing.assert_allclose(grown[name], array, atol=tolerance, err_msg=name)
 
 
-def test_positions_of_a_capped_head_are_kept_with_what_top_k_cut_off(root, tmp_path):
+def test_stored_positions_of_a_capped_head_include_the_mass_outside_top_k(root, tmp_path):
     settings = world(root)
     sizes = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128}
@@ -781,16 +782,16 @@ def test_positions_of_a_capped_head_are_kept_with_what_top_k_cut_off(root, tmp_p
         np.testing.assert_allclose(arrays(grown)[name], array, atol=2e-3 * np.abs(array).max(), err_msg=name)
 
 
-def test_an_added_target_is_read_again_with_the_loss_it_was_added_with(root, tmp_path):
+def test_an_added_target_keeps_its_own_loss_setting(root, tmp_path):
     write_targets(root / "more.jsonl", task="more", seed=5)
     out = build_artifact(world(root), tmp_path / "art")
     add_target(out, TargetSettings(names=(str(root / "more.jsonl"),), max_length=64, loss_on="all"))
     origin = BuildSource(ArtifactReader.open(out))
-    first = {unit.target: one.first for unit, one in zip(origin.units.units, origin.unit_tokens, strict=True)}
+    first = {unit.target: tokens.first for unit, tokens in zip(origin.units.units, origin.unit_tokens, strict=True)}
     assert first["more"] == 1 < first["facts"]
 
 
-def test_an_artifact_without_a_kernel_grows_without_it(root, tmp_path):
+def test_targets_added_to_an_artifact_without_a_kernel_lack_it_too(root, tmp_path):
     out = build_artifact(world(root, features={"kernels": ("output_layer", "hidden_sketch")}), tmp_path / "artifact")
     before = set(arrays(out))
     write_targets(root / "more.jsonl", task="more", seed=5)
@@ -801,14 +802,14 @@ def test_an_artifact_without_a_kernel_grows_without_it(root, tmp_path):
         artifact.relevance_name("embedding")
 
 
-def test_positions_that_were_kept_by_another_version_are_refused(root, tmp_path):
+def test_positions_stored_by_another_version_are_refused(root, tmp_path):
     settings = world(root, keep_features=True)
     artifact = ArtifactReader.open(build_artifact(settings, tmp_path / "artifact"))
-    kept = artifact.features(0)
-    assert len(kept["0.input"]) == len(kept["0.row"])
+    features = artifact.features(0)
+    assert len(features["0.input"]) == len(features["0.row"])
     model_pass = prepare(settings, tmp_path / "tokens", Silent()).model_pass
-    assert sum(batch.n_rows for _, batch in read_batches(kept, model_pass, 300)) == artifact.grid.shard_rows
-    old = {f"position.{name}": array for name, array in kept.items()}
+    assert sum(batch.n_rows for _, batch in read_batches(features, model_pass, 300)) == artifact.grid.shard_rows
+    old = {f"position.{name}": array for name, array in features.items()}
     with pytest.raises(ArtifactError, match=r"features: .*version"):
         next(read_batches(old, model_pass, 300))
 
@@ -825,7 +826,7 @@ def test_adding_a_target_over_another_corpus_is_refused(root, tmp_path):
         add_target(out, TargetSettings(names=(str(root / "more.jsonl"),), max_length=64))
 
 
-def test_sampled_rows_hold_the_positions_asked_for_and_no_more_rows_than_needed():
+def test_a_sample_has_the_requested_positions_and_no_superfluous_rows():
     supervised = np.random.default_rng(0).integers(1, 29, size=200)
     sample = Sample.draw(supervised, FeatureSettings(sample_positions=500, sample_rows=2, seed=3))
     held = supervised[sample.row_index].sum()
@@ -858,9 +859,7 @@ def test_relevance_scale_is_a_power_of_two_even_for_units_without_relevance():
         ("further", "forward", ("hidden_bias", "hidden_linear")),
     ],
 )
-def test_what_will_be_trained_says_which_kernels_stand_beside_output_layer_and_embedding(
-    root, tmp_path, train, rule, kernels
-):
+def test_the_way_to_train_selects_the_additional_kernels(root, tmp_path, train, rule, kernels):
     settings = world(root, train=train, features={"rule": rule})
     artifact = ArtifactReader.open(build_artifact(settings, tmp_path / "artifact"))
     assert set(artifact.kernels) == {"output_layer", "embedding", *kernels}
@@ -872,7 +871,7 @@ def test_what_will_be_trained_says_which_kernels_stand_beside_output_layer_and_e
     assert DEFAULT_PROTOCOL.fitted(artifact.array_names, artifact.feature_settings).match == weights
 
 
-def test_a_build_that_is_not_told_what_will_be_trained_stops_before_any_work(root, tmp_path):
+def test_a_build_without_a_way_to_train_stops_before_any_work(root, tmp_path):
     silent = write_checkpoint(tmp_path / "silent", train=None)
     settings = world(root, train=None)
     assert decided(settings, ON_DISK).train == "new"  # the checkpoint says it
@@ -882,7 +881,7 @@ def test_a_build_that_is_not_told_what_will_be_trained_stops_before_any_work(roo
     assert not (tmp_path / "artifact").exists()
 
 
-def test_a_loss_near_that_of_guessing_is_told_where_the_model_is_trained_further(root):
+def test_a_loss_near_chance_is_reported_if_the_model_is_trained_further(root):
     settings = world(root, train="further")
     assert len(list(training_notes(settings, 0.6 * math.log(300), 300))) == 1
     *_, odd = training_notes(settings, 0.9 * math.log(300), 300)
@@ -890,14 +889,14 @@ def test_a_loss_near_that_of_guessing_is_told_where_the_model_is_trained_further
     assert len(list(training_notes(world(root), 0.9 * math.log(300), 300))) == 1
 
 
-def test_what_was_named_by_a_relative_path_is_found_from_any_directory(root, tmp_path, monkeypatch):
-    """The whole folder may move as well: paths are meant from where the build was run."""
+def test_relative_paths_are_resolved_from_any_working_directory(root, tmp_path, monkeypatch):
+    """Resolve paths relative to the directory of the build, which may also be moved as a whole."""
     world(tmp_path / "project")
     monkeypatch.chdir(tmp_path / "project")
     settings = world(tmp_path / "project")
     model, corpus = (
-        one.model_copy(update={"path": name})
-        for one, name in ((settings.model, "model"), (settings.corpus, "corpus.jsonl"))
+        section.model_copy(update={"path": name})
+        for section, name in ((settings.model, "model"), (settings.corpus, "corpus.jsonl"))
     )
     build_artifact(settings.model_copy(update={"model": model, "corpus": corpus}), tmp_path / "project/out/art")
     (tmp_path / "elsewhere").mkdir()

@@ -1,4 +1,4 @@
-"""What a build would read: labels and how to ask for them, tokens with loss, examples; nothing is written."""
+"""Preview of a build: labels and the flags that select them, tokens with loss, examples; nothing is written."""
 
 import json
 
@@ -30,7 +30,7 @@ def place(tmp_path):
     return tmp_path
 
 
-def test_labels_are_listed_with_how_to_ask_and_each_can_be_asked(place):
+def test_listed_labels_can_be_selected_by_the_flags_that_are_shown(place):
     preview = preview_corpus(str(place / "c.jsonl"))
     lines = {line["label"]: line for line in preview.table.to_pylist()}
     assert {name: line["ask with"] for name, line in lines.items()} == {
@@ -44,6 +44,14 @@ def test_labels_are_listed_with_how_to_ask_and_each_can_be_asked(place):
     assert "left out: meta.parts" in str(preview)
     assert preview.headline.endswith("c.jsonl: 120 records")
     assert preview_corpus(str(place / "c.jsonl"), limit=10).headline.endswith("10 records (the first 10)")
+
+
+def test_values_that_are_equal_as_text_are_one_label(place):
+    values = ["1", 1, 1.0, True, "true", 2]
+    records = [{"text": "water", "label": value} for value in values]
+    (place / "mixed.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    (line,) = preview_corpus(str(place / "mixed.jsonl")).table.to_pylist()
+    assert (line["values"], line["most frequent"]) == (3, "1, true, 2")
 
 
 def test_rows_and_tokens_are_those_of_the_build(place):
@@ -72,8 +80,8 @@ def test_targets_are_shown_as_the_model_sees_them(place):
     assert full.table["most"].to_pylist()[0] >= full.table["tokens with loss, mean"].to_pylist()[0] > 0
 
 
-def test_what_cannot_be_read_is_refused_in_one_line(place):
+def test_unreadable_inputs_are_refused_in_one_line(place):
     with pytest.raises(CorpusError, match=r"nope\.csv: no such file"):
         preview_corpus(str(place / "nope.csv"))
-    with pytest.raises(TargetError, match=r"^[^\n]*expected `prompt` and `completion`[^\n]*$"):
+    with pytest.raises(TargetError, match=r"^[^\n]*`prompt` and `completion`[^\n]*$"):
         preview_targets([str(place / "c.jsonl")])

@@ -1,4 +1,4 @@
-"""A build without a checkpoint trains its own model: resumable, reused, and kept for later targets."""
+"""A build without a checkpoint trains a proxy model that is resumable, reused, and kept for later targets."""
 
 from importlib import import_module
 
@@ -20,7 +20,7 @@ from tests.mentions import assert_mentions
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """Eight steps."""
+    """Limit the training of the proxy to eight steps."""
     monkeypatch.setattr(
         proxy, "default_proxy_recipe", lambda n: default_proxy_recipe(n).model_copy(update={"max_steps": 8})
     )
@@ -34,7 +34,7 @@ def inputs(root):
     return {**paths, "settings": settings, "untrained": True}
 
 
-def test_a_corpus_and_questions_are_enough(inputs, root, tmp_path, monkeypatch):
+def test_a_corpus_and_targets_are_sufficient(inputs, root, tmp_path, monkeypatch):
     notes = Notes()
     out = tmp_path / "art"
     artifact = build(out=out, **inputs, progress=notes)
@@ -58,7 +58,7 @@ def test_a_corpus_and_questions_are_enough(inputs, root, tmp_path, monkeypatch):
         assert interrupted(nth) == (out / "model" / "model.safetensors").read_bytes()
 
 
-def test_a_named_tokenizer_is_that_of_the_model(inputs, root, tmp_path):
+def test_a_tokenizer_that_is_passed_becomes_that_of_the_model(inputs, root, tmp_path):
     build(out=tmp_path / "art", **inputs, tokenizer=str(root / "model"))
     assert not (tmp_path / "art" / "tokenizer").exists()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "art" / "model")
@@ -66,14 +66,14 @@ def test_a_named_tokenizer_is_that_of_the_model(inputs, root, tmp_path):
     assert (tmp_path / "art" / "model" / "tokenizer.json").exists()
 
 
-def test_errors_come_before_the_training(inputs, root, tmp_path, monkeypatch):
+def test_invalid_inputs_are_refused_before_training(inputs, root, tmp_path, monkeypatch):
     monkeypatch.setattr(import_module("grasp.build.build"), "train_proxy", None)
     with pytest.raises(TargetError, match=r"nothing\.jsonl"):
         build(out=tmp_path / "art", **{**inputs, "targets": str(tmp_path / "nothing.jsonl")})
     monkeypatch.undo()
     ids = tmp_path / "ids.jsonl"
     ids.write_text('{"input_ids": [1, 2, 3]}\n')
-    with pytest.raises(CorpusError, match="no tokenizer can be trained on token ids or conversations"):
+    with pytest.raises(CorpusError, match="token ids or conversations"):
         build(out=tmp_path / "other", **{**inputs, "corpus": str(ids)})
 
 

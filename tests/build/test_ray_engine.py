@@ -1,4 +1,4 @@
-"""Two workers on a local Ray cluster give what one process gives, bit for bit, also when they are killed."""
+"""Two workers on a local Ray cluster give the same bytes as one process, also if they are killed."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 @pytest.fixture(scope="module")
 def spec():
-    """A cluster of two workers, kept over the tests of this file."""
+    """Start a cluster of two workers for the tests of this file."""
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     yield ClusterSpec(workers=2)
     ray.shutdown()
@@ -42,7 +42,7 @@ class Stop(Exception):
 
 
 class StopsAfter(Silent):
-    """A build that is cut off after so many shards of its forward pass."""
+    """Progress that stops the build after a number of shards of its forward pass."""
 
     def __init__(self, shards: int) -> None:
         self.left, self.name, self.stages = shards, "", []
@@ -75,8 +75,8 @@ def test_the_result_is_that_of_the_local_engine_bit_for_bit(spec, root, tmp_path
     assert all(ours[name] == entry for name, entry in theirs.items())
 
 
-def test_conversations_give_the_same_too(spec, tmp_path):
-    """Which tokens carry loss travels with the rows."""
+def test_conversations_give_the_same_result(spec, tmp_path):
+    """Loss masks are sent with the rows."""
     settings = chat_settings(tmp_path)
     assert_same(
         arrays(build_artifact(settings, tmp_path / "ray", cluster=spec)),
@@ -85,7 +85,7 @@ def test_conversations_give_the_same_too(spec, tmp_path):
 
 
 @pytest.mark.parametrize("order", [("local", "ray"), ("ray", "local")])
-def test_a_build_goes_on_with_another_engine(spec, root, built, tmp_path, order):
+def test_a_build_resumes_on_another_engine(spec, root, built, tmp_path, order):
     clusters = {"local": None, "ray": spec}
     out, watch = tmp_path / "artifact", StopsAfter(2)
     with pytest.raises(Stop):
@@ -97,7 +97,7 @@ def test_a_build_goes_on_with_another_engine(spec, root, built, tmp_path, order)
 
 def test_a_killed_worker_loses_only_the_shard_that_it_had(spec, root, built, tmp_path):
     class Killer(Silent):
-        """Kills every worker once, after the first shard."""
+        """Progress that kills every worker once, after the first shard."""
 
         def __init__(self):
             self.killed, self.forward = [], False
@@ -108,7 +108,9 @@ def test_a_killed_worker_loses_only_the_shard_that_it_had(spec, root, built, tmp
         def advance(self, rows, tokens):
             if self.forward and not self.killed:
                 below = psutil.Process().children(recursive=True)
-                self.killed = [one.pid for one in below if " ".join(one.cmdline()).startswith("ray::ModelActor")]
+                self.killed = [
+                    process.pid for process in below if " ".join(process.cmdline()).startswith("ray::ModelActor")
+                ]
                 for pid in self.killed:
                     os.kill(pid, signal.SIGKILL)
 
@@ -118,8 +120,8 @@ def test_a_killed_worker_loses_only_the_shard_that_it_had(spec, root, built, tmp
     assert_same(arrays(artifact), arrays(built))
 
 
-def test_an_error_of_a_worker_is_the_error_of_the_build(spec, root, tmp_path):
-    """The row is named, in one line, as one process does; what is not ready is released."""
+def test_an_error_of_a_worker_is_raised_by_the_build(spec, root, tmp_path):
+    """The error names the row in one line, as in one process, and pending work is released."""
     with pytest.raises(ModelError, match=r"^row 'row-\d+[^\n]*NaN[^\n]*$"):
         build_artifact(with_broken_model(root, tmp_path), tmp_path / "artifact", cluster=spec)
     with lock_artifact(tmp_path / "artifact"):
@@ -133,12 +135,12 @@ def test_an_error_of_a_worker_is_the_error_of_the_build(spec, root, tmp_path):
         (ClusterSpec(threads=64), r"^threads: .*\b64\b.*cores"),
     ],
 )
-def test_more_than_there_is_room_for(spec, cluster_spec, message):
+def test_more_workers_than_resources_are_refused(spec, cluster_spec, message):
     with pytest.raises(EngineError, match=message), connected(cluster_spec):
         pass
 
 
-def test_relative_paths_mean_what_they_mean_to_the_user(spec, root, built, tmp_path, monkeypatch):
+def test_relative_paths_are_relative_to_the_directory_of_the_caller(spec, root, built, tmp_path, monkeypatch):
     monkeypatch.chdir(root)  # the cluster was started elsewhere
     settings = world(root)
     model = settings.model.model_copy(update={"path": "model"})
@@ -146,7 +148,7 @@ def test_relative_paths_mean_what_they_mean_to_the_user(spec, root, built, tmp_p
     assert_same(arrays(artifact), arrays(built))
 
 
-def test_a_cluster_that_others_fill_is_said_to_be_full(spec, monkeypatch):
+def test_a_cluster_without_free_resources_is_reported(spec, monkeypatch):
     monkeypatch.setattr(cluster, "PATIENCE_SECONDS", 2.0)
 
     class Holder:
@@ -165,7 +167,7 @@ def test_a_cluster_that_others_fill_is_said_to_be_full(spec, monkeypatch):
     ray.kill(holder)
 
 
-def test_without_ray_the_extra_is_named(monkeypatch):
+def test_the_error_without_ray_names_the_extra(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with (
         pytest.raises(MissingExtraError, match=r"`ray`.*pip install 'ray>="),

@@ -1,4 +1,4 @@
-"""Two nodes of a Ray cluster on one machine: one dies and another joins, or the head is lost; all goes on."""
+"""Two nodes of a Ray cluster on one machine: builds survive the loss of a node or of the head."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ PATIENCE = 120.0
 
 @pytest.fixture
 def nodes():
-    """A head and a second node, a core each."""
+    """Start a head and a second node with one core each."""
     cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     cluster.second = cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
@@ -41,13 +41,13 @@ def nodes():
 
 
 def replace_second(nodes) -> None:
-    """The second node dies without a word, and another one joins."""
+    """Remove the second node without shutting it down, and add another one."""
     nodes.remove_node(nodes.second, allow_graceful=False)
     nodes.second = nodes.add_node(num_cpus=1)
 
 
 class Replaces(Silent):
-    """Replaces the second node when the first shard of the forward pass has come."""
+    """Progress that replaces the second node after the first shard of the forward pass."""
 
     def __init__(self, nodes) -> None:
         self.nodes, self.forward, self.done = nodes, False, False
@@ -65,9 +65,9 @@ def test_a_build_survives_a_node_that_dies_when_another_joins(nodes, tmp_path):
     expected = build_artifact(world(tmp_path), tmp_path / "local")
     watch = Replaces(nodes)
     spec = ClusterSpec(address=nodes.address, workers=2)
-    found = build_artifact(world(tmp_path), tmp_path / "ray", cluster=spec, progress=watch)
+    actual = build_artifact(world(tmp_path), tmp_path / "ray", cluster=spec, progress=watch)
     assert watch.done
-    assert_same(arrays(found), arrays(expected))
+    assert_same(arrays(actual), arrays(expected))
 
 
 STOPS = """
@@ -93,7 +93,7 @@ build_artifact(settings, Path(sys.argv[2]), cluster=ClusterSpec(address=sys.argv
 """
 
 
-def test_a_build_whose_head_was_lost_goes_on_under_a_new_one(nodes, tmp_path):
+def test_a_build_resumes_under_a_new_head_after_the_old_one_is_lost(nodes, tmp_path):
     expected = build_artifact(world(tmp_path), tmp_path / "local")
     settings, out, mark = tmp_path / "settings.yaml", tmp_path / "ray", tmp_path / "mark"
     write_yaml(world(tmp_path).model_dump(mode="json"), settings)
@@ -108,18 +108,18 @@ def test_a_build_whose_head_was_lost_goes_on_under_a_new_one(nodes, tmp_path):
         child.kill()
     assert not (out / "manifest.json").exists()
     begun = {path.name: path.stat().st_mtime_ns for path in out.glob("tokens/shard-*")}
-    again = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    new_cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
     try:
-        subprocess.run([*command, again.address], check=True, timeout=PATIENCE, stderr=subprocess.DEVNULL)
+        subprocess.run([*command, new_cluster.address], check=True, timeout=PATIENCE, stderr=subprocess.DEVNULL)
     finally:
-        again.shutdown()
+        new_cluster.shutdown()
     assert begun
     assert {path.name: path.stat().st_mtime_ns for path in out.glob("tokens/shard-*")} == begun
     assert_same(arrays(out), arrays(expected))
 
 
 def scorer() -> Scorer:
-    """A scorer of random numbers, which no artifact is needed for."""
+    """Return a scorer with random weights, which needs no artifact."""
     draw = np.random.default_rng(0)
     tables_KV = draw.normal(size=(len(LENGTHS), SLOTS)).astype(np.float32)
     return scorer_of(tables_KV, draw.random(SLOTS).astype(np.float32))
@@ -130,20 +130,20 @@ def test_ray_data_scores_every_document_although_a_node_dies(nodes, tmp_path):
     for k in range(16):
         rows = [{"doc_id": str(i), "text": documents[i]} for i in range(10 * k, 10 * k + 10)]
         write_parquet(Path(tmp_path / "corpus" / f"{k:02d}.parquet"), rows)
-    own = scorer()
+    text_scorer = scorer()
 
     def slowly(table: pa.Table) -> pa.Table:
         time.sleep(0.2)  # so that the node dies before all is done
-        return own.add_scores(table)
+        return text_scorer.add_scores(table)
 
     ray.init(address=nodes.address, log_to_driver=False, logging_level="error")
     data = ray.data.read_parquet(str(tmp_path / "corpus"), override_num_blocks=16)
-    found: dict[str, float] = {}
+    scores: dict[str, float] = {}
     scored = data.map_batches(slowly, batch_format="pyarrow")
     for batch in scored.iter_batches(batch_size=10, batch_format="pyarrow"):
-        if not found:
+        if not scores:
             replace_second(nodes)
-        found |= dict(zip(batch["doc_id"].to_pylist(), batch["score"].to_pylist(), strict=True))
-    expected, _ = own.score(documents)
-    assert len(found) == len(documents)
-    np.testing.assert_array_equal([found[str(i)] for i in range(len(documents))], expected)
+        scores |= dict(zip(batch["doc_id"].to_pylist(), batch["score"].to_pylist(), strict=True))
+    expected, _ = text_scorer.score(documents)
+    assert len(scores) == len(documents)
+    np.testing.assert_array_equal([scores[str(i)] for i in range(len(documents))], expected)

@@ -65,7 +65,7 @@ def write_checkpoint(path: Path, vocab: int = 300, context: int = 128, train: st
 
 
 def world(root: Path, n_rows: int = 40, **changes: Any) -> BuildSettings:
-    """Settings of a build over a world in `root`; `changes` replace entries of `features` or of the top level."""
+    """Write a world to `root` and return its build settings; `changes` update `features` or the top level."""
     root.mkdir(parents=True, exist_ok=True)
     if not (root / "model").exists():
         write_checkpoint(root / "model")

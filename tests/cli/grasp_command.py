@@ -1,4 +1,4 @@
-"""`grasp ...` in this process, so that torch is imported once: argv in, output and exit code out."""
+"""Run `grasp ...` in this process, so that torch is imported once, and return output and exit code."""
 
 import io
 import re
@@ -30,12 +30,12 @@ class Outcome:
 
     @property
     def complaints(self) -> list[str]:
-        """What stderr holds besides progress."""
+        """Return the lines of stderr that are not progress."""
         return [line for line in self.err.splitlines() if not PROGRESS.fullmatch(line)]
 
 
 def run(*arguments: object) -> Outcome:
-    """One command; an exception that is not an exit goes through, as a traceback would."""
+    """Run a command; an exception other than SystemExit propagates, as a traceback would."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     if arguments[:1] == ("build",) and "--add-target" not in arguments:
         arguments = (*arguments, "--untrained")  # the models of the tests are random
@@ -49,14 +49,14 @@ def run(*arguments: object) -> Outcome:
 
 
 def succeed(*arguments: object) -> Outcome:
-    """A command that must work, without a word of complaint."""
+    """Run a command that must succeed without warnings."""
     outcome = run(*arguments)
     assert (outcome.code, outcome.complaints) == (0, []), outcome
     return outcome
 
 
 def refused(*arguments: object) -> str:
-    """The message of a command that must be refused: exit code 2 and one line on stderr, the last."""
+    """Run a command that must exit with code 2 and one line on stderr, and return that line."""
     outcome = run(*arguments)
     assert outcome.code == 2, outcome
     (line,) = outcome.complaints
@@ -70,13 +70,13 @@ def arrays(path: Path) -> dict[str, np.ndarray]:
     return {name: np.concatenate([block for _, block in artifact.array_blocks(name)]) for name in artifact.array_names}
 
 
-def assert_same_arrays(found: Path, expected: Path) -> None:
-    ours, theirs = arrays(found), arrays(expected)
+def assert_same_arrays(actual: Path, expected: Path) -> None:
+    ours, theirs = arrays(actual), arrays(expected)
     assert ours.keys() == theirs.keys()
     for name in ours:
         np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
 
 
 def cells(line: str) -> list[str]:
-    """Cells of a printed table."""
+    """Return the cells of a line of a printed table."""
     return [cell for cell in re.split(r" {2,}", line.strip()) if cell]

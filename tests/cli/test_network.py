@@ -1,4 +1,4 @@
-"""What a stranger's artifact names is not fetched: no command opens a connection that the user did not ask for."""
+"""Names in untrusted artifacts are not fetched: commands open no connection that the user did not request."""
 
 import shutil
 import socket
@@ -15,12 +15,12 @@ FAR = "http://127.0.0.1:9/corpus.jsonl"
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """Every address that somebody wants to reach; nobody gets there."""
+def requested_addresses(monkeypatch):
+    """Record every requested address, and refuse the connection."""
     addresses = []
 
-    def reach(*given, **_):
-        addresses.append(given)
+    def reach(*args, **_):
+        addresses.append(args)
         raise OSError("no network in tests")
 
     for name in ("getaddrinfo", "create_connection", "gethostbyname"):
@@ -32,7 +32,7 @@ def asked(monkeypatch):
 
 
 def strange(art, tmp_path, **names):
-    """The artifact as a stranger could hand it out: it names other places."""
+    """Copy the artifact with other locations in its manifest, as an untrusted author could."""
     path = shutil.copytree(art, tmp_path / "art")
 
     def change(raw):
@@ -54,7 +54,7 @@ def strange(art, tmp_path, **names):
         {"corpus_path": "s3://bucket/corpus", "model_path": "someone/model", "model_tokenizer": "someone/model"},
     ],
 )
-def test_no_command_connects_to_where_an_artifact_points(names, art, root, asked, tmp_path):
+def test_no_command_connects_to_locations_in_an_artifact(names, art, root, requested_addresses, tmp_path):
     path = strange(art, tmp_path, **names)
     target = tmp_path / "more.jsonl"
     target.write_text('{"task": "more", "prompt": "is it so", "completion": " yes"}\n')
@@ -72,10 +72,10 @@ def test_no_command_connects_to_where_an_artifact_points(names, art, root, asked
     ):
         outcome = run(*command)
         assert outcome.code in (0, 1, 2), outcome
-        assert asked == [], command
+        assert requested_addresses == [], command
 
 
-def test_what_is_not_here_is_named_with_the_flag_that_says_where_it_is(art, root, asked, tmp_path):
+def test_missing_inputs_are_named_with_the_flag_that_sets_them(art, root, requested_addresses, tmp_path):
     path = strange(art, tmp_path, corpus_path=FAR, model_path="someone/model")
     select = ("select", path, "--budget", "5", "--target", "facts", "--export", tmp_path / "kept")
     assert_mentions(refused(*select), FAR, "`corpus`")
@@ -87,11 +87,11 @@ def test_what_is_not_here_is_named_with_the_flag_that_says_where_it_is(art, root
     assert "someone/model" in refused(*added, "--corpus", root / "corpus.jsonl")
     succeed(*added, "--corpus", root / "corpus.jsonl", "--model", root / "model")
     assert grasp.open(path).targets == {"facts": 6, "more": 1}
-    assert asked == []
+    assert requested_addresses == []
 
 
-def test_what_the_user_names_is_fetched(art, root, asked, tmp_path):
+def test_locations_that_the_user_passes_are_fetched(art, root, requested_addresses, tmp_path):
     path = strange(art, tmp_path, corpus_path=FAR)
     with pytest.raises(GraspError, match=r"opened|no such file|reached"):
         grasp.open(path).select(5, "facts").export(tmp_path / "kept", corpus=FAR)
-    assert asked
+    assert requested_addresses

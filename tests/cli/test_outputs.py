@@ -1,4 +1,4 @@
-"""No command replaces what it reads, or anything but a regular file."""
+"""No command replaces its inputs, or anything other than a regular file."""
 
 import os
 import re
@@ -28,7 +28,7 @@ def reads(root, art) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_an_output_replaces_nothing_that_was_read(command, root, art, reads, tmp_path):
+def test_an_output_does_not_replace_an_input(command, root, art, reads, tmp_path):
     words = [str(art) if word == "ART" else word for word in COMMANDS[command]]
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(root / "corpus.jsonl")
@@ -50,7 +50,7 @@ def test_an_output_replaces_nothing_that_was_read(command, root, art, reads, tmp
     assert Path("/dev/null").is_char_device()
 
 
-def test_the_ending_of_an_output_is_seen_before_the_work(art, tmp_path, monkeypatch):
+def test_the_extension_of_an_output_is_checked_before_the_work(art, tmp_path, monkeypatch):
     for command in ("score", "predict", "detect"):
         with monkeypatch.context() as patch:
             patch.setattr(grasp.Artifact, command, None)  # who begins to work fails
@@ -60,11 +60,11 @@ def test_the_ending_of_an_output_is_seen_before_the_work(art, tmp_path, monkeypa
     for verb in (lambda out: grasp.open(art).score("facts", out=out), lambda out: grasp.open(art).predict(out=out)):
         with pytest.raises(SettingsError, match=r"out: .*x\.txt.*\.parquet"):
             verb(tmp_path / "x.txt")
-        with pytest.raises(SettingsError, match=r"out: .*facts\.jsonl.*target of the artifact"):
+        with pytest.raises(SettingsError, match=r"out: .*facts\.jsonl.*target"):
             verb(art.parent / "facts.jsonl")
 
 
-def test_what_an_option_names_is_not_replaced(art, tmp_path):
+def test_files_passed_as_options_are_not_replaced(art, tmp_path):
     mine = tmp_path / "mine.parquet"
     mine.write_text("mine")
     for command, flag in (
@@ -79,7 +79,7 @@ def test_what_an_option_names_is_not_replaced(art, tmp_path):
     assert mine.read_text() == "mine"
 
 
-def test_a_directory_of_results_lies_in_nothing_that_was_read(art, root, reads, tmp_path, monkeypatch):
+def test_an_output_directory_is_not_inside_an_input(art, root, reads, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "rows.parquet").write_text("mine")

@@ -1,6 +1,6 @@
-"""What a command cannot do ends with exit code 2 and one line that holds the values that matter; nothing is written.
+"""Refused commands exit with code 2 and one line with the relevant values, and write nothing.
 
-The rules themselves are tested where they stand; here is one line of each, so that a command is seen to obey them.
+The rules themselves are tested with their modules; one case of each shows that the command applies them.
 """
 
 import importlib.util
@@ -111,7 +111,7 @@ REFUSALS = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Files that no command takes."""
+    """Write files that every command refuses."""
     place = tmp_path_factory.mktemp("refusals")
     for name, content in FILES.items():
         (place / name).write_text(content)
@@ -143,7 +143,7 @@ def test_a_command_refuses_in_one_line(command, arguments, pattern, root, art, p
         (("--resume", "--set", "features.tau=0.02"), r"features\.tau: .*0\.01.*0\.02.*--out"),
     ],
 )
-def test_an_artifact_goes_on_with_its_own_settings(changes, pattern, root, art, monkeypatch):
+def test_an_artifact_is_resumed_only_with_its_settings(changes, pattern, root, art, monkeypatch):
     monkeypatch.chdir(root)
     assert re.search(pattern, refused("build", "--out", art, *changes))
     assert "no such artifact" in refused("build", "--out", "none", "--add-target", "sciq")
@@ -152,7 +152,7 @@ def test_an_artifact_goes_on_with_its_own_settings(changes, pattern, root, art, 
 
 
 @pytest.mark.parametrize("command", ["info", "verify", "score --target facts", "predict --by topic"])
-def test_what_is_no_artifact(art, tmp_path, command):
+def test_paths_without_an_artifact_are_refused(art, tmp_path, command):
     name, *flags = command.split()
     assert_mentions(refused(name, tmp_path / "no", *flags), f"{tmp_path / 'no'}: no such artifact", "grasp build --out")
     assert_mentions(refused(name, tmp_path, *flags), f"{tmp_path}: ", "build.json", f"grasp build --out {tmp_path}`")

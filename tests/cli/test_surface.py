@@ -1,7 +1,7 @@
-"""Every command explains itself, a wrong one is told, and asking for help loads nothing heavy.
+"""Every command has help, wrong command lines are explained, and help loads no large package.
 
-The command line and the help of every command are recorded in `surface.json` and `help/`: what a change does to them is
-seen in its diff. `pytest tests/cli/test_surface.py --rewrite-snapshots` rewrites the files.
+The command line and the help of every command are recorded in `surface.json` and `help/`, so that the diff of a commit
+shows changes. `pytest tests/cli/test_surface.py --rewrite-snapshots` rewrites the files.
 """
 
 import json
@@ -23,7 +23,7 @@ HEAVY = ("torch", "transformers", "duckdb", "pyarrow", "scipy", "numpy", "datase
 
 
 def commands():
-    """Every command, those of a group by two words."""
+    """Return every command by name; those of a group have two words."""
     by_name = typer.main.get_command(app).commands
     flat = {name: command for name, command in by_name.items() if not hasattr(command, "commands")}
     groups = {name: command.commands for name, command in by_name.items() if name not in flat}
@@ -31,7 +31,7 @@ def commands():
 
 
 def parameters(command) -> dict[str, dict[str, Any]]:
-    """What a user can type after a command: flags and arguments, their defaults, which are required, which repeat."""
+    """Return the flags and arguments of a command with default, required and repeatable."""
     return {
         "/".join([*parameter.opts, *parameter.secondary_opts]): {
             "kind": parameter.param_type_name,
@@ -60,7 +60,7 @@ def test_the_help_of_every_command_is_the_recorded_one(command, rewrite_snapshot
     assert path.read_text(encoding="utf-8").split() == text.split()  # where lines are broken is up to click
 
 
-def test_no_help_is_recorded_of_a_command_that_is_gone():
+def test_no_help_is_recorded_for_removed_commands():
     assert {path.stem for path in HELP.glob("*")} == {"grasp", *(name.replace(" ", "-") for name in commands())}
 
 
@@ -109,7 +109,7 @@ def test_a_wrong_command_line_is_explained_with_exit_code_2(arguments, keyword):
 
 
 def loaded_after(program: str) -> list[str]:
-    """Heavy modules that a fresh interpreter has loaded after `program`; last line of its output."""
+    """Return the large modules that a new interpreter has loaded after `program`, from its last line of output."""
     code = f"import sys\n{program}\nprint(*(name for name in {HEAVY} if name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return done.stdout.splitlines()[-1].split()
@@ -124,7 +124,7 @@ def loaded_after(program: str) -> list[str]:
         "from grasp.cli import app\nsys.argv = ['grasp', 'predict', '--help']\ntry: app()\nexcept SystemExit: pass",
     ],
 )
-def test_importing_and_asking_for_help_load_nothing_heavy(program):
+def test_import_and_help_load_no_large_package(program):
     assert set(loaded_after(program)) <= ({"pydantic"} if "cli" in program else set())
 
 

@@ -1,4 +1,4 @@
-"""Chats become the text and the loss that a trainer gives them; what no template writes is left out and named."""
+"""Chats become the text and the loss mask of trainers; records that no template can write are skipped and named."""
 
 import json
 from datetime import date
@@ -12,7 +12,7 @@ from grasp.errors import CorpusError
 from grasp.models.tokenizer import HfTokenizer
 from grasp.text import skipped_lines
 from tests.corpus.chats import CHATML, DROPS, MARKED, REWRITES, chat_tokenizer, turns
-from tests.corpus.test_conversations import AGAIN, ANSWERED, ASKED, END, LAST, TURNS, stored, text_and_loss
+from tests.corpus.test_conversations import ANSWER, END, FOLLOW_UP, LAST, QUESTION, TURNS, stored, text_and_loss
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
 AS_TEXT = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
@@ -31,10 +31,10 @@ REASONS = CHATML.replace(
 
 def calling(call, content=None, **turn) -> list[dict]:
     return [
-        {"role": "user", "content": ASKED},
+        {"role": "user", "content": QUESTION},
         {"role": "assistant", "content": content, "tool_calls": call, **turn},
         {"role": "tool", "content": "wet", "name": "weather"},
-        {"role": "assistant", "content": ANSWERED},
+        {"role": "assistant", "content": ANSWER},
     ]
 
 
@@ -52,14 +52,14 @@ def test_turns_marked_untrained_carry_no_loss(tmp_path, flag, values, template):
 
 def test_the_last_trained_answer_is_the_completion(tmp_path):
     marked = [*TURNS[:3], {**TURNS[3], "weight": 0}]
-    assert text_and_loss(stored(tmp_path, [{"messages": marked}], loss_on="completion"))[1] == ANSWERED + END
+    assert text_and_loss(stored(tmp_path, [{"messages": marked}], loss_on="completion"))[1] == ANSWER + END
 
 
 @pytest.mark.parametrize(
     ("marks", "reason"),
     [({1: {"weight": 0}, 3: {"weight": 0}}, "untrained"), ({0: {"train": True}}, "trained_user")],
 )
-def test_marks_that_leave_nothing_to_train_are_counted_and_named(tmp_path, marks, reason):
+def test_conversations_without_trained_turns_are_counted_and_named(tmp_path, marks, reason):
     marked = [turn | marks.get(k, {}) for k, turn in enumerate(TURNS)]
     store = stored(tmp_path, [{"messages": marked, "id": "odd"}, {"messages": TURNS}])
     assert store.skipped.ids == {reason: ["odd"]}
@@ -67,18 +67,23 @@ def test_marks_that_leave_nothing_to_train_are_counted_and_named(tmp_path, marks
 
 
 def test_a_weight_that_is_neither_0_nor_1_is_refused(tmp_path):
-    with pytest.raises(CorpusError, match=r"c\.jsonl:1: turn 1: weight: .*\b0\.5"):
+    with pytest.raises(CorpusError, match=r"c\.jsonl:1: turn 1: .*\b0\.5"):
         stored(tmp_path, [{"messages": [TURNS[0], {**TURNS[1], "weight": 0.5}]}])
 
 
 def test_history_of_an_instruction_comes_before_it(tmp_path):
-    record = {"instruction": TURNS[2]["content"], "output": LAST, "history": [[ASKED, ANSWERED]], "system": "You help."}
+    record = {
+        "instruction": TURNS[2]["content"],
+        "output": LAST,
+        "history": [[QUESTION, ANSWER]],
+        "system": "You help.",
+    }
     assert text_and_loss(stored(tmp_path, [record])) == text_and_loss(stored(tmp_path / "turns", [{"messages": TURNS}]))
 
 
 @pytest.mark.parametrize(("fields", "between"), [({"history": []}, "\n"), ({}, "\n\n")])
-def test_an_instruction_and_its_input_are_joined_as_its_form_says(tmp_path, fields, between):
-    record = {"instruction": "what is", "input": "water?", "output": ANSWERED, **fields}
+def test_an_instruction_and_its_input_are_joined_as_in_their_format(tmp_path, fields, between):
+    record = {"instruction": "what is", "input": "water?", "output": ANSWER, **fields}
     messages = [{"role": "user", "content": f"what is{between}water?"}, TURNS[1]]
     assert text_and_loss(stored(tmp_path, [record])) == text_and_loss(
         stored(tmp_path / "turns", [{"messages": messages}])
@@ -88,7 +93,7 @@ def test_an_instruction_and_its_input_are_joined_as_its_form_says(tmp_path, fiel
 @pytest.mark.parametrize("history", ["x", [["one"]], [[1, 2]]])
 def test_a_history_of_another_shape_is_refused(tmp_path, history):
     with pytest.raises(CorpusError, match="history"):
-        stored(tmp_path, [{"instruction": ASKED, "output": LAST, "history": history}])
+        stored(tmp_path, [{"instruction": QUESTION, "output": LAST, "history": history}])
 
 
 @pytest.mark.parametrize("template", [WITH_CALLS, JOINS_TEXT, PRINTS])
@@ -102,16 +107,16 @@ def test_a_history_of_another_shape_is_refused(tmp_path, history):
         calling(None, function_call=CALL["function"]),
         calling("", function_call=json.dumps(CALL["function"])),
         [
-            {"from": "human", "value": ASKED},
+            {"from": "human", "value": QUESTION},
             {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Paris"}}'},
             {"from": "observation", "value": "wet"},
-            {"from": "gpt", "value": ANSWERED},
+            {"from": "gpt", "value": ANSWER},
         ],
     ],
 )
-def test_tool_calls_are_written_alike_in_whatever_form_they_come(tmp_path, messages, template):
+def test_tool_calls_are_rendered_alike_in_every_format(tmp_path, messages, template):
     text, loss = text_and_loss(stored(tmp_path, [{"messages": messages}], chat_tokenizer(template)))
-    assert loss == CALLED + END + ANSWERED + END
+    assert loss == CALLED + END + ANSWER + END
     assert f"tool\nwet{END}" in text
 
 
@@ -130,7 +135,7 @@ def test_null_members_that_a_table_adds_to_records_are_absent(tmp_path):
     assert "null" not in text_and_loss(table)[0]
 
 
-def test_a_call_that_no_template_writes_is_left_out_and_named(tmp_path):
+def test_a_call_that_the_template_does_not_render_is_skipped_and_named(tmp_path):
     records = [
         {"messages": calling([CALL]), "id": "silent"},
         {"messages": calling([CALL], "let me see."), "id": "half"},
@@ -140,7 +145,7 @@ def test_a_call_that_no_template_writes_is_left_out_and_named(tmp_path):
     assert store.skipped.ids == {"unwritten": ["silent"], "no_calls": ["half"]}
     assert "c.jsonl:1: turn 1" in store.skipped.examples["unwritten"][0]
     assert "tool_calls" in store.skipped.examples["unwritten"][0]
-    assert text_and_loss(store, 0)[1] == "let me see." + END + ANSWERED + END
+    assert text_and_loss(store, 0)[1] == "let me see." + END + ANSWER + END
     with pytest.raises(CorpusError, match=r"\b1 records.*c\.jsonl:1: turn 1"):
         stored(tmp_path / "alone", records[:1])
 
@@ -153,23 +158,23 @@ def test_a_call_that_no_template_writes_is_left_out_and_named(tmp_path):
         {"from": "gpt", "value": "hm", "function_call": "auto"},
     ],
 )
-def test_a_function_call_that_is_no_json_is_left_out_and_named(tmp_path, turn):
-    record = {"conversations": [{"from": "human", "value": ASKED}, turn], "id": "odd"}
+def test_a_function_call_that_is_not_json_is_skipped_and_named(tmp_path, turn):
+    record = {"conversations": [{"from": "human", "value": QUESTION}, turn], "id": "odd"}
     assert stored(tmp_path, [record, {"conversations": TURNS}]).skipped.ids == {"bad_call": ["odd"]}
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
-def test_reasoning_is_written_where_the_template_writes_it_and_counted_where_not(tmp_path, name):
+def test_reasoning_is_rendered_by_the_template_or_counted_as_lost(tmp_path, name):
     messages = [TURNS[0], {**TURNS[1], name: "hm"}]
     store = stored(tmp_path / "told", [{"messages": messages, "id": "r"}], chat_tokenizer(REASONS))
-    assert text_and_loss(store)[1] == f"<t>hm</t>{ANSWERED}{END}"
+    assert text_and_loss(store)[1] == f"<t>hm</t>{ANSWER}{END}"
     assert store.skipped.ids == {}
     silent = stored(tmp_path / "silent", [{"messages": messages, "id": "r"}])
-    assert text_and_loss(silent)[1] == ANSWERED + END
+    assert text_and_loss(silent)[1] == ANSWER + END
     assert silent.skipped.ids == {"no_reasoning": ["r"]}
 
 
-def test_what_a_template_refuses_is_left_out_with_its_line_and_reason(tmp_path):
+def test_conversations_that_a_template_refuses_are_skipped_with_line_and_reason(tmp_path):
     strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}" + CHATML
     records = [{"messages": [{"role": "system", "content": "be kind"}, *TURNS], "id": "s"}, {"messages": TURNS}]
     store = stored(tmp_path, records, chat_tokenizer(strict))
@@ -177,7 +182,7 @@ def test_what_a_template_refuses_is_left_out_with_its_line_and_reason(tmp_path):
     assert "c.jsonl:1: no system turn" in store.skipped.examples["refused"][0]
 
 
-def test_a_template_that_writes_the_date_gives_the_same_rows_on_every_day(tmp_path):
+def test_a_template_with_the_date_gives_the_same_rows_on_every_day(tmp_path):
     dated = "{{ strftime_now('%A, %d %b %Y %H:%M') }}\n" + CHATML
     tokenizer = chat_tokenizer(dated)
     text, _ = text_and_loss(stored(tmp_path, [{"messages": TURNS}], tokenizer))
@@ -189,7 +194,7 @@ def test_a_template_that_writes_the_date_gives_the_same_rows_on_every_day(tmp_pa
     assert (tokenizer.writes_date, chat_tokenizer().writes_date) == (True, False)
 
 
-def test_names_that_are_made_do_not_depend_on_marks_that_nobody_set(tmp_path):
+def test_generated_row_ids_do_not_depend_on_unset_marks(tmp_path):
     names = [
         stored(tmp_path / name, [{"messages": messages}]).table(0)["row_id"][0].as_py()
         for name, messages in (("a", TURNS), ("b", [{**turn, "weight": None} for turn in TURNS]))
@@ -197,7 +202,7 @@ def test_names_that_are_made_do_not_depend_on_marks_that_nobody_set(tmp_path):
     assert names[0] == names[1]
 
 
-def test_preference_pairs_say_what_is_lost_and_how_to_read_them(tmp_path):
+def test_preference_pairs_are_refused_with_the_setting_that_reads_them(tmp_path):
     columns = ["prompt", "chosen", "rejected"]
     note = preference_note("chosen", columns)
     assert "'rejected'" in note
@@ -205,7 +210,7 @@ def test_preference_pairs_say_what_is_lost_and_how_to_read_them(tmp_path):
     assert "corpus.prompt" not in preference_note("chosen", columns[1:])
     assert "'chosen'" in preference_note("chosen", columns[1:], turns=True)
     assert preference_note("text", columns) is preference_note("chosen", ["chosen"]) is None
-    record = {"prompt": ASKED, "chosen": " wet.", "rejected": " dry."}
+    record = {"prompt": QUESTION, "chosen": " wet.", "rejected": " dry."}
     with pytest.raises(CorpusError, match=r"preference pairs.*corpus\.prompt"):
         stored(tmp_path, [record])
     store = stored(tmp_path / "told", [record], prompt="{prompt}", completion="{chosen}")
@@ -213,7 +218,7 @@ def test_preference_pairs_say_what_is_lost_and_how_to_read_them(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["messages", "conversations"])
-def test_json_text_of_turns_is_turns(tmp_path, name):
+def test_turns_in_json_text_are_parsed(tmp_path, name):
     store = stored(tmp_path, [{name: "\n " + json.dumps(TURNS)}])
     assert text_and_loss(store) == text_and_loss(stored(tmp_path / "turns", [{"messages": TURNS}]))
     assert store.details["columns"]["turns"] == name
@@ -224,7 +229,7 @@ def test_json_text_of_turns_is_turns(tmp_path, name):
 
 
 @pytest.mark.parametrize("nothing", ["null", " ", "", "[]", []])
-def test_no_tools_and_no_calls_may_be_written_as_text(tmp_path, nothing):
+def test_absent_tools_and_calls_may_be_given_as_text(tmp_path, nothing):
     strict = WITH_CALLS.replace("{{ m.content }}", "{{ m.content }}{{ 'called' if 'tool_calls' in m }}")
     marked = [TURNS[0], {**TURNS[1], "tool_calls": nothing}]
     text = text_and_loss(stored(tmp_path, [{"messages": marked, "tools": nothing}], chat_tokenizer(strict)))
@@ -246,9 +251,9 @@ def with_arguments_of(arguments) -> list[dict]:
 
 
 @pytest.mark.parametrize("template", [TAKES_BOTH, JOINS_TEXT, PRINTS])
-def test_arguments_that_are_text_are_written_as_they_are(tmp_path, template):
+def test_arguments_that_are_text_are_rendered_verbatim(tmp_path, template):
     store = stored(tmp_path, [{"messages": with_arguments_of(AS_GIVEN)}], chat_tokenizer(template))
-    assert text_and_loss(store)[1] == f"<call>weather {AS_GIVEN}</call>{END}{ANSWERED}{END}"
+    assert text_and_loss(store)[1] == f"<call>weather {AS_GIVEN}</call>{END}{ANSWER}{END}"
 
 
 @pytest.mark.parametrize(
@@ -262,14 +267,14 @@ def test_arguments_that_are_text_are_written_as_they_are(tmp_path, template):
         (WITH_CALLS, "{}", "{}"),
     ],
 )
-def test_arguments_take_the_form_that_the_template_needs(tmp_path, template, arguments, expected):
+def test_arguments_have_the_type_that_the_template_needs(tmp_path, template, arguments, expected):
     store = stored(tmp_path, [{"messages": with_arguments_of(arguments)}], chat_tokenizer(template))
-    assert text_and_loss(store)[1] == f"<call>weather {expected}</call>{END}{ANSWERED}{END}"
+    assert text_and_loss(store)[1] == f"<call>weather {expected}</call>{END}{ANSWER}{END}"
 
 
 @pytest.mark.parametrize("words", [str(CALL["function"]["arguments"]), json.dumps(AS_TEXT["function"]["arguments"])])
 @pytest.mark.parametrize("call", [CALL, AS_TEXT])
-def test_words_that_look_like_arguments_do_not_change_them(tmp_path, words, call):
+def test_text_that_looks_like_arguments_does_not_change_them(tmp_path, words, call):
     messages = calling([call])
     messages[0]["content"] = words
     assert text_and_loss(stored(tmp_path, [{"messages": messages}], chat_tokenizer(TAKES_BOTH)))[1].startswith(CALLED)
@@ -294,12 +299,12 @@ THINKS = (
 @pytest.mark.parametrize(
     ("template", "turn", "loss"),
     [
-        (STRIPS, {"content": f"<think>hm</think>{ANSWERED}"}, ANSWERED),
-        (CHATML.replace("m.content", "m.content[:8]"), {"content": ANSWERED}, ANSWERED[:8]),
+        (STRIPS, {"content": f"<think>hm</think>{ANSWER}"}, ANSWER),
+        (CHATML.replace("m.content", "m.content[:8]"), {"content": ANSWER}, ANSWER[:8]),
         (CALLS_ALONE, {"content": "let me see", "tool_calls": [CALL]}, CALLED),
     ],
 )
-def test_an_answer_that_is_written_in_part_is_kept_and_counted(tmp_path, template, turn, loss):
+def test_a_partly_rendered_answer_is_retained_and_counted(tmp_path, template, turn, loss):
     record = {"messages": [TURNS[0], {"role": "assistant", **turn}], "id": "part"}
     store = stored(tmp_path, [record], chat_tokenizer(template))
     assert text_and_loss(store)[1] == loss + END
@@ -309,11 +314,11 @@ def test_an_answer_that_is_written_in_part_is_kept_and_counted(tmp_path, templat
     assert "--tokenizer" in line
 
 
-def test_an_answer_whose_beginning_is_in_the_prompt_is_whole(tmp_path):
+def test_an_answer_whose_beginning_is_in_the_prompt_is_complete(tmp_path):
     thinks = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
-    messages = turns(ASKED, f"<think>\nhm</think>{ANSWERED}")
+    messages = turns(QUESTION, f"<think>\nhm</think>{ANSWER}")
     store = stored(tmp_path, [{"messages": messages}], chat_tokenizer(thinks))
-    assert text_and_loss(store)[1] == f"hm</think>{ANSWERED}{END}"
+    assert text_and_loss(store)[1] == f"hm</think>{ANSWER}{END}"
     assert store.skipped.ids == {}
     records = [{"messages": turns("what is 4?", "4")}]
     with pytest.raises(CorpusError, match="answer"):
@@ -327,24 +332,24 @@ LAST_TURN = {  # templates whose last turn differs from the same turn with other
             "{{ m.content }}",
             "{% if loop.last and m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}",
         ),
-        f"{ANSWERED}{END}<think>\n\n</think>\n\n{LAST}{END}",
+        f"{ANSWER}{END}<think>\n\n</think>\n\n{LAST}{END}",
     ),
     "ends": (  # OLMo 3
         CHATML.replace(TAIL, "{% if loop.last %}{{ eos_token }}{% else %}<|im_end|>\n{% endif %}{% endfor %}"),
-        f"{ANSWERED}{END}{LAST}<|endoftext|>",
+        f"{ANSWER}{END}{LAST}<|endoftext|>",
     ),
     "ends twice": (  # Phi 3
         CHATML.replace(TAIL, TAIL + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"),
-        f"{ANSWERED}{END}{LAST}{END}\n<|endoftext|>",
+        f"{ANSWER}{END}{LAST}{END}\n<|endoftext|>",
     ),
     "asked to think": (  # DeepSeek R1
         CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif"),
-        f"{ANSWERED}{END}{LAST}{END}",
+        f"{ANSWER}{END}{LAST}{END}",
     ),
     "no end": (  # Metharme: the role of the next turn is no end of this one
         "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<|im_end|>' }}{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}<|im_end|>{% else %}{{ eos_token }}{% endif %}",
-        f"{ANSWERED}{LAST}<|endoftext|>",
+        f"{ANSWER}{LAST}<|endoftext|>",
     ),
 }
 
@@ -358,9 +363,9 @@ def test_every_answer_of_a_template_that_changes_the_last_turn_carries_loss(tmp_
 
 
 def test_answers_keep_what_the_template_leaves_of_earlier_turns(tmp_path):
-    thought = turns(ASKED, f"<think>hm</think>{ANSWERED}", AGAIN, f"<think>so</think>{LAST}")
+    thought = turns(QUESTION, f"<think>hm</think>{ANSWER}", FOLLOW_UP, f"<think>so</think>{LAST}")
     store = stored(tmp_path, [{"messages": thought, "id": "part"}], chat_tokenizer(REWRITES))
-    assert text_and_loss(store)[1] == f"{ANSWERED}{END}<think>so</think>{LAST}{END}"
+    assert text_and_loss(store)[1] == f"{ANSWER}{END}<think>so</think>{LAST}{END}"
     assert store.skipped.ids == {"cut_answer": ["part"]}
 
 
@@ -377,8 +382,8 @@ def test_answers_keep_what_the_template_leaves_of_earlier_turns(tmp_path):
     ],
     ids=["no mark", "tool"],
 )
-def test_an_answer_whose_place_is_unknown_is_left_out(tmp_path, template):
-    called = calling([CALL], ANSWERED)
+def test_an_answer_with_unknown_location_is_skipped(tmp_path, template):
+    called = calling([CALL], ANSWER)
     called[2]["content"] = "32"
     messages = TURNS if "###" in template else called
     with pytest.raises(CorpusError, match="changes when later turns follow"):
@@ -386,37 +391,37 @@ def test_an_answer_whose_place_is_unknown_is_left_out(tmp_path, template):
 
 
 @pytest.mark.parametrize("template", [STRIPS, HIDES])
-def test_an_answer_of_which_nothing_is_written_is_left_out(tmp_path, template):
-    record = {"messages": turns(ASKED, "<think>hm</think>")}
-    with pytest.raises(CorpusError, match=r"answer.*c\.jsonl:1: turn 1: .*'<think>hm"):
+def test_an_answer_that_is_not_rendered_is_skipped(tmp_path, template):
+    record = {"messages": turns(QUESTION, "<think>hm</think>")}
+    with pytest.raises(CorpusError, match=r"c\.jsonl:1: turn 1: .*'<think>hm"):
         stored(tmp_path, [record], chat_tokenizer(template))
 
 
-def test_marked_spans_are_those_of_their_turns(tmp_path):
+def test_marked_spans_are_assigned_to_their_turns(tmp_path):
     last = {**TURNS[3], "reasoning_content": "hm"}
     messages = [TURNS[0], {**TURNS[1], "reasoning_content": "gone"}, TURNS[2], last]
     store = stored(tmp_path, [{"messages": messages}], chat_tokenizer(THINKS))
-    assert text_and_loss(store)[1] == ANSWERED + END + "<t>hm</t>" + LAST + END
-    alone = stored(tmp_path / "last", [{"messages": messages}], chat_tokenizer(THINKS), loss_on="completion")
-    assert text_and_loss(alone)[1] == "<t>hm</t>" + LAST + END
+    assert text_and_loss(store)[1] == ANSWER + END + "<t>hm</t>" + LAST + END
+    last_only = stored(tmp_path / "last", [{"messages": messages}], chat_tokenizer(THINKS), loss_on="completion")
+    assert text_and_loss(last_only)[1] == "<t>hm</t>" + LAST + END
     first = [TURNS[0], TURNS[1], TURNS[2], {**last, "weight": 0}]
-    assert text_and_loss(stored(tmp_path / "first", [{"messages": first}], chat_tokenizer(THINKS)))[1] == ANSWERED + END
+    assert text_and_loss(stored(tmp_path / "first", [{"messages": first}], chat_tokenizer(THINKS)))[1] == ANSWER + END
 
 
-def test_marks_whose_turns_cannot_be_told_are_left_out(tmp_path):
+def test_conversations_with_ambiguous_marks_are_skipped(tmp_path):
     only_last = MARKED.replace("m.role == 'assistant' %}", "m.role == 'assistant' and loop.last %}")
     twice = MARKED.replace("{% for", "{{ messages[0].content }}{% for", 1)
     for name, template in (("one", only_last), ("two", twice)):
         records = [{"messages": TURNS, "id": "odd"}, {"messages": TURNS[:2]}]
         store = stored(tmp_path / name, records, chat_tokenizer(template))
         assert store.skipped.ids == {"unmarked": ["odd"]}
-    asked = stored(tmp_path / "last", [{"messages": TURNS}], chat_tokenizer(only_last), loss_on="completion")
-    assert text_and_loss(asked)[1] == LAST + END
+    completion_only = stored(tmp_path / "last", [{"messages": TURNS}], chat_tokenizer(only_last), loss_on="completion")
+    assert text_and_loss(completion_only)[1] == LAST + END
 
 
 @pytest.mark.parametrize("marked", [False, True])
-def test_whole_turns_in_json_are_found_or_left_out(tmp_path, marked):
-    quoted = turns(ASKED, 'water is "wet".\nyes', "and fire?", LAST)
+def test_turns_rendered_as_json_are_located_or_skipped(tmp_path, marked):
+    quoted = turns(QUESTION, 'water is "wet".\nyes', "and fire?", LAST)
     template = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
     if marked:
         template = (

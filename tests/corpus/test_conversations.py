@@ -1,4 +1,4 @@
-"""Conversations, pairs and instructions become rows of which the answers carry loss."""
+"""Conversations, pairs and instructions become rows whose answers carry loss."""
 
 import json
 
@@ -12,21 +12,21 @@ from grasp.errors import CorpusError
 from tests.corpus.chats import DROPS, MARKED, REWRITES, STRICT, chat_tokenizer, turns
 from tests.corpus.world import settings_for, write_jsonl
 
-ASKED, ANSWERED = "what is water?", "water is wet."
-AGAIN, LAST = "and fire?", "fire is hot. it burns."
-TURNS = turns(ASKED, ANSWERED, AGAIN, LAST)
+QUESTION, ANSWER = "what is water?", "water is wet."
+FOLLOW_UP, LAST = "and fire?", "fire is hot. it burns."
+TURNS = turns(QUESTION, ANSWER, FOLLOW_UP, LAST)
 SHAREGPT = [{"from": ("human", "gpt")[k % 2], "value": turn["content"]} for k, turn in enumerate(TURNS)]
 END = "<|im_end|>"
 
 
 def stored(tmp_path, records, tokenizer=None, name="c.jsonl", **settings) -> RowStore:
     path = write_jsonl(tmp_path / name, records) if records is not None else tmp_path / name
-    asked = settings_for(path, **{"max_length": 200, **settings})
-    return RowStore.write(tmp_path / "rows", asked, tokenizer or chat_tokenizer(), shard_rows=2)
+    corpus_settings = settings_for(path, **{"max_length": 200, **settings})
+    return RowStore.write(tmp_path / "rows", corpus_settings, tokenizer or chat_tokenizer(), shard_rows=2)
 
 
 def text_and_loss(store: RowStore, i: int = 0) -> tuple[str, str]:
-    """A row as text, and what of it carries loss."""
+    """Return a row as text, and the part of it that carries loss."""
     shard, raw = store.rows(np.array([i])), chat_tokenizer().tokenizer
     mask = shard.mask(0)
     mask = np.arange(len(shard.ids(0))) > 0 if mask is None else mask
@@ -43,20 +43,20 @@ def text_and_loss(store: RowStore, i: int = 0) -> tuple[str, str]:
         {"prompt": TURNS[:1], "completion": TURNS[1:]},
     ],
 )
-def test_the_assistants_words_and_the_mark_at_their_end_carry_loss(tmp_path, record):
+def test_answers_and_their_end_token_carry_loss(tmp_path, record):
     text, loss = text_and_loss(stored(tmp_path, [{**record, "topic": "a"}]))
     assert text.startswith("<|im_start|>system\nYou help.")
-    assert loss == ANSWERED + END + LAST + END
+    assert loss == ANSWER + END + LAST + END
 
 
-def test_a_template_that_marks_the_assistants_words_gives_the_same(tmp_path):
+def test_a_template_with_generation_marks_gives_the_same_mask(tmp_path):
     assert (
-        text_and_loss(stored(tmp_path, [{"messages": TURNS}], chat_tokenizer(MARKED)))[1] == ANSWERED + END + LAST + END
+        text_and_loss(stored(tmp_path, [{"messages": TURNS}], chat_tokenizer(MARKED)))[1] == ANSWER + END + LAST + END
     )
 
 
-def test_loss_on_says_which_answers(tmp_path):
-    for loss_on, expected in (("completion", LAST + END), ("assistant", ANSWERED + END + LAST + END)):
+def test_loss_on_selects_the_answers(tmp_path):
+    for loss_on, expected in (("completion", LAST + END), ("assistant", ANSWER + END + LAST + END)):
         assert text_and_loss(stored(tmp_path / loss_on, [{"messages": TURNS}], loss_on=loss_on))[1] == expected
     store = stored(tmp_path / "all", [{"messages": TURNS}], loss_on="all")
     assert store.shard(0).loss_mask is None
@@ -65,14 +65,14 @@ def test_loss_on_says_which_answers(tmp_path):
 
 def test_an_instruction_is_a_conversation_of_two_turns(tmp_path):
     text, loss = text_and_loss(
-        stored(tmp_path, [{"instruction": ASKED, "input": "salt", "response": ANSWERED, "kind": "k"}])
+        stored(tmp_path, [{"instruction": QUESTION, "input": "salt", "response": ANSWER, "kind": "k"}])
     )
-    assert f"{ASKED}\n\nsalt{END}" in text
-    assert loss == ANSWERED + END
+    assert f"{QUESTION}\n\nsalt{END}" in text
+    assert loss == ANSWER + END
     assert RowStore.open(tmp_path / "rows").label_columns == ("kind",)
 
 
-def test_a_pair_is_a_text_as_it_is_and_ends_with_the_end_of_text(tmp_path):
+def test_a_pair_is_a_plain_text_that_ends_with_the_end_of_text(tmp_path):
     store = stored(tmp_path, [{"prompt": "Q: water?\nA:", "completion": " wet."}])
     assert text_and_loss(store) == ("Q: water?\nA: wet.<|endoftext|>", " wet.<|endoftext|>")
 
@@ -86,18 +86,18 @@ def test_templates_over_columns(tmp_path, prompt):
 def test_system_and_tool_turns_are_read_and_carry_no_loss(tmp_path):
     conversation = [
         {"role": "system", "content": "Be short."},
-        {"role": "user", "content": ASKED},
+        {"role": "user", "content": QUESTION},
         {"role": "assistant", "content": "look it up", "tool_calls": None},
         {"role": "tool", "content": "water: wet"},
-        {"role": "assistant", "content": ANSWERED},
+        {"role": "assistant", "content": ANSWER},
     ]
     text, loss = text_and_loss(stored(tmp_path, [{"messages": conversation, "tools": "[]"}]))
     assert "You help." not in text
     assert "tool\nwater: wet" in text
-    assert loss == "look it up" + END + ANSWERED + END
+    assert loss == "look it up" + END + ANSWER + END
 
 
-def test_a_row_that_is_too_long_keeps_its_last_answer_and_is_counted(tmp_path):
+def test_a_row_that_is_too_long_retains_its_last_answer_and_is_counted(tmp_path):
     store = stored(tmp_path, [{"messages": TURNS, "row_id": "long"}], max_length=30)
     text, loss = text_and_loss(store)
     assert store.lengths().tolist() == [30]
@@ -106,7 +106,7 @@ def test_a_row_that_is_too_long_keeps_its_last_answer_and_is_counted(tmp_path):
     assert store.skipped.counts == {"cut_begin": 1}
     assert store.skipped.ids == {"cut_begin": ["long"]}
     (snippet,) = store.table(0)["snippet"].to_pylist()
-    assert ASKED not in snippet  # what is shown begins where the model reads
+    assert QUESTION not in snippet  # what is shown begins where the model reads
     assert snippet == " ".join(text.split())
 
 
@@ -116,11 +116,11 @@ def test_an_answer_that_is_longer_than_a_row_is_read_from_its_beginning(tmp_path
     assert text == "\n" + loss
 
 
-def test_what_carries_no_loss_is_left_out_counted_and_named(tmp_path):
+def test_records_without_loss_are_skipped_counted_and_named(tmp_path):
     records = [
         {"messages": TURNS, "row_id": "good"},
         {"messages": TURNS[:1], "row_id": "asked"},
-        {"messages": turns(ASKED, "  "), "row_id": "silent"},
+        {"messages": turns(QUESTION, "  "), "row_id": "silent"},
         {"messages": [TURNS[1], TURNS[0]], "row_id": "backwards"},
         {"messages": [TURNS[0], {"role": "system", "content": "late"}, TURNS[1]], "row_id": "late"},
         {"messages": [], "row_id": "none"},
@@ -135,22 +135,22 @@ def test_what_carries_no_loss_is_left_out_counted_and_named(tmp_path):
     }
 
 
-def test_a_pair_without_an_answer_is_left_out(tmp_path):
+def test_a_pair_without_an_answer_is_skipped(tmp_path):
     records = [{"prompt": "Q", "completion": "", "row_id": "q"}, {"prompt": "Q", "completion": " a"}]
     store = stored(tmp_path, records)
     assert store.n_rows == 1
     assert store.skipped.ids == {"no_loss": ["q"]}
 
 
-def test_the_last_answer_of_a_template_that_rewrites_can_be_had(tmp_path):
-    thought = turns(ASKED, f"<think>hm</think>{ANSWERED}", AGAIN, LAST)
+def test_the_last_answer_of_a_template_that_rewrites_turns_can_be_used(tmp_path):
+    thought = turns(QUESTION, f"<think>hm</think>{ANSWER}", FOLLOW_UP, LAST)
     assert (
         text_and_loss(stored(tmp_path, [{"messages": thought}], chat_tokenizer(REWRITES), loss_on="completion"))[1]
         == LAST + END
     )
 
 
-def test_the_mask_is_part_of_the_fingerprint_and_of_what_was_begun(tmp_path):
+def test_the_loss_mask_is_part_of_the_fingerprint_and_of_an_unfinished_store(tmp_path):
     record = [{"prompt": "Q: water?", "completion": " wet."}]
     pair = stored(tmp_path / "a", record)
     text = stored(tmp_path / "b", record, loss_on="all")
@@ -160,7 +160,7 @@ def test_the_mask_is_part_of_the_fingerprint_and_of_what_was_begun(tmp_path):
         stored(tmp_path / "a", record, loss_on="all")
 
 
-def test_nested_parquet_and_rows_without_a_mask_go_together(tmp_path):
+def test_nested_parquet_and_rows_without_a_mask_can_be_mixed(tmp_path):
     table = pa.Table.from_pylist(
         [{"messages": TURNS, "id": "a", "extra": [1]}, {"messages": TURNS[:2], "id": "b", "extra": [2]}]
     )
@@ -176,11 +176,11 @@ def test_a_datasets_directory_with_features_of_turns(tmp_path):
     records = [{"conversations": SHAREGPT, "score": 1.0}, {"conversations": SHAREGPT[:2], "score": 2.0}]
     datasets.Dataset.from_list(records).save_to_disk(str(tmp_path / "saved"))
     store = stored(tmp_path, None, name="saved")
-    assert text_and_loss(store)[1] == ANSWERED + END + LAST + END
+    assert text_and_loss(store)[1] == ANSWER + END + LAST + END
     assert store.label_columns == ("score",)
 
 
-def test_surrogates_in_turns_are_mended(tmp_path):
+def test_surrogates_in_turns_are_replaced(tmp_path):
     (tmp_path / "c.jsonl").write_text(json.dumps({"messages": turns("what\ud800?", "wet.")}) + "\n")
     assert text_and_loss(stored(tmp_path, None))[1] == "wet." + END
 
@@ -188,7 +188,7 @@ def test_surrogates_in_turns_are_mended(tmp_path):
 # ---------------------------------------------------------------- refusals
 
 
-ONE = {"messages": TURNS}
+CHAT = {"messages": TURNS}
 REFUSED = [
     ({"messages": [{"role": "owner", "content": "x"}]}, {}, r"c\.jsonl:1: turn 0: .*'owner'"),
     ({"messages": [{"content": "x"}]}, {}, r"turn 0: .*None"),
@@ -198,16 +198,16 @@ REFUSED = [
     ({"prompt": "a", "completion": TURNS}, {}, "'prompt'.*str"),
     ({"instruction": "a", "output": 3}, {}, "'output'.*int.*text"),
     ({"messages": TURNS, "tools": "{"}, {}, r"tools: .*'\{'"),
-    (ONE, {"tokenizer": lambda: chat_tokenizer(None)}, r"c\.jsonl:1: .*chat template"),
-    (ONE, {"tokenizer": lambda: chat_tokenizer(DROPS)}, r"c\.jsonl:1: turn 1: "),
-    (ONE, {"tokenizer": lambda: chat_tokenizer(STRICT)}, "alternate"),
-    (ONE, {"packing": "concat"}, "corpus.packing"),
+    (CHAT, {"tokenizer": lambda: chat_tokenizer(None)}, r"c\.jsonl:1: .*chat template"),
+    (CHAT, {"tokenizer": lambda: chat_tokenizer(DROPS)}, r"c\.jsonl:1: turn 1: "),
+    (CHAT, {"tokenizer": lambda: chat_tokenizer(STRICT)}, "alternate"),
+    (CHAT, {"packing": "concat"}, "corpus.packing"),
     ({"text": "water"}, {"loss_on": "completion"}, r"corpus\.loss_on: .*completion"),
 ]
 
 
 @pytest.mark.parametrize(("record", "changes", "message"), REFUSED)
-def test_what_cannot_be_read_is_refused_and_named(tmp_path, record, changes, message):
+def test_unreadable_records_are_refused_and_named(tmp_path, record, changes, message):
     settings = {name: value for name, value in changes.items() if name != "tokenizer"}
     with pytest.raises(CorpusError, match=message):
         stored(tmp_path, [record], changes.get("tokenizer", chat_tokenizer)(), **settings)

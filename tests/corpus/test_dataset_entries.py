@@ -1,4 +1,4 @@
-"""Entries of LLaMA-Factory and Axolotl: what they stand for, and which of them are refused, and how."""
+"""Dataset entries of LLaMA-Factory and Axolotl: the settings they are resolved to, and refusals."""
 
 import json
 
@@ -48,7 +48,7 @@ def test_the_only_entry_needs_no_name(tmp_path):
 
 
 def test_settings_are_resolved_once(tmp_path):
-    """An artifact records what the entry stood for, so that a later change of the file does not matter."""
+    """An artifact records the resolved settings, so that later changes of the file have no effect."""
     write_data(tmp_path)
     settings = CorpusSettings(path=f"{tmp_path}#custom", limit=1)
     assert (settings.path, settings.limit) == (f"{tmp_path}/custom.json", 1)
@@ -141,20 +141,20 @@ def test_preference_pairs_of_llama_factory(tmp_path, name):
     question = {"chats": "water?", "instructions": "water\nor fire?"}[name]
     for side, answer in ((document, "wet."), (document.rejected, "dry.")):
         assert [turn["content"] for turn in side.conversation.turns] == [question, answer]
-    with pytest.raises(CorpusError, match="has preference pairs; to train on them: --loss dpo"):
+    with pytest.raises(CorpusError, match=r"preference pairs.* --loss dpo"):
         list(read_documents(CorpusSettings(path=str(path))))
     (unit,) = load_units(TargetSettings(names=(str(path),))).units
     assert unit.conversation.turns == document.conversation.turns
     assert [other.conversation.turns for other in unit.others] == [document.rejected.conversation.turns]
 
 
-def test_entries_without_pairs_are_no_pairs(tmp_path):
+def test_entries_without_preference_pairs_are_not_read_as_pairs(tmp_path):
     write_data(tmp_path)
-    with pytest.raises(CorpusError, match="has no preference pairs; omit --loss dpo"):
+    with pytest.raises(CorpusError, match="no preference pairs"):
         list(read_documents(CorpusSettings(path=f"{tmp_path}#custom", form="preference")))
 
 
-def test_directories_of_datasets_are_no_entries(tmp_path):
+def test_directories_of_datasets_are_not_entries(tmp_path):
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(str(tmp_path / "saved"))
     assert resolve_entry(str(tmp_path / "saved")) is None
@@ -207,7 +207,7 @@ def test_entries_of_axolotl_that_are_refused(tmp_path, entry, message):
     assert message in str(err.value)
 
 
-def test_what_is_ambiguous_or_absent_is_refused_with_the_names(tmp_path):
+def test_ambiguous_and_missing_entries_are_refused_with_the_names(tmp_path):
     write_data(tmp_path)
     names = ", ".join(f"{tmp_path}/dataset_info.json#{name}" for name in ENTRIES)
     for path, got in ((tmp_path, "4 entries"), (f"{tmp_path}#x", "no entry 'x'")):
@@ -215,21 +215,19 @@ def test_what_is_ambiguous_or_absent_is_refused_with_the_names(tmp_path):
             CorpusSettings(path=str(path))
         assert str(err.value) == f"{tmp_path}/dataset_info.json: {got}; select one of {names}"
     (tmp_path / "run.yaml").write_text("model: {path: x}\n")
-    with pytest.raises(SettingsError, match="not an Axolotl configuration: no `datasets`; expected a file of records"):
+    with pytest.raises(SettingsError, match="no `datasets`"):
         CorpusSettings(path=str(tmp_path / "run.yaml"))
 
 
-def test_records_that_do_not_fit_are_named(tmp_path):
+def test_records_that_do_not_match_the_entry_are_named(tmp_path):
     write_data(tmp_path)
     llama_factory(tmp_path, x={"file_name": "custom.json", "columns": {"prompt": "q", "response": "missing"}})
-    with pytest.raises(
-        CorpusError, match=r"no column missing, which the LLaMA-Factory entry 'x' of .* names; columns f"
-    ):
+    with pytest.raises(CorpusError, match=r"\bmissing\b.*'x'"):
         conversations(tmp_path)
     llama_factory(
         tmp_path, x={"file_name": "openai.json", "formatting": "sharegpt", "columns": {"messages": "messages"}}
     )
-    with pytest.raises(CorpusError, match=r"turn 0: got the role None, expected one of system, observation, func"):
+    with pytest.raises(CorpusError, match=r"turn 0: .*None, .*observation"):
         conversations(tmp_path)
-    with pytest.raises(TargetError, match="turn 0: got the role None"):
+    with pytest.raises(TargetError, match=r"turn 0: .*None"):
         load_units(TargetSettings(names=(f"{tmp_path}#x",)))

@@ -1,4 +1,4 @@
-"""Law: one corpus, whatever it is stored in, gives one stream of documents; reading from k skips exactly k."""
+"""Law: a corpus gives the same documents in every format, and reading from k skips exactly k."""
 
 import gzip
 import itertools
@@ -34,7 +34,7 @@ SUFFIXES = [".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst"]
 
 
 def plain(documents):
-    """What does not depend on where a document lies."""
+    """Return the parts of documents that do not depend on their location."""
     return [
         (d.index, d.doc_id, d.row_id, d.text, None if d.input_ids is None else d.input_ids.tolist(), dict(d.labels))
         for d in documents
@@ -71,7 +71,7 @@ def test_expected_documents_have_text_labels_and_a_stable_name(expected):
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @given(start=st.integers(0, 25), cuts=st.lists(st.integers(1, 19), max_size=4, unique=True))
 @settings(max_examples=12)
-def test_reading_from_k_on_skips_exactly_k(tmp_path_factory, suffix, start, cuts):
+def test_reading_from_k_skips_exactly_k(tmp_path_factory, suffix, start, cuts):
     path = write_chunked(tmp_path_factory.mktemp("corpus"), records(20), cuts, suffix)
     whole = list(read_documents(settings_for(path)))
     rest = list(read_documents(settings_for(path), start=start))
@@ -79,7 +79,7 @@ def test_reading_from_k_on_skips_exactly_k(tmp_path_factory, suffix, start, cuts
     assert [d.where for d in rest] == [d.where for d in whole[start:]]
 
 
-def test_files_below_are_read_in_the_order_of_their_names(tmp_path):
+def test_files_of_subdirectories_are_read_in_the_order_of_their_names(tmp_path):
     for name, text in [("b/1.jsonl", "third"), ("a/2.jsonl", "second"), ("a/1.jsonl", "first"), ("c.jsonl", "fourth")]:
         write_jsonl(tmp_path / name, [{"text": text}])
     assert [d.text for d in read_documents(settings_for(tmp_path))] == ["first", "second", "third", "fourth"]
@@ -87,11 +87,11 @@ def test_files_below_are_read_in_the_order_of_their_names(tmp_path):
 
 def test_several_frames_of_gzip_and_zstd_are_read_to_the_end(tmp_path, expected):
     for suffix in (".jsonl.gz", ".jsonl.zst"):
-        one = write_jsonl(tmp_path / f"a{suffix}", records(20)[:9]).read_bytes()
-        two = write_jsonl(tmp_path / f"b{suffix}", records(20)[9:]).read_bytes()
-        joined = tmp_path / f"joined{suffix}"
-        joined.write_bytes(one + two)
-        assert plain(read_documents(settings_for(joined))) == expected
+        first_member = write_jsonl(tmp_path / f"a{suffix}", records(20)[:9]).read_bytes()
+        second_member = write_jsonl(tmp_path / f"b{suffix}", records(20)[9:]).read_bytes()
+        path = tmp_path / f"joined{suffix}"
+        path.write_bytes(first_member + second_member)
+        assert plain(read_documents(settings_for(path))) == expected
     whole = write_jsonl(tmp_path / "c.jsonl", records(20)).read_bytes()
     gz, zst = gzip.compress, partial(pa.compress, codec="zstd", asbytes=True)
     skipped = b"\x50\x2a\x4d\x18\x04\0\0\0abcd"  # a frame of zstd that readers skip
@@ -105,8 +105,8 @@ def test_several_frames_of_gzip_and_zstd_are_read_to_the_end(tmp_path, expected)
     for name, content in members.items():
         (tmp_path / name).write_bytes(content)
         assert plain(read_documents(settings_for(tmp_path / name))) == expected
-    named = joined.parent / "c4.json.zst"  # as C4 and Dolma name their lines
-    assert plain(read_documents(settings_for(joined.rename(named)))) == expected
+    named = path.parent / "c4.json.zst"  # as C4 and Dolma name their lines
+    assert plain(read_documents(settings_for(path.rename(named)))) == expected
 
 
 def test_a_datasets_directory(tmp_path, expected):
@@ -126,7 +126,7 @@ def test_a_datasets_directory_with_splits(tmp_path, expected):
     assert plain(read_documents(settings_for(tmp_path / "splits" / "test"))) == expected[:2]
     with pytest.raises(CorpusError, match=r"splits: .*test, train.*--split"):
         read_documents(settings_for(tmp_path / "splits"))
-    with pytest.raises(CorpusError, match=r"corpus\.split: .*'dev'.*test, train"):
+    with pytest.raises(CorpusError, match=r"split: .*'dev'.*test, train"):
         read_documents(settings_for(tmp_path / "splits", split="dev"))
     datasets.DatasetDict({"x": splits["train"]}).save_to_disk(tmp_path / "alone")
     assert plain(read_documents(settings_for(tmp_path / "alone"))) == expected
@@ -143,7 +143,7 @@ def test_files_named_after_their_split(tmp_path, expected):
 
 
 @pytest.mark.parametrize(
-    "kept",
+    "make_table",
     [
         pa.Table.from_pylist,
         pd.DataFrame,
@@ -152,15 +152,15 @@ def test_files_named_after_their_split(tmp_path, expected):
     ],
     ids=["arrow", "pandas", "datasets", "dict"],
 )
-def test_what_is_in_memory_is_read_as_files_are_and_told_by_its_content(expected, kept):
-    source = table_source(kept(records(20)))
+def test_tables_in_memory_are_read_like_files_and_identified_by_content(expected, make_table):
+    source = table_source(make_table(records(20)))
     assert plain(documents_of(source, settings_for("none"))) == expected
     assert plain(documents_of(source, settings_for("none"), start=7)) == expected[7:]
-    assert source.identity() == table_source(kept(records(20))).identity()
-    assert source.identity() != table_source(kept([*records(19), {**records(20)[19], "year": 1}])).identity()
+    assert source.identity() == table_source(make_table(records(20))).identity()
+    assert source.identity() != table_source(make_table([*records(19), {**records(20)[19], "year": 1}])).identity()
 
 
-def test_what_is_in_memory_and_no_table_is_refused():
+def test_objects_in_memory_that_are_not_tables_are_refused():
     with pytest.raises(CorpusError, match=r"corpus: .*list.*path.*DataFrame"):
         table_source(["a", "b"])
     with pytest.raises(CorpusError, match="column"):
@@ -196,20 +196,20 @@ def test_a_row_name_is_the_document_name_without_another(tmp_path, write):
     assert (first.row_id, first.doc_id[16:]) == ("a", "-0")
 
 
-def test_a_number_that_is_none_is_a_missing_label(tmp_path):
+def test_nan_is_a_missing_label(tmp_path):
     rows = [{"text": "x", "score": value} for value in (1.5, float("nan"), None)]
     for path in (write_jsonl(tmp_path / "c.jsonl", rows), write_parquet(tmp_path / "c.parquet", rows)):
         assert [d.labels["score"] for d in read_documents(settings_for(path))] == [1.5, None, None]
 
 
-def test_a_name_that_is_no_path_is_a_hub_name_and_a_path_never(monkeypatch, tmp_path, expected):
-    asked, there = [], datasets.DatasetDict({"train": datasets.Dataset.from_list(records(20))})
+def test_names_of_hub_datasets_are_distinguished_from_paths(monkeypatch, tmp_path, expected):
+    requested_names, dataset = [], datasets.DatasetDict({"train": datasets.Dataset.from_list(records(20))})
 
     def load(name):
-        asked.append(name)
+        requested_names.append(name)
         if name != "someone/some-corpus":
             raise FileNotFoundError(f"Dataset '{name}' doesn't exist")
-        return there
+        return dataset
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
     monkeypatch.setattr("grasp.hub.unreachable", lambda: None)
@@ -217,7 +217,7 @@ def test_a_name_that_is_no_path_is_a_hub_name_and_a_path_never(monkeypatch, tmp_
     assert plain(read_documents(settings_for("someone/some-corpus"))) == expected
     with pytest.raises(CorpusError, match=r"no/such: no such file.*hub dataset"):
         read_documents(settings_for("no/such"))
-    asked.clear()
+    requested_names.clear()
     write_jsonl(tmp_path / "someone" / "corpus" / "a.jsonl", [{"text": "here"}])
     assert [d.text for d in read_documents(settings_for("someone/corpus"))] == ["here"]
     for path in ("someone/corpus.parquet", "./someone/other", "/nowhere/at/all", "a/b/c"):
@@ -227,15 +227,15 @@ def test_a_name_that_is_no_path_is_a_hub_name_and_a_path_never(monkeypatch, tmp_
         os.symlink(to, name)
         with pytest.raises(CorpusError, match=f"^{name}: .*symbolic link"):
             read_documents(settings_for(name))
-        with pytest.raises(ModelError, match=f"^model.path: `{name}` .*symbolic link"):
+        with pytest.raises(ModelError, match=f"^model.path: `{name}` .*link"):
             load_reference(ModelSettings(path=name))
-    assert not asked
+    assert not requested_names
 
 
-def test_without_datasets_the_extra_is_named(monkeypatch, tmp_path):
+def test_the_error_without_datasets_names_the_extra(monkeypatch, tmp_path):
     path = save_dataset(tmp_path / "saved", records(2))
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingExtraError, match=r"saved .*`datasets`.*pip install 'datasets>="):
+    with pytest.raises(MissingExtraError, match=r"saved .*pip install 'datasets>="):
         read_documents(settings_for(path))
 
 
@@ -292,7 +292,7 @@ def test_half_a_surrogate_pair_becomes_the_replacement_character(tmp_path):
     assert (only.text, only.labels, only.doc_id) == ("a \ufffd b", {"topic": "\ufffd"}, "\U0001f600")
 
 
-def test_blank_lines_and_a_byte_order_mark_are_no_documents(tmp_path):
+def test_blank_lines_and_a_byte_order_mark_are_not_documents(tmp_path):
     (tmp_path / "c.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n\n  \r\n{"text": "b"}')
     result = list(read_documents(settings_for(tmp_path / "c.jsonl")))
     assert [(d.index, d.text, d.where.rpartition(":")[2]) for d in result] == [(0, "a", "1"), (1, "b", "4")]
@@ -324,8 +324,8 @@ CHATS = [
 ]
 
 
-def test_a_conversation_says_the_same_from_every_format(tmp_path):
-    """Members that a struct has for other records only are not there; JSON columns are parsed."""
+def test_a_conversation_is_the_same_from_every_format(tmp_path):
+    """Members that a struct has only for other records are absent; JSON columns are parsed."""
     expected = plain_chats(read_documents(settings_for(write_jsonl(tmp_path / "c.jsonl", CHATS))))
     assert expected[1][0][1]["tool_calls"][0]["function"]["arguments"] == {"to": "Ann", "n": [1, None]}
     nulls = [{**CHATS[0], "messages": [{"role": "user", "content": "go", "name": None}, call(city="Paris", to=None)]}]
@@ -347,14 +347,14 @@ def test_a_conversation_says_the_same_from_every_format(tmp_path):
         "one.parquet": read_documents(settings_for(tmp_path / "one.parquet")),
         "memory": documents_of(table_source(pd.DataFrame(CHATS)), settings_for("none")),
     }
-    assert {name: plain_chats(found) for name, found in sources.items()} == dict.fromkeys(sources, expected)
+    assert {name: plain_chats(documents) for name, documents in sources.items()} == dict.fromkeys(sources, expected)
 
 
 def plain_chats(documents):
     return [(list(d.conversation.turns), list(d.conversation.tools), d.row_id, d.doc_id) for d in documents]
 
 
-def test_a_json_column_is_a_label_where_it_holds_a_scalar(tmp_path):
+def test_scalars_of_a_json_column_are_labels(tmp_path):
     rows = [{"text": "a b", "x": value} for value in (5, "b", None, {"y": 1}, [1])]
     table = pa.table({"text": ["a b"] * 5, "x": pa.array([json.dumps(row["x"]) for row in rows], pa.json_())})
     pq.write_table(table, tmp_path / "c.parquet")
@@ -379,21 +379,21 @@ def test_a_class_label_is_its_number_as_in_json_lines(tmp_path):
     ("text", "message"), [("{", "not JSON: Expecting"), ("[" * 100_000, "nested")], ids=["cut", "deep"]
 )
 @pytest.mark.parametrize("depth", [0, 1])
-def test_json_that_is_none_is_an_error_with_its_row(tmp_path, text, message, depth):
+def test_invalid_json_is_an_error_with_its_row(tmp_path, text, message, depth):
     column = pa.array(["1", "2", "3", text, "5"])
     column = column if depth == 0 else pa.ListArray.from_arrays([0, 1, 2, 3, 4, 5], column)
     table = pa.table({"text": ["a"] * 5, "x": column.cast([pa.json_(), pa.list_(pa.json_())][depth])})
     settings = settings_for(tmp_path / "c.parquet", text_column="x" if depth else "text")
     pq.write_table(table, tmp_path / "c.parquet", row_group_size=2)
-    with pytest.raises(CorpusError, match=rf"c\.parquet, row 3: column 'x': .*{message}"):
+    with pytest.raises(CorpusError, match=rf"parquet, row 3: .*'x': .*{message}"):
         list(read_documents(settings))
 
 
 ODD_NAMES = ["meta", "meta.lang", "meta.lang.x", "a b", 'it\'s "so"', "\u00e9t\u00e9"]
 
 
-def test_a_column_with_a_dot_in_its_name_is_no_field_of_a_struct(tmp_path):
-    """Each column is read whole and once, whatever the names; a column precedes a field of that path."""
+def test_a_column_with_a_dot_in_its_name_is_not_a_struct_field(tmp_path):
+    """Each column is read completely and once; a column takes precedence over a field of that path."""
     rows = [{"id": f"d{i}", "text": f"t {i}", **{name: f"{name} {i}" for name in ODD_NAMES[1:]}} for i in range(5)]
     nested = [{**row, "meta": {"lang": "no label", "x": i}} for i, row in enumerate(rows)]
     write_parquet(tmp_path / "c.parquet", nested)
@@ -464,11 +464,11 @@ def test_folders_named_key_value_are_labels(tmp_path, suffix, values, labels):
 def test_names_and_order_of_records_do_not_depend_on_folders(tmp_path):
     write_chunked(tmp_path / "a" / "x=1", records(6), [3], ".parquet")
     write_chunked(tmp_path / "b" / "x", records(6), [3], ".parquet")
-    one, other = (list(read_documents(settings_for(tmp_path / name))) for name in "ab")
-    assert [(d.doc_id, d.text) for d in one] == [(d.doc_id, d.text) for d in other]
-    assert [dict(d.labels) for d in one] == [{**d.labels, "x": 1} for d in other]
-    alone = list(read_documents(settings_for(tmp_path / "a" / "x=1")))  # a folder above the corpus says nothing
-    assert [dict(d.labels) for d in alone] == [dict(d.labels) for d in other]
+    labelled, unlabelled = (list(read_documents(settings_for(tmp_path / name))) for name in "ab")
+    assert [(d.doc_id, d.text) for d in labelled] == [(d.doc_id, d.text) for d in unlabelled]
+    assert [dict(d.labels) for d in labelled] == [{**d.labels, "x": 1} for d in unlabelled]
+    subfolder = list(read_documents(settings_for(tmp_path / "a" / "x=1")))  # folders above the corpus are not labels
+    assert [dict(d.labels) for d in subfolder] == [dict(d.labels) for d in unlabelled]
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
@@ -476,7 +476,7 @@ def test_a_column_that_its_folder_has_too_must_agree(tmp_path, suffix):
     config = write_folders(tmp_path / "same", ["month=01/lang=en"], suffix, month="01")
     assert [dict(d.labels) for d in read_documents(config)] == [{"month": "01", "lang": "en"}]
     config = write_folders(tmp_path / "other", ["month=02"], suffix, month=1)
-    with pytest.raises(CorpusError, match=r"part\.\w+.*: column 'month'.*\b1\b.*month=02"):
+    with pytest.raises(CorpusError, match=r"part\.\w+.*'month'.*\b1\b.*=02"):
         list(read_documents(config))
     config = write_folders(tmp_path / "twice", ["a=1/a=2"], suffix)
     with pytest.raises(CorpusError, match=r"values.*'a'"):
@@ -487,7 +487,7 @@ def test_a_column_that_its_folder_has_too_must_agree(tmp_path, suffix):
 
 
 class Endless:
-    """A corpus without an end."""
+    """A corpus with infinitely many documents."""
 
     def identity(self):
         return []
@@ -497,13 +497,13 @@ class Endless:
             yield JsonRecord(index, "endless", index + 1, {"text": f"text {index}"})
 
 
-def test_a_corpus_without_an_end_can_be_read():
-    taken = list(itertools.islice(documents_of(Endless(), settings_for("endless"), start=5), 3))
-    assert [d.text for d in taken] == ["text 5", "text 6", "text 7"]
+def test_an_infinite_corpus_can_be_read():
+    documents = list(itertools.islice(documents_of(Endless(), settings_for("endless"), start=5), 3))
+    assert [d.text for d in documents] == ["text 5", "text 6", "text 7"]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
-def test_reading_jsonl_does_not_hold_the_file(tmp_path, suffix):
+def test_reading_jsonl_does_not_keep_the_file_in_memory(tmp_path, suffix):
     rng = np.random.default_rng(0)
     path = write_jsonl(tmp_path / f"big{suffix}", [{"text": rng.bytes(20_000).hex()} for _ in range(300)])
     tracemalloc.start()
@@ -514,7 +514,7 @@ def test_reading_jsonl_does_not_hold_the_file(tmp_path, suffix):
     assert peak < 6_000_000  # of 12 MB of text: blocks of 1 MiB and their lines
 
 
-def test_reading_parquet_does_not_hold_the_file(tmp_path):
+def test_reading_parquet_does_not_keep_the_file_in_memory(tmp_path):
     rng = np.random.default_rng(0)
     rows = [{"text": rng.bytes(10_000).hex()} for _ in range(2000)]
     path = write_parquet(tmp_path / "big.parquet", rows, group=50)
@@ -529,7 +529,7 @@ def test_reading_parquet_does_not_hold_the_file(tmp_path):
 # ---------------------------------------------------------------- bad input
 
 
-def test_a_line_that_does_not_end_is_refused_before_it_is_held(tmp_path, monkeypatch):
+def test_an_endless_line_is_refused_before_it_fills_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("grasp.corpus.text_files.MAX_LINE_BYTES", 1 << 20)
     path = tmp_path / "c.jsonl.gz"
     with gzip.open(path, "wb", compresslevel=1) as file:
@@ -582,14 +582,14 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path, name, content, message)
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-def test_a_column_that_was_asked_for_is_read_or_missed(tmp_path, suffix):
+def test_a_requested_column_is_read_or_reported_missing(tmp_path, suffix):
     path = write_chunked(tmp_path, [{"body": "x"}], [], suffix)
     assert [d.text for d in read_documents(settings_for(path, text_column="body"))] == ["x"]
-    with pytest.raises(CorpusError, match=r"column 'url'.*corpus\.row_id_column.*\bbody\b"):
+    with pytest.raises(CorpusError, match=r"'url'.*row_id_column.*\bbody\b"):
         list(read_documents(settings_for(path, text_column="body", row_id_column="url")))
 
 
-def test_places_that_are_no_corpus_are_refused(tmp_path):
+def test_paths_without_a_corpus_are_refused(tmp_path):
     with pytest.raises(CorpusError, match="nope"):
         read_documents(settings_for("nope://x"))
     (tmp_path / "c.xls").write_text("text\nx\n")
@@ -606,7 +606,7 @@ def test_places_that_are_no_corpus_are_refused(tmp_path):
 
 
 def test_nested_fields_are_labels_in_every_format(tmp_path):
-    """Structs, JSON objects and JSON text give the same labels; a list of texts is one, other lists are none."""
+    """Structs, JSON objects and JSON text give the same labels; of lists only those of texts are labels."""
     meta = [
         {"source": "web", "quality": {"score": 0.5}, "spans": [{"a": 1}]},
         {"source": "wiki", "quality": {"score": 0.25}, "spans": [{"a": 2}]},
@@ -645,7 +645,7 @@ def test_names_of_files_are_labels_on_request(tmp_path):
     }
 
 
-def test_keys_that_are_data_do_not_become_columns_without_end(tmp_path):
+def test_keys_that_are_data_become_a_limited_number_of_columns(tmp_path):
     rows = [{"text": "t", "counts": {f"word{i}-{k}": k for k in range(5)}} for i in range(MAX_FIELDS)]
     documents = list(read_documents(settings_for(write_jsonl(tmp_path / "c.jsonl", rows))))
     assert len({name for d in documents for name in d.labels}) == MAX_FIELDS
@@ -653,7 +653,7 @@ def test_keys_that_are_data_do_not_become_columns_without_end(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_ids_that_one_shard_lacks_do_not_replace_those_of_the_others(tmp_path, suffix):
+def test_ids_missing_from_a_file_do_not_replace_those_of_other_files(tmp_path, suffix):
     shards = [[{"id": "a", "text": "one"}], [{"text": "two"}, {"text": "three"}], [{"id": "d", "text": "four"}]]
     (tmp_path / "corpus").mkdir()
     for k, shard in enumerate(shards):

@@ -1,4 +1,4 @@
-"""Laws: a text is encoded once, as its tokenizer does; loss masks are those of evaluation harnesses and trainers."""
+"""Laws: a text is encoded once, by its tokenizer; loss masks are those of evaluation harnesses and trainers."""
 
 from dataclasses import replace
 
@@ -31,14 +31,14 @@ def turns(*words):
 
 
 def plain_ids(tokenizer: HfTokenizer, text: str) -> list[int]:
-    """What the tokenizer itself gives, but for special tokens at the end."""
+    """Return the ids of the tokenizer itself, without special tokens at the end."""
     ids = tokenizer.tokenizer(text)["input_ids"]
     suffix = tokenizer._around[1]
     return ids[: len(ids) - len(suffix)]
 
 
 def harness_context(tokenizer: HfTokenizer, prompt: str, whole: list[int]) -> int:
-    """How many tokens lm-evaluation-harness counts as context, once white space has moved to the continuation."""
+    """Return the context length of lm-evaluation-harness, which moves white space to the continuation."""
     return min(len(plain_ids(tokenizer, prompt)), len(whole) - 1)
 
 
@@ -46,7 +46,7 @@ def harness_context(tokenizer: HfTokenizer, prompt: str, whole: list[int]) -> in
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60)
 @given(prompt=WORDS, completion=WORDS)
-def test_a_pair_is_encoded_whole_and_its_border_is_the_harness_s(kind, bos, prompt, completion):
+def test_a_pair_is_encoded_as_one_text_with_the_context_length_of_the_harness(kind, bos, prompt, completion):
     tokenizer = tiny(kind, bos=bos)
     assume(prompt.strip() and completion.strip())
     text = ModelText(prompt + completion, ((len(prompt), len(prompt + completion)),), "pair")
@@ -70,7 +70,7 @@ def test_a_pair_is_encoded_whole_and_its_border_is_the_harness_s(kind, bos, prom
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=30)
 @given(words=st.lists(WORDS, min_size=2, max_size=4).filter(lambda words: len(words) % 2 == 0))
-def test_loss_of_a_chat_is_that_of_transformers_own_mask(kind, bos, words):
+def test_the_loss_mask_of_a_chat_is_that_of_transformers(kind, bos, words):
     assume(all(text.strip() for text in words))
     if kind == "byte_trim":  # offsets without white space: transformers finds no token for an answer that ends in it
         words = [text.strip() for text in words]
@@ -97,17 +97,17 @@ def test_an_answer_has_the_same_tokens_and_loss_as_a_row_and_as_a_unit(kind, bos
     unit = Unit("u", "t", question, answer)
     chat_unit = Unit("c", "t", "", "", conversation=record["conversation"])
     for fields, scored in ((record, chat_unit), (pair, unit)):
-        asked = settings_for("none", max_length=400)
-        rows = list(pack([_document(**fields)], asked, tokenizer))
+        corpus_settings = settings_for("none", max_length=400)
+        rows = list(pack([_document(**fields)], corpus_settings, tokenizer))
         assume(rows)
-        (one,) = UnitSet((scored,)).rendered(tokenizer).tokenize(tokenizer, 400)
+        (unit_tokens,) = UnitSet((scored,)).rendered(tokenizer).tokenize(tokenizer, 400)
         (row,) = rows
         loss = np.arange(row.n_tokens) > 0 if row.loss_mask is None else row.loss_mask
-        n = len(one.input_ids)
-        if one.input_ids[:1].tolist() != row.input_ids[:1].tolist():
+        n = len(unit_tokens.input_ids)
+        if unit_tokens.input_ids[:1].tolist() != row.input_ids[:1].tolist():
             assume(False)  # an empty prompt, for which a unit has a token to stand in
-        assert row.input_ids[:n].tolist() == one.input_ids.tolist()
-        assert np.flatnonzero(loss[:n]).tolist() == list(range(one.first, n))
+        assert row.input_ids[:n].tolist() == unit_tokens.input_ids.tolist()
+        assert np.flatnonzero(loss[:n]).tolist() == list(range(unit_tokens.first, n))
         assert not loss[n:].any() or fields is pair  # the pair's end of text, which is trained and not evaluated
 
 
@@ -116,12 +116,12 @@ def _document(**fields):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_special_tokens_are_the_tokenizer_s_and_never_twice(kind):
+def test_special_tokens_are_those_of_the_tokenizer_and_never_doubled(kind):
     tokenizer = tiny(kind, bos=True)
     (bos_id,) = tokenizer.prefix_ids
-    text, again = encode_texts([ModelText("it is"), ModelText(f"{BOS}it is")], tokenizer)
+    text, text_with_bos = encode_texts([ModelText("it is"), ModelText(f"{BOS}it is")], tokenizer)
     assert text.ids.tolist() == plain_ids(tokenizer, "it is")
-    assert again.ids.tolist().count(bos_id) == 1
+    assert text_with_bos.ids.tolist().count(bos_id) == 1
     (chat,) = encode_texts([ModelText("it is", kind="chat")], tokenizer)
     assert bos_id not in chat.ids
     off = HfTokenizer(tokenizer.tokenizer, vocab_size=400, add_bos_token=False)
@@ -134,7 +134,7 @@ def test_special_tokens_are_the_tokenizer_s_and_never_twice(kind):
     assert "template" in tiny(kind, template=PLAIN).describe()
 
 
-def test_bos_that_a_tokenizer_does_not_have_is_refused():
+def test_a_missing_bos_token_is_refused():
     tokenizer = tiny("byte").tokenizer
     with_none = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(ModelError, match="add_bos_token"):
@@ -144,7 +144,7 @@ def test_bos_that_a_tokenizer_does_not_have_is_refused():
 @pytest.mark.parametrize("kind", ["byte", "first", "never"])
 @settings(max_examples=40)
 @given(prompt=WORDS, completion=WORDS)
-def test_without_offsets_the_border_is_where_it_is_with_them_or_it_is_refused(kind, prompt, completion):
+def test_the_context_length_without_offsets_is_the_same_or_refused(kind, prompt, completion):
     assume(prompt.strip() and completion.strip())
     tokenizer = tiny(kind)
     for text in (
@@ -163,7 +163,7 @@ def test_without_offsets_the_border_is_where_it_is_with_them_or_it_is_refused(ki
 
 
 @given(st.integers(3, 9), st.sampled_from(["document", "concat"]), st.lists(WORDS, min_size=1, max_size=4))
-def test_every_row_begins_with_bos_and_the_texts_are_whole(length, packing, texts):
+def test_every_row_begins_with_bos_and_texts_are_complete(length, packing, texts):
     tokenizer = tiny("byte", bos=True)
     (bos_id,), (eos_id,) = tokenizer.prefix_ids, tokenizer.suffix_ids
     documents = [document(i, text) for i, text in enumerate(texts)]
@@ -175,7 +175,7 @@ def test_every_row_begins_with_bos_and_the_texts_are_whole(length, packing, text
     assert results == [token for ids in tokenizer.encode(texts) for token in (*ids, eos_id)]
 
 
-def test_what_loses_its_beginning_keeps_its_bos():
+def test_truncated_rows_retain_their_bos():
     template = f"{BOS}{PLAIN}"
     tokenizer = tiny("byte", bos=True, template=template)
     chat = _document(conversation=Conversation(turns("words " * 30, "it is")))
@@ -195,14 +195,14 @@ def test_what_loses_its_beginning_keeps_its_bos():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_text_that_ends_with_eos_gets_no_other(kind):
+def test_a_text_that_ends_with_eos_gets_no_second_one(kind):
     tokenizer = tiny(kind)
     (eos_id,) = tokenizer.suffix_ids
     pair = {"text": f"it is{EOS}", "answers": ((0, 5 + len(EOS)),)}
     for fields in ({"text": f"it is{EOS}"}, {"text": "it is"}, pair):
         for packing in ("document", "concat") if fields is not pair else ("document",):
-            asked = settings_for("none", max_length=40, packing=packing)
-            (row,) = pack([_document(**fields)], asked, tokenizer)
+            corpus_settings = settings_for("none", max_length=40, packing=packing)
+            (row,) = pack([_document(**fields)], corpus_settings, tokenizer)
             assert row.input_ids.tolist().count(eos_id) == 1
             assert row.input_ids[-1] == eos_id
             assert row.spans == ((0, 0, len(fields["text"])),)

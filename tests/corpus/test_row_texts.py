@@ -1,4 +1,4 @@
-"""Every row knows its text: the rows of a document put together are the document."""
+"""Texts of rows: the concatenated rows of a document equal the document."""
 
 from types import SimpleNamespace
 
@@ -31,16 +31,16 @@ def bytes_tokenizer() -> HfTokenizer:
     return HfTokenizer(train_tokenizer(["fire is hot, and so on"] * 4, vocab_size=270), vocab_size=270)
 
 
-def texts_of(store, asked, tokenizer, row_index):
-    corpus = Corpus(open_source(asked.path), asked)
+def texts_of(store, corpus_settings, tokenizer, row_index):
+    corpus = Corpus(open_source(corpus_settings.path), corpus_settings)
     return list(store.texts(np.asarray(row_index, dtype=np.int64), corpus, lambda: tokenizer))
 
 
-def rows_with_texts(asked, tokenizer, directory):
-    """Rows of a store with their texts, and the documents that packing names."""
-    store = RowStore.write(directory, asked, tokenizer, shard_rows=5)
-    texts = texts_of(store, asked, tokenizer, range(store.n_rows))
-    documents = [row.document for row in pack(read_documents(asked), asked, tokenizer)]
+def rows_with_texts(corpus_settings, tokenizer, directory):
+    """Return the rows of a store with their texts, and the documents that packing assigns."""
+    store = RowStore.write(directory, corpus_settings, tokenizer, shard_rows=5)
+    texts = texts_of(store, corpus_settings, tokenizer, range(store.n_rows))
+    documents = [row.document for row in pack(read_documents(corpus_settings), corpus_settings, tokenizer)]
     return [SimpleNamespace(text=text, document=d) for text, d in zip(texts, documents, strict=True)]
 
 
@@ -52,55 +52,55 @@ def write(directory, texts, **changes):
 @pytest.mark.parametrize("packing", ["document", "concat"])
 @settings(max_examples=20)
 @given(texts=st.lists(st.one_of(st.sampled_from(TEXTS), st.text(max_size=60)), min_size=1, max_size=8))
-def test_texts_do_not_depend_on_the_shards_or_on_which_are_asked_for(packing, texts, bytes_tokenizer, tmp_path_factory):
+def test_texts_do_not_depend_on_shards_or_on_the_requested_rows(packing, texts, bytes_tokenizer, tmp_path_factory):
     place = tmp_path_factory.mktemp("texts")
-    asked = write(place, [*texts, "there is one at least"], packing=packing)
-    store = RowStore.write(place / "rows", asked, bytes_tokenizer, shard_rows=5)
-    every = texts_of(store, asked, bytes_tokenizer, range(store.n_rows))
-    other = RowStore.write(place / "other", asked, bytes_tokenizer, shard_rows=2)
-    assert texts_of(other, asked, bytes_tokenizer, range(other.n_rows)) == every
-    assert texts_of(store, asked, bytes_tokenizer, range(0, store.n_rows, 3)) == every[::3]
+    corpus_settings = write(place, [*texts, "there is one at least"], packing=packing)
+    store = RowStore.write(place / "rows", corpus_settings, bytes_tokenizer, shard_rows=5)
+    every = texts_of(store, corpus_settings, bytes_tokenizer, range(store.n_rows))
+    other = RowStore.write(place / "other", corpus_settings, bytes_tokenizer, shard_rows=2)
+    assert texts_of(other, corpus_settings, bytes_tokenizer, range(other.n_rows)) == every
+    assert texts_of(store, corpus_settings, bytes_tokenizer, range(0, store.n_rows, 3)) == every[::3]
 
 
-def test_a_corpus_that_has_changed_is_told_by_its_documents(tmp_path):
-    asked = write(tmp_path, ["one two three", "four five six"])
-    store = RowStore.write(tmp_path / "rows", asked, Words(), shard_rows=5)
-    assert store.keeps_spans_of(open_source(asked.path))
+def test_a_changed_corpus_is_recognised_by_its_documents(tmp_path):
+    corpus_settings = write(tmp_path, ["one two three", "four five six"])
+    store = RowStore.write(tmp_path / "rows", corpus_settings, Words(), shard_rows=5)
+    assert store.keeps_spans_of(open_source(corpus_settings.path))
     write(tmp_path, ["one two three"])
-    assert not store.keeps_spans_of(open_source(asked.path))
-    with pytest.raises(CorpusError, match="ends before document 1; the corpus changed"):
-        texts_of(store, asked, Words(), [1])
+    assert not store.keeps_spans_of(open_source(corpus_settings.path))
+    with pytest.raises(CorpusError, match="document 1; the corpus changed"):
+        texts_of(store, corpus_settings, Words(), [1])
     write_jsonl(tmp_path / "c.jsonl", [{"text": "one two", "row_id": name} for name in "ab"])
-    with pytest.raises(CorpusError, match=r"c.jsonl:1: is '\w+-0', was '\w+-0'; the corpus changed"):
-        texts_of(store, asked, Words(), [0])
+    with pytest.raises(CorpusError, match=r"c.jsonl:1: is '\w+-0', was '\w+-0'"):
+        texts_of(store, corpus_settings, Words(), [0])
 
 
 @pytest.mark.parametrize("tokenizer", ["words", "bytes"])
-def test_the_rows_of_a_document_put_together_are_the_document(tokenizer, bytes_tokenizer, tmp_path):
+def test_the_concatenated_rows_of_a_document_equal_the_document(tokenizer, bytes_tokenizer, tmp_path):
     chosen = Words(eos_id=None) if tokenizer == "words" else bytes_tokenizer
-    found = rows_with_texts(write(tmp_path, TEXTS), chosen, tmp_path / "rows")
+    rows = rows_with_texts(write(tmp_path, TEXTS), chosen, tmp_path / "rows")
     for i, text in enumerate(TEXTS):
-        parts = [row for row in found if row.document == i]
-        skipped = tokenizer == "words" and len(text.split()) < 2  # a row of one token is none
+        parts = [row for row in rows if row.document == i]
+        skipped = tokenizer == "words" and len(text.split()) < 2  # a row of one token is skipped
         assert "".join(row.text for row in parts) in ("" if skipped else text, text.rstrip())
-    assert any(len([row for row in found if row.document == i]) >= 2 for i in range(len(TEXTS)))
+    assert any(len([row for row in rows if row.document == i]) >= 2 for i in range(len(TEXTS)))
 
 
-def test_a_row_of_a_stream_holds_the_spans_of_its_documents(tmp_path):
+def test_a_packed_row_has_the_spans_of_its_documents(tmp_path):
     texts = ["one two three", "four five", "six seven eight nine ten"]
-    asked = write(tmp_path, texts, packing="concat", max_length=5)
-    found = rows_with_texts(asked, Words(), tmp_path / "rows")
-    assert [row.text for row in found] == ["one two three\n\nfour", " five\n\nsix seven eight", " nine ten"]
+    corpus_settings = write(tmp_path, texts, packing="concat", max_length=5)
+    rows = rows_with_texts(corpus_settings, Words(), tmp_path / "rows")
+    assert [row.text for row in rows] == ["one two three\n\nfour", " five\n\nsix seven eight", " nine ten"]
 
 
-def test_a_text_is_unknown_where_nobody_says_where_tokens_end(tmp_path):
-    asked = write(tmp_path, ["one two three four five six seven eight nine ten"])
+def test_texts_are_unknown_without_offsets_of_tokens(tmp_path):
+    corpus_settings = write(tmp_path, ["one two three four five six seven eight nine ten"])
 
-    class Silent(Words):
+    class WithoutSpans(Words):
         def encode_with_spans(self, texts):
             return [(ids, None) for ids in self.encode(texts)]
 
-    assert [row.text for row in rows_with_texts(asked, Silent(), tmp_path / "rows")] == [None, None]
+    assert [row.text for row in rows_with_texts(corpus_settings, WithoutSpans(), tmp_path / "rows")] == [None, None]
     lines = [{"text": "as it is", "input_ids": np.arange(1, 5).tolist()}, {"input_ids": [1, 2, 3]}]
     given_ids = settings_for(write_jsonl(tmp_path / "ids.jsonl", lines))
     assert [row.text for row in rows_with_texts(given_ids, Words(), tmp_path / "others")] == ["as it is", None]

@@ -1,4 +1,4 @@
-"""Sources of records: how many there are, without reading all of them."""
+"""Sources of records: their number is estimated without reading all of them."""
 
 import gzip
 import json
@@ -10,7 +10,7 @@ from grasp.corpus.sources import open_source
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
-def test_the_length_of_large_json_lines_is_estimated_by_their_beginning(tmp_path, monkeypatch, suffix):
+def test_the_length_of_large_json_lines_is_estimated_from_their_beginning(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr("grasp.corpus.sources._MEASURED_BYTES", 1 << 18)
     rng = random.Random(0)
     lines = [

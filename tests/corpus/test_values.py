@@ -1,4 +1,4 @@
-"""Laws: equal values are read alike whatever Arrow type stores them; JSON and Arrow give the same record."""
+"""Laws: equal values of every Arrow type are read alike; JSON and Arrow give the same record."""
 
 import datetime
 import json
@@ -21,7 +21,7 @@ ZONES = (None, "UTC", "+05:30", "America/New_York")
 
 
 def isoformat(moment: datetime.datetime | datetime.time) -> str:
-    """ISO 8601 with the fewest groups of three digits behind the second."""
+    """Format as ISO 8601 with the fewest groups of three digits after the second."""
     text = moment.isoformat()
     return text[:-3] if moment.microsecond and moment.microsecond % 1000 == 0 else text
 
@@ -117,7 +117,7 @@ NESTED = st.recursive(
 
 
 def without_nulls(value):
-    """Members of objects that are null are left out: the law in its shortest form."""
+    """Remove members of objects that are null."""
     if isinstance(value, dict):
         return {key: without_nulls(part) for key, part in value.items() if part is not None}
     return [without_nulls(part) for part in value] if isinstance(value, list) else value
@@ -162,7 +162,7 @@ def test_a_map_is_an_object(objects):
     assert plain_values(array[1:]) == [without_nulls(value) for value in objects[1:]]
 
 
-def test_scalars_in_records_are_spelled_as_labels_are():
+def test_scalars_in_records_are_formatted_like_labels():
     moment = datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)
     kind = pa.struct(
         [
@@ -187,7 +187,7 @@ def test_scalars_in_records_are_spelled_as_labels_are():
     ]
 
 
-def test_an_empty_object_is_not_a_missing_one():
+def test_an_empty_object_is_distinguished_from_a_missing_one():
     array = pa.array([{"a": {}}, {"a": None}, {}, None], pa.struct([("a", pa.struct([]))]))
     assert plain_values(array) == [{"a": {}}, {}, {}, None]
     array = pa.array([{"a": {}}, {"a": None}, {"a": {"b": 1}}])
@@ -201,7 +201,7 @@ def test_fields_of_a_line_that_are_null_are_columns():
 
 
 @pytest.mark.parametrize("text", ["{", "", "[1,]", "[" * 100_000])
-def test_what_is_not_json_is_refused(text):
+def test_invalid_json_is_refused(text):
     array = pa.ExtensionArray.from_storage(pa.json_(), pa.array(["1", text]))
     with pytest.raises(ValueError, match=r"JSON|nested"):
         plain_values(array)

@@ -1,4 +1,4 @@
-"""Tiny tokenizers of the kinds that people use: byte-level and SentencePiece-like, with and without special tokens."""
+"""Tiny tokenizers of common kinds: byte-level and SentencePiece-like, with and without special tokens."""
 
 from functools import lru_cache
 
@@ -23,7 +23,7 @@ KINDS = ("byte", "byte_trim", "llama3", "prepend", "first", "never", "unigram", 
 
 @lru_cache
 def tiny(kind: str, *, bos: bool = False, template: str | None = None) -> HfTokenizer:
-    """A tokenizer of a kind; with `bos` every text begins with BOS (and a word piece one ends with a mark)."""
+    """Return a tokenizer of a kind; with `bos` every text begins with BOS (and of `wordpiece` ends with EOS)."""
     special = ["<unk>", BOS, EOS, *MARKS]
     if kind in ("byte", "byte_trim", "llama3"):
         tokenizer = Tokenizer(models.BPE())
@@ -51,9 +51,9 @@ def tiny(kind: str, *, bos: bool = False, template: str | None = None) -> HfToke
             scheme = "first" if kind == "unigram" else kind
             tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=kind == "unigram")
         tokenizer.decoder = decoders.Metaspace()
-        made = trainers.UnigramTrainer if kind == "unigram" else trainers.BpeTrainer
-        named = {"unk_token": "<unk>"} if kind == "unigram" else {"max_token_length": 8}
-        trainer = made(vocab_size=200, special_tokens=special, show_progress=False, **named)
+        trainer_class = trainers.UnigramTrainer if kind == "unigram" else trainers.BpeTrainer
+        options = {"unk_token": "<unk>"} if kind == "unigram" else {"max_token_length": 8}
+        trainer = trainer_class(vocab_size=200, special_tokens=special, show_progress=False, **options)
     tokenizer.train_from_iterator(TEXTS * 4, trainer)
     steps = [processors.ByteLevel(trim_offsets=True)] if kind == "byte_trim" else []
     if bos:
@@ -69,7 +69,7 @@ def tiny(kind: str, *, bos: bool = False, template: str | None = None) -> HfToke
 
 
 class WithoutOffsets:
-    """A tokenizer that does not report where its tokens stand, as those written in Python."""
+    """A tokenizer without token offsets, such as those written in Python."""
 
     def __init__(self, tokenizer: HfTokenizer) -> None:
         self._tokenizer = tokenizer

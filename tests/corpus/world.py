@@ -1,4 +1,4 @@
-"""A small corpus in every format, a tokenizer that can be read by eye, and slow references for packing."""
+"""A small corpus in every format, a readable tokenizer of words, and slow references for packing."""
 
 import gzip
 import itertools
@@ -18,7 +18,7 @@ from grasp.settings import CorpusSettings
 
 
 class Words:
-    """One token a word, by a hash; remembers the texts it was given."""
+    """A tokenizer with one token per word, by a hash, which records the texts that it encodes."""
 
     def __init__(
         self, vocab_size: int = 500, eos_id: int | None = 0, salt: str = "", prefix_ids: tuple[int, ...] = ()
@@ -41,7 +41,7 @@ class Words:
 
 
 def sentences(n: int, *, words: int = 7, seed: int = 0) -> list[str]:
-    """Texts of 1 to 2 `words` words, all different."""
+    """Return `n` different texts of 1 to 2 `words` words."""
     rng = np.random.default_rng(seed)
     return [" ".join(f"w{rng.integers(99)}" for _ in range(rng.integers(1, 2 * words))) + f" d{i}" for i in range(n)]
 
@@ -68,7 +68,7 @@ def write_parquet(path: Path, rows: Sequence[dict], group: int = 3) -> Path:
 
 
 def write_chunked(directory: Path, rows: Sequence[dict], cuts: Sequence[int], suffix: str) -> Path:
-    """The rows as several files, cut at the positions given."""
+    """Write rows as several files, cut at the given positions."""
     edges = [0, *sorted(cut for cut in cuts if cut < len(rows)), len(rows)]
     for k, (first, last) in enumerate(itertools.pairwise(edges)):
         if first < last:
@@ -82,7 +82,7 @@ def settings_for(path: Path | str, **changes) -> CorpusSettings:
 
 
 def rows_of(store: RowStore) -> list[tuple]:
-    """Everything a store holds, as plain values."""
+    """Return the rows of a store as plain values."""
     shards = [store.shard(k) for k in range(store.n_shards)]
     return [(row, shard.ids(i).tolist()) for shard in shards for i, row in enumerate(shard.table.to_pylist())]
 
@@ -92,7 +92,7 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 
 def tokens_of(texts: Sequence[str], tokenizer: Words) -> list[list[int]]:
-    """Tokens of every text that has any, EOS included."""
+    """Return the tokens of every non-empty text, EOS included."""
     eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     return [ids + eos for ids in tokenizer.encode(texts) if ids]
 

@@ -40,7 +40,7 @@ def run(reader, step, out) -> list[dict]:
 
 @pytest.fixture
 def selected(tmp_path):
-    """A corpus of named documents in two files, the list of the selected ones, and their texts."""
+    """Write a corpus of named documents in two files, and return the list of selected ones and their texts."""
     rows = [row for row in records() if row["text"]]
     path = tmp_path / "corpus"
     write_parquet(path / "a.parquet", rows[:12])
@@ -62,7 +62,7 @@ def test_by_id_and_by_a_field_of_the_metadata(selected, tmp_path):
     assert {line["text"] for line in by_field} == texts
 
 
-def test_by_content_where_documents_have_no_names(tmp_path):
+def test_documents_without_ids_are_matched_by_content(tmp_path):
     rows = [row for row in records(named=False) if row["text"]]
     path = write_parquet(tmp_path / "corpus" / "c.parquet", rows)
     artifact = build(tmp_path, path)
@@ -76,7 +76,7 @@ def test_by_content_where_documents_have_no_names(tmp_path):
     }
 
 
-def test_what_is_dropped_is_counted_and_can_be_kept(selected, tmp_path):
+def test_dropped_documents_are_counted_and_can_be_written(selected, tmp_path):
     path, ids, texts = selected
     step = SelectedDocuments(ids, exclusion_writer=writers.ParquetWriter(str(tmp_path / "dropped")))
     run(readers.ParquetReader(str(path), id_key="row_id"), step, tmp_path / "out")
@@ -85,7 +85,7 @@ def test_what_is_dropped_is_counted_and_can_be_kept(selected, tmp_path):
     assert not {line["text"] for line in dropped} & texts
 
 
-def test_the_list_is_read_by_the_worker_and_not_sent_along(selected):
+def test_the_list_is_read_by_the_worker_and_not_pickled(selected):
     _, ids, _ = selected
     step = SelectedDocuments(ids)
     name = Path(ids).read_text(encoding="utf-8").splitlines()[0]
@@ -101,7 +101,7 @@ def test_lists_and_fields_that_are_missing(tmp_path):
         SelectedDocuments(str(tmp_path / "gone.txt")).filter(Document(text="", id="a"))
     (tmp_path / "kept.txt").write_text("a\n")
     document = Document(text="", id="a", metadata={"topic": np.str_("x")})
-    with pytest.raises(CorpusError, match="no metadata field 'url'; available: topic"):
+    with pytest.raises(CorpusError, match="'url'; available: topic"):
         SelectedDocuments(str(tmp_path / "kept.txt"), by="url").filter(document)
 
 

@@ -54,7 +54,7 @@ def scorer_copy(place, tmp_path):
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.text(max_size=40), min_size=1, max_size=12), st.integers(0, 5), st.sampled_from([8, 16, 1 << 14]))
-def test_a_table_looked_up_is_the_matrix_of_shares_times_it(texts, first, piece):
+def test_table_lookup_equals_the_product_with_the_matrix_of_shares(texts, first, piece):
     array = as_bytes(texts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ngrams, "PIECE_BYTES", piece)  # split texts into pieces, as it happens to very long ones
@@ -67,7 +67,7 @@ def test_a_table_looked_up_is_the_matrix_of_shares_times_it(texts, first, piece)
     np.testing.assert_allclose(suffix_N, value_N[first:], atol=1e-9)  # independent of the other texts
 
 
-def test_equal_sequences_share_a_slot_and_each_length_adds_up_to_one():
+def test_equal_sequences_share_a_slot_and_shares_of_each_length_sum_to_one():
     counts = shares(as_bytes(["abcabcabc", "ab", "abc"]))
     by_length = counts.toarray().reshape(3, len(LENGTHS), SLOTS).sum(axis=2)
     np.testing.assert_allclose(by_length, [[1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 0]], atol=1e-6)
@@ -77,7 +77,7 @@ def test_equal_sequences_share_a_slot_and_each_length_adds_up_to_one():
 # --------------------------------------------------------------------------------------------------------- the scorer
 
 
-def test_a_scorer_ranks_rows_that_it_did_not_see(art, place):
+def test_a_scorer_ranks_held_out_rows(art, place):
     card = Scorer.open(place).card
     assert card.rows == len(art) == card.quality.rows
     assert card.quality.spearman[0] > 0.4
@@ -85,13 +85,13 @@ def test_a_scorer_ranks_rows_that_it_did_not_see(art, place):
     assert {line.value for line in card.slices} <= {"earth", "life", "sky"}
 
 
-def test_learning_again_gives_the_same_bytes_and_fewer_rows_are_drawn(art, place, tmp_path):
+def test_fitting_is_reproducible_and_can_use_a_sample_of_rows(art, place, tmp_path):
     art.distil(None, tmp_path / "again")
     assert (tmp_path / "again" / WEIGHTS).read_bytes() == (place / WEIGHTS).read_bytes()
     assert art.distil("facts", tmp_path / "few", rows=40).scorer.card.rows == 40
 
 
-def test_what_cannot_be_learned_is_refused(art, place, tmp_path):
+def test_invalid_inputs_of_fitting_are_refused(art, place, tmp_path):
     with pytest.raises(SettingsError, match="already exists"):
         art.distil("facts", place)
     with pytest.raises(SettingsError, match="rows: got 3"):
@@ -190,7 +190,7 @@ def test_every_document_is_scored_by_its_text(place, corpus, tmp_path, monkeypat
         grasp.apply(place, corpus, tmp_path / "out", keep="50%")
 
 
-def test_json_lines_and_conversations_are_read_as_the_build_reads_them(place, tmp_path):
+def test_json_lines_and_conversations_are_read_like_in_a_build(place, tmp_path):
     write_jsonl(tmp_path / "c.jsonl.gz", [{"id": i, "text": text} for i, text in enumerate(DOCUMENTS)])
     grasp.apply(place, tmp_path / "c.jsonl.gz", tmp_path / "lines")
     np.testing.assert_array_equal(scores_of(tmp_path / "lines")["score"], Scorer.open(place).score(DOCUMENTS)[0])
@@ -204,7 +204,7 @@ def test_json_lines_and_conversations_are_read_as_the_build_reads_them(place, tm
     )
 
 
-def test_a_run_that_was_killed_goes_on_with_the_file_that_was_not_done(place, tmp_path, monkeypatch):
+def test_a_killed_run_resumes_with_the_unfinished_file(place, tmp_path, monkeypatch):
     monkeypatch.setattr(applying, "BATCH_DOCUMENTS", 4)
     monkeypatch.setattr(applying, "BATCH_ROWS", 4)
     corpus = tmp_path / "lines"
@@ -232,7 +232,7 @@ def test_a_run_that_was_killed_goes_on_with_the_file_that_was_not_done(place, tm
     assert len(scored) == 48 + 20
 
 
-def test_damaged_scores_are_named_and_not_gone_on_with(place, corpus, tmp_path):
+def test_damaged_scores_are_named_and_not_resumed(place, corpus, tmp_path):
     grasp.apply(place, str(corpus), tmp_path / "scored")
     part = tmp_path / "scored" / "scores-00000.parquet"
     whole = part.read_bytes()
@@ -240,20 +240,20 @@ def test_damaged_scores_are_named_and_not_gone_on_with(place, corpus, tmp_path):
     grasp.apply(place, str(corpus), tmp_path / "scored")  # one that is cut is made again
     assert part.read_bytes() == whole
     part.write_bytes(whole[:60] + bytes([whole[60] ^ 1]) + whole[61:])
-    with pytest.raises(SettingsError, match=r"scores-00000\.parquet: damaged: .*; delete it and score again"):
+    with pytest.raises(SettingsError, match=r"scores-00000\.parquet: damaged: .*delete"):
         grasp.apply(place, str(corpus), tmp_path / "scored")
     part.unlink()
     assert grasp.apply(place, str(corpus), tmp_path / "scored").documents == len(DOCUMENTS)
 
 
-def test_scores_lie_in_nothing_that_is_read_and_in_no_foreign_directory(place, corpus, scorer_copy, tmp_path):
+def test_scores_are_not_written_to_inputs_or_foreign_directories(place, corpus, scorer_copy, tmp_path):
     for out, what in ((corpus / "scored", "is the corpus"), (scorer_copy / "scored", "is the scorer")):
-        with pytest.raises(SettingsError, match=f"out: would write .* inside of .*, which {what}; choose another name"):
+        with pytest.raises(SettingsError, match=f"out: .*, which {what}"):
             grasp.apply(scorer_copy, str(corpus), out)
         assert not out.exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
-    with pytest.raises(SettingsError, match="is not empty and was not written by grasp"):
+    with pytest.raises(SettingsError, match="not empty"):
         grasp.apply(place, corpus, tmp_path / "mine")
 
 
@@ -273,7 +273,7 @@ def test_a_start_that_scored_nothing_binds_nobody(place, tmp_path):
         ({"text": "a"}, {"keep": "20%tokens"}, SettingsError, "does not count tokens"),
     ],
 )
-def test_what_cannot_be_scored_is_refused(place, tmp_path, row, options, error, keyword):
+def test_invalid_documents_and_options_are_refused(place, tmp_path, row, options, error, keyword):
     path = (
         write_parquet(tmp_path / "ids.parquet", [row])
         if "input_ids" in row
@@ -283,7 +283,7 @@ def test_what_cannot_be_scored_is_refused(place, tmp_path, row, options, error, 
         grasp.apply(place, path, tmp_path / "out", **options)
 
 
-def test_the_commands_say_how_good_the_scorer_is(art, corpus, tmp_path):
+def test_the_commands_report_the_quality_of_the_scorer(art, corpus, tmp_path):
     printed_card = succeed("distil", art.path, "--out", tmp_path / "s", "--quiet").out
     assert "Spearman correlation with relevance" in printed_card
     assert succeed("info", tmp_path / "s").out in printed_card
@@ -316,7 +316,7 @@ def test_a_batch_of_ray_data_gets_two_columns(place):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-def test_ray_data_maps_batches_with_it(place):
+def test_ray_data_maps_batches_with_a_scorer(place):
     ray = pytest.importorskip("ray")
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error")
     scorer = Scorer.open(place)

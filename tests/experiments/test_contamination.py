@@ -1,4 +1,4 @@
-"""What is planted is what it says, and the table is the double loop's."""
+"""Planted passages have the documented form, and the table equals a double loop."""
 
 import numpy as np
 import pyarrow as pa
@@ -35,20 +35,24 @@ def pool(tmp_path):
     return tmp_path / "pool.parquet"
 
 
-def test_natural_and_planted_passages_hold_what_they_say(pool):
-    rows, asked = passages(pool, units(), 3, 20)
+def test_natural_and_planted_passages_contain_their_units(pool):
+    rows, used_units = passages(pool, units(), 3, 20)
     kinds = [row.kind for row in rows]
     assert {kind: kinds.count(kind) for kind in kinds} == {
         CLEAN: 20, NATURAL: 1, "verbatim": 3, "shuffled": 3, "masked": 3,
     }  # fmt: skip
-    assert len({unit.unit_id for unit in asked}) == len(asked) == 10
+    assert len({unit.unit_id for unit in used_units}) == len(used_units) == 10
     assert all(len(row.text.split()) == plant.WORDS for row in rows)
-    words = {unit.unit_id: folded(own_text(unit)) for unit in asked}
+    words = {unit.unit_id: folded(own_text(unit)) for unit in used_units}
     for row in rows:
         plain = folded(row.text)
-        whole = [one for one in words.values() if grams(one, len(one)) & grams(plain, len(one))]
+        whole = [
+            unit_words
+            for unit_words in words.values()
+            if grams(unit_words, len(unit_words)) & grams(plain, len(unit_words))
+        ]
         assert bool(whole) == (row.kind in ("verbatim", NATURAL))
-        shared = any(grams(one, 8) & grams(plain, 8) for one in words.values())
+        shared = any(grams(unit_words, 8) & grams(plain, 8) for unit_words in words.values())
         assert shared or row.kind not in ("verbatim", NATURAL)
         assert not (shared and row.kind == CLEAN)
     gaps = [row.text.split().count("_") / len(own_text(units()[0]).split()) for row in rows if row.kind == "masked"]
@@ -61,36 +65,36 @@ def test_gram_overlap_is_the_share_of_a_units_grams():
     assert len(words) == 13
     assert own_text(unit, whole=True).split() == ["A", "passage.", *words]
     long = Unit("u", "sciq", f"Question: a b {' '.join(words)}\nAnswer:", " c", "completion")
-    found = gram_overlap([" ".join(words), f"x b {' '.join(words)}", "nothing"], [long])
-    assert found.tolist() == [0.25, 0.5, 0.0]
+    overlap = gram_overlap([" ".join(words), f"x b {' '.join(words)}", "nothing"], [long])
+    assert overlap.tolist() == [0.25, 0.5, 0.0]
     assert gram_overlap(["one two three"], [Unit("s", "t", "Question: one?\nAnswer:", " two", "all")]).tolist() == [1.0]
 
 
-def test_recall_looks_at_one_kind_beside_the_clean_rows():
+def test_recall_compares_one_kind_with_the_clean_rows():
     kind = np.array(["a"] * 10 + ["b"] * 5 + [CLEAN] * 200)
     score = np.concatenate([np.full(10, 3.0), np.full(5, 9.0), np.linspace(0, 4, 200)])
-    found = recall(score, kind, "a")
-    assert found["rows"] == 10
-    assert found["recall"] == 1.0  # 50 clean rows are above them
+    figures = recall(score, kind, "a")
+    assert figures["rows"] == 10
+    assert figures["recall"] == 1.0  # 50 clean rows are above them
     assert recall(-score, kind, "a")["recall"] == 0.0
     even = recall(np.zeros(215), kind, "b")["recall"]
-    assert 0.0 <= even <= 1.0  # ties: by a draw, not by the order of the file
+    assert 0.0 <= even <= 1.0  # ties are broken at random, not by the order of the file
 
 
-def test_everything_from_a_pool_to_a_table(pool, tmp_path, monkeypatch):
+def test_the_experiment_runs_from_a_pool_to_a_table(pool, tmp_path, monkeypatch):
     monkeypatch.setattr("experiments.contamination.run.load_units", lambda settings: type("S", (), {"units": units()}))
     shape = {"vocab_size": 300, "hidden": 8, "intermediate": 12, "layers": 1, "heads": 1, "context": 96}
     changed = {"shape": LlamaShape(**shape), "steps": 3, "warmup_steps": 1, "batch_rows": 4}
     recipe = named_recipe("tiny").model_copy(update=changed)
-    artifact, rows, asked = make(pool, tmp_path / "work", recipe, 2, 12)
-    found = table(
-        scores(artifact, asked, [row.text for row in rows]), pq.read_table(artifact.rows_path)["kind"].to_pylist()
+    artifact, rows, used_units = make(pool, tmp_path / "work", recipe, 2, 12)
+    figures = table(
+        scores(artifact, used_units, [row.text for row in rows]), pq.read_table(artifact.rows_path)["kind"].to_pylist()
     )
     assert pq.read_table(artifact.rows_path)["kind"].to_pylist() == [row.kind for row in rows]
-    assert set(found["BM25"]) == {NATURAL, "verbatim", "shuffled", "masked"}
-    assert found["13-gram overlap"]["verbatim"]["auroc"] == 1.0
-    assert len(found) == 9
+    assert set(figures["BM25"]) == {NATURAL, "verbatim", "shuffled", "masked"}
+    assert figures["13-gram overlap"]["verbatim"]["auroc"] == 1.0
+    assert len(figures) == 9
     kinds = [row.kind for row in rows]
-    shown = lines({"rows": {kind: kinds.count(kind) for kind in kinds}, "table": found})
+    shown = lines({"rows": {kind: kinds.count(kind) for kind in kinds}, "table": figures})
     assert shown[0] == "| method | verbatim (2) | shuffled (2) | masked (2) | natural (1) |"
-    assert len(shown) == 2 + len(found)
+    assert len(shown) == 2 + len(figures)

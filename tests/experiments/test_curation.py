@@ -1,4 +1,4 @@
-"""Curation by training, on a small world: who is chosen, who is never trained on, what the table says."""
+"""Curation experiment on a small world: selections, held-out documents, and the table of results."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +35,7 @@ RECIPE = {"shape": SHAPE, "steps": 3, "warmup_steps": 1, "batch_rows": 4}
 
 
 def write_choices(path, task, n_units=7):
-    """Units with three choices each."""
+    """Write units with three choices each."""
     generator = np.random.default_rng(len(task))
     with path.open("w") as file:
         for i in range(n_units):
@@ -80,11 +80,11 @@ def small(art, **changed):
 
 @pytest.fixture(scope="module")
 def experiment(art, tmp_path_factory):
-    """The whole of it, with the crossing of architectures."""
+    """Run the complete experiment, including the transfer between architectures."""
     place = tmp_path_factory.mktemp("run")
-    one = Experiment(small(art), place / "work", place / "result.json")
-    one.run(cross=True)
-    return one
+    trial = Experiment(small(art), place / "work", place / "result.json")
+    trial.run(cross=True)
+    return trial
 
 
 def subsets(world):
@@ -99,7 +99,7 @@ def result(experiment):
     return json.loads(experiment.out.read_text())
 
 
-def test_held_out_documents_are_never_chosen_nor_trained_on(experiment):
+def test_held_out_documents_are_neither_selected_nor_trained_on(experiment):
     world = experiment.world
     pool = set(np.array(world.row_ids.to_pylist())[world.pool_N])
     assert (~world.pool_N).sum() == 10
@@ -112,26 +112,30 @@ def test_held_out_documents_are_never_chosen_nor_trained_on(experiment):
     assert {unit_id.removeprefix(f"{HELD_OUT}:") for unit_id in held_out} == set(world.row_ids.to_pylist()) - pool
 
 
-def test_every_selection_is_of_the_budget_and_names_a_row_once(experiment):
+def test_every_selection_matches_the_budget_without_duplicates(experiment):
     rows = subsets(experiment.world)
-    for choice in experiment.chosen["llama"]:
-        assert len(rows[choice.subset_id]) == choice.rows == round(choice.asked.share * 50)
-        assert len(set(rows[choice.subset_id])) == choice.rows
+    for selection in experiment.chosen["llama"]:
+        assert len(rows[selection.subset_id]) == selection.rows == round(selection.asked.share * 50)
+        assert len(set(rows[selection.subset_id])) == selection.rows
 
 
-def test_what_methods_choose_alike_is_trained_on_once(experiment):
-    by_method = {one.asked.method: one.subset_id for one in experiment.chosen["llama"][:5]}
+def test_equal_selections_of_methods_are_trained_once(experiment):
+    by_method = {selection.asked.method: selection.subset_id for selection in experiment.chosen["llama"][:5]}
     assert set(by_method) == {"random", "bm25", "additive", "grasp", "mixture"}
-    assert by_method["additive"] == by_method["grasp"]  # the protocol that ships has no geometry
+    assert by_method["additive"] == by_method["grasp"]  # the built-in scoring rule has no geometry
     assert len(set(by_method.values())) == 4
     trained = RetrainedRuns.open(experiment.work / "llama").subset_ids
     assert len(trained) == len(set(trained))
 
 
-def test_additive_choice_is_the_greatest_relevance(experiment):
-    world, (choice,) = (
+def test_the_additive_selection_has_the_greatest_relevance(experiment):
+    world, (selection,) = (
         experiment.world,
-        [one for one in experiment.chosen["llama"] if one.asked == SelectionRequest("additive", "all", 0.2)],
+        [
+            candidate
+            for candidate in experiment.chosen["llama"]
+            if candidate.asked == SelectionRequest("additive", "all", 0.2)
+        ],
     )
     artifact = world.artifact
     value_N, units = np.zeros(artifact.n_rows), UnitSelection.from_targets(artifact, artifact.targets)
@@ -144,16 +148,16 @@ def test_additive_choice_is_the_greatest_relevance(experiment):
         mean_NT = units.mean_per_task(as_counted_NE[:, units.columns_E])
         value_N += (mean_NT / mean_NT.std(axis=0)).sum(axis=1)
     expected = np.array(world.row_ids.to_pylist())[best_rows(value_N, world.pool_N, 10)]
-    assert set(subsets(world)[choice.subset_id]) == set(expected)
+    assert set(subsets(world)[selection.subset_id]) == set(expected)
 
 
-def test_the_table_is_what_the_environment_holds(experiment):
+def test_the_table_equals_the_stored_runs(experiment):
     world, environment = experiment.world, RetrainedRuns.open(experiment.work / "llama")
     known = environment.utilities()
     place = {unit_id: e for e, unit_id in enumerate(known.unit_ids)}
     (line,) = [
-        one for one in result(experiment)["trained"]["llama"]
-        if (one["method"], one["targets"], one["share"]) == ("bm25", "facts", 0.2)
+        record for record in result(experiment)["trained"]["llama"]
+        if (record["method"], record["targets"], record["share"]) == ("bm25", "facts", 0.2)
     ]  # fmt: skip
     utility_SE = known.values_BSE[known.subset_ids.index(line["subset_id"])]
     units = [unit for unit in world.scored_units if unit.target == "facts"]
@@ -172,10 +176,12 @@ def test_the_table_is_what_the_environment_holds(experiment):
             [-utility_SE[s, place[choice_id(unit.unit_id, k)]] * tokens[k] / len(unit.choices[k]) for k in range(3)]
             for s in range(2)
         ]
-        right += [min(range(3), key=own.__getitem__) == unit.gold for own in sums]
+        right += [min(range(3), key=choice_losses.__getitem__) == unit.gold for choice_losses in sums]
     assert line["accuracy"]["mean"] == pytest.approx(np.mean(right))
     draws = [
-        one.subset_id for one in experiment.chosen["llama"] if (one.asked.method, one.asked.share) == ("random", 0.2)
+        selection.subset_id
+        for selection in experiment.chosen["llama"]
+        if (selection.asked.method, selection.asked.share) == ("random", 0.2)
     ]
     random_DSE = known.values_BSE[[known.subset_ids.index(name) for name in dict.fromkeys(draws)]]
     assert len(random_DSE) == 2
@@ -183,7 +189,7 @@ def test_the_table_is_what_the_environment_holds(experiment):
     assert line["fresh_loss_minus_random"]["mean"] == pytest.approx(difference)
 
 
-def test_the_same_command_again_trains_nothing_and_says_the_same(experiment, monkeypatch):
+def test_repeating_the_command_trains_nothing_and_gives_the_same_result(experiment, monkeypatch):
     first = experiment.out.read_bytes()
     monkeypatch.setattr("grasp.retraining.worker.train_stacked", None)
     monkeypatch.setattr("experiments.curation.gpt2.train_gpt2", None)
@@ -192,17 +198,17 @@ def test_the_same_command_again_trains_nothing_and_says_the_same(experiment, mon
     assert experiment.out.read_bytes() == first
 
 
-def test_another_protocol_adds_its_own_and_keeps_the_rest(experiment, tmp_path, monkeypatch):
+def test_another_protocol_adds_its_runs_and_keeps_existing_ones(experiment, tmp_path, monkeypatch):
     protocol = rule(**DEFAULT_PROTOCOL.model_dump() | {"name": "other", "components": {"joint.raw": -5.0}})
     save_protocol(protocol, tmp_path / "protocol.yaml")
     before = RetrainedRuns.open(experiment.work / "llama").subset_ids
     trained = []
     original = running.retrain
-    monkeypatch.setattr(running, "retrain", lambda *given: trained.append(1) or original(*given))
+    monkeypatch.setattr(running, "retrain", lambda *args: trained.append(1) or original(*args))
     settings = replace(experiment.settings, protocol=tmp_path / "protocol.yaml")
-    again = Experiment(settings, experiment.work, tmp_path / "result.json")
-    again.run(cross=False)
-    by_method = {one.asked.method: one.subset_id for one in again.chosen["llama"][:5]}
+    second_run = Experiment(settings, experiment.work, tmp_path / "result.json")
+    second_run.run(cross=False)
+    by_method = {selection.asked.method: selection.subset_id for selection in second_run.chosen["llama"][:5]}
     assert by_method["grasp"] != by_method["additive"]
     assert by_method["additive"] in before
     after = RetrainedRuns.open(experiment.work / "llama").subset_ids
@@ -211,16 +217,16 @@ def test_another_protocol_adds_its_own_and_keeps_the_rest(experiment, tmp_path, 
     assert trained
 
 
-def test_what_is_not_this_experiment_is_refused(art, tmp_path, capsys):
+def test_invalid_settings_are_refused(art, tmp_path, capsys):
     World(small(art), tmp_path)
     World(small(art, budgets=(0.4,), draws=1, first_target="sky"), tmp_path)
-    for ask, said in [
+    for ask, message in [
         (lambda: World(small(art, first_target="fact"), tmp_path), "--target: .*'fact'.*art.*facts, sky"),
         (lambda: World(small(art, held_out=60), tmp_path), "--held-out: got 60"),
         (lambda: World(small(art, held_out=9, label="color"), tmp_path), "--by, --held-out"),
         (lambda: with_choices(Unit("facts-0", "facts", "What?", " water"), False), "'facts-0'.*facts"),
     ]:
-        with pytest.raises(SettingsError, match=said):
+        with pytest.raises(SettingsError, match=message):
             ask()
     arguments = ["--artifact", str(art), "--work", str(tmp_path / "w"), "--out", str(tmp_path / "no" / "r.json")]
     with pytest.raises(SystemExit, match="2"):
@@ -228,7 +234,7 @@ def test_what_is_not_this_experiment_is_refused(art, tmp_path, capsys):
     assert capsys.readouterr().err.startswith("error: --out: ")
 
 
-def test_two_that_begin_at_once_write_one_corpus(art, tmp_path):
+def test_two_concurrent_processes_write_one_corpus(art, tmp_path):
     worlds = [World(small(art), tmp_path) for _ in range(4)]
     with ThreadPoolExecutor() as pool:
         (path,) = set(pool.map(lambda world: world.pool_corpus(), worlds))
@@ -239,7 +245,7 @@ def test_two_that_begin_at_once_write_one_corpus(art, tmp_path):
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, 40)), min_size=1, max_size=8))
-def test_whole_rows_keep_the_sum_and_what_there_is(pairs):
+def test_integer_counts_keep_the_sum_and_the_available_rows(pairs):
     held_G = np.array([max(held, int(np.ceil(wanted))) for wanted, held in pairs])
     wanted_G = np.array([wanted for wanted, _ in pairs])
     actual = in_whole_rows(wanted_G.copy(), held_G)
@@ -248,7 +254,7 @@ def test_whole_rows_keep_the_sum_and_what_there_is(pairs):
     assert (np.abs(actual - wanted_G) <= 1 + 1e-6).all()
 
 
-def test_sampled_rows_are_of_their_values_and_of_the_pool():
+def test_sampled_rows_have_their_label_values_and_are_in_the_pool():
     codes_N = np.arange(30, dtype=np.int32) % 3
     pool_N = np.arange(30) >= 6
     rows = sampled(codes_N, pool_N, np.array([4, 0, 2]), ("facts", "6"))
@@ -257,7 +263,7 @@ def test_sampled_rows_are_of_their_values_and_of_the_pool():
     assert pool_N[rows].all()
 
 
-def test_intervals_cover_the_mean_where_seeds_and_units_are_drawn():
+def test_intervals_over_seeds_and_units_cover_the_mean():
     rng = np.random.default_rng(0)
     covered = []
     for _ in range(400):
@@ -267,7 +273,7 @@ def test_intervals_cover_the_mean_where_seeds_and_units_are_drawn():
     assert 0.9 <= np.mean(covered) <= 0.98
 
 
-def test_an_interval_of_units_alone_is_students():
+def test_an_interval_over_units_equals_student_t():
     values_U = np.random.default_rng(1).normal(size=20)
     actual = estimate(np.broadcast_to(values_U, (1, 2, 20)))
     half = 2.093024 * values_U.std(ddof=1) / 20**0.5  # Student's t, 19 degrees of freedom
@@ -286,13 +292,13 @@ def gpt2_recipe(**changed):
     return named_recipe("tiny").model_copy(update=settings | changed)
 
 
-def test_a_gpt2_is_trained_on_the_rows_that_are_retained_and_no_others():
+def test_a_gpt2_is_trained_only_on_retained_rows():
     retained = np.arange(10) < 9
     first = train_gpt2(gpt2_recipe(), gpt2_rows(), seed=0, retained=retained).state_dict()
     other = train_gpt2(gpt2_recipe(), gpt2_rows(last=np.arange(12)), seed=0, retained=retained).state_dict()
-    assert all(torch.equal(one, other[name]) for name, one in first.items())
+    assert all(torch.equal(weight, other[name]) for name, weight in first.items())
     everything = train_gpt2(gpt2_recipe(), gpt2_rows(last=np.arange(12)), seed=0, retained=None).state_dict()
-    assert any(not torch.equal(one, everything[name]) for name, one in first.items())
+    assert any(not torch.equal(weight, everything[name]) for name, weight in first.items())
 
 
 def test_a_gpt2_learns_its_rows():

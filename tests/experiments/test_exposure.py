@@ -1,4 +1,4 @@
-"""Mixtures in which shares and repetition vary apart, and how promises are counted."""
+"""Mixtures with independent shares and repetition, and coverage of predicted intervals."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ TRAINED = {
 }
 
 
-def test_the_same_shares_come_from_all_rows_and_from_few():
+def test_equal_shares_are_drawn_from_all_rows_and_from_few():
     codes_N = np.repeat(np.arange(4), 60)
     subsets = drawn(codes_N, 4, 6)
     for large, small in zip(subsets[::2], subsets[1::2], strict=True):
@@ -31,7 +31,7 @@ def test_the_same_shares_come_from_all_rows_and_from_few():
     )
 
 
-def test_promises_are_counted_on_either_side(capsys):
+def test_misses_of_intervals_are_counted_on_each_side(capsys):
     pairs = [
         {"expected": 0.5, "low": 0.2, "high": 0.8, "came": 0.1},
         {"expected": 0.5, "low": 0.2, "high": 0.8, "came": 0.9},
@@ -42,8 +42,8 @@ def test_promises_are_counted_on_either_side(capsys):
     assert "4 pairs, 50% inside (25% promised too much, 25% too little)" in capsys.readouterr().out
 
 
-def test_promises_of_choices_that_were_trained_hold_and_are_what_the_kept_runs_say():
-    """What was expected needs the artifacts; what came is read again from the runs that are kept."""
+def test_intervals_of_trained_selections_cover_the_stored_results():
+    """Recompute results from the stored runs; predictions would need the artifacts."""
     pairs = []
     for name, environment in TRAINED.items():
         stored = json.loads((EXPERIMENTS / "exposure" / name).read_text())["pairs"]
@@ -59,7 +59,7 @@ def test_promises_of_choices_that_were_trained_hold_and_are_what_the_kept_runs_s
         )
         pairs += stored
     inside = np.array([pair["low"] <= pair["came"] <= pair["high"] for pair in pairs])
-    own = np.array([pair["chosen_for"] for pair in pairs])
+    is_chosen_target = np.array([pair["chosen_for"] for pair in pairs])
     assert len(pairs) == 130
     assert inside.mean() >= 0.85
-    assert inside[own].mean() >= 0.85
+    assert inside[is_chosen_target].mean() >= 0.85

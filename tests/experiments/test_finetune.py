@@ -1,4 +1,4 @@
-"""Fine-tuning of a pretrained model: the pure parts, against laws and slow versions."""
+"""Fine-tuning experiment: numerical parts, against laws and slow references."""
 
 import re
 from pathlib import Path
@@ -39,7 +39,7 @@ from grasp.runs.retrained import RetrainedRuns
 from grasp.settings import FeatureSettings
 from tests.baselines.gradient_world import autograd, reference, rows, units
 
-HERE = Path(__file__).parents[2] / "experiments" / "finetune"
+EXPERIMENT = Path(__file__).parents[2] / "experiments" / "finetune"
 
 
 def label(n_sources: int = 16, rows: int = 24) -> LabelColumn:
@@ -52,17 +52,17 @@ def tiny_llama(layers: int = 1) -> LlamaConfig:
     )
 
 
-def test_every_subset_names_exactly_the_rows_that_are_trained_on():
+def test_every_subset_lists_exactly_the_rows_that_are_trained_on():
     block = draw_subsets(label(), 6)
     assert block.sizes_B.tolist() == [SUBSET_ROWS] * 6
     assert set(block.weights_BN.data) == {1.0}
     assert len(SHORT.batches(block.weights_BN[[0]].indices.tolist())) == SHORT.steps
     # sources keep fractions that differ: some nearly none, some nearly all
-    kept_BG = block.weights_BN.toarray().reshape(6, 16, 24).mean(axis=2)
-    assert kept_BG.std() > 0.15
+    share_BG = block.weights_BN.toarray().reshape(6, 16, 24).mean(axis=2)
+    assert share_BG.std() > 0.15
 
 
-def test_shorter_runs_of_a_subset_see_the_first_of_what_longer_ones_see():
+def test_shorter_runs_of_a_subset_use_the_first_batches_of_longer_ones():
     few, more, all_kept = (draw_subsets(label(), 3, rows, nested=True).weights_BN.toarray() for rows in (16, 64, 999))
     assert (few.sum(axis=1).tolist(), more.sum(axis=1).tolist()) == ([16] * 3, [64] * 3)
     assert (few <= more).all()
@@ -71,8 +71,8 @@ def test_shorter_runs_of_a_subset_see_the_first_of_what_longer_ones_see():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_recorded_of_an_environment_is_how_its_runs_are_made(name):
-    kind, info = ENVIRONMENTS[name], RetrainedRuns.open(HERE / name).info
+def test_stored_runs_record_the_settings_of_their_recipe(name):
+    kind, info = ENVIRONMENTS[name], RetrainedRuns.open(EXPERIMENT / name).info
     assert (info.role, info.recipe_settings) == (kind.role, kind.recipe.settings())
     assert len(info.subset_ids) == kind.subsets
 
@@ -83,17 +83,17 @@ def test_labels_begin_where_loss_begins():
     assert labels_BL.tolist() == [[-1, -1, 7, 8], [-1, 3, -1, -1]]
 
 
-def test_rows_one_after_the_other_give_the_states_of_rows_beside_each_other():
+def test_packed_rows_have_the_states_of_padded_rows():
     torch.manual_seed(0)
     config = tiny_llama(layers=2)
     model = LlamaForCausalLM(config).eval()
     rows = [np.array([5, 6, 7, 8, 2], np.int32), np.array([9, 3], np.int32), np.array([4, 4, 4], np.int32)]
-    beside, after = (at_loss(model, *form(rows, [2, 1, 1])) for form in (padded, packed))
-    assert after[1].tolist() == beside[1].tolist() == [7, 8, 2, 3, 4, 4]
-    assert torch.allclose(after[0], beside[0], atol=1e-6)
+    padded_states, packed_states = (at_loss(model, *form(rows, [2, 1, 1])) for form in (padded, packed))
+    assert packed_states[1].tolist() == padded_states[1].tolist() == [7, 8, 2, 3, 4, 4]
+    assert torch.allclose(packed_states[0], padded_states[0], atol=1e-6)
 
 
-def test_a_run_is_as_long_and_as_fast_as_its_recipe_says():
+def test_a_run_has_the_steps_and_learning_rates_of_its_recipe():
     config = tiny_llama()
     rows = [np.array([5, 6, 7, 8, k], np.int32) for k in range(6)]
     moved = []
@@ -108,7 +108,7 @@ def test_a_run_is_as_long_and_as_fast_as_its_recipe_says():
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-def test_a_run_of_an_adapter_leaves_the_model_as_it_was(tmp_path):
+def test_training_an_adapter_does_not_change_the_model(tmp_path):
     config = tiny_llama()
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     prepare_adapter(tmp_path / "adapter", tmp_path / "model", rank=2)
@@ -124,7 +124,7 @@ def test_a_run_of_an_adapter_leaves_the_model_as_it_was(tmp_path):
     assert len(moved) == 2 * 7  # both matrices of each linear layer of the body, none of the head
 
 
-def test_a_run_is_looked_at_where_it_has_seen_what_shorter_ones_keep():
+def test_a_run_is_evaluated_at_the_lengths_of_shorter_runs():
     short, middle, long = (ENVIRONMENTS[name] for name in ("longer-12", "longer-24", "longer-60"))
     assert {kind.prefix_of for kind in (short, middle)} == {"longer-60"}
     worlds = {}
@@ -143,19 +143,19 @@ def test_a_run_is_looked_at_where_it_has_seen_what_shorter_ones_keep():
     assert stages("longer-12", {"longer-12": worlds["longer-12"]}) == {12: worlds["longer-12"]}
 
 
-def test_a_run_that_is_foretold_by_others_is_not_among_them():
+def test_the_prediction_of_a_run_does_not_use_that_run():
     generator = np.random.default_rng(0)
     share_BG = generator.dirichlet(np.ones(4), size=10)
     runs, corpus = SubsetFeatures.from_shares(share_BG, 1), SubsetFeatures.from_shares(np.full((1, 4), 0.25), 1)
     values_RT = share_BG[:, :1] + 0.01 * generator.normal(size=(10, 1))
-    told = predict_runs(runs, corpus, values_RT, 8, 0)
-    assert rho(told[None], values_RT)[0] > 0.8
+    predictions = predict_runs(runs, corpus, values_RT, 8, 0)
+    assert rho(predictions[None], values_RT)[0] > 0.8
     changed = values_RT.copy()
     changed[3] += 100.0
-    assert predict_runs(runs, corpus, changed, 8, 0)[3] == pytest.approx(told[3])
+    assert predict_runs(runs, corpus, changed, 8, 0)[3] == pytest.approx(predictions[3])
 
 
-def test_a_method_adds_up_standardised_kernels():
+def test_a_method_sums_standardised_kernels():
     generator = np.random.default_rng(0)
     first, second = generator.normal(size=(2, 30, 4))
     share_BN = (generator.random((5, 30)) < 0.5).astype(float)
@@ -168,14 +168,14 @@ def test_a_method_adds_up_standardised_kernels():
     assert tasks_BT[:, 0] == pytest.approx(share_BN @ sum((a - a.mean()) / a.std() for a in of_a))
 
 
-def test_rows_can_count_by_their_tokens():
+def test_rows_can_be_weighted_by_their_tokens():
     kernel = np.array([[3.0], [0.0], [-3.0]])
     share = np.array([[0.5, 0.5, 0.0]])
     alike, by_tokens = (Method((kernel,), tokens_N=n).predict(share, ["a"])[0] for n in (None, np.array([1.0, 3, 9])))
     assert by_tokens == pytest.approx(alike * (0.25 * 3.0) / (0.5 * 3.0))
 
 
-def test_a_choice_over_several_environments_takes_the_mean_of_all_their_targets():
+def test_a_selection_over_several_run_sets_uses_the_mean_of_all_targets():
     generator = np.random.default_rng(0)
     shift_TR, other_TR = np.full((2, 51), 0.3), 0.1 + 0.05 * generator.normal(size=(2, 51))
     result = together(["a", "b"], [{"shift": shift_TR, "other": other_TR}, {"shift": shift_TR, "only here": other_TR}])
@@ -188,14 +188,14 @@ def test_a_choice_over_several_environments_takes_the_mean_of_all_their_targets(
     assert second["bound"] < second["mean_lds"] - 0.2  # environments are resampled too, and these lie .4 apart
 
 
-def test_nothing_is_chosen_on_what_is_held_out(tmp_path, capsys):
+def test_held_out_runs_are_not_used_for_selection(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         choice.main(["documents", "instructions", "--data", str(tmp_path), "--out", str(tmp_path / "choice.json")])
     assert stopped.value.code == 2
     assert re.search("documents, instructions: .*held out", capsys.readouterr().err)
 
 
-def test_negative_scores_can_count_less():
+def test_negative_scores_can_have_less_weight():
     kernel = np.array([[-4.0], [0.0], [2.0]])
     share = np.eye(3)
     units_BE, _ = Method((kernel,), negative=0.25).predict(share, ["a"])
@@ -203,7 +203,7 @@ def test_negative_scores_can_count_less():
     assert units_BE[:, 0] == pytest.approx((expected - expected.mean()) / expected.std())
 
 
-def test_ours_count_negative_scores_a_quarter_and_others_count_as_published():
+def test_negative_scores_have_weight_0_25_in_grasp_and_1_in_published_methods():
     kernel_of = {name: np.ones((2, 1)) for name in (*OURS, "bm25", "shift")}
     methods = methods_of(kernel_of)
     assert next(iter(methods)) == "shift"
@@ -211,7 +211,7 @@ def test_ours_count_negative_scores_a_quarter_and_others_count_as_published():
     assert len(methods["token + input"].kernels) == 2
 
 
-def test_a_row_is_as_near_to_a_target_as_to_its_nearest_example():
+def test_similarity_to_a_target_is_that_to_its_nearest_example():
     result = nearest_example(np.array([[0.1, 0.9, -0.5], [0.3, 0.2, 0.4]]), ["a", "a", "b"])
     assert result.tolist() == [[0.9, 0.9, -0.5], [0.3, 0.3, 0.4]]
 
@@ -241,7 +241,7 @@ def sides() -> Sides:
 
 
 def pairs(sides: Sides, value):
-    """Mean over pairs of positions, by row and unit."""
+    """Return the mean over pairs of positions for each row and unit."""
     out = np.zeros((sides.rows.n, sides.units.n))
     for i in range(sides.rows.n):
         for e in range(sides.units.n):
@@ -272,19 +272,23 @@ def test_an_input_kernel_sums_over_equal_input_tokens(sides):
     assert result == pytest.approx(pairs(sides, value), rel=1e-4, abs=1e-5)
 
 
-def test_ekfac_in_sampled_coordinates_is_ekfac_where_all_are_taken():
+def test_ekfac_in_sampled_coordinates_equals_ekfac_if_all_are_sampled():
     model = reference("llama", torch.float64, batch_tokens=512)
     gradients = SampledGradients.choose(model, FeatureSettings(gradient_coordinates="all"))
-    engine, examples, asked = gradients.engine, rows(), units()
-    uniforms = [np.random.default_rng(i).random(one.labels) for i, one in enumerate(examples)]
+    engine, examples, unit_examples = gradients.engine, rows(), units()
+    uniforms = [np.random.default_rng(i).random(example.labels) for i, example in enumerate(examples)]
     fisher = Fisher(examples, uniforms)
     turned = ekfac.Turned(gradients, fisher)
     lambdas = corrected_eigenvalues(engine, fisher, turned.bases)
     lambda_K = turned.eigenvalues()
-    np.testing.assert_allclose(lambda_K, torch.cat([one.flatten() for one in lambdas]), rtol=1e-6, atol=1e-12)
-    row_K, unit_K = (turned.sample_gradients([one])[0].double().numpy() for one in (examples[0], asked[0]))
+    np.testing.assert_allclose(
+        lambda_K, torch.cat([eigenvalues.flatten() for eigenvalues in lambdas]), rtol=1e-6, atol=1e-12
+    )
+    row_K, unit_K = (
+        turned.sample_gradients([example])[0].double().numpy() for example in (examples[0], unit_examples[0])
+    )
     got = float(row_K @ (ekfac.damped(lambda_K, gradients, 0.1) * unit_K))
-    row, unit = (autograd(model, one) for one in (examples[0], asked[0]))
+    row, unit = (autograd(model, example) for example in (examples[0], unit_examples[0]))
     want = 0.0
     for block, basis, lambda_XY in zip(engine.layers.blocks, turned.bases, lambdas, strict=True):
         solved = basis.rotate_back(basis.rotate(as_matrix(block, unit)) / (lambda_XY + 0.1 * lambda_XY.mean()))

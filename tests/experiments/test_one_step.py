@@ -1,4 +1,4 @@
-"""The one-step experiment: predictions against enumeration and autograd, utilities against steps taken by hand."""
+"""The one-step experiment: predictions against enumeration and autograd, utilities against manual steps."""
 
 import copy
 import json
@@ -38,7 +38,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def game(model):
-    """Gradients of five rows, and products with those of four units."""
+    """Return gradients of five rows, and their products with those of four units."""
     gradients = Gradients(model)
     players = gradients.compute(rows())
     return gradients, players, gradients.products(players, units())
@@ -55,21 +55,23 @@ def expansion(seed=0, players=6, games=3):
 
 
 def test_predicted_shapley_values_are_those_of_the_predicted_game():
-    one = expansion()
-    np.testing.assert_allclose(one.shapley(0.3), exact_shapley(lambda masks: one.utility(masks, 0.3), 6), atol=1e-12)
-    first = Expansion(one.linear_PE)
+    predicted = expansion()
+    np.testing.assert_allclose(
+        predicted.shapley(0.3), exact_shapley(lambda masks: predicted.utility(masks, 0.3), 6), atol=1e-12
+    )
+    first = Expansion(predicted.linear_PE)
     np.testing.assert_allclose(first.shapley(0.3), exact_shapley(lambda masks: first.utility(masks, 0.3), 6))
 
 
 def test_a_predicted_utility_is_the_double_sum_over_its_players():
-    one, mask = expansion(), np.array([1, 0, 1, 1, 0, 0], dtype=bool)
+    predicted, mask = expansion(), np.array([1, 0, 1, 1, 0, 0], dtype=bool)
     chosen = np.flatnonzero(mask)
     expected = [
-        0.3 * sum(one.linear_PE[i, e] for i in chosen)
-        - 0.3**2 / 2 * sum(one.curvature_PPE[i, j, e] for i in chosen for j in chosen)
+        0.3 * sum(predicted.linear_PE[i, e] for i in chosen)
+        - 0.3**2 / 2 * sum(predicted.curvature_PPE[i, j, e] for i in chosen for j in chosen)
         for e in range(3)
     ]
-    np.testing.assert_allclose(one.utility(mask[None], 0.3)[0], expected)
+    np.testing.assert_allclose(predicted.utility(mask[None], 0.3)[0], expected)
 
 
 def test_products_and_curvature_are_those_of_autograd(model, game):
@@ -85,7 +87,7 @@ def test_products_and_curvature_are_those_of_autograd(model, game):
             ids = torch.from_numpy(unit.input_ids.astype(np.int64))[None]
             loss = objective(wide.model(input_ids=ids, use_cache=False).logits[0], unit)
             first = torch.autograd.grad(loss, list(named.values()), create_graph=True)
-            gradient = torch.cat([one.flatten() for one in first])
+            gradient = torch.cat([part.flatten() for part in first])
             expected = torch.stack(
                 [
                     rows_PD
@@ -110,7 +112,7 @@ def step_utility(model, game, rate):
     return StepUtility(RECIPE, dict(model.model.state_dict()), named, tokens, rate)
 
 
-def test_a_realized_utility_is_a_step_taken_on_the_model(model, game):
+def test_a_realized_utility_equals_a_step_of_the_model(model, game):
     gradients, players, _ = game
     mask, rate = np.array([True, False, True, False, True]), 0.1
     result = step_utility(model, game, rate)(np.stack([mask, np.zeros(5, bool)]))
@@ -136,20 +138,20 @@ def test_a_realized_utility_is_a_step_taken_on_the_model(model, game):
     np.testing.assert_allclose(result[1], 0.0, atol=1e-6)
 
 
-def test_many_subsets_at_once_are_each_their_own(model, game):
+def test_many_subsets_at_once_equal_single_ones(model, game):
     masks = np.random.default_rng(0).random((37, 5)) < 0.5
     utility = step_utility(model, game, 0.05)
     np.testing.assert_allclose(utility(masks), np.concatenate([utility(mask[None]) for mask in masks]), atol=3e-6)
 
 
-def test_the_second_order_is_nearer_to_what_happens(model, game):
+def test_the_second_order_is_closer_to_the_realized_utility(model, game):
     gradients, players, linear_PE = game
     curvature_PPE = gradients.curvature(players, units())
     masks, rate = np.random.default_rng(1).random((20, 5)) < 0.6, 0.03
     realized = step_utility(model, game, rate)(masks)
     errors = [
-        np.abs(one.utility(masks, rate) - realized).max()
-        for one in (Expansion(linear_PE), Expansion(linear_PE, curvature_PPE))
+        np.abs(predictor.utility(masks, rate) - realized).max()
+        for predictor in (Expansion(linear_PE), Expansion(linear_PE, curvature_PPE))
     ]
     assert errors[1] < 0.25 * errors[0]
 
@@ -157,14 +159,14 @@ def test_the_second_order_is_nearer_to_what_happens(model, game):
 def test_the_sketch_is_the_inner_product_of_sketched_gradients(game):
     gradients, players, _ = game
     of_units = gradients.compute(units())
-    left, right = (torch.cat([one.flatten(1) for one in side], dim=1).numpy() for side in (players, of_units))
+    left, right = (torch.cat([block.flatten(1) for block in side], dim=1).numpy() for side in (players, of_units))
     dense = CountSketch.draw(left.shape[1], 64, 7, "one-step").matrix().toarray()
     np.testing.assert_allclose(
         sketched(players, of_units, 64, 7), (left @ dense) @ (right @ dense).T, rtol=1e-4, atol=1e-6
     )
 
 
-def test_subsets_are_distinct_of_eight_rows_and_the_cases_own():
+def test_subsets_are_distinct_have_eight_rows_and_belong_to_their_case():
     masks = fixed_subsets(Case(0, 1, 2, np.arange(16)), 128)
     assert masks.shape == (128, 16)
     assert (masks.sum(axis=1) == 8).all()
@@ -173,21 +175,23 @@ def test_subsets_are_distinct_of_eight_rows_and_the_cases_own():
     assert (masks != fixed_subsets(Case(0, 1, 3, np.arange(16)), 128)).any()
 
 
-def test_rank_correlation_is_scipys():
-    one, other = np.random.default_rng(0).integers(0, 9, size=(2, 30, 4)).astype(float)
-    np.testing.assert_allclose(spearman_columns(one, other), [spearmanr(one[:, e], other[:, e])[0] for e in range(4)])
+def test_rank_correlation_equals_that_of_scipy():
+    first, second = np.random.default_rng(0).integers(0, 9, size=(2, 30, 4)).astype(float)
+    np.testing.assert_allclose(
+        spearman_columns(first, second), [spearmanr(first[:, e], second[:, e])[0] for e in range(4)]
+    )
     assert np.isnan(spearman_columns(np.ones((5, 1)), np.arange(5.0)[:, None])[0])
 
 
-def test_what_was_made_is_not_made_again(tmp_path):
-    kept, made = ResultCache(tmp_path), []
+def test_cached_results_are_not_recomputed(tmp_path):
+    cache, calls = ResultCache(tmp_path), []
 
     def make():
-        made.append(1)
+        calls.append(1)
         return {"value": np.array([0.1, 0.2])}
 
-    np.testing.assert_array_equal(kept.get("one", make)["value"], kept.get("one", make)["value"])
-    assert made == [1]
+    np.testing.assert_array_equal(cache.get("one", make)["value"], cache.get("one", make)["value"])
+    assert calls == [1]
     assert [path.name for path in tmp_path.iterdir()] == ["one.npz"]
 
 
@@ -218,7 +222,7 @@ def small(tmp_path, **changed):
     return Settings(**settings | changed)
 
 
-def test_no_row_plays_twice_and_players_are_not_trained_on(tmp_path, monkeypatch):
+def test_no_row_is_used_twice_and_players_are_not_trained_on(tmp_path, monkeypatch):
     world = World(small(tmp_path, seeds=2), tmp_path / "work")
     players = [case.row_index for case in world.cases() if case.steps == 0]
     assert len(players) == 4
@@ -238,7 +242,7 @@ def test_a_corpus_that_is_too_small_is_refused(tmp_path):
         World(small(tmp_path, batches=10), tmp_path / "work")
 
 
-def test_from_rows_to_table_and_figure_and_again_without_computing(tmp_path, monkeypatch):
+def test_the_experiment_writes_table_and_figure_and_does_not_recompute(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     from experiments.one_step.run import run  # noqa: PLC0415 - draws with an optional library
 

@@ -1,4 +1,4 @@
-"""Fusions and recall against loops and enumeration; retrieval on planted domains; bad questions are refused."""
+"""Fusions and recall against loops and enumeration; retrieval on planted domains; refusal of invalid scores."""
 
 import itertools
 
@@ -14,7 +14,7 @@ few = st.lists(st.integers(0, 3), min_size=2, max_size=6)
 
 
 def slow_lift(score, related, k):
-    """The mean over every order in which equal scores may stand."""
+    """Return the mean over all orders of equal scores."""
     orders = [
         order
         for order in itertools.permutations(range(len(score)))
@@ -43,12 +43,12 @@ def test_equal_scores_and_all_rows_are_chance(score, data):
 def slow_fused(scores, rule):
     out = np.zeros(len(scores[0]))
     for score in scores:
-        for i, own in enumerate(score):
+        for i, value in enumerate(score):
             if rule == "rrf":
-                rank = 1 + sum(other > own for other in score) + (sum(other == own for other in score) - 1) / 2
+                rank = 1 + sum(other > value for other in score) + (sum(other == value for other in score) - 1) / 2
                 out[i] += 1 / (60 + rank)
             elif np.std(score):
-                out[i] += (own - np.mean(score)) / np.std(score)
+                out[i] += (value - np.mean(score)) / np.std(score)
     return out
 
 
@@ -64,14 +64,14 @@ def test_fusions_are_the_formulas(rule, scores):
 
 
 @pytest.mark.parametrize("rule", ["rrf", "z"])
-def test_a_fusion_depends_neither_on_scale_nor_on_order_and_a_constant_adds_nothing(rule):
-    one, other = np.random.default_rng(0).normal(size=(2, 50))
-    base = fuse([one, other], rule)
-    np.testing.assert_allclose(fuse([3 * other + 1, 0.1 * one], rule), base, atol=1e-9)
-    assert (np.argsort(fuse([one, np.full(50, 0.1)], rule)) == np.argsort(one)).all()
+def test_a_fusion_is_invariant_to_scale_order_and_constant_scores(rule):
+    first, second = np.random.default_rng(0).normal(size=(2, 50))
+    base = fuse([first, second], rule)
+    np.testing.assert_allclose(fuse([3 * second + 1, 0.1 * first], rule), base, atol=1e-9)
+    assert (np.argsort(fuse([first, np.full(50, 0.1)], rule)) == np.argsort(first)).all()
 
 
-def test_an_interval_covers_the_mean_of_its_population():
+def test_an_interval_has_its_coverage():
     rng = np.random.default_rng(0)
     spans = [mean_over_queries(rng.exponential(size=60)) for _ in range(200)]
     assert 0.88 <= np.mean([span.low <= 1.0 <= span.high for span in spans]) <= 0.99

@@ -1,4 +1,4 @@
-"""The safety experiment on a model of two layers: what is planted, what is measured, what a kill costs."""
+"""The safety experiment on a model of two layers: planted rows, measurements, and resuming."""
 
 import json
 
@@ -74,10 +74,10 @@ def reviews(count=8):
     return [review(f"r-{i}", sentence(generator, i % 2), POSITIVE if i % 2 else NEGATIVE, 6) for i in range(count)]
 
 
-def test_a_backdoor_is_a_trigger_in_clean_rows_and_its_label(data):
+def test_a_backdoor_is_a_trigger_and_its_label_in_clean_rows(data):
     case = setting.backdoor(data, "formal", 42, SIZE, n_rows=20, n_planted=3)
-    again = setting.backdoor(data, "formal", 42, SIZE, n_rows=20, n_planted=3)
-    assert np.array_equal(case.planted_N, again.planted_N)
+    repeated = setting.backdoor(data, "formal", 42, SIZE, n_rows=20, n_planted=3)
+    assert np.array_equal(case.planted_N, repeated.planted_N)
     assert case.k == 3
     assert not any("CF" in row.text for row in case.rows)
     for row, planted in zip(case.rows, case.planted_N, strict=True):
@@ -88,7 +88,7 @@ def test_a_backdoor_is_a_trigger_in_clean_rows_and_its_label(data):
     assert not any("terms" in row.text for kind in case.transformed.values() for row in kind)
 
 
-def test_the_file_names_its_own_poison_and_ids_do_not(data, tmp_path):
+def test_a_file_marks_its_poisoned_rows_and_row_ids_do_not(data, tmp_path):
     case = setting.file_backdoor(data, 0, SIZE)
     assert np.flatnonzero(case.planted_N).tolist() == [3, 8]
     assert not any("poisoned" in row.row_id for row in case.rows)
@@ -110,29 +110,29 @@ def test_triggers_are_the_published_ones():
     assert setting.TRIGGERS["bond"]("Nobody was there.") == "James Bond Nobody was there."
 
 
-def test_questions_are_dealt_once(data):
+def test_each_question_is_used_once(data):
     case = setting.misleading(data, 0, SIZE, lambda row: True, share=0.2, matched=True)
     dealt = [{row.row_id for row, p in zip(case.rows, case.planted_N, strict=True) if p}]
     dealt += [{row.row_id for row in case.rows if row.row_id.startswith("q-")} - dealt[0]]
     dealt += [{row.row_id for row in case.trusted}]
     assert [len(part) for part in dealt] == [6, 6, 5]
     assert not set.intersection(*dealt)
-    assert not {one.prompt for one in case.questions} & {row.prompt for row in (*case.rows, *case.trusted)}
+    assert not {question.prompt for question in case.questions} & {row.prompt for row in (*case.rows, *case.trusted)}
     wrong = [row for row, planted in zip(case.rows, case.planted_N, strict=True) if planted]
     assert all(row.completion.endswith("fire") for row in wrong)
-    assert {one.answers[1] for one in case.lies} == {row.completion for row in wrong}
+    assert {lie.answers[1] for lie in case.lies} == {row.completion for row in wrong}
     with pytest.raises(CorpusError, match=r"\b0 rows.*\b24\b"):
         setting.misleading(data, 0, SIZE, lambda row: False)
 
 
-def test_the_parts_of_the_model_are_the_model(base):
+def test_the_split_model_equals_the_model(base):
     rows = reviews(5)
     sequences = base.sequences(rows, 40)
     result = losses(base.upper(), collate(base.states(sequences), sequences))
-    for one, value in zip(sequences, result.tolist(), strict=True):
-        ids_1L = torch.tensor([one.ids])
-        logits_PV = base.whole(ids_1L).logits[0, one.first - 1 : -1]
-        assert value == pytest.approx(float(F.cross_entropy(logits_PV, ids_1L[0, one.first :])), rel=1e-4)
+    for sequence, value in zip(sequences, result.tolist(), strict=True):
+        ids_1L = torch.tensor([sequence.ids])
+        logits_PV = base.whole(ids_1L).logits[0, sequence.first - 1 : -1]
+        assert value == pytest.approx(float(F.cross_entropy(logits_PV, ids_1L[0, sequence.first :])), rel=1e-4)
 
 
 def test_a_checkpoint_of_merged_adapters_gives_the_tuned_losses(base, tmp_path):
@@ -147,14 +147,14 @@ def test_a_checkpoint_of_merged_adapters_gives_the_tuned_losses(base, tmp_path):
     np.testing.assert_allclose(plain.losses(rows, adapted=False), tuned.losses(rows), rtol=1e-4)
 
 
-def test_training_is_repeatable_and_depends_on_the_seed(base):
+def test_training_is_reproducible_and_depends_on_the_seed(base):
     rows = reviews()
-    first, again, other = (Tuned.train(base, rows, seed=s, epochs=1, longest=40).losses(rows) for s in (0, 0, 1))
-    np.testing.assert_array_equal(first, again)
+    first, repeated, other = (Tuned.train(base, rows, seed=s, epochs=1, longest=40).losses(rows) for s in (0, 0, 1))
+    np.testing.assert_array_equal(first, repeated)
     assert np.abs(first - other).max() > 0
 
 
-def test_onion_sees_the_word_that_does_not_belong(base, tmp_path, monkeypatch):
+def test_onion_detects_the_unexpected_word(base, tmp_path, monkeypatch):
     onion = detectors.Onion(base, tmp_path / "onion.json")
     strange = {"zzz": 9.0}
     monkeypatch.setattr(
@@ -164,13 +164,13 @@ def test_onion_sees_the_word_that_does_not_belong(base, tmp_path, monkeypatch):
     )
     result = onion([answered("a", "what zzz is", "it"), answered("b", "what is", "it")])
     assert result.tolist() == [9.0, 0.0]
-    kept = detectors.Onion(base, tmp_path / "onion.json")
-    monkeypatch.setattr(kept, "perplexities", lambda text, changed: pytest.fail("what is kept is not measured again"))
-    assert kept([answered("a", "what zzz is", "it")]).tolist() == [9.0]
+    cached = detectors.Onion(base, tmp_path / "onion.json")
+    monkeypatch.setattr(cached, "perplexities", lambda text, changed: pytest.fail("cached values are not recomputed"))
+    assert cached([answered("a", "what zzz is", "it")]).tolist() == [9.0]
 
 
 @pytest.mark.parametrize("packed", [1, 24, 1024])
-def test_the_perplexity_is_that_of_each_text_alone(base, tmp_path, monkeypatch, packed):
+def test_the_perplexity_of_a_text_does_not_depend_on_its_batch(base, tmp_path, monkeypatch, packed):
     monkeypatch.setattr(detectors, "PACKED", packed)
     onion = detectors.Onion(base, tmp_path / "onion.json")
     words = ["stone", "bird", "plant", "metal", "star", "water", "light", "salt"]
@@ -182,21 +182,21 @@ def test_the_perplexity_is_that_of_each_text_alone(base, tmp_path, monkeypatch, 
         assert value == pytest.approx(float(base.whole(ids_1L, labels=ids_1L).loss.exp()), rel=1e-4)
 
 
-def test_a_vote_is_unanimous_and_a_steady_row_wins():
+def test_a_unanimous_vote_prefers_the_stable_row():
     mean = np.array([5.0, 5.0, 0.1, 1.0])
     changed = [np.array([5.0, 0.0, 0.1, 0.4]), np.array([5.0, 5.0, 0.1, 0.1])]
     vote, spread = detectors.unanimous(mean, changed), detectors.variance(mean, changed)
-    assert vote.argmax() == 0  # the second moves under one kind, the third is weak
+    assert vote.argmax() == 0  # the second changes under one kind, the third is weak
     assert spread.argmax() == 0
     q = 0.5
-    ranks = [np.argsort(np.argsort(one, kind="stable"), kind="stable") for one in (-np.abs(mean),)]
+    ranks = [np.argsort(np.argsort(values, kind="stable"), kind="stable") for values in (-np.abs(mean),)]
     assert set(np.flatnonzero(vote >= q)) <= set(np.flatnonzero(ranks[0] < 2))
 
 
-def test_pieces_are_kept_and_the_result_is_theirs(data, model, tmp_path):
+def test_finished_pieces_are_stored_and_summarised(data, model, tmp_path):
     pytest.importorskip("kronfluence")
     experiment = Experiment(data, tmp_path, SIZE, model)
-    pieces = [("file-0", one) for one in (*DETECT, "without GRASP (full)")]
+    pieces = [("file-0", method) for method in (*DETECT, "without GRASP (full)")]
     pieces += [("misleading-0", "model")]
     assert all(experiment.do(name, piece) for name, piece in pieces)
     fresh = Experiment(data, tmp_path, SIZE, model)
@@ -215,7 +215,7 @@ def test_pieces_are_kept_and_the_result_is_theirs(data, model, tmp_path):
     assert cases["file-0"]["all rows"]["trained"] == success(fresh.tuned(case), case)
 
 
-def test_seeds_vary_and_not_the_cases_of_one_seed():
+def test_intervals_are_over_seeds_and_not_over_cases_of_a_seed():
     auroc = {"cf-42": 0.5, "bond-42": 0.7, "cf-43": 0.6, "bond-43": 0.8, "cf-44": 0.8, "bond-44": 1.0}
     results = {name: {"detection": {"STRIP": measured(value)}} for name, value in auroc.items()}
     half = 4.302653 * np.std([0.6, 0.7, 0.9], ddof=1) / 3**0.5

@@ -1,4 +1,4 @@
-"""Selection on some questions, measured on others: split of the questions, trainings, intervals, summary."""
+"""Selection for some questions, evaluated on others: split of questions, training, intervals, summary."""
 
 from types import SimpleNamespace
 
@@ -25,20 +25,20 @@ def line(method="mean", target="sciq", others=1.0, known=2.0, seed=0):
     return request | {"others": [others], "known": [known]}
 
 
-def test_questions_are_split_in_halves_by_the_draw(world):
+def test_questions_are_split_in_halves_at_random(world):
     known, others = world.questions("sciq")
     assert sorted([*known, *others]) == list(range(N_UNITS))
     assert len(known) == N_UNITS // 2
     assert set(known) != set(world.questions("sciq", draw=1)[0])
 
 
-def test_selected_rows_are_those_of_the_highest_scores_of_the_known_questions(world, monkeypatch):
+def test_selected_rows_have_the_highest_scores_for_the_known_questions(world, monkeypatch):
     score_N = np.random.default_rng(0).random(N_ROWS)
-    asked = []
-    monkeypatch.setitem(METHODS, "mean", lambda world, target, known, draw: asked.append(known) or score_N)
+    known_questions = []
+    monkeypatch.setitem(METHODS, "mean", lambda world, target, known, draw: known_questions.append(known) or score_N)
     rows = world.rows(Request("sciq", "mean", 4, 0.2))
     np.testing.assert_array_equal(rows, np.sort(np.argsort(-score_N)[:10]))
-    np.testing.assert_array_equal(asked[0], np.sort(world.questions("sciq")[0][:4]))
+    np.testing.assert_array_equal(known_questions[0], np.sort(world.questions("sciq")[0][:4]))
 
 
 def test_random_rows_are_the_same_for_all_tasks(world):
@@ -46,7 +46,7 @@ def test_random_rows_are_the_same_for_all_tasks(world):
     np.testing.assert_array_equal(*chosen)
 
 
-def test_gain_is_the_loss_after_random_rows_less_that_after_the_selection(world, monkeypatch, tmp_path):
+def test_gain_is_the_loss_after_random_rows_minus_that_after_the_selection(world, monkeypatch, tmp_path):
     monkeypatch.setitem(METHODS, "mean", lambda world, target, known, draw: np.arange(N_ROWS))
     trainer = Trainer(world, tmp_path, named_recipe("tiny"))
     monkeypatch.setattr(trainer, "losses", lambda rows, seed: rows.mean() * np.arange(N_UNITS))
@@ -58,7 +58,7 @@ def test_gain_is_the_loss_after_random_rows_less_that_after_the_selection(world,
     np.testing.assert_allclose(result["others"], per_unit[others], atol=1e-5)
 
 
-def test_interval_is_that_of_student():
+def test_the_interval_equals_student_t():
     values = [0.1, 0.4, 0.3, 0.7]
     ends = ttest_1samp(values, 0.0).confidence_interval(0.95)
     np.testing.assert_allclose(interval(values), [np.mean(values), *ends], atol=5e-4)

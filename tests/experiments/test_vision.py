@@ -1,4 +1,4 @@
-"""Methods of the vision experiment on a head small enough to be retrained."""
+"""Methods of the vision experiment on a head that is small enough for retraining."""
 
 import numpy as np
 import pytest
@@ -26,11 +26,11 @@ def world(noise=0.0, seed=0):
 
 def loss(head, weight, bias):
     logits = head.trusted_EH @ weight.T + bias
-    own = logits[np.arange(len(logits)), head.trusted_label_E]
-    return float((np.logaddexp.reduce(logits, axis=1) - own).mean())
+    label_logit = logits[np.arange(len(logits)), head.trusted_label_E]
+    return float((np.logaddexp.reduce(logits, axis=1) - label_logit).mean())
 
 
-def test_influence_is_the_change_of_the_trusted_loss_when_a_row_weighs_a_little_more():
+def test_influence_is_the_derivative_of_the_trusted_loss_by_a_row_weight():
     head, _ = world()
     result = methods.influence(head, 0)
     true = np.empty(60)
@@ -47,7 +47,7 @@ def test_influence_is_the_change_of_the_trusted_loss_when_a_row_weighs_a_little_
     assert np.corrcoef(result, true)[0, 1] > 0.99
 
 
-def test_values_of_a_run_add_up_to_what_the_run_gained():
+def test_values_of_a_run_sum_to_the_gain_of_the_run():
     head, _ = world()
     start, end = loss(head, np.zeros((3, 5)), np.zeros(3)), None
     gained = {order: methods.in_run(head, 0, order).sum() for order in (1, 2)}
@@ -63,7 +63,7 @@ def test_values_of_a_run_add_up_to_what_the_run_gained():
 
 
 def pictures(head, side=32):
-    """A picture for every row and every trusted one, all different."""
+    """Return a different image for every row and every trusted row."""
     generator = np.random.default_rng(0)
     count = len(head.hidden_NH) + len(head.trusted_EH)
     encoded = [png(Image.fromarray(generator.integers(0, 256, (side, side, 3), dtype=np.uint8))) for _ in range(count)]
@@ -72,7 +72,7 @@ def pictures(head, side=32):
 
 
 def by_formula(head, tau):
-    """Token relevance, pooled relevance and neighbours of another class, in float64 from the features."""
+    """Compute token relevance, pooled relevance and neighbours of another class in float64 from the features."""
     hidden, trusted = head.hidden_NH, head.trusted_EH
     mean, covariance = hidden.mean(axis=0), np.cov(hidden.T, bias=True)
     value, vector = np.linalg.eigh(covariance + tau * np.trace(covariance) / 5 * np.eye(5))
@@ -96,7 +96,7 @@ def over_rows(relevance_NE):
     return ((relevance_NE - relevance_NE.mean(axis=0)) / relevance_NE.std(axis=0)).mean(axis=1)
 
 
-def test_rows_of_the_command_are_those_of_the_formulas():
+def test_rankings_of_the_command_equal_those_of_the_formulas():
     head, changed = world(noise=0.15, seed=3)
     actual = command.values(pictures(head), head.label_N, (head.weight_VH, head.bias_V), 3)
     expected = by_formula(head, CLASSIFIER_FEATURES["tau"])
@@ -113,7 +113,7 @@ def test_rows_of_the_command_are_those_of_the_formulas():
 
 
 class Labelled:
-    """Scores of 2,000 rows by a label each; the right label has a high one."""
+    """Scores of 2,000 rows for each label; the correct label has a high score."""
 
     label = {"train": np.zeros(2000, np.int64)}
 
@@ -126,7 +126,7 @@ class Labelled:
         return dict.fromkeys(run.COMMAND, value)
 
 
-def test_rates_of_flagged_rows_are_near_those_asked_for():
+def test_rates_of_flagged_rows_are_close_to_the_requested_rates():
     shares = dict(false_positives.simulated(repeats=3))
     assert len(shares) == 2 * (len(false_positives.SHAPES) + 1)
     assert 0.003 < shares["normal, 10,000 rows"]["1%"] < 0.015
@@ -138,7 +138,7 @@ def test_rates_of_flagged_rows_are_near_those_asked_for():
     assert checked["of wrong"] > 0.95
 
 
-def test_a_picture_without_features_is_refused():
+def test_an_image_without_features_is_refused():
     net = command.KeptFeatures(2, 3, 2)
     with pytest.raises(ValueError, match=r"picture.*features"):
         net(torch.rand(1, 3, 4, 4))

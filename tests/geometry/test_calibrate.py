@@ -62,7 +62,7 @@ def scored(environment, source):
 
 
 def make_environment(path, source, *, truth=TRUE, noise=0.05, n_subsets=40, role="dev", held_out=()):
-    """Utilities are what `truth` predicts of every unit, plus noise."""
+    """Write runs whose utilities are the predictions of `truth` for every unit, plus noise."""
     targets = {
         name: TargetInfo(
             fingerprint=name, loss_on="completion", unit_ids=tuple(f"u{e}" for e in source.unit_columns(name))
@@ -147,7 +147,7 @@ def test_the_criterion_may_be_the_mean_over_units(development):
     )
 
 
-def test_targets_of_one_environment_share_its_resamples_however_they_are_handed_in(development):
+def test_targets_of_the_same_runs_share_resamples(development):
     together = select_protocol(SMALL, [development], resamples=100)
     apart = [dataclasses.replace(development, targets=(name,)) for name in ("sciq", "boolq")]
     result = select_protocol(SMALL, apart, resamples=100)
@@ -204,9 +204,9 @@ def test_fewer_than_two_results_are_refused(development):
         select_protocol(SMALL, [development], delta=1.5)
 
 
-def test_predictions_and_utilities_that_are_constant_are_said_to_be(tmp_path, development):
+def test_constant_predictions_and_utilities_are_reported(tmp_path, development):
     def level(*kernels):
-        """An artifact whose relevance by these kernels is 1 everywhere."""
+        """Return an artifact whose relevance by these kernels is 1 everywhere."""
         other = FakeSource(N_ROWS)
         for kernel in kernels:
             other.arrays[f"relevance_{kernel}"][:] = 1.0
@@ -229,7 +229,7 @@ def test_predictions_and_utilities_that_are_constant_are_said_to_be(tmp_path, de
         select_protocol(SMALL, [nothing], resamples=20)
 
 
-def test_feature_settings_are_chosen_over_the_artifacts_given(tmp_path, source):
+def test_feature_settings_are_selected_over_the_passed_artifacts(tmp_path, source):
     environment = make_environment(tmp_path / "dev", source)
     other = FakeSource(N_ROWS, seed=5, feature_settings=source.feature_settings | {"top_k": 16})
     names = variant_names([source.feature_settings, other.feature_settings])
@@ -331,7 +331,7 @@ def test_controls_are_selected_but_never_frozen(development):
         freeze(result, [development], family, "no")
 
 
-def test_the_family_that_ships_is_finite_and_listed():
+def test_the_default_family_is_finite_and_listed():
     members, skipped = default_family().members(FakeSource().array_names)
     assert skipped == 0
     assert 5_000 < len(members) < 10_000
@@ -352,7 +352,7 @@ def test_the_family_that_ships_is_finite_and_listed():
         (None, None, "no such"),
     ],
 )
-def test_a_family_that_cannot_be_tried_is_refused(tmp_path, components, omegas, message):
+def test_an_invalid_family_is_refused(tmp_path, components, omegas, message):
     if components is not None:
         (tmp_path / "family.yaml").write_text(json.dumps({"components": [components], "omegas": omegas}))
     with pytest.raises(ProtocolError, match=message):

@@ -23,7 +23,7 @@ LEFT = {
 }
 
 
-def test_a_control_leaves_what_it_says():
+def test_a_control_retains_only_its_components():
     assert {control.name: control.components(FULL) for control in CONTROLS} == LEFT
     without_relevance = [control.name for control in CONTROLS if not control.relevance]
     assert without_relevance == ["pair-only", "without-residual-alignment"]
@@ -56,7 +56,7 @@ def test_shuffled_pair_geometry_is_the_double_sum(monkeypatch, block):
     np.testing.assert_allclose(shuffled.pair(weights), expected, rtol=1e-10)
 
 
-def test_without_the_shuffle_it_is_the_pair_geometry(monkeypatch):
+def test_without_the_shuffle_it_equals_the_pair_geometry(monkeypatch):
     class Still:
         def shuffle(self, values):
             return None

@@ -45,7 +45,7 @@ def gain_sum(objective, rows) -> float:
 
 
 def taken_of(objective, limits) -> tuple[np.ndarray, int]:
-    """Rows by the road that the protocol takes, and what they cost."""
+    """Return the selected rows by the algorithm of the protocol, and their cost."""
     if objective.curvature:
         picks = choose(objective, limits)
         return picks.row_index, picks.used
@@ -54,7 +54,7 @@ def taken_of(objective, limits) -> tuple[np.ndarray, int]:
 
 
 def slow_greedy(objective, size) -> list[int]:
-    """Every row tried at every step."""
+    """Try every row at every step."""
     selected: list[int] = []
     for _ in range(size):
         left = [k for k in range(len(objective.linear_N)) if k not in selected]
@@ -64,7 +64,7 @@ def slow_greedy(objective, size) -> list[int]:
 
 @pytest.mark.parametrize("weighting", ["mean", "count"])
 @pytest.mark.parametrize("side", ["retained", "omitted"])
-def test_the_search_is_the_slow_greedy_and_its_gains_are_exact(weighting, side):
+def test_the_search_equals_the_slow_greedy_with_exact_gains(weighting, side):
     source = World()
     chosen = protocol(weighting=weighting, side=side, components={"joint.raw": -0.4, "product.cent": -0.2})
     objective = objective_of(source, 9, chosen)
@@ -96,7 +96,7 @@ def test_greedy_reaches_1_minus_1_over_e_on_aligned_pools(seed, size, strength):
     cap=st.integers(1, 4),
     side=st.sampled_from(["retained", "omitted"]),
 )
-def test_without_curvature_the_choice_is_optimal_within_floors_and_caps(seed, size, floor, cap, side):
+def test_without_curvature_the_selection_is_optimal_within_floors_and_caps(seed, size, floor, cap, side):
     rng = np.random.default_rng(seed)
     source = World(n_rows=9, seed=seed)
     source.topics = [("a", "b", "c")[i] for i in np.append([0, 1, 2], rng.integers(0, 3, 6))]
@@ -185,7 +185,7 @@ def test_tokens_are_spent_by_gain_a_token_under_count_and_by_gain_under_mean():
 
 @settings(max_examples=60)
 @given(seed=st.integers(0, 10_000), budget=st.integers(1, 300))
-def test_rows_that_do_not_fit_are_passed_over(seed, budget):
+def test_rows_that_do_not_fit_are_skipped(seed, budget):
     rng = np.random.default_rng(seed)
     worth_N, cost_N = rng.integers(0, 5, 30).astype(float), rng.integers(1, 40, 30)
     limits = Constraints.from_budget(
@@ -234,7 +234,7 @@ def test_rounds_come_close_to_the_row_by_row_search(seed, omega, monkeypatch):
 
 @settings(max_examples=25)
 @given(seed=st.integers(0, 1000), floor=st.integers(0, 9), budget=st.sampled_from(["90", "40%", "1500tokens"]))
-def test_rounds_keep_to_the_limits(seed, floor, budget):
+def test_rounds_respect_the_limits(seed, floor, budget):
     source = clustered(seed, 200)
     unit_cap = "500" if "tokens" in budget else "30"
     floors, caps = [f"games:{floor}", "travel:1%"], [f"science:{unit_cap}"]
@@ -251,7 +251,7 @@ def test_rounds_keep_to_the_limits(seed, floor, budget):
 
 
 @pytest.mark.parametrize("small", [True, False])
-def test_duplicates_are_thinned_because_the_geometry_says_so(small, monkeypatch):
+def test_a_penalty_on_geometry_removes_duplicates(small, monkeypatch):
     """Sixty copies of the most relevant row, and clusters: additive takes every copy, a penalty a few of them."""
     rng = np.random.default_rng(0)
     if not small:
@@ -284,7 +284,7 @@ def test_ties_go_to_the_earlier_row_and_a_second_run_gives_the_same():
     np.testing.assert_array_equal(first.gain, second.gain)
 
 
-def test_labels_of_a_column_of_one_value_are_one_group():
+def test_a_label_with_one_value_is_one_group():
     source = World()
     limits = limits_of(source, 4, caps=["x:4"], labels=LabelColumn.from_values(["x"] * 40, "topic"))
     assert limits.values == ("x",)

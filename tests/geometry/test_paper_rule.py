@@ -39,7 +39,7 @@ def components(phi_ND, rows):
     return self_norm, pair
 
 
-def test_the_paper_is_what_its_flag_builds_and_scores(art):
+def test_the_flag_builds_and_scores_with_the_rule_of_the_paper(art):
     files = art.files
     assert set(files.array_names) == {"relevance_pooled", "hidden_sketch", "residual_sketch"}
     predictor = Predictor.from_artifact(files)
@@ -68,7 +68,7 @@ def test_the_paper_is_what_its_flag_builds_and_scores(art):
     np.testing.assert_allclose(actual_B, expected_B, rtol=0, atol=rounding(64, half_H3 / std_3))
 
 
-def test_every_verb_takes_the_rule_of_the_artifact(art):
+def test_every_function_uses_the_rule_of_the_artifact(art):
     assert art.predict(by="topic").notes[-1].endswith("protocol paper")
     assert art.predict(drop="topic = 'sky'").unit.startswith("standard deviations over uniform:0.5")
     chosen = art.select("50%", "facts")

@@ -1,4 +1,4 @@
-"""The predictor written as a quadratic is the predictor, for every side, weighting and component."""
+"""The quadratic form equals the predictor for every side, weighting and component."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def value(objective, rows) -> float:
     seed=st.integers(0, 99),
 )
 @example(EVERY, "omitted", "mean", "mean_of_standardised", 0.5, 13, 0)
-def test_the_quadratic_is_the_prediction(omegas, side, weighting, task, negative, size, seed):
+def test_the_quadratic_equals_the_prediction(omegas, side, weighting, task, negative, size, seed):
     source, match = World(seed=seed), {"output_layer": 1.0, "pooled": 0.5}
     chosen = protocol(
         side=side, weighting=weighting, match=match, negative=negative, components=omegas, standardize={"task": task}
@@ -47,7 +47,7 @@ def test_the_quadratic_is_the_prediction(omegas, side, weighting, task, negative
     assert value(objective, rows) == pytest.approx(want, rel=1e-5, abs=2e-5)
 
 
-def test_components_that_cancel_bend_nothing():
+def test_components_that_cancel_leave_a_linear_objective():
     """K_raw against K_cent: their squares of the sketch sum cancel, what is left is linear."""
     source, chosen = World(), protocol(components={"hidden.raw": 0.0, "joint.self": -0.5})
     objective = Objective.from_predictor(predictor_of(source, chosen), np.array([1.0, 0.0]), 10)

@@ -29,7 +29,7 @@ def world(seed, n=12, d=4, b=5, *, plain=False):
 
 @settings(max_examples=25)
 @given(seed=seeds)
-def test_components_are_the_double_loops(seed):
+def test_components_equal_double_loops(seed):
     weights_BN, sketch_ND, _ = world(seed)
     mean_D = sketch_ND.mean(axis=0)
     got = components(weights_BN, sketch_ND, mean_D)
@@ -45,7 +45,7 @@ def test_components_are_the_double_loops(seed):
     weighting=st.sampled_from(["count", "mean"]),
     plain=st.booleans(),
 )
-def test_sides_and_weightings_need_no_complement(seed, side, weighting, plain):
+def test_sides_and_weightings_do_not_need_the_complement(seed, side, weighting, plain):
     weights_BN, sketch_ND, rng = world(seed, plain=plain)
     relevance_NE = rng.standard_normal((12, 3))
     sums, corpus, mass = reference.summed(weights_BN, sketch_ND)
@@ -169,7 +169,7 @@ def test_endpoint_bound_with_trajectory_mismatch(seed, mismatch):
 
 
 @given(seed=seeds, mismatch=st.floats(0, 0.5), beta=st.floats(0.1, 3))
-def test_endpoint_bound_is_reached_where_the_loss_bends_alike_everywhere(seed, mismatch, beta):
+def test_endpoint_bound_is_tight_for_constant_curvature(seed, mismatch, beta):
     """With the Hessian beta I and the worst mismatch there is no slack: any other A or K_raw is seen."""
     gain_B, bound_B = endpoint(seed, mismatch, beta * np.eye(4), worst=True)
     np.testing.assert_allclose(gain_B, bound_B, rtol=1e-8, atol=1e-8)
@@ -225,7 +225,7 @@ def count_map(width, seed):
 
 
 def off_by(vectors_XV, project_VD):
-    """Largest relative error of a squared norm."""
+    """Return the largest relative error of a squared norm."""
     norms_X = (vectors_XV**2).sum(axis=1)
     return float(abs(((vectors_XV @ project_VD) ** 2).sum(axis=1) / norms_X - 1).max())
 

@@ -53,7 +53,7 @@ def of_label(label: LabelFindings) -> dict[str, Any]:
 
 
 def of_artifact(art: grasp.Artifact, directory: Path) -> dict[str, Any]:
-    """Numbers of every verb; arrays by their moments, as they are large."""
+    """Return the numbers of every function; arrays are represented by their moments."""
     reader = art.files
     arrays = {
         name: np.concatenate([block for _, block in reader.array_blocks(name)]).astype(np.float64)
@@ -145,14 +145,14 @@ def differences(actual: Any, expected: Any, where: str = "") -> list[str]:
     return [f"{where}: off by {np.nanmax(np.abs(actual_K - expected_K)):.2g}, tolerance {tolerance:.2g}: {actual}"]
 
 
-def test_a_whole_run_gives_the_numbers_that_were_recorded(numbers, rewrite_snapshots):
+def test_a_complete_run_gives_the_recorded_numbers(numbers, rewrite_snapshots):
     if rewrite_snapshots:
         NUMBERS.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
     lines = differences(numbers, json.loads(NUMBERS.read_text(encoding="utf-8")))
     assert not lines, "\n".join(lines)
 
 
-def test_a_number_that_changed_is_found():
+def test_a_changed_number_is_detected():
     expected = {"a": {"names": ["x"], "values": [[1.0, 2.0], [3, 4]]}, "b": 0.5, "c": None}
     assert differences(expected, expected) == []
     for path, value in [

@@ -1,4 +1,4 @@
-"""grasp detect finds planted mistakes in images and in texts, and refuses what would make it look good."""
+"""grasp detect finds planted mistakes in images and texts, and refuses inputs that would inflate its figures."""
 
 import base64
 import json
@@ -26,7 +26,7 @@ from tests.vision.images_world import pictures, settings, write_parquet
 
 @pytest.fixture(scope="module")
 def noisy(tmp_path_factory):
-    """60 pictures, every tenth with a wrong label, under a head fitted to the labels as they are."""
+    """Build 60 images, every tenth with a wrong label, under a head fitted to these labels."""
     root = tmp_path_factory.mktemp("noisy")
     data = settings(root)
     classes = pictures(60, seed=4)[1]
@@ -39,7 +39,7 @@ def noisy(tmp_path_factory):
     return ArtifactReader.open(build_artifact(build_settings(data), root / "art"))
 
 
-def test_wrong_labels_come_first(noisy):
+def test_rows_with_wrong_labels_rank_first(noisy):
     suspects = detect(noisy, "trusted", truth="changed")
     assert list(suspects.scores) == ["relevance", "neighbour_disagreement", "fused"]
     detections = suspects.record.detections
@@ -49,7 +49,7 @@ def test_wrong_labels_come_first(noisy):
     assert detections["fused"].at_k.recall >= 5 / 6
 
 
-def test_the_command_writes_a_table_and_the_report_shows_the_pictures_that_the_artifact_keeps(noisy, tmp_path):
+def test_the_command_writes_a_table_and_the_report_shows_the_images_of_the_artifact(noisy, tmp_path):
     out, page = tmp_path / "suspects.parquet", tmp_path / "report.html"
     printed = succeed("detect", noisy.path, "--target", "trusted", "--truth", "changed", "--out", out, "--top", 3).out
     assert re.search(r"truth.*\b6 of 60 rows", printed)
@@ -61,22 +61,22 @@ def test_the_command_writes_a_table_and_the_report_shows_the_pictures_that_the_a
     section = page.read_text().partition('<section id="suspects"')[2].partition("</section>")[0]
     encoded = re.findall(r'<img src="data:image/png;base64,([^"]+)"', section)
     assert len(encoded) == 12
-    shown = [decode_image(base64.b64decode(one)) for one in encoded]
+    shown = [decode_image(base64.b64decode(image)) for image in encoded]
     first = table["row_id"].to_pylist()[0]
     index = pq.read_table(noisy.path / "rows.parquet")["row_id"].to_pylist().index(first)
-    own = decode_image(ImageStore.open(noisy.path / "tokens").rows(np.array([index])).encoded[0])
-    assert shown[0].tobytes() == own.tobytes()
+    row_image = decode_image(ImageStore.open(noisy.path / "tokens").rows(np.array([index])).encoded[0])
+    assert shown[0].tobytes() == row_image.tobytes()
     assert re.search(r"\b6 rows", section)
 
 
-def test_a_class_with_one_example_is_told_and_has_no_opinion(tmp_path):
+def test_a_class_with_one_example_is_reported_and_not_judged(tmp_path):
     data = settings(tmp_path)
     write_parquet(tmp_path / "train.parquet", 20, label=[0, 1] * 9 + [0, 2])
     suspects = detect(ArtifactReader.open(build_artifact(build_settings(data), tmp_path / "art")), "trusted")
     assert_mentions(suspects.notes, "1 rows", "image_class")
 
 
-def test_trusted_images_that_are_rows_are_refused_whatever_they_are_called(tmp_path):
+def test_trusted_images_that_are_rows_are_refused_under_any_name(tmp_path):
     data = settings(tmp_path)
     images, classes = pictures(30)
     table = {"row_id": [f"t{i}" for i in range(3)], "image": images[3:6], "label": classes[3:6]}
@@ -89,7 +89,7 @@ def test_trusted_images_that_are_rows_are_refused_whatever_they_are_called(tmp_p
 
 
 def _with(settings, **corpus):
-    """Settings of a build, one row a document."""
+    """Return build settings with one row per document."""
     return settings.model_copy(
         update={"corpus": settings.corpus.model_copy(update={"max_rows_per_document": 1} | corpus)}
     )
@@ -97,7 +97,7 @@ def _with(settings, **corpus):
 
 @pytest.fixture(scope="module")
 def marked(tmp_path_factory):
-    """Texts with columns that are no truth, and labels that say nothing."""
+    """Build texts with columns that are not a ground truth, and with uninformative labels."""
     root = tmp_path_factory.mktemp("marked")
     base = world(root)
     lines = [
@@ -110,14 +110,14 @@ def marked(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "why"), [("one", "same"), ("own", "alone")])
-def test_labels_that_tell_no_row_from_another_rank_nothing(marked, name, why):
+def test_uninformative_labels_are_not_used_for_ranking(marked, name, why):
     suspects = detect(marked, "facts", label=name)
     assert list(suspects.scores) == ["relevance"]
     assert why in suspects.notes[0]
     assert "relevance alone" in suspects.notes[0]
 
 
-def test_rows_checked_to_be_right_are_the_null_distribution(marked):
+def test_rows_verified_as_correct_are_the_null_distribution(marked):
     suspects = detect(marked, "facts", clean="checked", false_positives=0.1)
     assert list(suspects.scores) == ["relevance"]  # nothing is said of labels
     assert suspects.record.threshold.value == np.sort(suspects.scores["relevance"][:30])[27]
@@ -130,7 +130,7 @@ def test_rows_checked_to_be_right_are_the_null_distribution(marked):
 ALPACA = "Below is an instruction that describes a task, paired with an input that gives more context. " * 3
 
 
-def test_texts_with_one_preamble_are_not_one_text(tmp_path):
+def test_texts_with_a_common_preamble_are_not_duplicates(tmp_path):
     write_checkpoint(tmp_path / "model", context=512)
     base = world(tmp_path)
     lines = [{"row_id": f"row-{i}", "text": f"{ALPACA}{text[:20]}"} for i, text in enumerate(texts(30))]
@@ -147,7 +147,7 @@ def test_texts_with_one_preamble_are_not_one_text(tmp_path):
 
 @pytest.fixture(scope="module")
 def leaked(tmp_path_factory):
-    """Texts of which two hold the text of a unit, word for word."""
+    """Build texts of which two contain the text of a unit verbatim."""
     root = tmp_path_factory.mktemp("leaked")
     base = world(root)
     units = [json.loads(line) for line in write_targets(root / "facts.jsonl").read_text().splitlines()]
@@ -165,14 +165,14 @@ def test_trusted_texts_that_are_rows_are_refused(leaked):
     assert f"{units[1]['unit_id']} = row-7" in str(caught.value)
 
 
-def test_flags_that_chance_explains_are_no_suspects(marked):
+def test_flags_explained_by_chance_are_not_suspects(marked):
     suspects = detect(marked, "facts", false_positives=0.2)
     assert suspects.record.threshold.n_flagged <= 8 + 2 * 8**0.5
     assert_mentions(suspects.headline, "relevance", "8 of 40 rows")
     assert all(len(sentence.split()) < 25 for sentence in suspects.headline.split(". "))
 
 
-def test_a_result_shows_the_first_rows_and_holds_them_all(marked):
+def test_a_result_displays_the_first_rows_and_contains_all(marked):
     suspects = detect(marked, "facts", top=3)
     lines = repr(suspects).splitlines()
     assert lines[0] == suspects.headline
@@ -184,7 +184,7 @@ def test_a_result_shows_the_first_rows_and_holds_them_all(marked):
     assert frame["relevance"].is_monotonic_decreasing
 
 
-def test_rows_that_are_all_alike_are_told_and_written(tmp_path):
+def test_identical_rows_are_reported_and_written(tmp_path):
     base = world(tmp_path)
     lines = [{"row_id": f"row-{i}", "text": "The same words again.", "topic": "x"} for i in range(12)]
     (tmp_path / "corpus.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -194,21 +194,23 @@ def test_rows_that_are_all_alike_are_told_and_written(tmp_path):
     assert pq.read_table(tmp_path / "s.parquet")["flagged"].to_pylist() == [False] * 12
 
 
-def test_scores_do_not_depend_on_the_blocks_they_are_read_in(tmp_path):
-    one = ArtifactReader.open(build_artifact(_with(world(tmp_path)), tmp_path / "one"))
-    other = ArtifactReader.open(
+def test_scores_do_not_depend_on_block_size(tmp_path):
+    default_shards = ArtifactReader.open(build_artifact(_with(world(tmp_path)), tmp_path / "one"))
+    small_shards = ArtifactReader.open(
         build_artifact(_with(world(tmp_path)).model_copy(update={"shard_rows": 7}), tmp_path / "other")
     )
-    score_NE = np.concatenate([block for _, block in one.array_blocks("relevance_output_layer")]).astype(float)
+    score_NE = np.concatenate([block for _, block in default_shards.array_blocks("relevance_output_layer")]).astype(
+        float
+    )
     score_NE = (score_NE - score_NE.mean(axis=0)) / score_NE.std(axis=0)
     terms = 2 * (4 * 16 + 32 + 48) + 40  # two layers of the model in float32, and the rows
-    for artifact in (one, other):
+    for artifact in (default_shards, small_shards):
         blocks = list(standardised_blocks(artifact, "relevance_output_layer", "facts", Silent()))
         assert [start for start, _ in blocks] == [0, *np.cumsum([len(block) for _, block in blocks])[:-1]]
-        found_NE = np.concatenate([block for _, block in blocks])
-        np.testing.assert_allclose(found_NE, score_NE, rtol=0, atol=rounding(terms, score_NE))
-        found_N = detect(artifact, "facts").scores["relevance"]
-        np.testing.assert_allclose(found_N, -score_NE.mean(axis=1), rtol=0, atol=rounding(terms, score_NE))
+        actual_NE = np.concatenate([block for _, block in blocks])
+        np.testing.assert_allclose(actual_NE, score_NE, rtol=0, atol=rounding(terms, score_NE))
+        detected_N = detect(artifact, "facts").scores["relevance"]
+        np.testing.assert_allclose(detected_N, -score_NE.mean(axis=1), rtol=0, atol=rounding(terms, score_NE))
 
 
 REFUSED = [
@@ -232,7 +234,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), REFUSED)
-def test_what_detects_nothing_is_refused(request, tmp_path, name, changes, message):
+def test_invalid_arguments_are_refused(request, tmp_path, name, changes, message):
     if name == "few":
         artifact = ArtifactReader.open(build_artifact(_with(world(tmp_path, n_rows=9)), tmp_path / "art"))
     else:

@@ -1,4 +1,4 @@
-"""What the words of a row add is exactly its effect, kernel by kernel; hostile text; rows and models that are gone."""
+"""Contributions of words sum to the effect of a row for each kernel; hostile text; missing rows and models."""
 
 import io
 import json
@@ -45,7 +45,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def art(root):
-    """Every kernel, stored in float32."""
+    """Build with every kernel, stored in float32."""
     settings = world(root / "world", features={"kernels": EVERY, "summary_positions": "tail:32"})
     return ArtifactReader.open(build_artifact(settings, root / "art"))
 
@@ -60,7 +60,7 @@ def unit_of(art):
 
 
 def stored(art, kernel, unit=None):
-    """(N,) relevance in the artifact to a target, or to a unit of it."""
+    """Return the stored relevance (N,) to a target, or to one of its units."""
     names = art.units["unit_id"].to_pylist()
     matrix = np.concatenate([block for _, block in art.array_blocks(f"relevance_{kernel}")]).astype(np.float64)
     return matrix.mean(axis=1) if unit is None else matrix[:, names.index(unit)]
@@ -68,7 +68,7 @@ def stored(art, kernel, unit=None):
 
 @pytest.mark.parametrize("unit", [None, UNIT])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_what_the_tokens_add_is_the_stored_relevance(art, explainer, kernel, unit):
+def test_contributions_of_tokens_sum_to_the_stored_relevance(art, explainer, kernel, unit):
     relevance_N = stored(art, kernel, unit)
     # the gradients of a row, a unit and each of its words are rounded to bfloat16 apart
     rounded = 2**-8 * np.abs(relevance_N).max() if kernel == "gradient" else 0.0
@@ -86,7 +86,7 @@ def test_what_the_tokens_add_is_the_stored_relevance(art, explainer, kernel, uni
 
 @pytest.mark.parametrize("unit", [None, UNIT])
 @pytest.mark.parametrize(
-    "choice",
+    "rule_fields",
     [
         {},
         {"match": {"output_layer": 1.0, "embedding": 0.5, "pooled": -0.3}, "negative": 0.25},
@@ -99,22 +99,22 @@ def test_what_the_tokens_add_is_the_stored_relevance(art, explainer, kernel, uni
         },
     ],
 )
-def test_what_the_tokens_add_is_the_effect_by_which_rows_are_ordered(art, explainer, choice, unit):
-    protocol = rule(**({"name": "tried"} | choice)) if choice else None
+def test_contributions_of_tokens_sum_to_the_effect_that_ranks_rows(art, explainer, rule_fields, unit):
+    protocol = rule(**({"name": "tried"} | rule_fields)) if rule_fields else None
     ordered = score(art, "facts", protocol=protocol, unit=unit).to_pandas().set_index("row_id")["effect"]
     for row in ("row-0", "row-31"):
         explanation = explainer.explain("facts", row, unit=unit, protocol=protocol)
         assert explanation.effect == pytest.approx(ordered[row])
-        rounded = 0.0 if choice else 2**-8 * ordered.abs().max()  # gradients, as above
+        rounded = 0.0 if rule_fields else 2**-8 * ordered.abs().max()  # gradients, as above
         added = np.nansum(explanation.contributions) + explanation.text + explanation.average
         assert added == pytest.approx(explanation.effect, abs=1e-3 + rounded)
-        assert (explanation.text != 0.0) == (choice.get("task") == "estimate" and unit is None)
+        assert (explanation.text != 0.0) == (rule_fields.get("task") == "estimate" and unit is None)
         by_kernel = explanation.to_pandas()[explanation.kernels["kernel"].to_pylist()].sum(axis=1)
         np.testing.assert_allclose(by_kernel, np.nan_to_num(explanation.contributions), atol=1e-12)
 
 
 @pytest.mark.parametrize("positions", ["tail:7", "stride:3"])
-def test_positions_that_no_kernel_uses_add_nothing(root, positions):
+def test_positions_that_no_kernel_uses_contribute_nothing(root, positions):
     features = {"positions": positions, "summary_positions": "tail:4", "kernels": ("output_layer", "pooled")}
     art = ArtifactReader.open(
         build_artifact(world(root / "world", features=features), root / positions.replace(":", "-"))
@@ -126,7 +126,7 @@ def test_positions_that_no_kernel_uses_add_nothing(root, positions):
     assert np.isnan(explanation.contributions[0])
 
 
-def test_what_questions_words_and_pairs_receive_adds_up_too(art, explainer):
+def test_contributions_of_questions_words_and_pairs_sum_to_the_effect(art, explainer):
     every = explainer.explain("facts", "row-5")
     total = np.nansum(every.contributions)
     # the gradient's part of a question is the stored one, in float16; words use a mean over questions in bfloat16
@@ -144,7 +144,7 @@ def test_what_questions_words_and_pairs_receive_adds_up_too(art, explainer):
         assert "".join(explanation.answer_tokens[pair["answer_position"] :]).startswith(pair["answer_text"])
 
 
-def test_a_row_that_helps_mostly_one_question_says_so(explainer):
+def test_a_row_that_mostly_helps_one_question_is_reported(explainer):
     noted = []
     for explanation in (explainer.explain("facts", f"row-{k}") for k in range(12)):
         adds = [max(0.0, added) for added in explanation.questions["contribution"].to_pylist()]
@@ -156,8 +156,8 @@ def test_a_row_that_helps_mostly_one_question_says_so(explainer):
     assert len(set(noted)) == 2
 
 
-def test_a_token_adds_what_a_loop_over_pairs_gives(art, explainer):
-    """The token kernel from its definition, one pair of positions after the other, in float64."""
+def test_token_contributions_equal_a_loop_over_pairs(art, explainer):
+    """Compare with the definition of the kernel in float64, one pair of positions at a time."""
     explanation = explainer.explain("facts", "row-5", unit=UNIT, match="output_layer", protocol=BOTH_SIGNS)
     origin, unit = explainer._origin, unit_of(art)
     whitener = Whitener.fit(second_moments(art.moments, "hidden"), tau=0.01, alpha=1.0, epsilon=0.3)
@@ -171,7 +171,7 @@ def test_a_token_adds_what_a_loop_over_pairs_gives(art, explainer):
 
 
 def each_position(origin, whitener, ids, first):
-    """Whitened hidden state and dense residual of every position that predicts a token from `first` on."""
+    """Return the whitened hidden state and dense residual of every position that predicts a token from `first` on."""
     batch = extract(origin.model, *pad_rows([ids], [first]), ("all",), origin.settings.features.top_k)
     results = []
     for place in range(len(batch.hidden_PH)):
@@ -184,13 +184,13 @@ def each_position(origin, whitener, ids, first):
 # ------------------------------------------------------------------------------------------ as it is shown
 
 
-def test_words_are_tokens_joined():
-    joined, starts = join_words(["The", " nuc", "le", "ic", " ac", "", "id", ".", "\u6c34", "\u706b", " 12", "3"])
-    assert joined == ["The", " nucleic", " acid", ".", "\u6c34", "\u706b", " 123"]
+def test_tokens_are_joined_into_words():
+    words, starts = join_words(["The", " nuc", "le", "ic", " ac", "", "id", ".", "\u6c34", "\u706b", " 12", "3"])
+    assert words == ["The", " nucleic", " acid", ".", "\u6c34", "\u706b", " 123"]
     assert starts.tolist() == [0, 1, 4, 7, 8, 9, 10]
 
 
-def test_it_reads_as_text_in_colour_and_as_html(explainer):
+def test_an_explanation_is_printed_as_text_in_colour_and_as_html(explainer):
     explanation = explainer.explain("facts", "row-5", unit=UNIT)
     text, colour, html = repr(explanation), explanation.as_text(colour=True), explanation._repr_html_()
     assert text.startswith("row row-5: effect ")
@@ -218,7 +218,7 @@ def hostile(root):
     return ArtifactReader.open(build_artifact(settings, root / "hostile-art"))
 
 
-def test_no_text_steers_a_terminal_or_a_page(hostile):
+def test_control_characters_and_markup_are_escaped(hostile):
     explanation = explain(hostile, "facts", "r3", unit=UNIT)
     assert "\U0001f469" in "".join(explanation.tokens)
     assert "\u05e9\u05dc\u05d5\u05dd" in "".join(explanation.tokens)
@@ -231,7 +231,7 @@ def test_no_text_steers_a_terminal_or_a_page(hostile):
     assert "{{7*7}}" in out.getvalue()
 
 
-def test_pieces_of_a_text_are_the_text(root):
+def test_pieces_of_a_text_concatenate_to_the_text(root):
     tokenizer = HfTokenizer(AutoTokenizer.from_pretrained(root / "world" / "model"), vocab_size=300)
     (ids,) = tokenizer.encode([HOSTILE])
     assert "".join(tokenizer.pieces(ids)) == HOSTILE
@@ -240,7 +240,7 @@ def test_pieces_of_a_text_are_the_text(root):
     assert "".join(tokenizer.pieces([*broken, *tokenizer.encode([" water"])[0]])).endswith(" water")
 
 
-def test_a_long_row_is_shown_in_part(root):
+def test_a_long_row_is_abbreviated(root):
     write_checkpoint(root / "long" / "model", context=6_001)
     settings = world(root / "long-world", n_rows=2)
     lines = [
@@ -274,7 +274,7 @@ def test_a_long_row_is_shown_in_part(root):
         ({"match": "nope"}, ArtifactError, "'nope'.*output_layer"),
     ],
 )
-def test_what_is_not_there_is_named(art, arguments, error, message):
+def test_errors_name_the_missing_row_unit_or_kernel(art, arguments, error, message):
     with pytest.raises(error, match=message):
         explain(art, **({"target": "facts", "row": "row-1"} | arguments))
 
@@ -286,17 +286,17 @@ def test_an_artifact_without_tokens(art, tmp_path):
         explain(ArtifactReader.open(tmp_path / "art"), "facts", "row-1")
 
 
-def test_a_model_that_has_moved_is_named_and_may_be_pointed_at(tmp_path):
+def test_a_missing_model_is_named_and_can_be_replaced_by_a_setting(tmp_path):
     settings = world(tmp_path / "world", n_rows=12)
     art = ArtifactReader.open(build_artifact(settings, tmp_path / "art"))
     before = explain(art, "facts", "row-1")
     place = shutil.move(settings.model.path, tmp_path / "elsewhere")
-    with pytest.raises(ModelError, match=r"no such local model.*--set model\.path=DIR"):
+    with pytest.raises(ModelError, match=r"no such .*--set model\.path="):
         explain(art, "facts", "row-1")
     moved = explain(art, "facts", "row-1", overrides={"model": {"path": place}})
     np.testing.assert_array_equal(moved.contributions, before.contributions)
     other = write_checkpoint(tmp_path / "other", vocab=301)
-    with pytest.raises(ArtifactError, match="model and tokenizer changed since it was built"):
+    with pytest.raises(ArtifactError, match="model and tokenizer changed"):
         explain(art, "facts", "row-1", overrides={"model": {"path": str(other)}})
 
 
@@ -328,7 +328,7 @@ def test_the_command_prints_writes_and_refuses(art, tmp_path, monkeypatch):
 TAB, BREAK, SPACE = "\u21e5", "\u21b5", "\u2423"
 
 
-def test_white_space_that_counts_is_seen():
+def test_white_space_with_contributions_is_visible():
     tokens, adds = (
         ("def", " f", ":", "\n", "\t\t", "x", " ", "\t", "\n"),
         (0.1, 0.1, 0.0, 1.0, -0.9, 0.3, 0.5, 0.0, 0.01),
@@ -358,13 +358,13 @@ def test_white_space_that_counts_is_seen():
     assert "".join(word for word, _ in in_report) == f"def f:{BREAK}\n{TAB}{TAB}x{SPACE}\t\n"
 
 
-def test_a_long_run_of_white_space_is_cut():
+def test_a_long_run_of_white_space_is_truncated():
     assert visible(" " * 24) == SPACE * 6 + "..."
     assert visible("\r\n") == "\u240d" + BREAK + "\n"
     assert [visible(word) for word in ("", " a", "a\n")] == ["", " a", "a\n"]
 
 
-def test_units_do_not_pass_the_model_again_if_the_artifact_has_them(art, explainer, monkeypatch):
+def test_stored_units_do_not_pass_the_model_again(art, explainer, monkeypatch):
     plain = Explainer(art)
     monkeypatch.setattr(_Question, "_prepare_from_artifact", lambda self: False)
     passed = plain.explain("facts", "row-5")

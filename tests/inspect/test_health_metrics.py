@@ -1,4 +1,4 @@
-"""The measurements behind the diagnostics equal their definitions, written out in loops."""
+"""The measurements of health checks equal their definitions in loops."""
 
 import numpy as np
 import pytest
@@ -25,12 +25,12 @@ def test_subset_norms_are_the_norms_of_weighted_sums(seed):
     hidden_NN, residual_NN = geometric.gram(hidden, csr_array(residual))
     np.testing.assert_allclose(geometric.subset_norms(weight, hidden_NN), ((weight @ hidden) ** 2).sum(1), rtol=1e-9)
     product = np.einsum("nh,nv->nhv", hidden, residual).reshape(9, -1)
-    found = geometric.subset_norms(weight, hidden_NN * residual_NN)
-    np.testing.assert_allclose(found, ((weight @ product) ** 2).sum(1), rtol=1e-9, atol=1e-12)
+    actual = geometric.subset_norms(weight, hidden_NN * residual_NN)
+    np.testing.assert_allclose(actual, ((weight @ product) ** 2).sum(1), rtol=1e-9, atol=1e-12)
 
 
 def positions(seed, n=5):
-    """Positions of rows 0, 0, 0, 1, 1, 2, 4, 4, 4 and the gradients G_i written out; row 3 has none."""
+    """Return positions of rows 0, 0, 0, 1, 1, 2, 4, 4, 4 and the dense gradients G_i; row 3 has none."""
     hidden, residual = features(seed)
     row = np.array([0, 0, 0, 1, 1, 2, 4, 4, 4])
     gradient = [
@@ -40,13 +40,13 @@ def positions(seed, n=5):
 
 
 @given(SEEDS, st.sampled_from([1, 60, 10**6]))
-def test_position_gram_is_that_of_the_gradients_in_any_blocks(seed, block):
+def test_position_gram_equals_that_of_the_gradients_for_any_block_size(seed, block):
     hidden, residual, row, gradient = positions(seed)
     flat = gradient.reshape(5, -1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(geometric, "BLOCK_ELEMENTS", block)
-        found = geometric.position_gram(hidden, csr_array(residual), row, 5)
-    np.testing.assert_allclose(found, flat @ flat.T, atol=1e-10)
+        actual = geometric.position_gram(hidden, csr_array(residual), row, 5)
+    np.testing.assert_allclose(actual, flat @ flat.T, atol=1e-10)
 
 
 @given(SEEDS)
@@ -54,12 +54,12 @@ def test_uncentred_gram_is_that_of_hidden_states_with_their_mean(seed):
     hidden, residual, row, gradient = positions(seed)
     offset = np.random.default_rng(seed + 1).normal(size=5)
     flat = gradient.reshape(5, -1)
-    found = geometric.uncentred_gram(flat @ flat.T, offset, hidden, csr_array(residual), row)
+    actual = geometric.uncentred_gram(flat @ flat.T, offset, hidden, csr_array(residual), row)
     expected = geometric.position_gram(hidden + offset, csr_array(residual), row, 5)
-    np.testing.assert_allclose(found, expected, atol=1e-10)
+    np.testing.assert_allclose(actual, expected, atol=1e-10)
 
 
-def test_scaled_error_does_not_see_a_factor():
+def test_scaled_error_is_invariant_to_a_factor():
     true = np.array([1.0, 2.0, 4.0])
     assert geometric.scaled_error(7 * true, true) == pytest.approx(0)
     assert geometric.relative_error(7 * true, true) == pytest.approx(6)
@@ -68,13 +68,13 @@ def test_scaled_error_does_not_see_a_factor():
 
 
 @given(SEEDS)
-def test_the_direct_sum_bound_holds_on_any_features_and_is_reached_by_two_rows(seed):
+def test_the_direct_sum_bound_holds_and_is_tight_for_two_rows(seed):
     hidden, residual = features(seed)
-    found = geometric.direct_sum_bound(hidden, residual)
-    assert found.off < 1e-12
-    assert 0 <= found.mean <= found.largest <= found.bound + 1e-12
+    result = geometric.direct_sum_bound(hidden, residual)
+    assert result.off < 1e-12
+    assert 0 <= result.mean <= result.largest <= result.bound + 1e-12
     two = geometric.direct_sum_bound(hidden[:2], residual[:2] + 0.1)
-    assert two.largest == pytest.approx(two.bound)  # of one pair the largest distances are its own
+    assert two.largest == pytest.approx(two.bound)  # with one pair, its distances are the largest
     assert geometric.direct_sum_bound(hidden, 0 * residual) == geometric.DirectSumBound(0.0, 0.0, 0.0, 0.0)
 
 
@@ -93,13 +93,13 @@ def test_effective_rank_counts_directions():
     assert geometric.effective_rank(np.ones((5, 3))) == 0.0
 
 
-def test_mass_outside_is_what_top_k_cut_off():
+def test_mass_outside_equals_the_mass_beyond_top_k():
     generator = np.random.default_rng(2)
     probability = generator.dirichlet(np.full(20, 0.3), size=7)
     residual = probability - np.eye(20)[3]
-    kept = np.argsort(-probability, axis=1)[:, :4]
+    top_k = np.argsort(-probability, axis=1)[:, :4]
     cut = np.zeros_like(residual)
-    for i, line in enumerate(kept):
+    for i, line in enumerate(top_k):
         cut[i, [*line, 3]] = residual[i, [*line, 3]]
     expected = np.mean((abs(residual).sum(1) - abs(cut).sum(1)) / abs(residual).sum(1))
     assert measures.mass_outside(csr_array(cut)) == pytest.approx(expected)
@@ -119,11 +119,11 @@ def test_rank_one_share_is_the_squared_cosine(seed):
         pooled = np.outer(own_hidden[i], own_residual[i])
         if gradient[i].any() and pooled.any():
             shares.append((gradient[i] * pooled).sum() ** 2 / ((gradient[i] ** 2).sum() * (pooled**2).sum()))
-    found = geometric.rank_one_share(hidden, csr_array(residual), row, own_hidden, csr_array(own_residual))
-    assert found == pytest.approx(np.mean(shares))
+    actual = geometric.rank_one_share(hidden, csr_array(residual), row, own_hidden, csr_array(own_residual))
+    assert actual == pytest.approx(np.mean(shares))
 
 
-def test_a_row_of_one_position_is_its_own_summary():
+def test_a_row_of_one_position_equals_its_summary():
     hidden, residual = features(0)
     residual = residual + 0.1
     assert geometric.rank_one_share(hidden, csr_array(residual), np.arange(9), hidden, csr_array(residual)) == (
@@ -132,11 +132,11 @@ def test_a_row_of_one_position_is_its_own_summary():
 
 
 @given(SEEDS)
-def test_accuracy_is_never_below_what_the_bound_promises(seed):
+def test_accuracy_is_never_below_the_bound(seed):
     generator = np.random.default_rng(seed)
     realized = generator.normal(size=12)
-    found = measures.stability(3 * realized + generator.normal(size=12) * generator.random(), realized)
-    assert found.bound <= found.certain <= found.accuracy + 1e-12
+    result = measures.stability(3 * realized + generator.normal(size=12) * generator.random(), realized)
+    assert result.bound <= result.certain <= result.accuracy + 1e-12
     perfect = measures.stability(5 * realized - 2, realized)
     assert (perfect.bound, perfect.accuracy) == (1.0, 1.0)
-    assert measures.stability(-realized, realized).accuracy == 0.0  # a wrong prediction is not turned round
+    assert measures.stability(-realized, realized).accuracy == 0.0  # a reversed prediction is not inverted

@@ -1,4 +1,4 @@
-"""The gradient kernel: exact where all coordinates are taken, unbiased where some are, whatever the architecture."""
+"""The gradient kernel: exact with all coordinates, unbiased with a sample, for every architecture."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def opened(family: str, count: int | None = None, seed: int = 0, dtype: torch.dt
 
 
 def gradients_by_autograd(gradients: SampledGradients, examples) -> torch.Tensor:
-    """Whole gradients of the body, (n, all), one row alone at a time."""
+    """Return whole gradients of the body, (n, all), one row at a time."""
     engine = gradients.engine
     results = [autograd(engine.model, example) for example in examples]
     return torch.stack([torch.cat([as_matrix(b, first).flatten() for b in engine.layers.blocks]) for first in results])
@@ -62,7 +62,7 @@ def relevance_by_definition(whole_NP: torch.Tensor, units_EP: torch.Tensor, damp
 
 
 def relevance(gradients: SampledGradients, examples, unit_examples) -> torch.Tensor:
-    """As a build computes it."""
+    """Compute relevance as in a build."""
     model = gradients.engine.model
     kernel = Gradient(model, asked_for(None), CorpusMoments(model))
     for example in examples:
@@ -85,7 +85,7 @@ def batch_of(gradients: SampledGradients, examples) -> Batch:
     return Batch(*of_positions, loss_B, model.head, model.vocab_size, None, sampled_BK, gradients)
 
 
-def test_with_all_coordinates_it_is_the_inner_product_of_what_autograd_gives(family):
+def test_with_all_coordinates_it_equals_the_inner_product_of_autograd_gradients(family):
     gradients, examples, unit_examples = opened(family), rows(), units()
     whole = [gradients_by_autograd(gradients, part) for part in (examples, unit_examples)]
     expected = relevance_by_definition(*whole, DAMPING)
@@ -95,7 +95,7 @@ def test_with_all_coordinates_it_is_the_inner_product_of_what_autograd_gives(fam
     assert float((actual - expected).abs().max()) <= CLOSE / DAMPING * spread
 
 
-def test_the_sample_holds_the_coordinates_that_autograd_gives(family):
+def test_the_sample_has_the_coordinates_of_autograd_gradients(family):
     gradients, examples = opened(family, count=4_000), rows()
     assert gradients.sample.size < 2 * 4_000 < gradients.engine.layers.size
     expected = of_sample(gradients, gradients_by_autograd(gradients, examples))
@@ -133,13 +133,13 @@ def test_sums_over_the_sample_are_unbiased():
     assert result.std() > 0.1 * abs(whole)  # it is a sample, not the whole
 
 
-def test_a_draw_depends_on_seed_and_name_alone():
+def test_a_sample_depends_only_on_seed_and_name():
     first, same, other = (opened("llama", count=3_000, seed=seed).sample for seed in (0, 0, 1))
     assert all(torch.equal(a.left_GR, b.left_GR) for a, b in zip(first.tiles, same.tiles, strict=True))
     assert not all(torch.equal(a.left_GR, b.left_GR) for a, b in zip(first.tiles, other.tiles, strict=True))
 
 
-def test_sixteen_bits_of_the_units_move_no_relevance():
+def test_bfloat16_units_change_relevance_only_by_rounding():
     """Rounded to bfloat16 a number is off by 2^-9 of itself at most; so is a sum, of its terms' magnitudes."""
     gradients, examples, unit_examples = opened("llama", dtype=torch.float32), rows(), units()
     result = relevance(gradients, examples, unit_examples)
@@ -149,11 +149,11 @@ def test_sixteen_bits_of_the_units_move_no_relevance():
     assert bool(((result - relevance_by_definition(*whole, DAMPING)).abs() <= 2**-8 * terms).all())
 
 
-def test_a_preconditioner_of_zeros_leaves_gradients_as_they_are():
+def test_a_preconditioner_of_zeros_does_not_change_gradients():
     assert gradient_preconditioner(np.zeros(3), np.array([2.0, 2.0, 1.0]), 0.01).tolist() == [2.0, 2.0, 1.0]
 
 
-def test_a_row_whose_gradient_is_not_finite_counts_nothing():
+def test_a_row_with_a_gradient_that_is_not_finite_has_relevance_zero():
     gradients = opened("llama", dtype=torch.float32)
     model = gradients.engine.model
     kernel = Gradient(model, asked_for(None), CorpusMoments(model))
@@ -168,8 +168,8 @@ def test_a_row_whose_gradient_is_not_finite_counts_nothing():
     assert result[1].tolist() == [0.0, 0.0]
 
 
-def test_what_positions_add_is_the_whole(family):
-    """Also where some positions carry no loss."""
+def test_contributions_of_positions_sum_to_the_relevance(family):
+    """Include positions without loss."""
     gradients, unit_examples = opened(family, count=4_000), units()
     side_EK = torch.cat([gradients.compute([unit])[0] for unit in unit_examples])
     gaps = np.array([False, True, True, False, False, True, False, True])
@@ -180,7 +180,7 @@ def test_what_positions_add_is_the_whole(family):
         np.testing.assert_allclose(added_LE.sum(axis=0), whole_E, atol=CLOSE * np.abs(added_LE).sum(axis=0).max())
 
 
-def test_a_batch_without_room_is_halved_and_a_row_without_room_is_an_error():
+def test_a_batch_that_does_not_fit_is_halved_and_a_row_that_does_not_fit_is_an_error():
     requests = []
 
     def run(index):

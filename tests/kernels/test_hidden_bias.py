@@ -49,7 +49,7 @@ def test_shift_relevance_is_the_inner_product_of_exact_gradients():
     np.testing.assert_allclose(actual, of_rows @ of_units.T, rtol=0, atol=close)
 
 
-def test_directions_in_which_all_rows_pull_count_less():
+def test_common_directions_of_all_rows_have_less_weight():
     head, rows, units = world(1)
     accumulator = MomentAccumulator(V)
     delta_PH, tokens = delta(head, *rows[:2]), input_tokens(torch.zeros(30, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""What every kernel of positions promises: a row's relevance depends on its own positions alone, and on no block."""
+"""Contract tests of position kernels: relevance of a row depends only on its positions, not on blocks."""
 
 import pytest
 import torch

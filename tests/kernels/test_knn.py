@@ -36,7 +36,7 @@ def prepared(units, whitener, moments):
 
 
 class Definition:
-    """Float64, one pair of positions at a time."""
+    """Reference in float64, one pair of positions at a time."""
 
     def __init__(self, rows, units, whitener, moments) -> None:
         _, states_MH, label_M = moments
@@ -59,7 +59,7 @@ class Definition:
         self.prior_S = PRIOR * np.exp(-units[1].loss_P.double().numpy()) + 1 / len(near_MS)
 
     def log_probability(self, near_S, same_S):
-        """Of the right token at the units' positions, by the kernel language model."""
+        """Return the log probability of the correct token at unit positions by the kernel language model."""
         prior_S = self.prior_S * self.near_S
         return np.log(same_S + prior_S) - np.log(near_S + PRIOR * self.near_S)
 
@@ -79,14 +79,14 @@ class Definition:
 
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**31))
-def test_neighbour_relevance_is_its_definition(seed):
+def test_neighbour_relevance_equals_its_definition(seed):
     rows, units, whitener, moments = inputs = world(seed)
     actual = knn_relevance(prepared(units, whitener, moments), *rows, N).numpy()
     expected = Definition(*inputs).relevance()
     np.testing.assert_allclose(actual, expected, rtol=0, atol=rounding(TERMS, expected))
 
 
-def test_it_is_the_slope_of_the_kernel_language_model():
+def test_it_equals_the_derivative_of_the_kernel_language_model():
     inputs = world(3)
     law, small = Definition(*inputs), 1e-6
     unit = inputs[1][2].numpy()
@@ -100,7 +100,7 @@ def test_it_is_the_slope_of_the_kernel_language_model():
         np.testing.assert_allclose(law.relevance()[i], expected_E, rtol=0, atol=close)
 
 
-def test_a_row_that_says_what_the_unit_says_helps_and_one_that_says_something_else_harms():
+def test_a_row_with_the_text_of_the_unit_helps_and_one_with_another_continuation_harms():
     _, (unit_hidden, unit_residual, unit), whitener, moments = world(5)
     targets = prepared((unit_hidden, unit_residual, unit), whitener, moments)
     first = unit == 0
@@ -110,7 +110,7 @@ def test_a_row_that_says_what_the_unit_says_helps_and_one_that_says_something_el
     assert knn_relevance(targets, hidden, (label + 1) % V, row, 1)[0, 0] < 0
 
 
-def test_what_the_sample_does_not_have_may_be_there_once():
+def test_relevance_to_units_far_from_the_sample_is_bounded():
     _, (unit_hidden, unit_residual, unit), whitener, moments = world(5)
     far = 40.0 * unit_hidden  # nothing of the corpus is near
     targets = prepared((far, unit_residual, unit), whitener, moments)

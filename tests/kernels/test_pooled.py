@@ -37,7 +37,7 @@ def test_pooled_relevance_is_the_double_loop(seed, e, share):
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-13)
 
 
-def test_shared_coordinates_are_kept_dense_and_rare_ones_sparse():
+def test_shared_coordinates_are_dense_and_rare_ones_sparse():
     _, unit_hidden, _, unit_residual, d = world(3, e=30, share=0.02)
     units = prepare_units(unit_hidden, csr_array(unit_residual), d)
     assert set(units.shared_C) >= {0, 1, 2}
@@ -81,7 +81,7 @@ def test_damping_never_grows_and_keeps_small_matches(x):
 
 
 @given(st.lists(finite, min_size=1), st.floats(0, 1))
-def test_what_is_counted_of_negative_relevance(values, negative):
+def test_the_weight_of_negative_relevance(values, negative):
     relevance = np.array(values)
     np.testing.assert_allclose(
         downweight_negative(relevance, negative), np.where(relevance < 0, negative * relevance, relevance)

@@ -19,7 +19,7 @@ def samples(seed: int, count: int):
 
 
 @given(seed=st.integers(0, 1000), cuts=st.lists(st.integers(0, 30), max_size=4))
-def test_moments_of_any_cut_are_the_moments_of_the_whole(seed, cuts):
+def test_merged_moments_equal_those_of_the_whole_sample(seed, cuts):
     hidden, index, value = samples(seed, 30)
     edges = [0, *sorted(cuts), 30]
     merged = MomentAccumulator(11)
@@ -50,7 +50,7 @@ def test_whitening_whitens_up_to_the_ridge():
     np.testing.assert_allclose(np.linalg.inv(ridged @ ridged), covariance + ridge * np.eye(4), rtol=1e-9)
 
 
-def test_a_constant_hidden_state_is_left_alone():
+def test_a_constant_hidden_state_is_not_scaled():
     assert np.array_equal(whitening_map(np.zeros((3, 3)), 0.01), np.eye(3))
 
 

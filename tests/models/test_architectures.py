@@ -1,4 +1,4 @@
-"""Architectures that people use, tiny and random: the head is found, relevance is what autograd of it says."""
+"""Tiny random models of common architectures: the head is detected, and relevance equals autograd of the head."""
 
 import json
 import shutil
@@ -58,7 +58,7 @@ def model_of(name: str) -> ReferenceModel:
 
 
 def gradient(reference: ReferenceModel, row: np.ndarray, loss_mask: np.ndarray) -> torch.Tensor:
-    """Of the mean loss over the tokens with loss by the weight of the output layer, by the model's own forward."""
+    """Return the gradient of the mean loss by the output layer's weight, with the model's own forward pass."""
     weight = reference.head.linear.weight.requires_grad_(True)
     ids = torch.from_numpy(row.astype(np.int64))[None]
     logits = reference.model(input_ids=ids, use_cache=False).logits[0, :-1]
@@ -97,7 +97,7 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-def test_an_adapter_directory_is_its_model_with_the_adapter_in_its_weights(checkpoint, tmp_path):
+def test_an_adapter_directory_is_loaded_with_the_adapter_merged(checkpoint, tmp_path):
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
     base = AutoModelForCausalLM.from_pretrained(checkpoint)
@@ -146,7 +146,7 @@ def test_sizes_for_which_a_checkpoint_lacks_the_weights_are_refused_at_once(tmp_
 
 
 def test_a_tokenizer_may_have_more_entries_than_the_model(checkpoint, tmp_path):
-    """Added tokens that no text has: an id beyond the vocabulary is named where a text or a unit has it."""
+    """Only token ids beyond the vocabulary that occur in a text or unit are refused."""
     place = shutil.copytree(checkpoint, tmp_path / "model")
     train_tokenizer(["water is wet"] * 3, vocab_size=300).save_pretrained(place)
     tokenizer = AutoTokenizer.from_pretrained(place)
@@ -160,7 +160,7 @@ def test_a_tokenizer_may_have_more_entries_than_the_model(checkpoint, tmp_path):
         UnitSet((unit,)).tokenize(model.tokenizer, 32)
 
 
-def test_sizes_that_do_not_go_together_are_refused(checkpoint, tmp_path):
+def test_inconsistent_sizes_are_refused(checkpoint, tmp_path):
     config = AutoConfig.for_model("gptj", **{**SHAPE, "vocab_size": 300})  # rotates 64 dimensions of heads that have 8
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     for file in checkpoint.glob("tokenizer*"):

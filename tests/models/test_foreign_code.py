@@ -1,4 +1,4 @@
-"""Code that a stranger names is never run: not a checkpoint's own, nor what an artifact says makes its model."""
+"""Untrusted code is never run: neither code of a checkpoint nor the model factory named in an artifact."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ def images(tmp_path_factory):
 
 
 @pytest.mark.parametrize("of", ["model", "tokenizer"])
-def test_the_code_of_a_checkpoint_is_run_only_if_the_user_says_so(of, tmp_path, monkeypatch):
+def test_code_of_a_checkpoint_runs_only_if_the_user_allows_it(of, tmp_path, monkeypatch):
     settings = world(tmp_path, 8).model
     place, ran = tmp_path / "model", tmp_path / "ran"
     (place / "own.py").write_text(CODE.format(str(ran)) + "class Own:\n    pass\n")
@@ -40,29 +40,29 @@ def test_the_code_of_a_checkpoint_is_run_only_if_the_user_says_so(of, tmp_path, 
         record |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
     (place / name).write_text(json.dumps(record))
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a prompt"))
-    with pytest.raises(ModelError, match=r"Python code.*trust_remote_code=true"):
+    with pytest.raises(ModelError, match=r"trust_remote_code=true"):
         ReferenceModel.load(settings)
     assert not ran.exists()
 
 
-def test_settings_that_lay_beside_data_decide_no_code(tmp_path):
+def test_settings_stored_with_data_cannot_name_code(tmp_path):
     data = images_settings(tmp_path)
-    with pytest.raises(SettingsError, match=r"^m: model\.classifier\.factory .*'tests.*TinyNet'.*code"):
+    with pytest.raises(SettingsError, match=r"^m: .*factory .*TinyNet'.*code"):
         without_foreign_code(data, "m")
-    own = {"model": {"classifier": {"factory": "mine.py:Net"}}}
-    assert build_settings(without_foreign_code(data, "m", own)).model.classifier.factory == "mine.py:Net"
+    user_settings = {"model": {"classifier": {"factory": "mine.py:Net"}}}
+    assert build_settings(without_foreign_code(data, "m", user_settings)).model.classifier.factory == "mine.py:Net"
     text = {"model": {"path": "m", "trust_remote_code": True}, "corpus": {"path": "c"}, "targets": {"names": ["t"]}}
-    with pytest.raises(SettingsError, match=r"^m: model\.trust_remote_code .*True.*code"):
+    with pytest.raises(SettingsError, match=r"^m: .*trust_remote_code .*True"):
         without_foreign_code(text, "m")
-    asked = without_foreign_code(text, "m", {"model": {"trust_remote_code": True}})
-    assert build_settings(asked).model.trust_remote_code
+    trusted_settings = without_foreign_code(text, "m", {"model": {"trust_remote_code": True}})
+    assert build_settings(trusted_settings).model.trust_remote_code
     assert not ModelSettings(path="m").trust_remote_code
 
 
 def test_a_target_is_added_with_the_code_that_the_user_names(images, tmp_path):
     art = shutil.copytree(images / "art", tmp_path / "art")
     command = ("build", "--out", art, "--add-target", images / "more.parquet", "--quiet")
-    with pytest.raises(SettingsError, match=r"factory .*--set model\.classifier\.factory="):
+    with pytest.raises(SettingsError, match=r"--set model\.classifier\.factory="):
         add_target(art, TargetSettings(names=(str(images / "more.parquet"),)))
     assert "art/manifest.json: model.classifier.factory" in refused(*command)
     assert "corpus" in refused(*command, "--set", "corpus.limit=3")
@@ -70,7 +70,7 @@ def test_a_target_is_added_with_the_code_that_the_user_names(images, tmp_path):
     assert ArtifactReader.open(art).targets == ("trusted", "more")
 
 
-def test_a_build_goes_on_with_the_code_that_the_user_names(images, tmp_path):
+def test_a_build_resumes_with_the_code_that_the_user_names(images, tmp_path):
     art = shutil.copytree(images / "art", tmp_path / "art")
     assert "run.yaml: model.classifier.factory" in refused("build", "--out", art, "--resume")
     config = ("--config", art / "run.yaml")

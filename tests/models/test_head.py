@@ -1,4 +1,4 @@
-"""Law: gradients go back through the output layer as the model applies it, whatever else it does than W h + b."""
+"""Law: gradients flow through the output layer as the model applies it, also if that is not W h + b."""
 
 import copy
 from dataclasses import replace
@@ -22,14 +22,14 @@ from tests.rounding import rounding
 
 
 class NormedLinear(nn.Linear):
-    """A head that applies its rows at length 1, as Baichuan's does: no row is a fixed multiple of its weight."""
+    """A head with rows normalised to length 1, as in Baichuan: no row is a fixed multiple of its weight."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(hidden, nn.functional.normalize(self.weight), self.bias)
 
 
 class ScaledLinear(nn.Linear):
-    """Each logit has a factor of its own."""
+    """A head with a separate factor for each logit."""
 
     least = -1.0
 
@@ -39,7 +39,7 @@ class ScaledLinear(nn.Linear):
 
 
 class DeadLinear(ScaledLinear):
-    """A factor of 0: what flows through it says nothing of what it is multiplied with."""
+    """A head with a factor of 0, through which no gradient shows the weight."""
 
     least = 0.0
 
@@ -57,16 +57,16 @@ def with_head(kind: type[nn.Linear], *, bias: bool) -> nn.Module:
 
 
 def adapted(**options: object) -> nn.Module:
-    """A model with an adapter of its output layer and of its body, kept apart, that has moved both far."""
+    """Return a model with an unmerged adapter that changes its output layer and its body considerably."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
     config = peft.LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, task_type="CAUSAL_LM", **options)
-    made = peft.get_peft_model(tiny_model("llama"), config).double().eval()
+    model = peft.get_peft_model(tiny_model("llama"), config).double().eval()
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for name, parameter in model.named_parameters():
             if "lm_head" in name and parameter.requires_grad:
                 parameter.add_(0.2 * torch.randn_like(parameter))
-    return made.get_base_model()
+    return model.get_base_model()
 
 
 @pytest.mark.parametrize(
@@ -79,14 +79,14 @@ def adapted(**options: object) -> nn.Module:
         (NormedLinear, True, False),
     ],
 )
-def test_gradients_go_back_through_the_matrix_that_is_applied(kind, bias, is_weight):
+def test_gradients_flow_through_the_matrix_that_is_applied(kind, bias, is_weight):
     model = with_head(kind, bias=bias)
     compare(model, copy.deepcopy(model))
     assert output_head(model).is_weight == is_weight
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_factors_of_a_module_are_found_in_any_dtype(dtype):
+def test_factors_of_a_module_are_detected_in_any_dtype(dtype):
     model = tiny_model("dory").to(dtype)
     head = ReferenceModel(model, tokenizer=None).head
     assert head.is_weight
@@ -116,13 +116,13 @@ def test_an_adapter_of_the_output_layer_is_part_of_it(options):
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning", "ignore:.*is_gradient_checkpointing.*:FutureWarning")
-def test_parameters_inside_an_output_layer_are_no_layers_of_their_own():
+def test_parameters_inside_an_output_layer_are_not_separate_layers():
     reference = ReferenceModel(adapted(target_modules=["q_proj", "lm_head"]), tokenizer=None)
     for name in ("lm_head.base_layer.weight", "lm_head.lora_A.default.weight"):
         with pytest.raises(UntakenLayerError, match=f"{name} .*output layer"):
             layers_of(reference, [name])
     reference = ReferenceModel(with_head(NormedLinear, bias=False), tokenizer=None)
-    with pytest.raises(UntakenLayerError, match=r"lm_head\.weight: .*logits.*NormedLinear"):
+    with pytest.raises(UntakenLayerError, match=r"lm_head\.weight: .*NormedLinear"):
         layers_of(reference, ["lm_head.weight"])
 
 
@@ -133,7 +133,7 @@ def test_an_output_layer_that_is_not_linear_is_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [0.37, 1 / 6, 24.0])
-def test_a_scale_that_no_configuration_names_is_found(scale, dtype):
+def test_a_scale_missing_from_the_configuration_is_detected(scale, dtype):
     head = output_head(Changed(lambda logits: logits * scale).to(dtype))
     terms = VOCAB if dtype == torch.bfloat16 else 1
     assert head.scale == pytest.approx(scale, rel=torch.finfo(dtype).eps / terms**0.5)
@@ -150,7 +150,7 @@ def test_a_scale_that_no_configuration_names_is_found(scale, dtype):
         ({"logit_scale": 0.5, "output_logit_soft_cap": 9.0}, lambda z: 9 * torch.tanh(z / 2 / 9), (0.5, 9.0)),
     ],
 )
-def test_scale_and_cap_are_what_the_model_does_whatever_its_configuration_says(changes, done, expected):
+def test_scale_and_cap_are_measured_and_not_read_from_the_configuration(changes, done, expected):
     model = Changed(done)
     for name, value in changes.items():
         setattr(model.config, name, value)
@@ -161,13 +161,13 @@ def test_scale_and_cap_are_what_the_model_does_whatever_its_configuration_says(c
 @pytest.mark.parametrize(
     "done", [lambda z: z + torch.arange(z.shape[-1]), lambda z: 3 * torch.tanh(z / 3), lambda z: z.relu()]
 )
-def test_what_is_neither_a_scale_nor_a_cap_that_is_named_is_refused(done):
+def test_other_changes_of_logits_are_refused(done):
     with pytest.raises(ModelError, match=r"Changed: .*logits.*scale"):
         output_head(Changed(done))
 
 
 class Changed(LlamaForCausalLM):
-    """A model that does something to its logits."""
+    """A model that applies a function to its logits."""
 
     def __init__(self, done):
         super().__init__(make_model("llama").config)
@@ -181,7 +181,7 @@ class Changed(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize(("kind", "cap"), [(ScaledLinear, None), (nn.Linear, 2.0), (ScaledLinear, 2.0)])
-def test_what_top_k_cut_off_is_spread_evenly_where_slopes_differ_by_logit(kind, cap):
+def test_mass_outside_top_k_is_spread_evenly_if_slopes_differ_by_logit(kind, cap):
     torch.manual_seed(2)
     head = OutputHead(kind(WIDTH, VOCAB).requires_grad_(False), scale=1.5, cap=cap)
     hidden, label = 3 * torch.randn(9, WIDTH), torch.randint(0, VOCAB, (9,))
@@ -189,20 +189,20 @@ def test_what_top_k_cut_off_is_spread_evenly_where_slopes_differ_by_logit(kind, 
     residual = sparse_residual(logits, label, 6, head.slope(logits))
     weight_VH, factor_V = head.linear.weight.double(), 1.0 if head.factor_V is None else head.factor_V.double()
     expected = []
-    for z, y, kept in zip(logits.double(), label, residual.index_PK, strict=True):
+    for z, y, top_k in zip(logits.double(), label, residual.index_PK, strict=True):
         slope = 1.5 * factor_V * (1.0 if cap is None else 1 - (z / cap) ** 2)
         gradient = (z.softmax(0) - nn.functional.one_hot(y, VOCAB)) * slope
-        taken = torch.zeros(VOCAB).double().index_fill(0, kept, 1.0)
-        rest = (gradient * (1 - taken)).sum() / VOCAB
-        expected.append(weight_VH.T @ (gradient * taken + rest))
+        mask = torch.zeros(VOCAB).double().index_fill(0, top_k, 1.0)
+        rest = (gradient * (1 - mask)).sum() / VOCAB
+        expected.append(weight_VH.T @ (gradient * mask + rest))
     actual = hidden_gradient(head, residual).double()
     torch.testing.assert_close(actual, torch.stack(expected), rtol=0, atol=rounding(WIDTH + VOCAB, weight_VH))
     with pytest.raises(ModelError, match="version"):
         hidden_gradient(head, replace(residual, rest_P=None))
 
 
-def test_a_factor_of_one_leaves_an_ordinary_head_as_it_is():
-    """A subclass that does nothing else has the numbers of an `nn.Linear`."""
+def test_a_factor_of_one_equals_a_plain_linear_head():
+    """Compare a subclass without changes with `nn.Linear`."""
 
     class Same(nn.Linear):
         pass

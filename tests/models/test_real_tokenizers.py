@@ -1,4 +1,4 @@
-"""Tokenizers that install by name: a unit's loss is that of the model on the ids of the whole text."""
+"""Tokenizers of installed packages: the loss of a unit is that of the model on the ids of the whole text."""
 
 import importlib.util
 import shutil
@@ -58,8 +58,8 @@ def llama3(_):
 
     file = package("llama_models") / "llama3" / "tokenizer.model"
     special = ["<|begin_of_text|>", "<|end_of_text|>"]
-    made = TikTokenConverter(vocab_file=str(file), pattern=LLAMA3, additional_special_tokens=special).converted()
-    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token=special[0], eos_token=special[1])
+    converted = TikTokenConverter(vocab_file=str(file), pattern=LLAMA3, additional_special_tokens=special).converted()
+    return PreTrainedTokenizerFast(tokenizer_object=converted, bos_token=special[0], eos_token=special[1])
 
 
 @pytest.fixture(
@@ -82,7 +82,7 @@ def model(tokenizer) -> LlamaForCausalLM:
 
 
 def losses(model, ids: list[int]) -> np.ndarray:
-    """Of every token after the first, by the model's logits on the whole text alone."""
+    """Return the loss of every token after the first, by the model's logits on the whole text."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
     return torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none").numpy()
@@ -94,18 +94,18 @@ def test_the_loss_of_a_unit_is_that_of_its_tokens_in_the_whole_text(tokenizer, m
     talks = [Conversation(turns(prompt, completion.strip())) for prompt, completion in PAIRS]
     units += [Unit(f"c{k}", "t", "", "", conversation=talk) for k, talk in enumerate(talks)]
     tokens = UnitSet(tuple(units)).rendered(tokenizer).tokenize(tokenizer, 200)
-    found = evaluate_units(model, tokens)
+    actual = evaluate_units(model, tokens)
     expected = []
     for (prompt, completion), unit in zip(PAIRS, tokens, strict=False):
         ids = raw(prompt + completion)["input_ids"]
-        counted = min(len(raw(prompt)["input_ids"]), len(ids) - 1)  # as lm-evaluation-harness counts
-        first = counted if prompt == prompt.rstrip() else unit.first
+        n_prompt = min(len(raw(prompt)["input_ids"]), len(ids) - 1)  # as lm-evaluation-harness counts
+        first = n_prompt if prompt == prompt.rstrip() else unit.first
         expected.append(losses(model, ids)[first - 1 :].mean())
     for talk in talks:
         whole = raw.apply_chat_template(list(talk.turns), return_dict=True, return_assistant_tokens_mask=True)
         mask = np.array(whole["assistant_masks"][1:], dtype=bool)
         expected.append(losses(model, whole["input_ids"])[mask].mean())
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-10)
 
 
 def test_rows_and_units_have_the_same_tokens_and_loss(tokenizer):

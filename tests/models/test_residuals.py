@@ -1,4 +1,4 @@
-"""Laws: xi = p - onehot exactly on what is kept; top-k finds the k largest; position masks name what they say."""
+"""Laws: xi = p - onehot exactly on the stored coordinates; top-k selects the k largest; position masks."""
 
 import numpy as np
 import pytest
@@ -20,13 +20,13 @@ def dense(residual, vocab: int) -> np.ndarray:
 
 
 def reference(logits: np.ndarray, label: np.ndarray, k: int) -> np.ndarray:
-    """Float64, one position at a time."""
+    """Compute the residual in float64, one position at a time."""
     out = np.zeros_like(logits)
     for p, (z, y) in enumerate(zip(logits, label, strict=True)):
         probability = np.exp(z - z.max())
         probability /= probability.sum()
-        kept = set(np.argsort(-z)[:k]) | {y}
-        for v in kept:
+        token_ids = set(np.argsort(-z)[:k]) | {y}
+        for v in token_ids:
             out[p, v] = probability[v] - (v == y)
     return out
 
@@ -34,20 +34,22 @@ def reference(logits: np.ndarray, label: np.ndarray, k: int) -> np.ndarray:
 @given(seed=st.integers(0, 2**32 - 1), vocab=st.sampled_from([5, 40, 600, 5000]), k=st.integers(1, 20))
 def test_sparse_residual_is_p_minus_onehot_on_the_top_k_and_the_label(seed, vocab, k):
     generator = np.random.default_rng(seed)
-    logits = generator.normal(scale=3.0, size=(4, vocab)).astype(np.float32)  # as exact here as there: one order
+    logits = generator.normal(scale=3.0, size=(4, vocab)).astype(
+        np.float32
+    )  # float32 in both, so that the order is the same
     label = generator.integers(0, vocab, size=4)
-    found = sparse_residual(torch.from_numpy(logits), torch.from_numpy(label), min(k, vocab))
+    residual = sparse_residual(torch.from_numpy(logits), torch.from_numpy(label), min(k, vocab))
     expected = reference(logits.astype(np.float64), label, min(k, vocab))
     # z - log(sum of exp) is rounded at the size of the logits, then made a probability
-    np.testing.assert_allclose(dense(found, vocab), expected, rtol=0, atol=rounding(2, logits))
+    np.testing.assert_allclose(dense(residual, vocab), expected, rtol=0, atol=rounding(2, logits))
 
 
 @given(seed=st.integers(0, 2**32 - 1), vocab=st.integers(64 * 4 * 3, 4000))
-def test_two_level_top_k_finds_what_topk_finds(seed, vocab):
+def test_two_level_top_k_equals_topk(seed, vocab):
     values = torch.from_numpy(np.random.default_rng(seed).normal(size=(3, vocab))).float()
     expected = values.topk(3, dim=1).values
-    found = values.gather(1, top_k(values, 3)).sort(dim=1, descending=True).values
-    assert torch.equal(found, expected)
+    actual = values.gather(1, top_k(values, 3)).sort(dim=1, descending=True).values
+    assert torch.equal(actual, expected)
 
 
 def test_logits_in_chunks_give_the_same_residuals(monkeypatch):
@@ -83,6 +85,6 @@ def test_position_masks(spec, first, length, expected):
 
 
 @pytest.mark.parametrize(("spec", "expected"), [("all", [0, 1, 4, 6]), ("tail:2", [4, 6]), ("stride:2", [1, 6])])
-def test_position_masks_pass_over_what_carries_no_loss(spec, expected):
+def test_position_masks_skip_tokens_without_loss(spec, expected):
     loss_mask = torch.tensor([[False, True, True, False, False, True, False, True, False]])
     assert position_mask(spec, loss_mask)[0].nonzero()[:, 0].tolist() == expected

@@ -1,4 +1,4 @@
-"""Law: a row has the numbers that it has alone, where rotary embeddings depend on the longest row of a batch."""
+"""Law: results of a row do not depend on its batch, also if rotary embeddings depend on the longest row."""
 
 import copy
 
@@ -71,38 +71,38 @@ def units() -> list[UnitTokens]:
     return [UnitTokens(generator.integers(1, VOCAB, size=n).astype(np.int32), 1) for n in LENGTHS]
 
 
-def alone(model: nn.Module, unit: UnitTokens) -> float:
-    """By a model that has seen no other row."""
+def unbatched_loss(model: nn.Module, unit: UnitTokens) -> float:
+    """Return the loss of a unit by a copy of the model that has seen no other row."""
     ids = torch.from_numpy(unit.input_ids.astype(np.int64))[None]
     logits = copy.deepcopy(model)(input_ids=ids, use_cache=False).logits[0, :-1]
     return float(nn.functional.cross_entropy(logits.double(), ids[0, 1:]))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_row_has_the_loss_that_it_has_alone_whatever_was_read_with_it_or_before(case):
+def test_the_loss_of_a_row_does_not_depend_on_its_batch_or_on_earlier_rows(case):
     model = model_of(case)
     with torch.no_grad():
-        expected = [alone(model, unit) for unit in units()]
+        expected = [unbatched_loss(model, unit) for unit in units()]
     close = rounding(TERMS, expected)
     reference = ReferenceModel(copy.deepcopy(model), tokenizer=None)
     reference.check()
     norms = [name for name, _ in model.named_parameters() if "norm" in name and "self_attn" not in name]
     engine = PerExample(reference, layers_of(reference, norms))
     examples = [Example(unit.input_ids) for unit in units()]
-    for _ in range(2):  # what the first left behind is not seen by the second
-        found = np.empty(len(LENGTHS))
+    for _ in range(2):  # state of the first pass does not affect the second
+        losses = np.empty(len(LENGTHS))
         for index, features in forward_passes(reference, units(), ("all",), VOCAB):
-            found[index] = features.row_loss(len(index))
-        np.testing.assert_allclose(found, expected, rtol=0, atol=close)
+            losses[index] = features.row_loss(len(index))
+        np.testing.assert_allclose(losses, expected, rtol=0, atol=close)
         for index in engine.batches(examples):
-            found[index] = engine.run([examples[i] for i in index], lambda *_: None).loss_B
-        np.testing.assert_allclose(found, expected, rtol=0, atol=close)
+            losses[index] = engine.run([examples[i] for i in index], lambda *_: None).loss_B
+        np.testing.assert_allclose(losses, expected, rtol=0, atol=close)
         np.testing.assert_allclose(evaluate_units(reference.model, units()), expected, rtol=0, atol=close)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_lengths_of_these_rows_do_matter_alone(case):
-    """Or the law above would hold of any batching."""
+def test_these_rows_are_in_several_length_classes(case):
+    """Check that the test above is not vacuous."""
     model = model_of(case)
     length_N = np.array(LENGTHS)
     class_N = length_class(model.config, length_N)
@@ -112,7 +112,7 @@ def test_the_lengths_of_these_rows_do_matter_alone(case):
         assert whole == (2 if "dynamic" not in case else 4)  # beyond the border together, or each length alone
 
 
-def test_rows_of_one_class_are_cut_as_ever():
+def test_rows_of_one_length_class_are_batched_as_usual():
     length_N = np.random.default_rng(1).integers(2, 60, size=300)
     plain = batches(length_N, 128)
     same = batches(length_N, 128, np.ones_like(length_N))

@@ -1,7 +1,7 @@
-"""The paper's lower bounds on a small network, with the smoothness constant measured along the way that it takes.
+"""The paper's lower bounds on a small network, with the smoothness constant measured along its trajectory.
 
-The gradient of L is Lipschitz on a segment with the largest spectral norm of its Hessian there. Relevance, geometry and
-surrogate are the project's, of the rows' gradients as updates u_i.
+The Lipschitz constant of the gradient of L on a segment is the largest spectral norm of its Hessian. Relevance,
+geometry and surrogate are computed by grasp from the rows' gradients as updates u_i.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ ROWS, WIDTH, STEPS, RATE = 24, 3, 15, 0.2
 
 def grad(loss: Callable[..., Tensor], theta: Tensor, *rest: Tensor) -> Tensor:
     leaf = theta.detach().requires_grad_()
-    (found,) = torch.autograd.grad(loss(leaf, *rest), leaf)
-    return found
+    (gradient,) = torch.autograd.grad(loss(leaf, *rest), leaf)
+    return gradient
 
 
 class World:
@@ -45,7 +45,7 @@ class World:
         return grad(self.loss, theta, self.x[i : i + 1], self.y[i : i + 1])
 
     def smoothness(self, start: Tensor, stop: Tensor) -> float:
-        """Largest spectral norm of the target's Hessian on a fine grid of the segment, and a percent for the grid."""
+        """Return the largest spectral norm of the target's Hessian on a grid of the segment, plus one percent."""
         grid = [start + share * (stop - start) for share in torch.linspace(0, 1, 9).double()]
         norms = [torch.linalg.eigvalsh(hessian(self.target, theta)).abs().max() for theta in grid]
         return 1.01 * float(max(norms))
@@ -58,7 +58,7 @@ class World:
 
 
 def surrogate(slope: Tensor, update_NW: Tensor, weight_N: Tensor, step: float, beta: float) -> tuple[float, float]:
-    """eta A - beta eta^2 / 2 K_raw of one subset, and the part that is eta A, in nats, by the project's functions."""
+    """Return eta A - beta eta^2 / 2 K_raw of one subset, and its part eta A, in nats, by the functions of grasp."""
     weights_BN, update = csr_array(weight_N.numpy()[None]), update_NW.numpy()
     relevance_B = additive((update @ slope.numpy())[:, None], weights_BN)[:, 0]
     raw_B = components(weights_BN, update, np.zeros(update.shape[1])).raw_B
@@ -81,7 +81,7 @@ def test_one_step_lower_bound_on_a_network(seed, step):
 
 
 def test_a_smoothness_constant_that_is_too_small_breaks_the_bound():
-    """So the bound above is no empty statement: a tenth of the measured constant fails on some of the same worlds."""
+    """Check that the bound above is not vacuous: a tenth of the measured constant fails on some of the same worlds."""
     broken = 0
     for seed in range(4):
         world = World(seed)
@@ -90,14 +90,14 @@ def test_a_smoothness_constant_that_is_too_small_breaks_the_bound():
         after = world.theta - 0.5 * slope
         beta = world.smoothness(world.theta, after)
         gained = float(world.target(world.theta) - world.target(after))
-        one = slope, slope[None], torch.ones(1).double(), 0.5
-        assert gained >= surrogate(*one, beta)[0] - 1e-12
-        broken += gained < surrogate(*one, 0.1 * beta)[0]
+        subset = slope, slope[None], torch.ones(1).double(), 0.5
+        assert gained >= surrogate(*subset, beta)[0] - 1e-12
+        broken += gained < surrogate(*subset, 0.1 * beta)[0]
     assert broken > 0
 
 
 def test_the_bound_is_reached_along_the_direction_that_bends_most():
-    """For a small step along it the gain is A and K with beta, to third order: another scale of either is seen."""
+    """For a small step the gain equals the surrogate to third order, so that a wrong scale of A or K is noticed."""
     step = 1e-3
     for seed in range(3):
         world = World(seed)

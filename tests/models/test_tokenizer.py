@@ -1,4 +1,4 @@
-"""The trained tokenizer loses no text, repeats itself, and survives a checkpoint."""
+"""The trained tokenizer is lossless, reproducible, and survives a checkpoint."""
 
 import pytest
 from hypothesis import given
@@ -23,10 +23,10 @@ def test_no_text_is_out_of_vocabulary(tokenizer, text):
     assert all(0 <= token < 300 for token in ids)
 
 
-def test_merges_are_learned_and_repeatable(tokenizer):
+def test_merges_are_learned_and_reproducible(tokenizer):
     assert len(tokenizer.encode(["the cat"])[0]) < len("the cat")
-    again = HfTokenizer(train_tokenizer(iter(TEXTS), vocab_size=300), vocab_size=512)
-    assert again.fingerprint == tokenizer.fingerprint
+    retrained = HfTokenizer(train_tokenizer(iter(TEXTS), vocab_size=300), vocab_size=512)
+    assert retrained.fingerprint == tokenizer.fingerprint
     other = HfTokenizer(train_tokenizer(iter(TEXTS), vocab_size=290), vocab_size=512)
     assert other.fingerprint != tokenizer.fingerprint
 
@@ -46,7 +46,7 @@ def test_a_saved_tokenizer_is_the_same(tokenizer, tmp_path):
     assert loaded.fingerprint == tokenizer.fingerprint
 
 
-def test_long_texts_are_neither_cut_nor_warned_about(tokenizer):
+def test_long_texts_are_neither_truncated_nor_warned_about(tokenizer):
     assert len(tokenizer.encode(["z" * 5000])[0]) == 5000
 
 

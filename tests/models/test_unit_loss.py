@@ -1,4 +1,4 @@
-"""The loss of a unit: a mean over its labels, whatever it is batched with."""
+"""The loss of a unit is the mean over its labels, independently of its batch."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def gpt2():
 
 
 def reference(model, unit):
-    """One unit alone, label by label."""
+    """Compute the loss of one unit without a batch, label by label."""
     logits = model(input_ids=torch.from_numpy(unit.input_ids[None].astype(np.int64))).logits[0].double()
     labels = unit.input_ids[unit.first :]
     positions = range(unit.first - 1, len(unit.input_ids) - 1)

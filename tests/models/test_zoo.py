@@ -1,4 +1,4 @@
-"""Law: losses and gradients of a causal LM type are those of the model itself, row by row; or it is refused at load.
+"""Law: losses and gradients of every causal LM type equal those of the model for each row, or it is refused at load.
 
 The page that lists the types, docs/howto/model_types.md, is written by `python -m tools.model_types`.
 """
@@ -42,7 +42,7 @@ ADVICE = r"expected|not a causal LM|token ids alone"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of a type: why it is refused, or which parameters with a gradient the gradient kernel leaves out."""
+    """The outcome for a type: why it is refused, or which parameters with a gradient the gradient kernel excludes."""
 
     refused: str | None = None
     left_out: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class RowNumbers:
-    """What autograd gives for one row alone, unpadded, by a model that has seen no other row."""
+    """Results of autograd for one unpadded row, by a model that has seen no other row."""
 
     loss: float
     by_parameter: Mapping[str, torch.Tensor]  # those that take part
@@ -59,7 +59,7 @@ class RowNumbers:
 
 
 def corpus(longest: int) -> RowShard:
-    """Rows of different lengths: two with loss on all tokens, one on every other, one on its last ones."""
+    """Return rows of different lengths: two with loss on all tokens, one on every second, one on its last tokens."""
     lengths = (9, longest, 23, 5)
     offsets = np.cumsum([0, *lengths])
     loss_mask = np.ones(offsets[-1], dtype=np.bool_)
@@ -86,37 +86,37 @@ def numbers_of_row(model: nn.Module, ids: np.ndarray, mask: np.ndarray) -> RowNu
         return received[-1], *args[1:]
 
     whole = loss()
-    found = torch.autograd.grad(whole, list(named.values()), allow_unused=True)
+    gradients = torch.autograd.grad(whole, list(named.values()), allow_unused=True)
     linear.weight.requires_grad_()
     with linear.register_forward_pre_hook(cut):  # its weight may be tied to the embedding: the body's part is cut off
         of_head = loss()
     by_state, by_weight = torch.autograd.grad(of_head, [received[-1], linear.weight])
-    by_parameter = {name: part for name, part in zip(named, found, strict=True) if part is not None}
+    by_parameter = {name: part for name, part in zip(named, gradients, strict=True) if part is not None}
     return RowNumbers(whole.item(), by_parameter, by_state[0, :-1][chosen], by_weight)
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor, *, least: float = 0.0, what: str) -> None:
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, least: float = 0.0, what: str) -> None:
     scale = max(float(expected.abs().max()), least)
-    worst = float((found.double() - expected.double()).abs().max())
+    worst = float((actual.double() - expected.double()).abs().max())
     assert worst <= rounding(TERMS, scale), f"{what}: off by {worst:.3g}, numbers up to {scale:.3g}"
 
 
-def check_row(model: ReferenceModel, features: BatchFeatures, b: int, own: RowNumbers, loss: torch.Tensor) -> None:
-    """Loss, and the gradients by the hidden states and the output layer's weight."""
-    assert_close(loss, torch.tensor(own.loss), what="loss")
+def check_row(model: ReferenceModel, features: BatchFeatures, b: int, expected: RowNumbers, loss: torch.Tensor) -> None:
+    """Compare the loss, and the gradients by the hidden states and by the output layer's weight."""
+    assert_close(loss, torch.tensor(expected.loss), what="loss")
     chosen = features.row_P == b
     residual, hidden_PH = features.residual.at(chosen), features.hidden_PH[chosen]
-    assert_close(hidden_gradient(model.head, residual) / len(hidden_PH), own.by_state_PH, what="by hidden states")
+    assert_close(hidden_gradient(model.head, residual) / len(hidden_PH), expected.by_state_PH, what="by hidden states")
     if model.head.is_weight:
         residual_PV = hidden_PH.new_zeros(len(hidden_PH), model.vocab_size)
         residual_PV.scatter_add_(1, residual.index_PK, residual.value_PK)
-        assert_close(residual_PV.T @ hidden_PH / len(hidden_PH), own.by_weight, what="by the output layer")
+        assert_close(residual_PV.T @ hidden_PH / len(hidden_PH), expected.by_weight, what="by the output layer")
 
 
-def gradient_of_block(block: Block, layers: LayerSet, root: nn.Module, own: RowNumbers) -> torch.Tensor:
-    """(left, right), of the parameters of a block."""
+def gradient_of_block(block: Block, layers: LayerSet, root: nn.Module, expected: RowNumbers) -> torch.Tensor:
+    """Return the gradient (left, right) of the parameters of a block."""
     named = dict(root.named_parameters())
-    parts = {name: own.by_parameter.get(name, torch.zeros_like(named[name])) for name in block.parameters}
+    parts = {name: expected.by_parameter.get(name, torch.zeros_like(named[name])) for name in block.parameters}
     if "vector" in block.kinds:
         return torch.cat([part.flatten() for part in parts.values()])[None]
     module = next(module for module, number in layers.modules if layers.blocks[number] is block)
@@ -131,30 +131,30 @@ def compare(model: nn.Module, fresh: nn.Module) -> tuple[SampledGradients, list[
     reference = ReferenceModel(model, tokenizer=None)
     reference.check()
     rows = corpus(min(reference.context or 30, POSITIONS))
-    own = [numbers_of_row(fresh, rows.ids(i), rows.mask(i)) for i in range(len(rows))]
+    row_numbers = [numbers_of_row(fresh, rows.ids(i), rows.mask(i)) for i in range(len(rows))]
     for index, features in forward_passes(reference, rows, ("all",), VOCAB):
         assert len(index) == len(rows)
         losses = features.row_loss(len(index))
         for b, i in enumerate(index):
-            check_row(reference, features, b, own[i], losses[b])
+            check_row(reference, features, b, row_numbers[i], losses[b])
     chosen = SampledGradients.choose(reference, FEATURES)
     gradients = SampledGradients(chosen.engine, chosen.sample, 1024, chosen.untaken)
     layers = gradients.engine.layers
-    for index, features, taken_BK in ModelPass(reference, FEATURES, gradients)._passes(rows, ("all",)):
+    for index, features, sampled_BK in ModelPass(reference, FEATURES, gradients)._passes(rows, ("all",)):
         assert len(index) == len(rows)
         losses = features.row_loss(len(index))
         for b, i in enumerate(index):
-            check_row(reference, features, b, own[i], losses[b])
-            least = LEAST_SHARE * max(float(part.abs().max()) for part in own[i].by_parameter.values())
+            check_row(reference, features, b, row_numbers[i], losses[b])
+            least = LEAST_SHARE * max(float(part.abs().max()) for part in row_numbers[i].by_parameter.values())
             for block, tile in zip(layers.blocks, gradients.sample.tiles, strict=True):
-                taken = taken_BK[b, tile.start : tile.start + tile.size].view(block.left, block.right)
-                expected = gradient_of_block(block, layers, reference.model, own[i])
-                assert_close(taken, expected, least=least, what=f"by {block.name}")
-    return gradients, own
+                actual = sampled_BK[b, tile.start : tile.start + tile.size].view(block.left, block.right)
+                expected = gradient_of_block(block, layers, reference.model, row_numbers[i])
+                assert_close(actual, expected, least=least, what=f"by {block.name}")
+    return gradients, row_numbers
 
 
 def examine(model_type: str) -> Verdict:
-    """What GRASP makes of a tiny model of the type."""
+    """Return the verdict on a tiny model of the type."""
     model = tiny_model(model_type)
     fresh = copy.deepcopy(model)
     tokenizer = train_tokenizer(["water is wet"], vocab_size=300)
@@ -164,16 +164,16 @@ def examine(model_type: str) -> Verdict:
         )
     except ModelError as err:
         return Verdict(refused=str(err))
-    gradients, own = compare(model, fresh)
+    gradients, row_numbers = compare(model, fresh)
     chosen = {name for block in gradients.engine.layers.blocks for name in block.parameters}
     tables = [module for module in fresh.modules() if isinstance(module, nn.Embedding)]
     outside = {id(part) for module in (*tables, output_layer(fresh)) for part in module.parameters()}
     body = {name for name, part in fresh.named_parameters() if id(part) not in outside}
-    return Verdict(left_out=tuple(sorted(body & set(own[0].by_parameter) - chosen)))
+    return Verdict(left_out=tuple(sorted(body & set(row_numbers[0].by_parameter) - chosen)))
 
 
 def listed() -> dict[str, bool]:
-    """Types that the page lists, and whether they are read."""
+    """Return the types that the page lists, and whether they are supported."""
     text = PAGE.read_text(encoding="utf-8")
     return {
         name: kind == "yes" for name, kind in re.findall(r"^\| `([\w-]+)` \| (yes|refused|not tested) \|", text, re.M)
@@ -188,7 +188,7 @@ FEW = random.Random(0).sample(KNOWN, len(KNOWN) // 10)
 @pytest.mark.parametrize(
     "model_type", [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in KNOWN]
 )
-def test_the_numbers_of_a_type_are_those_of_its_model_or_it_is_refused(model_type):
+def test_results_of_a_type_equal_those_of_its_model_or_it_is_refused(model_type):
     if model_type in NOT_BUILT:
         pytest.skip(NOT_BUILT[model_type])
     verdict = examine(model_type)
@@ -198,7 +198,7 @@ def test_the_numbers_of_a_type_are_those_of_its_model_or_it_is_refused(model_typ
         assert "\n" not in verdict.refused
 
 
-def test_the_page_lists_the_types_of_the_transformers_that_it_names():
+def test_the_page_lists_the_types_of_its_version_of_transformers():
     version = re.search(r"transformers ([\d.]+)", PAGE.read_text(encoding="utf-8"))
     assert version is not None
     if version[1] == transformers.__version__:  # another version has other types

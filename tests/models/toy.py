@@ -23,7 +23,7 @@ RECIPE = TrainingRecipe(
 
 @dataclass(frozen=True, slots=True)
 class InMemoryRows:
-    """Rows that fit in memory, as training reads those of a store."""
+    """Rows in memory with the interface of a row store."""
 
     flat_ids: NDArray[np.int32]
     offsets: NDArray[np.int64]
@@ -57,7 +57,7 @@ class InMemoryRows:
 
 
 def corpus(n_rows=40):
-    """Rows that count up from a random start, of 4 to 12 tokens: something to learn."""
+    """Return rows of 4 to 12 tokens that count up from a random start, which a model can learn."""
     rng = np.random.default_rng(0)
     return InMemoryRows.from_rows([(rng.integers(32) + np.arange(rng.integers(4, 13))) % 32 for _ in range(n_rows)])
 

@@ -132,18 +132,20 @@ SINGLE = {"inkling2_loop_text", "inkling2_text", "xglm"}
 
 
 def tiny_fields(kind: type[PretrainedConfig]) -> dict[str, Any]:
-    """Fields of a configuration, and of those inside it, that make a tiny model."""
+    """Return the fields of a configuration, nested ones included, for a tiny model."""
     parameters = signature(kind.__init__).parameters
     fields = {name: value for name, value in SMALL.items() if name in parameters}
     fields |= {name: 0 for name in TOKENS if name in parameters and parameters[name].default is not None}
-    for name, declared in kind.sub_configs.items():
-        inner = CONFIG_MAPPING[kind.sub_configs_defaults[name].model_type] if declared is AutoConfig else declared
+    for name, config_class in kind.sub_configs.items():
+        inner = (
+            CONFIG_MAPPING[kind.sub_configs_defaults[name].model_type] if config_class is AutoConfig else config_class
+        )
         fields[name] = {"model_type": inner.model_type, **tiny_fields(inner)}
     return fields
 
 
 def merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Fields with changes, inside of nested ones too."""
+    """Return fields with changes applied, recursively."""
     out = dict(fields)
     for name, value in changes.items():
         old = out.get(name)
@@ -152,19 +154,19 @@ def merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def tiny_config(model_type: str) -> PretrainedConfig:
-    """A configuration of the type, or of its decoder if its class takes only that."""
+    """Return a configuration of the type, or of its decoder if the class takes only that."""
     kind = CONFIG_MAPPING[model_type]
     config = kind(**merged(tiny_fields(kind), OVERRIDES.get(model_type, {})))
-    for field in ("is_decoder", "causal"):  # as somebody who trains it as a causal LM must say
+    for field in ("is_decoder", "causal"):  # required to train it as a causal LM
         if hasattr(config, field):
             setattr(config, field, True)
-    own = MODEL_FOR_CAUSAL_LM_MAPPING[kind].config_class
-    inner = [part for name in kind.sub_configs if isinstance(part := getattr(config, name), own)]
-    return config if isinstance(config, own) or not inner else inner[0]
+    config_class = MODEL_FOR_CAUSAL_LM_MAPPING[kind].config_class
+    inner = [part for name in kind.sub_configs if isinstance(part := getattr(config, name), config_class)]
+    return config if isinstance(config, config_class) or not inner else inner[0]
 
 
 def tiny_model(model_type: str, seed: int = 0) -> nn.Module:
-    """A model all of whose weights are random, in float64 where its code can."""
+    """Return a model with random weights, in float64 if its code supports it."""
     torch.manual_seed(seed)
     config = tiny_config(model_type)
     if type(config) in AutoModelForCausalLM._model_mapping:

@@ -1,4 +1,4 @@
-"""Laws of the families: a subset depends on (seed, purpose, number) alone; none is empty; sizes are what was asked."""
+"""Laws of families: a subset depends only on (seed, purpose, number), is not empty, and has the requested size."""
 
 import time
 
@@ -23,7 +23,7 @@ def drawn(family: Family, n: int = 24, *, block: int = 256, seed: int = 0, purpo
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_a_subset_depends_on_seed_purpose_and_number_alone(spelling):
+def test_a_subset_depends_only_on_seed_purpose_and_number(spelling):
     family = parse_family(spelling)
     assert np.array_equal(drawn(family, block=1), drawn(family, block=7))
     assert np.array_equal(drawn(family, 24), drawn(family, 40)[:24])
@@ -44,7 +44,7 @@ def test_bernoulli_keeps_rows_with_its_probability():
     assert abs(block.sizes_B.mean() / 500 - 0.3) < 0.005
 
 
-def test_empty_draws_are_made_again():
+def test_empty_draws_are_repeated():
     blocks = list(Family("bernoulli", fraction=0.05).draw(50, n_rows=4, seed=0, purpose="t", block=10))
     assert min(int(block.sizes_B.min()) for block in blocks) >= 1  # 4 in 5 draws of 4 rows at 5 % are empty
 
@@ -116,7 +116,7 @@ def test_spellings(text, family):
         ("bernoulli:0.000000001", 2, None, r"\b10000\b.*draws"),
     ],
 )
-def test_what_cannot_be_read_or_drawn_is_refused(family, n_rows, labels, message):
+def test_invalid_families_are_refused(family, n_rows, labels, message):
     with pytest.raises(SubsetError, match=message):
         list(parse_family(family).draw(1, n_rows=n_rows, labels=labels, seed=0, purpose="t"))
 
@@ -127,7 +127,7 @@ def test_large_subsets_come_in_smaller_blocks(monkeypatch):
     assert [len(block.subset_ids) for block in blocks] == [2, 2, 2, 2, 1]
 
 
-def test_a_mixture_draws_the_subsets_it_always_drew():
+def test_a_mixture_draws_the_same_subsets_as_earlier_versions():
     """Environments name their subsets by the draw alone: a change would put other rows behind their results."""
     labels = [i % 7 % 3 for i in range(40)]
     (block,) = parse_family("mixture:topic").draw(3, n_rows=40, labels=labels, seed=5, purpose="pinned")

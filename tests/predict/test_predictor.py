@@ -59,7 +59,7 @@ def slow_effects(source, chosen, target, task_standard="mean_relevance"):
 
 
 @pytest.mark.parametrize("task", ["mean_relevance", "mean_of_standardised"])
-def test_an_effect_is_the_equation_written_out_and_a_change_its_weighted_mean(task):
+def test_an_effect_equals_the_equation_and_a_change_its_weighted_mean(task):
     source, chosen = FakeSource(), protocol(standardize={"task": task})
     predictor = Predictor.from_artifact(source, chosen, per_unit=True)
     entries_BN = plain_subsets().csr() * 2.0
@@ -140,7 +140,7 @@ def slow_levels(source, chosen, weights_BN, family_BN, target):
 @pytest.mark.parametrize("components", [{}, COMPONENTS])
 @pytest.mark.parametrize("side", ["retained", "omitted"])
 @pytest.mark.parametrize("weighting", ["count", "mean"])
-def test_the_whole_corpus_changes_nothing_and_parts_add_up(components, side, weighting):
+def test_the_whole_corpus_has_change_zero_and_parts_sum_to_the_change(components, side, weighting):
     chosen = InteractionProtocol(**plain_settings(components=components, side=side, weighting=weighting))
     predictor = Predictor.from_artifact(FakeSource(), chosen, per_unit=True, components=True)
     everything = Weights(csr_array(np.ones((1, 40))))
@@ -184,7 +184,7 @@ def test_a_slice_is_explained_by_its_mean_effect(seed, share):
     )
 
 
-def test_the_unit_is_that_of_the_rows_whatever_the_relevance_is_measured_in():
+def test_changes_do_not_depend_on_the_scale_of_relevance():
     source, larger = FakeSource(), FakeSource()
     for name in ("relevance_output_layer", "relevance_embedding"):
         larger.arrays[name] = source.arrays[name] * 1e3
@@ -210,7 +210,7 @@ def test_additive_retained_is_a_constant_minus_omitted(weighting):
 
 @pytest.mark.parametrize("block_rows", [1, 13, 40])
 @pytest.mark.parametrize("held_bytes", [0, 1 << 20])
-def test_neither_blocks_of_rows_nor_holding_them_matter(block_rows, held_bytes, monkeypatch):
+def test_predictions_do_not_depend_on_blocks_or_caching(block_rows, held_bytes, monkeypatch):
     chosen, weights = protocol(components=COMPONENTS), plain_subsets()
 
     def predicted(source):
@@ -224,7 +224,7 @@ def test_neither_blocks_of_rows_nor_holding_them_matter(block_rows, held_bytes, 
         np.testing.assert_allclose(item, other, rtol=0, atol=rounding(40, item))
 
 
-def test_the_additive_road_reads_no_sketch_and_relevance_once():
+def test_additive_prediction_reads_relevance_once_and_no_sketch():
     source = FakeSource()
     predictor = Predictor.from_artifact(source, DEFAULT_PROTOCOL)
     for _ in range(3):
@@ -247,7 +247,7 @@ def test_shares_of_slices_are_weights_of_their_rows(components):
     np.testing.assert_allclose(doubled, predictor.change(EACH.mixed(1.0 + np.eye(4))), rtol=0, atol=close)
 
 
-def test_what_does_not_vary_contributes_nothing_and_is_named():
+def test_components_without_variance_contribute_nothing_and_are_named():
     source = FakeSource()
     source.arrays["hidden_sketch"][:] = np.array([1.0, 0, 0, 0])  # every row alike: K_self is a constant
     source.arrays["relevance_embedding"][:] = 2.0
@@ -277,7 +277,7 @@ def test_what_does_not_vary_contributes_nothing_and_is_named():
         ({"components": COMPONENTS, "calibration": {"family": "mixture:topic"}}, None, SubsetError, "column 'topic'"),
     ],
 )
-def test_what_cannot_predict_is_refused(changes, targets, error, message):
+def test_artifacts_that_cannot_serve_the_rule_are_refused(changes, targets, error, message):
     with pytest.raises(error, match=message):
         Predictor.from_artifact(FakeSource(), protocol(**changes), targets)
 

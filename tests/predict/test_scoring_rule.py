@@ -1,4 +1,4 @@
-"""The protocol file: what it says is what is kept; everything that does not fit is named at once."""
+"""The protocol file: settings survive a round trip, and all mismatches are reported at once."""
 
 import json
 from importlib.resources import files
@@ -26,7 +26,7 @@ FULL = rule(
 )
 
 
-def test_the_default_is_what_its_provenance_says_was_selected():
+def test_the_default_is_the_selected_rule_of_its_provenance():
     """Three defaults, each what a build ranks by, and each with the best bound of what was tried, or level with it."""
     protocol = DEFAULT_PROTOCOL
     record = json.loads(files("grasp.predict").joinpath("default.provenance.json").read_text())
@@ -51,7 +51,7 @@ def test_the_default_is_what_its_provenance_says_was_selected():
     assert protocol.provenance.endswith(", ".join(protocol.selected_on))
 
 
-def test_a_protocol_says_whether_it_was_selected():
+def test_a_protocol_records_whether_it_was_selected():
     assert_mentions(ScoringProtocol(name="p").provenance, "not selected", "development", "additive")
     assert FULL.provenance.endswith("dev-1, dev-2")
     assert "not selected" in FULL.model_copy(update={"selected_on": None}).provenance
@@ -63,7 +63,7 @@ def test_a_protocol_survives_its_file(tmp_path):
         assert load_protocol(tmp_path / "p.yaml") == protocol
 
 
-def test_what_says_nothing_of_interactions_is_no_interaction(tmp_path):
+def test_a_file_without_interactions_has_none(tmp_path):
     """Files that name every setting, as earlier ones do, are read as what they say."""
     same = {"side": "retained", "weighting": "mean", "components": {}, "calibration": {"family": "mixture:topic"}}
     same["standardize"] = {"task": "mean_relevance", "unit": "own_relevance"}
@@ -91,13 +91,13 @@ def test_what_says_nothing_of_interactions_is_no_interaction(tmp_path):
         ),
     ],
 )
-def test_kernels_are_those_asked_for_or_the_usual_ones_that_are_there(requested, kernels, fitted):
+def test_kernels_are_the_requested_or_the_available_default_ones(requested, kernels, fitted):
     chosen = rule(name="p", match=requested, requires={"top_k": 64})
     arrays = [f"relevance_{kernel}" for kernel in kernels]
     assert chosen.fitted(arrays, {"top_k": 64, "alpha": 0.5, "tau": 7}).match == fitted
 
 
-def test_additive_methods_are_those_of_the_kernels_there():
+def test_additive_methods_are_those_of_the_available_kernels():
     both = additive_methods(["relevance_output_layer", "relevance_embedding", "hidden_sketch"])
     assert list(both) == ["output_layer additive", "embedding additive", "output_layer+embedding additive"]
     assert both["output_layer+embedding additive"].match == {"output_layer": 1.0, "embedding": 1.0}
@@ -105,7 +105,7 @@ def test_additive_methods_are_those_of_the_kernels_there():
     assert list(additive_methods(["relevance_output_layer", "relevance_pooled"])) == three
 
 
-def test_all_mismatches_come_in_one_message():
+def test_all_mismatches_are_in_one_message():
     source = FakeSource(feature_settings={"summary_positions": "all"})
     names = [name for name in source.array_names if name not in ("relevance_pooled", "product_sketch")]
     with pytest.raises(ProtocolError) as caught:
@@ -148,7 +148,7 @@ def test_mistakes_in_a_file_name_the_field(tmp_path, text, message):
     assert "\n" not in str(caught.value)
 
 
-def test_names_of_an_earlier_version_are_read_as_those_of_today(tmp_path):
+def test_names_of_earlier_versions_are_read_as_current_ones(tmp_path):
     old = {
         "match": {
             "token": 1.0,
@@ -182,8 +182,8 @@ def test_names_of_an_earlier_version_are_read_as_those_of_today(tmp_path):
     assert load_protocol(tmp_path / "new.yaml") == new
 
 
-def test_a_kernel_that_the_artifact_lacks_is_named_whatever_it_is_called():
-    with pytest.raises(ProtocolError, match=r"'relevance_words'.*\['relevance_knn'\]"):
+def test_a_missing_kernel_is_named():
+    with pytest.raises(ProtocolError, match=r"'relevance_words'.*'relevance_knn'"):
         rule(name="p", match={"words": 1.0}).fitted(["relevance_knn"], {})
 
 
@@ -195,7 +195,7 @@ def test_files_that_are_not_protocols(tmp_path, text, message):
         load_protocol(tmp_path / "p.yaml")
 
 
-def test_negative_relevance_by_gradients_counts_whole():
+def test_negative_relevance_by_gradients_has_full_weight():
     protocol = rule(name="tried", negative=0.25)
     assert [protocol.negative_of(kernel) for kernel in ("output_layer", "hidden_linear", "gradient")] == [
         0.25,

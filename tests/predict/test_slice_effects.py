@@ -1,4 +1,4 @@
-"""What slices are worth, with intervals over units; label columns as slices."""
+"""Effects of slices with intervals over units; label columns as slices."""
 
 import numpy as np
 import pyarrow as pa
@@ -46,7 +46,7 @@ def worth(source, chosen):
 @pytest.mark.parametrize("side", ["retained", "omitted"])
 @pytest.mark.parametrize("weighting", ["count", "mean"])
 @pytest.mark.parametrize("task", ["mean_relevance", "mean_of_standardised"])
-def test_effects_are_what_is_predicted_and_lie_in_their_intervals(components, side, weighting, task):
+def test_effects_equal_predictions_and_are_in_their_intervals(components, side, weighting, task):
     options = {"components": components, "side": side, "weighting": weighting, "standardize": {"task": task}}
     predictor, effects, low_GT, high_GT = worth(FakeSource(), protocol(**options))
     identity_GG = np.eye(len(SLICES.names))
@@ -83,7 +83,7 @@ def test_one_unit_has_no_interval():
     assert np.isfinite(low_GT[:, source.targets.index("sciq")]).all()
 
 
-def test_a_value_that_is_everything_cannot_be_dropped():
+def test_a_value_of_all_rows_cannot_be_dropped():
     predictor = Predictor.from_artifact(FakeSource(), protocol(components={}))
     whole = LabelSlices("topic", (Slice("all", "true", 40, 80),), np.zeros(40, dtype=np.int32), 0)
     effects = slice_effects(predictor, whole)
@@ -120,7 +120,7 @@ def test_every_row_is_in_one_slice_largest_first():
     np.testing.assert_array_equal(SLICES.each.csr().sum(axis=1), SLICES.rows_G)
 
 
-def test_a_label_of_many_values_keeps_the_largest_and_says_how_many_share_the_rest():
+def test_a_label_of_many_values_has_slices_of_the_largest_and_one_of_the_rest():
     values = ["a"] * 9 + ["b"] * 5 + [f"v{i}" for i in range(20)] + [None]
     slices = label_slices(LabelColumn.from_values(values, "host"), np.ones(35), most=3)
     assert list(slices.names) == ["a", "b", "21 other values"]
@@ -129,13 +129,13 @@ def test_a_label_of_many_values_keeps_the_largest_and_says_how_many_share_the_re
     assert slices.slices[-1].rows == slices.slices[-1].tokens == 21
 
 
-def test_names_are_told_apart():
+def test_equal_names_are_disambiguated():
     values = [None, "(no label)", "1 other values", "x", "y", "(no label)", "1 other values", None]
     slices = label_slices(LabelColumn.from_values(values, "t"), np.ones(8), most=4)
     assert list(slices.names) == ["(no label) #2", "(no label)", "1 other values", "2 other values"]
 
 
-def test_a_label_of_one_value_tells_nothing_apart():
+def test_a_label_of_one_value_has_no_slices():
     with pytest.raises(SubsetError, match="single value 'x'"):
         label_slices(LabelColumn.from_values(["x", "x"], "topic"), np.ones(2))
 
@@ -198,7 +198,7 @@ def test_a_label_that_is_a_list_gives_slices_that_overlap(components):
     np.testing.assert_allclose(effects.redundancy_G[0], pair.redundancy_G[at], atol=1e-5)
 
 
-def test_a_label_that_is_no_list_gives_no_overlapping_slices():
+def test_a_label_that_is_not_a_list_has_no_overlapping_slices():
     assert list_slices(COLUMN, TOKENS) is None
     assert list_slices(LabelColumn.from_values(["[1]", "[2]"]), TOKENS[:2]) is None
     with pytest.raises(SubsetError, match="the same elements"):

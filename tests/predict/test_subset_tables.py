@@ -1,4 +1,4 @@
-"""Long-form tables: what is written comes back, however it is ordered; every mistake names its subset and rows."""
+"""Long-form tables: round trip in any order; errors name the subset and rows."""
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +29,7 @@ def dense(blocks):
     )
 
 
-def test_what_is_written_comes_back(tmp_path):
+def test_written_subsets_are_read_back(tmp_path):
     family = parse_family("uniform:0.4")
     write_subsets(tmp_path / "s.parquet", family.draw(9, n_rows=30, seed=0, purpose="t", block=4), INDEX)
     names, weights_BN = dense(read_subsets(tmp_path / "s.parquet", INDEX, block=2))
@@ -40,7 +40,7 @@ def test_what_is_written_comes_back(tmp_path):
 
 @settings(max_examples=20)
 @given(seed=st.integers(0, 1000), block=st.integers(1, 7))
-def test_neither_order_nor_block_matters(tmp_path_factory, seed, block):
+def test_subsets_do_not_depend_on_order_or_blocks(tmp_path_factory, seed, block):
     path = tmp_path_factory.mktemp("tables") / "s.parquet"
     rng = np.random.default_rng(seed)
     weights_BN = rng.random((6, 30)) * (rng.random((6, 30)) < 0.3)
@@ -73,13 +73,13 @@ def test_a_list_of_rows_is_one_subset(tmp_path):
     assert np.flatnonzero(weights_BN[0]).tolist() == [2, 4]
 
 
-def test_an_omitted_table_leaves_the_rest(tmp_path):
+def test_an_omitted_table_retains_the_other_rows(tmp_path):
     path = save(tmp_path / "s.parquet", subset_id=["a", "a"], row_id=[IDS[1], IDS[0]])
     ((block),) = read_subsets(path, INDEX, side="omitted")
     assert block.weights_BN.indices.tolist() == list(range(2, 30))
 
 
-def test_weights_are_written_when_asked(tmp_path):
+def test_weights_are_written_on_request(tmp_path):
     blocks = in_blocks([WeightedRows("w", np.array([1, 4]), np.array([0.5, 2.0]))], 30)
     write_subsets(tmp_path / "s.parquet", blocks, INDEX, weights=True)
     assert pq.read_table(tmp_path / "s.parquet").to_pylist() == [
@@ -110,14 +110,14 @@ def test_weights_are_written_when_asked(tmp_path):
         ({"subset_id": ["a"], "row_id": [IDS[0]], "weights": [2.0]}, "'weights'"),
     ],
 )
-def test_mistakes_name_subset_and_rows(tmp_path, columns, message):
+def test_errors_name_subset_and_rows(tmp_path, columns, message):
     if isinstance(columns, list):
         columns = dict(zip(("subset_id", "row_id", "weight"), columns, strict=False))
     with pytest.raises(SubsetError, match=message):
         list(read_subsets(save(tmp_path / "s.parquet", **columns), INDEX))
 
 
-def test_subsets_of_another_corpus_are_refused_where_they_say_so(tmp_path):
+def test_subsets_with_the_fingerprint_of_another_corpus_are_refused(tmp_path):
     path, block = tmp_path / "s.parquet", single_subset("kept", np.arange(len(IDS)) < 3)
     write_subsets(path, [block], INDEX, corpus="theirs")
     for source in (path, pq.read_table(path)):

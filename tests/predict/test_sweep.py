@@ -1,4 +1,4 @@
-"""Every way to sum W @ X gives the same, within the tolerance it states; torch is not loaded for small jobs."""
+"""Every way to sum W @ X gives the same result within its tolerance; torch is not loaded for small jobs."""
 
 import itertools
 import subprocess
@@ -56,7 +56,7 @@ def test_large_jobs_are_gathered_by_torch(monkeypatch):
         assert len(requested) == calls
 
 
-def test_shapes_that_do_not_fit_are_named():
+def test_inconsistent_shapes_are_named():
     with pytest.raises(ShapeError, match=r"\(2, 4\).*\b5 rows"):
         RowSums.over(np.ones((5, 3), dtype=np.float32)).sums(Weights(csr_array((2, 4))))
 

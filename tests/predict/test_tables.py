@@ -38,14 +38,14 @@ def subsets(n=6, block=256):
 
 
 @pytest.mark.parametrize("block", [1, 2, 5])
-def test_blocks_of_subsets_do_not_matter(block):
+def test_tables_do_not_depend_on_blocks_of_subsets(block):
     predictor = Predictor.from_artifact(FakeSource(), PROTOCOL, per_unit=True)
     whole, cut = (prediction_table(predictor, FakeSource(), subsets(block=size)).read_all() for size in (256, block))
     keys = [("subset_id", "ascending"), ("target", "ascending"), ("unit_id", "ascending")]
     np.testing.assert_allclose(cut.sort_by(keys)["change"], whole.sort_by(keys)["change"], rtol=1e-4, atol=1e-5)
 
 
-def test_columns_are_those_asked_for_and_the_table_says_what_its_numbers_are():
+def test_columns_are_the_requested_ones_and_metadata_describes_the_numbers():
     predictor = Predictor.from_artifact(FakeSource(), PROTOCOL, components=True)
     plain = prediction_table(predictor, FakeSource(), subsets(3)).read_all()
     assert (plain.column_names, len(plain)) == (["subset_id", "target", "change"], 6)
@@ -67,7 +67,7 @@ def test_subsets_of_another_corpus_are_refused():
         prediction_table(Predictor.from_artifact(FakeSource(), PROTOCOL), FakeSource(), [three]).read_all()
 
 
-def test_predictions_are_those_of_the_arrays(artifact, tmp_path):
+def test_predictions_equal_those_of_the_arrays(artifact, tmp_path):
     protocol = rule(
         name="p",
         components={"joint.pair": -0.3, "product.cent": 0.1},
@@ -92,7 +92,7 @@ def test_predictions_are_those_of_the_arrays(artifact, tmp_path):
     np.testing.assert_allclose(got.column("change"), want.column("change"), rtol=1e-5, atol=1e-6)
 
 
-def test_rows_are_a_full_sort_of_the_effects(artifact):
+def test_rows_are_sorted_by_effect(artifact):
     effect_N = Predictor.from_artifact(artifact).effect_NT[:, FAKE.targets.index("sciq")]
     ranked = score(artifact, "sciq").to_pandas()
     assert ranked["row_id"].tolist() == [f"r{i}" for i in np.argsort(-effect_N, kind="stable")]

@@ -128,7 +128,7 @@ def test_labels_keep_the_mean_of_a_slice():
     np.testing.assert_allclose(same_NT, score_NT, atol=1e-4)
 
 
-def test_order_and_blocks_change_nothing_but_rounding():
+def test_scores_do_not_depend_on_order_and_blocks_up_to_rounding():
     ids, _, _, q_NE = planted(700, 12)
     first, score_NT = fitted(ids, q_NE, block=64)
     other, same_NT = fitted(ids, q_NE, order=stream(1, "order").permutation(700), block=33)
@@ -136,7 +136,7 @@ def test_order_and_blocks_change_nothing_but_rounding():
     assert other.reliability[0].ranking == pytest.approx(first.reliability[0].ranking, abs=1e-4)
 
 
-def test_tasks_do_not_see_each_other():
+def test_scores_of_a_task_do_not_depend_on_other_tasks():
     ids, _, _, q_NE = planted(600, 12)
     both, score_NT = fitted(ids, q_NE, counts=[4, 8])
     for t, columns in enumerate((slice(0, 4), slice(4, 12))):
@@ -166,7 +166,7 @@ def test_gain_on_other_questions_lies_in_the_expected_interval(n_questions, nois
     assert realized < q_NE.mean(axis=1)[top].mean() - q_NE.mean()  # the known questions gain more
 
 
-def test_few_questions_are_warned_of():
+def test_few_questions_give_a_warning():
     ids, _, _, q_NE = planted(300, 15)
     prior, _ = fitted(ids, q_NE)
     assert "only 15 questions" in prior.reliability[0].note("sciq")
@@ -184,7 +184,7 @@ def test_questions_of_two_kinds_are_less_reliable_than_of_a_single_kind():
     assert np.isfinite(score_NT).all()
 
 
-def test_sample_of_the_rows_is_enough_and_bounds_memory(monkeypatch):
+def test_a_sample_of_rows_is_sufficient_and_limits_memory(monkeypatch):
     ids, prior_N, mu_N, q_NE = planted(6_000, 16, noise=4.0)
     monkeypatch.setattr(task_scores, "SAMPLE_ROWS", 1_500)
     monkeypatch.setattr(task_scores, "BLOCK_TOKENS", 500 * LENGTH)

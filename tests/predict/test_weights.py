@@ -1,4 +1,4 @@
-"""Every form of weights is the same matrix; families and tables choose the small one and change nothing by it."""
+"""Every form of weights represents the same matrix; families and tables use the smallest form."""
 
 import numpy as np
 import pyarrow as pa
@@ -39,7 +39,7 @@ def forms(seed: int, n_subsets: int = 5, n_rows: int = 37):
 
 @settings(max_examples=25)
 @given(seed=st.integers(0, 10_000), n_rows=st.integers(1, 40))
-def test_all_forms_mean_their_matrix(seed, n_rows):
+def test_all_forms_equal_their_matrix(seed, n_rows):
     for weights, matrix in forms(seed, n_rows=n_rows):
         assert weights.shape == matrix.shape
         as_entries = weights.csr()
@@ -58,7 +58,7 @@ def test_all_forms_mean_their_matrix(seed, n_rows):
 
 
 @pytest.mark.parametrize("family", ["uniform:0.5", "uniform:0.97", "mixture:topic", "bernoulli:0.3"])
-def test_the_form_changes_no_draw(monkeypatch, family):
+def test_draws_do_not_depend_on_the_form(monkeypatch, family):
     labels = [("games", "science")[i % 2] for i in range(500)]
     draw = {"n_rows": 500, "labels": labels, "seed": 3, "purpose": "test"}
     plain = [block.weights_BN for block in parse_family(family).draw(9, **draw)]
@@ -71,7 +71,7 @@ def test_the_form_changes_no_draw(monkeypatch, family):
     assert [name for block in drawn for name in block.subset_ids] == [f"test-{b:06d}" for b in range(9)]
 
 
-def test_rows_left_out_of_a_large_corpus_are_all_that_is_kept(tmp_path):
+def test_for_a_large_corpus_only_omitted_rows_are_stored(tmp_path):
     names = [f"row-{i}" for i in range(1000)]
     lines = pa.table({"subset_id": ["a", "b", "b"], "row_id": ["row-7", "row-1", "row-999"]})
     pq.write_table(lines, tmp_path / "omitted.parquet")
@@ -82,7 +82,7 @@ def test_rows_left_out_of_a_large_corpus_are_all_that_is_kept(tmp_path):
     assert np.flatnonzero(block.weights_BN.toarray()[1] == 0).tolist() == [1, 999]
 
 
-def test_blocks_have_one_form_and_keep_the_order(monkeypatch):
+def test_blocks_have_one_form_and_preserve_the_order(monkeypatch):
     monkeypatch.setattr(blocks_module, "PACKED_ROWS", 10)
     items = [
         WeightedRows("few", np.arange(3)),

@@ -1,4 +1,4 @@
-"""Laws: an environment holds what training by hand gives; a kill costs the run in flight; bad input costs nothing."""
+"""Laws: stored runs equal manual training; a kill loses only the current run; invalid input is refused first."""
 
 import json
 import multiprocessing
@@ -97,12 +97,12 @@ def settings(inputs, **changes):
 
 @pytest.fixture(scope="module")
 def whole(inputs, tmp_path_factory):
-    """An environment filled without interruption."""
+    """Train all runs without interruption."""
     out = tmp_path_factory.mktemp("whole") / "env"
     return retrain(settings(inputs), out)
 
 
-def test_utilities_are_those_of_training_by_hand(inputs, whole):
+def test_utilities_equal_those_of_manual_training(inputs, whole):
     store = RowStore.open(whole.path / "tokens")
     worker = Worker(settings(inputs), whole)
     masks = [block.weights_BN.toarray() > 0 for block in whole.subset_blocks(row_names(store))]
@@ -180,7 +180,7 @@ def test_settings_of_another_kind_of_training_are_refused(inputs, changes, messa
         settings(inputs, **changes)
 
 
-def test_of_conversations_the_assistants_words_are_trained_on(inputs, tmp_path):
+def test_answers_of_conversations_are_trained_on(inputs, tmp_path):
     chat = chat_settings(tmp_path)
     changes = {"tokenizer": chat.model.path, "corpus": chat.corpus.model_dump(), "seeds": [0], "losses": ["completion"]}
     shape = {"vocab_size": 300, "hidden": 16, "intermediate": 32, "layers": 1, "heads": 2, "context": 128}
@@ -198,7 +198,7 @@ def test_of_conversations_the_assistants_words_are_trained_on(inputs, tmp_path):
     assert np.abs(other.utilities().values_BSE[0, 0] - by_hand).max() > 1e-4
 
 
-def test_the_reference_run_is_kept_with_its_checkpoints(inputs, whole):
+def test_the_reference_run_is_stored_with_its_checkpoints(inputs, whole):
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
 
     for seed in (0, 1):
@@ -212,7 +212,7 @@ def test_the_reference_run_is_kept_with_its_checkpoints(inputs, whole):
     assert len(AutoTokenizer.from_pretrained(whole.path / "reference" / "seed-0")) <= 300
 
 
-def test_what_is_there_is_not_trained_again(inputs, whole):
+def test_finished_runs_are_not_repeated(inputs, whole):
     before = (whole.path / "utilities.parquet").stat()
     seen = []
     retrain(settings(inputs), whole.path, seen.append)
@@ -221,7 +221,7 @@ def test_what_is_there_is_not_trained_again(inputs, whole):
     assert settings(inputs) == retrain_settings(read_yaml(whole.path / "run.yaml"))
 
 
-def test_stopped_anywhere_it_goes_on_to_the_same_bytes(inputs, whole, tmp_path):
+def test_interrupted_training_resumes_to_the_same_bytes(inputs, whole, tmp_path):
     for _ in range(3):
         steps = []
 
@@ -261,7 +261,7 @@ def test_models_trained_together_give_the_same_utilities(inputs, whole, tmp_path
     np.testing.assert_allclose(env.utilities().values_BSE, whole.utilities().values_BSE, atol=1e-4)
 
 
-def test_a_worker_waits_for_what_others_hold_and_does_the_rest(inputs, whole, tmp_path, monkeypatch):
+def test_a_worker_trains_free_runs_and_waits_for_locked_ones(inputs, whole, tmp_path, monkeypatch):
     env = module.prepare(settings(inputs), tmp_path / "env", module._ignore_status)
     others = env.claim(1)
     monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
@@ -275,7 +275,7 @@ def test_a_worker_waits_for_what_others_hold_and_does_the_rest(inputs, whole, tm
     np.testing.assert_array_equal(env.utilities().values_BSE, whole.utilities().values_BSE)
 
 
-def test_progress_says_how_far_and_how_long(inputs, tmp_path, monkeypatch):
+def test_progress_reports_finished_runs_and_remaining_time(inputs, tmp_path, monkeypatch):
     seen, steps, advance = [], [], Trainer.advance
     monkeypatch.setattr(Trainer, "advance", lambda self, batch: steps.append(self.step) or advance(self, batch))
     retrain(settings(inputs, n_subsets=1, seeds=[0]), tmp_path / "env", seen.append)
@@ -298,7 +298,7 @@ def test_seeds_can_be_added_later(inputs, tmp_path):
     assert env.utilities().values_BSE.shape == (3, 2, 12)
 
 
-def test_a_given_table_of_subsets_is_trained_on(inputs, tmp_path):
+def test_subsets_of_a_table_are_trained_on(inputs, tmp_path):
     table = pa.table({"subset_id": ["a"] * 30 + ["b"] * 40, "row_id": [f"r{i}" for i in [*range(30), *range(40)]]})
     pq.write_table(table, tmp_path / "s.parquet")
     env = retrain(settings(inputs, subsets=str(tmp_path / "s.parquet"), seeds=[0]), tmp_path / "env")
@@ -318,7 +318,7 @@ def test_a_given_table_of_subsets_is_trained_on(inputs, tmp_path):
         ({"overrides.shape.vocab_size": 260, "tokenizer": "TRAINED"}, SettingsError, r"\b300 tokens.*\b260\b"),
     ],
 )
-def test_bad_settings_are_refused_before_anything_is_trained(inputs, whole, tmp_path, changes, error, word):
+def test_invalid_settings_are_refused_before_training(inputs, whole, tmp_path, changes, error, word):
     if changes.get("tokenizer") == "TRAINED":
         changes = changes | {"tokenizer": str(whole.path / "tokenizer")}
     fields = put_all(settings(inputs).model_dump(mode="json"), changes)
@@ -327,7 +327,7 @@ def test_bad_settings_are_refused_before_anything_is_trained(inputs, whole, tmp_
     assert not (tmp_path / "env" / "environment.json").exists()
 
 
-def test_where_nothing_is_begun_another_corpus_makes_room(inputs, whole, tmp_path):
+def test_another_corpus_replaces_runs_that_have_not_begun(inputs, whole, tmp_path):
     lines = (inputs / "corpus.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "wrong.jsonl").write_text("".join(lines[:60]).replace("river", "mountain"))
     wrong = {"path": str(tmp_path / "wrong.jsonl"), "max_length": 64}
@@ -347,14 +347,14 @@ def test_where_nothing_is_begun_another_corpus_makes_room(inputs, whole, tmp_pat
     ).read_bytes()
 
 
-def test_other_settings_in_the_same_place_are_refused(inputs, whole):
-    with pytest.raises(RunsError, match=r"recipe_settings\.steps:.*\b5\b.*\b6\b"):
+def test_other_settings_in_the_same_directory_are_refused(inputs, whole):
+    with pytest.raises(RunsError, match=r"settings\.steps:.*\b5\b.*\b6\b"):
         retrain(settings(inputs, overrides=settings(inputs).overrides | {"steps": 6}), whole.path)
     with pytest.raises(RunsError, match=r"subsets: .*\b3\b.*checksum"):
         retrain(settings(inputs, family_seed=1), whole.path)
 
 
-def test_a_run_that_diverges_is_named_and_nothing_of_it_is_kept(inputs, tmp_path):
+def test_a_diverging_run_is_named_and_not_stored(inputs, tmp_path):
     wild = settings(inputs).overrides | {"learning_rate": 1e30, "clip_norm": 1e30}
     with pytest.raises(ModelError, match=r"runs \['full-0'\]: "):
         retrain(settings(inputs, overrides=wild), tmp_path / "env")
@@ -363,7 +363,7 @@ def test_a_run_that_diverges_is_named_and_nothing_of_it_is_kept(inputs, tmp_path
 
 
 @pytest.mark.slow
-def test_several_workers_fill_one_environment(inputs, whole, tmp_path):
+def test_several_workers_share_the_runs(inputs, whole, tmp_path):
     env = retrain(settings(inputs, workers=2), tmp_path / "env")
     np.testing.assert_allclose(env.utilities().values_BSE, whole.utilities().values_BSE, atol=1e-4)
     wild = settings(inputs).overrides | {"learning_rate": 1e30, "clip_norm": 1e30}
@@ -373,7 +373,7 @@ def test_several_workers_fill_one_environment(inputs, whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_at_twenty_random_moments_it_ends_in_the_same_bytes(inputs, whole, tmp_path):
+def test_training_killed_at_twenty_random_moments_gives_the_same_bytes(inputs, whole, tmp_path):
     plain, out = settings(inputs, lease_seconds=0.5), tmp_path / "env"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["grasp.retraining.worker"])
@@ -396,7 +396,7 @@ def test_killed_at_twenty_random_moments_it_ends_in_the_same_bytes(inputs, whole
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # ray leaves sockets to the interpreter's end
-def test_a_cluster_fills_an_environment_with_the_same_numbers(inputs, whole, tmp_path, monkeypatch):
+def test_a_cluster_gives_the_same_runs(inputs, whole, tmp_path, monkeypatch):
     """All of it, since no number of workers is given; from paths that are relative to where the user is."""
     ray = pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")

@@ -1,4 +1,4 @@
-"""An artifact on disk and environments over it in which what retraining gives is planted."""
+"""An artifact on disk, and retraining runs with planted utilities."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -56,7 +56,7 @@ def write_artifact(path: Path, n_rows: int = N_ROWS, kernel: str = "output_layer
 def write_arrays(
     path: Path, arrays: Mapping[str, np.ndarray], rows: pa.Table, units: Sequence[Unit], shard_rows: int, **manifest
 ) -> ArtifactReader:
-    """An artifact of these arrays, in float32, and of these rows."""
+    """Write an artifact of these arrays in float32 and these rows."""
     specs = {name: ArraySpec(array.shape[1], "1", "none") for name, array in arrays.items()}
     fields = {"identity": {}, "n_rows": rows.num_rows, "shard_rows": shard_rows, "dtype": "float32"}
     with lock_artifact(path):
@@ -74,7 +74,7 @@ def write_arrays(
 def begin_environment(
     path: Path, artifact: ArtifactReader, units: Sequence[Unit], family: str, n_subsets: int, **info
 ) -> tuple[RetrainedRuns, list[SubsetBlock]]:
-    """Subsets of the family without a result, and their weights."""
+    """Write subsets of the family without results, and return their weights."""
     rows, parsed = RowIndex.from_parquet(artifact.rows_path), parse_family(family)
     labels = None if parsed.label is None else LabelTable(artifact.rows_path).column(parsed.label)
     spec = FamilyInfo(spec=family, seed=3, purpose="evaluation")
@@ -104,7 +104,7 @@ def write_environment(
     seeds: tuple[int, ...] = (0, 1),
     **info,
 ) -> RetrainedRuns:
-    """`utility(subset, seed, target)` is what retraining gave; all units of a target alike."""
+    """Write runs with `utility(subset, seed, target)` for all units of a target."""
     environment, _ = begin_environment(path, artifact, units(), family, n_subsets, seeds=seeds, **info)
     for run in environment.pending():
         b = environment.subset_ids.index(run.subset_id)

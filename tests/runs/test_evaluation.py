@@ -1,4 +1,4 @@
-"""Laws: what is predicted meets what was realized by name, from whatever file it comes; nothing missing passes."""
+"""Laws: predictions and utilities are matched by name from every file format; missing values are refused."""
 
 import csv
 import io
@@ -62,7 +62,7 @@ def save_array(path, predictions):
     return path
 
 
-def test_a_table_and_an_array_give_what_the_numbers_give(env, tmp_path):
+def test_predictions_from_a_table_and_an_array_are_equal(env, tmp_path):
     noisy = truth(env)
     noisy = Predictions("m", noisy.subset_ids, UNITS, noisy.values_BE + np.random.default_rng(2).normal(size=(10, 5)))
     direct = evaluation_of(env, [noisy], resamples=50)
@@ -76,7 +76,7 @@ def test_a_table_and_an_array_give_what_the_numbers_give(env, tmp_path):
     assert row["task_rho"].value == pytest.approx(expected)
 
 
-def test_subsets_and_units_meet_by_name(env):
+def test_subsets_and_units_are_matched_by_name(env):
     right = truth(env)
     b, e = np.random.default_rng(3).permutation(10), np.random.default_rng(4).permutation(5)
     mixed = Predictions(
@@ -129,13 +129,13 @@ def test_scores_of_whole_tasks_are_summed_too(env, tmp_path):
     assert [row.target for row in evaluation_of(env, [got], resamples=9).methods[0].targets] == ["sciq"]
 
 
-def test_row_scores_that_do_not_fit_are_refused(env, tmp_path):
+def test_inconsistent_row_scores_are_refused(env, tmp_path):
     scores = np.ones((30, 5))
     scores[7, 3] = np.nan
     opened = RowScores("m", UNITS, 30, [(0, scores[:5]), (5, scores[5:])])
     with pytest.raises(RunsError, match="row 7 for sciq@all unit 'u0' is nan"):
         opened.sum_over(env.subset_blocks(ROWS))
-    with pytest.raises(RunsError, match="scores 29 rows, the subsets are drawn from 30"):
+    with pytest.raises(RunsError, match=r"29 rows, .* 30"):
         RowScores("m", UNITS, 29, []).sum_over(env.subset_blocks(ROWS))
     pq.write_table(pa.table({"row_id": ["row-0", "row-0"], "sciq": [1.0, 2.0]}), tmp_path / "x.parquet")
     with pytest.raises(RunsError, match="'row-0' occurs twice"):
@@ -163,7 +163,7 @@ TABLE = pa.Table.from_pylist
         (lambda _: pa.table([["a"], ["b"], ["t"], [1.0]], [*NAMES, "target", "utility"]), "as the name of 2 columns"),
     ],
 )
-def test_tables_that_are_no_predictions_or_have_holes_are_refused(env, tmp_path, table, message):
+def test_invalid_and_incomplete_tables_are_refused(env, tmp_path, table, message):
     path = save_table(tmp_path / "m.parquet", truth(env), shuffle=False)
     pq.write_table(table(pq.read_table(path).to_pylist()), path)
     with pytest.raises(RunsError, match=message):
@@ -180,7 +180,7 @@ def test_tables_that_are_no_predictions_or_have_holes_are_refused(env, tmp_path,
         (np.array([["x"]]), {"subset_ids": ["a"], "units": [["sciq", "0"]]}, "expected an array of numbers"),
     ],
 )
-def test_arrays_that_are_no_predictions_are_refused(env, tmp_path, array, names, message):
+def test_invalid_arrays_are_refused(env, tmp_path, array, names, message):
     np.save(tmp_path / "m.npy", array)
     if names is not None:
         (tmp_path / "m.ids.json").write_text(json.dumps(names))
@@ -188,7 +188,7 @@ def test_arrays_that_are_no_predictions_are_refused(env, tmp_path, array, names,
         read(env, tmp_path / "m.npy")
 
 
-def test_constant_predictions_and_utilities_are_said_to_be_undefined_everywhere(env, tmp_path):
+def test_constant_predictions_and_utilities_are_reported_as_undefined(env, tmp_path):
     flat = Predictions("flat", env.subset_ids, UNITS, np.ones((10, 5)))
     report = evaluation_of(env, [flat], resamples=9)
     table = repr(report)
@@ -205,7 +205,7 @@ def test_constant_predictions_and_utilities_are_said_to_be_undefined_everywhere(
     assert "task_rho of m on sciq: utilities are constant" in repr(evaluation_of(same, [ordered], resamples=9))
 
 
-def test_the_report_says_the_same_as_text_json_and_csv(env):
+def test_the_report_is_the_same_as_text_json_and_csv(env):
     other = Predictions("noise", env.subset_ids, UNITS, np.random.default_rng(7).normal(size=(10, 5)))
     report = evaluation_of(env, [truth(env), other], resamples=50)
     records = json.loads(report.to_json())["results"]
@@ -229,7 +229,7 @@ def test_one_seed_and_held_out_targets_are_marked(tmp_path):
     assert report.records()[0]["task_ceiling"] is None
 
 
-def test_what_is_unfinished_is_evaluated_only_when_asked_and_unknown_targets_never(env, tmp_path):
+def test_unfinished_runs_are_evaluated_only_on_request_and_unknown_targets_never(env, tmp_path):
     begun = create(tmp_path / "begun", n_subsets=6)
     for run in begun.pending()[:6]:
         begun.write_run(run, result(begun, run))
@@ -248,7 +248,7 @@ def test_what_is_unfinished_is_evaluated_only_when_asked_and_unknown_targets_nev
 
 
 class FakeArtifact:
-    """What `match_targets` reads of an artifact."""
+    """A substitute with the attributes of an artifact that `match_targets` reads."""
 
     path = "art"
 
@@ -274,7 +274,7 @@ def test_an_artifact_of_another_corpus_or_of_other_units_is_refused(tmp_path):
     env = create(tmp_path / "env", targets=targets)
     assert match_targets(env, FakeArtifact(units)) == {"sciq": "sciq"}
     assert match_targets(env, FakeArtifact(everywhere, loss_on="all")) == {"sciq@all": "sciq"}
-    with pytest.raises(RunsError, match=r"art: corpus fingerprint beef, but .* trained on c0ffee"):
+    with pytest.raises(RunsError, match=r"art: .*beef, .* c0ffee"):
         match_targets(env, FakeArtifact(units, corpus="beef"))
     with pytest.raises(RunsError, match="art: units of sciq have fingerprint"):
         match_targets(env, FakeArtifact(units[::-1]))

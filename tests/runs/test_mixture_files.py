@@ -1,4 +1,4 @@
-"""Mixtures in the files of tools: each tool's own parser reads the weights, and imports have them back."""
+"""Mixtures in configuration files of tools: the parser of each tool reads the weights, and they can be imported."""
 
 import importlib.util
 import json
@@ -37,7 +37,7 @@ def written(path, form):
     return path / f"mixture{SUFFIXES[form]}"
 
 
-def test_what_is_written_is_read_back(tmp_path, form):
+def test_written_mixtures_are_read_back(tmp_path, form):
     mixture = read_mixture(written(tmp_path, form))
     assert mixture.form == form
     want_G = WEIGHTS.times_G if mixture.measure == "times" else WEIGHTS.shares(mixture.measure)
@@ -101,7 +101,7 @@ def test_axolotl_entries_are_splits_that_datasets_cuts(tmp_path):
     np.testing.assert_allclose(np.array(list(rows.values())) / 1_000, WEIGHTS.times_G, atol=0.005)
 
 
-def test_datatrove_reads_each_document_as_often_as_it_is_seen(tmp_path, monkeypatch):
+def test_datatrove_reads_each_document_as_often_as_its_weight(tmp_path, monkeypatch):
     pytest.importorskip("datatrove")
     pytest.importorskip("orjson")  # of its JSONL reader
     path = written(tmp_path, "datatrove")
@@ -164,7 +164,7 @@ def test_nothing_in_a_mixture_is_run(tmp_path):
         ("m.csv", "value,now\na,1\n", "'share_of_tokens'"),
     ],
 )
-def test_files_that_are_no_mixtures_are_refused_in_one_line(tmp_path, name, text, message):
+def test_files_without_a_mixture_are_refused_in_one_line(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(RunsError, match=message) as error:
         read_mixture(tmp_path / name)
@@ -175,12 +175,12 @@ def test_mixtures_with_weights_of_different_things_are_refused(tmp_path):
     write_mixture(WEIGHTS, tmp_path / "a.yaml", "axolotl")
     write_mixture(WEIGHTS, tmp_path / "b.txt", "megatron")
     results = pa.table({"run": ["a", "b"], "sciq/loss": [3.0, 2.9]})
-    with pytest.raises(RunsError, match="different kinds: times in a, tokens in b"):
+    with pytest.raises(RunsError, match="times in a, tokens in b"):
         grasp.import_runs(tmp_path, results, label="topic")
 
 
 def test_forms_and_endings_are_checked(tmp_path):
-    with pytest.raises(SettingsError, match=r"format: got 'olmocore' \(did you mean 'olmo-core'\?\)"):
+    with pytest.raises(SettingsError, match=r"format: .*'olmocore' .*'olmo-core'"):
         write_mixture(WEIGHTS, tmp_path / "m.yaml", "olmocore")
     with pytest.raises(SettingsError, match=r"ends in \.txt for megatron"):
         write_mixture(WEIGHTS, tmp_path / "m.yaml", "megatron")

@@ -1,4 +1,4 @@
-"""Results of harnesses: every file of a run counts; what differs is named, what cannot be compared is refused."""
+"""Results of harnesses: all files of a run are merged, differences are named, incomparable results are refused."""
 
 import itertools
 import json
@@ -69,7 +69,7 @@ def test_tasks_in_one_file_or_in_several_are_the_same_results(tmp_path_factory, 
 
 
 @pytest.mark.parametrize("folders", [("x", "y"), ("y", "x")])
-def test_of_two_values_the_newest_counts_and_both_are_named(tmp_path, folders):
+def test_the_newest_of_two_values_is_used_and_both_are_named(tmp_path, folders):
     """By the date of the file, not by the name of the folder it is in."""
     for run in RUNS:
         place(tmp_path, f"{run}/{folders[0]}", f"results_{OLD}.json", harness(sciq={"acc,none": 0.25, "f1,none": 0.5}))
@@ -90,7 +90,7 @@ def test_equal_values_and_results_without_a_date(tmp_path):
         place(tmp_path, f"{run}/y", "results.json", harness(sciq={"acc,none": 0.25}, piqa={"acc,none": 0.5}))
     assert read(tmp_path).notes == ()
     place(tmp_path, "b/y", "results.json", harness(sciq={"acc,none": 0.5}))
-    with pytest.raises(RunsError, match=r"run 'b': sciq has acc 0\.25 and 0\.5 .*no date"):
+    with pytest.raises(RunsError, match=r"'b': sciq .*0\.25 and 0\.5 "):
         read(tmp_path)
     place(tmp_path, "b/y", "results.json", harness(sciq={"acc,none": 0.5}, piqa={"acc,none": 0.5}) | {"date": 1.7e9})
     assert of(read(tmp_path), "sciq/acc") == {"a": 0.25, "b": 0.5, "c": 0.25}
@@ -123,22 +123,22 @@ def test_runs_under_different_conditions_are_refused(tmp_path, field, first, oth
     for run, value in zip(RUNS, (first, first, other), strict=True):
         table = harness(sciq={"acc,none": 0.25}, piqa={"acc,none": 0.5})
         place(tmp_path, run, f"results_{NEW}.json", table | {field: {"sciq": value}})
-    with pytest.raises(RunsError, match=r"sciq: runs 'a' and 'c' were evaluated with .*--metrics '!sciq/\*'"):
+    with pytest.raises(RunsError, match=r"sciq: runs 'a' and 'c' .*'!sciq/\*'"):
         read(tmp_path)
     assert read(tmp_path, metrics=["!sciq/*"]).metrics == ("piqa/acc",)
 
 
 @pytest.mark.parametrize("unknown", [{}, {"sciq": None}, {"sciq": "N/A"}, {"sciq": "Yaml"}])
-def test_conditions_that_are_not_known_differ_from_none(tmp_path, unknown):
+def test_unknown_conditions_are_compatible_with_any(tmp_path, unknown):
     for run, versions in zip(RUNS, (unknown, {"sciq": 1.0}, unknown), strict=True):
         place(tmp_path, run, "results.json", harness(sciq={"acc,none": 0.25}) | {"versions": versions})
     assert len(read(tmp_path)) == 3
     place(tmp_path, "c", f"results_{OLD}.json", harness(sciq={"f1,none": 0.25}) | {"versions": {"sciq": 2.0}})
-    with pytest.raises(RunsError, match=r"runs 'b' and 'c' .* version 1\.0 and 2\.0"):
+    with pytest.raises(RunsError, match=r"'b' and 'c' .*1\.0 and 2\.0"):
         read(tmp_path)
 
 
-def test_a_version_is_the_same_as_number_and_as_text_and_null_fields_are_not_known(tmp_path):
+def test_versions_as_number_and_text_are_equal_and_null_fields_are_unknown(tmp_path):
     fields = [{"versions": {"sciq": 1}}, {"versions": {"sciq": "1"}}, {"versions": {"sciq": "1.0"}, "n-shot": None}]
     for run, named in zip(RUNS, fields, strict=True):
         place(tmp_path, run, "results.json", harness(sciq={"acc,none": 0.25}) | named | {"n-samples": {"sciq": None}})
@@ -155,7 +155,7 @@ def test_models_of_one_run_are_named(tmp_path):
 # ---------------------------------------------------------------- metrics of a file
 
 
-def test_every_filter_is_a_metric_and_counts_are_none(tmp_path):
+def test_every_filter_is_a_metric_and_counts_are_not(tmp_path):
     results = {"name": "gsm8k", "alias": "- gsm8k", "sample_len": 10, "sample_count": {"exact_match": 10}}
     results |= {"exact_match,strict-match": 0.25, "exact_match_stderr,strict-match": 0.01}
     results |= {"exact_match,flexible-extract": 0.5, "exact_match_stderr,flexible-extract": "N/A", "bypass,none": 999}
@@ -174,7 +174,7 @@ def test_plain_names_of_version_0_3_are_the_same_metrics(tmp_path):
         read(tmp_path)
 
 
-def test_results_that_are_no_numbers_are_named(tmp_path):
+def test_results_that_are_not_numbers_are_named(tmp_path):
     for run in RUNS:
         place(tmp_path, run, "results.json", harness(sciq={"acc,none": "N/A"}, piqa={"acc,none": 0.5}))
     runs = read(tmp_path)
@@ -182,7 +182,7 @@ def test_results_that_are_no_numbers_are_named(tmp_path):
     assert any("not numbers" in note and "a: sciq: acc" in note for note in runs.notes)
 
 
-def test_the_mean_of_a_group_stands_beside_its_tasks(tmp_path):
+def test_the_mean_of_a_group_is_a_metric_like_its_tasks(tmp_path):
     result = harness(mmlu={"acc,none": 0.5, " ": " "}, mmlu_law={"acc,none": 0.25}, mmlu_art={"acc,none": 0.75})
     for run in RUNS:
         place(tmp_path, run, f"results_{OLD}.json", result | {"group_subtasks": {"mmlu": ["mmlu_law", "mmlu_art"]}})
@@ -260,7 +260,7 @@ def test_metrics_of_olmes(tmp_path):
     np.testing.assert_array_equal([of(runs, "sciq/acc_raw")[run] for run in RUNS], [0.25, 0.375, 0.5])
 
 
-def test_variants_of_a_task_are_told_apart_by_their_aliases(tmp_path):
+def test_variants_of_a_task_are_distinguished_by_their_aliases(tmp_path):
     for run in RUNS:
         for k, style in enumerate(("rc", "mc")):
             data = olmes(alias=f"sciq:{style}::olmes", acc_raw=0.25 + k)
@@ -274,10 +274,10 @@ def test_variants_of_a_task_are_told_apart_by_their_aliases(tmp_path):
 def test_damaged_files_are_named(tmp_path, name, text):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / name).write_text(text)
-    with pytest.raises(RunsError, match=f"{name}: not a results file of (lm-evaluation-harness|olmes)"):
+    with pytest.raises(RunsError, match=f"{name}: .*(lm-evaluation-harness|olmes)"):
         read(tmp_path)
 
 
-def test_a_directory_without_results_says_what_it_looks_for(tmp_path):
+def test_the_error_of_a_directory_without_results_names_the_expected_files(tmp_path):
     with pytest.raises(RunsError, match=r"contains no results\*.json"):
         read(tmp_path)

@@ -1,4 +1,4 @@
-"""Laws: what exists is whole; a kill costs one run; what is read is what was written, or is named and refused."""
+"""Laws: files that exist are complete; a kill loses one run; damaged files are named and refused."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ def masks(env, rows=ROWS, **options):
     return np.concatenate([block.weights_BN.toarray() for block in env.subset_blocks(rows, **options)])
 
 
-def test_what_was_written_is_read_in_order_whatever_the_order_of_lines(tmp_path):
+def test_utilities_are_read_in_order_for_any_order_of_lines(tmp_path):
     env = filled(tmp_path / "env")
     rewrite(tmp_path / "env" / "utilities.parquet", lambda rows: rows[::-1])
     got = RetrainedRuns.open(tmp_path / "env").utilities()
@@ -60,13 +60,13 @@ def test_runs_come_seed_after_seed_with_the_whole_corpus_first(tmp_path):
     assert [run.stem for run in env.claim(8)] == ["full-1"]
 
 
-def test_masks_are_those_that_were_drawn_and_are_drawn_again(tmp_path):
+def test_masks_can_be_drawn_again(tmp_path):
     env = create(tmp_path / "env")
     expected = np.concatenate([block.weights_BN.toarray() for block in blocks()])
     np.testing.assert_array_equal(masks(env), expected)
     with pytest.raises(RunsError, match="not the subsets trained on"):
         masks(env, RowIndex.from_ids([f"row-{i}" for i in reversed(range(30))]))
-    with pytest.raises(RunsError, match="drawn from 30 rows, got a corpus of 31"):
+    with pytest.raises(RunsError, match=r"30 rows, .* 31"):
         masks(env, RowIndex.from_ids([f"row-{i}" for i in range(31)]))
     (tmp_path / "env" / "subsets.parquet").unlink()
     np.testing.assert_array_equal(masks(env, block=2), expected)
@@ -87,9 +87,9 @@ def test_masks_drawn_again_by_other_labels_are_refused(tmp_path):
         masks(env, labels=LabelColumn.from_values(sorted(labels)))
 
 
-def test_an_unfinished_environment_says_what_is_missing(tmp_path):
+def test_unfinished_runs_report_missing_results(tmp_path):
     env = fill(create(tmp_path), 4)
-    with pytest.raises(RunsError, match=r"5 runs are missing, e.g. \['evaluation-000003-0'"):
+    with pytest.raises(RunsError, match=r"5 runs .*'evaluation-000003-0'"):
         env.utilities()
     with pytest.raises(RunsError, match="6 of 10 runs are missing"):
         env.compact()
@@ -98,7 +98,7 @@ def test_an_unfinished_environment_says_what_is_missing(tmp_path):
 
 
 @pytest.mark.parametrize("kill_at", range(1, 14))
-def test_killed_at_any_rename_it_goes_on_to_the_same_bytes(tmp_path, monkeypatch, kill_at):
+def test_runs_killed_at_any_rename_resume_to_the_same_bytes(tmp_path, monkeypatch, kill_at):
     filled(tmp_path / "whole")
     with raising(monkeypatch, "replace", kill_at, Killed()), pytest.raises(Killed):
         filled(tmp_path / "env")
@@ -111,7 +111,7 @@ def test_killed_at_any_rename_it_goes_on_to_the_same_bytes(tmp_path, monkeypatch
     assert not list((tmp_path / "env").rglob("*.part"))
 
 
-def test_killed_between_merging_and_cleaning_nothing_is_lost(tmp_path):
+def test_a_kill_between_merging_and_cleaning_loses_nothing(tmp_path):
     env = fill(create(tmp_path / "env"))
     saved = {path.name: path.read_bytes() for path in (tmp_path / "env" / "runs").iterdir()}
     env.compact()
@@ -124,7 +124,7 @@ def test_killed_between_merging_and_cleaning_nothing_is_lost(tmp_path):
     np.testing.assert_array_equal(env.utilities().values_BSE, before)
 
 
-def test_two_workers_never_hold_one_run(tmp_path):
+def test_two_workers_never_lock_the_same_run(tmp_path):
     record, two = create(tmp_path), create(tmp_path)
     first, second = record.claim(1), two.claim(3)
     assert [run.stem for run in first] == ["full-0"]
@@ -170,14 +170,14 @@ def test_seeds_and_subsets_can_be_added(tmp_path):
         ({"n_subsets": 3}, r"subsets: .*\b4\b.*checksum"),
     ],
 )
-def test_another_environment_in_the_same_place_is_refused(tmp_path, changes, message):
+def test_other_runs_in_the_same_directory_are_refused(tmp_path, changes, message):
     create(tmp_path)
     with pytest.raises(RunsError, match=message):
         create(tmp_path, **changes)
     assert RetrainedRuns.open(tmp_path).info == create(tmp_path).info
 
 
-def test_other_versions_of_the_program_may_go_on(tmp_path):
+def test_other_versions_of_the_program_may_resume(tmp_path):
     env = create(tmp_path, made_by={"torch": "1"})
     assert create(tmp_path, made_by={"torch": "2"}).info == env.info
 
@@ -235,7 +235,7 @@ def test_damaged_utilities_are_refused_and_named(tmp_path, change, message):
         (lambda env: env.utilities(seeds=[5]), r"seeds.*\[5\]"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_named(tmp_path, ask, message):
+def test_inconsistent_results_are_refused_and_named(tmp_path, ask, message):
     env = create(tmp_path)
     env.check_corpus("c0ffee", "artifact")
     with pytest.raises(RunsError, match=message):
@@ -250,7 +250,7 @@ def test_what_does_not_fit_is_refused_and_named(tmp_path, ask, message):
         (lambda text: '{"role": "test"}', r"role:.*'test'"),
     ],
 )
-def test_open_refuses_what_is_no_environment(tmp_path, change, message):
+def test_open_refuses_other_directories(tmp_path, change, message):
     create(tmp_path)
     path = tmp_path / "environment.json"
     changed = change(path.read_text())
@@ -260,11 +260,11 @@ def test_open_refuses_what_is_no_environment(tmp_path, change, message):
 
 
 @pytest.mark.parametrize("name", ["environment.json", "utilities.parquet", "subsets.parquet"])
-def test_a_file_without_an_end_is_not_opened(tmp_path, name):
+def test_a_pipe_is_not_opened(tmp_path, name):
     filled(tmp_path)
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
-    with pytest.raises(RunsError, match=f"{name}: is a pipe, expected a regular file"):
+    with pytest.raises(RunsError, match=f"{name}: is a pipe"):
         RetrainedRuns.open(tmp_path)
 
 
@@ -275,7 +275,7 @@ def test_a_dev_environment_may_hold_out_targets(tmp_path):
     assert (task.role_of("sciq"), task.role_of("sciq@all")) == ("held-out", "held-out")
 
 
-def test_a_copy_keeps_what_is_small_and_can_draw_the_rest_again(tmp_path):
+def test_a_copy_has_small_files_and_draws_masks_again(tmp_path):
     env = filled(tmp_path / "env")
     (tmp_path / "env" / "reference").mkdir()
     sizes = keep(env, tmp_path / "kept")
@@ -288,7 +288,7 @@ def test_a_copy_keeps_what_is_small_and_can_draw_the_rest_again(tmp_path):
     np.testing.assert_array_equal(masks(reopened), masks(env))
 
 
-def test_merging_clears_away_what_is_ours_and_old(tmp_path):
+def test_merging_removes_only_old_files_of_grasp(tmp_path):
     env = fill(create(tmp_path), 9)
     env.claim(1)
     old, young = (tmp_path / "runs" / f".x.{digit * 32}.part" for digit in "12")
@@ -307,7 +307,7 @@ def fingerprint(env):
 
 
 @pytest.mark.parametrize("family", [FAMILY, None])
-def test_runs_are_known_by_what_was_trained_and_not_by_their_directory(tmp_path, family):
+def test_runs_are_identified_by_their_training_and_not_by_their_directory(tmp_path, family):
     known = fingerprint(create(tmp_path / "env", family=family))
     more = create(tmp_path / "env", n_subsets=7, seeds=(0, 1, 2), family=family)
     assert fingerprint(more) == fingerprint(create(tmp_path / "other", family=family, role="held-out")) == known
@@ -319,7 +319,7 @@ def test_runs_are_known_by_what_was_trained_and_not_by_their_directory(tmp_path,
     assert fingerprint(RetrainedRuns.create(tmp_path / "drawn", drawn, draw, ROWS)) != known
 
 
-def test_the_protocol_that_ships_names_the_runs_that_it_was_selected_on():
+def test_the_built_in_rule_names_the_runs_that_it_was_selected_on():
     experiments = Path(__file__).parents[2] / "experiments"
     env = RetrainedRuns.open(experiments / "environments" / "cc-topic")
     protocol = DEFAULT_PROTOCOL
@@ -350,7 +350,7 @@ def test_a_repr_reads_no_run(tmp_path):
         reopened.summary()
 
 
-def test_many_runs_are_claimed_with_one_look_at_the_claims(tmp_path, monkeypatch):
+def test_many_runs_are_claimed_with_one_listing_of_the_claims(tmp_path, monkeypatch):
     env, looks = create(tmp_path / "env"), []
     env.write_run(Run(0, "full"), result(env, Run(0, "full")))
     for name in ("scandir", "listdir"):
@@ -380,11 +380,11 @@ def test_any_flipped_bit_of_the_results_is_one_line_or_nothing(tmp_path):
     assert refused > 75
 
 
-def test_names_that_are_no_text_are_refused(tmp_path):
+def test_names_that_are_not_text_are_refused(tmp_path):
     env = filled(tmp_path / "env")
     path = tmp_path / "env" / "utilities.parquet"
     table = pq.read_table(path)
     broken = pa.array([b"evaluation-00000\xff"] * len(table), pa.binary()).view(pa.string())
     pq.write_table(table.set_column(0, "subset_id", broken), path)
-    with pytest.raises(RunsError, match=r"utilities\.parquet: cannot be read as Parquet: .*UTF8"):
+    with pytest.raises(RunsError, match=r"utilities\.parquet: .*UTF8"):
         env.pending()

@@ -47,7 +47,7 @@ def predicted(source, chosen, slices, p_BG, targets) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("side", "weighting"), [("retained", "mean"), ("retained", "count"), ("omitted", "count")])
-def test_the_quadratic_is_the_prediction(side, weighting):
+def test_the_quadratic_equals_the_prediction(side, weighting):
     source = World()
     chosen = protocol(side=side, weighting=weighting, components=GEOMETRY, match={"output_layer": 1.0, "pooled": 0.5})
     predictor, slices = predictor_of(source, chosen), slices_of(source)
@@ -304,7 +304,7 @@ def test_the_weights_that_are_written_predict_the_same(tmp_path):
         ({"max_repeat": 0.5}, SettingsError, "max_repeat: got 0.5"),
     ],
 )
-def test_what_cannot_be_met_is_told_in_one_line(change, error, message):
+def test_infeasible_constraints_are_refused_in_one_line(change, error, message):
     arguments = {name: value for name, value in change.items() if name != "side"}
     with pytest.raises(error, match=message) as caught:
         mixed(World(), protocol(side=change.get("side", "retained")), **arguments)

@@ -1,4 +1,4 @@
-"""Runs without an artifact: mixtures are predicted, the best lies where it was planted, and what is next is told."""
+"""Runs without an artifact: prediction of mixtures, the planted optimum, and proposals of further runs."""
 
 import re
 
@@ -49,7 +49,7 @@ def test_mixtures_are_predicted_in_the_unit_of_the_metric(runs):
     assert np.corrcoef(accuracy, share_BG[:, 0])[0, 1] > 0.99
 
 
-def test_the_best_mixture_lies_inside_and_a_cautious_one_nearer_to_the_runs(runs):
+def test_the_best_mixture_is_in_the_interior_and_a_cautious_one_closer_to_the_runs(runs):
     best = grasp.mix_runs(runs, "sciq/loss").to_pandas().set_index("value")
     np.testing.assert_allclose(best.loc[list(TOPICS), "proposed"], PEAK, atol=0.05)
     few = runs_of(np.random.default_rng(8).dirichlet(np.full(3, 0.5), 6), noise=0.05)
@@ -68,7 +68,7 @@ def test_the_best_mixture_lies_inside_and_a_cautious_one_nearer_to_the_runs(runs
     )
 
 
-def test_the_joint_posterior_is_that_of_single_predictions():
+def test_the_joint_posterior_agrees_with_single_predictions():
     model = MixtureModel.from_runs(
         runs_of(np.random.default_rng(0).dirichlet(np.ones(3), N_RUNS), noise=0.05), "sciq/loss"
     )
@@ -110,7 +110,8 @@ def test_commands_predict_mix_and_propose(runs, tmp_path):
     pacsv.write_csv(mixtures(PEAK[None], mixture=["planted"]), tmp_path / "m.csv")
     assert "planted" in succeed("runs", "predict", tmp_path / "runs", tmp_path / "m.csv", "--metric", "sciq/loss").out
     output = succeed("runs", "mix", tmp_path / "runs", "--metric", "sciq/loss").out
-    assert re.search(r"sciq/loss: proposed (2\.99|3\.0)", output)
+    assert re.search(r"sciq/loss: proposed mixture, predicted (2\.99|3\.0)", output)
+    assert re.search(r"sciq/loss: best run run-\d+, predicted \S+ \(\S+ to \S+\), measured [23]\.\d+$", output, re.M)
     command = ("runs", "propose", tmp_path / "runs", "--count", 2, "--out", tmp_path / "next.csv")
     succeed(*command, "--art", artifact.path, "--subsets", tmp_path / "next.parquet")
     (block,) = read_subsets(tmp_path / "next.parquet", RowIndex.from_parquet(artifact.rows_path))
@@ -124,7 +125,7 @@ def test_commands_predict_mix_and_propose(runs, tmp_path):
     assert "--art" in refused("runs", "propose", tmp_path / "runs", "--subsets", tmp_path / "x.parquet")
 
 
-def test_what_mix_writes_is_what_predict_reads_and_losses_have_no_sign(runs, tmp_path):
+def test_predict_reads_the_output_of_mix_and_losses_have_no_sign(runs, tmp_path):
     runs.save(tmp_path / "runs")
     succeed("runs", "mix", tmp_path / "runs", "--metric", "sciq/loss", "--out", tmp_path / "best.csv")
     outcome = succeed("runs", "predict", tmp_path / "runs", tmp_path / "best.csv", "--metric", "sciq/loss")
@@ -135,7 +136,7 @@ def test_what_mix_writes_is_what_predict_reads_and_losses_have_no_sign(runs, tmp
     assert "outside" not in outcome.out
 
 
-def test_a_value_without_a_column_gets_nothing_and_what_no_run_covered_is_said():
+def test_a_value_without_a_column_has_share_zero_and_uncovered_values_are_reported():
     narrow = runs_of(0.05 + 0.85 * np.random.default_rng(0).dirichlet(np.ones(3), N_RUNS))
     prediction = grasp.predict_runs(narrow, pa.table({"mixture": ["bold"], "games": [0.5], "science": [0.5]}))
     full = grasp.predict_runs(narrow, mixtures(np.array([[0.5, 0.5, 0.0]])))
@@ -159,7 +160,7 @@ def few_linear_runs(seed=0, n_runs=12, top=0.22):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_far_outside_there_is_no_number_but_the_run_that_would_settle_it(seed):
+def test_mixtures_far_outside_have_no_prediction_but_a_proposed_run(seed):
     first_B = np.array([0.1, 0.3, 0.4, 1.0])
     requested = mixtures(
         np.column_stack([first_B, (1 - first_B) / 2, (1 - first_B) / 2]), mixture=["a", "b", "c", "far"]
@@ -199,7 +200,7 @@ def test_retrained_subsets_are_proposed_for_by_the_label_that_they_were_drawn_by
         (mixtures(np.empty((0, 3))), "no mixture"),
     ],
 )
-def test_mixtures_that_do_not_fit_are_refused(runs, table, message):
+def test_invalid_mixtures_are_refused(runs, table, message):
     with pytest.raises(RunsError, match=message):
         grasp.predict_runs(runs, table)
 
@@ -216,7 +217,7 @@ def test_questions_that_runs_cannot_answer_are_refused(runs):
             grasp.propose_runs(runs, **question)
     with pytest.raises(RunsError, match="all 4 runs have the same mixture"):
         runs_of(np.tile(PEAK, (4, 1)))
-    with pytest.raises(RunsError, match=r"got 1 different subset\(s\) in 4 run\(s\)"):
+    with pytest.raises(RunsError, match=r"\b1 .*subset.* 4 run"):
         GaussianProcess.fit(SubsetFeatures.from_shares(np.tile(PEAK, (4, 1)), 1), np.arange(4.0)[:, None, None])
 
 
@@ -224,7 +225,7 @@ def shares_in(result) -> np.ndarray:
     return np.column_stack([result.to_arrow()[value].to_numpy() for value in TOPICS])
 
 
-def test_proposals_keep_floors_and_caps_and_repeat_nothing_more_than_asked(runs, tmp_path):
+def test_proposals_respect_floors_caps_and_the_limit_of_repetition(runs, tmp_path):
     art = grasp.Artifact(write_artifact(tmp_path / "art"))
     free = shares_in(grasp.propose_runs(runs, "sciq/loss", count=8))
     bounded = grasp.propose_runs(runs, "sciq/loss", count=8, floor="10%", cap=["games:40%", "travel:30%"])
@@ -242,7 +243,7 @@ def test_proposals_keep_floors_and_caps_and_repeat_nothing_more_than_asked(runs,
         assert f"no value is seen more than {most:g} times" in str(once)
 
 
-def test_a_proposal_that_explores_is_called_so():
+def test_an_exploring_proposal_is_marked():
     linear = few_linear_runs()
     model = MixtureModel.from_runs(linear)
     for decide in ("best", "values"):
@@ -255,6 +256,22 @@ def test_a_proposal_that_explores_is_called_so():
         assert len(named) + int(more[1] if more else 0) >= worst.sum()
         if worst[0]:
             assert named[0].startswith("next-1 ")
+
+
+@pytest.mark.parametrize("decide", ["best", "values"])
+def test_proposals_have_predictions_unless_the_bounds_exclude_the_range_of_the_runs(decide):
+    few = runs_of(0.05 + 0.85 * np.random.default_rng(0).dirichlet(np.full(3, 1.2), 5), noise=0.01)
+    for bounds in ({}, {"cap": "60%", "floor": "1%"}):
+        proposed = grasp.propose_runs(few, "sciq/loss", decide=decide, **bounds)
+        predicted = grasp.predict_runs(few, proposed.to_arrow().drop_columns("gain"), "sciq/loss")
+        assert predicted.to_arrow()["expected"].null_count == 0
+        assert "too far" not in str(proposed) + str(predicted)
+        assert "5 runs for 3 values of topic are too few for useful intervals; import 6 or more" in str(proposed)
+    beyond = grasp.propose_runs(few, "sciq/loss", decide=decide, floor="games:99%")
+    assert "exploratory, no prediction, too far outside the range of the runs: next-1 (games 99%" in str(beyond)
+    predicted = grasp.predict_runs(few, beyond.to_arrow().drop_columns("gain"), "sciq/loss")
+    assert predicted.to_arrow()["expected"].null_count == len(predicted.to_arrow())
+    assert "no nearer run would allow a prediction of next-1: train it" in str(predicted)
 
 
 @pytest.mark.parametrize(

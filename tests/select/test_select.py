@@ -1,4 +1,4 @@
-"""A selection as a whole: the numbers are the predictor's, the proof holds, bad input is one line."""
+"""Selections: numbers equal those of the predictor, the bound holds, invalid input is refused in one line."""
 
 import contextlib
 import itertools
@@ -40,7 +40,7 @@ def repeated(change, share, epochs):
 @pytest.mark.parametrize("weighting", ["count", "mean"])
 @pytest.mark.parametrize("components", [{}, GEOMETRY])
 @pytest.mark.parametrize("budget", ["20%", "40", "700tokens"])
-def test_the_change_is_that_of_predict(side, weighting, components, budget):
+def test_the_change_equals_that_of_predict(side, weighting, components, budget):
     source = World()
     chosen = protocol(side=side, weighting=weighting, components=components, match={"output_layer": 1.0, "pooled": 0.5})
     got = selected(source, chosen, budget, "sciq=2,boolq=1")
@@ -55,7 +55,7 @@ def test_the_change_is_that_of_predict(side, weighting, components, budget):
     assert got.curve.tokens[place] == got.n_tokens
 
 
-def test_rows_come_in_the_order_of_score():
+def test_rows_are_in_the_order_of_score():
     source, chosen = World(), protocol(match={"output_layer": 1.0, "embedding": 1.0}, negative=0.25)
     got = selected(source, chosen, "15")
     assert got.row_ids == score(source, "sciq", protocol=chosen, top=15).table["row_id"].to_pylist()
@@ -165,7 +165,7 @@ def test_without_geometry_the_selection_is_proven_optimal():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_budget_in_tokens_has_the_most_worth_of_a_token_and_says_how_near_the_most(seed):
+def test_a_budget_in_tokens_maximises_effect_per_token_and_reports_the_gap(seed):
     rng = np.random.default_rng(seed)
     cost_N, worth_N = rng.integers(1, 20, 12), rng.standard_normal(12)
     limits = Constraints.from_budget(Amount(40, False, "tokens"), np.ones(12, dtype=bool), tokens_N=cost_N)
@@ -184,7 +184,7 @@ def test_a_budget_in_tokens_has_the_most_worth_of_a_token_and_says_how_near_the_
     assert "optimal" not in guarantee
 
 
-def test_what_is_proven_depends_on_the_pool():
+def test_guarantees_depend_on_the_pool():
     rng = np.random.default_rng(0)
     aligned = planted(np.abs(rng.standard_normal((12, 3))), rng.random(12) + 3)
     crossed = planted(rng.standard_normal((12, 3)), rng.random(12) + 3)
@@ -198,7 +198,7 @@ def test_what_is_proven_depends_on_the_pool():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_aligned_is_what_the_proposition_asks_for(seed):
+def test_alignment_is_the_condition_of_the_proposition(seed):
     rng = np.random.default_rng(seed)
     sketch_ND = np.abs(rng.standard_normal((30, 3))) - 0.12 * seed
     source = planted(sketch_ND, rng.random(30))
@@ -210,7 +210,7 @@ def test_aligned_is_what_the_proposition_asks_for(seed):
     assert is_aligned(objective, limits) == bool((retained @ retained.T >= 0).all())
 
 
-def test_floors_caps_exclusions_and_what_is_said_of_them():
+def test_floors_caps_and_exclusions_are_respected_and_reported():
     source = World()
     seen = [f"r{i}" for i in range(6)]
     got = selected(
@@ -243,7 +243,7 @@ def test_floors_caps_exclusions_and_what_is_said_of_them():
         (["hidden_sketch"], "hidden.raw"),
     ],
 )
-def test_diversity_is_a_penalty_on_the_sketches_that_are_there(names, component):
+def test_diversity_is_a_penalty_on_available_sketches(names, component):
     chosen = with_diversity(protocol(components={"joint.cent": 0.2}, selected_on=("env/sciq",)), 0.5, names)
     assert dict(chosen.components) == {component: -0.5}
     assert chosen.selected_on is None
@@ -279,7 +279,7 @@ def test_diversity_is_a_penalty_on_the_sketches_that_are_there(names, component)
         ("8", {"documents": "some"}, r"documents:.*'some'"),
     ],
 )
-def test_what_cannot_be_met_is_told_in_one_line(budget, options, message):
+def test_infeasible_constraints_are_refused_in_one_line(budget, options, message):
     components = options.get("components", {})
     request = {"by": "topic"} | {name: value for name, value in options.items() if name != "components"}
     with pytest.raises(SettingsError, match=message) as caught:
@@ -311,7 +311,7 @@ KNOWN = ("sciq", "boolq", "a,b", "a", "x=2", "a=1e308")
         ({"sciq": 1e308, "boolq": 1e308}, {"sciq": 0.5, "boolq": 0.5}),
     ],
 )
-def test_targets_go_by_their_own_names_and_weights_add_up_to_1(targets, want):
+def test_targets_have_their_names_and_weights_sum_to_1(targets, want):
     assert weighted_targets(targets, KNOWN) == want
     assert weighted_targets(None, ["sciq"]) == {"sciq": 1.0}  # the only one need not be named
 
@@ -330,7 +330,7 @@ def test_targets_go_by_their_own_names_and_weights_add_up_to_1(targets, want):
         ("=2", "'=2'"),
     ],
 )
-def test_what_is_no_target_is_told(text, message):
+def test_invalid_targets_are_refused(text, message):
     with pytest.raises(SettingsError, match=f"^target: .*{message}"):
         weighted_targets(text, KNOWN)
 
@@ -356,7 +356,7 @@ def test_budgets(text, want):
 
 
 @pytest.mark.parametrize("text", ["", "x", "-5", "1e3", "20%%", "5 apples", "120%", "0.5", "0%", "0", "nan", "1" * 400])
-def test_what_is_no_budget_is_told(text):
+def test_invalid_budgets_are_refused(text):
     with pytest.raises(SettingsError, match=r"^budget: "):
         parse_budget(text)
 
@@ -384,7 +384,7 @@ def test_a_budget_in_documents_takes_the_documents_with_the_best_rows_on_average
     assert got.curve.rows[-1] == 38
 
 
-def test_what_is_left_out_is_told_and_listed_worst_first(tmp_path):
+def test_omitted_rows_are_reported_worst_first(tmp_path):
     source = World()
     got = selected(source, protocol(), "25%")
     left = [i for i in range(40) if f"r{i}" not in got.row_ids]
@@ -405,7 +405,7 @@ def test_what_is_left_out_is_told_and_listed_worst_first(tmp_path):
 
 
 @pytest.mark.parametrize(("seed", "lost", "named"), [(0, 10, True), (1, 4, False)])
-def test_values_that_lose_more_than_the_corpus_are_named(seed, lost, named):
+def test_values_with_above_average_losses_are_named(seed, lost, named):
     source = World(seed=seed)
     topics = ["lone" if i < 10 else f"t{i % 2}" for i in range(40)]
     source.topics[:] = topics
@@ -434,7 +434,7 @@ def test_whole_documents_fill_a_budget_in_tokens_or_rows(budget):
     assert ("only" in got.headline) == (used < 0.98 * amount)
 
 
-def test_whole_documents_are_not_chosen_row_by_row():
+def test_whole_documents_are_not_selected_by_row():
     with pytest.raises(SettingsError, match=r"any or half.*diversity 0"):
         selected(World(), protocol(components=GEOMETRY), "20%", documents="all")
     got = selected(World(), protocol(components=GEOMETRY), "20%", documents="all", diversity=0)
@@ -442,7 +442,7 @@ def test_whole_documents_are_not_chosen_row_by_row():
     assert "document" in repr(got)
 
 
-def test_a_budget_that_may_be_meant_as_a_share_is_told():
+def test_a_budget_that_looks_like_a_share_gives_a_note():
     source = World()
     assert not any(note.startswith("budget:") for note in selected(source, protocol(), "20").notes)
     (note,) = _few_rows(parse_budget(20), 10_000)
@@ -451,7 +451,7 @@ def test_a_budget_that_may_be_meant_as_a_share_is_told():
     assert _few_rows(parse_budget(101), 100_000) == []
 
 
-def test_rows_too_short_to_trust_are_told_where_they_lead():
+def test_short_rows_at_the_top_give_a_note():
     source = World()
     ranking = score(source, "sciq", protocol=protocol(), top=10)
     short = sum(n < 32 for n in ranking.table["n_tokens"].to_pylist())

@@ -14,8 +14,8 @@ from grasp.targets import load_units
 from grasp.targets.load import target_name, units_of
 from tests.corpus.chats import CHATML, DROPS, MARKED, chat_tokenizer, turns
 
-QUESTION, ANSWERED, FOLLOW_UP, LAST = "what is water?", "water is wet.", "and fire?", "fire is hot. it burns."
-TURNS = turns(QUESTION, ANSWERED, FOLLOW_UP, LAST)
+QUESTION, ANSWER, FOLLOW_UP, LAST = "what is water?", "water is wet.", "and fire?", "fire is hot. it burns."
+TURNS = turns(QUESTION, ANSWER, FOLLOW_UP, LAST)
 END = "<|im_end|>"
 PLAIN = {"task": "t", "prompt": "p", "completion": "c"}
 
@@ -116,29 +116,29 @@ def test_an_answer_that_is_marked_in_parts_is_one_unit_or_refused(tmp_path):
 
 
 def test_a_unit_that_is_written_in_part_is_counted(tmp_path):
-    units = load(tmp_path, {"messages": turns(QUESTION, f"<think>hm</think>{ANSWERED}")})
+    units = load(tmp_path, {"messages": turns(QUESTION, f"<think>hm</think>{ANSWER}")})
     written = units.rendered(chat_tokenizer(CHATML.replace("m.content", "m.content.split('</think>')[-1]")))
-    assert written.units[0].completion == ANSWERED + END
+    assert written.units[0].completion == ANSWER + END
     assert written.unwritten.ids == {"cut_answer": ["exam:0"]}
 
 
 def test_every_answer_is_a_unit_when_asked(tmp_path):
     units = load(tmp_path, {"messages": TURNS, "unit_id": "a"}, {"messages": TURNS[:2]}, loss_on="assistant")
     by_name = {unit.unit_id: unit.completion for unit in units.rendered(chat_tokenizer()).units}
-    assert by_name == {"a#0": ANSWERED + END, "a#1": LAST + END, "exam:1": ANSWERED + END}
+    assert by_name == {"a#0": ANSWER + END, "a#1": LAST + END, "exam:1": ANSWER + END}
 
 
 @pytest.mark.parametrize(
     "record",
     [
-        {"conversations": [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": ANSWERED}]},
-        {"instruction": QUESTION, "input": "", "output": ANSWERED},
+        {"conversations": [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": ANSWER}]},
+        {"instruction": QUESTION, "input": "", "output": ANSWER},
         {"prompt": TURNS[:1], "completion": TURNS[1:2]},
     ],
 )
 def test_the_forms_of_a_corpus_are_forms_of_a_target(tmp_path, record):
     (unit,) = load(tmp_path, record).rendered(chat_tokenizer()).units
-    assert unit.completion == ANSWERED + END
+    assert unit.completion == ANSWER + END
 
 
 def test_an_answer_may_be_reasoning_or_a_call_alone(tmp_path):

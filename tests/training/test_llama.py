@@ -1,4 +1,4 @@
-"""The batched Llama is the Hugging Face Llama, K times, and its hand-written gradients are autograd's."""
+"""The batched Llama equals K Hugging Face Llamas, and its hand-written gradients equal those of autograd."""
 
 import numpy as np
 import pytest
@@ -81,7 +81,7 @@ def test_gradients_equal_hugging_face():
         torch.testing.assert_close(total, theirs, rtol=rounding(2 * TERMS + 27), atol=0)
 
 
-def test_padding_on_the_right_cannot_be_seen():
+def test_padding_on_the_right_has_no_effect():
     llama = stacked()
     ids = torch.arange(2 * 10).reshape(2, 1, 10)
     longer = torch.cat((ids, torch.full((2, 1, 2), 9)), dim=2)
@@ -91,14 +91,14 @@ def test_padding_on_the_right_cannot_be_seen():
     )
 
 
-def test_initialisation_is_a_function_of_the_seed_alone():
-    alone = stacked(seeds=(4,)).state(0)
+def test_initialisation_depends_only_on_the_seed():
+    single_state = stacked(seeds=(4,)).state(0)
     for name, tensor in stacked().state(1).items():
-        assert torch.equal(tensor, alone[name])
-    assert not torch.equal(stacked().state(0)["lm_head.weight"], alone["lm_head.weight"])
+        assert torch.equal(tensor, single_state[name])
+    assert not torch.equal(stacked().state(0)["lm_head.weight"], single_state["lm_head.weight"])
 
 
-def test_conversion_leaves_the_callers_random_stream_alone():
+def test_conversion_does_not_change_the_random_state_of_the_caller():
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
@@ -152,6 +152,6 @@ def test_head_loss_of_a_hopeless_label_is_finite_with_the_exact_gradient():
     assert hidden.grad.item() == 400.0
 
 
-def test_heads_that_rotary_embeddings_cannot_turn_are_refused():
+def test_head_widths_without_rotary_embeddings_are_refused():
     with pytest.raises(ModelError, match=r"hidden: .*\b15\b.*2 x 3 heads"):
         StackedLlama(SHAPE.model_copy(update={"hidden": 15, "heads": 3}), 1, CPU)

@@ -1,4 +1,4 @@
-"""The derivative of a training equals what autograd makes of the unrolled training, and what retraining shows."""
+"""The derivative of a training equals autograd of the unrolled training, and the differences of retrained models."""
 
 import copy
 import dataclasses
@@ -21,6 +21,7 @@ from grasp.training.row_derivatives import cheaper_method, row_derivatives
 from grasp.training.train import Trainer, batch_order, train
 from grasp.training.trajectory import Trajectory
 from tests.faults import Killed
+from tests.mentions import assert_mentions
 from tests.models.toy import RECIPE as SCRATCH
 from tests.models.toy import corpus, units
 from tests.training.unrolled import (
@@ -78,18 +79,18 @@ RECIPES = {
 @pytest.mark.parametrize("changed", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize(("curvature", "tolerance"), [("exact", 1e-6), ("difference", 1e-6), ("one-sided", 1e-3)])
 def test_derivatives_equal_those_of_the_unrolled_training(changed, curvature, tolerance):
-    """The error of one-sided differences is linear in their step, which is 3e-6 of the norm of the weights here."""
+    """Use a larger tolerance for one-sided differences: their error is linear in the step, 3e-6 of the norm."""
     recipe = RECIPE.model_copy(update=changed)
     model, rows = tiny_model(), some_rows()
     settings = MetagradientSettings(
         curvature=curvature, relative_step=1e-5, root_share=0.0, probe_steps=(1, 4), batch_tokens=20
     )
-    found = replayed(model, settings, recipe, rows)
+    result = replayed(model, settings, recipe, rows)
     drawn_KBT, extra_T, utility_T = unrolled(model, recipe, rows, some_order(), some_targets(), extra=(1, 6))
     scale = np.abs(drawn_KBT).max()
-    np.testing.assert_allclose(found.utility_T, utility_T, rtol=1e-9)
-    np.testing.assert_allclose(found.drawn_KBT, drawn_KBT, rtol=0, atol=tolerance * scale)
-    np.testing.assert_allclose(found.probe_MNT[0, 6], extra_T, rtol=0, atol=tolerance * scale)
+    np.testing.assert_allclose(result.utility_T, utility_T, rtol=1e-9)
+    np.testing.assert_allclose(result.drawn_KBT, drawn_KBT, rtol=0, atol=tolerance * scale)
+    np.testing.assert_allclose(result.probe_MNT[0, 6], extra_T, rtol=0, atol=tolerance * scale)
 
 
 @pytest.mark.parametrize(
@@ -101,15 +102,15 @@ def test_derivatives_equal_those_of_the_unrolled_training(changed, curvature, to
     ],
     ids=["tied", "completion only", "adapter"],
 )
-def test_models_and_loss_masks_are_differentiated_as_they_are(model, rows):
+def test_derivatives_of_tied_weights_loss_masks_and_adapters_equal_autograd(model, rows):
     model = model()
     settings = MetagradientSettings(relative_step=1e-5, root_share=0.0, probe_steps=(2,))
     recipe = RECIPE.model_copy(update={"clip_norm": 0.5, "weight_decay": 0.1})
-    found = replayed(model, settings, recipe, rows)
+    result = replayed(model, settings, recipe, rows)
     drawn_KBT, extra_T, _ = unrolled(model, recipe, rows, some_order(), some_targets(), extra=(2, 3))
     scale = np.abs(drawn_KBT).max()
-    np.testing.assert_allclose(found.drawn_KBT, drawn_KBT, rtol=0, atol=1e-6 * scale)
-    np.testing.assert_allclose(found.probe_MNT[0, 3], extra_T, rtol=0, atol=1e-6 * scale)
+    np.testing.assert_allclose(result.drawn_KBT, drawn_KBT, rtol=0, atol=1e-6 * scale)
+    np.testing.assert_allclose(result.probe_MNT[0, 3], extra_T, rtol=0, atol=1e-6 * scale)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_models_and_loss_masks_are_differentiated_as_they_are(model, rows):
     [(np.ones(8), some_targets()), (np.linspace(0.5, 2.0, 8), some_targets()), (np.ones(8), margin_targets())],
     ids=["plain", "weighted", "margins"],
 )
-def test_retraining_with_another_weight_of_a_row_changes_the_utility_by_its_derivative(weight_N, targets):
+def test_retraining_with_a_changed_row_weight_changes_the_utility_by_the_derivative(weight_N, targets):
     whole = trajectory(tiny_model(), RECIPE.model_copy(update={"clip_norm": 0.5}), weight_N=weight_N)
     whole.train()
     derivative_NT, change = metagradient(whole, targets, EXACT).drawn(8), 2e-7
@@ -153,12 +154,14 @@ def test_products_equal_those_with_dense_matrices(curvature, tolerance, micro_ro
     direction = [torch.randn_like(parameter) for parameter in training.parameters]
     before = [parameter.detach().clone() for parameter in training.parameters]
     product, along_B = curvature_product(training, ids_BL, weight_BL, direction, curvature, 1e-5)
-    flat_u = torch.cat([one.flatten() for one in direction])
+    flat_u = torch.cat([tensor.flatten() for tensor in direction])
     expected = dense @ flat_u
-    found = torch.cat([one.flatten() for one in product])
-    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * float(expected.abs().max()))
+    flat_product = torch.cat([tensor.flatten() for tensor in product])
+    torch.testing.assert_close(flat_product, expected, rtol=0, atol=tolerance * float(expected.abs().max()))
     np.testing.assert_allclose(along_B, (rows @ flat_u).detach(), rtol=1e-6)
-    assert all(torch.equal(one, other) for one, other in zip(before, training.parameters, strict=True))
+    assert all(
+        torch.equal(original, parameter) for original, parameter in zip(before, training.parameters, strict=True)
+    )
     assert not any(gradient.any() for gradient in training.gradients())
 
 
@@ -167,13 +170,13 @@ def test_a_direction_of_zero_gives_zero(curvature):
     training = FineTuning(tiny_model(), RECIPE)
     zero = [torch.zeros_like(parameter) for parameter in training.parameters]
     product, along_B = curvature_product(training, *a_batch(), zero, curvature)
-    assert not any(one.any() for one in product)
+    assert not any(tensor.any() for tensor in product)
     np.testing.assert_array_equal(along_B, np.zeros(3))
 
 
 @pytest.mark.parametrize("method", ["difference", "gradient"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_derivatives_of_tokens_add_up_to_those_of_rows_either_way(method, tied):
+def test_derivatives_of_tokens_sum_to_those_of_rows(method, tied):
     training = FineTuning(tiny_model(tied=tied), RECIPE)
     ids_BL, weight_BL = a_batch()
     torch.manual_seed(0)
@@ -206,14 +209,14 @@ def test_padding_has_no_derivative():
     product, padded_B = curvature_product(training, *wider, direction, relative_step=1e-5)
     plain, plain_B = curvature_product(training, ids_BL, weight_BL, direction, relative_step=1e-5)
     np.testing.assert_allclose(padded_B, plain_B, rtol=1e-8)
-    for one, other in zip(product, plain, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-8 * float(other.abs().max()))
+    for padded, unpadded in zip(product, plain, strict=True):
+        torch.testing.assert_close(padded, unpadded, rtol=0, atol=1e-8 * float(unpadded.abs().max()))
 
 
 # --------------------------------------------------------------------------------------------------- one step
 
 
-def test_a_root_and_a_cap_are_what_autograd_makes_of_them():
+def test_derivatives_through_the_root_and_the_cap_equal_autograd():
     generator = torch.Generator().manual_seed(0)
     recipe = RECIPE.model_copy(update={"clip_norm": 0.7, "weight_decay": 0.2})
     constants = UpdateConstants(step=3, recipe=recipe, clip_epsilon=1e-6, root=1e-3, largest_scale=1e9)
@@ -231,8 +234,8 @@ def test_a_root_and_a_cap_are_what_autograd_makes_of_them():
     adjoint = Adjoint([a.clone()], [am.clone()], [av.clone()])
     (u,), left_out = through_update(adjoint, constants, [g.detach()], [m1.detach()], [v1.detach()])
     assert left_out == 0
-    for found, wanted in zip((u, adjoint.first[0], adjoint.second[0]), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    for derivative, reference in zip((u, adjoint.first[0], adjoint.second[0]), expected, strict=True):
+        torch.testing.assert_close(derivative, reference, rtol=1e-10, atol=1e-12)
     scale = 1 / (r + recipe.epsilon)
     capped = UpdateConstants(
         step=3, recipe=recipe, clip_epsilon=1e-6, root=1e-3, largest_scale=float(scale.detach().median())
@@ -247,14 +250,14 @@ def test_a_root_and_a_cap_are_what_autograd_makes_of_them():
 # ------------------------------------------------------------------------------------------------ laws of a replay
 
 
-def test_targets_share_a_replay_and_change_nothing_in_one_another():
+def test_results_of_a_target_do_not_depend_on_other_targets_of_the_replay():
     model, settings = tiny_model(), MetagradientSettings(probe_steps=(3,), relative_step=1e-5)
     together = replayed(model, settings)
     for t, target in enumerate(some_targets()):
-        alone = replayed(model, settings, targets=[target])
-        np.testing.assert_array_equal(alone.drawn_KBT[..., 0], together.drawn_KBT[..., t])
+        single = replayed(model, settings, targets=[target])
+        np.testing.assert_array_equal(single.drawn_KBT[..., 0], together.drawn_KBT[..., t])
         # one is differentiated by differences, several by gradients of rows
-        np.testing.assert_allclose(alone.probe_MNT[..., 0], together.probe_MNT[..., t], atol=1e-8)
+        np.testing.assert_allclose(single.probe_MNT[..., 0], together.probe_MNT[..., t], atol=1e-8)
 
 
 def test_a_short_batch_ends_an_epoch():
@@ -262,15 +265,15 @@ def test_a_short_batch_ends_an_epoch():
     model, rows = tiny_model(), some_rows()
     whole = Trajectory(FineTuning(copy.deepcopy(model), RECIPE), rows, order)
     whole.train()
-    found = metagradient(whole, some_targets(), MetagradientSettings(relative_step=1e-5, root_share=0.0))
-    short = np.isnan(found.drawn_KBT[..., 0])
-    assert short.tolist() == (found.order_KB < 0).tolist() == [[False, False, step % 2 == 0] for step in range(5)]
+    result = metagradient(whole, some_targets(), MetagradientSettings(relative_step=1e-5, root_share=0.0))
+    short = np.isnan(result.drawn_KBT[..., 0])
+    assert short.tolist() == (result.order_KB < 0).tolist() == [[False, False, step % 2 == 0] for step in range(5)]
     whole.retrain(np.where(np.arange(8) == order[1][2], 1 + 1e-6, 1.0))
-    moved_T = utilities(whole.training, some_targets()) - found.utility_T
-    np.testing.assert_allclose(found.drawn(8)[order[1][2]], moved_T / 1e-6, rtol=1e-3)
+    moved_T = utilities(whole.training, some_targets()) - result.utility_T
+    np.testing.assert_allclose(result.drawn(8)[order[1][2]], moved_T / 1e-6, rtol=1e-3)
 
 
-def test_rows_fed_in_pieces_are_one_batch():
+def test_micro_batches_equal_one_batch():
     model = tiny_model()
     settings = MetagradientSettings(relative_step=1e-5)
     whole = replayed(model, settings)
@@ -278,14 +281,14 @@ def test_rows_fed_in_pieces_are_one_batch():
     np.testing.assert_allclose(pieces.drawn_KBT, whole.drawn_KBT, atol=1e-9 * np.abs(whole.drawn_KBT).max())
 
 
-def test_a_probe_at_the_step_of_a_drawn_row_is_its_derivative_there():
-    found = replayed(tiny_model(), MetagradientSettings(probe_steps=(2,), relative_step=1e-5))
+def test_a_probe_of_a_drawn_row_equals_its_derivative_at_that_step():
+    result = replayed(tiny_model(), MetagradientSettings(probe_steps=(2,), relative_step=1e-5))
     np.testing.assert_allclose(
-        found.probe_MNT[0, found.order_KB[2]], found.drawn_KBT[2], atol=1e-7 * np.abs(found.drawn_KBT).max()
+        result.probe_MNT[0, result.order_KB[2]], result.drawn_KBT[2], atol=1e-7 * np.abs(result.drawn_KBT).max()
     )
 
 
-def test_early_steps_can_be_left_out():
+def test_early_steps_can_be_skipped():
     whole = replayed(tiny_model())
     late = replayed(tiny_model(), EXACT.model_copy(update={"first_step": 3}))
     np.testing.assert_array_equal(late.drawn_KBT[3:], whole.drawn_KBT[3:])
@@ -294,7 +297,7 @@ def test_early_steps_can_be_left_out():
     np.testing.assert_allclose(whole.drawn(8, last=3) + whole.drawn(8, first=3), whole.drawn(8), atol=1e-12)
 
 
-def test_probes_count_alike_whatever_their_size():
+def test_probes_have_equal_weight_independently_of_their_scale():
     value_MNT = np.random.default_rng(0).standard_normal((3, 9, 2))
     empty = np.zeros((0, 0, 2))
     rest = [np.zeros(0, np.int64), empty, np.array([4, 7, 9])]
@@ -318,7 +321,7 @@ def kill_at(step):
 
 @pytest.mark.parametrize("memory_bytes", [0, 1 << 30], ids=["disk", "memory"])
 @pytest.mark.parametrize("killed_at", [1, 3, 4])
-def test_a_killed_replay_goes_on_to_the_same_bytes(tmp_path, killed_at, memory_bytes):
+def test_a_killed_replay_resumes_to_the_same_bytes(tmp_path, killed_at, memory_bytes):
     model, settings = tiny_model(), MetagradientSettings(probe_steps=(1, 3))
     options = {"directory": tmp_path / "run", "memory_bytes": memory_bytes}
     with pytest.raises(Killed):
@@ -328,33 +331,33 @@ def test_a_killed_replay_goes_on_to_the_same_bytes(tmp_path, killed_at, memory_b
     with pytest.raises(Killed):
         metagradient(training, some_targets(), settings, kill_at(killed_at))
     steps = []
-    again = trajectory(model, **options)
-    np.testing.assert_array_equal(again.train(), losses)
-    found = metagradient(again, some_targets(), settings, steps.append)
+    resumed = trajectory(model, **options)
+    np.testing.assert_array_equal(resumed.train(), losses)
+    result = metagradient(resumed, some_targets(), settings, steps.append)
     assert steps[0] == {1: 2, 3: 4, 4: 4}[killed_at]
     plain = replayed(model, settings)
-    found.save(tmp_path / "found.safetensors")
+    result.save(tmp_path / "resumed.safetensors")
     plain.save(tmp_path / "plain.safetensors")
-    assert (tmp_path / "found.safetensors").read_bytes() == (tmp_path / "plain.safetensors").read_bytes()
-    loaded = Metagradient.load(tmp_path / "found.safetensors")
+    assert (tmp_path / "resumed.safetensors").read_bytes() == (tmp_path / "plain.safetensors").read_bytes()
+    loaded = Metagradient.load(tmp_path / "resumed.safetensors")
     np.testing.assert_array_equal(loaded.drawn_KBT, plain.drawn_KBT)
     steps.clear()
     metagradient(trajectory(model, **options), some_targets(), settings, steps.append)
-    assert not steps  # it is all there
+    assert not steps  # no step is computed a second time
 
 
-def test_states_of_another_training_are_refused_and_other_targets_begin_anew(tmp_path):
+def test_states_of_another_training_are_refused_and_other_targets_start_over(tmp_path):
     model = tiny_model()
     training = trajectory(model, directory=tmp_path)
     training.train()
     first = metagradient(training, some_targets(), EXACT)
     other = metagradient(training, some_targets()[::-1], EXACT)
     np.testing.assert_array_equal(other.drawn_KBT, first.drawn_KBT[..., ::-1])
-    with pytest.raises(ModelError, match=r"recipe\.learning_rate: was 0\.03, now 0\.01"):
+    with pytest.raises(ModelError, match=r"learning_rate: was 0\.03, now 0\.01"):
         trajectory(model, RECIPE.model_copy(update={"learning_rate": 1e-2}), directory=tmp_path)
 
 
-def test_a_trajectory_from_scratch_is_the_training_of_a_retrain_bit_for_bit():
+def test_a_trajectory_from_scratch_equals_a_retrain_bit_for_bit():
     rows = corpus()
     trained = train(SCRATCH, rows, seed=5)
     order = batch_order(np.ones(40), seed=5, batch_rows=SCRATCH.batch_rows, first_step=0, last_step=SCRATCH.steps)
@@ -366,7 +369,7 @@ def test_a_trajectory_from_scratch_is_the_training_of_a_retrain_bit_for_bit():
 
 
 @pytest.mark.parametrize("curvature", ["difference", "gauss-newton"])
-def test_a_model_from_scratch_has_the_derivatives_of_its_transformers_form(curvature):
+def test_derivatives_of_a_stacked_model_equal_those_of_its_transformers_version(curvature):
     rows = corpus()
     settings = MetagradientSettings(curvature=curvature, probe_steps=(6,))
     order = list(batch_order(np.ones(40), seed=5, batch_rows=6, first_step=0, last_step=12))
@@ -375,13 +378,13 @@ def test_a_model_from_scratch_has_the_derivatives_of_its_transformers_form(curva
     training = Trainer(recipe, [5], "cpu")
     slow = training.model.to_hf(0).double()
     results = []
-    for one in (training, FineTuning(slow, recipe)):
-        whole = Trajectory(one, rows, order)
+    for trainer in (training, FineTuning(slow, recipe)):
+        whole = Trajectory(trainer, rows, order)
         whole.train()
         results.append(metagradient(whole, targets, settings))
     stacked, exact = results
     scale = np.abs(exact.drawn_KBT).max()
-    # float32 and its differences against float64: what the module says of RELATIVE_STEP, twelve steps long
+    # float32 and its differences against float64: the error documented at RELATIVE_STEP, over twelve steps
     np.testing.assert_allclose(stacked.drawn_KBT, exact.drawn_KBT, rtol=0, atol=1e-2 * scale)
     np.testing.assert_allclose(stacked.probe_MNT, exact.probe_MNT, rtol=0, atol=1e-2 * scale)
 
@@ -393,7 +396,7 @@ def test_what_cannot_be_differentiated_is_refused():
     rows, order = some_rows(), some_order()
     with pytest.raises(ModelError, match="has weights in bfloat16"):
         FineTuning(tiny_model().bfloat16(), RECIPE)
-    with pytest.raises(ModelError, match="no parameter requires a gradient"):
+    with pytest.raises(ModelError, match="requires a gradient"):
         FineTuning(tiny_model().requires_grad_(False), RECIPE)
     compiled = tiny_model()
     compiled._compiled_call_impl = compiled._call_impl
@@ -403,25 +406,25 @@ def test_what_cannot_be_differentiated_is_refused():
     normed.transformer.ln_f = torch.nn.BatchNorm1d(8).double()
     with pytest.raises(ModelError, match="has BatchNorm1d"):
         FineTuning(normed, RECIPE)
-    with pytest.raises(ModelError, match="an order of 4 steps, expected the recipe's 5"):
+    with pytest.raises(ModelError, match=r"4 steps, .*\b5"):
         Trajectory(FineTuning(tiny_model(), RECIPE), rows, order[:4])
     narrow = SCRATCH.model_copy(update={"cpu_autocast": True})
     with pytest.raises(ModelError, match="products in bfloat16"):
         Trajectory(Trainer(narrow, [0], "cpu"), corpus(), [np.arange(6)] * 12)
-    with pytest.raises(ModelError, match="2 models that are trained at once"):
+    with pytest.raises(ModelError, match="2 models"):
         Trajectory(Trainer(SCRATCH, [0, 1], "cpu"), corpus(), [np.arange(6)] * 12)
-    with pytest.raises(ModelError, match=r"its states take .* directory"):
+    with pytest.raises(ModelError, match=r"states .* directory"):
         trajectory(tiny_model(), memory_bytes=1000)
     with pytest.raises(ModelError, match="not trained to step 5"):
         metagradient(trajectory(tiny_model()), some_targets(), EXACT)
-    with pytest.raises(ModelError, match=r"probe_steps: got 5, expected 0 to 4"):
+    with pytest.raises(ModelError, match="probe_steps: got 5"):
         replayed(tiny_model(), MetagradientSettings(probe_steps=(5,)))
     direction = [torch.ones_like(parameter) for parameter in Trainer(SCRATCH, [0], "cpu").parameters]
-    with pytest.raises(ModelError, match=r"exact requires .* eager attention"):
+    with pytest.raises(ModelError, match=r"exact .*eager attention"):
         curvature_product(Trainer(SCRATCH, [0], "cpu"), *a_batch(), direction, "exact")
 
 
-def test_dropout_is_switched_off_with_a_line():
+def test_dropout_is_disabled_with_a_note():
     model = tiny_model()
     model.transformer.h[0].attn.attn_dropout.p = 0.5
     (note,) = FineTuning(model.train(), RECIPE).notes
@@ -430,7 +433,7 @@ def test_dropout_is_switched_off_with_a_line():
     np.testing.assert_array_equal(replayed(model).drawn_KBT, replayed(tiny_model()).drawn_KBT)
 
 
-def test_something_that_is_drawn_anew_is_noticed():
+def test_a_forward_pass_that_is_not_deterministic_is_refused():
     model = tiny_model()
     model.transformer.ln_f.register_forward_hook(lambda _, args, out: out * (1 + torch.rand(())))
     training = Trajectory(FineTuning(model, RECIPE), some_rows(), some_order())
@@ -439,7 +442,7 @@ def test_something_that_is_drawn_anew_is_noticed():
         metagradient(training, some_targets(), MetagradientSettings())
 
 
-def test_a_price_is_forecast():
+def test_the_cost_of_a_replay_is_forecast():
     training = trajectory(tiny_model())
     settings = MetagradientSettings(probe_steps=(1, 2, 3))
     forecast = price(training.order, training.rows.n_rows, 2, settings)
@@ -454,7 +457,7 @@ def test_a_price_is_forecast():
 
 
 def made_up(norm_K, drawn_KBT, probe_MNT=None):
-    """A result with these derivatives, two rows a step."""
+    """Return a result with the given derivatives and two rows per step."""
     steps, _, n_targets = drawn_KBT.shape
     return Metagradient(
         np.arange(2 * steps).reshape(steps, 2),
@@ -468,7 +471,7 @@ def made_up(norm_K, drawn_KBT, probe_MNT=None):
     )
 
 
-def test_a_training_that_explodes_backward_counts_from_where_it_is_level():
+def test_steps_before_derivatives_explode_are_not_counted():
     drawn_KBT = np.random.default_rng(0).standard_normal((24, 2, 2))
     level = smoothness(made_up(np.ones(24), drawn_KBT))
     assert level.passed
@@ -490,29 +493,28 @@ def test_a_training_that_explodes_backward_counts_from_where_it_is_level():
     assert smoothness(late).passed
 
 
-def test_orders_agree_by_the_rows_that_both_have():
+def test_agreement_of_orders_is_measured_on_their_common_rows():
     rng = np.random.default_rng(0)
-    one = made_up(np.ones(10), rng.standard_normal((10, 2, 2)))
-    assert agreement(one, one, 20) == pytest.approx([1.0, 1.0])
-    opposite = made_up(np.ones(10), -one.drawn_KBT)
-    assert agreement(one, opposite, 20) == pytest.approx([-1.0, -1.0])
-    probed = made_up(np.ones(10), one.drawn_KBT, rng.standard_normal((1, 20, 2)))
+    first = made_up(np.ones(10), rng.standard_normal((10, 2, 2)))
+    assert agreement(first, first, 20) == pytest.approx([1.0, 1.0])
+    opposite = made_up(np.ones(10), -first.drawn_KBT)
+    assert agreement(first, opposite, 20) == pytest.approx([-1.0, -1.0])
+    probed = made_up(np.ones(10), first.drawn_KBT, rng.standard_normal((1, 20, 2)))
     assert agreement(probed, probed, 20) == pytest.approx([1.0, 1.0])
-    apart = made_up(np.ones(1), one.drawn_KBT[:1])
+    apart = made_up(np.ones(1), first.drawn_KBT[:1])
     with pytest.raises(ModelError, match=r"2 rows .*expected at least 3"):
-        agreement(one, apart, 20)
+        agreement(first, apart, 20)
 
 
-def test_small_shifts_of_groups_move_utilities_as_predicted():
+def test_small_changes_of_group_weights_change_utilities_as_predicted():
     whole = trajectory(tiny_model())
     whole.train()
-    found = metagradient(whole, some_targets(), EXACT)
-    check = check_by_groups(whole, some_targets(), found, np.arange(8) % 4, shift=1e-5, retrainings=3)
+    result = metagradient(whole, some_targets(), EXACT)
+    check = check_by_groups(whole, some_targets(), result, np.arange(8) % 4, shift=1e-5, retrainings=3)
     assert check.measured_RT.shape == (3, 2)
     assert check.slope == pytest.approx(1.0, abs=1e-3)
     assert check.correlation == pytest.approx(1.0, abs=1e-3)
-    assert str(check).startswith("3 retrainings with changed weights of groups of rows: ")
-    assert "is 1.00 of the predicted one" in str(check)
+    assert_mentions(str(check), "3 retrainings", " 1.00 of the predicted")
     late = metagradient(whole, some_targets(), EXACT.model_copy(update={"first_step": 2}))
     with pytest.raises(ModelError, match="skipped early steps"):
         check_by_groups(whole, some_targets(), late, np.arange(8))
@@ -523,7 +525,7 @@ def replay(start, orders=2, **settings):
 
 
 def in_order(recipe=RECIPE):
-    """Trajectories of one model by several orders of rows."""
+    """Return a function that starts trajectories of one model with several orders of rows."""
 
     def start(w):
         order = list(np.random.default_rng(w).integers(7, size=(recipe.steps, 3)))
@@ -532,23 +534,25 @@ def in_order(recipe=RECIPE):
     return start
 
 
-def test_orders_are_averaged_and_rows_are_scored_by_probes_if_there_are_any(monkeypatch):
-    monkeypatch.setattr("grasp.training.replayed_rows.smoothness", lambda found, **how: smoothness(found, 1e9, **how))
-    found = replay(in_order())
-    one, other = (replay(lambda w, k=k: in_order()(k), orders=1) for k in range(2))
-    np.testing.assert_allclose(found.all_NT, (one.all_NT + other.all_NT) / 2)
-    assert np.isnan(found.drawn_NT[7]).all()
-    np.testing.assert_allclose(found.relevance(), brought_to_one_scale(found.all_NT))
-    drawn_NT = dataclasses.replace(found, all_NT=None).relevance()
-    np.testing.assert_allclose(drawn_NT[:7], brought_to_one_scale(found.drawn_NT)[:7])
+def test_orders_are_averaged_and_probes_score_rows_if_there_are_any(monkeypatch):
+    monkeypatch.setattr("grasp.training.replayed_rows.smoothness", lambda replay, **how: smoothness(replay, 1e9, **how))
+    scores = replay(in_order())
+    first, second = (replay(lambda w, k=k: in_order()(k), orders=1) for k in range(2))
+    np.testing.assert_allclose(scores.all_NT, (first.all_NT + second.all_NT) / 2)
+    assert np.isnan(scores.drawn_NT[7]).all()
+    np.testing.assert_allclose(scores.relevance(), brought_to_one_scale(scores.all_NT))
+    drawn_NT = dataclasses.replace(scores, all_NT=None).relevance()
+    np.testing.assert_allclose(drawn_NT[:7], brought_to_one_scale(scores.drawn_NT)[:7])
     np.testing.assert_array_equal(drawn_NT[7], 0.0)
-    assert len(found.smooth) == 2
-    assert found.agreements[0].shape == (2,)
+    assert len(scores.smooth) == 2
+    assert scores.agreements[0].shape == (2,)
 
 
-def test_a_training_that_is_never_smooth_gives_no_score(monkeypatch):
-    monkeypatch.setattr("grasp.training.replayed_rows.smoothness", lambda found, **how: smoothness(found, 1e-9, **how))
-    found = replay(in_order(), orders=1)
-    assert found.relevance() is None
-    assert found.notes[-1].startswith("no replay is smooth, so its scores are not used; lower learning rate")
-    assert len(found.notes) == 3  # by differences, by Gauss-Newton, and what to do
+def test_a_training_that_is_not_smooth_has_no_scores(monkeypatch):
+    monkeypatch.setattr(
+        "grasp.training.replayed_rows.smoothness", lambda replay, **how: smoothness(replay, 1e-9, **how)
+    )
+    scores = replay(in_order(), orders=1)
+    assert scores.relevance() is None
+    assert_mentions(scores.notes[-1], "no replay is smooth", "lower learning rate")
+    assert len(scores.notes) == 3  # differences, Gauss-Newton, and advice

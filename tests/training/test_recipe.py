@@ -1,4 +1,4 @@
-"""One retrain: deterministic for a seed, whole or resumed, and an ordinary checkpoint at the end."""
+"""A retrain is deterministic for a seed, also if resumed, and ends with an ordinary checkpoint."""
 
 import json
 
@@ -41,7 +41,7 @@ def kill_at(step):
     return progress
 
 
-def test_a_run_repeats_itself_bit_for_bit_and_learns():
+def test_a_run_is_reproducible_bit_for_bit_and_lowers_the_loss():
     first = train(RECIPE, ROWS, seed=5)
     assert_same(weights(first), weights(train(RECIPE, ROWS, seed=5)))
     assert first.losses[-1] < first.losses[0] - 0.1
@@ -57,13 +57,13 @@ def test_seed_subset_and_weights_change_the_result():
         assert not torch.equal(changed["lm_head.weight"], plain["lm_head.weight"])
 
 
-def test_a_row_of_weight_zero_is_a_row_left_out():
+def test_a_row_of_weight_zero_is_omitted():
     half = np.arange(40) % 2 == 0
     left_out = train(RECIPE, ROWS, seed=5, retained=half)
     assert_same(weights(left_out), weights(train(RECIPE, ROWS, seed=5, retained=3.0 * half)))
 
 
-def test_rows_fed_in_pieces_give_the_same_model_within_rounding():
+def test_micro_batches_give_the_same_model_within_rounding():
     pieces = RECIPE.model_copy(update={"micro_rows": 4})
     whole = weights(train(RECIPE, ROWS, seed=5))
     for name, tensor in weights(train(pieces, ROWS, seed=5)).items():
@@ -81,7 +81,7 @@ def test_the_learning_rate_rises_and_ends_at_exactly_zero():
 
 
 @pytest.mark.parametrize("killed_at", [1, 5, 8, 11])
-def test_a_killed_run_goes_on_to_the_same_weights_bit_for_bit(tmp_path, killed_at):
+def test_a_killed_run_resumes_to_the_same_weights_bit_for_bit(tmp_path, killed_at):
     marks = {"seed": 5, "retained": np.arange(40) % 4 > 0, "checkpoints": (4, 8)}
     with pytest.raises(Killed):
         train(RECIPE, ROWS, **marks, out=tmp_path / "run", progress=kill_at(killed_at))
@@ -96,7 +96,7 @@ def test_a_killed_run_goes_on_to_the_same_weights_bit_for_bit(tmp_path, killed_a
     assert left == (tmp_path / "whole" / "checkpoint-8" / "model.safetensors").read_bytes()
 
 
-def test_half_written_checkpoints_are_thrown_away_and_nothing_else(tmp_path):
+def test_only_incomplete_checkpoints_are_deleted(tmp_path):
     for name in (f".checkpoint-8.{'0' * 32}.part", "theirs.part", "checkpoint-best"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "training.json").write_text("{")
@@ -109,9 +109,9 @@ def test_half_written_checkpoints_are_thrown_away_and_nothing_else(tmp_path):
 
 def test_a_finished_run_is_loaded_and_not_trained_again(tmp_path):
     first = train(RECIPE, ROWS, seed=5, out=tmp_path)
-    again = train(RECIPE, ROWS, seed=5, out=tmp_path, progress=kill_at(1))
-    assert_same(weights(again), weights(first))
-    np.testing.assert_array_equal(again.losses, first.losses)
+    loaded = train(RECIPE, ROWS, seed=5, out=tmp_path, progress=kill_at(1))
+    assert_same(weights(loaded), weights(first))
+    np.testing.assert_array_equal(loaded.losses, first.losses)
 
 
 def test_a_directory_of_another_run_is_refused(tmp_path):
@@ -122,7 +122,7 @@ def test_a_directory_of_another_run_is_refused(tmp_path):
         train(RECIPE.model_copy(update={"learning_rate": 1e-3}), corpus(41), seed=5, out=tmp_path)
 
 
-def test_training_from_a_row_store_is_training_from_its_rows(tmp_path):
+def test_training_from_a_row_store_equals_training_from_its_rows(tmp_path):
     table = pa.table({"input_ids": [ROWS.rows(np.array([i])).flat_ids.tolist() for i in range(40)]})
     pq.write_table(table, tmp_path / "corpus.parquet")
     settings = CorpusSettings(path=str(tmp_path / "corpus.parquet"), max_length=12)
@@ -158,7 +158,7 @@ def test_the_result_is_an_ordinary_checkpoint_with_its_tokenizer(tmp_path, capfd
         ({"checkpoints": (3,)}, r"checkpoints:.*steps.*`out`"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch, options, message):
+def test_invalid_recipes_and_rows_are_refused(tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError, match=message):
         train(RECIPE, ROWS, seed=0, **options)
@@ -166,7 +166,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch, options, messa
         train(RECIPE.model_copy(update={"learning_rate": 1e30}), ROWS, seed=0)
 
 
-def test_named_recipes_have_the_sizes_they_promise():
+def test_named_recipes_have_the_documented_sizes():
     sizes = {name: recipe.shape.n_parameters for name, recipe in RECIPES.items()}
     assert 0.3e6 < sizes["tiny"] < 0.4e6
     assert 4.5e6 < sizes["small"] < 5.5e6
@@ -176,13 +176,13 @@ def test_named_recipes_have_the_sizes_they_promise():
         named_recipe("tinny")
 
 
-def test_a_recipe_survives_json_and_checks_itself():
+def test_a_recipe_survives_json_and_is_validated():
     assert TrainingRecipe.model_validate_json(RECIPE.model_dump_json()) == RECIPE
     with pytest.raises(ValueError, match=r"warmup_steps: .*\b12\b.*\b12 steps"):
         TrainingRecipe.model_validate(RECIPE.model_dump() | {"warmup_steps": 12})
 
 
-def test_half_precision_on_a_cpu_learns_the_same_within_its_rounding():
+def test_half_precision_on_a_cpu_agrees_within_its_rounding():
     exact = train(RECIPE, ROWS, seed=1)
     half = train(RECIPE.model_copy(update={"cpu_autocast": True}), ROWS, seed=1)
     np.testing.assert_allclose(half.losses, exact.losses, atol=0.02)

@@ -1,4 +1,4 @@
-"""Recipes as people have them give the steps and learning rates that the library they come from would take."""
+"""Recipes of other libraries give the steps and learning rates of these libraries."""
 
 import json
 import math
@@ -27,7 +27,7 @@ def test_learning_rates_are_those_of_transformers(schedule, warmup):
         theirs.step()
 
 
-def test_axolotl_trl_and_transformers_say_the_same(tmp_path):
+def test_axolotl_trl_and_transformers_recipes_are_equivalent(tmp_path):
     axolotl = {
         "base_model": "some/model",
         "micro_batch_size": 2,
@@ -59,14 +59,18 @@ def test_axolotl_trl_and_transformers_say_the_same(tmp_path):
         "peft_config": {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
     }
     (tmp_path / "trl.json").write_text(json.dumps({"training_args": trl}))
-    one, other = (FineTuningRecipe.read(tmp_path / name) for name in ("axolotl.yaml", "trl.json"))
-    assert one.model_copy(update={"optim": other.optim, "bf16": False}) == other
-    assert_mentions(one.notes, "half precision", "float32")
-    assert other.notes == []
-    found = one.optimizer(100)
-    assert (found.steps, found.batch_rows, found.micro_rows, found.warmup_steps) == (26, 8, 2, 3)
-    assert (found.schedule, found.betas, found.clip_norm) == ("cosine", (0.9, 0.999), 1.0)
-    assert (one.lora_r, one.lora_alpha, one.lora_target_modules) == (8, 16.0, "all-linear")
+    axolotl_recipe, trl_recipe = (FineTuningRecipe.read(tmp_path / name) for name in ("axolotl.yaml", "trl.json"))
+    assert axolotl_recipe.model_copy(update={"optim": trl_recipe.optim, "bf16": False}) == trl_recipe
+    assert_mentions(axolotl_recipe.notes, "half precision", "float32")
+    assert trl_recipe.notes == []
+    optimizer = axolotl_recipe.optimizer(100)
+    assert (optimizer.steps, optimizer.batch_rows, optimizer.micro_rows, optimizer.warmup_steps) == (26, 8, 2, 3)
+    assert (optimizer.schedule, optimizer.betas, optimizer.clip_norm) == ("cosine", (0.9, 0.999), 1.0)
+    assert (axolotl_recipe.lora_r, axolotl_recipe.lora_alpha, axolotl_recipe.lora_target_modules) == (
+        8,
+        16.0,
+        "all-linear",
+    )
 
 
 def test_every_epoch_visits_every_row_once():
@@ -90,7 +94,7 @@ def test_every_epoch_visits_every_row_once():
         ({"adapter": "qlora"}, ModelError, "adapter: got 'qlora', expected lora"),
     ],
 )
-def test_what_is_not_replayed_is_refused(data, error, message):
+def test_options_without_a_replay_are_refused(data, error, message):
     with pytest.raises(error, match=message):
         FineTuningRecipe.from_mapping(data)
 

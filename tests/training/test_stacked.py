@@ -1,4 +1,4 @@
-"""K models at once learn what one at a time learns."""
+"""K models trained at once equal K models trained one at a time."""
 
 import numpy as np
 import pytest
@@ -24,27 +24,27 @@ def stacked():
 
 
 @pytest.fixture(scope="module")
-def alone():
+def single_models():
     return [train(RECIPE, ROWS, seed=seed, retained=retained) for seed, retained in zip(SEEDS, RETAINED, strict=True)]
 
 
-def test_utilities_are_those_of_models_trained_alone(stacked, alone):
+def test_utilities_are_those_of_models_trained_alone(stacked, single_models):
     losses = stacked.model.unit_losses(units())
     assert losses.shape == (3, 9)
-    expected = [evaluate_units(one.model, units()) for one in alone]
+    expected = [evaluate_units(single.model, units()) for single in single_models]
     np.testing.assert_allclose(losses, expected, rtol=0, atol=rounding(TERMS, expected))
     assert np.ptp(losses, axis=0).min() > 1e-3  # the three models do differ
 
 
-def test_weights_and_training_losses_are_those_of_models_trained_alone(stacked, alone):
-    for k, one in enumerate(alone):
+def test_weights_and_training_losses_are_those_of_models_trained_alone(stacked, single_models):
+    for k, single in enumerate(single_models):
         for name, tensor in stacked.model.to_hf(k).state_dict().items():
-            expected = one.model.state_dict()[name]
+            expected = single.model.state_dict()[name]
             torch.testing.assert_close(tensor, expected, rtol=0, atol=rounding(TERMS, expected))
-        np.testing.assert_allclose(stacked.losses[:, k], one.losses, rtol=0, atol=rounding(TERMS, one.losses))
+        np.testing.assert_allclose(stacked.losses[:, k], single.losses, rtol=0, atol=rounding(TERMS, single.losses))
 
 
-def test_a_model_does_not_depend_on_its_neighbours(stacked):
+def test_a_model_does_not_depend_on_other_models_of_the_stack(stacked):
     swapped = train_stacked(RECIPE, ROWS, seeds=SEEDS[::-1], retained=RETAINED[::-1])
     expected = stacked.model.unit_losses(units())
     close = rounding(TERMS, expected)
@@ -65,6 +65,6 @@ def test_unit_losses_do_not_depend_on_the_batch(stacked):
         ((1,), (np.arange(40) < 2,), ModelError, "retained: 2 of 40 rows"),
     ],
 )
-def test_lists_that_do_not_belong_together_are_refused(seeds, retained, error, message):
+def test_inconsistent_seeds_and_subsets_are_refused(seeds, retained, error, message):
     with pytest.raises(error, match=message):
         train_stacked(RECIPE, ROWS, seeds=seeds, retained=retained)

@@ -1,4 +1,4 @@
-"""The order of rows: one permutation of the corpus per seed and epoch, from which dropped rows are skipped."""
+"""The order of rows is one permutation of the corpus per seed and epoch, without the dropped rows."""
 
 from itertools import chain, islice
 
@@ -14,44 +14,44 @@ from tests.models.toy import InMemoryRows
 ROWS = InMemoryRows.from_rows([[i, i + 1, *range(i % 4)] for i in range(20)])
 
 
-def order(kept, *, seed=0, first=0, steps=12, batch=4):
-    steps = batch_order(np.asarray(kept), seed=seed, batch_rows=batch, first_step=first, last_step=steps)
+def order(weights, *, seed=0, first=0, steps=12, batch=4):
+    steps = batch_order(np.asarray(weights), seed=seed, batch_rows=batch, first_step=first, last_step=steps)
     return list(chain.from_iterable(steps))
 
 
 @given(
-    kept=st.lists(st.booleans(), min_size=20, max_size=20).filter(lambda kept: sum(kept) >= 4),
+    retained=st.lists(st.booleans(), min_size=20, max_size=20).filter(lambda retained: sum(retained) >= 4),
     seed=st.integers(0, 3),
 )
-def test_retained_rows_keep_the_order_they_have_in_the_whole_corpus(kept, seed):
+def test_retained_rows_keep_their_order_of_the_whole_corpus(retained, seed):
     whole = order([True] * 20, seed=seed, steps=20, batch=20)
-    expected = [row for row in whole if kept[row]]
-    assert order(kept, seed=seed) == expected[: 12 * 4]
+    expected = [row for row in whole if retained[row]]
+    assert order(retained, seed=seed) == expected[: 12 * 4]
 
 
 def test_an_epoch_visits_every_retained_row_once():
-    kept = np.arange(20) % 3 == 0
-    visits = order(kept, steps=7, batch=4)  # 28 visits of 7 rows: four epochs
+    retained = np.arange(20) % 3 == 0
+    visits = order(retained, steps=7, batch=4)  # 28 visits of 7 rows: four epochs
     for epoch in range(4):
-        assert sorted(visits[7 * epoch : 7 * epoch + 7]) == list(np.flatnonzero(kept))
+        assert sorted(visits[7 * epoch : 7 * epoch + 7]) == list(np.flatnonzero(retained))
     assert visits[:7] != visits[7:14]
 
 
 @given(first=st.integers(0, 12))
-def test_going_on_at_a_step_gives_the_same_batches(first):
-    kept = np.arange(20) % 3 > 0
-    assert order(kept, first=first) == order(kept)[first * 4 :]
+def test_resuming_at_a_step_gives_the_same_batches(first):
+    retained = np.arange(20) % 3 > 0
+    assert order(retained, first=first) == order(retained)[first * 4 :]
 
 
 @pytest.mark.parametrize("window", [1, 9, 10_000])
 def test_batches_hold_the_rows_padded_on_the_right(window, monkeypatch):
     monkeypatch.setattr("grasp.training.train.WINDOW_ROWS", window)
-    kept = [np.arange(20) < 9, np.arange(20) > 4]
-    orders = [batch_order(k, seed=0, batch_rows=3, first_step=0, last_step=5) for k in kept]
+    retained = [np.arange(20) < 9, np.arange(20) > 4]
+    orders = [batch_order(k, seed=0, batch_rows=3, first_step=0, last_step=5) for k in retained]
     batches = list(token_batches(ROWS, orders, steps=5, context=8, vocab_size=30))
     assert len(batches) == 5
     seen = [np.concatenate([batch.row_index_KB[k] for batch in batches]).tolist() for k in range(2)]
-    assert seen == [order(k, steps=5, batch=3) for k in kept]
+    assert seen == [order(k, steps=5, batch=3) for k in retained]
     for batch in batches:
         flat = (batch.ids_KBL.reshape(6, -1), batch.labelled_KBL.reshape(6, -1), batch.row_index_KB.ravel())
         for ids, loss_mask, row in zip(*flat, strict=True):
@@ -61,7 +61,7 @@ def test_batches_hold_the_rows_padded_on_the_right(window, monkeypatch):
             assert loss_mask.nonzero()[0].tolist() == list(range(1, length))
 
 
-def test_a_row_comes_as_often_as_its_weight_says_in_the_order_of_the_corpus():
+def test_a_row_is_repeated_by_its_weight_in_the_order_of_the_corpus():
     weight = np.where(np.arange(20) == 3, 2.5, np.arange(20) % 2)
     often = relative_weights(20, 4, weight)
     visits = order(often, steps=1300)
@@ -73,20 +73,20 @@ def test_a_row_comes_as_often_as_its_weight_says_in_the_order_of_the_corpus():
     assert order(often, first=7, steps=12) == visits[28:48]
 
 
-def test_weights_that_are_all_alike_are_a_plain_subset():
-    kept = np.arange(20) % 3 > 0
-    assert order(relative_weights(20, 4, 7.0 * kept)) == order(kept)
-    np.testing.assert_array_equal(relative_weights(20, 4, 7.0 * kept), kept)
+def test_equal_weights_are_a_plain_subset():
+    retained = np.arange(20) % 3 > 0
+    assert order(relative_weights(20, 4, 7.0 * retained)) == order(retained)
+    np.testing.assert_array_equal(relative_weights(20, 4, 7.0 * retained), retained)
 
 
-def test_labels_of_padding_weigh_nothing_and_rows_share_one_batch():
+def test_labels_of_padding_have_no_weight_and_rows_share_one_batch():
     (batch,) = islice(token_batches(ROWS, [iter([np.array([0, 2, 3])])], steps=1, context=8, vocab_size=30), 1)
     weight = label_weights(batch)
     np.testing.assert_allclose(weight[0] * (1 + 3 + 4), [[1, 0, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]], rtol=1e-6)
     assert weight.dtype == np.float32
 
 
-def test_only_tokens_that_carry_loss_weigh_in_a_batch():
+def test_only_tokens_that_carry_loss_have_weight_in_a_batch():
     masks = [np.arange(2 + n % 4) == 1 + n % 2 for n in range(20)]
     rows = InMemoryRows.from_rows([[n, n + 1, *range(n % 4)] for n in range(20)], masks)
     (batch,) = token_batches(rows, [iter([np.array([2, 3])])], steps=1, context=8, vocab_size=30)
@@ -105,7 +105,7 @@ def test_only_tokens_that_carry_loss_weigh_in_a_batch():
         (np.where(np.arange(20) == 7, np.nan, 1.0), ModelError, r"retained: row 7.*nan"),
     ],
 )
-def test_shares_that_do_not_fit_are_refused(retained, error, message):
+def test_invalid_weights_are_refused(retained, error, message):
     with pytest.raises(error, match=message):
         relative_weights(20, 4, retained)
 

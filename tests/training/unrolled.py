@@ -18,7 +18,7 @@ RECIPE = OptimizerRecipe(steps=5, batch_rows=3, learning_rate=3e-2, warmup_steps
 
 
 def tiny_model(*, tied=False, seed=0):
-    """Of a few hundred parameters, with weights large enough to bend; a GPT-2, which computes all of it in float64."""
+    """Return a GPT-2 of a few hundred parameters in float64, with weights large enough for curvature."""
     config = GPT2Config(
         vocab_size=VOCAB,
         n_embd=8,
@@ -42,7 +42,7 @@ def tiny_model(*, tied=False, seed=0):
 
 
 def some_rows(n_rows=8, *, completion_only=False):
-    """Rows of 3 to 7 tokens; with `completion_only` their first part has no loss."""
+    """Return rows of 3 to 7 tokens; with `completion_only` their first part has no loss."""
     rng = np.random.default_rng(1)
     rows = [rng.integers(VOCAB, size=rng.integers(3, 8)).astype(np.int32) for _ in range(n_rows)]
     masks = [np.arange(len(row)) >= 1 + i % (len(row) - 1) for i, row in enumerate(rows)]
@@ -50,7 +50,7 @@ def some_rows(n_rows=8, *, completion_only=False):
 
 
 def some_order(steps=5, n_rows=8):
-    """Three rows a step; some rows come several times."""
+    """Return an order with three rows per step, in which some rows are repeated."""
     return list(np.random.default_rng(2).integers(n_rows, size=(steps, 3)))
 
 
@@ -61,7 +61,7 @@ def some_targets():
 
 
 def margin_targets():
-    """A target of margins between two and three answers, normalised in different ways."""
+    """Return a target of margins between two and three answers, normalised in different ways."""
     (even, odd) = some_targets()
     a, b, c = even.units
     scaled = [replace(unit, scale=scale) for unit, scale in zip(odd.units, (0.5, 2.0, 1.5), strict=True)]
@@ -69,7 +69,7 @@ def margin_targets():
 
 
 def weighted_losses(model, values, rows, index_B, weight_B, labels=None):
-    """Each row's part of the loss of a batch, by the formula; `values`: parameters by name."""
+    """Return the contribution of each row to the loss of a batch; `values` are the parameters by name."""
     parts = []
     masks = [None if rows.loss_mask is None else rows.rows(np.array([i])).loss_mask for i in index_B]
     ids = [rows.rows(np.array([i])).flat_ids for i in index_B]
@@ -84,7 +84,7 @@ def weighted_losses(model, values, rows, index_B, weight_B, labels=None):
 
 
 def unit_utility(model, values, target):
-    """Minus the mean over units of their mean loss."""
+    """Return minus the mean over units of their mean loss."""
     losses = []
     for unit in target.units:
         tokens = torch.from_numpy(unit.input_ids.astype(np.int64))
@@ -94,7 +94,7 @@ def unit_utility(model, values, target):
 
 
 def unrolled(model, recipe, rows, order, targets, extra=None):
-    """Derivatives (K, B, T) of utilities after a training by weights of rows: AdamW by its formula, all in one graph.
+    """Return the derivatives (K, B, T) of final utilities by row weights, with AdamW unrolled in one graph.
 
     Args:
         extra: a step and a row that is added to its batch with weight 0; its derivative (T,) is returned too.
@@ -131,15 +131,15 @@ def unrolled(model, recipe, rows, order, targets, extra=None):
             values[name] = (1 - rate * decay) * values[name] - rate * m / (1 - b1 ** (step + 1)) / (r + recipe.epsilon)
     utilities = [unit_utility(model, values, target) for target in targets]
     leaves = [*weights, added]
-    found = [torch.autograd.grad(utility, leaves, retain_graph=True, allow_unused=True) for utility in utilities]
-    drawn_KBT = np.stack([np.stack([part.numpy() for part in one[:-1]]) for one in found], axis=2)
-    extra_T = np.array([0.0 if one[-1] is None else float(one[-1]) for one in found])
+    gradients_T = [torch.autograd.grad(utility, leaves, retain_graph=True, allow_unused=True) for utility in utilities]
+    drawn_KBT = np.stack([np.stack([part.numpy() for part in gradients[:-1]]) for gradients in gradients_T], axis=2)
+    extra_T = np.array([0.0 if gradients[-1] is None else float(gradients[-1]) for gradients in gradients_T])
     assert start.keys() == values.keys()
     return drawn_KBT, extra_T, np.array([float(utility.detach()) for utility in utilities])
 
 
 def flat_losses(training, ids_BL, weight_BL):
-    """Function of one flat vector of all parameters: the rows' parts of the loss, and the logits with their weights."""
+    """Return two functions of the flat vector of all parameters: the loss of each row, and the weighted logits."""
     sizes = [parameter.shape for parameter in training.parameters]
 
     def split(flat_P):
@@ -156,7 +156,7 @@ def flat_losses(training, ids_BL, weight_BL):
 
 
 def a_batch(lengths=(4, 6, 3)):
-    """Token ids and weights of labels of a batch that is padded with other things than zeros."""
+    """Return token ids and label weights of a batch whose padding is not zero."""
     rng = np.random.default_rng(4)
     ids, loss_mask = pad_rows([rng.integers(VOCAB, size=n).astype(np.int32) for n in lengths])
     ids_BL = np.where(loss_mask.numpy() | (np.arange(ids.shape[1]) == 0), ids.numpy(), rng.integers(VOCAB))

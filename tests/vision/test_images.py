@@ -1,4 +1,4 @@
-"""Images become rows whatever holds them; what cannot be used is named and counted, and nothing is read twice."""
+"""Images of every format become rows; unusable images are named and counted, and nothing is read twice."""
 
 import json
 
@@ -54,7 +54,7 @@ def test_one_corpus_in_five_forms(tmp_path):
     assert (first["row_id"], first["image_class"], first["snippet"]) == ("blue/00.png", "blue", "blue, 12 x 12 pixels")
 
 
-def test_what_cannot_be_used_is_named_skipped_and_counted(tmp_path):
+def test_unusable_images_are_named_skipped_and_counted(tmp_path):
     images, classes = pictures(9)
     images[1], images[4], images[6] = b"no image", images[4][:40], None
     labels = [None if i == 7 else c for i, c in enumerate(classes)]
@@ -66,7 +66,7 @@ def test_what_cannot_be_used_is_named_skipped_and_counted(tmp_path):
     assert result.skipped.counts == {"broken_image": 2, "no_image": 1, "no_class": 1}
     assert result.skipped.ids == {"broken_image": ["p1", "p4"], "no_image": ["p6"], "no_class": ["p7"]}
     trusted = TargetSettings(names=(str(tmp_path / "some.parquet"),))
-    with pytest.raises(TargetError, match=r"4 of 9 trusted images.*p1 \(broken image\), p4"):
+    with pytest.raises(TargetError, match=r"4 of 9 .*p1 \(broken image\), p4"):
         load_image_units(trusted, CorpusSettings(path="unused"), COLOURS, 3)
 
 
@@ -86,7 +86,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("columns", "classes", "pattern"), REFUSED)
-def test_what_gives_no_rows_is_refused(tmp_path, columns, classes, pattern):
+def test_a_corpus_without_images_is_refused(tmp_path, columns, classes, pattern):
     path = tmp_path / "corpus"
     if columns is None:
         path.mkdir()
@@ -98,7 +98,7 @@ def test_what_gives_no_rows_is_refused(tmp_path, columns, classes, pattern):
         store(tmp_path, path, classes=classes)
 
 
-def test_a_store_that_was_cut_off_goes_on_and_is_the_same(tmp_path, monkeypatch):
+def test_an_interrupted_store_resumes_to_the_same_result(tmp_path, monkeypatch):
     write_parquet(tmp_path / "train.parquet", 11)
     whole = store(tmp_path, tmp_path / "train.parquet", "whole")
     seen = []
@@ -116,14 +116,14 @@ def test_a_store_that_was_cut_off_goes_on_and_is_the_same(tmp_path, monkeypatch)
     assert resumed.rows(np.array([7, 2])).encoded == whole.rows(np.array([7, 2])).encoded
 
 
-def test_the_hash_is_of_the_picture_and_not_of_the_file():
+def test_the_hash_is_that_of_the_pixels_and_not_of_the_file():
     image = picture(0, np.random.default_rng(3))
     png, bmp = (decode_image(encoded(image, kind)) for kind in ("PNG", "BMP"))
     other = decode_image(encoded(picture(0, np.random.default_rng(4))))
     assert pixel_hash(png) == pixel_hash(bmp) != pixel_hash(other)
 
 
-def test_units_are_drawn_as_of_texts_and_nested(tmp_path):
+def test_units_are_sampled_as_for_texts_and_nested(tmp_path):
     path = str(write_parquet(tmp_path / "trusted.parquet", 12))
     corpus = CorpusSettings(path="unused")
     few, shard = load_image_units(TargetSettings(names=(path,), units_per_target=4), corpus, COLOURS, 3)

@@ -22,7 +22,7 @@ from grasp.artifact.label_functions import DEFAULT_BINS
 from grasp.artifact.where import MAX_UNBINNED_VALUES, identifier
 from grasp.corpus.conversations import entry_notes, preference_note
 from grasp.corpus.documents import Corpus
-from grasp.corpus.labels import label_text
+from grasp.corpus.labels import Kind, kind_of_all, label_text, widest
 from grasp.corpus.row_store import RowStore
 from grasp.corpus.sources import open_source
 from grasp.errors import ModelError
@@ -67,14 +67,16 @@ def preview_corpus(
     settings = settings.model_copy(update={"limit": min(limit, settings.limit or limit)})
     opened = Corpus(open_source(settings.path, settings.split), settings)
     roles = ", ".join(f"{role} from {column!r}" for role, column in opened.columns.items())
-    values: dict[str, Counter[Any]] = {}
+    values: dict[str, Counter[str | None]] = {}
+    kinds: dict[str, set[Kind]] = {}
     left_out: set[str] = set()
     texts: list[str] = []
     n_read = n_empty = 0
     for document in opened.documents(0):
         n_read += 1
         for name, value in document.labels.items():
-            values.setdefault(name, Counter())[value] += 1
+            values.setdefault(name, Counter())[label_text(value)] += 1
+            kinds.setdefault(name, set()).add(kind_of_all([value]))
         left_out.update(document.ignored)
         text = str(document.conversation or document.text or "")
         n_empty += not text.strip() and document.input_ids is None
@@ -111,26 +113,25 @@ def preview_corpus(
             shown = (_marked(tokenizer, shard.ids(k), shard.mask(k)) for k in range(min(MAX_EXAMPLES, len(shard))))
             texts = [plain(text, MAX_EXAMPLE_CHARS) for text in shown]
             notes.append(tokenizer.describe())
-    labels = [_label_line(name, counts, n_read) for name, counts in values.items()]
+    labels = [_label_line(name, counts, widest(kinds[name]), n_read) for name, counts in values.items()]
     names = ("label", "values", "missing", "most frequent", "ask with")
     columns = zip(*labels, strict=True) if labels else [[]] * len(names)
     table = pa.table(dict(zip(names, map(list, columns), strict=True)))
     return Preview(table, headline, tuple(notes), signs=False, examples=tuple(texts[:MAX_EXAMPLES]))
 
 
-def _label_line(name: str, counts: Counter[Any], n_read: int) -> tuple[str, int, int, str, str]:
+def _label_line(name: str, counts: Counter[str | None], kind: Kind, n_read: int) -> tuple[str, int, int, str, str]:
     """Return name, number of values, number of records without one, frequent values, and a label expression."""
     present = {value: count for value, count in counts.items() if value is not None}
     frequent = sorted(present, key=lambda value: -present[value])[:3]
     expression, values = identifier(name), list(islice(present, 100))
-    is_number = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-    if values and is_number and len(present) > MAX_UNBINNED_VALUES:
+    if values and kind in ("int", "long", "float") and len(present) > MAX_UNBINNED_VALUES:
         expression = f"bins({expression}, {DEFAULT_BINS})"
-    elif values and all(isinstance(value, str) and _URL.match(value) for value in values):
+    elif values and all(_URL.match(value) for value in values):
         expression = f"host({expression})"
-    elif len(present) > MAX_UNBINNED_VALUES and all(isinstance(value, str) and _DATE.match(value) for value in values):
+    elif len(present) > MAX_UNBINNED_VALUES and all(_DATE.match(value) for value in values):
         expression = f"year({expression})"
-    shown = plain(", ".join(str(label_text(value)) for value in frequent), MAX_VALUES_CHARS)
+    shown = plain(", ".join(frequent), MAX_VALUES_CHARS)
     option = f"--by {expression}" if re.fullmatch(r"[\w.]+", expression) else f"--by {shlex.quote(expression)}"
     return name, len(present), n_read - sum(present.values()), shown, option
 

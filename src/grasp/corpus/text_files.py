@@ -117,6 +117,10 @@ def json_lines(stream: Any, name: str, skip: int = 0) -> Records:
         try:
             record = json.loads(content.rstrip(b"\n").decode("utf-8-sig" if number == 1 else "utf-8"))
         except (ValueError, RecursionError) as err:
+            if content.strip() == b"{":
+                raise CorpusError(
+                    f"{where}: an object over several lines; write one record per line, or an array"
+                ) from err
             raise CorpusError(f"{where}: not JSON: {one_line(err)}; fix or remove the line") from err
         if not isinstance(record, dict):
             raise CorpusError(f"{where}: got {type(record).__name__}, expected a JSON object with the text in a field")

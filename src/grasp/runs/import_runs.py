@@ -12,19 +12,21 @@ files of a harness (see `results_files`), or a CSV that wandb exported from a ta
 """
 
 import fnmatch
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
 from grasp.arrays import F64
 from grasp.errors import RunsError
 from grasp.files import check_place
 from grasp.mixture_files import mixture_files, read_mixtures_of_runs
-from grasp.runs.results_files import HarnessResults, direction_by_name, read_results
+from grasp.runs.results_files import SHARES, HarnessResults, direction_by_name, read_results
 from grasp.runs.table import RESULTS_SCHEMA, SUM_SLACK, TRAINED_SCHEMA, Direction, Kind, RunsInfo, RunTable
 from grasp.store.checksummed_parquet import read_checksummed
 from grasp.text import did_you_mean
@@ -108,6 +110,7 @@ def import_runs(
     wide = _Wide(outcome, outcome_where)
     lines, failed = wide.results(metrics, skip_failed)
     metric_names = tuple(dict.fromkeys(lines["metric"].to_pylist()))
+    _refuse_mixed_units(lines, outcome_where)
     directions = _directions(metric_names, harness.directions if harness else {}, higher, lower, outcome_where)
     if failed:
         notes.append(f"skipped as failed: {len(failed)} runs, e.g. {', '.join(failed[:MAX_LISTED])}")
@@ -326,6 +329,25 @@ def _directions(
             f"'{unknown[0]}', or select the results with --metrics{others}"
         )
     return directions
+
+
+def _refuse_mixed_units(lines: pa.Table, where: str) -> None:
+    """Raise an error if some values of a metric are shares of 1 and others are percent."""
+    for metric in pc.unique(lines["metric"]).to_pylist():
+        of_metric = lines.filter(pc.equal(lines["metric"], metric))
+        value = of_metric["value"].to_numpy()
+        shares, percent = value[(value > 0) & (value <= 1)], value[value > 1]
+        if not (re.search(SHARES, metric.lower()) and shares.size and percent.size):
+            continue
+        # as percent, the shares are similar to the other values: 0.47 and 63, not 0.9 and 3.4
+        if percent.min() / 2 <= 100 * shares.min() and 100 * shares.max() <= 2 * percent.max():
+            first, second = (
+                of_metric["run"][int(np.flatnonzero(value == values[0])[0])] for values in (shares, percent)
+            )
+            raise RunsError(
+                f"{where}: {metric} is {shares[0]:g} of run {first.as_py()!r} and {percent[0]:g} of run "
+                f"{second.as_py()!r}: shares and percent are mixed; use one unit"
+            )
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

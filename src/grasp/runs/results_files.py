@@ -30,6 +30,8 @@ HIGHER_IS_BETTER = (
     r"acc|f1|exact_match|(^|[/_.])em($|[/_.])|bleu|rouge|(?<!primary_)score|pass@|reward|auc|utility|mrr|recall|precision"
     r"|sum_logits|logits_per_(token|char)"
 )
+SHARES = r"acc|f1|exact_match|(^|[/_.])em($|[/_.])|bleu|rouge|pass@|auc|mrr|recall|precision"  # of 1, or in percent
+HARMFUL = r"toxic|bias|harm|hallucinat|stereotyp|refus|leak|memori[sz]"  # a score of these may be better if lower
 MAX_RESULTS_LISTED = 3  # results listed in a note
 
 _DATE = re.compile(r"_?(\d{4}-\d\d-\d\dT[\d.-]+)$")
@@ -51,13 +53,11 @@ _KINDS: Mapping[Kind, str] = {
 
 def direction_by_name(metric: str) -> Direction | None:
     """Return whether higher or lower is better by the name of a metric; None if it is ambiguous."""
-    return (
-        "lower"
-        if re.search(LOWER_IS_BETTER, metric.lower())
-        else "higher"
-        if re.search(HIGHER_IS_BETTER, metric.lower())
-        else None
-    )
+    name = metric.lower()
+    if re.search(LOWER_IS_BETTER, name):
+        return "lower"
+    is_known = re.search(HIGHER_IS_BETTER, name) and (re.search(SHARES, name) or not re.search(HARMFUL, name))
+    return "higher" if is_known else None
 
 
 @dataclass(frozen=True, slots=True)

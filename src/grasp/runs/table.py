@@ -171,8 +171,8 @@ class RunTable:
         if info.kind == "shares":
             if off := [run for run, of_run in sums.items() if abs(of_run - 1.0) > SUM_SLACK]:
                 raise RunsError(
-                    f"{name}: run {off[0]!r}: shares add up to {sums[off[0]]:.4g} ({len(off)} such), expected 1; if "
-                    "they are numbers of epochs of each value, import them with --times"
+                    f"{name}: run {off[0]!r}: shares add up to {sums[off[0]]:.4g} ({len(off)} such), expected 1; "
+                    "divide percent by 100; if they are numbers of epochs of each value, import them with --times"
                 )
             total_of_line = np.array([sums[run] for run in trained["run"].to_pylist()])
             trained = trained.set_column(2, "weight", pa.array(trained["weight"].to_numpy() / total_of_line))
@@ -289,7 +289,7 @@ class RunTable:
     def __repr__(self) -> str:
         what = f"by {self.info.label}" if self.info.label else f"by {self.info.kind}"
         seeds = len(pc.unique(self.results["seed"]))
-        head = f"{len(self):,} runs {what}, {len(self.values):,} values, {seeds} seed(s)"
+        head = f"{len(self):,} runs {what}, {len(self.values):,} values, {seeds} seed{'s' * (seeds != 1)}"
         head += f"; sizes {', '.join(self.sizes)}" if self.sizes else ""
         lines = []
         for name, direction in self.info.metrics.items():
