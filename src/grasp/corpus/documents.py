@@ -80,6 +80,8 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
             else:
                 roles = roles_of[chunk.name]
             row_id, doc_id = (None if name is None else label_text(values.get(name)) for name in roles.ids)
+            if doc_id is None and settings.doc_id_column != "":  # a name of a record names the document that it holds
+                doc_id = row_id
             labels: dict[str, Label] = {}
             # Labels of nested fields that have the name of a column: field b of `a`, and a column `a.b`. The column
             # takes precedence if it has a value.
