@@ -68,7 +68,7 @@ def test_stored_features_equal_those_of_the_model(plain, with_features):
     np.testing.assert_array_equal(ours.batch.row_P, theirs.batch.row_P)
     np.testing.assert_array_equal(ours.batch.input_P, theirs.batch.input_P)
     half = 2**-11  # the digits of float16
-    for mine, exact in ((ours.batch, theirs.batch), (ours.batch.tail, theirs.batch.tail)):
+    for mine, exact in ((ours.batch, theirs.batch), (ours.batch.summary_batch, theirs.batch.summary_batch)):
         np.testing.assert_allclose(mine.hidden_PH, exact.hidden_PH, rtol=2 * half, atol=1e-5)
     assert abs(ours.residual_PV - theirs.residual_PV).max() < 2 * half
     np.testing.assert_allclose(ours.hidden_NH, theirs.hidden_NH, atol=half * float(theirs.batch.hidden_PH.abs().max()))

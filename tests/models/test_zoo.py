@@ -140,7 +140,7 @@ def compare(model: nn.Module, fresh: nn.Module) -> tuple[SampledGradients, list[
     chosen = SampledGradients.choose(reference, FEATURES)
     gradients = SampledGradients(chosen.engine, chosen.sample, 1024, chosen.skipped_layers)
     layers = gradients.engine.layers
-    for index, features, sampled_BK in ModelPass(reference, FEATURES, gradients)._passes(rows, ("all",)):
+    for index, features, sampled_BK in ModelPass(reference, FEATURES, gradients)._run_model(rows, ("all",)):
         assert len(index) == len(rows)
         losses = features.row_loss(len(index))
         for b, i in enumerate(index):

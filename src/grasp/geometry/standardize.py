@@ -180,9 +180,10 @@ def _mean_times(rows: StreamingMoments, sizes: tuple[F64, F64], power: float) ->
     size_M, probability_M = sizes
     drawn_M = np.maximum(size_M, 1.0)
     factor_M = np.where(size_M > 0, drawn_M**power, 0.0)
-    within = float(probability_M @ (factor_M**2 * (1.0 / drawn_M - 1.0 / rows.n_rows)))
+    variance_given_size = float(probability_M @ (factor_M**2 * (1.0 / drawn_M - 1.0 / rows.n_rows)))
     mean_factor = float(probability_M @ factor_M)
     factor_variance = float(probability_M @ (factor_M - mean_factor) ** 2)
     row_variance_E = rows.scatter / max(rows.n_rows - 1, 1)
-    variance_E = within * row_variance_E + factor_variance * rows.mean_E**2
+    # law of total variance over the number of rows m; both parts are taken per unit of row variance and squared mean
+    variance_E = variance_given_size * row_variance_E + factor_variance * rows.mean_E**2
     return ColumnSpread(mean_factor * rows.mean_E, np.sqrt(np.maximum(variance_E, 0.0)))

@@ -186,8 +186,9 @@ class SubsetFeaturizer:
         ends = np.cumsum([sketch.width for sketch in sketches])
         for sketch, slope_D in zip(sketches, np.split(slope.sketch_BD[0], ends), strict=False):
             relevance_N += sketch.dot(slope_D)
-        within_N = np.asarray(effect_NT @ (slope.within_slice_BT[0] * repetition_factor), np.float64)
-        out_N = self._shrink(relevance_N, self._slice_means(relevance_N)) + within_N - self._slice_means(within_N)
+        within_slice_N = np.asarray(effect_NT @ (slope.within_slice_BT[0] * repetition_factor), np.float64)
+        out_N = self._shrink(relevance_N, self._slice_means(relevance_N))
+        out_N = out_N + within_slice_N - self._slice_means(within_slice_N)
         ends = np.cumsum([indicator.width for indicator in self.indicators])
         for indicator, slope_G in zip(self.indicators, np.split(slope.share_BG[0], ends), strict=False):
             out_N += indicator.dot(slope_G)
