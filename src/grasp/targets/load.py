@@ -184,7 +184,7 @@ def weighted_units(records: Records, name: str, known: Mapping[str, Unit]) -> di
             some = ", ".join(list(known)[:3]) or "none"
             raise TargetError(
                 f"{where}: unit_id: {unit_id!r} is not a unit of the other targets ({some}, ...); name its target too, "
-                "e.g. --targets sciq,weights.jsonl"
+                "e.g. --targets sciq,weights.jsonl; targets that an artifact already has are not read"
             )
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight) or not weight:
             raise TargetError(f"{where}: weight: got {weight!r}, expected a number other than 0; its sign is kept")
