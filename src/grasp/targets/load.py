@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from grasp.corpus.conversations import (
     FAULTS,
+    PAIR,
     Content,
     Conversation,
     Template,
@@ -391,6 +392,11 @@ def _pair_unit(unit: Unit, content: Content, where: str) -> Unit:
             assert side.text is not None
             assert side.answers is not None
             ((begin, end),) = side.answers
+            if not side.text[begin:end].strip():
+                name = PAIR[len(sides)]
+                raise TargetError(
+                    f"{where}: {name}: no text follows the prompt {side.text[:begin]!r:.60}; remove the record"
+                )
             sides.append(replace(unit, prompt=side.text[:begin], completion=side.text[begin:end], loss_on="completion"))
     chosen, rejected = sides
     return replace(chosen, others=(rejected,), metric=MARGIN)
