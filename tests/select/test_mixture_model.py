@@ -110,7 +110,8 @@ def test_commands_predict_mix_and_propose(runs, tmp_path):
     pacsv.write_csv(mixtures(PEAK[None], mixture=["planted"]), tmp_path / "m.csv")
     assert "planted" in succeed("runs", "predict", tmp_path / "runs", tmp_path / "m.csv", "--metric", "sciq/loss").out
     output = succeed("runs", "mix", tmp_path / "runs", "--metric", "sciq/loss").out
-    assert re.search(r"sciq/loss: proposed (2\.99|3\.0)", output)
+    assert re.search(r"sciq/loss: proposed mixture, predicted (2\.99|3\.0)", output)
+    assert re.search(r"sciq/loss: best run run-\d+, predicted \S+ \(\S+ to \S+\), measured [23]\.\d+$", output, re.M)
     command = ("runs", "propose", tmp_path / "runs", "--count", 2, "--out", tmp_path / "next.csv")
     succeed(*command, "--art", artifact.path, "--subsets", tmp_path / "next.parquet")
     (block,) = read_subsets(tmp_path / "next.parquet", RowIndex.from_parquet(artifact.rows_path))
@@ -255,6 +256,22 @@ def test_an_exploring_proposal_is_marked():
         assert len(named) + int(more[1] if more else 0) >= worst.sum()
         if worst[0]:
             assert named[0].startswith("next-1 ")
+
+
+@pytest.mark.parametrize("decide", ["best", "values"])
+def test_proposals_have_predictions_unless_the_bounds_exclude_the_range_of_the_runs(decide):
+    few = runs_of(0.05 + 0.85 * np.random.default_rng(0).dirichlet(np.full(3, 1.2), 5), noise=0.01)
+    for bounds in ({}, {"cap": "60%", "floor": "1%"}):
+        proposed = grasp.propose_runs(few, "sciq/loss", decide=decide, **bounds)
+        predicted = grasp.predict_runs(few, proposed.to_arrow().drop_columns("gain"), "sciq/loss")
+        assert predicted.to_arrow()["expected"].null_count == 0
+        assert "too far" not in str(proposed) + str(predicted)
+        assert "5 runs for 3 values of topic are too few for useful intervals; import 6 or more" in str(proposed)
+    beyond = grasp.propose_runs(few, "sciq/loss", decide=decide, floor="games:99%")
+    assert "exploratory, no prediction, too far outside the range of the runs: next-1 (games 99%" in str(beyond)
+    predicted = grasp.predict_runs(few, beyond.to_arrow().drop_columns("gain"), "sciq/loss")
+    assert predicted.to_arrow()["expected"].null_count == len(predicted.to_arrow())
+    assert "no nearer run would allow a prediction of next-1: train it" in str(predicted)
 
 
 @pytest.mark.parametrize(

@@ -289,7 +289,7 @@ class RunTable:
     def __repr__(self) -> str:
         what = f"by {self.info.label}" if self.info.label else f"by {self.info.kind}"
         seeds = len(pc.unique(self.results["seed"]))
-        head = f"{len(self):,} runs {what}, {len(self.values):,} values, {seeds} seed(s)"
+        head = f"{len(self):,} runs {what}, {len(self.values):,} values, {seeds} seed{'s' * (seeds != 1)}"
         head += f"; sizes {', '.join(self.sizes)}" if self.sizes else ""
         lines = []
         for name, direction in self.info.metrics.items():

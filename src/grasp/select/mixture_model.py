@@ -56,8 +56,12 @@ EXPLORATION_SHARE = (
     0.5  # a proposal is exploratory if more than this part of the candidates have a higher predicted mean
 )
 BISECTION_STEPS = 80  # bisection steps
+RANGE_STEPS = 10  # bisection steps on the line from the mean of the runs to a candidate
 LINE_SEARCH_POINTS = 20  # grid points of the line search of `informative_run`
+NEARLY_ITSELF = 0.8  # a run at this part of the line or beyond is hardly easier to predict than the mixture itself
+RUNS_PER_VALUE = 2  # with fewer runs than this times the number of values, a note says that intervals are wide
 SHARES_SHOWN = 6  # label values of a mixture in a note
+TOO_FAR = "no prediction, too far outside the range of the runs"
 STARTS = 8  # best runs from which the optimal mixture is searched
 
 
@@ -119,7 +123,15 @@ class MixtureModel:
     @property
     def notes(self) -> tuple[str, ...]:
         size = f" of size {self.table.sizes[0]}" if self.table.sizes else ""
-        return (f"{COVERAGE:.0%} intervals, for the mean of many seeds{size}",)
+        intervals = f"{COVERAGE:.0%} intervals, for the mean of many seeds{size}"
+        n_runs, n_values = self.share_RG.shape
+        if n_runs >= RUNS_PER_VALUE * n_values:
+            return (intervals,)
+        few = (
+            f"{n_runs} runs for {n_values} values of {self.table.info.label} are too few for useful intervals; import "
+            f"{RUNS_PER_VALUE * n_values} or more"
+        )
+        return intervals, few
 
     def features(self, share_BG: F64) -> SubsetFeatures:
         return SubsetFeatures.from_shares(share_BG, len(self.weights_T) + 1)
@@ -155,11 +167,34 @@ class MixtureModel:
         outside_B1 = (self.beyond(share_BG) > SHARE_TOLERANCE).any(axis=1, keepdims=True)
         return outside_B1 & (self.gaussian_process.relative_uncertainty(self.features(share_BG), COVERAGE) > 1.0)
 
-    def informative_run(self, share_G: F64) -> F64:
+    def has_prediction(self, share_BG: F64) -> NDArray[np.bool_]:
+        """Return whether a mixture has a prediction for all metrics with a weight, (B,)."""
+        return np.asarray(~self.refused(share_BG)[:, :-1][:, self.weights_T > 0].any(axis=1))
+
+    def move_into_range(self, share_BG: F64, centre_G: F64) -> F64:
+        """Move mixtures without a prediction towards a centre until they have one, (B, G).
+
+        Mixtures stay within all bounds that the centre satisfies. Without a prediction for the centre, they are
+        returned unchanged.
+        """
+        outside_B = ~self.has_prediction(share_BG)
+        if not outside_B.any() or not self.has_prediction(centre_G[None])[0]:
+            return share_BG
+        step_bG = share_BG[outside_B] - centre_G
+        low_b1, high_b1 = np.zeros((len(step_bG), 1)), np.ones((len(step_bG), 1))
+        for _ in range(RANGE_STEPS):
+            middle_b1 = (low_b1 + high_b1) / 2
+            inside_b1 = self.has_prediction(centre_G + middle_b1 * step_bG)[:, None]
+            low_b1, high_b1 = np.where(inside_b1, middle_b1, low_b1), np.where(inside_b1, high_b1, middle_b1)
+        moved_BG = share_BG.copy()
+        moved_BG[outside_B] = centre_G + low_b1 * step_bG
+        return moved_BG
+
+    def informative_run(self, share_G: F64) -> F64 | None:
         """Return the mixture of a further run after which this mixture would have a prediction, (G,).
 
-        Of the points on the line from the mean of the runs to the mixture, it is the nearest to the mean that suffices,
-        or the mixture itself if none does.
+        Of the points on the line from the mean of the runs to the mixture, it is the nearest to the mean that suffices.
+        None if no point suffices that is clearly nearer than the mixture itself.
         """
         mixture = self.features(share_G[None])
         task = int(
@@ -168,10 +203,11 @@ class MixtureModel:
             )
         )
         mean_G = self.share_RG.mean(axis=0)
-        line_BG = mean_G + np.linspace(0.0, 1.0, LINE_SEARCH_POINTS + 1)[1:, None] * (share_G - mean_G)
+        part_B = np.linspace(0.0, 1.0, LINE_SEARCH_POINTS + 1)[1:]
+        line_BG = mean_G + part_B[:, None] * (share_G - mean_G)
         after_B = self.gaussian_process.relative_uncertainty_after(mixture, self.features(line_BG), task, COVERAGE)
-        enough_B = after_B <= 1.0
-        return np.asarray(line_BG[int(np.argmax(enough_B)) if enough_B.any() else -1])
+        nearer_B = (after_B <= 1.0) & (part_B < NEARLY_ITSELF)
+        return np.asarray(line_BG[int(np.argmax(nearer_B))]) if nearer_B.any() else None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -206,14 +242,16 @@ def predict_runs(runs: Runs, mixtures: Path | str | pa.Table, metric: str | Sequ
     """
     model = MixtureModel.from_runs(runs, metric)
     names, share_BG = read_mixtures(mixtures, model.table.values)
-    requested_T = np.append(model.weights_T > 0, False)
-    refused_B = (model.refused(share_BG) & requested_T).any(axis=1)
+    refused_B = ~model.has_prediction(share_BG)
     notes = [
         *_outside(model, names, share_BG, ~refused_B, "outside the range of the runs, so the interval is wider"),
-        *_outside(model, names, share_BG, refused_B, "no prediction, too far outside the range of the runs"),
+        *_outside(model, names, share_BG, refused_B, TOO_FAR),
     ]
     for b in np.flatnonzero(refused_B)[:MAX_LISTED].tolist():
         run_G = model.informative_run(share_BG[b])
+        if run_G is None:
+            notes.append(f"no nearer run would allow a prediction of {names[b]}: train it, or runs on the way to it")
+            continue
         shares = ", ".join(f"{model.table.values[g]} {run_G[g]:.0%}" for g in np.argsort(-run_G)[:SHARES_SHOWN])
         more = f" and {len(run_G) - SHARES_SHOWN} more" if len(run_G) > SHARES_SHOWN else ""
         notes.append(f"a run that would allow a prediction of {names[b]}: {shares}{more}")
@@ -254,7 +292,8 @@ def mix_runs(
     starts = model.share_RG[np.argsort(-model.predict_objective(model.share_RG, cautious), kind="stable")[:STARTS]]
     best_G = frank_wolfe(problem, lambda share_BG: model.predict_objective(share_BG, cautious), list(starts))
     expected_R = model.gaussian_process.predict(model.features(model.share_RG))[0][:, -1]
-    run_G = model.share_RG[int(np.argmax(expected_R))]
+    r = int(np.argmax(expected_R))
+    run_G = model.share_RG[r]
     shares = pa.table(
         {
             "value": pa.array(model.table.values, pa.string()),
@@ -263,9 +302,13 @@ def mix_runs(
             "proposed": best_G,
         }
     ).sort_by([("proposed", "descending")])
+    measured_T = model.sign_T * np.nanmean(model.table.utility_RST()[r], axis=0)
+    measured = {name: f", measured {value:.4g}" for name, value in zip(model.table.metrics, measured_T, strict=True)}
+    best_run = f"best run {model.table.runs[r]}"
     messages = [
-        f"{line['metric']}: {line['mixture']} {line['expected']:.4g} ({line['low']:.4g} to {line['high']:.4g})"
-        for line in model.lines(["proposed", "best run"], np.stack([best_G, run_G])).to_pylist()
+        f"{line['metric']}: {line['mixture']}, predicted {line['expected']:.4g} ({line['low']:.4g} to "
+        f"{line['high']:.4g}){measured[line['metric']] if line['mixture'] == best_run else ''}"
+        for line in model.lines(["proposed mixture", best_run], np.stack([best_G, run_G])).to_pylist()
     ]
     headline = f"optimal mixture predicted from {len(model.table):,} runs of {model.table.name}"
     return Result(shares, headline, (*messages, *model.notes), signs=False)
@@ -287,6 +330,9 @@ def propose_runs(
 ) -> Result:
     """Propose the mixtures to train next so that few runs suffice for a decision.
 
+    Proposals lie near the range of the runs, so that `predict_runs` predicts their results. If the bounds exclude this
+    range, proposals have no prediction, and a note says so.
+
     Args:
         runs: imported runs, see `grasp runs import`; with an artifact also retrained runs.
         metric: metrics, separated by commas. Default: all of them. In Python also a mapping of metrics to weights.
@@ -303,8 +349,8 @@ def propose_runs(
     Returns:
         One row per mixture, in the order in which to train them: mixture, gain, and the share of each value.
         For `best`, gain is the expected increase of the optimum, in the unit of the metric; for `values` it is the
-        share of the total variance of the effects that the run removes. A note names exploratory proposals, i.e.
-        mixtures with a low predicted mean.
+        share of the total variance of the effects that the run removes. Notes name exploratory proposals, i.e.
+        mixtures with a low predicted mean or without a prediction.
     Raises:
         SettingsError: no mixture satisfies the floors and caps, one of them is not a share, or the runs are so long
             that some value must be repeated more often than `max_repeat`.
@@ -333,6 +379,7 @@ def propose_runs(
     share_BG = project_to_bounds(
         np.stack([draw_dirichlet_shares(rng, np.maximum(even_G, 1e-3)) for _ in range(CANDIDATES)]), low_G, high_G
     )
+    share_BG = model.move_into_range(share_BG, project_to_bounds(even_G[None], low_G, high_G)[0])
     picked, gains = most_informative(model.gaussian_process, model.features(share_BG), count, decide, rng)
     names = [f"next-{k + 1}" for k in range(len(picked))]
     if subsets is not None:
@@ -350,11 +397,15 @@ def propose_runs(
         gain = "share of the total variance of the effects of the values that this run removes"
     if len(picked) < count or not any(gains):
         notes.append("no further run is expected to change the result; train one outside these bounds, or stop here")
+    predicted_K = model.has_prediction(share_BG[picked])
+    notes += _outside(model, names, share_BG[picked], ~predicted_K, f"exploratory, {TOO_FAR}")
     columns = {name: share_BG[picked, g] for g, name in enumerate(table.values)}
     expected_B = model.predict_objective(share_BG)
     better_K = [float((expected_B > expected_B[b]).mean()) for b in picked]
     exploring = [
-        f"{name} ({better:.0%})" for name, better in zip(names, better_K, strict=True) if better > EXPLORATION_SHARE
+        f"{name} ({better:.0%})"
+        for name, better, predicted in zip(names, better_K, predicted_K, strict=True)
+        if predicted and better > EXPLORATION_SHARE
     ]
     if exploring:
         more = f" and {len(exploring) - MAX_LISTED:,} more" if len(exploring) > MAX_LISTED else ""
