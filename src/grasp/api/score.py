@@ -144,10 +144,15 @@ def score(
             raise SettingsError(f"labels: got {', '.join(unknown)}; the artifact has {', '.join(known.columns)}")
     among_N = None if where is None else known.matching(where).mask_N
     if min_tokens:
-        long_N = row_tokens(artifact, length_column(artifact)) >= min_tokens
-        among_N = long_N if among_N is None else among_N & long_N
+        length = length_column(artifact)
+        length_N = row_tokens(artifact, length) if among_N is None else row_tokens(artifact, length) * among_N
+        among_N = length_N >= min_tokens
         if not among_N.any():
-            raise SettingsError(f"min_tokens: got {min_tokens}; no row of {artifact.where} has as many tokens")
+            rows = "row" if where is None else "selected row"
+            raise SettingsError(
+                f"min_tokens: got {min_tokens}; no {rows} of {artifact.where} has as many {short_of(length)}; the "
+                f"longest has {length_N.max():,}"
+            )
     values_N: NDArray[np.floating[Any]]
     if published is not None:
         rows = method_rows(

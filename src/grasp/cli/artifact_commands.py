@@ -18,6 +18,7 @@ from grasp.yaml_files import leaf
 
 if TYPE_CHECKING:
     from grasp.artifact.inspection import ArtifactInfo
+    from grasp.artifact.reader import ArtifactReader
 
 
 @command("grasp demo --out demo-out")
@@ -135,7 +136,7 @@ def build(
             cluster=spec,
             progress=watch,
         )
-    _print_summary(out, artifact.path)
+    _print_summary(out, artifact)
 
 
 def _refuse_idle(flags: dict[str, Any], reason: str) -> None:
@@ -145,12 +146,13 @@ def _refuse_idle(flags: dict[str, Any], reason: str) -> None:
         raise SettingsError(f"{', '.join(idle_flags)}: no effect with {reason}")
 
 
-def _print_summary(out: str, path: Path) -> None:
+def _print_summary(out: str, artifact: "ArtifactReader") -> None:
     """Print the size of a new artifact, its skipped rows, and a command to continue with."""
     from grasp.artifact.inspection import info
+    from grasp.artifact.rows import SHORT, length_column, row_tokens
     from grasp.store.remote import remote_url
 
-    summary: ArtifactInfo = info(remote_url(out) or path)
+    summary: ArtifactInfo = info(remote_url(out) or artifact.path)
     units = sum(summary.targets.values())
     print(
         f"{out}: {summary.n_rows:,} rows x {units:,} units ({', '.join(summary.targets)}), "
@@ -160,7 +162,9 @@ def _print_summary(out: str, path: Path) -> None:
         print(record)
     if summary.skipped["rows"]["counts"]:
         print(f"left out: {skipped_text(summary.skipped['rows']['counts'])} (listed in {out}/manifest.json)")
-    score = ["score", out, "--target", next(iter(summary.targets)), "--top", "10", "--min-tokens", "32"]
+    score = ["score", out, "--target", next(iter(summary.targets)), "--top", "10"]
+    if (row_tokens(artifact, length_column(artifact)) >= SHORT).sum() >= 10:
+        score += ["--min-tokens", str(SHORT)]
     print(f"next: {program()} {shlex.join(score)}")
 
 
