@@ -158,7 +158,7 @@ def preview_targets(
     else:
         tokenizer, context = _tokenizer(model)
         units = units.rendered(tokenizer)
-        encoded = units.tokenize(tokenizer, min(settings.max_length, context or settings.max_length))
+        encoded = units.tokenize(tokenizer, settings.max_length, context)
         notes += [f"skipped: {line}" for line in skipped_lines(units.unwritten.counts, units.unwritten.examples)]
         tokens = {
             target: _lengths(
