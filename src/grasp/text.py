@@ -123,10 +123,14 @@ def signed(value: float | None, digits: int = 3) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean 'sciq'?)` if a known name is spelled similarly, ignoring case; else an empty text."""
+    """Return ` (did you mean 'sciq'?)` if a known name is spelled similarly, ignoring case; else an empty text.
+
+    The last part of a nested name, such as `source` of `metadata.source`, is preferred.
+    """
     spelled = {candidate.lower(): candidate for candidate in known}
-    close = get_close_matches(name.lower(), spelled, n=1)
-    return f" (did you mean {spelled[close[0]]!r}?)" if close else ""
+    nested = [candidate for candidate in spelled if candidate.endswith(f".{name.lower()}")]
+    close = nested or get_close_matches(name.lower(), spelled, n=1)
+    return f" (did you mean {' or '.join(repr(spelled[candidate]) for candidate in close)}?)" if close else ""
 
 
 def skipped_text(counts: Mapping[str, int]) -> str:

@@ -36,7 +36,7 @@ from grasp.results import Result
 from grasp.runs.alignment import bind_runs
 from grasp.runs.retrained import TrainingRuns
 from grasp.runs.table import RunTable
-from grasp.text import listed
+from grasp.text import did_you_mean, listed
 from grasp.yaml_files import read_yaml
 
 MAX_ROWS_PRINTED = 100
@@ -141,7 +141,8 @@ def score(
     else:
         shown = listed(labels, known.columns)
         if unknown := [name for name in shown if name not in known.columns]:
-            raise SettingsError(f"labels: got {', '.join(unknown)}; the artifact has {', '.join(known.columns)}")
+            hint = did_you_mean(unknown[0], known.columns)
+            raise SettingsError(f"labels: got {', '.join(unknown)}{hint}; the artifact has {', '.join(known.columns)}")
     among_N = None if where is None else known.matching(where).mask_N
     if min_tokens:
         length = length_column(artifact)
