@@ -54,6 +54,14 @@ def test_values_that_are_equal_as_text_are_one_label(place):
     assert (line["values"], line["most frequent"]) == (3, "1, true, 2")
 
 
+def test_empty_records_are_listed_by_line(place):
+    (place / "e.jsonl").write_text('{"text": ""}\n{"text": "some words here"}\n{"text": " "}\n')
+    for model in (None, place / "model"):
+        shown = str(preview_corpus(str(place / "e.jsonl"), model=model))
+        assert f"skipped: 1 empty documents: {place / 'e.jsonl'}:1" in shown
+        assert f"skipped: 1 documents of white space: {place / 'e.jsonl'}:3" in shown
+
+
 def test_rows_and_tokens_are_those_of_the_build(place):
     corpus, model = str(place / "c.jsonl"), str(place / "model")
     art = build(model, corpus, [str(place / "facts.jsonl")], out=place / "art", untrained=True)

@@ -23,6 +23,7 @@ from grasp.artifact.where import MAX_UNBINNED_VALUES, identifier
 from grasp.corpus.conversations import entry_notes, preference_note
 from grasp.corpus.documents import Corpus
 from grasp.corpus.labels import Kind, kind_of_all, label_text, widest
+from grasp.corpus.packing import Skipped
 from grasp.corpus.row_store import RowStore
 from grasp.corpus.sources import open_source
 from grasp.errors import ModelError
@@ -71,7 +72,7 @@ def preview_corpus(
     kinds: dict[str, set[Kind]] = {}
     left_out: set[str] = set()
     texts: list[str] = []
-    n_read = n_empty = 0
+    n_read, skipped = 0, Skipped()
     for document in opened.documents(0):
         n_read += 1
         for name, value in document.labels.items():
@@ -79,7 +80,8 @@ def preview_corpus(
             kinds.setdefault(name, set()).add(kind_of_all([value]))
         left_out.update(document.ignored)
         text = str(document.conversation or document.text or "")
-        n_empty += not text.strip() and document.input_ids is None
+        if not text.strip() and document.input_ids is None:
+            skipped.add("whitespace" if text else "empty", document.name, document.where)
         if len(texts) < MAX_EXAMPLES and text.strip():
             texts.append(plain(text, MAX_EXAMPLE_CHARS))
             if document.rejected is not None:
@@ -99,7 +101,7 @@ def preview_corpus(
         notes.append(note)
     headline = f"{settings.path}: {n_read:,} records" + f" (the first {limit:,})" * (n_read == limit)
     if model is None:
-        notes += [f"{n_empty:,} records are empty"] if n_empty else []
+        notes += [f"skipped: {line}" for line in skipped_lines(skipped.counts, skipped.examples)]
         notes.append("rows and tokens: pass --model, whose tokenizer divides the records")
     else:
         tokenizer, context = _tokenizer(model)
