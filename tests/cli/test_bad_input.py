@@ -48,7 +48,7 @@ def test_empty_documents_and_rows_of_one_token_are_skipped_counted_and_listed(bu
     assert "--min-tokens" not in command
     succeed(*shlex.split(command))
     message = refused(*shlex.split(command), "--min-tokens", 32)
-    assert message.endswith("has as many tokens; the longest has 4")
+    assert message.endswith("has as many tokens; the longest has 8")
     assert note in succeed("info", tmp_path / "new").lines
     skipped = json.loads((tmp_path / "new/manifest.json").read_text())["skipped"]["rows"]
     assert skipped["counts"] == {"empty": 3, "whitespace": 1, "one_token": 1}
