@@ -149,9 +149,9 @@ def score(
         length_N = row_tokens(artifact, length) if among_N is None else row_tokens(artifact, length) * among_N
         among_N = length_N >= min_tokens
         if not among_N.any():
-            rows = "row" if where is None else "selected row"
+            noun = "row" if where is None else "selected row"
             raise SettingsError(
-                f"min_tokens: got {min_tokens}; no {rows} of {artifact.where} has as many {short_of(length)}; the "
+                f"min_tokens: got {min_tokens}; no {noun} of {artifact.where} has as many {short_of(length)}; the "
                 f"longest has {length_N.max():,}"
             )
     values_N: NDArray[np.floating[Any]]

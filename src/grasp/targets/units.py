@@ -216,10 +216,10 @@ def _cut(unit: Unit, tokens: TokenizedText, tokenizer: "Tokenizer", max_length: 
         raise TargetError(f"{where}: the completion {unit.completion!r} has no tokens, expected at least one")
     first, ids = int(scored[0]), tokens.ids if unit.loss_on == "all" else tokens.ids[: scored[-1] + 1]
     if first == 0:
-        context = np.array(tokenizer.context_ids, dtype=np.int64)
-        if not len(context):
+        empty_prompt = np.array(tokenizer.context_ids, dtype=np.int64)
+        if not len(empty_prompt):
             raise TargetError(f"{where}: the prompt is empty and the tokenizer has no end-of-text token to replace it")
-        first, ids = len(context), np.concatenate([context, ids])
+        first, ids = len(empty_prompt), np.concatenate([empty_prompt, ids])
     prefix = tokenizer.prefix_ids  # prepended by the tokenizer, or part of the text
     n_front = min(first, len(prefix)) if tuple(ids[: len(prefix)].tolist()) == prefix else 0
     n_prefix = n_front if len(ids) > max_length else 0
