@@ -284,7 +284,7 @@ class Packer:
             ids = np.array((), dtype=np.int64) if tokens is None else tokens.ids
             mask, end_chars = (None, None) if tokens is None else (tokens.loss_mask, tokens.ends)
         if fault is not None:
-            self._skipped.add(fault, document.name)
+            self._skipped.add(fault, document.name, document.where)
             return
         whole = self._whole_document(document, ids, mask, end_chars)
         if document.rejected is not None:

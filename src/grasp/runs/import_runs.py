@@ -124,7 +124,7 @@ def import_runs(
         has_finished = pa.array([run not in set(failed) for run in long["run"].to_pylist()])
         long = long.filter(has_finished)
     info = RunsInfo(kind=kind, label=label, metrics=directions, read_from=tuple(paths))
-    runs = RunTable.from_results(name, info, long, lines, notes)
+    runs = RunTable.from_results(name, info, long, lines, notes, (where, result_where))
     runs = runs if size is None else runs.select_size(size)
     if out is not None:
         runs.save(out)
