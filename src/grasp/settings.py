@@ -104,7 +104,8 @@ class CorpusSettings(Settings):
         None, description='Column of row ids. null: row_id or id, if they exist. "": generate ids.'
     )
     doc_id_column: str | None = Field(
-        None, description='Column of document ids. null: doc_id, if it exists. "": generate ids.'
+        None,
+        description='Column of document ids. null: doc_id, if it exists, else the column of row ids. "": generate ids.',
     )
     label_paths: tuple[str, ...] = Field(
         (),

@@ -8,13 +8,15 @@ import pytest
 from grasp.artifact.reader import ArtifactReader
 from grasp.build.pipeline import build_artifact
 from grasp.build.provenance import BuildSource
+from grasp.corpus import RowStore
 from grasp.corpus.conversations import read_pair
 from grasp.errors import CorpusError, SettingsError, TargetError
 from grasp.inspect.explain import Explainer
 from grasp.select.select import select
-from grasp.settings import TargetSettings
+from grasp.settings import CorpusSettings, TargetSettings
 from grasp.targets import load_units
 from tests.build.world import WORDS, world
+from tests.corpus.chats import chat_tokenizer
 
 KERNELS = ("output_layer", "embedding", "hidden_bias", "hidden_linear", "gradient")
 
@@ -62,7 +64,6 @@ def test_pairs_of_every_form(record, prompt, chosen, rejected):
         ({"prompt": "a", "chosen": " b"}, "rejected: missing or empty, but chosen is there"),
         ({"prompt": "a", "chosen": "", "rejected": " b"}, "chosen: missing or empty"),
         ({"prompt": "a", "chosen": None, "rejected": " b"}, "chosen: missing or empty"),
-        ({"chosen": "same", "rejected": "same"}, "chosen: no text follows the prompt 'same'"),
         ({"chosen": turns("a", "b"), "rejected": turns("a", "c", "d", "e")}, "rejected: has 3 turns after the common"),
         ({"chosen": turns("a", "b"), "rejected": turns("a", "")}, "rejected: an answer of the assistant is empty"),
     ],
@@ -74,6 +75,19 @@ def test_a_pair_without_a_side_is_refused_in_one_line(record, message, tmp_path)
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps(record))
     with pytest.raises(TargetError, match=rf"pairs\.jsonl:1: {message}"):
+        load_units(TargetSettings(names=(str(path),)))
+
+
+@pytest.mark.parametrize(("chosen", "rejected"), [("same", "same"), ("The sky", "The sky is red"), ("a b", "a")])
+def test_a_pair_without_a_difference_is_left_out_and_named(chosen, rejected, tmp_path):
+    records = [FORMS["implicit text"][0], {"chosen": chosen, "rejected": rejected, "id": "equal"}]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    settings = CorpusSettings(path=str(path), form="preference", max_length=64)
+    store = RowStore.write(tmp_path / "rows", settings, chat_tokenizer(), shard_rows=8)
+    assert store.n_rows == 1
+    assert store.skipped.ids == {"no_loss": ["equal"]}
+    with pytest.raises(TargetError, match=r"pairs\.jsonl:2: (chosen|rejected): no text follows the prompt"):
         load_units(TargetSettings(names=(str(path),)))
 
 

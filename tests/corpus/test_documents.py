@@ -184,6 +184,18 @@ def test_an_id_column_names_the_rows(tmp_path, write):
     assert (plainly.row_id, dict(plainly.labels)) == (None, {"id": 0, "doc_id_": "d0"})
 
 
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_a_row_name_is_the_document_name_without_another(tmp_path, write):
+    rows = [{"id": "a", "text": "x"}, {"id": None, "text": "y"}]
+    path = write(tmp_path / f"c{'.jsonl' if write is write_jsonl else '.parquet'}", rows)
+    first, second = read_documents(settings_for(path))
+    assert (first.row_id, first.doc_id) == ("a", "a")
+    assert second.row_id is None
+    assert second.doc_id.endswith("-1")
+    first, _ = read_documents(settings_for(path, doc_id_column=""))
+    assert (first.row_id, first.doc_id[16:]) == ("a", "-0")
+
+
 def test_nan_is_a_missing_label(tmp_path):
     rows = [{"text": "x", "score": value} for value in (1.5, float("nan"), None)]
     for path in (write_jsonl(tmp_path / "c.jsonl", rows), write_parquet(tmp_path / "c.parquet", rows)):

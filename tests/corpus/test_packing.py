@@ -148,7 +148,27 @@ def test_a_text_without_a_token_is_empty():
         assert log.ids == {"empty": ["d0"]}
 
 
-def test_snippets_are_near_the_row_with_folded_white_space_and_limited_length():
+class NoOffsets(Words):
+    """Reports no offsets, as slow tokenizers do."""
+
+    def encode_with_spans(self, texts):
+        return [(ids, None) for ids in self.encode(texts)]
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(2, 9), PACKINGS)
+def test_the_snippet_is_the_text_of_the_row(sizes, length, packing):
+    """Also where characters are unevenly distributed over tokens."""
+    words = [f"{i}".ljust(size, "x") for i, size in enumerate(sizes)]
+    tokens = Words(eos_id=None)
+    changes = {"packing": packing, "max_length": length, "shortest_end": 1, "snippet_chars": 10_000}
+    for row in pack([document(0, "  ".join(words))], tokens, **changes):
+        assert tokens.encode([row.snippet]) == [row.input_ids.tolist()]
+    for row in pack([document(0, "  ".join(words))], NoOffsets(eos_id=None), **changes):
+        if row.n_tokens < len(words):
+            assert [row.snippet] == tokens.decode([row.input_ids.tolist()])
+
+
+def test_snippets_have_folded_white_space_and_limited_length():
     text = " ".join(f"word{i:02d}\n" for i in range(40))
     rows = list(pack([document(0, text)], Words(eos_id=None), max_length=10, snippet_chars=20))
     assert [row.snippet for row in rows] == [

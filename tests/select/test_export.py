@@ -13,12 +13,15 @@ import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 import pytest
 
+import grasp
 from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.where import LabelTable
 from grasp.corpus import RowStore
 from grasp.corpus.documents import Corpus
 from grasp.corpus.sources import open_source
 from grasp.errors import CorpusError, SettingsError
 from grasp.files import entry_of, temporary_path
+from grasp.runs.alignment import row_weights
 from grasp.select.budget import load_exclusions
 from grasp.select.export import (
     DocumentSelection,
@@ -381,6 +384,26 @@ def test_exclusion_lists_name_rows_or_documents(tmp_path):
     np.testing.assert_array_equal(mask_N, [row["doc_id"] == rows[5]["doc_id"] for row in rows])
 
 
+def test_an_id_names_all_rows_of_its_document(tmp_path):
+    corpus = [{"id": f"doc{i}", "text": " ".join(["word"] * 30)} for i in range(3)]
+    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", corpus))
+    rows = artifact.rows(np.arange(artifact.n_rows)).to_pylist()
+    of_document_N = [row["row_id"].split("#")[0] == "doc1" for row in rows]
+    assert sum(of_document_N) > 1
+    assert LabelTable(artifact.rows_path).matching("doc_id = 'doc1'").mask_N.tolist() == of_document_N
+    (tmp_path / "list.txt").write_text("doc1\n")
+    assert load_exclusions(artifact, tmp_path / "list.txt")[0].tolist() == of_document_N
+    assert load_exclusions(artifact, ["doc1"])[0].tolist() == of_document_N
+    table = pa.table({"run": ["a", "b"], "doc_id": ["doc1", "doc2"]})
+    runs = grasp.import_runs(table, pa.table({"run": ["a", "b"], "sciq/acc": [0.1, 0.2]}))
+    (block,), notes = row_weights(runs, artifact)
+    assert block.weights_BN.toarray()[0].tolist() == of_document_N
+    assert notes == [f"the names are read as 2 documents, with {2 * sum(of_document_N)} rows"]
+    # a table of selected rows names rows
+    pq.write_table(pa.table({"row_id": ["doc1"], "doc_id": ["doc1"]}), tmp_path / "rows.parquet")
+    assert load_exclusions(artifact, tmp_path / "rows.parquet")[0].tolist() == [row["row_id"] == "doc1" for row in rows]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -448,7 +471,8 @@ def test_rows_keep_the_other_columns_of_their_records(suffix, packing, kind, tmp
             name: expected[name] for name in ("metadata", "tags", "vector", "extra")
         }
         assert line["effect_"] == expected["effect"]
-        assert not {"metadata.source", "id"} & line.keys()
+        assert line["id"] == line["doc_id"] == expected["id"]
+        assert "metadata.source" not in line
     rebuilt = build(tmp_path / "again", tmp_path / "kept")
     columns = ["metadata.source", "tags", "extra.lang"]
     labels = artifact.rows(chosen).select(columns).to_pylist()

@@ -72,10 +72,26 @@ def test_no_file_is_larger(tmp_path, kind):
     items = [table] if kind == "parquet" else [{"text": text} for text in texts]
     files = written(tmp_path / "out", FileFormat(kind), items, ShardSize.parse("200KB"))
     assert len(files) > 3
-    # each row group of a Parquet file adds the first and last text, cut, to the footer
-    most = 200_000 + (16 * 6_000 if kind == "parquet" else 0)
-    assert max(file.stat().st_size for file in files) <= most
+    assert max(file.stat().st_size for file in files) <= 200_000
     assert [d.text for d in read_documents(settings_for(tmp_path / "out"))] == texts
+
+
+@settings(max_examples=15, deadline=None)
+@given(blocks=st.lists(st.integers(1, 9), min_size=1, max_size=5), most=st.integers(1, 4_000))
+def test_parquet_files_are_filled_up_to_the_size_of_their_tables(tmp_path_factory, blocks, most):
+    place = tmp_path_factory.mktemp("export") / "out"
+    rng = np.random.default_rng(sum(blocks))
+    tables = [pa.table({"text": [rng.bytes(rng.integers(500)).hex() for _ in range(n)]}) for n in blocks]
+    files = written(place, FileFormat("parquet"), tables, ShardSize(n_bytes=most))
+    shards = [pq.read_table(file)["text"].to_pylist() for file in files]
+    assert [text for shard in shards for text in shard] == [
+        text for table in tables for text in table["text"].to_pylist()
+    ]
+    # characters and offsets of 4 bytes, with one more offset for each block
+    sizes = [sum(len(text) + 4 for text in shard) for shard in shards]
+    assert all(n_bytes <= most or len(shard) == 1 for n_bytes, shard in zip(sizes, shards, strict=True))
+    slack = 4 * len(blocks)
+    assert all(n + len(shard[0]) + 4 + slack > most for n, shard in zip(sizes, shards[1:], strict=False))
 
 
 def test_json_lines_fill_files_of_tables_too(tmp_path, monkeypatch):

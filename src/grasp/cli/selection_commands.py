@@ -52,7 +52,9 @@ def select(
     ),
     corpus: str | None = rare("--corpus PATH", "Current path of the corpus. Default: the path of the build.", None),
     shard_size: str | None = rare(
-        "--shard-size SIZE", "Maximum size of an exported file: 256MB, or a number of records. Default: 50,000.", None
+        "--shard-size SIZE",
+        "Maximum size of an exported file: 256MB before compression, or a number of records. Default: 50,000.",
+        None,
     ),
     quiet: Quiet = False,
     **params: Any,

@@ -257,7 +257,8 @@ def read_pair(record: Mapping[str, Any], where: str) -> Content:
 
     Sides are texts or chats; a single turn may stand without its list. The prompt is `prompt`, a list of turns in
     `messages` or `conversations`, or the common beginning of both sides, also if `prompt` repeats it as text, as in
-    UltraFeedback. Loss is on what follows the prompt: a text, or one answer of the assistant.
+    UltraFeedback. Loss is on what follows the prompt: a text, or one answer of the assistant. The text is empty if a
+    side is the beginning of the other one, or equal to it; such pairs yield no row.
 
     Returns:
         The chosen side, with the other one in `rejected`.
@@ -278,9 +279,6 @@ def read_pair(record: Mapping[str, Any], where: str) -> Content:
         if prompt is None:
             prompt = _common_text(chosen, rejected)
             chosen, rejected = (side[len(prompt) :] for side in (chosen, rejected))
-        for name, side in zip(PAIR, (chosen, rejected), strict=True):
-            if not side.strip():
-                raise CorpusError(f"{where}: {name}: no text follows the prompt {prompt!r:.60}; remove the record")
         contents = [Content(prompt + side, ((len(prompt), len(prompt + side)),)) for side in (chosen, rejected)]
     else:
         turns = [_side_turns(side, name, where) for name, side in zip(PAIR, sides, strict=True)]

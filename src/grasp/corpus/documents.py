@@ -76,6 +76,8 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
             else:
                 roles = roles_of[chunk.name]
             row_id, doc_id = (None if name is None else label_text(values.get(name)) for name in roles.ids)
+            if doc_id is None and settings.doc_id_column != "":  # a name of a record names the document that it holds
+                doc_id = row_id
             labels: dict[str, Label] = {}
             hidden: dict[str, Label] = {}  # fields b of `a` with a column `a.b`, which precedes if it has a value
             left_out: set[str] = set()

@@ -435,16 +435,6 @@ class Packer:
             self._skipped.add("one_token", row_id)
             return
         spans = [span for piece in pieces if (span := piece.span) is not None]
-        # The snippet is for display: it starts at a word near the row's first token, whose character is estimated by
-        # proportion, since not every tokenizer reports offsets. Token ids without text are decoded.
-        n_chars, share = self._settings.snippet_chars, main.first / main.total
-        text = document.text if document.conversation is None else str(document.conversation)
-        if text is None and n_chars:
-            share, (text,) = 0.0, self._tokenizer.decode([main.ids[:n_chars].tolist()])
-        text = text or ""
-        start = round(len(text) * share)
-        if start:
-            start = text.find(" ", start - 1, start + 64) + 1 or start
         yield Row(
             row_id=row_id,
             doc_id=document.doc_id,
@@ -452,12 +442,26 @@ class Packer:
             n_tokens=len(ids),
             input_ids=ids,
             loss_mask=loss_mask,
-            snippet=" ".join(text[start : start + 4 * n_chars].split())[:n_chars],
+            snippet=self._snippet(main),
             labels=document.labels,
             ignored=tuple(sorted({name for piece in pieces for name in piece.document.ignored})),
             next_cursor=Cursor(next_document, next_token, self._named_rows[next_document]),
             spans=tuple(spans) if len(spans) == len(pieces) else None,
         )
+
+    def _snippet(self, piece: _Piece) -> str:
+        """Return the beginning of the text of a piece for display, with white space folded."""
+        n_chars, document = self._settings.snippet_chars, piece.document
+        if not n_chars:
+            return ""
+        if piece.span is None:  # no text, or a part of one whose tokenizer reports no offsets
+            (text,) = self._tokenizer.decode([piece.ids[:n_chars].tolist()])
+        elif document.conversation is not None and len(piece.ids) == piece.total:
+            text = str(document.conversation)
+        else:
+            _, begin, end = piece.span
+            text = str(document.text)[begin : min(end, begin + 4 * n_chars)]
+        return " ".join(text[: 4 * n_chars].split())[:n_chars]
 
 
 def row_bytes(row_id: str, input_ids: I32, loss_mask: Bool | None, split: int | None = None) -> bytes:

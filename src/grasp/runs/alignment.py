@@ -278,7 +278,7 @@ def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBl
     """
     table = LabelTable(artifact.rows_path)
     if runs.info.kind == "rows":
-        return _by_rows(runs, table, RowIndex.from_parquet(artifact.rows_path)), []
+        return _by_rows(runs, table, RowIndex.from_parquet(artifact.rows_path))
     weight_RG = runs.weights_RG()
     if runs.info.kind == "expressions":  # weights are added up for rows that match several expressions
         masks_GN = [table.matching(expression).mask_N for expression in runs.values]
@@ -321,16 +321,24 @@ def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBl
     return [SubsetBlock(runs.runs, Weights.from_slices(column.codes_N, factor_RG.shape[1]).mixed(factor_RG))], notes
 
 
-def _by_rows(runs: RunTable, table: LabelTable, index: RowIndex) -> list[SubsetBlock]:
-    """Convert weights by row id, or if a name is no row id, by document id."""
+def _by_rows(runs: RunTable, table: LabelTable, index: RowIndex) -> tuple[list[SubsetBlock], list[str]]:
+    """Convert weights by document id if all names are documents, otherwise by row id; return notes as well.
+
+    The first row of a document that is split has the name of the document, but only documents can be listed without
+    names such as `NAME#1`.
+    """
     names = [str(row_id) for row_id in index.ids().to_pylist()]
     place: dict[str, list[int]] = {name: [n] for n, name in enumerate(names)}
-    if any(name not in place for name in runs.values) and "doc_id" in table.columns:
+    notes: list[str] = []
+    if "doc_id" in table.columns:
         column = table.column("doc_id")
         order = np.argsort(column.codes_N, kind="stable")
         rows_of = np.split(order, np.cumsum(column.counts)[:-1])
         documents = {str(name): rows.tolist() for name, rows in zip(column.values, rows_of, strict=True)}
-        place = documents if all(name in documents for name in runs.values) else place
+        if all(name in documents for name in runs.values):
+            place = documents
+            if (n_rows := sum(len(place[name]) for name in runs.values)) > len(runs.values):
+                notes.append(f"the names are read as {len(runs.values):,} documents, with {n_rows:,} rows")
     lacking = [name for name in runs.values if name not in place]
     if lacking:
         raise RunsError(
@@ -346,4 +354,4 @@ def _by_rows(runs: RunTable, table: LabelTable, index: RowIndex) -> list[SubsetB
         for run, (rows, weights) in per_run.items()
         for order in [np.argsort(rows)]
     )
-    return list(in_blocks(subsets, index.n_rows, BLOCK_SUBSETS))
+    return list(in_blocks(subsets, index.n_rows, BLOCK_SUBSETS)), notes

@@ -438,6 +438,9 @@ def take_within_budget(order_P: I64, constraints: Constraints) -> I64:
 def load_exclusions(artifact: ArtifactReader, exclude: Path | str | Sequence[str]) -> tuple[Bool, str]:
     """Load a list of rows to exclude: names, or a file that is Parquet with a column row_id or doc_id, or text.
 
+    A name in a column row_id excludes a row. All others exclude a row or the rows of a document; the first row of a
+    document that is split has the same name, so that the whole document is excluded.
+
     Args:
         exclude: row_ids or doc_ids, or a file of them; a text file has one name per line.
 
@@ -448,14 +451,15 @@ def load_exclusions(artifact: ArtifactReader, exclude: Path | str | Sequence[str
         SettingsError: the file cannot be read, or none of its names occurs in the artifact.
     """
     where = f"exclude {exclude}" if isinstance(exclude, Path | str) else "exclude"
-    values = pa.array(
-        sorted(set(_read_names(Path(exclude)) if isinstance(exclude, Path | str) else exclude)), pa.string()
-    )
+    columns: tuple[str, ...] = NAME_COLUMNS
+    if isinstance(exclude, Path | str):
+        exclude, columns = _read_names(Path(exclude))
+    values = pa.array(sorted(set(exclude)), pa.string())
     mask_N = np.zeros(artifact.n_rows, dtype=np.bool_)
     seen = np.zeros(len(values), dtype=np.bool_)
     start = 0
-    for batch in artifact.row_batches(list(NAME_COLUMNS)):
-        for name in NAME_COLUMNS:
+    for batch in artifact.row_batches(list(columns)):
+        for name in columns:
             place = pc.index_in(batch.column(name).cast(pa.string()), values)
             mask_N[start : start + batch.num_rows] |= place.is_valid().to_numpy(zero_copy_only=False)
             seen[place.drop_null().to_numpy()] = True
@@ -463,25 +467,27 @@ def load_exclusions(artifact: ArtifactReader, exclude: Path | str | Sequence[str
     if not len(values):
         return mask_N, f"{where}: is empty and excludes no rows"
     if not seen.any():
-        example = str(next(artifact.row_batches(["row_id"])).column(0)[0].as_py())
+        example = str(next(artifact.row_batches(list(columns[:1]))).column(0)[0].as_py())
         raise SettingsError(
-            f"{where}: none of its {len(values):,} names is a row_id or doc_id of the artifact; "
+            f"{where}: none of its {len(values):,} names is a {' or '.join(columns)} of the artifact; "
             f"expected names like {example!r}"
         )
     unknown = int((~seen).sum())
     return mask_N, f"{where}: {len(values):,} names exclude {int(mask_N.sum()):,} rows; {unknown:,} are unknown"
 
 
-def _read_names(path: Path) -> list[str]:
+def _read_names(path: Path) -> tuple[list[str], tuple[str, ...]]:
+    """Return the names in a file, and the columns of the artifact that they are values of."""
     if path.exists() and not path.is_file():
         raise SettingsError(f"exclude: {path}: is not a file; expected {EXPECTED_FILE}")
     with readable_table(f"exclude: {path}", SettingsError, EXPECTED_FILE):
         if path.suffix != ".parquet":
             lines = path.read_text(encoding="utf-8-sig").split("\n")
-            return [line.rstrip("\r") for line in lines if line.strip()]
+            return [line.rstrip("\r") for line in lines if line.strip()], NAME_COLUMNS
         columns = pq.read_schema(path).names
         columns_found = [name for name in NAME_COLUMNS if name in columns]
         if not columns_found:
             raise SettingsError(f"exclude: {path}: has columns {columns}; expected {EXPECTED_FILE}")
-        names = plain_values(read_checksummed(path, columns_found[:1]).column(0))
-        return [str(label_text(name)) for name in names if name is not None]
+        column = columns_found[0]
+        names = plain_values(read_checksummed(path, [column]).column(0))
+        return [str(label_text(name)) for name in names if name is not None], (column,)

@@ -26,7 +26,14 @@ from grasp.artifact.manifest import TOKENS
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_tokens
 from grasp.build.provenance import BuildSource, require_here
-from grasp.corpus.documents import Corpus, content_columns, id_columns, records_in
+from grasp.corpus.documents import (
+    DOC_ID_COLUMN,
+    ROW_ID_COLUMNS,
+    Corpus,
+    content_columns,
+    id_columns,
+    records_in,
+)
 from grasp.corpus.encoding import Tokenizer
 from grasp.corpus.labels import DOCUMENT_COLUMN
 from grasp.corpus.row_store import RowStore
@@ -373,7 +380,7 @@ def row_tables(
 
 
 class _OtherColumns:
-    """Columns of the records of a corpus that are neither content nor ids, read once, in order."""
+    """Columns of the records of a corpus other than content, row_id and doc_id, read once, in order."""
 
     def __init__(self, corpus: Corpus) -> None:
         self._settings = corpus.settings
@@ -417,7 +424,7 @@ class _OtherColumns:
 
     def _others(self, columns: Mapping[str, Any], where: str) -> list[str]:
         content = content_columns(self._settings, dict.fromkeys(columns), where)
-        ids = id_columns(self._settings, list(columns), where)
+        ids = {*id_columns(self._settings, list(columns), where)} & {ROW_ID_COLUMNS[0], DOC_ID_COLUMN}  # ours
         return [name for name in columns if name not in content and name not in ids]
 
 

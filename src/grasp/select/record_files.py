@@ -8,6 +8,7 @@ import io
 import lzma
 import re
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,14 +37,13 @@ Item: TypeAlias = pa.Table | dict[str, Any]  # a table of rows, or a JSON record
 
 SHARD_RECORDS = 50_000
 SHARD_CHARS = 64 << 20  # characters of JSON records that are buffered before they become a table
-_PARTS = 16  # a file of limited size is written in about as many parts
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>(?:[KMG]i?)?B|)", re.IGNORECASE)
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSize:
-    """Maximum size of a file: records, and bytes; of text before compression."""
+    """Maximum size of a file: records, and bytes before compression, of text or of Arrow tables in memory."""
 
     records: int = SHARD_RECORDS
     n_bytes: int = sys.maxsize
@@ -223,20 +223,28 @@ def _write_parquet(shards: Path, items: Iterable[Item], size: ShardSize) -> list
     in_file = n_bytes = 0
     with ExitStack() as stack:
         for table in _tables_of(items):
-            first = size.records - in_file if 0 < in_file < size.records else size.records
-            for part in _parts_of(table, size, first):
-                is_full = in_file >= size.records or (in_file and n_bytes + part.nbytes > size.n_bytes)
-                if writer is None or is_full or not writer.schema.equals(table.schema):
+            start = 0
+            while start < table.num_rows:
+                rest, n_records = table.slice(start), 0
+                if writer is not None and writer.schema.equals(table.schema):
+                    n_records = _n_fitting(rest, size.records - in_file, size.n_bytes - n_bytes)
+                if writer is None or not n_records:
                     stack.close()
                     files.append(shards / f"part-{len(files):05d}.parquet")
-                    sink = stack.enter_context(files[-1].open("wb"))
-                    writer = stack.enter_context(pq.ParquetWriter(sink, table.schema, compression="zstd"))
+                    writer = stack.enter_context(pq.ParquetWriter(files[-1], table.schema, compression="zstd"))
                     in_file = n_bytes = 0
+                    n_records = max(1, _n_fitting(rest, size.records, size.n_bytes))
+                part = rest.slice(0, n_records)
                 writer.write_table(part)
-                # the last part may not be written yet; it is rarely larger on disk
-                in_file, n_bytes = in_file + part.num_rows, sink.tell() + part.nbytes
+                start, in_file, n_bytes = start + n_records, in_file + n_records, n_bytes + part.nbytes
     write_one_schema(files)
     return files
+
+
+def _n_fitting(table: pa.Table, most: int, n_bytes: int) -> int:
+    """Return how many of the first records of a table have at most `most` records and `n_bytes` bytes together."""
+    most = min(most, table.num_rows)
+    return bisect_right(range(1, most + 1), n_bytes, key=lambda n: table.slice(0, n).nbytes)
 
 
 def _tables_of(items: Iterable[Item]) -> Iterator[pa.Table]:
@@ -253,16 +261,6 @@ def _tables_of(items: Iterable[Item]) -> Iterator[pa.Table]:
             waiting, chars = [], 0
     if waiting:
         yield table_of_records(waiting)
-
-
-def _parts_of(table: pa.Table, size: ShardSize, first: int) -> Iterator[pa.Table]:
-    """Yield consecutive parts of a table, small enough to fill files well; the first has at most `first` records."""
-    by_bytes = int(table.num_rows * (size.n_bytes // _PARTS) / max(1, table.nbytes))
-    step = max(1, min(size.records, by_bytes))
-    start, stop = 0, min(step, first)
-    while start < table.num_rows:
-        yield table.slice(start, stop - start)
-        start, stop = stop, stop + step
 
 
 def _as_datasets(files: Iterable[Path], cache: Path, out: Path) -> None:

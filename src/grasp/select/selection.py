@@ -99,7 +99,8 @@ class Selection(OptimizationResult):
             corpus: current path of the corpus; None: the path of the build.
             ids: file to write the ids of the whole documents to: .csv or .parquet with columns name and record (the
                 position in the corpus, from 0), or text with one name per line.
-            shard_size: maximum size of a file, e.g. 256MB, or a number of records. Default: 50,000 records.
+            shard_size: maximum size of a file, e.g. 256MB before compression, or a number of records. Default: 50,000
+                records.
             left_out: write the rows or documents that are not selected instead.
             say: callback that receives a line on what whole documents add and drop, before anything is written.
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from grasp.corpus.conversations import (
     FAULTS,
+    PAIR,
     Content,
     Conversation,
     Template,
@@ -184,7 +185,7 @@ def weighted_units(records: Records, name: str, known: Mapping[str, Unit]) -> di
             some = ", ".join(list(known)[:3]) or "none"
             raise TargetError(
                 f"{where}: unit_id: {unit_id!r} is not a unit of the other targets ({some}, ...); name its target too, "
-                "e.g. --targets sciq,weights.jsonl"
+                "e.g. --targets sciq,weights.jsonl; targets that an artifact already has are not read"
             )
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight) or not weight:
             raise TargetError(f"{where}: weight: got {weight!r}, expected a number other than 0; its sign is kept")
@@ -391,6 +392,11 @@ def _pair_unit(unit: Unit, content: Content, where: str) -> Unit:
             assert side.text is not None
             assert side.answers is not None
             ((begin, end),) = side.answers
+            if not side.text[begin:end].strip():
+                name = PAIR[len(sides)]
+                raise TargetError(
+                    f"{where}: {name}: no text follows the prompt {side.text[:begin]!r:.60}; remove the record"
+                )
             sides.append(replace(unit, prompt=side.text[:begin], completion=side.text[begin:end], loss_on="completion"))
     chosen, rejected = sides
     return replace(chosen, others=(rejected,), metric=MARGIN)
