@@ -399,7 +399,7 @@ def test_by_reports_the_effect_of_every_value(art, tmp_path):
         assert written["if_doubled"] == pytest.approx(weighted_change(1.0 + mine_N, effect_N), abs=1e-5)
         assert written["if_dropped_low"] <= written["if_dropped"] <= written["if_dropped_high"]
         for name in ("effect", "if_dropped", "if_dropped_low", "if_dropped_high", "if_doubled", "redundancy"):
-            assert line[name.replace("_", " ")] == f"{written[name]:+.3f}"
+            assert line[name] == f"{written[name]:+.3f}"
 
 
 def test_an_artifact_at_a_url_is_named_by_its_url(root, tmp_path, monkeypatch):
