@@ -7,11 +7,30 @@ from pathlib import Path
 import pytest
 import typer
 
+from grasp.artifact import manifest
 from grasp.cli import app
+from grasp.distil import scorer
+from grasp.runs import retrained
+from grasp.runs.table import RunsInfo
+from grasp.select.objective import SUMMARY_VERSION
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WRITTEN = [page for page in PAGES if page.name != "paper_map.md"]
+
+
+def test_format_versions_are_those_of_the_code():
+    text = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
+    table = {
+        name: int(version) for name, version in re.findall(r"^\| ([\w, ]+) \| .*? \| (\d+) \|", text, re.MULTILINE)
+    }
+    assert table == {
+        "artifact": manifest.FORMAT_VERSION,
+        "retrained runs": retrained.FORMAT_VERSION,
+        "imported runs": RunsInfo.model_fields["format_version"].default,
+        "scorer": scorer.FORMAT_VERSION,
+        "selection, mixture": SUMMARY_VERSION,
+    }
 
 
 def commands(page: Path) -> list[list[str]]:

@@ -14,7 +14,7 @@ import grasp
 from grasp import text as ascii_text
 from grasp.report.views import interval, number, signed
 from grasp.results import Result, write_table
-from grasp.text import MAX_CELL_CHARS, different, ending, json_text, name, plain, text_table
+from grasp.text import MAX_CELL_CHARS, did_you_mean, different, ending, json_text, name, plain, text_table
 from tests.report.world import HOSTILE, LINE, write_artifact
 
 
@@ -23,6 +23,14 @@ def test_control_characters_are_removed(text):
     for shown in (plain(text), name(text), ending(text)):
         assert not any(unicodedata.category(ch) in ("Cc", "Cs") for ch in shown)
         assert not set(shown) & set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f\ufeff")
+
+
+def test_names_that_could_be_meant():
+    known = ("metadata.source", "topic", "Doc.Topic")
+    assert did_you_mean("source", known) == " (did you mean 'metadata.source'?)"
+    assert did_you_mean("TOPIK", known) == " (did you mean 'topic'?)"
+    assert did_you_mean("topic", ("a.topic", "b.topic")) == " (did you mean 'a.topic' or 'b.topic'?)"
+    assert did_you_mean("year", known) == ""
 
 
 def test_text_is_truncated_with_an_optional_end():

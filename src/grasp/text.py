@@ -35,8 +35,8 @@ SKIPPED = {
     "whitespace": "documents of white space",
     "one_token": "rows of one token",
     "short_end": "short last rows of long documents",
-    "cut": "truncated ends of documents",
-    "cut_begin": "truncated beginnings of conversations that exceed a row",
+    "cut": "ends of documents beyond corpus.max_rows_per_document",
+    "cut_begin": "beginnings of conversations or prompts that exceed a row",
     "turn_order": "conversations whose turns are out of order",
     "empty_answer": "conversations with an empty answer",
     "no_answer": "conversations without an answer",
@@ -123,10 +123,14 @@ def signed(value: float | None, digits: int = 3) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean 'sciq'?)` if a known name is spelled similarly, ignoring case; else an empty text."""
+    """Return ` (did you mean 'sciq'?)` if a known name is spelled similarly, ignoring case; else an empty text.
+
+    The last part of a nested name, such as `source` of `metadata.source`, is preferred.
+    """
     spelled = {candidate.lower(): candidate for candidate in known}
-    close = get_close_matches(name.lower(), spelled, n=1)
-    return f" (did you mean {spelled[close[0]]!r}?)" if close else ""
+    nested = [candidate for candidate in spelled if candidate.endswith(f".{name.lower()}")]
+    close = nested or get_close_matches(name.lower(), spelled, n=1)
+    return f" (did you mean {' or '.join(repr(spelled[candidate]) for candidate in close)}?)" if close else ""
 
 
 def skipped_text(counts: Mapping[str, int]) -> str:

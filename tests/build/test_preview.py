@@ -9,6 +9,7 @@ from grasp.build.build import build
 from grasp.build.preview import preview_corpus, preview_targets
 from grasp.errors import CorpusError, TargetError
 from tests.build.world import texts, write_checkpoint, write_targets
+from tests.cli.grasp_command import refused, succeed
 
 
 @pytest.fixture
@@ -52,6 +53,36 @@ def test_values_that_are_equal_as_text_are_one_label(place):
     (place / "mixed.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
     (line,) = preview_corpus(str(place / "mixed.jsonl")).table.to_pylist()
     assert (line["values"], line["most frequent"]) == (3, "1, true, 2")
+
+
+def test_a_tokenizer_suffices_and_columns_are_named(place):
+    model = str(place / "model")
+    (place / "b.jsonl").write_text('{"body": "some words here", "key": "a"}\n')
+    path = str(place / "b.jsonl")
+    with pytest.raises(CorpusError, match="--text-column"):
+        preview_corpus(path)
+    columns = {"text_column": "body", "id_column": "key"}
+    by_tokenizer = preview_corpus(path, tokenizer=model, **columns)
+    assert by_tokenizer.headline == preview_corpus(path, model=model, **columns).headline
+    assert "1 rows" in by_tokenizer.headline
+    assert "columns: text from 'body', row_id from 'key'" in str(by_tokenizer)
+    facts = str(place / "facts.jsonl")
+    assert preview_targets(facts, tokenizer=model).table == preview_targets(facts, model=model).table
+    flags = ["--text-column", "body", "--id-column", "key"]
+    expected = succeed("corpus", path, *flags, "--model", model).out
+    for options in (["--tokenizer", model], ["--set", f"model.tokenizer={model}"]):
+        assert succeed("corpus", path, *flags, *options).lines[0] == expected.splitlines()[0]
+        assert "tokens with loss" in succeed("targets", facts, *options).out
+    assert "--set features: no effect on a preview" in refused("corpus", path, "--set", "features.tau=1")
+    assert "--model (model.path)" in refused("targets", facts, "--set", "model.dtype=float16")
+
+
+def test_empty_records_are_listed_by_line(place):
+    (place / "e.jsonl").write_text('{"text": ""}\n{"text": "some words here"}\n{"text": " "}\n')
+    for model in (None, place / "model"):
+        shown = str(preview_corpus(str(place / "e.jsonl"), model=model))
+        assert f"skipped: 1 empty documents: {place / 'e.jsonl'}:1" in shown
+        assert f"skipped: 1 documents of white space: {place / 'e.jsonl'}:3" in shown
 
 
 def test_rows_and_tokens_are_those_of_the_build(place):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -43,6 +44,11 @@ def test_empty_documents_and_rows_of_one_token_are_skipped_counted_and_listed(bu
     built = succeed(*build("--corpus", tmp_path / "corpus.jsonl"))
     note = "left out: 3 empty documents, 1 documents of white space, 1 rows of one token"
     assert built.lines[1].startswith(note)
+    command = built.lines[-1].removeprefix("next: grasp ")  # no row has 32 tokens
+    assert "--min-tokens" not in command
+    succeed(*shlex.split(command))
+    message = refused(*shlex.split(command), "--min-tokens", 32)
+    assert message.endswith("has as many tokens; the longest has 8")
     assert note in succeed("info", tmp_path / "new").lines
     skipped = json.loads((tmp_path / "new/manifest.json").read_text())["skipped"]["rows"]
     assert skipped["counts"] == {"empty": 3, "whitespace": 1, "one_token": 1}

@@ -1,5 +1,6 @@
 """Runs with an artifact: all functions agree, for retrained and for imported runs."""
 
+import dataclasses
 import functools
 import re
 
@@ -241,9 +242,12 @@ def test_runs_of_documents_and_of_expressions(artifact):
 def test_runs_of_another_corpus_are_refused_with_the_missing_values(artifact):
     rows = pa.table({"run": ["a", "b"], "row_id": ["row-1", "nowhere"]})
     strange = grasp.import_runs(rows, pa.table({"run": ["a", "b"], "sciq/acc": [0.1, 0.2]}))
+    runs, _ = imported()
+    misspelled = dataclasses.replace(runs, info=runs.info.model_copy(update={"label": "opic"}))
     for runs, pattern in (
         (imported(("games", "news", "code"))[0], "2 values of topic are not in the artifact: news, code"),
         (imported(metric="arc/acc")[0], "metrics arc/acc.*targets sciq, boolq"),
+        (misspelled, r"unknown column 'opic' \(did you mean 'topic'\?\).*again with --label"),
         (imported(n=1)[0], r"got 1 different subset\(s\) in 1 run\(s\)"),
         (strange, "1 rows or documents are not in the artifact: nowhere"),
     ):

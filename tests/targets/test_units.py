@@ -47,6 +47,20 @@ def test_labels_begin_at_the_completion_or_cover_all(changes, text, first):
     assert tokens(replace(UNIT, **changes)) == (text, first)
 
 
+@pytest.mark.parametrize(
+    ("max_length", "context", "remedy"),
+    [
+        (8, None, "expected at most 7 .*; increase targets.max_length, shorten"),
+        (8, 9, "expected at most 7 .*; increase targets.max_length, shorten"),
+        (512, 8, "expected at most 7 .*; the context of the model is 8 tokens; use a model with a longer one, shorten"),
+    ],
+)
+def test_long_completions_are_refused_with_the_limit_that_they_exceed(max_length, context, remedy):
+    units = UnitSet((replace(UNIT, completion=10 * "x"),))
+    with pytest.raises(TargetError, match=f"unit 't:0' of t: the completion has 10 tokens, {remedy}"):
+        units.tokenize(CharTokenizer(), max_length, context)
+
+
 @given(
     prompt=st.text("abc", max_size=30),
     completion=st.text("xyz", min_size=1, max_size=10),

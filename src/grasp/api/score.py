@@ -36,7 +36,7 @@ from grasp.results import Result
 from grasp.runs.alignment import bind_runs
 from grasp.runs.retrained import TrainingRuns
 from grasp.runs.table import RunTable
-from grasp.text import listed
+from grasp.text import did_you_mean, listed
 from grasp.yaml_files import read_yaml
 
 MAX_ROWS_PRINTED = 100
@@ -141,13 +141,19 @@ def score(
     else:
         shown = listed(labels, known.columns)
         if unknown := [name for name in shown if name not in known.columns]:
-            raise SettingsError(f"labels: got {', '.join(unknown)}; the artifact has {', '.join(known.columns)}")
+            hint = did_you_mean(unknown[0], known.columns)
+            raise SettingsError(f"labels: got {', '.join(unknown)}{hint}; the artifact has {', '.join(known.columns)}")
     among_N = None if where is None else known.matching(where).mask_N
     if min_tokens:
-        long_N = row_tokens(artifact, length_column(artifact)) >= min_tokens
-        among_N = long_N if among_N is None else among_N & long_N
+        length = length_column(artifact)
+        length_N = row_tokens(artifact, length) if among_N is None else row_tokens(artifact, length) * among_N
+        among_N = length_N >= min_tokens
         if not among_N.any():
-            raise SettingsError(f"min_tokens: got {min_tokens}; no row of {artifact.where} has as many tokens")
+            noun = "row" if where is None else "selected row"
+            raise SettingsError(
+                f"min_tokens: got {min_tokens}; no {noun} of {artifact.where} has as many {short_of(length)}; the "
+                f"longest has {length_N.max():,}"
+            )
     values_N: NDArray[np.floating[Any]]
     if published is not None:
         rows = method_rows(

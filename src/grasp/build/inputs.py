@@ -134,7 +134,7 @@ def prepare(
             )
         longest = min(settings.targets.max_length, context or settings.targets.max_length)
         unit_set = unit_set.rendered(tokenizer)
-        units = unit_set.tokenize(tokenizer, longest)
+        units = unit_set.tokenize(tokenizer, settings.targets.max_length, context)
         note_questions(unit_set, units, tokenizer, progress)
         store = RowStore.write(
             tokens,

@@ -23,6 +23,7 @@ from grasp.artifact.where import MAX_UNBINNED_VALUES, identifier
 from grasp.corpus.conversations import entry_notes, preference_note
 from grasp.corpus.documents import Corpus
 from grasp.corpus.labels import Kind, kind_of_all, label_text, widest
+from grasp.corpus.packing import Skipped
 from grasp.corpus.row_store import RowStore
 from grasp.corpus.sources import open_source
 from grasp.errors import ModelError
@@ -52,26 +53,40 @@ class Preview(Result):
 
 
 def preview_corpus(
-    corpus: CorpusSettings | Path | str, *, model: ModelSettings | Path | str | None = None, limit: int = 1_000
+    corpus: CorpusSettings | Path | str,
+    *,
+    model: ModelSettings | Path | str | None = None,
+    tokenizer: str | None = None,
+    split: str | None = None,
+    text_column: str | None = None,
+    id_column: str | None = None,
+    limit: int = 1_000,
 ) -> Preview:
     """Read the first records of a corpus: rows, labels and how to ask for them, columns and records left out.
 
     Args:
         corpus: settings, or a path.
         model: settings or directory of a model, whose tokenizer is used. Default: no tokens are counted.
+        tokenizer: the model's tokenizer; without a model, the one that divides texts into tokens. Default: the one in
+            the directory of the model.
+        split: split of a corpus that has several.
+        text_column: column of the text, or of conversation turns. Default: text or messages.
+        id_column: column of row names. Default: row_id or id; "" for none.
         limit: maximum number of records to read.
     Raises:
         CorpusError: the corpus cannot be read.
     """
     settings = corpus if isinstance(corpus, CorpusSettings) else CorpusSettings(path=str(corpus))
-    settings = settings.model_copy(update={"limit": min(limit, settings.limit or limit)})
+    arguments = {"split": split, "text_column": text_column, "row_id_column": id_column}
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    settings = settings.model_copy(update={"limit": min(limit, settings.limit or limit), **arguments})
     opened = Corpus(open_source(settings.path, settings.split), settings)
     roles = ", ".join(f"{role} from {column!r}" for role, column in opened.columns.items())
     values: dict[str, Counter[str | None]] = {}
     kinds: dict[str, set[Kind]] = {}
     left_out: set[str] = set()
     texts: list[str] = []
-    n_read = n_empty = 0
+    n_read, skipped = 0, Skipped()
     for document in opened.documents(0):
         n_read += 1
         for name, value in document.labels.items():
@@ -79,7 +94,8 @@ def preview_corpus(
             kinds.setdefault(name, set()).add(kind_of_all([value]))
         left_out.update(document.ignored)
         text = str(document.conversation or document.text or "")
-        n_empty += not text.strip() and document.input_ids is None
+        if not text.strip() and document.input_ids is None:
+            skipped.add("whitespace" if text else "empty", document.name, document.where)
         if len(texts) < MAX_EXAMPLES and text.strip():
             texts.append(plain(text, MAX_EXAMPLE_CHARS))
             if document.rejected is not None:
@@ -98,21 +114,21 @@ def preview_corpus(
     if note and "rejected" not in opened.columns:
         notes.append(note)
     headline = f"{settings.path}: {n_read:,} records" + f" (the first {limit:,})" * (n_read == limit)
-    if model is None:
-        notes += [f"{n_empty:,} records are empty"] if n_empty else []
-        notes.append("rows and tokens: pass --model, whose tokenizer divides the records")
+    encoder, context = _tokenizer(model, tokenizer)
+    if encoder is None:
+        notes += [f"skipped: {line}" for line in skipped_lines(skipped.counts, skipped.examples)]
+        notes.append("rows and tokens: pass --model or --tokenizer, to divide the records")
     else:
-        tokenizer, context = _tokenizer(model)
         with TemporaryDirectory() as directory:
-            store = RowStore.write(Path(directory) / "rows", settings, tokenizer, shard_rows=4_096, context=context)
+            store = RowStore.write(Path(directory) / "rows", settings, encoder, shard_rows=4_096, context=context)
             headline += f", {store.n_rows:,} rows, {store.n_tokens:,} tokens, {store.n_supervised:,} with loss"
             notes += [f"skipped: {line}" for line in skipped_lines(store.skipped.counts, store.skipped.examples)]
             shard = store.rows(np.arange(min(MAX_EXAMPLES, store.n_rows)))
             if shard.split_N is not None:
                 shard = shard.sides()
-            shown = (_marked(tokenizer, shard.ids(k), shard.mask(k)) for k in range(min(MAX_EXAMPLES, len(shard))))
+            shown = (_marked(encoder, shard.ids(k), shard.mask(k)) for k in range(min(MAX_EXAMPLES, len(shard))))
             texts = [plain(text, MAX_EXAMPLE_CHARS) for text in shown]
-            notes.append(tokenizer.describe())
+            notes.append(encoder.describe())
     labels = [_label_line(name, counts, widest(kinds[name]), n_read) for name, counts in values.items()]
     names = ("label", "values", "missing", "most frequent", "ask with")
     columns = zip(*labels, strict=True) if labels else [[]] * len(names)
@@ -137,13 +153,18 @@ def _label_line(name: str, counts: Counter[str | None], kind: Kind, n_read: int)
 
 
 def preview_targets(
-    targets: TargetSettings | Sequence[str] | str, *, model: ModelSettings | Path | str | None = None
+    targets: TargetSettings | Sequence[str] | str,
+    *,
+    model: ModelSettings | Path | str | None = None,
+    tokenizer: str | None = None,
 ) -> Preview:
     """Read targets: units, tokens, and three examples as the model sees them.
 
     Args:
         targets: settings, or names of tasks and files; one text has them separated by commas.
         model: settings or directory of a model, whose tokenizer is used. Default: no tokens are counted.
+        tokenizer: the model's tokenizer; without a model, the one that divides texts into tokens. Default: the one in
+            the directory of the model.
     Raises:
         TargetError: a target cannot be read.
     """
@@ -152,13 +173,13 @@ def preview_targets(
     units = load_units(settings)
     notes: list[str] = []
     tokens: Mapping[str, tuple[float, int]] = {}
-    if model is None:
+    encoder, context = _tokenizer(model, tokenizer)
+    if encoder is None:
         shown = [_example(unit) for unit in units.units]
-        notes.append("tokens: pass --model, whose tokenizer encodes the questions")
+        notes.append("tokens: pass --model or --tokenizer, to encode the questions")
     else:
-        tokenizer, context = _tokenizer(model)
-        units = units.rendered(tokenizer)
-        encoded = units.tokenize(tokenizer, min(settings.max_length, context or settings.max_length))
+        units = units.rendered(encoder)
+        encoded = units.tokenize(encoder, settings.max_length, context)
         notes += [f"skipped: {line}" for line in skipped_lines(units.unwritten.counts, units.unwritten.examples)]
         tokens = {
             target: _lengths(
@@ -170,11 +191,11 @@ def preview_targets(
         }
         masks = [np.arange(len(each.input_ids)) >= each.first for each in encoded]
         examples_of = zip(encoded, masks, strict=True)
-        shown = [ending(_marked(tokenizer, each.input_ids, mask), MAX_EXAMPLE_CHARS) for each, mask in examples_of]
+        shown = [ending(_marked(encoder, each.input_ids, mask), MAX_EXAMPLE_CHARS) for each, mask in examples_of]
         for k, (unit, each) in enumerate(zip(units.units, encoded, strict=True)):
             wrong = [other.input_ids[other.first :].tolist() for other in each.others]
-            shown[k] += _wrong(unit, tokenizer.decode(wrong)) if wrong else ""
-        notes.append(tokenizer.describe())
+            shown[k] += _wrong(unit, encoder.decode(wrong)) if wrong else ""
+        notes.append(encoder.describe())
     counts, kinds = Counter(unit.target for unit in units.units), {unit.target: _kind(unit) for unit in units.units}
     table = pa.table(
         {
@@ -245,13 +266,20 @@ def _marked(tokenizer: Any, ids: I32, mask: Bool | None) -> str:
     return "".join(marked)
 
 
-def _tokenizer(model: ModelSettings | Path | str) -> tuple[Any, int | None]:
-    """Return the tokenizer and the context length of a model, without its weights."""
+def _tokenizer(model: ModelSettings | Path | str | None, tokenizer: str | None) -> tuple[Any, int | None]:
+    """Return the tokenizer and the context length of a model, without its weights; None if they are not known."""
+    if model is None and tokenizer is None:
+        return None, None
     from grasp.models.causal_lm import context_of  # noqa: PLC0415 - loads torch
-    from grasp.models.checkpoint import text_config_of, tokenizer_of  # noqa: PLC0415
+    from grasp.models.checkpoint import text_config_of, tokenizer_at, tokenizer_of  # noqa: PLC0415
     from grasp.models.tokenizer import HfTokenizer  # noqa: PLC0415
 
+    if model is None:
+        assert tokenizer is not None
+        loaded = tokenizer_at("model.tokenizer", tokenizer, ModelSettings(path=tokenizer))
+        return HfTokenizer(loaded, vocab_size=len(loaded)), None
     settings = model if isinstance(model, ModelSettings) else ModelSettings(path=str(model))
+    settings = settings if tokenizer is None else settings.model_copy(update={"tokenizer": tokenizer})
     if settings.classifier is not None:
         raise ModelError("model.classifier: previews are of text; an image classifier has no tokenizer")
     config, loaded = text_config_of(settings), tokenizer_of(settings)

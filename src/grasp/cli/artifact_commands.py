@@ -18,6 +18,8 @@ from grasp.yaml_files import leaf
 
 if TYPE_CHECKING:
     from grasp.artifact.inspection import ArtifactInfo
+    from grasp.artifact.reader import ArtifactReader
+    from grasp.settings import ModelSettings
 
 
 @command("grasp demo --out demo-out")
@@ -135,7 +137,7 @@ def build(
             cluster=spec,
             progress=watch,
         )
-    _print_summary(out, artifact.path)
+    _print_summary(out, artifact)
 
 
 def _refuse_idle(flags: dict[str, Any], reason: str) -> None:
@@ -145,12 +147,13 @@ def _refuse_idle(flags: dict[str, Any], reason: str) -> None:
         raise SettingsError(f"{', '.join(idle_flags)}: no effect with {reason}")
 
 
-def _print_summary(out: str, path: Path) -> None:
+def _print_summary(out: str, artifact: "ArtifactReader") -> None:
     """Print the size of a new artifact, its skipped rows, and a command to continue with."""
     from grasp.artifact.inspection import info
+    from grasp.artifact.rows import SHORT, length_column, row_tokens
     from grasp.store.remote import remote_url
 
-    summary: ArtifactInfo = info(remote_url(out) or path)
+    summary: ArtifactInfo = info(remote_url(out) or artifact.path)
     units = sum(summary.targets.values())
     print(
         f"{out}: {summary.n_rows:,} rows x {units:,} units ({', '.join(summary.targets)}), "
@@ -160,7 +163,9 @@ def _print_summary(out: str, path: Path) -> None:
         print(record)
     if summary.skipped["rows"]["counts"]:
         print(f"left out: {skipped_text(summary.skipped['rows']['counts'])} (listed in {out}/manifest.json)")
-    score = ["score", out, "--target", next(iter(summary.targets)), "--top", "10", "--min-tokens", "32"]
+    score = ["score", out, "--target", next(iter(summary.targets)), "--top", "10"]
+    if (row_tokens(artifact, length_column(artifact)) >= SHORT).sum() >= 10:
+        score += ["--min-tokens", str(SHORT)]
     print(f"next: {program()} {shlex.join(score)}")
 
 
@@ -233,12 +238,44 @@ def info(
 PreviewModel = Annotated[
     str | None, option("--model DIR", "Model whose tokenizer divides texts into tokens. Default: none are counted.")
 ]
+PreviewTokenizer = Annotated[
+    str | None, option("--tokenizer DIR", "Tokenizer. Default: the one in the directory of the model.")
+]
+
+
+def _preview_settings(
+    group: str, assign: list[str], flags: dict[str, Any]
+) -> "tuple[Any, ModelSettings | None, str | None]":
+    """Return the settings of a group, those of the model, and the tokenizer if there is no model.
+
+    Raises:
+        SettingsError: a setting has no effect on a preview, or the settings of the model are invalid.
+    """
+    from grasp.settings import ModelSettings
+    from grasp.yaml_files import require_flags, validated
+
+    data = merge_settings(None, assign, flags)
+    if idle := sorted(data.keys() - {group, "model"}):
+        raise SettingsError(f"--set {idle[0]}: no effect on a preview, which reads settings of {group} and model")
+    model = data.get("model", {})
+    if isinstance(model, dict) and model.keys() <= {"tokenizer"}:
+        return data[group], None, validated(ModelSettings, {"path": "", **model}, "model").tokenizer
+    require_flags(data, {"--model": ["model.path"]}, "--set model")
+    return data[group], validated(ModelSettings, model, "model"), None
 
 
 @command("grasp corpus web.jsonl.gz", "grasp corpus chats.json --model ./ckpt")
 def corpus(
     path: str = typer.Argument(..., metavar="FILE", help="Corpus: a file, directory, URL or hub dataset."),
     model: PreviewModel = None,
+    tokenizer: PreviewTokenizer = None,
+    split: str | None = option("--split NAME", "Split of a corpus that has several.", None),
+    text_column: str | None = option(
+        "--text-column COLUMN", "Column of the text, or of conversation turns. Default: text or messages.", None
+    ),
+    id_column: str | None = option(
+        "--id-column COLUMN", 'Column of row names. Default: row_id or id; "" for none.', None
+    ),
     limit: int = option("--limit N", "Maximum number of records to read.", 1_000, min=1),
     assign: Assignments = [],
 ) -> None:
@@ -251,8 +288,11 @@ def corpus(
     from grasp.settings import CorpusSettings
     from grasp.yaml_files import validated
 
-    data = merge_settings(None, assign, {"corpus.path": path})
-    print(preview_corpus(validated(CorpusSettings, data["corpus"], "corpus"), model=model, limit=limit))
+    flags = {"corpus.path": path, "corpus.split": split, "corpus.text_column": text_column}
+    flags |= {"corpus.row_id_column": id_column, "model.path": model, "model.tokenizer": tokenizer}
+    settings, of_model, only_tokenizer = _preview_settings("corpus", assign, flags)
+    settings = validated(CorpusSettings, settings, "corpus")
+    print(preview_corpus(settings, model=of_model, tokenizer=only_tokenizer, limit=limit))
 
 
 @command("grasp targets sciq", "grasp targets quiz.jsonl@margin --model ./ckpt")
@@ -261,6 +301,7 @@ def targets(
         ..., metavar="NAMES", help="Tasks, or files of questions; NAME@margin for multiple choice."
     ),
     model: PreviewModel = None,
+    tokenizer: PreviewTokenizer = None,
     assign: Assignments = [],
 ) -> None:
     """Show what a build would read of targets.
@@ -272,9 +313,11 @@ def targets(
     from grasp.targets.load import split_names
     from grasp.yaml_files import validated
 
-    flags = {"targets.names": [name for text in names for name in split_names(text)]}
-    data = merge_settings(None, assign, flags)
-    print(preview_targets(validated(TargetSettings, data["targets"], "targets"), model=model))
+    flags: dict[str, Any] = {"targets.names": [name for text in names for name in split_names(text)]}
+    flags |= {"model.path": model, "model.tokenizer": tokenizer}
+    settings, of_model, only_tokenizer = _preview_settings("targets", assign, flags)
+    settings = validated(TargetSettings, settings, "targets")
+    print(preview_targets(settings, model=of_model, tokenizer=only_tokenizer))
 
 
 @command("grasp verify art")

@@ -267,7 +267,7 @@ class Packer:
             ids = np.array((), dtype=np.int64) if tokens is None else tokens.ids
             mask, ends_N = (None, None) if tokens is None else (tokens.loss_mask, tokens.ends)
         if fault is not None:
-            self._skipped.add(fault, document.name)
+            self._skipped.add(fault, document.name, document.where)
             return
         whole = self._piece(document, ids, mask, ends_N)
         if document.rejected is not None:

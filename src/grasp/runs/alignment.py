@@ -294,7 +294,7 @@ def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBl
     try:
         column = table.column(runs.info.label)
     except SubsetError as err:
-        raise RunsError(f"{runs.name}: {err}") from err
+        raise RunsError(f"{runs.name}: {err}; import the runs again with --label LABEL") from err
     code_of = {name: code for code, name in enumerate(column.names())}
     # a prefix that all names in the table share may be missing in the labels, e.g. train_arxiv, train_github
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(min(runs.values), max(runs.values), strict=False))

@@ -123,7 +123,7 @@ def import_runs(
         keep = pa.array([run not in set(failed) for run in long["run"].to_pylist()])
         long = long.filter(keep)
     info = RunsInfo(kind=kind, label=label, metrics=directions, read_from=tuple(places))
-    runs = RunTable.from_results(name, info, long, lines, notes)
+    runs = RunTable.from_results(name, info, long, lines, notes, (where, outcome_where))
     runs = runs if size is None else runs.select_size(size)
     if out is not None:
         runs.save(out)

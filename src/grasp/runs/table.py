@@ -109,10 +109,23 @@ class RunTable:
 
     @classmethod
     def from_results(
-        cls, name: str, info: RunsInfo, trained: pa.Table, results: pa.Table, notes: Sequence[str] = ()
+        cls,
+        name: str,
+        info: RunsInfo,
+        trained: pa.Table,
+        results: pa.Table,
+        notes: Sequence[str] = (),
+        places: tuple[str, str] | None = None,
     ) -> Self:
         """Validate runs and create the table.
 
+        Args:
+            name: name of the runs.
+            info: kind of the weights, and metrics.
+            trained: weights, with TRAINED_SCHEMA.
+            results: metrics, with RESULTS_SCHEMA.
+            notes: what was skipped or changed on import.
+            places: files of the weights and of the results, for messages. Default: `name`.
         Raises:
             RunsError: wrong column types, negative weights, shares that do not add up to 1, duplicate runs, results
                 that are not numbers, runs without results, or results of unknown runs.
@@ -121,10 +134,14 @@ class RunTable:
             trained, results = trained.cast(TRAINED_SCHEMA), results.cast(RESULTS_SCHEMA)
         except (pa.ArrowException, ValueError) as err:
             raise RunsError(f"{name}: a column has the wrong type: {' '.join(str(err).split())}") from err
-        for table, columns in ((trained, ("run", "name")), (results, ("run", "seed", "metric"))):
+        weights_place, results_place = places or (name, name)
+        for table, columns, place in (
+            (trained, ("run", "name"), weights_place),
+            (results, ("run", "seed", "metric"), results_place),
+        ):
             for column in columns:
                 if empty := table[column].null_count:
-                    raise RunsError(f"{name}: {empty} cells of {column} are empty; expected none")
+                    raise RunsError(f"{place}: {empty} cells of {column} are empty; expected none")
         if unknown := sorted(set(results["metric"].to_pylist()) ^ set(info.metrics)):
             raise RunsError(f"{name}: metric {unknown[0]!r} is missing in its results or in {INFO}")
 
@@ -134,45 +151,48 @@ class RunTable:
         if bad.size:
             run, value = (trained[column][int(bad[0])].as_py() for column in ("run", "name"))
             raise RunsError(
-                f"{name}: run {run!r}: weight of {value!r} is {weight[bad[0]]} ({bad.size} such); expected 0, or "
-                f"{MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
+                f"{weights_place}: run {run!r}: weight of {value!r} is {weight[bad[0]]} ({bad.size} such); expected 0, "
+                f"or {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
             )
         for line in _repeated(trained, ["run", "name"]):
             raise RunsError(
-                f"{name}: run {line['run']!r} occurs twice: {line['name']!r} has {line['count_all']} weights; give "
-                "every run a unique name"
+                f"{weights_place}: run {line['run']!r} occurs twice: {line['name']!r} has {line['count_all']} weights; "
+                "give every run a unique name"
             )
         total = trained.group_by("run", use_threads=False).aggregate([("weight", "sum")])
         sums = dict(zip(total["run"].to_pylist(), total["weight_sum"].to_pylist(), strict=True))
         if empty_runs := [run for run, of_run in sums.items() if of_run <= 0]:
-            raise RunsError(f"{name}: run {empty_runs[0]!r}: all weights are 0")
+            raise RunsError(f"{weights_place}: run {empty_runs[0]!r}: all weights are 0")
 
         # results
         value = pc.coalesce(results["value"], float("nan"))
         wrong = results.filter(pc.invert(pc.less_equal(pc.abs(value), MAX_UTILITY))).to_pylist()  # nan compares false
         for line in wrong[:1]:
             raise RunsError(
-                f"{name}: run {line['run']!r}: {line['metric']} is {line['value']} ({len(wrong)} such); skip such "
-                "runs with --skip-failed, or correct the value"
+                f"{results_place}: run {line['run']!r}: {line['metric']} is {line['value']} ({len(wrong)} such); skip "
+                "such runs with --skip-failed, or correct the value"
             )
         repeated = _repeated(results, ["run", "seed", "size", "metric", "unit_id"])
         for line in repeated[:1]:
             raise RunsError(
-                f"{name}: run {line['run']!r} has {line['metric']} {line['count_all']} times ({len(repeated)} such); "
-                "use unique run names, or add a column seed"
+                f"{results_place}: run {line['run']!r} has {line['metric']} {line['count_all']} times ({len(repeated)} "
+                "such); use unique run names, or add a column seed"
             )
         have, want = set(results["run"].to_pylist()), set(sums)
-        for names, what in ((want - have, "no results"), (have - want, "results, but no weights")):
+        for names, what, place in (
+            (want - have, "no results", results_place),
+            (have - want, "results, but no weights", weights_place),
+        ):
             if names:
                 shown = ", ".join(sorted(names)[:MAX_LISTED])
-                raise RunsError(f"{name}: {len(names)} run(s) have {what}: {shown}")
+                raise RunsError(f"{place}: {len(names)} run(s) have {what}: {shown}")
 
         # shares must add up to 1, and mixtures must differ, otherwise no model can be fitted to them
         if info.kind == "shares":
             if off := [run for run, of_run in sums.items() if abs(of_run - 1.0) > SUM_SLACK]:
                 raise RunsError(
-                    f"{name}: run {off[0]!r}: shares add up to {sums[off[0]]:.4g} ({len(off)} such), expected 1; "
-                    "divide percent by 100; if they are numbers of epochs of each value, import them with --times"
+                    f"{weights_place}: run {off[0]!r}: shares add up to {sums[off[0]]:.4g} ({len(off)} such), expected "
+                    "1; divide percent by 100; if they are numbers of epochs of each value, import them with --times"
                 )
             total_of_line = np.array([sums[run] for run in trained["run"].to_pylist()])
             trained = trained.set_column(2, "weight", pa.array(trained["weight"].to_numpy() / total_of_line))
@@ -180,7 +200,7 @@ class RunTable:
         is_mixture = info.kind in ("shares", "times") and len(runs) >= FEWEST_DIFFERENT
         if is_mixture and len(np.unique(runs.weights_RG().round(ALIKE_DIGITS), axis=0)) < FEWEST_DIFFERENT:
             raise RunsError(
-                f"{name}: all {len(runs):,} runs have the same mixture; expected at least {FEWEST_DIFFERENT} "
+                f"{weights_place}: all {len(runs):,} runs have the same mixture; expected at least {FEWEST_DIFFERENT} "
                 "different ones"
             )
         return runs

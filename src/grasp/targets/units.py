@@ -165,13 +165,16 @@ class UnitSet:
 
         return replace(self, units=tuple(render(unit) for unit in self.units), unwritten=unwritten)
 
-    def tokenize(self, tokenizer: "Tokenizer", max_length: int) -> list[UnitTokens]:
-        """Encode each unit as one text, prompt and completion together, in at most `max_length` tokens.
+    def tokenize(self, tokenizer: "Tokenizer", max_length: int, context: int | None = None) -> list[UnitTokens]:
+        """Encode each unit as one text, prompt and completion together.
 
         `grasp.corpus.encoding` defines which tokens carry loss, for units as for rows. A prompt that is too long is
         truncated at its beginning, after special tokens. An empty prompt is replaced by BOS or EOS, so that the first
         token of the completion has a context.
 
+        Args:
+            max_length: maximum number of tokens of a unit, `targets.max_length`.
+            context: context length of the model, which also limits units; None if there is no limit.
         Raises:
             TargetError: a completion has no tokens or is too long; a token id is outside the vocabulary; a prompt is
                 empty and the tokenizer has neither BOS nor EOS. The message has the unit_id.
@@ -188,7 +191,7 @@ class UnitSet:
         except CorpusError as err:
             raise TargetError(f"targets: {err}") from err
         pairs = zip(answers, encoded, strict=True)
-        each = iter([_cut(answer, tokens, tokenizer, max_length) for answer, tokens in pairs])
+        each = iter([_cut(answer, tokens, tokenizer, max_length, context) for answer, tokens in pairs])
         return [_with_others(unit, next(each), [next(each) for _ in unit.others]) for unit in self.units]
 
 
@@ -202,19 +205,21 @@ def _with_others(unit: Unit, tokens: UnitTokens, others: list[UnitTokens]) -> Un
     return replace(scaled[0], others=tuple(scaled[1:]), weight=unit.weight, is_accuracy=is_accuracy)
 
 
-def _cut(unit: Unit, tokens: TokenizedText, tokenizer: "Tokenizer", max_length: int) -> UnitTokens:
+def _cut(unit: Unit, tokens: TokenizedText, tokenizer: "Tokenizer", max_length: int, context: int | None) -> UnitTokens:
     """Return the tokens of a unit up to the last one that carries loss, with as much of the prompt as fits."""
-    where = f"unit {unit.unit_id!r} of {unit.target}"
+    where, remedy = f"unit {unit.unit_id!r} of {unit.target}", "increase targets.max_length"
+    if context is not None and context <= max_length:
+        max_length, remedy = context, f"the context of the model is {context} tokens; use a model with a longer one"
     assert tokens.loss_mask is not None
     scored = np.flatnonzero(tokens.loss_mask)
     if not unit.completion or not len(scored):
         raise TargetError(f"{where}: the completion {unit.completion!r} has no tokens, expected at least one")
     first, ids = int(scored[0]), tokens.ids if unit.loss_on == "all" else tokens.ids[: scored[-1] + 1]
     if first == 0:
-        context = np.array(tokenizer.context_ids, dtype=np.int64)
-        if not len(context):
+        empty_prompt = np.array(tokenizer.context_ids, dtype=np.int64)
+        if not len(empty_prompt):
             raise TargetError(f"{where}: the prompt is empty and the tokenizer has no end-of-text token to replace it")
-        first, ids = len(context), np.concatenate([context, ids])
+        first, ids = len(empty_prompt), np.concatenate([empty_prompt, ids])
     prefix = tokenizer.prefix_ids  # prepended by the tokenizer, or part of the text
     n_front = min(first, len(prefix)) if tuple(ids[: len(prefix)].tolist()) == prefix else 0
     n_prefix = n_front if len(ids) > max_length else 0
@@ -222,7 +227,8 @@ def _cut(unit: Unit, tokens: TokenizedText, tokenizer: "Tokenizer", max_length: 
     if n_scored + max(1, n_prefix) > max_length:
         raise TargetError(
             f"{where}: the completion has {n_scored} tokens, expected at most {max_length - max(1, n_prefix)} in "
-            "addition to one token of context; increase targets.max_length or exclude the unit"
+            f"addition to one token of context; {remedy}, shorten the completion, or exclude the unit "
+            "(targets.exclude_units)"
         )
     ids = np.concatenate([ids[:n_prefix], ids[n_prefix:][-(max_length - n_prefix) :]])
     outside = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
