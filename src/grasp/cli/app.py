@@ -44,8 +44,6 @@ GLOSSARY = {
 
 # The words of the glossary in other senses, e.g. "the unit of the runs".
 OTHER_SENSES = re.compile(r"(?i)\b(?:(?:in|the|their) units?|of a family|(?:built-in|protocol) family)\b")
-    r"(?i)\b(?:(?:in|the|their) units?|of a family|(?:built-in|protocol) family)\b"
-)  # not the terms
 
 
 def _help_records(context: Any, parameters: Iterable[Any]) -> list[tuple[str, str]]:

@@ -345,8 +345,8 @@ class _Question:
             notes.append(POOLED_NOTE)
         if abs(gap) > ROUNDING * max(1.0, abs(parts.effect)):
             notes.append(
-                f"the parts in the first line add up to {gap:+.2g} more than the stored effect: another device or dtype than the "
-                "build's, or a target that was added with another max_length"
+                f"the parts in the first line add up to {gap:+.2g} more than the stored effect: another device or "
+                "dtype than the build's, or a target that was added with another max_length"
             )
         else:
             notes.append(f"the parts in the first line add up to the stored effect, within {abs(gap):.1g}")
