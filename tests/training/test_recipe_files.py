@@ -103,3 +103,10 @@ def test_a_norm_of_zero_means_no_clipping_and_a_long_warm_up_is_refused():
     assert FineTuningRecipe.from_mapping({"max_grad_norm": 0}).optimizer(80).clip_norm is None
     with pytest.raises(SettingsError, match="warmup_steps: got 30"):
         FineTuningRecipe.from_mapping({"warmup_steps": 30}).optimizer(80)
+
+
+@pytest.mark.parametrize("fields", [{"train_on_inputs": True}, {"completion_only_loss": False}])
+def test_a_recipe_that_trains_on_prompts_is_noted(fields):
+    (note,) = FineTuningRecipe.from_mapping(fields).notes
+    assert "corpus.loss_on=all" in note
+    assert not FineTuningRecipe.from_mapping(dict.fromkeys(fields)).notes

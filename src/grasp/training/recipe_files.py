@@ -80,6 +80,9 @@ class FineTuningRecipe(Settings):
     lora_dropout: float = Field(0.0, ge=0, description="Dropout of the adapter; disabled in a replay.", exclude=True)
     bf16: bool | str = Field(False, description="Mixed precision; a replay computes in float32.", exclude=True)
     fp16: bool | str = Field(False, description="Mixed precision; a replay computes in float32.", exclude=True)
+    train_on_inputs: bool = Field(
+        False, description="Whether prompts carry loss; the corpus settings decide that.", exclude=True
+    )
     optim: str = Field("adamw_torch", description="Optimizer; a variant of AdamW.")
 
     @model_validator(mode="after")
@@ -109,6 +112,8 @@ class FineTuningRecipe(Settings):
                 f"{where}: {unsupported[0]} is set to {data[unsupported[0]]!r}, which a replay cannot differentiate; "
                 "remove it"
             )
+        if data.get("completion_only_loss") is False:  # TRL
+            data["train_on_inputs"] = True
         if data.get("lora_target_linear"):
             data["lora_target_modules"] = "all-linear"
         if data.get("adapter") not in (None, "lora"):
@@ -123,6 +128,8 @@ class FineTuningRecipe(Settings):
             notes.append("the recipe computes in half precision, a replay in float32: rounding exceeds its differences")
         if self.lora_dropout:
             notes.append("dropout of the adapter is switched off: a random mask cannot be replayed")
+        if self.train_on_inputs:
+            notes.append("the recipe trains on prompts too; a replay does so if the build had corpus.loss_on=all")
         return notes
 
     @property
