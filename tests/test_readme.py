@@ -58,7 +58,7 @@ def test_the_python_example_of_the_readme(place, capsys, monkeypatch):
     (example,) = blocks("python")
     exec(compile(example, "README.md", "exec"), {})
     assert grasp.open(place / "art").targets.keys() == {"sciq"}
-    assert "if dropped" in capsys.readouterr().out
+    assert "if_dropped" in capsys.readouterr().out
     assert len(pq.read_table(place / "kept")) == 6  # a fifth of 30
 
 

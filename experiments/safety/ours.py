@@ -62,7 +62,7 @@ def _unit(row: Row) -> str:
 def relevance(artifact: ArtifactReader) -> dict[str, F64]:
     """Minus the mean relevance to the trusted units by each kernel, (N,) each: higher for more suspicious rows."""
     return {
-        f"GRASP relevance ({name})": detect(artifact, TARGET, match=kernel).scores["relevance"]
+        f"GRASP relevance ({name})": detect(artifact, TARGET, match=kernel).scores["low_relevance"]
         for name, kernel in KERNELS.items()
     }
 

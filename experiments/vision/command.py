@@ -90,7 +90,8 @@ def values(
             settings["model"]["classifier"]["fitted_head"] = str(root / "head.safetensors")
         artifact = ArtifactReader.open(build_artifact(build_settings(settings), root / "art"))
         token, pooled = detect(artifact, "trusted"), detect(artifact, "trusted", match="pooled")
-        score_by_method = {"GRASP (pooled)": pooled.scores["relevance"], "GRASP (token)": token.scores["relevance"]}
+        score_by_method = {"GRASP (pooled)": pooled.scores["low_relevance"]}
+        score_by_method |= {"GRASP (token)": token.scores["low_relevance"]}
         score_by_method |= {"detect: geometry": token.scores["neighbour_disagreement"]}  # name in stored results
         score_by_method |= {"detect: fused": token.scores["fused"]}
         return {name: -np.asarray(score_N) for name, score_N in score_by_method.items()}

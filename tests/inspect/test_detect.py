@@ -12,7 +12,8 @@ import pytest
 from grasp.artifact.reader import ArtifactReader
 from grasp.build.pipeline import build_artifact
 from grasp.errors import ArtifactError, GraspError
-from grasp.inspect.detect import detect, standardised_blocks
+from grasp.inspect.detect import _inverted, detect, standardised_blocks
+from grasp.inspect.detection import measure
 from grasp.progress import Silent
 from grasp.settings import build_settings
 from grasp.vision.fit_head import fit_head
@@ -41,12 +42,26 @@ def noisy(tmp_path_factory):
 
 def test_rows_with_wrong_labels_rank_first(noisy):
     suspects = detect(noisy, "trusted", truth="changed")
-    assert list(suspects.scores) == ["relevance", "neighbour_disagreement", "fused"]
+    assert list(suspects.scores) == ["low_relevance", "neighbour_disagreement", "fused"]
     detections = suspects.record.detections
     assert detections["fused"].n_planted == 6
-    assert detections["relevance"].auroc > 0.95
+    assert detections["low_relevance"].auroc > 0.95
     assert detections["neighbour_disagreement"].auroc > 0.95
     assert detections["fused"].at_k.recall >= 5 / 6
+
+
+def test_planted_rows_that_look_helpful_are_reported_as_such(noisy):
+    rng = np.random.default_rng(0)
+    planted_N = np.arange(60) < 20
+    bad, good = rng.normal(1, 1, 60), rng.normal(-1, 1, 60)
+    detections = {name: measure(np.where(planted_N, good, bad), planted_N) for name in ("low_relevance", "fused")}
+    assert _inverted(detections, "trusted") == [
+        "low_relevance: planted rows look more helpful to trusted than the others (AUROC below 0.5)",
+        "fused: planted rows look less suspicious than the others (AUROC below 0.5)",
+    ]
+    assert not _inverted({"fused": measure(bad, planted_N)}, "trusted")
+    (kernel,) = [note for note in detect(noisy, "trusted").record.notes if note.startswith("low_relevance: minus")]
+    assert_mentions(kernel, "output_layer", "--match")
 
 
 def test_the_command_writes_a_table_and_the_report_shows_the_images_of_the_artifact(noisy, tmp_path):
@@ -112,15 +127,15 @@ def marked(tmp_path_factory):
 @pytest.mark.parametrize(("name", "why"), [("one", "same"), ("own", "alone")])
 def test_uninformative_labels_are_not_used_for_ranking(marked, name, why):
     suspects = detect(marked, "facts", label=name)
-    assert list(suspects.scores) == ["relevance"]
+    assert list(suspects.scores) == ["low_relevance"]
     assert why in suspects.notes[0]
     assert "relevance alone" in suspects.notes[0]
 
 
 def test_rows_verified_as_correct_are_the_null_distribution(marked):
     suspects = detect(marked, "facts", clean="checked", false_positives=0.1)
-    assert list(suspects.scores) == ["relevance"]  # nothing is said of labels
-    assert suspects.record.threshold.value == np.sort(suspects.scores["relevance"][:30])[27]
+    assert list(suspects.scores) == ["low_relevance"]  # nothing is said of labels
+    assert suspects.record.threshold.value == np.sort(suspects.scores["low_relevance"][:30])[27]
     printed = succeed(
         "detect", marked.path, "--target", "facts", "--clean", "checked", "--false-positives", 0.1, "--top", 0
     ).out
@@ -168,7 +183,7 @@ def test_trusted_texts_that_are_rows_are_refused(leaked):
 def test_flags_explained_by_chance_are_not_suspects(marked):
     suspects = detect(marked, "facts", false_positives=0.2)
     assert suspects.record.threshold.n_flagged <= 8 + 2 * 8**0.5
-    assert_mentions(suspects.headline, "relevance", "8 of 40 rows")
+    assert_mentions(suspects.headline, "low_relevance", "8 of 40 rows")
     assert all(len(sentence.split()) < 25 for sentence in suspects.headline.split(". "))
 
 
@@ -181,7 +196,7 @@ def test_a_result_displays_the_first_rows_and_contains_all(marked):
     assert ">row-" in suspects._repr_html_()
     frame = suspects.to_pandas()
     assert len(frame) == 40
-    assert frame["relevance"].is_monotonic_decreasing
+    assert frame["low_relevance"].is_monotonic_decreasing
 
 
 def test_identical_rows_are_reported_and_written(tmp_path):
@@ -209,7 +224,7 @@ def test_scores_do_not_depend_on_block_size(tmp_path):
         assert [start for start, _ in blocks] == [0, *np.cumsum([len(block) for _, block in blocks])[:-1]]
         actual_NE = np.concatenate([block for _, block in blocks])
         np.testing.assert_allclose(actual_NE, score_NE, rtol=0, atol=rounding(terms, score_NE))
-        detected_N = detect(artifact, "facts").scores["relevance"]
+        detected_N = detect(artifact, "facts").scores["low_relevance"]
         np.testing.assert_allclose(detected_N, -score_NE.mean(axis=1), rtol=0, atol=rounding(terms, score_NE))
 
 

@@ -138,7 +138,7 @@ def test_imported_runs_are_matched_by_label_in_their_own_unit(artifact):
     assert table.loc[TOPICS[1], "acc"] < -0.02 < table.loc[TOPICS[0], "acc"]
     assert list(table.columns)[-3:] == ["acc", "acc_low", "acc_high"]
     assert any(
-        note.startswith("acc, acc_low, acc_high: change in sciq/acc (above 0 is better), 90% interval, by the 30 runs")
+        note.startswith("acc, acc_low, acc_high: increase of sciq/acc (above 0 is better), 90% interval, by the 30")
         for note in answer.notes
     )
     mixture = mix(artifact, "topic", "sciq", protocol=PROTOCOL, runs=runs)

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import checked_targets, label_column, leak_notes, row_tokens
+from grasp.artifact.rows import MAX_SLICES, checked_targets, label_column, leak_notes, row_tokens
 from grasp.artifact.where import LabelColumn, LabelTable
 from grasp.errors import SettingsError, ShapeError
 from grasp.files import check_outputs
@@ -82,8 +82,12 @@ class SlicePrediction(Prediction):
     def __repr__(self) -> str:
         """Return one table per target; if there are many values, only the most and the least useful."""
         names = [name for name in self.table.column_names if name != "target"]
-        headings = [self.label if name == "value" else name.replace("_", " ") for name in names]
-        lines, text = self.table.to_pylist(), [plain(self.headline)]
+        headings = [*(self.label if name == "value" else name for name in names), ""]
+        low, high = next(
+            ((f"{name}_low", f"{name}_high") for name in names if {f"{name}_low", f"{name}_high"} <= set(names)),
+            (None, None),
+        )
+        lines, text, has_mark = self.table.to_pylist(), list[str](), False
         for target in dict.fromkeys(line["target"] for line in lines):
             of_target = [line for line in lines if line["target"] == target]
             shown = (
@@ -91,10 +95,17 @@ class SlicePrediction(Prediction):
                 if len(of_target) <= MAX_LINES_SHOWN
                 else of_target[: MAX_LINES_SHOWN // 2] + of_target[-(MAX_LINES_SHOWN // 2) :]
             )
-            cells = [[_cell(name, line[name]) for name in names] for line in shown]
+            is_unclear = [None not in (at := (line.get(low), line.get(high))) and at[0] <= 0 <= at[1] for line in shown]
+            has_mark |= any(is_unclear)
+            cells = [
+                [*(_cell(name, line[name]) for name in names), "*" * unclear]
+                for line, unclear in zip(shown, is_unclear, strict=True)
+            ]
             text.append(text_table(f"{target}: effect of each {self.label}", headings, cells))
             if len(shown) < len(of_target):
                 text.append(f"... and {len(of_target) - len(shown):,} more values between the two groups")
+        if has_mark:
+            text.append("*: the interval contains 0, so dropping the value may help or harm")
         return "\n".join([*text, *map(plain, self.notes)])
 
 
@@ -328,8 +339,11 @@ def _by(
     if intervals is not None and outside is not None:
         nats = intervals.predict(slices.dropped)
         numbers |= nats.columns
+        runs_note = (
+            f"{intervals.unit} is the change if the value is dropped; if_dropped has an interval without runs only"
+        )
         outside.add([f"without {name}" for name in slices.names], nats)
-        beyond = outside.notes
+        beyond = (runs_note, *outside.notes)
     g, t = (index.reshape(-1) for index in np.indices(effects.effect_GT.shape))
     order = np.lexsort((np.nan_to_num(effects.dropped_GT).reshape(-1), t))  # most useful first for each target
     columns: dict[str, pa.Array] = {
@@ -344,10 +358,14 @@ def _by(
     messages = [f"{slices.n_grouped:,} small values are grouped into one slice"] if slices.n_grouped else []
     messages += [column.note] if column.note else []
     if of_elements is not None:
-        messages.append("a row counts for each of its values, so slices overlap; rare values are not listed")
+        assert of_elements.membership_GN is not None
+        if of_elements.membership_GN.sum(axis=0).max() > 1:
+            messages.append("a row counts for each of its values, so slices overlap")
+        if len(of_elements.slices) == MAX_SLICES:
+            messages.append(f"the {MAX_SLICES} values with the most rows; others are not listed")
     messages.append("effect: mean effect of the rows; above 0, they help more than the average row of the corpus")
     if bounds is not None:
-        messages.append("low, high: 95 % bootstrap interval of if dropped over the units of the target")
+        messages.append("if_dropped_low, if_dropped_high: 95 % bootstrap interval over the units of the target")
         messages += few_units(dict(zip(predictor.units.targets, predictor.units.counts_T.tolist(), strict=True)))
     elif is_too_large:
         messages.append(f"no intervals: {len(slices.slices):,} values are too many for a bootstrap over units")

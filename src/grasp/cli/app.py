@@ -42,6 +42,9 @@ GLOSSARY = {
     "recipe": "settings of a training run: model, steps, batch size, learning rate",
 }
 
+# The words of the glossary in other senses, e.g. "the unit of the runs".
+OTHER_SENSES = re.compile(r"(?i)\b(?:(?:in|the|their) units?|of a family|(?:built-in|protocol) family)\b")
+
 
 def _help_records(context: Any, parameters: Iterable[Any]) -> list[tuple[str, str]]:
     """Return the name and the help text of every parameter that is not hidden."""
@@ -50,7 +53,8 @@ def _help_records(context: Any, parameters: Iterable[Any]) -> list[tuple[str, st
 
 
 def _terms_used(text: str) -> list[tuple[str, str]]:
-    """Return the glossary entries of the terms that occur in a text."""
+    """Return the glossary entries of the terms that occur in a text in their own sense."""
+    text = OTHER_SENSES.sub(" ", text)
     return [(term, definition) for term, definition in GLOSSARY.items() if re.search(rf"(?i)\b{term}s?\b", text)]
 
 

@@ -44,6 +44,7 @@ from grasp.text import json_text
 from grasp.yaml_files import describe
 
 RECORD: Final = b"grasp.suspects"
+CHANCE_AUROC: Final = 0.5  # AUROC of a score without information
 DEFAULT_NEIGHBOURS = 10
 FALSE_POSITIVES = 0.01
 DEFAULT_TOP = 10
@@ -113,10 +114,10 @@ def detect(
     Mislabelled, poisoned or misleading rows have low relevance to a trusted target, and resemble rows with another
     label.
 
-    In Python the result has up to three scores. `relevance` is minus the mean relevance to the units, each standardised
-    over the rows. If rows have a label, `neighbour_disagreement` is the share of a row's nearest neighbours in the
-    hidden sketch with another label, and `fused` the mean of the two ranks. A trusted unit that is also a row is
-    an error.
+    In Python the result has up to three scores. `low_relevance` is minus the mean relevance to the units, each
+    standardised over the rows. If rows have a label, `neighbour_disagreement` is the share of a row's nearest
+    neighbours in the hidden sketch with another label, and `fused` the mean of the two ranks. A trusted unit that is
+    also a row is an error.
 
     Args:
         target: trusted target. Default: the only one.
@@ -161,7 +162,7 @@ def detect(
     relevance_N = np.empty(artifact.n_rows)
     for start, score_NE in standardised_blocks(artifact, array, target, progress):
         relevance_N[start : start + len(score_NE)] = -score_NE.mean(axis=1)
-    scores, label_notes = {"relevance": relevance_N}, list[str]()
+    scores, label_notes = {"low_relevance": relevance_N}, list[str]()
     if label is not None:
         column = label_column(artifact, label)
         label = column.name  # as spelled in the corpus
@@ -175,7 +176,7 @@ def detect(
             raise SettingsError(f"clean {clean}: {err}") from err
     else:
         cut = threshold(relevance_N, false_positives)
-        if ranking != "relevance":
+        if ranking != "low_relevance":
             cut = threshold_like(ranking_N, cut)
     expected = f"about {cut.expected_false:,.0f} of {artifact.n_rows:,} rows"
     headline = f"{cut.n_flagged:,} suspects by {ranking}; expected by chance: {expected}."
@@ -184,6 +185,7 @@ def detect(
             f"No suspects by {ranking}: {cut.n_flagged:,} flagged, not significantly more than expected by chance "
             f"({expected})."
         )
+    detections = {} if truth_N is None else {name: measure(score_N, truth_N, k) for name, score_N in scores.items()}
     record = DetectionRecord(
         target=target,
         ranking=ranking,
@@ -192,15 +194,28 @@ def detect(
         source_hashes=source_hashes(artifact, target),
         rows=artifact.n_rows,
         threshold=cut,
-        detections={} if truth_N is None else {name: measure(score_N, truth_N, k) for name, score_N in scores.items()},
+        detections=detections,
         notes=(
+            *_inverted(detections, target),
             *not_compared,
             *label_notes,
             "higher scores are more suspicious",
+            f"low_relevance: minus the relevance of kernel {array.removeprefix('relevance_')}, without the protocol; "
+            "--match selects another kernel",
             *cut.notes,
         ),
     )
     return _suspects(artifact, record, scores, label, top)
+
+
+def _inverted(detections: Mapping[str, Detection], target: str) -> list[str]:
+    """Return a note for every score by which planted rows are significantly less suspicious than the others."""
+    texts = {"low_relevance": f"planted rows look more helpful to {target} than the others"}
+    return [
+        f"{name}: {texts.get(name, 'planted rows look less suspicious than the others')} (AUROC below 0.5)"
+        for name, detection in detections.items()
+        if detection.auroc_high < CHANCE_AUROC
+    ]
 
 
 def _refuse_copies(artifact: ArtifactReader, target: str) -> list[str]:
@@ -232,7 +247,7 @@ def _label_scores(
     n_singletons = int(near.is_singleton_N.sum())
     if near.share_N.min() == near.share_N.max():
         why = f"every row has a unique {label}" if n_singletons else f"{label} is the same for all neighbours"
-        return {}, [f"{why}: rows are ranked by relevance alone"]
+        return {}, [f"{why}: rows are ranked by low_relevance alone"]
     notes = [f"{n_singletons} rows have a unique {label}: their disagreement is the median"] if n_singletons else []
     if near.recall < 1:
         notes.append(
@@ -285,12 +300,14 @@ def standardised_blocks(
     Two passes over the blocks: moments of every unit, then standardised scores. Memory: one block.
     """
     columns, n_rows = artifact.unit_columns(target), artifact.n_rows
-    progress.stage(array.replace("_", " "), rows=2 * n_rows, tokens=None)
+    name = array.replace("_", " ")
+    progress.stage(f"moments of {name}", rows=n_rows, tokens=None)
     moments = StreamingMoments()
     for _, block in artifact.array_blocks(array, columns=columns):
         moments.add(block)
         progress.advance(len(block), 0)
     scale_E = moments.spread.inverse_E
+    progress.stage(name, rows=n_rows, tokens=None)
     for start, block in artifact.array_blocks(array, columns=columns):
         yield start, (block - moments.mean_E) * scale_E
         progress.advance(len(block), 0)

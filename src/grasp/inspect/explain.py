@@ -50,6 +50,10 @@ from grasp.targets.units import UnitTokens
 
 MAX_PAIRS = 100
 ROUNDING = 0.01  # relative and absolute tolerance of an effect; float16 rounding is a tenth of it
+TEXT_NOTE = (
+    "prediction from its text and labels: the effect that regressions on rows of other documents expect of such a row, "
+    "from its words and labels; it is no part of the words above"
+)
 UNIT_SCALE_NOTE = (
     "effects on a question are standardised for this question: compare them only with those of other rows on it"
 )
@@ -331,6 +335,8 @@ class _Question:
             if len(questions) > 2 and adds_E[0] > adds_E.sum() / 2:
                 name, share = questions["unit_id"][0].as_py(), adds_E[0] / adds_E.sum()
                 notes.append(f"{name} alone has {share:.0%} of the positive contributions; the effect depends on it")
+        if parts.text:
+            notes.append(TEXT_NOTE)
         if REPLAY in parts.weights:
             recomputed[REPLAY] = stored[REPLAY] = whole
         if len(recomputed) > 1:
@@ -339,11 +345,11 @@ class _Question:
             notes.append(POOLED_NOTE)
         if abs(gap) > ROUNDING * max(1.0, abs(parts.effect)):
             notes.append(
-                f"the words add up to {gap:+.2g} more than the stored effect: another device or dtype than the "
-                "build's, or a target that was added with another max_length"
+                f"the parts in the first line add up to {gap:+.2g} more than the stored effect: another device or "
+                "dtype than the build's, or a target that was added with another max_length"
             )
         else:
-            notes.append(f"the words add up to the stored effect, within {abs(gap):.1g}")
+            notes.append(f"the parts in the first line add up to the stored effect, within {abs(gap):.1g}")
         return Explanation(
             table,
             f"row {row}: effect {parts.effect:+z.3f} on {where}. Its words contribute {total:+z.3f}; "

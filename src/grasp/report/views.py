@@ -451,6 +451,7 @@ def suspects(shown: ShownSuspects) -> View:
             }
         )
     return {
+        "flag": "flagged" if record.threshold.beyond_chance else "above the threshold, not significant",
         "head": f"Scored against {name(record.target)}. {plain(record.headline)}",
         "ranking": name(record.ranking),
         "measured": [

@@ -223,7 +223,8 @@ class ImportedRuns(TrainingRuns):
             less = "less_" if table.info.metrics[metric] == "lower" else ""
             units.add("nats" if re.search(NATS, short) else less + (re.sub(r"\W+", "_", short) or "metric"))
         self.unit = units.pop() if len(units) == 1 else "metric"
-        metrics = ", ".join(metric_of.values())
+        changes = {"lower": "decrease of", "higher": "increase of"}
+        metrics = ", ".join(f"{changes[table.info.metrics[name]]} {name}" for name in metric_of.values())
         self._described = f"{metrics} (above 0 is better)", f"by the {len(table)} runs of {path.name}"
         self._label = table.info.label
 

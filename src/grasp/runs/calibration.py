@@ -367,7 +367,7 @@ def fit_outcomes(
     unit, (measurement, model_text) = runs_set.unit, runs_set.measurement
     return OutcomePredictor(
         unit,
-        f"{unit}, {unit}_low, {unit}_high: change in {measurement}, {COVERAGE:.0%} interval, {model_text}",
+        f"{unit}, {unit}_low, {unit}_high: {measurement}, {COVERAGE:.0%} interval, {model_text}",
         tuple(notes),
         predictor.units.targets,
         featurizer,

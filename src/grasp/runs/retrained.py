@@ -464,7 +464,10 @@ class RetrainedRuns(TrainingRuns):
     def measurement(self) -> tuple[str, str]:
         """Text that describes the measured utility, and text that describes the models."""
         seeds = f"{len(self.info.seeds)} seed" + ("s" if len(self.info.seeds) > 1 else "")
-        return "nats per token", f"for a model retrained as in {self.name} (recipe {self.info.recipe}, mean of {seeds})"
+        return (
+            "change in nats per token",
+            f"for a model retrained as in {self.name} (recipe {self.info.recipe}, mean of {seeds})",
+        )
 
     @cached_property
     def label(self) -> str | None:
