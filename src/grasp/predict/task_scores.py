@@ -97,8 +97,8 @@ class Reliability:
             )
         return (
             f"{target}: reliability of the ranking {self.ranking:.2f} with {self.questions} questions, about "
-            f"{self.with_questions(2 * self.questions):.2f} with {2 * self.questions}; other questions gain "
-            f"{self.transfer:.2f} ({self.transfer_low:.2f} to {self.transfer_high:.2f}) of the predicted change"
+            f"{self.with_questions(2 * self.questions):.2f} with {2 * self.questions}; expected is "
+            f"{self.transfer:.2f} (95% interval {self.transfer_low:.2f} to {self.transfer_high:.2f}) times the change"
         )
 
     def expected(self, change: float) -> tuple[float, float]:

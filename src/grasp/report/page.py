@@ -188,10 +188,12 @@ def _commands(findings: Findings) -> View:
         actions.append(
             ("Compute mixture weights", f"grasp mix {art} --target {target} --by {by}{runs} --out mixture.parquet")
         )
-    if not runs:
-        actions.append(("Retrain on subsets to validate the predictions", "grasp retrain --help"))
     first = shlex.quote(findings.targets[0])
     actions.append(("Rank every row", f"grasp score {art} --target {first} --out rows.parquet"))
+    if not runs:
+        family = f"mixture:{findings.labels[0].slices.label}" if findings.labels else "uniform:0.5"
+        line = f"grasp retrain --like {art} --family {shlex.quote(family)} --out runs"
+        actions.append(("Retrain on subsets to validate the predictions", line))
     return {
         "commands": [plain(line, 4_000) for line in reproduce],
         "actions": [(description, plain(line, 4_000)) for description, line in actions],

@@ -165,7 +165,13 @@ def _gain(findings: Findings, t: int) -> View:
             outside = outside_note.partition(" (")[2].removesuffix(")")
             if change.nats is None:
                 unit = "effect sizes" if selection.scale == EFFECT_SIZE else plain(selection.scale)
-                gain = PredictedGain(nan if change.change is None else change.change, unit, outside=outside)
+                ends = change.expected, change.expected_low, change.expected_high
+                value, low, high = (nan if end is None else end for end in ends)
+                if isnan(value):
+                    value = nan if change.change is None else change.change
+                else:
+                    unit += " on other questions"
+                gain = PredictedGain(value, unit, low, high, outside)
             else:
                 runs_unit = selection.runs_unit or "nats"
                 low, high = (nan if end is None else end for end in (change.nats_low, change.nats_high))
@@ -190,7 +196,7 @@ def _agreement(findings: Findings, target: str) -> str:
     if not rows or rows[0]["task_rho"].value is None:
         return ""
     rho, ceiling = rows[0]["task_rho"].value, rows[0]["task_ceiling"].value
-    caveat = "; the scoring rule was chosen on these models" if target in result.selected_on else ""
+    caveat = "; the protocol was selected on these models" if target in result.selected_on else ""
     relative = ""
     if rho <= 0:
         relative = " (no agreement)"
@@ -287,7 +293,7 @@ def fidelity(findings: Findings) -> View | None:
     return {
         "head": plain(
             f"Runs in {report.environment} ({runs.role}): recipe {report.recipe}, {report.family}, "
-            f"{subsets} subsets, seeds {', '.join(map(str, report.seeds))}. Geometry terms of the scoring rule, if "
+            f"{subsets} subsets, seeds {', '.join(map(str, report.seeds))}. Geometry terms of the protocol, if "
             "any, are standardised over the subsets of these runs."
         ),
         "unfinished": unfinished,
@@ -376,7 +382,7 @@ def selection(summary: SelectionSummary) -> View:
         "facts": [
             ("value", f"{signed(summary.value)} (weighted mean of the targets)"),
             ("guarantee", plain(summary.guarantee)),
-            ("scoring rule", plain(summary.protocol.name)),
+            ("protocol", plain(summary.protocol.name)),
         ],
         **_changes(summary.targets, summary.scale),
         "curve": [[f"{rows:,}", signed(value), signed(effect)] for rows, value, effect in points[step - 1 :: step]],
@@ -392,7 +398,7 @@ def mixture(summary: MixtureSummary) -> View:
     values = zip(different([share.value for share in summary.slices], MAX_CELL_CHARS), summary.slices, strict=True)
     return {
         "title": "The mixture",
-        "head": plain(f"{summary.headline}; value {signed(summary.value)}, scoring rule {summary.protocol.name}.", 400),
+        "head": plain(f"{summary.headline}; value {signed(summary.value)}, protocol {summary.protocol.name}.", 400),
         "facts": [],
         **_changes(summary.targets, summary.scale),
         "curve": [],

@@ -33,7 +33,7 @@ from grasp.text import several
 
 Unit = Literal["rows", "tokens", "documents"]
 BUDGET_EXAMPLES = "20%, 5000, 5000rows, 2Mtokens, 20%tokens or 300documents"
-OPTIMAL_NOTE = "optimal: the objective is additive over rows"
+OPTIMAL_NOTE = "optimal: rows are scored one by one, so no other rows within the budget and bounds have a higher value"
 MAX_LISTED = 5  # label values, or unmet constraints, listed in a message
 MAX_NAME_CHARS = 60  # characters of a label value in a message
 NAME_COLUMNS = ("row_id", "doc_id")

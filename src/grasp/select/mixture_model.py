@@ -255,7 +255,7 @@ def predict_runs(runs: Runs, mixtures: Path | str | pa.Table, metric: str | Sequ
         shares = ", ".join(f"{model.table.values[g]} {run_G[g]:.0%}" for g in np.argsort(-run_G)[:SHARES_SHOWN])
         more = f" and {len(run_G) - SHARES_SHOWN} more" if len(run_G) > SHARES_SHOWN else ""
         notes.append(f"a run that would allow a prediction of {names[b]}: {shares}{more}")
-    headline = f"{len(names):,} mixtures, predicted from {len(model.table):,} runs"
+    headline = f"{len(names):,} mixture{'s' * (len(names) != 1)}, predicted from {len(model.table):,} runs"
     return Result(model.predictions_table(names, share_BG), headline, (*notes, *model.notes), signs=False)
 
 

@@ -135,7 +135,7 @@ class OptimizationResult(Result):
         """Format the table of changes as text."""
         title = f"predicted change against the whole corpus, {self.unit}"
         if EXPECTED_COLUMN in self.targets.column_names:
-            title += "; expected: on other questions, with 95% interval"
+            title += "; expected: on other questions, 95% interval"
         return self._shown_table(title, self.targets)
 
 

@@ -64,6 +64,7 @@ SHORT_SHARE = 0.01  # share of short rows above which a note is added
 # Label values that lose more rows than the corpus does: maximum number that are named, their minimum share of the rows,
 # and the number of standard errors by which their loss must exceed that of the corpus.
 MAX_VALUES_NAMED, MIN_VALUE_SHARE, MIN_STANDARD_ERRORS = 3, 0.01, 2.0
+MIN_CURVE_STEP = 0.002  # share of the rows; points nearer to the selected size would repeat it
 CURVE_POINTS = 50  # points of the curve of value against budget
 BUDGETS_PER_ROUND = 200  # budgets per round of the search for the optimal budget
 SWAP_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)  # step sizes of the line search: shares of the possible swaps
@@ -380,9 +381,11 @@ def _select_items(
 def _curve_of(objective: SelectionObjective, selected: _SelectedItems) -> Curve:
     """Return the value of selections of CURVE_POINTS sizes, and of the selected size."""
     order_N, effect_M = selected.order_N, selected.effect_M
+    n_selected = len(selected.selected.row_index)
     even = np.unique(np.round(np.linspace(0, len(order_N), CURVE_POINTS + 1)[1:]).astype(np.int64))
+    even = even[(np.abs(even - n_selected) > MIN_CURVE_STEP * len(order_N)) | (even == len(order_N))]
     ordered_by_N = effect_M if selected.document_N is None else effect_M[selected.document_N]
-    return _curve(objective, order_N, sorted({*even.tolist(), len(selected.selected.row_index)} - {0}), ordered_by_N)
+    return _curve(objective, order_N, sorted({*even.tolist(), n_selected} - {0}), ordered_by_N)
 
 
 # --------------------------------------------------------------------------------------------------- selection
