@@ -17,7 +17,7 @@ from grasp.corpus import RowStore, read_documents
 from grasp.corpus.values import plain_values
 from grasp.errors import CorpusError
 from grasp.select.export import iter_records, write_corpus
-from grasp.select.export_tables import readable_table, table_of_records
+from grasp.select.export_tables import table_of_records, to_readable_table
 from grasp.select.record_files import FileFormat
 from tests.corpus.test_documents import CHATS, ODD_NAMES, plain_chats, write_folders
 from tests.corpus.world import Words, settings_for, write_jsonl, write_parquet
@@ -215,7 +215,7 @@ def test_types_that_datasets_does_not_know_are_written_as_others():
         },
         metadata={"a": "b"},
     )
-    result = readable_table(table)
+    result = to_readable_table(table)
     sink = pa.BufferOutputStream()
     pq.write_table(result, sink)
     datasets.Features.from_arrow_schema(pq.read_table(sink.getvalue()).schema)

@@ -59,8 +59,9 @@ from grasp.seeds import stream
 from grasp.settings import BuildSettings, FeatureSettings, build_settings
 from grasp.yaml_files import read_yaml, write_yaml
 
-UNTRAINED_SHARE = 0.95  # of ln V; a unigram model is near 0.7
-UNSKILLED_SHARE = 0.8  # of ln V; see above
+# Losses as a share of ln V, the loss of guessing; that of a unigram model is near 0.7.
+UNTRAINED_SHARE = 0.95  # above it a model counts as untrained, and the build is refused
+UNSKILLED_SHARE = 0.8  # above it a warning is printed if the model is to be trained further
 PART_ROWS = 64  # rows of a part of the sample, whose moments are accumulated together
 MEGABYTE = 1 << 20
 BACKWARD_COST = 3  # cost of a forward and a backward pass, in forward passes
@@ -359,19 +360,20 @@ def resolve_settings(settings: BuildSettings, in_memory: InMemory) -> BuildSetti
             refuse_unreadable(settings.model.path)  # report first that it is not a causal LM
         raise SettingsError(
             "--train: missing; pass `--train further` if this model will be trained on the corpus (fine-tuning), or "
-            "`--train new` for a new model from scratch. Other rows help in either case, and the checkpoint does not "
-            "say"
+            "`--train new` for a new model from scratch. Which rows help depends on this, and the checkpoint does not "
+            "record it"
         )
     if settings.corpus.form == "preference" and train == "new":
         raise SettingsError(
             "--loss dpo: trains a model further on preference pairs, but --train is new; pass --train further"
         )
-    features, reader = settings.features.decided(train), settings.model
+    features, model_settings = settings.features.decided(train), settings.model
     for name in features.kernels:
-        kernel_class(name)
-    if reader.adapter is None and is_adapter(reader.path):
-        reader = reader.model_copy(update={"adapter": "apart" if "gradient" in features.kernels else "folded"})
-    return settings.model_copy(update={"train": train, "features": features, "model": reader})
+        kernel_class(name)  # raises an error if there is no such kernel
+    if model_settings.adapter is None and is_adapter(model_settings.path):
+        adapter = "apart" if "gradient" in features.kernels else "folded"
+        model_settings = model_settings.model_copy(update={"adapter": adapter})
+    return settings.model_copy(update={"train": train, "features": features, "model": model_settings})
 
 
 def open_moment_source(inputs: Inputs, like: str) -> ArtifactReader:

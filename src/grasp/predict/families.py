@@ -4,16 +4,17 @@ Start with `parse_family` and `Family.draw`. Subsets are drawn lazily: subset b 
 on the number of subsets or the block size.
 
 `uniform:F`     a fraction F of the rows, every such set equally likely; its size is round(F N), at least 1.
-`bernoulli:Q`   each row is RETAINED independently with probability Q. (In eq:ratio-scaling q is the
+`bernoulli:Q`   each row is retained independently with probability Q. (In eq:ratio-scaling q is the
                 probability of being omitted, so Q = 1 - q.)
 `mixture:LABEL` each value of the label keeps a fraction drawn from Beta(1/2, 1/2); within the value the
                 rows are drawn uniformly. Rows without the label form a value of their own.
 `groups:LABEL`  each value of the label is kept or dropped whole with probability 1/2; never none, never all.
 `dirichlet:LABEL` the shares of the values are drawn from a Dirichlet distribution around the shares in the corpus,
-                with a concentration that varies over decades, so that some shares are 0; the rows of a value that gets
-                twice its share have weight 2 and are seen twice as often.
+                with a random concentration (log-uniform, 0.1 to 10 per value); shares below 0.001 are set to 0. A value
+                with twice its share in the corpus has weight 2: its rows are seen twice as often.
 
-An empty draw (for groups: also one that keeps everything) is repeated with the same random stream.
+After an empty draw (for groups: also one that keeps everything) the next draw of the same random stream is taken.
+Equations are those of the paper, see docs/paper_map.md. Shape letters: G label values, N rows.
 """
 
 import math
@@ -35,8 +36,10 @@ MAX_REDRAWS = 10_000
 MANY_VALUES = 1_000  # above this number of label values, `mixture` draws by one sort (other draws, same distribution)
 FAMILY_EXAMPLES = "uniform:0.5, bernoulli:0.5, mixture:LABEL, groups:LABEL or dirichlet:LABEL"
 LABEL_FAMILIES: tuple[FamilyKind, ...] = ("mixture", "groups", "dirichlet")
-# Dirichlet concentration per label value: from a few values only to nearly the corpus shares
+# Range of the Dirichlet concentration per label value, drawn log-uniformly: at 0.1 a few values dominate, at 10 the
+# shares are close to those of the corpus.
 CONCENTRATION_RANGE = (0.1, 10.0)
+MIN_CONCENTRATION = 1e-3  # NumPy requires positive parameters
 MIN_SHARE = 1e-3  # smaller shares are set to 0
 
 
@@ -67,9 +70,9 @@ class Family:
             n_subsets: number of subsets.
             n_rows: number of rows of the corpus.
             labels: the label of every row; required by families that draw by a label.
+            seed: seed of the random stream.
             purpose: name of the random stream, e.g. "calibration" or "evaluation"; different purposes give
                 independent draws.
-            seed: seed of the random stream.
             block: maximum number of subsets per block.
         Raises:
             SubsetError: the corpus is empty, labels are missing or of the wrong length, or the label of `groups` or
@@ -100,15 +103,15 @@ class Family:
     ) -> Iterator[SubsetBlock]:
         """Draw for groups and dirichlet, where all rows of a label value have the same weight."""
         values = Weights.from_slices(column.codes_N, len(column.values))
-        even_G = column.counts / column.counts.sum()
+        corpus_share_G = column.counts / column.counts.sum()
         for first in range(0, n_subsets, block):
             names, drawn = [], []
             for b in range(first, min(first + block, n_subsets)):
                 rng = stream(seed, "family", purpose, b)
                 if self.kind == "dirichlet":
-                    weight_G = draw_dirichlet_shares(rng, even_G) / even_G  # of mean 1 over the corpus
+                    weight_G = draw_dirichlet_shares(rng, corpus_share_G) / corpus_share_G  # of mean 1 over the corpus
                 else:
-                    while (keep_G := rng.random(len(even_G)) < 0.5).all() or not keep_G.any():
+                    while (keep_G := rng.random(len(corpus_share_G)) < 0.5).all() or not keep_G.any():
                         pass
                     weight_G = keep_G.astype(np.float64)
                 names.append(f"{purpose}-{b:06d}")
@@ -165,7 +168,7 @@ def _draw_within_values(rng: np.random.Generator, counts_G: I64, rows_N: I64, co
 def draw_dirichlet_shares(rng: np.random.Generator, around_G: F64) -> F64:
     """Draw shares (G,) that add up to 1 from a Dirichlet distribution around `around_G`; small shares become 0."""
     concentration = np.exp(rng.uniform(*np.log(CONCENTRATION_RANGE))) * len(around_G)
-    share_G = rng.dirichlet(np.maximum(concentration * around_G / around_G.sum(), 1e-3))
+    share_G = rng.dirichlet(np.maximum(concentration * around_G / around_G.sum(), MIN_CONCENTRATION))
     share_G[share_G < min(MIN_SHARE, share_G.max())] = 0.0
     return np.asarray(share_G / share_G.sum())
 

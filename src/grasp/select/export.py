@@ -44,7 +44,7 @@ from grasp.extras import require
 from grasp.files import check_place, discard, entry_of, temporary_path, write_whole, written_aside
 from grasp.predict.weights import mask_of
 from grasp.results import write_table
-from grasp.select.export_tables import readable_table, table_of_records
+from grasp.select.export_tables import table_of_records, to_readable_table
 from grasp.select.record_files import DEFAULT_SIZE, FileFormat, Item, ShardSize, write_records
 from grasp.settings import CorpusSettings
 from grasp.yaml_files import validated, write_yaml
@@ -420,7 +420,7 @@ class _OtherColumns:
             elif k + 1 == len(documents) or documents[k + 1] >= chunk.index + chunk.batch.num_rows:
                 positions = pa.array(documents[first : k + 1] - chunk.index)
                 batch = chunk.batch if isinstance(chunk.batch, pa.Table) else pa.Table.from_batches([chunk.batch])
-                yield len(positions), readable_table(batch.select(self._names[chunk.name])).take(positions)
+                yield len(positions), to_readable_table(batch.select(self._names[chunk.name])).take(positions)
                 first = k + 1
         if records:
             yield len(records), table_of_records(records)
@@ -466,7 +466,10 @@ def iter_records(corpus: CorpusSettings, mask_M: Bool) -> Iterator[Item]:
         if in_chunk_M.any():
             batch = chunk.batch.slice(0, len(in_chunk_M))
             table = batch if isinstance(batch, pa.Table) else pa.Table.from_batches([batch])
-            yield readable_table(table).filter(pa.array(in_chunk_M))  # converted first: Arrow cannot filter view types
+            # converted first: Arrow cannot filter view types
+            yield to_readable_table(table).filter(
+                pa.array(in_chunk_M)
+            )  # converted first: Arrow cannot filter view types
 
 
 def _entry_note(origin: str, out: Path) -> str:

@@ -1,15 +1,14 @@
 """Build the tables of an export: types that `datasets`, pyarrow and TRL read, and one schema for all files.
 
-Start with `table_of_records`, `readable_table` and `write_one_schema`.
+Start with `table_of_records`, `to_readable_table` and `unify_schemas`.
 
-A table column has one type, and a struct has the members of all its records: a record that lacks some gets them as null
-members, which a chat template may write into the text of a conversation. So a column of a table is never made by
-adding members. Where records differ in their members, in the order of these or in the types of values, the column is
-JSON (`arrow.json`, the `Json` feature of `datasets`), and is read as the records were. `datasets.load_dataset` chooses
-the same type for such columns of JSON lines.
+Arrow fills fields that a record lacks with null, and a chat template may write these nulls into the text of a
+conversation. So if the records of a column differ in their fields, in the order of the fields or in the types of
+values, the column is stored as JSON (`arrow.json`, the `Json` feature of `datasets`), and is read as the records were.
+`datasets.load_dataset` chooses the same type for such columns of JSON lines.
 
-A column of scalars of several types has the type that a label column of the artifact would have, see
-`grasp.corpus.labels`.
+A column of scalars of several types has the widest of them, e.g. text for numbers and text, like a label column of the
+artifact; see `grasp.corpus.labels`.
 """
 
 import os
@@ -39,9 +38,10 @@ from grasp.errors import CorpusError
 from grasp.files import temporary_path
 from grasp.text import json_text
 
-# Type of a column in all files, and the method of conversion: a cast, as labels of one kind, or as JSON.
+# Type of a column in all files, and how it is converted: "cast" by Arrow, "json" to JSON text, or by `column_of` to
+# labels of a kind.
 Conversion = tuple[pa.DataType, Literal["cast", "json"] | Kind]
-_FAMILIES = (  # groups of types that Arrow promotes to one another without changing a value
+_PROMOTABLE_TYPES = (  # groups of types that Arrow promotes to one another without changing a value
     is_text,
     pa.types.is_integer,
     pa.types.is_floating,
@@ -52,7 +52,7 @@ _FAMILIES = (  # groups of types that Arrow promotes to one another without chan
     pa.types.is_duration,
     lambda kind: pa.types.is_binary(kind) or pa.types.is_large_binary(kind),
 )
-_READABLE = (
+_READABLE_TYPES = (
     pa.types.is_null,
     pa.types.is_boolean,
     pa.types.is_integer,
@@ -77,7 +77,7 @@ def table_of_records(records: Sequence[Mapping[str, Any]]) -> pa.Table:
     return pa.table({name: _infer_column([record.get(name) for record in records]) for name in names})
 
 
-def readable_table(table: pa.Table) -> pa.Table:
+def to_readable_table(table: pa.Table) -> pa.Table:
     """Return a table with types that `datasets` reads and Parquet can store; its schema has no metadata.
 
     Raises:
@@ -86,8 +86,8 @@ def readable_table(table: pa.Table) -> pa.Table:
     return pa.table({name: _to_readable(name, table[name]) for name in table.column_names})
 
 
-def write_one_schema(files: Sequence[Path]) -> None:
-    """Rewrite Parquet files so that all have the same columns with the same types.
+def unify_schemas(files: Sequence[Path]) -> None:
+    """Rewrite Parquet files in place so that all have one schema; a column that a file lacks is filled with nulls.
 
     Raises:
         CorpusError: no type can hold the values of a column in all files.
@@ -129,7 +129,7 @@ def _infer_column(values: Sequence[Any]) -> pa.Array:
 
 
 def _is_exact(kind: pa.DataType) -> bool:
-    """Return whether all values of this inferred type have the types that they had in the list."""
+    """Return whether the inference of this type cannot have changed a value, e.g. an integer into a float."""
     if is_list(kind):
         return _is_exact(kind.value_type)
     return not (pa.types.is_struct(kind) or pa.types.is_floating(kind))  # Arrow turns [1, 0.5] into [1.0, 0.5]
@@ -160,7 +160,7 @@ def _to_readable(name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 def _readable_type(kind: pa.DataType) -> pa.DataType | None:
     """Return the type in which `datasets` reads the values of an Arrow type; None: as JSON."""
-    if is_json(kind) or any(test(kind) for test in _READABLE):
+    if is_json(kind) or any(test(kind) for test in _READABLE_TYPES):
         return kind
     if isinstance(kind, pa.BaseExtensionType):
         as_label = {"arrow.uuid": pa.string(), "arrow.bool8": pa.bool_()}
@@ -238,7 +238,7 @@ def _same_kind(left: pa.DataType, right: pa.DataType) -> bool:
     if pa.types.is_struct(left) and pa.types.is_struct(right):
         names = [[member.name for member in kind] for kind in (left, right)]
         return names[0] == names[1] and all(_same_kind(a.type, b.type) for a, b in zip(left, right, strict=True))
-    return left == right or any(test(left) and test(right) for test in _FAMILIES)
+    return left == right or any(test(left) and test(right) for test in _PROMOTABLE_TYPES)
 
 
 def _can_cast(column: pa.Array, target: pa.DataType) -> bool:
@@ -260,7 +260,7 @@ def _convert(name: str, column: pa.Array | pa.ChunkedArray, conversion: Conversi
     if method == "cast":
         return column.cast(target)
     values = plain_values(column)
-    if method != "json":  # nan is not a label
+    if method != "json":  # labels have no NaN: it is stored as null
         return column_of([None if isinstance(v, float) and isnan(v) else v for v in values], method)
     try:
         return _json_column(values)

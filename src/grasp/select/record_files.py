@@ -27,7 +27,7 @@ from grasp.corpus.text_files import COMPRESSION_BY_SUFFIX, DELIMITER, is_json_ar
 from grasp.errors import CorpusError, SettingsError
 from grasp.extras import require
 from grasp.files import discard
-from grasp.select.export_tables import table_of_records, write_one_schema
+from grasp.select.export_tables import table_of_records, unify_schemas
 from grasp.text import json_text
 
 Kind = Literal["parquet", "jsonl", "json", "csv", "tsv", "datasets"]
@@ -241,7 +241,7 @@ def _write_parquet(shards: Path, items: Iterable[Item], size: ShardSize) -> list
                 part = rest.slice(0, n_records)
                 writer.write_table(part)
                 start, n_in_file, n_bytes = start + n_records, n_in_file + n_records, n_bytes + part.nbytes
-    write_one_schema(files)
+    unify_schemas(files)
     return files
 
 

@@ -1,7 +1,7 @@
-"""Parquet tables with a digest of every column in the file metadata, verified on reading.
+"""Parquet tables with a checksum of every column in the file metadata, verified on reading.
 
-A flipped bit can turn one valid row name into another, and Parquet does not detect that. Tables without digests, i.e.
-written by other programs, are read without verification. Start with `write_checksummed` and `read_checksummed`.
+A flipped bit can turn one valid row name into another, and Parquet does not detect that. Tables without checksums, e.g.
+of other programs, are read without verification. Start with `write_checksummed` and `read_checksummed`.
 """
 
 import json
@@ -15,8 +15,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
-DIGESTS_KEY = b"grasp.seal"  # key of the digests in the metadata of a file
-BATCH = 1 << 16
+DIGESTS_KEY = b"grasp.seal"  # key of the checksums in the metadata of a file, as in version 0.2
+BATCH_ROWS = 1 << 16
 
 
 class ChecksumMismatchError(pa.ArrowInvalid):  # type: ignore[misc]
@@ -35,7 +35,8 @@ class _Digests:
             b"\0".join(part for item in sorted(metadata.items()) for part in item)
         )
         unique_names = [name for name in columns if schema.names.count(name) == 1]
-        # Two digests a column: lengths (validity of numbers) and values. Together they fix where a value ends.
+        # Two hashes per column: `sizes`, the byte length of each value, or -1 for null (of numbers: 1 if valid, 0 if
+        # null), and `values`, the bytes of all values that are not null.
         self._columns = {name: (xxhash.xxh3_128(), xxhash.xxh3_128()) for name in unique_names}
 
     def update(self, part: pa.Table | pa.RecordBatch) -> None:
@@ -53,6 +54,7 @@ class _Digests:
                     wide = pa.int64() if pa.types.is_integer(wide) and not pa.types.is_uint64(wide) else wide
                     values.update(cells.drop_null().cast(wide).to_numpy(zero_copy_only=False).tobytes())
                     continue
+                # all other types (nested, dates, decimals, bytes) are hashed as JSON text
                 if not (pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type)):
                     cells = pa.array([json.dumps(value, default=str) for value in cells.to_pylist()], pa.large_string())
                 lengths = pc.fill_null(pc.binary_length(cells).cast(pa.int64()), -1)
@@ -63,8 +65,8 @@ class _Digests:
                     ends = np.frombuffer(offsets, np.int64)[[texts.offset, texts.offset + len(texts)]]
                     values.update(memoryview(data)[ends[0] : ends[1]] if data is not None else b"")
 
-    def record(self) -> dict[str, Any]:
-        """Return the digests as hexadecimal text, in JSON."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the hexadecimal digests as JSON values."""
         columns = {name: sizes.hexdigest() + values.hexdigest() for name, (sizes, values) in self._columns.items()}
         return {"columns": columns, "metadata": self._metadata}
 
@@ -85,7 +87,7 @@ class ChecksummedParquetWriter:
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         if kind is None:
-            self._writer.add_key_value_metadata({DIGESTS_KEY: json.dumps(self._digests.record()).encode()})
+            self._writer.add_key_value_metadata({DIGESTS_KEY: json.dumps(self._digests.to_dict()).encode()})
         self._writer.close()
 
 
@@ -96,7 +98,9 @@ def write_checksummed(table: pa.Table, path: Path, *, group_rows: int | None = N
 
 
 def read_checksummed_batches(path: Path | str, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """Yield batches of a table; the digests are verified after the last batch.
+    """Yield batches of a table; the checksums of the columns that are read are verified after the last batch.
+
+    Columns whose name occurs twice have no checksum.
 
     Args:
         columns: columns to read. Default: all.
@@ -113,15 +117,15 @@ def read_checksummed_batches(path: Path | str, columns: Sequence[str] | None = N
             except (ValueError, TypeError, KeyError) as err:
                 raise ChecksumMismatchError(f"its metadata {DIGESTS_KEY.decode()} is damaged; restore a copy") from err
         digests = _Digests(schema, [] if expected is None else schema.names if columns is None else columns)
-        for batch in file.iter_batches(BATCH, columns=columns):
+        for batch in file.iter_batches(BATCH_ROWS, columns=columns):
             digests.update(batch)
             yield batch
     if expected is None:
         return
-    actual = digests.record()
+    actual = digests.to_dict()
     mismatches = [name for name, digest in actual["columns"].items() if expected["columns"].get(name) != digest]
     mismatches += sorted(expected["columns"].keys() - set(schema.names))
-    mismatches += [] if actual["metadata"] == expected["metadata"] else ["its metadata"]
+    mismatches += [] if actual["metadata"] == expected["metadata"] else ["the metadata of the file"]
     if mismatches:
         raise ChecksumMismatchError(
             f"{mismatches[0]!r} is not as it was written: the file is damaged; restore a copy, or write it again"
