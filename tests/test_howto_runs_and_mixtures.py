@@ -68,7 +68,7 @@ def test_the_page_on_multiple_choice():
     page = (HOWTO / "multiple_choice.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"^quiz@margin .*$", page, re.MULTILINE)
     assert line.split() in [row.split() for row in printed.splitlines()]
-    (example,) = re.findall(r"^example 1: (.*)$", page, re.MULTILINE)
+    (example,) = re.findall(r"^example 3: (.*)$", page, re.MULTILINE)
     assert example in printed
     assert list(grasp.open("art").targets) == ["quiz", "quiz@margin"]
     assert RetrainedRuns.open(Path("env")).targets == ("quiz", "quiz@margin", "quiz@accuracy")

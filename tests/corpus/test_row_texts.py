@@ -71,7 +71,7 @@ def test_a_changed_corpus_is_recognised_by_its_documents(tmp_path):
     with pytest.raises(CorpusError, match="document 1; the corpus changed"):
         texts_of(store, corpus_settings, Words(), [1])
     write_jsonl(tmp_path / "c.jsonl", [{"text": "one two", "row_id": name} for name in "ab"])
-    with pytest.raises(CorpusError, match=r"c.jsonl:1: is '\w+-0', was '\w+-0'"):
+    with pytest.raises(CorpusError, match=r"c.jsonl:1: is 'a', was 'd0'"):
         texts_of(store, corpus_settings, Words(), [0])
 
 

@@ -143,7 +143,7 @@ def test_a_failed_run_is_named_and_repeated_and_other_runs_continue(world, tmp_p
     (seen / "fail").unlink()
     repeated = retrain(world, out, trained)
     assert repeated.pending() == ()
-    assert "failed" not in str(repeated.summary())
+    assert "failed" not in str(repeated.summary()).replace(str(tmp_path), "")
     assert (seen / "calls").read_text().split().count("10-0") == 1
 
 
