@@ -11,7 +11,6 @@ replays of `experiments.replay.run`; interrupted, the same command continues.
 Shape letters: N rows, T targets, E questions, S seeds.
 """
 
-import argparse
 import json
 import time
 from pathlib import Path
@@ -22,8 +21,8 @@ import torch
 
 from experiments.finetune.methods import method_scores
 from experiments.finetune.run import FOLDER
-from experiments.finetune.setting import LENGTH, NAMES, target_settings
-from experiments.replay.run import default_scores, further_artifact, probed
+from experiments.finetune.setting import LENGTH, target_settings
+from experiments.replay.run import default_scores, further_artifact, parse_options, shipped_replay
 from experiments.replay.setting import World
 from grasp.arrays import F64, I64
 from grasp.files import write_whole
@@ -31,7 +30,7 @@ from grasp.predict.scoring_rule import REPLAY_WEIGHT
 from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
 from grasp.targets import load_units
-from grasp.training.metagradient import Metagradient, Target
+from grasp.training.metagradient import Target
 from grasp.training.replayed_rows import brought_to_one_scale
 from grasp.training.trajectory import Trajectory
 
@@ -40,16 +39,13 @@ SEEDS = (0, 1, 2)
 KNOWN, OTHER = 64, 128  # questions of a target
 RESAMPLES = 2000
 DEFAULT, WITH_REPLAY, REPLAY = "default", "default and replay", "replay"
-SHIPPED_PROBES = (0, 2, 4)
 
 
 def scores_of(world: World, work: Path) -> dict[str, F64]:
     """Score every row for every target by each method, (N, T)."""
     utilities = RetrainedRuns.open(FOLDER / world.name).utilities(seeds=(0,), partial=True)
     default_NT = default_scores(world, work, utilities)
-    replayed = Metagradient.load(work / "replay" / f"{world.name}-difference-0" / "metagradient.safetensors")
-    steps = [int(replayed.probe_steps_M[m]) for m in SHIPPED_PROBES]
-    replay_NT = brought_to_one_scale(probed([replayed], steps))
+    replay_NT = shipped_replay(world.name, work)
     artifact = further_artifact(world, work)
     bm25_NE = method_scores(artifact, "bm25")
     columns = [artifact.unit_columns(target.name) for target in world.targets]
@@ -131,12 +127,7 @@ def difference(value_STE: Any) -> list[float]:
 
 def main() -> None:
     """Select, train, measure, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="+", choices=NAMES)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
+    options = parse_options(__doc__.splitlines()[0])
     torch.set_num_threads(1)
     runs: list[dict[str, Any]] = json.loads(options.out.read_text())["runs"] if options.out.exists() else []
     for name in options.names:

@@ -23,7 +23,7 @@ from scipy.stats import spearmanr
 from experiments.finetune.run import FOLDER
 from experiments.finetune.setting import NAMES
 from experiments.finetune.worlds import shares
-from experiments.replay.run import default_scores, predicted, probed
+from experiments.replay.run import default_scores, predicted, shipped_replay
 from experiments.replay.setting import World
 from grasp.arrays import F64
 from grasp.files import write_whole
@@ -31,11 +31,8 @@ from grasp.predict.scoring_rule import REPLAY_WEIGHT
 from grasp.runs.gaussian_process import GaussianProcess, SubsetFeatures
 from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
-from grasp.training.metagradient import Metagradient
-from grasp.training.replayed_rows import brought_to_one_scale
 
 DRAWS = 32
-SHIPPED_PROBES = (0, 2, 4)  # of the five probe steps: at 10, 50 and 90 % of the training
 
 
 def task_rho(predicted_BT: F64, realized_BT: F64) -> float:
@@ -51,9 +48,7 @@ def compare(name: Any, known: int, data: Path, work: Path) -> dict[str, Any]:
     utilities = environment.utilities(seeds=(0,), partial=True)
     share_BN = shares(environment, world.corpus.store, utilities)
     default_NT = default_scores(world, work, utilities)
-    replay = Metagradient.load(work / "replay" / f"{name}-difference-0" / "metagradient.safetensors")
-    steps = [int(replay.probe_steps_M[m]) for m in SHIPPED_PROBES]
-    with_replay_NT = default_NT + REPLAY_WEIGHT * brought_to_one_scale(probed([replay], steps))
+    with_replay_NT = default_NT + REPLAY_WEIGHT * shipped_replay(name, work)
     targets = np.array(utilities.targets)
     values_BE = utilities.values_BSE.mean(axis=1)
     realized_BT = np.stack([values_BE[:, targets == each].mean(axis=1) for each in dict.fromkeys(targets)], axis=1)

@@ -49,6 +49,7 @@ RESAMPLES = 1000
 SHIFT = 0.2  # of the weights of groups, in a check
 WEIGHTS = (0.5, 1, 2, 4, 8)  # of a replay in the default rule
 DEFAULT = "gradient + .25 of token + input"
+SHIPPED_PROBES = (0, 2, 4)  # of the five probe steps: at 10, 50 and 90 % of the training
 THIRDS = ("first", "second", "last")
 
 
@@ -252,6 +253,22 @@ def _agreement(first_NT: F64, second_NT: F64) -> list[float]:
 
 
 # --------------------------------------------------------------------------------------------------------------- report
+
+
+def shipped_replay(name: str, work: Path) -> F64:
+    """Return the scores of rows by the first order and three probe steps, as a build replays by default, (N, T)."""
+    replayed = Metagradient.load(work / "replay" / f"{name}-difference-0" / "metagradient.safetensors")
+    return brought_to_one_scale(probed([replayed], [int(replayed.probe_steps_M[m]) for m in SHIPPED_PROBES]))
+
+
+def parse_options(description: str) -> argparse.Namespace:
+    """Parse the options of an experiment on worlds: names, data, work, out."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("names", nargs="+", choices=NAMES)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
 
 
 def further_artifact(world: World, work: Path) -> ArtifactReader:

@@ -11,7 +11,6 @@ Intervals are 95 %, over subsets.
 Shape letters: B subsets, N rows, E units, T targets.
 """
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,8 @@ import torch
 from experiments.finetune.further import FEATURES, FORWARD, forms, relevance
 from experiments.finetune.methods import artifact_of
 from experiments.finetune.run import FOLDER
-from experiments.finetune.setting import NAMES
 from experiments.finetune.worlds import shares
-from experiments.replay.run import DEFAULT, Comparison, further_artifact, interval
+from experiments.replay.run import DEFAULT, Comparison, further_artifact, interval, parse_options
 from experiments.replay.setting import World
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
@@ -91,12 +89,7 @@ def compare(name: Any, data: Path, work: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Parse, compare, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="+", choices=NAMES)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
+    options = parse_options(__doc__.splitlines()[0])
     torch.set_num_threads(1)
     lines = []
     for name in options.names:

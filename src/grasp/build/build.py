@@ -166,10 +166,6 @@ def build(
     if replay and not has_inputs and (staged / MANIFEST).exists():
         add_replay(out, recipe=recipe, settings=data, progress=progress)
         return ArtifactReader.open(place)
-    if warm_up is not None and replay:
-        raise SettingsError(
-            "--warm-up: has no effect with --replay, which differentiates the whole training; omit one of them"
-        )
     training, replay_settings = split_replay_settings(data, recipe, use_replay=replay, warm_up=warm_up is not None)
     with _preserve_modes(model[0] if isinstance(model, tuple | list) and model else model):
         in_memory = _put_inputs(data, model, tokenizer, dtype, corpus, targets)
@@ -336,10 +332,14 @@ def split_replay_settings(
         warm_up: the recipe is for a warm-up.
 
     Raises:
-        SettingsError: invalid settings or recipe, or any of them without a replay.
+        SettingsError: invalid settings or recipe, any of them without a replay, or a replay after a warm-up.
         ModelError: the recipe has something that is not differentiated.
     """
     settings = data.pop("replay", None)
+    if use_replay and warm_up:
+        raise SettingsError(
+            "--warm-up: has no effect with --replay, which differentiates the whole training; omit one of them"
+        )
     if not use_replay and settings:
         raise SettingsError(f"replay.{next(iter(settings))}: no effect without --replay; add it")
     if not use_replay and not warm_up and recipe is not None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer
+from transformers.utils import logging as hf_logging
 
 from grasp.artifact.writer import lock_artifact
 from grasp.build.add_replay import time_step
@@ -98,6 +99,7 @@ def forecast_proxy(out: Path, corpus: CorpusSettings, tokenizer: str | None, rat
     trainer = Trainer(recipe, [0], "cpu")
     batch_rows = min(recipe.batch_rows, rows.n_rows)
     seconds = time_step(trainer, rows, np.arange(batch_rows)) * recipe.batch_rows / batch_rows * recipe.steps
+    hf_logging.disable_progress_bar()  # the command line has its own progress display
     trainer.model.to_hf(0, encoder.eos_id).save_pretrained(out / MODEL)
     encoder.save(out / MODEL)
     return out / MODEL, (

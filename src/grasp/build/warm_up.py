@@ -8,6 +8,8 @@ trained model is stored in the directory of the artifact. Start with `warm_up`.
 import json
 from pathlib import Path
 
+from transformers.utils import logging as hf_logging
+
 from grasp.artifact.writer import lock_artifact
 from grasp.build.add_replay import WARM_UP, refuse_longer_rows, trainable
 from grasp.build.proxy import MODEL
@@ -89,6 +91,7 @@ def warm_up(
         progress.stage("warm-up", rows=sum(map(len, order)), tokens=None)
         trajectory.train(lambda done: progress.advance(len(order[done - 1]), 0))
         with written_aside(directory) as part:
+            hf_logging.disable_progress_bar()  # the command line has its own progress display
             model.save_pretrained(part)
             tokenizer.save(part)
             (part / WARM_UP).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
