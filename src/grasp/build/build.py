@@ -143,8 +143,8 @@ def build(
             trainings; a finished artifact gets it later by --out and --replay alone.
         check: with --replay, also retrain once with changed weights of groups of rows, and compare the measured effect
             with the predicted one.
-        warm_up: train the model so many steps on random rows first, and build from the result; a dozen steps make
-            predictions of fine-tuning more accurate.
+        warm_up: train the model so many steps on random rows first, and build from the result; a dozen steps can make
+            predictions of fine-tuning on chats more accurate.
         recipe: training that --replay differentiates or --warm-up begins: a YAML or JSON file with the names of
             TrainingArguments, SFTConfig or Axolotl. Default: one epoch in batches of 16, at most 192 steps; for a new
             model, a small one from scratch, 4 epochs in batches of 32, at most 320 steps.
