@@ -39,6 +39,7 @@ from grasp.files import write_whole
 from grasp.runs.metrics import rank_correlations
 from grasp.runs.retrained import RetrainedRuns, Utilities
 from grasp.seeds import bootstrap_weights
+from grasp.training.hessian_products import Curvature
 from grasp.training.metagradient import Metagradient, MetagradientSettings, metagradient, middle_steps, price
 from grasp.training.replay_gate import check_by_groups, smoothness
 from grasp.training.replayed_rows import brought_to_one_scale, drawn_scores, probed_scores
@@ -191,8 +192,9 @@ def ways(replays: Mapping[str, Sequence[Metagradient]], default_NT: F64) -> dict
         out[name] = score_NT
         out[f"{name}, with default"] = added(score_NT, default_NT)
 
+    main_curvature, main_orders = next(iter(replays.items()))
     for curvature, orders in replays.items():
-        named = "" if curvature == "difference" else f", {curvature}"
+        named = "" if curvature == main_curvature else f", {curvature}"
         groups = {f"order {w}": [replayed] for w, replayed in enumerate(orders)}
         if len(orders) > 1:
             groups["all orders"] = list(orders)
@@ -201,23 +203,27 @@ def ways(replays: Mapping[str, Sequence[Metagradient]], default_NT: F64) -> dict
             add(f"all rows, {label}{named}", probed_NT)
             add(f"drawn rows, {label}{named}", drawn_NT)
             add(f"both, {label}{named}", added(probed_NT, drawn_NT))
-        if curvature != "difference":
-            continue
-        for weight in WEIGHTS:
-            out[f"default + {weight:g} replay"] = default_NT + weight * brought_to_one_scale(probed(orders))
-        for step in orders[0].probe_steps_M:
-            out[f"all rows, step {step} alone, all orders"] = probed(orders, [int(step)])
-        for chosen in ([2], [1, 3], [0, 2, 4]):
-            steps = [int(orders[0].probe_steps_M[m]) for m in chosen]
-            out[f"all rows, {len(steps)} probe steps, all orders"] = probed(orders, steps)
-        for w, one_order in enumerate(orders):
-            cheap_NT = brought_to_one_scale(probed([one_order], [int(one_order.probe_steps_M[m]) for m in (0, 2, 4)]))
-            out[f"all rows, 3 probe steps, order {w}"] = cheap_NT
-            out[f"default + 4 replay, 3 probe steps, order {w}"] = default_NT + 4 * cheap_NT
-        for k, third in enumerate(THIRDS):
-            out[f"drawn rows, {third} third, all orders"] = drawn(orders, n_rows, k / 3, (k + 1) / 3)
-        out["drawn rows, last two thirds, all orders"] = drawn(orders, n_rows, 1 / 3)
+    for weight in WEIGHTS:
+        out[f"default + {weight:g} replay"] = default_NT + weight * brought_to_one_scale(probed(main_orders))
+    probe_steps = [int(step) for step in main_orders[0].probe_steps_M]
+    for step in probe_steps:
+        out[f"all rows, step {step} alone, all orders"] = probed(main_orders, [step])
+    for chosen in ([2], [1, 3], SHIPPED_PROBES) if len(probe_steps) == PROBES else ():
+        out[f"all rows, {len(chosen)} probe steps, all orders"] = probed(main_orders, [probe_steps[m] for m in chosen])
+    for w, of_order in enumerate(main_orders):
+        shipped_NT = brought_to_one_scale(probed([of_order], shipped_probes(of_order)))
+        out[f"all rows, 3 probe steps, order {w}"] = shipped_NT
+        out[f"default + 4 replay, 3 probe steps, order {w}"] = default_NT + 4 * shipped_NT
+    for k, third in enumerate(THIRDS):
+        out[f"drawn rows, {third} third, all orders"] = drawn(main_orders, n_rows, k / 3, (k + 1) / 3)
+    out["drawn rows, last two thirds, all orders"] = drawn(main_orders, n_rows, 1 / 3)
     return out
+
+
+def shipped_probes(replayed: Metagradient) -> list[int]:
+    """Return the probe steps that a build takes: all of three, or three of five."""
+    steps = [int(step) for step in replayed.probe_steps_M]
+    return [steps[m] for m in SHIPPED_PROBES] if len(steps) == PROBES else steps
 
 
 def gate(replays: Sequence[Metagradient]) -> dict[str, Any]:
@@ -258,7 +264,7 @@ def _agreement(first_NT: F64, second_NT: F64) -> list[float]:
 def shipped_replay(name: str, work: Path) -> F64:
     """Return the scores of rows by the first order and three probe steps, as a build replays by default, (N, T)."""
     replayed = Metagradient.load(work / "replay" / f"{name}-difference-0" / "metagradient.safetensors")
-    return brought_to_one_scale(probed([replayed], [int(replayed.probe_steps_M[m]) for m in SHIPPED_PROBES]))
+    return brought_to_one_scale(probed([replayed], shipped_probes(replayed)))
 
 
 def parse_options(description: str) -> argparse.Namespace:
@@ -291,10 +297,12 @@ def default_scores(world: World, work: Path, utilities: Utilities) -> F64:
 def report(name: Name, options: argparse.Namespace) -> dict[str, Any]:
     """Replay an environment's training in several orders, and compare."""
     world = World.open(name, options.data, options.work)
-    settings = MetagradientSettings(probe_steps=middle_steps(world.kind.recipe.steps, PROBES))
+    differences: Curvature = "one-sided" if options.as_built else "difference"
+    probes = len(SHIPPED_PROBES) if options.as_built else PROBES
+    settings = MetagradientSettings(probe_steps=middle_steps(world.kind.recipe.steps, probes), curvature=differences)
     replays: dict[str, list[Metagradient]] = {}
     costs = {}
-    for curvature, orders in (("difference", options.orders), ("gauss-newton", options.gauss_newton)):
+    for curvature, orders in ((differences, options.orders), ("gauss-newton", options.gauss_newton)):
         for seed in range(orders):
             changed = settings.model_copy(update={"curvature": curvature})
             replayed, cost = replay(world, seed, changed, options.work / "replay" / f"{name}-{curvature}-{seed}")
@@ -302,8 +310,8 @@ def report(name: Name, options: argparse.Namespace) -> dict[str, Any]:
             costs[f"{curvature}, order {seed}"] = cost
     check = {}
     if options.check:
-        first = options.work / "replay" / f"{name}-difference-0"
-        check["check_by_groups"] = group_check(world, replays["difference"][0], first, options.check)
+        first = options.work / "replay" / f"{name}-{differences}-0"
+        check["check_by_groups"] = group_check(world, replays[differences][0], first, options.check)
     environment = RetrainedRuns.open(FOLDER / name)
     utilities = environment.utilities(seeds=(0,), partial=True)
     assert tuple(dict.fromkeys(utilities.targets)) == tuple(target.name for target in world.targets)
@@ -318,7 +326,7 @@ def report(name: Name, options: argparse.Namespace) -> dict[str, Any]:
         "settings": settings.model_dump(mode="json"),
         "noise": noise(environment, utilities),
         "cost": costs,
-        "gate": gate(replays["difference"]) | check,
+        "gate": gate(replays[differences]) | check,
         "scores": {label: comparison.record(score_NT) for label, score_NT in ways(replays, default_NT).items()},
     }
 
@@ -335,6 +343,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--gauss-newton", type=int, default=0, help="Orders that are replayed with Gauss-Newton too.")
     parser.add_argument(
         "--check", type=int, default=8, help="Retrainings with moved weights of groups of rows; 0: none."
+    )
+    parser.add_argument(
+        "--as-built", action="store_true", help="Replay as grasp build does: one-sided differences, three probe steps."
     )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
