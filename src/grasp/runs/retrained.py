@@ -35,7 +35,7 @@ from pydantic import Field
 from pydantic_core import to_jsonable_python
 
 from grasp.arrays import F64, I64
-from grasp.artifact.where import LabelColumn
+from grasp.artifact.label_table import LabelColumn
 from grasp.errors import ModelError, RunsError
 from grasp.files import differences, discard, is_part, kind_of, remove_stale, write_whole, written_aside
 from grasp.predict.families import parse_family
