@@ -37,7 +37,7 @@ from pydantic_core import to_jsonable_python
 from grasp.arrays import F64, I64
 from grasp.artifact.label_table import LabelColumn
 from grasp.errors import ModelError, RunsError
-from grasp.files import differences, discard, is_part, kind_of, remove_stale, write_whole, written_aside
+from grasp.files import atomic_path, differences, discard, is_part, kind_of, remove_if_stale, write_atomically
 from grasp.predict.families import parse_family
 from grasp.predict.scoring_rule import geometry
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
@@ -384,7 +384,7 @@ class RetrainedRuns(TrainingRuns):
                 or their names are repeated, reserved or too long.
         """
         path.mkdir(parents=True, exist_ok=True)
-        with written_aside(path / SUBSETS) as part:
+        with atomic_path(path / SUBSETS) as part:
             digest = MaskDigest()
             write_subsets(part, digest.update_with(blocks), rows, weights=True, compression_level=19)
             ids, checksums = tuple(digest.ids), digest.checksums
@@ -540,7 +540,7 @@ class RetrainedRuns(TrainingRuns):
         path = self._run_path(run)
         if run not in self._finished():
             path.parent.mkdir(exist_ok=True)
-            write_whole(path, run_bytes([run], self.units, utility_E[None]))
+            write_atomically(path, run_bytes([run], self.units, utility_E[None]))
 
     def compact(self) -> None:
         """Merge the files of single runs into utilities.parquet and reference.parquet, and remove them; idempotent.
@@ -559,7 +559,9 @@ class RetrainedRuns(TrainingRuns):
             for name, is_reference in ((REFERENCE, True), (UTILITIES, False)):
                 group = [r for r, run in enumerate(all_runs) if (run.subset_id == WHOLE_CORPUS_RUN) == is_reference]
                 if group:
-                    write_whole(self.path / name, run_bytes([all_runs[r] for r in group], self.units, values_RE[group]))
+                    write_atomically(
+                        self.path / name, run_bytes([all_runs[r] for r in group], self.units, values_RE[group])
+                    )
         for run in all_runs:
             self._run_path(run).unlink(missing_ok=True)
         stems = {run.stem for run in all_runs}
@@ -569,14 +571,14 @@ class RetrainedRuns(TrainingRuns):
                 lease.unlink(missing_ok=True)
         for part in (*self.path.glob(".*"), *(self.path / "runs").glob(".*")):
             if is_part(part):
-                remove_stale(part, older_than=TTL_SECONDS)
+                remove_if_stale(part, older_than=TTL_SECONDS)
 
     # --------------------------------------------------------------------------------------- failed runs
 
     def mark_failed(self, run: Run, message: str) -> None:
         """Record the error message of a failed run."""
         (self.path / FAILED_DIRECTORY).mkdir(exist_ok=True)
-        write_whole(self.path / FAILED_DIRECTORY / f"{run.stem}.txt", " ".join(message.split()).encode())
+        write_atomically(self.path / FAILED_DIRECTORY / f"{run.stem}.txt", " ".join(message.split()).encode())
 
     def forget_failures(self) -> None:
         """Delete the records of failed runs, so that they are retried."""

@@ -41,7 +41,7 @@ from grasp.corpus.sources import Chunk, JsonRecord, open_source
 from grasp.corpus.text_files import DELIMITER
 from grasp.errors import CorpusError, SettingsError
 from grasp.extras import require
-from grasp.files import check_place, discard, entry_of, temporary_path, write_whole, written_aside
+from grasp.files import atomic_path, check_directory, discard, entry_of, temporary_path, write_atomically
 from grasp.predict.weights import mask_of
 from grasp.results import write_table
 from grasp.select.export_tables import table_of_records, to_readable_table
@@ -208,7 +208,7 @@ def corpus_settings(artifact: ArtifactReader, path: str | None = None) -> Corpus
         )
     settings = validated(CorpusSettings, recorded, f"{artifact.location}: settings.corpus")
     if path is None:
-        path = artifact.place(settings.path)
+        path = artifact.resolve_path(settings.path)
         require_here(artifact, path, "`corpus`")
     return settings.model_copy(update={"path": path})
 
@@ -284,7 +284,7 @@ class DocumentSelection:
                 raise SettingsError(
                     f"document {name!r}: contains a line break; write the ids to a .csv or .parquet file"
                 )
-        write_whole(path, ("\n".join(self.names) + "\n").encode())
+        write_atomically(path, ("\n".join(self.names) + "\n").encode())
 
 
 def select_documents(rows: RowStore, selected_N: Bool, rule: Rule, *, others: bool = False) -> DocumentSelection:
@@ -506,11 +506,11 @@ def write_corpus(
         CorpusError: a record cannot be represented in the format.
         MissingExtraError: the format is `datasets` and the library is not installed.
     """
-    check_place(out)
+    check_directory(out)
     if form.kind == "datasets":
         require("datasets", extra="datasets", feature="writing a `datasets` directory")
     order = "of the corpus" + ("; column `order` has the rank in the selection" if holds == "rows" else "")
-    with written_aside(out) as part:
+    with atomic_path(out) as part:
         part.mkdir(parents=True)
         n_records = write_records(part, form, items, size)
         files = {file.name: entry_of(file).model_dump() for file in sorted(part.iterdir())}
