@@ -55,8 +55,8 @@ from grasp.select.selection import Curve, Selection
 from grasp.text import several, signed, skipped_text
 
 if TYPE_CHECKING:
-    from grasp.runs.retrained import TrainingRuns
     from grasp.runs.table import RunTable
+    from grasp.runs.training_runs import TrainingRuns
 
 SUBSET = "selection"
 PARTIAL_REASONS = ("short_end", "cut", "cut_begin")  # reasons for skipping the beginning or the end of a document
