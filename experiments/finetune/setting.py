@@ -28,7 +28,7 @@ from scipy.sparse import csr_array
 from transformers import PreTrainedTokenizerBase
 
 from experiments.finetune.training import LONG, LORA, REFERENCE, SHORT, Recipe
-from grasp.artifact.where import LabelColumn
+from grasp.artifact.label_table import LabelColumn
 from grasp.corpus import RowStore
 from grasp.models.tokenizer import HfTokenizer
 from grasp.predict.families import parse_family

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from grasp.artifact.where import LabelColumn
+from grasp.artifact.label_table import LabelColumn
 from grasp.baselines import oracles
 from grasp.errors import RunsError, ShapeError
 from grasp.predict.families import parse_family

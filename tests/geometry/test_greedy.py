@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from grasp.artifact.where import LabelColumn
+from grasp.artifact.label_table import LabelColumn
 from grasp.geometry import greedy
 from grasp.geometry.greedy import select_greedily
 from grasp.geometry.set_objective import Objective, best_rows

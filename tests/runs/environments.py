@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.where import LabelTable
 from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
 from grasp.predict.families import parse_family
 from grasp.predict.subset_tables import RowIndex

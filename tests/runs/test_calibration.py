@@ -11,7 +11,7 @@ from scipy.sparse import csr_array
 
 import grasp
 from grasp.api.predict import predict
-from grasp.artifact.where import LabelTable
+from grasp.artifact.label_table import LabelTable
 from grasp.errors import ProtocolLeakError, RunsError, SettingsError
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from experiments.keep import keep
-from grasp.artifact.where import LabelColumn
+from grasp.artifact.label_table import LabelColumn
 from grasp.errors import RunsError
 from grasp.predict.families import parse_family
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL

@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 
 from grasp.arrays import F64
+from grasp.artifact.label_table import LabelColumn, LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import MAX_SLICES, checked_targets, label_column, leak_notes, row_tokens
-from grasp.artifact.where import LabelColumn, LabelTable
 from grasp.errors import SettingsError, ShapeError
 from grasp.files import check_outputs
 from grasp.predict.families import parse_family

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from grasp.arrays import F64
-from grasp.artifact.where import LabelColumn
+from grasp.artifact.label_table import LabelColumn
 from grasp.errors import RunsError, ShapeError
 from grasp.extras import require
 from grasp.predict.weights import SubsetBlock

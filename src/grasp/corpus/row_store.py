@@ -388,19 +388,19 @@ class ShardStore(ABC, Generic[S, R]):
         shards = [self.columns(k, ("n_tokens",)) for k in range(self.n_shards)]
         return np.concatenate([np.asarray(table.column("n_tokens"), dtype=np.int64) for table in shards])
 
-    def supervised(self) -> I64:
+    def loss_counts(self) -> I64:
         """Return the number of positions that carry loss of every row, (N,)."""
         return self.lengths()
 
     @cached_property
-    def n_supervised(self) -> int:
+    def n_loss_positions(self) -> int:
         """Return the total number of positions with loss."""
-        return int(self.supervised().sum())
+        return int(self.loss_counts().sum())
 
     @property
     def masked(self) -> bool:
         """Return whether only a part of some rows carries loss, e.g. of conversations."""
-        return self.n_supervised < self.n_tokens - self.n_rows
+        return self.n_loss_positions < self.n_tokens - self.n_rows
 
     def rows(self, row_index: I64) -> S:
         """Read rows by position, in the given order, possibly repeated, from only the shards that contain them.
@@ -699,7 +699,7 @@ class RowStore(ShardStore[RowShard, Row]):
                     parts.append(str(document.text)[start:end])
                 yield "\n\n".join(parts)
 
-    def supervised(self, k: int | None = None) -> I64:
+    def loss_counts(self, k: int | None = None) -> I64:
         """Return the number of positions with loss of every row, (N,), or of the rows of shard k."""
         counts = []
         for i in range(self.n_shards) if k is None else (k,):

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.arrays import F32, F64, Blocks
+from grasp.artifact.label_table import LabelColumn
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import cached, label_column
-from grasp.artifact.where import LabelColumn
 from grasp.geometry.geometry_rule import CalibrationSettings, InteractionProtocol
 from grasp.geometry.standardize import (
     PairSums,

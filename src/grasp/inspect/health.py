@@ -110,7 +110,7 @@ def check(
         raise SettingsError(f"check: got {rows} rows and {subsets} subsets, expected at least {MIN_ROWS} and 3")
     index = sample_rows(artifact, rows, seed)
     if len(index) < MIN_ROWS:
-        raise ArtifactError(f"{artifact.where}: has {artifact.n_rows} rows, checks need at least {MIN_ROWS}")
+        raise ArtifactError(f"{artifact.location}: has {artifact.n_rows} rows, checks need at least {MIN_ROWS}")
     bound_runs = None if runs is None else bind_runs(artifact, runs)
     if bound_runs is None:
         weight_BN = _half_samples(len(index), subsets, seed)

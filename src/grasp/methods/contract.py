@@ -121,7 +121,7 @@ class MethodInputs:
         """
         if self.origin.has_images:
             raise ArtifactError(
-                f"{self.artifact.where}: rows are images, but the method reads tokens; compute its scores elsewhere "
+                f"{self.artifact.location}: rows are images, but the method reads tokens; compute its scores elsewhere "
                 "and pass them to `grasp evaluate --predictions`"
             )
         rows = self.origin.rows
@@ -136,8 +136,8 @@ class MethodInputs:
         """
         if self.settings.corpus.form == "preference":
             raise SettingsError(
-                f"{self.artifact.where}: rows are preference pairs, and the method computes gradients of the loss of "
-                "texts; choose another method, or build on the chosen answers"
+                f"{self.artifact.location}: rows are preference pairs, and the method computes gradients of the loss "
+                "of texts; choose another method, or build on the chosen answers"
             )
 
     # ------------------------------------------------------------------------------------------- units

@@ -117,8 +117,8 @@ def report(
     }
     options = [part for flag, value in flags.items() if value is not None for part in (flag, str(value))]
     options += ["--partial"] if partial else []
-    options += [part for checkpoint in earlier_artifacts for part in ("--previous", checkpoint.where)]
-    command = shlex.join(["grasp", "report", artifact.where, *options, "--out", str(out)])
+    options += [part for checkpoint in earlier_artifacts for part in ("--previous", checkpoint.location)]
+    command = shlex.join(["grasp", "report", artifact.location, *options, "--out", str(out)])
     findings = collect_findings(
         artifact,
         resolve_protocol(protocol, artifact),

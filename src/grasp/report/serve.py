@@ -265,7 +265,7 @@ def web(
 
     @functools.cache
     def page() -> str:
-        command = f"grasp serve {artifact.where}"
+        command = f"grasp serve {artifact.location}"
         return render(
             collect_findings(artifact, resolve_protocol(None, artifact), runs=bound_runs, command=command),
             live="/api",

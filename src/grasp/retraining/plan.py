@@ -14,7 +14,7 @@ import pyarrow as pa
 import torch
 
 import grasp
-from grasp.artifact.where import LabelTable
+from grasp.artifact.label_table import LabelTable
 from grasp.build.proxy import tokenizer_texts
 from grasp.corpus import RowStore
 from grasp.corpus.sources import open_source

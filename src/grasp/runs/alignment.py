@@ -17,9 +17,9 @@ from typing import Self
 import numpy as np
 
 from grasp.arrays import F64
+from grasp.artifact.label_table import LabelColumn, LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column
-from grasp.artifact.where import LabelColumn, LabelTable
 from grasp.errors import RunsError, SubsetError
 from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import ScoringProtocol

@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow as pa
 
 from grasp.arrays import F64
-from grasp.artifact.where import LabelColumn
+from grasp.artifact.label_table import LabelColumn
 from grasp.errors import ModelError, RunsError
 from grasp.files import differences, discard, is_part, kind_of, remove_stale, write_whole, written_aside
 from grasp.predict.families import parse_family

@@ -23,7 +23,7 @@ from pydantic import Field
 from pydantic_core import to_jsonable_python
 
 from grasp.arrays import F64
-from grasp.artifact.where import LabelColumn
+from grasp.artifact.label_table import LabelColumn
 from grasp.errors import RunsError
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import SubsetBlock

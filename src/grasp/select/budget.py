@@ -22,8 +22,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from grasp.arrays import F64, I32, I64, Bool
+from grasp.artifact.label_table import LabelColumn
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.where import LabelColumn
 from grasp.corpus.labels import label_text
 from grasp.corpus.values import plain_values
 from grasp.errors import SettingsError

@@ -19,6 +19,7 @@ from scipy.sparse import csr_array
 
 from grasp.api.predict import share
 from grasp.arrays import F64, I64, Bool
+from grasp.artifact.label_table import LabelColumn, LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import (
     SHORT,
@@ -32,7 +33,6 @@ from grasp.artifact.rows import (
     short_rows,
     suggest_labels,
 )
-from grasp.artifact.where import LabelColumn, LabelTable
 from grasp.errors import SettingsError
 from grasp.predict.scoring_rule import Interaction, ScoringProtocol, geometry
 from grasp.predict.weights import Weights, mask_of, single_subset

@@ -286,7 +286,7 @@ class ImageShard:
 
     @property
     def n_tokens(self) -> int:
-        """Number of supervised positions: one per image."""
+        """Number of positions with loss: one per image."""
         return len(self)
 
     def tokens_of(self, index: NDArray[np.int64]) -> int:
