@@ -261,9 +261,9 @@ def against_central(replayed: Metagradient, central: Metagradient) -> dict[str, 
     by_third = {
         third: [
             round(float(np.corrcoef(a.ravel(), b.ravel())[0, 1]), 5)
-            for a, b in zip(own_KBT.T, central_KBT.T, strict=True)
+            for a, b in zip(one_sided_KBT.T, central_KBT.T, strict=True)
         ]
-        for third, (own_KBT, central_KBT) in zip(THIRDS, parts_KBT, strict=True)
+        for third, (one_sided_KBT, central_KBT) in zip(THIRDS, parts_KBT, strict=True)
     }
     ratio_KT = replayed.adjoint_norm_KT / central.adjoint_norm_KT
     return {"correlation": by_third, "largest_difference_of_adjoint_norm": round(float(np.abs(ratio_KT - 1).max()), 5)}

@@ -418,7 +418,7 @@ class _OtherColumns:
             chunk = self._chunk_with(document)
             if isinstance(chunk, JsonRecord):
                 (values,) = (values for _, values in records_in(chunk))
-                records.append({name: values[name] for name in self._names_of_others(values, chunk.where)})
+                records.append({name: values[name] for name in self._names_of_others(values, chunk.location)})
             elif k + 1 == len(documents) or documents[k + 1] >= chunk.index + chunk.batch.num_rows:
                 positions = pa.array(documents[first : k + 1] - chunk.index)
                 batch = chunk.batch if isinstance(chunk.batch, pa.Table) else pa.Table.from_batches([chunk.batch])
