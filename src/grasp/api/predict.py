@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from grasp.runs.calibration import ExtrapolationLog, OutcomePredictor
-    from grasp.runs.retrained import TrainingRuns
     from grasp.runs.table import RunTable
+    from grasp.runs.training_runs import TrainingRuns
 
 MAX_INTERVAL_CELLS = 20_000_000  # values times units, 8 bytes each, up to which intervals are computed
 MAX_LINES_SHOWN = 30  # printed lines per target

@@ -42,8 +42,8 @@ from grasp.select.quadratic_program import MixtureProblem, Segments, frank_wolfe
 from grasp.text import plain, several
 
 if TYPE_CHECKING:
-    from grasp.runs.retrained import TrainingRuns
     from grasp.runs.table import RunTable
+    from grasp.runs.training_runs import TrainingRuns
 
 MAX_BOUNDS_SHOWN = 5  # unmet bounds listed in an error message
 MAX_LINES_SHOWN = 30  # rows of the printed table

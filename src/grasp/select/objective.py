@@ -30,8 +30,8 @@ from grasp.text import did_you_mean, json_text, signed, text_table
 
 if TYPE_CHECKING:
     from grasp.runs.calibration import OutcomePredictor
-    from grasp.runs.retrained import TrainingRuns
     from grasp.runs.table import RunTable
+    from grasp.runs.training_runs import TrainingRuns
 
 GROUP_ROWS = 65_536  # rows per row group of a Parquet file
 MAX_DIVERSITY = 1e6  # far above the weight at which relevance has no influence

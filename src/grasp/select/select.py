@@ -53,8 +53,8 @@ from grasp.select.selection import Selection
 from grasp.text import several, skipped_text
 
 if TYPE_CHECKING:
-    from grasp.runs.retrained import TrainingRuns
     from grasp.runs.table import RunTable
+    from grasp.runs.training_runs import TrainingRuns
 
 SUBSET = "selection"
 PARTIAL_REASONS = ("short_end", "cut", "cut_begin")  # reasons for skipping the beginning or the end of a document
