@@ -615,4 +615,7 @@ def why_not_open(path: Path) -> str:
     record = read_record(path / BUILD, BuildRecord)
     grid = ShardGrid(record.n_rows, record.shard_rows)
     n_finished = len(BuiltShards(path, 0, grid).parts)
-    return f"{path}: not finished: {n_finished} of {grid.n_shards} shards; run the same `grasp build` with --resume to continue"
+    return (
+        f"{path}: not finished: {n_finished} of {grid.n_shards} shards; run the same `grasp build` with --resume to "
+        "continue"
+    )

@@ -95,7 +95,7 @@ def preview_corpus(
         without_labels.update(document.ignored)
         text = str(document.conversation or document.text or "")
         if not text.strip() and document.input_ids is None:
-            skipped.add("whitespace" if text else "empty", document.name, document.where)
+            skipped.add("whitespace" if text else "empty", document.name, document.location)
         if len(texts) < MAX_EXAMPLES and text.strip():
             texts.append(plain(text, MAX_EXAMPLE_CHARS))
             if document.rejected is not None:

@@ -146,7 +146,7 @@ class CorpusItem(Protocol):
         """Return the position in the corpus."""
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         """Return file and line or row, for messages."""
 
 
@@ -295,7 +295,7 @@ class ShardStore(ABC, Generic[S, R]):
             )
         if duplicate is not None:
             row_id, *positions = duplicate
-            shown = " and ".join(next(documents(position)).where for position in positions)
+            shown = " and ".join(next(documents(position)).location for position in positions)
             raise CorpusError(
                 f"row_id {row_id!r} occurs twice: {shown}; use unique names, another column of names "
                 '(--id-column NAME), or generated names (--id-column "")'
@@ -695,7 +695,9 @@ class RowStore(ShardStore[RowShard, Row]):
                         if document.index == index and document.conversation is not None:
                             document = render_document(document, tokenizer(), corpus.settings)
                     if index == main_index and document.doc_id != doc_id:
-                        raise CorpusError(f"{document.where}: is {document.doc_id!r}, was {doc_id!r}; {CORPUS_CHANGED}")
+                        raise CorpusError(
+                            f"{document.location}: is {document.doc_id!r}, was {doc_id!r}; {CORPUS_CHANGED}"
+                        )
                     parts.append(str(document.text)[start:end])
                 yield "\n\n".join(parts)
 

@@ -108,7 +108,7 @@ class Exporter:
             SettingsError: the rule or format is unknown, `ids` is given without `documents`, or the corpus cannot be
                 opened.
         """
-        rule = None if documents is None else parse_rule(documents)
+        rule = None if documents is None else parse_document_rule(documents)
         if ids is not None and rule is None:
             raise SettingsError("ids: requires `documents`: any, half or all")
         size = DEFAULT_SIZE if shard_size is None else ShardSize.parse(shard_size)
@@ -175,7 +175,7 @@ class Exporter:
         return replace(written, note=f"{note}documents within the budget, pass --documents all{written.note}")
 
 
-def parse_rule(text: str) -> Rule:
+def parse_document_rule(text: str) -> Rule:
     """Validate the name of a rule for whole documents.
 
     Raises:
@@ -418,7 +418,7 @@ class _OtherColumns:
             chunk = self._chunk_with(document)
             if isinstance(chunk, JsonRecord):
                 (values,) = (values for _, values in records_in(chunk))
-                records.append({name: values[name] for name in self._names_of_others(values, chunk.where)})
+                records.append({name: values[name] for name in self._names_of_others(values, chunk.location)})
             elif k + 1 == len(documents) or documents[k + 1] >= chunk.index + chunk.batch.num_rows:
                 positions = pa.array(documents[first : k + 1] - chunk.index)
                 batch = chunk.batch if isinstance(chunk.batch, pa.Table) else pa.Table.from_batches([chunk.batch])
