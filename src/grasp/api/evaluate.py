@@ -15,7 +15,7 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import RunsError, SettingsError
 from grasp.methods.contract import MethodInputs, Retrained
-from grasp.methods.registry import ConfiguredMethod, configured_methods, method_predictions, published_methods
+from grasp.methods.registry import ConfiguredMethod, configure_methods, load_methods, method_predictions
 from grasp.predict.families import parse_family
 from grasp.predict.scoring_rule import Match, ScoringProtocol, geometry, resolve_protocol, targets_selected_on
 from grasp.predict.subset_tables import RowIndex
@@ -93,7 +93,7 @@ def evaluate(
     bound_runs = bind_runs(art.files, runs)
     if not controls and (development or family is not None):
         raise SettingsError("development, family: require controls; add it, or drop them")
-    published = published_methods(methods, method_settings, checkpoints=checkpoints, cache=cache)
+    published = load_methods(methods, method_settings, checkpoints=checkpoints, cache=cache)
     drawn = bound_runs.info.family
     drawn_by = None if drawn is None else parse_family(drawn.spec).label
     fitted = {}  # default features of an oracle: the label that the runs draw by
@@ -104,7 +104,7 @@ def evaluate(
         features = features or drawn_by or "masks"
         label = f"oracle-{kind}-{features}" + ("" if features == "masks" else "-share-of-subset")
         fitted[label] = {"method": "datamodels", "penalty": kind, "sees": features}
-    published += configured_methods(None, fitted)
+    published += configure_methods(None, fitted)
     control_candidates, controls_on, control_notes = dict[str, Any](), dict[str, str](), list[str]()
     if controls:
         control_candidates, controls_on, control_notes = geometry().controls(

@@ -28,7 +28,7 @@ from grasp.artifact.rows import (
 )
 from grasp.errors import SettingsError
 from grasp.files import check_outputs
-from grasp.methods.registry import GRASP, configured_methods, method_rows
+from grasp.methods.registry import GRASP, configure_methods, score_artifact
 from grasp.predict.predictor import additive_predictor
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.progress import Progress
@@ -125,7 +125,7 @@ def score(
     if method is not None:
         configured = {} if method_settings is None else read_yaml(Path(method_settings))
         origin = "method" if method_settings is None else str(method_settings)
-        (published,) = configured_methods([method], configured, origin)
+        (published,) = configure_methods([method], configured, origin)
         for name, needed in (("runs", "runs"), ("checkpoints", "checkpoints")):
             if name in named and needed not in published.method.requires:
                 raise SettingsError(f"{name}: not used by method {method}; drop it")
@@ -156,7 +156,7 @@ def score(
             )
     values_N: NDArray[np.floating[Any]]
     if published is not None:
-        rows = method_rows(
+        rows = score_artifact(
             artifact, published, runs=bound_runs, checkpoints=checkpoints, cache=cache, progress=progress
         )
         by, values_N, provenance = published.label, rows.means(target), "score of the method, in its own unit"

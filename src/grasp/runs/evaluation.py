@@ -105,7 +105,7 @@ class Evaluation(Result):
         with_cost = any(result.predictions.cost is not None for result in self.methods)
         order: list[MethodRole] = ["predictor", *GROUP_HEADINGS]
         lines: list[tuple[MethodRole, list[str]]] = []
-        for result in sorted(self.methods, key=lambda result: order.index(result.predictions.standing)):
+        for result in sorted(self.methods, key=lambda result: order.index(result.predictions.method_role)):
             cost, cost_cells = result.predictions.cost, ["-", "-"] if with_cost else []
             if cost is not None:  # floats per row, features + scores, and wall-clock seconds
                 floats = f"{cost.features} + {cost.scores}" if cost.features else str(cost.scores)
@@ -116,7 +116,7 @@ class Evaluation(Result):
             for name, row in rows.items():
                 cells = [_cell(metric, row[metric]) for metric in HEADINGS]
                 lines.append(
-                    (result.predictions.standing, [result.method, name, str(row.n_units), *cells, *cost_cells])
+                    (result.predictions.method_role, [result.method, name, str(row.n_units), *cells, *cost_cells])
                 )
         headings = ["method", "target", "units", *HEADINGS.values(), *(COST_COLUMNS if with_cost else ())]
         heading, *body = text_table("", headings, [line for _, line in lines], left=2).splitlines()
@@ -244,7 +244,7 @@ def _table(methods: Sequence[MethodResult], roles: Mapping[str, Role]) -> pa.Tab
     for result in methods:
         cost = result.predictions.cost or Cost(None, None)
         method_columns = {
-            "standing": result.predictions.standing,
+            "standing": result.predictions.method_role,
             "feature_floats": cost.features,
             "score_floats": cost.scores,
             "build_wall_seconds": cost.wall_seconds,

@@ -68,7 +68,7 @@ class Predictions:
     units: tuple[Unit, ...]
     values_BE: F64
     task_B: Mapping[str, F64] = field(default_factory=dict)  # by target; default: mean over its units
-    standing: MethodRole = "predictor"
+    method_role: MethodRole = "predictor"
     cost: Cost | None = None
     notes: tuple[str, ...] = ()  # notes for reports
 

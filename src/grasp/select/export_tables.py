@@ -1,6 +1,7 @@
 """Build the tables of an export: types that `datasets`, pyarrow and TRL read, and one schema for all files.
 
-Start with `table_of_records`, `to_readable_table` and `unify_schemas`.
+`table_of_records` infers the types of JSON records. `to_readable_table` converts the types of an Arrow table.
+`unify_schemas` makes the schemas of all files of an export equal.
 
 Arrow fills fields that a record lacks with null, and a chat template may write these nulls into the text of a
 conversation. So if the records of a column differ in their fields, in the order of the fields or in the types of
@@ -38,10 +39,10 @@ from grasp.errors import CorpusError
 from grasp.files import temporary_path
 from grasp.text import json_text
 
-# Type of a column in all files, and how it is converted: "cast" by Arrow, "json" to JSON text, or by `column_of` to
-# labels of a kind.
+# Arrow type of a column in all files, and how the column is converted to it: "cast" by Arrow, "json" to JSON text, or
+# by `column_of` to labels of a Kind.
 Conversion = tuple[pa.DataType, Literal["cast", "json"] | Kind]
-_PROMOTABLE_TYPES = (  # groups of types that Arrow promotes to one another without changing a value
+_PROMOTABLE_TYPES = (  # tests of groups of types; within a group Arrow promotes without changing a value
     is_text,
     pa.types.is_integer,
     pa.types.is_floating,
@@ -50,9 +51,9 @@ _PROMOTABLE_TYPES = (  # groups of types that Arrow promotes to one another with
     pa.types.is_date,
     pa.types.is_time,
     pa.types.is_duration,
-    lambda kind: pa.types.is_binary(kind) or pa.types.is_large_binary(kind),
+    lambda arrow_type: pa.types.is_binary(arrow_type) or pa.types.is_large_binary(arrow_type),
 )
-_READABLE_TYPES = (
+_READABLE_TYPES = (  # tests of the types, besides nested ones, that `datasets` reads and Parquet can store
     pa.types.is_null,
     pa.types.is_boolean,
     pa.types.is_integer,
@@ -95,7 +96,7 @@ def unify_schemas(files: Sequence[Path]) -> None:
     schemas = [pq.read_schema(file) for file in files]
     names = dict.fromkeys(name for schema in schemas for name in schema.names)
     conversions = {name: _choose_conversion(files, schemas, name) for name in names}
-    target = pa.schema([(name, kind) for name, (kind, _) in conversions.items()])
+    target = pa.schema([(name, arrow_type) for name, (arrow_type, _) in conversions.items()])
     for file, schema in zip(files, schemas, strict=True):
         if schema.equals(target):
             continue
@@ -121,18 +122,19 @@ def _infer_column(values: Sequence[Any]) -> pa.Array:
         column = pa.array(values)
     except (pa.ArrowException, OverflowError):
         return _json_column(values)
-    is_lossless = _is_exact(column.type) or all(
-        value is None or json_text(part.as_py(), None) == json_text(value, None)
-        for part, value in zip(column, values, strict=True)
+    is_lossless = _is_inferred_exactly(column.type) or all(
+        value is None or json_text(stored.as_py(), None) == json_text(value, None)
+        for stored, value in zip(column, values, strict=True)
     )
     return column if is_lossless and _readable_type(column.type) == column.type else _json_column(values)
 
 
-def _is_exact(kind: pa.DataType) -> bool:
+def _is_inferred_exactly(arrow_type: pa.DataType) -> bool:
     """Return whether the inference of this type cannot have changed a value, e.g. an integer into a float."""
-    if is_list(kind):
-        return _is_exact(kind.value_type)
-    return not (pa.types.is_struct(kind) or pa.types.is_floating(kind))  # Arrow turns [1, 0.5] into [1.0, 0.5]
+    if is_list(arrow_type):
+        return _is_inferred_exactly(arrow_type.value_type)
+    # Arrow turns [1, 0.5] into [1.0, 0.5]
+    return not (pa.types.is_struct(arrow_type) or pa.types.is_floating(arrow_type))
 
 
 def _json_column(values: Sequence[Any]) -> pa.Array:
@@ -158,41 +160,41 @@ def _to_readable(name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:
     return column.cast(target)
 
 
-def _readable_type(kind: pa.DataType) -> pa.DataType | None:
+def _readable_type(arrow_type: pa.DataType) -> pa.DataType | None:
     """Return the type in which `datasets` reads the values of an Arrow type; None: as JSON."""
-    if is_json(kind) or any(test(kind) for test in _READABLE_TYPES):
-        return kind
-    if isinstance(kind, pa.BaseExtensionType):
-        as_label = {"arrow.uuid": pa.string(), "arrow.bool8": pa.bool_()}
-        return as_label.get(kind.extension_name) or _readable_type(kind.storage_type)
-    if pa.types.is_dictionary(kind):
-        return _readable_type(kind.value_type)
-    if pa.types.is_string_view(kind):
+    if is_json(arrow_type) or any(test(arrow_type) for test in _READABLE_TYPES):
+        return arrow_type
+    if isinstance(arrow_type, pa.BaseExtensionType):
+        readable_extensions = {"arrow.uuid": pa.string(), "arrow.bool8": pa.bool_()}
+        return readable_extensions.get(arrow_type.extension_name) or _readable_type(arrow_type.storage_type)
+    if pa.types.is_dictionary(arrow_type):
+        return _readable_type(arrow_type.value_type)
+    if pa.types.is_string_view(arrow_type):
         return pa.string()
-    if pa.types.is_binary_view(kind):
+    if pa.types.is_binary_view(arrow_type):
         return pa.binary()
-    if pa.types.is_decimal(kind):
-        return pa.decimal128(kind.precision, kind.scale)
-    if is_list(kind):
-        element = _readable_type(kind.value_type)
-        if element is None or (element == kind.value_type and not _is_view(kind)):
-            return None if element is None else kind
-        if pa.types.is_fixed_size_list(kind):
-            return pa.list_(element, kind.list_size)
-        is_large = pa.types.is_large_list(kind) or pa.types.is_large_list_view(kind)
+    if pa.types.is_decimal(arrow_type):
+        return pa.decimal128(arrow_type.precision, arrow_type.scale)
+    if is_list(arrow_type):
+        element = _readable_type(arrow_type.value_type)
+        if element is None or (element == arrow_type.value_type and not _is_view(arrow_type)):
+            return None if element is None else arrow_type
+        if pa.types.is_fixed_size_list(arrow_type):
+            return pa.list_(element, arrow_type.list_size)
+        is_large = pa.types.is_large_list(arrow_type) or pa.types.is_large_list_view(arrow_type)
         return pa.large_list(element) if is_large else pa.list_(element)
-    if pa.types.is_struct(kind) and kind.num_fields:  # Parquet cannot store a struct without members
-        members = [(member.name, _readable_type(member.type)) for member in kind]
-        return None if any(member is None for _, member in members) else pa.struct(members)
+    if pa.types.is_struct(arrow_type) and arrow_type.num_fields:  # Parquet cannot store a struct without fields
+        fields = [(field.name, _readable_type(field.type)) for field in arrow_type]
+        return None if any(field_type is None for _, field_type in fields) else pa.struct(fields)
     return None
 
 
-def _is_view(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
+def _is_view(arrow_type: pa.DataType) -> bool:
+    return bool(pa.types.is_list_view(arrow_type) or pa.types.is_large_list_view(arrow_type))
 
 
 def _column_batches(files: Sequence[Path], name: str) -> Iterator[pa.Array]:
-    """Yield a column of those files that have it."""
+    """Yield a column, batch by batch, from those files that have it."""
     for file in files:
         with pq.ParquetFile(file) as opened:
             if name in opened.schema_arrow.names:
@@ -201,43 +203,43 @@ def _column_batches(files: Sequence[Path], name: str) -> Iterator[pa.Array]:
 
 
 def _choose_conversion(files: Sequence[Path], schemas: Sequence[pa.Schema], name: str) -> Conversion:
-    """Return the type that holds a column of all files, and how the column is brought to it."""
+    """Return the type that holds a column of all files, and how the column is converted to it."""
     types = list(dict.fromkeys(schema.field(name).type for schema in schemas if name in schema.names))
-    types = [kind for kind in types if not pa.types.is_null(kind)] or [pa.null()]
+    types = [arrow_type for arrow_type in types if not pa.types.is_null(arrow_type)] or [pa.null()]
     if len(types) == 1:
         return types[0], "cast"
     promoted = _promoted_type(types)
     if promoted is not None and all(_can_cast(column, promoted) for column in _column_batches(files, name)):
         return promoted, "cast"
-    if all(is_label(kind) and not is_json(kind) for kind in types):
+    if all(is_label(arrow_type) and not is_json(arrow_type) for arrow_type in types):
         kind = widest({kind_of_all(plain_values(column)) for column in _column_batches(files, name)})
         return ARROW_TYPE[kind], kind
     return pa.json_(), "json"
 
 
 def _promoted_type(types: Sequence[pa.DataType]) -> pa.DataType | None:
-    """Return the type to which Arrow promotes all of these, if that adds no member and changes no kind of value."""
-    if all(pa.types.is_timestamp(kind) and kind.tz is not None for kind in types):
-        types = [pa.timestamp(kind.unit, "UTC") for kind in types]
-    numbers = all(pa.types.is_integer(kind) or pa.types.is_floating(kind) for kind in types)
-    if not numbers and not all(_same_kind(left, right) for left, right in combinations(types, 2)):
+    """Return the type to which Arrow promotes all of these; None if fields or kinds of values differ, e.g. text and dates."""
+    if all(pa.types.is_timestamp(arrow_type) and arrow_type.tz is not None for arrow_type in types):
+        types = [pa.timestamp(arrow_type.unit, "UTC") for arrow_type in types]
+    are_numbers = all(pa.types.is_integer(arrow_type) or pa.types.is_floating(arrow_type) for arrow_type in types)
+    if not are_numbers and not all(_are_promotable(left, right) for left, right in combinations(types, 2)):
         return None
     try:
-        schemas = [pa.schema([("", kind)]) for kind in types]
+        schemas = [pa.schema([("", arrow_type)]) for arrow_type in types]
         return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
     except pa.ArrowException:
         return None
 
 
-def _same_kind(left: pa.DataType, right: pa.DataType) -> bool:
-    """Return whether two types hold the same kind of value, with the same members, in different widths."""
+def _are_promotable(left: pa.DataType, right: pa.DataType) -> bool:
+    """Return whether two types differ only in width, such as int32 and int64; structs need the same fields."""
     if pa.types.is_null(left) or pa.types.is_null(right):
         return True
     if is_list(left) and is_list(right):
-        return _same_kind(left.value_type, right.value_type)
+        return _are_promotable(left.value_type, right.value_type)
     if pa.types.is_struct(left) and pa.types.is_struct(right):
-        names = [[member.name for member in kind] for kind in (left, right)]
-        return names[0] == names[1] and all(_same_kind(a.type, b.type) for a, b in zip(left, right, strict=True))
+        names = [[field.name for field in struct] for struct in (left, right)]
+        return names[0] == names[1] and all(_are_promotable(a.type, b.type) for a, b in zip(left, right, strict=True))
     return left == right or any(test(left) and test(right) for test in _PROMOTABLE_TYPES)
 
 
@@ -267,5 +269,5 @@ def _convert(name: str, column: pa.Array | pa.ChunkedArray, conversion: Conversi
     except TypeError as err:
         raise CorpusError(
             f"column {name!r}: {err}: {column.type} cannot be written as JSON, the one type that would hold all its "
-            "values; leave the column out, or give it one type in all files"
+            "values; omit the column, or give it one type in all files"
         ) from err
