@@ -218,7 +218,7 @@ def _choose_conversion(files: Sequence[Path], schemas: Sequence[pa.Schema], name
 
 
 def _promoted_type(types: Sequence[pa.DataType]) -> pa.DataType | None:
-    """Return the type to which Arrow promotes all of these; None if fields or kinds of values differ, e.g. text and dates."""
+    """Return the type to which Arrow promotes all of these; None if their fields or kinds of values differ."""
     if all(pa.types.is_timestamp(arrow_type) and arrow_type.tz is not None for arrow_type in types):
         types = [pa.timestamp(arrow_type.unit, "UTC") for arrow_type in types]
     are_numbers = all(pa.types.is_integer(arrow_type) or pa.types.is_floating(arrow_type) for arrow_type in types)
