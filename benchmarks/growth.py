@@ -29,9 +29,9 @@ from memory import peak_bytes  # the file beside this one
 
 from grasp.api.predict import prediction_table
 from grasp.api.score import score
+from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_tokens
-from grasp.artifact.where import LabelTable
 from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grasp.artifact.label_functions import domain_of
-from grasp.artifact.where import LabelTable
+from grasp.artifact.label_table import LabelTable
 
 LABELS = ("source", "host(url)", "domain(url)", "year(date)", "bins(score, 5)", "lower(meta.lang)")
 CONDITIONS = ("source = 's1'", "host(url) = 'www.site7.co.uk'")

@@ -7,9 +7,9 @@ import pytest
 
 from grasp.api.predict import predict
 from grasp.api.score import score
+from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_tokens
-from grasp.artifact.where import LabelTable
 from grasp.inspect.explain import explain
 from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import TASK_PROTOCOL, Interaction, resolve_protocol, save_protocol

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from experiments.curation.setting import World
 from grasp.arrays import I64
+from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_tokens
-from grasp.artifact.where import LabelTable
 from grasp.files import temporary_path, write_whole
 from grasp.methods.registry import configured_methods, method_rows
 from grasp.predict.predictor import UnitSelection

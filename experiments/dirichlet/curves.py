@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from experiments.runs.curves import World, curve
+from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.where import LabelTable
 from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.calibration import SubsetFeaturizer

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.where import LabelTable
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.seeds import stream

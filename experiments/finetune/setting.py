@@ -28,12 +28,12 @@ from scipy.sparse import csr_array
 from transformers import PreTrainedTokenizerBase
 
 from experiments.finetune.training import LONG, LORA, REFERENCE, SHORT, Recipe
-from grasp.artifact.where import LabelColumn
+from grasp.artifact.label_table import LabelColumn
 from grasp.corpus import RowStore
 from grasp.models.tokenizer import HfTokenizer
 from grasp.predict.families import parse_family
 from grasp.predict.weights import SubsetBlock, Weights
-from grasp.runs.retrained import Role
+from grasp.runs.training_runs import Role
 from grasp.seeds import stream
 from grasp.settings import CorpusSettings, TargetSettings
 from grasp.targets import load_units

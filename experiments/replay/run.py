@@ -37,7 +37,8 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_whole
 from grasp.runs.metrics import rank_correlations
-from grasp.runs.retrained import RetrainedRuns, Utilities
+from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.training_runs import Utilities
 from grasp.seeds import bootstrap_weights
 from grasp.training.hessian_products import Curvature
 from grasp.training.metagradient import Metagradient, MetagradientSettings, metagradient, middle_steps, price
@@ -254,6 +255,20 @@ def gate(replays: Sequence[Metagradient]) -> dict[str, Any]:
     return {"orders": records, "agreement_of_two_orders": agreements}
 
 
+def against_central(replayed: Metagradient, central: Metagradient) -> dict[str, Any]:
+    """Compare the derivatives of drawn rows with those by central differences, by third of the steps."""
+    parts_KBT = zip(np.array_split(replayed.drawn_KBT, 3), np.array_split(central.drawn_KBT, 3), strict=True)
+    by_third = {
+        third: [
+            round(float(np.corrcoef(a.ravel(), b.ravel())[0, 1]), 5)
+            for a, b in zip(one_sided_KBT.T, central_KBT.T, strict=True)
+        ]
+        for third, (one_sided_KBT, central_KBT) in zip(THIRDS, parts_KBT, strict=True)
+    }
+    ratio_KT = replayed.adjoint_norm_KT / central.adjoint_norm_KT
+    return {"correlation": by_third, "largest_difference_of_adjoint_norm": round(float(np.abs(ratio_KT - 1).max()), 5)}
+
+
 def _agreement(first_NT: F64, second_NT: F64) -> list[float]:
     return [round(float(spearmanr(a, b).statistic), 3) for a, b in zip(first_NT.T, second_NT.T, strict=True)]
 
@@ -312,6 +327,9 @@ def report(name: Name, options: argparse.Namespace) -> dict[str, Any]:
     if options.check:
         first = options.work / "replay" / f"{name}-{differences}-0"
         check["check_by_groups"] = group_check(world, replays[differences][0], first, options.check)
+    central = options.work / "replay" / f"{name}-difference-0" / "metagradient.safetensors"
+    if options.as_built and central.exists():
+        check["against_central"] = against_central(replays[differences][0], Metagradient.load(central))
     environment = RetrainedRuns.open(FOLDER / name)
     utilities = environment.utilities(seeds=(0,), partial=True)
     assert tuple(dict.fromkeys(utilities.targets)) == tuple(target.name for target in world.targets)

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
 from grasp.arrays import F64
+from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import suggest_labels
-from grasp.artifact.where import LabelTable
 from grasp.baselines.oracles import ridge_out
 from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex

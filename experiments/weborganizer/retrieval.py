@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from grasp.arrays import F32, F64
+from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import RENAMED_KERNELS, ArtifactReader
-from grasp.artifact.where import LabelTable
 from grasp.errors import SettingsError
 from grasp.methods.registry import GRASP, MethodRows, configured_methods, method_rows
 from grasp.predict.predictor import Predictor, UnitSelection
@@ -109,7 +109,7 @@ def retrieve(
     if together:
         questions = [question.together() for question in questions]
     if beyond := [size for size in k if not 1 <= size <= artifact.n_rows]:
-        raise SettingsError(f"k: got {beyond[0]}, expected 1 to the {artifact.n_rows:,} rows of {artifact.where}")
+        raise SettingsError(f"k: got {beyond[0]}, expected 1 to the {artifact.n_rows:,} rows of {artifact.location}")
     lifts = _lifts(_parts(artifact, scores), scores, questions, k)
     recalls = []
     for (r, size, name), lift_Q in lifts.items():

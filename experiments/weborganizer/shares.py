@@ -16,9 +16,9 @@ import numpy as np
 
 from experiments.mistakes import in_one_line
 from grasp.arrays import F64
+from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_tokens
-from grasp.artifact.where import LabelTable
 from grasp.extras import require
 from grasp.files import write_whole
 from grasp.predict.slices import label_slices

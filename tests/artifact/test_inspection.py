@@ -7,7 +7,7 @@ import pytest
 from artifact_world import World, contents
 
 from grasp.artifact.inspection import info, verify
-from grasp.artifact.manifest import FeatureSpool
+from grasp.artifact.manifest import ArrayFiles
 from grasp.errors import ArtifactError
 from tests.mentions import assert_mentions
 
@@ -16,7 +16,7 @@ from tests.mentions import assert_mentions
 def path(world, tmp_path):
     with world.open(tmp_path / "art") as writer:
         world.fill(writer)
-        spool = FeatureSpool(tmp_path / "art" / "features")
+        spool = ArrayFiles(tmp_path / "art" / "features")
         for k in range(writer.grid.n_shards):
             spool.write(k, {"hidden": np.ones((5, 8), dtype=np.float32)})
         world.finish(writer)

@@ -225,7 +225,7 @@ def test_a_file_url_is_a_path(local):
     assert local_path(Path("file:///tmp/art")) == local_path("file:///tmp/art") == Path("/tmp/art")
     assert local_path("art") == Path("art")
     artifact = ArtifactReader.open(f"file://{local}")
-    assert artifact.where == str(local)
+    assert artifact.location == str(local)
     assert verify(f"file://{local}").ok
 
 

@@ -78,7 +78,7 @@ def test_objects_give_the_artifact_that_their_files_give(root, tmp_path, setting
 def test_an_artifact_of_a_version_without_a_setting_is_finished_with_its_default(
     root, tmp_path, settings, by_path, published
 ):
-    place = shutil.copytree(by_path.where, tmp_path / "art")
+    place = shutil.copytree(by_path.location, tmp_path / "art")
     run = yaml.safe_load((place / "run.yaml").read_text())
     assert run["corpus"].pop("label_paths") == []
     if published:

@@ -73,19 +73,19 @@ def test_loss_and_relevance_are_those_of_the_assistants_tokens(chat):
         )
         # features are those of the tail of 32 and of all supervised positions, so the mean is over all of them
         assert loss[i] == pytest.approx(losses[torch.from_numpy(mask[1:])].mean().item(), rel=1e-4)
-    assert int(art.moments["hidden.count"][0]) == store.supervised().sum()
+    assert int(art.moments["hidden.count"][0]) == store.loss_counts().sum()
 
 
 def test_short_conversations_are_recognised_by_the_tokens_that_carry_loss(chat):
     art = grasp.open(chat[0] / "art")
-    supervised_N = RowStore.open(chat[0] / "art" / "tokens").supervised()
+    loss_counts_N = RowStore.open(chat[0] / "art" / "tokens").loss_counts()
     rows = art.rows.to_pandas()
-    assert rows["n_loss"].tolist() == supervised_N.tolist()
+    assert rows["n_loss"].tolist() == loss_counts_N.tolist()
     assert "n_loss" not in art.labels
-    median = int(np.median(supervised_N))
+    median = int(np.median(loss_counts_N))
     assert median < rows["n_tokens"].min()  # which would pass over nothing
     frame = art.score(next(iter(art.targets)), min_tokens=median).to_pandas()
-    assert set(frame["row_id"]) == set(rows["row_id"][supervised_N >= median])
+    assert set(frame["row_id"]) == set(rows["row_id"][loss_counts_N >= median])
 
 
 def test_an_artifact_of_plain_text_merges_with_one_of_conversations(chat, tmp_path):
@@ -96,7 +96,7 @@ def test_an_artifact_of_plain_text_merges_with_one_of_conversations(chat, tmp_pa
     text = settings.model_copy(update={"corpus": corpus, "like": str(root / "art")})
     build_artifact(text, tmp_path / "text")
     both = grasp.open(merge([root / "art", tmp_path / "text"], tmp_path / "both").path)
-    supervised = [RowStore.open(part / "tokens").supervised() for part in (root / "art", tmp_path / "text")]
+    supervised = [RowStore.open(part / "tokens").loss_counts() for part in (root / "art", tmp_path / "text")]
     assert both.rows.to_pandas()["n_loss"].tolist() == np.concatenate(supervised).tolist()
     assert len(both.score(next(iter(both.targets)), min_tokens=1).to_pandas()) == len(np.concatenate(supervised))
 

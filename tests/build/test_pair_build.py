@@ -143,7 +143,7 @@ def test_rows_have_the_tokens_of_both_sides(built):
 @pytest.mark.parametrize("kernel", ["output_layer", "embedding", "hidden_bias", "hidden_linear"])
 def test_relevance_of_a_pair_is_the_difference_of_its_sides(built, kernel):
     """Compare sums over positions: the sum of a pair is the difference of the sums of its sides."""
-    counts = BuildSource(built["sides"]).rows.supervised()[:, None]
+    counts = BuildSource(built["sides"]).rows.loss_counts()[:, None]
     sum_SE = relevance(built["sides"], kernel) * counts
     expected_NE = (sum_SE[::2] - sum_SE[1::2]) / (counts[::2] + counts[1::2])
     got_NE = relevance(built["pairs"], kernel)

@@ -327,7 +327,7 @@ def test_sampled_rows_pass_the_model_twice_unless_the_sample_is_the_corpus(
     out = build_artifact(settings.model_copy(update={"model": model}), tmp_path / "art")
     actual = Counter(text_passes)
     rows, units = texts_of(out)
-    sample = Sample.draw(BuildSource(ArtifactReader.open(out)).rows.supervised(), settings.features)
+    sample = Sample.draw(BuildSource(ArtifactReader.open(out)).rows.loss_counts(), settings.features)
     assert sample.is_whole == is_whole
     reread_rows = [] if is_kept else sample.row_index
     expected = Counter(units) + Counter(rows) + Counter(rows[i] for i in reread_rows)

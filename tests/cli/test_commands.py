@@ -11,8 +11,8 @@ import yaml
 
 from grasp.api.predict import prediction_table
 from grasp.artifact.inspection import info, verify
+from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.where import LabelTable
 from grasp.artifact.writer import ArtifactWriter
 from grasp.geometry.geometry_rule import CalibrationSettings
 from grasp.geometry.terms import CalibrationFamily

@@ -60,7 +60,7 @@ def test_loss_on_selects_the_answers(tmp_path):
         assert text_and_loss(stored(tmp_path / loss_on, [{"messages": TURNS}], loss_on=loss_on))[1] == expected
     store = stored(tmp_path / "all", [{"messages": TURNS}], loss_on="all")
     assert store.shard(0).loss_mask is None
-    assert store.supervised().tolist() == [store.n_tokens - 1]
+    assert store.loss_counts().tolist() == [store.n_tokens - 1]
 
 
 def test_an_instruction_is_a_conversation_of_two_turns(tmp_path):

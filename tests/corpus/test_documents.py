@@ -76,7 +76,7 @@ def test_reading_from_k_skips_exactly_k(tmp_path_factory, suffix, start, cuts):
     whole = list(read_documents(settings_for(path)))
     rest = list(read_documents(settings_for(path), start=start))
     assert plain(rest) == plain(whole[start:])
-    assert [d.where for d in rest] == [d.where for d in whole[start:]]
+    assert [d.location for d in rest] == [d.location for d in whole[start:]]
 
 
 def test_files_of_subdirectories_are_read_in_the_order_of_their_names(tmp_path):
@@ -248,7 +248,9 @@ def test_fsspec_urls(tmp_path, expected, suffix):
     assert plain(read_documents(settings_for(f"memory://{tmp_path.name}"))) == expected
     assert plain(read_documents(settings_for(f"file://{local}"))) == expected
     first = next(iter(read_documents(settings_for(f"memory://{tmp_path.name}"))))
-    assert first.where.startswith(f"memory://{'/' * first.where.startswith('memory:///')}{tmp_path.name}/part-000")
+    assert first.location.startswith(
+        f"memory://{'/' * first.location.startswith('memory:///')}{tmp_path.name}/part-000"
+    )
 
 
 def test_limit_counts_documents(tmp_path):
@@ -295,7 +297,7 @@ def test_half_a_surrogate_pair_becomes_the_replacement_character(tmp_path):
 def test_blank_lines_and_a_byte_order_mark_are_not_documents(tmp_path):
     (tmp_path / "c.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n\n  \r\n{"text": "b"}')
     result = list(read_documents(settings_for(tmp_path / "c.jsonl")))
-    assert [(d.index, d.text, d.where.rpartition(":")[2]) for d in result] == [(0, "a", "1"), (1, "b", "4")]
+    assert [(d.index, d.text, d.location.rpartition(":")[2]) for d in result] == [(0, "a", "1"), (1, "b", "4")]
 
 
 # ---------------------------------------------------------------- types
@@ -452,7 +454,7 @@ def test_folders_named_key_value_are_labels(tmp_path, suffix, values, labels):
     config = write_folders(tmp_path, [f"topic={value}" for value in values], suffix)
     result = list(read_documents(config))
     assert sorted(map(repr, (d.labels["topic"] for d in result))) == sorted(map(repr, labels))
-    assert [d.where.split(",")[0].rsplit(":", 1)[0] for d in result] == sorted(
+    assert [d.location.split(",")[0].rsplit(":", 1)[0] for d in result] == sorted(
         str(tmp_path / f"topic={value}" / f"part{suffix}") for value in values
     )
     assert plain(read_documents(config, start=1)) == plain(result)[1:]

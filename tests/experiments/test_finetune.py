@@ -30,7 +30,7 @@ from experiments.finetune.training import (
     train,
     with_adapter,
 )
-from grasp.artifact.where import LabelColumn
+from grasp.artifact.label_table import LabelColumn
 from grasp.baselines.gradients.curvature import Fisher, corrected_eigenvalues
 from grasp.baselines.gradients.layers import as_matrix
 from grasp.kernels.gradient import SampledGradients

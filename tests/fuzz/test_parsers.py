@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 
 import grasp
 from grasp.artifact.inspection import info, verify
+from grasp.artifact.label_table import LabelTable
 from grasp.artifact.manifest import MANIFEST
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.where import LabelTable
 from grasp.corpus import read_documents
 from grasp.distil.scorer import CARD, WEIGHTS, Scorer
 from grasp.errors import GraspError

@@ -150,7 +150,7 @@ def test_rankings_that_depend_on_one_row_or_on_sampled_moments_are_reported(plai
     redrawn = named["moments drawn again"].numbers
     assert redrawn["ranks"] == min(redrawn[target] for target in plain.targets)
     # the same rows twice: both samples are equal
-    monkeypatch.setattr(sample, "_two_samples", lambda supervised_N, *_: (np.arange(len(supervised_N)),) * 2)
+    monkeypatch.setattr(sample, "_two_samples", lambda loss_counts_N, *_: (np.arange(len(loss_counts_N)),) * 2)
     same = by_name(check(plain, rows=32, subsets=20))["moments drawn again"]
     assert same.numbers["ranks"] == pytest.approx(1.0)
     assert same.verdict == "healthy"
@@ -162,11 +162,11 @@ def test_rankings_that_depend_on_one_row_or_on_sampled_moments_are_reported(plai
 
 
 def test_two_samples_of_moments_have_no_row_in_common_and_as_many_positions_with_loss():
-    supervised_N = np.array([50] + [5] * 40)
+    loss_counts_N = np.array([50] + [5] * 40)
     for seed in range(20):
-        first, second = sample._two_samples(supervised_N, 60, seed)
+        first, second = sample._two_samples(loss_counts_N, 60, seed)
         assert not set(first) & set(second)
-        assert min(supervised_N[first].sum(), supervised_N[second].sum()) >= 60
+        assert min(loss_counts_N[first].sum(), loss_counts_N[second].sum()) >= 60
         first, second = sample._two_samples(np.array([2, 90]), 60, seed)
         assert len(first) == len(second) == 1
 

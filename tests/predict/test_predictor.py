@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scipy.sparse import csr_array
 from scipy.stats import spearmanr
 
-from grasp.artifact.where import LabelColumn
+from grasp.artifact.label_table import LabelColumn
 from grasp.errors import ProtocolError, SubsetError
 from grasp.geometry.geometry_rule import InteractionProtocol
 from grasp.geometry.subset_sums import WeightSums, subset_relevance

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grasp.artifact.label_table import LabelColumn
 from grasp.artifact.rows import suggest_labels
-from grasp.artifact.where import LabelColumn
 from grasp.errors import SubsetError
 from grasp.predict.predictor import Predictor
 from grasp.predict.slices import (

@@ -7,7 +7,7 @@ from scipy.sparse import csr_array
 
 from grasp.api.predict import prediction_table
 from grasp.api.score import score
-from grasp.artifact.where import LabelTable
+from grasp.artifact.label_table import LabelTable
 from grasp.errors import ShapeError
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor

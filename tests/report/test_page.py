@@ -381,7 +381,7 @@ def test_targets_that_want_opposite_things_are_told_first(tmp_path):
 
 def test_a_selection_of_documents_speaks_of_documents(tmp_path):
     art = write_artifact(tmp_path / "art", targets=("sciq",))
-    out = succeed("select", art.where, "--budget", "50documents", "--out", tmp_path / "kept.parquet").out
+    out = succeed("select", art.location, "--budget", "50documents", "--out", tmp_path / "kept.parquet").out
     assert out.startswith("keeps 50 documents: 50 of 200 rows (25.0 %), ")
     text = page_text(art, selection=tmp_path / "kept.json")
     assert re.search(r"Predicted gain from keeping only the best 50 documents: \+[0-9.]+ effect sizes", text)

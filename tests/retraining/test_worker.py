@@ -27,7 +27,8 @@ from grasp.retraining import worker as module
 from grasp.retraining.plan import resolved_recipe, row_names
 from grasp.retraining.worker import Worker, retrain
 from grasp.runs.alignment import match_targets
-from grasp.runs.retrained import RetrainedRuns, Run
+from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.training_runs import Run
 from grasp.settings import ModelSettings, build_settings, retrain_settings
 from grasp.training.train import Trainer, train
 from grasp.yaml_files import put_all, read_yaml
@@ -187,7 +188,7 @@ def test_answers_of_conversations_are_trained_on(inputs, tmp_path):
     changes["overrides"] = {"steps": 3, "warmup_steps": 1, "batch_rows": 4, "shape": shape}
     result = retrain(settings(inputs, **changes), tmp_path / "env")
     store = RowStore.open(result.path / "tokens")
-    assert store.supervised().sum() < store.lengths().sum() / 2
+    assert store.loss_counts().sum() < store.lengths().sum() / 2
     (mask_N, *_) = [block.weights_BN.toarray()[0] > 0 for block in result.subset_blocks(row_names(store))]
     model = train(resolved_recipe(settings(inputs, **changes)), store, seed=0, retained=mask_N).model
     by_hand = -evaluate_units(model, Worker(settings(inputs, **changes), result).tokens)

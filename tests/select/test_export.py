@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import grasp
+from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.where import LabelTable
 from grasp.corpus import RowStore
 from grasp.corpus.documents import Corpus
 from grasp.corpus.sources import open_source

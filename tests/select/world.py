@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 from scipy.sparse import csr_array
 
-from grasp.artifact.where import LabelColumn
+from grasp.artifact.label_table import LabelColumn
 from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.weights import Weights

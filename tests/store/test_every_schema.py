@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grasp.artifact.manifest import SIGNED_MANIFEST, FeatureSpool
+from grasp.artifact.manifest import SIGNED_MANIFEST, ArrayFiles
 from grasp.artifact.reader import ArtifactReader
 from grasp.baselines.stored import LOCK, BlockMethod, RowScorer
 from grasp.corpus import RowStore
@@ -52,7 +52,7 @@ TEXTS = [f"water and light {i} of the river" for i in range(12)]
 
 
 def spool(path: Path, size: int = 4) -> None:
-    spool = FeatureSpool(path)
+    spool = ArrayFiles(path)
     for k in range(3):
         if not spool.has(k):
             spool.write(k, {"hidden": np.full((size, 3), k, np.float32), "count": np.array(7.5)})
@@ -174,7 +174,7 @@ def read_method(path: Path) -> Any:
 
 
 CASES = {
-    "features": Case(spool, lambda path: [str(FeatureSpool(path).read(k)) for k in range(3)]),
+    "features": Case(spool, lambda path: [str(ArrayFiles(path).read(k)) for k in range(3)]),
     "rows": Case(rows, read_rows, lambda path: rows(path, max_length=5), r"settings\.max_length: was 8, now 5"),
     "artifact": Case(
         World(n_rows=9).write,

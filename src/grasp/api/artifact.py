@@ -71,7 +71,7 @@ class Artifact:
     @property
     def path(self) -> str:
         """Directory or URL."""
-        return self.files.where
+        return self.files.location
 
     @property
     def targets(self) -> dict[str, int]:

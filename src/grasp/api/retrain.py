@@ -4,15 +4,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.where import LabelTable
 from grasp.build.provenance import BuildSource
 from grasp.build.ray_cluster import ClusterSpec
 from grasp.errors import SettingsError, SubsetError
 from grasp.predict.families import parse_family
 from grasp.progress_display import shows_progress
-from grasp.runs.retrained import RetrainedRuns, TrainingRuns
+from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.table import RunTable
+from grasp.runs.training_runs import TrainingRuns
 from grasp.settings import RetrainSettings, form_of_loss, retrain_settings, without_foreign_code
 from grasp.yaml_files import leaf, over, plain_settings, put_all, read_yaml, require_flags
 
@@ -133,7 +134,7 @@ def _like(art: Opened | str | Path, data: Mapping[str, Any]) -> dict[str, Any]:
     files = ArtifactReader.open(art) if isinstance(art, Path | str) else art.files
     origin = BuildSource(files)
     if origin.has_images:
-        raise SettingsError(f"like: {files.where} was built from images; only language models can be retrained")
+        raise SettingsError(f"like: {files.location} was built from images; only language models can be retrained")
     if leaf(data, "corpus.path") is None and leaf(data, "subsets") is None:
         default = RetrainSettings.model_fields["family"].default
         label = parse_family(leaf(data, "family") or default).label
@@ -141,7 +142,7 @@ def _like(art: Opened | str | Path, data: Mapping[str, Any]) -> dict[str, Any]:
             try:
                 LabelTable(files.rows_path).column(label, "family")  # an expression
             except SubsetError as err:
-                raise SubsetError(f"{files.where}: {err}") from err
+                raise SubsetError(f"{files.location}: {err}") from err
     if leaf(data, "corpus.path") is None:
         origin.require_corpus_here("--corpus")
     _ = origin.tokenizer  # raises if it is missing or has changed

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import (
     SHORT,
@@ -25,7 +26,6 @@ from grasp.artifact.rows import (
     short_rows,
     write_ranked,
 )
-from grasp.artifact.where import LabelTable
 from grasp.errors import SettingsError
 from grasp.files import check_outputs
 from grasp.methods.registry import GRASP, configured_methods, method_rows
@@ -34,8 +34,8 @@ from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.progress import Progress
 from grasp.results import Result
 from grasp.runs.alignment import bind_runs
-from grasp.runs.retrained import TrainingRuns
 from grasp.runs.table import RunTable
+from grasp.runs.training_runs import TrainingRuns
 from grasp.text import did_you_mean, listed
 from grasp.yaml_files import read_yaml
 
@@ -151,7 +151,7 @@ def score(
         if not among_N.any():
             noun = "row" if where is None else "selected row"
             raise SettingsError(
-                f"min_tokens: got {min_tokens}; no {noun} of {artifact.where} has as many {short_of(length)}; the "
+                f"min_tokens: got {min_tokens}; no {noun} of {artifact.location} has as many {short_of(length)}; the "
                 f"longest has {length_N.max():,}"
             )
     values_N: NDArray[np.floating[Any]]

@@ -293,7 +293,7 @@ class BuiltShards(Store[ShardMark]):
         return f"{len(self.parts)} of {self.grid.n_shards} shards are finished"
 
 
-class FeatureSpool(Store[Mark]):
+class ArrayFiles(Store[Mark]):
     """A directory of shards of named arrays: stored features, or intermediate results of a build."""
 
     def __init__(self, directory: Path) -> None:

@@ -129,7 +129,7 @@ class ArtifactReader:
 
     def __init__(self, manifest: Manifest, files: Files) -> None:
         self.path = files.root  # of a remote artifact the cache directory
-        self.where = files.where  # path or URL as the user gave it, for messages
+        self.location = files.where  # path or URL as the user gave it, for messages
         self.manifest = _with_present_names(manifest)
         self._files = files
         self._tokens = Files(files.root, manifest.rows_kept, VERIFY)
@@ -182,7 +182,7 @@ class ArtifactReader:
         """
         if parts := self.manifest.details.get("parts"):
             raise ArtifactError(
-                f"{self.where}: is merged from artifacts with different corpora; for texts, tokens or new targets "
+                f"{self.location}: is merged from artifacts with different corpora; for texts, tokens or new targets "
                 f"use its parts: {', '.join(part['path'] for part in parts)}"
             )
 
@@ -222,7 +222,7 @@ class ArtifactReader:
         units = pa.concat_tables(tables, promote_options="default").combine_chunks()
         if (counts := dict(Counter(units["target"].to_pylist()))) != self.manifest.targets:
             raise ArtifactError(
-                f"{self.where}: units in the manifest {self.manifest.targets} and in the tables {counts} differ; "
+                f"{self.location}: units in the manifest {self.manifest.targets} and in the tables {counts} differ; "
                 "rebuild it"
             )
         return units
@@ -260,7 +260,7 @@ class ArtifactReader:
         name = f"{RELEVANCE}{match}"
         if name not in self.manifest.arrays:
             raise ArtifactError(
-                f"{self.where}: has no relevance by {match!r}, only by {', '.join(self.kernels)}; rebuild it with "
+                f"{self.location}: has no relevance by {match!r}, only by {', '.join(self.kernels)}; rebuild it with "
                 f"{match!r} in features.kernels"
             )
         return name
@@ -268,7 +268,7 @@ class ArtifactReader:
     def unit_columns(self, target: str) -> I64:
         """Return the columns of the relevance arrays that are units of `target`."""
         if target not in self.manifest.targets:
-            raise ArtifactError(f"{self.where}: has no target {target!r}; it has {list(self.targets)}")
+            raise ArtifactError(f"{self.location}: has no target {target!r}; it has {list(self.targets)}")
         return np.flatnonzero(self.units["target"].to_numpy(zero_copy_only=False) == target).astype(np.int64)
 
     def array_scale(self, name: str) -> F32:
@@ -278,7 +278,7 @@ class ArtifactReader:
             ArtifactError: no such array, or invalid scales.
         """
         if name not in self.manifest.arrays:
-            raise ArtifactError(f"{self.where}: has no array {name!r}; it has {list(self.array_names)}")
+            raise ArtifactError(f"{self.location}: has no array {name!r}; it has {list(self.array_names)}")
         scales = []
         for group in self.manifest.arrays[name].groups:
             path = self._files.file(SCALE.format(group.name))
@@ -402,7 +402,7 @@ class ArtifactReader:
         # No build writes such numbers; a forged artifact could, and rankings would be arbitrary. NaN compares false.
         if not (ends[0] <= LARGEST and ends[1] >= -LARGEST):
             raise ArtifactError(
-                f"{self.where}: {picks[0].group.name}: contains a number that is not finite or exceeds {LARGEST:g}; "
+                f"{self.location}: {picks[0].group.name}: contains a number that is not finite or exceeds {LARGEST:g}; "
                 "rebuild it"
             )
         return out_NE

@@ -16,9 +16,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from grasp.arrays import I64, Bool, Floats
+from grasp.artifact.label_table import Label, LabelColumn, LabelTable
 from grasp.artifact.manifest import LOSS_TOKENS
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.where import Label, LabelColumn, LabelTable
 from grasp.corpus.labels import RESERVED_COLUMNS
 from grasp.errors import ProtocolError, SettingsError
 from grasp.results import write_tables
@@ -103,7 +103,7 @@ def leaked_rows(artifact: ArtifactReader, targets: Iterable[str]) -> I64:
     leaks = {target: artifact.leaks(target) for target in targets}
     if unknown := [target for target, target_leaks in leaks.items() if target_leaks is None]:
         raise SettingsError(
-            f"drop_leaks: {artifact.where}: its rows were not searched for questions of {', '.join(unknown)}, since "
+            f"drop_leaks: {artifact.location}: its rows were not searched for questions of {', '.join(unknown)}, since "
             "an earlier version built it or its rows are images; rebuild it"
         )
     return np.unique(
@@ -197,7 +197,7 @@ def row_index(artifact: ArtifactReader, rows: Sequence[str]) -> I64:
     if unknown := [row for row in rows if row not in places]:
         examples = ", ".join(next(artifact.row_batches(["row_id"])).column(0)[:3].to_pylist())
         raise SettingsError(
-            f"row: got {unknown[0]!r}, which is not a row of {artifact.where}; row_ids are e.g. {examples}"
+            f"row: got {unknown[0]!r}, which is not a row of {artifact.location}; row_ids are e.g. {examples}"
         )
     return np.array([places[row] for row in rows], dtype=np.int64)
 

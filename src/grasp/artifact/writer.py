@@ -36,10 +36,10 @@ from grasp.artifact.manifest import (
     TOKENS,
     ArrayDtype,
     ArrayEntry,
+    ArrayFiles,
     BuildRecord,
     BuiltShards,
     ColumnGroup,
-    FeatureSpool,
     Manifest,
     ShardGrid,
     SumEntry,
@@ -413,7 +413,7 @@ class ArtifactWriter(BuiltShards):
             names += [SCALE.format(of_part(name, self._part)) for name in self._arrays]
             files = {name: entry_of(self.root / name) for name in names} | self.entries()
             if self._artifact is None:
-                features = FeatureSpool(self.root / FEATURES).entries()
+                features = ArrayFiles(self.root / FEATURES).entries()
                 files |= {f"{FEATURES}/{name}": entry for name, entry in features.items()}
             token_files = (self.root / TOKENS).iterdir() if rows_kept else ()
             tokens = {f"{TOKENS}/{file.name}": entry_of(file) for file in sorted(token_files) if not is_part(file)}

@@ -18,12 +18,12 @@ from typing import Literal
 import numpy as np
 
 from grasp.arrays import F64
-from grasp.artifact.where import LabelColumn
+from grasp.artifact.label_table import LabelColumn
 from grasp.errors import RunsError, ShapeError
 from grasp.extras import require
 from grasp.predict.weights import SubsetBlock
 from grasp.runs.predictions import Predictions
-from grasp.runs.retrained import Utilities
+from grasp.runs.training_runs import Utilities
 from grasp.seeds import stream
 
 # training features, training outputs, held-out features -> deviations of the held-out outputs from the training mean

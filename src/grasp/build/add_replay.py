@@ -320,7 +320,7 @@ def _targets_without_replay(artifact: ArtifactReader, plan: ReplayPlan) -> tuple
         changed = list(differences({"recipe": record.recipe, "settings": settings}, current))
         if changed and record.passed:
             raise ArtifactError(
-                f"{artifact.where}: has a replay with other settings: {'; '.join(changed)}; use the same, or build "
+                f"{artifact.location}: has a replay with other settings: {'; '.join(changed)}; use the same, or build "
                 "another artifact"
             )
         if not changed:
@@ -458,5 +458,5 @@ def forecast_added_replay(
         reference, str(origin.settings.train), recipe, settings, n_rows=rows.n_rows, context=longest, copied=False
     )
     if not (targets := _targets_without_replay(artifact, plan)):
-        raise ArtifactError(f"{artifact.where}: all targets have a replay by this recipe; nothing to forecast")
+        raise ArtifactError(f"{artifact.location}: all targets have a replay by this recipe; nothing to forecast")
     return forecast_replay(plan, rows, rows.n_rows, len(targets))

@@ -170,7 +170,7 @@ class _Probe:
 def _timed_probe(inputs: Inputs, *, untrained: bool) -> _Probe:
     """Run the model on more and more tokens until a pass is long enough to be timed, and score them."""
     model_pass, features = inputs.model_pass, inputs.settings.features
-    sample = Sample.draw(inputs.store.supervised(), features)
+    sample = Sample.draw(inputs.store.loss_counts(), features)
     n_tokens = PROBE_TOKENS
     timed: list[tuple[int, float]] = []  # tokens and seconds of each pass
     while True:
@@ -202,7 +202,7 @@ def _timed_probe(inputs: Inputs, *, untrained: bool) -> _Probe:
         model_pass, rows, kernels=kernels, keep_features=inputs.settings.keep_features, cached_batches=cached_batches
     )
     score_seconds = time.perf_counter() - started
-    share, states = n_units / units.n_rows, min(inputs.store.n_supervised, STATES) / max(1, corpus.n_positions)
+    share, states = n_units / units.n_rows, min(inputs.store.n_loss_positions, STATES) / max(1, corpus.n_positions)
     return _Probe(
         n_tokens=rows.n_tokens,
         row_seconds=row_seconds,
@@ -286,19 +286,21 @@ def _report(inputs: Inputs, probe: _Probe, ratio: float, tokens_bytes: int) -> s
     """Format the forecast; `ratio` is the whole corpus in units of the part that was read."""
     model, store, settings = inputs.model, inputs.store, inputs.settings
     features, n_units = settings.features, len(inputs.unit_set.units)
-    n_rows, n_tokens, n_supervised = (round(ratio * n) for n in (store.n_rows, store.n_tokens, store.n_supervised))
+    n_rows, n_tokens, n_loss_positions = (
+        round(ratio * n) for n in (store.n_rows, store.n_tokens, store.n_loss_positions)
+    )
 
     # Time: units pass once, rows once, and the sample before them unless it is the whole corpus and is stored.
-    sample = Sample.draw(store.supervised(), features)
+    sample = Sample.draw(store.loss_counts(), features)
     sampled = sample.n_positions
     if sample.is_whole and ratio > 1:  # the part that was read is too small to fill the sample
         rows_needed = features.sample_rows if counts_rows(features) else 1
-        sampled = min(n_supervised, max(features.sample_positions, rows_needed * n_supervised // n_rows))
+        sampled = min(n_loss_positions, max(features.sample_positions, rows_needed * n_loss_positions // n_rows))
     coordinates = 0 if inputs.model_pass.sampled is None else inputs.model_pass.sampled.sample.size
     cached_bytes = round(ratio * stored_bytes(model, store, features, coordinates))
     has_moments = settings.like is not None
-    use_cache = sampled == n_supervised and not has_moments and cached_bytes <= features.max_cache_mb * MEGABYTE
-    passes = 1.0 + (0.0 if use_cache or has_moments else sampled / n_supervised)
+    use_cache = sampled == n_loss_positions and not has_moments and cached_bytes <= features.max_cache_mb * MEGABYTE
+    passes = 1.0 + (0.0 if use_cache or has_moments else sampled / n_loss_positions)
     unit_tokens = sum(len(unit.input_ids) for unit in inputs.unit_tokens) or n_units
     seconds = probe.token_seconds * (passes * n_tokens + unit_tokens) + probe.row_seconds * (passes * n_rows + n_units)
     seconds += probe.prepare_seconds + probe.score_seconds * n_tokens / probe.n_tokens

@@ -259,7 +259,7 @@ def note_corpus(
         progress.note(note)
     rows = f"{store.n_rows:,} rows of {store.n_documents:,} documents, {store.n_tokens:,} tokens"
     if store.masked:
-        rows += f", {store.n_supervised:,} with loss"
+        rows += f", {store.n_loss_positions:,} with loss"
     reads = f"the model's context is {context:,}" if context else "the model has no context limit"
     rows += f", at most {store.details['max_length']:,} in a row ({reads})"
     if store.n_rows > store.n_documents:

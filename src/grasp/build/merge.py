@@ -104,7 +104,8 @@ def _require_compatible(first: ArtifactReader, part: ArtifactReader) -> None:
             mismatches.append(f"units.{name}: other values")
     if mismatches:
         raise ArtifactError(
-            f"{part.where} cannot be merged with {first.where} (`was` is the latter): {'; '.join(mismatches)}; {REMEDY}"
+            f"{part.location} cannot be merged with {first.location} (`was` is the latter): "
+            f"{'; '.join(mismatches)}; {REMEDY}"
         )
 
 
@@ -125,8 +126,8 @@ def _require_unique_names(parts: Sequence[ArtifactReader]) -> None:
     if duplicate is not None:
         name, first, last, count = duplicate
         raise ArtifactError(
-            f"row_id {name!r} is in {parts[first].where} and in {parts[last].where} ({count:,} such rows in total); "
-            "use distinct names (--id-column), or remove the documents that are in both"
+            f"row_id {name!r} is in {parts[first].location} and in {parts[last].location} ({count:,} such rows in "
+            "total); use distinct names (--id-column), or remove the documents that are in both"
         )
 
 
@@ -135,12 +136,12 @@ def _row_schema(parts: Sequence[ArtifactReader]) -> pa.Schema:
     type_of: dict[str, tuple[pa.DataType, ArtifactReader]] = {}
     for part in parts:
         for field in pq.read_schema(part.rows_path):
-            kind, where = type_of.setdefault(field.name, (field.type, part))
+            kind, other = type_of.setdefault(field.name, (field.type, part))
             if pa.types.is_null(kind):
                 type_of[field.name] = field.type, part
             elif field.type != kind and not pa.types.is_null(field.type):
                 raise ArtifactError(
-                    f"label {field.name}: is {kind} in {where.where} and {field.type} in {part.where}; "
+                    f"label {field.name}: is {kind} in {other.location} and {field.type} in {part.location}; "
                     "rebuild one of them with the type of the other"
                 )
     return pa.schema([(name, kind) for name, (kind, _) in type_of.items() if name != "row_index"])
@@ -167,7 +168,7 @@ def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progre
     manifest = _manifest(parts, [name for name in schema.names if name not in (*ROW_COLUMNS, LOSS_TOKENS)])
     unscaled_parts = []  # the parts without their gains, which are those of one part
     for part in parts:
-        unscaled = ArtifactReader.open(part.where)
+        unscaled = ArtifactReader.open(part.location)
         entries = {name: entry.model_copy(update={"gain": 1.0}) for name, entry in part.manifest.arrays.items()}
         unscaled.manifest = part.manifest.model_copy(update={"arrays": entries})
         unscaled_parts.append(unscaled)
@@ -223,7 +224,8 @@ def _manifest(parts: Sequence[ArtifactReader], labels: Sequence[str]) -> dict[st
     manifests = [part.manifest for part in parts]
     first = manifests[0]
     origins = [
-        {"path": part.where, "rows": part.n_rows, "corpus": part.manifest.fingerprints.get("corpus")} for part in parts
+        {"path": part.location, "rows": part.n_rows, "corpus": part.manifest.fingerprints.get("corpus")}
+        for part in parts
     ]
     corpora_of_parts = repr([(origin["corpus"], origin["rows"]) for origin in origins]).encode()
     corpora = [manifest.settings.get("corpus") or {} for manifest in manifests]

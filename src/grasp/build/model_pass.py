@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from grasp.arrays import F32, F64, I64
-from grasp.artifact.manifest import FeatureSpool
+from grasp.artifact.manifest import ArrayFiles
 from grasp.corpus.row_store import RowShard
 from grasp.errors import ArtifactError, ModelError
 from grasp.kernels.gradient import SampledGradients, allocate_unit_gradients
@@ -448,7 +448,7 @@ class BatchCache:
     """
 
     def __init__(self, directory: Path, ends: Sequence[int] | None = None) -> None:
-        self._spool = FeatureSpool(directory)
+        self._spool = ArrayFiles(directory)
         self._n_batches = 0
         self.ends = list(ends or ())
 

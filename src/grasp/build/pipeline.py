@@ -28,7 +28,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from grasp.arrays import I64
-from grasp.artifact.manifest import BUILD, FEATURES, LOSS_TOKENS, MANIFEST, RUN, SIGNED_MANIFEST, FeatureSpool
+from grasp.artifact.manifest import BUILD, FEATURES, LOSS_TOKENS, MANIFEST, RUN, SIGNED_MANIFEST, ArrayFiles
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
 from grasp.build.identity import Identity
@@ -138,15 +138,15 @@ class Sample:
     states_every: int
 
     @classmethod
-    def draw(cls, supervised_N: NDArray[np.int64], settings: FeatureSettings) -> Self:
+    def draw(cls, loss_counts_N: NDArray[np.int64], settings: FeatureSettings) -> Self:
         """Draw rows until they have `sample_positions` positions, and `sample_rows` rows if moments are over rows."""
-        order_N = stream(settings.seed, "moments", "token").permutation(len(supervised_N))
-        n_positions_N = np.cumsum(supervised_N[order_N])  # of the first rows of the order
+        order_N = stream(settings.seed, "moments", "token").permutation(len(loss_counts_N))
+        n_positions_N = np.cumsum(loss_counts_N[order_N])  # of the first rows of the order
         n_rows = int(np.searchsorted(n_positions_N, settings.sample_positions, side="left")) + 1
         min_rows = settings.sample_rows if counts_rows(settings) else 1
         index = np.sort(order_N[: max(n_rows, min_rows)])
-        n_positions = int(supervised_N[index].sum())
-        return cls(index, n_positions, len(index) == len(supervised_N), max(1, n_positions // STATES))
+        n_positions = int(loss_counts_N[index].sum())
+        return cls(index, n_positions, len(index) == len(loss_counts_N), max(1, n_positions // STATES))
 
 
 def stored_bytes(model: Reference, store: Store, settings: FeatureSettings, coordinates: int) -> int:
@@ -161,7 +161,7 @@ def stored_bytes(model: Reference, store: Store, settings: FeatureSettings, coor
     # hidden state in float32; index and probability of each coordinate; label, row, token and loss
     position_bytes = 4 * model.hidden_size + 8 * (settings.top_k + 1) + 16
     n_position_sets = len(settings.row_positions)
-    return store.n_supervised * position_bytes * n_position_sets + 2 * coordinates * store.n_rows  # bfloat16
+    return store.n_loss_positions * position_bytes * n_position_sets + 2 * coordinates * store.n_rows  # bfloat16
 
 
 def observe(
@@ -182,16 +182,16 @@ def observe(
     """
     settings, store, model_pass = inputs.settings, inputs.store, inputs.model_pass
     features, model = settings.features, model_pass.model
-    sample = Sample.draw(store.supervised(), features)
+    sample = Sample.draw(store.loss_counts(), features)
     coordinates = 0 if model_pass.sampled is None else model_pass.sampled.sample.size
     fits = stored_bytes(model, store, features, coordinates) <= features.max_cache_mb * MEGABYTE
     use_cache = use_cache and sample.is_whole and fits and settings.like is None
     # For the progress bar: about how many tokens pass in each stage; rows are not passed twice if batches are stored.
-    passes = 0 if settings.like is not None else sample.n_positions / max(1, store.n_supervised)
+    passes = 0 if settings.like is not None else sample.n_positions / max(1, store.n_loss_positions)
     cost = store.n_tokens * (BACKWARD_COST if needs_backward(features.kernels) else 1)
     planned_tokens = {"moments": round(cost * passes), "rows scored": 0 if use_cache else cost}
     progress.plan({stage: tokens for stage, tokens in planned_tokens.items() if tokens})
-    corpus, moment_spool = CorpusMoments(model, sample.states_every), FeatureSpool(work / "moments")
+    corpus, moment_spool = CorpusMoments(model, sample.states_every), ArrayFiles(work / "moments")
     batch_cache: BatchCache | None = None
     kernels = make_kernels(features.kernels, model, features, corpus)
     if settings.like is not None:
@@ -262,14 +262,14 @@ def write_shards(
         arrays={kernel.array: kernel.spec(inputs.units) for kernel in kernels},
         dtype=settings.array_dtype,
     )
-    feature_spool = FeatureSpool(out / FEATURES) if settings.keep_features else None
+    feature_spool = ArrayFiles(out / FEATURES) if settings.keep_features else None
     read_cached = None if batch_cache is None else batch_cache.read
     for k, shard in scored_shards(inputs, workers, kernels, writer.left, read_cached, progress):
         if feature_spool is not None and shard.features is not None:
             feature_spool.write(k, shard.features)
         table = store.table(k).append_column("loss", pa.array(shard.loss_N, pa.float32()))
         if isinstance(store, RowStore) and store.masked:
-            table = table.append_column(LOSS_TOKENS, pa.array(store.supervised(k), pa.int32()))
+            table = table.append_column(LOSS_TOKENS, pa.array(store.loss_counts(k), pa.int32()))
         sums = column_sums(shard.arrays)
         if "relevance_gradient" in shard.arrays:
             no_gradient_N = ~shard.arrays["relevance_gradient"].any(axis=1)
@@ -382,7 +382,7 @@ def open_moment_source(inputs: Inputs, like: str) -> ArtifactReader:
     names = inputs.identity.fingerprints.keys() - {"corpus", "targets"}
     if changed := inputs.identity.changes(Identity.from_artifact(artifact), names):
         raise ArtifactError(
-            f"like: {artifact.where} was built with another model or other features, so its moments are not valid "
+            f"like: {artifact.location} was built with another model or other features, so its moments are not valid "
             f"here: {'; '.join(changed)}; use the same model and features"
         )
     return artifact

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from grasp.arrays import I32, Bool
 from grasp.artifact.label_functions import DEFAULT_BINS
-from grasp.artifact.where import MAX_UNBINNED_VALUES, identifier
+from grasp.artifact.label_table import MAX_UNBINNED_VALUES, identifier
 from grasp.corpus.conversations import entry_notes, preference_note
 from grasp.corpus.documents import Corpus
 from grasp.corpus.labels import Kind, kind_of_all, label_text, widest
@@ -95,7 +95,7 @@ def preview_corpus(
         without_labels.update(document.ignored)
         text = str(document.conversation or document.text or "")
         if not text.strip() and document.input_ids is None:
-            skipped.add("whitespace" if text else "empty", document.name, document.where)
+            skipped.add("whitespace" if text else "empty", document.name, document.location)
         if len(texts) < MAX_EXAMPLES and text.strip():
             texts.append(plain(text, MAX_EXAMPLE_CHARS))
             if document.rejected is not None:
@@ -121,7 +121,7 @@ def preview_corpus(
     else:
         with TemporaryDirectory() as directory:
             store = RowStore.write(Path(directory) / "rows", settings, encoder, shard_rows=4_096, context=context)
-            headline += f", {store.n_rows:,} rows, {store.n_tokens:,} tokens, {store.n_supervised:,} with loss"
+            headline += f", {store.n_rows:,} rows, {store.n_tokens:,} tokens, {store.n_loss_positions:,} with loss"
             notes += [f"skipped: {line}" for line in skipped_lines(store.skipped.counts, store.skipped.examples)]
             shard = store.rows(np.arange(min(MAX_EXAMPLES, store.n_rows)))
             if shard.split_N is not None:

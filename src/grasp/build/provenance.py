@@ -94,7 +94,7 @@ class BuildSource:
         """Return the rows as the model read them."""
         self.artifact.require_one_corpus()
         if not self.artifact.tokens_path.exists():
-            raise ArtifactError(f"{self.artifact.where}: rows were not stored; rebuild it with keep_tokens: true")
+            raise ArtifactError(f"{self.artifact.location}: rows were not stored; rebuild it with keep_tokens: true")
         try:
             rows = (vision().open_rows if self.has_images else RowStore.open)(self.artifact.tokens_path)
         except CorpusError as err:
@@ -145,7 +145,7 @@ class BuildSource:
         if changed := [what for what in now if now[what] != then[what]]:
             listed = "; ".join(f"{what} {now[what]}, was {then[what]}" for what in changed)
             raise ArtifactError(
-                f"{self.artifact.where}: {' and '.join(changed)} changed since it was built ({listed}); restore the "
+                f"{self.artifact.location}: {' and '.join(changed)} changed since it was built ({listed}); restore the "
                 "inputs, or build a new artifact"
             )
 
@@ -154,6 +154,6 @@ def require_here(artifact: ArtifactReader, corpus: str, flag: str) -> None:
     """Check that the corpus that an artifact names can be read without network access."""
     if not (corpus.startswith(IN_MEMORY) or is_local(corpus)):
         raise SettingsError(
-            f"{artifact.where}: was built from {corpus}, which is not on this disk; paths that only an artifact names "
-            f"are not downloaded. Give the current place with {flag}"
+            f"{artifact.location}: was built from {corpus}, which is not on this disk; paths that only an "
+            f"artifact names are not downloaded. Give the current place with {flag}"
         )

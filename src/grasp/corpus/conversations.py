@@ -31,18 +31,18 @@ class Template:
 
     Args:
         text: Jinja if it contains `{{` or `{%`, else a format string.
-        where: the setting that holds it, for messages.
+        location: the setting that holds it, for messages.
     Raises:
         CorpusError: neither is valid.
     """
 
-    def __init__(self, text: str, where: str) -> None:
-        self._text, self._where, self._jinja = text, where, None
+    def __init__(self, text: str, location: str) -> None:
+        self._text, self._location, self._jinja = text, location, None
         self._failures: tuple[type[Exception], ...] = FAILURES
         if "{{" in text or "{%" in text:
-            jinja = require("jinja2", extra="chat", feature=f"{where}, which is a Jinja template")
-            sandbox = require("jinja2.sandbox", extra="chat", feature=where)
-            meta = require("jinja2.meta", extra="chat", feature=where)
+            jinja = require("jinja2", extra="chat", feature=f"{location}, which is a Jinja template")
+            sandbox = require("jinja2.sandbox", extra="chat", feature=location)
+            meta = require("jinja2.meta", extra="chat", feature=location)
             environment = sandbox.ImmutableSandboxedEnvironment(
                 undefined=jinja.StrictUndefined, keep_trailing_newline=True
             )
@@ -51,29 +51,29 @@ class Template:
                 self._jinja = environment.from_string(text)
                 self.columns = frozenset(meta.find_undeclared_variables(environment.parse(text)))
             except jinja.TemplateError as err:
-                raise CorpusError(f"{where}: {text!r} is not a valid Jinja template: {err}") from err
+                raise CorpusError(f"{location}: {text!r} is not a valid Jinja template: {err}") from err
             return
         try:
             fields = [field for _, field, _, _ in Formatter().parse(text) if field is not None]
         except ValueError as err:
-            raise CorpusError(f"{where}: {text!r} is not a valid format string: {err}") from err
+            raise CorpusError(f"{location}: {text!r} is not a valid format string: {err}") from err
         self.columns = frozenset(re.split(r"[.\[]", field, maxsplit=1)[0] for field in fields)  # {answers[text][0]}
         if "" in self.columns or any(name.isdigit() for name in self.columns):
-            raise CorpusError(f"{where}: {text!r} has a field without a name, expected columns such as {{question}}")
+            raise CorpusError(f"{location}: {text!r} has a field without a name, expected columns such as {{question}}")
 
-    def fill(self, record: Mapping[str, Any], where: str) -> str:
+    def fill(self, record: Mapping[str, Any], location: str) -> str:
         """Return the text of the template with the values of a record.
 
         Args:
             record: values by column.
-            where: location of the record, for messages.
+            location: location of the record, for messages.
         Raises:
             CorpusError: the record does not fit the template.
         """
         try:
             return str(self._jinja.render(record)) if self._jinja else self._text.format(**record)
         except self._failures as err:
-            raise CorpusError(f"{where}: does not fit {self._where}: {err!r}") from err
+            raise CorpusError(f"{location}: does not fit {self._location}: {err!r}") from err
 
 
 Span = tuple[int, int]  # range of characters: start, and exclusive end
@@ -187,7 +187,7 @@ class Form:
         """Return the columns as the records name them."""
         return self.columns if self.names is None else tuple(self.names.columns[name] for name in self.columns)
 
-    def read(self, values: Mapping[str, Any], where: str) -> Content:
+    def read(self, values: Mapping[str, Any], location: str) -> Content:
         """Parse the content of a record.
 
         Raises:
@@ -199,26 +199,28 @@ class Form:
         }
         if self.kind == "preference":
             return read_preference_pair(
-                values_of if self.names is None else _standard_pair(values_of, self.names, where), where
+                values_of if self.names is None else _standard_pair(values_of, self.names, location), location
             )
         first = self.columns[0]
         if self.names is not None and first in TURNS and holds_turns(values_of[first], first):
-            values_of[first] = _standard_turns(_parse_turns(values_of[first], first, where), self.names, where)
+            values_of[first] = _standard_turns(_parse_turns(values_of[first], first, location), self.names, location)
         pair: tuple[str, str] | None = None
         if self.kind == "formatted":
-            pair = _apply_formats(values_of, self.names, where)
+            pair = _apply_formats(values_of, self.names, location)
         elif self.kind == "template":
             prompt, completion = self.templates
-            pair = prompt.fill(values_of, where), completion.fill(values_of, where)
+            pair = prompt.fill(values_of, location), completion.fill(values_of, location)
         elif self.kind == "instruction":
             _, output, *inputs = (name for name in self.columns if name not in (*EXTRA_COLUMNS, HISTORY))
             for name in (first, output, *inputs):
                 if not isinstance(values_of[name], str | None):
-                    raise CorpusError(f"{where}: column {name!r} holds {type(values_of[name]).__name__}, expected text")
+                    raise CorpusError(
+                        f"{location}: column {name!r} holds {type(values_of[name]).__name__}, expected text"
+                    )
             separator = "\n" if HISTORY in self.columns else "\n\n"  # LLaMA-Factory; Alpaca
             separator = separator if self.names is None else self.names.separator
             question = separator.join(text for name in (first, *inputs) if (text := values_of[name] or "").strip())
-            pairs = [*_parse_history(values_of.get(HISTORY), where), (question, values_of[output] or "")]
+            pairs = [*_parse_history(values_of.get(HISTORY), location), (question, values_of[output] or "")]
             raw_turns = [
                 {"role": role, "content": words}
                 for pair_of_turns in pairs
@@ -229,25 +231,25 @@ class Form:
                 pair = values_of["prompt"], values_of["completion"]
             else:
                 raw_turns = [
-                    turn for name in ("prompt", "completion") for turn in _parse_turns(values_of[name], name, where)
+                    turn for name in ("prompt", "completion") for turn in _parse_turns(values_of[name], name, location)
                 ]
         elif not holds_turns(values_of[first], first):
             return Content(text=values_of[first])
         else:
-            raw_turns = _parse_turns(values_of[first], first, where)
+            raw_turns = _parse_turns(values_of[first], first, location)
         if pair is not None:
             text = "".join(pair)
             return Content(text, ((len(pair[0]), len(text)),))
-        return Content(conversation=_build_conversation(raw_turns, values_of, where))
+        return Content(conversation=_build_conversation(raw_turns, values_of, location))
 
 
-def _build_conversation(raw_turns: Sequence[Any], values: Mapping[str, Any], where: str) -> Conversation:
+def _build_conversation(raw_turns: Sequence[Any], values: Mapping[str, Any], location: str) -> Conversation:
     """Return the conversation of turns, with the system turn and the tools of further columns."""
-    turns = [_parse_turn(turn, f"{where}: turn {k}") for k, turn in enumerate(raw_turns)]
+    turns = [_parse_turn(turn, f"{location}: turn {k}") for k, turn in enumerate(raw_turns)]
     system = values.get("system")
     if isinstance(system, str) and system.strip() and (not turns or turns[0]["role"] != "system"):
         turns.insert(0, {"role": "system", "content": system})
-    return _extract_loss_flags(turns, _parse_tools(values.get("tools"), where), where)
+    return _extract_loss_flags(turns, _parse_tools(values.get("tools"), location), location)
 
 
 PAIR: Final = ("chosen", "rejected")  # columns of preference pairs
@@ -258,7 +260,7 @@ def is_preference_pair(record: Mapping[str, Any]) -> bool:
     return any(record.get(side) is not None for side in PAIR) and "completion" not in record
 
 
-def read_preference_pair(record: Mapping[str, Any], where: str) -> Content:
+def read_preference_pair(record: Mapping[str, Any], location: str) -> Content:
     """Parse a preference pair, in the forms of TRL's DPOTrainer, LLaMA-Factory and Axolotl.
 
     Sides are texts or chats; a single turn may stand without its list. The prompt is `prompt`, a list of turns in
@@ -276,7 +278,7 @@ def read_preference_pair(record: Mapping[str, Any], where: str) -> Content:
         if side is None or (isinstance(side, str | list) and not (side.strip() if isinstance(side, str) else side)):
             other = PAIR[1 - PAIR.index(name)]
             raise CorpusError(
-                f"{where}: {name}: missing or empty, but {other} is present; a preference pair needs both answers: "
+                f"{location}: {name}: missing or empty, but {other} is present; a preference pair needs both answers: "
                 "complete or remove the record"
             )
     prompt = next((record[name] for name in ("prompt", *TURNS) if record.get(name) is not None), None)
@@ -287,26 +289,28 @@ def read_preference_pair(record: Mapping[str, Any], where: str) -> Content:
             chosen, rejected = (side[len(prompt) :] for side in (chosen, rejected))
         contents = [Content(prompt + side, ((len(prompt), len(prompt + side)),)) for side in (chosen, rejected)]
     else:
-        turns = [_parse_side(side, name, where) for name, side in zip(PAIR, sides, strict=True)]
+        turns = [_parse_side(side, name, location) for name, side in zip(PAIR, sides, strict=True)]
         n_common = next((k for k, (a, b) in enumerate(zip(*turns, strict=False)) if a != b), min(map(len, turns)))
         # A prompt that is text repeats the common beginning of the sides, if they have one.
         if isinstance(prompt, str):
             prompt_turns: list[Any] = [] if n_common else [{"role": "user", "content": prompt}]
         else:
-            prompt_turns = [] if prompt is None else _parse_turns(prompt, "prompt", where)
+            prompt_turns = [] if prompt is None else _parse_turns(prompt, "prompt", location)
         n_common = min(n_common, *(len(side) - 1 for side in turns))
         for name, side in zip(PAIR, turns, strict=True):
             if len(side) - n_common != 1:
                 raise CorpusError(
-                    f"{where}: {name}: has {len(side) - n_common} turns after the common beginning of both sides, "
+                    f"{location}: {name}: has {len(side) - n_common} turns after the common beginning of both sides, "
                     "expected one answer of the assistant"
                 )
-        contents = [Content(conversation=_build_conversation([*prompt_turns, *side], record, where)) for side in turns]
+        contents = [
+            Content(conversation=_build_conversation([*prompt_turns, *side], record, location)) for side in turns
+        ]
         for name, content in zip(PAIR, contents, strict=True):
             chat = content.conversation
             assert chat is not None
             if chat.fault is not None or chat.turns[-1]["role"] != "assistant":
-                raise CorpusError(f"{where}: {name}: {FAULTS[chat.fault or 'no_answer']}; fix or remove the record")
+                raise CorpusError(f"{location}: {name}: {FAULTS[chat.fault or 'no_answer']}; fix or remove the record")
     return replace(contents[0], rejected=contents[1])
 
 
@@ -317,16 +321,16 @@ def _common_text(chosen: str, rejected: str) -> str:
     return chosen[: end - 1] if end and chosen[end - 1] == " " else chosen[:end]
 
 
-def _parse_side(side: Any, name: str, where: str) -> list[Any]:
+def _parse_side(side: Any, name: str, location: str) -> list[Any]:
     """Return the turns of a side: a list, JSON text of one, a single turn, or the text of an answer."""
     if isinstance(side, str) and not JSON_TURNS.match(side):
         return [{"role": "assistant", "content": side}]
     if isinstance(side, Mapping) and not all(isinstance(part, list) for part in side.values()):
         return [side]
-    return _parse_turns(side, name, where)
+    return _parse_turns(side, name, location)
 
 
-def _standard_turns(turns: Sequence[Mapping[str, Any]], names: FieldNames, where: str) -> list[dict[str, Any]]:
+def _standard_turns(turns: Sequence[Mapping[str, Any]], names: FieldNames, location: str) -> list[dict[str, Any]]:
     """Return turns with standard keys and roles in place of those of a dataset entry."""
     keys = {source: standard for standard, source in names.turn_keys.items()}
     standard_turns = []
@@ -337,8 +341,8 @@ def _standard_turns(turns: Sequence[Mapping[str, Any]], names: FieldNames, where
         role = standard.get("role")
         if names.roles and role not in names.roles:
             raise CorpusError(
-                f"{where}: turn {k}: got the role {role!r:.60}, expected one of {', '.join(names.roles)}, the roles of "
-                f"the {names.origin}"
+                f"{location}: turn {k}: got the role {role!r:.60}, expected one of {', '.join(names.roles)}, the roles "
+                f"of the {names.origin}"
             )
         standard["role"] = names.roles.get(str(role), role)
         if not (names.drop_system and standard["role"] == "system"):
@@ -346,31 +350,31 @@ def _standard_turns(turns: Sequence[Mapping[str, Any]], names: FieldNames, where
     return standard_turns
 
 
-def _standard_pair(values: Mapping[str, Any], names: FieldNames, where: str) -> dict[str, Any]:
+def _standard_pair(values: Mapping[str, Any], names: FieldNames, location: str) -> dict[str, Any]:
     """Return a preference pair of a dataset entry in the standard form."""
     standard = dict(values)
     if "instruction" in standard:  # LLaMA-Factory's form of instructions
         question = names.separator.join(text for name in ("instruction", "input") if (text := standard.pop(name, None)))
-        pairs = [*_parse_history(standard.pop(HISTORY, None), where), (question, None)]
+        pairs = [*_parse_history(standard.pop(HISTORY, None), location), (question, None)]
         turns = [(role, words) for pair in pairs for role, words in zip(("user", "assistant"), pair, strict=True)]
         standard["prompt"] = [{"role": role, "content": words} for role, words in turns if words is not None]
     for name in ("messages", *PAIR):
         side = standard.get(name)
         if isinstance(side, Mapping):
-            standard[name] = _standard_turns([side], names, where)
+            standard[name] = _standard_turns([side], names, location)
         elif isinstance(side, list):
-            standard[name] = _standard_turns(_parse_turns(side, name, where), names, where)
+            standard[name] = _standard_turns(_parse_turns(side, name, location), names, location)
     return standard
 
 
-def _apply_formats(values: Mapping[str, Any], names: FieldNames | None, where: str) -> tuple[str, str]:
+def _apply_formats(values: Mapping[str, Any], names: FieldNames | None, location: str) -> tuple[str, str]:
     """Return prompt and completion of an instruction by the formats of a dataset entry."""
     assert names is not None
     assert names.formats is not None
     parts = {name: "" if value is None else value for name, value in values.items()}
     for name, value in parts.items():
         if not isinstance(value, str):
-            raise CorpusError(f"{where}: column {names.columns[name]!r} holds {type(value).__name__}, expected text")
+            raise CorpusError(f"{location}: column {names.columns[name]!r} holds {type(value).__name__}, expected text")
     formats, system = names.formats, parts.get("system") or names.formats.default_system
     try:
         front = formats.system.format(system=system) if system else ""
@@ -378,11 +382,11 @@ def _apply_formats(values: Mapping[str, Any], names: FieldNames | None, where: s
             instruction=parts["instruction"], input=parts.get("input", "")
         )
     except FAILURES as err:
-        raise CorpusError(f"{where}: does not fit the formats of the {names.origin}: {err!r}") from err
+        raise CorpusError(f"{location}: does not fit the formats of the {names.origin}: {err!r}") from err
     return front + prompt, parts["output"]
 
 
-def _extract_loss_flags(turns: Sequence[dict[str, Any]], tools: tuple[Any, ...], where: str) -> Conversation:
+def _extract_loss_flags(turns: Sequence[dict[str, Any]], tools: tuple[Any, ...], location: str) -> Conversation:
     """Remove the loss flags of normalised turns, and build a conversation from them."""
     untrained, fault = set[int](), None
     for k, turn in enumerate(turns):
@@ -391,7 +395,7 @@ def _extract_loss_flags(turns: Sequence[dict[str, Any]], tools: tuple[Any, ...],
             value = turn.pop(flag, None)
             if value not in (None, 0, 1):
                 raise CorpusError(
-                    f"{where}: turn {k}: {flag}: got {value!r:.60}, expected 0 or 1 (false or true); other loss "
+                    f"{location}: turn {k}: {flag}: got {value!r:.60}, expected 0 or 1 (false or true); other loss "
                     "weights are not supported"
                 )
             if value is not None and not value and is_answer:
@@ -410,7 +414,7 @@ def _parse_list(value: Any) -> Any:
     return value or []
 
 
-def _parse_tools(tools: Any, where: str) -> tuple[Any, ...]:
+def _parse_tools(tools: Any, location: str) -> tuple[Any, ...]:
     """Return descriptions of tools from a list, JSON text of a list (LLaMA-Factory), or a list of JSON texts."""
     try:
         tools = _parse_list(tools)
@@ -419,18 +423,18 @@ def _parse_tools(tools: Any, where: str) -> tuple[Any, ...]:
                 json.loads(tool) if isinstance(tool, str) else plain_json(tool, repair=False) for tool in tools
             )
     except (ValueError, RecursionError) as err:
-        raise CorpusError(f"{where}: tools: got {tools!r:.60}, expected a list, or JSON of one: {err}") from err
-    raise CorpusError(f"{where}: tools: got {type(tools).__name__}, expected a list of descriptions")
+        raise CorpusError(f"{location}: tools: got {tools!r:.60}, expected a list, or JSON of one: {err}") from err
+    raise CorpusError(f"{location}: tools: got {type(tools).__name__}, expected a list of descriptions")
 
 
-def _parse_history(history: Any, where: str) -> list[tuple[str, str]]:
+def _parse_history(history: Any, location: str) -> list[tuple[str, str]]:
     """Return the earlier questions and answers of an instruction."""
     pairs = [] if history is None else history
     if not isinstance(pairs, list) or not all(
         isinstance(pair, list) and len(pair) == len(("question", "answer")) and all(isinstance(s, str) for s in pair)
         for pair in pairs
     ):
-        raise CorpusError(f"{where}: {HISTORY}: got {history!r:.60}, expected a list of [question, answer]")
+        raise CorpusError(f"{location}: {HISTORY}: got {history!r:.60}, expected a list of [question, answer]")
     return [(question, answer) for question, answer in pairs]
 
 
@@ -446,14 +450,15 @@ def holds_turns(value: Any, column: str) -> bool:
     return value is not None
 
 
-def _parse_turns(value: Any, column: str, where: str) -> list[Any]:
+def _parse_turns(value: Any, column: str, location: str) -> list[Any]:
     """Return turns from a list, JSON text of a list, or a struct of lists, as `datasets` stores them."""
     if isinstance(value, str) and JSON_TURNS.match(value):
         try:
             value = plain_json(json.loads(value))
         except (ValueError, RecursionError) as err:
             raise CorpusError(
-                f"{where}: text column {column!r} begins like a list of turns but is not JSON: {err}; write it as JSON"
+                f"{location}: text column {column!r} begins like a list of turns but is not JSON: {err}; "
+                "write it as JSON"
             ) from err
     if isinstance(value, Mapping) and value and all(isinstance(part, list) for part in value.values()):
         lengths = {len(part) for part in value.values()}
@@ -462,30 +467,30 @@ def _parse_turns(value: Any, column: str, where: str) -> list[Any]:
     if not isinstance(value, list) or not all(isinstance(turn, Mapping) for turn in value):
         kind = f"a list of {type(value[0]).__name__}" if isinstance(value, list) and value else type(value).__name__
         raise CorpusError(
-            f"{where}: text column {column!r} holds {kind}, expected text or a list of turns with role and content"
+            f"{location}: text column {column!r} holds {kind}, expected text or a list of turns with role and content"
         )
     return value
 
 
-def _parse_turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _parse_turn(turn: Mapping[str, Any], location: str) -> dict[str, Any]:
     """Return a turn in the form of chat templates, with its loss flags; invalid calls are None."""
     members: dict[str, Any] = plain_json(dict(turn), repair=False)  # surrogates are repaired when files are read
     role, content = members.pop("role", members.pop("from", None)), members.pop("content", members.pop("value", ""))
     standard_role = ROLES.get(role.lower()) if isinstance(role, str) else None
     if standard_role is None:
-        raise CorpusError(f"{where}: got the role {role!r:.60}, expected one of {', '.join(ROLES)}")
+        raise CorpusError(f"{location}: got the role {role!r:.60}, expected one of {', '.join(ROLES)}")
     if isinstance(content, list) and all(
         isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
     ):
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str) and standard_role != "tool":  # templates accept any form of a tool's result
         raise CorpusError(
-            f"{where} ({standard_role}): got {content!r:.60}, expected text; images and audio are not supported"
+            f"{location} ({standard_role}): got {content!r:.60}, expected text; images and audio are not supported"
         )
     if role.lower() == CALL and "tool_calls" not in members:  # LLaMA-Factory writes it as a tool call of the model
         members[CALL], content = content, ""
     function_call = members.pop(CALL, None) if standard_role == "assistant" else None
-    members["tool_calls"] = _parse_tool_calls(members.get("tool_calls"), where) or (
+    members["tool_calls"] = _parse_tool_calls(members.get("tool_calls"), location) or (
         _convert_function_calls(function_call) if function_call else []
     )
     if members["tool_calls"] == []:
@@ -505,14 +510,14 @@ def _convert_function_calls(calls: Any) -> list[Any] | None:
         return None
 
 
-def _parse_tool_calls(calls: Any, where: str) -> list[Any]:
+def _parse_tool_calls(calls: Any, location: str) -> list[Any]:
     """Return tool calls, parsed if they are JSON text; arguments are unchanged."""
     try:
         calls = _parse_list(calls)
     except (ValueError, RecursionError) as err:
-        raise CorpusError(f"{where}: tool_calls: got {calls!r:.60}, expected a list, or JSON of one: {err}") from err
+        raise CorpusError(f"{location}: tool_calls: got {calls!r:.60}, expected a list, or JSON of one: {err}") from err
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise CorpusError(f"{where}: tool_calls: got {calls!r:.60}, expected a list of calls")
+        raise CorpusError(f"{location}: tool_calls: got {calls!r:.60}, expected a list of calls")
     return calls
 
 
@@ -602,7 +607,7 @@ def _preference_form(names: Collection[str]) -> Form | None:
     return Form("preference", tuple(name for name in (prompt, *PAIR, *extra) if name is not None))
 
 
-def form_of(names: Collection[str], settings: CorpusSettings, where: str) -> Form:
+def form_of(names: Collection[str], settings: CorpusSettings, location: str) -> Form:
     """Return the form in which records with these columns are read.
 
     Raises:
@@ -611,7 +616,7 @@ def form_of(names: Collection[str], settings: CorpusSettings, where: str) -> For
     try:
         return _select_form(tuple(names), settings)
     except CorpusError as err:
-        raise CorpusError(f"{where}: {err}") from err
+        raise CorpusError(f"{location}: {err}") from err
 
 
 @lru_cache(maxsize=256)
@@ -688,14 +693,14 @@ def _entry_form(names: Sequence[str], fields: FieldNames, form: str | None) -> F
     return Form("text" if fields.form == "messages" else fields.form, columns, names=fields)
 
 
-def conversation_in(record: Mapping[str, Any], where: str) -> Conversation | None:
+def conversation_in(record: Mapping[str, Any], location: str) -> Conversation | None:
     """Return the conversation of a record in any form, or None.
 
     Raises:
         CorpusError: its content is invalid.
     """
     for form in forms_in([name for name, value in record.items() if value is not None]).values():
-        conversation = form.read(record, where).conversation
+        conversation = form.read(record, location).conversation
         if conversation is not None:
             return conversation
     return None

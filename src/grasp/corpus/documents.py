@@ -37,7 +37,7 @@ class Record:
 
     index: int  # position in the corpus, from 0
     name: str  # of its file
-    where: str  # file and line or row, for messages
+    location: str  # file and line or row, for messages
     row_id: str | None
     doc_id: str | None
     labels: Mapping[str, Label]
@@ -69,13 +69,13 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
     roles_of_line: dict[tuple[str, ...], _Roles] = {}
     for chunk in source.chunks(start, select):
         is_text = isinstance(chunk, JsonRecord) and chunk.is_text
-        for index, (where, values) in enumerate(records_in(chunk, settings.ids_column), start=chunk.index):
+        for index, (location, values) in enumerate(records_in(chunk, settings.ids_column), start=chunk.index):
             if settings.limit is not None and index >= settings.limit:
                 return
             if isinstance(chunk, JsonRecord):
                 fields = tuple(values)
                 if fields not in roles_of_line:
-                    roles_of_line = {fields: _assign_roles(dict.fromkeys(fields), settings, content_of, where)}
+                    roles_of_line = {fields: _assign_roles(dict.fromkeys(fields), settings, content_of, location)}
                 roles = roles_of_line[fields]
             else:
                 roles = roles_of[chunk.name]
@@ -102,7 +102,7 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
             if settings.path_labels:
                 labels = {**source.file_labels(chunk.name), **labels}
             ignored = tuple(sorted({*roles.ignored, *not_labels})) if not_labels else roles.ignored
-            yield Record(index, chunk.name, where, row_id, doc_id, labels, values, ignored)
+            yield Record(index, chunk.name, location, row_id, doc_id, labels, values, ignored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +117,16 @@ class _Roles:
 
 
 def _assign_roles(
-    columns: Mapping[str, pa.DataType | None], settings: CorpusSettings, content_of: ContentOf, where: str
+    columns: Mapping[str, pa.DataType | None], settings: CorpusSettings, content_of: ContentOf, location: str
 ) -> _Roles:
     """Assign the columns of a file, or the fields of a JSON line, to names, content and labels."""
-    content = content_of(columns, where)
+    content = content_of(columns, location)
     others = {name: kind for name, kind in columns.items() if name not in content}
     paths = {path.partition(".")[0] for path in settings.label_paths}
     ignored = tuple(
         sorted(name for name, kind in others.items() if kind is not None and not has_labels(kind) and name not in paths)
     )
-    ids = id_columns(settings, list(columns), where)
+    ids = id_columns(settings, list(columns), location)
     return _Roles(
         ids=ids,
         read=[name for name in columns if name not in ignored],
@@ -149,12 +149,12 @@ def records_in(
         CorpusError: text is not UTF-8, JSON in a column is not JSON, or a value is nested too deeply.
     """
     if isinstance(chunk, JsonRecord):
-        where = chunk.where
+        location = chunk.location
         try:
             record = plain_record(chunk.record, repair=repair)
         except RecursionError as err:
-            raise CorpusError(f"{where}: nested too deeply; fix or remove the line") from err
-        yield where, record
+            raise CorpusError(f"{location}: nested too deeply; fix or remove the line") from err
+        yield location, record
         return
     names = chunk.batch.schema.names
     columns = [_column_values(chunk, name, as_arrays=name == ids_column) for name in names]
@@ -171,19 +171,19 @@ def _column_values(chunk: ArrowChunk, name: str, *, as_arrays: bool) -> list[Any
         return plain_values(column)
     except (ValueError, RecursionError):
         for k in range(len(column)):  # find the row for the message
-            where = f"{chunk.name}, row {chunk.first + k}: column {name!r}"
+            location = f"{chunk.name}, row {chunk.first + k}: column {name!r}"
             try:
                 plain_values(column.slice(k, 1))
             except UnicodeDecodeError as err:
-                raise CorpusError(f"{where}: text is not UTF-8: {err}") from err
+                raise CorpusError(f"{location}: text is not UTF-8: {err}") from err
             except ValueError as err:
-                raise CorpusError(f"{where}: {' '.join(str(err).split())}; fix or remove the value") from err
+                raise CorpusError(f"{location}: {' '.join(str(err).split())}; fix or remove the value") from err
             except RecursionError as err:
-                raise CorpusError(f"{where}: nested too deeply; fix or remove the value") from err
+                raise CorpusError(f"{location}: nested too deeply; fix or remove the value") from err
         raise
 
 
-def id_columns(settings: CorpusSettings, names: Sequence[str], where: str) -> tuple[str | None, str | None]:
+def id_columns(settings: CorpusSettings, names: Sequence[str], location: str) -> tuple[str | None, str | None]:
     """Return the columns of row names and document names; None: names are generated.
 
     Raises:
@@ -193,7 +193,7 @@ def id_columns(settings: CorpusSettings, names: Sequence[str], where: str) -> tu
         column = getattr(settings, setting)
         if column and column not in (*names, ROW_ID_COLUMNS[0], DOC_ID_COLUMN):
             raise CorpusError(
-                f"{where}: no column {column!r}, named by corpus.{setting}; columns found: {', '.join(names)}"
+                f"{location}: no column {column!r}, named by corpus.{setting}; columns found: {', '.join(names)}"
             )
     row_id = settings.row_id_column
     if row_id is None:
@@ -221,7 +221,7 @@ class Document:
     conversation: Conversation | None = None
     left_out: tuple[tuple[str, str], ...] = ()  # skipped parts of a conversation: keys of `text.SKIPPED`, and locations
     unusable: bool = False  # a conversation that yields no row
-    where: str = ""  # file and line or row, for messages
+    location: str = ""  # file and line or row, for messages
     ignored: tuple[str, ...] = field(default=(), repr=False)  # columns that cannot be labels: nested or binary
     rejected: "Document | None" = None  # the other side of a preference pair, whose chosen side this is
 
@@ -282,22 +282,22 @@ def _build_documents(records: Iterable[Record], settings: CorpusSettings) -> Ite
         CorpusError: invalid token ids, or columns of unexpected types.
     """
     for record in records:
-        where, ids, column = record.where, record.values.get(settings.ids_column), settings.ids_column
+        location, ids, column = record.location, record.values.get(settings.ids_column), settings.ids_column
         if ids is not None:
             if isinstance(ids, pa.Array):
                 if ids.null_count:
-                    raise CorpusError(f"{where}: the list of token ids contains a null; expected integers")
+                    raise CorpusError(f"{location}: the list of token ids contains a null; expected integers")
                 ids = ids.to_numpy(zero_copy_only=False)
             elif not isinstance(ids, list) or not all(type(token) is int for token in ids):
-                raise CorpusError(f"{where}: ids column {column!r} holds {ids!r:.60}, expected a list of integers")
+                raise CorpusError(f"{location}: ids column {column!r} holds {ids!r:.60}, expected a list of integers")
             try:
                 ids = np.asarray(ids, dtype=np.int64)
             except OverflowError:
                 ids = np.full(1, _INT32.max + 1)  # an id of more than 64 bits; rejected below
             if ids.size and not (_INT32.min <= ids.min() and ids.max() <= _INT32.max):
-                raise CorpusError(f"{where}: a token id exceeds 32 bits, so it is outside any vocabulary")
+                raise CorpusError(f"{location}: a token id exceeds 32 bits, so it is outside any vocabulary")
             ids = ids.astype(np.int32)
-        content = form_of(record.values.keys(), settings, where).read(record.values, where)
+        content = form_of(record.values.keys(), settings, location).read(record.values, location)
         doc_id = record.doc_id
         if doc_id is None:  # generate one: a hash of the content, and the position, which distinguishes duplicates
             text = "".join(
@@ -315,7 +315,7 @@ def _build_documents(records: Iterable[Record], settings: CorpusSettings) -> Ite
             labels=record.labels,
             answers=content.answers,
             conversation=content.conversation,
-            where=where,
+            location=location,
             ignored=record.ignored,
         )
         if (side := content.rejected) is not None:
@@ -326,26 +326,28 @@ def _build_documents(records: Iterable[Record], settings: CorpusSettings) -> Ite
 
 def _column_roles(record: Record, settings: CorpusSettings) -> dict[str, str]:
     """Return the roles of a record's columns: text, turns or columns of another form, ids, names."""
-    form = form_of(record.values.keys(), settings, record.where)
+    form = form_of(record.values.keys(), settings, record.location)
     content = dict(zip(form.columns, form.sources, strict=True))
     if form.kind == "text":
         has_turns = holds_turns(record.values.get(form.sources[0]), form.columns[0])
         content = {"turns" if has_turns else "text": form.sources[0]}
-    row_id, doc_id = id_columns(settings, [*record.values, *record.ignored], record.where)
+    row_id, doc_id = id_columns(settings, [*record.values, *record.ignored], record.location)
     roles = content | {"input_ids": settings.ids_column, "row_id": row_id, "doc_id": doc_id}
     return {role: column for role, column in roles.items() if column is not None and column in record.values}
 
 
-def content_columns(settings: CorpusSettings, columns: Mapping[str, pa.DataType | None], where: str) -> tuple[str, ...]:
+def content_columns(
+    settings: CorpusSettings, columns: Mapping[str, pa.DataType | None], location: str
+) -> tuple[str, ...]:
     """Return the columns of content, which are not labels, after validating their types."""
-    form, ids = form_of(columns.keys(), settings, where), settings.ids_column
+    form, ids = form_of(columns.keys(), settings, location), settings.ids_column
     kind = columns.get(ids)
     if kind is not None and not pa.types.is_null(kind) and not (is_list(kind) and pa.types.is_integer(kind.value_type)):
-        raise CorpusError(f"{where}: ids column {ids!r} holds {kind}, expected lists of integers")
+        raise CorpusError(f"{location}: ids column {ids!r} holds {kind}, expected lists of integers")
     text = form.sources[0]
     kind = columns.get(text) if form.kind == "text" else None
     if kind is not None and not (is_text(kind) or pa.types.is_nested(kind) or pa.types.is_null(kind) or is_json(kind)):
-        raise CorpusError(f"{where}: text column {text!r} holds {kind}, expected text or a list of turns")
+        raise CorpusError(f"{location}: text column {text!r} holds {kind}, expected text or a list of turns")
     return (*form.sources, ids)
 
 

@@ -128,7 +128,7 @@ def pack(
         try:
             encoded = encode_texts([model_text(document) for document in with_text], tokenizer)
         except CorpusError as err:
-            raise CorpusError(f"{with_text[0].where} and following documents: {err}") from err
+            raise CorpusError(f"{with_text[0].location} and following documents: {err}") from err
         tokens = {id(document): text for document, text in zip(with_text, encoded, strict=True)}
         for document, rejected in pairs:
             yield from packer.feed(document, tokens.get(id(document)), tokens.get(id(rejected)))
@@ -169,19 +169,19 @@ def render_document(document: Document, tokenizer: Tokenizer, settings: CorpusSe
     left_out = () if document.rejected is None else document.rejected.left_out
     if document.conversation is not None:
         if (fault := document.conversation.fault) is not None:
-            return replace(document, left_out=((fault, document.where),), unusable=True)
+            return replace(document, left_out=((fault, document.location),), unusable=True)
         try:
             chat = tokenizer.render(document.conversation, last_only=loss_on == "completion")
         except UnusableConversationError as err:
-            return replace(document, left_out=((err.reason, f"{document.where}: {err}"),), unusable=True)
+            return replace(document, left_out=((err.reason, f"{document.location}: {err}"),), unusable=True)
         except ModelError as err:
-            raise CorpusError(f"{document.where}: {err}") from err
+            raise CorpusError(f"{document.location}: {err}") from err
         text, loss_spans = chat.text, chat.spans
-        left_out += tuple((reason, f"{document.where}: turn {k}") for reason, k in chat.unwritten)
+        left_out += tuple((reason, f"{document.location}: turn {k}") for reason, k in chat.unwritten)
     if loss_spans is None or text is None:
         if loss_on in ("assistant", "completion"):
             raise CorpusError(
-                f"{document.where}: has no answer to carry loss; corpus.loss_on: got {loss_on}, expected all"
+                f"{document.location}: has no answer to carry loss; corpus.loss_on: got {loss_on}, expected all"
             )
         return document
     if loss_on == "all":
@@ -284,7 +284,7 @@ class Packer:
             ids = np.array((), dtype=np.int64) if tokens is None else tokens.ids
             mask, end_chars = (None, None) if tokens is None else (tokens.loss_mask, tokens.ends)
         if fault is not None:
-            self._skipped.add(fault, document.name, document.where)
+            self._skipped.add(fault, document.name, document.location)
             return
         whole = self._whole_document(document, ids, mask, end_chars)
         if document.rejected is not None:
@@ -337,7 +337,7 @@ class Packer:
         bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
         if bad.size:
             raise CorpusError(
-                f"{document.where}: row {document.name!r} has the token id {ids[bad[0]]} at position "
+                f"{document.location}: row {document.name!r} has the token id {ids[bad[0]]} at position "
                 f"{bad[0]}, outside the vocabulary of {vocab_size} (0 to {vocab_size - 1}); "
                 "use the tokenizer that the model was trained with"
             )
@@ -388,11 +388,11 @@ class Packer:
         assert loss_mask is not None
         if self._settings.packing == "concat":
             raise CorpusError(
-                f"{document.where}: conversations are one row each; corpus.packing: got concat, expected document"
+                f"{document.location}: conversations are one row each; corpus.packing: got concat, expected document"
             )
         loss_mask[:1] = False
         if not loss_mask.any():
-            self._skipped.add("no_loss", document.name, document.where)
+            self._skipped.add("no_loss", document.name, document.location)
             return None
         prefix = self._prefix[: 0 if self._n_prefix(whole) else None]
         if len(whole.ids) > self._length:

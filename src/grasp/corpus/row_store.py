@@ -146,7 +146,7 @@ class CorpusItem(Protocol):
         """Return the position in the corpus."""
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         """Return file and line or row, for messages."""
 
 
@@ -295,7 +295,7 @@ class ShardStore(ABC, Generic[S, R]):
             )
         if duplicate is not None:
             row_id, *positions = duplicate
-            shown = " and ".join(next(documents(position)).where for position in positions)
+            shown = " and ".join(next(documents(position)).location for position in positions)
             raise CorpusError(
                 f"row_id {row_id!r} occurs twice: {shown}; use unique names, another column of names "
                 '(--id-column NAME), or generated names (--id-column "")'
@@ -388,19 +388,19 @@ class ShardStore(ABC, Generic[S, R]):
         shards = [self.columns(k, ("n_tokens",)) for k in range(self.n_shards)]
         return np.concatenate([np.asarray(table.column("n_tokens"), dtype=np.int64) for table in shards])
 
-    def supervised(self) -> I64:
+    def loss_counts(self) -> I64:
         """Return the number of positions that carry loss of every row, (N,)."""
         return self.lengths()
 
     @cached_property
-    def n_supervised(self) -> int:
+    def n_loss_positions(self) -> int:
         """Return the total number of positions with loss."""
-        return int(self.supervised().sum())
+        return int(self.loss_counts().sum())
 
     @property
     def masked(self) -> bool:
         """Return whether only a part of some rows carries loss, e.g. of conversations."""
-        return self.n_supervised < self.n_tokens - self.n_rows
+        return self.n_loss_positions < self.n_tokens - self.n_rows
 
     def rows(self, row_index: I64) -> S:
         """Read rows by position, in the given order, possibly repeated, from only the shards that contain them.
@@ -695,11 +695,13 @@ class RowStore(ShardStore[RowShard, Row]):
                         if document.index == index and document.conversation is not None:
                             document = render_document(document, tokenizer(), corpus.settings)
                     if index == main_index and document.doc_id != doc_id:
-                        raise CorpusError(f"{document.where}: is {document.doc_id!r}, was {doc_id!r}; {CORPUS_CHANGED}")
+                        raise CorpusError(
+                            f"{document.location}: is {document.doc_id!r}, was {doc_id!r}; {CORPUS_CHANGED}"
+                        )
                     parts.append(str(document.text)[start:end])
                 yield "\n\n".join(parts)
 
-    def supervised(self, k: int | None = None) -> I64:
+    def loss_counts(self, k: int | None = None) -> I64:
         """Return the number of positions with loss of every row, (N,), or of the rows of shard k."""
         counts = []
         for i in range(self.n_shards) if k is None else (k,):

@@ -71,7 +71,7 @@ class JsonRecord:
     record: dict[str, Any]
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         """Return file and line, for messages."""
         return f"{self.name}:{self.line}"
 
@@ -332,10 +332,10 @@ def _partitions(files: Sequence[str], root: str) -> dict[str, Partition]:
     }
 
 
-def _add_partition_labels(record: dict[str, Any], partition: Partition, where: str) -> dict[str, Any]:
+def _add_partition_labels(record: dict[str, Any], partition: Partition, location: str) -> dict[str, Any]:
     """Add the labels of the file's folders to a record."""
     for key in partition.keys() & record.keys():
-        _refuse_conflicting_value(key, partition, [record[key]], where)
+        _refuse_conflicting_value(key, partition, [record[key]], location)
     return record | {key: value for key, (_, value) in partition.items() if key not in record} if partition else record
 
 
@@ -351,14 +351,14 @@ def _add_partition_columns(
     return batch
 
 
-def _refuse_conflicting_value(key: str, partition: Partition, values: Sequence[Any], where: str) -> None:
+def _refuse_conflicting_value(key: str, partition: Partition, values: Sequence[Any], location: str) -> None:
     """Raise an error if a column contradicts the folder of the same name."""
     text, typed = partition[key]
     for value in values:
         if label_text(value) not in (text, label_text(typed)):
             raise CorpusError(
-                f"{where}: column {key!r} has the value {value!r:.60}, but its folder says {key}={text}; rename one of "
-                "them, or correct the column"
+                f"{location}: column {key!r} has the value {value!r:.60}, but its folder says {key}={text}; rename one "
+                "of them, or correct the column"
             )
 
 
@@ -402,11 +402,13 @@ def parquet_rows(fs: Any, path: str, name: str) -> int:
         return int(file.metadata.num_rows)
 
 
-def _refuse_duplicate_columns(names: Sequence[str], where: str) -> None:
+def _refuse_duplicate_columns(names: Sequence[str], location: str) -> None:
     """Raise an error if a column name occurs more than once."""
     duplicates = [name for name, count in Counter(names).items() if count > 1]
     if duplicates:
-        raise CorpusError(f"{where}: has the column {', '.join(duplicates)} more than once; rename or drop one of them")
+        raise CorpusError(
+            f"{location}: has the column {', '.join(duplicates)} more than once; rename or drop one of them"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,16 +478,16 @@ def table_source(data: Any, split: str | None = None, what: str = "corpus") -> T
     return TableSource(data, "corpus", [["table", str(data.num_rows), digest.hexdigest()]])
 
 
-def _select_split(loaded: Any, split: str | None, where: str, field: str) -> Any:
+def _select_split(loaded: Any, split: str | None, location: str, field: str) -> Any:
     """Return the table, its only split, or the named split, in Arrow format."""
     if not isinstance(loaded, Mapping):
         if split is not None and str(loaded.split) != split:
-            raise CorpusError(f"{field}.split: got {split!r}, but {where} is one table ({loaded.split}); omit it")
+            raise CorpusError(f"{field}.split: got {split!r}, but {location} is one table ({loaded.split}); omit it")
         return loaded.with_format("arrow")
     names = ", ".join(sorted(loaded))
     if split is None and len(loaded) > 1:
         option = "--split (corpus.split)" if field == "corpus" else f"{field}.split"
-        raise CorpusError(f"{where}: has the splits {names}; select one with {option}")
+        raise CorpusError(f"{location}: has the splits {names}; select one with {option}")
     if split is not None and split not in loaded:
-        raise CorpusError(f"{field}.split: got {split!r}, expected one of the splits of {where}: {names}")
+        raise CorpusError(f"{field}.split: got {split!r}, expected one of the splits of {location}: {names}")
     return loaded[split or names].with_format("arrow")

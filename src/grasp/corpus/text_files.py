@@ -104,10 +104,10 @@ def json_lines(stream: Any, name: str, skip: int = 0) -> Records:
     number = 0
     while content := stream.readline(MAX_LINE_BYTES + 1):
         number += 1
-        where = f"{name}:{number}"
+        location = f"{name}:{number}"
         if len(content) > MAX_LINE_BYTES:
             raise CorpusError(
-                f"{where}: a line of more than {MAX_LINE_BYTES >> 20} MiB; shorten the record, or fix the file"
+                f"{location}: a line of more than {MAX_LINE_BYTES >> 20} MiB; shorten the record, or fix the file"
             )
         if not content.strip():
             continue
@@ -120,11 +120,13 @@ def json_lines(stream: Any, name: str, skip: int = 0) -> Records:
         except (ValueError, RecursionError) as err:
             if content.strip() == b"{":
                 raise CorpusError(
-                    f"{where}: an object over several lines; write one record per line, or an array"
+                    f"{location}: an object over several lines; write one record per line, or an array"
                 ) from err
-            raise CorpusError(f"{where}: not JSON: {one_line(err)}; fix or remove the line") from err
+            raise CorpusError(f"{location}: not JSON: {one_line(err)}; fix or remove the line") from err
         if not isinstance(record, dict):
-            raise CorpusError(f"{where}: got {type(record).__name__}, expected a JSON object with the text in a field")
+            raise CorpusError(
+                f"{location}: got {type(record).__name__}, expected a JSON object with the text in a field"
+            )
         yield number, record
 
 
@@ -136,19 +138,19 @@ def _read_json_array(stream: Any, name: str, skip: int) -> Records:
     expected = "["  # then "record", then "," or the end
     while True:
         at = len(text) - len(text[at:].lstrip(_SPACE)) if text[at : at + 1] in _SPACE else at
-        where, is_incomplete = f"{name}, record {number + 1}", at == len(text)
+        location, is_incomplete = f"{name}, record {number + 1}", at == len(text)
         if not is_incomplete and expected == "record" and not (number == 0 and text[at] == "]"):
             try:
                 record, at = decoder.raw_decode(text, at)
             except RecursionError as err:
-                raise CorpusError(f"{where}: nested too deeply; fix or remove it") from err
+                raise CorpusError(f"{location}: nested too deeply; fix or remove it") from err
             except json.JSONDecodeError as err:
                 is_incomplete = "Unterminated" in err.msg or err.pos + _MAX_TOKEN_CHARS >= len(text)
                 if not is_incomplete or len(text) - at > MAX_LINE_BYTES:
-                    raise CorpusError(f"{where}: not JSON: {err.msg}; fix or remove it") from err
+                    raise CorpusError(f"{location}: not JSON: {err.msg}; fix or remove it") from err
             else:
                 if not isinstance(record, dict):
-                    raise CorpusError(f"{where}: got {type(record).__name__}, expected a JSON object")
+                    raise CorpusError(f"{location}: got {type(record).__name__}, expected a JSON object")
                 number, expected, block = number + 1, ",", _BLOCK_BYTES
                 yield number, None if number <= skip else record
                 continue
@@ -156,7 +158,7 @@ def _read_json_array(stream: Any, name: str, skip: int) -> Records:
             if expected != "[" and text[at] == "]":
                 return
             if text[at] != expected:
-                raise CorpusError(f"{where}: got {text[at]!r} before it, expected {expected!r}; fix the file")
+                raise CorpusError(f"{location}: got {text[at]!r} before it, expected {expected!r}; fix the file")
             at, expected = at + 1, "record"
             continue
         if ended:
@@ -169,7 +171,7 @@ def _read_json_array(stream: Any, name: str, skip: int) -> Records:
         try:
             text, at = text[at:] + decode.decode(content, ended), 0
         except UnicodeDecodeError as err:
-            raise CorpusError(f"{where}: text is not UTF-8: {err}; fix the file") from err
+            raise CorpusError(f"{location}: text is not UTF-8: {err}; fix the file") from err
 
 
 def _read_delimited(stream: Any, name: str, skip: int) -> Records:

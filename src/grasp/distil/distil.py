@@ -95,7 +95,7 @@ def distil(
         raise SettingsError(f"rows: got {rows}, expected at least {MIN_ROWS}")
     order = stream(seed, "distil", "rows").permutation(inputs.n_rows)[:rows]
     if len(order) < MIN_ROWS:
-        raise SettingsError(f"{artifact.where}: has {len(order)} rows, expected at least {MIN_ROWS}")
+        raise SettingsError(f"{artifact.location}: has {len(order)} rows, expected at least {MIN_ROWS}")
     progress.stage("text of rows", rows=len(order), tokens=None)
     decoded: list[str] = []
     size = 0

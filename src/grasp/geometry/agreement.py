@@ -21,7 +21,7 @@ from grasp.geometry.candidates import Candidate, Criterion
 from grasp.geometry.development_runs import Development
 from grasp.runs.metrics import mean_defined, rank_correlations
 from grasp.runs.predictions import WHOLE_TASK
-from grasp.runs.retrained import Utilities
+from grasp.runs.training_runs import Utilities
 from grasp.seeds import bootstrap_weights, stream
 
 COLUMNS_PER_BLOCK = 2_048  # columns of predictions that are ranked at once, to bound the memory

@@ -14,7 +14,7 @@ from grasp.geometry.development_runs import Development, bind_developments
 from grasp.geometry.protocol_selection import select_protocol
 from grasp.predict.weights import Side
 from grasp.runs.metrics import RESAMPLES
-from grasp.runs.retrained import TrainingRuns
+from grasp.runs.training_runs import TrainingRuns
 
 SIDES: tuple[Side, ...] = ("retained", "omitted")
 

@@ -15,7 +15,7 @@ from grasp.errors import ProtocolError, ProtocolLeakError, RunsError
 from grasp.geometry.candidate_predictor import CandidatePredictor
 from grasp.predict.scoring_rule import Requirements
 from grasp.runs.alignment import match_targets
-from grasp.runs.retrained import TrainingRuns
+from grasp.runs.training_runs import TrainingRuns
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ round ends as soon as one of them exceeds the best row of the pool. Duplicates t
 a block too, and the cost is nearly linear in the number of rows.
 
 Rows are compared by a *key*: their gain, or their gain per token (`_Greedy._keys`).
-Shape letters: N rows, P rows of a pool, D total width of the concatenated sketches, K selected rows.
+Shape letters: N rows (the M items of the constraints), P rows of a pool, D total width of the concatenated sketches, K
+selected rows.
 """
 
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ class _Greedy:
         # The gain of row k is base_k + <phi_k, 2 C s>: base_k for the empty selection, C = diag(curvature), s the sum
         # of the sketches of the selected rows. 2 C s is updated after each selection.
         self.two_c_s_D = np.zeros(len(self.curvature_D))  # 2 C s
-        self.available_N = constraints.allowed_N.copy()
+        self.available_N = constraints.allowed_M.copy()
         self.base_N = objective.linear_N.copy()
         for name, sketch in objective.sketches.items():
             self.base_N += objective.curvature[name] * sketch.squared_norms()
@@ -105,7 +106,7 @@ class _Greedy:
     def select_in_rounds(self) -> None:
         """Select from a large corpus: one block of rows at a time, from a pool of the best few thousand rows."""
         constraints = self.constraints
-        expected = int(constraints.budget / max(float(constraints.cost_N[constraints.allowed_N].mean()), 1.0))
+        expected = int(constraints.budget / max(float(constraints.cost_M[constraints.allowed_M].mean()), 1.0))
         block_rows = max(1, -(-expected // ROUNDS))
         pool_rows = max(INNER_ROWS, POOL_BLOCKS * block_rows)
         while self.available_N.any():
@@ -154,7 +155,7 @@ class _Greedy:
             if key_P[j] == EXCLUDED or sentinel_leads:
                 break
             row = int(pool.row_P[j])
-            code, cost = int(self.constraints.codes_N[row]), int(self.constraints.cost_N[row])
+            code, cost = int(self.constraints.codes_M[row]), int(self.constraints.cost_M[row])
             if cost > self.ledger.remaining(code):
                 unavailable_P |= self._drop_infeasible(pool.row_P, code, cost)
                 continue
@@ -174,8 +175,8 @@ class _Greedy:
 
     def _drop_infeasible(self, row_P: I64, code: int, cost: int) -> NDArray[np.bool_]:
         """Return the rows of a pool that are infeasible because a row was: same label value, equal or higher cost."""
-        infeasible_P: NDArray[np.bool_] = (self.constraints.codes_N[row_P] == code) & (
-            self.constraints.cost_N[row_P] >= cost
+        infeasible_P: NDArray[np.bool_] = (self.constraints.codes_M[row_P] == code) & (
+            self.constraints.cost_M[row_P] >= cost
         )
         self.available_N[row_P[infeasible_P]] = False
         return infeasible_P
@@ -187,13 +188,13 @@ class _Greedy:
 
     def _reconsider(self) -> None:
         """Reconsider rejected rows at the end: meeting the floors may have released budget that was reserved."""
-        self.available_N = self.constraints.allowed_N.copy()
+        self.available_N = self.constraints.allowed_M.copy()
         self.available_N[np.array(self.rows, dtype=np.int64)] = False
         self._drop_unaffordable()
 
     def _keys(self, row_P: I64, gain_P: F64) -> F64:
         """Return the ranking keys: the gain, or for weighting `count` the gain per unit of cost."""
-        return gain_P if self.objective.weighting == "mean" else gain_P / self.constraints.cost_N[row_P]
+        return gain_P if self.objective.weighting == "mean" else gain_P / self.constraints.cost_M[row_P]
 
     def _best_pool(self, count: int) -> _Pool:
         """Return the `count` rows with the highest gains, and sentinels from the ranks below."""
@@ -222,7 +223,7 @@ def select_greedily(
         bytes per row, and a pool.
     """
     state = _Greedy(objective, constraints, progress)
-    is_exhaustive = int(constraints.allowed_N.sum()) <= EXHAUSTIVE_ROWS
+    is_exhaustive = int(constraints.allowed_M.sum()) <= EXHAUSTIVE_ROWS
     if is_exhaustive:
         state.select_exhaustively()
     else:
@@ -285,7 +286,7 @@ def _select_at_size(
     predictor: InteractionPredictor, weights_T: F64, constraints: Constraints, progress: Progress | None
 ) -> tuple[Objective, GreedySelection | None]:
     """Select rows; under a token budget, repeat until the number of rows equals the assumed one (fixed point)."""
-    size = max(1, round(constraints.budget / float(constraints.cost_N[constraints.allowed_N].mean())))
+    size = max(1, round(constraints.budget / float(constraints.cost_M[constraints.allowed_M].mean())))
     for _ in range(MAX_SIZE_ITERATIONS):
         objective = Objective.from_predictor(predictor, weights_T, min(size, predictor.n_rows))
         if not objective.curvature:

@@ -139,7 +139,7 @@ def _sketch_constant(predictor: InteractionPredictor, name: str, weights: Quadra
 
 def best_rows(value_N: F64, constraints: Constraints) -> I64:
     """Return the rows with the highest values that satisfy the constraints, best first; ties go to the earlier row."""
-    return take_within_budget(ranked(value_N, among_N=constraints.allowed_N), constraints)
+    return take_within_budget(ranked(value_N, among_N=constraints.allowed_M), constraints)
 
 
 MAX_STEPS = 8  # Frank-Wolfe steps
@@ -181,7 +181,7 @@ def is_aligned(objective: Objective, constraints: Constraints) -> bool | None:
     """
     if not objective.curvature:
         return True
-    rows = np.flatnonzero(constraints.allowed_N)
+    rows = np.flatnonzero(constraints.allowed_M)
     if len(rows) > ALIGNED_ROWS:
         return None
     sketch_PD = objective.rows(rows) * np.sqrt(np.abs(objective.curvature_D))

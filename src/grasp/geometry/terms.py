@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Self, get_args
 
 from grasp.arrays import F64
+from grasp.artifact.label_table import LabelColumn
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column
-from grasp.artifact.where import LabelColumn
 from grasp.geometry.geometry_rule import CalibrationSettings, InteractionProtocol
 from grasp.geometry.sketches import SketchWithNorms, pair_sums
 from grasp.geometry.standardize import (

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from grasp.arrays import F64, Bool
+from grasp.artifact.label_table import LabelColumn
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, only_target, row_places
-from grasp.artifact.where import LabelColumn
 from grasp.build.modality import vision
 from grasp.build.provenance import BuildSource
 from grasp.corpus.labels import CLASS_LABEL, HASH_LABEL
@@ -153,7 +153,7 @@ def detect(
         raise SettingsError(f"k: got {k}, expected 1 to {artifact.n_rows}")
     if artifact.n_rows < MIN_ROWS:
         raise SettingsError(
-            f"{artifact.where}: has {artifact.n_rows} rows, expected at least {MIN_ROWS}; read them "
+            f"{artifact.location}: has {artifact.n_rows} rows, expected at least {MIN_ROWS}; read them "
             "instead, or build the artifact on more rows"
         )
     array = relevance_array(artifact, match)
@@ -235,8 +235,8 @@ def _refuse_copies(artifact: ArtifactReader, target: str) -> list[str]:
         listed = ", ".join(f"{units[unit]} = {name}" for (unit, _), name in zip(copies, names, strict=False))
         more = f" and {len(copies) - DEFAULT_TOP} more" if len(copies) > DEFAULT_TOP else ""
         raise ArtifactError(
-            f"{artifact.where}: {len({unit for unit, _ in copies})} of {len(units)} trusted units of {target} are rows "
-            f"of the corpus: {listed}{more}; remove them from one of the two and rebuild"
+            f"{artifact.location}: {len({unit for unit, _ in copies})} of {len(units)} trusted units of {target} are "
+            f"rows of the corpus: {listed}{more}; remove them from one of the two and rebuild"
         )
     return [] if note is None else [note]
 
@@ -354,7 +354,7 @@ def exact_copies(artifact: ArtifactReader, target: str) -> tuple[list[Pair], str
     units = artifact.units.take(pa.array(artifact.unit_columns(target))).to_pylist()
     if {HASH_LABEL, CLASS_LABEL} <= set(pq.read_schema(artifact.rows_path).names):
         if units[0].get(HASH_LABEL) is None:
-            raise ArtifactError(f"{artifact.where}: its units have no {HASH_LABEL}; rebuild it with this version")
+            raise ArtifactError(f"{artifact.location}: its units have no {HASH_LABEL}; rebuild it with this version")
         hashes = [unit[HASH_LABEL] for unit in units]
         return sorted(_matching_pairs(hashes, ([key] for key in _values(artifact, HASH_LABEL)))), None
     limit = int(artifact.manifest.settings.get("corpus", {}).get("snippet_chars", SNIPPET_CHARS))

@@ -34,8 +34,8 @@ from grasp.inspect.rescoring import (
 from grasp.predict.scoring_rule import Interaction, ScoringProtocol, geometry, kernel_weights, resolve_protocol
 from grasp.results import Result
 from grasp.runs.alignment import bind_runs
-from grasp.runs.retrained import TrainingRuns
 from grasp.runs.table import RunTable
+from grasp.runs.training_runs import TrainingRuns
 from grasp.seeds import stream
 from grasp.text import json_text, plain
 
@@ -110,7 +110,7 @@ def check(
         raise SettingsError(f"check: got {rows} rows and {subsets} subsets, expected at least {MIN_ROWS} and 3")
     index = sample_rows(artifact, rows, seed)
     if len(index) < MIN_ROWS:
-        raise ArtifactError(f"{artifact.where}: has {artifact.n_rows} rows, checks need at least {MIN_ROWS}")
+        raise ArtifactError(f"{artifact.location}: has {artifact.n_rows} rows, checks need at least {MIN_ROWS}")
     bound_runs = None if runs is None else bind_runs(artifact, runs)
     if bound_runs is None:
         weight_BN = _half_samples(len(index), subsets, seed)

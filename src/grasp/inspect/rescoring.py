@@ -31,7 +31,7 @@ from grasp.predict.predictor import UnitSelection, downweight_negative
 from grasp.predict.scoring_rule import REPLAY, ScoringProtocol, kernel_weights
 from grasp.runs.alignment import Alignment
 from grasp.runs.metrics import MIN_SUBSETS
-from grasp.runs.retrained import TrainingRuns
+from grasp.runs.training_runs import TrainingRuns
 from grasp.seeds import stream
 
 MAX_SHARDS = 8  # shards read for a sample, since shards of stored features may be large
@@ -168,7 +168,7 @@ def rank_by_two_samples(
         raise ArtifactError("supported only for texts, and for all kernels but pooled, gradient and replay")
     settings = origin.settings.features.model_copy(update={"kernels": tuple(kernels)})
     model_pass = ModelPass(origin.model, settings)
-    samples = _two_samples(origin.rows.supervised(), settings.sample_positions, seed)
+    samples = _two_samples(origin.rows.loss_counts(), settings.sample_positions, seed)
     if not all(len(sample) for sample in samples):
         raise ArtifactError(f"requires at least two rows; the corpus has {artifact.n_rows}")
     units = model_pass.units(origin.unit_tokens, [unit.unit_id for unit in origin.units.units])
@@ -205,12 +205,12 @@ def rank_by_two_samples(
 
 
 def _two_samples(
-    supervised_N: NDArray[np.int64], positions: int, seed: int
+    loss_counts_N: NDArray[np.int64], positions: int, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Draw two disjoint samples of rows, in row order, with `positions` positions each, or half of all if fewer."""
-    n_positions = min(positions, MAX_POSITIONS, int(supervised_N.sum()) // 2)
-    order = stream(seed, "audit", "moments").permutation(len(supervised_N))
-    total = np.concatenate([[0], np.cumsum(supervised_N[order])])  # positions of the first rows of the order
+    n_positions = min(positions, MAX_POSITIONS, int(loss_counts_N.sum()) // 2)
+    order = stream(seed, "audit", "moments").permutation(len(loss_counts_N))
+    total = np.concatenate([[0], np.cumsum(loss_counts_N[order])])  # positions of the first rows of the order
     middle = min(int(np.searchsorted(total, n_positions)), len(order) - 1)  # leave a row for the other sample
     stop = max(int(np.searchsorted(total, total[middle] + n_positions)), middle + 1)
     return np.sort(order[:middle]), np.sort(order[middle:stop])

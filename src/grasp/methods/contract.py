@@ -30,7 +30,7 @@ from grasp.predict.weights import SubsetBlock
 from grasp.progress import Progress, Silent
 from grasp.runs.alignment import Alignment
 from grasp.runs.predictions import Predictions
-from grasp.runs.retrained import TrainingRuns, Utilities
+from grasp.runs.training_runs import TrainingRuns, Utilities
 from grasp.settings import BuildSettings, Settings
 from grasp.targets.units import UnitSet, UnitTokens
 
@@ -121,7 +121,7 @@ class MethodInputs:
         """
         if self.origin.has_images:
             raise ArtifactError(
-                f"{self.artifact.where}: rows are images, but the method reads tokens; compute its scores elsewhere "
+                f"{self.artifact.location}: rows are images, but the method reads tokens; compute its scores elsewhere "
                 "and pass them to `grasp evaluate --predictions`"
             )
         rows = self.origin.rows
@@ -136,8 +136,8 @@ class MethodInputs:
         """
         if self.settings.corpus.form == "preference":
             raise SettingsError(
-                f"{self.artifact.where}: rows are preference pairs, and the method computes gradients of the loss of "
-                "texts; choose another method, or build on the chosen answers"
+                f"{self.artifact.location}: rows are preference pairs, and the method computes gradients of the loss "
+                "of texts; choose another method, or build on the chosen answers"
             )
 
     # ------------------------------------------------------------------------------------------- units

@@ -26,7 +26,7 @@ from typing import Literal
 import numpy as np
 
 from grasp.arrays import F64, I64
-from grasp.artifact.where import Label, LabelColumn
+from grasp.artifact.label_table import Label, LabelColumn
 from grasp.errors import SubsetError
 from grasp.predict.weights import SubsetBlock, WeightedRows, Weights, in_blocks
 from grasp.seeds import stream

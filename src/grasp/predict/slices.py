@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from grasp.arrays import F64, ratio
+from grasp.artifact.label_table import Label, LabelColumn, equals, none_of
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import MAX_SLICES
-from grasp.artifact.where import Label, LabelColumn, equals, none_of
 from grasp.errors import SubsetError
 from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor, RepetitionLaw, SubsetSums, relevance_blocks
 from grasp.predict.weights import Weights, sums_over

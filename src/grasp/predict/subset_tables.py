@@ -107,11 +107,11 @@ def read_subsets(
             rows.
     """
     source = source if isinstance(source, pa.Table) else Path(source)
-    where = "subsets" if isinstance(source, pa.Table) else str(source)
-    names = _validate_columns(source, where, corpus)
+    location = "subsets" if isinstance(source, pa.Table) else str(source)
+    names = _validate_columns(source, location, corpus)
     if side == "omitted" and "weight" in names:
-        raise SubsetError(f"{where}: has a column 'weight', which omitted rows cannot have; drop the column")
-    subsets = _read_subset_rows(source, where, names, row_index_of)
+        raise SubsetError(f"{location}: has a column 'weight', which omitted rows cannot have; drop the column")
+    subsets = _read_subset_rows(source, location, names, row_index_of)
     if side == "omitted":
         return in_blocks((MissingRows(item.subset_id, item.row_index) for item in subsets), row_index_of.n_rows, block)
     return in_blocks(subsets, row_index_of.n_rows, block)
@@ -145,7 +145,7 @@ def write_subsets(
             writer.write(pa.table(columns, schema=schema))
 
 
-def _validate_columns(source: Path | pa.Table, where: str, corpus: str | None) -> list[str]:
+def _validate_columns(source: Path | pa.Table, location: str, corpus: str | None) -> list[str]:
     """Return the column names; raise SubsetError if it is not a subset table, or of another corpus."""
     if isinstance(source, pa.Table):
         schema = source.schema
@@ -155,25 +155,25 @@ def _validate_columns(source: Path | pa.Table, where: str, corpus: str | None) -
     names, origin = list(schema.names), (schema.metadata or {}).get(CORPUS_KEY.encode(), b"").decode(errors="replace")
     if corpus and origin and origin != corpus:
         raise SubsetError(
-            f"{where}: was made from corpus {origin!r}, the artifact has {corpus!r}; create it from this artifact"
+            f"{location}: was made from corpus {origin!r}, the artifact has {corpus!r}; create it from this artifact"
         )
     if "row_id" not in names:
-        raise SubsetError(f"{where}: has columns {names}, lacks ['row_id']; expected row_id[, subset_id, weight]")
+        raise SubsetError(f"{location}: has columns {names}, lacks ['row_id']; expected row_id[, subset_id, weight]")
     if duplicates := [name for name in ("subset_id", "row_id", "weight") if names.count(name) > 1]:
-        raise SubsetError(f"{where}: has column {duplicates[0]} more than once; drop one of them")
+        raise SubsetError(f"{location}: has column {duplicates[0]} more than once; drop one of them")
     others = [name for name in names if name not in ("subset_id", "row_id")]
     for name, meaning in (("subset_id", "names of subsets"), ("weight", "weights")):
         close = difflib.get_close_matches(name, others, 1)
         if name not in names and close:
-            raise SubsetError(f"{where}: column {close[0]!r} looks like {meaning}; rename it to {name!r} or drop it")
+            raise SubsetError(f"{location}: column {close[0]!r} looks like {meaning}; rename it to {name!r} or drop it")
     return names
 
 
-def _entries(source: Path | pa.Table, where: str, names: list[str]) -> Iterator[pa.RecordBatch]:
+def _entries(source: Path | pa.Table, location: str, names: list[str]) -> Iterator[pa.RecordBatch]:
     """Yield the lines of a table in batches of ENTRY_SCHEMA."""
     columns = [name for name in ("subset_id", "row_id", "weight") if name in names]
     start = 0
-    with readable_table(where, SubsetError, EXPECTED_TABLE):
+    with readable_table(location, SubsetError, EXPECTED_TABLE):
         if isinstance(source, pa.Table):
             batches = iter(source.select(columns).to_batches(max_chunksize=BATCH_ROWS))
         else:
@@ -190,14 +190,16 @@ def _entries(source: Path | pa.Table, where: str, names: list[str]) -> Iterator[
             start += n
 
 
-def _read_subset_rows(source: Path | pa.Table, where: str, names: list[str], index: RowIndex) -> Iterator[WeightedRows]:
+def _read_subset_rows(
+    source: Path | pa.Table, location: str, names: list[str], index: RowIndex
+) -> Iterator[WeightedRows]:
     """Yield subsets in order of first appearance with ascending rows, with one subset in memory at a time."""
     with tempfile.TemporaryDirectory(prefix="grasp-subsets-") as spill, duckdb.connect(":memory:") as db:
         db.execute(f"SET memory_limit = '{MEMORY_LIMIT}'")
         db.execute(f"SET temp_directory = '{spill}'")
         # insert batch by batch: DuckDB would hide the exception of a failing stream
         for table, schema, batches in (
-            ("entry", ENTRY_SCHEMA, _entries(source, where, names)),
+            ("entry", ENTRY_SCHEMA, _entries(source, location, names)),
             ("name", ID_SCHEMA, index.batches()),
         ):
             db.register("batch", schema.empty_table())
@@ -218,7 +220,7 @@ def _read_subset_rows(source: Path | pa.Table, where: str, names: list[str], ind
             "count(row_index) AS n_known, sum(weight) AS total FROM line GROUP BY subset_id"
         )
         if problems := list(_problems(db)):
-            raise SubsetError(f"{where}: " + "; ".join(problems))
+            raise SubsetError(f"{location}: " + "; ".join(problems))
         subset_ids = [row[0] for row in db.execute("SELECT subset_id FROM subset ORDER BY first").fetchall()]
         reader = db.sql(
             "SELECT rank, row_index, weight FROM line "

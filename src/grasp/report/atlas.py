@@ -44,7 +44,7 @@ def write_atlas(
     names = [f"{half}_sketch" for half in SIMILARITY_SKETCHES if f"{half}_sketch" in artifact.array_names]
     if not names:
         raise ArtifactError(
-            f"{artifact.where}: the artifact has no sketches, which the map is computed from; build it with "
+            f"{artifact.location}: the artifact has no sketches, which the map is computed from; build it with "
             "features.hidden_width and features.residual_width above 0"
         )
     claim_directory(directory, ".grasp-atlas", lambda _: False, artifact.reads)

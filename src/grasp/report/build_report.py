@@ -17,8 +17,8 @@ from grasp.progress import Progress
 from grasp.report.findings import collect_findings
 from grasp.report.page import render
 from grasp.runs.alignment import bind_runs
-from grasp.runs.retrained import TrainingRuns
 from grasp.runs.table import RunTable
+from grasp.runs.training_runs import TrainingRuns
 from grasp.text import listed
 
 DEFAULT_EXPLAINED = 8  # most helpful rows per target whose words are shaded, if the model is available
@@ -117,8 +117,8 @@ def report(
     }
     options = [part for flag, value in flags.items() if value is not None for part in (flag, str(value))]
     options += ["--partial"] if partial else []
-    options += [part for checkpoint in earlier_artifacts for part in ("--previous", checkpoint.where)]
-    command = shlex.join(["grasp", "report", artifact.where, *options, "--out", str(out)])
+    options += [part for checkpoint in earlier_artifacts for part in ("--previous", checkpoint.location)]
+    command = shlex.join(["grasp", "report", artifact.location, *options, "--out", str(out)])
     findings = collect_findings(
         artifact,
         resolve_protocol(protocol, artifact),

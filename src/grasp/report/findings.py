@@ -55,7 +55,7 @@ from grasp.report.example_rows import (
 )
 from grasp.report.trends import LabelTrend, label_trends
 from grasp.runs.calibration import LearningCurve, OutcomePredictor, fit_outcomes, learning_curve
-from grasp.runs.retrained import TrainingRuns
+from grasp.runs.training_runs import TrainingRuns
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.text import MAX_CELL_CHARS, different
 from grasp.yaml_files import read_yaml, yaml_text
@@ -247,8 +247,8 @@ def collect_findings(
             "--runs": runs.path if isinstance(outcomes, OutcomePredictor) and runs is not None else None,
         },
         command=command,
-        artifact_path=artifact.where,
-        name=Path(artifact.where).resolve().name,
+        artifact_path=artifact.location,
+        name=Path(artifact.location).resolve().name,
         n_rows=artifact.n_rows,
         n_tokens=int(tokens_N.sum()),
         targets=targets,
@@ -292,7 +292,7 @@ def _outcomes(
 
 def _facts(artifact: ArtifactReader, targets: Sequence[str], predictor: Predictor) -> tuple[tuple[str, str], ...]:
     """Return the provenance of the artifact, warnings included, as pairs of a name and a text."""
-    manifest, artifact_info = artifact.manifest, info(artifact.where)
+    manifest, artifact_info = artifact.manifest, info(artifact.location)
     return (
         ("corpus", str(manifest.settings.get("corpus", {}).get("path", "unknown"))),
         ("reference model", str(manifest.settings.get("model", {}).get("path", "unknown"))),

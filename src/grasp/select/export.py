@@ -108,7 +108,7 @@ class Exporter:
             SettingsError: the rule or format is unknown, `ids` is given without `documents`, or the corpus cannot be
                 opened.
         """
-        rule = None if documents is None else parse_rule(documents)
+        rule = None if documents is None else parse_document_rule(documents)
         if ids is not None and rule is None:
             raise SettingsError("ids: requires `documents`: any, half or all")
         size = DEFAULT_SIZE if shard_size is None else ShardSize.parse(shard_size)
@@ -135,7 +135,7 @@ class Exporter:
             CorpusError: the corpus or its tokenizer is not the one that the artifact was built from.
         """
         artifact, rule = self.artifact, self.rule
-        provenance: dict[str, Any] = {"corpus": artifact.manifest.fingerprints["corpus"], "artifact": artifact.where}
+        provenance: dict[str, Any] = {"corpus": artifact.manifest.fingerprints["corpus"], "artifact": artifact.location}
         provenance |= {"params": dict(selection.params)} | ({"left_out": True} if left_out else {})
         # without a text column, a row is a record (a conversation, a pair, an instruction) and is written unchanged
         has_text = bool({"text", "input_ids"} & (artifact.manifest.details.get("columns") or {}).keys())
@@ -175,7 +175,7 @@ class Exporter:
         return replace(written, note=f"{note}documents within the budget, pass --documents all{written.note}")
 
 
-def parse_rule(text: str) -> Rule:
+def parse_document_rule(text: str) -> Rule:
     """Validate the name of a rule for whole documents.
 
     Raises:
@@ -201,10 +201,12 @@ def corpus_settings(artifact: ArtifactReader, path: str | None = None) -> Corpus
     artifact.require_one_corpus()
     recorded = artifact.manifest.settings.get("corpus")
     if not isinstance(recorded, dict):
-        raise SettingsError(f"{artifact.where}: does not record the corpus that it was built from; rebuild it")
+        raise SettingsError(f"{artifact.location}: does not record the corpus that it was built from; rebuild it")
     if (artifact.manifest.settings.get("model") or {}).get("classifier") is not None:
-        raise SettingsError(f"{artifact.where}: images cannot be exported; save the list of row_ids with --out instead")
-    settings = validated(CorpusSettings, recorded, f"{artifact.where}: settings.corpus")
+        raise SettingsError(
+            f"{artifact.location}: images cannot be exported; save the list of row_ids with --out instead"
+        )
+    settings = validated(CorpusSettings, recorded, f"{artifact.location}: settings.corpus")
     if path is None:
         path = artifact.place(settings.path)
         require_here(artifact, path, "`corpus`")
@@ -242,10 +244,10 @@ def _difference(artifact: ArtifactReader, rows: RowStore) -> str:
     names = (name for k in range(rows.n_shards) for name in rows.columns(k, ("row_id",))["row_id"].to_pylist())
     for row, name in zip_longest(names, expected):
         if name is None:
-            return f"has {row!r} beyond the {artifact.n_rows:,} rows of {artifact.where}; {remedy}"
+            return f"has {row!r} beyond the {artifact.n_rows:,} rows of {artifact.location}; {remedy}"
         if row != name:
-            return f"{'ends' if row is None else f'has {row!r}'} where {artifact.where} has row {name!r}; {remedy}"
-    return f"its rows have the ids of {artifact.where} but other tokens; {remedy}, or restore the tokenizer"
+            return f"{'ends' if row is None else f'has {row!r}'} where {artifact.location} has row {name!r}; {remedy}"
+    return f"its rows have the ids of {artifact.location} but other tokens; {remedy}, or restore the tokenizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,7 +418,7 @@ class _OtherColumns:
             chunk = self._chunk_with(document)
             if isinstance(chunk, JsonRecord):
                 (values,) = (values for _, values in records_in(chunk))
-                records.append({name: values[name] for name in self._names_of_others(values, chunk.where)})
+                records.append({name: values[name] for name in self._names_of_others(values, chunk.location)})
             elif k + 1 == len(documents) or documents[k + 1] >= chunk.index + chunk.batch.num_rows:
                 positions = pa.array(documents[first : k + 1] - chunk.index)
                 batch = chunk.batch if isinstance(chunk.batch, pa.Table) else pa.Table.from_batches([chunk.batch])

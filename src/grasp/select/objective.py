@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 import pyarrow as pa
 
-from grasp.api.predict import notes
+from grasp.api.predict import prediction_notes
 from grasp.arrays import F64, I32, I64
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_tokens
@@ -30,8 +30,8 @@ from grasp.text import did_you_mean, json_text, signed, text_table
 
 if TYPE_CHECKING:
     from grasp.runs.calibration import OutcomePredictor
-    from grasp.runs.retrained import TrainingRuns
     from grasp.runs.table import RunTable
+    from grasp.runs.training_runs import TrainingRuns
 
 GROUP_ROWS = 65_536  # rows per row group of a Parquet file
 MAX_DIVERSITY = 1e6  # far above the weight at which relevance has no influence
@@ -256,7 +256,11 @@ class SelectionObjective:
             for column, value_BT in predicted.columns.items():
                 columns[column] = pa.array(value_BT[0], from_pandas=True)
         reliability_notes = [of_target.note(target) for target, of_target in reliability.items()]
-        return pa.table(columns), (*interval_notes, *reliability_notes, *notes(self.predictor, self.run_model))
+        return pa.table(columns), (
+            *interval_notes,
+            *reliability_notes,
+            *prediction_notes(self.predictor, self.run_model),
+        )
 
     def result_fields(self, changes: pa.Table, value: float, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of an `OptimizationResult` that do not depend on its kind."""
@@ -270,7 +274,7 @@ class SelectionObjective:
         }
 
 
-def resolve_rule(
+def resolve_diversity(
     artifact: ArtifactReader, protocol: ScoringProtocol | Path | str | None, diversity: float | None
 ) -> ScoringProtocol:
     """Return the requested protocol; `diversity`, if given, replaces its geometry."""

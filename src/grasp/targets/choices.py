@@ -32,7 +32,7 @@ class MultipleChoice:
         right: position of the right choice, by the encodings that fit the answer.
     """
 
-    where: str
+    location: str
     prompt: str
     texts: tuple[str, ...]
     name: str
@@ -47,7 +47,7 @@ class MultipleChoice:
         return {"prompt": self.prompt, "completion": texts[gold], "choices": texts, "gold": gold}
 
 
-def question_prompt(values: Mapping[str, Any], where: str) -> str | None:
+def question_prompt(values: Mapping[str, Any], location: str) -> str | None:
     """Return the prompt of a record: `prompt`, or its question after the passage that it is about; None: neither.
 
     Raises:
@@ -61,13 +61,13 @@ def question_prompt(values: Mapping[str, Any], where: str) -> str | None:
     passage = "" if name is None else values[name]
     if not isinstance(passage, str):
         raise TargetError(
-            f"{where}: {name}: got {type(passage).__name__}, expected the text that the question is about; write the "
-            "record as `prompt` and `completion`"
+            f"{location}: {name}: got {type(passage).__name__}, expected the text that the question is about; write "
+            "the record as `prompt` and `completion`"
         )
     return f"{passage}\n" * bool(passage.strip()) + f"Question: {values['question']}\nAnswer:"
 
 
-def parse_choices(record: Mapping[str, Any], where: str) -> MultipleChoice | None:
+def parse_choices(record: Mapping[str, Any], location: str) -> MultipleChoice | None:
     """Parse a record of multiple choice; None: it has no choices, or a completion of its own.
 
     Raises:
@@ -87,21 +87,21 @@ def parse_choices(record: Mapping[str, Any], where: str) -> MultipleChoice | Non
         choices, labels = (choices["text"], choices.get("label")) if is_table else ([*choices.values()], [*choices])
     elif isinstance(choices, list) and all(isinstance(part, Mapping) for part in choices):
         choices, labels = ([entry.get(member) for entry in choices] for member in ("text", "label"))
-    prompt, answers = question_prompt(values, where), [field for field in ANSWERS if field in values]
+    prompt, answers = question_prompt(values, location), [field for field in ANSWERS if field in values]
     if name != CHOICES[0] and (prompt is None or not answers):  # columns of another meaning
         return None
     if prompt is None:
-        raise TargetError(f"{where}: has {name}, but no text `prompt` or `question` before them")
+        raise TargetError(f"{location}: has {name}, but no text `prompt` or `question` before them")
     if not answers:
-        raise TargetError(f"{where}: has {name}, but none of the fields {', '.join(ANSWERS)} says which is right")
+        raise TargetError(f"{location}: has {name}, but none of the fields {', '.join(ANSWERS)} says which is right")
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(text, str) for text in choices):
-        raise TargetError(f"{where}: {name}: got {choices!r:.60}, expected a list of at least two texts")
+        raise TargetError(f"{location}: {name}: got {choices!r:.60}, expected a list of at least two texts")
     for field in answers:
         if right := _right(values[field], choices, labels):
-            return MultipleChoice(where, prompt, tuple(choices), field, values[field], right)
+            return MultipleChoice(location, prompt, tuple(choices), field, values[field], right)
     raise TargetError(
-        f"{where}: {answers[0]}: got {values[answers[0]]!r:.60}, expected the label, text, letter or position (from 0) "
-        f"of one of the {len(choices)} choices"
+        f"{location}: {answers[0]}: got {values[answers[0]]!r:.60}, expected the label, text, letter or position (from "
+        f"0) of one of the {len(choices)} choices"
     )
 
 
@@ -144,13 +144,13 @@ def right_choices(records: Sequence[MultipleChoice]) -> list[int]:
         if len({quiz.right[encoding] for encoding in fitting}) > 1:
             meanings = " or ".join(f"the {name} of {quiz.texts[quiz.right[name]]!r:.60}" for name in fitting)
             raise TargetError(
-                f"{quiz.where}: {quiz.name}: got {quiz.answer!r:.60}, which is {meanings}, and no other record says "
+                f"{quiz.location}: {quiz.name}: got {quiz.answer!r:.60}, which is {meanings}, and no other record says "
                 "which; write positions as numbers, or the choices with labels"
             )
     gold = [quiz.right[fitting[0]] for quiz in records]
     if fitting == ["position"] and all(gold) and prod(1 - 1 / len(quiz.texts) for quiz in records) < MAX_CHANCE:
         raise TargetError(
-            f"{records[0].where}: {records[0].name}: none of the {len(records)} answers is 0; positions count from 0, "
-            "and these seem to count from 1: subtract 1, or write the choices with labels"
+            f"{records[0].location}: {records[0].name}: none of the {len(records)} answers is 0; positions count from "
+            "0, and these seem to count from 1: subtract 1, or write the choices with labels"
         )
     return gold

@@ -178,17 +178,17 @@ def weighted_units(records: Records, name: str, known: Mapping[str, Unit]) -> di
         TargetError: an unknown unit, or a weight that is 0 or not a number.
     """
     metrics: dict[str, list[Unit]] = {}
-    for where, record in records:
+    for location, record in records:
         unit_id, weight, target = record.get("unit_id"), record.get("weight"), record.get("target") or name
         unit = known.get(str(unit_id))
         if unit is None:
             some = ", ".join(list(known)[:3]) or "none"
             raise TargetError(
-                f"{where}: unit_id: {unit_id!r} is not a unit of the other targets ({some}, ...); name its target too, "
-                "e.g. --targets sciq,weights.jsonl; targets that an artifact already has are not read"
+                f"{location}: unit_id: {unit_id!r} is not a unit of the other targets ({some}, ...); name its target "
+                "too, e.g. --targets sciq,weights.jsonl; targets that an artifact already has are not read"
             )
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight) or not weight:
-            raise TargetError(f"{where}: weight: got {weight!r}, expected a number other than 0; its sign is kept")
+            raise TargetError(f"{location}: weight: got {weight!r}, expected a number other than 0; its sign is kept")
         metrics.setdefault(str(target), []).append(
             replace(unit, unit_id=f"{unit_id}@{target}", target=str(target), weight=unit.weight * float(weight))
         )
@@ -231,10 +231,10 @@ def _entry_records(entry: Mapping[str, Any]) -> Records:
     """Yield the records of a dataset entry in the usual form: turns, or prompt and completion."""
     is_preference = entry["fields"]["form"] == "preference"
     settings = CorpusSettings.model_validate({**entry, "form": "preference" if is_preference else None})
-    for where, record in records_of(settings.path, settings.split, field="targets.names"):
+    for location, record in records_of(settings.path, settings.split, field="targets.names"):
         try:
-            form = form_of(record.keys(), settings, where)
-            content = form.read(record, where)
+            form = form_of(record.keys(), settings, location)
+            content = form.read(record, location)
         except CorpusError as err:
             raise TargetError(str(err)) from err
         usual = {name: value for name, value in record.items() if name not in form.sources}
@@ -242,16 +242,16 @@ def _entry_records(entry: Mapping[str, Any]) -> Records:
             assert content.rejected.conversation is not None
             (*prompt, chosen), rejected = content.conversation.turns, content.rejected.conversation.turns[-1]
             tools = list(content.conversation.tools)
-            yield where, usual | {"prompt": prompt, "chosen": [chosen], "rejected": [rejected], "tools": tools}
+            yield location, usual | {"prompt": prompt, "chosen": [chosen], "rejected": [rejected], "tools": tools}
         elif content.conversation is not None:
             untrained = content.conversation.untrained
             turns = [
                 turn | ({"weight": 0} if k in untrained else {}) for k, turn in enumerate(content.conversation.turns)
             ]
-            yield where, usual | {"messages": turns, "tools": list(content.conversation.tools)}
+            yield location, usual | {"messages": turns, "tools": list(content.conversation.tools)}
         else:
             text, ((start, _), *_) = content.text or "", content.answers or ((0, 0),)
-            yield where, usual | {"prompt": text[:start], "completion": text[start:]}
+            yield location, usual | {"prompt": text[:start], "completion": text[start:]}
 
 
 def _find_logs(directory: str) -> list[str]:
@@ -318,12 +318,12 @@ def units_of(records: Records, task: str, loss_on: LossOn) -> list[Unit]:
     units: list[Unit] = []
     seen: dict[str, int] = {}
     records = list(records)
-    parsed = {k: quiz for k, (where, record) in enumerate(records) if (quiz := parse_choices(record, where))}
+    parsed = {k: quiz for k, (location, record) in enumerate(records) if (quiz := parse_choices(record, location))}
     golds = right_choices([*parsed.values()])
     quizzes = {k: quiz.fields(gold) for (k, quiz), gold in zip(parsed.items(), golds, strict=True)}
-    for k, (where, record) in enumerate(records):
-        pair = _parse_pair(record, where)
-        fields, conversation = _parse_fields(record, where, quizzes.get(k)) if pair is None else (pair[0], None)
+    for k, (location, record) in enumerate(records):
+        pair = _parse_pair(record, location)
+        fields, conversation = _parse_fields(record, location, quizzes.get(k)) if pair is None else (pair[0], None)
         target = fields.task or task
         position = seen[target] = seen.get(target, -1) + 1
         unit = Unit(
@@ -337,7 +337,7 @@ def units_of(records: Records, task: str, loss_on: LossOn) -> list[Unit]:
             support=fields.support,
         )
         if pair is not None:
-            units.append(_pair_unit(unit, pair[1], where))
+            units.append(_pair_unit(unit, pair[1], location))
             continue
         if conversation is None:
             units.append(unit)
@@ -356,24 +356,24 @@ def units_of(records: Records, task: str, loss_on: LossOn) -> list[Unit]:
     return units
 
 
-def _parse_pair(record: Mapping[str, Any], where: str) -> tuple[UnitFields, Content] | None:
+def _parse_pair(record: Mapping[str, Any], location: str) -> tuple[UnitFields, Content] | None:
     """Parse a preference pair; None: the record has another form."""
     if not is_preference_pair(record):
         return None
     try:
-        content = read_preference_pair({name: value for name, value in record.items() if value is not None}, where)
+        content = read_preference_pair({name: value for name, value in record.items() if value is not None}, location)
         named = {name: record[name] for name in ("task", "unit_id") if record.get(name) is not None}
         return UnitFields.model_validate({"prompt": "", "completion": "-", **named}), content
     except CorpusError as err:
         raise TargetError(str(err)) from err
     except ValidationError as err:
-        raise TargetError(describe(err, where)) from err
+        raise TargetError(describe(err, location)) from err
 
 
-def _pair_unit(unit: Unit, content: Content, where: str) -> Unit:
+def _pair_unit(unit: Unit, content: Content, location: str) -> Unit:
     """Return a preference pair as the margin of its chosen answer over the rejected one."""
     if unit.loss_on == "all":
-        raise TargetError(f"{where}: a preference pair is a margin of completions; got loss_on all")
+        raise TargetError(f"{location}: a preference pair is a margin of completions; got loss_on all")
     assert content.rejected is not None
     sides = []
     for side in (content, content.rejected):
@@ -395,7 +395,7 @@ def _pair_unit(unit: Unit, content: Content, where: str) -> Unit:
             if not side.text[begin:end].strip():
                 name = PAIR[len(sides)]
                 raise TargetError(
-                    f"{where}: {name}: no text follows the prompt {side.text[:begin]!r:.60}; remove the record"
+                    f"{location}: {name}: no text follows the prompt {side.text[:begin]!r:.60}; remove the record"
                 )
             sides.append(replace(unit, prompt=side.text[:begin], completion=side.text[begin:end], loss_on="completion"))
     chosen, rejected = sides
@@ -403,7 +403,7 @@ def _pair_unit(unit: Unit, content: Content, where: str) -> Unit:
 
 
 def _parse_fields(
-    record: Mapping[str, Any], where: str, quiz: Mapping[str, Any] | None
+    record: Mapping[str, Any], location: str, quiz: Mapping[str, Any] | None
 ) -> tuple[UnitFields, Conversation | None]:
     """Parse a record of any form, and its conversation if it has one.
 
@@ -416,36 +416,39 @@ def _parse_fields(
         values |= quiz
     if not isinstance(values.get("completion"), str):
         try:
-            conversation = conversation_in(values, where)
+            conversation = conversation_in(values, location)
         except CorpusError as err:
             raise TargetError(str(err)) from err
         if conversation is not None and conversation.fault is not None:
-            raise TargetError(f"{where}: {FAULTS[conversation.fault]}; fix or remove the record")
+            raise TargetError(f"{location}: {FAULTS[conversation.fault]}; fix or remove the record")
     if conversation is not None:  # turns after the last answer are ignored
         last = conversation.turns[conversation.answers[-1]]
         parts = [last["content"], *answer_parts(last).values()]
         completion = next(text for part in parts if (text := str(part or "")).strip())
         values |= {"prompt": conversation.content, "completion": completion}
     elif {"question", "answer"} <= values.keys() and "prompt" not in values:
-        values |= {"prompt": question_prompt(values, where), "completion": f" {_parse_answer(values['answer'], where)}"}
+        values |= {
+            "prompt": question_prompt(values, location),
+            "completion": f" {_parse_answer(values['answer'], location)}",
+        }
     elif not {"prompt", "completion"} & values.keys():
-        refuse_unscored(record, where)
+        refuse_unscored(record, location)
         names = ", ".join(f"{name} (null)" if value is None else str(name) for name, value in record.items())
-        raise TargetError(f"{where}: has the fields {names or 'none'}; {EXPECTED_FIELDS}")
+        raise TargetError(f"{location}: has the fields {names or 'none'}; {EXPECTED_FIELDS}")
     try:
         fields = UnitFields.model_validate(values)
     except ValidationError as err:
-        raise TargetError(describe(err, where)) from err
+        raise TargetError(describe(err, location)) from err
     if not fields.completion.strip():
-        raise TargetError(f"{where}: completion: got {fields.completion!r}, expected text to score")
+        raise TargetError(f"{location}: completion: got {fields.completion!r}, expected text to score")
     if fields.gold is not None and fields.gold >= len(fields.choices):
         raise TargetError(
-            f"{where}: gold: got {fields.gold}, expected the position of one of {len(fields.choices)} choices"
+            f"{location}: gold: got {fields.gold}, expected the position of one of {len(fields.choices)} choices"
         )
     return fields, conversation
 
 
-def _parse_answer(answer: Any, where: str) -> str:
+def _parse_answer(answer: Any, location: str) -> str:
     """Return the text of an answer; the first one if several are correct (Natural Questions, TriviaQA)."""
     text = answer
     if isinstance(text, Mapping):
@@ -453,7 +456,7 @@ def _parse_answer(answer: Any, where: str) -> str:
     if isinstance(text, list) and text:
         text = text[0]
     if isinstance(text, bool) or not isinstance(text, str | int | float):
-        raise TargetError(f"{where}: answer: got {answer!r:.60}, expected a text or a list of texts")
+        raise TargetError(f"{location}: answer: got {answer!r:.60}, expected a text or a list of texts")
     return str(text)
 
 
@@ -465,25 +468,25 @@ def read_mapped(target: DatasetTarget, loss_on: LossOn) -> list[Unit]:
         TargetError: there is nothing to read, a split or column does not exist (the message lists existing ones), or a
             completion is empty.
     """
-    where = f"targets.datasets.{target.name}"
+    location = f"targets.datasets.{target.name}"
     try:
-        templates = Template(target.prompt, f"{where}.prompt"), Template(target.completion, f"{where}.completion")
+        templates = Template(target.prompt, f"{location}.prompt"), Template(target.completion, f"{location}.completion")
     except CorpusError as err:
         raise TargetError(str(err)) from err
     used = templates[0].columns | templates[1].columns | (set() if target.unit_id is None else {target.unit_id})
     units = []
-    for k, (_, record) in enumerate(records_of(target.path, target.split, where)):
+    for k, (_, record) in enumerate(records_of(target.path, target.split, location)):
         missing = sorted(used - record.keys())
         if missing:
-            raise TargetError(f"{where}: no column {', '.join(missing)}; {target.path} has {', '.join(record)}")
+            raise TargetError(f"{location}: no column {', '.join(missing)}; {target.path} has {', '.join(record)}")
         try:
             prompt, completion = (template.fill(record, f"{target.path}, row {k}") for template in templates)
         except CorpusError as err:
             raise TargetError(str(err)) from err
         if not completion.strip():
-            raise TargetError(f"{where}: row {k}: completion: got {completion!r}, expected text to score")
+            raise TargetError(f"{location}: row {k}: completion: got {completion!r}, expected text to score")
         unit_id = f"{target.name}:{k if target.unit_id is None else record[target.unit_id]}"
         units.append(Unit(unit_id, target.name, prompt, completion, loss_on))
     if not units:
-        raise TargetError(f"{where}: {target.path} has no rows, expected at least one")
+        raise TargetError(f"{location}: {target.path} has no rows, expected at least one")
     return units

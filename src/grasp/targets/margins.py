@@ -117,11 +117,11 @@ def with_metric(unit: Unit, metric: str) -> Unit:
     Raises:
         TargetError: the unit has no choices, or has loss on more than the completion.
     """
-    where = f"unit {unit.unit_id!r} of {unit.target}"
+    location = f"unit {unit.unit_id!r} of {unit.target}"
     if unit.others:  # a preference pair
         return replace(unit, unit_id=f"{unit.unit_id}@{metric}", target=f"{unit.target}@{metric}", metric=metric)
     if unit.gold is None or len(unit.choices) < 2:
-        raise TargetError(f"{where}: @{metric} needs the wrong answers too; expected `choices` and `answer`")
+        raise TargetError(f"{location}: @{metric} needs the wrong answers too; expected `choices` and `answer`")
     if unit.loss_on != "completion":
-        raise TargetError(f"{where}: @{metric} is defined for loss on the completion; got loss_on {unit.loss_on}")
+        raise TargetError(f"{location}: @{metric} is defined for loss on the completion; got loss_on {unit.loss_on}")
     return unit.scored_by(metric)

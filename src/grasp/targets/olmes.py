@@ -102,13 +102,13 @@ def units_of_requests(records: Iterable[tuple[str, Mapping[str, Any]]], task: st
         TargetError: a record is not a request, or the gold answer of a document is not defined.
     """
     requests_by_task: dict[str, list[_Request]] = {}
-    for where, record in records:
+    for location, record in records:
         if not is_request(record):
             raise TargetError(
-                f"{where}: expected a request of olmes, with `doc_id`, `doc`, `request`, `idx` and `label`"
+                f"{location}: expected a request of olmes, with `doc_id`, `doc`, `request`, `idx` and `label`"
             )
         name = str(record.get("task_name") or task)
-        requests_by_task.setdefault(name, []).append(_Request.parse(record, where))
+        requests_by_task.setdefault(name, []).append(_Request.parse(record, location))
     return [
         _gold_unit(requests, f"{name}:{doc_id}", name, loss_on)
         for name, of_task in requests_by_task.items()
@@ -120,7 +120,7 @@ def units_of_requests(records: Iterable[tuple[str, Mapping[str, Any]]], task: st
 class _Request:
     """A continuation whose likelihood given a context is measured."""
 
-    where: str
+    location: str
     doc_id: int
     doc: Mapping[str, Any]
     idx: int
@@ -129,7 +129,7 @@ class _Request:
     continuation: str
 
     @classmethod
-    def parse(cls, record: Mapping[str, Any], where: str) -> "_Request":
+    def parse(cls, record: Mapping[str, Any], location: str) -> "_Request":
         """Parse a record.
 
         Raises:
@@ -143,20 +143,20 @@ class _Request:
             continuation = request.get("continuation")
         if not isinstance(continuation, str) or not continuation.strip():
             raise TargetError(
-                f"{where}: {kind}: no continuation is scored; use the requests of a variant that scores one, e.g. rc "
-                "or gold_bpb"
+                f"{location}: {kind}: no continuation is scored; use the requests of a variant that scores one, e.g. "
+                "rc or gold_bpb"
             )
         if not isinstance(context, str):
             raise TargetError(
-                f"{where}: the context is a list of messages, whose text depends on a chat template; use the requests "
-                "of a run without --use-chat-format"
+                f"{location}: the context is a list of messages, whose text depends on a chat template; use the "
+                "requests of a run without --use-chat-format"
             )
         try:
             doc_id, idx = int(record["doc_id"]), int(record["idx"])
         except (TypeError, ValueError) as err:
-            raise TargetError(f"{where}: doc_id, idx: expected integers: {err}") from err
+            raise TargetError(f"{location}: doc_id, idx: expected integers: {err}") from err
         doc = record["doc"] if isinstance(record["doc"], Mapping) else {}
-        return cls(where, doc_id, doc, idx, record["label"], context, continuation)
+        return cls(location, doc_id, doc, idx, record["label"], context, continuation)
 
 
 def _group_by_document(requests: Iterable[_Request]) -> dict[int, list[_Request]]:
@@ -174,8 +174,8 @@ def _gold_unit(requests: Sequence[_Request], unit_id: str, target: str, loss_on:
     gold = [k for k, request in enumerate(requests) if request.idx == label or not isinstance(label, int)]
     if len(gold) != 1 or len({request.idx for request in requests}) < len(requests):
         raise TargetError(
-            f"{requests[0].where}: document {requests[0].doc_id} has {len(requests)} candidates and {len(gold)} gold "
-            "answers; expected candidates with distinct `idx` and one gold answer"
+            f"{requests[0].location}: document {requests[0].doc_id} has {len(requests)} candidates and {len(gold)} "
+            "gold answers; expected candidates with distinct `idx` and one gold answer"
         )
     contexts = tuple(request.context for request in requests)
     continuations = tuple(request.continuation for request in requests)

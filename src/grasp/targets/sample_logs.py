@@ -50,7 +50,7 @@ def is_sample(record: Mapping[str, Any]) -> bool:
     return record.get("doc") is not None and record.get("arguments") is not None
 
 
-def refuse_unscored(record: Mapping[str, Any], where: str) -> None:
+def refuse_unscored(record: Mapping[str, Any], location: str) -> None:
     """Reject a record of a harness log that lacks the scored requests.
 
     Raises:
@@ -58,7 +58,7 @@ def refuse_unscored(record: Mapping[str, Any], where: str) -> None:
     """
     for names, reason in _NOT_SCORED.items():
         if record.keys() >= set(names):
-            raise TargetError(f"{where}: {reason}")
+            raise TargetError(f"{location}: {reason}")
 
 
 def units_of_log(records: Iterable[tuple[str, Mapping[str, Any]]], task: str, loss_on: LossOn) -> list[Unit]:
@@ -69,10 +69,10 @@ def units_of_log(records: Iterable[tuple[str, Mapping[str, Any]]], task: str, lo
             document occurs twice with different content.
     """
     samples: list[tuple[str, Unit | _MultipleChoice | _Generation]] = []
-    for position, (where, record) in enumerate(records):
+    for position, (location, record) in enumerate(records):
         if not is_sample(record):
-            raise TargetError(f"{where}: has no `doc` and `arguments`, expected a sample like the preceding records")
-        samples.append((where, _parse_sample(record, where, task, position, loss_on)))
+            raise TargetError(f"{location}: has no `doc` and `arguments`, expected a sample like the preceding records")
+        samples.append((location, _parse_sample(record, location, task, position, loss_on)))
     for kind in (_MultipleChoice, _Generation):
         by_task: dict[str, list[Any]] = {}
         for _, sample in samples:
@@ -81,53 +81,55 @@ def units_of_log(records: Iterable[tuple[str, Mapping[str, Any]]], task: str, lo
         for group in by_task.values():
             kind.resolve(group)
     units: dict[str, Unit] = {}
-    for where, sample in samples:
+    for location, sample in samples:
         unit = sample if isinstance(sample, Unit) else sample.to_unit()
         first = units.setdefault(unit.unit_id, unit)  # the harness logs a document once per filter
         if differing := [part.name for part in fields(Unit) if getattr(unit, part.name) != getattr(first, part.name)]:
             raise TargetError(
-                f"{where}: document {unit.unit_id!r} occurs twice and differs in {', '.join(differing)}; expected the "
-                "log of one task, with one record per document and filter"
+                f"{location}: document {unit.unit_id!r} occurs twice and differs in {', '.join(differing)}; expected "
+                "the log of one task, with one record per document and filter"
             )
     return list(units.values())
 
 
 def _parse_sample(
-    record: Mapping[str, Any], where: str, task: str, position: int, loss_on: LossOn
+    record: Mapping[str, Any], location: str, task: str, position: int, loss_on: LossOn
 ) -> "Unit | _MultipleChoice | _Generation":
     """Parse a record; the gold answers of choices and generations are resolved later."""
-    requests, doc, target = _parse_requests(record["arguments"], where), record["doc"], record.get("target")
+    requests, doc, target = _parse_requests(record["arguments"], location), record["doc"], record.get("target")
     record_task = record.get("task")
     name = record_task if isinstance(record_task, str) and record_task else task
     doc_id = position if record.get("doc_id") is None else record["doc_id"]
     unit = Unit(f"{name}:{doc_id}", name, "", "", loss_on)
     context, *rest = requests[0]
     if len(requests) == 1 and not rest and isinstance(context, str):
-        return replace(unit, completion=_require_text(context, where))
+        return replace(unit, completion=_require_text(context, location))
     if not rest:
-        raise TargetError(f"{where}: arguments: got {context!r:.{_SHOWN}}, expected (context, continuation)")
+        raise TargetError(f"{location}: arguments: got {context!r:.{_SHOWN}}, expected (context, continuation)")
     if not isinstance(rest[0], str):
         turns = _parse_turns(context)
         if turns is None and not isinstance(context, str):
-            raise TargetError(f"{where}: arguments: got the context {context!r:.{_SHOWN}}, expected text or messages")
+            raise TargetError(
+                f"{location}: arguments: got the context {context!r:.{_SHOWN}}, expected text or messages"
+            )
         if target is None or (target == "None" and "None" not in _nested_values(doc, str)):  # str(None)
-            raise TargetError(f"{where}: target: missing; {_REMEDY}")
+            raise TargetError(f"{location}: target: missing; {_REMEDY}")
         if reason := _not_an_answer(record, doc, str(target)):
-            raise TargetError(f"{where}: target: got {target!r:.{_SHOWN}}, {reason}; {_REMEDY}")
-        return _Generation.parse(where, replace(unit, prompt="" if turns else context), turns, target, doc)
+            raise TargetError(f"{location}: target: got {target!r:.{_SHOWN}}, {reason}; {_REMEDY}")
+        return _Generation.parse(location, replace(unit, prompt="" if turns else context), turns, target, doc)
     if any(len(request) != 2 or not all(isinstance(part, str) for part in request) for request in requests):
-        raise TargetError(f"{where}: arguments: expected the context and the continuation of every request as text")
-    positions = _conditional_positions(requests, record, where)
+        raise TargetError(f"{location}: arguments: expected the context and the continuation of every request as text")
+    positions = _conditional_positions(requests, record, location)
     pairs = [requests[k] for k in positions]
     if len(pairs) == 1:
-        return replace(unit, prompt=pairs[0][0], completion=_require_text(pairs[0][1], where))
-    return _MultipleChoice.parse(where, unit, pairs, target, _parse_prediction(record, positions))
+        return replace(unit, prompt=pairs[0][0], completion=_require_text(pairs[0][1], location))
+    return _MultipleChoice.parse(location, unit, pairs, target, _parse_prediction(record, positions))
 
 
 # ------------------------------------------------------------------------------------------------------ requests
 
 
-def _parse_requests(arguments: Any, where: str) -> list[Arguments]:
+def _parse_requests(arguments: Any, location: str) -> list[Arguments]:
     """Return the arguments of each request, in order.
 
     Raises:
@@ -139,12 +141,12 @@ def _parse_requests(arguments: Any, where: str) -> list[Arguments]:
             raise ValueError
     except (TypeError, ValueError) as err:
         raise TargetError(
-            f"{where}: arguments: got {str(arguments)[:_SHOWN]}, expected the requests of a sample"
+            f"{location}: arguments: got {str(arguments)[:_SHOWN]}, expected the requests of a sample"
         ) from err
     if more := next((request[2] for request in requests if len(request) > 2), None):
         raise TargetError(
-            f"{where}: arguments: got {more!r:.{_SHOWN}} in addition to text; expected a context and a continuation, "
-            "images and audio are not supported"
+            f"{location}: arguments: got {more!r:.{_SHOWN}} in addition to text; expected a context and a "
+            "continuation, images and audio are not supported"
         )
     return requests
 
@@ -158,7 +160,7 @@ def _ordered_values(group: Any) -> list[Any]:
     return [value for value in group if value is not None]
 
 
-def _conditional_positions(requests: Sequence[Arguments], record: Mapping[str, Any], where: str) -> list[int]:
+def _conditional_positions(requests: Sequence[Arguments], record: Mapping[str, Any], location: str) -> list[int]:
     """Return the positions of the requests with a context.
 
     For `acc_mutual_info` every choice is scored a second time, without context: up to version 0.4.3 after each request,
@@ -167,7 +169,7 @@ def _conditional_positions(requests: Sequence[Arguments], record: Mapping[str, A
     after_context = [k for k, request in enumerate(requests) if request[0] != ""]
     if "acc_mutual_info" in record and not after_context:
         raise TargetError(
-            f"{where}: arguments: all contexts are empty, so requests for acc_mutual_info cannot be distinguished"
+            f"{location}: arguments: all contexts are empty, so requests for acc_mutual_info cannot be distinguished"
         )
     return after_context if 2 * len(after_context) == len(requests) else list(range(len(requests)))
 
@@ -185,9 +187,9 @@ def _parse_turns(context: Any) -> list[Mapping[str, Any]] | None:
     return [{name: turn.get(name) for name in ("role", "content")} for turn in context] if is_chat and context else None
 
 
-def _require_text(text: str, where: str) -> str:
+def _require_text(text: str, location: str) -> str:
     if not text.strip():
-        raise TargetError(f"{where}: completion: got {text!r}, expected text to score")
+        raise TargetError(f"{location}: completion: got {text!r}, expected text to score")
     return text
 
 
@@ -204,7 +206,7 @@ class _MultipleChoice:
         predicted: the most likely choice, and whether the harness counted it as correct; None: not logged.
     """
 
-    where: str
+    location: str
     unit: Unit
     pairs: Sequence[Arguments]
     target: str
@@ -215,7 +217,7 @@ class _MultipleChoice:
 
     @classmethod
     def parse(
-        cls, where: str, unit: Unit, pairs: Sequence[Arguments], target: Any, predicted: tuple[int, bool] | None
+        cls, location: str, unit: Unit, pairs: Sequence[Arguments], target: Any, predicted: tuple[int, bool] | None
     ) -> "_MultipleChoice":
         texts = [continuation for _, continuation in pairs]
         number = _parse_positions(target, len(pairs))
@@ -228,10 +230,10 @@ class _MultipleChoice:
             by_number = by_text = _correct_by_accuracy(predicted, len(pairs))
             if not by_text:
                 raise TargetError(
-                    f"{where}: target: got {target!r:.{_SHOWN}}, which follows all {len(pairs)} contexts, and `acc` "
+                    f"{location}: target: got {target!r:.{_SHOWN}}, which follows all {len(pairs)} contexts, and `acc` "
                     f"and `filtered_resps` do not determine the correct context; {_REMEDY}"
                 )
-        return cls(where, unit, pairs, str(target), by_number, by_text, predicted)
+        return cls(location, unit, pairs, str(target), by_number, by_text, predicted)
 
     @staticmethod
     def resolve(samples: "Sequence[_MultipleChoice]") -> None:
@@ -242,8 +244,8 @@ class _MultipleChoice:
         """
         if unfit := next((sample for sample in samples if not sample.by_number), None):
             raise TargetError(
-                f"{unfit.where}: target: got {unfit.target!r:.{_SHOWN}}, expected the number or the text of one of its "
-                f"{len(unfit.pairs)} requests"
+                f"{unfit.location}: target: got {unfit.target!r:.{_SHOWN}}, expected the number or the text of one of "
+                f"its {len(unfit.pairs)} requests"
             )
         # An encoding lists the gold choices of every document.
         encodings = [[sample.by_number for sample in samples], [sample.by_text for sample in samples]]
@@ -255,8 +257,8 @@ class _MultipleChoice:
                 sample = samples[differing[0]]
                 number, text = (sample.pairs[gold[0]][1] for gold in (sample.by_number, sample.by_text))
                 raise TargetError(
-                    f"{sample.where}: target: got {sample.target!r:.{_SHOWN}}, which is the number of {number!r} and "
-                    f"the text of {text!r}, and `acc` and `filtered_resps` do not resolve the ambiguity; {_REMEDY}"
+                    f"{sample.location}: target: got {sample.target!r:.{_SHOWN}}, which is the number of {number!r} "
+                    f"and the text of {text!r}, and `acc` and `filtered_resps` do not resolve the ambiguity; {_REMEDY}"
                 )
         for sample, gold in zip(samples, encodings[0], strict=True):
             sample.gold = gold[0]
@@ -271,7 +273,7 @@ class _MultipleChoice:
         return replace(
             self.unit,
             prompt=contexts[self.gold],
-            completion=_require_text(texts[self.gold], self.where),
+            completion=_require_text(texts[self.gold], self.location),
             choices=texts if len(set(contexts)) == 1 else contexts,
             gold=self.gold,
         )
@@ -332,7 +334,7 @@ class _Generation:
         is_quoted: the target looks like a list, but is a text in the document.
     """
 
-    where: str
+    location: str
     unit: Unit
     turns: list[Mapping[str, Any]] | None
     target: str
@@ -343,20 +345,20 @@ class _Generation:
 
     @classmethod
     def parse(
-        cls, where: str, unit: Unit, turns: list[Mapping[str, Any]] | None, target: Any, doc: Any
+        cls, location: str, unit: Unit, turns: list[Mapping[str, Any]] | None, target: Any, doc: Any
     ) -> "_Generation":
         value = target if isinstance(target, list) else _parse_literal(str(target))
         if not isinstance(value, list):
-            return cls(where, unit, turns, str(target), None, None, False)
+            return cls(location, unit, turns, str(target), None, None, False)
         is_quoted = isinstance(target, str) and any(target in text for text in _nested_values(doc, str))
         is_written = str(value) == str(target) and all(isinstance(text, str) for text in value)
         if not is_written and not is_quoted:
             raise TargetError(
-                f"{where}: target: got {str(target)!r:.{_SHOWN}}, which looks like a list of answers, but is neither a "
-                f"Python list of strings nor a text of the document; {_REMEDY}"
+                f"{location}: target: got {str(target)!r:.{_SHOWN}}, which looks like a list of answers, but is "
+                f"neither a Python list of strings nor a text of the document; {_REMEDY}"
             )
         answers = tuple(value) if is_written else None
-        return cls(where, unit, turns, str(target), answers, _canonical_answer(answers, doc), is_quoted)
+        return cls(location, unit, turns, str(target), answers, _canonical_answer(answers, doc), is_quoted)
 
     @staticmethod
     def resolve(samples: "Sequence[_Generation]") -> None:
@@ -370,7 +372,7 @@ class _Generation:
             sample.answer = sample.target
             if are_lists and sample.answers is not None:
                 if not sample.answers:
-                    raise TargetError(f"{sample.where}: target: got an empty list of answers; remove the record")
+                    raise TargetError(f"{sample.location}: target: got an empty list of answers; remove the record")
                 sample.answer = sample.canonical or sample.answers[0]
 
     def to_unit(self) -> Unit:
@@ -378,15 +380,15 @@ class _Generation:
         if self.turns is None:
             context, answer = self.unit.prompt, self.answer
             delimiter = "" if not context or context[-1].isspace() or answer[:1].isspace() else " "
-            return replace(self.unit, completion=_require_text(delimiter + answer, self.where))
-        turns = [*self.turns, {"role": "assistant", "content": _require_text(self.answer, self.where)}]
+            return replace(self.unit, completion=_require_text(delimiter + answer, self.location))
+        turns = [*self.turns, {"role": "assistant", "content": _require_text(self.answer, self.location)}]
         try:
-            conversation = conversation_in({"messages": turns}, self.where)
+            conversation = conversation_in({"messages": turns}, self.location)
         except CorpusError as err:
             raise TargetError(str(err)) from err
         assert conversation is not None
         if conversation.fault is not None:
-            raise TargetError(f"{self.where}: {FAULTS[conversation.fault]}")
+            raise TargetError(f"{self.location}: {FAULTS[conversation.fault]}")
         loss_on: LossOn = "all" if self.unit.loss_on == "all" else "completion"  # few-shot examples are not scored
         return replace(
             self.unit,

@@ -207,18 +207,20 @@ def _with_others(unit: Unit, tokens: UnitTokens, others: list[UnitTokens]) -> Un
 
 def _cut(unit: Unit, tokens: TokenizedText, tokenizer: "Tokenizer", max_length: int, context: int | None) -> UnitTokens:
     """Return the tokens of a unit up to the last one that carries loss, with as much of the prompt as fits."""
-    where, remedy = f"unit {unit.unit_id!r} of {unit.target}", "increase targets.max_length"
+    location, remedy = f"unit {unit.unit_id!r} of {unit.target}", "increase targets.max_length"
     if context is not None and context <= max_length:
         max_length, remedy = context, f"the context of the model is {context} tokens; use a model with a longer one"
     assert tokens.loss_mask is not None
     scored = np.flatnonzero(tokens.loss_mask)
     if not unit.completion or not len(scored):
-        raise TargetError(f"{where}: the completion {unit.completion!r} has no tokens, expected at least one")
+        raise TargetError(f"{location}: the completion {unit.completion!r} has no tokens, expected at least one")
     first, ids = int(scored[0]), tokens.ids if unit.loss_on == "all" else tokens.ids[: scored[-1] + 1]
     if first == 0:
         empty_prompt = np.array(tokenizer.context_ids, dtype=np.int64)
         if not len(empty_prompt):
-            raise TargetError(f"{where}: the prompt is empty and the tokenizer has no end-of-text token to replace it")
+            raise TargetError(
+                f"{location}: the prompt is empty and the tokenizer has no end-of-text token to replace it"
+            )
         first, ids = len(empty_prompt), np.concatenate([empty_prompt, ids])
     prefix = tokenizer.prefix_ids  # prepended by the tokenizer, or part of the text
     n_front = min(first, len(prefix)) if tuple(ids[: len(prefix)].tolist()) == prefix else 0
@@ -226,7 +228,7 @@ def _cut(unit: Unit, tokens: TokenizedText, tokenizer: "Tokenizer", max_length: 
     n_scored = len(ids) - first
     if n_scored + max(1, n_prefix) > max_length:
         raise TargetError(
-            f"{where}: the completion has {n_scored} tokens, expected at most {max_length - max(1, n_prefix)} in "
+            f"{location}: the completion has {n_scored} tokens, expected at most {max_length - max(1, n_prefix)} in "
             f"addition to one token of context; {remedy}, shorten the completion, or exclude the unit "
             "(targets.exclude_units)"
         )
@@ -234,7 +236,7 @@ def _cut(unit: Unit, tokens: TokenizedText, tokenizer: "Tokenizer", max_length: 
     outside = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
     if outside.size:
         raise TargetError(
-            f"{where}: token id {outside[0]} is outside the model's vocabulary of {tokenizer.vocab_size};"
+            f"{location}: token id {outside[0]} is outside the model's vocabulary of {tokenizer.vocab_size};"
             " the tokenizer does not belong to the model"
         )
     return UnitTokens(ids.astype(np.int32), max(1, n_front) if unit.loss_on == "all" else len(ids) - n_scored)

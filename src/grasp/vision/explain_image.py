@@ -180,8 +180,8 @@ def _trusted_pictures(
     pictures = {name: picture_by_hash[digest] for name, digest in hashes.items() if digest in picture_by_hash}
     if len(pictures) == len(hashes):
         return pictures, ()
-    where = f"the build read them from {', '.join(paths)}" if paths else "the artifact does not record their files"
-    return pictures, (f"{len(hashes) - len(pictures)} of these trusted images are not available: {where}",)
+    location = f"the build read them from {', '.join(paths)}" if paths else "the artifact does not record their files"
+    return pictures, (f"{len(hashes) - len(pictures)} of these trusted images are not available: {location}",)
 
 
 def picture_url(picture: bytes | None) -> str | None:

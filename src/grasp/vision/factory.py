@@ -58,13 +58,13 @@ def user_code(model: nn.Module) -> bytes:
 
 
 def _factory(name: str) -> Callable[..., Any]:
-    where = f"{FIELD}: {name!r}"
+    location = f"{FIELD}: {name!r}"
     source, colon, path = name.rpartition(":")
     if not colon or not path or not source:
-        raise ModelError(f"{where}: expected package.module:name or FILE.py:name, e.g. torchvision.models:resnet18")
+        raise ModelError(f"{location}: expected package.module:name or FILE.py:name, e.g. torchvision.models:resnet18")
     try:
         if source.endswith(".py"):
-            factory: Any = _from_file(Path(source), where)
+            factory: Any = _from_file(Path(source), location)
         else:
             _add_import_path(Path.cwd())  # installed modules first, then those in the current directory
             factory = importlib.import_module(source)
@@ -74,21 +74,22 @@ def _factory(name: str) -> Callable[..., Any]:
         raise
     except FAILURES as err:
         raise ModelError(
-            f"{where}: {_describe_error(err)}; install the package, correct the name, or name a file, as in "
+            f"{location}: {_describe_error(err)}; install the package, correct the name, or name a file, as in "
             "path/to/net.py:Net"
         ) from err
     if not _returns_module(factory):
         raise ModelError(
-            f"{where}: expected a torch.nn.Module class, a class method of one, or a function annotated to return one"
+            f"{location}: expected a torch.nn.Module class, a class method of one, or a function annotated to "
+            "return one"
         )
     checked_factory: Callable[..., Any] = factory
     return checked_factory
 
 
-def _from_file(path: Path, where: str) -> ModuleType:
+def _from_file(path: Path, location: str) -> ModuleType:
     """Run a file as a module; it can import from its directory."""
     if not path.is_file():
-        raise ModelError(f"{where}: no such file in {Path.cwd()}; expected Python code")
+        raise ModelError(f"{location}: no such file in {Path.cwd()}; expected Python code")
     path = path.resolve()
     _add_import_path(path.parent)
     name = f"grasp_factory_{hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()}"

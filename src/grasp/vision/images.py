@@ -42,7 +42,7 @@ class ImageRecord:
     """An image of a corpus, not decoded; `encoded` is None if there is no image."""
 
     index: int  # position in the corpus, from 0, skipped images included
-    where: str  # file and line or row, for messages
+    location: str  # file and line or row, for messages
     source_id: str | None
     row_id: str | None
     encoded: bytes | None
@@ -69,14 +69,14 @@ def read_source_images(
     """Yield the images of an open source, from position `start` to the limit in the settings."""
     image = settings.image_column or IMAGE_COLUMN
 
-    def content(columns: Mapping[str, pa.DataType | None], where: str) -> tuple[str]:
-        _check_columns(columns, settings, where)
+    def content(columns: Mapping[str, pa.DataType | None], location: str) -> tuple[str]:
+        _check_columns(columns, settings, location)
         return (image,)
 
     for record in read_records(source, settings, content, start):
         yield ImageRecord(
             index=record.index,
-            where=record.where,
+            location=record.location,
             source_id=record.doc_id,
             row_id=record.row_id,
             encoded=_encoded(record.values.get(image), record.name, fetch),
@@ -86,21 +86,21 @@ def read_source_images(
         )
 
 
-def _check_columns(columns: Mapping[str, pa.DataType | None], settings: CorpusSettings, where: str) -> None:
+def _check_columns(columns: Mapping[str, pa.DataType | None], settings: CorpusSettings, location: str) -> None:
     """Check that the columns of images and classes exist, and that the type of the images is supported."""
     image = settings.image_column or IMAGE_COLUMN
     wanted = (("images", "image_column", image), ("classes", "class_column", settings.class_column or CLASS_COLUMN))
     for what, setting, column in wanted:
         if column not in columns:
             raise CorpusError(
-                f"{where}: no column {column!r} of {what}; columns found: {', '.join(columns) or 'none'}; set "
+                f"{location}: no column {column!r} of {what}; columns found: {', '.join(columns) or 'none'}; set "
                 f"corpus.{setting} to the column of {what}"
             )
     kind = columns[image]
     fields = [kind.field(i).name for i in range(kind.num_fields)] if kind and pa.types.is_struct(kind) else []
     if kind is not None and not (is_text(kind) or any(test(kind) for test in BINARY) or "bytes" in fields):
         raise CorpusError(
-            f"{where}: image column {image!r} has type {kind}, expected encoded images (binary), paths (text) or "
+            f"{location}: image column {image!r} has type {kind}, expected encoded images (binary), paths (text) or "
             "a struct of bytes and path"
         )
 
@@ -216,7 +216,7 @@ def decode_image(encoded: bytes) -> Any | None:
 def usable_images(records: Iterable[ImageRecord], log: Skipped) -> Iterator[tuple[ImageRecord, Any]]:
     """Yield records with their decoded images; log those without a class or that cannot be decoded."""
     for record in records:
-        name = record.row_id or record.source_id or record.where
+        name = record.row_id or record.source_id or record.location
         if record.encoded is None:
             log.add("no_image", name)
         elif record.class_value is None:
@@ -242,7 +242,7 @@ def encode_png(image: Any, largest: int) -> bytes:
     return out.getvalue()
 
 
-def class_index(value: Label, classes: Sequence[str], n_classes: int, where: str) -> int:
+def class_index(value: Label, classes: Sequence[str], n_classes: int, location: str) -> int:
     """Return the index of a class that is given by number or by name.
 
     Raises:
@@ -256,7 +256,7 @@ def class_index(value: Label, classes: Sequence[str], n_classes: int, where: str
     if number is None or isinstance(value, bool) or not 0 <= number < n_classes:
         known = f" or one of {', '.join(classes[:12])}{', ...' if len(classes) > 12 else ''}" if classes else ""
         hint = "" if classes else "; set names with model.classifier.classes"
-        raise CorpusError(f"{where}: class {value!r}, expected a number from 0 to {n_classes - 1}{known}{hint}")
+        raise CorpusError(f"{location}: class {value!r}, expected a number from 0 to {n_classes - 1}{known}{hint}")
     return number
 
 
@@ -286,7 +286,7 @@ class ImageShard:
 
     @property
     def n_tokens(self) -> int:
-        """Number of supervised positions: one per image."""
+        """Number of positions with loss: one per image."""
         return len(self)
 
     def tokens_of(self, index: NDArray[np.int64]) -> int:
@@ -374,7 +374,7 @@ def image_rows(
         CorpusError: a class that the head does not have.
     """
     for record, image in usable_images(records, log):
-        yield _row(record, image, class_index(record.class_value, classes, n_classes, record.where), classes)
+        yield _row(record, image, class_index(record.class_value, classes, n_classes, record.location), classes)
 
 
 def _row(record: ImageRecord, image: Any, index: int, classes: Sequence[str]) -> ImageRow:

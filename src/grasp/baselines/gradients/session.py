@@ -58,7 +58,7 @@ def unit_examples(inputs: MethodInputs) -> list[Example]:
     """
     if not Answers.of(inputs.unit_tokens).are_units:
         raise SettingsError(
-            f"{inputs.artifact.where}: the method compares gradients of losses, and the artifact has targets with a "
+            f"{inputs.artifact.location}: the method compares gradients of losses, and the artifact has targets with a "
             "margin or weights; build one without them, or choose another method"
         )
     return [Example(unit.input_ids, unit.first) for unit in inputs.unit_tokens]

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grasp.artifact.label_functions import DEFAULT_BINS, bin_names, domain_of, quantile_edges
-from grasp.artifact.where import LabelTable, equals, identifier, none_of
+from grasp.artifact.label_table import LabelTable, equals, identifier, none_of
 from grasp.errors import SubsetError
 
 HOSTILE = ["it's", '"', "a;b", "'; DROP TABLE x; --", "\x1b[2J", "a\nb", "\u202egnp", "{{ 1 }}", "", " ", "x" * 99]
@@ -146,7 +146,7 @@ def test_anything_but_a_condition_is_refused(table, expression):
 def test_duckdb_refuses_access_to_files_without_the_check_of_the_parse_tree(table, monkeypatch):
     """Disable the check: DuckDB must still refuse to read files and variables."""
     secret_table = pa.table({"a": [1]})  # in scope of the caller, where DuckDB would look for it
-    monkeypatch.setattr("grasp.artifact.where._validate", lambda expression, where: None)
+    monkeypatch.setattr("grasp.artifact.label_table._validate", lambda expression, where: None)
     for expression, message in [
         ("EXISTS (SELECT * FROM read_text('/etc/passwd'))", "disabled"),
         ("EXISTS (SELECT * FROM '/etc/passwd')", "/etc/passwd"),
