@@ -21,7 +21,7 @@ from grasp.errors import ArtifactError, GraspError, ModelError, SettingsError
 from grasp.inspect.explain import explain
 from grasp.predict.predictor import Predictor, UnitSelection
 from grasp.predict.scoring_rule import NEW_MODEL_REPLAY_WEIGHT, REPLAY_WEIGHT, ScoringProtocol, resolve_protocol
-from grasp.training.replay_gate import smoothness
+from grasp.training.replay_checks import smoothness
 from tests.build.test_pipeline import Notes
 from tests.build.world import world, write_targets
 from tests.faults import Killed, raising
