@@ -44,7 +44,7 @@ def unit_fingerprints(artifact: ArtifactReader, loss_on: LossOn) -> dict[str, st
 
 
 def match_targets(runs: TrainingRuns, artifact: ArtifactReader) -> dict[str, str]:
-    """Return the common targets of runs and artifact, as a mapping from the name in the runs to that in the artifact.
+    """Return the targets that runs and artifact have in common: the name in the artifact by the name in the runs.
 
     Runs evaluate `sciq` with loss on the completion and `sciq@all` with loss on every token; an artifact has one of the
     two, with the name `sciq`.
@@ -52,9 +52,9 @@ def match_targets(runs: TrainingRuns, artifact: ArtifactReader) -> dict[str, str
     Raises:
         RunsError: corpora differ, units of a target differ, or there is no common target.
     """
-    where = str(artifact.path)
+    location = str(artifact.path)
     try:
-        runs.check_corpus(artifact.manifest.fingerprints.get("corpus", "none"), where)
+        runs.check_corpus(artifact.manifest.fingerprints.get("corpus", "none"), location)
     except RunsError as err:
         command = runs.info.build_command(runs.path)
         raise RunsError(f"{err}" + (f": {command}" if command else "")) from err
@@ -67,13 +67,13 @@ def match_targets(runs: TrainingRuns, artifact: ArtifactReader) -> dict[str, str
             continue
         if fingerprints[artifact_target] != info.fingerprint:
             raise RunsError(
-                f"{where}: units of {name} have fingerprint {fingerprints[artifact_target]}, but {runs.path} scored "
+                f"{location}: units of {name} have fingerprint {fingerprints[artifact_target]}, but {runs.path} scored "
                 f"{info.fingerprint}; build with the same target settings (variant, loss_on, units_per_target, seed)"
             )
         common[name] = artifact_target
     if not common:
         raise RunsError(
-            f"{where}: has targets {list(artifact.targets)} with loss_on {loss_on!r}; {runs.path} has "
+            f"{location}: has targets {list(artifact.targets)} with loss_on {loss_on!r}; {runs.path} has "
             f"{[(name, info.loss_on) for name, info in runs.info.targets.items()]}; none is common to both"
         )
     return common
