@@ -24,7 +24,8 @@ from grasp.runs.gaussian_process import WITHIN_SLICE_WEIGHT
 from grasp.runs.imported_runs import bind_runs, row_weights
 from grasp.runs.table import RunTable
 from grasp.select.mix import mix
-from grasp.select.select import MIN_RELATIVE_GAIN, select
+from grasp.select.ranking import MIN_RELATIVE_GAIN
+from grasp.select.select import select
 from tests.runs.environments import TOPICS, write_artifact, write_environment
 
 PROTOCOL = ScoringProtocol(name="p")
