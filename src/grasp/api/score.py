@@ -33,7 +33,7 @@ from grasp.predict.predictor import additive_predictor
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.progress import Progress
 from grasp.results import Result
-from grasp.runs.alignment import bind_runs
+from grasp.runs.imported_runs import bind_runs
 from grasp.runs.table import RunTable
 from grasp.runs.training_runs import TrainingRuns
 from grasp.text import did_you_mean, listed
@@ -113,7 +113,7 @@ def score(
         SettingsError: no such label or method, no row has `min_tokens` tokens, or options exclude each other.
     """
     if out is not None:
-        check_outputs({"out": Path(out)}, artifact.reads, tables=["out"])
+        check_outputs({"out": Path(out)}, artifact.protected_paths, tables=["out"])
     if top == bottom == 0:
         raise SettingsError("top: got 0 and no bottom; request at least one row")
     of_method = {"runs": runs, "checkpoints": checkpoints, "method_settings": method_settings, "cache": cache}

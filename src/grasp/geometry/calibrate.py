@@ -24,7 +24,7 @@ from grasp.geometry.protocol_selection import (
 )
 from grasp.predict.scoring_rule import ScoringProtocol, save_protocol
 from grasp.results import Result
-from grasp.runs.alignment import bind_runs
+from grasp.runs.imported_runs import bind_runs
 from grasp.runs.metrics import RESAMPLES
 from grasp.runs.training_runs import TrainingRuns
 from grasp.text import listed

@@ -26,7 +26,7 @@ from scipy.special import ndtri
 import grasp
 from grasp.arrays import F64
 from grasp.errors import ProtocolError
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.geometry.agreement import measure_agreement, standard_errors
 from grasp.geometry.candidate_predictor import DEFAULT_CALIBRATION
 from grasp.geometry.candidates import DELTA, Candidate, ProtocolFamily
@@ -217,7 +217,7 @@ def provenance_path(protocol: Path) -> Path:
 
 def write_provenance(record: Mapping[str, Any], path: Path) -> None:
     """Write the record atomically."""
-    write_whole(path, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
+    write_atomically(path, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
 
 
 def _describe(development: Development) -> dict[str, Any]:

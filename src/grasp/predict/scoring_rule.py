@@ -16,7 +16,7 @@ from pydantic import Field, field_validator
 
 from grasp.artifact.reader import RENAMED_KERNELS, RENAMED_SETTINGS, ArtifactReader
 from grasp.errors import ProtocolError, SettingsError
-from grasp.files import written_aside
+from grasp.files import atomic_path
 from grasp.settings import Positions, Settings
 from grasp.yaml_files import read_yaml, validated, write_yaml
 
@@ -303,7 +303,7 @@ def save_protocol(protocol: ScoringProtocol, path: Path | str) -> None:
     if target.suffix != ".json":
         write_yaml(protocol.model_dump(mode="json"), target)
         return
-    with written_aside(target) as part:
+    with atomic_path(target) as part:
         part.write_text(protocol.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from grasp.arrays import F64, I64
 from grasp.errors import SubsetError
-from grasp.files import written_aside
+from grasp.files import atomic_path
 from grasp.predict.weights import (
     MAX_WEIGHT,
     MIN_WEIGHT,
@@ -131,7 +131,7 @@ def write_subsets(
     fields = [("subset_id", pa.string()), ("row_id", pa.string())] + ([("weight", pa.float64())] if weights else [])
     schema = pa.schema(fields, {CORPUS_KEY: corpus} if corpus else None)
     with (
-        written_aside(Path(path)) as part,
+        atomic_path(Path(path)) as part,
         ChecksummedParquetWriter(part, schema, compression_level=compression_level) as writer,
     ):
         for block in blocks:

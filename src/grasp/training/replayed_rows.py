@@ -24,7 +24,7 @@ import numpy as np
 from grasp.arrays import F64, I64
 from grasp.corpus.row_store import RowStore
 from grasp.corpus.token_regression import SLOTS, TokenFeatures, ridge
-from grasp.files import discard, write_whole, written_aside
+from grasp.files import atomic_path, discard, write_atomically
 from grasp.progress import Progress, Silent
 from grasp.seeds import stream
 from grasp.training.metagradient import Metagradient, MetagradientSettings, Target, metagradient
@@ -247,7 +247,7 @@ def _check_by_retraining(
     )
     line = str(check) if check.correlation >= MIN_CHECK else f"{check}; the derivatives do not predict it: {REMEDY}"
     if path is not None:
-        write_whole(path, line.encode())
+        write_atomically(path, line.encode())
     if trajectory.directory is not None:
         discard(trajectory.directory)
     return line
@@ -268,7 +268,7 @@ def _replay_order(
     progress.stage(f"replay {order_text}", rows=n_rows, tokens=None)
     replay = metagradient(trajectory, targets, settings, lambda left: progress.advance(len(trajectory.order[left]), 0))
     if path is not None:
-        with written_aside(path) as temporary:
+        with atomic_path(path) as temporary:
             replay.save(temporary)
     if trajectory.directory is not None:
         discard(trajectory.directory)

@@ -36,7 +36,7 @@ from transformers.utils import logging as hf_logging
 from grasp.arrays import F32, F64, I64, Bool
 from grasp.corpus.row_store import RowStore
 from grasp.errors import ModelError, ShapeError
-from grasp.files import discard, remove_parts, written_aside
+from grasp.files import atomic_path, discard, remove_parts
 from grasp.models.tokenizer import HfTokenizer
 from grasp.training.adamw import AdamWTraining, LabelLogits, grad_of
 from grasp.training.llama import StackedLlama, head_loss
@@ -300,7 +300,7 @@ def _save(trainer: Trainer, path: Path, identity: Mapping[str, Any], tokenizer: 
     trainer.check_losses()
     if path.exists():
         return path
-    with written_aside(path) as temporary:
+    with atomic_path(path) as temporary:
         hf_logging.disable_progress_bar()  # the command line has its own progress display
         trainer.model.to_hf(0, None if tokenizer is None else tokenizer.eos_id).save_pretrained(temporary)
         if tokenizer is not None:
