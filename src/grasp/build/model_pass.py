@@ -21,7 +21,7 @@ from torch import Tensor
 
 from grasp.arrays import F32, F64, I64
 from grasp.artifact.manifest import ArrayFiles
-from grasp.corpus.row_store import RowShard
+from grasp.corpus.row_store import TokenRows
 from grasp.errors import ArtifactError, ModelError
 from grasp.kernels.gradient import SampledGradients, allocate_unit_gradients
 from grasp.kernels.kernel import Batch, CorpusMoments, Kernel, make_kernels, needs_backward
@@ -66,7 +66,7 @@ class ModelPass:
         Raises:
             ModelError: the model computed NaN or infinity; the message names the rows.
         """
-        if isinstance(rows, RowShard) and rows.split_N is not None:
+        if isinstance(rows, TokenRows) and rows.split_N is not None:
             yield from self._pair_batches(rows)
             return
         row_ids = rows.table.column("row_id")
@@ -78,7 +78,7 @@ class ModelPass:
         """Add gradients to a batch, rounded as in storage, so that scores do not depend on whether it is stored."""
         return replace(batch, gradient_BK=_round_to_stored(gradient_BK).to(gradient_BK.dtype), sampled=self.sampled)
 
-    def _pair_batches(self, rows: RowShard) -> Iterator[tuple[I64, Batch]]:
+    def _pair_batches(self, rows: TokenRows) -> Iterator[tuple[I64, Batch]]:
         """Yield batches of preference pairs, each pair as the difference of its sides.
 
         At the reference policy, where all log-ratios are 0, the gradient of the DPO loss of a pair is
@@ -182,8 +182,8 @@ class ModelPass:
                 yield index, features, None
             return
         assert isinstance(self.model, ReferenceModel)
-        assert isinstance(items, RowShard | Sequence)
-        examples = row_examples(items, self.settings) if isinstance(items, RowShard) else unit_examples(items)
+        assert isinstance(items, TokenRows | Sequence)
+        examples = row_examples(items, self.settings) if isinstance(items, TokenRows) else unit_examples(items)
         compute = self.sampled.compute
         for batch_index in self.sampled.batches(examples):
             parts = split_on_oom(batch_index, lambda index: compute([examples[int(i)] for i in index]))
@@ -191,7 +191,7 @@ class ModelPass:
                 batch_examples = [examples[int(i)] for i in index]
                 loss_positions = (
                     [items.mask(int(i)) for i in index]
-                    if isinstance(items, RowShard)
+                    if isinstance(items, TokenRows)
                     else [example.first for example in batch_examples]
                 )
                 padded = pad_rows([example.input_ids for example in batch_examples], loss_positions)
@@ -251,7 +251,7 @@ def unit_examples(units: Sequence[UnitTokens]) -> list[Example]:
     return [Example(unit.input_ids, unit.first) for unit in units]
 
 
-def row_examples(rows: RowShard, settings: FeatureSettings) -> list[Example]:
+def row_examples(rows: TokenRows, settings: FeatureSettings) -> list[Example]:
     """Return rows as texts for a backward pass, with the tokens that carry loss at the positions of the kernels."""
     examples = []
     for i in range(len(rows)):
