@@ -85,12 +85,12 @@ class InteractionPredictor(Predictor):
         """Return the weights unchanged: there is no repetition law."""
         return weights
 
-    def sums(self, weights: Weights, halves: Collection[str] | None = None) -> InteractionSums:
+    def sums(self, weights: Weights, sketches: Collection[str] | None = None) -> InteractionSums:
         """Compute the sums of one block of subsets."""
-        chosen = self.sketches if halves is None else halves
+        selected = self.sketches if sketches is None else sketches
         mass = SubsetMass.from_weights(weights)
         effect_BT = self.task.effects.sums(weights)
-        normed = {half: sketch.normed_sums(weights) for half, sketch in self.sketches.items() if half in chosen}
+        normed = {name: sketch.normed_sums(weights) for name, sketch in self.sketches.items() if name in selected}
         return _sums(self.n_rows, mass.retained_B, weights.sizes.astype(np.float64), mass.omitted_B, effect_BT, normed)
 
     def reweighted(self, sums: SubsetSums, weight: float) -> InteractionSums:
@@ -116,9 +116,9 @@ class InteractionPredictor(Predictor):
         """Predict the change of utility relative to the whole corpus, (B, T); positive is better."""
         change_BT = self._relative(sums.effect_BT, self.task.offset_C, sums) * self.task.gain_C
         change_BT = change_BT + self.geometry_change(sums)[:, None]
-        if self.exposure.epochs is None:
+        if self.repetition_law.epochs is None:
             return change_BT
-        return change_BT * sums.repetition_factor(self.exposure)[:, None]  # repetition reduces every change
+        return change_BT * sums.repetition_factor(self.repetition_law)[:, None]  # repetition reduces every change
 
     def change(self, weights: Weights) -> F64:
         """Predict the change of utility of subsets given by their weights, (B, T)."""
@@ -142,9 +142,9 @@ class InteractionPredictor(Predictor):
         assert isinstance(sums, InteractionSums)
         parts, counts = dict[str, F64](), self.protocol.weighting == "count"
         for name, kernel in self.task_kernels.items():
-            share_T, mean_T = self.task.shares[name], kernel.rows.mean_E
-            sum_BT = share_T * (kernel.relevance.sums(weights) - np.outer(sums.effective_B, mean_T))
-            offset_T = share_T * mean_T if counts else np.zeros_like(share_T)
+            factor_T, mean_T = self.task.relevance_to_effect[name], kernel.rows.mean_C
+            sum_BT = factor_T * (kernel.relevance.sums(weights) - np.outer(sums.effective_B, mean_T))
+            offset_T = factor_T * mean_T if counts else np.zeros_like(factor_T)
             parts[f"part_{name}"] = self.task.gain_C * self._relative(sum_BT, offset_T, sums)
         parts |= {f"part_{name}": part_B for name, part_B in self.terms.parts(sums.normed, sums.mass).items()}
         return parts | {f"value_{name}": value_B for name, value_B in self.terms.values(sums.normed, sums.mass).items()}
@@ -207,7 +207,7 @@ def bind(
         units,
         per_unit=per_unit,
         components=components,
-        family=None if family is None else over_family,
+        family_scales=None if family is None else over_family,
         units_first=protocol.standardize.task == "mean_of_standardised",
     )
     if protocol.interaction is Interaction.NONE:
@@ -234,15 +234,15 @@ def _level(level: RowEffects, terms: GeometryTerms) -> InteractionLevel:
     sign = 1.0 if protocol.side == "retained" else 0.0 if counts else -1.0
     gain_C, corpus_C = np.full(len(zero_C), 1.0 / n_rows if counts else 1.0), sign * zero_C
     if protocol.components:
-        gain_C = before.std_E
+        gain_C = before.std_C
         slopes = {
-            name: weight * level.scales[name].inverse_E
+            name: weight * level.scales[name].inverse_C
             for name, weight in kernel_weights(protocol).items()
-            if name in level.shares
+            if name in level.relevance_to_effect
         }
-        origin_C = np.sum([slope_C * level.scales[name].mean_E for name, slope_C in slopes.items()], axis=0)
+        origin_C = np.sum([slope_C * level.scales[name].mean_C for name, slope_C in slopes.items()], axis=0)
         bend = sum(protocol.components[name] * value for name, value in terms.corpus_z().items())
-        corpus_C = (sign * n_rows if counts else sign) * before.mean_E - origin_C + bend
+        corpus_C = (sign * n_rows if counts else sign) * before.mean_C - origin_C + bend
     shared = {item.name: getattr(level, item.name) for item in fields(RowEffects)}
     overrides = {"corpus_C": corpus_C, "gain_C": gain_C, "offset_C": zero_C if counts else 0.0 * zero_C}
     return InteractionLevel(**shared | overrides)

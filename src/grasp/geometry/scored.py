@@ -166,18 +166,18 @@ class Scored(Alignment):
             assert isinstance(protocol, InteractionProtocol)
             std_of_level = []
             for level in levels:
-                scatter_C = np.where(level.spread.std_E > 0, float(predictor.n_rows), 0.0)
+                scatter_C = np.where(level.spread.std_C > 0, float(predictor.n_rows), 0.0)
                 gain_C, offset_C = np.ones(len(scatter_C)), np.zeros(len(scatter_C))
                 if isinstance(level, InteractionLevel):
                     gain_C, offset_C = level.gain_C, level.offset_C
                 rows = StreamingMoments(predictor.n_rows, offset_C, scatter_C)
                 known = relevance_moments(rows, self._family.family, protocol.side, protocol.weighting)
-                std_of_level.append(gain_C * known.std_E * (known.inverse_E > 0))
+                std_of_level.append(gain_C * known.std_C * (known.inverse_C > 0))
         else:
             blocks = self._family.blocks(self.source.n_rows)
             drawn = (replace(self, blocks=(block,)).changes(predictor) for block in blocks)
             sampled = sampled_moments(dict(zip("tu", changes, strict=True)) for changes in drawn)
-            std_of_level = [known.std_E * (known.inverse_E > 0) for known in sampled.values()]
+            std_of_level = [known.std_C * (known.inverse_C > 0) for known in sampled.values()]
         return std_of_level[0], std_of_level[-1]
 
     def _geometry(self, binding: Binding, components: Sequence[str]) -> dict[str, F64]:

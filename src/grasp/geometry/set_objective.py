@@ -63,7 +63,7 @@ class Objective:
         corpus_z = terms.corpus_z()
         for name, omega in protocol.components.items():
             moments = terms.moments[name]
-            constant -= omega * (float(moments.inverse_E[0] * moments.mean_E[0]) + corpus_z[name])
+            constant -= omega * (float(moments.inverse_C[0] * moments.mean_C[0]) + corpus_z[name])
         for half, weights in terms.halves.items():
             linear_N += factor**2 * _half_linear(predictor, half, weights, size)
             constant += factor**2 * _half_constant(predictor, half, weights, size)

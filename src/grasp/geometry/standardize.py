@@ -87,7 +87,7 @@ def relevance_moments(rows: StreamingMoments, family: Family, side: Side, weight
     """
     sign = 1.0 if side == "retained" else -1.0
     moments = _mean_times(rows, _sizes(family, rows.n_rows, side), 1.0 if weighting == "count" else 0.0)
-    return ColumnSpread(sign * moments.mean_E, moments.std_E)
+    return ColumnSpread(sign * moments.mean_C, moments.std_C)
 
 
 def self_moments(norms: StreamingMoments, family: Family, side: Side, weighting: Weighting) -> ColumnSpread:
@@ -185,5 +185,5 @@ def _mean_times(rows: StreamingMoments, sizes: tuple[F64, F64], power: float) ->
     factor_variance = float(probability_M @ (factor_M - mean_factor) ** 2)
     row_variance_E = rows.scatter / max(rows.n_rows - 1, 1)
     # law of total variance over the number of rows m; both parts are taken per unit of row variance and squared mean
-    variance_E = variance_given_size * row_variance_E + factor_variance * rows.mean_E**2
-    return ColumnSpread(mean_factor * rows.mean_E, np.sqrt(np.maximum(variance_E, 0.0)))
+    variance_E = variance_given_size * row_variance_E + factor_variance * rows.mean_C**2
+    return ColumnSpread(mean_factor * rows.mean_C, np.sqrt(np.maximum(variance_E, 0.0)))

@@ -206,7 +206,7 @@ class GeometryTerms:
         """Weights of K_raw, K_self and K_cent of every sketch in V; a `joint` component contributes to both halves."""
         halves: dict[str, QuadraticWeights] = {}
         for name, omega in self.protocol.components.items():
-            slope = omega * float(self.moments[name].inverse_E[0])
+            slope = omega * float(self.moments[name].inverse_C[0])
             half, kind = name.split(".")
             for part in JOINT if half == "joint" else (half,):
                 halves[part] = halves.get(part, QuadraticWeights()).plus(kind, slope)
@@ -215,7 +215,7 @@ class GeometryTerms:
     @property
     def dropped(self) -> tuple[str, ...]:
         """Components without variance over the family, which contribute nothing."""
-        return tuple(name for name, item in self.moments.items() if not item.inverse_E.any())
+        return tuple(name for name, item in self.moments.items() if not item.inverse_C.any())
 
 
 def family_moments(
@@ -245,7 +245,7 @@ def family_moments(
         values = {
             name: subset_relevance(
                 kernel.relevance.sums(weights),
-                kernel.rows.mean_E * kernel.rows.n_rows,
+                kernel.rows.mean_C * kernel.rows.n_rows,
                 mass,
                 protocol.side,
                 protocol.weighting,
