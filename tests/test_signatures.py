@@ -14,7 +14,7 @@ VERBS = [
     ("grasp.inspect.explain", "explain"),
     ("grasp.select.mixture_model", "mix_runs"),
     ("grasp.select.mixture_model", "predict_runs"),
-    ("grasp.select.mixture_model", "propose_runs"),
+    ("grasp.select.proposals", "propose_runs"),
     ("grasp.distil.apply", "apply"),
     ("grasp.distil.distil", "distil"),
     ("grasp.select.mix", "mix"),

@@ -19,7 +19,8 @@ from scipy.stats import t as student
 from experiments.curation.choices import RANDOM, SelectionRecord
 from experiments.curation.setting import HELD_OUT, ScoredUnit, World, choice_id
 from grasp.arrays import F64
-from grasp.runs.retrained import WHOLE_CORPUS_RUN, RetrainedRuns
+from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.training_runs import WHOLE_CORPUS_RUN
 
 MEASURES = ("selected_loss", "fresh_loss", "accuracy", "held_out_loss")
 LEVEL = 0.95

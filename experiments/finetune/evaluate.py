@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from grasp.arrays import F64
 from grasp.predict.predictor import downweight_negative
 from grasp.runs.metrics import rank_correlations
-from grasp.runs.retrained import RetrainedRuns, Utilities
+from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.training_runs import Utilities
 from grasp.seeds import bootstrap_weights
 
 RESAMPLES = 1_000

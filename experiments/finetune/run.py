@@ -39,7 +39,9 @@ from experiments.mistakes import in_one_line
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer
 from grasp.retraining.plan import row_names
-from grasp.runs.retrained import RetrainedRuns, RetrainedRunsInfo, Run, TargetInfo, run_bytes
+from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.training_runs import RetrainedRunsInfo, Run, TargetInfo
+from grasp.runs.utility_tables import encode_utilities
 from grasp.targets import Unit, UnitSet, UnitTokens, load_units
 from grasp.targets.units import LossOn
 
@@ -135,7 +137,7 @@ def fill(worlds: dict[Name, World], until: float) -> None:
         path = world.environment.path / "before.parquet"
         if not path.exists():
             loss_E = losses_of(world)
-            write_whole(path, run_bytes([Run(0, "before")], world.environment.units, -loss_E[None]))
+            write_whole(path, encode_utilities([Run(0, "before")], world.environment.units, -loss_E[None]))
             print(f"{name} before: mean loss {loss_E.mean():.4f}", flush=True)
     rows_of = {name: world.corpus.rows for name, world in worlds.items()}
     for name, run in turns(worlds):

@@ -33,7 +33,7 @@ from grasp.corpus import RowStore
 from grasp.models.tokenizer import HfTokenizer
 from grasp.predict.families import parse_family
 from grasp.predict.weights import SubsetBlock, Weights
-from grasp.runs.retrained import Role
+from grasp.runs.training_runs import Role
 from grasp.seeds import stream
 from grasp.settings import CorpusSettings, TargetSettings
 from grasp.targets import load_units

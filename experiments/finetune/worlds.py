@@ -24,7 +24,8 @@ from grasp.artifact.reader import RENAMED_KERNELS, ArtifactReader
 from grasp.corpus import RowStore
 from grasp.models.tokenizer import HfTokenizer
 from grasp.retraining.plan import row_names
-from grasp.runs.retrained import RetrainedRuns, Utilities
+from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.training_runs import Utilities
 from grasp.settings import TargetSettings
 from grasp.targets import load_units
 

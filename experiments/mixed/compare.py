@@ -32,7 +32,8 @@ from grasp.predict.slices import label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.runs.alignment import unit_fingerprints
-from grasp.runs.retrained import WHOLE_CORPUS_RUN, RetrainedRuns, Run, TargetInfo
+from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.training_runs import WHOLE_CORPUS_RUN, Run, TargetInfo
 from grasp.seeds import stream
 from grasp.select.mix import mix
 

@@ -37,7 +37,8 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_whole
 from grasp.runs.metrics import rank_correlations
-from grasp.runs.retrained import RetrainedRuns, Utilities
+from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.training_runs import Utilities
 from grasp.seeds import bootstrap_weights
 from grasp.training.hessian_products import Curvature
 from grasp.training.metagradient import Metagradient, MetagradientSettings, metagradient, middle_steps, price

@@ -30,7 +30,8 @@ from grasp.build.warm_up import warm_up
 from grasp.files import write_whole
 from grasp.progress import Silent
 from grasp.runs.metrics import rank_correlations
-from grasp.runs.retrained import RetrainedRuns, Utilities
+from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.training_runs import Utilities
 from grasp.settings import build_settings
 from grasp.training.recipe_files import FineTuningRecipe
 

@@ -19,7 +19,7 @@ from scipy.stats import spearmanr
 from experiments.runs.curves import WORLDS, World, of_environment, of_regmix
 from grasp.runs.gaussian_process import GaussianProcess, SubsetFeatures
 from grasp.seeds import stream
-from grasp.select.mixture_model import most_informative
+from grasp.select.proposals import most_informative
 
 FIRST, EACH = 8, 4
 UP_TO = 32

@@ -48,7 +48,7 @@ _HOMES = {
     "predict_runs": "grasp.select.mixture_model",
     "preview_corpus": "grasp.build.preview",
     "preview_targets": "grasp.build.preview",
-    "propose_runs": "grasp.select.mixture_model",
+    "propose_runs": "grasp.select.proposals",
     "retrain": "grasp.api.retrain",
 }
 __all__ = [

@@ -9,7 +9,7 @@ from grasp.baselines import oracles
 from grasp.errors import RunsError, ShapeError
 from grasp.predict.families import parse_family
 from grasp.runs.evaluation import evaluation_of
-from grasp.runs.retrained import Utilities
+from grasp.runs.training_runs import Utilities
 from tests.runs.worlds import ROWS, create
 
 LABELS = LabelColumn.from_values([f"v{i % 6}" for i in range(300)], "topic")

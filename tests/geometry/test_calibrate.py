@@ -35,7 +35,8 @@ from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, load_protocol, save_protocol
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.evaluation import evaluation_of
-from grasp.runs.retrained import FamilyInfo, RetrainedRuns, TargetInfo
+from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.training_runs import FamilyInfo, TargetInfo
 from tests.predict.source import FakeSource
 from tests.rounding import rounding
 from tests.runs.worlds import info

@@ -28,7 +28,7 @@ def limits_of(source, budget, *, floors=(), caps=(), labels=None, allowed_N=None
     return Constraints.from_budget(
         parse_budget(str(budget)),
         np.ones(source.n_rows, dtype=bool) if allowed_N is None else allowed_N,
-        tokens_N=np.asarray(source.tokens),
+        tokens_M=np.asarray(source.tokens),
         labels=labels or (source.labels if floors or caps else None),
         floors=parse_bounds(floors, "floor"),
         caps=parse_bounds(caps, "cap"),
@@ -50,7 +50,7 @@ def taken_of(objective, limits) -> tuple[np.ndarray, int]:
         picks = select_greedily(objective, limits)
         return picks.row_index, picks.used
     rows = best_rows(objective.linear_N, limits)
-    return rows, int(limits.cost_N[rows].sum())
+    return rows, int(limits.cost_M[rows].sum())
 
 
 def slow_greedy(objective, size) -> list[int]:
@@ -189,7 +189,7 @@ def test_rows_that_do_not_fit_are_skipped(seed, budget):
     rng = np.random.default_rng(seed)
     worth_N, cost_N = rng.integers(0, 5, 30).astype(float), rng.integers(1, 40, 30)
     limits = Constraints.from_budget(
-        Amount(max(budget, int(cost_N.min())), False, "tokens"), np.ones(30, dtype=bool), tokens_N=cost_N
+        Amount(max(budget, int(cost_N.min())), False, "tokens"), np.ones(30, dtype=bool), tokens_M=cost_N
     )
     limit, want = limits.budget, []
     for row in np.argsort(-worth_N, kind="stable").tolist():

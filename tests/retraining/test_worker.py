@@ -27,7 +27,8 @@ from grasp.retraining import worker as module
 from grasp.retraining.plan import resolved_recipe, row_names
 from grasp.retraining.worker import Worker, retrain
 from grasp.runs.alignment import match_targets
-from grasp.runs.retrained import RetrainedRuns, Run
+from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.training_runs import Run
 from grasp.settings import ModelSettings, build_settings, retrain_settings
 from grasp.training.train import Trainer, train
 from grasp.yaml_files import put_all, read_yaml

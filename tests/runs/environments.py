@@ -12,7 +12,8 @@ from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
 from grasp.predict.families import parse_family
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import SubsetBlock
-from grasp.runs.retrained import FamilyInfo, RetrainedRuns, RetrainedRunsInfo, TargetInfo
+from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.training_runs import FamilyInfo, RetrainedRunsInfo, TargetInfo
 from grasp.targets import Unit
 from grasp.targets.units import UnitSet
 

@@ -23,7 +23,8 @@ from grasp.runs.calibration import SubsetFeaturizer, fit_outcomes, learning_curv
 from grasp.runs.gaussian_process import WITHIN_SLICE_WEIGHT
 from grasp.runs.table import RunTable
 from grasp.select.mix import mix
-from grasp.select.select import MIN_RELATIVE_GAIN, select
+from grasp.select.ranking import MIN_RELATIVE_GAIN
+from grasp.select.select import select
 from tests.runs.environments import TOPICS, write_artifact, write_environment
 
 PROTOCOL = ScoringProtocol(name="p")

@@ -17,7 +17,8 @@ from grasp.errors import RunsError
 from grasp.predict.families import parse_family
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.retrained import RetrainedRuns, Run
+from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.training_runs import Run
 from tests.faults import Killed, raising
 from tests.runs.worlds import FAMILY, ROWS, blocks, create, fill, filled, info, result
 

@@ -4,7 +4,8 @@ import numpy as np
 
 from grasp.predict.families import parse_family
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.retrained import FamilyInfo, RetrainedRuns, RetrainedRunsInfo, TargetInfo
+from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.training_runs import FamilyInfo, RetrainedRunsInfo, TargetInfo
 
 ROWS = RowIndex.from_ids([f"row-{i}" for i in range(30)])
 FAMILY = FamilyInfo(spec="uniform:0.5", seed=3, purpose="evaluation")

@@ -11,7 +11,8 @@ import grasp
 from grasp.errors import RunsError, SettingsError
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.runs.gaussian_process import GaussianProcess, SubsetFeatures
-from grasp.select.mixture_model import MixtureModel, most_informative
+from grasp.select.mixture_model import MixtureModel
+from grasp.select.proposals import most_informative
 from tests.cli.grasp_command import cells, refused, succeed
 from tests.runs.environments import TOPICS, write_artifact, write_environment
 

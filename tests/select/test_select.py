@@ -20,7 +20,8 @@ from grasp.predict.predictor import NEW_ROW_VALUE, RepetitionLaw
 from grasp.predict.scoring_rule import Interaction
 from grasp.select.budget import Amount, Constraints, parse_bounds, parse_budget, parse_tokens, take_within_budget
 from grasp.select.objective import weighted_targets, with_diversity
-from grasp.select.select import _percentage_note, select, token_guarantee
+from grasp.select.ranking import token_guarantee
+from grasp.select.select import _percentage_note, select
 from tests.select.world import World, best_subset, changes, planted, predictor_of, protocol
 
 GEOMETRY = {"joint.pair": -0.25, "hidden.cent": -0.1, "product.raw": -0.1}
@@ -98,6 +99,17 @@ def test_the_proposed_budget_has_the_highest_value_of_all(epochs):
     assert repeats < half if epochs > 0.5 else repeats == pytest.approx(half)
 
 
+def test_a_budget_of_whole_documents_has_the_highest_value_of_all():
+    """Every number of documents tried."""
+    source, chosen = World(n_rows=300), protocol()
+    source.tokens = np.full(300, 20)
+    got = selected(source, chosen, None, train_tokens="3000", documents="all")
+    assert got.params["items"] == "documents"
+    values = [selected(source, chosen, f"{n}documents", train_tokens="3000").value for n in range(1, 151)]
+    assert len(got) == 2 * (int(np.argmax(values)) + 1)
+    assert got.value == pytest.approx(max(values))
+
+
 def test_a_budget_is_proposed_within_floors_and_caps():
     """Every number of rows tried."""
     source, chosen = World(n_rows=200), protocol()
@@ -168,7 +180,7 @@ def test_without_geometry_the_selection_is_proven_optimal():
 def test_a_budget_in_tokens_maximises_effect_per_token_and_reports_the_gap(seed):
     rng = np.random.default_rng(seed)
     cost_N, worth_N = rng.integers(1, 20, 12), rng.standard_normal(12)
-    limits = Constraints.from_budget(Amount(40, False, "tokens"), np.ones(12, dtype=bool), tokens_N=cost_N)
+    limits = Constraints.from_budget(Amount(40, False, "tokens"), np.ones(12, dtype=bool), tokens_M=cost_N)
     picked = take_within_budget(ranked(worth_N), limits)
     guarantee = token_guarantee(worth_N, picked, limits, by_effect=True)
     mean, most = (float(number) for number in re.findall(r"[-+][\d.]+(?= per token| for any)", guarantee))

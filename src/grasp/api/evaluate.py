@@ -25,7 +25,7 @@ from grasp.runs.alignment import Alignment, bind_runs, match_targets
 from grasp.runs.evaluation import Evaluation, evaluation_of
 from grasp.runs.metrics import MIN_SUBSETS, RESAMPLES
 from grasp.runs.predictions import read_predictions
-from grasp.runs.retrained import Role, TrainingRuns
+from grasp.runs.training_runs import Role, TrainingRuns
 from grasp.text import listed
 
 _SINGLE_KERNELS = ("gradient", "replay", "output_layer", "pooled", "embedding", "knn", "hidden_bias", "hidden_linear")

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from grasp.runs.calibration import ExtrapolationLog, OutcomePredictor
-    from grasp.runs.retrained import TrainingRuns
     from grasp.runs.table import RunTable
+    from grasp.runs.training_runs import TrainingRuns
 
 MAX_INTERVAL_CELLS = 20_000_000  # values times units, 8 bytes each, up to which intervals are computed
 MAX_LINES_SHOWN = 30  # printed lines per target
@@ -192,7 +192,7 @@ def predict(
         selection = labels.matching(expression)
         verb, mask_N = ("drop", ~selection.mask_N) if drop is not None else ("keep", selection.mask_N)
         blocks = [single_subset(f"{verb} {expression}", mask_N)]
-        headline = f"{verb}s {share(int(selection.mask_N.sum()), labels.n_rows)}"
+        headline = f"{verb}s {share_text(int(selection.mask_N.sum()), labels.n_rows)}"
         if selection.n_null:
             headline += f"; {selection.n_null:,} rows without a value count as not selected"
     sketches = SIMILARITY_SKETCHES if runs is not None or by is not None else ()
@@ -215,7 +215,7 @@ def predict(
         lines = write_tables(reader.schema, _keep_first((pa.Table.from_batches([b]) for b in reader), first_lines), out)
         held = pa.concat_tables([reader.schema.empty_table(), *first_lines])
     beyond = () if outside is None else outside.notes
-    messages = (*beyond, *leak_notes(artifact, predictor.units.targets), *notes(predictor, intervals))
+    messages = (*beyond, *leak_notes(artifact, predictor.units.targets), *prediction_notes(predictor, intervals))
     return Prediction(held, headline, messages, unit=predictor.unit, lines=lines)
 
 
@@ -229,7 +229,7 @@ def _keep_first(tables: Iterable[pa.Table], first_lines: list[pa.Table]) -> Iter
         yield table
 
 
-def notes(predictor: Predictor, intervals: "OutcomePredictor | None" = None) -> tuple[str, ...]:
+def prediction_notes(predictor: Predictor, intervals: "OutcomePredictor | None" = None) -> tuple[str, ...]:
     """Return notes on the predictor and its intervals, and one line with unit and protocol."""
     messages = [] if intervals is None else [*intervals.notes, intervals.title]
     if predictor.has_replay and intervals is None:
@@ -245,7 +245,7 @@ def few_units(counts: Mapping[str, int]) -> list[str]:
     return [f"few units ({few}): intervals over fewer than {FEW_UNITS} units are too narrow"] if few else []
 
 
-def share(rows: int, of: int) -> str:
+def share_text(rows: int, of: int) -> str:
     """Format a share of rows, e.g. `900 of 9,468 rows (9.5 %)`."""
     return f"{rows:,} of {of:,} rows ({100 * rows / of:.1f} %)"
 
@@ -282,7 +282,7 @@ def _weighted(labels: LabelTable, weight: Mapping[str, float]) -> tuple[Iterable
     if not retained_N.any():
         raise SettingsError(f"weight: all {labels.n_rows:,} rows have weight 0; expected at least one above 0")
     dropped = int((~retained_N).sum())
-    headline = f"changes the weight of {share(int(changed_N.sum()), labels.n_rows)}"
+    headline = f"changes the weight of {share_text(int(changed_N.sum()), labels.n_rows)}"
     headline += f", drops {dropped:,} of them" if dropped else ""
     return [single_subset("weighted", retained_N, weight_N[retained_N])], headline
 
@@ -375,7 +375,7 @@ def _by(
     result = SlicePrediction(
         table,
         f"predicted effect of dropping or doubling each {column.name}",
-        (*messages, *beyond, *leak_notes(artifact, predictor.units.targets), *notes(predictor, intervals)),
+        (*messages, *beyond, *leak_notes(artifact, predictor.units.targets), *prediction_notes(predictor, intervals)),
         unit=predictor.unit,
         lines=len(table),
         label=column.name,

@@ -11,8 +11,9 @@ from grasp.build.ray_cluster import ClusterSpec
 from grasp.errors import SettingsError, SubsetError
 from grasp.predict.families import parse_family
 from grasp.progress_display import shows_progress
-from grasp.runs.retrained import RetrainedRuns, TrainingRuns
+from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.table import RunTable
+from grasp.runs.training_runs import TrainingRuns
 from grasp.settings import RetrainSettings, form_of_loss, retrain_settings, without_foreign_code
 from grasp.yaml_files import leaf, over, plain_settings, put_all, read_yaml, require_flags
 

@@ -34,8 +34,8 @@ from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.progress import Progress
 from grasp.results import Result
 from grasp.runs.alignment import bind_runs
-from grasp.runs.retrained import TrainingRuns
 from grasp.runs.table import RunTable
+from grasp.runs.training_runs import TrainingRuns
 from grasp.text import did_you_mean, listed
 from grasp.yaml_files import read_yaml
 

@@ -23,7 +23,7 @@ from grasp.errors import RunsError, ShapeError
 from grasp.extras import require
 from grasp.predict.weights import SubsetBlock
 from grasp.runs.predictions import Predictions
-from grasp.runs.retrained import Utilities
+from grasp.runs.training_runs import Utilities
 from grasp.seeds import stream
 
 # training features, training outputs, held-out features -> deviations of the held-out outputs from the training mean

@@ -84,7 +84,7 @@ def mix_runs(runs: RunsDirectory, out: ResultFile = None, **params: Any) -> None
     "grasp runs propose runs --art art --subsets next.parquet",
     name="propose",
     group=runs,
-    verb="grasp.select.mixture_model",
+    verb="grasp.select.proposals",
 )
 def propose_runs(
     runs: RunsDirectory,

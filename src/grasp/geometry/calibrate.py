@@ -23,7 +23,7 @@ from grasp.predict.scoring_rule import ScoringProtocol, save_protocol
 from grasp.results import Result
 from grasp.runs.alignment import bind_runs
 from grasp.runs.metrics import RESAMPLES
-from grasp.runs.retrained import TrainingRuns
+from grasp.runs.training_runs import TrainingRuns
 from grasp.text import listed
 
 MAX_PROTOCOLS_SHOWN = 10  # protocols listed in the result

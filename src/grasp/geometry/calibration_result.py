@@ -39,7 +39,7 @@ from grasp.predict.scoring_rule import Requirements, ScoringProtocol
 from grasp.runs.alignment import match_targets
 from grasp.runs.metrics import RESAMPLES, mean_defined, rank_correlations
 from grasp.runs.predictions import WHOLE_TASK
-from grasp.runs.retrained import TrainingRuns, Utilities
+from grasp.runs.training_runs import TrainingRuns, Utilities
 from grasp.seeds import bootstrap_weights, stream
 
 TIE_TOLERANCE = 1e-9

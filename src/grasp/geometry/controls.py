@@ -10,7 +10,7 @@ from grasp.geometry.calibration_result import Development, bind_developments, se
 from grasp.geometry.candidates import CONTROLS, Candidate, ProtocolFamily, default_family, load_family
 from grasp.predict.weights import Side
 from grasp.runs.metrics import RESAMPLES
-from grasp.runs.retrained import TrainingRuns
+from grasp.runs.training_runs import TrainingRuns
 
 SIDES: tuple[Side, ...] = ("retained", "omitted")
 

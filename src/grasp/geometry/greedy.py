@@ -74,7 +74,7 @@ class _Greedy:
         self.ledger = Ledger(constraints)
         self.curvature_D = objective.curvature_D
         self.vector_D = np.zeros(len(self.curvature_D))  # 2 C s: the gain of row k is base_k + <phi_k, 2 C s>
-        self.available_N = constraints.allowed_N.copy()
+        self.available_N = constraints.allowed_M.copy()
         self.base_N = objective.linear_N.copy()
         for half, sketch in objective.sketches.items():
             self.base_N += objective.curvature[half] * sketch.norms_of_rows()
@@ -98,7 +98,7 @@ class _Greedy:
     def select_in_rounds(self) -> None:
         """Select from a large corpus: one block of rows at a time, from a pool of the best few thousand rows."""
         constraints = self.constraints
-        expected = int(constraints.budget / max(float(constraints.cost_N[constraints.allowed_N].mean()), 1.0))
+        expected = int(constraints.budget / max(float(constraints.cost_M[constraints.allowed_M].mean()), 1.0))
         block = max(1, -(-expected // ROUNDS))
         size = max(INNER_ROWS, POOL_BLOCKS * block)
         while self.available_N.any():
@@ -146,7 +146,7 @@ class _Greedy:
             if key_P[j] == EXCLUDED or sentinel_leads:
                 break
             row = int(pool.row_P[j])
-            code, cost = int(self.constraints.codes_N[row]), int(self.constraints.cost_N[row])
+            code, cost = int(self.constraints.codes_M[row]), int(self.constraints.cost_M[row])
             if cost > self.ledger.remaining(code):
                 unavailable_P |= self._drop_infeasible(pool.row_P, code, cost)
                 continue
@@ -166,8 +166,8 @@ class _Greedy:
 
     def _drop_infeasible(self, row_P: I64, code: int, cost: int) -> NDArray[np.bool_]:
         """Return the rows of a pool that are infeasible because a row was: same label value, equal or higher cost."""
-        infeasible_P: NDArray[np.bool_] = (self.constraints.codes_N[row_P] == code) & (
-            self.constraints.cost_N[row_P] >= cost
+        infeasible_P: NDArray[np.bool_] = (self.constraints.codes_M[row_P] == code) & (
+            self.constraints.cost_M[row_P] >= cost
         )
         self.available_N[row_P[infeasible_P]] = False
         return infeasible_P
@@ -179,13 +179,13 @@ class _Greedy:
 
     def _reconsider(self) -> None:
         """Reconsider rejected rows at the end: meeting the floors may have released budget that was reserved."""
-        self.available_N = self.constraints.allowed_N.copy()
+        self.available_N = self.constraints.allowed_M.copy()
         self.available_N[np.array(self.rows, dtype=np.int64)] = False
         self._drop_unaffordable()
 
     def _keys(self, row_P: I64, gain_P: F64) -> F64:
         """Return the ranking keys: the gain, or for weighting `count` the gain per unit of cost."""
-        return gain_P if self.objective.weighting == "mean" else gain_P / self.constraints.cost_N[row_P]
+        return gain_P if self.objective.weighting == "mean" else gain_P / self.constraints.cost_M[row_P]
 
     def _best_pool(self, count: int) -> _Pool:
         """Return the `count` rows with the highest gains, and sentinels from the ranks below."""
@@ -212,7 +212,7 @@ def select_greedily(
         bytes per row, and a pool.
     """
     state = _Greedy(objective, constraints, progress)
-    is_exhaustive = int(constraints.allowed_N.sum()) <= EXHAUSTIVE_ROWS
+    is_exhaustive = int(constraints.allowed_M.sum()) <= EXHAUSTIVE_ROWS
     if is_exhaustive:
         state.select_exhaustively()
     else:
@@ -271,7 +271,7 @@ def _select_at_size(
     predictor: InteractionPredictor, weights_T: F64, constraints: Constraints, progress: Progress | None
 ) -> tuple[Objective, GreedySelection | None]:
     """Select rows; under a token budget, repeat until the number of rows equals the assumed one (fixed point)."""
-    size = max(1, round(constraints.budget / float(constraints.cost_N[constraints.allowed_N].mean())))
+    size = max(1, round(constraints.budget / float(constraints.cost_M[constraints.allowed_M].mean())))
     for _ in range(MAX_SIZES):
         objective = Objective.from_predictor(predictor, weights_T, min(size, predictor.n_rows))
         if not objective.curvature:

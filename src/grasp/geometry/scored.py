@@ -27,7 +27,7 @@ from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.weights import Side, Weights
 from grasp.runs.alignment import Alignment, read_cost
 from grasp.runs.predictions import Predictions, Weighting
-from grasp.runs.retrained import TrainingRuns
+from grasp.runs.training_runs import TrainingRuns
 from grasp.seeds import stream
 
 DEFAULT_CALIBRATION = "uniform:0.5"

@@ -133,7 +133,7 @@ def _half_constant(predictor: InteractionPredictor, half: str, weights: Quadrati
 
 def best_rows(value_N: F64, constraints: Constraints) -> I64:
     """Return the rows with the highest values that satisfy the constraints, best first; ties go to the earlier row."""
-    return take_within_budget(ranked(value_N, among_N=constraints.allowed_N), constraints)
+    return take_within_budget(ranked(value_N, among_N=constraints.allowed_M), constraints)
 
 
 STEPS = 8
@@ -169,7 +169,7 @@ def is_aligned(objective: Objective, constraints: Constraints) -> bool | None:
     """
     if not objective.curvature:
         return True
-    rows = np.flatnonzero(constraints.allowed_N)
+    rows = np.flatnonzero(constraints.allowed_M)
     if len(rows) > ALIGNED_ROWS:
         return None
     sketch_PD = objective.rows(rows) * np.sqrt(np.abs(objective.curvature_D))

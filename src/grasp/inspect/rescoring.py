@@ -31,7 +31,7 @@ from grasp.predict.predictor import UnitSelection, downweight_negative
 from grasp.predict.scoring_rule import REPLAY, ScoringProtocol, kernel_weights
 from grasp.runs.alignment import Alignment
 from grasp.runs.metrics import MIN_SUBSETS
-from grasp.runs.retrained import TrainingRuns
+from grasp.runs.training_runs import TrainingRuns
 from grasp.seeds import stream
 
 MAX_SHARDS = 8  # shards read for a sample, since shards of stored features may be large

@@ -30,7 +30,7 @@ from grasp.predict.weights import SubsetBlock
 from grasp.progress import Progress, Silent
 from grasp.runs.alignment import Alignment
 from grasp.runs.predictions import Predictions
-from grasp.runs.retrained import TrainingRuns, Utilities
+from grasp.runs.training_runs import TrainingRuns, Utilities
 from grasp.settings import BuildSettings, Settings
 from grasp.targets.units import UnitSet, UnitTokens
 

@@ -34,7 +34,7 @@ from grasp.predict.weights import SubsetBlock
 from grasp.progress import Progress, Silent
 from grasp.runs.alignment import Alignment
 from grasp.runs.predictions import Cost, MethodRole, Predictions, RowScores, Weighting
-from grasp.runs.retrained import TrainingRuns
+from grasp.runs.training_runs import TrainingRuns
 from grasp.settings import Settings
 from grasp.text import listed
 from grasp.yaml_files import describe, read_yaml

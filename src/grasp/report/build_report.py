@@ -17,8 +17,8 @@ from grasp.progress import Progress
 from grasp.report.findings import collect_findings
 from grasp.report.page import render
 from grasp.runs.alignment import bind_runs
-from grasp.runs.retrained import TrainingRuns
 from grasp.runs.table import RunTable
+from grasp.runs.training_runs import TrainingRuns
 from grasp.text import listed
 
 DEFAULT_EXPLAINED = 8  # most helpful rows per target whose words are shaded, if the model is available

@@ -55,7 +55,7 @@ from grasp.report.example_rows import (
 )
 from grasp.report.trends import LabelTrend, label_trends
 from grasp.runs.calibration import LearningCurve, OutcomePredictor, fit_outcomes, learning_curve
-from grasp.runs.retrained import TrainingRuns
+from grasp.runs.training_runs import TrainingRuns
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.text import MAX_CELL_CHARS, different
 from grasp.yaml_files import read_yaml, yaml_text

@@ -31,8 +31,8 @@ from grasp.report.findings import collect_findings
 from grasp.report.page import render
 from grasp.results import Result
 from grasp.runs.alignment import bind_runs
-from grasp.runs.retrained import TrainingRuns
 from grasp.runs.table import RunTable
+from grasp.runs.training_runs import TrainingRuns
 from grasp.select.select import select
 from grasp.signatures import parse_signature, signed
 from grasp.text import json_text, plain, printable

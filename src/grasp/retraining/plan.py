@@ -27,15 +27,8 @@ from grasp.predict.families import parse_family
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.predict.weights import SubsetBlock
 from grasp.retraining.train_command import ROWS, command_words, write_corpus
-from grasp.runs.retrained import (
-    ALL_SUFFIX,
-    MARKER,
-    FamilyInfo,
-    RetrainedRuns,
-    RetrainedRunsInfo,
-    TargetInfo,
-    is_environment,
-)
+from grasp.runs.retrained import MARKER, RetrainedRuns, is_environment
+from grasp.runs.training_runs import ALL_SUFFIX, FamilyInfo, RetrainedRunsInfo, TargetInfo
 from grasp.settings import ModelSettings, RetrainSettings
 from grasp.store.locks import locked
 from grasp.targets import Unit, UnitSet, load_units

@@ -27,7 +27,7 @@ from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import TOKENIZER_FILES
 from grasp.models.tokenizer import HfTokenizer
 from grasp.models.unit_loss import evaluate_units
-from grasp.runs.retrained import WHOLE_CORPUS_RUN, Run
+from grasp.runs.training_runs import WHOLE_CORPUS_RUN, Run
 from grasp.seeds import stream
 from grasp.settings import CorpusSettings, ModelSettings
 from grasp.targets.units import UnitTokens

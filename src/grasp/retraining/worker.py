@@ -45,7 +45,8 @@ from grasp.retraining.plan import (
     tokenizer_of,
 )
 from grasp.retraining.train_command import command_words, job_line, job_of, utility_by_command
-from grasp.runs.retrained import WHOLE_CORPUS_RUN, RetrainedRuns, Run
+from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.training_runs import WHOLE_CORPUS_RUN, Run
 from grasp.settings import RetrainSettings
 from grasp.store.locks import keep_renewed
 from grasp.targets.units import UnitTokens

@@ -3,7 +3,8 @@
 Input: retrained or imported runs. Output: agreement of predictions with runs, and predictions with intervals. Modules
 in reading order (`grasp.api.evaluate` is the public function; `grasp.retraining` creates runs):
 
-    retrained         `RetrainedRuns`: runs in a directory, their subsets and utilities
+    training_runs     `TrainingRuns`: subsets and utilities of trained models, of whatever origin
+    retrained         `RetrainedRuns`: retrained runs in a directory; `utility_tables` has the format of their utilities
     table             `RunTable`: imported runs; `import_runs` and `results_files` read them from other formats
     alignment         `Alignment`: runs matched with an artifact, with their subsets in its rows
     predictions       predictions of subsets, and files of them

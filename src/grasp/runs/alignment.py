@@ -26,8 +26,8 @@ from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import SubsetBlock, WeightedRows, Weights, in_blocks
 from grasp.runs.predictions import WHOLE_TASK, Cost, Predictions
-from grasp.runs.retrained import ALL_SUFFIX, RetrainedRunsInfo, Run, TargetInfo, TrainingRuns
 from grasp.runs.table import MAX_LISTED, RunTable, open_runs
+from grasp.runs.training_runs import ALL_SUFFIX, RetrainedRunsInfo, Run, TargetInfo, TrainingRuns
 from grasp.targets.units import LossOn, UnitSet, stored_units
 
 BLOCK_SUBSETS = 256
@@ -259,7 +259,7 @@ class ImportedRuns(TrainingRuns):
     def task_utilities(self, targets: Sequence[str]) -> F64:
         return self.values_RST[:, :, [self.targets.index(name) for name in targets]]
 
-    def _values(self) -> F64:
+    def _utilities_RE(self) -> F64:  # noqa: N802 - a shape suffix
         values_RST = self.values_RST
         if len(self.info.seeds) < values_RST.shape[1] or np.isnan(values_RST).any():
             # some runs lack seeds: use the mean of the available ones

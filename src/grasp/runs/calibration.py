@@ -23,8 +23,8 @@ from grasp.predict.weights import RowSums, Weights
 from grasp.runs.alignment import Alignment, bind_runs
 from grasp.runs.gaussian_process import WITHIN_SLICE_WEIGHT, GaussianProcess, SubsetFeatures
 from grasp.runs.metrics import spearman
-from grasp.runs.retrained import TrainingRuns
 from grasp.runs.table import RunTable
+from grasp.runs.training_runs import TrainingRuns
 from grasp.seeds import stream
 
 COVERAGE = 0.9  # of intervals

@@ -21,7 +21,7 @@ from grasp.runs.metrics import (
     target_metrics,
 )
 from grasp.runs.predictions import Cost, MethodRole, Predictions
-from grasp.runs.retrained import Role, TrainingRuns, Utilities
+from grasp.runs.training_runs import Role, TrainingRuns, Utilities
 from grasp.seeds import bootstrap_weights
 from grasp.text import json_text, number, plain, text_table
 

@@ -1,4 +1,4 @@
-"""Retrained runs in a directory (an environment): subsets, recipe, and the utilities of the trained models.
+"""Retrained runs in a directory (an environment), finished or in progress. Start with `RetrainedRuns.open`.
 
     environment.json     subsets, recipe, seeds and targets of the runs, and their role
     subsets.parquet      subset_id, row_id, weight of the retained side; absent if the family regenerates the subsets
@@ -9,32 +9,24 @@
     failed/              error messages of the runs that failed since the last call of `grasp retrain`
     reference/seed-<s>/  checkpoints of the runs on the whole corpus
 
-Start with `RetrainedRuns.open` and `TrainingRuns.utilities`. Every file is written to a temporary name and renamed, so
-an existing file is complete. A run is one subset with one seed; the run on the whole corpus is called `full`. Tables
-may have their lines in any order; they are validated on reading.
-Shape letters: B subsets, S seeds, E units, T targets, R runs.
+Several worker processes fill a directory: each takes runs with `claim` and stores their results with `write_run`; at
+the end `compact` merges the results into two tables. Every file is written to a temporary name and renamed, so an
+existing file is complete. `training_runs` defines runs, utilities and environment.json; `utility_tables` reads and
+writes the tables. Shape letters: B subsets, S seeds, E units, T targets, R runs.
 """
 
 import hashlib
-import json
-import shlex
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
-from urllib.parse import quote
+from typing import Self
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
-from pydantic import Field
-from pydantic_core import to_jsonable_python
 
-from grasp.arrays import F64, I64
+from grasp.arrays import F64
 from grasp.artifact.label_table import LabelColumn
 from grasp.errors import ModelError, RunsError
 from grasp.files import differences, discard, is_part, kind_of, remove_stale, write_whole, written_aside
@@ -43,95 +35,28 @@ from grasp.predict.scoring_rule import geometry
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
 from grasp.predict.weights import SubsetBlock
 from grasp.results import Result
-from grasp.settings import CorpusSettings, Settings, TargetSettings
-from grasp.store.checksummed_parquet import ChecksummedParquetWriter, read_checksummed
+from grasp.runs.training_runs import (
+    FORMAT_VERSION,
+    MAX_EXAMPLES,
+    WHOLE_CORPUS_RUN,
+    RetrainedRunsInfo,
+    Run,
+    TrainingRuns,
+)
+from grasp.runs.utility_tables import encode_utilities, read_columns, read_utilities
 from grasp.store.locks import TTL_SECONDS, Lease, acquire_lease, generations
 from grasp.store.records import Signed
-from grasp.targets.margins import split_metric
-from grasp.targets.units import LossOn
 
-Role = Literal["dev", "held-out"]
-
-FORMAT_VERSION = 1
 INFO = "environment.json"
 SUBSETS = "subsets.parquet"
 UTILITIES = "utilities.parquet"
 REFERENCE = "reference.parquet"
+RUNS_DIRECTORY = "runs"
+CLAIMS_DIRECTORY = "claims"
 FAILED_DIRECTORY = "failed"
 MARKER = ".grasp-environment"  # marks the directory as ours; also the lock file during preparation
-WHOLE_CORPUS_RUN = "full"  # the run on the whole corpus
-ALL_SUFFIX = "@all"  # suffix of targets with loss on every token
-MAX_EXAMPLES = 3
 STEM_BYTES = 200  # longest file name of a run without suffix; file systems allow 255 bytes in total
-MAX_UTILITY = 1e30  # largest utility, so that sums of squares stay finite
-COLUMNS = ("subset_id", "seed", "target", "unit_id", "utility")
-
-
-# ---------------------------------------------------------------------------------------------------- environment.json
-
-
-class TargetInfo(Settings):
-    """One target as it was evaluated."""
-
-    fingerprint: str = Field(description="Fingerprint of the units: ids, prompts, completions, tokens with loss.")
-    loss_on: LossOn
-    unit_ids: tuple[str, ...]
-
-
-class FamilyInfo(Settings):
-    """Family, seed and stream of the subsets, from which they can be regenerated."""
-
-    spec: str = Field(description="E.g. mixture:topic.")
-    seed: int
-    purpose: str
-
-
-class RetrainedRunsInfo(Settings):
-    """Contents of environment.json."""
-
-    format: Literal["grasp-environment"] = "grasp-environment"
-    format_version: int = FORMAT_VERSION
-    role: Role = Field(description="dev: protocols may be selected on the runs; held-out: evaluation only.")
-    held_out_targets: tuple[str, ...] = Field((), description="Targets of development runs that are held out.")
-    recipe: str = Field(description="Name of the recipe.")
-    recipe_settings: dict[str, Any] = Field({}, description="All settings of the recipe.")
-    checkpoint: str = Field("reference/seed-0", description="Path of the reference model, relative to the directory.")
-    seeds: tuple[int, ...]
-    corpus_fingerprint: str
-    n_rows: int
-    targets: dict[str, TargetInfo]
-    side: Literal["retained"] = "retained"
-    family: FamilyInfo | None = Field(None, description="None: the subsets were read from a table.")
-    subset_ids: tuple[str, ...]
-    masks_checksum: str = Field(description="Checksum of subset ids, row positions and weights, in order.")
-    reference: bool = Field(True, description="Whether models are also trained on the whole corpus, one per seed.")
-    made_by: dict[str, Any] = Field({}, description="Program, versions and settings; not compared on resume.")
-    checksum: str = Field(
-        "", description="Checksum of this file, computed with zeros in its place; empty: written by hand."
-    )
-
-    def build_command(self, path: Path) -> str | None:
-        """Return the `grasp build` command for an artifact of the same rows and units; None if it is unknown.
-
-        Args:
-            path: directory of the runs.
-        """
-        corpus, targets = (self.made_by.get(group) for group in ("corpus", "targets"))
-        if not isinstance(corpus, dict) or not isinstance(targets, dict) or not self.reference:
-            return None
-        words = ["--model", str(path / self.checkpoint), "--corpus", str(corpus["path"])]
-        words += ["--targets", ",".join(targets["names"])] if targets.get("names") else []
-        for group, group_settings, settings_type in (
-            ("corpus", corpus, CorpusSettings),
-            ("targets", targets, TargetSettings),
-        ):
-            for name, value in group_settings.items():
-                if name in ("path", "names") or (field := settings_type.model_fields.get(name)) is None:
-                    continue
-                if value != to_jsonable_python(field.get_default(call_default_factory=True)):
-                    words += ["--set", f"{group}.{name}={json.dumps(value)}"]
-        return f"grasp build {shlex.join([*words, '--out', 'art'])}"
-
+MAX_DIFFERENCE_LENGTH = 400  # characters of a difference between settings in a message
 
 SIGNED_INFO = Signed(
     INFO,
@@ -152,202 +77,6 @@ def is_environment(path: Path) -> bool:
         return bool(SIGNED_INFO.read(path))
     except RunsError:
         return False
-
-
-# --------------------------------------------------------------------------------------------------- runs and utilities
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Run:
-    """One training run: the unit of work, of leases, and of what an interruption can lose."""
-
-    seed: int
-    subset_id: str
-
-    @property
-    def stem(self) -> str:
-        """File name without suffix, escaped for any subset id."""
-        return f"{quote(self.subset_id, safe='')}-{self.seed}"
-
-
-@dataclass(frozen=True, slots=True)
-class Utilities:
-    """Utilities by subset, seed and unit: minus the loss, or the metric of imported runs; higher is better."""
-
-    values_BSE: F64
-    subset_ids: tuple[str, ...]
-    seeds: tuple[int, ...]
-    targets: tuple[str, ...]  # target of each unit, (E,)
-    unit_ids: tuple[str, ...]  # (E,)
-
-    def select(self, *targets: str) -> "Utilities":
-        """Return the utilities of one or several targets, with units in the same order."""
-        unknown = [name for name in targets if name not in self.targets]
-        if unknown:
-            raise RunsError(f"target {unknown[0]!r}: expected one of {list(dict.fromkeys(self.targets))}")
-        columns = [e for e, name in enumerate(self.targets) if name in targets]
-        return Utilities(
-            self.values_BSE[:, :, columns],
-            self.subset_ids,
-            self.seeds,
-            tuple(self.targets[e] for e in columns),
-            tuple(self.unit_ids[e] for e in columns),
-        )
-
-
-class TrainingRuns(ABC):
-    """Base class of retrained and imported runs: trained subsets of a corpus, and the utilities of the models."""
-
-    unit = "nats"  # unit of utilities, used as column name
-    notes: Sequence[str] = ()  # notes for reports
-
-    def __init__(self, path: Path, info: RetrainedRunsInfo) -> None:
-        self.path = path
-        self.info = info
-
-    # --------------------------------------------------------------------------- abstract members
-
-    @property
-    @abstractmethod
-    def measurement(self) -> tuple[str, str]:
-        """Text that describes the measured utility, and text that describes the models."""
-
-    @property
-    @abstractmethod
-    def label(self) -> str | None:
-        """The label that the subsets were drawn by, if any."""
-
-    @abstractmethod
-    def pending(self) -> tuple[Run, ...]:
-        """Return the runs without a result."""
-
-    @abstractmethod
-    def subset_blocks(
-        self, rows: RowIndex, labels: LabelColumn | None = None, *, block: int = 256
-    ) -> Iterator[SubsetBlock]:
-        """Yield the subsets in blocks, in the order of `subset_ids`."""
-
-    @abstractmethod
-    def _values(self) -> F64:
-        """Return utilities of all runs, (R, E): seed after seed, the whole corpus first; nan for unfinished runs."""
-
-    # -------------------------------------------------------------------------------------- description
-
-    @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
-    def role(self) -> Role:
-        return self.info.role
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return tuple(self.info.targets)
-
-    @property
-    def subset_ids(self) -> tuple[str, ...]:
-        return self.info.subset_ids
-
-    @property
-    def units(self) -> tuple[tuple[str, str], ...]:
-        """(target, unit_id) of every unit, target by target: the order of the last axis."""
-        return tuple((name, unit) for name, info in self.info.targets.items() for unit in info.unit_ids)
-
-    def role_of(self, target: str) -> Role:
-        """Return the role of a target; all targets of held-out runs are held out.
-
-        A task is held out with all of its losses and metrics: if `sciq` is held out, so are `sciq@all` and
-        `sciq@margin`.
-        """
-        self._check_target(target)
-        held_out = {target, split_metric(target.removesuffix(ALL_SUFFIX))[0]} & set(self.info.held_out_targets)
-        return "held-out" if held_out else self.info.role
-
-    def fingerprint(self, first: SubsetBlock) -> str:
-        """Return a fingerprint of corpus, recipe and family; it does not depend on the directory or number of runs.
-
-        Args:
-            first: first block of the subsets; its first subset represents the family if subsets come from a table.
-        """
-        info = self.info
-        drawn = info.family.model_dump() if info.family else np.sort(first.weights_BN[[0]].indices).tolist()
-        identity = [info.corpus_fingerprint, info.recipe, info.recipe_settings, drawn]
-        return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-    def check_corpus(self, fingerprint: str, where: str) -> None:
-        """Check that a corpus is the one that the runs were trained on.
-
-        Raises:
-            RunsError: fingerprints differ; the message contains both.
-        """
-        if fingerprint != self.info.corpus_fingerprint:
-            raise RunsError(
-                f"{where}: corpus fingerprint {fingerprint}, but {self.path} was trained on "
-                f"{self.info.corpus_fingerprint}; build from the same corpus, tokenizer and packing"
-            )
-
-    # ---------------------------------------------------------------------------------------- utilities
-
-    def utilities(
-        self, target: str | None = None, *, seeds: Sequence[int] | None = None, partial: bool = False
-    ) -> Utilities:
-        """Return realized utilities, (B, S, E); higher is better: -loss in nats per token, or the metric of a target.
-
-        Args:
-            target: default: all targets, one after the other.
-            seeds: default: all seeds.
-            partial: return only the subsets that have a result for each of `seeds`, instead of raising an error.
-        Raises:
-            RunsError: a run is missing (unless `partial`), repeated or not a number, or a subset, seed, target or unit
-                is unknown. The message names it.
-        """
-        if target is not None:
-            self._check_target(target)
-        selected_seeds = self.info.seeds if seeds is None else tuple(seeds)
-        unknown = [seed for seed in selected_seeds if seed not in self.info.seeds]
-        if unknown or not selected_seeds:
-            raise RunsError(f"{self.path}: got seeds {list(selected_seeds)}, expected some of {self.info.seeds}")
-        values_BSE = self._values_by_subset()[-len(self.subset_ids) :]
-        values_BSE = values_BSE[:, [self.info.seeds.index(seed) for seed in selected_seeds]]
-        is_missing_BS = np.isnan(values_BSE[:, :, 0])
-        if is_missing_BS.any() and not partial:
-            missing = [Run(selected_seeds[s], self.subset_ids[b]).stem for s, b in np.argwhere(is_missing_BS.T)]
-            raise RunsError(
-                f"{self.path}: {len(missing)} runs are missing, e.g. {missing[:MAX_EXAMPLES]}; "
-                "continue with `grasp retrain --resume`, or use the finished runs with --partial (partial=True)"
-            )
-        complete = np.flatnonzero(~is_missing_BS.any(axis=1))
-        targets, unit_ids = (tuple(unit[k] for unit in self.units) for k in (0, 1))
-        ids = tuple(self.subset_ids[b] for b in complete)
-        utilities = Utilities(values_BSE[complete], ids, selected_seeds, targets, unit_ids)
-        return utilities if target is None else utilities.select(target)
-
-    def task_utilities(self, targets: Sequence[str]) -> F64:
-        """Return the mean over the units of each target, (B, S, T); nan if a run has no such seed."""
-        utilities = self.utilities()
-        return np.stack([utilities.select(name).values_BSE.mean(axis=2) for name in targets], axis=2)
-
-    def reference_utilities(self) -> F64:
-        """Return utilities of the models trained on the whole corpus, (S, E); S is 0 if there are none."""
-        if not self.info.reference:
-            return np.empty((0, len(self.units)))
-        whole_SE = self._values_by_subset()[0]
-        return np.asarray(whole_SE[~np.isnan(whole_SE[:, 0])])
-
-    def task_reference(self, targets: Sequence[str]) -> F64:
-        """Return the mean utility of each target of the models trained on the whole corpus, (S, T)."""
-        reference_SE = self.reference_utilities()
-        of_target = [[e for e, (name, _) in enumerate(self.units) if name == target] for target in targets]
-        return np.stack([reference_SE[:, columns].mean(axis=1) for columns in of_target], axis=1)
-
-    def _check_target(self, target: str) -> None:
-        if target not in self.info.targets:
-            raise RunsError(f"{self.path}: has no target {target!r}, expected one of {list(self.info.targets)}")
-
-    def _values_by_subset(self) -> F64:
-        """Return utilities by subset and seed, (1 + B, S, E); the whole corpus comes first if it was trained on."""
-        return self._values().reshape(len(self.info.seeds), -1, len(self.units)).swapaxes(0, 1)
 
 
 class RetrainedRuns(TrainingRuns):
@@ -384,31 +113,16 @@ class RetrainedRuns(TrainingRuns):
                 or their names are repeated, reserved or too long.
         """
         path.mkdir(parents=True, exist_ok=True)
-        with written_aside(path / SUBSETS) as part:
+        with written_aside(path / SUBSETS) as temporary:  # replaces the file only if no check fails
             digest = MaskDigest()
-            write_subsets(part, digest.update_with(blocks), rows, weights=True, compression_level=19)
-            ids, checksums = tuple(digest.ids), digest.checksums
-            _check_names(ids, path / SUBSETS)
-            info = info.model_copy(update={"subset_ids": ids, "masks_checksum": checksums[-1]})
+            write_subsets(temporary, digest.update_with(blocks), rows, weights=True, compression_level=19)
+            _check_names(digest.ids, path / SUBSETS)
+            update = {"subset_ids": tuple(digest.ids), "masks_checksum": digest.checksums[-1]}
+            info = info.model_copy(update=update)
             if (path / INFO).exists():
                 recorded = SIGNED_INFO.read(path)
-                may_change = {"seeds", "subset_ids", "masks_checksum", "made_by", "checksum"}
-                before, now = (record.model_dump(mode="json", exclude=may_change) for record in (recorded, info))
-                differs = list(differences(before, now))
-                if info.seeds[: len(recorded.seeds)] != recorded.seeds:
-                    differs.append(f"seeds: was {recorded.seeds}, is {info.seeds}")
-                n_recorded = len(recorded.subset_ids)
-                if len(ids) < n_recorded or checksums[n_recorded - 1] != recorded.masks_checksum:
-                    differs.append(
-                        f"subsets: was {n_recorded} with checksum {recorded.masks_checksum}, is {len(ids)} with "
-                        f"{checksums[-1]}"
-                    )
-                if differs:
-                    shortened = [text if len(text) < 400 else text[:400] + " ..." for text in differs]
-                    raise RunsError(
-                        f"{path}: contains runs with other settings: {'; '.join(shortened)}; "
-                        "continue with the old settings, or use another directory"
-                    )
+                _check_resumable(path, recorded, info, digest)
+                # If nothing was added, the record keeps who made it.
                 if recorded == info.model_copy(update={"made_by": recorded.made_by, "checksum": recorded.checksum}):
                     info = recorded
         SIGNED_INFO.write(path, info)
@@ -417,27 +131,29 @@ class RetrainedRuns(TrainingRuns):
     # ------------------------------------------------------------------------------------------ contents
 
     def summary(self) -> Result:
-        """Summarize the utilities per target, and list the next commands."""
+        """Summarize the utilities of the finished runs per target, and list the next commands."""
         utilities = self.utilities(partial=True)
-        reference_ST, lines = self.task_reference(list(self.info.targets)), []
+        reference_ST = self.task_reference(self.targets)
+        lines = []
         for t, (name, target) in enumerate(self.info.targets.items()):
             task_BS = utilities.select(name).values_BSE.mean(axis=2)
-            corpus_utility = float(reference_ST[:, t].mean()) if len(reference_ST) == task_BS.shape[1] else None
+            mean = float(task_BS.mean()) if task_BS.size else None
+            # The models of the whole corpus are comparable once there is one per seed.
+            whole_corpus = float(reference_ST[:, t].mean()) if len(reference_ST) == task_BS.shape[1] else None
             lines.append(
                 {
                     "target": name,
                     "units": len(target.unit_ids),
-                    "utility": float(task_BS.mean()) if task_BS.size else None,
-                    "against the corpus": float(task_BS.mean()) - corpus_utility
-                    if task_BS.size and corpus_utility is not None
-                    else None,
+                    "utility": mean,
+                    "against the corpus": None if mean is None or whole_corpus is None else mean - whole_corpus,
                     "sd over subsets": float(task_BS.mean(axis=1).std(ddof=1)) if len(task_BS) > 1 else None,
                 }
             )
-        build = self.info.build_command(self.path)
-        steps = [f"next: {build}", f"then: grasp evaluate art --runs {self.path}"] if build else []
         failed = self._failed_line()
-        notes = (*([failed] if failed else []), *steps, geometry().calibration_evidence(len(self.subset_ids)))
+        build = self.info.build_command(self.path)
+        next_commands = [f"next: {build}", f"then: grasp evaluate art --runs {self.path}"] if build else []
+        evidence = geometry().calibration_evidence(len(self.subset_ids))
+        notes = (*([failed] if failed else []), *next_commands, evidence)
         return Result(pa.Table.from_pylist(lines), self._headline(), notes)
 
     def __repr__(self) -> str:
@@ -469,8 +185,48 @@ class RetrainedRuns(TrainingRuns):
 
     @cached_property
     def label(self) -> str | None:
-        """The label that the subsets were drawn by."""
+        """The label column that the subsets were drawn by, if any."""
         return None if self.info.family is None else parse_family(self.info.family.spec).label
+
+    def subset_blocks(
+        self, rows: RowIndex, labels: LabelColumn | None = None, *, block: int = 256
+    ) -> Iterator[SubsetBlock]:
+        """Yield the subsets in blocks, in the order of `subset_ids`, and verify their checksum at the end.
+
+        Args:
+            rows: names of the rows of the corpus.
+            labels: label column that the family draws by; only required without subsets.parquet.
+            block: maximum number of subsets per block.
+        Raises:
+            RunsError: wrong number of rows, or the subsets are not those trained on. The latter is known after the last
+                block only.
+            SubsetError: subsets.parquet cannot be read.
+        """
+        info = self.info
+        if rows.n_rows != info.n_rows:
+            raise RunsError(
+                f"{self.path}: drawn from {info.n_rows} rows, got a corpus of {rows.n_rows}; use the corpus of the runs"
+            )
+        if (self.path / SUBSETS).exists():
+            blocks = read_subsets(self.path / SUBSETS, rows, block)
+        elif info.family is None:
+            raise RunsError(f"{self.path / SUBSETS}: no such file; restore it from a copy")
+        else:
+            blocks = parse_family(info.family.spec).draw(
+                len(info.subset_ids),
+                n_rows=rows.n_rows,
+                labels=labels,
+                seed=info.family.seed,
+                purpose=info.family.purpose,
+                block=block,
+            )
+        digest = MaskDigest()
+        yield from digest.update_with(blocks)
+        if tuple(digest.ids) != info.subset_ids or digest.checksums[-1] != info.masks_checksum:
+            raise RunsError(
+                f"{self.path}: {len(digest.ids)} subsets with checksum {digest.checksums[-1]}, expected "
+                f"{len(info.subset_ids)} with {info.masks_checksum}; these are not the subsets trained on"
+            )
 
     # --------------------------------------------------------------------------------------- adding runs
 
@@ -499,22 +255,22 @@ class RetrainedRuns(TrainingRuns):
             ttl: seconds after which a lease of another worker expires and is taken over.
         """
         claimed: dict[Run, Lease] = {}
-        claims = self.path / "claims"
-        lease_generations = generations(claims)
+        claims = self.path / CLAIMS_DIRECTORY
+        known_generations = generations(claims)  # one listing of the directory for all runs
         for run in self.untried():
-            whole_corpus = run.subset_id == WHOLE_CORPUS_RUN
             if len(claimed) == limit:
                 break
-            if claimed and (whole_corpus or run.seed != next(iter(claimed)).seed):
+            is_whole_corpus = run.subset_id == WHOLE_CORPUS_RUN
+            if claimed and (is_whole_corpus or run.seed != next(iter(claimed)).seed):
                 continue
-            lease = acquire_lease(claims, run.stem, ttl=ttl, known=lease_generations)
+            lease = acquire_lease(claims, run.stem, ttl=ttl, known=known_generations)
             if lease is None:
                 continue
             if run not in self.untried():  # finished before the lease was acquired
                 lease.release()
                 continue
             claimed[run] = lease
-            if whole_corpus:
+            if is_whole_corpus:
                 break
         return claimed
 
@@ -522,7 +278,8 @@ class RetrainedRuns(TrainingRuns):
         """Write the result of a run, unless it exists already.
 
         Args:
-            utility_E: -loss of every unit, in the order of `units`.
+            run: one of `runs`.
+            utility_E: -loss of every unit in nats per token, in the order of `units`.
         Raises:
             RunsError: wrong number of units, or a value that is not finite.
         """
@@ -530,17 +287,17 @@ class RetrainedRuns(TrainingRuns):
             raise RunsError(
                 f"{self.path}: run {run.stem}: got {utility_E.shape} utilities, expected ({len(self.units)},)"
             )
-        bad = np.flatnonzero(~np.isfinite(utility_E))
-        if bad.size:
-            target, unit = self.units[bad[0]]
+        infinite = np.flatnonzero(~np.isfinite(utility_E))
+        if infinite.size:
+            target, unit_id = self.units[infinite[0]]
             raise RunsError(
-                f"{self.path}: run {run.stem}: utility of unit {unit!r} of {target} is {utility_E[bad[0]]} "
-                f"({bad.size} such); the run diverged, lower the learning rate of the recipe"
+                f"{self.path}: run {run.stem}: utility of unit {unit_id!r} of {target} is {utility_E[infinite[0]]} "
+                f"({infinite.size} such); the run diverged, lower the learning rate of the recipe"
             )
         path = self._run_path(run)
         if run not in self._finished():
             path.parent.mkdir(exist_ok=True)
-            write_whole(path, run_bytes([run], self.units, utility_E[None]))
+            write_whole(path, encode_utilities([run], self.units, utility_E[None]))
 
     def compact(self) -> None:
         """Merge the files of single runs into utilities.parquet and reference.parquet, and remove them; idempotent.
@@ -555,21 +312,26 @@ class RetrainedRuns(TrainingRuns):
                 f"{[run.stem for run in missing[:MAX_EXAMPLES]]}; continue with `grasp retrain --resume`"
             )
         if self._runs_in_single_files():
-            values_RE = self._values()
-            for name, is_reference in ((REFERENCE, True), (UTILITIES, False)):
-                group = [r for r, run in enumerate(all_runs) if (run.subset_id == WHOLE_CORPUS_RUN) == is_reference]
+            values_RE = self._utilities_RE()
+            for name, of_whole_corpus in ((REFERENCE, True), (UTILITIES, False)):
+                group = [r for r, run in enumerate(all_runs) if (run.subset_id == WHOLE_CORPUS_RUN) == of_whole_corpus]
                 if group:
-                    write_whole(self.path / name, run_bytes([all_runs[r] for r in group], self.units, values_RE[group]))
+                    content = encode_utilities([all_runs[r] for r in group], self.units, values_RE[group])
+                    write_whole(self.path / name, content)
         for run in all_runs:
             self._run_path(run).unlink(missing_ok=True)
-        stems = {run.stem for run in all_runs}
-        for lease in (self.path / "claims").glob("*.*"):  # only remove our own files: name of a run, dot, number
-            stem, _, generation = lease.name.rpartition(".")
+        self._remove_leases()
+        for file in (*self.path.glob(".*"), *(self.path / RUNS_DIRECTORY).glob(".*")):
+            if is_part(file):  # the temporary file of a process that was killed
+                remove_stale(file, older_than=TTL_SECONDS)
+
+    def _remove_leases(self) -> None:
+        """Delete the files of leases, which are named after the run and a number; leave all other files."""
+        stems = {run.stem for run in self.runs()}
+        for file in (self.path / CLAIMS_DIRECTORY).glob("*.*"):
+            stem, _, generation = file.name.rpartition(".")
             if stem in stems and generation.isdigit():
-                lease.unlink(missing_ok=True)
-        for part in (*self.path.glob(".*"), *(self.path / "runs").glob(".*")):
-            if is_part(part):
-                remove_stale(part, older_than=TTL_SECONDS)
+                file.unlink(missing_ok=True)
 
     # --------------------------------------------------------------------------------------- failed runs
 
@@ -605,50 +367,15 @@ class RetrainedRuns(TrainingRuns):
         hint = f"rerun the command to retry {'it' if len(failed) == 1 else 'them'}"
         return f"{len(failed)} of {len(self.runs())} runs failed, e.g. {stem}: {message}; {hint}"
 
-    def subset_blocks(
-        self, rows: RowIndex, labels: LabelColumn | None = None, *, block: int = 256
-    ) -> Iterator[SubsetBlock]:
-        """Yield the subsets in blocks, in the order of `subset_ids`, and verify their checksum at the end.
-
-        Args:
-            rows: names of the rows of the corpus.
-            labels: label that the family draws by; only required without subsets.parquet.
-            block: maximum number of subsets per block.
-        Raises:
-            RunsError: wrong number of rows, or the subsets are not those trained on.
-            SubsetError: subsets.parquet cannot be read.
-        """
-        info = self.info
-        if rows.n_rows != info.n_rows:
-            raise RunsError(
-                f"{self.path}: drawn from {info.n_rows} rows, got a corpus of {rows.n_rows}; use the corpus of the runs"
-            )
-        if (self.path / SUBSETS).exists():
-            blocks = read_subsets(self.path / SUBSETS, rows, block)
-        elif info.family is None:
-            raise RunsError(f"{self.path / SUBSETS}: no such file; restore it from a copy")
-        else:
-            spec, seed, purpose = info.family.spec, info.family.seed, info.family.purpose
-            blocks = parse_family(spec).draw(
-                len(info.subset_ids), n_rows=rows.n_rows, labels=labels, seed=seed, purpose=purpose, block=block
-            )
-        digest = MaskDigest()
-        yield from digest.update_with(blocks)
-        if tuple(digest.ids) != info.subset_ids or digest.checksums[-1] != info.masks_checksum:
-            raise RunsError(
-                f"{self.path}: {len(digest.ids)} subsets with checksum {digest.checksums[-1]}, expected "
-                f"{len(info.subset_ids)} with {info.masks_checksum}; these are not the subsets trained on"
-            )
-
     # ------------------------------------------------------------------------------------------ internals
 
     def _run_path(self, run: Run) -> Path:
-        return self.path / "runs" / f"{run.stem}.parquet"
+        return self.path / RUNS_DIRECTORY / f"{run.stem}.parquet"
 
     def _runs_in_single_files(self) -> list[Run]:
         """Return the runs whose result is in a separate file."""
-        directory = self.path / "runs"
-        names = {path.name for path in directory.iterdir()} if directory.exists() else set()
+        directory = self.path / RUNS_DIRECTORY
+        names = {file.name for file in directory.iterdir()} if directory.exists() else set()
         return [run for run in self.runs() if self._run_path(run).name in names]
 
     def _finished(self) -> set[Run]:
@@ -657,49 +384,40 @@ class RetrainedRuns(TrainingRuns):
         finished = set(self._runs_in_single_files())
         for path in (self.path / UTILITIES, self.path / REFERENCE):
             if path.exists():
-                pairs = _read(path, ["subset_id", "seed"]).group_by(["subset_id", "seed"]).aggregate([])
+                pairs = read_columns(path, ["subset_id", "seed"]).group_by(["subset_id", "seed"]).aggregate([])
                 finished |= {Run(row["seed"], row["subset_id"]) for row in pairs.to_pylist()} & set(self.runs())
         return finished
 
-    def _values(self) -> F64:
+    def _utilities_RE(self) -> F64:  # noqa: N802 - a shape suffix
         """Return utilities of all `runs`, (R, E); nan for unfinished runs."""
-        runs, single = self.runs(), set(self._runs_in_single_files())
-        values_RE = np.full((len(runs), len(self.units)), np.nan)
-        for r, run in enumerate(runs):
+        all_runs, in_single_files = self.runs(), set(self._runs_in_single_files())
+        values_RE = np.full((len(all_runs), len(self.units)), np.nan)
+        for r, run in enumerate(all_runs):
             with suppress(FileNotFoundError):  # merged and removed in the meantime
-                if run in single:
-                    values_RE[r] = read_runs(self._run_path(run), [run], self.units)
+                if run in in_single_files:
+                    values_RE[r] = read_utilities(self._run_path(run), [run], self.units)
         for path in (self.path / UTILITIES, self.path / REFERENCE):
             if path.exists():
-                merged_RE = read_runs(path, runs, self.units)
+                merged_RE = read_utilities(path, all_runs, self.units)
                 values_RE = np.where(np.isnan(merged_RE), values_RE, merged_RE)
         return values_RE
 
 
-def _check_names(ids: Sequence[str], where: Path) -> None:
-    """Check that subset ids are unique and usable as file names."""
-    if not ids:
-        raise RunsError(f"{where}: got no subsets, expected at least one")
-    wrong = sorted({name for name, count in Counter(ids).items() if count > 1} | ({WHOLE_CORPUS_RUN} & set(ids)))
-    if wrong:
-        raise RunsError(
-            f"{where}: subset ids {wrong[:MAX_EXAMPLES]} are repeated or reserved; give every subset a unique name"
-        )
-    long = [name for name in ids if len(Run(0, name).stem) > STEM_BYTES]
-    if long:
-        raise RunsError(
-            f"{where}: subset id {long[0][:40]!r}... takes {len(Run(0, long[0]).stem)} bytes in the name of a file "
-            f"({len(long)} such), expected at most {STEM_BYTES}; shorten it"
-        )
+# ------------------------------------------------------------------------------------------------ checks on creation
 
 
 class MaskDigest:
-    """Running checksum of subset ids, rows, and weights other than 1, in order."""
+    """Running checksum of subset ids, rows, and weights other than 1, in order.
+
+    Attributes:
+        ids: subset ids so far.
+        checksums: checksum of the subsets up to and including each one, to recognize runs to which subsets are added.
+    """
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=16)
         self.ids: list[str] = []
-        self.checksums: list[str] = []  # after each subset
+        self.checksums: list[str] = []
 
     def update_with(self, blocks: Iterable[SubsetBlock]) -> Iterator[SubsetBlock]:
         """Yield the blocks unchanged while adding them to the checksum."""
@@ -717,110 +435,49 @@ class MaskDigest:
             yield block
 
 
-# ----------------------------------------------------------------------------------------------- tables of utilities
-
-
-def run_bytes(runs: Sequence[Run], units: Sequence[tuple[str, str]], utility_RE: F64) -> bytes:
-    """Return a Parquet file of the utilities of `runs`; float32, 3 to 4 bytes per line.
+def _check_resumable(path: Path, recorded: RetrainedRunsInfo, info: RetrainedRunsInfo, digest: MaskDigest) -> None:
+    """Check that settings equal those of the runs in a directory, except for additional seeds and subsets.
 
     Args:
-        units: (target, unit_id) of each column.
-        utility_RE: -loss, nats per token.
-    """
-    n_runs, n_units = utility_RE.shape
-    unit_of = pa.array(np.tile(np.arange(n_units), n_runs))
-    run_of = pa.array(np.repeat(np.arange(n_runs), n_units))
-    table = pa.table(
-        {
-            "subset_id": pa.array([run.subset_id for run in runs], pa.string()).take(run_of),
-            "seed": pa.array([run.seed for run in runs], pa.int64()).take(run_of),
-            "target": pa.array([name for name, _ in units], pa.string()).take(unit_of),
-            "unit_id": pa.array([unit for _, unit in units], pa.string()).take(unit_of),
-            "utility": pa.array(utility_RE.ravel(), pa.float32()),
-        }
-    )
-    sink = pa.BufferOutputStream()
-    options: dict[str, Any] = {
-        "use_dictionary": list(COLUMNS[:-1]),
-        "column_encoding": {"utility": "BYTE_STREAM_SPLIT"},
-    }
-    with ChecksummedParquetWriter(sink, table.schema, compression_level=19, **options) as writer:
-        writer.write(table)
-    return bytes(sink.getvalue())
-
-
-def read_runs(path: Path, runs: Sequence[Run], units: Sequence[tuple[str, str]]) -> F64:
-    """Read utilities of `runs`, (R, E); nan for a run without lines.
-
-    Args:
-        runs: all runs that may occur.
-        units: (target, unit_id) of each unit; a run must have all units.
+        path: directory of the runs.
+        recorded: settings of the runs in the directory.
+        info: settings of this call.
+        digest: checksums of the subsets of this call.
     Raises:
-        RunsError: not Parquet, missing columns or cells, unknown names, utilities that are not finite, duplicate lines,
-            or missing units of a run. The message names the first.
-        FileNotFoundError: no such file; expected if runs are merged concurrently.
+        RunsError: they differ; the message names every difference.
     """
-    table = _read(path, list(COLUMNS))
-    r = _codes(table, ("subset_id", "seed"), {(run.subset_id, run.seed): i for i, run in enumerate(runs)}, path)
-    e = _codes(table, ("target", "unit_id"), {unit: i for i, unit in enumerate(units)}, path)
-    utility = table.column("utility").to_numpy().astype(np.float64)
-
-    def cell(r: int, e: int) -> str:
-        return f"{path}: subset {runs[r].subset_id!r}, seed {runs[r].seed}, {units[e][0]} unit {units[e][1]!r}"
-
-    bad = np.flatnonzero(~(np.abs(utility) <= MAX_UTILITY))  # nan compares false
-    if bad.size:
-        raise RunsError(
-            f"{cell(r[bad[0]], e[bad[0]])}: utility is {utility[bad[0]]} ({bad.size} such); delete that run and "
-            "retrain it"
+    may_change = {"seeds", "subset_ids", "masks_checksum", "made_by", "checksum"}
+    before, now = (record.model_dump(mode="json", exclude=may_change) for record in (recorded, info))
+    problems = list(differences(before, now))
+    if info.seeds[: len(recorded.seeds)] != recorded.seeds:
+        problems.append(f"seeds: was {recorded.seeds}, is {info.seeds}")
+    n_recorded = len(recorded.subset_ids)
+    if len(digest.ids) < n_recorded or digest.checksums[n_recorded - 1] != recorded.masks_checksum:
+        problems.append(
+            f"subsets: was {n_recorded} with checksum {recorded.masks_checksum}, is {len(digest.ids)} with "
+            f"{digest.checksums[-1]}"
         )
-    counts_RE = np.bincount(r * len(units) + e, minlength=len(runs) * len(units)).reshape(len(runs), len(units))
-    for wrong, what, expected in (
-        (counts_RE > 1, f"occurs {counts_RE.max()} times", "each once"),
-        ((counts_RE == 0) & counts_RE.any(axis=1, keepdims=True), "is missing", "every unit of a run"),
-    ):
-        if wrong.any():
-            r0, e0 = np.argwhere(wrong)[0]
-            raise RunsError(f"{cell(r0, e0)} {what} ({wrong.sum()} such); expected {expected}")
-    values_RE = np.full(counts_RE.shape, np.nan)
-    values_RE[r, e] = utility
-    return values_RE
-
-
-def _read(path: Path, columns: list[str]) -> pa.Table:
-    """Read columns of a table of utilities, all of whose cells have values."""
-    try:
-        names = list(pq.read_schema(path).names)
-        if missing := [name for name in COLUMNS if name not in names]:
-            raise RunsError(f"{path}: has columns {names}, lacks {missing}")
-        table = read_checksummed(path, columns)
-        table.validate(full=True)  # a flipped bit may result in invalid UTF-8
-    except FileNotFoundError:
-        raise
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as err:
+    if problems:
+        limit = MAX_DIFFERENCE_LENGTH
+        shortened = [text if len(text) < limit else text[:limit] + " ..." for text in problems]
         raise RunsError(
-            f"{path}: cannot be read as Parquet: {' '.join(str(err).split())}; delete it and retrain, or restore it"
-        ) from err
-    for name in columns:
-        empty = table.column(name).null_count
-        if empty:
-            raise RunsError(f"{path}: column {name} has {empty} empty cells, expected none")
-    return table
-
-
-def _codes(table: pa.Table, columns: tuple[str, str], code_of: Mapping[Any, int], path: Path) -> I64:
-    """Return the position of each line's pair of names; raise RunsError for unknown pairs."""
-    first, second = (table.column(name).combine_chunks().dictionary_encode() for name in columns)
-    a_names, b_names = first.dictionary.to_pylist(), second.dictionary.to_pylist()
-    grid = np.array([[code_of.get((a, b), -1) for b in b_names] for a in a_names], dtype=np.int64)
-    a = first.indices.to_numpy(zero_copy_only=False)
-    b = second.indices.to_numpy(zero_copy_only=False)
-    codes = grid.reshape(len(a_names), len(b_names))[a, b]
-    unknown = np.flatnonzero(codes < 0)
-    if unknown.size:
-        line = unknown[0]
-        raise RunsError(
-            f"{path}: line {line} has {columns[0]} {a_names[a[line]]!r}, {columns[1]} {b_names[b[line]]!r}, which "
-            f"environment.json does not list ({unknown.size} such lines)"
+            f"{path}: contains runs with other settings: {'; '.join(shortened)}; "
+            "continue with the old settings, or use another directory"
         )
-    return np.asarray(codes, dtype=np.int64)
+
+
+def _check_names(ids: Sequence[str], location: Path) -> None:
+    """Check that subset ids are unique and usable as file names."""
+    if not ids:
+        raise RunsError(f"{location}: got no subsets, expected at least one")
+    repeated = {subset_id for subset_id, count in Counter(ids).items() if count > 1}
+    if wrong := sorted(repeated | ({WHOLE_CORPUS_RUN} & set(ids))):
+        raise RunsError(
+            f"{location}: subset ids {wrong[:MAX_EXAMPLES]} are repeated or reserved; give every subset a unique name"
+        )
+    too_long = [subset_id for subset_id in ids if len(Run(0, subset_id).stem) > STEM_BYTES]
+    if too_long:
+        raise RunsError(
+            f"{location}: subset id {too_long[0][:40]!r}... takes {len(Run(0, too_long[0]).stem)} bytes in the name of "
+            f"a file ({len(too_long)} such), expected at most {STEM_BYTES}; shorten it"
+        )

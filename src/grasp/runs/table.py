@@ -24,7 +24,8 @@ from grasp.errors import RunsError
 from grasp.files import UNSIGNED, FileEntry
 from grasp.predict.weights import MAX_WEIGHT, MIN_WEIGHT
 from grasp.runs.metrics import mean_defined, spearman
-from grasp.runs.retrained import MAX_UTILITY, RetrainedRuns
+from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.utility_tables import MAX_UTILITY
 from grasp.settings import Settings
 from grasp.store.contents import parquet_bytes, read_table
 from grasp.store.directory import write_at_once

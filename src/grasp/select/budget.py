@@ -5,7 +5,8 @@ the same unit: rows, tokens or documents. `Ledger` tracks the remaining budget w
 unmet floors still require, so that no floor becomes infeasible. A rejected row stays rejected, unless tokens that were
 reserved for a floor are released.
 
-Start with `take_within_budget`. Shape letters: N rows (or documents), G label values, P candidates in ranked order.
+Start with `take_within_budget`.
+Shape letters: N rows, M items (rows or documents), P items in ranked order, G label values.
 """
 
 import math
@@ -64,11 +65,11 @@ class Amount:
 Bounds: TypeAlias = Mapping[str | None, Amount]  # floor or cap per label value; None: of every value not listed
 
 
-def parse_amount(text: str, where: str, expected: str) -> Amount:
+def parse_amount(text: str, location: str, expected: str) -> Amount:
     """Parse an amount such as `20%`, `5000`, `2Mtokens` or `300documents`.
 
     Args:
-        where: name of the option, for messages.
+        location: name of the option, for messages.
         expected: examples of what is expected, for messages.
 
     Raises:
@@ -76,16 +77,16 @@ def parse_amount(text: str, where: str, expected: str) -> Amount:
     """
     match = _AMOUNT.fullmatch(text.strip())
     if match is None:
-        raise SettingsError(f"{where}: got {text.strip()!r}, expected e.g. {expected}")
+        raise SettingsError(f"{location}: got {text.strip()!r}, expected e.g. {expected}")
     number, scale, unit_text = float(match[1]), match[2] or "", match[3] or ""
     unit: Unit | None = _UNITS[unit_text[0]] if unit_text else None
     if scale == "%":
         if number > 100:
-            raise SettingsError(f"{where}: got {number:g}%, expected at most 100%")
+            raise SettingsError(f"{location}: got {number:g}%, expected at most 100%")
         return Amount(number / 100, True, unit)
     value = number * _TIMES[scale]
     if not math.isfinite(value) or value != int(value):
-        raise SettingsError(f"{where}: got {text.strip()!r}, expected a whole number or a share, e.g. {expected}")
+        raise SettingsError(f"{location}: got {text.strip()!r}, expected a whole number or a share, e.g. {expected}")
     return Amount(value, False, unit)
 
 
@@ -129,7 +130,7 @@ def parse_bounds(texts: str | Sequence[str], flag: str) -> Bounds:
     `(no label)` and `(empty)`; `*` is not a wildcard.
 
     Raises:
-        SettingsError: an amount cannot be parsed, or a value occurs duplicates.
+        SettingsError: an amount cannot be parsed, or a value occurs more than once.
     """
     bounds: dict[str | None, Amount] = {}
     names: list[str] = []
@@ -179,16 +180,42 @@ def describe_value(value: str | None) -> str:
     return "for every value" if value is None else value
 
 
+def _resolve_bounds(
+    floors: Bounds, caps: Bounds, label: str, names: Sequence[str], size: int, unit: Unit
+) -> tuple[I64, I64]:
+    """Return the floor and the cap of each label value, (G,), in the unit of the budget.
+
+    Args:
+        label: name of the label, for messages.
+        names: label values.
+        size: budget.
+        unit: unit of the budget.
+
+    Raises:
+        SettingsError: a bound has another unit than the budget, or an unknown label value.
+    """
+    for flag, bounds in (("floor", floors), ("cap", caps)):
+        for value, amount in bounds.items():
+            if amount.unit not in (None, unit):
+                location = f"{flag} {describe_value(value)}"
+                raise SettingsError(f"{location}: is in {amount.unit}, the budget is in {unit}; use the same unit")
+    lowest = amounts_by_value(floors, "floor", label, names)
+    highest = amounts_by_value(caps, "cap", label, names)
+    floor_G = np.array([0 if floor is None else floor.resolve(size, up=True) for floor in lowest])
+    cap_G = np.array([size if cap is None else cap.resolve(size) for cap in highest])
+    return floor_G, cap_G
+
+
 @dataclass(frozen=True, slots=True)
 class Constraints:
     """Validated constraints of a selection: a feasible selection exists, and `Ledger` reaches one.
 
     Attributes:
         budget: maximum total cost, in `unit`.
-        allowed_N: whether an item (a row or a document) may be selected.
-        cost_N: cost of each item: its tokens, its rows, or 1.
+        allowed_M: whether an item (a row or a document) may be selected.
+        cost_M: cost of each item: its tokens, its rows, or 1.
         values: label values; without a label a single value for all items.
-        codes_N: index into `values` of each item.
+        codes_M: index into `values` of each item.
         floor_G: minimum total cost per label value.
         cap_G: maximum total cost per label value.
         largest_G: cost of the largest item of each label value.
@@ -196,10 +223,10 @@ class Constraints:
 
     budget: int
     unit: Unit
-    allowed_N: Bool
-    cost_N: I64
+    allowed_M: Bool
+    cost_M: I64
     values: tuple[str, ...]
-    codes_N: I32
+    codes_M: I32
     floor_G: I64
     cap_G: I64
     largest_G: I64
@@ -208,10 +235,10 @@ class Constraints:
     def from_budget(
         cls,
         budget: Amount,
-        allowed_N: Bool,
+        allowed_M: Bool,
         *,
-        tokens_N: I64 | None = None,
-        rows_N: I64 | None = None,
+        tokens_M: I64 | None = None,
+        rows_M: I64 | None = None,
         labels: LabelColumn | None = None,
         floors: Bounds = MappingProxyType({}),
         caps: Bounds = MappingProxyType({}),
@@ -219,9 +246,9 @@ class Constraints:
         """Resolve amounts to numbers and check that they are feasible.
 
         Args:
-            allowed_N: whether an item (a row or a document) may be selected.
-            tokens_N: tokens of each item; required for a budget in tokens.
-            rows_N: rows of each item; None: items are rows.
+            allowed_M: whether an item (a row or a document) may be selected.
+            tokens_M: tokens of each item; required for a budget in tokens.
+            rows_M: rows of each item; None: items are rows.
 
         Raises:
             SettingsError: the budget is 0 or exceeds the candidates; floors or caps have no label, an unknown value or
@@ -229,63 +256,66 @@ class Constraints:
                 much).
         """
         unit: Unit = budget.unit or "rows"
-        n_rows = len(allowed_N)
-        cost_N = np.broadcast_to(np.int64(1), n_rows)  # needs no memory
+        n_items = len(allowed_M)
+        cost_M = np.broadcast_to(np.int64(1), n_items)  # needs no memory
         if unit == "tokens":
-            assert tokens_N is not None
-            cost_N = tokens_N
-        elif unit == "rows" and rows_N is not None:
-            cost_N = rows_N
-        cost_P = cost_N[allowed_N]
-        total, pool_total = int(cost_N.sum()), int(cost_P.sum())
+            assert tokens_M is not None
+            cost_M = tokens_M
+        elif unit == "rows" and rows_M is not None:
+            cost_M = rows_M
+        pool_cost = cost_M[allowed_M]
+        total, pool_total = int(cost_M.sum()), int(pool_cost.sum())
         size = budget.resolve(total)
         if size > pool_total:
             remainder = "" if pool_total == total else f" of {total:,}, as the others are excluded"
             raise SettingsError(
                 f"budget: got {size:,} {unit}, the pool has {pool_total:,}{remainder}; lower the budget"
             )
-        item = "row" if rows_N is None else "document"
-        if size < cost_P.min(initial=np.iinfo(np.int64).max):
+        item_name = "row" if rows_M is None else "document"
+        if size < pool_cost.min(initial=np.iinfo(np.int64).max):
             raise SettingsError(
-                f"budget: resolves to {size:,} of {total:,} {unit}, expected at least one {item}; raise the budget"
+                f"budget: resolves to {size:,} of {total:,} {unit}, expected at least one {item_name}; raise the budget"
             )
         names: tuple[str, ...] = ("all",)
-        codes_N = np.broadcast_to(np.int32(0), n_rows)
+        codes_M = np.broadcast_to(np.int32(0), n_items)
         floor_G, cap_G = np.zeros(1, np.int64), np.full(1, size)
         if labels is not None:
-            for flag, bounds in (("floor", floors), ("cap", caps)):
-                for value, amount in bounds.items():
-                    if amount.unit not in (None, unit):
-                        where = f"{flag} {describe_value(value)}"
-                        raise SettingsError(f"{where}: is in {amount.unit}, the budget is in {unit}; use the same unit")
-            names, codes_N = labels.names(), labels.codes_N
-            low_G = amounts_by_value(floors, "floor", labels.name, names)
-            high_G = amounts_by_value(caps, "cap", labels.name, names)
-            floor_G = np.array([0 if low is None else low.resolve(size, up=True) for low in low_G])
-            cap_G = np.array([size if high is None else high.resolve(size) for high in high_G])
+            names, codes_M = labels.names(), labels.codes_N
+            floor_G, cap_G = _resolve_bounds(floors, caps, labels.name, names, size, unit)
         elif floors or caps:
             raise SettingsError("floor, cap: require a label; pass it with `by`, e.g. topic")
-        codes_P = codes_N[allowed_N]
-        pool_G, largest_G = np.bincount(codes_P, cost_P, len(names)).astype(np.int64), np.ones(len(names), np.int64)
-        np.maximum.at(largest_G, codes_P, cost_P)
-        # items are indivisible: meeting a floor may exceed it by up to the cost of the largest item minus 1
-        overshoot_G = np.where(floor_G > 0, largest_G - 1, 0)
+        pool_codes = codes_M[allowed_M]
+        pool_G = np.bincount(pool_codes, pool_cost, len(names)).astype(np.int64)
+        largest_G = np.ones(len(names), np.int64)
+        np.maximum.at(largest_G, pool_codes, pool_cost)
+        constraints = cls(size, unit, allowed_M, cost_M, names, codes_M, floor_G, np.minimum(cap_G, size), largest_G)
+        constraints._check_feasible(pool_G, cap_G, item_name)
+        return constraints
 
+    def _check_feasible(self, pool_G: I64, cap_G: I64, item_name: str) -> None:
+        """Check that a selection exists that meets the floors, within the caps and the budget.
+
+        Args:
+            pool_G: total cost of the candidates of each label value.
+            cap_G: caps as they were given; they may exceed the budget.
+            item_name: row or document, for messages.
+
+        Raises:
+            SettingsError: no such selection exists; the message lists the reasons.
+        """
+        names, unit, size, floor_G, largest_G = self.values, self.unit, self.budget, self.floor_G, self.largest_G
+        overshoot_G = self.overshoot
         problems = [
             f"{names[g]} needs {int(floor_G[g]):,} {unit}, the pool has {int(pool_G[g]):,}"
             for g in np.flatnonzero(floor_G > pool_G).tolist()
         ]
-        problems += [
-            f"{names[g]} has a floor of {int(floor_G[g]):,} and a cap of {int(cap_G[g]):,} {unit}"
-            + (
-                f", which differ by less than its longest {item} of {int(largest_G[g]):,}"
-                if floor_G[g] <= cap_G[g]
-                else ""
-            )
-            for g in np.flatnonzero((floor_G > 0) & (cap_G < size) & (floor_G + overshoot_G > cap_G)).tolist()
-        ]
+        for g in np.flatnonzero((floor_G > 0) & (cap_G < size) & (floor_G + overshoot_G > cap_G)).tolist():
+            problem = f"{names[g]} has a floor of {int(floor_G[g]):,} and a cap of {int(cap_G[g]):,} {unit}"
+            if floor_G[g] <= cap_G[g]:
+                problem += f", which differ by less than its longest {item_name} of {int(largest_G[g]):,}"
+            problems.append(problem)
         if (needed := int(floor_G.sum() + overshoot_G.sum())) > size:
-            longest = f" including the longest {item} of each value" if unit == "tokens" else ""
+            longest = f" including the longest {item_name} of each value" if unit == "tokens" else ""
             problems.append(f"together they need {needed:,} {unit}{longest}, the budget is {size:,}")
         if problems:
             more = f"; and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
@@ -296,20 +326,24 @@ class Constraints:
             raise SettingsError(
                 f"cap: allows {available:,} {unit}, the budget is {size:,}; raise the caps, or lower the budget"
             )
-        return cls(size, unit, allowed_N, cost_N, names, codes_N, floor_G, np.minimum(cap_G, size), largest_G)
+
+    @property
+    def overshoot(self) -> I64:
+        """Return by how much meeting each floor may exceed it, (G,): up to the largest item less 1, as none is cut."""
+        return np.where(self.floor_G > 0, self.largest_G - 1, 0)
 
     def in_rows(self, size: int) -> "Constraints":
         """Return the constraints for a fixed number of rows; floors and caps in tokens are dropped."""
         if self.unit != "tokens":
             return replace(self, budget=size)
         no_floor_G, no_cap_G = np.zeros_like(self.floor_G), np.full_like(self.cap_G, size)
-        ones_N = np.broadcast_to(np.int64(1), len(self.cost_N))
-        return replace(self, budget=size, unit="rows", cost_N=ones_N, floor_G=no_floor_G, cap_G=no_cap_G)
+        ones_M = np.broadcast_to(np.int64(1), len(self.cost_M))
+        return replace(self, budget=size, unit="rows", cost_M=ones_M, floor_G=no_floor_G, cap_G=no_cap_G)
 
     @property
     def costs_differ(self) -> bool:
         """Return whether items have different costs, so that a selection may not use up the budget exactly."""
-        return bool(self.cost_N.max(initial=1) > 1)
+        return bool(self.cost_M.max(initial=1) > 1)
 
     @property
     def has_label_constraints(self) -> bool:
@@ -330,8 +364,7 @@ class Ledger:
         self._used_G = [0] * len(constraints.values)
         self._floor_G = constraints.floor_G.tolist()
         self._cap_G = constraints.cap_G.tolist()
-        # items are indivisible: meeting a floor may exceed it by up to the cost of the largest item minus 1
-        self._slack_G = np.where(constraints.floor_G > 0, constraints.largest_G - 1, 0).tolist()
+        self._slack_G = constraints.overshoot.tolist()
         self._reserved_floor = sum(self._floor_G)  # cost that unmet floors still require
         self._reserved_slack = sum(self._slack_G)
 
@@ -342,11 +375,11 @@ class Ledger:
         free = self._constraints.budget - self.used - (self._reserved_floor + self._reserved_slack - reserved)
         return int(min(self._cap_G[code] - self._used_G[code], free))
 
-    def fits(self, rows: I64) -> Bool:
+    def fits(self, item_index: I64) -> Bool:
         """Return whether each of these items can be added."""
         constraints = self._constraints
         remaining_G = np.array([self.remaining(g) for g in range(len(self._cap_G))], dtype=np.int64)
-        return np.asarray(constraints.cost_N[rows] <= remaining_G[constraints.codes_N[rows]])
+        return np.asarray(constraints.cost_M[item_index] <= remaining_G[constraints.codes_M[item_index]])
 
     def take(self, code: int, cost: int) -> None:
         """Add an item whose cost is at most `remaining(code)`."""
@@ -397,42 +430,55 @@ def take_within_budget(order_P: I64, constraints: Constraints) -> I64:
     Returns:
         Indices of the selected items, best first.
     """
-    if not constraints.costs_differ and not constraints.has_label_constraints:
-        return order_P[: constraints.budget]
+    if not constraints.has_label_constraints:
+        return _take_what_fits(order_P, constraints)
     if not constraints.costs_differ:
-        codes_P = constraints.codes_N[order_P]
-        by_code, counts = np.argsort(codes_P, kind="stable"), np.bincount(codes_P)
-        rank_P = np.empty(len(codes_P), dtype=np.int64)  # number of better items with the same label value
-        rank_P[by_code] = np.arange(len(codes_P)) - np.repeat(np.cumsum(counts) - counts, counts)
-        # first the best items of each value up to its floor, then the best of the others up to the caps
-        selected_P = rank_P < constraints.floor_G[codes_P]
-        free = np.flatnonzero(~selected_P & (rank_P < constraints.cap_G[codes_P]))
-        selected_P[free[: constraints.budget - int(selected_P.sum())]] = True
-        return np.asarray(order_P[selected_P])
-    if not constraints.has_label_constraints:  # append runs of consecutive items that fit
-        cost_P = constraints.cost_N[order_P]
-        parts = [order_P[:0]]
-        start, remaining = 0, constraints.budget
-        while (fits := cost_P[start:] <= remaining).any():
-            start += int(fits.argmax())
-            total_cost = np.cumsum(cost_P[start:])
-            stop = start + int(np.searchsorted(total_cost, remaining, side="right"))
-            parts.append(order_P[start:stop])
-            remaining -= int(total_cost[stop - start - 1])
-            start = stop
-        return np.concatenate(parts)
-    # Item by item. Repeat with the rejected items: tokens that were reserved for a floor may have been released.
-    ledger, selected_N = Ledger(constraints), np.zeros(len(constraints.allowed_N), dtype=np.bool_)
-    rows: list[int] = []
+        return _take_by_counts(order_P, constraints)
+    return _take_by_ledger(order_P, constraints)
+
+
+def _take_what_fits(order_P: I64, constraints: Constraints) -> I64:
+    """Select without floors and caps: append runs of consecutive items that fit, and skip items that do not."""
+    if not constraints.costs_differ:
+        return order_P[: constraints.budget]
+    cost_P = constraints.cost_M[order_P]
+    runs = [order_P[:0]]
+    start, remaining = 0, constraints.budget
+    while (fits := cost_P[start:] <= remaining).any():
+        start += int(fits.argmax())
+        total_cost = np.cumsum(cost_P[start:])
+        stop = start + int(np.searchsorted(total_cost, remaining, side="right"))
+        runs.append(order_P[start:stop])
+        remaining -= int(total_cost[stop - start - 1])
+        start = stop
+    return np.concatenate(runs)
+
+
+def _take_by_counts(order_P: I64, constraints: Constraints) -> I64:
+    """Select items that cost 1: the best of each label value up to its floor, then the best others up to the caps."""
+    codes_P = constraints.codes_M[order_P]
+    by_code, counts = np.argsort(codes_P, kind="stable"), np.bincount(codes_P)
+    rank_P = np.empty(len(codes_P), dtype=np.int64)  # number of better items with the same label value
+    rank_P[by_code] = np.arange(len(codes_P)) - np.repeat(np.cumsum(counts) - counts, counts)
+    selected_P = rank_P < constraints.floor_G[codes_P]
+    free = np.flatnonzero(~selected_P & (rank_P < constraints.cap_G[codes_P]))
+    selected_P[free[: constraints.budget - int(selected_P.sum())]] = True
+    return np.asarray(order_P[selected_P])
+
+
+def _take_by_ledger(order_P: I64, constraints: Constraints) -> I64:
+    """Select item by item, and repeat with the rejected items: budget reserved for a floor may have been released."""
+    ledger, selected_M = Ledger(constraints), np.zeros(len(constraints.allowed_M), dtype=np.bool_)
+    items: list[int] = []
     while order_P.size:
-        for row in order_P.tolist():
-            code, cost = int(constraints.codes_N[row]), int(constraints.cost_N[row])
+        for item in order_P.tolist():
+            code, cost = int(constraints.codes_M[item]), int(constraints.cost_M[item])
             if cost <= ledger.remaining(code):
                 ledger.take(code, cost)
-                selected_N[row] = True
-                rows.append(row)
-        order_P = order_P[~selected_N[order_P] & ledger.fits(order_P)]
-    return np.array(rows, dtype=np.int64)
+                selected_M[item] = True
+                items.append(item)
+        order_P = order_P[~selected_M[order_P] & ledger.fits(order_P)]
+    return np.array(items, dtype=np.int64)
 
 
 def load_exclusions(artifact: ArtifactReader, exclude: Path | str | Sequence[str]) -> tuple[Bool, str]:
@@ -450,7 +496,7 @@ def load_exclusions(artifact: ArtifactReader, exclude: Path | str | Sequence[str
     Raises:
         SettingsError: the file cannot be read, or none of its names occurs in the artifact.
     """
-    where = f"exclude {exclude}" if isinstance(exclude, Path | str) else "exclude"
+    location = f"exclude {exclude}" if isinstance(exclude, Path | str) else "exclude"
     columns: tuple[str, ...] = NAME_COLUMNS
     if isinstance(exclude, Path | str):
         exclude, columns = _read_names(Path(exclude))
@@ -465,15 +511,15 @@ def load_exclusions(artifact: ArtifactReader, exclude: Path | str | Sequence[str
             is_known[position.drop_null().to_numpy()] = True
         start += batch.num_rows
     if not len(values):
-        return mask_N, f"{where}: is empty and excludes no rows"
+        return mask_N, f"{location}: is empty and excludes no rows"
     if not is_known.any():
         example = str(next(artifact.row_batches(list(columns[:1]))).column(0)[0].as_py())
         raise SettingsError(
-            f"{where}: none of its {len(values):,} names is a {' or '.join(columns)} of the artifact; "
+            f"{location}: none of its {len(values):,} names is a {' or '.join(columns)} of the artifact; "
             f"expected names like {example!r}"
         )
     n_unknown = int((~is_known).sum())
-    return mask_N, f"{where}: {len(values):,} names exclude {int(mask_N.sum()):,} rows; {n_unknown:,} are unknown"
+    return mask_N, f"{location}: {len(values):,} names exclude {int(mask_N.sum()):,} rows; {n_unknown:,} are unknown"
 
 
 def _read_names(path: Path) -> tuple[list[str], tuple[str, ...]]:

@@ -108,7 +108,7 @@ class Exporter:
             SettingsError: the rule or format is unknown, `ids` is given without `documents`, or the corpus cannot be
                 opened.
         """
-        rule = None if documents is None else parse_rule(documents)
+        rule = None if documents is None else parse_document_rule(documents)
         if ids is not None and rule is None:
             raise SettingsError("ids: requires `documents`: any, half or all")
         size = DEFAULT_SIZE if shard_size is None else ShardSize.parse(shard_size)
@@ -175,7 +175,7 @@ class Exporter:
         return replace(written, note=f"{note}documents within the budget, pass --documents all{written.note}")
 
 
-def parse_rule(text: str) -> Rule:
+def parse_document_rule(text: str) -> Rule:
     """Validate the name of a rule for whole documents.
 
     Raises:

@@ -35,15 +35,15 @@ from grasp.select.objective import (
     OptimizationResult,
     SelectionObjective,
     repetition_law,
-    resolve_rule,
+    resolve_diversity,
     weighted_targets,
 )
 from grasp.select.quadratic_program import MixtureProblem, Segments, frank_wolfe, solve
 from grasp.text import plain, several
 
 if TYPE_CHECKING:
-    from grasp.runs.retrained import TrainingRuns
     from grasp.runs.table import RunTable
+    from grasp.runs.training_runs import TrainingRuns
 
 MAX_BOUNDS_SHOWN = 5  # unmet bounds listed in an error message
 MAX_LINES_SHOWN = 30  # rows of the printed table
@@ -148,7 +148,7 @@ def mix(
         SettingsError: no mixture satisfies the floors, caps and distance, or they are numbers of rows, not shares.
     """
     targets = weighted_targets(target, artifact.targets)
-    rule = resolve_rule(artifact, protocol, diversity)
+    rule = resolve_diversity(artifact, protocol, diversity)
     if not 1 <= max_repeat < np.inf:
         raise SettingsError(f"max_repeat: got {max_repeat:g}, expected a number of repetitions of 1 or more")
     tokens_N = row_tokens(artifact)

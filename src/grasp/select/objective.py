@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 import pyarrow as pa
 
-from grasp.api.predict import notes
+from grasp.api.predict import prediction_notes
 from grasp.arrays import F64, I32, I64
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_tokens
@@ -30,8 +30,8 @@ from grasp.text import did_you_mean, json_text, signed, text_table
 
 if TYPE_CHECKING:
     from grasp.runs.calibration import OutcomePredictor
-    from grasp.runs.retrained import TrainingRuns
     from grasp.runs.table import RunTable
+    from grasp.runs.training_runs import TrainingRuns
 
 GROUP_ROWS = 65_536  # rows per row group of a Parquet file
 MAX_DIVERSITY = 1e6  # far above the weight at which relevance has no influence
@@ -51,9 +51,15 @@ class OptimizationResult(Result):
     """A selection or a mixture, and the change that it is predicted to cause.
 
     Attributes:
-        targets: columns target, weight; if the protocol estimates tasks, expected, expected_low and expected_high: the
-            change on other questions of the target, with its 95 % interval; change (relative to the whole corpus); with
-            runs, nats, nats_low and nats_high, or the metric of the runs instead of nats.
+        targets: one row per target, with the columns
+
+            target, weight
+            expected, expected_low, expected_high   change on other questions of the target, with its 95 % interval;
+                                                    only if the protocol estimates tasks
+            change                                  relative to the whole corpus
+            nats, nats_low, nats_high               change that the runs predict, with its 95 % interval; only with
+                                                    runs, and named after their metric if it is not a loss
+
         value: weighted mean of the changes, reduced by repetition under a training budget.
         unit: unit of the changes.
         params: arguments of the call.
@@ -110,7 +116,7 @@ class OptimizationResult(Result):
 
     @property
     def _run_columns(self) -> list[str]:
-        """Return the columns of `targets` in the unit of the runs; empty without runs."""
+        """Return the columns of `targets` that the runs predict, which are the last ones; empty without runs."""
         names: list[str] = self.targets.column_names
         return names[names.index("change") + 1 :]
 
@@ -143,9 +149,9 @@ class OptimizationResult(Result):
 class SelectionObjective:
     """Weighted mean of the predicted changes of the targets, as a function of a row or of a set of rows.
 
-    A training run of T tokens passes T / C times over a corpus of C tokens. A small selection has a high mean effect
-    but is repeated often; the whole corpus has a change of 0; the optimal size lies in between. Repetition is counted
-    in rows: half of the rows are seen twice as often, whatever their lengths.
+    A training run passes (its tokens) / (tokens of the corpus) times over the corpus. A small selection has a high mean
+    effect but is repeated often; the whole corpus has a change of 0; the optimal size lies in between. Repetition is
+    counted in rows: half of the rows are seen twice as often, whatever their lengths.
 
     Attributes:
         budget_predictor: `predictor` with the repetition law of the training budget, if there is one.
@@ -209,13 +215,19 @@ class SelectionObjective:
         )
 
     def value(self, sums: SubsetSums) -> F64:
-        """Return the weighted change of unweighted subsets, (B,), reduced by repetition under a training budget."""
+        """Return the weighted change of subsets, (B,), reduced by repetition under a training budget.
+
+        Args:
+            sums: sums of `predictor` over subsets whose rows have weight 1. `predictor` has no repetition law, so that
+                its sums do not depend on the training budget.
+        """
         return np.asarray(self.budget_predictor.change_of(sums) @ self.weights_T)
 
     def predicted_by_runs(self, weights: Weights) -> F64:
         """Return the weighted change that the runs predict, (B,), or its lower confidence bound if `cautious`."""
         assert self.run_model is not None
         predicted = self.run_model.predict(weights)
+        # NaN: a target without runs, which does not count
         return np.asarray(np.nan_to_num(predicted.low_BT if self.cautious else predicted.change_BT) @ self.weights_T)
 
     def evaluate(
@@ -232,10 +244,11 @@ class SelectionObjective:
         Returns:
             Table `OptimizationResult.targets`, and notes.
         """
-        interval_notes: tuple[str, ...] = ()
         columns = {"target": pa.array(self.predictor.units.targets, pa.string()), "weight": pa.array(self.weights_T)}
-        interval = None
+        # Reliability says how far a change carries over to other questions if single rows are selected by the known
+        # ones. A mixture does not depend on single rows, so that its change on the known questions is not optimistic.
         reliability = self.predictor.reliability if codes_N is None else {}
+        interval = None
         if self.run_model is None or reliability:
             interval = change_interval(self.artifact, self.predictor, weights, self.weights_T, codes_N)
             if interval.expected_T is not None:
@@ -248,15 +261,23 @@ class SelectionObjective:
             assert interval is not None
             interval_notes = tuple(interval.notes(self.predictor.units.targets, baseline))
         else:
-            from grasp.runs.calibration import ExtrapolationLog  # noqa: PLC0415 - imported only if there are runs
-
-            predicted, extrapolation = self.run_model.predict(weights), ExtrapolationLog()
-            extrapolation.add([name], predicted)
-            interval_notes = extrapolation.notes
-            for column, value_BT in predicted.columns.items():
-                columns[column] = pa.array(value_BT[0], from_pandas=True)
+            run_columns, interval_notes = self._evaluate_by_runs(self.run_model, name, weights)
+            columns |= run_columns
         reliability_notes = [of_target.note(target) for target, of_target in reliability.items()]
-        return pa.table(columns), (*interval_notes, *reliability_notes, *notes(self.predictor, self.run_model))
+        notes = (*interval_notes, *reliability_notes, *prediction_notes(self.predictor, self.run_model))
+        return pa.table(columns), notes
+
+    @staticmethod
+    def _evaluate_by_runs(
+        run_model: "OutcomePredictor", name: str, weights: Weights
+    ) -> tuple[dict[str, pa.Array], tuple[str, ...]]:
+        """Return the columns of the change that the runs predict, with its interval, and notes on extrapolation."""
+        from grasp.runs.calibration import ExtrapolationLog  # noqa: PLC0415 - imported only if there are runs
+
+        predicted, extrapolation = run_model.predict(weights), ExtrapolationLog()
+        extrapolation.add([name], predicted)
+        columns = {column: pa.array(value_BT[0], from_pandas=True) for column, value_BT in predicted.columns.items()}
+        return columns, extrapolation.notes
 
     def result_fields(self, changes: pa.Table, value: float, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of an `OptimizationResult` that do not depend on its kind."""
@@ -270,7 +291,7 @@ class SelectionObjective:
         }
 
 
-def resolve_rule(
+def resolve_diversity(
     artifact: ArtifactReader, protocol: ScoringProtocol | Path | str | None, diversity: float | None
 ) -> ScoringProtocol:
     """Return the requested protocol; `diversity`, if given, replaces its geometry."""
@@ -284,7 +305,9 @@ def repetition_law(train_tokens: float | None, tokens_N: I64) -> RepetitionLaw:
 
 
 def with_diversity(protocol: ScoringProtocol, weight: float, array_names: Sequence[str]) -> ScoringProtocol:
-    """Return the protocol with a penalty of this weight on K_raw as its only geometry, or with none if it is 0.
+    """Return the protocol with a penalty on redundancy as its only geometry, or with none if the weight is 0.
+
+    The penalty is the component `raw`, the similarity of the selected rows to each other: see `grasp.geometry.terms`.
 
     The penalty uses the joint sketch if the artifact has both halves, otherwise the only sketch that it has.
 
@@ -328,26 +351,10 @@ def weighted_targets(
                 f"{artifact_targets[0]}=2,{artifact_targets[1]}=1"
             )
         return {artifact_targets[0]: 1.0}
-    pairs: list[tuple[str, float]] = []
     if isinstance(targets, str):
-        # longest first, since one name may be a prefix of another
-        names = "|".join(re.escape(name) for name in sorted(artifact_targets, key=len, reverse=True))
-        pattern, position = re.compile(rf"\s*(?:({names})|([^,=]+?))\s*(?:=\s*([^,]*))?(?:,|$)"), 0
-        while position < len(targets):
-            match = pattern.match(targets, position)
-            if match is None:
-                raise SettingsError(
-                    f"target: got {targets[position:]!r}, expected target or target=weight; {targets_text}"
-                )
-            try:
-                pairs.append((match[1] or match[2], 1.0 if match[3] is None else float(match[3])))
-            except ValueError as err:
-                raise SettingsError(
-                    f"target: got {match[0].strip(' ,')!r}, expected a target, or target=weight with a weight above 0"
-                ) from err
-            position = match.end()
+        pairs = _parse_weighted_names(targets, artifact_targets)
     else:
-        pairs += [(name, float(targets[name]) if isinstance(targets, Mapping) else 1.0) for name in targets]
+        pairs = [(name, float(targets[name]) if isinstance(targets, Mapping) else 1.0) for name in targets]
     weights: dict[str, float] = {}
     for name, weight in pairs:
         if name not in artifact_targets:
@@ -362,3 +369,33 @@ def weighted_targets(
     largest = max(weights.values())  # divide by it first: the sum of very large weights would overflow
     total = sum(weight / largest for weight in weights.values())
     return {name: weight / largest / total for name, weight in weights.items()}
+
+
+def _parse_weighted_names(text: str, artifact_targets: Sequence[str]) -> list[tuple[str, float]]:
+    """Parse `sciq=2,openbookqa`: names with weights, 1 where none is written.
+
+    Raises:
+        SettingsError: the text has another form.
+    """
+    # longest first, since one name may be a prefix of another
+    known_names = "|".join(re.escape(name) for name in sorted(artifact_targets, key=len, reverse=True))
+    # groups: a name of the artifact, which may contain a comma or =; any other name; and a weight
+    pattern = re.compile(rf"\s*(?:({known_names})|([^,=]+?))\s*(?:=\s*([^,]*))?(?:,|$)")
+    pairs: list[tuple[str, float]] = []
+    position = 0
+    while position < len(text):
+        match = pattern.match(text, position)
+        if match is None:
+            raise SettingsError(
+                f"target: got {text[position:]!r}, expected target or target=weight; the artifact has "
+                f"{', '.join(artifact_targets)}"
+            )
+        known_name, other_name, weight = match.groups()
+        try:
+            pairs.append((known_name or other_name, 1.0 if weight is None else float(weight)))
+        except ValueError as err:
+            raise SettingsError(
+                f"target: got {match[0].strip(' ,')!r}, expected a target, or target=weight with a weight above 0"
+            ) from err
+        position = match.end()
+    return pairs

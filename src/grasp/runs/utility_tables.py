@@ -1,0 +1,149 @@
+"""Parquet tables of utilities: one row per run and unit, in any order, with the columns `COLUMNS`.
+
+    subset_id, seed       the run
+    target, unit_id       the unit
+    utility               -loss in nats per token, as float32; higher is better
+
+Files may have been damaged or edited by hand, so every cell is validated on reading. Start with `encode_utilities` and
+`read_utilities`. Shape letters: R runs, E units of all targets.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from grasp.arrays import F64, I64
+from grasp.errors import RunsError
+from grasp.runs.training_runs import Run
+from grasp.store.checksummed_parquet import ChecksummedParquetWriter, read_checksummed
+
+COLUMNS = ("subset_id", "seed", "target", "unit_id", "utility")
+MAX_UTILITY = 1e30  # largest absolute utility, so that sums of squares stay finite
+
+
+def encode_utilities(runs: Sequence[Run], units: Sequence[tuple[str, str]], utility_RE: F64) -> bytes:
+    """Return a Parquet file of the utilities of `runs`; it takes 3 to 4 bytes per utility.
+
+    Args:
+        runs: run of each row of `utility_RE`.
+        units: (target, unit_id) of each column of `utility_RE`.
+        utility_RE: -loss, nats per token.
+    """
+    n_runs, n_units = utility_RE.shape
+    unit_index = pa.array(np.tile(np.arange(n_units), n_runs))
+    run_index = pa.array(np.repeat(np.arange(n_runs), n_units))
+    table = pa.table(
+        {
+            "subset_id": pa.array([run.subset_id for run in runs], pa.string()).take(run_index),
+            "seed": pa.array([run.seed for run in runs], pa.int64()).take(run_index),
+            "target": pa.array([target for target, _ in units], pa.string()).take(unit_index),
+            "unit_id": pa.array([unit_id for _, unit_id in units], pa.string()).take(unit_index),
+            "utility": pa.array(utility_RE.ravel(), pa.float32()),
+        }
+    )
+    sink = pa.BufferOutputStream()
+    # Names repeat, so they are dictionary-encoded. The bytes of similar numbers compress better if those of the same
+    # significance are stored together.
+    options: dict[str, Any] = {
+        "use_dictionary": list(COLUMNS[:-1]),
+        "column_encoding": {"utility": "BYTE_STREAM_SPLIT"},
+    }
+    with ChecksummedParquetWriter(sink, table.schema, compression_level=19, **options) as writer:
+        writer.write(table)
+    return bytes(sink.getvalue())
+
+
+def read_utilities(path: Path, runs: Sequence[Run], units: Sequence[tuple[str, str]]) -> F64:
+    """Read utilities of `runs`, (R, E); nan for runs that do not occur in the table.
+
+    Args:
+        path: Parquet file.
+        runs: all runs that may occur.
+        units: (target, unit_id) of each unit; a run must have all units.
+    Raises:
+        RunsError: not Parquet, missing columns or cells, unknown names, utilities that are not finite, duplicate rows,
+            or missing units of a run. The message names the first.
+        FileNotFoundError: no such file; expected if runs are merged concurrently.
+    """
+    table = read_columns(path, list(COLUMNS))
+    r = _positions(table, ("subset_id", "seed"), {(run.subset_id, run.seed): i for i, run in enumerate(runs)}, path)
+    e = _positions(table, ("target", "unit_id"), {unit: i for i, unit in enumerate(units)}, path)
+    utility = table.column("utility").to_numpy().astype(np.float64)
+
+    def location(r: int, e: int) -> str:
+        return f"{path}: subset {runs[r].subset_id!r}, seed {runs[r].seed}, {units[e][0]} unit {units[e][1]!r}"
+
+    invalid = np.flatnonzero(~(np.abs(utility) <= MAX_UTILITY))  # nan compares false
+    if invalid.size:
+        raise RunsError(
+            f"{location(r[invalid[0]], e[invalid[0]])}: utility is {utility[invalid[0]]} ({invalid.size} such); delete "
+            "that run and retrain it"
+        )
+    counts_RE = np.bincount(r * len(units) + e, minlength=len(runs) * len(units)).reshape(len(runs), len(units))
+    for is_wrong_RE, problem, expected in (
+        (counts_RE > 1, f"occurs {counts_RE.max()} times", "each once"),
+        ((counts_RE == 0) & counts_RE.any(axis=1, keepdims=True), "is missing", "every unit of a run"),
+    ):
+        if is_wrong_RE.any():
+            first_r, first_e = np.argwhere(is_wrong_RE)[0]
+            raise RunsError(f"{location(first_r, first_e)} {problem} ({is_wrong_RE.sum()} such); expected {expected}")
+    values_RE = np.full(counts_RE.shape, np.nan)
+    values_RE[r, e] = utility
+    return values_RE
+
+
+def read_columns(path: Path, columns: list[str]) -> pa.Table:
+    """Read columns of a table of utilities and check that no cell is empty.
+
+    Raises:
+        RunsError: not Parquet, missing columns, or empty cells.
+        FileNotFoundError: no such file.
+    """
+    try:
+        names = list(pq.read_schema(path).names)
+        if missing := [name for name in COLUMNS if name not in names]:
+            raise RunsError(f"{path}: has columns {names}, lacks {missing}")
+        table = read_checksummed(path, columns)
+        table.validate(full=True)  # a flipped bit may result in invalid UTF-8
+    except FileNotFoundError:  # a subclass of OSError, and not an error of the file
+        raise
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as err:
+        raise RunsError(
+            f"{path}: cannot be read as Parquet: {' '.join(str(err).split())}; delete it and retrain, or restore it"
+        ) from err
+    for name in columns:
+        if n_empty := table.column(name).null_count:
+            raise RunsError(f"{path}: column {name} has {n_empty} empty cells, expected none")
+    return table
+
+
+def _positions(table: pa.Table, columns: tuple[str, str], position_of: Mapping[Any, int], path: Path) -> I64:
+    """Look up the pair of names in each row of a table.
+
+    Args:
+        table: table that has `columns`.
+        columns: the two columns with names.
+        position_of: position of each known pair.
+        path: path of the table, for the message.
+    Raises:
+        RunsError: a pair is unknown.
+    """
+    # Look up every combination of the distinct names once, not every row.
+    first, second = (table.column(name).combine_chunks().dictionary_encode() for name in columns)
+    first_names, second_names = first.dictionary.to_pylist(), second.dictionary.to_pylist()
+    grid = np.array([[position_of.get((a, b), -1) for b in second_names] for a in first_names], dtype=np.int64)
+    first_codes = first.indices.to_numpy(zero_copy_only=False)
+    second_codes = second.indices.to_numpy(zero_copy_only=False)
+    positions = grid.reshape(len(first_names), len(second_names))[first_codes, second_codes]
+    unknown = np.flatnonzero(positions < 0)
+    if unknown.size:
+        line = unknown[0]
+        raise RunsError(
+            f"{path}: line {line} has {columns[0]} {first_names[first_codes[line]]!r}, {columns[1]} "
+            f"{second_names[second_codes[line]]!r}, which environment.json does not list ({unknown.size} such lines)"
+        )
+    return np.asarray(positions, dtype=np.int64)

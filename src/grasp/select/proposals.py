@@ -1,0 +1,404 @@
+"""Propose the mixtures to train next, from training runs. Start with `propose_runs`.
+
+Random mixtures are drawn, moved within the bounds and near the range of the runs, and selected by the information that
+a run is expected to yield. Given the joint posterior of the Gaussian process at the candidates (mean m, covariance S),
+observing candidate x changes the posterior means by S_x z / sqrt(S_xx + noise), where S_x is column x of S and z is
+standard normal. The acquisition functions are
+
+    best:    E max(m + S_x z / sqrt(S_xx + noise)) - max m, by quadrature (the knowledge gradient)
+    values:  sum_g (d_g' S_x)^2 / (S_xx + noise), the reduction in the variance of the effects d_g' m of the values
+
+where d_g' m is the prediction for the mean mixture of the runs without value g, minus that for the mean mixture. Each
+further candidate is selected given the posterior after the ones before.
+
+Shape letters: R runs, S seeds, B mixtures, K selected mixtures, G label values, C candidates, P points of the
+posterior, x candidates that are evaluated.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from scipy.sparse import csr_array
+
+from grasp.api.retrain import Opened
+from grasp.arrays import F64
+from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.rows import label_column, row_tokens
+from grasp.errors import RunsError, SettingsError
+from grasp.predict.families import draw_dirichlet_shares
+from grasp.predict.slices import label_slices
+from grasp.predict.subset_tables import RowIndex, write_subsets
+from grasp.results import Result
+from grasp.runs.alignment import row_weights
+from grasp.runs.gaussian_process import GaussianProcess, SubsetFeatures
+from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.table import MAX_LISTED, RESULTS_SCHEMA, TRAINED_SCHEMA, RunsInfo, RunTable, open_runs
+from grasp.seeds import stream
+from grasp.select.budget import amounts_by_value, describe_value, parse_bounds, parse_tokens
+from grasp.select.mix import MAX_REPEAT
+from grasp.select.mixture_model import TOO_FAR, MixtureModel, Runs, outside_note
+
+CANDIDATES = 1_000  # random mixtures
+EVALUATED_CANDIDATES = 250  # candidates that are evaluated: the most promising ones and a random sample of the others
+MAX_PROPOSALS = EVALUATED_CANDIDATES // 2
+QUADRATURE_NODES = 21  # of the Gauss-Hermite quadrature
+# A proposal is exploratory if more than this share of the candidates have a higher predicted mean.
+EXPLORATION_SHARE = 0.5
+BISECTION_STEPS = 80  # of `project_to_bounds`
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Proposal(Result):
+    """Mixtures to train; printed with one row per value."""
+
+    def _shown(self) -> tuple[list[str], list[list[str]]]:
+        mixtures, gains, *shares = (column.to_pylist() for column in self.table.columns)
+        lines = [
+            [name, *(f"{share:.1%}" for share in column)]
+            for name, column in zip(self.table.column_names[2:], shares, strict=True)
+        ]
+        return ["", *mixtures], [["gain", *(f"{value:.2g}" for value in gains)], *lines]
+
+    def _below(self) -> Sequence[str]:
+        return self.notes
+
+
+def propose_runs(
+    runs: Runs | RetrainedRuns,
+    metric: str | Sequence[str] | Mapping[str, float] | None = None,
+    *,
+    count: int = 4,
+    decide: str = "best",
+    floor: str | Sequence[str] = (),
+    cap: str | Sequence[str] = (),
+    max_repeat: float = MAX_REPEAT,
+    train_tokens: str | float | None = None,
+    subsets: Path | str | None = None,
+    seed: int = 0,
+    artifact: Opened | None = None,
+) -> Result:
+    """Propose the mixtures to train next so that few runs suffice for a decision.
+
+    Proposals lie near the range of the runs, so that `predict_runs` predicts their results. If the bounds exclude this
+    range, proposals have no prediction, and a note says so.
+
+    Args:
+        runs: imported runs, see `grasp runs import`; with an artifact also retrained runs.
+        metric: metrics, separated by commas. Default: all of them. In Python also a mapping of metrics to weights.
+        count: number of mixtures to propose.
+        decide: goal: best (find the optimal mixture) or values (estimate the effect of each value).
+        floor: minimum share in every proposal, e.g. web:5%, or 1% for every value.
+        cap: maximum share in every proposal, e.g. web:40%, or 30% for every value.
+        max_repeat: maximum number of times that a row is repeated (requires an artifact).
+        train_tokens: length of the proposed runs in tokens, e.g. 100B, for `max_repeat`. Default: the tokens of the
+            corpus.
+        subsets: file to write the mixtures to as row weights, for `grasp retrain` --set subsets=FILE.
+        seed: seed of the candidate mixtures.
+        artifact: artifact of the corpus; required for retrained runs, for `subsets`, and for `max_repeat`.
+    Returns:
+        One row per mixture, in the order in which to train them: mixture, gain, and the share of each value.
+        For `best`, gain is the expected increase of the optimum, in the unit of the metric; for `values` it is the
+        share of the total variance of the effects that the run removes. Notes name exploratory proposals, i.e.
+        mixtures with a low predicted mean or without a prediction.
+    Raises:
+        SettingsError: no mixture satisfies the floors and caps, one of them is not a share, or the runs are so long
+            that some value must be repeated more often than `max_repeat`.
+    """
+    if decide not in ("best", "values") or not 1 <= count <= MAX_PROPOSALS:
+        raise SettingsError(
+            f"propose: got decide {decide!r} and {count} runs, expected best or values, and 1 to {MAX_PROPOSALS} runs; "
+            "for more, train these first and import them"
+        )
+    opened = open_runs(runs)
+    shares_of_rows = isinstance(opened, RetrainedRuns)
+    if isinstance(opened, RetrainedRuns):
+        if artifact is None:
+            raise SettingsError(f"propose: {opened.path} holds retrained subsets; pass the artifact of their corpus")
+        opened = runs_by_shares(opened, artifact.files)
+    model = MixtureModel.from_runs(opened, metric)
+    label, values, n_runs = model.table.info.label, model.table.values, len(model.table)
+    rng = stream(seed, "propose", n_runs)
+    largest_G = np.ones(len(values))
+    notes = ["repetition is not limited, as the sizes of the values are unknown without an artifact (--art); see --cap"]
+    if artifact is not None:
+        largest_G, notes = repetition_caps(
+            artifact.files, label, values, max_repeat, train_tokens, in_rows=shares_of_rows
+        )
+    share_CG = _candidates(model, *share_bounds(label, values, floor, cap, largest_G), rng)
+    selected_K, gain_K = most_informative(model.gaussian_process, model.features(share_CG), count, decide, rng)
+    share_KG = share_CG[selected_K]
+    names = [f"next-{k + 1}" for k in range(len(selected_K))]
+    if subsets is not None:
+        if artifact is None:
+            raise SettingsError("propose: subsets requires an artifact; pass it with --art")
+        _write_as_subsets(model.table, names, share_KG, artifact.files, Path(subsets))
+    if decide == "best":
+        purpose = "find the optimal mixture"
+        gain = "expected increase of the optimum through this run, in the unit of the metric"
+    else:
+        purpose = f"estimate the effect of each {label}"
+        gain = "share of the total variance of the effects of the values that this run removes"
+    if len(selected_K) < count or not any(gain_K):
+        notes.append("no further run is expected to change the result; train one outside these bounds, or stop here")
+    notes += _exploration_notes(model, names, share_KG, share_CG)
+    columns = {name: share_KG[:, g] for g, name in enumerate(values)}
+    return Proposal(
+        pa.table({"mixture": names, "gain": gain_K} | columns),
+        f"{len(names)} mixture{'s' * (len(names) != 1)} to train next to {purpose}, in this order, given {n_runs:,} "
+        "runs",
+        (f"gain: {gain}", *notes, *model.notes),
+        signs=False,
+    )
+
+
+def _candidates(model: MixtureModel, low_G: F64, high_G: F64, rng: np.random.Generator) -> F64:
+    """Draw random mixtures around the mean of the runs, within bounds and, if possible, with a prediction, (C, G)."""
+    mean_G = model.share_RG.mean(axis=0)
+    drawn = [draw_dirichlet_shares(rng, np.maximum(mean_G, 1e-3)) for _ in range(CANDIDATES)]
+    share_CG = project_to_bounds(np.stack(drawn), low_G, high_G)
+    return model.move_into_range(share_CG, project_to_bounds(mean_G[None], low_G, high_G)[0])
+
+
+def _write_as_subsets(
+    table: RunTable, names: Sequence[str], share_KG: F64, artifact: ArtifactReader, path: Path
+) -> None:
+    """Write mixtures as row weights, which `grasp retrain` trains on."""
+    trained = _trained_table(names, table.values, share_KG)
+    blocks, _ = row_weights(replace(table, trained=trained), artifact)
+    corpus = artifact.manifest.fingerprints.get("corpus", "")
+    write_subsets(path, blocks, RowIndex.from_parquet(artifact.rows_path), weights=True, corpus=corpus)
+
+
+def _exploration_notes(model: MixtureModel, names: Sequence[str], share_KG: F64, share_CG: F64) -> list[str]:
+    """Return notes that name the proposals without a prediction, and those with a low predicted mean.
+
+    Args:
+        share_KG: proposed mixtures.
+        share_CG: all candidates.
+    """
+    has_prediction_K = model.has_prediction(share_KG)
+    notes = outside_note(model, names, share_KG, ~has_prediction_K, f"exploratory, {TOO_FAR}")
+    expected_C = model.predict_objective(share_CG)
+    better_K = [float((expected_C > expected).mean()) for expected in model.predict_objective(share_KG)]
+    exploratory = [
+        f"{name} ({better:.0%})"
+        for name, better, has_prediction in zip(names, better_K, has_prediction_K, strict=True)
+        if has_prediction and better > EXPLORATION_SHARE
+    ]
+    if exploratory:
+        more = f" and {len(exploratory) - MAX_LISTED:,} more" if len(exploratory) > MAX_LISTED else ""
+        notes.append(
+            "exploratory, proposed for information rather than for its result: "
+            f"{', '.join(exploratory[:MAX_LISTED])}{more}; in brackets the share of mixtures with a higher predicted "
+            "mean"
+        )
+    return notes
+
+
+def repetition_caps(
+    artifact: ArtifactReader,
+    label: str | None,
+    values: Sequence[str],
+    max_repeat: float,
+    train_tokens: str | float | None,
+    *,
+    in_rows: bool,
+) -> tuple[F64, list[str]]:
+    """Return the largest share of each value that repeats no row more than `max_repeat` times, (G,), and a note.
+
+    A training run of T tokens makes T / C epochs of a corpus of C tokens, whether shares count rows or tokens.
+
+    Args:
+        in_rows: shares are shares of rows, not of tokens.
+
+    Raises:
+        SettingsError: `max_repeat` is below 1, or the runs are so long that no mixture satisfies it.
+    """
+    if not 1 <= max_repeat < np.inf:
+        raise SettingsError(f"max_repeat: got {max_repeat:g}, expected a number of repetitions of 1 or more")
+    assert label is not None
+    column = label_column(artifact, label)
+    slices = label_slices(column, row_tokens(artifact), most=len(column.values))
+    size_of = {entry.name: entry.rows if in_rows else entry.tokens for entry in slices.slices}
+    corpus_tokens = sum(entry.tokens for entry in slices.slices)
+    epochs = 1.0 if train_tokens is None else parse_tokens(train_tokens) / corpus_tokens
+    size_G = np.array([size_of.get(value, 0) for value in values], dtype=np.float64)
+    if not size_G.any():
+        raise SettingsError(
+            f"propose: {artifact.path} has none of the values {', '.join(values[:MAX_LISTED])} ... of {label}"
+        )
+    largest_G = np.minimum(max_repeat * size_G / sum(size_of.values()) / epochs, 1.0)
+    if largest_G.sum() < 1.0:
+        raise SettingsError(
+            f"max_repeat, train_tokens: {epochs:.3g} epochs of the corpus repeat some value more than {max_repeat:g} "
+            "times, whatever the mixture; raise --max-repeat or train on fewer tokens"
+        )
+    length = "one epoch" if train_tokens is None else f"{epochs:.2g} epochs"
+    return largest_G, [f"no value is seen more than {max_repeat:g} times in {length} (--max-repeat)"]
+
+
+def share_bounds(
+    label: str | None, values: Sequence[str], floor: str | Sequence[str], cap: str | Sequence[str], largest_G: F64
+) -> tuple[F64, F64]:
+    """Return the lower and upper bound of the share of each value, (G,).
+
+    Args:
+        largest_G: upper bounds due to repetition.
+
+    Raises:
+        SettingsError: a bound is not a share, its value is unknown, or no mixture satisfies all bounds.
+    """
+    bounds_G = []
+    for flag, texts, unbounded in (("floor", floor, 0.0), ("cap", cap, 1.0)):
+        bounds = parse_bounds(texts, flag)
+        for value, amount in bounds.items():
+            if not amount.is_share or amount.unit is not None:
+                raise SettingsError(f"{flag} {describe_value(value)}: expected a share of the mixture such as web:5%")
+        amounts = amounts_by_value(bounds, flag, label or "mixture", values)
+        bounds_G.append(np.array([unbounded if amount is None else amount.value for amount in amounts]))
+    low_G, high_G = bounds_G[0], np.minimum(bounds_G[1], largest_G)
+    if (low_G > high_G).any():
+        g = int(np.argmax(low_G > high_G))
+        raise SettingsError(
+            f"floor, cap: {values[g]} has a floor of {low_G[g]:.1%} and at most {high_G[g]:.1%} (--cap, --max-repeat)"
+        )
+    if low_G.sum() > 1.0 or high_G.sum() < 1.0:
+        raise SettingsError(
+            f"floor, cap: no mixture satisfies them: floors add up to {low_G.sum():.1%}, caps to {high_G.sum():.1%}"
+        )
+    return low_G, high_G
+
+
+def project_to_bounds(share_BG: F64, low_G: F64, high_G: F64) -> F64:
+    """Return clip(m p, low, high) for each mixture p, with the factor m for which it adds up to 1, (B, G).
+
+    The sum is monotone in m, which is found by bisection of log m.
+    """
+    tiny = np.finfo(np.float64).eps
+    share_BG = share_BG + tiny  # a share of 0 must be able to grow, if all others are at their bounds
+    high_B1 = np.full((len(share_BG), 1), -2 * np.log(tiny))
+    low_B1 = -high_B1
+    for _ in range(BISECTION_STEPS):
+        middle_B1 = (low_B1 + high_B1) / 2
+        is_above_B1 = np.clip(np.exp(middle_B1) * share_BG, low_G, high_G).sum(axis=1, keepdims=True) >= 1.0
+        low_B1, high_B1 = np.where(is_above_B1, low_B1, middle_B1), np.where(is_above_B1, middle_B1, high_B1)
+    return np.asarray(np.clip(np.exp(high_B1) * share_BG, low_G, high_G))
+
+
+def most_informative(
+    gaussian_process: GaussianProcess, candidates: SubsetFeatures, count: int, decide: str, rng: np.random.Generator
+) -> tuple[list[int], list[float]]:
+    """Select candidates greedily by an acquisition function, see the docstring of this module.
+
+    Args:
+        candidates: features of the candidate mixtures.
+        decide: acquisition function, best or values.
+
+    Returns:
+        Indices of the selected candidates, in order, and the value of the acquisition function of each; fewer than
+        `count` if no other is above zero.
+    """
+    n = len(candidates)
+    points = candidates if decide == "best" else _with_effect_points(gaussian_process, candidates)
+    mean_P, covariance_PP, noise = gaussian_process.joint_posterior(points, -1)
+    mean_C, std_C = mean_P[:n], np.sqrt(np.maximum(np.diag(covariance_PP)[:n], 0.0))
+    promising = np.argsort(-(mean_C + 2 * std_C))[: EVALUATED_CANDIDATES // 2]
+    evaluated = np.unique(np.concatenate([promising, rng.permutation(n)[: EVALUATED_CANDIDATES // 2]]))
+    selected: list[int] = []
+    gains: list[float] = []
+    for _ in range(min(count, len(evaluated))):
+        # change of the posterior means by one standard deviation of the observation at each candidate
+        step_Px = covariance_PP[:, evaluated] / np.sqrt(np.maximum(np.diag(covariance_PP)[evaluated], 0.0) + noise)
+        if decide == "best":
+            gain_x = _knowledge_gradient(mean_C, step_Px[:n])
+        else:
+            gain_x = _variance_reduction(covariance_PP[n:, n:], step_Px[n:])
+        gain_x[np.isin(evaluated, selected)] = -np.inf
+        x = int(np.lexsort((mean_C[evaluated], gain_x))[-1])  # of equal gains, the one with the best prediction
+        if selected and gain_x[x] <= 0:
+            break
+        selected.append(int(evaluated[x]))
+        gains.append(float(gain_x[x]))
+        # posterior covariance after observing x: a rank-one update
+        covariance_PP = covariance_PP - np.outer(step_Px[:, x], step_Px[:, x])
+    return selected, gains
+
+
+def _with_effect_points(gaussian_process: GaussianProcess, candidates: SubsetFeatures) -> SubsetFeatures:
+    """Append the points whose differences are the effects of the values.
+
+    These are the mean mixture of the runs without each value, and last the mean mixture itself.
+    """
+    mean_G = gaussian_process.runs.share_BG.mean(axis=0)
+    without_GG = np.where(np.eye(len(mean_G), dtype=bool), 0.0, mean_G)
+    share_BG = np.concatenate([without_GG / without_GG.sum(axis=1, keepdims=True), mean_G[None]])
+    return SubsetFeatures.concatenate(
+        [candidates, SubsetFeatures.from_shares(share_BG, candidates.relevance_BT.shape[1])]
+    )
+
+
+def _knowledge_gradient(mean_C: F64, step_Cx: F64) -> F64:
+    """Return E max(m + s z) - max m for every column s of steps, by quadrature, (x,)."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE_NODES)
+    best_x = sum(
+        weight * (mean_C[:, None] + node * step_Cx).max(axis=0)
+        for node, weight in zip(nodes, weights / weights.sum(), strict=True)
+    )
+    gain_x = np.asarray(best_x - mean_C.max())
+    # E max - max cancels; differences within rounding error count as 0
+    rounding = 4 * QUADRATURE_NODES * np.finfo(float).eps * np.abs(mean_C).max()
+    return np.where(gain_x > rounding, gain_x, 0.0)
+
+
+def _variance_reduction(covariance_PP: F64, step_Px: F64) -> F64:
+    """Return the share of the total variance of the effects of the values that each candidate removes, (x,).
+
+    Args:
+        covariance_PP: posterior covariance at the points of `_with_effect_points`.
+        step_Px: steps of their posterior means.
+    """
+    effect_Gx = step_Px[:-1] - step_Px[-1]
+    # Var(a - b) = Var(a) + Var(b) - 2 Cov(a, b), where b is the mean mixture
+    variance_G = np.diag(covariance_PP)[:-1] + covariance_PP[-1, -1] - 2 * covariance_PP[:-1, -1]
+    total_variance = float(np.maximum(variance_G, 0.0).sum())
+    return np.asarray((effect_Gx**2).sum(axis=0) / max(total_variance, np.finfo(float).tiny))
+
+
+def runs_by_shares(runs: RetrainedRuns, artifact: ArtifactReader) -> RunTable:
+    """Convert retrained subsets to runs with shares of the label that they were drawn by; metrics are target losses."""
+    if runs.label is None:
+        raise RunsError(f"{runs.path}: its subsets were not drawn by a label, so they have no shares")
+    column = label_column(artifact, runs.label)
+    slices = label_slices(column, row_tokens(artifact), most=len(column.values))
+    blocks = list(runs.subset_blocks(RowIndex.from_parquet(artifact.rows_path), column))
+    n_rows = len(slices.codes_N)
+    slice_NG = csr_array((np.ones(n_rows), slices.codes_N, np.arange(n_rows + 1)), shape=(n_rows, len(slices.slices)))
+    share_RG = np.concatenate(
+        [(block.weights_BN @ slice_NG).toarray() / block.weights.sums[:, None] for block in blocks]
+    )
+    subset_ids = runs.subset_ids
+    utility_RST = runs.task_utilities(runs.targets)
+    lines = [
+        (run, seed, None, None, f"{target}/loss", None, -float(utility_RST[r, s, t]))
+        for r, run in enumerate(subset_ids)
+        for s, seed in enumerate(runs.info.seeds)
+        for t, target in enumerate(runs.targets)
+    ]
+    columns = zip(*lines, strict=True)  # run, seed, ...: the fields of RESULTS_SCHEMA
+    results = pa.table(
+        [pa.array(values, field.type) for values, field in zip(columns, RESULTS_SCHEMA, strict=True)],
+        schema=RESULTS_SCHEMA,
+    )
+    metrics = {f"{target}/loss": "lower" for target in runs.targets}
+    info = RunsInfo.model_validate({"kind": "shares", "label": runs.label, "metrics": metrics})
+    return RunTable.from_results(runs.name, info, _trained_table(subset_ids, slices.names, share_RG), results)
+
+
+def _trained_table(runs: Sequence[str], values: Sequence[str], share_RG: F64) -> pa.Table:
+    """Return what runs were trained on, one row per run and value."""
+    r, g = (index.ravel() for index in np.indices(share_RG.shape))
+    columns = [np.array(runs, object)[r], np.array(values, object)[g], share_RG.ravel()]
+    return pa.table([pa.array(column) for column in columns], TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)

@@ -1,0 +1,251 @@
+"""Select items by rank: order them by a score, and take the best within the budget, floors and caps.
+
+An item is a row or a whole document. The score is the effect of the item; the effect per token for a budget in tokens;
+or, with runs, the gradient of the predicted change at a selection that is improved step by step. Start with
+`select_by_rank`; `best_budget` computes the size that is best for a training run, `value_curve` the value of others.
+
+Shape letters: N rows, M items (rows or documents), P items in ranked order, B subsets, n swaps.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.sparse import csr_array
+
+from grasp.arrays import F64, I64, Bool
+from grasp.artifact.rows import ranked
+from grasp.errors import SettingsError
+from grasp.predict.weights import Weights, mask_of, single_subset
+from grasp.select.budget import OPTIMAL_NOTE, Amount, Constraints, take_within_budget
+from grasp.select.items import Items
+from grasp.select.objective import SelectionObjective
+from grasp.select.selection import Curve
+from grasp.text import signed
+
+MIN_CURVE_STEP = 0.002  # share of the rows; points nearer to the selected size would repeat it
+CURVE_POINTS = 50  # points of the curve of value against budget
+# The search for the optimal budget refines a grid of sizes. Without floors and caps all sizes of a grid are prefixes of
+# one ranking, which are cheap, and the search is exact; otherwise each size is selected anew.
+PREFIX_GRID, PREFIX_TOLERANCE = 200, 0.0
+CONSTRAINED_GRID, CONSTRAINED_TOLERANCE = 16, 0.005  # tolerance: share of the best size
+SWAP_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)  # step sizes of the line search: shares of the possible swaps
+MAX_ASCENT_STEPS = 20
+MIN_RELATIVE_GAIN = 0.01  # stop the ascent if a step gains less than this share of the gain so far
+
+
+@dataclass(frozen=True, slots=True)
+class RankedItems:
+    """Items selected by rank.
+
+    Attributes:
+        selected_P: selected items, best first.
+        order_P: the same, followed by the items that a larger budget would add; nothing follows if there are floors or
+            caps, since a larger budget would change the items before.
+        guarantee: statement on optimality, for the output.
+    """
+
+    selected_P: I64
+    order_P: I64
+    guarantee: str
+
+
+def select_by_rank(
+    objective: SelectionObjective, items: Items, constraints: Constraints, *, by_runs: bool
+) -> RankedItems:
+    """Select the items with the highest scores, subject to the constraints.
+
+    Args:
+        by_runs: score items by the model that is fitted to runs, instead of their effects.
+    """
+    if by_runs:
+        score_M, guarantee = _scores_by_runs(objective, items, constraints)
+        selected_P = take_within_budget(ranked(score_M, among_N=items.allowed_M), constraints)
+    else:
+        score_M = _scores_by_effect(objective, items, constraints)
+        selected_P = take_within_budget(ranked(score_M, among_N=items.allowed_M), constraints)
+        guarantee = _guarantee(items, constraints, score_M, selected_P)
+    order_P = selected_P
+    if not constraints.has_label_constraints:
+        all_P = ranked(score_M, among_N=items.allowed_M)
+        order_P = np.concatenate([selected_P, all_P[~mask_of(selected_P, len(score_M))[all_P]]])
+    return RankedItems(selected_P, order_P, guarantee)
+
+
+def _scores_by_effect(objective: SelectionObjective, items: Items, constraints: Constraints) -> F64:
+    """Return the effect of each item, (M,); for a budget in tokens that of a row per token, if sums are predicted."""
+    if constraints.unit == "tokens" and items.document_N is None:
+        return objective.predictor.ranking_effects(items.effect_M, objective.weights_T, constraints.cost_M)
+    return items.effect_M
+
+
+def _guarantee(items: Items, constraints: Constraints, score_M: F64, selected_P: I64) -> str:
+    """Return what is known of the optimality of a selection by effects."""
+    if items.document_N is not None:
+        until = ", until no further one fits" if constraints.costs_differ else ""
+        return f"whole documents, by the mean effect of their rows{until}"
+    if constraints.unit == "tokens":
+        return token_guarantee(score_M, selected_P, constraints, by_effect=score_M is items.effect_M)
+    return OPTIMAL_NOTE
+
+
+def token_guarantee(score_M: F64, selected_P: I64, constraints: Constraints, *, by_effect: bool) -> str:
+    """Return the mean effect per token of a selection, and its upper bound for as many tokens.
+
+    The bound is the fractional knapsack: rows sorted by effect per token, the last one cut to fit, have the highest
+    mean effect per token.
+
+    Args:
+        score_M: effect per token of each row.
+        by_effect: rows are ranked by their effect, because the predicted change weighs all rows alike.
+    """
+    text = "greedy by effect per token until no row fits the remaining tokens"
+    text += "; the predicted change weighs all rows alike, whatever their length" if by_effect else ""
+    if constraints.has_label_constraints:
+        return f"{text}; within floors and caps"
+    used = int(constraints.cost_M[selected_P].sum())
+    order_P = ranked(score_M, among_N=constraints.allowed_M)
+    cost_P = constraints.cost_M[order_P]
+    used_P = np.clip(used - (np.cumsum(cost_P) - cost_P), 0, cost_P)  # tokens of each row that fit; the last is cut
+    mean = float(constraints.cost_M[selected_P] @ score_M[selected_P]) / used
+    bound = float(used_P @ score_M[order_P]) / used
+    return f"{text}: {signed(mean)} per token; at most {signed(bound)} for any selection of as many tokens"
+
+
+# ------------------------------------------------------------------------------------------------------ by runs
+
+
+def _scores_by_runs(objective: SelectionObjective, items: Items, constraints: Constraints) -> tuple[F64, str]:
+    """Score items by the change that a model fitted to runs predicts, and describe the gain over relevance.
+
+    The predicted change is not additive over rows, so this is a local search that starts from the best items by
+    relevance (Frank and Wolfe). Each step linearises the objective at the current selection, takes the best items of
+    the linearisation as a corner, and searches along the line to it, i.e. for the number of swaps to make.
+
+    Returns:
+        Score of each item, (M,), to rank them by, and a statement for the output.
+    """
+    model = objective.run_model
+    assert model is not None
+    best_score_M = _scores_by_effect(objective, items, constraints)
+    selected_M = _best_masks(best_score_M[None], constraints)[0]
+    value_by_relevance = best_value = float(objective.predicted_by_runs(items.subsets(selected_M[None]))[0])
+    for _ in range(MAX_ASCENT_STEPS):
+        gradient_N = model.row_gradients(
+            items.subsets(selected_M[None]), objective.weights_T, cautious=objective.cautious
+        )
+        gradient_M = items.mean(gradient_N)
+        score_BM = _scores_towards_corner(gradient_M, selected_M, _best_masks(gradient_M[None], constraints)[0])
+        mask_BM = _best_masks(score_BM, constraints)
+        value_B = objective.predicted_by_runs(items.subsets(mask_BM))
+        k = int(np.argmax(value_B))
+        if value_B[k] - best_value <= MIN_RELATIVE_GAIN * (best_value - value_by_relevance):
+            break
+        best_score_M, selected_M, best_value = score_BM[k], mask_BM[k], float(value_B[k])
+    bound = "lower bound of the change" if objective.cautious else "change"
+    return best_score_M, (
+        f"rows are ranked by the {bound} predicted by the runs: {best_value:+.4f} {model.unit}, "
+        f"{value_by_relevance:+.4f} for the best rows by relevance alone"
+    )
+
+
+def _best_masks(score_BM: F64, constraints: Constraints) -> Bool:
+    """Return the items with the highest scores that satisfy the constraints, (B, M)."""
+    orders = [ranked(score_M, among_N=constraints.allowed_M) for score_M in score_BM]
+    n_items = score_BM.shape[1]
+    return np.stack([mask_of(take_within_budget(order_P, constraints), n_items) for order_P in orders])
+
+
+def _scores_towards_corner(gradient_M: F64, selected_M: Bool, corner_M: Bool) -> F64:
+    """Return scores whose best items lie between a selection and the corner of its gradient, (B, M).
+
+    The k-th best swap replaces the selected item with the k-th lowest gradient by the new item with the k-th highest.
+    If selected items get a bonus of the gain of this swap, only better swaps still pay. The first score has no bonus,
+    and leads to the corner.
+    """
+    removed_n = np.sort(gradient_M[selected_M & ~corner_M])
+    added_n = -np.sort(-gradient_M[corner_M & ~selected_M])
+    n_swaps = min(len(removed_n), len(added_n))
+    gain_n = added_n[:n_swaps] - removed_n[:n_swaps]
+    steps = sorted({int(n_swaps * share) for share in SWAP_SHARES} - {0})
+    bonus_B = np.array([0.0, *(max(float(gain_n[k]), 0.0) for k in steps)])
+    return np.asarray(gradient_M + bonus_B[:, None] * selected_M)
+
+
+# -------------------------------------------------------------------------------------------------- other sizes
+
+
+def value_curve(objective: SelectionObjective, items: Items, ranked_rows: I64, n_selected: int) -> Curve:
+    """Return the value of the first rows of a ranking, for CURVE_POINTS sizes and the selected size.
+
+    Args:
+        ranked_rows: rows, best first.
+        n_selected: number of selected rows.
+    """
+    n_rows = len(ranked_rows)
+    even = np.unique(np.round(np.linspace(0, n_rows, CURVE_POINTS + 1)[1:]).astype(np.int64))
+    even = even[(np.abs(even - n_selected) > MIN_CURVE_STEP * n_rows) | (even == n_rows)]
+    return _values_of_prefixes(objective, items, ranked_rows, sorted({*even.tolist(), n_selected} - {0}))
+
+
+def _values_of_prefixes(objective: SelectionObjective, items: Items, ranked_rows: I64, sizes: Sequence[int]) -> Curve:
+    """Return the value of the first rows of a ranking, for several numbers of rows in ascending order."""
+    start_B = np.concatenate([[0], sizes])
+    parts = [np.sort(ranked_rows[first:stop]) for first, stop in itertools.pairwise(start_B)]
+    indices = np.concatenate(parts)
+    added_BN = csr_array((np.ones(len(indices)), indices, start_B), shape=(len(parts), items.n_rows))
+    sums = objective.predictor.sums(Weights(added_BN)).cumulative()
+    tokens_B = np.cumsum([int(objective.tokens_N[part].sum()) for part in parts])
+    last_B = items.per_row(items.effect_M)[ranked_rows[np.asarray(sizes) - 1]]
+    columns = (np.asarray(sizes), tokens_B, last_B, objective.value(sums))
+    return Curve(*(tuple(column.tolist()) for column in columns))
+
+
+def best_budget(
+    objective: SelectionObjective, items: Items, build_constraints: Callable[[Amount], Constraints] | None
+) -> int:
+    """Return the number of rows with the highest value for the training budget.
+
+    The search refines a grid of numbers of items around its best point until it is exact, or accurate to 0.5 % with
+    floors and caps.
+
+    Args:
+        build_constraints: constraints for a budget; None: there are no floors and caps.
+
+    Raises:
+        SettingsError: no budget satisfies the floors and caps.
+    """
+    order_P = ranked(items.effect_M, among_N=items.allowed_M)
+    ranked_rows = items.ranked_rows(order_P)
+    n_rows_P = np.arange(1, len(order_P) + 1) if items.rows_M is None else np.cumsum(items.rows_M[order_P])
+    errors: list[SettingsError] = []
+
+    def constrained_value(n_rows: int, build: Callable[[Amount], Constraints]) -> float:
+        try:
+            selected_P = take_within_budget(order_P, build(Amount(float(n_rows), False)))
+        except SettingsError as err:
+            errors.append(err)
+            return -np.inf
+        weights = single_subset("budget", mask_of(items.ranked_rows(selected_P), items.n_rows)).weights
+        return float(objective.value(objective.predictor.sums(weights))[0])
+
+    n_sizes, tolerance = PREFIX_GRID, PREFIX_TOLERANCE
+    if build_constraints is not None:
+        n_sizes, tolerance = CONSTRAINED_GRID, CONSTRAINED_TOLERANCE
+    sizes = np.unique(np.geomspace(1, len(order_P), n_sizes).round().astype(np.int64))
+    while True:
+        sizes_in_rows = n_rows_P[sizes - 1].tolist()
+        if build_constraints is None:
+            values: Sequence[float] = _values_of_prefixes(objective, items, ranked_rows, sizes_in_rows).value
+        else:
+            values = [constrained_value(n_rows, build_constraints) for n_rows in sizes_in_rows]
+        best = int(np.argmax(values))
+        low, high = int(sizes[max(best - 1, 0)]), int(sizes[min(best + 1, len(sizes) - 1)])
+        is_exact = len(sizes) == sizes[-1] - sizes[0] + 1  # every size of the interval was tried
+        if is_exact or high - low <= tolerance * sizes[best]:
+            break
+        sizes = np.unique(np.linspace(low, high, n_sizes).round().astype(np.int64))
+    if values[best] == -np.inf:
+        raise errors[-1]
+    return int(sizes_in_rows[best])
