@@ -1,7 +1,8 @@
 """Label columns: their names, and the type of a column of mixed values.
 
 A label is a scalar of a row, for slicing: topic, source, year. JSONL may mix types between lines, so the type of a
-column is the narrowest one for all of its values. Types of parts can be combined: the result does not depend on shards.
+column is the narrowest one for all of its values. The types of two shards can be combined (`widest`), so that the
+result does not depend on the shards.
 
 Nested values give a label per field: `{"source": "web"}` in `metadata` is the label `metadata.source`. So does text
 that is a JSON object. A list of texts is one label, its JSON text. Start with `kind_of_all` and `Flattener`.
@@ -69,9 +70,8 @@ class Flattener:
         for path in self._paths:
             if path[0] == name and len(path) > 1:
                 yield ".".join(path), _value_at_path(value, path[1:])
-        if isinstance(value, str):
-            value = _parse_object(value)
-        yield from self._flattened(name, value, not_labels, is_field=False)
+        parsed = _parse_object(value) if isinstance(value, str) else value
+        yield from self._flattened(name, parsed, not_labels, is_field=False)
 
     def _flattened(
         self, name: str, value: Any, not_labels: set[str], *, is_field: bool = True
@@ -85,23 +85,24 @@ class Flattener:
             is_field: whether the value is a member of the column, and counts towards `MAX_FIELDS`.
         """
         if isinstance(value, dict):
-            for key, part in value.items():
-                yield from self._flattened(f"{name}.{key}", part, not_labels)
+            for key, member in value.items():
+                yield from self._flattened(f"{name}.{key}", member, not_labels)
             return
+        scalar = value
         if isinstance(value, list):
-            text = _list_as_json(value)
-            if text is None:
+            scalar = _list_as_json(value)
+            if scalar is None:
                 if value:
                     not_labels.add(name)
                 return
-            value = text
+        label = name
         if is_field:
             folded = name.casefold()
             if folded not in self._names and len(self._names) >= MAX_FIELDS:
                 not_labels.add(name.partition(".")[0])
                 return
-            name = self._names.setdefault(folded, name)
-        yield name, None if isinstance(value, float) and math.isnan(value) else value
+            label = self._names.setdefault(folded, name)
+        yield label, None if isinstance(scalar, float) and math.isnan(scalar) else scalar
 
 
 def _parse_object(text: str) -> Any:
@@ -125,19 +126,20 @@ def _list_as_json(values: Sequence[Any]) -> str | None:
 
 def _value_at_path(value: Any, path: Sequence[str]) -> Label:
     """Return the scalar at a path of member names and list positions; None if there is none."""
+    current = value
     for step in path:
-        if isinstance(value, str):
+        if isinstance(current, str):
             try:
-                value = json.loads(value)
+                current = json.loads(current)
             except (ValueError, RecursionError):
                 return None
-        if isinstance(value, list) and step.lstrip("-").isdigit() and -len(value) <= int(step) < len(value):
-            value = value[int(step)]
-        elif isinstance(value, dict):
-            value = value.get(step)
+        if isinstance(current, list) and step.lstrip("-").isdigit() and -len(current) <= int(step) < len(current):
+            current = current[int(step)]
+        elif isinstance(current, dict):
+            current = current.get(step)
         else:
             return None
-    return None if isinstance(value, list | dict) else value
+    return None if isinstance(current, list | dict) else current
 
 
 def label_name(column: str) -> str:
@@ -182,7 +184,7 @@ def label_text(value: Label) -> str | None:
 
 
 def column_of(values: Sequence[Label], kind: Kind) -> pa.Array:
-    """Return an Arrow column of `kind`, which must include every value."""
+    """Return an Arrow column of a type that holds every value."""
     if kind in ("string", "null"):
         return pa.array([label_text(value) for value in values], pa.string())
     if kind == "float":

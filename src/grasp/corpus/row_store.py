@@ -264,35 +264,48 @@ class ShardStore(ABC, Generic[S, R]):
         for of_shard in (*(mark.skipped for mark in marks), skipped):
             all_skipped.extend(of_shard.counts, of_shard.ids, of_shard.examples)
         if not marks:
-            reasons = "; ".join(skipped_lines(all_skipped.counts, all_skipped.examples))
-            raise CorpusError(
-                f"{settings.path}: none of its {counted_documents.total} records gives a row "
-                f"({reasons or 'it is empty'}); expected at least one of two tokens or more"
-            )
+            raise _no_rows_error(settings.path, counted_documents.total, all_skipped)
         if duplicate is not None:
             row_id, *positions = duplicate
-            shown = " and ".join(next(documents(position)).location for position in positions)
-            raise CorpusError(
-                f"row_id {row_id!r} occurs twice: {shown}; use unique names, another column of names "
-                '(--id-column NAME), or generated names (--id-column "")'
-            )
+            raise _duplicate_error(row_id, [next(documents(position)).location for position in positions])
+        summary = cls._summary(
+            marks,
+            skipped=all_skipped,
+            fingerprint=digest.hexdigest(),
+            shard_rows=shard_rows,
+            n_documents=counted_documents.total,
+            details=details,
+        )
+        cls.signed.write(directory, summary)
+        return cls.open(directory)
+
+    @classmethod
+    def _summary(
+        cls,
+        marks: Sequence[RowsMark],
+        *,
+        skipped: Skipped,
+        fingerprint: str,
+        shard_rows: int,
+        n_documents: int,
+        details: Mapping[str, Any],
+    ) -> StoreSummary:
+        """Return the summary of a store from the marks of its shards."""
         ignored = {name for mark in marks for name in mark.ignored_columns}
-        summary = StoreSummary(
+        return StoreSummary(
             holds=cls.signed.format,
             n_rows=sum(mark.n_rows for mark in marks),
             n_tokens=sum(mark.n_tokens for mark in marks),
             n_shards=len(marks),
             shard_rows=shard_rows,
-            n_documents=counted_documents.total,
-            fingerprint=digest.hexdigest(),
+            n_documents=n_documents,
+            fingerprint=fingerprint,
             labels=_kinds_of_labels([pair for mark in marks for pair in mark.labels], ignored),
             ignored_columns=sorted(ignored),
-            skipped=all_skipped,
+            skipped=skipped,
             details=dict(details),
             files={name: entry for mark in marks for name, entry in mark.files.items()},
         )
-        cls.signed.write(directory, summary)
-        return cls.open(directory)
 
     @classmethod
     def _write_shards(
@@ -515,6 +528,23 @@ def _first_duplicate(names: duckdb.DuckDBPyConnection) -> tuple[Any, ...] | None
         "SELECT row_id, min(document), max(document) FROM names GROUP BY row_id "
         "HAVING count(*) > 1 ORDER BY min(document), row_id LIMIT 1"
     ).fetchone()
+
+
+def _no_rows_error(path: str, n_documents: int, skipped: Skipped) -> CorpusError:
+    """Return the error for a corpus that yields no row."""
+    reasons = "; ".join(skipped_lines(skipped.counts, skipped.examples))
+    return CorpusError(
+        f"{path}: none of its {n_documents} records gives a row ({reasons or 'it is empty'}); "
+        "expected at least one of two tokens or more"
+    )
+
+
+def _duplicate_error(row_id: str, locations: Sequence[str]) -> CorpusError:
+    """Return the error for a name that two rows have."""
+    return CorpusError(
+        f"row_id {row_id!r} occurs twice: {' and '.join(locations)}; use unique names, another column of names "
+        '(--id-column NAME), or generated names (--id-column "")'
+    )
 
 
 def _kinds_of_labels(pairs: Iterable[tuple[str, Kind]], ignored: Collection[str]) -> list[tuple[str, Kind]]:

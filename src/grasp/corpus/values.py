@@ -41,9 +41,11 @@ def plain_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
     if isinstance(kind, pa.BaseExtensionType):
         return _extension_values(column)
     if pa.types.is_dictionary(kind):
-        if pa.types.is_string_view(kind.value_type):  # Arrow decodes no dictionary of views
-            column = pa.DictionaryArray.from_arrays(column.indices, column.dictionary.cast(pa.large_string()))
-        return plain_values(column.dictionary_decode())
+        if not pa.types.is_string_view(kind.value_type):
+            return plain_values(column.dictionary_decode())
+        # Arrow decodes no dictionary of views
+        without_views = pa.DictionaryArray.from_arrays(column.indices, column.dictionary.cast(pa.large_string()))
+        return plain_values(without_views.dictionary_decode())
     if pa.types.is_run_end_encoded(kind):
         return _run_end_values(column)
     if pa.types.is_map(kind):
@@ -56,18 +58,18 @@ def plain_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
         return [None if length is None else list(islice(elements, length)) for length in lengths]
     if pa.types.is_struct(kind):
         return _struct_records(column)
-    if pa.types.is_timestamp(kind) or pa.types.is_date(kind) or pa.types.is_time(kind):
-        column = _iso_8601(column)
-    elif pa.types.is_duration(kind):
+    if pa.types.is_duration(kind):
         scale = _DIGITS[kind.unit]
         counts = pc.cast(column, pa.int64()).to_pylist()
         return [None if count is None else _exact_number(Decimal(count).scaleb(-scale)) for count in counts]
-    elif pa.types.is_decimal(kind):
+    if pa.types.is_decimal(kind):
         return [None if value is None else _exact_number(value) for value in column.to_pylist()]
-    elif pa.types.is_floating(kind):
-        text = pc.cast(column, pa.string()) if pa.types.is_float32(kind) else column
-        column = pc.cast(text, pa.float64())
-    values: list[Any] = column.to_pylist()
+    plain = column
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind) or pa.types.is_time(kind):
+        plain = _iso_8601(column)
+    elif pa.types.is_floating(kind):  # text has the shortest digits of a number in single precision
+        plain = pc.cast(pc.cast(column, pa.string()) if pa.types.is_float32(kind) else column, pa.float64())
+    values: list[Any] = plain.to_pylist()
     return values
 
 

@@ -572,13 +572,13 @@ def assemble_predictor(
     else:
         unit_scales = scales_of(unit_kernels)
     unit_factors = {name: units.weight_E * (unit_scales[name].inverse_C if divides_units else 1.0) for name in negative}
-    # steps 3 and 4
-    question_kernels = {
+    # steps 3 and 4, for the mean over the known questions
+    mean_kernels = {
         name: KernelRelevance.for_tasks(artifact, name, units, factor, unit_factors[name])
         for name, factor in negative.items()
     }
-    question_scales = scales_of(question_kernels)
-    mean_slopes = _slopes(protocol, question_scales)  # of the mean over the known questions
+    mean_scales = scales_of(mean_kernels)
+    mean_slopes = _slopes(protocol, mean_scales)
     # steps 5 and 6
     questions = _Questions(
         artifact,
@@ -588,7 +588,7 @@ def assemble_predictor(
     )
     can_hold_out = units.counts_T.max() > 1 and family_scales is None
     prior = questions.fit_prior() if estimates and can_hold_out else None
-    slopes, kernels, scales = _with_prior(prior, mean_slopes, question_kernels, question_scales)
+    slopes, kernels, scales = _with_prior(prior, mean_slopes, mean_kernels, mean_scales)
     first_NT = next(iter(kernels.values())).relevance.array_NC
     assert first_NT is not None
     task = RowEffects.from_kernels(slopes, kernels, scales, np.empty_like(first_NT) if components else first_NT)
