@@ -37,7 +37,7 @@ import pyarrow.parquet as pq
 import torch
 from transformers import PhiConfig, PhiForCausalLM
 
-from grasp.build.model_pass import ModelPass, observe_part, row_examples
+from grasp.build.model_pass import ModelPass, compute_moments, row_examples
 from grasp.build.pipeline import build_artifact
 from grasp.corpus.row_store import RowStore
 from grasp.kernels.kernel import make_kernels
@@ -216,7 +216,7 @@ def kernels(root: Path, args: argparse.Namespace) -> dict[str, Any]:
     write_rows(root / "batch.parquet", count, args.length, generator)
     shard = written(root / "batch", root / "batch.parquet", args.length, model, count).shard(0)
     units = [UnitTokens(zipf(generator, 20 + args.unit_tokens).astype(np.int32), 20) for _ in range(args.units)]
-    corpus = observe_part(model_pass, shard, states_every=1)
+    corpus = compute_moments(model_pass, shard, states_every=1)
     every = model_pass.units(units, [str(e) for e in range(len(units))])
     ((_, batch),) = model_pass.batches(shard)
     kernel_set = make_kernels(features.kernels, model, features, corpus)
@@ -254,7 +254,7 @@ def backward(root: Path, args: argparse.Namespace) -> dict[str, Any]:
     rows = written(root / "backward", root / "corpus.parquet", args.length, model, args.rows).shard(0)
     examples, embedding = row_examples(rows, features), model.model.get_input_embeddings()
     few = written(root / "few", root / "corpus.parquet", args.length, model, 8).shard(0)
-    corpus = observe_part(model_pass, few, states_every=1)
+    corpus = compute_moments(model_pass, few, states_every=1)
     (kernel,) = make_kernels(["gradient"], model, features, corpus)
     kernel.prepare(model_pass.units(units, [str(e) for e in range(len(units))]))
     ((_, some),) = list(model_pass.batches(few))[:1]

@@ -6,7 +6,7 @@ python experiments/keep.py bench-out/environments/cc-topic experiments/environme
 import argparse
 from pathlib import Path
 
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.runs.retrained import INFO, REFERENCE, SUBSETS, UTILITIES, RetrainedRuns
 
 MAX_SUBSETS_BYTES = 1_000_000  # of a committed copy; a larger table is regenerated from its family instead
@@ -28,7 +28,7 @@ def keep(environment: RetrainedRuns, out: Path, *, max_subsets_bytes: int = MAX_
         data = source.read_bytes()
         if name == SUBSETS and environment.info.family is not None and len(data) > max_subsets_bytes:
             continue
-        write_whole(out / name, data)
+        write_atomically(out / name, data)
         sizes[name] = len(data)
     return sizes
 

@@ -17,13 +17,13 @@ from grasp.files import (
     PART_SUFFIX,
     STALE_SECONDS,
     UNSIGNED,
+    atomic_path,
     check_outputs,
     claim_directory,
     is_signed,
     temporary_path,
     with_checksum,
-    write_whole,
-    written_aside,
+    write_atomically,
 )
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import single_subset
@@ -37,18 +37,18 @@ def names(path):
 
 def test_a_file_appears_when_it_is_complete(tmp_path):
     path = tmp_path / "numbers.txt"
-    with written_aside(path) as part:
+    with atomic_path(path) as part:
         part.write_text("half")
         assert not path.exists()
     assert names(tmp_path) == ["numbers.txt"]
-    with written_aside(tmp_path / "several") as part:
+    with atomic_path(tmp_path / "several") as part:
         part.mkdir()
         (part / "one").write_text("1")
     assert (tmp_path / "several" / "one").read_text() == "1"
 
 
 def interrupted(path, stop):
-    with written_aside(path) as part:
+    with atomic_path(path) as part:
         (part / "deep").mkdir(parents=True)
         raise stop
 
@@ -67,7 +67,7 @@ def test_two_writers_never_share_a_temporary_file_and_long_names_are_possible(tm
     path = tmp_path / ("ä" * 125 + ".yaml")
     assert temporary_path(path) != temporary_path(path)
     assert len(temporary_path(path).name.encode()) <= MAX_NAME_BYTES + 39
-    write_whole(path, b"x")
+    write_atomically(path, b"x")
     assert path.read_bytes() == b"x"
 
 
@@ -83,7 +83,7 @@ def test_temporary_files_of_killed_writers_are_removed_after_a_day(tmp_path):
     for part in (old, old_directory, other):
         long_ago = time.time() - STALE_SECONDS - 60
         os.utime(part, (long_ago, long_ago))
-    with written_aside(path) as part:
+    with atomic_path(path) as part:
         part.write_text("whole")
     assert names(tmp_path) == sorted([young.name, other.name, path.name])
 
@@ -115,10 +115,10 @@ def test_an_output_is_a_new_name_or_a_regular_file(name, kind, special):
     with pytest.raises(SettingsError, match=f"^--out: .*{path}.*{kind}"):
         check_outputs({"--out": path})
     if kind != "a directory":
-        with pytest.raises(SettingsError, match=f"^{path}: .*{kind}"), written_aside(path):
+        with pytest.raises(SettingsError, match=f"^{path}: .*{kind}"), atomic_path(path):
             raise AssertionError
         with pytest.raises(SettingsError, match=f"^{path}: .*{kind}"):
-            write_whole(path, b"x")
+            write_atomically(path, b"x")
     assert (special / "kept").read_text() == "kept"
 
 
@@ -166,7 +166,7 @@ def test_an_output_is_never_an_input(special):
 
 def test_a_second_writer_of_a_directory_is_refused(tmp_path):
     def write():
-        with written_aside(tmp_path / "kept") as part:
+        with atomic_path(tmp_path / "kept") as part:
             part.mkdir()
             (tmp_path / "kept").mkdir()
             (tmp_path / "kept" / "theirs").touch()
@@ -203,12 +203,12 @@ def test_the_error_of_a_full_disk_names_the_file(full_disk):
     yaml = {"text": "x" * 500_000}
 
     def shards(path):
-        with written_aside(path) as part:
+        with atomic_path(path) as part:
             part.mkdir()
             write_table(noise, part / "shard.parquet")
 
     for write in (
-        lambda path: write_whole(path, os.urandom(500_000)),
+        lambda path: write_atomically(path, os.urandom(500_000)),
         lambda path: write_table(noise, path),
         lambda path: write_yaml(yaml, path),
         lambda path: write_subsets(path, [single_subset("s", np.ones(1_000, bool))], RowIndex.from_ids(noise["text"])),
@@ -224,6 +224,6 @@ def test_the_error_of_a_full_disk_names_the_file(full_disk):
 
 @pytest.mark.parametrize("message", ["File too large (os error 27)", 'IoError(Os { code: 27, message: "Too large" })'])
 def test_disk_errors_of_rust_libraries_keep_their_errno(message, tmp_path):
-    with pytest.raises(OSError, match="File too large") as caught, written_aside(tmp_path / "out"):
+    with pytest.raises(OSError, match="File too large") as caught, atomic_path(tmp_path / "out"):
         raise RuntimeError(message)
     assert (caught.value.errno, caught.value.filename) == (27, str(tmp_path / "out"))

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.faults import accidents, attacks
 from benchmarks.faults.bench import Bench, FaultError, failing_disk_at_hand, prepare
 from grasp.errors import GraspError
-from grasp.files import write_whole
+from grasp.files import write_atomically
 
 KINDS: dict[str, tuple[Callable[[Bench], None], int]] = {  # and how often of 50
     "kill build": (accidents.kill_build, 4),
@@ -76,7 +76,7 @@ def count(
                 report["failures"].append({"fault": i, "kind": kind, "what": message})
             report |= {"faults": i + 1, "mended": i + 1 - len(report["failures"])}
             out.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(out, (json.dumps(report, indent=1) + "\n").encode())
+            write_atomically(out, (json.dumps(report, indent=1) + "\n").encode())
 
 
 def main() -> None:

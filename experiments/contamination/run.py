@@ -24,7 +24,7 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.build.pipeline import build_artifact
 from grasp.corpus.row_store import RowStore
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.inspect.detect import relevance_array, standardised_blocks
 from grasp.inspect.detection import auroc
 from grasp.methods.registry import MethodRows, configured_methods, method_rows
@@ -51,7 +51,7 @@ def make(
     corpus, unit_file = work / "corpus.parquet", work / "units.jsonl"
     if not corpus.exists():
         write_corpus(corpus, rows)
-        write_whole(unit_file, "".join(_line(task, unit) for task in (ANSWER, WHOLE) for unit in units).encode())
+        write_atomically(unit_file, "".join(_line(task, unit) for task in (ANSWER, WHOLE) for unit in units).encode())
     settings = settings_of(corpus, unit_file, work / "model", recipe.shape.context)
     if not (work / "model" / "training.json").exists():  # written last
         _train(recipe, settings.corpus, [row.text for row in rows], work)
@@ -164,7 +164,7 @@ def main() -> None:
     results = table(scores(artifact, units, [row.text for row in rows], whole=args.whole), kinds)
     counts = {kind: kinds.count(kind) for kind in sorted(set(kinds))}
     result = {"rows": counts, "units": len(units), "cpu_seconds": round(time.process_time() - began), "table": results}
-    write_whole(args.out, (json.dumps(result, indent=1) + "\n").encode())
+    write_atomically(args.out, (json.dumps(result, indent=1) + "\n").encode())
     for method, kinds_found in results.items():
         print(method, {kind: round(result["recall"], 3) for kind, result in kinds_found.items()})
 

@@ -24,7 +24,7 @@ from grasp.arrays import I64
 from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_tokens
-from grasp.files import temporary_path, write_whole
+from grasp.files import temporary_path, write_atomically
 from grasp.methods.registry import configured_methods, method_rows
 from grasp.predict.predictor import UnitSelection
 from grasp.predict.scoring_rule import ScoringProtocol
@@ -167,7 +167,9 @@ class Chooser:
         return [SelectionRecord(**record | {"asked": SelectionRequest(**record["asked"])}) for record in records]
 
     def _write(self, choices: Sequence[SelectionRecord]) -> None:
-        write_whole(self._records, (json.dumps([asdict(candidate) for candidate in choices], indent=1) + "\n").encode())
+        write_atomically(
+            self._records, (json.dumps([asdict(candidate) for candidate in choices], indent=1) + "\n").encode()
+        )
 
 
 def append(path: Path, subset: pa.Table) -> None:

@@ -36,7 +36,7 @@ from experiments.mistakes import in_one_line
 from grasp.artifact.reader import ArtifactReader
 from grasp.build.pipeline import build_artifact
 from grasp.errors import SettingsError
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.retraining.plan import fitted_lengths, resolved_recipe
 from grasp.retraining.worker import RetrainStatus, retrain
 from grasp.runs.retrained import INFO, RetrainedRuns
@@ -124,9 +124,9 @@ class Experiment:
                 reading = Reading(self.world, RetrainedRuns.open(self.work / architecture))
                 tables[architecture] = lines(reading, choices)
         result = self._described() | {"trained": tables}
-        write_whole(self.out, (json.dumps(result, indent=1) + "\n").encode())
+        write_atomically(self.out, (json.dumps(result, indent=1) + "\n").encode())
         text = "\n".join(f"Trained: {name}\n\n{as_text(table)}" for name, table in tables.items())
-        write_whole(self.out.with_suffix(".md"), text.encode())
+        write_atomically(self.out.with_suffix(".md"), text.encode())
         self._say(f"{self.out}, {self.out.with_suffix('.md')}")
 
     def _described(self) -> dict[str, Any]:

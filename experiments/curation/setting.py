@@ -18,7 +18,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.documents import Corpus
 from grasp.corpus.sources import open_source
 from grasp.errors import SettingsError
-from grasp.files import temporary_path, write_whole
+from grasp.files import temporary_path, write_atomically
 from grasp.methods.contract import MethodInputs
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, ScoringProtocol, load_protocol
 from grasp.seeds import stream
@@ -92,7 +92,7 @@ class World:
         }
         text = json.dumps(identity, indent=1) + "\n"
         if not path.exists():
-            write_whole(path, text.encode())
+            write_atomically(path, text.encode())
         stored = json.loads(path.read_text(encoding="utf-8"))
         changed = [name for name, value in json.loads(text).items() if stored.get(name) != value]
         if changed:
@@ -199,7 +199,7 @@ class World:
         path = self.work / "units.jsonl"
         if not path.exists():
             lines = [*self._choice_lines(), *self._held_out_lines()]
-            write_whole(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+            write_atomically(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
         return path
 
     def completion_tokens(self, texts: list[str]) -> NDArray[np.int64]:

@@ -24,7 +24,7 @@ from experiments.curation.table import Reading, as_text, lines
 from experiments.mistakes import in_one_line
 from grasp.distil.distil import distil
 from grasp.distil.scorer import Scorer
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.retraining.worker import retrain
 from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
@@ -109,8 +109,8 @@ def main(arguments: list[str] | None = None) -> None:
         retrain(world.retraining(args.work / "subsets.parquet"), args.work / "llama")
         table = lines(Reading(world, RetrainedRuns.open(args.work / "llama")), chosen)
         result = {"rows": world.artifact.n_rows, "gains": gains(table), "trained": table}
-        write_whole(args.out, (json.dumps(result, indent=1) + "\n").encode())
-        write_whole(args.out.with_suffix(".md"), as_text(table).encode())
+        write_atomically(args.out, (json.dumps(result, indent=1) + "\n").encode())
+        write_atomically(args.out.with_suffix(".md"), as_text(table).encode())
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from scipy.stats import rankdata
 from grasp.arrays import F64
 from grasp.artifact.reader import RENAMED_KERNELS, ArtifactReader
 from grasp.errors import RunsError
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.geometry.calibration_result import Development
 from grasp.predict.predictor import downweight_negative
 from grasp.runs.metrics import rank_correlations
@@ -121,7 +121,9 @@ def main() -> None:
         for name, by_target in lines.items():
             by_target["mean"] = float(np.mean(list(by_target.values())))
             print(f"{method:12s} {name:18s} {by_target['mean']:.3f}")
-    write_whole(args.out, (json.dumps({"environment": environment.name, "mean_lds": table}, indent=1) + "\n").encode())
+    write_atomically(
+        args.out, (json.dumps({"environment": environment.name, "mean_lds": table}, indent=1) + "\n").encode()
+    )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from experiments.finetune.run import FOLDER
 from experiments.finetune.setting import ENVIRONMENTS, NAMES, Name
 from experiments.mistakes import in_one_line
 from grasp.errors import GraspError
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.runs.retrained import RetrainedRuns
 
 
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("other", choices=NAMES, help="Environment of the same rows whose runs predict them.")
     parser.add_argument("--out", type=Path, required=True, help="JSON to write.")
     args = parser.parse_args(arguments)
-    write_whole(args.out, (json.dumps(report(args.name, args.other), indent=1) + "\n").encode())
+    write_atomically(args.out, (json.dumps(report(args.name, args.other), indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

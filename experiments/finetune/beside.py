@@ -23,7 +23,7 @@ from experiments.finetune.run import FOLDER
 from experiments.finetune.setting import ENVIRONMENTS, Name, open_corpus
 from experiments.mistakes import in_one_line
 from grasp.arrays import F64
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor
 from grasp.retraining.plan import row_names
 from grasp.runs.calibration import SubsetFeaturizer
@@ -104,7 +104,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Parse, build what is missing, compare, write."""
     args = environments_parser("beside", __doc__).parse_args(arguments)
     reports = [report(name, args.data, args.work) for name in args.names]
-    write_whole(args.out, (json.dumps({"environments": reports}, indent=1) + "\n").encode())
+    write_atomically(args.out, (json.dumps({"environments": reports}, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

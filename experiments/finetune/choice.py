@@ -35,7 +35,7 @@ from experiments.finetune.worlds import World, from_scratch, pretrained
 from experiments.mistakes import in_one_line
 from grasp.arrays import F64
 from grasp.errors import GraspError
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.geometry.calibration_result import standard_errors
 from grasp.seeds import bootstrap_weights
 
@@ -200,7 +200,7 @@ def main(arguments: list[str] | None = None) -> None:
         figures.append(of_world)
     if len(reports) > 1:
         reports.append(together(args.names, figures))
-    write_whole(args.out, (json.dumps(reports, indent=1) + "\n").encode())
+    write_atomically(args.out, (json.dumps(reports, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

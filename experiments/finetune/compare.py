@@ -25,7 +25,7 @@ from experiments.mistakes import in_one_line
 from grasp.arrays import F64
 from grasp.baselines.oracles import OracleFeatures, ridge_oracle
 from grasp.errors import GraspError
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.kernels.hidden_linear import RIDGE
 
 SHIPS = "token + input + shift + tilt"
@@ -144,7 +144,7 @@ def main(arguments: list[str] | None = None) -> None:
     result = report(world)
     if result["role"] == "held-out" and result["subsets"] != result["planned"]:
         raise GraspError(f"{args.name}: {result['subsets']} of {result['planned']} runs are there; wait for all")
-    write_whole(args.out, (json.dumps(result, indent=1) + "\n").encode())
+    write_atomically(args.out, (json.dumps(result, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from experiments.finetune.training import load_model, prepare_model, train, unit
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.build.provenance import BuildSource
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.models.tokenizer import HfTokenizer
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.seeds import stream
@@ -72,7 +72,7 @@ def write_chats(data: Path, work: Path) -> None:
     drawn = sorted(stream(0, "finetune", "chats").permutation(len(rows))[:CHATS])
     for name, some in (("chats", [rows[k] for k in drawn]), ("all-chats", table)):
         lines = "".join(json.dumps(conversation(row)) + "\n" for row in some)
-        write_whole(work / f"{name}.jsonl", lines.encode())
+        write_atomically(work / f"{name}.jsonl", lines.encode())
 
 
 def conversation(row: dict[str, Any]) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def fill(artifact: ArtifactReader, work: Path, out: Path, until: float) -> None:
             tokens = int(sum(len(rows[i]) - first_N[i] for i in chosen))
             runs = [run for run in runs if run not in same]
             runs.append({"method": method, "seed": seed, "tokens": tokens, **exam.measure(model)})
-            write_whole(out, (json.dumps({"summary": summary(runs), "runs": runs}, indent=1) + "\n").encode())
+            write_atomically(out, (json.dumps({"summary": summary(runs), "runs": runs}, indent=1) + "\n").encode())
             losses = [np.mean(losses) for losses in runs[-1]["loss"].values()]
             print(f"{method} {seed}: {np.mean(losses):.4f}, {time.process_time():.0f} s of CPU so far", flush=True)
 

@@ -29,7 +29,7 @@ from grasp.arrays import F64
 from grasp.artifact.manifest import LOSS_TOKENS
 from grasp.artifact.reader import RENAMED_KERNELS, ArtifactReader
 from grasp.errors import GraspError
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.geometry.calibration_result import standard_errors
 from grasp.runs.retrained import RetrainedRuns
 
@@ -137,7 +137,7 @@ def main(arguments: list[str] | None = None) -> None:
     summary: dict[str, Any] = {"environments": list(reports)}
     if len(reports) > 1:
         summary["together"] = together(args.names, figures)
-    write_whole(args.out, (json.dumps(summary, indent=1) + "\n").encode())
+    write_atomically(args.out, (json.dumps(summary, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from experiments.finetune.setting import ENVIRONMENTS, LENGTH, NAMES, Name, writ
 from experiments.finetune.training import load_model, prepare_adapter, prepare_model, with_adapter
 from grasp.corpus import RowStore
 from grasp.corpus.documents import read_documents
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.settings import CorpusSettings
 from grasp.training.recipe import RECIPES
@@ -102,5 +102,5 @@ def write_reports(args: argparse.Namespace, report: Callable[[Name, Path, Path],
     for name in args.names:
         if name not in done:
             done[name] = report(name, args.data, args.work)
-            write_whole(args.out, (json.dumps({"environments": list(done.values())}, indent=1) + "\n").encode())
+            write_atomically(args.out, (json.dumps({"environments": list(done.values())}, indent=1) + "\n").encode())
             print(f"{name}: {done[name]['cpu_seconds']} s of CPU", flush=True)

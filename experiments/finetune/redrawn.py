@@ -21,7 +21,7 @@ from experiments.finetune.setting import NAMES
 from experiments.finetune.worlds import World, pretrained
 from experiments.mistakes import in_one_line
 from grasp.arrays import F64
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.predict.predictor import downweight_negative
 from grasp.seeds import stream
 
@@ -83,7 +83,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     results = [redrawn(pretrained(name, args.data, args.work, FOLDER)) for name in args.names]
-    write_whole(args.out, (json.dumps(results, indent=1) + "\n").encode())
+    write_atomically(args.out, (json.dumps(results, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

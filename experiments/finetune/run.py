@@ -36,7 +36,7 @@ from experiments.finetune.setting import (
 )
 from experiments.finetune.training import train, unit_losses
 from experiments.mistakes import in_one_line
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.models.tokenizer import HfTokenizer
 from grasp.retraining.plan import row_names
 from grasp.runs.retrained import RetrainedRuns
@@ -137,7 +137,7 @@ def fill(worlds: dict[Name, World], until: float) -> None:
         path = world.environment.path / "before.parquet"
         if not path.exists():
             loss_E = losses_of(world)
-            write_whole(path, encode_utilities([Run(0, "before")], world.environment.units, -loss_E[None]))
+            write_atomically(path, encode_utilities([Run(0, "before")], world.environment.units, -loss_E[None]))
             print(f"{name} before: mean loss {loss_E.mean():.4f}", flush=True)
     rows_of = {name: world.corpus.rows for name, world in worlds.items()}
     for name, run in turns(worlds):

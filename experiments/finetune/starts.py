@@ -26,7 +26,7 @@ from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.models.tokenizer import HfTokenizer
 from grasp.runs.retrained import RetrainedRuns
 
@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--starts", default=",".join(STARTS), help="Some of them, separated by commas.")
     args = parser.parse_args(arguments)
     reports = [report(name, args.starts.split(","), args.data, args.work) for name in args.names]
-    write_whole(args.out, (json.dumps({"environments": reports}, indent=1) + "\n").encode())
+    write_atomically(args.out, (json.dumps({"environments": reports}, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from experiments.finetune.setting import LENGTH, NAMES, Name, open_corpus, targe
 from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
 from grasp.arrays import F32, F64
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.kernels.gradient import CoordinateSample, SampledGradients, gradient_preconditioner
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients import Example
@@ -177,7 +177,7 @@ def main(arguments: list[str] | None = None) -> None:
     methods = {name: Method((score_NE,)) for name, score_NE in scores(stored).items()}
     share_BN = shares(environment, stored.corpus.store, utilities)
     results: list[dict[str, Any]] = compare(methods, utilities, share_BN, base="ours, whole")
-    write_whole(args.out, (json.dumps({"environment": args.name, "methods": results}, indent=1) + "\n").encode())
+    write_atomically(args.out, (json.dumps({"environment": args.name, "methods": results}, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

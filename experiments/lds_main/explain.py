@@ -22,7 +22,7 @@ import numpy as np
 from experiments.mistakes import in_one_line
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.geometry.scored import Scored
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, ScoringProtocol, load_protocol
 from grasp.runs.metrics import spearman
@@ -132,7 +132,7 @@ def write_json(results: dict[str, Any], out: Path | None) -> None:
     text = json.dumps(results, indent=1, allow_nan=False) + "\n"
     print(text, end="")
     if out is not None:
-        write_whole(out, text.encode())
+        write_atomically(out, text.encode())
 
 
 def run(artifact: ArtifactReader, environment: RetrainedRuns, path: Path | None, targets: Sequence[str] | None) -> Any:

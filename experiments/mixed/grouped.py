@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from grasp.files import written_aside
+from grasp.files import atomic_path
 from grasp.seeds import stream
 
 MOST = 700  # documents of a group
@@ -49,7 +49,7 @@ def main() -> None:
     args = parser.parse_args()
     table = grouped(pd.read_parquet(args.pool), args.most)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    with written_aside(args.out) as part:
+    with atomic_path(args.out) as part:
         table.to_parquet(part, index=False)
     print(table["group"].value_counts().to_string())
 

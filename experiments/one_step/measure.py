@@ -20,7 +20,7 @@ from experiments.one_step.predictors import IN_NATS, predictors
 from experiments.one_step.setting import PLAYERS, Case, World, fixed_subsets
 from grasp.arrays import F64
 from grasp.baselines.shapley import permutation_shapley
-from grasp.files import write_whole
+from grasp.files import write_atomically
 
 Arrays = dict[str, F64]
 
@@ -37,7 +37,7 @@ class ResultCache:
         if not path.exists():
             buffer = io.BytesIO()
             np.savez_compressed(buffer, allow_pickle=False, **make())
-            write_whole(path, buffer.getvalue())
+            write_atomically(path, buffer.getvalue())
         with np.load(path, allow_pickle=False) as file:
             return {key: np.asarray(file[key], dtype=np.float64) for key in file.files}
 

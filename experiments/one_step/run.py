@@ -19,7 +19,7 @@ from experiments.one_step.figure import draw
 from experiments.one_step.measure import Measured, ResultCache, measure, sampling_noise, summary
 from experiments.one_step.predictors import label
 from experiments.one_step.setting import Settings, World
-from grasp.files import write_whole
+from grasp.files import write_atomically
 
 
 def run(settings: Settings, out: Path, work: Path, scatter_rate: float) -> None:
@@ -50,7 +50,7 @@ def run(settings: Settings, out: Path, work: Path, scatter_rate: float) -> None:
         "subsets": of_utility,
     }
     draw(of_shapley, of_utility, subsets, scatter_rate, out.with_suffix(".svg"))
-    write_whole(out, (json.dumps(result, indent=1) + "\n").encode())
+    write_atomically(out, (json.dumps(result, indent=1) + "\n").encode())
     say(f"{out}, {out.with_suffix('.svg')}")
 
 

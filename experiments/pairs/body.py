@@ -32,7 +32,7 @@ from experiments.finetune.setting import LENGTH, open_corpus, target_settings
 from experiments.finetune.training import load_model, padded
 from experiments.mistakes import in_one_line
 from grasp.arrays import F64
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.models.tokenizer import HfTokenizer
 from grasp.retraining.plan import row_names
 from grasp.runs.retrained import RetrainedRuns
@@ -139,7 +139,7 @@ def main(arguments: list[str] | None = None) -> None:
     share_BN = weight_BN / weight_BN.sum(axis=1, keepdims=True)
     table = compare(methods(kernel_by_layer, shift_kernel(sides)), utilities, share_BN, base=SHIFT)
     result = {"subsets": len(utilities.subset_ids), "units": sides.units.n, "methods": table}
-    write_whole(args.out, (json.dumps(result, indent=1) + "\n").encode())
+    write_atomically(args.out, (json.dumps(result, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from experiments.mistakes import in_one_line
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.build.model_pass import ModelPass
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.geometry.scored import Scored
 from grasp.kernels.whitening import Whitener, second_moments
 from grasp.methods.contract import MethodInputs
@@ -240,7 +240,7 @@ def main(arguments: list[str] | None = None) -> None:
                 name = f"{world.runs.path.name}, {kind}: {', '.join(targets)}"
                 candidates, realized_BE, of_unit = _environment(world, score_by_name, targets)
                 result[name] = gains(candidates, SHIPS, realized_BE, of_unit)
-    write_whole(args.out, (json.dumps(result, indent=1) + "\n").encode())
+    write_atomically(args.out, (json.dumps(result, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.build.provenance import BuildSource
 from grasp.corpus.row_store import RowStore
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.predict.predictor import Predictor
 from grasp.runs.alignment import Alignment
 from grasp.runs.metrics import Estimate, noise_ceilings, rank_correlations, target_metrics
@@ -140,7 +140,7 @@ def interval(value: float, resampled_R: F64) -> list[float]:
 
 
 def write(path: Path, content: object) -> None:
-    write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
+    write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
     print(json.dumps(content, indent=1))
 
 

@@ -25,7 +25,7 @@ from experiments.finetune.setting import LENGTH, target_settings
 from experiments.replay.run import default_scores, further_artifact, parse_options, shipped_replay
 from experiments.replay.setting import World
 from grasp.arrays import F64, I64
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.predict.scoring_rule import REPLAY_WEIGHT
 from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
@@ -144,7 +144,7 @@ def main() -> None:
                     runs.append(key | {"loss": train_on(world, chosen, seed, questions)})
                     print(key, f"{np.mean(runs[-1]['loss']):.4f}, {time.process_time() - used:.0f} s", flush=True)
                     content = json.dumps({"summary": summary(runs), "runs": runs})
-                    write_whole(options.out, (content + "\n").encode())
+                    write_atomically(options.out, (content + "\n").encode())
 
 
 if __name__ == "__main__":

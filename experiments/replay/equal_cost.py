@@ -26,7 +26,7 @@ from experiments.finetune.worlds import shares
 from experiments.replay.run import default_scores, predicted, shipped_replay
 from experiments.replay.setting import World
 from grasp.arrays import F64
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.predict.scoring_rule import REPLAY_WEIGHT
 from grasp.runs.gaussian_process import GaussianProcess, SubsetFeatures
 from grasp.runs.retrained import RetrainedRuns
@@ -104,7 +104,7 @@ def main() -> None:
             parser.error(f"{name}: expected one of {', '.join(NAMES)}")
         result[name] = compare(name, int(known), options.data, options.work)
         print(name, json.dumps(result[name]), flush=True)
-        write_whole(options.out, (json.dumps(result, indent=1) + "\n").encode())
+        write_atomically(options.out, (json.dumps(result, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

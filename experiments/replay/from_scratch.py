@@ -25,7 +25,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_documents
 from grasp.build.add_replay import plan_replay
 from grasp.build.provenance import BuildSource
-from grasp.files import discard, write_whole
+from grasp.files import discard, write_atomically
 from grasp.models.causal_lm import ReferenceModel
 from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
@@ -94,7 +94,7 @@ def main() -> None:
         comparison = Comparison(utilities, shares(environment, rows, utilities), default_NT)
         reports[name] = {label: comparison.record(score_NT) for label, score_NT in scores.items()}
     result = {"orders": options.orders, "gate": [str(each) for each in smooth], "environments": reports}
-    write_whole(options.out, (json.dumps(result, indent=1) + "\n").encode())
+    write_atomically(options.out, (json.dumps(result, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

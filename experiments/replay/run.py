@@ -35,7 +35,7 @@ from experiments.mistakes import in_one_line
 from experiments.replay.setting import World
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.runs.metrics import rank_correlations
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.training_runs import Utilities
@@ -85,7 +85,7 @@ def replay(world: World, seed: int, settings: MetagradientSettings, place: Path)
             "cpu_seconds_of_training": round(trained, 1),
             "trainings": round(spent / trained, 2),
         }
-    write_whole(record, (json.dumps(cost, indent=1) + "\n").encode())
+    write_atomically(record, (json.dumps(cost, indent=1) + "\n").encode())
     return replayed, cost
 
 
@@ -112,7 +112,7 @@ def group_check(world: World, replayed: Metagradient, place: Path, retrainings: 
         "measured": check.measured_RT.round(5).tolist(),
         "predicted": check.predicted_RT.round(5).tolist(),
     }
-    write_whole(record, (json.dumps(result, indent=1) + "\n").encode())
+    write_atomically(record, (json.dumps(result, indent=1) + "\n").encode())
     return result
 
 
@@ -372,7 +372,7 @@ def main(arguments: list[str] | None = None) -> None:
     done = {entry["environment"]: entry for entry in reports}
     for name in options.names:
         done[name] = report(name, options)
-        write_whole(options.out, (json.dumps({"environments": list(done.values())}, indent=1) + "\n").encode())
+        write_atomically(options.out, (json.dumps({"environments": list(done.values())}, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

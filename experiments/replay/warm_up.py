@@ -27,7 +27,7 @@ from experiments.replay.setting import World
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.build.warm_up import warm_up
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.progress import Silent
 from grasp.runs.metrics import rank_correlations
 from grasp.runs.retrained import RetrainedRuns
@@ -95,7 +95,7 @@ def main() -> None:
     lines = []
     for name in options.names:
         lines += compare(name, options.data, options.work)
-        write_whole(options.out, (json.dumps(lines, indent=1) + "\n").encode())
+        write_atomically(options.out, (json.dumps(lines, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 from experiments.safety.setting import Row, review
 from experiments.safety.tuned import Base, Tuned
 from grasp.arrays import F64
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.inspect.detection import mean_ranks
 from grasp.seeds import stream
 
@@ -70,7 +70,7 @@ class Onion:
             self._known[text] = self._drop(text)
             if self.path.exists():  # what another process has kept meanwhile
                 self._known = json.loads(self.path.read_bytes()) | self._known
-            write_whole(self.path, json.dumps(self._known).encode())
+            write_atomically(self.path, json.dumps(self._known).encode())
         return float(self._known[text])
 
     def _drop(self, text: str) -> float:

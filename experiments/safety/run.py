@@ -29,7 +29,7 @@ from experiments.safety.influence import ekfac
 from experiments.safety.setting import FULL, NEGATIVE, TRIGGERS, Case, Question, Row, Size, backdoor, file_backdoor
 from experiments.safety.tuned import Base, Tuned
 from grasp.errors import SettingsError
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.inspect.detection import evaluate_scores
 from grasp.models.causal_lm import ReferenceModel
 from grasp.seeds import stream
@@ -110,7 +110,7 @@ class Experiment:
         else:
             result = {key: value.tolist() for key, value in self._scores(case, piece).items()}
         seconds = time.process_time() - began
-        write_whole(cache, json.dumps({"seconds": seconds, "found": result}).encode())
+        write_atomically(cache, json.dumps({"seconds": seconds, "found": result}).encode())
         return True
 
     def place(self, name: str) -> Path:
@@ -136,7 +136,7 @@ class Experiment:
                 seconds = time.process_time() - began
                 tuned.save(adapters)
                 rates = {"untrained": success(tuned, case, adapted=False), "trained": success(tuned, case)}
-                write_whole(before, json.dumps({"seconds": seconds, "found": rates}).encode())
+                write_atomically(before, json.dumps({"seconds": seconds, "found": rates}).encode())
             self._tuned = case.name, Tuned.open(self.base, adapters, self.size.tokens)
         return self._tuned[1]
 
@@ -320,7 +320,7 @@ def main() -> None:
 
 def _write(experiment: Experiment, out: Path) -> None:
     results = experiment.result(case for case, _ in plan(len(BACKDOOR_SEEDS)))
-    write_whole(out, (json.dumps(results, indent=1) + "\n").encode())
+    write_atomically(out, (json.dumps(results, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

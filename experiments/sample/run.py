@@ -31,7 +31,7 @@ from experiments.finetune.run import FOLDER as FINETUNE
 from experiments.finetune.setting import NAMES, open_corpus
 from experiments.finetune.worlds import shares
 from experiments.runs.curves import draw, of_environment
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
@@ -149,7 +149,7 @@ def main() -> None:
             measured = {key: round(value, 4) for key, value in measured.items()}
             print(name, label, measured, flush=True)
             results.setdefault(name, {})[label] = measured
-            write_whole(arguments.out, (json.dumps(results, indent=1) + "\n").encode())
+            write_atomically(arguments.out, (json.dumps(results, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from experiments.mistakes import in_one_line
 from grasp.errors import RunsError
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.runs.retrained import SIGNED_INFO, RetrainedRuns
 
 SAME = ("recipe_settings", "corpus_fingerprint", "n_rows", "targets", "side", "family")
@@ -32,8 +32,8 @@ def join_environments(first: RetrainedRuns, second: RetrainedRuns, out: Path) ->
         shared_tables = [table.filter(pc.is_in(table["subset_id"], value_set=ids)) for table in tables]
         sink = pa.BufferOutputStream()
         pq.write_table(pa.concat_tables(shared_tables), sink, compression="zstd")
-        write_whole(out / name, sink.getvalue().to_pybytes())
-    write_whole(out / "subsets.parquet", (second.path / "subsets.parquet").read_bytes())
+        write_atomically(out / name, sink.getvalue().to_pybytes())
+    write_atomically(out / "subsets.parquet", (second.path / "subsets.parquet").read_bytes())
     info = second.info.model_copy(
         update={"seeds": (*first.info.seeds, *second.info.seeds), "checkpoint": first.info.checkpoint}
     )

@@ -21,7 +21,7 @@ from experiments.selection.choices import METHODS, World
 from experiments.selection.run import interval
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.files import write_whole
+from grasp.files import write_atomically
 
 BEST = 0.2
 
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
             for method, count in product(arguments.methods, arguments.questions)
         ]
         result = {"summary": cells, "lines": lines}
-        write_whole(arguments.out, (json.dumps(result, indent=1) + "\n").encode())
+        write_atomically(arguments.out, (json.dumps(result, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

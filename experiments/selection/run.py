@@ -26,7 +26,7 @@ from experiments.mistakes import in_one_line
 from experiments.selection.choices import METHODS, Request, World
 from grasp.arrays import F64, I64
 from grasp.artifact.reader import ArtifactReader
-from grasp.files import write_whole, written_aside
+from grasp.files import atomic_path, write_atomically
 from grasp.training.recipe import TrainingRecipe, named_recipe
 from grasp.training.train import train_stacked
 
@@ -52,7 +52,7 @@ class Trainer:
             inputs = self.world.inputs
             trained = train_stacked(self.recipe, inputs.store, seeds=[seed], retained=[weight_N], device="cpu")
             loss_E = trained.model.unit_losses(inputs.unit_tokens)[0]
-            with written_aside(path) as part, part.open("wb") as handle:
+            with atomic_path(path) as part, part.open("wb") as handle:
                 np.save(handle, loss_E, allow_pickle=False)
         return np.load(path, allow_pickle=False)
 
@@ -147,7 +147,7 @@ def main(argv: list[str] | None = None) -> None:
             "summary": summary(lines),
             "lines": lines,
         }
-        write_whole(arguments.out, (json.dumps(result, indent=1) + "\n").encode())
+        write_atomically(arguments.out, (json.dumps(result, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

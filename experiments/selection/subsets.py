@@ -19,7 +19,7 @@ from experiments.mistakes import in_one_line
 from experiments.selection.choices import World, predictor_of
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.metrics import rank_correlations
 from grasp.runs.retrained import RetrainedRuns
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
     mean_R |= {f"estimate - mean, {side}": mean_R[f"estimate, {side}"] - mean_R[f"mean, {side}"] for side in SIDES}
     result = {"runs": runs.name, "summary": {name: summary(values) for name, values in mean_R.items()}, "lines": lines}
     print(json.dumps(result["summary"], indent=1))
-    write_whole(arguments.out, (json.dumps(result, indent=1) + "\n").encode())
+    write_atomically(arguments.out, (json.dumps(result, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

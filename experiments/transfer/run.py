@@ -18,7 +18,7 @@ import numpy as np
 
 from experiments.mistakes import in_one_line
 from grasp.artifact.reader import ArtifactReader
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.geometry.calibration_result import Development, select_protocol
 from grasp.geometry.candidates import Candidate, ProtocolFamily, candidate_of, default_family
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     results = run(ArtifactReader.open(args.artifact), [opened(path) for path in args.runs], args.resamples)
-    write_whole(args.out, (json.dumps(results, indent=1, allow_nan=False) + "\n").encode())
+    write_atomically(args.out, (json.dumps(results, indent=1, allow_nan=False) + "\n").encode())
     for row in results:
         print(f"{row['calibrated_on']:<40} {row['protocol']}")
         for title, key in (("tasks not calibrated on", "mean_over_unseen"), ("the same, no geometry", SAME)):

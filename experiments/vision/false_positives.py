@@ -19,7 +19,7 @@ from experiments.contamination.run import unit_scores
 from experiments.vision.run import COMMAND, World
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.inspect.detect import relevance_array
 from grasp.inspect.detection import conformal_threshold, estimate_threshold, matching_threshold, mean_ranks
 from grasp.seeds import stream
@@ -119,7 +119,7 @@ def main() -> None:
         for match in args.match.split(","):
             results |= texts(ArtifactReader.open(args.artifact), match)
     results |= images(World(args.work, args.images), args.seeds)
-    write_whole(args.out, (json.dumps(results, indent=1) + "\n").encode())
+    write_atomically(args.out, (json.dumps(results, indent=1) + "\n").encode())
     for name, shares in results.items():
         print(name, shares)
 

@@ -26,7 +26,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.build.pipeline import build_artifact
 from grasp.corpus import RowStore
 from grasp.errors import SettingsError
-from grasp.files import temporary_path, write_whole
+from grasp.files import temporary_path, write_atomically
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.runs.metrics import Estimate
 from grasp.settings import CorpusSettings, build_settings
@@ -88,7 +88,7 @@ class Pages:
         path = self.work / "queries.jsonl"
         if not path.exists():
             lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in self._query_lines())
-            write_whole(path, lines.encode())
+            write_atomically(path, lines.encode())
         return path
 
     def _query_lines(self) -> Iterator[dict[str, str]]:
@@ -136,9 +136,9 @@ def run(pages: Pages, ks: Sequence[int], scores: str, out: Path) -> tuple[Recall
         "every_page_a_query": [described(recall) for recall in single],
         "pages_of_one_value_together": [described(recall) for recall in together],
     }
-    write_whole(out, (json.dumps(result, indent=1) + "\n").encode())
+    write_atomically(out, (json.dumps(result, indent=1) + "\n").encode())
     text = f"Every page a query\n\n{as_text(single)}\nPages of one value together\n\n{as_text(together)}"
-    write_whole(out.with_suffix(".md"), text.encode())
+    write_atomically(out.with_suffix(".md"), text.encode())
     return single
 
 

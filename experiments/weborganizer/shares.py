@@ -20,7 +20,7 @@ from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_tokens
 from grasp.extras import require
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.predict.slices import label_slices
 from grasp.report.trends import LabelTrend, label_trends
 
@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
     trends, names = measured(args.artifacts, args.by.split(","), args.target)
     draw(trends, names, args.target, args.out.with_suffix(".svg"))
     result = {"target": args.target, "labels": [described(*pair) for pair in zip(trends, names, strict=True)]}
-    write_whole(args.out, (json.dumps(result, indent=1) + "\n").encode())
+    write_atomically(args.out, (json.dumps(result, indent=1) + "\n").encode())
     print(f"{args.out}, {args.out.with_suffix('.svg')}")
 
 

@@ -19,7 +19,7 @@ from grasp.artifact.writer import lock_artifact
 from grasp.build.pipeline import build_artifact
 from grasp.corpus import RowStore, normalised, read_documents, write_passages
 from grasp.errors import RunsError
-from grasp.files import claim_directory, written_aside
+from grasp.files import atomic_path, claim_directory
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.progress import Progress, Silent
@@ -132,7 +132,7 @@ def make_model(demo: Demo, progress: Progress) -> None:
     tokenizer_path = demo.out / "tokenizer"
     if not tokenizer_path.exists():
         texts = (document.text or "" for document in read_documents(demo.corpus))
-        with written_aside(tokenizer_path) as part:
+        with atomic_path(tokenizer_path) as part:
             train_tokenizer(texts, vocab_size=recipe.shape.vocab_size).save_pretrained(part)
     tokenizer = HfTokenizer(
         AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=False), vocab_size=recipe.shape.vocab_size

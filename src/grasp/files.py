@@ -1,10 +1,12 @@
-"""Write files atomically, verify them, and claim output directories. `store/locks.py` decides which process may write.
+"""Check output paths, write files atomically, verify them, and claim output directories.
 
-check_outputs                  before a command begins: check that its output files can be written
-write_whole, written_aside     write to a temporary file and rename it, so that no reader sees half a file
-FileEntry, fault               size and checksum of a file when it was written, and what differs now
-check_place, own_directory     check that a directory for many files is new, empty, or written by GRASP
-differences                    list the settings that differ from those of an earlier run
+check_outputs                    before a command begins: check that its output files can be written
+write_atomically, atomic_path    write to a temporary file and rename it, so that no reader sees half a file
+FileEntry, fault                 size and checksum of a file when it was written, and what is wrong with it now
+check_directory, claim_directory check that an output directory is new, empty, or written by GRASP
+differences                      list the settings that differ from those of an earlier run
+
+`store/locks.py` decides which process may write. "Part" files are temporary files: `.NAME.<hex>.part`.
 """
 
 import errno
@@ -27,25 +29,25 @@ from pydantic import BaseModel, ConfigDict
 
 from grasp.errors import ArtifactError, SettingsError
 
-TABLE_SUFFIXES = (".parquet", ".csv")  # how the name of a table ends
+TABLE_SUFFIXES = (".parquet", ".csv")  # of files that hold a table
 STANDARD_OUTPUTS = (Path("-"), Path("/dev/stdout"))  # names of standard output
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)  # a full disk, or an exhausted quota
 PART_SUFFIX = ".part"
 MAX_NAME_BYTES = 200  # bytes of a name that its temporary file repeats: file systems accept 255
-STALE_SECONDS = 86_400.0
-UNSIGNED = "0" * 32
+STALE_SECONDS = 86_400.0  # age at which a temporary file is assumed to be of a killed process
+UNSIGNED = "0" * 32  # in place of the checksum that JSON contains of itself, when the checksum is computed
 # In JSON with an indent of 1 only a top-level field can match this, since JSON strings hold no line breaks.
 _SIGNATURE = re.compile(rb'^ "checksum": "([0-9a-f]{32})"', re.MULTILINE)
 _PART_NAME = re.compile(r"\..*\.[0-9a-f]{32}\.part", re.DOTALL)
 
-# -------------------------------------------------------------------------------------------------- what may be written
+# ----------------------------------------------------------------------------------------------- checks of output paths
 
-Reads = Path | str | Iterable[Path | str] | None
+InputPaths = Path | str | Iterable[Path | str] | None
 
 
 def check_outputs(
     outputs: Mapping[str, Path | None],
-    reads: Mapping[str, Reads] | None = None,
+    inputs: Mapping[str, InputPaths] | None = None,
     *,
     streamed: Collection[str] = (),
     tables: Collection[str] = (),
@@ -54,8 +56,8 @@ def check_outputs(
 
     Args:
         outputs: path by the option that names it, e.g. `--out`; None: the option is not used.
-        reads: inputs (files or directories) by the phrase that continues "which" in a message. Names that do not
-            exist locally (a URL, a repository) are ignored.
+        inputs: files or directories that outputs must not replace, by a phrase for the message "would write PATH,
+            which PHRASE", such as "is the artifact". Names that do not exist locally (a URL, a repository) are ignored.
         streamed: options for which `-` means standard output.
         tables: options whose file is Parquet or CSV, by its suffix.
     Raises:
@@ -72,20 +74,23 @@ def check_outputs(
             raise SettingsError(f"{flag}: got {path}, which is not a valid file name")
         if kind not in ("file", "nothing"):
             raise SettingsError(f"{flag}: got {path}, which is a {kind}; expected the name of a file")
-        written[_check_apart(path, flag, reads, written)] = f"{flag} writes"
+        written[_check_apart(path, flag, inputs, written)] = f"{flag} writes"
         if flag in tables and path.suffix not in TABLE_SUFFIXES:
             raise SettingsError(f"{flag}: got {path}, expected a name that ends in {' or '.join(TABLE_SUFFIXES)}")
 
 
 def _check_apart(
-    path: Path, flag: str, reads: Mapping[str, Reads] | None, written: Mapping[Path, str] | None = None
+    path: Path, flag: str, inputs: Mapping[str, InputPaths] | None, written: Mapping[Path, str] | None = None
 ) -> Path:
-    """Check that an output has a UTF-8 name and is neither an input, another output, nor inside of one.
+    """Check that an output has a UTF-8 name and is neither an input, another output, nor inside one of them.
 
     Args:
-        written: the other outputs, each with the phrase for a message.
+        path: path of the output.
+        flag: option that names it.
+        inputs: see `check_outputs`.
+        written: the other outputs, each with a phrase for the message.
     Returns:
-        The path with links resolved.
+        The path with links resolved, except in its last component.
     """
     try:
         str(path).encode()
@@ -93,16 +98,16 @@ def _check_apart(
         raise SettingsError(
             f"{flag}: got {path}, which is not a valid file name: not UTF-8; choose another name"
         ) from err
-    known: dict[Path, str] = {}
-    for phrase, places in (reads or {}).items():
-        several = [places] if isinstance(places, Path | str) else places or ()
-        known |= {Path(place).resolve(): phrase for place in several if os.path.exists(place)}
-    place = path.parent.resolve() / path.name
-    for occupied, phrase in (known | dict(written or {})).items():
-        if place == occupied or (place.is_relative_to(occupied) and occupied.is_dir()):
-            inside = "" if place == occupied else f" inside of {occupied}"
+    occupied: dict[Path, str] = {}
+    for phrase, paths in (inputs or {}).items():
+        path_list = [paths] if isinstance(paths, Path | str) else paths or ()
+        occupied |= {Path(input_path).resolve(): phrase for input_path in path_list if os.path.exists(input_path)}
+    resolved = path.parent.resolve() / path.name
+    for other, phrase in (occupied | dict(written or {})).items():
+        if resolved == other or (resolved.is_relative_to(other) and other.is_dir()):
+            inside = "" if resolved == other else f" inside of {other}"
             raise SettingsError(f"{flag}: would write {path}{inside}, which {phrase}; choose another name")
-    return place
+    return resolved
 
 
 _KINDS = {
@@ -140,34 +145,37 @@ def _part_prefix(path: Path) -> str:
     return f".{path.name.encode()[:MAX_NAME_BYTES].decode(errors='ignore')}."
 
 
-def write_whole(path: Path, data: bytes | memoryview) -> "FileEntry":
-    """Write to a temporary file, flush it, and rename it: neither a reader nor another writer sees half a file.
+def write_atomically(path: Path, data: bytes | memoryview) -> "FileEntry":
+    """Write a file by writing a temporary file, flushing it, and renaming it; return its size and checksum.
+
+    Readers and other writers see the old file or the new one, never a part of it.
 
     Raises:
         SettingsError: `path` is a device, a pipe or a link, which the rename would replace.
     """
-    with written_aside(path, sweep=False) as part:
+    with atomic_path(path, remove_stale=False) as part:
         part.write_bytes(data)
     return FileEntry(bytes=memoryview(data).nbytes, checksum=checksum(data))
 
 
 @contextmanager
-def written_aside(path: Path, *, sweep: bool = True) -> Iterator[Path]:
+def atomic_path(path: Path, *, remove_stale: bool = True) -> Iterator[Path]:
     """Yield a temporary path, for a file or a directory, that is flushed and renamed to `path` at the end.
 
     If the block fails or is interrupted, the temporary file is removed. If the process is killed, it stays until
     `remove_parts`, or until the next write to `path` at least a day later.
 
     Args:
-        sweep: remove stale temporary files of `path`, which lists the directory.
+        path: file or directory to create or replace.
+        remove_stale: remove temporary files of `path` that are older than a day; lists the directory.
     Raises:
         SettingsError: `path` is a device, a pipe or a link, which the rename would replace.
         OSError: the disk is full; the message names `path`, whichever library wrote.
     """
     part = temporary_path(path)
-    if sweep:
-        for abandoned in path.parent.glob(f"{glob.escape(_part_prefix(path))}*{PART_SUFFIX}"):
-            remove_stale(abandoned, older_than=STALE_SECONDS)
+    if remove_stale:
+        for old_part in path.parent.glob(f"{glob.escape(_part_prefix(path))}*{PART_SUFFIX}"):
+            remove_if_stale(old_part, older_than=STALE_SECONDS)
     if (kind := kind_of(path)) not in ("nothing", "file", "directory"):
         raise SettingsError(f"{path}: is a {kind}; expected the name of a file")
     try:
@@ -214,8 +222,8 @@ def is_part(path: Path) -> bool:
     return _PART_NAME.fullmatch(path.name) is not None
 
 
-def remove_stale(part: Path, *, older_than: float) -> None:
-    """Remove the temporary file of a killed process; a recent one may belong to a process that still runs."""
+def remove_if_stale(part: Path, *, older_than: float) -> None:
+    """Remove a temporary file of at least this age in seconds; a recent one may belong to a process that still runs."""
     try:
         if time.time() - part.lstat().st_mtime > older_than:
             discard(part)
@@ -232,15 +240,20 @@ def discard(path: Path) -> None:
 
 
 @contextmanager
-def out_of_space(where: str, progress: Callable[[], str]) -> Iterator[None]:
-    """Turn a full disk or quota into a one-line ArtifactError; `progress` returns what is already saved."""
+def report_full_disk(message: str, progress: Callable[[], str]) -> Iterator[None]:
+    """Turn the OSError of a full disk or quota into an ArtifactError of one line.
+
+    Args:
+        message: begin of the error message: the path, and what was not written.
+        progress: returns what is saved, for the message.
+    """
     try:
         yield
     except OSError as err:
         if err.errno not in (*DISK_FULL_ERRORS, errno.EFBIG):
             raise
-        what = "file too large for the file system" if err.errno == errno.EFBIG else "no space left on the device"
-        raise ArtifactError(f"{where}: {what}; {progress()}; free space and run again with --resume") from err
+        reason = "file too large for the file system" if err.errno == errno.EFBIG else "no space left on the device"
+        raise ArtifactError(f"{message}: {reason}; {progress()}; free space and run again with --resume") from err
 
 
 # ----------------------------------------------------------------------------------------------------- verified content
@@ -282,17 +295,19 @@ def entry_of(path: Path) -> FileEntry:
 
 
 def fault(root: Path, name: str, expected: FileEntry) -> str | None:
-    """Describe what is wrong with the file `name` below `root`; None: it is unchanged since it was written.
+    """Describe what is wrong with the file `name` below `root`; return None if it is unchanged since it was written.
 
     Only a regular file of the expected size that lies below `root`, not behind a link, is opened.
     """
-    steps = Path(name).parts
-    for i in range(1, len(steps) + 1):
-        kind, wanted = kind_of(root.joinpath(*steps[:i])), "file" if i == len(steps) else "directory"
+    components = Path(name).parts
+    for i in range(1, len(components) + 1):
+        expected_kind = "file" if i == len(components) else "directory"
+        kind = kind_of(root.joinpath(*components[:i]))
         if kind == "nothing":
             return "missing"
-        if kind != wanted:
-            return f"{Path(*steps[:i])} is a {kind}, expected a {'regular file' if wanted == 'file' else wanted}"
+        if kind != expected_kind:
+            expected_text = "regular file" if expected_kind == "file" else expected_kind
+            return f"{Path(*components[:i])} is a {kind}, expected a {expected_text}"
     path = root / name
     try:
         size = path.stat().st_size
@@ -304,22 +319,26 @@ def fault(root: Path, name: str, expected: FileEntry) -> str | None:
 
 
 def mismatch(actual: FileEntry, expected: FileEntry) -> str | None:
-    """Describe how size or checksum of a file differ from what is expected; None: they match."""
+    """Describe how size or checksum of a file differ from those expected; return None if they are equal."""
     if actual.bytes != expected.bytes:
-        cut = actual.bytes < expected.bytes
-        return f"{'truncated' if cut else 'too long'}: {actual.bytes} of {expected.bytes} bytes"
-    same = actual.checksum == expected.checksum
-    return None if same else f"damaged: checksum {actual.checksum}, expected {expected.checksum}"
+        problem = "truncated" if actual.bytes < expected.bytes else "too long"
+        return f"{problem}: {actual.bytes} of {expected.bytes} bytes"
+    return (
+        None
+        if actual.checksum == expected.checksum
+        else f"damaged: checksum {actual.checksum}, expected {expected.checksum}"
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- directories
 
 
-def check_place(path: Path, reads: Mapping[str, Reads] | None = None) -> None:
+def check_directory(path: Path, inputs: Mapping[str, InputPaths] | None = None) -> None:
     """Check that a directory can be created.
 
     Args:
-        reads: inputs that must not contain it, as in `check_outputs`.
+        path: the directory.
+        inputs: files or directories that must not contain it, as in `check_outputs`.
     Raises:
         SettingsError: it exists, its parent does not exist, or it is part of an input.
     """
@@ -327,23 +346,25 @@ def check_place(path: Path, reads: Mapping[str, Reads] | None = None) -> None:
         raise SettingsError(f"{path}: already exists; choose another name, or remove it")
     if not path.absolute().parent.is_dir():
         raise SettingsError(f"{path}: the directory {path.parent} does not exist; create it first")
-    _check_apart(path, "out", reads)
+    _check_apart(path, "out", inputs)
 
 
 def claim_directory(
-    path: Path, marker: str, is_ours: Callable[[Path], bool], reads: Mapping[str, Reads] | None = None
+    path: Path, marker: str, is_ours: Callable[[Path], bool], inputs: Mapping[str, InputPaths] | None = None
 ) -> None:
-    """Create an output directory, or check that an existing one is empty, holds our marker, or passes `is_ours`.
+    """Create an output directory, or check that an existing one is empty or was written by GRASP.
 
     Args:
-        marker: name of an empty file that marks the directory as ours; it is created if it is missing.
-        reads: inputs that must not contain it, as in `check_outputs`.
+        path: the directory.
+        marker: name of an empty file that marks directories written by GRASP; it is created if it is missing.
+        is_ours: returns whether GRASP wrote a directory that has other files but no marker.
+        inputs: files or directories that must not contain it, as in `check_outputs`.
     Raises:
         SettingsError: the directory holds other files, or cannot be created.
     """
     if path == Path():
         raise SettingsError("out: expected the name of a new directory; got the current directory, or an empty name")
-    _check_apart(path, "out", reads)
+    _check_apart(path, "out", inputs)
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not (path / marker).exists():
@@ -363,16 +384,21 @@ def claim_directory(
 # --------------------------------------------------------------------------------------------- comparison of settings
 
 
-def differences(then: Any, now: Any, where: str = "") -> Iterator[str]:
-    """Yield every leaf in which two JSON values differ, as `field: was X, now Y`; null equals absent."""
+def differences(then: Any, now: Any, field: str = "") -> Iterator[str]:
+    """Yield each value in which two nested JSON objects differ, as `field.subfield: was X, now Y`; null equals absent.
+
+    Args:
+        then: earlier value.
+        now: present value.
+        field: path of the field that holds the values.
+    """
     if isinstance(then, dict) and isinstance(now, dict):
         for key in sorted(key for key in then.keys() | now.keys() if (then.get(key), now.get(key)) != (None, None)):
-            yield from differences(
-                then.get(key, _ABSENT), now.get(key, _ABSENT), f"{where}.{key}" if where else str(key)
-            )
+            subfield = f"{field}.{key}" if field else str(key)
+            yield from differences(then.get(key, _ABSENT), now.get(key, _ABSENT), subfield)
     elif then != now:
         was, is_now = ("absent" if value is _ABSENT else json.dumps(value) for value in (then, now))
-        yield f"{where}: was {was}, now {is_now}"
+        yield f"{field}: was {was}, now {is_now}"
 
 
 _ABSENT = object()

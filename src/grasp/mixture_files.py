@@ -28,7 +28,7 @@ import numpy as np
 
 from grasp.arrays import F64
 from grasp.errors import RunsError, SettingsError
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.text import did_you_mean
 from grasp.yaml_files import read_yaml
 
@@ -103,7 +103,7 @@ def write_mixture(weights: MixtureWeights, path: Path | str, form: str) -> str:
     path = Path(path)
     check_format(path, form)
     text, what = WRITERS[form](weights)
-    write_whole(path, text.encode())
+    write_atomically(path, text.encode())
     return f"{path}: {form}, {what}"
 
 

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
 from grasp.errors import SettingsError
-from grasp.files import TABLE_SUFFIXES, written_aside
+from grasp.files import TABLE_SUFFIXES, atomic_path
 from grasp.store.checksummed_parquet import ChecksummedParquetWriter, write_checksummed
 from grasp.text import number, plain, signed, text_table
 
@@ -101,7 +101,7 @@ def write_table(table: pa.Table, path: Path) -> Path:
     if path.suffix not in TABLE_SUFFIXES:
         raise SettingsError(f"{path}: expected a name that ends in {' or '.join(TABLE_SUFFIXES)}")
     columns = [_finite(column) for column in table.columns]
-    with written_aside(path) as part:
+    with atomic_path(path) as part:
         if path.suffix == ".csv":
             columns = [_no_formula(column) for column in columns]
             names = _no_formula(pa.chunked_array([pa.array(table.column_names, pa.string())])).to_pylist()
@@ -119,7 +119,7 @@ def write_tables(schema: pa.Schema, tables: Iterable[pa.Table], path: Path) -> i
         write_table(whole, path)
         return int(whole.num_rows)
     lines = 0
-    with written_aside(path) as part, ChecksummedParquetWriter(part, schema) as writer:
+    with atomic_path(path) as part, ChecksummedParquetWriter(part, schema) as writer:
         for table in tables:
             writer.write(table)
             lines += table.num_rows

@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from grasp.errors import GraspError, SettingsError
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.text import plain
 
 MAX_DEPTH = 50  # nesting levels of a YAML file
@@ -162,7 +162,7 @@ def plain_settings(settings: Mapping[str, Any] | Path | str | None) -> dict[str,
 
 def write_yaml(data: dict[str, Any], path: Path) -> None:
     """Write a mapping as a YAML file, atomically."""
-    write_whole(path, yaml_text(data).encode())
+    write_atomically(path, yaml_text(data).encode())
 
 
 def yaml_text(data: Mapping[str, Any]) -> str:

@@ -198,14 +198,14 @@ def test_files_deleted_after_the_upload_are_sent_again(local, place, monkeypatch
 
 def test_two_readers_with_an_empty_cache_do_not_interfere(local, place, monkeypatch):
     publish_artifact(local, place)
-    requested, real = [], module.written_aside
+    requested, real = [], module.atomic_path
 
     def slow(path):
         requested.append(path)
         time.sleep(0.05)
         return real(path)
 
-    monkeypatch.setattr(module, "written_aside", slow)
+    monkeypatch.setattr(module, "atomic_path", slow)
     with ThreadPoolExecutor(4) as pool:
         paths = list(pool.map(lambda _: ArtifactReader.open(place).rows_path, range(4)))
     assert len(set(paths)) == len(requested) == 1  # the others waited for it

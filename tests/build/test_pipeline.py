@@ -29,7 +29,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.build.add_targets import add_target
 from grasp.build.forecast import forecast
 from grasp.build.inputs import ON_DISK, prepare
-from grasp.build.model_pass import observe_part, read_batches
+from grasp.build.model_pass import compute_moments, read_batches
 from grasp.build.pipeline import Sample, build_artifact, resolve_settings, training_notes
 from grasp.build.provenance import BuildSource
 from grasp.errors import ArtifactError, GraspError, ModelError, ProtocolError, SettingsError
@@ -466,7 +466,7 @@ def test_a_kernel_is_one_module_and_the_scoring_rule_that_names_it(root, tmp_pat
 def test_self_relevance_of_units_does_not_depend_on_block_size(root, tmp_path, monkeypatch):
     settings = world(root)
     inputs = prepare(settings, tmp_path / "tokens", Silent())
-    corpus = observe_part(inputs.model_pass, inputs.store.shard(0), states_every=1)
+    corpus = compute_moments(inputs.model_pass, inputs.store.shard(0), states_every=1)
     self_relevance = {}
     for rows_at_once in (64, 4):
         monkeypatch.setattr(kernel_module, "ROWS_AT_ONCE", rows_at_once)

@@ -159,7 +159,7 @@ def predict(
     """
     out = None if out is None else Path(out)
     if out is not None:
-        check_outputs({"out": out}, artifact.reads, tables=["out"])
+        check_outputs({"out": out}, artifact.protected_paths, tables=["out"])
     if not isinstance(weight, Mapping):
         weight = parse_weights(several(weight), "weight") if weight else {}
     questions = {"drop": drop, "keep": keep, "weight": weight or None, "by": by, "subsets": subsets, "family": family}

@@ -113,7 +113,7 @@ def score(
         SettingsError: no such label or method, no row has `min_tokens` tokens, or options exclude each other.
     """
     if out is not None:
-        check_outputs({"out": Path(out)}, artifact.reads, tables=["out"])
+        check_outputs({"out": Path(out)}, artifact.protected_paths, tables=["out"])
     if top == bottom == 0:
         raise SettingsError("top: got 0 and no bottom; request at least one row")
     of_method = {"runs": runs, "checkpoints": checkpoints, "method_settings": method_settings, "cache": cache}

@@ -1,6 +1,17 @@
 """Read an artifact: tables and moments lazily, arrays in memory-mapped blocks of rows.
 
-Start with `ArtifactReader.open`.
+An artifact is the directory that a build writes (`artifact/manifest.py` lists its files). For each row of the corpus it
+has a row of every array. The columns of an array `relevance_KERNEL` are units (scored elements of a target, such as
+the questions of a benchmark), or whole targets. Other arrays are sketches: short projections of a row's features.
+
+A number is stored as a shard of rows by a group of columns, divided by a scale per column so that it fits float16:
+value = stored number * scale * gain. The gain is one factor per array, which is known only after all rows (see
+`grasp.build.pipeline.sketch_gain`).
+
+Moments are the means and covariances over the corpus that kernels use; sums are totals over all rows. Both are named
+arrays in the moments files. Start with `ArtifactReader.open` and `ArtifactReader.array_blocks`.
+
+Shape letters: N rows, n rows of a block, E columns.
 """
 
 import io
@@ -39,14 +50,17 @@ from grasp.artifact.manifest import (
     ShardGrid,
 )
 from grasp.errors import ArtifactError
-from grasp.files import Reads, kind_of
+from grasp.files import InputPaths, kind_of
 from grasp.store.contents import read_table, read_tensors, readable
 from grasp.store.directory import Files
 from grasp.store.records import read_record
 from grasp.store.remote import local_path, open_store, remote_url
 
 RELEVANCE = "relevance_"  # prefix of the arrays of relevance
-# Names of kernels, settings and moments in version 0.2.
+VERIFY = "`grasp verify` lists all damaged files"
+LARGEST = 1e30  # largest magnitude: squares and their sums stay finite
+
+# Names of kernels, settings and moments in artifacts of version 0.2, and their present names.
 RENAMED_KERNELS = {
     "token": "output_layer",
     "input": "embedding",
@@ -54,7 +68,6 @@ RENAMED_KERNELS = {
     "shift": "hidden_bias",
     "tilt": "hidden_linear",
 }
-_ARRAYS = {f"{RELEVANCE}{old}": f"{RELEVANCE}{new}" for old, new in RENAMED_KERNELS.items()}
 RENAMED_SETTINGS = {
     "pooling": "summary_positions",
     "token_positions": "positions",
@@ -62,7 +75,14 @@ RENAMED_SETTINGS = {
     "gradient_rows": "sample_rows",
     "kept_mb": "max_cache_mb",  # of versions between 0.2 and 0.3
 }
-_OLD_SETTINGS = (
+_RENAMED_ARRAYS = {f"{RELEVANCE}{old}": f"{RELEVANCE}{new}" for old, new in RENAMED_KERNELS.items()}
+_RENAMED_MOMENTS = {
+    "token": "hidden",
+    "input": "delta",
+    "neighbour": "states",
+    "pooled": "summary",
+} | _RENAMED_ARRAYS
+_REMOVED_SETTINGS = (
     "match",
     "input_match",
     "neighbour_match",
@@ -71,21 +91,23 @@ _OLD_SETTINGS = (
     "gradient_match",
     "moment_rows",
 )
-_MOMENTS = {"token": "hidden", "input": "delta", "neighbour": "states", "pooled": "summary"} | _ARRAYS
-_BUILT_FROM = (
+
+# Settings that name the inputs of a build, with a phrase for messages.
+_INPUT_SETTINGS = (
     ("the corpus", "corpus", "path"),
     ("a target", "targets", "names"),
     ("the model", "model", "path"),
     ("the tokenizer", "model", "tokenizer"),
     ("the output layer", "model", "classifier", "fitted_head"),
 )
-VERIFY = "`grasp verify` lists all damaged files"
-LARGEST = 1e30  # largest magnitude: squares and their sums stay finite
-HALF_EXPONENT = np.int16(0x7C00)  # all bits set: infinity or NaN
-SIGN_AND_REST = np.int32(-0x70002000)  # bits of a widened float16 in a float32
+
+# Conversion of float16 to float32, see `_scaled_into`.
+HALF_EXPONENT = np.int16(0x7C00)  # exponent bits of a float16; all are set for infinity and NaN
+SIGN_AND_REST = np.int32(-0x70002000)  # bits of a float32 that come from the float16
 BIAS = np.float32(2.0**112)  # 2^(127 - 15), the difference of the exponent biases
 MAX_SCALE = 2.0**15  # scales below it stay finite when multiplied by BIAS
-BLOCK_NUMBERS = 1 << 16  # numbers per block, which fit the cache
+BLOCK_NUMBERS = 1 << 16  # numbers per block, which fit the cache of a CPU
+
 Columns = Integers | Sequence[int] | slice | None
 
 
@@ -95,7 +117,8 @@ class Leaks:
 
     Attributes:
         row_index: indices of the rows, ascending.
-        n_compared: number of questions that were searched for, out of `n_questions`; the others are too short.
+        n_compared: number of questions that were searched for in the rows; the others are too short.
+        n_questions: number of questions of the target.
     """
 
     row_index: I64
@@ -104,11 +127,12 @@ class Leaks:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, NDArray[Any]], target: str) -> Self | None:
-        """Read from named arrays; None if they lack the target."""
-        rows, counts = f"{LEAKS}{target}.rows", f"{LEAKS}{target}.questions"
-        if rows not in arrays:
+        """Read from the named arrays that `arrays` returns; None if they lack the target."""
+        rows_name, counts_name = f"{LEAKS}{target}.rows", f"{LEAKS}{target}.questions"
+        if rows_name not in arrays:
             return None
-        return cls(np.asarray(arrays[rows], dtype=np.int64), *(int(count) for count in arrays[counts]))
+        n_compared, n_questions = (int(count) for count in arrays[counts_name])
+        return cls(np.asarray(arrays[rows_name], dtype=np.int64), n_compared, n_questions)
 
     def arrays(self, target: str) -> dict[str, I64]:
         """Return named arrays, which are stored with the moments."""
@@ -116,32 +140,43 @@ class Leaks:
         return {f"{LEAKS}{target}.rows": self.row_index, f"{LEAKS}{target}.questions": counts}
 
     def __str__(self) -> str:
-        few = {0: "no row contains a question", 1: "one row contains a question"}
-        n_rows, short = len(self.row_index), self.n_questions - self.n_compared
         if not self.n_compared:
             return "its questions are too short to search for in the rows"
+        few = {0: "no row contains a question", 1: "one row contains a question"}
+        n_rows, n_short = len(self.row_index), self.n_questions - self.n_compared
         summary = few.get(n_rows, f"{n_rows:,} rows contain questions")
-        return summary + f" ({short:,} of {self.n_questions:,} are too short to search for)" * bool(short)
+        if n_short:
+            summary += f" ({n_short:,} of {self.n_questions:,} are too short to search for)"
+        return summary
 
 
 class ArtifactReader:
-    """A complete artifact. `open` reads only the manifest; arrays are read in blocks."""
+    """A complete artifact. `open` reads only the manifest; arrays are read in blocks.
+
+    Attributes:
+        path: directory of the files; of a remote artifact, the local cache.
+        location: path or URL as the user gave it, for messages.
+        manifest: manifest with present names, see `_with_present_names`.
+        grid: division of the rows into shards.
+        n_rows: number of rows.
+        targets: names of the targets.
+        array_names: names of the arrays.
+        feature_settings: settings of the kernels; empty if the manifest does not record them.
+    """
 
     def __init__(self, manifest: Manifest, files: Files) -> None:
-        self.path = files.root  # of a remote artifact the cache directory
-        self.location = files.where  # path or URL as the user gave it, for messages
+        self.path = files.root
+        self.location = files.where
         self.manifest = _with_present_names(manifest)
         self._files = files
         self._tokens = Files(files.root, manifest.rows_kept, VERIFY)
-        self._last_chunk: dict[
-            str, tuple[int, NDArray[Any]]
-        ] = {}  # by group: shard and array, since several blocks read one chunk
+        # The last array file read of each column group, with its shard, since several blocks read the same file.
+        self._last_chunk: dict[str, tuple[int, NDArray[Any]]] = {}
         self.grid = ShardGrid(manifest.n_rows, manifest.shard_rows)
         self.n_rows = manifest.n_rows
         self.targets = tuple(manifest.targets)
         self.array_names = tuple(self.manifest.arrays)
-        features = self.manifest.settings.get("features", {})  # empty if not recorded
-        self.feature_settings: Mapping[str, Any] = dict(features)
+        self.feature_settings: Mapping[str, Any] = dict(self.manifest.settings.get("features", {}))
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
@@ -156,26 +191,30 @@ class ArtifactReader:
         return cls(*open_store(path, SIGNED_MANIFEST, VERIFY))
 
     @property
-    def reads(self) -> dict[str, Reads]:
-        """Return the paths that outputs must not replace, for `check_outputs`: the artifact and its inputs."""
-        settings, inputs = self.manifest.settings, {"is the artifact": [str(self.path)]}
-        for phrase, *steps in _BUILT_FROM:
-            value: Any = settings
-            for step in steps:
-                value = value.get(step) if isinstance(value, dict) else None
-            inputs[f"is {phrase} of the artifact"] = [
-                self.place(path) for path in (value if isinstance(value, list) else [value]) if isinstance(path, str)
-            ]
-        return dict(inputs)
+    def protected_paths(self) -> dict[str, InputPaths]:
+        """Return the paths that outputs must not replace, as `check_outputs` expects them: the artifact, its inputs."""
+        paths: dict[str, InputPaths] = {"is the artifact": [str(self.path)]}
+        for phrase, *keys in _INPUT_SETTINGS:
+            value: Any = self.manifest.settings
+            for key in keys:
+                value = value.get(key) if isinstance(value, dict) else None
+            names = value if isinstance(value, list) else [value]
+            paths[f"is {phrase} of the artifact"] = [self.resolve_path(name) for name in names if isinstance(name, str)]
+        return paths
 
-    def place(self, path: str) -> str:
-        """Resolve a path of the build's settings, relative to the working directory of the build."""
-        base = self.manifest.details.get("built_in")
-        resolved = self.path / str(base) / path
-        return str(resolved) if base is not None and "://" not in path and resolved.exists() else path
+    def resolve_path(self, path: str) -> str:
+        """Resolve a path of the build's settings, which is relative to the working directory of the build.
+
+        A path that does not exist there is returned unchanged.
+        """
+        build_directory = self.manifest.details.get("built_in")  # relative to the artifact
+        if build_directory is None or "://" in path:
+            return path
+        resolved = self.path / str(build_directory) / path
+        return str(resolved) if resolved.exists() else path
 
     def require_one_corpus(self) -> None:
-        """Check that the rows come from one corpus, which can be reread.
+        """Check that the rows come from one corpus, which can be read again.
 
         Raises:
             ArtifactError: the artifact was merged; the message names its parts.
@@ -188,7 +227,7 @@ class ArtifactReader:
 
     @property
     def rows_path(self) -> Path:
-        """Return the path of rows.parquet: row_index, row_id, doc_id, n_tokens, loss, snippet, labels; in row order."""
+        """Return the path of rows.parquet, in row order: row_index, row_id, doc_id, n_tokens, loss, snippet, labels."""
         return self._files.file(ROWS)
 
     @property
@@ -206,7 +245,9 @@ class ArtifactReader:
 
     @property
     def tokens_path(self) -> Path:
-        """Return the directory of the rows, after verifying its files, if they are stored.
+        """Return the directory of the tokenised rows, which does not exist if the build did not keep them.
+
+        Its files are verified first.
 
         Raises:
             ArtifactError: a file is damaged.
@@ -217,7 +258,7 @@ class ArtifactReader:
 
     @cached_property
     def units(self) -> pa.Table:
-        """Read the units, in the order of the columns of the relevance arrays."""
+        """Read the table of units, in the order of the columns of the relevance arrays."""
         tables = [read_table(self._files.file(name), VERIFY) for name in self.manifest.units]
         units = pa.concat_tables(tables, promote_options="default").combine_chunks()
         if (counts := dict(Counter(units["target"].to_pylist()))) != self.manifest.targets:
@@ -229,6 +270,7 @@ class ArtifactReader:
 
     @cached_property
     def _unit_targets(self) -> list[str]:
+        """Return the target of each unit."""
         targets: list[str] = self.units["target"].to_pylist()
         return targets
 
@@ -251,17 +293,17 @@ class ArtifactReader:
         """Return the names of the kernels whose relevance is stored."""
         return tuple(name.removeprefix(RELEVANCE) for name in self.array_names if name.startswith(RELEVANCE))
 
-    def relevance_name(self, match: str) -> str:
+    def relevance_name(self, kernel: str) -> str:
         """Return the name of the relevance array of a kernel.
 
         Raises:
             ArtifactError: no such array; the message lists the kernels.
         """
-        name = f"{RELEVANCE}{match}"
+        name = f"{RELEVANCE}{kernel}"
         if name not in self.manifest.arrays:
             raise ArtifactError(
-                f"{self.location}: has no relevance by {match!r}, only by {', '.join(self.kernels)}; rebuild it with "
-                f"{match!r} in features.kernels"
+                f"{self.location}: has no relevance by {kernel!r}, only by {', '.join(self.kernels)}; rebuild it with "
+                f"{kernel!r} in features.kernels"
             )
         return name
 
@@ -272,7 +314,7 @@ class ArtifactReader:
         return np.flatnonzero(self.units["target"].to_numpy(zero_copy_only=False) == target).astype(np.int64)
 
     def array_scale(self, name: str) -> F32:
-        """Return the factor of the stored numbers of each column, before the gain, (width,).
+        """Return the scale of each column, (E,) with E = `ArrayEntry.width`.
 
         Raises:
             ArtifactError: no such array, or invalid scales.
@@ -282,41 +324,37 @@ class ArtifactReader:
         scales = []
         for group in self.manifest.arrays[name].groups:
             path = self._files.file(SCALE.format(group.name))
-            scales.append(np.array(_array(path, (group.stop - group.start,), "float32")))
-            if not np.abs(scales[-1]).max() <= LARGEST:  # nan compares false
+            scales.append(np.array(_map_array(path, (group.stop - group.start,), "float32")))
+            if not np.abs(scales[-1]).max() <= LARGEST:  # written so that NaN is refused
                 raise ArtifactError(f"{path}: contains a number that is not finite or exceeds {LARGEST:g}; rebuild it")
         return np.concatenate(scales)
 
     def array_blocks(
         self, name: str, *, columns: Columns = None, block_rows: int | None = None
     ) -> Iterator[tuple[int, F32]]:
-        """Yield an array in blocks of rows: (start row, (n, columns) float32), rescaled.
+        """Yield an array in blocks of rows: the first row of the block, and its numbers, (n, E) float32.
 
         Relevance has a column for every unit, also if it is stored by target.
 
         Args:
+            name: name of the array.
             columns: columns in the order of the result. Default: all.
             block_rows: rows of a block (the last may be shorter). Default: those of a shard.
         Raises:
-            ArtifactError: no such array or column; a chunk file is missing or truncated.
+            ArtifactError: no such array or column; a file is missing or truncated, or has numbers that are not finite.
         """
-        picks, width = self._picks(name, columns)
-        shard_rows = self.grid.shard_rows
-        size = shard_rows if block_rows is None else block_rows
-        if size < 1:
-            raise ArtifactError(f"block_rows: got {size}, expected at least 1")
-        for start in range(0, self.n_rows, size):
-            stop, pieces = min(start + size, self.n_rows), []
-            for k in range(start // shard_rows, -(-stop // shard_rows)):
-                first, end = max(start, k * shard_rows), min(stop, (k + 1) * shard_rows)
-                in_shard = slice(first - k * shard_rows, end - k * shard_rows)
-                pieces.append((k, in_shard, slice(first - start, end - start)))
-            yield start, self._read(picks, (stop - start, width), pieces)
+        column_reads, width = self._plan_columns(name, columns)
+        block_rows = self.grid.shard_rows if block_rows is None else block_rows
+        if block_rows < 1:
+            raise ArtifactError(f"block_rows: got {block_rows}, expected at least 1")
+        for start in range(0, self.n_rows, block_rows):
+            stop = min(start + block_rows, self.n_rows)
+            yield start, self._read(column_reads, (stop - start, width), self._split_range(start, stop))
 
     def array_rows(self, name: str, row_index: Integers, *, columns: Columns = None) -> F32:
-        """Read rows of an array, in the given order: (len(row_index), columns) float32, rescaled."""
-        picks, width = self._picks(name, columns)
-        return self._read(picks, (len(row_index), width), self._by_shard(row_index))
+        """Read rows of an array, in the given order, (len(row_index), E) float32; see `array_blocks`."""
+        column_reads, width = self._plan_columns(name, columns)
+        return self._read(column_reads, (len(row_index), width), self._split_rows(row_index))
 
     def row_batches(
         self, columns: Sequence[str] | None = None, *, batch_rows: int = 65_536
@@ -332,89 +370,130 @@ class ArtifactReader:
         """Read rows of the row table, in the given order, from only the shards that contain them."""
         with readable(self.rows_path, VERIFY):
             schema = pq.read_schema(self.rows_path)
-        tables, places = [schema.empty_table()], [np.empty(0, dtype=np.int64)]
-        for k, rows, where in self._by_shard(row_index):
-            tables.append(read_table(self._files.file(SHARD_ROWS.format(k)), VERIFY).take(rows))
-            places.append(where)
+        tables, positions = [schema.empty_table()], [np.empty(0, dtype=np.int64)]
+        for read in self._split_rows(row_index):
+            shard_table = read_table(self._files.file(SHARD_ROWS.format(read.shard)), VERIFY)
+            tables.append(shard_table.take(read.shard_rows))
+            positions.append(np.arange(len(row_index), dtype=np.int64)[read.result_rows])
         table = pa.concat_tables(tables, promote_options="permissive").select(schema.names)
-        return table.take(np.argsort(np.concatenate(places))).combine_chunks()
+        return table.take(np.argsort(np.concatenate(positions))).combine_chunks()
 
-    def _by_shard(self, row_index: Integers) -> Iterator[tuple[int, I64, I64]]:
-        """Yield shards of some rows: shard number, rows within the shard, and their positions in `row_index`."""
+    def _split_range(self, start: int, stop: int) -> Iterator["_RowRead"]:
+        """Yield a read for each shard that contains some of the rows from `start` up to `stop`."""
+        shard_rows = self.grid.shard_rows
+        for k in range(start // shard_rows, -(-stop // shard_rows)):
+            shard_start = k * shard_rows
+            first, end = max(start, shard_start), min(stop, shard_start + shard_rows)
+            yield _RowRead(k, slice(first - shard_start, end - shard_start), slice(first - start, end - start))
+
+    def _split_rows(self, row_index: Integers) -> Iterator["_RowRead"]:
+        """Yield a read for each shard that contains some of these rows."""
         rows = np.asarray(row_index, dtype=np.int64)
         outside = rows[(rows < 0) | (rows >= self.n_rows)]
         if outside.size:
             raise ArtifactError(f"row_index: got {int(outside[0])}, expected 0 to {self.n_rows - 1}")
         order = np.argsort(rows, kind="stable")
         shard = rows[order] // self.grid.shard_rows
-        for where in np.split(order, np.flatnonzero(np.diff(shard)) + 1) if len(rows) else ():
-            k = int(rows[where[0]]) // self.grid.shard_rows
-            yield k, rows[where] - k * self.grid.shard_rows, where
+        for positions in np.split(order, np.flatnonzero(np.diff(shard)) + 1) if len(rows) else ():
+            k = int(rows[positions[0]]) // self.grid.shard_rows
+            yield _RowRead(k, rows[positions] - k * self.grid.shard_rows, positions)
 
-    def _picks(self, name: str, columns: Columns) -> tuple[list["_Pick"], int]:
-        """Return the requested columns of each group, and the total number of columns."""
+    def _plan_columns(self, name: str, columns: Columns) -> tuple[list["_ColumnRead"], int]:
+        """Return which columns to read from each group of an array, and the number of columns of the result."""
         scale_E, entry = self.array_scale(name), self.manifest.arrays[name]
         width = sum(self.manifest.targets.values()) if entry.targets else entry.width
         if columns is None or isinstance(columns, slice):
-            chosen = np.arange(width, dtype=np.int64)[columns or slice(None)]
+            requested = np.arange(width, dtype=np.int64)[columns or slice(None)]
         else:
-            chosen = np.asarray(columns, dtype=np.int64)
-        outside = chosen[(chosen < 0) | (chosen >= width)]
+            requested = np.asarray(columns, dtype=np.int64)
+        outside = requested[(requested < 0) | (requested >= width)]
         if outside.size:
             raise ArtifactError(f"{name}: got column {int(outside[0])}, expected 0 to {width - 1}")
-        if entry.targets:  # the column of the unit's target; -1, which no group has, if there is none
+        if entry.targets:  # from units to the column of their target; -1, which is in no group, if it has none
             column_of = {target: column for column, target in enumerate(entry.targets)}
-            chosen = np.array([column_of.get(target, -1) for target in self._unit_targets], dtype=np.int64)[chosen]
-        picks = []
+            unit_columns = np.array([column_of.get(target, -1) for target in self._unit_targets], dtype=np.int64)
+            requested = unit_columns[requested]
+        column_reads = []
         for group in entry.groups:
-            places = np.flatnonzero((chosen >= group.start) & (chosen < group.stop))
-            if len(places):
-                source, goal = (  # consecutive columns as a slice, which NumPy reads without a copy
-                    slice(int(index[0]), int(index[-1]) + 1) if np.all(np.diff(index) == 1) else index
-                    for index in (chosen[places] - group.start, places)
+            positions = np.flatnonzero((requested >= group.start) & (requested < group.stop))
+            if len(positions):
+                group_columns, result_columns = (
+                    _as_slice(index) for index in (requested[positions] - group.start, positions)
                 )
-                picks.append(_Pick(group, scale_E[chosen[places]] * np.float32(entry.gain), source, goal))
-        return picks, len(chosen)
+                factor_E = scale_E[requested[positions]] * np.float32(entry.gain)
+                column_reads.append(_ColumnRead(group, factor_E, group_columns, result_columns))
+        return column_reads, len(requested)
 
     def _read(
-        self, picks: list["_Pick"], shape: tuple[int, int], pieces: Iterable[tuple[int, slice | I64, slice | I64]]
+        self, column_reads: Sequence["_ColumnRead"], shape: tuple[int, int], row_reads: Iterable["_RowRead"]
     ) -> F32:
-        """Read an array from pieces: shard number, rows within the shard, and rows of the result."""
+        """Read rows and columns of an array into a result of this shape; columns that no group has are 0."""
         out_NE = np.zeros(shape, dtype=np.float32)
-        for k, rows, goal in pieces:
-            n_stored = min(self.grid.shard_rows, self.n_rows - k * self.grid.shard_rows)
-            for pick in picks:
-                group = pick.group
-                shard, chunk_NE = self._last_chunk.get(group.name, (-1, None))
-                if chunk_NE is None or shard != k:
-                    path = self._files.file(CHUNK.format(group.name, k))
-                    chunk_NE = _array(path, (n_stored, group.stop - group.start), group.dtype)
-                    self._last_chunk[group.name] = k, chunk_NE
-                stored_NE = chunk_NE[rows][:, pick.source]
+        for rows in row_reads:
+            for columns in column_reads:
+                stored_NE = self._stored_chunk(columns.group, rows.shard)[rows.shard_rows][:, columns.group_columns]
                 with np.errstate(over="ignore", invalid="ignore"):  # the result is validated below
-                    if isinstance(goal, slice) and isinstance(pick.goal, slice):
-                        _scaled_into(out_NE[goal, pick.goal], stored_NE, pick.scale_E)
+                    if isinstance(rows.result_rows, slice) and isinstance(columns.result_columns, slice):
+                        _scaled_into(out_NE[rows.result_rows, columns.result_columns], stored_NE, columns.factor_E)
                     else:
-                        rows_goal, columns_goal = np.arange(shape[0])[goal], np.arange(shape[1])[pick.goal]
-                        out_NE[np.ix_(rows_goal, columns_goal)] = np.multiply(stored_NE, pick.scale_E, dtype=np.float32)
+                        row_index = np.arange(shape[0])[rows.result_rows]
+                        column_index = np.arange(shape[1])[columns.result_columns]
+                        product_NE = np.multiply(stored_NE, columns.factor_E, dtype=np.float32)
+                        out_NE[np.ix_(row_index, column_index)] = product_NE
         with np.errstate(invalid="ignore"):
-            ends = float(out_NE.max(initial=0.0)), float(out_NE.min(initial=0.0))
+            largest, smallest = float(out_NE.max(initial=0.0)), float(out_NE.min(initial=0.0))
         # No build writes such numbers; a forged artifact could, and rankings would be arbitrary. NaN compares false.
-        if not (ends[0] <= LARGEST and ends[1] >= -LARGEST):
+        if not (largest <= LARGEST and smallest >= -LARGEST):
             raise ArtifactError(
-                f"{self.location}: {picks[0].group.name}: contains a number that is not finite or exceeds {LARGEST:g}; "
-                "rebuild it"
+                f"{self.location}: {column_reads[0].group.name}: contains a number that is not finite or exceeds "
+                f"{LARGEST:g}; rebuild it"
             )
         return out_NE
 
+    def _stored_chunk(self, group: ColumnGroup, k: int) -> NDArray[Any]:
+        """Return the stored numbers of a column group in shard k, memory-mapped, (rows of the shard, columns)."""
+        shard, chunk_NE = self._last_chunk.get(group.name, (-1, None))
+        if chunk_NE is None or shard != k:
+            n_stored = min(self.grid.shard_rows, self.n_rows - k * self.grid.shard_rows)
+            path = self._files.file(CHUNK.format(group.name, k))
+            chunk_NE = _map_array(path, (n_stored, group.stop - group.start), group.dtype)
+            self._last_chunk[group.name] = k, chunk_NE
+        return chunk_NE
 
-class _Pick(NamedTuple):
-    """Columns of one group: columns to read, and columns of the result."""
+
+class _RowRead(NamedTuple):
+    """Rows to read from one shard.
+
+    Attributes:
+        shard: number of the shard.
+        shard_rows: rows within the shard.
+        result_rows: rows of the result to which they are written.
+    """
+
+    shard: int
+    shard_rows: slice | I64
+    result_rows: slice | I64
+
+
+class _ColumnRead(NamedTuple):
+    """Columns to read from one group.
+
+    Attributes:
+        group: the group.
+        factor_E: scale times gain of these columns.
+        group_columns: columns within the group.
+        result_columns: columns of the result to which they are written.
+    """
 
     group: ColumnGroup
-    scale_E: F32
-    source: slice | I64
-    goal: slice | I64
+    factor_E: F32
+    group_columns: slice | I64
+    result_columns: slice | I64
+
+
+def _as_slice(index: I64) -> slice | I64:
+    """Return consecutive indices as a slice, which NumPy reads without a copy; others unchanged."""
+    return slice(int(index[0]), int(index[-1]) + 1) if np.all(np.diff(index) == 1) else index
 
 
 def _with_present_names(manifest: Manifest) -> Manifest:
@@ -422,49 +501,63 @@ def _with_present_names(manifest: Manifest) -> Manifest:
     features = manifest.settings.get("features")
     if not isinstance(features, dict) or not features.keys() & {"match", "kept_mb"}:
         return manifest
-    arrays = {_ARRAYS.get(name, name): entry for name, entry in manifest.arrays.items()}
-    renamed = {RENAMED_SETTINGS.get(name, name): value for name, value in features.items() if name not in _OLD_SETTINGS}
+    arrays = {_RENAMED_ARRAYS.get(name, name): entry for name, entry in manifest.arrays.items()}
+    present_features = {
+        RENAMED_SETTINGS.get(name, name): value for name, value in features.items() if name not in _REMOVED_SETTINGS
+    }
+    if not present_features.get("product_width"):  # 0 meant no sketch
+        present_features.pop("product_width", None)
     kernels = [name.removeprefix(RELEVANCE) for name in arrays]
-    if not renamed.get("product_width"):  # 0 meant no sketch
-        renamed.pop("product_width", None)
-    settings = {**manifest.settings, "features": {"kernels": kernels} | renamed}
+    settings = {**manifest.settings, "features": {"kernels": kernels} | present_features}
     return manifest.model_copy(update={"arrays": arrays, "settings": settings})
 
 
 class MomentArrays(Mapping[str, NDArray[Any]]):
     """Named arrays of the moments files, read lazily.
 
-    Totals of an extension (one number per new column) are appended to those of the build.
+    If both the build and an extension (targets that were added later) have an array of the same name, which only sums
+    do, that of the extension is appended on the last axis.
+
+    Args:
+        paths: moments file of the build, then of each extension.
+        sums: contain the sums over rows, whose stored names begin with `SUM`; otherwise all other arrays.
     """
 
     def __init__(self, paths: Sequence[Path], *, sums: bool) -> None:
-        self._prefix = SUM if sums else ""
-        self._places: dict[str, list[tuple[Path, str]]] = {}  # by present name: file and stored name of each part
+        prefix = SUM if sums else ""
+        # for each present name, the file and the stored name of each array
+        self._stored: dict[str, list[tuple[Path, str]]] = {}
         for path in paths:
             with readable(path, VERIFY), safe_open(path, framework="numpy") as file:
                 for key in file.keys():  # noqa: SIM118 - not a mapping
                     if key.startswith(SUM) == sums:
-                        name = key.removeprefix(self._prefix)
-                        first, dot, suffix = name.partition(".")
-                        present_name = "loss" if name == "token.loss" else f"{_MOMENTS.get(first, first)}{dot}{suffix}"
-                        self._places.setdefault(present_name, []).append((path, key))
+                        name = _present_moment_name(key.removeprefix(prefix))
+                        self._stored.setdefault(name, []).append((path, key))
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        parts = []
-        for path, key in self._places[name]:
+        arrays = []
+        for path, key in self._stored[name]:
             with readable(path, VERIFY), safe_open(path, framework="numpy") as file:
-                parts.append(file.get_tensor(key))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+                arrays.append(file.get_tensor(key))
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._stored)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._stored)
 
 
-def _array(path: Path, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-    """Memory-map a stored array.
+def _present_moment_name(name: str) -> str:
+    """Return the present name of an array of the moments files, such as `hidden.mean` for `token.mean` of 0.2."""
+    if name == "token.loss":
+        return "loss"
+    first, dot, suffix = name.partition(".")
+    return f"{_RENAMED_MOMENTS.get(first, first)}{dot}{suffix}"
+
+
+def _map_array(path: Path, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+    """Memory-map an array file.
 
     The expected header is known, so it is compared and not parsed: faster, and safe for untrusted files.
     """
@@ -477,6 +570,7 @@ def _array(path: Path, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
 
 @lru_cache
 def _npy_header(shape: tuple[int, ...], dtype: str) -> bytes:
+    """Return the header that `numpy.save` writes before the numbers."""
     buffer = io.BytesIO()
     fields = {"descr": np.dtype(dtype).newbyteorder("<").str, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(buffer, fields)
@@ -486,9 +580,10 @@ def _npy_header(shape: tuple[int, ...], dtype: str) -> bytes:
 def _scaled_into(out_NE: F32, stored_NE: NDArray[Any], scale_E: F32) -> None:
     """Compute stored_NE * scale_E in float32; for float16 bit-identical to NumPy in a third of the time.
 
-    NumPy converts one number at a time. Here the bits of all numbers are shifted to the sign, exponent and mantissa of
-    a float32, which is the number times 2^-112, exactly (subnormals included), since the exponent biases are 15 and
-    127. The factor 2^112 is folded into the scale. Infinity, NaN and large scales, which no build writes, use NumPy.
+    NumPy converts one number at a time. Here the bits of a float16 are moved into a float32: the sign stays in front
+    (int16 to int32 extends it), and exponent and mantissa move left by 23 - 10 = 13 bits. The result is the number
+    times 2^-112, exactly (subnormals included), since the exponent biases are 15 and 127. The factor 2^112 is
+    multiplied into the scale. Infinity, NaN and large scales, which no build writes, use NumPy.
     """
     if stored_NE.dtype != np.float16 or np.abs(scale_E).max(initial=0.0) >= MAX_SCALE:
         np.multiply(stored_NE, scale_E, out=out_NE)
@@ -519,7 +614,8 @@ def why_not_open(path: Path) -> str:
         return f"{path}: not an artifact (no {BUILD}); create one with `grasp build --out {shlex.quote(str(path))}`"
     record = read_record(path / BUILD, BuildRecord)
     grid = ShardGrid(record.n_rows, record.shard_rows)
-    done = len(BuiltShards(path, 0, grid).parts)
+    n_finished = len(BuiltShards(path, 0, grid).parts)
     return (
-        f"{path}: not finished: {done} of {grid.n_shards} shards; run the same `grasp build` with --resume to continue"
+        f"{path}: not finished: {n_finished} of {grid.n_shards} shards; run the same `grasp build` with --resume to "
+        "continue"
     )

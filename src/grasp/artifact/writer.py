@@ -49,14 +49,14 @@ from grasp.artifact.manifest import (
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, ShapeError
 from grasp.files import (
+    atomic_path,
     checksum,
     claim_directory,
     entry_of,
     is_part,
-    out_of_space,
     remove_parts,
-    write_whole,
-    written_aside,
+    report_full_disk,
+    write_atomically,
 )
 from grasp.store.contents import npy_bytes, parquet_bytes, tensor_bytes
 from grasp.store.directory import Content
@@ -251,13 +251,13 @@ class ArtifactWriter(BuiltShards):
                     f"{self.root}: damaged: a {MANIFEST} but no {BUILD}; delete {self.root} to start again"
                 )
         self.begin(self.record.model_dump(mode="json"))
-        with out_of_space(f"{self.root}: nothing was written", self.progress):
+        with report_full_disk(f"{self.root}: nothing was written", self.progress):
             for name, scale_E in self._scales.items():
                 path, content = self.root / SCALE.format(of_part(name, self._part)), npy_bytes(scale_E)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 remove_parts(path.parent)
                 if not path.exists() or path.read_bytes() != content:
-                    write_whole(path, content)
+                    write_atomically(path, content)
 
     def write_shard(
         self, k: int, arrays: Mapping[str, NDArray[Any]], rows: pa.Table | None, sums: Mapping[str, F64]
@@ -404,12 +404,12 @@ class ArtifactWriter(BuiltShards):
         else:
             before = self._artifact.manifest
         what = "not finished" if self._artifact is None else "the targets were not added"
-        with out_of_space(f"{self.root}: {what}", self.progress):
+        with report_full_disk(f"{self.root}: {what}", self.progress):
             if self._artifact is None:
                 _assemble([self.root / SHARD_ROWS.format(k) for k in range(self.grid.n_shards)], self.root / ROWS)
                 names.insert(1, ROWS)
-            write_whole(self.root / names[-2], parquet_bytes(units))
-            write_whole(self.root / names[-1], tensor_bytes(arrays))
+            write_atomically(self.root / names[-2], parquet_bytes(units))
+            write_atomically(self.root / names[-1], tensor_bytes(arrays))
             names += [SCALE.format(of_part(name, self._part)) for name in self._arrays]
             files = {name: entry_of(self.root / name) for name in names} | self.entries()
             if self._artifact is None:
@@ -471,18 +471,18 @@ def add_target_columns(
     artifact = ArtifactReader.open(path)
     before, grid = artifact.manifest, artifact.grid
     old, updates = before.arrays.get(name), dict[str, Any]()
-    with out_of_space(f"{path}: {name} was not added", lambda: "the artifact is unchanged"):
+    with report_full_disk(f"{path}: {name} was not added", lambda: "the artifact is unchanged"):
         if columns:
             start, groups, targets = (old.width, old.groups, old.targets) if old else (0, (), ())
             group = ColumnGroup(name=of_part(name, len(groups)), start=start, stop=start + len(columns), dtype=dtype)
             value_NT, scale_T = np.stack(list(columns.values()), axis=1), np.ones(len(columns), dtype=np.float32)
             names = [SCALE.format(group.name), *(CHUNK.format(group.name, k) for k in range(grid.n_shards))]
             (path / names[0]).parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path / names[0], npy_bytes(scale_T))
+            write_atomically(path / names[0], npy_bytes(scale_T))
             shape = grid.n_rows, len(columns)
             stored_NT = encode(name, value_NT, shape=shape, scale_E=scale_T, dtype=dtype, row_name="row {}".format)
             for k, file in enumerate(names[1:]):
-                write_whole(path / file, npy_bytes(stored_NT[slice(*grid.bounds(k))]))
+                write_atomically(path / file, npy_bytes(stored_NT[slice(*grid.bounds(k))]))
             entry = ArrayEntry(
                 width=group.stop,
                 unit=spec.unit,
@@ -537,7 +537,7 @@ def _assemble(tables: Sequence[Path], out: Path) -> None:
     except (pa.ArrowInvalid, pa.ArrowTypeError) as err:
         what = " ".join(str(err).split())
         raise ArtifactError(f"{tables[0].parent}: types of a label column differ: {what}") from err
-    with written_aside(out) as part, pq.ParquetWriter(part, schema, compression="zstd") as writer:
+    with atomic_path(out) as part, pq.ParquetWriter(part, schema, compression="zstd") as writer:
         pending = schema.empty_table()
         for path in tables:
             with pq.ParquetFile(path) as file:

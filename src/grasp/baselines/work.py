@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.files import write_whole, written_aside
+from grasp.files import atomic_path, write_atomically
 from grasp.methods.contract import Seconds
 
 SECONDS = "seconds.json"
@@ -34,7 +34,7 @@ class WorkArea:
 
     def save(self, name: str, array: NDArray[Any]) -> None:
         """Save an array atomically."""
-        with written_aside(self.directory / f"{name}.npy") as part, part.open("wb") as handle:
+        with atomic_path(self.directory / f"{name}.npy") as part, part.open("wb") as handle:
             np.save(handle, array, allow_pickle=False)
 
     def load_required(self, name: str) -> NDArray[Any]:
@@ -56,7 +56,7 @@ class WorkArea:
 
     def write(self, name: str, record: Mapping[str, Any]) -> None:
         """Write a record atomically."""
-        write_whole(self.directory / f"{name}.json", (json.dumps(dict(record), indent=1) + "\n").encode())
+        write_atomically(self.directory / f"{name}.json", (json.dumps(dict(record), indent=1) + "\n").encode())
 
     def shared(self, name: str) -> "WorkArea":
         """Return an area that other methods and other settings of this one can use; it persists after the run.

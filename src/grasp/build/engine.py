@@ -1,4 +1,4 @@
-"""`--engine ray`: workers on a Ray cluster run the reference model over rows, instead of the calling process.
+"""Workers on a Ray cluster that run the reference model, instead of the calling process (`--engine ray`).
 
 Workers receive rows and return features; only the caller reads and writes files. It reads the corpus into its row
 store, whose shards are the jobs, so that only the forward pass is distributed; reading costs a hundredth of the pass.
@@ -36,7 +36,11 @@ class ModelActor:
         self._kernels: list[Kernel] | None = None
 
     def run(self, job: Callable[..., Any], rows: Rows, options: dict[str, Any]) -> Any:
-        """Run a job; `options["kernels"]`, if any, are units and moments, from which the kernels are prepared once."""
+        """Run a job, such as `model_pass.score_shard`, on rows.
+
+        `options` are its further arguments. If they contain `kernels`, these are sent as the units and the moments,
+        from which this actor prepares the kernels once.
+        """
         if options.get("kernels") is not None:
             if self._kernels is None:
                 self._kernels = self._prepare_kernels(*options["kernels"])
@@ -70,28 +74,28 @@ class RayWorkers(Workers):
     def run(
         self,
         job: Callable[..., Any],
-        parts: Iterable[tuple[int, Rows]],
+        chunks: Iterable[tuple[int, Rows]],
         advance: Advance = ignore,
         *,
         in_order: bool = False,
         **options: Any,
     ) -> Iterator[tuple[int, Any]]:
-        """See `Workers.run`. With `in_order`, parts are numbered from 0, and a few early results are buffered."""
+        """See `Workers.run`. With `in_order`, chunks are numbered from 0, and a few early results are buffered."""
         if options.get("kernels") is not None:
             options["kernels"] = self._units, options["kernels"][0].corpus.arrays()
         options_ref = self._cluster.put(options)
-        sizes: dict[int, tuple[int, int]] = {}  # rows and tokens of parts in flight
+        sizes: dict[int, tuple[int, int]] = {}  # rows and tokens of the chunks in flight
 
-        def sized_parts() -> Iterator[tuple[int, Rows]]:
-            for k, rows in parts:
+        def record_sizes() -> Iterator[tuple[int, Rows]]:
+            for k, rows in chunks:
                 sizes[k] = len(rows), rows.n_tokens
                 yield k, rows
 
         early_results: dict[int, Any] = {}
-        next_part, max_early = 0, JOBS_PER_WORKER * len(self._actors)
+        next_chunk, max_early = 0, JOBS_PER_WORKER * len(self._actors)
         for k, result in self._cluster.distribute(
             self._actors,
-            sized_parts(),
+            record_sizes(),
             lambda actor, rows: actor.run.remote(job, rows, options_ref),
             wait=lambda: len(early_results) >= max_early,
         ):
@@ -100,9 +104,9 @@ class RayWorkers(Workers):
                 yield k, result
                 continue
             early_results[k] = result
-            while next_part in early_results:
-                yield next_part, early_results.pop(next_part)
-                next_part += 1
+            while next_chunk in early_results:
+                yield next_chunk, early_results.pop(next_chunk)
+                next_chunk += 1
 
 
 @contextmanager

@@ -19,8 +19,8 @@ from grasp.artifact.manifest import MANIFEST
 from grasp.build.add_replay import ReplayForecast, forecast_added_replay, forecast_replay, plan_replay, refuse_replay
 from grasp.build.build import REQUIRED, needs_proxy, pop_overrides, proxy_settings, split_replay_settings, staging_place
 from grasp.build.inputs import ON_DISK, Inputs, prepare
-from grasp.build.model_pass import Arrays, ModelPass, merge_batches, observe_part, read_batches, score_shard
-from grasp.build.pipeline import MEGABYTE, Sample, open_moment_source, refuse_untrained, resolve_settings, stored_bytes
+from grasp.build.model_pass import Arrays, ModelPass, compute_moments, merge_batches, read_batches, score_shard
+from grasp.build.pipeline import MEGABYTE, Sample, feature_bytes, open_moment_source, refuse_untrained, resolve_settings
 from grasp.build.proxy import forecast_proxy
 from grasp.corpus.documents import documents_of
 from grasp.corpus.row_store import RowStore, TokenRows
@@ -177,7 +177,7 @@ def _timed_probe(inputs: Inputs, *, untrained: bool) -> _Probe:
         rows = _first_tokens(inputs.store.rows(np.arange(min(inputs.store.n_rows, n_tokens))), n_tokens)
         cached_batches: list[Arrays] = []
         started = time.perf_counter()
-        corpus = observe_part(model_pass, rows, states_every=sample.states_every, on_batch=cached_batches.append)
+        corpus = compute_moments(model_pass, rows, states_every=sample.states_every, on_batch=cached_batches.append)
         timed.append((rows.n_tokens, time.perf_counter() - started))
         if rows.n_tokens == inputs.store.n_tokens or timed[-1][1] >= SLOW_SECONDS:
             break
@@ -185,7 +185,7 @@ def _timed_probe(inputs: Inputs, *, untrained: bool) -> _Probe:
             break
         n_tokens *= 4
     row_seconds, token_seconds = _costs(timed, len(rows))
-    if not untrained and isinstance(inputs.model, ReferenceModel) and corpus.n_positions >= MIN_LOSS_POSITIONS:
+    if not untrained and corpus.n_positions >= MIN_LOSS_POSITIONS:
         refuse_untrained(corpus.loss, inputs.model)
 
     # The rows stand in for the units: units would need a pass of their own, and scoring depends on their number only.
@@ -296,8 +296,7 @@ def _report(inputs: Inputs, probe: _Probe, ratio: float, tokens_bytes: int) -> s
     if sample.is_whole and ratio > 1:  # the part that was read is too small to fill the sample
         rows_needed = features.sample_rows if counts_rows(features) else 1
         sampled = min(n_loss_positions, max(features.sample_positions, rows_needed * n_loss_positions // n_rows))
-    coordinates = 0 if inputs.model_pass.sampled is None else inputs.model_pass.sampled.sample.size
-    cached_bytes = round(ratio * stored_bytes(model, store, features, coordinates))
+    cached_bytes = round(ratio * feature_bytes(inputs))
     has_moments = settings.like is not None
     use_cache = sampled == n_loss_positions and not has_moments and cached_bytes <= features.max_cache_mb * MEGABYTE
     passes = 1.0 + (0.0 if use_cache or has_moments else sampled / n_loss_positions)

@@ -29,7 +29,7 @@ from grasp.build.identity import Identity
 from grasp.build.pipeline import sketch_gain
 from grasp.corpus.packing import Skipped
 from grasp.errors import ArtifactError, SettingsError
-from grasp.files import DISK_FULL_ERRORS, check_outputs, differences, written_aside
+from grasp.files import DISK_FULL_ERRORS, atomic_path, check_outputs, differences
 from grasp.progress import Progress, Silent
 from grasp.store.remote import remote_url
 
@@ -61,7 +61,7 @@ def merge(parts: Sequence[Path | str], out: Path | str, *, progress: Progress | 
     _require_unique_names(opened)
     schema = _row_schema(opened)
     try:
-        with written_aside(place) as aside:
+        with atomic_path(place) as aside:
             _write(opened, schema, aside, progress)
     except ArtifactError as err:
         # the writer advises to resume, which merge cannot

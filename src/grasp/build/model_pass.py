@@ -1,11 +1,12 @@
 """Run the model on batches of rows and units: a forward pass, and a backward pass if a kernel needs it.
 
-All kernels read the same batches: they observe a sample of rows in loop 1 of a build (`observe_part`), and score every
-row in loop 2 (`score_shard`). `BatchCache` stores batches between the loops, so that a small corpus passes through the
-model once. Start with `ModelPass.batches`.
+`ModelPass` turns rows or units into batches of features, which all kernels read. The two loops of a build (see
+`grasp.build.pipeline`) call `compute_moments` on a sample of rows, and `score_shard` on every shard. `BatchCache`
+stores batches between the loops, so that a small corpus passes through the model once. Start with `ModelPass.batches`.
 
-Shape letters: N rows of a shard, B rows of a batch, S sides of preference pairs, P positions, L tokens, K coordinates,
-E units, A answers, C columns of an array.
+A row or unit has loss at some positions (predictions of a next token); features are extracted there or at some of them.
+Shape letters: N rows of a shard, B rows of a batch, S sides of preference pairs, P positions, K sampled coordinates of
+a gradient, E units, A answers of units, C columns of an array; L tokens.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from grasp.settings import FeatureSettings
 from grasp.targets.margins import Answers
 from grasp.targets.units import UnitTokens
 
-SUMMARY_PREFIX = "tail."  # of the names of stored arrays of `Batch.summary_batch`
+SUMMARY_PREFIX = "tail."  # in names of stored arrays: those of `Batch.summary_batch`
 
 Outcome = TypeVar("Outcome")
 Arrays = dict[str, NDArray[Any]]
@@ -56,12 +57,12 @@ class ModelPass:
 
     @classmethod
     def choose(cls, model: Reference, settings: FeatureSettings) -> Self:
-        """Return the passes that the kernels of `settings` need; chooses coordinates of gradients if they need them."""
+        """Return a pass for the kernels of `settings`, with a sample of coordinates if one of them needs gradients."""
         sampled = SampledGradients.choose(model, settings) if needs_backward(settings.kernels) else None
         return cls(model, settings, sampled)
 
     def batches(self, rows: Rows) -> Iterator[tuple[I64, Batch]]:
-        """Yield batches of rows of similar length, each with the positions of its rows in `rows`.
+        """Yield batches of rows of similar length, each with the indices of its rows in `rows`.
 
         Raises:
             ModelError: the model computed NaN or infinity; the message names the rows.
@@ -92,19 +93,20 @@ class ModelPass:
             pairs = rows.take(index)
             sides = pairs.sides()
             names = sides.table.column("row_id").to_pylist()
-            parts: list[tuple[I64, Batch]] = []
+            side_batches: list[tuple[I64, Batch]] = []
             gradient_SK: Tensor | None = None
-            for side, features, gradient_BK in self._run_model(sides, self.settings.row_positions):
-                parts.append((side, self._build_batch(features, [names[s] for s in side], "row")))
+            for side_index, features, gradient_BK in self._run_model(sides, self.settings.row_positions):
+                side_names = [names[s] for s in side_index]
+                side_batches.append((side_index, self._build_batch(features, side_names, "row")))
                 if gradient_BK is not None:
                     if gradient_SK is None:
                         gradient_SK = gradient_BK.new_empty(len(sides), gradient_BK.shape[1])
-                    gradient_SK[torch.from_numpy(side).to(gradient_BK.device)] = gradient_BK
-            batch = merge_batches(parts, len(sides)).rows(0, len(sides))  # positions in the order of the sides
+                    gradient_SK[torch.from_numpy(side_index).to(gradient_BK.device)] = gradient_BK
+            batch = merge_batches(side_batches, len(sides)).rows(0, len(sides))  # sort positions by side
             pair_S, n_positions_S = np.repeat(np.arange(len(index)), 2), batch.positions_B.cpu().numpy()
-            share_S = n_positions_S / np.bincount(pair_S, n_positions_S)[pair_S]
-            weight_S = np.tile([1.0, -1.0], len(index)) * share_S
-            loss_B = np.bincount(pair_S, share_S * batch.loss_B.double().cpu().numpy())
+            fraction_S = n_positions_S / np.bincount(pair_S, n_positions_S)[pair_S]  # of the positions of the pair
+            weight_S = np.tile([1.0, -1.0], len(index)) * fraction_S  # sides alternate: chosen, rejected
+            loss_B = np.bincount(pair_S, fraction_S * batch.loss_B.double().cpu().numpy())
             batch = batch.combined(pair_S, weight_S, torch.from_numpy(loss_B).to(batch.loss_B))
             if gradient_SK is not None:
                 gradient_SK *= torch.from_numpy(weight_S).to(gradient_SK)[:, None]
@@ -112,7 +114,7 @@ class ModelPass:
             yield index, batch
 
     def units(self, units: Units, names: Sequence[str]) -> Batch:
-        """Return all units as one batch with a row per unit; positions are in any order.
+        """Return all units as one batch with a row per unit; positions are not sorted by unit.
 
         A unit with several answers is the sum of its answers with the weights of its margin, see `Answers.weights`.
 
@@ -124,27 +126,42 @@ class ModelPass:
         """
         answers = Answers.of(units) if isinstance(units, Sequence) else None
         if answers is None or answers.are_units:
-            weighted: tuple[I64, F64] | None = None
-        else:
-            units, names = answers.tokens, [names[e] for e in answers.unit_A]
-            losses_A = self._answer_losses(units, names)
-            # The sign of a unit's weight is that of its column. Its size is left out here, since it counts only when
-            # units are averaged.
-            weighted = answers.unit_A, answers.weights(losses_A) / np.abs(answers.sign_E)[answers.unit_A]
-        n_units = len(units) if answers is None else len(answers.sign_E)
-        gradient_EK = (
-            None
-            if self.sampled is None
-            else allocate_unit_gradients(n_units, self.sampled, self.settings.gradient_memory_mb)
-        )
-        if gradient_EK is not None and weighted is not None:
-            gradient_EK.zero_()
-        parts: list[tuple[I64, Batch]] = []
-        for index, features, gradient_BK in self._run_model(units, self.settings.unit_positions):
-            parts.append((index, self._build_batch(features, [names[e] for e in index], "unit")))
+            batch, gradient_EK = self._unit_features(units, names, len(units))
+            return replace(batch, gradient_BK=gradient_EK, sampled=self.sampled)
+        names = [names[e] for e in answers.unit_A]
+        losses_A = self._answer_losses(answers.tokens, names)
+        # The sign of a unit's weight is that of its column. Its size is left out here, since it counts only when
+        # units are averaged.
+        weight_A = answers.weights(losses_A) / np.abs(answers.sign_E)[answers.unit_A]
+        weighted = answers.unit_A, weight_A
+        batch, gradient_EK = self._unit_features(answers.tokens, names, len(answers.sign_E), weighted)
+        loss_E = torch.from_numpy(-answers.utilities(losses_A)).to(batch.loss_B)
+        return replace(batch.combined(*weighted, loss_E), gradient_BK=gradient_EK, sampled=self.sampled)
+
+    def _unit_features(
+        self, items: Units, names: Sequence[str], n_units: int, weighted: tuple[I64, F64] | None = None
+    ) -> tuple[Batch, Tensor | None]:
+        """Run the model on units or their answers.
+
+        Args:
+            items: units, or answers.
+            names: name of the unit of each item, for messages.
+            n_units: number of units.
+            weighted: for answers, the unit of each answer and its weight, (A,) each; None if items are units.
+        Returns:
+            The items as one batch, and the sampled gradients of the units, (E, K), if a kernel needs them.
+        """
+        gradient_EK: Tensor | None = None
+        if self.sampled is not None:
+            gradient_EK = allocate_unit_gradients(n_units, self.sampled, self.settings.gradient_memory_mb)
+            if weighted is not None:
+                gradient_EK.zero_()
+        batches: list[tuple[I64, Batch]] = []
+        for index, features, gradient_BK in self._run_model(items, self.settings.unit_positions):
+            batches.append((index, self._build_batch(features, [names[e] for e in index], "unit")))
             if gradient_BK is None or gradient_EK is None:
                 continue
-            # Rounded before the copy, so that results do not depend on where the units are stored.
+            # Rounded before the copy, so that results do not depend on the device that stores the gradients.
             rounded_BK = _round_to_stored(gradient_BK).to(gradient_EK.device, gradient_EK.dtype)
             if weighted is None:
                 gradient_EK[torch.from_numpy(index).to(gradient_EK.device)] = rounded_BK
@@ -152,11 +169,7 @@ class ModelPass:
             unit_A, weight_A = weighted
             for a, gradient_K in zip(index, rounded_BK, strict=True):
                 gradient_EK[unit_A[a]] += float(weight_A[a]) * gradient_K
-        batch = merge_batches(parts, len(units))
-        if weighted is not None and answers is not None:
-            loss_E = torch.from_numpy(-answers.utilities(losses_A)).to(batch.loss_B)
-            batch = batch.combined(*weighted, loss_E)
-        return replace(batch, gradient_BK=gradient_EK, sampled=self.sampled)
+        return merge_batches(batches, len(items)), gradient_EK
 
     def _answer_losses(self, units: Sequence[UnitTokens], names: Sequence[str]) -> F64:
         """Return the mean loss of each answer, (A,)."""
@@ -175,43 +188,51 @@ class ModelPass:
             items: rows or units.
             position_specs: positions whose features are extracted, such as `all` or `tail:32`.
         Yields:
-            Positions of the batch in `items`, its features, and coordinates of its gradients, if a kernel needs them.
+            Indices of the batch in `items`, its features, and the sampled gradients of its items, (B, K), if a kernel
+            needs them.
         """
-        if self.sampled is None:
-            for index, features in forward_passes(self.model, items, position_specs, self.settings.top_k):
-                yield index, features, None
+        if self.sampled is not None:
+            assert isinstance(items, TokenRows | Sequence)
+            yield from self._run_with_gradients(self.sampled, items, position_specs)
             return
+        for index, features in forward_passes(self.model, items, position_specs, self.settings.top_k):
+            yield index, features, None
+
+    def _run_with_gradients(
+        self, sampled: SampledGradients, items: TokenRows | Sequence[UnitTokens], position_specs: tuple[str, ...]
+    ) -> Iterator[tuple[I64, BatchFeatures, Tensor]]:
+        """Run a forward and a backward pass; features come from the hidden states of the same forward pass."""
         assert isinstance(self.model, ReferenceModel)
-        assert isinstance(items, TokenRows | Sequence)
         examples = row_examples(items, self.settings) if isinstance(items, TokenRows) else unit_examples(items)
-        compute = self.sampled.compute
-        for batch_index in self.sampled.batches(examples):
-            parts = split_on_oom(batch_index, lambda index: compute([examples[int(i)] for i in index]))
-            for index, (gradient_BK, hidden_BLH) in parts:
+        for batch_index in sampled.batches(examples):
+            passes = split_on_oom(batch_index, lambda index: sampled.compute([examples[int(i)] for i in index]))
+            for index, (gradient_BK, hidden_BLH) in passes:
                 batch_examples = [examples[int(i)] for i in index]
-                loss_positions = (
+                # all tokens with loss, as a mask or from the first one on: `extract` selects positions among them
+                loss_tokens = (
                     [items.mask(int(i)) for i in index]
                     if isinstance(items, TokenRows)
                     else [example.first for example in batch_examples]
                 )
-                padded = pad_rows([example.input_ids for example in batch_examples], loss_positions)
+                padded = pad_rows([example.input_ids for example in batch_examples], loss_tokens)
                 features = extract(self.model, *padded, position_specs, self.settings.top_k, hidden_BLH)
                 yield index, features, gradient_BK
 
-    def _build_batch(self, features: BatchFeatures, names: Sequence[str], kind: str) -> Batch:
+    def _build_batch(self, features: BatchFeatures, names: Sequence[str], noun: str) -> Batch:
         """Build a batch from the features of a pass.
 
-        The first set of positions is that of the kernels; a second one, if any, is that of summaries.
+        `features` has one or two sets of positions: kernels read the first; summaries, if any, the second.
 
         Args:
-            features: features of the rows or units.
+            features: features of rows or units.
             names: their names, for messages.
-            kind: `row` or `unit`, for messages.
+            noun: `row` or `unit`, for messages.
         """
-        refuse_non_finite(features, names, kind)
+        refuse_non_finite(features, names, noun)
         n_rows = len(names)
         loss_B, head, vocab_size = features.row_loss(n_rows), self.model.head, self.model.vocab_size
         batch: Batch | None = None
+        # from the last set to the first, since each batch holds the one of the next set
         for spec_index in reversed(range(len(features.position_masks))):
             hidden_PH, residual, row_P = features.take(spec_index)
             input_P = features.input_P[features.position_masks[spec_index]]
@@ -221,10 +242,10 @@ class ModelPass:
 
 
 def merge_batches(parts: Sequence[tuple[I64, Batch]], n_rows: int) -> Batch:
-    """Merge batches without their gradients; positions are in the order of the batches.
+    """Merge batches into one, without their gradients; its positions are in the order of the batches.
 
     Args:
-        parts: batches, each with the row numbers of its rows in the merged batch.
+        parts: batches, each with the row number that each of its rows has in the merged batch.
         n_rows: number of rows of the merged batch.
     """
     batches = [batch for _, batch in parts]
@@ -247,20 +268,20 @@ def merge_batches(parts: Sequence[tuple[I64, Batch]], n_rows: int) -> Batch:
 
 
 def unit_examples(units: Sequence[UnitTokens]) -> list[Example]:
-    """Return units as texts for a backward pass."""
+    """Return units as inputs of a backward pass."""
     return [Example(unit.input_ids, unit.first) for unit in units]
 
 
 def row_examples(rows: TokenRows, settings: FeatureSettings) -> list[Example]:
-    """Return rows as texts for a backward pass, with the tokens that carry loss at the positions of the kernels."""
+    """Return rows as inputs of a backward pass, whose loss is that at the positions that kernels read."""
     examples = []
     for i in range(len(rows)):
         ids, mask = rows.ids(i), rows.mask(i)
         loss_mask = np.ones(len(ids), dtype=np.bool_) if mask is None else mask.copy()
-        loss_mask[0] = False
+        loss_mask[0] = False  # the first token is never predicted
         if settings.positions != "all":
             used_1L = position_mask(settings.positions, torch.from_numpy(loss_mask)[None])
-            loss_mask[1:] = used_1L[0, :-1].numpy()
+            loss_mask[1:] = used_1L[0, :-1].numpy()  # position t predicts token t + 1
         examples.append(Example(ids, loss_mask=loss_mask))
     return examples
 
@@ -290,8 +311,8 @@ def split_on_oom(index: I64, run: Callable[[I64], Outcome]) -> Iterator[tuple[I6
         yield from split_on_oom(half, run)
 
 
-def refuse_non_finite(features: BatchFeatures, names: Sequence[str], kind: str) -> None:
-    """Raise an error that names the rows or units for which the model computed NaN or infinity."""
+def refuse_non_finite(features: BatchFeatures, names: Sequence[str], noun: str) -> None:
+    """Raise an error that names the rows or units (`noun`) for which the model computed NaN or infinity."""
     finite_P = features.hidden_PH.isfinite().all(dim=1) & features.residual.loss_P.isfinite()
     finite_P &= features.residual.value_PK.isfinite().all(dim=1)
     non_finite = torch.unique(features.row_P[~finite_P]).tolist()
@@ -299,7 +320,7 @@ def refuse_non_finite(features: BatchFeatures, names: Sequence[str], kind: str) 
         named = ", ".join(repr(names[row]) for row in non_finite[:5])
         more = f" and {len(non_finite) - 5} more" if len(non_finite) > 5 else ""
         raise ModelError(
-            f"{kind} {named}{more}: the model computed NaN or infinity, expected finite hidden states and losses; "
+            f"{noun} {named}{more}: the model computed NaN or infinity, expected finite hidden states and losses; "
             "use model.dtype: float32, or remove it from the input"
         )
 
@@ -308,11 +329,11 @@ def refuse_non_finite(features: BatchFeatures, names: Sequence[str], kind: str) 
 
 
 def batch_arrays(k: int, index: I64, batch: Batch, *, half: bool = False) -> Arrays:
-    """Convert the k-th batch of a part of the corpus to named arrays; the inverse of `read_batches`.
+    """Convert a batch to named arrays; the inverse of `read_batches`.
 
     Args:
-        k: number of the batch, the prefix of the names.
-        index: positions of its rows in the part.
+        k: number of the batch within its shard, the prefix of the names.
+        index: indices of its rows in the shard.
         batch: features of the rows.
         half: store hidden states and residuals in float16, as an artifact does; else unchanged.
     Raises:
@@ -362,10 +383,10 @@ def _position_arrays(batch: Batch, *, half: bool) -> Arrays:
 def read_batches(
     arrays: Mapping[str, NDArray[Any]], model_pass: ModelPass | None, vocab_size: int
 ) -> Iterator[tuple[I64, Batch]]:
-    """Yield the batches that `batch_arrays` converted, on the device of the model, each with positions of its rows.
+    """Yield the batches that `batch_arrays` converted, on the device of the model, each with the indices of its rows.
 
     Args:
-        arrays: named arrays of one or several batches.
+        arrays: named arrays of one or more batches.
         model_pass: None if the model is not loaded; batches then lack the output layer and gradients.
         vocab_size: number of outputs of the model.
     Raises:
@@ -394,7 +415,7 @@ def read_batches(
 def _read_batch(
     arrays: Mapping[str, NDArray[Any]], prefix: str, n_rows: int, model_pass: ModelPass | None, vocab_size: int
 ) -> Batch:
-    """Return the batch whose arrays have names with a prefix, in the precision of its losses."""
+    """Return the batch whose arrays have names with a prefix, converted to the dtype of its losses."""
     device = torch.device("cpu") if model_pass is None else model_pass.model.device
     tensors = {
         name.removeprefix(prefix): torch.from_numpy(array).to(device)
@@ -421,7 +442,7 @@ def _read_batch(
     )
 
 
-# -------------------------------------------------------------------- the two loops of a build
+# -------------------------------------------------------------------- the jobs of the two loops of a build
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,8 +451,8 @@ class ScoredShard:
 
     Attributes:
         loss_N: mean loss of each row, nats per token.
-        arrays: array of each kernel, (N, C), by its name.
-        features: the batches as an artifact stores them; None if they are not stored.
+        arrays: scores by each kernel, (N, C), by `Kernel.array`.
+        features: the batches as an artifact stores them; None if it does not.
     """
 
     loss_N: F32
@@ -442,32 +463,34 @@ class ScoredShard:
 class BatchCache:
     """Batches of loop 1 on disk, which loop 2 reads instead of running the model. Memory: one batch.
 
+    Batches of all shards are numbered consecutively; `ends[k]` is the number of batches of shards 0 to k.
+
     Args:
         directory: directory of the files.
-        ends: number of batches up to the end of each shard. Default: none are written yet.
+        ends: see above. Default: none are written yet.
     """
 
     def __init__(self, directory: Path, ends: Sequence[int] | None = None) -> None:
-        self._spool = ArrayFiles(directory)
+        self._files = ArrayFiles(directory)
         self._n_batches = 0
         self.ends = list(ends or ())
 
     def write(self, batch: Arrays) -> None:
-        """Write the next batch of the shard."""
-        self._spool.write(self._n_batches, batch)
+        """Write the next batch of the current shard."""
+        self._files.write(self._n_batches, batch)
         self._n_batches += 1
 
     def end_shard(self) -> None:
-        """Record that the next batches are those of the next shard."""
+        """Record that all batches of the current shard are written; the next ones are of the next shard."""
         self.ends.append(self._n_batches)
 
     def read(self, k: int) -> Iterator[Arrays]:
         """Yield the batches of shard k."""
         for number in range(self.ends[k - 1] if k else 0, self.ends[k]):
-            yield self._spool.read(number)
+            yield self._files.read(number)
 
 
-def observe_part(
+def compute_moments(
     model_pass: ModelPass,
     rows: Rows,
     *,
@@ -475,13 +498,13 @@ def observe_part(
     on_batch: Callable[[Arrays], None] | None = None,
     advance: Advance = ignore,
 ) -> CorpusMoments:
-    """Run the model on a part of the sample, and return the moments of all kernels.
+    """Run the model on rows of the sample, and return their moments for all kernels.
 
     Args:
         model_pass: the model, and the features to extract.
-        rows: rows of the part.
-        states_every: one in `states_every` hidden states is stored.
-        on_batch: callback that receives each batch as arrays, which `score_shard` accepts as `cached_batches`.
+        rows: rows of the sample.
+        states_every: store every `states_every`-th hidden state.
+        on_batch: callback that receives each batch as named arrays, which `score_shard` accepts as `cached_batches`.
         advance: callback that receives the numbers of rows and tokens of each batch.
     """
     corpus = CorpusMoments(model_pass.model, states_every)
@@ -511,7 +534,7 @@ def score_shard(
         model_pass: the model, and the features to extract.
         rows: rows of the shard.
         kernels: prepared kernels.
-        keep_features: also return the batches as an artifact stores them.
+        keep_features: also return the features, as an artifact stores them.
         cached_batches: batches of these rows from `batch_arrays`, used instead of running the model.
         advance: callback that receives the numbers of rows and tokens of each batch.
     """
@@ -536,7 +559,7 @@ def score_shard(
 
 
 class Workers:
-    """Run jobs of the model over parts of the corpus, in this process; see also `engine.RayWorkers`."""
+    """Run jobs on chunks of rows, one after another in this process; `engine.RayWorkers` runs them on a cluster."""
 
     def __init__(self, model_pass: ModelPass) -> None:
         self._model_pass = model_pass
@@ -544,20 +567,20 @@ class Workers:
     def run(
         self,
         job: Callable[..., Any],
-        parts: Iterable[tuple[int, Rows]],
+        chunks: Iterable[tuple[int, Rows]],
         advance: Advance = ignore,
         *,
         in_order: bool = False,
         **options: Any,
     ) -> Iterator[tuple[int, Any]]:
-        """Yield the result of `job(model_pass, rows, **options)` for each part, with the number of the part.
+        """Yield the result of `job(model_pass, rows, **options)` for each chunk, with the number of the chunk.
 
         Args:
-            job: function to run, such as `observe_part`.
-            parts: numbers and rows of the parts.
+            job: `compute_moments` or `score_shard`.
+            chunks: number and rows of each chunk.
             advance: callback that receives the numbers of rows and tokens processed.
-            in_order: yield results in the order of the parts, not as they finish.
+            in_order: yield results in the order of the chunks, not as they finish.
             options: further arguments of the job.
         """
-        for k, rows in parts:
+        for k, rows in chunks:
             yield k, job(self._model_pass, rows, advance=advance, **options)

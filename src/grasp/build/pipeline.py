@@ -1,23 +1,32 @@
-"""A build: two loops over the rows, resumable at any moment. Start with `build_artifact`.
+"""Build an artifact: run the reference model over the corpus, and store a score of each row for each unit.
 
-    corpus  -> tokenised once into the row store; its identity is computed on the way          `inputs.prepare`
-    units   -> one pass
-    loop 1  -> a sample of rows, one pass each: every kernel observes the batches
+A row is a training sequence of the corpus; a unit is one scored element of a target, such as a question. A kernel
+computes the scores ("relevance") from features that the model computes for rows and units. It needs moments (means and
+covariances) of these features over the corpus. They are estimated first, so a build has two loops over the rows:
+
+    corpus  -> tokenised once into the row store, in shards                                    `inputs.prepare`
+    units   -> one pass of the model
+    loop 1  -> a sample of rows: update the moments of every kernel                            `estimate_moments`
                kernel.prepare(units)
-    loop 2  -> shard after shard, one pass a row: every kernel scores the batches; shards are written atomically
-    finish  -> manifest
+    loop 2  -> all rows, shard after shard: score the rows by every kernel, write the shard    `write_shards`
+    finish  -> manifest                                                                        `finish_artifact`
 
-If the sample is the whole corpus, loop 1 stores its features, and loop 2 reads them instead of running the model.
+If the sample is the whole corpus, loop 1 stores the features of its batches, and loop 2 reads them instead of running
+the model. An interrupted build is resumed by the same call: moments are in the work directory, and finished shards in
+the artifact.
 
-The calling process reads the corpus, merges the moments and writes; the model runs in it or in workers, so that a
-worker that dies loses only the part that it was working on.
+The calling process reads the corpus, merges the moments and writes. The model runs in it or in Ray workers; a worker
+that dies loses only the rows that it was working on. Start with `build_artifact`.
+
+Shape letters: N rows, D columns of a sketch. Labels such as eq:feature-sketch are those of the paper, see
+docs/paper_map.md.
 """
 
 import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,14 +45,13 @@ from grasp.build.inputs import (
     ON_DISK,
     InMemory,
     Inputs,
-    Store,
     describe_build,
     leak_arrays,
     prepare,
     unit_arrays,
     unit_table,
 )
-from grasp.build.model_pass import Arrays, BatchCache, ScoredShard, Workers, observe_part, score_shard
+from grasp.build.model_pass import Arrays, BatchCache, ScoredShard, Workers, compute_moments, score_shard
 from grasp.build.ray_cluster import ClusterSpec
 from grasp.corpus.row_store import RowStore
 from grasp.errors import ArtifactError, ModelError, SettingsError
@@ -59,14 +67,16 @@ from grasp.seeds import stream
 from grasp.settings import BuildSettings, FeatureSettings, build_settings
 from grasp.yaml_files import read_yaml, write_yaml
 
-# Losses as a share of ln V, the loss of guessing; that of a unigram model is near 0.7.
-UNTRAINED_SHARE = 0.95  # above it a model counts as untrained, and the build is refused
-UNSKILLED_SHARE = 0.8  # above it a warning is printed if the model is to be trained further
-PART_ROWS = 64  # rows of a part of the sample, whose moments are accumulated together
+# Losses as a fraction of ln V, the loss of guessing; that of a unigram model is near 0.7.
+UNTRAINED_FRACTION = 0.95  # above it a model counts as untrained, and the build is refused
+UNSKILLED_FRACTION = 0.8  # above it a warning is printed if the model is to be trained further
+CHUNK_ROWS = 64  # rows of the sample whose moments are accumulated by one job
 MEGABYTE = 1 << 20
-BACKWARD_COST = 3  # cost of a forward and a backward pass, in forward passes
-BATCH_ENDS = "passed.ends"  # stored with the moments of a resumable build, see `BatchCache`
-NO_GRADIENT_COUNT = "relevance_gradient.none"  # number of rows without a finite gradient
+FORWARD_BACKWARD_COST = 3  # of a forward and a backward pass, in forward passes
+BATCH_ENDS = "batch_cache.ends"  # `BatchCache.ends`, stored with the moments of an unfinished build
+NO_GRADIENT_COUNT = "relevance_gradient.none"  # sum over all rows: number of rows without a finite gradient
+
+StartTimes = tuple[float, float]  # wall-clock and CPU time in seconds
 
 
 def build_artifact(
@@ -83,42 +93,47 @@ def build_artifact(
     Args:
         settings: settings of the build.
         out: directory of the artifact.
-        progress: receives stages, notes and numbers of rows.
+        progress: receives stages, notes and numbers of rows. Default: none.
         cluster: Ray workers that run the model. Default: this process. A build may be resumed elsewhere.
         in_memory: model, corpus and targets that are passed as objects instead of paths.
         must_be_trained: refuse a language model that predicts the sample no better than chance.
     Returns:
         `out`.
     Raises:
-        GraspError: invalid input; finished work is kept.
+        GraspError: invalid input; finished shards remain, and the same call resumes the build.
     """
     progress = progress or Silent()
-    started = time.perf_counter(), time.process_time()
+    start_times = time.perf_counter(), time.process_time()
     settings = resolve_settings(settings, in_memory)
     with lock_artifact(out):
-        resumed = claim_settings(settings, out, progress)
+        is_resumed = claim_settings(settings, out, progress)
         if (out / MANIFEST).exists():
             clean(settings, out)  # the process may have been killed after the manifest was written
             return out
-        fresh = not has_work(out)
-        inputs = prepare(settings, out / "tokens", progress, in_memory=in_memory, replace=fresh)
+        inputs = prepare(settings, out / "tokens", progress, in_memory=in_memory, replace=not has_work(out))
         work = out / "work" / inputs.identity.key
-        open_workers: AbstractContextManager[Workers]
-        if cluster is None:
-            open_workers = nullcontext(Workers(inputs.model_pass))
-        else:
-            from grasp.build.engine import ray_workers  # noqa: PLC0415 - most builds need no cluster
-
-            open_workers = ray_workers(cluster, inputs.settings, inputs.units)
-        with open_workers as workers:
-            kernels, batch_cache = observe(
-                inputs, workers, work, progress, use_cache=cluster is None, must_be_trained=must_be_trained
+        with open_workers(inputs, cluster) as workers:
+            kernels, batch_cache = estimate_moments(
+                inputs, workers, work, progress, may_cache=cluster is None, must_be_trained=must_be_trained
             )
             for kernel in kernels:
                 kernel.prepare(inputs.units)
-            write_shards(inputs, workers, kernels, out, batch_cache, None if resumed else started, progress)
+            writer = write_shards(inputs, workers, kernels, out, batch_cache, progress)
+        finish_artifact(inputs, kernels, writer, None if is_resumed else start_times)
         clean(inputs.settings, out)
     return out
+
+
+def open_workers(inputs: Inputs, cluster: ClusterSpec | None) -> AbstractContextManager[Workers]:
+    """Return a context with the workers that run the model: those of a Ray cluster, or this process."""
+    if cluster is None:
+        return nullcontext(Workers(inputs.model_pass))
+    from grasp.build.engine import ray_workers  # noqa: PLC0415 - most builds need no cluster
+
+    return ray_workers(cluster, inputs.settings, inputs.units)
+
+
+# -------------------------------------------------------------------- loop 1: moments
 
 
 @dataclass(frozen=True)
@@ -127,9 +142,9 @@ class Sample:
 
     Attributes:
         row_index: indices of the rows, ascending.
-        n_positions: number of their positions with loss.
-        is_whole: whether the sample has all rows; its parts are then the shards.
-        states_every: one in `states_every` hidden states is stored.
+        n_positions: number of positions of these rows that carry loss.
+        is_whole: whether the sample has all rows.
+        states_every: every `states_every`-th hidden state is stored, so that about `STATES` of them are.
     """
 
     row_index: I64
@@ -139,98 +154,191 @@ class Sample:
 
     @classmethod
     def draw(cls, loss_counts_N: NDArray[np.int64], settings: FeatureSettings) -> Self:
-        """Draw rows until they have `sample_positions` positions, and `sample_rows` rows if moments are over rows."""
+        """Draw rows until they have `sample_positions` positions, and `sample_rows` rows if moments are over rows.
+
+        Args:
+            loss_counts_N: number of positions of each row that carry loss.
+            settings: size and seed of the sample, and the kernels.
+        """
         order_N = stream(settings.seed, "moments", "token").permutation(len(loss_counts_N))
-        n_positions_N = np.cumsum(loss_counts_N[order_N])  # of the first rows of the order
-        n_rows = int(np.searchsorted(n_positions_N, settings.sample_positions, side="left")) + 1
+        total_N = np.cumsum(loss_counts_N[order_N])  # positions of the first rows of the order
+        n_rows = int(np.searchsorted(total_N, settings.sample_positions, side="left")) + 1
         min_rows = settings.sample_rows if counts_rows(settings) else 1
         index = np.sort(order_N[: max(n_rows, min_rows)])
         n_positions = int(loss_counts_N[index].sum())
         return cls(index, n_positions, len(index) == len(loss_counts_N), max(1, n_positions // STATES))
 
 
-def stored_bytes(model: Reference, store: Store, settings: FeatureSettings, coordinates: int) -> int:
-    """Estimate the bytes of the model's features for all rows, as they are stored between the loops.
-
-    Args:
-        model: its hidden width.
-        store: its numbers of rows and of positions with loss.
-        settings: positions, and number of probabilities per position.
-        coordinates: number of sampled coordinates of a row's gradient.
-    """
-    # hidden state in float32; index and probability of each coordinate; label, row, token and loss
-    position_bytes = 4 * model.hidden_size + 8 * (settings.top_k + 1) + 16
-    n_position_sets = len(settings.row_positions)
-    return store.n_loss_positions * position_bytes * n_position_sets + 2 * coordinates * store.n_rows  # bfloat16
-
-
-def observe(
-    inputs: Inputs, workers: Workers, work: Path, progress: Progress, *, use_cache: bool, must_be_trained: bool
+def estimate_moments(
+    inputs: Inputs, workers: Workers, work: Path, progress: Progress, *, may_cache: bool, must_be_trained: bool
 ) -> tuple[list[Kernel], BatchCache | None]:
-    """Run loop 1: return the kernels with the moments of a sample of rows, and its batches if they are stored.
+    """Run loop 1: return the kernels with the moments of a sample of rows, and its batches if they are cached.
 
-    Moments are accumulated per part and merged in the order of the rows, so that their last digits do not depend on the
-    number of workers. They are stored in the work directory, for a build that is resumed.
+    The moments are written to the work directory, from which a resumed build reads them. With the setting `like` they
+    are copied from another artifact instead of being estimated, so that both artifacts can be merged.
 
     Args:
         inputs: model, rows and units.
         workers: run the model.
         work: directory of intermediate files.
         progress: receives stages, notes and numbers of rows.
-        use_cache: store the batches, if the sample is the whole corpus and they fit in `features.max_cache_mb`.
+        may_cache: cache the batches, if `can_cache`.
         must_be_trained: refuse a language model that predicts the sample no better than chance.
     """
-    settings, store, model_pass = inputs.settings, inputs.store, inputs.model_pass
-    features, model = settings.features, model_pass.model
-    sample = Sample.draw(store.loss_counts(), features)
-    coordinates = 0 if model_pass.sampled is None else model_pass.sampled.sample.size
-    fits = stored_bytes(model, store, features, coordinates) <= features.max_cache_mb * MEGABYTE
-    use_cache = use_cache and sample.is_whole and fits and settings.like is None
-    # For the progress bar: about how many tokens pass in each stage; rows are not passed twice if batches are stored.
-    passes = 0 if settings.like is not None else sample.n_positions / max(1, store.n_loss_positions)
-    cost = store.n_tokens * (BACKWARD_COST if needs_backward(features.kernels) else 1)
-    planned_tokens = {"moments": round(cost * passes), "rows scored": 0 if use_cache else cost}
-    progress.plan({stage: tokens for stage, tokens in planned_tokens.items() if tokens})
-    corpus, moment_spool = CorpusMoments(model, sample.states_every), ArrayFiles(work / "moments")
-    batch_cache: BatchCache | None = None
-    kernels = make_kernels(features.kernels, model, features, corpus)
+    settings, model = inputs.settings, inputs.model
+    sample = Sample.draw(inputs.store.loss_counts(), settings.features)
+    use_cache = may_cache and can_cache(inputs, sample)
+    progress.plan(planned_tokens(inputs, sample, use_cache=use_cache))
+    corpus = CorpusMoments(model, sample.states_every)
+    kernels = make_kernels(settings.features.kernels, model, settings.features, corpus)
+    moment_file = ArrayFiles(work / "moments")  # one file, with number 0
     if settings.like is not None:
-        if not moment_spool.has(0):  # copied when the build begins, since the other artifact may be deleted
+        if not moment_file.has(0):  # copied when the build begins, since the other artifact may be deleted later
             moments = dict(open_moment_source(inputs, settings.like).moments)
             corpus.load(moments)
-            if must_be_trained and isinstance(model, ReferenceModel):
+            if must_be_trained:
                 refuse_untrained(corpus.loss, model)
-            moment_spool.write(0, moments)
+            moment_file.write(0, moments)
         progress.note(f"moments are copied from {settings.like}")
-    if moment_spool.has(0):
-        moments = moment_spool.read(0)
+    batch_cache: BatchCache | None = None
+    if moment_file.has(0):
+        moments = moment_file.read(0)
         corpus.load(moments)
-        if BATCH_ENDS in moments and use_cache:
-            batch_cache = BatchCache(work / "passed", moments[BATCH_ENDS].tolist())
+        if use_cache and BATCH_ENDS in moments:
+            batch_cache = BatchCache(work / "batches", moments[BATCH_ENDS].tolist())
     else:
-        batch_cache = BatchCache(work / "passed") if use_cache else None
-        length_N = store.lengths()
-        progress.stage("moments", rows=len(sample.row_index), tokens=int(length_N[sample.row_index].sum()))
-        if sample.is_whole:
-            parts = ((k, store.shard(k)) for k in range(store.n_shards))
-        else:
-            starts = range(0, len(sample.row_index), PART_ROWS)
-            parts = ((k, store.rows(sample.row_index[start : start + PART_ROWS])) for k, start in enumerate(starts))
-        options = {"states_every": sample.states_every, "on_batch": None if batch_cache is None else batch_cache.write}
-        for k, part in workers.run(observe_part, parts, progress.advance, in_order=True, **options):
-            corpus.merge(part)
-            if k == 0 and must_be_trained and isinstance(model, ReferenceModel):
-                refuse_untrained(corpus.loss, model)
-            if batch_cache is not None:
-                batch_cache.end_shard()
+        batch_cache = BatchCache(work / "batches") if use_cache else None
+        accumulate_moments(inputs, workers, sample, corpus, batch_cache, progress, must_be_trained=must_be_trained)
         ends = {} if batch_cache is None else {BATCH_ENDS: np.array(batch_cache.ends)}
-        moment_spool.write(0, corpus.arrays() | ends)
+        moment_file.write(0, corpus.arrays() | ends)
     if isinstance(model, ReferenceModel):
         for line in training_notes(settings, corpus.loss, model.vocab_size):
             progress.note(line)
-    if model_pass.sampled is not None:
-        progress.note(model_pass.sampled.describe())
+    if inputs.model_pass.sampled is not None:
+        progress.note(inputs.model_pass.sampled.describe())
     return kernels, batch_cache
+
+
+def accumulate_moments(
+    inputs: Inputs,
+    workers: Workers,
+    sample: Sample,
+    corpus: CorpusMoments,
+    batch_cache: BatchCache | None,
+    progress: Progress,
+    *,
+    must_be_trained: bool,
+) -> None:
+    """Run the model on the sample, and add its moments to `corpus`.
+
+    Moments are accumulated per chunk of rows and merged in the order of the rows, so that their last digits do not
+    depend on the number of workers.
+
+    Args:
+        inputs: model and rows.
+        workers: run the model.
+        sample: rows from which the moments are estimated.
+        corpus: moments of all kernels.
+        batch_cache: receives the batches; the chunks are then the shards. None: batches are not stored.
+        progress: receives stages and numbers of rows.
+        must_be_trained: refuse a language model by its loss on the first chunk.
+    """
+    store = inputs.store
+    progress.stage("moments", rows=len(sample.row_index), tokens=int(store.lengths()[sample.row_index].sum()))
+    if sample.is_whole:
+        chunks = ((k, store.shard(k)) for k in range(store.n_shards))
+    else:
+        starts = range(0, len(sample.row_index), CHUNK_ROWS)
+        chunks = ((k, store.rows(sample.row_index[start : start + CHUNK_ROWS])) for k, start in enumerate(starts))
+    options = {"states_every": sample.states_every, "on_batch": None if batch_cache is None else batch_cache.write}
+    for k, moments in workers.run(compute_moments, chunks, progress.advance, in_order=True, **options):
+        corpus.merge(moments)
+        if k == 0 and must_be_trained:
+            refuse_untrained(corpus.loss, inputs.model)
+        if batch_cache is not None:
+            batch_cache.end_shard()
+
+
+def can_cache(inputs: Inputs, sample: Sample) -> bool:
+    """Return whether loop 1 reads every row, and its features fit in `features.max_cache_mb`."""
+    fits = feature_bytes(inputs) <= inputs.settings.features.max_cache_mb * MEGABYTE
+    return sample.is_whole and fits and inputs.settings.like is None
+
+
+def feature_bytes(inputs: Inputs) -> int:
+    """Estimate the bytes of the features of all rows, as `BatchCache` stores them."""
+    store, model_pass = inputs.store, inputs.model_pass
+    settings = model_pass.settings
+    # hidden state in float32; index and probability of each coordinate; label, row, token and loss
+    position_bytes = 4 * model_pass.model.hidden_size + 8 * (settings.top_k + 1) + 16
+    n_position_sets = len(settings.row_positions)
+    n_coordinates = 0 if model_pass.sampled is None else model_pass.sampled.sample.size
+    return store.n_loss_positions * position_bytes * n_position_sets + 2 * n_coordinates * store.n_rows  # bfloat16
+
+
+def planned_tokens(inputs: Inputs, sample: Sample, *, use_cache: bool) -> dict[str, int]:
+    """Return about how many tokens the model reads in each stage, to estimate the remaining time.
+
+    With a backward pass each token counts `FORWARD_BACKWARD_COST` times.
+    """
+    settings, store = inputs.settings, inputs.store
+    cost = store.n_tokens * (FORWARD_BACKWARD_COST if needs_backward(settings.features.kernels) else 1)
+    sampled_fraction = 0 if settings.like is not None else sample.n_positions / max(1, store.n_loss_positions)
+    tokens = {"moments": round(cost * sampled_fraction), "rows scored": 0 if use_cache else cost}
+    return {stage: n for stage, n in tokens.items() if n}
+
+
+def open_moment_source(inputs: Inputs, like: str) -> ArtifactReader:
+    """Open the artifact `like`, whose moments are to be copied, and check that they are valid for these inputs."""
+    artifact = ArtifactReader.open(like)
+    names = inputs.identity.fingerprints.keys() - {"corpus", "targets"}
+    if changed := inputs.identity.changes(Identity.from_artifact(artifact), names):
+        raise ArtifactError(
+            f"like: {artifact.location} was built with another model or other features, so its moments are not valid "
+            f"here: {'; '.join(changed)}; use the same model and features"
+        )
+    return artifact
+
+
+def refuse_untrained(loss: float, model: Reference) -> None:
+    """Raise an error if a language model is no better than chance; other models are not checked.
+
+    Args:
+        loss: its mean loss over some rows, in nats per token.
+        model: the model.
+    """
+    if not isinstance(model, ReferenceModel):
+        return
+    chance = math.log(model.vocab_size)
+    if loss > UNTRAINED_FRACTION * chance:
+        raise ModelError(
+            f"model: looks untrained: its loss on the first rows of the sample is {loss:.1f} nats per token; guessing "
+            f"gives {chance:.1f}. Use a trained checkpoint (for token ids, the model whose tokenizer produced them), "
+            "or continue with --untrained"
+        )
+
+
+def training_notes(settings: BuildSettings, loss: float, vocab_size: int) -> Iterator[str]:
+    """Yield notes: what will be trained, which kernels rank rows, and a warning if the model's loss contradicts it.
+
+    Args:
+        settings: resolved settings.
+        loss: mean loss of the model over the sample, in nats per token; NaN if it is unknown.
+        vocab_size: number of outputs of the model.
+    """
+    chance = math.log(vocab_size)
+    kernels = [name for name in settings.features.kernels if not issubclass(kernel_class(name), Sketch)]
+    model = "this model, further" if settings.train == "further" else "a new model, from scratch"
+    loss_text = "" if math.isnan(loss) else f"; loss on the corpus: {loss:.1f} nats per token"
+    yield f"to be trained: {model}; rows rank by {', '.join(kernels)}{loss_text}"
+    if settings.train == "further" and loss / chance > UNSKILLED_FRACTION:
+        yield (
+            f"warning: that loss is {loss / chance:.0%} of guessing ({chance:.1f}), which is high for a model that is "
+            "trained further. If a new model will be trained, use --train new"
+        )
+
+
+# -------------------------------------------------------------------- loop 2: scores
 
 
 def write_shards(
@@ -239,10 +347,9 @@ def write_shards(
     kernels: Sequence[Kernel],
     out: Path,
     batch_cache: BatchCache | None,
-    started: tuple[float, float] | None,
     progress: Progress,
-) -> None:
-    """Run loop 2: score and write shard after shard, then write the manifest.
+) -> ArtifactWriter:
+    """Run loop 2: score and write the shards that are not finished; return the writer of the artifact.
 
     Args:
         inputs: model, rows and units.
@@ -250,7 +357,6 @@ def write_shards(
         kernels: prepared kernels.
         out: directory of the artifact.
         batch_cache: batches of loop 1; None: run the model.
-        started: wall-clock and CPU time at which the build began; None if it was interrupted since.
         progress: receives stages, notes and numbers of rows.
     """
     settings, store = inputs.settings, inputs.store
@@ -262,11 +368,11 @@ def write_shards(
         arrays={kernel.array: kernel.spec(inputs.units) for kernel in kernels},
         dtype=settings.array_dtype,
     )
-    feature_spool = ArrayFiles(out / FEATURES) if settings.keep_features else None
+    feature_files = ArrayFiles(out / FEATURES) if settings.keep_features else None
     read_cached = None if batch_cache is None else batch_cache.read
     for k, shard in scored_shards(inputs, workers, kernels, writer.left, read_cached, progress):
-        if feature_spool is not None and shard.features is not None:
-            feature_spool.write(k, shard.features)
+        if feature_files is not None and shard.features is not None:
+            feature_files.write(k, shard.features)
         table = store.table(k).append_column("loss", pa.array(shard.loss_N, pa.float32()))
         if isinstance(store, RowStore) and store.masked:
             table = table.append_column(LOSS_TOKENS, pa.array(store.loss_counts(k), pa.int32()))
@@ -275,19 +381,28 @@ def write_shards(
             no_gradient_N = ~shard.arrays["relevance_gradient"].any(axis=1)
             sums[NO_GRADIENT_COUNT] = np.array([no_gradient_N.sum()], dtype=np.float64)
             if no_gradient_N.any():
-                named = table["row_id"].filter(pa.array(no_gradient_N)).to_pylist()
+                row_ids = table["row_id"].filter(pa.array(no_gradient_N)).to_pylist()
                 progress.note(
-                    f"{len(named)} rows have no finite gradient; their relevance by gradient is 0: "
-                    f"{', '.join(named[:5])}"
+                    f"{len(row_ids)} rows have no finite gradient; their relevance by gradient is 0: "
+                    f"{', '.join(row_ids[:5])}"
                 )
         writer.write_shard(k, shard.arrays, table, sums)
-    if writer.complete:
-        return
+    return writer
 
-    # Gains of the sketches need the sums over all rows.
+
+def finish_artifact(
+    inputs: Inputs, kernels: Sequence[Kernel], writer: ArtifactWriter, start_times: StartTimes | None
+) -> None:
+    """Write units, moments and the manifest, which complete the artifact.
+
+    Args:
+        inputs: model, rows and units.
+        kernels: prepared kernels.
+        writer: writer of the artifact, with all shards.
+        start_times: times at which the build began; None if it was interrupted since.
+    """
     sums = writer.sums()
-    seconds = started and {"wall": time.perf_counter() - started[0], "cpu": time.process_time() - started[1]}
-    manifest = describe_build(inputs, seconds)
+    manifest = describe_build(inputs, None if start_times is None else seconds_since(start_times))
     if NO_GRADIENT_COUNT in sums:
         manifest["skipped"]["gradients"] = int(sums[NO_GRADIENT_COUNT][0])
     # Relative paths in the settings are relative to the current directory, which is stored relative to the artifact, so
@@ -298,9 +413,14 @@ def write_shards(
         manifest=manifest,
         moments=(kernels[0].corpus.arrays() if kernels else {}) | leak_arrays(inputs) | unit_arrays(inputs, kernels),
         units=unit_table(inputs),
-        gains={name: sketch_gain(sums[f"{name}.square"], store.n_rows) for name in sketches},
-        rows_kept=settings.keep_tokens,
+        gains={name: sketch_gain(sums[f"{name}.square"], inputs.store.n_rows) for name in sketches},
+        rows_kept=inputs.settings.keep_tokens,
     )
+
+
+def seconds_since(start_times: StartTimes) -> dict[str, float]:
+    """Return the wall-clock and the CPU time since `start_times`."""
+    return {"wall": time.perf_counter() - start_times[0], "cpu": time.process_time() - start_times[1]}
 
 
 def scored_shards(
@@ -322,27 +442,48 @@ def scored_shards(
         progress: receives stages and numbers of rows.
     """
     store, keep_features = inputs.store, inputs.settings.keep_features
-    share = len(shards) / store.n_shards
+    n_rows = round(store.n_rows * len(shards) / store.n_shards)
     if read_cached is not None:
-        progress.stage("stored rows scored", rows=round(store.n_rows * share), tokens=None)
+        progress.stage("stored rows scored", rows=n_rows, tokens=None)
         for k in shards:
-            rows = store.shard(k)
-            yield (
-                k,
-                score_shard(
-                    inputs.model_pass,
-                    rows,
-                    kernels=kernels,
-                    keep_features=keep_features,
-                    cached_batches=read_cached(k),
-                ),
+            rows, cached_batches = store.shard(k), read_cached(k)
+            shard = score_shard(
+                inputs.model_pass, rows, kernels=kernels, keep_features=keep_features, cached_batches=cached_batches
             )
+            yield k, shard
             progress.advance(len(rows), 0)
         return
     if shards:
-        progress.stage("rows scored", rows=round(store.n_rows * share), tokens=round(store.n_tokens * share))
-    parts = ((k, store.shard(k)) for k in shards)
-    yield from workers.run(score_shard, parts, progress.advance, kernels=kernels, keep_features=keep_features)
+        n_tokens = round(store.n_tokens * len(shards) / store.n_shards)
+        progress.stage("rows scored", rows=n_rows, tokens=n_tokens)
+    chunks = ((k, store.shard(k)) for k in shards)
+    yield from workers.run(score_shard, chunks, progress.advance, kernels=kernels, keep_features=keep_features)
+
+
+def column_sums(arrays: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float64]]:
+    """Return the sum and the sum of squares of every column of every array, as `NAME.total` and `NAME.square`."""
+    sums: dict[str, NDArray[np.float64]] = {}
+    for name, array in arrays.items():
+        array_f64 = array.astype(np.float64)
+        sums[f"{name}.total"] = array_f64.sum(axis=0)
+        sums[f"{name}.square"] = (array_f64**2).sum(axis=0)
+    return sums
+
+
+def sketch_gain(square_D: NDArray[np.float64], n_rows: int) -> float:
+    """Return the factor of a sketch (c_h, c_r of the paper) that makes its mean squared norm over the corpus 1.
+
+    It is 1 if the sketch of every row is zero. Source: eq:feature-sketch.
+
+    Args:
+        square_D: sum of squares of each column of the sketch over all rows.
+        n_rows: number of rows of the corpus.
+    """
+    mean = float(square_D.sum()) / n_rows
+    return 1.0 / float(np.sqrt(mean)) if mean > 0 else 1.0
+
+
+# -------------------------------------------------------------------- settings, and the directory of a build
 
 
 def resolve_settings(settings: BuildSettings, in_memory: InMemory) -> BuildSettings:
@@ -376,53 +517,30 @@ def resolve_settings(settings: BuildSettings, in_memory: InMemory) -> BuildSetti
     return settings.model_copy(update={"train": train, "features": features, "model": model_settings})
 
 
-def open_moment_source(inputs: Inputs, like: str) -> ArtifactReader:
-    """Open the artifact `like`, and check that its moments are valid for these inputs."""
-    artifact = ArtifactReader.open(like)
-    names = inputs.identity.fingerprints.keys() - {"corpus", "targets"}
-    if changed := inputs.identity.changes(Identity.from_artifact(artifact), names):
-        raise ArtifactError(
-            f"like: {artifact.location} was built with another model or other features, so its moments are not valid "
-            f"here: {'; '.join(changed)}; use the same model and features"
-        )
-    return artifact
-
-
-def refuse_untrained(loss: float, model: ReferenceModel) -> None:
-    """Raise an error if the loss of the model on some rows, in nats per token, is no better than chance."""
-    chance = math.log(model.vocab_size)
-    if loss > UNTRAINED_SHARE * chance:
-        raise ModelError(
-            f"model: looks untrained: its loss on the first rows of the sample is {loss:.1f} nats per token; guessing "
-            f"gives {chance:.1f}. Use a trained checkpoint (for token ids, the model whose tokenizer produced them), "
-            "or continue with --untrained"
-        )
-
-
 def has_work(out: Path) -> bool:
-    """Return whether the model has run for this directory; such work is never overwritten by another build."""
+    """Return whether the model has run for the artifact `out`; such work is never overwritten by another build."""
     return (out / "work").exists() or (out / BUILD).exists()
 
 
 def claim_settings(settings: BuildSettings, out: Path, progress: Progress) -> bool:
-    """Write run.yaml to `out`, or check that its build has the same settings.
+    """Write the settings to run.yaml, or check that the build that was begun in `out` has the same settings.
 
-    A build that failed before the model ran, e.g. for a misspelt target, does not claim the directory.
+    Settings of a build that failed before the model ran, e.g. because of a misspelt target, are replaced.
 
     Returns:
-        Whether a build was begun here.
+        Whether a build was begun here before.
     """
-    path, now = out / RUN, settings.model_dump(mode="json")
+    path, current = out / RUN, settings.model_dump(mode="json")
     finished = (out / MANIFEST).exists()
     if not has_work(out) and not finished:
-        if not path.exists() or read_yaml(path) != now:  # do not overwrite equal settings: the file may have comments
-            write_yaml(now, path)
+        if not path.exists() or read_yaml(path) != current:  # equal settings remain: the file may have comments
+            write_yaml(current, path)
         return any(out.glob("tokens/shard-*.json"))
     if path.exists():
-        changed = list(differences(_with_defaults(read_yaml(path)), now))
+        changed = list(differences(_with_defaults(read_yaml(path)), current))
     elif finished:  # a published copy has no run.yaml; unset values were resolved from model and corpus
         recorded = _with_defaults(SIGNED_MANIFEST.read(out).settings)
-        changed = [line for line in differences(recorded, now) if not line.endswith("now null")]
+        changed = [line for line in differences(recorded, current) if not line.endswith("now null")]
     else:
         raise ArtifactError(f"{out}: has no {RUN}, so its settings are unknown; choose another --out")
     if changed:
@@ -441,39 +559,6 @@ def _with_defaults(recorded: Any) -> Any:
         return build_settings(recorded).model_dump(mode="json")
     except SettingsError:
         return recorded  # of a version with other names: compared as they are
-
-
-def training_notes(settings: BuildSettings, loss: float, vocab: int) -> Iterator[str]:
-    """Yield notes: what will be trained, which kernels rank rows, and a warning if the model's loss contradicts it."""
-    share = loss / math.log(vocab)
-    kernels = [name for name in settings.features.kernels if not issubclass(kernel_class(name), Sketch)]
-    what = "this model, further" if settings.train == "further" else "a new model, from scratch"
-    loss_text = "" if math.isnan(loss) else f"; loss on the corpus: {loss:.1f} nats per token"
-    yield f"to be trained: {what}; rows rank by {', '.join(kernels)}{loss_text}"
-    if settings.train == "further" and share > UNSKILLED_SHARE:
-        yield (
-            f"warning: that loss is {share:.0%} of guessing ({math.log(vocab):.1f}), which is high for a model that is "
-            "trained further. If a new model will be trained, use --train new"
-        )
-
-
-def column_sums(arrays: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float64]]:
-    """Sum and square-sum every column, for means, gains and closed-form moments."""
-    sums: dict[str, NDArray[np.float64]] = {}
-    for name, array in arrays.items():
-        wide = array.astype(np.float64)
-        sums[f"{name}.total"] = wide.sum(axis=0)
-        sums[f"{name}.square"] = (wide**2).sum(axis=0)
-    return sums
-
-
-def sketch_gain(square_D: NDArray[np.float64], n_rows: int) -> float:
-    """Return c such that the mean squared norm over the corpus is 1; 1 if every sketch is zero.
-
-    Source: eq:feature-sketch.
-    """
-    mean = float(square_D.sum()) / n_rows
-    return 1.0 / float(np.sqrt(mean)) if mean > 0 else 1.0
 
 
 def clean(settings: BuildSettings, out: Path) -> None:

@@ -67,7 +67,7 @@ class BuildSource:
 
     def _place(self, name: str, recorded_path: str) -> str:
         """Return the path that the user gives, else the path that the artifact records."""
-        return str(leaf(self.overrides or {}, name) or self.artifact.place(recorded_path))
+        return str(leaf(self.overrides or {}, name) or self.artifact.resolve_path(recorded_path))
 
     def _as_named(self) -> AbstractContextManager[None]:
         """Forbid downloads unless the user names the model: a path that only the artifact names must be local."""

@@ -17,7 +17,7 @@ from grasp.artifact.writer import lock_artifact
 from grasp.build.add_replay import time_step
 from grasp.corpus import RowStore, read_documents
 from grasp.errors import CorpusError
-from grasp.files import written_aside
+from grasp.files import atomic_path
 from grasp.models.checkpoint import tokenizer_at
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.progress import Progress, Silent
@@ -131,7 +131,7 @@ def _tokenizer(out: Path, corpus: CorpusSettings, tokenizer: str | None, progres
     directory = out / TOKENIZER
     if not directory.exists():
         progress.stage("tokenizer", rows=None, tokens=None)
-        with written_aside(directory) as part:
+        with atomic_path(directory) as part:
             trained = train_tokenizer(tokenizer_texts(corpus), vocab_size=RECIPES["tiny"].shape.vocab_size)
             trained.save_pretrained(part)
     return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)

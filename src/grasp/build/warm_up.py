@@ -15,7 +15,7 @@ from grasp.build.add_replay import WARM_UP, refuse_longer_rows, trainable
 from grasp.build.proxy import MODEL
 from grasp.corpus import RowStore
 from grasp.errors import ArtifactError, SettingsError
-from grasp.files import differences, discard, written_aside
+from grasp.files import atomic_path, differences, discard
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import is_adapter
 from grasp.progress import Progress
@@ -90,7 +90,7 @@ def warm_up(
         progress.note(f"--warm-up: the model is trained {steps} steps of {recipe.batch_rows} rows; see {directory}")
         progress.stage("warm-up", rows=sum(map(len, order)), tokens=None)
         trajectory.train(lambda done: progress.advance(len(order[done - 1]), 0))
-        with written_aside(directory) as part:
+        with atomic_path(directory) as part:
             hf_logging.disable_progress_bar()  # the command line has its own progress display
             model.save_pretrained(part)
             tokenizer.save(part)

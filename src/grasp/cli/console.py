@@ -64,7 +64,7 @@ def program() -> str:
 
 def check_outputs(
     outputs: Mapping[str, Path | None],
-    reads: Mapping[str, files.Reads] | None = None,
+    reads: Mapping[str, files.InputPaths] | None = None,
     *,
     artifact: "ArtifactReader | None" = None,
     params: Mapping[str, Any] = MappingProxyType({}),
@@ -79,7 +79,7 @@ def check_outputs(
     """
     if not any(outputs.values()):
         return
-    inputs = dict(reads or {}) | ({} if artifact is None else artifact.reads)
+    inputs = dict(reads or {}) | ({} if artifact is None else artifact.protected_paths)
     for name, value in params.items():
         if name != "cache":
             values = value if isinstance(value, list) else [value]

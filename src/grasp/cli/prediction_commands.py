@@ -11,7 +11,7 @@ from grasp.cli.app import command, option
 from grasp.cli.console import PlainStream, check_outputs, in_colour, print_result
 from grasp.cli.options import Art, JsonFile, ModelOverrides, Quiet, ResultFile, merge_settings, split_names
 from grasp.errors import SettingsError
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.progress_display import Watch
 from grasp.text import json_text, size_text
 
@@ -84,10 +84,10 @@ def explain(
         return
     explanation = artifact.explain(row=row, unit=unit, overrides=merge_settings(None, assignments, {}), **params)
     if json_file is not None:
-        write_whole(json_file, (json_text(explanation.to_dict()) + "\n").encode())
+        write_atomically(json_file, (json_text(explanation.to_dict()) + "\n").encode())
     if out is not None and is_page:
         html = f"<!doctype html><meta charset=utf-8><title>{escape(row)}</title>{explanation._repr_html_()}\n"
-        write_whole(out, html.encode())
+        write_atomically(out, html.encode())
     elif out is not None:
         explanation.write(out)
     if isinstance(explanation, Explanation) and in_colour() and isinstance(sys.stdout, PlainStream):

@@ -11,7 +11,7 @@ from grasp.cli.app import command, option, rare
 from grasp.cli.console import check_outputs
 from grasp.cli.options import Art, Quiet, table_outputs
 from grasp.errors import SettingsError
-from grasp.files import check_place
+from grasp.files import check_directory
 from grasp.progress_display import Watch
 from grasp.text import plain
 
@@ -68,7 +68,7 @@ def select(
     dropped = None if left_out is None or left_out.suffix[1:].isalpha() else left_out
     for directory in (export, dropped):
         if directory is not None:
-            check_place(directory)
+            check_directory(directory)
     outputs = {**table_outputs("--out", out), "--left-out": left_out, "--ids-out": ids_out, "--export": export}
     check_outputs(outputs, artifact=artifact, params=params, tables=["--left-out"] if dropped is None else [])
     written = export if ids_out else export or dropped

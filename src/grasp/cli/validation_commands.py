@@ -22,7 +22,7 @@ from grasp.cli.options import (
 )
 from grasp.errors import SettingsError
 from grasp.extras import install_hint
-from grasp.files import STANDARD_OUTPUTS, write_whole
+from grasp.files import STANDARD_OUTPUTS, write_atomically
 from grasp.progress_display import Watch
 from grasp.text import printable
 
@@ -132,4 +132,4 @@ def evaluate(
         if file in STANDARD_OUTPUTS:
             print(printable(text()), end="")
         elif file is not None:
-            write_whole(file, text().encode())
+            write_atomically(file, text().encode())

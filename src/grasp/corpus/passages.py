@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from grasp.corpus.text_files import text_records
 from grasp.errors import CorpusError, MissingExtraError
-from grasp.files import written_aside
+from grasp.files import atomic_path
 
 Doc = Mapping[str, Any]
 
@@ -81,7 +81,7 @@ def write_passages(path: Path, *, exclude_texts: Container[str] = (), per_source
     counts = PassageCounts()
     passages = read_passages(exclude_texts=exclude_texts, per_source=per_source, counts=counts)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with written_aside(path) as part, pq.ParquetWriter(part, SCHEMA, compression="zstd") as writer:
+    with atomic_path(path) as part, pq.ParquetWriter(part, SCHEMA, compression="zstd") as writer:
         while batch := list(islice(passages, _BATCH)):
             writer.write_table(pa.Table.from_pylist(batch, SCHEMA))
     return counts

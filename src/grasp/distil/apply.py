@@ -40,7 +40,7 @@ from grasp.corpus.values import plain_values
 from grasp.distil.ngrams import as_bytes
 from grasp.distil.scorer import SCORE, UNFAMILIAR, UNFAMILIAR_SHARE, Scorer, percents, with_interval
 from grasp.errors import CorpusError, SettingsError
-from grasp.files import check_place, claim_directory
+from grasp.files import check_directory, claim_directory
 from grasp.predict.weights import mask_of
 from grasp.progress import Progress, Silent
 from grasp.progress_display import shows_progress
@@ -132,7 +132,7 @@ def apply(
             manifest = out / SELECTED_DIRECTORY / MANIFEST
             copies = not (manifest.exists() and read_yaml(manifest).get("keep") == str(keep))
         if copies:
-            check_place(out / SELECTED_DIRECTORY)
+            check_directory(out / SELECTED_DIRECTORY)
         store = Store(out, SCORED)
         store.begin(
             {

@@ -27,7 +27,7 @@ from grasp.artifact.rows import label_column, only_target, row_documents, sugges
 from grasp.distil.ngrams import FAMILIARITY_LENGTH, LENGTHS, SLOTS, as_bytes, shares
 from grasp.distil.scorer import UNFAMILIAR_SHARE, Card, Quality, Scorer, SliceQuality
 from grasp.errors import SettingsError
-from grasp.files import FileEntry, check_place
+from grasp.files import FileEntry, check_directory
 from grasp.methods.contract import MethodInputs
 from grasp.predict.predictor import additive_predictor
 from grasp.predict.scoring_rule import ScoringProtocol
@@ -87,7 +87,7 @@ def distil(
         ArtifactError: the artifact has no tokens, or its tokenizer cannot be loaded.
     """
     out, progress = Path(out), progress or Silent()
-    check_place(out, artifact.reads)
+    check_directory(out, artifact.protected_paths)
     target = only_target(artifact, target)
     predictor = additive_predictor(artifact, target, protocol=protocol)
     inputs = MethodInputs(artifact)

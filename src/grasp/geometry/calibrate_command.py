@@ -56,7 +56,7 @@ def calibrate(
 
     arts = [grasp.open(path) for path in paths]
     for art in arts:
-        read = art.files.reads | {"holds the runs": runs, "--family reads": family}
+        read = art.files.protected_paths | {"holds the runs": runs, "--family reads": family}
         check_outputs({"--out": out, "the record of --out": provenance_path(out)}, read)
     result = grasp.calibrate(
         arts,

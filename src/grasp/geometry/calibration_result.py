@@ -31,7 +31,7 @@ import grasp
 from grasp.arrays import F64, ratio
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError, ProtocolLeakError, RunsError
-from grasp.files import write_whole
+from grasp.files import write_atomically
 from grasp.geometry.candidates import DELTA, Candidate, Criterion, ProtocolFamily
 from grasp.geometry.geometry_rule import CalibrationSettings
 from grasp.geometry.scored import DEFAULT_CALIBRATION, Parts, Scored
@@ -347,7 +347,7 @@ def provenance_path(protocol: Path) -> Path:
 
 def write_provenance(record: Mapping[str, Any], path: Path) -> None:
     """Write the record atomically."""
-    write_whole(path, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
+    write_atomically(path, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
 
 
 def _describe(development: Development) -> dict[str, Any]:

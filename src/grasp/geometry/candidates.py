@@ -18,7 +18,7 @@ from scipy.special import ndtri
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError
-from grasp.files import written_aside
+from grasp.files import atomic_path
 from grasp.geometry.geometry_rule import COMPONENT, InteractionProtocol, Standardize
 from grasp.geometry.subset_sums import Half, Kind, halves_needed
 from grasp.predict.scoring_rule import Match, Requirements, ScoringProtocol
@@ -270,7 +270,7 @@ def default_family() -> ProtocolFamily:
 def write_default_family(path: Path) -> None:
     """Write the built-in family with its comments to a file, atomically, as a template."""
     text = files("grasp.geometry").joinpath("family.yaml").read_text(encoding="utf-8")
-    with written_aside(path) as part:
+    with atomic_path(path) as part:
         part.write_text(text, encoding="utf-8")
 
 

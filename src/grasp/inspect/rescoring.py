@@ -17,7 +17,7 @@ from scipy.sparse import csr_array, vstack
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.model_pass import ModelPass, merge_batches, observe_part, read_batches
+from grasp.build.model_pass import ModelPass, compute_moments, merge_batches, read_batches
 from grasp.build.provenance import BuildSource
 from grasp.errors import ArtifactError, GraspError, ModelError, RunsError
 from grasp.hub import fetched_before
@@ -178,7 +178,7 @@ def rank_by_two_samples(
     rankings, counts = [], []
     for sample in samples:
         rows = origin.rows.rows(sample)
-        corpus = observe_part(model_pass, rows, states_every=max(1, rows.n_tokens // STATES))
+        corpus = compute_moments(model_pass, rows, states_every=max(1, rows.n_tokens // STATES))
         prepared_kernels = make_kernels(kernels, origin.model, settings, corpus)
         total_NT = np.zeros((features_batch.n_rows, len(columns.targets)))
         for kernel in prepared_kernels:

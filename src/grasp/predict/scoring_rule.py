@@ -23,7 +23,7 @@ from pydantic import Field, field_validator
 
 from grasp.artifact.reader import RENAMED_KERNELS, RENAMED_SETTINGS, ArtifactReader
 from grasp.errors import ProtocolError, SettingsError
-from grasp.files import written_aside
+from grasp.files import atomic_path
 from grasp.settings import Positions, Settings
 from grasp.yaml_files import read_yaml, validated, write_yaml
 
@@ -328,7 +328,7 @@ def save_protocol(protocol: ScoringProtocol, path: Path | str) -> None:
     if destination.suffix != ".json":
         write_yaml(protocol.model_dump(mode="json"), destination)
         return
-    with written_aside(destination) as temporary:
+    with atomic_path(destination) as temporary:
         temporary.write_text(protocol.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 

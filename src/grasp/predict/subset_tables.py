@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 
 from grasp.arrays import F64, I64
 from grasp.errors import SubsetError
-from grasp.files import written_aside
+from grasp.files import atomic_path
 from grasp.predict.weights import (
     MAX_WEIGHT,
     MIN_WEIGHT,
@@ -138,7 +138,7 @@ def write_subsets(
     fields = [("subset_id", pa.string()), ("row_id", pa.string())] + ([("weight", pa.float64())] if weights else [])
     schema = pa.schema(fields, {CORPUS_KEY: corpus} if corpus else None)
     with (
-        written_aside(Path(path)) as temporary,
+        atomic_path(Path(path)) as temporary,
         ChecksummedParquetWriter(temporary, schema, compression_level=compression_level) as writer,
     ):
         for block in blocks:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, SettingsError
-from grasp.files import claim_directory, written_aside
+from grasp.files import atomic_path, claim_directory
 from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor
 from grasp.predict.scoring_rule import ScoringProtocol
 
@@ -47,12 +47,12 @@ def write_atlas(
             f"{artifact.location}: the artifact has no sketches, which the map is computed from; build it with "
             "features.hidden_width and features.residual_width above 0"
         )
-    claim_directory(directory, ".grasp-atlas", lambda _: False, artifact.reads)
+    claim_directory(directory, ".grasp-atlas", lambda _: False, artifact.protected_paths)
     predictor = Predictor.from_artifact(artifact, protocol, targets)
     projection_N2 = _principal_coordinates(artifact, names)
     path, start = directory / "rows.parquet", 0
     try:
-        with written_aside(path) as part:
+        with atomic_path(path) as part:
             writer = None
             for batch in artifact.row_batches():
                 table = pa.Table.from_batches([batch]).drop_columns(["row_index"])

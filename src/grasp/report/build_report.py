@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
-from grasp.files import Reads, check_outputs, written_aside
+from grasp.files import InputPaths, atomic_path, check_outputs
 from grasp.predict.scoring_rule import ScoringProtocol, resolve_protocol
 from grasp.progress import Progress
 from grasp.report.findings import collect_findings
@@ -100,11 +100,11 @@ def report(
         else getattr(checkpoint, "files", checkpoint)
         for checkpoint in previous
     ]
-    reads: dict[str, Reads] = {f"{name} reads": path for name, path in paths.items()}
+    reads: dict[str, InputPaths] = {f"{name} reads": path for name, path in paths.items()}
     reads |= {"holds the runs": None if bound_runs is None else bound_runs.path}
     reads |= {"is the artifact of an earlier checkpoint": [checkpoint.path for checkpoint in earlier_artifacts]}
     protocol_path = Path(protocol) if isinstance(protocol, Path | str) else None
-    check_outputs({"out": out}, artifact.reads | reads | {"protocol reads": protocol_path})
+    check_outputs({"out": out}, artifact.protected_paths | reads | {"protocol reads": protocol_path})
     flags = {  # command line that reproduces the page; the page shows it
         "--by": ",".join(by) or None,
         "--target": None if targets is None else ",".join(targets),
@@ -135,7 +135,7 @@ def report(
     )
     page = render(findings)
     try:
-        with written_aside(out) as part:
+        with atomic_path(out) as part:
             part.write_bytes(page.encode())
     except (IsADirectoryError, FileNotFoundError, NotADirectoryError) as err:
         raise SettingsError(f"--out: cannot write {out} ({err.strerror}); expected the path of a file") from err

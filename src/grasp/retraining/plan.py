@@ -19,7 +19,7 @@ from grasp.build.proxy import tokenizer_texts
 from grasp.corpus import RowStore
 from grasp.corpus.sources import open_source
 from grasp.errors import RunsError, SettingsError, SubsetError
-from grasp.files import claim_directory, discard, written_aside
+from grasp.files import atomic_path, claim_directory, discard
 from grasp.models.checkpoint import device_of, text_config_of, tokenizer_at
 from grasp.models.checkpoint import tokenizer_of as tokenizer_of_model
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
@@ -226,7 +226,7 @@ def _train_tokenizer(settings: RetrainSettings, recipe: TrainingRecipe, out: Pat
     stage("tokenizer")
 
     discard(directory)
-    with written_aside(directory) as part:
+    with atomic_path(directory) as part:
         train_tokenizer(tokenizer_texts(settings.corpus), vocab_size=recipe.shape.vocab_size).save_pretrained(part)
         (part / TOKENIZER_RECORD).write_text(trained_on, encoding="utf-8")
 

@@ -22,7 +22,7 @@ from grasp.corpus.documents import Corpus
 from grasp.corpus.row_store import RowStore
 from grasp.corpus.sources import open_source
 from grasp.errors import ModelError, SettingsError
-from grasp.files import discard, written_aside
+from grasp.files import atomic_path, discard
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import TOKENIZER_FILES
 from grasp.models.tokenizer import HfTokenizer
@@ -64,7 +64,7 @@ def write_corpus(store: RowStore, settings: CorpusSettings, tokenizer: HfTokeniz
     """Write all rows of the corpus with text and labels as JSONL, from which subsets are copied."""
     corpus = Corpus(open_source(settings.path, settings.split), settings)
     texts = store.texts(np.arange(store.n_rows), corpus, lambda: tokenizer)
-    with written_aside(out / ROWS) as part, part.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
+    with atomic_path(out / ROWS) as part, part.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
         for k in range(store.n_shards):
             shard = store.shard(k)
             names = ["row_id", *store.label_columns]
@@ -162,7 +162,7 @@ def job_line(words: Sequence[str], run: Run, weight_N: F64, runs_path: Path) -> 
     work.mkdir(parents=True, exist_ok=True)
     corpus, part, checkpoint = work / "corpus.jsonl", work / "checkpoint.part", work / "checkpoint"
     if not corpus.exists():
-        with written_aside(corpus) as aside:
+        with atomic_path(corpus) as aside:
             write_subset(runs_path / ROWS, weight_N, run.seed, aside)
     steps = [
         ["rm", "-rf", str(part), str(checkpoint)],

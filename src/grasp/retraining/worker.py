@@ -30,7 +30,7 @@ from grasp.build.add_replay import trainable
 from grasp.build.ray_cluster import ClusterSpec, connected
 from grasp.corpus import RowStore
 from grasp.errors import GraspError, ModelError, SettingsError
-from grasp.files import discard, written_aside
+from grasp.files import atomic_path, discard
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import device_of
 from grasp.models.unit_loss import evaluate_units
@@ -292,7 +292,7 @@ class Worker:
             directory = self.retrained.path / "reference" / f"seed-{run.seed}"
             discard(directory)
             directory.parent.mkdir(exist_ok=True)
-            with written_aside(directory) as part:
+            with atomic_path(directory) as part:
                 model.save_pretrained(part)
                 self.tokenizer.tokenizer.save_pretrained(part)
         return utility_E

@@ -24,7 +24,7 @@ import pyarrow.csv as pacsv
 
 from grasp.arrays import F64
 from grasp.errors import RunsError
-from grasp.files import check_place
+from grasp.files import check_directory
 from grasp.mixture_files import mixture_files, read_mixtures_of_runs
 from grasp.runs.results_files import SHARES, HarnessResults, direction_by_name, read_results
 from grasp.runs.table import RESULTS_SCHEMA, SUM_SLACK, TRAINED_SCHEMA, Direction, Kind, RunsInfo, RunTable
@@ -82,7 +82,9 @@ def import_runs(
         SettingsError: `out` exists.
     """
     if out is not None:
-        check_place(Path(out), {"is read": [source for source in (trained, results) if isinstance(source, Path | str)]})
+        check_directory(
+            Path(out), {"is read": [source for source in (trained, results) if isinstance(source, Path | str)]}
+        )
     paths = [str(source) for source in (trained, results) if isinstance(source, Path | str)]
     name = Path(paths[-1]).stem if paths else "runs"
     if weights not in ("shares", "times"):

@@ -29,7 +29,7 @@ import pyarrow as pa
 from grasp.arrays import F64
 from grasp.artifact.label_table import LabelColumn
 from grasp.errors import ModelError, RunsError
-from grasp.files import differences, discard, is_part, kind_of, remove_stale, write_whole, written_aside
+from grasp.files import atomic_path, differences, discard, is_part, kind_of, remove_if_stale, write_atomically
 from grasp.predict.families import parse_family
 from grasp.predict.scoring_rule import geometry
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
@@ -113,7 +113,7 @@ class RetrainedRuns(TrainingRuns):
                 or their names are repeated, reserved or too long.
         """
         path.mkdir(parents=True, exist_ok=True)
-        with written_aside(path / SUBSETS) as temporary:  # replaces the file only if no check fails
+        with atomic_path(path / SUBSETS) as temporary:  # replaces the file only if no check fails
             digest = MaskDigest()
             write_subsets(temporary, digest.update_with(blocks), rows, weights=True, compression_level=19)
             _check_names(digest.ids, path / SUBSETS)
@@ -297,7 +297,7 @@ class RetrainedRuns(TrainingRuns):
         path = self._run_path(run)
         if run not in self._finished():
             path.parent.mkdir(exist_ok=True)
-            write_whole(path, encode_utilities([run], self.units, utility_E[None]))
+            write_atomically(path, encode_utilities([run], self.units, utility_E[None]))
 
     def compact(self) -> None:
         """Merge the files of single runs into utilities.parquet and reference.parquet, and remove them; idempotent.
@@ -317,13 +317,13 @@ class RetrainedRuns(TrainingRuns):
                 group = [r for r, run in enumerate(all_runs) if (run.subset_id == WHOLE_CORPUS_RUN) == of_whole_corpus]
                 if group:
                     content = encode_utilities([all_runs[r] for r in group], self.units, values_RE[group])
-                    write_whole(self.path / name, content)
+                    write_atomically(self.path / name, content)
         for run in all_runs:
             self._run_path(run).unlink(missing_ok=True)
         self._remove_leases()
         for file in (*self.path.glob(".*"), *(self.path / RUNS_DIRECTORY).glob(".*")):
             if is_part(file):  # the temporary file of a process that was killed
-                remove_stale(file, older_than=TTL_SECONDS)
+                remove_if_stale(file, older_than=TTL_SECONDS)
 
     def _remove_leases(self) -> None:
         """Delete the files of leases, which are named after the run and a number; leave all other files."""
@@ -338,7 +338,7 @@ class RetrainedRuns(TrainingRuns):
     def mark_failed(self, run: Run, message: str) -> None:
         """Record the error message of a failed run."""
         (self.path / FAILED_DIRECTORY).mkdir(exist_ok=True)
-        write_whole(self.path / FAILED_DIRECTORY / f"{run.stem}.txt", " ".join(message.split()).encode())
+        write_atomically(self.path / FAILED_DIRECTORY / f"{run.stem}.txt", " ".join(message.split()).encode())
 
     def forget_failures(self) -> None:
         """Delete the records of failed runs, so that they are retried."""

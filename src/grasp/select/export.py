@@ -41,7 +41,7 @@ from grasp.corpus.sources import Chunk, JsonRecord, open_source
 from grasp.corpus.text_files import DELIMITER
 from grasp.errors import CorpusError, SettingsError
 from grasp.extras import require
-from grasp.files import check_place, discard, entry_of, temporary_path, write_whole, written_aside
+from grasp.files import atomic_path, check_directory, discard, entry_of, temporary_path, write_atomically
 from grasp.predict.weights import mask_of
 from grasp.results import write_table
 from grasp.select.export_tables import table_of_records, to_readable_table
@@ -142,37 +142,44 @@ class Exporter:
         source, corpus = BuildSource(artifact), Corpus(open_source(self.corpus.path, self.corpus.split), self.corpus)
         with stored_rows(artifact, corpus, lambda: source.tokenizer, temporary_path(out)) as rows:
             if rule is None and has_text:
-                index = selection.left_out if left_out else selection.row_index
-                if not len(index):
+                row_index = selection.left_out if left_out else selection.row_index
+                if not len(row_index):
                     raise SettingsError(NOTHING_LEFT_OUT)
-                effect = selection.effect_N[index]
-                tables = row_tables(artifact, rows, corpus, index, effect, lambda: source.tokenizer)
+                effect = selection.effect_N[row_index]
+                tables = row_tables(artifact, rows, corpus, row_index, effect, lambda: source.tokenizer)
                 if self.format.kind in DELIMITER:  # a cell cannot hold a list of token ids
                     tables = (table.drop_columns("input_ids") for table in tables)
-                tokens = int(row_tokens(artifact)[index].sum())
+                tokens = int(row_tokens(artifact)[row_index].sum())
                 return write_corpus(out, self.format, "rows", tables, tokens, provenance, self.shard_size)
             selected_N = mask_of(selection.row_index, artifact.n_rows)
             documents = select_documents(rows, selected_N, rule or "all", others=left_out)
         if say is not None and rule is not None:
-            line = f"whole documents ({rule}): {len(documents.names):,} with {documents.tokens:,} tokens"
-            if documents.added:
-                line += f"; {documents.added:,} of them in rows that are not selected"
-            if documents.lost:
-                line += f"; {documents.lost:,} tokens of selected rows are dropped with their documents"
-            say(line)
+            say(documents.describe(rule))
+        written = self._write_documents(documents, out, provenance)
+        if rule is None or left_out:
+            return written
+        return _with_note_on_size(written, documents.tokens, selection.n_tokens)
+
+    def _write_documents(self, documents: "DocumentSelection", out: Path, provenance: dict[str, Any]) -> Export:
+        """Write the records of documents, and their ids if requested."""
         if self.ids is not None:
             documents.write_ids(self.ids)
-        provenance |= {} if rule is None else {"documents": rule}
+        provenance |= {} if self.rule is None else {"documents": self.rule}
         records = iter_records(self.corpus, documents.mask_M)
         written = write_corpus(out, self.format, "documents", records, documents.tokens, provenance, self.shard_size)
         if self.corpus.fields is not None and self.corpus.fields.origin:
             written = replace(written, note=_entry_note(self.corpus.fields.origin, out))
-        difference = 0.0 if rule is None or left_out else documents.tokens / selection.n_tokens - 1
-        if abs(difference) <= TOKENS_TOLERANCE:
-            return written
-        more = "more" if difference > 0 else "fewer"
-        note = f", {abs(difference):.0%} {more} than the selected rows ({selection.n_tokens:,}); to select whole "
-        return replace(written, note=f"{note}documents within the budget, pass --documents all{written.note}")
+        return written
+
+
+def _with_note_on_size(written: Export, document_tokens: int, row_tokens: int) -> Export:
+    """Add a note if whole documents have clearly more or fewer tokens than the selected rows."""
+    difference = document_tokens / row_tokens - 1
+    if abs(difference) <= TOKENS_TOLERANCE:
+        return written
+    more = "more" if difference > 0 else "fewer"
+    note = f", {abs(difference):.0%} {more} than the selected rows ({row_tokens:,}); to select whole "
+    return replace(written, note=f"{note}documents within the budget, pass --documents all{written.note}")
 
 
 def parse_document_rule(text: str) -> Rule:
@@ -208,7 +215,7 @@ def corpus_settings(artifact: ArtifactReader, path: str | None = None) -> Corpus
         )
     settings = validated(CorpusSettings, recorded, f"{artifact.location}: settings.corpus")
     if path is None:
-        path = artifact.place(settings.path)
+        path = artifact.resolve_path(settings.path)
         require_here(artifact, path, "`corpus`")
     return settings.model_copy(update={"path": path})
 
@@ -222,9 +229,9 @@ def stored_rows(
     Raises:
         CorpusError: the corpus or its tokenizer is not the one that the artifact was built from.
     """
-    fingerprint, place = artifact.manifest.fingerprints.get("corpus"), artifact.path / TOKENS
-    if place.is_dir():
-        rows = RowStore.open(place)
+    fingerprint, directory = artifact.manifest.fingerprints.get("corpus"), artifact.path / TOKENS
+    if directory.is_dir():
+        rows = RowStore.open(directory)
         if rows.fingerprint == fingerprint and rows.was_built_from(corpus.source):
             yield rows
             return
@@ -270,6 +277,15 @@ class DocumentSelection:
     added: int
     lost: int
 
+    def describe(self, rule: Rule) -> str:
+        """Return what whole documents add to the selected rows, and what they drop."""
+        text = f"whole documents ({rule}): {len(self.names):,} with {self.tokens:,} tokens"
+        if self.added:
+            text += f"; {self.added:,} of them in rows that are not selected"
+        if self.lost:
+            text += f"; {self.lost:,} tokens of selected rows are dropped with their documents"
+        return text
+
     def write_ids(self, path: Path) -> None:
         """Write a table with columns name and record, or a text file with one name per line, atomically.
 
@@ -284,7 +300,7 @@ class DocumentSelection:
                 raise SettingsError(
                     f"document {name!r}: contains a line break; write the ids to a .csv or .parquet file"
                 )
-        write_whole(path, ("\n".join(self.names) + "\n").encode())
+        write_atomically(path, ("\n".join(self.names) + "\n").encode())
 
 
 def select_documents(rows: RowStore, selected_N: Bool, rule: Rule, *, others: bool = False) -> DocumentSelection:
@@ -349,50 +365,43 @@ def row_tables(
         effect: effect of each selected row, in the order of `row_index`.
         tokenizer: loads the tokenizer; only called for rows without a text span, e.g. conversations.
     """
-    order_N = np.full(artifact.n_rows, -1, dtype=np.int64)
-    order_N[row_index] = np.arange(len(row_index))
-    texts = rows.texts(np.flatnonzero(order_N >= 0), corpus, tokenizer)
-    documents_N = np.concatenate([rows.read_columns(k, (DOCUMENT_COLUMN,)).column(0) for k in range(rows.n_shards)])
+    rank_N = np.full(artifact.n_rows, -1, dtype=np.int64)  # -1: not selected
+    rank_N[row_index] = np.arange(len(row_index))
+    texts = rows.texts(np.flatnonzero(rank_N >= 0), corpus, tokenizer)
+    document_N = np.concatenate([rows.read_columns(k, (DOCUMENT_COLUMN,)).column(0) for k in range(rows.n_shards)])
     other_columns = _OtherColumns(corpus)
-    start, text_name = 0, (artifact.manifest.details.get("columns") or {}).get("text", "text")
+    stop, text_name = 0, (artifact.manifest.details.get("columns") or {}).get("text", "text")
     for batch in artifact.row_batches(None, batch_rows=BLOCK_ROWS):
-        order_n = order_N[start : start + batch.num_rows]
-        in_batch = np.flatnonzero(order_n >= 0)
+        start, stop = stop, stop + batch.num_rows
+        in_batch = np.flatnonzero(rank_N[start:stop] >= 0)
         if not len(in_batch):
-            start += batch.num_rows
             continue
-        index = start + in_batch
-        start += batch.num_rows
-        shard = rows.rows(index)
-        table = pa.Table.from_batches([batch.take(pa.array(in_batch))]).replace_schema_metadata(None)
+        selected = start + in_batch
+        stored = pa.Table.from_batches([batch.take(pa.array(in_batch))]).replace_schema_metadata(None)
+        shard = rows.rows(selected)
         ids = [shard.ids(i) for i in range(len(shard))]
-        row_texts = islice(texts, len(shard))
+        row_texts = [
+            tokenizer().decode([row.tolist()])[0] if text is None else text
+            for row, text in zip(ids, islice(texts, len(shard)), strict=True)
+        ]
         row_columns = {
-            "row_id": table["row_id"],
-            "doc_id": table["doc_id"],
-            text_name: pa.array(
-                [
-                    tokenizer().decode([row.tolist()])[0] if row_text is None else row_text
-                    for row, row_text in zip(ids, row_texts, strict=True)
-                ],
-                pa.large_string(),
-            ),
+            "row_id": stored["row_id"],
+            "doc_id": stored["doc_id"],
+            text_name: pa.array(row_texts, pa.large_string()),
             "input_ids": pa.array(ids, pa.list_(pa.int32())),
-            "n_tokens": table["n_tokens"],
-            "order": pa.array(order_n[in_batch]),
-            "effect": pa.array(effect[order_n[in_batch]]),
+            "n_tokens": stored["n_tokens"],
+            "order": pa.array(rank_N[selected]),
+            "effect": pa.array(effect[rank_N[selected]]),
         }
-        columns = pa.table(row_columns)
-        if corpus.settings.path_labels:  # no record has them
-            path_labels = [name for name in ("file", "directory") if name in table.column_names]
-            columns = pa.table({**row_columns, **{name: table[name] for name in path_labels}})
-        done = 0
-        for n_rows, others in other_columns.tables(documents_N[index].astype(np.int64)):
-            part = columns.slice(done, n_rows)
-            done += n_rows
+        path_labels = ("file", "directory") if corpus.settings.path_labels else ()  # no record has them
+        columns = pa.table(row_columns | {name: stored[name] for name in path_labels if name in stored.column_names})
+        first = 0
+        for n_rows, others in other_columns.tables(document_N[selected].astype(np.int64)):
+            table = columns.slice(first, n_rows)
+            first += n_rows
             for name in others.column_names:
-                part = part.append_column(f"{name}_" if name in row_columns else name, others[name])
-            yield part
+                table = table.append_column(f"{name}_" if name in row_columns else name, others[name])
+            yield table
 
 
 class _OtherColumns:
@@ -440,10 +449,10 @@ class _OtherColumns:
         names = self._names[name] = self._names_of_others({column.name: column.type for column in schema}, name)
         return names or schema.names[:1]  # Arrow does not count the rows of a table without columns
 
-    def _names_of_others(self, columns: Mapping[str, Any], where: str) -> list[str]:
+    def _names_of_others(self, columns: Mapping[str, Any], location: str) -> list[str]:
         """Return the names of the columns that are neither content nor ids."""
-        content = content_columns(self._settings, dict.fromkeys(columns), where)
-        ids = {*id_columns(self._settings, list(columns), where)} & {ROW_ID_COLUMNS[0], DOC_ID_COLUMN}  # ours
+        content = content_columns(self._settings, dict.fromkeys(columns), location)
+        ids = {*id_columns(self._settings, list(columns), location)} & {ROW_ID_COLUMNS[0], DOC_ID_COLUMN}  # ours
         return [name for name in columns if name not in content and name not in ids]
 
 
@@ -469,9 +478,7 @@ def iter_records(corpus: CorpusSettings, mask_M: Bool) -> Iterator[Item]:
             batch = chunk.batch.slice(0, len(in_chunk_M))
             table = batch if isinstance(batch, pa.Table) else pa.Table.from_batches([batch])
             # converted first: Arrow cannot filter view types
-            yield to_readable_table(table).filter(
-                pa.array(in_chunk_M)
-            )  # converted first: Arrow cannot filter view types
+            yield to_readable_table(table).filter(pa.array(in_chunk_M))
 
 
 def _entry_note(origin: str, out: Path) -> str:
@@ -506,11 +513,11 @@ def write_corpus(
         CorpusError: a record cannot be represented in the format.
         MissingExtraError: the format is `datasets` and the library is not installed.
     """
-    check_place(out)
+    check_directory(out)
     if form.kind == "datasets":
         require("datasets", extra="datasets", feature="writing a `datasets` directory")
     order = "of the corpus" + ("; column `order` has the rank in the selection" if holds == "rows" else "")
-    with written_aside(out) as part:
+    with atomic_path(out) as part:
         part.mkdir(parents=True)
         n_records = write_records(part, form, items, size)
         files = {file.name: entry_of(file).model_dump() for file in sorted(part.iterdir())}

@@ -1,9 +1,10 @@
 """Optimise the mixture weights of a label's values. Start with `mix`.
 
 A mixture p gives each row of slice g the weight N p_g / n_g; the corpus is p_g = n_g / N. Shares are shares of rows.
-With the repetition law r and the mean effect m_g of a slice, the predicted change is
+With the mean effect m_g of a slice, the repetition law r (see `RepetitionLaw`), and the value b that any row has when
+it is seen for the first time, the predicted change is
 
-    sum_g n_g / N r(N p_g / n_g) (m_g + b) - b,   b the value of a new row.
+    sum_g n_g / N r(N p_g / n_g) (m_g + b) - b.
 
 The term of slice g is concave if m_g > -b. Otherwise it is convex and is replaced by its chord between the bounds of
 p_g, which is nowhere below it, so the solver's maximum is an upper bound. The mixture is optimal if these slices end at
@@ -50,7 +51,8 @@ MAX_LINES_SHOWN = 30  # rows of the printed table
 MIXTURE = "mixture"  # name of the subset
 MAX_REPEAT = 4.0  # data repeated more often is worth clearly less than new data: arXiv 2305.16264
 SEGMENTS = 32  # segments of the piecewise linear approximation of a slice's term
-TINY = 1e-12
+TINY = 1e-12  # smallest divisor
+ROUNDING = 1e-12  # tolerance of sums of shares
 MAX_RELATIVE_GAP = 1e-3  # relative error of that approximation; a larger gap to the upper bound is reported
 
 
@@ -148,7 +150,7 @@ def mix(
         SettingsError: no mixture satisfies the floors, caps and distance, or they are numbers of rows, not shares.
     """
     targets = weighted_targets(target, artifact.targets)
-    rule = resolve_diversity(artifact, protocol, diversity)
+    scoring = resolve_diversity(artifact, protocol, diversity)
     if not 1 <= max_repeat < np.inf:
         raise SettingsError(f"max_repeat: got {max_repeat:g}, expected a number of repetitions of 1 or more")
     tokens_N = row_tokens(artifact)
@@ -161,34 +163,22 @@ def mix(
     floors, caps = parse_bounds(floor, "floor"), parse_bounds(cap, "cap")
     low_G, high_G = _bounds(slices, floors, caps, max_repeat, min(1.0, epochs), max_distance)
     problem = MixtureProblem(np.zeros(len(current_G)), low_G, high_G, current_G, max_distance)
-    objective = SelectionObjective.from_artifact(artifact, rule, targets, tokens, runs, cautious=cautious)
-
-    rule = objective.predictor.protocol  # restricted to the kernels of the artifact
-    optimize = _optimize_additive if rule.interaction is Interaction.NONE else geometry().optimize_mixture
-    optimized: OptimizedMixture = optimize(objective, slices, problem)
-    by_runs, p_G = tokens is None and objective.run_model is not None, optimized.p_G
-    if by_runs:
-        p_G = frank_wolfe(
-            problem, lambda p_BG: objective.predicted_by_runs(slices.weights(p_BG / current_G)), [p_G, current_G]
-        )
-    factor_G = p_G / current_G
+    objective = SelectionObjective.from_artifact(artifact, scoring, targets, tokens, runs, cautious=cautious)
+    optimized = _optimize(objective, slices, problem)
+    factor_G = optimized.p_G / current_G
     changes, notes = objective.evaluate(MIXTURE, slices.weights(factor_G[None]), "the current mixture", slices.codes_N)
-    value, gap = optimized.value(p_G), optimized.gap(p_G)
-    optimum = optimized.optimum + (f" (up to a gap of {gap:.3f})" if gap > MAX_RELATIVE_GAP * abs(value) else "")
-    optimum = "the optimum predicted by the runs" if by_runs else optimum
-
-    messages = _mixture_notes(slices, column.note, max_repeat)
-    if by_runs:
-        messages.append("the mixture maximises the change predicted by the runs, not that by relevance")
-    else:
-        messages += optimized.notes
+    value, gap = optimized.value(optimized.p_G), optimized.gap(optimized.p_G)
+    optimum = optimized.optimum
+    if gap > MAX_RELATIVE_GAP * abs(value):
+        optimum += f" (up to a gap of {gap:.3f})"
+    messages = [*_mixture_notes(slices, column.note, max_repeat), *optimized.notes]
     repetition = f"no row is seen more than {epochs * float(factor_G.max()):.2g} times"
     if tokens is None:
         messages.append(f"{repetition} in one epoch")
     else:
         budget = f"{tokens:,.0f} training tokens, {epochs:.2g} epochs"
         messages.append(f"value {value:+z.3f}: the change including the effect of repetition in {budget}; {repetition}")
-    moved = 0.5 * float(np.abs(p_G - current_G).sum())
+    moved = 0.5 * float(np.abs(optimized.p_G - current_G).sum())
     params = {
         "by": by,
         "targets": dict(targets),
@@ -205,7 +195,7 @@ def mix(
                 "expression": pa.array([entry.expression for entry in slices.slices], pa.string()),
                 "rows": pa.array(slices.rows_G),
                 "now": pa.array(current_G),
-                "proposed": pa.array(p_G),
+                "proposed": pa.array(optimized.p_G),
                 "times_as_often": pa.array(factor_G),
             }
         ),
@@ -259,6 +249,32 @@ class OptimizedMixture:
     notes: tuple[str, ...]
     value: Callable[[F64], float]
     gap: Callable[[F64], float]
+
+
+def _optimize(objective: SelectionObjective, slices: LabelSlices, problem: MixtureProblem) -> OptimizedMixture:
+    """Return the mixture with the highest predicted change: by relevance, or by the runs, if there are any.
+
+    The model fitted to runs is a function of means over rows, so it says nothing of repetition: under a training budget
+    the mixture is optimised by relevance.
+    """
+    protocol = objective.predictor.protocol  # restricted to the kernels of the artifact
+    optimize = _optimize_additive if protocol.interaction is Interaction.NONE else geometry().optimize_mixture
+    by_relevance: OptimizedMixture = optimize(objective, slices, problem)
+    if objective.train_tokens is not None or objective.run_model is None:
+        return by_relevance
+    current_G = problem.current_G
+    p_G = frank_wolfe(
+        problem,
+        lambda p_BG: objective.predicted_by_runs(slices.weights(p_BG / current_G)),
+        [by_relevance.p_G, current_G],
+    )
+    return replace(
+        by_relevance,
+        p_G=p_G,
+        optimum="the optimum predicted by the runs",
+        notes=("the mixture maximises the change predicted by the runs, not that by relevance",),
+        gap=lambda p_G: 0.0,
+    )
 
 
 def _optimize_additive(objective: SelectionObjective, slices: LabelSlices, problem: MixtureProblem) -> OptimizedMixture:
@@ -346,18 +362,18 @@ def _bounds(
 
     problems = [
         f"{names[g]} has a floor of {low_G[g]:.1%} and a cap of {high_G[g]:.1%}"
-        for g in np.flatnonzero(low_G > high_G + 1e-12).tolist()
+        for g in np.flatnonzero(low_G > high_G + ROUNDING).tolist()
     ]
-    if low_G.sum() > 1.0 + 1e-12:
+    if low_G.sum() > 1.0 + ROUNDING:
         problems.append(f"the floors add up to {low_G.sum():.1%}")
-    if high_G.sum() < 1.0 - 1e-12:
+    if high_G.sum() < 1.0 - ROUNDING:
         problems.append(
             f"the caps, including max_repeat {max_repeat:g}, add up to {high_G.sum():.1%}, expected at least 100%"
         )
     # satisfying the bounds may move more data than the distance allows
     up_G, down_G = np.maximum(low_G - current_G, 0.0), np.maximum(current_G - high_G, 0.0)
     min_distance = max(float(up_G.sum()), float(down_G.sum()))
-    if distance is not None and min_distance > distance + 1e-12:
+    if distance is not None and min_distance > distance + ROUNDING:
         worst = names[int(np.argmax(np.maximum(up_G, down_G)))]
         problems.append(f"they move {min_distance:.1%} of the data, mostly {worst}; the distance allows {distance:.1%}")
     if problems:

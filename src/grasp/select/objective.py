@@ -18,7 +18,7 @@ from grasp.arrays import F64, I32, I64
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_tokens
 from grasp.errors import SettingsError
-from grasp.files import UNSIGNED, with_checksum, write_whole, written_aside
+from grasp.files import UNSIGNED, atomic_path, with_checksum, write_atomically
 from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor, RepetitionLaw, SubsetSums
 from grasp.predict.scoring_rule import ScoringProtocol, parse_protocol, resolve_protocol, save_protocol
 from grasp.predict.subset_tables import CORPUS_KEY
@@ -87,11 +87,11 @@ class OptimizationResult(Result):
         if path.suffix != ".parquet":
             raise SettingsError(f"{path}: expected a path that ends in .parquet")
         corpus = self.artifact.manifest.fingerprints.get("corpus", "")
-        with written_aside(path) as part:
+        with atomic_path(path) as part:
             marked = self.table.replace_schema_metadata({CORPUS_KEY: corpus})
             write_checksummed(marked, part, group_rows=GROUP_ROWS)
         text = json_text({"checksum": UNSIGNED, **self.summary(), CORPUS_KEY: corpus})
-        write_whole(path.with_suffix(".json"), with_checksum(f"{text}\n".encode()))
+        write_atomically(path.with_suffix(".json"), with_checksum(f"{text}\n".encode()))
         save_protocol(self.protocol, path.with_suffix(".protocol.yaml"))
         return path
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from grasp.arrays import F64, I64
 from grasp.artifact.rows import ranked, write_ranked
-from grasp.files import check_place
+from grasp.files import check_directory
 from grasp.predict.weights import mask_of
 from grasp.select.export import Export, Exporter
 from grasp.select.objective import OptimizationResult
@@ -108,7 +108,7 @@ class Selection(OptimizationResult):
             SettingsError: `out` exists, the rule or format is unknown, or there is nothing to write.
             CorpusError: the corpus or its tokenizer is not the one that the artifact was built from.
         """
-        check_place(Path(out))
+        check_directory(Path(out))
         exporter = Exporter.from_options(
             self.artifact, documents=documents, form=format, corpus=corpus, ids=ids, shard_size=shard_size
         )

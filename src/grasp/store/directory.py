@@ -21,16 +21,16 @@ from pydantic import BaseModel
 from grasp.errors import ArtifactError, GraspError
 from grasp.files import (
     FileEntry,
-    check_place,
+    atomic_path,
+    check_directory,
     differences,
     discard,
     entry_of,
     fault,
     kind_of,
-    out_of_space,
     remove_parts,
-    write_whole,
-    written_aside,
+    report_full_disk,
+    write_atomically,
 )
 from grasp.store.records import R, Signed, dump_json, plain_json, read_record
 from grasp.text import parse_json
@@ -122,7 +122,7 @@ class Store(Generic[M]):
             GraspError: the directory has a store with other settings; the message lists the differences.
         """
         plan, requested = self.root / self.schema.plan, plain_json(identity, self.schema.plan)
-        with out_of_space(str(self.root), lambda: "nothing is written yet"):
+        with report_full_disk(str(self.root), lambda: "nothing is written yet"):
             try:
                 plan.parent.mkdir(parents=True, exist_ok=True)
             except (FileExistsError, NotADirectoryError) as err:
@@ -144,7 +144,7 @@ class Store(Generic[M]):
                 self.clear()
                 stored = None
             if stored is None:
-                write_whole(plan, (json.dumps(requested, indent=1) + "\n").encode())
+                write_atomically(plan, (json.dumps(requested, indent=1) + "\n").encode())
         remove_parts(*(path for path in {self.root, plan.parent, self._mark("").parent} if path.is_dir()))
 
     @cached_property
@@ -185,13 +185,13 @@ class Store(Generic[M]):
         """
         mark = self._mark(part)
         shown = mark.relative_to(self.root).with_suffix("")
-        with out_of_space(f"{self.root}: {shown} was not written", self.progress):
+        with report_full_disk(f"{self.root}: {shown} was not written", self.progress):
             try:
                 self.drop(part)
                 entries = {name: write_content(self.root / name, content) for name, content in files.items()}
                 record = self.schema.mark.model_validate({"files": entries, **fields})
                 mark.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(mark, dump_json(record))
+                write_atomically(mark, dump_json(record))
             except OSError:
                 for path in (mark, *(self.root / name for name in files)):  # the mark first, so that it never dangles
                     path.unlink(missing_ok=True)
@@ -240,8 +240,8 @@ def write_content(path: Path, content: Content) -> FileEntry:
     """Write a file atomically, and return its size and checksum."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(content, bytes):
-        return write_whole(path, content)
-    with written_aside(path) as aside:
+        return write_atomically(path, content)
+    with atomic_path(path) as aside:
         content(aside)
         return entry_of(aside)
 
@@ -258,7 +258,7 @@ def write_at_once(
     Raises:
         SettingsError: the path already exists.
     """
-    check_place(path)
-    with written_aside(path) as aside:
+    check_directory(path)
+    with atomic_path(path) as aside:
         aside.mkdir()
         signed.write(aside, record({name: write_content(aside / name, content) for name, content in files.items()}))

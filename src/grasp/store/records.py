@@ -14,7 +14,7 @@ from typing import Annotated, Any, Generic, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from grasp.errors import ArtifactError, GraspError
-from grasp.files import UNSIGNED, FileEntry, is_signed, kind_of, with_checksum, write_whole
+from grasp.files import UNSIGNED, FileEntry, is_signed, kind_of, with_checksum, write_atomically
 from grasp.text import parse_json, plain
 from grasp.yaml_files import describe
 
@@ -80,7 +80,7 @@ class Signed(Generic[R]):
 
     def write(self, root: Path, record: R) -> None:
         """Sign and write a record atomically; the store is complete once it exists."""
-        write_whole(root / self.name, with_checksum(dump_json(record.model_copy(update={"checksum": UNSIGNED}))))
+        write_atomically(root / self.name, with_checksum(dump_json(record.model_copy(update={"checksum": UNSIGNED}))))
 
     def read(self, root: Path) -> R:
         """Read the record of a store on this machine.

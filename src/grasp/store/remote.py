@@ -23,13 +23,13 @@ from grasp.errors import ArtifactError, MissingExtraError
 from grasp.extras import install_hint
 from grasp.files import (
     FileEntry,
+    atomic_path,
     checksum,
     discard,
     fault,
     kind_of,
     mismatch,
-    write_whole,
-    written_aside,
+    write_atomically,
 )
 from grasp.store.directory import Files
 from grasp.store.locks import locked
@@ -80,7 +80,7 @@ class RemoteFiles(Files):
                     discard(self.root / directory)  # never write through a symbolic link
             path.parent.mkdir(parents=True, exist_ok=True)
             discard(path)
-            with written_aside(path) as part:
+            with atomic_path(path) as part:
                 with _reached(f"{self.where}/{name}"):
                     self._filesystem.get_file(f"{self._root}/{name}", str(part))
                 if wrong := fault(part.parent, part.name, expected):
@@ -129,7 +129,7 @@ def open_store(place: Path | str, signed: Signed[R], recovery_hint: str = "") ->
     cache = cache_directory("fetched", f"{url} {checksum(data)}")
     cache.mkdir(parents=True, exist_ok=True)
     with locked(cache.with_suffix(LOCK), wait=True):
-        write_whole(cache / signed.name, data)
+        write_atomically(cache / signed.name, data)
     files = cache, signed.files(record), recovery_hint or signed.recovery_hint, signed.error_type
     return record, RemoteFiles(url, filesystem, root, *files)
 

@@ -23,7 +23,7 @@ import numpy as np
 from grasp.arrays import F64, I64
 from grasp.corpus.row_store import RowStore
 from grasp.corpus.token_regression import SLOTS, TokenFeatures, ridge
-from grasp.files import discard, write_whole, written_aside
+from grasp.files import atomic_path, discard, write_atomically
 from grasp.progress import Progress, Silent
 from grasp.seeds import stream
 from grasp.training.metagradient import Metagradient, MetagradientSettings, Target, metagradient
@@ -234,7 +234,7 @@ def _check(
     )
     line = str(check) if check.correlation >= MIN_CHECK else f"{check}; the derivatives do not predict it: {REMEDY}"
     if place is not None:
-        write_whole(place, line.encode())
+        write_atomically(place, line.encode())
     if trajectory.directory is not None:
         discard(trajectory.directory)
     return line
@@ -255,7 +255,7 @@ def _replay(
     progress.stage(f"replay {turn}", rows=n_rows, tokens=None)
     replay = metagradient(trajectory, targets, settings, lambda left: progress.advance(len(trajectory.order[left]), 0))
     if where is not None:
-        with written_aside(where) as part:
+        with atomic_path(where) as part:
             replay.save(part)
     if trajectory.directory is not None:
         discard(trajectory.directory)

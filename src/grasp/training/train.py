@@ -36,7 +36,7 @@ from transformers.utils import logging as hf_logging
 from grasp.arrays import F32, F64, I64, Bool
 from grasp.corpus.row_store import RowStore
 from grasp.errors import ModelError, ShapeError
-from grasp.files import discard, remove_parts, written_aside
+from grasp.files import atomic_path, discard, remove_parts
 from grasp.models.tokenizer import HfTokenizer
 from grasp.seeds import stream
 from grasp.training.adamw import AdamWTraining, LabelLogits, grad_of
@@ -412,7 +412,7 @@ def _save(trainer: Trainer, place: Path, identity: Mapping[str, Any], tokenizer:
     trainer.check_losses()
     if place.exists():
         return place
-    with written_aside(place) as part:
+    with atomic_path(place) as part:
         hf_logging.disable_progress_bar()  # the command line has its own progress display
         trainer.model.to_hf(0, None if tokenizer is None else tokenizer.eos_id).save_pretrained(part)
         if tokenizer is not None:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from grasp.errors import ModelError
-from grasp.files import written_aside
+from grasp.files import atomic_path
 
 
 def linear_head(model: nn.Module, name: str) -> nn.Linear:
@@ -67,7 +67,7 @@ class FittedHead:
     def write(self, path: Path) -> None:
         """Write the file atomically."""
         tensors = {"weight": self.weight_VH.float().contiguous(), "bias": self.bias_V.float().contiguous()}
-        with written_aside(path) as part:
+        with atomic_path(path) as part:
             save_file(tensors, part, metadata={"classes": json.dumps(self.classes)})
 
     def install(self, model: nn.Module, name: str) -> None:
