@@ -119,7 +119,7 @@ def test_predictions_are_complete_named_and_independent_of_the_order_of_subsets(
     assert predictions.values_BE.shape == (8, N_UNITS)
     assert np.isfinite(predictions.values_BE).all()
     assert all(line.startswith(f"{name}: ") for line in result.notes)
-    assert (predictions.standing == "supervised oracle") == configured.method.supervised
+    assert (predictions.method_role == "supervised oracle") == configured.method.supervised
     backwards = method_predictions(configured, inputs, subsets[::-1], cache)
     where = [backwards.subset_ids.index(subset) for subset in predictions.subset_ids]
     np.testing.assert_allclose(backwards.values_BE[where], predictions.values_BE, rtol=1e-9, atol=1e-12)

@@ -44,7 +44,7 @@ def test_planted_linear_utilities_are_predicted_out_of_fold(penalty, world, tmp_
     inputs, values = planted(world, few_rows)
     result = run(inputs, tmp_path, penalty=penalty)
     assert spearman(result.values_BE, values).min() > (0.9 if penalty == "lasso" else 0.6)
-    assert result.standing == "supervised oracle"
+    assert result.method_role == "supervised oracle"
 
 
 def test_utilities_that_masks_do_not_explain_stay_at_chance(world, tmp_path):

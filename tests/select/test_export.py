@@ -21,7 +21,7 @@ from grasp.corpus.documents import Corpus
 from grasp.corpus.sources import open_source
 from grasp.errors import CorpusError, SettingsError
 from grasp.files import entry_of, temporary_path
-from grasp.runs.alignment import row_weights
+from grasp.runs.imported_runs import row_weights
 from grasp.select.budget import load_exclusions
 from grasp.select.export import (
     DocumentSelection,

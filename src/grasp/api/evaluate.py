@@ -21,8 +21,9 @@ from grasp.predict.scoring_rule import Match, ScoringProtocol, geometry, resolve
 from grasp.predict.subset_tables import RowIndex
 from grasp.progress import Progress, Silent
 from grasp.progress_display import shows_progress
-from grasp.runs.alignment import Alignment, bind_runs, match_targets
+from grasp.runs.alignment import Alignment, match_targets
 from grasp.runs.evaluation import Evaluation, evaluation_of
+from grasp.runs.imported_runs import bind_runs
 from grasp.runs.metrics import MIN_SUBSETS, RESAMPLES
 from grasp.runs.predictions import read_predictions
 from grasp.runs.training_runs import Role, TrainingRuns

@@ -33,7 +33,7 @@ from grasp.predict.predictor import additive_predictor
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.progress import Progress
 from grasp.results import Result
-from grasp.runs.alignment import bind_runs
+from grasp.runs.imported_runs import bind_runs
 from grasp.runs.table import RunTable
 from grasp.runs.training_runs import TrainingRuns
 from grasp.text import did_you_mean, listed

@@ -182,7 +182,7 @@ def _oracle(
         units=tuple(zip(utilities.targets, utilities.unit_ids, strict=True)),
         values_BE=out[:, :n_units],
         task_B={name: out[:, n_units + t] for t, name in enumerate(targets)},
-        standing="supervised oracle",
+        method_role="supervised oracle",
     )
 
 

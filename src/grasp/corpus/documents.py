@@ -137,10 +137,14 @@ def _assign_roles(
 ) -> _Roles:
     """Assign the columns of a file, or the fields of a JSON line, to names, content and labels."""
     content = content_of(columns, location)
-    others = {name: kind for name, kind in columns.items() if name not in content}
+    others = {name: data_type for name, data_type in columns.items() if name not in content}
     paths = {path.partition(".")[0] for path in settings.label_paths}
     ignored = tuple(
-        sorted(name for name, kind in others.items() if kind is not None and not has_labels(kind) and name not in paths)
+        sorted(
+            name
+            for name, data_type in others.items()
+            if data_type is not None and not has_labels(data_type) and name not in paths
+        )
     )
     ids = id_columns(settings, list(columns), location)
     return _Roles(
@@ -374,19 +378,21 @@ def content_columns(
 ) -> tuple[str, ...]:
     """Return the columns of content, which are not labels, after validating their types."""
     form, ids = form_of(columns.keys(), settings, location), settings.ids_column
-    if not _may_hold(columns.get(ids), lambda kind: is_list(kind) and pa.types.is_integer(kind.value_type)):
+    if not _may_hold(
+        columns.get(ids), lambda data_type: is_list(data_type) and pa.types.is_integer(data_type.value_type)
+    ):
         raise CorpusError(f"{location}: ids column {ids!r} holds {columns[ids]}, expected lists of integers")
     text = form.sources[0]
     if form.kind == "text" and not _may_hold(
-        columns.get(text), lambda kind: is_text(kind) or pa.types.is_nested(kind) or is_json(kind)
+        columns.get(text), lambda data_type: is_text(data_type) or pa.types.is_nested(data_type) or is_json(data_type)
     ):
         raise CorpusError(f"{location}: text column {text!r} holds {columns[text]}, expected text or a list of turns")
     return (*form.sources, ids)
 
 
-def _may_hold(kind: pa.DataType | None, test: Callable[[pa.DataType], bool]) -> bool:
+def _may_hold(data_type: pa.DataType | None, test: Callable[[pa.DataType], bool]) -> bool:
     """Return whether a column may hold values of a type: its type passes the test, is unknown (JSON), or is null."""
-    return kind is None or pa.types.is_null(kind) or test(kind)
+    return data_type is None or pa.types.is_null(data_type) or test(data_type)
 
 
 def content_hash(content: bytes) -> str:

@@ -192,14 +192,16 @@ def column_of(values: Sequence[Label], kind: Kind) -> pa.Array:
     return pa.array(values, ARROW_TYPE[kind])
 
 
-def is_text(kind: pa.DataType) -> bool:
+def is_text(data_type: pa.DataType) -> bool:
     """Return whether an Arrow type is text."""
-    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
-        return is_text(kind.value_type)
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+    if pa.types.is_dictionary(data_type) or pa.types.is_run_end_encoded(data_type):
+        return is_text(data_type.value_type)
+    return bool(
+        pa.types.is_string(data_type) or pa.types.is_large_string(data_type) or pa.types.is_string_view(data_type)
+    )
 
 
-def is_list(kind: pa.DataType) -> bool:
+def is_list(data_type: pa.DataType) -> bool:
     """Return whether an Arrow type is a list."""
     tests = (
         pa.types.is_list,
@@ -208,29 +210,29 @@ def is_list(kind: pa.DataType) -> bool:
         pa.types.is_list_view,
         pa.types.is_large_list_view,
     )
-    return any(test(kind) for test in tests)
+    return any(test(data_type) for test in tests)
 
 
-def is_json(kind: pa.DataType) -> bool:
-    """Return whether an Arrow type is JSON, whose values may have any kind."""
-    return isinstance(kind, pa.BaseExtensionType) and kind.extension_name == "arrow.json"
+def is_json(data_type: pa.DataType) -> bool:
+    """Return whether an Arrow type is JSON, whose values may have any data_type."""
+    return isinstance(data_type, pa.BaseExtensionType) and data_type.extension_name == "arrow.json"
 
 
-def has_labels(kind: pa.DataType) -> bool:
+def has_labels(data_type: pa.DataType) -> bool:
     """Return whether values of an Arrow type have labels: scalars, lists of text, and records with such fields."""
-    if pa.types.is_struct(kind):
-        return any(has_labels(field.type) for field in kind)
-    if pa.types.is_map(kind):
-        return has_labels(kind.item_type)
-    return is_text(kind.value_type) if is_list(kind) else is_label(kind)
+    if pa.types.is_struct(data_type):
+        return any(has_labels(field.type) for field in data_type)
+    if pa.types.is_map(data_type):
+        return has_labels(data_type.item_type)
+    return is_text(data_type.value_type) if is_list(data_type) else is_label(data_type)
 
 
-def is_label(kind: pa.DataType) -> bool:
+def is_label(data_type: pa.DataType) -> bool:
     """Return whether an Arrow type can be a label: nested and binary types cannot."""
-    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
-        return is_label(kind.value_type)
-    if isinstance(kind, pa.BaseExtensionType):
-        return kind.extension_name in ("arrow.json", "arrow.uuid", "arrow.bool8")
+    if pa.types.is_dictionary(data_type) or pa.types.is_run_end_encoded(data_type):
+        return is_label(data_type.value_type)
+    if isinstance(data_type, pa.BaseExtensionType):
+        return data_type.extension_name in ("arrow.json", "arrow.uuid", "arrow.bool8")
     tests = (
         is_text,
         pa.types.is_integer,
@@ -243,4 +245,4 @@ def is_label(kind: pa.DataType) -> bool:
         pa.types.is_duration,
         pa.types.is_null,
     )
-    return any(test(kind) for test in tests)
+    return any(test(data_type) for test in tests)

@@ -1,7 +1,14 @@
 """Pack documents into rows: split each document (`document`), or one EOS-joined stream (`concat`).
 
-A conversation is one row. Each row has the cursor at which the next row begins; packing from a cursor gives the same
-rows as packing from the start, so that packing can be resumed at any row. Start with `pack`.
+With L = `max_length`, and p special tokens (usually BOS) at the beginning of every row:
+
+    document    rows of a document are its tokens [0, L), [L, 2 L - p), [2 L - p, 3 L - 2 p), ...; the first p tokens of
+                a document are the special ones, later rows get p of their own; a short last row is skipped
+    concat      the tokens of all documents, each with its EOS, are one stream, which is cut into rows of L tokens
+
+A conversation, a prompt with its completion, and a preference pair are one row each (`Packer._truncate_to_row`); token
+ids of the corpus are always split by document. Each row has the cursor at which the next row begins; packing from a
+cursor gives the same rows as packing from the start, so that packing can be resumed at any row. Start with `pack`.
 """
 
 from collections import Counter

@@ -33,7 +33,7 @@ from grasp.inspect.rescoring import (
 )
 from grasp.predict.scoring_rule import Interaction, ScoringProtocol, geometry, kernel_weights, resolve_protocol
 from grasp.results import Result
-from grasp.runs.alignment import bind_runs
+from grasp.runs.imported_runs import bind_runs
 from grasp.runs.table import RunTable
 from grasp.runs.training_runs import TrainingRuns
 from grasp.seeds import stream

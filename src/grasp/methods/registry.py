@@ -324,11 +324,11 @@ def method_predictions(
         notes.insert(
             0, f"covers {', '.join(account.covers[:MAX_COVERED])}" + (f" and {n_more} more" if n_more > 0 else "")
         )
-    standing: MethodRole = "supervised oracle" if method.supervised else "predictor"
+    method_role: MethodRole = "supervised oracle" if method.supervised else "predictor"
     if configured.oracle_selected and not method.supervised:
-        standing = "oracle-selected"
+        method_role = "oracle-selected"
     note_line = (f"{label}: {'; '.join(notes)}",) if notes else ()
-    return replace(predictions, method=label, standing=standing, notes=note_line)
+    return replace(predictions, method=label, method_role=method_role, notes=note_line)
 
 
 def scores(configured: ConfiguredMethod, inputs: MethodInputs, cache: Path | None = None) -> MethodScores:

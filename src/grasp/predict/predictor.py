@@ -47,7 +47,7 @@ from grasp.artifact.rows import cached, checked_targets, label_column, row_docum
 from grasp.build.provenance import BuildSource
 from grasp.corpus.row_store import RowStore
 from grasp.errors import ProtocolError
-from grasp.moments import ColumnSpread, StreamingMoments
+from grasp.moments import MeanStd, StreamingMoments
 from grasp.predict.scoring_rule import (
     REPLAY,
     ScoringProtocol,
@@ -213,8 +213,8 @@ class RowEffects:
     """Effects of rows for all tasks (or all units), one column each."""
 
     effects: RowSums  # effect of every row, mean 0 and standard deviation 1 over the rows of the artifact
-    spread: ColumnSpread  # mean and standard deviation before standardization
-    scales: Mapping[str, ColumnSpread]  # by kernel: mean and standard deviation, by which it is divided
+    raw_mean_std: MeanStd  # mean and standard deviation over the rows before standardization
+    scales: Mapping[str, MeanStd]  # by kernel: mean and standard deviation, by which it is divided
     relevance_to_effect: Mapping[str, F64]  # by kernel: factor from relevance to effect, slope / sd of the sum, (C,)
     corpus_C: F64  # prediction for the whole corpus, which changes are relative to
     new_row_value_C: F64  # b: value of any unseen row, in effects of the column
@@ -224,7 +224,7 @@ class RowEffects:
         cls,
         slopes: Mapping[str, F64],
         kernels: Mapping[str, KernelRelevance],
-        scales: Mapping[str, ColumnSpread],
+        scales: Mapping[str, MeanStd],
         array_NC: F32 | None,
     ) -> Self:
         """Compute the effect of every row: sum_m slope_m a_m, standardized to mean 0 and standard deviation 1.
@@ -246,13 +246,13 @@ class RowEffects:
                 terms = (block * slope_C for (_, block), slope_C in zip(blocks, slopes.values(), strict=True))
                 yield blocks[0][0], functools.reduce(operator.iadd, terms)
 
-        spread = StreamingMoments.from_blocks(summed_blocks(), array_NC).spread
-        inverse_C = spread.inverse_C
+        mean_std = StreamingMoments.from_blocks(summed_blocks(), array_NC).mean_std
+        inverse_C = mean_std.inverse_std_C
         if array_NC is None:
             first_kernel = next(iter(kernels.values()))
             effects = RowSums(
                 lambda: (
-                    (start, ((block - spread.mean_C) * inverse_C).astype(np.float32))
+                    (start, ((block - mean_std.mean_C) * inverse_C).astype(np.float32))
                     for start, block in summed_blocks()
                 ),
                 first_kernel.rows.n_rows,
@@ -261,13 +261,13 @@ class RowEffects:
         else:
             effects = RowSums.over(array_NC)
             for _, block in effects.blocks():
-                block[:] = (block - spread.mean_C) * inverse_C
+                block[:] = (block - mean_std.mean_C) * inverse_C
         return cls(
             effects,
-            spread,
+            mean_std,
             scales,
             {name: slope_C * inverse_C for name, slope_C in slopes.items()},
-            spread.mean_C * inverse_C,
+            mean_std.mean_C * inverse_C,
             np.full(len(inverse_C), NEW_ROW_VALUE),
         )
 
@@ -398,12 +398,12 @@ class Predictor:
         """Return the effective weights of rows under the repetition law."""
         return self.repetition_law.effective_weights(weights)
 
-    def sums(self, weights: Weights, sketches: Collection[str] | None = None) -> SubsetSums:
+    def sums(self, weights: Weights, sketch_names: Collection[str] | None = None) -> SubsetSums:
         """Compute the sums of one block of subsets.
 
         Args:
             weights: weights of the subsets.
-            sketches: names of the sketches to sum; None: all sketches of the predictor.
+            sketch_names: sketches to sum; None: all sketches of the predictor.
         """
         effective, weight_B = self.effective_weights(weights), weights.sums
         return SubsetSums(
@@ -415,7 +415,7 @@ class Predictor:
             {
                 name: sketch.sums(effective)
                 for name, sketch in self.sketches.items()
-                if sketches is None or name in sketches
+                if sketch_names is None or name in sketch_names
             },
         )
 
@@ -528,7 +528,7 @@ def assemble_predictor(
     *,
     per_unit: bool = False,
     components: bool = False,
-    family_scales: Callable[[Mapping[str, KernelRelevance]], Mapping[str, ColumnSpread]] | None = None,
+    family_scales: Callable[[Mapping[str, KernelRelevance]], Mapping[str, MeanStd]] | None = None,
     units_first: bool = False,
 ) -> Predictor:
     """Read relevance and combine the kernels into a predictor without sketches.
@@ -566,12 +566,14 @@ def assemble_predictor(
         names = negative if divides_units else kernel_weights(protocol.of_units)
         unit_kernels = {name: KernelRelevance.for_units(artifact, name, units, negative[name]) for name in names}
     if estimates and not unit_kernels:  # only moments are needed, so the matrix is not loaded
-        unit_scales: Mapping[str, ColumnSpread] = {
-            name: StreamingMoments.from_blocks(blocks()).spread for name, blocks in relevance.items()
+        unit_scales: Mapping[str, MeanStd] = {
+            name: StreamingMoments.from_blocks(blocks()).mean_std for name, blocks in relevance.items()
         }
     else:
         unit_scales = scales_of(unit_kernels)
-    unit_factors = {name: units.weight_E * (unit_scales[name].inverse_C if divides_units else 1.0) for name in negative}
+    unit_factors = {
+        name: units.weight_E * (unit_scales[name].inverse_std_C if divides_units else 1.0) for name in negative
+    }
     # steps 3 and 4, for the mean over the known questions
     mean_kernels = {
         name: KernelRelevance.for_tasks(artifact, name, units, factor, unit_factors[name])
@@ -599,9 +601,9 @@ def assemble_predictor(
         task=task,
         unit_level=_unit_effects(protocol, units, unit_kernels, unit_scales) if per_unit else None,
         sketches={},
-        dropped=tuple(name for name in negative if not scales[name].inverse_C.any()),
+        dropped=tuple(name for name in negative if not scales[name].inverse_std_C.any()),
         unit_relevance_to_effect={
-            name: np.repeat(slope_T * task.spread.inverse_C, units.counts_T) * unit_factors[name]
+            name: np.repeat(slope_T * task.raw_mean_std.inverse_std_C, units.counts_T) * unit_factors[name]
             for name, slope_T in mean_slopes.items()
         },
         task_kernels=kernels if components else {},
@@ -614,21 +616,21 @@ def assemble_predictor(
     )
 
 
-def _scales_over_rows(kernels: Mapping[str, KernelRelevance]) -> Mapping[str, ColumnSpread]:
+def _scales_over_rows(kernels: Mapping[str, KernelRelevance]) -> Mapping[str, MeanStd]:
     """Return mean and standard deviation of each kernel over the rows of the corpus."""
-    return {name: kernel.rows.spread for name, kernel in kernels.items()}
+    return {name: kernel.rows.mean_std for name, kernel in kernels.items()}
 
 
-def _slopes(protocol: ScoringProtocol, scales: Mapping[str, ColumnSpread]) -> dict[str, F64]:
+def _slopes(protocol: ScoringProtocol, scales: Mapping[str, MeanStd]) -> dict[str, F64]:
     """Return the weight of each kernel over its standard deviation."""
-    return {name: weight * scales[name].inverse_C for name, weight in kernel_weights(protocol).items()}
+    return {name: weight * scales[name].inverse_std_C for name, weight in kernel_weights(protocol).items()}
 
 
 def _unit_effects(
     protocol: ScoringProtocol,
     units: UnitSelection,
     kernels: Mapping[str, KernelRelevance],
-    scales: Mapping[str, ColumnSpread],
+    scales: Mapping[str, MeanStd],
 ) -> RowEffects:
     """Return the effects of rows on every unit, from kernels with one column per unit."""
     unit_level = RowEffects.from_kernels(_slopes(protocol.of_units, scales), kernels, scales, None)
@@ -636,7 +638,7 @@ def _unit_effects(
     task_means = StreamingMoments.from_blocks(
         (start, units.mean_per_task(block, units.weight_E)) for start, block in unit_level.effects.blocks()
     )
-    task_std_E = np.repeat(task_means.spread.std_C, units.counts_T)
+    task_std_E = np.repeat(task_means.mean_std.std_C, units.counts_T)
     return replace(unit_level, new_row_value_C=unit_level.new_row_value_C * task_std_E)
 
 
@@ -644,8 +646,8 @@ def _with_prior(
     prior: Prior | None,
     slopes: Mapping[str, F64],
     kernels: Mapping[str, KernelRelevance],
-    scales: Mapping[str, ColumnSpread],
-) -> tuple[Mapping[str, F64], Mapping[str, KernelRelevance], Mapping[str, ColumnSpread]]:
+    scales: Mapping[str, MeanStd],
+) -> tuple[Mapping[str, F64], Mapping[str, KernelRelevance], Mapping[str, MeanStd]]:
     """Return slopes, kernels and scales of p + rho (b - p), with the prior p as a further kernel; None: unchanged.
 
     The mean b over the known questions is the sum of the kernels by their slopes, and p has the same scale.
@@ -655,7 +657,7 @@ def _with_prior(
     rows = RowSums.over(prior.prior_NT)
     kernel = KernelRelevance(StreamingMoments.from_blocks(rows.blocks()), rows)
     prior_slopes = {name: slope_T * prior.rho_T for name, slope_T in slopes.items()} | {TEXT_PART: 1.0 - prior.rho_T}
-    return prior_slopes, {**kernels, TEXT_PART: kernel}, {**scales, TEXT_PART: kernel.rows.spread}
+    return prior_slopes, {**kernels, TEXT_PART: kernel}, {**scales, TEXT_PART: kernel.rows.mean_std}
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from grasp.predict.scoring_rule import ScoringProtocol, resolve_protocol
 from grasp.progress import Progress
 from grasp.report.findings import collect_findings
 from grasp.report.page import render
-from grasp.runs.alignment import bind_runs
+from grasp.runs.imported_runs import bind_runs
 from grasp.runs.table import RunTable
 from grasp.runs.training_runs import TrainingRuns
 from grasp.text import listed

@@ -30,7 +30,7 @@ from grasp.predict.scoring_rule import resolve_protocol
 from grasp.report.findings import collect_findings
 from grasp.report.page import render
 from grasp.results import Result
-from grasp.runs.alignment import bind_runs
+from grasp.runs.imported_runs import bind_runs
 from grasp.runs.table import RunTable
 from grasp.runs.training_runs import TrainingRuns
 from grasp.select.select import select

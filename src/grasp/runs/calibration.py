@@ -20,8 +20,9 @@ from grasp.errors import ProtocolLeakError, RunsError
 from grasp.predict.predictor import SIMILARITY_SKETCHES, KernelRelevance, Predictor
 from grasp.predict.slices import label_slices
 from grasp.predict.weights import RowSums, Weights
-from grasp.runs.alignment import Alignment, bind_runs
+from grasp.runs.alignment import Alignment
 from grasp.runs.gaussian_process import WITHIN_SLICE_WEIGHT, GaussianProcess, SubsetFeatures
+from grasp.runs.imported_runs import bind_runs
 from grasp.runs.metrics import spearman
 from grasp.runs.table import RunTable
 from grasp.runs.training_runs import TrainingRuns

@@ -1,4 +1,8 @@
-"""Metrics of predictions on runs, for every method and target, as text, JSON and CSV. Start with `evaluation_of`."""
+"""Metrics of predictions on runs, for every method and target, as text, JSON and CSV. Start with `evaluation_of`.
+
+`metrics` defines the metrics. A method is anything that predicts utilities of subsets: a scoring rule of GRASP, or a
+baseline. Results are marked if the method was selected on the same runs.
+"""
 
 import csv
 import io
@@ -103,29 +107,28 @@ class Evaluation(Result):
     def __repr__(self) -> str:
         """Return one line per method and target, oracles separately, with explanations below."""
         with_cost = any(result.predictions.cost is not None for result in self.methods)
-        order: list[MethodRole] = ["predictor", *GROUP_HEADINGS]
+        group_order: list[MethodRole] = ["predictor", *GROUP_HEADINGS]
         lines: list[tuple[MethodRole, list[str]]] = []
-        for result in sorted(self.methods, key=lambda result: order.index(result.predictions.standing)):
-            cost, cost_cells = result.predictions.cost, ["-", "-"] if with_cost else []
-            if cost is not None:  # floats per row, features + scores, and wall-clock seconds
-                floats = f"{cost.features} + {cost.scores}" if cost.features else str(cost.scores)
-                cost_cells = [floats, "-" if cost.wall_seconds is None else f"{cost.wall_seconds:.1f}"]
-            rows = {self.marked(row.target, result): row for row in result.targets}
-            if len(rows) > 1:
-                rows[result.mean.target + (" (in sample)" if result.selected_on else "")] = result.mean
-            for name, row in rows.items():
-                cells = [_cell(metric, row[metric]) for metric in HEADINGS]
+        for result in sorted(self.methods, key=lambda result: group_order.index(result.predictions.method_role)):
+            cost_cells = _cost_cells(result.predictions.cost) if with_cost else []
+            metrics_by_name = {self.marked(metrics.target, result): metrics for metrics in result.targets}
+            if len(metrics_by_name) > 1:
+                suffix = " (in sample)" if result.selected_on else ""
+                metrics_by_name[result.mean.target + suffix] = result.mean
+            for name, metrics in metrics_by_name.items():
+                cells = [_cell(metric, metrics[metric]) for metric in HEADINGS]
                 lines.append(
-                    (result.predictions.standing, [result.method, name, str(row.n_units), *cells, *cost_cells])
+                    (result.predictions.method_role, [result.method, name, str(metrics.n_units), *cells, *cost_cells])
                 )
         headings = ["method", "target", "units", *HEADINGS.values(), *(COST_COLUMNS if with_cost else ())]
-        heading, *body = text_table("", headings, [line for _, line in lines], left=2).splitlines()
+        heading, *body = text_table("", headings, [cells for _, cells in lines], left=2).splitlines()
         text, group = [plain(self.headline), heading], "predictor"
-        for (role, _), line in zip(lines, body, strict=True):
-            text += [GROUP_HEADINGS[role]] if role != group else []
+        for (method_role, _), line in zip(lines, body, strict=True):
+            if method_role != group:
+                text.append(GROUP_HEADINGS[method_role])
+                group = method_role
             text.append(line)
-            group = role
-        return "\n".join([*text, *map(plain, self._below())])
+        return "\n".join([*text, *map(plain, self._explanations())])
 
     def marked(self, target: str, result: MethodResult) -> str:
         """Return the name of a target with the marks that apply to the method; see `MARKS`."""
@@ -136,33 +139,44 @@ class Evaluation(Result):
 
     def marks(self) -> list[str]:
         """Return explanations of the marks that occur."""
-        marked = " ".join(self.marked(row.target, result) for result in self.methods for row in result.targets)
-        return [f"{mark}: {text}" for mark, text in MARKS.items() if mark in marked]
+        names = " ".join(self.marked(metrics.target, result) for result in self.methods for metrics in result.targets)
+        return [f"{mark}: {explanation}" for mark, explanation in MARKS.items() if mark in names]
 
-    def _below(self) -> list[str]:
+    def _explanations(self) -> list[str]:
         """Return the lines below the table: intervals of ceilings, marks, notes, and reasons of undefined values."""
-        ceilings = {row.target: row["task_ceiling"] for result in self.methods[:1] for row in result.targets}
+        # all methods share the ceilings
+        ceilings = {metrics.target: metrics["task_ceiling"] for metrics in self.methods[0].targets}
         intervals = [
             f"{target} {number(ceiling.low, 2)} to {number(ceiling.high, 2)}"
             for target, ceiling in ceilings.items()
             if ceiling.low is not None
         ]
         title = "ceiling: noise ceiling, estimated from the agreement of seeds; for task rho, 95 % intervals: "
-        lines = dict.fromkeys([*([title + ", ".join(intervals)] if intervals else []), *self.marks(), *self.notes])
+        ceiling_line = [title + ", ".join(intervals)] if intervals else []
+        lines = dict.fromkeys([*ceiling_line, *self.marks(), *self.notes])  # without duplicates, in order
         for result in self.methods:
-            for row in result.targets:
+            for metrics in result.targets:
                 for metric in (*HEADINGS, "task_rho_standardised"):
-                    method = "" if metric in CEILINGS else f" of {result.method}"  # all methods share the ceilings
-                    if reason := row[metric].reason:
-                        lines[f"undefined: {metric}{method} on {row.target}: {reason}"] = None
-                for why, n in row.undefined_units.items():
-                    lines[f"excluded: {n} of {row.n_units} units of {row.target} for {result.method}: {why}"] = None
+                    method = "" if metric in CEILINGS else f" of {result.method}"
+                    if reason := metrics[metric].reason:
+                        lines[f"undefined: {metric}{method} on {metrics.target}: {reason}"] = None
+                for reason, n in metrics.undefined_units.items():
+                    excluded = f"{n} of {metrics.n_units} units of {metrics.target} for {result.method}"
+                    lines[f"excluded: {excluded}: {reason}"] = None
         return list(lines)
 
 
 def _cell(metric: str, estimate: Estimate) -> str:
     """Format an estimate; ceilings without their interval, which is below the table."""
     return f"{estimate.value:.3f}" if estimate.value is not None and metric in CEILINGS else str(estimate)
+
+
+def _cost_cells(cost: Cost | None) -> list[str]:
+    """Format the cells of `COST_COLUMNS`: floats per row for features and scores, and wall-clock seconds."""
+    if cost is None:
+        return ["-", "-"]
+    floats = f"{cost.features} + {cost.scores}" if cost.features else str(cost.scores)
+    return [floats, "-" if cost.wall_seconds is None else f"{cost.wall_seconds:.1f}"]
 
 
 def evaluation_of(
@@ -192,11 +206,11 @@ def evaluation_of(
     """
     if not predictions:
         raise RunsError("evaluate: got no predictions, expected at least one method")
-    common = [name for name in runs.targets if all(name in p.targets for p in predictions)]
+    common = [name for name in runs.targets if all(name in prediction.targets for prediction in predictions)]
     if targets is None and not common:
         raise RunsError(
             f"{runs.path}: has targets {list(runs.targets)}, the predictions "
-            f"{[(p.method, list(p.targets)) for p in predictions]}; none is common to all"
+            f"{[(prediction.method, list(prediction.targets)) for prediction in predictions]}; none is common to all"
         )
     names = tuple(common if targets is None else targets)
     utilities = runs.utilities(seeds=seeds, partial=partial)
@@ -204,22 +218,21 @@ def evaluation_of(
         raise RunsError(f"{runs.path}: no subset has a result for every seed; wait for more results")
     weights_RB = bootstrap_weights(len(utilities.subset_ids), resamples=resamples)
     realized = {name: utilities.select(name) for name in names}
-    ceilings = {name: noise_ceilings(of_target.values_BSE, weights_RB) for name, of_target in realized.items()}
+    ceilings = {name: noise_ceilings(target.values_BSE, weights_RB) for name, target in realized.items()}
 
-    def metrics(prediction: Predictions, target: str) -> TargetMetrics:
-        of_target = realized[target]
-        values_BE, task_B = prediction.aligned(of_target.subset_ids, target, of_target.unit_ids)
+    def metrics_on(name: str, prediction: Predictions) -> TargetMetrics:
+        target = realized[name]
+        values_BE, task_B = prediction.aligned(target.subset_ids, name, target.unit_ids)
         return target_metrics(
-            target, values_BE, of_target.values_BSE, weights_RB, task_predicted_B=task_B, ceilings=ceilings[target]
+            name, values_BE, target.values_BSE, weights_RB, task_predicted_B=task_B, ceilings=ceilings[name]
         )
 
+    methods = []
+    for prediction in predictions:
+        by_target = tuple(metrics_on(name, prediction) for name in names)
+        method_selected_on = (selected_on or {}).get(prediction.method, ())
+        methods.append(MethodResult(prediction, by_target, average(by_target), method_selected_on))
     roles = {name: runs.role_of(name) for name in names}
-    selected_on_by_method = selected_on or {}
-    metrics_of_method = [tuple(metrics(prediction, name) for name in names) for prediction in predictions]
-    methods = tuple(
-        MethodResult(prediction, rows, average(rows), selected_on_by_method.get(prediction.method, ()))
-        for prediction, rows in zip(predictions, metrics_of_method, strict=True)
-    )
     info = runs.info
     family = info.family.spec if info.family else "given subsets"
     return Evaluation(
@@ -234,7 +247,7 @@ def evaluation_of(
         utilities=utilities.select(*names),
         resamples=resamples,
         roles=roles,
-        methods=methods,
+        methods=tuple(methods),
     )
 
 
@@ -244,26 +257,27 @@ def _table(methods: Sequence[MethodResult], roles: Mapping[str, Role]) -> pa.Tab
     for result in methods:
         cost = result.predictions.cost or Cost(None, None)
         method_columns = {
-            "standing": result.predictions.standing,
+            "standing": result.predictions.method_role,
             "feature_floats": cost.features,
             "score_floats": cost.scores,
             "build_wall_seconds": cost.wall_seconds,
             "build_cpu_seconds": cost.cpu_seconds,
         }
-        for row in (*result.targets, result.mean):
-            record: dict[str, Any] = {"method": result.method, "target": row.target}
-            record |= {} if row is result.mean else {"role": roles[row.target]}
-            record |= {"n_subsets": row.n_subsets, "n_units": row.n_units}
+        for metrics in (*result.targets, result.mean):
+            is_mean = metrics is result.mean
+            record: dict[str, Any] = {"method": result.method, "target": metrics.target}
+            record |= {} if is_mean else {"role": roles[metrics.target]}
+            record |= {"n_subsets": metrics.n_subsets, "n_units": metrics.n_units}
             for metric in (*METRICS, *CEILINGS):
-                estimate = row[metric]
+                estimate = metrics[metric]
                 record |= {metric: estimate.value, f"{metric}_low": estimate.low, f"{metric}_high": estimate.high}
                 record |= {f"{metric}_reason": estimate.reason} if estimate.reason else {}
-            for metric, (mean, sd) in row.over_seeds.items():
+            for metric, (mean, sd) in metrics.over_seeds.items():
                 record |= {f"{metric}_seed_mean": mean, f"{metric}_seed_sd": sd}
-            if row is not result.mean:
-                record["undefined_units"] = sum(row.undefined_units.values())
-                record["undefined_why"] = "; ".join(f"{why}: {n}" for why, n in row.undefined_units.items())
-            in_sample = bool(result.selected_on) if row is result.mean else row.target in result.selected_on
+            if not is_mean:
+                record["undefined_units"] = sum(metrics.undefined_units.values())
+                record["undefined_why"] = "; ".join(f"{reason}: {n}" for reason, n in metrics.undefined_units.items())
+            in_sample = bool(result.selected_on) if is_mean else metrics.target in result.selected_on
             records.append(record | method_columns | {"in_sample": in_sample})
     fields = dict.fromkeys(name for record in records for name in record)
     return pa.Table.from_pylist([{name: record.get(name) for name in fields} for record in records])

@@ -27,7 +27,7 @@ from grasp.errors import RunsError
 from grasp.files import check_directory
 from grasp.mixture_files import mixture_files, read_mixtures_of_runs
 from grasp.runs.results_files import SHARES, HarnessResults, direction_by_name, read_results
-from grasp.runs.table import RESULTS_SCHEMA, SUM_SLACK, TRAINED_SCHEMA, Direction, Kind, RunsInfo, RunTable
+from grasp.runs.table import RESULTS_SCHEMA, SUM_TOLERANCE, TRAINED_SCHEMA, Direction, Kind, RunsInfo, RunTable
 from grasp.store.checksummed_parquet import read_checksummed
 from grasp.text import did_you_mean
 
@@ -38,6 +38,7 @@ STATE_COLUMNS = ("state", "status")
 FINISHED_STATES = ("finished", "completed", "success")
 ROW_COLUMNS = ("row_id", "doc_id")
 MIXTURE_COLUMNS = ("proposed", "best_run", "mean_of_runs", "now")  # columns with shares in the output of `mix`
+MIX_COLUMNS = ("gain", "settles")  # further columns of the output of `mix`, which are ignored
 MAX_LISTED = 5
 MAX_INTEGER = (1 << 63) - 1
 
@@ -89,44 +90,54 @@ def import_runs(
     name = Path(paths[-1]).stem if paths else "runs"
     if weights not in ("shares", "times"):
         raise RunsError(f"weights: got {weights!r}, expected shares or times")
+    notes: list[str] = []
+
+    # weights, and results if they are columns of the same table
     files = mixture_files(Path(trained)) if isinstance(trained, Path | str) else []
-    table, where = (pa.table({}), str(trained)) if files else _read_table(trained)
-    harness: HarnessResults | None = None
+    weights_table, weights_location = (pa.table({}), str(trained)) if files else _read_table(trained)
     if files and results is None:
-        raise RunsError(f"{where}: contains only mixtures; pass the results of the runs too")
+        raise RunsError(f"{weights_location}: contains only mixtures; pass the results of the runs too")
     if results is None:
         if not metrics:
-            raise RunsError(f"{where}: contains weights and results; pass the columns with results: --metrics")
-        result_table, result_where = table, where
+            raise RunsError(
+                f"{weights_location}: contains weights and results; pass the columns with results: --metrics"
+            )
         columns = columns or [f"!{pattern}" for pattern in metrics]
+
+    # results
+    harness: HarnessResults | None = None
+    if results is None:
+        results_table, results_location = weights_table, weights_location
     elif isinstance(results, Path | str) and Path(results).is_dir():
         harness = read_results(Path(results))
-        result_table, result_where = harness.table, str(results)
+        results_table, results_location = harness.table, str(results)
     else:
-        result_table, result_where = _read_table(results)
-    notes: list[str] = []
+        results_table, results_location = _read_table(results)
+
     if files:
-        kind, long, weights_note = _weights_of_files(files, label)
+        kind, trained_table, weights_note = _weights_of_files(files, label)
         notes.append(weights_note)
     else:
-        kind, long = _read_weights(table, where, label, weights, columns)
-    wide = _WideTable(result_table, result_where)
-    lines, failed = wide.results(metrics, skip_failed)
-    metric_names = tuple(dict.fromkeys(lines["metric"].to_pylist()))
-    _refuse_mixed_units(lines, result_where)
-    directions = _resolve_directions(metric_names, harness.directions if harness else {}, higher, lower, result_where)
+        kind, trained_table = _read_weights(weights_table, weights_location, label, weights, columns)
+    wide = _WideTable(results_table, results_location)
+    results_long, failed = wide.results(metrics, skip_failed)
+    metric_names = tuple(dict.fromkeys(results_long["metric"].to_pylist()))
+    _refuse_mixed_units(results_long, results_location)
+    directions = _resolve_directions(
+        metric_names, harness.directions if harness else {}, higher, lower, results_location
+    )
     if failed:
         notes.append(f"skipped as failed: {len(failed)} runs, e.g. {', '.join(failed[:MAX_LISTED])}")
+        has_finished = pa.array([run not in set(failed) for run in trained_table["run"].to_pylist()])
+        trained_table = trained_table.filter(has_finished)
     if wide.ignored:
         notes.append(f"ignored columns that are not numeric: {', '.join(wide.ignored[:MAX_LISTED])}")
     if harness is not None:
         harness.check_comparable(metric_names)
         notes += harness.notes_about(metric_names)
-    if failed:
-        has_finished = pa.array([run not in set(failed) for run in long["run"].to_pylist()])
-        long = long.filter(has_finished)
     info = RunsInfo(kind=kind, label=label, metrics=directions, read_from=tuple(paths))
-    runs = RunTable.from_results(name, info, long, lines, notes, (where, result_where))
+    locations = weights_location, results_location
+    runs = RunTable.from_results(name, info, trained_table, results_long, notes, locations)
     runs = runs if size is None else runs.select_size(size)
     if out is not None:
         runs.save(out)
@@ -136,41 +147,44 @@ def import_runs(
 def read_mixtures(source: Path | str | pa.Table, values: Sequence[str]) -> tuple[tuple[str, ...], F64]:
     """Read mixtures: their names, and their shares (B, G) of `values`.
 
-    The table has one line per mixture and one column per value, where columns of zeros may be missing; or one line per
+    The table has one line per mixture and one column per value, and columns of zeros may be missing; or one line per
     value and one column per mixture, as written by `mix`.
 
     Raises:
         RunsError: not a table, an unknown value, or shares that are not numbers or do not add up to 1.
     """
-    table, where = _read_table(source)
+    table, location = _read_table(source)
     if "value" in table.column_names and "value" not in values:
         mixtures = [name for name in MIXTURE_COLUMNS if name in table.column_names]
         if not mixtures:
-            raise RunsError(f"{where}: has a column `value` but no shares; expected {', '.join(MIXTURE_COLUMNS)}")
-        lines = zip(_string_column(table, "value", where).to_pylist(), *(table[name] for name in mixtures), strict=True)
+            raise RunsError(f"{location}: has a column `value` but no shares; expected {', '.join(MIXTURE_COLUMNS)}")
+        lines = zip(
+            _string_column(table, "value", location).to_pylist(), *(table[name] for name in mixtures), strict=True
+        )
         table = pa.table({"mixture": mixtures} | {value: pa.array(shares) for value, *shares in lines})
     if not len(table):
-        raise RunsError(f"{where}: has no mixtures; expected one per line")
-    named = [name for name in table.column_names if name not in values and name in (*NAME_COLUMNS, "mixture")]
-    if unknown := [name for name in table.column_names if name not in (*values, *named, "gain", "settles")]:
+        raise RunsError(f"{location}: has no mixtures; expected one per line")
+    name_columns = [name for name in table.column_names if name not in values and name in (*NAME_COLUMNS, "mixture")]
+    known_columns = (*values, *name_columns, *MIX_COLUMNS)
+    if unknown := [name for name in table.column_names if name not in known_columns]:
         hint = did_you_mean(unknown[0], values) or f"; they are {', '.join(values[:MAX_LISTED])} ..."
-        raise RunsError(f"{where}: {unknown[0]!r} is not a value that the runs were trained on{hint}")
+        raise RunsError(f"{location}: {unknown[0]!r} is not a value that the runs were trained on{hint}")
     absent = [name for name in values if name not in table.column_names]
     for name in absent:
         table = table.append_column(name, pa.array(np.zeros(len(table))))
     names = (
-        tuple(_string_column(table, named[0], where).to_pylist())
-        if named
+        tuple(_string_column(table, name_columns[0], location).to_pylist())
+        if name_columns
         else tuple(f"mixture-{b + 1}" for b in range(len(table)))
     )
     columns = [_float_column(table[name]) for name in values]
-    share_BG = np.stack([np.full(len(table), np.nan) if values_B is None else values_B for values_B in columns], axis=1)
+    share_BG = np.stack([np.full(len(table), np.nan) if column is None else column for column in columns], axis=1)
     for name, share_G in zip(names, share_BG, strict=True):
-        if not (np.isfinite(share_G) & (share_G >= 0)).all() or abs(share_G.sum() - 1.0) > SUM_SLACK:
+        if not (np.isfinite(share_G) & (share_G >= 0)).all() or abs(share_G.sum() - 1.0) > SUM_TOLERANCE:
             without = f" (no columns, so share 0: {', '.join(absent[:MAX_LISTED])})" if absent else ""
             raise RunsError(
-                f"{where}: mixture {name!r}: shares add up to {share_G.sum():.4g}{without}, expected numbers of 0 or "
-                "more that add up to 1"
+                f"{location}: mixture {name!r}: shares add up to {share_G.sum():.4g}{without}, expected numbers of 0 "
+                "or more that add up to 1"
             )
     return names, share_BG / share_BG.sum(axis=1, keepdims=True)
 
@@ -179,47 +193,53 @@ def read_mixtures(source: Path | str | pa.Table, values: Sequence[str]) -> tuple
 
 
 def _read_weights(
-    table: pa.Table, where: str, label: str | None, weights: str, columns: Sequence[str]
+    table: pa.Table, location: str, label: str | None, weights: str, columns: Sequence[str]
 ) -> tuple[Kind, pa.Table]:
-    """Return the kind of the weights, and a table of run, name and weight."""
+    """Return what has weights, and a table of run, name and weight.
+
+    A table in long form is recognized by its columns; otherwise there is one column of weights per label value.
+    """
     names = {name.lower(): name for name in table.column_names}
-    for kind, options in (("rows", ROW_COLUMNS), ("expressions", ("expression",))):
+    long_form: tuple[tuple[Kind, Sequence[str]], ...] = (("rows", ROW_COLUMNS), ("expressions", ("expression",)))
+    for kind, options in long_form:
         column = next((names[option] for option in options if option in names), None)
         if column is not None:
-            weight = table[names["weight"]] if "weight" in names else pa.array(np.ones(len(table)))
             arrays = [
-                _string_column(table, _name_column(table, where), where),
-                _string_column(table, column, where),
-                weight,
+                _string_column(table, _name_column(table, location), location),
+                _string_column(table, column, location),
+                table[names["weight"]] if "weight" in names else pa.array(np.ones(len(table))),
             ]
-            return kind, pa.table(arrays, TRAINED_SCHEMA.names)  # type: ignore[return-value]
+            return kind, pa.table(arrays, TRAINED_SCHEMA.names)
     if label is None:
-        raise RunsError(f"{where}: pass the label that its columns are values of, e.g. --label source")
-    wide = _WideTable(table, where)
+        raise RunsError(f"{location}: pass the label that its columns are values of, e.g. --label source")
+    wide = _WideTable(table, location)
     weight_columns = wide.select_columns(columns)
     if len(weight_columns) < 2:
-        raise RunsError(f"{where}: has {len(weight_columns)} columns of weights, expected two or more")
+        raise RunsError(f"{location}: has {len(weight_columns)} columns of weights, expected two or more")
     weight_RG = np.stack([wide.numbers[name] for name in weight_columns], axis=1)
     first_line: dict[str, int] = {}
     for line, run in enumerate(wide.runs):  # a run may occur again with another seed, but only with the same weights
         first = first_line.setdefault(run, line)
         if first != line and not np.allclose(weight_RG[first], weight_RG[line], equal_nan=True):
-            raise RunsError(f"{where}: run {run!r} occurs twice with different weights; rename one of them")
+            raise RunsError(f"{location}: run {run!r} occurs twice with different weights; rename one of them")
         if first != line and wide.metadata("seed", first) == wide.metadata("seed", line):
-            raise RunsError(f"{where}: run {run!r} occurs twice; rename one, or add a column seed")
-    r, g = (index.ravel() for index in np.indices((len(first_line), len(weight_columns))))
-    names_R, names_G = np.array([*first_line], object), np.array(weight_columns, object)
-    arrays = [names_R[r], names_G[g], weight_RG[[*first_line.values()]].ravel()]
+            raise RunsError(f"{location}: run {run!r} occurs twice; rename one, or add a column seed")
+    run_index, value_index = (index.ravel() for index in np.indices((len(first_line), len(weight_columns))))
+    arrays = [
+        np.array([*first_line], object)[run_index],
+        np.array(weight_columns, object)[value_index],
+        weight_RG[[*first_line.values()]].ravel(),
+    ]
     long = pa.table([pa.array(values) for values in arrays], TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
     return ("times" if weights == "times" else "shares"), long
 
 
 def _weights_of_files(files: Sequence[Path], label: str | None) -> tuple[Kind, pa.Table, str]:
-    """Return the kind of the weights, a table of run, name and weight, and a note on the weights."""
+    """Return what has weights, a table of run, name and weight, and a note on the weights."""
     if label is None:
         raise RunsError(f"{files[0]}: pass the label whose values it mixes, e.g. --label source")
     kind, weights, weights_note = read_mixtures_of_runs(files)
-    lines = [(run, value, weight) for run, of_run in weights.items() for value, weight in of_run.items()]
+    lines = [(run, value, weight) for run, mixture in weights.items() for value, weight in mixture.items()]
     columns = [pa.array(column) for column in zip(*lines, strict=True)]
     return kind, pa.table(columns, TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA), weights_note  # type: ignore[return-value]
 
@@ -228,20 +248,28 @@ def _weights_of_files(files: Sequence[Path], label: str | None) -> tuple[Kind, p
 
 
 class _WideTable:
-    """A table with one line per run: its name, metadata columns, and numeric columns."""
+    """A table with one line per run: its name, metadata columns, and numeric columns.
 
-    def __init__(self, table: pa.Table, where: str) -> None:
+    Attributes:
+        location: path of the table, for messages.
+        runs: name of the run of each line.
+        numbers: numeric columns that are not metadata, by name.
+        ignored: names of the other columns.
+    """
+
+    def __init__(self, table: pa.Table, location: str) -> None:
         table = _unpivot_wandb_panel(table)
-        self.where = where
-        by_name = _name_column(table, where)
-        self.runs = _string_column(table, by_name, where).to_pylist()
-        lower = {name.lower(): name for name in table.column_names if name != by_name}
+        self.location = location
+        name_column = _name_column(table, location)
+        self.runs = _string_column(table, name_column, location).to_pylist()
+        original_name = {name.lower(): name for name in table.column_names if name != name_column}
         metadata = {"seed": SEED_COLUMNS, "size": SIZE_COLUMNS, "tokens": TOKEN_COLUMNS, "state": STATE_COLUMNS}
-        column_of = {
-            what: [lower[option] for option in options if option in lower] for what, options in metadata.items()
+        metadata_columns = {
+            field: [original_name[option] for option in options if option in original_name]
+            for field, options in metadata.items()
         }
-        self._metadata = {what: table[names[0]].to_pylist() for what, names in column_of.items() if names}
-        used = {by_name, *(name for names in column_of.values() for name in names)}
+        self._metadata = {field: table[names[0]].to_pylist() for field, names in metadata_columns.items() if names}
+        used = {name_column, *(name for names in metadata_columns.values() for name in names)}
         others = [name for name in table.column_names if name not in used]
         self.numbers = {name: values for name in others if (values := _float_column(table[name])) is not None}
         self.ignored = [name for name in others if name not in self.numbers]
@@ -262,14 +290,14 @@ class _WideTable:
         ]
         if unmatched:
             available = ", ".join(list(self.numbers)[:MAX_LISTED])
-            raise RunsError(f"{self.where}: no numeric column matches {unmatched[0]!r}; available: {available}")
+            raise RunsError(f"{self.location}: no numeric column matches {unmatched[0]!r}; available: {available}")
         return selected
 
     def results(self, patterns: Sequence[str], skip_failed: bool) -> tuple[pa.Table, list[str]]:
         """Return results with RESULTS_SCHEMA, and the names of skipped runs."""
         metrics = self.select_columns(patterns)
         if not metrics:
-            raise RunsError(f"{self.where}: has no numeric columns with results")
+            raise RunsError(f"{self.location}: has no numeric columns with results")
         failed: list[str] = []
         lines: list[tuple[Any, ...]] = []
         for line, run in enumerate(self.runs):
@@ -280,8 +308,8 @@ class _WideTable:
                 continue
             size = self.metadata("size", line)
             seed, tokens = self._whole_number("seed", line) or 0, self._whole_number("tokens", line)
-            keys = (run, seed, None if size is None else str(size), None if tokens is None else float(tokens))
-            lines += [(*keys, name, None, value) for name, value in zip(metrics, values, strict=True)]
+            run_columns = (run, seed, None if size is None else str(size), None if tokens is None else float(tokens))
+            lines += [(*run_columns, name, None, value) for name, value in zip(metrics, values, strict=True)]
         columns = list(zip(*lines, strict=True)) or [() for _ in RESULTS_SCHEMA]
         arrays = [pa.array(column, field.type) for column, field in zip(columns, RESULTS_SCHEMA, strict=True)]
         return pa.table(arrays, schema=RESULTS_SCHEMA), failed
@@ -294,7 +322,7 @@ class _WideTable:
         except (ValueError, OverflowError, TypeError):
             number = MAX_INTEGER + 1
         if number is not None and not 0 <= number <= MAX_INTEGER:
-            raise RunsError(f"{self.where}: run {self.runs[line]!r}: {name} is {value!r}, expected a whole number")
+            raise RunsError(f"{self.location}: run {self.runs[line]!r}: {name} is {value!r}, expected a whole number")
         return number
 
 
@@ -302,17 +330,20 @@ def _unpivot_wandb_panel(table: pa.Table) -> pa.Table:
     """Convert a wandb panel, `Step, <run> - <metric>, ...`, to one line per run with the last value of each column."""
     if not table.column_names or table.column_names[0].lower() not in ("step", "_step"):
         return table
-    last: dict[str, dict[str, float]] = {}
+    last_values: dict[str, dict[str, float]] = {}  # by run and metric
     for name in table.column_names[1:]:
         run, _, metric = name.rpartition(" - ")
         if not run or metric.endswith(("__MIN", "__MAX")):
             continue
         values = _float_column(table[name])
         finite = values[np.isfinite(values)] if values is not None else np.empty(0)
-        last.setdefault(run, {})[metric] = float(finite[-1]) if finite.size else float("nan")
-    metrics = list(dict.fromkeys(metric for of_run in last.values() for metric in of_run))
-    columns = {metric: pa.array([of_run.get(metric, float("nan")) for of_run in last.values()]) for metric in metrics}
-    return pa.table({"run": pa.array(list(last)), **columns})
+        last_values.setdefault(run, {})[metric] = float(finite[-1]) if finite.size else float("nan")
+    metrics = list(dict.fromkeys(metric for metrics_of_run in last_values.values() for metric in metrics_of_run))
+    columns = {
+        metric: pa.array([metrics_of_run.get(metric, float("nan")) for metrics_of_run in last_values.values()])
+        for metric in metrics
+    }
+    return pa.table({"run": pa.array(list(last_values)), **columns})
 
 
 # ------------------------------------------------------------------------------------------------------ internals
@@ -323,9 +354,15 @@ def _resolve_directions(
     directions_in_files: Mapping[str, Direction],
     higher: Sequence[str],
     lower: Sequence[str],
-    where: str,
+    location: str,
 ) -> dict[str, Direction]:
-    """Return the direction of each metric: as in its file, as passed by the user, or by its name."""
+    """Return whether higher or lower is better, for each metric.
+
+    The results files decide first, then `higher` and `lower`, then the name of the metric.
+
+    Raises:
+        RunsError: none of them decides.
+    """
     directions: dict[str, Direction] = {}
     unknown = []
     for metric in metrics:
@@ -339,27 +376,27 @@ def _resolve_directions(
     if unknown:
         others = f" (likewise {', '.join(unknown[1:])})" if unknown[1:] else ""
         raise RunsError(
-            f"{where}: metric {unknown[0]!r}: unknown direction; pass --higher '{unknown[0]}' or --lower "
+            f"{location}: metric {unknown[0]!r}: unknown direction; pass --higher '{unknown[0]}' or --lower "
             f"'{unknown[0]}', or select the results with --metrics{others}"
         )
     return directions
 
 
-def _refuse_mixed_units(lines: pa.Table, where: str) -> None:
-    """Raise an error if some values of a metric are shares of 1 and others are percent."""
-    for metric in pc.unique(lines["metric"]).to_pylist():
-        of_metric = lines.filter(pc.equal(lines["metric"], metric))
-        value = of_metric["value"].to_numpy()
+def _refuse_mixed_units(results: pa.Table, location: str) -> None:
+    """Raise an error if some values of a metric are fractions of 1 and others are percent."""
+    for metric in pc.unique(results["metric"]).to_pylist():
+        metric_results = results.filter(pc.equal(results["metric"], metric))
+        value = metric_results["value"].to_numpy()
         shares, percent = value[(value > 0) & (value <= 1)], value[value > 1]
         if not (re.search(SHARES, metric.lower()) and shares.size and percent.size):
             continue
         # as percent, the shares are similar to the other values: 0.47 and 63, not 0.9 and 3.4
         if percent.min() / 2 <= 100 * shares.min() and 100 * shares.max() <= 2 * percent.max():
             first, second = (
-                of_metric["run"][int(np.flatnonzero(value == values[0])[0])] for values in (shares, percent)
+                metric_results["run"][int(np.flatnonzero(value == values[0])[0])] for values in (shares, percent)
             )
             raise RunsError(
-                f"{where}: {metric} is {shares[0]:g} of run {first.as_py()!r} and {percent[0]:g} of run "
+                f"{location}: {metric} is {shares[0]:g} of run {first.as_py()!r} and {percent[0]:g} of run "
                 f"{second.as_py()!r}: shares and percent are mixed; use one unit"
             )
 
@@ -388,28 +425,28 @@ def _read_table(source: Path | str | pa.Table) -> tuple[pa.Table, str]:
     return table, str(path)
 
 
-def _name_column(table: pa.Table, where: str) -> str:
+def _name_column(table: pa.Table, location: str) -> str:
     """Return the name of the column with run names, ignoring case."""
     lower = {name.lower(): name for name in reversed(table.column_names)}
     column = next((lower[name] for name in NAME_COLUMNS if name in lower), None)
     if column is None:
         raise RunsError(
-            f"{where}: has no column with run names (one of {', '.join(NAME_COLUMNS[:-1])}); its columns are "
+            f"{location}: has no column with run names (one of {', '.join(NAME_COLUMNS[:-1])}); its columns are "
             f"{', '.join(table.column_names[:MAX_LISTED])}"
         )
     return str(column)
 
 
-def _string_column(table: pa.Table, name: str, where: str) -> pa.ChunkedArray:
+def _string_column(table: pa.Table, name: str, location: str) -> pa.ChunkedArray:
     """Return a column as strings."""
     try:
         column = table[name].cast(pa.string())
     except pa.ArrowException as err:
         raise RunsError(
-            f"{where}: column {name!r} contains {table[name].type} that is not UTF-8 text, expected names"
+            f"{location}: column {name!r} contains {table[name].type} that is not UTF-8 text, expected names"
         ) from err
     if column.null_count:
-        raise RunsError(f"{where}: {column.null_count} cells of {name!r} are empty, expected names")
+        raise RunsError(f"{location}: {column.null_count} cells of {name!r} are empty, expected names")
     return column
 
 

@@ -1,5 +1,12 @@
 """Rank metrics of predicted utilities with bootstrap intervals, and noise ceilings. Start with `target_metrics`.
 
+    task_rho                 Spearman's rho over subsets of predicted and realized mean utility of a target
+    mean_lds                 mean over units of Spearman's rho of the unit's predicted and realized utility
+    positive                 fraction of units whose rho is above 0
+    pairwise                 fraction of pairs of subsets that the predicted mean utility orders correctly
+    task_rho_standardised    as task_rho, with the z-score of each unit in the mean in place of its utility
+
+Labels such as eq:lds-spearman are those of the paper's equations, see docs/paper_map.md.
 Shape letters: B subsets, E units of one target, S retraining seeds, R bootstrap resamples, T targets.
 
 Intervals. Subsets are the sampling unit, so subsets are resampled, with the same draws for every unit, target and
@@ -10,14 +17,15 @@ towards one half; therefore only the spread of the resamples is used, not their 
 Undefined values. Spearman's rho of a constant column does not exist and is never replaced by a number: the `Estimate`
 has value None and a reason, and units without a rho are counted and excluded from means and fractions.
 
-Noise ceiling. Let U = truth + noise with noise independent between seeds. With r1 the mean over all pairs of
-seeds of the rank correlation between two seeds' utilities, the S-seed mean has reliability (Spearman-Brown)
+Noise ceiling. Let U = truth + noise with noise independent between seeds. With r1 the mean over all pairs of seeds of
+the rank correlation between two seeds' utilities, the mean over S seeds has reliability (Spearman-Brown)
 
     reliability = S r1 / (1 + (S - 1) r1),        ceiling = sqrt(reliability),
 
-which is the correlation of a predictor equal to the truth with the S-seed mean. It is exact for Pearson's correlation;
-for rank correlations of normal variables it is too high by less than 0.01. For mean LDS, r1 is averaged over the units
-first; since sqrt and Spearman-Brown are concave, the result is an upper bound if units differ in reliability.
+which is the correlation of a predictor equal to the truth with the mean over S seeds. It is exact for Pearson's
+correlation; for rank correlations of normal variables it is too high by less than 0.01. For mean LDS, r1 is averaged
+over the units first; since sqrt and Spearman-Brown are concave, the result is an upper bound if units differ in
+reliability.
 The ceiling is undefined for a single seed, or if seeds do not agree (r1 <= 0).
 """
 
@@ -67,15 +75,25 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class TargetMetrics:
-    """Metrics of one prediction on one target, or their mean: `row["task_rho"]`, for all METRICS and CEILINGS."""
+    """Metrics of one prediction on one target, or the mean over targets. `metrics["task_rho"]` is an `Estimate`.
+
+    Attributes:
+        target: name of the target.
+        n_subsets: number of subsets.
+        n_units: number of units of the target.
+        estimates: estimate by name, for all METRICS and CEILINGS.
+        over_seeds: mean and standard deviation of each metric over single seeds.
+        undefined_units: number of units without a rho, by reason.
+        resamples: each metric of each resample, (R,); required to average targets.
+    """
 
     target: str
     n_subsets: int
     n_units: int
     estimates: Mapping[str, Estimate]
-    over_seeds: Mapping[str, tuple[float | None, float | None]]  # mean and standard deviation over single seeds
+    over_seeds: Mapping[str, tuple[float | None, float | None]]
     undefined_units: Mapping[str, int]
-    resamples: Mapping[str, F64] = field(repr=False)  # required to average targets
+    resamples: Mapping[str, F64] = field(repr=False)
 
     def __getitem__(self, name: str) -> Estimate:
         return self.estimates[name]
@@ -114,13 +132,13 @@ def rank_correlations(columns: Sequence[F64], pairs: Sequence[tuple[int, int]], 
     root_RB = np.sqrt(weights_RB)
     units_per_block = max(1, _BLOCK_NUMBERS // (len(columns) * n_subsets * n_subsets))
     for start in range(0, n_units, units_per_block):
-        part = slice(start, start + units_per_block)
-        parts_EB = [column[:, part].T for column in columns]
+        block = slice(start, start + units_per_block)
+        block_columns = [column[:, block].T for column in columns]  # (E, B) each
         # (E, B, B): 1/2 if the first subset is below the second, 0 for ties, -1/2 if above
-        comparisons = [np.sign(x[:, None, :] - x[:, :, None]).astype(weights_RB.dtype) / 2 for x in parts_EB]
-        step = max(1, _BLOCK_NUMBERS // (comparisons[0].shape[0] * n_subsets * len(columns)))
-        for first_draw in range(0, n_resamples, step):
-            draws = slice(first_draw, first_draw + step)
+        comparisons = [np.sign(x[:, None, :] - x[:, :, None]).astype(weights_RB.dtype) / 2 for x in block_columns]
+        draws_per_block = max(1, _BLOCK_NUMBERS // (comparisons[0].shape[0] * n_subsets * len(columns)))
+        for first_draw in range(0, n_resamples, draws_per_block):
+            draws = slice(first_draw, first_draw + draws_per_block)
             # A subset that was drawn w times counts w times in sums over subsets: each factor of a product of ranks is
             # multiplied by sqrt(w).
             root_rB = root_RB[draws]
@@ -131,15 +149,21 @@ def rank_correlations(columns: Sequence[F64], pairs: Sequence[tuple[int, int]], 
             for p, (first_column, second_column) in enumerate(pairs):
                 scale_Er = norms[first_column] * norms[second_column]
                 covariance_Er = np.einsum("erb,erb->er", ranks[first_column], ranks[second_column])
-                np.divide(covariance_Er, scale_Er, out=out[p, part, draws], where=scale_Er > 0)
+                np.divide(covariance_Er, scale_Er, out=out[p, block, draws], where=scale_Er > 0)
     return np.asarray(np.clip(out, -1.0, 1.0))
 
 
 def spearman(x_BE: F64, y_BE: F64) -> F64:
-    """Return Spearman's rho of every column, (E,), of two columns (B,) a single number; nan where one is constant.
+    """Return Spearman's rho of every pair of columns, (E,); nan if one of the two is constant.
 
-    Centred ranks are multiples of 1/2 and their products are added up without rounding, so this is what
-    `rank_correlations` gives for weights of 1, to the last bit, in O(B log B) for each column.
+    Equals `rank_correlations` with weights of 1 to the last bit, since centred ranks are multiples of 1/2 and their
+    products are added up without rounding. Cost: O(B log B) for each column.
+
+    Args:
+        x_BE: first column of each pair; (B,) for a single pair, which gives a single number.
+        y_BE: second column of each pair, of the same shape.
+    Raises:
+        ShapeError: shapes differ.
     """
     if x_BE.shape != y_BE.shape:
         raise ShapeError(f"rank correlation: shapes {sorted({x_BE.shape, y_BE.shape})} differ, expected one (B, E)")
@@ -314,13 +338,14 @@ def target_metrics(
     over_seeds: dict[str, tuple[float | None, float | None]] = {}
     by_seed = [_metrics(predicted_BE, task_B, realized_BSE[:, s], ones_1B) for s in range(n_seeds)]
     for name in METRICS:
-        value_S = np.array([values_of_seed[name][0] for values_of_seed in by_seed])
+        value_S = np.array([metrics_of_seed[name][0] for metrics_of_seed in by_seed])
         sd = float(value_S.std(ddof=1)) if n_seeds > 1 else None
         over_seeds[name] = (float(value_S.mean()), sd) if np.isfinite(value_S).all() else (None, None)
 
     # reasons of undefined values
     constant_prediction_E, constant_utility_E = ~_varies(predicted_BE), ~_varies(realized_BE)
-    task_reason, unit_reason = CONSTANT_UTILITY if _varies(task_B) else CONSTANT_PREDICTION, NO_DEFINED_UNIT
+    task_reason = CONSTANT_UTILITY if _varies(task_B) else CONSTANT_PREDICTION
+    unit_reason = NO_DEFINED_UNIT
     undefined = {
         CONSTANT_PREDICTION: int(constant_prediction_E.sum()),
         CONSTANT_UTILITY: int((constant_utility_E & ~constant_prediction_E).sum()),
@@ -354,36 +379,39 @@ def _metrics(predicted_BE: F64, task_B: F64, realized_BE: F64, weights_RB: Float
         return {name: np.full(len(weights_RB), np.nan) for name in METRICS}
     rho_ER = rank_correlations([predicted_BE, realized_BE], [(0, 1)], weights_RB)[0]
     realized_B = realized_BE.mean(axis=1)
-    predicted = np.stack([task_B, standardised_mean(predicted_BE)], axis=1)
-    realized = np.stack([realized_B, standardised_mean(realized_BE)], axis=1)
-    task_2R = rank_correlations([predicted, realized], [(0, 1)], weights_RB)[0]
+    predicted_B2 = np.stack([task_B, standardised_mean(predicted_BE)], axis=1)
+    realized_B2 = np.stack([realized_B, standardised_mean(realized_BE)], axis=1)
+    task_rho_2R = rank_correlations([predicted_B2, realized_B2], [(0, 1)], weights_RB)[0]
     pairs_R = pairwise_accuracy(task_B, realized_B, weights_RB)
     if task_B.max() == task_B.min():
         pairs_R = np.full_like(pairs_R, np.nan)  # a constant prediction orders no pair; 1/2 would look like a result
     return {
-        "task_rho": task_2R[0],
+        "task_rho": task_rho_2R[0],
         "mean_lds": mean_defined(rho_ER, axis=0),
         "positive": mean_defined(np.where(np.isfinite(rho_ER), rho_ER > 0, np.nan), axis=0),
         "pairwise": pairs_R,
-        "task_rho_standardised": task_2R[1],
+        "task_rho_standardised": task_rho_2R[1],
     }
 
 
-def average(rows: Sequence[TargetMetrics]) -> TargetMetrics:
+def average(by_target: Sequence[TargetMetrics]) -> TargetMetrics:
     """Average metrics over targets; a metric that is undefined on a target is undefined, with the target as reason.
 
     Resamples are averaged draw by draw, so that intervals account for targets that share subsets. The mean ceiling has
     no interval.
     """
     estimates: dict[str, Estimate] = {}
-    resamples = {name: np.mean([row.resamples[name] for row in rows], axis=0) for name in METRICS}
+    resamples = {name: np.mean([metrics.resamples[name] for metrics in by_target], axis=0) for name in METRICS}
     for name in (*METRICS, *CEILINGS):
-        missing = [row.target for row in rows if row[name].value is None]
-        value = np.nan if missing else float(np.mean([row[name].value for row in rows]))
-        resampled_R, reason = resamples.get(name, np.empty(0)), f"undefined on {', '.join(missing)}"
+        undefined_on = [metrics.target for metrics in by_target if metrics[name].value is None]
         estimates[name] = bootstrap_interval(
-            value, resampled_R, lowest=METRICS.get(name, 0.0), highest=1.0, reason=reason
+            np.nan if undefined_on else float(np.mean([metrics[name].value for metrics in by_target])),
+            resamples.get(name, np.empty(0)),
+            lowest=METRICS.get(name, 0.0),
+            highest=1.0,
+            reason=f"undefined on {', '.join(undefined_on)}",
         )
     # a target may have the same name
-    label = different([*(row.target for row in rows), AVERAGE])[-1]
-    return TargetMetrics(label, rows[0].n_subsets, sum(row.n_units for row in rows), estimates, {}, {}, resamples)
+    label = different([*(metrics.target for metrics in by_target), AVERAGE])[-1]
+    n_units = sum(metrics.n_units for metrics in by_target)
+    return TargetMetrics(label, by_target[0].n_subsets, n_units, estimates, {}, {}, resamples)

@@ -7,7 +7,8 @@ Supported files:
     row scores (.npy)    (N, E), with `<name>.ids.json`: {"units": [...]}; rows in corpus order
     row scores (Parquet) row_id and one column `target/unit_id` per unit, or one column `target` for the whole task
 
-Higher is better. Shape letters: B subsets, E units, N rows.
+Higher is better. A column of row scores predicts either one unit of a target or the mean over all its units (the
+task). Shape letters: B subsets, E units, or columns of row scores, N rows.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from grasp.yaml_files import describe
 
 Unit = tuple[str, str]
 Weighting = Literal["count", "mean"]  # sum, or weighted mean, of the scores of the rows of a subset
+Column = tuple[str, str | None]  # (target, unit_id); unit_id None: the whole task
 # predictor: uses none of the utilities it is evaluated on; oracle-selected: its configuration was selected on them;
 # supervised oracle: fitted to other subsets of the same runs. The latter two are reported separately.
 MethodRole = Literal["predictor", "oracle-selected", "supervised oracle"]
@@ -61,16 +63,27 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """Predictions of a method for named subsets: utilities of units, of tasks, or of both."""
+    """Predictions of a method for named subsets: utilities of units, of tasks, or of both.
+
+    Attributes:
+        method: name of the method.
+        subset_ids: names of the subsets.
+        units: (target, unit_id) of each predicted unit.
+        values_BE: predicted utility of each unit.
+        task_B: predicted mean utility of a task, by target. Default: the mean over its units.
+        method_role: whether the method was selected on, or fitted to, the utilities that it is evaluated on.
+        cost: storage and build time of the method; None: unknown.
+        notes: notes for reports.
+    """
 
     method: str
     subset_ids: tuple[str, ...]
     units: tuple[Unit, ...]
     values_BE: F64
-    task_B: Mapping[str, F64] = field(default_factory=dict)  # by target; default: mean over its units
-    standing: MethodRole = "predictor"
+    task_B: Mapping[str, F64] = field(default_factory=dict)
+    method_role: MethodRole = "predictor"
     cost: Cost | None = None
-    notes: tuple[str, ...] = ()  # notes for reports
+    notes: tuple[str, ...] = ()
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -84,28 +97,36 @@ class Predictions:
         Raises:
             RunsError: a subset or unit has no prediction, or one that is not finite.
         """
+        location = f"{self.method}: {target}"
         b = _positions(self.subset_ids, subset_ids, f"{self.method}: subsets")
-        column_of = {unit: e for e, (name, unit) in enumerate(self.units) if name == target}
+        column_of = {unit_id: e for e, (name, unit_id) in enumerate(self.units) if name == target}
+        columns = np.array(list(column_of.values()), dtype=np.int64)
         task_B = self.task_B[target][b] if target in self.task_B else None
         if not column_of and task_B is None:
             raise RunsError(f"{self.method}: has no predictions for {target!r}, only for {self.targets}")
         if not column_of or list(unit_ids) == [WHOLE_TASK]:
-            task_B = self.values_BE[b][:, list(column_of.values())].mean(axis=1) if task_B is None else task_B
-            return None, _require_finite(task_B, f"{self.method}: {target}")
+            task_B = self.values_BE[b][:, columns].mean(axis=1) if task_B is None else task_B
+            return None, _require_finite(task_B, location)
         e = _positions(list(column_of), unit_ids, f"{self.method}: units of {target}")
-        values_BE = self.values_BE[b][:, np.array(list(column_of.values()), dtype=np.int64)[e]]
         return (
-            _require_finite(values_BE, f"{self.method}: {target}"),
-            None if task_B is None else _require_finite(task_B, f"{self.method}: {target}"),
+            _require_finite(self.values_BE[b][:, columns[e]], location),
+            None if task_B is None else _require_finite(task_B, location),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class RowScores:
-    """Scores of single rows in corpus order, in blocks (first row, (n, E))."""
+    """Scores of all rows of a corpus for units or tasks.
+
+    Attributes:
+        method: name of the method.
+        columns: (target, unit_id) of each column of scores.
+        n_rows: number of rows of the corpus.
+        blocks: (index of the first row, scores (rows, E)) of consecutive blocks of rows, in corpus order.
+    """
 
     method: str
-    columns: tuple[tuple[str, str | None], ...]  # (target, unit_id); unit_id None: the whole task
+    columns: tuple[Column, ...]
     n_rows: int
     blocks: Iterable[tuple[int, NDArray[Any]]]
 
@@ -121,13 +142,13 @@ class RowScores:
         Args:
             subsets: retained sides, over the same rows.
             weighting: count or mean.
-            negative: factor of negative scores.
+            negative: factor by which negative scores are multiplied.
         Raises:
             RunsError: wrong number of rows, or a score that is not finite; the message names row and unit.
         Source: eq:grasp-subset-relevance, eq:additive-utility. Memory: the subsets and one block of rows.
         """
         blocks = list(subsets)
-        ids = tuple(name for block in blocks for name in block.subset_ids)
+        subset_ids = tuple(name for block in blocks for name in block.subset_ids)
         wrong = [block.n_rows for block in blocks if block.n_rows != self.n_rows]
         if wrong or not blocks:
             reason = f"the subsets are drawn from {wrong[0]}" if wrong else "there are no subsets"
@@ -136,22 +157,24 @@ class RowScores:
         def downweighted_blocks() -> Iterator[tuple[int, F64]]:
             for start, scores_NE in self.blocks:
                 values_NE = scores_NE.astype(np.float64)
-                for row, column in np.argwhere(bad_NE := ~(np.abs(values_NE) <= MAX_PREDICTION))[:1]:
-                    target, unit = self.columns[column]
+                invalid_NE = ~(np.abs(values_NE) <= MAX_PREDICTION)  # nan compares false
+                if invalid_NE.any():
+                    row, column = np.argwhere(invalid_NE)[0]
+                    target, unit_id = self.columns[column]
                     raise RunsError(
-                        f"{self.method}: score of row {start + row} for {target} unit {unit!r} is "
-                        f"{scores_NE[row, column]} ({bad_NE.sum()} such in this block); scores must be finite, and at "
-                        f"most {MAX_PREDICTION:g}"
+                        f"{self.method}: score of row {start + row} for {target} unit {unit_id!r} is "
+                        f"{scores_NE[row, column]} ({invalid_NE.sum()} such in this block); scores must be finite, and "
+                        f"at most {MAX_PREDICTION:g}"
                     )
                 yield start, downweight_negative(values_NE, negative)
 
-        sum_BE = sums_over(downweighted_blocks(), [block.weights for block in blocks], len(self.columns))
+        # One array (subsets of the block, E) per block of subsets.
+        sums = sums_over(downweighted_blocks(), [block.weights for block in blocks], len(self.columns))
         if weighting == "mean":
-            weight_sums = [block.weights.sums for block in blocks]
-            sum_BE = [
-                ratio(1.0, total_B)[:, None] * part_BE for total_B, part_BE in zip(weight_sums, sum_BE, strict=True)
+            sums = [
+                ratio(1.0, block.weights.sums)[:, None] * sum_BE for block, sum_BE in zip(blocks, sums, strict=True)
             ]
-        return _separate_tasks(self.method, ids, self.columns, np.concatenate(sum_BE))
+        return _separate_tasks(self.method, subset_ids, self.columns, np.concatenate(sums))
 
 
 def read_predictions(
@@ -164,8 +187,8 @@ def read_predictions(
         subsets: subsets to predict from row scores.
         method: name of the method; default: the name of the file.
     Raises:
-        RunsError: unknown kind of file, or it does not match rows or subsets, or lines are duplicate or missing. The
-            message names the first.
+        RunsError: the file has none of the supported formats, or does not match rows or subsets, or lines are duplicate
+            or missing. The message names the first.
     """
     method = method or path.stem
     table = None if path.suffix == ".npy" else _read_table(path)
@@ -203,7 +226,9 @@ def read_row_scores(path: Path, rows: RowIndex, method: str | None = None, table
     if pa.types.is_nested(table.schema.field("row_id").type):
         raise RunsError(f"{path}: row_id: got {table.schema.field('row_id').type}, expected names")
     order = _positions(table.column("row_id").to_pylist(), rows.ids().to_pylist(), f"{path}: rows")
-    columns = tuple((head, tail if mark else None) for head, mark, tail in (name.partition("/") for name in names))
+    # `target/unit_id`, or `target` for the whole task
+    split_names = (name.partition("/") for name in names)
+    columns = tuple((target, unit_id if slash else None) for target, slash, unit_id in split_names)
     scores = np.stack([_float_column(table, name, path) for name in names], axis=1)
     return RowScores(method or path.stem, columns, rows.n_rows, _blocks(scores[order]))
 
@@ -215,24 +240,25 @@ def _parse_table(path: Path, table: pa.Table, method: str) -> Predictions:
         raise RunsError(f"{path}: has columns {table.column_names}, lacks {missing}")
     if nested := [field for field in table.schema if field.name != "utility" and pa.types.is_nested(field.type)]:
         raise RunsError(f"{path}: {nested[0].name}: got {nested[0].type}, expected names")
-    units = table.column("unit_id").to_pylist() if "unit_id" in table.column_names else [None] * len(table)
-    columns = list(zip(table.column("target").to_pylist(), units, strict=True))
-    lines = [str(name) for name in table.column("subset_id").to_pylist()]
-    b_of = {name: b for b, name in enumerate(dict.fromkeys(lines))}
-    e_of = {column: e for e, column in enumerate(dict.fromkeys(columns))}
-    b, e = np.array([b_of[name] for name in lines], dtype=int), np.array([e_of[name] for name in columns], dtype=int)
-    counts_BE = np.zeros((len(b_of), len(e_of)), dtype=np.int64)
+    unit_ids = table.column("unit_id").to_pylist() if "unit_id" in table.column_names else [None] * len(table)
+    columns = list(zip(table.column("target").to_pylist(), unit_ids, strict=True))
+    subset_ids = [str(name) for name in table.column("subset_id").to_pylist()]
+    position_of_subset = {name: b for b, name in enumerate(dict.fromkeys(subset_ids))}
+    position_of_column = {column: e for e, column in enumerate(dict.fromkeys(columns))}
+    b = np.array([position_of_subset[name] for name in subset_ids], dtype=int)
+    e = np.array([position_of_column[column] for column in columns], dtype=int)
+    counts_BE = np.zeros((len(position_of_subset), len(position_of_column)), dtype=np.int64)
     np.add.at(counts_BE, (b, e), 1)
     wrong = np.argwhere(counts_BE != 1)
     if len(wrong):
         row, column = wrong[0]
         raise RunsError(
-            f"{path}: subset {list(b_of)[row]!r}, target and unit {list(e_of)[column]} occurs {counts_BE[row, column]} "
-            f"times ({len(wrong)} such); expected each once"
+            f"{path}: subset {list(position_of_subset)[row]!r}, target and unit {list(position_of_column)[column]} "
+            f"occurs {counts_BE[row, column]} times ({len(wrong)} such); expected each once"
         )
     values_BE = np.full(counts_BE.shape, np.nan)
     values_BE[b, e] = _float_column(table, "utility", path)
-    return _separate_tasks(method, tuple(b_of), tuple(e_of), values_BE)
+    return _separate_tasks(method, tuple(position_of_subset), tuple(position_of_column), values_BE)
 
 
 def _float_column(table: pa.Table, name: str, path: Path) -> F64:
@@ -248,38 +274,37 @@ def _blocks(array: NDArray[Any]) -> list[tuple[int, NDArray[Any]]]:
     return [(start, array[start : start + BLOCK_ROWS]) for start in range(0, len(array), BLOCK_ROWS)]
 
 
-def _separate_tasks(
-    method: str, ids: tuple[str, ...], columns: Sequence[tuple[str, str | None]], values_BE: F64
-) -> Predictions:
-    """Separate the columns of units from those of whole tasks."""
-    of_units = [e for e, (_, unit) in enumerate(columns) if unit is not None]
-    units = tuple((target, unit) for target, unit in columns if unit is not None)
-    task_B = {target: values_BE[:, e] for e, (target, unit) in enumerate(columns) if unit is None}
-    return Predictions(method, ids, units, values_BE[:, of_units], task_B)
+def _separate_tasks(method: str, subset_ids: tuple[str, ...], columns: Sequence[Column], values_BE: F64) -> Predictions:
+    """Return predictions, with the columns of units separated from those of whole tasks."""
+    unit_columns = [e for e, (_, unit_id) in enumerate(columns) if unit_id is not None]
+    units = tuple((target, unit_id) for target, unit_id in columns if unit_id is not None)
+    task_B = {target: values_BE[:, e] for e, (target, unit_id) in enumerate(columns) if unit_id is None}
+    return Predictions(method, subset_ids, units, values_BE[:, unit_columns], task_B)
 
 
-def _positions(available: Sequence[str], requested: Sequence[str], where: str) -> I64:
+def _positions(available: Sequence[str], requested: Sequence[str], location: str) -> I64:
     """Return the position in `available` of each requested name."""
     position = {name: i for i, name in enumerate(available)}
     if len(position) < len(available):
         duplicate = next(name for i, name in enumerate(available) if position[name] != i)
-        raise RunsError(f"{where}: {duplicate!r} occurs twice, expected each once")
+        raise RunsError(f"{location}: {duplicate!r} occurs twice, expected each once")
     missing = [name for name in requested if name not in position]
     if missing:
         raise RunsError(
-            f"{where}: {len(missing)} of {len(requested)} have no prediction, e.g. {missing[:MAX_EXAMPLES]}; expected "
-            "all"
+            f"{location}: {len(missing)} of {len(requested)} have no prediction, e.g. {missing[:MAX_EXAMPLES]}; "
+            "expected all"
         )
     return np.array([position[name] for name in requested], dtype=np.int64)
 
 
-def _require_finite(values: F64, where: str) -> F64:
+def _require_finite(values: F64, location: str) -> F64:
     """Return the values, or raise an error that names the first one that is not finite or too large."""
-    bad = np.argwhere(~(np.abs(values) <= MAX_PREDICTION))
-    if len(bad):
+    invalid = np.argwhere(~(np.abs(values) <= MAX_PREDICTION))  # nan compares false
+    if len(invalid):
+        index = tuple(invalid[0].tolist())
         raise RunsError(
-            f"{where}: prediction at {tuple(bad[0].tolist())} is {values[tuple(bad[0])]} ({len(bad)} such); "
-            f"predictions must be finite, and at most {MAX_PREDICTION:g}"
+            f"{location}: prediction at {index} is {values[index]} ({len(invalid)} such); predictions must be finite, "
+            f"and at most {MAX_PREDICTION:g}"
         )
     return values
 

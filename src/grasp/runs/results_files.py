@@ -35,14 +35,14 @@ HARMFUL = r"toxic|bias|harm|hallucinat|stereotyp|refus|leak|memori[sz]"  # a sco
 MAX_RESULTS_LISTED = 3  # results listed in a note
 
 _DATE = re.compile(r"_?(\d{4}-\d\d-\d\dT[\d.-]+)$")
-_HARNESS = re.compile(r"results.*\.json|.+_\d{4}-\d\d-\d\dT[\d.-]+\.json")
+_LM_HARNESS = re.compile(r"results.*\.json|.+_\d{4}-\d\d-\d\dT[\d.-]+\.json")
 _OLMES = re.compile(r"task-\d+-.+-metrics\.json|metrics-all\.jsonl|\d{8}-\d{6}-.+-tasks\.jsonl")
-_NAMES = ("alias", "name", " ")  # text fields that are not metrics
+_NAME_FIELDS = ("alias", "name", " ")  # text fields that are not metrics
 _NO_METRICS = ("samples", "sample_len", "bypass")  # numbers of questions; placeholder if nothing is evaluated
-_UNKNOWN = (None, "N/A", "Yaml")
+_UNKNOWN = (None, "N/A", "Yaml")  # values of conditions that lm-evaluation-harness writes if they are unknown
 
-Kind = Literal["values", "conditions", "groups", "models", "texts"]
-_KINDS: Mapping[Kind, str] = {
+RemarkTopic = Literal["values", "conditions", "groups", "models", "texts"]
+_HEADINGS: Mapping[RemarkTopic, str] = {
     "values": "files of a run differ; using the newest",
     "conditions": "results of a run were ignored, since a newer file has other conditions",
     "groups": "group means are older than results of their tasks",
@@ -65,10 +65,15 @@ class TaskResults:
     """Results of one task in one file.
 
     Attributes:
+        task: name of the task, or of a group of tasks.
+        values: value of each metric.
+        directions: whether higher or lower is better, for the metrics of which the file says so.
         file: path relative to the directory of all runs.
         conditions: number of few-shot examples, task version and number of questions, as far as the file has them.
         date: evaluation date as sortable digits; empty if unknown.
-        group: tasks whose mean it is, for a group.
+        model: name of the model, if the file has it.
+        alias: further name of the task, which distinguishes variants of a task in files of olmes.
+        group: names of the tasks of a group; the values are means over them.
         texts: metrics whose value is not a number.
     """
 
@@ -88,8 +93,8 @@ class TaskResults:
         """Names of the metrics in the table of all runs."""
         return frozenset(f"{self.task}/{name}" for name in self.values)
 
-    def is_about(self, metrics: Collection[str]) -> bool:
-        """Return whether it contains any of these metrics."""
+    def contains_any(self, metrics: Collection[str]) -> bool:
+        """Return whether these results contain any of these metrics."""
         return any(name in metrics for name in self.columns)
 
 
@@ -97,12 +102,12 @@ class TaskResults:
 class Remark:
     """A note on ignored or inconsistent results, and the metrics that it concerns."""
 
-    kind: Kind
+    topic: RemarkTopic
     metrics: Collection[str]
     text: str
 
-    def is_about(self, metrics: Collection[str]) -> bool:
-        """Return whether it concerns any of these metrics, or results without metrics."""
+    def concerns(self, metrics: Collection[str]) -> bool:
+        """Return whether the remark concerns any of these metrics, or results without metrics."""
         return not self.metrics or any(name in metrics for name in self.metrics)
 
 
@@ -122,17 +127,20 @@ class HarnessResults:
     def table(self) -> pa.Table:
         """Table with one row per run and one column per `task/metric`; NaN if missing."""
         values = {
-            run: {f"{task}/{name}": value for task, result in of_run.items() for name, value in result.values.items()}
-            for run, of_run in self.by_run.items()
+            run: {f"{task}/{name}": value for task, result in by_task.items() for name, value in result.values.items()}
+            for run, by_task in self.by_run.items()
         }
-        names = dict.fromkeys(name for of_run in values.values() for name in of_run)
-        columns = {name: pa.array([of_run.get(name, float("nan")) for of_run in values.values()]) for name in names}
+        names = dict.fromkeys(name for values_of_run in values.values() for name in values_of_run)
+        columns = {
+            name: pa.array([values_of_run.get(name, float("nan")) for values_of_run in values.values()])
+            for name in names
+        }
         return pa.table({"run": pa.array(list(values), pa.string()), **columns})
 
     @property
     def directions(self) -> dict[str, Direction]:
-        """Directions of the metrics for which the files specify them."""
-        results = [result for of_run in self.by_run.values() for result in of_run.values()]
+        """Whether higher or lower is better, for the metrics of which the files say so."""
+        results = [result for by_task in self.by_run.values() for result in by_task.values()]
         return {
             f"{result.task}/{name}": direction for result in results for name, direction in result.directions.items()
         }
@@ -143,10 +151,13 @@ class HarnessResults:
         Raises:
             RunsError: two runs differ in the conditions of a task.
         """
-        first: dict[tuple[str, str], tuple[str, TaskResults]] = {}  # first run with a condition of a task
-        for run, of_run in self.by_run.items():
-            for task, result in of_run.items():
-                for condition, value in result.conditions.items() if result.is_about(metrics) else ():
+        # first run with a condition of a task
+        first: dict[tuple[str, str], tuple[str, TaskResults]] = {}
+        for run, by_task in self.by_run.items():
+            for task, result in by_task.items():
+                if not result.contains_any(metrics):
+                    continue
+                for condition, value in result.conditions.items():
                     other_run, other = first.setdefault((task, condition), (run, result))
                     if other.conditions[condition] != value:
                         raise RunsError(
@@ -156,15 +167,15 @@ class HarnessResults:
                         )
 
     def notes_about(self, metrics: Collection[str]) -> list[str]:
-        """Return notes on these metrics, one sentence per kind."""
+        """Return notes on these metrics, one sentence per topic."""
         notes = []
-        for kind, heading in _KINDS.items():
-            about = [remark.text for remark in self.remarks if remark.kind == kind and remark.is_about(metrics)]
-            if about:
-                more = f"; and {len(about) - MAX_RESULTS_LISTED} more" if len(about) > MAX_RESULTS_LISTED else ""
-                notes.append(f"{heading}: {'; '.join(about[:MAX_RESULTS_LISTED])}{more}")
-        results = {task: result for of_run in self.by_run.values() for task, result in of_run.items()}
-        tasks = [task for task, result in results.items() if result.is_about(metrics)]
+        for topic, heading in _HEADINGS.items():
+            texts = [remark.text for remark in self.remarks if remark.topic == topic and remark.concerns(metrics)]
+            if texts:
+                more = f"; and {len(texts) - MAX_RESULTS_LISTED} more" if len(texts) > MAX_RESULTS_LISTED else ""
+                notes.append(f"{heading}: {'; '.join(texts[:MAX_RESULTS_LISTED])}{more}")
+        results = {task: result for by_task in self.by_run.values() for task, result in by_task.items()}
+        tasks = [task for task, result in results.items() if result.contains_any(metrics)]
         for task in tasks:
             members = [name for name in results[task].group if name in tasks]
             if members:
@@ -179,94 +190,98 @@ def read_results(root: Path) -> HarnessResults:
     Raises:
         RunsError: no results file, a damaged file, or files that differ without a date to tell which is newer.
     """
-    by_folder: dict[str, list[TaskResults]] = {}
+    by_run: dict[str, list[TaskResults]] = {}
     for path in sorted(root.rglob("*.json*")):
-        parse = (
-            _parse_lm_harness
-            if _HARNESS.fullmatch(path.name)
-            else _parse_olmes
-            if _OLMES.fullmatch(path.name)
-            else None
-        )
-        if parse is None:
+        if _LM_HARNESS.fullmatch(path.name):
+            harness, parse = "lm-evaluation-harness", _parse_lm_harness
+        elif _OLMES.fullmatch(path.name):
+            harness, parse = "olmes", _parse_olmes
+        else:
             continue
-        parts = path.relative_to(root).parts
-        file = str(path.relative_to(root))
-        run = parts[0] if len(parts) > 1 else _DATE.sub("", path.stem) or path.stem
+        directories = path.relative_to(root).parts[:-1]
+        # A run is named after the directory of its files, or after the file if that is not in a directory.
+        run = directories[0] if directories else _DATE.sub("", path.stem) or path.stem
         try:
-            by_folder.setdefault(run, []).extend(parse(path, file))
+            by_run.setdefault(run, []).extend(parse(path, str(path.relative_to(root))))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, OSError) as err:
-            harness = "lm-evaluation-harness" if parse is _parse_lm_harness else "olmes"
             raise RunsError(f"{path}: not a results file of {harness}: {err!r:.200}") from err
-    if not by_folder:
+    if not by_run:
         raise RunsError(
             f"{root}: contains no results*.json and no *-metrics.json; expected one folder per run, with files of "
             "lm-evaluation-harness or olmes"
         )
+    # olmes gives variants of a task the same name and different aliases
     aliases: dict[tuple[str, str], set[str | None]] = {}
-    for run, results in by_folder.items():
+    for run, results in by_run.items():
         for result in results:
             aliases.setdefault((run, result.task), set()).add(result.alias)
-    # olmes gives variants of a task the same name and different aliases
     variants = {task for (_, task), names in aliases.items() if len(names) > 1}
     remarks: list[Remark] = []
-    by_run = {}
-    for run, results in by_folder.items():
+    merged = {}
+    for run, results in by_run.items():
         named = [
             replace(result, task=result.alias) if result.alias and result.task in variants else result
             for result in results
         ]
-        by_run[run] = _merge_files(run, named, remarks)
-    return HarnessResults(root, by_run, remarks)
+        merged[run] = _merge_files(run, named, remarks)
+    return HarnessResults(root, merged, remarks)
 
 
 def _merge_files(run: str, results: Sequence[TaskResults], remarks: list[Remark]) -> dict[str, TaskResults]:
-    """Merge the files of a run: newest results first, completed from older files with the same conditions.
-
-    Appends to `remarks`.
-    """
+    """Merge the files of a run, and return the results by task. Appends to `remarks`."""
     by_task: dict[str, list[TaskResults]] = {}
     for result in results:
         by_task.setdefault(result.task, []).append(result)
-    merged: dict[str, TaskResults] = {}
-    for task, same_task in by_task.items():
-        newest, *older = sorted(same_task, key=lambda result: result.date, reverse=True)
-        source, conditions = dict.fromkeys(newest.values, newest), dict(newest.conditions)
-        for result in older:
-            others = {name: value for name, value in result.conditions.items() if conditions.get(name, value) != value}
-            if others:
-                differences = ", ".join(f"{name} {conditions[name]} and {value}" for name, value in others.items())
-                _refuse_undated(run, task, differences, newest, result)
-                text = f"{run}: {task}: {differences} ({newest.file}, {result.file})"
-                remarks.append(Remark("conditions", newest.columns, text))
-                continue
-            conditions |= result.conditions
-            for name, value in result.values.items():
-                used = source.setdefault(name, result)
-                if used.values[name] != value and not isnan(used.values[name] + value):
-                    differences = f"{name} {used.values[name]:.9g} and {value:.9g}"
-                    _refuse_undated(run, task, differences, used, result)
-                    text = f"{run}: {task}: {differences} ({used.file}, {result.file})"
-                    remarks.append(Remark("values", {f"{task}/{name}"}, text))
-        directions = {
-            name: direction for result in (*reversed(older), newest) for name, direction in result.directions.items()
-        }
-        values = {name: result.values[name] for name, result in source.items()}
-        merged[task] = replace(newest, values=values, directions=directions, conditions=conditions)
-        if texts := sorted({name for result in same_task for name in result.texts} - source.keys()):
-            remarks.append(Remark("texts", merged[task].columns, f"{run}: {task}: {', '.join(texts)}"))
-    for mean in merged.values():
-        for task in mean.group:
+    merged = {task: _merge_task(run, same_task, remarks) for task, same_task in by_task.items()}
+    for group in merged.values():
+        for task in group.group:
             current = merged.get(task)
-            in_file = [result for result in by_task.get(task, ()) if result.file == mean.file]
-            member_values = [(name, value) for result in in_file for name, value in result.values.items()]
-            if current and any(current.values.get(name) != value for name, value in member_values):
-                text = f"{run}: {mean.task} ({mean.file}) is older than {task} ({current.file})"
-                remarks.append(Remark("groups", mean.columns, text))
+            same_file = [result for result in by_task.get(task, ()) if result.file == group.file]
+            values_in_file = [(name, value) for result in same_file for name, value in result.values.items()]
+            if current and any(current.values.get(name) != value for name, value in values_in_file):
+                text = f"{run}: {group.task} ({group.file}) is older than {task} ({current.file})"
+                remarks.append(Remark("groups", group.columns, text))
     models = dict.fromkeys(result.model for result in results if result.model)
     if len(models) > 1:
         columns = frozenset().union(*(result.columns for result in merged.values()))
         remarks.append(Remark("models", columns, f"{run}: {', '.join(models)}"))
+    return merged
+
+
+def _merge_task(run: str, results: Sequence[TaskResults], remarks: list[Remark]) -> TaskResults:
+    """Merge the results of one task from different files. Appends to `remarks`.
+
+    The newest results are completed from older files with the same conditions.
+
+    Raises:
+        RunsError: results or conditions differ between files without dates.
+    """
+    newest, *older = sorted(results, key=lambda result: result.date, reverse=True)
+    task = newest.task
+    source = dict.fromkeys(newest.values, newest)  # results from which each metric is used
+    conditions = dict(newest.conditions)
+    for result in older:
+        others = {name: value for name, value in result.conditions.items() if conditions.get(name, value) != value}
+        if others:
+            differences = ", ".join(f"{name} {conditions[name]} and {value}" for name, value in others.items())
+            _refuse_undated(run, task, differences, newest, result)
+            text = f"{run}: {task}: {differences} ({newest.file}, {result.file})"
+            remarks.append(Remark("conditions", newest.columns, text))
+            continue
+        conditions |= result.conditions
+        for name, value in result.values.items():
+            used = source.setdefault(name, result)
+            if used.values[name] != value and not isnan(used.values[name] + value):
+                differences = f"{name} {used.values[name]:.9g} and {value:.9g}"
+                _refuse_undated(run, task, differences, used, result)
+                text = f"{run}: {task}: {differences} ({used.file}, {result.file})"
+                remarks.append(Remark("values", {f"{task}/{name}"}, text))
+    oldest_first = (*reversed(older), newest)
+    directions = {name: direction for result in oldest_first for name, direction in result.directions.items()}
+    values = {name: result.values[name] for name, result in source.items()}
+    merged = replace(newest, values=values, directions=directions, conditions=conditions)
+    if texts := sorted({name for result in results for name in result.texts} - source.keys()):
+        remarks.append(Remark("texts", merged.columns, f"{run}: {task}: {', '.join(texts)}"))
     return merged
 
 
@@ -283,24 +298,24 @@ def _refuse_undated(run: str, task: str, differences: str, first: TaskResults, s
 
 
 def _parse_lm_harness(path: Path, file: str) -> Iterator[TaskResults]:
-    """Parse a file of lm-evaluation-harness: `metric,filter` of every task; before version 0.4 `metric`."""
+    """Parse a file of lm-evaluation-harness. Its metrics are named `metric,filter`; before version 0.4, `metric`."""
     data = parse_json(path.read_bytes())
     config = data.get("config") or {}
-    name_date, date = _DATE.search(path.stem), data.get("date")
-    if name_date is not None:
-        timestamp = name_date[1]
+    date_in_name, date = _DATE.search(path.stem), data.get("date")
+    if date_in_name is not None:
+        timestamp = date_in_name[1]
+    elif isinstance(date, int | float):
+        timestamp = datetime.fromtimestamp(date, UTC).strftime("%Y%m%d%H%M%S%f")
     else:
-        timestamp = (
-            datetime.fromtimestamp(date, UTC).strftime("%Y%m%d%H%M%S%f") if isinstance(date, int | float) else ""
-        )
+        timestamp = ""
     for task, metrics in data["results"].items():
         has_filters = any("," in key for key in metrics)
         values, texts = {}, []
         for key, value in metrics.items():
-            metric, _, kind = key.partition(",")
-            if (has_filters and "," not in key) or key in _NAMES or metric.endswith("_stderr"):
+            metric, _, filter_name = key.partition(",")
+            if (has_filters and "," not in key) or key in _NAME_FIELDS or metric.endswith("_stderr"):
                 continue
-            name = key if kind not in ("", "none") else metric
+            name = metric if filter_name in ("", "none") else key
             if isinstance(value, bool) or not isinstance(value, int | float):
                 texts.append(name)
             elif metric not in _NO_METRICS:
@@ -343,7 +358,7 @@ def _parse_olmes(path: Path, file: str) -> Iterator[TaskResults]:
     text = path.read_bytes()
     for data in map(parse_json, text.splitlines()) if path.suffix == ".jsonl" else [parse_json(text)]:
         config, metrics = data["task_config"], data.get("metrics")
-        primary = direction_by_name(config.get("primary_metric") or "")
+        primary_direction = direction_by_name(config.get("primary_metric") or "")
         if metrics is None:
             continue
         values = {
@@ -360,7 +375,7 @@ def _parse_olmes(path: Path, file: str) -> Iterator[TaskResults]:
             task=data["task_name"],
             file=file,
             values=values,
-            directions={"primary_score": primary} if primary and "primary_score" in values else {},
+            directions={"primary_score": primary_direction} if primary_direction and "primary_score" in values else {},
             conditions=_recorded_conditions(conditions),
             date=re.sub(r"\D", "", data.get("current_date", "")),
             model=(data.get("model_config") or {}).get("model"),

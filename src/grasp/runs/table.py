@@ -4,12 +4,14 @@
     trained.parquet   run, name, weight: `name` is a label value, a row id, or an expression
     results.parquet   run, seed, size, tokens, metric, unit_id, value: as measured; unit_id empty: the whole task
 
-Start with `RunTable.open` and `RunTable.utility_RST`. Imported runs do not depend on an artifact, its rows or its
-reference model; see `alignment.bind_runs`. Shape letters: R runs, S seeds, G values of a label, T metrics.
+Start with `RunTable.open` and `RunTable.utility_RST`. Here, a run is one training mixture, possibly trained with more
+than one seed. Imported runs do not depend on an artifact, its rows or its reference model; `imported_runs.bind_runs`
+matches them with one.
+Shape letters: R runs, S seeds, G label values, rows or expressions that have weights, T metrics.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -36,9 +38,10 @@ from grasp.text import plain, text_table
 INFO = "runs.json"
 TRAINED = "trained.parquet"
 RESULTS = "results.parquet"
-SUM_SLACK = 0.01  # shares whose sum differs from 1 by at most this are normalized
+SUM_TOLERANCE = 0.01  # shares whose sum differs from 1 by at most this are normalized
 MAX_LISTED = 3
-MIN_MIXTURES, MIXTURE_DECIMALS = 2, 9  # minimum number of mixtures that differ when rounded to this many decimals
+MIN_MIXTURES = 2  # minimum number of different mixtures
+MIXTURE_DECIMALS = 9  # mixtures are different if they differ when rounded to this many decimals
 MIN_COMMON_RUNS = 3  # minimum number of common runs to compare model sizes
 MAX_INFO_BYTES = 16 << 20  # bytes
 
@@ -66,7 +69,9 @@ class RunsInfo(Settings):
     format_version: Literal[1] = 1
     checksum: str = Field(UNSIGNED, description="Checksum of this file, computed with zeros in its place.")
     files: dict[Literal["trained.parquet", "results.parquet"], FileEntry] = Field(default_factory=dict)
-    kind: Kind = Field(description="shares of label values, times each value is seen, rows, or expressions")
+    kind: Kind = Field(
+        description="What has weights: shares of label values, times each value is seen, rows, or expressions."
+    )
     label: str | None = Field(None, description="The label, for shares and times.")
     metrics: dict[str, Direction] = Field(description="higher or lower is better, by metric.")
     read_from: tuple[str, ...] = ()
@@ -116,17 +121,17 @@ class RunTable:
         trained: pa.Table,
         results: pa.Table,
         notes: Sequence[str] = (),
-        places: tuple[str, str] | None = None,
+        locations: tuple[str, str] | None = None,
     ) -> Self:
         """Validate runs and create the table.
 
         Args:
             name: name of the runs.
-            info: kind of the weights, and metrics.
+            info: what has weights, and the metrics.
             trained: weights, with TRAINED_SCHEMA.
             results: metrics, with RESULTS_SCHEMA.
             notes: what was skipped or changed on import.
-            places: files of the weights and of the results, for messages. Default: `name`.
+            locations: files of the weights and of the results, for messages. Default: `name`.
         Raises:
             RunsError: wrong column types, negative weights, shares that do not add up to 1, duplicate runs, results
                 that are not numbers, runs without results, or results of unknown runs.
@@ -135,73 +140,29 @@ class RunTable:
             trained, results = trained.cast(TRAINED_SCHEMA), results.cast(RESULTS_SCHEMA)
         except (pa.ArrowException, ValueError) as err:
             raise RunsError(f"{name}: a column has the wrong type: {' '.join(str(err).split())}") from err
-        weights_place, results_place = places or (name, name)
-        for table, columns, place in (
-            (trained, ("run", "name"), weights_place),
-            (results, ("run", "seed", "metric"), results_place),
-        ):
-            for column in columns:
-                if empty := table[column].null_count:
-                    raise RunsError(f"{place}: {empty} cells of {column} are empty; expected none")
+        weights_location, results_location = locations or (name, name)
+        _check_no_empty_cells(trained, ("run", "name"), weights_location)
+        _check_no_empty_cells(results, ("run", "seed", "metric"), results_location)
         if unknown := sorted(set(results["metric"].to_pylist()) ^ set(info.metrics)):
             raise RunsError(f"{name}: metric {unknown[0]!r} is missing in its results or in {INFO}")
-
-        # weights
-        weight = trained["weight"].to_numpy(zero_copy_only=False)
-        bad = np.flatnonzero(~((weight == 0) | (weight >= MIN_WEIGHT) & (weight <= MAX_WEIGHT)))
-        if bad.size:
-            run, value = (trained[column][int(bad[0])].as_py() for column in ("run", "name"))
-            raise RunsError(
-                f"{weights_place}: run {run!r}: weight of {value!r} is {weight[bad[0]]} ({bad.size} such); expected 0, "
-                f"or {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
-            )
-        for line in _repeated(trained, ["run", "name"]):
-            raise RunsError(
-                f"{weights_place}: run {line['run']!r} occurs twice: {line['name']!r} has {line['count_all']} weights; "
-                "give every run a unique name"
-            )
-        total = trained.group_by("run", use_threads=False).aggregate([("weight", "sum")])
-        sums = dict(zip(total["run"].to_pylist(), total["weight_sum"].to_pylist(), strict=True))
-        if empty_runs := [run for run, of_run in sums.items() if of_run <= 0]:
-            raise RunsError(f"{weights_place}: run {empty_runs[0]!r}: all weights are 0")
-
-        # results
-        value = pc.coalesce(results["value"], float("nan"))
-        wrong = results.filter(pc.invert(pc.less_equal(pc.abs(value), MAX_UTILITY))).to_pylist()  # nan compares false
-        for line in wrong[:1]:
-            raise RunsError(
-                f"{results_place}: run {line['run']!r}: {line['metric']} is {line['value']} ({len(wrong)} such); skip "
-                "such runs with --skip-failed, or correct the value"
-            )
-        repeated = _repeated(results, ["run", "seed", "size", "metric", "unit_id"])
-        for line in repeated[:1]:
-            raise RunsError(
-                f"{results_place}: run {line['run']!r} has {line['metric']} {line['count_all']} times ({len(repeated)} "
-                "such); use unique run names, or add a column seed"
-            )
-        with_results, with_weights = set(results["run"].to_pylist()), set(sums)
-        for runs_without, problem, place in (
-            (with_weights - with_results, "no results", results_place),
-            (with_results - with_weights, "results, but no weights", weights_place),
+        weight_sum_of_run = _check_weights(trained, weights_location)
+        _check_results(results, results_location)
+        with_results, with_weights = set(results["run"].to_pylist()), set(weight_sum_of_run)
+        for incomplete_runs, problem, location in (
+            (with_weights - with_results, "no results", results_location),
+            (with_results - with_weights, "results, but no weights", weights_location),
         ):
-            if runs_without:
-                shown = ", ".join(sorted(runs_without)[:MAX_LISTED])
-                raise RunsError(f"{place}: {len(runs_without)} run(s) have {problem}: {shown}")
-
-        # shares must add up to 1, and mixtures must differ, otherwise no model can be fitted to them
+            if incomplete_runs:
+                listed = ", ".join(sorted(incomplete_runs)[:MAX_LISTED])
+                raise RunsError(f"{location}: {len(incomplete_runs)} run(s) have {problem}: {listed}")
         if info.kind == "shares":
-            if off := [run for run, of_run in sums.items() if abs(of_run - 1.0) > SUM_SLACK]:
-                raise RunsError(
-                    f"{weights_place}: run {off[0]!r}: shares add up to {sums[off[0]]:.4g} ({len(off)} such), expected "
-                    "1; divide percent by 100; if they are numbers of epochs of each value, import them with --times"
-                )
-            total_of_line = np.array([sums[run] for run in trained["run"].to_pylist()])
-            trained = trained.set_column(2, "weight", pa.array(trained["weight"].to_numpy() / total_of_line))
+            trained = _normalize_shares(trained, weight_sum_of_run, weights_location)
         runs = cls(name, info, trained, results, tuple(notes))
+        # No model can be fitted to runs with the same mixture.
         is_mixture = info.kind in ("shares", "times") and len(runs) >= MIN_MIXTURES
         if is_mixture and len(np.unique(runs.weights_RG().round(MIXTURE_DECIMALS), axis=0)) < MIN_MIXTURES:
             raise RunsError(
-                f"{weights_place}: all {len(runs):,} runs have the same mixture; expected at least {MIN_MIXTURES} "
+                f"{weights_location}: all {len(runs):,} runs have the same mixture; expected at least {MIN_MIXTURES} "
                 "different ones"
             )
         return runs
@@ -250,7 +211,9 @@ class RunTable:
     def weights_RG(self) -> F64:  # noqa: N802 - a shape suffix
         """Return the weights of each run, (R, G), by `runs` and `values`."""
         weight_RG = np.zeros((len(self.runs), len(self.values)))
-        r, g = (_codes(self.trained[column], names) for column, names in (("run", self.runs), ("name", self.values)))
+        r, g = (
+            _positions(self.trained[column], names) for column, names in (("run", self.runs), ("name", self.values))
+        )
         weight_RG[r, g] = self.trained["weight"].to_numpy()
         return weight_RG
 
@@ -265,18 +228,21 @@ class RunTable:
     def agreement_of_sizes(self) -> list[tuple[str, str, int, float]]:
         """Return (size, size, common runs, rank correlation) for every pair of model sizes.
 
-        The correlation is Spearman's, averaged over the common metrics; nan below three common runs.
+        The correlation is Spearman's over the common runs, averaged over the metrics; nan below three common runs.
         """
-        values: dict[tuple[str, str], dict[str, float]] = {}
+        values: dict[tuple[str, str], dict[str, float]] = {}  # by size and metric: value of each run
         for line in self.results.group_by(["size", "metric", "run"]).aggregate([("value", "mean")]).to_pylist():
             values.setdefault((line["size"], line["metric"]), {})[line["run"]] = line["value_mean"]
         agreements = []
         for size, other in itertools.combinations(self.sizes, 2):
             values_by_metric = [(values.get((size, name), {}), values.get((other, name), {})) for name in self.metrics]
-            common = [np.array([(a[run], b[run]) for run in a if run in b]).reshape(-1, 2) for a, b in values_by_metric]
-            rhos = [spearman(both[:, :1], both[:, 1:])[0] for both in common if len(both) >= MIN_COMMON_RUNS]
+            # (common runs, 2) for each metric: the values at both sizes
+            pairs = [np.array([(a[run], b[run]) for run in a if run in b]).reshape(-1, 2) for a, b in values_by_metric]
+            rhos = [
+                spearman(values_R2[:, 0], values_R2[:, 1]) for values_R2 in pairs if len(values_R2) >= MIN_COMMON_RUNS
+            ]
             rho = mean_defined(np.array(rhos), axis=0)
-            agreements.append((size, other, max(map(len, common)), float(rho)))
+            agreements.append((size, other, max(map(len, pairs)), float(rho)))
         return agreements
 
     def utility_RST(self) -> F64:  # noqa: N802 - a shape suffix
@@ -289,10 +255,12 @@ class RunTable:
         """
         if len(self.sizes) > 1:
             raise RunsError(f"{self.name}: has runs of sizes {list(self.sizes)}; import one of them with --size")
+        # without threads, values are added up in the order of the table, so that means are reproducible
         mean = self.results.group_by(["run", "seed", "metric"], use_threads=False).aggregate([("value", "mean")])
-        r, t = (_codes(mean[column], names) for column, names in (("run", self.runs), ("metric", self.metrics)))
         seeds = pc.unique(mean["seed"])
-        s = _codes(mean["seed"], seeds.to_pylist())
+        r = _positions(mean["run"], self.runs)
+        s = _positions(mean["seed"], seeds.to_pylist())
+        t = _positions(mean["metric"], self.metrics)
         values_RST = np.full((len(self.runs), len(seeds), len(self.metrics)), np.nan)
         values_RST[r, s, t] = mean["value_mean"].to_numpy()
         missing = np.argwhere(np.isnan(values_RST).all(axis=1))
@@ -308,9 +276,11 @@ class RunTable:
         return len(self.runs)
 
     def __repr__(self) -> str:
-        what = f"by {self.info.label}" if self.info.label else f"by {self.info.kind}"
-        seeds = len(pc.unique(self.results["seed"]))
-        head = f"{len(self):,} runs {what}, {len(self.values):,} values, {seeds} seed{'s' * (seeds != 1)}"
+        n_seeds = len(pc.unique(self.results["seed"]))
+        head = (
+            f"{len(self):,} runs by {self.info.label or self.info.kind}, {len(self.values):,} values, {n_seeds} "
+            f"seed{'s' * (n_seeds != 1)}"
+        )
         head += f"; sizes {', '.join(self.sizes)}" if self.sizes else ""
         lines = []
         for name, direction in self.info.metrics.items():
@@ -331,6 +301,78 @@ class RunTable:
         return "\n".join([*text, *map(plain, self.notes)])
 
 
+# ------------------------------------------------------------------------------------------------- validation
+
+
+def _check_no_empty_cells(table: pa.Table, columns: Sequence[str], location: str) -> None:
+    """Raise RunsError for a column with empty cells."""
+    for column in columns:
+        if n_empty := table[column].null_count:
+            raise RunsError(f"{location}: {n_empty} cells of {column} are empty; expected none")
+
+
+def _check_weights(trained: pa.Table, location: str) -> dict[str, float]:
+    """Check the weights of runs, and return the sum of the weights of each run.
+
+    Raises:
+        RunsError: a weight is negative, too small or too large, a run has two weights of one name, or only zeros.
+    """
+    weight = trained["weight"].to_numpy(zero_copy_only=False)
+    invalid = np.flatnonzero(~((weight == 0) | (weight >= MIN_WEIGHT) & (weight <= MAX_WEIGHT)))  # nan compares false
+    if invalid.size:
+        run, name = (trained[column][int(invalid[0])].as_py() for column in ("run", "name"))
+        raise RunsError(
+            f"{location}: run {run!r}: weight of {name!r} is {weight[invalid[0]]} ({invalid.size} such); expected 0, "
+            f"or {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
+        )
+    for line in _repeated(trained, ["run", "name"])[:1]:
+        raise RunsError(
+            f"{location}: run {line['run']!r} occurs twice: {line['name']!r} has {line['count_all']} weights; give "
+            "every run a unique name"
+        )
+    total = trained.group_by("run", use_threads=False).aggregate([("weight", "sum")])
+    sum_of_run = dict(zip(total["run"].to_pylist(), total["weight_sum"].to_pylist(), strict=True))
+    if empty_runs := [run for run, weight_sum in sum_of_run.items() if weight_sum <= 0]:
+        raise RunsError(f"{location}: run {empty_runs[0]!r}: all weights are 0")
+    return sum_of_run
+
+
+def _check_results(results: pa.Table, location: str) -> None:
+    """Check that results are numbers, and that no run has two values of one metric, seed, size and unit.
+
+    Raises:
+        RunsError: they are not; the message names the first.
+    """
+    value = pc.coalesce(results["value"], float("nan"))
+    invalid = results.filter(pc.invert(pc.less_equal(pc.abs(value), MAX_UTILITY))).to_pylist()  # nan compares false
+    for line in invalid[:1]:
+        raise RunsError(
+            f"{location}: run {line['run']!r}: {line['metric']} is {line['value']} ({len(invalid)} such); skip such "
+            "runs with --skip-failed, or correct the value"
+        )
+    repeated = _repeated(results, ["run", "seed", "size", "metric", "unit_id"])
+    for line in repeated[:1]:
+        raise RunsError(
+            f"{location}: run {line['run']!r} has {line['metric']} {line['count_all']} times ({len(repeated)} such); "
+            "use unique run names, or add a column seed"
+        )
+
+
+def _normalize_shares(trained: pa.Table, sum_of_run: Mapping[str, float], location: str) -> pa.Table:
+    """Divide shares that add up to 1 approximately by their sum.
+
+    Raises:
+        RunsError: the shares of a run do not add up to 1.
+    """
+    if wrong := [run for run, weight_sum in sum_of_run.items() if abs(weight_sum - 1.0) > SUM_TOLERANCE]:
+        raise RunsError(
+            f"{location}: run {wrong[0]!r}: shares add up to {sum_of_run[wrong[0]]:.4g} ({len(wrong)} such), expected "
+            "1; divide percent by 100; if they are numbers of epochs of each value, import them with --times"
+        )
+    sum_of_line = np.array([sum_of_run[run] for run in trained["run"].to_pylist()])
+    return trained.set_column(2, "weight", pa.array(trained["weight"].to_numpy() / sum_of_line))
+
+
 def _repeated(table: pa.Table, keys: list[str]) -> list[dict[str, Any]]:
     """Return keys that occur more than once, each with its `count_all`."""
     counts = table.group_by(keys).aggregate([([], "count_all")])
@@ -338,7 +380,7 @@ def _repeated(table: pa.Table, keys: list[str]) -> list[dict[str, Any]]:
     return lines
 
 
-def _codes(column: pa.ChunkedArray, names: Sequence[object]) -> I64:
+def _positions(column: pa.ChunkedArray, names: Sequence[object]) -> I64:
     """Return the position in `names` of each value of a column."""
     return np.asarray(pc.index_in(column, pa.array(names, column.type)).to_numpy(), dtype=np.int64)
 

@@ -3,7 +3,7 @@
 A subset is a set of rows with weights; a model was trained on each subset with each seed. A `Run` is one such training.
 A utility is minus the loss in nats per token, or a metric of imported runs; higher is better. It is measured for every
 unit, i.e. every scored element of a target. Start with `TrainingRuns.utilities`. `retrained.RetrainedRuns` and
-`alignment.ImportedRuns` implement the base class.
+`imported_runs.ImportedRuns` implement the base class.
 
 Shape letters: B subsets, S seeds, E units of all targets, T targets, R runs.
 """

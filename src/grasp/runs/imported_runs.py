@@ -1,0 +1,265 @@
+"""Imported runs as `TrainingRuns`: subsets in the rows of an artifact, and metrics as utilities of its targets.
+
+A `RunTable` does not depend on an artifact: its weights are those of label values, rows, documents or expressions, and
+its metrics have names. Here the weights become row weights, and a metric becomes the utility of the target that it is
+named after, so that all code for `TrainingRuns` accepts imported runs. Start with `bind_runs`.
+Shape letters: R runs, S seeds, T targets, N rows, E units, G label values or expressions.
+"""
+
+import hashlib
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from grasp.arrays import F64
+from grasp.artifact.label_table import LabelColumn, LabelTable
+from grasp.artifact.reader import ArtifactReader
+from grasp.errors import RunsError, SubsetError
+from grasp.predict.subset_tables import RowIndex
+from grasp.predict.weights import SubsetBlock, WeightedRows, Weights, in_blocks
+from grasp.runs.alignment import unit_fingerprints
+from grasp.runs.predictions import WHOLE_TASK
+from grasp.runs.table import MAX_LISTED, RunTable, open_runs
+from grasp.runs.training_runs import RetrainedRunsInfo, Run, TargetInfo, TrainingRuns
+
+BLOCK_SUBSETS = 256
+NATS = r"(^|_)(loss|nll|ce)($|_)|loss$"  # names of metrics in nats per token
+
+
+def bind_runs(artifact: ArtifactReader, runs: TrainingRuns | RunTable | Path | str) -> TrainingRuns:
+    """Return retrained runs as they are, and imported ones with their subsets in the rows of the artifact.
+
+    Args:
+        artifact: artifact of the corpus of the runs.
+        runs: opened runs, or the directory that holds them.
+    Raises:
+        RunsError: as `table.open_runs` and `ImportedRuns`.
+    """
+    opened = runs if isinstance(runs, TrainingRuns) else open_runs(runs)
+    if isinstance(opened, TrainingRuns):
+        return opened
+    return ImportedRuns(opened, artifact, Path(runs) if isinstance(runs, Path | str) else Path(opened.name))
+
+
+class ImportedRuns(TrainingRuns):
+    """Imported runs whose subsets are expressed in the rows of an artifact."""
+
+    def __init__(self, table: RunTable, artifact: ArtifactReader, path: Path) -> None:
+        """Express imported runs in the rows and targets of an artifact.
+
+        Raises:
+            RunsError: no metric is named after a target of the artifact; the artifact lacks a value, row or document;
+                or the runs have several model sizes.
+        """
+        metric_of_target = _match_metrics(table, artifact)
+        columns = [table.metrics.index(metric) for metric in metric_of_target.values()]
+        self.values_RST = table.utility_RST()[:, :, columns]
+        super().__init__(path, _record(table, artifact, tuple(metric_of_target), self.values_RST))
+        self._subsets, subset_notes = row_weights(table, artifact)
+        self._label = table.info.label
+        renamed = [f"{target}: {metric}" for target, metric in metric_of_target.items() if metric != target]
+        self.notes = [
+            *([f"metrics of the runs: {'; '.join(renamed)}"] if renamed else []),
+            *subset_notes,
+            "the runs only have results of whole tasks, so metrics of single units are undefined",
+        ]
+        self.unit = _common_unit(table, metric_of_target)
+        changes = {"lower": "decrease of", "higher": "increase of"}
+        metrics = ", ".join(f"{changes[table.info.metrics[metric]]} {metric}" for metric in metric_of_target.values())
+        self._measurement = f"{metrics} (above 0 is better)", f"by the {len(table)} runs of {path.name}"
+
+    @property
+    def measurement(self) -> tuple[str, str]:
+        return self._measurement
+
+    @property
+    def label(self) -> str | None:
+        return self._label
+
+    def pending(self) -> tuple[Run, ...]:
+        return ()
+
+    def subset_blocks(
+        self, rows: RowIndex, labels: LabelColumn | None = None, *, block: int = BLOCK_SUBSETS
+    ) -> Iterator[SubsetBlock]:
+        yield from self._subsets
+
+    def task_utilities(self, targets: Sequence[str]) -> F64:
+        return self.values_RST[:, :, [self.targets.index(name) for name in targets]]
+
+    def _utilities_RE(self) -> F64:  # noqa: N802 - a shape suffix
+        values_RST = self.values_RST
+        if len(self.info.seeds) < values_RST.shape[1] or np.isnan(values_RST).any():
+            # some runs lack seeds: use the mean of the available ones
+            values_RST = np.nanmean(values_RST, axis=1, keepdims=True)
+        # one unit per target: the whole task
+        return values_RST.swapaxes(0, 1).reshape(-1, values_RST.shape[2])
+
+
+def _match_metrics(table: RunTable, artifact: ArtifactReader) -> dict[str, str]:
+    """Return the metric of each target that has one: `sciq` or `sciq/...`, preferably a loss."""
+    metric_of_target: dict[str, str] = {}
+    for target in artifact.targets:
+        if metrics := [name for name in table.metrics if name == target or name.startswith(f"{target}/")]:
+            metric_of_target[target] = next((name for name in metrics if "loss" in name), metrics[0])
+    if not metric_of_target:
+        raise RunsError(
+            f"{table.name}: has metrics {', '.join(table.metrics[:MAX_LISTED])}, the artifact has targets "
+            f"{', '.join(artifact.targets)}; a metric must be named after its target, e.g. sciq or sciq/acc"
+        )
+    return metric_of_target
+
+
+def _record(table: RunTable, artifact: ArtifactReader, targets: tuple[str, ...], values_RST: F64) -> RetrainedRunsInfo:
+    """Describe imported runs as if they had been retrained on the corpus of the artifact.
+
+    The recipe is unknown, so the fingerprint of the runs is that of their weights and results.
+    """
+    loss_on = artifact.manifest.settings.get("targets", {}).get("loss_on", "completion")
+    fingerprints = unit_fingerprints(artifact, loss_on)
+    digest = hashlib.blake2b(table.weights_RG().tobytes() + values_RST.tobytes(), digest_size=16)
+    every_run_has_every_seed = not np.isnan(values_RST).any()
+    return RetrainedRunsInfo(
+        role="dev",
+        recipe="imported",
+        recipe_settings={"runs": digest.hexdigest()},
+        seeds=tuple(range(values_RST.shape[1] if every_run_has_every_seed else 1)),
+        corpus_fingerprint=artifact.manifest.fingerprints.get("corpus", "none"),
+        n_rows=artifact.n_rows,
+        targets={
+            target: TargetInfo(fingerprint=fingerprints[target], loss_on=loss_on, unit_ids=(WHOLE_TASK,))
+            for target in targets
+        },
+        subset_ids=table.runs,
+        masks_checksum="",
+        reference=False,
+    )
+
+
+def _common_unit(table: RunTable, metric_of_target: Mapping[str, str]) -> str:
+    """Return the unit of the utilities of all targets: nats, the name of the metric, or `metric` if they differ.
+
+    The name has the prefix `less_` if lower is better, since utilities are then its negative.
+    """
+    units = set()
+    for target, metric in metric_of_target.items():
+        short_name = metric.removeprefix(target).strip("/").lower()
+        prefix = "less_" if table.info.metrics[metric] == "lower" else ""
+        units.add("nats" if re.search(NATS, short_name) else prefix + (re.sub(r"\W+", "_", short_name) or "metric"))
+    return units.pop() if len(units) == 1 else "metric"
+
+
+# ------------------------------------------------------------------------------------------------ weights of rows
+
+
+def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBlock], list[str]]:
+    """Convert the weights of runs to weights of the rows of an artifact.
+
+    Returns:
+        Subsets in the order of the runs, and notes.
+    Raises:
+        RunsError: the artifact lacks a value, row or document.
+    """
+    table = LabelTable(artifact.rows_path)
+    if runs.info.kind == "rows":
+        return _weights_from_row_ids(runs, table, RowIndex.from_parquet(artifact.rows_path))
+    if runs.info.kind == "expressions":
+        return _weights_from_expressions(runs, table), []
+    return _weights_from_label(runs, table)
+
+
+def _weights_from_expressions(runs: RunTable, table: LabelTable) -> list[SubsetBlock]:
+    """Convert weights of label expressions; a row that matches several expressions gets the sum of their weights."""
+    weight_RG = runs.weights_RG()
+    masks_GN = [table.matching(expression).mask_N for expression in runs.values]
+
+    def weighted_rows() -> Iterator[WeightedRows]:
+        for run, weight_G in zip(runs.runs, weight_RG, strict=True):
+            weight_N = np.sum([weight * mask_N for weight, mask_N in zip(weight_G, masks_GN, strict=True)], axis=0)
+            retained = np.flatnonzero(weight_N)
+            yield WeightedRows(run, retained, weight_N[retained])
+
+    return list(in_blocks(weighted_rows(), table.n_rows, BLOCK_SUBSETS))
+
+
+def _weights_from_label(runs: RunTable, table: LabelTable) -> tuple[list[SubsetBlock], list[str]]:
+    """Convert weights of label values, which are shares of a mixture, or numbers of times that a value is seen."""
+    assert runs.info.label is not None
+    try:
+        column = table.column(runs.info.label)
+    except SubsetError as err:
+        raise RunsError(f"{runs.name}: {err}; import the runs again with --label LABEL") from err
+    code_of_value = {name: code for code, name in enumerate(column.names())}
+    names = _label_values(runs, code_of_value)
+    codes = [code_of_value[name] for name in names]
+    factor_RG = np.zeros((len(runs), len(column.values)))
+    factor_RG[:, codes] = runs.weights_RG()
+    if runs.info.kind == "shares":  # weight of a row: share of its value in the mixture over its share in the corpus
+        factor_RG *= table.n_rows / np.maximum(column.counts, 1)
+    blocks = [SubsetBlock(runs.runs, Weights.from_slices(column.codes_N, factor_RG.shape[1]).mixed(factor_RG))]
+    unseen = [name for name, code in code_of_value.items() if code not in codes]
+    if not unseen:
+        return blocks, []
+    return blocks, [f"{len(unseen)} values of {column.name} do not occur in any run: {', '.join(unseen[:MAX_LISTED])}"]
+
+
+def _label_values(runs: RunTable, code_of_value: Mapping[str, int]) -> list[str]:
+    """Return the label value that each value of the runs names.
+
+    A prefix that all names in the table share may be missing in the labels, e.g. of train_arxiv, train_github.
+    """
+    # The common prefix of all names is that of the first and the last in alphabetical order.
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(min(runs.values), max(runs.values), strict=False))
+    common_prefix = "".join(letter for letter, _ in pairs)
+    for names in (list(runs.values), [name.removeprefix(common_prefix) for name in runs.values]):
+        if all(name in code_of_value for name in names):
+            return names
+    missing = [name for name in runs.values if name not in code_of_value]
+    raise RunsError(
+        f"{runs.name}: {len(missing)} values of {runs.info.label} are not in the artifact: "
+        f"{', '.join(missing[:MAX_LISTED])}; it has {', '.join(list(code_of_value)[:MAX_LISTED])}"
+    )
+
+
+def _weights_from_row_ids(runs: RunTable, table: LabelTable, index: RowIndex) -> tuple[list[SubsetBlock], list[str]]:
+    """Convert weights by document id if all names are documents, otherwise by row id.
+
+    The first row of a document that is split has the name of the document, but only documents can be listed without
+    names such as `NAME#1`.
+    """
+    rows_of_name, notes = {str(row_id): [n] for n, row_id in enumerate(index.ids().to_pylist())}, []
+    if "doc_id" in table.columns:
+        rows_of_document = _rows_of_documents(table)
+        if all(name in rows_of_document for name in runs.values):
+            rows_of_name = rows_of_document
+            n_rows = sum(len(rows_of_name[name]) for name in runs.values)
+            if n_rows > len(runs.values):
+                notes.append(f"the names are read as {len(runs.values):,} documents, with {n_rows:,} rows")
+    if missing := [name for name in runs.values if name not in rows_of_name]:
+        raise RunsError(
+            f"{runs.name}: {len(missing)} rows or documents are not in the artifact: {', '.join(missing[:MAX_LISTED])}"
+        )
+    rows_of_run: dict[str, list[int]] = {run: [] for run in runs.runs}
+    weights_of_run: dict[str, list[float]] = {run: [] for run in runs.runs}
+    lines = (runs.trained[column].to_pylist() for column in ("run", "name", "weight"))
+    for run, name, weight in zip(*lines, strict=True):
+        rows_of_run[run].extend(rows_of_name[name])
+        weights_of_run[run].extend([weight] * len(rows_of_name[name]))
+
+    def weighted_rows() -> Iterator[WeightedRows]:
+        for run in runs.runs:
+            order = np.argsort(rows_of_run[run])
+            yield WeightedRows(run, np.array(rows_of_run[run])[order], np.array(weights_of_run[run])[order])
+
+    return list(in_blocks(weighted_rows(), index.n_rows, BLOCK_SUBSETS)), notes
+
+
+def _rows_of_documents(table: LabelTable) -> dict[str, list[int]]:
+    """Return the indices of the rows of each document."""
+    column = table.column("doc_id")
+    order = np.argsort(column.codes_N, kind="stable")
+    rows_by_code = np.split(order, np.cumsum(column.counts)[:-1])
+    return {str(name): rows.tolist() for name, rows in zip(column.values, rows_by_code, strict=True)}
