@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from grasp.training.recipe import TrainingRecipe, named_recipe
-from grasp.training.train import Trainer, batch_order, relative_weights, token_batches
+from grasp.training.row_order import batch_order, relative_weights, token_batches
+from grasp.training.train import Trainer
 from tests.models.toy import InMemoryRows
 
 WARM_UP = 5

@@ -28,7 +28,7 @@ from grasp.runs.retrained import RetrainedRuns
 from grasp.settings import RetrainSettings
 from grasp.store.locks import keep_renewed
 from grasp.training.recipe import TrainingRecipe
-from grasp.training.train import batch_order, label_weights, relative_weights, token_batches
+from grasp.training.row_order import batch_order, label_weights, relative_weights, token_batches
 
 NAME = "gpt2"
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.geometry.scored import Scored
+from grasp.geometry.candidate_predictor import CandidatePredictor
 from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import WeightedRows, in_blocks
@@ -66,7 +66,7 @@ def judge(args: argparse.Namespace) -> None:
     artifact, runs = ArtifactReader.open(args.artifact), RetrainedRuns.open(args.runs)
     trained = RetrainedRuns.open(args.chosen)
     predictor = Predictor.from_artifact(artifact, sketches=SIMILARITY_SKETCHES)
-    expected, scored = fit_outcomes(predictor, artifact, runs), Scored.from_runs(trained, artifact)
+    expected, scored = fit_outcomes(predictor, artifact, runs), CandidatePredictor.from_runs(trained, artifact)
     tables = [expected.predict(block.weights) for block in scored.blocks]
     low_BT, change_BT, high_BT = (
         np.concatenate([getattr(table, name) for table in tables]) for name in ("low_BT", "change_BT", "high_BT")

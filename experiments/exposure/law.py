@@ -20,7 +20,7 @@ import numpy as np
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.geometry.scored import Scored
+from grasp.geometry.candidate_predictor import CandidatePredictor
 from grasp.predict.predictor import NEW_ROW_VALUE, Predictor
 from grasp.runs.metrics import spearman
 from grasp.runs.retrained import RetrainedRuns
@@ -58,7 +58,7 @@ def judged(artifact: Path, environment: Path) -> dict[str, object]:
     reader, runs = ArtifactReader.open(artifact), RetrainedRuns.open(environment)
     predictor = Predictor.from_artifact(reader, per_unit=True)
     assert predictor.unit_level is not None
-    scored = Scored.from_runs(runs, reader)
+    scored = CandidatePredictor.from_runs(runs, reader)
     utilities = runs.utilities(partial=True)
     order = [runs.subset_ids.index(name) for name in utilities.subset_ids]
     weights_BN = np.concatenate([block.weights_BN.toarray() for block in scored.blocks])[order]

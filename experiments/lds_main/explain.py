@@ -23,7 +23,7 @@ from experiments.mistakes import in_one_line
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_atomically
-from grasp.geometry.scored import Scored
+from grasp.geometry.candidate_predictor import CandidatePredictor
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, ScoringProtocol, load_protocol
 from grasp.runs.metrics import spearman
 from grasp.runs.retrained import RetrainedRuns
@@ -115,7 +115,7 @@ def compared(
     targets: Sequence[str] | None = None,
 ) -> Iterator[Compared]:
     """Every target that environment and artifact share, or those named."""
-    scored = Scored.from_runs(environment, artifact)
+    scored = CandidatePredictor.from_runs(environment, artifact)
     names = list(targets or scored.run_targets.values())
     (predicted,) = scored.predict({protocol.name: protocol}, names)
     utilities = environment.utilities()

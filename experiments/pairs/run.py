@@ -34,7 +34,7 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.build.model_pass import ModelPass
 from grasp.files import write_atomically
-from grasp.geometry.scored import Scored
+from grasp.geometry.candidate_predictor import CandidatePredictor
 from grasp.kernels.whitening import Whitener, second_moments
 from grasp.methods.contract import MethodInputs
 from grasp.models.forward_pass import forward_passes
@@ -190,7 +190,7 @@ def gains(candidates: dict[str, F64], against: str, realized_BE: F64, unit_targe
 
 
 def _environment(
-    scored: Scored, score_by_name: dict[str, F64], targets: list[str]
+    scored: CandidatePredictor, score_by_name: dict[str, F64], targets: list[str]
 ) -> tuple[dict[str, F64], F64, list[str]]:
     """Candidates and realized utility of the units of some targets."""
     (ships,) = scored.predict({SHIPS: DEFAULT_PROTOCOL}, targets)
@@ -220,7 +220,7 @@ def main(arguments: list[str] | None = None) -> None:
     features = material.settings.features
     whitener = Whitener.of(second_moments(material.artifact.moments, "hidden"), features)
     places = [args.runs, *([args.held_out] if args.held_out else [])]
-    worlds = [Scored.from_runs(RetrainedRuns.open(place), material.artifact) for place in places]
+    worlds = [CandidatePredictor.from_runs(RetrainedRuns.open(place), material.artifact) for place in places]
     shares = [np.concatenate([block.weights_BN.toarray() for block in world.blocks]) for world in worlds]
     share_BN = np.concatenate([*shares, np.ones((1, material.n_rows))])
     share_BN /= share_BN.sum(axis=1, keepdims=True)

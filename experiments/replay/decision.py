@@ -31,7 +31,7 @@ from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
 from grasp.targets import load_units
 from grasp.training.metagradient import Target
-from grasp.training.replayed_rows import brought_to_one_scale
+from grasp.training.replayed_rows import standardize_scores
 from grasp.training.trajectory import Trajectory
 
 SHARES = (0.1, 0.3)
@@ -85,7 +85,7 @@ def selected(method: str, share: float, seed: int, scores: dict[str, F64], n_row
     count = round(share * n_rows)
     if method == "random":
         return np.sort(stream(seed, "replay", "decision", "random").permutation(n_rows)[:count])
-    total_N = brought_to_one_scale(scores[method]).sum(axis=1)
+    total_N = standardize_scores(scores[method]).sum(axis=1)
     return np.sort(np.argsort(-total_N, kind="stable")[:count])
 
 

@@ -32,8 +32,8 @@ from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.runs.retrained import RetrainedRuns
 from grasp.settings import ReplaySettings
 from grasp.training.metagradient import Metagradient, Target, metagradient
-from grasp.training.replay_gate import smoothness
-from grasp.training.replayed_rows import brought_to_one_scale, drawn_scores, scores_from_text
+from grasp.training.replay_checks import smoothness
+from grasp.training.replayed_rows import drawn_scores, scores_from_text, standardize_scores
 from grasp.training.trajectory import Trajectory
 
 ENVIRONMENTS = Path(__file__).parents[1] / "environments"
@@ -77,9 +77,9 @@ def main() -> None:
     raw_NT = drawn_scores(replays, rows.n_rows, [(each.first_step, plan.optimizer.steps) for each in smooth])
     text_NT = scores_from_text(raw_NT, rows, row_documents(artifact), plan.settings.seed)
     predictor = Predictor.from_artifact(artifact, DEFAULT_PROTOCOL)
-    default_NT = predictor.effect_NT * predictor.task.spread.std_E
+    default_NT = predictor.effect_NT * predictor.task.raw_mean_std.std_E
     scores = {"default": default_NT, "drawn rows": raw_NT, "replay": text_NT}
-    scores |= {f"default + {w:g} replay": default_NT + w * brought_to_one_scale(text_NT) for w in WEIGHTS}
+    scores |= {f"default + {w:g} replay": default_NT + w * standardize_scores(text_NT) for w in WEIGHTS}
     reports = {}
     for name in options.environments:
         environment = RetrainedRuns.open(ENVIRONMENTS / name)

@@ -41,9 +41,9 @@ from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.training_runs import Utilities
 from grasp.seeds import bootstrap_weights
 from grasp.training.hessian_products import Curvature
-from grasp.training.metagradient import Metagradient, MetagradientSettings, metagradient, middle_steps, price
-from grasp.training.replay_gate import check_by_groups, smoothness
-from grasp.training.replayed_rows import brought_to_one_scale, drawn_scores, probed_scores
+from grasp.training.metagradient import Metagradient, MetagradientSettings, metagradient, middle_steps, replay_cost
+from grasp.training.replay_checks import check_by_groups, smoothness
+from grasp.training.replayed_rows import drawn_scores, probed_scores, standardize_scores
 from grasp.training.trajectory import Trajectory
 
 PROBES = 5
@@ -67,7 +67,7 @@ def replay(world: World, seed: int, settings: MetagradientSettings, place: Path)
     place.mkdir(parents=True, exist_ok=True)
     used = time.process_time()
     trajectory = Trajectory(world.training(), world.rows, world.order(seed), directory=place / "states")
-    forecast = price(trajectory.order, world.rows.n_rows, len(world.targets), settings)
+    forecast = replay_cost(trajectory.order, world.rows.n_rows, len(world.targets), settings)
     print(f"{world.name}, order {seed}, {settings.curvature}: {trajectory.size}; {forecast}", flush=True)
     losses = trajectory.train()
     trained = time.process_time() - used
@@ -137,7 +137,7 @@ def filled(score_NT: F64) -> F64:
 
 def added(*scores: F64) -> F64:
     """Add scores of equal spread."""
-    return np.sum([brought_to_one_scale(filled(score_NT)) for score_NT in scores], axis=0)
+    return np.sum([standardize_scores(filled(score_NT)) for score_NT in scores], axis=0)
 
 
 def predicted(score_NT: F64, share_BN: F64) -> F64:
@@ -205,14 +205,14 @@ def ways(replays: Mapping[str, Sequence[Metagradient]], default_NT: F64) -> dict
             add(f"drawn rows, {label}{named}", drawn_NT)
             add(f"both, {label}{named}", added(probed_NT, drawn_NT))
     for weight in WEIGHTS:
-        out[f"default + {weight:g} replay"] = default_NT + weight * brought_to_one_scale(probed(main_orders))
+        out[f"default + {weight:g} replay"] = default_NT + weight * standardize_scores(probed(main_orders))
     probe_steps = [int(step) for step in main_orders[0].probe_steps_M]
     for step in probe_steps:
         out[f"all rows, step {step} alone, all orders"] = probed(main_orders, [step])
     for chosen in ([2], [1, 3], SHIPPED_PROBES) if len(probe_steps) == PROBES else ():
         out[f"all rows, {len(chosen)} probe steps, all orders"] = probed(main_orders, [probe_steps[m] for m in chosen])
     for w, of_order in enumerate(main_orders):
-        shipped_NT = brought_to_one_scale(probed([of_order], shipped_probes(of_order)))
+        shipped_NT = standardize_scores(probed([of_order], shipped_probes(of_order)))
         out[f"all rows, 3 probe steps, order {w}"] = shipped_NT
         out[f"default + 4 replay, 3 probe steps, order {w}"] = default_NT + 4 * shipped_NT
     for k, third in enumerate(THIRDS):
@@ -235,7 +235,7 @@ def gate(replays: Sequence[Metagradient]) -> dict[str, Any]:
         records.append(
             {
                 "growth_by_twelfth": [round(float(part.mean()), 2) for part in np.array_split(smooth.growth_K, 12)],
-                "spread_by_twelfth": [round(float(part.mean()), 2) for part in np.array_split(smooth.spread_K, 12)],
+                "spread_by_twelfth": [round(float(part.mean()), 2) for part in np.array_split(smooth.std_growth_K, 12)],
                 "first_step": smooth.first_step,
                 "left_out": int(replayed.left_out_K.max()),
                 "line": str(smooth),
@@ -279,7 +279,7 @@ def _agreement(first_NT: F64, second_NT: F64) -> list[float]:
 def shipped_replay(name: str, work: Path) -> F64:
     """Return the scores of rows by the first order and three probe steps, as a build replays by default, (N, T)."""
     replayed = Metagradient.load(work / "replay" / f"{name}-difference-0" / "metagradient.safetensors")
-    return brought_to_one_scale(probed([replayed], shipped_probes(replayed)))
+    return standardize_scores(probed([replayed], shipped_probes(replayed)))
 
 
 def parse_options(description: str) -> argparse.Namespace:

@@ -19,8 +19,9 @@ import numpy as np
 from experiments.mistakes import in_one_line
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_atomically
-from grasp.geometry.calibration_result import Development, select_protocol
 from grasp.geometry.candidates import Candidate, ProtocolFamily, candidate_of, default_family
+from grasp.geometry.development_runs import Development
+from grasp.geometry.protocol_selection import select_protocol
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.runs.evaluation import evaluation_of
 from grasp.runs.retrained import RetrainedRuns
@@ -41,10 +42,10 @@ def family_of(base: Candidate) -> ProtocolFamily:
     return default_family().model_copy(
         update={
             "matches": (dict(base.match),),
-            "sides": (base.binding.side,),
-            "weightings": (base.binding.weighting,),
-            "negatives": (base.binding.negative,),
-            "standardize": (base.binding.task,),
+            "sides": (base.settings.side,),
+            "weightings": (base.settings.weighting,),
+            "negatives": (base.settings.negative,),
+            "standardize": (base.settings.task,),
         }
     )
 
@@ -60,7 +61,7 @@ def run(artifact: ArtifactReader, environments: Sequence[RetrainedRuns], resampl
     base = candidate_of(DEFAULT_PROTOCOL, artifact)
     family = family_of(base)
     chosen: dict[str, tuple[tuple[str, ...], Candidate]] = {
-        "none": ((), Candidate(base.binding, base.match, ())),
+        "none": ((), Candidate(base.settings, base.match, ())),
         "shipped": ((), base),
     }
     for tasks in CALIBRATED_ON:
@@ -94,7 +95,7 @@ def mean_without(tested: Tested, tasks: Sequence[str]) -> dict[str, float]:
 def tested(artifact: ArtifactReader, environment: RetrainedRuns, candidate: Candidate) -> dict[str, dict[str, Any]]:
     """Figures with intervals, and ceilings, by task."""
     development = Development.from_runs(environment, [artifact])
-    predictions = development.variants[""].select_candidates({"protocol": candidate}, development.targets)
+    predictions = development.variants[""].predict_candidates({"protocol": candidate}, development.targets)
     report = evaluation_of(environment, predictions, targets=development.targets)
     wanted = (*METRICS, "task_ceiling", "lds_ceiling")
     return {

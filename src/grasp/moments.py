@@ -1,6 +1,7 @@
-"""Streaming mean and scatter of columns in float64: start with `StreamingMoments`.
+"""Mean, standard deviation and scatter of columns in float64, accumulated over blocks of rows.
 
-Shape letters: N rows, E columns.
+Start with `StreamingMoments`, which is updated block by block; its property `mean_std` computes z-scores.
+Shape letters: N rows, B subsets, E columns. *Scatter* is the sum of squared deviations from the mean.
 """
 
 from collections.abc import Iterable
@@ -17,29 +18,35 @@ RELATIVE_ZERO = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class ColumnSpread:
-    """Mean and standard deviation of each column over rows, or over subsets, (E,)."""
+class MeanStd:
+    """Mean and standard deviation of each column over a sample (rows, or subsets), (E,); used for z-scores."""
 
     mean_E: F64
     std_E: F64
 
     @property
-    def inverse_E(self) -> F64:  # noqa: N802 - a shape suffix
+    def inverse_std_E(self) -> F64:  # noqa: N802 - a shape suffix
         """1 / std; 0 for a column without variance (up to rounding), which thereby contributes nothing."""
         return ratio(1.0, self.std_E, least=RELATIVE_ZERO * np.maximum(np.abs(self.mean_E), np.finfo(float).tiny))
 
-    def z(self, value_BE: F64) -> F64:
+    def z_scores(self, value_BE: F64) -> F64:
         """Return z-scores (x - mean) / std; 0 for columns without variance. Source: eq:component-predictor."""
-        return np.asarray((value_BE - self.mean_E) * self.inverse_E)
+        return np.asarray((value_BE - self.mean_E) * self.inverse_std_E)
 
 
 @dataclass(slots=True)
 class StreamingMoments:
-    """Count, mean and scatter about the mean of columns, accumulated block by block.
+    """Count, mean and scatter of columns, accumulated block by block.
 
-    `scatter` sums (x - mean)^2 of each column, (E,), or with `products` the outer products of centred rows, (E, E).
-    Blocks are merged by Chan's update: sum x^2 - n mean^2 would cancel if the mean is large against the spread, as it
-    is in some dimensions of hidden states.
+    Blocks are merged by Chan's update: sum x^2 - n mean^2 would cancel if the mean is much larger than the standard
+    deviation, as it is in some dimensions of hidden states.
+
+    Attributes:
+        n_rows: number of rows added so far.
+        mean_E: mean of each column.
+        scatter: sum of (x - mean)^2 of each column, (E,); with `products` the scatter matrix, the sum of the outer
+            products of centred rows, (E, E).
+        products: accumulate the scatter matrix, as covariances require.
     """
 
     n_rows: int = 0
@@ -80,6 +87,6 @@ class StreamingMoments:
         self.mean_E, self.n_rows = self.mean_E + shift_E * (n_new / n_rows), n_rows
 
     @property
-    def spread(self) -> ColumnSpread:
-        """Mean and population standard deviation of each column; without `products`."""
-        return ColumnSpread(self.mean_E, np.sqrt(self.scatter / self.n_rows))
+    def mean_std(self) -> MeanStd:
+        """Mean and population standard deviation (divisor N) of each column; undefined with `products`."""
+        return MeanStd(self.mean_E, np.sqrt(self.scatter / self.n_rows))

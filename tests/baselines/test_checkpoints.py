@@ -11,7 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from grasp.baselines.checkpoints import find_checkpoints, training_checkpoints
 from grasp.errors import ModelError
 from grasp.training.recipe import TrainingRecipe
-from grasp.training.train import Trainer, batch_order, relative_weights, token_batches
+from grasp.training.row_order import batch_order, relative_weights, token_batches
+from grasp.training.train import Trainer
 from tests.build.world import write_checkpoint
 
 

@@ -21,7 +21,7 @@ from grasp.errors import ArtifactError, GraspError, ModelError, SettingsError
 from grasp.inspect.explain import explain
 from grasp.predict.predictor import Predictor, UnitSelection
 from grasp.predict.scoring_rule import NEW_MODEL_REPLAY_WEIGHT, REPLAY_WEIGHT, ScoringProtocol, resolve_protocol
-from grasp.training.replay_gate import smoothness
+from grasp.training.replay_checks import smoothness
 from tests.build.test_pipeline import Notes
 from tests.build.world import world, write_targets
 from tests.faults import Killed, raising
@@ -110,7 +110,7 @@ def test_replay_is_weighted_into_predictions_of_targets_but_not_of_units(plain, 
         single = UnitSelection(("one",), np.array([0]), np.array([1]))
         effects[f"{name}, unit"] = Predictor.from_artifact(artifact, units=single)
     before = effects["plain"]
-    total_NT = before.effect_NT * before.task.spread.std_E
+    total_NT = before.effect_NT * before.task.raw_mean_std.std_E
     replay_NT = columns(replayed)[:, [0, 6]].astype(np.float64)
     total_NT = total_NT + REPLAY_WEIGHT * replay_NT / replay_NT.std(axis=0)
     expected_NT = (total_NT - total_NT.mean(axis=0)) / total_NT.std(axis=0)

@@ -21,8 +21,8 @@ import yaml
 from scipy import stats
 
 from grasp.artifact.reader import ArtifactReader
+from grasp.geometry.candidate_predictor import CandidatePredictor
 from grasp.geometry.candidates import candidate_of, default_family, load_family
-from grasp.geometry.scored import Scored
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, Interaction, load_protocol, save_protocol
 from grasp.runs.retrained import RetrainedRuns
 from grasp.yaml_files import read_yaml, write_yaml
@@ -85,7 +85,7 @@ def own_env(env, tmp_path):
 
 
 def scored(art, env):
-    return Scored.from_runs(RetrainedRuns.open(env), ArtifactReader.open(art))
+    return CandidatePredictor.from_runs(RetrainedRuns.open(env), ArtifactReader.open(art))
 
 
 def rewrite(env: Path, change) -> None:
@@ -113,7 +113,7 @@ def plant_protocol(env: Path, art: Path) -> None:
     place = env.parent / "planted.yaml"
     write_yaml(PLANTED, place)
     source = ArtifactReader.open(art)
-    (result,) = scored(art, env).select_candidates({"planted": candidate_of(load_protocol(place), source)}, ["facts"])
+    (result,) = scored(art, env).predict_candidates({"planted": candidate_of(load_protocol(place), source)}, ["facts"])
     truth = dict(zip(result.subset_ids, result.task_B["facts"], strict=True))
     plant(env, lambda subset, _: float(truth[subset]))
 

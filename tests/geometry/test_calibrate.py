@@ -9,27 +9,26 @@ import pytest
 from scipy import stats
 
 from grasp.errors import ProtocolError, ProtocolLeakError
-from grasp.geometry.calibration_result import (
-    Development,
-    freeze,
-    provenance_path,
-    select_protocol,
-    selection_provenance,
-    standard_errors,
-    variant_names,
-    write_provenance,
-)
+from grasp.geometry.agreement import standard_errors
+from grasp.geometry.candidate_predictor import CandidatePredictor
 from grasp.geometry.candidates import (
     CONTROLS,
-    Binding,
     Candidate,
+    ComponentSettings,
     ProtocolFamily,
     candidate_of,
     default_family,
     load_family,
 )
+from grasp.geometry.development_runs import Development, variant_names
 from grasp.geometry.geometry_rule import CalibrationSettings
-from grasp.geometry.scored import Scored
+from grasp.geometry.protocol_selection import (
+    freeze,
+    provenance_path,
+    select_protocol,
+    selection_provenance,
+    write_provenance,
+)
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, load_protocol, save_protocol
@@ -44,7 +43,9 @@ from tests.runs.worlds import info
 N_ROWS = 40
 ROWS = RowIndex.from_ids([f"r{i}" for i in range(N_ROWS)])
 FAMILY = parse_family("bernoulli:0.6")
-TRUE = Candidate(Binding("retained", "mean", "mean_relevance"), (("output_layer", 1.0),), (("joint.pair", -0.5),))
+TRUE = Candidate(
+    ComponentSettings("retained", "mean", "mean_relevance"), (("output_layer", 1.0),), (("joint.pair", -0.5),)
+)
 SMALL = ProtocolFamily(components=((), ("joint.pair",), ("joint.self",)), omegas=(-0.5, 0.5))
 
 
@@ -52,8 +53,8 @@ def blocks(n_subsets=40):
     return tuple(FAMILY.draw(n_subsets, n_rows=N_ROWS, seed=0, purpose="evaluation", block=16))
 
 
-def scored(environment, source):
-    return Scored(
+def candidate_predictor(environment, source):
+    return CandidatePredictor(
         runs=environment,
         source=source,
         run_targets={"sciq": "sciq", "boolq": "boolq"},
@@ -73,8 +74,10 @@ def make_environment(path, source, *, truth=TRUE, noise=0.05, n_subsets=40, role
     family = FamilyInfo(spec=str(FAMILY), seed=0, purpose="evaluation")
     fields = {"role": role, "held_out_targets": held_out, "n_rows": N_ROWS, "targets": targets, "family": family}
     environment = RetrainedRuns.create(path, info(**fields, reference=False), blocks(n_subsets), ROWS)
-    parts = scored(environment, source).parts([truth], ("sciq", "boolq"), per_unit=True)[truth.binding]
-    task_BT = parts.tasks_of(truth)
+    parts = candidate_predictor(environment, source).component_values([truth], ("sciq", "boolq"), per_unit=True)[
+        truth.settings
+    ]
+    task_BT = parts.predict_tasks(truth)
     rng = np.random.default_rng(1)
     for run in environment.pending():
         b = environment.subset_ids.index(run.subset_id)
@@ -96,14 +99,14 @@ def source():
 @pytest.fixture
 def development(tmp_path, source):
     environment = make_environment(tmp_path / "dev", source)
-    return Development(environment, ("sciq", "boolq"), {"": scored(environment, source)})
+    return Development(environment, ("sciq", "boolq"), {"": candidate_predictor(environment, source)})
 
 
 def test_the_planted_protocol_wins(development):
     result = select_protocol(SMALL, [development], resamples=100)
     assert result.best.candidate == TRUE
     assert result.best.mean > 0.98
-    additive = dataclasses.replace(TRUE, omega=())
+    additive = dataclasses.replace(TRUE, components=())
     assert next(s for s in result.scores if s.candidate == additive).mean < result.best.mean - 0.02
     assert result.results == ("dev/sciq", "dev/boolq")
 
@@ -118,10 +121,10 @@ def test_every_score_is_rho_and_the_bound_is_the_formula(development):
     for score in actual.scores:
         assert score.lcb == pytest.approx(score.mean - actual.z * score.se)
         assert score.mean == pytest.approx(np.mean(list(score.agreement.values())))
-        parts = scorer.parts([score.candidate], ("sciq", "boolq"))[score.candidate.binding]
+        parts = scorer.component_values([score.candidate], ("sciq", "boolq"))[score.candidate.settings]
         for t, target in enumerate(("sciq", "boolq")):
             utility = realized.select(target).values_BSE.mean(axis=(1, 2))
-            expected = stats.spearmanr(parts.tasks_of(score.candidate)[:, t], utility).statistic
+            expected = stats.spearmanr(parts.predict_tasks(score.candidate)[:, t], utility).statistic
             assert score.agreement[f"dev/{target}"] == pytest.approx(expected, abs=1e-6)
     assert [s.lcb for s in actual.scores] == sorted((s.lcb for s in actual.scores), reverse=True)
 
@@ -132,8 +135,8 @@ def test_the_criterion_may_be_the_mean_over_units(development):
     assert actual.best.candidate == TRUE
     realized = development.runs.utilities()
     for score in actual.scores:
-        parts = development.variants[""].parts([score.candidate], ("sciq", "boolq"), per_unit=True)
-        predicted_BE = parts[score.candidate.binding].units_of(score.candidate)
+        parts = development.variants[""].component_values([score.candidate], ("sciq", "boolq"), per_unit=True)
+        predicted_BE = parts[score.candidate.settings].predict_units(score.candidate)
         first = 0
         for target in ("sciq", "boolq"):
             unit_BE = realized.select(target).values_BSE.mean(axis=1)
@@ -168,13 +171,13 @@ def test_the_standard_error_is_that_of_resampled_subsets():
 
 def test_ties_go_to_fewer_components_then_to_the_first_listed(tmp_path, source):
     source.arrays["product_sketch"][:] = 0.0
-    environment = make_environment(tmp_path / "dev", source, truth=dataclasses.replace(TRUE, omega=()))
-    development = Development(environment, ("sciq", "boolq"), {"": scored(environment, source)})
+    environment = make_environment(tmp_path / "dev", source, truth=dataclasses.replace(TRUE, components=()))
+    development = Development(environment, ("sciq", "boolq"), {"": candidate_predictor(environment, source)})
     family = ProtocolFamily(
         matches=({"output_layer": 1.0},), components=(("product.raw",), ("product.self",), ()), omegas=(-1.0,)
     )
     result = select_protocol(family, [development], resamples=50)
-    assert [score.candidate.omega for score in result.scores] == [
+    assert [score.candidate.components for score in result.scores] == [
         (),
         (("product.raw", -1.0),),
         (("product.self", -1.0),),
@@ -185,12 +188,12 @@ def test_ties_go_to_fewer_components_then_to_the_first_listed(tmp_path, source):
 def test_a_held_out_environment_or_target_is_refused(tmp_path, source):
     held_out = make_environment(tmp_path / "test", source, role="held-out")
     with pytest.raises(ProtocolLeakError, match=r"selection.*\['sciq'\]"):
-        Development(held_out, ("sciq",), {"": scored(held_out, source)})
+        Development(held_out, ("sciq",), {"": candidate_predictor(held_out, source)})
     with pytest.raises(ProtocolLeakError, match=r"selection.*held-out"):
         Development.from_runs(held_out, [])
     mixed = make_environment(tmp_path / "mixed", source, held_out=("boolq",))
     with pytest.raises(ProtocolLeakError, match=r"\['boolq'\].*held out"):
-        Development(mixed, ("sciq", "boolq"), {"": scored(mixed, source)})
+        Development(mixed, ("sciq", "boolq"), {"": candidate_predictor(mixed, source)})
 
 
 def test_fewer_than_two_results_are_refused(development):
@@ -214,7 +217,7 @@ def test_constant_predictions_and_utilities_are_reported(tmp_path, development):
         return other
 
     def chosen(level_source):
-        variants = {"": scored(development.runs, level_source)}
+        variants = {"": candidate_predictor(development.runs, level_source)}
         additive = SMALL.model_copy(update={"components": ((),)})
         return select_protocol(additive, [dataclasses.replace(development, variants=variants)], resamples=20)
 
@@ -224,8 +227,8 @@ def test_constant_predictions_and_utilities_are_reported(tmp_path, development):
     nowhere = level("pooled", "output_layer")
     with pytest.raises(ProtocolError, match=r"rho.*development"):
         chosen(nowhere)
-    flat = make_environment(tmp_path / "flat", nowhere, truth=dataclasses.replace(TRUE, omega=()), noise=0.0)
-    nothing = Development(flat, ("sciq", "boolq"), {"": scored(flat, FakeSource(N_ROWS, seed=3))})
+    flat = make_environment(tmp_path / "flat", nowhere, truth=dataclasses.replace(TRUE, components=()), noise=0.0)
+    nothing = Development(flat, ("sciq", "boolq"), {"": candidate_predictor(flat, FakeSource(N_ROWS, seed=3))})
     with pytest.raises(ProtocolError, match=r"utilities.*\['sciq', 'boolq'\]"):
         select_protocol(SMALL, [nothing], resamples=20)
 
@@ -235,14 +238,14 @@ def test_feature_settings_are_selected_over_the_passed_artifacts(tmp_path, sourc
     other = FakeSource(N_ROWS, seed=5, feature_settings=source.feature_settings | {"top_k": 16})
     names = variant_names([source.feature_settings, other.feature_settings])
     assert names == ["top_k=64", "top_k=16"]
-    variants = {name: scored(environment, item) for name, item in zip(names, (source, other), strict=True)}
+    variants = {name: candidate_predictor(environment, item) for name, item in zip(names, (source, other), strict=True)}
     development = Development(environment, ("sciq", "boolq"), variants)
     result = select_protocol(SMALL, [development], resamples=50)
     assert len(result.scores) == 30
     assert result.best.candidate.variant == "top_k=64"
     frozen = freeze(result, [development], SMALL, "chosen")
     assert frozen.requires.model_dump(exclude_none=True) == {"top_k": 64}
-    elsewhere = Development(environment, ("sciq",), {"top_k=8": scored(environment, source)})
+    elsewhere = Development(environment, ("sciq",), {"top_k=8": candidate_predictor(environment, source)})
     with pytest.raises(ProtocolError, match="common"):
         select_protocol(SMALL, [dataclasses.replace(development, targets=("boolq",)), elsewhere])
 
@@ -266,9 +269,9 @@ def test_the_frozen_protocol_predicts_what_was_selected(development, source, tmp
     assert loaded.provenance == "selected on dev/sciq, dev/boolq"
     predictor = Predictor.from_artifact(source, loaded)
     change_B = np.concatenate([predictor.change(block.weights)[:, 0] for block in blocks()])
-    parts = development.variants[""].parts([TRUE], ("sciq", "boolq"))[TRUE.binding]
+    parts = development.variants[""].component_values([TRUE], ("sciq", "boolq"))[TRUE.settings]
     for actual_B in (
-        parts.tasks_of(TRUE)[:, 0],
+        parts.predict_tasks(TRUE)[:, 0],
         development.variants[""].predict({"chosen": loaded}, ("sciq", "boolq"))[0].task_B["sciq"],
     ):
         apart_B = actual_B - change_B  # against the corpus or a mean
@@ -285,7 +288,7 @@ def test_the_frozen_protocol_predicts_what_was_selected(development, source, tmp
 
 
 def test_units_and_tasks_of_a_candidate_are_evaluated_like_any_prediction(development):
-    predictions = development.variants[""].select_candidates({"full": TRUE}, ("sciq", "boolq"))
+    predictions = development.variants[""].predict_candidates({"full": TRUE}, ("sciq", "boolq"))
     report = evaluation_of(development.runs, predictions, resamples=20)
     rows = report.methods[0].targets
     assert [row.target for row in rows] == ["sciq", "boolq"]
@@ -297,12 +300,14 @@ def test_units_and_tasks_of_a_candidate_are_evaluated_like_any_prediction(develo
 @pytest.mark.parametrize("side", ["retained", "omitted"])
 def test_shuffled_pairs_are_standardised_and_lose_the_planted_signal(tmp_path, source, monkeypatch, exact, side):
     if not exact:
-        monkeypatch.setattr("grasp.geometry.scored.EXACT_ROWS", 10)
-    truth = Candidate(Binding(side, "mean", "mean_relevance"), (), (("joint.pair", -1.0),))
+        monkeypatch.setattr("grasp.geometry.candidate_predictor.EXACT_ROWS", 10)
+    truth = Candidate(ComponentSettings(side, "mean", "mean_relevance"), (), (("joint.pair", -1.0),))
     environment = make_environment(tmp_path / "dev", source, truth=truth, noise=0.01)
     shuffled = dataclasses.replace(truth, shuffled=True)
-    item = scored(environment, source)
-    plain, moved = (item.parts([c], ("sciq", "boolq"))[c.binding].tasks_of(c)[:, 0] for c in (truth, shuffled))
+    item = candidate_predictor(environment, source)
+    plain, moved = (
+        item.component_values([c], ("sciq", "boolq"))[c.settings].predict_tasks(c)[:, 0] for c in (truth, shuffled)
+    )
     realized = environment.utilities("sciq").values_BSE.mean(axis=(1, 2))
     assert stats.spearmanr(plain, realized).statistic > 0.95
     assert stats.spearmanr(moved, realized).statistic < 0.9
@@ -317,7 +322,7 @@ def test_controls_restrict_the_family():
     assert family.restricted(controls["pair-only"]).components == ((), ("joint.pair",), ("hidden.pair",))
     only = family.restricted(controls["pair-only"]).members(FakeSource().array_names)[0]
     assert {candidate.match for candidate in only} == {()}
-    assert {candidate.omega for candidate in only} == {
+    assert {candidate.components for candidate in only} == {
         ((name, omega),) for name in ("joint.pair", "hidden.pair") for omega in (-0.5, 0.5)
     }
     shuffled = family.restricted(controls["pair-shuffled"]).members(FakeSource().array_names)[0]
@@ -327,7 +332,7 @@ def test_controls_restrict_the_family():
 def test_controls_are_selected_but_never_frozen(development):
     family = SMALL.restricted(next(item for item in CONTROLS if item.name == "pair-only"))
     result = select_protocol(family, [development], resamples=20)
-    assert result.best.candidate.omega == (("joint.pair", -0.5),)
+    assert result.best.candidate.components == (("joint.pair", -0.5),)
     with pytest.raises(ProtocolError, match="control"):
         freeze(result, [development], family, "no")
 
@@ -337,7 +342,7 @@ def test_the_default_family_is_finite_and_listed():
     assert skipped == 0
     assert 5_000 < len(members) < 10_000
     shipped = candidate_of(DEFAULT_PROTOCOL, FakeSource())
-    assert any(member.binding == shipped.binding and dict(member.match) == dict(shipped.match) for member in members)
+    assert any(member.settings == shipped.settings and dict(member.match) == dict(shipped.match) for member in members)
     assert len({candidate.name for candidate in members}) == len(members)
     without = [name for name in FakeSource().array_names if name != "relevance_embedding"]
     left, skipped = default_family().members(without)

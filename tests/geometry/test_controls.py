@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from grasp.errors import ShapeError
-from grasp.geometry import scored as module
+from grasp.geometry import shuffled_pairs
 from grasp.geometry.candidates import CONTROLS
-from grasp.geometry.scored import ShuffledPairs, ShuffledRows
+from grasp.geometry.shuffled_pairs import ShuffledPairs, ShuffledRows
 from tests.rounding import rounding
 
 FULL = ("joint.self", "joint.pair", "hidden.raw", "residual.raw", "product.cent")
@@ -47,7 +47,7 @@ def test_shuffled_pairs_are_the_same_values_in_other_places():
 
 @pytest.mark.parametrize("block", [3, 256])
 def test_shuffled_pair_geometry_is_the_double_sum(monkeypatch, block):
-    monkeypatch.setattr(module, "_ROWS_AT_ONCE", block)
+    monkeypatch.setattr(shuffled_pairs, "BLOCK_ROWS", block)
     rng = np.random.default_rng(2)
     shuffled = ShuffledPairs.draw(rng.normal(size=(17, 4)), seed=0)
     weights = rng.random(size=(6, 17)) * (rng.random(size=(6, 17)) < 0.5)
@@ -61,7 +61,7 @@ def test_without_the_shuffle_it_equals_the_pair_geometry(monkeypatch):
         def shuffle(self, values):
             return None
 
-    monkeypatch.setattr(module, "stream", lambda *_: Still())
+    monkeypatch.setattr(shuffled_pairs, "stream", lambda *_: Still())
     rng = np.random.default_rng(3)
     sketch, weights = rng.normal(size=(23, 4)), rng.random(size=(5, 23))
     total = weights @ sketch
@@ -70,7 +70,7 @@ def test_without_the_shuffle_it_equals_the_pair_geometry(monkeypatch):
 
 
 def test_too_many_rows_and_other_rows_are_refused(monkeypatch):
-    monkeypatch.setattr(module, "EXACT_ROWS", 5)
+    monkeypatch.setattr(shuffled_pairs, "EXACT_ROWS", 5)
     with pytest.raises(ShapeError, match=r"\b6 rows.*\b5\b"):
         ShuffledPairs.draw(np.zeros((6, 2)), seed=0)
     with pytest.raises(ShapeError, match=r"\(2, 4\).*\b5 rows"):
@@ -79,7 +79,7 @@ def test_too_many_rows_and_other_rows_are_refused(monkeypatch):
 
 def test_shuffled_rows_move_every_sketch_once():
     sketch_ND = np.random.default_rng(0).normal(size=(100, 3))
-    moved_ND = ShuffledRows.draw(sketch_ND, seed=0).moved_ND
-    np.testing.assert_array_equal(np.sort(moved_ND, axis=0), np.sort(sketch_ND, axis=0))
-    np.testing.assert_array_equal(moved_ND, ShuffledRows.draw(sketch_ND, seed=0).moved_ND)
-    assert (moved_ND != sketch_ND).all(axis=1).mean() > 0.9
+    permuted_ND = ShuffledRows.draw(sketch_ND, seed=0).permuted_ND
+    np.testing.assert_array_equal(np.sort(permuted_ND, axis=0), np.sort(sketch_ND, axis=0))
+    np.testing.assert_array_equal(permuted_ND, ShuffledRows.draw(sketch_ND, seed=0).permuted_ND)
+    assert (permuted_ND != sketch_ND).all(axis=1).mean() > 0.9

@@ -74,6 +74,6 @@ def test_products_with_a_vector_are_the_same_for_all_rows_and_for_chosen_ones(mo
         whole = np.concatenate([source.arrays["hidden_sketch"], source.arrays["residual_sketch"]], axis=1)
         np.testing.assert_allclose(objective.dot(vector_D), whole.astype(float) @ vector_D, rtol=1e-12)
         np.testing.assert_array_equal(objective.rows(rows), whole[rows])
-        norms_N = objective.sketches["hidden"].norms_of_rows()
+        norms_N = objective.sketches["hidden"].squared_norms()
         np.testing.assert_allclose(norms_N, (whole[:, :4].astype(float) ** 2).sum(axis=1), rtol=1e-12)
         assert (source.chosen_rows > 0) == (held == 0)

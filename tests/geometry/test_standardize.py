@@ -11,7 +11,7 @@ from scipy.sparse import csr_array
 
 from grasp.errors import SubsetError
 from grasp.geometry.standardize import (
-    ColumnSpread,
+    MeanStd,
     PairSums,
     StreamingMoments,
     pair_moments,
@@ -46,13 +46,13 @@ def test_closed_forms_are_the_moments_over_every_subset(family, side, weighting)
     relevance_NE, sketch_ND = rng.standard_normal((N, 2)) + 1, rng.standard_normal((N, 3)) + np.array([1.0, 0.0, -0.5])
     norm_N1 = (sketch_ND**2).sum(axis=1)[:, None]
     masks, chance = every_subset(how[0])
-    sums, totals, mass = summed(masks, sketch_ND)
-    every = sums.geometry(mass, totals, side, weighting)
+    sums, totals, weight_sums = summed(masks, sketch_ND)
+    every = sums.geometry(weight_sums, totals, side, weighting)
     pairs = PairSums.empty(sketch_ND.mean(axis=0)).plus(sketch_ND[:2]).plus(sketch_ND[2:])
     wanted = [
         (
             relevance_moments(StreamingMoments.from_blocks([(0, relevance_NE)]), *how),
-            subset_relevance(masks @ relevance_NE, relevance_NE.sum(axis=0), mass, side, weighting),
+            subset_relevance(masks @ relevance_NE, relevance_NE.sum(axis=0), weight_sums, side, weighting),
         ),
         (self_moments(StreamingMoments.from_blocks([(0, norm_N1)]), *how), every.self_B[:, None]),
         *((pair_moments(pairs, kind, *how), every[kind][:, None]) for kind in ("raw", "self", "pair", "cent")),
@@ -115,10 +115,10 @@ def test_blocks_merge_to_the_moments_of_the_whole(seed, cuts):
 
 
 def test_constant_components_standardise_to_zero_and_are_marked():
-    moments = ColumnSpread(np.array([3.0, 1e6, 0.0]), np.array([0.0, 1e-6, 0.0]))
-    assert not moments.inverse_E.any()
-    assert moments.z(np.array([[3.0, 2e6, 1.0]])).tolist() == [[0.0, 0.0, 0.0]]
-    assert ColumnSpread(np.array([1.0]), np.array([2.0])).z(np.array([[5.0]])).tolist() == [[2.0]]
+    moments = MeanStd(np.array([3.0, 1e6, 0.0]), np.array([0.0, 1e-6, 0.0]))
+    assert not moments.inverse_std_E.any()
+    assert moments.z_scores(np.array([[3.0, 2e6, 1.0]])).tolist() == [[0.0, 0.0, 0.0]]
+    assert MeanStd(np.array([1.0]), np.array([2.0])).z_scores(np.array([[5.0]])).tolist() == [[2.0]]
 
 
 def test_one_subset_cannot_standardise():

@@ -10,7 +10,7 @@ from scipy.sparse import csr_array
 
 from grasp.errors import ShapeError
 from grasp.geometry import subset_sums as geo
-from grasp.geometry.subset_sums import SubsetMass, subset_relevance
+from grasp.geometry.subset_sums import WeightSums, subset_relevance
 from grasp.kernels.sketch import CountSketch, gaussian_projection
 from grasp.predict.weights import Weights, sums_over
 from tests.predict import reference
@@ -48,9 +48,9 @@ def test_components_equal_double_loops(seed):
 def test_sides_and_weightings_do_not_need_the_complement(seed, side, weighting, plain):
     weights_BN, sketch_ND, rng = world(seed, plain=plain)
     relevance_NE = rng.standard_normal((12, 3))
-    sums, corpus, mass = reference.summed(weights_BN, sketch_ND)
-    got = sums.geometry(mass, corpus, side, weighting)
-    a = subset_relevance(weights_BN @ relevance_NE, relevance_NE.sum(axis=0), mass, side, weighting)
+    sums, corpus, weight_sums = reference.summed(weights_BN, sketch_ND)
+    got = sums.geometry(weight_sums, corpus, side, weighting)
+    a = subset_relevance(weights_BN @ relevance_NE, relevance_NE.sum(axis=0), weight_sums, side, weighting)
     for b, weights in enumerate(weights_BN.toarray()):
         effective = reference.side_weights(weights, side, weighting)
         for kind, value in reference.geometry(effective, sketch_ND, corpus.mean_D).items():
@@ -269,17 +269,17 @@ def test_projection_keeps_geometry_within_the_jl_bound(draw, width_for, failure)
 def test_additive_retained_is_a_constant_minus_omitted(seed):
     weights_BN, _, rng = world(seed, plain=True)
     relevance_NE = rng.standard_normal((12, 2))
-    mass, total_E = SubsetMass.from_weights(Weights(weights_BN)), relevance_NE.sum(axis=0)
+    weight_sums, total_E = WeightSums.from_weights(Weights(weights_BN)), relevance_NE.sum(axis=0)
     sums_BE = additive(relevance_NE, weights_BN)
-    retained = subset_relevance(sums_BE, total_E, mass, "retained", "count")
-    omitted = subset_relevance(sums_BE, total_E, mass, "omitted", "count")  # sign flipped: higher is better
+    retained = subset_relevance(sums_BE, total_E, weight_sums, "retained", "count")
+    omitted = subset_relevance(sums_BE, total_E, weight_sums, "omitted", "count")  # sign flipped: higher is better
     np.testing.assert_allclose(retained, total_E + omitted, atol=1e-10)
 
 
 def test_an_empty_omitted_side_is_zero_not_nan():
     weights_BN, sketch_ND = csr_array(np.ones((1, 4))), np.eye(4)
-    sums, corpus, mass = reference.summed(weights_BN, sketch_ND)
-    got = sums.geometry(mass, corpus, "omitted", "mean")
+    sums, corpus, weight_sums = reference.summed(weights_BN, sketch_ND)
+    got = sums.geometry(weight_sums, corpus, "omitted", "mean")
     assert [float(got[kind][0]) for kind in KINDS] == [0.0] * 4
 
 

@@ -12,8 +12,8 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.build.pipeline import build_artifact
 from grasp.errors import GraspError, RunsError, SettingsError
 from grasp.geometry import sketch_checks
-from grasp.geometry import sketch_measures as geometric
-from grasp.geometry.sketched import MIN_RANK_CORRELATION, Kernels
+from grasp.geometry import sketch_metrics as geometric
+from grasp.geometry.sketch_accuracy import MIN_RANK_CORRELATION, ExactKernels
 from grasp.inspect import health as checking
 from grasp.inspect import rescoring as sample
 from grasp.inspect.health import check
@@ -221,7 +221,7 @@ def test_a_sketch_that_loses_the_order_is_reported_with_a_sufficient_width(root,
 def test_a_recomputed_sketch_of_the_stored_width_equals_the_stored_one(plain, with_features):
     for art in (plain, with_features):
         index = sample_rows(art, 20, seed=0)
-        kernels = Kernels.from_artifact(
+        kernels = ExactKernels.from_artifact(
             art, sample_features(art, index, GraspError("unused") if art is with_features else reopen_source(art))
         )
         for half in ("hidden", "residual", "product"):
@@ -280,7 +280,9 @@ def test_the_share_is_measured_in_the_coordinates_of_the_token_kernel(plain):
         summary_hidden = (features.hidden_NH[i] - whitener.mean_H) @ whitener.map_HH
         summary = np.outer(summary_hidden, features.residual_NV[[i]].toarray()[0] * root)
         shares.append((whole * summary).sum() ** 2 / ((whole**2).sum() * (summary**2).sum()))
-    assert Kernels.from_artifact(plain, features).positions.kept_share == pytest.approx(np.mean(shares), rel=1e-5)
+    assert ExactKernels.from_artifact(plain, features).positions.summary_share == pytest.approx(
+        np.mean(shares), rel=1e-5
+    )
 
 
 def test_an_artifact_with_only_the_pooled_kernel_is_measured_in_its_coordinates(root):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
-from grasp.geometry import sketch_measures as geometric
+from grasp.geometry import sketch_metrics as geometric
 from grasp.inspect import health_metrics as measures
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -22,10 +22,10 @@ def features(seed, n=9, h=5, v=6):
 def test_subset_norms_are_the_norms_of_weighted_sums(seed):
     hidden, residual = features(seed)
     weight = np.random.default_rng(seed).random((4, 9))
-    hidden_NN, residual_NN = geometric.gram(hidden, csr_array(residual))
-    np.testing.assert_allclose(geometric.subset_norms(weight, hidden_NN), ((weight @ hidden) ** 2).sum(1), rtol=1e-9)
+    hidden_NN, residual_NN = geometric.gram_matrices(hidden, csr_array(residual))
+    np.testing.assert_allclose(geometric.raw_geometry(weight, hidden_NN), ((weight @ hidden) ** 2).sum(1), rtol=1e-9)
     product = np.einsum("nh,nv->nhv", hidden, residual).reshape(9, -1)
-    actual = geometric.subset_norms(weight, hidden_NN * residual_NN)
+    actual = geometric.raw_geometry(weight, hidden_NN * residual_NN)
     np.testing.assert_allclose(actual, ((weight @ product) ** 2).sum(1), rtol=1e-9, atol=1e-12)
 
 

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from grasp.errors import ModelError
 from grasp.kernels.embedding import hidden_gradient
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.gradients import UntakenLayerError, layers_of
+from grasp.models.gradients import UnsupportedLayerError, layers_of
 from grasp.models.head import OutputHead, output_head
 from grasp.models.residuals import sparse_residual
 from tests.conftest import make_model
@@ -119,10 +119,10 @@ def test_an_adapter_of_the_output_layer_is_part_of_it(options):
 def test_parameters_inside_an_output_layer_are_not_separate_layers():
     reference = ReferenceModel(adapted(target_modules=["q_proj", "lm_head"]), tokenizer=None)
     for name in ("lm_head.base_layer.weight", "lm_head.lora_A.default.weight"):
-        with pytest.raises(UntakenLayerError, match=f"{name} .*output layer"):
+        with pytest.raises(UnsupportedLayerError, match=f"{name} .*output layer"):
             layers_of(reference, [name])
     reference = ReferenceModel(with_head(NormedLinear, bias=False), tokenizer=None)
-    with pytest.raises(UntakenLayerError, match=r"lm_head\.weight: .*NormedLinear"):
+    with pytest.raises(UnsupportedLayerError, match=r"lm_head\.weight: .*NormedLinear"):
         layers_of(reference, ["lm_head.weight"])
 
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 from scipy.sparse import csr_array
 
-from grasp.geometry.subset_sums import SketchSums, SketchTotals, SubsetMass, subset_relevance
+from grasp.geometry.subset_sums import SketchSums, SketchTotals, WeightSums, subset_relevance
 from grasp.predict.weights import Weights
 
 
@@ -44,25 +44,25 @@ def geometry(weights, sketch, mean):
 def side_weights(weights, side, weighting):
     """The weights that a side and a weighting give to every row of the corpus."""
     chosen = list(weights) if side == "retained" else [1.0 - w for w in weights]
-    mass = sum(abs(w) for w in chosen)
-    return [w / mass if mass else 0.0 for w in chosen] if weighting == "mean" else chosen
+    total = sum(abs(w) for w in chosen)
+    return [w / total if total else 0.0 for w in chosen] if weighting == "mean" else chosen
 
 
 def summed(weights_BN, sketch_ND):
-    """Sums of B subsets, totals of the corpus and masses, of dense or sparse weights with everything in memory."""
+    """Sums of B subsets, totals of the corpus and sums of weights, for dense or sparse weights, all in memory."""
     dense_BN = weights_BN.toarray() if hasattr(weights_BN, "toarray") else np.asarray(weights_BN)
     norm_N = (sketch_ND**2).sum(axis=1)
     sums = SketchSums(dense_BN @ sketch_ND, dense_BN @ norm_N, dense_BN**2 @ norm_N)
     totals = SketchTotals(sketch_ND.sum(axis=0), norm_N.sum(), len(sketch_ND))
-    return sums, totals, SubsetMass.from_weights(Weights(csr_array(dense_BN)))
+    return sums, totals, WeightSums.from_weights(Weights(csr_array(dense_BN)))
 
 
 def components(weights_BN, sketch_ND, mean_D):
     """The package's geometry of subsets with their weights as they are, centred on any mean."""
     sketch_ND = np.asarray(sketch_ND, dtype=np.float64)
-    sums, totals, mass = summed(weights_BN, sketch_ND)
-    about = SketchTotals(np.asarray(mean_D) * totals.n_rows, totals.norm, totals.n_rows)
-    return sums.geometry(mass, about, "retained", "count")
+    sums, totals, weight_sums = summed(weights_BN, sketch_ND)
+    about = SketchTotals(np.asarray(mean_D) * totals.n_rows, totals.sum_norm2, totals.n_rows)
+    return sums.geometry(weight_sums, about, "retained", "count")
 
 
 def additive(relevance_NE, weights_BN):
@@ -71,7 +71,7 @@ def additive(relevance_NE, weights_BN):
     return subset_relevance(
         weights_BN @ relevance_NE,
         relevance_NE.sum(axis=0),
-        SubsetMass.from_weights(Weights(weights_BN)),
+        WeightSums.from_weights(Weights(weights_BN)),
         "retained",
         "count",
     )

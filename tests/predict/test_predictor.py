@@ -10,7 +10,7 @@ from scipy.stats import spearmanr
 from grasp.artifact.label_table import LabelColumn
 from grasp.errors import ProtocolError, SubsetError
 from grasp.geometry.geometry_rule import InteractionProtocol
-from grasp.geometry.subset_sums import SubsetMass, subset_relevance
+from grasp.geometry.subset_sums import WeightSums, subset_relevance
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import EFFECT_SIZE, NEW_ROW_VALUE, Predictor, RepetitionLaw
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
@@ -311,8 +311,8 @@ def test_planted_world_full_grasp_ranks_perfectly_and_the_additive_core_cannot(s
     options = {"name": "p", "match": {"output_layer": 1.0}, "weighting": "count", "calibration": {"family": spelling}}
     trial = Predictor.from_artifact(world, rule(**options, components={"product.raw": 1.0}))
     # z(A) + omega z(K) is (A - lambda K) / sigma_A up to a constant when omega = -lambda sigma_K / sigma_A
-    sigma_a = trial.task.spread.std_E[0] ** -1 * world.arrays["relevance_output_layer"].astype(float).std()
-    omega = -world.penalty * float(trial.terms.moments["product.raw"].std_E[0]) / sigma_a
+    sigma_a = trial.task.raw_mean_std.std_E[0] ** -1 * world.arrays["relevance_output_layer"].astype(float).std()
+    omega = -world.penalty * float(trial.terms.mean_std["product.raw"].std_E[0]) / sigma_a
     full = Predictor.from_artifact(world, rule(**options, components={"product.raw": omega}))
     additive = Predictor.from_artifact(world, rule(**options))
     (block,) = family.draw(128, n_rows=60, seed=0, purpose="evaluation")
@@ -356,17 +356,17 @@ def test_omitted_scores_rank_as_retained_ones_only_without_geometry():
     rng = np.random.default_rng(3)
     relevance_NE, sketch_ND = rng.standard_normal((40, 1)), rng.standard_normal((40, 3)) + 2
     (block,) = parse_family("bernoulli:0.5").draw(50, n_rows=40, seed=0, purpose="t")
-    sums, totals, mass = summed(block.weights_BN, sketch_ND)
+    sums, totals, weight_sums = summed(block.weights_BN, sketch_ND)
     a = {
         side: subset_relevance(
             block.weights_BN @ relevance_NE,
             relevance_NE.sum(axis=0),
-            SubsetMass.from_weights(block.weights),
+            WeightSums.from_weights(block.weights),
             side,
             "count",
         )[:, 0]
         for side in ("retained", "omitted")
     }
-    k = {side: sums.geometry(mass, totals, side, "count").raw_B for side in a}
+    k = {side: sums.geometry(weight_sums, totals, side, "count").raw_B for side in a}
     assert spearmanr(a["retained"], a["omitted"]).statistic == pytest.approx(1.0)
     assert spearmanr(k["retained"], k["omitted"]).statistic < 0

@@ -127,7 +127,7 @@ def test_head_loss_equals_cross_entropy_and_its_gradient(chunk, monkeypatch):
         monkeypatch.setattr(f"grasp.training.llama.{name}", size)
     if "CUDA_CHUNK_ELEMENTS" in chunk:  # the form that a GPU takes, on the CPU
         monkeypatch.setattr("grasp.training.llama.MIN_CUDA_POSITIONS", 2)
-        monkeypatch.setattr("grasp.training.llama.MODEL_BY_MODEL", ())
+        monkeypatch.setattr("grasp.training.llama.SEQUENTIAL_DEVICES", ())
     hidden, head = draw(2, 7, 4, dtype=torch.float32), draw(2, 5, 4, dtype=torch.float32)
     labels = torch.arange(14).reshape(2, 7) % 5
     weight = torch.tensor([[0.0, 1, 2, 0, 0.5, 1, 0], [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]])

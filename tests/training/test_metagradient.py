@@ -14,11 +14,12 @@ from grasp.models.gradients import Example
 from grasp.training.adjoint import Adjoint, UpdateConstants, through_update
 from grasp.training.fine_tuning import FineTuning
 from grasp.training.hessian_products import curvature_product
-from grasp.training.metagradient import Metagradient, MetagradientSettings, metagradient, price, utilities
-from grasp.training.replay_gate import agreement, check_by_groups, smoothness
-from grasp.training.replayed_rows import brought_to_one_scale, replay_rows
+from grasp.training.metagradient import Metagradient, MetagradientSettings, metagradient, replay_cost, utilities
+from grasp.training.replay_checks import agreement, check_by_groups, smoothness
+from grasp.training.replayed_rows import replay_rows, standardize_scores
 from grasp.training.row_derivatives import cheaper_method, row_derivatives
-from grasp.training.train import Trainer, batch_order, train
+from grasp.training.row_order import batch_order
+from grasp.training.train import Trainer, train
 from grasp.training.trajectory import Trajectory
 from tests.faults import Killed
 from tests.mentions import assert_mentions
@@ -445,7 +446,7 @@ def test_a_forward_pass_that_is_not_deterministic_is_refused():
 def test_the_cost_of_a_replay_is_forecast():
     training = trajectory(tiny_model())
     settings = MetagradientSettings(probe_steps=(1, 2, 3))
-    forecast = price(training.order, training.rows.n_rows, 2, settings)
+    forecast = replay_cost(training.order, training.rows.n_rows, 2, settings)
     assert forecast.total == pytest.approx(1 + 1 + 4 + 3 * 8 / 15)
     assert str(forecast).startswith("7.6 trainings: 1.0 forward")
     assert str(training.size).startswith("5 steps of ")
@@ -474,23 +475,23 @@ def made_up(norm_K, drawn_KBT, probe_MNT=None):
 def test_steps_before_derivatives_explode_are_not_counted():
     drawn_KBT = np.random.default_rng(0).standard_normal((24, 2, 2))
     level = smoothness(made_up(np.ones(24), drawn_KBT))
-    assert level.passed
+    assert level.is_smooth
     assert level.first_step == 0
     assert str(level).endswith(": smooth")
     norm_K = np.where(np.arange(24) < 7, 50.0, 1.0)
     exploded = smoothness(made_up(norm_K, drawn_KBT))
-    assert not exploded.passed
+    assert not exploded.is_smooth
     assert exploded.first_step == 7
     assert str(exploded).endswith(": steps before 7 are left out")
     wild = smoothness(made_up(np.ones(24), drawn_KBT * np.where(np.arange(24) < 8, 30.0, 1.0)[:, None, None]))
     assert wild.first_step == 8
     rate_K = np.geomspace(30.0, 1.0, 24)  # derivatives are proportional to the learning rate, which is no growth
-    assert not smoothness(made_up(np.ones(24), drawn_KBT * rate_K[:, None, None])).passed
-    assert smoothness(made_up(np.ones(24), drawn_KBT * rate_K[:, None, None]), rate_K=rate_K).passed
+    assert not smoothness(made_up(np.ones(24), drawn_KBT * rate_K[:, None, None])).is_smooth
+    assert smoothness(made_up(np.ones(24), drawn_KBT * rate_K[:, None, None]), rate_K=rate_K).is_smooth
     late = made_up(
         np.where(np.arange(24) < 8, np.nan, 1.0), np.where(np.arange(24)[:, None, None] < 8, np.nan, drawn_KBT)
     )
-    assert smoothness(late).passed
+    assert smoothness(late).is_smooth
 
 
 def test_agreement_of_orders_is_measured_on_their_common_rows():
@@ -540,9 +541,9 @@ def test_orders_are_averaged_and_probes_score_rows_if_there_are_any(monkeypatch)
     first, second = (replay(lambda w, k=k: in_order()(k), orders=1) for k in range(2))
     np.testing.assert_allclose(scores.all_NT, (first.all_NT + second.all_NT) / 2)
     assert np.isnan(scores.drawn_NT[7]).all()
-    np.testing.assert_allclose(scores.relevance(), brought_to_one_scale(scores.all_NT))
+    np.testing.assert_allclose(scores.relevance(), standardize_scores(scores.all_NT))
     drawn_NT = dataclasses.replace(scores, all_NT=None).relevance()
-    np.testing.assert_allclose(drawn_NT[:7], brought_to_one_scale(scores.drawn_NT)[:7])
+    np.testing.assert_allclose(drawn_NT[:7], standardize_scores(scores.drawn_NT)[:7])
     np.testing.assert_array_equal(drawn_NT[7], 0.0)
     assert len(scores.smooth) == 2
     assert scores.agreements[0].shape == (2,)

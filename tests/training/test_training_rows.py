@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grasp.errors import ModelError, ShapeError
-from grasp.training.train import batch_order, label_weights, relative_weights, token_batches
+from grasp.training.row_order import batch_order, label_weights, relative_weights, token_batches
 from tests.models.toy import InMemoryRows
 
 ROWS = InMemoryRows.from_rows([[i, i + 1, *range(i % 4)] for i in range(20)])
@@ -45,7 +45,7 @@ def test_resuming_at_a_step_gives_the_same_batches(first):
 
 @pytest.mark.parametrize("window", [1, 9, 10_000])
 def test_batches_hold_the_rows_padded_on_the_right(window, monkeypatch):
-    monkeypatch.setattr("grasp.training.train.WINDOW_ROWS", window)
+    monkeypatch.setattr("grasp.training.row_order.WINDOW_ROWS", window)
     retained = [np.arange(20) < 9, np.arange(20) > 4]
     orders = [batch_order(k, seed=0, batch_rows=3, first_step=0, last_step=5) for k in retained]
     batches = list(token_batches(ROWS, orders, steps=5, context=8, vocab_size=30))
@@ -53,7 +53,7 @@ def test_batches_hold_the_rows_padded_on_the_right(window, monkeypatch):
     seen = [np.concatenate([batch.row_index_KB[k] for batch in batches]).tolist() for k in range(2)]
     assert seen == [order(k, steps=5, batch=3) for k in retained]
     for batch in batches:
-        flat = (batch.ids_KBL.reshape(6, -1), batch.labelled_KBL.reshape(6, -1), batch.row_index_KB.ravel())
+        flat = (batch.ids_KBL.reshape(6, -1), batch.loss_mask_KBL.reshape(6, -1), batch.row_index_KB.ravel())
         for ids, loss_mask, row in zip(*flat, strict=True):
             length = 2 + row % 4
             assert ids[:length].tolist() == [row, row + 1, *range(row % 4)]

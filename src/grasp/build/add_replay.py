@@ -2,7 +2,7 @@
 
 For further training, a fine-tuning of the artifact's model is replayed; for a new model, several trainings of a small
 model from scratch. The derivative by the weight of every row is the relevance of the array `relevance_replay`, if the
-gate of `grasp.training.replay_gate` trusts it; otherwise the artifact keeps its other kernels, and its manifest says
+gate of `grasp.training.replay_checks` trusts it; otherwise the artifact keeps its other kernels, and its manifest says
 so. Start with `add_replay`; `plan_replay` has what differs between the two.
 """
 
@@ -38,11 +38,12 @@ from grasp.text import duration_text, size_text
 from grasp.training.adamw import AdamWTraining
 from grasp.training.adjoint import norm_of
 from grasp.training.fine_tuning import EXACT_DTYPES, FineTuning
-from grasp.training.metagradient import MetagradientSettings, Price, Target, middle_steps, price
+from grasp.training.metagradient import MetagradientSettings, ReplayCost, Target, middle_steps, replay_cost
 from grasp.training.recipe import OptimizerRecipe
 from grasp.training.recipe_files import FineTuningRecipe, default_proxy_recipe, default_recipe, proxy_training
 from grasp.training.replayed_rows import replay_rows, scores_from_text
-from grasp.training.train import Trainer, label_weights, token_batches
+from grasp.training.row_order import label_weights, token_batches
+from grasp.training.train import Trainer
 from grasp.training.trajectory import Trajectory, TrajectorySize
 
 ARRAY = "relevance_replay"
@@ -63,7 +64,7 @@ class ReplayForecast:
 
     orders: int
     size: TrajectorySize
-    price: Price
+    price: ReplayCost
     retrainings: int  # to check the derivatives
     seconds: float
     disk_bytes: int
@@ -236,7 +237,7 @@ def add_replay(
             plan.differentiation,
             forecast.orders,
             rate_K=np.array([plan.optimizer.learning_rate_at(step) for step in range(plan.optimizer.steps)]),
-            carry_over=partial(scores_from_text, rows=rows, document_N=documents_N, seed=plan.settings.seed)
+            predict_all_rows=partial(scores_from_text, rows=rows, document_N=documents_N, seed=plan.settings.seed)
             if plan.from_scratch
             else None,
             retrainings=plan.settings.check,
@@ -409,7 +410,7 @@ def forecast_replay(plan: ReplayPlan, rows: RowStore, n_rows: int, n_targets: in
     """
     training, order = plan.start(0), plan.order(n_rows, 0)
     size = TrajectorySize.of(len(order), training.n_parameters, training.parameter_bytes)
-    total = price(order, n_rows, n_targets, plan.differentiation)
+    total = replay_cost(order, n_rows, n_targets, plan.differentiation)
     step_seconds = time_step(training, rows, order[0] % rows.n_rows)
     disk = size.start_bytes + 2 * 3 * n_targets * training.parameter_bytes
     disk += size.segment_bytes if size.segment_bytes > plan.settings.memory_mb * MEGABYTE else 0

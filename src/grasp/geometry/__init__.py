@@ -5,5 +5,5 @@ Optional subpackage; imported lazily through `grasp.predict.scoring_rule.geometr
 predictions for subsets (`geometry_predictor`), selected rows (`greedy`) and mixtures (`mixture_search`). `calibrate`
 selects a protocol on development runs, `controls` evaluates ablations, `sketch_checks` measures sketch quality.
 
-Start with `subset_sums` (the components), then `terms` and `geometry_predictor`.
+Start with `subset_sums`, which defines the geometric components, then `terms` and `geometry_predictor`.
 """

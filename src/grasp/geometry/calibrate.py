@@ -1,4 +1,7 @@
-"""Select a scoring protocol on development runs: the function `calibrate` behind `grasp.calibrate`."""
+"""Select a scoring protocol on development runs: the function behind `grasp.calibrate`.
+
+`calibrate` binds runs to artifacts, lets `protocol_selection` select a candidate, and returns it with its record.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,16 +12,16 @@ import pyarrow as pa
 
 from grasp.api.retrain import Opened, Place, Runs
 from grasp.artifact.reader import ArtifactReader
-from grasp.geometry.calibration_result import (
+from grasp.geometry.candidates import DELTA, ProtocolFamily, family_for, load_family
+from grasp.geometry.development_runs import bind_developments
+from grasp.geometry.protocol_selection import (
     ProtocolSelection,
-    bind_developments,
     freeze,
     provenance_path,
     select_protocol,
     selection_provenance,
     write_provenance,
 )
-from grasp.geometry.candidates import DELTA, ProtocolFamily, family_for, load_family
 from grasp.predict.scoring_rule import ScoringProtocol, save_protocol
 from grasp.results import Result
 from grasp.runs.imported_runs import bind_runs
@@ -35,7 +38,7 @@ class Calibration(Result):
 
     protocol: ScoringProtocol
     selection: ProtocolSelection
-    record: Mapping[str, Any]
+    record: Mapping[str, Any]  # provenance of the selection, as plain JSON
 
     def save(self, path: Place) -> Path:
         """Write the protocol and, next to it, the provenance of the selection; return the path of the provenance."""
@@ -71,30 +74,30 @@ def calibrate(
         RunsError: no artifact was built from the corpus of some runs.
     """
     artifacts = [art.files for art in (arts if isinstance(arts, Sequence) else [arts])]
-    bound_runs = bind_all_runs(runs, artifacts[0])
+    development_runs = bind_all_runs(runs, artifacts[0])
     if family is None:
-        n_subsets = len({(each.path, name) for each in bound_runs for name in each.info.subset_ids})
+        n_subsets = len({(each.path, subset_id) for each in development_runs for subset_id in each.info.subset_ids})
         candidate_family, reasons = family_for(n_subsets)
     else:
         candidate_family, reasons = load_family(family), []
     developments = bind_developments(
         artifacts,
-        bound_runs,
+        development_runs,
         targets=None if target is None else listed(target, artifacts[0].targets),
         calibration_subsets=candidate_family.calibration_subsets,
     )
     selection = select_protocol(candidate_family, developments, delta=delta, resamples=resamples)
     protocol = freeze(selection, developments, candidate_family, name)
-    mean = f"mean {selection.criterion}"
+    mean_column = f"mean {selection.criterion}"
     bounds = [
-        {"protocol": score.candidate.name, "bound": score.lcb, mean: score.mean, "se": score.se}
+        {"protocol": score.candidate.name, "bound": score.lcb, mean_column: score.mean, "se": score.se}
         for score in selection.scores[:MAX_PROTOCOLS_SHOWN]
     ]
     return Calibration(
         table=pa.Table.from_pylist(bounds),
         headline=f"protocol {protocol.name}: {selection.best.candidate.name}, {protocol.provenance}",
         notes=(
-            _tried(selection),
+            _describe_candidates(selection),
             *reasons,
             *(f"{result}: {value:+.3f}" for result, value in selection.best.agreement.items()),
         ),
@@ -112,9 +115,10 @@ def bind_all_runs(runs: Runs | Sequence[Runs], artifact: ArtifactReader) -> list
     ]
 
 
-def _tried(selection: ProtocolSelection) -> str:
-    tried = len(selection.scores) + sum(selection.undefined.values())
+def _describe_candidates(selection: ProtocolSelection) -> str:
+    """Describe how many candidates were compared on which results, and why others were not."""
+    n_candidates = len(selection.scores) + sum(selection.undefined.values())
     left_out = [f"{n:,} without a rho: {reason}" for reason, n in selection.undefined.items()]
     left_out += [f"{selection.not_served:,} more require arrays that an artifact lacks"] if selection.not_served else []
     bound = f"bound = mean {selection.criterion} - {selection.z:.2f} standard errors"
-    return "; ".join([f"{tried:,} protocols on {', '.join(selection.results)}", bound, *left_out])
+    return "; ".join([f"{n_candidates:,} protocols on {', '.join(selection.results)}", bound, *left_out])

@@ -52,12 +52,12 @@ def calibrate(
     missing = [flag for flag, value in required.items() if not value]
     if missing or out is None:
         raise SettingsError(f"calibrate: missing {', '.join(missing)}; see grasp calibrate --help for an example")
-    from grasp.geometry.calibration_result import provenance_path
+    from grasp.geometry.protocol_selection import provenance_path
 
     arts = [grasp.open(path) for path in paths]
     for art in arts:
-        read = art.files.protected_paths | {"holds the runs": runs, "--family reads": family}
-        check_outputs({"--out": out, "the record of --out": provenance_path(out)}, read)
+        inputs = art.files.protected_paths | {"holds the runs": runs, "--family reads": family}
+        check_outputs({"--out": out, "the record of --out": provenance_path(out)}, inputs)
     result = grasp.calibrate(
         arts,
         runs,

@@ -1,8 +1,9 @@
 """Finite families of candidate protocols, which `grasp calibrate` selects from, and the controls of the paper.
 
-Start with `ProtocolFamily`, which is read from YAML, and `ProtocolFamily.members`. A `Control` removes parts of a
-predictor: relevance, or kinds of geometric components (`half.kind`); its remaining weights are selected on development
-runs like those of the full predictor. `subsets_for` gives the number of retrained subsets that a family requires.
+Start with `ProtocolFamily`, which is read from YAML, and `ProtocolFamily.members`, which lists its candidates. A
+`Control` (an ablation) removes terms of a predictor: relevance, or some geometric components (`<sketch>.<kind>`); its
+remaining weights are selected on development runs like those of the full predictor. `subsets_for` gives the number of
+retrained subsets that a family requires.
 """
 
 import math
@@ -20,7 +21,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError
 from grasp.files import atomic_path
 from grasp.geometry.geometry_rule import COMPONENT, InteractionProtocol, Standardize
-from grasp.geometry.subset_sums import Half, Kind, halves_needed
+from grasp.geometry.subset_sums import Kind, SketchName, required_sketches
 from grasp.predict.scoring_rule import Match, Requirements, ScoringProtocol
 from grasp.predict.weights import Side
 from grasp.runs.predictions import Weighting
@@ -31,24 +32,24 @@ TaskStandard = Literal["mean_relevance", "mean_of_standardised"]
 Criterion = Literal["task_rho", "mean_lds"]
 MAX_MEMBERS = 20_000
 DELTA = 0.05  # probability that the bound of any member fails
-# Maximum distance between the mean rho of a protocol and its bound that is caused by the size of the family.
+# Largest acceptable distance between the mean rho of an uninformative protocol and its lower confidence bound.
 MAX_HALF_WIDTH = 0.6
 
 
 @dataclass(frozen=True, slots=True)
-class Binding:
-    """The settings of a protocol that determine its component values.
+class ComponentSettings:
+    """The settings of a protocol that determine the values of its components, as opposed to their weights.
 
-    Candidates that differ only in weights share a binding, so that component values are computed once for all of them.
+    Component values are computed once for all candidates with the same settings.
     """
 
     side: Side
     weighting: Weighting
     task: TaskStandard
-    negative: float = 1.0
+    negative: float = 1.0  # factor of negative relevance
 
     def protocol(self, kernels: Sequence[Match], components: Sequence[str]) -> InteractionProtocol:
-        """Return a protocol with these settings and all weights 1, whose parts are the component values."""
+        """Return a protocol with these settings and these components, all with weight 1."""
         return InteractionProtocol(
             name="parts",
             side=self.side,
@@ -64,9 +65,9 @@ class Binding:
 class Candidate:
     """A candidate for selection: a protocol, or a control (then `match` may be empty, or pairs shuffled)."""
 
-    binding: Binding
-    match: tuple[tuple[Match, float], ...]
-    omega: tuple[tuple[str, float], ...]
+    settings: ComponentSettings
+    match: tuple[tuple[Match, float], ...]  # kernels of the relevance, with their weights
+    components: tuple[tuple[str, float], ...]  # geometric components such as `joint.pair`, with their weights omega
     variant: str = ""  # name of the feature settings that it requires; empty if there is only one artifact
     shuffled: bool = False
 
@@ -74,28 +75,32 @@ class Candidate:
     def name(self) -> str:
         """Name that lists all settings and weights."""
         kernels = "+".join(f"{kernel}" if weight == 1 else f"{weight:g} {kernel}" for kernel, weight in self.match)
-        if kernels and self.binding.negative != 1:
-            kernels += f" (negative x {self.binding.negative:g})"
-        geometry = ", ".join(f"{omega:+g} {name}" for name, omega in self.omega) or "no geometry"
-        parts = [self.binding.side, self.binding.weighting, kernels or "no relevance", geometry, self.binding.task]
+        if kernels and self.settings.negative != 1:
+            kernels += f" (negative x {self.settings.negative:g})"
+        geometry = ", ".join(f"{omega:+g} {name}" for name, omega in self.components) or "no geometry"
+        parts = [self.settings.side, self.settings.weighting, kernels or "no relevance", geometry, self.settings.task]
         return " | ".join(parts + ["shuffled"] * self.shuffled + [self.variant] * bool(self.variant))
 
     @property
-    def n_components(self) -> int:
+    def n_terms(self) -> int:
         """Number of kernels and components; ties in selection go to the candidate with fewer."""
-        return len(self.match) + len(self.omega)
+        return len(self.match) + len(self.components)
 
     def protocol(self, name: str, requires: Requirements, **fields: Any) -> ScoringProtocol:
         """Return the candidate as a protocol.
 
+        Args:
+            name: name of the protocol.
+            requires: feature settings that an artifact must have.
+            fields: further fields of the protocol.
         Raises:
             ProtocolError: it is a control without relevance, or with shuffled pairs.
         """
         if not self.match or self.shuffled:
             raise ProtocolError(f"{self.name}: a control cannot be frozen as a protocol; select from a full family")
-        plain = self.binding.protocol([kernel for kernel, _ in self.match], ())
-        return plain.model_copy(
-            update={"name": name, "match": dict(self.match), "components": dict(self.omega), "requires": requires}
+        with_settings = self.settings.protocol([kernel for kernel, _ in self.match], ())
+        return with_settings.model_copy(
+            update={"name": name, "match": dict(self.match), "components": dict(self.components), "requires": requires}
             | fields
         )
 
@@ -110,9 +115,9 @@ def candidate_of(protocol: ScoringProtocol, source: ArtifactReader) -> Candidate
     assert isinstance(fitted.match, dict)
     match = tuple(fitted.match.items())
     if not isinstance(fitted, InteractionProtocol):
-        return Candidate(Binding("retained", "mean", "mean_relevance", fitted.negative), match, ())
-    binding = Binding(fitted.side, fitted.weighting, fitted.standardize.task, fitted.negative)
-    return Candidate(binding, match, tuple(fitted.components.items()))
+        return Candidate(ComponentSettings("retained", "mean", "mean_relevance", fitted.negative), match, ())
+    settings = ComponentSettings(fitted.side, fitted.weighting, fitted.standardize.task, fitted.negative)
+    return Candidate(settings, match, tuple(fitted.components.items()))
 
 
 # ------------------------------------------------------------------------------------- controls and ablations
@@ -120,30 +125,31 @@ def candidate_of(protocol: ScoringProtocol, source: ArtifactReader) -> Candidate
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """A control of the paper: the components of the full predictor that remain."""
+    """A control of the paper: the terms of the full predictor that remain."""
 
     name: str
     relevance: bool = True
-    kinds: tuple[str, ...] | None = None  # kinds of geometry that remain; None: all
-    halves: Literal["all", "without-hidden", "without-residual"] = "all"
+    kinds: tuple[str, ...] | None = None  # kinds of components that remain (raw, self, pair, cent); None: all
+    without: Literal["", "hidden", "residual"] = ""  # sketch that is removed, with all sketches that contain it
     shuffled: bool = False
 
     def components(self, full: Sequence[str]) -> tuple[str, ...]:
-        """Return the remaining components of the full predictor; a component is renamed if only half of it remains."""
-        retained = [remaining for name in full if (remaining := self._remaining(name)) is not None]
-        return tuple(dict.fromkeys(retained))
+        """Return the remaining components of the full predictor; one is renamed if only a part of it remains."""
+        remaining = [left for component in full if (left := self._remainder(component)) is not None]
+        return tuple(dict.fromkeys(remaining))
 
-    def _remaining(self, name: str) -> str | None:
-        half, kind = name.split(".")
+    def _remainder(self, component: str) -> str | None:
+        """Return what remains of one component, e.g. `residual.pair` of `joint.raw`; None if nothing does."""
+        sketch_name, kind = component.split(".")
         if self.kinds is not None and kind not in self.kinds:
             # raw = self + pair: removing one of the two leaves the other
             if kind != "raw" or len(self.kinds) != 1:
                 return None
             kind = self.kinds[0]
-        if self.halves == "all":
-            return f"{half}.{kind}"
-        other = "residual" if self.halves == "without-hidden" else "hidden"
-        return f"{other}.{kind}" if half in ("joint", other) else None
+        if not self.without:
+            return f"{sketch_name}.{kind}"
+        other = "residual" if self.without == "hidden" else "hidden"
+        return f"{other}.{kind}" if sketch_name in ("joint", other) else None
 
 
 CONTROLS = (
@@ -151,13 +157,11 @@ CONTROLS = (
     Control("additive", kinds=()),
     Control("additive-self-norm", kinds=("self",)),  # still additive, with a norm
     Control("pair-only", relevance=False, kinds=("pair",)),  # cross-example geometry without relevance
-    Control(
-        "pair-shuffled", shuffled=True
-    ),  # all components, with similarities assigned to other pairs: see `ShuffledPairs`
-    Control("without-hidden-geometry", halves="without-hidden"),  # the product sketch contains hidden states too
-    Control("without-residual-geometry", halves="without-residual"),
+    Control("pair-shuffled", shuffled=True),  # all, with similarities assigned to other pairs (`ShuffledPairs`)
+    Control("without-hidden-geometry", without="hidden"),  # the product sketch contains hidden states too
+    Control("without-residual-geometry", without="residual"),
     # relevance is residual match x hidden match; an artifact only has the product, so both are removed
-    Control("without-residual-alignment", relevance=False, halves="without-residual"),
+    Control("without-residual-alignment", relevance=False, without="residual"),
     Control("without-self", kinds=("pair",)),  # K_raw is replaced by K_pair
 )
 
@@ -199,49 +203,53 @@ class ProtocolFamily(Settings):
 
     @field_validator("components")
     @classmethod
-    def _known(cls, sets: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
+    def _known_components(cls, sets: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
         unknown = sorted({name for names in sets for name in names if not COMPONENT.fullmatch(name)})
         if unknown:
             raise ValueError(
-                f"unknown {unknown}; expected {'|'.join(get_args(Half))}, a dot, {'|'.join(get_args(Kind))}"
+                f"unknown {unknown}; expected {'|'.join(get_args(SketchName))}, a dot, {'|'.join(get_args(Kind))}"
             )
         return sets
 
     def members(self, array_names: Sequence[str], variant: str = "") -> tuple[tuple[Candidate, ...], int]:
         """Return the candidates for which an artifact has all arrays, without duplicates, and the number of others.
 
+        Args:
+            array_names: arrays of the artifact.
+            variant: name of the feature settings of the artifact, if several are compared.
         Raises:
             ProtocolError: more than MAX_MEMBERS candidates.
         """
         matches = [tuple(sorted(match.items())) for match in self.matches] if self.relevance else [()]
-        weighed = [
+        weighted_components = [
             tuple(zip(names, omegas, strict=True))
             for names in dict.fromkeys(self.components)
             for omegas in product([omega for omega in self.omegas if omega], repeat=len(names))
         ]
         negatives = self.negatives if self.relevance else (1.0,)
-        bindings = [Binding(*chosen) for chosen in product(self.sides, self.weightings, self.standardize, negatives)]
-        count = len(bindings) * len(matches) * len(weighed)
+        all_settings = [
+            ComponentSettings(*values) for values in product(self.sides, self.weightings, self.standardize, negatives)
+        ]
+        count = len(all_settings) * len(matches) * len(weighted_components)
         if count > MAX_MEMBERS:
             raise ProtocolError(f"family: {count:,} protocols, expected at most {MAX_MEMBERS:,}; shorten the lists")
-        listed = [
-            Candidate(binding, match, omega, variant, self.shuffled)
-            for binding in bindings
+        candidates = dict.fromkeys(
+            Candidate(settings, match, components, variant, self.shuffled)
+            for settings in all_settings
             for match in matches
-            for omega in weighed
-            if match or omega
-        ]
-        listed = list(dict.fromkeys(listed))
-        served = tuple(candidate for candidate in listed if needed_arrays(candidate) <= set(array_names))
-        return served, len(listed) - len(served)
+            for components in weighted_components
+            if match or components
+        )
+        computable = tuple(candidate for candidate in candidates if needed_arrays(candidate) <= set(array_names))
+        return computable, len(candidates) - len(computable)
 
     @property
     def size(self) -> int:
         """Number of protocols if all arrays are available."""
         kernels = dict.fromkeys(f"relevance_{kernel}" for match in self.matches for kernel in match)
-        arrays = [*kernels, *(f"{half}_sketch" for half in get_args(Half))]
-        served, missing = self.members(arrays)
-        return len(served) + missing
+        arrays = [*kernels, *(f"{name}_sketch" for name in get_args(SketchName))]
+        computable, n_others = self.members(arrays)
+        return len(computable) + n_others
 
     def restricted(self, control: Control) -> "ProtocolFamily":
         """Return the family of a control: the remaining components of each set, without duplicates."""
@@ -258,7 +266,7 @@ class ProtocolFamily(Settings):
 def needed_arrays(candidate: Candidate) -> set[str]:
     """Return the names of the arrays that a candidate reads."""
     kernels = {f"relevance_{kernel}" for kernel, _ in candidate.match}
-    return kernels | {f"{half}_sketch" for half in halves_needed(dict(candidate.omega))}
+    return kernels | {f"{name}_sketch" for name in required_sketches(dict(candidate.components))}
 
 
 def default_family() -> ProtocolFamily:
@@ -270,8 +278,8 @@ def default_family() -> ProtocolFamily:
 def write_default_family(path: Path) -> None:
     """Write the built-in family with its comments to a file, atomically, as a template."""
     text = files("grasp.geometry").joinpath("family.yaml").read_text(encoding="utf-8")
-    with atomic_path(path) as part:
-        part.write_text(text, encoding="utf-8")
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def load_family(path: ProtocolFamily | Path | str) -> ProtocolFamily:
@@ -285,15 +293,15 @@ def load_family(path: ProtocolFamily | Path | str) -> ProtocolFamily:
 
 
 def calibration_evidence(n_subsets: int) -> str:
-    """Describe which built-in family `n_subsets` subsets are sufficient for, and how many larger ones require."""
-    lists = {"short list": short_family().size, "whole list": default_family().size}
-    for name, size in reversed(lists.items()):
+    """Describe which built-in family `n_subsets` subsets are sufficient for, and how many the larger ones require."""
+    sizes = {"short list": short_family().size, "whole list": default_family().size}
+    for name, size in reversed(sizes.items()):
         if n_subsets >= subsets_for(size):
             sufficient = f"{n_subsets} subsets are enough for its {name} of {size:,} protocols, on two tasks or more"
             break
     else:
         sufficient = f"{n_subsets} subsets are too few to select a protocol"
-    too_large = {name: size for name, size in lists.items() if n_subsets < subsets_for(size)}
+    too_large = {name: size for name, size in sizes.items() if n_subsets < subsets_for(size)}
     required = [f"its {name} of {size:,} requires {subsets_for(size)}" for name, size in too_large.items()]
     more = f"; {', '.join(required)}: rerun the command with more subsets (-B) to add them" if required else ""
     return f"for grasp calibrate: {sufficient}{more}"
@@ -312,15 +320,15 @@ def family_for(n_subsets: int) -> tuple[ProtocolFamily, list[str]]:
 
 def short_family() -> ProtocolFamily:
     """Return the family for few subsets: kernels and their sums, with the side and scale of the built-in protocol."""
-    few = {"sides": ("retained",), "standardize": ("mean_relevance",), "components": ((),)}
-    return default_family().model_copy(update=few)
+    restrictions = {"sides": ("retained",), "standardize": ("mean_relevance",), "components": ((),)}
+    return default_family().model_copy(update=restrictions)
 
 
 def subsets_for(n_protocols: int) -> int:
     """Return the number of subsets that is required to select among `n_protocols` protocols.
 
-    The rho of an uninformative predictor on B subsets has the standard error 1 / sqrt(B - 1), and the bound of one of K
-    protocols is z_(1 - DELTA/K) standard errors below its mean. B is the smallest number for which this is at most
-    MAX_HALF_WIDTH.
+    The rho of an uninformative predictor on B subsets has the standard error 1 / sqrt(B - 1), and the lower confidence
+    bound of one of K protocols is z_(1 - DELTA/K) standard errors below its mean (Bonferroni). B is the smallest number
+    for which this distance is at most MAX_HALF_WIDTH.
     """
     return 1 + math.ceil((float(ndtri(1 - DELTA / n_protocols)) / MAX_HALF_WIDTH) ** 2)

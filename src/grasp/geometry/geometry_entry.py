@@ -1,4 +1,7 @@
-"""Lazy entry points of the subpackage, used through `grasp.predict.scoring_rule.geometry`."""
+"""Lazy entry points of the subpackage: `grasp.predict.scoring_rule.geometry()` returns this module.
+
+The core of the package reaches `grasp.geometry` only through these names; each imports its module on first use.
+"""
 
 from importlib import import_module
 from typing import Any
@@ -11,7 +14,7 @@ MODULE_OF = {  # module that defines each entry point
     "controls": "controls",
     "calibration_evidence": "candidates",
     "optimize_mixture": "mixture_search",
-    "predictions": "scored",
+    "predictions": "candidate_predictor",
     "protocol_type": "geometry_rule",
 }
 

@@ -1,12 +1,18 @@
 """The predictor for protocols with interactions between rows, that sum rows, or that score the omitted rows.
 
-Start with `bind`. With s(S) = A of eq:grasp-subset-relevance for the side and weighting of the protocol, the relevance
-of rows contributes gain (s(S) - s(corpus)) to a change. Weighting `count` sums rows instead of averaging them, so
-relevance is measured from its own zero (`offset`), and the sum is divided by the number of rows of the corpus to keep
-the unit. Geometry adds its terms, in standard deviations over the calibration family (`terms`). Weights are used as
-they are, without a repetition law.
-Source: eq:component-predictor, eq:grasp-subset-relevance.
-Shape letters: B subsets, N rows, E units, T targets, C columns (targets or units).
+The predicted change of utility relative to the whole corpus has two parts:
+
+    change(S) = gain (A(S) - A(corpus)) + sum_c omega_c (z(K_c(S)) - z(K_c(corpus)))
+
+A is the relevance of a subset for the side and weighting of the protocol, computed from effects of rows (relevance
+standardized over the rows). Weighting `count` sums rows instead of averaging them, so that the zero of relevance
+matters: `offset` adds the mean that standardization removed, and `gain` divides by the number of rows to keep the unit.
+With geometry, `gain` converts effects into standard deviations over the calibration family, the unit of the second
+part, which `terms` computes. Weights are used as they are, without a repetition law.
+
+Start with `bind`, which creates an `InteractionPredictor`.
+Source: eq:component-predictor, eq:grasp-subset-relevance (labels of the paper; see docs/paper_map.md).
+Shape letters: B subsets, N rows, E units, T targets, C columns (targets or units), D sketch width.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -18,9 +24,10 @@ from numpy.typing import NDArray
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.geometry.geometry_rule import InteractionProtocol
-from grasp.geometry.subset_sums import SketchSums, SubsetMass, halves_needed, subset_relevance
-from grasp.geometry.terms import CalibrationFamily, GeometryTerms, NormedSketch, family_moments
-from grasp.moments import ColumnSpread
+from grasp.geometry.sketches import SketchWithNorms
+from grasp.geometry.subset_sums import SketchSums, WeightSums, required_sketches, subset_relevance
+from grasp.geometry.terms import CalibrationFamily, GeometryTerms, family_moments
+from grasp.moments import MeanStd
 from grasp.predict.predictor import (
     KernelRelevance,
     Predictor,
@@ -36,31 +43,44 @@ from grasp.predict.weights import Weights
 
 @dataclass(frozen=True, slots=True)
 class InteractionSums(SubsetSums):
-    """The sums that a prediction depends on; in addition the omitted weight, and squared norms of sketches."""
+    """The sums that a prediction with interactions depends on."""
 
-    omitted_B: F64
-    normed: Mapping[str, SketchSums]
+    omitted_B: F64  # sum of |1 - w_i| over the corpus
+    sketch_sums: Mapping[str, SketchSums]  # by sketch name; with squared norms, unlike `sketch`
 
     @property
-    def mass(self) -> SubsetMass:
+    def weight_sums(self) -> WeightSums:
         """Sums of weights, which weighting `mean` divides by."""
-        return SubsetMass(self.effective_B, self.omitted_B, self.n_rows)
+        return WeightSums(self.effective_B, self.omitted_B, self.n_rows)
 
     def cumulative(self) -> "InteractionSums":
         """Return sums over the first subset, the first two together, and so on; disjoint subsets with weights 1."""
         size_B = np.cumsum(self.effective_B)
-        normed = {
-            half: SketchSums(np.cumsum(part.total_BD, axis=0), np.cumsum(part.norm_B), np.cumsum(part.square_norm_B))
-            for half, part in self.normed.items()
+        sketch_sums = {
+            name: SketchSums(
+                np.cumsum(sums.total_BD, axis=0), np.cumsum(sums.sum_w_norm2_B), np.cumsum(sums.sum_w2_norm2_B)
+            )
+            for name, sums in self.sketch_sums.items()
         }
-        return _sums(self.n_rows, size_B, size_B, self.n_rows - size_B, np.cumsum(self.effect_BT, axis=0), normed)
+        return _interaction_sums(
+            self.n_rows, size_B, size_B, self.n_rows - size_B, np.cumsum(self.effect_BT, axis=0), sketch_sums
+        )
 
 
-def _sums(
-    n_rows: int, weight_B: F64, n_retained_B: F64, omitted_B: F64, effect_BT: F64, normed: Mapping[str, SketchSums]
+def _interaction_sums(
+    n_rows: int, weight_B: F64, n_retained_B: F64, omitted_B: F64, effect_BT: F64, sketch_sums: Mapping[str, SketchSums]
 ) -> InteractionSums:
-    totals = {half: part.total_BD for half, part in normed.items()}
-    return InteractionSums(n_rows, weight_B, n_retained_B, weight_B, effect_BT, totals, omitted_B, normed)
+    """Create the sums of subsets whose effective weights are their weights, as there is no repetition law."""
+    return InteractionSums(
+        n_rows=n_rows,
+        weight_B=weight_B,
+        n_retained_B=n_retained_B,
+        effective_B=weight_B,
+        effect_BT=effect_BT,
+        sketch={name: sums.total_BD for name, sums in sketch_sums.items()},
+        omitted_B=omitted_B,
+        sketch_sums=sketch_sums,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,43 +98,55 @@ class InteractionPredictor(Predictor):
     protocol: InteractionProtocol
     task: InteractionLevel
     unit_level: InteractionLevel | None
-    sketches: Mapping[str, NormedSketch]
+    sketches: Mapping[str, SketchWithNorms]
     terms: GeometryTerms
 
     def effective_weights(self, weights: Weights) -> Weights:
         """Return the weights unchanged: there is no repetition law."""
         return weights
 
-    def sums(self, weights: Weights, halves: Collection[str] | None = None) -> InteractionSums:
+    def sums(self, weights: Weights, sketch_names: Collection[str] | None = None) -> InteractionSums:
         """Compute the sums of one block of subsets."""
-        chosen = self.sketches if halves is None else halves
-        mass = SubsetMass.from_weights(weights)
-        effect_BT = self.task.effects.sums(weights)
-        normed = {half: sketch.normed_sums(weights) for half, sketch in self.sketches.items() if half in chosen}
-        return _sums(self.n_rows, mass.retained_B, weights.sizes.astype(np.float64), mass.omitted_B, effect_BT, normed)
+        required = self.sketches if sketch_names is None else sketch_names
+        weight_sums = WeightSums.from_weights(weights)
+        return _interaction_sums(
+            self.n_rows,
+            weight_sums.retained_B,
+            weights.sizes.astype(np.float64),
+            weight_sums.omitted_B,
+            self.task.effects.sums(weights),
+            {name: sketch.sketch_sums(weights) for name, sketch in self.sketches.items() if name in required},
+        )
 
     def reweighted(self, sums: SubsetSums, weight: float) -> InteractionSums:
         """Return the sums of the corpus in which the rows of each subset have another weight.
 
-        The weight is 1 + step for these rows, so sums of squared norms change by (1 + step)^2 - 1 = weight^2 - 1.
+        The weight is 1 + step for these rows, and 1 for all others: sums of w change by step times the sum over these
+        rows, sums of w^2 by (1 + step)^2 - 1 = weight^2 - 1 times it. Effects add up to 0 over the corpus.
         """
         assert isinstance(sums, InteractionSums)
-        size_B, n_rows, step, square = sums.effective_B, self.n_rows, weight - 1.0, weight**2 - 1.0
-        totals = {half: sketch.totals for half, sketch in self.sketches.items()}
-        normed = {
-            half: SketchSums(
-                totals[half].total_D + step * part.total_BD,
-                totals[half].norm + step * part.norm_B,
-                totals[half].norm + square * part.norm_B,
+        size_B, n_rows, step, square_step = sums.effective_B, self.n_rows, weight - 1.0, weight**2 - 1.0
+        corpus = {name: sketch.totals for name, sketch in self.sketches.items()}
+        sketch_sums = {
+            name: SketchSums(
+                corpus[name].total_D + step * subset.total_BD,
+                corpus[name].sum_norm2 + step * subset.sum_w_norm2_B,
+                corpus[name].sum_norm2 + square_step * subset.sum_w_norm2_B,
             )
-            for half, part in sums.normed.items()
+            for name, subset in sums.sketch_sums.items()
         }
-        n_retained_B = n_rows - (weight == 0.0) * size_B
-        return _sums(n_rows, n_rows + step * size_B, n_retained_B, np.abs(step) * size_B, step * sums.effect_BT, normed)
+        return _interaction_sums(
+            n_rows,
+            n_rows + step * size_B,
+            n_rows - (weight == 0.0) * size_B,
+            np.abs(step) * size_B,
+            step * sums.effect_BT,
+            sketch_sums,
+        )
 
     def change_of(self, sums: SubsetSums) -> F64:
         """Predict the change of utility relative to the whole corpus, (B, T); positive is better."""
-        change_BT = self._relative(sums.effect_BT, self.task.offset_C, sums) * self.task.gain_C
+        change_BT = self._relevance_change(sums.effect_BT, self.task.offset_C, sums) * self.task.gain_C
         change_BT = change_BT + self.geometry_change(sums)[:, None]
         if self.exposure.epochs is None:
             return change_BT
@@ -122,39 +154,42 @@ class InteractionPredictor(Predictor):
 
     def change(self, weights: Weights) -> F64:
         """Predict the change of utility of subsets given by their weights, (B, T)."""
-        return self.change_of(self.sums(weights, halves_needed(self.protocol.components)))
+        return self.change_of(self.sums(weights, required_sketches(self.protocol.components)))
 
     def unit_change(self, weights: Weights, sums: SubsetSums) -> F64:
         """Predict the change of every unit from its own relevance, (B, E)."""
         level = self.unit_level
         assert level is not None
-        additive_BE = level.gain_C * self._relative(level.effects.sums(weights), level.offset_C, sums)
+        additive_BE = level.gain_C * self._relevance_change(level.effects.sums(weights), level.offset_C, sums)
         return additive_BE + self.geometry_change(sums)[:, None]
 
     def change_by_units(self, sum_BE: F64, mean_E: F64, sums: SubsetSums) -> F64:
         """Decompose the change of each task into contributions of its units, (B, E); their mean is the change."""
         offset_E = mean_E if self.protocol.weighting == "count" else np.zeros_like(mean_E)
         gain_E = np.repeat(self.task.gain_C, self.units.counts_T)
-        return gain_E * self._relative(sum_BE, offset_E, sums) + self.geometry_change(sums)[:, None]
+        return gain_E * self._relevance_change(sum_BE, offset_E, sums) + self.geometry_change(sums)[:, None]
 
     def parts(self, weights: Weights, sums: SubsetSums) -> dict[str, F64]:
-        """Return the part of each kernel (B, T) and component (B,) in a change, and components in natural units."""
+        """Return the part of each kernel (B, T) and component (B,) in a change, and the components themselves, (B,)."""
         assert isinstance(sums, InteractionSums)
-        parts, counts = dict[str, F64](), self.protocol.weighting == "count"
+        parts: dict[str, F64] = {}
+        sums_rows = self.protocol.weighting == "count"
         for name, kernel in self.task_kernels.items():
             share_T, mean_T = self.task.shares[name], kernel.rows.mean_E
             sum_BT = share_T * (kernel.relevance.sums(weights) - np.outer(sums.effective_B, mean_T))
-            offset_T = share_T * mean_T if counts else np.zeros_like(share_T)
-            parts[f"part_{name}"] = self.task.gain_C * self._relative(sum_BT, offset_T, sums)
-        parts |= {f"part_{name}": part_B for name, part_B in self.terms.parts(sums.normed, sums.mass).items()}
-        return parts | {f"value_{name}": value_B for name, value_B in self.terms.values(sums.normed, sums.mass).items()}
+            offset_T = share_T * mean_T if sums_rows else np.zeros_like(share_T)
+            parts[f"part_{name}"] = self.task.gain_C * self._relevance_change(sum_BT, offset_T, sums)
+        contributions = self.terms.contributions(sums.sketch_sums, sums.weight_sums)
+        values = self.terms.values(sums.sketch_sums, sums.weight_sums)
+        parts |= {f"part_{component}": part_B for component, part_B in contributions.items()}
+        return parts | {f"value_{component}": value_B for component, value_B in values.items()}
 
     @property
     def part_names(self) -> tuple[str, ...]:
         """Names of the columns that `parts` returns."""
-        names = tuple(self.protocol.components)
-        parts = tuple(f"part_{name}" for name in (*self.task_kernels, *names))
-        return (*parts, *(f"value_{name}" for name in names))
+        components = tuple(self.protocol.components)
+        parts = tuple(f"part_{name}" for name in (*self.task_kernels, *components))
+        return (*parts, *(f"value_{name}" for name in components))
 
     def ranking_effects(self, effect_N: F64, weights_T: F64, tokens_N: NDArray[np.int64]) -> F64:
         """Return the values by which rows are ranked under a token budget; per token if rows are summed."""
@@ -165,21 +200,22 @@ class InteractionPredictor(Predictor):
     def geometry_change(self, sums: SubsetSums) -> F64:
         """Return the geometry part of a change, (B,); it is the same for every target."""
         assert isinstance(sums, InteractionSums)
-        nothing_B = np.zeros(len(sums.effective_B))
-        return np.asarray(sum(self.terms.parts(sums.normed, sums.mass).values(), nothing_B))
+        zero_B = np.zeros(len(sums.effective_B))
+        return np.asarray(sum(self.terms.contributions(sums.sketch_sums, sums.weight_sums).values(), zero_B))
 
-    def _relative(self, sum_BC: F64, offset_C: F64, sums: SubsetSums) -> F64:
+    def _relevance_change(self, sum_BC: F64, offset_C: F64, sums: SubsetSums) -> F64:
         """Return A of subsets minus A of the corpus, (B, C), for the side and weighting of the protocol.
 
         Args:
-            sum_BC: sums of values that add up to 0 over the corpus.
-            offset_C: constant that is added to each of these values.
+            sum_BC: weighted sums over the subsets of row values that add up to 0 over the corpus.
+            offset_C: constant that is added to the value of every row.
+            sums: sums of weights of the same subsets.
         """
         assert isinstance(sums, InteractionSums)
         side, weighting, total_C = self.protocol.side, self.protocol.weighting, self.n_rows * offset_C
         sum_BC = sum_BC + np.outer(sums.effective_B, offset_C)
-        whole_1C = subset_relevance(total_C[None], total_C, SubsetMass.corpus(self.n_rows), side, weighting)
-        return subset_relevance(sum_BC, total_C, sums.mass, side, weighting) - whole_1C
+        corpus_1C = subset_relevance(total_C[None], total_C, WeightSums.corpus(self.n_rows), side, weighting)
+        return subset_relevance(sum_BC, total_C, sums.weight_sums, side, weighting) - corpus_1C
 
 
 def bind(
@@ -194,55 +230,58 @@ def bind(
     """Create the predictor of a fitted protocol; see `Predictor.from_artifact` for the arguments."""
     assert isinstance(protocol, InteractionProtocol)
     family = CalibrationFamily.from_calibration(protocol.calibration, artifact) if protocol.components else None
-    wanted = sorted({*halves_needed(protocol.components), *sketches})
+    sketch_names = sorted({*required_sketches(protocol.components), *sketches})
 
-    def over_family(kernels: Mapping[str, KernelRelevance]) -> Mapping[str, ColumnSpread]:
-        """Return the spread of A over the calibration family, the scale of kernels if there is geometry."""
+    def relevance_over_family(kernels: Mapping[str, KernelRelevance]) -> Mapping[str, MeanStd]:
+        """Return mean and standard deviation of A over the calibration family, which scale kernels with geometry."""
         assert family is not None
         return family_moments(protocol, kernels, {}, family, artifact.n_rows)
 
-    plain = assemble_predictor(
+    additive = assemble_predictor(
         artifact,
         protocol,
         units,
         per_unit=per_unit,
         components=components,
-        family=None if family is None else over_family,
+        family=None if family is None else relevance_over_family,
         units_first=protocol.standardize.task == "mean_of_standardised",
     )
     if protocol.interaction is Interaction.NONE:
-        return replace(plain, sketches={half: load_sketch(artifact, half) for half in wanted})
-    held = {half: NormedSketch(artifact, half) for half in wanted}
-    terms = GeometryTerms.from_artifact(artifact, protocol, held, family)
+        return replace(additive, sketches={name: load_sketch(artifact, name) for name in sketch_names})
+    with_norms = {name: SketchWithNorms(artifact, name) for name in sketch_names}
+    terms = GeometryTerms.from_artifact(artifact, protocol, with_norms, family)
     overrides = {
-        "task": _level(plain.task, terms),
-        "unit_level": None if plain.unit_level is None else _level(plain.unit_level, terms),
-        "sketches": held,
-        "dropped": (*plain.dropped, *terms.dropped),
-        "measure_reliability": None,  # holding out questions presumes additive effects
-        "unit": plain.unit if family is None else f"standard deviations over {family}",
+        "task": _interaction_level(additive.task, terms),
+        "unit_level": None if additive.unit_level is None else _interaction_level(additive.unit_level, terms),
+        "sketches": with_norms,
+        "dropped": (*additive.dropped, *terms.dropped),
+        "measure_reliability": None,  # its estimate leaves out questions, which presumes additive effects
+        "unit": additive.unit if family is None else f"standard deviations over {family}",
     }
-    shared = {item.name: getattr(plain, item.name) for item in fields(Predictor)}
+    shared = {field.name: getattr(additive, field.name) for field in fields(Predictor)}
     return InteractionPredictor(**shared | overrides, terms=terms)
 
 
-def _level(level: RowEffects, terms: GeometryTerms) -> InteractionLevel:
-    protocol, n_rows, before = terms.protocol, terms.n_rows, level.spread
-    counts, zero_C = protocol.weighting == "count", level.corpus_C
-    # A of the corpus is the value of its mean row, times N for `count`. The mean over zero omitted rows is undefined;
-    # it is set to that of a random subset of rows, whose expected change is 0.
-    sign = 1.0 if protocol.side == "retained" else 0.0 if counts else -1.0
-    gain_C, corpus_C = np.full(len(zero_C), 1.0 / n_rows if counts else 1.0), sign * zero_C
+def _interaction_level(level: RowEffects, terms: GeometryTerms) -> InteractionLevel:
+    """Return effects of rows with the factors of the module docstring, and the prediction for the whole corpus."""
+    protocol, n_rows, raw = terms.protocol, terms.n_rows, level.raw_mean_std
+    sums_rows, mean_C = protocol.weighting == "count", level.corpus_C  # mean of the rows, in effects
+    # A of the corpus is the value of its mean row, times N for `count`. On the omitted side no row remains: the sum is
+    # 0, and the mean over zero rows, which is undefined, is set to that of a random subset, whose expected change is 0.
+    sign = 1.0 if protocol.side == "retained" else 0.0 if sums_rows else -1.0
+    gain_C, corpus_C = np.full(len(mean_C), 1.0 / n_rows if sums_rows else 1.0), sign * mean_C
     if protocol.components:
-        gain_C = before.std_E
+        # Kernels were divided by standard deviations of A over the family, so their sum is in the unit of a prediction
+        # before standardization over rows; the gain restores this unit.
+        gain_C = raw.std_E
         slopes = {
-            name: weight * level.scales[name].inverse_E
+            name: weight * level.scales[name].inverse_std_E
             for name, weight in kernel_weights(protocol).items()
             if name in level.shares
         }
-        origin_C = np.sum([slope_C * level.scales[name].mean_E for name, slope_C in slopes.items()], axis=0)
-        bend = sum(protocol.components[name] * value for name, value in terms.corpus_z().items())
-        corpus_C = (sign * n_rows if counts else sign) * before.mean_E - origin_C + bend
-    shared = {item.name: getattr(level, item.name) for item in fields(RowEffects)}
-    overrides = {"corpus_C": corpus_C, "gain_C": gain_C, "offset_C": zero_C if counts else 0.0 * zero_C}
+        family_mean_C = np.sum([slope_C * level.scales[name].mean_E for name, slope_C in slopes.items()], axis=0)
+        geometry = sum(protocol.components[name] * z for name, z in terms.corpus_z().items())
+        corpus_C = (sign * n_rows if sums_rows else sign) * raw.mean_E - family_mean_C + geometry
+    shared = {field.name: getattr(level, field.name) for field in fields(RowEffects)}
+    overrides = {"corpus_C": corpus_C, "gain_C": gain_C, "offset_C": mean_C if sums_rows else 0.0 * mean_C}
     return InteractionLevel(**shared | overrides)

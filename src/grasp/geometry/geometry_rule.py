@@ -1,6 +1,7 @@
 """Scoring protocols with interactions between rows, or that do not average; `PAPER` is the protocol of the paper.
 
-Start with `InteractionProtocol`.
+Start with `InteractionProtocol`, the settings of such a protocol. Its *components* are quadratic functions of a subset,
+named `<sketch>.<kind>` (`subset_sums`), which enter a prediction with weights omega (`terms`).
 """
 
 import math
@@ -10,14 +11,14 @@ from typing import ClassVar, Literal, get_args
 from pydantic import Field, field_validator
 
 from grasp.errors import SubsetError
-from grasp.geometry.subset_sums import Half, Kind, halves_needed
+from grasp.geometry.subset_sums import Kind, SketchName, required_sketches
 from grasp.predict.families import Family, parse_family
 from grasp.predict.scoring_rule import Interaction, ScoringProtocol, kernel_weights
 from grasp.predict.weights import Side
 from grasp.runs.predictions import Weighting
 from grasp.settings import Settings
 
-COMPONENT = re.compile(rf"({'|'.join(get_args(Half))})\.({'|'.join(get_args(Kind))})")
+COMPONENT = re.compile(rf"({'|'.join(get_args(SketchName))})\.({'|'.join(get_args(Kind))})")
 
 
 class Standardize(Settings):
@@ -62,7 +63,7 @@ class InteractionProtocol(ScoringProtocol):
     side: Side = Field("retained", description="Rows that are scored; omitted flips the sign of A.")
     weighting: Weighting = Field("mean", description="count: w_i; mean: w_i / sum w.")
     components: dict[str, float] = Field(
-        {}, description="omega by component, e.g. joint.pair: -0.25. Halves: hidden, residual, joint, product."
+        {}, description="omega by component, e.g. joint.pair: -0.25. Sketches: hidden, residual, joint, product."
     )
     standardize: Standardize = Standardize()
     calibration: CalibrationSettings = CalibrationSettings()
@@ -73,7 +74,7 @@ class InteractionProtocol(ScoringProtocol):
         unknown = [name for name in components if not COMPONENT.fullmatch(name)]
         if unknown:
             raise ValueError(
-                f"unknown {unknown}; expected one of {'|'.join(get_args(Half))}, a dot, "
+                f"unknown {unknown}; expected one of {'|'.join(get_args(SketchName))}, a dot, "
                 f"and one of {'|'.join(get_args(Kind))}"
             )
         if not all(math.isfinite(omega) for omega in components.values()):
@@ -92,7 +93,7 @@ class InteractionProtocol(ScoringProtocol):
     def arrays(self) -> tuple[str, ...]:
         """Arrays of an artifact that a fitted protocol reads."""
         kernels = tuple(f"relevance_{kernel}" for kernel in kernel_weights(self))
-        return (*kernels, *(f"{half}_sketch" for half in halves_needed(self.components)))
+        return (*kernels, *(f"{name}_sketch" for name in required_sketches(self.components)))
 
     @property
     def geometry_terms(self) -> str:  # type: ignore[override]

@@ -1,13 +1,18 @@
-"""Greedy selection of rows by exact marginal gains, with an upper bound. Start with `select_rows`.
+"""Greedy selection of rows by exact marginal gains, with an upper bound of the best possible selection.
 
-    gain of row k at S = linear_k + sum_h curvature_h (||phi_kh||^2 + 2 <phi_kh, s_h>),   s the sketch sum of S
+Start with `select_rows`. The objective is that of `set_objective`; its gain by adding row k to the selected rows S is
+
+    gain_k(S) = linear_k + sum_h curvature_h (||phi_kh||^2 + 2 <phi_kh, s_h>),    s_h the sum of sketches h over S.
 
 In a small corpus, all rows are compared before each selection. A larger corpus is processed in rounds: the gains of
-all rows are updated, the best few thousand rows form a pool, and a block of rows is selected from the pool, one by one
-by exact gain. Sentinels are rows from the ranks below the pool whose gains are updated together with it; the round
-ends as soon as one of them exceeds the best row of the pool. Duplicates therefore reduce each other's gain inside a
-block too, and the cost is nearly linear in the number of rows.
-Shape letters: N rows, P rows of a pool, D total sketch width, K selected rows.
+all rows are updated, the rows with the highest gains form a *pool*, and a block of rows is selected from the pool, one
+by one by exact gain. *Sentinels* are rows from the ranks below the pool whose gains are updated together with it; the
+round ends as soon as one of them exceeds the best row of the pool. Duplicates therefore reduce each other's gain inside
+a block too, and the cost is nearly linear in the number of rows.
+
+Rows are compared by a *key*: their gain, or their gain per token (`_Greedy._keys`).
+Shape letters: N rows (the M items of the constraints), P rows of a pool, D total width of the concatenated sketches, K
+selected rows.
 """
 
 from dataclasses import dataclass
@@ -22,11 +27,12 @@ from grasp.predict.predictor import Predictor
 from grasp.progress import Progress
 from grasp.select.budget import OPTIMAL_NOTE, Constraints, Ledger, SelectedRows
 
-MAX_SIZES = 4  # iterations: with a token budget, the number of rows is only known after selection
+# With a token budget, the number of rows, on which the objective depends, is only known after selection: repeat it.
+MAX_SIZE_ITERATIONS = 4
 SIZE_TOLERANCE = 0.005  # relative difference of the number of rows at which the iterations stop
 EXHAUSTIVE_ROWS = 8_192  # up to this many rows, all rows are compared before each selection
-INNER_ROWS = 1_024  # rows of a pool that are compared before each selection
-INNER_BLOCK = 128  # rows that are selected from these
+INNER_ROWS = 1_024  # rows of a large pool that are compared before each selection
+INNER_BLOCK = 128  # rows that are selected from these before the whole pool is ranked again
 SENTINELS = 128  # number of sentinels of a pool
 ROUNDS = 128  # approximate number of rounds, which determines the block size
 POOL_BLOCKS = 4  # minimum size of a pool, in blocks
@@ -58,8 +64,8 @@ class _Pool:
     sketch_PD: F64
     sentinel_P: NDArray[np.bool_]
 
-    def part(self, candidates: I64, sentinels: I64) -> "_Pool":
-        """Return a smaller pool with these candidates and sentinels, given by their positions."""
+    def subset(self, candidates: I64, sentinels: I64) -> "_Pool":
+        """Return a smaller pool with these candidates and sentinels, given by their positions in this pool."""
         index = np.concatenate([candidates, sentinels])
         sentinel_P = np.concatenate([self.sentinel_P[candidates], np.ones(len(sentinels), dtype=np.bool_)])
         return _Pool(self.row_P[index], self.base_P[index], self.sketch_PD[index], sentinel_P)
@@ -73,11 +79,13 @@ class _Greedy:
         self.constraints = constraints
         self.ledger = Ledger(constraints)
         self.curvature_D = objective.curvature_D
-        self.vector_D = np.zeros(len(self.curvature_D))  # 2 C s: the gain of row k is base_k + <phi_k, 2 C s>
+        # The gain of row k is base_k + <phi_k, 2 C s>: base_k for the empty selection, C = diag(curvature), s the sum
+        # of the sketches of the selected rows. 2 C s is updated after each selection.
+        self.two_c_s_D = np.zeros(len(self.curvature_D))  # 2 C s
         self.available_N = constraints.allowed_M.copy()
         self.base_N = objective.linear_N.copy()
-        for half, sketch in objective.sketches.items():
-            self.base_N += objective.curvature[half] * sketch.norms_of_rows()
+        for name, sketch in objective.sketches.items():
+            self.base_N += objective.curvature[name] * sketch.squared_norms()
         self.rows: list[int] = []
         self.gains: list[float] = []
         self.rounds = 0
@@ -90,21 +98,21 @@ class _Greedy:
         while self.available_N.any():
             rows = np.flatnonzero(self.available_N)
             self.rounds += 1
-            self._select_from(
-                _Pool(rows, self.base_N[rows], self.objective.rows(rows), np.zeros(len(rows), np.bool_)), len(rows)
-            )
+            no_sentinels = np.zeros(len(rows), np.bool_)
+            pool = _Pool(rows, self.base_N[rows], self.objective.rows(rows), no_sentinels)
+            self._select_from(pool, max_rows=len(rows))
             self._reconsider()
 
     def select_in_rounds(self) -> None:
         """Select from a large corpus: one block of rows at a time, from a pool of the best few thousand rows."""
         constraints = self.constraints
         expected = int(constraints.budget / max(float(constraints.cost_M[constraints.allowed_M].mean()), 1.0))
-        block = max(1, -(-expected // ROUNDS))
-        size = max(INNER_ROWS, POOL_BLOCKS * block)
+        block_rows = max(1, -(-expected // ROUNDS))
+        pool_rows = max(INNER_ROWS, POOL_BLOCKS * block_rows)
         while self.available_N.any():
-            pool = self._best_pool(size)
+            pool = self._best_pool(pool_rows)
             self.rounds += 1
-            n_selected = self._select_from_large(pool, block)
+            n_selected = self._select_from_large(pool, max_rows=block_rows)
             if self._progress is not None:
                 self._progress.advance(n_selected, 0)
             self._drop_unaffordable()
@@ -120,13 +128,14 @@ class _Greedy:
         n_selected = 0
         available_P = np.ones(len(pool.row_P), dtype=np.bool_)
         while n_selected < max_rows:
-            key_P = self._keys(pool.row_P, pool.base_P + np.einsum("pd,d->p", pool.sketch_PD, self.vector_D))
-            open_P = available_P & ~pool.sentinel_P & self.available_N[pool.row_P]
-            if not open_P.any() or (n_selected and _top(key_P, pool.sentinel_P) > _top(key_P, open_P)):
+            key_P = self._keys(pool.row_P, pool.base_P + np.einsum("pd,d->p", pool.sketch_PD, self.two_c_s_D))
+            selectable_P = available_P & ~pool.sentinel_P & self.available_N[pool.row_P]
+            sentinel_leads = n_selected and _highest(key_P, pool.sentinel_P) > _highest(key_P, selectable_P)
+            if not selectable_P.any() or sentinel_leads:
                 break
-            best, below = _ranked(np.where(open_P, key_P, EXCLUDED), pool.row_P, INNER_ROWS)
+            best, below = _best_and_sentinels(np.where(selectable_P, key_P, EXCLUDED), pool.row_P, INNER_ROWS)
             sentinels = np.concatenate([below, np.flatnonzero(pool.sentinel_P)])
-            n_new = self._select_from(pool.part(best, sentinels), min(INNER_BLOCK, max_rows - n_selected))
+            n_new = self._select_from(pool.subset(best, sentinels), min(INNER_BLOCK, max_rows - n_selected))
             n_selected += n_new
             if not n_new:
                 available_P[best] = False
@@ -134,15 +143,15 @@ class _Greedy:
 
     def _select_from(self, pool: _Pool, max_rows: int) -> int:
         """Select up to `max_rows` rows, always the best of the pool, until a sentinel exceeds it; return the count."""
-        gain_P = pool.base_P + np.einsum("pd,d->p", pool.sketch_PD, self.vector_D)
-        rate_P = self._keys(pool.row_P, np.ones(len(gain_P)))
+        gain_P = pool.base_P + np.einsum("pd,d->p", pool.sketch_PD, self.two_c_s_D)
+        key_per_gain_P = self._keys(pool.row_P, np.ones(len(gain_P)))
         unavailable_P = pool.sentinel_P.copy()
         sentinels = np.flatnonzero(pool.sentinel_P)
         n_selected = 0
         while n_selected < max_rows:
-            key_P = np.where(unavailable_P, EXCLUDED, gain_P * rate_P)
+            key_P = np.where(unavailable_P, EXCLUDED, gain_P * key_per_gain_P)
             j = int(key_P.argmax())
-            sentinel_leads = n_selected and len(sentinels) and (gain_P * rate_P)[sentinels].max() > key_P[j]
+            sentinel_leads = n_selected and len(sentinels) and (gain_P * key_per_gain_P)[sentinels].max() > key_P[j]
             if key_P[j] == EXCLUDED or sentinel_leads:
                 break
             row = int(pool.row_P[j])
@@ -158,7 +167,7 @@ class _Greedy:
             n_selected += 1
             # s grows by phi_j, so every gain base_k + <phi_k, 2 C s> grows by <phi_k, 2 C phi_j>
             step_D = 2.0 * self.curvature_D * pool.sketch_PD[j]
-            self.vector_D += step_D
+            self.two_c_s_D += step_D
             gain_P += pool.sketch_PD @ step_D
         return n_selected
 
@@ -190,8 +199,8 @@ class _Greedy:
     def _best_pool(self, count: int) -> _Pool:
         """Return the `count` rows with the highest gains, and sentinels from the ranks below."""
         available = np.flatnonzero(self.available_N)
-        gain_N = self.base_N + self.objective.dot(self.vector_D)
-        best, below = _ranked(self._keys(available, gain_N[available]), available, count)
+        gain_N = self.base_N + self.objective.dot(self.two_c_s_D)
+        best, below = _best_and_sentinels(self._keys(available, gain_N[available]), available, count)
         rows = available[np.concatenate([best, below])]
         sentinel_P = np.zeros(len(rows), dtype=np.bool_)
         sentinel_P[len(best) :] = True
@@ -207,6 +216,8 @@ def select_greedily(
     by gain per token if it is `count`.
 
     Args:
+        objective: objective of the selection.
+        constraints: budget, floors, caps and candidate rows.
         progress: optional callback that receives the number of selected rows.
     Source: prop:aligned-submodularity (the marginal gain). Cost: nearly linear in the number of rows. Memory: about 60
         bytes per row, and a pool.
@@ -226,8 +237,11 @@ def select_greedily(
     )
 
 
-def _ranked(key_P: F64, row_P: I64, count: int) -> tuple[I64, I64]:
-    """Return positions of the `count` highest keys, sorted, and of SENTINELS at even ranks below."""
+def _best_and_sentinels(key_P: F64, row_P: I64, count: int) -> tuple[I64, I64]:
+    """Return positions of the `count` highest keys, ascending, and of SENTINELS rows at evenly spaced ranks below.
+
+    Ties go to the earlier row. The ranks end at SENTINEL_RANKS * count.
+    """
     order = np.flatnonzero(key_P > EXCLUDED)
     if len(order) <= count:
         return order, np.empty(0, dtype=np.int64)
@@ -238,7 +252,7 @@ def _ranked(key_P: F64, row_P: I64, count: int) -> tuple[I64, I64]:
     return np.sort(ranked[:count]), ranked[sentinel_ranks]
 
 
-def _top(key_P: F64, mask_P: NDArray[np.bool_]) -> float:
+def _highest(key_P: F64, mask_P: NDArray[np.bool_]) -> float:
     """Return the highest key within a mask."""
     return float(key_P[mask_P].max(initial=EXCLUDED))
 
@@ -249,6 +263,7 @@ def select_rows(
     """Select rows that maximize the predicted change of a protocol with interactions, including redundancy.
 
     Args:
+        predictor: an `InteractionPredictor`.
         weights_T: weights of the targets of the predictor, adding up to 1.
         constraints: budget, floors, caps and candidate rows.
         progress: optional callback that receives the number of selected rows.
@@ -272,7 +287,7 @@ def _select_at_size(
 ) -> tuple[Objective, GreedySelection | None]:
     """Select rows; under a token budget, repeat until the number of rows equals the assumed one (fixed point)."""
     size = max(1, round(constraints.budget / float(constraints.cost_M[constraints.allowed_M].mean())))
-    for _ in range(MAX_SIZES):
+    for _ in range(MAX_SIZE_ITERATIONS):
         objective = Objective.from_predictor(predictor, weights_T, min(size, predictor.n_rows))
         if not objective.curvature:
             return objective, None

@@ -1,4 +1,6 @@
-"""Health checks of sketches and of the pooled kernel, on a sample of the rows. Start with `check_sketches`.
+"""Health checks of sketches and of the pooled kernel for `grasp info --check`, on a sample of the rows.
+
+Start with `check_sketches`. The measurements are in `sketch_metrics` and `sketch_accuracy`.
 
 Shape letters: N rows of the sample, B subsets, D sketch width.
 """
@@ -11,9 +13,10 @@ import numpy as np
 
 from grasp.arrays import F64
 from grasp.errors import GraspError
-from grasp.geometry import sketch_measures as measures
+from grasp.geometry import sketch_metrics as metrics
 from grasp.geometry.geometry_rule import InteractionProtocol
-from grasp.geometry.sketched import NAMES, Kernels, of_sketches
+from grasp.geometry.sketch_accuracy import CHECKS, ExactKernels, check_accuracy
+from grasp.geometry.subset_sums import required_sketches
 from grasp.inspect.health import Subject
 from grasp.inspect.health_metrics import Check, judge_check, rank_agreement, unmeasured_check
 from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
@@ -28,53 +31,57 @@ def check_sketches(subject: Subject, protocol: ScoringProtocol) -> Iterator[Chec
     """Yield checks of the pooled kernel if the protocol uses it, and of sketches if it has components."""
     artifact, features = subject.artifact, subject.features
     fitted = protocol.fitted(artifact.array_names, artifact.feature_settings)
-    kernels = features if isinstance(features, GraspError) else Kernels.from_artifact(artifact, features)
+    kernels = features if isinstance(features, GraspError) else ExactKernels.from_artifact(artifact, features)
     if "pooled" in kernel_weights(fitted):
-        yield from _of_pooled(subject, kernels)
+        yield from _check_pooled(subject, kernels)
     if isinstance(fitted, InteractionProtocol) and fitted.components:
-        yield from _of_geometry(subject, kernels, fitted)
+        yield from _check_geometry(subject, kernels, fitted)
 
 
-def _sketch(subject: Subject, half: str) -> F64:
-    """Return a sketch as stored, with the gain that normalizes the mean squared norm of the half to 1."""
-    return subject.array(f"{half}_sketch")
+def _sketch(subject: Subject, sketch_name: str) -> F64:
+    """Return a sketch as stored, with the gain that makes its mean squared norm over the corpus 1."""
+    return subject.array(f"{sketch_name}_sketch")
 
 
-def _halves(subject: Subject) -> tuple[str, ...]:
-    return tuple(half for half in SKETCHES if f"{half}_sketch" in subject.artifact.array_names)
+def _stored_sketches(subject: Subject) -> tuple[str, ...]:
+    return tuple(name for name in SKETCHES if f"{name}_sketch" in subject.artifact.array_names)
 
 
-def _of_pooled(subject: Subject, kernels: Kernels | GraspError) -> Iterator[Check]:
+def _check_pooled(subject: Subject, kernels: ExactKernels | GraspError) -> Iterator[Check]:
     """Check what is lost by pooling positions before the product."""
     if isinstance(kernels, GraspError):
         yield unmeasured_check("pooled for tokens", HEALTHY_SUMMARY, str(kernels))
     else:
-        yield _rank_one(kernels, subject.weight_BN)
+        yield _check_summary(kernels, subject.weight_BN)
     if {"pooled", "output_layer"} <= set(subject.artifact.kernels):
-        yield _kernels(subject)
+        yield _compare_kernels(subject)
 
 
-def _rank_one(kernels: Kernels, weight_BN: F64) -> Check:
-    at, settings = kernels.positions, kernels.settings
-    pooled_B, product_B = (measures.subset_norms(weight_BN, g) for g in (kernels.pooled_product_NN, at.product_NN))
+def _check_summary(kernels: ExactKernels, weight_BN: F64) -> Check:
+    """Check how much of the gradients of the output layer their pooled summaries keep."""
+    positions, settings = kernels.positions, kernels.settings
+    pooled_B, product_B = (
+        metrics.raw_geometry(weight_BN, gram_NN) for gram_NN in (kernels.pooled_product_NN, positions.product_NN)
+    )
     ranks = rank_agreement(pooled_B, product_B)
     return judge_check(
         "pooled for tokens",
-        f"{at.kept_share:.2f} of the output gradient's square is in the summary of {settings.row_positions[-1]}, "
-        f"{at.same_share:.2f} in one of the gradient's own positions (mean squared cosine, whitened and scaled); ranks "
-        f"of K agree {ranks:+.2f}",
+        f"{positions.summary_share:.2f} of the output gradient's square is in the summary of "
+        f"{settings.row_positions[-1]}, {positions.same_positions_share:.2f} in one of the gradient's own positions "
+        f"(mean squared cosine, whitened and scaled); ranks of K agree {ranks:+.2f}",
         HEALTHY_SUMMARY,
-        at.kept_share >= 0.5,
+        positions.summary_share >= 0.5,
         "rank by the kernel output_layer (without --rule paper), and take geometry, if any, from product.*; the "
         "pooled kernel has lost most of the gradient",
-        {"share": at.kept_share, "same_share": at.same_share, "ranks": ranks},
+        {"share": positions.summary_share, "same_share": positions.same_positions_share, "ranks": ranks},
     )
 
 
-def _kernels(subject: Subject) -> Check:
-    pooled_NE, token_NE = (subject.array(f"relevance_{kernel}") for kernel in ("pooled", "output_layer"))
-    each = [rank_agreement(a, b) for a, b in zip(pooled_NE.T, token_NE.T, strict=True)]
-    rho = float(np.nanmean(each)) if not all(map(isnan, each)) else float("nan")
+def _compare_kernels(subject: Subject) -> Check:
+    """Check whether the pooled kernel ranks rows as the kernel of all positions does."""
+    pooled_NE, output_layer_NE = (subject.array(f"relevance_{kernel}") for kernel in ("pooled", "output_layer"))
+    rho_E = [rank_agreement(a, b) for a, b in zip(pooled_NE.T, output_layer_NE.T, strict=True)]
+    rho = float(np.nanmean(rho_E)) if not all(map(isnan, rho_E)) else float("nan")
     return judge_check(
         "pooled against token relevance",
         f"ranks of rows agree {rho:+.2f}, mean over units",
@@ -85,26 +92,28 @@ def _kernels(subject: Subject) -> Check:
     )
 
 
-def _of_geometry(subject: Subject, kernels: Kernels | GraspError, protocol: InteractionProtocol) -> Iterator[Check]:
+def _check_geometry(
+    subject: Subject, kernels: ExactKernels | GraspError, protocol: InteractionProtocol
+) -> Iterator[Check]:
     """Check stored sketches against full features, and properties of the stored sketches."""
-    yield from _complement(subject, protocol)
+    yield from _check_complements(subject, protocol)
     if isinstance(kernels, GraspError):
-        yield from (unmeasured_check(name, healthy, str(kernels)) for name, healthy in NAMES.items())
+        yield from (unmeasured_check(name, healthy, str(kernels)) for name, healthy in CHECKS.items())
     else:
         arrays = subject.artifact.manifest.arrays
-        gains = {half: float(arrays[f"{half}_sketch"].gain) or 1.0 for half in _halves(subject)}
-        sketches = {half: _sketch(subject, half) / gain for half, gain in gains.items()}
-        yield from of_sketches(kernels, sketches, subject.weight_BN)
+        gains = {name: float(arrays[f"{name}_sketch"].gain) or 1.0 for name in _stored_sketches(subject)}
+        sketches = {name: _sketch(subject, name) / gain for name, gain in gains.items()}
+        yield from check_accuracy(kernels, sketches, subject.weight_BN)
     if isinstance(kernels, GraspError):
         yield unmeasured_check("opposed gradients", HEALTHY_ALIGNMENT, str(kernels))
     else:
-        yield _opposed(*measures.negative_pairs(kernels.positions.gradient_NN))
-    yield _bound(measures.direct_sum_bound(_sketch(subject, "hidden"), _sketch(subject, "residual")))
-    for half in _halves(subject):
-        yield _rank(f"{half}_sketch", _sketch(subject, half))
+        yield _check_opposed_gradients(*metrics.negative_pairs(kernels.positions.gradient_NN))
+    yield _check_direct_sum_bound(metrics.direct_sum_bound(_sketch(subject, "hidden"), _sketch(subject, "residual")))
+    for name in _stored_sketches(subject):
+        yield _check_effective_rank(f"{name}_sketch", _sketch(subject, name))
 
 
-def _opposed(pairs: float, mass: float) -> Check:
+def _check_opposed_gradients(pairs: float, mass: float) -> Check:
     return judge_check(
         "opposed gradients",
         f"{pairs:.0%} of pairs of output gradients, not centred, have a negative inner product, {mass:.0%} of the mass",
@@ -116,26 +125,26 @@ def _opposed(pairs: float, mass: float) -> Check:
     )
 
 
-def _bound(bound: measures.DirectSumBound) -> Check:
+def _check_direct_sum_bound(bound: metrics.DirectSumBound) -> Check:
     tight = bound.largest / bound.bound if bound.bound else 1.0
-    right = bound.off <= IDENTITY_TOLERANCE
+    is_identity = bound.off <= IDENTITY_TOLERANCE
     advice = "rows are too far apart for an informative bound: see `direct sum for product`"
-    if not right:
+    if not is_identity:
         advice = "the identity fails: the sketches contain nan or infinity, or this is a bug; please report it"
     return judge_check(
         "direct-sum bound",
-        f"{'met' if right else 'BROKEN'} (an identity, to {bound.off:.0e}: it checks the code); gap "
+        f"{'met' if is_identity else 'BROKEN'} (an identity, to {bound.off:.0e}: it checks the code); gap "
         f"{bound.mean:.2f} in the mean, {bound.largest:.2f} at most, {tight:.0%} of the bound of {bound.bound:.2f}",
         "a mean gap of 0.1 or less, between kernels in [-1, 1]: rows are close enough for the direct sum to "
         "approximate the product",
-        right and bound.mean <= 0.1,
+        is_identity and bound.mean <= 0.1,
         advice,
         asdict(bound) | {"tight": tight},
     )
 
 
-def _rank(name: str, sketch_ND: F64) -> Check:
-    rank = measures.effective_rank(sketch_ND)
+def _check_effective_rank(name: str, sketch_ND: F64) -> Check:
+    rank = metrics.effective_rank(sketch_ND)
     width = min(sketch_ND.shape[1], len(sketch_ND) - 1)
     return judge_check(
         f"effective rank, {name.replace('_', ' ')}",
@@ -148,29 +157,34 @@ def _rank(name: str, sketch_ND: F64) -> Check:
     )
 
 
-def _complement(subject: Subject, protocol: InteractionProtocol) -> Iterator[Check]:
-    """Check each component with curvature; a sum of aligned kernels is aligned.
+def _check_complements(subject: Subject, protocol: InteractionProtocol) -> Iterator[Check]:
+    """Check each component with curvature for pairs of rows with a negative inner product, which complement each other.
 
-    For subsets of one size, K_raw, K_pair and K_cent contribute ||sum phi_i||^2 of the sketches; K_self is linear.
+    A pool without such pairs is aligned: gains diminish. A sum of aligned kernels is aligned, so components are checked
+    one by one. For subsets of one size, K_raw, K_pair and K_cent contribute ||sum phi_i||^2 of the sketches;
+    K_self is linear.
     """
     name = "pairs that complement"
-    bent = {half: omega for half, omega in protocol.components.items() if omega and not half.endswith(".self")}
-    if not bent:
+    curved = {
+        component: omega
+        for component, omega in protocol.components.items()
+        if omega and not component.endswith(".self")
+    }
+    if not curved:
         value = f"protocol {protocol.name} has no pairwise terms: gains are additive"
         yield judge_check(name, value, HEALTHY_ALIGNMENT, True, "", {"pairs": 0.0, "mass": 0.0})
-    for component, omega in bent.items():
-        half = component.split(".")[0]
-        lacking = {"hidden", "residual"} - set(_halves(subject)) if half == "joint" else {half} - set(_halves(subject))
-        if lacking:
-            why = f"the artifact has no {' and '.join(sorted(lacking))} sketch"
-            yield unmeasured_check(f"{name}, {component}", HEALTHY_ALIGNMENT, why)
+    for component, omega in curved.items():
+        required = required_sketches({component: omega})
+        missing = sorted(set(required) - set(_stored_sketches(subject)))
+        if missing:
+            reason = f"the artifact has no {' and '.join(missing)} sketch"
+            yield unmeasured_check(f"{name}, {component}", HEALTHY_ALIGNMENT, reason)
             continue
-        parts = [_sketch(subject, part) for part in (("hidden", "residual") if half == "joint" else (half,))]
-        sketch_ND = np.concatenate(parts, axis=1)
-        yield _complements(component, omega, *measures.negative_pairs(sketch_ND @ sketch_ND.T))
+        sketch_ND = np.concatenate([_sketch(subject, sketch) for sketch in required], axis=1)
+        yield _judge_complements(component, omega, *metrics.negative_pairs(sketch_ND @ sketch_ND.T))
 
 
-def _complements(component: str, omega: float, pairs: float, mass: float) -> Check:
+def _judge_complements(component: str, omega: float, pairs: float, mass: float) -> Check:
     advice = "greedy selection with this protocol has no guarantee: see the bound that `grasp select` prints"
     if component.startswith(("hidden", "joint")):
         advice += "; hidden states are centred, so about half of the pairs have negative products for any rows"

@@ -1,28 +1,27 @@
-"""Geometry terms of a protocol, and the calibration family that standardizes them.
+"""The geometry terms of a prediction, and the calibration family whose moments standardize them.
 
-Start with `GeometryTerms.from_artifact`.
+A protocol with interactions predicts, with relevance A_m of kernel m and geometric components K_c such as `joint.pair`
+(eq:component-predictor),
 
-    V(S) = sum_m weight_m z(A_m(S)) + sum_c omega_c z(K_c(S))
+    V(S) = sum_m weight_m z(A_m(S)) + sum_c omega_c z(K_c(S)).
 
-z uses the mean and standard deviation over the calibration family of the protocol, never over the evaluated subsets.
-Additive protocols do not use this module.
-Source: eq:component-predictor. Deviation: several relevance kernels may be summed as z-scores.
+z subtracts the mean and divides by the standard deviation over the *calibration family* of the protocol: subsets drawn
+at random, never the subsets that are evaluated. Deviation from the paper: several relevance kernels may be summed.
+
+Start with `GeometryTerms.from_artifact`. Additive protocols do not use this module.
 Shape letters: B subsets, C columns (targets or units), D sketch width.
 """
 
-import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Self, get_args
 
-import numpy as np
-from numpy.typing import NDArray
-
-from grasp.arrays import F32, F64, Blocks
+from grasp.arrays import F64
 from grasp.artifact.label_table import LabelColumn
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import cached, label_column
+from grasp.artifact.rows import label_column
 from grasp.geometry.geometry_rule import CalibrationSettings, InteractionProtocol
+from grasp.geometry.sketches import SketchWithNorms, pair_sums
 from grasp.geometry.standardize import (
     PairSums,
     has_closed_form,
@@ -34,98 +33,19 @@ from grasp.geometry.standardize import (
 from grasp.geometry.subset_sums import (
     JOINT,
     Geometry,
-    Half,
     Kind,
     QuadraticWeights,
+    SketchName,
     SketchSums,
-    SketchTotals,
-    SubsetMass,
+    WeightSums,
     direct_sum,
-    halves_needed,
+    required_sketches,
     subset_relevance,
 )
-from grasp.moments import ColumnSpread, StreamingMoments
+from grasp.moments import MeanStd
 from grasp.predict.families import Family
 from grasp.predict.predictor import KernelRelevance
-from grasp.predict.weights import RowSums, SubsetBlock, Weights, block_rows
-
-BLOCK_ROWS = 8_192
-
-
-class NormedSketch(RowSums):
-    """One sketch of every row, with sums of the sketch and of its squared norms."""
-
-    def __init__(self, artifact: ArtifactReader, half: str) -> None:
-        self.artifact, self.name = artifact, f"{half}_sketch"  # name of the array
-        width = next(artifact.array_blocks(self.name, block_rows=1))[1].shape[1]
-
-        def with_norms() -> Blocks:
-            """Yield the sketch with the squared norm of each row as a last column; the norm is summed in float64."""
-            for start, block in artifact.array_blocks(self.name, block_rows=block_rows(width + 1)):
-                wider = np.empty((len(block), width + 1), dtype=np.float32)
-                wider[:, :-1], wider[:, -1] = block, np.einsum("nd,nd->n", block, block, dtype=np.float64)
-                yield start, wider
-
-        self.normed = RowSums(with_norms, artifact.n_rows, width + 1)  # ||phi||^2 is the last column
-        array_NC = None if self.normed.array_NC is None else self.normed.array_NC[:, :-1]
-        on_disk = functools.partial(artifact.array_blocks, self.name, block_rows=BLOCK_ROWS)
-        super().__init__(on_disk, artifact.n_rows, width, array_NC=array_NC)
-        self.totals, self.norms = cached(
-            artifact, (self.name, "norms"), 8 * width, lambda: _totals(self.normed.blocks())
-        )  # corpus sums, and moments of ||phi||^2
-
-    def blocks(self) -> Blocks:
-        """Yield the sketch in blocks of BLOCK_ROWS rows, from memory if it is loaded."""
-        if self.array_NC is None:
-            yield from self._blocks()
-            return
-        for start in range(0, len(self.array_NC), BLOCK_ROWS):
-            yield start, self.array_NC[start : start + BLOCK_ROWS]
-
-    def rows(self, row_index: NDArray[np.int64]) -> F32:
-        """Return the sketches of the given rows, in this order."""
-        return self.artifact.array_rows(self.name, row_index) if self.array_NC is None else self.array_NC[row_index]
-
-    def dot(self, vector_D: F64) -> F64:
-        """Return <phi_i, vector> of every row, (N,)."""
-        return np.concatenate([np.einsum("nd,d->n", block, vector_D) for _, block in self.blocks()])
-
-    def norms_of_rows(self) -> F64:
-        """Return ||phi_i||^2 of every row, (N,)."""
-        parts = [np.einsum("nd,nd->n", block, block, dtype=np.float64) for _, block in self.blocks()]
-        return np.concatenate(parts)
-
-    def sums(self, weights: Weights) -> F64:
-        """Return sum_i w_i phi_i of every subset, (B, D)."""
-        return self.normed.sums(weights)[:, :-1]
-
-    def normed_sums(self, weights: Weights) -> SketchSums:
-        """Return sums of the sketch, its squared norms, and squared norms times squared weights over B subsets."""
-        sketch_and_norm_BC = self.normed.sums(weights)
-        # w^2 = w for binary weights
-        square_B = sketch_and_norm_BC[:, -1]
-        if not weights.is_binary:
-            square_B = self.normed.sums(weights.mapped(np.square))[:, -1]
-        return SketchSums(sketch_and_norm_BC[:, :-1], sketch_and_norm_BC[:, -1], square_B)
-
-
-def pair_sums(sketches: Sequence[NormedSketch]) -> PairSums:
-    """Compute `PairSums` of one sketch, or of several concatenated, in one pass."""
-    sums = PairSums.empty(np.concatenate([sketch.totals.mean_D for sketch in sketches]))
-    for parts in zip(*(sketch.blocks() for sketch in sketches), strict=True):
-        sums = sums.plus(np.concatenate([block for _, block in parts], axis=1))
-    return sums
-
-
-def _totals(blocks: Blocks) -> tuple[SketchTotals, StreamingMoments]:
-    """Return sums over the corpus of a sketch and its squared norms, and the moments of the latter."""
-    norms = StreamingMoments()
-    totals: list[F64] = []
-    for _, block in blocks:
-        totals.append(block.sum(axis=0, dtype=np.float64))
-        norms.add(block[:, -1:])
-    total_C = np.sum(totals, axis=0)
-    return SketchTotals(total_C[:-1], float(total_C[-1]), norms.n_rows), norms
+from grasp.predict.weights import SubsetBlock, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,76 +76,92 @@ class CalibrationFamily:
 
 @dataclass(frozen=True, slots=True)
 class GeometryTerms:
-    """The geometry part of a prediction, sum_c omega_c z(K_c), for one artifact."""
+    """The geometry part of a prediction, sum_c omega_c z(K_c), for one artifact.
+
+    Methods take the sums of B subsets: those of every required sketch, by name, and those of the weights.
+    """
 
     protocol: InteractionProtocol
     n_rows: int
-    sketches: Mapping[str, NormedSketch]
-    moments: Mapping[str, ColumnSpread]  # moments of every K_c over the family
+    sketches: Mapping[str, SketchWithNorms]
+    mean_std: Mapping[str, MeanStd]  # by component: mean and standard deviation of K_c over the calibration family
 
     @classmethod
     def from_artifact(
         cls,
         artifact: ArtifactReader,
         protocol: InteractionProtocol,
-        sketches: Mapping[str, NormedSketch],
+        sketches: Mapping[str, SketchWithNorms],
         family: CalibrationFamily | None,
     ) -> Self:
-        """Compute the moments of every component of the protocol.
+        """Compute the mean and standard deviation of every component of the protocol.
 
         Args:
+            artifact: artifact of the rows.
+            protocol: protocol that was fitted to the artifact.
+            sketches: the sketches that the protocol requires, by name.
             family: calibration family; None if the protocol has no components.
         Raises:
             SubsetError: the family draws by a label that the artifact does not have.
         """
-        moments = {} if family is None else family_moments(protocol, {}, sketches, family, artifact.n_rows)
-        return cls(protocol, artifact.n_rows, sketches, moments)
+        mean_std = {} if family is None else family_moments(protocol, {}, sketches, family, artifact.n_rows)
+        return cls(protocol, artifact.n_rows, sketches, mean_std)
 
-    def values(self, sums: Mapping[str, SketchSums], mass: SubsetMass) -> dict[str, F64]:
-        """Return K_c in natural units, (B,), for the side and weighting of the protocol."""
-        return _component_values(self.protocol, self.sketches, sums, mass)
+    def values(self, sketch_sums: Mapping[str, SketchSums], weight_sums: WeightSums) -> dict[str, F64]:
+        """Return K_c, (B,), not standardized, for the side and weighting of the protocol."""
+        return _component_values(self.protocol, self.sketches, sketch_sums, weight_sums)
 
-    def z(self, sums: Mapping[str, SketchSums], mass: SubsetMass) -> dict[str, F64]:
-        """Return z-scores of the components over the family, (B,)."""
-        return {name: self.moments[name].z(value_B) for name, value_B in self.values(sums, mass).items()}
+    def z_scores(self, sketch_sums: Mapping[str, SketchSums], weight_sums: WeightSums) -> dict[str, F64]:
+        """Return z(K_c), (B,), over the calibration family."""
+        return {
+            name: self.mean_std[name].z_scores(value_B)
+            for name, value_B in self.values(sketch_sums, weight_sums).items()
+        }
 
-    def parts(self, sums: Mapping[str, SketchSums], mass: SubsetMass) -> dict[str, F64]:
-        """Return the part of each component in a change, omega_c (K_c(S) - K_c(corpus)) / sd, (B,)."""
+    def contributions(self, sketch_sums: Mapping[str, SketchSums], weight_sums: WeightSums) -> dict[str, F64]:
+        """Return the contribution of each component to a change, omega_c (K_c(S) - K_c(corpus)) / std, (B,)."""
         corpus_z = self.corpus_z()
         return {
-            name: self.protocol.components[name] * (z_B - corpus_z[name]) for name, z_B in self.z(sums, mass).items()
+            name: self.protocol.components[name] * (z_B - corpus_z[name])
+            for name, z_B in self.z_scores(sketch_sums, weight_sums).items()
         }
 
     def corpus_z(self) -> dict[str, float]:
         """Return z(K_c) of the corpus."""
-        sums = {half: sketch.totals.as_subset() for half, sketch in self.sketches.items()}
-        return {name: float(z_1[0]) for name, z_1 in self.z(sums, SubsetMass.corpus(self.n_rows)).items()}
+        sketch_sums = {name: sketch.totals.as_subset() for name, sketch in self.sketches.items()}
+        z_scores = self.z_scores(sketch_sums, WeightSums.corpus(self.n_rows))
+        return {name: float(z_1[0]) for name, z_1 in z_scores.items()}
 
     @property
-    def halves(self) -> dict[str, QuadraticWeights]:
-        """Weights of K_raw, K_self and K_cent of every sketch in V; a `joint` component contributes to both halves."""
-        halves: dict[str, QuadraticWeights] = {}
-        for name, omega in self.protocol.components.items():
-            slope = omega * float(self.moments[name].inverse_E[0])
-            half, kind = name.split(".")
-            for part in JOINT if half == "joint" else (half,):
-                halves[part] = halves.get(part, QuadraticWeights()).plus(kind, slope)
-        return {half: weights for half, weights in halves.items() if weights != QuadraticWeights()}
+    def quadratic_weights(self) -> dict[str, QuadraticWeights]:
+        """Weights of K_raw, K_self and K_cent of every stored sketch in V; `joint` contributes to hidden and residual.
+
+        A component with weight omega enters V as omega (K - mean) / std, so its weight is omega / std.
+        """
+        weights: dict[str, QuadraticWeights] = {}
+        for component, omega in self.protocol.components.items():
+            slope = omega * float(self.mean_std[component].inverse_std_E[0])
+            sketch_name, kind = component.split(".")
+            for stored in JOINT if sketch_name == "joint" else (sketch_name,):
+                weights[stored] = weights.get(stored, QuadraticWeights()).plus(kind, slope)
+        return {name: weight for name, weight in weights.items() if weight != QuadraticWeights()}
 
     @property
     def dropped(self) -> tuple[str, ...]:
         """Components without variance over the family, which contribute nothing."""
-        return tuple(name for name, item in self.moments.items() if not item.inverse_E.any())
+        return tuple(name for name, mean_std in self.mean_std.items() if not mean_std.inverse_std_E.any())
 
 
 def family_moments(
     protocol: InteractionProtocol,
     kernels: Mapping[str, KernelRelevance],
-    sketches: Mapping[str, NormedSketch],
+    sketches: Mapping[str, SketchWithNorms],
     family: CalibrationFamily,
     n_rows: int,
-) -> dict[str, ColumnSpread]:
-    """Compute moments of A for each kernel and of the components; subsets are drawn only without a closed form.
+) -> dict[str, MeanStd]:
+    """Compute mean and standard deviation of A of each kernel and of each component over the calibration family.
+
+    Uniform and Bernoulli families have closed forms; of other families, subsets are drawn.
 
     Args:
         protocol: components, side and weighting.
@@ -235,71 +171,79 @@ def family_moments(
         n_rows: number of rows of the corpus.
     """
     exact = _closed_forms(protocol, kernels, sketches, family.family)
-    required = {*kernels, *(name for name, (half, _) in _components(protocol).items() if sketches)}
+    required = {*kernels, *(component for component in protocol.components if sketches)}
     if exact.keys() >= required:
         return exact
 
-    def components(weights: Weights) -> dict[str, F64]:
+    def values_of_block(weights: Weights) -> dict[str, F64]:
         """Return A of each kernel and the components of a block of subsets."""
-        mass = SubsetMass.from_weights(weights)
-        values = {
+        weight_sums = WeightSums.from_weights(weights)
+        relevance = {
             name: subset_relevance(
                 kernel.relevance.sums(weights),
                 kernel.rows.mean_E * kernel.rows.n_rows,
-                mass,
+                weight_sums,
                 protocol.side,
                 protocol.weighting,
             )
             for name, kernel in kernels.items()
         }
-        sums = {half: sketch.normed_sums(weights) for half, sketch in sketches.items()}
-        return values | _component_values(protocol, sketches, sums, mass)
+        sketch_sums = {name: sketch.sketch_sums(weights) for name, sketch in sketches.items()}
+        return relevance | _component_values(protocol, sketches, sketch_sums, weight_sums)
 
-    return sampled_moments(components(block.weights) for block in family.blocks(n_rows)) | exact
+    return sampled_moments(values_of_block(block.weights) for block in family.blocks(n_rows)) | exact
 
 
 def _component_values(
     protocol: InteractionProtocol,
-    sketches: Mapping[str, NormedSketch],
-    sums: Mapping[str, SketchSums],
-    mass: SubsetMass,
+    sketches: Mapping[str, SketchWithNorms],
+    sketch_sums: Mapping[str, SketchSums],
+    weight_sums: WeightSums,
 ) -> dict[str, F64]:
-    """Return the components of B subsets in natural units. Source: eq:ia-components."""
-    halves: dict[str, Geometry] = {
-        half: sums[half].geometry(mass, sketches[half].totals, protocol.side, protocol.weighting)
-        for half in halves_needed(protocol.components)
-        if half in sketches
+    """Return the components of B subsets, not standardized, as far as their sketches are available.
+
+    Source: eq:ia-components.
+    """
+    geometry: dict[str, Geometry] = {
+        name: sketch_sums[name].geometry(weight_sums, sketches[name].totals, protocol.side, protocol.weighting)
+        for name in required_sketches(protocol.components)
+        if name in sketches
     }
-    if {"hidden", "residual"} <= halves.keys():
-        halves["joint"] = direct_sum(halves["hidden"], halves["residual"])
-    return {name: halves[half][kind] for name, (half, kind) in _components(protocol).items() if half in halves}
+    if {"hidden", "residual"} <= geometry.keys():
+        geometry["joint"] = direct_sum(geometry["hidden"], geometry["residual"])
+    return {
+        component: geometry[sketch_name][kind]
+        for component, (sketch_name, kind) in _parsed_components(protocol).items()
+        if sketch_name in geometry
+    }
 
 
 def _closed_forms(
     protocol: InteractionProtocol,
     kernels: Mapping[str, KernelRelevance],
-    sketches: Mapping[str, NormedSketch],
+    sketches: Mapping[str, SketchWithNorms],
     family: Family,
-) -> dict[str, ColumnSpread]:
-    """Return the moments that have a closed form: all for a uniform or Bernoulli family, else none."""
+) -> dict[str, MeanStd]:
+    """Return mean and standard deviation of all kernels and components if the family has closed forms, else {}."""
     if not has_closed_form(family):
         return {}
     side, weighting = protocol.side, protocol.weighting
     exact = {name: relevance_moments(kernel.rows, family, side, weighting) for name, kernel in kernels.items()}
-    pairs: dict[str, PairSums] = {}
-    for name, (half, kind) in _components(protocol).items():
-        if kind == "self" and half in sketches:
-            exact[name] = self_moments(sketches[half].norms, family, side, weighting)
+    pair_sums_of: dict[str, PairSums] = {}  # by sketch name; one pass over each sketch
+    for component, (sketch_name, kind) in _parsed_components(protocol).items():
+        if kind == "self" and sketch_name in sketches:
+            exact[component] = self_moments(sketches[sketch_name].norm2_moments, family, side, weighting)
         elif sketches:
-            if half not in pairs:
-                pairs[half] = pair_sums([sketches[part] for part in halves_needed({name: 1.0})])
-            exact[name] = pair_moments(pairs[half], kind, family, side, weighting)
+            if sketch_name not in pair_sums_of:
+                stored = required_sketches({component: 1.0})
+                pair_sums_of[sketch_name] = pair_sums([sketches[name] for name in stored])
+            exact[component] = pair_moments(pair_sums_of[sketch_name], kind, family, side, weighting)
     return exact
 
 
-def _components(protocol: InteractionProtocol) -> dict[str, tuple[Half, Kind]]:
+def _parsed_components(protocol: InteractionProtocol) -> dict[str, tuple[SketchName, Kind]]:
     """Split component names such as `joint.pair` into ("joint", "pair"); they were validated with the protocol."""
-    halves: dict[str, Half] = {str(half): half for half in get_args(Half)}
+    sketch_names: dict[str, SketchName] = {str(name): name for name in get_args(SketchName)}
     kinds: dict[str, Kind] = {str(kind): kind for kind in get_args(Kind)}
-    parts = ((name, name.split(".")) for name in protocol.components)
-    return {name: (halves[half], kinds[kind]) for name, (half, kind) in parts}
+    pairs = ((component, component.split(".")) for component in protocol.components)
+    return {component: (sketch_names[sketch_name], kinds[kind]) for component, (sketch_name, kind) in pairs}

@@ -41,7 +41,7 @@ from grasp.kernels.kernel import TYPICAL_ROW_TOKENS, Batch, CorpusMoments, Kerne
 from grasp.kernels.whitening import Moments
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.forward_pass import Reference
-from grasp.models.gradients import Example, LayerSet, PerExample, UntakenLayerError, Use, layers_of
+from grasp.models.gradients import Example, LayerSet, PerExample, UnsupportedLayerError, Use, layers_of
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 
@@ -155,7 +155,7 @@ class SampledGradients:
         while trained and engine is None:
             try:
                 engine = PerExample(model, layers_of(model, trained))
-            except UntakenLayerError as err:
+            except UnsupportedLayerError as err:
                 skipped_layers += err.layers
                 n_before, prefixes = len(trained), tuple(f"{layer}." for layer in err.layers)
                 for name, parameter in root.named_parameters(remove_duplicate=False):

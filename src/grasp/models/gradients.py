@@ -42,7 +42,7 @@ Kind = Literal["linear", "embedding", "vector"]
 Output = Literal["loss", "margin", "sampled"]
 
 
-class UntakenLayerError(ModelError):
+class UnsupportedLayerError(ModelError):
     """Layers without per-example gradients, by names of modules or parameters."""
 
     def __init__(self, why: str, *layers: str) -> None:
@@ -103,7 +103,7 @@ def layers_of(model: ReferenceModel, chosen: Iterable[str]) -> LayerSet:
     Args:
         chosen: canonical names of parameters, as in `named_parameters` of the model.
     Raises:
-        UntakenLayerError: per-example gradients of a parameter are not supported.
+        UnsupportedLayerError: per-example gradients of a parameter are not supported.
     """
     chosen, root = set(chosen), model.model
     canonical = {id(parameter): name for name, parameter in root.named_parameters()}
@@ -132,9 +132,11 @@ def _refuse_part_of_head(model: ReferenceModel, name: str, users: Sequence[nn.Mo
     linear, kind = model.head.linear, type(model.head.linear).__name__
     if linear in users and not model.head.is_weight:
         why = f"{name}: the logits are not those of the complete weight ({kind}), so its gradient is not supported"
-        raise UntakenLayerError(why, name)
+        raise UnsupportedLayerError(why, name)
     if any(user in list(linear.modules())[1:] for user in users):
-        raise UntakenLayerError(f"{name} is inside the output layer ({kind}), which is supported as a whole only", name)
+        raise UnsupportedLayerError(
+            f"{name} is inside the output layer ({kind}), which is supported as a whole only", name
+        )
 
 
 def _block(
@@ -157,14 +159,16 @@ def _block(
     )
     if "vector" in kinds:
         if len(users) > 1:
-            raise UntakenLayerError(f"{names[0]} is shared by {len(kinds)} modules that are not linear layers", *names)
+            raise UnsupportedLayerError(
+                f"{names[0]} is shared by {len(kinds)} modules that are not linear layers", *names
+            )
         total = sum(parameter.numel() for parameter in module.parameters(recurse=False))
         if total > MAX_VECTOR or list(module.children()):
             why = (
                 f"{name} ({type(module).__name__}, {total:,} parameters of its own) is neither linear nor an embedding "
                 "nor small, so its per-example gradients are not supported"
             )
-            raise UntakenLayerError(why, *names)
+            raise UnsupportedLayerError(why, *names)
         size = sum(module.get_parameter(roles[parameter]).numel() for parameter in names)
         return Block(name, kinds, 1, size, weight=True, bias=False, parameters=names)
     for parameter in names:
@@ -173,7 +177,7 @@ def _block(
                 f"{parameter}: per-example gradients of a {type(module).__name__} with other parameters than weight "
                 "and bias are not supported"
             )
-            raise UntakenLayerError(why, parameter)
+            raise UnsupportedLayerError(why, parameter)
     has_weight, has_bias = (role in {roles[parameter] for parameter in names} for role in ("weight", "bias"))
     is_transposed = isinstance(module, Conv1D)
     rows, columns = module.get_parameter("weight").shape  # (output, input), or (vocabulary, width) of an embedding
@@ -244,7 +248,7 @@ class PerExample:
                 self._body.setdefault(module, []).append(number)
         self.pass_positions = False  # whether to pass `position_ids` of every row to the model
         self.probing = True
-        self._errors: list[UntakenLayerError] = []  # errors found while probing
+        self._errors: list[UnsupportedLayerError] = []  # errors found while probing
         length = min(6, model.context or 6)
         ids = np.arange(2 * length, dtype=np.int32).reshape(2, length) % model.vocab_size
         calls: list[int] = []
@@ -267,11 +271,11 @@ class PerExample:
         idle = [block.name for block, uses in zip(layers.blocks, self.calls, strict=True) if uses == 0]
         if idle := [name for name in idle if name not in failed]:
             why = f"{', '.join(idle[:3])} does not affect the loss of a row, so it has no gradient"
-            self._errors.append(UntakenLayerError(why, *idle))
+            self._errors.append(UnsupportedLayerError(why, *idle))
         if self._errors:
-            raise UntakenLayerError(self._errors[0].why, *failed, *idle)
+            raise UnsupportedLayerError(self._errors[0].why, *failed, *idle)
 
-    def note_untaken(self, error: UntakenLayerError) -> None:
+    def note_untaken(self, error: UnsupportedLayerError) -> None:
         """Record a layer without per-example gradients, to report all of them after the probing pass."""
         self._errors.append(error)
 
@@ -432,7 +436,7 @@ class _Hooks:
             return None
         try:
             return self._track(numbers, module, args, kwargs, output)
-        except UntakenLayerError as err:
+        except UnsupportedLayerError as err:
             if not self._engine.probing:
                 raise
             self._engine.note_untaken(err)  # go on, to find all such layers in one pass
@@ -450,18 +454,18 @@ class _Hooks:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if len(tensors) != 1 or not isinstance(output, Tensor):
             why = f"{name} ({type(module).__name__}) takes {len(tensors)} tensors; expected one in, one out"
-            raise UntakenLayerError(why, name)
+            raise UnsupportedLayerError(why, name)
         received = tensors[0].detach()
         if isinstance(module, nn.Embedding) and received.shape[0] == 1 < self._shape[0]:
             if self._engine.pass_positions:
-                raise UntakenLayerError(f"{name} is looked up once for a whole batch", name)
+                raise UnsupportedLayerError(f"{name} is looked up once for a whole batch", name)
             raise SharedPositionsError
         if tuple(received.shape[:2]) != self._shape:
             why = (
                 f"{name} ({type(module).__name__}) receives {tuple(received.shape)}, expected one entry per token, "
                 f"{self._shape}: rows cannot be distinguished"
             )
-            raise UntakenLayerError(why, name)
+            raise UnsupportedLayerError(why, name)
         if self._engine.probing:
             _check_forward(module, name, received, output)
         tracked: Tensor = output
@@ -521,13 +525,13 @@ def _check_forward(module: nn.Module, name: str, received: Tensor, output: Tenso
         spread, worst = float(expected.std()), float((expected - output).abs().max())
     except RuntimeError as err:  # shapes do not match
         why = f"{name} ({type(module).__name__}) does not multiply its input by its weight: {err}"
-        raise UntakenLayerError(why, name) from err
+        raise UnsupportedLayerError(why, name) from err
     if not worst <= TOLERANCE.get(module.weight.dtype, max(TOLERANCE.values())) * max(spread, 1e-6):
         why = (
             f"{name} ({type(module).__name__}) does not return its weight times its input (off by {worst:.3g} of "
             f"{spread:.3g}), so its per-example gradients are not supported"
         )
-        raise UntakenLayerError(why, name)
+        raise UnsupportedLayerError(why, name)
 
 
 def _embedding_scale(module: nn.Embedding) -> float:

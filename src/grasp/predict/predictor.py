@@ -40,7 +40,7 @@ from grasp.artifact.rows import cached, checked_targets, label_column, row_docum
 from grasp.build.provenance import BuildSource
 from grasp.corpus.row_store import RowStore
 from grasp.errors import ProtocolError
-from grasp.moments import ColumnSpread, StreamingMoments
+from grasp.moments import MeanStd, StreamingMoments
 from grasp.predict.scoring_rule import (
     REPLAY,
     ScoringProtocol,
@@ -202,8 +202,8 @@ class RowEffects:
     """Effects of rows for all tasks (or all units), one column each."""
 
     effects: RowSums  # effect of every row, mean 0 and standard deviation 1 over the rows of the artifact
-    spread: ColumnSpread  # mean and standard deviation before standardization
-    scales: Mapping[str, ColumnSpread]  # by kernel: mean and standard deviation, by which it is divided
+    raw_mean_std: MeanStd  # mean and standard deviation over the rows before standardization
+    scales: Mapping[str, MeanStd]  # by kernel: mean and standard deviation, by which it is divided
     shares: Mapping[str, F64]  # by kernel: factor from relevance to effect, slope / sd of the sum
     corpus_C: F64  # prediction for the whole corpus, which changes are relative to
     new_row_value_C: F64  # b: value of any unseen row, in effects of the column
@@ -213,7 +213,7 @@ class RowEffects:
         cls,
         slopes: Mapping[str, F64],
         kernels: Mapping[str, KernelRelevance],
-        scales: Mapping[str, ColumnSpread],
+        scales: Mapping[str, MeanStd],
         array_NC: F32 | None,
     ) -> Self:
         """Compute the effect of every row: sum_m slope_m a_m, standardized to mean 0 and standard deviation 1.
@@ -237,8 +237,8 @@ class RowEffects:
                 terms = (block * slope_C for (_, block), slope_C in zip(parts, slopes.values(), strict=True))
                 yield parts[0][0], functools.reduce(operator.iadd, terms)
 
-        moments = StreamingMoments.from_blocks(summed_blocks(), array_NC).spread
-        inverse_C = moments.inverse_E
+        moments = StreamingMoments.from_blocks(summed_blocks(), array_NC).mean_std
+        inverse_C = moments.inverse_std_E
         if array_NC is None:
             first = next(iter(kernels.values()))
             effects = RowSums(
@@ -279,7 +279,7 @@ class SubsetSums:
     def cumulative(self) -> "SubsetSums":
         """Return sums over the first subset, the first two together, and so on; disjoint subsets with weights 1."""
         size_B = np.cumsum(self.effective_B)
-        sketch = {half: np.cumsum(total_BD, axis=0) for half, total_BD in self.sketch.items()}
+        sketch = {name: np.cumsum(total_BD, axis=0) for name, total_BD in self.sketch.items()}
         return SubsetSums(self.n_rows, size_B, size_B, size_B, np.cumsum(self.effect_BT, axis=0), sketch)
 
 
@@ -338,13 +338,13 @@ class Predictor:
         if units is not None:
             fitted = fitted.of_units
         law = exposure or RepetitionLaw()
-        sketches = [half for half in sketches if f"{half}_sketch" in artifact.array_names]
+        sketches = [name for name in sketches if f"{name}_sketch" in artifact.array_names]
         if fitted.needs_geometry:
             bound: Predictor = geometry().bind(
                 artifact, fitted, selected, sketches=sketches, per_unit=per_unit, components=components
             )
             return replace(bound, exposure=law)
-        loaded_sketches = {half: load_sketch(artifact, half) for half in sorted(sketches)}
+        loaded_sketches = {name: load_sketch(artifact, name) for name in sorted(sketches)}
         if per_unit or components or units is not None:
             bound = assemble_predictor(artifact, fitted, selected, per_unit=per_unit, components=components)
             return replace(bound, sketches=loaded_sketches, exposure=law)
@@ -380,12 +380,12 @@ class Predictor:
         """Return the effective weights of rows under the repetition law."""
         return self.exposure.weigh(weights)
 
-    def sums(self, weights: Weights, halves: Collection[str] | None = None) -> SubsetSums:
+    def sums(self, weights: Weights, sketch_names: Collection[str] | None = None) -> SubsetSums:
         """Compute the sums of one block of subsets.
 
         Args:
             weights: weights of the subsets.
-            halves: sketches to sum; None: all sketches of the predictor.
+            sketch_names: sketches to sum; None: all sketches of the predictor.
         """
         effective, weight_B = self.effective_weights(weights), weights.sums
         return SubsetSums(
@@ -395,9 +395,9 @@ class Predictor:
             weight_B if effective is weights else effective.sums,
             self.task.effects.sums(effective),
             {
-                half: sketch.sums(effective)
-                for half, sketch in self.sketches.items()
-                if halves is None or half in halves
+                name: sketch.sums(effective)
+                for name, sketch in self.sketches.items()
+                if sketch_names is None or name in sketch_names
             },
         )
 
@@ -492,11 +492,11 @@ class Predictor:
         return np.asarray(factor_B1 * mean_BC - (1.0 - factor_B1) * new_row_value_C)
 
 
-def load_sketch(artifact: ArtifactReader, half: str) -> RowSums:
+def load_sketch(artifact: ArtifactReader, name: str) -> RowSums:
     """Return one sketch of all rows as `RowSums`."""
-    name = f"{half}_sketch"
-    width = next(artifact.array_blocks(name, block_rows=1))[1].shape[1]
-    return RowSums(lambda: artifact.array_blocks(name, block_rows=block_rows(width)), artifact.n_rows, width)
+    array_name = f"{name}_sketch"
+    width = next(artifact.array_blocks(array_name, block_rows=1))[1].shape[1]
+    return RowSums(lambda: artifact.array_blocks(array_name, block_rows=block_rows(width)), artifact.n_rows, width)
 
 
 def assemble_predictor(
@@ -506,7 +506,7 @@ def assemble_predictor(
     *,
     per_unit: bool = False,
     components: bool = False,
-    family: Callable[[Mapping[str, KernelRelevance]], Mapping[str, ColumnSpread]] | None = None,
+    family: Callable[[Mapping[str, KernelRelevance]], Mapping[str, MeanStd]] | None = None,
     units_first: bool = False,
 ) -> Predictor:
     """Read relevance and combine the kernels into a predictor without sketches.
@@ -521,9 +521,9 @@ def assemble_predictor(
         units_first: standardize every unit before averaging the units of a task.
     """
 
-    def scales_of(kernels: Mapping[str, KernelRelevance]) -> Mapping[str, ColumnSpread]:
+    def scales_of(kernels: Mapping[str, KernelRelevance]) -> Mapping[str, MeanStd]:
         """Return mean and standard deviation of each kernel, over the rows or over a family of subsets."""
-        return {name: kernel.rows.spread for name, kernel in kernels.items()} if family is None else family(kernels)
+        return {name: kernel.rows.mean_std for name, kernel in kernels.items()} if family is None else family(kernels)
 
     negative = {name: protocol.negative_of(name) for name in kernel_weights(protocol)}
     relevance_of = {
@@ -537,9 +537,11 @@ def assemble_predictor(
         by_unit = {name: KernelRelevance.for_units(artifact, name, units, negative[name]) for name in names}
     unit_scales = scales_of(by_unit)
     if estimates and not by_unit:
-        unit_scales = {name: StreamingMoments.from_blocks(blocks()).spread for name, blocks in relevance_of.items()}
+        unit_scales = {name: StreamingMoments.from_blocks(blocks()).mean_std for name, blocks in relevance_of.items()}
     units_first = units_first or estimates
-    unit_factors = {name: units.weight_E * (unit_scales[name].inverse_E if units_first else 1.0) for name in negative}
+    unit_factors = {
+        name: units.weight_E * (unit_scales[name].inverse_std_E if units_first else 1.0) for name in negative
+    }
     kernels = {
         name: KernelRelevance.for_tasks(artifact, name, units, factor, unit_factors[name])
         for name, factor in negative.items()
@@ -570,7 +572,7 @@ def assemble_predictor(
         rho_T, text_rows = prior.rho_T, RowSums.over(prior.text_NT)
         text = KernelRelevance(StreamingMoments.from_blocks(text_rows.blocks()), text_rows)
         slopes = {name: slope_T * rho_T for name, slope_T in slopes.items()} | {TEXT_PART: 1.0 - rho_T}
-        kernels, scales = kernels | {TEXT_PART: text}, {**scales, TEXT_PART: text.rows.spread}
+        kernels, scales = kernels | {TEXT_PART: text}, {**scales, TEXT_PART: text.rows.mean_std}
     first_NT = next(iter(kernels.values())).relevance.array_NC
     assert first_NT is not None
     task = RowEffects.from_kernels(slopes, kernels, scales, np.empty_like(first_NT) if components else first_NT)
@@ -581,7 +583,8 @@ def assemble_predictor(
             (start, units.mean_per_task(block, units.weight_E)) for start, block in blocks
         )
         unit_level = replace(
-            unit_level, new_row_value_C=unit_level.new_row_value_C * np.repeat(task_means.spread.std_E, units.counts_T)
+            unit_level,
+            new_row_value_C=unit_level.new_row_value_C * np.repeat(task_means.mean_std.std_E, units.counts_T),
         )
     return Predictor(
         protocol=protocol,
@@ -590,9 +593,9 @@ def assemble_predictor(
         task=task,
         unit_level=unit_level,
         sketches={},
-        dropped=tuple(name for name in negative if not scales[name].inverse_E.any()),
+        dropped=tuple(name for name in negative if not scales[name].inverse_std_E.any()),
         unit_shares={
-            name: np.repeat(slope_T * task.spread.inverse_E, units.counts_T) * unit_factors[name]
+            name: np.repeat(slope_T * task.raw_mean_std.inverse_std_E, units.counts_T) * unit_factors[name]
             for name, slope_T in unit_slopes.items()
         },
         task_kernels=kernels if components else {},
@@ -604,9 +607,9 @@ def assemble_predictor(
     )
 
 
-def _slopes(protocol: ScoringProtocol, scales: Mapping[str, ColumnSpread]) -> dict[str, F64]:
+def _slopes(protocol: ScoringProtocol, scales: Mapping[str, MeanStd]) -> dict[str, F64]:
     """Return the weight of each kernel over its standard deviation."""
-    return {name: weight * scales[name].inverse_E for name, weight in kernel_weights(protocol).items()}
+    return {name: weight * scales[name].inverse_std_E for name, weight in kernel_weights(protocol).items()}
 
 
 def _row_names(artifact: ArtifactReader) -> list[str]:

@@ -1,6 +1,7 @@
-"""Training with AdamW, split into the gradient of a batch, clipping and the update. Start with `AdamWTraining`.
+"""Training with AdamW, split into the gradient of a batch, clipping and the update.
 
-To train, call `backward` and `update` alternately. To replay a training run, also set the weights and moments, and
+Start with `AdamWTraining`; its subclasses are `fine_tuning.FineTuning` (Transformers models) and `train.Trainer`. To
+train, call `backward` and `update` alternately. To replay a training run, also set the weights and moments, and
 compute losses and gradients at other weights.
 
 The loss of a batch is ``sum_i sum_t weight_it loss_it`` over rows i and positions t. The default weight of a token is 1
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 from grasp.arrays import F64, I64
 from grasp.training.recipe import OptimizerRecipe
 
-STATE = ("weight", "exp_avg", "exp_avg_sq")  # state of each parameter that an update reads and writes
+STATE = ("weight", "exp_avg", "exp_avg_sq")  # state of each parameter, with the names of torch.optim.AdamW
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +30,10 @@ class LabelLogits:
     """Logits at the positions whose next token is a label, with their autograd graph."""
 
     logits_PV: Tensor
-    label_P: Tensor
-    weight_P: Tensor  # float64
-    row_P: Tensor
-    n_rows: int
+    label_P: Tensor  # id of the next token
+    weight_P: Tensor  # of its loss, float64
+    row_P: Tensor  # row of the batch that contains the position
+    n_rows: int  # B
 
     def row_losses(self) -> Tensor:
         """Return the contribution of each row to the loss, (B,), float64, nats."""
@@ -105,7 +106,7 @@ class AdamWTraining(ABC):
 
     @abstractmethod
     def causal_lm(self) -> PreTrainedModel:
-        """Return the Transformers model with the current weights; callers must restore whatever they change."""
+        """Return the Transformers model with the current weights; callers must restore whatever they change in it."""
 
     @abstractmethod
     def by_name(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -113,7 +114,7 @@ class AdamWTraining(ABC):
 
     # ------------------------------------------------------------------------------------------- losses and gradients
 
-    def pieces(self, ids_BL: I64, weight_BL: F64) -> Iterator[tuple[I64, F64]]:
+    def micro_batches(self, ids_BL: I64, weight_BL: F64) -> Iterator[tuple[I64, F64]]:
         """Split a batch into micro-batches."""
         rows = self.recipe.micro_rows or len(ids_BL)
         for start in range(0, len(ids_BL), rows):
@@ -121,20 +122,21 @@ class AdamWTraining(ABC):
 
     def backward(self, ids_BL: I64, weight_BL: F64) -> F64:
         """Add the gradient of the batch loss to the buffers; return the contribution of each row, (B,), nats."""
-        parts = []
+        losses_of_batches = []
         with torch.enable_grad():
-            for ids, weight in self.pieces(ids_BL, weight_BL):
+            for ids, weight in self.micro_batches(ids_BL, weight_BL):
                 loss_B = self.label_logits(ids, weight).row_losses()
                 loss_B.sum().backward()  # type: ignore[no-untyped-call]
-                parts.append(loss_B.detach())
-        losses: F64 = torch.cat(parts).cpu().numpy()
+                losses_of_batches.append(loss_B.detach())
+        losses: F64 = torch.cat(losses_of_batches).cpu().numpy()
         return losses
 
     @torch.no_grad()
     def row_losses(self, ids_BL: I64, weight_BL: F64) -> F64:
         """Return the contribution of each row to the loss, (B,), nats, without computing gradients."""
-        parts = [self.label_logits(ids, weight).row_losses() for ids, weight in self.pieces(ids_BL, weight_BL)]
-        losses: F64 = torch.cat(parts).cpu().numpy()
+        micro_batches = self.micro_batches(ids_BL, weight_BL)
+        losses_of_batches = [self.label_logits(ids, weight).row_losses() for ids, weight in micro_batches]
+        losses: F64 = torch.cat(losses_of_batches).cpu().numpy()
         return losses
 
     def gradients(self) -> list[Tensor]:

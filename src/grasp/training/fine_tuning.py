@@ -1,6 +1,7 @@
 """Fine-tune a causal LM of Transformers: all parameters, or those that require a gradient, e.g. an adapter.
 
-Start with `FineTuning`.
+Start with `FineTuning`; its base class `AdamWTraining` has the optimizer. A training step must be a deterministic and
+smooth function of the weights, because replays differentiate it by finite differences.
 
 Shape letters: B rows of a batch, L tokens, P positions with loss, V vocabulary.
 """
@@ -27,8 +28,11 @@ class FineTuning(AdamWTraining):
     """
 
     def __init__(self, model: PreTrainedModel, recipe: OptimizerRecipe) -> None:
-        """Prepare a model; the parameters with `requires_grad` are trained.
+        """Prepare a model.
 
+        Args:
+            model: causal LM; its parameters with `requires_grad` are trained, in place.
+            recipe: budget and settings of the optimizer.
         Raises:
             ModelError: the model is compiled, has batch norm or weights in half precision, or has no trainable
                 parameter.
@@ -46,7 +50,7 @@ class FineTuning(AdamWTraining):
 
     @property
     def context(self) -> int:
-        return context_of(self.model.config) or 1 << 30
+        return context_of(self.model.config) or 1 << 30  # no limit, e.g. a recurrent model
 
     @property
     def vocab_size(self) -> int:
@@ -71,9 +75,9 @@ class FineTuning(AdamWTraining):
         else:
             replaced = dict(zip(self.names, weights, strict=True))
             logits_BLV = torch.func.functional_call(self.model, replaced, kwargs=inputs).logits
-        row_P, at_P = (index.to(self.device) for index in torch.from_numpy(weight_BL).nonzero(as_tuple=True))
-        weight_P = torch.from_numpy(weight_BL).to(self.device)[row_P, at_P]
-        return LabelLogits(logits_BLV[row_P, at_P], ids[row_P, at_P + 1], weight_P, row_P, len(ids_BL))
+        row_P, position_P = (index.to(self.device) for index in torch.from_numpy(weight_BL).nonzero(as_tuple=True))
+        weight_P = torch.from_numpy(weight_BL).to(self.device)[row_P, position_P]
+        return LabelLogits(logits_BLV[row_P, position_P], ids[row_P, position_P + 1], weight_P, row_P, len(ids_BL))
 
 
 def check_differentiable(model: nn.Module) -> list[str]:
@@ -98,19 +102,21 @@ def check_differentiable(model: nn.Module) -> list[str]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise ModelError(f"{name}: no parameter requires a gradient; call requires_grad_() on those to train")
-    if narrow := {
+    if half_precision := {
         str(parameter.dtype).split(".")[1] for parameter in model.parameters() if parameter.dtype not in EXACT_DTYPES
     }:
         raise ModelError(
-            f"{name}: has weights in {', '.join(sorted(narrow))}, whose rounding error exceeds the finite differences; "
-            "set dtype to float32"
+            f"{name}: has weights in {', '.join(sorted(half_precision))}, whose rounding error exceeds the finite "
+            "differences; set dtype to float32"
         )
-    active = [module for module in modules if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0]
+    active_dropouts = [
+        module for module in modules if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+    ]
     rates = [value for module in modules for key, value in vars(module).items() if "dropout" in key]
     model.eval()
     for module in modules:
         if getattr(module, "gradient_checkpointing", False):
             module.training = True  # not recursively: checkpointing is only active in training mode
-    if active or any(isinstance(rate, float) and rate > 0 for rate in rates):
+    if active_dropouts or any(isinstance(rate, float) and rate > 0 for rate in rates):
         return ["dropout is disabled, because a replayed step would draw another random mask"]
     return []

@@ -26,9 +26,9 @@ from grasp.training.adamw import AdamWTraining
 from grasp.training.fine_tuning import FineTuning
 from grasp.training.recipe_files import FineTuningRecipe
 from grasp.training.row_derivatives import label_positions
-from grasp.training.train import batch_order, relative_weights
+from grasp.training.row_order import batch_order, relative_weights
 
-ROWS_AT_ONCE = 16  # pairs whose margins before training are computed together
+BLOCK_ROWS = 16  # pairs whose margins before training are computed together
 
 
 class FurtherTraining:
@@ -48,9 +48,9 @@ class FurtherTraining:
         self._start = [parameter.detach().clone() for parameter in training.parameters]
         self._reference_N: F64 | None = None
         if rows.shard(0).split_N is not None:
-            starts = range(0, rows.n_rows, ROWS_AT_ONCE)
-            parts = [np.arange(start, min(start + ROWS_AT_ONCE, rows.n_rows)) for start in starts]
-            self._reference_N = np.concatenate([margins(training, rows.rows(part)) for part in parts])
+            starts = range(0, rows.n_rows, BLOCK_ROWS)
+            blocks = [np.arange(start, min(start + BLOCK_ROWS, rows.n_rows)) for start in starts]
+            self._reference_N = np.concatenate([margins(training, rows.rows(block)) for block in blocks])
 
     def steps(self, n_rows: int) -> int:
         """Return the number of steps on a subset of so many rows."""
@@ -85,6 +85,7 @@ class FurtherTraining:
         return self._model
 
     def _backward(self, training: AdamWTraining, index_B: I64) -> float:
+        """Add the gradient of the loss of one step to the buffers, and return the loss."""
         rows = self._rows.rows(index_B)
         if self._reference_N is not None:
             return dpo_backward(training, rows, self._reference_N[index_B], self._recipe.beta)
@@ -94,9 +95,9 @@ class FurtherTraining:
 
 def padded_labels(rows: RowShard) -> tuple[I64, F64]:
     """Return token ids (B, L), padded on the right, and 1 at the positions whose next token carries loss."""
-    every = range(len(rows))
-    ids, labelled = pad_rows([rows.ids(i) for i in every], [rows.mask(i) for i in every])
-    return ids.numpy(), label_positions(labelled)
+    indices = range(len(rows))
+    ids, loss_mask = pad_rows([rows.ids(i) for i in indices], [rows.mask(i) for i in indices])
+    return ids.numpy(), label_positions(loss_mask)
 
 
 def signed_labels(pairs: RowShard) -> tuple[I64, F64]:
@@ -115,19 +116,21 @@ def dpo_backward(training: AdamWTraining, pairs: RowShard, reference_B: F64, bet
     """Add the gradient of the mean DPO loss of pairs to the buffers, and return the loss.
 
     Args:
+        training: model and gradient buffers.
+        pairs: preference pairs.
         reference_B: margins of the pairs before training.
         beta: strength of the implicit constraint to the model before training.
     """
     ids_SL, weight_SL = signed_labels(pairs)
-    n_pairs, at_once, total = len(pairs), training.recipe.micro_rows or len(pairs), 0.0
+    n_pairs, micro_rows, total = len(pairs), training.recipe.micro_rows or len(pairs), 0.0
     reference = torch.from_numpy(reference_B).to(training.device)
-    for start in range(0, n_pairs, at_once):
-        sides = slice(2 * start, 2 * (start + at_once))
+    for start in range(0, n_pairs, micro_rows):
+        sides = slice(2 * start, 2 * (start + micro_rows))
         with torch.enable_grad():
             loss_S = training.label_logits(ids_SL[sides], weight_SL[sides]).row_losses()
             margin_B = -(loss_S[::2] + loss_S[1::2])
-            ratio_B = margin_B - reference[start : start + at_once]
-            loss = -F.logsigmoid(beta * ratio_B).sum() / n_pairs
+            gain_B = margin_B - reference[start : start + micro_rows]
+            loss = -F.logsigmoid(beta * gain_B).sum() / n_pairs
             loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
     return total

@@ -1,4 +1,6 @@
-"""Products of the curvature of a batch loss with a direction u, and derivatives of row losses along u.
+"""Products of the curvature (Hessian) of a batch loss with a direction u, and derivatives of row losses along u.
+
+g is the gradient of the batch loss, theta are the current weights. Methods:
 
     one-sided      (g(theta + s u) - g(theta)) / s with s |u| = 3e-4 |theta|: one gradient, since a replay has
                    g(theta); the sign of s alternates, so that its errors, which are linear in s, cancel over steps
@@ -30,7 +32,7 @@ Curvature = Literal["one-sided", "difference", "exact", "gauss-newton"]
 # Step relative to the norm of the weights. In float32 the product is within 1e-4 of the exact one on small models; with
 # a tenth of this step, the rounding error is ten times as large.
 RELATIVE_STEP = 1e-3
-ONE_SIDED_SHARE = 0.3  # of that step, in one-sided differences, whose error is linear in the step
+ONE_SIDED_FRACTION = 0.3  # of that step, for one-sided differences, whose error is linear in the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,11 @@ def curvature_product(
     """Multiply the curvature of the batch loss with a direction.
 
     Args:
+        training: model and weights, which are restored.
+        ids_BL: token ids of the batch, padded on the right.
+        weight_BL: weight of the loss of the token that follows each position.
+        direction: u, one tensor per parameter.
+        curvature: method, see the module docstring.
         relative_step: finite-difference step, in norms of the weights; a negative one reverses one-sided differences.
         at_weights: gradient and losses at the current weights, which one-sided differences need.
 
@@ -70,14 +77,14 @@ def curvature_product(
     along_B = np.zeros(len(ids_BL))
     if curvature == "one-sided":
         assert at_weights is not None
-        for step in moved(training, direction, (ONE_SIDED_SHARE * relative_step,)):
+        for step in displaced_weights(training, direction, (ONE_SIDED_FRACTION * relative_step,)):
             along_B = (training.backward(ids_BL, weight_BL) - at_weights.loss_B) / step
             pairs = zip(product, training.gradients(), at_weights.gradient, strict=True)
             for total, gradient, before in pairs:
                 total.copy_(gradient).sub_(before).div_(step)
             training.zero_gradients()
         return product, along_B
-    for step in both_sides(training, direction, relative_step):
+    for step in central_steps(training, direction, relative_step):
         along_B += training.backward(ids_BL, weight_BL) / step
         for total, gradient in zip(product, training.gradients(), strict=True):
             total.add_(gradient, alpha=1.0 / step)
@@ -85,15 +92,17 @@ def curvature_product(
     return product, along_B
 
 
-def both_sides(training: AdamWTraining, direction: Sequence[Tensor], relative_step: float) -> Iterator[float]:
+def central_steps(training: AdamWTraining, direction: Sequence[Tensor], relative_step: float) -> Iterator[float]:
     """Set the parameters to theta + s u and to theta - s u, yielding 2 s and -2 s, then restore them.
 
-    Yields nothing if u is 0.
+    The central difference of f along u is the sum of f / (yielded value). Yields nothing if u is 0.
     """
-    return (2.0 * step for step in moved(training, direction, (relative_step, -relative_step)))
+    return (2.0 * step for step in displaced_weights(training, direction, (relative_step, -relative_step)))
 
 
-def moved(training: AdamWTraining, direction: Sequence[Tensor], relative_steps: Sequence[float]) -> Iterator[float]:
+def displaced_weights(
+    training: AdamWTraining, direction: Sequence[Tensor], relative_steps: Sequence[float]
+) -> Iterator[float]:
     """Set the parameters to theta + s u for some steps, yielding s, then restore them; nothing if u is 0.
 
     Args:
@@ -103,9 +112,9 @@ def moved(training: AdamWTraining, direction: Sequence[Tensor], relative_steps: 
     if not length:
         return
     weights = [parameter.detach().clone() for parameter in training.parameters]
-    size = norm_of(weights) / length
+    unit_step = norm_of(weights) / length  # the step s whose displacement has the norm of the weights
     for relative_step in relative_steps:
-        step = relative_step * size
+        step = relative_step * unit_step
         training.set_weights(weight + step * u for weight, u in zip(weights, direction, strict=True))
         yield step
     training.set_weights(weights)
@@ -114,52 +123,54 @@ def moved(training: AdamWTraining, direction: Sequence[Tensor], relative_steps: 
 def _exact(
     training: AdamWTraining, ids_BL: I64, weight_BL: F64, direction: Sequence[Tensor]
 ) -> tuple[list[Tensor], F64]:
+    """Return the exact Hessian product and row derivatives by forward-over-reverse differentiation."""
     if not isinstance(training, FineTuning) or training.model.config._attn_implementation != "eager":
         raise ModelError(
             "curvature: exact requires a Transformers model with eager attention; load it with "
             "attn_implementation='eager', or set curvature to 'difference'"
         )
-    point = tuple(parameter.detach() for parameter in training.parameters)
-    total = [torch.zeros_like(weight) for weight in point]
-    rows = []
-    for ids, weight in training.pieces(ids_BL, weight_BL):
+    weights = tuple(parameter.detach() for parameter in training.parameters)
+    total = [torch.zeros_like(weight) for weight in weights]
+    along_of_batches = []
+    for ids, weight in training.micro_batches(ids_BL, weight_BL):
 
         def losses(values: tuple[Tensor, ...], ids: I64 = ids, weight: F64 = weight) -> tuple[Tensor, Tensor]:
             loss_B = training.label_logits_at(values, ids, weight).row_losses()
             return loss_B.sum(), loss_B
 
-        tangents = torch.func.jvp(torch.func.grad(losses, has_aux=True), (point,), (tuple(direction),))[1]
-        product, along_B = tangents
-        total = [sum_ + part for sum_, part in zip(total, product, strict=True)]
-        rows.append(along_B)
-    return total, torch.cat(rows).cpu().numpy()
+        derivatives = torch.func.grad(losses, has_aux=True)
+        product, along_B = torch.func.jvp(derivatives, (weights,), (tuple(direction),))[1]  # the tangents
+        total = [sum_ + addend for sum_, addend in zip(total, product, strict=True)]
+        along_of_batches.append(along_B)
+    return total, torch.cat(along_of_batches).cpu().numpy()
 
 
 def _gauss_newton(
     training: AdamWTraining, ids_BL: I64, weight_BL: F64, direction: Sequence[Tensor], relative_step: float
 ) -> tuple[list[Tensor], F64]:
-    pieces = list(training.pieces(ids_BL, weight_BL))
-    slopes: list[Tensor | float] = [0.0] * len(pieces)
-    along = [np.zeros(len(ids)) for ids, _ in pieces]
-    for step in both_sides(training, direction, relative_step):
+    """Return J^T B J u of the module docstring, and row derivatives along u."""
+    micro_batches = list(training.micro_batches(ids_BL, weight_BL))
+    slopes: list[Tensor | float] = [0.0] * len(micro_batches)  # J u of each micro-batch
+    along_of_batches = [np.zeros(len(ids)) for ids, _ in micro_batches]
+    for step in central_steps(training, direction, relative_step):
         with torch.no_grad():
-            for k, (ids, weight) in enumerate(pieces):
+            for k, (ids, weight) in enumerate(micro_batches):
                 outputs = training.label_logits(ids, weight)
                 slopes[k] = slopes[k] + outputs.logits_PV / step
-                along[k] += outputs.row_losses().cpu().numpy() / step
+                along_of_batches[k] += outputs.row_losses().cpu().numpy() / step
     if isinstance(slopes[0], Tensor):  # otherwise u is 0
-        for (ids, weight), slope_PV in zip(pieces, slopes, strict=True):
+        for (ids, weight), slope_PV in zip(micro_batches, slopes, strict=True):
             with torch.enable_grad():
                 outputs = training.label_logits(ids, weight)
                 torch.autograd.backward(outputs.logits_PV, _loss_hessian(outputs, slope_PV))
     product = [gradient.clone() for gradient in training.gradients()]
     training.zero_gradients()
-    return product, np.concatenate(along)
+    return product, np.concatenate(along_of_batches)
 
 
 def _loss_hessian(outputs: LabelLogits, slope_PV: Tensor | float) -> Tensor:
     """Multiply the Hessian of the loss with respect to the logits: ``w (diag(p) - p p^T) z`` at each position."""
     p_PV = torch.softmax(outputs.logits_PV.detach(), dim=-1)
-    weighed_PV = p_PV * slope_PV
-    hessian_PV = weighed_PV - p_PV * weighed_PV.sum(dim=-1, keepdim=True)
+    weighted_PV = p_PV * slope_PV
+    hessian_PV = weighted_PV - p_PV * weighted_PV.sum(dim=-1, keepdim=True)
     return hessian_PV * outputs.weight_P[:, None].to(hessian_PV.dtype)

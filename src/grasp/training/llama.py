@@ -1,8 +1,11 @@
 """K Llama models of the same shape in one batched forward pass, and their conversion to Hugging Face models.
 
+The architecture is that of `transformers.LlamaForCausalLM`: pre-norm blocks of causal attention with rotary embeddings
+and a SwiGLU feed-forward layer.
+
 For tiny models, operations between the matrix products dominate the training time. Therefore weights with the same
-input (query, key, value; gate, up) are one matrix, and all weights of all models are views of two flat buffers, which
-the optimizer updates in one call. All tensors have a leading model axis; one model is K = 1.
+input (query, key, value; gate, up) are packed into one matrix, and all weights of all models are views of two flat
+buffers, which the optimizer updates in one call. All tensors have a leading model axis; one model is K = 1.
 
 Some functions have explicit gradients, which need fewer passes through memory than autograd. In particular, a tiny
 model spends most of a step on memory traffic of logits: `head_loss` runs head, softmax and both gradient products on a
@@ -10,8 +13,8 @@ chunk of positions while it is in the cache, with one buffer of `chunk` x V per 
 against autograd in float64.
 
 Start with `StackedLlama`.
-Shape letters: K models, B rows of a batch, L tokens, T = B L, H hidden width, V vocabulary, I inner width, E units,
-A answers of units.
+Shape letters: K models, B rows of a batch, L tokens, T = B L, P positions with loss, H hidden width, V vocabulary,
+I inner width, E units, A answers of units.
 """
 
 import math
@@ -40,7 +43,7 @@ ROPE_THETA = 10_000.0
 NORM_EPS = 1e-6
 
 Size = Annotated[int, Field(ge=1)]
-MODEL_BY_MODEL = ("cpu",)  # devices in whose cache a chunk of one model fits
+SEQUENTIAL_DEVICES = ("cpu",)  # devices that process one model at a time, so that a chunk fits the cache
 CPU_CHUNK = 256  # positions: fast between 128 and 512 at a vocabulary of a few thousand
 CUDA_CHUNK_ELEMENTS = 1 << 27  # elements of a chunk of logits: 512 MB in float32
 MIN_CUDA_POSITIONS = 256
@@ -61,7 +64,8 @@ class LlamaShape(Settings):
     @property
     def n_parameters(self) -> int:
         """Return the number of parameters."""
-        return sum(rows * columns for _, rows, columns in _blocks(self)) + self.hidden * (2 * self.layers + 1)
+        n_gains = self.hidden * (2 * self.layers + 1)  # two norms per layer, and the final one
+        return sum(rows * columns for _, rows, columns in _matrices(self)) + n_gains
 
     def config(self, eos_id: int | None = None) -> LlamaConfig:
         """Return the Hugging Face configuration of the model."""
@@ -98,11 +102,11 @@ class StackedLlama:
         self.shape = shape
         self.n_models = n_models
         self.device = device
-        layers = [f"layers.{layer}.{name}" for layer in range(shape.layers) for name in ("norm", "mlp_norm")]
-        gains = [*layers, "norm"]
-        blocks = [(name, (n_models, rows, columns)) for name, rows, columns in _blocks(shape)]
-        self.matrices, matrices = _leaves(blocks, device)
-        self.vectors, vectors = _leaves([(name, (n_models, shape.hidden)) for name in gains], device)
+        layer_norms = [f"layers.{layer}.{name}" for layer in range(shape.layers) for name in ("norm", "mlp_norm")]
+        norms = [*layer_norms, "norm"]
+        matrix_sizes = [(name, (n_models, rows, columns)) for name, rows, columns in _matrices(shape)]
+        self.matrices, matrices = _flat_parameters(matrix_sizes, device)
+        self.vectors, vectors = _flat_parameters([(name, (n_models, shape.hidden)) for name in norms], device)
         self.weights: dict[str, Tensor] = matrices | vectors
         self._rotary: tuple[Tensor, Tensor] | None = None  # cosine and sine of the angles, (L, 1, head width / 2)
 
@@ -120,13 +124,13 @@ class StackedLlama:
         """Yield views of the weights of model k with their Hugging Face names."""
         for name, weights in self.weights.items():
             weight = weights.detach()[k]
-            if name in _WHOLE:
-                yield _WHOLE[name], weight
+            if name in _HF_NAMES:
+                yield _HF_NAMES[name], weight
                 continue
-            layers, layer, kind = name.split(".")
-            parts = _PARTS[kind]
-            for part, view in zip(parts, weight.chunk(len(parts)), strict=True):
-                yield f"model.{layers}.{layer}.{part}", view
+            layers, layer, block = name.split(".")
+            hf_names = _HF_NAMES_IN_LAYER[block]
+            for hf_name, view in zip(hf_names, weight.chunk(len(hf_names)), strict=True):
+                yield f"model.{layers}.{layer}.{hf_name}", view
 
     def load(self, k: int, state: Mapping[str, Tensor]) -> None:
         """Copy a Hugging Face state dict to model k."""
@@ -153,57 +157,63 @@ class StackedLlama:
         return self.weights["embed" if self.shape.tied else "head"]
 
     def hidden(self, ids_KBL: Tensor) -> Tensor:
-        """Return the inputs of the head, (K, B, L, H).
+        """Run the models without their heads, and return the inputs of the heads, (K, B, L, H).
 
         Rows are padded on the right, which does not affect other positions with causal attention.
         """
         n_models, n_rows, length = ids_KBL.shape
         w = self.weights
+        # one lookup for all models: the embeddings of model k begin at row k V of the concatenated matrices
         offset = torch.arange(n_models, device=ids_KBL.device).mul_(self.shape.vocab_size)
         flat_ids = ids_KBL.reshape(n_models, -1) + offset[:, None]
         x_KTH = F.embedding(flat_ids, w["embed"].reshape(-1, self.shape.hidden))
-        if self._rotary is None or self._rotary[0].shape[0] < length:  # same formula as Hugging Face
+        rotary = self._rotary_embedding(length)
+        for layer in range(self.shape.layers):
+            prefix = f"layers.{layer}."
+            qkv = _linear(rms_norm(x_KTH, w[prefix + "norm"], NORM_EPS), w[prefix + "qkv"])
+            attended = _attention(qkv, n_models * n_rows, self.shape.heads, rotary)
+            x_KTH = x_KTH + _linear(attended.reshape(x_KTH.shape), w[prefix + "out"])
+            gate_up = _linear(rms_norm(x_KTH, w[prefix + "mlp_norm"], NORM_EPS), w[prefix + "gate_up"])
+            x_KTH = x_KTH + _linear(swiglu(gate_up), w[prefix + "down"])
+        return rms_norm(x_KTH, w["norm"], NORM_EPS).reshape(n_models, n_rows, length, -1)
+
+    def _rotary_embedding(self, length: int) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of the rotary angles of the first positions; same formula as Hugging Face."""
+        if self._rotary is None or self._rotary[0].shape[0] < length:
             width = self.shape.hidden // self.shape.heads
             inverse = 1.0 / (ROPE_THETA ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
             angles = torch.arange(max(length, self.shape.context))[:, None].float() * inverse
             angles = angles[:, None, :].to(self.device)
             self._rotary = (angles.cos(), angles.sin())
-        rotary = self._rotary[0][:length], self._rotary[1][:length]
-        for layer in range(self.shape.layers):
-            prefix = f"layers.{layer}."
-            packed = _times(rms_norm(x_KTH, w[prefix + "norm"], NORM_EPS), w[prefix + "qkv"])
-            mixed = _attention(packed, n_models * n_rows, self.shape.heads, rotary)
-            x_KTH = x_KTH + _times(mixed.reshape(x_KTH.shape), w[prefix + "out"])
-            packed = _times(rms_norm(x_KTH, w[prefix + "mlp_norm"], NORM_EPS), w[prefix + "gate_up"])
-            x_KTH = x_KTH + _times(swiglu(packed), w[prefix + "down"])
-        return rms_norm(x_KTH, w["norm"], NORM_EPS).reshape(n_models, n_rows, length, -1)
+        return self._rotary[0][:length], self._rotary[1][:length]
 
     def unit_losses(self, unit_tokens: Sequence[UnitTokens], batch_tokens: int = 8192) -> F64:
         """Return the results of `grasp.models.unit_loss.evaluate_units` of every model, (K, E) float64.
 
         Args:
+            unit_tokens: units with their token ids.
             batch_tokens: tokens per forward pass, of all models together on a CPU, of each model on a GPU.
         """
         if self.device.type == "cpu":
             batch_tokens = max(1, batch_tokens // self.n_models)
         answers = Answers.of(unit_tokens)
-        tokens, place_A = distinct(answers.tokens)
+        tokens, distinct_index_A = distinct(answers.tokens)  # equal answers are evaluated once
         losses_KA = np.full((self.n_models, len(tokens)), np.nan)
         with torch.inference_mode():
             lengths_A = np.array([len(answer.input_ids) for answer in tokens], dtype=np.int64)
             for index_B in batches(lengths_A, batch_tokens):
-                ids_BL, labelled_BL = padded([tokens[int(i)] for i in index_B])
+                ids_BL, loss_mask_BL = padded([tokens[int(i)] for i in index_B])
                 hidden_KBLH = self.hidden(ids_BL.to(self.device).expand(self.n_models, -1, -1))
-                hidden_KPH = [supervised(hidden_BLH, labelled_BL) for hidden_BLH in hidden_KBLH]
+                hidden_KPH = [supervised(hidden_BLH, loss_mask_BL) for hidden_BLH in hidden_KBLH]
                 pairs = zip(hidden_KPH, self.head, strict=True)
-                losses = [mean_losses(hidden_PH @ head.T, ids_BL, labelled_BL) for hidden_PH, head in pairs]
+                losses = [mean_losses(hidden_PH @ head.T, ids_BL, loss_mask_BL) for hidden_PH, head in pairs]
                 losses_KA[:, index_B] = np.stack(losses)
         for losses_A in losses_KA:
             refuse_non_finite(losses_A)
-        return -answers.utilities(losses_KA[:, place_A])
+        return -answers.utilities(losses_KA[:, distinct_index_A])
 
 
-def _blocks(shape: LlamaShape) -> list[tuple[str, int, int]]:
+def _matrices(shape: LlamaShape) -> list[tuple[str, int, int]]:
     """Return name, rows and columns of each matrix, in the order of the flat buffer."""
     hidden, inner = shape.hidden, shape.intermediate
     blocks = [("embed", shape.vocab_size, hidden)]
@@ -214,7 +224,8 @@ def _blocks(shape: LlamaShape) -> list[tuple[str, int, int]]:
     return blocks if shape.tied else [*blocks, ("head", shape.vocab_size, hidden)]
 
 
-_PARTS = {
+# Hugging Face names of the weights that each matrix or gain of a layer packs, in order, and of the other weights.
+_HF_NAMES_IN_LAYER = {
     "qkv": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
     "out": ("self_attn.o_proj.weight",),
     "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
@@ -222,34 +233,37 @@ _PARTS = {
     "norm": ("input_layernorm.weight",),
     "mlp_norm": ("post_attention_layernorm.weight",),
 }
-_WHOLE = {"embed": "model.embed_tokens.weight", "head": "lm_head.weight", "norm": "model.norm.weight"}
+_HF_NAMES = {"embed": "model.embed_tokens.weight", "head": "lm_head.weight", "norm": "model.norm.weight"}
 
 
-def _leaves(sizes: Sequence[tuple[str, tuple[int, ...]]], device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
+def _flat_parameters(
+    sizes: Sequence[tuple[str, tuple[int, ...]]], device: torch.device
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a buffer and leaf tensors that are views of it; their gradients are views of the buffer's gradient."""
     counts = [math.prod(size) for _, size in sizes]
     buffer = torch.zeros(sum(counts), device=device, requires_grad=True)
     buffer.grad = torch.zeros_like(buffer)
     views = {}
-    parts = zip(sizes, torch.split(buffer.detach(), counts), torch.split(buffer.grad, counts), strict=True)
-    for (name, size), values, gradient in parts:
+    segments = zip(sizes, torch.split(buffer.detach(), counts), torch.split(buffer.grad, counts), strict=True)
+    for (name, size), values, gradient in segments:
         views[name] = values.view(size).requires_grad_()
         views[name].grad = gradient.view(size)
     return buffer, views
 
 
-def _times(x_KTI: Tensor, weight_KOI: Tensor) -> Tensor:
+def _linear(x_KTI: Tensor, weight_KOI: Tensor) -> Tensor:
+    """Apply the linear layer of each model, from I inputs to O outputs, without bias."""
     return torch.bmm(x_KTI, weight_KOI.transpose(1, 2))
 
 
-def _attention(packed: Tensor, n_rows: int, heads: int, rotary: tuple[Tensor, Tensor]) -> Tensor:
+def _attention(qkv: Tensor, n_rows: int, heads: int, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Apply causal attention to packed queries, keys and values; return (rows, L, heads, width)."""
-    query, key, value = packed.view(n_rows, -1, 3, heads, packed.shape[-1] // (3 * heads)).unbind(dim=2)
+    query, key, value = qkv.view(n_rows, -1, 3, heads, qkv.shape[-1] // (3 * heads)).unbind(dim=2)
     query, key = rotate(query, *rotary), rotate(key, *rotary)
-    mixed = F.scaled_dot_product_attention(
+    attended = F.scaled_dot_product_attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True
     )
-    return mixed.transpose(1, 2)
+    return attended.transpose(1, 2)
 
 
 # --------------------------------------------------------------------------------- functions with explicit gradients
@@ -321,22 +335,22 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin)
+        return _apply_rotation(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(grad_outputs[0], cos, -sin), None, None
+        return _apply_rotation(grad_outputs[0], cos, -sin), None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _apply_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     left, right = x.chunk(2, dim=-1)
-    turned = torch.empty_like(x)
-    turned_left, turned_right = turned.chunk(2, dim=-1)
-    torch.mul(left, cos, out=turned_left).addcmul_(right, sin, value=-1)
-    torch.mul(right, cos, out=turned_right).addcmul_(left, sin)
-    return turned
+    rotated = torch.empty_like(x)
+    rotated_left, rotated_right = rotated.chunk(2, dim=-1)
+    torch.mul(left, cos, out=rotated_left).addcmul_(right, sin, value=-1)
+    torch.mul(right, cos, out=rotated_right).addcmul_(left, sin)
+    return rotated
 
 
 # ---------------------------------------------------------------------------------------------- head and its loss
@@ -347,12 +361,15 @@ def head_loss(
 ) -> Tensor:
     """Return weighted sums of cross-entropies, (K,), float32: ``sum_t weight_t * (logsumexp(z_t) - z_t[label_t])``.
 
+    z_t are the logits. Gradients flow to `hidden_KTH` and `head_KVH`; the forward pass computes them, as it has the
+    softmax in the cache. Under autocast the products are computed in its type, the softmax in float32.
+
     Args:
-        labels_KT: int64; positions of weight 0 are skipped, their label is never looked at.
+        hidden_KTH: inputs of the heads.
+        head_KVH: output matrices.
+        labels_KT: int64; positions of weight 0 are skipped, and their label is ignored.
         weight_KT: float32, no gradient; normalise it to get a mean.
         loss_KT: float32 zeros; the terms of the sum are written there.
-    Gradients flow to `hidden_KTH` and `head_KVH`. Under autocast the products are done in its type, the
-    softmax in float32.
     """
     losses: Tensor = _HeadLoss.apply(  # type: ignore[no-untyped-call]
         hidden_KTH, head_KVH, labels_KT, weight_KT, loss_KT
@@ -378,12 +395,12 @@ class _HeadLoss(torch.autograd.Function):
         if loss_KT is None:
             loss_KT = torch.zeros_like(weight_KT)
         with torch.autocast(device.type, enabled=False):
-            low_head_KVH = head_KVH.to(dtype)
-            if device.type in MODEL_BY_MODEL:
+            cast_head_KVH = head_KVH.to(dtype)
+            if device.type in SEQUENTIAL_DEVICES:
                 for k in range(hidden_KTH.shape[0]):
                     losses[k] = _one_model(
                         hidden_KTH[k],
-                        low_head_KVH[k],
+                        cast_head_KVH[k],
                         labels_KT[k],
                         weight_KT[k],
                         loss_KT[k],
@@ -391,7 +408,7 @@ class _HeadLoss(torch.autograd.Function):
                         grad_head[k],
                     )
             else:
-                _all_models(losses, hidden_KTH, low_head_KVH, labels_KT, weight_KT, loss_KT, grad_hidden, grad_head)
+                _all_models(losses, hidden_KTH, cast_head_KVH, labels_KT, weight_KT, loss_KT, grad_hidden, grad_head)
         ctx.save_for_backward(grad_hidden, grad_head)
         return losses
 
@@ -417,20 +434,21 @@ def _one_model(
         hidden = hidden_TH[positions]
         weight = weight_T[positions, None]
         label = labels_T[positions, None]
-        low = hidden.to(head_VH.dtype)
-        logits = torch.mm(low, head_VH.T).float()
+        cast_hidden = hidden.to(head_VH.dtype)
+        logits = torch.mm(cast_hidden, head_VH.T).float()
         probability = torch.softmax(logits, dim=1)
-        gain = probability.gather(1, label).clamp_min_(TINY).log_() * weight
-        total -= gain.sum()
-        loss_T[positions] = -gain[:, 0]
+        log_likelihood = probability.gather(1, label).clamp_min_(TINY).log_() * weight
+        total -= log_likelihood.sum()
+        loss_T[positions] = -log_likelihood[:, 0]
+        # the gradient with respect to the logits is p - onehot(label), times the weight; reuse the buffer of p
         probability.scatter_add_(1, label, torch.full_like(weight, -1.0))
         residual = probability.to(head_VH.dtype)
         grad_hidden[positions] = (torch.mm(residual, head_VH).float() * weight).to(grad_hidden.dtype)
-        weighed = low * weight.to(low.dtype)
+        weighted_hidden = cast_hidden * weight.to(cast_hidden.dtype)
         if residual.dtype == grad_head.dtype:
-            grad_head.addmm_(residual.T, weighed)
+            grad_head.addmm_(residual.T, weighted_hidden)
         else:
-            grad_head += torch.mm(residual.T, weighed)
+            grad_head += torch.mm(residual.T, weighted_hidden)
     return total
 
 
@@ -444,23 +462,25 @@ def _all_models(
     grad_hidden: Tensor,
     grad_head: Tensor,
 ) -> None:
-    """Return the losses of many models at once, in few large kernels without synchronizing with the device.
+    """Compute losses and gradients of many models at once, in few large kernels without synchronizing with the device.
+
+    `losses_K`, `loss_KT`, `grad_hidden` and `grad_head` are outputs, as in `_one_model`.
 
     Positions of weight 0 are computed and multiplied by 0, because finding them would require a synchronization.
     """
     n_models, n_positions, _ = hidden_KTH.shape
     vocabulary = head_KVH.shape[1]
-    positions = min(n_positions, max(MIN_CUDA_POSITIONS, CUDA_CHUNK_ELEMENTS // vocabulary))
-    models = max(1, CUDA_CHUNK_ELEMENTS // (positions * vocabulary))
-    for first, start in product(range(0, n_models, models), range(0, n_positions, positions)):
-        k, t = slice(first, first + models), slice(start, start + positions)
+    chunk_positions = min(n_positions, max(MIN_CUDA_POSITIONS, CUDA_CHUNK_ELEMENTS // vocabulary))
+    chunk_models = max(1, CUDA_CHUNK_ELEMENTS // (chunk_positions * vocabulary))
+    for first, start in product(range(0, n_models, chunk_models), range(0, n_positions, chunk_positions)):
+        k, t = slice(first, first + chunk_models), slice(start, start + chunk_positions)
         weight, label = weight_KT[k, t, None], labels_KT[k, t, None]
-        low = hidden_KTH[k, t].to(head_KVH.dtype)
-        probability = torch.softmax(torch.bmm(low, head_KVH[k].transpose(1, 2)).float(), dim=2)
-        gain = probability.gather(2, label).clamp_min_(TINY).log_() * weight
-        losses_K[k] -= gain.sum(dim=(1, 2))
-        loss_KT[k, t] = -gain[..., 0]
+        cast_hidden = hidden_KTH[k, t].to(head_KVH.dtype)
+        probability = torch.softmax(torch.bmm(cast_hidden, head_KVH[k].transpose(1, 2)).float(), dim=2)
+        log_likelihood = probability.gather(2, label).clamp_min_(TINY).log_() * weight
+        losses_K[k] -= log_likelihood.sum(dim=(1, 2))
+        loss_KT[k, t] = -log_likelihood[..., 0]
         probability.scatter_add_(2, label, torch.full_like(weight, -1.0))
         residual = probability.to(head_KVH.dtype)
         grad_hidden[k, t] = (torch.bmm(residual, head_KVH[k]).float() * weight).to(grad_hidden.dtype)
-        grad_head[k] += torch.bmm(residual.transpose(1, 2), low * weight.to(low.dtype))
+        grad_head[k] += torch.bmm(residual.transpose(1, 2), cast_hidden * weight.to(cast_hidden.dtype))

@@ -1,8 +1,9 @@
 """Derivatives of final utilities with respect to the weights of rows, by replaying a training run backward.
 
-For a row in the batch of a step, ``dU/dw_i`` with w_i the weight of its loss in this step. At probe steps, for all
-rows, the derivative with respect to the weight that the row would have if it were added to the batch. See `adjoint` for
-the mathematics. Start with `metagradient`.
+For a *drawn* row, i.e. one in the batch of a step, this is ``dU/dw_i`` with w_i the weight of its loss in this step. At
+*probe steps*, all rows have a derivative: with respect to the weight that the row would have if it were added to the
+batch. See `adjoint` for the mathematics, and Engstrom et al. 2025, arXiv 2503.13751, for the idea. Start with
+`metagradient`.
 
 Shape letters: K steps, B rows of a batch, L tokens, N rows, T targets, M probe steps.
 """
@@ -23,9 +24,9 @@ from torch import Tensor
 
 from grasp.arrays import F64, I64
 from grasp.errors import ModelError
-from grasp.models.causal_lm import batches as batches_of_like_length
+from grasp.models.causal_lm import batches as length_batches
 from grasp.models.causal_lm import pad_rows
-from grasp.models.gradients import Example, UntakenLayerError
+from grasp.models.gradients import Example, UnsupportedLayerError
 from grasp.settings import Settings
 from grasp.store.directory import Schema, Store
 from grasp.store.records import Mark
@@ -35,7 +36,7 @@ from grasp.training.adamw import AdamWTraining
 from grasp.training.adjoint import Adjoint, UpdateConstants, add_curvature, norm_of, through_update
 from grasp.training.hessian_products import RELATIVE_STEP, BatchGradient, Curvature, curvature_product
 from grasp.training.row_derivatives import cheaper_method, label_positions, row_derivatives
-from grasp.training.trajectory import Step, TensorShelf, Trajectory
+from grasp.training.trajectory import Step, TensorSets, Trajectory
 
 BACKWARD = Schema(
     mark=Mark,
@@ -45,7 +46,7 @@ BACKWARD = Schema(
     recovery_hint="remove it and replay again",
     error_type=ModelError,
 )
-ROOT_SHARE = 0.01
+ROOT_SHARE = 0.01  # see `MetagradientSettings.root_share`
 BATCH_TOKENS = 8192
 
 
@@ -92,21 +93,21 @@ class Metagradient:
     left_out_K: I64
 
     def drawn(self, n_rows: int, first: int = 0, last: int | None = None) -> F64:
-        """Sum the derivatives of drawn rows over steps, (N, T); a row that was never drawn has 0."""
+        """Sum the derivatives of drawn rows over the steps in [`first`, `last`), (N, T); rows never drawn have 0."""
         total_NT = np.zeros((n_rows, self.drawn_KBT.shape[2]))
-        real_KB = (self.order_KB >= 0) & np.isfinite(self.drawn_KBT[..., 0])
-        real_KB[:first] = False
-        real_KB[len(real_KB) if last is None else last :] = False
-        np.add.at(total_NT, self.order_KB[real_KB], self.drawn_KBT[real_KB])
+        is_used_KB = (self.order_KB >= 0) & np.isfinite(self.drawn_KBT[..., 0])
+        is_used_KB[:first] = False
+        is_used_KB[len(is_used_KB) if last is None else last :] = False
+        np.add.at(total_NT, self.order_KB[is_used_KB], self.drawn_KBT[is_used_KB])
         return total_NT
 
     def probed(self, steps: Sequence[int] | None = None) -> F64:
         """Average the derivatives of all rows over probe steps, each standardized over rows, (N, T)."""
-        chosen = np.isin(self.probe_steps_M, self.probe_steps_M if steps is None else steps)
-        value_MNT = self.probe_MNT[chosen & np.isfinite(self.probe_MNT).all(axis=(1, 2))]
-        spread_M1T = value_MNT.std(axis=1, keepdims=True)
+        is_used_M = np.isin(self.probe_steps_M, self.probe_steps_M if steps is None else steps)
+        value_MNT = self.probe_MNT[is_used_M & np.isfinite(self.probe_MNT).all(axis=(1, 2))]
+        std_M1T = value_MNT.std(axis=1, keepdims=True)
         centred_MNT = value_MNT - value_MNT.mean(axis=1, keepdims=True)
-        scaled = np.divide(centred_MNT, spread_M1T, out=np.zeros_like(value_MNT), where=spread_M1T > 0)
+        scaled = np.divide(centred_MNT, std_M1T, out=np.zeros_like(value_MNT), where=std_M1T > 0)
         mean_NT: F64 = scaled.mean(axis=0)
         return mean_NT
 
@@ -121,11 +122,11 @@ class Metagradient:
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
+class ReplayCost:
     """Cost of a replay in units of the training run; a forward pass is a third of a gradient."""
 
-    forward: float
-    rerun: float
+    forward: float  # the training run itself
+    rerun: float  # recomputing the steps of each segment
     backward: float
     probes: float
 
@@ -147,18 +148,21 @@ def middle_steps(steps: int, count: int) -> tuple[int, ...]:
     return tuple(int((k + 0.5) * steps / count) for k in range(count))
 
 
-def price(order: Sequence[I64], n_rows: int, n_targets: int, settings: MetagradientSettings) -> Price:
+def replay_cost(order: Sequence[I64], n_rows: int, n_targets: int, settings: MetagradientSettings) -> ReplayCost:
     """Forecast what a replay of a training costs.
 
     Args:
         order: positions of the rows of each step.
         n_rows: rows of the corpus, all of which are differentiated at the probe steps.
+        n_targets: number of targets.
+        settings: settings of the replay.
     """
-    share = (len(order) - settings.first_step) / len(order)
+    replayed = (len(order) - settings.first_step) / len(order)
+    # gradients per step and target
     gradients = {"one-sided": 1.0, "difference": 2.0, "exact": 3.1, "gauss-newton": 5 / 3}[settings.curvature]
-    _, probe = cheaper_method(n_targets)
-    probes = probe * len(settings.probe_steps) * n_rows / sum(len(index_B) for index_B in order)
-    return Price(1.0, share, share * gradients * n_targets, probes)
+    _, gradients_per_row = cheaper_method(n_targets)
+    probes = gradients_per_row * len(settings.probe_steps) * n_rows / sum(len(index_B) for index_B in order)
+    return ReplayCost(1.0, replayed, replayed * gradients * n_targets, probes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +176,13 @@ class Target:
         """Return the answers of the units in batches of similar length."""
         answers = Answers.of(self.units)
         lengths = np.array([len(answer.input_ids) for answer in answers.tokens], dtype=np.int64)
-        out = []
-        for index_B in batches_of_like_length(lengths, batch_tokens):
-            chosen = [answers.tokens[int(a)] for a in index_B]
-            ids, loss_mask = pad_rows([answer.input_ids for answer in chosen], [answer.first for answer in chosen])
+        padded_batches = []
+        for index_B in length_batches(lengths, batch_tokens):
+            batch = [answers.tokens[int(a)] for a in index_B]
+            ids, loss_mask = pad_rows([answer.input_ids for answer in batch], [answer.first for answer in batch])
             weight_BL = label_positions(loss_mask)
-            out.append((index_B, ids.numpy(), weight_BL / weight_BL.sum(axis=1, keepdims=True)))
-        return TargetBatches(answers, tuple(out))
+            padded_batches.append((index_B, ids.numpy(), weight_BL / weight_BL.sum(axis=1, keepdims=True)))
+        return TargetBatches(answers, tuple(padded_batches))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +190,12 @@ class TargetBatches:
     """The answers of a target's units in batches: their indices, token ids, and label weights of their mean losses."""
 
     answers: Answers
-    parts: tuple[tuple[I64, I64, F64], ...]
+    batches: tuple[tuple[I64, I64, F64], ...]
 
     def losses(self, training: AdamWTraining) -> F64:
         """Return the mean loss of every answer at the current weights, (A,)."""
         loss_A = np.empty(len(self.answers.tokens))
-        for index_B, ids_BL, weight_BL in self.parts:
+        for index_B, ids_BL, weight_BL in self.batches:
             loss_A[index_B] = training.row_losses(ids_BL, weight_BL)
         return loss_A
 
@@ -207,18 +211,18 @@ def examples_of(trajectory: Trajectory) -> list[Example]:
     return [Example(rows.flat_ids[span], loss_mask=mask) for span, mask in zip(spans, masks, strict=True)]
 
 
-def utility_gradient(training: AdamWTraining, batches: TargetBatches) -> tuple[float, list[Tensor]]:
+def utility_gradient(training: AdamWTraining, target_batches: TargetBatches) -> tuple[float, list[Tensor]]:
     """Return the mean utility of a target in nats, and its gradient, at the current weights.
 
     The gradient of a margin is the sum of those of its answers with weights that depend on their losses.
     """
-    answers, n_units = batches.answers, len(batches.answers.sign_E)
-    loss_A = None if answers.are_units else batches.losses(training)
+    answers, n_units = target_batches.answers, len(target_batches.answers.sign_E)
+    loss_A = None if answers.are_units else target_batches.losses(training)
     weight_A = np.ones(len(answers.tokens)) if loss_A is None else answers.weights(loss_A)
     training.zero_gradients()
     loss = sum(
         float(training.backward(ids_BL, weight_BL * weight_A[index_B, None] / n_units).sum())
-        for index_B, ids_BL, weight_BL in batches.parts
+        for index_B, ids_BL, weight_BL in target_batches.batches
     )
     gradient = [-gradient for gradient in training.gradients()]
     training.zero_gradients()
@@ -227,8 +231,8 @@ def utility_gradient(training: AdamWTraining, batches: TargetBatches) -> tuple[f
 
 def utilities(training: AdamWTraining, targets: Sequence[Target], batch_tokens: int = BATCH_TOKENS) -> F64:
     """Return the utility of every target at the current weights, (T,), nats."""
-    of_targets = [target.batches(batch_tokens) for target in targets]
-    return np.array([batches.answers.utilities(batches.losses(training)).mean() for batches in of_targets])
+    all_batches = [target.batches(batch_tokens) for target in targets]
+    return np.array([batches.answers.utilities(batches.losses(training)).mean() for batches in all_batches])
 
 
 def metagradient(
@@ -244,6 +248,8 @@ def metagradient(
 
     Args:
         trajectory: a finished training run.
+        targets: targets whose utilities are differentiated.
+        settings: settings of the replay.
         progress: callback that receives the number of steps that are left.
 
     Raises:
@@ -267,11 +273,11 @@ class _Replay:
         if trajectory.directory is not None:
             store = Store(trajectory.directory / "backward", BACKWARD)
             store.begin(self._identity(), replace=True)
-        self.shelf = TensorShelf(store)
+        self.tensor_sets = TensorSets(store)
         self.adjoints: list[Adjoint] = []
-        widest, n_targets = max(len(index_B) for index_B in trajectory.order), len(targets)
+        batch_rows, n_targets = max(len(index_B) for index_B in trajectory.order), len(targets)
         self.results: dict[str, Any] = {
-            "drawn": np.full((steps, widest, n_targets), np.nan),
+            "drawn": np.full((steps, batch_rows, n_targets), np.nan),
             "probe": np.full((len(settings.probe_steps), trajectory.rows.n_rows, n_targets), np.nan),
             "utility": np.zeros(n_targets),
             "adjoint_norm": np.full((steps, n_targets), np.nan),
@@ -282,11 +288,11 @@ class _Replay:
 
     def _identity(self) -> dict[str, Any]:
         digest = hashlib.blake2b(digest_size=16)
-        for batches in self.targets:
-            for index_B, ids_BL, weight_BL in batches.parts:
+        for target_batches in self.targets:
+            for index_B, ids_BL, weight_BL in target_batches.batches:
                 for array in (index_B, ids_BL, weight_BL):
                     digest.update(array.tobytes())
-            digest.update(batches.answers.scale_A.tobytes() + b"|")
+            digest.update(target_batches.answers.scale_A.tobytes() + b"|")
         return {
             "settings": self.settings.model_dump(mode="json"),
             "targets": digest.hexdigest(),
@@ -295,33 +301,34 @@ class _Replay:
 
     def run(self, progress: Callable[[int], None] | None) -> Metagradient:
         """Replay all segments that are not finished, in reverse order."""
-        done = [segment for segment in self.segments if _name(segment) in self.shelf]
-        if done:
-            self._resume(done[0])
+        finished = [segment for segment in self.segments if _progress_name(segment) in self.tensor_sets]
+        if finished:
+            self._resume(finished[0])
         else:
             self._begin()
-        for segment in reversed(self.segments[: self.segments.index(done[0])] if done else self.segments):
+        n_left = self.segments.index(finished[0]) if finished else len(self.segments)
+        for segment in reversed(self.segments[:n_left]):
             for step in self.trajectory.backward_through(segment):
                 if step.step >= self.settings.first_step:
-                    self._back(step)
+                    self._differentiate_step(step)
                 if progress is not None:
                     progress(step.step)
-            self._keep(segment)
+            self._store_progress(segment)
         return self._result()
 
     def _begin(self) -> None:
         """Differentiate the utilities at the end of training, and determine the root from the first gradient."""
         if self.settings.root_share:
-            self.results["root"][0] = self.settings.root_share * self._first_square()
-        self.trajectory.go_to(len(self.trajectory.order))
-        for t, batches in enumerate(self.targets):
-            self.results["utility"][t], gradient = utility_gradient(self.training, batches)
+            self.results["root"][0] = self.settings.root_share * self._first_mean_square()
+        self.trajectory.restore(len(self.trajectory.order))
+        for t, target_batches in enumerate(self.targets):
+            self.results["utility"][t], gradient = utility_gradient(self.training, target_batches)
             self.adjoints.append(Adjoint.of_weights(gradient))
 
-    def _first_square(self) -> float:
+    def _first_mean_square(self) -> float:
         """Return the mean squared gradient of the first step after clipping."""
         training = self.training
-        self.trajectory.go_to(0)
+        self.trajectory.restore(0)
         for batch in self.trajectory.batches(0, 1):
             training.backward(batch.ids_BL, batch.weight_BL)
         norm = norm_of(training.gradients())
@@ -330,7 +337,7 @@ class _Replay:
         clipped = norm if limit is None else min(norm, limit)
         return clipped**2 / self.trajectory.size.parameters
 
-    def _back(self, step: Step) -> None:
+    def _differentiate_step(self, step: Step) -> None:
         """Backpropagate through one step, for each target."""
         settings, training, results = self.settings, self.training, self.results
         constants = UpdateConstants(
@@ -344,14 +351,14 @@ class _Replay:
         weight_B = self.trajectory.weight_N[batch.row_index_B]
         directions = []
         for t, adjoint in enumerate(self.adjoints):
-            moments = step.first_after, step.second_after
-            direction, left_out = through_update(adjoint, constants, step.gradient, *moments)
+            direction, n_fixed = through_update(adjoint, constants, step.gradient, step.first_after, step.second_after)
             product, along_B = curvature_product(
                 training,
                 batch.ids_BL,
                 batch.weight_BL,
                 direction,
                 settings.curvature,
+                # alternating signs cancel errors of one-sided differences over steps
                 settings.relative_step * (-1 if step.step % 2 else 1),
                 BatchGradient(step.gradient, step.loss_B),
             )
@@ -360,7 +367,7 @@ class _Replay:
             results["drawn"][step.step, : len(along_B), t] = along_B
             results["adjoint_norm"][step.step, t] = adjoint.norm
             results["direction_norm"][step.step, t] = norm_of(direction)
-            results["left_out"][step.step] = left_out
+            results["left_out"][step.step] = n_fixed
             if step.step in settings.probe_steps:
                 directions.append(direction)
             if not math.isfinite(adjoint.norm):
@@ -379,13 +386,14 @@ class _Replay:
             )
             try:
                 value_NT = differentiate(cheaper_method(len(directions))[0])
-            except UntakenLayerError:  # such as experts, whose tensors have no gradient for each row
+            except UnsupportedLayerError:  # such as experts, whose tensors have no gradient for each row
                 value_NT = differentiate("difference")
-            results["probe"][settings.probe_steps.index(step.step)] = value_NT / batch.labels
+            results["probe"][settings.probe_steps.index(step.step)] = value_NT / batch.n_labels
 
     # --------------------------------------------------------------------------------------------------------- storage
 
-    def _keep(self, segment: tuple[int, int]) -> None:
+    def _store_progress(self, segment: tuple[int, int]) -> None:
+        """Store adjoints and results after a segment, which replace those after the segment before."""
         if self.trajectory.directory is None:
             return
         tensors = {f"results.{key}": torch.from_numpy(value) for key, value in self.results.items()}
@@ -393,21 +401,22 @@ class _Replay:
             for field in fields(adjoint):
                 for k, tensor in enumerate(getattr(adjoint, field.name)):
                     tensors[f"{t}.{field.name}.{k}"] = tensor
-        self.shelf.put(_name(segment), tensors)
-        at = self.segments.index(segment)
-        if at + 1 < len(self.segments):
-            self.shelf.drop(_name(self.segments[at + 1]))
+        self.tensor_sets.put(_progress_name(segment), tensors)
+        next_index = self.segments.index(segment) + 1
+        if next_index < len(self.segments):
+            self.tensor_sets.drop(_progress_name(self.segments[next_index]))
 
     def _resume(self, segment: tuple[int, int]) -> None:
-        tensors = self.shelf.get(_name(segment))
+        """Restore adjoints and results after a segment."""
+        tensors = self.tensor_sets.get(_progress_name(segment))
         self.results = {key: tensors[f"results.{key}"].numpy().copy() for key in self.results}
         count, device = len(self.training.parameters), self.training.device
         for t in range(len(self.targets)):
-            parts = [
+            derivatives = [
                 [tensors[f"{t}.{field.name}.{k}"].to(device, copy=True) for k in range(count)]
                 for field in fields(Adjoint)
             ]
-            self.adjoints.append(Adjoint(*parts))
+            self.adjoints.append(Adjoint(*derivatives))
 
     def _result(self) -> Metagradient:
         results, order = self.results, self.trajectory.order
@@ -426,5 +435,5 @@ class _Replay:
         )
 
 
-def _name(segment: tuple[int, int]) -> str:
+def _progress_name(segment: tuple[int, int]) -> str:
     return f"before-{segment[0]:06d}"

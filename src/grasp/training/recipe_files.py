@@ -30,7 +30,7 @@ ALIASES = {  # names in Axolotl and older versions of TRL
     "target_modules": "lora_target_modules",
 }
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
-NEUTRAL = (None, False, 0, "", "no")
+DISABLED = (None, False, 0, "", "no")  # values that switch a setting off
 # Settings that change a step in a way that is not differentiated here.
 UNSUPPORTED = (
     "label_smoothing_factor",
@@ -76,7 +76,7 @@ class FineTuningRecipe(Settings):
     )
     lora_alpha: float | None = Field(None, gt=0, description="LoRA alpha; none: the rank.")
     lora_target_modules: tuple[str, ...] | str = Field("all-linear", description="Layers with an adapter.")
-    # A replay computes otherwise, and says so; these are not part of its record.
+    # A replay ignores the following settings and says so in `notes`; they are not part of its record.
     lora_dropout: float = Field(0.0, ge=0, description="Dropout of the adapter; disabled in a replay.", exclude=True)
     bf16: bool | str = Field(False, description="Mixed precision; a replay computes in float32.", exclude=True)
     fp16: bool | str = Field(False, description="Mixed precision; a replay computes in float32.", exclude=True)
@@ -86,7 +86,7 @@ class FineTuningRecipe(Settings):
     optim: str = Field("adamw_torch", description="Optimizer; a variant of AdamW.")
 
     @model_validator(mode="after")
-    def _known(self) -> Self:
+    def _supported_schedule_and_optimizer(self) -> Self:
         if self.lr_scheduler_type not in SCHEDULES:
             raise ValueError(f"lr_scheduler_type: got {self.lr_scheduler_type!r}, expected {', '.join(SCHEDULES)}")
         if not self.optim.startswith("adamw") or "8bit" in self.optim or "4bit" in self.optim:
@@ -104,27 +104,32 @@ class FineTuningRecipe(Settings):
         return cls.from_mapping(read_yaml(path), str(path))
 
     @classmethod
-    def from_mapping(cls, data: Mapping[str, Any], where: str = "recipe") -> Self:
-        """Build the recipe from fields under any of their known names; see `read`."""
-        data = _flat(data)
-        if unsupported := [name for name in UNSUPPORTED if data.get(name) not in NEUTRAL]:
+    def from_mapping(cls, data: Mapping[str, Any], location: str = "recipe") -> Self:
+        """Build the recipe from fields under any of their known names; see `read`.
+
+        Args:
+            data: fields of the recipe.
+            location: beginning of error messages, e.g. the path of the file.
+        """
+        data = _flatten(data)
+        if unsupported := [name for name in UNSUPPORTED if data.get(name) not in DISABLED]:
             raise ModelError(
-                f"{where}: {unsupported[0]} is set to {data[unsupported[0]]!r}, which a replay cannot differentiate; "
-                "remove it"
+                f"{location}: {unsupported[0]} is set to {data[unsupported[0]]!r}, which a replay cannot "
+                "differentiate; remove it"
             )
         if data.get("completion_only_loss") is False:  # TRL
             data["train_on_inputs"] = True
         if data.get("lora_target_linear"):
             data["lora_target_modules"] = "all-linear"
         if data.get("adapter") not in (None, "lora"):
-            raise ModelError(f"{where}: adapter: got {data['adapter']!r}, expected lora")
-        return validated(cls, {name: value for name, value in data.items() if value is not None}, where)
+            raise ModelError(f"{location}: adapter: got {data['adapter']!r}, expected lora")
+        return validated(cls, {name: value for name, value in data.items() if value is not None}, location)
 
     @property
     def notes(self) -> list[str]:
-        """Return what a replay does otherwise than the recipe, a sentence each."""
+        """Return one sentence for each difference between the recipe and its replay."""
         notes = []
-        if any(value not in NEUTRAL for value in (self.bf16, self.fp16)):
+        if any(value not in DISABLED for value in (self.bf16, self.fp16)):
             notes.append("the recipe computes in half precision, a replay in float32: rounding exceeds its differences")
         if self.lora_dropout:
             notes.append("dropout of the adapter is switched off: a random mask cannot be replayed")
@@ -149,19 +154,18 @@ class FineTuningRecipe(Settings):
         Raises:
             SettingsError: the warm-up is as long as the training run.
         """
-        steps, warmup = self.steps(n_rows), self.warmup_steps
-        if self.warmup_ratio and not warmup:
-            warmup = self.warmup_ratio
+        steps = self.steps(n_rows)
+        warmup = self.warmup_steps or self.warmup_ratio or 0.0  # below 1: a share of all steps
+        if self.lr_scheduler_type == "constant":
+            warmup_steps = 0
+        else:
+            warmup_steps = math.ceil(steps * warmup) if warmup < 1 else int(warmup)
         data = {
             "steps": steps,
             "batch_rows": self.batch_rows,
             "micro_rows": self.per_device_train_batch_size if self.gradient_accumulation_steps > 1 else None,
             "learning_rate": self.learning_rate,
-            "warmup_steps": 0
-            if self.lr_scheduler_type == "constant"
-            else math.ceil(steps * warmup)
-            if warmup < 1
-            else int(warmup),
+            "warmup_steps": warmup_steps,
             "warmup_from_zero": True,
             "schedule": SCHEDULES[self.lr_scheduler_type],
             "betas": (self.adam_beta1, self.adam_beta2),
@@ -176,19 +180,19 @@ class FineTuningRecipe(Settings):
         steps, epoch = self.steps(n_rows), 0
         batches: list[I64] = []
         while len(batches) < steps:
-            drawn = stream(seed, "replay", "order", epoch).permutation(n_rows)
-            batches += [drawn[k : k + self.batch_rows] for k in range(0, n_rows, self.batch_rows)]
+            permutation = stream(seed, "replay", "order", epoch).permutation(n_rows)
+            batches += [permutation[k : k + self.batch_rows] for k in range(0, n_rows, self.batch_rows)]
             epoch += 1
         return batches[:steps]
 
 
 def default_recipe(n_rows: int) -> FineTuningRecipe:
     """Return the recipe that is replayed without one: an epoch in batches of 16, but at most 192 steps."""
-    batch_rows, most_steps = 16, 192
+    batch_rows, max_steps = 16, 192
     return FineTuningRecipe(
         per_device_train_batch_size=batch_rows,
         num_train_epochs=1.0,
-        max_steps=min(math.ceil(n_rows / batch_rows), most_steps),
+        max_steps=min(math.ceil(n_rows / batch_rows), max_steps),
         warmup_ratio=0.03,
     )
 
@@ -223,7 +227,7 @@ def proxy_training(recipe: FineTuningRecipe, n_rows: int, vocab_size: int, conte
     return TrainingRecipe(**recipe.optimizer(n_rows).model_dump(), **settings)
 
 
-def _flat(data: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten(data: Mapping[str, Any]) -> dict[str, Any]:
     """Rename fields to those of Transformers, and merge the groups `lora` and `training_args` into them."""
     fields: dict[str, Any] = {}
     for name, value in data.items():
@@ -231,7 +235,7 @@ def _flat(data: Mapping[str, Any]) -> dict[str, Any]:
             inner = {ALIASES.get(key, f"lora_{key}" if key == "alpha" else key): entry for key, entry in value.items()}
             fields |= {key: entry for key, entry in inner.items() if key.startswith("lora_")}
         elif name in ("training_args", "training_arguments", "args") and isinstance(value, Mapping):
-            fields |= _flat(value)
+            fields |= _flatten(value)
         else:
             fields[ALIASES.get(name, name)] = value
     return fields

@@ -5,13 +5,14 @@ A row has two scores for a target:
     drawn     the sum of its derivatives over the steps whose batch contained it, mean over the orders that drew it
     probed    the mean over probe steps of its derivative there, with each step standardized over rows
 
-Only steps from which on a replay is smooth are used. If no more than the last third of a replay is smooth, it is
-repeated with Gauss-Newton, and discarded if it is still not smooth. Start with `replay_rows`.
+An *order* is one training run with its own order of the rows. Steps from which on a replay is smooth (`replay_checks`)
+are used. If no more than the last third of a replay is smooth, it is repeated with Gauss-Newton, and discarded if it is
+still not smooth. Start with `replay_rows`.
 
 In a training from scratch, derivatives at single probe steps are noise, and a row is drawn about once. What the
-derivatives of drawn rows have in common is then carried over to all rows by their text: see `scores_from_text`.
+derivatives of drawn rows have in common is then predicted for all rows from their text: see `scores_from_text`.
 
-Shape letters: N rows, n rows of a block, S rows with a score, K steps, T targets, F folds, V slots.
+Shape letters: N rows, n rows of a block, S rows with a score, K steps, T targets, F folds, V hashed features.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from grasp.files import atomic_path, discard, write_atomically
 from grasp.progress import Progress, Silent
 from grasp.seeds import stream
 from grasp.training.metagradient import Metagradient, MetagradientSettings, Target, metagradient
-from grasp.training.replay_gate import (
+from grasp.training.replay_checks import (
     MIN_AGREEMENT,
     REMEDY,
     Smoothness,
@@ -46,29 +47,33 @@ MIN_CHECK = 0.5  # correlation of measured and predicted changes below which the
 LATEST_START = 2 / 3  # a replay that is only smooth from a later part of the run on is repeated or discarded
 
 
-def brought_to_one_scale(score_NT: F64) -> F64:
+def standardize_scores(score_NT: F64) -> F64:
     """Standardize the scores of each target over the rows that have one; constant scores become 0."""
-    spread_T = np.nanstd(score_NT, axis=0)
+    std_T = np.nanstd(score_NT, axis=0)
     centred_NT = score_NT - np.nanmean(score_NT, axis=0)
-    scaled_NT: F64 = np.divide(centred_NT, spread_T, out=np.zeros_like(score_NT), where=spread_T > 0)
+    scaled_NT: F64 = np.divide(centred_NT, std_T, out=np.zeros_like(score_NT), where=std_T > 0)
     return np.where(np.isnan(score_NT), np.nan, scaled_NT)
 
 
 def drawn_scores(replays: Sequence[Metagradient], n_rows: int, windows: Sequence[tuple[int, int]]) -> F64:
     """Average the derivatives of drawn rows over the orders that drew them, (N, T); NaN for rows never drawn.
 
+    Each order is divided by its standard deviation over rows first.
+
     Args:
+        replays: replay of each order.
+        n_rows: rows of the corpus, N.
         windows: first step and end of the used steps of each order.
     """
     total_NT, count_N1 = np.zeros((n_rows, replays[0].drawn_KBT.shape[2])), np.zeros((n_rows, 1))
     for replay, (first, last) in zip(replays, windows, strict=True):
-        seen_N = np.zeros(n_rows, dtype=np.bool_)
+        is_drawn_N = np.zeros(n_rows, dtype=np.bool_)
         order_KB = replay.order_KB[first:last]
-        seen_N[order_KB[order_KB >= 0]] = True
-        part_NT = np.where(seen_N[:, None], replay.drawn(n_rows, first, last), np.nan)
-        spread_T = np.nanstd(part_NT, axis=0)
-        total_NT[seen_N] += part_NT[seen_N] / np.where(spread_T > 0, spread_T, 1.0)
-        count_N1[seen_N] += 1
+        is_drawn_N[order_KB[order_KB >= 0]] = True
+        sum_NT = np.where(is_drawn_N[:, None], replay.drawn(n_rows, first, last), np.nan)
+        std_T = np.nanstd(sum_NT, axis=0)
+        total_NT[is_drawn_N] += sum_NT[is_drawn_N] / np.where(std_T > 0, std_T, 1.0)
+        count_N1[is_drawn_N] += 1
     mean_NT: F64 = np.divide(total_NT, count_N1, out=np.full_like(total_NT, np.nan), where=count_N1 > 0)
     return mean_NT
 
@@ -77,10 +82,11 @@ def probed_scores(replays: Sequence[Metagradient], steps: Sequence[Sequence[int]
     """Average the derivatives of all rows over probe steps and orders, (N, T).
 
     Args:
+        replays: replay of each order.
         steps: used probe steps of each order.
     """
-    parts = [replay.probed(chosen) for replay, chosen in zip(replays, steps, strict=True) if len(chosen)]
-    mean_NT: F64 = np.mean(parts, axis=0)
+    scores = [replay.probed(used) for replay, used in zip(replays, steps, strict=True) if len(used)]
+    mean_NT: F64 = np.mean(scores, axis=0)
     return mean_NT
 
 
@@ -91,25 +97,26 @@ def scores_from_text(score_NT: F64, rows: RowStore, document_N: I64, seed: int) 
 
     Args:
         score_NT: scores; NaN for rows without one.
+        rows: the corpus.
         document_N: document of each row, from 0.
         seed: seed of the folds of documents.
     """
     folds = stream(seed, "replay", "folds").permutation(np.arange(int(document_N.max()) + 1) % FOLDS)
     fold_N, scored_S = folds[document_N], np.flatnonzero(np.isfinite(score_NT).all(axis=1))
-    score_ST, texts = brought_to_one_scale(score_NT[scored_S]), rows.rows(scored_S)
+    score_ST, texts = standardize_scores(score_NT[scored_S]), rows.rows(scored_S)
     features, matrix_SV = TokenFeatures.fit(texts.flat_ids, texts.offsets)
     table_FVT = np.zeros((FOLDS, SLOTS, score_NT.shape[1]), dtype=np.float32)
     constant_FT = np.zeros((FOLDS, score_NT.shape[1]))
     for fold in range(FOLDS):
-        others = np.flatnonzero(fold_N[scored_S] != fold)
-        if len(others):
-            table_FVT[fold], constant_FT[fold] = ridge(matrix_SV[others], score_ST[others])
+        training_S = np.flatnonzero(fold_N[scored_S] != fold)
+        if len(training_S):
+            table_FVT[fold], constant_FT[fold] = ridge(matrix_SV[training_S], score_ST[training_S])
     predicted_NT = np.zeros(score_NT.shape)
     for start in range(0, len(score_NT), BLOCK_ROWS):
         block_n = np.arange(start, min(start + BLOCK_ROWS, len(score_NT)))
         texts, fold_n = rows.rows(block_n), fold_N[block_n]
         predicted_NT[block_n] = features.apply(texts.flat_ids, texts.offsets, table_FVT, fold_n) + constant_FT[fold_n]
-    return brought_to_one_scale(predicted_NT)
+    return standardize_scores(predicted_NT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +125,7 @@ class ReplayedRows:
 
     Attributes:
         drawn_NT: drawn scores, NaN for rows never drawn; None: no order is smooth.
-        all_NT: probed scores, or drawn scores that were carried over to all rows; None: neither.
+        all_NT: probed scores, or scores of all rows predicted from drawn scores; None: neither.
         smooth: smoothness of every replay, including discarded ones.
         agreements: rank correlation by target for each pair of used orders.
         notes: what was not used, and what to do about it.
@@ -131,17 +138,17 @@ class ReplayedRows:
     notes: tuple[str, ...]
 
     def relevance(self) -> F64 | None:
-        """Return the scores of all rows on one scale, (N, T); else the drawn ones, 0 for rows that were not drawn.
+        """Return standardized scores of all rows, (N, T), or else the drawn scores, with 0 for rows never drawn.
 
-        Drawn scores are as good only if rows are drawn several times, and add nothing then: experiments/replay.
+        Where scores of all rows exist, drawn scores add nothing (experiments/replay).
 
         None: no replay is smooth, and the notes say what to do.
         """
         if self.drawn_NT is None:
             return None
         if self.all_NT is None:
-            return np.nan_to_num(brought_to_one_scale(self.drawn_NT))
-        return brought_to_one_scale(self.all_NT)
+            return np.nan_to_num(standardize_scores(self.drawn_NT))
+        return standardize_scores(self.all_NT)
 
 
 def replay_rows(
@@ -151,7 +158,7 @@ def replay_rows(
     orders: int,
     *,
     rate_K: F64 | None = None,
-    carry_over: Callable[[F64], F64] | None = None,
+    predict_all_rows: Callable[[F64], F64] | None = None,
     retrainings: int = 0,
     directory: Path | None = None,
     progress: Progress | None = None,
@@ -159,67 +166,73 @@ def replay_rows(
     """Train and differentiate in several orders, and score rows by what is smooth.
 
     Args:
-        start: gives the training in an order, by its number, before its first step. If trajectories have directories,
-            which are removed when their replay is done, a call that was killed is resumed by the same call.
+        start: function that returns the training run of an order, given by its number, before its first step. If
+            trajectories have directories, which are removed after the replay, the same call resumes a killed one.
+        targets: targets whose utilities are differentiated.
+        settings: settings of the replays.
+        orders: number of orders.
         rate_K: learning rate of each step. Default: a constant one.
-        carry_over: estimates the scores of all rows from drawn scores, in the place of probe steps.
+        predict_all_rows: function that predicts the scores of all rows from drawn scores, instead of probe steps.
         retrainings: number of retrainings with changed weights of groups of rows, in the first smooth order, whose
             effect is compared with the predicted one; see `check_by_groups`.
-        directory: keep finished replays there; it must belong to this training, these targets and settings.
+        directory: stores finished replays; it must belong to this training, these targets and settings.
+        progress: optional callback that receives the rows processed.
     """
     smooth_replays: list[tuple[Metagradient, int]] = []
-    tried, notes, n_rows = [], [], 0
-    for w in range(orders):
+    all_smoothness, notes, n_rows = [], [], 0
+    for k in range(orders):
         for curvature in dict.fromkeys((settings.curvature, "gauss-newton")):
-            changed = settings.model_copy(update={"curvature": curvature})
-            where = None if directory is None else directory / f"order-{w}-{curvature}.safetensors"
-            turn = f"{w + 1} of {orders}"
-            if where is None or not where.exists():
-                replay = _replay(start(w), targets, changed, turn, progress or Silent(), where)
+            replay_settings = settings.model_copy(update={"curvature": curvature})
+            path = None if directory is None else directory / f"order-{k}-{curvature}.safetensors"
+            order_text = f"{k + 1} of {orders}"
+            if path is None or not path.exists():
+                replay = _replay_order(start(k), targets, replay_settings, order_text, progress or Silent(), path)
             else:
-                replay = Metagradient.load(where)
+                replay = Metagradient.load(path)
             n_rows, smooth = replay.probe_MNT.shape[1], smoothness(replay, rate_K=rate_K)
-            tried.append(smooth)
-            notes.append(f"order {turn}" + f", {curvature}" * (curvature != settings.curvature) + f": {smooth}")
+            all_smoothness.append(smooth)
+            notes.append(f"order {order_text}" + f", {curvature}" * (curvature != settings.curvature) + f": {smooth}")
             if smooth.first_step <= LATEST_START * len(replay.order_KB):
                 if retrainings and not smooth_replays:
-                    notes.append(_check(start(w), targets, replay, retrainings, progress or Silent(), where))
+                    notes.append(
+                        _check_by_retraining(start(k), targets, replay, retrainings, progress or Silent(), path)
+                    )
                 smooth_replays.append((replay, smooth.first_step))
                 break
     if not smooth_replays:
         notes.append(f"no replay is smooth, so its scores are not used; {REMEDY}")
-        return ReplayedRows(None, None, tuple(tried), (), tuple(notes))
-    if not all(smooth.passed for smooth in tried):
+        return ReplayedRows(None, None, tuple(all_smoothness), (), tuple(notes))
+    if not all(smooth.is_smooth for smooth in all_smoothness):
         notes.append(f"to use all steps, {REMEDY}")
     replays = [replay for replay, _ in smooth_replays]
     windows = [(first, len(replay.order_KB)) for replay, first in smooth_replays]
     drawn_NT, all_NT = drawn_scores(replays, n_rows, windows), None
-    if carry_over is not None:
-        all_NT = carry_over(drawn_NT)
+    if predict_all_rows is not None:
+        all_NT = predict_all_rows(drawn_NT)
         single = [drawn_scores([replay], n_rows, [window]) for replay, window in zip(replays, windows, strict=True)]
-        parts = [carry_over(score_NT) for score_NT in single] if len(single) > 1 else []
-        agreements = [rank_agreement(first, second) for i, first in enumerate(parts) for second in parts[:i]]
+        predicted = [predict_all_rows(score_NT) for score_NT in single] if len(single) > 1 else []
+        agreements = [rank_agreement(first, second) for i, first in enumerate(predicted) for second in predicted[:i]]
     else:
         probes = [[int(step) for step in replay.probe_steps_M if step >= first] for replay, first in smooth_replays]
         all_NT = probed_scores(replays, probes) if any(probes) else None
         agreements = [agreement(first, second, n_rows) for i, first in enumerate(replays) for second in replays[:i]]
     if agreements and (least := float(np.min(np.mean(agreements, axis=0)))) < MIN_AGREEMENT:
         notes.append(f"two orders agree by {least:.2f} for the least target; {REMEDY}")
-    return ReplayedRows(drawn_NT, all_NT, tuple(tried), tuple(agreements), tuple(notes))
+    return ReplayedRows(drawn_NT, all_NT, tuple(all_smoothness), tuple(agreements), tuple(notes))
 
 
-def _check(
+def _check_by_retraining(
     trajectory: Trajectory,
     targets: Sequence[Target],
     replay: Metagradient,
     retrainings: int,
     progress: Progress,
-    where: Path | None,
+    replay_path: Path | None,
 ) -> str:
-    """Compare derivatives with retrainings, and return the comparison in a sentence, stored beside `where`."""
-    place = None if where is None else where.with_suffix(f".check-{retrainings}.txt")
-    if place is not None and place.exists():
-        return place.read_text(encoding="utf-8")
+    """Compare derivatives with retrainings, and return the comparison as a sentence, stored next to the replay."""
+    path = None if replay_path is None else replay_path.with_suffix(f".check-{retrainings}.txt")
+    if path is not None and path.exists():
+        return path.read_text(encoding="utf-8")
     n_rows = trajectory.rows.n_rows
     n_drawn = sum(map(len, trajectory.order))
     progress.stage("retraining to check the replay", rows=retrainings * n_drawn, tokens=None)
@@ -233,30 +246,30 @@ def _check(
         progress=lambda _: progress.advance(n_drawn, 0),
     )
     line = str(check) if check.correlation >= MIN_CHECK else f"{check}; the derivatives do not predict it: {REMEDY}"
-    if place is not None:
-        write_atomically(place, line.encode())
+    if path is not None:
+        write_atomically(path, line.encode())
     if trajectory.directory is not None:
         discard(trajectory.directory)
     return line
 
 
-def _replay(
+def _replay_order(
     trajectory: Trajectory,
     targets: Sequence[Target],
     settings: MetagradientSettings,
-    turn: str,
+    order_text: str,
     progress: Progress,
-    where: Path | None,
+    path: Path | None,
 ) -> Metagradient:
-    """Train and differentiate in one order, keep the result, and remove the states."""
+    """Train and differentiate in one order, store the result at `path`, and remove the states."""
     n_rows = sum(len(index_B) for index_B in trajectory.order)
-    progress.stage(f"training {turn}", rows=n_rows, tokens=None)
+    progress.stage(f"training {order_text}", rows=n_rows, tokens=None)
     trajectory.train(lambda done: progress.advance(len(trajectory.order[done - 1]), 0))
-    progress.stage(f"replay {turn}", rows=n_rows, tokens=None)
+    progress.stage(f"replay {order_text}", rows=n_rows, tokens=None)
     replay = metagradient(trajectory, targets, settings, lambda left: progress.advance(len(trajectory.order[left]), 0))
-    if where is not None:
-        with atomic_path(where) as part:
-            replay.save(part)
+    if path is not None:
+        with atomic_path(path) as temporary:
+            replay.save(temporary)
     if trajectory.directory is not None:
         discard(trajectory.directory)
     return replay

@@ -1,11 +1,13 @@
-"""Derivatives of the losses of many rows along directions, at the current weights. Start with `row_derivatives`.
+"""Derivatives of the losses of many rows along directions u in weight space, at the current weights theta.
+
+Start with `row_derivatives`. Methods:
 
     difference     (loss(theta + s u) - loss(theta - s u)) / 2 s: two forward passes per direction
     gradient       <gradient of the row, u>: one forward and backward pass for all directions, without storing gradients
 
 A forward pass costs a third of a gradient, so the second method is cheaper for two or more directions.
 
-Shape letters: N rows, T directions.
+Shape letters: N rows, T directions, B rows of a batch, L tokens, X x Y elements of a block of parameters.
 """
 
 from collections.abc import Sequence
@@ -20,7 +22,7 @@ from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
 from grasp.models.gradient_sums import BlockParameters, InnerProducts, run_over
 from grasp.models.gradients import Example, PerExample, layers_of
 from grasp.training.adamw import AdamWTraining
-from grasp.training.hessian_products import both_sides
+from grasp.training.hessian_products import central_steps
 
 Method = Literal["difference", "gradient"]
 FORWARD_COST = 1 / 3  # cost of a forward pass, in gradients
@@ -44,40 +46,44 @@ def row_derivatives(
     """Return the derivative of the summed label loss of each row along directions, (N, T), nats.
 
     Args:
+        training: model and weights, which are restored.
+        rows: token ids and loss masks.
         directions: one tensor per parameter for each direction.
+        method: see the module docstring.
         relative_step: step of a difference, relative to the norm of the weights.
         batch_tokens: tokens per forward pass, including padding.
 
     Raises:
-        UntakenLayerError: the method is `gradient` and a parameter has no gradient per row.
+        UnsupportedLayerError: the method is `gradient` and a parameter has no gradient per row.
     """
     if method == "gradient":
         return _by_gradients(training, rows, directions, batch_tokens)
     lengths = np.array([len(row.input_ids) for row in rows], dtype=np.int64)
-    pieces = []
+    padded_batches = []
     for index_B in batches(lengths, batch_tokens):
-        some = [rows[int(i)] for i in index_B]
-        marks = [row.first if row.loss_mask is None else row.loss_mask for row in some]
-        ids, loss_mask = pad_rows([row.input_ids for row in some], marks)
-        pieces.append((index_B, ids.numpy(), label_positions(loss_mask)))
+        batch = [rows[int(i)] for i in index_B]
+        loss_masks = [row.first if row.loss_mask is None else row.loss_mask for row in batch]
+        ids, loss_mask = pad_rows([row.input_ids for row in batch], loss_masks)
+        padded_batches.append((index_B, ids.numpy(), label_positions(loss_mask)))
     value_NT = np.zeros((len(rows), len(directions)))
     for t, direction in enumerate(directions):
-        for step in both_sides(training, direction, relative_step):
-            for index_B, ids_BL, weight_BL in pieces:
+        for step in central_steps(training, direction, relative_step):
+            for index_B, ids_BL, weight_BL in padded_batches:
                 value_NT[index_B, t] += training.row_losses(ids_BL, weight_BL) / step
     return value_NT
 
 
-def label_positions(labelled_BL: Tensor) -> F64:
+def label_positions(loss_mask_BL: Tensor) -> F64:
     """Return 1 at the positions whose next token is a label and 0 elsewhere, (B, L)."""
-    weight_BL = np.zeros(tuple(labelled_BL.shape))
-    weight_BL[:, :-1] = labelled_BL[:, 1:]
+    weight_BL = np.zeros(tuple(loss_mask_BL.shape))
+    weight_BL[:, :-1] = loss_mask_BL[:, 1:]
     return weight_BL
 
 
 def _by_gradients(
     training: AdamWTraining, rows: Sequence[Example], directions: Sequence[Sequence[Tensor]], batch_tokens: int
 ) -> F64:
+    """Compute inner products of per-row gradients with the directions, and restore the modes of the model."""
     named = [training.by_name(direction) for direction in directions]
     model = training.causal_lm()
     requires_grad = [parameter.requires_grad for parameter in model.parameters()]
@@ -85,12 +91,12 @@ def _by_gradients(
     reference = ReferenceModel(model, None, batch_tokens=batch_tokens)  # type: ignore[arg-type]  # no text is read
     try:
         engine = PerExample(reference, layers_of(reference, named[0]))
-        matrices = _as_blocks(engine, named)
+        matrices = _direction_blocks(engine, named)
         products = InnerProducts(engine, matrices, len(rows))
         run_over(engine, rows, [products])
     finally:
-        for parameter, wanted in zip(model.parameters(), requires_grad, strict=True):
-            parameter.requires_grad_(wanted)
+        for parameter, required in zip(model.parameters(), requires_grad, strict=True):
+            parameter.requires_grad_(required)
         for module, mode in zip(model.modules(), modes, strict=True):
             module.training = mode
     labels_N = np.array([row.labels for row in rows], dtype=np.float64)
@@ -98,7 +104,7 @@ def _by_gradients(
 
 
 @torch.no_grad()
-def _as_blocks(engine: PerExample, named: Sequence[dict[str, Tensor]]) -> list[Tensor]:
+def _direction_blocks(engine: PerExample, named: Sequence[dict[str, Tensor]]) -> list[Tensor]:
     """Return directions in the layout of the engine, (T, X, Y) per block.
 
     Each direction is temporarily copied to the parameters, so that the engine's own code converts the layout.

@@ -12,9 +12,9 @@ Tolerance: 1e-5 nats for tens of steps, before training amplifies rounding error
     much as another order of summation would for one model: single units then differ by up to 0.1 nats, and means over
     200 units by 1e-3 to 4e-3, compared with 0.2 between subsets and seeds.
 
-The first functions define the order of rows and padded batches. Start with `train`.
+Start with `train`; `row_order` defines the order of rows and the batches.
 
-Shape letters: K models, S steps of a window, B rows of a batch, L tokens, T = B L, N rows, H hidden width.
+Shape letters: K models, S steps, B rows of a batch, L tokens, T = B L, P positions with loss, N rows.
 """
 
 import hashlib
@@ -38,123 +38,15 @@ from grasp.corpus.row_store import RowStore
 from grasp.errors import ModelError, ShapeError
 from grasp.files import atomic_path, discard, remove_parts
 from grasp.models.tokenizer import HfTokenizer
-from grasp.seeds import stream
 from grasp.training.adamw import AdamWTraining, LabelLogits, grad_of
 from grasp.training.llama import StackedLlama, head_loss
 from grasp.training.recipe import TrainingRecipe
+from grasp.training.row_order import TokenBatch, batch_order, label_weights, relative_weights, token_batches
 
-WINDOW_ROWS = 16_384  # rows read at once, so that a shard on disk is read a few times instead of once per batch
+# Files of a checkpoint
 RECORD = "training.json"
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
-
-
-def relative_weights(n_rows: int, batch_rows: int, retained: Bool | F64 | None) -> F64:
-    """Return the frequency of each row relative to the most frequent row, (N,), from 0 (dropped) to 1.
-
-    Args:
-        retained: mask of the retained rows, or one weight per row; a row of weight 2 is seen twice as often as one of
-            weight 1.
-    Raises:
-        ShapeError: `retained` has a wrong shape.
-        ModelError: a weight is negative or not finite, or there are fewer rows than in a batch.
-    """
-    weight_N = np.ones(n_rows) if retained is None else np.asarray(retained, dtype=np.float64)
-    if weight_N.shape != (n_rows,):
-        raise ShapeError(f"retained: got shape {weight_N.shape}, expected ({n_rows},): one entry per row")
-    invalid = np.flatnonzero(~(np.isfinite(weight_N) & (weight_N >= 0)))
-    if invalid.size:
-        raise ModelError(f"retained: row {invalid[0]} has weight {weight_N[invalid[0]]}, expected a finite number >= 0")
-    if (n_retained := np.count_nonzero(weight_N)) < batch_rows:
-        raise ModelError(
-            f"retained: {n_retained} of {n_rows} rows, expected at least the {batch_rows} of one batch; retain"
-            " more rows or lower the recipe's batch_rows"
-        )
-    frequency_N: F64 = weight_N / weight_N.max()
-    return frequency_N
-
-
-def row_order(frequency_N: Bool | F64, *, seed: int, start: int = 0) -> Iterator[I64]:
-    """Yield the rows in training order from position `start`, endlessly, in chunks of at most one epoch.
-
-    Every epoch is a permutation of the whole corpus, which is the same for all subsets of a seed; dropped rows are
-    skipped. Therefore two subsets see their common rows in the same order. A row with frequency a < 1 is skipped in
-    some epochs: it is seen in epoch e if an integer lies in (e a + u, (e + 1) a + u], with a random phase u per row.
-    """
-    phase_N = stream(seed, "order", "phase").random(len(frequency_N))
-    epoch = 0
-    while True:
-        seen_N = np.floor((epoch + 1) * frequency_N + phase_N) > np.floor(epoch * frequency_N + phase_N)
-        if (n_seen := int(np.count_nonzero(seen_N))) > start:
-            order = stream(seed, "order", epoch).permutation(len(frequency_N))
-            yield order[seen_N[order]][start:]
-        epoch, start = epoch + 1, max(start - n_seen, 0)
-
-
-def batch_order(
-    frequency_N: Bool | F64, *, seed: int, batch_rows: int, first_step: int, last_step: int
-) -> Iterator[I64]:
-    """Yield the rows of each step in [`first_step`, `last_step`), (B,) each; a batch may span two epochs."""
-    pieces = row_order(frequency_N, seed=seed, start=first_step * batch_rows)
-    pending = np.zeros(0, dtype=np.int64)
-    for _ in range(first_step, last_step):
-        while len(pending) < batch_rows:
-            pending = np.concatenate([pending, next(pieces)])
-        yield pending[:batch_rows]
-        pending = pending[batch_rows:]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenBatch:
-    """The rows of one step for K models: `ids_KBL`, padded on the right with 0, and a mask of the labels."""
-
-    row_index_KB: I64
-    ids_KBL: I64
-    labelled_KBL: Bool
-
-
-def token_batches(
-    rows: RowStore, orders: Sequence[Iterator[I64]], *, steps: int, context: int, vocab_size: int
-) -> Iterator[TokenBatch]:
-    """Yield the batches of `steps` steps; model k reads the rows of ``orders[k]``. Many steps are read at once.
-
-    Raises:
-        ModelError: a row is longer than `context`, or has a token outside the vocabulary.
-    """
-    window: list[I64] = []
-    for step in range(steps):
-        window.append(np.stack([next(order) for order in orders]))
-        if (len(window) + 1) * window[0].size > WINDOW_ROWS or step == steps - 1:
-            yield from _fetched(rows, np.stack(window), context, vocab_size)
-            window = []
-
-
-def _fetched(rows: RowStore, index_SKB: I64, context: int, vocab_size: int) -> Iterator[TokenBatch]:
-    """Yield the batches of a window of steps, whose rows are read at once."""
-    unique, position = np.unique(index_SKB, return_inverse=True)
-    fetched = rows.rows(unique)
-    starts, lengths = fetched.offsets[:-1], np.diff(fetched.offsets)
-    if (long := np.flatnonzero(lengths > context)).size:
-        raise ModelError(
-            f"row {unique[long[0]]} has {lengths[long[0]]} tokens, the recipe reads at most {context}: set"
-            f" corpus.max_length to {context}, or increase the recipe's context"
-        )
-    if (outside := np.flatnonzero((fetched.flat_ids < 0) | (fetched.flat_ids >= vocab_size))).size:
-        row = np.searchsorted(fetched.offsets, outside[0], side="right") - 1
-        raise ModelError(
-            f"row {unique[row]} has token id {fetched.flat_ids[outside[0]]}, the recipe's vocabulary ends at"
-            f" {vocab_size - 1}: use the tokenizer that the recipe's vocab_size belongs to"
-        )
-    flat = np.append(fetched.flat_ids, 0)  # index -1 is padding
-    flat_labelled = np.ones(len(flat), np.bool_)
-    if fetched.loss_mask is not None:
-        flat_labelled[:-1] = fetched.loss_mask
-    flat_labelled[[*starts, -1]] = False  # the first token of a row is not predicted, and padding has no labels
-    for index_KB, place_KB in zip(index_SKB, position.reshape(index_SKB.shape), strict=True):
-        lengths_KB = lengths[place_KB]
-        reach_L = np.arange(lengths_KB.max())
-        at_KBL = np.where(reach_L < lengths_KB[..., None], starts[place_KB][..., None] + reach_L, -1)
-        yield TokenBatch(index_KB, flat[at_KBL].astype(np.int64), flat_labelled[at_KBL])
 
 
 # -------------------------------------------------------------------------------------------------------- one step
@@ -183,7 +75,7 @@ class Trainer(AdamWTraining):
         return losses
 
     @property
-    def narrow(self) -> bool:
+    def uses_bfloat16(self) -> bool:
         """Return whether products are taken in bfloat16."""
         return {"cuda": self.recipe.cuda_autocast, "cpu": self.recipe.cpu_autocast}.get(self.device.type, False)
 
@@ -197,20 +89,21 @@ class Trainer(AdamWTraining):
         """Add every model's gradient to its buffers; return losses (K,) and their terms by position, (K, B, L)."""
         model, device = self.model, self.device
         weights = torch.from_numpy(weight_KBL).to(device, non_blocking=True)
-        every_id = torch.from_numpy(ids_KBL).to(device, non_blocking=True)
+        all_ids = torch.from_numpy(ids_KBL).to(device, non_blocking=True)
         loss_K = torch.zeros(model.n_models, device=device)
         loss_KBL = torch.zeros_like(weights)
-        pieces = (torch.split(tensor, self.recipe.micro_rows or every_id.shape[1], 1) for tensor in (every_id, weights))
+        micro_rows = self.recipe.micro_rows or all_ids.shape[1]
+        micro_batches = (torch.split(tensor, micro_rows, dim=1) for tensor in (all_ids, weights))
         start = 0
-        for ids, weight in zip(*pieces, strict=True):
-            with torch.autocast(device.type, dtype=torch.bfloat16) if self.narrow else nullcontext():
+        for ids, weight in zip(*micro_batches, strict=True):
+            with torch.autocast(device.type, dtype=torch.bfloat16) if self.uses_bfloat16 else nullcontext():
                 hidden = model.hidden(ids).flatten(1, 2)
                 # position t predicts token t + 1; the label of the last position is arbitrary, as its weight is 0
                 labels = ids.roll(-1, dims=2).flatten(1)
                 loss_KT = torch.zeros_like(labels, dtype=torch.float32)
-                piece_K = head_loss(hidden, model.head, labels, weight.flatten(1), loss_KT)
-            piece_K.sum().backward()  # type: ignore[no-untyped-call]
-            loss_K += piece_K.detach()
+                micro_loss_K = head_loss(hidden, model.head, labels, weight.flatten(1), loss_KT)
+            micro_loss_K.sum().backward()  # type: ignore[no-untyped-call]
+            loss_K += micro_loss_K.detach()
             loss_KBL[:, start : start + ids.shape[1]] = loss_KT.view_as(ids)
             start += ids.shape[1]
         return loss_K, loss_KBL
@@ -245,10 +138,10 @@ class Trainer(AdamWTraining):
 
     def label_logits(self, ids_BL: I64, weight_BL: F64) -> LabelLogits:
         ids = torch.from_numpy(ids_BL).to(self.device)
-        row_P, at_P = (index.to(self.device) for index in torch.from_numpy(weight_BL).nonzero(as_tuple=True))
-        hidden_PH = self.model.hidden(ids[None])[0, row_P, at_P]
-        weight_P = torch.from_numpy(weight_BL).to(self.device)[row_P, at_P]
-        return LabelLogits(hidden_PH @ self.model.head[0].T, ids[row_P, at_P + 1], weight_P, row_P, len(ids_BL))
+        row_P, position_P = (index.to(self.device) for index in torch.from_numpy(weight_BL).nonzero(as_tuple=True))
+        hidden_PH = self.model.hidden(ids[None])[0, row_P, position_P]
+        weight_P = torch.from_numpy(weight_BL).to(self.device)[row_P, position_P]
+        return LabelLogits(hidden_PH @ self.model.head[0].T, ids[row_P, position_P + 1], weight_P, row_P, len(ids_BL))
 
     def backward(self, ids_BL: I64, weight_BL: F64) -> F64:
         """Add the gradient of the loss of one model to the buffers; return the contribution of each row, (B,), nats."""
@@ -258,11 +151,11 @@ class Trainer(AdamWTraining):
 
     def check_losses(self) -> None:
         """Raise an error if a loss was not finite, with the model and the step."""
-        bad = np.argwhere(~np.isfinite(self.losses))
-        if bad.size:
+        not_finite = np.argwhere(~np.isfinite(self.losses))
+        if not_finite.size:
+            step, k = not_finite[0]
             raise ModelError(
-                f"training: model {bad[0][1]} had loss {self.losses[tuple(bad[0])]} at step {bad[0][0]};"
-                " lower the recipe's learning_rate"
+                f"training: model {k} had loss {self.losses[step, k]} at step {step}; lower the recipe's learning_rate"
             )
 
     def optimizer_state(self) -> dict[str, Tensor]:
@@ -283,14 +176,6 @@ class Trainer(AdamWTraining):
             }
         self.step = step
         self._losses_SK[:step] = torch.from_numpy(losses_SK).to(self.device)
-
-
-def label_weights(batch: TokenBatch) -> F32:
-    """Return the weight of the label of each position in the loss, (K, B, L); sums to 1 per model, 0 on padding."""
-    has_label_KBL = np.zeros_like(batch.labelled_KBL)
-    has_label_KBL[..., :-1] = batch.labelled_KBL[..., 1:]  # position t predicts token t + 1
-    labels_K11 = np.maximum(has_label_KBL.sum(axis=(1, 2), keepdims=True), 1)
-    return np.asarray(has_label_KBL / labels_K11, dtype=np.float32)
 
 
 # ------------------------------------------------------------------------------------------------- one whole model
@@ -323,12 +208,16 @@ def train(
     a killed run is resumed from its last checkpoint. On a GPU they agree up to rounding.
 
     Args:
+        recipe: architecture, budget and optimizer.
+        rows: the corpus.
+        seed: seed of the initialisation and of the order of rows.
         retained: mask of the rows, or their relative frequencies, (N,). Default: all rows.
         tokenizer: saved with the model.
         out: directory of the finished Hugging Face checkpoint. It is complete if it contains `training.json`, which is
             written last. A finished run with the same arguments is loaded, an unfinished one is resumed.
         checkpoints: steps after which ``<out>/checkpoint-<step>``, a Hugging Face checkpoint with the state of the
             optimizer, is saved.
+        device: device to train on.
         progress: callback that receives the number of finished steps after each step.
     Raises:
         ShapeError: `retained` has a wrong shape.
@@ -355,7 +244,7 @@ def train(
         out.mkdir(parents=True, exist_ok=True)
         remove_parts(out)  # temporary files of a killed run
         _resume(trainer, out, identity)
-    for step in _steps(trainer, rows, [frequency_N], [seed]):
+    for step in _run_steps(trainer, rows, [frequency_N], [seed]):
         if out is not None and step in checkpoints:
             _save(trainer, out / f"checkpoint-{step}", identity, tokenizer)
         if progress is not None:
@@ -368,10 +257,10 @@ def train(
             path.replace(out / path.name)
         final.rmdir()
     model = trainer.model.to_hf(0, None if tokenizer is None else tokenizer.eos_id)
-    return TrainedModel(model, trainer.losses[:, 0], () if out is None else _checkpoints(out))
+    return TrainedModel(model, trainer.losses[:, 0], () if out is None else _checkpoint_paths(out))
 
 
-def _steps(trainer: Trainer, rows: RowStore, frequency_KN: Sequence[F64], seeds: Sequence[int]) -> Iterator[int]:
+def _run_steps(trainer: Trainer, rows: RowStore, frequency_KN: Sequence[F64], seeds: Sequence[int]) -> Iterator[int]:
     """Train to the end, model k with the row frequencies ``frequency_KN[k]``; yield the number of finished steps."""
     recipe, first = trainer.recipe, trainer.step
     orders = [
@@ -385,43 +274,42 @@ def _steps(trainer: Trainer, rows: RowStore, frequency_KN: Sequence[F64], seeds:
     trainer.check_losses()
 
 
-def _checkpoints(out: Path) -> tuple[Path, ...]:
+def _checkpoint_paths(out: Path) -> tuple[Path, ...]:
+    """Return the intermediate checkpoints of a run, by step."""
     path_of_step = {path.name.removeprefix("checkpoint-"): path for path in out.glob("checkpoint-*")}
     return tuple(path_of_step[step] for step in sorted(filter(str.isdigit, path_of_step), key=int))
 
 
 def _resume(trainer: Trainer, out: Path, identity: Mapping[str, Any]) -> None:
     """Load the finished model or the last checkpoint, if there is one."""
-    places = [*_checkpoints(out), *([out] if (out / RECORD).exists() else [])]
-    if not places:
+    saved = [*_checkpoint_paths(out), *([out] if (out / RECORD).exists() else [])]
+    if not saved:
         return
-    record = json.loads((places[-1] / RECORD).read_text(encoding="utf-8"))
-    if other := [key for key, value in identity.items() if record["identity"].get(key) != value]:
+    record = json.loads((saved[-1] / RECORD).read_text(encoding="utf-8"))
+    if differing := [key for key, value in identity.items() if record["identity"].get(key) != value]:
         raise ModelError(
-            f"{places[-1]}: trained with another {', '.join(other)}, expected the same; pass another directory"
+            f"{saved[-1]}: trained with another {', '.join(differing)}, expected the same; pass another directory"
             " or remove it"
         )
-    trainer.model.load(0, load_file(places[-1] / WEIGHTS))
-    trainer.restore(
-        record["step"], load_file(places[-1] / OPTIMIZER), np.asarray(record["losses"], np.float32)[:, None]
-    )
+    trainer.model.load(0, load_file(saved[-1] / WEIGHTS))
+    trainer.restore(record["step"], load_file(saved[-1] / OPTIMIZER), np.asarray(record["losses"], np.float32)[:, None])
 
 
-def _save(trainer: Trainer, place: Path, identity: Mapping[str, Any], tokenizer: HfTokenizer | None) -> Path:
+def _save(trainer: Trainer, path: Path, identity: Mapping[str, Any], tokenizer: HfTokenizer | None) -> Path:
     """Save a Hugging Face checkpoint atomically, with the state of the optimizer and a record of its arguments."""
     trainer.check_losses()
-    if place.exists():
-        return place
-    with atomic_path(place) as part:
+    if path.exists():
+        return path
+    with atomic_path(path) as temporary:
         hf_logging.disable_progress_bar()  # the command line has its own progress display
-        trainer.model.to_hf(0, None if tokenizer is None else tokenizer.eos_id).save_pretrained(part)
+        trainer.model.to_hf(0, None if tokenizer is None else tokenizer.eos_id).save_pretrained(temporary)
         if tokenizer is not None:
-            tokenizer.save(part)
-        save_file(trainer.optimizer_state(), part / OPTIMIZER)
+            tokenizer.save(temporary)
+        save_file(trainer.optimizer_state(), temporary / OPTIMIZER)
         losses = [float(loss) for loss in trainer.losses[:, 0]]
         record = {"identity": identity, "step": trainer.step, "losses": losses}
-        (part / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
-    return place
+        (temporary / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+    return path
 
 
 # ------------------------------------------------------------------------------------------------------- K at once
@@ -439,7 +327,11 @@ def train_stacked(
     """Train K models from scratch, model k with ``seeds[k]`` on the rows ``retained[k]``, and return their trainer.
 
     Args:
+        recipe: architecture, budget and optimizer.
+        rows: the corpus.
+        seeds: seed of each model.
         retained: K subsets, as in `train`.
+        device: device to train on.
         progress: callback that receives the number of finished steps after each step.
     Raises:
         ShapeError: the numbers of subsets and seeds differ, or a subset has a wrong shape.
@@ -455,7 +347,7 @@ def train_stacked(
         # process a K-th of the batch at a time, so that the activations of all models fit the cache
         recipe = recipe.model_copy(update={"micro_rows": -(-recipe.batch_rows // len(seeds))})
     trainer = Trainer(recipe, seeds, device)
-    for step in _steps(trainer, rows, frequency_KN, seeds):
+    for step in _run_steps(trainer, rows, frequency_KN, seeds):
         if progress is not None:
             progress(step)
     return trainer

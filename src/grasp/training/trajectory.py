@@ -1,8 +1,9 @@
 """A training run whose states can be visited again, forward and backward. Start with `Trajectory`.
 
-States are stored at the beginning of every segment of about sqrt(K) steps; the states within a segment are recomputed
-when it is visited. They are stored in memory or in a directory. With a directory, an interrupted run is resumed by the
-same call, with bitwise identical results on a CPU.
+The replay of a training visits its states in reverse order, but storing all of them would take too much memory. States
+are stored at the beginning of every segment of about sqrt(K) steps; the states within a segment are recomputed when it
+is visited (checkpointing). They are stored in memory or in a directory. With a directory, an interrupted run is resumed
+by the same call, with bitwise identical results on a CPU.
 
 Shape letters: K steps, B rows of a batch, L tokens, N rows.
 """
@@ -27,7 +28,8 @@ from grasp.errors import ModelError, ShapeError
 from grasp.store.directory import Schema, Store
 from grasp.store.records import Mark
 from grasp.training.adamw import STATE, AdamWTraining
-from grasp.training.train import TokenBatch, Trainer, label_weights, token_batches
+from grasp.training.row_order import TokenBatch, label_weights, token_batches
+from grasp.training.train import Trainer
 
 STATES = Schema(
     mark=Mark,
@@ -37,7 +39,7 @@ STATES = Schema(
     recovery_hint="remove it and train again",
     error_type=ModelError,
 )
-MEMORY_BYTES = 4 << 30
+MEMORY_BYTES = 4 << 30  # default limit of the states in memory
 RERUN_TOLERANCE = 1e-3  # nats per token: above differences in summation order on a GPU, below the effect of dropout
 
 
@@ -60,8 +62,8 @@ class TensorFile(Mapping[str, Tensor]):
         return len(list(iter(self)))
 
 
-class TensorShelf:
-    """Named sets of tensors, in memory or as safetensors files of a store. Sets are written atomically."""
+class TensorSets:
+    """Named sets of tensors, in memory or as safetensors files of a store; a set is written atomically."""
 
     def __init__(self, store: Store[Mark] | None = None) -> None:
         self._store = store
@@ -90,11 +92,11 @@ class TensorShelf:
             self._store.drop(name)
 
 
-class OfParameters(Sequence[Tensor]):
-    """One tensor per parameter from a set, ``<k>.<part>``, read on access."""
+class ParameterTensors(Sequence[Tensor]):
+    """One tensor per parameter from a set, e.g. ``<k>.exp_avg`` of parameter k, read on access."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], part: str, count: int, device: torch.device) -> None:
-        self._tensors, self._part, self._count, self._device = tensors, part, count, device
+    def __init__(self, tensors: Mapping[str, Tensor], suffix: str, count: int, device: torch.device) -> None:
+        self._tensors, self._suffix, self._count, self._device = tensors, suffix, count, device
 
     def __len__(self) -> int:
         return self._count
@@ -110,7 +112,7 @@ class OfParameters(Sequence[Tensor]):
             return [self[i] for i in range(*k.indices(self._count))]
         if not 0 <= k < self._count:
             raise IndexError(k)
-        return self._tensors[f"{k}.{self._part}"].to(self._device)
+        return self._tensors[f"{k}.{self._suffix}"].to(self._device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +127,15 @@ class TrajectorySize:
 
     @classmethod
     def of(cls, steps: int, parameters: int, parameter_bytes: int) -> Self:
-        """Return the size of a training of so many steps; `parameter_bytes` is that of all trained weights."""
-        segment = math.ceil(math.sqrt(steps))
-        states = math.ceil(steps / segment) + 1
+        """Return the size for a number of steps and of parameters; `parameter_bytes` is the size of all parameters."""
+        segment_steps = math.ceil(math.sqrt(steps))
+        n_states = math.ceil(steps / segment_steps) + 1
         return cls(
-            steps,
-            segment,
-            parameters,
-            len(STATE) * parameter_bytes * states,
-            (len(STATE) + 1) * parameter_bytes * segment,
+            steps=steps,
+            segment_steps=segment_steps,
+            parameters=parameters,
+            start_bytes=len(STATE) * parameter_bytes * n_states,
+            segment_bytes=(len(STATE) + 1) * parameter_bytes * segment_steps,
         )
 
     def __str__(self) -> str:
@@ -151,7 +153,7 @@ class StepBatch:
     row_index_B: I64
     ids_BL: I64
     weight_BL: F64  # of the loss of the token that follows each position
-    labels: int
+    n_labels: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +185,7 @@ class Trajectory:
 
         Args:
             training: weights and optimizer before the first step.
+            rows: the corpus.
             order: positions of the rows of each step, (B,) each.
             weight_N: factor of the loss of each row; it does not change the number of labels in a batch.
             directory: where to store states. Default: in memory.
@@ -199,7 +202,7 @@ class Trajectory:
         self._check()
         steps = len(self.order)
         self.size = TrajectorySize.of(steps, training.n_parameters, training.parameter_bytes)
-        self.bounds = [*range(0, steps, self.size.segment_steps), steps]  # of segments
+        self.segment_bounds = [*range(0, steps, self.size.segment_steps), steps]
         self.directory = directory
         needed = self.size.segment_bytes + (self.size.start_bytes if directory is None else 0)
         if directory is None and needed > memory_bytes:
@@ -212,10 +215,10 @@ class Trajectory:
         if directory is not None:
             store = Store(directory, STATES)
             store.begin(self.identity)
-        self._starts = TensorShelf(store)
-        self._step_states = TensorShelf(store if needed > memory_bytes else None)
-        if "state-000000" not in self._starts:
-            self._keep(0, [])
+        self._segment_states = TensorSets(store)
+        self._step_states = TensorSets(store if needed > memory_bytes else None)
+        if "state-000000" not in self._segment_states:
+            self._store_state(0, [])
 
     def _check(self) -> None:
         training, n_rows = self.training, self.rows.n_rows
@@ -227,7 +230,7 @@ class Trajectory:
             raise ShapeError(f"weight_N: got shape {self.weight_N.shape}, expected ({n_rows},): one entry per row")
         if training.step:
             raise ModelError(f"trajectory: the training is at step {training.step}, expected step 0")
-        if isinstance(training, Trainer) and training.narrow:
+        if isinstance(training, Trainer) and training.uses_bfloat16:
             raise ModelError(
                 "trajectory: the recipe computes products in bfloat16, whose rounding error exceeds the finite "
                 "differences; set its autocast to false"
@@ -262,35 +265,36 @@ class Trajectory:
         Returns:
             Loss of every step, (K,), nats.
         """
-        first = max(bound for bound in self.bounds if _name(bound) in self._starts)
-        losses = self.go_to(first)
-        for _, loss_B in self._steps(first, self.bounds[-1]):
+        first = max(bound for bound in self.segment_bounds if _state_name(bound) in self._segment_states)
+        losses = self.restore(first)
+        for _, loss_B in self._run_steps(first, self.segment_bounds[-1]):
             losses.append(float(loss_B.sum()))
             self.training.update()
-            if self.training.step in self.bounds:
+            if self.training.step in self.segment_bounds:
                 self._refuse_non_finite(losses)
-                self._keep(self.training.step, losses)
+                self._store_state(self.training.step, losses)
             if progress is not None:
                 progress(self.training.step)
         return np.array(losses)
 
-    def _steps(self, first: int, last: int) -> Iterator[tuple[StepBatch, F64]]:
+    def _run_steps(self, first: int, last: int) -> Iterator[tuple[StepBatch, F64]]:
         """Yield the batches of some steps with the losses of their rows; the caller updates between steps."""
         for batch in self.batches(first, last):
             yield batch, self.training.backward(batch.ids_BL, batch.weight_BL)
 
     def batches(self, first: int, last: int, weight_N: F64 | None = None) -> Iterator[StepBatch]:
         """Yield the batches of the steps in [`first`, `last`); `weight_N` replaces the weights of the rows."""
-        sizes = groupby(self.order[first:last], key=len)  # the last batch of an epoch may be short
-        batches = chain.from_iterable(self._of_one_size(list(order)) for _, order in sizes)
+        # the last batch of an epoch may be short, but `token_batches` reads batches of one size
+        groups = groupby(self.order[first:last], key=len)
+        batches = chain.from_iterable(self._token_batches(list(order)) for _, order in groups)
         for batch in batches:
             (row_index_B,) = batch.row_index_KB
             weight_BL = label_weights(batch)[0].astype(np.float64)
-            labels = int(np.count_nonzero(weight_BL))
+            n_labels = int(np.count_nonzero(weight_BL))
             row_weight_B1 = (self.weight_N if weight_N is None else weight_N)[row_index_B, None]
-            yield StepBatch(row_index_B, batch.ids_KBL[0], weight_BL * row_weight_B1, labels)
+            yield StepBatch(row_index_B, batch.ids_KBL[0], weight_BL * row_weight_B1, n_labels)
 
-    def _of_one_size(self, order: Sequence[I64]) -> Iterator[TokenBatch]:
+    def _token_batches(self, order: Sequence[I64]) -> Iterator[TokenBatch]:
         training = self.training
         return token_batches(
             self.rows, [iter(order)], steps=len(order), context=training.context, vocab_size=training.vocab_size
@@ -298,14 +302,14 @@ class Trajectory:
 
     def retrain(self, weight_N: F64) -> None:
         """Train again from the start with other weights of the rows, without storing states."""
-        self.go_to(0)
-        for batch in self.batches(0, self.bounds[-1], weight_N):
+        self.restore(0)
+        for batch in self.batches(0, self.segment_bounds[-1], weight_N):
             self.training.backward(batch.ids_BL, batch.weight_BL)
             self.training.update()
 
-    def _keep(self, step: int, losses: Sequence[float]) -> None:
-        past = {"losses": torch.tensor(losses, dtype=torch.float64)}
-        self._starts.put(_name(step), self.training.state() | past)
+    def _store_state(self, step: int, losses: Sequence[float]) -> None:
+        past_losses = {"losses": torch.tensor(losses, dtype=torch.float64)}
+        self._segment_states.put(_state_name(step), self.training.state() | past_losses)
 
     def _refuse_non_finite(self, losses: Sequence[float]) -> None:
         bad = np.flatnonzero(~np.isfinite(losses))
@@ -316,18 +320,21 @@ class Trajectory:
 
     # --------------------------------------------------------------------------------------------------------- backward
 
-    def go_to(self, step: int) -> list[float]:
+    def restore(self, step: int) -> list[float]:
         """Restore the state at the beginning of a segment, or the final state.
 
+        Args:
+            step: a bound of a segment.
+
         Returns:
-            Losses of the steps before, nats.
+            Losses of the steps before it, nats.
 
         Raises:
             ModelError: the run has not reached this step.
         """
-        if _name(step) not in self._starts:
+        if _state_name(step) not in self._segment_states:
             raise ModelError(f"trajectory: not trained to step {step}; call train first")
-        state = self._starts.get(_name(step))
+        state = self._segment_states.get(_state_name(step))
         losses: list[float] = state["losses"].tolist()
         self.training.set_state(step, state)
         return losses
@@ -335,21 +342,24 @@ class Trajectory:
     @property
     def segments(self) -> list[tuple[int, int]]:
         """Return the first step and the end of every segment, in order."""
-        return list(pairwise(self.bounds))
+        return list(pairwise(self.segment_bounds))
 
     def backward_through(self, segment: tuple[int, int]) -> Iterator[Step]:
         """Recompute the steps of a segment, then yield them in reverse order.
 
         When a step is yielded, the parameters have the weights before it.
 
+        Args:
+            segment: first step and end.
+
         Raises:
             ModelError: a recomputed loss differs from the recorded one, e.g. because of dropout.
         """
         first, last = segment
-        forward_losses = self._starts.get(_name(last))["losses"].tolist()
-        self.go_to(first)
+        forward_losses = self._segment_states.get(_state_name(last))["losses"].tolist()
+        self.restore(first)
         batches: list[tuple[StepBatch, F64]] = []
-        for batch, loss_B in self._steps(first, last):
+        for batch, loss_B in self._run_steps(first, last):
             step, training = self.training.step, self.training
             loss = float(loss_B.sum())
             if abs(loss - forward_losses[step]) > RERUN_TOLERANCE:
@@ -368,15 +378,15 @@ class Trajectory:
         count, device = len(self.training.parameters), self.training.device
         for step in reversed(range(first, last)):
             before, after = self._step_states.get(_before(step)), self._step_states.get(_after(step))
-            self.training.set_weights(OfParameters(before, "weight", count, device))
-            moments_after = [OfParameters(after, moment, count, device) for moment in STATE[1:]]
-            gradient = OfParameters(before, "gradient", count, device)
+            self.training.set_weights(ParameterTensors(before, "weight", count, device))
+            moments_after = [ParameterTensors(after, moment, count, device) for moment in STATE[1:]]
+            gradient = ParameterTensors(before, "gradient", count, device)
             yield Step(step, *batches[step - first], gradient, *moments_after)
             self._step_states.drop(_before(step))
             self._step_states.drop(_after(step))
 
 
-def _name(step: int) -> str:
+def _state_name(step: int) -> str:
     return f"state-{step:06d}"
 
 

@@ -21,8 +21,8 @@ from grasp.training.metagradient import Metagradient, Target, utilities
 from grasp.training.trajectory import Trajectory
 
 MAX_GROWTH = 4.0  # smooth runs stay below 2; the first third of runs from scratch has 8 and more
-PARTS = 12  # parts of a run whose spread of derivatives is compared
-MIN_AGREEMENT = 0.2
+N_WINDOWS = 12  # windows of steps whose standard deviations of derivatives are compared
+MIN_AGREEMENT = 0.2  # rank correlation of two orders below which a note says what to do
 REMEDY = "lower learning rate x steps, enlarge the batch, or replay more orders"
 
 
@@ -32,24 +32,24 @@ class Smoothness:
 
     Attributes:
         growth_K: norm of the adjoint before each step over that at the last step, mean over targets.
-        spread_K: standard deviation of the derivatives of drawn rows per learning rate in the part of the run that
+        std_growth_K: standard deviation of the derivatives of drawn rows per learning rate in the window of steps that
             contains the step, over that in the last quarter.
         first_step: first step from which on both are within the limit; earlier steps are not used.
     """
 
     growth_K: F64
-    spread_K: F64
+    std_growth_K: F64
     first_step: int
 
     @property
-    def passed(self) -> bool:
+    def is_smooth(self) -> bool:
         """Return whether all replayed steps are used."""
         return self.first_step <= int(np.flatnonzero(np.isfinite(self.growth_K))[0])
 
     def __str__(self) -> str:
-        growth, spread = np.nanmax(self.growth_K), np.nanmax(self.spread_K)
-        line = f"adjoint grows {growth:.1f} times, spread of rows {spread:.1f} times"
-        if self.passed:
+        growth, std_growth = np.nanmax(self.growth_K), np.nanmax(self.std_growth_K)
+        line = f"adjoint grows {growth:.1f} times, spread of rows {std_growth:.1f} times"
+        if self.is_smooth:
             return f"{line}: smooth"
         return f"{line}: steps before {self.first_step} are left out"
 
@@ -58,34 +58,41 @@ def smoothness(replay: Metagradient, limit: float = MAX_GROWTH, rate_K: F64 | No
     """Measure the growth of derivatives towards the beginning, and find the first step that is used.
 
     Args:
+        replay: derivatives of a training run.
+        limit: maximum growth of the adjoint, and of the standard deviation of derivatives.
         rate_K: learning rate of each step, to which derivatives are proportional. Default: a constant one.
     """
     steps = len(replay.order_KB)
     rate_K = np.ones(steps) if rate_K is None else rate_K
-    last = slice(steps - max(1, steps // 4), steps)
+    last_quarter = slice(steps - max(1, steps // 4), steps)
     growth_K = (replay.adjoint_norm_KT / replay.adjoint_norm_KT[-1]).mean(axis=1)
     std_KT = np.full((steps, replay.drawn_KBT.shape[2]), np.nan)
-    for part in np.array_split(np.arange(steps), min(PARTS, steps)):
-        value_XT = replay.drawn_KBT[part].reshape(-1, replay.drawn_KBT.shape[2])
+    for window in np.array_split(np.arange(steps), min(N_WINDOWS, steps)):
+        # (X, T): the rows of all batches of the window; padding and steps that were not replayed are NaN
+        value_XT = replay.drawn_KBT[window].reshape(-1, replay.drawn_KBT.shape[2])
         value_XT = value_XT[np.isfinite(value_XT).all(axis=1)]
         if len(value_XT):
-            std_KT[part] = value_XT.std(axis=0) / (rate_K[part].mean() or np.inf)
-    spread_K = (std_KT / np.nanmean(std_KT[last], axis=0)).mean(axis=1)
-    rough = np.flatnonzero(~((growth_K <= limit) & (spread_K <= limit)))
-    return Smoothness(growth_K, spread_K, int(rough[-1]) + 1 if rough.size else 0)
+            std_KT[window] = value_XT.std(axis=0) / (rate_K[window].mean() or np.inf)
+    std_growth_K = (std_KT / np.nanmean(std_KT[last_quarter], axis=0)).mean(axis=1)
+    rough = np.flatnonzero(~((growth_K <= limit) & (std_growth_K <= limit)))
+    return Smoothness(growth_K, std_growth_K, int(rough[-1]) + 1 if rough.size else 0)
 
 
 def agreement(first: Metagradient, second: Metagradient, n_rows: int) -> F64:
     """Return the rank correlation of the scores of two orders, (T,), over all rows or over those drawn in both.
 
+    Args:
+        first: replay of one order.
+        second: replay of another order.
+        n_rows: rows of the corpus.
     Raises:
         ModelError: fewer than 3 rows were drawn in both orders.
     """
     if first.probe_MNT.size and second.probe_MNT.size:
         scores = [replay.probed() for replay in (first, second)]
     else:
-        seen = [replay.order_KB[np.isfinite(replay.drawn_KBT[..., 0])] for replay in (first, second)]
-        common = np.intersect1d(seen[0], seen[1])
+        drawn_rows = [replay.order_KB[np.isfinite(replay.drawn_KBT[..., 0])] for replay in (first, second)]
+        common = np.intersect1d(drawn_rows[0], drawn_rows[1])
         if len(common) < 3:
             raise ModelError(f"agreement: {len(common)} rows were drawn in both orders, expected at least 3")
         scores = [replay.drawn(n_rows)[common] for replay in (first, second)]
@@ -112,16 +119,16 @@ class GroupCheck:
     @property
     def correlation(self) -> float:
         """Return the cosine of measured and predicted changes over all retrainings and targets."""
-        size = np.linalg.norm(self.measured_RT) * np.linalg.norm(self.predicted_RT)
-        return float((self.measured_RT * self.predicted_RT).sum() / size)
+        norms = np.linalg.norm(self.measured_RT) * np.linalg.norm(self.predicted_RT)
+        return float((self.measured_RT * self.predicted_RT).sum() / norms)
 
     def __str__(self) -> str:
         count = len(self.measured_RT)
         trainings = "a retraining" if count == 1 else f"{count} retrainings"
-        alike = f", correlation {self.correlation:.2f}" if self.measured_RT.size > 1 else ""
+        correlation = f", correlation {self.correlation:.2f}" if self.measured_RT.size > 1 else ""
         return (
             f"{trainings} with changed weights of groups of rows: the measured change is {self.slope:.2f} of the "
-            f"predicted one{alike} (exact: 1)"
+            f"predicted one{correlation} (exact: 1)"
         )
 
 
@@ -139,8 +146,13 @@ def check_by_groups(
     """Retrain with randomly increased or decreased weights of groups, and compare with the derivatives.
 
     Args:
+        trajectory: the training run.
+        targets: targets of the replay.
+        replay: derivatives of the training run.
         group_N: group of each row, from 0.
         shift: size of the change of a weight.
+        retrainings: number of retrainings, each with other random signs.
+        seed: seed of the signs.
         progress: callback that receives the number of finished retrainings.
 
     Raises:
@@ -152,10 +164,10 @@ def check_by_groups(
     measured, predicted = [], []
     for r in range(retrainings):
         sign_G = stream(seed, "replay", "groups", r).choice([-1.0, 1.0], size=int(group_N.max()) + 1)
-        move_N = shift * sign_G[group_N]
-        trajectory.retrain(trajectory.weight_N + move_N)
+        change_N = shift * sign_G[group_N]
+        trajectory.retrain(trajectory.weight_N + change_N)
         measured.append(utilities(trajectory.training, targets) - replay.utility_T)
-        predicted.append(move_N @ derivative_NT)
+        predicted.append(change_N @ derivative_NT)
         if progress is not None:
             progress(r + 1)
     return GroupCheck(np.array(measured), np.array(predicted))

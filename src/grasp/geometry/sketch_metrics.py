@@ -1,5 +1,8 @@
-"""Measures of sketch quality, used by `sketch_checks` and `sketched`: arrays in, numbers out.
+"""Metrics of sketch quality, used by `sketch_checks` and `sketch_accuracy`: arrays in, numbers out.
 
+A Gram matrix contains the inner products of all pairs of rows. (x) is the outer product: the gradient of the output
+layer at position t is h_t (x) xi_t, with the hidden state h and the residual xi (predicted probabilities minus one-hot
+label). Labels `eq:` and `prop:` are those of the paper; docs/paper_map.md lists them.
 Shape letters: N rows of a sample, P positions, B subsets, D sketch width, H hidden width, V vocabulary.
 """
 
@@ -16,8 +19,8 @@ from grasp.arrays import F64, Floats
 BLOCK_ELEMENTS = 4 * 1024 * 1024  # elements of the gradients held in memory at once
 
 
-def gram(hidden_NH: Floats, residual_NV: csr_array) -> tuple[F64, F64]:
-    """Return inner products of all pairs of rows in each half, (N, N) float64 each."""
+def gram_matrices(hidden_NH: Floats, residual_NV: csr_array) -> tuple[F64, F64]:
+    """Return the Gram matrices of hidden states and of residuals, (N, N) float64 each."""
     hidden = np.asarray(hidden_NH, dtype=np.float64)
     return hidden @ hidden.T, np.asarray((residual_NV @ residual_NV.T).toarray(), dtype=np.float64)
 
@@ -25,21 +28,29 @@ def gram(hidden_NH: Floats, residual_NV: csr_array) -> tuple[F64, F64]:
 def position_gram(hidden_PH: Floats, residual_PV: csr_array, row_P: NDArray[np.int64], n_rows: int) -> F64:
     """Return exact <G_i, G_j>, (N, N), for G_i = mean over the positions of row i of h_t (x) xi_t.
 
+    Coordinates of the vocabulary are processed in blocks, so that the gradients are never held in memory.
+
     Args:
+        hidden_PH: hidden states of all positions.
+        residual_PV: residuals of all positions.
         row_P: row of each position, ascending; a row without positions has G = 0.
+        n_rows: number of rows, N.
     Cost: N^2 H for each coordinate that occurs; memory: BLOCK_ELEMENTS.
     """
-    edges = np.searchsorted(row_P, np.arange(n_rows + 1))
+    offsets = np.searchsorted(row_P, np.arange(n_rows + 1))  # positions of row i: offsets[i] to offsets[i + 1]
     by_coordinate = residual_PV.astype(np.float64).tocsc()
-    occurs = np.flatnonzero(np.diff(by_coordinate.indptr))
+    used_coordinates = np.flatnonzero(np.diff(by_coordinate.indptr))
     step = max(1, BLOCK_ELEMENTS // (n_rows * hidden_PH.shape[1]))
-    out_NN = np.zeros((n_rows, n_rows))
-    for first in range(0, len(occurs), step):
-        block = by_coordinate[:, occurs[first : first + step]].tocsr()
-        gradient = [(block[a:b].T @ hidden_PH[a:b]).ravel() / max(1, b - a) for a, b in pairwise(edges)]
-        gradient_NX = np.stack(gradient)
-        out_NN += gradient_NX @ gradient_NX.T
-    return out_NN
+    gram_NN = np.zeros((n_rows, n_rows))
+    for first in range(0, len(used_coordinates), step):
+        block = by_coordinate[:, used_coordinates[first : first + step]].tocsr()
+        gradients = [
+            (block[start:stop].T @ hidden_PH[start:stop]).ravel() / max(1, stop - start)
+            for start, stop in pairwise(offsets)
+        ]
+        gradient_NX = np.stack(gradients)  # X = step * H elements of the gradient
+        gram_NN += gradient_NX @ gradient_NX.T
+    return gram_NN
 
 
 def uncentred_gram(
@@ -51,8 +62,9 @@ def uncentred_gram(
     """
     mean_NP = row_means(row_P, len(gram_NN))
     mean_NV = csr_array(mean_NP @ residual_PV)
-    along_NV = csr_array(mean_NP @ residual_PV.multiply((hidden_PH @ offset_H)[:, None]).tocsr())
-    cross_NN = (along_NV @ mean_NV.T).toarray()
+    # <G_i(h), offset (x) mean xi> = <mean_t <h_t, offset> xi_t, mean xi>
+    along_offset_NV = csr_array(mean_NP @ residual_PV.multiply((hidden_PH @ offset_H)[:, None]).tocsr())
+    cross_NN = (along_offset_NV @ mean_NV.T).toarray()
     return np.asarray(gram_NN + cross_NN + cross_NN.T + (offset_H @ offset_H) * (mean_NV @ mean_NV.T).toarray())
 
 
@@ -62,7 +74,7 @@ def row_means(row_P: NDArray[np.int64], n_rows: int) -> csr_array:
     return csr_array((1.0 / count_N[row_P], (row_P, np.arange(len(row_P)))), shape=(n_rows, len(row_P)))
 
 
-def subset_norms(weight_BN: F64, gram_NN: F64) -> F64:
+def raw_geometry(weight_BN: F64, gram_NN: F64) -> F64:
     """Return K_raw = w^T G w of B subsets from inner products of rows, (B,). Source: eq:ia-components."""
     return np.asarray(np.einsum("bn,nm,bm->b", weight_BN, gram_NN, weight_BN))
 
@@ -84,6 +96,7 @@ def scaled_error(estimate_B: F64, true_B: F64) -> float:
 class DirectSumBound:
     """Differences between the direct-sum kernel and the product kernel over pairs. Source: prop:local-direct-sum."""
 
+    # k_dir and k_prod are the two kernels; d_h, d_r are distances of a pair of normalized hidden states or residuals
     off: float  # largest error of the identity |k_dir - 1 - k_prod| = 1/4 d_h^2 d_r^2: rounding, or a bug
     largest: float  # largest |k_dir - 1 - k_prod| over pairs
     mean: float  # mean of the same
@@ -91,29 +104,29 @@ class DirectSumBound:
 
 
 def direct_sum_bound(hidden_ND: Floats, residual_ND: Floats) -> DirectSumBound:
-    """Compare the kernels of the normalised halves on every pair of rows.
+    """Compare the direct-sum and the product kernel of normalized hidden states and residuals on every pair of rows.
 
-    Rows with a zero hidden or residual part have no direction and are ignored. The gap of a pair equals 1/4 d_h^2 d_r^2
-    algebraically; comparing kernels from inner products with distances from differences checks the implementation. The
-    size of the gap depends on the rows.
+    Rows with a zero hidden state or residual have no direction and are ignored. The gap of a pair equals 1/4 d_h^2
+    d_r^2 algebraically; comparing kernels from inner products with distances from differences checks the
+    implementation. The size of the gap depends on the rows.
     Source: eq:direct-sum-local-bound.
     """
     nonzero_N = hidden_ND.any(axis=1) & residual_ND.any(axis=1)
-    x, r = (np.asarray(half_ND[nonzero_N], dtype=np.float64) for half_ND in (hidden_ND, residual_ND))
-    x, r = (half / np.linalg.norm(half, axis=1, keepdims=True) for half in (x, r))
-    pairs = np.triu_indices(len(x), 1)
+    hidden, residual = (np.asarray(values_ND[nonzero_N], np.float64) for values_ND in (hidden_ND, residual_ND))
+    hidden, residual = (values / np.linalg.norm(values, axis=1, keepdims=True) for values in (hidden, residual))
+    pairs = np.triu_indices(len(hidden), 1)
     if not len(pairs[0]):
         return DirectSumBound(0.0, 0.0, 0.0, 0.0)
-    apart_h, apart_r = pdist(x, "sqeuclidean"), pdist(r, "sqeuclidean")
-    alike_h, alike_r = (x @ x.T)[pairs], (r @ r.T)[pairs]
-    gap = np.abs(alike_h + alike_r - 1 - alike_h * alike_r)
-    bound = 0.25 * float(apart_h.max() * apart_r.max())
-    off = float(np.abs(gap - 0.25 * apart_h * apart_r).max())
+    distance2_h, distance2_r = pdist(hidden, "sqeuclidean"), pdist(residual, "sqeuclidean")
+    cosine_h, cosine_r = (hidden @ hidden.T)[pairs], (residual @ residual.T)[pairs]
+    gap = np.abs(cosine_h + cosine_r - 1 - cosine_h * cosine_r)
+    bound = 0.25 * float(distance2_h.max() * distance2_r.max())
+    off = float(np.abs(gap - 0.25 * distance2_h * distance2_r).max())
     return DirectSumBound(off, float(gap.max()), float(gap.mean()), bound)
 
 
-def unit_gram(gram_NN: F64) -> F64:
-    """Normalize inner products so that the mean squared norm is 1 (the constants c_h and c_r)."""
+def normalized_gram(gram_NN: F64) -> F64:
+    """Normalize inner products so that the mean squared norm is 1 (the constants c_h and c_r of eq:feature-sketch)."""
     mean = float(gram_NN.diagonal().mean())
     return np.asarray(gram_NN / mean if mean > 0 else gram_NN)
 
@@ -127,9 +140,9 @@ def effective_rank(sketch_ND: Floats) -> float:
 
 def negative_pairs(gram_NN: F64) -> tuple[float, float]:
     """Return the share of pairs with a negative inner product, and their share of the total absolute value."""
-    pair = gram_NN[np.triu_indices(len(gram_NN), 1)]
-    mass = float(np.abs(pair).sum())
-    return float((pair < 0).mean()), float(-pair[pair < 0].sum() / mass) if mass > 0 else 0.0
+    products = gram_NN[np.triu_indices(len(gram_NN), 1)]
+    total = float(np.abs(products).sum())
+    return float((products < 0).mean()), float(-products[products < 0].sum() / total) if total > 0 else 0.0
 
 
 def rank_one_share(
@@ -140,17 +153,17 @@ def rank_one_share(
     Measures how much of the output layer gradient the summary keeps: 1 for a row with a single position that is its own
     summary. All arguments are in the same coordinates; rows without positions or with a zero gradient are ignored.
     """
-    edges = np.searchsorted(row_P, np.arange(len(hidden_NH) + 1))
+    offsets = np.searchsorted(row_P, np.arange(len(hidden_NH) + 1))  # of row i: offsets[i] to offsets[i + 1]
     shares = []
-    for i, (start, stop) in enumerate(pairwise(edges)):
+    for i, (start, stop) in enumerate(pairwise(offsets)):
         if stop == start:
             continue
-        h_TT, r_TT = gram(hidden_PH[start:stop], residual_PV[start:stop])
-        whole = float((h_TT * r_TT).mean())
+        hidden_TT, residual_TT = gram_matrices(hidden_PH[start:stop], residual_PV[start:stop])
+        gradient_norm2 = float((hidden_TT * residual_TT).mean())
         summary_H, summary_V = np.asarray(hidden_NH[i], np.float64), residual_NV[[i]].astype(np.float64)
-        match_T = (residual_PV[start:stop] @ summary_V.T).toarray().ravel()
-        cross = float(((hidden_PH[start:stop] @ summary_H) * match_T).mean())
-        pooled = float(summary_H @ summary_H) * float(summary_V.power(2).sum())
-        if whole > 0 and pooled > 0:
-            shares.append(cross**2 / (whole * pooled))
+        residual_match_T = (residual_PV[start:stop] @ summary_V.T).toarray().ravel()
+        cross = float(((hidden_PH[start:stop] @ summary_H) * residual_match_T).mean())
+        summary_norm2 = float(summary_H @ summary_H) * float(summary_V.power(2).sum())
+        if gradient_norm2 > 0 and summary_norm2 > 0:
+            shares.append(cross**2 / (gradient_norm2 * summary_norm2))
     return float(np.mean(shares)) if shares else float("nan")

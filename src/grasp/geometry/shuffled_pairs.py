@@ -1,0 +1,90 @@
+"""The pair-shuffled control of the paper: K_pair with similarities that are assigned to other pairs of rows.
+
+If a predictor with shuffled pairs is as good as the full one, its pair geometry carries no information. Start with
+`ShuffledPairs`; `ShuffledRows` replaces it for large corpora.
+Shape letters: B subsets, N rows, D sketch width.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grasp.arrays import F32, F64
+from grasp.errors import ShapeError
+from grasp.seeds import stream
+
+EXACT_ROWS = 12_000  # up to this many rows, all pair similarities are permuted: 4 bytes per pair, 288 MB
+BLOCK_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ShuffledPairs:
+    """Pair similarities G_ij = <phi_i, phi_j>, i < j, reassigned to pairs by one fixed random permutation.
+
+    Preserves the multiset of pair similarities exactly and destroys their assignment to pairs. The result is not a Gram
+    matrix: K_pair may be lower than -K_self.
+    """
+
+    n_rows: int
+    condensed: F32  # row i of the upper triangle starts at i N - i (i + 1) / 2
+
+    @classmethod
+    def draw(cls, sketch_ND: NDArray[np.floating], *, seed: int) -> "ShuffledPairs":
+        """Permute the pair similarities of a sketch. Memory: 2 N^2 bytes; time: O(N^2 D).
+
+        Raises:
+            ShapeError: more than EXACT_ROWS rows.
+        """
+        sketch_ND = np.asarray(sketch_ND, dtype=np.float32)
+        n_rows = len(sketch_ND)
+        if n_rows > EXACT_ROWS:
+            raise ShapeError(f"shuffled pairs: got {n_rows} rows, expected at most {EXACT_ROWS}; shuffle rows instead")
+        condensed = np.empty(n_rows * (n_rows - 1) // 2, dtype=np.float32)
+        end = 0
+        for start in range(0, n_rows, BLOCK_ROWS):
+            block = sketch_ND[start : start + BLOCK_ROWS] @ sketch_ND.T
+            for i, row in enumerate(block, start=start):
+                begin, end = end, end + n_rows - 1 - i
+                condensed[begin:end] = row[i + 1 :]
+        stream(seed, "fidelity", "pair-shuffled").shuffle(condensed)
+        return cls(n_rows, condensed)
+
+    def pair(self, weights_BN: NDArray[np.floating]) -> F64:
+        """Return K_pair = 2 sum_{i<j} w_i w_j G_shuffled(ij), (B,). Source: the paper's pair-shuffled control."""
+        weights_BN = np.asarray(weights_BN, dtype=np.float64)
+        if weights_BN.shape[1] != self.n_rows:
+            raise ShapeError(f"shuffled pairs: weights {weights_BN.shape} for {self.n_rows} rows")
+        total_B = np.zeros(len(weights_BN))
+        end = 0
+        for start in range(0, self.n_rows, BLOCK_ROWS):
+            stop = min(start + BLOCK_ROWS, self.n_rows)
+            block = np.zeros((stop - start, self.n_rows))  # rows of the upper triangle; 0 at j <= i
+            for i in range(start, stop):
+                begin, end = end, end + self.n_rows - 1 - i
+                block[i - start, i + 1 :] = self.condensed[begin:end]
+            total_B += np.einsum("bi,bi->b", weights_BN[:, start:stop], weights_BN @ block.T)
+        return np.asarray(2.0 * total_B)
+
+
+@dataclass(frozen=True, slots=True)
+class ShuffledRows:
+    """Sketches reassigned to rows by a random permutation, for corpora with too many pairs for `ShuffledPairs`.
+
+    phi_i is replaced by phi_perm(i) in K_pair only, which permutes rows and columns of the Gram matrix alike: the
+    multiset of pair similarities, the norms and the spectrum are preserved, and the assignment of sketches to rows is
+    destroyed. `ShuffledPairs` also destroys the Gram structure. Does not require an N x N matrix.
+    """
+
+    permuted_ND: NDArray[np.floating]
+
+    @classmethod
+    def draw(cls, sketch_ND: NDArray[np.floating], *, seed: int) -> "ShuffledRows":
+        """Permute the rows of a sketch."""
+        return cls(sketch_ND[stream(seed, "fidelity", "row-shuffled").permutation(len(sketch_ND))])
+
+    def pair(self, weights_BN: F64) -> F64:
+        """Return K_pair of the permuted sketches, (B,)."""
+        total_BD = weights_BN @ self.permuted_ND
+        self_B = weights_BN**2 @ np.einsum("nd,nd->n", self.permuted_ND, self.permuted_ND)
+        return np.asarray(np.einsum("bd,bd->b", total_BD, total_BD) - self_B)
