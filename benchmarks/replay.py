@@ -71,7 +71,11 @@ def measure(options: argparse.Namespace, targets: int) -> dict[str, float]:
         trajectory = Trajectory(training, any_rows, list(draws), directory=where, memory_bytes=memory_bytes)
         if targets:
             trajectory.train()
-            metagradient(trajectory, units, MetagradientSettings(curvature="one-sided", probe_steps=()))
+            probes = (options.steps // 2,)  # of which one takes as much memory as several
+            settings = MetagradientSettings(
+                curvature="one-sided", probe_steps=probes, batch_tokens=options.batch_rows * options.length
+            )
+            metagradient(trajectory, units, settings)
         else:
             trajectory.retrain(trajectory.weight_N)  # stores no states
     return {

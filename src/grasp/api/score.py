@@ -17,14 +17,14 @@ from grasp.arrays import Bool
 from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import (
-    SHORT,
+    MIN_RELIABLE_TOKENS,
+    count_short_rows,
     length_column,
+    length_unit,
     only_target,
     ranked,
     ranked_table,
-    row_tokens,
-    short_of,
-    short_rows,
+    row_lengths,
     write_ranked,
 )
 from grasp.errors import SettingsError
@@ -170,10 +170,14 @@ def score(
     else:
         requested = "all"
     notes, n_printed = [f"{by}: {provenance}"], min(MAX_ROWS_PRINTED, len(ranking))
-    if n_short := short_rows(artifact, ranking[:n_printed]):
+    if n_short := count_short_rows(artifact, ranking[:n_printed]):
         these = "these" if n_printed == len(ranking) else f"the first {n_printed:,}"
-        noisy = f"{short_of(length_column(artifact))}, so their relevance is noisy: --min-tokens {SHORT} skips them"
-        notes.insert(0, f"{n_short:,} of {these} rows have fewer than {SHORT} {noisy}")
+        notes.insert(
+            0,
+            f"{n_short:,} of {these} rows have fewer than {MIN_RELIABLE_TOKENS} "
+            f"{length_unit(length_column(artifact))}, so their relevance is noisy: --min-tokens {MIN_RELIABLE_TOKENS} "
+            "skips them",
+        )
     return RankedRows(
         ranked_table(artifact, ranking if out is None else ranking[:0], values_N, by),
         f"{requested} of {n_ranked:,} rows for {target if unit is None else f'{unit} of {target}'}, by {by}",
@@ -217,13 +221,14 @@ def _long_rows(artifact: ArtifactReader, min_tokens: int, among_N: Bool | None) 
     Raises:
         SettingsError: no row has.
     """
-    length = length_column(artifact)
-    length_N = row_tokens(artifact, length) if among_N is None else row_tokens(artifact, length) * among_N
+    length_N = row_lengths(artifact)
+    if among_N is not None:
+        length_N = length_N * among_N
     long_N = np.asarray(length_N >= min_tokens)
     if not long_N.any():
         noun = "row" if among_N is None else "selected row"
         raise SettingsError(
-            f"min_tokens: got {min_tokens}; no {noun} of {artifact.location} has as many {short_of(length)}; the "
-            f"longest has {length_N.max():,}"
+            f"min_tokens: got {min_tokens}; no {noun} of {artifact.location} has as many "
+            f"{length_unit(length_column(artifact))}; the longest has {length_N.max():,}"
         )
     return long_N

@@ -35,8 +35,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.arrays import F32, F64, I32, I64, Blocks, ratio
+from grasp.artifact.cache import cached
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import cached, checked_targets, label_column, row_documents, row_tokens, suggest_labels
+from grasp.artifact.rows import checked_targets, label_column, row_documents, row_tokens, suggest_labels
 from grasp.build.provenance import BuildSource
 from grasp.corpus.row_store import RowStore
 from grasp.errors import ProtocolError
