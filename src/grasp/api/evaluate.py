@@ -24,7 +24,7 @@ from grasp.predict.subset_tables import RowIndex
 from grasp.progress import Progress, Silent
 from grasp.progress_display import shows_progress
 from grasp.runs.alignment import Alignment, match_targets
-from grasp.runs.evaluation import Evaluation, evaluation_of
+from grasp.runs.evaluation import Evaluation, evaluate_predictions
 from grasp.runs.imported_runs import bind_runs
 from grasp.runs.metrics import MIN_SUBSETS, RESAMPLES
 from grasp.runs.predictions import Predictions, read_predictions
@@ -226,7 +226,7 @@ def compare(
     fingerprint = alignment.runs_fingerprint
     selected_on = {name: protocol.targets_selected_on(fingerprint) for name, protocol in protocols.items()}
     selected_on |= dict.fromkeys(controls or {}, targets_selected_on(controls_on or {}, fingerprint))
-    return evaluation_of(
+    return evaluate_predictions(
         runs,
         predictions,
         targets=evaluated or None,

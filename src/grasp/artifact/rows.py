@@ -116,16 +116,16 @@ def row_documents(artifact: ArtifactReader) -> I64:
     return cached(artifact, "documents", 8 * artifact.n_rows, read)
 
 
-def label_column(artifact: ArtifactReader, name: str, where: str = "label") -> LabelColumn:
+def label_column(artifact: ArtifactReader, name: str, location: str = "label") -> LabelColumn:
     """Read a label of every row: a column, or an expression such as host(url).
 
     Args:
-        where: argument that messages name.
+        location: argument that messages name.
     Raises:
         SubsetError: no such column, or an invalid expression.
     """
     table = LabelTable(artifact.rows_path)
-    return cached(artifact, ("label", name), 8 * table.n_rows, lambda: table.column(name, where))
+    return cached(artifact, ("label", name), 8 * table.n_rows, lambda: table.column(name, location))
 
 
 def suggest_labels(source: ArtifactReader, *, most: int = MAX_SLICES) -> tuple[str, ...]:
