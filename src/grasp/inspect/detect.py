@@ -319,10 +319,10 @@ def standardised_blocks(
     for _, block in artifact.array_blocks(array, columns=columns):
         moments.add(block)
         progress.advance(len(block), 0)
-    scale_E = moments.mean_std.inverse_std_E
+    scale_E = moments.mean_std.inverse_std_C
     progress.stage(name, rows=n_rows, tokens=None)
     for start, block in artifact.array_blocks(array, columns=columns):
-        yield start, (block - moments.mean_E) * scale_E
+        yield start, (block - moments.mean_C) * scale_E
         progress.advance(len(block), 0)
 
 

@@ -378,6 +378,6 @@ def _label_findings(
         dropped = Change(predicted.change_BT, predicted.low_BT, predicted.high_BT)
     weights_model: SliceFormula | Predictor = predictor
     if predictor.protocol.interaction is Interaction.NONE:  # interactions between rows are not a sum over slices
-        weights_model = SliceFormula(effects.sums.n_retained_B, effects.sums.effect_BT, predictor.exposure)
+        weights_model = SliceFormula(effects.sums.n_retained_B, effects.sums.effect_BT)
     names = different(slices.names, MAX_CELL_CHARS)
     return LabelFindings(slices, names, dropped, by_relevance, effects.effect_GT, cosines(effects.sums), weights_model)

@@ -194,7 +194,7 @@ def _build_selection(
     headline = selected.headline(table, n_tokens)
     value_notes: list[str] = []
     if tokens is not None:
-        (factor,) = sums.repetition_factor(objective.budget_predictor.exposure)
+        (factor,) = sums.repetition_factor(objective.budget_predictor.repetition_law)
         headline += f"; {tokens / n_tokens:.2g} epochs in {tokens:,.0f} training tokens"
         value_notes.append(
             f"value {value:+z.3f}: the change including repetition, which has {float(factor):.0%} of the effect of as "
