@@ -114,7 +114,7 @@ def row_gradients(material: MethodInputs, whitener: Whitener) -> Iterator[tuple[
                 rows = torch.nonzero((batch.row_P >= first) & (batch.row_P < first + AT_ONCE))[:, 0]
                 row_P = batch.row_P[rows] - first
                 n = min(AT_ONCE, len(index) - first)
-                sparse, hidden_PH = batch.residual.at(rows), batch.hidden_PH[rows] - mean_H
+                sparse, hidden_PH = batch.residual.select(rows), batch.hidden_PH[rows] - mean_H
                 gradient = torch.zeros(n, model.vocab_size, model.hidden_size)
                 for i in range(n):
                     positions = torch.nonzero(row_P == i)[:, 0]

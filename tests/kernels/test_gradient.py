@@ -16,7 +16,7 @@ from grasp.kernels.gradient import (
 )
 from grasp.kernels.kernel import Batch, CorpusMoments
 from grasp.models.gradient_factors import materialise
-from grasp.models.gradients import Example, Use
+from grasp.models.gradients import Example, GradientFactors
 from grasp.models.residuals import SparseResidual
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
@@ -116,10 +116,13 @@ def test_every_output_and_every_input_is_in_exactly_one_tile():
 def test_sums_over_the_sample_are_unbiased():
     """Over many draws the mean of weighted products is the whole product, within its own standard error."""
     generator = torch.Generator().manual_seed(0)
-    use = [Use(torch.randn(1, 3, 10, generator=generator), torch.randn(1, 3, 7, generator=generator)) for _ in "ab"]
+    use = [
+        GradientFactors(torch.randn(1, 3, 10, generator=generator), torch.randn(1, 3, 7, generator=generator))
+        for _ in "ab"
+    ]
     whole = float((materialise(use[0], 10) * materialise(use[1], 10)).sum())
 
-    def sampled_values(tiles: Tiles, first: Use) -> torch.Tensor:
+    def sampled_values(tiles: Tiles, first: GradientFactors) -> torch.Tensor:
         return tiles.take(by_member(first.left), by_member(first.right))
 
     def estimate(seed: int) -> float:

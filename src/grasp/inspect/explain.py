@@ -327,7 +327,7 @@ class _PreparedUnits:
         has_number_L = np.any([of_kernel_L != 0 for of_kernel_L in contribution_L.values()], axis=0)
         has_number_L[token_P] = True
         columns = {"contribution": np.sum(list(contribution_L.values()), axis=0), **contribution_L}
-        pieces = self.model.tokenizer.pieces
+        pieces = self.model.tokenizer.token_texts
         table = pa.table(
             {"position": np.arange(shard.n_tokens), "text": pieces(shard.ids(0).tolist())}
             | {name: pa.array(of_kernel_L, mask=~has_number_L) for name, of_kernel_L in columns.items()}

@@ -47,7 +47,7 @@ def embedding_relevance(
     Cost: O(K H) per position whose token occurs in a unit, and a vector of H per such token and row.
     """
     match_P = targets.compact_V[token_P] >= 0  # the inner product is 0 at all other positions
-    delta_PH = hidden_gradient(head, residual.at(match_P))
+    delta_PH = hidden_gradient(head, residual.select(match_P))
     matched = output_layer_relevance(targets, delta_PH, one_hot_tokens(token_P[match_P]), row_P[match_P], n_rows)
     # `output_layer_relevance` averages over the matched positions; the mean is over all positions of a row.
     matched_N = torch.bincount(row_P[match_P], minlength=n_rows)

@@ -41,7 +41,7 @@ from grasp.kernels.kernel import TYPICAL_ROW_TOKENS, Batch, CorpusMoments, Kerne
 from grasp.kernels.whitening import Moments
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.forward_pass import Reference
-from grasp.models.gradients import Example, LayerSet, PerExample, UnsupportedLayerError, Use, layers_of
+from grasp.models.gradients import Example, GradientFactors, LayerSet, PerExample, UnsupportedLayerError, layers_of
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 
@@ -206,12 +206,14 @@ class SampledGradients:
         # The input of the last layer and its transpose: the projections q, k and v share theirs, transposed once.
         cached_input: tuple[Tensor, Tensor] | None = None
 
-        def consume(number: int, use: Use, rows: slice) -> None:
+        def consume(number: int, factors: GradientFactors, rows: slice) -> None:
             nonlocal cached_input
-            if cached_input is None or cached_input[0] is not use.right:
-                cached_input = use.right, by_member(use.right)
+            if cached_input is None or cached_input[0] is not factors.right:
+                cached_input = factors.right, by_member(factors.right)
             tile = self.sample.tiles[number]
-            gradient_BK[rows, tile.start : tile.start + tile.size] += tile.take(by_member(use.left), cached_input[1])
+            gradient_BK[rows, tile.start : tile.start + tile.size] += tile.take(
+                by_member(factors.left), cached_input[1]
+            )
 
         outcome = self.engine.run(examples, consume)
         return gradient_BK, outcome.hidden_BLH
@@ -227,10 +229,10 @@ class SampledGradients:
             len(example.input_ids), len(side_EK), dtype=self.engine.work, device=self.engine.model.device
         )
 
-        def consume(number: int, use: Use, rows: slice) -> None:
+        def consume(number: int, factors: GradientFactors, rows: slice) -> None:
             tile = self.sample.tiles[number]
             side = side_EK[:, tile.start : tile.start + tile.size].to(product_LE.device, product_LE.dtype)
-            product_LE[rows] += tile.take(by_member(use.left), by_member(use.right)) @ side.T
+            product_LE[rows] += tile.take(by_member(factors.left), by_member(factors.right)) @ side.T
 
         self.engine.run([example], consume, by_position=True)
         return np.asarray(product_LE.double().cpu().numpy())

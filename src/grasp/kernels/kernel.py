@@ -102,7 +102,7 @@ class Batch:
         return replace(
             self,
             hidden_PH=self.hidden_PH[index_P],
-            residual=self.residual.at(index_P),
+            residual=self.residual.select(index_P),
             row_P=row_P,
             input_P=self.input_P[index_P],
             n_rows=n_rows,
@@ -135,7 +135,7 @@ class Batch:
                 residual.index_PK,
                 residual.value_PK * weight_P[:, None],
                 residual.loss_P,
-                None if residual.rest_P is None else residual.rest_P * weight_P,
+                None if residual.truncated_P is None else residual.truncated_P * weight_P,
             ),
             row_P=row_P,
             n_rows=n_sums,
@@ -148,12 +148,12 @@ class Batch:
     def to(self, device: torch.device | str, *, copy: bool = False) -> Self:
         """Move to a device; with `copy`, gradients are copied even if they are there already."""
         residual, gradient_BK = self.residual, self.gradient_BK
-        rest_P = None if residual.rest_P is None else residual.rest_P.to(device)
+        truncated_P = None if residual.truncated_P is None else residual.truncated_P.to(device)
         return replace(
             self,
             hidden_PH=self.hidden_PH.to(device),
             residual=SparseResidual(
-                residual.index_PK.to(device), residual.value_PK.to(device), residual.loss_P.to(device), rest_P
+                residual.index_PK.to(device), residual.value_PK.to(device), residual.loss_P.to(device), truncated_P
             ),
             row_P=self.row_P.to(device),
             input_P=self.input_P.to(device),
