@@ -77,7 +77,7 @@ class Samples:
                 for start, sample in zip(starts, self.samples, strict=False):
                     tile = sample.tiles[number]
                     some = slice(int(start) + tile.start, int(start) + tile.start + tile.size)
-                    out_BK[rows, some] += tile.take(left, right)
+                    out_BK[rows, some] += tile.sampled_gradient(left, right)
 
             self.engine.run([examples[int(i)] for i in index_B], consume)
             yield index_B, out_BK

@@ -61,7 +61,7 @@ class Turned:
         def consume(number: int, use: GradientFactors, rows: slice) -> None:
             tile, turned = sample.tiles[number], self.bases[number].rotate_use(use)
             some = slice(tile.start, tile.start + tile.size)
-            out_BK[rows, some] += tile.take(by_member(turned.left), by_member(turned.right))
+            out_BK[rows, some] += tile.sampled_gradient(by_member(turned.left), by_member(turned.right))
 
         engine.run(examples, consume, output, uniforms)
         return out_BK

@@ -218,7 +218,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     material = MethodInputs(ArtifactReader.open(args.artifact))
     features = material.settings.features
-    whitener = Whitener.of(second_moments(material.artifact.moments, "hidden"), features)
+    whitener = Whitener.from_settings(second_moments(material.artifact.moments, "hidden"), features)
     places = [args.runs, *([args.held_out] if args.held_out else [])]
     worlds = [CandidatePredictor.from_runs(RetrainedRuns.open(place), material.artifact) for place in places]
     shares = [np.concatenate([block.weights_BN.toarray() for block in world.blocks]) for world in worlds]

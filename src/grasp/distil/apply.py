@@ -59,7 +59,7 @@ SCORED = Schema(  # names with a leading underscore are ignored by Parquet reade
     mark=Mark,
     marks="_scores-*.json",
     plan="_apply.json",
-    ours=("scores-*.parquet",),
+    other_files=("scores-*.parquet",),
     recovery_hint="delete it and score again",
     error_type=SettingsError,
 )

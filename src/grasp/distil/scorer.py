@@ -111,9 +111,9 @@ SIGNED_CARD = Signed(
     FORMAT,
     FORMAT_VERSION,
     "distil again",
-    largest=MAX_CARD_BYTES,
+    max_bytes=MAX_CARD_BYTES,
     files=lambda card: {WEIGHTS: card.weights},
-    none=f"is not a scorer (no {CARD}); create one with `grasp distil`",
+    missing_message=f"is not a scorer (no {CARD}); create one with `grasp distil`",
 )
 
 

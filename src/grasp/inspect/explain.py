@@ -257,7 +257,7 @@ class _PreparedUnits:
         for kernel in self.kernels:
             if isinstance(kernel, Gradient):
                 parts = [
-                    sign * side.labels * kernel.sampled.by_position(side, kernel.side_EK)
+                    sign * side.labels * kernel.sampled.by_position(side, kernel.unit_EK)
                     for sign, side in zip((1, -1), examples, strict=False)
                 ]
                 contribution_LC = np.concatenate(parts)

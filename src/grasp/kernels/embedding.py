@@ -9,7 +9,8 @@ the output matrix. The approximation is exact if the body is the identity.
 
 This is the kernel `output_layer` with delta instead of h and onehot(x) instead of xi, and reuses its functions; only
 positions whose token occurs in a unit cost anything. delta~ = (C + tau tr(C)/H I)^-1/2 delta, with C uncentred, and
-c(x) = (f_x + eps)^-alpha, with f_x the frequency of the token, instead of D. Start with `embedding_relevance`.
+c(x) = (f_x + eps)^-alpha, with f_x the frequency of the token, instead of D. Start with
+`embedding_relevance`. Labels `eq:` in "Source" are those of the paper; docs/paper_map.md lists them.
 
 Shape letters: P row positions, S unit positions, E units, K kept per residual, H hidden width, V vocabulary.
 """
@@ -17,7 +18,7 @@ Shape letters: P row positions, S unit positions, E units, K kept per residual, 
 import torch
 from torch import Tensor
 
-from grasp.kernels.kernel import ROWS_AT_ONCE, Batch, Kernel
+from grasp.kernels.kernel import UNITS_PER_BLOCK, Batch, Kernel
 from grasp.kernels.output_layer import OutputLayerTargets, output_layer_relevance, prepare_targets
 from grasp.kernels.whitening import DeltaMoments, Whitener
 from grasp.models.head import OutputHead
@@ -59,12 +60,12 @@ class Embedding(Kernel):
     """The kernel of the gradients of the input embedding."""
 
     name = "embedding"
-    kinds = (DeltaMoments,)
+    moment_types = (DeltaMoments,)
 
     def prepare(self, units: Batch) -> None:
-        whitener = Whitener.of(self.moments(DeltaMoments).value, self.settings, centred=False)
+        whitener = Whitener.from_settings(self.moments(DeltaMoments).value, self.settings, centred=False)
         tokens = one_hot_tokens(units.input_P)
-        self._targets = prepare_targets(units.delta_PH, tokens, units.row_P, units.n_rows, whitener, ROWS_AT_ONCE)
+        self._targets = prepare_targets(units.delta_PH, tokens, units.row_P, units.n_rows, whitener, UNITS_PER_BLOCK)
 
     def score(self, batch: Batch) -> Tensor:
         assert batch.head is not None
