@@ -21,7 +21,7 @@ import torch
 from memory import peak_bytes
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from grasp.corpus.row_store import RowShard
+from grasp.corpus.row_store import TokenRows
 from grasp.seeds import stream
 from grasp.targets.units import UnitTokens
 from grasp.training.fine_tuning import FineTuning
@@ -39,11 +39,11 @@ class RandomRows:
         self.n_rows, self.fingerprint = N_ROWS, f"{vocabulary}-{length}"
         self._ids_NL = stream(0, "rows").integers(vocabulary, size=(N_ROWS, length)).astype(np.int32)
 
-    def rows(self, row_index: Any) -> RowShard:
+    def rows(self, row_index: Any) -> TokenRows:
         ids_BL = self._ids_NL[row_index]
         offsets = np.arange(len(ids_BL) + 1, dtype=np.int64) * ids_BL.shape[1]
         empty: Any = None
-        return RowShard(-1, ids_BL.reshape(-1), offsets, empty, np.tile(np.arange(ids_BL.shape[1]) > 0, len(ids_BL)))
+        return TokenRows(ids_BL.reshape(-1), offsets, empty, np.tile(np.arange(ids_BL.shape[1]) > 0, len(ids_BL)))
 
 
 def measure(options: argparse.Namespace, targets: int) -> dict[str, float]:
@@ -71,7 +71,11 @@ def measure(options: argparse.Namespace, targets: int) -> dict[str, float]:
         trajectory = Trajectory(training, any_rows, list(draws), directory=where, memory_bytes=memory_bytes)
         if targets:
             trajectory.train()
-            metagradient(trajectory, units, MetagradientSettings(curvature="one-sided", probe_steps=()))
+            probes = (options.steps // 2,)  # of which one takes as much memory as several
+            settings = MetagradientSettings(
+                curvature="one-sided", probe_steps=probes, batch_tokens=options.batch_rows * options.length
+            )
+            metagradient(trajectory, units, settings)
         else:
             trajectory.retrain(trajectory.weight_N)  # stores no states
     return {

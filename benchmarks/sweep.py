@@ -145,9 +145,9 @@ def _head(weights: Weights, n: int) -> Weights:
     """The first n subsets."""
     if weights.mix is not None:
         return weights.mixed(weights.mix[:n])
-    if isinstance(weights.rows, PackedMasks):
-        return Weights(PackedMasks(weights.rows.bits_GN[:n], weights.rows.n_rows))
-    return Weights(weights.rows[:n], base=weights.base)
+    if isinstance(weights.matrix, PackedMasks):
+        return Weights(PackedMasks(weights.matrix.bits_GN[:n], weights.matrix.n_rows))
+    return Weights(weights.matrix[:n], base=weights.base)
 
 
 def matmul_flops(args: argparse.Namespace) -> float:

@@ -75,7 +75,7 @@ def main() -> None:
     tokens = DrawnTokens(arguments.tokens)
     texts = Texts(np.full(arguments.rows, arguments.tokens), tokens.read)
     before, began = time.process_time(), time.perf_counter()
-    coefficients = {name: StreamingMoments.from_blocks(blocks(path)).mean_std.inverse_std_E for name in KERNELS}
+    coefficients = {name: StreamingMoments.from_blocks(blocks(path)).mean_std.inverse_std_C for name in KERNELS}
     moments = time.process_time() - before
     names = [f"row-{i}" for i in range(arguments.rows)]
     read = {name: partial(blocks, path) for name in KERNELS}

@@ -98,7 +98,7 @@ def from_coefficients(artifact, protocol) -> dict[str, float]:
     changes = {"shares of slices": predictor.change(slices.weights(f_G[None]))[0, 0]}
     if protocol.interaction is not Interaction.NONE:  # interactions between rows are not a sum over slices
         return changes
-    formula = SliceFormula(sums.n_retained_B, sums.effect_BT, predictor.exposure)
+    formula = SliceFormula(sums.n_retained_B, sums.effect_BT)
     return changes | {"coefficients": f_G @ formula.effect_GT[:, 0] / (f_G @ formula.rows_G)}
 
 

@@ -77,7 +77,7 @@ def main() -> None:
     raw_NT = drawn_scores(replays, rows.n_rows, [(each.first_step, plan.optimizer.steps) for each in smooth])
     text_NT = scores_from_text(raw_NT, rows, row_documents(artifact), plan.settings.seed)
     predictor = Predictor.from_artifact(artifact, DEFAULT_PROTOCOL)
-    default_NT = predictor.effect_NT * predictor.task.raw_mean_std.std_E
+    default_NT = predictor.effect_NT * predictor.task.raw_mean_std.std_C
     scores = {"default": default_NT, "drawn rows": raw_NT, "replay": text_NT}
     scores |= {f"default + {w:g} replay": default_NT + w * standardize_scores(text_NT) for w in WEIGHTS}
     reports = {}

@@ -17,7 +17,7 @@ from experiments.finetune.prepare import prepared
 from experiments.finetune.setting import ENVIRONMENTS, LENGTH, Corpus, Kind, Name, open_corpus, target_settings
 from experiments.finetune.training import WARMUP_STEPS, Recipe
 from grasp.arrays import I64
-from grasp.corpus.row_store import RowShard, RowStore
+from grasp.corpus.row_store import RowStore, TokenRows
 from grasp.models.tokenizer import HfTokenizer
 from grasp.seeds import stream
 from grasp.targets import UnitSet, load_units
@@ -42,12 +42,12 @@ class Rows:
     def fingerprint(self) -> str:
         return self.corpus.store.fingerprint
 
-    def rows(self, row_index: I64) -> RowShard:
+    def rows(self, row_index: I64) -> TokenRows:
         shard = self.corpus.store.rows(row_index)
         starts, lengths = shard.offsets[:-1], np.diff(shard.offsets)
         first_B = np.minimum(self.corpus.first_N[row_index], lengths)
         position = np.arange(len(shard.flat_ids)) - np.repeat(starts, lengths)
-        return RowShard(-1, shard.flat_ids, shard.offsets, shard.table, position >= np.repeat(first_B, lengths))
+        return TokenRows(shard.flat_ids, shard.offsets, shard.table, position >= np.repeat(first_B, lengths))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from grasp.geometry.candidates import Candidate, ProtocolFamily, candidate_of, d
 from grasp.geometry.development_runs import Development
 from grasp.geometry.protocol_selection import select_protocol
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
-from grasp.runs.evaluation import evaluation_of
+from grasp.runs.evaluation import evaluate_predictions
 from grasp.runs.retrained import RetrainedRuns
 
 Tested = Mapping[str, Mapping[str, Mapping[str, Any]]]  # figures by environment and task
@@ -96,7 +96,7 @@ def tested(artifact: ArtifactReader, environment: RetrainedRuns, candidate: Cand
     """Figures with intervals, and ceilings, by task."""
     development = Development.from_runs(environment, [artifact])
     predictions = development.variants[""].predict_candidates({"protocol": candidate}, development.targets)
-    report = evaluation_of(environment, predictions, targets=development.targets)
+    report = evaluate_predictions(environment, predictions, targets=development.targets)
     wanted = (*METRICS, "task_ceiling", "lds_ceiling")
     return {
         record["target"]: {name: value for name, value in record.items() if name.startswith(wanted)}

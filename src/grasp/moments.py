@@ -1,7 +1,7 @@
 """Mean, standard deviation and scatter of columns in float64, accumulated over blocks of rows.
 
 Start with `StreamingMoments`, which is updated block by block; its property `mean_std` computes z-scores.
-Shape letters: N rows, B subsets, E columns. *Scatter* is the sum of squared deviations from the mean.
+Shape letters: N rows, B subsets, C columns. *Scatter* is the sum of squared deviations from the mean.
 """
 
 from collections.abc import Iterable
@@ -19,19 +19,19 @@ RELATIVE_ZERO = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class MeanStd:
-    """Mean and standard deviation of each column over a sample (rows, or subsets), (E,); used for z-scores."""
+    """Mean and standard deviation of each column over a sample (rows, or subsets), (C,); used for z-scores."""
 
-    mean_E: F64
-    std_E: F64
+    mean_C: F64
+    std_C: F64
 
     @property
-    def inverse_std_E(self) -> F64:  # noqa: N802 - a shape suffix
+    def inverse_std_C(self) -> F64:  # noqa: N802 - a shape suffix
         """1 / std; 0 for a column without variance (up to rounding), which thereby contributes nothing."""
-        return ratio(1.0, self.std_E, least=RELATIVE_ZERO * np.maximum(np.abs(self.mean_E), np.finfo(float).tiny))
+        return ratio(1.0, self.std_C, least=RELATIVE_ZERO * np.maximum(np.abs(self.mean_C), np.finfo(float).tiny))
 
-    def z_scores(self, value_BE: F64) -> F64:
+    def z_scores(self, value_BC: F64) -> F64:
         """Return z-scores (x - mean) / std; 0 for columns without variance. Source: eq:component-predictor."""
-        return np.asarray((value_BE - self.mean_E) * self.inverse_std_E)
+        return np.asarray((value_BC - self.mean_C) * self.inverse_std_C)
 
 
 @dataclass(slots=True)
@@ -43,50 +43,50 @@ class StreamingMoments:
 
     Attributes:
         n_rows: number of rows added so far.
-        mean_E: mean of each column.
-        scatter: sum of (x - mean)^2 of each column, (E,); with `products` the scatter matrix, the sum of the outer
-            products of centred rows, (E, E).
+        mean_C: mean of each column.
+        scatter: sum of (x - mean)^2 of each column, (C,); with `products` the scatter matrix, the sum of the outer
+            products of centred rows, (C, C).
         products: accumulate the scatter matrix, as covariances require.
     """
 
     n_rows: int = 0
-    mean_E: F64 = field(default_factory=lambda: np.zeros(1))
+    mean_C: F64 = field(default_factory=lambda: np.zeros(1))
     scatter: F64 = field(default_factory=lambda: np.zeros(1))
     products: bool = False
 
     @classmethod
-    def from_blocks(cls, blocks: Iterable[tuple[int, NDArray[Any]]], out_NE: F32 | None = None) -> Self:
-        """Accumulate moments over blocks of rows, and store the rows in `out_NE` if it is given."""
+    def from_blocks(cls, blocks: Iterable[tuple[int, NDArray[Any]]], out_NC: F32 | None = None) -> Self:
+        """Accumulate moments over blocks of rows, and store the rows in `out_NC` if it is given."""
         moments = cls()
         for start, block in blocks:
-            if out_NE is not None:
-                out_NE[start : start + len(block)] = block
+            if out_NC is not None:
+                out_NC[start : start + len(block)] = block
             moments.add(block)
         return moments
 
-    def add(self, values_NE: NDArray[Any]) -> None:
+    def add(self, values_NC: NDArray[Any]) -> None:
         """Add a block of rows; an empty block changes nothing."""
-        if not len(values_NE):
+        if not len(values_NC):
             return
-        values_NE = np.asarray(values_NE, dtype=np.float64)
-        mean_E = np.ones(len(values_NE)) @ values_NE / len(values_NE)  # a matrix product is the fastest sum over rows
-        centred_NE = values_NE - mean_E
-        scatter = centred_NE.T @ centred_NE if self.products else np.einsum("ne,ne->e", centred_NE, centred_NE)
-        self._combine(len(values_NE), mean_E, scatter)
+        values_NC = np.asarray(values_NC, dtype=np.float64)
+        mean_C = np.ones(len(values_NC)) @ values_NC / len(values_NC)  # a matrix product is the fastest sum over rows
+        centred_NC = values_NC - mean_C
+        scatter = centred_NC.T @ centred_NC if self.products else np.einsum("nc,nc->c", centred_NC, centred_NC)
+        self._combine(len(values_NC), mean_C, scatter)
 
     def merge(self, other: Self) -> None:
         """Add the rows of another accumulator of the same columns."""
         if other.n_rows:
-            self._combine(other.n_rows, other.mean_E, other.scatter)
+            self._combine(other.n_rows, other.mean_C, other.scatter)
 
-    def _combine(self, n_new: int, mean_E: F64, scatter: F64) -> None:
-        n_rows, shift_E = self.n_rows + n_new, mean_E - self.mean_E
+    def _combine(self, n_new: int, mean_C: F64, scatter: F64) -> None:
+        n_rows, shift_C = self.n_rows + n_new, mean_C - self.mean_C
         # Chan: S = S_a + S_b + n_a n_b / (n_a + n_b) (mean_b - mean_a)(mean_b - mean_a)^T
-        between = np.outer(shift_E, shift_E) if self.products else shift_E**2
+        between = np.outer(shift_C, shift_C) if self.products else shift_C**2
         self.scatter = (self.scatter + scatter) + between * (self.n_rows * n_new / n_rows)
-        self.mean_E, self.n_rows = self.mean_E + shift_E * (n_new / n_rows), n_rows
+        self.mean_C, self.n_rows = self.mean_C + shift_C * (n_new / n_rows), n_rows
 
     @property
     def mean_std(self) -> MeanStd:
         """Mean and population standard deviation (divisor N) of each column; undefined with `products`."""
-        return MeanStd(self.mean_E, np.sqrt(self.scatter / self.n_rows))
+        return MeanStd(self.mean_C, np.sqrt(self.scatter / self.n_rows))

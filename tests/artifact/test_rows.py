@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from grasp.artifact import rows
+from grasp.artifact import cache, rows
 
 
 @pytest.mark.parametrize("levels", [1, 7, 10_000])
@@ -24,14 +24,14 @@ class Opened:
 
 
 def test_threads_share_the_cache_within_its_limit(monkeypatch):
-    monkeypatch.setattr(rows, "CACHED_BYTES", 100)
+    monkeypatch.setattr(cache, "CACHED_BYTES", 100)
     opened, failed = Opened(), []
 
     def ask(start):
         try:
             for i in range(3_000):
                 key = (start + i) % 40
-                assert rows.cached(opened, key, 10, lambda key=key: -key) == -key
+                assert cache.cached(opened, key, 10, lambda key=key: -key) == -key
         except Exception as err:  # noqa: BLE001 - whatever a race makes
             failed.append(err)
 
@@ -41,15 +41,15 @@ def test_threads_share_the_cache_within_its_limit(monkeypatch):
     for thread in threads:
         thread.join()
     assert failed == []
-    assert sum(size for _, size in rows._cached[opened].values()) <= 100
+    assert sum(size for _, size in cache._cached[opened].values()) <= 100
 
 
 def test_results_that_are_too_large_are_not_cached(monkeypatch):
-    monkeypatch.setattr(rows, "CACHED_BYTES", 100)
+    monkeypatch.setattr(cache, "CACHED_BYTES", 100)
     opened, computed = Opened(), []
     for _ in range(2):
-        rows.cached(opened, "large", 101, lambda: computed.append(1))
+        cache.cached(opened, "large", 101, lambda: computed.append(1))
     assert len(computed) == 2
     with pytest.raises(ZeroDivisionError):
-        rows.cached(opened, "fails", 1, lambda: 1 / 0)
-    assert rows.cached(opened, "fails", 1, lambda: 2) == 2
+        cache.cached(opened, "fails", 1, lambda: 1 / 0)
+    assert cache.cached(opened, "fails", 1, lambda: 2) == 2

@@ -8,7 +8,7 @@ from grasp.artifact.label_table import LabelColumn
 from grasp.baselines import oracles
 from grasp.errors import RunsError, ShapeError
 from grasp.predict.families import parse_family
-from grasp.runs.evaluation import evaluation_of
+from grasp.runs.evaluation import evaluate_predictions
 from grasp.runs.training_runs import Utilities
 from tests.runs.worlds import ROWS, create
 
@@ -114,7 +114,7 @@ def test_an_oracle_is_evaluated_like_any_other_prediction(tmp_path):
     for run in env.pending():
         env.write_run(run, rng.normal(size=5))
     features = oracles.mask_features(env.subset_blocks(ROWS))
-    report = evaluation_of(env, [oracles.ridge_oracle(features, env.utilities())], resamples=9)
+    report = evaluate_predictions(env, [oracles.ridge_oracle(features, env.utilities())], resamples=9)
     assert report.methods[0].method == "oracle-ridge-masks"
     assert report.methods[0].targets[0]["task_rho"].value is not None
 

@@ -110,7 +110,7 @@ def test_replay_is_weighted_into_predictions_of_targets_but_not_of_units(plain, 
         single = UnitSelection(("one",), np.array([0]), np.array([1]))
         effects[f"{name}, unit"] = Predictor.from_artifact(artifact, units=single)
     before = effects["plain"]
-    total_NT = before.effect_NT * before.task.raw_mean_std.std_E
+    total_NT = before.effect_NT * before.task.raw_mean_std.std_C
     replay_NT = columns(replayed)[:, [0, 6]].astype(np.float64)
     total_NT = total_NT + REPLAY_WEIGHT * replay_NT / replay_NT.std(axis=0)
     expected_NT = (total_NT - total_NT.mean(axis=0)) / total_NT.std(axis=0)

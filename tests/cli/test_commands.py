@@ -53,7 +53,7 @@ def effects(art: Path, kernels=KERNELS, columns=slice(None), target="facts") -> 
         if mean_N.std():
             total_N = total_N + (mean_N - mean_N.mean()) / mean_N.std()
     if prior is not None:
-        total_N = prior.rho_T[0] * total_N + (1 - prior.rho_T[0]) * prior.text_NT[:, 0]
+        total_N = prior.rho_T[0] * total_N + (1 - prior.rho_T[0]) * prior.prior_NT[:, 0]
     return (total_N - np.mean(total_N)) / np.std(total_N)
 
 

@@ -65,9 +65,9 @@ def test_texts_do_not_depend_on_shards_or_on_the_requested_rows(packing, texts, 
 def test_a_changed_corpus_is_recognised_by_its_documents(tmp_path):
     corpus_settings = write(tmp_path, ["one two three", "four five six"])
     store = RowStore.write(tmp_path / "rows", corpus_settings, Words(), shard_rows=5)
-    assert store.keeps_spans_of(open_source(corpus_settings.path))
+    assert store.was_built_from(open_source(corpus_settings.path))
     write(tmp_path, ["one two three"])
-    assert not store.keeps_spans_of(open_source(corpus_settings.path))
+    assert not store.was_built_from(open_source(corpus_settings.path))
     with pytest.raises(CorpusError, match="document 1; the corpus changed"):
         texts_of(store, corpus_settings, Words(), [1])
     write_jsonl(tmp_path / "c.jsonl", [{"text": "one two", "row_id": name} for name in "ab"])

@@ -33,7 +33,7 @@ from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, load_protocol, save_protocol
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.evaluation import evaluation_of
+from grasp.runs.evaluation import evaluate_predictions
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.training_runs import FamilyInfo, TargetInfo
 from tests.predict.source import FakeSource
@@ -289,7 +289,7 @@ def test_the_frozen_protocol_predicts_what_was_selected(development, source, tmp
 
 def test_units_and_tasks_of_a_candidate_are_evaluated_like_any_prediction(development):
     predictions = development.variants[""].predict_candidates({"full": TRUE}, ("sciq", "boolq"))
-    report = evaluation_of(development.runs, predictions, resamples=20)
+    report = evaluate_predictions(development.runs, predictions, resamples=20)
     rows = report.methods[0].targets
     assert [row.target for row in rows] == ["sciq", "boolq"]
     assert all(row["task_rho"].value > 0.98 for row in rows)

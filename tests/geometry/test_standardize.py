@@ -59,9 +59,9 @@ def test_closed_forms_are_the_moments_over_every_subset(family, side, weighting)
     ]
     for got, values_BE in wanted:
         mean_E = chance @ values_BE
-        np.testing.assert_allclose(got.mean_E, mean_E, rtol=0, atol=1e-9)
+        np.testing.assert_allclose(got.mean_C, mean_E, rtol=0, atol=1e-9)
         np.testing.assert_allclose(
-            got.std_E, np.sqrt(chance @ (values_BE - mean_E) ** 2), rtol=0, atol=1e-6
+            got.std_C, np.sqrt(chance @ (values_BE - mean_E) ** 2), rtol=0, atol=1e-6
         )  # a root of rounding
 
 
@@ -72,8 +72,8 @@ def test_closed_forms_of_pairs_need_no_four_rows(n_rows):
         PairSums.empty(sketch_ND.mean(axis=0)).plus(sketch_ND), "raw", parse_family("uniform:0.4"), "retained", "mean"
     )
     raw_B = (sketch_ND**2).sum(axis=1)  # round(0.4 n) is 1 at most: every subset is one row
-    assert got.mean_E[0] == pytest.approx(raw_B.mean())
-    assert got.std_E[0] == pytest.approx(raw_B.std(), abs=1e-9)
+    assert got.mean_C[0] == pytest.approx(raw_B.mean())
+    assert got.std_C[0] == pytest.approx(raw_B.std(), abs=1e-9)
 
 
 @pytest.mark.parametrize("spelling", ["uniform:0.4", "bernoulli:0.4"])
@@ -84,8 +84,8 @@ def test_sampled_moments_agree_with_closed_forms(spelling):
     sampled = sampled_moments({"output_layer": block.weights_BN @ relevance_NE} for block in blocks)
     want = relevance_moments(StreamingMoments.from_blocks([(0, relevance_NE)]), family, "retained", "count")
     got = sampled["output_layer"]
-    assert np.allclose(got.mean_E, want.mean_E, atol=5 * want.std_E / np.sqrt(3000))
-    assert np.allclose(got.std_E, want.std_E, rtol=0.08)
+    assert np.allclose(got.mean_C, want.mean_C, atol=5 * want.std_C / np.sqrt(3000))
+    assert np.allclose(got.std_C, want.std_C, rtol=0.08)
 
 
 @given(seed=st.integers(0, 1000))
@@ -107,16 +107,16 @@ def test_blocks_merge_to_the_moments_of_the_whole(seed, cuts):
     parts = [values_BE[start:stop] for start, stop in itertools.pairwise(sorted({0, 30, *cuts}))]
     got = sampled_moments({"a": part_BE, "k": part_BE[:, 0]} for part_BE in parts)
     rows = StreamingMoments.from_blocks(enumerate(parts))
-    np.testing.assert_allclose(got["a"].mean_E, values_BE.mean(axis=0), rtol=1e-13)
-    np.testing.assert_allclose(got["a"].std_E, values_BE.std(axis=0), rtol=1e-9)
-    assert got["k"].std_E == pytest.approx(values_BE[:, 0].std(), rel=1e-9)
+    np.testing.assert_allclose(got["a"].mean_C, values_BE.mean(axis=0), rtol=1e-13)
+    np.testing.assert_allclose(got["a"].std_C, values_BE.std(axis=0), rtol=1e-9)
+    assert got["k"].std_C == pytest.approx(values_BE[:, 0].std(), rel=1e-9)
     np.testing.assert_allclose(np.sqrt(rows.scatter / 30), values_BE.std(axis=0), rtol=1e-9)
-    np.testing.assert_allclose(rows.mean_E * rows.n_rows, values_BE.sum(axis=0), rtol=1e-12)
+    np.testing.assert_allclose(rows.mean_C * rows.n_rows, values_BE.sum(axis=0), rtol=1e-12)
 
 
 def test_constant_components_standardise_to_zero_and_are_marked():
     moments = MeanStd(np.array([3.0, 1e6, 0.0]), np.array([0.0, 1e-6, 0.0]))
-    assert not moments.inverse_std_E.any()
+    assert not moments.inverse_std_C.any()
     assert moments.z_scores(np.array([[3.0, 2e6, 1.0]])).tolist() == [[0.0, 0.0, 0.0]]
     assert MeanStd(np.array([1.0]), np.array([2.0])).z_scores(np.array([[5.0]])).tolist() == [[2.0]]
 
@@ -129,6 +129,6 @@ def test_one_subset_cannot_standardise():
 def test_large_bernoulli_families_stay_cheap_and_exact():
     rows = StreamingMoments(5_000_000, np.array([0.1]), np.array([5_000_000.0]))
     got = relevance_moments(rows, Family("bernoulli", fraction=0.3), "retained", "count")
-    assert got.mean_E[0] == pytest.approx(0.3 * 0.1 * 5_000_000, rel=1e-9)
+    assert got.mean_C[0] == pytest.approx(0.3 * 0.1 * 5_000_000, rel=1e-9)
     second_moment = 1.0 + 0.1**2
-    assert got.std_E[0] == pytest.approx(math.sqrt(0.3 * 0.7 * 5_000_000 * second_moment), rel=1e-5)
+    assert got.std_C[0] == pytest.approx(math.sqrt(0.3 * 0.7 * 5_000_000 * second_moment), rel=1e-5)

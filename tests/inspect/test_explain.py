@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 import grasp
 from grasp.api.score import score
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import row_index
+from grasp.artifact.rows import indices_of_row_ids
 from grasp.build.model_pass import ModelPass
 from grasp.build.pipeline import build_artifact
 from grasp.errors import ArtifactError, ModelError, ProtocolError, SettingsError
@@ -162,7 +162,7 @@ def test_token_contributions_equal_a_loop_over_pairs(art, explainer):
     origin, unit = explainer._origin, unit_of(art)
     whitener = Whitener.fit(second_moments(art.moments, "hidden"), tau=0.01, alpha=1.0, epsilon=0.3)
     prompt, answer = origin.model.tokenizer.encode([unit["prompt"], unit["completion"]])
-    row = each_position(origin, whitener, origin.rows.rows(row_index(art, ["row-5"])).ids(0), first=1)
+    row = each_position(origin, whitener, origin.rows.rows(indices_of_row_ids(art, ["row-5"])).ids(0), first=1)
     answer_positions = each_position(origin, whitener, np.array([*prompt, *answer], dtype=np.int32), first=len(prompt))
     pair = [[float(h @ g) * float(x @ (whitener.precondition_V * y)) for g, y in answer_positions] for h, x in row]
     pair_LS = np.array(pair) / (len(row) * len(answer_positions) * stored(art, "output_layer", UNIT).std())

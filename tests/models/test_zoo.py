@@ -18,7 +18,7 @@ import transformers
 from torch import nn
 
 from grasp.build.model_pass import ModelPass
-from grasp.corpus.row_store import RowShard
+from grasp.corpus.row_store import TokenRows
 from grasp.errors import ModelError
 from grasp.kernels.gradient import SampledGradients
 from grasp.models.causal_lm import ReferenceModel
@@ -58,7 +58,7 @@ class RowNumbers:
     by_weight: torch.Tensor  # by the output layer's weight, as it is used there
 
 
-def corpus(longest: int) -> RowShard:
+def corpus(longest: int) -> TokenRows:
     """Return rows of different lengths: two with loss on all tokens, one on every second, one on its last tokens."""
     lengths = (9, longest, 23, 5)
     offsets = np.cumsum([0, *lengths])
@@ -67,7 +67,7 @@ def corpus(longest: int) -> RowShard:
     loss_mask[offsets[2] : offsets[2] + 12] = False
     loss_mask[offsets[:-1]] = False
     ids = np.random.default_rng(0).integers(1, VOCAB, size=offsets[-1]).astype(np.int32)
-    return RowShard(0, ids, offsets, pa.table({"row_id": [str(i) for i in range(len(lengths))]}), loss_mask)
+    return TokenRows(ids, offsets, pa.table({"row_id": [str(i) for i in range(len(lengths))]}), loss_mask)
 
 
 def numbers_of_row(model: nn.Module, ids: np.ndarray, mask: np.ndarray) -> RowNumbers:

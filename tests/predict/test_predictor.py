@@ -176,7 +176,7 @@ def test_a_slice_is_explained_by_its_mean_effect(seed, share):
     want_T = p * twice * (m_T + NEW_ROW_VALUE) + (1 - p) * once * (NEW_ROW_VALUE - p / (1 - p) * m_T) - NEW_ROW_VALUE
     np.testing.assert_allclose(change_BT[1], want_T, rtol=0, atol=2 * close)
     np.testing.assert_allclose(change_BT[1], p / (1 + p) * m_T, rtol=0.1, atol=0.03)
-    longer = Predictor.from_artifact(FakeSource(), DEFAULT_PROTOCOL, exposure=RepetitionLaw(2.0))
+    longer = Predictor.from_artifact(FakeSource(), DEFAULT_PROTOCOL, repetition_law=RepetitionLaw(2.0))
     left = longer.change(Weights(csr_array(weights_BN))) - change_BT
     once = RepetitionLaw(2.0)(1 / (1 - p)) * (1 - p)
     np.testing.assert_allclose(
@@ -311,8 +311,8 @@ def test_planted_world_full_grasp_ranks_perfectly_and_the_additive_core_cannot(s
     options = {"name": "p", "match": {"output_layer": 1.0}, "weighting": "count", "calibration": {"family": spelling}}
     trial = Predictor.from_artifact(world, rule(**options, components={"product.raw": 1.0}))
     # z(A) + omega z(K) is (A - lambda K) / sigma_A up to a constant when omega = -lambda sigma_K / sigma_A
-    sigma_a = trial.task.raw_mean_std.std_E[0] ** -1 * world.arrays["relevance_output_layer"].astype(float).std()
-    omega = -world.penalty * float(trial.terms.mean_std["product.raw"].std_E[0]) / sigma_a
+    sigma_a = trial.task.raw_mean_std.std_C[0] ** -1 * world.arrays["relevance_output_layer"].astype(float).std()
+    omega = -world.penalty * float(trial.terms.mean_std["product.raw"].std_C[0]) / sigma_a
     full = Predictor.from_artifact(world, rule(**options, components={"product.raw": omega}))
     additive = Predictor.from_artifact(world, rule(**options))
     (block,) = family.draw(128, n_rows=60, seed=0, purpose="evaluation")

@@ -81,7 +81,7 @@ def test_every_form_sums_to_the_float64_reference(seed, cut):
         want, size = matrix @ values_NC.astype(float), abs(matrix) @ abs(values_NC.astype(float))
         if weights.base:  # what is taken off the total is rounded as the total is
             size = abs(values_NC.astype(float)).sum(axis=0) + 0 * want
-        bound = rounding(n, dtype=np.float32 if isinstance(weights.rows, PackedMasks) else np.float64) * size
+        bound = rounding(n, dtype=np.float32 if isinstance(weights.matrix, PackedMasks) else np.float64) * size
         results = [
             *sums_over(blocks, [weights, weights], 6),
             RowSums.over(values_NC).sums(weights),

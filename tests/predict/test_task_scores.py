@@ -51,7 +51,7 @@ def fitted(ids, q_NE, *, order=None, block=64, texts=True, counts=None, labels=(
     ends = np.cumsum(counts_T)
     means = [q_NE[:, end - n : end].mean(axis=1, dtype=np.float64) for end, n in zip(ends, counts_T, strict=True)]
     base_NT = np.stack(means, axis=1)
-    score_NT = prior.rho_T * (base_NT - base_NT.mean(axis=0)) + (1 - prior.rho_T) * prior.text_NT
+    score_NT = prior.rho_T * (base_NT - base_NT.mean(axis=0)) + (1 - prior.rho_T) * prior.prior_NT
     back = np.argsort(order)
     return prior, score_NT[back]
 
@@ -95,7 +95,7 @@ def test_without_text_the_ranking_is_that_of_the_mean():
     ids, _, _, q_NE = planted(500, 8)
     prior, score_NT = fitted(ids, q_NE, texts=False)
     assert prior.rho_T.tolist() == [1.0]
-    assert not prior.text_NT.any()
+    assert not prior.prior_NT.any()
     np.testing.assert_allclose(score_NT[:, 0], q_NE.mean(axis=1) - q_NE.mean(), atol=1e-5)
 
 
@@ -191,7 +191,7 @@ def test_a_sample_of_rows_is_sufficient_and_limits_memory(monkeypatch):
     prior, score_NT = fitted(ids, q_NE)
     error = np.mean((score_NT[:, 0] - (mu_N - mu_N.mean())) ** 2)
     assert error < 1.1 * np.mean((oracle(prior_N, q_NE, deviation=1.0, noise=4.0) - mu_N) ** 2)
-    assert prior.text_NT.shape == (6_000, 1)
+    assert prior.prior_NT.shape == (6_000, 1)
 
 
 def test_blocks_of_texts_cover_the_rows_and_hold_few_tokens(monkeypatch):

@@ -15,7 +15,7 @@ from grasp.predict.weights import MissingRows, PackedMasks, SubsetBlock, Weighte
 
 
 def form(weights: Weights) -> str:
-    if isinstance(weights.rows, PackedMasks):
+    if isinstance(weights.matrix, PackedMasks):
         return "bits"
     return "omitted" if weights.base else "entries"
 
@@ -77,7 +77,7 @@ def test_for_a_large_corpus_only_omitted_rows_are_stored(tmp_path):
     pq.write_table(lines, tmp_path / "omitted.parquet")
     (block,) = read_subsets(tmp_path / "omitted.parquet", RowIndex.from_ids(names), side="omitted")
     assert form(block.weights) == "omitted"
-    assert block.weights.rows.nnz == 3
+    assert block.weights.matrix.nnz == 3
     assert block.sizes_B.tolist() == [999, 998]
     assert np.flatnonzero(block.weights_BN.toarray()[1] == 0).tolist() == [1, 999]
 

@@ -20,7 +20,7 @@ import pytest
 
 from grasp.api.predict import predict
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import SHORT
+from grasp.artifact.rows import MIN_RELIABLE_TOKENS
 from grasp.build.pipeline import build_artifact
 from grasp.inspect.explain import explain
 from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor
@@ -242,7 +242,7 @@ def test_everything_that_was_given_is_shown(parsed):
     assert_contains(
         text, "grasp report ", "--by topic,format", "run.yaml of the artifact", "top_k: 64", "with <weights>"
     )
-    assert_contains(text, f"rows with at least {SHORT} tokens")
+    assert_contains(text, f"rows with at least {MIN_RELIABLE_TOKENS} tokens")
 
 
 def test_the_command_on_the_page_makes_it_again(page, tmp_path):

@@ -12,7 +12,7 @@ from scipy import stats
 
 from grasp.errors import RunsError
 from grasp.runs.alignment import match_targets
-from grasp.runs.evaluation import evaluation_of
+from grasp.runs.evaluation import evaluate_predictions
 from grasp.runs.predictions import Predictions, RowScores, read_predictions, read_row_scores
 from grasp.runs.retrained import RetrainedRuns
 from grasp.targets.units import Unit, UnitSet
@@ -65,11 +65,11 @@ def save_array(path, predictions):
 def test_predictions_from_a_table_and_an_array_are_equal(env, tmp_path):
     noisy = truth(env)
     noisy = Predictions("m", noisy.subset_ids, UNITS, noisy.values_BE + np.random.default_rng(2).normal(size=(10, 5)))
-    direct = evaluation_of(env, [noisy], resamples=50)
+    direct = evaluate_predictions(env, [noisy], resamples=50)
     table = read(env, save_table(tmp_path / "m.parquet", noisy))
     array = read(env, save_array(tmp_path / "m.npy", noisy))
     for other in (table, array):
-        assert evaluation_of(env, [other], resamples=50).records() == direct.records()
+        assert evaluate_predictions(env, [other], resamples=50).records() == direct.records()
     row = direct.methods[0].targets[0]
     realized = env.utilities("sciq").values_BSE.mean(axis=(1, 2))
     expected = stats.spearmanr(noisy.values_BE[:, :3].mean(axis=1), realized).statistic
@@ -85,12 +85,17 @@ def test_subsets_and_units_are_matched_by_name(env):
         tuple(UNITS[i] for i in e),
         np.concatenate([right.values_BE[b][:, e], np.zeros((1, 5))]),
     )
-    assert evaluation_of(env, [mixed], resamples=20).records() == evaluation_of(env, [right], resamples=20).records()
+    assert (
+        evaluate_predictions(env, [mixed], resamples=20).records()
+        == evaluate_predictions(env, [right], resamples=20).records()
+    )
     assert mixed.aligned(right.subset_ids, "sciq", ("u0", "u1", "u2"))[0] == pytest.approx(right.values_BE[:, :3])
 
 
 def test_a_table_of_tasks_has_task_metrics_only(env, tmp_path):
-    report = evaluation_of(env, [read(env, save_table(tmp_path / "t.parquet", truth(env), units=False))], resamples=20)
+    report = evaluate_predictions(
+        env, [read(env, save_table(tmp_path / "t.parquet", truth(env), units=False))], resamples=20
+    )
     row = report.methods[0].targets[1]
     assert row["task_rho"].value == pytest.approx(1)
     assert row["mean_lds"].value is None
@@ -115,7 +120,7 @@ def test_row_scores_are_summed_over_the_subset(env, tmp_path, weighting):
         np.testing.assert_allclose(got.values_BE, expected, rtol=1e-6)
         if weighting == "mean":
             np.testing.assert_array_equal(read(env, path).values_BE, got.values_BE)
-        assert evaluation_of(env, [got], resamples=9).methods[0].targets[0]["task_rho"].value is not None
+        assert evaluate_predictions(env, [got], resamples=9).methods[0].targets[0]["task_rho"].value is not None
 
 
 def test_scores_of_whole_tasks_are_summed_too(env, tmp_path):
@@ -126,7 +131,7 @@ def test_scores_of_whole_tasks_are_summed_too(env, tmp_path):
     masks = np.concatenate([block.weights_BN.toarray() for block in env.subset_blocks(ROWS)])
     np.testing.assert_allclose(got.task_B["sciq"], masks @ np.arange(30) / masks.sum(axis=1))
     assert got.units == ()
-    assert [row.target for row in evaluation_of(env, [got], resamples=9).methods[0].targets] == ["sciq"]
+    assert [row.target for row in evaluate_predictions(env, [got], resamples=9).methods[0].targets] == ["sciq"]
 
 
 def test_inconsistent_row_scores_are_refused(env, tmp_path):
@@ -167,7 +172,7 @@ def test_invalid_and_incomplete_tables_are_refused(env, tmp_path, table, message
     path = save_table(tmp_path / "m.parquet", truth(env), shuffle=False)
     pq.write_table(table(pq.read_table(path).to_pylist()), path)
     with pytest.raises(RunsError, match=message):
-        evaluation_of(env, [read(env, path)], resamples=9)
+        evaluate_predictions(env, [read(env, path)], resamples=9)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +195,7 @@ def test_invalid_arrays_are_refused(env, tmp_path, array, names, message):
 
 def test_constant_predictions_and_utilities_are_reported_as_undefined(env, tmp_path):
     flat = Predictions("flat", env.subset_ids, UNITS, np.ones((10, 5)))
-    report = evaluation_of(env, [flat], resamples=9)
+    report = evaluate_predictions(env, [flat], resamples=9)
     table = repr(report)
     assert "undefined: task_rho of flat on sciq: predictions are constant" in table
     assert "excluded: 3 of 3 units of sciq for flat: predictions are constant" in table
@@ -202,12 +207,12 @@ def test_constant_predictions_and_utilities_are_reported_as_undefined(env, tmp_p
     for run in same.pending():
         same.write_run(run, np.full(5, -1.0))
     ordered = Predictions("m", same.subset_ids, UNITS, np.arange(20.0).reshape(4, 5))
-    assert "task_rho of m on sciq: utilities are constant" in repr(evaluation_of(same, [ordered], resamples=9))
+    assert "task_rho of m on sciq: utilities are constant" in repr(evaluate_predictions(same, [ordered], resamples=9))
 
 
 def test_the_report_is_the_same_as_text_json_and_csv(env):
     other = Predictions("noise", env.subset_ids, UNITS, np.random.default_rng(7).normal(size=(10, 5)))
-    report = evaluation_of(env, [truth(env), other], resamples=50)
+    report = evaluate_predictions(env, [truth(env), other], resamples=50)
     records = json.loads(report.to_json())["results"]
     assert [(r["method"], r["target"]) for r in records] == [
         (method, target) for method in ("truth", "noise") for target in ("sciq", "sciq@all", "average")
@@ -223,7 +228,7 @@ def test_the_report_is_the_same_as_text_json_and_csv(env):
 
 def test_one_seed_and_held_out_targets_are_marked(tmp_path):
     env = filled(tmp_path, seeds=(0,), held_out_targets=("sciq@all",))
-    report = evaluation_of(env, [truth(env)], resamples=9)
+    report = evaluate_predictions(env, [truth(env)], resamples=9)
     assert "sciq@all (held-out)" in repr(report)
     assert "undefined: task_ceiling on sciq: one seed" in repr(report)
     assert report.records()[0]["task_ceiling"] is None
@@ -234,7 +239,7 @@ def test_unfinished_runs_are_evaluated_only_on_request_and_unknown_targets_never
     for run in begun.pending()[:6]:
         begun.write_run(run, result(begun, run))
     predicted = Predictions("m", begun.subset_ids, UNITS, np.random.default_rng(8).normal(size=(6, 5)))
-    assert evaluation_of(begun, [predicted], partial=True, seeds=[0], resamples=9).n_subsets == 5
+    assert evaluate_predictions(begun, [predicted], partial=True, seeds=[0], resamples=9).n_subsets == 5
     wrong = Predictions("m", env.subset_ids, (("boolq", "u0"),), np.ones((10, 1)))
     for runs, predictions, options, message in (
         (begun, [predicted], {}, "runs are missing"),
@@ -244,7 +249,7 @@ def test_unfinished_runs_are_evaluated_only_on_request_and_unknown_targets_never
         (env, [], {}, "got no predictions"),
     ):
         with pytest.raises(RunsError, match=message):
-            evaluation_of(runs, predictions, **options)
+            evaluate_predictions(runs, predictions, **options)
 
 
 class FakeArtifact:

@@ -100,7 +100,7 @@ def test_both_exports_of_wandb(tmp_path):
     ]
     runs = read(tmp_path, losses=table, metrics=["eval/*"], skip_failed=True)
     assert runs.runs == ("a", "c")
-    assert "skipped as failed: 1 runs, e.g. b" in runs.notes
+    assert "skipped as failed: 1 result, e.g. of run b" in runs.notes
     panel = [
         ["Step", "a - eval/loss", "a - eval/loss__MIN", "b - eval/loss", "c - eval/loss"],
         [1, 9, 9, 8, 7],
@@ -250,3 +250,19 @@ def test_other_files_are_refused(tmp_path):
     (tmp_path / "bad.parquet").write_bytes(b"no parquet")
     with pytest.raises(RunsError, match="cannot be read as a table"):
         grasp.import_runs(tmp_path / "bad.parquet", label="x")
+
+
+def test_a_run_keeps_the_results_of_its_seeds_that_did_not_fail(tmp_path):
+    weights = pa.table({"run": list("abcd"), "web": [0.1, 0.4, 0.6, 0.9], "code": [0.9, 0.6, 0.4, 0.1]})
+    results = pa.table(
+        {
+            "run": list("aabbccdd"),
+            "seed": [0, 1] * 4,
+            "state": ["finished", "finished", "finished", "crashed", "finished", "finished", "failed", "failed"],
+            "loss": [3.0, 3.1, 3.2, 3.3, 3.4, 3.5, 3.6, 3.7],
+        }
+    )
+    runs = grasp.import_runs(weights, results, label="source", skip_failed=True)
+    assert runs.runs == ("a", "b", "c")
+    assert np.isfinite(runs.utility_RST()[:, :, 0]).tolist() == [[True, True], [True, False], [True, True]]
+    assert "skipped as failed: 3 results, e.g. of run b, d" in runs.notes

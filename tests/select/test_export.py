@@ -464,7 +464,7 @@ def test_rows_keep_the_other_columns_of_their_records(suffix, packing, kind, tmp
     chosen = np.flatnonzero(choose(artifact))
     lines = export(artifact, chosen, tmp_path / "kept", kind)
     store = rows_of(artifact)
-    documents = np.concatenate([store.columns(k, ("__document__",)).column(0) for k in range(store.n_shards)])
+    documents = np.concatenate([store.read_columns(k, ("__document__",)).column(0) for k in range(store.n_shards)])
     for line, document in zip(lines, documents[chosen].tolist(), strict=True):
         expected = rows[document]
         assert {name: line[name] for name in ("metadata", "tags", "vector", "extra")} == {

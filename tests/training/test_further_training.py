@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from grasp.corpus.row_store import RowShard
+from grasp.corpus.row_store import TokenRows
 from grasp.training.fine_tuning import FineTuning
 from grasp.training.further_training import FurtherTraining, dpo_backward, margins
 from grasp.training.recipe_files import FineTuningRecipe
@@ -27,8 +27,7 @@ class Rows:
 
     def rows(self, index_B):
         ids, masks = ([parts[i] for i in index_B] for parts in (self._ids, self._masks))
-        return RowShard(
-            start=-1,
+        return TokenRows(
             flat_ids=np.concatenate(ids),
             offsets=np.cumsum([0, *map(len, ids)]),
             table=pa.table({"row_id": [str(i) for i in index_B]}),

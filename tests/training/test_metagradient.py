@@ -189,8 +189,8 @@ def test_derivatives_of_tokens_sum_to_those_of_rows(method, tied):
         for t in range(1, len(row.input_ids))
     ]
     options = {"method": method, "relative_step": 1e-5, "batch_tokens": 12}
-    along_NT = row_derivatives(training, rows, directions, **options)
-    along_tokens = row_derivatives(training, tokens, directions, **options)
+    along_NT = row_derivatives(training, rows, list(directions), **options)
+    along_tokens = row_derivatives(training, tokens, list(directions), **options)
     of_row = np.repeat(np.arange(len(rows)), [len(row.input_ids) - 1 for row in rows])
     for n in range(len(rows)):
         np.testing.assert_allclose(along_tokens[of_row == n].sum(axis=0), along_NT[n], atol=1e-7)

@@ -22,7 +22,7 @@ from grasp.predict.subset_tables import RowIndex
 from grasp.progress import Progress, Silent
 from grasp.progress_display import shows_progress
 from grasp.runs.alignment import Alignment, match_targets
-from grasp.runs.evaluation import Evaluation, evaluation_of
+from grasp.runs.evaluation import Evaluation, evaluate_predictions
 from grasp.runs.imported_runs import bind_runs
 from grasp.runs.metrics import MIN_SUBSETS, RESAMPLES
 from grasp.runs.predictions import read_predictions
@@ -207,7 +207,7 @@ def compare(
     notes = [*notes, *(note for prediction in published for note in prediction.notes)]
     if targets is None and (left_out := [name for name in runs.targets if name not in judged]):
         notes.append(f"not evaluated, since not every method predicts them: {', '.join(left_out)}")
-    return evaluation_of(
+    return evaluate_predictions(
         runs,
         predictions,
         targets=judged or None,

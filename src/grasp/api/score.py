@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import (
-    SHORT,
+    MIN_RELIABLE_TOKENS,
+    count_short_rows,
     length_column,
+    length_unit,
     only_target,
     ranked,
     ranked_table,
-    row_tokens,
-    short_of,
-    short_rows,
+    row_lengths,
     write_ranked,
 )
 from grasp.errors import SettingsError
@@ -145,14 +145,15 @@ def score(
             raise SettingsError(f"labels: got {', '.join(unknown)}{hint}; the artifact has {', '.join(known.columns)}")
     among_N = None if where is None else known.matching(where).mask_N
     if min_tokens:
-        length = length_column(artifact)
-        length_N = row_tokens(artifact, length) if among_N is None else row_tokens(artifact, length) * among_N
+        length_N = row_lengths(artifact)
+        if among_N is not None:
+            length_N = length_N * among_N
         among_N = length_N >= min_tokens
         if not among_N.any():
             noun = "row" if where is None else "selected row"
             raise SettingsError(
-                f"min_tokens: got {min_tokens}; no {noun} of {artifact.location} has as many {short_of(length)}; the "
-                f"longest has {length_N.max():,}"
+                f"min_tokens: got {min_tokens}; no {noun} of {artifact.location} has as many "
+                f"{length_unit(length_column(artifact))}; the longest has {length_N.max():,}"
             )
     values_N: NDArray[np.floating[Any]]
     if published is not None:
@@ -174,10 +175,13 @@ def score(
     kinds = [(len(best), "helpful"), (len(worst), "harmful")]
     requested = " and ".join(f"the {n:,} most {kind}" for n, kind in kinds if n) if top is not None or bottom else "all"
     notes, first = [f"{by}: {provenance}"], min(MAX_ROWS_PRINTED, len(chosen))
-    if short := short_rows(artifact, chosen[:first]):
+    if short := count_short_rows(artifact, chosen[:first]):
         these = "these" if first == len(chosen) else f"the first {first:,}"
-        noisy = f"{short_of(length_column(artifact))}, so their relevance is noisy: --min-tokens {SHORT} skips them"
-        notes.insert(0, f"{short:,} of {these} rows have fewer than {SHORT} {noisy}")
+        notes.insert(
+            0,
+            f"{short:,} of {these} rows have fewer than {MIN_RELIABLE_TOKENS} {length_unit(length_column(artifact))}, "
+            f"so their relevance is noisy: --min-tokens {MIN_RELIABLE_TOKENS} skips them",
+        )
     return RankedRows(
         ranked_table(artifact, chosen if out is None else chosen[:0], values_N, by),
         f"{requested} of {n_ranked:,} rows for {target if unit is None else f'{unit} of {target}'}, by {by}",

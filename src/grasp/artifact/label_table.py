@@ -48,7 +48,7 @@ MAX_COMPARED_VALUES = 10_000  # values among which similar spellings are searche
 MAX_VALUE_CHARS = 60
 MAX_EXPRESSION_CHARS = 20_000
 MAX_UNBINNED_VALUES = 100  # of a numeric label; more are grouped into bins
-_EXPRESSION = re.compile(r"[^\w\s.\"-]")  # a character that occurs in expressions but not in column names
+_NON_NAME_CHARACTER = re.compile(r"[^\w\s.\"-]")  # a character that occurs in expressions but not in column names
 LOCKING_STATEMENTS = """
     SET threads = 1;  -- keeps the order of rows
     SET python_enable_replacements = false;
@@ -76,7 +76,7 @@ _STATEMENT_WORDS = """
 """
 STATEMENTS = frozenset(_STATEMENT_WORDS.split())
 STATEMENT_REFUSED = "statements are refused; expected a condition on the columns, such as topic = 'Games'"
-PLAIN_SELECT = frozenset(
+FORBIDDEN_CLAUSES = frozenset(
     ("where_clause", "group_expressions", "group_sets", "having", "sample", "qualify", "modifiers")
 )
 
@@ -115,6 +115,7 @@ class LabelColumn:
         """
         spelled = [NO_LABEL if value is None else str(value) for value in self.values]
         is_placeholder = [value is None or not name.strip() for value, name in zip(self.values, spelled, strict=True)]
+        # real values first, so that `different` numbers a placeholder rather than a value of the same spelling
         order = sorted(range(len(spelled)), key=is_placeholder.__getitem__)
         names = different([spelled[code] if spelled[code].strip() else EMPTY for code in order])
         of_code = dict(zip(order, names, strict=True))
@@ -194,7 +195,7 @@ class LabelTable:
             self._schema: pa.Schema = file.schema_arrow
             self.n_rows = int(file.metadata.num_rows)
         self.columns: tuple[str, ...] = tuple(self._schema.names)  # allowed in expressions
-        self._read: Callable[[list[str]], Iterator[pa.RecordBatch]] = functools.partial(_batches_of, path)
+        self._read_batches: Callable[[list[str]], Iterator[pa.RecordBatch]] = functools.partial(_batches_of, path)
 
     @classmethod
     def from_batches(
@@ -206,7 +207,7 @@ class LabelTable:
             read: returns batches with the columns that are named, in the order of rows.
         """
         table = cls.__new__(cls)
-        table._schema, table.n_rows, table.columns, table._read = schema, n_rows, tuple(schema.names), read
+        table._schema, table.n_rows, table.columns, table._read_batches = schema, n_rows, tuple(schema.names), read
         return table
 
     def selection(self, expression: str) -> Matched:
@@ -219,7 +220,9 @@ class LabelTable:
         with _connection() as db:
             query = self._query(db, expression, f"expression {expression!r}")
             if query.kind != pa.bool_():
-                raise SubsetError(f"{query.where}: has type {query.kind}, expected a condition that is true or false")
+                raise SubsetError(
+                    f"{query.location}: has type {query.kind}, expected a condition that is true or false"
+                )
             mask_N = np.zeros(self.n_rows, dtype=np.bool_)
             start = n_null = 0
             for result in query.results():
@@ -228,59 +231,60 @@ class LabelTable:
                 start += len(result)
         return Matched(mask_N, n_null, query.columns)
 
-    def _query(self, db: duckdb.DuckDBPyConnection, expression: str, where: str) -> "_Query":
+    def _query(self, db: duckdb.DuckDBPyConnection, expression: str, location: str) -> "_Query":
         """Validate an expression and resolve its columns and bins."""
-        statement = _parse(db, expression, self.columns, where)
-        names = self._resolve(statement, where)
+        statement = _parse(db, expression, self.columns, location)
+        names = self._resolve(statement, location)
         called = {item["function_name"].lower() for item in _expressions(statement) if item["class"] == "FUNCTION"}
         define(db, called)
         for item in _expressions(statement) if "bins" in called else ():
             if item["class"] == "FUNCTION" and item["function_name"].lower() == "bins":
-                self._set_edges(db, statement, item, where)
-        return _Query(db, self, _sql(db, statement), names, where)
+                self._set_edges(db, statement, item, location)
+        return _Query(db, self, _sql(db, statement), names, location)
 
-    def _resolve(self, statement: dict[str, Any], where: str) -> tuple[str, ...]:
+    def _resolve(self, statement: dict[str, Any], location: str) -> tuple[str, ...]:
         """Replace dotted paths by the columns of nested fields, and return the columns that are named."""
         names = set()
         for node in _expressions(statement):
             if node["class"] == "COLUMN_REF":
-                name = self._known(".".join(node["column_names"]), where)
+                name = self._known(".".join(node["column_names"]), location)
                 node["column_names"] = [name]
                 names.add(name)
         return tuple(sorted(names))
 
     def _set_edges(
-        self, db: duckdb.DuckDBPyConnection, statement: dict[str, Any], call: dict[str, Any], where: str
+        self, db: duckdb.DuckDBPyConnection, statement: dict[str, Any], call: dict[str, Any], location: str
     ) -> None:
         """Replace the number of bins of a call by the edges at quantiles of all rows, and validate given edges."""
-        expected = f"{where}: bins: expected a number of bins, or ascending edges in brackets, e.g. bins(x, [0.5, 0.8])"
+        expected = (
+            f"{location}: bins: expected a number of bins, or ascending edges in brackets, e.g. bins(x, [0.5, 0.8])"
+        )
         if len(call["arguments"]) != 2:
             raise SubsetError(f"{expected}; got {len(call['arguments'])} arguments")
-        values, how = (argument["expression"] for argument in call["arguments"])
-        is_list = how.get("function_name") == "list_value"
-        numbers = [part["expression"] for part in how["arguments"]] if is_list else [how]
+        values, bins = (argument["expression"] for argument in call["arguments"])
+        is_list = bins.get("function_name") == "list_value"
+        nodes = [argument["expression"] for argument in bins["arguments"]] if is_list else [bins]
         try:
-            edges = [float(number["literal"]["text"]) for number in numbers]
+            numbers = [float(node["literal"]["text"]) for node in nodes]
         except (KeyError, ValueError) as err:
             raise SubsetError(f"{expected}; got something else") from err
         if is_list:
-            if not edges or any(low >= high for low, high in pairwise(edges)):
-                raise SubsetError(f"{where}: bins: edges are not ascending: {', '.join(f'{e:g}' for e in edges)}")
+            if not numbers or any(low >= high for low, high in pairwise(numbers)):
+                edges_text = ", ".join(f"{edge:g}" for edge in numbers)
+                raise SubsetError(f"{location}: bins: edges are not ascending: {edges_text}")
             return
-        n_bins = int(edges[0])
-        if n_bins != edges[0] or not 2 <= n_bins <= MAX_BINS:
-            raise SubsetError(f"{where}: bins: got {edges[0]:g} bins, expected 2 to {MAX_BINS:,}")
-        inner = _Query(db, self, _sql(db, statement, values), self._resolve(values, where), where)
-        if inner.kind not in (pa.null(), pa.bool_()) and (
-            pa.types.is_integer(inner.kind) or pa.types.is_floating(inner.kind) or pa.types.is_decimal(inner.kind)
-        ):
-            values_N = np.concatenate([np.empty(0), *map(_floats, inner.results())])
-        else:
-            raise SubsetError(f"{where}: bins: got values of type {inner.kind}, expected numbers")
-        edges = quantile_edges(values_N, n_bins)
+        (n_bins,) = numbers
+        if n_bins != int(n_bins) or not 2 <= n_bins <= MAX_BINS:
+            raise SubsetError(f"{location}: bins: got {n_bins:g} bins, expected 2 to {MAX_BINS:,}")
+        query = _Query(db, self, _sql(db, statement, values), self._resolve(values, location), location)
+        if not (pa.types.is_integer(query.kind) or pa.types.is_floating(query.kind) or pa.types.is_decimal(query.kind)):
+            raise SubsetError(f"{location}: bins: got values of type {query.kind}, expected numbers")
+        edges = quantile_edges(np.concatenate([np.empty(0), *map(_floats, query.results())]), int(n_bins))
         if not edges:
-            raise SubsetError(f"{where}: bins: all values are equal, or there are none; expected numbers that differ")
-        call["arguments"][1]["expression"] = _node(db, f"[{', '.join(map(repr, edges))}]")
+            raise SubsetError(
+                f"{location}: bins: all values are equal, or there are none; expected numbers that differ"
+            )
+        call["arguments"][1]["expression"] = _parse_node(db, f"[{', '.join(map(repr, edges))}]")
 
     def matching(self, expression: str) -> Matched:
         """Evaluate a condition as `selection`, and require that it matches some rows but not all.
@@ -317,34 +321,34 @@ class LabelTable:
         how_many = "every row" if matched else "no row"
         raise SubsetError(f"expression {expression!r}: matches {how_many}; {'; '.join(hints)}")
 
-    def column(self, name: str, where: str = "label") -> LabelColumn:
-        """Read a label: a column, or the values of an expression; `where` is the argument that messages name.
+    def column(self, name: str, location: str = "label") -> LabelColumn:
+        """Read a label: a column, or the values of an expression; `location` is the argument that messages name.
 
         A column of numbers with more than `MAX_UNBINNED_VALUES` values is grouped into bins, with a note.
 
         Raises:
             SubsetError: an unknown column, or an expression that is invalid or has no single values.
         """
-        if self._spelled(name) is None and _EXPRESSION.search(name):
-            return self._computed(name, f"{where}: expression {name!r}")
-        name = self._known(name, where)
+        if self._spelled(name) is None and _NON_NAME_CHARACTER.search(name):
+            return self._computed(name, f"{location}: expression {name!r}")
+        name = self._known(name, location)
         kind = self._schema.field(name).type
         is_numeric = pa.types.is_integer(kind) or pa.types.is_floating(kind)
         most = MAX_UNBINNED_VALUES if is_numeric else sys.maxsize
-        if (column := _factorised(name, self._read([name]), most)) is not None:
+        if (column := _factorised(name, self._read_batches([name]), most)) is not None:
             return column
         bins = f"bins({identifier(name)}, {DEFAULT_BINS})"
         note = (
             f"{name}: numbers with more than {MAX_UNBINNED_VALUES} values, grouped as {bins}; other edges: "
             f"bins({name}, [...])"
         )
-        return replace(self._computed(bins, f"{where}: expression {bins!r}"), name=name, note=note)
+        return replace(self._computed(bins, f"{location}: expression {bins!r}"), name=name, note=note)
 
-    def _computed(self, expression: str, where: str) -> LabelColumn:
+    def _computed(self, expression: str, location: str) -> LabelColumn:
         with _connection() as db:
-            query = self._query(db, expression, where)
+            query = self._query(db, expression, location)
             if not query.columns:
-                raise SubsetError(f"{where}: it names no column; the columns are {list(self.columns)}")
+                raise SubsetError(f"{location}: it names no column; the columns are {list(self.columns)}")
             column = _factorised(expression, (pa.record_batch([array], ["x"]) for array in query.results()))
             assert column is not None
             return replace(column, sql=query.operand)
@@ -355,12 +359,12 @@ class LabelTable:
             return name
         return {column.lower(): column for column in self.columns}.get(name.lower())
 
-    def _known(self, name: str, where: str) -> str:
+    def _known(self, name: str, location: str) -> str:
         spelled = self._spelled(name)
         if spelled is not None:
             return spelled
         raise SubsetError(
-            f"{where}: unknown column {name!r}{did_you_mean(name, self.columns)}; the columns are "
+            f"{location}: unknown column {name!r}{did_you_mean(name, self.columns)}; the columns are "
             f"{list(self.columns)}; text goes in 'single quotes'"
         )
 
@@ -379,7 +383,7 @@ def _factorised(name: str, batches: Iterator[pa.RecordBatch], most: int = sys.ma
         if not _is_plain(array.type):  # e.g. a date, a decimal
             array = pa.array(plain_values(array))
         encoded = array.dictionary_encode(null_encoding="encode")
-        if len(encoded.dictionary) > most + 1:
+        if len(encoded.dictionary) > most + 1:  # one more: 0.0 and -0.0 are two entries, but one value
             return None
         codes = [code_of.setdefault(value, len(code_of)) for value in encoded.dictionary.to_pylist()]
         if len(code_of) > most:
@@ -414,27 +418,27 @@ class _Query:
     """
 
     def __init__(
-        self, db: duckdb.DuckDBPyConnection, table: LabelTable, sql: str, columns: tuple[str, ...], where: str
+        self, db: duckdb.DuckDBPyConnection, table: LabelTable, sql: str, columns: tuple[str, ...], location: str
     ) -> None:
-        self._db, self._table, self.sql, self.columns, self.where = db, table, sql, columns, where
+        self._db, self._table, self.sql, self.columns, self.location = db, table, sql, columns, location
         self._select = f"SELECT ({sql}) AS selected FROM row_batch"
-        self._read = list(columns) or list(table.columns[:1])
-        fields = [table._schema.field(name) for name in self._read]
+        self._input_columns = list(columns) or list(table.columns[:1])  # one, if none is named, for the number of rows
+        fields = [table._schema.field(name) for name in self._input_columns]
         # an empty batch reveals type errors before the file is read
         self.kind: pa.DataType = self._evaluate(pa.RecordBatch.from_pylist([], schema=pa.schema(fields))).type
 
     @property
     def operand(self) -> str:
         """Return the expression as an operand of a condition, as people write it."""
-        node, sql = _node(self._db, self.sql), self.sql
-        if "'" not in sql:  # no text that could look like a call
+        node, sql = _parse_node(self._db, self.sql), self.sql
+        if "'" not in sql:  # no text that could look like a call; DuckDB prints "host"(url) and list_value(0.5, 0.8)
             sql = re.sub(r'"(\w+)"\(', r"\1(", re.sub(r"\blist_value\(([^()]*)\)", r"[\1]", sql))
         is_call = node["class"] in ("FUNCTION", "COLUMN_REF") and not node.get("is_operator")
         return sql if is_call else f"({sql})"
 
     def results(self) -> Iterator[pa.Array]:
         """Yield the values of the expression, batch by batch."""
-        for batch in self._table._read(self._read):
+        for batch in self._table._read_batches(self._input_columns):
             yield self._evaluate(batch)
 
     def _evaluate(self, batch: pa.RecordBatch) -> pa.Array:
@@ -442,12 +446,12 @@ class _Query:
             self._db.register("row_batch", pa.Table.from_batches([batch]))
             column = self._db.sql(self._select).to_arrow_table().column(0)
         except duckdb.Error as err:
-            raise SubsetError(f"{self.where}: {_one_line(err)}") from err
+            raise SubsetError(f"{self.location}: {_one_line(err)}") from err
         return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
 
 
 def _sql(db: duckdb.DuckDBPyConnection, statement: dict[str, Any], node: dict[str, Any] | None = None) -> str:
-    """Return an expression as text, without comments: that of a statement, or another one in its place."""
+    """Return a node as SQL text, without comments. Default: the selected expression of the statement."""
     whole = statement["statements"][0]["node"]
     selected = [{**(whole["select_list"][0] if node is None else node), "alias": ""}]
     changed = {**statement, "statements": [{**statement["statements"][0], "node": {**whole, "select_list": selected}}]}
@@ -455,72 +459,80 @@ def _sql(db: duckdb.DuckDBPyConnection, statement: dict[str, Any], node: dict[st
     return text.removeprefix("SELECT ").removesuffix(" FROM row_batch")
 
 
-def _node(db: duckdb.DuckDBPyConnection, sql: str) -> dict[str, Any]:
+def _parse_node(db: duckdb.DuckDBPyConnection, sql: str) -> dict[str, Any]:
+    """Return the parse tree of an expression that is known to be valid."""
     parsed = json.loads(db.execute("SELECT json_serialize_sql(?)", [f"SELECT {sql}"]).fetchall()[0][0])
     node: dict[str, Any] = parsed["statements"][0]["node"]["select_list"][0]
     return node
 
 
-def _parse(db: duckdb.DuckDBPyConnection, expression: str, columns: Collection[str], where: str) -> dict[str, Any]:
+def _parse(db: duckdb.DuckDBPyConnection, expression: str, columns: Collection[str], location: str) -> dict[str, Any]:
     """Parse an expression into a statement, and validate that it is a single allowed expression."""
     if not expression.strip():
-        raise SubsetError(f"{where}: empty; expected a condition such as topic = 'Games'")
+        raise SubsetError(f"{location}: empty; expected a condition such as topic = 'Games'")
     if len(expression) > MAX_EXPRESSION_CHARS or "\0" in expression:
         raise SubsetError(
             f"expression {expression[:60]!r}...: {len(expression)} characters; "
             f"expected at most {MAX_EXPRESSION_CHARS} of plain text"
         )
     if (word := expression.split(maxsplit=1)[0].lower()) in STATEMENTS and word not in columns:
-        raise SubsetError(f"{where}: {STATEMENT_REFUSED}")
+        raise SubsetError(f"{location}: {STATEMENT_REFUSED}")
     try:
         row = db.execute("SELECT json_serialize_sql(?)", [f"{QUERY_PREFIX}{expression}\n)"]).fetchall()[0]
         parsed: dict[str, Any] = json.loads(row[0])
     except RecursionError as err:
         raise SubsetError(f"expression {expression[:60]!r}...: nested too deeply; split it") from err
     except duckdb.Error as err:
-        raise SubsetError(f"{where}: {_one_line(err)}") from err
+        raise SubsetError(f"{location}: {_one_line(err)}") from err
     if parsed.get("error"):
-        problem = STATEMENT_REFUSED
-        if parsed.get("error_type") == "parser":
-            problem = " ".join(str(parsed["error_message"]).split())
-            at = int(parsed["position"]) - len(QUERY_PREFIX) if parsed.get("position") else -1
-            if 0 <= at < len(expression):
-                around = f"{expression[max(0, at - 20) : at]}>>>{expression[at : at + 20]}"
-                problem = f"{problem} (character {at + 1}: ...{around})"
-            else:
-                problem = f"{problem.split(' at or near')[0]} at its end"
-        unquoted = [name for name in columns if identifier(name) != name]
-        unquoted = [name for name in unquoted if name in expression.replace(identifier(name), "")]
-        quoting = f"; write the column in double quotes: {', '.join(map(identifier, unquoted))}" if unquoted else ""
-        raise SubsetError(f"{where}: {problem}{quoting}")
+        raise SubsetError(f"{location}: {_syntax_error(parsed, expression)}{_quoting_hint(expression, columns)}")
     statements = parsed["statements"]
     node = statements[0]["node"]
     is_plain = (
         node["type"] == "SELECT_NODE"
         and node["from_table"]["type"] == "EMPTY"
         and len(node["select_list"]) == 1
-        and not any(node.get(key) for key in PLAIN_SELECT)
+        and not any(node.get(key) for key in FORBIDDEN_CLAUSES)
         and not node["cte_map"]["map"]
     )
     if len(statements) != 1 or not is_plain:
         raise SubsetError(
-            f"{where}: is not a single condition; expected one, such as topic = 'Games' AND n_tokens > 64"
+            f"{location}: is not a single condition; expected one, such as topic = 'Games' AND n_tokens > 64"
         )
-    _validate(node["select_list"][0], where)
+    _validate(node["select_list"][0], location)
     return parsed
 
 
-def _validate(expression: dict[str, Any], where: str) -> None:
+def _syntax_error(parsed: dict[str, Any], expression: str) -> str:
+    """Return the message of a failed parse, with the text around the error."""
+    if parsed.get("error_type") != "parser":
+        return STATEMENT_REFUSED
+    message = " ".join(str(parsed["error_message"]).split())
+    at = int(parsed["position"]) - len(QUERY_PREFIX) if parsed.get("position") else -1
+    if not 0 <= at < len(expression):
+        return f"{message.split(' at or near')[0]} at its end"
+    around = f"{expression[max(0, at - 20) : at]}>>>{expression[at : at + 20]}"
+    return f"{message} (character {at + 1}: ...{around})"
+
+
+def _quoting_hint(expression: str, columns: Collection[str]) -> str:
+    """Return a hint on columns that are named without the double quotes that they need, or nothing."""
+    need_quotes = [name for name in columns if identifier(name) != name]
+    unquoted = [name for name in need_quotes if name in expression.replace(identifier(name), "")]
+    return f"; write the column in double quotes: {', '.join(map(identifier, unquoted))}" if unquoted else ""
+
+
+def _validate(expression: dict[str, Any], location: str) -> None:
     """Refuse all nodes and functions that are not allowed."""
     for item in _expressions(expression):
         kind, name = item["class"], item.get("function_name", "")
         if kind not in EXPRESSION_CLASSES or item["type"] == "OPERATOR_TRY":
             raise SubsetError(
-                f"{where}: {kind.lower()} is not allowed; expected columns, constants and plain functions"
+                f"{location}: {kind.lower()} is not allowed; expected columns, constants and plain functions"
             )
         if kind == "FUNCTION" and (name.lower() not in FUNCTIONS or item.get("schema") or item.get("catalog")):
             raise SubsetError(
-                f"{where}: function {name!r} is not allowed{did_you_mean(name, FUNCTIONS)}; "
+                f"{location}: function {name!r} is not allowed{did_you_mean(name, FUNCTIONS)}; "
                 f"allowed are {' '.join(sorted(filter(str.isidentifier, FUNCTIONS)))}"
             )
         if name.lower() == "replace":  # the length of a NULL, a number or a column is unknown
@@ -528,8 +540,8 @@ def _validate(expression: dict[str, Any], where: str) -> None:
             texts = [literal["text"] for literal in literals if literal.get("kind") == "STRING"]
             if len(texts) != 2 or len(texts[1].encode()) > len(texts[0].encode()):
                 raise SubsetError(
-                    f"{where}: replace must not lengthen text, since nested calls could exhaust the memory; expected "
-                    "constants, the new one no longer than the old one, e.g. replace(topic, ' ', '_')"
+                    f"{location}: replace must not lengthen text, since nested calls could exhaust the memory; "
+                    "expected constants, the new one no longer than the old one, e.g. replace(topic, ' ', '_')"
                 )
 
 

@@ -1,14 +1,11 @@
-"""Helpers of queries to an artifact: validate targets and rows, read columns of the row table, cache, and rank rows.
+"""Helpers of queries to an artifact: validate targets and rows, read columns of the row table, and rank rows.
 
 Shape letters: N rows.
 """
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from threading import Lock
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from grasp.arrays import I64, Bool, Floats
+from grasp.artifact.cache import cached
 from grasp.artifact.label_table import Label, LabelColumn, LabelTable
 from grasp.artifact.manifest import LOSS_TOKENS
 from grasp.artifact.reader import ArtifactReader
@@ -24,37 +22,10 @@ from grasp.errors import ProtocolError, SettingsError
 from grasp.results import write_tables
 from grasp.text import did_you_mean, listed
 
-T = TypeVar("T")
-
 ROWS_AT_ONCE = 1 << 18  # rows per batch while writing all rows
-SHORT = 32  # tokens: the relevance of shorter rows is noisy
+MIN_RELIABLE_TOKENS = 32  # the relevance of shorter rows is noisy
 MAX_SLICES = 100  # values of a label that is shown or used without being asked for
 MAX_LABELS = 4
-CACHED_BYTES = 512 << 20  # limit of the cache of one opened artifact
-
-_lock = Lock()  # of the cache; not held while a value is computed, which two threads may do twice
-_cached: WeakKeyDictionary[ArtifactReader, dict[Hashable, tuple[Any, int]]] = WeakKeyDictionary()
-
-
-def cached(artifact: ArtifactReader, key: Hashable, n_bytes: int, make: Callable[[], T]) -> T:
-    """Return a cached value of an opened artifact, or compute it; arrays are made read-only.
-
-    The oldest values are evicted beyond CACHED_BYTES, before the new value is computed.
-    """
-    with _lock:
-        values = _cached.setdefault(artifact, {})
-        if key in values:
-            stored: T = values[key][0]
-            return stored
-        while values and sum(size for _, size in values.values()) + n_bytes > CACHED_BYTES:
-            values.pop(next(iter(values)))
-    value = make()
-    if isinstance(value, np.ndarray):
-        value.flags.writeable = False
-    with _lock:
-        if n_bytes <= CACHED_BYTES:
-            values[key] = value, n_bytes
-    return value
 
 
 def checked_targets(artifact: ArtifactReader, target: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -111,11 +82,23 @@ def leaked_rows(artifact: ArtifactReader, targets: Iterable[str]) -> I64:
     )
 
 
-def row_tokens(artifact: ArtifactReader, column: str = "n_tokens") -> I64:
-    """Return the tokens of every row, (N,), or another column of counts, see `length_column`."""
-    batches = artifact.row_batches([column])
-    read = (np.asarray(batch.column(0), dtype=np.int64) for batch in batches)
-    return cached(artifact, column, 8 * artifact.n_rows, lambda: np.concatenate(list(read)))
+def row_tokens(artifact: ArtifactReader) -> I64:
+    """Return the number of tokens of every row, (N,)."""
+    return _row_counts(artifact, "n_tokens")
+
+
+def row_lengths(artifact: ArtifactReader) -> I64:
+    """Return the values of `length_column`, (N,)."""
+    return _row_counts(artifact, length_column(artifact))
+
+
+def _row_counts(artifact: ArtifactReader, column: str) -> I64:
+    """Return a column of counts of the row table, (N,)."""
+
+    def read() -> I64:
+        return np.concatenate([np.asarray(batch.column(0), np.int64) for batch in artifact.row_batches([column])])
+
+    return cached(artifact, column, 8 * artifact.n_rows, read)
 
 
 def length_column(artifact: ArtifactReader) -> str:
@@ -125,25 +108,24 @@ def length_column(artifact: ArtifactReader) -> str:
 
 def row_documents(artifact: ArtifactReader) -> I64:
     """Return the document of every row as an integer, in order of first appearance, (N,)."""
-    read = (batch.column(0) for batch in artifact.row_batches(["doc_id"]))
-    return cached(
-        artifact,
-        "documents",
-        8 * artifact.n_rows,
-        lambda: pa.chunked_array(list(read)).combine_chunks().dictionary_encode().indices.to_numpy().astype(np.int64),
-    )
+
+    def read() -> I64:
+        names = pa.chunked_array([batch.column(0) for batch in artifact.row_batches(["doc_id"])])
+        return np.asarray(names.combine_chunks().dictionary_encode().indices.to_numpy().astype(np.int64))
+
+    return cached(artifact, "documents", 8 * artifact.n_rows, read)
 
 
-def label_column(artifact: ArtifactReader, name: str, where: str = "label") -> LabelColumn:
+def label_column(artifact: ArtifactReader, name: str, location: str = "label") -> LabelColumn:
     """Read a label of every row: a column, or an expression such as host(url).
 
     Args:
-        where: argument that messages name.
+        location: argument that messages name.
     Raises:
         SubsetError: no such column, or an invalid expression.
     """
     table = LabelTable(artifact.rows_path)
-    return cached(artifact, ("label", name), 8 * table.n_rows, lambda: table.column(name, where))
+    return cached(artifact, ("label", name), 8 * table.n_rows, lambda: table.column(name, location))
 
 
 def suggest_labels(source: ArtifactReader, *, most: int = MAX_SLICES) -> tuple[str, ...]:
@@ -152,7 +134,7 @@ def suggest_labels(source: ArtifactReader, *, most: int = MAX_SLICES) -> tuple[s
     Text columns are preferred; integer and boolean columns are used if no text column qualifies. A column whose values
     are all different is skipped. Reading a column stops as soon as it has more than `most` values.
     """
-    most = min(most, source.n_rows - 1)
+    most = min(most, source.n_rows - 1)  # skips columns whose values are all different
 
     def is_suitable(name: str) -> bool:
         seen: set[Label] = set()
@@ -176,30 +158,30 @@ def suggest_labels(source: ArtifactReader, *, most: int = MAX_SLICES) -> tuple[s
     return ()
 
 
-def row_places(artifact: ArtifactReader, rows: Sequence[str]) -> dict[str, int]:
+def index_by_row_id(artifact: ArtifactReader, row_ids: Sequence[str]) -> dict[str, int]:
     """Return the row index of each row_id that exists."""
-    wanted, start, places = pa.array(rows, pa.string()), 0, dict[str, int]()
+    wanted, start, index_of = pa.array(row_ids, pa.string()), 0, dict[str, int]()
     for batch in artifact.row_batches(["row_id"]):
         names = batch.column(0)
         matches = np.flatnonzero(pc.is_in(names, value_set=wanted).to_numpy(zero_copy_only=False))
-        places |= {names[int(i)].as_py(): start + int(i) for i in matches}
+        index_of |= {names[int(i)].as_py(): start + int(i) for i in matches}
         start += batch.num_rows
-    return places
+    return index_of
 
 
-def row_index(artifact: ArtifactReader, rows: Sequence[str]) -> I64:
+def indices_of_row_ids(artifact: ArtifactReader, row_ids: Sequence[str]) -> I64:
     """Return the row indices of row_ids.
 
     Raises:
         SettingsError: unknown row_id.
     """
-    places = row_places(artifact, rows)
-    if unknown := [row for row in rows if row not in places]:
+    index_of = index_by_row_id(artifact, row_ids)
+    if unknown := [row_id for row_id in row_ids if row_id not in index_of]:
         examples = ", ".join(next(artifact.row_batches(["row_id"])).column(0)[:3].to_pylist())
         raise SettingsError(
             f"row: got {unknown[0]!r}, which is not a row of {artifact.location}; row_ids are e.g. {examples}"
         )
-    return np.array([places[row] for row in rows], dtype=np.int64)
+    return np.array([index_of[row_id] for row_id in row_ids], dtype=np.int64)
 
 
 # ----------------------------------------------------------------------------------------------------- rows in order
@@ -209,31 +191,41 @@ def ranked(values_N: Floats, *, among_N: Bool | None = None, count: int | None =
     """Return row indices by descending value; ties in corpus order.
 
     Args:
+        values_N: values to rank by.
+        among_N: rows that are ranked. Default: all.
         count: return only the first `count`, without sorting the others. Default: all.
     """
-    down, among = -values_N, None if among_N is None else np.flatnonzero(among_N)
-    if among is not None:
-        down = down[among]
-    if count is not None and 0 < count < len(down):
-        last = np.partition(down, count - 1)[count - 1]
-        head = np.flatnonzero(~(down > last))  # with all ties of the last one, which are ordered below
-        down, among = down[head], head if among is None else among[head]
-    # A stable sort of finite values in half the time: numpy's unstable sort, then ties by position.
-    order = np.argsort(down)
-    sorted_N = down[order]
-    equal_N = sorted_N[1:] == sorted_N[:-1]
-    tied = np.flatnonzero(np.append(equal_N, False) | np.insert(equal_N, 0, False))
-    order[tied] = order[tied][np.lexsort((order[tied], sorted_N[tied]))]
-    return order[:count] if among is None else among[order[:count]]
+    negated, row_index = -values_N, None if among_N is None else np.flatnonzero(among_N)
+    if row_index is not None:
+        negated = negated[row_index]
+    if count is not None and 0 < count < len(negated):
+        last = np.partition(negated, count - 1)[count - 1]
+        head = np.flatnonzero(~(negated > last))  # with all ties of the last one, which are ordered below, and NaN
+        negated, row_index = negated[head], head if row_index is None else row_index[head]
+    order = _stable_argsort(negated)[:count]
+    return order if row_index is None else row_index[order]
 
 
-def short_rows(artifact: ArtifactReader, row_index: I64) -> int:
+def _stable_argsort(values: Floats) -> I64:
+    """Return the same as a stable argsort of finite values in half the time.
+
+    numpy's unstable sort is faster; only equal values are then ordered by position.
+    """
+    order = np.argsort(values)
+    ascending = values[order]
+    is_equal = ascending[1:] == ascending[:-1]
+    tied = np.flatnonzero(np.append(is_equal, False) | np.insert(is_equal, 0, False))
+    order[tied] = order[tied][np.lexsort((order[tied], ascending[tied]))]
+    return order
+
+
+def count_short_rows(artifact: ArtifactReader, row_index: I64) -> int:
     """Return how many rows are too short for a reliable relevance; 0 if all rows are, e.g. images."""
-    length_N = row_tokens(artifact, length_column(artifact))
-    return int((length_N[row_index] < SHORT).sum()) if length_N.max() >= SHORT else 0
+    length_N = row_lengths(artifact)
+    return int((length_N[row_index] < MIN_RELIABLE_TOKENS).sum()) if length_N.max() >= MIN_RELIABLE_TOKENS else 0
 
 
-def short_of(column: str) -> str:
+def length_unit(column: str) -> str:
     """Describe the unit of `length_column`."""
     return "tokens with loss" if column == LOSS_TOKENS else "tokens"
 

@@ -17,7 +17,7 @@ from scipy.sparse import coo_array, csr_array
 from grasp.arrays import F64, I64
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
-from grasp.corpus.row_store import RowShard
+from grasp.corpus.row_store import TokenRows
 from grasp.methods.contract import Account, MethodInputs, Scores
 from grasp.settings import Settings
 from grasp.targets.units import UnitTokens
@@ -99,7 +99,7 @@ class _Grams:
     def __len__(self) -> int:
         return self.n_contexts + len(self.keys[-1])
 
-    def find(self, rows: RowShard) -> tuple[I64, I64]:
+    def find(self, rows: TokenRows) -> tuple[I64, I64]:
         """Return the occurrences of units' sequences in rows: row index, and code (contexts first, then sequences)."""
         flat, row = rows.flat_ids.astype(np.int64), np.repeat(np.arange(len(rows)), np.diff(rows.offsets))
         predicted = np.ones(len(flat), dtype=np.bool_) if rows.loss_mask is None else rows.loss_mask.copy()
@@ -126,7 +126,7 @@ def _starts(grams: list[_Grams]) -> Iterator[tuple[int, _Grams]]:
         start += len(gram)
 
 
-def _counts(grams: list[_Grams], rows: RowShard) -> csr_array:
+def _counts(grams: list[_Grams], rows: TokenRows) -> csr_array:
     """Count each sequence in each row, (n, C)."""
     matches = [(gram.find(rows), start) for start, gram in _starts(grams)]
     row = np.concatenate([row for (row, _), _ in matches])

@@ -68,6 +68,7 @@ class ReplayForecast:
     retrainings: int  # to check the derivatives
     seconds: float
     disk_bytes: int
+    memory_bytes: int  # in addition to that of the training
 
     @property
     def trainings(self) -> float:
@@ -80,8 +81,9 @@ class ReplayForecast:
         total = f"; {self.trainings:.1f} in all" if self.orders > 1 or self.retrainings else ""
         return (
             f"{count} of {self.size.steps:,} steps ({self.size.parameters:,} parameters){each} differentiated at the "
-            f"price of {self.price}{check}{total}; about {duration_text(self.seconds)}, and "
-            f"{size_text(self.disk_bytes)} of disk until it is finished"
+            f"price of {self.price}{check}{total}; about {duration_text(self.seconds)}, "
+            f"{size_text(self.memory_bytes)} more memory than the training alone, and {size_text(self.disk_bytes)} of "
+            "disk until it is finished"
         )
 
 
@@ -413,9 +415,15 @@ def forecast_replay(plan: ReplayPlan, rows: RowStore, n_rows: int, n_targets: in
     total = replay_cost(order, n_rows, n_targets, plan.differentiation)
     step_seconds = time_step(training, rows, order[0] % rows.n_rows)
     disk = size.start_bytes + 2 * 3 * n_targets * training.parameter_bytes
-    disk += size.segment_bytes if size.segment_bytes > plan.settings.memory_mb * MEGABYTE else 0
+    # The adjoint of a target is 3 floats per parameter; at a probe step there is a direction per target. The weights, a
+    # direction and a product are copied.
+    memory = (4 * n_targets + 3) * training.parameter_bytes
+    if size.segment_bytes > plan.settings.memory_mb * MEGABYTE:
+        disk += size.segment_bytes
+    else:
+        memory += size.segment_bytes
     orders, check = plan.settings.orders or 1, plan.settings.check
-    forecast = ReplayForecast(orders, size, total, check, 0.0, disk)
+    forecast = ReplayForecast(orders, size, total, check, 0.0, disk, memory)
     return replace(forecast, seconds=forecast.trainings * len(order) * step_seconds)
 
 

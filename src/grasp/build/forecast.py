@@ -23,7 +23,7 @@ from grasp.build.model_pass import Arrays, ModelPass, compute_moments, merge_bat
 from grasp.build.pipeline import MEGABYTE, Sample, feature_bytes, open_moment_source, refuse_untrained, resolve_settings
 from grasp.build.proxy import forecast_proxy
 from grasp.corpus.documents import documents_of
-from grasp.corpus.row_store import RowShard, RowStore
+from grasp.corpus.row_store import RowStore, TokenRows
 from grasp.corpus.sources import open_source
 from grasp.errors import ArtifactError
 from grasp.kernels.gradient import allocate_unit_gradients
@@ -240,7 +240,7 @@ def _costs(timed: Sequence[tuple[int, float]], n_rows: int) -> tuple[float, floa
 
 def _first_tokens(rows: Rows, n_tokens: int) -> Rows:
     """Return rows of at most `n_tokens` tokens; if the first row is longer, its end, since answers come last."""
-    if not isinstance(rows, RowShard):
+    if not isinstance(rows, TokenRows):
         return rows  # images
     n_rows = max(1, int(np.searchsorted(rows.offsets, n_tokens, side="right")) - 1)
     stop = int(rows.offsets[n_rows])

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from grasp.arrays import F32, F64, I64
 from grasp.artifact.manifest import ArrayFiles
-from grasp.corpus.row_store import RowShard
+from grasp.corpus.row_store import TokenRows
 from grasp.errors import ArtifactError, ModelError
 from grasp.kernels.gradient import SampledGradients, allocate_unit_gradients
 from grasp.kernels.kernel import Batch, CorpusMoments, Kernel, make_kernels, needs_backward
@@ -67,7 +67,7 @@ class ModelPass:
         Raises:
             ModelError: the model computed NaN or infinity; the message names the rows.
         """
-        if isinstance(rows, RowShard) and rows.split_N is not None:
+        if isinstance(rows, TokenRows) and rows.split_N is not None:
             yield from self._pair_batches(rows)
             return
         row_ids = rows.table.column("row_id")
@@ -79,7 +79,7 @@ class ModelPass:
         """Add gradients to a batch, rounded as in storage, so that scores do not depend on whether it is stored."""
         return replace(batch, gradient_BK=_round_to_stored(gradient_BK).to(gradient_BK.dtype), sampled=self.sampled)
 
-    def _pair_batches(self, rows: RowShard) -> Iterator[tuple[I64, Batch]]:
+    def _pair_batches(self, rows: TokenRows) -> Iterator[tuple[I64, Batch]]:
         """Yield batches of preference pairs, each pair as the difference of its sides.
 
         At the reference policy, where all log-ratios are 0, the gradient of the DPO loss of a pair is
@@ -192,18 +192,18 @@ class ModelPass:
             needs them.
         """
         if self.sampled is not None:
-            assert isinstance(items, RowShard | Sequence)
+            assert isinstance(items, TokenRows | Sequence)
             yield from self._run_with_gradients(self.sampled, items, position_specs)
             return
         for index, features in forward_passes(self.model, items, position_specs, self.settings.top_k):
             yield index, features, None
 
     def _run_with_gradients(
-        self, sampled: SampledGradients, items: RowShard | Sequence[UnitTokens], position_specs: tuple[str, ...]
+        self, sampled: SampledGradients, items: TokenRows | Sequence[UnitTokens], position_specs: tuple[str, ...]
     ) -> Iterator[tuple[I64, BatchFeatures, Tensor]]:
         """Run a forward and a backward pass; features come from the hidden states of the same forward pass."""
         assert isinstance(self.model, ReferenceModel)
-        examples = row_examples(items, self.settings) if isinstance(items, RowShard) else unit_examples(items)
+        examples = row_examples(items, self.settings) if isinstance(items, TokenRows) else unit_examples(items)
         for batch_index in sampled.batches(examples):
             passes = split_on_oom(batch_index, lambda index: sampled.compute([examples[int(i)] for i in index]))
             for index, (gradient_BK, hidden_BLH) in passes:
@@ -211,7 +211,7 @@ class ModelPass:
                 # all tokens with loss, as a mask or from the first one on: `extract` selects positions among them
                 loss_tokens = (
                     [items.mask(int(i)) for i in index]
-                    if isinstance(items, RowShard)
+                    if isinstance(items, TokenRows)
                     else [example.first for example in batch_examples]
                 )
                 padded = pad_rows([example.input_ids for example in batch_examples], loss_tokens)
@@ -272,7 +272,7 @@ def unit_examples(units: Sequence[UnitTokens]) -> list[Example]:
     return [Example(unit.input_ids, unit.first) for unit in units]
 
 
-def row_examples(rows: RowShard, settings: FeatureSettings) -> list[Example]:
+def row_examples(rows: TokenRows, settings: FeatureSettings) -> list[Example]:
     """Return rows as inputs of a backward pass, whose loss is that at the positions that kernels read."""
     examples = []
     for i in range(len(rows)):

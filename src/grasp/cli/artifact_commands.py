@@ -150,7 +150,7 @@ def _refuse_idle(flags: dict[str, Any], reason: str) -> None:
 def _print_summary(out: str, artifact: "ArtifactReader") -> None:
     """Print the size of a new artifact, its skipped rows, and a command to continue with."""
     from grasp.artifact.inspection import info
-    from grasp.artifact.rows import SHORT, length_column, row_tokens
+    from grasp.artifact.rows import MIN_RELIABLE_TOKENS, row_lengths
     from grasp.store.remote import remote_url
 
     summary: ArtifactInfo = info(remote_url(out) or artifact.path)
@@ -164,8 +164,8 @@ def _print_summary(out: str, artifact: "ArtifactReader") -> None:
     if summary.skipped["rows"]["counts"]:
         print(f"left out: {skipped_text(summary.skipped['rows']['counts'])} (listed in {out}/manifest.json)")
     score = ["score", out, "--target", next(iter(summary.targets)), "--top", "10"]
-    if (row_tokens(artifact, length_column(artifact)) >= SHORT).sum() >= 10:
-        score += ["--min-tokens", str(SHORT)]
+    if (row_lengths(artifact) >= MIN_RELIABLE_TOKENS).sum() >= 10:
+        score += ["--min-tokens", str(MIN_RELIABLE_TOKENS)]
     print(f"next: {program()} {shlex.join(score)}")
 
 

@@ -40,18 +40,7 @@ class Template:
         self._text, self._location, self._jinja = text, location, None
         self._failures: tuple[type[Exception], ...] = FAILURES
         if "{{" in text or "{%" in text:
-            jinja = require("jinja2", extra="chat", feature=f"{location}, which is a Jinja template")
-            sandbox = require("jinja2.sandbox", extra="chat", feature=location)
-            meta = require("jinja2.meta", extra="chat", feature=location)
-            environment = sandbox.ImmutableSandboxedEnvironment(
-                undefined=jinja.StrictUndefined, keep_trailing_newline=True
-            )
-            self._failures = (*FAILURES, jinja.TemplateError)
-            try:
-                self._jinja = environment.from_string(text)
-                self.columns = frozenset(meta.find_undeclared_variables(environment.parse(text)))
-            except jinja.TemplateError as err:
-                raise CorpusError(f"{location}: {text!r} is not a valid Jinja template: {err}") from err
+            self._compile_jinja()
             return
         try:
             fields = [field for _, field, _, _ in Formatter().parse(text) if field is not None]
@@ -60,6 +49,20 @@ class Template:
         self.columns = frozenset(re.split(r"[.\[]", field, maxsplit=1)[0] for field in fields)  # {answers[text][0]}
         if "" in self.columns or any(name.isdigit() for name in self.columns):
             raise CorpusError(f"{location}: {text!r} has a field without a name, expected columns such as {{question}}")
+
+    def _compile_jinja(self) -> None:
+        """Compile the text in a sandbox, since it may come from a file of somebody else."""
+        text, location = self._text, self._location
+        jinja = require("jinja2", extra="chat", feature=f"{location}, which is a Jinja template")
+        sandbox = require("jinja2.sandbox", extra="chat", feature=location)
+        meta = require("jinja2.meta", extra="chat", feature=location)
+        environment = sandbox.ImmutableSandboxedEnvironment(undefined=jinja.StrictUndefined, keep_trailing_newline=True)
+        self._failures = (*FAILURES, jinja.TemplateError)
+        try:
+            self._jinja = environment.from_string(text)
+            self.columns = frozenset(meta.find_undeclared_variables(environment.parse(text)))
+        except jinja.TemplateError as err:
+            raise CorpusError(f"{location}: {text!r} is not a valid Jinja template: {err}") from err
 
     def fill(self, record: Mapping[str, Any], location: str) -> str:
         """Return the text of the template with the values of a record.
@@ -193,54 +196,54 @@ class Form:
         Raises:
             CorpusError: a column has an unexpected type, or a turn an unknown role.
         """
-        values_of = {name: values.get(source) for name, source in zip(self.columns, self.sources, strict=True)}
-        values_of = {
-            name: value.to_pylist() if isinstance(value, pa.Array) else value for name, value in values_of.items()
+        column_values = {name: values.get(source) for name, source in zip(self.columns, self.sources, strict=True)}
+        named = {
+            name: value.to_pylist() if isinstance(value, pa.Array) else value for name, value in column_values.items()
         }
         if self.kind == "preference":
-            return read_preference_pair(
-                values_of if self.names is None else _standard_pair(values_of, self.names, location), location
-            )
-        first = self.columns[0]
-        if self.names is not None and first in TURNS and holds_turns(values_of[first], first):
-            values_of[first] = _standard_turns(_parse_turns(values_of[first], first, location), self.names, location)
-        pair: tuple[str, str] | None = None
+            pair = named if self.names is None else _standard_pair(named, self.names, location)
+            return read_preference_pair(pair, location)
         if self.kind == "formatted":
-            pair = _apply_formats(values_of, self.names, location)
-        elif self.kind == "template":
+            return _with_completion(*_apply_formats(named, self.names, location))
+        if self.kind == "template":
             prompt, completion = self.templates
-            pair = prompt.fill(values_of, location), completion.fill(values_of, location)
-        elif self.kind == "instruction":
-            _, output, *inputs = (name for name in self.columns if name not in (*EXTRA_COLUMNS, HISTORY))
-            for name in (first, output, *inputs):
-                if not isinstance(values_of[name], str | None):
-                    raise CorpusError(
-                        f"{location}: column {name!r} holds {type(values_of[name]).__name__}, expected text"
-                    )
-            separator = "\n" if HISTORY in self.columns else "\n\n"  # LLaMA-Factory; Alpaca
-            separator = separator if self.names is None else self.names.separator
-            question = separator.join(text for name in (first, *inputs) if (text := values_of[name] or "").strip())
-            pairs = [*_parse_history(values_of.get(HISTORY), location), (question, values_of[output] or "")]
-            raw_turns = [
-                {"role": role, "content": words}
-                for pair_of_turns in pairs
-                for role, words in zip(("user", "assistant"), pair_of_turns, strict=True)
-            ]
+            return _with_completion(prompt.fill(named, location), completion.fill(named, location))
+        if self.kind == "instruction":
+            turns = self._instruction_turns(named, location)
         elif self.kind == "prompt":
-            if isinstance(values_of["prompt"], str) and isinstance(values_of["completion"], str):
-                pair = values_of["prompt"], values_of["completion"]
-            else:
-                raw_turns = [
-                    turn for name in ("prompt", "completion") for turn in _parse_turns(values_of[name], name, location)
-                ]
-        elif not holds_turns(values_of[first], first):
-            return Content(text=values_of[first])
+            if isinstance(named["prompt"], str) and isinstance(named["completion"], str):
+                return _with_completion(named["prompt"], named["completion"])
+            turns = [turn for name in ("prompt", "completion") for turn in _parse_turns(named[name], name, location)]
         else:
-            raw_turns = _parse_turns(values_of[first], first, location)
-        if pair is not None:
-            text = "".join(pair)
-            return Content(text, ((len(pair[0]), len(text)),))
-        return Content(conversation=_build_conversation(raw_turns, values_of, location))
+            column = self.columns[0]
+            if not holds_turns(named[column], column):
+                return Content(text=named[column])
+            turns = _parse_turns(named[column], column, location)
+            if self.names is not None and column in TURNS:
+                turns = _standard_turns(turns, self.names, location)
+        return Content(conversation=_build_conversation(turns, named, location))
+
+    def _instruction_turns(self, named: Mapping[str, Any], location: str) -> list[dict[str, Any]]:
+        """Return the turns of an instruction with its input, output and history."""
+        instruction, output, *inputs = (name for name in self.columns if name not in (*EXTRA_COLUMNS, HISTORY))
+        for name in (instruction, output, *inputs):
+            if not isinstance(named[name], str | None):
+                raise CorpusError(f"{location}: column {name!r} holds {type(named[name]).__name__}, expected text")
+        default_separator = "\n" if HISTORY in self.columns else "\n\n"  # LLaMA-Factory; Alpaca
+        separator = default_separator if self.names is None else self.names.separator
+        question = separator.join(text for name in (instruction, *inputs) if (text := named[name] or "").strip())
+        exchanges = [*_parse_history(named.get(HISTORY), location), (question, named[output] or "")]
+        return [
+            {"role": role, "content": words}
+            for exchange in exchanges
+            for role, words in zip(("user", "assistant"), exchange, strict=True)
+        ]
+
+
+def _with_completion(prompt: str, completion: str) -> Content:
+    """Return a prompt and its completion as one text, of which the completion carries loss."""
+    text = prompt + completion
+    return Content(text, ((len(prompt), len(text)),))
 
 
 def _build_conversation(raw_turns: Sequence[Any], values: Mapping[str, Any], location: str) -> Conversation:
@@ -273,45 +276,54 @@ def read_preference_pair(record: Mapping[str, Any], location: str) -> Content:
     Raises:
         CorpusError: a side is missing or empty, or the sides have different types or more than one answer.
     """
-    sides = [record.get(name) for name in PAIR]
-    for name, side in zip(PAIR, sides, strict=True):
+    for name, other in (PAIR, PAIR[::-1]):
+        side = record.get(name)
         if side is None or (isinstance(side, str | list) and not (side.strip() if isinstance(side, str) else side)):
-            other = PAIR[1 - PAIR.index(name)]
             raise CorpusError(
                 f"{location}: {name}: missing or empty, but {other} is present; a preference pair needs both answers: "
                 "complete or remove the record"
             )
     prompt = next((record[name] for name in ("prompt", *TURNS) if record.get(name) is not None), None)
-    chosen, rejected = sides
+    chosen, rejected = (record[name] for name in PAIR)
     if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None):
-        if prompt is None:
-            prompt = _common_text(chosen, rejected)
-            chosen, rejected = (side[len(prompt) :] for side in (chosen, rejected))
-        contents = [Content(prompt + side, ((len(prompt), len(prompt + side)),)) for side in (chosen, rejected)]
+        contents = _text_sides(prompt, chosen, rejected)
     else:
-        turns = [_parse_side(side, name, location) for name, side in zip(PAIR, sides, strict=True)]
-        n_common = next((k for k, (a, b) in enumerate(zip(*turns, strict=False)) if a != b), min(map(len, turns)))
-        # A prompt that is text repeats the common beginning of the sides, if they have one.
-        if isinstance(prompt, str):
-            prompt_turns: list[Any] = [] if n_common else [{"role": "user", "content": prompt}]
-        else:
-            prompt_turns = [] if prompt is None else _parse_turns(prompt, "prompt", location)
-        n_common = min(n_common, *(len(side) - 1 for side in turns))
-        for name, side in zip(PAIR, turns, strict=True):
-            if len(side) - n_common != 1:
-                raise CorpusError(
-                    f"{location}: {name}: has {len(side) - n_common} turns after the common beginning of both sides, "
-                    "expected one answer of the assistant"
-                )
-        contents = [
-            Content(conversation=_build_conversation([*prompt_turns, *side], record, location)) for side in turns
-        ]
-        for name, content in zip(PAIR, contents, strict=True):
-            chat = content.conversation
-            assert chat is not None
-            if chat.fault is not None or chat.turns[-1]["role"] != "assistant":
-                raise CorpusError(f"{location}: {name}: {FAULTS[chat.fault or 'no_answer']}; fix or remove the record")
+        contents = _chat_sides(record, prompt, location)
     return replace(contents[0], rejected=contents[1])
+
+
+def _text_sides(prompt: str | None, chosen: str, rejected: str) -> list[Content]:
+    """Return both sides of a preference pair of texts; without a prompt, their common beginning is the prompt."""
+    if prompt is not None:
+        return [_with_completion(prompt, side) for side in (chosen, rejected)]
+    common = _common_text(chosen, rejected)
+    return [_with_completion(common, side[len(common) :]) for side in (chosen, rejected)]
+
+
+def _chat_sides(record: Mapping[str, Any], prompt: Any, location: str) -> list[Content]:
+    """Return both sides of a preference pair of chats, each with one answer after the common beginning.
+
+    Raises:
+        CorpusError: a side has more turns, or no answer.
+    """
+    sides = [_parse_side(record[name], name, location) for name in PAIR]
+    n_equal = next((k for k, (a, b) in enumerate(zip(*sides, strict=False)) if a != b), min(map(len, sides)))
+    if not isinstance(prompt, str):
+        prompt_turns: list[Any] = [] if prompt is None else _parse_turns(prompt, "prompt", location)
+    else:  # a prompt that is text repeats the common beginning of the sides, if they have one
+        prompt_turns = [] if n_equal else [{"role": "user", "content": prompt}]
+    n_common = min(n_equal, *(len(side) - 1 for side in sides))  # the last turn is the answer, even if sides are equal
+    for name, side in zip(PAIR, sides, strict=True):
+        if len(side) - n_common != 1:
+            raise CorpusError(
+                f"{location}: {name}: has {len(side) - n_common} turns after the common beginning of both sides, "
+                "expected one answer of the assistant"
+            )
+    chats = [_build_conversation([*prompt_turns, *side], record, location) for side in sides]
+    for name, chat in zip(PAIR, chats, strict=True):
+        if chat.fault is not None or chat.turns[-1]["role"] != "assistant":
+            raise CorpusError(f"{location}: {name}: {FAULTS[chat.fault or 'no_answer']}; fix or remove the record")
+    return [Content(conversation=chat) for chat in chats]
 
 
 def _common_text(chosen: str, rejected: str) -> str:
@@ -371,19 +383,19 @@ def _apply_formats(values: Mapping[str, Any], names: FieldNames | None, location
     """Return prompt and completion of an instruction by the formats of a dataset entry."""
     assert names is not None
     assert names.formats is not None
-    parts = {name: "" if value is None else value for name, value in values.items()}
-    for name, value in parts.items():
+    texts = {name: "" if value is None else value for name, value in values.items()}
+    for name, value in texts.items():
         if not isinstance(value, str):
             raise CorpusError(f"{location}: column {names.columns[name]!r} holds {type(value).__name__}, expected text")
-    formats, system = names.formats, parts.get("system") or names.formats.default_system
+    formats, system = names.formats, texts.get("system") or names.formats.default_system
     try:
         front = formats.system.format(system=system) if system else ""
-        prompt = (formats.with_input if parts.get("input") else formats.without_input).format(
-            instruction=parts["instruction"], input=parts.get("input", "")
+        prompt = (formats.with_input if texts.get("input") else formats.without_input).format(
+            instruction=texts["instruction"], input=texts.get("input", "")
         )
     except FAILURES as err:
         raise CorpusError(f"{location}: does not fit the formats of the {names.origin}: {err!r}") from err
-    return front + prompt, parts["output"]
+    return front + prompt, texts["output"]
 
 
 def _extract_loss_flags(turns: Sequence[dict[str, Any]], tools: tuple[Any, ...], location: str) -> Conversation:
@@ -417,14 +429,14 @@ def _parse_list(value: Any) -> Any:
 def _parse_tools(tools: Any, location: str) -> tuple[Any, ...]:
     """Return descriptions of tools from a list, JSON text of a list (LLaMA-Factory), or a list of JSON texts."""
     try:
-        tools = _parse_list(tools)
-        if isinstance(tools, list | tuple):
+        descriptions = _parse_list(tools)
+        if isinstance(descriptions, list | tuple):
             return tuple(
-                json.loads(tool) if isinstance(tool, str) else plain_json(tool, repair=False) for tool in tools
+                json.loads(tool) if isinstance(tool, str) else plain_json(tool, repair=False) for tool in descriptions
             )
     except (ValueError, RecursionError) as err:
         raise CorpusError(f"{location}: tools: got {tools!r:.60}, expected a list, or JSON of one: {err}") from err
-    raise CorpusError(f"{location}: tools: got {type(tools).__name__}, expected a list of descriptions")
+    raise CorpusError(f"{location}: tools: got {type(descriptions).__name__}, expected a list of descriptions")
 
 
 def _parse_history(history: Any, location: str) -> list[tuple[str, str]]:

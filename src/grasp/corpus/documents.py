@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from grasp.arrays import I32
-from grasp.corpus.conversations import Conversation, Span, form_of, holds_turns
+from grasp.corpus.conversations import Content, Conversation, Span, form_of, holds_turns
 from grasp.corpus.labels import Flattener, Label, has_labels, is_json, is_list, is_text, label_name, label_text
 from grasp.corpus.sources import ArrowChunk, Chunk, JsonRecord, Source, open_source
 from grasp.corpus.text_files import cell_value
@@ -68,7 +68,7 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
     # of the fields of the last JSON line only, since the next line mostly has the same fields
     roles_of_line: dict[tuple[str, ...], _Roles] = {}
     for chunk in source.chunks(start, select):
-        is_text = isinstance(chunk, JsonRecord) and chunk.is_text
+        only_text = isinstance(chunk, JsonRecord) and chunk.is_text  # as in CSV
         for index, (location, values) in enumerate(records_in(chunk, settings.ids_column), start=chunk.index):
             if settings.limit is not None and index >= settings.limit:
                 return
@@ -82,27 +82,43 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
             row_id, doc_id = (None if name is None else label_text(values.get(name)) for name in roles.ids)
             if doc_id is None and settings.doc_id_column != "":  # a name of a record names the document that it holds
                 doc_id = row_id
-            labels: dict[str, Label] = {}
-            # Labels of nested fields that have the name of a column: field b of `a`, and a column `a.b`. The column
-            # takes precedence if it has a value.
-            shadowed: dict[str, Label] = {}
             not_labels: set[str] = set()
-            for name, label in roles.labels.items():
-                value = values.get(name)
-                if flattener.is_nested(label, value):
-                    for path, part in flattener.labels(label, value, not_labels):
-                        (shadowed if path in roles.columns else labels)[path] = part
-                    if not isinstance(value, str):
-                        del values[name]
-                elif is_text and isinstance(value, str):
-                    labels[label] = cell_value(value)
-                elif name in values:  # NaN is a missing label
-                    labels[label] = None if isinstance(value, float) and math.isnan(value) else value
-            labels |= {path: part for path, part in shadowed.items() if labels.get(path) is None}
+            labels = _record_labels(values, roles, flattener, not_labels, only_text=only_text)
             if settings.path_labels:
                 labels = {**source.file_labels(chunk.name), **labels}
+            for name in [name for name in roles.labels if isinstance(values.get(name), list | dict)]:
+                del values[name]  # nested values are only labels
             ignored = tuple(sorted({*roles.ignored, *not_labels})) if not_labels else roles.ignored
             yield Record(index, chunk.name, location, row_id, doc_id, labels, values, ignored)
+
+
+def _record_labels(
+    values: Mapping[str, Any], roles: "_Roles", flattener: Flattener, not_labels: set[str], *, only_text: bool
+) -> dict[str, Label]:
+    """Return the labels of a record.
+
+    A nested field may have the name of a column: field b of `a`, and a column `a.b`. The column takes precedence if it
+    has a value.
+
+    Args:
+        values: plain values of the record.
+        roles: roles of its columns.
+        flattener: flattens nested values.
+        not_labels: receives names of fields that cannot be labels.
+        only_text: whether all values are text, as in CSV.
+    """
+    labels: dict[str, Label] = {}
+    shadowed: dict[str, Label] = {}  # labels of nested fields that have the name of a column
+    for name, label in roles.labels.items():
+        value = values.get(name)
+        if flattener.is_nested(label, value):
+            for path, part in flattener.labels(label, value, not_labels):
+                (shadowed if path in roles.columns else labels)[path] = part
+        elif only_text and isinstance(value, str):
+            labels[label] = cell_value(value)
+        elif name in values:  # NaN is a missing label
+            labels[label] = None if isinstance(value, float) and math.isnan(value) else value
+    return labels | {path: part for path, part in shadowed.items() if labels.get(path) is None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +137,14 @@ def _assign_roles(
 ) -> _Roles:
     """Assign the columns of a file, or the fields of a JSON line, to names, content and labels."""
     content = content_of(columns, location)
-    others = {name: kind for name, kind in columns.items() if name not in content}
+    others = {name: data_type for name, data_type in columns.items() if name not in content}
     paths = {path.partition(".")[0] for path in settings.label_paths}
     ignored = tuple(
-        sorted(name for name, kind in others.items() if kind is not None and not has_labels(kind) and name not in paths)
+        sorted(
+            name
+            for name, data_type in others.items()
+            if data_type is not None and not has_labels(data_type) and name not in paths
+        )
     )
     ids = id_columns(settings, list(columns), location)
     return _Roles(
@@ -282,46 +302,63 @@ def _build_documents(records: Iterable[Record], settings: CorpusSettings) -> Ite
         CorpusError: invalid token ids, or columns of unexpected types.
     """
     for record in records:
-        location, ids, column = record.location, record.values.get(settings.ids_column), settings.ids_column
-        if ids is not None:
-            if isinstance(ids, pa.Array):
-                if ids.null_count:
-                    raise CorpusError(f"{location}: the list of token ids contains a null; expected integers")
-                ids = ids.to_numpy(zero_copy_only=False)
-            elif not isinstance(ids, list) or not all(type(token) is int for token in ids):
-                raise CorpusError(f"{location}: ids column {column!r} holds {ids!r:.60}, expected a list of integers")
-            try:
-                ids = np.asarray(ids, dtype=np.int64)
-            except OverflowError:
-                ids = np.full(1, _INT32.max + 1)  # an id of more than 64 bits; rejected below
-            if ids.size and not (_INT32.min <= ids.min() and ids.max() <= _INT32.max):
-                raise CorpusError(f"{location}: a token id exceeds 32 bits, so it is outside any vocabulary")
-            ids = ids.astype(np.int32)
-        content = form_of(record.values.keys(), settings, location).read(record.values, location)
-        doc_id = record.doc_id
-        if doc_id is None:  # generate one: a hash of the content, and the position, which distinguishes duplicates
-            text = "".join(
-                (side.text or "") if side.conversation is None else side.conversation.content
-                for side in (content, content.rejected)
-                if side is not None
-            )
-            doc_id = f"{content_hash(text.encode() if ids is None else ids.astype('<i4').tobytes())}-{record.index}"
+        ids = record.values.get(settings.ids_column)
+        input_ids = None if ids is None else _token_ids(ids, settings.ids_column, record.location)
+        content = form_of(record.values.keys(), settings, record.location).read(record.values, record.location)
         document = Document(
             index=record.index,
-            doc_id=doc_id,
+            doc_id=_generated_name(content, input_ids, record.index) if record.doc_id is None else record.doc_id,
             row_id=record.row_id,
             text=content.text,
-            input_ids=ids,
+            input_ids=input_ids,
             labels=record.labels,
             answers=content.answers,
             conversation=content.conversation,
-            location=location,
+            location=record.location,
             ignored=record.ignored,
         )
-        if (side := content.rejected) is not None:
+        if (side := content.rejected) is None:
+            yield document
+        else:
             rejected = replace(document, text=side.text, answers=side.answers, conversation=side.conversation)
-            document = replace(document, rejected=rejected)
-        yield document
+            yield replace(document, rejected=rejected)
+
+
+def _token_ids(ids: Any, column: str, location: str) -> I32:
+    """Return the token ids of a record.
+
+    Args:
+        ids: a list, or an Arrow array.
+        column: name of the column, for messages.
+        location: location of the record, for messages.
+    Raises:
+        CorpusError: another type, or an id beyond 32 bits.
+    """
+    if isinstance(ids, pa.Array):
+        if ids.null_count:
+            raise CorpusError(f"{location}: the list of token ids contains a null; expected integers")
+        values = ids.to_numpy(zero_copy_only=False)
+    elif isinstance(ids, list) and all(type(token) is int for token in ids):
+        values = ids
+    else:
+        raise CorpusError(f"{location}: ids column {column!r} holds {ids!r:.60}, expected a list of integers")
+    try:
+        wide = np.asarray(values, dtype=np.int64)
+    except OverflowError:
+        wide = np.full(1, _INT32.max + 1)  # an id of more than 64 bits; rejected below
+    if wide.size and not (_INT32.min <= wide.min() and wide.max() <= _INT32.max):
+        raise CorpusError(f"{location}: a token id exceeds 32 bits, so it is outside any vocabulary")
+    return wide.astype(np.int32)
+
+
+def _generated_name(content: Content, input_ids: I32 | None, index: int) -> str:
+    """Return a document name: a hash of the content, and the position, which distinguishes duplicates."""
+    text = "".join(
+        (side.text or "") if side.conversation is None else side.conversation.content
+        for side in (content, content.rejected)
+        if side is not None
+    )
+    return f"{content_hash(text.encode() if input_ids is None else input_ids.astype('<i4').tobytes())}-{index}"
 
 
 def _column_roles(record: Record, settings: CorpusSettings) -> dict[str, str]:
@@ -341,14 +378,21 @@ def content_columns(
 ) -> tuple[str, ...]:
     """Return the columns of content, which are not labels, after validating their types."""
     form, ids = form_of(columns.keys(), settings, location), settings.ids_column
-    kind = columns.get(ids)
-    if kind is not None and not pa.types.is_null(kind) and not (is_list(kind) and pa.types.is_integer(kind.value_type)):
-        raise CorpusError(f"{location}: ids column {ids!r} holds {kind}, expected lists of integers")
+    if not _may_hold(
+        columns.get(ids), lambda data_type: is_list(data_type) and pa.types.is_integer(data_type.value_type)
+    ):
+        raise CorpusError(f"{location}: ids column {ids!r} holds {columns[ids]}, expected lists of integers")
     text = form.sources[0]
-    kind = columns.get(text) if form.kind == "text" else None
-    if kind is not None and not (is_text(kind) or pa.types.is_nested(kind) or pa.types.is_null(kind) or is_json(kind)):
-        raise CorpusError(f"{location}: text column {text!r} holds {kind}, expected text or a list of turns")
+    if form.kind == "text" and not _may_hold(
+        columns.get(text), lambda data_type: is_text(data_type) or pa.types.is_nested(data_type) or is_json(data_type)
+    ):
+        raise CorpusError(f"{location}: text column {text!r} holds {columns[text]}, expected text or a list of turns")
     return (*form.sources, ids)
+
+
+def _may_hold(data_type: pa.DataType | None, test: Callable[[pa.DataType], bool]) -> bool:
+    """Return whether a column may hold values of a type: its type passes the test, is unknown (JSON), or is null."""
+    return data_type is None or pa.types.is_null(data_type) or test(data_type)
 
 
 def content_hash(content: bytes) -> str:

@@ -138,19 +138,19 @@ def _loss_mask(text: ModelText, ids: list[int], spans: list[Span] | None, tokeni
         return mask
     if spans is None:
         for start, stop in text.loss_spans:
-            mask[
-                _count_tokens_before(text, start, ids, tokenizer) : _count_tokens_until(text, stop, ids, tokenizer)
-            ] = True
+            n_before = _count_tokens_before(text, start, ids, tokenizer)
+            mask[n_before : _count_tokens_until(text, stop, ids, tokenizer)] = True
         return mask
     begin_L, end_L = np.array(spans, dtype=np.int64).T
     for start, stop in text.loss_spans:
-        # Some tokenizers trim white space from offsets: a token of white space alone has width 0, begin == end.
+        # A token [begin, end) shares a character with [start, stop) if end > start and begin < stop. Some tokenizers
+        # trim white space from offsets: a token of white space alone has width 0, begin == end, and may be at the stop.
         mask |= (end_L > start) & ((begin_L < stop) | (end_L <= stop))
     if text.kind == "pair" and mask.any():
-        ((border, _),) = text.loss_spans
+        ((prompt_end, _),) = text.loss_spans
         first = int(np.flatnonzero(mask)[0])
-        if begin_L[first] < border and not text.text[begin_L[first] : border].isspace():
-            mask[: _count_prompt_tokens(text.text[:border], ids, tokenizer)] = False
+        if begin_L[first] < prompt_end and not text.text[begin_L[first] : prompt_end].isspace():
+            mask[: _count_prompt_tokens(text.text[:prompt_end], ids, tokenizer)] = False
     return mask
 
 

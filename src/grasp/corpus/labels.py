@@ -1,7 +1,8 @@
 """Label columns: their names, and the type of a column of mixed values.
 
 A label is a scalar of a row, for slicing: topic, source, year. JSONL may mix types between lines, so the type of a
-column is the narrowest one for all of its values. Types of parts can be combined: the result does not depend on shards.
+column is the narrowest one for all of its values. The types of two shards can be combined (`widest`), so that the
+result does not depend on the shards.
 
 Nested values give a label per field: `{"source": "web"}` in `metadata` is the label `metadata.source`. So does text
 that is a JSON object. A list of texts is one label, its JSON text. Start with `kind_of_all` and `Flattener`.
@@ -69,9 +70,8 @@ class Flattener:
         for path in self._paths:
             if path[0] == name and len(path) > 1:
                 yield ".".join(path), _value_at_path(value, path[1:])
-        if isinstance(value, str):
-            value = _parse_object(value)
-        yield from self._flattened(name, value, not_labels, is_field=False)
+        parsed = _parse_object(value) if isinstance(value, str) else value
+        yield from self._flattened(name, parsed, not_labels, is_field=False)
 
     def _flattened(
         self, name: str, value: Any, not_labels: set[str], *, is_field: bool = True
@@ -85,23 +85,24 @@ class Flattener:
             is_field: whether the value is a member of the column, and counts towards `MAX_FIELDS`.
         """
         if isinstance(value, dict):
-            for key, part in value.items():
-                yield from self._flattened(f"{name}.{key}", part, not_labels)
+            for key, member in value.items():
+                yield from self._flattened(f"{name}.{key}", member, not_labels)
             return
+        scalar = value
         if isinstance(value, list):
-            text = _list_as_json(value)
-            if text is None:
+            scalar = _list_as_json(value)
+            if scalar is None:
                 if value:
                     not_labels.add(name)
                 return
-            value = text
+        label = name
         if is_field:
             folded = name.casefold()
             if folded not in self._names and len(self._names) >= MAX_FIELDS:
                 not_labels.add(name.partition(".")[0])
                 return
-            name = self._names.setdefault(folded, name)
-        yield name, None if isinstance(value, float) and math.isnan(value) else value
+            label = self._names.setdefault(folded, name)
+        yield label, None if isinstance(scalar, float) and math.isnan(scalar) else scalar
 
 
 def _parse_object(text: str) -> Any:
@@ -125,19 +126,20 @@ def _list_as_json(values: Sequence[Any]) -> str | None:
 
 def _value_at_path(value: Any, path: Sequence[str]) -> Label:
     """Return the scalar at a path of member names and list positions; None if there is none."""
+    current = value
     for step in path:
-        if isinstance(value, str):
+        if isinstance(current, str):
             try:
-                value = json.loads(value)
+                current = json.loads(current)
             except (ValueError, RecursionError):
                 return None
-        if isinstance(value, list) and step.lstrip("-").isdigit() and -len(value) <= int(step) < len(value):
-            value = value[int(step)]
-        elif isinstance(value, dict):
-            value = value.get(step)
+        if isinstance(current, list) and step.lstrip("-").isdigit() and -len(current) <= int(step) < len(current):
+            current = current[int(step)]
+        elif isinstance(current, dict):
+            current = current.get(step)
         else:
             return None
-    return None if isinstance(value, list | dict) else value
+    return None if isinstance(current, list | dict) else current
 
 
 def label_name(column: str) -> str:
@@ -182,7 +184,7 @@ def label_text(value: Label) -> str | None:
 
 
 def column_of(values: Sequence[Label], kind: Kind) -> pa.Array:
-    """Return an Arrow column of `kind`, which must include every value."""
+    """Return an Arrow column of a type that holds every value."""
     if kind in ("string", "null"):
         return pa.array([label_text(value) for value in values], pa.string())
     if kind == "float":
@@ -190,14 +192,16 @@ def column_of(values: Sequence[Label], kind: Kind) -> pa.Array:
     return pa.array(values, ARROW_TYPE[kind])
 
 
-def is_text(kind: pa.DataType) -> bool:
+def is_text(data_type: pa.DataType) -> bool:
     """Return whether an Arrow type is text."""
-    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
-        return is_text(kind.value_type)
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+    if pa.types.is_dictionary(data_type) or pa.types.is_run_end_encoded(data_type):
+        return is_text(data_type.value_type)
+    return bool(
+        pa.types.is_string(data_type) or pa.types.is_large_string(data_type) or pa.types.is_string_view(data_type)
+    )
 
 
-def is_list(kind: pa.DataType) -> bool:
+def is_list(data_type: pa.DataType) -> bool:
     """Return whether an Arrow type is a list."""
     tests = (
         pa.types.is_list,
@@ -206,29 +210,29 @@ def is_list(kind: pa.DataType) -> bool:
         pa.types.is_list_view,
         pa.types.is_large_list_view,
     )
-    return any(test(kind) for test in tests)
+    return any(test(data_type) for test in tests)
 
 
-def is_json(kind: pa.DataType) -> bool:
-    """Return whether an Arrow type is JSON, whose values may have any kind."""
-    return isinstance(kind, pa.BaseExtensionType) and kind.extension_name == "arrow.json"
+def is_json(data_type: pa.DataType) -> bool:
+    """Return whether an Arrow type is JSON, whose values may have any data_type."""
+    return isinstance(data_type, pa.BaseExtensionType) and data_type.extension_name == "arrow.json"
 
 
-def has_labels(kind: pa.DataType) -> bool:
+def has_labels(data_type: pa.DataType) -> bool:
     """Return whether values of an Arrow type have labels: scalars, lists of text, and records with such fields."""
-    if pa.types.is_struct(kind):
-        return any(has_labels(field.type) for field in kind)
-    if pa.types.is_map(kind):
-        return has_labels(kind.item_type)
-    return is_text(kind.value_type) if is_list(kind) else is_label(kind)
+    if pa.types.is_struct(data_type):
+        return any(has_labels(field.type) for field in data_type)
+    if pa.types.is_map(data_type):
+        return has_labels(data_type.item_type)
+    return is_text(data_type.value_type) if is_list(data_type) else is_label(data_type)
 
 
-def is_label(kind: pa.DataType) -> bool:
+def is_label(data_type: pa.DataType) -> bool:
     """Return whether an Arrow type can be a label: nested and binary types cannot."""
-    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
-        return is_label(kind.value_type)
-    if isinstance(kind, pa.BaseExtensionType):
-        return kind.extension_name in ("arrow.json", "arrow.uuid", "arrow.bool8")
+    if pa.types.is_dictionary(data_type) or pa.types.is_run_end_encoded(data_type):
+        return is_label(data_type.value_type)
+    if isinstance(data_type, pa.BaseExtensionType):
+        return data_type.extension_name in ("arrow.json", "arrow.uuid", "arrow.bool8")
     tests = (
         is_text,
         pa.types.is_integer,
@@ -241,4 +245,4 @@ def is_label(kind: pa.DataType) -> bool:
         pa.types.is_duration,
         pa.types.is_null,
     )
-    return any(test(kind) for test in tests)
+    return any(test(data_type) for test in tests)

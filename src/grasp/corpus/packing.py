@@ -1,7 +1,14 @@
 """Pack documents into rows: split each document (`document`), or one EOS-joined stream (`concat`).
 
-A conversation is one row. Each row has the cursor at which the next row begins; packing from a cursor gives the same
-rows as packing from the start, so that packing can be resumed at any row. Start with `pack`.
+With L = `max_length`, and p special tokens (usually BOS) at the beginning of every row:
+
+    document    rows of a document are its tokens [0, L), [L, 2 L - p), [2 L - p, 3 L - 2 p), ...; the first p tokens of
+                a document are the special ones, later rows get p of their own; a short last row is skipped
+    concat      the tokens of all documents, each with its EOS, are one stream, which is cut into rows of L tokens
+
+A conversation, a prompt with its completion, and a preference pair are one row each (`Packer._truncate_to_row`); token
+ids of the corpus are always split by document. Each row has the cursor at which the next row begins; packing from a
+cursor gives the same rows as packing from the start, so that packing can be resumed at any row. Start with `pack`.
 """
 
 from collections import Counter
@@ -121,17 +128,15 @@ def pack(
     """
     packer = Packer(settings, tokenizer, cursor, Skipped() if skipped is None else skipped)
     for batch in _document_batches(render_document(document, tokenizer, settings) for document in documents):
-        pairs = [
-            (document, document.rejected) for document in batch
-        ]  # the second is None unless it is a preference pair
-        with_text = [side for pair in pairs for side in pair if side is not None and side.is_tokenised]
+        sides = [side for document in batch for side in (document, document.rejected) if side is not None]
+        with_text = [side for side in sides if side.is_tokenised]
         try:
             encoded = encode_texts([model_text(document) for document in with_text], tokenizer)
         except CorpusError as err:
             raise CorpusError(f"{with_text[0].location} and following documents: {err}") from err
         tokens = {id(document): text for document, text in zip(with_text, encoded, strict=True)}
-        for document, rejected in pairs:
-            yield from packer.feed(document, tokens.get(id(document)), tokens.get(id(rejected)))
+        for document in batch:  # `rejected` is None unless it is a preference pair
+            yield from packer.feed(document, tokens.get(id(document)), tokens.get(id(document.rejected)))
     yield from packer.finish()
 
 
@@ -157,16 +162,26 @@ def render_document(document: Document, tokenizer: Tokenizer, settings: CorpusSe
     Raises:
         CorpusError: the tokenizer has no chat template, or no answer could carry the requested loss.
     """
-    text, loss_spans, loss_on = document.text, document.answers, settings.loss_on
-    if document.rejected is not None:
-        if loss_on in ("assistant", "all"):
-            raise CorpusError(f"corpus.loss_on: got {loss_on}, but DPO compares completions; remove it")
-        loss_on, completions = "completion", settings.model_copy(update={"loss_on": "completion"})
-        rejected = render_document(document.rejected, tokenizer, completions)
-        document = replace(document, rejected=rejected)
-        if rejected.unusable:
-            return replace(document, left_out=rejected.left_out, unusable=True)
-    left_out = () if document.rejected is None else document.rejected.left_out
+    if document.rejected is None:
+        return _render_side(document, tokenizer, settings.loss_on)
+    if settings.loss_on in ("assistant", "all"):
+        raise CorpusError(f"corpus.loss_on: got {settings.loss_on}, but DPO compares completions; remove it")
+    rejected = _render_side(document.rejected, tokenizer, "completion")
+    if rejected.unusable:
+        return replace(document, rejected=rejected, left_out=rejected.left_out, unusable=True)
+    chosen = _render_side(replace(document, rejected=rejected), tokenizer, "completion")
+    return chosen if chosen.unusable else replace(chosen, left_out=rejected.left_out + chosen.left_out)
+
+
+def _render_side(document: Document, tokenizer: Tokenizer, loss_on: str | None) -> Document:
+    """Render a document, or one side of a preference pair; see `render_document`.
+
+    Args:
+        document: document to render.
+        tokenizer: has the chat template of conversations.
+        loss_on: the part that carries loss: assistant, completion or all; None: answers if there are any.
+    """
+    text, loss_spans, left_out = document.text, document.answers, document.left_out
     if document.conversation is not None:
         if (fault := document.conversation.fault) is not None:
             return replace(document, left_out=((fault, document.location),), unusable=True)
@@ -177,16 +192,15 @@ def render_document(document: Document, tokenizer: Tokenizer, settings: CorpusSe
         except ModelError as err:
             raise CorpusError(f"{document.location}: {err}") from err
         text, loss_spans = chat.text, chat.spans
-        left_out += tuple((reason, f"{document.location}: turn {k}") for reason, k in chat.unwritten)
+        left_out = tuple((reason, f"{document.location}: turn {k}") for reason, k in chat.unwritten)
     if loss_spans is None or text is None:
         if loss_on in ("assistant", "completion"):
             raise CorpusError(
                 f"{document.location}: has no answer to carry loss; corpus.loss_on: got {loss_on}, expected all"
             )
         return document
-    if loss_on == "all":
-        loss_spans = ((0, len(text)),)
-    return replace(document, text=text, answers=loss_spans, left_out=left_out)
+    answers = ((0, len(text)),) if loss_on == "all" else loss_spans
+    return replace(document, text=text, answers=answers, left_out=left_out)
 
 
 def model_text(document: Document) -> ModelText:
@@ -276,25 +290,17 @@ class Packer:
             return
         if document.input_ids is not None:
             yield from self.finish(document.index)
-            fault = None if len(document.input_ids) else "empty"
-            ids, mask, end_chars = document.input_ids.astype(np.int64), None, None
-        else:
-            is_empty = tokens is None or len(tokens.ids) == tokens.n_prefix
-            fault = None if not is_empty else "whitespace" if document.text and tokens is None else "empty"
-            ids = np.array((), dtype=np.int64) if tokens is None else tokens.ids
-            mask, end_chars = (None, None) if tokens is None else (tokens.loss_mask, tokens.ends)
-        if fault is not None:
+        if (fault := _content_fault(document, tokens)) is not None:
             self._skipped.add(fault, document.name, document.location)
             return
-        whole = self._whole_document(document, ids, mask, end_chars)
+        whole = self._whole_document(document, tokens)
         if document.rejected is not None:
             if rejected is None:
                 self._skipped.add("empty", document.name)
                 return
-            rejected_side = self._whole_document(document.rejected, rejected.ids, rejected.loss_mask, rejected.ends)
-            yield from self._pack_preference_pair(whole, rejected_side)
+            yield from self._pack_preference_pair(whole, self._whole_document(document.rejected, rejected))
             return
-        if document.input_ids is None and mask is not None:
+        if document.input_ids is None and whole.loss_mask is not None:
             yield from self._pack_answers(whole)
             return
         start = self._resume.token if document.index == self._resume.document else 0
@@ -327,12 +333,33 @@ class Packer:
             yield from self._build_row([whole.slice(start, stop)], document.index, stop, prefix=prefix)
             start = stop
 
-    def _whole_document(self, document: Document, ids: I64, mask: Bool | None, end_chars: I64 | None) -> _Piece:
+    def _whole_document(self, document: Document, tokens: TokenizedText | None) -> _Piece:
         """Return all tokens of a document, with the special tokens that end a text.
 
         Raises:
             CorpusError: an id outside the vocabulary.
         """
+        if document.input_ids is not None:
+            self._refuse_unknown_ids(document, document.input_ids)
+            return _Piece(document, 0, len(document.input_ids), document.input_ids)
+        assert tokens is not None
+        self._refuse_unknown_ids(document, tokens.ids)
+        ids, loss_mask, end_chars = tokens.ids, tokens.loss_mask, tokens.ends
+        if document.conversation is None:  # chat templates write their own end-of-turn tokens
+            suffix = np.array(self._tokenizer.suffix_ids, dtype=np.int64)
+            if np.array_equal(ids[len(ids) - len(suffix) :], suffix):  # the text ends with it already
+                suffix = suffix[:0]
+            ids = np.concatenate([ids, suffix])
+            if loss_mask is not None:
+                loss_mask = np.concatenate([loss_mask, np.full(len(suffix), loss_mask.any())])
+            if end_chars is not None:
+                end_chars = np.concatenate([end_chars, np.full(len(suffix), end_chars[-1])])
+        if end_chars is not None:  # the last token, which may be EOS, extends to the end of the text
+            end_chars[-1] = len(document.text or "")
+        return _Piece(document, 0, len(ids), ids.astype(np.int32), end_chars=end_chars, loss_mask=loss_mask)
+
+    def _refuse_unknown_ids(self, document: Document, ids: I32 | I64) -> None:
+        """Raise CorpusError if a token id of a document is outside the vocabulary."""
         vocab_size = self._tokenizer.vocab_size
         bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
         if bad.size:
@@ -341,19 +368,6 @@ class Packer:
                 f"{bad[0]}, outside the vocabulary of {vocab_size} (0 to {vocab_size - 1}); "
                 "use the tokenizer that the model was trained with"
             )
-        if document.input_ids is None:
-            if document.conversation is None:  # chat templates write their own end-of-turn tokens
-                suffix = np.array(self._tokenizer.suffix_ids, dtype=np.int64)
-                if np.array_equal(ids[len(ids) - len(suffix) :], suffix):  # the text ends with it already
-                    suffix = suffix[:0]
-                ids = np.concatenate([ids, suffix])
-                if mask is not None:
-                    mask = np.concatenate([mask, np.full(len(suffix), mask.any())])
-                if end_chars is not None:
-                    end_chars = np.concatenate([end_chars, np.full(len(suffix), end_chars[-1])])
-            if end_chars is not None:  # the last token, which may be EOS, extends to the end of the text
-                end_chars[-1] = len(document.text or "")
-        return _Piece(document, 0, len(ids), ids.astype(np.int32), end_chars=end_chars, loss_mask=mask)
 
     def finish(self, next_document: int | None = None) -> Iterator[Row]:
         """Yield the last, short row of the stream.
@@ -363,8 +377,8 @@ class Packer:
         """
         if self._pending:
             pieces, self._pending, self._n_pending = self._pending, [], 0
-            next_document = self._next_document if next_document is None else next_document
-            yield from self._build_row(pieces, next_document, 0, prefix=self._prefix)
+            following = self._next_document if next_document is None else next_document
+            yield from self._build_row(pieces, following, 0, prefix=self._prefix)
 
     def _pack_answers(self, whole: _Piece) -> Iterator[Row]:
         """Yield a text whose answers carry loss as one row.
@@ -390,22 +404,22 @@ class Packer:
             raise CorpusError(
                 f"{document.location}: conversations are one row each; corpus.packing: got concat, expected document"
             )
-        loss_mask[:1] = False
+        loss_mask[:1] = False  # nothing predicts the first token
         if not loss_mask.any():
             self._skipped.add("no_loss", document.name, document.location)
             return None
         prefix = self._prefix[: 0 if self._n_prefix(whole) else None]
-        if len(whole.ids) > self._length:
-            self._skipped.add("cut_begin", document.name)
-            capacity = self._length - len(prefix)
-            last_loss = int(np.flatnonzero(loss_mask)[-1])
-            before_answer = int(np.flatnonzero(~loss_mask[:last_loss])[-1])  # the token before the last answer
-            start = min(max(0, last_loss + 1 - capacity), before_answer)
-            # An answer that began before `start` has lost its beginning: its remaining tokens carry no loss.
-            remainder = int(np.argmin(loss_mask[start:]))
-            loss_mask[start : start + remainder] = False
-            whole = whole.slice(start, start + capacity)
-        return whole, prefix
+        if len(whole.ids) <= self._length:
+            return whole, prefix
+        self._skipped.add("cut_begin", document.name)
+        capacity = self._length - len(prefix)
+        last_loss = int(np.flatnonzero(loss_mask)[-1])
+        before_answer = int(np.flatnonzero(~loss_mask[:last_loss])[-1])  # the token before the last answer
+        start = min(max(0, last_loss + 1 - capacity), before_answer)
+        # An answer that began before `start` has lost its beginning: its remaining tokens carry no loss.
+        remainder = int(np.argmin(loss_mask[start:]))
+        loss_mask[start : start + remainder] = False
+        return whole.slice(start, start + capacity), prefix
 
     def _pack_preference_pair(self, chosen: _Piece, rejected: _Piece) -> Iterator[Row]:
         """Yield a preference pair as one row: the tokens of the chosen side, then those of the rejected side."""
@@ -506,10 +520,19 @@ class Packer:
         return " ".join(text[: 4 * n_chars].split())[:n_chars]
 
 
+def _content_fault(document: Document, tokens: TokenizedText | None) -> str | None:
+    """Return why a document has no tokens for a row, a key of `grasp.text.SKIPPED`; None if it has some."""
+    if document.input_ids is not None:
+        return None if len(document.input_ids) else "empty"
+    if tokens is not None and len(tokens.ids) > tokens.n_prefix:
+        return None
+    return "whitespace" if document.text and tokens is None else "empty"
+
+
 def row_bytes(row_id: str, input_ids: I32, loss_mask: Bool | None, split: int | None = None) -> bytes:
     """Return the bytes of a row for the fingerprint of the corpus: name, tokens, loss mask and chosen tokens."""
     name = row_id.encode()
-    sizes = len(name).to_bytes(4, "little") + name + len(input_ids).to_bytes(4, "little")
+    header = len(name).to_bytes(4, "little") + name + len(input_ids).to_bytes(4, "little")
     mask = b"" if loss_mask is None or loss_mask[1:].all() else b"loss_mask" + np.packbits(loss_mask).tobytes()
-    side = b"" if split is None else b"split" + split.to_bytes(4, "little")
-    return sizes + input_ids.astype("<i4", copy=False).tobytes() + mask + side
+    chosen = b"" if split is None else b"split" + split.to_bytes(4, "little")
+    return header + input_ids.astype("<i4", copy=False).tobytes() + mask + chosen

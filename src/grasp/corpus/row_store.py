@@ -1,12 +1,14 @@
-"""Stores of rows on disk, written shard by shard and resumable.
+"""Stores of rows on disk, written shard by shard and resumable. A row is one training sequence.
 
 `plan.json` identifies the input, `shard-00000.parquet` has rows, its completion mark `shard-00000.json` the cursor of
-the next shard, and `store.json` is written when the store is complete. A `RowStore` has token ids; `grasp.vision` has a
-store of images.
+the next shard, and `store.json` is written when the store is complete. The base class `ShardStore` writes and reads
+shards. Its subclass `RowStore` has rows of token ids, which it reads as `TokenRows`; `grasp.vision` has a store of
+images.
 
 A corpus is read once: names and fingerprint are computed for each shard while it is in memory, and only a resumed build
 rereads its finished shards. The text of a row is not stored, only its documents and spans of characters.
 Start with `RowStore.write` and `RowStore.open`.
+Shape letters: N rows.
 """
 
 import hashlib
@@ -152,7 +154,7 @@ class CorpusItem(Protocol):
 
 D = TypeVar("D", bound=CorpusItem)  # what rows are built from
 R = TypeVar("R", bound=StoredRow)
-S = TypeVar("S")  # some rows of a store, with their table
+S = TypeVar("S")  # some rows of a store, with their public columns: TokenRows, or images
 
 
 class ShardStore(ABC, Generic[S, R]):
@@ -170,7 +172,7 @@ class ShardStore(ABC, Generic[S, R]):
         self.details, self.skipped, self.format_version = summary.details, summary.skipped, summary.format_version
         self._kinds = dict(summary.labels)
         self.label_columns, self.ignored_columns = tuple(self._kinds), tuple(summary.ignored_columns)
-        self._public = (*PUBLIC_COLUMNS, *self.label_columns)  # columns of `table`, in this order
+        self._public_columns = (*PUBLIC_COLUMNS, *self.label_columns)  # columns of `table`, in this order
 
     @classmethod
     def open(cls, directory: Path) -> Self:
@@ -187,12 +189,12 @@ class ShardStore(ABC, Generic[S, R]):
     def _write(
         cls,
         directory: Path,
+        *,
         source: Source,
         settings: CorpusSettings,
         documents: Callable[[int], Iterator[D]],
         rows: Callable[[Iterator[D], Cursor, Skipped], Iterator[R]],
         progress: Callable[[int], None] | None,
-        *,
         shard_rows: int,
         replace: bool,
         reader: Mapping[str, Any],
@@ -216,91 +218,64 @@ class ShardStore(ABC, Generic[S, R]):
             CorpusError: `directory` is not a row store, or has rows of other input; or the corpus is empty, malformed
                 or has duplicate row names.
         """
-        no_store = directory.exists() and not (directory / ROWS.plan).exists()
-        if no_store and (not directory.is_dir() or any(not is_part(entry) for entry in directory.iterdir())):
-            raise CorpusError(f"{directory}: not empty, and not a row store; choose another directory")
-        done = cls.open(directory) if kind_of(directory / SUMMARY) == "file" else None
+        _refuse_other_files(directory)
+        complete = cls.open(directory) if kind_of(directory / SUMMARY) == "file" else None
         plan = {  # without the path, since a corpus may be moved
-            "format": FORMAT if done is None or replace else done.format_version,
+            "format": FORMAT if complete is None or replace else complete.format_version,
             "settings": _identifying_settings(settings) | {"shard_rows": shard_rows},
             **reader,
             "corpus": _files_of(source),
         }
         store = Store(directory, ROWS)
-        store.begin(plan, replace=replace)
-        if done is not None and (directory / SUMMARY).exists():
-            return done
+        store.begin(plan, replace=replace)  # deletes rows of other input, the summary too
+        if complete is not None and (directory / SUMMARY).exists():
+            return complete
 
-        # Keep finished shards up to the first gap.
-        n_whole = next(k for k in count() if f"shard-{k:05d}" not in store.parts)
-        for name in list(store.parts)[n_whole:]:
-            store.drop(name)
-        marks = [store.mark(name) for name in store.parts]
-        cursor = marks[-1].cursor if marks else START
-        n_documents, n_unreported = cursor.document, sum(mark.n_rows for mark in marks)
-
-        def count_documents() -> Iterator[D]:
-            nonlocal n_documents
-            for document in documents(cursor.document):
-                n_documents = document.index + 1
-                yield document
-
+        finished = _finished_shards(store)
+        cursor = finished[-1].cursor if finished else START
+        counted_documents = _CountedDocuments(documents, cursor.document)
         skipped = Skipped()
-        label_of = {label.casefold(): label for mark in marks for label, _ in mark.labels}  # by case-folded name
         digest = hashlib.blake2b(cls.seed, digest_size=16)  # of names and content in order, independent of shards
-
-        with _row_names(directory) as names:
+        with _names_database(directory) as names:
 
             def observe(table: pa.Table) -> None:
+                """Add the rows of a shard to the fingerprint and to the database of names."""
                 for content in cls._row_bytes(table):
                     digest.update(content)
-                shard = table.select(["row_id", DOCUMENT_COLUMN])
-                names.register("shard", shard).execute("INSERT INTO names SELECT * FROM shard")
+                shard_names = table.select(["row_id", DOCUMENT_COLUMN])
+                names.register("shard_names", shard_names).execute("INSERT INTO names SELECT * FROM shard_names")
 
             for name in store.parts:
-                observe(
-                    read_table(store.file(name), RECOVERY_HINT, CorpusError, ["row_id", DOCUMENT_COLUMN, *cls.content])
-                )
-
-            stream = rows(count_documents(), cursor, skipped)
-            while shard := list(islice(stream, shard_rows)):
-                name = f"shard-{len(marks):05d}"
-                table, kinds = cls._shard_table(shard, label_of)
-                observe(table)
-                mark = store.put(
-                    name,
-                    {f"{name}.parquet": parquet_bytes(table)},
-                    n_rows=len(shard),
-                    n_tokens=sum(row.n_tokens for row in shard),
-                    # A short shard is the last one: all documents after its last row have been read.
-                    cursor=shard[-1].next_cursor if len(shard) == shard_rows else Cursor(n_documents),
-                    labels=list(kinds.items()),
-                    ignored_columns=sorted({name for row in shard for name in row.ignored}),
-                    skipped=skipped.drain(),
-                )
-                marks.append(mark)
-                if progress is not None:
-                    progress(n_unreported + len(shard))
-                n_unreported = 0
+                observed_columns = ["row_id", DOCUMENT_COLUMN, *cls.content]
+                observe(read_table(store.file(name), RECOVERY_HINT, CorpusError, observed_columns))
+            marks = cls._write_shards(
+                store,
+                finished,
+                rows(iter(counted_documents), cursor, skipped),
+                counted_documents,
+                skipped=skipped,
+                shard_rows=shard_rows,
+                observe=observe,
+                progress=progress,
+            )
             duplicate = _first_duplicate(names)
 
         all_skipped = Skipped()
-        for part in (*(mark.skipped for mark in marks), skipped):
-            all_skipped.extend(part.counts, part.ids, part.examples)
+        for of_shard in (*(mark.skipped for mark in marks), skipped):
+            all_skipped.extend(of_shard.counts, of_shard.ids, of_shard.examples)
         if not marks:
-            reasons = "; ".join(skipped_lines(all_skipped.counts, all_skipped.examples))
-            raise CorpusError(
-                f"{settings.path}: none of its {n_documents} records gives a row ({reasons or 'it is empty'}); "
-                "expected at least one of two tokens or more"
-            )
+            raise _no_rows_error(settings.path, counted_documents.total, all_skipped)
         if duplicate is not None:
             row_id, *positions = duplicate
-            shown = " and ".join(next(documents(position)).location for position in positions)
-            raise CorpusError(
-                f"row_id {row_id!r} occurs twice: {shown}; use unique names, another column of names "
-                '(--id-column NAME), or generated names (--id-column "")'
-            )
-        summary = cls._summary(marks, all_skipped, digest.hexdigest(), shard_rows, n_documents, details)
+            raise _duplicate_error(row_id, [next(documents(position)).location for position in positions])
+        summary = cls._summary(
+            marks,
+            skipped=all_skipped,
+            fingerprint=digest.hexdigest(),
+            shard_rows=shard_rows,
+            n_documents=counted_documents.total,
+            details=details,
+        )
         cls.signed.write(directory, summary)
         return cls.open(directory)
 
@@ -308,6 +283,7 @@ class ShardStore(ABC, Generic[S, R]):
     def _summary(
         cls,
         marks: Sequence[RowsMark],
+        *,
         skipped: Skipped,
         fingerprint: str,
         shard_rows: int,
@@ -332,11 +308,60 @@ class ShardStore(ABC, Generic[S, R]):
         )
 
     @classmethod
-    def _shard_table(cls, rows: Sequence[R], label_of: dict[str, str]) -> tuple[pa.Table, dict[str, Kind]]:
-        """Return the table of a shard and the kinds of its labels, and add the labels to `label_of`."""
+    def _write_shards(
+        cls,
+        store: Store[RowsMark],
+        finished: Sequence[RowsMark],
+        rows: Iterator[R],
+        counted_documents: "_CountedDocuments[D]",
+        *,
+        skipped: Skipped,
+        shard_rows: int,
+        observe: Callable[[pa.Table], None],
+        progress: Callable[[int], None] | None,
+    ) -> list[RowsMark]:
+        """Write rows as the shards after the finished ones; return the marks of all shards.
+
+        Args:
+            store: store to which shards are added.
+            finished: marks of the finished shards.
+            rows: rows after those of the finished shards.
+            counted_documents: documents from which the rows are built, while they are read.
+            skipped: documents that were skipped since the last shard; drained into the mark of every shard.
+            shard_rows: rows per shard.
+            observe: called with the table of every new shard.
+            progress: callback that receives the number of rows of every new shard, the first time with the finished.
+        """
+        marks = list(finished)
+        n_unreported = sum(mark.n_rows for mark in marks)
+        spelling_of = {label.casefold(): label for mark in marks for label, _ in mark.labels}  # by case-folded name
+        while shard := list(islice(rows, shard_rows)):
+            name = f"shard-{len(marks):05d}"
+            table, kinds = cls._shard_table(shard, spelling_of)
+            observe(table)
+            mark = store.put(
+                name,
+                {f"{name}.parquet": parquet_bytes(table)},
+                n_rows=len(shard),
+                n_tokens=sum(row.n_tokens for row in shard),
+                # A short shard is the last one: all documents after its last row have been read.
+                cursor=shard[-1].next_cursor if len(shard) == shard_rows else Cursor(counted_documents.total),
+                labels=list(kinds.items()),
+                ignored_columns=sorted({column for row in shard for column in row.ignored}),
+                skipped=skipped.drain(),
+            )
+            marks.append(mark)
+            if progress is not None:
+                progress(n_unreported + len(shard))
+            n_unreported = 0
+        return marks
+
+    @classmethod
+    def _shard_table(cls, rows: Sequence[R], spelling_of: dict[str, str]) -> tuple[pa.Table, dict[str, Kind]]:
+        """Return the table of a shard and the kinds of its labels, and add the labels to `spelling_of`."""
         labels = dict.fromkeys(name for row in rows for name in row.labels)
         for label in labels:  # DuckDB, which evaluates label expressions, treats `topic` and `Topic` as one
-            if (other := label_of.setdefault(label.casefold(), label)) != label:
+            if (other := spelling_of.setdefault(label.casefold(), label)) != label:
                 raise CorpusError(
                     f"labels {other!r} and {label!r} differ only in case, which expressions ignore; "
                     "rename or drop one of the columns"
@@ -350,7 +375,7 @@ class ShardStore(ABC, Generic[S, R]):
                 "n_tokens": pa.array([row.n_tokens for row in rows], pa.int32()),
                 "snippet": pa.array([row.snippet for row in rows], pa.string()),
                 DOCUMENT_COLUMN: pa.array([row.document for row in rows], pa.int64()),
-                **cls._columns(rows),
+                **cls._content_columns(rows),
                 **{label: column_of(column, kinds[label]) for label, column in values.items()},
             }
         )
@@ -358,17 +383,17 @@ class ShardStore(ABC, Generic[S, R]):
 
     @staticmethod
     @abstractmethod
-    def _columns(rows: Sequence[R]) -> Mapping[str, pa.Array]:
+    def _content_columns(rows: Sequence[R]) -> Mapping[str, pa.Array]:
         """Return the columns of the content of a shard."""
 
     @staticmethod
     @abstractmethod
-    def _row_bytes(whole: pa.Table) -> Iterator[bytes]:
+    def _row_bytes(with_content: pa.Table) -> Iterator[bytes]:
         """Yield the bytes of each row for the fingerprint."""
 
     @abstractmethod
-    def _shard(self, start: int, table: pa.Table, whole: pa.Table) -> S:
-        """Build rows from their start in the store (or -1), the public table, and the table with content."""
+    def _rows_from(self, with_content: pa.Table) -> S:
+        """Build rows from a table of their public columns and their content."""
 
     def shard(self, k: int) -> S:
         """Read shard k, from 0.
@@ -376,21 +401,28 @@ class ShardStore(ABC, Generic[S, R]):
         Raises:
             CorpusError: no such shard, or its file is damaged.
         """
-        whole = self.columns(k, self._public + self.content)
-        return self._shard(k * self.shard_rows, whole.select(self._public), whole)
+        return self._rows_from(self.read_columns(k, self._public_columns + self.content))
 
     def table(self, k: int) -> pa.Table:
         """Read row_id, doc_id, n_tokens, snippet and labels of shard k, without the content."""
-        return self.columns(k, self._public)
+        return self.read_columns(k, self._public_columns)
 
     def lengths(self) -> I64:
         """Return the number of tokens of every row, (N,)."""
-        shards = [self.columns(k, ("n_tokens",)) for k in range(self.n_shards)]
-        return np.concatenate([np.asarray(table.column("n_tokens"), dtype=np.int64) for table in shards])
+        return np.concatenate([self._shard_lengths(k) for k in range(self.n_shards)])
 
-    def loss_counts(self) -> I64:
-        """Return the number of positions that carry loss of every row, (N,)."""
-        return self.lengths()
+    def loss_counts(self, k: int | None = None) -> I64:
+        """Return the number of positions with loss of every row, (N,), or of the rows of shard k."""
+        shards = range(self.n_shards) if k is None else (k,)
+        return np.concatenate([self._shard_loss_counts(shard) for shard in shards])
+
+    def _shard_lengths(self, k: int) -> I64:
+        """Return the number of tokens of the rows of shard k."""
+        return np.asarray(self.read_columns(k, ("n_tokens",)).column("n_tokens"), dtype=np.int64)
+
+    def _shard_loss_counts(self, k: int) -> I64:
+        """Return the number of positions with loss of the rows of shard k: by default, all."""
+        return self._shard_lengths(k)
 
     @cached_property
     def n_loss_positions(self) -> int:
@@ -400,6 +432,7 @@ class ShardStore(ABC, Generic[S, R]):
     @property
     def masked(self) -> bool:
         """Return whether only a part of some rows carries loss, e.g. of conversations."""
+        # without masks, all tokens of a row carry loss except the first, which nothing predicts
         return self.n_loss_positions < self.n_tokens - self.n_rows
 
     def rows(self, row_index: I64) -> S:
@@ -412,18 +445,17 @@ class ShardStore(ABC, Generic[S, R]):
         outside = row_index[(row_index < 0) | (row_index >= self.n_rows)]
         if outside.size:
             raise CorpusError(f"{self._directory}: got row_index {outside[0]}, expected 0 to {self.n_rows - 1}")
-        shard_of = row_index // self.shard_rows
-        parts = []
-        for k in np.unique(shard_of) if row_index.size else (0,):
-            in_shard = row_index[shard_of == k] - k * self.shard_rows
-            parts.append(self.columns(int(k), self._public + self.content).take(pa.array(in_shard)))
-        # The parts are in order of shards. The inverse of the permutation that sorts by shard restores the order of
+        shard_of_row = row_index // self.shard_rows
+        tables = []
+        for k in np.unique(shard_of_row) if row_index.size else (0,):  # no rows: read one shard for the schema
+            in_shard = row_index[shard_of_row == k] - k * self.shard_rows
+            tables.append(self.read_columns(int(k), self._public_columns + self.content).take(pa.array(in_shard)))
+        # The tables are in order of shards. The inverse of the permutation that sorts by shard restores the order of
         # `row_index`; the argsort of a permutation is its inverse.
-        inverse = np.argsort(np.argsort(shard_of, kind="stable"), kind="stable")
-        whole = pa.concat_tables(parts, promote_options="default").take(pa.array(inverse))
-        return self._shard(-1, whole.select(self._public), whole)
+        inverse = np.argsort(np.argsort(shard_of_row, kind="stable"), kind="stable")
+        return self._rows_from(pa.concat_tables(tables, promote_options="default").take(pa.array(inverse)))
 
-    def columns(self, k: int, names: Sequence[str]) -> pa.Table:
+    def read_columns(self, k: int, names: Sequence[str]) -> pa.Table:
         """Read columns of shard k; labels have the same type in all shards, missing content columns are omitted.
 
         Raises:
@@ -431,8 +463,8 @@ class ShardStore(ABC, Generic[S, R]):
         """
         if not 0 <= k < self.n_shards:
             raise CorpusError(f"{self._directory}: got shard {k}, expected 0 to {self.n_shards - 1}")
-        name = f"shard-{k:05d}.parquet"
-        path = self._files.file(name) if self._files.entries else self._directory / name
+        file = f"shard-{k:05d}.parquet"
+        path = self._files.file(file) if self._files.entries else self._directory / file
         stored = read_table(path, RECOVERY_HINT, CorpusError, list(names))
         columns = {name: stored.column(name) for name in names if name in stored.column_names}
         for label in names:
@@ -445,8 +477,36 @@ class ShardStore(ABC, Generic[S, R]):
         return pa.table({name: columns[name] for name in names if name in columns})
 
 
+def _refuse_other_files(directory: Path) -> None:
+    """Raise CorpusError if a directory exists, is no row store, and has files other than temporary ones."""
+    is_other = directory.exists() and not (directory / ROWS.plan).exists()
+    if is_other and (not directory.is_dir() or any(not is_part(entry) for entry in directory.iterdir())):
+        raise CorpusError(f"{directory}: not empty, and not a row store; choose another directory")
+
+
+def _finished_shards(store: Store[RowsMark]) -> list[RowsMark]:
+    """Return the marks of the shards up to the first gap, and delete the shards after it."""
+    n_finished = next(k for k in count() if f"shard-{k:05d}" not in store.parts)
+    for name in list(store.parts)[n_finished:]:
+        store.drop(name)
+    return [store.mark(name) for name in store.parts]
+
+
+class _CountedDocuments(Generic[D]):
+    """Documents of a corpus from a position on, which are counted while they are read."""
+
+    def __init__(self, documents: Callable[[int], Iterator[D]], start: int) -> None:
+        self._documents = documents(start)
+        self.total = start  # number of documents of the corpus up to the last one that was read
+
+    def __iter__(self) -> Iterator[D]:
+        for document in self._documents:
+            self.total = document.index + 1
+            yield document
+
+
 @contextmanager
-def _row_names(directory: Path) -> Iterator[duckdb.DuckDBPyConnection]:
+def _names_database(directory: Path) -> Iterator[duckdb.DuckDBPyConnection]:
     """Yield a connection with a table `names` of row_id and document, which spills to disk to bound memory."""
     spill = temporary_path(directory / "spill")
     config: dict[str, str | bool | int | float | list[str]] = {
@@ -470,17 +530,41 @@ def _first_duplicate(names: duckdb.DuckDBPyConnection) -> tuple[Any, ...] | None
     ).fetchone()
 
 
+def _no_rows_error(path: str, n_documents: int, skipped: Skipped) -> CorpusError:
+    """Return the error for a corpus that yields no row."""
+    reasons = "; ".join(skipped_lines(skipped.counts, skipped.examples))
+    return CorpusError(
+        f"{path}: none of its {n_documents} records gives a row ({reasons or 'it is empty'}); "
+        "expected at least one of two tokens or more"
+    )
+
+
+def _duplicate_error(row_id: str, locations: Sequence[str]) -> CorpusError:
+    """Return the error for a name that two rows have."""
+    return CorpusError(
+        f"row_id {row_id!r} occurs twice: {' and '.join(locations)}; use unique names, another column of names "
+        '(--id-column NAME), or generated names (--id-column "")'
+    )
+
+
 def _kinds_of_labels(pairs: Iterable[tuple[str, Kind]], ignored: Collection[str]) -> list[tuple[str, Kind]]:
-    """Return each label with the narrowest kind for all shards, from the labels and kinds of every shard.
+    """Return each label with the narrowest kind that holds the values of every shard.
 
     A nested JSON field that is null in some lines looks there like a label without values, and is left out.
+
+    Args:
+        pairs: labels and kinds of all shards.
+        ignored: columns that are not labels.
     """
     kinds_of: dict[str, list[Kind]] = {}
     for label, kind in pairs:
         kinds_of.setdefault(label, []).append(kind)
-    nested = {*ignored, *(".".join(label.split(".")[:k]) for label in kinds_of for k in range(1, label.count(".") + 1))}
-    widest_of = {label: widest(kinds) for label, kinds in kinds_of.items()}
-    return [(label, kind) for label, kind in widest_of.items() if kind != "null" or label not in nested]
+    nested = set(ignored)
+    for label in kinds_of:  # the label a.b.c has the nested fields a and a.b
+        steps = label.split(".")
+        nested.update(".".join(steps[:depth]) for depth in range(1, len(steps)))
+    common_kinds = {label: widest(kinds) for label, kinds in kinds_of.items()}
+    return [(label, kind) for label, kind in common_kinds.items() if kind != "null" or label not in nested]
 
 
 def _files_of(source: Source) -> dict[str, list[str]]:
@@ -489,21 +573,19 @@ def _files_of(source: Source) -> dict[str, list[str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class RowShard:
+class TokenRows:
     """Rows as ragged arrays: the token ids of row i are flat_ids[offsets[i]:offsets[i + 1]]."""
 
-    start: int  # row_index of the first row; -1 for selected rows
     flat_ids: I32
-    offsets: I64  # (n + 1,)
+    offsets: I64  # (N + 1,)
     table: pa.Table  # row_id, doc_id, n_tokens, snippet, then the labels
     loss_mask: Bool | None = None  # tokens that carry loss, aligned with flat_ids; None: all but a row's first
     split_N: I64 | None = None  # of preference pairs: number of tokens of the chosen side; None: rows are texts
 
-    def take(self, index: I64) -> "RowShard":
-        """Return the rows at these positions of the shard, in this order."""
+    def take(self, index: I64) -> "TokenRows":
+        """Return the rows at these positions, in this order."""
         spans = [slice(self.offsets[i], self.offsets[i + 1]) for i in index]
-        return RowShard(
-            -1,
+        return TokenRows(
             np.concatenate([self.flat_ids[span] for span in spans]),
             np.cumsum([0, *(span.stop - span.start for span in spans)], dtype=np.int64),
             self.table.take(pa.array(index)),
@@ -511,15 +593,15 @@ class RowShard:
             None if self.split_N is None else self.split_N[index],
         )
 
-    def sides(self) -> "RowShard":
+    def sides(self) -> "TokenRows":
         """Return the sides of preference pairs as rows: chosen and rejected of the first pair, then of the next."""
         assert self.split_N is not None
         starts = np.stack([self.offsets[:-1], self.offsets[:-1] + self.split_N], axis=1).ravel()
         table = self.table.take(pa.array(np.repeat(np.arange(len(self)), 2)))
-        return RowShard(-1, self.flat_ids, np.append(starts, self.offsets[-1]), table, self.loss_mask)
+        return TokenRows(self.flat_ids, np.append(starts, self.offsets[-1]), table, self.loss_mask)
 
     def ids(self, i: int) -> I32:
-        """Return the token ids of row i of this shard."""
+        """Return the token ids of row i."""
         return self.flat_ids[self.offsets[i] : self.offsets[i + 1]]
 
     def mask(self, i: int) -> Bool | None:
@@ -546,7 +628,7 @@ def _default_loss_mask(offsets: I64) -> Bool:
     return loss_mask
 
 
-class RowStore(ShardStore[RowShard, Row]):
+class RowStore(ShardStore[TokenRows, Row]):
     """A store of the rows of a text corpus as token ids."""
 
     signed: ClassVar[Signed[StoreSummary]] = summary_of("tokens")
@@ -582,80 +664,70 @@ class RowStore(ShardStore[RowShard, Row]):
             CorpusError: the corpus is empty or malformed, has duplicate row names, or differs from the one with which
                 `directory` was started.
         """
-        corpus = corpus or Corpus(open_source(settings.path, settings.split), settings)
-        first_documents = [render_document(document, tokenizer, settings) for document in corpus.first]
-        # The default is the model's context, at most DEFAULT_MAX_LENGTH unless rows of token ids are longer.
-        if settings.max_length is None:
-            lengths = [len(document.input_ids) for document in first_documents if document.input_ids is not None]
-            longest = max([DEFAULT_MAX_LENGTH, *lengths])
-            settings = settings.model_copy(update={"max_length": min(longest, context or longest)})
-        eos_id, vocab_size = tokenizer.eos_id, tokenizer.vocab_size
-        if eos_id is not None and not 0 <= eos_id < vocab_size:
-            raise CorpusError(f"tokenizer: its EOS id {eos_id} is outside the vocabulary of {vocab_size}")
-        # The tokenizer is identified by the encoding of the first texts, on which different ones seldom agree.
-        probes = [document for document in first_documents if document.is_tokenised][:PROBE_TEXTS]
-        encoded: list[Any] = tokenizer.encode([str(document.text)[:PROBE_CHARS] for document in probes])
-        encoded += [document.answers for document in probes if document.answers is not None]
-        encoded += [tokenizer.prefix_ids] if tokenizer.prefix_ids else []
-        encoding = hashlib.blake2b(json.dumps(encoded).encode(), digest_size=16).hexdigest()
+        opened = corpus or Corpus(open_source(settings.path, settings.split), settings)
+        first_documents = [render_document(document, tokenizer, settings) for document in opened.first]
+        row_settings = _with_max_length(settings, first_documents, context)
         return cls._write(
             directory,
-            corpus.source,
-            settings,
-            corpus.documents,
-            lambda documents, cursor, skipped: pack(documents, settings, tokenizer, cursor, skipped),
-            progress,
+            source=opened.source,
+            settings=row_settings,
+            documents=opened.documents,
+            rows=lambda documents, cursor, skipped: pack(documents, row_settings, tokenizer, cursor, skipped),
+            progress=progress,
             shard_rows=shard_rows,
             replace=replace,
-            reader={"tokenizer": {"eos_id": eos_id, "vocab_size": vocab_size, "encoding": encoding}},
-            details={"max_length": settings.max_length, "columns": corpus.columns},
+            reader={"tokenizer": _tokenizer_identity(tokenizer, first_documents)},
+            details={"max_length": row_settings.max_length, "columns": opened.columns},
         )
 
     @staticmethod
-    def _columns(rows: Sequence[Row]) -> dict[str, pa.Array]:
+    def _content_columns(rows: Sequence[Row]) -> dict[str, pa.Array]:
         """Return the columns of token ids and character spans, and of loss masks and splits if a row has them."""
         offsets = np.cumsum([0, *(row.n_tokens for row in rows)], dtype=np.int32)
         spans = [None if row.spans is None else list(chain(*row.spans)) for row in rows]
-        ids = {
+        columns = {
             SPANS_COLUMN: pa.array(spans, pa.list_(pa.int64())),
             IDS_COLUMN: pa.ListArray.from_arrays(offsets, np.concatenate([row.input_ids for row in rows])),
         }
         if any(row.split is not None for row in rows):
-            ids[SPLIT_COLUMN] = pa.array([row.split for row in rows], pa.int32())
-        if all(row.loss_mask is None for row in rows):
-            return ids
-        masks = [
-            _default_loss_mask(np.array([0, row.n_tokens])) if row.loss_mask is None else row.loss_mask for row in rows
-        ]
-        return ids | {LOSS_MASK_COLUMN: pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(masks)))}
+            columns[SPLIT_COLUMN] = pa.array([row.split for row in rows], pa.int32())
+        if any(row.loss_mask is not None for row in rows):
+            masks = [
+                _default_loss_mask(np.array([0, row.n_tokens])) if row.loss_mask is None else row.loss_mask
+                for row in rows
+            ]
+            columns[LOSS_MASK_COLUMN] = pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(masks)))
+        return columns
 
     @staticmethod
-    def _row_bytes(whole: pa.Table) -> Iterator[bytes]:
-        flat, offsets, loss_mask = _token_arrays(whole)
-        split_N = _split_column(whole)
-        for i, name in enumerate(whole.column("row_id").to_pylist()):
+    def _row_bytes(with_content: pa.Table) -> Iterator[bytes]:
+        flat_ids, offsets, loss_mask = _token_arrays(with_content)
+        split_N = _split_column(with_content)
+        for i, name in enumerate(with_content.column("row_id").to_pylist()):
             row = slice(offsets[i], offsets[i + 1])
             split = None if split_N is None else int(split_N[i])
-            yield row_bytes(name, flat[row], None if loss_mask is None else loss_mask[row], split)
+            yield row_bytes(name, flat_ids[row], None if loss_mask is None else loss_mask[row], split)
 
-    def _shard(self, start: int, table: pa.Table, whole: pa.Table) -> RowShard:
-        flat, offsets, loss_mask = _token_arrays(whole)
-        return RowShard(start, flat, offsets, table, loss_mask, _split_column(whole))
+    def _rows_from(self, with_content: pa.Table) -> TokenRows:
+        flat_ids, offsets, loss_mask = _token_arrays(with_content)
+        table = with_content.select(self._public_columns)
+        return TokenRows(flat_ids, offsets, table, loss_mask, _split_column(with_content))
 
     def longest(self) -> int:
         """Return the number of tokens of the longest sequence: a row, or a side of a preference pair."""
-        longest = 0
+        longest_by_shard = []
         for k in range(self.n_shards):
-            table = self.columns(k, ("n_tokens", SPLIT_COLUMN))
+            table = self.read_columns(k, ("n_tokens", SPLIT_COLUMN))
             lengths, split_N = np.asarray(table.column("n_tokens"), dtype=np.int64), _split_column(table)
             sides = (lengths,) if split_N is None else (split_N, lengths - split_N)
-            longest = max(longest, *(int(side.max()) for side in sides))
-        return longest
+            longest_by_shard.append(max(int(side.max()) for side in sides))
+        return max(longest_by_shard)
 
-    def keeps_spans_of(self, source: Source) -> bool:
+    def was_built_from(self, source: Source) -> bool:
         """Return whether a source has the files from which the rows were built, so that their texts can be read.
 
-        Files are compared by name, size and stamp: a digest of the content, or the modification time.
+        Files are compared by name, size and stamp: a digest of the content, or the modification time. Rows of the
+        previous format have no spans of characters, and the answer is False.
         """
         if self.format_version == FORMAT_WITHOUT_SPANS:
             return False
@@ -676,60 +748,109 @@ class RowStore(ShardStore[RowShard, Row]):
         Raises:
             CorpusError: the corpus has another document at the position of a row's document.
         """
-        documents = corpus.documents(0)
-        document: Document | None = None
-        for k in np.unique(row_index // self.shard_rows).tolist():
-            table = self.columns(k, ("doc_id", DOCUMENT_COLUMN, SPANS_COLUMN))
-            table = table.take(row_index[row_index // self.shard_rows == k] - k * self.shard_rows)
-            for doc_id, main_index, spans in zip(*(column.to_pylist() for column in table.columns), strict=True):
+        documents = _DocumentsInOrder(corpus, tokenizer)
+        shard_of_row = row_index // self.shard_rows
+        for k in np.unique(shard_of_row).tolist():
+            table = self.read_columns(k, ("doc_id", DOCUMENT_COLUMN, SPANS_COLUMN))
+            selected = table.take(row_index[shard_of_row == k] - k * self.shard_rows)
+            for doc_id, main_index, spans in zip(*(column.to_pylist() for column in selected.columns), strict=True):
                 if spans is None:
                     yield None
                     continue
-                parts = []
+                pieces = []
                 # spans are stored flat, as document index, start and end character
                 for index, start, end in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
-                    while document is None or document.index < index:
-                        document = next(documents, None)
-                        if document is None:
-                            raise CorpusError(f"{corpus.settings.path}: ends before document {index}; {CORPUS_CHANGED}")
-                        if document.index == index and document.conversation is not None:
-                            document = render_document(document, tokenizer(), corpus.settings)
+                    document = documents.at(index)
                     if index == main_index and document.doc_id != doc_id:
                         raise CorpusError(
                             f"{document.location}: is {document.doc_id!r}, was {doc_id!r}; {CORPUS_CHANGED}"
                         )
-                    parts.append(str(document.text)[start:end])
-                yield "\n\n".join(parts)
+                    pieces.append(str(document.text)[start:end])
+                yield "\n\n".join(pieces)
 
-    def loss_counts(self, k: int | None = None) -> I64:
-        """Return the number of positions with loss of every row, (N,), or of the rows of shard k."""
-        counts = []
-        for i in range(self.n_shards) if k is None else (k,):
-            table = self.columns(i, ("n_tokens", LOSS_MASK_COLUMN))
-            lengths = np.asarray(table.column("n_tokens"), dtype=np.int64)
-            if LOSS_MASK_COLUMN in table.column_names:
-                loss_mask = table.column(LOSS_MASK_COLUMN).combine_chunks().values.to_numpy(zero_copy_only=False)
-                counts.append(np.add.reduceat(loss_mask.astype(np.int64), np.cumsum(lengths) - lengths))
-            else:
-                counts.append(lengths - 1)
-        return np.concatenate(counts)
+    def _shard_loss_counts(self, k: int) -> I64:
+        table = self.read_columns(k, ("n_tokens", LOSS_MASK_COLUMN))
+        lengths = np.asarray(table.column("n_tokens"), dtype=np.int64)
+        if LOSS_MASK_COLUMN not in table.column_names:
+            return lengths - 1  # all but the first token
+        loss_mask = table.column(LOSS_MASK_COLUMN).combine_chunks().values.to_numpy(zero_copy_only=False)
+        return np.add.reduceat(loss_mask.astype(np.int64), np.cumsum(lengths) - lengths)
 
 
-def _split_column(whole: pa.Table) -> I64 | None:
+class _DocumentsInOrder:
+    """The documents of a corpus, read once in ascending order; conversations are rendered as text.
+
+    Args:
+        corpus: corpus to read.
+        tokenizer: returns the tokenizer; called only for conversations.
+    """
+
+    def __init__(self, corpus: Corpus, tokenizer: Callable[[], Tokenizer]) -> None:
+        self._corpus, self._tokenizer = corpus, tokenizer
+        self._documents = corpus.documents(0)
+        self._current: Document | None = None
+
+    def at(self, index: int) -> Document:
+        """Return the document at a position, which is not before the last requested one.
+
+        Raises:
+            CorpusError: the corpus has fewer documents.
+        """
+        while self._current is None or self._current.index < index:
+            document = next(self._documents, None)
+            if document is None:
+                raise CorpusError(f"{self._corpus.settings.path}: ends before document {index}; {CORPUS_CHANGED}")
+            is_rendered = document.index == index and document.conversation is not None
+            self._current = (
+                render_document(document, self._tokenizer(), self._corpus.settings) if is_rendered else document
+            )
+        return self._current
+
+
+def _with_max_length(settings: CorpusSettings, first: Sequence[Document], context: int | None) -> CorpusSettings:
+    """Return settings with a maximum number of tokens of a row.
+
+    The default is the model's context, at most DEFAULT_MAX_LENGTH unless the first rows of token ids are longer.
+    """
+    if settings.max_length is not None:
+        return settings
+    lengths = [len(document.input_ids) for document in first if document.input_ids is not None]
+    longest = max([DEFAULT_MAX_LENGTH, *lengths])
+    return settings.model_copy(update={"max_length": min(longest, context or longest)})
+
+
+def _tokenizer_identity(tokenizer: Tokenizer, first: Sequence[Document]) -> dict[str, Any]:
+    """Return what identifies a tokenizer: special ids, and the encoding of the first texts, which seldom agree.
+
+    Raises:
+        CorpusError: the EOS id is outside the vocabulary.
+    """
+    eos_id, vocab_size = tokenizer.eos_id, tokenizer.vocab_size
+    if eos_id is not None and not 0 <= eos_id < vocab_size:
+        raise CorpusError(f"tokenizer: its EOS id {eos_id} is outside the vocabulary of {vocab_size}")
+    probes = [document for document in first if document.is_tokenised][:PROBE_TEXTS]
+    encoded: list[Any] = tokenizer.encode([str(document.text)[:PROBE_CHARS] for document in probes])
+    encoded += [document.answers for document in probes if document.answers is not None]
+    encoded += [tokenizer.prefix_ids] if tokenizer.prefix_ids else []
+    encoding = hashlib.blake2b(json.dumps(encoded).encode(), digest_size=16).hexdigest()
+    return {"eos_id": eos_id, "vocab_size": vocab_size, "encoding": encoding}
+
+
+def _split_column(with_content: pa.Table) -> I64 | None:
     """Return the number of tokens of the chosen side of every row; None: rows are not preference pairs."""
-    if SPLIT_COLUMN not in whole.column_names:
+    if SPLIT_COLUMN not in with_content.column_names:
         return None
-    return np.asarray(whole.column(SPLIT_COLUMN), dtype=np.int64)
+    return np.asarray(with_content.column(SPLIT_COLUMN), dtype=np.int64)
 
 
-def _token_arrays(whole: pa.Table) -> tuple[I32, I64, Bool | None]:
-    """Return token ids of rows, offsets of rows, and the loss mask; None: all but the first token of each row."""
-    ids = whole.column(IDS_COLUMN).combine_chunks()
-    flat, offsets = ids.flatten().to_numpy(), ids.offsets.to_numpy().astype(np.int64)
-    if LOSS_MASK_COLUMN not in whole.column_names:
-        return flat, offsets, None
-    masks = whole.column(LOSS_MASK_COLUMN).combine_chunks()
+def _token_arrays(with_content: pa.Table) -> tuple[I32, I64, Bool | None]:
+    """Return flat token ids, offsets of rows, and the loss mask; None: all but the first token of each row."""
+    ids = with_content.column(IDS_COLUMN).combine_chunks()
+    flat_ids, offsets = ids.flatten().to_numpy(), ids.offsets.to_numpy().astype(np.int64)
+    if LOSS_MASK_COLUMN not in with_content.column_names:
+        return flat_ids, offsets, None
+    masks = with_content.column(LOSS_MASK_COLUMN).combine_chunks()
     loss_mask = _default_loss_mask(offsets)  # the mask of rows from shards without masks
     has_mask = np.repeat(masks.is_valid().to_numpy(zero_copy_only=False), np.diff(offsets))
     loss_mask[has_mask] = masks.flatten().to_numpy(zero_copy_only=False)
-    return flat, offsets, loss_mask
+    return flat_ids, offsets, loss_mask

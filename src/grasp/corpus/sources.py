@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -142,22 +142,33 @@ def open_source(path: str, split: str | None = None, field: str = "corpus") -> S
         if not root.endswith(PARQUET_SUFFIXES + TEXT_FILES):
             raise CorpusError(f"{shown(root)}: unknown file type {PurePosixPath(root).suffix!r}; {EXPECTED_CORPUS}")
         return FileSource(fs, [(shown(root), root)], root.rpartition("/")[0])
-    saved_table = fs.exists(f"{root}/state.json") and fs.exists(f"{root}/dataset_info.json")
-    if saved_table or fs.exists(f"{root}/dataset_dict.json"):
-        datasets = require("datasets", extra="datasets", feature=f"reading the `datasets` directory {path}")
-        try:
-            table = _select_split(datasets.load_from_disk(path), split, path, field)
-        except (OSError, ValueError, KeyError, IndexError, pa.ArrowException) as err:  # IndexError: an empty table
-            raise CorpusError(f"{path}: incomplete `datasets` directory: {one_line(err)}; save it again") from err
-        return TableSource(table, path, [_file_identity(fs, file, root) for file in sorted(fs.find(root))])
-    files = []
+    is_saved_table = fs.exists(f"{root}/state.json") and fs.exists(f"{root}/dataset_info.json")
+    if is_saved_table or fs.exists(f"{root}/dataset_dict.json"):
+        return _saved_dataset(fs, root, path, split, field)
+    files = _files_of_directory(fs, root, path, split, field)
+    return FileSource(fs, [(shown(file), file) for file in files], root, _partitions(files, root))
+
+
+def _saved_dataset(fs: Any, root: str, path: str, split: str | None, field: str) -> "TableSource":
+    """Open a directory that `datasets` has saved; see `open_source` for path, split and field."""
+    datasets = require("datasets", extra="datasets", feature=f"reading the `datasets` directory {path}")
+    try:
+        table = _select_split(datasets.load_from_disk(path), split, path, field)
+    except (OSError, ValueError, KeyError, IndexError, pa.ArrowException) as err:  # IndexError: an empty table
+        raise CorpusError(f"{path}: incomplete `datasets` directory: {one_line(err)}; save it again") from err
+    return TableSource(table, path, [_file_identity(fs, file, root) for file in sorted(fs.find(root))])
+
+
+def _files_of_directory(fs: Any, root: str, path: str, split: str | None, field: str) -> list[str]:
+    """Return the files of records in a directory, sorted; see `open_source` for path, split and field."""
+    visible = []
     for file in sorted(fs.find(root)):
         steps = PurePosixPath(file).relative_to(root).parts
         if not any(step.startswith((".", "_")) for step in steps):
-            files.append(file)
+            visible.append(file)
     # other files next to the data are mostly notes on it, e.g. dataset_info.json, statistics.csv
     kinds = (PARQUET_SUFFIXES + JSON_LINES_SUFFIXES, JSON_SUFFIXES, DELIMITED_SUFFIXES)
-    files = next((of_kind for kind in kinds if (of_kind := [file for file in files if file.endswith(kind)])), [])
+    files = next((of_kind for kind in kinds if (of_kind := [file for file in visible if file.endswith(kind)])), [])
     if split is not None:
         named = re.compile(rf"(?:.*/)?{re.escape(split)}[-./][^/]*(?:/.*)?")
         files = [file for file in files if named.fullmatch(file.removeprefix(root).lstrip("/"))]
@@ -170,7 +181,7 @@ def open_source(path: str, split: str | None = None, field: str = "corpus") -> S
             f"{path}: contains both Parquet and JSONL files ({files[0]}, ...); move one kind "
             "elsewhere, so that nothing is read twice"
         )
-    return FileSource(fs, [(shown(file), file) for file in files], root, _partitions(files, root))
+    return files
 
 
 def _hub_dataset(path: str, split: str | None, field: str) -> Source:
@@ -229,39 +240,50 @@ class FileSource:
         """Yield the records from position `start` on; earlier lines are not parsed, earlier row groups not read."""
         file_start = 0  # index of the first record of the file
         for name, path in self.files:
-            partition = self.partitions.get(path, {})
-            if not path.endswith(PARQUET_SUFFIXES):
-                with _open_file(self.fs, path, name) as handle:
-                    for line, record in text_records(handle, name, start - file_start):
-                        if record is not None:
-                            yield JsonRecord(
-                                file_start, name, line, _add_partition_labels(record, partition, f"{name}:{line}")
-                            )
-                        file_start += 1
-                continue
-            with _open_parquet(self.fs, path, name) as file:
-                schema = file.schema_arrow
-                _refuse_duplicate_columns(schema.names, name)
-                for key, (_, value) in partition.items():
-                    if key not in file.schema_arrow.names:
-                        schema = schema.append(pa.field(key, pa.scalar(value).type))
-                columns = list(select(schema, name))
-                skip = max(0, start - file_start)
-                groups, first, n_rows = [], 0, 0  # row groups to read, and the position of their first row
-                for group in range(file.metadata.num_row_groups):
-                    n_rows += file.metadata.row_group(group).num_rows
-                    if n_rows > skip:
-                        groups.append(group)
-                    else:
-                        first = n_rows
-                in_file = [column for column in columns if column in file.schema_arrow.names]
-                for batch in parquet_batches(file, in_file, groups):
-                    before = max(0, skip - first)  # rows of the batch before `start`
-                    if before < batch.num_rows:
-                        labelled_batch = _add_partition_columns(batch.slice(before), partition, columns, name)
-                        yield ArrowChunk(file_start + first + before, name, first + before, labelled_batch)
-                    first += batch.num_rows
-                file_start += n_rows
+            skip = max(0, start - file_start)  # records of the file before `start`
+            if path.endswith(PARQUET_SUFFIXES):
+                file_start += yield from self._parquet_chunks(name, path, file_start, skip, select)
+            else:
+                file_start += yield from self._text_chunks(name, path, file_start, skip)
+
+    def _text_chunks(self, name: str, path: str, file_start: int, skip: int) -> Generator[Chunk, None, int]:
+        """Yield the records of a text file after the first `skip`; return the number of all its records."""
+        partition, n_records = self.partitions.get(path, {}), 0
+        with _open_file(self.fs, path, name) as handle:
+            for line, record in text_records(handle, name, skip):
+                if record is not None:
+                    labelled_record = _add_partition_labels(record, partition, f"{name}:{line}")
+                    yield JsonRecord(file_start + n_records, name, line, labelled_record)
+                n_records += 1
+        return n_records
+
+    def _parquet_chunks(
+        self, name: str, path: str, file_start: int, skip: int, select: Selector
+    ) -> Generator[Chunk, None, int]:
+        """Yield the records of a Parquet file after the first `skip`; return the number of all its records."""
+        partition = self.partitions.get(path, {})
+        with _open_parquet(self.fs, path, name) as file:
+            schema = file.schema_arrow
+            _refuse_duplicate_columns(schema.names, name)
+            for key, (_, value) in partition.items():
+                if key not in file.schema_arrow.names:
+                    schema = schema.append(pa.field(key, pa.scalar(value).type))
+            columns = list(select(schema, name))
+            groups, first, n_rows = [], 0, 0  # row groups to read, and the position of their first row
+            for group in range(file.metadata.num_row_groups):
+                n_rows += file.metadata.row_group(group).num_rows
+                if n_rows > skip:
+                    groups.append(group)
+                else:
+                    first = n_rows
+            columns_in_file = [column for column in columns if column in file.schema_arrow.names]
+            for batch in parquet_batches(file, columns_in_file, groups):
+                n_before = max(0, skip - first)  # rows of the batch to skip
+                if n_before < batch.num_rows:
+                    labelled_batch = _add_partition_columns(batch.slice(n_before), partition, columns, name)
+                    yield ArrowChunk(file_start + first + n_before, name, first + n_before, labelled_batch)
+                first += batch.num_rows
+        return n_rows
 
     def approximate_length(self, n: int) -> int:
         """Return the number of records, extrapolated from at least the first `n` for large JSONL files."""
@@ -276,8 +298,8 @@ class FileSource:
                     if records < n or handle.closed:  # a decompressor closes the file at its end
                         continue
                     # decompression reads blocks ahead, so the position is accurate only after a large part
-                    if (part := read_bytes + handle.tell()) >= _MEASURED_BYTES:
-                        return int(records * sum(sizes) / part)
+                    if (n_bytes := read_bytes + handle.tell()) >= _MEASURED_BYTES:
+                        return int(records * sum(sizes) / n_bytes)
             read_bytes += size
         return records
 
@@ -453,29 +475,30 @@ def table_source(data: Any, split: str | None = None, what: str = "corpus") -> T
     Raises:
         CorpusError: another type, columns that Arrow does not support, or several splits and none is named.
     """
+    table = data
     try:
         if hasattr(data, "iloc"):  # a DataFrame; pandas is slow to import
-            data = pa.Table.from_pandas(data, preserve_index=False)
+            table = pa.Table.from_pandas(data, preserve_index=False)
         elif hasattr(data, "with_format") or isinstance(data, Mapping):
-            data = _select_split(data, split, what, what)[:]
+            table = _select_split(data, split, what, what)[:]
     except (pa.ArrowException, TypeError) as err:
         raise CorpusError(
             f"{what}: a column cannot be converted to Arrow: {one_line(err)}; use one type per column"
         ) from err
-    if not isinstance(data, pa.Table):
+    if not isinstance(table, pa.Table):
         raise CorpusError(
-            f"{what}: got {type(data).__name__}, expected a path, a pandas DataFrame, a pyarrow Table or a "
+            f"{what}: got {type(table).__name__}, expected a path, a pandas DataFrame, a pyarrow Table or a "
             "`datasets.Dataset`"
         )
-    _refuse_duplicate_columns(data.column_names, what)
+    _refuse_duplicate_columns(table.column_names, what)
     digest = hashlib.blake2b(digest_size=16)  # of names, types and values, independent of chunks
-    for first in range(0, max(1, data.num_rows), _DIGEST_ROWS):
-        batch = data.slice(first, _DIGEST_ROWS).combine_chunks().replace_schema_metadata(None)
+    for first in range(0, max(1, table.num_rows), _DIGEST_ROWS):
+        batch = table.slice(first, _DIGEST_ROWS).combine_chunks().replace_schema_metadata(None)
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batch.schema) as writer:
             writer.write_table(batch)
         digest.update(sink.getvalue())
-    return TableSource(data, "corpus", [["table", str(data.num_rows), digest.hexdigest()]])
+    return TableSource(table, "corpus", [["table", str(table.num_rows), digest.hexdigest()]])
 
 
 def _select_split(loaded: Any, split: str | None, location: str, field: str) -> Any:

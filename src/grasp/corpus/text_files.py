@@ -131,11 +131,15 @@ def json_lines(stream: Any, name: str, skip: int = 0) -> Records:
 
 
 def _read_json_array(stream: Any, name: str, skip: int) -> Records:
-    """Yield the objects of a JSON array with their positions, from 1; a block of the file is held in memory."""
+    """Yield the objects of a JSON array with their positions, from 1; a block of the file is held in memory.
+
+    Every iteration parses one record or separator at `at`, or reads another block if what is expected there may be
+    incomplete. `expected` is "[" at the beginning, then "record" and "," in turn.
+    """
     decoder, decode = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8-sig")()
     text, at = "", 0  # characters that were read, and the position of the first one that is not parsed
-    number, block, ended = 0, _BLOCK_BYTES, False  # records so far, bytes to read next, end of the file
-    expected = "["  # then "record", then "," or the end
+    number, block_bytes, ended = 0, _BLOCK_BYTES, False  # records so far, bytes to read next, end of the file
+    expected = "["
     while True:
         at = len(text) - len(text[at:].lstrip(_SPACE)) if text[at : at + 1] in _SPACE else at
         location, is_incomplete = f"{name}, record {number + 1}", at == len(text)
@@ -151,7 +155,7 @@ def _read_json_array(stream: Any, name: str, skip: int) -> Records:
             else:
                 if not isinstance(record, dict):
                     raise CorpusError(f"{location}: got {type(record).__name__}, expected a JSON object")
-                number, expected, block = number + 1, ",", _BLOCK_BYTES
+                number, expected, block_bytes = number + 1, ",", _BLOCK_BYTES
                 yield number, None if number <= skip else record
                 continue
         elif not is_incomplete:
@@ -166,8 +170,8 @@ def _read_json_array(stream: Any, name: str, skip: int) -> Records:
                 f"{name}: the array ends early, after {number:,} whole records; write or download it again, or read "
                 f"these with corpus.limit={number}"
             )
-        content = stream.read(block)
-        ended, block = not content, 2 * block  # so that a record longer than a block is parsed few times
+        content = stream.read(block_bytes)
+        ended, block_bytes = not content, 2 * block_bytes  # so that a record longer than a block is parsed few times
         try:
             text, at = text[at:] + decode.decode(content, ended), 0
         except UnicodeDecodeError as err:

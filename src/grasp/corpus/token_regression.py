@@ -1,11 +1,17 @@
 """Hashed tf-idf features of rows, from token ids and pairs of adjacent ids, and ridge regression on them.
 
-Start with `TokenFeatures`.
+With s a token or pair of adjacent tokens of row i, and v(s) its slot by a hash, feature v of the row is
 
-A token or pair in slot v adds idf_v to feature v of the row. The row is divided by the root of the sum of idf^2 over
-its tokens and pairs, which is about its Euclidean norm (equal to it if no slot occurs twice). A linear function of the
-features is therefore a sum over tokens and pairs, and needs no matrix.
-Shape letters: n rows of a block, S rows of a sample, L tokens, V slots, F tables, C and J columns.
+    x_iv = sum_{s: v(s) = v} idf_v / sqrt(sum_s idf_v(s)^2),    idf_v = ln((1 + n) / (1 + number of rows with v)) + 1
+
+The denominator is about the Euclidean norm of the numerators (equal to it if no slot occurs twice). A linear function
+with coefficients w is therefore a sum over tokens and pairs, and needs no matrix:
+
+    sum_v w_v x_iv = sum_s w_v(s) idf_v(s) / sqrt(sum_s idf_v(s)^2)
+
+Start with `TokenFeatures`.
+Shape letters: n rows of a block, m rows of it that are not empty, S rows of a sample, L tokens, V slots, F tables, C
+and J columns, W entries of all tables (a slot more than V each, for no slot).
 """
 
 from dataclasses import dataclass
@@ -58,17 +64,17 @@ class TokenFeatures:
             offsets: start of each row in `flat_ids`, and the end of the last one, (n + 1,).
         """
         n_rows, lengths = len(offsets) - 1, np.diff(offsets)
-        slot_L2 = np.stack(slots(flat_ids, offsets), axis=1).ravel()
-        slot_L2 = slot_L2[slot_L2 >= 0]
-        indptr = np.concatenate([[0], np.cumsum(2 * lengths - (lengths > 0))])  # l tokens and l - 1 pairs a row
-        rows = csr_array((np.ones(len(slot_L2), np.float32), slot_L2, indptr), shape=(n_rows, SLOTS))
-        rows.sum_duplicates()
-        n_rows_V = np.bincount(rows.indices, minlength=SLOTS)  # duplicates are summed, so a row counts once per slot
-        features = cls((np.log((1 + n_rows) / (1 + n_rows_V)) + 1).astype(np.float32))
-        square_n = rows @ features.idf_V**2
+        token_and_pair_slots = np.stack(slots(flat_ids, offsets), axis=1).ravel()  # alternating, row by row
+        indices = token_and_pair_slots[token_and_pair_slots >= 0]
+        indptr = np.concatenate([[0], np.cumsum(2 * lengths - (lengths > 0))])  # l tokens and l - 1 pairs per row
+        x_nV = csr_array((np.ones(len(indices), np.float32), indices, indptr), shape=(n_rows, SLOTS))
+        x_nV.sum_duplicates()  # counts of slots, so that a row has each of its slots once
+        document_frequency_V = np.bincount(x_nV.indices, minlength=SLOTS)
+        features = cls((np.log((1 + n_rows) / (1 + document_frequency_V)) + 1).astype(np.float32))
+        square_n = x_nV @ features.idf_V**2
         inverse_n = 1.0 / np.sqrt(np.where(square_n > 0, square_n, np.inf))
-        rows.data *= features.idf_V[rows.indices] * np.repeat(inverse_n, np.diff(rows.indptr)).astype(np.float32)
-        return features, rows
+        x_nV.data *= features.idf_V[x_nV.indices] * np.repeat(inverse_n, np.diff(x_nV.indptr)).astype(np.float32)
+        return features, x_nV
 
     def apply(self, flat_ids: I32, offsets: I64, table_FVC: F32, table_n: I64) -> F64:
         """Multiply the features of each row by a table of coefficients.
@@ -88,20 +94,20 @@ class TokenFeatures:
         value_FVC = np.zeros((n_tables, SLOTS + 1, n_columns + 1), dtype=np.float32)
         value_FVC[:, :-1, 0] = self.idf_V**2
         value_FVC[:, :-1, 1:] = self.idf_V[:, None] * table_FVC
-        value_CS = np.ascontiguousarray(value_FVC.reshape(-1, n_columns + 1).T)
+        value_CW = np.ascontiguousarray(value_FVC.reshape(-1, n_columns + 1).T)  # C + 1 rows
         lengths = np.diff(offsets)
-        nonempty = np.flatnonzero(lengths)
+        nonempty_m = np.flatnonzero(lengths)
         out_nC = np.zeros((len(lengths), n_columns))
-        if not len(nonempty):
+        if not len(nonempty_m):
             return out_nC
-        base_L = np.repeat((table_n * (SLOTS + 1)).astype(np.int32), lengths)
-        sum_Cn = np.zeros((n_columns + 1, len(nonempty)))
+        table_start_L = np.repeat((table_n * (SLOTS + 1)).astype(np.int32), lengths)
+        sum_Cm = np.zeros((n_columns + 1, len(nonempty_m)))
         for slot_L in slots(flat_ids, offsets):
-            place_L = np.where(slot_L < 0, SLOTS, slot_L) + base_L
-            for c, value_S in enumerate(value_CS):
+            entry_L = np.where(slot_L < 0, SLOTS, slot_L) + table_start_L
+            for c, value_W in enumerate(value_CW):
                 # empty rows are left out: `reduceat` returns the element at the offset for an empty range
-                sum_Cn[c] += np.add.reduceat(value_S[place_L], offsets[nonempty], dtype=np.float64)
-        out_nC[nonempty] = (sum_Cn[1:] / np.sqrt(sum_Cn[0])).T
+                sum_Cm[c] += np.add.reduceat(value_W[entry_L], offsets[nonempty_m], dtype=np.float64)
+        out_nC[nonempty_m] = (sum_Cm[1:] / np.sqrt(sum_Cm[0])).T
         return out_nC
 
 

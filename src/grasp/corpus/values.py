@@ -37,37 +37,39 @@ def plain_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
     """
     if isinstance(column, pa.ChunkedArray):
         return [value for chunk in column.chunks for value in plain_values(chunk)]
-    kind = column.type
-    if isinstance(kind, pa.BaseExtensionType):
+    data_type = column.type
+    if isinstance(data_type, pa.BaseExtensionType):
         return _extension_values(column)
-    if pa.types.is_dictionary(kind):
-        if pa.types.is_string_view(kind.value_type):  # Arrow decodes no dictionary of views
-            column = pa.DictionaryArray.from_arrays(column.indices, column.dictionary.cast(pa.large_string()))
-        return plain_values(column.dictionary_decode())
-    if pa.types.is_run_end_encoded(kind):
+    if pa.types.is_dictionary(data_type):
+        if not pa.types.is_string_view(data_type.value_type):
+            return plain_values(column.dictionary_decode())
+        # Arrow decodes no dictionary of views
+        without_views = pa.DictionaryArray.from_arrays(column.indices, column.dictionary.cast(pa.large_string()))
+        return plain_values(without_views.dictionary_decode())
+    if pa.types.is_run_end_encoded(data_type):
         return _run_end_values(column)
-    if pa.types.is_map(kind):
-        pairs = pa.list_(pa.struct([("key", kind.key_type), ("value", kind.item_type)]))
+    if pa.types.is_map(data_type):
+        pairs = pa.list_(pa.struct([("key", data_type.key_type), ("value", data_type.item_type)]))
         entries_of = plain_values(pc.cast(column, pairs))
         return [None if entries is None else _map_to_dict(entries) for entries in entries_of]
-    if is_list(kind):
+    if is_list(data_type):
         elements = iter(plain_values(column.flatten()))
         lengths = pc.list_value_length(column).to_pylist()
         return [None if length is None else list(islice(elements, length)) for length in lengths]
-    if pa.types.is_struct(kind):
+    if pa.types.is_struct(data_type):
         return _struct_records(column)
-    if pa.types.is_timestamp(kind) or pa.types.is_date(kind) or pa.types.is_time(kind):
-        column = _iso_8601(column)
-    elif pa.types.is_duration(kind):
-        scale = _DIGITS[kind.unit]
+    if pa.types.is_duration(data_type):
+        scale = _DIGITS[data_type.unit]
         counts = pc.cast(column, pa.int64()).to_pylist()
         return [None if count is None else _exact_number(Decimal(count).scaleb(-scale)) for count in counts]
-    elif pa.types.is_decimal(kind):
+    if pa.types.is_decimal(data_type):
         return [None if value is None else _exact_number(value) for value in column.to_pylist()]
-    elif pa.types.is_floating(kind):
-        text = pc.cast(column, pa.string()) if pa.types.is_float32(kind) else column
-        column = pc.cast(text, pa.float64())
-    values: list[Any] = column.to_pylist()
+    plain = column
+    if pa.types.is_timestamp(data_type) or pa.types.is_date(data_type) or pa.types.is_time(data_type):
+        plain = _iso_8601(column)
+    elif pa.types.is_floating(data_type):  # text has the shortest digits of a number in single precision
+        plain = pc.cast(pc.cast(column, pa.string()) if pa.types.is_float32(data_type) else column, pa.float64())
+    values: list[Any] = plain.to_pylist()
     return values
 
 
@@ -143,16 +145,16 @@ def _struct_records(column: pa.StructArray) -> list[dict[str, Any] | None]:
 
 def _iso_8601(column: pa.Array) -> pa.Array:
     """Return timestamps, dates or times of day as text."""
-    kind = column.type
-    if pa.types.is_date(kind):
+    data_type = column.type
+    if pa.types.is_date(data_type):
         return pc.cast(column, pa.string())
-    is_timestamp = pa.types.is_timestamp(kind)
+    is_timestamp = pa.types.is_timestamp(data_type)
     # Arrow stores timestamps with a time zone in UTC
-    text = pc.cast(column.view(pa.timestamp(kind.unit)) if is_timestamp else column, pa.string())
+    text = pc.cast(column.view(pa.timestamp(data_type.unit)) if is_timestamp else column, pa.string())
     text = pc.replace_substring_regex(text, _ZERO_FRACTION, "")
     if is_timestamp:
         text = pc.replace_substring_regex(text, r"^([-\d]+) ", r"\1T")  # for years that Arrow can format
-    return pc.binary_join_element_wise(text, "Z", "") if is_timestamp and kind.tz is not None else text
+    return pc.binary_join_element_wise(text, "Z", "") if is_timestamp and data_type.tz is not None else text
 
 
 def _exact_number(value: Decimal) -> int | float | str:

@@ -205,7 +205,7 @@ class CandidatePredictor(Alignment):
         protocol, n_rows = predictor.protocol, predictor.n_rows
         assert isinstance(protocol, InteractionProtocol)
         # effects have standard deviation 1 over the rows, so their scatter is N; the offset is their mean
-        scatter_C = np.where(level.raw_mean_std.std_E > 0, float(n_rows), 0.0)
+        scatter_C = np.where(level.raw_mean_std.std_C > 0, float(n_rows), 0.0)
         gain_C, offset_C = np.ones(len(scatter_C)), np.zeros(len(scatter_C))
         if isinstance(level, InteractionLevel):
             gain_C, offset_C = level.gain_C, level.offset_C
@@ -284,7 +284,7 @@ class CandidatePredictor(Alignment):
 
 def _positive_std(mean_std: MeanStd) -> F64:
     """Return the standard deviation of each column, exactly 0 where it is rounding error."""
-    return np.asarray(mean_std.std_E * (mean_std.inverse_std_E > 0))
+    return np.asarray(mean_std.std_C * (mean_std.inverse_std_C > 0))
 
 
 def predictions(

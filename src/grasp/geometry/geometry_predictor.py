@@ -148,9 +148,9 @@ class InteractionPredictor(Predictor):
         """Predict the change of utility relative to the whole corpus, (B, T); positive is better."""
         change_BT = self._relevance_change(sums.effect_BT, self.task.offset_C, sums) * self.task.gain_C
         change_BT = change_BT + self.geometry_change(sums)[:, None]
-        if self.exposure.epochs is None:
+        if self.repetition_law.epochs is None:
             return change_BT
-        return change_BT * sums.repetition_factor(self.exposure)[:, None]  # repetition reduces every change
+        return change_BT * sums.repetition_factor(self.repetition_law)[:, None]  # repetition reduces every change
 
     def change(self, weights: Weights) -> F64:
         """Predict the change of utility of subsets given by their weights, (B, T)."""
@@ -175,9 +175,9 @@ class InteractionPredictor(Predictor):
         parts: dict[str, F64] = {}
         sums_rows = self.protocol.weighting == "count"
         for name, kernel in self.task_kernels.items():
-            share_T, mean_T = self.task.shares[name], kernel.rows.mean_E
-            sum_BT = share_T * (kernel.relevance.sums(weights) - np.outer(sums.effective_B, mean_T))
-            offset_T = share_T * mean_T if sums_rows else np.zeros_like(share_T)
+            factor_T, mean_T = self.task.relevance_to_effect[name], kernel.rows.mean_C
+            sum_BT = factor_T * (kernel.relevance.sums(weights) - np.outer(sums.effective_B, mean_T))
+            offset_T = factor_T * mean_T if sums_rows else np.zeros_like(factor_T)
             parts[f"part_{name}"] = self.task.gain_C * self._relevance_change(sum_BT, offset_T, sums)
         contributions = self.terms.contributions(sums.sketch_sums, sums.weight_sums)
         values = self.terms.values(sums.sketch_sums, sums.weight_sums)
@@ -243,7 +243,7 @@ def bind(
         units,
         per_unit=per_unit,
         components=components,
-        family=None if family is None else relevance_over_family,
+        family_scales=None if family is None else relevance_over_family,
         units_first=protocol.standardize.task == "mean_of_standardised",
     )
     if protocol.interaction is Interaction.NONE:
@@ -273,15 +273,15 @@ def _interaction_level(level: RowEffects, terms: GeometryTerms) -> InteractionLe
     if protocol.components:
         # Kernels were divided by standard deviations of A over the family, so their sum is in the unit of a prediction
         # before standardization over rows; the gain restores this unit.
-        gain_C = raw.std_E
+        gain_C = raw.std_C
         slopes = {
-            name: weight * level.scales[name].inverse_std_E
+            name: weight * level.scales[name].inverse_std_C
             for name, weight in kernel_weights(protocol).items()
-            if name in level.shares
+            if name in level.relevance_to_effect
         }
-        family_mean_C = np.sum([slope_C * level.scales[name].mean_E for name, slope_C in slopes.items()], axis=0)
+        family_mean_C = np.sum([slope_C * level.scales[name].mean_C for name, slope_C in slopes.items()], axis=0)
         geometry = sum(protocol.components[name] * z for name, z in terms.corpus_z().items())
-        corpus_C = (sign * n_rows if sums_rows else sign) * raw.mean_E - family_mean_C + geometry
+        corpus_C = (sign * n_rows if sums_rows else sign) * raw.mean_C - family_mean_C + geometry
     shared = {field.name: getattr(level, field.name) for field in fields(RowEffects)}
     overrides = {"corpus_C": corpus_C, "gain_C": gain_C, "offset_C": mean_C if sums_rows else 0.0 * mean_C}
     return InteractionLevel(**shared | overrides)

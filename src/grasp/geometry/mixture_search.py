@@ -62,7 +62,7 @@ def optimize_mixture(objective: SelectionObjective, slices: LabelSlices, problem
     curves = (
         None
         if objective.train_tokens is None
-        else ExposureCurves(objective.budget_predictor.exposure, effect_G, current_G)
+        else ExposureCurves(objective.budget_predictor.repetition_law, effect_G, current_G)
     )
     segments = None if curves is None else curves.segments(problem.low_G, problem.high_G)
     linear_G = effect_G if segments is None else 0.0 * effect_G

@@ -68,7 +68,7 @@ class Objective:
         corpus_z = terms.corpus_z()
         for name, omega in protocol.components.items():
             mean_std = terms.mean_std[name]
-            constant -= omega * (float(mean_std.inverse_std_E[0] * mean_std.mean_E[0]) + corpus_z[name])
+            constant -= omega * (float(mean_std.inverse_std_C[0] * mean_std.mean_C[0]) + corpus_z[name])
         for name, weights in terms.quadratic_weights.items():
             linear_N += factor**2 * _sketch_linear(predictor, name, weights, size)
             constant += factor**2 * _sketch_constant(predictor, name, weights, size)

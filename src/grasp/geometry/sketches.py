@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.arrays import F32, F64, Blocks
+from grasp.artifact.cache import cached
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import cached
 from grasp.geometry.standardize import PairSums
 from grasp.geometry.subset_sums import SketchSums, SketchTotals
 from grasp.moments import StreamingMoments

@@ -95,7 +95,7 @@ def relevance_moments(rows: StreamingMoments, family: Family, side: Side, weight
     sign = 1.0 if side == "retained" else -1.0
     # A is the sum of m values (m^1 times their mean) for `count`, their mean (m^0) for `mean`
     moments = _scaled_mean_moments(rows, _sizes(family, rows.n_rows, side), 1.0 if weighting == "count" else 0.0)
-    return MeanStd(sign * moments.mean_E, moments.std_E)
+    return MeanStd(sign * moments.mean_C, moments.std_C)
 
 
 def self_moments(norms: StreamingMoments, family: Family, side: Side, weighting: Weighting) -> MeanStd:
@@ -213,5 +213,5 @@ def _scaled_mean_moments(rows: StreamingMoments, sizes: tuple[F64, F64], power: 
     factor_variance = float(probability_M @ (factor_M - mean_factor) ** 2)
     row_variance_E = rows.scatter / max(rows.n_rows - 1, 1)
     # law of total variance over m: the first term scales with the variance of a row, the second with its squared mean
-    variance_E = variance_given_size * row_variance_E + factor_variance * rows.mean_E**2
-    return MeanStd(mean_factor * rows.mean_E, np.sqrt(np.maximum(variance_E, 0.0)))
+    variance_E = variance_given_size * row_variance_E + factor_variance * rows.mean_C**2
+    return MeanStd(mean_factor * rows.mean_C, np.sqrt(np.maximum(variance_E, 0.0)))

@@ -140,7 +140,7 @@ class GeometryTerms:
         """
         weights: dict[str, QuadraticWeights] = {}
         for component, omega in self.protocol.components.items():
-            slope = omega * float(self.mean_std[component].inverse_std_E[0])
+            slope = omega * float(self.mean_std[component].inverse_std_C[0])
             sketch_name, kind = component.split(".")
             for stored in JOINT if sketch_name == "joint" else (sketch_name,):
                 weights[stored] = weights.get(stored, QuadraticWeights()).plus(kind, slope)
@@ -149,7 +149,7 @@ class GeometryTerms:
     @property
     def dropped(self) -> tuple[str, ...]:
         """Components without variance over the family, which contribute nothing."""
-        return tuple(name for name, mean_std in self.mean_std.items() if not mean_std.inverse_std_E.any())
+        return tuple(name for name, mean_std in self.mean_std.items() if not mean_std.inverse_std_C.any())
 
 
 def family_moments(
@@ -181,7 +181,7 @@ def family_moments(
         relevance = {
             name: subset_relevance(
                 kernel.relevance.sums(weights),
-                kernel.rows.mean_E * kernel.rows.n_rows,
+                kernel.rows.mean_C * kernel.rows.n_rows,
                 weight_sums,
                 protocol.side,
                 protocol.weighting,

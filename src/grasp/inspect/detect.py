@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from grasp.arrays import F64, Bool
 from grasp.artifact.label_table import LabelColumn
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import label_column, only_target, row_places
+from grasp.artifact.rows import index_by_row_id, label_column, only_target
 from grasp.build.modality import vision
 from grasp.build.provenance import BuildSource
 from grasp.corpus.labels import CLASS_LABEL, HASH_LABEL
@@ -319,10 +319,10 @@ def standardised_blocks(
     for _, block in artifact.array_blocks(array, columns=columns):
         moments.add(block)
         progress.advance(len(block), 0)
-    scale_E = moments.mean_std.inverse_std_E
+    scale_E = moments.mean_std.inverse_std_C
     progress.stage(name, rows=n_rows, tokens=None)
     for start, block in artifact.array_blocks(array, columns=columns):
-        yield start, (block - moments.mean_E) * scale_E
+        yield start, (block - moments.mean_C) * scale_E
         progress.advance(len(block), 0)
 
 
@@ -453,7 +453,7 @@ def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str]) -
         )
         raise SettingsError(f"--detect: {path} is from another artifact: {listed}; run grasp detect on this one")
     lines = batch.to_pylist()
-    position_of = row_places(artifact, [line["row_id"] for line in lines])
+    position_of = index_by_row_id(artifact, [line["row_id"] for line in lines])
     if unknown := [line["row_id"] for line in lines if line["row_id"] not in position_of]:
         raise SettingsError(f"--detect: {path}: {unknown[0]!r} is not a row of the artifact; run grasp detect on it")
     index = np.array([position_of[line["row_id"]] for line in lines], dtype=np.int64)

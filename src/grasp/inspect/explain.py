@@ -29,7 +29,7 @@ from torch import Tensor
 from grasp.arrays import F64, I64
 from grasp.artifact.manifest import UNITS
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import only_target, row_index
+from grasp.artifact.rows import indices_of_row_ids, only_target
 from grasp.build.add_targets import load_kernels
 from grasp.build.modality import Pictured, vision
 from grasp.build.model_pass import ModelPass, read_batches, row_examples
@@ -137,7 +137,7 @@ class Explainer:
                 "match: replay is the derivative by the weight of a whole row, which has no parts by word; "
                 "`grasp score --match replay` prints it"
             )
-        index = int(row_index(artifact, [row])[0])
+        index = int(indices_of_row_ids(artifact, [row])[0])
         request = target, unit, match, protocol
         if self._last_request is None or self._last_request[0] != request:
             predictor = additive_predictor(artifact, target, protocol=protocol, match=match, unit=unit)

@@ -67,7 +67,7 @@ class MomentAccumulator:
         assert dense.n_rows > 0
         return SecondMoments(
             count=dense.n_rows,
-            mean_H=dense.mean_E,
+            mean_H=dense.mean_C,
             covariance_HH=dense.scatter / dense.n_rows,
             gamma_V=self._square_V / dense.n_rows,
         )

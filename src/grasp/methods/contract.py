@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike
 from grasp.arrays import F64, I64, Floats
 from grasp.artifact.reader import ArtifactReader
 from grasp.build.provenance import BuildSource
-from grasp.corpus.row_store import RowShard, RowStore
+from grasp.corpus.row_store import RowStore, TokenRows
 from grasp.errors import ArtifactError, SettingsError
 from grasp.predict.weights import SubsetBlock
 from grasp.progress import Progress, Silent
@@ -89,15 +89,15 @@ class MethodInputs:
             yield start, stop
             start = stop
 
-    def rows(self, start: int, stop: int) -> RowShard:
-        """Return token ids and labels of rows [start, stop); `.start` is `start`.
+    def rows(self, start: int, stop: int) -> TokenRows:
+        """Return token ids and labels of rows [start, stop).
 
         Raises:
             ArtifactError: the artifact has no tokens, or their fingerprint differs from the recorded one.
         """
-        return replace(self.store.rows(np.arange(start, stop)), start=start)
+        return self.store.rows(np.arange(start, stop))
 
-    def rows_at(self, row_index: I64) -> RowShard:
+    def rows_at(self, row_index: I64) -> TokenRows:
         """Return rows by index, in the given order; reads only the shards that contain them. Raises as `rows`."""
         return self.store.rows(row_index)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from grasp.arrays import I64
-from grasp.corpus.row_store import RowShard
+from grasp.corpus.row_store import TokenRows
 from grasp.models.causal_lm import ReferenceModel, pad_rows
 from grasp.models.head import OutputHead
 from grasp.models.residuals import SparseResidual, head_residual
@@ -62,7 +62,7 @@ class NonTextRows(Protocol):
         """Return the number of positions of some rows."""
 
 
-Rows = RowShard | NonTextRows
+Rows = TokenRows | NonTextRows
 Units = Sequence[UnitTokens] | NonTextRows
 
 
@@ -107,7 +107,7 @@ def forward_passes(model: Reference, items: Rows | Units, specs: tuple[str, ...]
     if not isinstance(model, ReferenceModel):
         yield from model.passes(items, len(specs), top_k)
         return
-    if isinstance(items, RowShard):
+    if isinstance(items, TokenRows):
         for index in model.batches(np.diff(items.offsets)):
             padded = pad_rows([items.ids(int(i)) for i in index], [items.mask(int(i)) for i in index])
             yield index, extract(model, *padded, specs, top_k)

@@ -25,7 +25,7 @@ from typing import Literal
 
 import numpy as np
 
-from grasp.arrays import F64, I64
+from grasp.arrays import F64, I64, Bool
 from grasp.artifact.label_table import Label, LabelColumn
 from grasp.errors import SubsetError
 from grasp.predict.weights import SubsetBlock, WeightedRows, Weights, in_blocks
@@ -102,34 +102,33 @@ class Family:
         self, n_subsets: int, column: LabelColumn, seed: int, purpose: str, block: int
     ) -> Iterator[SubsetBlock]:
         """Draw for groups and dirichlet, where all rows of a label value have the same weight."""
-        values = Weights.from_slices(column.codes_N, len(column.values))
+        slices = Weights.from_slices(column.codes_N, len(column.values))
         corpus_share_G = column.counts / column.counts.sum()
         for first in range(0, n_subsets, block):
-            names, drawn = [], []
+            names, weights = [], []
             for b in range(first, min(first + block, n_subsets)):
                 rng = stream(seed, "family", purpose, b)
                 if self.kind == "dirichlet":
                     weight_G = draw_dirichlet_shares(rng, corpus_share_G) / corpus_share_G  # of mean 1 over the corpus
                 else:
-                    while (keep_G := rng.random(len(corpus_share_G)) < 0.5).all() or not keep_G.any():
-                        pass
-                    weight_G = keep_G.astype(np.float64)
+                    weight_G = _draw_values(rng, len(corpus_share_G)).astype(np.float64)
                 names.append(f"{purpose}-{b:06d}")
-                drawn.append(weight_G)
-            yield SubsetBlock(tuple(names), values.mixed(np.stack(drawn)))
+                weights.append(weight_G)
+            yield SubsetBlock(tuple(names), slices.mixed(np.stack(weights)))
 
     def _draw_rows(
         self, n_subsets: int, n_rows: int, column: LabelColumn | None, seed: int, purpose: str
     ) -> Iterator[WeightedRows]:
         """Draw for uniform, bernoulli and mixture, which sample individual rows."""
-        fraction = self.fraction or 0.0
         if column is not None:
-            rows_N = np.argsort(column.codes_N, kind="stable")  # rows sorted by label value
-            rows_by_value = column.counts, rows_N, column.codes_N[rows_N].astype(np.int64)
+            sorted_rows_N = np.argsort(column.codes_N, kind="stable")  # by label value
+            sorted_codes_N = column.codes_N[sorted_rows_N].astype(np.int64)
 
         def draw(rng: np.random.Generator) -> I64:
+            """Return ascending row positions, possibly none."""
             if column is not None:
-                return _draw_within_values(rng, *rows_by_value)
+                return _draw_within_values(rng, column.counts, sorted_rows_N, sorted_codes_N)
+            fraction = self.fraction or 0.0
             if self.kind == "uniform":
                 return _draw_without_replacement(rng, n_rows, max(1, round(fraction * n_rows)))
             return np.flatnonzero(rng.random(n_rows) < fraction)
@@ -147,10 +146,22 @@ class Family:
             yield WeightedRows(f"{purpose}-{b:06d}", rows)
 
 
+def _draw_values(rng: np.random.Generator, n_values: int) -> Bool:
+    """Keep each label value with probability 1/2, (G,); draw again if none or all are kept."""
+    while True:
+        keep_G = rng.random(n_values) < 0.5
+        if keep_G.any() and not keep_G.all():
+            return keep_G
+
+
 def _draw_within_values(rng: np.random.Generator, counts_G: I64, rows_N: I64, code_N: I64) -> I64:
     """Keep a Beta(1/2, 1/2) fraction of the rows of each label value; return ascending row positions.
 
-    Shape letters: G label values, N rows sorted by value.
+    Args:
+        rng: random stream.
+        counts_G: number of rows of each value.
+        rows_N: row positions, sorted by value.
+        code_N: value of each of these rows, in the same order.
     """
     drawn_G = np.rint(rng.beta(0.5, 0.5, size=len(counts_G)) * counts_G).astype(np.int64)
     first_G = np.cumsum(counts_G) - counts_G

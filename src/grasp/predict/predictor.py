@@ -7,19 +7,26 @@ This is the whole prediction if all retained rows have the same weight. The chan
 is the corpus, positive is better. Its unit, *effect size*, is the same for all targets, and the mean effect of a slice
 determines its rank: dropping a share p of the rows with mean effect m changes -p / (1 - p) m.
 
-Repetition has diminishing returns. A row of weight w_i has the effective weight x_i (`RepetitionLaw`), and rows that
-are repeated are together worth less than as many different rows: factor(S) = sum_i x_i / (number of retained rows). Any
-row that the model has not seen is worth b effect sizes (`NEW_ROW_VALUE`), so
+Repetition has diminishing returns: rows that are repeated are together worth less than as many different rows. If n
+rows are retained, training reads n rows per epoch, a row of weight w_i
 
+    y_i = w_i n / sum_j w_j     times per epoch, and the row is worth
+    x_i = law(y_i)              rows that are read once per epoch; law(0) = 0, law(1) = 1 (`RepetitionLaw`)
+
+Any row that the model has not seen is worth b effect sizes (`NEW_ROW_VALUE`), so
+
+    factor(S) = sum_i x_i / n
     change(S) = factor(S) (sum_i x_i effect_i / sum_i x_i + b) - b
 
-b is small compared with the value of a relevant row, and only matters if few rows are repeated very often.
+b is small compared with the value of a relevant row, and only matters if few rows are repeated very often. With a
+training budget, n is the number of rows of the corpus. The code sums with the *effective weights* v_i = x_i / law(y),
+y = n / sum_j w_j, in the place of x_i: the mean is the same, and weights 0 and 1 stay 0 and 1.
 
 Start with `Predictor.from_artifact` and `Predictor.change`. Order of the module: effective weights (`RepetitionLaw`),
-effects of rows (`KernelRelevance`, `RowEffects`), changes of subsets (`Predictor`). Weighted sums over rows are in
-`grasp.predict.weights`. Protocols with interactions between rows, or that do not average, are implemented by the
-subclass in `grasp.geometry`.
-Source: eq:method-additive, eq:component-predictor.
+effects of rows (`KernelRelevance`, `RowEffects`), changes of subsets (`Predictor`), reading and combining the kernels
+(`assemble_predictor`). Weighted sums over rows are in `grasp.predict.weights`. Protocols with interactions between
+rows, or that do not average, are implemented by the subclass in `grasp.geometry`.
+Source: eq:method-additive, eq:component-predictor of the paper, see docs/paper_map.md.
 Shape letters: B subsets, N rows, n rows of a block, E units, T targets, G slices, C columns (targets or units), D
 sketch width.
 """
@@ -35,8 +42,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.arrays import F32, F64, I32, I64, Blocks, ratio
+from grasp.artifact.cache import cached
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import cached, checked_targets, label_column, row_documents, row_tokens, suggest_labels
+from grasp.artifact.rows import checked_targets, label_column, row_documents, row_tokens, suggest_labels
 from grasp.build.provenance import BuildSource
 from grasp.corpus.row_store import RowStore
 from grasp.errors import ProtocolError
@@ -55,8 +63,8 @@ from grasp.targets.units import WEIGHT_COLUMN
 
 EFFECT_SIZE = "effect size"
 SIMILARITY_SKETCHES = ("hidden", "residual")  # sketches that measure the similarity of rows
-TEXT_PART = "text"  # name of the part of an effect that is predicted from the row's text and labels
-REPETITION_PART = "repetition"  # name of the part of a change that repetition causes
+TEXT_PART = "text"  # the part of an effect that is predicted from the row's text and labels
+REPETITION_PART = "repetition"  # the part of a change that repetition causes
 REPEAT_WORTH = 15.4  # R*: scale of diminishing returns, in repetitions
 NEW_ROW_VALUE = 0.4  # b: value of any unseen row in effect sizes, lost by repetition: experiments/exposure
 Floats = TypeVar("Floats", bound=np.floating[Any])
@@ -67,44 +75,47 @@ Floats = TypeVar("Floats", bound=np.floating[Any])
 
 @dataclass(frozen=True, slots=True)
 class RepetitionLaw:
-    """Effective weight of a repeated row, with diminishing returns.
+    """Value of rows that are read repeatedly, with diminishing returns.
 
-    A row that is seen x times is worth as much as
+    A row that is read z times is worth as much as
 
-        seen(x) = x  if x <= 1,   1 + R* (1 - exp(-(x - 1) / R*))  if x > 1,   R* = 15.4
+        value(z) = z  if z <= 1,   1 + R* (1 - exp(-(z - 1) / R*))  if z > 1,   R* = 15.4
 
-    different rows. Without a training budget, training lasts for one epoch of the retained rows: a row of mean weight
-    is seen once, and weights 0 and 1 are unchanged. A budget of E epochs of the corpus shows a row of weight w, in a
-    corpus of N rows, E N w / sum w times, relative to seen(E).
+    different rows. Training lasts E epochs of n rows each. Without a training budget that is one epoch of the retained
+    rows (E = 1, n retained rows); with a budget, E epochs of the corpus (n = N). Relative to a row that is read once
+    per epoch, a row that is read y times per epoch is worth
+
+        law(y) = value(E y) / value(E)
+
     Source: Muennighoff et al. 2023, arXiv 2305.16264, eq. 5 and the fit of R*.
     """
 
     epochs: float | None = None  # E, epochs of the whole corpus; None: no training budget
 
-    def __call__(self, times: Any) -> F64:
-        """Return the effective weight of rows seen `times` as often as a row of weight 1; maps 0 to 0 and 1 to 1."""
-        once = np.asarray(1.0 if self.epochs is None else self.epochs)  # how often a row of weight 1 is seen
-        seen, seen_once = (
-            # -expm1(-z) = 1 - exp(-z) without cancellation for few repetitions
-            np.where(x <= 1.0, x, 1.0 - REPEAT_WORTH * np.expm1(-np.maximum(x - 1.0, 0.0) / REPEAT_WORTH))
-            for x in (once * np.asarray(times, dtype=np.float64), once)
+    def __call__(self, per_epoch: Any) -> F64:
+        """Return law(y) of rows that are read `per_epoch` = y times per epoch; maps 0 to 0 and 1 to 1."""
+        epochs = np.asarray(1.0 if self.epochs is None else self.epochs)
+        value, value_once_per_epoch = (
+            # -expm1(-x) = 1 - exp(-x) without cancellation for few repetitions
+            np.where(z <= 1.0, z, 1.0 - REPEAT_WORTH * np.expm1(-np.maximum(z - 1.0, 0.0) / REPEAT_WORTH))
+            for z in (epochs * np.asarray(per_epoch, dtype=np.float64), epochs)
         )
-        return np.asarray(seen / seen_once)
+        return np.asarray(value / value_once_per_epoch)
 
-    def base(self, n_retained_B: Any, n_rows: int) -> F64:
-        """Return the number of rows over which training is distributed: the retained rows, or with a budget all N."""
+    def rows_per_epoch(self, n_retained_B: Any, n_rows: int) -> F64:
+        """Return n, the rows that training reads per epoch: the retained rows, or with a budget all N; (B,)."""
         return (
             np.asarray(n_retained_B, np.float64)
             if self.epochs is None
             else np.full(np.shape(n_retained_B), float(n_rows))
         )
 
-    def weigh(self, weights: Weights) -> Weights:
-        """Return the effective weights, relative to a row of weight 1; binary weights are returned unchanged."""
+    def effective_weights(self, weights: Weights) -> Weights:
+        """Return v_i = law(w_i y) / law(y) with y = n / sum_j w_j; binary weights are returned unchanged."""
         if weights.is_binary:
             return weights
-        times_B = self.base(weights.sizes, weights.shape[1]) / weights.sums  # how often a row of weight 1 is seen
-        return weights.mapped(lambda weight, times: self(weight * times) / self(times), times_B)
+        per_epoch_B = self.rows_per_epoch(weights.sizes, weights.shape[1]) / weights.sums  # y, of a row of weight 1
+        return weights.mapped(lambda weight, per_epoch: self(weight * per_epoch) / self(per_epoch), per_epoch_B)
 
 
 # --------------------------------------------------------------------------------------------------- effects of rows
@@ -136,7 +147,8 @@ class UnitSelection:
     targets: tuple[str, ...]
     columns_E: I64
     counts_T: I64
-    weight_E: F64 | float = 1.0  # weight of each unit in the mean of its task, 1 on average; its sign is in the column
+    # weight of each unit in the mean of its task, 1 on average and positive: the stored relevance already has the sign
+    weight_E: F64 | float = 1.0
 
     @classmethod
     def from_targets(cls, artifact: ArtifactReader, targets: Sequence[str]) -> Self:
@@ -146,10 +158,10 @@ class UnitSelection:
             ProtocolError: a target has no units.
         """
         columns = [artifact.unit_columns(target) for target in targets]
-        empty = [target for target, part in zip(targets, columns, strict=True) if not len(part)]
+        empty = [target for target, columns_e in zip(targets, columns, strict=True) if not len(columns_e)]
         if empty:
             raise ProtocolError(f"targets: {', '.join(empty)}: has no units; expected at least one")
-        columns_E, counts_T = np.concatenate(columns), np.array([len(part) for part in columns])
+        columns_E, counts_T = np.concatenate(columns), np.array([len(columns_e) for columns_e in columns])
         if WEIGHT_COLUMN not in artifact.units.column_names:
             return cls(tuple(targets), columns_E, counts_T)
         stored = artifact.units[WEIGHT_COLUMN].to_numpy(zero_copy_only=False)[columns_E]
@@ -159,13 +171,13 @@ class UnitSelection:
 
     def mean_per_task(self, values_nE: NDArray[Any], scale_E: F64 | float = 1.0) -> F64:
         """Return the mean over the units of each task of value times scale, (n, T) float64."""
-        share_E = scale_E * np.repeat(1.0 / self.counts_T, self.counts_T)
-        if len(share_E) == len(self.counts_T):
-            return np.asarray(values_nE * share_E)
-        values_nE, mean_nT = np.asarray(values_nE, dtype=np.float64), np.empty((len(values_nE), len(self.counts_T)))
+        factor_E = scale_E * np.repeat(1.0 / self.counts_T, self.counts_T)
+        if len(factor_E) == len(self.counts_T):  # a single unit per task
+            return np.asarray(values_nE * factor_E)
+        wide_nE, mean_nT = np.asarray(values_nE, dtype=np.float64), np.empty((len(values_nE), len(self.counts_T)))
         for t, stop in enumerate(np.cumsum(self.counts_T)):
             task = slice(stop - self.counts_T[t], stop)
-            np.matmul(values_nE[:, task], share_E[task], out=mean_nT[:, t])
+            np.matmul(wide_nE[:, task], factor_E[task], out=mean_nT[:, t])
         return mean_nT
 
 
@@ -174,7 +186,7 @@ class KernelRelevance:
     """The relevance of one kernel with its moments; one column per task, or per unit."""
 
     rows: StreamingMoments  # moments over the rows of the corpus
-    relevance: RowSums
+    relevance: RowSums  # (N, C)
 
     @classmethod
     def for_units(cls, artifact: ArtifactReader, kernel: str, units: UnitSelection, negative: float) -> Self:
@@ -204,7 +216,7 @@ class RowEffects:
     effects: RowSums  # effect of every row, mean 0 and standard deviation 1 over the rows of the artifact
     raw_mean_std: MeanStd  # mean and standard deviation over the rows before standardization
     scales: Mapping[str, MeanStd]  # by kernel: mean and standard deviation, by which it is divided
-    shares: Mapping[str, F64]  # by kernel: factor from relevance to effect, slope / sd of the sum
+    relevance_to_effect: Mapping[str, F64]  # by kernel: factor from relevance to effect, slope / sd of the sum, (C,)
     corpus_C: F64  # prediction for the whole corpus, which changes are relative to
     new_row_value_C: F64  # b: value of any unseen row, in effects of the column
 
@@ -218,13 +230,11 @@ class RowEffects:
     ) -> Self:
         """Compute the effect of every row: sum_m slope_m a_m, standardized to mean 0 and standard deviation 1.
 
-        The order matters: (1) negative relevance is scaled for each unit, (2) units of a task are averaged, (3) each
-        kernel is divided by its standard deviation (part of its slope), (4) kernels are added, (5) the sum is
-        standardized over the rows, which takes a second pass, since its moments are known only after the first.
+        The sum is standardized in a second pass, since its moments are known only after the first.
 
         Args:
-            slopes: by kernel: weight over standard deviation, (C,).
-            kernels: by kernel: relevance.
+            slopes: by kernel m: weight over standard deviation, (C,).
+            kernels: by kernel m: relevance a_m.
             scales: by kernel: mean and standard deviation.
             array_NC: output array; may be the array of the first kernel, which is then overwritten. None: effects are
                 recomputed whenever they are summed, unless they are small.
@@ -233,28 +243,34 @@ class RowEffects:
         def summed_blocks() -> Iterator[tuple[int, F64]]:
             """Yield the weighted sum of the kernels, block by block."""
             readers = [kernels[name].relevance.blocks() for name in slopes]
-            for parts in zip(*readers, strict=True):
-                terms = (block * slope_C for (_, block), slope_C in zip(parts, slopes.values(), strict=True))
-                yield parts[0][0], functools.reduce(operator.iadd, terms)
+            for blocks in zip(*readers, strict=True):
+                terms = (block * slope_C for (_, block), slope_C in zip(blocks, slopes.values(), strict=True))
+                yield blocks[0][0], functools.reduce(operator.iadd, terms)
 
-        moments = StreamingMoments.from_blocks(summed_blocks(), array_NC).mean_std
-        inverse_C = moments.inverse_std_E
+        mean_std = StreamingMoments.from_blocks(summed_blocks(), array_NC).mean_std
+        inverse_C = mean_std.inverse_std_C
         if array_NC is None:
-            first = next(iter(kernels.values()))
+            first_kernel = next(iter(kernels.values()))
             effects = RowSums(
                 lambda: (
-                    (start, ((block - moments.mean_E) * inverse_C).astype(np.float32))
+                    (start, ((block - mean_std.mean_C) * inverse_C).astype(np.float32))
                     for start, block in summed_blocks()
                 ),
-                first.rows.n_rows,
-                first.relevance.width,
+                first_kernel.rows.n_rows,
+                first_kernel.relevance.width,
             )
         else:
             effects = RowSums.over(array_NC)
             for _, block in effects.blocks():
-                block[:] = (block - moments.mean_E) * inverse_C
-        shares = {name: slope_C * inverse_C for name, slope_C in slopes.items()}
-        return cls(effects, moments, scales, shares, moments.mean_E * inverse_C, np.full(len(inverse_C), NEW_ROW_VALUE))
+                block[:] = (block - mean_std.mean_C) * inverse_C
+        return cls(
+            effects,
+            mean_std,
+            scales,
+            {name: slope_C * inverse_C for name, slope_C in slopes.items()},
+            mean_std.mean_C * inverse_C,
+            np.full(len(inverse_C), NEW_ROW_VALUE),
+        )
 
 
 # ----------------------------------------------------------------------------------------------- changes of subsets
@@ -267,14 +283,14 @@ class SubsetSums:
     n_rows: int  # rows of the corpus
     weight_B: F64  # sum of w_i
     n_retained_B: F64  # number of rows with a positive weight
-    effective_B: F64  # sum of x_i, the effective weights
-    effect_BT: F64  # sum of x_i effect_i
-    sketch: Mapping[str, F64]  # sum of x_i phi_i, (B, D)
+    effective_B: F64  # sum of v_i, the effective weights
+    effect_BT: F64  # sum of v_i effect_i
+    sketch: Mapping[str, F64]  # by sketch: sum of v_i phi_i, (B, D)
 
-    def repetition_factor(self, exposure: RepetitionLaw) -> F64:
-        """Return sum_i x_i / rows, (B,): 1 if all retained rows are seen equally often, less if rows are repeated."""
-        base_B = exposure.base(self.n_retained_B, self.n_rows)
-        return np.asarray(exposure(base_B * ratio(1.0, self.weight_B)) * self.effective_B * ratio(1.0, base_B))
+    def repetition_factor(self, law: RepetitionLaw) -> F64:
+        """Return factor(S) = law(y) sum_i v_i / n, (B,): 1 if all retained rows are read equally often, else less."""
+        n_B = law.rows_per_epoch(self.n_retained_B, self.n_rows)
+        return np.asarray(law(n_B * ratio(1.0, self.weight_B)) * self.effective_B * ratio(1.0, n_B))
 
     def cumulative(self) -> "SubsetSums":
         """Return sums over the first subset, the first two together, and so on; disjoint subsets with weights 1."""
@@ -298,12 +314,13 @@ class Predictor:
     unit_level: RowEffects | None
     sketches: Mapping[str, RowSums]  # sketches of rows, for similarities between subsets
     dropped: tuple[str, ...]  # kernels and components without variance, which contribute nothing
-    # by kernel: factor from a unit's relevance to its task's effect without a prior (rho = 1), times its units
-    unit_shares: Mapping[str, F64]
+    # By kernel: factor from a unit's relevance to its task's effect, times the number of units of its task, (E,).
+    # Without a prior, the effect of a row is the mean over units of factor times relevance, up to a constant.
+    unit_relevance_to_effect: Mapping[str, F64]
     task_kernels: Mapping[str, KernelRelevance] = field(repr=False)  # empty unless `components`
-    exposure: RepetitionLaw  # effective weights
+    repetition_law: RepetitionLaw
     unit: str  # unit of changes
-    prior: Prior | None  # prediction of tasks from text; None for `task: mean`
+    prior: Prior | None  # prediction of tasks from text and labels; None for `task: mean`
     measure_reliability: Callable[[], tuple[Reliability, ...]] | None  # None: no held-out questions to measure it on
     has_replay: bool  # whether the replay of a training is part of the scores
 
@@ -317,7 +334,7 @@ class Predictor:
         sketches: Sequence[str] = (),
         components: bool = False,
         units: UnitSelection | None = None,
-        exposure: RepetitionLaw | None = None,
+        repetition_law: RepetitionLaw | None = None,
     ) -> "Predictor":
         """Bind a protocol to an artifact.
 
@@ -329,30 +346,32 @@ class Predictor:
             sketches: sketches to sum; those that the artifact does not have are skipped.
             components: keep the kernels separate, for `parts`.
             units: unit columns to use, with the kernels of units; default: all units of the targets.
-            exposure: repetition law of a training budget; default: no budget.
+            repetition_law: law of a training budget; default: no budget.
         Raises:
             ProtocolError: the artifact does not fit the protocol, or has no such target.
         """
         fitted = resolve_protocol(protocol, artifact).fitted(artifact.array_names, artifact.feature_settings)
-        selected = units or UnitSelection.from_targets(artifact, checked_targets(artifact, targets))
-        if units is not None:
-            fitted = fitted.of_units
-        law = exposure or RepetitionLaw()
-        sketches = [name for name in sketches if f"{name}_sketch" in artifact.array_names]
+        if units is None:
+            selected = UnitSelection.from_targets(artifact, checked_targets(artifact, targets))
+        else:
+            fitted, selected = fitted.of_units, units
+        law = repetition_law or RepetitionLaw()
+        available = [name for name in sketches if f"{name}_sketch" in artifact.array_names]
         if fitted.needs_geometry:
-            bound: Predictor = geometry().bind(
-                artifact, fitted, selected, sketches=sketches, per_unit=per_unit, components=components
+            interacting: Predictor = geometry().bind(
+                artifact, fitted, selected, sketches=available, per_unit=per_unit, components=components
             )
-            return replace(bound, exposure=law)
-        loaded_sketches = {name: load_sketch(artifact, name) for name in sorted(sketches)}
+            return replace(interacting, repetition_law=law)
+        loaded_sketches = {name: load_sketch(artifact, name) for name in sorted(available)}
         if per_unit or components or units is not None:
-            bound = assemble_predictor(artifact, fitted, selected, per_unit=per_unit, components=components)
-            return replace(bound, sketches=loaded_sketches, exposure=law)
+            additive = assemble_predictor(artifact, fitted, selected, per_unit=per_unit, components=components)
+            return replace(additive, sketches=loaded_sketches, repetition_law=law)
         key = "relevance", fitted.model_dump_json(), selected.targets
         n_bytes = 4 * artifact.n_rows * len(selected.targets)
-        bound = cached(artifact, key, n_bytes, lambda: assemble_predictor(artifact, fitted, selected))
-        task = replace(bound.task, effects=RowSums.over(bound.effect_NT))  # `RowSums` caches sums, so do not share it
-        return replace(bound, task=task, sketches=loaded_sketches, exposure=law)
+        shared = cached(artifact, key, n_bytes, lambda: assemble_predictor(artifact, fitted, selected))
+        # `RowSums` caches sums of one caller's subsets, so every predictor has its own over the shared array
+        task = replace(shared.task, effects=RowSums.over(shared.effect_NT))
+        return replace(shared, task=task, sketches=loaded_sketches, repetition_law=law)
 
     @property
     def effect_NT(self) -> F32:  # noqa: N802 - a shape suffix
@@ -378,7 +397,7 @@ class Predictor:
 
     def effective_weights(self, weights: Weights) -> Weights:
         """Return the effective weights of rows under the repetition law."""
-        return self.exposure.weigh(weights)
+        return self.repetition_law.effective_weights(weights)
 
     def sums(self, weights: Weights, sketch_names: Collection[str] | None = None) -> SubsetSums:
         """Compute the sums of one block of subsets.
@@ -408,20 +427,20 @@ class Predictor:
             sums: sums of subsets with weights 0 and 1.
             weight: new weight of the rows of the subset; 0 drops them, 2 doubles them.
         """
-        size_B, n_rows = sums.effective_B, self.n_rows
+        law, n_rows, size_B = self.repetition_law, self.n_rows, sums.effective_B  # a sum of ones: the number of rows
         weight_B, n_retained_B = n_rows + (weight - 1.0) * size_B, n_rows - (weight == 0.0) * size_B
-        effective_B = np.full(len(size_B), weight)
+        row_effective_B = np.full(len(size_B), weight)  # effective weight of a row of the subset
         if weight > 0.0:
-            times_B = self.exposure.base(n_retained_B, n_rows) / np.maximum(weight_B, 1.0)
-            effective_B = self.exposure(weight * times_B) / self.exposure(times_B)
-        step_B = effective_B - 1.0
-        return SubsetSums(
-            n_rows, weight_B, n_retained_B, n_rows + step_B * size_B, step_B[:, None] * sums.effect_BT, {}
-        )
+            per_epoch_B = law.rows_per_epoch(n_retained_B, n_rows) / np.maximum(weight_B, 1.0)
+            row_effective_B = law(weight * per_epoch_B) / law(per_epoch_B)
+        step_B = row_effective_B - 1.0  # all other rows keep the effective weight 1
+        # effects sum to 0 over the corpus, so the step contributes the whole sum
+        effect_BT = step_B[:, None] * sums.effect_BT
+        return SubsetSums(n_rows, weight_B, n_retained_B, n_rows + step_B * size_B, effect_BT, {})
 
     def change_of(self, sums: SubsetSums) -> F64:
         """Predict the change of utility relative to the whole corpus, (B, T); positive is better."""
-        return self._mean(sums.effect_BT, sums, self.task.new_row_value_C)
+        return self._change_from_sums(sums.effect_BT, sums, self.task.new_row_value_C)
 
     def change(self, weights: Weights) -> F64:
         """Predict the change of utility of subsets given by their weights, (B, T)."""
@@ -435,29 +454,31 @@ class Predictor:
             sums: sums of the same subsets.
         """
         assert self.unit_level is not None
-        return self._mean(
-            self.unit_level.effects.sums(self.effective_weights(weights)), sums, self.unit_level.new_row_value_C
-        )
+        effect_BE = self.unit_level.effects.sums(self.effective_weights(weights))
+        return self._change_from_sums(effect_BE, sums, self.unit_level.new_row_value_C)
 
-    def text_of(self, row: int) -> float:
+    def prior_effect(self, row: int) -> float:
         """Return the part of a row's effect on the first task that its text and labels predict; 0 without a prior."""
         if self.prior is None:
             return 0.0
-        return float(
-            self.task.shares[TEXT_PART][0] * (self.prior.text_NT[row, 0] - self.task.scales[TEXT_PART].mean_E[0])
-        )
+        centred = self.prior.prior_NT[row, 0] - self.task.scales[TEXT_PART].mean_C[0]
+        return float(self.task.relevance_to_effect[TEXT_PART][0] * centred)
 
     def change_by_units(self, sum_BE: F64, mean_E: F64, sums: SubsetSums) -> F64:
         """Decompose the change of each task into contributions of its units, (B, E), whose mean is the change.
 
+        With c_ie the sum over kernels of `unit_relevance_to_effect` times the relevance of row i to unit e, m_e the
+        mean of c_ie over the rows of the corpus, and v_i the effective weight, the change of unit e is
+
+            factor(S) (sum_i v_i (c_ie - m_e) / sum_i v_i + b) - b
+
         Args:
-            sum_BE: sum over rows of the contribution of each unit to its task's effect, times the units of the task,
-                with `mean_E` subtracted from every row.
-            mean_E: mean over rows of this contribution.
+            sum_BE: sum_i v_i (c_ie - m_e).
+            mean_E: m_e; only needed by subclasses, for which the prediction for the corpus is not 0.
             sums: sums of the same subsets.
         """
-        del mean_E  # only needed by subclasses: here the prediction for the corpus is 0
-        return self._mean(sum_BE, sums, NEW_ROW_VALUE)
+        del mean_E
+        return self._change_from_sums(sum_BE, sums, NEW_ROW_VALUE)
 
     def parts(self, weights: Weights, sums: SubsetSums) -> dict[str, F64]:
         """Decompose a change into the columns of `part_names`: one part per kernel, and the loss by repetition.
@@ -467,12 +488,11 @@ class Predictor:
         parts: dict[str, F64] = {}
         effective = self.effective_weights(weights)
         for name, kernel in self.task_kernels.items():
-            sum_BT = kernel.relevance.sums(effective) - np.outer(sums.effective_B, kernel.rows.mean_E)
-            sum_BT = self.task.shares[name] * sum_BT
-            parts[f"part_{name}"] = self._mean(sum_BT, sums, 0.0)
-        parts[f"part_{REPETITION_PART}"] = np.outer(
-            sums.repetition_factor(self.exposure) - 1.0, self.task.new_row_value_C
-        )
+            relevance_BT = kernel.relevance.sums(effective) - np.outer(sums.effective_B, kernel.rows.mean_C)
+            effect_BT = self.task.relevance_to_effect[name] * relevance_BT
+            parts[f"part_{name}"] = self._change_from_sums(effect_BT, sums, 0.0)
+        loss_B = sums.repetition_factor(self.repetition_law) - 1.0
+        parts[f"part_{REPETITION_PART}"] = np.outer(loss_B, self.task.new_row_value_C)
         return parts
 
     @property
@@ -485,18 +505,21 @@ class Predictor:
         del weights_T, tokens_N
         return effect_N
 
-    def _mean(self, sum_BC: F64, sums: SubsetSums, new_row_value_C: F64 | float) -> F64:
-        """Return factor (mean + b) - b, for values that add up to 0 over the corpus."""
+    def _change_from_sums(self, sum_BC: F64, sums: SubsetSums, new_row_value_C: F64 | float) -> F64:
+        """Return factor (mean + b) - b, (B, C), from sums of v_i times values whose sum over the corpus is 0."""
         mean_BC = ratio(1.0, sums.effective_B)[:, None] * sum_BC
-        factor_B1 = sums.repetition_factor(self.exposure)[:, None]
+        factor_B1 = sums.repetition_factor(self.repetition_law)[:, None]
         return np.asarray(factor_B1 * mean_BC - (1.0 - factor_B1) * new_row_value_C)
 
 
+# ---------------------------------------------------------------------------------- reading and combining the kernels
+
+
 def load_sketch(artifact: ArtifactReader, name: str) -> RowSums:
-    """Return one sketch of all rows as `RowSums`."""
-    array_name = f"{name}_sketch"
-    width = next(artifact.array_blocks(array_name, block_rows=1))[1].shape[1]
-    return RowSums(lambda: artifact.array_blocks(array_name, block_rows=block_rows(width)), artifact.n_rows, width)
+    """Return one sketch of all rows, by its name without `_sketch`, as `RowSums`."""
+    array = f"{name}_sketch"
+    width = next(artifact.array_blocks(array, block_rows=1))[1].shape[1]
+    return RowSums(lambda: artifact.array_blocks(array, block_rows=block_rows(width)), artifact.n_rows, width)
 
 
 def assemble_predictor(
@@ -506,10 +529,19 @@ def assemble_predictor(
     *,
     per_unit: bool = False,
     components: bool = False,
-    family: Callable[[Mapping[str, KernelRelevance]], Mapping[str, MeanStd]] | None = None,
+    family_scales: Callable[[Mapping[str, KernelRelevance]], Mapping[str, MeanStd]] | None = None,
     units_first: bool = False,
 ) -> Predictor:
     """Read relevance and combine the kernels into a predictor without sketches.
+
+    The order of the steps matters:
+
+    1. Negative relevance is scaled (`relevance_blocks`).
+    2. With `units_first` or the protocol's `task: estimate`, every unit is divided by its standard deviation.
+    3. The units of each task are averaged (`KernelRelevance.for_tasks`).
+    4. Every kernel is divided by its standard deviation and multiplied by its weight, by its slope.
+    5. With `task: estimate`, the prediction from text and labels is added as a further kernel (`fit_prior`).
+    6. The sum of the kernels is standardized over the rows (`RowEffects.from_kernels`).
 
     Args:
         artifact: artifact to read.
@@ -517,99 +549,146 @@ def assemble_predictor(
         units: units of the targets.
         per_unit: also compute effects per unit, by the kernels of units.
         components: keep the kernels separate.
-        family: function that returns the scale of each kernel; default: its moments over the rows.
+        family_scales: function that returns the scale of each kernel over a family of subsets; default: the moments
+            over the rows.
         units_first: standardize every unit before averaging the units of a task.
     """
-
-    def scales_of(kernels: Mapping[str, KernelRelevance]) -> Mapping[str, MeanStd]:
-        """Return mean and standard deviation of each kernel, over the rows or over a family of subsets."""
-        return {name: kernel.rows.mean_std for name, kernel in kernels.items()} if family is None else family(kernels)
-
+    scales_of = family_scales or _scales_over_rows
+    estimates = protocol.task == "estimate" and family_scales is None  # subsets of a calibration family have no text
+    divides_units = units_first or estimates
     negative = {name: protocol.negative_of(name) for name in kernel_weights(protocol)}
-    relevance_of = {
+    relevance = {
         name: functools.partial(relevance_blocks, artifact, name, units.columns_E, factor)
         for name, factor in negative.items()
     }
-    estimates = protocol.task == "estimate" and family is None  # subsets of a calibration family have no text
-    by_unit: dict[str, KernelRelevance] = {}
+    # steps 1 and 2
+    unit_kernels: dict[str, KernelRelevance] = {}
     if per_unit or units_first:
-        names = negative if units_first or estimates else kernel_weights(protocol.of_units)
-        by_unit = {name: KernelRelevance.for_units(artifact, name, units, negative[name]) for name in names}
-    unit_scales = scales_of(by_unit)
-    if estimates and not by_unit:
-        unit_scales = {name: StreamingMoments.from_blocks(blocks()).mean_std for name, blocks in relevance_of.items()}
-    units_first = units_first or estimates
+        names = negative if divides_units else kernel_weights(protocol.of_units)
+        unit_kernels = {name: KernelRelevance.for_units(artifact, name, units, negative[name]) for name in names}
+    if estimates and not unit_kernels:  # only moments are needed, so the matrix is not loaded
+        unit_scales: Mapping[str, MeanStd] = {
+            name: StreamingMoments.from_blocks(blocks()).mean_std for name, blocks in relevance.items()
+        }
+    else:
+        unit_scales = scales_of(unit_kernels)
     unit_factors = {
-        name: units.weight_E * (unit_scales[name].inverse_std_E if units_first else 1.0) for name in negative
+        name: units.weight_E * (unit_scales[name].inverse_std_C if divides_units else 1.0) for name in negative
     }
-    kernels = {
+    # steps 3 and 4, for the mean over the known questions
+    mean_kernels = {
         name: KernelRelevance.for_tasks(artifact, name, units, factor, unit_factors[name])
         for name, factor in negative.items()
     }
-    unit_level = None
-    if per_unit:
-        unit_level = RowEffects.from_kernels(_slopes(protocol.of_units, unit_scales), by_unit, unit_scales, None)
-    scales = scales_of(kernels)
-    slopes, prior = _slopes(protocol, scales), None
-    unit_slopes = slopes
-    coefficients = {name: unit_factors[name] * np.repeat(slope_T, units.counts_T) for name, slope_T in slopes.items()}
-    measure_reliability: Callable[[], tuple[Reliability, ...]] | None = None
-    if units.counts_T.max() > 1 and family is None:
-        measure_reliability = functools.cache(
-            lambda: mean_reliability(relevance_of, coefficients, units.counts_T, _row_names(artifact))
-        )
-    if estimates and units.counts_T.max() > 1:
-        prior = fit_prior(
-            relevance_of,
-            coefficients,
-            units.counts_T,
-            _row_names(artifact),
-            row_documents(artifact),
-            _texts(artifact),
-            [label_column(artifact, label).codes_N for label in suggest_labels(artifact)],
-        )
-        measure_reliability = functools.partial(getattr, prior, "reliability")
-        rho_T, text_rows = prior.rho_T, RowSums.over(prior.text_NT)
-        text = KernelRelevance(StreamingMoments.from_blocks(text_rows.blocks()), text_rows)
-        slopes = {name: slope_T * rho_T for name, slope_T in slopes.items()} | {TEXT_PART: 1.0 - rho_T}
-        kernels, scales = kernels | {TEXT_PART: text}, {**scales, TEXT_PART: text.rows.mean_std}
+    mean_scales = scales_of(mean_kernels)
+    mean_slopes = _slopes(protocol, mean_scales)
+    # steps 5 and 6
+    questions = _Questions(
+        artifact,
+        relevance,
+        {name: unit_factors[name] * np.repeat(slope_T, units.counts_T) for name, slope_T in mean_slopes.items()},
+        units.counts_T,
+    )
+    can_hold_out = units.counts_T.max() > 1 and family_scales is None
+    prior = questions.fit_prior() if estimates and can_hold_out else None
+    slopes, kernels, scales = _with_prior(prior, mean_slopes, mean_kernels, mean_scales)
     first_NT = next(iter(kernels.values())).relevance.array_NC
     assert first_NT is not None
     task = RowEffects.from_kernels(slopes, kernels, scales, np.empty_like(first_NT) if components else first_NT)
-    if unit_level is not None:
-        # b is in effect sizes of the task; the effects of its units average to a column with this standard deviation
-        blocks = unit_level.effects.blocks()
-        task_means = StreamingMoments.from_blocks(
-            (start, units.mean_per_task(block, units.weight_E)) for start, block in blocks
-        )
-        unit_level = replace(
-            unit_level,
-            new_row_value_C=unit_level.new_row_value_C * np.repeat(task_means.mean_std.std_E, units.counts_T),
-        )
     return Predictor(
         protocol=protocol,
         units=units,
         n_rows=artifact.n_rows,
         task=task,
-        unit_level=unit_level,
+        unit_level=_unit_effects(protocol, units, unit_kernels, unit_scales) if per_unit else None,
         sketches={},
-        dropped=tuple(name for name in negative if not scales[name].inverse_std_E.any()),
-        unit_shares={
-            name: np.repeat(slope_T * task.raw_mean_std.inverse_std_E, units.counts_T) * unit_factors[name]
-            for name, slope_T in unit_slopes.items()
+        dropped=tuple(name for name in negative if not scales[name].inverse_std_C.any()),
+        unit_relevance_to_effect={
+            name: np.repeat(slope_T * task.raw_mean_std.inverse_std_C, units.counts_T) * unit_factors[name]
+            for name, slope_T in mean_slopes.items()
         },
         task_kernels=kernels if components else {},
-        exposure=RepetitionLaw(),
+        repetition_law=RepetitionLaw(),
         unit=EFFECT_SIZE,
         prior=prior,
-        measure_reliability=None if REPLAY in negative else measure_reliability,  # replay has no parts by question
+        # the replay scores whole targets, so that no questions can be held out
+        measure_reliability=questions.reliability(prior) if can_hold_out and REPLAY not in negative else None,
         has_replay=REPLAY in negative,
     )
 
 
+def _scales_over_rows(kernels: Mapping[str, KernelRelevance]) -> Mapping[str, MeanStd]:
+    """Return mean and standard deviation of each kernel over the rows of the corpus."""
+    return {name: kernel.rows.mean_std for name, kernel in kernels.items()}
+
+
 def _slopes(protocol: ScoringProtocol, scales: Mapping[str, MeanStd]) -> dict[str, F64]:
     """Return the weight of each kernel over its standard deviation."""
-    return {name: weight * scales[name].inverse_std_E for name, weight in kernel_weights(protocol).items()}
+    return {name: weight * scales[name].inverse_std_C for name, weight in kernel_weights(protocol).items()}
+
+
+def _unit_effects(
+    protocol: ScoringProtocol,
+    units: UnitSelection,
+    kernels: Mapping[str, KernelRelevance],
+    scales: Mapping[str, MeanStd],
+) -> RowEffects:
+    """Return the effects of rows on every unit, from kernels with one column per unit."""
+    unit_level = RowEffects.from_kernels(_slopes(protocol.of_units, scales), kernels, scales, None)
+    # b is in effect sizes of the task; the effects of its units average to a column with this standard deviation
+    task_means = StreamingMoments.from_blocks(
+        (start, units.mean_per_task(block, units.weight_E)) for start, block in unit_level.effects.blocks()
+    )
+    task_std_E = np.repeat(task_means.mean_std.std_C, units.counts_T)
+    return replace(unit_level, new_row_value_C=unit_level.new_row_value_C * task_std_E)
+
+
+def _with_prior(
+    prior: Prior | None,
+    slopes: Mapping[str, F64],
+    kernels: Mapping[str, KernelRelevance],
+    scales: Mapping[str, MeanStd],
+) -> tuple[Mapping[str, F64], Mapping[str, KernelRelevance], Mapping[str, MeanStd]]:
+    """Return slopes, kernels and scales of p + rho (b - p), with the prior p as a further kernel; None: unchanged.
+
+    The mean b over the known questions is the sum of the kernels by their slopes, and p has the same scale.
+    """
+    if prior is None:
+        return slopes, kernels, scales
+    rows = RowSums.over(prior.prior_NT)
+    kernel = KernelRelevance(StreamingMoments.from_blocks(rows.blocks()), rows)
+    prior_slopes = {name: slope_T * prior.rho_T for name, slope_T in slopes.items()} | {TEXT_PART: 1.0 - prior.rho_T}
+    return prior_slopes, {**kernels, TEXT_PART: kernel}, {**scales, TEXT_PART: kernel.rows.mean_std}
+
+
+@dataclass(frozen=True, slots=True)
+class _Questions:
+    """The known questions of all tasks, from which scores for other questions are estimated (`task_scores`)."""
+
+    artifact: ArtifactReader
+    relevance: Mapping[str, Callable[[], Blocks]]  # by kernel: blocks of relevance, (n, E)
+    coefficients: Mapping[str, F64]  # by kernel: factor of relevance in the score of a question, (E,)
+    counts_T: I64
+
+    def fit_prior(self) -> Prior:
+        """Fit the prediction from text and labels."""
+        return fit_prior(
+            self.relevance,
+            self.coefficients,
+            self.counts_T,
+            _row_names(self.artifact),
+            row_documents(self.artifact),
+            _texts(self.artifact),
+            [label_column(self.artifact, label).codes_N for label in suggest_labels(self.artifact)],
+        )
+
+    def reliability(self, prior: Prior | None) -> Callable[[], tuple[Reliability, ...]]:
+        """Return a function that returns the reliability of each task's scores, which a prior already has."""
+        if prior is not None:
+            return lambda: prior.reliability
+        return functools.cache(
+            lambda: mean_reliability(self.relevance, self.coefficients, self.counts_T, _row_names(self.artifact))
+        )
 
 
 def _row_names(artifact: ArtifactReader) -> list[str]:

@@ -1,6 +1,13 @@
 """Scoring protocols: how the relevance of rows is combined into a prediction, and how the protocol was selected.
 
-Start with `resolve_protocol`, which returns the built-in protocol or reads one from YAML or JSON. Protocols with
+A protocol has a weight w_k for each kernel k. With r_kie the relevance of row i to question e by kernel k, the effect
+of a row on a task is, up to a constant and a factor of the task,
+
+    effect_i = sum_k w_k a_ki / sd_i(a_ki),    a_ki = mean_e r_kie, where negative r_kie are multiplied by `negative`
+
+`grasp.predict.predictor` computes it; `task: estimate` replaces the mean over the known questions by an estimate for
+all questions of the task (`grasp.predict.task_scores`). Equations are those of the paper, see docs/paper_map.md. Start
+with `resolve_protocol`, which returns the built-in protocol or reads one from YAML or JSON. Protocols with
 interactions between rows are defined in `grasp.geometry`, which `geometry()` imports lazily.
 """
 
@@ -154,34 +161,46 @@ class ScoringProtocol(Settings):
                 problems.
         """
         if self.match == "auto":
-            available = [name.removeprefix("relevance_") for name in array_names]
-            base_kernels = [kernel for kernel in ("output_layer", "embedding") if kernel in available]
-            # knn for a new model; hidden_bias and hidden_linear for further training without a backward pass
-            companions = ("knn",) if "knn" in available else ("hidden_bias", "hidden_linear")
-            match = dict.fromkeys((*base_kernels, *(kernel for kernel in companions if kernel in available)), 1.0)
-            if "gradient" in available:
-                match = dict.fromkeys(base_kernels, GRADIENT_COMPANION_WEIGHT) | {"gradient": 1.0}
-            if "output_layer" not in available:
-                match = {"pooled": 1.0}
-            if REPLAY in available and not _is_new_model(array_names):
-                match |= {REPLAY: REPLAY_WEIGHT}
-            elif REPLAY in available and self.task == "mean":
-                match |= {REPLAY: NEW_MODEL_REPLAY_WEIGHT}
+            match = _default_weights(array_names, estimates=self.task == "estimate")
         else:
             match = {kernel: weight for kernel, weight in self.match.items() if weight}
         fitted = self.model_copy(update={"match": match})
         missing = [name for name in fitted.arrays if name not in array_names]
         problems = [f"requires array {name!r}, the artifact has {list(array_names)}" for name in missing]
-        for field, expected in self.requires.model_dump(exclude_none=True).items():
-            actual = feature_settings.get(field)
+        for setting, expected in self.requires.model_dump(exclude_none=True).items():
+            actual = feature_settings.get(setting)
             if actual != expected:
-                problems.append(f"features.{field}: requires {expected!r}, the artifact was built with {actual!r}")
+                problems.append(f"features.{setting}: requires {expected!r}, the artifact was built with {actual!r}")
         if problems:
             raise ProtocolError(
                 f"protocol {self.name!r} does not fit the artifact: {'; '.join(problems)}; "
                 "build an artifact with these settings, or use another protocol"
             )
         return fitted
+
+
+def _default_weights(array_names: Sequence[str], *, estimates: bool) -> dict[Match, float]:
+    """Return the weights of `match: auto` for an artifact with these arrays.
+
+    Args:
+        array_names: names of the arrays of the artifact.
+        estimates: whether the protocol estimates other questions; then a new model is scored without `replay`.
+    """
+    available = [name.removeprefix("relevance_") for name in array_names]
+    base_kernels = [kernel for kernel in ("output_layer", "embedding") if kernel in available]
+    if "output_layer" not in available:
+        weights = {"pooled": 1.0}
+    elif "gradient" in available:
+        weights = dict.fromkeys(base_kernels, GRADIENT_COMPANION_WEIGHT) | {"gradient": 1.0}
+    else:
+        # knn for a new model; hidden_bias and hidden_linear for further training without a backward pass
+        companions = ("knn",) if "knn" in available else ("hidden_bias", "hidden_linear")
+        weights = dict.fromkeys((*base_kernels, *(kernel for kernel in companions if kernel in available)), 1.0)
+    if REPLAY in available and not _is_new_model(array_names):
+        weights[REPLAY] = REPLAY_WEIGHT
+    elif REPLAY in available and not estimates:
+        weights[REPLAY] = NEW_MODEL_REPLAY_WEIGHT
+    return weights
 
 
 def kernel_weights(protocol: ScoringProtocol) -> dict[str, float]:
@@ -273,17 +292,23 @@ def load_protocol(path: Path | str) -> ScoringProtocol:
         raise ProtocolError(str(err)) from err
 
 
-def parse_protocol(settings: Mapping[str, Any], where: str) -> ScoringProtocol:
+def parse_protocol(settings: Mapping[str, Any], location: str) -> ScoringProtocol:
     """Create a protocol from plain settings, an `InteractionProtocol` if any setting asks for interactions.
 
     Kernels and settings may have their names of version 0.2.
+
+    Args:
+        settings: values by name.
+        location: origin of the settings, for messages.
+    Raises:
+        ProtocolError: invalid settings.
     """
-    settings = _with_present_names(settings)
-    if any(name in settings and settings[name] != nothing for name, nothing in NO_INTERACTION.items()):
+    renamed = _with_present_names(settings)
+    if any(name in renamed and renamed[name] != neutral for name, neutral in NO_INTERACTION.items()):
         protocol_type: type[ScoringProtocol] = geometry().protocol_type
-        return validated(protocol_type, settings, where, ProtocolError)
-    additive = {name: value for name, value in settings.items() if name not in (*NO_INTERACTION, CALIBRATION)}
-    return validated(ScoringProtocol, additive, where, ProtocolError)
+        return validated(protocol_type, renamed, location, ProtocolError)
+    additive = {name: value for name, value in renamed.items() if name not in (*NO_INTERACTION, CALIBRATION)}
+    return validated(ScoringProtocol, additive, location, ProtocolError)
 
 
 def _with_present_names(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -299,12 +324,12 @@ def _with_present_names(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def save_protocol(protocol: ScoringProtocol, path: Path | str) -> None:
     """Write a protocol atomically, as JSON if the name ends in .json and as YAML otherwise."""
-    target = Path(path)
-    if target.suffix != ".json":
-        write_yaml(protocol.model_dump(mode="json"), target)
+    destination = Path(path)
+    if destination.suffix != ".json":
+        write_yaml(protocol.model_dump(mode="json"), destination)
         return
-    with atomic_path(target) as part:
-        part.write_text(protocol.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    with atomic_path(destination) as temporary:
+        temporary.write_text(protocol.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
 def geometry() -> ModuleType:

@@ -4,7 +4,9 @@
 many values, the largest keep a slice of their own and the others share one. `slice_effects` predicts what dropping and
 doubling each slice changes, and `dropped_intervals` gives bootstrap intervals over units. `SliceFormula` holds the
 numbers from which the change can be computed for any slice weights.
-Shape letters: G slices, N rows, E units, T targets, R resamples.
+Equations are those of the paper, see docs/paper_map.md.
+Shape letters: G slices, N rows, E units, T targets, R resamples, D sketch width, V label values, M elements of labels
+that are lists.
 """
 
 import functools
@@ -21,7 +23,7 @@ from grasp.artifact.label_table import Label, LabelColumn, equals, none_of
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import MAX_SLICES
 from grasp.errors import SubsetError
-from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor, RepetitionLaw, SubsetSums, relevance_blocks
+from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor, SubsetSums, relevance_blocks
 from grasp.predict.weights import Weights, sums_over
 from grasp.seeds import bootstrap_weights
 from grasp.text import different
@@ -130,26 +132,26 @@ def list_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: int
     Raises:
         SubsetError: no element occurs in one row and not in another.
     """
-    listed = [() if value is None else _elements(value) for value in column.values]
-    if None in listed or not any(listed):
+    elements_of = [() if value is None else _elements(value) for value in column.values]
+    if None in elements_of or not any(elements_of):
         return None
-    code_of: dict[str, int] = {}
-    pairs = [(code_of.setdefault(part, len(code_of)), v) for v, parts in enumerate(listed) for part in parts or ()]
+    code_of: dict[str, int] = {}  # by element
+    pairs = [(code_of.setdefault(part, len(code_of)), v) for v, parts in enumerate(elements_of) for part in parts or ()]
     element, value = np.array(pairs).T
-    of_value_EV = csr_array((np.ones(len(pairs)), (element, value)), shape=(len(code_of), len(column.values)))
+    in_value_MV = csr_array((np.ones(len(pairs)), (element, value)), shape=(len(code_of), len(column.values)))
     n_rows = len(column.codes_N)
     in_row_VN = csr_array((np.ones(n_rows), (column.codes_N, np.arange(n_rows))), shape=(len(column.values), n_rows))
-    membership_EN = (of_value_EV @ in_row_VN).tocsr()
-    rows_E = np.diff(membership_EN.indptr)
-    order = np.argsort(-rows_E, kind="stable")
-    order = order[rows_E[order] < n_rows][:most]  # an element of every row selects nothing
-    if not len(order):
+    in_row_MN = (in_value_MV @ in_row_VN).tocsr()
+    rows_M = np.diff(in_row_MN.indptr)
+    largest_first = np.argsort(-rows_M, kind="stable")
+    selected = largest_first[rows_M[largest_first] < n_rows][:most]  # an element of every row selects nothing
+    if not len(selected):
         raise SubsetError(f"--by {column.name}: every row has the same elements; expected a label that varies")
-    membership_GN, names = csr_array(membership_EN[order]), list(code_of)
+    membership_GN, names = csr_array(in_row_MN[selected]), list(code_of)
     tokens_G = membership_GN @ tokens_N.astype(np.float64)
     slices = [
-        Slice(names[e], f"has({column.operand}, {_literal(names[e])})", int(rows_E[e]), int(tokens))
-        for e, tokens in zip(order.tolist(), tokens_G, strict=True)
+        Slice(names[m], f"has({column.operand}, {_literal(names[m])})", int(rows_M[m]), int(tokens))
+        for m, tokens in zip(selected.tolist(), tokens_G, strict=True)
     ]
     return LabelSlices(column.name, tuple(slices), np.empty(0, np.int32), 0, membership_GN)
 
@@ -187,25 +189,36 @@ def slice_effects(predictor: Predictor, slices: LabelSlices) -> SliceEffects:
     rows_G = sums.n_retained_B
     dropped_GT = predictor.change_of(predictor.reweighted(sums, DROPPED))
     dropped_GT[rows_G == predictor.n_rows] = np.nan
-    halves, redundancy_G = [half for half in SIMILARITY_SKETCHES if half in sums.sketch], None
-    if halves:
-        slice_GD = np.concatenate([sums.sketch[half] for half in halves], axis=1)
-        total_D = slice_GD.sum(axis=0)  # each row is in exactly one slice
-        if slices.membership_GN is not None:
-            corpus = predictor.sums(Weights.from_slices(np.zeros(predictor.n_rows, np.int32), 1))
-            total_D = np.concatenate([corpus.sketch[half][0] for half in halves])
-        rest_GD = total_D - slice_GD
-        norm_G = np.linalg.norm(slice_GD, axis=1) * np.linalg.norm(rest_GD, axis=1)
-        floor = 1e-12 * np.linalg.norm(slice_GD, axis=1) ** 2
-        product_G = np.einsum("gd,gd->g", slice_GD, rest_GD)
-        redundancy_G = ratio(product_G, norm_G, least=floor, undefined=np.nan)
     return SliceEffects(
         sums=sums,
         effect_GT=np.asarray(sums.effect_BT / rows_G[:, None]),
         dropped_GT=dropped_GT,
         doubled_GT=predictor.change_of(predictor.reweighted(sums, DOUBLED)),
-        redundancy_G=redundancy_G,
+        redundancy_G=_redundancy(predictor, slices, sums),
     )
+
+
+def _redundancy(predictor: Predictor, slices: LabelSlices, sums: SubsetSums) -> F64 | None:
+    """Return the cosine between the sketch sums of each slice and of all other rows, (G,); None without sketches."""
+    sketches = [name for name in SIMILARITY_SKETCHES if name in sums.sketch]
+    if not sketches:
+        return None
+    slice_GD = np.concatenate([sums.sketch[name] for name in sketches], axis=1)
+    if slices.membership_GN is None:
+        total_D = slice_GD.sum(axis=0)  # each row is in exactly one slice
+    else:
+        corpus = predictor.sums(_whole_corpus(predictor.n_rows))
+        total_D = np.concatenate([corpus.sketch[name][0] for name in sketches])
+    rest_GD = total_D - slice_GD
+    norm_G = np.linalg.norm(slice_GD, axis=1) * np.linalg.norm(rest_GD, axis=1)
+    floor = 1e-12 * np.linalg.norm(slice_GD, axis=1) ** 2
+    product_G = np.einsum("gd,gd->g", slice_GD, rest_GD)
+    return ratio(product_G, norm_G, least=floor, undefined=np.nan)
+
+
+def _whole_corpus(n_rows: int) -> Weights:
+    """Return all rows as a single subset, (1, N)."""
+    return Weights.from_slices(np.zeros(n_rows, np.int32), 1)
 
 
 def dropped_intervals(
@@ -221,37 +234,49 @@ def dropped_intervals(
         Lower and upper bounds, (G, T) each; nan for a target with a single unit.
     Cost: one additional pass over the relevance of every kernel. Memory: slices x units.
     """
-    n_slices, rows_G = len(slices.slices), effects.sums.n_retained_B
+    change_GE = _dropped_by_unit(artifact, predictor, effects, slices)
+    low_GT = np.full(effects.dropped_GT.shape, np.nan)
+    high_GT = np.full(effects.dropped_GT.shape, np.nan)
+    stops = np.cumsum(predictor.units.counts_T)
+    for t, (start, stop) in enumerate(zip(stops - predictor.units.counts_T, stops, strict=True)):
+        if stop - start > 1:
+            weights_RE = bootstrap_weights(int(stop - start), resamples=RESAMPLES) / (stop - start)
+            for first in range(0, len(change_GE), BLOCK_SLICES):
+                block = slice(first, first + BLOCK_SLICES)
+                mean_GR = change_GE[block, start:stop] @ weights_RE.T
+                low_GT[block, t], high_GT[block, t] = np.quantile(mean_GR, TAILS, axis=1)
+    is_corpus_G = effects.sums.n_retained_B == predictor.n_rows
+    low_GT[is_corpus_G] = high_GT[is_corpus_G] = np.nan
+    return low_GT, high_GT
+
+
+def _dropped_by_unit(artifact: ArtifactReader, predictor: Predictor, effects: SliceEffects, slices: LabelSlices) -> F64:
+    """Return the contribution of every unit to `dropped_GT`, (G, E); the mean over the units of a target is the change.
+
+    With c_ie the contribution of unit e to the effect of row i (`Predictor.change_by_units`) and m_e its mean over the
+    N rows, the sum over the rows outside of a slice of n rows is sum_i (c_ie - m_e) = n m_e - sum over the slice of
+    c_ie, since c_ie - m_e sums to 0 over the corpus.
+    """
     columns_E, protocol = predictor.units.columns_E, predictor.protocol
-    # contribution of each unit to its task's effect, times the number of units of the task
-    part_GE = np.zeros((n_slices, len(columns_E)))
-    total_E = np.zeros(len(columns_E))
+    slice_GE = np.zeros((len(slices.slices), len(columns_E)))  # sum of c over the slice
+    total_E = np.zeros(len(columns_E))  # sum of c over the corpus, if slices overlap
     blocks_of_subsets = [slices.each]
     if slices.membership_GN is not None:
-        blocks_of_subsets.append(Weights.from_slices(np.zeros(predictor.n_rows, np.int32), 1))
-    for kernel, share_E in predictor.unit_shares.items():
+        blocks_of_subsets.append(_whole_corpus(predictor.n_rows))
+    for kernel, factor_E in predictor.unit_relevance_to_effect.items():
         blocks = relevance_blocks(artifact, kernel, columns_E, protocol.negative_of(kernel))
         sum_GE, *corpus = sums_over(blocks, blocks_of_subsets, len(columns_E))
-        part_GE += sum_GE * share_E
-        total_E += corpus[0][0] * share_E if corpus else 0.0
-    mean_E = (part_GE.sum(axis=0) if slices.membership_GN is None else total_E) / predictor.n_rows
-    rest_GE = np.outer(rows_G, mean_E) - part_GE  # sum over all other rows, relative to the mean
+        slice_GE += sum_GE * factor_E
+        total_E += corpus[0][0] * factor_E if corpus else 0.0
+    mean_E = (slice_GE.sum(axis=0) if slices.membership_GN is None else total_E) / predictor.n_rows
+    rest_GE = np.outer(effects.sums.n_retained_B, mean_E) - slice_GE
     change_GE = predictor.change_by_units(rest_GE, mean_E, predictor.reweighted(effects.sums, DROPPED))
     if predictor.prior is not None:
         # The prediction from text is not decomposed by unit. It follows the mean relevance of a slice, so that the
         # deviations of units are those of the mean; only the centre differs.
         shift_GT = effects.dropped_GT - predictor.units.mean_per_task(change_GE)
         change_GE += np.repeat(shift_GT, predictor.units.counts_T, axis=1)
-    bounds = np.full((2, len(predictor.units.targets), n_slices), np.nan)
-    stops = np.cumsum(predictor.units.counts_T)
-    for t, (start, stop) in enumerate(zip(stops - predictor.units.counts_T, stops, strict=True)):
-        if stop - start > 1:
-            weights_RE = bootstrap_weights(int(stop - start), resamples=RESAMPLES) / (stop - start)
-            for first in range(0, n_slices, BLOCK_SLICES):
-                block = slice(first, first + BLOCK_SLICES)
-                bounds[:, t, block] = np.quantile(change_GE[block, start:stop] @ weights_RE.T, TAILS, axis=1)
-    bounds[:, :, rows_G == predictor.n_rows] = np.nan
-    return bounds[0].T, bounds[1].T
+    return change_GE
 
 
 def cosines(slices: SubsetSums) -> F64 | None:
@@ -259,12 +284,13 @@ def cosines(slices: SubsetSums) -> F64 | None:
 
     nan if a sum is zero; the diagonal is 1. None if the predictor has no sketches.
     """
-    halves = [half for half in SIMILARITY_SKETCHES if half in slices.sketch]
-    if not halves:
+    sketches = [name for name in SIMILARITY_SKETCHES if name in slices.sketch]
+    if not sketches:
         return None
     rows_G = slices.n_retained_B
-    grams = (slices.sketch[half] @ slices.sketch[half].T for half in halves)
+    grams = (slices.sketch[name] @ slices.sketch[name].T for name in sketches)
     gram_GG = functools.reduce(operator.add, grams)
+    # subtracting the mean sketch m of all rows: s_g - n_g m, with m = sum_h s_h / N, is a matrix product
     shift_GG = np.eye(len(rows_G)) - np.outer(rows_G, np.ones(len(rows_G))) / rows_G.sum()
     centred_GG = shift_GG @ gram_GG @ shift_GG.T
     size_G = np.sqrt(np.maximum(np.diag(centred_GG), 0.0))
@@ -279,16 +305,15 @@ class SliceFormula:
     """The predicted change as a closed formula of slice weights, for evaluation outside of Python (HTML report).
 
     Every row of slice g has weight f_g: 0 drops the slice, 1 keeps it, 0.3 keeps 30 % of its weight. With n_g the
-    number of rows and e_g the sum of effects of slice g, and K the number of rows with a positive weight, the change
+    number of rows and e_g the sum of effects of slice g, and n the number of rows with a positive weight, the change
     relative to the corpus is
 
-        (sum_g x_g (e_g + b n_g)) / K - b,    x_g = exposure(f_g K / sum_h f_h n_h)
+        (sum_g x_g (e_g + b n_g)) / n - b,    x_g = law(f_g n / sum_h f_h n_h)
 
-    where b is the value of any unseen row in effect sizes (`RowEffects.new_row_value_C`), which repetition
+    with the law and b of `grasp.predict.predictor`: b is the value of any unseen row in effect sizes, which repetition
     loses. Weight f_g on every row gives the expected result of keeping a random fraction f_g of the slice.
     Source: eq:method-additive.
     """
 
-    rows_G: F64
-    effect_GT: F64
-    exposure: RepetitionLaw
+    rows_G: F64  # n_g
+    effect_GT: F64  # e_g

@@ -3,6 +3,13 @@
 Start with `read_subsets` and `write_subsets`. A table without `subset_id` is a single subset. DuckDB joins row names
 to positions and sorts the lines out of core, so neither the table nor the row names are in memory as a whole. The whole
 table is validated before the first block is returned.
+
+Tables in DuckDB:
+
+    entry    lines of the subset table: subset_id, row_id, weight, entry (position of the line)
+    name     rows of the corpus: row_id, row_index
+    line     entries with their row_index, which is NULL if the corpus has no such row
+    subset   one per subset_id: first (its first entry), n_named, n_known, total weight
 """
 
 import difflib
@@ -106,12 +113,12 @@ def read_subsets(
             subset, a subset without rows, or weights that are out of range or all 0. The message names subset and
             rows.
     """
-    source = source if isinstance(source, pa.Table) else Path(source)
+    table = source if isinstance(source, pa.Table) else Path(source)
     location = "subsets" if isinstance(source, pa.Table) else str(source)
-    names = _validate_columns(source, location, corpus)
+    names = _validate_columns(table, location, corpus)
     if side == "omitted" and "weight" in names:
         raise SubsetError(f"{location}: has a column 'weight', which omitted rows cannot have; drop the column")
-    subsets = _read_subset_rows(source, location, names, row_index_of)
+    subsets = _read_subset_rows(table, location, names, row_index_of)
     if side == "omitted":
         return in_blocks((MissingRows(item.subset_id, item.row_index) for item in subsets), row_index_of.n_rows, block)
     return in_blocks(subsets, row_index_of.n_rows, block)
@@ -131,8 +138,8 @@ def write_subsets(
     fields = [("subset_id", pa.string()), ("row_id", pa.string())] + ([("weight", pa.float64())] if weights else [])
     schema = pa.schema(fields, {CORPUS_KEY: corpus} if corpus else None)
     with (
-        atomic_path(Path(path)) as part,
-        ChecksummedParquetWriter(part, schema, compression_level=compression_level) as writer,
+        atomic_path(Path(path)) as temporary,
+        ChecksummedParquetWriter(temporary, schema, compression_level=compression_level) as writer,
     ):
         for block in blocks:
             matrix = block.weights_BN
@@ -183,8 +190,10 @@ def _entries(source: Path | pa.Table, location: str, names: list[str]) -> Iterat
             batch.validate(full=True)  # invalid UTF-8 would abort DuckDB
             weight = batch.column("weight").cast(pa.float64()) if "weight" in names else pa.array(np.ones(n))
             row_ids = batch.column("row_id").cast(pa.string())
-            subset_ids = batch.column("subset_id").cast(pa.string()) if "subset_id" in names else None
-            subset_ids = pa.repeat(DEFAULT_SUBSET_ID, n) if subset_ids is None else subset_ids
+            if "subset_id" in names:
+                subset_ids = batch.column("subset_id").cast(pa.string())
+            else:
+                subset_ids = pa.repeat(DEFAULT_SUBSET_ID, n)
             entry = pa.array(np.arange(start, start + n), pa.int64())
             yield pa.record_batch([subset_ids, row_ids, weight, entry], schema=ENTRY_SCHEMA)
             start += n
@@ -197,18 +206,8 @@ def _read_subset_rows(
     with tempfile.TemporaryDirectory(prefix="grasp-subsets-") as spill, duckdb.connect(":memory:") as db:
         db.execute(f"SET memory_limit = '{MEMORY_LIMIT}'")
         db.execute(f"SET temp_directory = '{spill}'")
-        # insert batch by batch: DuckDB would hide the exception of a failing stream
-        for table, schema, batches in (
-            ("entry", ENTRY_SCHEMA, _entries(source, location, names)),
-            ("name", ID_SCHEMA, index.batches()),
-        ):
-            db.register("batch", schema.empty_table())
-            db.execute(f"CREATE TABLE {table} AS SELECT * FROM batch")
-            for batch in batches:
-                db.register("batch", pa.Table.from_batches([batch]))
-                db.execute(f"INSERT INTO {table} SELECT * FROM batch")
-            db.unregister("batch")
-        # `line`: one per named row, row_index NULL if unknown; `subset`: one per subset
+        _insert(db, "entry", ENTRY_SCHEMA, _entries(source, location, names))
+        _insert(db, "name", ID_SCHEMA, index.batches())
         db.execute(
             "CREATE TABLE line AS SELECT e.subset_id, e.row_id, n.row_index, e.weight, e.entry "
             "FROM entry e LEFT JOIN name n ON e.row_id = n.row_id"
@@ -221,30 +220,45 @@ def _read_subset_rows(
         )
         if problems := list(_problems(db)):
             raise SubsetError(f"{location}: " + "; ".join(problems))
-        subset_ids = [row[0] for row in db.execute("SELECT subset_id FROM subset ORDER BY first").fetchall()]
-        reader = db.sql(
-            "SELECT rank, row_index, weight FROM line "
-            "JOIN (SELECT subset_id, row_number() OVER (ORDER BY first) - 1 AS rank FROM subset) USING (subset_id) "
-            "WHERE row_index IS NOT NULL ORDER BY rank, row_index"
-        ).to_arrow_reader(BATCH_ROWS)
-        pending: list[tuple[I64, F64]] = []
-        current = 0
+        yield from _subsets_in_order(db)
 
-        def pending_subset() -> WeightedRows:
-            """Return the pending lines as one subset."""
-            row_index, weights = (np.concatenate(parts) for parts in zip(*pending, strict=True))
-            return WeightedRows(subset_ids[current], row_index, weights if (weights != 1.0).any() else None)
 
-        for batch in reader:
-            rank, row, weight = (batch.column(i).to_numpy(zero_copy_only=False) for i in range(3))
-            for part in np.split(np.arange(len(rank)), np.flatnonzero(np.diff(rank)) + 1):
-                if not part.size:
-                    continue
-                if rank[part[0]] != current:
-                    yield pending_subset()
-                    pending, current = [], int(rank[part[0]])
-                pending.append((row[part], weight[part]))
-        yield pending_subset()
+def _insert(db: duckdb.DuckDBPyConnection, table: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
+    """Create a table from batches, one by one: DuckDB would hide the exception of a failing stream."""
+    db.register("batch", schema.empty_table())
+    db.execute(f"CREATE TABLE {table} AS SELECT * FROM batch")
+    for batch in batches:
+        db.register("batch", pa.Table.from_batches([batch]))
+        db.execute(f"INSERT INTO {table} SELECT * FROM batch")
+    db.unregister("batch")
+
+
+def _subsets_in_order(db: duckdb.DuckDBPyConnection) -> Iterator[WeightedRows]:
+    """Yield the subsets of valid lines in order of first appearance; a batch may end within a subset."""
+    subset_ids = [row[0] for row in db.execute("SELECT subset_id FROM subset ORDER BY first").fetchall()]
+    reader = db.sql(
+        "SELECT rank, row_index, weight FROM line "
+        "JOIN (SELECT subset_id, row_number() OVER (ORDER BY first) - 1 AS rank FROM subset) USING (subset_id) "
+        "WHERE row_index IS NOT NULL ORDER BY rank, row_index"
+    ).to_arrow_reader(BATCH_ROWS)
+    pending: list[tuple[I64, F64]] = []  # rows and weights of the current subset
+    current = 0
+    for batch in reader:
+        ranks, rows, weights = (batch.column(i).to_numpy(zero_copy_only=False) for i in range(3))
+        for lines in np.split(np.arange(len(ranks)), np.flatnonzero(np.diff(ranks)) + 1):  # of one subset each
+            if not lines.size:
+                continue
+            if ranks[lines[0]] != current:
+                yield _join(subset_ids[current], pending)
+                pending, current = [], int(ranks[lines[0]])
+            pending.append((rows[lines], weights[lines]))
+    yield _join(subset_ids[current], pending)
+
+
+def _join(subset_id: str, pieces: Sequence[tuple[I64, F64]]) -> WeightedRows:
+    """Return consecutive rows and weights as one subset."""
+    row_index, weights = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
+    return WeightedRows(subset_id, row_index, weights if (weights != 1.0).any() else None)
 
 
 def _problems(db: duckdb.DuckDBPyConnection) -> Iterator[str]:
@@ -264,7 +278,7 @@ def _problems(db: duckdb.DuckDBPyConnection) -> Iterator[str]:
         yield f"subsets {[row[0] for row in empty]} name no rows"
     elif without_row:
         yield f"{without_row} lines have no row_id"
-    unknown = []
+    unknown = []  # message of each subset with unknown rows
     incomplete = first_rows("SELECT subset_id, n_named - n_known FROM subset WHERE n_known < n_named ORDER BY first")
     for subset_id, n in incomplete:
         rows = db.execute(

@@ -1,17 +1,30 @@
 r"""Score of a row for a task: an estimate of its mean over all questions of the task, from a sample of them.
 
-For row i and question e, with r the relevance by kernel k and w_k the weight of the kernel:
+For row i and question e of a task, with r_kie the relevance by kernel k:
 
-    q_ie = sum_k c_e^k r_ie^k    every question scaled to unit variance over the rows, then every kernel's task mean
-    b_i  = mean_e q_ie           mean over the known questions
+    q_ie = sum_k c_ke r_kie,    c_ke = (w_k / sd_k) (v_e / sd_ke)
+
+    w_k     weight of the kernel in the protocol
+    v_e     weight of the question in its task, 1 on average
+    sd_ke   standard deviation over rows of r_kie; 1 if the protocol scores by the mean (`task: mean`)
+    sd_k    standard deviation over rows of the kernel's mean over questions, mean_e (v_e / sd_ke) r_kie
+
+The coefficients c are computed by `grasp.predict.predictor.assemble_predictor`. From the known questions,
+
+    b_i  = mean_e q_ie
     p_i  = g f(text of row i) + g' h(labels of row i)
 
 f is a ridge regression of b on text, and h one of b - g f on the values of the labels, such as topic or source; both
-are fitted on rows of other documents. g is the slope of the mean over held-out questions on the prediction from the
-others: it undoes the shrinkage of the ridge penalty. g' is the same for h: the mean relevance of a slice is reliable if
-questions agree about it. Over samples of n questions, b_i has the variance s_i^2 / n, with s_i^2 the variance of q_ie
-over questions. With p_i as the prior mean, the rest of b_i is shrunk by the share of its variance that is not sampling
-noise:
+are fitted on rows of other documents. The ridge penalty shrinks f and h, which g and g' undo. They are measured by
+holding out groups of questions: with b^G the mean over group G, and f^G the regression that is fitted to it,
+
+    g  = max(0, mean_G slope(b^G on f^-G)),              slope(y on x) = cov_i(x, y) / var_i(x)
+    g' = max(0, mean_G slope(b^G - g f^G on h^-G)),      -G: all other groups
+
+g' is large if questions agree about slices. A ridge regression is linear in its outcome, so f^-G is the mean of the
+f of the other groups: b and p are kept by group (`_Task`). Over samples of n questions, b_i has the variance
+s_i^2 / n, with s_i^2 the variance of q_ie over questions. With p_i as the prior mean, the rest of b_i is shrunk by the
+share of its variance that is not sampling noise:
 
     score_i = p_i + rho (b_i - p_i),     rho = max(0, 1 - mean_i(s_i^2 / n) / var_i(b_i - p_i))
 
@@ -23,8 +36,9 @@ the order of rows and of shards. Then p is computed for all rows in one pass ove
 
 Reliability is measured by holding out questions, in GROUPS groups; the score is linear in b, so that scores from any
 groups cost nothing more. Protocols that score by the mean alone (rho = 1) have `mean_reliability`.
-Shape letters: N rows, n rows of a block, S rows of the sample, E units, T targets, G groups of a task's questions, J
-groups of all tasks, V slots, L label values, F folds.
+Start with `fit_prior`.
+Shape letters: N rows, n rows of a block, S rows of the sample, E units (questions) of all tasks, e units of one task,
+T targets, G groups of a task's questions, J groups of all tasks, V slots, l labels, L label values, F folds.
 """
 
 import hashlib
@@ -111,11 +125,12 @@ class Prior:
     """Predictions of tasks from text and labels, and the weight of the known questions relative to them.
 
     Attributes:
-        text_NT: p, relative to its mean over the sample.
+        prior_NT: p, relative to its mean over the sample.
         rho_T: rho, weight of the part of b that p does not predict; 1: p is not used.
+        reliability: reliability of the scores, by task.
     """
 
-    text_NT: F32
+    prior_NT: F32
     rho_T: F64
     reliability: tuple[Reliability, ...]
 
@@ -137,24 +152,18 @@ def fit_prior(
         counts_T: number of units per task.
         names: row names; sample and folds depend on them, not on the order of rows.
         documents_N: document of every row; rows of a document are in one fold.
-        texts: token ids of the rows; None: p = 0 and rho = 1.
+        texts: token ids of the rows; None: p = 0 and rho = 1, and labels are not used either.
         labels: by label: code of each row's value, (N,).
     """
     hash_N = _name_hashes(names)
     sample = _draw_sample(hash_N, None if texts is None else texts.lengths_N)
-    tasks = _sampled_tasks(relevance, coefficients, counts_T, sample)
-    text_NT = np.zeros((len(names), len(tasks)), dtype=np.float32)
-    if texts is not None:
-        fold_N = _folds(hash_N, documents_N)
-        text_model, tasks = _TextModel.fit(tasks, *texts.read(sample), fold_N[sample])
-        slope_T = np.array([task.prior_slope() for task in tasks])
-        tasks = [replace(task, prior_SG=slope * task.prior_SG) for task, slope in zip(tasks, slope_T, strict=True)]
-        label_model, tasks = _LabelModel.fit(tasks, labels, fold_N, sample)
-        for rows in texts.blocks():
-            text_nT = slope_T * text_model.apply(*texts.read(np.arange(rows.start, rows.stop)), fold_N[rows])
-            text_NT[rows] = text_nT + label_model.apply(rows)
+    plain_tasks = _sampled_tasks(relevance, coefficients, counts_T, sample)
+    if texts is None:
+        prior_NT, tasks = np.zeros((len(names), len(plain_tasks)), dtype=np.float32), plain_tasks
+    else:
+        prior_NT, tasks = _predict_rows(plain_tasks, texts, labels, _folds(hash_N, documents_N), sample)
     rho_T = np.array([task.shrinkage(task.all_G) for task in tasks])
-    return Prior(text_NT, rho_T, tuple(task.reliability() for task in tasks))
+    return Prior(prior_NT, rho_T, tuple(task.reliability() for task in tasks))
 
 
 def mean_reliability(
@@ -185,8 +194,8 @@ class _Task:
     Everything is linear in the questions, so that weighted means over groups are means over their questions.
     """
 
-    base_SG: F64  # b by group, with the mean over rows subtracted
-    prior_SG: F64  # p by group
+    mean_SG: F64  # b of every group, with the mean over rows subtracted
+    prior_SG: F64  # p of every group, as if only its questions were known: needed to predict one group from others
     count_G: I64  # number of questions
     noise: float  # mean over rows of the variance of q over questions; nan for a single question
 
@@ -195,14 +204,9 @@ class _Task:
         """Return the mask of all groups."""
         return np.ones(len(self.count_G), dtype=np.bool_)
 
-    def mean(self, value_SG: F64, groups_G: Bool) -> F64:
-        """Average over the questions of some groups, (S,)."""
-        count_G = self.count_G * groups_G
-        return np.asarray(value_SG @ (count_G / count_G.sum()))
-
     def shrinkage(self, groups_G: Bool) -> float:
         """Return rho if the questions of these groups are known; 1 without a prior or an estimate of the noise."""
-        residual_S = self.mean(self.base_SG - self.prior_SG, groups_G)
+        residual_S = _mean_of_groups(self.mean_SG - self.prior_SG, self.count_G, groups_G)
         variance = float(residual_S.var())
         if np.isnan(self.noise) or variance == 0.0 or not self.prior_SG.any():
             return 1.0
@@ -210,8 +214,8 @@ class _Task:
 
     def score(self, groups_G: Bool, rho: float) -> F64:
         """Return the score from the questions of some groups, (S,)."""
-        prior_S = self.mean(self.prior_SG, groups_G)
-        return prior_S + rho * (self.mean(self.base_SG, groups_G) - prior_S)
+        prior_S = _mean_of_groups(self.prior_SG, self.count_G, groups_G)
+        return prior_S + rho * (_mean_of_groups(self.mean_SG, self.count_G, groups_G) - prior_S)
 
     def reliability(self) -> Reliability:
         """Estimate the reliability by holding out groups of questions.
@@ -229,68 +233,114 @@ class _Task:
         covariance = float(np.mean([np.mean(first_S * second_S) for first_S, second_S in pairs]))
         variance = self.score(self.all_G, rho).var()
         ranking = min(max(covariance / float(variance), 0.0), 1.0) if variance else 0.0
-        transfers = [
-            self._slope(self.score(included_G, self.shrinkage(included_G)), ~included_G)
-            for included_G in self._leave_one_out()
-        ]
-        transfer_G = np.array(transfers)
-        half_width = float(stdtrit(n_groups - 1, 0.5 + LEVEL / 2) * transfer_G.std(ddof=1) / np.sqrt(n_groups))
-        transfer, known_share = float(transfer_G.mean()), 1.0 - 1.0 / n_groups
-        if 0.0 < transfer < 1.0:
-            # With all questions the score has less noise. The slope is v / (v + s^2 / n) for scores of variance v, so a
-            # slope b with a share k of the questions becomes b / (b + (1 - b) k); its derivative by b is
-            # k / (b + (1 - b) k)^2, which scales the interval.
-            divisor = transfer + (1.0 - transfer) * known_share
-            transfer, half_width = transfer / divisor, half_width * known_share / divisor**2
-        return Reliability(count, ranking, transfer, transfer - half_width, transfer + half_width)
-
-    def prior_slope(self) -> float:
-        """Return g (or g'), estimated by holding out each group; 1 for a single group."""
-        if len(self.count_G) < 2:
-            return 1.0
         slopes = [
-            self._slope(self.mean(self.prior_SG, included_G), ~included_G) for included_G in self._leave_one_out()
+            _slope(
+                self.score(included_G, self.shrinkage(included_G)),
+                _mean_of_groups(self.mean_SG, self.count_G, ~included_G),
+            )
+            for included_G in _leave_one_out(n_groups)
         ]
-        return max(0.0, float(np.mean(slopes)))
+        slope_G = np.array(slopes)
+        half_width = float(stdtrit(n_groups - 1, 0.5 + LEVEL / 2) * slope_G.std(ddof=1) / np.sqrt(n_groups))
+        transfer, error = _with_all_questions(float(slope_G.mean()), half_width, 1.0 - 1.0 / n_groups)
+        return Reliability(count, ranking, transfer, transfer - error, transfer + error)
 
-    def _leave_one_out(self) -> list[Bool]:
-        """Return the masks of all groups but one."""
-        return [self.all_G & (np.arange(len(self.count_G)) != group) for group in range(len(self.count_G))]
 
-    def _slope(self, value_S: F64, held_out_G: Bool) -> float:
-        """Return the slope of the mean over held-out questions on a prediction of it; 0 for a constant prediction."""
-        outcome_S, variance = self.mean(self.base_SG, held_out_G), float(value_S.var())
-        return float(np.mean((value_S - value_S.mean()) * outcome_S)) / variance if variance else 0.0
+def _mean_of_groups(value_SG: F64, count_G: I64, groups_G: Bool) -> F64:
+    """Average over the questions of some groups, (S,)."""
+    included_G = count_G * groups_G
+    return np.asarray(value_SG @ (included_G / included_G.sum()))
+
+
+def _leave_one_out(n_groups: int) -> list[Bool]:
+    """Return the masks of all groups but one."""
+    return [np.arange(n_groups) != group for group in range(n_groups)]
+
+
+def _slope(prediction_S: F64, outcome_S: F64) -> float:
+    """Return the slope of an outcome of mean 0 on a prediction of it; 0 for a constant prediction."""
+    variance = float(prediction_S.var())
+    return float(np.mean((prediction_S - prediction_S.mean()) * outcome_S)) / variance if variance else 0.0
+
+
+def _held_out_slope(mean_SG: F64, prior_SG: F64, count_G: I64) -> float:
+    """Return g (or g'): the mean slope of each group on the prediction from the others; 1 for a single group.
+
+    Args:
+        mean_SG: outcome of every group.
+        prior_SG: prediction of it that is fitted to the same group.
+        count_G: number of questions.
+    """
+    if len(count_G) < 2:
+        return 1.0
+    slopes = [
+        _slope(_mean_of_groups(prior_SG, count_G, included_G), _mean_of_groups(mean_SG, count_G, ~included_G))
+        for included_G in _leave_one_out(len(count_G))
+    ]
+    return max(0.0, float(np.mean(slopes)))
+
+
+def _with_all_questions(slope: float, half_width: float, known_share: float) -> tuple[float, float]:
+    """Convert the slope for scores from a share of the questions, and its half width, to scores from all of them.
+
+    With all questions the score has less noise. The slope is v / (v + s^2 / n) for scores of variance v, so a slope b
+    with a share k of the questions becomes b / (b + (1 - b) k); its derivative by b is k / (b + (1 - b) k)^2, which
+    scales the interval. A slope outside of (0, 1) has no such explanation, and is unchanged.
+    """
+    if not 0.0 < slope < 1.0:
+        return slope, half_width
+    divisor = slope + (1.0 - slope) * known_share
+    return slope / divisor, half_width * known_share / divisor**2
 
 
 class _QuestionSums:
     """Sums over rows of the relevance to a task's questions, block by block; the questions are grouped in turn."""
 
-    def __init__(self, count: int) -> None:
-        group_E = np.arange(count) % min(GROUPS, count)
-        self._count_G = np.bincount(group_E)
-        self._share_EG = (group_E[:, None] == np.arange(len(self._count_G))) / self._count_G
-        self._mean_SG: list[F64] = []
-        self._sum_E = np.zeros(count)
-        self._squares = 0.0  # of q about the mean of its row
+    def __init__(self, n_questions: int) -> None:
+        group_e = np.arange(n_questions) % min(GROUPS, n_questions)
+        self._count_G = np.bincount(group_e)
+        self._mean_eG = (group_e[:, None] == np.arange(len(self._count_G))) / self._count_G  # questions -> group means
+        self._mean_nG: list[F64] = []  # by block
+        self._sum_e = np.zeros(n_questions)
+        self._squares = 0.0  # sum over rows and questions of (q - mean of the row)^2
 
-    def add(self, q_nE: F64) -> None:
+    def add(self, q_ne: F64) -> None:
         """Add a block of rows."""
-        self._mean_SG.append(q_nE @ self._share_EG)
-        self._sum_E += q_nE.sum(axis=0)
-        self._squares += float(np.square(q_nE - q_nE.mean(axis=1, keepdims=True)).sum())
+        self._mean_nG.append(q_ne @ self._mean_eG)
+        self._sum_e += q_ne.sum(axis=0)
+        self._squares += float(np.square(q_ne - q_ne.mean(axis=1, keepdims=True)).sum())
 
     @property
     def task(self) -> _Task:
-        """Return the task, with prior 0. The mean of every question over the rows does not count as noise."""
-        mean_SG, count = np.concatenate(self._mean_SG), len(self._sum_E)
-        mean_E, n_rows = self._sum_E / len(mean_SG), len(mean_SG)
-        squares = max(self._squares - n_rows * float(np.square(mean_E - mean_E.mean()).sum()), 0.0)
-        noise = squares / (n_rows * (count - 1)) if count > 1 else np.nan
+        """Return the task, with prior 0.
+
+        The noise comes from the interaction sum of squares, rows x questions: that about the means of rows, minus that
+        of the means of questions, which shift all rows alike and are no noise.
+        """
+        mean_SG, n_questions = np.concatenate(self._mean_nG), len(self._sum_e)
+        n_rows = len(mean_SG)
+        mean_e = self._sum_e / n_rows
+        interaction = max(self._squares - n_rows * float(np.square(mean_e - mean_e.mean()).sum()), 0.0)
+        noise = interaction / (n_rows * (n_questions - 1)) if n_questions > 1 else np.nan
         return _Task(mean_SG - mean_SG.mean(axis=0), np.zeros_like(mean_SG), self._count_G, noise)
 
 
-# ------------------------------------------------------------------------------------------------ prediction from text
+# ------------------------------------------------------------------------------------- prediction from text and labels
+
+
+def _predict_rows(
+    tasks: Sequence[_Task], texts: Texts, labels: Sequence[I32], fold_N: I64, sample: I64
+) -> "tuple[F32, list[_Task]]":
+    """Fit both regressions; return p of all rows, (N, T), and the tasks with out-of-fold predictions as priors."""
+    text_model, text_tasks = _TextModel.fit(tasks, *texts.read(sample), fold_N[sample])
+    g_T = np.array([_held_out_slope(task.mean_SG, task.prior_SG, task.count_G) for task in text_tasks])
+    scaled_tasks = [replace(task, prior_SG=g * task.prior_SG) for task, g in zip(text_tasks, g_T, strict=True)]
+    label_model, label_tasks = _LabelModel.fit(scaled_tasks, labels, fold_N, sample)
+    prior_NT = np.zeros((len(fold_N), len(tasks)), dtype=np.float32)
+    for rows in texts.blocks():
+        text_nT = g_T * text_model.apply(*texts.read(np.arange(rows.start, rows.stop)), fold_N[rows])
+        prior_NT[rows] = text_nT + label_model.apply(rows)
+    return prior_NT, label_tasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,19 +354,19 @@ class _TextModel:
     @classmethod
     def fit(cls, tasks: Sequence[_Task], ids: I32, offsets: I64, fold_S: I64) -> "tuple[_TextModel, list[_Task]]":
         """Fit the regressions, and return the tasks with out-of-fold predictions as their priors."""
-        base_SJ = np.concatenate([task.base_SG for task in tasks], axis=1)
+        mean_SJ = np.concatenate([task.mean_SG for task in tasks], axis=1)
         task_J = np.repeat(np.arange(len(tasks)), [len(task.count_G) for task in tasks])
         share_J = np.concatenate([task.count_G / task.count_G.sum() for task in tasks])
         share_JT = share_J[:, None] * (task_J[:, None] == np.arange(len(tasks)))  # groups -> mean of the task
         features, matrix_SV = TokenFeatures.fit(ids, offsets)
-        prior_SJ = np.zeros_like(base_SJ)
+        prior_SJ = np.zeros_like(mean_SJ)
         table_FVT = np.zeros((FOLDS, SLOTS, len(tasks)), dtype=np.float32)
         constant_FT = np.zeros((FOLDS, len(tasks)))
         for fold in range(FOLDS):
             train, held_out = np.flatnonzero(fold_S != fold), np.flatnonzero(fold_S == fold)
             if not len(train):
                 continue
-            weight_VJ, constant_J = ridge(matrix_SV[train], base_SJ[train])
+            weight_VJ, constant_J = ridge(matrix_SV[train], mean_SJ[train])
             prior_SJ[held_out] = matrix_SV[held_out] @ weight_VJ + constant_J
             table_FVT[fold], constant_FT[fold] = weight_VJ @ share_JT, constant_J @ share_JT
         priors = [replace(task, prior_SG=prior_SJ[:, task_J == t]) for t, task in enumerate(tasks)]
@@ -329,10 +379,10 @@ class _TextModel:
 
 @dataclass(frozen=True, slots=True)
 class _LabelModel:
-    """Ridge regressions on indicators of label values, one per fold, of what text does not predict."""
+    """Ridge regressions on indicators of label values, one per fold, of what text does not predict; times g'."""
 
-    labels: Sequence[I32]
-    starts: I64  # first column of every label, and the number of columns
+    labels: Sequence[I32]  # by label: code of each row's value, (N,)
+    starts: I64  # first column of every label in L, and the number of columns
     fold_N: I64
     table_FLT: F64
     constant_FT: F64
@@ -344,33 +394,32 @@ class _LabelModel:
         """Fit the regressions, and add out-of-fold predictions to the priors of the tasks."""
         starts = np.cumsum([0, *(int(code_N.max()) + 1 for code_N in labels)])
         table_FLT, constant_FT = np.zeros((FOLDS, starts[-1], len(tasks))), np.zeros((FOLDS, len(tasks)))
-        model, fold_S = cls(labels, starts, fold_N, table_FLT, constant_FT), fold_N[sample]
         if not labels:
-            return model, list(tasks)
-        value_SL = model._indicators(sample)
-        effect_TSG = [np.zeros_like(task.prior_SG) for task in tasks]
+            return cls(labels, starts, fold_N, table_FLT, constant_FT), list(tasks)
+        value_SL, fold_S = _indicators(labels, starts, sample), fold_N[sample]
+        residuals = [task.mean_SG - task.prior_SG for task in tasks]  # of text: b - g f, (S, G)
+        effects = [np.zeros_like(residual_SG) for residual_SG in residuals]  # out-of-fold h, (S, G)
         for fold in range(FOLDS):
             train, held_out = np.flatnonzero(fold_S != fold), np.flatnonzero(fold_S == fold)
             if not len(train):
                 continue
             normal_LL = (value_SL[train].T @ value_SL[train]).toarray() + PENALTY * np.eye(starts[-1])
             for t, task in enumerate(tasks):
-                residual_SG = (task.base_SG - task.prior_SG)[train]
+                residual_SG = residuals[t][train]
                 mean_G = residual_SG.mean(axis=0)
                 table_LG = np.linalg.solve(normal_LL, value_SL[train].T @ (residual_SG - mean_G))
-                effect_TSG[t][held_out] = value_SL[held_out] @ table_LG + mean_G
+                effects[t][held_out] = value_SL[held_out] @ table_LG + mean_G
                 share_G = task.count_G / task.count_G.sum()
                 table_FLT[fold, :, t], constant_FT[fold, t] = table_LG @ share_G, mean_G @ share_G
         slope_T = np.array(
             [
-                replace(task, base_SG=task.base_SG - task.prior_SG, prior_SG=effect_SG).prior_slope()
-                for task, effect_SG in zip(tasks, effect_TSG, strict=True)
+                _held_out_slope(residual_SG, effect_SG, task.count_G)
+                for task, residual_SG, effect_SG in zip(tasks, residuals, effects, strict=True)
             ]
         )
-        table_FLT *= slope_T
-        constant_FT *= slope_T
-        scaled = zip(tasks, effect_TSG, slope_T, strict=True)
-        return model, [replace(task, prior_SG=task.prior_SG + slope * effect_SG) for task, effect_SG, slope in scaled]
+        scaled = zip(tasks, effects, slope_T, strict=True)
+        priors = [replace(task, prior_SG=task.prior_SG + slope * effect_SG) for task, effect_SG, slope in scaled]
+        return cls(labels, starts, fold_N, table_FLT * slope_T, constant_FT * slope_T), priors
 
     def apply(self, rows: slice) -> F64:
         """Predict rows, (n, T)."""
@@ -380,11 +429,12 @@ class _LabelModel:
             effect_nT += self.table_FLT[fold_n, start + code_N[rows]]
         return effect_nT
 
-    def _indicators(self, rows: I64) -> csr_array:
-        """Return the indicators of the values of all labels, (n, L)."""
-        column_nl = np.stack([start + code_N[rows] for code_N, start in zip(self.labels, self.starts, strict=False)], 1)
-        indptr = np.arange(len(rows) + 1) * len(self.labels)
-        return csr_array((np.ones(column_nl.size), column_nl.ravel(), indptr), shape=(len(rows), int(self.starts[-1])))
+
+def _indicators(labels: Sequence[I32], starts: I64, rows: I64) -> csr_array:
+    """Return the indicators of the values of all labels, (S, L); every row has one value of each label."""
+    column_Sl = np.stack([start + code_N[rows] for code_N, start in zip(labels, starts[:-1], strict=True)], 1)
+    indptr = np.arange(len(rows) + 1) * len(labels)
+    return csr_array((np.ones(column_Sl.size), column_Sl.ravel(), indptr), shape=(len(rows), int(starts[-1])))
 
 
 # ------------------------------------------------------------------------------------------------- sample of the rows
@@ -406,9 +456,9 @@ def _draw_sample(hash_N: NDArray[np.uint64], lengths_N: I64 | None) -> I64:
 
 def _folds(hash_N: NDArray[np.uint64], documents_N: I64) -> I64:
     """Assign rows to folds by the smallest hash of the rows of their document, (N,)."""
-    smallest = np.full(int(documents_N.max()) + 1, np.iinfo(np.uint64).max, dtype=np.uint64)
-    np.minimum.at(smallest, documents_N, hash_N)
-    return (smallest[documents_N] % np.uint64(FOLDS)).astype(np.int64)
+    hash_of_document = np.full(int(documents_N.max()) + 1, np.iinfo(np.uint64).max, dtype=np.uint64)
+    np.minimum.at(hash_of_document, documents_N, hash_N)
+    return (hash_of_document[documents_N] % np.uint64(FOLDS)).astype(np.int64)
 
 
 def _sampled_tasks(
@@ -416,13 +466,14 @@ def _sampled_tasks(
 ) -> list[_Task]:
     """Sum q over the questions of every task, for the rows of the sample; block by block."""
     questions = [_QuestionSums(int(count)) for count in counts_T]
-    for parts in zip(*(blocks() for blocks in relevance.values()), strict=True):
-        start, n_rows = parts[0][0], len(parts[0][1])
+    for kernel_blocks in zip(*(blocks() for blocks in relevance.values()), strict=True):
+        start, n_rows = kernel_blocks[0][0], len(kernel_blocks[0][1])
         first, stop = np.searchsorted(sample, (start, start + n_rows))  # the sample is sorted
         if first == stop:
             continue
         rows = sample[first:stop] - start
-        q_nE = sum(coefficients[kernel] * block[rows] for kernel, (_, block) in zip(relevance, parts, strict=True))
+        terms = zip(relevance, kernel_blocks, strict=True)
+        q_nE = sum(coefficients[kernel] * block[rows] for kernel, (_, block) in terms)
         for sums, q_ne in zip(questions, np.split(q_nE, np.cumsum(counts_T)[:-1], axis=1), strict=True):
             sums.add(q_ne)
     return [sums.task for sums in questions]

@@ -2,13 +2,18 @@
 
 A block of B subsets is a (B, N) matrix of weights that is never stored densely:
 
-    w = base + mix @ rows
+    W_BN = base + mix_BG @ matrix_GN
 
-`rows` is a sparse matrix with one line per subset, or packed bits for subsets that retain a large part of a large
-corpus. `base` = 1 represents subsets by the rows that they omit; `mix` gives all rows of a slice the same weight, so
-that the cost does not depend on N. Start with `in_blocks`, which groups single subsets into blocks, and `RowSums`,
-which computes W @ X. All predictions depend on the rows only through such sums.
-Shape letters: B subsets, N rows of the corpus, n rows of one block, G lines of `rows` (slices, or the subsets
+`matrix` is sparse, or packed bits for subsets that retain a large part of a large corpus. There are three forms:
+
+    mix None, base 0    G = B: the matrix has the weights themselves
+    mix None, base 1    G = B: all rows have weight 1, and the matrix has corrections, e.g. -1 for omitted rows
+    mix (B, G), base 0  the matrix assigns every row to one of G slices; all rows of a slice have the same weight, so
+                        that the cost does not depend on N
+
+Start with `in_blocks`, which groups single subsets into blocks, and `RowSums`, which computes W @ X for values X of
+the rows, (N, C). All predictions depend on the rows only through such sums.
+Shape letters: B subsets, N rows of the corpus, n rows of one block, G rows of the matrix (slices, or the subsets
 themselves), C value columns.
 """
 
@@ -67,8 +72,8 @@ class PackedMasks:
     def columns(self, start: int, stop: int) -> NDArray[np.uint8]:
         """Unpack the rows from `start` to `stop`, (G, stop - start) zeros and ones."""
         first = start // 8
-        part = np.unpackbits(self.bits_GN[:, first : -(-stop // 8)], axis=1)
-        return part[:, start - 8 * first : stop - 8 * first]
+        whole_bytes = np.unpackbits(self.bits_GN[:, first : -(-stop // 8)], axis=1)
+        return whole_bytes[:, start - 8 * first : stop - 8 * first]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,31 +81,31 @@ class Weights:
     """Weights w_i >= 0 of the retained side, (B, N).
 
     Attributes:
-        rows: sparse matrix or packed bits; duplicate entries are added up, as in scipy. Packed bits exclude `base`
-            and `mix`.
-        mix: slice weights, (B, G). Then `rows` assigns every row of the corpus to one slice with entry 1, and `base`
-            is 0. None: the lines of `rows` are the subsets.
+        matrix: sparse matrix or packed bits, (G, N); duplicate entries are added up, as in scipy. Packed bits exclude
+            `base` and `mix`.
+        mix: slice weights, (B, G). Then `matrix` assigns every row of the corpus to one slice with entry 1, and `base`
+            is 0. None: the rows of the matrix are the subsets.
         base: weight of a row without an entry, 0 or 1.
     """
 
-    rows: csr_array | csc_array | PackedMasks
+    matrix: csr_array | csc_array | PackedMasks
     mix: F64 | None = None  # (B, G)
     base: float = 0.0
 
     def __post_init__(self) -> None:
-        rows = self.rows
-        if isinstance(rows, csr_array) and not (rows.has_canonical_format and rows.data.all()):
-            rows = rows.copy()  # canonical form: one entry per row, no stored zeros
-            rows.sum_duplicates()
-            rows.eliminate_zeros()
-            object.__setattr__(self, "rows", rows)
+        matrix = self.matrix
+        if isinstance(matrix, csr_array) and not (matrix.has_canonical_format and matrix.data.all()):
+            canonical = matrix.copy()  # one entry per row of the corpus, no stored zeros
+            canonical.sum_duplicates()
+            canonical.eliminate_zeros()
+            object.__setattr__(self, "matrix", canonical)
 
     @classmethod
     def from_slices(cls, codes_N: NDArray[np.integer], n_slices: int) -> Self:
         """Return the slices as G subsets, from the slice code of each row; see `mixed` for subsets of these slices."""
         n_rows = len(codes_N)
-        one_each = np.ones(n_rows), codes_N, np.arange(n_rows + 1)
-        return cls(csc_array(one_each, shape=(n_slices, n_rows)), np.eye(n_slices))
+        one_per_column = np.ones(n_rows), codes_N, np.arange(n_rows + 1)  # data, indices, indptr
+        return cls(csc_array(one_per_column, shape=(n_slices, n_rows)), np.eye(n_slices))
 
     def mixed(self, share_BG: Any) -> Self:
         """Return subsets in which every row has the weight of its slice, from slice weights (B, G)."""
@@ -108,33 +113,33 @@ class Weights:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return (self.rows.shape[0] if self.mix is None else len(self.mix)), self.rows.shape[1]
+        return (self.matrix.shape[0] if self.mix is None else len(self.mix)), self.matrix.shape[1]
 
     def mapped(self, function: Callable[..., Any], *per_subset_B: F64) -> Self:
         """Apply a function to the weights: function(w, *values of the subset).
 
         The function must map 0 to 0 and, if `base` is 1, also 1 to 1, because rows without an entry are not changed.
         """
-        if isinstance(self.rows, PackedMasks):
-            return self
+        if isinstance(self.matrix, PackedMasks):
+            return self  # all weights are 0 or 1
         if self.mix is not None:
             return replace(self, mix=function(self.mix, *(value_B[:, None] for value_B in per_subset_B)))
-        lines = self.rows.tocsr()
-        of_entries = (np.repeat(value_B, np.diff(lines.indptr)) for value_B in per_subset_B)
-        values = function(self.base + lines.data, *of_entries) - self.base
-        return replace(self, rows=csr_array((values, lines.indices, lines.indptr), lines.shape))
+        csr = self.matrix.tocsr()
+        per_entry = (np.repeat(value_B, np.diff(csr.indptr)) for value_B in per_subset_B)
+        values = function(self.base + csr.data, *per_entry) - self.base
+        return replace(self, matrix=csr_array((values, csr.indices, csr.indptr), csr.shape))
 
     def total(self, function: Callable[[F64], F64]) -> F64:
         """Return the sum of function(w_i) over all rows of the corpus, (B,)."""
-        n_rows, outside = self.shape[1], function(np.asarray(self.base))
-        if isinstance(self.rows, PackedMasks):
-            n_ones_B = np.array([_ONES_OF_BYTE[bits].sum() for bits in self.rows.bits_GN], dtype=np.float64)
-            return np.asarray(outside * (n_rows - n_ones_B) + function(np.asarray(1.0)) * n_ones_B)
+        n_rows, without_entry = self.shape[1], function(np.asarray(self.base))
+        if isinstance(self.matrix, PackedMasks):
+            n_ones_B = np.array([_ONES_OF_BYTE[bits].sum() for bits in self.matrix.bits_GN], dtype=np.float64)
+            return np.asarray(without_entry * (n_rows - n_ones_B) + function(np.asarray(1.0)) * n_ones_B)
         if self.mix is not None:
-            return np.asarray(function(self.mix) @ self.rows.sum(axis=1))
-        lines = self.rows.tocsr()
-        change = csr_array((function(self.base + lines.data) - outside, lines.indices, lines.indptr), lines.shape)
-        return np.asarray(n_rows * outside + change.sum(axis=1), dtype=np.float64)
+            return np.asarray(function(self.mix) @ self.matrix.sum(axis=1))
+        csr = self.matrix.tocsr()
+        change = csr_array((function(self.base + csr.data) - without_entry, csr.indices, csr.indptr), csr.shape)
+        return np.asarray(n_rows * without_entry + change.sum(axis=1), dtype=np.float64)
 
     @property
     def sums(self) -> F64:
@@ -149,25 +154,25 @@ class Weights:
     @property
     def is_binary(self) -> bool:
         """Return whether all weights are 0 or 1 (then w = w^2)."""
-        if isinstance(self.rows, PackedMasks):
+        if isinstance(self.matrix, PackedMasks):
             return True
-        return bool(np.isin(self.base + self.rows.data if self.mix is None else self.mix, (0.0, 1.0)).all())
+        return bool(np.isin(self.base + self.matrix.data if self.mix is None else self.mix, (0.0, 1.0)).all())
 
     def csr(self) -> csr_array:
         """Return the (B, N) matrix in CSR format without stored zeros; 12 bytes per entry."""
-        if isinstance(self.rows, csr_array) and self.mix is None and not self.base:
-            return self.rows
+        if isinstance(self.matrix, csr_array) and self.mix is None and not self.base:
+            return self.matrix
         columns, values = [], []
         for b in range(self.shape[0]):
-            if isinstance(self.rows, PackedMasks):
-                weight_N = np.unpackbits(self.rows.bits_GN[b], count=self.shape[1]).astype(np.float64)
+            if isinstance(self.matrix, PackedMasks):
+                weight_N = np.unpackbits(self.matrix.bits_GN[b], count=self.shape[1]).astype(np.float64)
             elif self.mix is not None:
-                weight_N = self.rows.T @ self.mix[b]
+                weight_N = self.matrix.T @ self.mix[b]
             else:
-                weight_N = self.base + self.rows[[b]].toarray()[0]
+                weight_N = self.base + self.matrix[[b]].toarray()[0]
             columns.append(np.flatnonzero(weight_N))
             values.append(weight_N[columns[-1]])
-        indptr = np.concatenate([[0], np.cumsum([len(row) for row in columns])])
+        indptr = np.concatenate([[0], np.cumsum([len(columns_b) for columns_b in columns])])
         return csr_array((np.concatenate(values), np.concatenate(columns), indptr), shape=self.shape)
 
 
@@ -231,28 +236,17 @@ def in_blocks(subsets: Iterable[WeightedRows | MissingRows], n_rows: int, block:
     names: list[str] = []
     pending: list[_CompressedSubset] = []
     n_entries = 0
-
-    def stack_pending() -> SubsetBlock:
-        """Return the pending subsets as one block."""
-        bases, rows, values = zip(*pending, strict=True)
-        if bases[0] is None:
-            return SubsetBlock(tuple(names), Weights(PackedMasks(np.stack(rows), n_rows)))
-        indptr = np.concatenate([[0], np.cumsum([len(row_index) for row_index in rows])])
-        matrix = csr_array((np.concatenate(values), np.concatenate(rows), indptr), shape=(len(rows), n_rows))
-        return SubsetBlock(tuple(names), Weights(matrix, base=bases[0]))
-
     for item in subsets:
-        compressed = base, rows, _ = _compress(item, n_rows)
-        size = len(rows) // 12 if base is None else len(rows)
-        is_full = len(pending) == block or n_entries + size > MAX_BLOCK_ENTRIES
-        if pending and (is_full or pending[0][0] != base):
-            yield stack_pending()
+        compressed = _compress(item, n_rows)
+        is_full = len(pending) == block or n_entries + compressed.size > MAX_BLOCK_ENTRIES
+        if pending and (is_full or pending[0].base != compressed.base):
+            yield _stack(names, pending, n_rows)
             names, pending, n_entries = [], [], 0
         names.append(item.subset_id)
         pending.append(compressed)
-        n_entries += size
+        n_entries += compressed.size
     if pending:
-        yield stack_pending()
+        yield _stack(names, pending, n_rows)
 
 
 def single_subset(subset_id: str, mask_N: Bool, weights: F64 | None = None) -> SubsetBlock:
@@ -261,41 +255,70 @@ def single_subset(subset_id: str, mask_N: Bool, weights: F64 | None = None) -> S
     return next(in_blocks([subset], len(mask_N), 1))
 
 
-_CompressedSubset = tuple[
-    float | None, NDArray[Any], F64
-]  # (base, rows, entries); packed bits: (None, bits, no entries)
+@dataclass(frozen=True, slots=True)
+class _CompressedSubset:
+    """One subset in a storage form of `Weights`: entries of a row of the matrix, or packed bits."""
+
+    base: float | None  # weight of rows without an entry; None: packed bits
+    rows: NDArray[Any]  # row positions of the entries; or the bits
+    entries: F64  # differences of their weights from the base; empty for packed bits
+
+    @property
+    def size(self) -> int:
+        """Memory, in entries of 12 bytes."""
+        return len(self.rows) // 12 if self.base is None else len(self.rows)
 
 
 def _compress(item: WeightedRows | MissingRows, n_rows: int) -> _CompressedSubset:
     """Choose the storage form of a subset by its share of the corpus: entries, omitted rows, or packed bits."""
-    where, max_omitted = f"subset {item.subset_id!r}", n_rows * OMITTED_SHARE
-    rows, weights = item.row_index, None
-    if isinstance(item, WeightedRows):
-        weights = item.weights
-    elif len(rows) < max_omitted:
-        return 1.0, rows, -np.ones(len(rows))
-    else:
-        rows = np.flatnonzero(~mask_of(rows, n_rows))
-    if len(rows) == 0:
-        raise SubsetError(f"{where}: has no rows; expected at least one")
-    if weights is None:
-        if len(rows) <= max(PACKED_ROWS, n_rows * PACKED_SHARE):
-            return 0.0, rows, np.ones(len(rows))
-        mask_N = mask_of(rows, n_rows)
-        if n_rows - len(rows) < max_omitted:
-            missing = np.flatnonzero(~mask_N)
-            return 1.0, missing, -np.ones(len(missing))
-        return None, np.packbits(mask_N), np.empty(0)
-    weights = np.asarray(weights, dtype=np.float64)
-    if weights.shape != rows.shape:
-        raise ShapeError(f"{where}: {weights.shape} weights for {rows.shape} rows; expected one per row")
+    location = f"subset {item.subset_id!r}"
+    if isinstance(item, MissingRows):
+        if len(item.row_index) < n_rows * OMITTED_SHARE:
+            return _CompressedSubset(1.0, item.row_index, -np.ones(len(item.row_index)))
+        return _compress_mask(np.flatnonzero(~mask_of(item.row_index, n_rows)), n_rows, location)
+    if item.weights is None:
+        return _compress_mask(item.row_index, n_rows, location)
+    _refuse_empty(item.row_index, location)
+    weights = np.asarray(item.weights, dtype=np.float64)
+    if weights.shape != item.row_index.shape:
+        raise ShapeError(f"{location}: {weights.shape} weights for {item.row_index.shape} rows; expected one per row")
     bad = np.flatnonzero(~((weights == 0) | ((weights >= MIN_WEIGHT) & (weights <= MAX_WEIGHT))))
     if bad.size:
-        first = f"row {int(rows[bad[0]])} has weight {float(weights[bad[0]])!r}"
-        raise SubsetError(f"{where}: {first} ({bad.size} such); {WEIGHT_RANGE}")
+        first = f"row {int(item.row_index[bad[0]])} has weight {float(weights[bad[0]])!r}"
+        raise SubsetError(f"{location}: {first} ({bad.size} such); {WEIGHT_RANGE}")
     if weights.sum() <= 0:
-        raise SubsetError(f"{where}: weights sum to 0; at least one must be positive")
-    return 0.0, rows, weights
+        raise SubsetError(f"{location}: weights sum to 0; at least one must be positive")
+    return _CompressedSubset(0.0, item.row_index, weights)
+
+
+def _compress_mask(row_index: I64, n_rows: int, location: str) -> _CompressedSubset:
+    """Choose the storage form of a subset in which the rows at `row_index` have weight 1, and all others 0."""
+    _refuse_empty(row_index, location)
+    if len(row_index) <= max(PACKED_ROWS, n_rows * PACKED_SHARE):
+        return _CompressedSubset(0.0, row_index, np.ones(len(row_index)))
+    mask_N = mask_of(row_index, n_rows)
+    if n_rows - len(row_index) < n_rows * OMITTED_SHARE:
+        omitted = np.flatnonzero(~mask_N)
+        return _CompressedSubset(1.0, omitted, -np.ones(len(omitted)))
+    return _CompressedSubset(None, np.packbits(mask_N), np.empty(0))
+
+
+def _refuse_empty(row_index: I64, location: str) -> None:
+    """Raise SubsetError if a subset has no rows."""
+    if len(row_index) == 0:
+        raise SubsetError(f"{location}: has no rows; expected at least one")
+
+
+def _stack(names: Sequence[str], subsets: Sequence[_CompressedSubset], n_rows: int) -> SubsetBlock:
+    """Return subsets of the same storage form as one block."""
+    base = subsets[0].base
+    if base is None:
+        return SubsetBlock(tuple(names), Weights(PackedMasks(np.stack([item.rows for item in subsets]), n_rows)))
+    indptr = np.concatenate([[0], np.cumsum([len(item.rows) for item in subsets])])
+    entries = np.concatenate([item.entries for item in subsets])
+    columns = np.concatenate([item.rows for item in subsets])
+    matrix = csr_array((entries, columns, indptr), shape=(len(subsets), n_rows))
+    return SubsetBlock(tuple(names), Weights(matrix, base=base))
 
 
 def mask_of(row_index: I64, n_rows: int) -> Bool:
@@ -316,7 +339,7 @@ def sort_by_slice(codes_N: NDArray[np.integer], n_slices: int) -> tuple[I64, I64
 
 
 class RowSums:
-    """Weighted sums of row values (N, C) over subsets; values of up to IN_MEMORY_BYTES are kept in memory.
+    """Weighted sums W @ X of row values X, (N, C), over subsets; values of up to IN_MEMORY_BYTES are kept in memory.
 
     Results are float64. torch and packed masks add at most a few thousand rows in float32, with errors of at most
     2e-6 sum_i |w_i x_i| (torch) and 3e-5 sum_i |w_i x_i| (masks), whether or not the values are in memory.
@@ -365,17 +388,17 @@ class RowSums:
 
     def sums(self, weights: Weights) -> F64:
         """Return W @ X, (B, C) float64, for one block of subsets."""
-        rows, values_NC = weights.rows, self.array_NC
-        if rows.shape[1] != self.n_rows:
+        matrix, values_NC = weights.matrix, self.array_NC
+        if matrix.shape[1] != self.n_rows:
             raise ShapeError(f"sums: weights of shape {weights.shape} for values of {self.n_rows} rows")
         if weights.mix is not None:  # cache the sums of slices: the next block of the same slices costs O(G), not O(N)
-            if self._slices is not rows:
-                (self._sums_GC,) = sums_over(self.blocks(), [Weights(rows)], self.width)
-                self._slices = rows
+            if self._slices is not matrix:
+                (self._sums_GC,) = sums_over(self.blocks(), [Weights(matrix)], self.width)
+                self._slices = matrix
             return np.asarray(weights.mix @ self._sums_GC)
-        if values_NC is None or not isinstance(rows, csr_array):
+        if values_NC is None or not isinstance(matrix, csr_array):
             return sums_over(self.blocks(), [weights], self.width)[0]
-        work = rows.nnz * self.width
+        work = matrix.nnz * self.width
         self._n_multiply_adds += work
         use_torch = "torch" in sys.modules or (
             self._n_multiply_adds >= TORCH_IMPORT_WORK and importlib.util.find_spec("torch") is not None
@@ -383,11 +406,12 @@ class RowSums:
         if work >= MIN_TORCH_WORK and use_torch:
             from grasp.predict import sweep_torch  # noqa: PLC0415 - torch is loaded for large jobs only
 
-            sum_BC = sweep_torch.sums(values_NC, rows)
-        elif rows.nnz < self.n_rows:
-            used_n, column = np.unique(rows.indices, return_inverse=True)
-            compact_Bn = csr_array((rows.data, column, rows.indptr), shape=(rows.shape[0], len(used_n)))
-            sum_BC = np.asarray(compact_Bn @ values_NC[used_n], dtype=np.float64)
+            sum_BC = sweep_torch.sums(values_NC, matrix)
+        elif matrix.nnz < self.n_rows:
+            # only the values of rows with an entry are converted to float64
+            rows_n, column = np.unique(matrix.indices, return_inverse=True)
+            compact_Bn = csr_array((matrix.data, column, matrix.indptr), shape=(matrix.shape[0], len(rows_n)))
+            sum_BC = np.asarray(compact_Bn @ values_NC[rows_n], dtype=np.float64)
         else:
             return sums_over(self.blocks(), [weights], self.width)[0]
         # with base 1 the entries are corrections of the sum over the whole corpus
@@ -406,27 +430,28 @@ def sums_over(blocks: Iterable[tuple[int, NDArray[Any]]], subsets: Sequence[Weig
         width: number of value columns, C.
     """
     matrices_GN = [
-        weights.rows if isinstance(weights.rows, PackedMasks) else weights.rows.tocsc() for weights in subsets
+        weights.matrix if isinstance(weights.matrix, PackedMasks) else weights.matrix.tocsc() for weights in subsets
     ]
-    sums = [np.zeros((rows_GN.shape[0], width)) for rows_GN in matrices_GN]
+    sums_GC = [np.zeros((matrix_GN.shape[0], width)) for matrix_GN in matrices_GN]
     for start, values_nC in blocks:
         stop = start + len(values_nC)
-        if any(stop > rows_GN.shape[1] for rows_GN in matrices_GN):
+        if any(stop > matrix_GN.shape[1] for matrix_GN in matrices_GN):
             n_rows = matrices_GN[0].shape[1]
             raise ShapeError(f"sums: rows {start} to {stop} are outside of the corpus of {n_rows} rows")
         wide_nC: F64 = np.asarray(values_nC, dtype=np.float64)
-        for k, (rows_GN, weights) in enumerate(zip(matrices_GN, subsets, strict=True)):
-            if isinstance(rows_GN, PackedMasks):
+        for k, (matrix_GN, weights) in enumerate(zip(matrices_GN, subsets, strict=True)):
+            if isinstance(matrix_GN, PackedMasks):
                 for first in range(start, stop, MASK_ROWS):
                     last = min(first + MASK_ROWS, stop)
                     values = np.asarray(values_nC[first - start : last - start], dtype=np.float32)
-                    sums[k] += rows_GN.columns(first, last).astype(np.float32) @ values
+                    sums_GC[k] += matrix_GN.columns(first, last).astype(np.float32) @ values
             else:
-                sums[k] += rows_GN[:, start:stop] @ wide_nC
+                sums_GC[k] += matrix_GN[:, start:stop] @ wide_nC
             if weights.base:
-                sums[k] += weights.base * wide_nC.sum(axis=0)
+                sums_GC[k] += weights.base * wide_nC.sum(axis=0)
     return [
-        sum_GC if weights.mix is None else weights.mix @ sum_GC for weights, sum_GC in zip(subsets, sums, strict=True)
+        sum_GC if weights.mix is None else weights.mix @ sum_GC
+        for weights, sum_GC in zip(subsets, sums_GC, strict=True)
     ]
 
 

@@ -21,12 +21,12 @@ from grasp.arrays import F64
 from grasp.artifact.inspection import info
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import (
-    SHORT,
+    MIN_RELIABLE_TOKENS,
     checked_targets,
     label_column,
     leak_notes,
-    length_column,
     ranked,
+    row_lengths,
     row_tokens,
     suggest_labels,
 )
@@ -214,7 +214,7 @@ def collect_findings(
     crossed = None
     if len(columns) > 1:
         crossed = _label_findings(artifact, predictor, cross_labels(*columns[:2]), None)
-    long_N = row_tokens(artifact, length_column(artifact)) >= SHORT
+    long_N = row_lengths(artifact) >= MIN_RELIABLE_TOKENS
     if not long_N.any():
         long_N[:] = True
     rows = collect_example_rows(artifact, predictor, columns, None if crossed is None else crossed.slices, long_N)
@@ -378,6 +378,6 @@ def _label_findings(
         dropped = Change(predicted.change_BT, predicted.low_BT, predicted.high_BT)
     weights_model: SliceFormula | Predictor = predictor
     if predictor.protocol.interaction is Interaction.NONE:  # interactions between rows are not a sum over slices
-        weights_model = SliceFormula(effects.sums.n_retained_B, effects.sums.effect_BT, predictor.exposure)
+        weights_model = SliceFormula(effects.sums.n_retained_B, effects.sums.effect_BT)
     names = different(slices.names, MAX_CELL_CHARS)
     return LabelFindings(slices, names, dropped, by_relevance, effects.effect_GT, cosines(effects.sums), weights_model)

@@ -14,7 +14,7 @@ from typing import Any
 import grasp
 from grasp.api.predict import REPLAY_NOTE, few_units
 from grasp.artifact.manifest import LOSS_TOKENS
-from grasp.artifact.rows import SHORT, short_of
+from grasp.artifact.rows import MIN_RELIABLE_TOKENS, length_unit
 from grasp.extras import require
 from grasp.report import views
 from grasp.report.findings import Findings, Missing
@@ -160,11 +160,12 @@ def _rows(findings: Findings, targets: Sequence[str]) -> View:
         ]
         ends.append({"target": target, "rows": lines})
     length = LOSS_TOKENS if all(LOSS_TOKENS in row for row in examples.rows) else "n_tokens"
+    has_long_rows = any(row[length] >= MIN_RELIABLE_TOKENS for row in examples.rows)
     return {
         "has_text": any(row["snippet"] for row in examples.rows),
         "n_rows": f"{examples.n_ranked:,}",
         "n_examples": f"{len(examples.rows):,}",
-        "shortest": f"{SHORT} {short_of(length)}" if any(row[length] >= SHORT for row in examples.rows) else "",
+        "shortest": f"{MIN_RELIABLE_TOKENS} {length_unit(length)}" if has_long_rows else "",
         "plain": ends,
     }
 

@@ -295,4 +295,4 @@ def _subsets(
 
 def _batches(store: RowStore, names: list[str]) -> Iterator[pa.RecordBatch]:
     for k in range(store.n_shards):
-        yield from store.columns(k, names).to_batches()
+        yield from store.read_columns(k, names).to_batches()

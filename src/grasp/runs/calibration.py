@@ -178,7 +178,7 @@ class SubsetFeaturizer:
             slope: coefficients of the function.
             weights: the subset at which the function is evaluated; it determines the repetition factor.
         """
-        repetition_factor = self.predictor.sums(weights, ()).repetition_factor(self.predictor.exposure)
+        repetition_factor = self.predictor.sums(weights, ()).repetition_factor(self.predictor.repetition_law)
         effect_NT = self.predictor.effect_NT
         relevance_N = np.asarray(effect_NT @ (slope.relevance_BT[0] * repetition_factor), np.float64)
         for relevance, slope_T in zip(self.kernels, slope.kernel_BTM[0].T, strict=True):

@@ -1,7 +1,9 @@
-"""Metrics of predictions on runs, for every method and target, as text, JSON and CSV. Start with `evaluation_of`.
+"""Metrics of predictions on runs, for every method and target, as text, JSON and CSV.
 
-`metrics` defines the metrics. A method is anything that predicts utilities of subsets: a scoring rule of GRASP, or a
-baseline. Results are marked if the method was selected on the same runs.
+`grasp.runs.metrics` defines the metrics. A method is anything that predicts utilities of subsets: a scoring rule of
+GRASP, or a baseline. Results are marked if the method was selected on the same runs. Start with `evaluate_predictions`.
+
+Shape letters: B subsets, S seeds, E units, R resamples of the subsets.
 """
 
 import csv
@@ -106,9 +108,21 @@ class Evaluation(Result):
 
     def __repr__(self) -> str:
         """Return one line per method and target, oracles separately, with explanations below."""
+        heading, *body = self._table_lines()
+        text, group = [plain(self.headline), heading[1]], "predictor"
+        for method_role, line in body:
+            if method_role != group:
+                text.append(GROUP_HEADINGS[method_role])
+                group = method_role
+            text.append(line)
+        return "\n".join([*text, *map(plain, self._explanations())])
+
+    def _table_lines(self) -> list[tuple[MethodRole, str]]:
+        """Return the aligned lines of the printed table, each with the role of its method; first the headings."""
         with_cost = any(result.predictions.cost is not None for result in self.methods)
         group_order: list[MethodRole] = ["predictor", *GROUP_HEADINGS]
-        lines: list[tuple[MethodRole, list[str]]] = []
+        roles: list[MethodRole] = ["predictor"]
+        rows: list[list[str]] = []
         for result in sorted(self.methods, key=lambda result: group_order.index(result.predictions.method_role)):
             cost_cells = _cost_cells(result.predictions.cost) if with_cost else []
             metrics_by_name = {self.marked(metrics.target, result): metrics for metrics in result.targets}
@@ -117,30 +131,36 @@ class Evaluation(Result):
                 metrics_by_name[result.mean.target + suffix] = result.mean
             for name, metrics in metrics_by_name.items():
                 cells = [_cell(metric, metrics[metric]) for metric in HEADINGS]
-                lines.append(
-                    (result.predictions.method_role, [result.method, name, str(metrics.n_units), *cells, *cost_cells])
-                )
+                rows.append([result.method, name, str(metrics.n_units), *cells, *cost_cells])
+                roles.append(result.predictions.method_role)
         headings = ["method", "target", "units", *HEADINGS.values(), *(COST_COLUMNS if with_cost else ())]
-        heading, *body = text_table("", headings, [cells for _, cells in lines], left=2).splitlines()
-        text, group = [plain(self.headline), heading], "predictor"
-        for (method_role, _), line in zip(lines, body, strict=True):
-            if method_role != group:
-                text.append(GROUP_HEADINGS[method_role])
-                group = method_role
-            text.append(line)
-        return "\n".join([*text, *map(plain, self._explanations())])
+        return list(zip(roles, text_table("", headings, rows, left=2).splitlines(), strict=True))
 
     def marked(self, target: str, result: MethodResult) -> str:
         """Return the name of a target with the marks that apply to the method; see `MARKS`."""
-        if target in result.selected_on:
-            return f"{target} (in sample)"
-        marks = ["held-out"] * (self.roles[target] == "held-out") + ["same runs"] * bool(result.selected_on)
+        marks = self._marks_of(target, result)
         return f"{target} ({', '.join(marks)})" if marks else target
+
+    def _marks_of(self, target: str, result: MethodResult) -> list[str]:
+        """Return the marks that apply to a method on a target."""
+        if target in result.selected_on:
+            return ["in sample"]
+        marks = []
+        if self.roles[target] == "held-out":
+            marks.append("held-out")
+        if result.selected_on:
+            marks.append("same runs")
+        return marks
 
     def marks(self) -> list[str]:
         """Return explanations of the marks that occur."""
-        names = " ".join(self.marked(metrics.target, result) for result in self.methods for metrics in result.targets)
-        return [f"{mark}: {explanation}" for mark, explanation in MARKS.items() if mark in names]
+        used = {
+            mark
+            for result in self.methods
+            for metrics in result.targets
+            for mark in self._marks_of(metrics.target, result)
+        }
+        return [f"{mark}: {explanation}" for mark, explanation in MARKS.items() if mark in used]
 
     def _explanations(self) -> list[str]:
         """Return the lines below the table: intervals of ceilings, marks, notes, and reasons of undefined values."""
@@ -156,7 +176,7 @@ class Evaluation(Result):
         lines = dict.fromkeys([*ceiling_line, *self.marks(), *self.notes])  # without duplicates, in order
         for result in self.methods:
             for metrics in result.targets:
-                for metric in (*HEADINGS, "task_rho_standardised"):
+                for metric in (*HEADINGS, "task_rho_standardised"):  # the last one is in the JSON and CSV only
                     method = "" if metric in CEILINGS else f" of {result.method}"
                     if reason := metrics[metric].reason:
                         lines[f"undefined: {metric}{method} on {metrics.target}: {reason}"] = None
@@ -179,7 +199,7 @@ def _cost_cells(cost: Cost | None) -> list[str]:
     return [floats, "-" if cost.wall_seconds is None else f"{cost.wall_seconds:.1f}"]
 
 
-def evaluation_of(
+def evaluate_predictions(
     runs: TrainingRuns,
     predictions: Sequence[Predictions],
     *,
@@ -212,27 +232,27 @@ def evaluation_of(
             f"{runs.path}: has targets {list(runs.targets)}, the predictions "
             f"{[(prediction.method, list(prediction.targets)) for prediction in predictions]}; none is common to all"
         )
-    names = tuple(common if targets is None else targets)
+    selected_targets = tuple(common if targets is None else targets)
     utilities = runs.utilities(seeds=seeds, partial=partial)
     if not utilities.subset_ids:
         raise RunsError(f"{runs.path}: no subset has a result for every seed; wait for more results")
     weights_RB = bootstrap_weights(len(utilities.subset_ids), resamples=resamples)
-    realized = {name: utilities.select(name) for name in names}
-    ceilings = {name: noise_ceilings(target.values_BSE, weights_RB) for name, target in realized.items()}
+    measured_of = {target: utilities.select(target) for target in selected_targets}
+    ceilings = {target: noise_ceilings(measured.values_BSE, weights_RB) for target, measured in measured_of.items()}
 
-    def metrics_on(name: str, prediction: Predictions) -> TargetMetrics:
-        target = realized[name]
-        values_BE, task_B = prediction.aligned(target.subset_ids, name, target.unit_ids)
+    def metrics_on(target: str, prediction: Predictions) -> TargetMetrics:
+        measured = measured_of[target]
+        values_BE, task_B = prediction.aligned(measured.subset_ids, target, measured.unit_ids)
         return target_metrics(
-            name, values_BE, target.values_BSE, weights_RB, task_predicted_B=task_B, ceilings=ceilings[name]
+            target, values_BE, measured.values_BSE, weights_RB, task_predicted_B=task_B, ceilings=ceilings[target]
         )
 
     methods = []
     for prediction in predictions:
-        by_target = tuple(metrics_on(name, prediction) for name in names)
+        by_target = tuple(metrics_on(target, prediction) for target in selected_targets)
         method_selected_on = (selected_on or {}).get(prediction.method, ())
         methods.append(MethodResult(prediction, by_target, average(by_target), method_selected_on))
-    roles = {name: runs.role_of(name) for name in names}
+    roles = {target: runs.role_of(target) for target in selected_targets}
     info = runs.info
     family = info.family.spec if info.family else "given subsets"
     return Evaluation(
@@ -244,7 +264,7 @@ def evaluation_of(
         environment=runs.name,
         recipe=info.recipe,
         family=family,
-        utilities=utilities.select(*names),
+        utilities=utilities.select(*selected_targets),
         resamples=resamples,
         roles=roles,
         methods=tuple(methods),

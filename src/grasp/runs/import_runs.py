@@ -26,7 +26,7 @@ from grasp.arrays import F64
 from grasp.errors import RunsError
 from grasp.files import check_directory
 from grasp.mixture_files import mixture_files, read_mixtures_of_runs
-from grasp.runs.results_files import SHARES, HarnessResults, direction_by_name, read_results
+from grasp.runs.results_files import SHARE_METRIC_PATTERN, HarnessResults, direction_by_name, read_results
 from grasp.runs.table import RESULTS_SCHEMA, SUM_TOLERANCE, TRAINED_SCHEMA, Direction, Kind, RunsInfo, RunTable
 from grasp.store.checksummed_parquet import read_checksummed
 from grasp.text import did_you_mean
@@ -70,7 +70,8 @@ def import_runs(
             `trained` contains both.
         label: label column of the corpus that the columns are values of, e.g. source.
         weights: shares: shares of the training tokens, which add up to 1; times: number of times each value is seen.
-        columns: columns with weights, e.g. 'train_*'. Default: all numeric columns that are not results.
+        columns: columns with weights, e.g. 'train_*', or '!eval_*' for all others. Default: all numeric columns that
+            are not results.
         metrics: columns with results, e.g. 'eval/*'. Default: all numeric columns that are not weights.
         higher: results for which higher is better, if the name is ambiguous.
         lower: results for which lower is better, if the name is ambiguous.
@@ -92,44 +93,45 @@ def import_runs(
         raise RunsError(f"weights: got {weights!r}, expected shares or times")
     notes: list[str] = []
 
-    # weights, and results if they are columns of the same table
     files = mixture_files(Path(trained)) if isinstance(trained, Path | str) else []
-    weights_table, weights_location = (pa.table({}), str(trained)) if files else _read_table(trained)
-    if files and results is None:
-        raise RunsError(f"{weights_location}: contains only mixtures; pass the results of the runs too")
-    if results is None:
-        if not metrics:
-            raise RunsError(
-                f"{weights_location}: contains weights and results; pass the columns with results: --metrics"
-            )
-        columns = columns or [f"!{pattern}" for pattern in metrics]
-
-    # results
-    harness: HarnessResults | None = None
-    if results is None:
-        results_table, results_location = weights_table, weights_location
-    elif isinstance(results, Path | str) and Path(results).is_dir():
-        harness = read_results(Path(results))
-        results_table, results_location = harness.table, str(results)
-    else:
-        results_table, results_location = _read_table(results)
-
     if files:
+        if results is None:
+            raise RunsError(f"{trained}: contains only mixtures; pass the results of the runs too")
+        weights_location = str(trained)
         kind, trained_table, weights_note = _weights_of_files(files, label)
         notes.append(weights_note)
     else:
+        weights_table, weights_location = _read_table(trained)
+        if results is None:
+            if not metrics:
+                raise RunsError(
+                    f"{weights_location}: contains weights and results; pass the columns with results: --metrics"
+                )
+            columns = columns or [f"!{pattern}" for pattern in metrics]
         kind, trained_table = _read_weights(weights_table, weights_location, label, weights, columns)
+    harness: HarnessResults | None = None
+    if isinstance(results, Path | str) and Path(results).is_dir():
+        harness = read_results(Path(results))
+        results_table, results_location = harness.table, str(results)
+    elif results is not None:
+        results_table, results_location = _read_table(results)
+    else:
+        results_table, results_location = weights_table, weights_location
+
     wide = _WideTable(results_table, results_location)
     results_long, failed = wide.results(metrics, skip_failed)
     metric_names = tuple(dict.fromkeys(results_long["metric"].to_pylist()))
-    _refuse_mixed_units(results_long, results_location)
+    _refuse_mixed_scales(results_long, results_location)
     directions = _resolve_directions(
         metric_names, harness.directions if harness else {}, higher, lower, results_location
     )
     if failed:
-        notes.append(f"skipped as failed: {len(failed)} runs, e.g. {', '.join(failed[:MAX_LISTED])}")
-        has_finished = pa.array([run not in set(failed) for run in trained_table["run"].to_pylist()])
-        trained_table = trained_table.filter(has_finished)
+        count = f"{len(failed)} result{'s' * (len(failed) > 1)}"
+        notes.append(f"skipped as failed: {count}, e.g. of run {', '.join(list(dict.fromkeys(failed))[:MAX_LISTED])}")
+        # a run of which every seed failed has no results, so that its weights are of no use
+        without_results = set(failed).difference(results_long["run"].to_pylist())
+        is_used = pa.array([run not in without_results for run in trained_table["run"].to_pylist()])
+        trained_table = trained_table.filter(is_used)
     if wide.ignored:
         notes.append(f"ignored columns that are not numeric: {', '.join(wide.ignored[:MAX_LISTED])}")
     if harness is not None:
@@ -155,13 +157,7 @@ def read_mixtures(source: Path | str | pa.Table, values: Sequence[str]) -> tuple
     """
     table, location = _read_table(source)
     if "value" in table.column_names and "value" not in values:
-        mixtures = [name for name in MIXTURE_COLUMNS if name in table.column_names]
-        if not mixtures:
-            raise RunsError(f"{location}: has a column `value` but no shares; expected {', '.join(MIXTURE_COLUMNS)}")
-        lines = zip(
-            _string_column(table, "value", location).to_pylist(), *(table[name] for name in mixtures), strict=True
-        )
-        table = pa.table({"mixture": mixtures} | {value: pa.array(shares) for value, *shares in lines})
+        table = _transpose_mix_output(table, location)
     if not len(table):
         raise RunsError(f"{location}: has no mixtures; expected one per line")
     name_columns = [name for name in table.column_names if name not in values and name in (*NAME_COLUMNS, "mixture")]
@@ -189,13 +185,23 @@ def read_mixtures(source: Path | str | pa.Table, values: Sequence[str]) -> tuple
     return names, share_BG / share_BG.sum(axis=1, keepdims=True)
 
 
+def _transpose_mix_output(table: pa.Table, location: str) -> pa.Table:
+    """Convert the output of `mix`, one line per value and one column per mixture, to one line per mixture."""
+    mixtures = [name for name in MIXTURE_COLUMNS if name in table.column_names]
+    if not mixtures:
+        raise RunsError(f"{location}: has a column `value` but no shares; expected {', '.join(MIXTURE_COLUMNS)}")
+    values = _string_column(table, "value", location).to_pylist()
+    lines = zip(values, *(table[name] for name in mixtures), strict=True)
+    return pa.table({"mixture": mixtures} | {value: pa.array(shares) for value, *shares in lines})
+
+
 # ------------------------------------------------------------------------------------------------------- mixtures
 
 
 def _read_weights(
     table: pa.Table, location: str, label: str | None, weights: str, columns: Sequence[str]
 ) -> tuple[Kind, pa.Table]:
-    """Return what has weights, and a table of run, name and weight.
+    """Return what the weights are of (rows, expressions, shares or times), and a table of run, name and weight.
 
     A table in long form is recognized by its columns; otherwise there is one column of weights per label value.
     """
@@ -235,7 +241,7 @@ def _read_weights(
 
 
 def _weights_of_files(files: Sequence[Path], label: str | None) -> tuple[Kind, pa.Table, str]:
-    """Return what has weights, a table of run, name and weight, and a note on the weights."""
+    """Return what the weights are of, a table of run, name and weight, and a note on the weights."""
     if label is None:
         raise RunsError(f"{files[0]}: pass the label whose values it mixes, e.g. --label source")
     kind, weights, weights_note = read_mixtures_of_runs(files)
@@ -294,12 +300,12 @@ class _WideTable:
         return selected
 
     def results(self, patterns: Sequence[str], skip_failed: bool) -> tuple[pa.Table, list[str]]:
-        """Return results with RESULTS_SCHEMA, and the names of skipped runs."""
+        """Return results with RESULTS_SCHEMA, and the run of each line that is skipped as failed."""
         metrics = self.select_columns(patterns)
         if not metrics:
             raise RunsError(f"{self.location}: has no numeric columns with results")
         failed: list[str] = []
-        lines: list[tuple[Any, ...]] = []
+        lines: list[dict[str, Any]] = []
         for line, run in enumerate(self.runs):
             state = str(self.metadata("state", line) or FINISHED_STATES[0]).lower()
             values = [float(self.numbers[name][line]) for name in metrics]
@@ -308,21 +314,27 @@ class _WideTable:
                 continue
             size = self.metadata("size", line)
             seed, tokens = self._whole_number("seed", line) or 0, self._whole_number("tokens", line)
-            run_columns = (run, seed, None if size is None else str(size), None if tokens is None else float(tokens))
-            lines += [(*run_columns, name, None, value) for name, value in zip(metrics, values, strict=True)]
-        columns = list(zip(*lines, strict=True)) or [() for _ in RESULTS_SCHEMA]
-        arrays = [pa.array(column, field.type) for column, field in zip(columns, RESULTS_SCHEMA, strict=True)]
-        return pa.table(arrays, schema=RESULTS_SCHEMA), failed
+            of_run = {
+                "run": run,
+                "seed": seed,
+                "size": None if size is None else str(size),
+                "tokens": None if tokens is None else float(tokens),
+            }
+            lines += [of_run | {"metric": name, "value": value} for name, value in zip(metrics, values, strict=True)]
+        return pa.Table.from_pylist(lines, RESULTS_SCHEMA), failed
 
     def _whole_number(self, name: str, line: int) -> int | None:
         """Return a seed or a number of tokens as an integer, or None."""
         value = self.metadata(name, line)
+        if value is None:
+            return None
+        error = RunsError(f"{self.location}: run {self.runs[line]!r}: {name} is {value!r}, expected a whole number")
         try:
-            number = None if value is None else int(float(value)) if isinstance(value, str) else int(value)
-        except (ValueError, OverflowError, TypeError):
-            number = MAX_INTEGER + 1
-        if number is not None and not 0 <= number <= MAX_INTEGER:
-            raise RunsError(f"{self.location}: run {self.runs[line]!r}: {name} is {value!r}, expected a whole number")
+            number = int(float(value)) if isinstance(value, str) else int(value)
+        except (ValueError, OverflowError, TypeError) as err:
+            raise error from err
+        if not 0 <= number <= MAX_INTEGER:
+            raise error
         return number
 
 
@@ -382,13 +394,13 @@ def _resolve_directions(
     return directions
 
 
-def _refuse_mixed_units(results: pa.Table, location: str) -> None:
+def _refuse_mixed_scales(results: pa.Table, location: str) -> None:
     """Raise an error if some values of a metric are fractions of 1 and others are percent."""
     for metric in pc.unique(results["metric"]).to_pylist():
         metric_results = results.filter(pc.equal(results["metric"], metric))
         value = metric_results["value"].to_numpy()
         shares, percent = value[(value > 0) & (value <= 1)], value[value > 1]
-        if not (re.search(SHARES, metric.lower()) and shares.size and percent.size):
+        if not (re.search(SHARE_METRIC_PATTERN, metric.lower()) and shares.size and percent.size):
             continue
         # as percent, the shares are similar to the other values: 0.47 and 63, not 0.9 and 3.4
         if percent.min() / 2 <= 100 * shares.min() and 100 * shares.max() <= 2 * percent.max():

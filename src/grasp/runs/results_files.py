@@ -30,7 +30,9 @@ HIGHER_IS_BETTER = (
     r"acc|f1|exact_match|(^|[/_.])em($|[/_.])|bleu|rouge|(?<!primary_)score|pass@|reward|auc|utility|mrr|recall|precision"
     r"|sum_logits|logits_per_(token|char)"
 )
-SHARES = r"acc|f1|exact_match|(^|[/_.])em($|[/_.])|bleu|rouge|pass@|auc|mrr|recall|precision"  # of 1, or in percent
+SHARE_METRIC_PATTERN = (
+    r"acc|f1|exact_match|(^|[/_.])em($|[/_.])|bleu|rouge|pass@|auc|mrr|recall|precision"  # of 1, or in percent
+)
 HARMFUL = r"toxic|bias|harm|hallucinat|stereotyp|refus|leak|memori[sz]"  # a score of these may be better if lower
 MAX_RESULTS_LISTED = 3  # results listed in a note
 
@@ -56,7 +58,9 @@ def direction_by_name(metric: str) -> Direction | None:
     name = metric.lower()
     if re.search(LOWER_IS_BETTER, name):
         return "lower"
-    is_known = re.search(HIGHER_IS_BETTER, name) and (re.search(SHARES, name) or not re.search(HARMFUL, name))
+    is_known = re.search(HIGHER_IS_BETTER, name) and (
+        re.search(SHARE_METRIC_PATTERN, name) or not re.search(HARMFUL, name)
+    )
     return "higher" if is_known else None
 
 

@@ -1,9 +1,9 @@
 """Selection budgets and constraints, and the exact optimum for additive objectives.
 
 Parse budgets (`20%`, `2Mtokens`), floors and caps per label value, and exclusion lists. Budgets, floors and caps are in
-the same unit: rows, tokens or documents. `Ledger` tracks the remaining budget while rows are added, and reserves what
-unmet floors still require, so that no floor becomes infeasible. A rejected row stays rejected, unless tokens that were
-reserved for a floor are released.
+the same unit: rows, tokens or documents. `Ledger` tracks the remaining budget while items are added, and reserves what
+unmet floors still require, so that no floor becomes infeasible. When a floor is met, the rest of its reserve is
+released, and items that did not fit are tried again.
 
 Start with `take_within_budget`.
 Shape letters: N rows, M items (rows or documents), P items in ranked order, G label values.
@@ -251,9 +251,9 @@ class Constraints:
             rows_M: rows of each item; None: items are rows.
 
         Raises:
-            SettingsError: the budget is 0 or exceeds the candidates; floors or caps have no label, an unknown value or
-                another unit than the budget; or floors or caps cannot be met (the message lists which, and by how
-                much).
+            SettingsError: the budget is less than any candidate costs, or more than all of them; floors or caps have no
+                label, an unknown value or another unit than the budget; or they cannot be met (the message lists which,
+                and by how much).
         """
         unit: Unit = budget.unit or "rows"
         n_items = len(allowed_M)
@@ -309,13 +309,14 @@ class Constraints:
             f"{names[g]} needs {int(floor_G[g]):,} {unit}, the pool has {int(pool_G[g]):,}"
             for g in np.flatnonzero(floor_G > pool_G).tolist()
         ]
+        # The last item that meets a floor may exceed it, but not the cap.
         for g in np.flatnonzero((floor_G > 0) & (cap_G < size) & (floor_G + overshoot_G > cap_G)).tolist():
             problem = f"{names[g]} has a floor of {int(floor_G[g]):,} and a cap of {int(cap_G[g]):,} {unit}"
             if floor_G[g] <= cap_G[g]:
                 problem += f", which differ by less than its longest {item_name} of {int(largest_G[g]):,}"
             problems.append(problem)
         if (needed := int(floor_G.sum() + overshoot_G.sum())) > size:
-            longest = f" including the longest {item_name} of each value" if unit == "tokens" else ""
+            longest = f" including the longest {item_name} of each value" if overshoot_G.any() else ""
             problems.append(f"together they need {needed:,} {unit}{longest}, the budget is {size:,}")
         if problems:
             more = f"; and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
@@ -333,7 +334,10 @@ class Constraints:
         return np.where(self.floor_G > 0, self.largest_G - 1, 0)
 
     def in_rows(self, size: int) -> "Constraints":
-        """Return the constraints for a fixed number of rows; floors and caps in tokens are dropped."""
+        """Return the constraints for a fixed number of rows; floors and caps in tokens are dropped.
+
+        The items must be rows.
+        """
         if self.unit != "tokens":
             return replace(self, budget=size)
         no_floor_G, no_cap_G = np.zeros_like(self.floor_G), np.full_like(self.cap_G, size)
@@ -364,15 +368,17 @@ class Ledger:
         self._used_G = [0] * len(constraints.values)
         self._floor_G = constraints.floor_G.tolist()
         self._cap_G = constraints.cap_G.tolist()
-        self._slack_G = constraints.overshoot.tolist()
+        self._overshoot_G = constraints.overshoot.tolist()
         self._reserved_floor = sum(self._floor_G)  # cost that unmet floors still require
-        self._reserved_slack = sum(self._slack_G)
+        self._reserved_overshoot = sum(self._overshoot_G)
 
     def remaining(self, code: int) -> int:
         """Return the largest cost that an item of this label value may have to be added."""
         need = self._need(code)
-        reserved = need + (self._slack_G[code] if need else 0)
-        free = self._constraints.budget - self.used - (self._reserved_floor + self._reserved_slack - reserved)
+        reserved_for_it = need + (self._overshoot_G[code] if need else 0)
+        # used + reserved never exceeds the budget, so that the floors of other values can always be met
+        reserved_for_others = self._reserved_floor + self._reserved_overshoot - reserved_for_it
+        free = self._constraints.budget - self.used - reserved_for_others
         return int(min(self._cap_G[code] - self._used_G[code], free))
 
     def fits(self, item_index: I64) -> Bool:
@@ -390,7 +396,7 @@ class Ledger:
             remaining_need = self._need(code)
             self._reserved_floor -= need - remaining_need
             if not remaining_need:
-                self._reserved_slack -= self._slack_G[code]
+                self._reserved_overshoot -= self._overshoot_G[code]
 
     def _need(self, code: int) -> int:
         """Return the cost that the floor of this label value still requires."""
@@ -442,16 +448,16 @@ def _take_what_fits(order_P: I64, constraints: Constraints) -> I64:
     if not constraints.costs_differ:
         return order_P[: constraints.budget]
     cost_P = constraints.cost_M[order_P]
-    runs = [order_P[:0]]
+    segments = [order_P[:0]]
     start, remaining = 0, constraints.budget
     while (fits := cost_P[start:] <= remaining).any():
         start += int(fits.argmax())
         total_cost = np.cumsum(cost_P[start:])
         stop = start + int(np.searchsorted(total_cost, remaining, side="right"))
-        runs.append(order_P[start:stop])
+        segments.append(order_P[start:stop])
         remaining -= int(total_cost[stop - start - 1])
         start = stop
-    return np.concatenate(runs)
+    return np.concatenate(segments)
 
 
 def _take_by_counts(order_P: I64, constraints: Constraints) -> I64:

@@ -232,7 +232,7 @@ def stored_rows(
     fingerprint, directory = artifact.manifest.fingerprints.get("corpus"), artifact.path / TOKENS
     if directory.is_dir():
         rows = RowStore.open(directory)
-        if rows.fingerprint == fingerprint and rows.keeps_spans_of(corpus.source):
+        if rows.fingerprint == fingerprint and rows.was_built_from(corpus.source):
             yield rows
             return
     try:
@@ -248,7 +248,7 @@ def _difference(artifact: ArtifactReader, rows: RowStore) -> str:
     """Describe the first difference between the rows of a corpus and those of the artifact, and what to do."""
     remedy = "the artifact was built from another corpus; pass the path of that one with `corpus`"
     expected = (name for batch in artifact.row_batches(["row_id"]) for name in batch.column(0).to_pylist())
-    names = (name for k in range(rows.n_shards) for name in rows.columns(k, ("row_id",))["row_id"].to_pylist())
+    names = (name for k in range(rows.n_shards) for name in rows.read_columns(k, ("row_id",))["row_id"].to_pylist())
     for row, name in zip_longest(names, expected):
         if name is None:
             return f"has {row!r} beyond the {artifact.n_rows:,} rows of {artifact.location}; {remedy}"
@@ -317,7 +317,7 @@ def select_documents(rows: RowStore, selected_N: Bool, rule: Rule, *, others: bo
     Raises:
         SettingsError: no document is selected.
     """
-    table = pa.concat_tables(rows.columns(k, (DOCUMENT_COLUMN, "n_tokens")) for k in range(rows.n_shards))
+    table = pa.concat_tables(rows.read_columns(k, (DOCUMENT_COLUMN, "n_tokens")) for k in range(rows.n_shards))
     document_N, tokens_N = (column.to_numpy().astype(np.int64) for column in table.columns)
     tokens_M, selected_tokens_M = (
         np.bincount(document_N, count_N).astype(np.int64) for count_N in (tokens_N, tokens_N * selected_N)
@@ -336,7 +336,7 @@ def select_documents(rows: RowStore, selected_N: Bool, rule: Rule, *, others: bo
     for k in range(rows.n_shards):
         shard = slice(k * rows.shard_rows, (k + 1) * rows.shard_rows)
         is_named = pa.array(first_N[shard] & mask_M[document_N[shard]])
-        names += rows.columns(k, ("row_id",))["row_id"].filter(is_named).to_pylist()
+        names += rows.read_columns(k, ("row_id",))["row_id"].filter(is_named).to_pylist()
     n_tokens, n_selected = int(tokens_M[mask_M].sum()), int(selected_tokens_M[mask_M].sum())
     records = tuple(np.flatnonzero(mask_M).tolist())
     n_lost = int(selected_tokens_M.sum()) - n_selected
@@ -368,7 +368,7 @@ def row_tables(
     rank_N = np.full(artifact.n_rows, -1, dtype=np.int64)  # -1: not selected
     rank_N[row_index] = np.arange(len(row_index))
     texts = rows.texts(np.flatnonzero(rank_N >= 0), corpus, tokenizer)
-    document_N = np.concatenate([rows.columns(k, (DOCUMENT_COLUMN,)).column(0) for k in range(rows.n_shards)])
+    document_N = np.concatenate([rows.read_columns(k, (DOCUMENT_COLUMN,)).column(0) for k in range(rows.n_shards)])
     other_columns = _OtherColumns(corpus)
     stop, text_name = 0, (artifact.manifest.details.get("columns") or {}).get("text", "text")
     for batch in artifact.row_batches(None, batch_rows=BLOCK_ROWS):

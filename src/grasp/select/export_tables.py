@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from math import isnan
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -38,10 +38,20 @@ from grasp.errors import CorpusError
 from grasp.files import temporary_path
 from grasp.text import json_text
 
-# Type of a column in all files, and how it is converted: "cast" by Arrow, "json" to JSON text, or by `column_of` to
-# labels of a kind.
-Conversion = tuple[pa.DataType, Literal["cast", "json"] | Kind]
-_PROMOTABLE_TYPES = (  # groups of types that Arrow promotes to one another without changing a value
+
+class Conversion(NamedTuple):
+    """How a column is brought to the type that it has in all files.
+
+    Attributes:
+        dtype: type of the column.
+        method: "cast" by Arrow, "json" as JSON text, or by `column_of` as labels of a kind.
+    """
+
+    dtype: pa.DataType
+    method: Literal["cast", "json"] | Kind
+
+
+_PROMOTABLE_TESTS = (  # tests for groups of types that Arrow promotes to one another without changing a value
     is_text,
     pa.types.is_integer,
     pa.types.is_floating,
@@ -50,9 +60,9 @@ _PROMOTABLE_TYPES = (  # groups of types that Arrow promotes to one another with
     pa.types.is_date,
     pa.types.is_time,
     pa.types.is_duration,
-    lambda kind: pa.types.is_binary(kind) or pa.types.is_large_binary(kind),
+    lambda dtype: pa.types.is_binary(dtype) or pa.types.is_large_binary(dtype),
 )
-_READABLE_TYPES = (
+_READABLE_TESTS = (  # tests for types that `datasets` reads and Parquet stores
     pa.types.is_null,
     pa.types.is_boolean,
     pa.types.is_integer,
@@ -95,7 +105,7 @@ def unify_schemas(files: Sequence[Path]) -> None:
     schemas = [pq.read_schema(file) for file in files]
     names = dict.fromkeys(name for schema in schemas for name in schema.names)
     conversions = {name: _choose_conversion(files, schemas, name) for name in names}
-    target = pa.schema([(name, kind) for name, (kind, _) in conversions.items()])
+    target = pa.schema([(name, conversion.dtype) for name, conversion in conversions.items()])
     for file, schema in zip(files, schemas, strict=True):
         if schema.equals(target):
             continue
@@ -105,7 +115,7 @@ def unify_schemas(files: Sequence[Path]) -> None:
                 columns = [
                     _convert(name, batch.column(name), conversion)
                     if name in schema.names
-                    else pa.nulls(len(batch), conversion[0])
+                    else pa.nulls(len(batch), conversion.dtype)
                     for name, conversion in conversions.items()
                 ]
                 writer.write_table(pa.table(columns, schema=target))
@@ -122,22 +132,22 @@ def _infer_column(values: Sequence[Any]) -> pa.Array:
     except (pa.ArrowException, OverflowError):
         return _json_column(values)
     is_lossless = _is_exact(column.type) or all(
-        value is None or json_text(part.as_py(), None) == json_text(value, None)
+        value is None or json_text(part.as_py(), indent=None) == json_text(value, indent=None)
         for part, value in zip(column, values, strict=True)
     )
     return column if is_lossless and _readable_type(column.type) == column.type else _json_column(values)
 
 
-def _is_exact(kind: pa.DataType) -> bool:
+def _is_exact(dtype: pa.DataType) -> bool:
     """Return whether the inference of this type cannot have changed a value, e.g. an integer into a float."""
-    if is_list(kind):
-        return _is_exact(kind.value_type)
-    return not (pa.types.is_struct(kind) or pa.types.is_floating(kind))  # Arrow turns [1, 0.5] into [1.0, 0.5]
+    if is_list(dtype):
+        return _is_exact(dtype.value_type)
+    return not (pa.types.is_struct(dtype) or pa.types.is_floating(dtype))  # Arrow turns [1, 0.5] into [1.0, 0.5]
 
 
 def _json_column(values: Sequence[Any]) -> pa.Array:
     """Return values as a column of JSON."""
-    texts = [None if value is None else json_text(value, None, only_ascii=False) for value in values]
+    texts = [None if value is None else json_text(value, indent=None, only_ascii=False) for value in values]
     return pa.array(texts, pa.string()).cast(pa.json_())
 
 
@@ -146,49 +156,53 @@ def _to_readable(name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:
     target = _readable_type(column.type)
     if target == column.type:
         return column
-    if target is not None and pa.types.is_nested(target):  # Arrow's cast of list views returns damaged arrays
+    if target is not None and pa.types.is_nested(target):
+        # Arrow's cast of list views returns damaged arrays, so nested values are converted by way of Python; values
+        # that do not fit become JSON.
         try:
             return pa.chunked_array([pa.array(column.to_pylist(), target)])
         except (pa.ArrowException, TypeError):
             target = None
     if target is None:
-        return _convert(name, column, (pa.json_(), "json"))
+        return _convert(name, column, Conversion(pa.json_(), "json"))
     if is_text(target) and not is_text(column.type):
         return pa.chunked_array([column_of(plain_values(column), "string")])
     return column.cast(target)
 
 
-def _readable_type(kind: pa.DataType) -> pa.DataType | None:
+def _readable_type(dtype: pa.DataType) -> pa.DataType | None:
     """Return the type in which `datasets` reads the values of an Arrow type; None: as JSON."""
-    if is_json(kind) or any(test(kind) for test in _READABLE_TYPES):
-        return kind
-    if isinstance(kind, pa.BaseExtensionType):
-        as_label = {"arrow.uuid": pa.string(), "arrow.bool8": pa.bool_()}
-        return as_label.get(kind.extension_name) or _readable_type(kind.storage_type)
-    if pa.types.is_dictionary(kind):
-        return _readable_type(kind.value_type)
-    if pa.types.is_string_view(kind):
+    if is_json(dtype) or any(test(dtype) for test in _READABLE_TESTS):
+        return dtype
+    if isinstance(dtype, pa.BaseExtensionType):
+        plain_types = {"arrow.uuid": pa.string(), "arrow.bool8": pa.bool_()}
+        return plain_types.get(dtype.extension_name) or _readable_type(dtype.storage_type)
+    if pa.types.is_dictionary(dtype):
+        return _readable_type(dtype.value_type)
+    if pa.types.is_string_view(dtype):
         return pa.string()
-    if pa.types.is_binary_view(kind):
+    if pa.types.is_binary_view(dtype):
         return pa.binary()
-    if pa.types.is_decimal(kind):
-        return pa.decimal128(kind.precision, kind.scale)
-    if is_list(kind):
-        element = _readable_type(kind.value_type)
-        if element is None or (element == kind.value_type and not _is_view(kind)):
-            return None if element is None else kind
-        if pa.types.is_fixed_size_list(kind):
-            return pa.list_(element, kind.list_size)
-        is_large = pa.types.is_large_list(kind) or pa.types.is_large_list_view(kind)
+    if pa.types.is_decimal(dtype):  # decimal32 and decimal64; wider ones are readable
+        return pa.decimal128(dtype.precision, dtype.scale)
+    if is_list(dtype):
+        element = _readable_type(dtype.value_type)
+        if element is None:
+            return None
+        if element == dtype.value_type and not _is_view(dtype):
+            return dtype
+        if pa.types.is_fixed_size_list(dtype):
+            return pa.list_(element, dtype.list_size)
+        is_large = pa.types.is_large_list(dtype) or pa.types.is_large_list_view(dtype)
         return pa.large_list(element) if is_large else pa.list_(element)
-    if pa.types.is_struct(kind) and kind.num_fields:  # Parquet cannot store a struct without members
-        members = [(member.name, _readable_type(member.type)) for member in kind]
+    if pa.types.is_struct(dtype) and dtype.num_fields:  # Parquet cannot store a struct without members
+        members = [(member.name, _readable_type(member.type)) for member in dtype]
         return None if any(member is None for _, member in members) else pa.struct(members)
     return None
 
 
-def _is_view(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
+def _is_view(dtype: pa.DataType) -> bool:
+    return bool(pa.types.is_list_view(dtype) or pa.types.is_large_list_view(dtype))
 
 
 def _column_batches(files: Sequence[Path], name: str) -> Iterator[pa.Array]:
@@ -203,27 +217,28 @@ def _column_batches(files: Sequence[Path], name: str) -> Iterator[pa.Array]:
 def _choose_conversion(files: Sequence[Path], schemas: Sequence[pa.Schema], name: str) -> Conversion:
     """Return the type that holds a column of all files, and how the column is brought to it."""
     types = list(dict.fromkeys(schema.field(name).type for schema in schemas if name in schema.names))
-    types = [kind for kind in types if not pa.types.is_null(kind)] or [pa.null()]
+    types = [dtype for dtype in types if not pa.types.is_null(dtype)] or [pa.null()]
     if len(types) == 1:
-        return types[0], "cast"
+        return Conversion(types[0], "cast")
     promoted = _promoted_type(types)
     if promoted is not None and all(_can_cast(column, promoted) for column in _column_batches(files, name)):
-        return promoted, "cast"
-    if all(is_label(kind) and not is_json(kind) for kind in types):
+        return Conversion(promoted, "cast")
+    if all(is_label(dtype) and not is_json(dtype) for dtype in types):
         kind = widest({kind_of_all(plain_values(column)) for column in _column_batches(files, name)})
-        return ARROW_TYPE[kind], kind
-    return pa.json_(), "json"
+        return Conversion(ARROW_TYPE[kind], kind)
+    return Conversion(pa.json_(), "json")
 
 
 def _promoted_type(types: Sequence[pa.DataType]) -> pa.DataType | None:
     """Return the type to which Arrow promotes all of these, if that adds no member and changes no kind of value."""
-    if all(pa.types.is_timestamp(kind) and kind.tz is not None for kind in types):
-        types = [pa.timestamp(kind.unit, "UTC") for kind in types]
-    numbers = all(pa.types.is_integer(kind) or pa.types.is_floating(kind) for kind in types)
+    # Time zones do not change the moment that is stored, but Arrow does not promote one to another.
+    if all(pa.types.is_timestamp(dtype) and dtype.tz is not None for dtype in types):
+        types = [pa.timestamp(dtype.unit, "UTC") for dtype in types]
+    numbers = all(pa.types.is_integer(dtype) or pa.types.is_floating(dtype) for dtype in types)
     if not numbers and not all(_same_kind(left, right) for left, right in combinations(types, 2)):
         return None
     try:
-        schemas = [pa.schema([("", kind)]) for kind in types]
+        schemas = [pa.schema([("", dtype)]) for dtype in types]
         return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
     except pa.ArrowException:
         return None
@@ -236,9 +251,9 @@ def _same_kind(left: pa.DataType, right: pa.DataType) -> bool:
     if is_list(left) and is_list(right):
         return _same_kind(left.value_type, right.value_type)
     if pa.types.is_struct(left) and pa.types.is_struct(right):
-        names = [[member.name for member in kind] for kind in (left, right)]
+        names = [[member.name for member in dtype] for dtype in (left, right)]
         return names[0] == names[1] and all(_same_kind(a.type, b.type) for a, b in zip(left, right, strict=True))
-    return left == right or any(test(left) and test(right) for test in _PROMOTABLE_TYPES)
+    return left == right or any(test(left) and test(right) for test in _PROMOTABLE_TESTS)
 
 
 def _can_cast(column: pa.Array, target: pa.DataType) -> bool:
@@ -252,7 +267,7 @@ def _can_cast(column: pa.Array, target: pa.DataType) -> bool:
 
 def _convert(name: str, column: pa.Array | pa.ChunkedArray, conversion: Conversion) -> pa.Array | pa.ChunkedArray:
     """Convert a column to the type that all files have in common."""
-    target, method = conversion
+    target, method = conversion.dtype, conversion.method
     if column.type == target:
         return column
     if pa.types.is_null(column.type):
@@ -260,7 +275,8 @@ def _convert(name: str, column: pa.Array | pa.ChunkedArray, conversion: Conversi
     if method == "cast":
         return column.cast(target)
     values = plain_values(column)
-    if method != "json":  # labels have no NaN: it is stored as null
+    if method != "json":
+        # labels have no NaN: it is stored as null
         return column_of([None if isinstance(v, float) and isnan(v) else v for v in values], method)
     try:
         return _json_column(values)

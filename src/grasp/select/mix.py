@@ -281,7 +281,7 @@ def _optimize_additive(objective: SelectionObjective, slices: LabelSlices, probl
     """Return the optimal mixture for an objective that is additive over rows, with diminishing value of repetition."""
     current_G = problem.current_G
     effect_G = (objective.predictor.sums(slices.each, ()).effect_BT @ objective.weights_T) / slices.rows_G
-    curves = ExposureCurves(objective.budget_predictor.exposure, effect_G + NEW_ROW_VALUE, current_G)
+    curves = ExposureCurves(objective.budget_predictor.repetition_law, effect_G + NEW_ROW_VALUE, current_G)
     segments = curves.segments(problem.low_G, problem.high_G)
     p_G = solve(replace(problem, segments=segments))
 

@@ -209,7 +209,7 @@ class SelectionObjective:
             run_model = fit_outcomes(predictor, artifact, runs)
         budget_predictor = predictor
         if train_tokens is not None:
-            budget_predictor = replace(predictor, exposure=repetition_law(train_tokens, tokens_N))
+            budget_predictor = replace(predictor, repetition_law=repetition_law(train_tokens, tokens_N))
         return cls(
             artifact, predictor, budget_predictor, weights_T, effect_N, tokens_N, train_tokens, run_model, cautious
         )

@@ -21,14 +21,14 @@ from grasp.arrays import I64, Bool
 from grasp.artifact.label_table import LabelColumn, LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import (
-    SHORT,
+    MIN_RELIABLE_TOKENS,
+    count_short_rows,
     label_column,
     leak_notes,
     leaked_rows,
     length_column,
+    length_unit,
     row_documents,
-    short_of,
-    short_rows,
     suggest_labels,
 )
 from grasp.errors import SettingsError
@@ -194,7 +194,7 @@ def _build_selection(
     headline = selected.headline(table, n_tokens)
     value_notes: list[str] = []
     if tokens is not None:
-        (factor,) = sums.repetition_factor(objective.budget_predictor.exposure)
+        (factor,) = sums.repetition_factor(objective.budget_predictor.repetition_law)
         headline += f"; {tokens / n_tokens:.2g} epochs in {tokens:,.0f} training tokens"
         value_notes.append(
             f"value {value:+z.3f}: the change including repetition, which has {float(factor):.0%} of the effect of as "
@@ -419,11 +419,11 @@ def _selection_notes(
             f"not selected: {share_text(int(dropped_N.sum()), len(dropped_N))}, mean effect {mean:+.3f}"
             + (f"; mainly {label} {values}" if values else "")
         )
-    if (n_short := short_rows(artifact, row_index)) > SHORT_SHARE * len(row_index):
+    if (n_short := count_short_rows(artifact, row_index)) > SHORT_SHARE * len(row_index):
         length = length_column(artifact)
         messages.append(
-            f"{n_short:,} selected rows have fewer than {SHORT} {short_of(length)}, so their relevance is noisy; "
-            f'exclude them with --exclude-where "{length} < {SHORT}"'
+            f"{n_short:,} selected rows have fewer than {MIN_RELIABLE_TOKENS} {length_unit(length)}, so their "
+            f'relevance is noisy; exclude them with --exclude-where "{length} < {MIN_RELIABLE_TOKENS}"'
         )
     if not export_documents:
         messages += _partial_documents_note(row_documents(artifact), row_index)

@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812
 from transformers import PreTrainedModel
 
 from grasp.arrays import F64, I64, Bool
-from grasp.corpus.row_store import RowShard, RowStore
+from grasp.corpus.row_store import RowStore, TokenRows
 from grasp.errors import ModelError
 from grasp.models.causal_lm import pad_rows
 from grasp.training.adamw import AdamWTraining
@@ -93,26 +93,26 @@ class FurtherTraining:
         return float(training.backward(ids_BL, weight_BL / max(weight_BL.sum(), 1.0)).sum())
 
 
-def padded_labels(rows: RowShard) -> tuple[I64, F64]:
+def padded_labels(rows: TokenRows) -> tuple[I64, F64]:
     """Return token ids (B, L), padded on the right, and 1 at the positions whose next token carries loss."""
     indices = range(len(rows))
     ids, loss_mask = pad_rows([rows.ids(i) for i in indices], [rows.mask(i) for i in indices])
     return ids.numpy(), label_positions(loss_mask)
 
 
-def signed_labels(pairs: RowShard) -> tuple[I64, F64]:
+def signed_labels(pairs: TokenRows) -> tuple[I64, F64]:
     """Return the sides of pairs with label weights 1 (chosen) and -1 (rejected), whose summed losses are -margins."""
     ids_SL, weight_SL = padded_labels(pairs.sides())
     return ids_SL, weight_SL * np.tile([1.0, -1.0], len(pairs))[:, None]
 
 
-def margins(training: AdamWTraining, pairs: RowShard) -> F64:
+def margins(training: AdamWTraining, pairs: TokenRows) -> F64:
     """Return log p(chosen) - log p(rejected) of pairs at the current weights, (B,), nats."""
     loss_S = training.row_losses(*signed_labels(pairs))
     return np.asarray(-(loss_S[::2] + loss_S[1::2]))
 
 
-def dpo_backward(training: AdamWTraining, pairs: RowShard, reference_B: F64, beta: float) -> float:
+def dpo_backward(training: AdamWTraining, pairs: TokenRows, reference_B: F64, beta: float) -> float:
     """Add the gradient of the mean DPO loss of pairs to the buffers, and return the loss.
 
     Args:

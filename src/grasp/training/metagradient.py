@@ -347,48 +347,63 @@ class _Replay:
             root=float(results["root"][0]),
             largest_scale=settings.largest_scale or math.inf,
         )
-        batch = step.batch
-        weight_B = self.trajectory.weight_N[batch.row_index_B]
-        directions = []
-        for t, adjoint in enumerate(self.adjoints):
-            direction, n_fixed = through_update(adjoint, constants, step.gradient, step.first_after, step.second_after)
-            product, along_B = curvature_product(
-                training,
-                batch.ids_BL,
-                batch.weight_BL,
-                direction,
-                settings.curvature,
-                # alternating signs cancel errors of one-sided differences over steps
-                settings.relative_step * (-1 if step.step % 2 else 1),
-                BatchGradient(step.gradient, step.loss_B),
-            )
-            add_curvature(adjoint, constants, training.weight_decays, product)
-            along_B = np.divide(along_B, weight_B, out=np.full_like(along_B, np.nan), where=weight_B != 0)
-            results["drawn"][step.step, : len(along_B), t] = along_B
-            results["adjoint_norm"][step.step, t] = adjoint.norm
-            results["direction_norm"][step.step, t] = norm_of(direction)
-            results["left_out"][step.step] = n_fixed
-            if step.step in settings.probe_steps:
+        is_probe_step = step.step in settings.probe_steps
+        directions: list[Sequence[Tensor]] = []
+        for t in range(len(self.adjoints)):
+            direction = self._back_target(t, step, constants)
+            if is_probe_step:
                 directions.append(direction)
-            if not math.isfinite(adjoint.norm):
-                raise ModelError(
-                    f"replay: the derivative is {adjoint.norm} at step {step.step}, expected a finite number; set "
-                    "first_step to a later step, set curvature to gauss-newton, or lower the learning rate"
-                )
-        if step.step in settings.probe_steps:
-            differentiate = partial(
-                row_derivatives,
-                training,
-                self.rows,
-                directions,
-                relative_step=settings.relative_step,
-                batch_tokens=settings.batch_tokens,
+            del direction  # of a large model, one more direction in memory counts
+        if is_probe_step:
+            value_NT = self._differentiate_rows(directions)
+            results["probe"][settings.probe_steps.index(step.step)] = value_NT / step.batch.n_labels
+
+    def _back_target(self, t: int, step: Step, constants: UpdateConstants) -> list[Tensor]:
+        """Backpropagate through one step for one target; return the derivative by the gradient of the batch.
+
+        Raises:
+            ModelError: the derivative is not finite.
+        """
+        settings, training, results = self.settings, self.training, self.results
+        adjoint, batch, k = self.adjoints[t], step.batch, step.step
+        direction, n_fixed = through_update(adjoint, constants, step.gradient, step.first_after, step.second_after)
+        product, along_B = curvature_product(
+            training,
+            batch.ids_BL,
+            batch.weight_BL,
+            direction,
+            settings.curvature,
+            settings.relative_step * (-1 if k % 2 else 1),  # errors of one-sided differences cancel over steps
+            BatchGradient(step.gradient, step.loss_B),
+        )
+        add_curvature(adjoint, constants, training.weight_decays, product)
+        weight_B = self.trajectory.weight_N[batch.row_index_B]
+        along_B = np.divide(along_B, weight_B, out=np.full_like(along_B, np.nan), where=weight_B != 0)
+        results["drawn"][k, : len(along_B), t] = along_B
+        results["adjoint_norm"][k, t] = adjoint.norm
+        results["direction_norm"][k, t] = norm_of(direction)
+        results["left_out"][k] = n_fixed
+        if not math.isfinite(adjoint.norm):
+            raise ModelError(
+                f"replay: the derivative is {adjoint.norm} at step {k}, expected a finite number; set "
+                "first_step to a later step, set curvature to gauss-newton, or lower the learning rate"
             )
-            try:
-                value_NT = differentiate(cheaper_method(len(directions))[0])
-            except UnsupportedLayerError:  # such as experts, whose tensors have no gradient for each row
-                value_NT = differentiate("difference")
-            results["probe"][settings.probe_steps.index(step.step)] = value_NT / batch.n_labels
+        return direction
+
+    def _differentiate_rows(self, directions: list[Sequence[Tensor]]) -> F64:
+        """Return the derivatives of all rows along the directions of the targets, (N, T); see `row_derivatives`."""
+        differentiate = partial(
+            row_derivatives,
+            self.training,
+            self.rows,
+            directions,
+            relative_step=self.settings.relative_step,
+            batch_tokens=self.settings.batch_tokens,
+        )
+        try:
+            return differentiate(cheaper_method(len(directions))[0])
+        except UnsupportedLayerError:  # such as experts, whose tensors have no gradient for each row
+            return differentiate("difference")
 
     # --------------------------------------------------------------------------------------------------------- storage
 

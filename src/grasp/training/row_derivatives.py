@@ -37,7 +37,7 @@ def cheaper_method(n_directions: int) -> tuple[Method, float]:
 def row_derivatives(
     training: AdamWTraining,
     rows: Sequence[Example],
-    directions: Sequence[Sequence[Tensor]],
+    directions: list[Sequence[Tensor]],
     method: Method,
     *,
     relative_step: float,
@@ -48,7 +48,8 @@ def row_derivatives(
     Args:
         training: model and weights, which are restored.
         rows: token ids and loss masks.
-        directions: one tensor per parameter for each direction.
+        directions: one tensor per parameter for each direction. The method `gradient` empties the list, to release the
+            memory of the directions.
         method: see the module docstring.
         relative_step: step of a difference, relative to the norm of the weights.
         batch_tokens: tokens per forward pass, including padding.
@@ -81,17 +82,16 @@ def label_positions(loss_mask_BL: Tensor) -> F64:
 
 
 def _by_gradients(
-    training: AdamWTraining, rows: Sequence[Example], directions: Sequence[Sequence[Tensor]], batch_tokens: int
+    training: AdamWTraining, rows: Sequence[Example], directions: list[Sequence[Tensor]], batch_tokens: int
 ) -> F64:
     """Compute inner products of per-row gradients with the directions, and restore the modes of the model."""
-    named = [training.by_name(direction) for direction in directions]
     model = training.causal_lm()
     requires_grad = [parameter.requires_grad for parameter in model.parameters()]
     modes = [module.training for module in model.modules()]
     reference = ReferenceModel(model, None, batch_tokens=batch_tokens)  # type: ignore[arg-type]  # no text is read
     try:
-        engine = PerExample(reference, layers_of(reference, named[0]))
-        matrices = _direction_blocks(engine, named)
+        engine = PerExample(reference, layers_of(reference, training.by_name(directions[0])))
+        matrices = _direction_blocks(engine, training, directions)
         products = InnerProducts(engine, matrices, len(rows))
         run_over(engine, rows, [products])
     finally:
@@ -104,18 +104,27 @@ def _by_gradients(
 
 
 @torch.no_grad()
-def _direction_blocks(engine: PerExample, named: Sequence[dict[str, Tensor]]) -> list[Tensor]:
-    """Return directions in the layout of the engine, (T, X, Y) per block.
+def _direction_blocks(engine: PerExample, training: AdamWTraining, directions: list[Sequence[Tensor]]) -> list[Tensor]:
+    """Return directions in the layout of the engine, (T, X, Y) per block, and empty their list.
 
-    Each direction is temporarily copied to the parameters, so that the engine's own code converts the layout.
+    Each direction is temporarily copied to the parameters, so that the engine's own code converts the layout. The
+    result is allocated once, and directions are released as they are converted: of a large model, a second copy of all
+    of them does not fit in memory.
     """
-    model = engine.model.model
+    model, n_directions = engine.model.model, len(directions)
     parameters = dict(model.named_parameters())
-    weights = {name: parameters[name].clone() for name in named[0]}
     layout = BlockParameters(model, engine.layers, engine.work)
-    blocks = []
-    for values in (*named, weights):
-        for name, value in values.items():
+    weights: dict[str, Tensor] = {}
+    stacks: list[Tensor] = []
+    for t in range(n_directions):
+        named = training.by_name(directions.pop(0))
+        weights = weights or {name: parameters[name].clone() for name in named}
+        for name, value in named.items():
             parameters[name].copy_(value)
-        blocks.append(layout.read())
-    return [torch.stack(matrices) for matrices in zip(*blocks[:-1], strict=True)]
+        for number, block in enumerate(layout.read()):
+            if t == 0:
+                stacks.append(block.new_empty((n_directions, *block.shape)))
+            stacks[number][t] = block
+    for name, weight in weights.items():
+        parameters[name].copy_(weight)
+    return stacks

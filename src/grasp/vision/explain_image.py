@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import only_target, row_index
+from grasp.artifact.rows import indices_of_row_ids, only_target
 from grasp.build.modality import Pictured
 from grasp.corpus.labels import CLASS_LABEL
 from grasp.errors import CorpusError
@@ -112,7 +112,7 @@ def explain_images(
     target = only_target(artifact, target)
     if match is not None:
         artifact.relevance_name(match)  # raises with the available names
-    index = row_index(artifact, rows)
+    index = indices_of_row_ids(artifact, rows)
     predictor = additive_predictor(artifact, target, protocol=protocol, match=match, unit=unit)
     units = artifact.units.take(pa.array(predictor.units.columns_E))
     parts = [EffectParts.from_artifact(artifact, predictor, int(i)) for i in index]

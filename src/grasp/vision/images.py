@@ -276,7 +276,6 @@ class ImageRow(StoredRow):
 class ImageShard:
     """Images and their classes."""
 
-    start: int  # row_index of the first image; -1 for a selection of images
     encoded: tuple[bytes, ...]
     class_N: NDArray[np.int64]
     table: pa.Table  # row_id, doc_id, n_tokens (1), snippet, then the labels
@@ -298,7 +297,7 @@ class ImageShard:
         """Create a shard from images that are not in a store."""
         names = [row.row_id for row in rows]
         table = pa.table({"row_id": pa.array(names, pa.string())})
-        return cls(-1, tuple(row.encoded for row in rows), np.array([row.class_index for row in rows], np.int64), table)
+        return cls(tuple(row.encoded for row in rows), np.array([row.class_index for row in rows], np.int64), table)
 
 
 class ImageStore(ShardStore[ImageShard, ImageRow]):
@@ -335,11 +334,11 @@ class ImageStore(ShardStore[ImageShard, ImageRow]):
         source = open_images(settings.path, settings.split)
         return cls._write(
             directory,
-            source,
-            settings,
-            lambda start: read_source_images(source, settings, start=start),
-            lambda records, _, skipped: image_rows(records, classes, n_classes, skipped),
-            progress,
+            source=source,
+            settings=settings,
+            documents=lambda start: read_source_images(source, settings, start=start),
+            rows=lambda records, _, skipped: image_rows(records, classes, n_classes, skipped),
+            progress=progress,
             shard_rows=shard_rows,
             replace=replace,
             reader={"classes": {"names": ", ".join(classes), "count": n_classes}},
@@ -347,22 +346,23 @@ class ImageStore(ShardStore[ImageShard, ImageRow]):
         )
 
     @staticmethod
-    def _columns(rows: Sequence[ImageRow]) -> dict[str, pa.Array]:
+    def _content_columns(rows: Sequence[ImageRow]) -> dict[str, pa.Array]:
         return {
             BYTES_COLUMN: pa.array([row.encoded for row in rows], pa.binary()),
             INDEX_COLUMN: pa.array([row.class_index for row in rows], pa.int32()),
         }
 
     @staticmethod
-    def _row_bytes(whole: pa.Table) -> Iterator[bytes]:
-        for line in whole.to_pylist():
+    def _row_bytes(with_content: pa.Table) -> Iterator[bytes]:
+        for line in with_content.to_pylist():
             name, content = line["row_id"].encode(), line[BYTES_COLUMN]
             sizes = (len(name), line[INDEX_COLUMN], len(content))
             yield b"".join(size.to_bytes(8, "little") for size in sizes) + name + content
 
-    def _shard(self, start: int, table: pa.Table, whole: pa.Table) -> ImageShard:
-        classes = whole.column(INDEX_COLUMN).to_numpy().astype(np.int64)
-        return ImageShard(start, tuple(whole.column(BYTES_COLUMN).to_pylist()), classes, table)
+    def _rows_from(self, with_content: pa.Table) -> ImageShard:
+        class_N = with_content.column(INDEX_COLUMN).to_numpy().astype(np.int64)
+        encoded = tuple(with_content.column(BYTES_COLUMN).to_pylist())
+        return ImageShard(encoded, class_N, with_content.select(self._public_columns))
 
 
 def image_rows(
