@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     P = ParamSpec("P")
     R = TypeVar("R")
 
-    def _typed(verb: Callable[Concatenate[ArtifactReader, P], R]) -> "Callable[Concatenate[Artifact, P], R]": ...
+    def _typed(function: Callable[Concatenate[ArtifactReader, P], R]) -> "Callable[Concatenate[Artifact, P], R]": ...
 
 
-class _Verb:
-    """Descriptor that exposes a function of a lazily imported module as a method, with its documentation."""
+class _LazyMethod:
+    """Descriptor that exposes the function of the same name in a lazily imported module as a method."""
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -128,16 +128,16 @@ class Artifact:
         report = _typed(_report)
         serve = _typed(_serve)
     else:
-        score = _Verb("grasp.api.score")
-        predict = _Verb("grasp.api.predict")
-        explain = _Verb("grasp.inspect.explain")
-        select = _Verb("grasp.select.select")
-        mix = _Verb("grasp.select.mix")
-        distil = _Verb("grasp.distil.distil")
-        detect = _Verb("grasp.inspect.detect")
-        check = _Verb("grasp.inspect.health")
-        report = _Verb("grasp.report.build_report")
-        serve = _Verb("grasp.report.serve")
+        score = _LazyMethod("grasp.api.score")
+        predict = _LazyMethod("grasp.api.predict")
+        explain = _LazyMethod("grasp.inspect.explain")
+        select = _LazyMethod("grasp.select.select")
+        mix = _LazyMethod("grasp.select.mix")
+        distil = _LazyMethod("grasp.distil.distil")
+        detect = _LazyMethod("grasp.inspect.detect")
+        check = _LazyMethod("grasp.inspect.health")
+        report = _LazyMethod("grasp.report.build_report")
+        serve = _LazyMethod("grasp.report.serve")
 
     def info(self) -> "ArtifactInfo":
         """Return arrays and their sizes, settings, fingerprints, and counts of skipped documents."""

@@ -1,6 +1,8 @@
 """Compare predictions with retrained models: the function `evaluate` behind `grasp.evaluate`.
 
 Methods are additive combinations of kernels, scoring protocols, controls, published methods, and files of predictions.
+Controls are ablations of the paper with geometry, see `grasp.geometry`. A target is called `sciq` in an artifact, and
+`sciq` or `sciq@all` in runs, by the tokens whose loss was evaluated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +27,7 @@ from grasp.runs.alignment import Alignment, match_targets
 from grasp.runs.evaluation import Evaluation, evaluate_predictions
 from grasp.runs.imported_runs import bind_runs
 from grasp.runs.metrics import MIN_SUBSETS, RESAMPLES
-from grasp.runs.predictions import read_predictions
+from grasp.runs.predictions import Predictions, read_predictions
 from grasp.runs.training_runs import Role, TrainingRuns
 from grasp.text import listed
 
@@ -95,18 +97,10 @@ def evaluate(
     if not controls and (development or family is not None):
         raise SettingsError("development, family: require controls; add it, or drop them")
     published = published_methods(methods, method_settings, checkpoints=checkpoints, cache=cache)
-    drawn = bound_runs.info.family
-    drawn_by = None if drawn is None else parse_family(drawn.spec).label
-    fitted = {}  # default features of an oracle: the label that the runs draw by
-    for text in listed(oracles):
-        kind, _, features = text.partition(":")
-        if kind not in ("ridge", "lasso"):
-            raise SettingsError(f"oracle: got {text!r}, expected ridge or lasso, optionally with :masks or :LABEL")
-        features = features or drawn_by or "masks"
-        label = f"oracle-{kind}-{features}" + ("" if features == "masks" else "-share-of-subset")
-        fitted[label] = {"method": "datamodels", "penalty": kind, "sees": features}
-    published += configured_methods(None, fitted)
-    control_candidates, controls_on, control_notes = dict[str, Any](), dict[str, str](), list[str]()
+    published += configured_methods(None, _oracle_settings(oracles, bound_runs))
+    control_candidates: Mapping[str, Any] = {}
+    controls_on: Mapping[str, str] = {}
+    control_notes: Sequence[str] = ()
     if controls:
         control_candidates, controls_on, control_notes = geometry().controls(
             art.files, bound_runs, development, family=family, resamples=resamples
@@ -125,9 +119,9 @@ def evaluate(
         protocols,
         controls=control_candidates,
         controls_on=controls_on,
-        files=[Path(place) for place in predictions],
+        files=[Path(path) for path in predictions],
         methods=published,
-        checkpoints=[Path(place) for place in checkpoints],
+        checkpoints=[Path(path) for path in checkpoints],
         cache=None if cache is None else Path(cache),
         targets=None if target is None else listed(target, art.files.targets),
         partial=partial,
@@ -135,6 +129,29 @@ def evaluate(
         notes=notes,
         progress=progress,
     )
+
+
+def _oracle_settings(oracles: str | Sequence[str], runs: TrainingRuns) -> dict[str, dict[str, Any]]:
+    """Return the settings of regressions that are fitted on the retrained subsets, by label.
+
+    Args:
+        oracles: e.g. `ridge`, `lasso:masks` or `ridge:topic`. The default features are the shares of the label by which
+            the subsets were drawn, or else the masks of the subsets.
+        runs: the runs.
+    Raises:
+        SettingsError: neither ridge nor lasso.
+    """
+    family = runs.info.family
+    label_of_runs = None if family is None else parse_family(family.spec).label
+    settings = {}
+    for text in listed(oracles):
+        penalty, _, features = text.partition(":")
+        if penalty not in ("ridge", "lasso"):
+            raise SettingsError(f"oracle: got {text!r}, expected ridge or lasso, optionally with :masks or :LABEL")
+        features = features or label_of_runs or "masks"
+        label = f"oracle-{penalty}-{features}" + ("" if features == "masks" else "-share-of-subset")
+        settings[label] = {"method": "datamodels", "penalty": penalty, "sees": features}
+    return settings
 
 
 def compare(
@@ -175,8 +192,8 @@ def compare(
     common = tuple(alignment.run_targets.values())
     if targets == [] or any(name not in common for name in targets or ()):
         raise RunsError(f"target: got {list(targets or ())}; runs and artifact have {list(common)} in common")
-    chosen = common if targets is None else tuple(targets)
-    utilities = runs.utilities(seeds=seeds, partial=partial).select(*chosen)
+    selected = common if targets is None else tuple(targets)
+    utilities = runs.utilities(seeds=seeds, partial=partial).select(*selected)
     inputs = MethodInputs(
         artifact,
         checkpoint_paths=tuple(checkpoints),
@@ -186,40 +203,50 @@ def compare(
     fitted = {
         name: protocol.fitted(artifact.array_names, artifact.feature_settings) for name, protocol in protocols.items()
     }
-    built_in = additive_methods(artifact.array_names) | fitted | dict(controls or {})
+    rules = additive_methods(artifact.array_names) | fitted | dict(controls or {})
     for method in methods:
-        if method.label in {*ADDITIVE, *built_in}:
+        if method.label in {*ADDITIVE, *rules}:
             raise SettingsError(f"methods: {method.label!r} is the name of a built-in method; use another label")
         method.method.check(inputs)
-    renamed = {name_in_artifact: name for name_in_artifact, name in alignment.run_targets.items() if name in chosen}
-    published = [method_predictions(method, inputs, alignment.blocks, cache, renamed=renamed) for method in methods]
-    additive = {
-        name: rule for name, rule in built_in.items() if isinstance(rule, ScoringProtocol) and not rule.needs_geometry
-    }
-    predicted = {result.method: result for result in alignment.additive(additive, chosen)}
-    if others := {name: rule for name, rule in built_in.items() if name not in additive}:
-        predicted |= {result.method: result for result in geometry().predictions(alignment, others, chosen)}
-    predictions = [*(predicted[name] for name in built_in), *published]
+    run_targets = {target: run_target for target, run_target in alignment.run_targets.items() if run_target in selected}
+    published = [method_predictions(method, inputs, alignment.blocks, cache, renamed=run_targets) for method in methods]
+    predictions = [*_rule_predictions(alignment, rules, selected), *published]
     for path in files:
-        name = "/".join(path.parts[-2:]) if path.stem in {known.method for known in predictions} else None
+        is_used = path.stem in {prediction.method for prediction in predictions}
+        name = "/".join(path.parts[-2:]) if is_used else None  # with the directory, if two files have the same name
         predictions.append(read_predictions(path, RowIndex.from_parquet(artifact.rows_path), alignment.blocks, name))
-    judged = [name for name in chosen if targets is not None or all(name in p.targets for p in predictions)]
+    evaluated = [
+        name
+        for name in selected
+        if targets is not None or all(name in prediction.targets for prediction in predictions)
+    ]
     notes = [*notes, *(note for prediction in published for note in prediction.notes)]
-    if targets is None and (left_out := [name for name in runs.targets if name not in judged]):
+    if targets is None and (left_out := [name for name in runs.targets if name not in evaluated]):
         notes.append(f"not evaluated, since not every method predicts them: {', '.join(left_out)}")
+    fingerprint = alignment.runs_fingerprint
+    selected_on = {name: protocol.targets_selected_on(fingerprint) for name, protocol in protocols.items()}
+    selected_on |= dict.fromkeys(controls or {}, targets_selected_on(controls_on or {}, fingerprint))
     return evaluate_predictions(
         runs,
         predictions,
-        targets=judged or None,
+        targets=evaluated or None,
         seeds=seeds,
         partial=partial,
         resamples=resamples,
         notes=notes,
-        selected_on={
-            name: protocol.targets_selected_on(alignment.runs_fingerprint) for name, protocol in protocols.items()
-        }
-        | dict.fromkeys(controls or {}, targets_selected_on(controls_on or {}, alignment.runs_fingerprint)),
+        selected_on=selected_on,
     )
+
+
+def _rule_predictions(alignment: Alignment, rules: Mapping[str, Any], targets: Sequence[str]) -> list[Predictions]:
+    """Predict the subsets of runs by scoring protocols and by controls of `grasp.geometry`, in the order of `rules`."""
+    additive = {
+        name: rule for name, rule in rules.items() if isinstance(rule, ScoringProtocol) and not rule.needs_geometry
+    }
+    by_name = {prediction.method: prediction for prediction in alignment.additive(additive, targets)}
+    if others := {name: rule for name, rule in rules.items() if name not in additive}:
+        by_name |= {prediction.method: prediction for prediction in geometry().predictions(alignment, others, targets)}
+    return [by_name[name] for name in rules]
 
 
 def additive_methods(array_names: Sequence[str]) -> dict[str, ScoringProtocol]:
@@ -236,14 +263,23 @@ def additive_methods(array_names: Sequence[str]) -> dict[str, ScoringProtocol]:
 
 @dataclass(frozen=True, slots=True)
 class TargetPoints:
-    """Predicted and realized utility of every subset, for one target."""
+    """Predicted and realized utility of every subset, for one target.
 
-    target: str  # target name of the runs
+    Attributes:
+        target: target name of the runs.
+        role: role of the target.
+        subset_ids: names of the subsets.
+        predicted_B: predicted change up to a constant; in effect sizes if the protocol has no geometry.
+        realized_B: mean over seeds and units, nats per token; higher is better.
+        spread_B: standard deviation over seeds; nan for one seed.
+    """
+
+    target: str
     role: Role
     subset_ids: tuple[str, ...]
-    predicted_B: F64  # change up to a constant; in effect sizes if the protocol has no geometry
-    realized_B: F64  # mean over seeds and units, nats per token; higher is better
-    spread_B: F64  # standard deviation over seeds; nan for one seed
+    predicted_B: F64
+    realized_B: F64
+    spread_B: F64
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,13 +311,12 @@ def agreement(
         RunsError: artifact and runs do not match, or results are missing.
         ProtocolError: the artifact does not fit the protocol.
     """
-    renamed = match_targets(runs, artifact)
-    chosen = [
-        name_in_runs
-        for name_in_runs, name_in_artifact in renamed.items()
-        if targets is None or name_in_artifact in targets
+    selected = [
+        run_target
+        for run_target, target in match_targets(runs, artifact).items()
+        if targets is None or target in targets
     ]
-    if not chosen:
+    if not selected:
         raise RunsError(
             f"{runs.path}: has targets {list(runs.targets)}, requested are {list(targets or ())}; they "
             "have none in common"
@@ -290,17 +325,17 @@ def agreement(
     if partial:  # use as many seeds as leave enough subsets; seeds are trained one after the other
         counts = range(len(runs.info.seeds), 0, -1)
         candidates = (runs.utilities(seeds=runs.info.seeds[:count], partial=True) for count in counts)
-        seeds = next((known.seeds for known in candidates if len(known.subset_ids) >= MIN_SUBSETS), None)
+        seeds = next((finished.seeds for finished in candidates if len(finished.subset_ids) >= MIN_SUBSETS), None)
         if seeds is None:
             raise RunsError(
                 f"{runs.path}: fewer than {MIN_SUBSETS} subsets have a result; wait for more, or drop the runs"
             )
-    report = compare(artifact, runs, {protocol.name: protocol}, targets=chosen, seeds=seeds, partial=partial)
-    (name_in_artifact,) = [result.predictions for result in report.methods if result.method == protocol.name]
+    report = compare(artifact, runs, {protocol.name: protocol}, targets=selected, seeds=seeds, partial=partial)
+    (predictions,) = [result.predictions for result in report.methods if result.method == protocol.name]
     points = []
-    for target in chosen:
+    for target in selected:
         utilities = report.utilities.select(target)
-        _, predicted_B = name_in_artifact.aligned(utilities.subset_ids, target, utilities.unit_ids)
+        _, predicted_B = predictions.aligned(utilities.subset_ids, target, utilities.unit_ids)
         assert predicted_B is not None
         realized_BS = utilities.values_BSE.mean(axis=2)
         spread_B = realized_BS.std(axis=1, ddof=1) if realized_BS.shape[1] > 1 else np.full(len(realized_BS), np.nan)

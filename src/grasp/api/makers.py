@@ -24,12 +24,12 @@ MAKERS = ("build", "merge")  # `grasp.build.build.build` and `grasp.build.merge.
 open = Artifact.open  # noqa: A001 - `grasp.open`, as in other libraries
 
 
-def _opened(verb: Callable[P, Any]) -> Callable[P, Artifact]:
+def _opened(function: Callable[P, Any]) -> Callable[P, Artifact]:
     """Wrap a function that writes an artifact so that it returns the opened `Artifact`."""
 
-    with_progress = shows_progress(verb)
+    with_progress = shows_progress(function)
 
-    @wraps(verb)
+    @wraps(function)
     def build_and_open(*args: P.args, **kwargs: P.kwargs) -> Artifact:
         return Artifact(with_progress(*args, **kwargs))
 

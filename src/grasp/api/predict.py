@@ -1,7 +1,9 @@
 """Predict changes of utility for parts of the corpus: the function `predict` behind `Artifact.predict`.
 
-Every question is converted to subsets with row weights, for which `Predictor` predicts the change relative to the whole
-corpus.
+A question (`drop`, `keep`, `weight`, `subsets` or `family`) is converted to subsets with row weights, for which
+`Predictor` predicts the change of each target's utility relative to the whole corpus. The question `by` predicts
+dropping and doubling each value of a label. With runs, an `OutcomePredictor` adds the change in their unit, with an
+interval. Shape letters: B subsets, T targets, E units, G slices, i.e. values of a label, N rows.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +23,7 @@ from grasp.files import check_outputs
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import EFFECT_SIZE, SIMILARITY_SKETCHES, Predictor
 from grasp.predict.scoring_rule import ScoringProtocol, resolve_protocol
-from grasp.predict.slices import dropped_intervals, label_slices, list_slices, slice_effects
+from grasp.predict.slices import LabelSlices, dropped_intervals, label_slices, list_slices, slice_effects
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.predict.weights import SubsetBlock, single_subset
 from grasp.results import Result, write_tables
@@ -39,16 +41,9 @@ MAX_LINES_SHOWN = 30  # printed lines per target
 REPLAY_NOTE = (
     "intervals do not contain the uncertainty of the replay, which has no parts by question: they are too narrow"
 )
-FEW_UNITS = 20  # units: intervals over fewer units have too little coverage
-EFFECT_SIZE_COLUMNS = (
-    "change",
-    "effect",
-    "if_",
-    "redundancy",
-    "level",
-    "part_",
-    "value_",
-)  # columns in effect sizes, not in the unit of the runs
+FEW_UNITS = 20  # intervals over fewer units have too little coverage
+# prefixes of columns in effect sizes; other columns are in the unit of the runs
+EFFECT_SIZE_COLUMNS = ("change", "effect", "if_", "redundancy", "level", "part_", "value_")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -83,30 +78,35 @@ class SlicePrediction(Prediction):
         """Return one table per target; if there are many values, only the most and the least useful."""
         names = [name for name in self.table.column_names if name != "target"]
         headings = [*(self.label if name == "value" else name for name in names), ""]
-        low, high = next(
-            ((f"{name}_low", f"{name}_high") for name in names if {f"{name}_low", f"{name}_high"} <= set(names)),
-            (None, None),
-        )
-        lines, text, has_mark = self.table.to_pylist(), list[str](), False
+        bounds = next(((f"{name}_low", f"{name}_high") for name in names if f"{name}_low" in names), None)
+        lines = self.table.to_pylist()
+        text: list[str] = []
+        has_mark = False
         for target in dict.fromkeys(line["target"] for line in lines):
-            of_target = [line for line in lines if line["target"] == target]
-            shown = (
-                of_target
-                if len(of_target) <= MAX_LINES_SHOWN
-                else of_target[: MAX_LINES_SHOWN // 2] + of_target[-(MAX_LINES_SHOWN // 2) :]
-            )
-            is_unclear = [None not in (at := (line.get(low), line.get(high))) and at[0] <= 0 <= at[1] for line in shown]
-            has_mark |= any(is_unclear)
+            target_lines = [line for line in lines if line["target"] == target]
+            n_left_out = len(target_lines) - MAX_LINES_SHOWN
+            if n_left_out > 0:
+                half = MAX_LINES_SHOWN // 2
+                target_lines = target_lines[:half] + target_lines[-half:]
+            marks = ["*" if _contains_zero(line, bounds) else "" for line in target_lines]
+            has_mark |= any(marks)
             cells = [
-                [*(_cell(name, line[name]) for name in names), "*" * unclear]
-                for line, unclear in zip(shown, is_unclear, strict=True)
+                [*(_cell(name, line[name]) for name in names), mark]
+                for line, mark in zip(target_lines, marks, strict=True)
             ]
             text.append(text_table(f"{target}: effect of each {self.label}", headings, cells))
-            if len(shown) < len(of_target):
-                text.append(f"... and {len(of_target) - len(shown):,} more values between the two groups")
+            if n_left_out > 0:
+                text.append(f"... and {n_left_out:,} more values between the two groups")
         if has_mark:
             text.append("*: the interval contains 0, so dropping the value may help or harm")
         return "\n".join([*text, *map(plain, self.notes)])
+
+
+def _contains_zero(line: Mapping[str, Any], bounds: tuple[str, str] | None) -> bool:
+    """Return whether the interval in the columns `bounds` of a line contains 0."""
+    if bounds is None or line[bounds[0]] is None or line[bounds[1]] is None:
+        return False
+    return bool(line[bounds[0]] <= 0 <= line[bounds[1]])
 
 
 def predict(
@@ -173,19 +173,19 @@ def predict(
         names = ", ".join(name for name, value in unused.items() if value)
         raise SettingsError(f"predict: {names} has no effect with {requested[0]}; drop it")
     targets, labels = checked_targets(artifact, target), LabelTable(artifact.rows_path)
-    chosen = resolve_protocol(protocol, artifact, subsets=True)
+    scoring_rule = resolve_protocol(protocol, artifact, subsets=True)
     blocks: Iterable[SubsetBlock] = ()
     if by is not None:
         column = label_column(artifact, by, "by")  # raises with the list of labels
     elif subsets is not None:
-        blocks, headline = _listed(artifact, subsets, omitted), ""
+        blocks, headline = _read_subsets(artifact, subsets, omitted), ""
     elif family is not None:
-        drawn = parse_family(family)
-        of_rows = None if drawn.label is None else label_column(artifact, drawn.label, "family")
-        blocks = drawn.draw(count, n_rows=labels.n_rows, labels=of_rows, seed=seed, purpose="drawn")
-        headline = f"{count:,} subsets drawn from {drawn}"
+        distribution = parse_family(family)
+        column_of_family = None if distribution.label is None else label_column(artifact, distribution.label, "family")
+        blocks = distribution.draw(count, n_rows=labels.n_rows, labels=column_of_family, seed=seed, purpose="drawn")
+        headline = f"{count:,} subsets drawn from {distribution}"
     elif weight:
-        blocks, headline = _weighted(labels, weight)
+        blocks, headline = _weighted_subset(labels, weight)
     else:
         expression = drop if drop is not None else keep
         assert expression is not None
@@ -197,26 +197,32 @@ def predict(
             headline += f"; {selection.n_null:,} rows without a value count as not selected"
     sketches = SIMILARITY_SKETCHES if runs is not None or by is not None else ()
     predictor = Predictor.from_artifact(
-        artifact, chosen, targets, per_unit=units, components=components, sketches=sketches
+        artifact, scoring_rule, targets, per_unit=units, components=components, sketches=sketches
     )
-    intervals = outside = None
+    outcomes = extrapolations = None
     if runs is not None:
         from grasp.runs.calibration import ExtrapolationLog, fit_outcomes  # noqa: PLC0415 - read only if there are runs
 
-        intervals, outside = fit_outcomes(predictor, artifact, runs), ExtrapolationLog()
+        outcomes, extrapolations = fit_outcomes(predictor, artifact, runs), ExtrapolationLog()
     if by is not None:
-        return _by(artifact, predictor, column, intervals, outside, out)
-    reader = prediction_table(predictor, artifact, blocks, components=components, intervals=intervals, outside=outside)
+        return _predict_slices(artifact, predictor, column, outcomes, extrapolations, out)
+    reader = prediction_table(
+        predictor, artifact, blocks, components=components, outcomes=outcomes, extrapolations=extrapolations
+    )
     if out is None:
-        held = reader.read_all()
-        lines = len(held)
+        table = reader.read_all()
+        lines = len(table)
     else:
         first_lines: list[pa.Table] = []
-        lines = write_tables(reader.schema, _keep_first((pa.Table.from_batches([b]) for b in reader), first_lines), out)
-        held = pa.concat_tables([reader.schema.empty_table(), *first_lines])
-    beyond = () if outside is None else outside.notes
-    messages = (*beyond, *leak_notes(artifact, predictor.units.targets), *prediction_notes(predictor, intervals))
-    return Prediction(held, headline, messages, unit=predictor.unit, lines=lines)
+        tables = (pa.Table.from_batches([batch]) for batch in reader)
+        lines = write_tables(reader.schema, _keep_first(tables, first_lines), out)
+        table = pa.concat_tables([reader.schema.empty_table(), *first_lines])
+    notes = (
+        *(() if extrapolations is None else extrapolations.notes),
+        *leak_notes(artifact, predictor.units.targets),
+        *prediction_notes(predictor, outcomes),
+    )
+    return Prediction(table, headline, notes, unit=predictor.unit, lines=lines)
 
 
 def _keep_first(tables: Iterable[pa.Table], first_lines: list[pa.Table]) -> Iterator[pa.Table]:
@@ -229,14 +235,19 @@ def _keep_first(tables: Iterable[pa.Table], first_lines: list[pa.Table]) -> Iter
         yield table
 
 
-def prediction_notes(predictor: Predictor, intervals: "OutcomePredictor | None" = None) -> tuple[str, ...]:
-    """Return notes on the predictor and its intervals, and one line with unit and protocol."""
-    messages = [] if intervals is None else [*intervals.notes, intervals.title]
-    if predictor.has_replay and intervals is None:
-        messages.append(REPLAY_NOTE)
+def prediction_notes(predictor: Predictor, outcomes: "OutcomePredictor | None" = None) -> tuple[str, ...]:
+    """Return notes on the predictor and its intervals, and one line with unit and protocol.
+
+    Args:
+        predictor: predictor of the changes.
+        outcomes: predictor in the unit of the runs, if there are runs.
+    """
+    notes = [] if outcomes is None else [*outcomes.notes, outcomes.title]
+    if predictor.has_replay and outcomes is None:
+        notes.append(REPLAY_NOTE)
     if predictor.dropped:
-        messages.append(f"ignored, no variance: {', '.join(predictor.dropped)}")
-    return (*messages, f"{predictor.scale}; protocol {predictor.protocol.name}")
+        notes.append(f"ignored, no variance: {', '.join(predictor.dropped)}")
+    return (*notes, f"{predictor.scale}; protocol {predictor.protocol.name}")
 
 
 def few_units(counts: Mapping[str, int]) -> list[str]:
@@ -253,7 +264,7 @@ def share_text(rows: int, of: int) -> str:
 # ----------------------------------------------------------------------------------------------- questions
 
 
-def _listed(artifact: ArtifactReader, subsets: Any, omitted: bool) -> Iterable[SubsetBlock]:
+def _read_subsets(artifact: ArtifactReader, subsets: Any, omitted: bool) -> Iterable[SubsetBlock]:
     """Read subsets from a file, a table, a DataFrame, or a mapping from names to row_ids."""
     if isinstance(subsets, Mapping):
         lists = {str(name): [str(row_id) for row_id in row_ids] for name, row_ids in subsets.items()}
@@ -270,7 +281,13 @@ def _listed(artifact: ArtifactReader, subsets: Any, omitted: bool) -> Iterable[S
     return read_subsets(subsets, index, side="omitted" if omitted else "retained", corpus=corpus)
 
 
-def _weighted(labels: LabelTable, weight: Mapping[str, float]) -> tuple[Iterable[SubsetBlock], str]:
+def _weighted_subset(labels: LabelTable, weight: Mapping[str, float]) -> tuple[Iterable[SubsetBlock], str]:
+    """Return the subset of re-weighted rows, and a headline.
+
+    Args:
+        labels: label columns of the rows.
+        weight: factor of the rows that match a condition, by condition.
+    """
     weight_N, changed_N = np.ones(labels.n_rows), np.zeros(labels.n_rows, dtype=np.bool_)
     for expression, value in weight.items():
         if not 0 <= value < np.inf:
@@ -287,8 +304,13 @@ def _weighted(labels: LabelTable, weight: Mapping[str, float]) -> tuple[Iterable
     return [single_subset("weighted", retained_N, weight_N[retained_N])], headline
 
 
-def parse_weights(texts: Sequence[str], where: str) -> dict[str, float]:
-    """Parse EXPR:NUMBER into expressions and weights, split at the last colon."""
+def parse_weights(texts: Sequence[str], location: str) -> dict[str, float]:
+    """Parse EXPR:NUMBER into expressions and weights, split at the last colon.
+
+    Args:
+        texts: one text per expression.
+        location: name of the option, for messages.
+    """
     weights: dict[str, float] = {}
     for text in texts:
         expression, _, number = text.rpartition(":")
@@ -298,10 +320,10 @@ def parse_weights(texts: Sequence[str], where: str) -> dict[str, float]:
             weight = -1.0
         if not expression.strip() or not 0 <= weight < np.inf:
             raise SettingsError(
-                f"{where}: got {text!r}, expected EXPR:NUMBER with 0 or more, e.g. \"topic = 'Games': 0.3\""
+                f"{location}: got {text!r}, expected EXPR:NUMBER with 0 or more, e.g. \"topic = 'Games': 0.3\""
             )
         if expression in weights:
-            raise SettingsError(f"{where}: got {expression.strip()!r} twice; pass it once")
+            raise SettingsError(f"{location}: got {expression.strip()!r} twice; pass it once")
         weights[expression] = weight
     return weights
 
@@ -309,73 +331,66 @@ def parse_weights(texts: Sequence[str], where: str) -> dict[str, float]:
 # --------------------------------------------------------------------------------------------------- slices
 
 
-def _by(
+def _predict_slices(
     artifact: ArtifactReader,
     predictor: Predictor,
     column: LabelColumn,
-    intervals: "OutcomePredictor | None",
-    outside: "ExtrapolationLog | None",
+    outcomes: "OutcomePredictor | None",
+    extrapolations: "ExtrapolationLog | None",
     out: Path | None,
 ) -> SlicePrediction:
     """Predict dropping and doubling the values of a label: all values for a file, the largest ones for the screen."""
     tokens_N = row_tokens(artifact)
-    of_elements = list_slices(column, tokens_N)
-    slices = of_elements or label_slices(column, tokens_N)
+    element_slices = list_slices(column, tokens_N)  # None unless the cells of the column are lists
+    slices = element_slices or label_slices(column, tokens_N)
     if out is not None and slices.n_grouped > 0:
         slices = label_slices(column, tokens_N, most=len(column.values))
     effects = slice_effects(predictor, slices)
+    targets = predictor.units.targets
+
     # only one kind of interval per table: with runs, their 90 % prediction intervals
     is_too_large = len(slices.slices) * len(predictor.units.columns_E) > MAX_INTERVAL_CELLS
     bounds = None
-    if intervals is None and not is_too_large:
+    if outcomes is None and not is_too_large:
         bounds = dropped_intervals(artifact, predictor, effects, slices)
-    numbers: dict[str, F64] = {"effect": effects.effect_GT, "if_dropped": effects.dropped_GT}
+    columns_GT: dict[str, F64] = {"effect": effects.effect_GT, "if_dropped": effects.dropped_GT}
     if bounds is not None:
-        numbers |= dict(zip(("if_dropped_low", "if_dropped_high"), bounds, strict=True))
-    numbers["if_doubled"] = effects.doubled_GT
+        columns_GT |= dict(zip(("if_dropped_low", "if_dropped_high"), bounds, strict=True))
+    columns_GT["if_doubled"] = effects.doubled_GT
     if effects.redundancy_G is not None:
-        numbers["redundancy"] = np.repeat(effects.redundancy_G[:, None], len(predictor.units.targets), axis=1)
-    beyond: tuple[str, ...] = ()
-    if intervals is not None and outside is not None:
-        nats = intervals.predict(slices.dropped)
-        numbers |= nats.columns
-        runs_note = (
-            f"{intervals.unit} is the change if the value is dropped; if_dropped has an interval without runs only"
+        columns_GT["redundancy"] = np.repeat(effects.redundancy_G[:, None], len(targets), axis=1)
+    runs_notes: tuple[str, ...] = ()
+    if outcomes is not None and extrapolations is not None:
+        changes = outcomes.predict(slices.dropped)
+        columns_GT |= changes.columns
+        extrapolations.add([f"without {name}" for name in slices.names], changes)
+        runs_notes = (
+            f"{outcomes.unit} is the change if the value is dropped; if_dropped has an interval without runs only",
+            *extrapolations.notes,
         )
-        outside.add([f"without {name}" for name in slices.names], nats)
-        beyond = (runs_note, *outside.notes)
-    g, t = (index.reshape(-1) for index in np.indices(effects.effect_GT.shape))
-    order = np.lexsort((np.nan_to_num(effects.dropped_GT).reshape(-1), t))  # most useful first for each target
-    columns: dict[str, pa.Array] = {
-        "value": pa.array([part.name for part in slices.slices], pa.string()).take(pa.array(g[order])),
-        "target": pa.array(predictor.units.targets, pa.string()).take(pa.array(t[order])),
-        "rows": pa.array([part.rows for part in slices.slices], pa.int64()).take(pa.array(g[order])),
-        "tokens": pa.array([part.tokens for part in slices.slices], pa.int64()).take(pa.array(g[order])),
-    }
-    for name, value_GT in numbers.items():
-        columns[name] = pa.array(value_GT.reshape(-1)[order], pa.float64(), from_pandas=True)
-    table = pa.table(columns, metadata=_metadata(predictor))
-    messages = [f"{slices.n_grouped:,} small values are grouped into one slice"] if slices.n_grouped else []
-    messages += [column.note] if column.note else []
-    if of_elements is not None:
-        assert of_elements.membership_GN is not None
-        if of_elements.membership_GN.sum(axis=0).max() > 1:
-            messages.append("a row counts for each of its values, so slices overlap")
-        if len(of_elements.slices) == MAX_SLICES:
-            messages.append(f"the {MAX_SLICES} values with the most rows; others are not listed")
-    messages.append("effect: mean effect of the rows; above 0, they help more than the average row of the corpus")
+
+    notes = [f"{slices.n_grouped:,} small values are grouped into one slice"] if slices.n_grouped else []
+    notes += [column.note] if column.note else []
+    if element_slices is not None:
+        assert element_slices.membership_GN is not None
+        if element_slices.membership_GN.sum(axis=0).max() > 1:
+            notes.append("a row counts for each of its values, so slices overlap")
+        if len(element_slices.slices) == MAX_SLICES:
+            notes.append(f"the {MAX_SLICES} values with the most rows; others are not listed")
+    notes.append("effect: mean effect of the rows; above 0, they help more than the average row of the corpus")
     if bounds is not None:
-        messages.append("if_dropped_low, if_dropped_high: 95 % bootstrap interval over the units of the target")
-        messages += few_units(dict(zip(predictor.units.targets, predictor.units.counts_T.tolist(), strict=True)))
+        notes.append("if_dropped_low, if_dropped_high: 95 % bootstrap interval over the units of the target")
+        notes += few_units(dict(zip(targets, predictor.units.counts_T.tolist(), strict=True)))
     elif is_too_large:
-        messages.append(f"no intervals: {len(slices.slices):,} values are too many for a bootstrap over units")
+        notes.append(f"no intervals: {len(slices.slices):,} values are too many for a bootstrap over units")
     if effects.redundancy_G is not None:
         similarity = "cosine similarity of the slice to all other rows; near 1 they can replace it, below 0 they cannot"
-        messages.append(f"redundancy: {similarity}")
+        notes.append(f"redundancy: {similarity}")
+    table = _slice_table(predictor, slices, columns_GT)
     result = SlicePrediction(
         table,
         f"predicted effect of dropping or doubling each {column.name}",
-        (*messages, *beyond, *leak_notes(artifact, predictor.units.targets), *prediction_notes(predictor, intervals)),
+        (*notes, *runs_notes, *leak_notes(artifact, targets), *prediction_notes(predictor, outcomes)),
         unit=predictor.unit,
         lines=len(table),
         label=column.name,
@@ -385,7 +400,31 @@ def _by(
     return result
 
 
+def _slice_table(predictor: Predictor, slices: LabelSlices, columns_GT: Mapping[str, F64]) -> pa.Table:
+    """Return one line per target and slice, target by target, the most useful slice first.
+
+    Args:
+        predictor: predictor of the targets.
+        slices: the slices.
+        columns_GT: numeric columns; `if_dropped` is lowest for the most useful slice.
+    """
+    dropped_GT = columns_GT["if_dropped"]
+    g, t = (index.reshape(-1) for index in np.indices(dropped_GT.shape))
+    order = np.lexsort((np.nan_to_num(dropped_GT).reshape(-1), t))
+    slice_index, target_index = pa.array(g[order]), pa.array(t[order])
+    columns: dict[str, pa.Array] = {
+        "value": pa.array([label_slice.name for label_slice in slices.slices], pa.string()).take(slice_index),
+        "target": pa.array(predictor.units.targets, pa.string()).take(target_index),
+        "rows": pa.array([label_slice.rows for label_slice in slices.slices], pa.int64()).take(slice_index),
+        "tokens": pa.array([label_slice.tokens for label_slice in slices.slices], pa.int64()).take(slice_index),
+    }
+    for name, values_GT in columns_GT.items():
+        columns[name] = pa.array(values_GT.reshape(-1)[order], pa.float64(), from_pandas=True)
+    return pa.table(columns, metadata=_metadata(predictor))
+
+
 def _cell(name: str, value: Any) -> str:
+    """Format a cell of the column `name`."""
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -402,8 +441,8 @@ def prediction_table(
     blocks: Iterable[SubsetBlock],
     *,
     components: bool = False,
-    intervals: "OutcomePredictor | None" = None,
-    outside: "ExtrapolationLog | None" = None,
+    outcomes: "OutcomePredictor | None" = None,
+    extrapolations: "ExtrapolationLog | None" = None,
 ) -> pa.RecordBatchReader:
     """Predict any number of subsets in bounded memory; batches are computed while the reader is consumed, once.
 
@@ -412,17 +451,17 @@ def prediction_table(
         blocks: retained sides, drawn or read lazily; one block is held in memory at a time.
         components: add columns `level`, `part_*` (parts of the change, which add up to it) and `value_*` (geometry in
             natural units, if there is any); the predictor must have been created with `components`.
-        intervals: predictor in the unit of the runs; adds e.g. nats, nats_low and nats_high, which are null for units.
-        outside: log that records subsets outside of the range of the runs.
+        outcomes: predictor in the unit of the runs; adds e.g. nats, nats_low and nats_high, which are null for units.
+        extrapolations: log that records subsets outside of the range of the runs.
     Returns:
         Reader with columns subset_id, target[, unit_id], change and the requested ones.
     Raises:
         ShapeError: the subsets have another number of rows.
     """
-    expected = [] if intervals is None else [f"{intervals.unit}{end}" for end in ("", "_low", "_high")]
-    names = ["subset_id", "target"] + (["unit_id"] if predictor.unit_level is not None else [])
-    columns = ["change", *expected, *(["level", *predictor.part_names] if components else [])]
-    fields = [(name, pa.string()) for name in names] + [(name, pa.float64()) for name in columns]
+    interval_columns = [] if outcomes is None else [f"{outcomes.unit}{end}" for end in ("", "_low", "_high")]
+    text_columns = ["subset_id", "target"] + (["unit_id"] if predictor.unit_level is not None else [])
+    columns = ["change", *interval_columns, *(["level", *predictor.part_names] if components else [])]
+    fields = [(name, pa.string()) for name in text_columns] + [(name, pa.float64()) for name in columns]
     schema, units = pa.schema(fields, _metadata(predictor)), predictor.units
 
     def batches() -> Iterator[pa.RecordBatch]:
@@ -432,23 +471,23 @@ def prediction_table(
             sums = predictor.sums(block.weights)
             change_BT = predictor.change_of(sums)
             parts = predictor.parts(block.weights, sums) if components else {}
-            shared = {name: part_B[:, None] for name, part_B in parts.items() if part_B.ndim == 1}
+            shared = {name: part_B[:, None] for name, part_B in parts.items() if part_B.ndim == 1}  # by all targets
             numbers = parts | shared | {"change": change_BT, "level": predictor.task.corpus_C + change_BT}
-            if intervals is not None:
-                nats = intervals.predict(block.weights)
-                numbers |= nats.columns
-                if outside is not None:
-                    outside.add(block.subset_ids, nats)
-            names = {"target": np.array(units.targets, dtype=object)}
-            yield _lines(schema, block.subset_ids, names, numbers)
+            if outcomes is not None:
+                changes = outcomes.predict(block.weights)
+                numbers |= changes.columns
+                if extrapolations is not None:
+                    extrapolations.add(block.subset_ids, changes)
+            texts = {"target": np.array(units.targets, dtype=object)}
+            yield _lines(schema, block.subset_ids, texts, numbers)
             if predictor.unit_level is not None:
                 change_BE = predictor.unit_change(block.weights, sums)
-                names = {
+                texts = {
                     "target": np.repeat(np.array(units.targets, dtype=object), units.counts_T),
                     "unit_id": artifact.units.column("unit_id").to_numpy(zero_copy_only=False)[units.columns_E],
                 }
                 numbers = shared | {"change": change_BE, "level": predictor.unit_level.corpus_C + change_BE}
-                yield _lines(schema, block.subset_ids, names, numbers)
+                yield _lines(schema, block.subset_ids, texts, numbers)
 
     return pa.RecordBatchReader.from_batches(schema, batches())
 
@@ -460,16 +499,24 @@ def _metadata(predictor: Predictor) -> dict[str, str]:
 
 
 def _lines(
-    schema: pa.Schema, subset_ids: Sequence[str], names: Mapping[str, Any], numbers: Mapping[str, F64]
+    schema: pa.Schema, subset_ids: Sequence[str], texts: Mapping[str, Any], numbers: Mapping[str, F64]
 ) -> pa.RecordBatch:
-    """Return the lines of one level (tasks or units), subset by subset; missing values are null."""
+    """Return the lines of one level (tasks or units), subset by subset; missing values are null.
+
+    Args:
+        schema: columns of the lines.
+        subset_ids: the B subsets.
+        texts: names of the tasks or units, (T or E,) for each column of text.
+        numbers: values, (B, T or E) or broadcast to it, for each column of numbers.
+    """
     shape = numbers["change"].shape
-    texts: dict[str, Any] = {"unit_id": np.full(shape[1], None), **names}
-    columns = {name: np.tile(values, shape[0]) for name, values in texts.items()}
-    columns["subset_id"] = np.repeat(np.array(subset_ids, dtype=object), shape[1])
+    text_columns = {
+        name: np.tile(values, shape[0]) for name, values in {"unit_id": np.full(shape[1], None), **texts}.items()
+    }
+    text_columns["subset_id"] = np.repeat(np.array(subset_ids, dtype=object), shape[1])
     arrays = [
-        pa.array(columns[field.name], field.type)
-        if field.name in columns
+        pa.array(text_columns[field.name], field.type)
+        if field.name in text_columns
         else pa.array(np.broadcast_to(numbers.get(field.name, np.float64(np.nan)), shape).reshape(-1), from_pandas=True)
         for field in schema
     ]

@@ -120,34 +120,42 @@ def retrain(
         fields = recipe if isinstance(recipe, Mapping) else read_yaml(Path(recipe))
         data["fine_tuning"] = {**fields, **data.get("fine_tuning", {})}
     if like is not None:
-        data = over(_like(like, data), data)
-    begun = Path(out) / "run.yaml"
-    if resume and begun.exists():
-        data = over(without_foreign_code(read_yaml(begun), str(begun), data), data)
-    fresh = not resume or begun.exists()
-    require_flags(data, REQUIRED, "retrain" if fresh else f"retrain --resume: there is no {begun}")
+        data = over(_settings_of_artifact(like, data), data)
+    recorded = Path(out) / "run.yaml"
+    if resume and recorded.exists():
+        data = over(without_foreign_code(read_yaml(recorded), str(recorded), data), data)
+    nothing_to_resume = resume and not recorded.exists()
+    require_flags(data, REQUIRED, f"retrain --resume: there is no {recorded}" if nothing_to_resume else "retrain")
     return retrain(retrain_settings(data), Path(out), progress, cluster=cluster, jobs=jobs)
 
 
-def _like(art: Opened | str | Path, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with which retrained models use the same rows and units as the artifact."""
+def _settings_of_artifact(art: Opened | str | Path, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with which retrained models use the same rows and units as an artifact.
+
+    Args:
+        art: the artifact, or its path.
+        data: settings of the user, which take precedence.
+    Raises:
+        SettingsError: the artifact was built from images, or its corpus is not found.
+        SubsetError: the artifact lacks the label of the family.
+    """
     files = ArtifactReader.open(art) if isinstance(art, Path | str) else art.files
-    origin = BuildSource(files)
-    if origin.has_images:
+    source = BuildSource(files)
+    if source.has_images:
         raise SettingsError(f"like: {files.location} was built from images; only language models can be retrained")
     if leaf(data, "corpus.path") is None and leaf(data, "subsets") is None:
         default = RetrainSettings.model_fields["family"].default
         label = parse_family(leaf(data, "family") or default).label
         if label is not None and label not in files.manifest.details.get("labels", []):
             try:
-                LabelTable(files.rows_path).column(label, "family")  # an expression
+                LabelTable(files.rows_path).column(label, "family")  # valid if it is an expression
             except SubsetError as err:
                 raise SubsetError(f"{files.location}: {err}") from err
     if leaf(data, "corpus.path") is None:
-        origin.require_corpus_here("--corpus")
-    _ = origin.tokenizer  # raises if it is missing or has changed
-    model, built = origin.settings.model, origin.settings.model_dump(mode="json", include={"corpus", "targets"})
+        source.require_corpus_here("--corpus")
+    _ = source.tokenizer  # raises if it is missing or has changed
+    model, built = source.settings.model, source.settings.model_dump(mode="json", include={"corpus", "targets"})
     if data.get("train") == "further":
         return built | {"model": model.model_dump(mode="json", include={"path", "tokenizer", "adapter"})}
-    shape = {"vocab_size": files.manifest.detail("vocab_size"), "context": origin.settings.corpus.max_length}
+    shape = {"vocab_size": files.manifest.detail("vocab_size"), "context": source.settings.corpus.max_length}
     return built | {"tokenizer": model.tokenizer or model.path, "overrides": {"shape": shape}}

@@ -5,7 +5,7 @@ rows: above 0, it helps more than the average row. The order is that of `select`
 Shape letters: N rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from grasp.arrays import Bool
 from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import (
@@ -28,7 +29,7 @@ from grasp.artifact.rows import (
 )
 from grasp.errors import SettingsError
 from grasp.files import check_outputs
-from grasp.methods.registry import GRASP, configured_methods, method_rows
+from grasp.methods.registry import GRASP, ConfiguredMethod, configured_methods, method_rows
 from grasp.predict.predictor import additive_predictor
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.progress import Progress
@@ -44,25 +45,31 @@ MAX_ROWS_PRINTED = 100
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RankedRows(Result):
-    """Ranked rows, with their labels and the beginning of their text."""
+    """Ranked rows, with their labels and the beginning of their text.
+
+    Attributes:
+        most: maximum number of printed rows.
+        by: name of the ranking column.
+        shown: printed columns, in order.
+        lines: total number of rows; `table` is empty if they were written to a file.
+    """
 
     most: ClassVar[int] = MAX_ROWS_PRINTED
-    by: str = "effect"  # name of the ranking column
-    shown: tuple[str, ...] = ()  # printed columns, in order
-    lines: int = 0  # total number of rows; `table` is empty if they were written to a file
+    by: str = "effect"
+    shown: tuple[str, ...] = ()
+    lines: int = 0
 
     def _shown(self) -> tuple[list[str], list[list[str]]]:
         rows = self.table.slice(0, self.most).to_pylist()
         names = ["text" if name == "snippet" else name for name in self.shown]
-        most = max((abs(row[self.by]) for row in rows), default=0.0)
-        spelled = (
-            "{:+z.3f}" if self.by == "effect" or 0.1 <= most < 1e6 else "{:+.3e}"
-        )  # one format for the whole column
+        largest = max((abs(row[self.by]) for row in rows), default=0.0)
+        # one format for the whole column
+        number_format = "{:+z.3f}" if self.by == "effect" or 0.1 <= largest < 1e6 else "{:+.3e}"
 
         def cell(name: str, value: Any) -> str:
             if value is None:
                 return "-"
-            return spelled.format(value) if name == self.by else str(value)
+            return number_format.format(value) if name == self.by else str(value)
 
         return names, [[cell(name, row[name]) for name in self.shown] for row in rows]
 
@@ -116,45 +123,30 @@ def score(
         check_outputs({"out": Path(out)}, artifact.protected_paths, tables=["out"])
     if top == bottom == 0:
         raise SettingsError("top: got 0 and no bottom; request at least one row")
-    of_method = {"runs": runs, "checkpoints": checkpoints, "method_settings": method_settings, "cache": cache}
-    named, published = [name for name, value in of_method.items() if value not in (None, (), [])], None
-    if method is None and named:
-        raise SettingsError(f"{', '.join(named)}: requires method; add it, or drop the option")
-    if method == GRASP:
-        raise SettingsError("method: got grasp, which is the default; drop method, or pass match to select a kernel")
+    published = None
     if method is not None:
-        configured = {} if method_settings is None else read_yaml(Path(method_settings))
-        origin = "method" if method_settings is None else str(method_settings)
-        (published,) = configured_methods([method], configured, origin)
-        for name, needed in (("runs", "runs"), ("checkpoints", "checkpoints")):
-            if name in named and needed not in published.method.requires:
-                raise SettingsError(f"{name}: not used by method {method}; drop it")
+        published = _published_method(method, method_settings)
+    _check_method_options(
+        {"runs": runs, "checkpoints": checkpoints, "method_settings": method_settings, "cache": cache}, published
+    )
     bound_runs = None if runs is None else bind_runs(artifact, runs)
     target = only_target(artifact, target)
     if match is not None:
         artifact.relevance_name(match)  # raises with the list of kernels
     if unused := [name for name, value in (("match", match), ("unit", unit)) if value is not None and published]:
         raise SettingsError(f"{unused[0]}: cannot be combined with method; drop one of them")
-    known = LabelTable(artifact.rows_path)
+    label_table = LabelTable(artifact.rows_path)
     if labels is None:
-        shown = artifact.manifest.details.get("labels", [])[:2]
+        shown_labels = artifact.manifest.details.get("labels", [])[:2]
     else:
-        shown = listed(labels, known.columns)
-        if unknown := [name for name in shown if name not in known.columns]:
-            hint = did_you_mean(unknown[0], known.columns)
-            raise SettingsError(f"labels: got {', '.join(unknown)}{hint}; the artifact has {', '.join(known.columns)}")
-    among_N = None if where is None else known.matching(where).mask_N
+        columns = label_table.columns
+        shown_labels = listed(labels, columns)
+        if unknown := [name for name in shown_labels if name not in columns]:
+            hint = did_you_mean(unknown[0], columns)
+            raise SettingsError(f"labels: got {', '.join(unknown)}{hint}; the artifact has {', '.join(columns)}")
+    among_N = None if where is None else label_table.matching(where).mask_N
     if min_tokens:
-        length_N = row_lengths(artifact)
-        if among_N is not None:
-            length_N = length_N * among_N
-        among_N = length_N >= min_tokens
-        if not among_N.any():
-            noun = "row" if where is None else "selected row"
-            raise SettingsError(
-                f"min_tokens: got {min_tokens}; no {noun} of {artifact.location} has as many "
-                f"{length_unit(length_column(artifact))}; the longest has {length_N.max():,}"
-            )
+        among_N = _long_rows(artifact, min_tokens, among_N)
     values_N: NDArray[np.floating[Any]]
     if published is not None:
         rows = method_rows(
@@ -167,26 +159,76 @@ def score(
         provenance = "relevance in standard deviations over the rows, 0 = the corpus average; "
         provenance += f"protocol {predictor.protocol.name}"
     n_ranked = len(values_N) if among_N is None else int(among_N.sum())
-    count = (0 if bottom else n_ranked) if top is None else top
-    best, worst = ranked(values_N, among_N=among_N, count=count), ranked(-values_N, among_N=among_N, count=bottom)
-    chosen = np.concatenate([best, worst])
+    n_best = (0 if bottom else n_ranked) if top is None else top
+    best, worst = ranked(values_N, among_N=among_N, count=n_best), ranked(-values_N, among_N=among_N, count=bottom)
+    ranking = np.concatenate([best, worst])
     if out is not None:
-        write_ranked(artifact, values_N, chosen, Path(out), by)
-    kinds = [(len(best), "helpful"), (len(worst), "harmful")]
-    requested = " and ".join(f"the {n:,} most {kind}" for n, kind in kinds if n) if top is not None or bottom else "all"
-    notes, first = [f"{by}: {provenance}"], min(MAX_ROWS_PRINTED, len(chosen))
-    if short := count_short_rows(artifact, chosen[:first]):
-        these = "these" if first == len(chosen) else f"the first {first:,}"
+        write_ranked(artifact, values_N, ranking, Path(out), by)
+    counts = [(len(best), "helpful"), (len(worst), "harmful")]
+    if top is not None or bottom:
+        requested = " and ".join(f"the {n:,} most {adjective}" for n, adjective in counts if n)
+    else:
+        requested = "all"
+    notes, n_printed = [f"{by}: {provenance}"], min(MAX_ROWS_PRINTED, len(ranking))
+    if n_short := count_short_rows(artifact, ranking[:n_printed]):
+        these = "these" if n_printed == len(ranking) else f"the first {n_printed:,}"
         notes.insert(
             0,
-            f"{short:,} of {these} rows have fewer than {MIN_RELIABLE_TOKENS} {length_unit(length_column(artifact))}, "
-            f"so their relevance is noisy: --min-tokens {MIN_RELIABLE_TOKENS} skips them",
+            f"{n_short:,} of {these} rows have fewer than {MIN_RELIABLE_TOKENS} "
+            f"{length_unit(length_column(artifact))}, so their relevance is noisy: --min-tokens {MIN_RELIABLE_TOKENS} "
+            "skips them",
         )
     return RankedRows(
-        ranked_table(artifact, chosen if out is None else chosen[:0], values_N, by),
+        ranked_table(artifact, ranking if out is None else ranking[:0], values_N, by),
         f"{requested} of {n_ranked:,} rows for {target if unit is None else f'{unit} of {target}'}, by {by}",
         tuple(notes),
         by=by,
-        shown=(by, "row_id", *shown, "snippet"),
-        lines=len(chosen),
+        shown=(by, "row_id", *shown_labels, "snippet"),
+        lines=len(ranking),
     )
+
+
+def _published_method(name: str, settings: Path | str | None) -> ConfiguredMethod:
+    """Return a published method with the settings of a YAML file.
+
+    Raises:
+        SettingsError: no such method, or invalid settings.
+    """
+    if name == GRASP:
+        raise SettingsError("method: got grasp, which is the default; drop method, or pass match to select a kernel")
+    configured = {} if settings is None else read_yaml(Path(settings))
+    (method,) = configured_methods([name], configured, "method" if settings is None else str(settings))
+    return method
+
+
+def _check_method_options(options: Mapping[str, Any], published: ConfiguredMethod | None) -> None:
+    """Check that options of published methods are used by the requested method.
+
+    Raises:
+        SettingsError: options without a method, or one that the method does not use.
+    """
+    names = [name for name, value in options.items() if value not in (None, (), [])]
+    if published is None and names:
+        raise SettingsError(f"{', '.join(names)}: requires method; add it, or drop the option")
+    for name in ("runs", "checkpoints"):
+        if published is not None and name in names and name not in published.method.requires:
+            raise SettingsError(f"{name}: not used by method {published.label}; drop it")
+
+
+def _long_rows(artifact: ArtifactReader, min_tokens: int, among_N: Bool | None) -> Bool:
+    """Return whether each row has `min_tokens` tokens, among the rows of a mask.
+
+    Raises:
+        SettingsError: no row has.
+    """
+    length_N = row_lengths(artifact)
+    if among_N is not None:
+        length_N = length_N * among_N
+    long_N = np.asarray(length_N >= min_tokens)
+    if not long_N.any():
+        noun = "row" if among_N is None else "selected row"
+        raise SettingsError(
+            f"min_tokens: got {min_tokens}; no {noun} of {artifact.location} has as many "
+            f"{length_unit(length_column(artifact))}; the longest has {length_N.max():,}"
+        )
+    return long_N
