@@ -1,4 +1,4 @@
-"""Describe an artifact, and verify its files. Start with `info` and `verify`."""
+"""Describe an artifact (`grasp info`), and verify its files (`grasp verify`). Start with `info` and `verify`."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -160,7 +160,7 @@ def verify(path: Path | str) -> VerifyReport:
             expected = dict(manifest.files)
             if (path / TOKENS).exists():
                 expected |= manifest.rows_kept
-            if (path / RUN).exists() and _other_settings(path / RUN, manifest):
+            if (path / RUN).exists() and _settings_differ(path / RUN, manifest):
                 problems.append(Problem(RUN, "damaged: its settings differ from those in the manifest"))
         marks = [] if manifest else sorted([*path.glob("shards/*.json"), *path.glob("extensions/*/shards/*.json")])
         for mark in marks:
@@ -187,23 +187,25 @@ def info(path: Path | str) -> ArtifactInfo:
         path = local_path(path)
         if not (path / BUILD).exists():
             raise ArtifactError(why_not_open(path))
-        manifest = _unfinished(path)
+        manifest = _manifest_of_unfinished(path)
         files = Files(path, manifest.files, "")
-    grid, part, extension = ShardGrid(manifest.n_rows, manifest.shard_rows), len(manifest.units), None
+    grid, next_part, extension = ShardGrid(manifest.n_rows, manifest.shard_rows), len(manifest.units), None
     finished = grid.n_shards if complete else len(BuiltShards(files.root, 0, grid).parts)
-    if complete and (files.root / part_dir(part) / BUILD).exists():
-        extension = f"{len(BuiltShards(files.root, part, grid).parts)} of {grid.n_shards} shards"
-    rows = min(finished * grid.shard_rows, grid.n_rows)
+    if complete and (files.root / part_dir(next_part) / BUILD).exists():
+        extension = f"{len(BuiltShards(files.root, next_part, grid).parts)} of {grid.n_shards} shards"
+    n_finished_rows = min(finished * grid.shard_rows, grid.n_rows)
     arrays = []
     for name, entry in manifest.arrays.items():
-        size = rows * sum(np.dtype(group.dtype).itemsize * (group.stop - group.start) for group in entry.groups)
+        size = n_finished_rows * sum(
+            np.dtype(group.dtype).itemsize * (group.stop - group.start) for group in entry.groups
+        )
         arrays.append(
             ArrayInfo(
                 name=name,
                 shape=(manifest.n_rows, entry.width),
                 dtype="/".join(dict.fromkeys(group.dtype for group in entry.groups)),
                 bytes=size,
-                bytes_per_row=size / rows if rows else 0.0,
+                bytes_per_row=size / n_finished_rows if n_finished_rows else 0.0,
                 unit=entry.unit,
                 sign=entry.sign,
                 groups=tuple(group.name for group in entry.groups),
@@ -228,7 +230,7 @@ def info(path: Path | str) -> ArtifactInfo:
         arrays=tuple(arrays),
         bytes=by_kind,
         bytes_total=total,
-        bytes_per_row=total / rows if rows else 0.0,
+        bytes_per_row=total / n_finished_rows if n_finished_rows else 0.0,
         made_by=manifest.made_by,
         fingerprints=manifest.fingerprints,
         settings=manifest.settings,
@@ -238,8 +240,8 @@ def info(path: Path | str) -> ArtifactInfo:
     )
 
 
-def _unfinished(path: Path) -> Manifest:
-    """Return a manifest of the finished shards."""
+def _manifest_of_unfinished(path: Path) -> Manifest:
+    """Return a manifest that describes the finished shards of an unfinished build; it is not written."""
     record = read_record(path / BUILD, BuildRecord)
     shards = BuiltShards(path, 0, ShardGrid(record.n_rows, record.shard_rows)).parts
     arrays = {}
@@ -258,14 +260,17 @@ def _unfinished(path: Path) -> Manifest:
     )
 
 
-def _other_settings(path: Path, manifest: Manifest) -> bool:
-    """Return whether run.yaml differs from the manifest's settings; unset values were resolved during the build."""
+def _settings_differ(path: Path, manifest: Manifest) -> bool:
+    """Return whether run.yaml differs from the settings in the manifest.
+
+    Unset values of run.yaml are no difference, since the build resolves them.
+    """
     try:
         settings = read_yaml(path)
     except SettingsError:
         return True
-    built = manifest.settings
-    units, reads = settings.get("targets"), built.get("targets")
-    if isinstance(units, dict) and isinstance(reads, dict) and isinstance(units.get("max_length"), int):
-        units["max_length"] = min(units["max_length"], reads["max_length"])
-    return not all(line.endswith("now null") for line in differences(built, settings))
+    targets, resolved_targets = settings.get("targets"), manifest.settings.get("targets")
+    if isinstance(targets, dict) and isinstance(resolved_targets, dict) and isinstance(targets.get("max_length"), int):
+        # the build reduces it to the context of the model
+        targets["max_length"] = min(targets["max_length"], resolved_targets["max_length"])
+    return not all(line.endswith("now null") for line in differences(manifest.settings, settings))

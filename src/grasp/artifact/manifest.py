@@ -12,6 +12,9 @@ extensions/J/                 build.json and shards/ of the J-th extension, whos
 tokens/                       the rows, if they are stored
 work/                         temporary files of a build in progress
 .grasp-artifact               marks the directory as an artifact; lock of the writer
+
+An extension adds targets to a finished artifact. Files of the build have part number 0, those of extension J have J.
+The columns of an array are stored in groups: those of the build, then those of each extension.
 """
 
 from collections.abc import Mapping
@@ -32,8 +35,10 @@ from grasp.store.directory import Schema, Store
 from grasp.store.records import FileName, JsonModel, Mark, Name, Signed
 
 FORMAT = "grasp-artifact"
-UNITS = "units."  # of moments: by target what the model computed for its units; `explain` reads it
-LEAKS = "leaks."  # prefix in moments: rows that contain questions of a target, and the number of questions searched for
+# Prefixes of names in a moments file.
+UNITS = "units."  # what the model computed for the units of a target, which `explain` reads
+LEAKS = "leaks."  # rows that contain questions of a target, and the number of questions that were searched for
+SUM = "sum."  # totals over all rows
 FORMAT_VERSION = 2
 MARKER = ".grasp-artifact"
 TOKENS = "tokens"
@@ -42,11 +47,10 @@ RUN = "run.yaml"
 MANIFEST = "manifest.json"
 BUILD = "build.json"
 ROWS = "rows.parquet"
-CHUNK = "arrays/{}/{:05d}.npy"  # file of a column group and a shard
-SCALE = "arrays/{}/scale.npy"  # file of a column group
+CHUNK = "arrays/{}/{:05d}.npy"  # numbers of a column group in a shard
+SCALE = "arrays/{}/scale.npy"  # scale of each column of a group
 SHARD_ROWS = "shards/{:05d}.parquet"
 SHARD_FEATURES = "features/shard-{:05d}.safetensors"
-SUM = "sum."  # prefix, in a moments file, of totals over all rows
 ROW_COLUMNS = ("row_id", "doc_id", "n_tokens", "loss", "snippet")  # columns of the row table before the labels
 LOSS_TOKENS = "n_loss"  # a further column if not every token of a row carries loss
 PER_UNIT = "relevance_"  # arrays whose columns are units, in the order of units.parquet, or targets: `ArrayEntry`
@@ -63,6 +67,7 @@ class ShardGrid:
 
     @property
     def n_shards(self) -> int:
+        """Return the number of shards."""
         return -(-self.n_rows // self.shard_rows)
 
     def bounds(self, k: int) -> tuple[int, int]:
@@ -186,7 +191,7 @@ class _Settings(TypedDict, total=False):
 
 
 class _ValidatedAs:
-    """Annotation that validates a mapping as a TypedDict, but leaves it a mapping."""
+    """Pydantic annotation that validates a mapping as a TypedDict; its static type remains a mapping."""
 
     def __init__(self, shape: type) -> None:
         self._shape = shape
@@ -270,8 +275,8 @@ class BuiltShards(Store[ShardMark]):
     """The shards of one part of an artifact: the build (part 0), or an extension."""
 
     def __init__(self, root: Path, part: int, grid: ShardGrid) -> None:
-        under = part_dir(part)
-        plan, marks = (under / BUILD).as_posix(), (under / "shards" / "[0-9]*.json").as_posix()
+        directory = part_dir(part)
+        plan, marks = (directory / BUILD).as_posix(), (directory / "shards" / "[0-9]*.json").as_posix()
         super().__init__(root, Schema(mark=ShardMark, marks=marks, plan=plan, recovery_hint="rebuild the artifact"))
         self.grid = grid
 
@@ -294,35 +299,42 @@ class BuiltShards(Store[ShardMark]):
 
 
 class ArrayFiles(Store[Mark]):
-    """A directory of shards of named arrays: stored features, or intermediate results of a build."""
+    """Numbered files of named arrays: the features of each shard, or intermediate results of a build."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, Schema(mark=Mark, marks="shard-*.json", other_files=("shard-*.safetensors",)))
 
     def write(self, k: int, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Write the arrays of shard k (any shapes), and replace earlier ones.
+        """Write arrays of any shapes as file k, and replace an earlier one.
 
         Raises:
-            ArtifactError: the disk is full (no file of this shard remains).
+            ArtifactError: the disk is full (no part of this file remains).
         """
         self.put(f"shard-{k:05d}", {f"shard-{k:05d}.safetensors": tensor_bytes(arrays)})
 
     def read(self, k: int) -> dict[str, NDArray[Any]]:
-        """Read the arrays of shard k.
+        """Read the arrays of file k.
 
         Raises:
-            ArtifactError: shard k is missing or damaged.
+            ArtifactError: the file is missing or damaged.
         """
         return read_tensors(self.file(f"shard-{k:05d}"), self.schema.recovery_hint)
 
     def has(self, k: int) -> bool:
-        """Return whether shard k is complete."""
+        """Return whether file k is complete."""
         return f"shard-{k:05d}" in self.parts
 
 
 def _contradiction(manifest: Manifest) -> str | None:
-    """Return how arrays, units and files contradict each other, or None; a checksum does not prevent forgery."""
-    grid, needed, n_units = ShardGrid(manifest.n_rows, manifest.shard_rows), set[str](), sum(manifest.targets.values())
+    """Return how arrays, units and files contradict each other, or None.
+
+    The checksum of the manifest does not prevent forgery, and readers rely on these properties.
+    """
+    grid, expected_files, n_units = (
+        ShardGrid(manifest.n_rows, manifest.shard_rows),
+        set[str](),
+        sum(manifest.targets.values()),
+    )
     if manifest.n_rows > len(manifest.files) * manifest.shard_rows:  # before names of up to 1e18 shards are generated
         return "lists no shards"
     for name, entry in manifest.arrays.items():
@@ -338,13 +350,13 @@ def _contradiction(manifest: Manifest) -> str | None:
                 return f"arrays.{name}: {entry.width} columns are not of targets {list(entry.targets)}"
         elif manifest.targets and name.startswith(PER_UNIT) and entry.width != n_units:
             return f"arrays.{name}: has {entry.width} columns, there are {n_units} units"
-        needed |= {SCALE.format(group) for group in groups}
-        needed |= {CHUNK.format(group, k) for group in groups for k in range(grid.n_shards)}
-    needed |= {ROWS, *manifest.units, *manifest.moments, *map(SHARD_ROWS.format, range(grid.n_shards))}
-    if lost := needed - manifest.files.keys():
-        return f"lists no {min(lost)}"
-    idle = {name for name in manifest.files if name.endswith((".npy", ".parquet"))} - needed
-    return f"lists {min(idle)}, which belongs to no array or shard" if idle else None
+        expected_files |= {SCALE.format(group) for group in groups}
+        expected_files |= {CHUNK.format(group, k) for group in groups for k in range(grid.n_shards)}
+    expected_files |= {ROWS, *manifest.units, *manifest.moments, *map(SHARD_ROWS.format, range(grid.n_shards))}
+    if missing := expected_files - manifest.files.keys():
+        return f"lists no {min(missing)}"
+    unused = {name for name in manifest.files if name.endswith((".npy", ".parquet"))} - expected_files
+    return f"lists {min(unused)}, which belongs to no array or shard" if unused else None
 
 
 SIGNED_MANIFEST = Signed(

@@ -1,6 +1,7 @@
 """Write an artifact shard by shard, the manifest last, or add targets to a finished one. Builds are resumable.
 
-Columns of new targets are stored as new arrays next to the old ones. Existing files are not rewritten, so the artifact
+Targets that are added later are an extension: its columns are a new group of each relevance array, in files of their
+own (see `artifact/manifest.py`). Existing files are not rewritten, so the artifact
 stays readable until the manifest is replaced. Start with `ArtifactWriter.open` and `ArtifactWriter.extend`.
 """
 
@@ -172,7 +173,7 @@ class ArtifactWriter(BuiltShards):
         widths = {name: spec.width for name, spec in arrays.items() if name.startswith(PER_UNIT)}
         if len(set(widths.values())) > 1:
             raise ShapeError(f"relevance arrays have different widths {widths}; each has one column for each unit")
-        writer._go_on()
+        writer._begin()
         return writer
 
     @classmethod
@@ -209,8 +210,7 @@ class ArtifactWriter(BuiltShards):
         if sorted(wanted) != sorted(arrays):
             raise ArtifactError(
                 f"{artifact.path}: arrays to extend: got {sorted(arrays)}, expected {sorted(wanted)}; if it was built "
-                "by an "
-                "earlier version of grasp, rebuild it with all targets"
+                "by an earlier version of grasp, rebuild it with all targets"
             )
         if not wanted:
             raise ArtifactError(f"{artifact.path}: has no relevance arrays; targets cannot be added to it")
@@ -239,11 +239,11 @@ class ArtifactWriter(BuiltShards):
                 f"{artifact.path}: has targets {known} already; add only new targets, or build a new artifact"
             )
         extension._artifact, extension._units = artifact, units
-        extension._go_on()
+        extension._begin()
         return extension
 
-    def _go_on(self) -> None:
-        """Write what comes before the shards: the plan, then the scales."""
+    def _begin(self) -> None:
+        """Write the plan (identity of the build) and the scales, which come before the shards, or check those there."""
         if self._artifact is None:
             self.complete = (self.root / MANIFEST).exists()
             if self.complete and not (self.root / BUILD).exists():
@@ -406,7 +406,9 @@ class ArtifactWriter(BuiltShards):
         what = "not finished" if self._artifact is None else "the targets were not added"
         with report_full_disk(f"{self.root}: {what}", self.progress):
             if self._artifact is None:
-                _assemble([self.root / SHARD_ROWS.format(k) for k in range(self.grid.n_shards)], self.root / ROWS)
+                _concatenate_tables(
+                    [self.root / SHARD_ROWS.format(k) for k in range(self.grid.n_shards)], self.root / ROWS
+                )
                 names.insert(1, ROWS)
             write_atomically(self.root / names[-2], parquet_bytes(units))
             write_atomically(self.root / names[-1], tensor_bytes(arrays))
@@ -505,7 +507,15 @@ def encode(
     dtype: str,
     row_name: Callable[[int], str],
 ) -> NDArray[Any]:
-    """Divide by the scale, and round to the stored type, little-endian.
+    """Divide by the scale, and convert to the stored dtype, little-endian.
+
+    Args:
+        name: name of the array, for messages.
+        values_NE: numbers.
+        shape: expected shape.
+        scale_E: divisor of each column.
+        dtype: stored dtype.
+        row_name: returns the name of a row, for messages.
 
     Raises:
         ShapeError: the shape differs from that of the shard.
@@ -530,7 +540,7 @@ def encode(
     return stored_NE
 
 
-def _assemble(tables: Sequence[Path], out: Path) -> None:
+def _concatenate_tables(tables: Sequence[Path], out: Path) -> None:
     """Concatenate the row tables of all shards into one file; missing columns are null."""
     try:
         schema = pa.unify_schemas([pq.read_schema(path) for path in tables], promote_options="permissive")
@@ -560,9 +570,9 @@ def _check_units(units: pa.Table, n_columns: int | None) -> None:
     if not units.num_rows:
         raise ArtifactError("units: missing; expected at least one")
     counts = units.group_by(list(UNIT_COLUMNS)).aggregate([([], "count_all")])
-    twice = counts.filter(pc.greater(counts["count_all"], 1))
-    if twice.num_rows:
-        first = twice.slice(0, 1).to_pylist()[0]
+    duplicates = counts.filter(pc.greater(counts["count_all"], 1))
+    if duplicates.num_rows:
+        first = duplicates.slice(0, 1).to_pylist()[0]
         raise ArtifactError(
             f"units: {first['target']}/{first['unit_id']} occurs {first['count_all']} times; ids must be "
             "unique within a target"
