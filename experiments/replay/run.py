@@ -41,12 +41,20 @@ from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.training_runs import Utilities
 from grasp.seeds import bootstrap_weights
 from grasp.training.hessian_products import Curvature
-from grasp.training.metagradient import Metagradient, MetagradientSettings, metagradient, middle_steps, replay_cost
+from grasp.training.metagradient import (
+    BATCH_TOKENS,
+    Metagradient,
+    MetagradientSettings,
+    metagradient,
+    middle_steps,
+    replay_cost,
+)
 from grasp.training.replay_checks import check_by_groups, smoothness
 from grasp.training.replayed_rows import drawn_scores, probed_scores, standardize_scores
 from grasp.training.trajectory import Trajectory
 
 PROBES = 5
+LARGE_MODEL_TOKENS = 1024  # of a forward pass of SmolLM2, whose logits take 200 kB a token
 RESAMPLES = 1000
 SHIFT = 0.2  # of the weights of groups, in a check
 WEIGHTS = (0.5, 1, 2, 4, 8)  # of a replay in the default rule
@@ -314,7 +322,11 @@ def report(name: Name, options: argparse.Namespace) -> dict[str, Any]:
     world = World.open(name, options.data, options.work)
     differences: Curvature = "one-sided" if options.as_built else "difference"
     probes = len(SHIPPED_PROBES) if options.as_built else PROBES
-    settings = MetagradientSettings(probe_steps=middle_steps(world.kind.recipe.steps, probes), curvature=differences)
+    settings = MetagradientSettings(
+        probe_steps=middle_steps(world.kind.recipe.steps, probes),
+        curvature=differences,
+        batch_tokens=BATCH_TOKENS if world.kind.rows == "small" else LARGE_MODEL_TOKENS,
+    )
     replays: dict[str, list[Metagradient]] = {}
     costs = {}
     for curvature, orders in ((differences, options.orders), ("gauss-newton", options.gauss_newton)):
