@@ -40,7 +40,7 @@ from grasp.kernels.gradient import (
     gradient_preconditioner,
 )
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.gradients import Example, PerExample, Use
+from grasp.models.gradients import Example, GradientFactors, PerExample
 from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
@@ -72,12 +72,12 @@ class Samples:
         for index_B in self.engine.batches(examples, BATCH_TOKENS):
             out_BK = torch.zeros(len(index_B), int(starts[-1]))
 
-            def consume(number: int, use: Use, rows: slice, out_BK: torch.Tensor = out_BK) -> None:
+            def consume(number: int, use: GradientFactors, rows: slice, out_BK: torch.Tensor = out_BK) -> None:
                 left, right = by_member(use.left), by_member(use.right)
                 for start, sample in zip(starts, self.samples, strict=False):
                     tile = sample.tiles[number]
                     some = slice(int(start) + tile.start, int(start) + tile.start + tile.size)
-                    out_BK[rows, some] += tile.take(left, right)
+                    out_BK[rows, some] += tile.sampled_gradient(left, right)
 
             self.engine.run([examples[int(i)] for i in index_B], consume)
             yield index_B, out_BK

@@ -32,7 +32,7 @@ from grasp.arrays import F64
 from grasp.baselines.gradients.curvature import Basis, Fisher, second_moments
 from grasp.kernels.gradient import SampledGradients, by_member
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.gradients import Example, Output, Use
+from grasp.models.gradients import Example, GradientFactors, Output
 from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
@@ -58,10 +58,10 @@ class Turned:
         sample, engine = self.gradients.sample, self.gradients.engine
         out_BK = torch.zeros(len(examples), sample.size, dtype=engine.work)
 
-        def consume(number: int, use: Use, rows: slice) -> None:
+        def consume(number: int, use: GradientFactors, rows: slice) -> None:
             tile, turned = sample.tiles[number], self.bases[number].rotate_use(use)
             some = slice(tile.start, tile.start + tile.size)
-            out_BK[rows, some] += tile.take(by_member(turned.left), by_member(turned.right))
+            out_BK[rows, some] += tile.sampled_gradient(by_member(turned.left), by_member(turned.right))
 
         engine.run(examples, consume, output, uniforms)
         return out_BK

@@ -161,7 +161,7 @@ def write_cut(rows: Rows, work: Path, corpus: Corpus, tokenizer: HfTokenizer) ->
     """
     texts, directory = work / f"{rows}-rows.parquet", work / "tokenizer-without-end"
     if not texts.exists():
-        pieces = [tokenizer.pieces(row.tolist()) for row in corpus.rows]
+        pieces = [tokenizer.token_texts(row.tolist()) for row in corpus.rows]
         halves = [(row[:first], row[first:]) for row, first in zip(pieces, corpus.first_N.tolist(), strict=True)]
         prompt, completion = (["".join(part) for part in parts] for parts in zip(*halves, strict=True))
         names = pq.read_table(work / f"{rows}.parquet", columns=["doc_id", "group"])

@@ -114,7 +114,7 @@ def row_gradients(material: MethodInputs, whitener: Whitener) -> Iterator[tuple[
                 rows = torch.nonzero((batch.row_P >= first) & (batch.row_P < first + AT_ONCE))[:, 0]
                 row_P = batch.row_P[rows] - first
                 n = min(AT_ONCE, len(index) - first)
-                sparse, hidden_PH = batch.residual.at(rows), batch.hidden_PH[rows] - mean_H
+                sparse, hidden_PH = batch.residual.select(rows), batch.hidden_PH[rows] - mean_H
                 gradient = torch.zeros(n, model.vocab_size, model.hidden_size)
                 for i in range(n):
                     positions = torch.nonzero(row_P == i)[:, 0]
@@ -218,7 +218,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     material = MethodInputs(ArtifactReader.open(args.artifact))
     features = material.settings.features
-    whitener = Whitener.of(second_moments(material.artifact.moments, "hidden"), features)
+    whitener = Whitener.from_settings(second_moments(material.artifact.moments, "hidden"), features)
     places = [args.runs, *([args.held_out] if args.held_out else [])]
     worlds = [CandidatePredictor.from_runs(RetrainedRuns.open(place), material.artifact) for place in places]
     shares = [np.concatenate([block.weights_BN.toarray() for block in world.blocks]) for world in worlds]

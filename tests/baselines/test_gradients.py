@@ -15,7 +15,7 @@ from grasp.baselines.gradients.sinks import whole_gradients
 from grasp.errors import ModelError, SettingsError
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradient_factors import materialise, squared_norm
-from grasp.models.gradients import Block, Example, PerExample, Use
+from grasp.models.gradients import Block, Example, GradientFactors, PerExample
 from tests.baselines.gradient_world import NoTokenizer, autograd, flat, objective, reference, rows, units
 from tests.conftest import VOCAB
 from tests.rounding import rounding
@@ -64,7 +64,7 @@ def test_outcome_is_the_mean_loss_and_the_mean_of_one_minus_p():
         logits = engine.model.model(ids).logits[0]
         p = torch.softmax(logits, 1)[torch.arange(unit.first - 1, len(unit.input_ids) - 1), ids[0, unit.first :]]
         assert float(outcome.loss_B[i]) == pytest.approx(float(objective(logits, unit)))
-        assert float(outcome.doubt_B[i]) == pytest.approx(float(1 - p.mean()))
+        assert float(outcome.miss_probability_B[i]) == pytest.approx(float(1 - p.mean()))
 
 
 @pytest.mark.parametrize("form", ["dense", "factors", "chosen"])
@@ -189,7 +189,7 @@ def test_two_sided_maps_are_narrow_on_wide_sides_and_signs_on_others(left, right
 @pytest.mark.parametrize(("form", "spread"), [("dense", 2 / 16), ("two-sided", 2 / 16 + 4 / 32)])
 def test_projection_keeps_norms_without_bias_and_with_the_variance_it_states(form, spread):
     generator = torch.Generator().manual_seed(0)
-    use = Use(*(torch.randn(1, 1, size, generator=generator, dtype=torch.float64) for size in (40, 50)))
+    use = GradientFactors(*(torch.randn(1, 1, size, generator=generator, dtype=torch.float64) for size in (40, 50)))
     size = float(squared_norm([use], 40)[0])
     result = []
     for seed in range(600):
@@ -225,10 +225,10 @@ def test_projections_depend_only_on_the_seed():
 def test_norms_by_pairs_and_by_matrices_agree():
     generator = torch.Generator().manual_seed(0)
     for positions, left, right in ((3, 40, 50), (30, 2, 3)):
-        dense = Use(
+        dense = GradientFactors(
             torch.randn(4, positions, left, generator=generator), torch.randn(4, positions, right, generator=generator)
         )
-        ids = Use(
+        ids = GradientFactors(
             torch.randint(left, (4, positions), generator=generator),
             torch.randn(4, positions, right, generator=generator),
         )

@@ -164,7 +164,7 @@ def test_a_check_retrains_and_is_not_repeated(copied, replayed, monkeypatch):
     how = {"replay": HOW["replay"] | {"check": 2}}
     module = import_module("grasp.training.replayed_rows")
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_replay", _killed_in_order(1, module._replay))
+        patch.setattr(module, "_replay_order", _killed_in_order(1, module._replay_order))
         with pytest.raises(Killed):
             add_replay(copied, recipe=RECIPE, settings=how)
     monkeypatch.setattr(module, "check_by_groups", None)  # its result is stored

@@ -420,7 +420,7 @@ from grasp.kernels.kernel import Kernel
 
 class Toy(Kernel):
     name = "toy"
-    kinds = ()
+    moment_types = ()
 
     def prepare(self, units):
         self.loss_E = units.loss_B
@@ -469,7 +469,7 @@ def test_self_relevance_of_units_does_not_depend_on_block_size(root, tmp_path, m
     corpus = compute_moments(inputs.model_pass, inputs.store.shard(0), states_every=1)
     self_relevance = {}
     for rows_at_once in (64, 4):
-        monkeypatch.setattr(kernel_module, "ROWS_AT_ONCE", rows_at_once)
+        monkeypatch.setattr(kernel_module, "UNITS_PER_BLOCK", rows_at_once)
         for kernel in make_kernels(("output_layer", "embedding", "knn"), inputs.model, settings.features, corpus):
             kernel.prepare(inputs.units)
             self_relevance.setdefault(kernel.name, []).append(kernel.self_relevance(inputs.units))

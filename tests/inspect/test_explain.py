@@ -234,10 +234,10 @@ def test_control_characters_and_markup_are_escaped(hostile):
 def test_pieces_of_a_text_concatenate_to_the_text(root):
     tokenizer = HfTokenizer(AutoTokenizer.from_pretrained(root / "world" / "model"), vocab_size=300)
     (ids,) = tokenizer.encode([HOSTILE])
-    assert "".join(tokenizer.pieces(ids)) == HOSTILE
-    assert len(tokenizer.pieces(ids)) == len(ids)
+    assert "".join(tokenizer.token_texts(ids)) == HOSTILE
+    assert len(tokenizer.token_texts(ids)) == len(ids)
     broken = tokenizer.encode(["\U0001f600"])[0][:2]
-    assert "".join(tokenizer.pieces([*broken, *tokenizer.encode([" water"])[0]])).endswith(" water")
+    assert "".join(tokenizer.token_texts([*broken, *tokenizer.encode([" water"])[0]])).endswith(" water")
 
 
 def test_a_long_row_is_abbreviated(root):

@@ -16,7 +16,7 @@ from grasp.kernels.gradient import (
 )
 from grasp.kernels.kernel import Batch, CorpusMoments
 from grasp.models.gradient_factors import materialise
-from grasp.models.gradients import Example, Use
+from grasp.models.gradients import Example, GradientFactors
 from grasp.models.residuals import SparseResidual
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
@@ -116,11 +116,14 @@ def test_every_output_and_every_input_is_in_exactly_one_tile():
 def test_sums_over_the_sample_are_unbiased():
     """Over many draws the mean of weighted products is the whole product, within its own standard error."""
     generator = torch.Generator().manual_seed(0)
-    use = [Use(torch.randn(1, 3, 10, generator=generator), torch.randn(1, 3, 7, generator=generator)) for _ in "ab"]
+    use = [
+        GradientFactors(torch.randn(1, 3, 10, generator=generator), torch.randn(1, 3, 7, generator=generator))
+        for _ in "ab"
+    ]
     whole = float((materialise(use[0], 10) * materialise(use[1], 10)).sum())
 
-    def sampled_values(tiles: Tiles, first: Use) -> torch.Tensor:
-        return tiles.take(by_member(first.left), by_member(first.right))
+    def sampled_values(tiles: Tiles, first: GradientFactors) -> torch.Tensor:
+        return tiles.sampled_gradient(by_member(first.left), by_member(first.right))
 
     def estimate(seed: int) -> float:
         draw = stream(seed, "tiles")
@@ -171,11 +174,11 @@ def test_a_row_with_a_gradient_that_is_not_finite_has_relevance_zero():
 def test_contributions_of_positions_sum_to_the_relevance(family):
     """Include positions without loss."""
     gradients, unit_examples = opened(family, count=4_000), units()
-    side_EK = torch.cat([gradients.compute([unit])[0] for unit in unit_examples])
+    unit_EK = torch.cat([gradients.compute([unit])[0] for unit in unit_examples])
     gaps = np.array([False, True, True, False, False, True, False, True])
     for example in (*rows(2), Example(np.arange(1, 9, dtype=np.int32), loss_mask=gaps)):
-        whole_E = (gradients.compute([example])[0] @ side_EK.T)[0].numpy()
-        added_LE = gradients.by_position(example, side_EK)
+        whole_E = (gradients.compute([example])[0] @ unit_EK.T)[0].numpy()
+        added_LE = gradients.by_position(example, unit_EK)
         assert added_LE.shape == (len(example.input_ids), len(unit_examples))
         np.testing.assert_allclose(added_LE.sum(axis=0), whole_E, atol=CLOSE * np.abs(added_LE).sum(axis=0).max())
 

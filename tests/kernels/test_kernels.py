@@ -19,13 +19,13 @@ def output_layer_world():
     units = output_layer.prepare_targets(
         unit_hidden, unit_residual, unit, output_layer_tests.E, whitener, output_layer_tests.N
     )
-    return row, lambda at, *rows: output_layer.output_layer_relevance(units, hidden[at], residual.at(at), *rows)
+    return row, lambda at, *rows: output_layer.output_layer_relevance(units, hidden[at], residual.select(at), *rows)
 
 
 def embedding_world():
     head, (residual, ids, row), unit_inputs, whitener = embedding_tests.world(3)
     units = embedding_tests.prepared(head, unit_inputs, whitener)
-    return row, lambda at, *rows: embedding.embedding_relevance(units, head, residual.at(at), ids[at], *rows)
+    return row, lambda at, *rows: embedding.embedding_relevance(units, head, residual.select(at), ids[at], *rows)
 
 
 def knn_world():

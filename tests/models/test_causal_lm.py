@@ -83,7 +83,7 @@ def test_a_model_without_a_head_is_refused():
 
 
 def dense(features, which: int, row: int) -> tuple[np.ndarray, np.ndarray]:
-    hidden, residual, row_P = features.take(which)
+    hidden, residual, row_P = features.at_spec(which)
     chosen = row_P == row
     out = np.zeros((int(chosen.sum()), VOCAB))
     for line, index, value in zip(out, residual.index_PK[chosen], residual.value_PK[chosen], strict=True):

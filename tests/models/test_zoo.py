@@ -105,7 +105,7 @@ def check_row(model: ReferenceModel, features: BatchFeatures, b: int, expected: 
     """Compare the loss, and the gradients by the hidden states and by the output layer's weight."""
     assert_close(loss, torch.tensor(expected.loss), what="loss")
     chosen = features.row_P == b
-    residual, hidden_PH = features.residual.at(chosen), features.hidden_PH[chosen]
+    residual, hidden_PH = features.residual.select(chosen), features.hidden_PH[chosen]
     assert_close(hidden_gradient(model.head, residual) / len(hidden_PH), expected.by_state_PH, what="by hidden states")
     if model.head.is_weight:
         residual_PV = hidden_PH.new_zeros(len(hidden_PH), model.vocab_size)

@@ -171,7 +171,7 @@ def verify(path: Path | str) -> VerifyReport:
         files = Files(path, expected, "")
     problems += [Problem(name, what) for name, what in files.verify().items()]
     n_bytes = sum(entry.bytes for entry in files.entries.values())
-    return VerifyReport(files.where, complete, len(files.entries), n_bytes, tuple(problems))
+    return VerifyReport(files.location, complete, len(files.entries), n_bytes, tuple(problems))
 
 
 def info(path: Path | str) -> ArtifactInfo:
@@ -216,7 +216,7 @@ def info(path: Path | str) -> ArtifactInfo:
         by_kind[kind] = by_kind.get(kind, 0) + file.bytes
     total = sum(by_kind.values())
     return ArtifactInfo(
-        path=files.where,
+        path=files.location,
         complete=complete,
         format_version=manifest.format_version,
         n_rows=manifest.n_rows,

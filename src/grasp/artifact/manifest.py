@@ -279,7 +279,7 @@ class BuiltShards(Store[ShardMark]):
         mark = super().mark(part)
         if int(part) >= self.grid.n_shards or (mark.start, mark.stop) != self.grid.bounds(int(part)):
             raise ArtifactError(
-                f"{self._mark(part)}: rows {mark.start} to {mark.stop} are not a shard of this artifact; delete it"
+                f"{self._mark_path(part)}: rows {mark.start} to {mark.stop} are not a shard of this artifact; delete it"
             )
         return mark
 
@@ -297,7 +297,7 @@ class ArrayFiles(Store[Mark]):
     """A directory of shards of named arrays: stored features, or intermediate results of a build."""
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(directory, Schema(mark=Mark, marks="shard-*.json", ours=("shard-*.safetensors",)))
+        super().__init__(directory, Schema(mark=Mark, marks="shard-*.json", other_files=("shard-*.safetensors",)))
 
     def write(self, k: int, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Write the arrays of shard k (any shapes), and replace earlier ones.
@@ -354,6 +354,6 @@ SIGNED_MANIFEST = Signed(
     FORMAT,
     FORMAT_VERSION,
     "rebuild the artifact",
-    none="no complete artifact here; create one with `grasp build --out {place}`, or check the URL",
-    check=_contradiction,
+    missing_message="no complete artifact here; create one with `grasp build --out {location}`, or check the URL",
+    find_inconsistency=_contradiction,
 )

@@ -166,7 +166,7 @@ class ArtifactReader:
 
     def __init__(self, manifest: Manifest, files: Files) -> None:
         self.path = files.root
-        self.location = files.where
+        self.location = files.location
         self.manifest = _with_present_names(manifest)
         self._files = files
         self._tokens = Files(files.root, manifest.rows_kept, VERIFY)

@@ -41,7 +41,7 @@ from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
 from grasp.methods.contract import Account, MethodInputs
 from grasp.models.gradient_factors import squared_norm
-from grasp.models.gradients import Example, LayerSet, PerExample, Use
+from grasp.models.gradients import Example, GradientFactors, LayerSet, PerExample
 from grasp.settings import refuse_idle
 
 
@@ -183,7 +183,7 @@ def layer_norms(engine: PerExample, rows: list[Example]) -> F64:
     for index_B in engine.batches(rows):
         square_LB = torch.zeros(len(engine.layers.blocks), len(index_B), dtype=engine.work, device=engine.model.device)
 
-        def add_norms(number: int, uses: list[Use], at: slice, square_LB: Tensor = square_LB) -> None:
+        def add_norms(number: int, uses: list[GradientFactors], at: slice, square_LB: Tensor = square_LB) -> None:
             square_LB[number, at] += squared_norm(uses, engine.layers.blocks[number].left)
 
         sink = UseSink(engine, all_blocks(engine), add_norms)

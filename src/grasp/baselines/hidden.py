@@ -80,8 +80,8 @@ def _passes(
             first_position if isinstance(first_position, np.ndarray) else first_position + 1
             for first_position in first_B
         ]
-        ids_BL, labelled_BL = (part.to(model.device) for part in pad_rows([sequences[i] for i in index_B], labels_B))
-        mask_BL = position_mask(spec, labelled_BL)
+        ids_BL, loss_mask_BL = (part.to(model.device) for part in pad_rows([sequences[i] for i in index_B], labels_B))
+        mask_BL = position_mask(spec, loss_mask_BL)
         yield index_B, model.hidden(ids_BL), mask_BL, ids_BL
 
 

@@ -69,7 +69,7 @@ class ScoreRecord(JsonModel):
 
 RECOVERY_HINT = "delete its directory to recompute it"
 BLOCKS = Schema(
-    mark=ScoredBlock, marks="blocks/*.json", plan="plan.json", ours=("blocks",), recovery_hint=RECOVERY_HINT
+    mark=ScoredBlock, marks="blocks/*.json", plan="plan.json", other_files=("blocks",), recovery_hint=RECOVERY_HINT
 )
 RECORD = Signed(
     "method.json",

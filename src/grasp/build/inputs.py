@@ -33,7 +33,7 @@ from grasp.corpus.sources import Source, open_source
 from grasp.errors import ModelError, SettingsError
 from grasp.kernels.kernel import Batch, Kernel
 from grasp.models.causal_lm import ReferenceModel, context_of
-from grasp.models.checkpoint import refuse_unreadable, text_config_of, tokenizer_of
+from grasp.models.checkpoint import check_readable, text_config_of, tokenizer_of
 from grasp.models.forward_pass import Reference, Units
 from grasp.models.tokenizer import HfTokenizer
 from grasp.progress import Progress
@@ -116,7 +116,7 @@ def prepare(
     leaks: Mapping[str, Leaks] = {}
     if settings.model.classifier is None and isinstance(model, ReferenceModel | None):
         if model is None:
-            refuse_unreadable(settings.model.path)
+            check_readable(settings.model.path)
         unit_set = load_units(settings.targets, in_memory.units)
         refuse_accuracy(unit_set)
         if "pooled" in settings.features.kernels and any(unit.others for unit in unit_set.units):

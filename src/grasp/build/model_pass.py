@@ -234,7 +234,7 @@ class ModelPass:
         batch: Batch | None = None
         # from the last set to the first, since each batch holds the one of the next set
         for spec_index in reversed(range(len(features.position_masks))):
-            hidden_PH, residual, row_P = features.take(spec_index)
+            hidden_PH, residual, row_P = features.at_spec(spec_index)
             input_P = features.input_P[features.position_masks[spec_index]]
             batch = Batch(hidden_PH, residual, row_P, input_P, n_rows, loss_B, head, vocab_size, summary_batch=batch)
         assert batch is not None
@@ -375,8 +375,8 @@ def _position_arrays(batch: Batch, *, half: bool) -> Arrays:
     }
     if batch.weight_P is not None:
         tensors["weight"] = batch.weight_P
-    if residual.rest_P is not None:
-        tensors["rest"] = residual.rest_P.half() if half else residual.rest_P
+    if residual.truncated_P is not None:
+        tensors["rest"] = residual.truncated_P.half() if half else residual.truncated_P
     return {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
 
 

@@ -60,7 +60,7 @@ from grasp.kernels.kernel import CorpusMoments, Kernel, counts_rows, kernel_clas
 from grasp.kernels.sketch import Sketch
 from grasp.kernels.whitening import STATES
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.checkpoint import is_adapter, recorded_train, refuse_unreadable
+from grasp.models.checkpoint import check_readable, is_adapter, recorded_train
 from grasp.models.forward_pass import Reference
 from grasp.progress import Progress, Silent
 from grasp.seeds import stream
@@ -498,7 +498,7 @@ def resolve_settings(settings: BuildSettings, in_memory: InMemory) -> BuildSetti
     train = settings.train or recorded_train(settings.model, model)
     if train is None:
         if model is None:
-            refuse_unreadable(settings.model.path)  # report first that it is not a causal LM
+            check_readable(settings.model.path)  # report first that it is not a causal LM
         raise SettingsError(
             "--train: missing; pass `--train further` if this model will be trained on the corpus (fine-tuning), or "
             "`--train new` for a new model from scratch. Which rows help depends on this, and the checkpoint does not "

@@ -108,7 +108,7 @@ ROWS = Schema(
     mark=RowsMark,
     marks="shard-*.json",
     plan="plan.json",
-    ours=("shard-*.parquet", SUMMARY),
+    other_files=("shard-*.parquet", SUMMARY),
     recovery_hint=RECOVERY_HINT,
     error_type=CorpusError,
 )
@@ -124,10 +124,10 @@ def summary_of(holds: str) -> Signed[StoreSummary]:
         FORMAT,
         RECOVERY_HINT,
         CorpusError,
-        none="an unfinished row store; run the build again to resume it",
-        unsigned=True,
-        key="holds",
-        older=(FORMAT_WITHOUT_SPANS,),
+        missing_message="an unfinished row store; run the build again to resume it",
+        allow_unsigned=True,
+        format_field="holds",
+        older_versions=(FORMAT_WITHOUT_SPANS,),
     )
 
 

@@ -38,7 +38,7 @@ from grasp.corpus.sources import (
 )
 from grasp.corpus.values import plain_values
 from grasp.distil.ngrams import as_bytes
-from grasp.distil.scorer import SCORE, UNFAMILIAR, UNFAMILIAR_SHARE, Scorer, percents, with_interval
+from grasp.distil.scorer import SCORE, UNFAMILIAR, UNFAMILIAR_SHARE, Scorer, percent_interval, with_interval
 from grasp.errors import CorpusError, SettingsError
 from grasp.files import check_directory, claim_directory
 from grasp.predict.weights import mask_of
@@ -59,7 +59,7 @@ SCORED = Schema(  # names with a leading underscore are ignored by Parquet reade
     mark=Mark,
     marks="_scores-*.json",
     plan="_apply.json",
-    ours=("scores-*.parquet",),
+    other_files=("scores-*.parquet",),
     recovery_hint="delete it and score again",
     error_type=SettingsError,
 )
@@ -113,7 +113,7 @@ def apply(
         ArtifactError: the scorer does not exist or is damaged.
     """
     out, progress = Path(out), progress or Silent()
-    reads = {"is the scorer": None if isinstance(scorer, Scorer) else scorer, "is the corpus": str(corpus)}
+    inputs = {"is the scorer": None if isinstance(scorer, Scorer) else scorer, "is the corpus": str(corpus)}
     scorer = scorer if isinstance(scorer, Scorer) else Scorer.open(scorer)
     settings = CorpusSettings(path=str(corpus), split=split, text_column=text_column, row_id_column=id_column)
     budget = None if keep is None else parse_budget(keep)
@@ -125,13 +125,13 @@ def apply(
     files = [source]
     if isinstance(source, FileSource):
         files = [replace(source, files=[file]) for file in source.files]
-    claim_directory(out, MARKER, lambda _: False, reads)
+    claim_directory(out, MARKER, lambda _: False, inputs)
     with locked(out / MARKER):
-        copies = budget is not None
-        if copies:
-            manifest = out / SELECTED_DIRECTORY / MANIFEST
-            copies = not (manifest.exists() and read_yaml(manifest).get("keep") == str(keep))
-        if copies:
+        copies_selected = budget is not None
+        if copies_selected:
+            manifest = out / SELECTED_DIRECTORY / MANIFEST  # written last: the documents were copied before
+            copies_selected = not (manifest.exists() and read_yaml(manifest).get("keep") == str(keep))
+        if copies_selected:
             check_directory(out / SELECTED_DIRECTORY)
         store = Store(out, SCORED)
         store.begin(
@@ -147,12 +147,13 @@ def apply(
         progress.stage("scoring", rows=n_records, tokens=None)
         scores, unfamiliar = [], 0
         for k, file in enumerate(files):
-            part, exists = f"_scores-{k:05d}", not store.missing([f"_scores-{k:05d}"])
-            if not exists:
-                score = partial(_score_file, file, scorer, settings, progress=progress)
-                store.put(part, {f"scores-{k:05d}.parquet": score})
+            part = f"_scores-{k:05d}"
+            is_complete = not store.missing([part])
+            if not is_complete:
+                write_scores = partial(_score_file, file, scorer, settings, progress=progress)
+                store.put(part, {f"scores-{k:05d}.parquet": write_scores})
             table = pq.read_table(store.file(part), columns=[SCORE, UNFAMILIAR])
-            if exists:
+            if is_complete:
                 progress.advance(len(table), 0)
             scores.append(table[SCORE].to_numpy())
             unfamiliar += pc.sum(table[UNFAMILIAR]).as_py() or 0
@@ -168,9 +169,9 @@ def apply(
         notes = [
             unfamiliar_note,
             f"accuracy on held-out rows: Spearman correlation with relevance {with_interval(quality.spearman)}; the "
-            f"top 20% by score have {percents(quality.gain)} of the mean relevance of the true top 20%",
+            f"top 20% by score have {percent_interval(quality.gain)} of the mean relevance of the true top 20%",
         ]
-        if copies and budget is not None:
+        if copies_selected and budget is not None:
             progress.stage("copying the best", rows=None, tokens=None)
             selected_M = mask_of(ranked(score_M, count=budget.resolve(documents, up=True)), documents)
             provenance = {"chosen by": "grasp apply", "keep": str(keep)}
@@ -187,6 +188,7 @@ def apply(
 
 
 def _score_file(source: Source, scorer: Scorer, settings: CorpusSettings, path: Path, progress: Progress) -> None:
+    """Score the documents of one file of the corpus, and write the scores to `path`."""
     with pq.ParquetWriter(path, _SCHEMA, compression="zstd") as writer:
         for texts, table in _batches(source, settings):
             score_N, unfamiliar_N = scorer.score(texts)
@@ -233,8 +235,8 @@ def _chunks(source: Source, settings: CorpusSettings) -> Iterator[tuple[pa.Large
             raise CorpusError(f"{name}: has token ids and no text; expected a corpus of text")
         return [column for column in schema.names if column in {*form.columns, *ids}]
 
-    def text_of(form: Form, record: Mapping[str, Any], where: str) -> str:
-        content = form.read(record, where)
+    def text_of(form: Form, record: Mapping[str, Any], location: str) -> str:
+        content = form.read(record, location)
         return (content.text or "") if content.conversation is None else str(content.conversation)  # joined turns
 
     def identifiers(file: str, position: I64, *ids: Sequence[str | None]) -> pa.Table:
@@ -247,13 +249,13 @@ def _chunks(source: Source, settings: CorpusSettings) -> Iterator[tuple[pa.Large
             lines.append(chunk)
         if lines and (chunk is None or len(lines) == BATCH_ROWS):
             texts, ids = [], []
-            for where, record in chain.from_iterable(map(records_in, lines)):
-                columns = id_columns(settings, list(record), where)
-                texts.append(text_of(form_of(record.keys(), settings, where), record, where))
+            for location, record in chain.from_iterable(map(records_in, lines)):
+                columns = id_columns(settings, list(record), location)
+                texts.append(text_of(form_of(record.keys(), settings, location), record, location))
                 ids.append([label_text(record.get(name or "")) for name in columns])
-            rows, documents = zip(*ids, strict=True)
-            numbers = np.array([line.line for line in lines])
-            yield as_bytes(texts), identifiers(lines[0].name, numbers, rows, documents)
+            row_ids, doc_ids = zip(*ids, strict=True)
+            line_numbers = np.array([line.line for line in lines])
+            yield as_bytes(texts), identifiers(lines[0].name, line_numbers, row_ids, doc_ids)
             lines = []
         if isinstance(chunk, ArrowChunk):
             batch, form = chunk.batch, forms[chunk.name]
@@ -262,7 +264,7 @@ def _chunks(source: Source, settings: CorpusSettings) -> Iterator[tuple[pa.Large
                 column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
                 encoded = pc.fill_null(column.cast(pa.large_string()).cast(pa.large_binary()), b"")
             else:
-                encoded = as_bytes([text_of(form, record, where) for where, record in records_in(chunk)])
+                encoded = as_bytes([text_of(form, record, location) for location, record in records_in(chunk)])
             names, no_ids = batch.schema.names, [None] * batch.num_rows
             id_values = [
                 [label_text(value) for value in plain_values(batch.column(name))] if name in names else no_ids

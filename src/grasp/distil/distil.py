@@ -4,10 +4,11 @@ Start with `distil`. The scorer predicts the relevance of a row as a mean over i
 with a value. The values are the coefficients of a ridge regression whose prior makes about a thousand rows sufficient:
 an n-gram has a larger prior variance if it occurs in the answers of the target's units and is rare in the corpus, since
 relevance kernels match such text, and its prior mean is a linear combination of a few frequency ratios. The fitted
-prior mean and coefficients are added into one table.
+prior mean and coefficients are added into one table. Accuracy is measured on held-out rows by cross-validation over
+documents.
 
-Shape letters: N rows, K lengths, V hash buckets per length, P = K V, A n-grams that occur in some row, J features of
-the prior mean, R bootstrap resamples.
+Shape letters: N rows, E units, K lengths, V hash buckets per length, P = K V, A n-grams that occur in some row, S rows
+of a slice, J features of the prior mean, D documents, R bootstrap resamples.
 """
 
 from dataclasses import dataclass
@@ -37,16 +38,16 @@ from grasp.results import Result
 from grasp.seeds import bootstrap_weights, stream
 
 FOLDS = 5  # of cross-validation, by document
-PENALTIES = (0.1, 0.3, 1.0, 3.0)
+PENALTIES = (0.1, 0.3, 1.0, 3.0)  # ridge penalties that are tried
 MAX_TRAINING_CHARS = 12_000_000  # limit on the training text: its n-gram matrix takes half a GB
 MIN_ROWS = 20
-MIN_SLICE_ROWS = 50
-MAX_SLICES = 10
+MIN_SLICE_ROWS = 50  # smaller slices are not evaluated
+MAX_SLICES = 10  # slices that are evaluated
 RESAMPLES = 200
 BATCH_ROWS = 4_096  # rows decoded per batch
 RARE, RARER = 1e-4, 1e-5  # additive smoothing of n-gram frequencies
 PRIOR_MEAN_VARIANCE = 0.1  # prior variance of the features of the prior mean; that of all n-grams together is 1
-STEPS = 30  # iterations of the solver; with twice as many Spearman changes in the fifth digit
+SOLVER_STEPS = 30  # iterations of the solver; with twice as many Spearman changes in the fifth digit
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -96,6 +97,53 @@ def distil(
     order = stream(seed, "distil", "rows").permutation(inputs.n_rows)[:rows]
     if len(order) < MIN_ROWS:
         raise SettingsError(f"{artifact.location}: has {len(order)} rows, expected at least {MIN_ROWS}")
+    decoded = _decode_rows(inputs, order, progress)
+    by_index = np.argsort(order[: len(decoded)])
+    row_index, texts = order[by_index], as_bytes([decoded[i] for i in by_index])
+    # If the build used only the first rows of each document, the scorer reads a prefix of about the same length.
+    max_rows, first_bytes = (artifact.manifest.settings.get("corpus") or {}).get("max_rows_per_document"), None
+    if max_rows is not None:
+        length_N = np.diff(np.frombuffer(texts.buffers()[1], np.int64))  # bytes of each text
+        first_bytes = int(max_rows) * max(1, int(np.quantile(length_N, 0.99)))
+    relevance_N = predictor.effect_NT[row_index, 0].astype(np.float64)
+    units = [unit for unit in inputs.units.units if unit.target == target]
+    answers = as_bytes([unit.completion for unit in units])
+    whole_units = as_bytes([unit.prompt + unit.completion for unit in units])
+    regression = _Regression.from_answers(shares(texts), shares(answers), shares(whole_units))
+    document_N = row_documents(artifact)[row_index]
+    fold_N = stream(seed, "distil", "folds").permutation(np.arange(int(document_N.max()) + 1) % FOLDS)[document_N]
+    held_out_N, penalty = _held_out_scores(regression, relevance_N, fold_N, progress)
+    progress.stage("fitting all rows", rows=None, tokens=None)
+    tables_KV, intercept = regression.fit(relevance_N, np.arange(len(relevance_N)), penalty)
+    weight_RN = _bootstrap_row_weights(document_N, seed)
+    slices = _slice_quality(artifact, row_index, held_out_N, relevance_N, weight_RN)
+    card = Card(
+        target=target,
+        scored_by=predictor.protocol.description,
+        made_by={"grasp": grasp.__version__},
+        fingerprints=dict(artifact.manifest.fingerprints),
+        rows=len(row_index),
+        penalty=penalty,
+        intercept=intercept,
+        first_bytes=first_bytes,
+        rarest=regression.rarity_threshold(fold_N),
+        quality=_quality(held_out_N, relevance_N, weight_RN),
+        slices=slices,
+        weights=FileEntry(bytes=0, checksum=""),
+    )
+    scorer = Scorer(card, tables_KV.astype(np.float32), regression.rarity_V(regression.share_NP))
+    scorer.save(out)
+    table = pa.Table.from_pylist([quality.model_dump() for quality in slices], _SLICES)
+    return Distilled(table, f"scorer for {target}", scorer=Scorer.open(out), path=out)
+
+
+_SLICES = pa.schema(
+    [("label", pa.string()), ("value", pa.string()), ("rows", pa.int64()), ("spearman", pa.list_(pa.float64()))]
+)
+
+
+def _decode_rows(inputs: MethodInputs, order: I64, progress: Progress) -> list[str]:
+    """Return the text of rows in this order, up to MAX_TRAINING_CHARS characters."""
     progress.stage("text of rows", rows=len(order), tokens=None)
     decoded: list[str] = []
     size = 0
@@ -107,62 +155,14 @@ def distil(
         if size > MAX_TRAINING_CHARS:
             progress.note(f"fits {len(decoded):,} rows, {size / 1e6:.0f} MB of text: the memory limit is reached")
             break
-    by_index = np.argsort(order[: len(decoded)])
-    row_index, texts = order[by_index], as_bytes([decoded[i] for i in by_index])
-    # If the build used only the first rows of each document, the scorer reads a prefix of about the same length.
-    most_rows, first_bytes = (artifact.manifest.settings.get("corpus") or {}).get("max_rows_per_document"), None
-    if most_rows is not None:
-        length_N = np.diff(np.frombuffer(texts.buffers()[1], np.int64))
-        first_bytes = int(most_rows) * max(1, int(np.quantile(length_N, 0.99)))
-    relevance_N = predictor.effect_NT[row_index, 0].astype(np.float64)
-    units = [unit for unit in inputs.units.units if unit.target == target]
-    answers = as_bytes([unit.completion for unit in units])
-    both = as_bytes([unit.prompt + unit.completion for unit in units])
-    problem = _Problem.from_answers(shares(texts), shares(answers), shares(both))
-    document_N = row_documents(artifact)[row_index]
-    fold_N = stream(seed, "distil", "folds").permutation(np.arange(int(document_N.max()) + 1) % FOLDS)[document_N]
-    held_out_N, penalty = _held_out_scores(problem, relevance_N, fold_N, progress)
-    progress.stage("fitting all rows", rows=None, tokens=None)
-    tables_KV, intercept = problem.fit(relevance_N, np.arange(len(relevance_N)), penalty)
-    weight_RN = _resampled(document_N, seed)
-    slices: list[SliceQuality] = []  # largest slices of the first suitable label
-    for label in suggest_labels(artifact)[:1]:
-        label_values = label_slices(label_column(artifact, label), np.ones(artifact.n_rows, dtype=np.int64))
-        for g, name in enumerate(label_values.names[:MAX_SLICES]):
-            rows_S = np.flatnonzero(label_values.codes_N[row_index] == g)
-            if len(rows_S) >= MIN_SLICE_ROWS:
-                spearman = _spearman(held_out_N[rows_S], relevance_N[rows_S], weight_RN[:, rows_S])
-                slices.append(SliceQuality(label=label, value=str(name), rows=len(rows_S), spearman=spearman))
-    card = Card(
-        target=target,
-        scored_by=predictor.protocol.description,
-        made_by={"grasp": grasp.__version__},
-        fingerprints=dict(artifact.manifest.fingerprints),
-        rows=len(row_index),
-        penalty=penalty,
-        intercept=intercept,
-        first_bytes=first_bytes,
-        rarest=problem.rarity_threshold(fold_N),
-        quality=_quality(held_out_N, relevance_N, weight_RN),
-        slices=tuple(slices),
-        weights=FileEntry(bytes=0, checksum=""),
-    )
-    scorer = Scorer(card, tables_KV.astype(np.float32), problem.rarity_V(problem.share_NP))
-    scorer.save(out)
-    table = pa.Table.from_pylist([line.model_dump() for line in slices], _SLICES)
-    return Distilled(table, f"scorer for {target}", scorer=Scorer.open(out), path=out)
-
-
-_SLICES = pa.schema(
-    [("label", pa.string()), ("value", pa.string()), ("rows", pa.int64()), ("spearman", pa.list_(pa.float64()))]
-)
+    return decoded
 
 
 # ------------------------------------------------------------------------------------------------------- the regression
 
 
 @dataclass(frozen=True, eq=False)
-class _Problem:
+class _Regression:
     """Ridge regression of relevance on n-gram frequencies; columns are scaled by their prior standard deviation.
 
     With f the frequency of an n-gram in the corpus, q in the answers and u in whole units, half of the prior variance
@@ -178,9 +178,9 @@ class _Problem:
     design: csr_array  # (N, A + J)
 
     @classmethod
-    def from_answers(cls, share_NP: csr_array, answer_EP: csr_array, unit_EP: csr_array) -> "_Problem":
+    def from_answers(cls, share_NP: csr_array, answer_EP: csr_array, unit_EP: csr_array) -> "_Regression":
         """Set up the regression from n-gram frequencies in rows, in answers, and in whole units."""
-        f_P, q_P, u_P = (np.asarray(each.mean(axis=0), dtype=np.float64) for each in (share_NP, answer_EP, unit_EP))
+        f_P, q_P, u_P = (np.asarray(share.mean(axis=0), dtype=np.float64) for share in (share_NP, answer_EP, unit_EP))
         rarity_P, answer_P = 1.0 / (f_P + RARER), q_P / (f_P + RARER) / (f_P + RARE)
         # each half is normalised to contribute the same variance to the prediction of a row
         rarity_scale, answer_scale = _mean_square(share_NP, rarity_P), _mean_square(share_NP, answer_P)
@@ -190,8 +190,8 @@ class _Problem:
         block_JKKV = np.einsum("kl,jlv->jklv", np.eye(len(LENGTHS)), ratios.reshape(3, len(LENGTHS), SLOTS))
         value_JP = block_JKKV.reshape(3 * len(LENGTHS), -1)
         raw_NJ = np.asarray(share_NP @ value_JP.T)
-        spread_J = raw_NJ.std(axis=0)
-        value_JP /= np.where(spread_J > 0, spread_J, np.inf)[:, None] / np.sqrt(PRIOR_MEAN_VARIANCE / len(value_JP))
+        std_J = raw_NJ.std(axis=0)
+        value_JP /= np.where(std_J > 0, std_J, np.inf)[:, None] / np.sqrt(PRIOR_MEAN_VARIANCE / len(value_JP))
         prior_NJ = np.asarray(share_NP @ value_JP.T)
         seen_A = np.flatnonzero(f_P)
         scale_A = np.sqrt(variance_P[seen_A])
@@ -200,7 +200,7 @@ class _Problem:
         share_NA = csr_array((share_NP.data, column_P[share_NP.indices], share_NP.indptr), shape=shape)
         centred_NJ = prior_NJ - prior_NJ.mean(axis=0)
         design = csr_array(hstack([share_NA @ diags_array(scale_A), csr_array(centred_NJ)], dtype=np.float32))
-        design.indices, design.indptr = (each.astype(np.int32) for each in (design.indices, design.indptr))
+        design.indices, design.indptr = (index.astype(np.int32) for index in (design.indices, design.indptr))
         return cls(share_NP, seen_A, scale_A, prior_NJ, value_JP, design)
 
     def solve(self, relevance_N: F64, rows: I64, penalty: float) -> tuple[F64, float]:
@@ -213,7 +213,7 @@ class _Problem:
             rmatvec=lambda y: (design.T @ y.ravel().astype(np.float32)).astype(np.float64),
             dtype=np.float64,
         )
-        coefficients = lsmr(operator, relevance_N[rows] - mean, damp=np.sqrt(penalty), maxiter=STEPS)[0]
+        coefficients = lsmr(operator, relevance_N[rows] - mean, damp=np.sqrt(penalty), maxiter=SOLVER_STEPS)[0]
         return np.asarray(coefficients, dtype=np.float64), mean
 
     def fit(self, relevance_N: F64, rows: I64, penalty: float) -> tuple[F64, float]:
@@ -250,7 +250,7 @@ def _mean_square(share_NP: csr_array, variance_P: F64) -> float:
     return total / share_NP.shape[0] if total > 0 else 1.0
 
 
-def _held_out_scores(problem: _Problem, relevance_N: F64, fold_N: I64, progress: Progress) -> tuple[F64, float]:
+def _held_out_scores(regression: _Regression, relevance_N: F64, fold_N: I64, progress: Progress) -> tuple[F64, float]:
     """Return cross-validated scores, by scorers that saw no row of the same document, and the best penalty.
 
     The penalty with the highest Spearman correlation on the first fold is used for all folds, so the other folds are
@@ -263,12 +263,12 @@ def _held_out_scores(problem: _Problem, relevance_N: F64, fold_N: I64, progress:
         held_out, train = np.flatnonzero(fold_N == fold), np.flatnonzero(fold_N != fold)
         scores = {}
         for penalty in penalties:
-            coefficients, mean = problem.solve(relevance_N, train, penalty)
-            scores[penalty] = problem.design[held_out] @ coefficients + mean
+            coefficients, mean = regression.solve(relevance_N, train, penalty)
+            scores[penalty] = regression.design[held_out] @ coefficients + mean
             progress.advance(len(held_out), 0)
-        equal = np.ones((1, len(held_out)))
-        truth = rankdata(relevance_N[held_out])
-        best_penalty = max(scores, key=lambda p: _correlation(rankdata(scores[p]), truth, equal)[0])
+        equal_weights = np.ones((1, len(held_out)))
+        relevance_ranks = rankdata(relevance_N[held_out])
+        best_penalty = max(scores, key=lambda p: _correlation(rankdata(scores[p]), relevance_ranks, equal_weights)[0])
         score_N[held_out], penalties = scores[best_penalty], [best_penalty]
     return score_N, best_penalty
 
@@ -276,7 +276,7 @@ def _held_out_scores(problem: _Problem, relevance_N: F64, fold_N: I64, progress:
 # ------------------------------------------------------------------------------------------------------------ accuracy
 
 
-def _resampled(document_N: I64, seed: int) -> F32:
+def _bootstrap_row_weights(document_N: I64, seed: int) -> F32:
     """Return bootstrap weights of the rows, (1 + R, N); documents are resampled, and the first resample is the data."""
     document, code_N = np.unique(document_N, return_inverse=True)
     weights_RD = bootstrap_weights(len(document), resamples=RESAMPLES, seed=seed)
@@ -288,8 +288,8 @@ def _correlation(x_N: F64, y_N: F64, weight_RN: NDArray[np.floating]) -> F64:
     share_RN = weight_RN / weight_RN.sum(axis=1, keepdims=True)
     x_R, y_R = share_RN @ x_N, share_RN @ y_N
     variances_R = (share_RN @ x_N**2 - x_R**2) * (share_RN @ y_N**2 - y_R**2)
-    spread_R = np.sqrt(np.maximum(variances_R, 0.0))
-    return np.asarray((share_RN @ (x_N * y_N) - x_R * y_R) / np.where(spread_R > 0, spread_R, np.inf))
+    std_R = np.sqrt(np.maximum(variances_R, 0.0))
+    return np.asarray((share_RN @ (x_N * y_N) - x_R * y_R) / np.where(std_R > 0, std_R, np.inf))
 
 
 def _with_interval(value_R: F64) -> tuple[float, float, float]:
@@ -298,11 +298,29 @@ def _with_interval(value_R: F64) -> tuple[float, float, float]:
     return float(value_R[0]), float(low), float(high)
 
 
+def _slice_quality(
+    artifact: ArtifactReader, row_index: I64, score_N: F64, relevance_N: F64, weight_RN: F32
+) -> tuple[SliceQuality, ...]:
+    """Return the accuracy on the largest slices of the first suitable label of the artifact."""
+    slices: list[SliceQuality] = []
+    for label in suggest_labels(artifact)[:1]:
+        label_values = label_slices(label_column(artifact, label), np.ones(artifact.n_rows, dtype=np.int64))
+        for g, name in enumerate(label_values.names[:MAX_SLICES]):
+            rows_S = np.flatnonzero(label_values.codes_N[row_index] == g)
+            if len(rows_S) >= MIN_SLICE_ROWS:
+                spearman = _spearman(score_N[rows_S], relevance_N[rows_S], weight_RN[:, rows_S])
+                slices.append(SliceQuality(label=label, value=str(name), rows=len(rows_S), spearman=spearman))
+    return tuple(slices)
+
+
 def _spearman(score_N: F64, relevance_N: F64, weight_RN: F32) -> tuple[float, float, float]:
+    """Return Spearman's correlation with its bootstrap interval; ranks are those of the data in every resample."""
     return _with_interval(_correlation(rankdata(score_N), rankdata(relevance_N), weight_RN.astype(np.float64)))
 
 
 def _quality(score_N: F64, relevance_N: F64, weight_RN: F32) -> Quality:
+    """Return the accuracy on all rows; the measures are described by the fields of `Quality`."""
+    # masks of the top 10 % and of the top 20 % of the rows, by relevance and by score
     true_tenth_N, tenth_N = (values_N >= np.quantile(values_N, 0.9) for values_N in (relevance_N, score_N))
     true_fifth_N, fifth_N = (values_N >= np.quantile(values_N, 0.8) for values_N in (relevance_N, score_N))
     recall_R = (weight_RN @ (true_tenth_N & tenth_N)) / np.maximum(weight_RN @ true_tenth_N, 1)

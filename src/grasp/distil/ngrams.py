@@ -1,10 +1,12 @@
 """Hashed byte n-grams of length 3 to 6: features to fit a scorer with (`shares`) and to score with (`mean_over`).
 
+An n-gram is identified by its length and one of 2^18 hash buckets (slots).
+
 Texts are read from Arrow arrays, one byte buffer with offsets, and all operations are vectorised over blocks of many
 texts. Long texts are split into pieces at fixed offsets from their start, and n-grams across pieces are ignored, so
 the features of a text do not depend on the other texts of the array.
 
-Shape letters: N texts, P bytes of a block, C pieces, K = 4 lengths, V = 2^18 hash buckets per length.
+Shape letters: N texts, P bytes of a block, C pieces of texts, K = 4 lengths, V = 2^18 hash buckets per length.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,11 +23,11 @@ LENGTHS = (3, 4, 5, 6)
 BITS = 18  # a table of 1 MB fits into the cache of a core; with twice as many buckets scoring takes 1.3 times as long
 SLOTS = 1 << BITS
 FAMILIARITY_LENGTH = LENGTHS.index(4)  # length whose mean rarity marks texts unlike the training rows
-BLOCK_BYTES = 1 << 15
-PIECE_BYTES = 1 << 14
+BLOCK_BYTES = 1 << 15  # bytes that are processed at once
+PIECE_BYTES = 1 << 14  # longer texts are split
 # Multipliers of the rolling hash and of its finalisation. Odd numbers are invertible modulo 2^32, so multiplication
 # loses no information.
-_STEP, _SPREAD = np.uint32(0x9E3779B1), np.uint32(0x85EBCA6B)
+_STEP, _FINALISE = np.uint32(0x9E3779B1), np.uint32(0x85EBCA6B)
 
 
 def as_bytes(texts: Sequence[str]) -> pa.LargeBinaryArray:
@@ -44,10 +46,12 @@ class _Block:
 
 
 def _offsets(texts: pa.LargeBinaryArray) -> I64:
+    """Return the offset of each text in the buffer of the array, and the end of the last one, (N + 1,)."""
     return np.frombuffer(texts.buffers()[1], dtype=np.int64)[texts.offset : texts.offset + len(texts) + 1]
 
 
 def _blocks(texts: pa.LargeBinaryArray) -> Iterator[_Block]:
+    """Yield consecutive pieces of texts of at most BLOCK_BYTES bytes together."""
     offsets = _offsets(texts)
     buffer = texts.buffers()[2]
     data = np.empty(0, np.uint8) if buffer is None else np.frombuffer(buffer, dtype=np.uint8)
@@ -59,8 +63,8 @@ def _blocks(texts: pa.LargeBinaryArray) -> Iterator[_Block]:
     begin = 0
     while begin < len(text_C):
         end = max(begin + 1, int(np.searchsorted(stop_C, start_C[begin] + BLOCK_BYTES, side="right")))
-        base, piece = start_C[begin], slice(begin, end)
-        yield _Block(data[base : stop_C[end - 1]], start_C[piece] - base, stop_C[piece] - base, text_C[piece])
+        base, pieces = start_C[begin], slice(begin, end)
+        yield _Block(data[base : stop_C[end - 1]], start_C[pieces] - base, stop_C[pieces] - base, text_C[pieces])
         begin = end
 
 
@@ -69,7 +73,7 @@ def _slots(texts: pa.LargeBinaryArray) -> Iterator[tuple[_Block, int, I64]]:
 
     The buckets are a view of a buffer that is reused by the next iteration.
     """
-    byte, rolling, spread = (np.empty(BLOCK_BYTES, dtype=np.uint32) for _ in range(3))
+    byte, rolling, finalised = (np.empty(BLOCK_BYTES, dtype=np.uint32) for _ in range(3))
     slot = np.empty(BLOCK_BYTES, dtype=np.int64)
     for block in _blocks(texts):
         size = len(block.bytes_P)
@@ -80,16 +84,17 @@ def _slots(texts: pa.LargeBinaryArray) -> Iterator[tuple[_Block, int, I64]]:
             np.add(rolling[:count], byte[length - 1 : size], out=rolling[:count])
             if length not in LENGTHS:
                 continue
-            np.multiply(rolling[:count], _SPREAD, out=spread[:count])
-            np.right_shift(spread[:count], np.uint32(32 - BITS), out=slot[:count], casting="unsafe")
+            np.multiply(rolling[:count], _FINALISE, out=finalised[:count])
+            # the highest bits of the product depend on all bits of the hash
+            np.right_shift(finalised[:count], np.uint32(32 - BITS), out=slot[:count], casting="unsafe")
             yield block, LENGTHS.index(length), slot[:count]
 
 
-def _across(block: _Block, length: int, count: int) -> I64:
+def _crossing_positions(block: _Block, length: int, count: int) -> I64:
     """Return the positions whose n-gram extends beyond the piece in which it starts."""
-    last = block.stop_C[:, None] - np.arange(1, length)
-    across = last[last >= block.start_C[:, None]]
-    return across[across < count]
+    last_positions = block.stop_C[:, None] - np.arange(1, length)
+    crossing = last_positions[last_positions >= block.start_C[:, None]]
+    return crossing[crossing < count]
 
 
 def mean_over(texts: pa.LargeBinaryArray, tables_KV: F32, rarity_V: F32) -> tuple[F64, F64]:
@@ -109,16 +114,16 @@ def mean_over(texts: pa.LargeBinaryArray, tables_KV: F32, rarity_V: F32) -> tupl
     sum_KN = np.zeros((len(LENGTHS) + 1, len(texts)))
     value = np.empty(BLOCK_BYTES, dtype=np.float32)
     for block, k, slot_P in _slots(texts):
-        across = _across(block, LENGTHS[k], len(slot_P))
+        crossing = _crossing_positions(block, LENGTHS[k], len(slot_P))
         for row, table_V in ((k, tables_KV[k]), *([(len(LENGTHS), rarity_V)] if k == FAMILIARITY_LENGTH else [])):
             np.take(table_V, slot_P, out=value[: len(slot_P)], mode="wrap")
             value[len(slot_P) : len(block.bytes_P)] = 0.0
-            value[across] = 0.0
+            value[crossing] = 0.0
             # sums of float32 values in float64: a text has up to 2^14 n-grams per piece
             sum_C = np.add.reduceat(value[: len(block.bytes_P)], block.start_C, dtype=np.float64)
             np.add.at(sum_KN[row], block.text_C, sum_C)
-    whole_N, rest_N = np.divmod(np.diff(_offsets(texts)), PIECE_BYTES)
-    count_KN = [whole_N * (PIECE_BYTES - n + 1) + np.maximum(rest_N - n + 1, 0) for n in LENGTHS]
+    full_pieces_N, last_bytes_N = np.divmod(np.diff(_offsets(texts)), PIECE_BYTES)
+    count_KN = [full_pieces_N * (PIECE_BYTES - n + 1) + np.maximum(last_bytes_N - n + 1, 0) for n in LENGTHS]
     divisor_KN = np.maximum(count_KN, 1)
     return (sum_KN[:-1] / divisor_KN).sum(axis=0), sum_KN[-1] / divisor_KN[FAMILIARITY_LENGTH]
 
@@ -131,7 +136,7 @@ def shares(texts: pa.LargeBinaryArray) -> csr_array:
     columns, rows = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
     for block, k, slot_P in _slots(texts):
         inside = np.ones(len(slot_P), dtype=np.bool_)
-        inside[_across(block, LENGTHS[k], len(slot_P))] = False
+        inside[_crossing_positions(block, LENGTHS[k], len(slot_P))] = False
         columns.append((slot_P[inside] + k * SLOTS).astype(np.int32))
         text_P = np.repeat(block.text_C, block.stop_C - block.start_C)
         rows.append(text_P[: len(slot_P)][inside].astype(np.int32))

@@ -89,17 +89,15 @@ class Card(JsonModel):
             f"scorer for {self.target}, fitted to {self.rows:,} rows: {self.scored_by}",
             f"accuracy on {quality.rows:,} rows, cross-validated by document (95 % intervals):",
             f"  Spearman correlation with relevance {with_interval(quality.spearman)}",
-            f"  recall of the top 10 % {percents(quality.recall)}",
-            f"  mean relevance of the top 20 % {percents(quality.gain)} of the maximum",
+            f"  recall of the top 10 % {percent_interval(quality.recall)}",
+            f"  mean relevance of the top 20 % {percent_interval(quality.gain)} of the maximum",
         ]
         if self.first_bytes is not None:
             lines.append(f"scores the first {self.first_bytes:,} bytes of a document (the build used its first rows)")
         text = "\n".join(plain(line) if not line.startswith(" ") else f"  {plain(line)}" for line in lines)
         if not self.slices:
             return text
-        cells = [
-            (f"{part.label} = {part.value}", f"{part.rows:,}", with_interval(part.spearman)) for part in self.slices
-        ]
+        cells = [(f"{row.label} = {row.value}", f"{row.rows:,}", with_interval(row.spearman)) for row in self.slices]
         return f"{text}\n{text_table('', ('slice', 'rows', 'Spearman'), cells)}"
 
 
@@ -111,9 +109,9 @@ SIGNED_CARD = Signed(
     FORMAT,
     FORMAT_VERSION,
     "distil again",
-    largest=MAX_CARD_BYTES,
+    max_bytes=MAX_CARD_BYTES,
     files=lambda card: {WEIGHTS: card.weights},
-    none=f"is not a scorer (no {CARD}); create one with `grasp distil`",
+    missing_message=f"is not a scorer (no {CARD}); create one with `grasp distil`",
 )
 
 
@@ -122,7 +120,7 @@ def with_interval(value: tuple[float, float, float]) -> str:
     return f"{value[0]:.2f} ({value[1]:.2f} to {value[2]:.2f})"
 
 
-def percents(value: tuple[float, float, float]) -> str:
+def percent_interval(value: tuple[float, float, float]) -> str:
     """Format a share with its interval, in percent."""
     return f"{value[0]:.0%} ({value[1]:.0%} to {value[2]:.0%})"
 
@@ -212,6 +210,7 @@ def is_scorer(path: Path | str) -> bool:
 
 
 def _readme(card: Card) -> str:
+    """Return the README of a scorer."""
     return (
         f"# A scorer of documents for {plain(card.target)}\n\n"
         "    grasp apply SCORER --corpus CORPUS --out SCORED\n\n"

@@ -82,13 +82,13 @@ class ExactKernels:
         prefixes = [prefix for prefix in ("summary", "hidden") if f"{prefix}.count" in artifact.moments]
         pooled = second_moments(artifact.moments, prefixes[0])
         positions = second_moments(artifact.moments, prefixes[-1])
-        whitener = Whitener.of(pooled, settings)
+        whitener = Whitener.from_settings(pooled, settings)
         return cls(
             settings,
             features,
             artifact.moments,
             *metrics.gram_matrices(whitener.whiten(features.hidden_NH), _scaled(whitener, features.residual_NV)),
-            _position_kernels(Whitener.of(positions, settings), features),
+            _position_kernels(Whitener.from_settings(positions, settings), features),
         )
 
     @property

@@ -257,7 +257,7 @@ class _PreparedUnits:
         for kernel in self.kernels:
             if isinstance(kernel, Gradient):
                 parts = [
-                    sign * side.labels * kernel.sampled.by_position(side, kernel.side_EK)
+                    sign * side.labels * kernel.sampled.by_position(side, kernel.unit_EK)
                     for sign, side in zip((1, -1), examples, strict=False)
                 ]
                 contribution_LC = np.concatenate(parts)
@@ -327,7 +327,7 @@ class _PreparedUnits:
         has_number_L = np.any([of_kernel_L != 0 for of_kernel_L in contribution_L.values()], axis=0)
         has_number_L[token_P] = True
         columns = {"contribution": np.sum(list(contribution_L.values()), axis=0), **contribution_L}
-        pieces = self.model.tokenizer.pieces
+        pieces = self.model.tokenizer.token_texts
         table = pa.table(
             {"position": np.arange(shard.n_tokens), "text": pieces(shard.ids(0).tolist())}
             | {name: pa.array(of_kernel_L, mask=~has_number_L) for name, of_kernel_L in columns.items()}

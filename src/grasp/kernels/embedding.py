@@ -9,7 +9,8 @@ the output matrix. The approximation is exact if the body is the identity.
 
 This is the kernel `output_layer` with delta instead of h and onehot(x) instead of xi, and reuses its functions; only
 positions whose token occurs in a unit cost anything. delta~ = (C + tau tr(C)/H I)^-1/2 delta, with C uncentred, and
-c(x) = (f_x + eps)^-alpha, with f_x the frequency of the token, instead of D. Start with `embedding_relevance`.
+c(x) = (f_x + eps)^-alpha, with f_x the frequency of the token, instead of D. Start with
+`embedding_relevance`. Labels `eq:` in "Source" are those of the paper; docs/paper_map.md lists them.
 
 Shape letters: P row positions, S unit positions, E units, K kept per residual, H hidden width, V vocabulary.
 """
@@ -17,7 +18,7 @@ Shape letters: P row positions, S unit positions, E units, K kept per residual, 
 import torch
 from torch import Tensor
 
-from grasp.kernels.kernel import ROWS_AT_ONCE, Batch, Kernel
+from grasp.kernels.kernel import UNITS_PER_BLOCK, Batch, Kernel
 from grasp.kernels.output_layer import OutputLayerTargets, output_layer_relevance, prepare_targets
 from grasp.kernels.whitening import DeltaMoments, Whitener
 from grasp.models.head import OutputHead
@@ -47,7 +48,7 @@ def embedding_relevance(
     Cost: O(K H) per position whose token occurs in a unit, and a vector of H per such token and row.
     """
     match_P = targets.compact_V[token_P] >= 0  # the inner product is 0 at all other positions
-    delta_PH = hidden_gradient(head, residual.at(match_P))
+    delta_PH = hidden_gradient(head, residual.select(match_P))
     matched = output_layer_relevance(targets, delta_PH, one_hot_tokens(token_P[match_P]), row_P[match_P], n_rows)
     # `output_layer_relevance` averages over the matched positions; the mean is over all positions of a row.
     matched_N = torch.bincount(row_P[match_P], minlength=n_rows)
@@ -59,12 +60,12 @@ class Embedding(Kernel):
     """The kernel of the gradients of the input embedding."""
 
     name = "embedding"
-    kinds = (DeltaMoments,)
+    moment_types = (DeltaMoments,)
 
     def prepare(self, units: Batch) -> None:
-        whitener = Whitener.of(self.moments(DeltaMoments).value, self.settings, centred=False)
+        whitener = Whitener.from_settings(self.moments(DeltaMoments).value, self.settings, centred=False)
         tokens = one_hot_tokens(units.input_P)
-        self._targets = prepare_targets(units.delta_PH, tokens, units.row_P, units.n_rows, whitener, ROWS_AT_ONCE)
+        self._targets = prepare_targets(units.delta_PH, tokens, units.row_P, units.n_rows, whitener, UNITS_PER_BLOCK)
 
     def score(self, batch: Batch) -> Tensor:
         assert batch.head is not None

@@ -41,14 +41,14 @@ from grasp.kernels.kernel import TYPICAL_ROW_TOKENS, Batch, CorpusMoments, Kerne
 from grasp.kernels.whitening import Moments
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.forward_pass import Reference
-from grasp.models.gradients import Example, LayerSet, PerExample, UnsupportedLayerError, Use, layers_of
+from grasp.models.gradients import Example, GradientFactors, LayerSet, PerExample, UnsupportedLayerError, layers_of
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 
 COORDINATES = 2_000_000  # of the 106 million of SmolLM2-135M: LDS within .02 of that of all coordinates
-CPU_SHARE, GPU_SHARE = 8, 2  # divisor of the forward batch: a backward pass stores the inputs of every layer
+CPU_DIVISOR, GPU_DIVISOR = 8, 2  # of the forward batch size: a backward pass stores the inputs of every layer
 MEGABYTE = 1 << 20
-MEAN_NAME = "gradient.side"  # name of the mean that `unit_means` returns
+MEAN_NAME = "gradient.side"  # name of the array that `unit_means` returns
 CHUNK_COORDINATES = 1 << 17  # coordinates that are widened and multiplied at once
 
 
@@ -69,7 +69,7 @@ class Tiles:
         """Return the weight of a coordinate, 1 / (sampled share)."""
         return float(len(self.left_GR))
 
-    def take(self, left_BXT: Tensor, right_BYT: Tensor) -> Tensor:
+    def sampled_gradient(self, left_BXT: Tensor, right_BYT: Tensor) -> Tensor:
         """Return the sampled coordinates of each row's gradient, (B, size), given factors laid out by `by_member`.
 
         The gradient is sum_t delta_t a_t^T. Within a group all pairs of an output and an input are sampled, so the
@@ -178,8 +178,8 @@ class SampledGradients:
             default_count if requested is None else n_parameters if requested == "all" else requested, n_parameters
         )
         sample = CoordinateSample.draw(engine.layers, count, settings.seed, model.device)
-        share = CPU_SHARE if model.device.type == "cpu" else GPU_SHARE
-        return cls(engine, sample, max(1, model.batch_tokens // share), tuple(skipped_layers))
+        divisor = CPU_DIVISOR if model.device.type == "cpu" else GPU_DIVISOR
+        return cls(engine, sample, max(1, model.batch_tokens // divisor), tuple(skipped_layers))
 
     def describe(self) -> str:
         """Describe the sample in one line."""
@@ -206,31 +206,35 @@ class SampledGradients:
         # The input of the last layer and its transpose: the projections q, k and v share theirs, transposed once.
         cached_input: tuple[Tensor, Tensor] | None = None
 
-        def consume(number: int, use: Use, rows: slice) -> None:
+        def consume(number: int, factors: GradientFactors, rows: slice) -> None:
             nonlocal cached_input
-            if cached_input is None or cached_input[0] is not use.right:
-                cached_input = use.right, by_member(use.right)
+            if cached_input is None or cached_input[0] is not factors.right:
+                cached_input = factors.right, by_member(factors.right)
             tile = self.sample.tiles[number]
-            gradient_BK[rows, tile.start : tile.start + tile.size] += tile.take(by_member(use.left), cached_input[1])
+            gradient_BK[rows, tile.start : tile.start + tile.size] += tile.sampled_gradient(
+                by_member(factors.left), cached_input[1]
+            )
 
-        outcome = self.engine.run(examples, consume)
-        return gradient_BK, outcome.hidden_BLH
+        result = self.engine.run(examples, consume)
+        return gradient_BK, result.hidden_BLH
 
-    def by_position(self, example: Example, side_EK: Tensor) -> F64:
+    def by_position(self, example: Example, unit_EK: Tensor) -> F64:
         """Return the contribution of each position to the relevance to E units, (L, E); the sum over L is a_ie / n_i.
 
         Args:
             example: the row.
-            side_EK: preconditioned coordinates of the units.
+            unit_EK: preconditioned coordinates of the units.
         """
         product_LE = torch.zeros(
-            len(example.input_ids), len(side_EK), dtype=self.engine.work, device=self.engine.model.device
+            len(example.input_ids), len(unit_EK), dtype=self.engine.work, device=self.engine.model.device
         )
 
-        def consume(number: int, use: Use, rows: slice) -> None:
+        def consume(number: int, factors: GradientFactors, rows: slice) -> None:
             tile = self.sample.tiles[number]
-            side = side_EK[:, tile.start : tile.start + tile.size].to(product_LE.device, product_LE.dtype)
-            product_LE[rows] += tile.take(by_member(use.left), by_member(use.right)) @ side.T
+            unit_columns = unit_EK[:, tile.start : tile.start + tile.size].to(product_LE.device, product_LE.dtype)
+            product_LE[rows] += (
+                tile.sampled_gradient(by_member(factors.left), by_member(factors.right)) @ unit_columns.T
+            )
 
         self.engine.run([example], consume, by_position=True)
         return np.asarray(product_LE.double().cpu().numpy())
@@ -305,7 +309,7 @@ class Gradient(Kernel):
 
     name = "gradient"
     needs = "backward"
-    kinds = (GradientSquares,)
+    moment_types = (GradientSquares,)
 
     def prepare(self, units: Batch) -> None:
         """Precondition the units' coordinates in place, since a copy would double the memory.
@@ -315,7 +319,7 @@ class Gradient(Kernel):
         """
         assert units.gradient_BK is not None
         assert units.sampled is not None
-        self.sampled, self.side_EK = units.sampled, units.gradient_BK
+        self.sampled, self.unit_EK = units.sampled, units.gradient_BK
         square_K, sample = self.moments(GradientSquares).value, self.sampled.sample
         if len(square_K) != sample.size:
             raise ModelError(
@@ -329,36 +333,36 @@ class Gradient(Kernel):
         factor_K = torch.from_numpy(precondition_K).to(self.model.device, work)
         self._self_relevance_E = np.zeros(units.n_rows)
         for e in range(units.n_rows):
-            gradient_K = self.side_EK[e].to(factor_K.device, work)
-            side_K = gradient_K * factor_K
-            self._self_relevance_E[e] = float(gradient_K.double() @ side_K.double())
-            rounded_K = side_K if work == torch.float64 else side_K.bfloat16()
-            self.side_EK[e] = rounded_K.to(self.side_EK.device, self.side_EK.dtype)
+            gradient_K = self.unit_EK[e].to(factor_K.device, work)
+            unit_K = gradient_K * factor_K
+            self._self_relevance_E[e] = float(gradient_K.double() @ unit_K.double())
+            rounded_K = unit_K if work == torch.float64 else unit_K.bfloat16()
+            self.unit_EK[e] = rounded_K.to(self.unit_EK.device, self.unit_EK.dtype)
 
     def unit_means(self, columns_E: I64) -> dict[str, NDArray[Any]]:
         """Return the mean of the preconditioned coordinates of some units, (K,), in bfloat16 as unsigned 16-bit."""
-        side_K = torch.zeros(self.side_EK.shape[1], dtype=torch.float32)
+        unit_K = torch.zeros(self.unit_EK.shape[1], dtype=torch.float32)
         for e in columns_E.tolist():
-            side_K += self.side_EK[e].float().cpu()
-        return {MEAN_NAME: (side_K / len(columns_E)).bfloat16().view(torch.uint16).numpy()}
+            unit_K += self.unit_EK[e].float().cpu()
+        return {MEAN_NAME: (unit_K / len(columns_E)).bfloat16().view(torch.uint16).numpy()}
 
     def prepare_mean(self, sampled: "SampledGradients", arrays: Mapping[str, NDArray[Any]]) -> None:
         """Use the mean of units that `unit_means` returned as the only unit; replaces `prepare`."""
         self.sampled = sampled
-        self.side_EK = torch.from_numpy(arrays[MEAN_NAME]).view(torch.bfloat16)[None].to(self.model.device)
+        self.unit_EK = torch.from_numpy(arrays[MEAN_NAME]).view(torch.bfloat16)[None].to(self.model.device)
 
     def score(self, batch: Batch) -> Tensor:
         """Return the relevance of rows, (B, E); a row without a finite gradient gets 0 for every unit."""
         assert batch.gradient_BK is not None
         work, device = self.sampled.engine.work, self.model.device
-        product_BE = torch.zeros(batch.n_rows, len(self.side_EK), dtype=work, device=device)
+        product_BE = torch.zeros(batch.n_rows, len(self.unit_EK), dtype=work, device=device)
         # Widen a chunk of coordinates at a time: sums in bfloat16 lose digits, and a full copy doubles the memory.
         for start in range(0, batch.gradient_BK.shape[1], CHUNK_COORDINATES):
-            gradient_BK, side_EK = (
-                side[:, start : start + CHUNK_COORDINATES].to(device, work)
-                for side in (batch.gradient_BK, self.side_EK)
+            gradient_BK, unit_EK = (
+                values[:, start : start + CHUNK_COORDINATES].to(device, work)
+                for values in (batch.gradient_BK, self.unit_EK)
             )
-            product_BE += gradient_BK @ side_EK.T
+            product_BE += gradient_BK @ unit_EK.T
         product_BE *= batch.positions_B.to(device)[:, None]  # n_i: gradient of the sum of the losses, not of their mean
         finite_B1 = product_BE.isfinite().all(dim=1, keepdim=True)
         return torch.where(finite_B1, product_BE, 0.0).float()

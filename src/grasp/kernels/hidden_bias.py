@@ -5,7 +5,7 @@ r"""The inner product of gradients with respect to a bias of the hidden states, 
 It compares which tokens a row and a unit make more likely, independent of the context: style rather than facts. A short
 fine-tuning of a pretrained model changes little else. It equals the kernel `embedding` without the condition that input
 tokens agree and without their weights. Since the sum over pairs factorises, a row is reduced to its mean gradient.
-Start with `hidden_bias_relevance`.
+Start with `hidden_bias_relevance`. Labels `eq:` in "Source" are those of the paper; docs/paper_map.md lists them.
 
 Shape letters: P row positions, S unit positions, E units, H hidden width.
 """
@@ -55,10 +55,10 @@ class HiddenBias(Kernel):
     """The kernel of a bias of the hidden states."""
 
     name = "hidden_bias"
-    kinds = (DeltaMoments,)
+    moment_types = (DeltaMoments,)
 
     def prepare(self, units: Batch) -> None:
-        whitener = Whitener.of(self.moments(DeltaMoments).value, self.settings, centred=False)
+        whitener = Whitener.from_settings(self.moments(DeltaMoments).value, self.settings, centred=False)
         self._unit_EH = prepare_hidden_bias(units.delta_PH, units.row_P, units.n_rows, whitener)
 
     def score(self, batch: Batch) -> Tensor:

@@ -11,6 +11,8 @@ directions.
 
 The inner product of two outer products is the product of two inner products, so it is computed per pair of positions by
 two matrix products; the H x H gradients of rows and units are never formed. Start with `hidden_linear_relevance`.
+Labels `eq:` in "Source" are those of the paper; docs/paper_map.md lists them.
+
 Shape letters: P row positions, S unit positions, N rows, E units, H hidden width.
 """
 
@@ -95,7 +97,7 @@ class HiddenLinear(Kernel):
     """The kernel of a linear map of the hidden states."""
 
     name = "hidden_linear"
-    kinds = (HiddenMoments, DeltaMoments)
+    moment_types = (HiddenMoments, DeltaMoments)
 
     def prepare(self, units: Batch) -> None:
         moments = self.moments(HiddenMoments).value, self.moments(DeltaMoments).value

@@ -11,7 +11,7 @@ from grasp.kernels.sketch import SummarySketch, gaussian_projection
 
 
 class HiddenSketch(SummarySketch):
-    """The sketch of hidden states. Source: eq:feature-sketch."""
+    """The sketch of hidden states. Source: eq:feature-sketch of the paper."""
 
     name = "hidden_sketch"
 

@@ -6,7 +6,10 @@ A build creates kernels by name and calls each of them in this order:
     kernel.prepare(units)
     for batch in the rows:              kernel.score(batch)
 
-The kernel NAME is the class `KERNEL` of the module `grasp.kernels.NAME`: to add a kernel, add a file.
+The *relevance* of a row to a unit predicts how much training on the row lowers the loss of the unit. The kernel NAME is
+the class `KERNEL` of the module `grasp.kernels.NAME`: to add a kernel, add a file. Labels `eq:` in "Source" are those
+of the paper; docs/paper_map.md lists them.
+
 Start with `Kernel` and `Batch`.
 Shape letters: B rows of a batch, P positions, E units, C columns of a kernel, H hidden width, V vocabulary.
 """
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
 Needs = Literal["forward", "backward"]
 GRADIENTS = "inner product of preconditioned gradients; unitless"
 SIGN = "positive: training on the row should lower the unit's loss"
-ROWS_AT_ONCE = 64  # units that are scored together by `self_relevance`
+UNITS_PER_BLOCK = 64  # units that `self_relevance` scores at once
 TYPICAL_ROW_TOKENS = 256.0  # assumed by kernels that sum over the tokens of a row, but average over those of a unit
 
 
@@ -58,7 +61,7 @@ class Batch:
         summary_batch: the positions over which summaries are averaged; None: all.
         gradient_BK: sampled coordinates of the gradient of each row's mean loss; None without a backward pass.
         weight_P: signed weight of each position, which residuals contain already; None: 1. See `combined`.
-        sampled: the sample of coordinates.
+        sampled: layers and coordinates of `gradient_BK`.
     """
 
     hidden_PH: Tensor
@@ -102,7 +105,7 @@ class Batch:
         return replace(
             self,
             hidden_PH=self.hidden_PH[index_P],
-            residual=self.residual.at(index_P),
+            residual=self.residual.select(index_P),
             row_P=row_P,
             input_P=self.input_P[index_P],
             n_rows=n_rows,
@@ -135,7 +138,7 @@ class Batch:
                 residual.index_PK,
                 residual.value_PK * weight_P[:, None],
                 residual.loss_P,
-                None if residual.rest_P is None else residual.rest_P * weight_P,
+                None if residual.truncated_P is None else residual.truncated_P * weight_P,
             ),
             row_P=row_P,
             n_rows=n_sums,
@@ -148,12 +151,12 @@ class Batch:
     def to(self, device: torch.device | str, *, copy: bool = False) -> Self:
         """Move to a device; with `copy`, gradients are copied even if they are there already."""
         residual, gradient_BK = self.residual, self.gradient_BK
-        rest_P = None if residual.rest_P is None else residual.rest_P.to(device)
+        truncated_P = None if residual.truncated_P is None else residual.truncated_P.to(device)
         return replace(
             self,
             hidden_PH=self.hidden_PH.to(device),
             residual=SparseResidual(
-                residual.index_PK.to(device), residual.value_PK.to(device), residual.loss_P.to(device), rest_P
+                residual.index_PK.to(device), residual.value_PK.to(device), residual.loss_P.to(device), truncated_P
             ),
             row_P=self.row_P.to(device),
             input_P=self.input_P.to(device),
@@ -199,12 +202,12 @@ class ModelSizes(Protocol):
 
 
 class CorpusMoments:
-    """Moments of the corpus by class, shared between kernels."""
+    """Moments of the corpus, estimated on a sample of its rows: one object per class, shared between kernels."""
 
     def __init__(self, model: ModelSizes, states_every: int = 1) -> None:
         self.vocab_size = model.vocab_size
         self.states_every = states_every
-        self.by_kind: dict[type[Moments], Moments] = {}
+        self.by_type: dict[type[Moments], Moments] = {}
         self._losses: list[float] = []  # sums over the positions of a batch
         self.n_positions = 0
         self._loss = math.nan
@@ -221,19 +224,19 @@ class CorpusMoments:
 
     def merge(self, other: "CorpusMoments") -> None:
         """Merge another part of the sample; the order of merges determines the last digits."""
-        for kind, moments in other.by_kind.items():
-            self.by_kind[kind].merge(moments)
+        for moment_type, moments in other.by_type.items():
+            self.by_type[moment_type].merge(moments)
         self._losses += other._losses
         self.n_positions += other.n_positions
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return all moments as named arrays, as an artifact stores them."""
-        arrays = {name: array for moments in self.by_kind.values() for name, array in moments.arrays().items()}
+        arrays = {name: array for moments in self.by_type.values() for name, array in moments.arrays().items()}
         return arrays | {"loss": np.array([self.loss])}
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Load the moments from `arrays`."""
-        for moments in self.by_kind.values():
+        for moments in self.by_type.values():
             moments.load(arrays)
         self._loss = float(arrays["loss"][0]) if "loss" in arrays else math.nan
 
@@ -249,35 +252,37 @@ class Kernel(ABC):
     Attributes:
         name: name in settings, and of its module.
         needs: passes of the model that it needs.
-        kinds: classes of moments that it reads.
+        moment_types: classes of moments that it reads.
         unit: unit of the array, for the manifest.
     """
 
     name: ClassVar[str]
     needs: ClassVar[Needs] = "forward"
-    kinds: ClassVar[tuple[type[Moments], ...]] = (HiddenMoments,)
+    moment_types: ClassVar[tuple[type[Moments], ...]] = (HiddenMoments,)
     unit: ClassVar[str] = GRADIENTS
 
     def __init__(self, model: ModelSizes, settings: FeatureSettings, corpus: CorpusMoments) -> None:
         self.model, self.settings, self.corpus = model, settings, corpus
         # shared moments are observed by the first kernel that needs them
-        self._observed = [kind(corpus) for kind in self.kinds_of(settings) if kind not in corpus.by_kind]
-        corpus.by_kind |= {type(moments): moments for moments in self._observed}
+        self._observed = [
+            moment_type(corpus) for moment_type in self.moment_types_of(settings) if moment_type not in corpus.by_type
+        ]
+        corpus.by_type |= {type(moments): moments for moments in self._observed}
 
     @classmethod
-    def kinds_of(cls, settings: FeatureSettings) -> tuple[type[Moments], ...]:
+    def moment_types_of(cls, settings: FeatureSettings) -> tuple[type[Moments], ...]:
         """Return the classes of moments that it reads; override if they depend on settings."""
-        return cls.kinds
+        return cls.moment_types
 
     @property
     def array(self) -> str:
         """Return the name of the array."""
         return f"relevance_{self.name}"
 
-    def moments(self, kind: type[M]) -> M:
-        """Return the moments of a class in `kinds`."""
-        moments = self.corpus.by_kind[kind]
-        assert isinstance(moments, kind)
+    def moments(self, moment_type: type[M]) -> M:
+        """Return the moments of a class in `moment_types`."""
+        moments = self.corpus.by_type[moment_type]
+        assert isinstance(moments, moment_type)
         return moments
 
     def observe(self, batch: Batch) -> None:
@@ -296,8 +301,8 @@ class Kernel(ABC):
     def self_relevance(self, units: Batch) -> F64:
         """Return the relevance of each unit to itself, (E,), by which columns are scaled."""
         blocks = []
-        for start in range(0, units.n_rows, ROWS_AT_ONCE):
-            stop = min(start + ROWS_AT_ONCE, units.n_rows)
+        for start in range(0, units.n_rows, UNITS_PER_BLOCK):
+            stop = min(start + UNITS_PER_BLOCK, units.n_rows)
             blocks.append(self.score(units.rows(start, stop))[:, start:stop].diagonal().double().cpu().numpy())
         return np.concatenate(blocks)
 
@@ -306,7 +311,7 @@ class Kernel(ABC):
         return {}
 
     def scale(self, units: Batch) -> F64:
-        """Return the divisors of the stored columns, (E,), powers of two."""
+        """Return the divisors of the stored columns, (E,), powers of two; see `relevance_scale`."""
         return relevance_scale(self.self_relevance(units))
 
     def spec(self, units: Batch) -> ArraySpec:
@@ -362,7 +367,9 @@ def make_kernels(
 
 def counts_rows(settings: FeatureSettings) -> bool:
     """Return whether a kernel needs moments over rows, i.e. a sample of many rows, however long they are."""
-    return any(kind.of_rows for name in settings.kernels for kind in kernel_class(name).kinds_of(settings))
+    return any(
+        moment_type.of_rows for name in settings.kernels for moment_type in kernel_class(name).moment_types_of(settings)
+    )
 
 
 def needs_backward(names: Sequence[str]) -> bool:

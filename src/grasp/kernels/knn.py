@@ -28,7 +28,7 @@ from grasp.models.residuals import SparseResidual
 KERNEL_WIDTH = 0.25  # tau, in root mean square distances
 PRIOR = 0.1  # lambda
 MAX_STORED = 32_768.0  # largest stored number; float16 ends at 65504
-SAMPLED_POSITIONS = 2_048  # sampled positions per block
+SAMPLED_POSITIONS = 2_048  # sampled positions that are processed at once
 # Pairs per block: 4 MB in float32, which fits the cache of a core. A GPU needs larger blocks.
 BLOCK_ELEMENTS = 1024 * 1024
 GPU_BLOCK_ELEMENTS = 64 * 1024 * 1024
@@ -42,9 +42,10 @@ class KnnTargets:
     map_HH: Tensor  # whitening, divided by tau
     point_SX: Tensor  # whitened hidden states, extended as in `_extend_points`
     label_S: Tensor  # next token of each position
-    same_S: Tensor  # weight of k at row positions with the same next token, 1 / |P_e| included
-    other_S: Tensor  # weight of k that is subtracted at every row position, 1 / |P_e| included
-    unit_S: Tensor
+    # Weights of k, with the factor 1 / |P_e|: added at row positions with the same next token, subtracted at all.
+    same_S: Tensor
+    other_S: Tensor
+    unit_S: Tensor  # unit of each position
     n_units: int
 
     @property
@@ -93,17 +94,17 @@ def prepare_knn(
     point_SX = torch.cat([point_SX[:, :-2], point_SX[:, -1:], point_SX[:, -2:-1]], dim=1)
     point_MX = _extend_points((torch.from_numpy(states_MH).to(device) - mean_H) @ map_HH)
     labels_M = torch.from_numpy(label_M).to(device)
-    count = len(labels_M)
+    n_sampled = len(labels_M)
     # M B_s and M A_s, summed over the sample in float64: exp() spans many orders of magnitude. The ones are the
     # pseudo-count of a position at the unit's own hidden state, where k = 1; it keeps the divisors above 0.
     all_S = torch.ones(len(label_S), dtype=torch.float64, device=device)
     same_S = torch.zeros_like(all_S)
-    for start in range(0, count, SAMPLED_POSITIONS):
+    for start in range(0, n_sampled, SAMPLED_POSITIONS):
         block = slice(start, start + SAMPLED_POSITIONS)
         kernel_MS = torch.exp(point_MX[block] @ point_SX.T).double()
         all_S += kernel_MS.sum(dim=0)
         same_S += (kernel_MS * (labels_M[block, None] == label_S)).sum(dim=0)
-    prior_S = PRIOR * torch.exp(-loss_S.double()) + 1 / count
+    prior_S = PRIOR * torch.exp(-loss_S.double()) + 1 / n_sampled
     positions_S = torch.bincount(unit_S, minlength=n_units)[unit_S].double()
     if weight_S is not None:
         positions_S = positions_S / weight_S[by_label].double()  # a divisor below: the weight multiplies the result
@@ -112,8 +113,8 @@ def prepare_knn(
         map_HH=map_HH,
         point_SX=point_SX,
         label_S=label_S,
-        same_S=(count / (same_S + prior_S * all_S) / positions_S).float(),
-        other_S=(count / ((1 + PRIOR) * all_S) / positions_S).float(),
+        same_S=(n_sampled / (same_S + prior_S * all_S) / positions_S).float(),
+        other_S=(n_sampled / ((1 + PRIOR) * all_S) / positions_S).float(),
         unit_S=unit_S,
         n_units=n_units,
     )
@@ -144,8 +145,8 @@ def knn_relevance(targets: KnnTargets, hidden_PH: Tensor, label_P: Tensor, row_P
         count_P = torch.searchsorted(targets.label_S[block], label_P, right=True) - start_P
         p = torch.repeat_interleave(torch.arange(len(label_P), device=label_P.device), count_P)
         s = torch.arange(len(p), device=p.device) + (start_P - (count_P.cumsum(0) - count_P))[p]
-        place = row_P[p] * targets.n_units + targets.unit_S[block][s]
-        sum_NE.view(-1).index_add_(0, place, kernel_PS[p, s] * targets.same_S[block][s])
+        flat_index = row_P[p] * targets.n_units + targets.unit_S[block][s]
+        sum_NE.view(-1).index_add_(0, flat_index, kernel_PS[p, s] * targets.same_S[block][s])
     return sum_NE / torch.bincount(row_P, minlength=n_rows).clamp(min=1)[:, None]
 
 
@@ -168,12 +169,12 @@ class Knn(Kernel):
     """The nearest-neighbour kernel."""
 
     name = "knn"
-    kinds = (HiddenMoments, SampledStates)
+    moment_types = (HiddenMoments, SampledStates)
     unit = "logarithm of a probability, to first order; unitless"
 
     def prepare(self, units: Batch) -> None:
         hidden = self.moments(HiddenMoments).value
-        whitener = Whitener.of(hidden, self.settings)
+        whitener = Whitener.from_settings(hidden, self.settings)
         states_MH, label_M = self.moments(SampledStates).value
         self._targets = prepare_knn(
             units.hidden_PH,

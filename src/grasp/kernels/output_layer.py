@@ -2,6 +2,10 @@ r"""The inner product of K-FAC-preconditioned gradients of the output layer, exa
 
     a_{i,e} = 1/(|P_i||P_e|) sum_{t in P_i} sum_{s in P_e} <h~_t, h~_s> (xi_t^T D xi_s)
 
+P_i and P_e are the positions with loss of row i and unit e, h the hidden states and xi the residuals, whose outer
+product h_t (x) xi_t is the gradient of the output layer at position t. K-FAC approximates the Hessian by a Kronecker
+product: h~ = W (h - mean) is whitened, and D is a diagonal preconditioner (`whitening`).
+
 With v_s = W^2 (h_s - mean) all moments are on the unit's side, and the sum over t can be computed first, for each
 vocabulary coordinate k:
 
@@ -10,7 +14,8 @@ vocabulary coordinate k:
 
 A row costs O(|P_i| K H) to compute G at the coordinates that units use, and O(H nnz) to contract it, with nnz the
 nonzeros of all units' residuals after summing over the positions of a unit. No H x V matrix is formed, and all is done
-by matrix products. Start with `prepare_targets` and `output_layer_relevance`.
+by matrix products. Start with `prepare_targets` and `output_layer_relevance`. Labels `eq:` in "Source" are those of the
+paper; docs/paper_map.md lists them.
 
 Shape letters: P row positions, S unit positions, E units, C coordinates of units, K kept per residual, H width.
 """
@@ -23,7 +28,7 @@ from scipy.sparse import csr_array
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from grasp.kernels.kernel import ROWS_AT_ONCE, Batch, Kernel
+from grasp.kernels.kernel import UNITS_PER_BLOCK, Batch, Kernel
 from grasp.kernels.whitening import HiddenMoments, Whitener
 from grasp.models.residuals import SparseResidual
 
@@ -46,15 +51,19 @@ class CoordinateBlock:
     start: int  # compact index of the first coordinate
     unit_CE: Tensor  # int64, units that have the coordinate, padded with E
     present_CE: Tensor  # bool, False where padded
-    bag: tuple[Tensor, Tensor, Tensor]  # per (coordinate, unit): unit positions, offsets, weights D_k xi_{s,k} / |P_e|
+    # Arguments of `weighted_sums` for each (coordinate, unit): unit positions, offsets, weights D_k xi_{s,k} / |P_e|
+    weighted_positions: tuple[Tensor, Tensor, Tensor]
     vector_CEH: Tensor | None = None  # if it is cached
 
     def vectors(self, v_SH: Tensor) -> Tensor:
-        """Return 1/|P_e| sum_{s in P_e} D_k xi_{s,k} v_s for every unit that has the coordinate, (C, E', H)."""
+        """Return 1/|P_e| sum_{s in P_e} D_k xi_{s,k} v_s for every unit that has the coordinate, (C, E', H).
+
+        E' is the largest number of units that have a coordinate of the block.
+        """
         if self.vector_CEH is not None:
             return self.vector_CEH
         padded = v_SH.new_zeros(*self.unit_CE.shape, v_SH.shape[1])
-        padded[self.present_CE] = weighted_sums(v_SH, *self.bag)
+        padded[self.present_CE] = weighted_sums(v_SH, *self.weighted_positions)
         return padded
 
 
@@ -125,8 +134,8 @@ def prepare_targets(
         present_CE = column < n_units_V[by_units[start:stop]][:, None]
         unit_CE = torch.full_like(present_CE, n_units, dtype=torch.int64)
         unit_CE[present_CE] = pair[pair_start:pair_stop] % n_units
-        bag = (position[entry], offset[pair_start : pair_stop + 1] - entry_start, weight[entry])
-        blocks.append(CoordinateBlock(start, unit_CE, present_CE, bag))
+        weighted_positions = (position[entry], offset[pair_start : pair_stop + 1] - entry_start, weight[entry])
+        blocks.append(CoordinateBlock(start, unit_CE, present_CE, weighted_positions))
         start = stop
     if sum(block.unit_CE.numel() for block in blocks) * v_SH.shape[1] <= CACHED_ELEMENTS:
         blocks = [replace(block, vector_CEH=block.vectors(v_SH)) for block in blocks]
@@ -174,7 +183,7 @@ def output_layer_relevance(
         by_position = residual.value_PK.numpy().ravel(), key_PK.numpy().ravel(), start_P
         by_key = csr_array(by_position, shape=(n_positions, n_keys + 1)).tocsc()
         sorted_entries = by_key.indptr[: n_keys + 1], by_key.indices, by_key.data
-        offset, position, value = (torch.from_numpy(part) for part in sorted_entries)
+        offset, position, value = (torch.from_numpy(array) for array in sorted_entries)
     else:
         key, order = torch.sort(key_PK.reshape(-1), stable=True)
         offset = torch.searchsorted(key, torch.arange(n_keys + 1, device=key.device, dtype=key.dtype))
@@ -197,12 +206,12 @@ class OutputLayer(Kernel):
     """The kernel of the gradients of the output layer."""
 
     name = "output_layer"
-    kinds = (HiddenMoments,)
+    moment_types = (HiddenMoments,)
 
     def prepare(self, units: Batch) -> None:
-        whitener = Whitener.of(self.moments(HiddenMoments).value, self.settings)
+        whitener = Whitener.from_settings(self.moments(HiddenMoments).value, self.settings)
         self._targets = prepare_targets(
-            units.hidden_PH, units.residual, units.row_P, units.n_rows, whitener, ROWS_AT_ONCE
+            units.hidden_PH, units.residual, units.row_P, units.n_rows, whitener, UNITS_PER_BLOCK
         )
 
     def score(self, batch: Batch) -> Tensor:

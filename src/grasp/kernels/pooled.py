@@ -1,6 +1,7 @@
 """Relevance from summaries of rows and units, as in the paper: hidden match times residual match.
 
-Start with `prepare_units` and `pooled_relevance`.
+A summary is the average of hidden states and of residuals over positions of a row. Start with `prepare_units` and
+`pooled_relevance`. Labels `eq:` in "Source" are those of the paper; docs/paper_map.md lists them.
 
 Shape letters: N rows, E units, H hidden width, V vocabulary, C coordinates that many units share.
 """
@@ -87,10 +88,10 @@ class Pooled(Kernel):
     """The kernel of the paper."""
 
     name = "pooled"
-    kinds = (SummaryMoments,)
+    moment_types = (SummaryMoments,)
 
     def prepare(self, units: Batch) -> None:
-        self._whitener = Whitener.of(self.moments(SummaryMoments).value, self.settings)
+        self._whitener = Whitener.from_settings(self.moments(SummaryMoments).value, self.settings)
         summary = units.summary
         white_EH = self._whitener.whiten(summary.hidden_NH)
         self._units = prepare_units(white_EH, summary.residual_NV, self._whitener.precondition_V)

@@ -14,14 +14,14 @@ class ProductSketch(Sketch):
     """The sketch of token-level products; see `ProductMaps`."""
 
     name = "product_sketch"
-    kinds = (HiddenMoments,)
+    moment_types = (HiddenMoments,)
 
     @property
     def width(self) -> int:
         return self.settings.product_width
 
     def prepare(self, units: Batch) -> None:
-        whitener = Whitener.of(self.moments(HiddenMoments).value, self.settings)
+        whitener = Whitener.from_settings(self.moments(HiddenMoments).value, self.settings)
         self._maps = ProductMaps.prepare(whitener, self.width, self.settings.seed, self.model.device)
 
     def score(self, batch: Batch) -> Tensor:

@@ -12,7 +12,7 @@ from grasp.kernels.sketch import CountSketch, SummarySketch
 
 
 class ResidualSketch(SummarySketch):
-    """The sketch of residuals. Source: eq:feature-sketch."""
+    """The sketch of residuals. Source: eq:feature-sketch of the paper."""
 
     name = "residual_sketch"
 

@@ -1,7 +1,9 @@
 """Seeded random projections: JL for hidden states, CountSketch for residuals, TensorSketch for their product.
 
 Maps are drawn with numpy and applied with torch or scipy, so that they are equal on every device. Start with
-`gaussian_projection`, `CountSketch` and `ProductMaps`.
+`gaussian_projection`, `CountSketch` and `ProductMaps`. Labels `eq:` in "Source" are those of the paper;
+docs/paper_map.md lists them.
+
 Shape letters: P positions, N rows, H hidden width, V vocabulary, D sketch width, F frequencies.
 """
 
@@ -123,12 +125,12 @@ class SummarySketch(Sketch):
     """A sketch of the summary of a row, with moments over summaries as in the paper, or over positions."""
 
     @classmethod
-    def kinds_of(cls, settings: FeatureSettings) -> tuple[type[Moments], ...]:
+    def moment_types_of(cls, settings: FeatureSettings) -> tuple[type[Moments], ...]:
         return (summary_moments(settings),)
 
     def whitener(self) -> Whitener:
         """Return the whitener of summaries."""
-        return Whitener.of(self.moments(summary_moments(self.settings)).value, self.settings)
+        return Whitener.from_settings(self.moments(summary_moments(self.settings)).value, self.settings)
 
 
 def summary_moments(settings: FeatureSettings) -> type[FeatureMoments]:

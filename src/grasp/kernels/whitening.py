@@ -1,8 +1,9 @@
 """Mergeable first and second moments of one dense and one sparse feature, in float64, and whitening by them.
 
 For the output layer these are hidden states and residuals; for the input embedding they are gradients with respect to
-hidden states, and one-hot input tokens.
-Kernels share moments by class. Start with `Moments` and `Whitener`.
+hidden states, and one-hot input tokens. Kernels share moments by class. Start with `Moments` and `Whitener`. Labels
+`eq:` in "Source" are those of the paper; docs/paper_map.md lists them.
+
 Shape letters: P positions or rows, H hidden width, V vocabulary, M sampled positions.
 """
 
@@ -21,7 +22,7 @@ from grasp.settings import FeatureSettings
 if TYPE_CHECKING:
     from grasp.kernels.kernel import Batch, CorpusMoments
 
-STATES = 8_192  # approximate number of positions whose hidden states are stored
+STATES = 8_192  # approximate number of positions whose hidden states are stored, for the kernel `knn`
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ class Whitener:
         )
 
     @classmethod
-    def of(cls, moments: SecondMoments, settings: FeatureSettings, *, centred: bool = True) -> Self:
+    def from_settings(cls, moments: SecondMoments, settings: FeatureSettings, *, centred: bool = True) -> Self:
         """Compute the maps with the parameters of the build's settings."""
         return cls.fit(moments, tau=settings.tau, alpha=settings.alpha, epsilon=settings.epsilon, centred=centred)
 

@@ -42,8 +42,8 @@ class ReferenceModel:
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         self.work = torch.promote_types(self.dtype, torch.float32)  # dtype of probabilities
-        rows, self.hidden_size = self.head.linear.get_parameter("weight").shape
-        self.vocab_size = self.head.classes or rows
+        n_outputs, self.hidden_size = self.head.linear.get_parameter("weight").shape
+        self.vocab_size = self.head.classes or n_outputs
         self._dynamic_ropes = dynamic_ropes(model)
 
     @classmethod
@@ -69,9 +69,9 @@ class ReferenceModel:
             ModelError: as `load`; or the dtype of the weights is not supported.
         """
         dtype = dtype_name(next(model.parameters()).dtype)
-        reader = HfTokenizer.from_settings(tokenizer, settings, len(tokenizer))
+        wrapped = HfTokenizer.from_settings(tokenizer, settings, len(tokenizer))
         try:
-            reference = cls(model, reader, batch_tokens=settings.batch_tokens)
+            reference = cls(model, wrapped, batch_tokens=settings.batch_tokens)
             if settings.check:
                 reference.check()
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as err:
@@ -80,7 +80,7 @@ class ReferenceModel:
             raise ModelError(
                 f"{settings.path}: {type(model).__name__} in {dtype} fails on rows of token ids alone: {reason}"
             ) from err
-        reader.vocab_size = reference.vocab_size
+        wrapped.vocab_size = reference.vocab_size
         return reference
 
     @property
@@ -128,10 +128,10 @@ class ReferenceModel:
         """
         reset_ropes(self._dynamic_ropes)
 
-        received: list[Tensor] = []
+        head_inputs: list[Tensor] = []
 
         def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            received.append(next(iter((*args, *kwargs.values()))))
+            head_inputs.append(next(iter((*args, *kwargs.values()))))
             raise _HeadReachedError
 
         handle = self.head.linear.register_forward_pre_hook(stop, with_kwargs=True)
@@ -141,7 +141,7 @@ class ReferenceModel:
             pass
         finally:
             handle.remove()
-        (hidden_BLH,) = received
+        (hidden_BLH,) = head_inputs
         if hidden_BLH.shape != (*ids_BL.shape, self.hidden_size):
             raise ModelError(
                 f"{type(self.model).__name__}: its output layer receives {tuple(hidden_BLH.shape)} for "
@@ -185,22 +185,25 @@ class ReferenceModel:
         hidden_BLH = self.hidden(ids_BL)
         reset_ropes(self._dynamic_ropes)
         model_logits_BLV = self.model(input_ids=ids_BL, use_cache=False).logits.to(self.work)
-        worst = float((model_logits_BLV - self.logits(hidden_BLH.flatten(0, 1)).view_as(model_logits_BLV)).abs().max())
+        difference = float(
+            (model_logits_BLV - self.logits(hidden_BLH.flatten(0, 1)).view_as(model_logits_BLV)).abs().max()
+        )
         allowed = tolerance * max(float(model_logits_BLV.std()), 1e-6)
-        if not worst <= allowed:
+        if not difference <= allowed:
             raise ModelError(
-                f"{name}: head(hidden) differs from the model's logits by {worst:.3g}, expected at most {allowed:.3g}; "
+                f"{name}: head(hidden) differs from the model's logits by {difference:.3g}, expected at most "
+                f"{allowed:.3g}; "
                 "its output head is not linear + scale + soft cap, so GRASP cannot read it"
             )
-        after_BL = ids_BL.clone()
-        after_BL[:, first:] = torch.from_numpy(draws[2, first:])
-        before, after = hidden_BLH[:, :first].to(self.work), self.hidden(after_BL)[:, :first].to(self.work)
+        changed_ids_BL = ids_BL.clone()
+        changed_ids_BL[:, first:] = torch.from_numpy(draws[2, first:])
+        before, after = hidden_BLH[:, :first].to(self.work), self.hidden(changed_ids_BL)[:, :first].to(self.work)
         change = float(torch.cat([after - before, before[:1] - before[1:]]).abs().max())
         allowed = tolerance * max(float(before.std()), 1e-6)
         if not change <= allowed:
             config = vars(self.model.config)
-            encoder = [f"{field}: false" for field in ("is_decoder", "causal") if config.get(field) is False]
-            hint = f"; its config has {encoder[0]}, set it to true for a decoder" if encoder else ""
+            encoder_fields = [f"{field}: false" for field in ("is_decoder", "causal") if config.get(field) is False]
+            hint = f"; its config has {encoder_fields[0]}, set it to true for a decoder" if encoder_fields else ""
             raise ModelError(
                 f"{name}: hidden states changed by {change:.3g} with later tokens or padding, expected at most "
                 f"{allowed:.3g}; it is not a causal LM, so GRASP cannot read it{hint}"
@@ -221,6 +224,7 @@ def weights_fingerprint(model: nn.Module, prefix: bytes) -> str:
     """Return a blake2b hash of `prefix` and of the loaded weights.
 
     Args:
+        model: model with these weights.
         prefix: anything else that determines the output of the model.
     """
     digest = hashlib.blake2b(prefix, digest_size=16)
@@ -234,17 +238,18 @@ def pad_rows(rows: Sequence[I32], labels: Sequence[int | Bool | None] | None = N
     """Return token ids (B, L), padded on the right with 0, and a mask of the tokens that carry loss, (B, L).
 
     Args:
+        rows: token ids of each row.
         labels: per row, the position of the first token that carries loss, or a mask of these tokens; None: 1.
     """
     ids_BL = np.zeros((len(rows), max((len(row) for row in rows), default=1)), dtype=np.int64)
-    labelled_BL = np.zeros(ids_BL.shape, dtype=np.bool_)
+    loss_mask_BL = np.zeros(ids_BL.shape, dtype=np.bool_)
     for b, (row, row_labels) in enumerate(zip(rows, labels or [None] * len(rows), strict=True)):
         ids_BL[b, : len(row)] = row
         if isinstance(row_labels, np.ndarray):
-            labelled_BL[b, : len(row)] = row_labels
+            loss_mask_BL[b, : len(row)] = row_labels
         else:
-            labelled_BL[b, row_labels or 1 : len(row)] = True
-    return torch.from_numpy(ids_BL), torch.from_numpy(labelled_BL)
+            loss_mask_BL[b, row_labels or 1 : len(row)] = True
+    return torch.from_numpy(ids_BL), torch.from_numpy(loss_mask_BL)
 
 
 def batches(length_N: I64, batch_tokens: int, class_N: I64 | None = None) -> list[I64]:
@@ -253,6 +258,11 @@ def batches(length_N: I64, batch_tokens: int, class_N: I64 | None = None) -> lis
     The result depends on the lengths only. The longest rows come first, so that padding is small and peak memory is
     reached in the first batch. A row longer than `batch_tokens` is a batch of its own. A batch has at most `BATCH_ROWS`
     rows, all of the same class (see `length_class`).
+
+    Args:
+        length_N: tokens of each row.
+        batch_tokens: maximum number of tokens of a batch.
+        class_N: class of each row; None: there is one class.
     """
     order = np.argsort(-length_N, kind="stable")
     batches_of_rows: list[I64] = []
@@ -278,8 +288,8 @@ def length_class(config: Any, length_N: I64) -> I64 | None:
     different frequencies. The class does not decrease with the length.
     """
     beyond_N, exact_N = np.zeros_like(length_N), np.zeros_like(length_N)
-    for kind, border in _rope_borders(config):
-        if kind == "longrope":
+    for rope_type, border in _rope_borders(config):
+        if rope_type == "longrope":
             beyond_N += length_N > border
         else:
             exact_N = np.maximum(exact_N, np.where(length_N > border, length_N, 0))
@@ -294,14 +304,14 @@ def _rope_borders(config: Any) -> Iterator[tuple[str, int]]:
     context = getattr(text, "max_position_embeddings", None)
     for group in (parameters, *parameters.values()):  # for all layers, or by layer type
         if isinstance(group, dict):
-            kind = str(group.get("rope_type", group.get("type")))
+            rope_type = str(group.get("rope_type", group.get("type")))
             original = group.get("original_max_position_embeddings") or getattr(
                 text, "original_max_position_embeddings", context
             )
-            if kind == "longrope" and original:
-                yield kind, int(original)
-            elif "dynamic" in kind and context:
-                yield kind, int(context)
+            if rope_type == "longrope" and original:
+                yield rope_type, int(original)
+            elif "dynamic" in rope_type and context:
+                yield rope_type, int(context)
 
 
 def dynamic_ropes(model: nn.Module) -> tuple[nn.Module, ...]:

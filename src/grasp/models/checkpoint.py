@@ -79,7 +79,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def load_causal_lm(settings: ModelSettings, dtype: torch.dtype) -> tuple[Any, Any]:
     """Load a causal LM and its tokenizer, both of transformers, on the CPU."""
-    refuse_unreadable(settings.path)
+    check_readable(settings.path)
     base = _adapter_base(settings.path)
     tokenizer = tokenizer_of(settings)
     model = load_checkpoint(AutoModelForCausalLM, settings, "is not a causal LM", dtype, base)
@@ -87,39 +87,43 @@ def load_causal_lm(settings: ModelSettings, dtype: torch.dtype) -> tuple[Any, An
 
 
 def load_checkpoint(
-    kind: Any, settings: ModelSettings, what: str, dtype: torch.dtype = torch.float32, name: str | None = None
+    auto_class: Any, settings: ModelSettings, problem: str, dtype: torch.dtype = torch.float32, name: str | None = None
 ) -> Any:
     """Load the module of a Hugging Face checkpoint with all of its weights.
 
     Args:
-        kind: transformers class that loads it.
-        what: predicate for the error message, e.g. "is not an image classifier".
+        auto_class: transformers class that loads it, e.g. `AutoModelForCausalLM`.
+        settings: path of the checkpoint and options of the loader.
+        problem: predicate for the error message, e.g. "is not an image classifier".
+        dtype: dtype of the weights.
         name: path or repository. Default: that of the settings.
     Raises:
         ModelError: the checkpoint cannot be loaded, or lacks weights.
     """
     name = settings.path if name is None else name
     arguments = _load_arguments("model.path", name, settings)
-    _refuse_oversized(Path(arguments["pretrained_model_name_or_path"], arguments.get("gguf_file", "")))
+    _check_weight_size(Path(arguments["pretrained_model_name_or_path"], arguments.get("gguf_file", "")))
     options = {"dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    model, report = _from_pretrained(kind, "model.path", what, arguments, **options)
+    model, report = _from_pretrained(auto_class, "model.path", problem, arguments, **options)
     # transformers initialises missing weights randomly, which is useless for a reference model
-    random = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
-    if random:
+    missing = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
+    if missing:
         raise ModelError(
-            f"model.path: `{name}` lacks {len(random)} weights of its {type(model).__name__}, or has them in another "
-            f"shape: {', '.join(random[:3])}; save the whole checkpoint again"
+            f"model.path: `{name}` lacks {len(missing)} weights of its {type(model).__name__}, or has them in another "
+            f"shape: {', '.join(missing[:3])}; save the whole checkpoint again"
         )
     return model
 
 
-def load_auxiliary(kind: Any, settings: ModelSettings, what: str, **options: Any) -> Any:
+def load_auxiliary(auto_class: Any, settings: ModelSettings, problem: str, **options: Any) -> Any:
     """Load another part of a checkpoint than its weights, e.g. an image processor."""
-    return _from_pretrained(kind, "model.path", what, _load_arguments("model.path", settings.path, settings), **options)
+    return _from_pretrained(
+        auto_class, "model.path", problem, _load_arguments("model.path", settings.path, settings), **options
+    )
 
 
-def refuse_unreadable(name: str) -> None:
-    """Check a checkpoint of a causal LM without loading it.
+def check_readable(name: str) -> None:
+    """Check the files of a causal LM's checkpoint without loading it.
 
     Raises:
         ModelError: its weights are quantised, it is an image classifier (whose missing tokenizer would otherwise be the
@@ -133,13 +137,14 @@ def refuse_unreadable(name: str) -> None:
             f"model.path: `{name}` has weights quantised by {method}, which are not supported; pass the original "
             "checkpoint, or save the result of model.dequantize()"
         )
-    kinds = config.get("architectures") or []
-    if any(str(kind).endswith("ForImageClassification") for kind in kinds):
+    architectures = config.get("architectures") or []
+    if any(str(name).endswith("ForImageClassification") for name in architectures):
         raise ModelError(
-            f"model.path: `{name}` is an image classifier ({kinds[0]}), not a causal LM; set its linear output layer, "
+            f"model.path: `{name}` is an image classifier ({architectures[0]}), not a causal LM; set its linear "
+            "output layer, "
             "e.g. --set model.classifier.head=classifier"
         )
-    _refuse_oversized(Path(name))
+    _check_weight_size(Path(name))
 
 
 def recorded_train(settings: ModelSettings, model: nn.Module | None = None) -> Train | None:
@@ -193,13 +198,14 @@ def _adapter_base(name: str) -> str | None:
     adapter = _read_json(Path(name) / "adapter_config.json")
     if not adapter:
         return None
-    kind, base = adapter.get("peft_type"), adapter.get("base_model_name_or_path")
-    if kind not in MERGEABLE_ADAPTERS or not isinstance(base, str):
+    peft_type, base = adapter.get("peft_type"), adapter.get("base_model_name_or_path")
+    if peft_type not in MERGEABLE_ADAPTERS or not isinstance(base, str):
         raise ModelError(
-            f"model.path: `{name}` is an adapter of type {kind} for {base}, expected {', '.join(MERGEABLE_ADAPTERS)} "
+            f"model.path: `{name}` is an adapter of type {peft_type} for {base}, expected "
+            f"{', '.join(MERGEABLE_ADAPTERS)} "
             "with the path of its base model"
         )
-    refuse_unreadable(base)
+    check_readable(base)
     return base
 
 
@@ -223,10 +229,11 @@ def _load_adapter(model: nn.Module, settings: ModelSettings) -> Any:
         ) from err
 
 
-def _from_pretrained(kind: Any, field: str, what: str, arguments: Mapping[str, Any], **options: Any) -> Any:
+def _from_pretrained(auto_class: Any, field: str, problem: str, arguments: Mapping[str, Any], **options: Any) -> Any:
+    """Call `from_pretrained`, and convert its errors to one line that begins with the setting `field`."""
     try:
         with _quiet():
-            return kind.from_pretrained(**arguments, **options)
+            return auto_class.from_pretrained(**arguments, **options)
     except LOADING_ERRORS as err:
         name = arguments["pretrained_model_name_or_path"]
         reason = " ".join(str(err).split())[:300]
@@ -240,17 +247,18 @@ def _from_pretrained(kind: Any, field: str, what: str, arguments: Mapping[str, A
                 f"{field}: no `{name}` on this disk{suggest_path(name)}, and it cannot be downloaded from a hub: "
                 f"{reason}"
             ) from err
-        raise ModelError(f"{field}: `{name}` {what} that transformers can load: {reason}") from err
+        raise ModelError(f"{field}: `{name}` {problem} that transformers can load: {reason}") from err
 
 
 def _load_arguments(field: str, name: str, settings: ModelSettings) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` for the location of a checkpoint and the permission to run its code."""
     is_local = _check_local(field, name)
-    if not is_local and (why := refusal()):  # the libraries would retry for a minute
+    if not is_local and (reason := refusal()):  # the libraries would retry for a minute
         cached = fetched_before(name)
         if cached is None:
             raise ModelError(
-                f"{field}: no `{name}` on this disk{suggest_path(name)}, and it cannot be downloaded from a hub: {why}"
+                f"{field}: no `{name}` on this disk{suggest_path(name)}, and it cannot be downloaded from a hub: "
+                f"{reason}"
             )
         name, is_local = cached, True
     arguments: dict[str, Any] = {
@@ -291,27 +299,28 @@ def _check_local(field: str, name: str) -> bool:
     return False
 
 
-def _refuse_oversized(path: Path) -> None:
+def _check_weight_size(path: Path) -> None:
     """Refuse a config whose sizes exceed the size of the weight files; creating such a model could exhaust memory."""
     config = _read_json(path / "config.json")
     # a weight has at least 4 bits
     max_weights = 2 * sum(file.stat().st_size for file in path.glob("*") if file.suffix in (*WEIGHT_SUFFIXES, ".gguf"))
-    for part in (config, *(part for part in config.values() if isinstance(part, dict))):
-        widths = [part[width] for width in WIDTH_FIELDS if isinstance(part.get(width), int)]
-        kind = part.get("model_type")
+    for section in (config, *(value for value in config.values() if isinstance(value, dict))):  # e.g. text_config
+        widths = [section[width] for width in WIDTH_FIELDS if isinstance(section.get(width), int)]
+        model_type = section.get("model_type")
         # a model with learned positions has one row of weights per position
-        is_known = isinstance(kind, str) and kind in CONFIG_MAPPING
+        is_known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
         learns_positions = is_known and not any(
-            argument.startswith("rope") for argument in signature(CONFIG_MAPPING[kind]).parameters
+            argument.startswith("rope") for argument in signature(CONFIG_MAPPING[model_type]).parameters
         )
-        for size, value in part.items():
-            sized = size in ("vocab_size", "intermediate_size", "n_inner") or re.search(r"layers?$", size)
+        for field, value in section.items():
+            is_size = field in ("vocab_size", "intermediate_size", "n_inner") or re.search(r"layers?$", field)
             limit = max_weights
-            if size in POSITION_FIELDS and learns_positions:
-                sized, limit = True, max(max_weights, FREE_POSITIONS)
-            if sized and isinstance(value, int) and widths and value * max(widths) > limit and max_weights > 0:
+            if field in POSITION_FIELDS and learns_positions:
+                is_size, limit = True, max(max_weights, FREE_POSITIONS)
+            if is_size and isinstance(value, int) and widths and value * max(widths) > limit and max_weights > 0:
                 raise ModelError(
-                    f"model.path: `{path}` has a config.json with {size} {value:,} and a width of {max(widths):,}, for "
+                    f"model.path: `{path}` has a config.json with {field} {value:,} and a width of {max(widths):,}, "
+                    "for "
                     "which it has too few weights; fix the config, or save the whole checkpoint again"
                 )
 

@@ -1,7 +1,9 @@
 """Run rows and units through the reference model: hidden states and sparse residuals at the positions that are used.
 
-Position t predicts token t + 1, so a row of L tokens has at most L - 1 supervised positions. Start with
-`forward_passes`. Shape letters: B rows of the batch, L tokens, P used positions, H hidden width.
+A *residual* is the gradient of a token's loss with respect to the logits (`residuals`). Position t
+predicts token t + 1, so a row of L tokens has at most L - 1 supervised positions. Start with `forward_passes`.
+
+Shape letters: B rows of the batch, L tokens, P used positions, H hidden width.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +32,7 @@ class BatchFeatures:
     residual: SparseResidual
     row_P: Tensor  # row of the batch
     input_P: Tensor  # token at the position; its label is the next token
-    position_masks: tuple[Tensor, ...]  # one boolean mask (P,) per position specification
+    position_masks: tuple[Tensor, ...]  # one boolean mask (P,) per position specification, see `position_mask`
 
     def row_loss(self, n_rows: int) -> Tensor:
         """Return the mean loss of each row over the used positions, in nats per token."""
@@ -38,12 +40,12 @@ class BatchFeatures:
         total_B = self.residual.loss_P.new_zeros(n_rows).index_add_(0, self.row_P, self.residual.loss_P)
         return total_B / count_B
 
-    def take(self, spec_index: int) -> tuple[Tensor, SparseResidual, Tensor]:
+    def at_spec(self, spec_index: int) -> tuple[Tensor, SparseResidual, Tensor]:
         """Return hidden states, residuals and rows at the positions of one specification."""
         mask_P = self.position_masks[spec_index]
         if bool(mask_P.all()):
             return self.hidden_PH, self.residual, self.row_P
-        return self.hidden_PH[mask_P], self.residual.at(mask_P), self.row_P[mask_P]
+        return self.hidden_PH[mask_P], self.residual.select(mask_P), self.row_P[mask_P]
 
 
 Pass = tuple[I64, BatchFeatures]  # indices of the rows of a batch, and their features
@@ -97,6 +99,8 @@ def forward_passes(model: Reference, items: Rows | Units, specs: tuple[str, ...]
     """Yield batches of rows or units: their indices, and their features at the positions of `specs`.
 
     Args:
+        model: reference model.
+        items: rows, or units with their token ids.
         specs: position specifications, see `position_mask`.
         top_k: number of probabilities per residual.
     """
@@ -118,7 +122,7 @@ def forward_passes(model: Reference, items: Rows | Units, specs: tuple[str, ...]
 def extract(
     model: ReferenceModel,
     ids_BL: Tensor,
-    labelled_BL: Tensor,
+    loss_mask_BL: Tensor,
     specs: tuple[str, ...],
     top_k: int,
     hidden_BLH: Tensor | None = None,
@@ -126,37 +130,41 @@ def extract(
     """Run the body once, and the head at the union of the positions of all `specs`.
 
     Args:
-        labelled_BL: mask of the tokens that carry loss; never the first token of a row, which is not predicted.
+        model: reference model.
+        ids_BL: token ids, padded on the right.
+        loss_mask_BL: mask of the tokens that carry loss; never the first token of a row, which is not predicted.
         specs: position specifications, see `position_mask`.
+        top_k: number of probabilities per residual.
         hidden_BLH: output of the body, if it was already run.
     """
     ids_BL = ids_BL.to(model.device)
-    labelled_BL = labelled_BL.to(model.device)
-    masks = [position_mask(spec, labelled_BL) for spec in specs]
+    loss_mask_BL = loss_mask_BL.to(model.device)
+    masks = [position_mask(spec, loss_mask_BL) for spec in specs]
     union_BL = torch.stack(masks).any(dim=0)
-    row_P, t_P = union_BL.nonzero(as_tuple=True)
-    hidden_PH = (model.hidden(ids_BL) if hidden_BLH is None else hidden_BLH)[row_P, t_P]
-    label_P = ids_BL[row_P, t_P + 1]
+    row_P, position_P = union_BL.nonzero(as_tuple=True)
+    hidden_PH = (model.hidden(ids_BL) if hidden_BLH is None else hidden_BLH)[row_P, position_P]
+    label_P = ids_BL[row_P, position_P + 1]
     residual = head_residual(model.head, hidden_PH, label_P, top_k, model.vocab_size)
     return BatchFeatures(
         hidden_PH=hidden_PH.to(model.work),
         residual=residual,
         row_P=row_P,
-        input_P=ids_BL[row_P, t_P],
-        position_masks=tuple(mask[row_P, t_P] for mask in masks),
+        input_P=ids_BL[row_P, position_P],
+        position_masks=tuple(mask[row_P, position_P] for mask in masks),
     )
 
 
-def position_mask(spec: str, labelled_BL: Tensor) -> Tensor:
+def position_mask(spec: str, loss_mask_BL: Tensor) -> Tensor:
     """Return a mask (B, L) of the positions that predict a token that carries loss and are used.
 
     Args:
         spec: `all`, `tail:n` (the last n of them) or `stride:n` (every n-th, including the last one).
+        loss_mask_BL: mask of the tokens that carry loss.
     Source: eq:sequence-pooling (tail:32). Deviation: `all` and `stride` are ours.
     """
-    supervised_BL = F.pad(labelled_BL[:, 1:], (0, 1))
-    kind, _, number = spec.partition(":")
-    if kind == "all":
+    supervised_BL = F.pad(loss_mask_BL[:, 1:], (0, 1))
+    rule, _, number = spec.partition(":")
+    if rule == "all":
         return supervised_BL
     rank_BL = supervised_BL.flip(1).cumsum(1).flip(1)  # 1 for the last supervised position, 2 for the one before it
-    return supervised_BL & (rank_BL <= int(number) if kind == "tail" else (rank_BL - 1) % int(number) == 0)
+    return supervised_BL & (rank_BL <= int(number) if rule == "tail" else (rank_BL - 1) % int(number) == 0)

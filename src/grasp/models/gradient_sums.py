@@ -17,31 +17,33 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from grasp.arrays import F64, I64
-from grasp.models.gradient_factors import BLOCK_ELEMENTS, materialise, some_rows
-from grasp.models.gradients import Consumer, Example, LayerSet, PerExample, Use
+from grasp.models.gradient_factors import BLOCK_ELEMENTS, materialise, select_examples
+from grasp.models.gradients import Consumer, Example, GradientFactors, LayerSet, PerExample
 
 
 class Collector(Protocol):
     """Collects the factors of many examples."""
 
-    def at(self, index_B: I64, /) -> Consumer:
+    def consumer_for(self, index_B: I64, /) -> Consumer:
         """Return the consumer of a batch with examples `index_B`."""
 
 
-def run_over(engine: PerExample, examples: Sequence[Example], sinks: Sequence[Collector]) -> F64:
-    """Run one pass over the examples, batched by length, for all sinks; return mean losses (N,), nats."""
+def run_over(engine: PerExample, examples: Sequence[Example], collectors: Sequence[Collector]) -> F64:
+    """Run one pass over the examples, batched by length, for all collectors; return mean losses (N,), nats."""
     loss_N = np.zeros(len(examples))
     for index_B in engine.batches(examples):
-        consumers = [sink.at(index_B) for sink in sinks]
-        outcome = engine.run([examples[int(i)] for i in index_B], _all(consumers))
-        loss_N[index_B] = outcome.loss_B.cpu().numpy()
+        consumers = [collector.consumer_for(index_B) for collector in collectors]
+        result = engine.run([examples[int(i)] for i in index_B], _call_all(consumers))
+        loss_N[index_B] = result.loss_B.cpu().numpy()
     return loss_N
 
 
-def _all(consumers: Sequence[Consumer]) -> Consumer:
-    def consume(number: int, use: Use, rows: slice) -> None:
+def _call_all(consumers: Sequence[Consumer]) -> Consumer:
+    """Return a consumer that passes its arguments to each of several consumers."""
+
+    def consume(number: int, factors: GradientFactors, rows: slice) -> None:
         for consumer in consumers:
-            consumer(number, use, rows)
+            consumer(number, factors, rows)
 
     return consume
 
@@ -59,22 +61,22 @@ class WeightedSums:
         self.matrices = zero_matrices(engine, len(weight_KN))
         self._weight_KN = torch.from_numpy(weight_KN).to(engine.model.device, engine.work)
 
-    def at(self, index_B: I64) -> Consumer:
+    def consumer_for(self, index_B: I64) -> Consumer:
         weight_KB = self._weight_KN[:, torch.from_numpy(index_B).to(self._weight_KN.device)]
 
-        def consume(number: int, use: Use, rows: slice) -> None:
+        def consume(number: int, factors: GradientFactors, rows: slice) -> None:
             for total_XY, weight_B in zip(self.matrices[number], weight_KB[:, rows], strict=True):
-                _add_sum(use, weight_B, total_XY)
+                _add_sum(factors, weight_B, total_XY)
 
         return consume
 
 
-def _add_sum(use: Use, weight_B: Tensor, total_XY: Tensor) -> None:
-    chosen = weight_B.nonzero()[:, 0]
-    if not len(chosen):
+def _add_sum(factors: GradientFactors, weight_B: Tensor, total_XY: Tensor) -> None:
+    nonzero = weight_B.nonzero()[:, 0]
+    if not len(nonzero):
         return
-    left, right = use.left[chosen], use.right[chosen] * weight_B[chosen, None, None]
-    if use.one_hot:
+    left, right = factors.left[nonzero], factors.right[nonzero] * weight_B[nonzero, None, None]
+    if factors.one_hot:
         total_XY.index_add_(0, left.flatten(), right.flatten(0, 1))
     else:
         total_XY.addmm_(left.flatten(0, 1).T, right.flatten(0, 1))
@@ -86,11 +88,11 @@ class EachGradient:
     def __init__(self, engine: PerExample, n_examples: int) -> None:
         self.matrices = zero_matrices(engine, n_examples)
 
-    def at(self, index_B: I64) -> Consumer:
-        def consume(number: int, use: Use, rows: slice) -> None:
-            for start, piece in _pieces(use, self.matrices[number][0].numel()):
-                matrix = materialise(piece, self.matrices[number].shape[1])
-                rows_index = index_B[rows][start : start + len(piece.right)]
+    def consumer_for(self, index_B: I64) -> Consumer:
+        def consume(number: int, factors: GradientFactors, rows: slice) -> None:
+            for start, chunk in _chunks(factors, self.matrices[number][0].numel()):
+                matrix = materialise(chunk, self.matrices[number].shape[1])
+                rows_index = index_B[rows][start : start + len(chunk.right)]
                 self.matrices[number].index_add_(0, torch.from_numpy(rows_index).to(matrix.device), matrix)
 
         return consume
@@ -109,33 +111,33 @@ class InnerProducts:
         """Products so far, (N, K)."""
         return np.asarray(self._product_NK.cpu().numpy(), dtype=np.float64)
 
-    def at(self, index_B: I64) -> Consumer:
-        at_B = torch.from_numpy(index_B).to(self._product_NK.device)
+    def consumer_for(self, index_B: I64) -> Consumer:
+        index = torch.from_numpy(index_B).to(self._product_NK.device)
 
-        def consume(number: int, use: Use, rows: slice) -> None:
-            self._product_NK.index_add_(0, at_B[rows], _products(use, self._matrices[number]))
+        def consume(number: int, factors: GradientFactors, rows: slice) -> None:
+            self._product_NK.index_add_(0, index[rows], _products(factors, self._matrices[number]))
 
         return consume
 
 
-def _products(use: Use, matrices_KXY: Tensor) -> Tensor:
+def _products(factors: GradientFactors, matrices_KXY: Tensor) -> Tensor:
     """Return (B, K): by look-up for one-hot factors, else by the cheaper of matrix-vector products and forming G."""
     count = len(matrices_KXY)
-    if use.one_hot:
-        return torch.stack([(matrix[use.left] * use.right).sum(dim=(1, 2)) for matrix in matrices_KXY], dim=1)
-    if use.right.shape[1] * count <= use.right.shape[1] + count:
-        left_products = [torch.matmul(use.left, matrix) for matrix in matrices_KXY]
-        return torch.stack([(left_product * use.right).sum(dim=(1, 2)) for left_product in left_products], dim=1)
+    if factors.one_hot:
+        return torch.stack([(matrix[factors.left] * factors.right).sum(dim=(1, 2)) for matrix in matrices_KXY], dim=1)
+    if factors.right.shape[1] * count <= factors.right.shape[1] + count:
+        left_products = [torch.matmul(factors.left, matrix) for matrix in matrices_KXY]
+        return torch.stack([(left_product * factors.right).sum(dim=(1, 2)) for left_product in left_products], dim=1)
     flat_KD = matrices_KXY.flatten(1)
-    pieces = _pieces(use, flat_KD.shape[1])
-    return torch.cat([torch.bmm(piece.left.mT, piece.right).flatten(1) @ flat_KD.T for _, piece in pieces])
+    chunks = _chunks(factors, flat_KD.shape[1])
+    return torch.cat([torch.bmm(chunk.left.mT, chunk.right).flatten(1) @ flat_KD.T for _, chunk in chunks])
 
 
-def _pieces(use: Use, size: int) -> Iterator[tuple[int, Use]]:
+def _chunks(factors: GradientFactors, size: int) -> Iterator[tuple[int, GradientFactors]]:
     """Yield (offset, a few examples), so that their matrices of `size` elements fit in a temporary tensor."""
     step = max(1, BLOCK_ELEMENTS // size)
-    for start in range(0, len(use.right), step):
-        yield start, some_rows(use, start, start + step)
+    for start in range(0, len(factors.right), step):
+        yield start, select_examples(factors, start, start + step)
 
 
 class BlockParameters:
@@ -152,10 +154,10 @@ class BlockParameters:
         """Return copies of the parameters in the precision of the engine."""
         matrices = []
         for number, block in enumerate(self._layers.blocks):
-            like = self._parameters[block.parameters[0]]
-            matrix = torch.zeros(block.left, block.right, dtype=self._work, device=like.device)
-            for name, part in self.parts(number, matrix):
-                part.copy_(self._parameters[name])
+            device = self._parameters[block.parameters[0]].device
+            matrix = torch.zeros(block.left, block.right, dtype=self._work, device=device)
+            for name, view in self.parameter_views(number, matrix):
+                view.copy_(self._parameters[name])
             matrices.append(matrix)
         return matrices
 
@@ -163,16 +165,16 @@ class BlockParameters:
     def write(self, matrices: Sequence[Tensor]) -> None:
         """Set the parameters."""
         for number, matrix in enumerate(matrices):
-            for name, part in self.parts(number, matrix):
-                self._parameters[name].copy_(part)
+            for name, view in self.parameter_views(number, matrix):
+                self._parameters[name].copy_(view)
 
-    def parts(self, number: int, matrix_XY: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def parameter_views(self, number: int, matrix_XY: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield views of a block's matrix in the shapes of its parameters."""
         block = self._layers.blocks[number]
         if "vector" in block.kinds:
             sizes = [self._parameters[name].numel() for name in block.parameters]
-            for name, part in zip(block.parameters, torch.split(matrix_XY[0], sizes), strict=True):
-                yield name, part.view(self._parameters[name].shape)
+            for name, vector in zip(block.parameters, torch.split(matrix_XY[0], sizes), strict=True):
+                yield name, vector.view(self._parameters[name].shape)
             return
         weight = matrix_XY[:, : block.right - block.bias]
         for name in block.parameters:

@@ -5,9 +5,10 @@ output of the layer (left) and the input of the layer (right):
 
     G_b = sum_t left_{b,t} (x) right_{b,t}
 
-Weights do not require gradients. A hook on every selected module makes its output require a gradient unless it already
-does, so the backward pass ends at the earliest selected module and computes gradients of activations only. Factors are
-passed to a consumer immediately and not stored.
+A *block* is a matrix of parameters with such a gradient, or the vectors of a norm. Weights do not require gradients. A
+hook on every selected module makes its output require a gradient unless it already does, so the backward pass ends at
+the earliest selected module and computes gradients of activations only. Factors are passed to a consumer immediately
+and not stored.
 
 Start with `layers_of` and `PerExample.run`.
 
@@ -45,11 +46,11 @@ Output = Literal["loss", "margin", "sampled"]
 class UnsupportedLayerError(ModelError):
     """Layers without per-example gradients, by names of modules or parameters."""
 
-    def __init__(self, why: str, *layers: str) -> None:
+    def __init__(self, reason: str, *layers: str) -> None:
         patterns = ", ".join(f"!{layer}" for layer in layers[:3])
         more = f" and so on ({len(layers)} in total)" * (len(layers) > 3)
-        super().__init__(f"layers: {why}; exclude {'it' if len(layers) == 1 else 'them'} with {patterns}{more}")
-        self.why, self.layers = why, layers
+        super().__init__(f"layers: {reason}; exclude {'it' if len(layers) == 1 else 'them'} with {patterns}{more}")
+        self.reason, self.layers = reason, layers
 
 
 class SharedPositionsError(Exception):
@@ -93,7 +94,7 @@ class LayerSet:
         return sum(block.size for block in self.blocks)
 
 
-def layers_of(model: ReferenceModel, chosen: Iterable[str]) -> LayerSet:
+def layers_of(model: ReferenceModel, parameter_names: Iterable[str]) -> LayerSet:
     """Return the blocks of the selected parameters, in the order of the modules.
 
     A block has the parameters of one matrix product: the weight of a linear layer with its bias, an embedding, or the
@@ -101,16 +102,17 @@ def layers_of(model: ReferenceModel, chosen: Iterable[str]) -> LayerSet:
     the sum over all uses.
 
     Args:
-        chosen: canonical names of parameters, as in `named_parameters` of the model.
+        model: model with these parameters.
+        parameter_names: canonical names of parameters, as in `named_parameters` of the model.
     Raises:
         UnsupportedLayerError: per-example gradients of a parameter are not supported.
     """
-    chosen, root = set(chosen), model.model
+    selected, root = set(parameter_names), model.model
     canonical = {id(parameter): name for name, parameter in root.named_parameters()}
     owners: dict[str, list[tuple[str, nn.Module]]] = {}
     for module_name, module in root.named_modules():
         for parameter in module.parameters(recurse=False):
-            if (name := canonical[id(parameter)]) in chosen:
+            if (name := canonical[id(parameter)]) in selected:
                 owners.setdefault(name, []).append((module_name, module))
     names_by_users: dict[tuple[int, ...], list[str]] = {}
     for name, users in owners.items():
@@ -119,7 +121,7 @@ def layers_of(model: ReferenceModel, chosen: Iterable[str]) -> LayerSet:
     modules: list[tuple[nn.Module, int]] = []
     for names in names_by_users.values():
         users = owners[names[0]]
-        _refuse_part_of_head(model, names[0], [module for _, module in users])
+        _check_whole_head(model, names[0], [module for _, module in users])
         roles = {canonical[id(parameter)]: role for role, parameter in users[0][1].named_parameters(recurse=False)}
         modules += [(module, len(blocks)) for _, module in users]
         is_head = [module for _, module in users] == [model.head.linear]
@@ -127,12 +129,12 @@ def layers_of(model: ReferenceModel, chosen: Iterable[str]) -> LayerSet:
     return LayerSet(tuple(blocks), tuple(modules), sum(parameter.numel() for parameter in root.parameters()))
 
 
-def _refuse_part_of_head(model: ReferenceModel, name: str, users: Sequence[nn.Module]) -> None:
+def _check_whole_head(model: ReferenceModel, name: str, users: Sequence[nn.Module]) -> None:
     """Check that the output layer, which is not called during a pass, is selected as one complete matrix."""
     linear, kind = model.head.linear, type(model.head.linear).__name__
     if linear in users and not model.head.is_weight:
-        why = f"{name}: the logits are not those of the complete weight ({kind}), so its gradient is not supported"
-        raise UnsupportedLayerError(why, name)
+        reason = f"{name}: the logits are not those of the complete weight ({kind}), so its gradient is not supported"
+        raise UnsupportedLayerError(reason, name)
     if any(user in list(linear.modules())[1:] for user in users):
         raise UnsupportedLayerError(
             f"{name} is inside the output layer ({kind}), which is supported as a whole only", name
@@ -145,8 +147,10 @@ def _block(
     """Return the block of parameters that are used by the same modules.
 
     Args:
+        names: canonical names of the parameters.
         users: name and module of each use.
-        roles: names of the parameters within the first of these modules.
+        roles: names of the parameters within the first of these modules, e.g. weight.
+        is_head: whether the module is the output layer.
     """
     name, module = users[0]
     kinds: tuple[Kind, ...] = tuple(
@@ -164,20 +168,20 @@ def _block(
             )
         total = sum(parameter.numel() for parameter in module.parameters(recurse=False))
         if total > MAX_VECTOR or list(module.children()):
-            why = (
+            reason = (
                 f"{name} ({type(module).__name__}, {total:,} parameters of its own) is neither linear nor an embedding "
                 "nor small, so its per-example gradients are not supported"
             )
-            raise UnsupportedLayerError(why, *names)
+            raise UnsupportedLayerError(reason, *names)
         size = sum(module.get_parameter(roles[parameter]).numel() for parameter in names)
         return Block(name, kinds, 1, size, weight=True, bias=False, parameters=names)
     for parameter in names:
         if roles[parameter] not in ("weight", "bias"):
-            why = (
+            reason = (
                 f"{parameter}: per-example gradients of a {type(module).__name__} with other parameters than weight "
                 "and bias are not supported"
             )
-            raise UnsupportedLayerError(why, parameter)
+            raise UnsupportedLayerError(reason, parameter)
     has_weight, has_bias = (role in {roles[parameter] for parameter in names} for role in ("weight", "bias"))
     is_transposed = isinstance(module, Conv1D)
     rows, columns = module.get_parameter("weight").shape  # (output, input), or (vocabulary, width) of an embedding
@@ -190,8 +194,11 @@ def _block(
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
-    """Factors of a batch in one block; positions without a contribution have a right (or a left) factor of zero."""
+class GradientFactors:
+    """Factors of a batch in one use of a block.
+
+    Positions without a contribution have a right (or a left) factor of zero.
+    """
 
     left: Tensor  # (B, T, X), or int64 (B, T): coordinates of one-hot vectors
     right: Tensor  # (B, T, Y)
@@ -202,7 +209,7 @@ class Use:
         return self.left.ndim == 2
 
 
-Consumer = Callable[[int, Use, slice], None]  # index of the block, factors, and their examples in the batch
+Consumer = Callable[[int, GradientFactors, slice], None]  # index of the block, factors, and their examples in the batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,11 +227,11 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ForwardResult:
     """Results of the forward pass: means over the labels of each example, and inputs of the head."""
 
     loss_B: Tensor  # nats
-    doubt_B: Tensor  # 1 - p of the label
+    miss_probability_B: Tensor  # 1 - p of the label
     hidden_BLH: Tensor
 
 
@@ -240,7 +247,7 @@ class PerExample:
         self.model = model
         self.layers = layers
         self.work = model.work
-        self.narrow = model.dtype != self.work
+        self.is_half_precision = model.dtype != self.work
         self._head_blocks = [number for module, number in layers.modules if module is model.head.linear]
         self._body: dict[nn.Module, list[int]] = {}
         for module, number in layers.modules:
@@ -253,7 +260,7 @@ class PerExample:
         ids = np.arange(2 * length, dtype=np.int32).reshape(2, length) % model.vocab_size
         calls: list[int] = []
 
-        def count(number: int, _: Use, rows: slice) -> None:
+        def count(number: int, _: GradientFactors, rows: slice) -> None:
             if rows.start == 0:
                 calls.append(number)
 
@@ -268,14 +275,14 @@ class PerExample:
             calls.count(number) for number in range(len(layers.blocks))
         )  # uses of each block in one pass
         failed = dict.fromkeys(layer for error in self._errors for layer in error.layers)
-        idle = [block.name for block, uses in zip(layers.blocks, self.calls, strict=True) if uses == 0]
-        if idle := [name for name in idle if name not in failed]:
-            why = f"{', '.join(idle[:3])} does not affect the loss of a row, so it has no gradient"
-            self._errors.append(UnsupportedLayerError(why, *idle))
+        unused = [block.name for block, uses in zip(layers.blocks, self.calls, strict=True) if uses == 0]
+        if unused := [name for name in unused if name not in failed]:
+            reason = f"{', '.join(unused[:3])} does not affect the loss of a row, so it has no gradient"
+            self._errors.append(UnsupportedLayerError(reason, *unused))
         if self._errors:
-            raise UnsupportedLayerError(self._errors[0].why, *failed, *idle)
+            raise UnsupportedLayerError(self._errors[0].reason, *failed, *unused)
 
-    def note_untaken(self, error: UnsupportedLayerError) -> None:
+    def record_unsupported(self, error: UnsupportedLayerError) -> None:
         """Record a layer without per-example gradients, to report all of them after the probing pass."""
         self._errors.append(error)
 
@@ -292,7 +299,7 @@ class PerExample:
         uniforms: Sequence[F64] | None = None,
         *,
         by_position: bool = False,
-    ) -> Outcome:
+    ) -> ForwardResult:
         """Compute the factors of every use of every block, and pass them to `consume`.
 
         The gradient is that of the mean over the labels of each example. The order of blocks is not defined; those of
@@ -303,6 +310,9 @@ class PerExample:
             sampled  -log p_y', y' drawn from p    gradient  p - onehot_y'         (true Fisher of the model)
 
         Args:
+            examples: examples of the batch.
+            consume: receives the factors; see `Consumer`.
+            output: function of the logits.
             uniforms: for `sampled`, one number in [0, 1) per label of each example, from which the label is drawn by
                 inverse transform sampling, so that it does not depend on the rest of the batch.
             by_position: for a single example, treat every position as an example; the gradients of all positions sum to
@@ -311,68 +321,72 @@ class PerExample:
             ModelError: the loss of an example is not finite.
         """
         device = self.model.device
-        marks = [example.first if example.loss_mask is None else example.loss_mask for example in examples]
-        ids_BL, labelled_BL = (part.to(device) for part in pad_rows([example.input_ids for example in examples], marks))
+        loss_masks = [example.first if example.loss_mask is None else example.loss_mask for example in examples]
+        padded = pad_rows([example.input_ids for example in examples], loss_masks)
+        ids_BL, loss_mask_BL = (tensor.to(device) for tensor in padded)
         scale_B = torch.tensor([1.0 / max(1, example.labels) for example in examples], dtype=self.work).to(device)
-        # Gather supervised positions: a stable sort moves tokens with loss to the front in their order.
-        labels_B = labelled_BL.sum(dim=1)
-        real_BS = torch.arange(int(labels_B.max()), device=device) < labels_B[:, None]
-        token_BS = labelled_BL.int().argsort(dim=1, descending=True, stable=True)[:, : real_BS.shape[1]]
-        label_BS = ids_BL.gather(1, torch.where(real_BS, token_BS, 0))
-        at_BS = torch.where(real_BS, token_BS - 1, 0)
+        # Gather supervised positions: a stable sort moves tokens with loss to the front in their order. Rows with fewer
+        # labels are padded, and `is_label_BS` is False there.
+        n_labels_B = loss_mask_BL.sum(dim=1)
+        is_label_BS = torch.arange(int(n_labels_B.max()), device=device) < n_labels_B[:, None]
+        token_BS = loss_mask_BL.int().argsort(dim=1, descending=True, stable=True)[:, : is_label_BS.shape[1]]
+        label_BS = ids_BL.gather(1, torch.where(is_label_BS, token_BS, 0))
+        position_BS = torch.where(is_label_BS, token_BS - 1, 0)
         uniform_BS = None
         if uniforms is not None:
-            padded = np.zeros(tuple(real_BS.shape))
-            for row, draws in zip(padded, uniforms, strict=True):
+            padded_uniforms = np.zeros(tuple(is_label_BS.shape))
+            for row, draws in zip(padded_uniforms, uniforms, strict=True):
                 row[: len(draws)] = draws
-            uniform_BS = torch.from_numpy(padded).to(device)
-        hooks = _Hooks(self, consume, tuple(ids_BL.shape), scale_B if self.narrow else None, by_position)
+            uniform_BS = torch.from_numpy(padded_uniforms).to(device)
+        hooks = _Hooks(self, consume, tuple(ids_BL.shape), scale_B if self.is_half_precision else None, by_position)
         with torch.enable_grad(), ExitStack() as stack:
             for module, numbers in self._body.items():
                 handle = module.register_forward_hook(partial(hooks.forward, numbers), with_kwargs=True)
                 stack.callback(handle.remove)
-            where = {}
+            inputs = {}
             if self.pass_positions:
-                where["position_ids"] = torch.arange(ids_BL.shape[1], device=device).expand_as(ids_BL)
-            hidden_BLH = self.model.run_body(ids_BL, **where)
-            loss_B, doubt_B, grad_BLH = self._through_head(
-                hidden_BLH.detach(), at_BS, label_BS, real_BS, scale_B, output, uniform_BS, consume
+                inputs["position_ids"] = torch.arange(ids_BL.shape[1], device=device).expand_as(ids_BL)
+            hidden_BLH = self.model.run_body(ids_BL, **inputs)
+            loss_B, miss_probability_B, grad_BLH = self._through_head(
+                hidden_BLH.detach(), position_BS, label_BS, is_label_BS, scale_B, output, uniform_BS, consume
             )
             if hidden_BLH.requires_grad:
                 torch.autograd.backward(hidden_BLH, grad_BLH)
-        return Outcome(loss_B, doubt_B, hidden_BLH.detach())
+        return ForwardResult(loss_B, miss_probability_B, hidden_BLH.detach())
 
     def _through_head(
         self,
         hidden_BLH: Tensor,
-        at_BS: Tensor,
+        position_BS: Tensor,
         label_BS: Tensor,
-        real_BS: Tensor,
+        is_label_BS: Tensor,
         scale_B: Tensor,
         output: Output,
         uniform_BS: Tensor | None,
         consume: Consumer,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return mean losses, mean doubts, and the gradient with respect to hidden states, in chunks of logits.
+        """Return mean losses, means of 1 - p of the label, and the gradient with respect to hidden states.
+
+        The batch is processed in chunks of bounded size of the logits.
 
         In bfloat16 and float16 the gradient is that of the sum over labels, since the mean over thousands of labels
         would underflow or lose digits; the hooks multiply by the scale in float32.
         """
         model, head = self.model, self.model.head
         grad_BLH = torch.zeros_like(hidden_BLH)
-        losses, doubts = [], []
+        losses, miss_probabilities = [], []
         limit = CPU_CHUNK_ELEMENTS if model.device.type == "cpu" else CUDA_CHUNK_ELEMENTS
         step = max(1, limit // (label_BS.shape[1] * model.vocab_size))
         for begin in range(0, len(hidden_BLH), step):
             rows = slice(begin, min(begin + step, len(hidden_BLH)))
-            real, scale, label_BS1 = real_BS[rows], scale_B[rows], label_BS[rows][..., None]
-            weight = real * scale[:, None]
-            index = at_BS[rows][..., None].expand(-1, -1, hidden_BLH.shape[2])
+            is_label, scale, label_BS1 = is_label_BS[rows], scale_B[rows], label_BS[rows][..., None]
+            weight = is_label * scale[:, None]
+            index = position_BS[rows][..., None].expand(-1, -1, hidden_BLH.shape[2])
             hidden_BSH = hidden_BLH[rows].gather(1, index)
             logits_BSV = head.link(head.linear_logits(hidden_BSH).to(self.work))
-            value_BSV = torch.softmax(logits_BSV, dim=-1)
+            value_BSV = torch.softmax(logits_BSV, dim=-1)  # becomes the gradient with respect to the logits
             p_BS = value_BSV.gather(-1, label_BS1).squeeze(-1)
-            loss_BS = torch.where(real, -p_BS.clamp(min=TINY).log(), 0.0)
+            loss_BS = torch.where(is_label, -p_BS.clamp(min=TINY).log(), 0.0)
             if output == "margin":
                 value_BSV = torch.softmax(logits_BSV.scatter(-1, label_BS1, -torch.inf), dim=-1)
             if output == "sampled":
@@ -388,13 +402,15 @@ class PerExample:
             else:
                 value_BSV *= (weight * slope)[..., None]
             losses.append(loss_BS.sum(dim=1) * scale)
-            doubts.append(1.0 - torch.where(real, p_BS, 0.0).sum(dim=1) * scale)
+            miss_probabilities.append(1.0 - torch.where(is_label, p_BS, 0.0).sum(dim=1) * scale)
             if self._body:
-                back, matrix_VH = value_BSV / scale[:, None, None] if self.narrow else value_BSV, head.matrix()
-                grad_BLH[rows].scatter_add_(1, index, (back.to(matrix_VH.dtype) @ matrix_VH).to(grad_BLH.dtype))
+                grad_logits_BSV = value_BSV / scale[:, None, None] if self.is_half_precision else value_BSV
+                matrix_VH = head.matrix()
+                grad_hidden_BSH = grad_logits_BSV.to(matrix_VH.dtype) @ matrix_VH
+                grad_BLH[rows].scatter_add_(1, index, grad_hidden_BSH.to(grad_BLH.dtype))
             for number in self._head_blocks:
-                right = _augmented(hidden_BSH.to(self.work), self.layers.blocks[number])
-                consume(number, Use(value_BSV, right), rows)
+                right = _with_ones(hidden_BSH.to(self.work), self.layers.blocks[number])
+                consume(number, GradientFactors(value_BSV, right), rows)
         loss_B = torch.cat(losses)
         invalid = (~loss_B.isfinite()).nonzero()[:, 0]
         if len(invalid):
@@ -403,7 +419,7 @@ class PerExample:
                 f"{str(model.dtype).split('.')[1]}, expected a number"
                 f"{FLOAT16_HINT if model.dtype == torch.float16 else ''}"
             )
-        return loss_B, torch.cat(doubts), grad_BLH
+        return loss_B, torch.cat(miss_probabilities), grad_BLH
 
 
 class _Hooks:
@@ -439,7 +455,7 @@ class _Hooks:
         except UnsupportedLayerError as err:
             if not self._engine.probing:
                 raise
-            self._engine.note_untaken(err)  # go on, to find all such layers in one pass
+            self._engine.record_unsupported(err)  # go on, to find all such layers in one pass
             return None
 
     def _track(
@@ -453,85 +469,87 @@ class _Hooks:
         name = self._engine.layers.blocks[numbers[0]].name
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if len(tensors) != 1 or not isinstance(output, Tensor):
-            why = f"{name} ({type(module).__name__}) takes {len(tensors)} tensors; expected one in, one out"
-            raise UnsupportedLayerError(why, name)
-        received = tensors[0].detach()
-        if isinstance(module, nn.Embedding) and received.shape[0] == 1 < self._shape[0]:
+            reason = f"{name} ({type(module).__name__}) takes {len(tensors)} tensors; expected one in, one out"
+            raise UnsupportedLayerError(reason, name)
+        layer_input = tensors[0].detach()
+        if isinstance(module, nn.Embedding) and layer_input.shape[0] == 1 < self._shape[0]:
             if self._engine.pass_positions:
                 raise UnsupportedLayerError(f"{name} is looked up once for a whole batch", name)
             raise SharedPositionsError
-        if tuple(received.shape[:2]) != self._shape:
-            why = (
-                f"{name} ({type(module).__name__}) receives {tuple(received.shape)}, expected one entry per token, "
+        if tuple(layer_input.shape[:2]) != self._shape:
+            reason = (
+                f"{name} ({type(module).__name__}) receives {tuple(layer_input.shape)}, expected one entry per token, "
                 f"{self._shape}: rows cannot be distinguished"
             )
-            raise UnsupportedLayerError(why, name)
+            raise UnsupportedLayerError(reason, name)
         if self._engine.probing:
-            _check_forward(module, name, received, output)
+            _check_forward(module, name, layer_input, output)
         tracked: Tensor = output
         if not output.requires_grad:
             tracked = output.detach().requires_grad_().clone()  # a leaf must not be changed in place, a clone may
-        tracked.register_hook(partial(self._backward, numbers, module, received))  # type: ignore[no-untyped-call]
+        tracked.register_hook(partial(self._backward, numbers, module, layer_input))  # type: ignore[no-untyped-call]
         return tracked
 
-    def _backward(self, numbers: Sequence[int], module: nn.Module, received: Tensor, grad: Tensor) -> None:
+    def _backward(self, numbers: Sequence[int], module: nn.Module, layer_input: Tensor, grad: Tensor) -> None:
         """Pass the factors of all blocks of a module to the consumer."""
         work = self._engine.work
         scaled = grad.to(work)
         if self._scale_B is not None:
             scaled = scaled * self._scale_B.view(-1, *(1,) * (grad.ndim - 1))
         if self._by_position:
-            received, scaled = received.transpose(0, 1), scaled.transpose(0, 1)
+            layer_input, scaled = layer_input.transpose(0, 1), scaled.transpose(0, 1)
         for number in numbers:
             block = self._engine.layers.blocks[number]
             if "vector" in block.kinds:
                 self._paused = True
                 try:
-                    right = _vector_gradients(module, block, received.to(work), scaled)
+                    right = _vector_gradients(module, block, layer_input.to(work), scaled)
                 finally:
                     self._paused = False
-                use = Use(right.new_ones(len(right), 1, 1), right[:, None, :])
+                factors = GradientFactors(right.new_ones(len(right), 1, 1), right[:, None, :])
             elif isinstance(module, nn.Embedding):
                 scale = _embedding_scale(module)
                 rows = scaled if scale == 1.0 else scaled * scale
                 if module.padding_idx is not None:  # torch does not train the padding token
-                    rows = rows * (received != module.padding_idx)[..., None]
-                use = Use(received, rows)
+                    rows = rows * (layer_input != module.padding_idx)[..., None]
+                factors = GradientFactors(layer_input, rows)
             else:
                 # Layers with the same input, e.g. q, k and v, follow each other: reuse the right factor.
                 last = self._last
                 same = (
-                    last is not None and last[0].data_ptr() == received.data_ptr() and last[0].shape == received.shape
+                    last is not None
+                    and last[0].data_ptr() == layer_input.data_ptr()
+                    and last[0].shape == layer_input.shape
                 )
                 if last is None or not same or last[1:3] != (block.weight, block.bias):
-                    right = _augmented(received.to(work).flatten(1, -2), block)
-                    self._last = last = received, block.weight, block.bias, right
-                use = Use(scaled.flatten(1, -2), last[3])
-            self._consume(number, use, slice(0, len(scaled)))
+                    right = _with_ones(layer_input.to(work).flatten(1, -2), block)
+                    self._last = last = layer_input, block.weight, block.bias, right
+                factors = GradientFactors(scaled.flatten(1, -2), last[3])
+            self._consume(number, factors, slice(0, len(scaled)))
 
 
-def _check_forward(module: nn.Module, name: str, received: Tensor, output: Tensor) -> None:
+def _check_forward(module: nn.Module, name: str, layer_input: Tensor, output: Tensor) -> None:
     """Check that a module computes the function of its base class, since a subclass may override it."""
     try:
         if isinstance(module, nn.Embedding):
-            expected = functional.embedding(received, module.weight) * _embedding_scale(module)
+            expected = functional.embedding(layer_input, module.weight) * _embedding_scale(module)
         elif isinstance(module, nn.Linear):
-            expected = functional.linear(received, module.weight, module.bias)
+            expected = functional.linear(layer_input, module.weight, module.bias)
         elif isinstance(module, Conv1D):
-            expected = received @ module.weight + module.bias
+            expected = layer_input @ module.weight + module.bias
         else:
             return
         expected, output = expected.detach().float(), output.detach().float()
-        spread, worst = float(expected.std()), float((expected - output).abs().max())
+        std, worst = float(expected.std()), float((expected - output).abs().max())
     except RuntimeError as err:  # shapes do not match
-        why = f"{name} ({type(module).__name__}) does not multiply its input by its weight: {err}"
-        raise UnsupportedLayerError(why, name) from err
-    if not worst <= TOLERANCE.get(module.weight.dtype, max(TOLERANCE.values())) * max(spread, 1e-6):
-        why = (
+        reason = f"{name} ({type(module).__name__}) does not multiply its input by its weight: {err}"
+        raise UnsupportedLayerError(reason, name) from err
+    if not worst <= TOLERANCE.get(module.weight.dtype, max(TOLERANCE.values())) * max(std, 1e-6):
+        reason = (
             f"{name} ({type(module).__name__}) does not return its weight times its input (off by {worst:.3g} of "
-            f"{spread:.3g}), so its per-example gradients are not supported"
+            f"{std:.3g}), so its per-example gradients are not supported"
         )
-        raise UnsupportedLayerError(why, name)
+        raise UnsupportedLayerError(reason, name)
 
 
 def _embedding_scale(module: nn.Embedding) -> float:
@@ -539,29 +557,29 @@ def _embedding_scale(module: nn.Embedding) -> float:
     return float(getattr(module, "scalar_embed_scale", getattr(module, "embed_scale", 1.0)))
 
 
-def _augmented(received: Tensor, block: Block) -> Tensor:
+def _with_ones(layer_input: Tensor, block: Block) -> Tensor:
     """Return the right factor of a linear layer: its input, and a column of ones for the bias."""
     if not block.bias:
-        return received
-    ones = received.new_ones(*received.shape[:-1], 1)
-    return torch.cat([received, ones], dim=-1) if block.weight else ones
+        return layer_input
+    ones = layer_input.new_ones(*layer_input.shape[:-1], 1)
+    return torch.cat([layer_input, ones], dim=-1) if block.weight else ones
 
 
-def _vector_gradients(module: nn.Module, block: Block, received: Tensor, grad: Tensor) -> Tensor:
+def _vector_gradients(module: nn.Module, block: Block, layer_input: Tensor, grad: Tensor) -> Tensor:
     """Return the per-example gradients of the vectors of a norm, (B, P)."""
     vectors = {
-        name: parameter.detach().to(received.dtype) for name, parameter in module.named_parameters(recurse=False)
+        name: parameter.detach().to(layer_input.dtype) for name, parameter in module.named_parameters(recurse=False)
     }
     names = [name for name in vectors if any(full.rpartition(".")[2] == name for full in block.parameters)]
 
-    def pull_back(input_row: Tensor, back: Tensor) -> dict[str, Tensor]:
-        def forward(chosen: dict[str, Tensor]) -> Tensor:
-            out: Tensor = torch.func.functional_call(module, vectors | chosen, (input_row[None],))
+    def gradient_of_example(input_row: Tensor, output_gradient: Tensor) -> dict[str, Tensor]:
+        def forward(parameters: dict[str, Tensor]) -> Tensor:
+            out: Tensor = torch.func.functional_call(module, vectors | parameters, (input_row[None],))
             return out[0]
 
         pullback = torch.func.vjp(forward, {name: vectors[name] for name in names})[1]
-        by_name: dict[str, Tensor] = pullback(back)[0]
+        by_name: dict[str, Tensor] = pullback(output_gradient)[0]
         return by_name
 
-    by_name = torch.func.vmap(pull_back)(received, grad)
+    by_name = torch.func.vmap(gradient_of_example)(layer_input, grad)
     return torch.cat([by_name[name].flatten(1) for name in names], dim=1)

@@ -1,6 +1,9 @@
 """The output head of a causal LM: linear layer, scale and soft cap between the last hidden state and the softmax.
 
-Start with `output_head`. Shape letters: P positions, H hidden width, V vocabulary.
+The *link* is the function from the outputs of the layer to the logits. Start with `output_head`, which determines the
+head of a model by experiments, because configurations of models do not describe it completely.
+
+Shape letters: P positions, H hidden width, V vocabulary.
 """
 
 from collections.abc import Iterator
@@ -88,8 +91,8 @@ class OutputHead:
     def mean_H(self) -> Tensor:  # noqa: N802 - a shape suffix
         """Return the mean of the rows of `matrix`, (H,), float32."""
         matrix_VH = self.matrix()
-        parts = [block.sum(dim=0, dtype=torch.float32) for block in torch.split(matrix_VH, BLOCK_ROWS)]
-        return torch.stack(parts).sum(dim=0) / len(matrix_VH)
+        block_sums = [block.sum(dim=0, dtype=torch.float32) for block in torch.split(matrix_VH, BLOCK_ROWS)]
+        return torch.stack(block_sums).sum(dim=0) / len(matrix_VH)
 
     def link(self, z_PV: Tensor) -> Tensor:
         """Return the logits, i.e. the outputs z of the layer with scale and soft cap."""
@@ -138,11 +141,11 @@ def _effective_matrix(linear: nn.Module, classes: int | None) -> _EffectiveMatri
     def computes(expected: Tensor, **replaced: Tensor) -> bool:
         """Return whether the module, with some parameters replaced, has the expected output without its offset."""
         actual = torch.func.functional_call(linear, replaced, (hidden_PH,)) - offset_V
-        spread = max(float(expected.std()), 1e-6)
-        return float((actual - expected).abs().max()) <= TOLERANCE[dtype] * spread
+        std = max(float(expected.std()), 1e-6)
+        return float((actual - expected).abs().max()) <= TOLERANCE[dtype] * std
 
-    wide = torch.promote_types(dtype, torch.float32)
-    if not computes(hidden_PH.to(wide) @ matrix_VH.to(wide).T):
+    work = torch.promote_types(dtype, torch.float32)
+    if not computes(hidden_PH.to(work) @ matrix_VH.to(work).T):
         raise ModelError(
             f"{type(linear).__name__}: the output layer is not linear in its input, expected a matrix and a bias; its "
             "gradient is unknown"
@@ -151,15 +154,15 @@ def _effective_matrix(linear: nn.Module, classes: int | None) -> _EffectiveMatri
     rounding_VH = 8 * eps * (matrix_VH.abs() + float(offset_V.abs().max()) / PROBE_SCALE)
     if bool(((matrix_VH - weight_VH).abs() <= rounding_VH).all()):
         return _EffectiveMatrix()
-    squares_V = weight_VH.to(wide).square().sum(dim=1).clamp(min=torch.finfo(wide).tiny)
-    factor_V = (matrix_VH.to(wide) * weight_VH.to(wide)).sum(dim=1) / squares_V
+    squares_V = weight_VH.to(work).square().sum(dim=1).clamp(min=torch.finfo(work).tiny)
+    factor_V = (matrix_VH.to(work) * weight_VH.to(work)).sum(dim=1) / squares_V
     if (
         "weight" in dict(linear.named_parameters(recurse=False))
         and bool((factor_V != 0).all())
         and bool(((matrix_VH - factor_V[:, None] * weight_VH).abs() <= rounding_VH).all())
         # If the module normalises rows, the factors depend on the weight: they fail for permuted rows.
         and computes(
-            hidden_PH.to(wide) @ weight_VH.to(wide).roll(1, dims=0).T * factor_V, weight=weight_VH.roll(1, dims=0)
+            hidden_PH.to(work) @ weight_VH.to(work).roll(1, dims=0).T * factor_V, weight=weight_VH.roll(1, dims=0)
         )
     ):
         return _EffectiveMatrix(factor_V=factor_V[:classes])
@@ -173,8 +176,8 @@ def output_layer(model: nn.Module) -> nn.Module:
         ModelError: there is none, or it has no weight matrix.
     """
     name = type(model).__name__
-    find = getattr(model, "get_output_embeddings", None)
-    linear: nn.Module | None = find() if find is not None else None
+    get_output_embeddings = getattr(model, "get_output_embeddings", None)
+    linear: nn.Module | None = None if get_output_embeddings is None else get_output_embeddings()
     if linear is None:
         raise ModelError(f"{name}: no output embeddings; expected a causal LM with a linear head")
     weight = getattr(linear, "weight", None)

@@ -1,6 +1,9 @@
 """Sparse output residuals xi = p - onehot(label), of which the top-k entries and the label are kept, and row averages.
 
-Start with `head_residual`. Shape letters: P positions, N rows, V vocabulary, K kept probabilities, H hidden width.
+The residual at a position is the gradient of its loss with respect to the logits; with the hidden state h, the outer
+product h (x) xi is the gradient with respect to the weight W of the output layer. Start with `head_residual`.
+
+Shape letters: P positions, N rows, V vocabulary, K kept probabilities, H hidden width.
 """
 
 from collections.abc import Sequence
@@ -34,17 +37,17 @@ class SparseResidual:
     index_PK: Tensor  # int64, vocabulary coordinates
     value_PK: Tensor  # d loss / d (W h), W the output layer's weight; float32 (float64 of a model in float64)
     loss_P: Tensor  # the same dtype, nats
-    rest_P: Tensor | None = None  # sum of the values that were cut off; None: minus the sum of `value_PK`
+    truncated_P: Tensor | None = None  # sum of the values that were cut off; None: minus the sum of `value_PK`
 
     @property
     def label_P(self) -> Tensor:  # noqa: N802 - a shape suffix
         """Return the next token at each position, int64."""
         return self.index_PK[:, -1]
 
-    def at(self, chosen_P: Tensor | slice) -> "SparseResidual":
+    def select(self, index_P: Tensor | slice) -> "SparseResidual":
         """Return the residuals at some positions, given by mask, index or slice."""
-        rest_P = None if self.rest_P is None else self.rest_P[chosen_P]
-        return SparseResidual(self.index_PK[chosen_P], self.value_PK[chosen_P], self.loss_P[chosen_P], rest_P)
+        truncated_P = None if self.truncated_P is None else self.truncated_P[index_P]
+        return SparseResidual(self.index_PK[index_P], self.value_PK[index_P], self.loss_P[index_P], truncated_P)
 
 
 def top_k(values_PV: Tensor, k: int) -> Tensor:
@@ -54,27 +57,27 @@ def top_k(values_PV: Tensor, k: int) -> Tensor:
     largest maxima, so only these are searched. The result is exact, up to ties.
     """
     vocab = values_PV.shape[1]
-    blocks = vocab // TOP_K_BLOCK
-    if blocks >= TWO_LEVEL_RATIO // TOP_K_BLOCK * k:
-        whole = blocks * TOP_K_BLOCK
-        grid = values_PV[:, :whole].reshape(len(values_PV), TOP_K_BLOCK, blocks)
+    n_blocks = vocab // TOP_K_BLOCK
+    if n_blocks >= TWO_LEVEL_RATIO // TOP_K_BLOCK * k:
+        n_in_blocks = n_blocks * TOP_K_BLOCK
+        grid = values_PV[:, :n_in_blocks].reshape(len(values_PV), TOP_K_BLOCK, n_blocks)
         # Each of the k largest values is in a block whose maximum is at least as large; there are at most k of these.
         block_PK = top_k(grid.amax(dim=1), k)
-        stride = torch.arange(TOP_K_BLOCK, device=values_PV.device) * blocks
+        stride = torch.arange(TOP_K_BLOCK, device=values_PV.device) * n_blocks
         candidate = (block_PK[:, :, None] + stride).flatten(1)
-        rest = torch.arange(whole, vocab, device=values_PV.device).expand(len(values_PV), -1)
-        candidate = torch.cat([candidate, rest], dim=1)
+        remainder = torch.arange(n_in_blocks, vocab, device=values_PV.device).expand(len(values_PV), -1)
+        candidate = torch.cat([candidate, remainder], dim=1)
         return candidate.gather(1, top_k(values_PV.gather(1, candidate), k))
     k = min(k, vocab)
     if values_PV.device.type != "cpu":
         return values_PV.topk(k, dim=1, sorted=False).indices
     # On a CPU, numpy's vectorised partition takes a quarter of torch's time, and that of values half of argpartition's.
     values, first = values_PV.numpy(), vocab - k
-    least_P = np.partition(values, first, axis=1)[:, first]
-    place = np.flatnonzero(values >= least_P[:, None])
-    if len(place) != len(values) * k:  # ties with the k-th value
+    kth_value_P = np.partition(values, first, axis=1)[:, first]
+    flat_index = np.flatnonzero(values >= kth_value_P[:, None])
+    if len(flat_index) != len(values) * k:  # ties with the k-th value
         return torch.from_numpy(np.argpartition(values, first, axis=1)[:, first:])
-    return torch.from_numpy((place % vocab).reshape(-1, k))
+    return torch.from_numpy((flat_index % vocab).reshape(-1, k))
 
 
 def sparse_residual(
@@ -85,6 +88,7 @@ def sparse_residual(
     Args:
         logits_PV: inputs of the softmax, float32, or float64 for a model in float64; the residual has the same dtype.
         label_P: int64, the next token.
+        k: number of probabilities that are kept, K.
         slope: d logits / d (W h) if the model scales or caps its logits, so that h (x) xi is the exact gradient with
             respect to the weight W of the output layer; a tensor has the shape of the logits, or (V,).
         scratch: buffer (P, V) in the dtype of the logits, which is overwritten. Default: allocate one.
@@ -103,37 +107,39 @@ def sparse_residual(
     value_PK[:, :-1] -= is_label_PK.to(value_PK.dtype)
     value_PK[:, -1] = torch.where(is_label_PK.any(dim=1), 0.0, value_PK[:, -1] - 1.0)
     value_PK *= slope_PK
-    rest_P = None
+    truncated_P = None
     if isinstance(slope, Tensor):  # with a slope per logit, the values of all logits do not sum to 0
-        whole_P = probability_PV.mul_(slope).sum(dim=1) - slope.expand_as(logits_PV).gather(1, label_P[:, None])[:, 0]
-        rest_P = whole_P - value_PK.sum(dim=1)
-    return SparseResidual(index_PK, value_PK, log_norm_P - logit_PK[:, -1], rest_P)
+        total_P = probability_PV.mul_(slope).sum(dim=1) - slope.expand_as(logits_PV).gather(1, label_P[:, None])[:, 0]
+        truncated_P = total_P - value_PK.sum(dim=1)
+    return SparseResidual(index_PK, value_PK, log_norm_P - logit_PK[:, -1], truncated_P)
 
 
 def head_residual(head: OutputHead, hidden_PH: Tensor, label_P: Tensor, k: int, vocab: int) -> SparseResidual:
     """Apply the head to P hidden states in chunks of bounded size, and return their sparse residuals."""
     elements = LOGIT_ELEMENTS if hidden_PH.device.type == "cpu" else GPU_LOGIT_ELEMENTS
-    count = min(max(1, elements // vocab), len(hidden_PH))
-    buffer = hidden_PH.new_empty(count, vocab)
+    chunk_positions = min(max(1, elements // vocab), len(hidden_PH))
+    buffer = hidden_PH.new_empty(chunk_positions, vocab)
     work = torch.promote_types(hidden_PH.dtype, torch.float32)
-    scratch = hidden_PH.new_empty(count, vocab, dtype=work)
-    parts = []
-    for start in range(0, len(hidden_PH), count):
-        hidden, label = hidden_PH[start : start + count], label_P[start : start + count]
+    scratch = hidden_PH.new_empty(chunk_positions, vocab, dtype=work)
+    residuals = []
+    for start in range(0, len(hidden_PH), chunk_positions):
+        stop = start + chunk_positions
+        hidden, label = hidden_PH[start:stop], label_P[start:stop]
         logits = head.link(head.linear_logits(hidden, out=buffer[: len(hidden)]).to(work))
-        parts.append(sparse_residual(logits, label, k, head.slope(logits), scratch=scratch[: len(hidden)]))
-    return stack_residuals(parts)
+        residuals.append(sparse_residual(logits, label, k, head.slope(logits), scratch=scratch[: len(hidden)]))
+    return stack_residuals(residuals)
 
 
-def stack_residuals(parts: Sequence[SparseResidual]) -> SparseResidual:
+def stack_residuals(residuals: Sequence[SparseResidual]) -> SparseResidual:
     """Concatenate residuals of several batches."""
-    if len(parts) == 1:
-        return parts[0]
+    if len(residuals) == 1:
+        return residuals[0]
+    truncated = [residual.truncated_P for residual in residuals if residual.truncated_P is not None]
     return SparseResidual(
-        index_PK=torch.cat([part.index_PK for part in parts]),
-        value_PK=torch.cat([part.value_PK for part in parts]),
-        loss_P=torch.cat([part.loss_P for part in parts]),
-        rest_P=torch.cat(rests) if (rests := [part.rest_P for part in parts if part.rest_P is not None]) else None,
+        index_PK=torch.cat([residual.index_PK for residual in residuals]),
+        value_PK=torch.cat([residual.value_PK for residual in residuals]),
+        loss_P=torch.cat([residual.loss_P for residual in residuals]),
+        truncated_P=torch.cat(truncated) if truncated else None,
     )
 
 
@@ -149,18 +155,23 @@ def pool(hidden_PH: Tensor, residual: SparseResidual, row_P: Tensor, n_rows: int
     """Average hidden states and sparse residuals over the positions of each row.
 
     Args:
+        hidden_PH: hidden states.
+        residual: residuals at the same positions.
         row_P: row of each position, in [0, n_rows); every row has at least one position.
+        n_rows: number of rows, N.
+        vocab: size of the vocabulary, V.
     Source: eq:sequence-pooling. Deviation: none.
     """
     count_N = torch.bincount(row_P, minlength=n_rows).float()
     hidden = hidden_PH.float()
     sum_NH = hidden.new_zeros(n_rows, hidden.shape[1]).index_add_(0, row_P, hidden)
     value_PK = residual.value_PK / count_N[row_P][:, None]
-    keep = value_PK != 0
-    key = (row_P[:, None] * vocab + residual.index_PK)[keep]
+    is_nonzero_PK = value_PK != 0
+    # one key per coordinate of the (N, V) result; entries with the same key are added up
+    key = (row_P[:, None] * vocab + residual.index_PK)[is_nonzero_PK]
     unique, inverse = torch.unique(key, sorted=True, return_inverse=True)
     value = torch.zeros(len(unique), dtype=torch.float32, device=key.device)
-    value.index_add_(0, inverse, value_PK[keep])
+    value.index_add_(0, inverse, value_PK[is_nonzero_PK])
     row = torch.div(unique, vocab, rounding_mode="floor")
     indptr = torch.zeros(n_rows + 1, dtype=torch.int64)
     indptr[1:] = torch.cumsum(torch.bincount(row, minlength=n_rows), 0).cpu()
@@ -179,10 +190,10 @@ def hidden_gradient(head: OutputHead, residual: SparseResidual) -> Tensor:
     The residual contains the slope of a scaled or capped head; a bias has no effect. The mass that top-k cut off is
     assumed to be uniform over the vocabulary: otherwise a vector that all rows of W have in common would contribute as
     much as the residual itself. A complete residual sums to 0, so the sum of the entries is minus the mass that was cut
-    off; if the slope differs by logit, that mass is `rest_P`.
+    off; if the slope differs by logit, that mass is `truncated_P`.
 
     Raises:
-        ModelError: the residuals of such a head were stored without `rest_P`.
+        ModelError: the residuals of such a head were stored without `truncated_P`.
     """
     weight_VH = head.matrix()
     index_PK, value_PK = residual.index_PK, residual.value_PK
@@ -196,8 +207,8 @@ def hidden_gradient(head: OutputHead, residual: SparseResidual) -> Tensor:
             block = slice(start, start + count)
             gathered_PKH = weight_VH[index_PK[block]].to(value_PK.dtype)
             delta_PH[block] = torch.bmm(value_PK[block, None], gathered_PKH)[:, 0]
-    missing_P = value_PK.sum(dim=1) if residual.rest_P is None else -residual.rest_P
-    if residual.rest_P is None and (head.cap is not None or head.factor_V is not None):
+    missing_P = value_PK.sum(dim=1) if residual.truncated_P is None else -residual.truncated_P
+    if residual.truncated_P is None and (head.cap is not None or head.factor_V is not None):
         raise ModelError(
             "features: stored by another version, without the residual mass that top-k cut off of a capped output "
             "head; build the artifact again"

@@ -1,7 +1,8 @@
 """Wrap Hugging Face tokenizers: token ids, offsets, special tokens and chat templates; and train byte-level BPE.
 
 `HfTokenizer.render` renders a conversation by the tokenizer's chat template, as trainers do, and locates its answers.
-Start with `HfTokenizer`.
+Templates do not report where they write an answer, so it is found by rendering the conversation again with changes: up
+to a turn, or with placeholders in its place. Start with `HfTokenizer`.
 """
 
 import hashlib
@@ -39,9 +40,9 @@ BYTES = 256
 MAX_CHARACTER_TOKENS = 4  # tokens of a character if each is a byte
 # verbose=False: no warning about texts longer than the context, since rows are cut later
 PLAIN_ENCODING = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-STAND_IN = "graspstandin"  # a placeholder word that occurs in no conversation
-STAND_IN_ANSWERS = (STAND_IN, "otherword")  # without a common first or last character
-STAND_IN_ARGUMENTS = {STAND_IN: STAND_IN}
+PLACEHOLDER = "graspstandin"  # a placeholder word that occurs in no conversation
+PLACEHOLDER_ANSWERS = (PLACEHOLDER, "otherword")  # without a common first or last character
+PLACEHOLDER_ARGUMENTS = {PLACEHOLDER: PLACEHOLDER}
 PROBE_TEXT = "a"  # a text that reveals which special tokens a tokenizer adds
 CLOCK_FUNCTION = "strftime_now"  # function of templates that returns the current date
 DIRECTIVES = [f"%{letter}" for letter in "aAwdbBmyYHIpMSfzZjUWcxXGuVeDFTR"]  # format codes of `strftime`
@@ -88,16 +89,17 @@ class HfTokenizer:
         return eos_id
 
     @cached_property
-    def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _added_ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the ids that the tokenizer adds before and after a text, compared with those of `encode`."""
-        bare, whole = self.encode([PROBE_TEXT])[0], list(self.tokenizer(PROBE_TEXT)["input_ids"])
-        begin = next((k for k in range(len(whole)) if bare and whole[k : k + len(bare)] == bare), None)
-        return ((), ()) if begin is None else (tuple(whole[:begin]), tuple(whole[begin + len(bare) :]))
+        plain_ids, all_ids = self.encode([PROBE_TEXT])[0], list(self.tokenizer(PROBE_TEXT)["input_ids"])
+        n_plain = len(plain_ids)
+        begin = next((k for k in range(len(all_ids)) if plain_ids and all_ids[k : k + n_plain] == plain_ids), None)
+        return ((), ()) if begin is None else (tuple(all_ids[:begin]), tuple(all_ids[begin + n_plain :]))
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
         """Return the ids at the beginning of every text: those of the tokenizer, and BOS by `add_bos_token`."""
-        prefix, bos_id = self._around[0], self.tokenizer.bos_token_id
+        prefix, bos_id = self._added_ids[0], self.tokenizer.bos_token_id
         if self.add_bos_token is None or (bos_id in prefix) is self.add_bos_token:
             return prefix
         return (bos_id, *prefix) if self.add_bos_token else tuple(token for token in prefix if token != bos_id)
@@ -105,7 +107,7 @@ class HfTokenizer:
     @property
     def suffix_ids(self) -> tuple[int, ...]:
         """Return the ids at the end of every document: those of the tokenizer, or else EOS."""
-        return self._around[1] or (() if self.eos_id is None else (self.eos_id,))
+        return self._added_ids[1] or (() if self.eos_id is None else (self.eos_id,))
 
     @property
     def context_ids(self) -> tuple[int, ...]:
@@ -169,24 +171,24 @@ class HfTokenizer:
         )
         return texts
 
-    def pieces(self, ids: Sequence[int]) -> list[str]:
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each token; joined, they are the whole text, including special tokens.
 
         A character of several tokens is the text of the last of them, and the others have an empty text.
         """
         # Decoders treat the first token of a text differently, so a token's text is the difference between decoding
         # with and without it after some context: ids[context_start:decoded], whose text is complete.
-        pieces, context_start, decoded = [], 0, 0
+        texts, context_start, decoded = [], 0, 0
         for stop in range(1, len(ids) + 1):
             before, after = (
-                str(self.tokenizer.decode(list(part), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-                for part in (ids[context_start:decoded], ids[context_start:stop])
+                str(self.tokenizer.decode(list(span), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+                for span in (ids[context_start:decoded], ids[context_start:stop])
             )
-            complete = not after.endswith("\ufffd") or stop - decoded >= MAX_CHARACTER_TOKENS or stop == len(ids)
-            pieces.append(after[len(before) :] if complete else "")
-            if complete:
+            is_complete = not after.endswith("\ufffd") or stop - decoded >= MAX_CHARACTER_TOKENS or stop == len(ids)
+            texts.append(after[len(before) :] if is_complete else "")
+            if is_complete:
                 context_start, decoded = decoded, stop
-        return pieces
+        return texts
 
     def render(self, conversation: Conversation, *, last_only: bool = False) -> RenderedChat:
         """Render a conversation by the chat template, and locate each answer that carries loss, with its end token.
@@ -196,6 +198,7 @@ class HfTokenizer:
         the whole text, which fails if the template changes turns when others follow.
 
         Args:
+            conversation: turns and tools.
             last_only: whether only the last answer carries loss.
         Raises:
             UnusableConversationError: the template rejects the turns, omits an answer, or renders it such that it
@@ -210,21 +213,21 @@ class HfTokenizer:
                 "questions and answers in columns, add "
                 """--set 'corpus.prompt="Q: {question}"' --set 'corpus.completion=" {answer}"'"""
             )
-        conversation, text, marked = self._written(conversation)
+        conversation, text, marked = self._render_accepted_form(conversation)
         answers = conversation.answers[-1:] if last_only else conversation.answers
         if marked:
             spans_of = self._marked_turns(conversation, text, marked)
         else:
             spans_of = {k: [self._span_of_turn(conversation, k, text)] for k in answers}
-        unwritten: list[tuple[str, int]] = []
+        omitted: list[tuple[str, int]] = []
         for k in answers:
             if not spans_of.get(k):
                 raise UnusableConversationError("unmarked", f"turn {k}: no part of it is marked")
             answer = spans_of[k][0][0], spans_of[k][-1][1]
-            unwritten += [(reason, k) for reason in self._unwritten(conversation, k, answer, text)]
-        return RenderedChat(text, tuple(span for k in answers for span in spans_of[k]), tuple(unwritten))
+            omitted += [(reason, k) for reason in self._omitted_parts(conversation, k, answer, text)]
+        return RenderedChat(text, tuple(span for k in answers for span in spans_of[k]), tuple(omitted))
 
-    def _written(self, conversation: Conversation) -> tuple[Conversation, str, list[Span]]:
+    def _render_accepted_form(self, conversation: Conversation) -> tuple[Conversation, str, list[Span]]:
         """Return a conversation in a form that the template accepts, its text, and the spans marked as the assistant's.
 
         Arguments of tool calls are passed unchanged. If the template rejects them, quotes JSON text,
@@ -232,8 +235,8 @@ class HfTokenizer:
         """
         forms = [conversation]
         if any("tool_calls" in turn for turn in conversation.turns):
-            others = [with_arguments(conversation, change) for change in (object_arguments, text_arguments)]
-            forms += [other for other in others if other.turns != conversation.turns]
+            converted = [with_arguments(conversation, change) for change in (object_arguments, text_arguments)]
+            forms += [form for form in converted if form.turns != conversation.turns]
         rendered: list[tuple[Conversation, str, list[Span]]] = []
         refusals: list[UnusableConversationError] = []
         for form in forms:
@@ -253,13 +256,13 @@ class HfTokenizer:
         The arguments are replaced by ones that do not occur elsewhere in the conversation.
         """
 
-        def probe(arguments: Any) -> Any:
+        def placeholder_for(arguments: Any) -> Any:
             if not isinstance(object_arguments(arguments), dict):
                 return arguments
-            return json.dumps(STAND_IN_ARGUMENTS) if isinstance(arguments, str) else STAND_IN_ARGUMENTS
+            return json.dumps(PLACEHOLDER_ARGUMENTS) if isinstance(arguments, str) else PLACEHOLDER_ARGUMENTS
 
-        text, _ = self._render(with_arguments(conversation, probe))
-        return str(STAND_IN_ARGUMENTS) in text or json.dumps(json.dumps(STAND_IN_ARGUMENTS)) in text
+        text, _ = self._render(with_arguments(conversation, placeholder_for))
+        return str(PLACEHOLDER_ARGUMENTS) in text or json.dumps(json.dumps(PLACEHOLDER_ARGUMENTS)) in text
 
     def _render(self, conversation: Conversation, **options: Any) -> tuple[str, list[Span]]:
         """Render turns as text, and return the spans that the template marks as the assistant's.
@@ -293,18 +296,19 @@ class HfTokenizer:
         (Qwen 3, Phi 3, OLMo 3). The span is then that of the content, which differs from the text of other answers, up
         to the token that takes the place of the end of the turn.
         """
-        before, until = (replace(conversation, turns=conversation.turns[:stop]) for stop in (k, k + 1))
+        before, up_to_turn = (replace(conversation, turns=conversation.turns[:stop]) for stop in (k, k + 1))
         prompt, _ = self._render(before, add_generation_prompt=True)
-        whole = self._render(until)[0]
-        if text.startswith(prompt) and text.startswith(whole.rstrip()) and len(prompt) < len(whole.rstrip()):
-            return len(prompt), len(whole.rstrip())
+        text_up_to_turn = self._render(up_to_turn)[0]
+        end_of_turn = len(text_up_to_turn.rstrip())
+        if text.startswith(prompt) and text.startswith(text_up_to_turn.rstrip()) and len(prompt) < end_of_turn:
+            return len(prompt), end_of_turn
         start, stop = self._span_of_content(conversation, k, text)
         n_shared = _shared_length(prompt, text)
         if n_shared == len(prompt):
             start = n_shared
         elif n_shared >= _shared_length(prompt, self._render(before)[0]):  # a part of the generation prompt
             start = min(start, n_shared)
-        ending = whole[self._span_of_content(until, k, whole)[1] :].rstrip()
+        ending = text_up_to_turn[self._span_of_content(up_to_turn, k, text_up_to_turn)[1] :].rstrip()
         if text[stop:].startswith(ending):
             return start, stop + len(ending)
         tokens = sorted(self.tokenizer.get_added_vocab(), key=len, reverse=True)
@@ -319,12 +323,12 @@ class HfTokenizer:
     def _span_of_content(self, conversation: Conversation, k: int, text: str) -> Span:
         """Return the span of characters that depend on the answer of turn k."""
         turns = conversation.turns
-        others = []
-        for word in STAND_IN_ANSWERS:
+        other_texts = []
+        for word in PLACEHOLDER_ANSWERS:
             turn = {"role": "assistant", "content": word}
-            others.append(self._render(replace(conversation, turns=(*turns[:k], turn, *turns[k + 1 :])))[0])
-        start = _shared_length(text, *others)
-        stop = len(text) - _shared_length(*(written[start:][::-1] for written in (text, *others)))
+            other_texts.append(self._render(replace(conversation, turns=(*turns[:k], turn, *turns[k + 1 :])))[0])
+        start = _shared_length(text, *other_texts)
+        stop = len(text) - _shared_length(*(rendered[start:][::-1] for rendered in (text, *other_texts)))
         outside = f"{text[:start]}\0{text[stop:]}"
         contents = [str(turn["content"]).strip() for turn in (*turns[:k], *turns[k + 1 :])]
         if start >= stop or any(content in text and content not in outside for content in contents):
@@ -356,26 +360,28 @@ class HfTokenizer:
         A unique word is inserted in the turn before each turn of the assistant. Spans between two such words belong to
         the turn after the first word.
         """
-        words = {k - 1: f"{STAND_IN}{k}." for k in assistant_turns}
+        words = {k - 1: f"{PLACEHOLDER}{k}." for k in assistant_turns}
         turns = [
             {**turn, "content": _with_word(turn["content"], words[k])} if k in words else turn
             for k, turn in enumerate(conversation.turns)
         ]
-        probed, spans = self._render(replace(conversation, turns=tuple(turns)))
-        positions = [probed.find(word) for word in words.values()]
+        text_with_words, spans = self._render(replace(conversation, turns=tuple(turns)))
+        positions = [text_with_words.find(word) for word in words.values()]
         if (
-            any(probed.count(word) != 1 for word in words.values())
+            any(text_with_words.count(word) != 1 for word in words.values())
             or positions != sorted(positions)
-            or [probed[slice(*span)] for span in spans] != [text[slice(*span)] for span in marked]
+            or [text_with_words[slice(*span)] for span in spans] != [text[slice(*span)] for span in marked]
             or any(begin < positions[0] for begin, _ in spans)
         ):
             raise UnusableConversationError("unmarked", f"{len(marked)} marks, {len(assistant_turns)} answers")
         return [assistant_turns[bisect_right(positions, begin) - 1] for begin, _ in spans]
 
-    def _unwritten(self, conversation: Conversation, k: int, answer: Span, text: str) -> list[str]:
+    def _omitted_parts(self, conversation: Conversation, k: int, answer: Span, text: str) -> list[str]:
         """Return the parts of an answer that the template omits completely or partially, as keys of `text.SKIPPED`.
 
         Args:
+            conversation: turns and tools.
+            k: index of the turn.
             answer: span of the answer; its beginning, e.g. `<think>`, may be part of the prompt.
             text: text of the whole conversation; a template may render the reasoning without marking it.
         Raises:
@@ -383,25 +389,28 @@ class HfTokenizer:
         """
         turn = conversation.turns[k]
         parts = {name: part for name, part in answer_parts(turn).items() if part}
-        no_calls = {name: part for name, part in turn.items() if name != "tool_calls"}
+        turn_without_calls = {name: part for name, part in turn.items() if name != "tool_calls"}
         begin = max(0, answer[0] + 1 - len(turn["content"]))
-        searched = {"content": text[begin : answer[1]]} | dict.fromkeys(REASONING, text)
-        lacking = [name for name, part in parts.items() if name in searched and not _contains(searched[name], part)]
-        if "tool_calls" in parts and self._writes_same(conversation, k, no_calls, text):
-            lacking.append("tool_calls")
-        if len(lacking) == len(parts):
-            bare = {name: part for name, part in no_calls.items() if name not in REASONING}
-            if any(self._writes_same(conversation, k, {**bare, "content": words}, text) for words in ("", STAND_IN)):
-                missing = "words" if "content" in lacking else " and ".join(lacking)
-                shown = parts.get("content") or parts[lacking[0]]
+        text_of_part = {"content": text[begin : answer[1]]} | dict.fromkeys(REASONING, text)
+        omitted = [
+            name for name, part in parts.items() if name in text_of_part and not _contains(text_of_part[name], part)
+        ]
+        if "tool_calls" in parts and self._renders_same(conversation, k, turn_without_calls, text):
+            omitted.append("tool_calls")
+        if len(omitted) == len(parts):
+            bare_turn = {name: part for name, part in turn_without_calls.items() if name not in REASONING}
+            changed_turns = ({**bare_turn, "content": words} for words in ("", PLACEHOLDER))
+            if any(self._renders_same(conversation, k, changed, text) for changed in changed_turns):
+                missing = "words" if "content" in omitted else " and ".join(omitted)
+                shown = parts.get("content") or parts[omitted[0]]
                 raise UnusableConversationError("unwritten", f"turn {k}: {missing} {str(shown)!r:.40}")
         return [
-            *(["cut_answer"] if "content" in lacking else []),
-            *(["no_calls"] if "tool_calls" in lacking else []),
-            *(["no_reasoning"] if set(lacking) & set(REASONING) else []),
+            *(["cut_answer"] if "content" in omitted else []),
+            *(["no_calls"] if "tool_calls" in omitted else []),
+            *(["no_reasoning"] if set(omitted) & set(REASONING) else []),
         ]
 
-    def _writes_same(self, conversation: Conversation, k: int, turn: Mapping[str, Any], text: str) -> bool:
+    def _renders_same(self, conversation: Conversation, k: int, turn: Mapping[str, Any], text: str) -> bool:
         """Return whether the text is the same with another turn k; a turn that the template rejects is different."""
         turns = (*conversation.turns[:k], dict(turn), *conversation.turns[k + 1 :])
         try:
@@ -430,19 +439,21 @@ def _shared_length(*texts: str) -> int:
     return next((k for k, characters in pairs if len(set(characters)) > 1), min(map(len, texts)))
 
 
-def _contains(written: str, part: object) -> bool:
+def _contains(text: str, part: object) -> bool:
     """Return whether a text contains some words, unchanged or as JSON, ignoring white space that templates change."""
     words = str(part)
-    squeezed = "".join(written.split())
-    return any("".join(form.split()) in squeezed for form in (words, json.dumps(words, ensure_ascii=False)[1:-1]))
+    text_without_spaces = "".join(text.split())
+    return any(
+        "".join(form.split()) in text_without_spaces for form in (words, json.dumps(words, ensure_ascii=False)[1:-1])
+    )
 
 
 def _with_word(content: Any, word: str) -> str:
     """Insert a word in the middle of a content, since templates inspect the beginning and the end of a turn."""
     if not isinstance(content, str):
         return word
-    half = len(content) // 2
-    return content[:half] + word + content[half:]
+    middle = len(content) // 2
+    return content[:middle] + word + content[middle:]
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:

@@ -26,6 +26,7 @@ def evaluate_units(model: nn.Module, unit_tokens: Sequence[UnitTokens], batch_to
 
     Args:
         model: any Hugging Face causal LM, in eval mode.
+        unit_tokens: units with their token ids.
         batch_tokens: tokens per forward pass, including padding; a longer unit is a batch of its own.
     Returns:
         (E,) float64, in the order of `unit_tokens`; nats per label if the unit has one answer.
@@ -34,50 +35,50 @@ def evaluate_units(model: nn.Module, unit_tokens: Sequence[UnitTokens], batch_to
     """
     device = next(model.parameters()).device
     answers = Answers.of(unit_tokens)
-    tokens, place_A = distinct(answers.tokens)
+    tokens, distinct_index_A = deduplicate_answers(answers.tokens)
     losses_A = np.full(len(tokens), np.nan)
     with torch.inference_mode():
         lengths_A = np.array([len(answer.input_ids) for answer in tokens], dtype=np.int64)
         ropes = dynamic_ropes(model)
         for index_B in batches(lengths_A, batch_tokens, length_class(model.config, lengths_A)):
             units = [tokens[int(i)] for i in index_B]
-            ids_BL, labelled_BL = padded(units)
+            ids_BL, loss_mask_BL = pad_units(units)
             reset_ropes(ropes)
             logits_BLV = model(input_ids=ids_BL.to(device), use_cache=False).logits
-            losses_A[index_B] = mean_losses(supervised(logits_BLV, labelled_BL), ids_BL, labelled_BL)
-    refuse_non_finite(losses_A)
-    return -answers.utilities(losses_A[place_A])
+            losses_A[index_B] = mean_losses(supervised_states(logits_BLV, loss_mask_BL), ids_BL, loss_mask_BL)
+    check_finite_losses(losses_A)
+    return -answers.utilities(losses_A[distinct_index_A])
 
 
-def distinct(tokens: Sequence[UnitTokens]) -> tuple[list[UnitTokens], I64]:
-    """Return answers without those that occur twice, e.g. in several metrics, and the place of each, (A,)."""
-    places: dict[tuple[int, bytes], int] = {}
-    place_A = [places.setdefault((answer.first, answer.input_ids.tobytes()), len(places)) for answer in tokens]
-    first_of = dict(zip(reversed(place_A), reversed(tokens), strict=True))
-    return [first_of[k] for k in range(len(places))], np.array(place_A, dtype=np.int64)
+def deduplicate_answers(tokens: Sequence[UnitTokens]) -> tuple[list[UnitTokens], I64]:
+    """Return the distinct answers (some occur twice, e.g. in several metrics), and the index of each answer, (A,)."""
+    index_of: dict[tuple[int, bytes], int] = {}
+    index_A = [index_of.setdefault((answer.first, answer.input_ids.tobytes()), len(index_of)) for answer in tokens]
+    first_occurrence = dict(zip(reversed(index_A), reversed(tokens), strict=True))
+    return [first_occurrence[k] for k in range(len(index_of))], np.array(index_A, dtype=np.int64)
 
 
-def padded(units: Sequence[UnitTokens]) -> tuple[Tensor, Tensor]:
+def pad_units(units: Sequence[UnitTokens]) -> tuple[Tensor, Tensor]:
     """Return token ids (B, L), padded on the right with 0, and a mask of the tokens that carry loss, (B, L)."""
     return pad_rows([unit.input_ids for unit in units], [unit.first for unit in units])
 
 
-def supervised(states_BLX: Tensor, labelled_BL: Tensor) -> Tensor:
-    """Return the states (P, X) at the positions that predict labelled tokens, unit after unit."""
-    return states_BLX[:, :-1][labelled_BL[:, 1:].to(states_BLX.device)]
+def supervised_states(states_BLX: Tensor, loss_mask_BL: Tensor) -> Tensor:
+    """Return the states (P, X) at the positions whose next token carries loss, unit after unit."""
+    return states_BLX[:, :-1][loss_mask_BL[:, 1:].to(states_BLX.device)]
 
 
-def mean_losses(logits_PV: Tensor, ids_BL: Tensor, labelled_BL: Tensor) -> F64:
+def mean_losses(logits_PV: Tensor, ids_BL: Tensor, loss_mask_BL: Tensor) -> F64:
     """Return the mean of ``logsumexp(z) - z[label]`` over the labels of each unit, (B,) float64."""
-    labels_P = ids_BL[labelled_BL].to(logits_PV.device)
+    labels_P = ids_BL[loss_mask_BL].to(logits_PV.device)
     losses_P = F.cross_entropy(logits_PV.double(), labels_P, reduction="none").cpu()
     sums_B = torch.zeros(len(ids_BL), dtype=torch.float64)
-    sums_B.index_add_(0, labelled_BL.nonzero()[:, 0], losses_P)
-    means: F64 = (sums_B / labelled_BL.sum(dim=1)).numpy()
+    sums_B.index_add_(0, loss_mask_BL.nonzero()[:, 0], losses_P)
+    means: F64 = (sums_B / loss_mask_BL.sum(dim=1)).numpy()
     return means
 
 
-def refuse_non_finite(losses_E: F64) -> None:
+def check_finite_losses(losses_E: F64) -> None:
     """Check that all losses are finite.
 
     Raises:

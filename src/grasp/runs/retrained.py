@@ -66,8 +66,9 @@ SIGNED_INFO = Signed(
     FORMAT_VERSION,
     "restore it from a copy",
     RunsError,
-    none=f"is not an environment (no {INFO}); pass a directory written by grasp retrain or grasp runs import",
-    unsigned=True,
+    missing_message=f"is not an environment (no {INFO}); pass a directory written by grasp retrain or grasp runs "
+    "import",
+    allow_unsigned=True,
 )
 
 

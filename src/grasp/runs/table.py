@@ -93,7 +93,7 @@ SIGNED_INFO = Signed(
     RECOVERY_HINT,
     RunsError,
     MAX_INFO_BYTES,
-    none="contains no runs; import them with grasp runs import",
+    missing_message="contains no runs; import them with grasp runs import",
 )
 
 

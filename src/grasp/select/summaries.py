@@ -129,14 +129,14 @@ def read_summary(kind: type[S], path: Path, artifact: ArtifactReader) -> S:
         raise SettingsError(f"{flag}: {path} is the summary of a {kind_name}; pass it with --{kind_name}")
     signed = Signed(
         name="",
-        kind=kind,
-        what=f"the summary of a {name} ({COMMANDS[name]} writes it next to --out)",
+        model=kind,
+        description=f"the summary of a {name} ({COMMANDS[name]} writes it next to --out)",
         format=name,
         version=SUMMARY_VERSION,
         recovery_hint=f"run {COMMANDS[name]} again",
         error_type=SettingsError,
-        key="kind",
-        older=(1,),
+        format_field="kind",
+        older_versions=(1,),
     )
     summary = signed.parse(f"{flag}: {path}", content)
     fingerprint = artifact.manifest.fingerprints.get("corpus")

@@ -32,16 +32,17 @@ class _Digests:
     def __init__(self, schema: pa.Schema, columns: Sequence[str]) -> None:
         metadata = {key: value for key, value in (schema.metadata or {}).items() if key != DIGESTS_KEY}
         self._metadata = xxhash.xxh3_128_hexdigest(
-            b"\0".join(part for item in sorted(metadata.items()) for part in item)
+            b"\0".join(text for item in sorted(metadata.items()) for text in item)
         )
         unique_names = [name for name in columns if schema.names.count(name) == 1]
         # Two hashes per column: `sizes`, the byte length of each value, or -1 for null (of numbers: 1 if valid, 0 if
         # null), and `values`, the bytes of all values that are not null.
         self._columns = {name: (xxhash.xxh3_128(), xxhash.xxh3_128()) for name in unique_names}
 
-    def update(self, part: pa.Table | pa.RecordBatch) -> None:
+    def update(self, table: pa.Table | pa.RecordBatch) -> None:
+        """Add rows to the digests."""
         for name, (sizes, values) in self._columns.items():
-            column = part.column(name)
+            column = table.column(name)
             for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
                 cells = chunk.storage if isinstance(chunk, pa.ExtensionArray) else chunk
                 if pa.types.is_dictionary(cells.type):
@@ -50,6 +51,7 @@ class _Digests:
                     cells = cells.cast(pa.int64())
                 if pa.types.is_integer(cells.type) or pa.types.is_floating(cells.type):
                     sizes.update(cells.is_valid().cast(pa.uint8()).to_numpy(zero_copy_only=False).tobytes())
+                    # the widest type: a digest does not depend on the width
                     wide = pa.float64() if pa.types.is_floating(cells.type) else cells.type
                     wide = pa.int64() if pa.types.is_integer(wide) and not pa.types.is_uint64(wide) else wide
                     values.update(cells.drop_null().cast(wide).to_numpy(zero_copy_only=False).tobytes())

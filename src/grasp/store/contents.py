@@ -72,17 +72,17 @@ def read_tensors(
 
 
 @contextmanager
-def readable_table(place: Path | str, error_type: type[GraspError], expected: str) -> Iterator[None]:
+def readable_table(location: Path | str, error_type: type[GraspError], expected: str) -> Iterator[None]:
     """Convert the exceptions of reading a user's table to one line.
 
     Args:
-        place: beginning of the message: the option or setting, and the path.
+        location: beginning of the message: the option or setting, and the path.
         error_type: type of the error.
         expected: what the message says is expected.
     """
     try:
         yield
     except FileNotFoundError as err:
-        raise error_type(f"{place}: no such file; expected {expected}") from err
+        raise error_type(f"{location}: no such file; expected {expected}") from err
     except (pa.ArrowException, OSError, UnicodeDecodeError) as err:
-        raise error_type(f"{place}: cannot be read: {' '.join(str(err).split())}; expected {expected}") from err
+        raise error_type(f"{location}: cannot be read: {' '.join(str(err).split())}; expected {expected}") from err

@@ -1,5 +1,7 @@
 """A directory of parts, each of which is either complete or absent. Interrupted work can be resumed at any point.
 
+An artifact, a row store and the states of a training are such directories, and e.g. each shard is a part:
+
     plan     the settings that determine the content, written first
     part     some files, and a mark that is written after them, with the size and checksum of each
     summary  written last, with a checksum (`records.Signed`): the store is complete
@@ -49,7 +51,7 @@ class Files:
         error_type: type[GraspError] = ArtifactError,
     ) -> None:
         self.root, self.entries = root, entries
-        self.where = str(root)  # path or URL, for messages
+        self.location = str(root)  # path or URL, for messages
         self._recovery_hint, self._error_type = recovery_hint, error_type
         self._verified: set[str] = set()
 
@@ -60,16 +62,16 @@ class Files:
             GraspError: the file is not listed, missing or damaged.
         """
         if name not in self.entries:
-            raise self._error_type(f"{self.where}: lists no {name}; {self._recovery_hint}")
+            raise self._error_type(f"{self.location}: lists no {name}; {self._recovery_hint}")
         if name not in self._verified:
-            if what := fault(self.root, name, self.entries[name]):
-                self._handle_missing(name, what)
+            if problem := fault(self.root, name, self.entries[name]):
+                self._handle_missing(name, problem)
             self._verified.add(name)
         return self.root / name
 
-    def _handle_missing(self, name: str, what: str) -> None:
+    def _handle_missing(self, name: str, problem: str) -> None:
         """Handle a file that is missing or damaged locally."""
-        raise self._error_type(f"{self.root / name}: {what}; {self._recovery_hint}")
+        raise self._error_type(f"{self.root / name}: {problem}; {self._recovery_hint}")
 
     def fault(self, name: str) -> str | None:
         """Return what is wrong with a file, in words; None: it is intact."""
@@ -77,7 +79,7 @@ class Files:
 
     def verify(self) -> dict[str, str]:
         """Read all files, and return what is wrong with each damaged one, by name."""
-        return {name: what for name in sorted(self.entries) if (what := self.fault(name))}
+        return {name: problem for name in sorted(self.entries) if (problem := self.fault(name))}
 
 
 Content = bytes | Callable[[Path], object]  # content of a file, or a function that writes it
@@ -91,16 +93,16 @@ class Schema(Generic[M]):
         mark: model of a mark, which lists the files of its part.
         marks: pattern of the marks, e.g. `shards/*.json`; the stem of a mark is the name of its part.
         plan: name of the file with the settings that determine the content; empty: the directory name determines it.
-        ours: patterns of further files that are removed when the store is cleared.
-        again: what the user should do if a file is damaged, for messages.
-        mistake: type of errors about this directory.
+        other_files: patterns of further files that are removed when the store is cleared.
+        recovery_hint: what the user should do if a file is damaged, for messages.
+        error_type: type of errors about this directory.
         files: function that returns the size and checksum of each file of a mark.
     """
 
     mark: type[M]
     marks: str
     plan: str = ""
-    ours: tuple[str, ...] = ()
+    other_files: tuple[str, ...] = ()
     recovery_hint: str = "build it again"
     error_type: type[GraspError] = ArtifactError
     files: Callable[[M], Mapping[str, FileEntry]] = attrgetter("files")
@@ -145,7 +147,7 @@ class Store(Generic[M]):
                 stored = None
             if stored is None:
                 write_atomically(plan, (json.dumps(requested, indent=1) + "\n").encode())
-        remove_parts(*(path for path in {self.root, plan.parent, self._mark("").parent} if path.is_dir()))
+        remove_parts(*(path for path in {self.root, plan.parent, self._mark_path("").parent} if path.is_dir()))
 
     @cached_property
     def parts(self) -> dict[str, Files]:
@@ -164,7 +166,7 @@ class Store(Generic[M]):
         Raises:
             GraspError: the mark is missing or damaged.
         """
-        return read_record(self._mark(part), self.schema.mark, self.schema.error_type)
+        return read_record(self._mark_path(part), self.schema.mark, self.schema.error_type)
 
     def missing(self, parts: Iterable[str]) -> list[str]:
         """Return those of the parts that are not complete."""
@@ -178,12 +180,13 @@ class Store(Generic[M]):
         """Write a part. It is complete when this returns; if an exception is raised, no part of it remains.
 
         Args:
+            part: name of the part.
             files: content by path relative to the directory.
             fields: further fields of the mark.
         Returns:
             The mark.
         """
-        mark = self._mark(part)
+        mark = self._mark_path(part)
         shown = mark.relative_to(self.root).with_suffix("")
         with report_full_disk(f"{self.root}: {shown} was not written", self.progress):
             try:
@@ -201,7 +204,7 @@ class Store(Generic[M]):
 
     def drop(self, part: str) -> None:
         """Delete a part, beginning with its mark."""
-        self._mark(part).unlink(missing_ok=True)
+        self._mark_path(part).unlink(missing_ok=True)
         if part in self.parts:
             for name in self.parts.pop(part).entries:
                 (self.root / name).unlink(missing_ok=True)
@@ -210,6 +213,7 @@ class Store(Generic[M]):
         """Return the path of a file of a part, verified on first use.
 
         Args:
+            part: name of the part.
             name: path relative to the directory; optional if the part has one file.
         """
         files = self.parts.get(part)
@@ -221,18 +225,18 @@ class Store(Generic[M]):
         """Return size and checksum of all files, including marks, by path relative to the directory."""
         entries: dict[str, FileEntry] = {}
         for part, files in sorted(self.parts.items()):
-            path = self._mark(part)
+            path = self._mark_path(part)
             entries |= {**files.entries, path.relative_to(self.root).as_posix(): entry_of(path)}
         return entries
 
     def clear(self) -> None:
         """Delete all parts and all other files of the store."""
-        for pattern in filter(None, (self.schema.marks, *self.schema.ours, self.schema.plan)):
+        for pattern in filter(None, (self.schema.marks, *self.schema.other_files, self.schema.plan)):
             for path in self.root.glob(pattern):
                 discard(path)
         self.__dict__.pop("parts", None)
 
-    def _mark(self, part: str) -> Path:
+    def _mark_path(self, part: str) -> Path:
         return self.root / Path(self.schema.marks).parent / f"{part}.json"
 
 
@@ -241,9 +245,9 @@ def write_content(path: Path, content: Content) -> FileEntry:
     path.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(content, bytes):
         return write_atomically(path, content)
-    with atomic_path(path) as aside:
-        content(aside)
-        return entry_of(aside)
+    with atomic_path(path) as temporary:
+        content(temporary)
+        return entry_of(temporary)
 
 
 def write_at_once(
@@ -252,6 +256,7 @@ def write_at_once(
     """Write a complete store atomically: it is written to a temporary directory and renamed.
 
     Args:
+        path: new directory.
         signed: kind of the store's record.
         files: content by path relative to the directory.
         record: function that makes the record from the size and checksum of each file.
@@ -259,6 +264,7 @@ def write_at_once(
         SettingsError: the path already exists.
     """
     check_directory(path)
-    with atomic_path(path) as aside:
-        aside.mkdir()
-        signed.write(aside, record({name: write_content(aside / name, content) for name, content in files.items()}))
+    with atomic_path(path) as temporary:
+        temporary.mkdir()
+        entries = {name: write_content(temporary / name, content) for name, content in files.items()}
+        signed.write(temporary, record(entries))

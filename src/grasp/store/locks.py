@@ -26,6 +26,7 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
     The file contains the name of the holder. It is never removed, since that would be a race.
 
     Args:
+        path: lock file; created if it does not exist.
         wait: whether to wait for other holders (processes or threads); without it, a held lock is an error.
     Raises:
         ArtifactError: the lock is held (the message names the holder), or the file system is read-only or has no

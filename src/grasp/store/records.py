@@ -48,34 +48,35 @@ class Signed(Generic[R]):
 
     Attributes:
         name: file name of the record.
-        kind: pydantic model of the record.
-        what: name of the record in messages, e.g. "the manifest of an artifact".
-        format: expected value of the field `key`.
+        model: pydantic model of the record.
+        description: name of the record in messages, e.g. "the manifest of an artifact".
+        format: expected value of the field `format_field`.
         version: format version that is written.
         recovery_hint: what to do if the record is damaged.
         error_type: raised for every error.
-        largest: largest size in bytes that is read.
-        none: message if there is no record, after the path of the store; may contain `{place}`, the same path.
-        unsigned: also read records without a checksum, i.e. written by hand.
-        key: name of the field that holds `format`.
-        older: further versions that are read.
-        check: return what is inconsistent in a record, or None.
-        files: return size and checksum of each file of the store.
+        max_bytes: largest size in bytes that is read.
+        missing_message: message if there is no record, after the path of the store; may contain `{location}`, the same
+            path.
+        allow_unsigned: also read records without a checksum, i.e. written by hand.
+        format_field: name of the field that holds `format`.
+        older_versions: further versions that are read.
+        find_inconsistency: function that returns what is inconsistent in a record, or None.
+        files: function that returns size and checksum of each file of the store.
     """
 
     name: str
-    kind: type[R]
-    what: str
+    model: type[R]
+    description: str
     format: str
     version: int
     recovery_hint: str
     error_type: type[GraspError] = ArtifactError
-    largest: int = MAX_BYTES
-    none: str = ""
-    unsigned: bool = False
-    key: str = "format"
-    older: tuple[int, ...] = ()
-    check: Callable[[R], str | None] = lambda _: None
+    max_bytes: int = MAX_BYTES
+    missing_message: str = ""
+    allow_unsigned: bool = False
+    format_field: str = "format"
+    older_versions: tuple[int, ...] = ()
+    find_inconsistency: Callable[[R], str | None] = lambda _: None
     files: Callable[[R], Mapping[str, FileEntry]] = attrgetter("files")
 
     def write(self, root: Path, record: R) -> None:
@@ -89,14 +90,14 @@ class Signed(Generic[R]):
             GraspError: it is not a regular file or too large, or as `parse`.
         """
         path = root / self.name
-        if (kind := kind_of(path)) == "nothing" and self.none:
-            raise self.error_type(f"{root}: {self.none.format(place=root)}")
+        if (kind := kind_of(path)) == "nothing" and self.missing_message:
+            raise self.error_type(f"{root}: {self.missing_message.format(location=root)}")
         if kind != "file":
             raise self.error_type(
                 f"{path}: is a {kind}, expected a regular file; restore a copy, or {self.recovery_hint}"
             )
-        if (size := path.stat().st_size) > self.largest:
-            raise self.error_type(f"{path}: has {size} bytes, expected at most {self.largest}; {self.recovery_hint}")
+        if (size := path.stat().st_size) > self.max_bytes:
+            raise self.error_type(f"{path}: has {size} bytes, expected at most {self.max_bytes}; {self.recovery_hint}")
         return self.parse(path, path.read_bytes())
 
     def parse(self, path: Path | str, data: bytes) -> R:
@@ -111,14 +112,15 @@ class Signed(Generic[R]):
             raise self.error_type(
                 f"{path}: damaged: not JSON ({plain(err)}); restore a copy, or {self.recovery_hint}"
             ) from err
-        is_unsigned = self.unsigned and isinstance(raw, dict) and not raw.get("checksum")
+        is_unsigned = self.allow_unsigned and isinstance(raw, dict) and not raw.get("checksum")
         if is_unsigned:
-            raw = {self.key: self.format, "format_version": self.version} | raw
-        if not isinstance(raw, dict) or raw.get(self.key) != self.format:
+            raw = {self.format_field: self.format, "format_version": self.version} | raw
+        if not isinstance(raw, dict) or raw.get(self.format_field) != self.format:
             raise self.error_type(
-                f"{path}: not {self.what}: expected `{self.key}` to be {self.format!r}; {self.recovery_hint}"
+                f"{path}: not {self.description}: expected `{self.format_field}` to be {self.format!r}; "
+                f"{self.recovery_hint}"
             )
-        if (version := raw.get("format_version")) not in (self.version, *self.older):
+        if (version := raw.get("format_version")) not in (self.version, *self.older_versions):
             raise self.error_type(
                 f"{path}: format version {version!r}, this program reads {self.version}; {self.recovery_hint}, or use "
                 "the version of grasp that wrote it"
@@ -128,10 +130,10 @@ class Signed(Generic[R]):
                 f"{path}: damaged: its checksum does not match; restore a copy, or {self.recovery_hint}"
             )
         try:
-            record = self.kind.model_validate_json(data)
+            record = self.model.model_validate_json(data)
         except ValidationError as err:
-            raise self.error_type(f"{describe(err, str(path), self.kind)}; {self.recovery_hint}") from err
-        if inconsistency := self.check(record):
+            raise self.error_type(f"{describe(err, str(path), self.model)}; {self.recovery_hint}") from err
+        if inconsistency := self.find_inconsistency(record):
             raise self.error_type(f"{path}: {inconsistency}; {self.recovery_hint}")
         return record
 
@@ -141,7 +143,7 @@ def dump_json(record: BaseModel) -> bytes:
     return (json.dumps(record.model_dump(mode="json"), indent=1) + "\n").encode()
 
 
-def read_record(path: Path, kind: type[R], error_type: type[GraspError] = ArtifactError) -> R:
+def read_record(path: Path, model: type[R], error_type: type[GraspError] = ArtifactError) -> R:
     """Read an unsigned record.
 
     Raises:
@@ -150,19 +152,22 @@ def read_record(path: Path, kind: type[R], error_type: type[GraspError] = Artifa
     if kind_of(path) != "file":
         raise error_type(f"{path}: not a regular file; restore a copy, or rebuild")
     try:
-        return kind.model_validate_json(path.read_bytes())
+        return model.model_validate_json(path.read_bytes())
     except ValidationError as err:
         raise error_type(f"{describe(err, f'{path}: damaged')}; delete it and run again") from err
 
 
-def plain_json(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+def plain_json(data: Mapping[str, Any], location: str) -> dict[str, Any]:
     """Return `data` after a round trip through JSON, so that later comparisons see what was written.
 
+    Args:
+        data: JSON values.
+        location: beginning of an error message.
     Raises:
         ArtifactError: a value cannot be written as JSON.
     """
     try:
         parsed: dict[str, Any] = json.loads(json.dumps(dict(data), allow_nan=False))
     except (TypeError, ValueError) as err:
-        raise ArtifactError(f"{where}: contains a value that is not JSON: {err}") from err
+        raise ArtifactError(f"{location}: contains a value that is not JSON: {err}") from err
     return parsed

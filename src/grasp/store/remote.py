@@ -66,10 +66,10 @@ class RemoteFiles(Files):
 
     def __init__(self, url: str, filesystem: Any, root: str, *files: Any) -> None:
         super().__init__(*files)
-        self.where = url
+        self.location = url
         self._filesystem, self._root = filesystem, root  # path of the store within the filesystem
 
-    def _handle_missing(self, name: str, what: str) -> None:
+    def _handle_missing(self, name: str, problem: str) -> None:
         """Download the file."""
         path, expected = self.root / name, self.entries[name]
         with locked(self.root.with_suffix(LOCK), wait=True):
@@ -80,51 +80,55 @@ class RemoteFiles(Files):
                     discard(self.root / directory)  # never write through a symbolic link
             path.parent.mkdir(parents=True, exist_ok=True)
             discard(path)
-            with atomic_path(path) as part:
-                with _reached(f"{self.where}/{name}"):
-                    self._filesystem.get_file(f"{self._root}/{name}", str(part))
-                if wrong := fault(part.parent, part.name, expected):
+            with atomic_path(path) as temporary:
+                with _filesystem_errors(f"{self.location}/{name}"):
+                    self._filesystem.get_file(f"{self._root}/{name}", str(temporary))
+                if damage := fault(temporary.parent, temporary.name, expected):
                     raise self._error_type(
-                        f"{self.where}/{name}: {wrong}; list all broken files with `grasp verify "
-                        f"{shlex.quote(self.where)}`"
+                        f"{self.location}/{name}: {damage}; list all broken files with `grasp verify "
+                        f"{shlex.quote(self.location)}`"
                     )
 
     def fault(self, name: str) -> str | None:
         """Return what is wrong with a file at the URL or with its cached copy, in words; None: both are intact."""
         digest, size, expected = xxhash.xxh3_128(), 0, self.entries[name]
         try:
-            with _reached(f"{self.where}/{name}"), self._filesystem.open(f"{self._root}/{name}", "rb") as handle:
+            with (
+                _filesystem_errors(f"{self.location}/{name}"),
+                self._filesystem.open(f"{self._root}/{name}", "rb") as handle,
+            ):
                 while size <= expected.bytes and (data := handle.read(_READ_BYTES)):
                     digest.update(data)
                     size += len(data)
         except ArtifactError as err:
             return "missing" if isinstance(err.__cause__, FileNotFoundError) else str(err)
-        if what := mismatch(FileEntry(bytes=size, checksum=digest.hexdigest()), expected):
-            return what
+        if problem := mismatch(FileEntry(bytes=size, checksum=digest.hexdigest()), expected):
+            return problem
         cached_fault = kind_of(self.root / name) != "nothing" and fault(self.root, name, expected)
         return f"{cached_fault} (cached copy in {self.root}; downloaded again on next use)" if cached_fault else None
 
 
-def open_store(place: Path | str, signed: Signed[R], recovery_hint: str = "") -> tuple[R, Files]:
+def open_store(path_or_url: Path | str, signed: Signed[R], recovery_hint: str = "") -> tuple[R, Files]:
     """Open a complete store, and return its signed record and its files.
 
     Args:
-        place: directory or URL.
+        path_or_url: directory or URL.
+        signed: kind of the signed record of the store.
         recovery_hint: what the user should do if a file is damaged. Default: that of `signed`.
     Raises:
         GraspError: there is no complete store, its record is damaged, or the URL cannot be reached.
         MissingExtraError: a package for the protocol of the URL is not installed.
     """
-    if (url := remote_url(place)) is None:
-        path = local_path(place)
+    if (url := remote_url(path_or_url)) is None:
+        path = local_path(path_or_url)
         record = signed.read(path)
         return record, Files(path, signed.files(record), recovery_hint or signed.recovery_hint, signed.error_type)
     filesystem, root = _connect(url)
-    with _reached(url):
+    with _filesystem_errors(url):
         try:
             data: bytes = filesystem.cat_file(f"{root}/{signed.name}")
         except FileNotFoundError as err:
-            raise signed.error_type(f"{url}: {signed.none.format(place=shlex.quote(url))}") from err
+            raise signed.error_type(f"{url}: {signed.missing_message.format(location=shlex.quote(url))}") from err
     record = signed.parse(f"{url}/{signed.name}", data)
     cache = cache_directory("fetched", f"{url} {checksum(data)}")
     cache.mkdir(parents=True, exist_ok=True)
@@ -148,20 +152,24 @@ def cache_directory(kind: str, name: str) -> Path:
 def is_published(url: str, signed: Signed[Any]) -> bool:
     """Return whether there is a complete store at the URL."""
     filesystem, root = _connect(url)
-    with _reached(url):
+    with _filesystem_errors(url):
         return bool(filesystem.exists(f"{root}/{signed.name}"))
 
 
 def publish(local: Path, url: str, signed: Signed[Any]) -> None:
     """Upload a complete store to a URL, its signed record last. An interrupted upload can be resumed by the same call.
 
+    Args:
+        local: directory of the store.
+        url: URL to publish it at.
+        signed: kind of the signed record of the store.
     Raises:
         ArtifactError: there is another store at the URL, or the URL cannot be reached or written to.
     """
     record, data = signed.read(local), (local / signed.name).read_bytes()
     entries = signed.files(record)
     filesystem, root = _connect(url)
-    with _reached(url):
+    with _filesystem_errors(url):
         if filesystem.exists(f"{root}/{signed.name}"):
             if filesystem.cat_file(f"{root}/{signed.name}") == data:
                 return
@@ -173,7 +181,7 @@ def publish(local: Path, url: str, signed: Signed[Any]) -> None:
         for name, entry in entries.items():
             line = f"{entry.checksum} {name}"
             if line not in copied or sizes.get(name) != entry.bytes:
-                with _reached(f"{url}/{name}"):
+                with _filesystem_errors(f"{url}/{name}"):
                     # In object stores, makedirs would create a bucket if the name is misspelt.
                     if url.partition(":")[0] not in OBJECT_STORES:
                         filesystem.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
@@ -181,17 +189,18 @@ def publish(local: Path, url: str, signed: Signed[Any]) -> None:
                 journal_file.write(line + "\n")
                 journal_file.flush()
     sizes = _sizes(filesystem, root, url)
-    if lost := [name for name, entry in entries.items() if sizes.get(name) != entry.bytes]:
+    if not_uploaded := [name for name, entry in entries.items() if sizes.get(name) != entry.bytes]:
         raise ArtifactError(
-            f"{url}: {len(lost)} of {len(entries)} files were not uploaded, e.g. {lost[0]}; run again with --resume"
+            f"{url}: {len(not_uploaded)} of {len(entries)} files were not uploaded, e.g. {not_uploaded[0]}; run again "
+            "with --resume"
         )
-    with _reached(f"{url}/{signed.name}"):
+    with _filesystem_errors(f"{url}/{signed.name}"):
         filesystem.pipe_file(f"{root}/{signed.name}", data)
 
 
 def _sizes(filesystem: Any, root: str, url: str) -> dict[str, int]:
     """Return the size of every file below `root` by relative name; empty if `root` does not exist."""
-    with _reached(url):
+    with _filesystem_errors(url):
         filesystem.invalidate_cache()
         try:
             files = filesystem.find(root, detail=True)
@@ -216,13 +225,13 @@ def _connect(url: str) -> tuple[Any, str]:
 
 
 @contextmanager
-def _reached(where: str) -> Iterator[None]:
+def _filesystem_errors(location: str) -> Iterator[None]:
     """Convert exceptions of a filesystem to one line."""
     # Libraries of object stores and of HTTP have errors that are no OSError.
-    trees = (("botocore.exceptions", "BotoCoreError"), ("aiohttp", "ClientError"))
-    library_errors = [getattr(sys.modules[library], name) for library, name in trees if library in sys.modules]
+    base_classes = (("botocore.exceptions", "BotoCoreError"), ("aiohttp", "ClientError"))
+    library_errors = [getattr(sys.modules[library], name) for library, name in base_classes if library in sys.modules]
     try:
         yield
     except (OSError, *library_errors) as err:
         reason = " ".join(str(err).split()) or type(err).__name__
-        raise ArtifactError(f"{where}: cannot be reached: {reason}; check URL, credentials and network") from err
+        raise ArtifactError(f"{location}: cannot be reached: {reason}; check URL, credentials and network") from err

@@ -33,7 +33,7 @@ from grasp.arrays import F64
 from grasp.errors import ModelError
 from grasp.models.causal_lm import batches
 from grasp.models.checkpoint import TRAIN_FIELD
-from grasp.models.unit_loss import distinct, mean_losses, padded, refuse_non_finite, supervised
+from grasp.models.unit_loss import check_finite_losses, deduplicate_answers, mean_losses, pad_units, supervised_states
 from grasp.seeds import stream
 from grasp.settings import Settings
 from grasp.targets.margins import Answers
@@ -197,19 +197,19 @@ class StackedLlama:
         if self.device.type == "cpu":
             batch_tokens = max(1, batch_tokens // self.n_models)
         answers = Answers.of(unit_tokens)
-        tokens, distinct_index_A = distinct(answers.tokens)  # equal answers are evaluated once
+        tokens, distinct_index_A = deduplicate_answers(answers.tokens)  # equal answers are evaluated once
         losses_KA = np.full((self.n_models, len(tokens)), np.nan)
         with torch.inference_mode():
             lengths_A = np.array([len(answer.input_ids) for answer in tokens], dtype=np.int64)
             for index_B in batches(lengths_A, batch_tokens):
-                ids_BL, loss_mask_BL = padded([tokens[int(i)] for i in index_B])
+                ids_BL, loss_mask_BL = pad_units([tokens[int(i)] for i in index_B])
                 hidden_KBLH = self.hidden(ids_BL.to(self.device).expand(self.n_models, -1, -1))
-                hidden_KPH = [supervised(hidden_BLH, loss_mask_BL) for hidden_BLH in hidden_KBLH]
+                hidden_KPH = [supervised_states(hidden_BLH, loss_mask_BL) for hidden_BLH in hidden_KBLH]
                 pairs = zip(hidden_KPH, self.head, strict=True)
                 losses = [mean_losses(hidden_PH @ head.T, ids_BL, loss_mask_BL) for hidden_PH, head in pairs]
                 losses_KA[:, index_B] = np.stack(losses)
         for losses_A in losses_KA:
-            refuse_non_finite(losses_A)
+            check_finite_losses(losses_A)
         return -answers.utilities(losses_KA[:, distinct_index_A])
 
 

@@ -42,7 +42,7 @@ BACKWARD = Schema(
     mark=Mark,
     marks="states/*.json",
     plan="metagradient.json",
-    ours=("states",),
+    other_files=("states",),
     recovery_hint="remove it and replay again",
     error_type=ModelError,
 )

@@ -35,7 +35,7 @@ STATES = Schema(
     mark=Mark,
     marks="states/*.json",
     plan="trajectory.json",
-    ours=("states",),
+    other_files=("states",),
     recovery_hint="remove it and train again",
     error_type=ModelError,
 )

@@ -27,7 +27,7 @@ from grasp.arrays import F64, I64
 from grasp.baselines.gradients.queries import DenseQuery, FlatUse, Queries
 from grasp.baselines.gradients.sinks import MatrixSink, all_blocks
 from grasp.errors import ModelError, SettingsError
-from grasp.models.gradients import Block, Example, Output, PerExample, Use
+from grasp.models.gradients import Block, Example, GradientFactors, Output, PerExample
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class _Sums:
         ]
         self._positions_B = torch.tensor(last, device=device)
 
-    def __call__(self, number: int, use: Use, rows: slice) -> None:
+    def __call__(self, number: int, use: GradientFactors, rows: slice) -> None:
         block, labels_B = self._engine.layers.blocks[number], self._labels_B[rows]
         left, right = use.left, use.right
         if "vector" in block.kinds:
@@ -166,10 +166,10 @@ class Basis:
         left = None if factors.diagonal else torch.linalg.eigh(factors.left.double())[1].to(factors.left.dtype)
         return cls(left, torch.linalg.eigh(factors.right_YY.double())[1].to(factors.right_YY.dtype))
 
-    def rotate_use(self, use: Use) -> Use:
+    def rotate_use(self, use: GradientFactors) -> GradientFactors:
         """Rotate the factors of G, so that their product is Q_S^T G Q_A; cheaper than rotating the matrix."""
         left = use.left if self.left_XX is None else use.left @ self.left_XX
-        return Use(left, use.right @ self.right_YY)
+        return GradientFactors(left, use.right @ self.right_YY)
 
     def rotate(self, matrix_BXY: Tensor) -> Tensor:
         """Return Q_S^T G Q_A."""
@@ -191,7 +191,7 @@ def corrected_eigenvalues(engine: PerExample, fisher: Fisher, bases: Sequence[Ba
     def add_squares(number: int, matrix_BXY: Tensor, rows: slice) -> None:
         total[number] += torch.einsum("b,bxy->xy", labels_B[rows], matrix_BXY.square_())
 
-    def rotate_factors(number: int, use: Use, rows: slice) -> None:
+    def rotate_factors(number: int, use: GradientFactors, rows: slice) -> None:
         sink(number, bases[number].rotate_use(use), rows)
 
     sink = MatrixSink(engine, all_blocks(engine), add_squares)

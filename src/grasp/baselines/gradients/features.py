@@ -19,7 +19,7 @@ from grasp.baselines.gradients.projection import Form, Projection
 from grasp.baselines.gradients.queries import Transform
 from grasp.baselines.gradients.sinks import MatrixSink, all_blocks
 from grasp.errors import ModelError
-from grasp.models.gradients import Example, Output, PerExample, Use
+from grasp.models.gradients import Example, GradientFactors, Output, PerExample
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Features:
 class Sink(Protocol):
     """Consumes the factors of one batch and returns features per example."""
 
-    def __call__(self, number: int, use: Use, rows: slice) -> None: ...
+    def __call__(self, number: int, use: GradientFactors, rows: slice) -> None: ...
     def finish(self) -> Tensor: ...
 
 
@@ -45,7 +45,7 @@ class ProjectionSink:
         self._projection, self._per_block = projection, per_block
         self._out = projection.zeros(examples, per_block)
 
-    def __call__(self, number: int, use: Use, rows: slice) -> None:
+    def __call__(self, number: int, use: GradientFactors, rows: slice) -> None:
         out = self._out[number] if self._per_block else self._out
         self._projection.add(number, use, out[rows])
 
@@ -64,7 +64,7 @@ class TransformedSink:
 
         self._matrices, self._out = MatrixSink(engine, all_blocks(engine), take), out
 
-    def __call__(self, number: int, use: Use, rows: slice) -> None:
+    def __call__(self, number: int, use: GradientFactors, rows: slice) -> None:
         self._matrices(number, use, rows)
 
     def finish(self) -> Tensor:
@@ -85,7 +85,7 @@ class WholeSink:
 
         self._matrices, self._out = MatrixSink(engine, all_blocks(engine), take), out
 
-    def __call__(self, number: int, use: Use, rows: slice) -> None:
+    def __call__(self, number: int, use: GradientFactors, rows: slice) -> None:
         self._matrices(number, use, rows)
 
     def finish(self) -> Tensor:
@@ -143,7 +143,7 @@ class Featurizer:
                 shape = (*values.shape[:-2], len(examples), values.shape[-1])
                 value = np.zeros(shape, dtype=np.float32)
             value[..., index_B, :] = values.cpu().numpy()
-            loss_N[index_B], doubt_N[index_B] = outcome.loss_B.cpu().numpy(), outcome.doubt_B.cpu().numpy()
+            loss_N[index_B], doubt_N[index_B] = outcome.loss_B.cpu().numpy(), outcome.miss_probability_B.cpu().numpy()
         assert value is not None
         check_finite(value.sum(axis=0) if per_block else value, self.engine.model.dtype)
         return Features(value, loss_N, doubt_N)

@@ -25,8 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grasp.models.gradient_factors import BLOCK_ELEMENTS, materialise, some_rows
-from grasp.models.gradients import Block, Use
+from grasp.models.gradient_factors import BLOCK_ELEMENTS, materialise, select_examples
+from grasp.models.gradients import Block, GradientFactors
 from grasp.seeds import stream
 
 Form = Literal["auto", "dense", "two-sided"]
@@ -39,10 +39,10 @@ DENSE_ELEMENTS = 1 << 27  # total signs of dense blocks: 512 MB of float32
 class _Dense:
     sign_DK: Tensor  # D = X Y
 
-    def add(self, use: Use, block: Block, out_BK: Tensor) -> None:
+    def add(self, use: GradientFactors, block: Block, out_BK: Tensor) -> None:
         step = max(1, BLOCK_ELEMENTS // block.size)
         for begin in range(0, len(use.right), step):
-            gradient = materialise(some_rows(use, begin, begin + step), block.left)
+            gradient = materialise(select_examples(use, begin, begin + step), block.left)
             out_BK[begin : begin + step].addmm_(gradient.flatten(1), self.sign_DK)
 
     def of_matrix(self, gradient_BXY: Tensor) -> Tensor:
@@ -56,10 +56,10 @@ class _TwoSided:
     sign_CK: Tensor  # int8; C: size of the compressed matrix. 210 matrices with K = 8,192 take 1.8 GB
     scale: float
 
-    def add(self, use: Use, block: Block, out_BK: Tensor) -> None:
+    def add(self, use: GradientFactors, block: Block, out_BK: Tensor) -> None:
         right = use.right if self.right_YM is None else use.right @ self.right_YM
         if self.left_XM is None:
-            small_BMM = materialise(Use(use.left, right), block.left)
+            small_BMM = materialise(GradientFactors(use.left, right), block.left)
         else:
             left = self.left_XM[use.left] if use.one_hot else use.left @ self.left_XM
             small_BMM = torch.bmm(left.mT, right)
@@ -119,7 +119,7 @@ class Projection:
         shape = (len(self.blocks), examples, self.width) if per_block else (examples, self.width)
         return torch.zeros(shape, device=self.device, dtype=self.dtype)
 
-    def add(self, number: int, use: Use, out_BK: Tensor) -> None:
+    def add(self, number: int, use: GradientFactors, out_BK: Tensor) -> None:
         """Add the projection of one use of block `number`."""
         self._maps[number].add(use, self.blocks[number], out_BK)
 

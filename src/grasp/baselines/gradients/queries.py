@@ -22,7 +22,7 @@ from torch import Tensor
 from grasp.arrays import F64, I64
 from grasp.baselines.gradients.sinks import MatrixSink, UseSink
 from grasp.models.gradient_factors import BLOCK_ELEMENTS, left_products, squared_norm
-from grasp.models.gradients import Block, Example, PerExample, Use
+from grasp.models.gradients import Block, Example, GradientFactors, PerExample
 
 ELEMENTWISE = 32  # cost of a pair of positions besides its two inner products, in multiplications
 
@@ -132,11 +132,11 @@ class Queries:
             uses = []
             for use in query.uses:
                 is_unit = use.unit_S == unit
-                uses.append(Use(use.left[is_unit][None], use.right_SY[is_unit][None]))
+                uses.append(GradientFactors(use.left[is_unit][None], use.right_SY[is_unit][None]))
             norms.append(squared_norm(uses, width)[0])
         return torch.stack(norms)
 
-    def add_products(self, number: int, use: Use, out_BE: Tensor) -> None:
+    def add_products(self, number: int, use: GradientFactors, out_BE: Tensor) -> None:
         """Add <G_b, G_e> of one block, for one use of it by the rows, to `out_BE`."""
         query = self.blocks[number]
         assert isinstance(query, FactorQuery)
@@ -167,7 +167,7 @@ class _Collector:
         """Set the units of the next batch."""
         self._at = unit_B
 
-    def __call__(self, number: int, use: Use, rows: slice) -> None:
+    def __call__(self, number: int, use: GradientFactors, rows: slice) -> None:
         if self._dense[number]:
             self.matrices(number, use, rows)
         else:
@@ -183,7 +183,7 @@ class _Collector:
         ]
 
 
-def _flatten_use(use: Use, unit_B: Tensor) -> FlatUse:
+def _flatten_use(use: GradientFactors, unit_B: Tensor) -> FlatUse:
     """Flatten positions, without those whose product is zero."""
     carries = use.right.abs().amax(dim=2) > 0
     if not use.one_hot:
@@ -208,7 +208,7 @@ def _concatenate_uses(all_uses: Sequence[FlatUse]) -> list[FlatUse]:
     return merged
 
 
-def _add_pairs(use: Use, flat: FlatUse, out_BE: Tensor) -> None:
+def _add_pairs(use: GradientFactors, flat: FlatUse, out_BE: Tensor) -> None:
     """Add the sum over pairs of positions, a chunk of the units' positions at a time."""
     examples, positions = use.right.shape[:2]
     left = use.left.flatten() if use.one_hot else use.left.flatten(0, 1)
@@ -235,7 +235,7 @@ class _TokenPairs:
         token, count = torch.unique_consecutive(torch.div(key, n_units, rounding_mode="floor"), return_counts=True)
         return cls(token.cpu().numpy(), _offsets(count), key % n_units, right)
 
-    def add_products(self, use: Use, out_BE: Tensor) -> None:
+    def add_products(self, use: GradientFactors, out_BE: Tensor) -> None:
         """Add products token by token: rows that contain it times units that contain it."""
         examples = len(use.right)
         row = torch.arange(examples, device=use.left.device)[:, None]
@@ -286,7 +286,7 @@ class RowProducts:
         self._others = UseSink(engine, [norms and not whole for whole in dense], self._norm)
         self._is_dense = dense
 
-    def __call__(self, number: int, use: Use, rows: slice) -> None:
+    def __call__(self, number: int, use: GradientFactors, rows: slice) -> None:
         if self._is_dense[number]:
             self._matrices(number, use, rows)
             return
@@ -305,7 +305,7 @@ class RowProducts:
         if self._norms:
             self.square_B[rows] += flat.square_().sum(dim=1)
 
-    def _norm(self, number: int, uses: list[Use], rows: slice) -> None:
+    def _norm(self, number: int, uses: list[GradientFactors], rows: slice) -> None:
         self.square_B[rows] += squared_norm(uses, self._queries.engine.layers.blocks[number].left)
 
 

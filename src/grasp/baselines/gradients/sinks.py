@@ -11,11 +11,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from grasp.models.gradient_factors import BLOCK_ELEMENTS, materialise, some_rows
-from grasp.models.gradients import PerExample, Use
+from grasp.models.gradient_factors import BLOCK_ELEMENTS, materialise, select_examples
+from grasp.models.gradients import GradientFactors, PerExample
 
 TakeMatrix = Callable[[int, Tensor, slice], None]
-TakeUses = Callable[[int, list[Use], slice], None]
+TakeUses = Callable[[int, list[GradientFactors], slice], None]
 
 
 class UseSink:
@@ -27,9 +27,9 @@ class UseSink:
 
     def __init__(self, engine: PerExample, wanted: Sequence[bool], take: TakeUses) -> None:
         self._calls, self._wanted, self._take = engine.calls, wanted, take
-        self._pending: dict[int, list[tuple[Use, slice]]] = {}
+        self._pending: dict[int, list[tuple[GradientFactors, slice]]] = {}
 
-    def __call__(self, number: int, use: Use, rows: slice) -> None:
+    def __call__(self, number: int, use: GradientFactors, rows: slice) -> None:
         if not self._wanted[number]:
             return
         if self._calls[number] == 1:
@@ -43,7 +43,7 @@ class UseSink:
             edges = sorted({edge for _, rows in pending for edge in (rows.start, rows.stop)})
             for begin, end in pairwise(edges):
                 uses = [
-                    some_rows(use, begin - rows.start, end - rows.start)
+                    select_examples(use, begin - rows.start, end - rows.start)
                     for use, rows in pending
                     if rows.start <= begin and end <= rows.stop
                 ]
@@ -58,14 +58,14 @@ class MatrixSink(UseSink):
         self._blocks, self._matrix = engine.layers.blocks, take
         super().__init__(engine, wanted, self._form)
 
-    def _form(self, number: int, uses: list[Use], rows: slice) -> None:
+    def _form(self, number: int, uses: list[GradientFactors], rows: slice) -> None:
         block = self._blocks[number]
         step = max(1, BLOCK_ELEMENTS // block.size)
         for begin in range(0, rows.stop - rows.start, step):
             end = min(begin + step, rows.stop - rows.start)
-            total = materialise(some_rows(uses[0], begin, end), block.left)
+            total = materialise(select_examples(uses[0], begin, end), block.left)
             for use in uses[1:]:
-                total += materialise(some_rows(use, begin, end), block.left)
+                total += materialise(select_examples(use, begin, end), block.left)
             self._matrix(number, total, slice(rows.start + begin, rows.start + end))
 
 
