@@ -196,11 +196,11 @@ def own_method(name: str, **settings: Any) -> Callable[[Job], Path]:
     def run(job: Job) -> Path:
         from grasp.artifact.reader import ArtifactReader  # noqa: PLC0415
         from grasp.methods.contract import MethodInputs  # noqa: PLC0415
-        from grasp.methods.registry import configured_methods, scores  # noqa: PLC0415
+        from grasp.methods.registry import configure_methods, score_rows  # noqa: PLC0415
 
         artifact, out = ArtifactReader.open(job.artifact), job.out / "run"
         material = MethodInputs(artifact, batch_tokens=job.batch * job.length)
-        scores(configured_methods([name], {name: settings})[0], material, out)
+        score_rows(configure_methods([name], {name: settings})[0], material, out)
         return out
 
     return run

@@ -27,7 +27,7 @@ from grasp.corpus.row_store import RowStore
 from grasp.files import write_atomically
 from grasp.inspect.detect import relevance_array, standardised_blocks
 from grasp.inspect.detection import auroc
-from grasp.methods.registry import MethodRows, configured_methods, method_rows
+from grasp.methods.registry import MethodRows, configure_methods, score_artifact
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.progress import Silent
 from grasp.seeds import stream
@@ -116,8 +116,8 @@ def scores(
         for target, what in ((ANSWER, "answer"), (WHOLE, "all"))
         for name, kernel in KERNELS.items()
     }
-    (bm25_settings,) = configured_methods(["bm25"])
-    bm25 = method_rows(artifact, bm25_settings)
+    (bm25_settings,) = configure_methods(["bm25"])
+    bm25 = score_artifact(artifact, bm25_settings)
     blocks = bm25.array_blocks(bm25.array_names[0], columns=bm25.unit_columns(ANSWER))
     out["BM25"] = unit_scores(bm25, bm25.array_names[0], ANSWER)[1]
     out["BM25 (as it is)"] = np.concatenate([block.max(axis=1) for _, block in blocks])

@@ -25,7 +25,7 @@ from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_tokens
 from grasp.files import temporary_path, write_atomically
-from grasp.methods.registry import configured_methods, method_rows
+from grasp.methods.registry import configure_methods, score_artifact
 from grasp.predict.predictor import UnitSelection
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.slices import label_slices
@@ -102,8 +102,8 @@ class Chooser:
 
     def _by_words(self, request: SelectionRequest, budget: int) -> I64:
         """The rows of the greatest sum of BM25 scores over the targets' units."""
-        (method,) = configured_methods([BM25])
-        source = method_rows(self.world.artifact, method)
+        (method,) = configure_methods([BM25])
+        source = score_artifact(self.world.artifact, method)
         units = UnitSelection.from_targets(source, list(self._weights(request)))
         score_N = np.zeros(source.n_rows)
         for start, block in source.array_blocks(f"relevance_{BM25}", columns=units.columns_E):

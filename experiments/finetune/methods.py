@@ -43,7 +43,7 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.build.build import build
 from grasp.build.provenance import BuildSource
-from grasp.methods.registry import configured_methods, method_rows
+from grasp.methods.registry import configure_methods, score_artifact
 from grasp.models.tokenizer import HfTokenizer
 from grasp.seeds import stream
 
@@ -181,9 +181,9 @@ def pretrained_artifact(name: Name, data: Path, work: Path) -> tuple[ArtifactRea
 
 def method_scores(artifact: ArtifactReader, label: str, checkpoints: Sequence[Path] = ()) -> F64:
     """Scores of a method, (N, E); one that looks at no unit has the same for all."""
-    (configured,) = configured_methods([label], {label: METHODS[label]}, __file__)
+    (configured,) = configure_methods([label], {label: METHODS[label]}, __file__)
     began, used = time.time(), time.process_time()
-    score_by_method = method_rows(artifact, configured, checkpoints=checkpoints).scores
+    score_by_method = score_artifact(artifact, configured, checkpoints=checkpoints).scores
     score_NE = np.concatenate([block for _, block in score_by_method]).astype(np.float64)
     cost = f"{time.time() - began:.0f} s, {time.process_time() - used:.0f} s of CPU"
     print(f"{artifact.path.name} {label}: {cost}; {'; '.join(score_by_method.account.notes)}", flush=True)

@@ -13,7 +13,7 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.build.pipeline import build_artifact
 from grasp.inspect.detect import detect
-from grasp.methods.registry import configured_methods, method_rows
+from grasp.methods.registry import configure_methods, score_artifact
 from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import ScoringProtocol, load_protocol, parse_protocol
 from grasp.predict.weights import MissingRows, in_blocks
@@ -77,8 +77,8 @@ def others(artifact: ArtifactReader, *, label: str | None) -> dict[str, F64]:
             "detect: fused": detection.scores["fused"],
         }
     out["GRASP (full)"] = without_each(artifact, load_protocol(FULL_PROTOCOL))
-    for method in configured_methods(["bm25", "activation_similarity"]):
-        rows = method_rows(artifact, method, cache=artifact.path / "methods")
+    for method in configure_methods(["bm25", "activation_similarity"]):
+        rows = score_artifact(artifact, method, cache=artifact.path / "methods")
         blocks = rows.array_blocks(rows.array_names[0], columns=rows.unit_columns(TARGET))
         out[NAMES[method.label]] = -np.concatenate([block.mean(axis=1) for _, block in blocks])
     return out

@@ -16,7 +16,7 @@ from grasp.baselines.bm25 import query_text
 from grasp.baselines.classifier import TextOdds
 from grasp.baselines.dsir import bucket_counts, log_ratio
 from grasp.methods.contract import MethodInputs
-from grasp.methods.registry import configured_methods, method_rows
+from grasp.methods.registry import configure_methods, score_artifact
 from grasp.predict.predictor import Predictor, UnitSelection
 from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.seeds import stream
@@ -75,8 +75,8 @@ def _of_units(name: str) -> Callable[[World, str, I64, int], F64]:
 
     def scores(world: World, target: str, known: I64, draw: int) -> F64:
         del target, draw
-        (method,) = configured_methods([name])
-        source = method_rows(world.artifact, method)
+        (method,) = configure_methods([name])
+        source = score_artifact(world.artifact, method)
         blocks = source.array_blocks(source.array_names[0], columns=known)
         return np.concatenate([block.sum(axis=1, dtype=np.float64) for _, block in blocks])
 

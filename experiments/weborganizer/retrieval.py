@@ -20,7 +20,7 @@ from grasp.arrays import F32, F64
 from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import RENAMED_KERNELS, ArtifactReader
 from grasp.errors import SettingsError
-from grasp.methods.registry import GRASP, MethodRows, configured_methods, method_rows
+from grasp.methods.registry import GRASP, MethodRows, configure_methods, score_artifact
 from grasp.predict.predictor import Predictor, UnitSelection
 from grasp.runs.metrics import Estimate, bootstrap_interval
 from grasp.seeds import bootstrap_weights
@@ -175,8 +175,8 @@ def _parts(artifact: ArtifactReader, scores: Sequence[RowScore]) -> dict[str, Pa
         elif name == GRASP:
             parts[name] = artifact, None
         else:
-            (method,) = configured_methods([name])
-            rows = method_rows(artifact, method)
+            (method,) = configure_methods([name])
+            rows = score_artifact(artifact, method)
             parts[name] = rows, rows.array_names[0]
     return parts
 

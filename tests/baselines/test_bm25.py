@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grasp.baselines.bm25 import top_rows, words
 from grasp.errors import TargetError
-from grasp.methods.registry import scores
+from grasp.methods.registry import score_rows
 from grasp.targets.units import UnitSet
 from tests.baselines.world import N_ROWS, configured_method, matrix, scored
 
@@ -104,7 +104,7 @@ def test_a_unit_without_words_scores_zero_and_is_counted(world, tmp_path):
         return replace(unit, prompt="Which is the", completion=" a") if i == 2 else unit
 
     inputs = with_units(world.inputs(), silence)
-    result = scores(configured_method("bm25"), inputs, tmp_path)
+    result = score_rows(configured_method("bm25"), inputs, tmp_path)
     assert (matrix(result)[:, 2] == 0).all()
     assert result.account.counts["units without a query word: 0 for every row"] == 1
 
@@ -112,4 +112,4 @@ def test_a_unit_without_words_scores_zero_and_is_counted(world, tmp_path):
 def test_units_without_any_word_are_refused(world, tmp_path):
     inputs = with_units(world.inputs(), lambda i, unit: replace(unit, prompt="Who?", completion=f" {i}"))
     with pytest.raises(TargetError, match=r"6 units.* query word"):
-        scores(configured_method("bm25"), inputs, tmp_path)
+        score_rows(configured_method("bm25"), inputs, tmp_path)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from grasp.methods.registry import method_predictions, scores
+from grasp.methods.registry import method_predictions, score_rows
 from tests.baselines.world import METHODS, N_ROWS, N_UNITS, configured_method, matrix
 from tests.cli.grasp_command import cells, refused, succeed
 
@@ -89,7 +89,7 @@ def test_configurations_have_labels_and_oracle_selected_ones_are_separate(world,
 
 def test_rows_are_ranked_by_a_method(world, cache):
     inputs = world.inputs()
-    result = matrix(scores(configured_method("bm25"), inputs, cache)).mean(axis=1)
+    result = matrix(score_rows(configured_method("bm25"), inputs, cache)).mean(axis=1)
     command = "score", world.root / "art", "--target", "facts", "--method", "bm25", "--cache", cache, "--top", 5
     printed = succeed(*command, "--bottom", 2).lines
     assert printed[0] == "the 5 most helpful and the 2 most harmful of 40 rows for facts, by bm25"
@@ -134,7 +134,7 @@ def test_methods_lists_all_methods_or_the_settings_of_one():
     ("flags", "message"),
     [
         (["--methods", "trakin"], "did you mean tracin?"),
-        ([], "cache: requires methods"),
+        ([], "cache: no effect without methods"),
         (["--methods", ""], "--methods: got ''"),
         (["--methods", ","], "--methods: got ','"),
         (["--methods", "bm25,loss", "--checkpoints", "gone"], "checkpoints: none of these methods"),

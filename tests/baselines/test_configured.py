@@ -5,12 +5,12 @@ import re
 import pytest
 
 from grasp.errors import SettingsError
-from grasp.methods.registry import configured_methods, find_method
+from grasp.methods.registry import configure_methods, registered_method
 from tests.baselines.world import METHODS, configured_method
 
 
 def test_a_name_selects_a_method_with_its_defaults():
-    first, second = configured_methods(["bm25", "loss"])
+    first, second = configure_methods(["bm25", "loss"])
     assert (first.label, first.method.name, first.method.settings.k1, first.oracle_selected) == (
         "bm25",
         "bm25",
@@ -18,7 +18,7 @@ def test_a_name_selects_a_method_with_its_defaults():
         False,
     )
     assert second.label == "loss"
-    assert configured_methods(["grasp"]) == ()
+    assert configure_methods(["grasp"]) == ()
 
 
 def test_a_file_configures_methods_and_gives_them_labels():
@@ -27,18 +27,18 @@ def test_a_file_configures_methods_and_gives_them_labels():
         "short": {"method": "bm25", "query": "completion", "seed": 3, "oracle_selected": True, "weighting": "count"},
         "taught": {"method": "random", "negative": 0.25},
     }
-    first, second, third = configured_methods(None, file)
+    first, second, third = configure_methods(None, file)
     assert first.method.settings.k1 == 0.9
     assert (second.method.name, second.method.settings.query, second.method.seed) == ("bm25", "completion", 3)
-    assert (second.oracle_selected, second.weighting, second.negative) == (True, "count", 1.0)
-    assert third.negative == 0.25
-    (only,) = configured_methods(["short"], file)
+    assert (second.oracle_selected, second.weighting, second.negative_scale) == (True, "count", 1.0)
+    assert third.negative_scale == 0.25
+    (only,) = configure_methods(["short"], file)
     assert only.label == "short"
 
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_every_entry_point_loads_and_has_a_description(name):
-    kind = find_method(name).load()
+    kind = registered_method(name).load()
     assert kind.__doc__
     assert re.search(r"Source: |\b20\d\d\b", kind.__doc__) or name in ("random", "length", "loss")
     assert all(field.description for field in kind.settings_type.model_fields.values())
@@ -64,7 +64,7 @@ def test_every_entry_point_loads_and_has_a_description(name):
 )
 def test_invalid_input_is_reported(names, file, message):
     with pytest.raises(SettingsError, match=message):
-        configured_methods(names, file, "file")
+        configure_methods(names, file, "file")
 
 
 @pytest.mark.parametrize(

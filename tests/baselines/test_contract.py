@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from grasp.methods.contract import RowMethod
-from grasp.methods.registry import find_method, method_predictions, scores
+from grasp.methods.registry import method_predictions, registered_method, score_rows
 from tests.baselines.world import METHODS, N_ROWS, N_UNITS, Clock, configured_method, copies, matrix
 from tests.faults import Killed
 
@@ -27,7 +27,7 @@ SMALL: dict[str, dict[str, Any]] = {
 TOLERANCE = 2e-4
 
 UNTARGETED = ("random", "length", "loss")
-ROW_METHODS = [name for name in METHODS if issubclass(find_method(name).load(), RowMethod)]
+ROW_METHODS = [name for name in METHODS if issubclass(registered_method(name).load(), RowMethod)]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def scored(world, place):
 
     def of(name):
         inputs = world.inputs()
-        return scores(configured_method(name, **SMALL.get(name, {})), inputs, place)
+        return score_rows(configured_method(name, **SMALL.get(name, {})), inputs, place)
 
     return of
 
@@ -50,7 +50,7 @@ def scored(world, place):
 def rescored(world, place, name, **changes):
     """Return the scores of the same method in a separate cache."""
     inputs = world.inputs(**changes)
-    return matrix(scores(configured_method(name, **SMALL.get(name, {})), inputs, place))
+    return matrix(score_rows(configured_method(name, **SMALL.get(name, {})), inputs, place))
 
 
 def close(result, expected):
@@ -70,7 +70,7 @@ def test_every_row_has_a_finite_score_for_every_unit(name, scored):
 
 @pytest.mark.parametrize("name", ROW_METHODS)
 def test_a_row_with_the_text_of_a_unit_has_the_highest_score(name, world, scored):
-    kind = find_method(name).load()
+    kind = registered_method(name).load()
     if name in UNTARGETED or "runs" in kind.requires:
         pytest.skip("its scores are not of this row and this unit alone")
     result = matrix(scored(name))
@@ -129,7 +129,7 @@ def test_predictions_are_complete_named_and_independent_of_the_order_of_subsets(
 def test_the_prediction_of_a_subset_is_the_mean_or_sum_of_its_row_scores(name, world, place):
     inputs = world.inputs()
     configured, cache = configured_method(name, **SMALL.get(name, {})), place
-    result = np.broadcast_to(matrix(scores(configured, inputs, cache)), (N_ROWS, N_UNITS))
+    result = np.broadcast_to(matrix(score_rows(configured, inputs, cache)), (N_ROWS, N_UNITS))
     (block,) = inputs.retrained_runs.subsets
     predicted = method_predictions(configured, inputs, [block], cache)
     for b in range(len(block.subset_ids)):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grasp.methods.registry import configured_methods, find_method
+from grasp.methods.registry import configure_methods, registered_method
 from tests.baselines.world import METHODS
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ def test_every_method_has_a_section_and_every_section_is_a_method():
 @pytest.mark.parametrize("name", list(METHODS))
 def test_every_setting_and_the_floats_per_row_are_documented(name):
     section = SECTIONS[name]
-    fields = find_method(name).load().settings_type.model_fields
+    fields = registered_method(name).load().settings_type.model_fields
     assert [field for field in fields if not re.search(rf"`[^`]*\b{field}\b[^`]*`", section)] == []
     assert "loats a row" in " ".join(section.split()) or name == "datamodels"
 
@@ -32,11 +32,11 @@ def test_every_setting_and_the_floats_per_row_are_documented(name):
 )
 def test_settings_of_the_experiment_are_valid(file):
     configured = yaml.safe_load(file.read_text(encoding="utf-8"))
-    configured_list = configured_methods(None, configured, file.name)
+    configured_list = configure_methods(None, configured, file.name)
     assert [entry.label for entry in configured_list] == list(configured)
 
 
 def test_the_experiment_has_every_method_that_needs_no_retraining():
     configured = yaml.safe_load((ROOT / "experiments" / "baselines" / "methods.yaml").read_text(encoding="utf-8"))
-    used = {entry.method.name for entry in configured_methods(None, configured)}
+    used = {entry.method.name for entry in configure_methods(None, configured)}
     assert set(METHODS) - used == {"retraining_shapley"}

@@ -22,7 +22,7 @@ from grasp.baselines.gradients.queries import Queries
 from grasp.baselines.gradients.session import exact_plan, row_examples, unit_examples
 from grasp.baselines.less import adam_update
 from grasp.errors import ModelError, SettingsError
-from grasp.methods.registry import scores
+from grasp.methods.registry import score_rows
 from grasp.models.gradients import Example, PerExample
 from tests.baselines.gradient_world import autograd, objective, reference, rows, units
 from tests.baselines.world import N_ROWS, N_UNITS, configured_method, scored
@@ -33,7 +33,7 @@ CLOSE = 2e-4  # float32 models: of the largest number
 
 def account(world, place: Path, name: str, **settings):
     inputs = world.inputs()
-    return scores(configured_method(name, **settings), inputs, place).account
+    return score_rows(configured_method(name, **settings), inputs, place).account
 
 
 @pytest.fixture(scope="module")
@@ -265,8 +265,8 @@ def test_adam_without_moments_is_refused_if_requested(world, tmp_path):
             (plain / path.name).symlink_to(path)
     inputs = world.inputs(checkpoint_paths=(plain,))
     with pytest.raises(SettingsError, match=r"less.adam: got always.*plain .*1 such"):
-        scores(configured_method("less", adam="always"), inputs, tmp_path / "c")
-    result = scores(configured_method("less"), inputs, tmp_path / "c")
+        score_rows(configured_method("less", adam="always"), inputs, tmp_path / "c")
+    result = score_rows(configured_method("less"), inputs, tmp_path / "c")
     assert "rows represented by Adam's update instead of their gradient" not in result.account.notes
 
 

@@ -10,7 +10,7 @@ from grasp.baselines.inrun import STATE, InRun, _trainable_copy
 from grasp.baselines.replay import BatchReplaySettings, Replay
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
-from grasp.methods.registry import scores
+from grasp.methods.registry import score_rows
 from grasp.models.gradients import Example
 from grasp.seeds import stream
 from tests.baselines.gradient_world import reference
@@ -22,7 +22,7 @@ QUICK = {"learning_rate": 1e-3}
 
 def scored(world, place, inputs=None, **settings):
     inputs = inputs or world.inputs()
-    return scores(configured_method("inrun", **QUICK | settings), inputs, place)
+    return score_rows(configured_method("inrun", **QUICK | settings), inputs, place)
 
 
 def by_hand(inputs, batches, **settings):

@@ -10,7 +10,7 @@ from grasp.baselines.hidden import hidden_at
 from grasp.baselines.knn_shapley import knn_shapley, values_by_rank
 from grasp.baselines.shapley import exact_shapley
 from grasp.errors import SettingsError, ShapeError
-from grasp.methods.registry import scores
+from grasp.methods.registry import score_rows
 from tests.baselines.world import N_ROWS, N_UNITS, configured_method, matrix
 
 
@@ -76,7 +76,7 @@ def test_inconsistent_shapes_are_refused():
 @pytest.mark.parametrize("nearest", [10_000, 40])
 def test_values_of_texts_are_sums_over_positions(nearest, world, tmp_path):
     inputs = world.inputs()
-    result = matrix(scores(configured_method("knn_shapley", k=3, nearest=nearest), inputs, tmp_path))
+    result = matrix(score_rows(configured_method("knn_shapley", k=3, nearest=nearest), inputs, tmp_path))
     # float64 on either side but for the scores, which are kept as float32
     np.testing.assert_allclose(result, slow_text(inputs, 3, nearest), rtol=np.finfo(np.float32).eps, atol=1e-12)
 

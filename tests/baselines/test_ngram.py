@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from grasp.methods.registry import scores
+from grasp.methods.registry import score_rows
 from tests.baselines.world import N_ROWS, configured_method, matrix
 
 
@@ -29,7 +29,7 @@ def utility(rows, unit, weight_N, order, uniform, vocabulary):
 @pytest.mark.parametrize("order", [1, 3])
 def test_scores_are_the_derivative_of_the_refitted_model(order, world, tmp_path):
     inputs = world.inputs()
-    result = matrix(scores(configured_method("ngram", order=order, uniform=0.1), inputs, tmp_path))
+    result = matrix(score_rows(configured_method("ngram", order=order, uniform=0.1), inputs, tmp_path))
     shard = inputs.rows(0, N_ROWS)
     rows = [shard.ids(i).tolist() for i in range(N_ROWS)]
     vocabulary = inputs.artifact.manifest.details["vocab_size"]

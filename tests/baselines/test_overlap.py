@@ -5,14 +5,14 @@ import pytest
 
 from grasp.baselines.bm25 import query_text, words
 from grasp.errors import TargetError
-from grasp.methods.registry import scores
+from grasp.methods.registry import score_rows
 from tests.baselines.world import N_ROWS, configured_method, matrix
 
 
 @pytest.mark.parametrize("query", ["both", "prompt", "completion"])
 def test_scores_equal_shares_of_sets(query, world, tmp_path):
     inputs = world.inputs()
-    result = matrix(scores(configured_method("overlap", query=query), inputs, tmp_path))
+    result = matrix(score_rows(configured_method("overlap", query=query), inputs, tmp_path))
     rows = [set(words(text)) for text in inputs.texts(0, N_ROWS)]
     queries = [set(words(query_text(unit, query))) for unit in inputs.units.units]
     expected = [[len(row & query) / len(query) for query in queries] for row in rows]
@@ -24,4 +24,4 @@ def test_units_without_words_are_refused(world, tmp_path, monkeypatch):
     monkeypatch.setattr("grasp.baselines.overlap.words", lambda _: [])
     inputs = world.inputs()
     with pytest.raises(TargetError, match=r"6 units.* query word"):
-        scores(configured_method("overlap"), inputs, tmp_path)
+        score_rows(configured_method("overlap"), inputs, tmp_path)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grasp.errors import MissingExtraError, SettingsError, ShapeError
-from grasp.methods.registry import configured_methods, find_method, methods, scores
+from grasp.methods.registry import configure_methods, registered_method, registered_methods, score_rows
 from tests.baselines.test_documentation import TEXT
 from tests.baselines.world import matrix
 from tests.cli.grasp_command import refused, succeed
@@ -52,19 +52,19 @@ def test_a_plugin_is_listed_ranks_rows_and_is_evaluated(loud, world, tmp_path):
     assert re.search(r"^loud +facts", succeed(*command).out, flags=re.MULTILINE)
     inputs = world.inputs()
     shares = [sum(map(str.isupper, text)) / max(1, len(text)) for text in inputs.texts(0, inputs.n_rows)]
-    (configured,) = configured_methods(["loud"])
-    np.testing.assert_array_equal(matrix(scores(configured, inputs))[:, 0], -np.array(shares))
+    (configured,) = configure_methods(["loud"])
+    np.testing.assert_array_equal(matrix(score_rows(configured, inputs))[:, 0], -np.array(shares))
 
 
 def test_without_the_package_there_is_no_such_method():
     with pytest.raises(SettingsError, match=r"method 'loud'; .*activation_similarity"):
-        find_method("loud")
+        registered_method("loud")
 
 
 def test_two_packages_with_the_same_method_name_are_refused(loud, install):
     install("other", SOURCE, "loud = other:Loud", package="other")
     with pytest.raises(SettingsError, match=r"(loudness and other|other and loudness)"):
-        methods()
+        registered_methods()
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_two_packages_with_the_same_method_name_are_refused(loud, install):
 def test_a_broken_package_is_named(point, message, install):
     install("broken", SOURCE, f"loud = {point}", package="broken")
     with pytest.raises(MissingExtraError, match=message):
-        find_method("loud").load()
+        registered_method("loud").load()
 
 
 def test_objects_that_are_not_methods_are_refused(install, world):
@@ -90,6 +90,6 @@ def test_objects_that_are_not_methods_are_refused(install, world):
 
 def test_scores_of_another_shape_are_refused(install, world):
     install("short", SOURCE.replace("0, inputs.n_rows", "0, 3"), "loud = short:Loud", package="short")
-    (configured,) = configured_methods(["loud"])
+    (configured,) = configure_methods(["loud"])
     with pytest.raises(ShapeError, match=r"loud: .*\(3, 1\), .*\(40, 6\) or \(40, 1\)"):
-        scores(configured, world.inputs())
+        score_rows(configured, world.inputs())

@@ -10,7 +10,7 @@ from grasp.baselines.shapley import exact_shapley
 from grasp.baselines.stored import shared_directory
 from grasp.baselines.work import WorkArea
 from grasp.errors import RunsError, SettingsError, SubsetError
-from grasp.methods.registry import method_predictions, scores
+from grasp.methods.registry import method_predictions, score_rows
 from grasp.models.unit_loss import evaluate_units
 from grasp.runs.retrained import RetrainedRuns
 from grasp.training.recipe import TrainingRecipe
@@ -50,7 +50,7 @@ def trained_one_by_one(inputs):
 
 def run(inputs, place, **settings):
     settings = {"players": "topic", "permutations": 0} | settings
-    return scores(configured_method("retraining_shapley", **settings), inputs, place)
+    return score_rows(configured_method("retraining_shapley", **settings), inputs, place)
 
 
 def test_the_utility_of_a_coalition_equals_that_of_training_on_it(world, place):

@@ -15,7 +15,7 @@ from grasp.baselines.stored import LOCK, BlockMethod, RowScorer, identity, resul
 from grasp.baselines.work import WorkArea
 from grasp.errors import ArtifactError, ModelError, SettingsError, ShapeError
 from grasp.methods.contract import Account, NoSettings, Seconds
-from grasp.methods.registry import find_method, scores
+from grasp.methods.registry import registered_method, score_rows
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.predictions import read_row_scores
 from tests.baselines.world import METHODS, N_ROWS, N_UNITS, Clock, configured_method, matrix
@@ -134,7 +134,7 @@ def other(inputs, **changes):
     return changed
 
 
-READERS = [name for name in METHODS if {"tokens", "model"} & find_method(name).load().requires]
+READERS = [name for name in METHODS if {"tokens", "model"} & registered_method(name).load().requires]
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -185,7 +185,7 @@ def test_shared_intermediate_results_belong_to_one_artifact_and_version(world, t
     ]
     assert len(set(places)) == len(places)
     assert shared_directory(tmp_path, other(inputs), 1) == places[0]
-    scores(configured_method("tracin", checkpoints="last"), inputs, tmp_path)
+    score_rows(configured_method("tracin", checkpoints="last"), inputs, tmp_path)
     (area,) = tmp_path.glob("shared-*/gradients-*")
     assert area.parent == shared_directory(tmp_path, inputs, 1)
 
@@ -218,7 +218,7 @@ def test_the_error_of_an_unwritable_cache_names_the_flag(world, tmp_path):
 
 def test_stored_scores_of_units_are_written_as_predictions(world, tmp_path):
     inputs = world.inputs()
-    result = scores(configured_method("bm25"), inputs, tmp_path)
+    result = score_rows(configured_method("bm25"), inputs, tmp_path)
     read = read_row_scores(result.path / "scores.npy", RowIndex.from_parquet(inputs.artifact.rows_path))
     assert read.columns == tuple((unit.target, unit.unit_id) for unit in inputs.units.units)
     np.testing.assert_array_equal(np.concatenate([block for _, block in read.blocks]), matrix(result))

@@ -10,7 +10,7 @@ import pytest
 
 from grasp.baselines.classifier import TextOdds
 from grasp.baselines.dsir import MIN_PROBABILITY, WORD, bucket_counts, log_ratio
-from grasp.methods.registry import scores
+from grasp.methods.registry import score_rows
 from tests.baselines.world import N_ROWS, configured_method, matrix
 
 GAMES = ["the goalkeeper saved the ball", "a striker kicked the ball far", "the team won by two goals"]
@@ -43,7 +43,7 @@ def test_words_and_pairs_of_words_are_counted():
 def test_dsir_equals_the_weight_plus_seeded_noise(world, tmp_path):
     inputs = world.inputs()
     plain, first, repeated, other = (
-        matrix(scores(configured_method("dsir", resample=resample, seed=seed), inputs, tmp_path / name))
+        matrix(score_rows(configured_method("dsir", resample=resample, seed=seed), inputs, tmp_path / name))
         for name, resample, seed in (("plain", False, 0), ("a", True, 0), ("b", True, 0), ("c", True, 1))
     )
     np.testing.assert_array_equal(first, repeated)

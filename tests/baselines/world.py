@@ -15,7 +15,7 @@ import numpy as np
 from grasp.artifact.reader import ArtifactReader
 from grasp.build.pipeline import build_artifact
 from grasp.methods.contract import MethodInputs, MethodScores, Retrained
-from grasp.methods.registry import ConfiguredMethod, configured_methods, methods, scores
+from grasp.methods.registry import ConfiguredMethod, configure_methods, registered_methods, score_rows
 from grasp.models.tokenizer import train_tokenizer
 from grasp.retraining.worker import retrain
 from grasp.runs.alignment import Alignment
@@ -24,7 +24,7 @@ from grasp.settings import build_settings, retrain_settings
 from tests.build.world import TOPICS, texts, write_targets
 from tests.faults import Killed
 
-METHODS = [name for name, entry in methods().items() if entry.package == "grasp-attribution"]
+METHODS = [name for name, entry in registered_methods().items() if entry.package == "grasp-attribution"]
 N_ROWS = 40
 N_UNITS = 6
 SHAPE = {"vocab_size": 300, "hidden": 16, "intermediate": 32, "layers": 2, "heads": 2, "context": 64}
@@ -97,7 +97,7 @@ def make(root: Path) -> World:
 
 def configured_method(name: str, **settings: Any) -> ConfiguredMethod:
     """Return a method with settings, including `seed`."""
-    (result,) = configured_methods([name], {name: settings})
+    (result,) = configure_methods([name], {name: settings})
     return result
 
 
@@ -113,7 +113,7 @@ def copies(inputs: MethodInputs) -> np.ndarray:
 
 def scored(world: World, place: Path, name: str, **settings: Any) -> np.ndarray:
     """Return all scores of a method with these settings in float64, computed or read from the cache."""
-    return matrix(scores(configured_method(name, **settings), world.inputs(), place))
+    return matrix(score_rows(configured_method(name, **settings), world.inputs(), place))
 
 
 @dataclass

@@ -17,7 +17,7 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import RunsError, SettingsError
 from grasp.methods.contract import MethodInputs, Retrained
-from grasp.methods.registry import ConfiguredMethod, configured_methods, method_predictions, published_methods
+from grasp.methods.registry import ConfiguredMethod, configure_methods, load_methods, method_predictions
 from grasp.predict.families import parse_family
 from grasp.predict.scoring_rule import Match, ScoringProtocol, geometry, resolve_protocol, targets_selected_on
 from grasp.predict.subset_tables import RowIndex
@@ -96,8 +96,8 @@ def evaluate(
     bound_runs = bind_runs(art.files, runs)
     if not controls and (development or family is not None):
         raise SettingsError("development, family: require controls; add it, or drop them")
-    published = published_methods(methods, method_settings, checkpoints=checkpoints, cache=cache)
-    published += configured_methods(None, _oracle_settings(oracles, bound_runs))
+    published = load_methods(methods, method_settings, checkpoints=checkpoints, cache=cache)
+    published += configure_methods(None, _oracle_settings(oracles, bound_runs))
     control_candidates: Mapping[str, Any] = {}
     controls_on: Mapping[str, str] = {}
     control_notes: Sequence[str] = ()

@@ -29,7 +29,7 @@ from grasp.artifact.rows import (
 )
 from grasp.errors import SettingsError
 from grasp.files import check_outputs
-from grasp.methods.registry import GRASP, ConfiguredMethod, configured_methods, method_rows
+from grasp.methods.registry import GRASP, ConfiguredMethod, configure_methods, score_artifact
 from grasp.predict.predictor import additive_predictor
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.progress import Progress
@@ -149,7 +149,7 @@ def score(
         among_N = _long_rows(artifact, min_tokens, among_N)
     values_N: NDArray[np.floating[Any]]
     if published is not None:
-        rows = method_rows(
+        rows = score_artifact(
             artifact, published, runs=bound_runs, checkpoints=checkpoints, cache=cache, progress=progress
         )
         by, values_N, provenance = published.label, rows.means(target), "score of the method, in its own unit"
@@ -197,7 +197,7 @@ def _published_method(name: str, settings: Path | str | None) -> ConfiguredMetho
     if name == GRASP:
         raise SettingsError("method: got grasp, which is the default; drop method, or pass match to select a kernel")
     configured = {} if settings is None else read_yaml(Path(settings))
-    (method,) = configured_methods([name], configured, "method" if settings is None else str(settings))
+    (method,) = configure_methods([name], configured, "method" if settings is None else str(settings))
     return method
 
 

@@ -45,13 +45,13 @@ def methods(
 
     Use their names with `grasp evaluate --methods` and `grasp score --method`.
     """
-    from grasp.methods.registry import find_method
-    from grasp.methods.registry import methods as installed
+    from grasp.methods.registry import registered_method
+    from grasp.methods.registry import registered_methods as installed
 
     if name is None:
         show("methods", ("name", "description"), [(entry.name, entry.summary()) for entry in installed().values()])
         return
-    entry = find_method(name)
+    entry = registered_method(name)
     method_class = entry.load()
     print(f"{entry.name}\n")
     print("\n".join(line.strip() for line in (method_class.__doc__ or "").strip().splitlines()))

@@ -1,12 +1,13 @@
 """Interface of an attribution method: settings, required inputs, and scores of rows or predictions of subsets.
 
-Start with `RowMethod`. It scores rows: (N, E) for the units of the artifact, or (N, 1) if the score does not depend on
-the unit. A `SubsetMethod` predicts subsets, (B, E), directly. Sign convention: positive means that training on the row
-should lower the unit's loss. Methods are registered under the entry point group `grasp.methods`; see docs/baselines.md.
+A `RowMethod` scores rows: (N, E) for the units of the artifact (scored elements of its targets, such as questions), or
+(N, 1) if the score does not depend on the unit. Positive means that training on the row should lower the unit's loss.
+A `SubsetMethod` predicts subsets of the rows directly, (B, E). Besides the numbers both return an `Account`: cost,
+coverage and notes. Packages register methods under the entry point group `grasp.methods`; see docs/baselines.md.
 
 `MethodInputs` gives a method access to the artifact's rows and units, its reference model, checkpoints and retrained
-subsets. Data is loaded lazily, per block if it is as long as the corpus, and verified against the fingerprints of
-tokens, tokenizer, model and units that the artifact was built from.
+runs. Data is loaded lazily, per block if it is as long as the corpus, and verified against the fingerprints of
+tokens, tokenizer, model and units that the artifact was built from. Start with `RowMethod`.
 
 Shape letters: N rows, n rows of a block, E units, B subsets.
 """
@@ -37,14 +38,21 @@ from grasp.targets.units import UnitSet, UnitTokens
 if TYPE_CHECKING:
     from grasp.models.causal_lm import ReferenceModel
     from grasp.models.tokenizer import HfTokenizer
-Scores = Floats
+
+Scores = Floats  # of a block: (n, E), or (n, 1)
 # Inputs that a method may require besides the artifact's tables; each is checked before the method runs.
 Requirement = Literal["tokens", "model", "checkpoints", "runs"]
 
 
 @dataclass(frozen=True, slots=True)
 class Retrained:
-    """Retrained runs aligned with the artifact: targets have the artifact's names, others are dropped."""
+    """Retrained runs aligned with the artifact: targets have the artifact's names, others are dropped.
+
+    Attributes:
+        runs: the runs.
+        utilities: utility of each run and unit.
+        subsets: blocks of the subsets that were trained on, as weights over the artifact's rows.
+    """
 
     runs: TrainingRuns
     utilities: Utilities
@@ -62,10 +70,12 @@ class MethodInputs:
     """Everything that a method may read: an artifact, its model, checkpoints and retrained runs.
 
     Args:
+        artifact: artifact whose rows are scored.
         block_rows: rows per block. Default: rows per shard.
         batch_tokens: tokens per forward pass, padding included. Default: the setting of the build.
         checkpoint_paths: directories of checkpoints. Default: the directory of the artifact's model.
         retrained: retrained runs, for methods that require them.
+        progress: receives stages, notes and numbers of rows.
     """
 
     artifact: ArtifactReader
@@ -129,7 +139,7 @@ class MethodInputs:
         return rows
 
     def refuse_pairs(self) -> None:
-        """Refuse rows that are not sequences.
+        """Refuse preference pairs, for methods that need the loss of a text.
 
         Raises:
             SettingsError: rows are preference pairs.
@@ -226,7 +236,7 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Summary that a method returns after scoring every row.
+    """What a method reports about its scores: cost, coverage and notes, for tables of results.
 
     Attributes:
         features: stored floats per row from which a new unit could be scored without reading the corpus again
@@ -234,7 +244,7 @@ class Account:
         covers: parameters or text that the scores depend on: names of layers, "all tokens", ...
         notes: remarks needed to interpret the scores, one phrase each.
         counts: number of skipped rows or units, by reason.
-        ready: seconds that earlier runs spent on intermediate results which this run reused.
+        ready: time that earlier runs spent on intermediate results which this run reused.
     """
 
     features: int = 0
@@ -249,9 +259,10 @@ class MethodScores:
     """Scores of all rows, with the cost of computing them.
 
     Attributes:
-        blocks: (first row, (n, E) or (n, 1)) in corpus order; can be iterated more than once.
+        blocks: first row and scores of each block, in corpus order; can be iterated more than once.
         shape: (N, E) or (N, 1).
-        seconds: None if not measured.
+        account: cost, coverage and notes.
+        seconds: time of the computation; None if it was not measured.
     """
 
     blocks: Iterable[tuple[int, Scores]]
@@ -271,12 +282,19 @@ class MethodScores:
 
 
 class Method(ABC, Generic[S]):
-    """Base of row and subset methods. `grasp methods` prints the first line of a subclass's docstring."""
+    """Base of row and subset methods. `grasp methods` prints the first line of a subclass's docstring.
+
+    Attributes:
+        settings_type: class of the settings.
+        requires: inputs that it reads besides the artifact's tables.
+        required_modules: optional modules that it imports, each with the extra of grasp-attribution that installs it.
+        supervised: whether it is fitted to the utilities that it is evaluated on, and is therefore an oracle.
+    """
 
     settings_type: ClassVar[type[Settings]] = NoSettings
     requires: ClassVar[frozenset[Requirement]] = frozenset()
-    required_modules: ClassVar[Mapping[str, str]] = {}  # module -> extra of grasp-attribution that installs it
-    supervised: ClassVar[bool] = False  # fitted to the utilities that it is evaluated on: an oracle
+    required_modules: ClassVar[Mapping[str, str]] = {}
+    supervised: ClassVar[bool] = False
 
     def __init__(self, settings: S, *, name: str = "", seed: int = 0) -> None:
         self.settings = settings
@@ -296,15 +314,21 @@ class Method(ABC, Generic[S]):
 
 
 class RowMethod(Method[S]):
-    """A method that scores rows."""
+    """A method that scores rows.
 
-    weighting: ClassVar[Literal["mean", "count"]] = "mean"  # how scores are aggregated over a subset's rows, by default
+    Attributes:
+        weighting: how a subset is predicted from the scores of its rows, by default: their mean, or their sum
+            (`count`).
+    """
+
+    weighting: ClassVar[Literal["mean", "count"]] = "mean"
 
     @abstractmethod
     def scores(self, inputs: MethodInputs, cache: Path) -> MethodScores:
         """Return the score of each row for each unit, in the order of `inputs.units`.
 
         Args:
+            inputs: rows, units and what else the method requires.
             cache: directory for intermediate results and scores; it may not exist yet.
         """
 

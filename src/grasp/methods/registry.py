@@ -1,11 +1,15 @@
-"""Registry of attribution methods: load them by name or label, and compute scores, ranks and predictions.
+"""Registry of published attribution methods: load them by name or label, and compute scores, ranks and predictions.
 
-Start with `configured_methods`, then `scores` or `method_predictions`. Names are the entry points that installed
-packages register under the group `grasp.methods`. Example of a settings file:
+Packages register methods as entry points of the group `grasp.methods`; the name of the entry point is that of the
+method. A settings file configures methods under labels of the user:
 
 tracin: {projection: 64}                          # settings of a method under its own name
 tracin-all: {method: tracin, layers: all}         # a second configuration of the same method
 trak-best: {method: trak, oracle_selected: true}  # selected on the utilities that it is evaluated on
+
+`configure_methods` loads and configures methods. `score_rows` scores rows by one of them, and `method_predictions`
+predicts subsets. `score_artifact` returns scores in the form of an artifact's arrays, which commands rank rows by.
+A method is one of the classes in `grasp.methods.contract`; units are the scored elements of targets, such as questions.
 
 Shape letters: N rows, E units, B subsets.
 """
@@ -29,7 +33,7 @@ from grasp.arrays import F32, F64, I64, Blocks
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import MissingExtraError, SettingsError, ShapeError
 from grasp.extras import require
-from grasp.methods.contract import Method, MethodInputs, MethodScores, Retrained, RowMethod, SubsetMethod
+from grasp.methods.contract import Account, Method, MethodInputs, MethodScores, Retrained, RowMethod, SubsetMethod
 from grasp.predict.weights import SubsetBlock
 from grasp.progress import Progress, Silent
 from grasp.runs.alignment import Alignment
@@ -42,7 +46,7 @@ from grasp.yaml_files import describe, read_yaml
 GROUP = "grasp.methods"
 GRASP = "grasp"  # accepted among the names of methods; its predictions are always included
 CACHE = "baselines"  # inside the artifact
-ANY_UNIT = ("", "any")  # the only column of scores that do not depend on the unit
+ANY_UNIT = ("", "any")  # target and unit of the only column of scores that do not depend on the unit
 MAX_COVERED = 6  # entries of `Account.covers` that a note lists
 SUM_NOTE = "scores are summed over a subset, not averaged"
 
@@ -80,28 +84,33 @@ class Entry:
             MissingExtraError: the module cannot be imported.
             SettingsError: the entry point is not a method.
         """
-        where = f"method {self.name}: {self.point.value} of package {self.package}"
+        location = f"method {self.name}: {self.point.value} of package {self.package}"
         try:
-            kind = self.point.load()
+            loaded = self.point.load()
         except (ImportError, AttributeError) as err:
-            raise MissingExtraError(f"{where} cannot be imported: {err}; reinstall or uninstall the package") from err
-        if not (isinstance(kind, type) and issubclass(kind, Method)):
-            raise SettingsError(f"{where}: got {kind!r}, expected a class derived from grasp.methods.contract.Method")
-        return kind
+            raise MissingExtraError(
+                f"{location} cannot be imported: {err}; reinstall or uninstall the package"
+            ) from err
+        if not (isinstance(loaded, type) and issubclass(loaded, Method)):
+            raise SettingsError(
+                f"{location}: got {loaded!r}, expected a class derived from grasp.methods.contract.Method"
+            )
+        return loaded
 
 
-def methods() -> dict[str, Entry]:
+def registered_methods() -> dict[str, Entry]:
     """Return all registered methods by name.
 
     Raises:
         SettingsError: two packages register the same name.
     """
-    return _installed(tuple(sys.path))
+    return _discover_methods(tuple(sys.path))
 
 
 @cache
-def _installed(path: tuple[str, ...]) -> dict[str, Entry]:
-    del path  # part of the cache key only: entry points are discovered along sys.path
+def _discover_methods(path: tuple[str, ...]) -> dict[str, Entry]:
+    """Return all registered methods; `path` is only the key of the cache, since entry points are found in sys.path."""
+    del path
     entries: dict[str, Entry] = {}
     for entry in map(Entry, sorted(entry_points(group=GROUP), key=lambda point: point.name)):
         if duplicate := entries.get(entry.name):
@@ -112,20 +121,21 @@ def _installed(path: tuple[str, ...]) -> dict[str, Entry]:
     return entries
 
 
-def find_method(name: str, where: str = "method") -> Entry:
+def registered_method(name: str, error_prefix: str = "method") -> Entry:
     """Return a registered method by name.
 
     Args:
-        where: prefix of the error message.
+        name: name of the method.
+        error_prefix: begin of the error message, such as the settings file.
     Raises:
         SettingsError: unknown name; the message lists the available ones.
     """
-    known = methods()
+    known = registered_methods()
     if name not in known:
         close = get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         available = ", ".join(known) or "none: install grasp-attribution with pip to register its methods"
-        raise SettingsError(f"{where}: unknown method {name!r}; {hint}available: {available}")
+        raise SettingsError(f"{error_prefix}: unknown method {name!r}; {hint}available: {available}")
     return known[name]
 
 
@@ -146,29 +156,38 @@ class _CommonOptions(Settings):
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredMethod:
-    """A method with its settings and options."""
+    """A method with its settings and options.
+
+    Attributes:
+        label: name of the configuration, in results.
+        method: the method with its settings.
+        oracle_selected: whether it was selected on the utilities that it is evaluated on.
+        weighting: how row scores are aggregated over a subset. Default: as the method does.
+        negative_scale: factor on negative row scores when subsets are predicted; the option `negative`.
+    """
 
     label: str
     method: Method[Any]
     oracle_selected: bool = False
-    weighting: Weighting | None = None  # None: the default of the method
-    negative: float = 1.0  # factor on negative row scores when subsets are predicted
+    weighting: Weighting | None = None
+    negative_scale: float = 1.0
 
 
-def configured_methods(
-    names: str | Sequence[str] | None, configured: Mapping[str, Any] | None = None, where: str = "methods"
+def configure_methods(
+    names: str | Sequence[str] | None, configurations: Mapping[str, Any] | None = None, error_prefix: str = "methods"
 ) -> tuple[ConfiguredMethod, ...]:
     """Import methods by name or label and validate their settings.
 
     Args:
-        names: names or labels. Default: every configuration.
-        configured: label -> settings of the method, and `method`, `seed`, `oracle_selected`, `weighting`, `negative`.
-        where: prefix of error messages about the configurations.
+        names: names of methods, or labels of configurations. Default: every configuration.
+        configurations: by label, settings of a method, and the options `method`, `seed`, `oracle_selected`,
+            `weighting` and `negative`.
+        error_prefix: begin of error messages about the configurations, such as the settings file.
     Raises:
         SettingsError: unknown method (the message lists the available ones), or invalid settings.
         MissingExtraError: a required package is not installed; the message names the extra.
     """
-    configurations = dict(configured or {})
+    configurations = dict(configurations or {})
     labels = list(configurations) if names is None else [name for name in listed(names) if name != GRASP]
     duplicates = sorted({name for name in labels if labels.count(name) > 1})
     if duplicates:
@@ -176,72 +195,79 @@ def configured_methods(
             f"methods: {', '.join(duplicates)} given twice; use another label for one in a settings file"
         )
     for label, values in configurations.items():
-        options, _ = _split_options(label, values, where)
+        options, _ = _split_options(label, values, error_prefix)
         if label not in labels:  # report errors in unused configurations too
-            _validate(where, label, (_CommonOptions, options))
-    configured_list = list[ConfiguredMethod]()
+            _validate(error_prefix, label, (_CommonOptions, options))
     for label in labels:
-        if label not in configurations and label not in methods():
+        if label not in configurations and label not in registered_methods():
             if not configurations:
-                find_method(label, where)  # raises with the list of available methods
+                registered_method(label, error_prefix)  # raises with the list of available methods
             raise SettingsError(
-                f"methods: unknown label {label!r}; configured in {where}: {', '.join(configurations)}; available "
-                f"methods: {', '.join(methods())}"
+                f"methods: unknown label {label!r}; configured in {error_prefix}: {', '.join(configurations)}; "
+                f"available methods: {', '.join(registered_methods())}"
             )
-        options, setting_values = _split_options(label, configurations.get(label, {}), where)
-        kind = find_method(options["method"]).load()
-        common, settings = _validate(where, label, (_CommonOptions, options), (kind.settings_type, setting_values))
-        assert isinstance(common, _CommonOptions)
-        for module, extra in kind.required_modules.items():
-            require(module, extra=extra, feature=f"method {common.method}")
-        if issubclass(kind, SubsetMethod):
-            row_options = {"weighting": common.weighting is not None, "negative": common.negative != 1.0}
-            if unused := [name for name, is_set in row_options.items() if is_set]:
-                raise SettingsError(
-                    f"{where}: {label}: {', '.join(unused)}: not supported by {common.method}, which predicts subsets "
-                    "and scores no rows; remove it"
-                )
-        method = kind(settings, name=common.method, seed=common.seed)
-        configured_list.append(
-            ConfiguredMethod(label, method, common.oracle_selected, common.weighting, common.negative)
-        )
-    return tuple(configured_list)
+    return tuple(_configure(label, configurations.get(label, {}), error_prefix) for label in labels)
 
 
-def published_methods(
+def _configure(label: str, values: Any, error_prefix: str) -> ConfiguredMethod:
+    """Import the method of a configuration, and validate its options and settings."""
+    options, setting_values = _split_options(label, values, error_prefix)
+    method_class = registered_method(options["method"]).load()
+    sections = (_CommonOptions, options), (method_class.settings_type, setting_values)
+    common, settings = _validate(error_prefix, label, *sections)
+    assert isinstance(common, _CommonOptions)
+    for module, extra in method_class.required_modules.items():
+        require(module, extra=extra, feature=f"method {common.method}")
+    if issubclass(method_class, SubsetMethod):
+        row_options = {"weighting": common.weighting is not None, "negative": common.negative != 1.0}
+        if unused := [name for name, is_set in row_options.items() if is_set]:
+            raise SettingsError(
+                f"{error_prefix}: {label}: {', '.join(unused)}: not supported by {common.method}, which predicts "
+                "subsets and scores no rows; remove it"
+            )
+    method = method_class(settings, name=common.method, seed=common.seed)
+    return ConfiguredMethod(label, method, common.oracle_selected, common.weighting, common.negative)
+
+
+def load_methods(
     names: str | Sequence[str] | None,
     settings: Mapping[str, Any] | Path | str | None,
     *,
     checkpoints: Sequence[Path | str] = (),
     cache: Path | str | None = None,
 ) -> tuple[ConfiguredMethod, ...]:
-    """Load methods by name, from a settings file, or both; return an empty tuple if neither is passed.
+    """Configure methods by name, from a settings file, or both; return an empty tuple if neither is passed.
 
+    Args:
+        names: names or labels, as in `configure_methods`.
+        settings: configurations by label, or a YAML file with them.
+        checkpoints: checkpoints for methods that use them; here only checked.
+        cache: directory of stored scores; here only checked.
     Raises:
-        SettingsError: as `configured_methods`; or checkpoints or a cache that no method uses.
+        SettingsError: as `configure_methods`; or checkpoints or a cache that no method uses.
     """
     if names is None and settings is None:
         unused = [name for name, value in {"checkpoints": checkpoints, "cache": cache}.items() if value]
         if unused:
-            raise SettingsError(f"{', '.join(unused)}: requires methods; pass --methods, or drop it")
+            raise SettingsError(f"{', '.join(unused)}: no effect without methods; pass --methods, or omit it")
         return ()
     is_file = settings is not None and not isinstance(settings, Mapping)
     configurations = read_yaml(Path(str(settings))) if is_file else settings
     assert configurations is None or isinstance(configurations, Mapping)
-    selected = configured_methods(names, configurations, str(settings) if is_file else "methods")
-    if checkpoints and not any("checkpoints" in entry.method.requires for entry in selected):
-        raise SettingsError("checkpoints: none of these methods uses checkpoints; drop it")
-    return selected
+    configured = configure_methods(names, configurations, str(settings) if is_file else "methods")
+    if checkpoints and not any("checkpoints" in entry.method.requires for entry in configured):
+        raise SettingsError("checkpoints: none of these methods uses checkpoints; omit it")
+    return configured
 
 
-def _split_options(label: str, values: Any, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split_options(label: str, values: Any, error_prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a configuration into common options (the method included) and settings of the method."""
     if not isinstance(values, Mapping):
-        raise SettingsError(f"{where}: {label}: got {values!r}, expected settings by name, or {{}}")
-    if label not in methods() and "method" not in values:
+        raise SettingsError(f"{error_prefix}: {label}: got {values!r}, expected settings by name, or {{}}")
+    if label not in registered_methods() and "method" not in values:
         raise SettingsError(
-            f"{where}: {label} is not a method; add one, as in {label}: {{method: ..., ...}}; expected one of "
-            f"{', '.join(methods())}"
+            f"{error_prefix}: {label} is not a method; add one, as in {label}: {{method: ..., ...}}; expected one of "
+            f"{', '.join(registered_methods())}"
         )
     setting_values = {str(key): value for key, value in values.items()}
     options = {"method": label} | {
@@ -249,22 +275,23 @@ def _split_options(label: str, values: Any, where: str) -> tuple[dict[str, Any],
     }
     if not isinstance(options["method"], str):
         raise SettingsError(
-            f"{where}: {label}: method: got {options['method']!r}, expected one of {', '.join(methods())}"
+            f"{error_prefix}: {label}: method: got {options['method']!r}, expected one of "
+            f"{', '.join(registered_methods())}"
         )
-    find_method(options["method"])
+    registered_method(options["method"])
     return options, setting_values
 
 
-def _validate(where: str, label: str, *sections: tuple[type[Settings], Mapping[str, Any]]) -> list[Settings]:
+def _validate(error_prefix: str, label: str, *sections: tuple[type[Settings], Mapping[str, Any]]) -> list[Settings]:
     """Validate each section of a configuration; report the errors of all sections in one message."""
     validated, errors = [], []
-    for kind, values in sections:
+    for settings_type, values in sections:
         try:
-            validated.append(kind.model_validate(values))
+            validated.append(settings_type.model_validate(values))
         except ValidationError as err:
-            errors.append(describe(err, "", kind).removeprefix(": "))
+            errors.append(describe(err, "", settings_type).removeprefix(": "))
     if errors:
-        raise SettingsError(f"{where}: {label}: {'; '.join(errors)}")
+        raise SettingsError(f"{error_prefix}: {label}: {'; '.join(errors)}")
     return validated
 
 
@@ -282,59 +309,87 @@ def method_predictions(
     """Predict subsets with a method, under its label; reuse its stored scores if there are any.
 
     Args:
+        configured: the method.
+        inputs: the artifact, and what else the method reads.
         subsets: retained rows of each subset, as weights over the artifact's rows.
         cache: directory of stored scores. Default: inside the artifact.
         renamed: target name in the artifact -> name in the predictions; other targets are dropped.
     Raises:
         GraspError: a required input is missing.
     """
-    method, label = configured.method, configured.label
+    method = configured.method
     if isinstance(method, RowMethod):
-        units = tuple((unit.target, unit.unit_id) for unit in inputs.units.units)
-        row_scores = scores(configured, inputs, cache)
-        account, n_columns = row_scores.account, row_scores.shape[1]
-        is_broadcast = n_columns == 1 and len(units) != 1  # a score that does not depend on the unit
-        weighting = configured.weighting or method.weighting
-        by_row = RowScores(label, (ANY_UNIT,) if is_broadcast else units, inputs.n_rows, row_scores)
-        predictions = by_row.sum_over(subsets, weighting=weighting, negative=configured.negative)
-        if is_broadcast:
-            values_BE = np.repeat(predictions.values_BE, len(units), axis=1)
-            predictions = replace(predictions, units=units, values_BE=values_BE)
-        seconds = None if row_scores.seconds is None else row_scores.seconds + account.ready
-        spent = (None, None) if seconds is None else (seconds.wall, seconds.cpu)
-        predictions = replace(predictions, cost=Cost(account.features, n_columns, *spent))
-        notes = [*account.notes, *([SUM_NOTE] if weighting == "count" else [])]
+        predictions, account = _predict_by_rows(configured, method, inputs, subsets, cache)
     else:
         assert isinstance(method, SubsetMethod)
         method.check(inputs)
         predictions, account = method.predict(inputs, subsets)
-        predictions, notes = replace(predictions, cost=None), [*account.notes]
+        predictions = replace(predictions, cost=None)
     if renamed is not None:
-        columns = [e for e, (target, _) in enumerate(predictions.units) if target in renamed]
-        predictions = replace(
-            predictions,
-            units=tuple((renamed[predictions.units[e][0]], predictions.units[e][1]) for e in columns),
-            values_BE=predictions.values_BE[:, columns],
-            task_B={renamed[name]: values_B for name, values_B in predictions.task_B.items() if name in renamed},
-        )
-    # A single line for the report: coverage, notes, counts of skipped rows and units.
-    notes += [f"{reason}: {n:,}" for reason, n in account.counts.items()]
+        predictions = _rename_targets(predictions, renamed)
+    method_role: MethodRole = "predictor"
+    if method.supervised:
+        method_role = "supervised oracle"
+    elif configured.oracle_selected:
+        method_role = "oracle-selected"
+    notes = _account_notes(account)
+    note_line = (f"{configured.label}: {'; '.join(notes)}",) if notes else ()
+    return replace(predictions, method=configured.label, method_role=method_role, notes=note_line)
+
+
+def _predict_by_rows(
+    configured: ConfiguredMethod,
+    method: RowMethod[Any],
+    inputs: MethodInputs,
+    subsets: Sequence[SubsetBlock],
+    cache: Path | None,
+) -> tuple[Predictions, Account]:
+    """Predict subsets by the mean or the sum of the scores of their rows."""
+    units = tuple((unit.target, unit.unit_id) for unit in inputs.units.units)
+    scores = score_rows(configured, inputs, cache)
+    account, n_columns = scores.account, scores.shape[1]
+    is_broadcast = n_columns == 1 and len(units) != 1  # a score that does not depend on the unit
+    weighting = configured.weighting or method.weighting
+    row_scores = RowScores(configured.label, (ANY_UNIT,) if is_broadcast else units, inputs.n_rows, scores)
+    predictions = row_scores.sum_over(subsets, weighting=weighting, negative=configured.negative_scale)
+    if is_broadcast:
+        values_BE = np.repeat(predictions.values_BE, len(units), axis=1)
+        predictions = replace(predictions, units=units, values_BE=values_BE)
+    seconds = None if scores.seconds is None else scores.seconds + account.ready
+    wall_and_cpu = (None, None) if seconds is None else (seconds.wall, seconds.cpu)
+    predictions = replace(predictions, cost=Cost(account.features, n_columns, *wall_and_cpu))
+    if weighting == "count":
+        account = replace(account, notes=(*account.notes, SUM_NOTE))
+    return predictions, account
+
+
+def _rename_targets(predictions: Predictions, renamed: Mapping[str, str]) -> Predictions:
+    """Rename the targets of predictions; drop those that `renamed` lacks."""
+    columns = [e for e, (target, _) in enumerate(predictions.units) if target in renamed]
+    return replace(
+        predictions,
+        units=tuple((renamed[predictions.units[e][0]], predictions.units[e][1]) for e in columns),
+        values_BE=predictions.values_BE[:, columns],
+        task_B={renamed[name]: values_B for name, values_B in predictions.task_B.items() if name in renamed},
+    )
+
+
+def _account_notes(account: Account) -> list[str]:
+    """Return phrases for the report: coverage, notes, counts of skipped rows and units."""
+    notes = [*account.notes, *(f"{reason}: {n:,}" for reason, n in account.counts.items())]
     if account.covers:
         n_more = len(account.covers) - MAX_COVERED
-        notes.insert(
-            0, f"covers {', '.join(account.covers[:MAX_COVERED])}" + (f" and {n_more} more" if n_more > 0 else "")
-        )
-    method_role: MethodRole = "supervised oracle" if method.supervised else "predictor"
-    if configured.oracle_selected and not method.supervised:
-        method_role = "oracle-selected"
-    note_line = (f"{label}: {'; '.join(notes)}",) if notes else ()
-    return replace(predictions, method=label, method_role=method_role, notes=note_line)
+        covers = f"covers {', '.join(account.covers[:MAX_COVERED])}"
+        notes.insert(0, covers + (f" and {n_more} more" if n_more > 0 else ""))
+    return notes
 
 
-def scores(configured: ConfiguredMethod, inputs: MethodInputs, cache: Path | None = None) -> MethodScores:
+def score_rows(configured: ConfiguredMethod, inputs: MethodInputs, cache: Path | None = None) -> MethodScores:
     """Score every row with a method; reuse stored scores if there are any.
 
     Args:
+        configured: the method.
+        inputs: the artifact, and what else the method reads.
         cache: directory of stored scores. Default: inside the artifact.
     Raises:
         SettingsError: the method predicts subsets and scores no rows.
@@ -360,7 +415,10 @@ def scores(configured: ConfiguredMethod, inputs: MethodInputs, cache: Path | Non
 
 @dataclass(frozen=True, slots=True)
 class MethodRows:
-    """The rows of an artifact with the scores of a method as their only array."""
+    """The rows of an artifact with the scores of a method as their only array.
+
+    It has the part of the interface of `ArtifactReader` that ranks rows.
+    """
 
     artifact: ArtifactReader
     label: str
@@ -384,12 +442,15 @@ class MethodRows:
         return self.artifact.unit_columns(target)
 
     def array_blocks(self, name: str, *, columns: I64 | None = None, block_rows: int | None = None) -> Blocks:
-        """Yield (first row, scores) in blocks of the stored size; a score that ignores the unit fills every column."""
+        """Yield (first row, scores) in blocks of the stored size; `name` and `block_rows` are ignored.
+
+        A score that does not depend on the unit is repeated for every column.
+        """
         del name, block_rows
-        selected = np.arange(len(self.artifact.units)) if columns is None else columns
+        columns = np.arange(len(self.artifact.units)) if columns is None else columns
         for start, block in self.scores:
             block_NE: F32 = block.astype(np.float32)
-            yield start, block_NE[:, selected] if block_NE.shape[1] > 1 else np.repeat(block_NE, len(selected), axis=1)
+            yield start, block_NE[:, columns] if block_NE.shape[1] > 1 else np.repeat(block_NE, len(columns), axis=1)
 
     def means(self, target: str) -> F64:
         """Return the mean score over the units of a target, (N,)."""
@@ -397,7 +458,7 @@ class MethodRows:
         return np.concatenate([block.mean(axis=1, dtype=np.float64) for _, block in blocks])
 
 
-def method_rows(
+def score_artifact(
     artifact: ArtifactReader,
     configured: ConfiguredMethod,
     *,
@@ -406,10 +467,15 @@ def method_rows(
     cache: Path | str | None = None,
     progress: Progress | None = None,
 ) -> MethodRows:
-    """Score the rows with a method; reuse stored scores if there are any.
+    """Score the rows of an artifact with a method; reuse stored scores if there are any.
 
     Args:
+        artifact: the artifact.
+        configured: the method.
         runs: retrained runs, for a method that requires them.
+        checkpoints: checkpoints, for a method that uses them. Default: the artifact's model.
+        cache: directory of stored scores. Default: inside the artifact.
+        progress: receives stages, notes and numbers of rows.
     Raises:
         GraspError: a required input is missing, or the method scores no rows.
     """
@@ -419,4 +485,4 @@ def method_rows(
         retrained = Retrained.from_alignment(alignment, runs.utilities().select(*alignment.run_targets.values()))
     paths, cache_path = tuple(map(Path, checkpoints)), None if cache is None else Path(cache)
     inputs = MethodInputs(artifact, checkpoint_paths=paths, retrained=retrained, progress=progress or Silent())
-    return MethodRows(artifact, configured.label, scores(configured, inputs, cache_path))
+    return MethodRows(artifact, configured.label, score_rows(configured, inputs, cache_path))
