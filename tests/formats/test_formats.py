@@ -42,7 +42,7 @@ def test_one_of_each_is_kept_as_this_version_writes_it():
 
 
 @pytest.mark.parametrize("release_dir", RELEASES, ids=lambda path: path.name)
-def test_what_a_release_wrote_says_what_it_said(release_dir, tmp_path):
+def test_files_of_a_release_are_read_with_the_same_content(release_dir, tmp_path):
     release, release_dir = release_dir.name, unpacked(release_dir, tmp_path / "kept")
     record = json.loads((release_dir / "numbers.json").read_text())
     result = numbers(release_dir)

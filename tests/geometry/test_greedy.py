@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from grasp.artifact.label_table import LabelColumn
 from grasp.geometry import greedy
 from grasp.geometry.greedy import select_greedily
-from grasp.geometry.set_objective import Objective, best_rows
+from grasp.geometry.set_objective import Objective
+from grasp.geometry.upper_bound import best_rows
 from grasp.select.budget import Amount, Constraints, parse_bounds, parse_budget
 from grasp.select.select import select
 from tests.select.world import World, planted, predictor_of, protocol

@@ -244,7 +244,7 @@ def test_slices_are_sorted_searched_and_filtered(view):
     assert rows.count() == panel.locator("tbody tr:has(td.helps), tbody tr:has(td.hurts)").count()
 
 
-def test_a_part_of_the_map_leads_to_its_rows(view):
+def test_a_cell_of_the_map_links_to_its_rows(view):
     view.locator("#map").scroll_into_view_if_needed()
     part = view.locator("#map button").nth(2)
     part.click()
@@ -254,7 +254,7 @@ def test_a_part_of_the_map_leads_to_its_rows(view):
     assert tags == picked
 
 
-def test_a_question_shows_its_own_rows(view):
+def test_a_question_shows_the_rows_that_help_it(view):
     view.locator("#rows-question").select_option(index=1)
     assert view.locator("#rows-prompt").text_content().startswith("Question 0:")
     effects = [node.text_content() for node in view.locator("#rows-list .meta b").all()]
@@ -277,7 +277,7 @@ def test_nothing_of_the_corpus_runs(view):
     assert view.evaluate("document.querySelectorAll('a').length") == view.locator("a[href^='#']").count()
 
 
-def test_the_policy_keeps_scripts_and_requests_away(browser, url):
+def test_the_content_policy_blocks_scripts_and_requests(browser, url):
     """The same attacks as above, had the text been let through."""
     attack = """async () => {
         const script = document.createElement("script");

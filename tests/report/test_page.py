@@ -235,7 +235,7 @@ def test_the_script_of_the_page_computes_what_the_predictor_does(place, interact
     assert 10 < held_BG.all(axis=1).sum() < 40
 
 
-def test_everything_that_was_given_is_shown(parsed):
+def test_every_input_of_the_report_is_shown(parsed):
     text = " ".join(parsed.text.split())
     assert "Runs in env (dev): recipe tiny, mixture:topic, 24 subsets, seeds 0, 1" in text
     assert "first" in parsed.section("over checkpoints")
@@ -252,7 +252,7 @@ def test_the_command_on_the_page_makes_it_again(page, tmp_path):
     assert (tmp_path / "again.html").read_text().replace(str(tmp_path / "again.html"), str(page)) == text
 
 
-def test_a_page_says_what_is_there_and_how_to_get_what_is_not(tmp_path):
+def test_a_page_names_missing_inputs_and_the_commands_that_create_them(tmp_path):
     poor = page_text(write_artifact(tmp_path / "poor", labels=False, sketches=False, text=[""]))
     assert_contains(poor, "no label column", "--by LABEL", "no text of its rows", "--set corpus.snippet_chars=240")
     artifact = write_artifact(tmp_path / "art", sketches=False)
@@ -279,7 +279,7 @@ def test_a_page_says_what_is_there_and_how_to_get_what_is_not(tmp_path):
     assert_contains(page_text(null, by=("format",)), "no format has a significant effect")
 
 
-def test_the_tail_of_a_label_of_many_values_is_grouped_and_said(tmp_path):
+def test_rare_values_of_a_label_are_grouped_with_a_note_on_the_page(tmp_path):
     artifact = write_artifact(tmp_path / "art", topics=[f"topic {i}" for i in range(150)], n_rows=400)
     grouped = "topic: 51 rare values are grouped in the slice \N{LEFT DOUBLE QUOTATION MARK}51 other values"
     assert grouped in page_text(artifact, by=("topic",))
@@ -321,7 +321,7 @@ def test_a_point_a_subset(text):
     assert trust.count("<circle") == 2 * 24
 
 
-def test_what_more_runs_teach_is_drawn_and_told(text, parsed):
+def test_the_learning_curve_of_runs_is_drawn_and_described(text, parsed):
     """Of 24 runs 16 are left out, so up to 8 are learned from; 0: relevance alone."""
     more = text.partition("Would more runs help?")[2].partition("</section>")[0]
     assert more.count("<svg") == 2
@@ -369,7 +369,7 @@ def test_the_first_screen_names_what_to_keep_and_what_costs_most(tmp_path, worth
     assert sentence in page_text(art, by=("topic",))
 
 
-def test_targets_that_want_opposite_things_are_told_first(tmp_path):
+def test_conflicting_targets_are_reported_first(tmp_path):
     worth = ((4.0, 2.0), (0.0, 4.0), (-5.0, -5.0), (10.0, -1.0))
     art = write_artifact(tmp_path / "art", topics=("a", "b", "c", "d"), worth=worth, pull=0.2)
     text = page_text(art, by=("topic",))
@@ -455,7 +455,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("arguments", "keyword"), REFUSED)
-def test_what_no_report_is_made_of_is_refused(place, wrong, tmp_path, arguments, keyword):
+def test_invalid_inputs_of_a_report_are_refused(place, wrong, tmp_path, arguments, keyword):
     places = {"ART": place / "art", "WRONG": wrong, "OUT": tmp_path / "r.html"}
     for name, path in places.items():
         arguments = arguments.replace(name, str(path))

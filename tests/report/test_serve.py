@@ -213,7 +213,7 @@ def test_a_page_of_another_site_asks_nothing(port):
     assert ask(port, "/api/score", headers={"Origin": "http://evil.example"})[1]["Access-Control-Allow-Origin"] is None
 
 
-def test_the_page_takes_no_text_for_its_own(port):
+def test_text_of_the_corpus_is_escaped_on_the_page(port):
     status, headers, text = ask(port, "/")
     assert status == 200
     for harm in ("<script>alert", "<b>earth", "\x1b", "\u202e"):
@@ -222,7 +222,7 @@ def test_the_page_takes_no_text_for_its_own(port):
     assert 'data-live="/api"' in text
 
 
-def test_a_port_that_is_taken(art):
+def test_a_port_in_use_is_refused(art):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -297,7 +297,7 @@ def test_an_agent_asks_by_mcp(art):
     assert "row: got 'nope'" in wrong[1].content[0].text
 
 
-def test_the_artifact_stays_as_it_is(art, port):
+def test_serving_does_not_change_the_artifact(art, port):
     before = ArtifactReader.open(art).manifest.files
     assert api(port, "select", budget="50%")[0] == 200
     assert ArtifactReader.open(art).manifest.files == before

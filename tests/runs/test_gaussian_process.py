@@ -1,4 +1,4 @@
-"""The learned predictor: laws of the Gaussian process, and planted worlds where it must find what is there."""
+"""Laws of the Gaussian process, and synthetic worlds whose structure it must recover."""
 
 from dataclasses import replace
 

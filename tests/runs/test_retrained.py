@@ -50,7 +50,7 @@ def test_utilities_are_read_in_order_for_any_order_of_lines(tmp_path):
     np.testing.assert_array_equal(env.reference_utilities()[1], result(env, Run(1, "full")))
 
 
-def test_runs_come_seed_after_seed_with_the_whole_corpus_first(tmp_path):
+def test_runs_are_ordered_by_seed_with_the_whole_corpus_first(tmp_path):
     env = create(tmp_path)
     assert [run.stem for run in env.runs()[:3]] == ["full-0", "evaluation-000000-0", "evaluation-000001-0"]
     assert len(env.runs()) == 10
@@ -183,7 +183,7 @@ def test_other_versions_of_the_program_may_resume(tmp_path):
     assert create(tmp_path, made_by={"torch": "2"}).info == env.info
 
 
-def test_subsets_must_be_some_named_once_and_shortly(tmp_path):
+def test_subset_names_must_be_unique_and_short(tmp_path):
     first = next(blocks(1))
     for options, message in (
         ([], "got no subsets"),
@@ -195,7 +195,7 @@ def test_subsets_must_be_some_named_once_and_shortly(tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
-def test_weights_are_kept_and_are_part_of_what_was_trained_on(tmp_path):
+def test_weights_are_stored_and_part_of_the_checksum(tmp_path):
     weighted = next(blocks(1))
     weighted.weights_BN.data[0] = 2.0
     env = RetrainedRuns.create(tmp_path, info(), [weighted], ROWS)
@@ -361,7 +361,7 @@ def test_many_runs_are_claimed_with_one_listing_of_the_claims(tmp_path, monkeypa
     assert looks.count("claims") <= 1
 
 
-def test_any_flipped_bit_of_the_results_is_one_line_or_nothing(tmp_path):
+def test_a_flipped_bit_of_the_results_is_harmless_or_a_one_line_error(tmp_path):
     env = filled(tmp_path / "env")
     before, path, refused = env.utilities().values_BSE, tmp_path / "env" / "utilities.parquet", 0
     whole, rng = path.read_bytes(), np.random.default_rng(0)

@@ -217,7 +217,7 @@ def test_two_exports_at_once_do_not_disturb_each_other(tmp_path):
     assert not list(tmp_path.glob(".kept*"))
 
 
-def test_datasets_loads_what_was_written_as_it_is(tmp_path):
+def test_datasets_loads_exported_records_unchanged(tmp_path):
     datasets = pytest.importorskip("datasets")
     artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
     for kind in ("parquet", "jsonl"):
@@ -265,7 +265,7 @@ def read(files):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
-def test_records_are_copied_as_they_are_whatever_the_formats(suffix, tmp_path):
+def test_records_of_every_format_are_exported_unchanged(suffix, tmp_path):
     datasets = pytest.importorskip("datasets")
     rows = records()
     path = write_chunked(tmp_path / "corpus", rows, [7, 15], suffix)
@@ -433,7 +433,7 @@ def test_exclusion_lists_that_are_none(name, content, message, tmp_path):
         ({"text": "a", "effect": "high", "order": 7}, {}, {"effect": -2.0, "effect_": "high", "order": 0, "order_": 7}),
     ],
 )
-def test_columns_keep_their_names_beside_ours(names, settings, written, tmp_path):
+def test_columns_of_the_corpus_keep_their_names_next_to_added_columns(names, settings, written, tmp_path):
     first = [{name: value if name != "input_ids" else [1, 2] for name, value in names.items()}] * 2
     artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", [*first, names]), **settings)
     (line,) = export(artifact, [2], tmp_path / "kept", "jsonl")

@@ -178,7 +178,7 @@ def best_linear(problem, worth_G) -> float:
     scale=st.sampled_from([1e-4, 1.0, 1e4]),
     distance=st.booleans(),
 )
-def test_at_the_solution_no_feasible_direction_leads_up(seed, n, rank, scale, distance):
+def test_no_feasible_direction_improves_the_solution(seed, n, rank, scale, distance):
     """The first-order condition, which is sufficient for a concave function: max over y of gradient'(y - p) is 0."""
     rng, current_G, low_G, high_G, far = feasible(seed, n, distance=distance)
     root = rng.standard_normal((n, rank))
@@ -199,7 +199,7 @@ def test_at_the_solution_no_feasible_direction_leads_up(seed, n, rank, scale, di
 
 @settings(max_examples=8)
 @given(seed=st.integers(0, 10_000), up=st.floats(0.5, 5.0))
-def test_where_the_geometry_is_rewarded_the_best_of_many_starts_is_found(seed, up):
+def test_a_non_concave_objective_is_solved_from_many_starts(seed, up):
     """Three values, against a fine grid; said to be local."""
     rng, current_G, low_G, high_G, _ = feasible(seed, 3, distance=False)
     root = rng.standard_normal((3, 3))
@@ -218,7 +218,7 @@ def test_where_the_geometry_is_rewarded_the_best_of_many_starts_is_found(seed, u
     assert (result.p_G <= high_G).all()
 
 
-def test_a_rewarded_geometry_is_said_to_be_solved_locally():
+def test_a_note_states_that_a_non_concave_objective_is_solved_locally():
     got = mixed(World(), protocol(components={"joint.raw": 0.5}))
     assert_mentions(got.notes, "not convex", "38 local searches")
     assert got.summary()["optimum"] == "the best of 38 local searches"
@@ -252,7 +252,7 @@ def test_the_distance_and_the_floors_hold(distance, floor):
     assert got.value >= -1e-6
 
 
-def test_a_floor_raises_what_a_value_keeps_anyway_and_zero_lets_it_go():
+def test_a_floor_raises_the_minimum_share_and_zero_removes_it():
     source = World()
     usual = mixed(source, protocol(), floors=(), max_repeat=4)
     low = usual.table["now"].to_numpy() / 4
@@ -263,7 +263,7 @@ def test_a_floor_raises_what_a_value_keeps_anyway_and_zero_lets_it_go():
         assert np.isclose(got, least, atol=1e-6).any()
 
 
-def test_the_tail_of_a_label_is_grouped_and_this_is_said():
+def test_rare_values_of_a_label_are_grouped_with_a_note():
     source = World(n_rows=600)
     source.topics = [f"host{i % 99 if i < 500 else i}" for i in range(600)]
     got = mixed(source, protocol(), caps=["30%"])

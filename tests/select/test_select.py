@@ -15,7 +15,8 @@ from grasp.api.score import score
 from grasp.artifact.rows import ranked
 from grasp.errors import ProtocolError, SettingsError
 from grasp.geometry.greedy import select_greedily
-from grasp.geometry.set_objective import Objective, is_aligned, upper_bound
+from grasp.geometry.set_objective import Objective
+from grasp.geometry.upper_bound import is_submodular, upper_bound
 from grasp.predict.predictor import NEW_ROW_VALUE, RepetitionLaw
 from grasp.predict.scoring_rule import Interaction
 from grasp.select.budget import Amount, Constraints, parse_bounds, parse_budget, parse_tokens, take_within_budget
@@ -219,7 +220,7 @@ def test_alignment_is_the_condition_of_the_proposition(seed):
     )
     limits = Constraints.from_budget(Amount(5, False), np.arange(30) != 3)
     retained = np.delete(sketch_ND.astype("f4"), 3, axis=0)
-    assert is_aligned(objective, limits) == bool((retained @ retained.T >= 0).all())
+    assert is_submodular(objective, limits) == bool((retained @ retained.T >= 0).all())
 
 
 def test_floors_caps_and_exclusions_are_respected_and_reported():

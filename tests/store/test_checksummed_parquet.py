@@ -50,7 +50,7 @@ def write_as_damaged(table, path, digests):
 
 @settings(max_examples=50)
 @given(st.lists(st.fixed_dictionaries(COLUMNS), max_size=12), st.integers(1, 12))
-def test_a_table_is_read_as_it_was_written_however_it_is_cut(tmp_path_factory, lines, size):
+def test_a_table_is_read_as_written_for_any_batch_size(tmp_path_factory, lines, size):
     path = tmp_path_factory.mktemp("checksummed") / "t.parquet"
     table = pa.Table.from_pylist(lines, SCHEMA)
     with ChecksummedParquetWriter(path, SCHEMA) as writer:
@@ -152,7 +152,7 @@ def test_one_name_that_becomes_another_is_refused(written, tmp_path):
             ask(tmp_path / "kept.parquet")
 
 
-def test_no_digests_for_what_was_not_written_to_its_end(tmp_path):
+def test_an_incomplete_table_has_no_digests(tmp_path):
     with (
         contextlib.suppress(ZeroDivisionError),
         ChecksummedParquetWriter(tmp_path / "t", pa.schema([("n", pa.int64())])),

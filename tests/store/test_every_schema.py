@@ -217,7 +217,7 @@ def no_flush(monkeypatch):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_killed_at_any_replace_it_goes_on_to_the_same_bytes(name, monkeypatch, tmp_path):
+def test_a_write_killed_at_any_replace_resumes_to_the_same_bytes(name, monkeypatch, tmp_path):
     case = CASES[name]
     case.write(tmp_path / "store")  # and what lies beside it
     expected, value = contents(tmp_path / "store"), case.read(tmp_path / "store")
@@ -282,7 +282,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.other is not None])
-def test_other_work_is_refused_and_the_field_said(name, tmp_path):
+def test_a_directory_of_other_settings_is_refused_with_the_differing_field(name, tmp_path):
     case = CASES[name]
     case.write(tmp_path / "store")
     before = contents(tmp_path / "store")

@@ -28,7 +28,7 @@ def age(lease, seconds):
     os.utime(lease.path, (time.time() - seconds,) * 2)
 
 
-def test_a_held_run_cannot_be_taken_and_one_given_back_is_free_at_once(tmp_path):
+def test_a_leased_run_cannot_be_acquired_until_it_is_released(tmp_path):
     lease = leases.acquire_lease(tmp_path / "claims", "a-0")
     assert lease is not None
     assert leases.acquire_lease(tmp_path / "claims", "a-0") is None
@@ -41,7 +41,7 @@ def test_a_held_run_cannot_be_taken_and_one_given_back_is_free_at_once(tmp_path)
     assert leases.acquire_lease(tmp_path / "claims", "a-0") is not None
 
 
-def test_an_abandoned_lease_is_taken_over_once(tmp_path):
+def test_an_expired_lease_is_acquired_by_one_process(tmp_path):
     age(leases.acquire_lease(tmp_path, "a-0"), 301)
     heirs = [leases.acquire_lease(tmp_path, "a-0") for _ in range(3)]
     assert [heir is not None for heir in heirs] == [True, False, False]
@@ -49,7 +49,7 @@ def test_an_abandoned_lease_is_taken_over_once(tmp_path):
     assert leases.acquire_lease(tmp_path, "a-0").path.name == "a-0.2"
 
 
-def test_runs_whose_names_begin_alike_are_apart(tmp_path):
+def test_runs_with_a_common_name_prefix_have_separate_leases(tmp_path):
     assert leases.acquire_lease(tmp_path, "a") is not None
     assert leases.acquire_lease(tmp_path, "a.5") is not None
     assert leases.acquire_lease(tmp_path, "a.5.7") is not None
@@ -125,7 +125,7 @@ def test_processes_that_race_share_the_runs_out(tmp_path):
     assert sorted(won) == list(range(200))
 
 
-def test_a_lease_whose_file_is_gone_renews_silently(tmp_path):
+def test_renewing_a_lease_without_a_file_does_nothing(tmp_path):
     lease = leases.acquire_lease(tmp_path, "a-0")
     lease.path.unlink()
     lease.renew()

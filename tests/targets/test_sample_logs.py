@@ -54,7 +54,7 @@ def as_table(requests):
 
 @pytest.mark.parametrize("write", [list, named, as_table, lambda requests: [tuple(request) for request in requests]])
 @pytest.mark.parametrize("count", [2, 11])
-def test_every_way_to_write_arguments_says_the_same(write, count):
+def test_all_forms_of_arguments_give_the_same_units(write, count):
     requests = [["Q:", f" {k}th"] for k in range(count)]
     (unit,) = read({"doc_id": "9", "doc": {}, "target": count - 1, "arguments": write(requests)})
     assert (unit.unit_id, unit.prompt, unit.completion) == ("t:9", "Q:", f" {count - 1}th")
@@ -68,7 +68,7 @@ def test_a_target_is_a_position_or_a_text_or_a_list_of_either(target):
 
 
 @given(st.lists(st.text(min_size=1), min_size=2, max_size=4, unique_by=str.strip), st.data())
-def test_the_text_of_a_choice_is_found_behind_any_delimiter(texts, data):
+def test_the_text_of_a_choice_is_matched_after_any_delimiter(texts, data):
     gold = data.draw(st.integers(0, len(texts) - 1))
     assume(texts[gold].strip() and not texts[gold].isdecimal() and texts[gold] not in ("True", "False"))
     assume(not texts[gold].startswith("["))
@@ -105,7 +105,7 @@ def test_numbers_among_numbers_are_read_as_scored_or_refused(documents, are_text
     assert [unit.completion for unit in read(*samples)] == [f" {texts[gold]}" for texts, _, gold in documents]
 
 
-def test_one_document_decides_for_the_whole_log():
+def test_one_document_determines_the_encoding_of_the_whole_log():
     open_case = choice_record(0, "120", "1", likelihoods=[-2, -9, -1], gold=0)  # neither reading is the prediction
     telling = choice_record(1, "120", "1", likelihoods=[-1, -2, -3], gold=0)
     assert [unit.completion for unit in read(open_case, telling)] == [" 1", " 1"]
@@ -259,7 +259,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("sample", "message"), REFUSED)
-def test_what_does_not_say_what_was_scored_is_refused(sample, message):
+def test_records_without_the_scored_text_are_refused(sample, message):
     with pytest.raises(TargetError, match=message) as caught:
         read(sample)
     assert str(caught.value).startswith("log:1: ")
@@ -307,6 +307,6 @@ def test_a_file_may_be_one_list_of_samples(tmp_path, name):
         ({"doc_id": 0, "native_id": "x", "metrics": {}, "model_output": [], "label": 0}, "-requests.jsonl"),
     ],
 )
-def test_files_without_what_was_scored_name_the_file_to_use(tmp_path, record, message):
+def test_files_without_scored_requests_are_refused_with_the_file_to_use(tmp_path, record, message):
     with pytest.raises(TargetError, match=message):
         load(write(tmp_path / "log.json", record, array=True))

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from grasp.arrays import F64, I64
 from grasp.geometry.geometry_predictor import InteractionPredictor
-from grasp.geometry.set_objective import Objective, best_rows, is_aligned, upper_bound
+from grasp.geometry.set_objective import Objective
+from grasp.geometry.upper_bound import best_rows, is_submodular, upper_bound
 from grasp.predict.predictor import Predictor
 from grasp.progress import Progress
 from grasp.select.budget import OPTIMAL_NOTE, Constraints, Ledger, SelectedRows
@@ -302,7 +303,7 @@ def _select_at_size(
 def _guarantee(objective: Objective, constraints: Constraints, selection: GreedySelection) -> str:
     """Describe the proven guarantee."""
     is_exact = selection.is_exhaustive and constraints.unit == "rows" and bool(np.all(selection.gain >= 0))
-    if is_exact and is_aligned(objective, constraints):
+    if is_exact and is_submodular(objective, constraints):
         return "at least 1 - 1/e of the best gain: the pool is aligned, hence V is submodular, and no gain is negative"
     return (
         "no selection of as many rows exceeds the bound: every geometry is a penalty, hence the relaxation is concave"

@@ -2,12 +2,15 @@ r"""The inner product of gradients with respect to a linear map of the hidden st
 
     a_{i,e} = 1/(|P_i||P_e|) sum_{t in P_i} sum_{s in P_e} <h~_t, h~_s> <delta~_t, delta~_s>
 
-The kernel `hidden_bias` compares which tokens a row makes more likely in any context: the gradient of a vector b that
-is added to every hidden state. This one compares them in similar contexts: the gradient of the matrix M in
-h + M (h - mean) + b, which the output matrix reads. It is the kernel `output_layer` with the residual mapped back to
-hidden space, delta = W^T xi: H coordinates instead of V, so that rare tokens, whose moments are noisy, have no
-coordinate of their own. Both sides are whitened with a large ridge, since a corpus determines few of the H^2
-directions.
+P_i and P_e are the positions with loss of row i and unit e. h are hidden states, and delta = U^T xi is the gradient of
+the loss with respect to them, with output matrix U and residual xi (`hidden_gradient`). A tilde means whitened; h~ is
+centred before. Both are whitened with a large ridge, since a corpus determines few of the H^2 directions.
+
+The gradient of a matrix M that acts on the hidden states, h + M (h - mean), is sum_t delta_t (x) (h_t - mean): the
+kernel compares which tokens a row makes more likely in *similar* contexts. `hidden_bias` compares them in any context:
+it is the gradient of a vector that is added to every hidden state. `output_layer` has the residual xi itself, with a
+coordinate for every token; delta has H coordinates, so that rare tokens, whose moments are noisy, have none of their
+own.
 
 The inner product of two outer products is the product of two inner products, so it is computed per pair of positions by
 two matrix products; the H x H gradients of rows and units are never formed. Start with `hidden_linear_relevance`.
@@ -40,32 +43,38 @@ class HiddenLinearTargets:
 
 
 def prepare_hidden_linear(
-    hidden_SH: Tensor, delta_SH: Tensor, unit_S: Tensor, n_units: int, hidden: SecondMoments, delta: SecondMoments
+    hidden_SH: Tensor,
+    delta_SH: Tensor,
+    unit_S: Tensor,
+    n_units: int,
+    hidden_moments: SecondMoments,
+    delta_moments: SecondMoments,
 ) -> HiddenLinearTargets:
     """Fold the whitening of both sides and the mean over a unit's positions into the units.
 
     Args:
         hidden_SH: hidden states at the units' supervised positions.
-        delta_SH: `hidden_gradient` there.
+        delta_SH: `hidden_gradient`, U^T xi, at the same positions.
         unit_S: unit of each position.
         n_units: number of units.
-        hidden: moments of hidden states.
-        delta: moments of `hidden_gradient`.
+        hidden_moments: moments of hidden states.
+        delta_moments: moments of `hidden_gradient`.
     Source: ours, not in the paper; as eq:kfac-inner-product, of a matrix that acts on the hidden states.
     """
     device = hidden_SH.device
-    mean_H = torch.from_numpy(hidden.mean_H).to(device)
-    # W^2 on the units' side replaces W on both sides: <W x, W y> = <x, W^2 y>, W symmetric.
-    hidden_HH, delta_HH = (
+    mean_H = torch.from_numpy(hidden_moments.mean_H).to(device)
+    # The square of a whitening map W on the units' side replaces W on both sides: <W x, W y> = <x, W^2 y>, as W is
+    # symmetric.
+    squared_hidden_map_HH, squared_delta_map_HH = (
         torch.from_numpy(map_HH @ map_HH).to(device)
         for map_HH in (
-            whitening_map(hidden.covariance_HH, RIDGE),
-            whitening_map(delta.second_moment, RIDGE),
+            whitening_map(hidden_moments.covariance_HH, RIDGE),
+            whitening_map(delta_moments.second_moment, RIDGE),
         )
     )
     positions_S = torch.bincount(unit_S, minlength=n_units)[unit_S]
-    white_hidden_SH = (hidden_SH.double() - mean_H) @ hidden_HH / positions_S[:, None]
-    white_delta_SH = delta_SH.double() @ delta_HH
+    white_hidden_SH = (hidden_SH.double() - mean_H) @ squared_hidden_map_HH / positions_S[:, None]
+    white_delta_SH = delta_SH.double() @ squared_delta_map_HH
     return HiddenLinearTargets(mean_H.float(), white_hidden_SH.float(), white_delta_SH.float(), unit_S, n_units)
 
 
@@ -77,7 +86,7 @@ def hidden_linear_relevance(
     Args:
         targets: the units' side, from `prepare_hidden_linear`.
         hidden_PH: hidden states at the rows' used positions.
-        delta_PH: `hidden_gradient` there.
+        delta_PH: `hidden_gradient` at the same positions.
         row_P: row of each position, in [0, n_rows).
         n_rows: number of rows.
     Positive: training on the row should lower the unit's loss. Cost: 4 H S operations per position.
@@ -101,6 +110,7 @@ class HiddenLinear(Kernel):
 
     def prepare(self, units: Batch) -> None:
         moments = self.moments(HiddenMoments).value, self.moments(DeltaMoments).value
+        # the rows of a batch of units are the units
         self._targets = prepare_hidden_linear(units.hidden_PH, units.delta_PH, units.row_P, units.n_rows, *moments)
 
     def score(self, batch: Batch) -> Tensor:

@@ -61,7 +61,10 @@ def command_words(command: str) -> list[str]:
 
 
 def write_corpus(store: RowStore, settings: CorpusSettings, tokenizer: HfTokenizer, out: Path) -> None:
-    """Write all rows of the corpus with text and labels as JSONL, from which subsets are copied."""
+    """Write all rows of the corpus with text and labels as JSONL, from which subsets are copied.
+
+    A label named `text` is written as `text_`. Text that is not stored is decoded from the tokens.
+    """
     corpus = Corpus(open_source(settings.path, settings.split), settings)
     texts = store.texts(np.arange(store.n_rows), corpus, lambda: tokenizer)
     with atomic_path(out / ROWS) as part, part.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
@@ -82,6 +85,7 @@ def write_subset(rows: Path, weight_N: F64, seed: int, out: Path) -> None:
     The random number of a row depends on the seed only, so subsets with the same seed have as many rows in common as
     possible.
     """
+    # floor(w + u) with u uniform on [0, 1) has the mean w.
     phase_N = stream(seed, "order", "phase").random(len(weight_N))
     times_N = np.floor(weight_N + phase_N).astype(np.int64)
     with rows.open(encoding="utf-8", newline="\n") as lines, out.open("w", encoding="utf-8", newline="\n") as file:

@@ -54,22 +54,33 @@ from grasp.text import duration_text
 from grasp.training.further_training import FurtherTraining
 from grasp.training.train import train, train_stacked
 
-POLL_SECONDS = 2.0
-TIMED_STEPS = 5
+POLL_SECONDS = 2.0  # between checks whether other workers have finished
+TIMED_STEPS = 5  # number of steps whose time gives the estimate of the cost
 
 
 @dataclass(frozen=True, slots=True)
 class RetrainStatus:
-    """The state of a retraining."""
+    """The state of a retraining.
 
-    stage: str  # "rows", "tokenizer", "runs", "cost"
-    done: int = 0  # runs with a result
+    Attributes:
+        stage: tokenizer, rows, runs or cost.
+        done: number of runs with a result.
+        total: number of runs.
+        running: names of the current runs of this worker.
+        step: finished steps of the current runs.
+        steps: steps of a run.
+        seconds_left: extrapolated from the runs that finished during this call; None: unknown.
+        cost: estimate of the remaining training, reported once, after the first steps.
+    """
+
+    stage: str
+    done: int = 0
     total: int = 0
-    running: tuple[str, ...] = ()  # current runs of this worker
+    running: tuple[str, ...] = ()
     step: int = 0
     steps: int = 0
-    seconds_left: float | None = None  # extrapolated from the runs that finished during this call
-    cost: str | None = None  # estimate of the remaining training, reported once, after the first steps
+    seconds_left: float | None = None
+    cost: str | None = None
 
 
 Progress = Callable[[RetrainStatus], None]
@@ -225,7 +236,7 @@ class Worker:
         }
 
     def weights(self, run: Run) -> F64:
-        """Return how often each row is used for training, (N,)."""
+        """Return the weight of each row in the subset of a run, (N,); all 1 for the whole corpus."""
         return (
             np.ones(self.store.n_rows)
             if run.subset_id == WHOLE_CORPUS_RUN
@@ -275,8 +286,8 @@ class Worker:
     def _further(self) -> FurtherTraining:
         """Return the training from the model of the settings."""
         assert self.settings.model is not None
-        path = {"device": self.device, "dtype": "float32", "check": False}
-        reader = ReferenceModel.load(self.settings.model.model_copy(update=path))
+        overrides = {"device": self.device, "dtype": "float32", "check": False}
+        reader = ReferenceModel.load(self.settings.model.model_copy(update=overrides))
         recipe = fine_tuning_recipe(self.settings)
         model, _ = trainable(reader.model, reader.frozen, recipe, seed=0)
         return FurtherTraining(model, recipe, self.store)

@@ -30,12 +30,20 @@ SUFFIX: Final = re.compile(r"(?P<target>.+)@(?P<metric>(?:margin|accuracy)(?:_pe
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The answers of units, unit by unit with the right one first, and how utilities follow from their losses."""
+    """The answers of units, unit by unit with the right one first, and how utilities follow from their losses.
+
+    Attributes:
+        tokens: tokens of each answer, (A,).
+        unit_A: index of the unit of each answer.
+        scale_A: factor from the mean loss of an answer to its negative log-probability.
+        sign_E: signed factor of the utility of each unit; not 1 for metrics of the user.
+        is_accuracy_E: whether the utility is an accuracy.
+    """
 
     tokens: tuple[UnitTokens, ...]
     unit_A: I64
     scale_A: F64
-    sign_E: F64  # weight of the utility of each unit, by which metrics of users are signed
+    sign_E: F64
     is_accuracy_E: Bool
 
     @classmethod
@@ -81,8 +89,9 @@ class Answers:
         weight_A = self.scale_A.copy()
         if not first_A.all():
             other_A = logp_A[~first_A]
-            _, start_M, place_A = np.unique(self.unit_A[~first_A], return_index=True, return_inverse=True)
-            weight_A[~first_A] *= -np.exp(other_A - np.logaddexp.reduceat(other_A, start_M)[place_A])
+            _, start_M, unit_index_A = np.unique(self.unit_A[~first_A], return_index=True, return_inverse=True)
+            # minus the softmax over the wrong answers of each unit
+            weight_A[~first_A] *= -np.exp(other_A - np.logaddexp.reduceat(other_A, start_M)[unit_index_A])
         return np.asarray(weight_A * self.sign_E[self.unit_A])
 
 

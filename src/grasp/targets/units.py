@@ -146,9 +146,9 @@ class UnitSet:
             try:
                 chat = tokenizer.render(unit.conversation, last_only=True)
             except UnusableConversationError as err:
-                (why,) = skipped_lines({err.reason: 1}, {err.reason: [str(err)]})
+                (reason_text,) = skipped_lines({err.reason: 1}, {err.reason: [str(err)]})
                 raise TargetError(
-                    f"unit {unit.unit_id!r} of {unit.target} is one of the {why.removeprefix('1 ')}"
+                    f"unit {unit.unit_id!r} of {unit.target} is one of the {reason_text.removeprefix('1 ')}"
                 ) from err
             except ModelError as err:
                 raise TargetError(f"unit {unit.unit_id!r} of {unit.target}: {err}") from err
@@ -191,21 +191,23 @@ class UnitSet:
         except CorpusError as err:
             raise TargetError(f"targets: {err}") from err
         pairs = zip(answers, encoded, strict=True)
-        each = iter([_cut(answer, tokens, tokenizer, max_length, context) for answer, tokens in pairs])
-        return [_with_others(unit, next(each), [next(each) for _ in unit.others]) for unit in self.units]
+        truncated = iter([_truncate(answer, tokens, tokenizer, max_length, context) for answer, tokens in pairs])
+        return [_with_others(unit, next(truncated), [next(truncated) for _ in unit.others]) for unit in self.units]
 
 
 def _with_others(unit: Unit, tokens: UnitTokens, others: list[UnitTokens]) -> UnitTokens:
     """Return the tokens of a unit with those of its wrong answers."""
     scaled = [
-        replace(part, scale=unit.scale_of(answer, len(part.input_ids) - part.first))
-        for answer, part in zip((unit, *unit.others), (tokens, *others), strict=True)
+        replace(encoded, scale=unit.scale_of(answer, len(encoded.input_ids) - encoded.first))
+        for answer, encoded in zip((unit, *unit.others), (tokens, *others), strict=True)
     ]
     is_accuracy = unit.metric.startswith("accuracy")
     return replace(scaled[0], others=tuple(scaled[1:]), weight=unit.weight, is_accuracy=is_accuracy)
 
 
-def _cut(unit: Unit, tokens: TokenizedText, tokenizer: "Tokenizer", max_length: int, context: int | None) -> UnitTokens:
+def _truncate(
+    unit: Unit, tokens: TokenizedText, tokenizer: "Tokenizer", max_length: int, context: int | None
+) -> UnitTokens:
     """Return the tokens of a unit up to the last one that carries loss, with as much of the prompt as fits."""
     location, remedy = f"unit {unit.unit_id!r} of {unit.target}", "increase targets.max_length"
     if context is not None and context <= max_length:
