@@ -19,7 +19,7 @@ from grasp.errors import RunsError, SettingsError
 from grasp.methods.contract import MethodInputs, Retrained
 from grasp.methods.registry import ConfiguredMethod, configure_methods, load_methods, method_predictions
 from grasp.predict.families import parse_family
-from grasp.predict.scoring_rule import Match, ScoringProtocol, geometry, resolve_protocol, targets_selected_on
+from grasp.predict.scoring_rule import KernelName, ScoringProtocol, geometry, resolve_protocol, targets_selected_on
 from grasp.predict.subset_tables import RowIndex
 from grasp.progress import Progress, Silent
 from grasp.progress_display import shows_progress
@@ -39,7 +39,7 @@ _KERNEL_SUMS = (
     ("output_layer", "embedding", "hidden_bias", "hidden_linear"),
     ("output_layer", "embedding", "pooled"),
 )
-ADDITIVE: Mapping[str, dict[Match, float]] = {
+ADDITIVE: Mapping[str, dict[KernelName, float]] = {
     f"{'+'.join(kernels)} additive": dict.fromkeys(kernels, 1.0)
     for kernels in (*((kernel,) for kernel in _SINGLE_KERNELS), *_KERNEL_SUMS)
 }

@@ -100,7 +100,7 @@ def score(
 
     Args:
         target: target name. Default: the only target.
-        top: number of the most helpful rows. In Python, without `top` and `bottom`, all rows are returned, best first.
+        top: number of the most helpful rows. In Python, the default is all rows, best first, or none with `bottom`.
         bottom: number of the most harmful rows.
         where: condition on labels; rank only these rows, e.g. "topic = 'Games'".
         min_tokens: skip shorter rows, whose relevance is noisy. For conversations, tokens with loss.
@@ -149,10 +149,10 @@ def score(
         among_N = _long_rows(artifact, min_tokens, among_N)
     values_N: NDArray[np.floating[Any]]
     if published is not None:
-        rows = score_artifact(
+        method_scores = score_artifact(
             artifact, published, runs=bound_runs, checkpoints=checkpoints, cache=cache, progress=progress
         )
-        by, values_N, provenance = published.label, rows.means(target), "score of the method, in its own unit"
+        by, values_N, provenance = published.label, method_scores.means(target), "score of the method, on its own scale"
     else:
         predictor = additive_predictor(artifact, target, protocol=protocol, match=match, unit=unit)
         by, values_N = "effect", predictor.effect_NT[:, 0]

@@ -22,7 +22,7 @@ from grasp.errors import ProtocolError
 from grasp.files import atomic_path
 from grasp.geometry.geometry_rule import COMPONENT, InteractionProtocol, Standardize
 from grasp.geometry.subset_sums import Kind, SketchName, required_sketches
-from grasp.predict.scoring_rule import Match, Requirements, ScoringProtocol
+from grasp.predict.scoring_rule import KernelName, Requirements, ScoringProtocol
 from grasp.predict.weights import Side
 from grasp.runs.predictions import Weighting
 from grasp.settings import Settings
@@ -48,7 +48,7 @@ class ComponentSettings:
     task: TaskStandard
     negative: float = 1.0  # factor of negative relevance
 
-    def protocol(self, kernels: Sequence[Match], components: Sequence[str]) -> InteractionProtocol:
+    def protocol(self, kernels: Sequence[KernelName], components: Sequence[str]) -> InteractionProtocol:
         """Return a protocol with these settings and these components, all with weight 1."""
         return InteractionProtocol(
             name="parts",
@@ -66,7 +66,7 @@ class Candidate:
     """A candidate for selection: a protocol, or a control (then `match` may be empty, or pairs shuffled)."""
 
     settings: ComponentSettings
-    match: tuple[tuple[Match, float], ...]  # kernels of the relevance, with their weights
+    match: tuple[tuple[KernelName, float], ...]  # kernels of the relevance, with their weights
     components: tuple[tuple[str, float], ...]  # geometric components such as `joint.pair`, with their weights omega
     variant: str = ""  # name of the feature settings that it requires; empty if there is only one artifact
     shuffled: bool = False
@@ -177,7 +177,7 @@ class ProtocolFamily(Settings):
     )
     sides: tuple[Side, ...] = Field(("retained",), min_length=1, description="Sides scored.")
     weightings: tuple[Weighting, ...] = Field(("mean",), min_length=1, description="count, mean.")
-    matches: tuple[dict[Match, float], ...] = Field(
+    matches: tuple[dict[KernelName, float], ...] = Field(
         ({"output_layer": 1.0}, {"pooled": 1.0}, {"output_layer": 1.0, "pooled": 1.0}),
         min_length=1,
         description="Kernels' weights.",

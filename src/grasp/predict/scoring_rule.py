@@ -5,10 +5,14 @@ of a row on a task is, up to a constant and a factor of the task,
 
     effect_i = sum_k w_k a_ki / sd_i(a_ki),    a_ki = mean_e r_kie, where negative r_kie are multiplied by `negative`
 
-`grasp.predict.predictor` computes it; `task: estimate` replaces the mean over the known questions by an estimate for
-all questions of the task (`grasp.predict.task_scores`). Equations are those of the paper, see docs/paper_map.md. Start
-with `resolve_protocol`, which returns the built-in protocol or reads one from YAML or JSON. Protocols with
-interactions between rows are defined in `grasp.geometry`, which `geometry()` imports lazily.
+The weights of the built-in protocol depend on what the artifact was built for: a *new model* that is trained from
+scratch on the corpus (`build --train new`), or *further training* of an existing model (`--train further`); and on the
+kernels that it has. See `_default_weights`.
+
+`grasp.predict.predictor` computes the effects; `task: estimate` replaces the mean over the known questions by an
+estimate for all questions of the task (`grasp.predict.task_scores`). Equations are those of the paper, see
+docs/paper_map.md. Start with `resolve_protocol`, which returns the built-in protocol or reads one from YAML or JSON.
+Protocols with interactions between rows are defined in `grasp.geometry`, which `geometry()` imports lazily.
 """
 
 import math
@@ -27,7 +31,7 @@ from grasp.files import atomic_path
 from grasp.settings import Positions, Settings
 from grasp.yaml_files import read_yaml, validated, write_yaml
 
-Match = str  # name of a kernel
+KernelName = str
 GRADIENT_COMPANION_WEIGHT = 0.25  # weight of output_layer and embedding when combined with `gradient`
 REPLAY = "replay"  # kernel whose relevance is of whole targets: the derivative of a replayed training
 REPLAY_WEIGHT = 4.0  # its weight for further training: experiments/replay
@@ -72,7 +76,7 @@ class ScoringProtocol(Settings):
     geometry_terms: ClassVar[str] = ""  # the terms added to the kernels, as text for `description`
 
     name: str = Field(min_length=1, description="Name of the protocol.")
-    match: dict[Match, float] | Literal["auto"] = Field(
+    match: dict[KernelName, float] | Literal["auto"] = Field(
         "auto",
         description="Weights of the kernels, each standardised; auto: output_layer, embedding and knn; of a model that "
         f"is trained further gradient and {GRADIENT_COMPANION_WEIGHT:g} each of output_layer and embedding; without it "
@@ -101,7 +105,7 @@ class ScoringProtocol(Settings):
 
     @field_validator("match")
     @classmethod
-    def _some_match(cls, match: dict[Match, float] | str) -> dict[Match, float] | str:
+    def _some_match(cls, match: dict[KernelName, float] | str) -> dict[KernelName, float] | str:
         if isinstance(match, dict) and not any(match.values()):
             raise ValueError("expected auto, or at least one kernel with a weight other than 0, e.g. {output_layer: 1}")
         if isinstance(match, dict) and not all(math.isfinite(weight) for weight in match.values()):
@@ -179,8 +183,14 @@ class ScoringProtocol(Settings):
         return fitted
 
 
-def _default_weights(array_names: Sequence[str], *, estimates: bool) -> dict[Match, float]:
+def _default_weights(array_names: Sequence[str], *, estimates: bool) -> dict[KernelName, float]:
     """Return the weights of `match: auto` for an artifact with these arrays.
+
+        new model                                 output_layer + embedding + knn
+        further training                          gradient + .25 output_layer + .25 embedding
+        further training without a backward pass  output_layer + embedding + hidden_bias + hidden_linear
+        built with `rule: paper`                  pooled
+        targets with a replay                     also 4 replay; 1 replay for a new model, unless tasks are estimated
 
     Args:
         array_names: names of the arrays of the artifact.

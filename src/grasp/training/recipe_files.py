@@ -1,8 +1,10 @@
-"""Read fine-tuning recipes: `TrainingArguments` of Transformers, `SFTConfig` of TRL, and Axolotl configurations.
+"""The recipe of a training that is replayed, read from the configuration files of trainers.
 
-Files are YAML or JSON, e.g. saved training arguments, and may also contain the fields of `adapter_config.json` of a
-LoRA adapter. Fields without influence on the result are ignored; optimizers other than AdamW are rejected. Start with
-`FineTuningRecipe.read`.
+Fields are those of `TrainingArguments` of Transformers and `SFTConfig` of TRL; names of Axolotl are translated. Files
+are YAML or JSON, e.g. saved training arguments, and may also contain the fields of `adapter_config.json` of a LoRA
+adapter. Fields without influence on the result are ignored; optimizers other than AdamW are rejected. Start with
+`FineTuningRecipe.read`; `default_recipe` is replayed without a file, and `default_proxy_recipe` trains the *proxy*, a
+small model from scratch in place of one that does not exist yet.
 """
 
 import math
@@ -155,17 +157,17 @@ class FineTuningRecipe(Settings):
             SettingsError: the warm-up is as long as the training run.
         """
         steps = self.steps(n_rows)
-        warmup = self.warmup_steps or self.warmup_ratio or 0.0  # below 1: a share of all steps
-        if self.lr_scheduler_type == "constant":
+        warmup_steps = self.warmup_steps
+        if warmup_steps < 1:  # a share of all steps, as in newer versions of Transformers
+            warmup_steps = math.ceil(steps * (warmup_steps or self.warmup_ratio or 0.0))
+        if self.lr_scheduler_type == "constant":  # Transformers ignores the warm-up of this schedule
             warmup_steps = 0
-        else:
-            warmup_steps = math.ceil(steps * warmup) if warmup < 1 else int(warmup)
         data = {
             "steps": steps,
             "batch_rows": self.batch_rows,
             "micro_rows": self.per_device_train_batch_size if self.gradient_accumulation_steps > 1 else None,
             "learning_rate": self.learning_rate,
-            "warmup_steps": warmup_steps,
+            "warmup_steps": int(warmup_steps),
             "warmup_from_zero": True,
             "schedule": SCHEDULES[self.lr_scheduler_type],
             "betas": (self.adam_beta1, self.adam_beta2),
@@ -191,7 +193,6 @@ def default_recipe(n_rows: int) -> FineTuningRecipe:
     batch_rows, max_steps = 16, 192
     return FineTuningRecipe(
         per_device_train_batch_size=batch_rows,
-        num_train_epochs=1.0,
         max_steps=min(math.ceil(n_rows / batch_rows), max_steps),
         warmup_ratio=0.03,
     )
