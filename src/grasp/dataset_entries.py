@@ -39,8 +39,8 @@ def resolve_entry(path: str) -> dict[str, Any] | None:
     Raises:
         SettingsError: the configuration has no entry of that name, several and none is named, or an unsupported one.
     """
-    where, _, name = path.partition("#") if "#" in path and not os.path.lexists(path) else (path, "", "")
-    file = Path(where)
+    location, _, name = path.partition("#") if "#" in path and not os.path.lexists(path) else (path, "", "")
+    file = Path(location)
     if file.is_dir():
         if any((file / saved).exists() for saved in _SAVED) or not (file / LLAMA_FACTORY).is_file():
             return None
@@ -88,18 +88,18 @@ def _llama_factory_entries(file: Path) -> dict[str, Mapping[str, Any]] | None:
 def _llama_factory(entry: Entry, file: Path) -> dict[str, Any]:
     """Return the settings of an entry; defaults are those of `DatasetAttr` of LLaMA-Factory 0.9."""
     name, fields = entry
-    where = f"{file}#{name}"
+    location = f"{file}#{name}"
     formatting, ranking = fields.get("formatting", "alpaca"), bool(fields.get("ranking"))
     if formatting not in ("alpaca", "sharegpt", "openai"):
-        raise SettingsError(f"{where}: formatting: got {formatting!r}, expected alpaca, sharegpt or openai")
+        raise SettingsError(f"{location}: formatting: got {formatting!r}, expected alpaca, sharegpt or openai")
     defaults = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
-    columns = _mapping(fields, "columns", where) if "columns" in fields else defaults
+    columns = _mapping(fields, "columns", location) if "columns" in fields else defaults
     if media := [column for column in _MEDIA if columns.get(column)]:
-        raise SettingsError(f"{where}: columns.{media[0]}: only texts are supported, without media or KTO tags")
+        raise SettingsError(f"{location}: columns.{media[0]}: only texts are supported, without media or KTO tags")
     place = next((place for place in _LOCATIONS[:2] if place in fields), None)
     if place is None or fields.get("subset"):
         unsupported = "subset" if place else next(place for place in _LOCATIONS if place in fields)
-        raise SettingsError(f"{where}: {unsupported} is not supported; download the data, and name it by file_name")
+        raise SettingsError(f"{location}: {unsupported} is not supported; download the data, and name it by file_name")
     resolved: dict[str, Any] = {"path": fields[place]}
     if place == "file_name":
         resolved["path"] = str(file.parent / fields[place])
@@ -112,13 +112,15 @@ def _llama_factory(entry: Entry, file: Path) -> dict[str, Any]:
     shared = {usual: columns[usual] for usual in ("system", "tools", "history") if columns.get(usual)}
     pair = {usual: columns.get(usual) for usual in ("chosen", "rejected")} if ranking else {}
     if not all(pair.values()):
-        raise SettingsError(f"{where}: ranking needs columns.chosen and columns.rejected")
+        raise SettingsError(f"{location}: ranking needs columns.chosen and columns.rejected")
     if formatting == "alpaca":
         usual = {"instruction": columns.get("prompt"), "input": columns.get("query"), "output": columns.get("response")}
         named = {key: column for key, column in usual.items() if column}
         if "output" not in named and not ranking:  # as in pretraining
             if "instruction" not in named:
-                raise SettingsError(f"{where}: columns: expected prompt and response, or prompt alone for plain text")
+                raise SettingsError(
+                    f"{location}: columns: expected prompt and response, or prompt alone for plain text"
+                )
             names |= {"form": "text", "columns": {"text": named["instruction"]}}
             notes = notes[1:]
         elif ranking:
@@ -135,9 +137,9 @@ def _llama_factory(entry: Entry, file: Path) -> dict[str, Any]:
             "function_tag": "function_call",
             "system_tag": "system",
         }
-        tags = _mapping(fields, "tags", where) if "tags" in fields else tags
+        tags = _mapping(fields, "tags", location) if "tags" in fields else tags
         if missing := [tag for tag in ("role_tag", "content_tag") if not tags.get(tag)]:
-            raise SettingsError(f"{where}: tags.{missing[0]} is missing; with `tags`, all of them must be given")
+            raise SettingsError(f"{location}: tags.{missing[0]} is missing; with `tags`, all of them must be given")
         roles = {
             tags.get(f"{tag}_tag"): role
             for tag, role in (
@@ -157,10 +159,10 @@ def _llama_factory(entry: Entry, file: Path) -> dict[str, Any]:
     return resolved | {"fields": names | {"notes": notes}}
 
 
-def _mapping(fields: Mapping[str, Any], key: str, where: str) -> dict[str, str]:
+def _mapping(fields: Mapping[str, Any], key: str, location: str) -> dict[str, str]:
     value = fields.get(key)
     if not isinstance(value, dict) or not all(isinstance(part, str | None) for part in value.values()):
-        raise SettingsError(f"{where}: {key}: got {value!r:.60}, expected names by role")
+        raise SettingsError(f"{location}: {key}: got {value!r:.60}, expected names by role")
     return value
 
 
@@ -187,8 +189,8 @@ def _axolotl_entries(config: Mapping[str, Any], file: Path) -> dict[str, Mapping
 def _axolotl(entry: Entry, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """Return the settings of an entry; defaults are those of Axolotl 0.19."""
     name, fields = entry
-    where, kind = f"{file}#{name}", fields.get("type")
-    resolved: dict[str, Any] = {"path": _axolotl_path(fields, where)}
+    location, kind = f"{file}#{name}", fields.get("type")
+    resolved: dict[str, Any] = {"path": _axolotl_path(fields, location)}
     if fields.get("split") and not Path(resolved["path"]).is_file():
         resolved["split"] = fields["split"]
     if config.get("train_on_inputs"):
@@ -200,7 +202,7 @@ def _axolotl(entry: Entry, config: Mapping[str, Any], file: Path) -> dict[str, A
     if kind is None or base in _TEXT_TYPES:
         names |= {"form": "text", "columns": {"text": fields.get("field") or "text"}}
     elif base in _CHAT_TYPES or base == "sharegpt":
-        names |= _axolotl_chat(fields, where, is_sharegpt=base == "sharegpt")
+        names |= _axolotl_chat(fields, location, is_sharegpt=base == "sharegpt")
         if is_pair:
             names["form"] = "preference"
             pair = {usual: fields.get(f"field_{usual}") or usual for usual in ("chosen", "rejected")}
@@ -226,28 +228,28 @@ def _axolotl(entry: Entry, config: Mapping[str, Any], file: Path) -> dict[str, A
         }
     else:
         raise SettingsError(
-            f"{where}: type: got {kind!r}, expected completion, chat_template, sharegpt, alpaca, or a mapping with "
+            f"{location}: type: got {kind!r}, expected completion, chat_template, sharegpt, alpaca, or a mapping with "
             "field_instruction; pass the data file, and templates with --set corpus.prompt and corpus.completion"
         )
     return resolved | {"fields": names | {"notes": notes}}
 
 
-def _axolotl_path(fields: Mapping[str, Any], where: str) -> str:
+def _axolotl_path(fields: Mapping[str, Any], location: str) -> str:
     path, files = fields["path"], fields.get("data_files")
     if fields.get("name"):
         raise SettingsError(
-            f"{where}: name: {fields['name']!r}, a part of a hub dataset, is not supported; download it"
+            f"{location}: name: {fields['name']!r}, a part of a hub dataset, is not supported; download it"
         )
     if not files:
         return str(path)
     names = files if isinstance(files, list) else [files]
     if len(names) > 1:
-        raise SettingsError(f"{where}: data_files: got {len(names)} files, expected one; pass a directory of them")
+        raise SettingsError(f"{location}: data_files: got {len(names)} files, expected one; pass a directory of them")
     local = Path(path) / names[0]
     return str(local if local.is_file() else names[0])
 
 
-def _axolotl_chat(fields: Mapping[str, Any], where: str, *, is_sharegpt: bool) -> dict[str, Any]:
+def _axolotl_chat(fields: Mapping[str, Any], location: str, *, is_sharegpt: bool) -> dict[str, Any]:
     """Return names of a chat entry, of type chat_template or of the former type sharegpt."""
     mappings = fields.get("message_property_mappings") or {
         "role": fields.get("message_field_role") or ("from" if is_sharegpt else "role"),
@@ -268,9 +270,9 @@ def _axolotl_chat(fields: Mapping[str, Any], where: str, *, is_sharegpt: bool) -
     trained = [roles.get(role, role) for role in fields.get("roles_to_train") or ["assistant"]]
     if trained != ["assistant"] or fields.get("message_field_training_detail"):
         unsupported = "roles_to_train" if trained != ["assistant"] else "message_field_training_detail"
-        raise SettingsError(f"{where}: {unsupported}: only whole turns of the assistant can carry loss; remove it")
+        raise SettingsError(f"{location}: {unsupported}: only whole turns of the assistant can carry loss; remove it")
     if fields.get("train_on_eos") not in (None, "turn") or fields.get("train_on_eot") not in (None, "turn"):
-        raise SettingsError(f"{where}: train_on_eos: only `turn` is supported: each answer with its end of turn")
+        raise SettingsError(f"{location}: train_on_eos: only `turn` is supported: each answer with its end of turn")
     messages = fields.get("field_messages") or ("conversations" if is_sharegpt else "messages")
     columns = {"messages": messages, "tools": fields.get("field_tools") or "tools"}
     if not fields.get("drop_system_message"):

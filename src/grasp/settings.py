@@ -622,13 +622,13 @@ class RetrainSettings(Settings):
         return tuple(dict.fromkeys(self.losses)) or (self.targets.loss_on,)
 
 
-def build_settings(data: dict[str, Any], where: str = "settings") -> BuildSettings:
+def build_settings(data: dict[str, Any], location: str = "settings") -> BuildSettings:
     """Validate settings of a build; the error message lists every mismatch."""
-    return validated(BuildSettings, data, where)
+    return validated(BuildSettings, data, location)
 
 
 def without_foreign_code(
-    stored: Mapping[str, Any], where: str, overrides: Mapping[str, Any] | None = None
+    stored: Mapping[str, Any], location: str, overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return stored settings, in which code that would be run is replaced by the user's settings.
 
@@ -647,8 +647,8 @@ def without_foreign_code(
             put(data, path, user_code)
         elif stored_code:
             raise SettingsError(
-                f"{where}: {path} is {stored_code!r}: that is code, and code from an artifact is run only at your own "
-                f"request; review it, then repeat it with --set {path}=... or in the file of --config"
+                f"{location}: {path} is {stored_code!r}: that is code, and code from an artifact is run only at your "
+                f"own request; review it, then repeat it with --set {path}=... or in the file of --config"
             )
     return data
 

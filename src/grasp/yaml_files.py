@@ -26,12 +26,12 @@ MAX_ERRORS_SHOWN = 20  # errors in a message
 M = TypeVar("M", bound=BaseModel)
 
 
-def validated(kind: type[M], data: Mapping[str, Any], where: str, error_type: type[GraspError] = SettingsError) -> M:
-    """Validate `data` against a model class; the error message starts with `where` and lists every mismatch."""
+def validated(kind: type[M], data: Mapping[str, Any], location: str, error_type: type[GraspError] = SettingsError) -> M:
+    """Validate `data` against a model class; the error message starts with `location` and lists every mismatch."""
     try:
         return kind.model_validate(data)
     except ValidationError as err:
-        raise error_type(describe(err, where, kind)) from err
+        raise error_type(describe(err, location, kind)) from err
 
 
 def validated_yaml(kind: type[M], path: Path | str, what: str, error_type: type[GraspError]) -> M:
@@ -43,7 +43,7 @@ def validated_yaml(kind: type[M], path: Path | str, what: str, error_type: type[
     return validated(kind, data, f"{what} {path}", error_type)
 
 
-def describe(err: ValidationError, where: str, kind: type[BaseModel] | None = None) -> str:
+def describe(err: ValidationError, location: str, kind: type[BaseModel] | None = None) -> str:
     """Format validation errors in one line; if `kind` is given, with suggestions for misspelt fields."""
     parts = []
     for item in err.errors()[:MAX_ERRORS_SHOWN]:
@@ -56,7 +56,7 @@ def describe(err: ValidationError, where: str, kind: type[BaseModel] | None = No
         what = _WORDS.get(item["type"], item["msg"].removeprefix("Value error, "))
         parts.append(f"{field}: {what}{got}{_suggest_field(kind, item)}".removeprefix(": "))
     more = f"; {err.error_count() - MAX_ERRORS_SHOWN} more" if err.error_count() > MAX_ERRORS_SHOWN else ""
-    return f"{where}: " + "; ".join(parts) + more
+    return f"{location}: " + "; ".join(parts) + more
 
 
 _WORDS = {
@@ -124,14 +124,14 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def parse_yaml(text: str, where: str) -> Any:
-    """Parse a YAML value of bounded size; error messages start with `where`."""
+def parse_yaml(text: str, location: str) -> Any:
+    """Parse a YAML value of bounded size; error messages start with `location`."""
     try:
         return yaml.load(text, Loader=_Loader)
     except _Refused as err:
-        raise SettingsError(f"{where}: {err}") from err
+        raise SettingsError(f"{location}: {err}") from err
     except (yaml.YAMLError, ValueError) as err:  # ValueError: an invalid date, a number of 5,000 digits
-        raise SettingsError(f"{where}: not YAML: {plain(err, MAX_VALUE_CHARS)}") from err
+        raise SettingsError(f"{location}: not YAML: {plain(err, MAX_VALUE_CHARS)}") from err
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def put_all(data: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     return data
 
 
-def require_flags(data: Mapping[str, Any], flags: Mapping[str, Sequence[str]], where: str) -> None:
+def require_flags(data: Mapping[str, Any], flags: Mapping[str, Sequence[str]], location: str) -> None:
     """Check that required settings have a value; `flags` maps an option to the leaves of which one must be set.
 
     Raises:
@@ -203,7 +203,9 @@ def require_flags(data: Mapping[str, Any], flags: Mapping[str, Sequence[str]], w
     """
     missing = [f"{flag} ({paths[0]})" for flag, paths in flags.items() if not any(leaf(data, path) for path in paths)]
     if missing:
-        raise SettingsError(f"{where}: missing {', '.join(missing)}; pass an option, or a setting by --set or --config")
+        raise SettingsError(
+            f"{location}: missing {', '.join(missing)}; pass an option, or a setting by --set or --config"
+        )
 
 
 def pop_leaf(data: dict[str, Any], name: str) -> Any:

@@ -162,7 +162,7 @@ def closed_form(unit_ED: F64, fisher_MD: F64, damping: float, spread: float = 1.
     return np.asarray((unit_ED - share_EM @ fisher_MD / len(fisher_MD)) / level)
 
 
-def layer_damping(square_M: F64, size: float, damping: float, where: str) -> float:
+def layer_damping(square_M: F64, size: float, damping: float, location: str) -> float:
     """Return lambda of a layer.
 
     Raises:
@@ -171,7 +171,7 @@ def layer_damping(square_M: F64, size: float, damping: float, where: str) -> flo
     level = damping * float(square_M.mean()) / size
     if not (np.isfinite(level) and level > 0):
         raise ModelError(
-            f"datainf: the mean squared gradient of the Fisher rows in {where} is {level / damping}, expected a "
+            f"datainf: the mean squared gradient of the Fisher rows in {location} is {level / damping}, expected a "
             "positive number; use model.dtype bfloat16 or float32, or leave the layer out"
         )
     return level

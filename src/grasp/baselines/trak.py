@@ -119,7 +119,7 @@ class Trak(BlockMethod[TrakSettings]):
         )
 
 
-def newton_map(gram_KK: F64, unit_EK: F64, ridge: float, where: str) -> F64:
+def newton_map(gram_KK: F64, unit_EK: F64, ridge: float, location: str) -> F64:
     """Return (Phi^T Phi + lambda I)^{-1} phi_e^T, (K, E), by eigendecomposition in float64.
 
     Raises:
@@ -131,7 +131,7 @@ def newton_map(gram_KK: F64, unit_EK: F64, ridge: float, where: str) -> F64:
     if not values[0] + shift > ZERO_EIGENVALUE * values[-1]:
         matrix_name = "Phi^T Phi + lambda I" if shift else "Phi^T Phi"
         raise ModelError(
-            f"{where}: {matrix_name} is singular: its eigenvalues range from {values[0] + shift:.3g} to "
+            f"{location}: {matrix_name} is singular: its eigenvalues range from {values[0] + shift:.3g} to "
             f"{values[-1] + shift:.3g}; set a {'larger ' if shift else ''}trak.ridge, e.g. 1e-3, more layers, or a "
             "smaller dimension"
         )
