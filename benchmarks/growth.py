@@ -264,7 +264,7 @@ def measure(root: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     for n_rows in args.rows:
         path = write_artifact(root / "rows", n_rows, args.width, args.targets)
         for question in args.questions:
-            points[question].append(ask(question, path, args.few_subsets, again=args.again, **few))
+            points[question].append(ask(question, path, args.few_subsets, repeat=args.again, **few))
             say("rows", question, n_rows, points[question][-1])
         shutil.rmtree(path)
     results += [

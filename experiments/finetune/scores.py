@@ -107,7 +107,7 @@ def token_kernel(sides: Sides, alpha: float = ALPHA, epsilon: float = EPSILON, t
     return _blocks(
         rows,
         lambda part, owner_P, n: output_layer_relevance(
-            targets, torch.from_numpy(rows.hidden_PH[part]), rows.residual.at(torch.from_numpy(part)), owner_P, n
+            targets, torch.from_numpy(rows.hidden_PH[part]), rows.residual.select(torch.from_numpy(part)), owner_P, n
         ),
     )
 
@@ -129,7 +129,7 @@ def _pooled(side: Features, vocabulary: int) -> PooledFeatures:
     tail = np.flatnonzero(last_N[side.owner_P] - np.arange(len(side.owner_P)) <= POOLED)
     chosen = torch.from_numpy(tail)
     owner_P = torch.from_numpy(side.owner_P[tail])
-    return pool(torch.from_numpy(side.hidden_PH[tail]), side.residual.at(chosen), owner_P, side.n, vocabulary)
+    return pool(torch.from_numpy(side.hidden_PH[tail]), side.residual.select(chosen), owner_P, side.n, vocabulary)
 
 
 def input_kernel(

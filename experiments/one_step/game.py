@@ -103,7 +103,9 @@ class Gradients:
     def named(self, matrices: Matrices) -> dict[str, torch.Tensor]:
         """One gradient in the shapes and under the names of the parameters."""
         return {
-            name: part.clone() for k, matrix in enumerate(matrices) for name, part in self._parameters.parts(k, matrix)
+            name: part.clone()
+            for k, matrix in enumerate(matrices)
+            for name, part in self._parameters.parameter_views(k, matrix)
         }
 
 

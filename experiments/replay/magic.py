@@ -63,7 +63,7 @@ def query_gradient(model: Any, params: dict[str, Tensor], batches: TargetBatches
     """Return the gradient of the mean loss of a target's answers."""
     assert batches.answers.are_units
     total: dict[str, Tensor] = {}
-    for _, ids_BL, weight_BL in batches.parts:
+    for _, ids_BL, weight_BL in batches.batches:
         ids = torch.from_numpy(ids_BL)
         logits = model(input_ids=ids).logits[:, :-1]
         loss_BL = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(len(ids), -1)

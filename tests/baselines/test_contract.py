@@ -138,7 +138,7 @@ def test_the_prediction_of_a_subset_is_the_mean_or_sum_of_its_row_scores(name, w
         np.testing.assert_allclose(predicted.values_BE[b], of_rows, rtol=1e-6, atol=1e-9)
     assert predicted.cost is not None
     assert predicted.cost.wall_seconds > 0
-    clipped = method_predictions(replace(configured, negative=0.0), inputs, [block], cache)
+    clipped = method_predictions(replace(configured, negative_scale=0.0), inputs, [block], cache)
     rows = block.weights_BN[[0]].indices
     summed = np.maximum(result[rows], 0.0).sum(axis=0)
     np.testing.assert_allclose(

@@ -219,7 +219,7 @@ def small_disk(tmp_path):
     ("kilobytes", "changes", "pattern"),
     [
         (500, ("product_width=1024",), r"art: shards/0000([1-9]) .*; \1 of 9 shards are finished"),
-        (300, ("sample_positions=1000000",), r"art/work/\w+/passed: shard-0000(\d) .*; \1 parts are complete"),
+        (300, ("sample_positions=1000000",), r"art/work/\w+/batches: shard-0000(\d) .*; \1 parts are complete"),
         (60, (), r"art/tokens: shard-0000(\d) .*; \1 parts are complete"),
     ],
     ids=["in the middle of a shard", "during the forward pass", "without room for the rows"],
@@ -283,7 +283,7 @@ def test_suggested_commands_name_the_program_as_it_can_be_run(installed_path, ar
 
 @pytest.mark.slow  # a second interpreter loads torch and transformers
 @pytest.mark.parametrize(
-    ("positions", "written"), [(200, "shards/*.json"), (10**6, "work/*/passed/shard-*.json"), (10**6, "shards/*.json")]
+    ("positions", "written"), [(200, "shards/*.json"), (10**6, "work/*/batches/shard-*.json"), (10**6, "shards/*.json")]
 )
 def test_a_killed_build_continues_with_resume(root, tmp_path, positions, written):
     corpus = write_corpus(tmp_path / "corpus.jsonl", 120)

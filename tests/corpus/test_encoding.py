@@ -33,7 +33,7 @@ def turns(*words):
 def plain_ids(tokenizer: HfTokenizer, text: str) -> list[int]:
     """Return the ids of the tokenizer itself, without special tokens at the end."""
     ids = tokenizer.tokenizer(text)["input_ids"]
-    suffix = tokenizer._around[1]
+    suffix = tokenizer._added_ids[1]
     return ids[: len(ids) - len(suffix)]
 
 

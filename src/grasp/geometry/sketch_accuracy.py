@@ -151,7 +151,7 @@ def _position_kernels(whitener: Whitener, features: SampleFeatures) -> PositionK
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class SketchAgreement:
     """Agreement over subsets between K_raw of a sketch and K_raw of the exact kernel."""
 
     error: float  # median relative error
@@ -187,11 +187,11 @@ def check_accuracy(kernels: ExactKernels, sketches: Mapping[str, F64], weight_BN
     yield _check_direct_sum(kernels, weight_BN)
 
 
-def measure_agreement(sketch_ND: F64, full_NN: F64, weight_BN: F64) -> Agreement:
+def measure_agreement(sketch_ND: F64, full_NN: F64, weight_BN: F64) -> SketchAgreement:
     """Compare K_raw of B subsets by a sketch with K_raw by the exact kernel that it estimates."""
     estimate_B, true_B = _raw(sketch_ND, weight_BN), metrics.raw_geometry(weight_BN, full_NN)
     error, ranks = metrics.relative_error(estimate_B, true_B), rank_agreement(estimate_B, true_B)
-    return Agreement(error, ranks, sketch_ND.shape[1])
+    return SketchAgreement(error, ranks, sketch_ND.shape[1])
 
 
 def _raw(sketch_ND: F64, weight_BN: F64) -> F64:
@@ -226,7 +226,7 @@ def _check_full_kernel(
 
 def healthy_width(
     kernels: ExactKernels, sketch_name: StoredSketch, full_NN: F64, weight_BN: F64, width: int
-) -> Agreement | None:
+) -> SketchAgreement | None:
     """Double the width until the sketch is healthy, and return its agreement; None if no width up to MAX_WIDTH is."""
     max_width = kernels.features.hidden_NH.shape[1] if sketch_name == "hidden" else MAX_WIDTH
     while width < min(max_width, MAX_WIDTH):
@@ -237,7 +237,7 @@ def healthy_width(
     return None
 
 
-def _width_advice(sketch_name: str, wider: Agreement | None) -> str:
+def _width_advice(sketch_name: str, wider: SketchAgreement | None) -> str:
     components = f"{sketch_name}.*" if sketch_name == "product" else f"{sketch_name}.* and joint.*"
     drop = f"drop {components} from the protocol"
     if wider is None:
