@@ -110,3 +110,17 @@ def test_a_recipe_that_trains_on_prompts_is_noted(fields):
     (note,) = FineTuningRecipe.from_mapping(fields).notes
     assert "corpus.loss_on=all" in note
     assert not FineTuningRecipe.from_mapping(dict.fromkeys(fields)).notes
+
+
+@pytest.mark.parametrize(
+    ("fields", "steps"),
+    [({"warmup_ratio": 0.1}, 2), ({"warmup_steps": 0.25}, 5), ({"warmup_steps": 1}, 1), ({"warmup_steps": 3}, 3)],
+)
+def test_a_warm_up_below_one_is_a_share_of_the_steps(fields, steps):
+    recipe = FineTuningRecipe(max_steps=20, **fields)
+    assert recipe.optimizer(1).warmup_steps == steps
+
+
+def test_a_warm_up_of_all_steps_is_refused():
+    with pytest.raises(SettingsError, match="warmup"):
+        FineTuningRecipe(max_steps=20, warmup_ratio=1).optimizer(1)
