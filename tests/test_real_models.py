@@ -31,6 +31,7 @@ def settings_of(dtype: str) -> BuildSettings:
     (weights,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
     return build_settings(
         {
+            "train": "new",
             "model": {"path": str(weights), "dtype": dtype, "batch_tokens": 2048},
             "corpus": {"path": str(PAGES), "max_length": 128, "max_rows_per_document": 1, "limit": DOCUMENTS},
             "targets": {"names": ["sciq"], "units_per_target": 64, "max_length": 128},

@@ -12,8 +12,7 @@ from grasp.artifact.label_table import LabelColumn
 from grasp.geometry import greedy
 from grasp.geometry.greedy import select_greedily
 from grasp.geometry.set_objective import Objective
-from grasp.geometry.upper_bound import best_rows
-from grasp.select.budget import Amount, Constraints, parse_bounds, parse_budget
+from grasp.select.budget import Amount, Constraints, best_items, parse_bounds, parse_budget
 from grasp.select.select import select
 from tests.select.world import World, planted, predictor_of, protocol
 
@@ -50,7 +49,7 @@ def taken_of(objective, limits) -> tuple[np.ndarray, int]:
     if objective.curvature:
         picks = select_greedily(objective, limits)
         return picks.row_index, picks.used
-    rows = best_rows(objective.linear_N, limits)
+    rows = best_items(objective.linear_N, limits)
     return rows, int(limits.cost_M[rows].sum())
 
 
@@ -104,7 +103,7 @@ def test_without_curvature_the_selection_is_optimal_within_floors_and_caps(seed,
     counts = {topic: source.topics.count(topic) for topic in "abc"}
     assume(floor <= min(cap, counts["a"]) and floor <= size and sum(min(cap, n) for n in counts.values()) >= size)
     objective = objective_of(source, size, protocol(components={"joint.self": -0.5}, side=side))
-    rows = best_rows(objective.linear_N, limits_of(source, size, floors=[f"a:{floor}"], caps=[str(cap)]))
+    rows = best_items(objective.linear_N, limits_of(source, size, floors=[f"a:{floor}"], caps=[str(cap)]))
 
     def is_feasible(rows):
         topics = [source.topics[i] for i in rows]
@@ -197,7 +196,7 @@ def test_rows_that_do_not_fit_are_skipped(seed, budget):
         if cost_N[row] <= limit:
             limit -= cost_N[row]
             want.append(row)
-    assert best_rows(worth_N, limits).tolist() == want
+    assert best_items(worth_N, limits).tolist() == want
 
 
 def small_rounds(patch) -> None:

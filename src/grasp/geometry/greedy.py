@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from grasp.arrays import F64, I64
 from grasp.geometry.geometry_predictor import InteractionPredictor
 from grasp.geometry.set_objective import Objective
-from grasp.geometry.upper_bound import best_rows, is_submodular, upper_bound
+from grasp.geometry.upper_bound import is_submodular, upper_bound
 from grasp.predict.predictor import Predictor
 from grasp.progress import Progress
-from grasp.select.budget import OPTIMAL_NOTE, Constraints, Ledger, SelectedRows
+from grasp.select.budget import OPTIMAL_NOTE, Constraints, Ledger, SelectedRows, best_items
 
 # With a token budget, the number of rows, on which the objective depends, is only known after selection: repeat it.
 MAX_SIZE_ITERATIONS = 4
@@ -275,7 +275,7 @@ def select_rows(
         guarantee = (
             OPTIMAL_NOTE if constraints.unit != "tokens" else "greedy by effect until no row fits the remaining tokens"
         )
-        return SelectedRows(best_rows(objective.linear_N, constraints), guarantee)
+        return SelectedRows(best_items(objective.linear_N, constraints), guarantee)
     bound, reason = upper_bound(objective, constraints, selection.row_index)
     has_reward = any(weight > 0 for weight in objective.curvature.values())
     note = "the protocol has a positive geometry weight: selecting a row favours similar rows"

@@ -27,7 +27,7 @@ from grasp.geometry.geometry_predictor import InteractionPredictor, InteractionS
 from grasp.predict.slices import LabelSlices
 from grasp.seeds import stream
 from grasp.select import quadratic_program
-from grasp.select.mix import ExposureCurves, OptimizedMixture
+from grasp.select.mix import OptimizedMixture, RepetitionCurves
 from grasp.select.objective import SelectionObjective
 from grasp.select.quadratic_program import MixtureProblem
 
@@ -62,7 +62,7 @@ def optimize_mixture(objective: SelectionObjective, slices: LabelSlices, problem
     curves = (
         None
         if objective.train_tokens is None
-        else ExposureCurves(objective.budget_predictor.repetition_law, effect_G, current_G)
+        else RepetitionCurves(objective.budget_predictor.repetition_law, effect_G, current_G)
     )
     segments = None if curves is None else curves.segments(problem.low_G, problem.high_G)
     linear_G = effect_G if segments is None else 0.0 * effect_G

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from grasp.arrays import F64, I64
-from grasp.artifact.rows import ranked
 from grasp.geometry.set_objective import Objective
-from grasp.select.budget import Constraints, take_within_budget
+from grasp.select.budget import Constraints, best_items
 
 MAX_STEPS = 8  # Frank-Wolfe steps
 GAP_TOLERANCE = 1e-3  # stop if the gap is below this fraction of what the selected rows contribute to V
@@ -41,11 +40,6 @@ class _Point:
         linear = float(objective.linear_N[row_index].sum())
         sketch_D = objective.sum_of(row_index)
         return cls(linear, sketch_D, objective.value(linear, sketch_D))
-
-
-def best_rows(value_N: F64, constraints: Constraints) -> I64:
-    """Return the rows with the highest values that satisfy the constraints, best first; ties go to the earlier row."""
-    return take_within_budget(ranked(value_N, among_N=constraints.allowed_M), constraints)
 
 
 def upper_bound(
@@ -97,7 +91,7 @@ def is_submodular(objective: Objective, constraints: Constraints) -> bool | None
 def _maximize_tangent(objective: Objective, constraints: Constraints, x: _Point) -> tuple[float, I64]:
     """Return the maximum of the tangent at x over feasible subsets, and the subset that attains it."""
     gradient_N = objective.linear_N + objective.dot(2.0 * objective.curvature_D * x.sketch_D)
-    best = best_rows(gradient_N, constraints)
+    best = best_items(gradient_N, constraints)
     gradient_at_x = x.linear + 2.0 * float(objective.curvature_D @ x.sketch_D**2)  # <gradient(x), x>
     return x.value + float(gradient_N[best].sum()) - gradient_at_x, best
 

@@ -328,13 +328,12 @@ class _WideTable:
         value = self.metadata(name, line)
         if value is None:
             return None
-        error = RunsError(f"{self.location}: run {self.runs[line]!r}: {name} is {value!r}, expected a whole number")
         try:
             number = int(float(value)) if isinstance(value, str) else int(value)
-        except (ValueError, OverflowError, TypeError) as err:
-            raise error from err
+        except (ValueError, OverflowError, TypeError):
+            number = -1  # refused below
         if not 0 <= number <= MAX_INTEGER:
-            raise error
+            raise RunsError(f"{self.location}: run {self.runs[line]!r}: {name} is {value!r}, expected a whole number")
         return number
 
 

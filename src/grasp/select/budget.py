@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 from grasp.arrays import F64, I32, I64, Bool
 from grasp.artifact.label_table import LabelColumn
 from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.rows import ranked
 from grasp.corpus.labels import label_text
 from grasp.corpus.values import plain_values
 from grasp.errors import SettingsError
@@ -441,6 +442,11 @@ def take_within_budget(order_P: I64, constraints: Constraints) -> I64:
     if not constraints.costs_differ:
         return _take_by_counts(order_P, constraints)
     return _take_by_ledger(order_P, constraints)
+
+
+def best_items(value_M: F64, constraints: Constraints) -> I64:
+    """Return the items with the highest values that satisfy the constraints, best first; ties go to the earlier one."""
+    return take_within_budget(ranked(value_M, among_N=constraints.allowed_M), constraints)
 
 
 def _take_what_fits(order_P: I64, constraints: Constraints) -> I64:

@@ -281,7 +281,7 @@ def _optimize_additive(objective: SelectionObjective, slices: LabelSlices, probl
     """Return the optimal mixture for an objective that is additive over rows, with diminishing value of repetition."""
     current_G = problem.current_G
     effect_G = (objective.predictor.sums(slices.each, ()).effect_BT @ objective.weights_T) / slices.rows_G
-    curves = ExposureCurves(objective.budget_predictor.repetition_law, effect_G + NEW_ROW_VALUE, current_G)
+    curves = RepetitionCurves(objective.budget_predictor.repetition_law, effect_G + NEW_ROW_VALUE, current_G)
     segments = curves.segments(problem.low_G, problem.high_G)
     p_G = solve(replace(problem, segments=segments))
 
@@ -294,22 +294,22 @@ def _optimize_additive(objective: SelectionObjective, slices: LabelSlices, probl
 
 
 @dataclass(frozen=True, slots=True)
-class ExposureCurves:
+class RepetitionCurves:
     """Value of each slice as a function of its share, under the repetition law.
 
     Attributes:
-        exposure: repetition law of the training budget.
+        repetition_law: of the training budget.
         row_value_G: value of a row of each slice when it is seen for the first time: m_g + b.
         current_G: share of each slice in the corpus.
     """
 
-    exposure: RepetitionLaw
+    repetition_law: RepetitionLaw
     row_value_G: F64
     current_G: F64
 
     def value(self, p_G: F64) -> float:
         """Return sum_g n_g / N r(N p_g / n_g) (m_g + b)."""
-        return float(self.row_value_G @ (self.current_G * self.exposure(p_G / self.current_G)))
+        return float(self.row_value_G @ (self.current_G * self.repetition_law(p_G / self.current_G)))
 
     def segments(self, low_G: F64, high_G: F64) -> Segments:
         """Return the piecewise linear approximation on the bounds; for a convex term, its chord.
@@ -318,11 +318,13 @@ class ExposureCurves:
         """
         steps = np.linspace(0.0, 1.0, SEGMENTS)
         # share at which every row of the slice is seen once
-        once_G1 = np.clip(self.current_G / max(self.exposure.epochs or 1.0, TINY), low_G, high_G)[:, None]
+        once_G1 = np.clip(self.current_G / max(self.repetition_law.epochs or 1.0, TINY), low_G, high_G)[:, None]
         knots_GK = np.sort(
             np.concatenate([low_G[:, None] + (high_G - low_G)[:, None] * steps, once_G1], axis=1), axis=1
         )
-        value_GK = (self.row_value_G * self.current_G)[:, None] * self.exposure(knots_GK / self.current_G[:, None])
+        value_GK = (self.row_value_G * self.current_G)[:, None] * self.repetition_law(
+            knots_GK / self.current_G[:, None]
+        )
         position_GK = np.divide(knots_GK - knots_GK[:, :1], np.maximum(high_G - low_G, TINY)[:, None])
         chord_GK = value_GK[:, :1] + (value_GK[:, -1:] - value_GK[:, :1]) * position_GK
         return Segments(knots_GK, np.where(self.row_value_G[:, None] < 0, chord_GK, value_GK))

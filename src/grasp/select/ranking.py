@@ -18,7 +18,7 @@ from grasp.arrays import F64, I64, Bool
 from grasp.artifact.rows import ranked
 from grasp.errors import SettingsError
 from grasp.predict.weights import Weights, mask_of, single_subset
-from grasp.select.budget import OPTIMAL_NOTE, Amount, Constraints, take_within_budget
+from grasp.select.budget import OPTIMAL_NOTE, Amount, Constraints, best_items, take_within_budget
 from grasp.select.items import Items
 from grasp.select.objective import SelectionObjective
 from grasp.select.selection import Curve
@@ -61,16 +61,13 @@ def select_by_rank(
     """
     if by_runs:
         score_M, guarantee = _scores_by_runs(objective, items, constraints)
-        selected_P = take_within_budget(ranked(score_M, among_N=items.allowed_M), constraints)
     else:
-        score_M = _scores_by_effect(objective, items, constraints)
-        selected_P = take_within_budget(ranked(score_M, among_N=items.allowed_M), constraints)
-        guarantee = _guarantee(items, constraints, score_M, selected_P)
-    order_P = selected_P
+        score_M, guarantee = _scores_by_effect(objective, items, constraints), ""
+    all_P = ranked(score_M, among_N=items.allowed_M)
+    selected_P = order_P = take_within_budget(all_P, constraints)
     if not constraints.has_label_constraints:
-        all_P = ranked(score_M, among_N=items.allowed_M)
         order_P = np.concatenate([selected_P, all_P[~mask_of(selected_P, len(score_M))[all_P]]])
-    return RankedItems(selected_P, order_P, guarantee)
+    return RankedItems(selected_P, order_P, guarantee or _guarantee(items, constraints, score_M, selected_P))
 
 
 def _scores_by_effect(objective: SelectionObjective, items: Items, constraints: Constraints) -> F64:
@@ -152,9 +149,7 @@ def _scores_by_runs(objective: SelectionObjective, items: Items, constraints: Co
 
 def _best_masks(score_BM: F64, constraints: Constraints) -> Bool:
     """Return the items with the highest scores that satisfy the constraints, (B, M)."""
-    orders = [ranked(score_M, among_N=constraints.allowed_M) for score_M in score_BM]
-    n_items = score_BM.shape[1]
-    return np.stack([mask_of(take_within_budget(order_P, constraints), n_items) for order_P in orders])
+    return np.stack([mask_of(best_items(score_M, constraints), len(score_M)) for score_M in score_BM])
 
 
 def _scores_towards_corner(gradient_M: F64, selected_M: Bool, corner_M: Bool) -> F64:
