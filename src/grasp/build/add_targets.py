@@ -16,12 +16,13 @@ from grasp.models.forward_pass import Reference
 from grasp.progress import Progress, Silent
 from grasp.settings import FeatureSettings, TargetSettings
 
-Source = Literal["kept features", "pass", "there already"]
+# From what the relevance of added targets was computed.
+RelevanceSource = Literal["kept features", "pass", "there already"]
 
 
 def add_target(
     out: Path, targets: TargetSettings, *, overrides: Mapping[str, Any] | None = None, progress: Progress | None = None
-) -> Source:
+) -> RelevanceSource:
     """Add targets to the artifact `out`, and return the source of their relevance.
 
     Old units are unchanged. An interrupted call is resumed by the same call. A pass gives the same numbers as a joint
