@@ -25,7 +25,7 @@ from grasp.build.build import (
     pop_overrides,
     split_replay_settings,
 )
-from grasp.build.inputs import ON_DISK, Inputs, prepare
+from grasp.build.inputs import ON_DISK, Inputs, prepare_inputs
 from grasp.build.model_pass import Arrays, ModelPass, compute_moments, merge_batches, read_batches, score_shard
 from grasp.build.pipeline import MEGABYTE, Sample, feature_bytes, open_moment_source, refuse_untrained, resolve_settings
 from grasp.build.proxy import forecast_proxy
@@ -102,7 +102,7 @@ def forecast(
             corpus = build_config.corpus.model_copy(update={"limit": n_read})
             build_config = build_config.model_copy(update={"corpus": corpus})
             progress = None  # notes would be about a part
-        inputs = prepare(build_config, temporary / "tokens", progress or Silent())
+        inputs = prepare_inputs(build_config, temporary / "tokens", progress or Silent())
         if inputs.settings.like is not None:
             open_moment_source(inputs, inputs.settings.like)
         tokens_bytes = sum(file.stat().st_size for file in (temporary / "tokens").iterdir())
