@@ -101,8 +101,8 @@ def _check_columns(columns: Mapping[str, pa.DataType | None], settings: CorpusSe
     fields = [dtype.field(i).name for i in range(dtype.num_fields)] if dtype and pa.types.is_struct(dtype) else []
     if dtype is not None and not (is_text(dtype) or any(test(dtype) for test in IS_BINARY) or "bytes" in fields):
         raise CorpusError(
-            f"{location}: image column {image_column!r} has type {dtype}, expected encoded images (binary), paths (text) or "
-            "a struct of bytes and path"
+            f"{location}: image column {image_column!r} has type {dtype}, expected encoded images (binary), paths "
+            "(text) or a struct of bytes and path"
         )
 
 
