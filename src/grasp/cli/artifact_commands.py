@@ -14,7 +14,7 @@ from grasp.cli.options import Address, Assignments, ConfigFile, ModelOverrides, 
 from grasp.errors import SettingsError
 from grasp.progress_display import Watch
 from grasp.text import json_text, size_text, skipped_text
-from grasp.yaml_files import leaf
+from grasp.yaml_files import get_setting
 
 if TYPE_CHECKING:
     from grasp.artifact.inspection import ArtifactInfo
@@ -82,7 +82,7 @@ def build(
     quiet: Quiet = False,
     **params: Any,
 ) -> None:
-    from grasp.build.build import SETTING_BY_ARGUMENT, SETTINGS, add_targets
+    from grasp.build.build import INPUT_SETTINGS, OTHER_SETTINGS, add_targets
     from grasp.build.build import build as run
     from grasp.settings import form_of_loss
     from grasp.targets.load import split_names
@@ -90,7 +90,7 @@ def build(
     resume, untrained, replay, recipe = (params.pop(name) for name in ("resume", "untrained", "replay", "recipe"))
     check, warm_up = params.pop("check"), params.pop("warm_up")
     params["loss"] = form_of_loss(params["loss"])
-    flags = {(SETTING_BY_ARGUMENT | SETTINGS)[name]: value for name, value in params.items()}
+    flags = {(INPUT_SETTINGS | OTHER_SETTINGS)[name]: value for name, value in params.items()}
     flags["features.kernels"] = [] if params["rule"] else None  # --rule overrides kernels of a settings file
     flags["targets.names"] = [name for text in targets for name in split_names(text)] or None
     data = merge_settings(settings, assign, flags)
@@ -123,7 +123,7 @@ def build(
         return
     if engine == "local":
         _refuse_idle({"--workers": workers}, "--engine local; use --engine ray")
-    spec = cluster_spec(engine, workers, address, leaf(data, "model.threads"))
+    spec = cluster_spec(engine, workers, address, get_setting(data, "model.threads"))
     with Watch(quiet=quiet) as watch:
         artifact = run(
             out=out,

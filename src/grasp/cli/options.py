@@ -12,7 +12,7 @@ import typer
 from grasp.cli.app import option, rare
 from grasp.errors import SettingsError
 from grasp.text import listed
-from grasp.yaml_files import parse_yaml, put, put_all, read_yaml
+from grasp.yaml_files import parse_yaml, read_yaml, set_setting, set_settings
 
 if TYPE_CHECKING:
     from grasp.build.ray_cluster import ClusterSpec
@@ -57,8 +57,8 @@ def merge_settings(
         name, equals, text = assignment.partition("=")
         if not equals or not name:
             raise SettingsError(f"--set: got `{assignment}`, expected name=value, e.g. features.tau=0.02")
-        put(data, name, parse_yaml(text, f"--set {name}"))
-    return put_all(data, flags)
+        set_setting(data, name, parse_yaml(text, f"--set {name}"))
+    return set_settings(data, flags)
 
 
 def table_outputs(flag: str, out: Path | None) -> dict[str, Path | None]:
