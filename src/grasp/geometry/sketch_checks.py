@@ -88,8 +88,8 @@ def _check_summary(kernels: ExactKernels, weight_BN: F64) -> Check:
     return judge_check(
         name="pooled summaries",
         measured=f"{positions.summary_share:.2f} of the squared norm of a row's output-layer gradient is in its "
-        f"summary over {pooling}, {positions.same_positions_share:.2f} in a summary over the positions of the gradient; "
-        f"rank correlation of K_raw over subsets {ranks:+.2f}",
+        f"summary over {pooling}, {positions.same_positions_share:.2f} in a summary over the "
+        f"positions of the gradient; rank correlation of K_raw over subsets {ranks:+.2f}",
         healthy=HEALTHY_SUMMARY,
         is_healthy=positions.summary_share >= MIN_SUMMARY_SHARE,
         advice="rank by the kernel output_layer (without --rule paper), and take geometry, if any, from product.*; the "
