@@ -19,8 +19,8 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.calibration import SubsetFeaturizer
-from grasp.runs.gaussian_process import SubsetFeatures
 from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.subset_features import SubsetFeatures
 
 KS = (8, 16, 24, 32)
 

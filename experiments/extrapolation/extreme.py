@@ -25,9 +25,10 @@ import pyarrow.parquet as pq
 from scipy.stats import spearmanr
 
 from grasp.arrays import F64, I64
-from grasp.runs.gaussian_process import GaussianProcess, SubsetFeatures
+from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.import_runs import import_runs
 from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.subset_features import SubsetFeatures
 from grasp.seeds import stream
 
 COVERAGE = 0.9

@@ -27,9 +27,10 @@ from grasp.files import write_atomically
 from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor
 from grasp.retraining.plan import row_names
 from grasp.runs.calibration import SubsetFeaturizer
-from grasp.runs.gaussian_process import GaussianProcess, SubsetFeatures
+from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.metrics import rank_correlations
 from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.subset_features import SubsetFeatures
 from grasp.seeds import bootstrap_weights, stream
 
 COUNTS, DRAWS, RESAMPLES = (8, 16, 23), 4, 1_000

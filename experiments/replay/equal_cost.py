@@ -28,8 +28,9 @@ from experiments.replay.setting import World
 from grasp.arrays import F64
 from grasp.files import write_atomically
 from grasp.predict.scoring_rule import REPLAY_WEIGHT
-from grasp.runs.gaussian_process import GaussianProcess, SubsetFeatures
+from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.subset_features import SubsetFeatures
 from grasp.seeds import stream
 
 DRAWS = 32

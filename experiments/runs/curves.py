@@ -25,9 +25,10 @@ from grasp.baselines.oracles import ridge_out
 from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.calibration import SubsetFeaturizer
-from grasp.runs.gaussian_process import GaussianProcess, SubsetFeatures
+from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.import_runs import import_runs
 from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.subset_features import SubsetFeatures
 from grasp.seeds import stream
 
 Method = Callable[[NDArray[np.int64], NDArray[np.int64]], F64]

@@ -17,7 +17,8 @@ import numpy as np
 from scipy.stats import spearmanr
 
 from experiments.runs.curves import WORLDS, World, of_environment, of_regmix
-from grasp.runs.gaussian_process import GaussianProcess, SubsetFeatures
+from grasp.runs.gaussian_process import GaussianProcess
+from grasp.runs.subset_features import SubsetFeatures
 from grasp.seeds import stream
 from grasp.select.proposals import most_informative
 

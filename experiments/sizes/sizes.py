@@ -20,9 +20,10 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.calibration import SubsetFeaturizer
-from grasp.runs.gaussian_process import GaussianProcess, SubsetFeatures
+from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.metrics import bootstrap_interval, mean_defined, rank_correlations
 from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.subset_features import SubsetFeatures
 from grasp.seeds import stream
 
 RESAMPLES = 1_000

@@ -34,8 +34,8 @@ from grasp.artifact.label_table import LabelColumn
 from grasp.baselines.gradients.curvature import Fisher, corrected_eigenvalues
 from grasp.baselines.gradients.layers import as_matrix
 from grasp.kernels.gradient import SampledGradients
-from grasp.runs.gaussian_process import SubsetFeatures
 from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.subset_features import SubsetFeatures
 from grasp.settings import FeatureSettings
 from tests.baselines.gradient_world import autograd, reference, rows, units
 

@@ -19,8 +19,7 @@ from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import Weights
 from grasp.runs.alignment import Alignment
-from grasp.runs.calibration import SubsetFeaturizer, fit_outcomes, learning_curve
-from grasp.runs.gaussian_process import WITHIN_SLICE_WEIGHT
+from grasp.runs.calibration import WITHIN_SLICE_WEIGHT, SubsetFeaturizer, fit_outcomes, learning_curve
 from grasp.runs.imported_runs import bind_runs, row_weights
 from grasp.runs.table import RunTable
 from grasp.select.mix import mix

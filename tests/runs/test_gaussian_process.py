@@ -8,14 +8,9 @@ from scipy.optimize import approx_fprime
 from scipy.stats import spearmanr
 
 from grasp.errors import RunsError
-from grasp.runs.gaussian_process import (
-    WITHIN_SLICE_SD,
-    FeatureScales,
-    GaussianProcess,
-    SubsetFeatures,
-    _Data,
-    _MarginalLikelihood,
-)
+from grasp.runs.gaussian_process import GaussianProcess
+from grasp.runs.marginal_likelihood import MarginalLikelihood, RunData
+from grasp.runs.subset_features import WITHIN_SLICE_SD, FeatureScales, SubsetFeatures
 
 N_TASKS, N_SLICES = 3, 6
 
@@ -50,14 +45,14 @@ def test_the_gradient_of_the_evidence_is_that_of_its_value() -> None:
     features, utility_BT = world(15)
     rng = np.random.default_rng(1)
     within_slice_T = np.full(N_TASKS, 0.3)
-    data = _Data(
+    data = RunData(
         FeatureScales.from_runs(features).transform(features),
         utility_BT - utility_BT.mean(0),
         np.arange(15) % 3 + 1.0,
         within_slice_T,
         15.0,
     )
-    evidence = _MarginalLikelihood(data)
+    evidence = MarginalLikelihood(data)
     theta = evidence.prior[:, 0] + 0.3 * rng.normal(size=len(evidence.names))
     numeric = approx_fprime(theta, lambda at: evidence.loss(at)[0], 1e-5)
     np.testing.assert_allclose(evidence.loss(theta)[1], numeric, rtol=2e-3, atol=2e-3)
@@ -87,7 +82,7 @@ def test_changes_are_those_of_the_dual_form_by_loops_over_runs_and_slices() -> N
     seeds_BST[::2, 1] = np.nan  # every other run has one seed
     process = GaussianProcess.fit(features.take(np.arange(20)), seeds_BST)
     corpus, others = features.take(np.array([25])), features.take(np.arange(20, 30))
-    numbers, curves, n_slices = process.hyperparameters, process._share_covariance, features.share_BG.shape[1]
+    numbers, curves, n_slices = process.hyperparameters, process._covariance.of_shares, features.share_BG.shape[1]
     unit = {name: numbers[name] * curves.factors[name] for name in ("straight", "linear", "additive", "joint")}
     short, long = curves.lengths[0], curves.lengths[1] * np.sqrt(n_slices)
 
@@ -95,7 +90,7 @@ def test_changes_are_those_of_the_dual_form_by_loops_over_runs_and_slices() -> N
         parts = plain(process, subset)
         return [
             {name: part[b] for name, part in parts.items()}
-            | {"seen": (np.log(parts["share"][b] + curves.c) - curves.log_mean_G) / curves.log_std}
+            | {"seen": (np.log(parts["share"][b] + curves.offset) - curves.log_mean_G) / curves.log_std}
             for b in range(len(subset))
         ]
 
@@ -119,9 +114,9 @@ def test_changes_are_those_of_the_dual_form_by_loops_over_runs_and_slices() -> N
     expected_BT, spread_BT = process.change(others, corpus)
     for b, subset in enumerate(points(process._scales.transform(others))):
         d_nT = np.stack([covariance(subset, run) - covariance(whole, run) for run in runs])
-        mean_T = process.scale_T * (subset["r"] - whole["r"] + (d_nT * process._residual_nT).sum(axis=0))
-        inverse_Gnn = process._solution.inverse_Gnn
-        explained_T = [d_n @ inverse @ d_n for d_n, inverse in zip(d_nT.T, inverse_Gnn, strict=True)]
+        mean_T = process.scale_T * (subset["r"] - whole["r"] + (d_nT * process._run_weights_nT).sum(axis=0))
+        inverse_Cnn = process._fit.inverse_Cnn
+        explained_T = [d_n @ inverse @ d_n for d_n, inverse in zip(d_nT.T, inverse_Cnn, strict=True)]
         variance_T = np.maximum(apart(subset) - explained_T, 0.0) + 2 * numbers["noise"] * apart(subset) / far_T
         centre_G = process.runs.share_BG.mean(axis=0)
         square = np.mean([np.sum((run_G - centre_G) ** 2) for run_G in process.runs.share_BG])

@@ -10,7 +10,8 @@ import pytest
 import grasp
 from grasp.errors import RunsError, SettingsError
 from grasp.predict.subset_tables import RowIndex, read_subsets
-from grasp.runs.gaussian_process import GaussianProcess, SubsetFeatures
+from grasp.runs.gaussian_process import GaussianProcess
+from grasp.runs.subset_features import SubsetFeatures
 from grasp.select.mixture_model import MixtureModel
 from grasp.select.proposals import most_informative
 from tests.cli.grasp_command import cells, refused, succeed

@@ -10,5 +10,6 @@ in reading order (`grasp.api.evaluate` is the public function; `grasp.retraining
     alignment         `Alignment`: runs matched with an artifact, with their subsets in its rows
     predictions       predictions of subsets, and files of them
     evaluation        metrics of predictions on runs; `metrics` has the mathematics
-    calibration       predictions in the unit of the runs with intervals; `gaussian_process` has the mathematics
+    calibration       predictions in the unit of the runs with intervals; `gaussian_process` has the mathematics, in
+                      `subset_features`, `subset_covariance` and `marginal_likelihood`
 """

@@ -21,14 +21,17 @@ from grasp.predict.predictor import SIMILARITY_SKETCHES, KernelRelevance, Predic
 from grasp.predict.slices import label_slices
 from grasp.predict.weights import RowSums, Weights
 from grasp.runs.alignment import Alignment
-from grasp.runs.gaussian_process import WITHIN_SLICE_WEIGHT, GaussianProcess, SubsetFeatures
+from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.imported_runs import bind_runs
 from grasp.runs.metrics import spearman
+from grasp.runs.subset_features import SubsetFeatures
 from grasp.runs.table import RunTable
 from grasp.runs.training_runs import TrainingRuns
 from grasp.seeds import stream
 
 COVERAGE = 0.9  # of intervals
+# Weight of the deviations of rows' relevance from the mean of their slice: experiments/exposure.
+WITHIN_SLICE_WEIGHT = 0.4
 OUTSIDE = "outside the range of the runs"
 MAX_SUBSETS_NAMED = 3  # subsets named in a note
 MAX_DISTANCE_INSIDE = 1 + 1e-6  # distance above which a subset is outside the range of the runs; 1 is the farthest run
@@ -271,7 +274,7 @@ class OutcomePredictor:
             )
 
         return self.featurizer.row_contributions(
-            self.gaussian_process.gradient(self.featurizer.features(weights), value), weights
+            self.gaussian_process.finite_difference_gradient(self.featurizer.features(weights), value), weights
         )
 
     def _change(self, features: SubsetFeatures, corpus: SubsetFeatures) -> tuple[F64, F64]:

@@ -20,8 +20,9 @@ from grasp.arrays import F64
 from grasp.errors import RunsError
 from grasp.results import Result
 from grasp.runs.calibration import COVERAGE
-from grasp.runs.gaussian_process import GaussianProcess, SubsetFeatures
+from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.import_runs import read_mixtures
+from grasp.runs.subset_features import SubsetFeatures
 from grasp.runs.table import MAX_LISTED, RunTable, open_runs
 from grasp.select.quadratic_program import MixtureProblem, frank_wolfe
 from grasp.text import listed

@@ -32,9 +32,10 @@ from grasp.predict.families import draw_dirichlet_shares
 from grasp.predict.slices import label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.results import Result
-from grasp.runs.gaussian_process import GaussianProcess, SubsetFeatures
+from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.imported_runs import row_weights
 from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.subset_features import SubsetFeatures
 from grasp.runs.table import MAX_LISTED, RESULTS_SCHEMA, TRAINED_SCHEMA, RunsInfo, RunTable, open_runs
 from grasp.seeds import stream
 from grasp.select.budget import amounts_by_value, describe_value, parse_bounds, parse_tokens
