@@ -43,7 +43,8 @@ from grasp.settings import (
     without_foreign_code,
 )
 from grasp.store import remote
-from grasp.targets.load import load_units, records_of, split_names, units_of
+from grasp.targets.load import load_units, read_records, split_names
+from grasp.targets.unit_records import units_from_records
 from grasp.targets.units import Unit
 from grasp.training.recipe_files import FineTuningRecipe
 from grasp.yaml_files import (
@@ -536,8 +537,8 @@ def _parse_targets(targets: Any, loss_on: Any) -> tuple[list[str], tuple[Unit, .
             source: Source = table_source(targets, what="targets")
         except CorpusError as err:
             raise TargetError(f"{err}; or pass names, or a list of dicts with prompt and completion") from err
-        records = records_of(source)
-    units = tuple(units_of(records, "units", loss_on))
+        records = read_records(source)
+    units = tuple(units_from_records(records, "units", loss_on))
     digest = hashlib.blake2b(json.dumps([asdict(unit) for unit in units], default=str).encode(), digest_size=16)
     return [IN_MEMORY + digest.hexdigest()], units
 

@@ -62,7 +62,16 @@ def merge_settings(
 
 
 def table_outputs(flag: str, out: Path | None) -> dict[str, Path | None]:
-    """Return the files that `select` and `mix` write for the table of `flag`: table, summary and protocol."""
+    """Return the files that `select` and `mix` write for an option: the table, and its summary and protocol next to it.
+
+    Args:
+        flag: the option, for messages.
+        out: its value; None: it was not given.
+    Returns:
+        Files by a phrase for messages.
+    Raises:
+        SettingsError: the name does not end in .parquet.
+    """
     if out is None:
         return {}
     if out.suffix != ".parquet":
@@ -77,6 +86,11 @@ def table_outputs(flag: str, out: Path | None) -> dict[str, Path | None]:
 def cluster_spec(engine: str, workers: int | None, address: str | None, threads: int | None) -> "ClusterSpec | None":
     """Return the Ray cluster of `--engine ray`; None for `local`.
 
+    Args:
+        engine: local or ray.
+        workers: number of workers; None: one per GPU or core.
+        address: address of a running cluster; None: start one on this machine.
+        threads: threads of each worker; None: 1.
     Raises:
         SettingsError: unknown engine, or an address without `--engine ray`.
     """
