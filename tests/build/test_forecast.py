@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grasp.build.forecast import _costs
+from grasp.build.forecast import _row_and_token_seconds
 
 SECONDS = st.floats(0.001, 100.0)
 
 
 @given(row=SECONDS, token=SECONDS)
-def test_timed_parts_of_one_row_give_the_costs_per_row_and_per_token(row, token):
+def test_timed_pieces_of_one_row_give_the_cost_of_a_row_and_of_a_token(row, token):
     timed = [(n, row + token * n) for n in (16, 64)]
-    assert _costs(timed, 1) == pytest.approx((row, token), rel=1e-9, abs=1e-9 * (row + 64 * token))
+    assert _row_and_token_seconds(timed, 1) == pytest.approx((row, token), rel=1e-9, abs=1e-9 * (row + 64 * token))
 
 
 @pytest.mark.parametrize(
@@ -26,4 +26,4 @@ def test_timed_parts_of_one_row_give_the_costs_per_row_and_per_token(row, token)
     ],
 )
 def test_other_timed_passes_give_a_proportional_cost(timed, n_rows):
-    assert _costs(timed, n_rows) == (0.0, 4.0 / 64)
+    assert _row_and_token_seconds(timed, n_rows) == (0.0, 4.0 / 64)

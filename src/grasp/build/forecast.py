@@ -1,7 +1,10 @@
 """`grasp build --forecast`: estimate size, time and disk of a build in seconds, from its first rows and a timed pass.
 
-The first megabyte of the corpus is divided into rows, and the model is run on a few of their tokens; everything else is
-extrapolated in proportion. Nothing is written to the artifact. Start with `forecast`.
+The first megabyte of the corpus is divided into rows. The model is run on a few of their tokens (the probe), which is
+timed; everything else is extrapolated in proportion. `ratio` is the number of documents of the corpus over those that
+were read. Nothing is written to the artifact. Start with `forecast`.
+
+Shape letters: P positions, N rows, E units, K sampled coordinates of a gradient.
 """
 
 import tempfile
@@ -82,9 +85,11 @@ def forecast(
     """
     raw_settings = set_settings(plain_settings(settings), {"replay.check": 1 if check else None})
     replay_recipe, replay_settings = split_replay_settings(raw_settings, recipe, use_replay=replay)
-    place = output_location(out).directory
-    if replay and not {"corpus", "targets"} & raw_settings.keys() and (place / MANIFEST).exists():
-        return f"replay: {forecast_added_replay(place, replay_recipe, replay_settings, pop_overrides(raw_settings))}"
+    directory = output_location(out).directory
+    if replay and not {"corpus", "targets"} & raw_settings.keys() and (directory / MANIFEST).exists():
+        return (
+            f"replay: {forecast_added_replay(directory, replay_recipe, replay_settings, pop_overrides(raw_settings))}"
+        )
     with tempfile.TemporaryDirectory(prefix="grasp-forecast-") as name:
         temporary, first_line = Path(name), ""
         if needs_proxy(raw_settings, ON_DISK, None):
@@ -96,13 +101,13 @@ def forecast(
         build_config = resolve_settings(build_settings(raw_settings), ON_DISK)
         if replay:
             refuse_replay(build_config, replay_settings)
-        if (place / MANIFEST).exists():
-            raise ArtifactError(f"{place}: is finished, so there is nothing to forecast; choose another --out")
+        if (directory / MANIFEST).exists():
+            raise ArtifactError(f"{directory}: is finished, so there is nothing to forecast; choose another --out")
         n_read, n_documents = _first_documents(build_config)
         if n_read < n_documents:
             corpus = build_config.corpus.model_copy(update={"limit": n_read})
             build_config = build_config.model_copy(update={"corpus": corpus})
-            progress = None  # notes would be about a part
+            progress = None  # the notes of `prepare_inputs` would be about the first documents only
         inputs = prepare_inputs(build_config, temporary / "tokens", progress or Silent())
         if inputs.settings.like is not None:
             open_moment_source(inputs, inputs.settings.like)
@@ -128,7 +133,7 @@ def _forecast_proxy_training(raw_settings: dict[str, Any], out: Path) -> str:
 
 def _first_documents(settings: BuildSettings) -> tuple[int, int]:
     """Return the number of documents to read, and an estimate of that of the corpus; (1, 1) if all are read."""
-    if settings.model.classifier is not None:
+    if settings.model.classifier is not None:  # images are all read
         return 1, 1
     source, limit = open_source(settings.corpus.path, settings.corpus.split), settings.corpus.limit
     max_documents, n_chars = min(PROBE_DOCUMENTS, limit or PROBE_DOCUMENTS), 0
@@ -139,13 +144,13 @@ def _first_documents(settings: BuildSettings) -> tuple[int, int]:
         if n_chars >= PROBE_CHARS or n_read >= max_documents:
             total = source.approximate_length(n_read)
             return n_read, total if limit is None else min(limit, total)
-    return 1, 1  # all of them
+    return 1, 1  # the corpus is smaller than a probe
 
 
 def _replay_forecast(
     inputs: Inputs, recipe: FineTuningRecipe | None, settings: ReplaySettings, ratio: float
 ) -> ReplayForecast:
-    """Forecast a replay by the gradient of one batch; `ratio` is the corpus in units of the part that was read."""
+    """Forecast a replay by the gradient of one batch."""
     assert isinstance(inputs.model, ReferenceModel)
     assert isinstance(inputs.store, RowStore)
     n_rows, longest = round(ratio * inputs.store.n_rows), int(inputs.store.lengths().max())
@@ -155,7 +160,7 @@ def _replay_forecast(
 
 @dataclass(frozen=True)
 class _Probe:
-    """A timed pass of a few tokens.
+    """Costs that were measured by a pass over a few tokens, extrapolated to all units but not to all rows.
 
     Attributes:
         n_tokens: tokens of the pass.
@@ -164,7 +169,7 @@ class _Probe:
         prepare_seconds: time to prepare the kernels for all units.
         score_seconds: time to score these tokens against all units.
         widths: numbers per row, by array.
-        moments: bytes of the moments of the whole sample.
+        moment_bytes: bytes of the moments of the whole sample.
         feature_bytes: bytes of the features of these tokens as an artifact stores them.
     """
 
@@ -174,7 +179,7 @@ class _Probe:
     prepare_seconds: float
     score_seconds: float
     widths: Mapping[str, int]
-    moments: int
+    moment_bytes: int
     feature_bytes: int
 
 
@@ -195,13 +200,14 @@ def _timed_probe(inputs: Inputs, *, untrained: bool) -> _Probe:
         if len(timed) > 1 and timed[-1][1] >= PROBE_SECONDS:
             break
         n_tokens *= 4
-    row_seconds, token_seconds = _costs(timed, len(rows))
+    row_seconds, token_seconds = _row_and_token_seconds(timed, len(rows))
     if not untrained and corpus.n_positions >= MIN_LOSS_POSITIONS:
         refuse_untrained(corpus.loss, inputs.model)
 
     # The rows stand in for the units: units would need a pass of their own, and scoring depends on their number only.
-    n_units, tokens = len(inputs.unit_set.units), inputs.unit_tokens
-    n_positions = round(sum(len(unit.input_ids) - unit.first for unit in tokens) / len(tokens)) if tokens else 1
+    n_units, unit_tokens = len(inputs.unit_set.units), inputs.unit_tokens
+    n_answer_tokens = [len(unit.input_ids) - unit.first for unit in unit_tokens]
+    n_positions = round(sum(n_answer_tokens) / len(n_answer_tokens)) if n_answer_tokens else 1
     units = _as_units(model_pass, cached_batches, min(n_units, PROBE_UNITS), n_positions)
     started = time.perf_counter()
     kernels = make_kernels(features.kernels, inputs.model, features, corpus)
@@ -213,37 +219,38 @@ def _timed_probe(inputs: Inputs, *, untrained: bool) -> _Probe:
         model_pass, rows, kernels=kernels, keep_features=inputs.settings.keep_features, cached_batches=cached_batches
     )
     score_seconds = time.perf_counter() - started
-    share, states = n_units / units.n_rows, min(inputs.store.n_loss_positions, STATES) / max(1, corpus.n_positions)
+    units_factor = n_units / units.n_rows
+    states_factor = min(inputs.store.n_loss_positions, STATES) / max(1, corpus.n_positions)
     return _Probe(
         n_tokens=rows.n_tokens,
         row_seconds=row_seconds,
         token_seconds=token_seconds,
-        prepare_seconds=prepare_seconds * share,
-        score_seconds=score_seconds * share,
+        prepare_seconds=prepare_seconds * units_factor,
+        score_seconds=score_seconds * units_factor,
         widths={
             name: n_units if name.startswith("relevance_") else array.shape[1] for name, array in shard.arrays.items()
         },
-        moments=sum(
-            # states are a sample of fixed size, other moments have one size
-            round(array.nbytes * (states if name.startswith("states.") else 1))
+        moment_bytes=sum(
+            # the number of stored states grows with the sample up to `STATES`; other moments have a fixed size
+            round(array.nbytes * (states_factor if name.startswith("states.") else 1))
             for name, array in corpus.arrays().items()
         ),
         feature_bytes=sum(array.nbytes for array in (shard.features or {}).values()),
     )
 
 
-def _costs(timed: Sequence[tuple[int, float]], n_rows: int) -> tuple[float, float]:
+def _row_and_token_seconds(timed: Sequence[tuple[int, float]], n_rows: int) -> tuple[float, float]:
     """Return the seconds per row and per token, from the tokens and seconds of each pass; the last had `n_rows`.
 
-    A large model reaches the time of a probe within a part of one row. A row has a cost of its own (its gradient is
-    sampled once), which such a part would spread over too few tokens. It is the intercept of a line through the last
-    two passes, if both were parts of one row; otherwise it is in the cost of the tokens.
+    A large model reaches the time of a probe before the end of the first row. A row has a fixed cost (its gradient is
+    sampled once), which a piece of a row would spread over too few tokens. It is the intercept of a line through the
+    last two passes, if both were pieces of one row; otherwise it is included in the seconds per token.
     """
     last_tokens, last_seconds = timed[-1]
     if n_rows > 1 or len(timed) == 1:
         return 0.0, last_seconds / last_tokens
     tokens, seconds = timed[-2]
-    if tokens == last_tokens or last_seconds <= seconds:  # the first pass of a process is slow
+    if tokens == last_tokens or last_seconds <= seconds:  # no line: the first pass of a process is slow
         return 0.0, last_seconds / last_tokens
     row_seconds = max(0.0, (seconds * last_tokens - last_seconds * tokens) / (last_tokens - tokens))
     return row_seconds, (last_seconds - row_seconds) / last_tokens
@@ -293,32 +300,39 @@ def _as_units(model_pass: ModelPass, cached_batches: Sequence[Arrays], n_units: 
     return replace(units, gradient_BK=gradient_EK, sampled=model_pass.sampled)
 
 
+@dataclass(frozen=True, slots=True)
+class _CorpusSize:
+    """Estimated size of the whole corpus."""
+
+    n_documents: int
+    n_rows: int
+    n_tokens: int
+    n_loss_positions: int
+
+
 def _report(inputs: Inputs, probe: _Probe, ratio: float, tokens_bytes: int) -> str:
-    """Format the forecast; `ratio` is the whole corpus in units of the part that was read."""
-    model, store, settings = inputs.model, inputs.store, inputs.settings
-    features, n_units = settings.features, len(inputs.unit_set.units)
-    n_rows, n_tokens, n_loss_positions = (
-        round(ratio * n) for n in (store.n_rows, store.n_tokens, store.n_loss_positions)
+    """Format the forecast.
+
+    Args:
+        inputs: inputs of a build on the first documents.
+        probe: costs that were measured.
+        ratio: number of documents of the corpus over those that were read.
+        tokens_bytes: bytes of the rows of the first documents on disk.
+    """
+    store, settings = inputs.store, inputs.settings
+    size = _CorpusSize(
+        *(round(ratio * n) for n in (store.n_documents, store.n_rows, store.n_tokens, store.n_loss_positions))
     )
-
-    # Time: units pass once, rows once, and the sample before them unless it is the whole corpus and is stored.
-    sample = Sample.draw(store.loss_counts(), features)
-    sampled = sample.n_positions
-    if sample.is_whole and ratio > 1:  # the part that was read is too small to fill the sample
-        rows_needed = features.sample_rows if counts_rows(features) else 1
-        sampled = min(n_loss_positions, max(features.sample_positions, rows_needed * n_loss_positions // n_rows))
+    sampled_fraction = _sampled_fraction(inputs, size, ratio)
     cached_bytes = round(ratio * feature_bytes(inputs))
-    has_moments = settings.like is not None
-    use_cache = sampled == n_loss_positions and not has_moments and cached_bytes <= features.max_cache_mb * MEGABYTE
-    passes = 1.0 + (0.0 if use_cache or has_moments else sampled / n_loss_positions)
-    unit_tokens = sum(len(unit.input_ids) for unit in inputs.unit_tokens) or n_units
-    seconds = probe.token_seconds * (passes * n_tokens + unit_tokens) + probe.row_seconds * (passes * n_rows + n_units)
-    seconds += probe.prepare_seconds + probe.score_seconds * n_tokens / probe.n_tokens
+    fits = cached_bytes <= settings.features.max_cache_mb * MEGABYTE
+    use_cache = sampled_fraction == 1 and fits  # the features of loop 1 are stored, see `pipeline.can_cache`
+    seconds = _build_seconds(inputs, probe, size, passes=1.0 if use_cache else 1.0 + sampled_fraction)
 
-    # Disk: numbers of every row, its names and labels (as one table, and shard by shard), moments, and stored batches.
-    finished = n_rows * sum(probe.widths.values()) * np.dtype(settings.array_dtype).itemsize + probe.moments
+    # Disk: numbers of every row, its names and labels (as one table, and shard by shard), moments, stored features.
+    finished = size.n_rows * sum(probe.widths.values()) * np.dtype(settings.array_dtype).itemsize + probe.moment_bytes
     finished += round(2 * ratio * sum(len(parquet_bytes(store.table(k))) for k in range(store.n_shards)))
-    finished += round(probe.feature_bytes * n_tokens / probe.n_tokens)
+    finished += round(probe.feature_bytes * size.n_tokens / probe.n_tokens)
     temporary, tokens_bytes = cached_bytes if use_cache else 0, round(ratio * tokens_bytes)
     if settings.keep_tokens:
         finished += tokens_bytes
@@ -327,12 +341,36 @@ def _report(inputs: Inputs, probe: _Probe, ratio: float, tokens_bytes: int) -> s
 
     about = "about " if ratio > 1 else ""
     questions = Counter(unit.target for unit in inputs.unit_set.units)
-    ranking = [name for name in features.kernels if not issubclass(kernel_class(name), Sketch)]
+    ranking = [name for name in settings.features.kernels if not issubclass(kernel_class(name), Sketch)]
+    more_disk = f", and {size_text(temporary)} more until it is finished" if temporary else ""
     return (
-        f"rows: {about}{n_rows:,} of {about}{round(ratio * store.n_documents):,} documents\n"
+        f"rows: {about}{size.n_rows:,} of {about}{size.n_documents:,} documents\n"
         f"questions: {', '.join(f'{n:,} of {target}' for target, n in questions.items())}\n"
         f"kernels: {', '.join(ranking)}\n"
-        f"time: {about}{n_tokens:,} tokens on {model.device}: about {duration_text(seconds)}, timed on "
+        f"time: {about}{size.n_tokens:,} tokens on {inputs.model.device}: about {duration_text(seconds)}, timed on "
         f"{probe.n_tokens:,} tokens\n"
-        f"disk: about {size_text(finished)}, and {size_text(temporary)} more until it is finished"
+        f"disk: about {size_text(finished)}{more_disk}"
     )
+
+
+def _sampled_fraction(inputs: Inputs, size: _CorpusSize, ratio: float) -> float:
+    """Return the fraction of the positions of the corpus that loop 1 reads; 0 if moments are copied."""
+    settings, features = inputs.settings, inputs.settings.features
+    if settings.like is not None:
+        return 0.0
+    sample = Sample.draw(inputs.store.loss_counts(), features)
+    n_positions = sample.n_positions
+    if sample.is_whole and ratio > 1:  # the documents that were read are too few to fill the sample
+        min_rows = features.sample_rows if counts_rows(features) else 1
+        min_positions = max(features.sample_positions, min_rows * size.n_loss_positions // size.n_rows)
+        n_positions = min(size.n_loss_positions, min_positions)
+    return n_positions / max(1, size.n_loss_positions)
+
+
+def _build_seconds(inputs: Inputs, probe: _Probe, size: _CorpusSize, passes: float) -> float:
+    """Return the time of a build whose model reads every unit once, and every row `passes` times on average."""
+    n_units = len(inputs.unit_set.units)
+    n_unit_tokens = sum(len(unit.input_ids) for unit in inputs.unit_tokens) or n_units
+    seconds = probe.token_seconds * (passes * size.n_tokens + n_unit_tokens)
+    seconds += probe.row_seconds * (passes * size.n_rows + n_units)
+    return seconds + probe.prepare_seconds + probe.score_seconds * size.n_tokens / probe.n_tokens
