@@ -178,13 +178,13 @@ def test_without_geometry_the_selection_is_proven_optimal():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_budget_in_tokens_maximises_effect_per_token_and_reports_the_gap(seed):
+def test_a_budget_in_tokens_reports_the_gap_to_the_highest_mean_effect_of_tokens(seed):
     rng = np.random.default_rng(seed)
     cost_N, worth_N = rng.integers(1, 20, 12), rng.standard_normal(12)
     limits = Constraints.from_budget(Amount(40, False, "tokens"), np.ones(12, dtype=bool), tokens_M=cost_N)
     picked = take_within_budget(ranked(worth_N), limits)
-    guarantee = token_guarantee(worth_N, picked, limits, by_effect=True)
-    mean, most = (float(number) for number in re.findall(r"[-+][\d.]+(?= per token| for any)", guarantee))
+    guarantee = token_guarantee(worth_N, picked, limits, per_token=False)
+    mean, most = (float(number) for number in re.findall(r"[-+][\d.]+(?=, at most| for any)", guarantee))
     used = int(cost_N[picked].sum())
     assert mean == pytest.approx(cost_N[picked] @ worth_N[picked] / used, abs=1e-3)
     every = (np.array(combination) for size in range(1, 13) for combination in itertools.combinations(range(12), size))
@@ -193,7 +193,8 @@ def test_a_budget_in_tokens_maximises_effect_per_token_and_reports_the_gap(seed)
     )
     assert mean <= best + 1e-3
     assert best <= most + 1e-3
-    assert "whatever their length" in guarantee
+    assert "by effect until" in guarantee
+    assert "by effect per token" in token_guarantee(worth_N, picked, limits, per_token=True)
     assert "optimal" not in guarantee
 
 
@@ -390,7 +391,7 @@ def test_a_budget_in_documents_takes_the_documents_with_the_best_rows_on_average
     assert sum(label["selected"] for label in got.labels.to_pylist()) == 5
     assert got.guarantee == "whole documents, by the mean effect of their rows"
     assert list(got.curve.effect) == sorted(got.curve.effect, reverse=True)  # of whole documents
-    assert "next document" in repr(got)
+    assert "last document" in repr(got)
     assert any("19 candidate documents" in note for note in got.notes)
     assert got.headline.startswith("keeps 5 documents: 10 of 40 rows (25.0 %), ")
     assert not any("in part" in note for note in got.notes)
