@@ -63,7 +63,7 @@ def test_rows_are_in_the_order_of_score():
     assert got.row_ids == score(source, "sciq", protocol=chosen, top=15).table["row_id"].to_pylist()
 
 
-def test_the_curve_shows_the_next_row_and_all_rows_at_every_budget():
+def test_the_curve_shows_the_last_row_and_all_rows_at_every_budget():
     source, chosen = World(), protocol()
     got = selected(source, chosen, "10", "sciq=1,boolq=3")
     effect_N = predictor_of(source, chosen, ["sciq", "boolq"]).effect_NT @ [0.25, 0.75]
@@ -74,7 +74,7 @@ def test_the_curve_shows_the_next_row_and_all_rows_at_every_budget():
     np.testing.assert_allclose(got.curve.value, means, rtol=1e-5, atol=1e-6)
     above = int((effect_N > 0).sum())
     assert f"{above:,} of the 40 candidate rows are above the corpus average" in got.notes
-    assert re.search(r"next.*row", repr(got))
+    assert re.search(r"last row", repr(got))
     with_geometry = selected(source, protocol(components=GEOMETRY), "30")
     prefixes = [with_geometry.row_index[:rows] for rows in with_geometry.curve.rows]
     want_B1 = changes(source, protocol(components=GEOMETRY), prefixes, ["sciq"])

@@ -103,8 +103,8 @@ def _guarantee(objective: SelectionObjective, items: Items, constraints: Constra
 def token_guarantee(score_M: F64, selected_P: I64, constraints: Constraints, *, per_token: bool) -> str:
     """Describe a selection with a budget in tokens: the mean score of its tokens, and the highest possible mean.
 
-    A token has the score of its row. The highest mean for as many tokens is that of the fractional knapsack: rows sorted
-    by score, the last one cut to fit.
+    A token has the score of its row. The highest mean for as many tokens is that of the fractional knapsack: rows
+    sorted by score, the last one cut to fit.
 
     Args:
         score_M: score of each row.
