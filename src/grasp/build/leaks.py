@@ -47,7 +47,9 @@ def find_leaks(
     once, at some millions of tokens per second; memory: a chunk of rows and the matches.
 
     Args:
+        store: rows of the corpus.
         units: all questions of the targets, including those that are not scored.
+        decode: returns the texts of lists of token ids.
     """
     index = QuestionIndex(units)
     targets = {unit.target: e for e, unit in reversed(list(enumerate(units)))}
@@ -152,58 +154,68 @@ class QuestionIndex:
         gram_T = _grams(_hashes(words))
         if not len(self._gram_G) or not len(gram_T):
             return []
-        place_T = np.searchsorted(self._gram_G, gram_T).clip(max=len(self._gram_G) - 1)
-        places: dict[int, list[int]] = {}
-        for t in np.flatnonzero(self._gram_G[place_T] == gram_T).tolist():
-            for entry in self._owners[place_T[t]].tolist():
-                places.setdefault(entry, []).append(t)
+        index_T = np.searchsorted(self._gram_G, gram_T).clip(max=len(self._gram_G) - 1)
+        positions: dict[int, list[int]] = {}  # by entry: words at which one of its indexed n-grams begins
+        for t in np.flatnonzero(self._gram_G[index_T] == gram_T).tolist():
+            for entry in self._owners[index_T[t]].tolist():
+                positions.setdefault(entry, []).append(t)
+        candidates = sorted(entry for entry, hits in positions.items() if 2 * len(hits) >= self._n_grams[entry])
         occurrences = []
-        for entry in sorted(entry for entry, where in places.items() if 2 * len(where) >= self._n_grams[entry]):
-            for begin, end in self._places(self._entries[entry], words, places[entry]):
-                spot = matches[begin].start(), matches[end - 1].end()
-                occurrences += [(e, *spot) for e in self._units[entry]]
+        for entry in candidates:
+            for begin, end in self._occurrences(self._entries[entry], words, positions[entry]):
+                first_char, end_char = matches[begin].start(), matches[end - 1].end()
+                occurrences += [(e, first_char, end_char) for e in self._units[entry]]
         return occurrences
 
-    def _places(self, question: Sequence[str], words: Sequence[str], where: Sequence[int]) -> Iterator[tuple[int, int]]:
+    def _occurrences(
+        self, question: Sequence[str], words: Sequence[str], hits: Sequence[int]
+    ) -> Iterator[tuple[int, int]]:
         """Yield the words from and up to which a text contains a question, by common n-grams that are close together.
 
-        A window slides over the n-grams near the indexed ones, so that each word is visited once.
+        A window slides over the n-grams of the text that the question has too. It is an occurrence if its n-grams
+        cover at least nine in ten words of the question, and it is about as long as the question. Only n-grams near
+        `hits` are visited, each once.
 
         Args:
-            where: positions of indexed n-grams of the question, ascending; its other n-grams are around them.
+            question: words of the question.
+            words: words of the text.
+            hits: positions of indexed n-grams of the question in the text, ascending.
         """
-        length, reach = len(question) - len(question) // WORDS_PER_CHANGE, MAX_STRETCH * len(question)
-        run_of: dict[
-            tuple[str, ...], range
-        ] = {}  # words of the question that an n-gram covers, at its first occurrence
+        min_length, reach = len(question) - len(question) // WORDS_PER_CHANGE, MAX_STRETCH * len(question)
+        # words of the question that an n-gram covers, at its first occurrence in the question
+        covered_by: dict[tuple[str, ...], range] = {}
         for k in range(len(question) - GRAM_WORDS + 1):
-            run_of.setdefault(tuple(question[k : k + GRAM_WORDS]), range(k, k + GRAM_WORDS))
-        n_covered = len(set().union(*run_of.values()))
-        least = n_covered - n_covered // WORDS_PER_CHANGE
-        window, times = deque[tuple[int, range]](), Counter[int]()
-        done = passed = 0  # words visited, and the end of the last occurrence
-        for first in where:
-            for t in range(max(done, first - reach), min(first + reach, len(words) - GRAM_WORDS + 1)):
-                done = t + 1
-                if t < passed or (covers := run_of.get(tuple(words[t : t + GRAM_WORDS]))) is None:
+            covered_by.setdefault(tuple(question[k : k + GRAM_WORDS]), range(k, k + GRAM_WORDS))
+        n_coverable = len(set().union(*covered_by.values()))
+        min_covered = n_coverable - n_coverable // WORDS_PER_CHANGE
+        window = deque[tuple[int, range]]()  # n-grams: position in the text, and covered words of the question
+        times_covered = Counter[int]()  # by word of the question: number of n-grams in the window that cover it
+        next_position = 0  # n-grams before it have been visited
+        end_of_last = 0  # n-grams before it belong to the last occurrence
+        for hit in hits:
+            for t in range(max(next_position, hit - reach), min(hit + reach, len(words) - GRAM_WORDS + 1)):
+                next_position = t + 1
+                covered = covered_by.get(tuple(words[t : t + GRAM_WORDS]))
+                if t < end_of_last or covered is None:
                     continue
-                window.append((t, covers))
-                times.update(covers)
+                window.append((t, covered))
+                times_covered.update(covered)
                 while t - window[0][0] >= reach or (
                     # long enough without the first n-gram, whose words are covered by others
                     len(window) > 1
-                    and t + GRAM_WORDS - window[1][0] >= length
-                    and all(times[w] > 1 for w in window[0][1])
+                    and t + GRAM_WORDS - window[1][0] >= min_length
+                    and all(times_covered[w] > 1 for w in window[0][1])
                 ):
                     for w in window.popleft()[1]:
-                        times[w] -= 1
-                        if not times[w]:
-                            del times[w]
-                if len(times) >= least and t + GRAM_WORDS - window[0][0] >= length:
+                        times_covered[w] -= 1
+                        if not times_covered[w]:
+                            del times_covered[w]
+                if len(times_covered) >= min_covered and t + GRAM_WORDS - window[0][0] >= min_length:
                     yield window[0][0], t + GRAM_WORDS
-                    passed = done + n_covered - len(times)
+                    # words that are not covered yet are the rest of this occurrence
+                    end_of_last = next_position + n_coverable - len(times_covered)
                     window.clear()
-                    times.clear()
+                    times_covered.clear()
 
 
 def question_words(units: Sequence[Unit]) -> list[list[tuple[str, ...]]]:
@@ -223,11 +235,12 @@ def question_words(units: Sequence[Unit]) -> list[list[tuple[str, ...]]]:
         by_target.setdefault(unit.target, []).append(e)
     stripped = list(whole)
     for members in by_target.values():
-        several = len({whole[e] for e in members}) > 1
-        begin = _count_common_words(whole[e] for e in members) if several else 0
-        end = _count_common_words(whole[e][begin:][::-1] for e in members) if several else 0
+        if len({whole[e] for e in members}) == 1:  # nothing to tell the common part from the question
+            continue
+        n_first = _count_common_words(whole[e] for e in members)
+        n_last = _count_common_words(whole[e][n_first:][::-1] for e in members)
         for e in members:
-            stripped[e] = whole[e][begin : len(whole[e]) - end]
+            stripped[e] = whole[e][n_first : len(whole[e]) - n_last]
     entries_of_units = []
     for text, answer, words, all_words in zip(questions, answers, stripped, whole, strict=True):
         paragraphs = [part for part in text.split("\n\n") if part.strip()]

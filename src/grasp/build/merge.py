@@ -3,8 +3,7 @@
 Numbers of different artifacts are comparable only if model, features, moments and units are equal, which is checked.
 Stored numbers are copied bit for bit into new shards. Quantities that depend on the whole corpus (gains of the
 sketches, totals, skipped rows) are recomputed. Replays are left out, since each is of a training on one part. Texts,
-tokens and stored features stay with the parts.
-Start with `merge`.
+tokens and stored features stay with the artifacts that are merged (the parts). Start with `merge`.
 """
 
 import hashlib
@@ -47,30 +46,30 @@ def merge(parts: Sequence[Path | str], out: Path | str, *, progress: Progress | 
         ArtifactError: parts differ (every difference is named), a row_id is in two of them, or types of a label differ.
         SettingsError: fewer than two parts, or `out` exists.
     """
-    progress, place = progress or Silent(), Path(out)
+    progress, directory = progress or Silent(), Path(out)
     if len(parts) < 2:
         raise SettingsError(f"parts: got {len(parts)}, expected at least two artifacts")
     if remote_url(out) is not None:
         raise SettingsError(f"--out: got {out}, expected a directory on this machine")
     opened = [ArtifactReader.open(part) for part in parts]
-    if place.exists():
-        raise SettingsError(f"--out: {place} exists already; choose another name, or remove it")
-    check_outputs({"--out": place}, {"is a part": [part.path for part in opened]})
+    if directory.exists():
+        raise SettingsError(f"--out: {directory} exists already; choose another name, or remove it")
+    check_outputs({"--out": directory}, {"is a part": [part.path for part in opened]})
     for part in opened[1:]:
         _require_compatible(opened[0], part)
     _require_unique_names(opened)
     schema = _row_schema(opened)
     try:
-        with atomic_path(place) as aside:
-            _write(opened, schema, aside, progress)
+        with atomic_path(directory) as temporary:
+            _write(opened, schema, temporary, progress)
     except ArtifactError as err:
         # the writer advises to resume, which merge cannot
         if isinstance(err.__cause__, OSError) and err.__cause__.errno in DISK_FULL_ERRORS:
             raise ArtifactError(
-                f"{place}: {err.__cause__.strerror}; nothing was written: free space and run the same command again"
+                f"{directory}: {err.__cause__.strerror}; nothing was written: free space and run the same command again"
             ) from err
         raise
-    return ArtifactReader.open(place)
+    return ArtifactReader.open(directory)
 
 
 def _require_compatible(first: ArtifactReader, part: ArtifactReader) -> None:
@@ -136,15 +135,15 @@ def _row_schema(parts: Sequence[ArtifactReader]) -> pa.Schema:
     type_of: dict[str, tuple[pa.DataType, ArtifactReader]] = {}
     for part in parts:
         for field in pq.read_schema(part.rows_path):
-            kind, other = type_of.setdefault(field.name, (field.type, part))
-            if pa.types.is_null(kind):
+            known_type, other = type_of.setdefault(field.name, (field.type, part))
+            if pa.types.is_null(known_type):  # all values are missing
                 type_of[field.name] = field.type, part
-            elif field.type != kind and not pa.types.is_null(field.type):
+            elif field.type != known_type and not pa.types.is_null(field.type):
                 raise ArtifactError(
-                    f"label {field.name}: is {kind} in {other.location} and {field.type} in {part.location}; "
+                    f"label {field.name}: is {known_type} in {other.location} and {field.type} in {part.location}; "
                     "rebuild one of them with the type of the other"
                 )
-    return pa.schema([(name, kind) for name, (kind, _) in type_of.items() if name != "row_index"])
+    return pa.schema([(name, data_type) for name, (data_type, _) in type_of.items() if name != "row_index"])
 
 
 def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progress: Progress) -> None:
@@ -166,7 +165,7 @@ def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progre
     if any(entry.targets for part in parts for entry in part.manifest.arrays.values()):
         progress.note("replays of the parts are left out, since each is of a training on its part alone")
     manifest = _manifest(parts, [name for name in schema.names if name not in (*ROW_COLUMNS, LOSS_TOKENS)])
-    unscaled_parts = []  # the parts without their gains, which are those of one part
+    unscaled_parts = []  # the parts without their gains: the merged artifact has gains of its own
     for part in parts:
         unscaled = ArtifactReader.open(part.location)
         entries = {name: entry.model_copy(update={"gain": 1.0}) for name, entry in part.manifest.arrays.items()}

@@ -48,28 +48,29 @@ class BuildSource:
         """Return the settings of the build, with the resolved dtype, so that the same weights are loaded anywhere."""
         self.artifact.require_one_corpus()
         manifest = self.artifact.manifest
-        where = str(self.artifact.path / "manifest.json")
-        settings = build_settings(without_foreign_code(manifest.settings, where, self.overrides), where)
+        location = str(self.artifact.path / "manifest.json")
+        settings = build_settings(without_foreign_code(manifest.settings, location, self.overrides), location)
         as_built: dict[str, Any] = {}
         if "add_bos_token" not in manifest.settings.get("model", {}):  # built by a version that added no BOS
             as_built = {"add_bos_token": False}
         model = settings.model.model_copy(
             update=as_built
             | {
-                "path": self._place("model.path", settings.model.path),
-                "tokenizer": settings.model.tokenizer and self._place("model.tokenizer", settings.model.tokenizer),
+                "path": self._current_path("model.path", settings.model.path),
+                "tokenizer": settings.model.tokenizer
+                and self._current_path("model.tokenizer", settings.model.tokenizer),
                 "dtype": manifest.made_by.get("dtype", "auto"),
                 "check": False,
             }
         )
-        corpus = settings.corpus.model_copy(update={"path": self._place("corpus.path", settings.corpus.path)})
+        corpus = settings.corpus.model_copy(update={"path": self._current_path("corpus.path", settings.corpus.path)})
         return settings.model_copy(update={"model": model, "corpus": corpus})
 
-    def _place(self, name: str, recorded_path: str) -> str:
+    def _current_path(self, name: str, recorded_path: str) -> str:
         """Return the path that the user gives, else the path that the artifact records."""
         return str(get_setting(self.overrides or {}, name) or self.artifact.resolve_path(recorded_path))
 
-    def _as_named(self) -> AbstractContextManager[None]:
+    def _without_downloads(self) -> AbstractContextManager[None]:
         """Forbid downloads unless the user names the model: a path that only the artifact names must be local."""
         overrides, tokenizer = self.overrides or {}, self.settings.model.tokenizer
         if get_setting(overrides, "model.path") and (
@@ -108,7 +109,7 @@ class BuildSource:
         from grasp.models.checkpoint import tokenizer_of  # noqa: PLC0415 - brings torch
         from grasp.models.tokenizer import HfTokenizer  # noqa: PLC0415
 
-        with self._as_named():
+        with self._without_downloads():
             hf_tokenizer = tokenizer_of(self.settings.model)
         vocab_size = self.artifact.manifest.detail("vocab_size")
         tokenizer = HfTokenizer.from_settings(hf_tokenizer, self.settings.model, vocab_size)
@@ -133,17 +134,17 @@ class BuildSource:
     @cached_property
     def model(self) -> "Reference":
         """Load the reference model, in the dtype and on the device of the build's settings; frozen, in eval mode."""
-        with self._as_named():
+        with self._without_downloads():
             model = load_reference(self.settings.model)
         reader, fingerprint = model.reader
         self.prove(**{"model": model.fingerprint(), reader: fingerprint})
         return model
 
     def prove(self, **now: str) -> None:
-        """Check that fingerprints are equal to those of the build."""
-        then = {what: self.artifact.manifest.fingerprints.get(what) for what in now}
-        if changed := [what for what in now if now[what] != then[what]]:
-            listed = "; ".join(f"{what} {now[what]}, was {then[what]}" for what in changed)
+        """Check that fingerprints of inputs, by name, are equal to those of the build."""
+        recorded = {name: self.artifact.manifest.fingerprints.get(name) for name in now}
+        if changed := [name for name in now if now[name] != recorded[name]]:
+            listed = "; ".join(f"{name} {now[name]}, was {recorded[name]}" for name in changed)
             raise ArtifactError(
                 f"{self.artifact.location}: {' and '.join(changed)} changed since it was built ({listed}); restore the "
                 "inputs, or build a new artifact"

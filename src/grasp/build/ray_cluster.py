@@ -16,7 +16,7 @@ from grasp.errors import EngineError, GraspError
 from grasp.extras import require
 
 JOBS_PER_WORKER = 2  # one runs, one is queued: no worker is idle while its next shard is transferred
-TIMEOUT_SECONDS, POLL_SECONDS = 60.0, 0.5  # of waiting for free resources on a shared cluster
+TIMEOUT_SECONDS, POLL_SECONDS = 60.0, 0.5  # while waiting for free resources on a shared cluster
 RETRIES = 3  # of one job whose worker died: a shard that kills every worker it meets must end the run
 
 
@@ -75,9 +75,11 @@ class Cluster:
         """Put a value into the object store, and return the reference."""
         return self._ray.put(value)
 
-    def actors(self, kind: type, *arguments: Any) -> list[Any]:
+    def actors(self, actor_class: type, *arguments: Any) -> list[Any]:
         """Create one actor per worker; a dead one is restarted with the same arguments."""
-        remote = self._ray.remote(kind).options(**self._worker_resources, max_restarts=-1, max_task_retries=RETRIES)
+        remote = self._ray.remote(actor_class).options(
+            **self._worker_resources, max_restarts=-1, max_task_retries=RETRIES
+        )
         return [remote.remote(*arguments) for _ in range(self.workers)]
 
     def tasks(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
