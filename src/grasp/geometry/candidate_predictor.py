@@ -17,7 +17,7 @@ import numpy as np
 from grasp.arrays import F64, ratio
 from grasp.artifact.reader import ArtifactReader
 from grasp.geometry.candidates import Candidate, ComponentSettings, candidate_of, needed_arrays
-from grasp.geometry.geometry_predictor import InteractionLevel
+from grasp.geometry.geometry_predictor import InteractionEffects
 from grasp.geometry.geometry_rule import CalibrationSettings, InteractionProtocol
 from grasp.geometry.shuffled_pairs import EXACT_ROWS, ShuffledPairs, ShuffledRows
 from grasp.geometry.sketches import SketchWithNorms
@@ -207,7 +207,7 @@ class CandidatePredictor(Alignment):
         # effects have standard deviation 1 over the rows, so their scatter is N; the offset is their mean
         scatter_C = np.where(level.raw_mean_std.std_C > 0, float(n_rows), 0.0)
         gain_C, offset_C = np.ones(len(scatter_C)), np.zeros(len(scatter_C))
-        if isinstance(level, InteractionLevel):
+        if isinstance(level, InteractionEffects):
             gain_C, offset_C = level.gain_C, level.offset_C
         effect_moments = StreamingMoments(n_rows, offset_C, scatter_C)
         return gain_C * _positive_std(
@@ -257,7 +257,7 @@ class CandidatePredictor(Alignment):
         values: dict[str, F64] = {}
         for name in sketch_names:
             sketch_ND, shuffled = self._shuffled_sketch(name)
-            values[f"{name}.pair"] = pair_B = shuffled.pair(weight_BN)
+            values[f"{name}.pair"] = pair_B = shuffled.k_pair(weight_BN)
             values[f"{name}.raw"] = pair_B + weight_BN**2 @ np.einsum("nd,nd->n", sketch_ND, sketch_ND)
         return values
 

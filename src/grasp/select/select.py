@@ -297,7 +297,7 @@ class _SelectedItems:
         """Return how many rows, documents and tokens are selected, and whether the budget is used up."""
         constraints = self.constraints
         text = f"{share_text(len(self.rows.row_index), self.items.n_rows)}, {n_tokens:,} tokens"
-        if self.items.document_N is not None:
+        if self.items.are_documents:
             text = f"{len(table['doc_id'].unique()):,} documents: {text}"
         if self.used < (1 - UNUSED_SHARE) * constraints.budget:
             text += f"; only {self.used:,} of the requested {constraints.budget:,} {constraints.unit}"
