@@ -1,9 +1,13 @@
 """Predictions of candidate protocols for the subsets of runs, from component values that all candidates share.
 
-A candidate is a weighted sum of components: of the relevance of kernels and of geometric components. `grasp calibrate`
-compares thousands of candidates, so every component is computed once per `ComponentSettings` and then only weighted.
+A candidate (`candidates.Candidate`) is a weighted sum of kernels, `match`, and of geometric quantities, `components`.
+In this module both are components. `grasp calibrate` compares thousands of candidates, so every component is computed
+once per `ComponentSettings` and then only weighted.
 
-Start with `CandidatePredictor.from_runs` and `predictions`.
+A candidate may be *shuffled*: the control of the paper (`shuffled_pairs`), whose pair similarities are assigned to
+other pairs of rows.
+
+Start with `CandidatePredictor.from_runs`; the function `predictions` also accepts protocols.
 Shape letters: B subsets, E units, T targets, C columns (targets or units), N rows, D sketch width.
 """
 
@@ -204,7 +208,8 @@ class CandidatePredictor(Alignment):
         """Return the standard deviation of the changes of one level over a uniform or Bernoulli family, (C,)."""
         protocol, n_rows = predictor.protocol, predictor.n_rows
         assert isinstance(protocol, InteractionProtocol)
-        # effects have standard deviation 1 over the rows, so their scatter is N; the offset is their mean
+        # A change is gain * A of effects plus offset. Over the rows, effects have mean 0 and standard deviation 1, so
+        # that effects plus offset have the mean `offset`, and a scatter (sum of squared deviations) of N.
         scatter_C = np.where(level.raw_mean_std.std_C > 0, float(n_rows), 0.0)
         gain_C, offset_C = np.ones(len(scatter_C)), np.zeros(len(scatter_C))
         if isinstance(level, InteractionEffects):
@@ -266,20 +271,20 @@ class CandidatePredictor(Alignment):
         return CalibrationFamily.from_calibration(self.calibration, self.source)
 
     @cached_property
-    def _shuffled_sketches(self) -> dict[str, tuple[F64, ShuffledPairs | ShuffledRows]]:
-        return {}
+    def _shuffle_cache(self) -> dict[str, tuple[F64, ShuffledPairs | ShuffledRows]]:
+        return {}  # filled by `_shuffled_sketch`
 
     def _shuffled_sketch(self, name: str) -> tuple[F64, ShuffledPairs | ShuffledRows]:
         """Return a sketch (N, D) and its shuffle from a cache; `joint` concatenates hidden and residual."""
-        if name not in self._shuffled_sketches:
+        if name not in self._shuffle_cache:
             stored = [
                 self.source.array_blocks(f"{sketch}_sketch") for sketch in required_sketches({f"{name}.pair": 1.0})
             ]
             arrays = [np.concatenate([block.astype(np.float64) for _, block in blocks]) for blocks in stored]
             sketch_ND = np.concatenate(arrays, axis=1)
             shuffle = ShuffledPairs if len(sketch_ND) <= EXACT_ROWS else ShuffledRows
-            self._shuffled_sketches[name] = sketch_ND, shuffle.draw(sketch_ND, seed=0)
-        return self._shuffled_sketches[name]
+            self._shuffle_cache[name] = sketch_ND, shuffle.draw(sketch_ND, seed=0)
+        return self._shuffle_cache[name]
 
 
 def _positive_std(mean_std: MeanStd) -> F64:
