@@ -29,9 +29,10 @@ from grasp.geometry.protocol_selection import (
     selection_provenance,
     write_provenance,
 )
+from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, load_protocol, save_protocol
+from grasp.predict.scoring_rule import load_protocol, save_protocol
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.evaluation import evaluate_predictions
 from grasp.runs.retrained import RetrainedRuns
