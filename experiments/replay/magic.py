@@ -67,7 +67,7 @@ def query_gradient(model: Any, params: dict[str, Tensor], batches: TargetBatches
         ids = torch.from_numpy(ids_BL)
         logits = model(input_ids=ids).logits[:, :-1]
         loss_BL = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(len(ids), -1)
-        weight = torch.from_numpy(weight_BL[:, :-1]).float() / len(batches.answers.sign_E)
+        weight = torch.from_numpy(weight_BL[:, :-1]).float() / len(batches.answers.weight_E)
         gradients = torch.autograd.grad((weight * loss_BL).sum(), list(params.values()))
         for name, gradient in zip(params, gradients, strict=True):
             total[name] = total[name] + gradient if name in total else gradient

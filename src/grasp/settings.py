@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 from grasp.dataset_entries import resolve_entry
 from grasp.errors import SettingsError
-from grasp.yaml_files import leaf, put, validated
+from grasp.yaml_files import get_setting, set_setting, validated
 
 CHAT_DATE = date(2024, 7, 26)  # the default date of Llama 3's chat template
 
@@ -465,7 +465,7 @@ class BuildSettings(Settings):
     @classmethod
     def _apply_classifier_defaults(cls, data: Any) -> Any:
         model = data.get("model") if isinstance(data, dict) else None
-        if (model.classifier if isinstance(model, ModelSettings) else leaf(model, "classifier")) is None:
+        if (model.classifier if isinstance(model, ModelSettings) else get_setting(model, "classifier")) is None:
             return data
         features = data.get("features", {})
         if isinstance(features, FeatureSettings):
@@ -642,9 +642,9 @@ def without_foreign_code(
     """
     data = deepcopy(dict(stored))
     for path in CODE:
-        stored_code, user_code = leaf(stored, path), leaf(overrides or {}, path)
+        stored_code, user_code = get_setting(stored, path), get_setting(overrides or {}, path)
         if user_code:
-            put(data, path, user_code)
+            set_setting(data, path, user_code)
         elif stored_code:
             raise SettingsError(
                 f"{location}: {path} is {stored_code!r}: that is code, and code from an artifact is run only at your "

@@ -15,18 +15,26 @@ from pathlib import Path
 from typing import Any, Final
 
 REQUIRED: Final = inspect.Parameter.empty
-KINDS: Final = {kind.__name__: kind for kind in (str, int, float, bool, Path)}
-PLACES: Final = {"Place": Path, "Runs": Path}  # type aliases of `grasp.api.retrain` for a path or the opened object
+TEXT_TYPES: Final = {text_type.__name__: text_type for text_type in (str, int, float, bool, Path)}
+PATH_ALIASES: Final = {"Place": Path, "Runs": Path}  # type aliases of `grasp.api` for a path or the opened object
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An argument that can be passed as text."""
+    """An argument that can be passed as text.
+
+    Attributes:
+        name: name of the argument.
+        kind: the first type of its union that can be passed as text: str, int, float, bool or Path.
+        default: its default; REQUIRED if it has none, () if it may be repeated.
+        in_commas: whether the text has several names, separated by commas.
+        about: description of the argument.
+    """
 
     name: str
-    kind: type  # the first type of its union that can be passed as text: str, int, float, bool or Path
-    default: Any  # REQUIRED if it has none; () if it may be repeated
-    in_commas: bool  # several names in one text, separated by commas
+    kind: type
+    default: Any
+    in_commas: bool
     about: str
 
     @property
@@ -52,21 +60,27 @@ class Signature:
 
 @cache
 def parse_signature(module: str, verb: str) -> Signature:
-    """Parse the signature and the docstring of the function `verb` of a module, given its dotted name."""
-    begins = re.compile(rf'^def {verb}\(.*?""".*?"""', re.MULTILINE | re.DOTALL)  # its head only
-    (function,) = (node for head in begins.findall(_source(module)) for node in ast.parse(head).body)
+    """Parse the signature and the docstring of a function. Arguments that cannot be passed as text are left out.
+
+    Args:
+        module: dotted name of the module.
+        verb: name of the function.
+    """
+    # only the signature and the docstring, which are a valid function by themselves: faster than the whole module
+    pattern = re.compile(rf'^def {verb}\(.*?""".*?"""', re.MULTILINE | re.DOTALL)
+    (function,) = (node for head in pattern.findall(_source(module)) for node in ast.parse(head).body)
     assert isinstance(function, ast.FunctionDef)
-    about, texts = _documented(ast.get_docstring(function) or "")
+    about, texts = _parse_docstring(ast.get_docstring(function) or "")
     parameters, arguments = function.args, {}
     required = [None] * (len(parameters.args) - len(parameters.defaults))
     defaults = [*required, *parameters.defaults, *parameters.kw_defaults]
     for argument, node in zip([*parameters.args, *parameters.kwonlyargs], defaults, strict=True):
-        forms = list(_forms(argument.annotation))
-        kinds = [kind for form in forms if (kind := (KINDS | PLACES).get(form))]
-        if kinds:
-            default = _value(module, node) if node else None if "None" in forms else REQUIRED
-            listed = kinds[0] is str and "Sequence" in forms and default != ()
-            arguments[argument.arg] = Argument(argument.arg, kinds[0], default, listed, texts.get(argument.arg, ""))
+        type_names = list(_type_names(argument.annotation))
+        types = [text_type for name in type_names if (text_type := (TEXT_TYPES | PATH_ALIASES).get(name))]
+        if types:
+            default = _value(module, node) if node else None if "None" in type_names else REQUIRED
+            in_commas = types[0] is str and "Sequence" in type_names and default != ()
+            arguments[argument.arg] = Argument(argument.arg, types[0], default, in_commas, texts.get(argument.arg, ""))
     return Signature(about, arguments)
 
 
@@ -74,7 +88,10 @@ def signed(function: Any, parameters: Mapping[str, tuple[Any, Any]], about: str,
     """Set signature, annotations and docstring of a function with arbitrary keywords, for libraries that inspect them.
 
     Args:
+        function: the function.
         parameters: type and default by name.
+        about: its docstring.
+        returns: type of its result.
     """
     signature_parameters = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=kind)
@@ -93,32 +110,33 @@ def _source(module: str) -> str:
     return Path(spec.origin).read_text(encoding="utf-8")
 
 
-def _documented(docstring: str) -> tuple[str, dict[str, str]]:
+def _parse_docstring(docstring: str) -> tuple[str, dict[str, str]]:
     """Return the text of a docstring before its sections, and the description of each argument."""
-    about, _, rest = docstring.partition("\nArgs:\n")
-    section = re.split(r"^\S", rest, maxsplit=1, flags=re.MULTILINE)[0]
+    about, _, remainder = docstring.partition("\nArgs:\n")
+    section = re.split(r"^\S", remainder, maxsplit=1, flags=re.MULTILINE)[0]
     _, *entries = re.split(r"^ {4}(\w+): ", section, flags=re.MULTILINE)
     texts = {name: " ".join(text.split()) for name, text in zip(entries[::2], entries[1::2], strict=True)}
-    return _for_all(about).strip(), {name: _for_all(text) for name, text in texts.items()}
+    return _without_python_part(about).strip(), {name: _without_python_part(text) for name, text in texts.items()}
 
 
-def _for_all(text: str) -> str:
+def _without_python_part(text: str) -> str:
+    """Remove the end of a description that applies to Python only, from "In Python" on."""
     return re.split(r"\s+In Python\b", text)[0]
 
 
-def _forms(annotation: ast.expr | None) -> Iterator[str]:
+def _type_names(annotation: ast.expr | None) -> Iterator[str]:
     """Yield the names of a union of types, including the item types of sequences."""
     match annotation:
         case ast.BinOp():
-            yield from _forms(annotation.left)
-            yield from _forms(annotation.right)
+            yield from _type_names(annotation.left)
+            yield from _type_names(annotation.right)
         case ast.Constant(value=str(text)):
-            yield from _forms(ast.parse(text, mode="eval").body)
+            yield from _type_names(ast.parse(text, mode="eval").body)
         case ast.Constant(value=None):
             yield "None"
         case ast.Subscript(value=ast.Name("Sequence")):
             yield "Sequence"
-            yield from _forms(annotation.slice)
+            yield from _type_names(annotation.slice)
         case ast.Name(name):
             yield name
 

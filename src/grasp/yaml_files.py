@@ -1,7 +1,7 @@
 """Read, validate and write YAML settings; all errors of a file are reported in one line.
 
-No other module reads or writes YAML. Leaves of nested settings have a dotted path, e.g. `model.classifier.factory`.
-Start with `validated_yaml`.
+No other module reads or writes YAML. Settings are nested dictionaries before they are validated. The name of a setting
+is its dotted path in them, e.g. `model.classifier.factory`. Start with `validated_yaml`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -170,15 +170,15 @@ def yaml_text(data: Mapping[str, Any]) -> str:
     return yaml.safe_dump(dict(data), sort_keys=False, allow_unicode=True)
 
 
-def leaf(data: Any, name: str) -> Any:
-    """Return the value at a dotted path; None: there is none."""
+def get_setting(data: Any, name: str) -> Any:
+    """Return the setting with a dotted name, or None if it is not set."""
     for step in name.split("."):
         data = data.get(step) if isinstance(data, Mapping) else None
     return data
 
 
-def put(data: dict[str, Any], name: str, value: Any) -> None:
-    """Set a leaf by its dotted path."""
+def set_setting(data: dict[str, Any], name: str, value: Any) -> None:
+    """Set the setting with a dotted name, in place."""
     *steps, last = name.split(".")
     for step in steps:
         data = data.setdefault(step, {})
@@ -187,44 +187,49 @@ def put(data: dict[str, Any], name: str, value: Any) -> None:
     data[last] = value
 
 
-def put_all(data: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Set leaves by their dotted paths; values of None are ignored."""
+def set_settings(data: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Set settings by their dotted names, in place, and return `data`; values of None are ignored."""
     for name, value in values.items():
         if value is not None:
-            put(data, name, value)
+            set_setting(data, name, value)
     return data
 
 
 def require_flags(data: Mapping[str, Any], flags: Mapping[str, Sequence[str]], location: str) -> None:
-    """Check that required settings have a value; `flags` maps an option to the leaves of which one must be set.
+    """Check that required settings have a value; `flags` maps an option to the settings of which one must be set.
 
     Raises:
         SettingsError: options are missing; the message lists them with their settings.
     """
-    missing = [f"{flag} ({paths[0]})" for flag, paths in flags.items() if not any(leaf(data, path) for path in paths)]
+    missing = [
+        f"{flag} ({paths[0]})" for flag, paths in flags.items() if not any(get_setting(data, path) for path in paths)
+    ]
     if missing:
         raise SettingsError(
             f"{location}: missing {', '.join(missing)}; pass an option, or a setting by --set or --config"
         )
 
 
-def pop_leaf(data: dict[str, Any], name: str) -> Any:
-    """Remove and return a leaf, together with groups that become empty; None: there is none."""
+def pop_setting(data: dict[str, Any], name: str) -> Any:
+    """Remove and return a setting, together with groups that become empty; None if it is not set."""
     step, _, rest = name.partition(".")
     if not rest:
         return data.pop(step, None)
     group = data.get(step)
     if not isinstance(group, dict):
         return None
-    value = pop_leaf(group, rest)
+    value = pop_setting(group, rest)
     if not group:
         del data[step]
     return value
 
 
-def over(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Override nested settings by other ones, in place."""
-    for name, value in above.items():
-        inner = below.get(name)
-        below[name] = over(inner, value) if isinstance(inner, dict) and isinstance(value, Mapping) else value
-    return below
+def override_settings(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Override nested settings by those of `changes`, in place, and return `base`."""
+    for name, value in changes.items():
+        group = base.get(name)
+        if isinstance(group, dict) and isinstance(value, Mapping):
+            override_settings(group, value)
+        else:
+            base[name] = value
+    return base

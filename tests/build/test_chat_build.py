@@ -15,7 +15,7 @@ from transformers.utils import chat_template_utils
 import grasp
 from grasp.artifact.reader import ArtifactReader
 from grasp.build.add_targets import add_target
-from grasp.build.inputs import prepare
+from grasp.build.inputs import prepare_inputs
 from grasp.build.merge import merge
 from grasp.build.modality import load_reference
 from grasp.build.pipeline import build_artifact
@@ -175,6 +175,6 @@ def test_white_space_that_a_harness_would_score_is_reported(chat, tmp_path):
     (tmp_path / "spaced.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     targets = settings.targets.model_copy(update={"names": (str(tmp_path / "spaced.jsonl"),)})
     notes = Notes()
-    prepare(settings.model_copy(update={"targets": targets}), tmp_path / "tokens", notes)
+    prepare_inputs(settings.model_copy(update={"targets": targets}), tmp_path / "tokens", notes)
     (note,) = [line for line in notes.lines if "'spaced:0'" in line]
     assert_mentions(note, "3 prompts", "white space")

@@ -28,7 +28,7 @@ from grasp.artifact.manifest import MARKER, RUN
 from grasp.artifact.reader import ArtifactReader
 from grasp.build.add_targets import add_target
 from grasp.build.forecast import forecast
-from grasp.build.inputs import ON_DISK, prepare
+from grasp.build.inputs import ON_DISK, prepare_inputs
 from grasp.build.model_pass import compute_moments, read_batches
 from grasp.build.pipeline import Sample, build_artifact, resolve_settings, training_notes
 from grasp.build.provenance import BuildSource
@@ -468,7 +468,7 @@ def test_a_kernel_is_one_module_and_the_scoring_rule_that_names_it(root, tmp_pat
 
 def test_self_relevance_of_units_does_not_depend_on_block_size(root, tmp_path, monkeypatch):
     settings = world(root)
-    inputs = prepare(settings, tmp_path / "tokens", Silent())
+    inputs = prepare_inputs(settings, tmp_path / "tokens", Silent())
     corpus = compute_moments(inputs.model_pass, inputs.store.shard(0), states_every=1)
     self_relevance = {}
     for rows_at_once in (64, 4):
@@ -573,7 +573,7 @@ def test_a_build_reports_its_inputs_and_its_progress(root, tmp_path):
     assert_mentions(which, "new model", "output_layer, embedding, knn", "nats")
     assert notes.stages == ["rows", "model", "units", "moments", "rows scored"]
     some = world(root).targets.model_copy(update={"units_per_target": 4})
-    prepare(world(root).model_copy(update={"targets": some}), tmp_path / "tokens", subset_notes)
+    prepare_inputs(world(root).model_copy(update={"targets": some}), tmp_path / "tokens", subset_notes)
     assert_mentions(subset_notes.lines, "questions: 4 ", " 6 of facts")
 
     lines = [json.loads(line) for line in (root / "corpus.jsonl").read_text().splitlines()]
@@ -810,7 +810,7 @@ def test_positions_stored_by_another_version_are_refused(root, tmp_path):
     artifact = ArtifactReader.open(build_artifact(settings, tmp_path / "artifact"))
     features = artifact.features(0)
     assert len(features["0.input"]) == len(features["0.row"])
-    model_pass = prepare(settings, tmp_path / "tokens", Silent()).model_pass
+    model_pass = prepare_inputs(settings, tmp_path / "tokens", Silent()).model_pass
     assert sum(batch.n_rows for _, batch in read_batches(features, model_pass, 300)) == artifact.grid.shard_rows
     old = {f"position.{name}": array for name, array in features.items()}
     with pytest.raises(ArtifactError, match=r"features: .*version"):

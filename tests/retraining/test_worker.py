@@ -31,7 +31,7 @@ from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.training_runs import Run
 from grasp.settings import ModelSettings, build_settings, retrain_settings
 from grasp.training.train import Trainer, train
-from grasp.yaml_files import put_all, read_yaml
+from grasp.yaml_files import read_yaml, set_settings
 from tests.build.test_chat_build import chat_settings
 from tests.faults import Killed
 
@@ -322,7 +322,7 @@ def test_subsets_of_a_table_are_trained_on(inputs, tmp_path):
 def test_invalid_settings_are_refused_before_training(inputs, whole, tmp_path, changes, error, word):
     if changes.get("tokenizer") == "TRAINED":
         changes = changes | {"tokenizer": str(whole.path / "tokenizer")}
-    fields = put_all(settings(inputs).model_dump(mode="json"), changes)
+    fields = set_settings(settings(inputs).model_dump(mode="json"), changes)
     with pytest.raises(error, match=word):
         retrain(retrain_settings(fields), tmp_path / "env")
     assert not (tmp_path / "env" / "environment.json").exists()

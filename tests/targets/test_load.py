@@ -11,7 +11,8 @@ from grasp.corpus.sources import IN_MEMORY
 from grasp.errors import MissingExtraError, TargetError
 from grasp.settings import DatasetTarget, TargetSettings
 from grasp.targets import load_units
-from grasp.targets.load import target_name, units_of
+from grasp.targets.load import target_name
+from grasp.targets.unit_records import units_from_records
 from tests.corpus.chats import CHATML, DROPS, MARKED, chat_tokenizer, turns
 
 QUESTION, ANSWER, FOLLOW_UP, LAST = "what is water?", "water is wet.", "and fire?", "fire is hot. it burns."
@@ -86,7 +87,7 @@ def test_a_target_is_named_after_its_file(path, name):
 
 
 def test_units_in_memory_stand_behind_their_name():
-    units = units_of([("unit 0", {"prompt": "p", "completion": "c"})], "units", "completion")
+    units = units_from_records([("unit 0", {"prompt": "p", "completion": "c"})], "units", "completion")
     settings = TargetSettings(names=(IN_MEMORY + "x",))
     assert load_units(settings, units).targets == ("units",)
     with pytest.raises(TargetError, match="in memory, x"):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from grasp.errors import TargetError
 from grasp.settings import TargetSettings
 from grasp.targets import load_units
-from grasp.targets.load import units_of
+from grasp.targets.unit_records import units_from_records
 
 UNTIL = {"until": ["\n"], "do_sample": False}
 WORDS = ("red", "l'été", 'a "b"')
@@ -20,7 +20,7 @@ def records(*samples):
 
 
 def read(*samples, task="t", loss_on="completion"):
-    return units_of(records(*samples), task, loss_on)
+    return units_from_records(records(*samples), task, loss_on)
 
 
 def named(requests):

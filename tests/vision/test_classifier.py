@@ -24,10 +24,11 @@ from transformers import (
 
 from grasp.errors import ModelError
 from grasp.settings import ClassifierSettings, ImageSettings, ModelSettings, build_settings
-from grasp.vision.classifier import ByProcessor, BySettings, ImageClassifier, default_preprocessing
+from grasp.vision.classifier import ImageClassifier
 from grasp.vision.factory import make_module, user_code
 from grasp.vision.fitted_head import FittedHead, fit_linear
 from grasp.vision.images import decode_image
+from grasp.vision.preprocessing import HuggingFaceProcessor, ResizeAndCrop, default_preprocessing
 from tests.rounding import rounding
 from tests.vision.images_world import TinyNet, encoded, picture, pictures, settings, write_weights
 
@@ -95,17 +96,17 @@ def test_modes_and_sizes_become_one_input():
     how = ImageSettings(size=8, mean=(0, 0, 0), std=(1, 1, 1))
     for mode in ("RGB", "L", "RGBA", "P", "CMYK", "1", "LA", "I;16"):
         content = encoded(image.convert("L").convert(mode) if mode == "I;16" else image.convert(mode), "TIFF")
-        values = BySettings(how)(decode_image(content))
+        values = ResizeAndCrop(how)(decode_image(content))
         assert values.shape == (3, 8, 8)
         assert values.dtype == np.float32
         assert 0 <= values.min() <= values.max() <= 1
-    wide = BySettings(ImageSettings(size=8, resize=10))(image.resize((40, 10)))
+    wide = ResizeAndCrop(ImageSettings(size=8, resize=10))(image.resize((40, 10)))
     assert wide.shape == (3, 8, 8)
 
 
 def test_preprocessing_by_hand():
     image = picture(0, np.random.default_rng(1), size=8)
-    actual = BySettings(ImageSettings(size=8))(image)
+    actual = ResizeAndCrop(ImageSettings(size=8))(image)
     expected = (np.asarray(image) / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
     np.testing.assert_allclose(actual, expected.transpose(2, 0, 1), rtol=0, atol=rounding(3, expected))
 
@@ -136,7 +137,7 @@ def photograph(width, height):
 def test_preprocessing_of_a_checkpoint_equals_that_of_its_processor(tmp_path, processor, size):
     processor.save_pretrained(tmp_path)
     image = photograph(*size)
-    actual = ByProcessor.from_settings(ModelSettings(path=str(tmp_path)))(image)
+    actual = HuggingFaceProcessor.from_settings(ModelSettings(path=str(tmp_path)))(image)
     theirs = AutoImageProcessor.from_pretrained(tmp_path, backend="pil", use_fast=False)
     expected = np.asarray(theirs(image, return_tensors="np")["pixel_values"][0], np.float32)
     np.testing.assert_array_equal(actual, expected)
@@ -162,7 +163,7 @@ def test_hugging_face_classifiers_with_their_own_preprocessing(tmp_path):
     other = load(tmp_path, model__path=str(place), model__classifier={"head": head})
     assert other.reader[1] not in fingerprints
     overrides = {"head": head, "images": {"size": 16}}
-    assert load(tmp_path, model__path=str(place), model__classifier=overrides).preprocessing == BySettings(
+    assert load(tmp_path, model__path=str(place), model__classifier=overrides).preprocessing == ResizeAndCrop(
         ImageSettings(size=16)
     )
 
@@ -191,7 +192,7 @@ def test_missing_preprocessing_is_refused_in_one_line(tmp_path, file, pattern):
 
 def test_images_of_different_size_are_refused(tmp_path):
     ViTImageProcessor(do_resize=False).save_pretrained(tmp_path)
-    processor = ByProcessor.from_settings(ModelSettings(path=str(tmp_path)))
+    processor = HuggingFaceProcessor.from_settings(ModelSettings(path=str(tmp_path)))
     model = ImageClassifier(TinyNet(), build_settings(settings(tmp_path)).model.classifier, processor)
     with pytest.raises(ModelError, match=r"\(3, 12, 12\), \(3, 20, 20\)"):
         model.pixels([encoded(picture(0, np.random.default_rng(0), size)) for size in (12, 20)])

@@ -15,7 +15,7 @@ from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.table import RunTable
 from grasp.runs.training_runs import TrainingRuns
 from grasp.settings import RetrainSettings, form_of_loss, retrain_settings, without_foreign_code
-from grasp.yaml_files import leaf, over, plain_settings, put_all, read_yaml, require_flags
+from grasp.yaml_files import get_setting, override_settings, plain_settings, read_yaml, require_flags, set_settings
 
 if TYPE_CHECKING:
     from grasp.retraining.worker import RetrainStatus
@@ -115,15 +115,15 @@ def retrain(
         "workers": workers,
         "stack": stack,
     }
-    put_all(data, arguments)
+    set_settings(data, arguments)
     if train == "further" and recipe is not None:
         fields = recipe if isinstance(recipe, Mapping) else read_yaml(Path(recipe))
         data["fine_tuning"] = {**fields, **data.get("fine_tuning", {})}
     if like is not None:
-        data = over(_settings_of_artifact(like, data), data)
+        data = override_settings(_settings_of_artifact(like, data), data)
     recorded = Path(out) / "run.yaml"
     if resume and recorded.exists():
-        data = over(without_foreign_code(read_yaml(recorded), str(recorded), data), data)
+        data = override_settings(without_foreign_code(read_yaml(recorded), str(recorded), data), data)
     nothing_to_resume = resume and not recorded.exists()
     require_flags(data, REQUIRED, f"retrain --resume: there is no {recorded}" if nothing_to_resume else "retrain")
     return retrain(retrain_settings(data), Path(out), progress, cluster=cluster, jobs=jobs)
@@ -143,15 +143,15 @@ def _settings_of_artifact(art: Opened | str | Path, data: Mapping[str, Any]) -> 
     source = BuildSource(files)
     if source.has_images:
         raise SettingsError(f"like: {files.location} was built from images; only language models can be retrained")
-    if leaf(data, "corpus.path") is None and leaf(data, "subsets") is None:
+    if get_setting(data, "corpus.path") is None and get_setting(data, "subsets") is None:
         default = RetrainSettings.model_fields["family"].default
-        label = parse_family(leaf(data, "family") or default).label
+        label = parse_family(get_setting(data, "family") or default).label
         if label is not None and label not in files.manifest.details.get("labels", []):
             try:
                 LabelTable(files.rows_path).column(label, "family")  # valid if it is an expression
             except SubsetError as err:
                 raise SubsetError(f"{files.location}: {err}") from err
-    if leaf(data, "corpus.path") is None:
+    if get_setting(data, "corpus.path") is None:
         source.require_corpus_here("--corpus")
     _ = source.tokenizer  # raises if it is missing or has changed
     model, built = source.settings.model, source.settings.model_dump(mode="json", include={"corpus", "targets"})

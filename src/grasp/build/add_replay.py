@@ -3,7 +3,7 @@
 For further training, a fine-tuning of the artifact's model is replayed; for a new model, several trainings of a small
 model from scratch. The derivative by the weight of every row is the relevance of the array `relevance_replay`, if the
 gate of `grasp.training.replay_checks` trusts it; otherwise the artifact keeps its other kernels, and its manifest says
-so. Start with `add_replay`; `plan_replay` has what differs between the two.
+so. Start with `replay_targets`; `plan_replay` has what differs between the two.
 """
 
 import copy
@@ -173,7 +173,7 @@ def plan_replay(
     return ReplayPlan(recipe, settings, optimizer, differentiation, start, False, (*notes, *initial.notes))
 
 
-def add_replay(
+def replay_targets(
     out: Path,
     recipe: FineTuningRecipe | None,
     settings: ReplaySettings,
@@ -450,11 +450,11 @@ def forecast_added_replay(
 
     Args:
         out: directory of the artifact.
-        recipe: as of `add_replay`.
-        settings: as of `add_replay`.
-        overrides: as of `add_replay`.
+        recipe: as of `replay_targets`.
+        settings: as of `replay_targets`.
+        overrides: as of `replay_targets`.
     Raises:
-        ArtifactError, SettingsError, ModelError: as `add_replay`; or all targets have a replay.
+        ArtifactError, SettingsError, ModelError: as `replay_targets`; or all targets have a replay.
     """
     artifact = ArtifactReader.open(out)
     origin = BuildSource(artifact, overrides)

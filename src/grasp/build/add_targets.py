@@ -6,22 +6,24 @@ from typing import Any, Literal
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
-from grasp.build.inputs import leak_arrays, prepare, unit_arrays, unit_table
+from grasp.build.inputs import prepare_inputs
 from grasp.build.model_pass import Workers
 from grasp.build.pipeline import column_sums, scored_shards
 from grasp.build.provenance import BuildSource
+from grasp.build.stored_inputs import leak_arrays, unit_arrays, unit_table
 from grasp.kernels.kernel import CorpusMoments, Kernel, kernel_class, make_kernels
 from grasp.kernels.sketch import Sketch
 from grasp.models.forward_pass import Reference
 from grasp.progress import Progress, Silent
 from grasp.settings import FeatureSettings, TargetSettings
 
-Source = Literal["kept features", "pass", "there already"]
+# From what the relevance of added targets was computed.
+RelevanceSource = Literal["kept features", "pass", "there already"]
 
 
 def add_target(
     out: Path, targets: TargetSettings, *, overrides: Mapping[str, Any] | None = None, progress: Progress | None = None
-) -> Source:
+) -> RelevanceSource:
     """Add targets to the artifact `out`, and return the source of their relevance.
 
     Old units are unchanged. An interrupted call is resumed by the same call. A pass gives the same numbers as a joint
@@ -40,7 +42,7 @@ def add_target(
         origin = BuildSource(artifact, overrides)
         origin.require_corpus_here("--corpus")
         settings = origin.settings.model_copy(update={"targets": targets, "keep_features": False})
-        inputs = prepare(settings, out / "tokens", progress, model=origin.model)
+        inputs = prepare_inputs(settings, out / "tokens", progress, model=origin.model)
         origin.prove(corpus=inputs.store.fingerprint)
         kernels = load_kernels(artifact, inputs.model, inputs.settings.features)
         for kernel in kernels:

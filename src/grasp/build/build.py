@@ -1,4 +1,7 @@
-"""`grasp build` and `grasp.build`: resolve the settings, run the build, open the artifact.
+"""The public functions `build`, `add_replay` and `add_targets`: resolve the settings, do the work, open the artifact.
+
+Arguments are put into a nested dictionary of settings (`raw_settings`), as it would be read from a YAML file, which
+`grasp.settings.build_settings` then validates. `grasp.build.pipeline.build_artifact` does the work.
 
 Model, corpus and targets are paths or objects. In the settings an object is represented by a fingerprint of its content
 instead of a path, so that a build is resumed if it is called with equal objects. Start with `build`.
@@ -9,18 +12,16 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from grasp.artifact.manifest import MANIFEST, SIGNED_MANIFEST, ReplayRecord
+from grasp.artifact.manifest import MANIFEST, RUN, SIGNED_MANIFEST, ReplayRecord
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.add_replay import add_replay as replay_targets
-from grasp.build.add_replay import refuse_replay, refuse_untrainable
-from grasp.build.add_targets import Source as Added
-from grasp.build.add_targets import add_target
+from grasp.build.add_replay import refuse_replay, refuse_untrainable, replay_targets
+from grasp.build.add_targets import RelevanceSource, add_target
 from grasp.build.inputs import InMemory
 from grasp.build.pipeline import build_artifact, resolve_settings
 from grasp.build.proxy import CONTEXT, MODEL, train_proxy
@@ -42,22 +43,37 @@ from grasp.settings import (
     without_foreign_code,
 )
 from grasp.store import remote
-from grasp.targets.load import load_units, records_of, split_names, units_of
+from grasp.targets.load import load_units, read_records, split_names
+from grasp.targets.unit_records import units_from_records
 from grasp.targets.units import Unit
 from grasp.training.recipe_files import FineTuningRecipe
-from grasp.yaml_files import leaf, over, plain_settings, pop_leaf, put, put_all, read_yaml, require_flags, validated
+from grasp.yaml_files import (
+    get_setting,
+    override_settings,
+    plain_settings,
+    pop_setting,
+    read_yaml,
+    require_flags,
+    set_setting,
+    set_settings,
+    validated,
+)
 
 REQUIRED = {
     "--model": ("model.path",),
     "--corpus": ("corpus.path",),
     "--targets": ("targets.names", "targets.datasets"),
-}
-
-
+}  # settings of which one is required, by the option of `grasp build` that sets the first
 PATH_SETTINGS = ("model.path", "model.tokenizer", "corpus.path")
-# Settings of the arguments of `build` and of the options of `grasp build`. The values of those in SETTING_BY_ARGUMENT
-# may also be objects.
-SETTINGS = {
+
+# The setting of each argument of `build`, and of the same option of `grasp build`.
+INPUT_SETTINGS = {
+    "model": "model.path",
+    "tokenizer": "model.tokenizer",
+    "dtype": "model.dtype",
+    "corpus": "corpus.path",
+}
+OTHER_SETTINGS = {
     "split": "corpus.split",
     "text_column": "corpus.text_column",
     "id_column": "corpus.row_id_column",
@@ -69,12 +85,21 @@ SETTINGS = {
     "keep_features": "keep_features",
     "like": "like",
 }
-SETTING_BY_ARGUMENT = {
-    "model": "model.path",
-    "tokenizer": "model.tokenizer",
-    "dtype": "model.dtype",
-    "corpus": "corpus.path",
-}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLocation:
+    """Where a build writes the artifact.
+
+    Attributes:
+        path: path or URL of the artifact.
+        url: URL to which the finished artifact is sent; None if it stays on this machine.
+        directory: local directory in which the artifact is built. Default: `path`.
+    """
+
+    path: Path
+    url: str | None
+    directory: Path
 
 
 def build(
@@ -155,71 +180,133 @@ def build(
     Raises:
         GraspError: invalid input; finished work is kept.
     """
-    values = (split, text_column, id_column, max_length, limit, train, form_of_loss(loss), rule, keep_features)
-    arguments: dict[str, Any] = dict(
-        zip(SETTINGS.values(), (*values, None if like is None else str(like)), strict=True)
+    values = {
+        "split": split,
+        "text_column": text_column,
+        "id_column": id_column,
+        "max_length": max_length,
+        "limit": limit,
+        "train": train,
+        "loss": form_of_loss(loss),
+        "rule": rule,
+        "keep_features": keep_features,
+        "like": None if like is None else str(like),
+    }
+    raw_settings = set_settings(
+        plain_settings(settings), {OTHER_SETTINGS[argument]: value for argument, value in values.items()}
     )
-    arguments["features.kernels"] = [] if rule else None  # the rule replaces kernels of `settings`
-    data = put_all(plain_settings(settings), arguments | {"replay.check": 1 if check else None})
-    place, url, staged = staging_place(out)
-    has_inputs = corpus is not None or targets is not None or bool({"corpus", "targets"} & data.keys())
-    if replay and not has_inputs and (staged / MANIFEST).exists():
-        add_replay(out, recipe=recipe, settings=data, progress=progress)
-        return ArtifactReader.open(place)
-    training, replay_settings = split_replay_settings(data, recipe, use_replay=replay, warm_up=warm_up is not None)
-    with _preserve_modes(model[0] if isinstance(model, tuple | list) and model else model):
-        in_memory = _put_inputs(data, model, tokenizer, dtype, corpus, targets)
-        if resume and (staged / "run.yaml").exists():
-            data = over(without_foreign_code(read_yaml(staged / "run.yaml"), str(staged / "run.yaml"), data), data)
-        has_begun, progress = not resume or (staged / "run.yaml").exists(), progress or Silent()
-        if needs_proxy(data, in_memory, url):
-            _train_proxy(data, in_memory, staged, progress)
+    # `rule` replaces the kernels of `settings`
+    set_settings(raw_settings, {"features.kernels": [] if rule else None, "replay.check": 1 if check else None})
+    output = output_location(out)
+    has_inputs = corpus is not None or targets is not None or bool({"corpus", "targets"} & raw_settings.keys())
+    if replay and not has_inputs and (output.directory / MANIFEST).exists():  # `--out ART --replay`
+        add_replay(out, recipe=recipe, settings=raw_settings, progress=progress)
+        return ArtifactReader.open(output.path)
+    parsed_recipe, replay_settings = split_replay_settings(
+        raw_settings, recipe, use_replay=replay, warm_up=warm_up is not None
+    )
+    progress = progress or Silent()
+    with _restore_modes(model[0] if isinstance(model, tuple | list) and model else model):
+        in_memory = _put_inputs(raw_settings, model, tokenizer, dtype, corpus, targets)
+        run_file = output.directory / RUN
+        command = "build"  # for messages
+        if resume and run_file.exists():
+            recorded = without_foreign_code(read_yaml(run_file), str(run_file), raw_settings)
+            raw_settings = override_settings(recorded, raw_settings)
+        elif resume:
+            command = f"build --resume: there is no {run_file}"
+        if needs_proxy(raw_settings, in_memory, output.url):
+            _train_proxy(raw_settings, in_memory, output.directory, progress)
         if warm_up is not None:
-            _warm_up(data, in_memory, url, staged, warm_up, training, progress)
-        require_flags(data, REQUIRED, "build" if has_begun else f"build --resume: there is no {staged / 'run.yaml'}")
-        build_config = build_settings(data)
+            _warm_up(raw_settings, in_memory, output, warm_up, parsed_recipe, progress)
+        require_flags(raw_settings, REQUIRED, command)
+        build_config = build_settings(raw_settings)
         if cluster is not None and in_memory.model is not None:
             raise SettingsError("model: got an object, but workers load it from disk; save it and pass its directory")
-        if url is not None and remote.is_published(url, SIGNED_MANIFEST):
+        if output.url is not None and remote.is_published(output.url, SIGNED_MANIFEST):
             if not resume:
-                raise SettingsError(f"--out: a complete artifact exists at {url}; choose another URL, or delete it")
-            progress.note(f"{url}: finished; nothing to do")
-            return ArtifactReader.open(url)
+                raise SettingsError(
+                    f"--out: a complete artifact exists at {output.url}; choose another URL, or delete it"
+                )
+            progress.note(f"{output.url}: finished; nothing to do")
+            return ArtifactReader.open(output.url)
         if replay:
             refuse_replay(resolve_settings(build_config, in_memory), replay_settings)
         build_artifact(
-            build_config, staged, progress=progress, cluster=cluster, in_memory=in_memory, must_be_trained=not untrained
+            build_config,
+            output.directory,
+            progress=progress,
+            cluster=cluster,
+            in_memory=in_memory,
+            must_be_trained=not untrained,
         )
         if replay:
-            replay_targets(staged, training, replay_settings, overrides=data, model=in_memory.model, progress=progress)
-    if url is not None:
-        progress.stage("sending", rows=None, tokens=None)
-        remote.publish(staged, url, SIGNED_MANIFEST)
-        remote.discard_staging(url)
-    return ArtifactReader.open(place if url is None else url)
+            replay_targets(
+                output.directory,
+                parsed_recipe,
+                replay_settings,
+                overrides=raw_settings,
+                model=in_memory.model,
+                progress=progress,
+            )
+    if output.url is None:
+        return ArtifactReader.open(output.path)
+    progress.stage("sending", rows=None, tokens=None)
+    remote.publish(output.directory, output.url, SIGNED_MANIFEST)
+    remote.discard_staging(output.url)
+    return ArtifactReader.open(output.url)
 
 
-def needs_proxy(data: dict[str, Any], in_memory: InMemory, url: str | None) -> bool:
-    """Return whether the build trains its own model: without a checkpoint, on a corpus on disk, for a new model."""
-    has_inputs = all(any(leaf(data, path) for path in REQUIRED[flag]) for flag in ("--corpus", "--targets"))
-    on_disk = url is None and in_memory.source is None
-    return has_inputs and on_disk and leaf(data, "model.path") is None and leaf(data, "train") in (None, "new")
+def output_location(out: Path | str) -> OutputLocation:
+    """Return where the artifact `out` is built; that of a URL is built in a cache directory and then sent.
+
+    Raises:
+        SettingsError: `out` is empty, or a URL of files that exist in this process only.
+    """
+    if not str(out):
+        raise SettingsError("--out: missing; pass a directory for the artifact")
+    path = remote.local_path(out)
+    url = remote.remote_url(path)
+    if url is not None and url.partition(":")[0] in remote.IN_PROCESS:
+        raise SettingsError(
+            f"--out: got {url}, which is lost when this process ends; choose a directory or an object store"
+        )
+    return OutputLocation(path, url, path if url is None else remote.staging_directory(url))
 
 
-def proxy_settings(data: dict[str, Any], out: Path) -> BuildSettings:
-    """Complete the settings `data` of a build without a model, and return them with that of the artifact `out`."""
-    put(data, "train", "new")
-    if leaf(data, "corpus.max_length") is None:
-        put(data, "corpus.max_length", CONTEXT)
-    return build_settings(over(deepcopy(data), {"model": {"path": str(out / MODEL)}}))
+# -------------------------------------------------------------------- the model: trained for the build, or warmed up
 
 
-def _train_proxy(data: dict[str, Any], in_memory: InMemory, out: Path, progress: Progress) -> None:
-    """Train the model of a build that has none, and put it into the settings `data`."""
-    settings = proxy_settings(data, out)
+def needs_proxy(raw_settings: dict[str, Any], in_memory: InMemory, url: str | None) -> bool:
+    """Return whether the build trains a model (a proxy): none is named, and a new model is to be predicted.
+
+    It needs a corpus and an artifact on disk.
+    """
+    has_inputs = all(
+        any(get_setting(raw_settings, name) for name in REQUIRED[flag]) for flag in ("--corpus", "--targets")
+    )
+    has_model = get_setting(raw_settings, "model.path") is not None
+    is_for_new_model = get_setting(raw_settings, "train") in (None, "new")
+    return has_inputs and not has_model and is_for_new_model and url is None and in_memory.source is None
+
+
+def complete_proxy_settings(raw_settings: dict[str, Any], out: Path) -> BuildSettings:
+    """Set `train` and `max_length` of a build that trains its model, in place, and return the validated settings.
+
+    The returned settings also have the path that the model will have in the artifact `out`.
+    """
+    set_setting(raw_settings, "train", "new")
+    if get_setting(raw_settings, "corpus.max_length") is None:
+        set_setting(raw_settings, "corpus.max_length", CONTEXT)
+    return build_settings(override_settings(deepcopy(raw_settings), {"model": {"path": str(out / MODEL)}}))
+
+
+def _train_proxy(raw_settings: dict[str, Any], in_memory: InMemory, out: Path, progress: Progress) -> None:
+    """Train the model of a build that has none, and put its path into `raw_settings`."""
+    settings = complete_proxy_settings(raw_settings, out)
     if not in_memory.units:
-        load_units(settings.targets)  # errors are reported before a training of minutes
-    trained = train_proxy(
+        load_units(settings.targets)  # report errors before a training of minutes
+    model_path = train_proxy(
         out,
         settings.corpus,
         settings.model.tokenizer,
@@ -227,115 +314,108 @@ def _train_proxy(data: dict[str, Any], in_memory: InMemory, out: Path, progress:
         shard_rows=settings.shard_rows,
         progress=progress,
     )
-    put(data, "model.path", str(trained))
+    set_setting(raw_settings, "model.path", str(model_path))
 
 
 def _warm_up(
-    data: dict[str, Any],
+    raw_settings: dict[str, Any],
     in_memory: InMemory,
-    url: str | None,
-    out: Path,
+    output: OutputLocation,
     steps: int,
     recipe: FineTuningRecipe | None,
     progress: Progress,
 ) -> None:
-    """Train the model of a build for some steps, and put the result into the settings `data`."""
-    if leaf(data, "model.path") == str(out / MODEL):
-        return  # resumed by --resume, after the warm-up
+    """Train the model of a build for some steps, and put the path of the result into `raw_settings`."""
+    if get_setting(raw_settings, "model.path") == str(output.directory / MODEL):
+        return  # a resumed build, whose run.yaml already names the trained model
     if steps < 1:
         raise SettingsError(f"--warm-up: got {steps}, expected at least 1 step")
-    if url is not None or in_memory.model is not None or in_memory.source is not None:
+    if output.url is not None or in_memory.model is not None or in_memory.source is not None:
         raise SettingsError("--warm-up: requires paths of model and corpus, and a local --out; save the objects first")
-    require_flags(data, REQUIRED, "build")
-    settings = resolve_settings(build_settings(data), in_memory)
+    require_flags(raw_settings, REQUIRED, "build")
+    settings = resolve_settings(build_settings(raw_settings), in_memory)
     refuse_untrainable(settings, "--warm-up")
     if settings.train != "further":
         raise SettingsError(
             "--warm-up: has no effect with --train new, where the model is not trained further; omit it"
         )
     if not in_memory.units:
-        load_units(settings.targets)  # errors are reported before the training
-    put(data, "model.path", str(warm_up_model(out, settings, steps, recipe, progress)))
+        load_units(settings.targets)  # report errors before the training
+    model_path = warm_up_model(output.directory, settings, steps, recipe, progress)
+    set_setting(raw_settings, "model.path", str(model_path))
+
+
+# -------------------------------------------------------------------- settings
 
 
 def _put_inputs(
-    data: dict[str, Any], model: Any, tokenizer: Any, dtype: str | None, corpus: Any, targets: Any
+    raw_settings: dict[str, Any], model: Any, tokenizer: Any, dtype: str | None, corpus: Any, targets: Any
 ) -> InMemory:
-    """Put the inputs into the settings `data`; objects are named by their fingerprints there, and returned.
+    """Put the arguments of `build` with these names into `raw_settings`: paths, or fingerprints of objects.
 
+    Returns:
+        The objects.
     Raises:
         SettingsError: an input of another type, or a model object without its tokenizer.
     """
-    reference, source = None, None
-    units: tuple[Unit, ...] = ()
     if isinstance(model, tuple | list):
         if len(model) != 2 or tokenizer is not None:
             raise SettingsError(f"model: got {len(model)} items, expected a model and its tokenizer")
         model, tokenizer = model
+    reference: ReferenceModel | None = None
     if isinstance(model, nn.Module):
         if tokenizer is None or isinstance(tokenizer, str | Path):
             raise SettingsError(
                 f"tokenizer: got {tokenizer}, but the model is an object; pass its tokenizer as an object too"
             )
-        model_settings = ModelSettings.model_validate({"path": IN_MEMORY, **(leaf(data, "model") or {})})
+        model_settings = ModelSettings.model_validate({"path": IN_MEMORY, **(get_setting(raw_settings, "model") or {})})
         reference = ReferenceModel.from_model(model, tokenizer, model_settings)  # validated like a checkpoint on disk
-        tokenizer = IN_MEMORY + reference.tokenizer.fingerprint
-        put(data, "model.device", str(reference.device))
-        dtype, model = dtype_name(reference.dtype), IN_MEMORY + reference.fingerprint()
+        model, tokenizer = IN_MEMORY + reference.fingerprint(), IN_MEMORY + reference.tokenizer.fingerprint
+        dtype = dtype_name(reference.dtype)
+        set_setting(raw_settings, "model.device", str(reference.device))
+    source: Source | None = None
     if corpus is not None and not isinstance(corpus, str | Path):
-        source = table_source(corpus, leaf(data, "corpus.split"))
-        data.get("corpus", {}).pop("split", None)
+        source = table_source(corpus, get_setting(raw_settings, "corpus.split"))
+        raw_settings.get("corpus", {}).pop("split", None)  # the table is that split
         ((_, _, digest),) = source.identity()
         corpus = IN_MEMORY + digest
-    for setting, value, expected in (
-        ("model.path", model, "a path or a transformers model"),
-        ("model.tokenizer", tokenizer, "a directory, or a tokenizer if the model is an object"),
-        ("model.dtype", dtype, "float32, bfloat16 or float16"),
-        ("corpus.path", corpus, "a path or a table"),
+    for argument, value, expected in (
+        ("model", model, "a path or a transformers model"),
+        ("tokenizer", tokenizer, "a directory, or a tokenizer if the model is an object"),
+        ("dtype", dtype, "float32, bfloat16 or float16"),
+        ("corpus", corpus, "a path or a table"),
     ):
+        setting = INPUT_SETTINGS[argument]
         if value is not None and not isinstance(value, str | Path):
             raise SettingsError(f"{setting}: got {type(value).__name__}, expected {expected}")
         if value is not None:
-            put(data, setting, str(value))
+            set_setting(raw_settings, setting, str(value))
+    units: tuple[Unit, ...] = ()
     if targets is not None:
-        names, units = _targets(targets, leaf(data, "targets.loss_on") or "completion")
-        put(data, "targets.names", names)
+        names, units = _parse_targets(targets, get_setting(raw_settings, "targets.loss_on") or "completion")
+        set_setting(raw_settings, "targets.names", names)
     return InMemory(reference, source, units)
 
 
-def staging_place(out: Path | str) -> tuple[Path, str | None, Path]:
-    """Return the path of the artifact, its URL if it has one, and the local directory in which it is built."""
-    if not str(out):
-        raise SettingsError("--out: missing; pass a directory for the artifact")
-    place = remote.local_path(out)
-    url = remote.remote_url(place)
-    if url is not None and url.partition(":")[0] in remote.IN_PROCESS:
-        raise SettingsError(
-            f"--out: got {url}, which is lost when this process ends; choose a directory or an object store"
-        )
-    return place, url, place if url is None else remote.staging_directory(url)
-
-
 def split_replay_settings(
-    data: dict[str, Any],
+    raw_settings: dict[str, Any],
     recipe: Path | str | Mapping[str, Any] | None,
     *,
     use_replay: bool,
     warm_up: bool = False,
 ) -> tuple[FineTuningRecipe | None, ReplaySettings]:
-    """Remove the settings `replay` from `data`, and return the recipe and the settings of the replay.
+    """Remove the settings `replay` from `raw_settings`, and return the parsed recipe and the settings of the replay.
 
     Args:
-        data: settings, from which `replay` is removed.
+        raw_settings: settings, from which `replay` is removed.
         recipe: training that is replayed, or that a warm-up begins.
         use_replay: the recipe is for a replay.
         warm_up: the recipe is for a warm-up.
-
     Raises:
         SettingsError: invalid settings or recipe, any of them without a replay, or a replay after a warm-up.
         ModelError: the recipe has something that is not differentiated.
     """
-    settings = data.pop("replay", None)
+    settings = raw_settings.pop("replay", None)
     if use_replay and warm_up:
         raise SettingsError(
             "--warm-up: has no effect with --replay, which differentiates the whole training; omit one of them"
@@ -373,13 +453,13 @@ def add_replay(
         GraspError: other settings are given; not an artifact; its model or rows changed; or it has a replay by another
             recipe.
     """
-    data = deepcopy(dict(settings or {}))
-    replay_recipe, replay_settings = split_replay_settings(data, recipe, use_replay=True)
-    overrides = pop_overrides(data)
-    if data:
+    raw_settings = deepcopy(dict(settings or {}))
+    replay_recipe, replay_settings = split_replay_settings(raw_settings, recipe, use_replay=True)
+    overrides = pop_overrides(raw_settings)
+    if raw_settings:
         raise SettingsError(
-            f"--replay: got {', '.join(sorted(data))} as well; the settings of a finished artifact are fixed; use "
-            "--recipe and --set replay.NAME=VALUE"
+            f"--replay: got {', '.join(sorted(raw_settings))} as well; the settings of a finished artifact are fixed; "
+            "use --recipe and --set replay.NAME=VALUE"
         )
     return replay_targets(
         _local_artifact(out, "--replay"), replay_recipe, replay_settings, overrides=overrides, progress=progress
@@ -392,8 +472,8 @@ def add_targets(
     *,
     settings: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
-) -> Added:
-    """Add targets to a finished artifact on this machine, and return the source of their relevance.
+) -> RelevanceSource:
+    """Add targets to a finished artifact on this machine, and return from what their relevance was computed.
 
     Args:
         out: directory of the artifact.
@@ -405,40 +485,47 @@ def add_targets(
         SettingsError: other settings are given; they are fixed by the artifact.
         ArtifactError: not an artifact, or it has a target already; model or corpus differ from those of the build.
     """
-    data = deepcopy(dict(settings or {}))
-    overrides = pop_overrides(data)
-    target_changes = data.pop("targets", {})
-    if data or not isinstance(target_changes, dict) or "names" in target_changes:
+    raw_settings = deepcopy(dict(settings or {}))
+    overrides = pop_overrides(raw_settings)
+    target_changes = raw_settings.pop("targets", {})
+    if raw_settings or not isinstance(target_changes, dict) or "names" in target_changes:
         raise SettingsError(
-            f"--add-target: got {', '.join(sorted(data)) or 'targets'} as well; a target is added with the settings "
-            "of the artifact, of which --set can change only those of targets, e.g. targets.max_length"
+            f"--add-target: got {', '.join(sorted(raw_settings)) or 'targets'} as well; a target is added with the "
+            "settings of the artifact, of which --set can change only those of targets, e.g. targets.max_length"
         )
-    place = _local_artifact(out, "--add-target")
-    old = ArtifactReader.open(place).manifest.settings["targets"]
-    names, _ = _targets(targets, "completion")
-    target_settings = validated(TargetSettings, {**old, "datasets": [], **target_changes, "names": names}, "targets")
-    return add_target(place, target_settings, overrides=overrides, progress=progress)
+    path = _local_artifact(out, "--add-target")
+    targets_of_build = ArtifactReader.open(path).manifest.settings["targets"]
+    names, _ = _parse_targets(targets, "completion")
+    target_settings = validated(
+        TargetSettings, {**targets_of_build, "datasets": [], **target_changes, "names": names}, "targets"
+    )
+    return add_target(path, target_settings, overrides=overrides, progress=progress)
 
 
-def pop_overrides(data: dict[str, Any]) -> dict[str, Any]:
+def pop_overrides(raw_settings: dict[str, Any]) -> dict[str, Any]:
     """Remove custom code and the current paths of model and corpus from settings, and return them."""
     overrides: dict[str, Any] = {}
     for name in (*CODE, *PATH_SETTINGS):
-        if value := pop_leaf(data, name):
-            put(overrides, name, value)
+        if value := pop_setting(raw_settings, name):
+            set_setting(overrides, name, value)
     return overrides
 
 
 def _local_artifact(out: Path | str, option: str) -> Path:
     """Return the path of an artifact that `option` changes; refuse a URL."""
-    place, url, _ = staging_place(out)
-    if url is not None:
+    output = output_location(out)
+    if output.url is not None:
         raise SettingsError(f"--out: got {out} with {option}, which changes an artifact on this machine only")
-    return place
+    return output.path
 
 
-def _targets(targets: Any, loss_on: Any) -> tuple[list[str], tuple[Unit, ...]]:
-    """Return names of targets, and the units of those that are given in memory."""
+def _parse_targets(targets: Any, loss_on: Any) -> tuple[list[str], tuple[Unit, ...]]:
+    """Return the names of targets, and the units of those that are passed as objects.
+
+    Args:
+        targets: names, files, or units, as in `build`.
+        loss_on: tokens of a unit that carry loss, see `TargetSettings.loss_on`.
+    """
     if isinstance(targets, str | Path):
         targets = split_names(str(targets))
     if isinstance(targets, Sequence) and all(isinstance(name, str | Path) for name in targets):
@@ -450,16 +537,16 @@ def _targets(targets: Any, loss_on: Any) -> tuple[list[str], tuple[Unit, ...]]:
             source: Source = table_source(targets, what="targets")
         except CorpusError as err:
             raise TargetError(f"{err}; or pass names, or a list of dicts with prompt and completion") from err
-        records = records_of(source)
-    units = tuple(units_of(records, "units", loss_on))
+        records = read_records(source)
+    units = tuple(units_from_records(records, "units", loss_on))
     digest = hashlib.blake2b(json.dumps([asdict(unit) for unit in units], default=str).encode(), digest_size=16)
     return [IN_MEMORY + digest.hexdigest()], units
 
 
 @contextmanager
-def _preserve_modes(model: Any) -> Iterator[None]:
-    """Restore training modes and `requires_grad` of a model that was passed as an object."""
-    module_or_empty = model if isinstance(model, nn.Module) else nn.Module()
+def _restore_modes(model: Any) -> Iterator[None]:
+    """Restore training modes and `requires_grad` of a model that was passed as an object, after the `with` block."""
+    module_or_empty = model if isinstance(model, nn.Module) else nn.Module()  # a path has no modes to restore
     modes = [(module, module.training) for module in module_or_empty.modules()]
     requires_grad = [(parameter, parameter.requires_grad) for parameter in module_or_empty.parameters()]
     try:

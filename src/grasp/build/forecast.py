@@ -17,8 +17,15 @@ import torch
 
 from grasp.artifact.manifest import MANIFEST
 from grasp.build.add_replay import ReplayForecast, forecast_added_replay, forecast_replay, plan_replay, refuse_replay
-from grasp.build.build import REQUIRED, needs_proxy, pop_overrides, proxy_settings, split_replay_settings, staging_place
-from grasp.build.inputs import ON_DISK, Inputs, prepare
+from grasp.build.build import (
+    REQUIRED,
+    complete_proxy_settings,
+    needs_proxy,
+    output_location,
+    pop_overrides,
+    split_replay_settings,
+)
+from grasp.build.inputs import ON_DISK, Inputs, prepare_inputs
 from grasp.build.model_pass import Arrays, ModelPass, compute_moments, merge_batches, read_batches, score_shard
 from grasp.build.pipeline import MEGABYTE, Sample, feature_bytes, open_moment_source, refuse_untrained, resolve_settings
 from grasp.build.proxy import forecast_proxy
@@ -37,7 +44,7 @@ from grasp.settings import BuildSettings, ReplaySettings, build_settings
 from grasp.store.contents import parquet_bytes
 from grasp.text import duration_text, size_text
 from grasp.training.recipe_files import FineTuningRecipe
-from grasp.yaml_files import plain_settings, put, put_all, require_flags
+from grasp.yaml_files import plain_settings, require_flags, set_setting, set_settings
 
 PROBE_CHARS = 1 << 20  # characters of the corpus that are divided into rows
 PROBE_DOCUMENTS = 4_096  # maximum number of documents that are read
@@ -72,17 +79,20 @@ def forecast(
     Raises:
         GraspError: an error that would stop the build before its first pass, or the artifact is finished.
     """
-    data = put_all(plain_settings(settings), {"replay.check": 1 if check else None})
-    replay_recipe, replay_settings = split_replay_settings(data, recipe, use_replay=replay)
-    place = staging_place(out)[2]
-    if replay and not {"corpus", "targets"} & data.keys() and (place / MANIFEST).exists():
-        return f"replay: {forecast_added_replay(place, replay_recipe, replay_settings, pop_overrides(data))}"
+    raw_settings = set_settings(plain_settings(settings), {"replay.check": 1 if check else None})
+    replay_recipe, replay_settings = split_replay_settings(raw_settings, recipe, use_replay=replay)
+    place = output_location(out).directory
+    if replay and not {"corpus", "targets"} & raw_settings.keys() and (place / MANIFEST).exists():
+        return f"replay: {forecast_added_replay(place, replay_recipe, replay_settings, pop_overrides(raw_settings))}"
     with tempfile.TemporaryDirectory(prefix="grasp-forecast-") as name:
         temporary, first_line = Path(name), ""
-        if needs_proxy(data, ON_DISK, None):
-            first_line, untrained = f"training first: {_untrained_proxy(data, temporary / 'proxy')}\n", True
-        require_flags(data, REQUIRED, "build")
-        build_config = resolve_settings(build_settings(data), ON_DISK)
+        if needs_proxy(raw_settings, ON_DISK, None):
+            first_line, untrained = (
+                f"training first: {_forecast_proxy_training(raw_settings, temporary / 'proxy')}\n",
+                True,
+            )
+        require_flags(raw_settings, REQUIRED, "build")
+        build_config = resolve_settings(build_settings(raw_settings), ON_DISK)
         if replay:
             refuse_replay(build_config, replay_settings)
         if (place / MANIFEST).exists():
@@ -92,7 +102,7 @@ def forecast(
             corpus = build_config.corpus.model_copy(update={"limit": n_read})
             build_config = build_config.model_copy(update={"corpus": corpus})
             progress = None  # notes would be about a part
-        inputs = prepare(build_config, temporary / "tokens", progress or Silent())
+        inputs = prepare_inputs(build_config, temporary / "tokens", progress or Silent())
         if inputs.settings.like is not None:
             open_moment_source(inputs, inputs.settings.like)
         tokens_bytes = sum(file.stat().st_size for file in (temporary / "tokens").iterdir())
@@ -104,14 +114,14 @@ def forecast(
         return report
 
 
-def _untrained_proxy(data: dict[str, Any], out: Path) -> str:
-    """Put an untrained model into the settings `data`, and forecast the training of the model that a build trains."""
-    settings = proxy_settings(data, out)
+def _forecast_proxy_training(raw_settings: dict[str, Any], out: Path) -> str:
+    """Forecast the training of the model of a build that has none; put an untrained copy of it into `raw_settings`."""
+    settings = complete_proxy_settings(raw_settings, out)
     n_read, n_documents = _first_documents(settings)
     is_part = n_read < n_documents
     corpus = settings.corpus.model_copy(update={"limit": n_read}) if is_part else settings.corpus
     model, line = forecast_proxy(out, corpus, settings.model.tokenizer, n_documents / n_read)
-    put(data, "model.path", str(model))
+    set_setting(raw_settings, "model.path", str(model))
     return line
 
 

@@ -132,9 +132,9 @@ class ModelPass:
         losses_A = self._answer_losses(answers.tokens, names)
         # The sign of a unit's weight is that of its column. Its size is left out here, since it counts only when
         # units are averaged.
-        weight_A = answers.weights(losses_A) / np.abs(answers.sign_E)[answers.unit_A]
+        weight_A = answers.weights(losses_A) / np.abs(answers.weight_E)[answers.unit_A]
         weighted = answers.unit_A, weight_A
-        batch, gradient_EK = self._unit_features(answers.tokens, names, len(answers.sign_E), weighted)
+        batch, gradient_EK = self._unit_features(answers.tokens, names, len(answers.weight_E), weighted)
         loss_E = torch.from_numpy(-answers.utilities(losses_A)).to(batch.loss_B)
         return replace(batch.combined(*weighted, loss_E), gradient_BK=gradient_EK, sampled=self.sampled)
 

@@ -4,7 +4,7 @@ A row is a training sequence of the corpus; a unit is one scored element of a ta
 computes the scores ("relevance") from features that the model computes for rows and units. It needs moments (means and
 covariances) of these features over the corpus. They are estimated first, so a build has two loops over the rows:
 
-    corpus  -> tokenised once into the row store, in shards                                    `inputs.prepare`
+    corpus  -> tokenised once into the row store, in shards                                    `inputs.prepare_inputs`
     units   -> one pass of the model
     loop 1  -> a sample of rows: update the moments of every kernel                            `estimate_moments`
                kernel.prepare(units)
@@ -41,18 +41,10 @@ from grasp.artifact.manifest import BUILD, FEATURES, LOSS_TOKENS, MANIFEST, RUN,
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
 from grasp.build.identity import Identity
-from grasp.build.inputs import (
-    ON_DISK,
-    InMemory,
-    Inputs,
-    describe_build,
-    leak_arrays,
-    prepare,
-    unit_arrays,
-    unit_table,
-)
+from grasp.build.inputs import ON_DISK, InMemory, Inputs, prepare_inputs
 from grasp.build.model_pass import Arrays, BatchCache, ScoredShard, Workers, compute_moments, score_shard
 from grasp.build.ray_cluster import ClusterSpec
+from grasp.build.stored_inputs import leak_arrays, provenance_fields, unit_arrays, unit_table
 from grasp.corpus.row_store import RowStore
 from grasp.errors import ArtifactError, ModelError, SettingsError
 from grasp.files import differences
@@ -110,7 +102,7 @@ def build_artifact(
         if (out / MANIFEST).exists():
             clean(settings, out)  # the process may have been killed after the manifest was written
             return out
-        inputs = prepare(settings, out / "tokens", progress, in_memory=in_memory, replace=not has_work(out))
+        inputs = prepare_inputs(settings, out / "tokens", progress, in_memory=in_memory, replace=not has_work(out))
         work = out / "work" / inputs.identity.key
         with open_workers(inputs, cluster) as workers:
             kernels, batch_cache = estimate_moments(
@@ -402,7 +394,7 @@ def finish_artifact(
         start_times: times at which the build began; None if it was interrupted since.
     """
     sums = writer.sums()
-    manifest = describe_build(inputs, None if start_times is None else seconds_since(start_times))
+    manifest = provenance_fields(inputs, None if start_times is None else seconds_since(start_times))
     if NO_GRADIENT_COUNT in sums:
         manifest["skipped"]["gradients"] = int(sums[NO_GRADIENT_COUNT][0])
     # Relative paths in the settings are relative to the current directory, which is stored relative to the artifact, so

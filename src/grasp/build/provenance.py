@@ -19,7 +19,7 @@ from grasp.errors import ArtifactError, CorpusError, SettingsError
 from grasp.hub import only_here
 from grasp.settings import BuildSettings, build_settings, without_foreign_code
 from grasp.targets.units import UnitSet, UnitTokens, stored_tokens, stored_units
-from grasp.yaml_files import leaf
+from grasp.yaml_files import get_setting
 
 if TYPE_CHECKING:
     from grasp.build.inputs import Store
@@ -67,27 +67,27 @@ class BuildSource:
 
     def _place(self, name: str, recorded_path: str) -> str:
         """Return the path that the user gives, else the path that the artifact records."""
-        return str(leaf(self.overrides or {}, name) or self.artifact.resolve_path(recorded_path))
+        return str(get_setting(self.overrides or {}, name) or self.artifact.resolve_path(recorded_path))
 
     def _as_named(self) -> AbstractContextManager[None]:
         """Forbid downloads unless the user names the model: a path that only the artifact names must be local."""
         overrides, tokenizer = self.overrides or {}, self.settings.model.tokenizer
-        if leaf(overrides, "model.path") and (
-            tokenizer is None or leaf(overrides, "model.tokenizer") or Path(tokenizer).exists()
+        if get_setting(overrides, "model.path") and (
+            tokenizer is None or get_setting(overrides, "model.tokenizer") or Path(tokenizer).exists()
         ):
             return nullcontext()
         return only_here("get it with `hf download`, or give its place with --set model.path=...")
 
     def require_corpus_here(self, flag: str) -> None:
         """Check that the corpus can be read without network access, unless the user named it; see `require_here`."""
-        if not leaf(self.overrides or {}, "corpus.path"):
+        if not get_setting(self.overrides or {}, "corpus.path"):
             require_here(self.artifact, self.settings.corpus.path, flag)
 
     @property
     def has_images(self) -> bool:
         """Return whether rows are images and the model is a classifier."""
         # from the manifest alone: no custom code is needed to answer this
-        return leaf(self.artifact.manifest.settings, "model.classifier") is not None
+        return get_setting(self.artifact.manifest.settings, "model.classifier") is not None
 
     @cached_property
     def rows(self) -> "Store":

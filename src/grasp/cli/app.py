@@ -1,5 +1,8 @@
 """The Typer application: how commands are registered, grouped and documented.
 
+Most commands call a public function of the same name. The decorator `command` turns the arguments of that function into
+options of the command, with help texts from its docstring (see `grasp.signatures`), so both have one documentation.
+
 `--help` groups commands by task, lists rarely used options under "More options", and defines the terms of GRASP that
 the help of a command uses. Help is plain text, the same on a terminal and in a pipe. Commands import heavy modules in
 their bodies, so that help is fast. Start with `command`.
@@ -18,6 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 import grasp
 from grasp.signatures import REQUIRED, Signature, parse_signature, signed
 
+# Commands by group, in the order of `grasp --help`.
 GROUPS = {
     "Build artifacts": ("demo", "corpus", "targets", "build", "merge", "info", "verify", "fit-head"),
     "Predict the effect of rows and slices": ("score", "predict", "explain", "report", "serve"),
@@ -26,8 +30,9 @@ GROUPS = {
     "Evaluate predictions": ("retrain", "runs", "evaluate", "calibrate", "methods"),
 }
 OPTIONS = "Options"
-MORE = "More options"
+MORE_OPTIONS = "More options"
 
+# Terms that the help of a command defines if it uses them.
 GLOSSARY = {
     "artifact": "output of grasp build: features and scores of every row; here ART",
     "target": "a task that the model should perform well, e.g. sciq",
@@ -42,7 +47,7 @@ GLOSSARY = {
     "recipe": "settings of a training run: model, steps, batch size, learning rate",
 }
 
-# The words of the glossary in other senses, e.g. "the unit of the runs".
+# Phrases in which a term of the glossary has another meaning, e.g. "in units of", which is no question.
 OTHER_SENSES = re.compile(r"(?i)\b(?:(?:in|the|their) units?|of a family|(?:built-in|protocol) family)\b")
 
 
@@ -53,18 +58,19 @@ def _help_records(context: Any, parameters: Iterable[Any]) -> list[tuple[str, st
 
 
 def _terms_used(text: str) -> list[tuple[str, str]]:
-    """Return the glossary entries of the terms that occur in a text in their own sense."""
+    """Return the glossary entries of the terms that occur in a text, with their meaning in the glossary."""
     text = OTHER_SENSES.sub(" ", text)
     return [(term, definition) for term, definition in GLOSSARY.items() if re.search(rf"(?i)\b{term}s?\b", text)]
 
 
-RESUMABLE = ("demo", "build", "apply", "retrain")
+RESUMABLE = ("demo", "build", "apply", "retrain")  # commands that continue from the finished parts of their output
 
 
 class Command(TyperCommand):
     """A command with sections for rarely used options and for terms; Ctrl-C prints what was saved."""
 
     def invoke(self, ctx: Any) -> Any:
+        """Run the command; if it is interrupted, print whether its work is kept."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -74,27 +80,29 @@ class Command(TyperCommand):
             raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the sections of the help below its text: arguments, options, more options, terms."""
         parameters = self.get_params(ctx)
         options = [parameter for parameter in parameters if parameter.param_type_name == "option"]
-        rare_options = [parameter for parameter in options if getattr(parameter, "rich_help_panel", None) == MORE]
-        parts = {
+        rare_options = [option for option in options if getattr(option, "rich_help_panel", None) == MORE_OPTIONS]
+        parameters_by_section = {
             "Arguments": [parameter for parameter in parameters if parameter.param_type_name == "argument"],
-            OPTIONS: [parameter for parameter in options if parameter not in rare_options],
-            MORE: rare_options,
+            OPTIONS: [option for option in options if option not in rare_options],
+            MORE_OPTIONS: rare_options,
         }
-        sections = {title: _help_records(ctx, part) for title, part in parts.items()}
+        sections = {title: _help_records(ctx, members) for title, members in parameters_by_section.items()}
         help_texts = [self.help or "", *(getattr(parameter, "help", None) or "" for parameter in parameters)]
         sections["Terms"] = _terms_used(" ".join(help_texts))
-        for title, lines in sections.items():
-            if lines:
+        for title, records in sections.items():
+            if records:
                 with formatter.section(title):
-                    formatter.write_dl(lines)
+                    formatter.write_dl(records)
 
 
 class CommandGroups(TyperGroup):
     """The list of commands, grouped by task."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands of every group, then the options."""
         width = max(map(len, self.commands))
         for group, command_names in GROUPS.items():
             with formatter.section(group):
@@ -121,9 +129,10 @@ app = typer.Typer(
 
 F = TypeVar("F", bound=Callable[..., None])
 
-# Options of arguments of public functions, if not `--name`; and their metavars, if not by type (FILE, N, X or NAME).
+# The option of an argument of a public function, if it is not `--name`.
 FLAGS = {"count": "-B", "k": "-k", "suspects": "--detect", "columns": "--weights", "oracles": "--oracle"}
 FLAGS |= {"keep_features": "--keep-features/--no-keep-features"}
+# The placeholder of the option's value in the help, if it is not that of `METAVAR_BY_TYPE`.
 METAVARS = {
     name: metavar
     for metavar, arguments in {
@@ -150,6 +159,7 @@ METAVARS = {
     for name in arguments.split()
 }
 METAVAR_BY_TYPE = {str: "NAME", int: "N", float: "X", bool: "", Path: "FILE"}
+# The smallest accepted value of an option.
 MINIMUM = {"resamples": 10} | dict.fromkeys(("top", "bottom", "min_tokens", "seed", "explain", "cautious"), 0)
 MINIMUM |= dict.fromkeys(("count", "seeds", "workers", "stack", "limit"), 1)
 
@@ -173,12 +183,13 @@ def command(
         examples: command lines that the help shows.
         epilog: text below the examples.
         name: name of the command. Default: that of the function.
+        group: the application, or a group of commands in it.
         verb: module of the public function of the same name. Its arguments become options of the command, which
             are passed to the decorated function as keywords; parameters of the decorated function override them.
         more: arguments of the public function that are listed under "More options".
     """
     lines = [f"  {line}" for example in examples for line in example.split("\n")]
-    # \b: do not rewrap the lines that follow
+    # \b tells Click not to rewrap the lines that follow
     text = "\n".join(["\b", "Examples:" if len(examples) > 1 else "Example:", *lines, epilog])
     register = group.command(name, cls=Command, epilog=text)
 
@@ -191,49 +202,66 @@ def command(
 
 
 def _add_options(function: Callable[..., None], verb: Signature, more: list[str]) -> None:
-    """Set the signature of a function with `**params` to the options of `verb`; take its docstring if there is none."""
+    """Replace `**params` in the signature of a function by the options of a public function.
+
+    Typer reads the options of a command from its signature. A function without docstring gets that of `verb`.
+
+    Args:
+        function: function of the command.
+        verb: signature of the public function.
+        more: arguments that are listed under "More options".
+    """
     flags = {name: flag_of(name) for name in verb.arguments}
 
     def with_flags(text: str) -> str:
+        """Write arguments in backquotes as options: `min_tokens` becomes --min-tokens."""
         return re.sub("`([^`]+)`", lambda word: flags.get(word[1], word[1]), text)
 
     options = {}
     for name, argument in verb.arguments.items():
         metavar = METAVARS.get(name, METAVAR_BY_TYPE[argument.kind]) + "S" * argument.in_commas
-        about = argument.about[:1].upper() + argument.about[1:] + " Repeatable." * argument.repeatable
+        help_text = argument.about[:1].upper() + argument.about[1:] + " Repeatable." * argument.repeatable
         default = ... if argument.default is REQUIRED else argument.default
-        make_option = rare if name in more else option
+        declare = rare if name in more else option
         minimum = None if argument.kind is bool else MINIMUM.get(name)
-        declaration = make_option(f"{flags[name]} {metavar}".strip(), with_flags(about), default, min=minimum)
+        declaration = declare(f"{flags[name]} {metavar}".strip(), with_flags(help_text), default, min=minimum)
         options[name] = argument.annotation, declaration
     parameters = inspect.signature(function).parameters.values()
-    overrides = {each.name: (each.annotation, each.default) for each in parameters if each.kind is not each.VAR_KEYWORD}
+    overrides = {
+        parameter.name: (parameter.annotation, parameter.default)
+        for parameter in parameters
+        if parameter.kind is not parameter.VAR_KEYWORD
+    }
     signed(function, options | overrides, function.__doc__ or with_flags(verb.about))
 
 
-def option(spelling: str, help: str, default: Any = ..., **more: Any) -> Any:
-    """Declare an option, spelled as in its help, e.g. `--budget AMOUNT`; it is required if it has no default.
+def option(spelling: str, help: str, default: Any = ..., **typer_arguments: Any) -> Any:
+    """Declare an option.
 
     Args:
-        more: further arguments of `typer.Option`, e.g. `min`.
+        spelling: the option as the help shows it, e.g. `--budget AMOUNT`.
+        help: its help text.
+        default: its default; without one, the option is required.
+        typer_arguments: further arguments of `typer.Option`, e.g. `min`.
     """
     flag, _, metavar = spelling.partition(" ")
-    return typer.Option(default, flag, metavar=metavar or None, help=help, **more)
+    return typer.Option(default, flag, metavar=metavar or None, help=help, **typer_arguments)
 
 
-def rare(spelling: str, help: str, default: Any = ..., **more: Any) -> Any:
-    """Declare a rarely used option, listed under "More options"."""
-    return option(spelling, help, default, rich_help_panel=MORE, **more)
+def rare(spelling: str, help: str, default: Any = ..., **typer_arguments: Any) -> Any:
+    """Declare a rarely used option, listed under "More options"; see `option`."""
+    return option(spelling, help, default, rich_help_panel=MORE_OPTIONS, **typer_arguments)
 
 
-def _version(show: bool) -> None:
-    if show:
+def _print_version(requested: bool) -> None:
+    """Print the version and exit, if --version was given."""
+    if requested:
         print(grasp.__version__)
         raise typer.Exit
 
 
 @app.callback()
 def root(
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
 ) -> None:
     """Options that belong to no command."""

@@ -1,4 +1,4 @@
-"""Commands that build and inspect artifacts: grasp demo, build, merge, info, verify."""
+"""Commands that build and inspect artifacts: grasp demo, build, merge, info, corpus, targets, verify."""
 
 import shlex
 import time
@@ -14,7 +14,7 @@ from grasp.cli.options import Address, Assignments, ConfigFile, ModelOverrides, 
 from grasp.errors import SettingsError
 from grasp.progress_display import Watch
 from grasp.text import json_text, size_text, skipped_text
-from grasp.yaml_files import leaf
+from grasp.yaml_files import get_setting
 
 if TYPE_CHECKING:
     from grasp.artifact.inspection import ArtifactInfo
@@ -82,7 +82,7 @@ def build(
     quiet: Quiet = False,
     **params: Any,
 ) -> None:
-    from grasp.build.build import SETTING_BY_ARGUMENT, SETTINGS, add_targets
+    from grasp.build.build import INPUT_SETTINGS, OTHER_SETTINGS, add_targets
     from grasp.build.build import build as run
     from grasp.settings import form_of_loss
     from grasp.targets.load import split_names
@@ -90,7 +90,7 @@ def build(
     resume, untrained, replay, recipe = (params.pop(name) for name in ("resume", "untrained", "replay", "recipe"))
     check, warm_up = params.pop("check"), params.pop("warm_up")
     params["loss"] = form_of_loss(params["loss"])
-    flags = {(SETTING_BY_ARGUMENT | SETTINGS)[name]: value for name, value in params.items()}
+    flags = {(INPUT_SETTINGS | OTHER_SETTINGS)[name]: value for name, value in params.items()}
     flags["features.kernels"] = [] if params["rule"] else None  # --rule overrides kernels of a settings file
     flags["targets.names"] = [name for text in targets for name in split_names(text)] or None
     data = merge_settings(settings, assign, flags)
@@ -123,7 +123,7 @@ def build(
         return
     if engine == "local":
         _refuse_idle({"--workers": workers}, "--engine local; use --engine ray")
-    spec = cluster_spec(engine, workers, address, leaf(data, "model.threads"))
+    spec = cluster_spec(engine, workers, address, get_setting(data, "model.threads"))
     with Watch(quiet=quiet) as watch:
         artifact = run(
             out=out,
@@ -248,6 +248,10 @@ def _preview_settings(
 ) -> "tuple[Any, ModelSettings | None, str | None]":
     """Return the settings of a group, those of the model, and the tokenizer if there is no model.
 
+    Args:
+        group: corpus or targets.
+        assign: values of `--set`.
+        flags: values of other options by setting.
     Raises:
         SettingsError: a setting has no effect on a preview, or the settings of the model are invalid.
     """
@@ -290,9 +294,9 @@ def corpus(
 
     flags = {"corpus.path": path, "corpus.split": split, "corpus.text_column": text_column}
     flags |= {"corpus.row_id_column": id_column, "model.path": model, "model.tokenizer": tokenizer}
-    settings, of_model, only_tokenizer = _preview_settings("corpus", assign, flags)
+    settings, model_settings, tokenizer_path = _preview_settings("corpus", assign, flags)
     settings = validated(CorpusSettings, settings, "corpus")
-    print(preview_corpus(settings, model=of_model, tokenizer=only_tokenizer, limit=limit))
+    print(preview_corpus(settings, model=model_settings, tokenizer=tokenizer_path, limit=limit))
 
 
 @command("grasp targets sciq", "grasp targets quiz.jsonl@margin --model ./ckpt")
@@ -315,9 +319,9 @@ def targets(
 
     flags: dict[str, Any] = {"targets.names": [name for text in names for name in split_names(text)]}
     flags |= {"model.path": model, "model.tokenizer": tokenizer}
-    settings, of_model, only_tokenizer = _preview_settings("targets", assign, flags)
+    settings, model_settings, tokenizer_path = _preview_settings("targets", assign, flags)
     settings = validated(TargetSettings, settings, "targets")
-    print(preview_targets(settings, model=of_model, tokenizer=only_tokenizer))
+    print(preview_targets(settings, model=model_settings, tokenizer=tokenizer_path))
 
 
 @command("grasp verify art")
@@ -345,8 +349,8 @@ def verify(
         report = check(path)
     for problem in report.problems:
         print(f"broken: {problem}")
-    kind = "artifact" if report.complete else "unfinished artifact"
+    what = "artifact" if report.complete else "unfinished artifact"
     verdict = "all files intact" if report.ok else f"{len(report.problems)} broken"
-    print(f"{report.path}: {kind}, {report.n_files:,} files, {size_text(report.n_bytes)}: {verdict}")
+    print(f"{report.path}: {what}, {report.n_files:,} files, {size_text(report.n_bytes)}: {verdict}")
     if not report.ok:
         raise typer.Exit(code=1)

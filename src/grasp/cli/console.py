@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from grasp.artifact.reader import ArtifactReader
     from grasp.results import Result
 
-# phrases of inputs in messages; others are e.g. "--protocol reads"
+# How messages call an input, by argument: "report.html holds the runs". The default is e.g. "--protocol reads".
 READ_PHRASES = {"runs": "holds the runs", "checkpoints": "is a checkpoint"}
 
 
@@ -49,7 +49,13 @@ def in_colour() -> bool:
 
 
 def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table, at most as wide as the terminal."""
+    """Print a table, at most as wide as the terminal.
+
+    Args:
+        title: line above the table.
+        headings: names of the columns.
+        rows: values of each row.
+    """
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else DEFAULT_WIDTH
     print(text_table(title, headings, rows, width=width))
 
@@ -73,9 +79,11 @@ def check_outputs(
     """Call `grasp.files.check_outputs`, and print a note for every file that will be overwritten.
 
     Args:
+        outputs: output files by option; None: the option was not given.
         reads: inputs by phrase, as in `grasp.files.check_outputs`.
         artifact: artifact that is read, together with the inputs of its build.
         params: arguments of the command's public function; their paths are inputs, except `cache`.
+        options: further arguments of `grasp.files.check_outputs`.
     """
     if not any(outputs.values()):
         return
@@ -95,6 +103,8 @@ def print_result(result: "Result", out: Path | None = None, *, written: int | No
     """Print a result; if `out` is given, write its table there too.
 
     Args:
+        result: the result.
+        out: file of its table.
         written: number of rows of `out`, if the table was already written.
     """
     print(result)

@@ -12,7 +12,7 @@ import typer
 from grasp.cli.app import option, rare
 from grasp.errors import SettingsError
 from grasp.text import listed
-from grasp.yaml_files import parse_yaml, put, put_all, read_yaml
+from grasp.yaml_files import parse_yaml, read_yaml, set_setting, set_settings
 
 if TYPE_CHECKING:
     from grasp.build.ray_cluster import ClusterSpec
@@ -57,12 +57,21 @@ def merge_settings(
         name, equals, text = assignment.partition("=")
         if not equals or not name:
             raise SettingsError(f"--set: got `{assignment}`, expected name=value, e.g. features.tau=0.02")
-        put(data, name, parse_yaml(text, f"--set {name}"))
-    return put_all(data, flags)
+        set_setting(data, name, parse_yaml(text, f"--set {name}"))
+    return set_settings(data, flags)
 
 
 def table_outputs(flag: str, out: Path | None) -> dict[str, Path | None]:
-    """Return the files that `select` and `mix` write for the table of `flag`: table, summary and protocol."""
+    """Return the files that `select` and `mix` write for an option: the table, and its summary and protocol next to it.
+
+    Args:
+        flag: the option, for messages.
+        out: its value; None: it was not given.
+    Returns:
+        Files by a phrase for messages.
+    Raises:
+        SettingsError: the name does not end in .parquet.
+    """
     if out is None:
         return {}
     if out.suffix != ".parquet":
@@ -77,6 +86,11 @@ def table_outputs(flag: str, out: Path | None) -> dict[str, Path | None]:
 def cluster_spec(engine: str, workers: int | None, address: str | None, threads: int | None) -> "ClusterSpec | None":
     """Return the Ray cluster of `--engine ray`; None for `local`.
 
+    Args:
+        engine: local or ray.
+        workers: number of workers; None: one per GPU or core.
+        address: address of a running cluster; None: start one on this machine.
+        threads: threads of each worker; None: 1.
     Raises:
         SettingsError: unknown engine, or an address without `--engine ray`.
     """

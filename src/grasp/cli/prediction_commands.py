@@ -15,7 +15,7 @@ from grasp.files import write_atomically
 from grasp.progress_display import Watch
 from grasp.text import json_text, size_text
 
-TOP = 10
+TOP = 10  # default of grasp score --top
 
 
 @command(
@@ -44,7 +44,7 @@ def score(
     print_result(result, out, written=result.lines)
 
 
-ROWS_PER_END = 5  # number of most and of least helpful rows that are shown
+ROWS_PER_END = 5  # number of most helpful and of least helpful rows that explain shows
 
 
 @command(
@@ -164,6 +164,7 @@ def serve(
 
 
 def _print_address(address: str) -> None:
+    """Print the address of the server once it accepts connections."""
     print(f"{address}; stop with Ctrl-C", flush=True)
 
 

@@ -93,7 +93,7 @@ def propose_runs(
     out: ResultFile = None,
     **params: Any,
 ) -> None:
-    read = {"holds the runs": runs, "is the artifact": art}
-    check_outputs({"--out": out, "--subsets": params["subsets"]}, read, tables=["--out"])
+    inputs = {"holds the runs": runs, "is the artifact": art}
+    check_outputs({"--out": out, "--subsets": params["subsets"]}, inputs, tables=["--out"])
     opened = None if art is None else grasp.open(art)
     print_result(grasp.propose_runs(runs, count=count, artifact=opened, **params), out)

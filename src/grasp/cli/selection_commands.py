@@ -64,20 +64,23 @@ def select(
     opened = grasp.open(art)
     artifact = opened.files
     documents = params["documents"]
-    # A suffix of letters names a table; any other path is a directory, e.g. `dropped-v1.2`.
-    dropped = None if left_out is None or left_out.suffix[1:].isalpha() else left_out
-    for directory in (export, dropped):
+    # --left-out is a table if its suffix has letters only, else a directory, e.g. `dropped-v1.2`
+    left_out_directory = None if left_out is None or left_out.suffix[1:].isalpha() else left_out
+    for directory in (export, left_out_directory):
         if directory is not None:
             check_directory(directory)
     outputs = {**table_outputs("--out", out), "--left-out": left_out, "--ids-out": ids_out, "--export": export}
-    check_outputs(outputs, artifact=artifact, params=params, tables=["--left-out"] if dropped is None else [])
-    written = export if ids_out else export or dropped
+    check_outputs(
+        outputs, artifact=artifact, params=params, tables=["--left-out"] if left_out_directory is None else []
+    )
+    # documents are written to one of these; --ids-out lists the documents of --export only
+    export_directory = export if ids_out else export or left_out_directory
     exporter = None
-    if written is not None or documents or ids_out or corpus or form != "parquet" or shard_size:
+    if export_directory is not None or documents or ids_out or corpus or form != "parquet" or shard_size:
         exporter = Exporter.from_options(
             artifact, documents=documents, form=form, corpus=corpus, ids=ids_out, shard_size=shard_size
         )
-        if written is None:
+        if export_directory is None:
             raise SettingsError(
                 "--documents, --ids-out, --corpus, --format, --shard-size: only apply to an export; add --export DIR"
             )
@@ -87,12 +90,12 @@ def select(
     if out is not None:
         order = "rows of the best documents" if selection.params["items"] == "documents" else "rows, best"
         print(f"{selection.save(out)}: {order} first; summary for grasp report --selection: {out.stem}.json")
-    if left_out is not None and dropped is None:
+    if left_out is not None and left_out_directory is None:
         print(f"{left_out}: {selection.write_left_out(left_out):,} rows that were not selected, worst first")
     if exporter is not None and export is not None:
         print(exporter.write(selection, export, say=lambda line: print(plain(line))))
-    if exporter is not None and dropped is not None:
-        print(replace(exporter, ids=None).write(selection, dropped, left_out=True))
+    if exporter is not None and left_out_directory is not None:
+        print(replace(exporter, ids=None).write(selection, left_out_directory, left_out=True))
 
 
 @command(

@@ -36,7 +36,7 @@ from grasp.targets.units import LOSS, UnitTokens
 from grasp.text import json_text
 from grasp.training.recipe import RECIPES, TrainingRecipe, named_recipe
 from grasp.training.recipe_files import FineTuningRecipe
-from grasp.yaml_files import over, validated, write_yaml
+from grasp.yaml_files import override_settings, validated, write_yaml
 
 PURPOSE = "evaluation"  # name of the random stream; calibration families have another one
 SHARD_ROWS = 4096
@@ -143,7 +143,7 @@ def resolved_recipe(settings: RetrainSettings) -> TrainingRecipe:
         raise SettingsError(
             f"overrides.shape: got {overrides['shape']!r}, expected a group of settings, e.g. {{layers: 2}}"
         )
-    recipe = validated(TrainingRecipe, over(base, overrides), "overrides")
+    recipe = validated(TrainingRecipe, override_settings(base, overrides), "overrides")
     if (max_length or 0) > recipe.shape.context:
         raise SettingsError(
             f"corpus.max_length: got {max_length}, but the context length of recipe {recipe.name} is "

@@ -1,7 +1,8 @@
 """Load targets: benchmark tasks and files of questions, as units of a prompt and an answer whose loss is measured.
 
-`units` defines units and tokenizes them, `load` reads files and tables, `olmes` reads tasks, and `sample_logs` reads
-logs of lm-evaluation-harness. Start with `load_units`.
+`units` defines units and tokenizes them, `margins` computes their utilities, `load` loads and draws them.
+`unit_records` converts records to units, with `choices` for multiple choice, `sample_logs` for logs of
+lm-evaluation-harness, and `olmes` for OLMES tasks and requests. Start with `load_units`.
 """
 
 from grasp.targets.load import load_units

@@ -1,9 +1,11 @@
 """Parse records of multiple choice: the prompt, the choices, and which of them is right.
 
-Choices are texts in `choices` or `options`, texts with labels as in ARC, or columns `A`, `B`, `C`. The right one is
-given by its label, its text, its letter or its position. An answer may fit several: of the choices 3, 2, 1, 0 the
-answer "2" is a text or a position. All records of a file use one encoding, which is therefore inferred from the whole
-file. Start with `parse_choices` and `right_choices`.
+Choices are texts in `choices` or `options`, texts with labels as in ARC, or columns `A`, `B`, `C`. The answer names the
+right choice by its label, text, letter or position, which are called encodings here. An answer may fit several
+encodings: of the choices 3, 2, 1, 0 the answer "2" is a text or a position. All records of a file use one encoding,
+which is therefore inferred from the whole file.
+
+Parse each record with `parse_choices`, then infer the right choices of all records with `right_choices`.
 """
 
 import re
@@ -19,7 +21,8 @@ CHOICES = ("choices", "options")
 ANSWERS = ("gold", "answer", "answerKey", "label", "answer_idx", "answer_index", "correct_option")
 PASSAGES = ("context", "passage", "article")  # a text that a question is about
 ENCODINGS = ("label", "text", "letter", "position")
-MAX_CHANCE = 1e-3  # of positions without 0, below which they are assumed to count from 1
+# Positions that are never 0 are assumed to count from 1 if that is less likely than this under random positions.
+MAX_CHANCE = 1e-3
 _DECORATED = re.compile(r"^\(?([A-Za-z0-9])[).:]?$")  # a label such as (B), B) or B.
 
 
@@ -28,21 +31,31 @@ class MultipleChoice:
     """A record of multiple choice.
 
     Attributes:
-        name: field of the answer.
-        right: position of the right choice, by the encodings that fit the answer.
+        location: file and line of the record, for messages.
+        prompt: text before the choices.
+        texts: the choices.
+        answer_field: name of the field that has the answer.
+        answer: value of that field.
+        right: position of the right choice by each encoding that fits the answer.
     """
 
     location: str
     prompt: str
     texts: tuple[str, ...]
-    name: str
+    answer_field: str
     answer: Any
     right: Mapping[str, int]
 
     def fields(self, gold: int) -> dict[str, Any]:
-        """Return the fields of a unit; a space separates choices from a prompt that they would touch."""
-        is_apart = self.prompt[-1:].isspace() or any(text[:1].isspace() for text in self.texts)
-        space = " " if self.prompt and not is_apart else ""
+        """Return the fields of a unit.
+
+        A space is put before the choices if neither they nor the end of the prompt have white space.
+
+        Args:
+            gold: position of the right choice.
+        """
+        has_space = self.prompt[-1:].isspace() or any(text[:1].isspace() for text in self.texts)
+        space = " " if self.prompt and not has_space else ""
         texts = [space + text for text in self.texts]
         return {"prompt": self.prompt, "completion": texts[gold], "choices": texts, "gold": gold}
 
@@ -68,7 +81,7 @@ def question_prompt(values: Mapping[str, Any], location: str) -> str | None:
 
 
 def parse_choices(record: Mapping[str, Any], location: str) -> MultipleChoice | None:
-    """Parse a record of multiple choice; None: it has no choices, or a completion of its own.
+    """Parse a record of multiple choice; None: it has no choices, or has a `completion`.
 
     Raises:
         TargetError: the choices are not texts, the prompt is missing, or the answer is none of them.
@@ -76,36 +89,37 @@ def parse_choices(record: Mapping[str, Any], location: str) -> MultipleChoice | 
     values = {name: value for name, value in record.items() if value is not None}
     if isinstance(values.get("question"), Mapping):  # ARC and CommonsenseQA as they were released
         values |= {"question": values["question"].get("stem"), "choices": values["question"].get("choices")}
-    columns = [letter for letter in ascii_uppercase if isinstance(values.get(letter), str)]
-    name = next((name for name in CHOICES if name in values), "A" if {"A", "B"} <= {*columns} else None)
+    letters = [letter for letter in ascii_uppercase if isinstance(values.get(letter), str)]  # columns A, B, C
+    name = next((name for name in CHOICES if name in values), "A" if {"A", "B"} <= {*letters} else None)
     if name is None or isinstance(values.get("completion"), str):
         return None
-    choices: Any = values[name] if name in CHOICES else {letter: values[letter] for letter in columns}
+    choices: Any = values[name] if name in CHOICES else {letter: values[letter] for letter in letters}
     labels: Any = None
     if isinstance(choices, Mapping):
-        is_table = "text" in choices
-        choices, labels = (choices["text"], choices.get("label")) if is_table else ([*choices.values()], [*choices])
-    elif isinstance(choices, list) and all(isinstance(part, Mapping) for part in choices):
+        is_columnar = "text" in choices  # {"text": [...], "label": [...]}, else {"A": ..., "B": ...}
+        choices, labels = (choices["text"], choices.get("label")) if is_columnar else ([*choices.values()], [*choices])
+    elif isinstance(choices, list) and all(isinstance(entry, Mapping) for entry in choices):
         choices, labels = ([entry.get(member) for entry in choices] for member in ("text", "label"))
-    prompt, answers = question_prompt(values, location), [field for field in ANSWERS if field in values]
-    if name != CHOICES[0] and (prompt is None or not answers):  # columns of another meaning
+    prompt, answer_fields = question_prompt(values, location), [field for field in ANSWERS if field in values]
+    # `options` or a column `A` may mean something else in a record that is not multiple choice
+    if name != CHOICES[0] and (prompt is None or not answer_fields):
         return None
     if prompt is None:
         raise TargetError(f"{location}: has {name}, but no text `prompt` or `question` before them")
-    if not answers:
+    if not answer_fields:
         raise TargetError(f"{location}: has {name}, but none of the fields {', '.join(ANSWERS)} says which is right")
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(text, str) for text in choices):
         raise TargetError(f"{location}: {name}: got {choices!r:.60}, expected a list of at least two texts")
-    for field in answers:
-        if right := _right(values[field], choices, labels):
+    for field in answer_fields:
+        if right := _right_by_encoding(values[field], choices, labels):
             return MultipleChoice(location, prompt, tuple(choices), field, values[field], right)
     raise TargetError(
-        f"{location}: {answers[0]}: got {values[answers[0]]!r:.60}, expected the label, text, letter or position (from "
-        f"0) of one of the {len(choices)} choices"
+        f"{location}: {answer_fields[0]}: got {values[answer_fields[0]]!r:.60}, expected the label, text, letter or "
+        f"position (from 0) of one of the {len(choices)} choices"
     )
 
 
-def _right(answer: Any, choices: Sequence[str], labels: Any) -> dict[str, int]:
+def _right_by_encoding(answer: Any, choices: Sequence[str], labels: Any) -> dict[str, int]:
     """Return the position of the right choice by each encoding that fits."""
     if isinstance(answer, list) and len(answer) == 1:
         (answer,) = answer
@@ -114,43 +128,50 @@ def _right(answer: Any, choices: Sequence[str], labels: Any) -> dict[str, int]:
     if isinstance(answer, bool) or not isinstance(answer, int | str):
         return {}
     text = str(answer).strip()
-    bare = _DECORATED.sub(r"\1", text)
+    undecorated = _DECORATED.sub(r"\1", text)
     has_labels = isinstance(labels, list) and len(labels) == len(choices)
-    names = {"label": [str(label).strip() for label in labels] if has_labels else []}
+    names_of_choices = {"label": [str(label).strip() for label in labels] if has_labels else []}
     if isinstance(answer, str):
-        names |= {"text": [option.strip() for option in choices], "letter": list(ascii_uppercase[: len(choices)])}
+        names_of_choices |= {
+            "text": [option.strip() for option in choices],
+            "letter": list(ascii_uppercase[: len(choices)]),
+        }
     right = {}
-    for encoding, known in names.items():
-        spellings = (text,) if encoding == "text" else (text, bare, bare.upper())
-        if match := next((spelling for spelling in spellings if spelling in known), None):
-            right[encoding] = known.index(match)
+    for encoding, names in names_of_choices.items():
+        spellings = (text,) if encoding == "text" else (text, undecorated, undecorated.upper())
+        if match := next((spelling for spelling in spellings if spelling in names), None):
+            right[encoding] = names.index(match)
     if text.isdecimal() and int(text) < len(choices):
         right["position"] = int(text)
     return right
 
 
 def right_choices(records: Sequence[MultipleChoice]) -> list[int]:
-    """Return the position of the right choice of each record of a file.
+    """Return the position of the right choice of each record of a file, by the encoding that fits all answers.
 
+    Args:
+        records: all multiple-choice records of the file.
     Raises:
         TargetError: the encoding of the answers is ambiguous, or positions seem to count from 1.
     """
-    fitting = [encoding for encoding in ENCODINGS if all(encoding in quiz.right for quiz in records)]
-    if not fitting:  # encodings are mixed
-        return [next(quiz.right[encoding] for encoding in ENCODINGS if encoding in quiz.right) for quiz in records]
-    if fitting[0] == "label":
+    fitting = [encoding for encoding in ENCODINGS if all(encoding in record.right for record in records)]
+    if not fitting:  # encodings are mixed: the first one that fits each answer, in the order of `ENCODINGS`
+        return [
+            next(record.right[encoding] for encoding in ENCODINGS if encoding in record.right) for record in records
+        ]
+    if fitting[0] == "label":  # explicit, so it is not ambiguous
         fitting = ["label"]
-    for quiz in records:
-        if len({quiz.right[encoding] for encoding in fitting}) > 1:
-            meanings = " or ".join(f"the {name} of {quiz.texts[quiz.right[name]]!r:.60}" for name in fitting)
+    for record in records:
+        if len({record.right[encoding] for encoding in fitting}) > 1:
+            meanings = " or ".join(f"the {name} of {record.texts[record.right[name]]!r:.60}" for name in fitting)
             raise TargetError(
-                f"{quiz.location}: {quiz.name}: got {quiz.answer!r:.60}, which is {meanings}, and no other record says "
-                "which; write positions as numbers, or the choices with labels"
+                f"{record.location}: {record.answer_field}: got {record.answer!r:.60}, which is {meanings}, and "
+                "no other record says which; write positions as numbers, or the choices with labels"
             )
-    gold = [quiz.right[fitting[0]] for quiz in records]
-    if fitting == ["position"] and all(gold) and prod(1 - 1 / len(quiz.texts) for quiz in records) < MAX_CHANCE:
+    gold = [record.right[fitting[0]] for record in records]
+    if fitting == ["position"] and all(gold) and prod(1 - 1 / len(record.texts) for record in records) < MAX_CHANCE:
         raise TargetError(
-            f"{records[0].location}: {records[0].name}: none of the {len(records)} answers is 0; positions count from "
-            "0, and these seem to count from 1: subtract 1, or write the choices with labels"
+            f"{records[0].location}: {records[0].answer_field}: none of the {len(records)} answers is 0; positions "
+            "count from 0, and these seem to count from 1: subtract 1, or write the choices with labels"
         )
     return gold

@@ -1,17 +1,20 @@
-"""Utilities of units with several answers: margins and accuracies, from the mean losses of the answers.
+"""Compute utilities of units with several answers, margins and accuracies, from the mean losses of the answers.
 
-    l_k = -scale_k loss_k                     log-probability of answer k, as the metric normalises it
-    margin    = l_0 - log sum_{k>0} exp(l_k)  l_0 is the right answer
+Answer 0 of a unit is the right one. A loss is a mean over the tokens of an answer, in nats per token.
+
+    l_k       = -scale_k loss_k               log-probability of answer k, as the metric normalises it
+    margin    = l_0 - log sum_{k>0} exp(l_k)
     accuracy  = 1 if l_0 > l_k for all k > 0, else 0
 
-`scale_k` is the number of tokens of the answer for its log-probability, tokens per character for the log-probability
-per character, and 1 per token. To first order, a margin is a signed sum of the losses of its answers,
+`scale_k` depends on the metric: the number of tokens of the answer (margin), tokens per character (margin_per_char), or
+1 (margin_per_token). To first order, a margin is a signed sum of the losses of its answers,
 
-    d margin = -scale_0 d loss_0 + sum_{k>0} softmax(l)_k scale_k d loss_k
+    d margin = -scale_0 d loss_0 + sum_{k>0} softmax(l)_k scale_k d loss_k,  softmax over the wrong answers
 
 so the gradient of a unit is the sum of the gradients of its answers by the weights of `Answers.weights`. A unit with
 one answer has the utility -loss. Start with `Answers.of`.
-Shape letters: E units, A answers of all units, M units with several answers.
+
+Shape letters: E units, A answers of all units, W wrong answers of all units, M units with several answers.
 """
 
 import re
@@ -30,25 +33,27 @@ SUFFIX: Final = re.compile(r"(?P<target>.+)@(?P<metric>(?:margin|accuracy)(?:_pe
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The answers of units, unit by unit with the right one first, and how utilities follow from their losses.
+    """The answers of all units in one list, from whose losses the utilities of the units are computed.
+
+    The answers of a unit are adjacent, the right one first.
 
     Attributes:
-        tokens: tokens of each answer, (A,).
-        unit_A: index of the unit of each answer.
-        scale_A: factor from the mean loss of an answer to its negative log-probability.
-        sign_E: signed factor of the utility of each unit; not 1 for metrics of the user.
-        is_accuracy_E: whether the utility is an accuracy.
+        tokens: tokens of each answer, A of them.
+        unit_A: index of the unit of each answer, (A,).
+        scale_A: factor from the mean loss of an answer to its negative log-probability, (A,).
+        weight_E: signed factor of the utility of each unit, (E,); not 1 for user-defined metrics.
+        is_accuracy_E: whether the utility is an accuracy, (E,).
     """
 
     tokens: tuple[UnitTokens, ...]
     unit_A: I64
     scale_A: F64
-    sign_E: F64
+    weight_E: F64
     is_accuracy_E: Bool
 
     @classmethod
     def of(cls, units: Sequence[UnitTokens]) -> Self:
-        """Collect the answers of all units."""
+        """Collect the answers of units, E of them."""
         counts = [1 + len(unit.others) for unit in units]
         tokens = tuple(answer for unit in units for answer in (unit, *unit.others))
         return cls(
@@ -61,12 +66,14 @@ class Answers:
 
     @property
     def are_units(self) -> bool:
-        """Return whether every unit is one answer with the utility -loss."""
-        return len(self.tokens) == len(self.sign_E) and bool((self.scale_A == 1.0).all() and (self.sign_E == 1.0).all())
+        """Return whether every unit has one answer and the utility -loss, so that answers and units coincide."""
+        return len(self.tokens) == len(self.weight_E) and bool(
+            (self.scale_A == 1.0).all() and (self.weight_E == 1.0).all()
+        )
 
     @property
     def is_first_A(self) -> Bool:  # noqa: N802 - a shape suffix
-        """Return which answers are the right ones."""
+        """Return which answers are right: the first of each unit, (A,)."""
         return np.diff(self.unit_A, prepend=-1) > 0
 
     def utilities(self, loss_A: F64) -> F64:
@@ -76,23 +83,24 @@ class Answers:
         logp_A, first_A = -self.scale_A * loss_A, self.is_first_A
         utility_E = logp_A[..., first_A]
         if not first_A.all():
-            other_A = logp_A[..., ~first_A]
+            wrong_W = logp_A[..., ~first_A]
+            # the units that have wrong answers, and the position of the first one in wrong_W
             unit_M, start_M = np.unique(self.unit_A[~first_A], return_index=True)
-            margin_M = utility_E[..., unit_M] - np.logaddexp.reduceat(other_A, start_M, axis=-1)
-            is_right_M = utility_E[..., unit_M] > np.maximum.reduceat(other_A, start_M, axis=-1)
-            utility_E[..., unit_M] = np.where(self.is_accuracy_E[unit_M], is_right_M, margin_M)
-        return np.asarray(self.sign_E * utility_E)
+            margin_M = utility_E[..., unit_M] - np.logaddexp.reduceat(wrong_W, start_M, axis=-1)
+            is_correct_M = utility_E[..., unit_M] > np.maximum.reduceat(wrong_W, start_M, axis=-1)
+            utility_E[..., unit_M] = np.where(self.is_accuracy_E[unit_M], is_correct_M, margin_M)
+        return np.asarray(self.weight_E * utility_E)
 
     def weights(self, loss_A: F64) -> F64:
         """Return the derivative of a unit's utility with respect to the negative mean loss of each answer, (A,)."""
         logp_A, first_A = -self.scale_A * loss_A, self.is_first_A
         weight_A = self.scale_A.copy()
         if not first_A.all():
-            other_A = logp_A[~first_A]
-            _, start_M, unit_index_A = np.unique(self.unit_A[~first_A], return_index=True, return_inverse=True)
+            wrong_W = logp_A[~first_A]
+            _, start_M, index_W = np.unique(self.unit_A[~first_A], return_index=True, return_inverse=True)
             # minus the softmax over the wrong answers of each unit
-            weight_A[~first_A] *= -np.exp(other_A - np.logaddexp.reduceat(other_A, start_M)[unit_index_A])
-        return np.asarray(weight_A * self.sign_E[self.unit_A])
+            weight_A[~first_A] *= -np.exp(wrong_W - np.logaddexp.reduceat(wrong_W, start_M)[index_W])
+        return np.asarray(weight_A * self.weight_E[self.unit_A])
 
 
 def split_metric(name: str) -> tuple[str, str | None]:
@@ -106,7 +114,7 @@ def split_metric(name: str) -> tuple[str, str | None]:
 
 
 def refuse_accuracy(units: UnitSet) -> None:
-    """Refuse targets that have no gradient.
+    """Refuse targets that are accuracies: an accuracy has no gradient, from which relevance could be computed.
 
     Raises:
         TargetError: a target is an accuracy.
@@ -121,7 +129,9 @@ def refuse_accuracy(units: UnitSet) -> None:
 
 
 def with_metric(unit: Unit, metric: str) -> Unit:
-    """Return a unit with several answers whose utility is a margin or an accuracy; its id and target have the suffix.
+    """Return a unit with several answers whose utility is a margin or an accuracy.
+
+    The metric is added to its unit_id and target, as in `sciq:3@margin` and `sciq@margin`.
 
     Raises:
         TargetError: the unit has no choices, or has loss on more than the completion.

@@ -1,6 +1,7 @@
-"""Parse sample logs of lm-evaluation-harness (`--log_samples`): the scored requests and the gold answer of a document.
+"""Parse sample logs of lm-evaluation-harness (`--log_samples`) to units.
 
-A record has a document (`doc`), a `target`, and the `arguments` of its requests:
+A record (a sample) has a document (`doc`, a question), a `target` (its gold answer), and the `arguments` of the
+requests that the harness sent to the model:
 
     multiple choice     (context, continuation) of every choice; the target is the position or the text of the gold one
     log-likelihood      one (context, continuation)
@@ -8,11 +9,14 @@ A record has a document (`doc`), a `target`, and the `arguments` of its requests
     generation          one (context, settings); no continuation was scored, so the target is appended
 
 Newer versions write the arguments as `{"gen_args_0": {"arg_0": ..., "arg_1": ...}}`, the target as `str(target)`, and
-one record per filter of the answers. The text of a target can be ambiguous: "2" is a position or a text, "['a', 'b']" a
-list or a text. All documents of a task use the same encoding. It is therefore inferred from the whole log: it must fit
-every document, and if several encodings do, it must agree with the accuracy that the harness logged.
+one record per filter of the answers.
 
-Start with `units_of_log`.
+The text of a target can be ambiguous: "2" is a position or a text, "['a', 'b']" a list or a text. All documents of a
+task use the same encoding. It is therefore inferred from the whole log: it must fit every document, and if several
+encodings do, it must agree with the accuracy that the harness logged. So `_MultipleChoice` and `_Generation` are parsed
+records whose gold answer is set by their `resolve`, after all records of the task are parsed.
+
+Start with `units_from_log`.
 """
 
 import ast
@@ -33,7 +37,7 @@ _SHOWN = 60  # characters of a value in a message
 _NO_ANSWER = re.compile(r"pass(?:@|_at_)|prompt_level_|schema_compliance")
 _OPTIONS_FIELD = re.compile(r"choice|option|ending", re.IGNORECASE)  # names of fields with choices
 _REMEDY = "write its questions as `prompt` and `completion`"
-# files of harnesses without the scored requests, by the fields of their records
+# Files of harnesses that do not contain the scored requests: the fields of their records, and what to use instead.
 _NOT_SCORED = {
     ("doc_id", "prompt_0", "truth"): "a write-out of lm-evaluation-harness 0.3 joins prompt and answer, so the scored "
     "text is unknown; log with --log_samples of version 0.4 or later",
@@ -41,7 +45,7 @@ _NOT_SCORED = {
     "--save-raw-requests true writes",
 }
 
-Arguments = tuple[Any, ...]
+Arguments = tuple[Any, ...]  # of one request: (context, continuation), (text,) or (context, settings)
 T = TypeVar("T")
 
 
@@ -61,9 +65,13 @@ def refuse_unscored(record: Mapping[str, Any], location: str) -> None:
             raise TargetError(f"{location}: {reason}")
 
 
-def units_of_log(records: Iterable[tuple[str, Mapping[str, Any]]], task: str, loss_on: LossOn) -> list[Unit]:
+def units_from_log(records: Iterable[tuple[str, Mapping[str, Any]]], task: str, loss_on: LossOn) -> list[Unit]:
     """Convert the documents of a log to units; unit_id is ``<task>:<doc_id>``.
 
+    Args:
+        records: locations and fields of the records.
+        task: target of records without a field `task`.
+        loss_on: tokens of the units that carry loss.
     Raises:
         TargetError: the scored text or the gold answer of a record is unknown (the message has file and line), or a
             document occurs twice with different content.
@@ -73,18 +81,19 @@ def units_of_log(records: Iterable[tuple[str, Mapping[str, Any]]], task: str, lo
         if not is_sample(record):
             raise TargetError(f"{location}: has no `doc` and `arguments`, expected a sample like the preceding records")
         samples.append((location, _parse_sample(record, location, task, position, loss_on)))
-    for kind in (_MultipleChoice, _Generation):
-        by_task: dict[str, list[Any]] = {}
+    for sample_type in (_MultipleChoice, _Generation):
+        samples_by_task: dict[str, list[Any]] = {}
         for _, sample in samples:
-            if isinstance(sample, kind):
-                by_task.setdefault(sample.unit.target, []).append(sample)
-        for group in by_task.values():
-            kind.resolve(group)
+            if isinstance(sample, sample_type):
+                samples_by_task.setdefault(sample.unit.target, []).append(sample)
+        for task_samples in samples_by_task.values():
+            sample_type.resolve(task_samples)
     units: dict[str, Unit] = {}
     for location, sample in samples:
         unit = sample if isinstance(sample, Unit) else sample.to_unit()
         first = units.setdefault(unit.unit_id, unit)  # the harness logs a document once per filter
-        if differing := [part.name for part in fields(Unit) if getattr(unit, part.name) != getattr(first, part.name)]:
+        names = [field.name for field in fields(Unit)]
+        if differing := [name for name in names if getattr(unit, name) != getattr(first, name)]:
             raise TargetError(
                 f"{location}: document {unit.unit_id!r} occurs twice and differs in {', '.join(differing)}; expected "
                 "the log of one task, with one record per document and filter"
@@ -95,24 +104,33 @@ def units_of_log(records: Iterable[tuple[str, Mapping[str, Any]]], task: str, lo
 def _parse_sample(
     record: Mapping[str, Any], location: str, task: str, position: int, loss_on: LossOn
 ) -> "Unit | _MultipleChoice | _Generation":
-    """Parse a record; the gold answers of choices and generations are resolved later."""
+    """Parse a record: to a unit if its requests have one continuation, else to a sample that is resolved later.
+
+    Args:
+        record: fields of the record.
+        location: file and line of the record, for messages.
+        task: target of a record without a field `task`.
+        position: position in the log, the default of `doc_id`.
+        loss_on: tokens of the unit that carry loss.
+    """
     requests, doc, target = _parse_requests(record["arguments"], location), record["doc"], record.get("target")
     record_task = record.get("task")
     name = record_task if isinstance(record_task, str) and record_task else task
     doc_id = position if record.get("doc_id") is None else record["doc_id"]
     unit = Unit(f"{name}:{doc_id}", name, "", "", loss_on)
     context, *rest = requests[0]
-    if len(requests) == 1 and not rest and isinstance(context, str):
+    if len(requests) == 1 and not rest and isinstance(context, str):  # rolling
         return replace(unit, completion=_require_text(context, location))
     if not rest:
         raise TargetError(f"{location}: arguments: got {context!r:.{_SHOWN}}, expected (context, continuation)")
-    if not isinstance(rest[0], str):
+    if not isinstance(rest[0], str):  # generation: settings in the place of a continuation
         turns = _parse_turns(context)
         if turns is None and not isinstance(context, str):
             raise TargetError(
                 f"{location}: arguments: got the context {context!r:.{_SHOWN}}, expected text or messages"
             )
-        if target is None or (target == "None" and "None" not in _nested_values(doc, str)):  # str(None)
+        # "None" is str(None), unless the document has this text
+        if target is None or (target == "None" and "None" not in _nested_values(doc, str)):
             raise TargetError(f"{location}: target: missing; {_REMEDY}")
         if reason := _not_an_answer(record, doc, str(target)):
             raise TargetError(f"{location}: target: got {target!r:.{_SHOWN}}, {reason}; {_REMEDY}")
@@ -120,8 +138,8 @@ def _parse_sample(
     if any(len(request) != 2 or not all(isinstance(part, str) for part in request) for request in requests):
         raise TargetError(f"{location}: arguments: expected the context and the continuation of every request as text")
     positions = _conditional_positions(requests, record, location)
-    pairs = [requests[k] for k in positions]
-    if len(pairs) == 1:
+    pairs = [requests[k] for k in positions]  # (context, continuation) of each choice
+    if len(pairs) == 1:  # log-likelihood
         return replace(unit, prompt=pairs[0][0], completion=_require_text(pairs[0][1], location))
     return _MultipleChoice.parse(location, unit, pairs, target, _parse_prediction(record, positions))
 
@@ -138,21 +156,24 @@ def _parse_requests(arguments: Any, location: str) -> list[Arguments]:
     try:
         requests = [tuple(_ordered_values(request)) for request in _ordered_values(arguments)]
         if not all(requests) or not requests:
-            raise ValueError
+            raise ValueError("no requests, or a request without arguments")
     except (TypeError, ValueError) as err:
         raise TargetError(
             f"{location}: arguments: got {str(arguments)[:_SHOWN]}, expected the requests of a sample"
         ) from err
-    if more := next((request[2] for request in requests if len(request) > 2), None):
+    if media := next((request[2] for request in requests if len(request) > 2), None):
         raise TargetError(
-            f"{location}: arguments: got {more!r:.{_SHOWN}} in addition to text; expected a context and a "
+            f"{location}: arguments: got {media!r:.{_SHOWN}} in addition to text; expected a context and a "
             "continuation, images and audio are not supported"
         )
     return requests
 
 
 def _ordered_values(group: Any) -> list[Any]:
-    """Return the values of a list, or of `{name_0: ..., name_1: ...}` by number, without null (empty table cells)."""
+    """Return the values of a list, or of `{name_0: ..., name_1: ...}` by number.
+
+    Null is left out: where a log was converted to a table, it is an empty cell.
+    """
     if isinstance(group, Mapping):
         group = [group[name] for name in sorted(group, key=lambda name: int(str(name).rpartition("_")[2]))]
     if not isinstance(group, list | tuple):
@@ -161,17 +182,18 @@ def _ordered_values(group: Any) -> list[Any]:
 
 
 def _conditional_positions(requests: Sequence[Arguments], record: Mapping[str, Any], location: str) -> list[int]:
-    """Return the positions of the requests with a context.
+    """Return the positions of the requests for conditional likelihoods, those with the context of the question.
 
-    For `acc_mutual_info` every choice is scored a second time, without context: up to version 0.4.3 after each request,
-    later after all requests.
+    For the metric `acc_mutual_info` every choice is scored a second time, without context: up to version 0.4.3 after
+    each request, later after all requests. So half of the requests have a context. If another share has, all requests
+    are conditional, some with an empty context.
     """
-    after_context = [k for k, request in enumerate(requests) if request[0] != ""]
-    if "acc_mutual_info" in record and not after_context:
+    with_context = [k for k, request in enumerate(requests) if request[0] != ""]
+    if "acc_mutual_info" in record and not with_context:
         raise TargetError(
             f"{location}: arguments: all contexts are empty, so requests for acc_mutual_info cannot be distinguished"
         )
-    return after_context if 2 * len(after_context) == len(requests) else list(range(len(requests)))
+    return with_context if 2 * len(with_context) == len(requests) else list(range(len(requests)))
 
 
 def _parse_turns(context: Any) -> list[Mapping[str, Any]] | None:
@@ -188,6 +210,7 @@ def _parse_turns(context: Any) -> list[Mapping[str, Any]] | None:
 
 
 def _require_text(text: str, location: str) -> str:
+    """Return a completion; raise an error if it is blank."""
     if not text.strip():
         raise TargetError(f"{location}: completion: got {text!r}, expected text to score")
     return text
@@ -201,9 +224,14 @@ class _MultipleChoice:
     """A document with one request per choice.
 
     Attributes:
-        by_number: gold choices if a number is a position, and any other target the text of a choice.
-        by_text: gold choices if every target is the text of a choice.
+        location: file and line of the record.
+        unit: the unit, without its prompt, completion and choices.
+        pairs: context and continuation of each choice.
+        target: the target, as text.
+        by_number: gold choices, as positions, if a number is a position, and any other target the text of a choice.
+        by_text: gold choices, as positions, if every target is the text of a choice.
         predicted: the most likely choice, and whether the harness counted it as correct; None: not logged.
+        gold: position of the gold choice, which `resolve` sets.
     """
 
     location: str
@@ -219,14 +247,16 @@ class _MultipleChoice:
     def parse(
         cls, location: str, unit: Unit, pairs: Sequence[Arguments], target: Any, predicted: tuple[int, bool] | None
     ) -> "_MultipleChoice":
+        """Return a document, with the gold choices by both encodings."""
         texts = [continuation for _, continuation in pairs]
-        number = _parse_positions(target, len(pairs))
+        positions = _parse_positions(target, len(pairs))
         if len(set(texts)) > 1:
+            # a number that is not a text (True, or an integer in older logs) is a position
             by_text = () if isinstance(target, int) else _find_choices(target, texts)
-            by_number = number or by_text
-        elif number and not _find_choices(target, texts):
-            by_number = by_text = number
-        else:  # the choices are contexts, and the target is the continuation of all of them (winogrande)
+            by_number = positions or by_text
+        elif positions and not _find_choices(target, texts):  # the choices are contexts, and the target is the position
+            by_number = by_text = positions
+        else:  # the choices are contexts, and the target is the text of the one continuation (winogrande)
             by_number = by_text = _correct_by_accuracy(predicted, len(pairs))
             if not by_text:
                 raise TargetError(
@@ -237,19 +267,20 @@ class _MultipleChoice:
 
     @staticmethod
     def resolve(samples: "Sequence[_MultipleChoice]") -> None:
-        """Set `gold` of all documents of a task, whose targets are either all numbers or all texts.
+        """Set `gold` of all documents of a task, whose targets are encoded alike: by number or by text.
 
         Raises:
             TargetError: a target is neither, or is ambiguous.
         """
-        if unfit := next((sample for sample in samples if not sample.by_number), None):
+        if invalid := next((sample for sample in samples if not sample.by_number), None):
             raise TargetError(
-                f"{unfit.location}: target: got {unfit.target!r:.{_SHOWN}}, expected the number or the text of one of "
-                f"its {len(unfit.pairs)} requests"
+                f"{invalid.location}: target: got {invalid.target!r:.{_SHOWN}}, expected the number or the text of one "
+                f"of its {len(invalid.pairs)} requests"
             )
-        # An encoding lists the gold choices of every document.
+        # the gold choices of all documents by each encoding, for encodings that fit all documents
         encodings = [[sample.by_number for sample in samples], [sample.by_text for sample in samples]]
         encodings = [gold for gold in encodings if all(gold)]
+        # documents for which the encodings disagree
         differing = [k for k in range(len(samples)) if len({gold[k][0] for gold in encodings}) > 1]
         if differing:
             encodings = [gold for gold in encodings if all(map(_MultipleChoice._agrees, samples, gold))]
@@ -288,19 +319,28 @@ def _parse_positions(target: Any, count: int) -> tuple[int, ...]:
 
 
 def _find_choices(target: Any, texts: Sequence[str]) -> tuple[int, ...]:
-    """Return the positions of the choices with the text of a target; all choices may have a delimiter in front."""
-    names = target if isinstance(target, list) else _parse_texts(target) or [target]
-    matches: list[int] = []
-    for name in names:
-        if isinstance(name, str) and name.strip():
-            same = [k for k, text in enumerate(texts) if text.strip() == name.strip()]
-            ends = [k for k, text in enumerate(texts) if text.endswith(name)]
-            matches += same or [k for k in ends if all(text.startswith(texts[k].removesuffix(name)) for text in texts)]
-    return tuple(dict.fromkeys(matches))
+    """Return the positions of the choices with the text of a target, or with one of its texts if it is a list.
+
+    All choices may have the same delimiter before the text.
+    """
+    answers = target if isinstance(target, list) else _parse_texts(target) or [target]
+    positions: list[int] = []
+    for answer in answers:
+        if isinstance(answer, str) and answer.strip():
+            equal = [k for k, text in enumerate(texts) if text.strip() == answer.strip()]
+            positions += equal or [
+                k
+                for k, text in enumerate(texts)
+                if text.endswith(answer) and all(other.startswith(text.removesuffix(answer)) for other in texts)
+            ]
+    return tuple(dict.fromkeys(positions))
 
 
 def _parse_prediction(record: Mapping[str, Any], positions: Sequence[int]) -> tuple[int, bool] | None:
-    """Return the most likely of the requests at `positions`, and whether the harness counted it as correct."""
+    """Return the most likely of the requests at `positions`, and whether the harness counted it as correct.
+
+    None: the record has no accuracy of 0 or 1, or no log-likelihoods.
+    """
     try:
         accuracy = float(record["acc"])
         answers = record.get("filtered_resps") or [answer[0] for answer in record["resps"]]
@@ -313,11 +353,17 @@ def _parse_prediction(record: Mapping[str, Any], positions: Sequence[int]) -> tu
 
 
 def _correct_by_accuracy(predicted: tuple[int, bool] | None, count: int) -> tuple[int, ...]:
-    """Infer the gold choice from the accuracy: a correct prediction, or the other one of two choices."""
+    """Infer the gold choice from the accuracy: the prediction if it is correct, else the other one of two choices.
+
+    Returns:
+        The position of the gold choice; empty if it cannot be inferred.
+    """
     if predicted is None:
         return ()
-    predicted_choice, is_right = predicted
-    return (predicted_choice,) if is_right else (1 - predicted_choice,) if count == 2 else ()
+    position, is_correct = predicted
+    if is_correct:
+        return (position,)
+    return (1 - position,) if count == 2 else ()
 
 
 # ---------------------------------------------------------------------------------------------------- generation
@@ -328,10 +374,14 @@ class _Generation:
     """A document whose answer was generated.
 
     Attributes:
-        turns: messages of a chat; the prompt of the unit is then empty.
-        answers: correct answers, if the target is the text of a list; None: it is an answer.
-        canonical: the answer that the document marks as the preferred one.
-        is_quoted: the target looks like a list, but is a text in the document.
+        location: file and line of the record.
+        unit: the unit, without its completion.
+        turns: messages of a chat; the prompt of the unit is then empty. None: the prompt is a text.
+        target: the target, as text.
+        answers: correct answers, if the target is the text of a list; None: the target itself is the answer.
+        canonical: the answer that the document marks as the preferred one; None: it marks none.
+        is_quoted: whether the target looks like a list, but is a text in the document.
+        answer: the answer to score, which `resolve` sets.
     """
 
     location: str
@@ -347,17 +397,19 @@ class _Generation:
     def parse(
         cls, location: str, unit: Unit, turns: list[Mapping[str, Any]] | None, target: Any, doc: Any
     ) -> "_Generation":
+        """Return a document, with the answers that its target lists."""
         value = target if isinstance(target, list) else _parse_literal(str(target))
         if not isinstance(value, list):
             return cls(location, unit, turns, str(target), None, None, False)
         is_quoted = isinstance(target, str) and any(target in text for text in _nested_values(doc, str))
-        is_written = str(value) == str(target) and all(isinstance(text, str) for text in value)
-        if not is_written and not is_quoted:
+        # the harness wrote str(list of texts), which another text that looks like a list need not equal
+        is_list = str(value) == str(target) and all(isinstance(text, str) for text in value)
+        if not is_list and not is_quoted:
             raise TargetError(
                 f"{location}: target: got {str(target)!r:.{_SHOWN}}, which looks like a list of answers, but is "
                 f"neither a Python list of strings nor a text of the document; {_REMEDY}"
             )
-        answers = tuple(value) if is_written else None
+        answers = tuple(value) if is_list else None
         return cls(location, unit, turns, str(target), answers, _canonical_answer(answers, doc), is_quoted)
 
     @staticmethod
@@ -400,7 +452,7 @@ class _Generation:
 
 
 def _parse_literal(text: str) -> Any:
-    """Parse a Python literal that is a number, a truth value or a list; None: it is another text."""
+    """Parse the Python literal of an integer, a bool or a list; None: the text is none of these."""
     if not re.fullmatch(r"\[.*\]|\d+|True|False", text, re.DOTALL):
         return None
     try:
@@ -417,31 +469,36 @@ def _parse_texts(target: Any) -> tuple[str, ...] | None:
 
 
 def _canonical_answer(answers: Sequence[str] | None, doc: Any) -> str | None:
-    """Return the preferred answer, which a document has next to the list of all answers (triviaqa); None: no such."""
-    for group in _nested_values(doc, dict):
-        if answers and list(answers) in group.values():
-            preferred = [group[name] for name in ("value", "answer") if group.get(name) in answers]
+    """Return the preferred answer, which documents of triviaqa have next to the list of all answers; None: no such."""
+    for mapping in _nested_values(doc, dict):
+        if answers and list(answers) in mapping.values():
+            preferred = [mapping[name] for name in ("value", "answer") if mapping.get(name) in answers]
             if preferred:
                 return str(preferred[0])
     return None
 
 
 def _not_an_answer(record: Mapping[str, Any], doc: Any, target: str) -> str | None:
-    """Return why the target of a generation is not an answer that a model could give; None: it is one."""
+    """Return why the target of a generation is not an answer that a model could give; None: it is one.
+
+    Some tasks with generated answers log tests, names of fields, or the number of a choice as their target.
+    """
     if any(_NO_ANSWER.match(name) for name in record):
         return "which consists of tests or rules, not of an answer"
-    groups = list(_nested_values(doc, dict))
-    if any(target == ",".join(map(str, group)) for group in groups if len(group) > 1):
+    mappings = list(_nested_values(doc, dict))
+    if any(target == ",".join(map(str, mapping)) for mapping in mappings if len(mapping) > 1):
         return "which lists field names of the document"
     if not target.isdecimal():
         return None
+    # a number in the document, never a text
     is_number = target in map(str, _nested_values(doc, int)) and target not in _nested_values(doc, str)
-    labels = [group.get("label") for group in groups]
-    text_lists = _lists_of_texts(doc) if is_number else []
-    for group in groups:
-        fields_of_choices = [value for name, value in group.items() if _OPTIONS_FIELD.search(str(name))]
-        text_lists += [texts for value in fields_of_choices for texts in _lists_of_texts(value)]
-    is_position = any(target in map(str, range(len(texts))) and target not in texts for texts in text_lists)
+    labels = [mapping.get("label") for mapping in mappings]
+    # lists that may be the choices: all lists of texts if the target is a number, else those in a field of options
+    choice_lists = _lists_of_texts(doc) if is_number else []
+    for mapping in mappings:
+        options = [value for name, value in mapping.items() if _OPTIONS_FIELD.search(str(name))]
+        choice_lists += [texts for value in options for texts in _lists_of_texts(value)]
+    is_position = any(target in map(str, range(len(texts))) and target not in texts for texts in choice_lists)
     if is_position or (is_number and target in map(str, labels)):
         return "which may be the number of a choice (doc_to_choice), whose text is not in the log"
     return None
@@ -454,12 +511,12 @@ def _lists_of_texts(value: Any) -> list[list[str]]:
     return [texts for texts in lists if texts and all(isinstance(text, str) for text in texts)]
 
 
-def _nested_values(doc: Any, kind: type[T]) -> Iterator[T]:
+def _nested_values(doc: Any, value_type: type[T]) -> Iterator[T]:
     """Yield the values of one type in a document at any depth, outer ones first."""
-    level = [doc]
+    level = [doc]  # all values at one depth
     while level:
-        yield from (value for value in level if isinstance(value, kind))
-        groups = [
+        yield from (value for value in level if isinstance(value, value_type))
+        containers = [
             value.values() if isinstance(value, dict) else value for value in level if isinstance(value, dict | list)
         ]
-        level = [value for group in groups for value in group]
+        level = [value for container in containers for value in container]

@@ -1,4 +1,10 @@
-"""Represent units, the scored elements of a target, as text and as tokens. Start with `UnitSet.tokenize`."""
+"""Represent units, the scored elements of a target, as text (`Unit`) and as tokens (`UnitTokens`).
+
+A unit has a prompt and a completion, its right answer. The utility of a unit, which is higher for a better model, is
+minus the loss of the completion, or a margin or accuracy of the right answer over wrong ones (`grasp.targets.margins`).
+`UnitSet` has all units of a run. Its main functions are `UnitSet.rendered`, which applies the chat template to
+conversations, and `UnitSet.tokenize`. The last functions of the module store units in the unit table of an artifact.
+"""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -22,22 +28,29 @@ if TYPE_CHECKING:
 LossOn = Literal["completion", "assistant", "all"]
 LOSS = "loss"  # the metric of a unit with one answer
 MARGIN = "margin"  # the metric of a preference pair
+PER_CHAR, PER_TOKEN = "_per_char", "_per_token"  # suffixes of metrics that normalise log-probabilities by length
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
     """One scored element: the loss of `completion` after `prompt`, or a margin between several answers.
 
-    `choices` are the candidate continuations as they would be appended, so `choices[gold] == completion`. If the
-    candidates of a task differ in the prompt instead (winogrande), they are the candidate prompts.
-
-    A conversation ends with an answer. Its prompt and completion are set by `UnitSet.rendered`, and `ending` is the
-    text that the chat template writes after the answer.
-
     Attributes:
+        unit_id: unique among the units of all targets.
+        target: name of the target.
+        prompt: text before the completion. `UnitSet.rendered` sets prompt and completion of a conversation.
+        completion: the right answer.
+        loss_on: tokens that carry loss; completion, or all of prompt and completion.
+        choices: the candidate completions, as they would be appended to the prompt. If the candidates of a task differ
+            in the prompt instead (winogrande), the candidate prompts.
+        gold: position in `choices` of the completion, or of the prompt.
+        support: a text with the evidence for the answer, which tasks like SciQ have.
+        image_hash: hash of the pixels, if the unit is an image of a classifier.
+        conversation: a conversation that ends with the right answer; None: the prompt is a text.
+        ending: text that the chat template writes after the answer of a conversation.
         others: the wrong answers of a margin, each with its own prompt; empty if the utility is -loss.
         metric: loss, margin, margin_per_char, margin_per_token, or an accuracy (see `grasp.targets.margins`).
-        weight: signed factor of the utility.
+        weight: signed factor of the utility; not 1 in user-defined metrics.
     """
 
     unit_id: str
@@ -48,7 +61,7 @@ class Unit:
     choices: tuple[str, ...] = ()
     gold: int | None = None
     support: str | None = None
-    image_hash: str | None = None  # hash of the pixels of a trusted image
+    image_hash: str | None = None
     conversation: Conversation | None = None
     ending: str = ""
     others: "tuple[Unit, ...]" = ()
@@ -56,13 +69,12 @@ class Unit:
     weight: float = 1.0
 
     def scored_by(self, metric: str) -> "Unit":
-        """Return the unit with the other choices as wrong answers, named after the metric."""
+        """Return the unit with the other choices as wrong answers, and the metric as a suffix of its id and target."""
         assert self.gold is not None
-        as_contexts = self.choices[self.gold] != self.completion
+        are_completions = self.choices[self.gold] == self.completion  # else they are prompts
+        base = replace(self, choices=(), gold=None)
         others = tuple(
-            replace(self, prompt=text, choices=(), gold=None)
-            if as_contexts
-            else replace(self, completion=text, choices=(), gold=None)
+            replace(base, completion=text) if are_completions else replace(base, prompt=text)
             for k, text in enumerate(self.choices)
             if k != self.gold
         )
@@ -74,21 +86,27 @@ class Unit:
         """Return the factor from the mean loss of an answer to its negative log-probability, as the metric counts it.
 
         Characters are those of the answer without surrounding white space, as lm-evaluation-harness counts them.
+
+        Args:
+            answer: this unit, or one of `others`.
+            n_tokens: number of tokens of the answer.
         """
-        if self.metric == LOSS or self.metric.endswith("_per_token"):
+        if self.metric == LOSS or self.metric.endswith(PER_TOKEN):
             return 1.0
-        return n_tokens / len(answer.completion.strip()) if self.metric.endswith("_per_char") else float(n_tokens)
+        return n_tokens / len(answer.completion.strip()) if self.metric.endswith(PER_CHAR) else float(n_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class UnitTokens:
-    """Tokens of one unit; the labels that carry loss are ``input_ids[first:]``, first >= 1.
+    """Tokens of one unit.
 
     Attributes:
+        input_ids: tokens of prompt and completion, (L,).
+        first: index of the first token that carries loss, at least 1: the model predicts ``input_ids[first:]``.
         others: the wrong answers of a margin.
         scale: factor from the mean loss of the answer to its negative log-probability, as the metric counts it.
         weight: signed factor of the utility.
-        is_accuracy: the utility is 1 if the answer is more likely than all others, else 0.
+        is_accuracy: whether the utility is 1 if the answer is more likely than all others, else 0.
     """
 
     input_ids: I32
@@ -106,13 +124,21 @@ class UnitTokens:
 
 @dataclass(frozen=True)
 class UnitSet:
-    """All units of a run, grouped by target in the order of the settings."""
+    """All units of a run, grouped by target in the order of the settings.
+
+    Attributes:
+        units: the units that were drawn.
+        excluded: unit_ids of the setting `exclude_units` that exist.
+        drawn_from: number of available units per target.
+        pool: all available units, including those that were not drawn.
+        unwritten: parts of units that the chat template omits, such as tools or reasoning.
+    """
 
     units: tuple[Unit, ...]
-    excluded: tuple[str, ...] = ()  # unit_ids of `exclude_units` that exist
-    drawn_from: Mapping[str, int] = field(default_factory=dict)  # number of available units per target
-    pool: tuple[Unit, ...] = ()  # all available units, including those that were not drawn
-    unwritten: Skipped = field(default_factory=Skipped)  # parts of units that the chat template omits
+    excluded: tuple[str, ...] = ()
+    drawn_from: Mapping[str, int] = field(default_factory=dict)
+    pool: tuple[Unit, ...] = ()
+    unwritten: Skipped = field(default_factory=Skipped)
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -131,39 +157,17 @@ class UnitSet:
         return digest.hexdigest()
 
     def rendered(self, tokenizer: "Tokenizer") -> "UnitSet":
-        """Render conversations as text: the last answer is the completion, the text before it the prompt.
+        """Return the units with conversations rendered as text: the last answer is the completion.
 
+        Args:
+            tokenizer: tokenizer with the chat template.
         Raises:
             TargetError: the tokenizer's chat template rejects a conversation, or marks its answer in several spans; the
                 message has the unit_id.
         """
         unwritten = Skipped()
-
-        def render(unit: Unit) -> Unit:
-            others = tuple(render(other) for other in unit.others)
-            if unit.conversation is None:
-                return replace(unit, others=others) if others else unit
-            try:
-                chat = tokenizer.render(unit.conversation, last_only=True)
-            except UnusableConversationError as err:
-                (reason_text,) = skipped_lines({err.reason: 1}, {err.reason: [str(err)]})
-                raise TargetError(
-                    f"unit {unit.unit_id!r} of {unit.target} is one of the {reason_text.removeprefix('1 ')}"
-                ) from err
-            except ModelError as err:
-                raise TargetError(f"unit {unit.unit_id!r} of {unit.target}: {err}") from err
-            if len(chat.spans) > 1:
-                raise TargetError(
-                    f"unit {unit.unit_id!r} of {unit.target}: the chat template marks its answer in {len(chat.spans)} "
-                    "spans with text between them, expected one; use a template that marks it as one (--tokenizer)"
-                )
-            for reason, _ in chat.unwritten:
-                unwritten.add(reason, unit.unit_id, unit.unit_id)
-            ((start, stop),), text = chat.spans, chat.text
-            written = replace(unit, prompt=text[:start], completion=text[start:stop], ending=text[stop:])
-            return replace(written, others=others)
-
-        return replace(self, units=tuple(render(unit) for unit in self.units), unwritten=unwritten)
+        units = tuple(_render(unit, tokenizer, unwritten) for unit in self.units)
+        return replace(self, units=units, unwritten=unwritten)
 
     def tokenize(self, tokenizer: "Tokenizer", max_length: int, context: int | None = None) -> list[UnitTokens]:
         """Encode each unit as one text, prompt and completion together.
@@ -173,6 +177,7 @@ class UnitSet:
         token of the completion has a context.
 
         Args:
+            tokenizer: tokenizer of the model.
             max_length: maximum number of tokens of a unit, `targets.max_length`.
             context: context length of the model, which also limits units; None if there is no limit.
         Raises:
@@ -191,8 +196,33 @@ class UnitSet:
         except CorpusError as err:
             raise TargetError(f"targets: {err}") from err
         pairs = zip(answers, encoded, strict=True)
+        # in the order of `answers`: the right answer of a unit, then its wrong ones
         truncated = iter([_truncate(answer, tokens, tokenizer, max_length, context) for answer, tokens in pairs])
         return [_with_others(unit, next(truncated), [next(truncated) for _ in unit.others]) for unit in self.units]
+
+
+def _render(unit: Unit, tokenizer: "Tokenizer", unwritten: Skipped) -> Unit:
+    """Return a unit with its conversations rendered as text, and count what the chat template omits in `unwritten`."""
+    others = tuple(_render(other, tokenizer, unwritten) for other in unit.others)
+    if unit.conversation is None:
+        return replace(unit, others=others) if others else unit
+    location = f"unit {unit.unit_id!r} of {unit.target}"
+    try:
+        chat = tokenizer.render(unit.conversation, last_only=True)
+    except UnusableConversationError as err:
+        (reason_text,) = skipped_lines({err.reason: 1}, {err.reason: [str(err)]})
+        raise TargetError(f"{location} is one of the {reason_text.removeprefix('1 ')}") from err
+    except ModelError as err:
+        raise TargetError(f"{location}: {err}") from err
+    if len(chat.spans) > 1:
+        raise TargetError(
+            f"{location}: the chat template marks its answer in {len(chat.spans)} spans with text between them, "
+            "expected one; use a template that marks it as one (--tokenizer)"
+        )
+    for reason, _ in chat.unwritten:
+        unwritten.add(reason, unit.unit_id, unit.unit_id)
+    ((start, stop),), text = chat.spans, chat.text
+    return replace(unit, prompt=text[:start], completion=text[start:stop], ending=text[stop:], others=others)
 
 
 def _with_others(unit: Unit, tokens: UnitTokens, others: list[UnitTokens]) -> UnitTokens:
@@ -208,7 +238,17 @@ def _with_others(unit: Unit, tokens: UnitTokens, others: list[UnitTokens]) -> Un
 def _truncate(
     unit: Unit, tokens: TokenizedText, tokenizer: "Tokenizer", max_length: int, context: int | None
 ) -> UnitTokens:
-    """Return the tokens of a unit up to the last one that carries loss, with as much of the prompt as fits."""
+    """Return the tokens of a unit up to the last one that carries loss, with as much of the prompt as fits.
+
+    The prompt loses its beginning, but not the special tokens that the tokenizer puts before texts (`prefix_ids`).
+
+    Args:
+        unit: a unit, or a wrong answer of one.
+        tokens: its tokens, without truncation.
+        tokenizer: tokenizer of the model.
+        max_length: maximum number of tokens.
+        context: context length of the model; None: no limit.
+    """
     location, remedy = f"unit {unit.unit_id!r} of {unit.target}", "increase targets.max_length"
     if context is not None and context <= max_length:
         max_length, remedy = context, f"the context of the model is {context} tokens; use a model with a longer one"
@@ -216,32 +256,33 @@ def _truncate(
     scored = np.flatnonzero(tokens.loss_mask)
     if not unit.completion or not len(scored):
         raise TargetError(f"{location}: the completion {unit.completion!r} has no tokens, expected at least one")
+    # `first` is the first token of the completion; a chat template may write tokens without loss after it
     first, ids = int(scored[0]), tokens.ids if unit.loss_on == "all" else tokens.ids[: scored[-1] + 1]
-    if first == 0:
-        empty_prompt = np.array(tokenizer.context_ids, dtype=np.int64)
-        if not len(empty_prompt):
+    if first == 0:  # a token needs a context to be predicted from
+        context_ids = np.array(tokenizer.context_ids, dtype=np.int64)  # BOS or EOS
+        if not len(context_ids):
             raise TargetError(
                 f"{location}: the prompt is empty and the tokenizer has no end-of-text token to replace it"
             )
-        first, ids = len(empty_prompt), np.concatenate([empty_prompt, ids])
+        first, ids = len(context_ids), np.concatenate([context_ids, ids])
     prefix = tokenizer.prefix_ids  # prepended by the tokenizer, or part of the text
-    n_front = min(first, len(prefix)) if tuple(ids[: len(prefix)].tolist()) == prefix else 0
-    n_prefix = n_front if len(ids) > max_length else 0
+    n_prefix = min(first, len(prefix)) if tuple(ids[: len(prefix)].tolist()) == prefix else 0
+    n_before = n_prefix if len(ids) > max_length else 0  # tokens before the part that is removed
     n_scored = len(ids) - first
-    if n_scored + max(1, n_prefix) > max_length:
+    if n_scored + max(1, n_before) > max_length:
         raise TargetError(
-            f"{location}: the completion has {n_scored} tokens, expected at most {max_length - max(1, n_prefix)} in "
+            f"{location}: the completion has {n_scored} tokens, expected at most {max_length - max(1, n_before)} in "
             f"addition to one token of context; {remedy}, shorten the completion, or exclude the unit "
             "(targets.exclude_units)"
         )
-    ids = np.concatenate([ids[:n_prefix], ids[n_prefix:][-(max_length - n_prefix) :]])
+    ids = np.concatenate([ids[:n_before], ids[n_before:][-(max_length - n_before) :]])
     outside = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
     if outside.size:
         raise TargetError(
             f"{location}: token id {outside[0]} is outside the model's vocabulary of {tokenizer.vocab_size};"
             " the tokenizer does not belong to the model"
         )
-    return UnitTokens(ids.astype(np.int32), max(1, n_front) if unit.loss_on == "all" else len(ids) - n_scored)
+    return UnitTokens(ids.astype(np.int32), max(1, n_prefix) if unit.loss_on == "all" else len(ids) - n_scored)
 
 
 # ------------------------------------------------------------------------------------------- units of an artifact
@@ -252,7 +293,12 @@ ANSWERS_COLUMN = "answers"  # of a unit with a metric: scale and tokens of the r
 
 
 def unit_columns(units: Sequence[Unit], tokens: Sequence[UnitTokens]) -> dict[str, pa.Array]:
-    """Return the columns of a unit table that units with a metric or a weight need; none for other units."""
+    """Return the columns of a unit table that units with a metric or a weight need; none for other units.
+
+    Args:
+        units: the units.
+        tokens: their tokens.
+    """
     columns: dict[str, pa.Array] = {}
     if any(unit.weight != 1.0 for unit in units):
         columns[WEIGHT_COLUMN] = pa.array([unit.weight for unit in units], pa.float64())
@@ -265,15 +311,15 @@ def unit_columns(units: Sequence[Unit], tokens: Sequence[UnitTokens]) -> dict[st
             {
                 "prompt": answer.prompt,
                 "completion": answer.completion,
-                "scale": part.scale,
-                "first": part.first,
-                "input_ids": part.input_ids,
+                "scale": answer_tokens.scale,
+                "first": answer_tokens.first,
+                "input_ids": answer_tokens.input_ids,
             }
-            for answer, part in zip((unit, *unit.others), (each, *each.others), strict=True)
+            for answer, answer_tokens in zip((unit, *unit.others), (unit_tokens, *unit_tokens.others), strict=True)
         ]
-        for unit, each in zip(units, tokens, strict=True)
+        for unit, unit_tokens in zip(units, tokens, strict=True)
     ]
-    kind = pa.struct(
+    answer_type = pa.struct(
         {
             "prompt": pa.string(),
             "completion": pa.string(),
@@ -284,14 +330,19 @@ def unit_columns(units: Sequence[Unit], tokens: Sequence[UnitTokens]) -> dict[st
     )
     return columns | {
         METRIC_COLUMN: pa.array([unit.metric for unit in units], pa.string()),
-        ANSWERS_COLUMN: pa.array(answers, pa.list_(kind)),
+        ANSWERS_COLUMN: pa.array(answers, pa.list_(answer_type)),
     }
 
 
 def stored_units(table: pa.Table, loss_on: LossOn) -> tuple[Unit, ...]:
-    """Return the units of a unit table."""
-    lines = table.select(["unit_id", "target", "prompt", "completion"]).to_pylist()
-    units = [Unit(**line, loss_on=loss_on) for line in lines]
+    """Return the units of a unit table.
+
+    Args:
+        table: a unit table, with the columns of `unit_columns` if it has metrics.
+        loss_on: tokens that carry loss, which the table does not store.
+    """
+    records = table.select(["unit_id", "target", "prompt", "completion"]).to_pylist()
+    units = [Unit(**record, loss_on=loss_on) for record in records]
     for k, (metric, weight, answers) in enumerate(_metrics(table)):
         others = tuple(
             replace(units[k], prompt=answer["prompt"], completion=answer["completion"]) for answer in answers[1:]
@@ -300,19 +351,23 @@ def stored_units(table: pa.Table, loss_on: LossOn) -> tuple[Unit, ...]:
     return tuple(units)
 
 
-def stored_tokens(table: pa.Table, stored: Sequence[Sequence[int]]) -> list[UnitTokens]:
+def stored_tokens(table: pa.Table, token_ids: Sequence[Sequence[int]]) -> list[UnitTokens]:
     """Return the tokens of the units of a unit table.
 
     Args:
-        stored: token ids of the units, of which the last `n_positions` carry loss.
+        table: a unit table.
+        token_ids: token ids of the units, of which the last `n_positions` (a column of the table) carry loss.
     """
     counts, units = table["n_positions"].to_pylist(), []
-    for ids, count, (_, weight, answers) in zip(stored, counts, _metrics(table), strict=True):
-        parts = [
-            UnitTokens(np.asarray(answer["input_ids"], dtype=np.int32), answer["first"], scale=answer["scale"])
-            for answer in answers
-        ] or [UnitTokens(np.asarray(ids, dtype=np.int32), len(ids) - count)]
-        units.append(replace(parts[0], others=tuple(parts[1:]), weight=weight))
+    for ids, count, (_, weight, answers) in zip(token_ids, counts, _metrics(table), strict=True):
+        if answers:
+            right, *wrong = (
+                UnitTokens(np.asarray(answer["input_ids"], dtype=np.int32), answer["first"], scale=answer["scale"])
+                for answer in answers
+            )
+        else:
+            right, wrong = UnitTokens(np.asarray(ids, dtype=np.int32), len(ids) - count), []
+        units.append(replace(right, others=tuple(wrong), weight=weight))
     return units
 
 
@@ -322,5 +377,5 @@ def _metrics(table: pa.Table) -> list[tuple[str, float, list[dict[str, Any]]]]:
     def column(name: str) -> list[Any]:
         return table[name].to_pylist() if name in table.column_names else [None] * len(table)
 
-    lines = zip(column(METRIC_COLUMN), column(WEIGHT_COLUMN), column(ANSWERS_COLUMN), strict=True)
-    return [(metric or LOSS, 1.0 if weight is None else weight, answers or []) for metric, weight, answers in lines]
+    records = zip(column(METRIC_COLUMN), column(WEIGHT_COLUMN), column(ANSWERS_COLUMN), strict=True)
+    return [(metric or LOSS, 1.0 if weight is None else weight, answers or []) for metric, weight, answers in records]

@@ -216,7 +216,7 @@ def utility_gradient(training: AdamWTraining, target_batches: TargetBatches) -> 
 
     The gradient of a margin is the sum of those of its answers with weights that depend on their losses.
     """
-    answers, n_units = target_batches.answers, len(target_batches.answers.sign_E)
+    answers, n_units = target_batches.answers, len(target_batches.answers.weight_E)
     loss_A = None if answers.are_units else target_batches.losses(training)
     weight_A = np.ones(len(answers.tokens)) if loss_A is None else answers.weights(loss_A)
     training.zero_gradients()

@@ -1,8 +1,9 @@
 """Explanations of image rows: the trusted images that contribute most to the effect of a row.
 
-Start with `explain_images`. An image has no words to highlight; its effect is a sum over the trusted images, and the
-artifact has each term. Pictures of rows come from the artifact, those of trusted images from the files that the build
-read, if they still exist.
+A row is a training image, and a unit is a trusted image of the target. The effect of a row on the target is a sum over
+the units, and the artifact stores each term, so no model is needed. Pictures of rows come from the artifact, those of
+trusted images from the files that the build read, if they still exist. Start with `explain_images`.
+
 Shape letter: E units.
 """
 
@@ -34,7 +35,7 @@ from grasp.vision.images import ImageStore, decode_image, encode_png, pixel_hash
 
 MAX_NEAREST = 8  # trusted images that are shown
 PICTURE_PIXELS = 96  # longer side of a picture, in pixels
-READING = "adds: contribution to the effect of the row; below 0: mostly similar images with another label"
+ADDS_NOTE = "adds: contribution to the effect of the row; below 0: mostly similar images with another label"
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -81,7 +82,7 @@ class ImageExplanation(Pictured):
 
     def _below(self) -> Sequence[str]:
         more = len(self) - MAX_NEAREST
-        return [*([f"... and {more:,} more"] if more > 0 else []), READING, *self.notes]
+        return [*([f"... and {more:,} more"] if more > 0 else []), ADDS_NOTE, *self.notes]
 
     def _repr_html_(self) -> str:
         figures = [
@@ -108,7 +109,7 @@ def explain_images(
     match: str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
 ) -> list[ImageExplanation]:
-    """Explain the effects of rows by trusted images, from the artifact alone; see `grasp.inspect.explain`."""
+    """Explain the effects of rows by trusted images; arguments as for `grasp.inspect.explain.explain`."""
     target = only_target(artifact, target)
     if match is not None:
         artifact.relevance_name(match)  # raises with the available names
@@ -138,11 +139,11 @@ def explain_images(
     ]
 
 
-def _table(units: pa.Table, adds_E: NDArray[np.float64]) -> pa.Table:
+def _table(units: pa.Table, contribution_E: NDArray[np.float64]) -> pa.Table:
     """Return units with their contributions, largest absolute value first."""
     table = units.select(["unit_id", "completion"]).rename_columns(["unit_id", "image_class"])
-    order_E = np.argsort(-np.abs(adds_E), kind="stable")
-    return table.append_column("contribution", pa.array(adds_E)).take(pa.array(order_E))
+    order_E = np.argsort(-np.abs(contribution_E), kind="stable")
+    return table.append_column("contribution", pa.array(contribution_E)).take(pa.array(order_E))
 
 
 def row_pictures(artifact: ArtifactReader, index: NDArray[np.int64], largest: int) -> list[bytes | None]:
@@ -158,10 +159,15 @@ def row_pictures(artifact: ArtifactReader, index: NDArray[np.int64], largest: in
 def _trusted_pictures(
     artifact: ArtifactReader, target: str, units: pa.Table, names: Sequence[str]
 ) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """Return PNG by unit_id, verified by the hash of the pixels, and a note if some are missing."""
+    """Return PNG by unit_id, and a note if some are missing.
+
+    The files of the target are read again. They may have changed since the build, so an image is identified by the hash
+    of its pixels.
+    """
     prompts = dict(zip(units["unit_id"].to_pylist(), units["prompt"].to_pylist(), strict=True))
-    hashes = {name: prompts[name].split()[1].rstrip(",") for name in names}  # "image HASH, SIZE"
-    settings, wanted, picture_by_hash = artifact.manifest.settings, set(hashes.values()), dict[str, bytes]()
+    hashes = {name: prompts[name].split()[1].rstrip(",") for name in names}  # a prompt is "image HASH, SIZE"
+    settings, requested_hashes = artifact.manifest.settings, set(hashes.values())
+    picture_by_hash: dict[str, bytes] = {}
     target_paths = [str(name) for name in settings.get("targets", {}).get("names", ())]
     paths = [name for name in target_paths if target_name(name) == target]
     for path in paths:
@@ -171,9 +177,9 @@ def _trusted_pictures(
             corpus = CorpusSettings.model_validate(settings["corpus"] | {"path": path, "limit": None})
             for record in read_images(corpus, fetch=False):
                 image = None if record.encoded is None else decode_image(record.encoded)
-                if image is not None and (digest := pixel_hash(image)) in wanted:
+                if image is not None and (digest := pixel_hash(image)) in requested_hashes:
                     picture_by_hash[digest] = encode_png(image, PICTURE_PIXELS)
-                if len(picture_by_hash) == len(wanted):
+                if len(picture_by_hash) == len(requested_hashes):
                     break
         except (CorpusError, ValidationError):  # the settings of an artifact are untrusted
             continue

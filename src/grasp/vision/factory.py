@@ -22,45 +22,51 @@ from grasp.errors import ModelError
 from grasp.settings import ClassifierSettings
 
 FIELD = "model.classifier.factory"
-# everything that user code may raise, SystemExit of a script included
-FAILURES = (Exception, SystemExit)
+# Everything that the user's code may raise; a script that calls sys.exit raises SystemExit, which is no Exception.
+USER_CODE_ERRORS = (Exception, SystemExit)
 
 
-def make_module(chosen: ClassifierSettings) -> nn.Module:
-    """Call the factory with its arguments and return the module.
+def make_module(classifier: ClassifierSettings) -> nn.Module:
+    """Call the factory that the settings name, with the arguments in the settings, and return the module.
 
     Raises:
         ModelError: no such module, file or name; its code fails; it returns no torch module, or is not declared to do
             so before it is called (a settings file must not be able to call arbitrary functions).
     """
-    assert chosen.factory is not None
-    factory = _factory(chosen.factory)
+    assert classifier.factory is not None
+    factory = _factory(classifier.factory)
     try:
-        model = factory(**chosen.arguments)
-    except FAILURES as err:
-        raise ModelError(f"{FIELD}: {chosen.factory} failed with {chosen.arguments}: {_describe_error(err)}") from err
+        model = factory(**classifier.arguments)
+    except USER_CODE_ERRORS as err:
+        raise ModelError(
+            f"{FIELD}: {classifier.factory} failed with {classifier.arguments}: {_describe_error(err)}"
+        ) from err
     if not isinstance(model, nn.Module):
-        raise ModelError(f"{FIELD}: {chosen.factory} returned a {type(model).__name__}, expected a torch module")
+        raise ModelError(f"{FIELD}: {classifier.factory} returned a {type(model).__name__}, expected a torch module")
     return model
 
 
 def user_code(model: nn.Module) -> bytes:
-    """Return the source file of a module's class, unless it belongs to a package; its imports are not included."""
+    """Return the source file of a module's class, for fingerprints; empty if the class is from an installed package.
+
+    Files that the source file imports are not included.
+    """
     try:
         file = Path(inspect.getfile(type(model))).resolve()
     except (TypeError, OSError):
         return b""
     paths = sysconfig.get_paths()
     installed = [Path(paths[name]).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    if any(file.is_relative_to(place) for place in installed) or not file.is_file():
+    if any(file.is_relative_to(directory) for directory in installed) or not file.is_file():
         return b""
     return file.read_bytes()
 
 
 def _factory(name: str) -> Callable[..., Any]:
+    """Import the factory from its name, SOURCE:ATTRIBUTE; check that it is declared to return a torch module."""
     location = f"{FIELD}: {name!r}"
-    source, colon, path = name.rpartition(":")
-    if not colon or not path or not source:
+    source, colon, attribute_path = name.rpartition(":")
+    if not colon or not attribute_path or not source:
         raise ModelError(f"{location}: expected package.module:name or FILE.py:name, e.g. torchvision.models:resnet18")
     try:
         if source.endswith(".py"):
@@ -68,11 +74,11 @@ def _factory(name: str) -> Callable[..., Any]:
         else:
             _add_import_path(Path.cwd())  # installed modules first, then those in the current directory
             factory = importlib.import_module(source)
-        for step in path.split("."):
-            factory = getattr(factory, step)
+        for attribute in attribute_path.split("."):  # Class.method is allowed
+            factory = getattr(factory, attribute)
     except ModelError:
         raise
-    except FAILURES as err:
+    except USER_CODE_ERRORS as err:
         raise ModelError(
             f"{location}: {_describe_error(err)}; install the package, correct the name, or name a file, as in "
             "path/to/net.py:Net"
@@ -114,14 +120,15 @@ def _add_import_path(directory: Path) -> None:
 
 
 def _returns_module(factory: Any) -> bool:
-    owner = factory if inspect.isclass(factory) else getattr(factory, "__self__", None)
+    """Return whether a callable is declared to return a torch module, without calling it."""
+    owner = factory if inspect.isclass(factory) else getattr(factory, "__self__", None)  # of a class method: its class
     if inspect.isclass(owner):
         return issubclass(owner, nn.Module)
     if not inspect.isfunction(factory):
         return False
     try:
         returned = typing.get_type_hints(factory).get("return")
-    except FAILURES:  # evaluating an annotation runs code
+    except USER_CODE_ERRORS:  # evaluating an annotation runs code
         return False
     return inspect.isclass(returned) and issubclass(returned, nn.Module)
 

@@ -1,4 +1,9 @@
-"""Fit a linear output layer of a backbone to a corpus of labelled images. Start with `fit_head`."""
+"""Fit a linear output layer (the head) to a corpus of labelled images, for a backbone that has other classes.
+
+Start with `fit_head`. The result is a file that `model.classifier.fitted_head` names.
+
+Shape letters: N images, H width of the head's input, V classes.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +33,7 @@ class HeadFit:
 
     classes: tuple[str, ...]
     n_images: int
-    left_out: Skipped  # unusable images, by reason
+    skipped: Skipped  # unusable images, by reason
     accuracy: float
     loss: float  # nats per image
 
@@ -46,31 +51,37 @@ def fit_head(
     Holds the features of all images in memory: 4 H bytes per image.
 
     Args:
+        model: settings of the backbone; `model.classifier.head` names the output layer.
+        corpus: settings of the labelled images.
+        out: file to write, .safetensors.
         decay: weight decay in units of the mean variance of a feature; larger values fit noisy labels less.
+        progress: receives the number of images.
     Raises:
         GraspError: the model or the corpus cannot be used, or has fewer than two classes.
     """
-    chosen = model.classifier
-    if chosen is None:
+    classifier = model.classifier
+    if classifier is None:
         raise SettingsError("fit-head: model.classifier is missing; name at least model.classifier.head")
-    if chosen.fitted_head is not None:
+    if classifier.fitted_head is not None:
         raise SettingsError("model.classifier.fitted_head: not supported by fit-head, which fits a new head; remove it")
-    bare = chosen.model_copy(update={"classes": ()})
-    backbone = ImageClassifier.load(model.model_copy(update={"classifier": bare}))
-    hidden_NH, values, left_out = _features(backbone, corpus, progress or Silent())
-    classes = chosen.classes or _classes(values)
+    # The backbone still has its old head, whose number of outputs may differ from the number of class names.
+    without_classes = classifier.model_copy(update={"classes": ()})
+    backbone = ImageClassifier.load(model.model_copy(update={"classifier": without_classes}))
+    hidden_NH, values, skipped = _features(backbone, corpus, progress or Silent())
+    classes = classifier.classes or _classes(values)
     if len(classes) < MIN_CLASSES:
         raise CorpusError(f"{corpus.path}: its images have {len(classes)} class(es), expected at least {MIN_CLASSES}")
     class_N = np.array([class_index(value, classes, len(classes), corpus.path) for value in values])
-    scale = float(hidden_NH.var(axis=0).mean()) or 1.0
-    weight_VH, bias_V = fit_linear(hidden_NH, class_N, len(classes), decay=decay * scale)
+    mean_variance = float(hidden_NH.var(axis=0).mean()) or 1.0
+    weight_VH, bias_V = fit_linear(hidden_NH, class_N, len(classes), decay=decay * mean_variance)
     FittedHead(torch.from_numpy(weight_VH), torch.from_numpy(bias_V), classes).write(out)
     logits_NV = hidden_NH @ weight_VH.T + bias_V
     return HeadFit(
         classes=classes,
         n_images=len(class_N),
-        left_out=left_out,
+        skipped=skipped,
         accuracy=float((logits_NV.argmax(axis=1) == class_N).mean()),
+        # mean cross-entropy: log of the sum of exp(logits), minus the logit of the label
         loss=float(np.mean(np.logaddexp.reduce(logits_NV, axis=1) - logits_NV[np.arange(len(class_N)), class_N])),
     )
 
@@ -99,14 +110,16 @@ def _features(
 
 
 def _classes(values: Sequence[Label]) -> tuple[str, ...]:
-    """Return sorted class names; numbers become the names 0 to the largest."""
+    """Return the class names of labels: sorted names, or for integer labels the names 0 to the largest integer."""
     numbers = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
     if len(numbers) == len(values):
         if min(numbers) < 0:
             raise CorpusError(f"classes: got the number {min(numbers)}, expected numbers from 0 or names")
         return tuple(str(k) for k in range(max(numbers) + 1))
     names: set[Any] = set(values)
-    strange = sorted({type(name).__name__ for name in names if not isinstance(name, str)})
-    if strange:
-        raise CorpusError(f"classes: got values of type {', '.join(strange)}, expected all names or all numbers from 0")
+    other_types = sorted({type(name).__name__ for name in names if not isinstance(name, str)})
+    if other_types:
+        raise CorpusError(
+            f"classes: got values of type {', '.join(other_types)}, expected all names or all numbers from 0"
+        )
     return tuple(sorted(names))

@@ -59,13 +59,13 @@ def fit_head(
     from grasp.vision.fit_head import fit_head as fit
 
     with Watch(quiet=quiet) as watch:
-        done = fit(settings.model, settings.corpus, out, decay=decay, progress=watch)
+        result = fit(settings.model, settings.corpus, out, decay=decay, progress=watch)
     print(
-        f"{out}: {len(done.classes)} classes, fitted to {done.n_images:,} images: accuracy on them "
-        f"{done.accuracy:.1%}, loss {done.loss:.3f} nats"
+        f"{out}: {len(result.classes)} classes, fitted to {result.n_images:,} images: accuracy on them "
+        f"{result.accuracy:.1%}, loss {result.loss:.3f} nats"
     )
-    for reason, count in done.left_out.counts.items():
-        listed = [plain(name) for name in done.left_out.ids[reason][:MAX_LISTED]]
+    for reason, count in result.skipped.counts.items():
+        listed = [plain(name) for name in result.skipped.ids[reason][:MAX_LISTED]]
         more = f" and {count - len(listed):,} more" if count > len(listed) else ""
         print(f"left out: {skipped_text({reason: count})}: {', '.join(listed)}{more}")
     print(f"next: grasp build --set {shlex.quote(f'model.classifier.fitted_head={out}')} ...")

@@ -1,6 +1,7 @@
-"""The linear output layer of a classifier: look-up by name, fit to features, file format, installation.
+"""The linear output layer (head) of a classifier: look-up by name, fit to features, file format, installation.
 
-Start with `FittedHead` and `fit_linear`.
+`fit_linear` fits weights and bias to the inputs of the layer; a `FittedHead` writes them to a file, reads it, and
+replaces the layer of a model. Start with `FittedHead`.
 
 Shape letters: N images, H hidden width, V classes.
 """
@@ -103,6 +104,14 @@ def fit_linear(
 
     Minimises the weighted mean loss plus decay / 2 times the squared weights (not the bias) with L-BFGS from zero. The
     objective is convex, so the result depends only on the data.
+
+    Args:
+        hidden_NH: features of the examples.
+        class_N: class of each example, 0 to n_classes - 1.
+        n_classes: number of classes.
+        decay: strength of the penalty.
+        weight_N: weights of the examples. Default: equal weights.
+        steps: maximum number of iterations.
     """
     hidden = torch.from_numpy(np.asarray(hidden_NH, dtype=np.float64))
     label = torch.from_numpy(np.asarray(class_N, dtype=np.int64))

@@ -1,4 +1,7 @@
-"""Targets of an image classifier: trusted labelled images. Start with `load_image_units`."""
+"""Targets of an image classifier: sets of trusted labelled images, each of which is one unit.
+
+Start with `load_image_units`.
+"""
 
 from collections.abc import Sequence
 
@@ -16,9 +19,16 @@ def load_image_units(
 ) -> tuple[UnitSet, ImageShard]:
     """Load the units of all trusted sets, sampled as text units are, and their images in the same order.
 
-    A target is named after its file or directory, without suffix; a unit after its image. `prompt` has the size and
-    hash of the image, `completion` the name of its class.
+    A target is named after its file or directory, without suffix; a unit after its image. The fields of a text unit are
+    reused: `prompt` has the hash and size of the image, `completion` the name of its class.
 
+    Args:
+        settings: paths of the trusted sets, and how many units are drawn from each.
+        corpus: settings of the corpus; its column names are used for the trusted sets too.
+        classes: names of the classes, in the order of the head's outputs; empty if they have no names.
+        n_classes: number of the head's outputs.
+    Returns:
+        The units, and their images in the same order.
     Raises:
         TargetError: no target, duplicate names, an empty target, or unreadable images (all are named).
         CorpusError: nothing to read, or a class that the head does not have.
@@ -29,12 +39,13 @@ def load_image_units(
         target = target_name(path)
         if any(unit.target == target for unit in units):
             raise TargetError(f"targets.names: two targets are called {target!r}; rename one of the files")
-        trusted = _read(path, corpus, classes, n_classes)
+        trusted = _read_trusted_images(path, corpus, classes, n_classes)
         for row in draw(target, trusted, [f"{target}:{row.row_id}" for row in trusted], settings):
             units.append(
                 Unit(
                     unit_id=f"{target}:{row.row_id}",
                     target=target,
+                    # the snippet is "CLASS, WIDTH x HEIGHT pixels"
                     prompt=f"image {row.labels[HASH_LABEL]}, {row.snippet.rpartition(', ')[2]}",
                     completion=classes[row.class_index] if classes else str(row.class_index),
                     image_hash=str(row.labels[HASH_LABEL]),
@@ -44,15 +55,16 @@ def load_image_units(
     return UnitSet(tuple(units)), ImageShard.from_rows(rows)
 
 
-def _read(path: str, corpus: CorpusSettings, classes: Sequence[str], n_classes: int) -> list[ImageRow]:
+def _read_trusted_images(path: str, corpus: CorpusSettings, classes: Sequence[str], n_classes: int) -> list[ImageRow]:
+    """Read one trusted set. All of its images must be usable, and have different names."""
     log = Skipped()
     target_corpus = corpus.model_copy(update={"path": path, "limit": None})
     rows = list(image_rows(read_images(target_corpus), classes, n_classes, log))
-    bad = [f"{name} ({reason.replace('_', ' ')})" for reason, names in log.ids.items() for name in names]
-    if bad:
+    unusable = [f"{name} ({reason.replace('_', ' ')})" for reason, names in log.ids.items() for name in names]
+    if unusable:
         raise TargetError(
-            f"{path}: {len(bad)} of {len(bad) + len(rows)} trusted images cannot be used: {', '.join(bad[:5])}; "
-            "repair or remove them"
+            f"{path}: {len(unusable)} of {len(unusable) + len(rows)} trusted images cannot be used: "
+            f"{', '.join(unusable[:5])}; repair or remove them"
         )
     if not rows:
         raise TargetError(f"{path}: no trusted images, expected at least one")

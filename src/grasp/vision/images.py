@@ -1,8 +1,9 @@
-"""Labelled images: reading them as a stream, and the store of images that are rows.
+"""Labelled images: read them as a stream of records, and store those of a corpus as rows.
 
-Start with `read_images` and `ImageStore`. Images come from Parquet or a `datasets` table (bytes, paths, or the struct
+Start with `read_images`, which yields an `ImageRecord` for each image of a source, and `ImageStore`, which keeps the
+decodable ones on disk in shards. Images come from Parquet or a `datasets` table (bytes, paths, or the struct
 of both that `datasets` writes), from JSONL with paths, or from a directory with one folder per class. Each has encoded
-bytes, a class, a stable name and labels; the store is sharded, see `grasp.corpus.row_store`.
+bytes, a class, a stable name and labels. The format of the store is that of `grasp.corpus.row_store`.
 """
 
 import hashlib
@@ -29,26 +30,26 @@ from grasp.extras import require
 from grasp.settings import CorpusSettings
 from grasp.store.records import Signed
 
-IMAGE_FILES: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-BINARY: Final = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
-IMAGE_COLUMN: Final = "image"
-CLASS_COLUMN: Final = "label"
-FILES_AT_ONCE: Final = 64
-SIXTEEN_BITS: Final = 257  # 65535 / 255
+IMAGE_SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+IS_BINARY: Final = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
+IMAGE_COLUMN: Final = "image"  # default of corpus.image_column
+CLASS_COLUMN: Final = "label"  # default of corpus.class_column
+FILES_PER_CHUNK: Final = 64
+SCALE_16_TO_8_BITS: Final = 257  # 65535 / 255
 
 
 @dataclass(frozen=True, slots=True)
 class ImageRecord:
-    """An image of a corpus, not decoded; `encoded` is None if there is no image."""
+    """An image of a corpus, not decoded."""
 
     index: int  # position in the corpus, from 0, skipped images included
     location: str  # file and line or row, for messages
-    source_id: str | None
-    row_id: str | None
-    encoded: bytes | None
-    class_value: Label
-    labels: Mapping[str, Label]
-    ignored: tuple[str, ...] = field(default=(), repr=False)
+    source_id: str | None  # doc_id of the source; for a directory, the path relative to it
+    row_id: str | None  # row_id of the source
+    encoded: bytes | None  # content of the image file; None if there is no image, b"" if it cannot be read
+    class_value: Label  # class as it stands in the source: a name or a number
+    labels: Mapping[str, Label]  # the other columns
+    ignored: tuple[str, ...] = field(default=(), repr=False)  # columns whose type is not supported as a label
 
 
 def read_images(settings: CorpusSettings, *, fetch: bool = True) -> Iterator[ImageRecord]:
@@ -67,19 +68,19 @@ def read_source_images(
     source: Source, settings: CorpusSettings, *, start: int = 0, fetch: bool = True
 ) -> Iterator[ImageRecord]:
     """Yield the images of an open source, from position `start` to the limit in the settings."""
-    image = settings.image_column or IMAGE_COLUMN
+    image_column = settings.image_column or IMAGE_COLUMN
 
-    def content(columns: Mapping[str, pa.DataType | None], location: str) -> tuple[str]:
+    def content_columns(columns: Mapping[str, pa.DataType | None], location: str) -> tuple[str]:
         _check_columns(columns, settings, location)
-        return (image,)
+        return (image_column,)
 
-    for record in read_records(source, settings, content, start):
+    for record in read_records(source, settings, content_columns, start):
         yield ImageRecord(
             index=record.index,
             location=record.location,
             source_id=record.doc_id,
             row_id=record.row_id,
-            encoded=_encoded(record.values.get(image), record.name, fetch),
+            encoded=_encoded(record.values.get(image_column), record.name, fetch),
             class_value=record.values.get(settings.class_column or CLASS_COLUMN),
             labels=record.labels,
             ignored=record.ignored,
@@ -88,20 +89,20 @@ def read_source_images(
 
 def _check_columns(columns: Mapping[str, pa.DataType | None], settings: CorpusSettings, location: str) -> None:
     """Check that the columns of images and classes exist, and that the type of the images is supported."""
-    image = settings.image_column or IMAGE_COLUMN
-    wanted = (("images", "image_column", image), ("classes", "class_column", settings.class_column or CLASS_COLUMN))
-    for what, setting, column in wanted:
+    image_column, class_column = settings.image_column or IMAGE_COLUMN, settings.class_column or CLASS_COLUMN
+    required = (("images", "image_column", image_column), ("classes", "class_column", class_column))
+    for content, setting, column in required:
         if column not in columns:
             raise CorpusError(
-                f"{location}: no column {column!r} of {what}; columns found: {', '.join(columns) or 'none'}; set "
-                f"corpus.{setting} to the column of {what}"
+                f"{location}: no column {column!r} of {content}; columns found: {', '.join(columns) or 'none'}; set "
+                f"corpus.{setting} to the column of {content}"
             )
-    kind = columns[image]
-    fields = [kind.field(i).name for i in range(kind.num_fields)] if kind and pa.types.is_struct(kind) else []
-    if kind is not None and not (is_text(kind) or any(test(kind) for test in BINARY) or "bytes" in fields):
+    dtype = columns[image_column]  # None if the format has no types, e.g. JSONL
+    fields = [dtype.field(i).name for i in range(dtype.num_fields)] if dtype and pa.types.is_struct(dtype) else []
+    if dtype is not None and not (is_text(dtype) or any(test(dtype) for test in IS_BINARY) or "bytes" in fields):
         raise CorpusError(
-            f"{location}: image column {image!r} has type {kind}, expected encoded images (binary), paths (text) or "
-            "a struct of bytes and path"
+            f"{location}: image column {image_column!r} has type {dtype}, expected encoded images (binary), paths "
+            "(text) or a struct of bytes and path"
         )
 
 
@@ -120,8 +121,9 @@ def open_images(path: str, split: str | None = None) -> Source:
 
 
 def _is_image(relative: PurePosixPath) -> bool:
+    """Return whether a path is that of an image file; hidden files and directories are ignored."""
     hidden = any(part.startswith((".", "_")) for part in relative.parts)
-    return not hidden and relative.suffix.lower() in IMAGE_FILES
+    return not hidden and relative.suffix.lower() in IMAGE_SUFFIXES
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +135,11 @@ class ImageFolder:
     files: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        loose = [file for file in self.files if len(self._relative(file).parts) < 2]
-        if loose:
+        without_class = [file for file in self.files if len(self._relative(file).parts) < 2]
+        if without_class:
             raise CorpusError(
-                f"{loose[0]}: not in a folder of a class; expected {self.root}/CLASS/IMAGE, one folder per class"
+                f"{without_class[0]}: not in a folder of a class; expected {self.root}/CLASS/IMAGE, one folder per "
+                "class"
             )
 
     def identity(self) -> list[list[str]]:
@@ -150,8 +153,8 @@ class ImageFolder:
 
     def chunks(self, start: int, select: Selector) -> Iterator[Chunk]:
         """Yield files in chunks, from position `start` on."""
-        for first in range(start, len(self.files), FILES_AT_ONCE):
-            files = self.files[first : first + FILES_AT_ONCE]
+        for first in range(start, len(self.files), FILES_PER_CHUNK):
+            files = self.files[first : first + FILES_PER_CHUNK]
             relative = [self._relative(file) for file in files]
             batch = pa.record_batch(
                 {
@@ -205,7 +208,7 @@ def decode_image(encoded: bytes) -> Any | None:
             image.load()
             upright = ops.exif_transpose(image)
             if upright.mode.startswith("I"):
-                return module.fromarray((np.asarray(upright) // SIXTEEN_BITS).astype(np.uint8)).convert("RGB")
+                return module.fromarray((np.asarray(upright) // SCALE_16_TO_8_BITS).astype(np.uint8)).convert("RGB")
             if upright.mode == "F":
                 return None  # floating point without a defined white level
             return upright.convert("RGBA").convert("RGB") if "transparency" in upright.info else upright.convert("RGB")

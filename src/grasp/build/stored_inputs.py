@@ -1,0 +1,103 @@
+"""What an artifact stores of its inputs: the table of units, what the model computed for them, leaks, and provenance.
+
+Start with `unit_table`.
+"""
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+
+import grasp
+from grasp.arrays import I64
+from grasp.artifact.manifest import UNITS
+from grasp.build.inputs import Inputs
+from grasp.build.model_pass import batch_arrays
+from grasp.corpus.labels import HASH_LABEL, IDS_COLUMN
+from grasp.kernels.kernel import Kernel
+from grasp.models.causal_lm import ReferenceModel
+from grasp.targets.units import unit_columns
+
+MAX_TARGET_BYTES = 64 << 20  # of the arrays of a target in `unit_arrays`
+
+
+def provenance_fields(inputs: Inputs, build_seconds: Mapping[str, float] | None) -> dict[str, Any]:
+    """Return the provenance fields of the manifest; `build_seconds` is None if the build was interrupted."""
+    store, model = inputs.store, inputs.model
+    return {
+        "made_by": {
+            "program": f"grasp {grasp.__version__}",
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "device": str(model.device),
+            "dtype": inputs.identity.dtype,
+        },
+        "fingerprints": dict(inputs.identity.fingerprints),
+        "settings": inputs.settings.model_dump(mode="json"),
+        "skipped": {"rows": asdict(store.skipped), "columns": list(store.ignored_columns)},
+        "details": {
+            "model": type(model.model).__name__,
+            "hidden_size": model.hidden_size,
+            "vocab_size": model.vocab_size,
+            "n_tokens": store.n_tokens,
+            "n_documents": store.n_documents,
+            "labels": list(store.label_columns),
+            "columns": store.details.get("columns"),
+            "classes": None if isinstance(model, ReferenceModel) else list(model.classes),
+            "loss": "nats per token, mean over the positions that the head was applied to",
+            "build_seconds": build_seconds,
+        },
+    }
+
+
+def leak_arrays(inputs: Inputs) -> dict[str, I64]:
+    """Return the rows that contain questions, as arrays that are stored with the moments."""
+    return {name: array for target, leaks in inputs.leaks.items() for name, array in leaks.arrays(target).items()}
+
+
+def unit_arrays(inputs: Inputs, kernels: Sequence[Kernel]) -> dict[str, NDArray[Any]]:
+    """Return what the model computed for the units of each target, as arrays that are stored with the moments.
+
+    `grasp.inspect.explain` then need not run the model on the units. Of gradients only the mean over a target is
+    stored. A target with more than `MAX_TARGET_BYTES` is left out.
+    """
+    if not inputs.unit_tokens:
+        return {}
+    arrays: dict[str, NDArray[Any]] = {}
+    target_E = np.array([unit.target for unit in inputs.unit_set.units])
+    for target in inputs.unit_set.targets:
+        columns_E = np.flatnonzero(target_E == target)  # a unit is a column of the relevance arrays
+        target_arrays = batch_arrays(0, np.arange(len(columns_E)), inputs.units.select_rows(columns_E))
+        for kernel in kernels:
+            target_arrays |= kernel.unit_means(columns_E)
+        if sum(array.nbytes for array in target_arrays.values()) <= MAX_TARGET_BYTES:
+            arrays |= {f"{UNITS}{target}.{name}": array for name, array in target_arrays.items()}
+    return arrays
+
+
+def unit_table(inputs: Inputs) -> pa.Table:
+    """Return the unit table: one row per unit, in the order of the columns of the relevance arrays."""
+    units, unit_tokens = inputs.unit_set.units, inputs.unit_tokens
+    image_hashes = [unit.image_hash for unit in units]
+    return pa.table(
+        {
+            "unit_id": [unit.unit_id for unit in units],
+            "target": [unit.target for unit in units],
+            "n_positions": pa.array(torch.bincount(inputs.units.row_P, minlength=len(units)).tolist(), pa.int32()),
+            "loss": pa.array(inputs.units.loss_B.float().cpu().numpy(), pa.float32()),
+            "prompt": [unit.prompt for unit in units],
+            "completion": [unit.completion for unit in units],
+        }
+        | unit_columns(units, unit_tokens)
+        | ({HASH_LABEL: pa.array(image_hashes, pa.string())} if any(image_hashes) else {})
+        | (
+            {IDS_COLUMN: pa.array([unit.input_ids for unit in unit_tokens], pa.list_(pa.int32()))}
+            if unit_tokens
+            else {}
+        )
+    )

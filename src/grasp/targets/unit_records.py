@@ -1,0 +1,250 @@
+"""Convert records, the lines of a JSONL file or rows of a table, to units.
+
+The form of a record follows from its fields: prompt and completion; question and answer; multiple choice
+(`grasp.targets.choices`); a conversation or an instruction, as in a corpus (`grasp.corpus.conversations`); a preference
+pair; a sample of lm-evaluation-harness (`grasp.targets.sample_logs`); or a request of OLMES (`grasp.targets.olmes`).
+
+A location is the file and line of a record; error messages begin with it. Start with `units_from_records`.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import chain, islice
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from grasp.corpus.conversations import (
+    FAULTS,
+    PAIR,
+    Content,
+    Conversation,
+    answer_parts,
+    conversation_in,
+    is_preference_pair,
+    read_preference_pair,
+)
+from grasp.errors import CorpusError, TargetError
+from grasp.targets.choices import parse_choices, question_prompt, right_choices
+from grasp.targets.olmes import is_request, units_from_requests
+from grasp.targets.sample_logs import is_sample, refuse_unscored, units_from_log
+from grasp.targets.units import MARGIN, LossOn, Unit
+from grasp.yaml_files import describe
+
+EXPECTED_FIELDS = (
+    "expected `prompt` and `completion`, `question` and `answer`, `choices` and `answer`, `messages`, `instruction` "
+    "and `output`, `chosen` and `rejected`, a sample log of lm-evaluation-harness with `doc`, `target` and "
+    "`arguments`, or requests of olmes"
+)
+
+Records = Iterable[tuple[str, Mapping[str, Any]]]  # pairs of a location and the fields of the record there
+
+
+class UnitFields(BaseModel):
+    """The fields of a unit as a record gives them, after conversion to prompt and completion; others are ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    prompt: str
+    completion: str
+    task: Annotated[str, Field(min_length=1)] | None = None
+    unit_id: str | int | None = None
+    loss_on: LossOn | None = None
+    choices: list[str] = []
+    gold: Annotated[int, Field(ge=0)] | None = None
+    support: str | None = None
+
+    def to_unit(self, target: str, position: int, loss_on: LossOn) -> Unit:
+        """Return the unit.
+
+        Args:
+            target: name of the target.
+            position: position among the records of the target, for the default unit_id.
+            loss_on: default of `loss_on`.
+        """
+        return Unit(
+            unit_id=f"{target}:{position}" if self.unit_id is None else str(self.unit_id),
+            target=target,
+            prompt=self.prompt,
+            completion=self.completion,
+            loss_on=self.loss_on or loss_on,
+            choices=tuple(self.choices),
+            gold=self.gold,
+            support=self.support,
+        )
+
+
+def units_from_records(records: Records, task: str, loss_on: LossOn) -> list[Unit]:
+    """Convert records to units. The default unit_id is ``<task>:<position among the records of the task>``.
+
+    If the first record is one of a harness log, all records are parsed as a log, in which several records may belong to
+    one unit.
+
+    Args:
+        records: locations and fields of the records.
+        task: target of records without a field `task`.
+        loss_on: tokens that carry loss in records without a field `loss_on`.
+    Raises:
+        TargetError: a record has an unknown form or an invalid field.
+    """
+    records = iter(records)
+    first_records = list(islice(records, 1))  # [] if there are no records
+    records = chain(first_records, records)
+    if first_records and is_sample(first_records[0][1]):
+        return units_from_log(records, task, loss_on)
+    if first_records and is_request(first_records[0][1]):
+        return units_from_requests(records, task, loss_on)
+    records = list(records)
+    choice_fields = _multiple_choice_fields(records)
+    units: list[Unit] = []
+    n_records: dict[str, int] = {}  # by target
+    for k, (location, record) in enumerate(records):
+        preference_pair = _parse_preference_pair(record, location)
+        if preference_pair is not None:
+            fields, content = preference_pair
+            conversation = None
+        else:
+            fields, conversation = _parse_fields(record, location, choice_fields.get(k))
+        target = fields.task or task
+        position = n_records.get(target, 0)
+        n_records[target] = position + 1
+        unit = fields.to_unit(target, position, loss_on)
+        if preference_pair is not None:
+            units.append(_preference_unit(unit, content, location))
+        elif conversation is not None:
+            units += _conversation_units(unit, conversation)
+        else:
+            units.append(unit)
+    return units
+
+
+def _multiple_choice_fields(records: Records) -> dict[int, dict[str, Any]]:
+    """Return the fields of the multiple-choice records, by position.
+
+    They are parsed together: how an answer names its choice is inferred from all of them (`right_choices`).
+    """
+    parsed = {}
+    for k, (location, record) in enumerate(records):
+        question = parse_choices(record, location)
+        if question is not None:
+            parsed[k] = question
+    gold_positions = right_choices(list(parsed.values()))
+    return {k: question.fields(gold) for (k, question), gold in zip(parsed.items(), gold_positions, strict=True)}
+
+
+def _conversation_units(unit: Unit, conversation: Conversation) -> list[Unit]:
+    """Return a unit for the last answer of a conversation, or for every answer if `loss_on` is assistant.
+
+    The prompt of an answer is all turns before it. With several units, their ids end with the number of the answer.
+    """
+    answers = conversation.answers  # indices of turns
+    scored_answers = answers if unit.loss_on == "assistant" else answers[-1:]
+    return [
+        replace(
+            unit,
+            unit_id=unit.unit_id if len(scored_answers) == 1 else f"{unit.unit_id}#{answers.index(turn)}",
+            loss_on="all" if unit.loss_on == "all" else "completion",
+            conversation=Conversation(conversation.turns[: turn + 1], conversation.tools),
+        )
+        for turn in scored_answers
+    ]
+
+
+def _parse_preference_pair(record: Mapping[str, Any], location: str) -> tuple[UnitFields, Content] | None:
+    """Parse a preference pair, with fields whose prompt and completion are placeholders; None: it has another form."""
+    if not is_preference_pair(record):
+        return None
+    try:
+        content = read_preference_pair({name: value for name, value in record.items() if value is not None}, location)
+        named = {name: record[name] for name in ("task", "unit_id") if record.get(name) is not None}
+        return UnitFields.model_validate({"prompt": "", "completion": "-", **named}), content
+    except CorpusError as err:
+        raise TargetError(str(err)) from err
+    except ValidationError as err:
+        raise TargetError(describe(err, location)) from err
+
+
+def _preference_unit(unit: Unit, content: Content, location: str) -> Unit:
+    """Return a preference pair as the margin of its chosen answer over the rejected one."""
+    if unit.loss_on == "all":
+        raise TargetError(f"{location}: a preference pair is a margin of completions; got loss_on all")
+    assert content.rejected is not None
+    chosen_field, rejected_field = PAIR
+    chosen = _answer_unit(unit, content, f"{location}: {chosen_field}")
+    rejected = _answer_unit(unit, content.rejected, f"{location}: {rejected_field}")
+    return replace(chosen, others=(rejected,), metric=MARGIN)
+
+
+def _answer_unit(unit: Unit, content: Content, location: str) -> Unit:
+    """Return a unit with the prompt and answer of one side of a preference pair."""
+    if content.conversation is not None:
+        prompt, answer = content.conversation.content, str(content.conversation.turns[-1]["content"])
+    else:
+        assert content.text is not None
+        assert content.answers is not None
+        ((begin, end),) = content.answers
+        prompt, answer = content.text[:begin], content.text[begin:end]
+        if not answer.strip():
+            raise TargetError(f"{location}: no text follows the prompt {prompt!r:.60}; remove the record")
+    return replace(unit, prompt=prompt, completion=answer, loss_on="completion", conversation=content.conversation)
+
+
+def _parse_fields(
+    record: Mapping[str, Any], location: str, choice_fields: Mapping[str, Any] | None
+) -> tuple[UnitFields, Conversation | None]:
+    """Parse a record that is not a preference pair, and its conversation if it has one.
+
+    Args:
+        record: fields of the record.
+        location: location of the record, for messages.
+        choice_fields: fields of a multiple-choice record, which replace its own; None: it is not one.
+    """
+    values = {name: value for name, value in record.items() if value is not None}
+    conversation = None
+    if choice_fields is not None:
+        values |= choice_fields
+    if not isinstance(values.get("completion"), str):
+        try:
+            conversation = conversation_in(values, location)
+        except CorpusError as err:
+            raise TargetError(str(err)) from err
+        if conversation is not None and conversation.fault is not None:
+            raise TargetError(f"{location}: {FAULTS[conversation.fault]}; fix or remove the record")
+    if conversation is not None:  # turns after the last answer are ignored
+        last_answer = conversation.turns[conversation.answers[-1]]
+        # the text of an answer, or its reasoning or tool calls if it has no text
+        parts = [last_answer["content"], *answer_parts(last_answer).values()]
+        completion = next(text for part in parts if (text := str(part or "")).strip())
+        values |= {"prompt": conversation.content, "completion": completion}
+    elif {"question", "answer"} <= values.keys() and "prompt" not in values:
+        values |= {
+            "prompt": question_prompt(values, location),
+            "completion": f" {_parse_answer(values['answer'], location)}",
+        }
+    elif not {"prompt", "completion"} & values.keys():
+        refuse_unscored(record, location)
+        names = ", ".join(f"{name} (null)" if value is None else str(name) for name, value in record.items())
+        raise TargetError(f"{location}: has the fields {names or 'none'}; {EXPECTED_FIELDS}")
+    try:
+        fields = UnitFields.model_validate(values)
+    except ValidationError as err:
+        raise TargetError(describe(err, location)) from err
+    if not fields.completion.strip():
+        raise TargetError(f"{location}: completion: got {fields.completion!r}, expected text to score")
+    if fields.gold is not None and fields.gold >= len(fields.choices):
+        raise TargetError(
+            f"{location}: gold: got {fields.gold}, expected the position of one of {len(fields.choices)} choices"
+        )
+    return fields, conversation
+
+
+def _parse_answer(answer: Any, location: str) -> str:
+    """Return the text of an answer; the first one if several are correct (Natural Questions, TriviaQA)."""
+    text = answer
+    if isinstance(text, Mapping):
+        text = text.get("value")
+    if isinstance(text, list) and text:
+        text = text[0]
+    if isinstance(text, bool) or not isinstance(text, str | int | float):
+        raise TargetError(f"{location}: answer: got {answer!r:.60}, expected a text or a list of texts")
+    return str(text)
