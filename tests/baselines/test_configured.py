@@ -38,12 +38,20 @@ def test_a_file_configures_methods_and_gives_them_labels():
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_every_entry_point_loads_and_has_a_description(name):
-    kind = registered_method(name).load()
-    assert kind.__doc__
-    assert re.search(r"Source: |\b20\d\d\b", kind.__doc__) or name in ("random", "length", "loss")
-    assert all(field.description for field in kind.settings_type.model_fields.values())
-    assert kind.settings_type.model_config["frozen"]
-    assert not {"method", "seed", "oracle_selected", "weighting", "negative"} & set(kind.settings_type.model_fields)
+    method_class = registered_method(name).load()
+    headings = re.findall(r"^ +(Source|As published|Deviation):", method_class.__doc__, re.MULTILINE)
+    assert headings == ["Source", "As published", "Deviation"] or name in ("random", "length")
+    fields = method_class.settings_type.model_fields
+    assert all(field.description for field in fields.values())
+    assert method_class.settings_type.model_config["frozen"]
+    assert not {"method", "seed", "oracle_selected", "weighting", "negative"} & set(fields)
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_every_annotated_attribute_of_a_method_is_one_of_the_interface(name):
+    method_class, *bases = registered_method(name).load().__mro__
+    known = {attribute for base in bases for attribute in getattr(base, "__annotations__", {})}
+    assert set(vars(method_class).get("__annotations__", {})) <= known
 
 
 @pytest.mark.parametrize(

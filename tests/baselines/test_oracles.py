@@ -49,7 +49,7 @@ def test_features_count_retained_rows():
 def test_the_closed_form_equals_ridge_with_intercept_and_its_leave_one_out_error():
     rng = np.random.default_rng(1)
     x, y = rng.normal(size=(12, 5)), rng.normal(size=(12, 3))
-    fit = oracles._Fit(x, y)
+    fit = oracles.RidgeFit(x, y)
 
     def plain(x, y, penalty, new):
         centred = x - x.mean(axis=0)

@@ -88,7 +88,7 @@ PLAIN = {
     "batch invariance",
     "ranking stability",
 }
-POOLED = {"pooled for tokens", "pooled against token relevance"}
+POOLED = {"pooled summaries", "pooled and output_layer"}
 GEOMETRY = {
     *(f"{half} sketch" for half in ("hidden", "residual", "product")),
     *(f"{half} sketch for product" for half in ("hidden", "residual", "joint")),
@@ -96,7 +96,7 @@ GEOMETRY = {
     "direct sum for product",
     "opposed gradients",
     "direct-sum bound",
-    "pairs that complement, joint.pair",
+    "pairs that oppose each other, joint.pair",
 }
 
 
@@ -250,7 +250,7 @@ def test_both_sources_of_features_agree_if_not_all_positions_are_used(root):
         settings = world(root / "world", features=features, keep_features=keep)
         art = ArtifactReader.open(build_artifact(settings, root / f"strided-{keep}"))
         answers.append(by_name(check(art, rows=32, subsets=20, protocol=ALL)))
-    for name in ("pooled for tokens", "opposed gradients", "product sketch", "joint sketch for product"):
+    for name in ("pooled summaries", "opposed gradients", "product sketch", "joint sketch for product"):
         assert answers[1][name].numbers == pytest.approx(answers[0][name].numbers, abs=0.05)
 
 
@@ -258,10 +258,10 @@ def test_a_summary_of_the_only_gradient_position_has_share_one(root, all_of_plai
     """Measure the share of the stored summary over the positions of the gradient."""
     features = PAPER_TOO | {"summary_positions": "tail:1", "positions": "tail:1"}
     art = ArtifactReader.open(build_artifact(world(root / "world", features=features), root / "last"))
-    last_position = by_name(check(art, rows=32, subsets=5, protocol=ALL))["pooled for tokens"]
+    last_position = by_name(check(art, rows=32, subsets=5, protocol=ALL))["pooled summaries"]
     assert last_position.numbers["share"] == pytest.approx(1.0)
     assert last_position.verdict == "healthy"
-    last_32 = by_name(all_of_plain)["pooled for tokens"]
+    last_32 = by_name(all_of_plain)["pooled summaries"]
     assert last_32.numbers["share"] < last_32.numbers["same_share"] < 0.5  # the last 32 positions of up to 47
     assert last_32.verdict == "look"
 
@@ -292,31 +292,35 @@ def test_an_artifact_with_only_the_pooled_kernel_is_measured_in_its_coordinates(
     pooled_rule = rule(name="p", match={"pooled": 1.0}, components={"joint.pair": -0.1})
     named = by_name(check(art, rows=32, subsets=10, protocol=pooled_rule))
     assert re.search(r"features\.kernels.*product_sketch", named["product sketch"].advice)
-    for name in ("joint sketch for product", "pooled for tokens", "opposed gradients"):
+    for name in ("joint sketch for product", "pooled summaries", "opposed gradients"):
         assert named[name].verdict != "not measured"
 
 
 def test_pairs_are_those_of_the_kernel_in_the_protocol(plain):
     def lines(**components):
         findings_by_name = by_name(check(plain, rows=32, subsets=5, protocol=protocol(**components)))
-        return {name: finding for name, finding in findings_by_name.items() if name.startswith("pairs that complement")}
+        return {
+            name: finding
+            for name, finding in findings_by_name.items()
+            if name.startswith("pairs that oppose each other")
+        }
 
     index = sample_rows(plain, 32, seed=0)
     sketch = plain.array_rows("residual_sketch", index)
     expected = geometric.negative_pairs(sketch @ sketch.T)
     (line,) = lines(**{"residual.cent": -0.1, "residual.self": -0.1}).values()
-    assert (line.numbers["pairs"], line.numbers["mass"]) == pytest.approx(expected)
-    assert lines(**{"joint.self": -0.1})["pairs that complement"].verdict == "healthy"
+    assert (line.numbers["pairs"], line.numbers["magnitude"]) == pytest.approx((expected.pairs, expected.magnitude))
+    assert lines(**{"joint.self": -0.1})["pairs that oppose each other"].verdict == "healthy"
     both = lines(**{"hidden.pair": -0.1, "product.raw": 0.1})
-    assert both["pairs that complement, hidden.pair"].verdict == "look"
-    assert "centred" in both["pairs that complement, hidden.pair"].advice
-    assert "negative weight" in both["pairs that complement, product.raw"].advice
+    assert both["pairs that oppose each other, hidden.pair"].verdict == "look"
+    assert "centred" in both["pairs that oppose each other, hidden.pair"].advice
+    assert "negative weight" in both["pairs that oppose each other, product.raw"].advice
 
 
 def test_aligned_rows_are_healthy(plain, monkeypatch):
     monkeypatch.setattr(sketch_checks, "_sketch", lambda subject, half: np.ones((len(subject.index), 2)))
     named = by_name(check(plain, rows=16, subsets=5, protocol=protocol(**{"product.raw": -0.1})))
-    assert named["pairs that complement, product.raw"].verdict == "healthy"
+    assert named["pairs that oppose each other, product.raw"].verdict == "healthy"
     assert named["direct-sum bound"].verdict == "healthy"  # rows that are all alike
 
 
@@ -328,7 +332,7 @@ def test_missing_tokens_or_model_give_advice_and_stored_features_need_neither(ro
 
     named = by_name(without(plain, "tokens"))
     features = {name for name in GEOMETRY if "sketch" in name and "rank" not in name}
-    others = {"direct sum for product", "residual beyond top-k", "pooled for tokens", "opposed gradients"}
+    others = {"direct sum for product", "residual beyond top-k", "pooled summaries", "opposed gradients"}
     for name in features | others:
         assert named[name].verdict == "not measured"
         assert "keep_tokens: true" in named[name].advice
@@ -385,7 +389,7 @@ def test_an_image_classifier_is_checked_in_the_same_way(tmp_path):
     assert "run only at your own request" in refused_code.advice
     overrides = {"model": {"classifier": {"factory": art.manifest.settings["model"]["classifier"]["factory"]}}}
     named = by_name(check(art, rows=30, subsets=10, overrides=overrides, protocol=ALL))
-    assert named["pooled for tokens"].numbers["share"] == pytest.approx(1.0)  # one position per image
+    assert named["pooled summaries"].numbers["share"] == pytest.approx(1.0)  # one position per image
     assert named["product sketch"].numbers["pooled_ranks"] == pytest.approx(named["product sketch"].numbers["ranks"])
     assert named["residual beyond top-k"].numbers["share"] == pytest.approx(0.0, abs=1e-6)
     assert named["batch invariance"].verdict == "healthy"

@@ -70,19 +70,19 @@ def test_scaled_error_is_invariant_to_a_factor():
 @given(SEEDS)
 def test_the_direct_sum_bound_holds_and_is_tight_for_two_rows(seed):
     hidden, residual = features(seed)
-    result = geometric.direct_sum_bound(hidden, residual)
-    assert result.off < 1e-12
+    result = geometric.direct_sum_gap(hidden, residual)
+    assert result.identity_error < 1e-12
     assert 0 <= result.mean <= result.largest <= result.bound + 1e-12
-    two = geometric.direct_sum_bound(hidden[:2], residual[:2] + 0.1)
+    two = geometric.direct_sum_gap(hidden[:2], residual[:2] + 0.1)
     assert two.largest == pytest.approx(two.bound)  # with one pair, its distances are the largest
-    assert geometric.direct_sum_bound(hidden, 0 * residual) == geometric.DirectSumBound(0.0, 0.0, 0.0, 0.0)
+    assert geometric.direct_sum_gap(hidden, 0 * residual) == geometric.DirectSumGap(0.0, 0.0, 0.0, 0.0)
 
 
 def test_the_gap_is_small_only_where_rows_are_close():
     generator = np.random.default_rng(1)
     near, far = 1 + 0.05 * generator.normal(size=(2, 60, 8)), generator.normal(size=(2, 60, 8))
-    assert geometric.direct_sum_bound(*near).mean < 1e-3
-    assert geometric.direct_sum_bound(*far).mean > 0.5
+    assert geometric.direct_sum_gap(*near).mean < 1e-3
+    assert geometric.direct_sum_gap(*far).mean > 0.5
 
 
 def test_effective_rank_counts_directions():
@@ -107,7 +107,8 @@ def test_mass_outside_equals_the_mass_beyond_top_k():
 
 
 def test_negative_pairs():
-    assert geometric.negative_pairs(np.array([[1.0, -3.0, 1.0], [-3.0, 1.0, 2.0], [1.0, 2.0, 1.0]])) == (1 / 3, 0.5)
+    negative = geometric.negative_pairs(np.array([[1.0, -3.0, 1.0], [-3.0, 1.0, 2.0], [1.0, 2.0, 1.0]]))
+    assert (negative.pairs, negative.magnitude) == (1 / 3, 0.5)
 
 
 @given(SEEDS)

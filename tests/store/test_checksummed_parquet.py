@@ -16,7 +16,7 @@ from grasp.errors import GraspError
 from grasp.inspect.detect import read_suspects
 from grasp.predict.subset_tables import RowIndex
 from grasp.store.checksummed_parquet import (
-    DIGESTS_KEY,
+    CHECKSUMS_KEY,
     ChecksummedParquetWriter,
     ChecksumMismatchError,
     read_checksummed,
@@ -38,14 +38,14 @@ SCHEMA = pa.schema(list(zip(COLUMNS, TYPES, strict=True)), {"corpus": "c0ffee"})
 
 
 def stored_digests(path):
-    return (pq.ParquetFile(path).metadata.metadata or {}).get(DIGESTS_KEY)
+    return (pq.ParquetFile(path).metadata.metadata or {}).get(CHECKSUMS_KEY)
 
 
 def write_as_damaged(table, path, digests):
     """Another table with the digests of the first, as flipped bits leave it."""
     with pq.ParquetWriter(path, table.schema) as writer:
         writer.write_table(table)
-        writer.add_key_value_metadata({DIGESTS_KEY: digests})
+        writer.add_key_value_metadata({CHECKSUMS_KEY: digests})
 
 
 @settings(max_examples=50)

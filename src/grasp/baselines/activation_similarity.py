@@ -35,8 +35,10 @@ class ActivationSimilaritySettings(Settings):
 class ActivationSimilarity(BlockMethod[ActivationSimilaritySettings]):
     """Cosine of mean final hidden states, after the final norm.
 
-    Source: a common first choice; RepSim in the literature on attribution by retrieval. Deviation: none; a row whose
-    state is zero after centring scores 0.
+    Source: Hanawa et al. 2021 (arXiv 2006.04528), and later work under the name RepSim.
+    As published: the input of a classifier's last layer, one vector per example.
+    Deviation: a text has a state at every position, so the mean over positions is compared; a row whose mean is zero
+    after centring scores 0.
     """
 
     settings_type = ActivationSimilaritySettings
@@ -44,13 +46,15 @@ class ActivationSimilarity(BlockMethod[ActivationSimilaritySettings]):
 
     def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         del part
+        # Centring reads all rows once for their mean, and again for their scores: only then is a cache of use.
         rows = _RowsHidden(inputs, work if self.settings.centre else None, self.settings.positions)
         units = inputs.unit_tokens
+        # Position t predicts token t + 1, so the loss of a unit starts one position before its first label.
         first = [unit.first - 1 if self.settings.unit_tokens == "supervised" else 0 for unit in units]
         sequences = [unit.input_ids for unit in units]
         unit_EH = pooled_hidden(inputs.model, sequences, first, self.settings.positions).astype(np.float64)
         mean_H = rows.mean() if self.settings.centre else np.zeros(unit_EH.shape[1])
-        return _Cosine(rows, mean_H, directions(unit_EH - mean_H))
+        return _Cosine(rows, mean_H, normalise_rows(unit_EH - mean_H))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +67,8 @@ class _RowsHidden:
 
     def __call__(self, start: int, stop: int) -> F64:
         if self.cache is None:
-            return self._run(start, stop).astype(np.float64)
-        return self.cache.load_or_compute(f"{start}-{stop}", partial(self._run, start, stop)).astype(np.float64)
+            return self._compute(start, stop).astype(np.float64)
+        return self.cache.load_or_compute(f"{start}-{stop}", partial(self._compute, start, stop)).astype(np.float64)
 
     def mean(self) -> F64:
         """Return the mean over all rows, (H,)."""
@@ -75,7 +79,7 @@ class _RowsHidden:
             self.inputs.progress.advance(stop - start, 0)
         return total_H / self.inputs.n_rows
 
-    def _run(self, start: int, stop: int) -> F32:
+    def _compute(self, start: int, stop: int) -> F32:
         rows = self.inputs.rows(start, stop)
         sequences = [rows.ids(i) for i in range(len(rows))]
         first = [0 if (mask := rows.mask(i)) is None else mask for i in range(len(rows))]
@@ -87,14 +91,14 @@ class _Cosine(RowScorer):
         self._rows, self._mean_H, self._unit_EH = rows, mean_H, unit_EH
 
     def score(self, start: int, stop: int) -> Scores:
-        return directions(self._rows(start, stop) - self._mean_H) @ self._unit_EH.T
+        return normalise_rows(self._rows(start, stop) - self._mean_H) @ self._unit_EH.T
 
     def account(self) -> Account:
-        where = f"mean over positions {self._rows.positions}"
-        return Account(features=self._unit_EH.shape[1], covers=(f"final hidden states after the final norm, {where}",))
+        states = f"final hidden states after the final norm, mean over positions {self._rows.positions}"
+        return Account(features=self._unit_EH.shape[1], covers=(states,))
 
 
-def directions(values_nH: F64) -> F64:
+def normalise_rows(values_nH: F64) -> F64:
     """Divide each row by its norm; leave zero rows as they are."""
     norm_n1 = np.linalg.norm(values_nH, axis=1, keepdims=True)
     return np.asarray(np.divide(values_nH, norm_n1, out=np.zeros_like(values_nH), where=norm_n1 > 0))

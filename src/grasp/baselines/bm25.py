@@ -46,12 +46,12 @@ STOP_WORDS = frozenset(
 QUESTION_WORDS = frozenset(
     WORD.findall("what which who whom whose when where why how question questions answer answers")
 )
-TOP = np.dtype([("row", "<i4"), ("score", "<f4")])
+ROW_SCORE = np.dtype([("row", "<i4"), ("score", "<f4")])  # one of the top rows of a unit
 FILLER = 0  # id of every word that occurs in no query: it counts towards the row's length only
 
 
 class Bm25Settings(Settings):
-    """BM25 as in the paper."""
+    """BM25 as in the GRASP paper."""
 
     k1: float = Field(1.2, ge=0, description="Saturation of the term frequency. Paper: 1.2.")
     b: float = Field(0.75, ge=0, le=1, description="Strength of length normalisation, 0 to 1. Paper: 0.75.")
@@ -71,10 +71,11 @@ class Bm25(BlockMethod[Bm25Settings]):
 
     Okapi BM25 of each row for each unit's text, computed by bm25s.
 
-    Source: Robertson et al. 1994, in the variants of Kamphuis et al. 2020; settings of the paper's appendix.
+    Source: Robertson et al. 1994 (Okapi at TREC-3), in the variants of Kamphuis et al. 2020.
+    As published: ranks documents for a query; the GRASP paper uses k1 1.2 and b 0.75 and keeps 50,000 rows per unit.
     Deviation: rows are decoded from their tokens, so a word at the end of a row may be truncated; the stop words are
-    chosen here, since the paper lists none. Words that occur in no unit are not indexed. Memory: the index, about 30
-    bytes per row and query word in it.
+    chosen here, since the paper lists none. Words that occur in no unit are not indexed, which changes no score.
+    Memory: the index, about 30 bytes per row and query word in it.
     """
 
     settings_type = Bm25Settings
@@ -94,7 +95,7 @@ class Bm25(BlockMethod[Bm25Settings]):
             "units without a query word: 0 for every row": sum(not query for query in queries),
             "rows without a word: 0 for every unit": rows.n_empty,
         }
-        return _Top(top_ET, self._account(counts))
+        return _TopRowsScorer(top_ET, self._account(counts))
 
     def _search(self, rows: "_RowWords", vocabulary: dict[str, int], queries: Sequence[list[str]]) -> NDArray[np.void]:
         """Return the top rows of each unit in corpus order, (E, T) of row and score."""
@@ -102,7 +103,7 @@ class Bm25(BlockMethod[Bm25Settings]):
         index = bm25s.BM25(k1=self.settings.k1, b=self.settings.b, method=self.settings.variant)
         index.index(_IndexInput(rows, {"": FILLER} | vocabulary), show_progress=False)
         n_top = min(self.settings.top, len(rows))
-        top_ET = np.empty((len(queries), n_top), dtype=TOP)
+        top_ET = np.empty((len(queries), n_top), dtype=ROW_SCORE)
         for e, query in enumerate(queries):
             score_N = np.zeros(len(rows), dtype=np.float32)
             if query:
@@ -202,14 +203,14 @@ def _pack_words(inputs: MethodInputs, start: int, stop: int, vocabulary: dict[st
 def _unpack_words(flat: I32) -> Iterator[tuple[int, list[int]]]:
     """Yield the number of words and the query word ids of each row."""
     numbers = flat.tolist()
-    at = 0
-    while at < len(numbers):
-        n_words, n_known = numbers[at : at + 2]
-        yield n_words, numbers[at + 2 : at + 2 + n_known]
-        at += 2 + n_known
+    start = 0
+    while start < len(numbers):
+        n_words, n_known = numbers[start : start + 2]
+        yield n_words, numbers[start + 2 : start + 2 + n_known]
+        start += 2 + n_known
 
 
-class _Top(RowScorer):
+class _TopRowsScorer(RowScorer):
     """Stored top scores of each unit; 0 elsewhere."""
 
     def __init__(self, top_ET: NDArray[np.void], account: Account) -> None:
@@ -227,6 +228,7 @@ class _Top(RowScorer):
 
 
 def _check_queries(queries: Sequence[list[str]], units: Sequence[Unit], which: str) -> None:
+    """Check that at least one unit has a word to search for."""
     if not any(queries):
         raise TargetError(
             f"bm25: none of the {len(units)} units has a query word, e.g. {units[0].unit_id!r} of {units[0].target}: "

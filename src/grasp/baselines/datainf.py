@@ -3,7 +3,9 @@ r"""DataInf, adapted: influence by a closed form, layer by layer, that swaps ave
     a_{i,e} = sum_l 1/lambda_l [ <v_e, g_i> - 1/M sum_m <v_e, g_m> <g_m, g_i> / (lambda_l + ||g_m||^2) ]_l
             = sum_l <r_e, g_i>_l,        lambda_l = damping * mean_m ||g_m||^2 / d_l
 
-over M Fisher rows g_m, with d_l the size of layer l. r_e is computed once per unit, so a row costs one inner product.
+Here g_i is the gradient of row i and v_e that of unit e, <.,.> and [.]_l are taken within layer l, and d_l is the
+number of its parameters. The M Fisher rows, with gradients g_m, are the sample of rows over which the Fisher matrix is
+averaged. r_e is computed once per unit, so a row costs one inner product.
 
 Start with `DataInf`; `closed_form` is the formula above for one layer, `precondition` the same over whole gradients.
 
@@ -78,8 +80,10 @@ class DataInf(BlockMethod[DataInfSettings]):
 
     Influence with the inverse Fisher matrix of each layer replaced by the mean of rank-one inverses.
 
-    Source: Kwon et al. 2024, equation 5. Deviation: layers of the model itself instead of LoRA's; Fisher rows are a
-    sample of the corpus.
+    Source: Kwon et al. 2024 (arXiv 2310.00902), equation 5.
+    As published: gradients of LoRA's matrices in a fine-tuned model, a Fisher matrix over all training examples,
+    and lambda_l = 0.1 times the mean squared gradient of the layer.
+    Deviation: layers of the model itself instead of LoRA's; Fisher rows are a sample of the corpus.
     """
 
     settings_type = DataInfSettings
@@ -108,14 +112,14 @@ class DataInf(BlockMethod[DataInfSettings]):
     def _solve_projected(self, inputs: MethodInputs, store: FeatureStore, rows: list[int]) -> F64:
         """Return r_e of all layers, concatenated, (E, layers x K)."""
         fisher_rows = np.asarray(rows)
-        parts = []
+        fisher_parts = []
         for start, stop in inputs.blocks():
             block_rows = fisher_rows[(fisher_rows >= start) & (fisher_rows < stop)]
             if len(block_rows):
-                parts.append(np.asarray(store.rows(start, stop)[0][:, block_rows - start], dtype=np.float64))
-        fisher_LMK = np.concatenate(parts, axis=1)
+                fisher_parts.append(np.asarray(store.rows(start, stop)[0][:, block_rows - start], dtype=np.float64))
+        fisher_LMK = np.concatenate(fisher_parts, axis=1)
         unit_LEK = np.asarray(store.units(), dtype=np.float64)
-        solved = [
+        solved = [  # r_e of each layer
             closed_form(unit_EK, fisher_MK, self.settings.damping, size / fisher_MK.shape[1])
             for unit_EK, fisher_MK, size in zip(unit_LEK, fisher_LMK, store.sizes, strict=True)
         ]
@@ -152,29 +156,37 @@ def closed_form(unit_ED: F64, fisher_MD: F64, damping: float, spread: float = 1.
     """Return r_e of one layer, (E, D).
 
     Args:
+        unit_ED: gradients of the units in this layer.
+        fisher_MD: gradients of the Fisher rows in this layer.
+        damping: lambda_l in units of the mean squared gradient.
         spread: size of the layer / D. A projection preserves squared norms, but lambda is defined with the size of the
             unprojected layer.
     """
     # Sherman-Morrison for each rank-one term: (lambda I + g g^T)^{-1} v = (v - <v, g> g / (lambda + ||g||^2)) / lambda.
     square_M = np.einsum("md,md->m", fisher_MD, fisher_MD)
-    level = layer_damping(square_M, fisher_MD.shape[1] * spread, damping, "a layer")
-    share_EM = (unit_ED @ fisher_MD.T) / (level + square_M)
-    return np.asarray((unit_ED - share_EM @ fisher_MD / len(fisher_MD)) / level)
+    lambda_l = layer_damping(square_M, fisher_MD.shape[1] * spread, damping, "a layer")
+    coefficient_EM = (unit_ED @ fisher_MD.T) / (lambda_l + square_M)
+    return np.asarray((unit_ED - coefficient_EM @ fisher_MD / len(fisher_MD)) / lambda_l)
 
 
 def layer_damping(square_M: F64, size: float, damping: float, location: str) -> float:
     """Return lambda of a layer.
 
+    Args:
+        square_M: squared norms of the gradients of the Fisher rows in the layer.
+        size: number of parameters of the layer.
+        damping: lambda in units of the mean squared gradient.
+        location: name of the layer, for messages.
     Raises:
         ModelError: all Fisher gradients are zero, or one is not finite.
     """
-    level = damping * float(square_M.mean()) / size
-    if not (np.isfinite(level) and level > 0):
+    lambda_l = damping * float(square_M.mean()) / size
+    if not (np.isfinite(lambda_l) and lambda_l > 0):
         raise ModelError(
-            f"datainf: the mean squared gradient of the Fisher rows in {location} is {level / damping}, expected a "
+            f"datainf: the mean squared gradient of the Fisher rows in {location} is {lambda_l / damping}, expected a "
             "positive number; use model.dtype bfloat16 or float32, or leave the layer out"
         )
-    return level
+    return lambda_l
 
 
 def layer_norms(engine: PerExample, rows: list[Example]) -> F64:
@@ -194,11 +206,11 @@ def layer_norms(engine: PerExample, rows: list[Example]) -> F64:
 
 
 def precondition(queries: Queries, rows: list[Example], square_LM: F64, damping: float) -> None:
-    """Replace the units' gradients by r_e, in place, in one pass over the Fisher rows."""
+    """Replace the units' gradients by r_e, in place, in one pass over the Fisher rows; see `closed_form`."""
     engine = queries.engine
     blocks = engine.layers.blocks
     units = [query.matrix_ED for query in queries.blocks if isinstance(query, DenseQuery)]
-    levels = [
+    lambdas = [
         layer_damping(square_M, block.size, damping, block.name)
         for square_M, block in zip(square_LM, blocks, strict=True)
     ]
@@ -207,8 +219,8 @@ def precondition(queries: Queries, rows: list[Example], square_LM: F64, damping:
     def add_correction(number: int, matrix: Tensor, at: slice) -> None:
         del at
         row_bD = matrix.flatten(1)
-        share_Eb = (units[number] @ row_bD.T) / (levels[number] + row_bD.square().sum(dim=1))
-        solved[number].addmm_(share_Eb, row_bD, alpha=-1.0 / len(rows))
+        coefficient_Eb = (units[number] @ row_bD.T) / (lambdas[number] + row_bD.square().sum(dim=1))
+        solved[number].addmm_(coefficient_Eb, row_bD, alpha=-1.0 / len(rows))
 
     sink = MatrixSink(engine, all_blocks(engine), add_correction)
     for index_B in engine.batches(rows):
@@ -216,4 +228,4 @@ def precondition(queries: Queries, rows: list[Example], square_LM: F64, damping:
         sink.finish()
     for number, query in enumerate(queries.blocks):
         assert isinstance(query, DenseQuery)
-        query.matrix_ED = solved[number] / levels[number]
+        query.matrix_ED = solved[number] / lambdas[number]

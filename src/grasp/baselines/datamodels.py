@@ -47,10 +47,12 @@ class Datamodels(SubsetMethod[DatamodelsSettings]):
 
     Cross-validated linear datamodels of each unit, and of the mean of each task.
 
-    Source: Ilyas et al. 2022 (arXiv 2202.00622). Deviation: the source fits hundreds of thousands of subsets and
-    predicts new ones; here each retrained subset is predicted out of fold from the others. It is therefore an oracle,
-    not a competitor of methods that never see retrained runs. With fewer subsets than rows, masks carry little
-    information, and label shares carry more.
+    Source: Ilyas et al. 2022 (arXiv 2202.00622).
+    As published: lasso on masks, fitted to hundreds of thousands of image classifiers that were trained on random
+    subsets; predicts new subsets.
+    Deviation: each retrained subset is predicted out of fold from the others. The method is therefore an oracle, not a
+    competitor of methods that never see retrained runs. With fewer subsets than rows, masks carry little information,
+    and label shares carry more.
     """
 
     settings_type = DatamodelsSettings

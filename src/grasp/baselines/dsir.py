@@ -45,7 +45,9 @@ class Dsir(BlockMethod[DsirSettings]):
     log p(row | target) - log p(row | corpus) under bags of hashed words and pairs of words, plus Gumbel noise: the top
     rows are a sample without replacement, in proportion to the importance weights.
 
-    Source: Xie et al. 2023, arXiv 2302.03169. Deviation: rows are decoded from their tokens; buckets by CRC-32.
+    Source: Xie et al. 2023, arXiv 2302.03169.
+    As published: 10,000 buckets; resamples documents of the Pile toward target texts, to train on the sample.
+    Deviation: rows are decoded from their tokens; words are assigned to buckets by CRC-32.
     """
 
     settings_type = DsirSettings
@@ -69,7 +71,7 @@ class Dsir(BlockMethod[DsirSettings]):
         noise_NT = np.zeros((inputs.n_rows, len(targets)))
         if self.settings.resample:
             noise_NT = stream(self.seed, "baselines", "dsir").gumbel(size=noise_NT.shape)
-        return _Weights(inputs, weight_HT, noise_NT, target_E)
+        return _ImportanceScorer(inputs, weight_HT, noise_NT, target_E)
 
 
 def bucket_counts(texts: Iterable[str], buckets: int) -> csr_array:
@@ -92,7 +94,7 @@ def log_ratio(questions: Sequence[str], corpus_H: F64) -> F64:
     return np.asarray(np.log(shares[0]) - np.log(shares[1]))
 
 
-class _Weights(RowScorer):
+class _ImportanceScorer(RowScorer):
     def __init__(self, inputs: MethodInputs, weight_HT: F64, noise_NT: F64, target_E: I64) -> None:
         self._inputs, self._weight_HT, self._noise_NT, self._target_E = inputs, weight_HT, noise_NT, target_E
 

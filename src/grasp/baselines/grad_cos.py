@@ -22,9 +22,12 @@ class GradCosSettings(LayerSettings):
 class GradCos(CosineMethod[GradCosSettings]):
     """Exact cosine of whole gradients at the last checkpoint.
 
-    Cosine of whole gradients at the last checkpoint, computed from the factors of the gradients.
+    The inner product of the gradients is the first-order effect of a training step on the row; the cosine removes the
+    norms. It is computed from the factors of the gradients, so that no whole gradient is formed.
 
-    Source: none; it is the first-order effect of one training step, normalised. Deviation: none.
+    Source: Charpiat et al. 2019; compared with other similarities by Hanawa et al. 2021 (arXiv 2006.04528).
+    As published: gradients of all parameters of small classifiers.
+    Deviation: none.
     """
 
     settings_type = GradCosSettings

@@ -17,6 +17,7 @@ from grasp.errors import ModelError
 from grasp.models.causal_lm import ReferenceModel, pad_rows
 from grasp.models.forward_pass import position_mask
 
+# Eligible positions of a sequence: the first one, after which all are eligible; or a mask of the labelled tokens.
 First = int | Bool
 
 
@@ -26,7 +27,7 @@ class HiddenStates:
 
     hidden_PH: F32
     label_P: I32  # id of the next token
-    sequence_P: I64
+    sequence_P: I64  # index of the sequence
 
 
 def hidden_at(model: ReferenceModel, sequences: Sequence[I32], first: Sequence[First], spec: str) -> HiddenStates:
@@ -73,13 +74,12 @@ def pooled_hidden(model: ReferenceModel, sequences: Sequence[I32], first: Sequen
 def _passes(
     model: ReferenceModel, sequences: Sequence[I32], first: Sequence[First], spec: str
 ) -> Iterator[tuple[I64, Tensor, Tensor, Tensor]]:
+    """Yield batches: indices (B,), hidden states (B, L, H), mask of selected positions (B, L), token ids (B, L)."""
     lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
     for index_B in model.batches(lengths):
         first_B = [first[i] for i in index_B]
-        labels_B = [
-            first_position if isinstance(first_position, np.ndarray) else first_position + 1
-            for first_position in first_B
-        ]
+        # pad_rows expects labelled tokens: a mask of them, or the first, which is one after the position before it
+        labels_B = [eligible if isinstance(eligible, np.ndarray) else eligible + 1 for eligible in first_B]
         ids_BL, loss_mask_BL = (part.to(model.device) for part in pad_rows([sequences[i] for i in index_B], labels_B))
         mask_BL = position_mask(spec, loss_mask_BL)
         yield index_B, model.hidden(ids_BL), mask_BL, ids_BL

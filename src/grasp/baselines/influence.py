@@ -2,6 +2,10 @@
 
     a_{i,e} = sum_l <F_l^{-1} g_e, g_i>_l
 
+Here g_i and g_e are the gradients of row i and unit e, <.,.>_l is taken within layer l, and F_l is the Fisher matrix of
+the layer, an average over the Fisher rows, a sample of rows. K-FAC approximates F_l by a Kronecker product of two small
+factors; EK-FAC keeps the eigenvectors of these factors and corrects the eigenvalues.
+
 Start with `Influence`; the Fisher factors are in `grasp.baselines.gradients.curvature`.
 
 Shape letters: E units, M Fisher rows.
@@ -86,8 +90,11 @@ class Influence(BlockMethod[InfluenceSettings]):
 
     Inner product of the row's gradient with the inverse Fisher matrix times the unit's gradient.
 
-    Source: Koh and Liang 2017; Grosse et al. 2023 for K-FAC and EK-FAC in language models. Deviation: embeddings and
-    heads may be covered, the output side of a wide head with a diagonal factor; norms with their full Fisher matrix.
+    Source: Koh and Liang 2017 (arXiv 1703.04730); Grosse et al. 2023 (arXiv 2308.03296) for language models.
+    As published: Koh and Liang estimate the inverse Hessian iteratively; Grosse et al. use EK-FAC on the MLP layers,
+    with labels sampled from the model and a damping of 0.1 times the mean eigenvalue.
+    Deviation: embeddings and heads may be covered, the output side of a wide head with a diagonal factor; norms with
+    their full Fisher matrix.
     """
 
     settings_type = InfluenceSettings
@@ -106,6 +113,7 @@ class Influence(BlockMethod[InfluenceSettings]):
         return ExactScorer(inputs, queries, group, self._account(inputs))
 
     def _precondition(self, inputs: MethodInputs, work: WorkArea, queries: Queries) -> None:
+        """Replace the units' gradients by F^{-1} g_e, in place; the Fisher factors are cached on disk."""
         settings, engine = self.settings, queries.engine
         area = work.shared(f"fisher-{digest(self._fisher_identity(inputs))}")
         fisher = self._fisher(inputs)
@@ -124,6 +132,7 @@ class Influence(BlockMethod[InfluenceSettings]):
         apply_ekfac(queries, bases, eigenvalues_by_block, settings.damping)
 
     def _fisher(self, inputs: MethodInputs) -> Fisher:
+        """Return the Fisher rows and, if labels are sampled, a uniform number for each label to draw it with."""
         rows = sampled_rows(inputs, self.settings.fisher_rows, self.seed, "fisher")
         examples = examples_at(inputs, rows)
         if self.settings.labels == "true":
@@ -137,6 +146,7 @@ class Influence(BlockMethod[InfluenceSettings]):
         )
 
     def _fisher_identity(self, inputs: MethodInputs) -> dict[str, object]:
+        """Return everything that determines the Fisher matrix, for its directory in the cache."""
         settings = self.settings
         return {
             "layers": list(settings.layers),

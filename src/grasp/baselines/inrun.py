@@ -1,6 +1,7 @@
 """In-Run Data Shapley: how much each row of a batch lowers the validation loss, summed over one replay of training.
 
-Start with `InRun`; the replay itself is in `grasp.baselines.replay`.
+A replay trains a copy of the reference model on the first rows of the corpus (the prefix), one epoch, and values the
+rows of each batch while it trains on them. Start with `InRun`; a single step is in `grasp.baselines.replay`.
 
 Shape letters: N rows, P rows of the prefix, B rows of a batch, C columns of values, E units.
 """
@@ -32,9 +33,9 @@ from grasp.seeds import stream
 from grasp.settings import Settings
 
 WINDOW_ROWS = 4096  # rows fetched at once, so that a shard is read a few times instead of once per batch
-KEEP_SECONDS = 60.0  # between two saved states: the most work that a kill can lose
+SAVE_SECONDS = 60.0  # between two saved states: the most work that a kill can lose
 STATE = "replay.safetensors"
-VALUES = "values.npy"
+VALUES = "values.npy"  # (P, C), rows of the prefix by validation loss
 
 
 class InRunSettings(Settings):
@@ -90,15 +91,16 @@ class InRunSettings(Settings):
 class InRun(BlockMethod[InRunSettings]):
     """Shapley values of each training step's batch, summed over one replay.
 
-    In-Run Data Shapley (Wang et al. 2025), first and second order, of one epoch over a prefix of the corpus.
-
     Each batch is a game: a row's score is its Shapley value in the change of a validation loss at the step that
     trains on it, to first or second order in the learning rate (see `grasp.baselines.replay`).
 
-    Deviations: the source derives its values for SGD and applies them to AdamW, which is `update: sgd` here; `adam`
-    holds the optimizer state fixed within a step, as Ding et al. 2026 do, with details chosen here. The source's
-    second order uses an exact Hessian product; here it is a central difference along the batch's step. A row is
-    weighted by its share of the batch's labels, as in a training loss that is a mean over labels.
+    Source: Wang et al. 2025 (In-Run Data Shapley, arXiv 2406.11011); for `update: adam`, Ding et al. 2026.
+    As published: values are collected while a GPT-2 is pretrained, with a few validation texts. They are derived for
+    SGD and applied to a training with AdamW, which is `update: sgd` here. The second order uses an exact Hessian
+    product.
+    Deviation: one epoch over a prefix of the corpus, from the reference model. The Hessian product is a central
+    difference along the batch's step. A row is weighted by its share of the batch's labels, as in a training loss that
+    is a mean over labels. `update: adam` holds the optimizer state fixed within a step; its details are chosen here.
     """
 
     settings_type = InRunSettings
@@ -110,9 +112,10 @@ class InRun(BlockMethod[InRunSettings]):
         values = work.directory / VALUES
         replay = Replay(_trainable_copy(inputs.model), plan.validation, plan.weight_CE, _replay_settings(self.settings))
         if not values.exists():
-            fresh = values.with_suffix(".new")
-            open_memmap(fresh, mode="w+", dtype=np.float32, shape=(plan.n_prefix, replay.n_columns)).flush()
-            fresh.replace(values)
+            # renamed when complete, so that a file of this name always has its full size
+            unfinished = values.with_suffix(".new")
+            open_memmap(unfinished, mode="w+", dtype=np.float32, shape=(plan.n_prefix, replay.n_columns)).flush()
+            unfinished.replace(values)
         _run_replay(replay, plan, inputs, work.directory)
         return _ReplayScorer(np.load(values, mmap_mode="r"), plan, replay, inputs.n_rows, self.settings)
 
@@ -139,10 +142,10 @@ def _trainable_copy(model: ReferenceModel) -> ReferenceModel:
 class _ReplayPlan:
     """Order of the rows, and the validation losses."""
 
-    order_P: I64
+    order_P: I64  # index of the row at each place of the epoch
     batch_rows: int
-    validation: list[Example]
-    weight_CE: F64 | None
+    validation: list[Example]  # the units in the validation losses
+    weight_CE: F64 | None  # weight of each of these units in each loss; None: one loss per unit
     column_E: I64 | None  # column of each of the artifact's units; None: a single column for all
     n_excluded: int = field(default=0)  # units outside the validation loss
 
@@ -204,7 +207,7 @@ def _loss_columns(utility: str, target_E: list[str], selected: I64) -> tuple[F64
 
 
 def _run_replay(replay: Replay, plan: _ReplayPlan, inputs: MethodInputs, directory: Path) -> None:
-    """Replay the remaining steps; save state and values every KEEP_SECONDS and at the end."""
+    """Replay the remaining steps; save state and values every SAVE_SECONDS and at the end."""
     state = directory / STATE
     if state.exists():
         replay.restore(state)
@@ -214,7 +217,7 @@ def _run_replay(replay: Replay, plan: _ReplayPlan, inputs: MethodInputs, directo
     last_saved = time.monotonic()
     for row_index_B, rows in plan.batches(inputs, replay.step):
         values[row_index_B] = _advance(replay, row_index_B, rows)
-        if replay.step == plan.n_steps or time.monotonic() - last_saved >= KEEP_SECONDS:
+        if replay.step == plan.n_steps or time.monotonic() - last_saved >= SAVE_SECONDS:
             values.flush()
             replay.save(state)
             last_saved = time.monotonic()
@@ -222,6 +225,7 @@ def _run_replay(replay: Replay, plan: _ReplayPlan, inputs: MethodInputs, directo
 
 
 def _advance(replay: Replay, row_index_B: I64, rows: list[Example]) -> F64:
+    """Value and train on one batch; an error names the step and the rows."""
     step = replay.step
     try:
         value_BC = replay.advance(rows)
@@ -242,8 +246,8 @@ class _ReplayScorer(RowScorer):
 
     def score(self, start: int, stop: int) -> Scores:
         value_NC = np.zeros((stop - start, self._value_PC.shape[1]), dtype=np.float32)
-        inside = self._value_PC[start : min(stop, self._plan.n_prefix)]
-        value_NC[: len(inside)] = inside
+        in_prefix = self._value_PC[start : min(stop, self._plan.n_prefix)]
+        value_NC[: len(in_prefix)] = in_prefix
         return value_NC if self._plan.column_E is None else value_NC[:, self._plan.column_E]
 
     def account(self) -> Account:

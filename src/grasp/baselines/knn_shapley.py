@@ -26,10 +26,11 @@ from grasp.settings import Positions, Settings
 # Distances are rounded to this fraction of their scale: equal contexts have equal hidden states only up to rounding,
 # and such ties must go to the first row, in whatever batch they were computed.
 GRAIN = 1e-5
-# A position is packed into one int64 key, so that the nearest positions have the smallest keys: distance in grains |
-# row | place in the row | whether its label is right. Distances and places beyond the last value are clipped to it.
-ROW_BITS, PLACE_BITS = 26, 13
-MAX_GRAINS = (1 << (62 - ROW_BITS - PLACE_BITS)) - 1
+# A position is packed into one int64 key, from high to low bits: distance in grains | row | offset in the row | whether
+# its label is right. So the nearest positions have the smallest keys, and a partial sort of integers finds them.
+# Distances and offsets beyond the largest value are clipped to it.
+ROW_BITS, OFFSET_BITS = 26, 13
+MAX_GRAINS = (1 << (62 - ROW_BITS - OFFSET_BITS)) - 1
 NO_KEY = np.iinfo(np.int64).max
 PAIRS_AT_ONCE = 1 << 22  # distances in memory
 
@@ -114,14 +115,15 @@ class KnnShapleySettings(Settings):
 class KnnShapley(BlockMethod[KnnShapleySettings]):
     """Shapley values in a nearest-neighbour language model over hidden states.
 
-    Shapley values of positions in a nearest-neighbour language model, summed over each row.
-
     A row of text has no label, so the game of the source is played between positions: training points are the rows'
     positions, each with its final hidden state and the next token; test points are the supervised positions of a unit;
     the classifier is a nearest-neighbour language model (Khandelwal et al. 2020). The value of a row is the sum of its
     positions' values, averaged over the unit's positions.
-    Source: Jia et al. 2019. Deviation: players are positions, so the value of a row is a sum of Shapley values and not
-    the Shapley value of the row; the recursion starts at the `nearest`-th position.
+
+    Source: Jia et al. 2019 (arXiv 1908.08619), theorem 1.
+    As published: players are labelled examples, compared by features of a trained classifier; 5 to 10 neighbours vote.
+    Deviation: players are positions, so the value of a row is a sum of Shapley values and not the Shapley value of the
+    row; the recursion starts at the `nearest`-th position.
     """
 
     settings_type = KnnShapleySettings
@@ -135,21 +137,22 @@ class KnnShapley(BlockMethod[KnnShapleySettings]):
             queries = _queries(inputs)
             nearest, n_points = self._nearest(inputs, work, queries)
             key_SM = np.sort(nearest.key_SM, axis=1)
+            # the lowest bit of a key is whether the label is right, the row stands above the offset
             value_SM = values_by_rank((key_SM & 1).astype(bool), self.settings.k, n_points=n_points)
-            row_SM = (key_SM >> (PLACE_BITS + 1)) & ((1 << ROW_BITS) - 1)
+            row_SM = (key_SM >> (OFFSET_BITS + 1)) & ((1 << ROW_BITS) - 1)
             values = _sum_by_row(row_SM, value_SM, queries.unit_S)
             work.save("values", values)
-        return _Sparse(values, inputs.n_units, self._account())
+        return _SparseScorer(values, inputs.n_units, self._account())
 
     def _nearest(self, inputs: MethodInputs, work: WorkArea, queries: "_Queries") -> tuple["_Nearest", int]:
         """Return the positions of all rows nearest to each unit position, and the number of positions."""
-        done = work.read("nearest-until") or {"stop": 0, "points": 0}
+        saved = work.read("nearest-until") or {"stop": 0, "points": 0}  # of a run that was killed
         nearest = _Nearest(len(queries.label_S), self.settings.nearest)
-        if done["stop"]:
-            nearest.key_SM = np.array(work.load_required(f"nearest-{done['stop']}"))
-        n_points = int(done["points"])
-        inputs.progress.stage("nearest positions", rows=inputs.n_rows - done["stop"], tokens=None)
-        for start, stop in inputs.blocks(done["stop"]):
+        if saved["stop"]:
+            nearest.key_SM = np.array(work.load_required(f"nearest-{saved['stop']}"))
+        n_points = int(saved["points"])
+        inputs.progress.stage("nearest positions", rows=inputs.n_rows - saved["stop"], tokens=None)
+        for start, stop in inputs.blocks(saved["stop"]):
             n_points += self._add_block(inputs, queries, nearest, start, stop)
             work.save(f"nearest-{stop}", nearest.key_SM)
             work.write("nearest-until", {"stop": stop, "points": n_points})
@@ -164,17 +167,17 @@ class KnnShapley(BlockMethod[KnnShapleySettings]):
         first = [0 if (mask := rows.mask(i)) is None else mask for i in range(len(rows))]
         states = hidden_at(inputs.model, sequences, first, self.settings.positions)
         first_n = np.searchsorted(states.sequence_P, np.arange(len(rows)))
-        place_P = np.minimum(np.arange(len(states.label_P)) - first_n[states.sequence_P], (1 << PLACE_BITS) - 1)
-        where_P = ((start + states.sequence_P) << PLACE_BITS) + place_P
+        offset_P = np.minimum(np.arange(len(states.label_P)) - first_n[states.sequence_P], (1 << OFFSET_BITS) - 1)
+        position_P = ((start + states.sequence_P) << OFFSET_BITS) + offset_P
         step = max(1, PAIRS_AT_ONCE // len(queries.label_S))
-        for low in range(0, len(where_P), step):
+        for low in range(0, len(position_P), step):
             chunk = slice(low, low + step)
             grains_SP = queries.grains(states.hidden_PH[chunk])
             s, p = np.nonzero(grains_SP <= nearest.farthest()[:, None])
             right = states.label_P[chunk][p] == queries.label_S[s]
-            nearest.add(s, grains_SP[s, p], where_P[chunk][p], right)
+            nearest.add(s, grains_SP[s, p], position_P[chunk][p], right)
         nearest.merge()
-        return len(where_P)
+        return len(position_P)
 
     def _account(self) -> Account:
         return Account(
@@ -199,12 +202,19 @@ class _Nearest:
         """Return the largest distance among the nearest, in grains, (S,); inf until enough positions were added."""
         if self.key_SM.shape[1] < self.n_nearest:
             return np.full(len(self.key_SM), np.inf)
-        return np.asarray(self.key_SM.max(axis=1) >> (ROW_BITS + PLACE_BITS + 1), dtype=np.float64)
+        return np.asarray(self.key_SM.max(axis=1) >> (ROW_BITS + OFFSET_BITS + 1), dtype=np.float64)
 
-    def add(self, query: I64, grains: F64, where: I64, right: Bool) -> None:
-        """Add positions `where`, each for one query."""
-        key_high = np.clip(grains, 0, MAX_GRAINS).astype(np.int64) << (ROW_BITS + PLACE_BITS + 1)
-        self._new.append((query, key_high + (where << 1) + right))
+    def add(self, query: I64, grains: F64, position: I64, right: Bool) -> None:
+        """Add positions, each for one query.
+
+        Args:
+            query: index of the query that each position is near to.
+            grains: distances, in whole grains.
+            position: row and offset, packed as in the keys.
+            right: whether the label of the position is that of the query.
+        """
+        distance_bits = np.clip(grains, 0, MAX_GRAINS).astype(np.int64) << (ROW_BITS + OFFSET_BITS + 1)
+        self._new.append((query, distance_bits + (position << 1) + right))
         self._n_new += len(query)
         if self._n_new > self.n_nearest * len(self.key_SM):
             self.merge()
@@ -217,9 +227,10 @@ class _Nearest:
         self._new, self._n_new = [], 0
         count_S = np.bincount(query, minlength=len(self.key_SM))
         order = np.argsort(query, kind="stable")
-        place = np.arange(len(query)) - np.repeat(np.cumsum(count_S) - count_S, count_S)
+        # column of each new key among those of its query
+        column = np.arange(len(query)) - np.repeat(np.cumsum(count_S) - count_S, count_S)
         new_SM = np.full((len(self.key_SM), int(count_S.max())), NO_KEY)
-        new_SM[query[order], place] = key[order]
+        new_SM[query[order], column] = key[order]
         merged_SM = np.concatenate([self.key_SM, new_SM], axis=1)
         if merged_SM.shape[1] > self.n_nearest:
             merged_SM = np.partition(merged_SM, self.n_nearest - 1, axis=1)[:, : self.n_nearest]
@@ -253,7 +264,7 @@ def _queries(inputs: MethodInputs) -> _Queries:
     return _Queries(states.hidden_PH.astype(np.float64), states.label_P, states.sequence_P)
 
 
-VALUES = np.dtype([("row", "<i8"), ("unit", "<i4"), ("value", "<f8")])
+ROW_UNIT_VALUE = np.dtype([("row", "<i8"), ("unit", "<i4"), ("value", "<f8")])
 
 
 def _sum_by_row(row_SM: I64, value_SM: F64, unit_S: I64) -> NDArray[np.void]:
@@ -261,13 +272,13 @@ def _sum_by_row(row_SM: I64, value_SM: F64, unit_S: I64) -> NDArray[np.void]:
     count_E = np.bincount(unit_S)
     unit_SM = np.broadcast_to(unit_S[:, None], row_SM.shape)
     key, inverse = np.unique(row_SM * len(count_E) + unit_SM, return_inverse=True)
-    out = np.empty(len(key), dtype=VALUES)
+    out = np.empty(len(key), dtype=ROW_UNIT_VALUE)
     out["row"], out["unit"] = np.divmod(key, len(count_E))
     out["value"] = np.bincount(inverse.ravel(), weights=(value_SM / count_E[unit_SM]).ravel(), minlength=len(key))
     return out
 
 
-class _Sparse(RowScorer):
+class _SparseScorer(RowScorer):
     """Stored values of some rows; 0 for the others."""
 
     def __init__(self, values: NDArray[np.void], n_units: int, account: Account) -> None:

@@ -24,7 +24,7 @@ from grasp.models.gradients import PerExample
 from grasp.settings import refuse_idle
 from grasp.training.train import RECORD
 
-EPSILON = 1e-8
+EPSILON = 1e-8  # Adam's eps, under the root as in the code of LESS
 
 
 class LessSettings(WeightedSettings):
@@ -49,10 +49,14 @@ class LessSettings(WeightedSettings):
 class Less(CosineMethod[LessSettings]):
     """Gradients of units against Adam's steps on rows, normalised (adapted).
 
-    Cosine of a unit's gradient with the step that Adam would take on the row, summed over checkpoints.
+    Cosine of a unit's gradient with the step that Adam would take on the row, summed over checkpoints with their
+    learning rates as weights.
 
-    Source: Xia et al. 2024, section 3, adapted as in the paper's appendix: full training, no LoRA. Deviation: weights
-    are divided by their sum; moments are those of the whole run, not of a warm-up.
+    Source: Xia et al. 2024 (arXiv 2402.04333), section 3.
+    As published: a warm-up with LoRA on a small share of the data, whose checkpoints give gradients and Adam's moments;
+    gradients are projected to 8,192 numbers.
+    Deviation: adapted to pretraining as in the GRASP paper's appendix: checkpoints of the full training, no LoRA.
+    Weights are divided by their sum; moments are those of the whole run, not of a warm-up.
     """
 
     settings_type = LessSettings

@@ -37,8 +37,10 @@ class Ngram(BlockMethod[NgramSettings]):
 
     Change of the mean log probability of a unit's answer under an n-gram model of the corpus, per row, to first order.
 
-    Source: interpolated n-gram models (Jelinek and Mercer 1980). Deviation: the orders whose context occurs share the
-    weight equally, and the model of a subset is linearised at the model of the whole corpus.
+    Source: interpolated n-gram models (Jelinek and Mercer 1980).
+    As published: the weights of the orders are estimated on held-out text; the model scores texts, not training rows.
+    Deviation: the orders whose context occurs share the weight equally, and the model of a subset is linearised at the
+    model of the whole corpus.
     """
 
     settings_type = NgramSettings
@@ -47,26 +49,28 @@ class Ngram(BlockMethod[NgramSettings]):
     def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         del part
         vocabulary = inputs.artifact.manifest.detail("vocab_size")
-        grams = [_Grams.from_units(inputs.unit_tokens, n, vocabulary) for n in range(1, self.settings.order + 1)]
+        grams = [_Sequences.from_units(inputs.unit_tokens, n, vocabulary) for n in range(1, self.settings.order + 1)]
 
         def count_sequences() -> F64:
             total_C = np.zeros(sum(len(gram) for gram in grams))
             for start, stop in inputs.blocks():
-                total_C += _counts(grams, inputs.rows(start, stop)).sum(axis=0)
+                total_C += _count_sequences(grams, inputs.rows(start, stop)).sum(axis=0)
             return total_C
 
         total_C = np.asarray(work.load_or_compute("totals", count_sequences), dtype=np.float64)
         unit_P = np.repeat(np.arange(inputs.n_units), [len(unit.input_ids) - unit.first for unit in inputs.unit_tokens])
-        weight_CE = _weights(grams, total_C / inputs.n_rows, unit_P, self.settings.uniform)
+        weight_CE = _derivatives(grams, total_C / inputs.n_rows, unit_P, self.settings.uniform)
         return _NgramScorer(inputs, grams, weight_CE, self.settings.order)
 
 
 @dataclass(frozen=True, slots=True)
-class _Grams:
+class _Sequences:
     """Sequences of one length in the units, and their contexts, as integer codes.
 
     Attributes:
-        keys: for each depth the sorted keys, (code of the preceding sequence) * V + token.
+        keys: for each depth d = 1 .. n the sorted keys of sequences of d tokens. The key of a sequence is
+            (code of its first d - 1 tokens) * V + its last token, and its code is the position of its key. So a
+            sequence of any length is found by n binary searches.
         position, context, whole: for each predicted token with a long enough context: its index, the code of its
             context, the code of the whole sequence.
     """
@@ -80,10 +84,11 @@ class _Grams:
 
     @property
     def n_contexts(self) -> int:
+        """Number of different contexts; sequences of length 1 have a single one, the empty context."""
         return len(self.keys[-2]) if self.n > 1 else 1
 
     @classmethod
-    def from_units(cls, units: list[UnitTokens], n: int, vocabulary: int) -> "_Grams":
+    def from_units(cls, units: list[UnitTokens], n: int, vocabulary: int) -> "_Sequences":
         """Collect the sequences that end in a token of an answer."""
         predicted = [(unit.input_ids, t) for unit in units for t in range(unit.first, len(unit.input_ids))]
         position = [p for p, (_, t) in enumerate(predicted) if t >= n - 1]
@@ -100,7 +105,11 @@ class _Grams:
         return self.n_contexts + len(self.keys[-1])
 
     def find(self, rows: TokenRows) -> tuple[I64, I64]:
-        """Return the occurrences of units' sequences in rows: row index, and code (contexts first, then sequences)."""
+        """Return the occurrences of the units' sequences, and of their contexts, in rows.
+
+        Returns:
+            Row of each occurrence, and its code: contexts first, then whole sequences, from `n_contexts` on.
+        """
         flat, row = rows.flat_ids.astype(np.int64), np.repeat(np.arange(len(rows)), np.diff(rows.offsets))
         predicted = np.ones(len(flat), dtype=np.bool_) if rows.loss_mask is None else rows.loss_mask.copy()
         predicted[rows.offsets[:-1]] = False  # the first token of a row has no context
@@ -114,58 +123,61 @@ class _Grams:
                 codes.append(code)
             key = code * self.vocabulary + flat[end - self.n + 1 + depth]
             position = np.minimum(np.searchsorted(known, key), max(len(known) - 1, 0))
-            is_match = known[position] == key if len(known) else np.zeros(len(key), dtype=np.bool_)
-            end, code = end[is_match], position[is_match]
+            is_known = known[position] == key if len(known) else np.zeros(len(key), dtype=np.bool_)
+            end, code = end[is_known], position[is_known]
         return np.concatenate([*matched_rows, row[end]]), np.concatenate([*codes, code + self.n_contexts])
 
 
-def _starts(grams: list[_Grams]) -> Iterator[tuple[int, _Grams]]:
+def _with_offsets(grams: list[_Sequences]) -> Iterator[tuple[int, _Sequences]]:
+    """Yield the sequences of each length with the index of their first column among all C."""
     start = 0
     for gram in grams:
         yield start, gram
         start += len(gram)
 
 
-def _counts(grams: list[_Grams], rows: TokenRows) -> csr_array:
+def _count_sequences(grams: list[_Sequences], rows: TokenRows) -> csr_array:
     """Count each sequence in each row, (n, C)."""
-    matches = [(gram.find(rows), start) for start, gram in _starts(grams)]
+    matches = [(gram.find(rows), start) for start, gram in _with_offsets(grams)]
     row = np.concatenate([row for (row, _), _ in matches])
     code = np.concatenate([code + start for (_, code), start in matches])
     shape = (len(rows), sum(len(gram) for gram in grams))
     return csr_array(coo_array((np.ones(len(row)), (row, code)), shape=shape))
 
 
-def _weights(grams: list[_Grams], mean_C: F64, unit_P: I64, uniform: float) -> csr_array:
+def _derivatives(grams: list[_Sequences], mean_C: F64, unit_P: I64, uniform: float) -> csr_array:
     """Return the derivative of a unit's mean log probability by each sequence's count, times N, (C, E).
 
     With p = lambda_0 / V + sum_n lambda_n A_n / B_n:  d log p = sum_n lambda_n (dA_n - (A_n / B_n) dB_n) / (B_n p).
     """
-    share_P, seen_P = np.zeros(len(unit_P)), np.zeros(len(unit_P))
+    # sum of A_n / B_n over the orders, and number of orders whose context occurs, of each predicted token
+    share_P, n_contexts_P = np.zeros(len(unit_P)), np.zeros(len(unit_P))
     parts = []
-    for start, gram in _starts(grams):
-        near, same = mean_C[start + gram.context], mean_C[start + gram.n_contexts + gram.whole]
-        share = same / np.where(near > 0, near, np.inf)
+    for start, gram in _with_offsets(grams):
+        context_count, sequence_count = mean_C[start + gram.context], mean_C[start + gram.n_contexts + gram.whole]
+        share = sequence_count / np.where(context_count > 0, context_count, np.inf)
         share_P[gram.position] += share
-        seen_P[gram.position] += near > 0
-        parts.append((start, gram, np.where(near > 0, near, np.inf), share))
-    weight_P = (1 - uniform) / np.maximum(seen_P, 1)
+        n_contexts_P[gram.position] += context_count > 0
+        parts.append((start, gram, np.where(context_count > 0, context_count, np.inf), share))
+    weight_P = (1 - uniform) / np.maximum(n_contexts_P, 1)  # lambda_n: equal for all orders whose context occurs
+    # lambda_n / p, divided by the number of predicted tokens of the unit
     slope_P = weight_P / (uniform / grams[0].vocabulary + weight_P * share_P) / np.bincount(unit_P)[unit_P]
     rows, columns, values = [], [], []
-    for start, gram, near, share in parts:
-        slope = slope_P[gram.position] / near
+    for start, gram, context_count, share in parts:
+        slope = slope_P[gram.position] / context_count
         rows += [start + gram.n_contexts + gram.whole, start + gram.context]
         columns += [unit_P[gram.position]] * 2
         values += [slope, -slope * share]
-    at = (np.concatenate(rows), np.concatenate(columns))
-    return csr_array(coo_array((np.concatenate(values), at), shape=(len(mean_C), int(unit_P.max()) + 1)))
+    coordinates = (np.concatenate(rows), np.concatenate(columns))
+    return csr_array(coo_array((np.concatenate(values), coordinates), shape=(len(mean_C), int(unit_P.max()) + 1)))
 
 
 class _NgramScorer(RowScorer):
-    def __init__(self, inputs: MethodInputs, grams: list[_Grams], weight_CE: csr_array, order: int) -> None:
-        self._material, self._grams, self._weight_CE, self._order = inputs, grams, weight_CE, order
+    def __init__(self, inputs: MethodInputs, grams: list[_Sequences], weight_CE: csr_array, order: int) -> None:
+        self._inputs, self._grams, self._weight_CE, self._order = inputs, grams, weight_CE, order
 
     def score(self, start: int, stop: int) -> Scores:
-        return np.asarray((_counts(self._grams, self._material.rows(start, stop)) @ self._weight_CE).toarray())
+        return np.asarray((_count_sequences(self._grams, self._inputs.rows(start, stop)) @ self._weight_CE).toarray())
 
     def account(self) -> Account:
         return Account(

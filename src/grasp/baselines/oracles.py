@@ -49,9 +49,10 @@ def mask_features(blocks: Iterable[SubsetBlock]) -> OracleFeatures:
 
     Memory: 8 bytes per subset and row, suitable for pools of up to about 100,000 rows.
     """
-    held = list(blocks)
-    ids = tuple(name for block in held for name in block.subset_ids)
-    return OracleFeatures("masks", ids, np.concatenate([(b.weights_BN > 0).toarray() for b in held]).astype(float))
+    blocks = list(blocks)
+    ids = tuple(name for block in blocks for name in block.subset_ids)
+    mask_BN = np.concatenate([(block.weights_BN > 0).toarray() for block in blocks])
+    return OracleFeatures("masks", ids, mask_BN.astype(float))
 
 
 def fraction_features(
@@ -67,9 +68,10 @@ def fraction_features(
     parts: list[F64] = []
     for block in blocks:
         matrix = block.weights_BN
-        subset_of = np.repeat(np.arange(len(block.subset_ids)), block.sizes_B)
+        # each stored entry of the sparse weights is a row of a subset: count entries by (subset, label value)
+        subset_of_entry = np.repeat(np.arange(len(block.subset_ids)), block.sizes_B)
         n_values = len(labels.values)
-        cells = subset_of * n_values + labels.codes_N[matrix.indices]
+        cells = subset_of_entry * n_values + labels.codes_N[matrix.indices]
         counts = np.bincount(cells, minlength=len(block.subset_ids) * n_values)
         counts_BF = counts.reshape(-1, n_values).astype(np.float64)
         whole = counts_BF.sum(axis=1, keepdims=True) if of == "subset" else labels.counts[None].astype(float)
@@ -102,7 +104,7 @@ def lasso_oracle(features: OracleFeatures, utilities: Utilities, *, folds: int =
     return _oracle("lasso", _lasso_out, features, utilities, folds, seed)
 
 
-class _Fit:
+class RidgeFit:
     """A ridge fit in dual closed form, for all outputs and all penalties at once.
 
     With centred rows, K = X X^T = V diag(s) V^T, the smoother of penalty l is H = 1/n + V diag(s/(s+l)) V^T,
@@ -128,46 +130,46 @@ class _Fit:
     def predict(self, x_BF: F64) -> F64:
         """Predict deviations from the training mean; each output uses the penalty of least leave-one-out error."""
         best_E = np.argmin([self.left_out_error(penalty) for penalty in self.penalties], axis=0)
-        similar = (x_BF - self.mean_F) @ self.x_BF.T
+        product_BB = (x_BF - self.mean_F) @ self.x_BF.T  # inner products of new and training rows
         shrink_KE = 1.0 / (self.spectrum[:, None] + self.penalties[best_E][None])
         dual_BE = self.v @ (shrink_KE * (self.v.T @ self.y_BE))
-        return np.asarray(similar @ dual_BE)
+        return np.asarray(product_BB @ dual_BE)
 
 
-def ridge_out(x_BF: F64, y_BE: F64, held_BF: F64) -> F64:
+def ridge_out(x_BF: F64, y_BE: F64, test_BF: F64) -> F64:
     """Fit the training fold and predict the held-out rows; the penalty is chosen by leave-one-out error."""
-    return _Fit(x_BF, y_BE).predict(held_BF)
+    return RidgeFit(x_BF, y_BE).predict(test_BF)
 
 
-def _lasso_out(x_BF: F64, y_BE: F64, held_BF: F64) -> F64:
+def _lasso_out(x_BF: F64, y_BE: F64, test_BF: F64) -> F64:
+    """Fit the training fold with an L1 penalty, output by output, and predict the held-out rows."""
     linear = require("sklearn.linear_model", extra="baselines", feature="the lasso oracle")
-    out = np.empty((len(held_BF), y_BE.shape[1]))
+    out = np.empty((len(test_BF), y_BE.shape[1]))
     centred_BF = x_BF - x_BF.mean(axis=0)
     for e in range(y_BE.shape[1]):
         y = y_BE[:, e]
-        largest = np.abs(centred_BF.T @ (y - y.mean())).max() / len(y)
+        largest = np.abs(centred_BF.T @ (y - y.mean())).max() / len(y)  # smallest penalty at which all are zero
         if largest == 0.0:
             out[:, e] = 0.0
             continue
         model = linear.LassoCV(alphas=largest * LASSO_PENALTIES, cv=min(5, len(y)), max_iter=20_000, tol=1e-3)
-        out[:, e] = model.fit(x_BF, y).predict(held_BF) - y.mean()
+        out[:, e] = model.fit(x_BF, y).predict(test_BF) - y.mean()
     return out
 
 
 def _oracle(
-    kind: str,
+    penalty: str,
     fit: Fitter,
     features: OracleFeatures,
     utilities: Utilities,
     folds: int,
     seed: int,
 ) -> Predictions:
+    """Predict units and task means out of fold; `penalty` names the method in the result."""
     realized_BE = utilities.values_BSE.mean(axis=1)
     targets = tuple(dict.fromkeys(utilities.targets))
-    of_target = {
-        name: [e for e, unit_target in enumerate(utilities.targets) if unit_target == name] for name in targets
-    }
-    tasks_BT = np.stack([realized_BE[:, unit_target].mean(axis=1) for unit_target in of_target.values()], axis=1)
+    unit_target_E = np.array(utilities.targets)
+    tasks_BT = np.stack([realized_BE[:, unit_target_E == name].mean(axis=1) for name in targets], axis=1)
     n_units = realized_BE.shape[1]
     out = cross_fit(
         fit,
@@ -177,7 +179,7 @@ def _oracle(
         seed=seed,
     )
     return Predictions(
-        method=f"oracle-{kind}-{features.name}",
+        method=f"oracle-{penalty}-{features.name}",
         subset_ids=utilities.subset_ids,
         units=tuple(zip(utilities.targets, utilities.unit_ids, strict=True)),
         values_BE=out[:, :n_units],
@@ -204,12 +206,13 @@ def cross_fit(fit: Fitter, x_BF: F64, y_BE: F64, *, folds: int, seed: int) -> F6
     fold_B[order] = np.arange(n_subsets) % folds
     out_BE = np.empty(y_BE.shape)
     for k in range(folds):
-        held = fold_B == k
-        out_BE[held] = fit(x_BF[~held], y_BE[~held], x_BF[held])
+        is_test_B = fold_B == k
+        out_BE[is_test_B] = fit(x_BF[~is_test_B], y_BE[~is_test_B], x_BF[is_test_B])
     return out_BE
 
 
 def _in_order(features: OracleFeatures, subset_ids: Sequence[str]) -> F64:
+    """Return the features of the given subsets, (B, F), in their order."""
     position = {name: b for b, name in enumerate(features.subset_ids)}
     missing = [name for name in subset_ids if name not in position]
     if missing:

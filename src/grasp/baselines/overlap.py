@@ -29,12 +29,12 @@ class OverlapSettings(Settings):
 
 
 class Overlap(BlockMethod[OverlapSettings]):
-    """Share of the unit's words that the row has.
+    """Share of the unit's distinct words that the row has.
 
-    Share of a unit's distinct words that the row has.
-
-    Source: the paper's retrieval table, which lists "query overlap" without a definition; the share is chosen here.
-    Words are those of bm25: no stop words, rows decoded from their tokens.
+    Source: the GRASP paper's retrieval table.
+    As published: listed as "query overlap", without a definition.
+    Deviation: none known, since the share is a definition of our own. Words are those of bm25: no stop words, rows
+    decoded from their tokens.
     """
 
     settings_type = OverlapSettings
@@ -51,12 +51,12 @@ class Overlap(BlockMethod[OverlapSettings]):
                 f"overlap: none of the {len(queries)} units has a query word, e.g. {unit.unit_id!r} of {unit.target}; "
                 f"the setting query is {self.settings.query!r}, try 'both'"
             )
-        return _Shares(inputs, queries, self.settings.query)
+        return _OverlapScorer(inputs, queries, self.settings.query)
 
 
-class _Shares(RowScorer):
+class _OverlapScorer(RowScorer):
     def __init__(self, inputs: MethodInputs, queries: Sequence[set[str]], which: str) -> None:
-        self._material, self._which = inputs, which
+        self._inputs, self._which = inputs, which
         self._word_id = {word: w for w, word in enumerate(sorted(set().union(*queries)))}
         self._share_WE = self._matrix([[self._word_id[word] for word in query] for query in queries]).T.tocsr()
         # a unit without words has an empty column: 0 for every row
@@ -64,7 +64,7 @@ class _Shares(RowScorer):
         self._n_empty = sum(not query for query in queries)
 
     def score(self, start: int, stop: int) -> Scores:
-        texts = self._material.texts(start, stop)
+        texts = self._inputs.texts(start, stop)
         known = [[self._word_id[word] for word in set(words(text)) & self._word_id.keys()] for text in texts]
         shared_nE = (self._matrix(known) @ self._share_WE).toarray()
         return np.asarray(shared_nE / self._size_E)

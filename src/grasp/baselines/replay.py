@@ -1,4 +1,7 @@
-r"""Replay of a training run in which each step's batch is valued as a separate game. Start with `Replay`.
+r"""Steps of a training run in which each step's batch is valued as a separate game. Start with `Replay`.
+
+The formulas are those of In-Run Data Shapley (Wang et al. 2025, arXiv 2406.11011). It is not the replay of
+`grasp.training`, which differentiates a whole training.
 
 A step with learning rate eta moves the covered parameters by -eta sum_i d_i, where d_i = P (c_i g_i): g_i is the
 gradient of row i's mean loss, c_i its share of the batch's labels (so that sum_i c_i g_i is the gradient of the batch's
@@ -15,6 +18,8 @@ and the Shapley values of the two terms are
 
 H_val d is computed by central differences of g_val along d. Each value is an inner product of a row's gradient with
 matrices that are shared by the whole batch, so no row's gradient is formed.
+
+A block is one parameter matrix of the model, seen as (X, Y); lists of tensors below have one per block.
 
 Shape letters: B rows of the batch, C columns (validation losses), E units, X left width, Y right width.
 """
@@ -102,6 +107,7 @@ class Replay:
 
     @property
     def n_columns(self) -> int:
+        """Number of validation losses, C."""
         return len(self._units) if self._weight_CE is None else len(self._weight_CE)
 
     def advance(self, rows: Sequence[Example]) -> F64:
@@ -145,16 +151,17 @@ class Replay:
         return sums.matrices
 
     def _direction(self, gradient: Matrices, weight_CE: F64) -> list[Tensor]:
-        """Return P (g_val - eta / 2 H_val d)."""
+        """Return P (g_val - eta / 2 H_val d), (C, X, Y) per block; its product with c_i g_i is the value of row i."""
         direction = self._validation(weight_CE)
         scale = self._scale(gradient)
         if self.settings.order == 2:
-            moved = _scale_matrices(gradient, scale)
-            length = self._difference_length(moved)
+            step_d = _scale_matrices(gradient, scale)
+            length = self._difference_length(step_d)
             if length:
-                self._move(moved, length)
+                # H d = (g(w + length d) - g(w - length d)) / (2 length)
+                self._move(step_d, length)
                 forward = self._validation(weight_CE)
-                self._move(moved, -length)
+                self._move(step_d, -length)
                 backward = self._validation(weight_CE)
                 self._parameters.write(self._weights)
                 factor = self.settings.learning_rate / (4.0 * length)
@@ -168,29 +175,30 @@ class Replay:
         sums = WeightedSums(self.engine, share_B[None])
         run_over(self.engine, rows, [sums])
         scale = self._scale(sums.matrices)
-        moved = _scale_matrices(sums.matrices, scale)
+        step_d = _scale_matrices(sums.matrices, scale)
         at_once = max(1, DIRECTION_ELEMENTS // self.engine.layers.size)
-        parts = [self._unit_values(rows[i : i + at_once], scale, moved) for i in range(0, len(rows), at_once)]
+        parts = [self._unit_values(rows[i : i + at_once], scale, step_d) for i in range(0, len(rows), at_once)]
         value_BE = self.settings.learning_rate * share_B[:, None] * np.concatenate(parts)
         return [total[0] for total in sums.matrices], value_BE
 
-    def _unit_values(self, rows: Sequence[Example], scale: Matrices | None, moved: Matrices) -> F64:
+    def _unit_values(self, rows: Sequence[Example], scale: Matrices | None, step_d: Matrices) -> F64:
         """Return <P g_i, g_e - eta / 2 H_e d> for some rows and all units."""
         each = EachGradient(self.engine, len(rows))
         run_over(self.engine, rows, [each])
         directions = _scale_matrices(each.matrices, scale)
         value_EB = self._unit_products(directions)
-        length = self._difference_length(moved) if self.settings.order == 2 else 0.0
+        length = self._difference_length(step_d) if self.settings.order == 2 else 0.0
         if length:
-            self._move(moved, length)
+            self._move(step_d, length)
             forward_EB = self._unit_products(directions)
-            self._move(moved, -length)
+            self._move(step_d, -length)
             backward_EB = self._unit_products(directions)
             self._parameters.write(self._weights)
             value_EB = value_EB - self.settings.learning_rate / (4.0 * length) * (forward_EB - backward_EB)
         return value_EB.T
 
     def _unit_products(self, directions: Matrices) -> F64:
+        """Return the inner products of the units' gradients at the current weights with the directions, (E, B)."""
         products = InnerProducts(self.engine, directions, len(self._units))
         run_over(self.engine, self._units, [products])
         return products.products
@@ -211,13 +219,14 @@ class Replay:
             scale.append(1.0 / ((second / correction).sqrt() + self.settings.epsilon))
         return scale
 
-    def _difference_length(self, moved: Matrices) -> float:
+    def _difference_length(self, step_d: Matrices) -> float:
         """Return the step length along d for the difference; 0 if d is 0."""
-        size = total_norm(moved)
+        size = total_norm(step_d)
         return RELATIVE_STEP * max(total_norm(self._weights), 1.0) / size if size else 0.0
 
-    def _move(self, moved: Matrices, length: float) -> None:
-        self._parameters.write(map_blocks(lambda weight, d: weight + length * d[0], self._weights, moved))
+    def _move(self, step_d: Matrices, length: float) -> None:
+        """Set the model's parameters to w + length d; `_weights` keeps w."""
+        self._parameters.write(map_blocks(lambda weight, d: weight + length * d[0], self._weights, step_d))
 
     # ------------------------------------------------------------------------------------------- state
 
@@ -247,6 +256,7 @@ class Replay:
 
 
 def _scale_matrices(matrices: Matrices, scale: Matrices | None) -> list[Tensor]:
+    """Multiply by P elementwise; None: the identity."""
     return list(matrices) if scale is None else map_blocks(lambda matrix, factor: matrix * factor, matrices, scale)
 
 

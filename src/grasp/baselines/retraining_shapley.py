@@ -66,13 +66,17 @@ class RetrainingShapleySettings(Settings):
 class RetrainingShapley(BlockMethod[RetrainingShapleySettings]):
     """Shapley values of rows or groups by retraining on coalitions.
 
-    Shapley values of the utility after retraining with the recipe of the runs.
+    The utility of a coalition (a set of players: rows, or groups of rows with one label value) is minus the loss of
+    each unit after training on its rows with the recipe of the runs.
 
     Positive: adding the row, or its group, lowers the unit's loss. The value of a group is divided equally among its
     rows, so that the sum over a subset's rows is its predicted utility relative to an untrained model.
-    Source: Ghorbani and Zou 2019, truncated Monte Carlo; groups as in their section 4. Deviation: a coalition with
-    fewer rows than one batch of the recipe has the utility of an untrained model; the recipe's number of steps does not
-    depend on the coalition; scores are summed over a subset, not averaged, unless `weighting: mean` is set.
+
+    Source: Ghorbani and Zou 2019 (Data Shapley, arXiv 1904.02868), truncated Monte Carlo; groups as in their section 4.
+    As published: permutations are sampled until the values converge, with small models that train in seconds.
+    Deviation: the number of permutations is fixed; a coalition with fewer rows than one batch of the recipe has the
+    utility of an untrained model; the recipe's number of steps does not depend on the coalition; scores are summed over
+    a subset, not averaged, unless `weighting: mean` is set.
     """
 
     settings_type = RetrainingShapleySettings
@@ -90,13 +94,14 @@ class RetrainingShapley(BlockMethod[RetrainingShapleySettings]):
         self._check_cost(n_players)
         game = RetrainingGame.from_inputs(inputs, work, player_N, seed=self.seed)
         game.stack = self.settings.stack
-        estimate = self._play(game, n_players)
+        estimate = self._estimate(game, n_players)
         if game.trained or work.read("ready") is None:
             work.write("ready", asdict(game.ready))
         account = self._account(estimate, n_players, player_note)
         return _SharedScorer(estimate.value_PE, player_N, replace(account, ready=Seconds(**(work.read("ready") or {}))))
 
-    def _play(self, game: "RetrainingGame", n_players: int) -> SampledShapley:
+    def _estimate(self, game: "RetrainingGame", n_players: int) -> SampledShapley:
+        """Compute the value of each player for each unit, exactly or from sampled permutations."""
         if not self.settings.permutations:
             value_PE = exact_shapley(game, n_players, block=BLOCK)
             return SampledShapley(value_PE, np.zeros_like(value_PE), 0, 2**n_players, 0)
@@ -117,14 +122,15 @@ class RetrainingShapley(BlockMethod[RetrainingShapleySettings]):
         if name == "label":
             family = inputs.retrained_runs.runs.info.family
             labels = list(inputs.artifact.manifest.details.get("labels", []))
-            _, _, of_family = (family.spec if family else "").partition(":")
-            name = of_family if of_family in labels else next(iter(labels), "")
+            _, _, family_label = (family.spec if family else "").partition(":")  # e.g. mixture:topic
+            name = family_label if family_label in labels else next(iter(labels), "")
         if not name:
             raise SettingsError("retraining_shapley: players: the artifact has no labels; expected rows")
         column = label_column(inputs.artifact, name)
         return column.codes_N.astype(np.int64), f"values of {name}"
 
     def _check_cost(self, n_players: int) -> None:
+        """Refuse games that need too many retrainings."""
         exact = not self.settings.permutations
         if exact and n_players > MAX_EXACT_PLAYERS:
             raise SettingsError(
@@ -155,7 +161,7 @@ class RetrainingGame:
     def __init__(
         self, inputs: MethodInputs, store: WorkArea, player_N: I64, recipe: TrainingRecipe, *, seed: int
     ) -> None:
-        self._material, self._store, self._player_N = inputs, store, player_N
+        self._inputs, self._store, self._player_N = inputs, store, player_N
         self._recipe, self._seed = recipe, seed
         self._device = str(device_of(inputs.settings.model.device))
         self.stack = 1
@@ -189,14 +195,14 @@ class RetrainingGame:
         retained_BN = masks_BG[:, self._player_N]
         names = [self._name(retained_N) for retained_N in retained_BN]
         missing = {name: b for b, name in enumerate(names) if self._store.load(name) is None}
-        self._material.progress.stage("coalitions", rows=len(missing), tokens=None)
+        self._inputs.progress.stage("coalitions", rows=len(missing), tokens=None)
         for batch in batched(missing.items(), self.stack):
             with self._store.timed():
                 utilities = self._train([retained_BN[b] for _, b in batch])
             for (name, _), utility_E in zip(batch, utilities, strict=True):
                 self._store.save(name, utility_E)
             self.trained += len(batch)
-            self._material.progress.advance(len(batch), 0)
+            self._inputs.progress.advance(len(batch), 0)
         return np.stack([self._store.load_required(name) for name in names])
 
     def _name(self, retained_N: Masks) -> str:
@@ -205,25 +211,26 @@ class RetrainingGame:
         return hashlib.blake2b(np.packbits(rows).tobytes(), digest_size=16).hexdigest()
 
     def _trainable(self, retained_N: Masks) -> bool:
+        """Return whether a coalition has the rows of one batch."""
         return bool(retained_N.sum() >= self._recipe.batch_rows)
 
     def _train(self, retained: Sequence[Masks]) -> list[F64]:
-        tokens, large = (
-            self._material.unit_tokens,
-            [retained_N for retained_N in retained if self._trainable(retained_N)],
-        )
-        trained: list[F64] = []
-        if large:
+        """Return the utilities (E,) of coalitions, given as masks of rows; those of the trainable ones are stacked."""
+        trainable = [retained_N for retained_N in retained if self._trainable(retained_N)]
+        utilities: list[F64] = []
+        if trainable:
+            seeds = [self._seed] * len(trainable)
             trainer = train_stacked(
-                self._recipe, self._material.store, seeds=[self._seed] * len(large), retained=large, device=self._device
+                self._recipe, self._inputs.store, seeds=seeds, retained=trainable, device=self._device
             )
-            trained = list(-trainer.model.unit_losses(tokens))
-        remaining = iter(trained)
+            utilities = list(-trainer.model.unit_losses(self._inputs.unit_tokens))
+        remaining = iter(utilities)
         return [next(remaining) if self._trainable(retained_N) else self._untrained() for retained_N in retained]
 
     def _untrained(self) -> F64:
+        """Return the utilities of a model at its initialisation, (E,)."""
         model = Trainer(self._recipe, [self._seed], self._device).model.to_hf(0)
-        return np.asarray(-evaluate_units(model.to(torch.device(self._device)), self._material.unit_tokens))
+        return np.asarray(-evaluate_units(model.to(torch.device(self._device)), self._inputs.unit_tokens))
 
 
 def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:

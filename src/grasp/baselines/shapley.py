@@ -1,8 +1,11 @@
 """Shapley values of a game with any utility function: exact for few players, sampled for many.
 
-Start with `exact_shapley` or `permutation_shapley`. The utility is called with a block of subsets, boolean (B, P), and
-returns (B,) or (B, E): E games over the same players are solved together. No subset is evaluated twice within a block
-or level. An expensive utility should cache its results; a repeated run evaluates the same subsets in the same order.
+The Shapley value of a player is the utility that it adds to the players before it, averaged over all orders of the
+players. Start with `exact_shapley` or `permutation_shapley`.
+
+The utility is called with a block of subsets, boolean (B, P), and returns (B,) or (B, E): E games over the same players
+are solved together. Within a block, and among prefixes of one length, no subset is evaluated twice.
+An expensive utility should cache its results; a repeated run evaluates the same subsets in the same order.
 
 Shape letters: P players, B subsets, M permutations, E games.
 """
@@ -21,7 +24,7 @@ Masks = Bool
 Utility = Callable[[Masks], F64]
 
 MAX_EXACT_PLAYERS = 16
-BLOCK = 1024
+BLOCK = 1024  # default number of subsets per call of the utility
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,24 +101,26 @@ def permutation_shapley(
     before_ME = np.tile(empty_E, (permutations, 1))
     active_M = np.arange(permutations)
     evaluations, truncated = 2, 0
-    for place in range(n_players):
+    for n_before in range(n_players):  # every active permutation adds the player that has n_before players before it
         still_active = (
             active_M if truncation is None else active_M[np.abs(full_E - before_ME[active_M]).max(axis=1) > truncation]
         )
         truncated += permutations - len(still_active)
         active_M = still_active
-        if place == n_players - 1:
+        if n_before == n_players - 1:
             after_ME, n_evaluated = np.tile(full_E, (len(active_M), 1)), 0
         else:
-            after_ME, n_evaluated = _evaluate_prefixes(utility, order_MP[active_M, : place + 1], n_players, block)
+            after_ME, n_evaluated = _evaluate_prefixes(utility, order_MP[active_M, : n_before + 1], n_players, block)
         evaluations += n_evaluated
-        sums.add(order_MP[active_M, place], after_ME - before_ME[active_M])
+        sums.add(order_MP[active_M, n_before], after_ME - before_ME[active_M])
         before_ME[active_M] = after_ME
     return SampledShapley(*sums.means(permutations), permutations, evaluations, truncated)
 
 
 @dataclass(frozen=True, slots=True)
 class _MarginalSums:
+    """Sums of marginal contributions, and of their squares, by player and game."""
+
     total_PE: F64
     square_PE: F64
 
@@ -144,20 +149,22 @@ def _evaluate_prefixes(utility: Utility, prefix_MK: I64, n_players: int, block: 
 
 
 def _evaluate(utility: Utility, masks_BP: Masks) -> F64:
-    answer = np.asarray(utility(masks_BP), dtype=np.float64)
-    answer_BE = answer[:, None] if answer.ndim == 1 else answer
-    if answer_BE.ndim != 2 or len(answer_BE) != len(masks_BP):
+    """Return the utilities of subsets, (B, E), and check their shape and that they are finite."""
+    utilities = np.asarray(utility(masks_BP), dtype=np.float64)
+    utilities_BE = utilities[:, None] if utilities.ndim == 1 else utilities
+    if utilities_BE.ndim != 2 or len(utilities_BE) != len(masks_BP):
         raise ShapeError(
-            f"utility: got shape {answer.shape} for {len(masks_BP)} subsets, expected (B,) or (B, E) for B subsets"
+            f"utility: got shape {utilities.shape} for {len(masks_BP)} subsets, expected (B,) or (B, E) for B subsets"
         )
-    bad = np.argwhere(~np.isfinite(answer_BE))
+    bad = np.argwhere(~np.isfinite(utilities_BE))
     if len(bad):
         players = np.flatnonzero(masks_BP[bad[0, 0]]).tolist()
-        raise ModelError(f"utility: got {answer_BE[tuple(bad[0])]} for players {players}, expected a finite number")
-    return answer_BE
+        raise ModelError(f"utility: got {utilities_BE[tuple(bad[0])]} for players {players}, expected a finite number")
+    return utilities_BE
 
 
 def _all_masks(n_players: int, block: int) -> Iterator[Masks]:
+    """Yield all 2^P subsets as masks (B, P): player k is in subset number b if bit k of b is set."""
     bits = np.arange(n_players)
     for first in range(0, 2**n_players, block):
         codes = np.arange(first, min(first + block, 2**n_players))

@@ -9,7 +9,9 @@ Start with `BlockMethod`. Layout:
         blocks/, work/    until then: scores so far, and intermediate results of the method
 
 `<cache>` defaults to `<artifact>/baselines`. A subclass of `BlockMethod` implements `prepare`, which runs before the
-first block and returns a `RowScorer` that scores a block.
+first block and returns a `RowScorer` that scores a block of rows. A method may read the rows in several passes, called
+parts, and its scores are the sum over them. A finished block is marked on disk, so that a killed run continues with the
+next one.
 """
 
 import hashlib
@@ -42,7 +44,7 @@ from grasp.store.records import JsonModel, Mark, Signed
 from grasp.store.remote import open_store
 
 SCORES, IDS, LOCK = "scores.npy", "scores.ids.json", ".lock"
-BLOCK_ROWS = 16_384
+BLOCK_ROWS = 16_384  # rows per block when stored scores are read
 FORMAT_VERSION = 2
 
 
@@ -120,6 +122,11 @@ class BlockMethod(RowMethod[S]):
         """Do everything before the first block of a part: models, units, statistics over all rows.
 
         Called again when a killed run is resumed; save expensive intermediate results in `work`.
+
+        Args:
+            inputs: rows, units and models of the artifact.
+            work: directory for intermediate results of this run.
+            part: number of the pass over the rows, from 0; see `parts`.
         """
 
     def check(self, inputs: MethodInputs) -> None:
@@ -177,14 +184,14 @@ def result_directory(cache: Path, result_identity: Mapping[str, Any]) -> Path:
 def shared_directory(cache: Path, inputs: MethodInputs, version: int) -> Path:
     """Return the directory that methods of one version share, for one model, tokenizer and corpus."""
     fingerprints = inputs.artifact.manifest.fingerprints
-    decided = {key: fingerprints.get(key) for key in ("model", "tokenizer", "corpus")} | {"version": version}
-    return cache / f"shared-{digest(decided)}"
+    shared_identity = {key: fingerprints.get(key) for key in ("model", "tokenizer", "corpus")} | {"version": version}
+    return cache / f"shared-{digest(shared_identity)}"
 
 
 def identity(method: BlockMethod[Any], inputs: MethodInputs) -> dict[str, Any]:
     """Return everything that determines a method's scores on an artifact."""
     fingerprints = inputs.artifact.manifest.fingerprints
-    decided: dict[str, Any] = {
+    result_identity: dict[str, Any] = {
         "format": FORMAT_VERSION,
         "method": method.name,
         "version": method.version,
@@ -194,18 +201,18 @@ def identity(method: BlockMethod[Any], inputs: MethodInputs) -> dict[str, Any]:
         "units": inputs.units.fingerprint,
     } | dict(method.extra_identity(inputs))
     if "tokens" in method.requires:
-        decided["tokenizer"] = fingerprints.get("tokenizer")
-        decided["unit_length"] = inputs.settings.targets.max_length
+        result_identity["tokenizer"] = fingerprints.get("tokenizer")
+        result_identity["unit_length"] = inputs.settings.targets.max_length
     if method.requires & {"model", "checkpoints"}:
-        decided["model"] = fingerprints.get("model")
+        result_identity["model"] = fingerprints.get("model")
     if "checkpoints" in method.requires:
-        decided["checkpoints"] = [
+        result_identity["checkpoints"] = [
             (checkpoint.fingerprint, checkpoint.learning_rate) for checkpoint in training_checkpoints(inputs)
         ]
     if "runs" in method.requires:
         info = inputs.retrained_runs.runs.info
-        decided["environment"] = [info.masks_checksum, info.recipe_settings, list(info.seeds)]
-    return decided
+        result_identity["environment"] = [info.masks_checksum, info.recipe_settings, list(info.seeds)]
+    return result_identity
 
 
 def digest(identity: Mapping[str, Any]) -> str:
@@ -218,19 +225,20 @@ class _Run:
     """A computation of scores, new or resumed."""
 
     def __init__(self, directory: Path, shared: Path, method: BlockMethod[Any], inputs: MethodInputs) -> None:
-        self._directory, self._method, self._material = directory, method, inputs
+        self._directory, self._method, self._inputs = directory, method, inputs
         self._work, self._store = WorkArea(directory / "work", shared), Store(directory, BLOCKS)
         self._unrecorded = Seconds()  # time not yet recorded in the mark of a block
 
     def finish(self, result_identity: Mapping[str, Any]) -> None:
         """Score the remaining blocks, then write the result."""
-        n_parts, blocks = self._method.parts(self._material), list(self._material.blocks())
+        n_parts, blocks = self._method.parts(self._inputs), list(self._inputs.blocks())
         if n_parts < 1:
             raise ModelError(f"{type(self._method).__name__}: got {n_parts} passes over the rows, expected at least 1")
         self._store.begin({**result_identity, "blocks": [stop for _, stop in blocks]}, replace=True)
-        done = {mark.start: mark.part for mark, _ in self._marks()}
+        last_part_of = {mark.start: mark.part for mark, _ in self._marks()}  # by first row of the block
         for part in range(n_parts):
-            remaining = [block for block in blocks if done.get(block[0], -1) < part]
+            remaining = [block for block in blocks if last_part_of.get(block[0], -1) < part]
+            # The last part always runs, since its scorer returns the account, even if all blocks are on disk.
             if remaining or part == n_parts - 1:
                 account = self._score_part(part, remaining, "" if n_parts == 1 else f" {part + 1} of {n_parts}")
         self._write_result(account, result_identity)
@@ -246,36 +254,45 @@ class _Run:
         self._store.clear()
 
     def _score_part(self, part: int, remaining: list[tuple[int, int]], which: str) -> Account:
+        """Score the remaining blocks of a part, and store each as the sum over the parts so far.
+
+        Args:
+            part: number of the part.
+            remaining: first row, and row after the last, of each block.
+            which: suffix of the progress message.
+        """
         with self._timed():
-            scorer = self._method.prepare(self._material, self._work, part)
+            scorer = self._method.prepare(self._inputs, self._work, part)
         rows = sum(stop - start for start, stop in remaining)
-        self._material.progress.stage(f"scoring rows{which}", rows=rows, tokens=None)
+        self._inputs.progress.stage(f"scoring rows{which}", rows=rows, tokens=None)
         for start, stop in remaining:
-            before, name = f"{part - 1}-{start}", f"{part}-{start}"
+            previous_name, name = f"{part - 1}-{start}", f"{part}-{start}"
             with self._timed():
                 block = self._score_block(scorer, start, stop)
             if part:
-                block = block + np.load(self._store.file(before), allow_pickle=False)
-                self._unrecorded += self._store.mark(before).seconds
+                block = block + np.load(self._store.file(previous_name), allow_pickle=False)
+                self._unrecorded += self._store.mark(previous_name).seconds
             mark_fields = {"part": part, "start": start, "stop": stop, "seconds": self._unrecorded}
             self._store.put(name, {f"blocks/{name}.npy": npy_bytes(block)}, **mark_fields)
-            self._store.drop(before)
+            self._store.drop(previous_name)
             self._unrecorded = Seconds()
-            self._material.progress.advance(stop - start, 0)
+            self._inputs.progress.advance(stop - start, 0)
         return scorer.account()
 
     def _score_block(self, scorer: RowScorer, start: int, stop: int) -> F32:
+        """Score a block, and check the shape and that all scores are finite in the stored dtype."""
         block, name = np.asarray(scorer.score(start, stop)), type(self._method).__name__
-        n_units = self._material.n_units
+        n_units = self._inputs.n_units
         if block.ndim != 2 or len(block) != stop - start or block.shape[1] not in (1, n_units):
             raise ShapeError(
                 f"{name}: rows {start} to {stop}: got shape {block.shape}, expected {(stop - start, n_units)} or "
                 f"{(stop - start, 1)}"
             )
+        # `not <=` instead of `>`: a NaN compares false, and must be refused.
         bad = np.argwhere(~(np.abs(block) <= np.finfo(self._method.dtype).max))
         if len(bad):
             row, column = bad[0]
-            unit = self._material.units.units[column].unit_id if block.shape[1] > 1 else "any"
+            unit = self._inputs.units.units[column].unit_id if block.shape[1] > 1 else "any"
             raise ModelError(
                 f"{name}: score of row {start + row} for unit {unit!r} is {block[row, column]} ({len(bad)} such in "
                 f"this block), expected a finite {self._method.dtype} number; {self._advice()}"
@@ -284,15 +301,15 @@ class _Run:
 
     def _advice(self) -> str:
         """Return a hint for a score that is not finite."""
-        dtype = self._material.settings.model.dtype
+        dtype = self._inputs.settings.model.dtype
         if self._method.requires & {"model", "checkpoints"} and dtype != "float32":
             return f"the model is in {dtype}, build with model.dtype: float32"
         return "check the row, the unit and the settings of the method"
 
     def _write_result(self, account: Account, result_identity: Mapping[str, Any]) -> None:
-        final_marks = {
-            mark.start: (mark, name) for mark, name in self._marks()
-        }.values()  # the last part wins: a killed run may leave earlier ones
+        """Write the scores of all blocks, the ids of the units, and the record, which makes the result complete."""
+        # A killed run may leave marks of an earlier part; marks are ordered by part, so the last one is taken.
+        final_marks = {mark.start: (mark, name) for mark, name in self._marks()}.values()
         for mark, _ in final_marks:
             self._unrecorded += mark.seconds
 
@@ -301,13 +318,13 @@ class _Run:
             for mark, name in final_marks:
                 block = np.load(self._store.file(name), allow_pickle=False)
                 if scores is None:
-                    shape = self._material.n_rows, block.shape[1]
+                    shape = self._inputs.n_rows, block.shape[1]
                     scores = open_memmap(path, mode="w+", dtype=np.dtype(self._method.dtype), shape=shape)
                 scores[mark.start : mark.stop] = block
             assert scores is not None
             scores.flush()
 
-        units = [[unit.target, unit.unit_id] for unit in self._material.units.units]
+        units = [[unit.target, unit.unit_id] for unit in self._inputs.units.units]
         files: dict[str, Content] = {SCORES: write_scores, IDS: json.dumps({"units": units}).encode()}
         entries = {name: write_content(self._directory / name, content) for name, content in files.items()}
         record = ScoreRecord(identity=dict(result_identity), seconds=self._unrecorded, account=account, files=entries)
@@ -315,6 +332,7 @@ class _Run:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
+        """Add the time of the `with` block to that of the next mark."""
         wall, cpu = time.perf_counter(), time.process_time()
         yield
         self._unrecorded += Seconds(time.perf_counter() - wall, time.process_time() - cpu)

@@ -11,7 +11,7 @@ from grasp.methods.contract import MethodInputs
 
 
 class TracInSettings(WeightedSettings):
-    """TracIn as in the paper; `dimension: null` is the method without projection noise."""
+    """TracIn as in the GRASP paper; `dimension: null` is the method without projection noise."""
 
     normalise: bool = Field(
         True, description="Divide gradients by their norms (cosines). Paper: yes; original TracIn: no."
@@ -23,8 +23,10 @@ class TracIn(CosineMethod[TracInSettings]):
 
     Inner products of the gradients of row and unit at checkpoints of the training, weighted by learning rate.
 
-    Source: Pruthi et al. 2020 (TracInCP); normalised, on one block and the final norm, projected: the paper's appendix.
-    Deviation: weights are divided by their sum; the gradient of a row is that of its mean loss per token.
+    Source: Pruthi et al. 2020 (TracInCP, arXiv 2002.08484).
+    As published: plain inner products, at checkpoints of the training, often of the last layer alone.
+    Deviation: normalised, on one block and the final norm, and projected, as in the GRASP paper's appendix; weights are
+    divided by their sum; the gradient of a row is that of its mean loss per token.
     """
 
     settings_type = TracInSettings

@@ -2,8 +2,11 @@ r"""TRAK: the Newton step of a linearised model in a random projection, over an 
 
     a_{i,e} = mean_c [ phi_e^c^T (Phi^c^T Phi^c + lambda I)^{-1} phi_i^c ] * mean_c [ 1 - p_i^c ]
 
-with phi the projected gradient of the model output function: for a language model, the mean over a sequence's tokens of
-log(p / (1 - p)). Start with `Trak`; `newton_map` is the linear algebra.
+with phi the projected gradient of the model's output (for a language model, the mean over a sequence's labels of
+log(p / (1 - p)), with p the probability of the label), Phi the matrix of these gradients of all rows, (N, K), and c the
+checkpoint. The factor 1 - p of a row is small if the model already predicts the row; the code calls it doubt.
+
+Start with `Trak`; `newton_map` is the linear algebra.
 
 Shape letters: N rows, n of a block, E units, K projected width, C checkpoints.
 """
@@ -27,14 +30,13 @@ from grasp.errors import ModelError, SettingsError
 from grasp.methods.contract import Account, MethodInputs, Scores
 from grasp.models.gradients import LayerSet
 
-ZERO_EIGENVALUE = (
-    1e-12  # relative to the largest eigenvalue: size of a zero eigenvalue after rounding of float32 features
-)
+# Size of a zero eigenvalue after rounding of float32 features, relative to the largest eigenvalue.
+ZERO_EIGENVALUE = 1e-12
 MAX_WIDTH = 8192  # of the matrix that is inverted: 512 MB
 
 
 class TrakSettings(ProjectedSettings):
-    """TRAK as in the paper, with the layers, checkpoints and projection of tracin."""
+    """TRAK as in the GRASP paper, with the layers, checkpoints and projection of tracin."""
 
     ridge: float = Field(
         0.0,
@@ -53,9 +55,11 @@ class Trak(BlockMethod[TrakSettings]):
 
     Newton step of the model linearised at each checkpoint, in a random projection.
 
-    Source: Park et al. 2023, equations 12 to 17. Deviation: TRAK is defined for one label per example; here output
-    and 1 - p are means over a sequence's labels, and layers, checkpoints and width are those of the paper, not all
-    parameters of models trained on halves of the corpus. Large layers are projected in two steps.
+    Source: Park et al. 2023 (arXiv 2303.14186), equations 12 to 17.
+    As published: one label per example; all parameters, projected to thousands of numbers; an ensemble of models, each
+    trained on a random half of the corpus.
+    Deviation: output and 1 - p are means over a sequence's labels; layers, width and checkpoints of one training are
+    those of the GRASP paper. Large layers are projected in two steps.
     """
 
     settings_type = TrakSettings
@@ -66,11 +70,11 @@ class Trak(BlockMethod[TrakSettings]):
         layers = choose_layers(inputs.model, self.settings.layers)
         width = self._check_width(inputs, layers)
         checkpoints = select_checkpoints(inputs, self.settings.checkpoints)
-        members = [self._member(inputs, work, checkpoint, width) for checkpoint in checkpoints]
+        members = [self._scorer_at(inputs, work, checkpoint, width) for checkpoint in checkpoints]
         account = self._account(inputs, layers, width, checkpoints)
-        return _Ensemble(members, self.settings.weigh_doubt, replace(account, ready=ready_seconds(work)))
+        return _EnsembleScorer(members, self.settings.weigh_doubt, replace(account, ready=ready_seconds(work)))
 
-    def _member(self, inputs: MethodInputs, work: WorkArea, checkpoint: Checkpoint, width: int) -> "_Member":
+    def _scorer_at(self, inputs: MethodInputs, work: WorkArea, checkpoint: Checkpoint, width: int) -> "_MemberScorer":
         """Compute the features at one checkpoint and the matrix that maps a row's features to scores."""
         settings = self.settings
         spec = FeatureSpec(settings.layers, settings.dimension, settings.projection, self.seed, settings.output)
@@ -84,7 +88,7 @@ class Trak(BlockMethod[TrakSettings]):
             inputs.progress.advance(stop - start, 0)
         map_KE = newton_map(gram_KK, np.asarray(store.units(), dtype=np.float64), settings.ridge, str(checkpoint.path))
         store.close()
-        return _Member(store, map_KE)
+        return _MemberScorer(store, map_KE)
 
     def _check_width(self, inputs: MethodInputs, layers: LayerSet) -> int:
         width = self.settings.dimension or layers.size
@@ -128,6 +132,7 @@ def newton_map(gram_KK: F64, unit_EK: F64, ridge: float, location: str) -> F64:
     width = len(gram_KK)
     shift = ridge * float(np.trace(gram_KK)) / width
     values, vectors = np.linalg.eigh(gram_KK)
+    # Eigenvalues ascend. `not >` instead of `<=`: a NaN compares false, and must be refused.
     if not values[0] + shift > ZERO_EIGENVALUE * values[-1]:
         matrix_name = "Phi^T Phi + lambda I" if shift else "Phi^T Phi"
         raise ModelError(
@@ -138,7 +143,7 @@ def newton_map(gram_KK: F64, unit_EK: F64, ridge: float, location: str) -> F64:
     return np.asarray(vectors @ ((vectors.T @ unit_EK.T) / (np.maximum(values, 0.0) + shift)[:, None]))
 
 
-class _Member:
+class _MemberScorer:
     """A checkpoint of the ensemble."""
 
     def __init__(self, store: FeatureStore, map_KE: F64) -> None:
@@ -150,15 +155,17 @@ class _Member:
         return np.asarray(row_NK, dtype=np.float64) @ self._map_KE, np.asarray(doubt_N)
 
 
-class _Ensemble(RowScorer):
-    def __init__(self, members: list[_Member], weigh_doubt: bool, account: Account) -> None:
+class _EnsembleScorer(RowScorer):
+    """Product of two means over checkpoints: of the scores, and of the rows' factors 1 - p."""
+
+    def __init__(self, members: list[_MemberScorer], weigh_doubt: bool, account: Account) -> None:
         self._members, self._weigh_doubt, self._account = members, weigh_doubt, account
 
     def score(self, start: int, stop: int) -> Scores:
         scores_NE, doubt_N = self._members[0].score(start, stop)
         for member in self._members[1:]:
-            more_NE, more_N = member.score(start, stop)
-            scores_NE, doubt_N = scores_NE + more_NE, doubt_N + more_N
+            member_scores_NE, member_doubt_N = member.score(start, stop)
+            scores_NE, doubt_N = scores_NE + member_scores_NE, doubt_N + member_doubt_N
         scores_NE /= len(self._members)
         return scores_NE * (doubt_N / len(self._members))[:, None] if self._weigh_doubt else scores_NE
 

@@ -1,6 +1,7 @@
-"""Trivial baselines: a random score, the length of a row, the loss of a row. Leaderboards show they are hard to beat.
+"""Trivial baselines: a random score, the length of a row, the loss of a row.
 
-None of them depends on the target: one score per row for all units. Start with `Random`, `Length` or `Loss`.
+A method that does not beat them has learned nothing about the target. None of them depends on the target: one score per
+row for all units. Start with `Random`, `Length` or `Loss`.
 """
 
 from typing import Literal
@@ -31,7 +32,7 @@ class _Column(RowScorer):
 class Random(BlockMethod[NoSettings]):
     """A random score per row: the level of chance.
 
-    Standard normal, determined by the seed.
+    Standard normal, determined by the seed. No source: the level that every method must exceed.
     """
 
     def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
@@ -47,7 +48,10 @@ class LengthSettings(Settings):
 
 
 class Length(BlockMethod[LengthSettings]):
-    """Number of tokens of the row."""
+    """Number of tokens of the row.
+
+    No source: a control for methods whose scores grow with the length of a row.
+    """
 
     settings_type = LengthSettings
 
@@ -69,6 +73,11 @@ class Loss(BlockMethod[LossSettings]):
     """Loss of the reference model on the row: low first, as in perplexity filters.
 
     Mean loss of the reference model on the row, as stored in the artifact.
+
+    Source: perplexity filters, e.g. CCNet (Wenzek et al. 2020) and Marion et al. 2023 (arXiv 2309.04564).
+    As published: perplexity under an n-gram model of Wikipedia, or under a small language model, by which the corpus is
+    cut into low, middle and high.
+    Deviation: the loss itself is the score, under the reference model.
     """
 
     settings_type = LossSettings

@@ -1,6 +1,12 @@
-"""Stream documents: text, conversation or token ids, a stable name, and labels.
+"""Stream documents: text, conversation or token ids, a stable id, and labels.
 
-Documents are built from records: plain values, with the roles of their columns. Start with `read_documents`.
+Start with `read_documents`. A *record* is a line of JSON or a row of a table. Each of its columns has a role:
+
+    content    text, turns of a conversation, or token ids. How a document is read from them is its *form*
+               (`conversations.Form`); the columns of the form have standard names, which a record may name otherwise
+    ids        row id and document id
+    labels     all others with values that can be labels
+    ignored    the rest: binary values, lists of numbers or of records
 """
 
 import hashlib
@@ -23,12 +29,13 @@ from grasp.corpus.values import plain_record, plain_values
 from grasp.errors import CorpusError
 from grasp.settings import CorpusSettings
 
-ROW_ID_COLUMNS = ("row_id", "id")  # the first existing one names the rows, unless a setting names another
+ROW_ID_COLUMNS = ("row_id", "id")  # the first existing one holds row ids, unless a setting names another column
 DOC_ID_COLUMN = "doc_id"
 FIRST_DOCUMENTS = 256  # documents that are read when a corpus is opened
 
-# Given columns with their types (None for JSON records), returns the columns of content, or raises an error.
-ContentOf = Callable[[Mapping[str, pa.DataType | None], str], Sequence[str]]
+Columns = Mapping[str, pa.DataType | None]  # with their types; None for fields of JSON, whose types are not known
+# Returns the columns of content among some columns, or raises an error that begins with a location: `content_columns`.
+ContentOf = Callable[[Columns, str], Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +43,25 @@ class Record:
     """One record of a corpus."""
 
     index: int  # position in the corpus, from 0
-    name: str  # of its file
+    file: str
     location: str  # file and line or row, for messages
     row_id: str | None
     doc_id: str | None
     labels: Mapping[str, Label]
-    values: Mapping[str, Any]  # plain values of these columns and those of content; token ids may be an array
-    ignored: tuple[str, ...]  # columns or nested fields without labels: binary, lists of numbers or of records
+    values: Mapping[str, Any]  # plain values of all columns but the ignored ones; token ids may be an array
+    ignored: tuple[str, ...]  # columns and nested fields without labels: binary, lists of numbers or of records
+
+
+@dataclass(frozen=True, slots=True)
+class _Roles:
+    """Roles of the columns of a file, or of the fields of a JSON line."""
+
+    row_id: str | None  # column of row ids; None: generated
+    doc_id: str | None  # column of document ids; None: generated
+    label_by_column: Mapping[str, str]  # names of labels
+    dotted_columns: frozenset[str]  # columns with a dot in their name, as nested fields have as labels
+    ignored: tuple[str, ...]
+    columns_to_read: Sequence[str]  # all others
 
 
 def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf, start: int) -> Iterator[Record]:
@@ -50,25 +69,25 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
 
     Args:
         source: files or a table that holds the records.
-        settings: columns of names, nested fields that are labels, and the limit.
+        settings: columns of ids, nested fields that are labels, and the limit.
         content_of: returns the columns of content, which are not labels.
         start: position of the first record.
     Raises:
         CorpusError: a file is damaged, its columns are invalid, or a text is not UTF-8.
     """
-    roles_of: dict[str, _Roles] = {}  # by file
-    flattener = Flattener(settings.label_paths)
-
-    def select(schema: pa.Schema, name: str) -> Sequence[str]:
-        roles_of[name] = roles = _assign_roles(
-            {column.name: column.type for column in schema}, settings, content_of, name
-        )
-        return roles.read
-
+    roles_by_file: dict[str, _Roles] = {}
     # of the fields of the last JSON line only, since the next line mostly has the same fields
     roles_of_line: dict[tuple[str, ...], _Roles] = {}
-    for chunk in source.chunks(start, select):
-        only_text = isinstance(chunk, JsonRecord) and chunk.is_text  # as in CSV
+    flattener = Flattener(settings.label_paths)
+
+    def select_columns(schema: pa.Schema, file: str) -> Sequence[str]:
+        """Assign roles when the source opens a file, and tell it which columns to read."""
+        columns = {column.name: column.type for column in schema}
+        roles_by_file[file] = _assign_roles(columns, settings, content_of, file)
+        return roles_by_file[file].columns_to_read
+
+    for chunk in source.chunks(start, select_columns):
+        file_labels = source.file_labels(chunk.name) if settings.path_labels else {}
         for index, (location, values) in enumerate(records_in(chunk, settings.ids_column), start=chunk.index):
             if settings.limit is not None and index >= settings.limit:
                 return
@@ -78,24 +97,35 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
                     roles_of_line = {fields: _assign_roles(dict.fromkeys(fields), settings, content_of, location)}
                 roles = roles_of_line[fields]
             else:
-                roles = roles_of[chunk.name]
-            row_id, doc_id = (None if name is None else label_text(values.get(name)) for name in roles.ids)
-            if doc_id is None and settings.doc_id_column != "":  # a name of a record names the document that it holds
-                doc_id = row_id
-            not_labels: set[str] = set()
-            labels = _record_labels(values, roles, flattener, not_labels, only_text=only_text)
-            if settings.path_labels:
-                labels = {**source.file_labels(chunk.name), **labels}
-            for name in [name for name in roles.labels if isinstance(values.get(name), list | dict)]:
-                del values[name]  # nested values are only labels
-            ignored = tuple(sorted({*roles.ignored, *not_labels})) if not_labels else roles.ignored
-            yield Record(index, chunk.name, location, row_id, doc_id, labels, values, ignored)
+                roles = roles_by_file[chunk.name]
+            row_id, doc_id = _record_ids(values, roles, settings)
+            only_text = isinstance(chunk, JsonRecord) and chunk.is_text  # as in CSV
+            labels, without_label = _record_labels(values, roles, flattener, only_text=only_text)
+            yield Record(
+                index=index,
+                file=chunk.name,
+                location=location,
+                row_id=row_id,
+                doc_id=doc_id,
+                labels={**file_labels, **labels},
+                values=_without_nested_labels(values, roles),
+                ignored=tuple(sorted({*roles.ignored, *without_label})) if without_label else roles.ignored,
+            )
+
+
+def _record_ids(values: Mapping[str, Any], roles: _Roles, settings: CorpusSettings) -> tuple[str | None, str | None]:
+    """Return the row id and the document id of a record; None: generated."""
+    row_id = None if roles.row_id is None else label_text(values.get(roles.row_id))
+    doc_id = None if roles.doc_id is None else label_text(values.get(roles.doc_id))
+    if doc_id is None and settings.doc_id_column != "":  # the id of a record identifies the document that it holds
+        doc_id = row_id
+    return row_id, doc_id
 
 
 def _record_labels(
-    values: Mapping[str, Any], roles: "_Roles", flattener: Flattener, not_labels: set[str], *, only_text: bool
-) -> dict[str, Label]:
-    """Return the labels of a record.
+    values: Mapping[str, Any], roles: _Roles, flattener: Flattener, *, only_text: bool
+) -> tuple[dict[str, Label], set[str]]:
+    """Return the labels of a record, and the names of its fields that cannot be labels.
 
     A nested field may have the name of a column: field b of `a`, and a column `a.b`. The column takes precedence if it
     has a value.
@@ -104,55 +134,53 @@ def _record_labels(
         values: plain values of the record.
         roles: roles of its columns.
         flattener: flattens nested values.
-        not_labels: receives names of fields that cannot be labels.
         only_text: whether all values are text, as in CSV.
     """
     labels: dict[str, Label] = {}
     shadowed: dict[str, Label] = {}  # labels of nested fields that have the name of a column
-    for name, label in roles.labels.items():
-        value = values.get(name)
+    without_label: set[str] = set()
+    for column, label in roles.label_by_column.items():
+        value = values.get(column)
         if flattener.is_nested(label, value):
-            for path, part in flattener.labels(label, value, not_labels):
-                (shadowed if path in roles.columns else labels)[path] = part
+            for path, part in flattener.labels(label, value, without_label):
+                (shadowed if path in roles.dotted_columns else labels)[path] = part
         elif only_text and isinstance(value, str):
             labels[label] = cell_value(value)
-        elif name in values:  # NaN is a missing label
+        elif column in values:  # NaN is a missing label
             labels[label] = None if isinstance(value, float) and math.isnan(value) else value
-    return labels | {path: part for path, part in shadowed.items() if labels.get(path) is None}
+    labels |= {path: part for path, part in shadowed.items() if labels.get(path) is None}
+    return labels, without_label
 
 
-@dataclass(frozen=True, slots=True)
-class _Roles:
-    """Roles of the columns of a file, or of the fields of a JSON line."""
-
-    ids: tuple[str | None, str | None]  # columns of row and document names
-    read: Sequence[str]
-    labels: Mapping[str, str]  # column -> label name
-    columns: frozenset[str]  # label names that are columns, with a dot
-    ignored: tuple[str, ...]
+def _without_nested_labels(values: dict[str, Any], roles: _Roles) -> dict[str, Any]:
+    """Drop the nested values of label columns, which are large and only needed for labels."""
+    return {
+        column: value
+        for column, value in values.items()
+        if not (column in roles.label_by_column and isinstance(value, list | dict))
+    }
 
 
-def _assign_roles(
-    columns: Mapping[str, pa.DataType | None], settings: CorpusSettings, content_of: ContentOf, location: str
-) -> _Roles:
-    """Assign the columns of a file, or the fields of a JSON line, to names, content and labels."""
+def _assign_roles(columns: Columns, settings: CorpusSettings, content_of: ContentOf, location: str) -> _Roles:
+    """Assign the columns of a file, or the fields of a JSON line, to ids, content and labels."""
     content = content_of(columns, location)
-    others = {name: data_type for name, data_type in columns.items() if name not in content}
-    paths = {path.partition(".")[0] for path in settings.label_paths}
+    others = {column: data_type for column, data_type in columns.items() if column not in content}
+    with_label_paths = {path.partition(".")[0] for path in settings.label_paths}
     ignored = tuple(
         sorted(
-            name
-            for name, data_type in others.items()
-            if data_type is not None and not has_labels(data_type) and name not in paths
+            column
+            for column, data_type in others.items()
+            if data_type is not None and not has_labels(data_type) and column not in with_label_paths
         )
     )
-    ids = id_columns(settings, list(columns), location)
+    row_id, doc_id = id_columns(settings, list(columns), location)
     return _Roles(
-        ids=ids,
-        read=[name for name in columns if name not in ignored],
-        labels={name: label_name(name) for name in others if name not in ignored and name not in ids},
-        columns=frozenset(name for name in others if "." in name),
+        row_id=row_id,
+        doc_id=doc_id,
+        label_by_column={column: label_name(column) for column in others if column not in (*ignored, row_id, doc_id)},
+        dotted_columns=frozenset(column for column in others if "." in column),
         ignored=ignored,
+        columns_to_read=[column for column in columns if column not in ignored],
     )
 
 
@@ -204,10 +232,13 @@ def _column_values(chunk: ArrowChunk, name: str, *, as_arrays: bool) -> list[Any
 
 
 def id_columns(settings: CorpusSettings, names: Sequence[str], location: str) -> tuple[str | None, str | None]:
-    """Return the columns of row names and document names; None: names are generated.
+    """Return the columns of row ids and of document ids; None: ids are generated.
+
+    A setting is a column, "" to generate ids, or None for the default columns if they exist. A default column may also
+    be named explicitly without existing, since some files of a corpus may lack it.
 
     Raises:
-        CorpusError: a column of the settings does not exist; the default names are optional.
+        CorpusError: another column of the settings does not exist.
     """
     for setting in ("row_id_column", "doc_id_column"):
         column = getattr(settings, setting)
@@ -239,7 +270,8 @@ class Document:
     labels: Mapping[str, Label]
     answers: tuple[Span, ...] | None = None  # spans of the text that carry loss; None: all
     conversation: Conversation | None = None
-    left_out: tuple[tuple[str, str], ...] = ()  # skipped parts of a conversation: keys of `text.SKIPPED`, and locations
+    # set when a chat template renders a conversation: skipped parts, as keys of `grasp.text.SKIPPED` with locations
+    left_out: tuple[tuple[str, str], ...] = ()
     unusable: bool = False  # a conversation that yields no row
     location: str = ""  # file and line or row, for messages
     ignored: tuple[str, ...] = field(default=(), repr=False)  # columns that cannot be labels: nested or binary
@@ -247,12 +279,12 @@ class Document:
 
     @property
     def name(self) -> str:
-        """Return the name from which the names of its rows are derived."""
+        """Return the id from which the ids of its rows are derived."""
         return self.doc_id if self.row_id is None else self.row_id
 
     @property
-    def is_tokenised(self) -> bool:
-        """Return whether it has text for a tokenizer, apart from white space."""
+    def needs_tokenizer(self) -> bool:
+        """Return whether it has text to tokenize, apart from white space."""
         return self.input_ids is None and not self.unusable and bool(self.text) and not str(self.text).isspace()
 
 
@@ -275,7 +307,7 @@ class Corpus:
 
     Attributes:
         first: the first documents, at most 256; empty after the first call of `documents`.
-        columns: roles of the columns of the first record: text, turns or columns of another form, ids, names.
+        columns: roles of the columns of the first record: content in standard names, token ids, row and document ids.
     """
 
     def __init__(self, source: Source, settings: CorpusSettings) -> None:
@@ -307,7 +339,7 @@ def _build_documents(records: Iterable[Record], settings: CorpusSettings) -> Ite
         content = form_of(record.values.keys(), settings, record.location).read(record.values, record.location)
         document = Document(
             index=record.index,
-            doc_id=_generated_name(content, input_ids, record.index) if record.doc_id is None else record.doc_id,
+            doc_id=_generated_id(content, input_ids, record.index) if record.doc_id is None else record.doc_id,
             row_id=record.row_id,
             text=content.text,
             input_ids=input_ids,
@@ -351,8 +383,8 @@ def _token_ids(ids: Any, column: str, location: str) -> I32:
     return wide.astype(np.int32)
 
 
-def _generated_name(content: Content, input_ids: I32 | None, index: int) -> str:
-    """Return a document name: a hash of the content, and the position, which distinguishes duplicates."""
+def _generated_id(content: Content, input_ids: I32 | None, index: int) -> str:
+    """Return a document id: a hash of the content, and the position, which distinguishes duplicates."""
     text = "".join(
         (side.text or "") if side.conversation is None else side.conversation.content
         for side in (content, content.rejected)
@@ -362,7 +394,7 @@ def _generated_name(content: Content, input_ids: I32 | None, index: int) -> str:
 
 
 def _column_roles(record: Record, settings: CorpusSettings) -> dict[str, str]:
-    """Return the roles of a record's columns: text, turns or columns of another form, ids, names."""
+    """Return the columns of a record by role: content in standard names, token ids, row and document ids."""
     form = form_of(record.values.keys(), settings, record.location)
     content = dict(zip(form.columns, form.sources, strict=True))
     if form.kind == "text":
@@ -373,9 +405,7 @@ def _column_roles(record: Record, settings: CorpusSettings) -> dict[str, str]:
     return {role: column for role, column in roles.items() if column is not None and column in record.values}
 
 
-def content_columns(
-    settings: CorpusSettings, columns: Mapping[str, pa.DataType | None], location: str
-) -> tuple[str, ...]:
+def content_columns(settings: CorpusSettings, columns: Columns, location: str) -> tuple[str, ...]:
     """Return the columns of content, which are not labels, after validating their types."""
     form, ids = form_of(columns.keys(), settings, location), settings.ids_column
     if not _may_hold(
@@ -396,5 +426,5 @@ def _may_hold(data_type: pa.DataType | None, test: Callable[[pa.DataType], bool]
 
 
 def content_hash(content: bytes) -> str:
-    """Return the first part of generated document names; a dash and the position follow."""
+    """Return the first part of generated document ids; a dash and the position follow."""
     return hashlib.blake2b(content, digest_size=8).hexdigest()

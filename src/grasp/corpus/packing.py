@@ -129,7 +129,7 @@ def pack(
     packer = Packer(settings, tokenizer, cursor, Skipped() if skipped is None else skipped)
     for batch in _document_batches(render_document(document, tokenizer, settings) for document in documents):
         sides = [side for document in batch for side in (document, document.rejected) if side is not None]
-        with_text = [side for side in sides if side.is_tokenised]
+        with_text = [side for side in sides if side.needs_tokenizer]
         try:
             encoded = encode_texts([model_text(document) for document in with_text], tokenizer)
         except CorpusError as err:

@@ -828,7 +828,7 @@ def _tokenizer_identity(tokenizer: Tokenizer, first: Sequence[Document]) -> dict
     eos_id, vocab_size = tokenizer.eos_id, tokenizer.vocab_size
     if eos_id is not None and not 0 <= eos_id < vocab_size:
         raise CorpusError(f"tokenizer: its EOS id {eos_id} is outside the vocabulary of {vocab_size}")
-    probes = [document for document in first if document.is_tokenised][:PROBE_TEXTS]
+    probes = [document for document in first if document.needs_tokenizer][:PROBE_TEXTS]
     encoded: list[Any] = tokenizer.encode([str(document.text)[:PROBE_CHARS] for document in probes])
     encoded += [document.answers for document in probes if document.answers is not None]
     encoded += [tokenizer.prefix_ids] if tokenizer.prefix_ids else []

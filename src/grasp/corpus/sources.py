@@ -89,13 +89,16 @@ class Source(Protocol):
     """An ordered list of records."""
 
     def identity(self) -> list[list[str]]:
-        """Return [name, size, stamp] of each file, which identify the corpus without reading it."""
+        """Return [name, size, stamp] of each file, which identify the corpus without reading all of it.
+
+        A stamp is a digest of the content of a small local file, otherwise a date or version from the file system.
+        """
 
     def chunks(self, start: int, select: Selector) -> Iterator[Chunk]:
         """Yield the records from position `start` on, in order."""
 
     def approximate_length(self, n: int) -> int:
-        """Return an estimate of the number of records from at least the first `n`; exact for Parquet and tables."""
+        """Return the number of records; of text files at least `n` are counted, the rest is extrapolated by bytes."""
 
     def file_labels(self, name: str) -> Mapping[str, str]:
         """Return the labels that the location of a file gives its records; empty if there is only one file."""
@@ -251,7 +254,7 @@ class FileSource:
         partition, n_records = self.partitions.get(path, {}), 0
         with _open_file(self.fs, path, name) as handle:
             for line, record in text_records(handle, name, skip):
-                if record is not None:
+                if record is not None:  # otherwise it is one of the first `skip`
                     labelled_record = _add_partition_labels(record, partition, f"{name}:{line}")
                     yield JsonRecord(file_start + n_records, name, line, labelled_record)
                 n_records += 1
@@ -286,14 +289,14 @@ class FileSource:
         return n_rows
 
     def approximate_length(self, n: int) -> int:
-        """Return the number of records, extrapolated from at least the first `n` for large JSONL files."""
+        """Count at least `n` records, and extrapolate from their bytes if a large part of text files is not read."""
         if all(path.endswith(PARQUET_SUFFIXES) for _, path in self.files):
             return sum(parquet_rows(self.fs, path, name) for name, path in self.files)
         sizes = [int(self.fs.size(path) or 0) for _, path in self.files]
         read_bytes, records = 0, 0  # bytes of the files before the current one, and records
         for (name, path), size in zip(self.files, sizes, strict=True):
             with _open_file(self.fs, path, name) as handle:
-                for _ in text_records(handle, name, sys.maxsize):
+                for _ in text_records(handle, name, sys.maxsize):  # skips all: counts, does not parse
                     records += 1
                     if records < n or handle.closed:  # a decompressor closes the file at its end
                         continue
@@ -439,11 +442,11 @@ class TableSource:
 
     table: Any  # pa.Table, or datasets.Dataset in Arrow format
     name: str
-    files: list[list[str]]
+    file_identities: list[list[str]]  # see `identity`
 
     def identity(self) -> list[list[str]]:
         """Return name, size and stamp of each file, or the number of rows and a digest of the content."""
-        return self.files
+        return self.file_identities
 
     def approximate_length(self, n: int) -> int:
         """Return the number of rows of the table."""
@@ -513,4 +516,4 @@ def _select_split(loaded: Any, split: str | None, location: str, field: str) -> 
         raise CorpusError(f"{location}: has the splits {names}; select one with {option}")
     if split is not None and split not in loaded:
         raise CorpusError(f"{field}.split: got {split!r}, expected one of the splits of {location}: {names}")
-    return loaded[split or names].with_format("arrow")
+    return loaded[next(iter(loaded)) if split is None else split].with_format("arrow")

@@ -93,17 +93,20 @@ def scaled_error(estimate_B: F64, true_B: F64) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class DirectSumBound:
-    """Differences between the direct-sum kernel and the product kernel over pairs. Source: prop:local-direct-sum."""
+class DirectSumGap:
+    """Gap between the direct-sum kernel and the product kernel over pairs of rows. Source: prop:local-direct-sum.
 
-    # k_dir and k_prod are the two kernels; d_h, d_r are distances of a pair of normalized hidden states or residuals
-    off: float  # largest error of the identity |k_dir - 1 - k_prod| = 1/4 d_h^2 d_r^2: rounding, or a bug
-    largest: float  # largest |k_dir - 1 - k_prod| over pairs
-    mean: float  # mean of the same
-    bound: float  # 1/4 delta_h^2 delta_r^2 from the largest distances
+    The gap of a pair is ``|k_dir - 1 - k_prod| = 1/4 d_h^2 d_r^2``, with the two kernels and the distances d_h, d_r of
+    the pair's normalized hidden states and residuals.
+    """
+
+    identity_error: float  # largest error of this identity: rounding, or a bug
+    largest: float  # largest gap
+    mean: float  # mean gap
+    bound: float  # 1/4 d_h^2 d_r^2 of the largest distances
 
 
-def direct_sum_bound(hidden_ND: Floats, residual_ND: Floats) -> DirectSumBound:
+def direct_sum_gap(hidden_ND: Floats, residual_ND: Floats) -> DirectSumGap:
     """Compare the direct-sum and the product kernel of normalized hidden states and residuals on every pair of rows.
 
     Rows with a zero hidden state or residual have no direction and are ignored. The gap of a pair equals 1/4 d_h^2
@@ -116,13 +119,13 @@ def direct_sum_bound(hidden_ND: Floats, residual_ND: Floats) -> DirectSumBound:
     hidden, residual = (values / np.linalg.norm(values, axis=1, keepdims=True) for values in (hidden, residual))
     pairs = np.triu_indices(len(hidden), 1)
     if not len(pairs[0]):
-        return DirectSumBound(0.0, 0.0, 0.0, 0.0)
+        return DirectSumGap(0.0, 0.0, 0.0, 0.0)
     distance2_h, distance2_r = pdist(hidden, "sqeuclidean"), pdist(residual, "sqeuclidean")
     cosine_h, cosine_r = (hidden @ hidden.T)[pairs], (residual @ residual.T)[pairs]
     gap = np.abs(cosine_h + cosine_r - 1 - cosine_h * cosine_r)
     bound = 0.25 * float(distance2_h.max() * distance2_r.max())
-    off = float(np.abs(gap - 0.25 * distance2_h * distance2_r).max())
-    return DirectSumBound(off, float(gap.max()), float(gap.mean()), bound)
+    identity_error = float(np.abs(gap - 0.25 * distance2_h * distance2_r).max())
+    return DirectSumGap(identity_error, float(gap.max()), float(gap.mean()), bound)
 
 
 def normalized_gram(gram_NN: F64) -> F64:
@@ -138,11 +141,20 @@ def effective_rank(sketch_ND: Floats) -> float:
     return float(value.sum() ** 2 / (value**2).sum()) if value.any() else 0.0
 
 
-def negative_pairs(gram_NN: F64) -> tuple[float, float]:
-    """Return the share of pairs with a negative inner product, and their share of the total absolute value."""
+@dataclass(frozen=True, slots=True)
+class NegativePairs:
+    """How many pairs of rows have a negative inner product."""
+
+    pairs: float  # share of pairs
+    magnitude: float  # their share of the sum of absolute inner products
+
+
+def negative_pairs(gram_NN: F64) -> NegativePairs:
+    """Count the pairs of different rows with a negative inner product."""
     products = gram_NN[np.triu_indices(len(gram_NN), 1)]
     total = float(np.abs(products).sum())
-    return float((products < 0).mean()), float(-products[products < 0].sum() / total) if total > 0 else 0.0
+    magnitude = float(-products[products < 0].sum() / total) if total > 0 else 0.0
+    return NegativePairs(pairs=float((products < 0).mean()), magnitude=magnitude)
 
 
 def rank_one_share(

@@ -1,9 +1,15 @@
-"""Relevance from summaries of rows and units, as in the paper: hidden match times residual match.
+"""The kernel of the paper: relevance from summaries of rows and units, as hidden match times residual match.
 
-A summary is the average of hidden states and of residuals over positions of a row. Start with `prepare_units` and
-`pooled_relevance`. Labels `eq:` in "Source" are those of the paper; docs/paper_map.md lists them.
+The summary of a row is the average of its hidden states and of its residuals over the positions of the setting
+`features.summary_positions`, with `rule: paper` the last 32 tokens with a loss. h~ is a whitened average of hidden
+states. xi is an average of residuals, a sparse vector over the vocabulary: predicted probabilities minus the one-hot
+vector of the next token. D is a diagonal matrix that weights rare tokens up.
 
-Shape letters: N rows, E units, H hidden width, V vocabulary, C coordinates that many units share.
+Start with `prepare_units` and `pooled_relevance`. Labels `eq:` in "Source" are those of the paper; docs/paper_map.md
+lists them.
+
+Shape letters: N rows, B rows of a batch, E units, H hidden width, V vocabulary, C tokens of the vocabulary that many
+units share.
 """
 
 from dataclasses import dataclass
@@ -17,8 +23,8 @@ from grasp.arrays import F64, I64, Floats
 from grasp.kernels.kernel import Batch, Kernel
 from grasp.kernels.whitening import SummaryMoments, Whitener
 
-# A coordinate of at least this share of the units is stored as a dense row of E numbers, which is then faster than
-# scattered entries.
+# The residuals of a vocabulary token that occurs in at least this share of the units are stored as a dense row of E
+# numbers, which is then faster than scattered entries.
 MIN_SHARED_UNITS = 1 / 8
 
 
@@ -30,12 +36,12 @@ def damp(match: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class PreparedUnits:
-    """The units' side of the kernel, computed once per build: D xi_e, split by how many units share a coordinate."""
+    """The units' side of the kernel, computed once per build: h~_e, and D xi_e split by how many units have a token."""
 
     hidden_EH: Floats
-    shared_C: I64
-    shared_CE: Floats  # D xi_e, dense
-    rare_VE: csr_array  # the other coordinates, sparse
+    shared_C: I64  # tokens that many units have
+    shared_CE: Floats  # D xi_e of these tokens, dense
+    rare_VE: csr_array  # D xi_e of the other tokens, sparse
 
 
 def prepare_units(unit_hidden_EH: Floats, unit_residual_EV: csr_array, precondition_V: Floats) -> PreparedUnits:
@@ -48,8 +54,8 @@ def prepare_units(unit_hidden_EH: Floats, unit_residual_EV: csr_array, precondit
     """
     n_units, vocab = unit_residual_EV.shape
     scaled_VE = csr_array((unit_residual_EV @ diags_array(precondition_V)).T)
-    units_per_V = np.diff(scaled_VE.indptr)
-    shared_C = np.flatnonzero(units_per_V >= max(1.0, MIN_SHARED_UNITS * n_units))
+    n_units_V = np.diff(scaled_VE.indptr)
+    shared_C = np.flatnonzero(n_units_V >= max(1.0, MIN_SHARED_UNITS * n_units))
     is_rare_V = np.ones(vocab)
     is_rare_V[shared_C] = 0.0
     rare_VE = csr_array(diags_array(is_rare_V) @ scaled_VE)
@@ -70,7 +76,7 @@ def pooled_relevance(hidden_NH: Floats, residual_NV: csr_array, units: PreparedU
 
     Args:
         hidden_NH: whitened row summaries.
-        residual_NV: pooled sparse row residuals, not scaled; at most K + 1 entries per pooled position.
+        residual_NV: pooled sparse row residuals, not scaled.
         units: the units' side, from `prepare_units`.
     Returns:
         (N, E), unitless, in the precision of the inputs. Positive: training on the row should lower the unit's loss.
@@ -85,26 +91,28 @@ def pooled_relevance(hidden_NH: Floats, residual_NV: csr_array, units: PreparedU
 
 
 class Pooled(Kernel):
-    """The kernel of the paper."""
+    """The kernel of the paper, with moments of the summaries of the corpus."""
 
     name = "pooled"
     moment_types = (SummaryMoments,)
 
     def prepare(self, units: Batch) -> None:
         self._whitener = Whitener.from_settings(self.moments(SummaryMoments).value, self.settings)
-        summary = units.summary
-        white_EH = self._whitener.whiten(summary.hidden_NH)
-        self._units = prepare_units(white_EH, summary.residual_NV, self._whitener.precondition_V)
+        self._units = prepare_units(*self._whitened(units), self._whitener.precondition_V)
 
     def score(self, batch: Batch) -> Tensor:
         return torch.from_numpy(self._relevance(batch).astype(np.float32))
 
-    def _relevance(self, batch: Batch) -> Floats:
-        white_BH = self._whitener.whiten(batch.summary.hidden_NH)
-        return pooled_relevance(white_BH, batch.summary.residual_NV, self._units)
-
     def self_relevance(self, units: Batch) -> F64:
+        """Return the relevance of each unit to itself, (E,); `units` are those of `prepare`."""
         return np.asarray(self._relevance(units), dtype=np.float64).diagonal().copy()
+
+    def _relevance(self, batch: Batch) -> Floats:
+        return pooled_relevance(*self._whitened(batch), self._units)
+
+    def _whitened(self, batch: Batch) -> tuple[Floats, csr_array]:
+        """Return the summaries of a batch: whitened hidden states, (B, H), and residuals, (B, V)."""
+        return self._whitener.whiten(batch.summary.hidden_NH), batch.summary.residual_NV
 
 
 KERNEL = Pooled

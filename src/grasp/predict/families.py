@@ -114,6 +114,7 @@ class Family:
                     weight_G = _draw_values(rng, len(corpus_share_G)).astype(np.float64)
                 names.append(f"{purpose}-{b:06d}")
                 weights.append(weight_G)
+            # weights of label values, as weights of their rows
             yield SubsetBlock(tuple(names), slices.mixed(np.stack(weights)))
 
     def _draw_rows(
@@ -154,21 +155,24 @@ def _draw_values(rng: np.random.Generator, n_values: int) -> Bool:
             return keep_G
 
 
-def _draw_within_values(rng: np.random.Generator, counts_G: I64, rows_N: I64, code_N: I64) -> I64:
+def _draw_within_values(rng: np.random.Generator, counts_G: I64, rows_N: I64, codes_N: I64) -> I64:
     """Keep a Beta(1/2, 1/2) fraction of the rows of each label value; return ascending row positions.
+
+    With many label values a single sort is faster than a draw for each. It consumes other random numbers, so the draws
+    of a seed change at MANY_VALUES.
 
     Args:
         rng: random stream.
         counts_G: number of rows of each value.
         rows_N: row positions, sorted by value.
-        code_N: value of each of these rows, in the same order.
+        codes_N: value of each of these rows, in the same order.
     """
     drawn_G = np.rint(rng.beta(0.5, 0.5, size=len(counts_G)) * counts_G).astype(np.int64)
     first_G = np.cumsum(counts_G) - counts_G
     if len(drawn_G) > MANY_VALUES:  # one sort shuffles the rows within every value; keep the first of each
-        shuffled_N = rows_N[np.argsort(code_N + rng.random(len(rows_N)), kind="stable")]
-        rank_N = np.arange(len(shuffled_N)) - first_G[code_N]
-        return np.sort(shuffled_N[rank_N < drawn_G[code_N]])
+        shuffled_N = rows_N[np.argsort(codes_N + rng.random(len(rows_N)), kind="stable")]
+        rank_N = np.arange(len(shuffled_N)) - first_G[codes_N]
+        return np.sort(shuffled_N[rank_N < drawn_G[codes_N]])
     picks = [
         rows_N[first + _draw_without_replacement(rng, int(n), int(n_drawn))]
         for first, n, n_drawn in zip(first_G, counts_G, drawn_G, strict=True)
@@ -180,7 +184,7 @@ def draw_dirichlet_shares(rng: np.random.Generator, around_G: F64) -> F64:
     """Draw shares (G,) that add up to 1 from a Dirichlet distribution around `around_G`; small shares become 0."""
     concentration = np.exp(rng.uniform(*np.log(CONCENTRATION_RANGE))) * len(around_G)
     share_G = rng.dirichlet(np.maximum(concentration * around_G / around_G.sum(), MIN_CONCENTRATION))
-    share_G[share_G < min(MIN_SHARE, share_G.max())] = 0.0
+    share_G[share_G < min(MIN_SHARE, share_G.max())] = 0.0  # keeps at least the largest
     return np.asarray(share_G / share_G.sum())
 
 

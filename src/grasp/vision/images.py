@@ -80,7 +80,7 @@ def read_source_images(
             location=record.location,
             source_id=record.doc_id,
             row_id=record.row_id,
-            encoded=_encoded(record.values.get(image_column), record.name, fetch),
+            encoded=_encoded(record.values.get(image_column), record.file, fetch),
             class_value=record.values.get(settings.class_column or CLASS_COLUMN),
             labels=record.labels,
             ignored=record.ignored,
