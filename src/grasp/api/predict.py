@@ -59,7 +59,7 @@ class Prediction(Result):
     unit: str = EFFECT_SIZE
     lines: int = 0
 
-    def _shown(self) -> tuple[list[str], list[list[str]]]:
+    def _printed_cells(self) -> tuple[list[str], list[list[str]]]:
         names = list(self.table.column_names)
         rows = self.table.slice(0, MAX_LINES_SHOWN).to_pylist()
         return names, [[_cell(name, row[name]) for name in names] for row in rows]
