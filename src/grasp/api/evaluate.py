@@ -30,7 +30,7 @@ from grasp.runs.imported_runs import bind_runs
 from grasp.runs.metrics import MIN_SUBSETS, RESAMPLES
 from grasp.runs.predictions import Predictions, read_predictions
 from grasp.runs.training_runs import Role, TrainingRuns
-from grasp.text import listed
+from grasp.text import parse_names
 
 _SINGLE_KERNELS = ("gradient", "replay", "output_layer", "pooled", "embedding", "knn", "hidden_bias", "hidden_linear")
 _KERNEL_SUMS = (
@@ -124,7 +124,7 @@ def evaluate(
         methods=published,
         checkpoints=[Path(path) for path in checkpoints],
         cache=None if cache is None else Path(cache),
-        targets=None if target is None else listed(target, art.files.targets),
+        targets=None if target is None else parse_names(target, art.files.targets),
         partial=partial,
         resamples=resamples,
         notes=notes,
@@ -145,7 +145,7 @@ def _oracle_settings(oracles: str | Sequence[str], runs: TrainingRuns) -> dict[s
     family = runs.info.family
     label_of_runs = None if family is None else parse_family(family.spec).label
     settings = {}
-    for text in listed(oracles):
+    for text in parse_names(oracles):
         penalty, _, features = text.partition(":")
         if penalty not in ("ridge", "lasso"):
             raise SettingsError(f"oracle: got {text!r}, expected ridge or lasso, optionally with :masks or :LABEL")

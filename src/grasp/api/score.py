@@ -37,7 +37,7 @@ from grasp.results import Result
 from grasp.runs.imported_runs import bind_runs
 from grasp.runs.table import RunTable
 from grasp.runs.training_runs import TrainingRuns
-from grasp.text import did_you_mean, listed
+from grasp.text import did_you_mean, parse_names
 from grasp.yaml_files import read_yaml
 
 MAX_ROWS_PRINTED = 100
@@ -102,8 +102,8 @@ def score(
 
     Args:
         target: target name. Default: the only target.
-        top: number of the most helpful rows. In Python, the default is all rows, best first, or none with `bottom`.
-        bottom: number of the most harmful rows.
+        top: number of most helpful rows. In Python, the default is all rows, best first, or none with `bottom`.
+        bottom: number of most harmful rows.
         where: condition on labels; rank only these rows, e.g. "topic = 'Games'".
         min_tokens: skip shorter rows, whose relevance is noisy. For conversations, tokens with loss.
         labels: label columns to show, separated by commas. Default: the first two.
@@ -220,7 +220,7 @@ def _printed_labels(
         first_labels: list[str] = artifact.manifest.details.get("labels", [])[:2]
         return first_labels
     columns = label_table.columns
-    names = listed(requested, columns)
+    names = parse_names(requested, columns)
     if unknown := [name for name in names if name not in columns]:
         hint = did_you_mean(unknown[0], columns)
         raise SettingsError(f"labels: got {', '.join(unknown)}{hint}; the artifact has {', '.join(columns)}")

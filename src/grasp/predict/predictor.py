@@ -494,6 +494,11 @@ class Predictor:
         """Names of the parts that `parts` returns."""
         return tuple(f"part_{name}" for name in (*self.task_kernels, REPETITION_PART))
 
+    @property
+    def sums_rows(self) -> bool:
+        """Return whether the predicted change adds up rows, instead of averaging them."""
+        return False
+
     def ranking_effects(self, effect_N: F64, weights_T: F64, tokens_N: I64) -> F64:
         """Return the values by which rows are ranked under a token budget: their effects, as rows are averaged."""
         del weights_T, tokens_N

@@ -83,8 +83,8 @@ def propose_runs(
 ) -> Result:
     """Propose the mixtures to train next so that few runs suffice for a decision.
 
-    Proposals lie near the range of the runs, so that `predict_runs` predicts their results. If the bounds exclude this
-    range, proposals have no prediction, and a note says so.
+    Proposals lie near the range of the runs, so that their results can be predicted (grasp runs predict). If the bounds
+    exclude this range, proposals have no prediction, and a note says so.
 
     Args:
         runs: imported runs, see `grasp runs import`; with an artifact also retrained runs.
