@@ -11,8 +11,9 @@ from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_tokens
 from grasp.inspect.explain import explain
+from grasp.predict.default_protocol import TASK_PROTOCOL, resolve_protocol
 from grasp.predict.predictor import Predictor
-from grasp.predict.scoring_rule import TASK_PROTOCOL, Interaction, resolve_protocol, save_protocol
+from grasp.predict.scoring_rule import Interaction, save_protocol
 from grasp.predict.slices import SliceFormula, label_slices
 from grasp.report.findings import collect_findings
 from grasp.report.serve import QueryService, respond

@@ -18,8 +18,9 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import RunsError, SettingsError
 from grasp.methods.contract import MethodInputs, Retrained
 from grasp.methods.registry import ConfiguredMethod, configure_methods, load_methods, method_predictions
+from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.families import parse_family
-from grasp.predict.scoring_rule import KernelName, ScoringProtocol, geometry, resolve_protocol, targets_selected_on
+from grasp.predict.scoring_rule import KernelName, ScoringProtocol, geometry, targets_selected_on
 from grasp.predict.subset_tables import RowIndex
 from grasp.progress import Progress, Silent
 from grasp.progress_display import shows_progress
@@ -112,7 +113,7 @@ def evaluate(
         origin = "yours" if isinstance(protocol, ScoringProtocol) else Path(protocol).name
         used_names = {built_in.name, *ADDITIVE, *control_candidates}
         protocols[f"{requested.name} ({origin})" if requested.name in used_names else requested.name] = requested
-    notes = [*(f"protocol {name}: {rule.provenance}" for name, rule in protocols.items()), *control_notes]
+    notes = [*(f"protocol {name}: {rule.selection_summary}" for name, rule in protocols.items()), *control_notes]
     return compare(
         art.files,
         bound_runs,
@@ -200,10 +201,11 @@ def compare(
         retrained=Retrained.from_alignment(alignment, utilities),
         progress=progress or Silent(),
     )
-    fitted = {
-        name: protocol.fitted(artifact.array_names, artifact.feature_settings) for name, protocol in protocols.items()
+    resolved = {
+        name: protocol.resolved_for(artifact.array_names, artifact.feature_settings)
+        for name, protocol in protocols.items()
     }
-    rules = additive_methods(artifact.array_names) | fitted | dict(controls or {})
+    rules = additive_methods(artifact.array_names) | resolved | dict(controls or {})
     for method in methods:
         if method.label in {*ADDITIVE, *rules}:
             raise SettingsError(f"methods: {method.label!r} is the name of a built-in method; use another label")

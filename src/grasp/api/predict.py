@@ -20,9 +20,10 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import MAX_SLICES, checked_targets, label_column, leak_notes, row_tokens
 from grasp.errors import SettingsError, ShapeError
 from grasp.files import check_outputs
+from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import EFFECT_SIZE, SIMILARITY_SKETCHES, Predictor
-from grasp.predict.scoring_rule import ScoringProtocol, resolve_protocol
+from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.slices import LabelSlices, dropped_intervals, label_slices, list_slices, slice_effects
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.predict.weights import SubsetBlock, single_subset
@@ -58,7 +59,7 @@ class Prediction(Result):
     unit: str = EFFECT_SIZE
     lines: int = 0
 
-    def _shown(self) -> tuple[list[str], list[list[str]]]:
+    def _printed_cells(self) -> tuple[list[str], list[list[str]]]:
         names = list(self.table.column_names)
         rows = self.table.slice(0, MAX_LINES_SHOWN).to_pylist()
         return names, [[_cell(name, row[name]) for name in names] for row in rows]

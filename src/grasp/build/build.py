@@ -46,7 +46,7 @@ from grasp.store import remote
 from grasp.targets.load import load_units, read_records, split_names
 from grasp.targets.unit_records import units_from_records
 from grasp.targets.units import Unit
-from grasp.training.recipe_files import FineTuningRecipe
+from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from grasp.yaml_files import (
     get_setting,
     override_settings,

@@ -95,7 +95,7 @@ def calibrate(
     ]
     return Calibration(
         table=pa.Table.from_pylist(bounds),
-        headline=f"protocol {protocol.name}: {selection.best.candidate.name}, {protocol.provenance}",
+        headline=f"protocol {protocol.name}: {selection.best.candidate.name}, {protocol.selection_summary}",
         notes=(
             _describe_candidates(selection),
             *reasons,

@@ -224,9 +224,9 @@ class CandidatePredictor(Alignment):
         if not components:
             return {}
         protocol = settings.protocol([], components)
-        fitted = protocol.fitted(self.source.array_names, self.source.feature_settings)
-        sketches = {name: SketchWithNorms(self.source, name) for name in required_sketches(fitted.components)}
-        terms = GeometryTerms.from_artifact(self.source, fitted, sketches, self._family)
+        resolved = protocol.resolved_for(self.source.array_names, self.source.feature_settings)
+        sketches = {name: SketchWithNorms(self.source, name) for name in required_sketches(resolved.components)}
+        terms = GeometryTerms.from_artifact(self.source, resolved, sketches, self._family)
         z_of_blocks = [
             terms.z_scores(
                 {name: sketch.sketch_sums(block.weights) for name, sketch in sketches.items()},

@@ -264,7 +264,7 @@ def bind(
     per_unit: bool,
     components: bool,
 ) -> Predictor:
-    """Create the predictor of a fitted protocol; see `Predictor.from_artifact` for the arguments."""
+    """Create the predictor of a resolved protocol; see `Predictor.from_artifact` for the arguments."""
     assert isinstance(protocol, InteractionProtocol)
     family = CalibrationFamily.from_calibration(protocol.calibration, artifact) if protocol.components else None
     sketch_names = sorted({*required_sketches(protocol.components), *sketches})

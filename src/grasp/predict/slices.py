@@ -264,7 +264,7 @@ def _dropped_by_unit(artifact: ArtifactReader, predictor: Predictor, effects: Sl
     if slices.membership_GN is not None:
         blocks_of_subsets.append(_whole_corpus(predictor.n_rows))
     for kernel, factor_E in predictor.unit_relevance_to_effect.items():
-        blocks = relevance_blocks(artifact, kernel, columns_E, protocol.negative_of(kernel))
+        blocks = relevance_blocks(artifact, kernel, columns_E, protocol.negative_factor(kernel))
         sum_GE, *corpus = sums_over(blocks, blocks_of_subsets, len(columns_E))
         slice_GE += sum_GE * factor_E
         total_E += corpus[0][0] * factor_E if corpus else 0.0

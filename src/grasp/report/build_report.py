@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.files import InputPaths, atomic_path, check_outputs
-from grasp.predict.scoring_rule import ScoringProtocol, resolve_protocol
+from grasp.predict.default_protocol import resolve_protocol
+from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.progress import Progress
 from grasp.report.findings import collect_findings
 from grasp.report.page import render

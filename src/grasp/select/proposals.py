@@ -55,7 +55,7 @@ BISECTION_STEPS = 80  # of `project_to_bounds`
 class Proposal(Result):
     """Mixtures to train; printed with one row per value."""
 
-    def _shown(self) -> tuple[list[str], list[list[str]]]:
+    def _printed_cells(self) -> tuple[list[str], list[list[str]]]:
         mixtures, gains, *shares = (column.to_pylist() for column in self.table.columns)
         lines = [
             [name, *(f"{share:.1%}" for share in column)]
