@@ -23,8 +23,8 @@ from experiments.finetune.worlds import shares
 from experiments.replay.run import Comparison
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_documents
-from grasp.build.add_replay import plan_replay
 from grasp.build.provenance import BuildSource
+from grasp.build.replay_plan import plan_replay
 from grasp.files import discard, write_atomically
 from grasp.models.causal_lm import ReferenceModel
 from grasp.predict.predictor import Predictor

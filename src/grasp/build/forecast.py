@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from grasp.artifact.manifest import MANIFEST
-from grasp.build.add_replay import ReplayForecast, forecast_added_replay, forecast_replay, plan_replay, refuse_replay
+from grasp.build.add_replay import forecast_added_replay, refuse_replay
 from grasp.build.build import (
     REQUIRED,
     complete_proxy_settings,
@@ -29,6 +29,7 @@ from grasp.build.inputs import ON_DISK, Inputs, prepare_inputs
 from grasp.build.model_pass import Arrays, ModelPass, compute_moments, merge_batches, read_batches, score_shard
 from grasp.build.pipeline import MEGABYTE, Sample, feature_bytes, open_moment_source, refuse_untrained, resolve_settings
 from grasp.build.proxy import forecast_proxy
+from grasp.build.replay_plan import ReplayForecast, forecast_replay, plan_replay
 from grasp.corpus.documents import documents_of
 from grasp.corpus.row_store import RowStore, TokenRows
 from grasp.corpus.sources import open_source

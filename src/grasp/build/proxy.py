@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from grasp.artifact.writer import lock_artifact
-from grasp.build.add_replay import time_step
+from grasp.build.replay_plan import time_step
 from grasp.corpus import RowStore, read_documents
 from grasp.errors import CorpusError
 from grasp.files import atomic_path

@@ -11,8 +11,9 @@ from pathlib import Path
 from transformers.utils import logging as hf_logging
 
 from grasp.artifact.writer import lock_artifact
-from grasp.build.add_replay import WARM_UP, refuse_longer_rows, trainable
+from grasp.build.add_replay import WARM_UP, refuse_longer_rows
 from grasp.build.proxy import MODEL
+from grasp.build.replay_plan import make_trainable
 from grasp.corpus import RowStore
 from grasp.errors import ArtifactError, SettingsError
 from grasp.files import atomic_path, differences, discard
@@ -81,7 +82,7 @@ def warm_up(
         assert reference is not None
         refuse_longer_rows(recipe, rows, out)
         tokenizer = reference.tokenizer
-        model, notes = trainable(reference.model, reference.frozen, recipe, settings.features.seed)
+        model, notes = make_trainable(reference.model, reference.frozen, recipe, settings.features.seed)
         training = FineTuning(model, recipe.optimizer(rows.n_rows))
         order = recipe.order(rows.n_rows, settings.features.seed)
         for line in (*notes, *training.notes):

@@ -26,8 +26,8 @@ from scipy.sparse import csr_array
 from transformers.utils import logging as hf_logging
 
 from grasp.arrays import F64
-from grasp.build.add_replay import trainable
 from grasp.build.ray_cluster import ClusterSpec, connected
+from grasp.build.replay_plan import make_trainable
 from grasp.corpus import RowStore
 from grasp.errors import GraspError, ModelError, SettingsError
 from grasp.files import atomic_path, discard
@@ -289,7 +289,7 @@ class Worker:
         overrides = {"device": self.device, "dtype": "float32", "check": False}
         reader = ReferenceModel.load(self.settings.model.model_copy(update=overrides))
         recipe = fine_tuning_recipe(self.settings)
-        model, _ = trainable(reader.model, reader.frozen, recipe, seed=0)
+        model, _ = make_trainable(reader.model, reader.frozen, recipe, seed=0)
         return FurtherTraining(model, recipe, self.store)
 
     def _further_utility(self, run: Run, progress: Callable[[int], None]) -> F64:

@@ -1,0 +1,302 @@
+"""Plan the trainings that a replay differentiates, and forecast their time, memory and disk space.
+
+A replay differentiates a training with respect to the weights of its rows, see `grasp.training.metagradient`. It has
+one or several orders: trainings that differ in the order of the rows, and from scratch also in the initial weights.
+Start with `plan_replay`.
+"""
+
+import copy
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from grasp.arrays import I64
+from grasp.corpus.row_store import RowStore
+from grasp.errors import SettingsError
+from grasp.extras import require
+from grasp.models.causal_lm import ReferenceModel
+from grasp.settings import ReplaySettings
+from grasp.text import duration_text, size_text
+from grasp.training.adamw import AdamWTraining
+from grasp.training.adjoint import norm_of
+from grasp.training.fine_tuning import EXACT_DTYPES, FineTuning
+from grasp.training.metagradient import MetagradientSettings, ReplayCost, middle_steps, replay_cost
+from grasp.training.recipe import OptimizerRecipe
+from grasp.training.recipe_files import FineTuningRecipe, default_proxy_recipe, default_recipe, proxy_training
+from grasp.training.row_order import label_weights, token_batches
+from grasp.training.train import Trainer
+from grasp.training.trajectory import TrajectorySize
+
+ORDERS_FROM_SCRATCH = 3  # default number of orders; single trainings from scratch agree badly
+ADJOINT_SIZE = 3  # derivatives of a utility per parameter: with respect to the weight and both moments of AdamW
+MEGABYTE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayPlan:
+    """The trainings of a replay. An order is a training with another order of the rows.
+
+    Attributes:
+        recipe: training that is replayed, with all defaults resolved.
+        settings: settings of the replay, with all defaults resolved.
+        optimizer: budget and optimizer of each training.
+        differentiation: how each training is differentiated.
+        start: returns the training of an order, by its number, before its first step.
+        from_scratch: whether the scores of rows that were not drawn are predicted from their text.
+        notes: differences from the recipe, a sentence each.
+    """
+
+    recipe: FineTuningRecipe
+    settings: ReplaySettings
+    optimizer: OptimizerRecipe
+    differentiation: MetagradientSettings
+    start: Callable[[int], AdamWTraining]
+    from_scratch: bool
+    notes: tuple[str, ...]
+
+    @property
+    def n_orders(self) -> int:
+        """Return the number of trainings that are differentiated."""
+        return self.settings.orders or 1
+
+    def order(self, n_rows: int, k: int) -> list[I64]:
+        """Return the indices of the rows of every step, in the k-th order."""
+        return self.recipe.order(n_rows, self.settings.seed + k)
+
+
+def plan_replay(
+    reference: ReferenceModel,
+    train: str,
+    recipe: FineTuningRecipe | None,
+    settings: ReplaySettings,
+    *,
+    n_rows: int,
+    context: int,
+    copied: bool = False,
+) -> ReplayPlan:
+    """Plan the replay of a model that is trained further, or of small new models with the vocabulary of the reference.
+
+    Args:
+        reference: model of the artifact.
+        train: further or new.
+        recipe: training that is replayed. Default: `default_recipe` or `default_proxy_recipe`.
+        settings: number of orders, probes and memory of the replay.
+        n_rows: number of rows of the corpus.
+        context: tokens of its longest row.
+        copied: leave the reference model as it is, and train a copy of it.
+    Raises:
+        SettingsError, ModelError, MissingExtraError: the recipe does not fit the model.
+    """
+    if train == "new":
+        return _plan_from_scratch(reference, recipe, settings, n_rows, context)
+    return _plan_fine_tuning(reference, recipe, settings, n_rows, copied=copied)
+
+
+def _plan_from_scratch(
+    reference: ReferenceModel, recipe: FineTuningRecipe | None, settings: ReplaySettings, n_rows: int, context: int
+) -> ReplayPlan:
+    """Plan trainings of small new models; each order has its own initial weights."""
+    recipe = recipe or default_proxy_recipe(n_rows)
+    settings = settings.model_copy(update={"orders": settings.orders or ORDERS_FROM_SCRATCH, "probes": 0})
+    training_recipe = proxy_training(recipe, n_rows, reference.vocab_size, context)
+    # derivatives at the first third of the steps are noise
+    differentiation = _metagradient_settings(
+        settings, training_recipe.steps, reference.batch_tokens, first_step=training_recipe.steps // 3
+    )
+    seed, device = settings.seed, reference.device
+    return ReplayPlan(
+        recipe=recipe,
+        settings=settings,
+        optimizer=training_recipe,
+        differentiation=differentiation,
+        start=lambda k: Trainer(training_recipe, [seed + k], device),
+        from_scratch=True,
+        notes=tuple(recipe.notes),
+    )
+
+
+def _plan_fine_tuning(
+    reference: ReferenceModel, recipe: FineTuningRecipe | None, settings: ReplaySettings, n_rows: int, *, copied: bool
+) -> ReplayPlan:
+    """Plan fine-tunings of the reference model; orders differ only in the order of rows."""
+    recipe = recipe or default_recipe(n_rows)
+    settings = settings.model_copy(update={"orders": settings.orders or 1})
+    optimizer = recipe.optimizer(n_rows)
+    model = copy.deepcopy(reference.model) if copied else reference.model
+    model, notes = make_trainable(model, reference.frozen, recipe, settings.seed)
+    initial = FineTuning(model, optimizer)
+    initial_weights = [parameter.detach().clone() for parameter in initial.parameters]
+
+    def start(_: int) -> AdamWTraining:
+        """Return the training before its first step; all orders train the same model object, one after another."""
+        training = FineTuning(model, optimizer)
+        training.set_weights(initial_weights)
+        return training
+
+    return ReplayPlan(
+        recipe=recipe,
+        settings=settings,
+        optimizer=optimizer,
+        differentiation=_metagradient_settings(settings, optimizer.steps, reference.batch_tokens),
+        start=start,
+        from_scratch=False,
+        notes=(*notes, *initial.notes),
+    )
+
+
+def _metagradient_settings(
+    settings: ReplaySettings, steps: int, batch_tokens: int, first_step: int = 0
+) -> MetagradientSettings:
+    """Return the settings by which a training of `steps` steps is differentiated, from `first_step` on."""
+    return MetagradientSettings(
+        curvature=settings.curvature,
+        probe_steps=middle_steps(steps, settings.probes),
+        batch_tokens=batch_tokens,
+        first_step=first_step,
+    )
+
+
+def make_trainable(
+    model: nn.Module, frozen: Sequence[str], recipe: FineTuningRecipe, seed: int
+) -> tuple[Any, list[str]]:
+    """Prepare a model for the training of a recipe: its dtype, the parameters that are trained, and its adapter.
+
+    Args:
+        model: model to train, which is changed.
+        frozen: names of parameters that are not trained.
+        recipe: training of the model.
+        seed: seed of the initial weights of the adapter.
+    Returns:
+        The model in float32 or float64, and notes on differences from the recipe.
+    Raises:
+        MissingExtraError: the recipe has an adapter, and peft is not installed.
+        SettingsError: the recipe's adapter does not fit the model.
+    """
+    notes, dtype = recipe.notes, next(model.parameters()).dtype
+    if dtype not in EXACT_DTYPES:
+        model = model.float()
+        notes.append(f"the model is in {str(dtype).removeprefix('torch.')}, its replay in float32")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.is_floating_point() and name not in frozen)
+    return (model if recipe.lora_r is None else _with_adapter(model, recipe, seed)), notes
+
+
+def _with_adapter(model: nn.Module, recipe: FineTuningRecipe, seed: int) -> nn.Module:
+    """Return the model with the LoRA adapter of a recipe."""
+    peft = require("peft", extra="peft", feature="the recipe's LoRA adapter")
+    modules = recipe.lora_target_modules
+    config = peft.LoraConfig(
+        r=recipe.lora_r,
+        lora_alpha=recipe.lora_alpha or recipe.lora_r,
+        target_modules=modules if isinstance(modules, str) else list(modules),
+    )
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft uses deprecated names of transformers
+        torch.manual_seed(seed)
+        try:
+            adapted: nn.Module = peft.get_peft_model(model, config).get_base_model()
+        except ValueError as err:
+            raise SettingsError(f"recipe: lora_target_modules: {' '.join(str(err).split())[:200]}") from err
+    return adapted
+
+
+# -------------------------------------------------------------------- forecast
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayForecast:
+    """What a replay needs.
+
+    Attributes:
+        orders: number of trainings that are differentiated, each with another order of the rows.
+        size: size of the states of one training.
+        cost: cost of one replay, in trainings.
+        retrainings: number of retrainings to check the derivatives.
+        step_seconds: time of the gradient of one batch.
+        disk_bytes: disk space of intermediate results.
+        memory_bytes: memory in addition to that of the training.
+    """
+
+    orders: int
+    size: TrajectorySize
+    cost: ReplayCost
+    retrainings: int
+    step_seconds: float
+    disk_bytes: int
+    memory_bytes: int
+
+    @property
+    def trainings(self) -> float:
+        """Return the cost of all orders and of the check, in trainings."""
+        return self.orders * self.cost.total + self.retrainings
+
+    @property
+    def seconds(self) -> float:
+        """Return the time of all orders and of the check."""
+        return self.trainings * self.size.steps * self.step_seconds
+
+    def __str__(self) -> str:
+        count, each = (f"{self.orders} trainings", ", each") if self.orders > 1 else ("a training", ",")
+        check = f"; {self.retrainings} more to check it" if self.retrainings else ""
+        total = f"; {self.trainings:.1f} in all" if self.orders > 1 or self.retrainings else ""
+        return (
+            f"{count} of {self.size.steps:,} steps ({self.size.parameters:,} parameters){each} differentiated at the "
+            f"price of {self.cost}{check}{total}; about {duration_text(self.seconds)}, "
+            f"{size_text(self.memory_bytes)} more memory than the training alone, and {size_text(self.disk_bytes)} of "
+            "disk until it is finished"
+        )
+
+
+def forecast_replay(plan: ReplayPlan, rows: RowStore, n_rows: int, n_targets: int) -> ReplayForecast:
+    """Time the gradient of one batch, and forecast time and disk space of a replay.
+
+    Args:
+        plan: trainings of the replay.
+        rows: rows of the corpus, or some of them.
+        n_rows: number of rows of the whole corpus.
+        n_targets: number of targets.
+    """
+    training, order = plan.start(0), plan.order(n_rows, 0)
+    size = TrajectorySize.of(len(order), training.n_parameters, training.parameter_bytes)
+    step_seconds = time_step(training, rows, order[0] % rows.n_rows)  # `rows` may be fewer than the order names
+    # The adjoint of a target has ADJOINT_SIZE numbers per parameter. On disk there are two versions of it while it is
+    # written. In memory there is also a direction per target, at probe steps, and copies of the weights, of a direction
+    # and of a product.
+    disk_bytes = size.start_bytes + 2 * ADJOINT_SIZE * n_targets * training.parameter_bytes
+    memory_bytes = ((ADJOINT_SIZE + 1) * n_targets + 3) * training.parameter_bytes
+    if size.segment_bytes > plan.settings.memory_mb * MEGABYTE:
+        disk_bytes += size.segment_bytes
+    else:
+        memory_bytes += size.segment_bytes
+    return ReplayForecast(
+        orders=plan.n_orders,
+        size=size,
+        cost=replay_cost(order, n_rows, n_targets, plan.differentiation),
+        retrainings=plan.settings.check,
+        step_seconds=step_seconds,
+        disk_bytes=disk_bytes,
+        memory_bytes=memory_bytes,
+    )
+
+
+def time_step(training: AdamWTraining, rows: RowStore, row_index_B: I64) -> float:
+    """Measure the seconds of the gradient of one batch, of the rows `row_index_B`."""
+    batches = token_batches(
+        rows, [iter([row_index_B])], steps=1, context=training.context, vocab_size=training.vocab_size
+    )
+    (batch,) = batches
+    weight_BL = label_weights(batch)[0].astype(np.float64)  # of the only model
+    seconds: list[float] = []
+    for _ in range(2):  # the first pass is slower
+        started = time.perf_counter()
+        training.backward(batch.ids_KBL[0], weight_BL)
+        norm_of(training.gradients())  # waits for the device
+        seconds.append(time.perf_counter() - started)
+        training.zero_gradients()
+    return min(seconds)
