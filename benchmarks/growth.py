@@ -33,9 +33,10 @@ from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_tokens
 from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
+from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, ScoringProtocol, parse_protocol
+from grasp.predict.scoring_rule import ScoringProtocol, parse_protocol
 from grasp.predict.slices import label_slices, slice_effects
 from grasp.report.build_report import report
 from grasp.select.mix import mix

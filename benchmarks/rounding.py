@@ -15,7 +15,8 @@ import numpy as np
 
 from grasp.api.evaluate import compare
 from grasp.artifact.reader import ArtifactReader
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, ScoringProtocol, load_protocol
+from grasp.predict.default_protocol import DEFAULT_PROTOCOL
+from grasp.predict.scoring_rule import ScoringProtocol, load_protocol
 from grasp.runs.retrained import RetrainedRuns
 
 RELATIVE = 2.0**-11

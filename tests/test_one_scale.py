@@ -11,13 +11,14 @@ from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_tokens
 from grasp.inspect.explain import explain
+from grasp.predict.default_protocol import TASK_PROTOCOL, resolve_protocol
 from grasp.predict.predictor import Predictor
-from grasp.predict.scoring_rule import TASK_PROTOCOL, Interaction, resolve_protocol, save_protocol
+from grasp.predict.scoring_rule import Interaction, save_protocol
 from grasp.predict.slices import SliceFormula, label_slices
 from grasp.report.findings import collect_findings
 from grasp.report.serve import QueryService, respond
 from grasp.select.select import select
-from grasp.text import several
+from grasp.text import as_names
 from tests.cli.grasp_command import succeed
 from tests.rules import rule
 from tests.runs.environments import write_artifact, write_environment
@@ -165,7 +166,7 @@ def test_predictions_with_runs_have_one_value_in_all_interfaces(tmp_path):
             answers[f"{target} {next(iter(arguments))}"] = table.loc["sciq", columns].tolist()
         by = predict(artifact, by="topic", target=target, runs=runs).to_pandas().set_index(["target", "value"])
         answers[f"{target} by"] = by.loc[("sciq", "games"), columns].tolist()
-        shown = None if target is None else several(target)
+        shown = None if target is None else as_names(target)
         findings = collect_findings(artifact, resolve_protocol(None, artifact), target=shown, runs=runs)
         g, t = findings.labels[0].slices.names.index("games"), list(findings.targets).index("sciq")
         dropped = findings.labels[0].dropped

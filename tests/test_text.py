@@ -14,7 +14,7 @@ import grasp
 from grasp import text as ascii_text
 from grasp.report.views import interval, number, signed
 from grasp.results import Result, write_table
-from grasp.text import MAX_CELL_CHARS, did_you_mean, different, ending, json_text, name, plain, text_table
+from grasp.text import MAX_CELL_CHARS, did_you_mean, ending, json_text, name, plain, text_table, unique_names
 from tests.report.world import HOSTILE, LINE, write_artifact
 
 
@@ -44,7 +44,7 @@ def test_text_is_truncated_with_an_optional_end():
 
 @given(st.lists(st.text(max_size=5) | st.just("x" * 70), max_size=8))
 def test_truncated_names_stay_different(texts):
-    names = different(texts, MAX_CELL_CHARS)
+    names = unique_names(texts, MAX_CELL_CHARS)
     assert len(set(names)) == len(texts)
     assert all(len(name) <= MAX_CELL_CHARS for name in names)
 
@@ -69,7 +69,7 @@ def test_numbers_have_a_minus_sign_and_missing_ones_a_dash():
 
 
 def test_many_names_with_equal_truncation_are_disambiguated_in_one_pass():
-    names = different(["x" * 100 + str(place) for place in range(50_000)], MAX_CELL_CHARS)
+    names = unique_names(["x" * 100 + str(place) for place in range(50_000)], MAX_CELL_CHARS)
     assert len(set(names)) == 50_000
     assert names[-1].endswith(" #50000")
 

@@ -20,7 +20,8 @@ from grasp.corpus.sources import open_source
 from grasp.errors import SettingsError
 from grasp.files import temporary_path, write_atomically
 from grasp.methods.contract import MethodInputs
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, ScoringProtocol, load_protocol
+from grasp.predict.default_protocol import DEFAULT_PROTOCOL
+from grasp.predict.scoring_rule import ScoringProtocol, load_protocol
 from grasp.seeds import stream
 from grasp.select.export import corpus_settings, iter_records, select_documents, stored_rows, write_corpus
 from grasp.select.record_files import FileFormat

@@ -11,7 +11,7 @@ done
 for loss in completion all; do
   grasp build --config experiments/artifacts/cc-$loss.yaml --out bench-out/cc-$loss --quiet
 done
-# Selection, on topic mixtures and two tasks: `default` is what ships (src/grasp/predict/scoring_rule.py), `selected` the
+# Selection, on topic mixtures and two tasks: `default` is what ships (src/grasp/predict/default_protocol.py), `selected` the
 # full predictor with penalties, `signed` the same with geometry of either sign.
 for pair in additive:default family:selected signed:signed; do
   grasp calibrate bench-out/cc-completion bench-out/cc-all --runs experiments/environments/cc-topic \

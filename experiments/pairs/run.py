@@ -38,7 +38,7 @@ from grasp.geometry.candidate_predictor import CandidatePredictor
 from grasp.kernels.whitening import Whitener, second_moments
 from grasp.methods.contract import MethodInputs
 from grasp.models.forward_pass import forward_passes
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
+from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.runs.metrics import rank_correlations
 from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream

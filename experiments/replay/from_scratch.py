@@ -27,8 +27,8 @@ from grasp.build.provenance import BuildSource
 from grasp.build.replay_plan import plan_replay
 from grasp.files import discard, write_atomically
 from grasp.models.causal_lm import ReferenceModel
+from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.predict.predictor import Predictor
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.runs.retrained import RetrainedRuns
 from grasp.settings import ReplaySettings
 from grasp.training.metagradient import Metagradient, Target, metagradient

@@ -33,7 +33,7 @@ from grasp.runs.metrics import rank_correlations
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.training_runs import Utilities
 from grasp.settings import build_settings
-from grasp.training.recipe_files import FineTuningRecipe
+from grasp.training.fine_tuning_recipe import FineTuningRecipe
 
 STEPS = (6, 12, 24)
 

@@ -32,7 +32,7 @@ from experiments.finetune.setting import NAMES, open_corpus
 from experiments.finetune.worlds import shares
 from experiments.runs.curves import draw, of_environment
 from grasp.files import write_atomically
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
+from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
 

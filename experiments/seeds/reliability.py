@@ -19,7 +19,7 @@ from experiments.lds_main.explain import Compared, compared, write_json
 from experiments.mistakes import in_one_line
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
+from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.runs.metrics import spearman
 from grasp.runs.retrained import RetrainedRuns
 

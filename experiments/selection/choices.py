@@ -17,8 +17,8 @@ from grasp.baselines.classifier import TextOdds
 from grasp.baselines.dsir import bucket_counts, log_ratio
 from grasp.methods.contract import MethodInputs
 from grasp.methods.registry import configure_methods, score_artifact
+from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.predict.predictor import Predictor, UnitSelection
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.seeds import stream
 
 BUCKETS = 10_000  # of DSIR

@@ -22,7 +22,7 @@ from grasp.files import write_atomically
 from grasp.geometry.candidates import Candidate, ProtocolFamily, candidate_of, default_family
 from grasp.geometry.development_runs import Development
 from grasp.geometry.protocol_selection import select_protocol
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
+from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.runs.evaluation import evaluate_predictions
 from grasp.runs.retrained import RetrainedRuns
 

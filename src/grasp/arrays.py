@@ -1,4 +1,4 @@
-"""Names of numpy arrays by the type of their elements, and a division that may have nothing below."""
+"""Type aliases of numpy arrays, and a division without warnings for denominators of 0."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,12 +13,19 @@ I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 Integers = NDArray[np.integer[Any]]
 Bool = NDArray[np.bool_]
-Blocks = Iterator[tuple[int, F32]]  # of rows: the first one, and the values from there on
+Blocks = Iterator[tuple[int, F32]]  # blocks of the rows of an array: the index of the first row, and the rows
 
 
-def ratio(top: Any, below: Any, *, least: Any = 0.0, undefined: float = 0.0) -> F64:
-    """Return top / below in float64, and `undefined` where `below` is not above `least`; arrays are broadcast."""
-    top, below = np.asarray(top, dtype=np.float64), np.asarray(below, dtype=np.float64)
-    out = np.full(np.broadcast_shapes(top.shape, below.shape), undefined)
-    np.divide(top, below, out=out, where=below > least)
+def ratio(numerator: Any, denominator: Any, *, minimum: Any = 0.0, undefined: float = 0.0) -> F64:
+    """Divide arrays in float64; the result is `undefined` if the denominator is not above `minimum`.
+
+    Args:
+        numerator: array, broadcast with the denominator.
+        denominator: array.
+        minimum: array or number; smaller denominators are treated as 0.
+        undefined: result for these.
+    """
+    numerator, denominator = np.asarray(numerator, dtype=np.float64), np.asarray(denominator, dtype=np.float64)
+    out = np.full(np.broadcast_shapes(numerator.shape, denominator.shape), undefined)
+    np.divide(numerator, denominator, out=out, where=denominator > minimum)
     return out

@@ -21,7 +21,7 @@ from grasp.corpus import RowStore, normalised, read_documents, write_passages
 from grasp.errors import RunsError
 from grasp.files import atomic_path, claim_directory
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
+from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.progress import Progress, Silent
 from grasp.runs.alignment import match_targets
 from grasp.runs.retrained import RetrainedRuns

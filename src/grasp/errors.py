@@ -1,4 +1,4 @@
-"""The exceptions of GRASP. A message is one line: where, what was found, what was expected, what to do next."""
+"""The exceptions of GRASP. A message is one line: location, actual value, expected value, what to do next."""
 
 
 class GraspError(Exception):

@@ -1,6 +1,6 @@
 """Write and read mixtures in the file formats of training tools. Start with `write_mixture` and `read_mixture`.
 
-The tools differ in what their weights refer to:
+A mixture says how often the rows of each value of a label are trained on. The tools differ in what their weights are:
 
     olmo-core      `SourceMixtureList`: target_ratio, shares of tokens
     megatron       `--data-args-path`: alternating weights and prefixes, shares of tokens (of sequences of one length)
@@ -9,8 +9,9 @@ The tools differ in what their weights refer to:
     datatrove      a Python module with one pipeline per repetition; SamplerFilter selects a part of the documents
     yaml, csv      shares of rows, tokens and documents, and the number of repetitions of each row
 
-In file names, special characters of label values are replaced; a comment records the original. Shape letter: G label
-values.
+In file names, special characters of label values are replaced; a comment records the original.
+
+Shape letter: G label values.
 """
 
 import ast
@@ -42,12 +43,13 @@ SUFFIXES = {
     "yaml": ".yaml",
     "csv": ".csv",
 }
-# a single CSV file is a table of runs; in a directory it is a mixture
+# Suffixes of a file with a mixture. A CSV file is a table of runs, unless it is in a directory of mixtures.
 READABLE_SUFFIXES = (".yaml", ".yml", ".py", ".txt")
 PREFIX = "_text_document"  # suffix that Megatron's preprocessing appends to file names
+# Comment that records the label value of a name in the file.
 NAME_LINE = re.compile(r"^# name (\S+): (.*)$", re.MULTILINE)
 MAX_FILE_BYTES = 4 << 20
-DIGITS = 8
+DIGITS = 8  # decimal digits of weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,8 @@ class MixtureWeights:
     Attributes:
         label: name of the label.
         values: its values.
-        size_G: rows, tokens and documents of each value in the corpus, by measure.
-        times_G: number of times that each row is seen in one epoch of the corpus.
+        size_G: rows, tokens and documents of each value in the corpus, (G,), by measure.
+        times_G: number of times that each row of a value is seen in one epoch of the corpus, (G,).
     """
 
     label: str
@@ -97,20 +99,24 @@ def check_format(path: Path | None, form: str) -> None:
 def write_mixture(weights: MixtureWeights, path: Path | str, form: str) -> str:
     """Write a mixture in the format of a tool and return a line that describes its weights.
 
+    Args:
+        weights: the mixture.
+        path: file to write.
+        form: name of the format, a key of `WRITERS`.
     Raises:
         SettingsError: the format is unknown, or the path has another suffix.
     """
     path = Path(path)
     check_format(path, form)
-    text, what = WRITERS[form](weights)
+    text, description = WRITERS[form](weights)
     write_atomically(path, text.encode())
-    return f"{path}: {form}, {what}"
+    return f"{path}: {form}, {description}"
 
 
 def _positive_shares(weights: MixtureWeights, measure: str) -> list[tuple[str, float, float]]:
     """Return name, share and repetitions of each value with a positive share; shares add up to 1."""
-    lines = zip(weights.names(), weights.shares(measure), weights.times_G, strict=True)
-    return [(name, round(float(share), DIGITS), float(times)) for name, share, times in lines if share > 0]
+    records = zip(weights.names(), weights.shares(measure), weights.times_G, strict=True)
+    return [(name, round(float(share), DIGITS), float(times)) for name, share, times in records if share > 0]
 
 
 def _comments(weights: MixtureWeights, *lines: str) -> list[str]:
@@ -123,10 +129,16 @@ def _comments(weights: MixtureWeights, *lines: str) -> list[str]:
     return [*(f"# {line}" for line in lines), *renamed]
 
 
+# ------------------------------------------------------------------------------------------------------ writing
+# Each writer returns the text of the file, and a description of its weights.
+
+
 def _olmo_core(weights: MixtureWeights) -> tuple[str, str]:
     shares = _positive_shares(weights, "tokens")
     tokens_G = weights.size_G["tokens"]
-    seen = dict(zip(weights.names(), weights.shares("tokens") * tokens_G.sum() / np.maximum(tokens_G, 1), strict=True))
+    # repetitions of each value, if as many tokens are trained on as the corpus has
+    repetitions_G = weights.shares("tokens") * tokens_G.sum() / np.maximum(tokens_G, 1)
+    repetitions = dict(zip(weights.names(), repetitions_G, strict=True))
     lines = _comments(
         weights,
         "OLMo-core, SourceMixtureList: target_ratio is a share of tokens. Set paths to your tokenized files.",
@@ -138,7 +150,7 @@ def _olmo_core(weights: MixtureWeights) -> tuple[str, str]:
             f"  - source_name: {json.dumps(name)}",
             f"    target_ratio: {share!r}",
             f"    paths: [{json.dumps(f'data/{name}/*.npy')}]",
-            f"    max_repetition_ratio: {max(1.0, float(np.ceil(100 * seen[name]) / 100))!r}",
+            f"    max_repetition_ratio: {max(1.0, float(np.ceil(100 * repetitions[name]) / 100))!r}",
         ]
     return "\n".join(lines) + "\n", "target_ratio is a share of tokens; set paths"
 
@@ -264,11 +276,11 @@ class MixtureFile:
     weight_of: Mapping[str, float]
 
 
-def mixture_files(place: Path) -> list[Path]:
+def mixture_files(path: Path) -> list[Path]:
     """Return the files of a directory of mixtures, one per run, or a single file; none if it is a table of runs."""
-    if place.is_dir():
-        return sorted(path for path in place.iterdir() if path.suffix in (*READABLE_SUFFIXES, ".csv"))
-    return [place] if place.suffix in READABLE_SUFFIXES else []
+    if path.is_dir():
+        return sorted(file for file in path.iterdir() if file.suffix in (*READABLE_SUFFIXES, ".csv"))
+    return [path] if path.suffix in READABLE_SUFFIXES else []
 
 
 def read_mixture(path: Path) -> MixtureFile:
@@ -286,10 +298,11 @@ def read_mixture(path: Path) -> MixtureFile:
         elif path.suffix == ".txt":
             mixture = _read_megatron(text)
         elif path.suffix == ".csv":
-            lines = list(csv.DictReader(io.StringIO(text)))
-            mixture = MixtureFile("csv", "tokens", {line["value"]: float(line["share_of_tokens"]) for line in lines})
+            records = list(csv.DictReader(io.StringIO(text)))
+            weight_of = {record["value"]: float(record["share_of_tokens"]) for record in records}
+            mixture = MixtureFile("csv", "tokens", weight_of)
         else:
-            mixture = _read_yaml_form(read_yaml(path), dict(NAME_LINE.findall(text)))
+            mixture = _read_yaml_mixture(read_yaml(path), dict(NAME_LINE.findall(text)))
     except SettingsError as err:
         raise RunsError(str(err)) from err
     except OSError as err:
@@ -303,30 +316,38 @@ def read_mixture(path: Path) -> MixtureFile:
     return mixture
 
 
-def _read_yaml_form(data: Mapping[str, Any], value_of: Mapping[str, str]) -> MixtureFile:
+def _read_yaml_mixture(data: Mapping[str, Any], value_of: Mapping[str, str]) -> MixtureFile:
+    """Read a mixture of OLMo-core, LLaMA-Factory, Axolotl or GRASP, which are told apart by their fields.
+
+    Args:
+        data: content of the file.
+        value_of: label value by name, if the name differs.
+    """
     if "sources" in data:
-        named = {entry["source_name"]: float(entry["target_ratio"]) for entry in data["sources"]}
+        weight_of_name = {entry["source_name"]: float(entry["target_ratio"]) for entry in data["sources"]}
         form, measure = "olmo-core", "tokens"
     elif "interleave_probs" in data:
         names, shares = (str(data[key]).split(",") for key in ("dataset", "interleave_probs"))
-        named = {name.strip(): float(share) for name, share in zip(names, shares, strict=True)}
+        weight_of_name = {name.strip(): float(share) for name, share in zip(names, shares, strict=True)}
         form, measure = "llama-factory", "documents"
     elif "datasets" in data:
         percents: Counter[str] = Counter()
         for entry in data["datasets"]:
-            part = re.fullmatch(r"\w+(?:\[:(\d+)%\])?", str(entry.get("split") or "train"))
-            if part is None:
+            split = re.fullmatch(r"\w+(?:\[:(\d+)%\])?", str(entry.get("split") or "train"))
+            if split is None:
                 raise ValueError(f"split {entry['split']!r}, expected e.g. train or train[:40%]")
-            percents[Path(str(entry["path"])).stem] += int(part[1] or 100)
-        named, form, measure = {name: percent / 100 for name, percent in percents.items()}, "axolotl", "times"
+            percents[Path(str(entry["path"])).stem] += int(split[1] or 100)
+        weight_of_name = {name: percent / 100 for name, percent in percents.items()}
+        form, measure = "axolotl", "times"
     elif "weights" in data:
         return MixtureFile("yaml", "tokens", {str(k): float(v) for k, v in data["weights"]["tokens"].items()})
     else:
         raise ValueError("has none of sources, datasets, interleave_probs and weights")
-    return MixtureFile(form, measure, {value_of.get(name, name): weight for name, weight in named.items()})
+    return MixtureFile(form, measure, {value_of.get(name, name): weight for name, weight in weight_of_name.items()})
 
 
 def _read_megatron(text: str) -> MixtureFile:
+    """Read alternating weights and prefixes."""
     words = text.split()
     if len(words) % 2:
         raise ValueError(f"has {len(words)} words, expected alternating weights and prefixes")
@@ -345,27 +366,27 @@ def _read_datatrove(text: str) -> MixtureFile:
     raise ValueError("has no MIXTURE")
 
 
-def read_mixtures_of_runs(places: Sequence[Path]) -> tuple[str, dict[str, Mapping[str, float]], str]:
-    """Read the mixtures of runs, one file per run.
+def read_mixtures_of_runs(files: Sequence[Path]) -> tuple[str, dict[str, Mapping[str, float]], str]:
+    """Read the mixtures of runs, one file per run, whose stem is the name of the run.
 
     Returns:
-        The kind of the weights (shares or times), the weights by run and value, and a note.
+        What the weights are (shares or times), the weights by run and label value, and a note for the user.
 
     Raises:
         RunsError: as `read_mixture`, two files have the same stem, or their weights are of different kinds.
     """
-    mixtures = {path.stem: read_mixture(path) for path in places}
-    if len(mixtures) < len(places):
-        twice = next(path.stem for path in places if sum(mixture.stem == path.stem for mixture in places) > 1)
-        raise RunsError(f"{places[0].parent}: has several mixtures named {twice}; rename all but one")
+    mixtures = {file.stem: read_mixture(file) for file in files}
+    if len(mixtures) < len(files):
+        (duplicate, _), *_ = Counter(file.stem for file in files).most_common(1)
+        raise RunsError(f"{files[0].parent}: has several mixtures named {duplicate}; rename all but one")
     measures = {mixture.measure for mixture in mixtures.values()}
     if len(measures) > 1:
         first = {mixture.measure: name for name, mixture in reversed(mixtures.items())}
         raise RunsError(
-            f"{places[0].parent}: weights are of different kinds: "
+            f"{files[0].parent}: weights are of different kinds: "
             f"{', '.join(f'{measure} in {name}' for measure, name in sorted(first.items()))}; write all in one format"
         )
     (measure,) = measures
-    what = "repetitions of each value" if measure == "times" else f"shares of {measure}"
+    description = "repetitions of each value" if measure == "times" else f"shares of {measure}"
     weights = {name: mixture.weight_of for name, mixture in mixtures.items()}
-    return ("times" if measure == "times" else "shares"), weights, f"weights of the mixtures are {what}"
+    return ("times" if measure == "times" else "shares"), weights, f"weights of the mixtures are {description}"

@@ -19,18 +19,23 @@ RELATIVE_ZERO = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class MeanStd:
-    """Mean and standard deviation of each column over a sample (rows, or subsets), (C,); used for z-scores."""
+    """Mean and standard deviation of each column over a sample of rows or of subsets, for z-scores.
+
+    Attributes:
+        mean_C: means, (C,).
+        std_C: standard deviations, (C,).
+    """
 
     mean_C: F64
     std_C: F64
 
     @property
     def inverse_std_C(self) -> F64:  # noqa: N802 - a shape suffix
-        """1 / std; 0 for a column without variance (up to rounding), which thereby contributes nothing."""
-        return ratio(1.0, self.std_C, least=RELATIVE_ZERO * np.maximum(np.abs(self.mean_C), np.finfo(float).tiny))
+        """Return 1 / std, (C,); 0 for a column without variance (up to rounding), which then contributes nothing."""
+        return ratio(1.0, self.std_C, minimum=RELATIVE_ZERO * np.maximum(np.abs(self.mean_C), np.finfo(float).tiny))
 
     def z_scores(self, value_BC: F64) -> F64:
-        """Return z-scores (x - mean) / std; 0 for columns without variance. Source: eq:component-predictor."""
+        """Return z-scores (x - mean) / std; 0 without variance. Source: eq:component-predictor of the paper."""
         return np.asarray((value_BC - self.mean_C) * self.inverse_std_C)
 
 
@@ -56,7 +61,12 @@ class StreamingMoments:
 
     @classmethod
     def from_blocks(cls, blocks: Iterable[tuple[int, NDArray[Any]]], out_NC: F32 | None = None) -> Self:
-        """Accumulate moments over blocks of rows, and store the rows in `out_NC` if it is given."""
+        """Accumulate moments over blocks of rows.
+
+        Args:
+            blocks: index of the first row of each block, and its rows.
+            out_NC: array that receives a copy of all rows; None: none is made.
+        """
         moments = cls()
         for start, block in blocks:
             if out_NC is not None:
@@ -80,6 +90,7 @@ class StreamingMoments:
             self._combine(other.n_rows, other.mean_C, other.scatter)
 
     def _combine(self, n_new: int, mean_C: F64, scatter: F64) -> None:
+        """Add `n_new` rows of which mean and scatter are known."""
         n_rows, shift_C = self.n_rows + n_new, mean_C - self.mean_C
         # Chan: S = S_a + S_b + n_a n_b / (n_a + n_b) (mean_b - mean_a)(mean_b - mean_a)^T
         between = np.outer(shift_C, shift_C) if self.products else shift_C**2
@@ -88,5 +99,5 @@ class StreamingMoments:
 
     @property
     def mean_std(self) -> MeanStd:
-        """Mean and population standard deviation (divisor N) of each column; undefined with `products`."""
+        """Return mean and population standard deviation (divisor N) of each column; undefined with `products`."""
         return MeanStd(self.mean_C, np.sqrt(self.scatter / self.n_rows))

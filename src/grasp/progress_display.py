@@ -1,6 +1,7 @@
-"""Show progress: on a terminal a bar on standard error, else (or with `--quiet`) plain lines; in a notebook one line.
+"""Show the progress of long operations, which they report by `grasp.progress.Progress`.
 
-Start with `Watch`; functions for users of Python are decorated with `shows_progress`.
+`Watch` shows a bar on standard error on a terminal, else (or with `--quiet`) plain lines. `NotebookWatch` shows one
+line per stage in a notebook; functions for users of Python are decorated with `shows_progress`, which uses it.
 """
 
 import functools
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-LINE_SECONDS = 5.0
-NOTEBOOK_SECONDS = 0.5
-MIN_REST_SECONDS = 5.0  # the total time left is printed if it exceeds that of the stage by this much
+LINE_SECONDS = 5.0  # between two plain lines
+NOTEBOOK_SECONDS = 0.5  # between two updates in a notebook
+MIN_LATER_SECONDS = 5.0  # the total time left is printed if the later stages take at least this long
 # Titles of the stages of a build; other stages are shown by name.
 STAGE_TITLES = {
     "rows": "tokenizing",
@@ -41,7 +42,7 @@ STAGE_TITLES = {
 class Watch:
     """Progress of the stages of a long run, with rows/s, tokens/s and the time left."""
 
-    line_seconds = LINE_SECONDS  # between two plain lines
+    line_seconds = LINE_SECONDS
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._console = Console(stderr=True)
@@ -85,21 +86,22 @@ class Watch:
                 )
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stopped.set()
-        if kind is None:
+        if error_type is None:
             self._close_stage()
         if self._bar is not None:
             self._bar.stop()
 
     def stage(self, name: str, *, rows: int | None, tokens: int | None) -> None:
+        """Begin a stage."""
         self._close_stage()
         self._stage_tokens = self._planned_tokens.get(name, 0)
-        if name in self._planned_tokens:  # skipped stages before it were already finished
-            self._planned_tokens = dict(
-                list(self._planned_tokens.items())[list(self._planned_tokens).index(name) + 1 :]
-            )
+        if name in self._planned_tokens:  # planned stages before it are skipped: they were already finished
+            names = list(self._planned_tokens)
+            later_names = names[names.index(name) + 1 :]
+            self._planned_tokens = {later: self._planned_tokens[later] for later in later_names}
         name = STAGE_TITLES.get(name, name)
         self._name, self._total, self._rows, self._tokens, self._runs_done = name, rows, 0, 0, 0
         self._started_at = self._printed_at = time.monotonic()
@@ -107,6 +109,7 @@ class Watch:
             self._task = self._bar.add_task(name, total=rows, rate="", left="")
 
     def advance(self, rows: int, tokens: int) -> None:
+        """Count rows and tokens that were processed, and show them."""
         self._rows += rows
         self._tokens += tokens
         if self._bar is not None and self._task is not None:
@@ -158,6 +161,7 @@ class Watch:
         return plain(f"{self._name}: {', '.join(part for part in parts if part)}")
 
     def _close_stage(self) -> None:
+        """Print the duration of the current stage, if lines are printed."""
         seconds = time.monotonic() - self._started_at
         if self._name and self._plain and self._rows:
             self._print(f"{self._rows:,} rows in {seconds:.1f} s", self._rate_text())
@@ -180,7 +184,7 @@ class Watch:
         stage_seconds = (time.monotonic() - self._started_at) * self._total / self._rows
         left = stage_seconds * (1 - self._rows / self._total)
         later = stage_seconds * sum(self._planned_tokens.values()) / self._stage_tokens if self._stage_tokens else 0.0
-        total = f" in this stage, {duration_text(left + later)} in total" if later > MIN_REST_SECONDS else ""
+        total = f" in this stage, {duration_text(left + later)} in total" if later > MIN_LATER_SECONDS else ""
         return f"{duration_text(left)} left{total}"
 
 

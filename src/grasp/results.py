@@ -35,7 +35,7 @@ class Result:
         signs: whether its numbers are changes, which are printed with a sign.
     """
 
-    most: ClassVar[int] = MAX_ROWS_SHOWN  # rows that are printed
+    max_printed: ClassVar[int] = MAX_ROWS_SHOWN  # rows that are printed
     table: pa.Table
     headline: str = ""
     notes: tuple[str, ...] = ()
@@ -58,23 +58,23 @@ class Result:
         return int(self.table.num_rows)
 
     def __repr__(self) -> str:
-        names, rows = self._shown()
+        names, rows = self._printed_cells()
         table = text_table("", names, rows) if rows else ""
         return "\n".join(line for line in (plain(self.headline), table, *map(plain, self._below())) if line)
 
     def _repr_html_(self) -> str:
-        names, rows = self._shown()
+        names, rows = self._printed_cells()
         below = "".join(f"<p>{escape(plain(note))}</p>" for note in self._below())
         return f"<p><b>{escape(plain(self.headline))}</b></p>{html_table(names, rows)}{below}"
 
-    def _shown(self) -> tuple[list[str], list[list[str]]]:
+    def _printed_cells(self) -> tuple[list[str], list[list[str]]]:
         """Return the headings and the first rows as text."""
         names = list(self.table.column_names)
-        rows = self.table.slice(0, self.most).to_pylist()
+        rows = self.table.slice(0, self.max_printed).to_pylist()
         return names, [[_cell(row[name], signs=self.signs) for name in names] for row in rows]
 
     def _below(self) -> Sequence[str]:
-        more = len(self) - self.most
+        more = len(self) - self.max_printed
         return [*([f"... and {more:,} more"] if more > 0 else []), *self.notes]
 
 

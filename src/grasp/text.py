@@ -1,6 +1,8 @@
 """Format numbers, names and tables as text.
 
-Untrusted text is reduced to one line without control characters, so that it cannot steer a terminal (`plain`).
+`plain` reduces untrusted text, such as that of a corpus, to one line without control characters, so that it cannot
+steer a terminal. `number`, `size_text` and `duration_text` format values, `text_table` tables, and `skipped_text` what
+was left out of a corpus.
 """
 
 import csv
@@ -19,6 +21,7 @@ MAX_EXAMPLE_CHARS = 300  # characters of an example of an unusable record
 MAX_CELL_CHARS = 60  # characters of a cell, except ids (people copy them) and a last column of text
 SUFFIX_WIDTH = 6  # characters reserved for ` #2`, if two names are cut to the same text
 MAX_SIGNS_SHOWN = 6
+# How white space is shown where it matters, e.g. a token that is a line break.
 SIGNS = {
     " ": "\N{OPEN BOX}",
     "\t": "\N{RIGHTWARDS ARROW TO BAR}",
@@ -30,6 +33,7 @@ ROUNDING_NOISE = 1e-6  # rounding error of float32 sums; smaller numbers are pri
 DEFAULT_WIDTH = 160  # columns, if the output is not a terminal
 PRINTED_CONTROLS = "\n\t\u200c\u200d"  # the last two join letters in some scripts and emoji; they reorder nothing
 REPLACEMENT = "\ufffd"
+# Reasons for which records, or parts of them, are left out of a corpus, as counts of them are printed.
 SKIPPED = {
     "empty": "empty documents",
     "whitespace": "documents of white space",
@@ -56,6 +60,7 @@ SKIPPED = {
     "broken_image": "broken images",
 }
 
+# What the user can do about it, by the same reasons.
 REMEDIES = {
     "unwritten": "use a tokenizer whose template includes it (--tokenizer)",
     "cut_answer": "only the included parts carry loss; use a tokenizer whose template includes them (--tokenizer)",
@@ -67,13 +72,13 @@ REMEDIES = {
 }
 
 
-def several(names: str | Sequence[str]) -> tuple[str, ...]:
-    """Return one name or several names as a tuple."""
+def as_names(names: str | Sequence[str]) -> tuple[str, ...]:
+    """Return a name, or a sequence of names, as a tuple."""
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def listed(names: str | Sequence[str], known: Collection[str] = ()) -> tuple[str, ...]:
-    """Split names that are separated by commas, as commands accept them, into a tuple.
+def parse_names(names: str | Sequence[str], known: Collection[str] = ()) -> tuple[str, ...]:
+    """Parse names that are separated by commas, as commands accept them, to a tuple.
 
     A name that contains a comma is put in double quotes, as in CSV, unless it is one of the `known` names.
 
@@ -81,7 +86,7 @@ def listed(names: str | Sequence[str], known: Collection[str] = ()) -> tuple[str
         SettingsError: a quote is not closed.
     """
     if not isinstance(names, str) or names in known:
-        return several(names)
+        return as_names(names)
     try:
         parts = next(csv.reader([names], skipinitialspace=True, strict=True), [])
     except csv.Error as err:
@@ -127,10 +132,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
     The last part of a nested name, such as `source` of `metadata.source`, is preferred.
     """
-    spelled = {candidate.lower(): candidate for candidate in known}
-    nested = [candidate for candidate in spelled if candidate.endswith(f".{name.lower()}")]
-    close = nested or get_close_matches(name.lower(), spelled, n=1)
-    return f" (did you mean {' or '.join(repr(spelled[candidate]) for candidate in close)}?)" if close else ""
+    known_by_lower = {candidate.lower(): candidate for candidate in known}
+    nested = [candidate for candidate in known_by_lower if candidate.endswith(f".{name.lower()}")]
+    close = nested or get_close_matches(name.lower(), known_by_lower, n=1)
+    return f" (did you mean {' or '.join(repr(known_by_lower[match]) for match in close)}?)" if close else ""
 
 
 def skipped_text(counts: Mapping[str, int]) -> str:
@@ -142,9 +147,9 @@ def skipped_lines(counts: Mapping[str, int], examples: Mapping[str, Sequence[str
     """Return one line per reason, with the positions of the first examples and what to do about them."""
     lines = []
     for reason, count in counts.items():
-        places = ", ".join(plain(example, MAX_EXAMPLE_CHARS) for example in examples.get(reason, ()))
+        locations = ", ".join(plain(example, MAX_EXAMPLE_CHARS) for example in examples.get(reason, ()))
         remedy = REMEDIES.get(reason, "")
-        lines.append(skipped_text({reason: count}) + f": {places}" * bool(places) + f"; {remedy}" * bool(remedy))
+        lines.append(skipped_text({reason: count}) + f": {locations}" * bool(locations) + f"; {remedy}" * bool(remedy))
     return lines
 
 
@@ -168,11 +173,12 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _finite(value: Any) -> Any:
+    """Replace numbers that are not finite by None, at any depth."""
     if isinstance(value, float):
         return value if isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(part) for key, part in value.items()}
-    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def plain(text: object, longest: int | None = None) -> str:
@@ -195,9 +201,10 @@ def ending(text: object, longest: int = 240) -> str:
 
 def printable(text: str) -> str:
     """Replace control and direction-changing characters; line breaks and tabs are preserved."""
-    hidden = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+    # Unicode categories: control, format, surrogate, private use, unassigned, line and paragraph separator
+    replaced = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
     return "".join(
-        ch if ch in PRINTED_CONTROLS or unicodedata.category(ch) not in hidden else REPLACEMENT for ch in text
+        ch if ch in PRINTED_CONTROLS or unicodedata.category(ch) not in replaced else REPLACEMENT for ch in text
     )
 
 
@@ -209,19 +216,25 @@ def visible(word: str) -> str:
     return signs[:MAX_SIGNS_SHOWN] + "..." * (len(signs) > MAX_SIGNS_SHOWN) + "\n" * ("\n" in word)
 
 
-def different(names: Sequence[object], longest: int | None = None) -> list[str]:
-    """Make names unique: append ` #2`, ` #3` to those that equal an earlier name, also after truncation."""
-    shown = [str(label) if longest is None else plain(label, longest) for label in names]
+def unique_names(names: Sequence[object], longest: int | None = None) -> list[str]:
+    """Make names unique: append ` #2`, ` #3` to those that equal an earlier name, also after truncation.
+
+    Args:
+        names: the names.
+        longest: maximum number of characters of a name; None: names are not truncated.
+    """
+    unique: list[str] = []
     used: set[str] = set()
-    counts: dict[str, int] = {}
-    for place, short in enumerate(shown):
-        spelled = short
-        while spelled in used:
+    counts: dict[str, int] = {}  # number of occurrences by truncated name
+    for full_name in names:
+        short = str(full_name) if longest is None else plain(full_name, longest)
+        candidate = short
+        while candidate in used:
             counts[short] = counts.get(short, 1) + 1
-            spelled = f"{short if longest is None else short[: longest - SUFFIX_WIDTH]} #{counts[short]}"
-        used.add(spelled)
-        shown[place] = spelled
-    return shown
+            candidate = f"{short if longest is None else short[: longest - SUFFIX_WIDTH]} #{counts[short]}"
+        used.add(candidate)
+        unique.append(candidate)
+    return unique
 
 
 def text_table(
@@ -230,22 +243,27 @@ def text_table(
     """Format a table: the first `left` columns and a column `text` are left-aligned, numbers right-aligned.
 
     A last column of text is truncated to `width`, other cells to `MAX_CELL_CHARS`; truncated names stay unique.
+
+    Args:
+        title: line above the table; empty: none.
+        headings: names of the columns.
+        rows: values of each row.
+        left: number of columns, from the first one, that hold names.
+        width: maximum width of the table in characters.
     """
     headings = [plain(heading) for heading in headings]
-    columns = [
-        _column(heading, [row[place] for row in rows], is_name=place < left) for place, heading in enumerate(headings)
-    ]
+    columns = [_column(heading, [row[k] for row in rows], is_name=k < left) for k, heading in enumerate(headings)]
     cells = [list(line) for line in zip(*columns, strict=True)]
-    widths = [max(len(line[place]) for line in [headings, *cells]) for place in range(len(headings))]
-    to_left = [place < left or heading == "text" for place, heading in enumerate(headings)]
-    if to_left[-1]:
+    widths = [max(len(line[k]) for line in [headings, *cells]) for k in range(len(headings))]
+    is_left_aligned = [k < left or heading == "text" for k, heading in enumerate(headings)]
+    if is_left_aligned[-1]:  # a last column of text takes the remaining width
         used = sum(widths[:-1]) + len(GAP) * (len(widths) - 1)
         widths[-1] = max(20, min(widths[-1], width - used))
     lines = [plain(title)] if title else []
     for line in [headings, *cells]:
         aligned = [
             _cut(cell, size).ljust(size) if is_left else cell.rjust(size)
-            for cell, size, is_left in zip(line, widths, to_left, strict=True)
+            for cell, size, is_left in zip(line, widths, is_left_aligned, strict=True)
         ]
         lines.append(GAP.join(aligned).rstrip())
     return "\n".join(lines)
@@ -257,10 +275,11 @@ def _column(heading: str, cells: Sequence[object], *, is_name: bool) -> list[str
         return [plain(cell) for cell in cells]
     if not is_name:
         return [_cut(plain(cell), MAX_CELL_CHARS) for cell in cells]
-    known = list(dict.fromkeys(map(str, cells)))
-    spelled = dict(zip(known, different(known, MAX_CELL_CHARS), strict=True))
-    return [spelled[str(cell)] for cell in cells]
+    names = list(dict.fromkeys(map(str, cells)))
+    short_name = dict(zip(names, unique_names(names, MAX_CELL_CHARS), strict=True))
+    return [short_name[str(cell)] for cell in cells]
 
 
 def _cut(text: str, width: int) -> str:
+    """Truncate a text to a number of characters; the last three are dots."""
     return text if len(text) <= width else text[: width - 3] + "..."

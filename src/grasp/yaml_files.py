@@ -26,26 +26,50 @@ MAX_ERRORS_SHOWN = 20  # errors in a message
 M = TypeVar("M", bound=BaseModel)
 
 
-def validated(kind: type[M], data: Mapping[str, Any], location: str, error_type: type[GraspError] = SettingsError) -> M:
-    """Validate `data` against a model class; the error message starts with `location` and lists every mismatch."""
+def validated(
+    model_class: type[M], data: Mapping[str, Any], location: str, error_type: type[GraspError] = SettingsError
+) -> M:
+    """Validate nested settings against a pydantic model class.
+
+    Args:
+        model_class: class of the result.
+        data: the settings.
+        location: beginning of error messages, e.g. the name of a file.
+        error_type: class of errors.
+    Raises:
+        GraspError: of class `error_type`; the message lists every invalid setting.
+    """
     try:
-        return kind.model_validate(data)
+        return model_class.model_validate(data)
     except ValidationError as err:
-        raise error_type(describe(err, location, kind)) from err
+        raise error_type(describe(err, location, model_class)) from err
 
 
-def validated_yaml(kind: type[M], path: Path | str, what: str, error_type: type[GraspError]) -> M:
-    """Read and validate a YAML file (JSON is YAML, too)."""
+def validated_yaml(model_class: type[M], path: Path | str, what: str, error_type: type[GraspError]) -> M:
+    """Read and validate a YAML file (JSON is YAML, too).
+
+    Args:
+        model_class: class of the result.
+        path: the file.
+        what: what the file is, for error messages, e.g. protocol.
+        error_type: class of errors.
+    """
     try:
         data = read_yaml(Path(path))
     except SettingsError as err:
         raise error_type(str(err)) from err
-    return validated(kind, data, f"{what} {path}", error_type)
+    return validated(model_class, data, f"{what} {path}", error_type)
 
 
-def describe(err: ValidationError, location: str, kind: type[BaseModel] | None = None) -> str:
-    """Format validation errors in one line; if `kind` is given, with suggestions for misspelt fields."""
-    parts = []
+def describe(err: ValidationError, location: str, model_class: type[BaseModel] | None = None) -> str:
+    """Format validation errors in one line; if `model_class` is given, with suggestions for misspelt fields.
+
+    Args:
+        err: error of pydantic.
+        location: beginning of the message.
+        model_class: class that was validated.
+    """
+    messages = []
     for item in err.errors()[:MAX_ERRORS_SHOWN]:
         field = plain(".".join(str(step) for step in item["loc"]), MAX_VALUE_CHARS)
         got = (
@@ -53,13 +77,14 @@ def describe(err: ValidationError, location: str, kind: type[BaseModel] | None =
         )
         if item["type"] == "string_type" and isinstance(item["input"], dict):
             got += "; quote text that contains : or {}, --set 'NAME=\"...\"'"
-        what = _WORDS.get(item["type"], item["msg"].removeprefix("Value error, "))
-        parts.append(f"{field}: {what}{got}{_suggest_field(kind, item)}".removeprefix(": "))
+        reason = _REASONS.get(item["type"], item["msg"].removeprefix("Value error, "))
+        messages.append(f"{field}: {reason}{got}{_suggest_field(model_class, item)}".removeprefix(": "))
     more = f"; {err.error_count() - MAX_ERRORS_SHOWN} more" if err.error_count() > MAX_ERRORS_SHOWN else ""
-    return f"{location}: " + "; ".join(parts) + more
+    return f"{location}: " + "; ".join(messages) + more
 
 
-_WORDS = {
+# Messages by pydantic's type of an error; others have pydantic's message.
+_REASONS = {
     "missing": "missing",
     "extra_forbidden": "no such field",
     "model_type": "expected fields with names",
@@ -69,17 +94,18 @@ _WORDS = {
 }
 
 
-def _suggest_field(kind: type[BaseModel] | None, item: Mapping[str, Any]) -> str:
-    if kind is None or item["type"] != "extra_forbidden":
+def _suggest_field(model_class: type[BaseModel] | None, item: Mapping[str, Any]) -> str:
+    """Return a similar field, or all fields, if the error is an unknown field; else an empty text."""
+    if model_class is None or item["type"] != "extra_forbidden":
         return ""
-    *groups, leaf = (str(step) for step in item["loc"])
+    *groups, field = (str(step) for step in item["loc"])
     for group in groups:
-        inner = kind.model_fields[group].annotation if group in kind.model_fields else None
+        inner = model_class.model_fields[group].annotation if group in model_class.model_fields else None
         if not isinstance(inner, type) or not issubclass(inner, BaseModel):
             return ""
-        kind = inner
-    close = get_close_matches(leaf, kind.model_fields, n=1)
-    return f" (did you mean {close[0]}?)" if close else f" (there are: {', '.join(kind.model_fields)})"
+        model_class = inner
+    close = get_close_matches(field, model_class.model_fields, n=1)
+    return f" (did you mean {close[0]}?)" if close else f" (there are: {', '.join(model_class.model_fields)})"
 
 
 class _Refused(yaml.YAMLError):
@@ -87,7 +113,10 @@ class _Refused(yaml.YAMLError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML without duplicate keys, with bounded nesting and alias expansion."""
+    """Safe YAML without duplicate keys, with bounded nesting and alias expansion.
+
+    PyYAML parses a document to a tree of nodes, depth first, by calls of `compose_node`.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -95,6 +124,7 @@ class _Loader(yaml.SafeLoader):
         self._size: dict[Any, int] = {}  # values of a node
 
     def compose_node(self, parent: Any, index: Any) -> Any:
+        """Return the next node, and count its values; an alias counts as often as it is expanded."""
         is_alias, line, before = self.check_event(yaml.AliasEvent), self.line + 1, self._values
         self._depth += 1
         if self._depth > MAX_DEPTH:
@@ -110,8 +140,9 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Return the next mapping; refuse it if a key occurs twice, of which PyYAML would ignore the first."""
         node = super().compose_mapping_node(anchor)
-        first: dict[tuple[str, str], int] = {}
+        first: dict[tuple[str, str], int] = {}  # line of a key, by its type and text
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 continue

@@ -19,8 +19,9 @@ from grasp.build.forecast import forecast
 from grasp.build.merge import merge
 from grasp.errors import ArtifactError, GraspError, ModelError, SettingsError
 from grasp.inspect.explain import explain
+from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.predictor import Predictor, UnitSelection
-from grasp.predict.scoring_rule import NEW_MODEL_REPLAY_WEIGHT, REPLAY_WEIGHT, ScoringProtocol, resolve_protocol
+from grasp.predict.scoring_rule import NEW_MODEL_REPLAY_WEIGHT, REPLAY_WEIGHT, ScoringProtocol
 from grasp.training.replay_checks import smoothness
 from tests.build.test_pipeline import Notes
 from tests.build.world import world, write_targets
@@ -261,9 +262,10 @@ def test_replay_for_a_new_model_trains_small_models_from_scratch(settings, tmp_p
     assert relevance_NE[:, 0].std() == pytest.approx(1.0, abs=1e-2)
     assert_mentions("\n".join(notes.lines), "2 trainings of 6 steps", "0.0 to differentiate all rows", "in all")
     names, features = artifact.array_names, artifact.feature_settings
-    of_subsets = resolve_protocol(None, artifact, subsets=True).fitted(names, features)
+    of_subsets = resolve_protocol(None, artifact, subsets=True).resolved_for(names, features)
     assert of_subsets.match["replay"] == NEW_MODEL_REPLAY_WEIGHT
-    assert "replay" not in resolve_protocol(None, artifact).fitted(names, features).match  # of rows and selections
+    of_rows = resolve_protocol(None, artifact).resolved_for(names, features)
+    assert "replay" not in of_rows.match
     with pytest.raises(SettingsError, match="lora_r: got 2"):
         build(out=tmp_path / "other", settings=data, replay=True, recipe=RECIPE | {"lora_r": 2}, untrained=True)
     later = build(out=tmp_path / "later", settings=data, untrained=True).path

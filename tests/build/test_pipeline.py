@@ -38,7 +38,8 @@ from grasp.kernels import kernel as kernel_module
 from grasp.kernels.kernel import make_kernels, needs_backward, relevance_scale
 from grasp.kernels.sketch import CountSketch
 from grasp.models import forward_pass as extract
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, GRADIENT_COMPANION_WEIGHT
+from grasp.predict.default_protocol import DEFAULT_PROTOCOL
+from grasp.predict.scoring_rule import GRADIENT_COMPANION_WEIGHT
 from grasp.progress import Silent
 from grasp.select.export import corpus_settings
 from grasp.settings import KERNELS, BuildSettings, FeatureSettings, TargetSettings, build_settings
@@ -393,8 +394,8 @@ def test_a_build_computes_the_kernels_of_the_scoring_rule_and_two_sketches():
         features = FeatureSettings(rule=which).decided(train)
         assert features.kernels == (*named, *BOTH_SKETCHES)
         stored = [f"relevance_{name}" for name in named] + list(BOTH_SKETCHES)
-        fitted = DEFAULT_PROTOCOL.fitted(stored, features.model_dump())
-        assert set(fitted.arrays) == set(stored) - set(BOTH_SKETCHES), (which, train)
+        resolved = DEFAULT_PROTOCOL.resolved_for(stored, features.model_dump())
+        assert set(resolved.arrays) == set(stored) - set(BOTH_SKETCHES), (which, train)
     assert {train for _, train in KERNELS} == {"new", "further", None}
     assert not needs_backward(FeatureSettings(rule="forward").decided("further").kernels)
 
@@ -405,7 +406,9 @@ def test_the_settings_of_the_paper_come_with_its_rule():
     assert (paper.positions, paper.summary_positions, paper.sample_rows) == ("tail:32", "tail:32", 65_536)
     assert (paper.top_k, paper.hidden_width, paper.residual_width) == (64, 64, 64)
     assert FeatureSettings(rule="paper", sample_rows=8).sample_rows == 8  # what is said stands
-    assert DEFAULT_PROTOCOL.fitted(["relevance_pooled", *BOTH_SKETCHES], paper.model_dump()).match == {"pooled": 1.0}
+    assert DEFAULT_PROTOCOL.resolved_for(["relevance_pooled", *BOTH_SKETCHES], paper.model_dump()).match == {
+        "pooled": 1.0
+    }
 
 
 def test_a_kernel_that_does_not_exist_is_named(root, tmp_path):
@@ -453,7 +456,7 @@ def test_a_kernel_is_one_module_and_the_scoring_rule_that_names_it(root, tmp_pat
     by_loss = np.argsort(-losses[0], kind="stable")
     assert ranked["row_id"].tolist()[:5] == artifact.rows(by_loss)["row_id"].to_pylist()[:5]
     with pytest.raises(ProtocolError, match="array 'relevance_toy'"):
-        DEFAULT_PROTOCOL.model_copy(update={"match": {"toy": 1.0}}).fitted(["relevance_knn"], {})
+        DEFAULT_PROTOCOL.model_copy(update={"match": {"toy": 1.0}}).resolved_for(["relevance_knn"], {})
 
     # a target is added to it as to any other
     write_targets(root / "more.jsonl", task="more", seed=5)
@@ -868,7 +871,7 @@ def test_the_way_to_train_selects_the_additional_kernels(root, tmp_path, train, 
     weights = dict.fromkeys(("output_layer", "embedding", *kernels), 1.0)
     if "gradient" in kernels:
         weights = dict.fromkeys(("output_layer", "embedding"), GRADIENT_COMPANION_WEIGHT) | {"gradient": 1.0}
-    assert DEFAULT_PROTOCOL.fitted(artifact.array_names, artifact.feature_settings).match == weights
+    assert DEFAULT_PROTOCOL.resolved_for(artifact.array_names, artifact.feature_settings).match == weights
 
 
 def test_a_build_without_a_way_to_train_stops_before_any_work(root, tmp_path):

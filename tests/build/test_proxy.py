@@ -11,7 +11,7 @@ from grasp.build import proxy
 from grasp.build.build import add_targets, build
 from grasp.build.forecast import forecast
 from grasp.errors import CorpusError, TargetError
-from grasp.training.recipe_files import default_proxy_recipe
+from grasp.training.fine_tuning_recipe import default_proxy_recipe
 from tests.build.test_pipeline import Notes
 from tests.build.world import world, write_targets
 from tests.faults import Killed, raising

@@ -13,7 +13,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.build.build import add_replay, build
 from grasp.corpus import RowStore
 from grasp.errors import ArtifactError, SettingsError
-from grasp.training.recipe_files import FineTuningRecipe
+from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from tests.build.test_pipeline import Notes
 from tests.build.world import world
 from tests.faults import Killed, raising

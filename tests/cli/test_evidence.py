@@ -23,7 +23,8 @@ from scipy import stats
 from grasp.artifact.reader import ArtifactReader
 from grasp.geometry.candidate_predictor import CandidatePredictor
 from grasp.geometry.candidates import candidate_of, default_family, load_family
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, Interaction, load_protocol, save_protocol
+from grasp.predict.default_protocol import DEFAULT_PROTOCOL
+from grasp.predict.scoring_rule import Interaction, load_protocol, save_protocol
 from grasp.runs.retrained import RetrainedRuns
 from grasp.yaml_files import read_yaml, write_yaml
 from tests.cli.grasp_command import arrays, cells, refused, succeed
@@ -286,7 +287,7 @@ def test_evaluate_prints_the_results_of_the_library_and_scipy(art, env):
         )
     }
     assert set(printed) == {f"{kernel} additive" for kernel in kernels} | several | {"default"}
-    assert f"protocol default: {DEFAULT_PROTOCOL.provenance}" in out
+    assert f"protocol default: {DEFAULT_PROTOCOL.selection_summary}" in out
     realized_B = RetrainedRuns.open(env).utilities().values_BSE.mean(axis=(1, 2))
     masks_BN = np.concatenate([block.weights_BN.toarray() for block in scored(art, env).blocks])
     relevance = arrays(art)
@@ -313,7 +314,7 @@ def test_a_planted_protocol_reaches_the_ceiling_and_output_files_agree(art, own_
     report = json.loads((tmp_path / "r.json").read_text())
     with (tmp_path / "r.csv").open() as file:
         table = {line["method"]: line for line in csv.DictReader(file)}
-    assert report["notes"][0] == f"protocol default: {DEFAULT_PROTOCOL.provenance}"
+    assert report["notes"][0] == f"protocol default: {DEFAULT_PROTOCOL.selection_summary}"
     assert report["notes"][1].startswith("protocol planted: ")
     assert "default" in printed
     for record in report["results"]:

@@ -19,8 +19,9 @@ from experiments.curation.setting import HELD_OUT, Settings, World, choice_id, w
 from experiments.curation.table import estimate
 from grasp.build.pipeline import build_artifact
 from grasp.errors import SettingsError
+from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.predict.predictor import UnitSelection
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, save_protocol
+from grasp.predict.scoring_rule import save_protocol
 from grasp.runs.retrained import RetrainedRuns
 from grasp.settings import build_settings
 from grasp.targets import Unit
@@ -139,7 +140,7 @@ def test_the_additive_selection_has_the_greatest_relevance(experiment):
     )
     artifact = world.artifact
     value_N, units = np.zeros(artifact.n_rows), UnitSelection.from_targets(artifact, artifact.targets)
-    kernels = world.protocol.fitted(artifact.array_names, artifact.feature_settings).match
+    kernels = world.protocol.resolved_for(artifact.array_names, artifact.feature_settings).match
     for kernel in kernels:
         relevance_NE = np.concatenate([block for _, block in artifact.array_blocks(f"relevance_{kernel}")]).astype(
             float

@@ -62,7 +62,7 @@ def test_files_of_a_release_are_read_with_the_same_content(release_dir, tmp_path
     for protocol in ("kept", "mixture"):
         rule = load_protocol(release_dir / f"{protocol}.protocol.yaml")
         assert rule.match == {"output_layer": 1.0, "embedding": 1.0, "knn": 1.0}
-        assert rule.fitted(art.array_names, art.feature_settings).match == rule.match
+        assert rule.resolved_for(art.array_names, art.feature_settings).match == rule.match
     assert read_summary(SelectionSummary, release_dir / "kept.json", art).rows == 20
     assert len(read_summary(MixtureSummary, release_dir / "mixture.json", art).slices) == 3
 

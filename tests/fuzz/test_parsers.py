@@ -32,7 +32,8 @@ from grasp.corpus import read_documents
 from grasp.distil.scorer import CARD, WEIGHTS, Scorer
 from grasp.errors import GraspError
 from grasp.files import UNSIGNED, entry_of, with_checksum
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, load_protocol, save_protocol
+from grasp.predict.default_protocol import DEFAULT_PROTOCOL
+from grasp.predict.scoring_rule import load_protocol, save_protocol
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.runs.predictions import read_predictions
 from grasp.runs.retrained import RetrainedRuns

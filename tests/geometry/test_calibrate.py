@@ -29,9 +29,10 @@ from grasp.geometry.protocol_selection import (
     selection_provenance,
     write_provenance,
 )
+from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, load_protocol, save_protocol
+from grasp.predict.scoring_rule import load_protocol, save_protocol
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.evaluation import evaluate_predictions
 from grasp.runs.retrained import RetrainedRuns
@@ -266,7 +267,7 @@ def test_the_frozen_protocol_predicts_what_was_selected(development, source, tmp
     save_protocol(frozen, tmp_path / "chosen.yaml")
     loaded = load_protocol(tmp_path / "chosen.yaml")
     assert loaded == frozen
-    assert loaded.provenance == "selected on dev/sciq, dev/boolq"
+    assert loaded.selection_summary == "selected on dev/sciq, dev/boolq"
     predictor = Predictor.from_artifact(source, loaded)
     change_B = np.concatenate([predictor.change(block.weights)[:, 0] for block in blocks()])
     parts = development.variants[""].component_values([TRUE], ("sciq", "boolq"))[TRUE.settings]

@@ -53,7 +53,7 @@ def test_shuffled_pair_geometry_is_the_double_sum(monkeypatch, block):
     weights = rng.random(size=(6, 17)) * (rng.random(size=(6, 17)) < 0.5)
     similarity = gram(shuffled.condensed, 17)
     expected = [sum(w[i] * w[j] * similarity[i, j] for i in range(17) for j in range(17) if i != j) for w in weights]
-    np.testing.assert_allclose(shuffled.pair(weights), expected, rtol=1e-10)
+    np.testing.assert_allclose(shuffled.k_pair(weights), expected, rtol=1e-10)
 
 
 def test_without_the_shuffle_it_equals_the_pair_geometry(monkeypatch):
@@ -66,7 +66,7 @@ def test_without_the_shuffle_it_equals_the_pair_geometry(monkeypatch):
     sketch, weights = rng.normal(size=(23, 4)), rng.random(size=(5, 23))
     total = weights @ sketch
     expected = (total**2).sum(axis=1) - weights**2 @ (sketch**2).sum(axis=1)
-    np.testing.assert_allclose(ShuffledPairs.draw(sketch, seed=0).pair(weights), expected, rtol=1e-4)
+    np.testing.assert_allclose(ShuffledPairs.draw(sketch, seed=0).k_pair(weights), expected, rtol=1e-4)
 
 
 def test_too_many_rows_and_other_rows_are_refused(monkeypatch):
@@ -74,7 +74,7 @@ def test_too_many_rows_and_other_rows_are_refused(monkeypatch):
     with pytest.raises(ShapeError, match=r"\b6 rows.*\b5\b"):
         ShuffledPairs.draw(np.zeros((6, 2)), seed=0)
     with pytest.raises(ShapeError, match=r"\(2, 4\).*\b5 rows"):
-        ShuffledPairs.draw(np.zeros((5, 2)), seed=0).pair(np.zeros((2, 4)))
+        ShuffledPairs.draw(np.zeros((5, 2)), seed=0).k_pair(np.zeros((2, 4)))
 
 
 def test_shuffled_rows_move_every_sketch_once():

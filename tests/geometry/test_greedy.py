@@ -290,3 +290,18 @@ def test_a_label_with_one_value_is_one_group():
     assert limits.values == ("x",)
     assert Amount(0.25, True).resolve(10) == 2
     assert Amount(0.25, True).resolve(10, up=True) == 3
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 4])
+def test_the_bound_is_for_the_number_of_selected_rows_also_if_sizes_do_not_converge(iterations, monkeypatch):
+    monkeypatch.setattr(greedy, "MAX_SIZE_ITERATIONS", iterations)
+    source = World()
+    source.tokens = np.r_[np.full(20, 5), np.full(len(source.tokens) - 20, 60)]  # far from their mean
+    chosen = protocol(components={"joint.raw": -0.5})
+    predictor = predictor_of(source, chosen, ["sciq"])
+    limits = limits_of(source, "300tokens")
+    weights_T = np.ones(1)
+    objective, selection = greedy._select_at_size(predictor, weights_T, limits, None)
+    expected = Objective.from_predictor(predictor, weights_T, len(selection.row_index))
+    np.testing.assert_array_equal(objective.linear_N, expected.linear_N)
+    assert objective.curvature == expected.curvature

@@ -16,7 +16,7 @@ import pyarrow.types as pat
 import pytest
 
 import grasp
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
+from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.report.findings import LabelFindings, collect_findings
 from tests.build.world import SKETCHES, world
 from tests.rounding import rounding

@@ -25,7 +25,7 @@ from grasp.inspect.rescoring import (
     sample_rows,
 )
 from grasp.kernels.whitening import Whitener, second_moments
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
+from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.runs.alignment import Alignment
 from grasp.settings import build_settings
 from tests.build.world import EVERY, SKETCHES, world

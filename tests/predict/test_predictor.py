@@ -11,9 +11,9 @@ from grasp.artifact.label_table import LabelColumn
 from grasp.errors import ProtocolError, SubsetError
 from grasp.geometry.geometry_rule import InteractionProtocol
 from grasp.geometry.subset_sums import WeightSums, subset_relevance
+from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import EFFECT_SIZE, NEW_ROW_VALUE, Predictor, RepetitionLaw
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.predict.weights import Weights
 from tests.mentions import assert_mentions
 from tests.predict.reference import summed

@@ -7,7 +7,8 @@ import pytest
 
 from grasp.api.evaluate import additive_methods
 from grasp.errors import ProtocolError
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL, Interaction, ScoringProtocol, load_protocol, save_protocol
+from grasp.predict.default_protocol import DEFAULT_PROTOCOL
+from grasp.predict.scoring_rule import Interaction, ScoringProtocol, load_protocol, save_protocol
 from tests.mentions import assert_mentions
 from tests.predict.source import FakeSource
 from tests.rules import rule
@@ -33,8 +34,8 @@ def test_the_default_is_the_selected_rule_of_its_provenance():
     scratch, tuned, further = (record["defaults"][name] for name in ("from scratch", "fine-tuned", "further"))
     arrays = [f"relevance_{kernel}" for kernel in ("pooled", "output_layer", "embedding")]
     for default, last in ((scratch, ("knn",)), (tuned, ("hidden_bias", "hidden_linear")), (further, ("gradient",))):
-        fitted = protocol.fitted([*arrays, *(f"relevance_{kernel}" for kernel in last)], {})
-        assert sorted(fitted.match) == sorted(default["match"])
+        resolved = protocol.resolved_for([*arrays, *(f"relevance_{kernel}" for kernel in last)], {})
+        assert sorted(resolved.match) == sorted(default["match"])
         assert "ln V; measured at" in default["when"]
     best = max(scratch["best"], key=lambda candidate: candidate["lcb"])
     assert (
@@ -44,17 +45,17 @@ def test_the_default_is_the_selected_rule_of_its_provenance():
     assert protocol.negative == 0.25
     assert type(protocol) is ScoringProtocol
     assert protocol.match == "auto"
-    assert protocol.fitted([*arrays, "relevance_gradient"], {}).match == further["match"]
+    assert protocol.resolved_for([*arrays, "relevance_gradient"], {}).match == further["match"]
     assert set(tuned["results"]) <= set(further["results"])
     assert set(protocol.selected_on) == {*best["results"], *further["results"]}
     assert set(protocol.selected_on) == set(protocol.selected_runs)
-    assert protocol.provenance.endswith(", ".join(protocol.selected_on))
+    assert protocol.selection_summary.endswith(", ".join(protocol.selected_on))
 
 
 def test_a_protocol_records_whether_it_was_selected():
-    assert_mentions(ScoringProtocol(name="p").provenance, "not selected", "development", "additive")
-    assert FULL.provenance.endswith("dev-1, dev-2")
-    assert "not selected" in FULL.model_copy(update={"selected_on": None}).provenance
+    assert_mentions(ScoringProtocol(name="p").selection_summary, "not selected", "development", "additive")
+    assert FULL.selection_summary.endswith("dev-1, dev-2")
+    assert "not selected" in FULL.model_copy(update={"selected_on": None}).selection_summary
 
 
 def test_a_protocol_survives_its_file(tmp_path):
@@ -74,7 +75,7 @@ def test_a_file_without_interactions_has_none(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("requested", "kernels", "fitted"),
+    ("requested", "kernels", "resolved"),
     [
         ("auto", ("output_layer", "embedding", "pooled"), {"embedding": 1.0, "output_layer": 1.0}),
         ("auto", ("output_layer", "pooled"), {"output_layer": 1.0}),
@@ -91,10 +92,10 @@ def test_a_file_without_interactions_has_none(tmp_path):
         ),
     ],
 )
-def test_kernels_are_the_requested_or_the_available_default_ones(requested, kernels, fitted):
+def test_kernels_are_the_requested_or_the_available_default_ones(requested, kernels, resolved):
     chosen = rule(name="p", match=requested, requires={"top_k": 64})
     arrays = [f"relevance_{kernel}" for kernel in kernels]
-    assert chosen.fitted(arrays, {"top_k": 64, "alpha": 0.5, "tau": 7}).match == fitted
+    assert chosen.resolved_for(arrays, {"top_k": 64, "alpha": 0.5, "tau": 7}).match == resolved
 
 
 def test_additive_methods_are_those_of_the_available_kernels():
@@ -109,7 +110,7 @@ def test_all_mismatches_are_in_one_message():
     source = FakeSource(feature_settings={"summary_positions": "all"})
     names = [name for name in source.array_names if name not in ("relevance_pooled", "product_sketch")]
     with pytest.raises(ProtocolError) as caught:
-        FULL.fitted(names, source.feature_settings)
+        FULL.resolved_for(names, source.feature_settings)
     assert_mentions(
         str(caught.value),
         "array 'relevance_pooled'",
@@ -184,7 +185,7 @@ def test_names_of_earlier_versions_are_read_as_current_ones(tmp_path):
 
 def test_a_missing_kernel_is_named():
     with pytest.raises(ProtocolError, match=r"'relevance_words'.*'relevance_knn'"):
-        rule(name="p", match={"words": 1.0}).fitted(["relevance_knn"], {})
+        rule(name="p", match={"words": 1.0}).resolved_for(["relevance_knn"], {})
 
 
 @pytest.mark.parametrize(("text", "message"), [("- 1", "list.*mapping"), ("name: [", "not YAML"), (None, "no such")])
@@ -197,7 +198,7 @@ def test_files_that_are_not_protocols(tmp_path, text, message):
 
 def test_negative_relevance_by_gradients_has_full_weight():
     protocol = rule(name="tried", negative=0.25)
-    assert [protocol.negative_of(kernel) for kernel in ("output_layer", "hidden_linear", "gradient")] == [
+    assert [protocol.negative_factor(kernel) for kernel in ("output_layer", "hidden_linear", "gradient")] == [
         0.25,
         0.25,
         1.0,

@@ -23,8 +23,8 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import MIN_RELIABLE_TOKENS
 from grasp.build.pipeline import build_artifact
 from grasp.inspect.explain import explain
+from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.report import payload
 from grasp.report.findings import collect_findings
 from grasp.report.page import render

@@ -14,8 +14,8 @@ import pytest
 from experiments.keep import keep
 from grasp.artifact.label_table import LabelColumn
 from grasp.errors import RunsError
+from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.predict.families import parse_family
-from grasp.predict.scoring_rule import DEFAULT_PROTOCOL
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.training_runs import Run

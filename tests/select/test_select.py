@@ -63,7 +63,7 @@ def test_rows_are_in_the_order_of_score():
     assert got.row_ids == score(source, "sciq", protocol=chosen, top=15).table["row_id"].to_pylist()
 
 
-def test_the_curve_shows_the_next_row_and_all_rows_at_every_budget():
+def test_the_curve_shows_the_last_row_and_all_rows_at_every_budget():
     source, chosen = World(), protocol()
     got = selected(source, chosen, "10", "sciq=1,boolq=3")
     effect_N = predictor_of(source, chosen, ["sciq", "boolq"]).effect_NT @ [0.25, 0.75]
@@ -74,7 +74,7 @@ def test_the_curve_shows_the_next_row_and_all_rows_at_every_budget():
     np.testing.assert_allclose(got.curve.value, means, rtol=1e-5, atol=1e-6)
     above = int((effect_N > 0).sum())
     assert f"{above:,} of the 40 candidate rows are above the corpus average" in got.notes
-    assert re.search(r"next.*row", repr(got))
+    assert re.search(r"last row", repr(got))
     with_geometry = selected(source, protocol(components=GEOMETRY), "30")
     prefixes = [with_geometry.row_index[:rows] for rows in with_geometry.curve.rows]
     want_B1 = changes(source, protocol(components=GEOMETRY), prefixes, ["sciq"])
@@ -178,13 +178,13 @@ def test_without_geometry_the_selection_is_proven_optimal():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_budget_in_tokens_maximises_effect_per_token_and_reports_the_gap(seed):
+def test_a_budget_in_tokens_reports_the_gap_to_the_highest_mean_effect_of_tokens(seed):
     rng = np.random.default_rng(seed)
     cost_N, worth_N = rng.integers(1, 20, 12), rng.standard_normal(12)
     limits = Constraints.from_budget(Amount(40, False, "tokens"), np.ones(12, dtype=bool), tokens_M=cost_N)
     picked = take_within_budget(ranked(worth_N), limits)
-    guarantee = token_guarantee(worth_N, picked, limits, by_effect=True)
-    mean, most = (float(number) for number in re.findall(r"[-+][\d.]+(?= per token| for any)", guarantee))
+    guarantee = token_guarantee(worth_N, picked, limits, per_token=False)
+    mean, most = (float(number) for number in re.findall(r"[-+][\d.]+(?=, at most| for any)", guarantee))
     used = int(cost_N[picked].sum())
     assert mean == pytest.approx(cost_N[picked] @ worth_N[picked] / used, abs=1e-3)
     every = (np.array(combination) for size in range(1, 13) for combination in itertools.combinations(range(12), size))
@@ -193,7 +193,8 @@ def test_a_budget_in_tokens_maximises_effect_per_token_and_reports_the_gap(seed)
     )
     assert mean <= best + 1e-3
     assert best <= most + 1e-3
-    assert "whatever their length" in guarantee
+    assert "by effect until" in guarantee
+    assert "by effect per token" in token_guarantee(worth_N, picked, limits, per_token=True)
     assert "optimal" not in guarantee
 
 
@@ -390,7 +391,7 @@ def test_a_budget_in_documents_takes_the_documents_with_the_best_rows_on_average
     assert sum(label["selected"] for label in got.labels.to_pylist()) == 5
     assert got.guarantee == "whole documents, by the mean effect of their rows"
     assert list(got.curve.effect) == sorted(got.curve.effect, reverse=True)  # of whole documents
-    assert "next document" in repr(got)
+    assert "last document" in repr(got)
     assert any("19 candidate documents" in note for note in got.notes)
     assert got.headline.startswith("keeps 5 documents: 10 of 40 rows (25.0 %), ")
     assert not any("in part" in note for note in got.notes)

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from grasp.corpus.row_store import TokenRows
 from grasp.training.fine_tuning import FineTuning
+from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from grasp.training.further_training import FurtherTraining, dpo_backward, margins
-from grasp.training.recipe_files import FineTuningRecipe
 from tests.training.unrolled import RECIPE, VOCAB, tiny_model
 
 

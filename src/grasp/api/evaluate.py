@@ -18,8 +18,9 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import RunsError, SettingsError
 from grasp.methods.contract import MethodInputs, Retrained
 from grasp.methods.registry import ConfiguredMethod, configure_methods, load_methods, method_predictions
+from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.families import parse_family
-from grasp.predict.scoring_rule import KernelName, ScoringProtocol, geometry, resolve_protocol, targets_selected_on
+from grasp.predict.scoring_rule import KernelName, ScoringProtocol, geometry, targets_selected_on
 from grasp.predict.subset_tables import RowIndex
 from grasp.progress import Progress, Silent
 from grasp.progress_display import shows_progress
@@ -29,7 +30,7 @@ from grasp.runs.imported_runs import bind_runs
 from grasp.runs.metrics import MIN_SUBSETS, RESAMPLES
 from grasp.runs.predictions import Predictions, read_predictions
 from grasp.runs.training_runs import Role, TrainingRuns
-from grasp.text import listed
+from grasp.text import parse_names
 
 _SINGLE_KERNELS = ("gradient", "replay", "output_layer", "pooled", "embedding", "knn", "hidden_bias", "hidden_linear")
 _KERNEL_SUMS = (
@@ -112,7 +113,7 @@ def evaluate(
         origin = "yours" if isinstance(protocol, ScoringProtocol) else Path(protocol).name
         used_names = {built_in.name, *ADDITIVE, *control_candidates}
         protocols[f"{requested.name} ({origin})" if requested.name in used_names else requested.name] = requested
-    notes = [*(f"protocol {name}: {rule.provenance}" for name, rule in protocols.items()), *control_notes]
+    notes = [*(f"protocol {name}: {rule.selection_summary}" for name, rule in protocols.items()), *control_notes]
     return compare(
         art.files,
         bound_runs,
@@ -123,7 +124,7 @@ def evaluate(
         methods=published,
         checkpoints=[Path(path) for path in checkpoints],
         cache=None if cache is None else Path(cache),
-        targets=None if target is None else listed(target, art.files.targets),
+        targets=None if target is None else parse_names(target, art.files.targets),
         partial=partial,
         resamples=resamples,
         notes=notes,
@@ -144,7 +145,7 @@ def _oracle_settings(oracles: str | Sequence[str], runs: TrainingRuns) -> dict[s
     family = runs.info.family
     label_of_runs = None if family is None else parse_family(family.spec).label
     settings = {}
-    for text in listed(oracles):
+    for text in parse_names(oracles):
         penalty, _, features = text.partition(":")
         if penalty not in ("ridge", "lasso"):
             raise SettingsError(f"oracle: got {text!r}, expected ridge or lasso, optionally with :masks or :LABEL")
@@ -200,10 +201,11 @@ def compare(
         retrained=Retrained.from_alignment(alignment, utilities),
         progress=progress or Silent(),
     )
-    fitted = {
-        name: protocol.fitted(artifact.array_names, artifact.feature_settings) for name, protocol in protocols.items()
+    resolved = {
+        name: protocol.resolved_for(artifact.array_names, artifact.feature_settings)
+        for name, protocol in protocols.items()
     }
-    rules = additive_methods(artifact.array_names) | fitted | dict(controls or {})
+    rules = additive_methods(artifact.array_names) | resolved | dict(controls or {})
     for method in methods:
         if method.label in {*ADDITIVE, *rules}:
             raise SettingsError(f"methods: {method.label!r} is the name of a built-in method; use another label")

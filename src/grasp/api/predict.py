@@ -20,14 +20,15 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import MAX_SLICES, checked_targets, label_column, leak_notes, row_tokens
 from grasp.errors import SettingsError, ShapeError
 from grasp.files import check_outputs
+from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import EFFECT_SIZE, SIMILARITY_SKETCHES, Predictor
-from grasp.predict.scoring_rule import ScoringProtocol, resolve_protocol
+from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.slices import LabelSlices, dropped_intervals, label_slices, list_slices, slice_effects
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.predict.weights import SubsetBlock, single_subset
 from grasp.results import Result, write_tables
-from grasp.text import plain, several, signed, text_table
+from grasp.text import as_names, plain, signed, text_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,7 +59,7 @@ class Prediction(Result):
     unit: str = EFFECT_SIZE
     lines: int = 0
 
-    def _shown(self) -> tuple[list[str], list[list[str]]]:
+    def _printed_cells(self) -> tuple[list[str], list[list[str]]]:
         names = list(self.table.column_names)
         rows = self.table.slice(0, MAX_LINES_SHOWN).to_pylist()
         return names, [[_cell(name, row[name]) for name in names] for row in rows]
@@ -147,11 +148,14 @@ def predict(
         out: file for the lines; Parquet is written in bounded memory. Of subsets, the result has the first lines only.
         protocol: protocol to predict with. Default: the built-in protocol.
         omitted: the rows of `subsets` are the omitted ones.
-        family: draw random subsets: uniform:F, bernoulli:Q, mixture:L, groups:L or dirichlet:L.
+        family: draw random subsets: uniform:F, a share F of the rows; bernoulli:Q, each row with probability Q;
+            mixture:L, random shares of each value of label L; groups:L, random values of L; dirichlet:L, random
+            mixture weights of the values of L.
         count: number of subsets to draw with `family`.
         seed: seed of the draw.
-        units: also return one line per unit.
-        components: also return the level, and the parts of the prediction.
+        units: also return one row per unit.
+        components: also return the terms that add up to the change, and the level of the prediction before the level of
+            the whole corpus is subtracted.
     Raises:
         SettingsError: no or several questions, or a question that leaves no rows.
         SubsetError: an expression is invalid or matches no row or all rows, or subsets have unknown rows.
@@ -161,7 +165,7 @@ def predict(
     if out is not None:
         check_outputs({"out": out}, artifact.protected_paths, tables=["out"])
     if not isinstance(weight, Mapping):
-        weight = parse_weights(several(weight), "weight") if weight else {}
+        weight = parse_weights(as_names(weight), "weight") if weight else {}
     questions = {"drop": drop, "keep": keep, "weight": weight or None, "by": by, "subsets": subsets, "family": family}
     requested = [name for name, value in questions.items() if value is not None]
     if len(requested) != 1:

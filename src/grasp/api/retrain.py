@@ -70,10 +70,13 @@ def retrain(
         out: directory of the runs; several processes may share it.
         like: artifact whose corpus, targets and tokenizer are used, so that the runs can evaluate it.
         recipe: model and training settings: tiny, small or paper-50m. With --train further a YAML or JSON file with the
-            names of TrainingArguments, SFTConfig, DPOConfig or Axolotl. Default: tiny; 3 epochs in batches of 8.
-        train: new: train models from scratch; further: fine-tune a model on each subset. Default: new.
+            names of TrainingArguments, SFTConfig, DPOConfig or Axolotl. Default: tiny; with --train further, 3 epochs
+            in batches of 8.
+        train: whether to train models from scratch (new), or to fine-tune a model on each subset (further).
+            Default: new.
         model: checkpoint to train further: a directory or a hub name. Default: that of `like`.
-        loss: tokens, or dpo for preference pairs with chosen and rejected answers, with --train further.
+        loss: loss of the training: tokens; or, with --train further, dpo for preference pairs with chosen and rejected
+            answers.
         family: distribution of the subsets. Default: mixture:topic.
         count: number of subsets. Default: 24. More can be added to the same `out` later.
         seeds: training runs of each subset; two or more are required to estimate the noise. Default: 2.

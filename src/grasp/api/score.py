@@ -37,7 +37,7 @@ from grasp.results import Result
 from grasp.runs.imported_runs import bind_runs
 from grasp.runs.table import RunTable
 from grasp.runs.training_runs import TrainingRuns
-from grasp.text import did_you_mean, listed
+from grasp.text import did_you_mean, parse_names
 from grasp.yaml_files import read_yaml
 
 MAX_ROWS_PRINTED = 100
@@ -48,20 +48,20 @@ class RankedRows(Result):
     """Ranked rows, with their labels and the beginning of their text.
 
     Attributes:
-        most: maximum number of printed rows.
+        max_printed: maximum number of printed rows.
         by: name of the ranking column.
-        shown: printed columns, in order.
-        lines: total number of rows; `table` is empty if they were written to a file.
+        printed_columns: columns that are printed, in order.
+        lines: number of ranked rows; `table` is empty if they were written to a file.
     """
 
-    most: ClassVar[int] = MAX_ROWS_PRINTED
+    max_printed: ClassVar[int] = MAX_ROWS_PRINTED
     by: str = "effect"
-    shown: tuple[str, ...] = ()
+    printed_columns: tuple[str, ...] = ()
     lines: int = 0
 
-    def _shown(self) -> tuple[list[str], list[list[str]]]:
-        rows = self.table.slice(0, self.most).to_pylist()
-        names = ["text" if name == "snippet" else name for name in self.shown]
+    def _printed_cells(self) -> tuple[list[str], list[list[str]]]:
+        rows = self.table.slice(0, self.max_printed).to_pylist()
+        names = ["text" if name == "snippet" else name for name in self.printed_columns]
         largest = max((abs(row[self.by]) for row in rows), default=0.0)
         # one format for the whole column
         number_format = "{:+z.3f}" if self.by == "effect" or 0.1 <= largest < 1e6 else "{:+.3e}"
@@ -71,7 +71,7 @@ class RankedRows(Result):
                 return "-"
             return number_format.format(value) if name == self.by else str(value)
 
-        return names, [[cell(name, row[name]) for name in self.shown] for row in rows]
+        return names, [[cell(name, row[name]) for name in self.printed_columns] for row in rows]
 
 
 def score(
@@ -97,11 +97,13 @@ def score(
     """Rank the rows that help a target most, and those that harm it most.
 
     The effect of a row is its relevance under the protocol: above 0, it helps more than the average row of the corpus.
+    The most helpful and the most harmful rows are ranked separately, so a row is listed twice if more rows are
+    requested than there are.
 
     Args:
         target: target name. Default: the only target.
-        top: number of the most helpful rows. In Python, the default is all rows, best first, or none with `bottom`.
-        bottom: number of the most harmful rows.
+        top: number of most helpful rows. In Python, the default is all rows, best first, or none with `bottom`.
+        bottom: number of most harmful rows.
         where: condition on labels; rank only these rows, e.g. "topic = 'Games'".
         min_tokens: skip shorter rows, whose relevance is noisy. For conversations, tokens with loss.
         labels: label columns to show, separated by commas. Default: the first two.
@@ -119,48 +121,30 @@ def score(
         ProtocolError: no such target, unit or kernel.
         SettingsError: no such label or method, no row has `min_tokens` tokens, or options exclude each other.
     """
-    if out is not None:
-        check_outputs({"out": Path(out)}, artifact.protected_paths, tables=["out"])
-    if top == bottom == 0:
-        raise SettingsError("top: got 0 and no bottom; request at least one row")
-    published = None
-    if method is not None:
-        published = _published_method(method, method_settings)
-    _check_method_options(
-        {"runs": runs, "checkpoints": checkpoints, "method_settings": method_settings, "cache": cache}, published
-    )
-    bound_runs = None if runs is None else bind_runs(artifact, runs)
+    published = None if method is None else _published_method(method, method_settings)
+    method_options = {"runs": runs, "checkpoints": checkpoints, "method_settings": method_settings, "cache": cache}
+    _check_request(artifact, published, method_options, top=top, bottom=bottom, match=match, unit=unit, out=out)
     target = only_target(artifact, target)
-    if match is not None:
-        artifact.relevance_name(match)  # raises with the list of kernels
-    if unused := [name for name, value in (("match", match), ("unit", unit)) if value is not None and published]:
-        raise SettingsError(f"{unused[0]}: cannot be combined with method; drop one of them")
     label_table = LabelTable(artifact.rows_path)
-    if labels is None:
-        shown_labels = artifact.manifest.details.get("labels", [])[:2]
-    else:
-        columns = label_table.columns
-        shown_labels = listed(labels, columns)
-        if unknown := [name for name in shown_labels if name not in columns]:
-            hint = did_you_mean(unknown[0], columns)
-            raise SettingsError(f"labels: got {', '.join(unknown)}{hint}; the artifact has {', '.join(columns)}")
+    printed_labels = _printed_labels(artifact, label_table, labels)
     among_N = None if where is None else label_table.matching(where).mask_N
     if min_tokens:
         among_N = _long_rows(artifact, min_tokens, among_N)
-    values_N: NDArray[np.floating[Any]]
     if published is not None:
+        bound_runs = None if runs is None else bind_runs(artifact, runs)
         method_scores = score_artifact(
             artifact, published, runs=bound_runs, checkpoints=checkpoints, cache=cache, progress=progress
         )
-        by, values_N, provenance = published.label, method_scores.means(target), "score of the method, on its own scale"
+        row_values = RowValues(published.label, method_scores.means(target), "score of the method, on its own scale")
     else:
         predictor = additive_predictor(artifact, target, protocol=protocol, match=match, unit=unit)
-        by, values_N = "effect", predictor.effect_NT[:, 0]
-        provenance = "relevance in standard deviations over the rows, 0 = the corpus average; "
-        provenance += f"protocol {predictor.protocol.name}"
+        scale = "relevance in standard deviations over the rows, 0 = the corpus average"
+        row_values = RowValues("effect", predictor.effect_NT[:, 0], f"{scale}; protocol {predictor.protocol.name}")
+    by, values_N = row_values.by, row_values.values_N
     n_ranked = len(values_N) if among_N is None else int(among_N.sum())
     n_best = (0 if bottom else n_ranked) if top is None else top
-    best, worst = ranked(values_N, among_N=among_N, count=n_best), ranked(-values_N, among_N=among_N, count=bottom)
+    best = ranked(values_N, among_N=among_N, count=n_best)
+    worst = ranked(-values_N, among_N=among_N, count=bottom)
     ranking = np.concatenate([best, worst])
     if out is not None:
         write_ranked(artifact, values_N, ranking, Path(out), by)
@@ -169,22 +153,91 @@ def score(
         requested = " and ".join(f"the {n:,} most {adjective}" for n, adjective in counts if n)
     else:
         requested = "all"
-    notes, n_printed = [f"{by}: {provenance}"], min(MAX_ROWS_PRINTED, len(ranking))
-    if n_short := count_short_rows(artifact, ranking[:n_printed]):
-        these = "these" if n_printed == len(ranking) else f"the first {n_printed:,}"
-        notes.insert(
-            0,
-            f"{n_short:,} of {these} rows have fewer than {MIN_RELIABLE_TOKENS} "
-            f"{length_unit(length_column(artifact))}, so their relevance is noisy: --min-tokens {MIN_RELIABLE_TOKENS} "
-            "skips them",
-        )
     return RankedRows(
         ranked_table(artifact, ranking if out is None else ranking[:0], values_N, by),
         f"{requested} of {n_ranked:,} rows for {target if unit is None else f'{unit} of {target}'}, by {by}",
-        tuple(notes),
+        (*_short_rows_note(artifact, ranking), f"{by}: {row_values.description}"),
         by=by,
-        shown=(by, "row_id", *shown_labels, "snippet"),
+        printed_columns=(by, "row_id", *printed_labels, "snippet"),
         lines=len(ranking),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RowValues:
+    """The values by which rows are ranked.
+
+    Attributes:
+        by: name of the column of the values.
+        values_N: the values; higher is better.
+        description: unit and origin of the values, for a note.
+    """
+
+    by: str
+    values_N: NDArray[np.floating[Any]]
+    description: str
+
+
+def _check_request(
+    artifact: ArtifactReader,
+    published: ConfiguredMethod | None,
+    method_options: Mapping[str, Any],
+    *,
+    top: int | None,
+    bottom: int,
+    match: str | None,
+    unit: str | None,
+    out: Path | str | None,
+) -> None:
+    """Check the options of `score` that can be checked before anything is computed.
+
+    Raises:
+        SettingsError: no rows are requested, options exclude each other, or `out` cannot be written.
+        ProtocolError: the artifact has no kernel `match`.
+    """
+    if out is not None:
+        check_outputs({"out": Path(out)}, artifact.protected_paths, tables=["out"])
+    if top == bottom == 0:
+        raise SettingsError("top: got 0 and no bottom; request at least one row")
+    _check_method_options(method_options, published)
+    if match is not None:
+        artifact.relevance_name(match)  # raises with the list of kernels
+    if published is not None:
+        for name, value in (("match", match), ("unit", unit)):
+            if value is not None:
+                raise SettingsError(f"{name}: cannot be combined with method; drop one of them")
+
+
+def _printed_labels(
+    artifact: ArtifactReader, label_table: LabelTable, requested: str | Sequence[str] | None
+) -> Sequence[str]:
+    """Return the label columns to print: the requested ones, by default the first two.
+
+    Raises:
+        SettingsError: no such label.
+    """
+    if requested is None:
+        first_labels: list[str] = artifact.manifest.details.get("labels", [])[:2]
+        return first_labels
+    columns = label_table.columns
+    names = parse_names(requested, columns)
+    if unknown := [name for name in names if name not in columns]:
+        hint = did_you_mean(unknown[0], columns)
+        raise SettingsError(f"labels: got {', '.join(unknown)}{hint}; the artifact has {', '.join(columns)}")
+    return names
+
+
+def _short_rows_note(artifact: ArtifactReader, ranking: NDArray[np.int64]) -> tuple[str, ...]:
+    """Return a note on rows among the printed ones that are too short for a reliable relevance, if there are any."""
+    n_printed = min(MAX_ROWS_PRINTED, len(ranking))
+    n_short = count_short_rows(artifact, ranking[:n_printed])
+    if not n_short:
+        return ()
+    these = "these" if n_printed == len(ranking) else f"the first {n_printed:,}"
+    return (
+        f"{n_short:,} of {these} rows have fewer than {MIN_RELIABLE_TOKENS} "
+        f"{length_unit(length_column(artifact))}, so their relevance is noisy: --min-tokens {MIN_RELIABLE_TOKENS} "
+        "skips them",
     )
 
 

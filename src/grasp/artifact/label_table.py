@@ -34,7 +34,7 @@ from grasp.artifact.label_functions import DEFAULT_BINS, GRASP_FUNCTIONS, MAX_BI
 from grasp.corpus.values import plain_values
 from grasp.errors import SubsetError
 from grasp.store.contents import readable, readable_table
-from grasp.text import did_you_mean, different, plain
+from grasp.text import did_you_mean, plain, unique_names
 
 Label: TypeAlias = str | int | float | bool | None
 NO_LABEL = "(no label)"
@@ -117,7 +117,7 @@ class LabelColumn:
         is_placeholder = [value is None or not name.strip() for value, name in zip(self.values, spelled, strict=True)]
         # real values first, so that `different` numbers a placeholder rather than a value of the same spelling
         order = sorted(range(len(spelled)), key=is_placeholder.__getitem__)
-        names = different([spelled[code] if spelled[code].strip() else EMPTY for code in order])
+        names = unique_names([spelled[code] if spelled[code].strip() else EMPTY for code in order])
         of_code = dict(zip(order, names, strict=True))
         return tuple(of_code[code] for code in range(len(spelled)))
 

@@ -20,7 +20,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.labels import RESERVED_COLUMNS
 from grasp.errors import ProtocolError, SettingsError
 from grasp.results import write_tables
-from grasp.text import did_you_mean, listed
+from grasp.text import did_you_mean, parse_names
 
 ROWS_AT_ONCE = 1 << 18  # rows per batch while writing all rows
 MIN_RELIABLE_TOKENS = 32  # the relevance of shorter rows is noisy
@@ -34,7 +34,7 @@ def checked_targets(artifact: ArtifactReader, target: str | Sequence[str] | None
     Raises:
         ProtocolError: no target, an unknown target, or a repeated one.
     """
-    chosen = tuple(artifact.targets) if target is None else listed(target, artifact.targets)
+    chosen = tuple(artifact.targets) if target is None else parse_names(target, artifact.targets)
     unknown = [target for target in chosen if target not in artifact.targets]
     if unknown or not chosen:
         suggestion = did_you_mean(unknown[0], artifact.targets) if unknown else ""

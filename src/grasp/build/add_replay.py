@@ -30,8 +30,8 @@ from grasp.files import differences, discard
 from grasp.models.causal_lm import ReferenceModel
 from grasp.progress import Progress, Silent
 from grasp.settings import BuildSettings, ReplaySettings
+from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from grasp.training.metagradient import Target
-from grasp.training.recipe_files import FineTuningRecipe
 from grasp.training.replayed_rows import ReplayedRows, replay_rows, scores_from_text
 from grasp.training.trajectory import Trajectory
 

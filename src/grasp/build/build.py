@@ -46,7 +46,7 @@ from grasp.store import remote
 from grasp.targets.load import load_units, read_records, split_names
 from grasp.targets.unit_records import units_from_records
 from grasp.targets.units import Unit
-from grasp.training.recipe_files import FineTuningRecipe
+from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from grasp.yaml_files import (
     get_setting,
     override_settings,
@@ -162,17 +162,17 @@ def build(
             chosen and rejected answers. Default: tokens.
         rule: set of kernels: default, forward (without backward passes) or paper.
         dtype: dtype of the model: float32, bfloat16 or float16. Default: float32 on a CPU, else bfloat16.
-        keep_features: store the features that --add-target needs instead of another pass; 2 to 6 kB a token.
-        like: use the moments of this artifact, so that grasp merge can merge the two.
+        keep_features: store features, 2 to 6 kB per token, so that --add-target needs no other pass over the corpus.
+        like: use the moments (means and variances of features) of this artifact, so that grasp merge can merge both.
         replay: also differentiate the training itself, for more accurate predictions of subsets at the price of several
             trainings; a finished artifact gets it later by --out and --replay alone.
         check: with --replay, also retrain once with changed weights of groups of rows, and compare the measured effect
             with the predicted one.
-        warm_up: train the model so many steps on random rows first, and build from the result; a dozen steps can make
+        warm_up: train the model for N steps on random rows first, and build from the result; a dozen steps can make
             predictions of fine-tuning on chats more accurate.
-        recipe: training that --replay differentiates or --warm-up begins: a YAML or JSON file with the names of
-            TrainingArguments, SFTConfig or Axolotl. Default: one epoch in batches of 16, at most 192 steps; for a new
-            model, a small one from scratch, 4 epochs in batches of 32, at most 320 steps.
+        recipe: settings of the training that --replay differentiates or --warm-up begins: a YAML or JSON file with
+            the names of TrainingArguments, SFTConfig or Axolotl. Default: one epoch in batches of 16, at most 192
+            steps; for a new model, a small one from scratch, 4 epochs in batches of 32, at most 320 steps.
         settings: further settings, nested, or a YAML file; arguments override them.
         resume: resume an interrupted build, with its settings.
         untrained: accept a model that predicts no better than chance.

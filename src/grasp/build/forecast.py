@@ -44,7 +44,7 @@ from grasp.progress import Progress, Silent
 from grasp.settings import BuildSettings, ReplaySettings, build_settings
 from grasp.store.contents import parquet_bytes
 from grasp.text import duration_text, size_text
-from grasp.training.recipe_files import FineTuningRecipe
+from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from grasp.yaml_files import plain_settings, require_flags, set_setting, set_settings
 
 PROBE_CHARS = 1 << 20  # characters of the corpus that are divided into rows

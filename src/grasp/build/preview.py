@@ -44,7 +44,7 @@ _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 class Preview(Result):
     """A preview of a corpus or of targets: a table of labels or targets, and examples below it."""
 
-    most: ClassVar[int] = 100
+    max_printed: ClassVar[int] = 100
     examples: tuple[str, ...] = ()
 
     def _below(self) -> Sequence[str]:

@@ -23,8 +23,8 @@ from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.progress import Progress, Silent
 from grasp.settings import CorpusSettings, ModelSettings
 from grasp.text import duration_text
+from grasp.training.fine_tuning_recipe import default_proxy_recipe, proxy_training
 from grasp.training.recipe import RECIPES, TrainingRecipe
-from grasp.training.recipe_files import default_proxy_recipe, proxy_training
 from grasp.training.train import RECORD, Trainer, train
 
 MODEL, TOKENIZER = "model", "tokenizer"  # in the directory of the artifact

@@ -26,9 +26,9 @@ from grasp.text import duration_text, size_text
 from grasp.training.adamw import AdamWTraining
 from grasp.training.adjoint import norm_of
 from grasp.training.fine_tuning import EXACT_DTYPES, FineTuning
+from grasp.training.fine_tuning_recipe import FineTuningRecipe, default_proxy_recipe, default_recipe, proxy_training
 from grasp.training.metagradient import MetagradientSettings, ReplayCost, middle_steps, replay_cost
 from grasp.training.recipe import OptimizerRecipe
-from grasp.training.recipe_files import FineTuningRecipe, default_proxy_recipe, default_recipe, proxy_training
 from grasp.training.row_order import label_weights, token_batches
 from grasp.training.train import Trainer
 from grasp.training.trajectory import TrajectorySize

@@ -22,7 +22,7 @@ from grasp.models.checkpoint import is_adapter
 from grasp.progress import Progress
 from grasp.settings import BuildSettings
 from grasp.training.fine_tuning import FineTuning
-from grasp.training.recipe_files import FineTuningRecipe, default_recipe
+from grasp.training.fine_tuning_recipe import FineTuningRecipe, default_recipe
 from grasp.training.trajectory import Trajectory
 
 STATES = "warm-up"  # in the artifact, while the model is trained

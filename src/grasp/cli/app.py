@@ -41,6 +41,8 @@ GLOSSARY = {
     "utility": "negative loss on a target; higher is better",
     "runs": "models trained on subsets of the corpus, with their results",
     "protocol": "the rule that combines relevance into a prediction; one is built in",
+    "kernel": "one way to compute relevance; a protocol adds the scores of several",
+    "geometry": "similarity of the rows of a subset to each other, which a protocol may penalise",
     "family": "how subsets are drawn, e.g. uniform:0.5 (random halves), mixture:topic",
     "label": "a column of the corpus, e.g. topic",
     "slice": "all rows with the same value of a label",
@@ -52,9 +54,12 @@ OTHER_SENSES = re.compile(r"(?i)\b(?:(?:in|the|their) units?|of a family|(?:buil
 
 
 def _help_records(context: Any, parameters: Iterable[Any]) -> list[tuple[str, str]]:
-    """Return the name and the help text of every parameter that is not hidden."""
+    """Return the name and the help text of every parameter that is not hidden.
+
+    Typer writes the type of an argument after its name, `ART <str>`; it is removed.
+    """
     records = (parameter.get_help_record(context) for parameter in parameters)
-    return [record for record in records if record is not None]
+    return [(re.sub(r" <.*>$", "", record[0]), record[1]) for record in records if record is not None]
 
 
 def _terms_used(text: str) -> list[tuple[str, str]]:
@@ -78,6 +83,10 @@ class Command(TyperCommand):
             state = resumable if self.name in RESUMABLE else "results are written only when complete; nothing was saved"
             print(f"stopped: {state}", file=sys.stderr)
             raise
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the parts of the usage line, without the braces that Typer writes around required arguments."""
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the sections of the help below its text: arguments, options, more options, terms."""

@@ -74,7 +74,7 @@ def build(
     add_target: str | None = rare("--add-target NAMES", "Add targets to a finished artifact.", None),
     settings: ConfigFile = None,
     assign: Assignments = [],
-    engine: str = rare("--engine KIND", "local: this process; ray: a Ray cluster.", "local"),
+    engine: str = rare("--engine NAME", "local: this process; ray: a Ray cluster.", "local"),
     workers: int | None = rare(
         "--workers N", "Workers of the cluster. Default: one per GPU, or one per core without GPUs.", None, min=1
     ),
@@ -285,8 +285,8 @@ def corpus(
 ) -> None:
     """Show what a build would read of a corpus.
 
-    Rows, labels, columns and records left out, and examples. Labels are listed with the option that predicts by them.
-    Nothing is computed or written.
+    Prints rows, labels, columns and records left out, and examples. Labels are listed with the option of grasp predict
+    that predicts by them. The model is not run, and nothing is written.
     """
     from grasp.build.preview import preview_corpus
     from grasp.settings import CorpusSettings
@@ -310,7 +310,8 @@ def targets(
 ) -> None:
     """Show what a build would read of targets.
 
-    Units, tokens with loss, and examples as the model sees them. Nothing is computed or written.
+    Prints the number of units and of tokens with loss, and examples as the model sees them. The model is not run, and
+    nothing is written.
     """
     from grasp.build.preview import preview_targets
     from grasp.settings import TargetSettings

@@ -11,7 +11,7 @@ import typer
 
 from grasp.cli.app import option, rare
 from grasp.errors import SettingsError
-from grasp.text import listed
+from grasp.text import parse_names
 from grasp.yaml_files import parse_yaml, read_yaml, set_setting, set_settings
 
 if TYPE_CHECKING:
@@ -107,4 +107,4 @@ def cluster_spec(engine: str, workers: int | None, address: str | None, threads:
 
 def split_names(text: str | None) -> list[str] | None:
     """Split a comma-separated list; names that contain a comma are in double quotes, as in CSV."""
-    return None if text is None else list(listed(text))
+    return None if text is None else list(parse_names(text))

@@ -119,7 +119,7 @@ def report(
         )
     check_outputs({"--out": out}, artifact=artifact.files, params=params)
     if atlas is not None:
-        from grasp.predict.scoring_rule import resolve_protocol
+        from grasp.predict.default_protocol import resolve_protocol
         from grasp.report.atlas import write_atlas
 
         open_command = write_atlas(

@@ -39,7 +39,7 @@ from grasp.text import printable
     "runs on which it is evaluated; it is then listed separately.",
 )
 def methods(
-    name: str = typer.Argument(None, metavar="[METHOD]", help="Show the settings of a method. Default: list all."),
+    name: str = typer.Argument(None, metavar="METHOD", help="Show the settings of a method. Default: list all."),
 ) -> None:
     """List published attribution methods, or the settings of one.
 

@@ -4,8 +4,9 @@ A label is a scalar of a row, for slicing: topic, source, year. JSONL may mix ty
 column is the narrowest one for all of its values. The types of two shards can be combined (`widest`), so that the
 result does not depend on the shards.
 
-Nested values give a label per field: `{"source": "web"}` in `metadata` is the label `metadata.source`. So does text
-that is a JSON object. A list of texts is one label, its JSON text. Start with `kind_of_all` and `Flattener`.
+Nested values give a label per field: `{"source": "web"}` in `metadata` is the label `metadata.source`. Text that holds
+a JSON object is treated as the object. A list of texts is one label, its JSON text. Start with `kind_of_all` and
+`Flattener`.
 """
 
 import json
@@ -67,7 +68,7 @@ class Flattener:
 
     def labels(self, name: str, value: Any, not_labels: set[str]) -> Iterator[tuple[str, Label]]:
         """Yield the labels of a column of a record, and add fields that cannot be labels to `not_labels`."""
-        for path in self._paths:
+        for path in self._paths:  # of the settings, whatever the number of fields; `_flattened` yields them again
             if path[0] == name and len(path) > 1:
                 yield ".".join(path), _value_at_path(value, path[1:])
         parsed = _parse_object(value) if isinstance(value, str) else value
@@ -81,7 +82,7 @@ class Flattener:
         Args:
             name: dotted path of the value.
             value: parsed value of the column or field.
-            not_labels: receives names of fields that cannot be labels.
+            not_labels: receives paths of fields that cannot be labels, and columns with more fields than `MAX_FIELDS`.
             is_field: whether the value is a member of the column, and counts towards `MAX_FIELDS`.
         """
         if isinstance(value, dict):

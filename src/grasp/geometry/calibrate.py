@@ -27,7 +27,7 @@ from grasp.results import Result
 from grasp.runs.imported_runs import bind_runs
 from grasp.runs.metrics import RESAMPLES
 from grasp.runs.training_runs import TrainingRuns
-from grasp.text import listed
+from grasp.text import parse_names
 
 MAX_PROTOCOLS_SHOWN = 10  # protocols listed in the result
 
@@ -83,7 +83,7 @@ def calibrate(
     developments = bind_developments(
         artifacts,
         development_runs,
-        targets=None if target is None else listed(target, artifacts[0].targets),
+        targets=None if target is None else parse_names(target, artifacts[0].targets),
         calibration_subsets=candidate_family.calibration_subsets,
     )
     selection = select_protocol(candidate_family, developments, delta=delta, resamples=resamples)
@@ -95,7 +95,7 @@ def calibrate(
     ]
     return Calibration(
         table=pa.Table.from_pylist(bounds),
-        headline=f"protocol {protocol.name}: {selection.best.candidate.name}, {protocol.provenance}",
+        headline=f"protocol {protocol.name}: {selection.best.candidate.name}, {protocol.selection_summary}",
         notes=(
             _describe_candidates(selection),
             *reasons,

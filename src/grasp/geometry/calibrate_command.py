@@ -17,9 +17,7 @@ from grasp.errors import SettingsError
     "grasp calibrate art other-art --runs dev --family family.yaml --out protocol.json",
 )
 def calibrate(
-    paths: list[Path] = typer.Argument(
-        None, metavar="[ART]...", help="Artifacts; each is used for the runs of its corpus."
-    ),
+    paths: list[Path] = typer.Argument(None, metavar="ART", help="Artifacts; each is used for the runs of its corpus."),
     runs: list[Path] = option("--runs DIR", "Development runs to select on; repeatable.", []),
     out: Path | None = option("--out FILE", "File for the selected protocol, .yaml or .json.", None),
     target: str | None = option("--target NAMES", "Targets, separated by commas. Default: all.", None),

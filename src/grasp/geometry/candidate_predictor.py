@@ -1,9 +1,13 @@
 """Predictions of candidate protocols for the subsets of runs, from component values that all candidates share.
 
-A candidate is a weighted sum of components: of the relevance of kernels and of geometric components. `grasp calibrate`
-compares thousands of candidates, so every component is computed once per `ComponentSettings` and then only weighted.
+A candidate (`candidates.Candidate`) is a weighted sum of kernels, `match`, and of geometric quantities, `components`.
+In this module both are components. `grasp calibrate` compares thousands of candidates, so every component is computed
+once per `ComponentSettings` and then only weighted.
 
-Start with `CandidatePredictor.from_runs` and `predictions`.
+A candidate may be *shuffled*: the control of the paper (`shuffled_pairs`), whose pair similarities are assigned to
+other pairs of rows.
+
+Start with `CandidatePredictor.from_runs`; the function `predictions` also accepts protocols.
 Shape letters: B subsets, E units, T targets, C columns (targets or units), N rows, D sketch width.
 """
 
@@ -17,7 +21,7 @@ import numpy as np
 from grasp.arrays import F64, ratio
 from grasp.artifact.reader import ArtifactReader
 from grasp.geometry.candidates import Candidate, ComponentSettings, candidate_of, needed_arrays
-from grasp.geometry.geometry_predictor import InteractionLevel
+from grasp.geometry.geometry_predictor import InteractionEffects
 from grasp.geometry.geometry_rule import CalibrationSettings, InteractionProtocol
 from grasp.geometry.shuffled_pairs import EXACT_ROWS, ShuffledPairs, ShuffledRows
 from grasp.geometry.sketches import SketchWithNorms
@@ -204,10 +208,11 @@ class CandidatePredictor(Alignment):
         """Return the standard deviation of the changes of one level over a uniform or Bernoulli family, (C,)."""
         protocol, n_rows = predictor.protocol, predictor.n_rows
         assert isinstance(protocol, InteractionProtocol)
-        # effects have standard deviation 1 over the rows, so their scatter is N; the offset is their mean
+        # A change is gain * A of effects plus offset. Over the rows, effects have mean 0 and standard deviation 1, so
+        # that effects plus offset have the mean `offset`, and a scatter (sum of squared deviations) of N.
         scatter_C = np.where(level.raw_mean_std.std_C > 0, float(n_rows), 0.0)
         gain_C, offset_C = np.ones(len(scatter_C)), np.zeros(len(scatter_C))
-        if isinstance(level, InteractionLevel):
+        if isinstance(level, InteractionEffects):
             gain_C, offset_C = level.gain_C, level.offset_C
         effect_moments = StreamingMoments(n_rows, offset_C, scatter_C)
         return gain_C * _positive_std(
@@ -219,9 +224,9 @@ class CandidatePredictor(Alignment):
         if not components:
             return {}
         protocol = settings.protocol([], components)
-        fitted = protocol.fitted(self.source.array_names, self.source.feature_settings)
-        sketches = {name: SketchWithNorms(self.source, name) for name in required_sketches(fitted.components)}
-        terms = GeometryTerms.from_artifact(self.source, fitted, sketches, self._family)
+        resolved = protocol.resolved_for(self.source.array_names, self.source.feature_settings)
+        sketches = {name: SketchWithNorms(self.source, name) for name in required_sketches(resolved.components)}
+        terms = GeometryTerms.from_artifact(self.source, resolved, sketches, self._family)
         z_of_blocks = [
             terms.z_scores(
                 {name: sketch.sketch_sums(block.weights) for name, sketch in sketches.items()},
@@ -257,7 +262,7 @@ class CandidatePredictor(Alignment):
         values: dict[str, F64] = {}
         for name in sketch_names:
             sketch_ND, shuffled = self._shuffled_sketch(name)
-            values[f"{name}.pair"] = pair_B = shuffled.pair(weight_BN)
+            values[f"{name}.pair"] = pair_B = shuffled.k_pair(weight_BN)
             values[f"{name}.raw"] = pair_B + weight_BN**2 @ np.einsum("nd,nd->n", sketch_ND, sketch_ND)
         return values
 
@@ -266,20 +271,20 @@ class CandidatePredictor(Alignment):
         return CalibrationFamily.from_calibration(self.calibration, self.source)
 
     @cached_property
-    def _shuffled_sketches(self) -> dict[str, tuple[F64, ShuffledPairs | ShuffledRows]]:
-        return {}
+    def _shuffle_cache(self) -> dict[str, tuple[F64, ShuffledPairs | ShuffledRows]]:
+        return {}  # filled by `_shuffled_sketch`
 
     def _shuffled_sketch(self, name: str) -> tuple[F64, ShuffledPairs | ShuffledRows]:
         """Return a sketch (N, D) and its shuffle from a cache; `joint` concatenates hidden and residual."""
-        if name not in self._shuffled_sketches:
+        if name not in self._shuffle_cache:
             stored = [
                 self.source.array_blocks(f"{sketch}_sketch") for sketch in required_sketches({f"{name}.pair": 1.0})
             ]
             arrays = [np.concatenate([block.astype(np.float64) for _, block in blocks]) for blocks in stored]
             sketch_ND = np.concatenate(arrays, axis=1)
             shuffle = ShuffledPairs if len(sketch_ND) <= EXACT_ROWS else ShuffledRows
-            self._shuffled_sketches[name] = sketch_ND, shuffle.draw(sketch_ND, seed=0)
-        return self._shuffled_sketches[name]
+            self._shuffle_cache[name] = sketch_ND, shuffle.draw(sketch_ND, seed=0)
+        return self._shuffle_cache[name]
 
 
 def _positive_std(mean_std: MeanStd) -> F64:

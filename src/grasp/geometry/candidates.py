@@ -106,18 +106,18 @@ class Candidate:
 
 
 def candidate_of(protocol: ScoringProtocol, source: ArtifactReader) -> Candidate:
-    """Convert a protocol, fitted to an artifact, into a candidate.
+    """Convert a protocol, resolved for an artifact, into a candidate.
 
     Raises:
         ProtocolError: the artifact does not fit the protocol.
     """
-    fitted = protocol.fitted(source.array_names, source.feature_settings)
-    assert isinstance(fitted.match, dict)
-    match = tuple(fitted.match.items())
-    if not isinstance(fitted, InteractionProtocol):
-        return Candidate(ComponentSettings("retained", "mean", "mean_relevance", fitted.negative), match, ())
-    settings = ComponentSettings(fitted.side, fitted.weighting, fitted.standardize.task, fitted.negative)
-    return Candidate(settings, match, tuple(fitted.components.items()))
+    resolved = protocol.resolved_for(source.array_names, source.feature_settings)
+    assert isinstance(resolved.match, dict)
+    match = tuple(resolved.match.items())
+    if not isinstance(resolved, InteractionProtocol):
+        return Candidate(ComponentSettings("retained", "mean", "mean_relevance", resolved.negative), match, ())
+    settings = ComponentSettings(resolved.side, resolved.weighting, resolved.standardize.task, resolved.negative)
+    return Candidate(settings, match, tuple(resolved.components.items()))
 
 
 # ------------------------------------------------------------------------------------- controls and ablations

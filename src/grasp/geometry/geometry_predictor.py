@@ -1,16 +1,28 @@
-"""The predictor for protocols with interactions between rows, that sum rows, or that score the omitted rows.
+"""The predictor for scoring protocols that are more than the mean effect of the retained rows.
 
-The predicted change of utility relative to the whole corpus has two parts:
+Such a protocol (`geometry_rule.InteractionProtocol`) differs in at least one of these settings:
+
+    components   weights omega_c of geometric quantities K_c of a subset, such as ``joint.pair``: the *geometry*; they
+                 make the value of a row depend on the other rows of the subset (module `subset_sums`)
+    weighting    `count` adds up the relevance of rows, `mean` (default) averages it
+    side         `omitted` scores the rows that are left out, `retained` (default) those that are trained on
+
+The predicted change of utility relative to the whole corpus is
 
     change(S) = gain (A(S) - A(corpus)) + sum_c omega_c (z(K_c(S)) - z(K_c(corpus)))
 
-A is the relevance of a subset for the side and weighting of the protocol, computed from effects of rows (relevance
-standardized over the rows). Weighting `count` sums rows instead of averaging them, so that the zero of relevance
-matters: `offset` adds the mean that standardization removed, and `gain` divides by the number of rows to keep the unit.
-With geometry, `gain` converts effects into standard deviations over the calibration family, the unit of the second
-part, which `terms` computes. Weights are used as they are, without a repetition law.
+A is the relevance of a subset for side and weighting, computed from *effects* of rows: relevance standardized over the
+rows. z standardizes over the calibration family, a set of random subsets (module `terms`).
 
-Start with `bind`, which creates an `InteractionPredictor`.
+*gain* keeps the unit of an effect. Without geometry it is 1, or 1 / N for the weighting `count`. With geometry both
+parts are in standard deviations over the calibration family, so the gain is the standard deviation of relevance over
+the rows, which undoes the standardization of effects. An *offset* is added to the effect of every row: 0 for the
+weighting `mean`; for `count` the mean that standardization removed, since a sum depends on the zero of relevance.
+
+Rows keep the weights of the subset. Of a law of diminishing returns only its factor for repeated epochs is applied, to
+the whole change.
+
+Start with `bind`, which creates the predictor of a protocol.
 Source: eq:component-predictor, eq:grasp-subset-relevance (labels of the paper; see docs/paper_map.md).
 Shape letters: B subsets, N rows, E units, T targets, C columns (targets or units), D sketch width.
 """
@@ -54,7 +66,7 @@ class InteractionSums(SubsetSums):
         return WeightSums(self.effective_B, self.omitted_B, self.n_rows)
 
     def cumulative(self) -> "InteractionSums":
-        """Return sums over the first subset, the first two together, and so on; disjoint subsets with weights 1."""
+        """Return sums over the first subset, the first two together, and so on; for disjoint subsets with weights 1."""
         size_B = np.cumsum(self.effective_B)
         sketch_sums = {
             name: SketchSums(
@@ -63,14 +75,25 @@ class InteractionSums(SubsetSums):
             for name, sums in self.sketch_sums.items()
         }
         return _interaction_sums(
-            self.n_rows, size_B, size_B, self.n_rows - size_B, np.cumsum(self.effect_BT, axis=0), sketch_sums
+            self.n_rows,
+            weight_B=size_B,
+            n_retained_B=size_B,
+            omitted_B=self.n_rows - size_B,
+            effect_BT=np.cumsum(self.effect_BT, axis=0),
+            sketch_sums=sketch_sums,
         )
 
 
 def _interaction_sums(
-    n_rows: int, weight_B: F64, n_retained_B: F64, omitted_B: F64, effect_BT: F64, sketch_sums: Mapping[str, SketchSums]
+    n_rows: int,
+    *,
+    weight_B: F64,
+    n_retained_B: F64,
+    omitted_B: F64,
+    effect_BT: F64,
+    sketch_sums: Mapping[str, SketchSums],
 ) -> InteractionSums:
-    """Create the sums of subsets whose effective weights are their weights, as there is no repetition law."""
+    """Create the sums of subsets whose rows keep their weights."""
     return InteractionSums(
         n_rows=n_rows,
         weight_B=weight_B,
@@ -84,11 +107,11 @@ def _interaction_sums(
 
 
 @dataclass(frozen=True, slots=True)
-class InteractionLevel(RowEffects):
-    """Effects of rows, and the factors that convert a difference of A into a change."""
+class InteractionEffects(RowEffects):
+    """Effects of rows, with gain and offset; see the table in the module docstring."""
 
-    gain_C: F64  # factor from a difference of A, in effects, to a change
-    offset_C: F64  # added to every effect before summing; with `count`, effects are relative to zero relevance
+    gain_C: F64
+    offset_C: F64
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +119,13 @@ class InteractionPredictor(Predictor):
     """An `InteractionProtocol` bound to an artifact."""
 
     protocol: InteractionProtocol
-    task: InteractionLevel
-    unit_level: InteractionLevel | None
+    task: InteractionEffects
+    unit_level: InteractionEffects | None
     sketches: Mapping[str, SketchWithNorms]
     terms: GeometryTerms
 
     def effective_weights(self, weights: Weights) -> Weights:
-        """Return the weights unchanged: there is no repetition law."""
+        """Return the weights unchanged; see the module docstring."""
         return weights
 
     def sums(self, weights: Weights, sketch_names: Collection[str] | None = None) -> InteractionSums:
@@ -111,18 +134,24 @@ class InteractionPredictor(Predictor):
         weight_sums = WeightSums.from_weights(weights)
         return _interaction_sums(
             self.n_rows,
-            weight_sums.retained_B,
-            weights.sizes.astype(np.float64),
-            weight_sums.omitted_B,
-            self.task.effects.sums(weights),
-            {name: sketch.sketch_sums(weights) for name, sketch in self.sketches.items() if name in required},
+            weight_B=weight_sums.retained_B,
+            n_retained_B=weights.sizes.astype(np.float64),
+            omitted_B=weight_sums.omitted_B,
+            effect_BT=self.task.effects.sums(weights),
+            sketch_sums={
+                name: sketch.sketch_sums(weights) for name, sketch in self.sketches.items() if name in required
+            },
         )
 
     def reweighted(self, sums: SubsetSums, weight: float) -> InteractionSums:
         """Return the sums of the corpus in which the rows of each subset have another weight.
 
-        The weight is 1 + step for these rows, and 1 for all others: sums of w change by step times the sum over these
-        rows, sums of w^2 by (1 + step)^2 - 1 = weight^2 - 1 times it. Effects add up to 0 over the corpus.
+        The weight of all other rows is 1. Compared with the corpus, sums of w change by ``weight - 1`` times the sum
+        over the rows of the subset, and sums of w^2 by ``weight^2 - 1`` times it.
+
+        Args:
+            sums: sums of subsets whose rows have weight 1, so that their size is the sum of their weights.
+            weight: 0 drops the rows, 2 doubles them.
         """
         assert isinstance(sums, InteractionSums)
         size_B, n_rows, step, square_step = sums.effective_B, self.n_rows, weight - 1.0, weight**2 - 1.0
@@ -135,13 +164,14 @@ class InteractionPredictor(Predictor):
             )
             for name, subset in sums.sketch_sums.items()
         }
+        is_dropped = weight == 0.0
         return _interaction_sums(
             n_rows,
-            n_rows + step * size_B,
-            n_rows - (weight == 0.0) * size_B,
-            np.abs(step) * size_B,
-            step * sums.effect_BT,
-            sketch_sums,
+            weight_B=n_rows + step * size_B,
+            n_retained_B=n_rows - size_B if is_dropped else np.full_like(size_B, n_rows),
+            omitted_B=np.abs(step) * size_B,
+            effect_BT=step * sums.effect_BT,  # effects add up to 0 over the corpus
+            sketch_sums=sketch_sums,
         )
 
     def change_of(self, sums: SubsetSums) -> F64:
@@ -157,15 +187,18 @@ class InteractionPredictor(Predictor):
         return self.change_of(self.sums(weights, required_sketches(self.protocol.components)))
 
     def unit_change(self, weights: Weights, sums: SubsetSums) -> F64:
-        """Predict the change of every unit from its own relevance, (B, E)."""
+        """Predict the change of every unit from its own relevance, standardized for the unit, (B, E)."""
         level = self.unit_level
         assert level is not None
         additive_BE = level.gain_C * self._relevance_change(level.effects.sums(weights), level.offset_C, sums)
         return additive_BE + self.geometry_change(sums)[:, None]
 
     def change_by_units(self, sum_BE: F64, mean_E: F64, sums: SubsetSums) -> F64:
-        """Decompose the change of each task into contributions of its units, (B, E); their mean is the change."""
-        offset_E = mean_E if self.protocol.weighting == "count" else np.zeros_like(mean_E)
+        """Decompose the change of each task into contributions of its units, (B, E); their mean is the change.
+
+        Unlike in `unit_change`, relevance is standardized for the task.
+        """
+        offset_E = mean_E if self.sums_rows else np.zeros_like(mean_E)
         gain_E = np.repeat(self.task.gain_C, self.units.counts_T)
         return gain_E * self._relevance_change(sum_BE, offset_E, sums) + self.geometry_change(sums)[:, None]
 
@@ -173,11 +206,10 @@ class InteractionPredictor(Predictor):
         """Return the part of each kernel (B, T) and component (B,) in a change, and the components themselves, (B,)."""
         assert isinstance(sums, InteractionSums)
         parts: dict[str, F64] = {}
-        sums_rows = self.protocol.weighting == "count"
         for name, kernel in self.task_kernels.items():
             factor_T, mean_T = self.task.relevance_to_effect[name], kernel.rows.mean_C
             sum_BT = factor_T * (kernel.relevance.sums(weights) - np.outer(sums.effective_B, mean_T))
-            offset_T = factor_T * mean_T if sums_rows else np.zeros_like(factor_T)
+            offset_T = factor_T * mean_T if self.sums_rows else np.zeros_like(factor_T)
             parts[f"part_{name}"] = self.task.gain_C * self._relevance_change(sum_BT, offset_T, sums)
         contributions = self.terms.contributions(sums.sketch_sums, sums.weight_sums)
         values = self.terms.values(sums.sketch_sums, sums.weight_sums)
@@ -191,9 +223,14 @@ class InteractionPredictor(Predictor):
         parts = tuple(f"part_{name}" for name in (*self.task_kernels, *components))
         return (*parts, *(f"value_{name}" for name in components))
 
+    @property
+    def sums_rows(self) -> bool:
+        """Return whether the predicted change adds up rows, instead of averaging them."""
+        return self.protocol.weighting == "count"
+
     def ranking_effects(self, effect_N: F64, weights_T: F64, tokens_N: NDArray[np.int64]) -> F64:
         """Return the values by which rows are ranked under a token budget; per token if rows are summed."""
-        if self.protocol.weighting == "mean":
+        if not self.sums_rows:
             return effect_N
         return (effect_N + float(self.task.offset_C @ weights_T)) / tokens_N
 
@@ -227,7 +264,7 @@ def bind(
     per_unit: bool,
     components: bool,
 ) -> Predictor:
-    """Create the predictor of a fitted protocol; see `Predictor.from_artifact` for the arguments."""
+    """Create the predictor of a resolved protocol; see `Predictor.from_artifact` for the arguments."""
     assert isinstance(protocol, InteractionProtocol)
     family = CalibrationFamily.from_calibration(protocol.calibration, artifact) if protocol.components else None
     sketch_names = sorted({*required_sketches(protocol.components), *sketches})
@@ -235,7 +272,7 @@ def bind(
     def relevance_over_family(kernels: Mapping[str, KernelRelevance]) -> Mapping[str, MeanStd]:
         """Return mean and standard deviation of A over the calibration family, which scale kernels with geometry."""
         assert family is not None
-        return family_moments(protocol, kernels, {}, family, artifact.n_rows)
+        return family_moments(protocol, kernels, sketches={}, family=family, n_rows=artifact.n_rows)
 
     additive = assemble_predictor(
         artifact,
@@ -246,13 +283,13 @@ def bind(
         family_scales=None if family is None else relevance_over_family,
         units_first=protocol.standardize.task == "mean_of_standardised",
     )
-    if protocol.interaction is Interaction.NONE:
+    if protocol.interaction is Interaction.NONE:  # no components, and the mean over the retained rows
         return replace(additive, sketches={name: load_sketch(artifact, name) for name in sketch_names})
     with_norms = {name: SketchWithNorms(artifact, name) for name in sketch_names}
     terms = GeometryTerms.from_artifact(artifact, protocol, with_norms, family)
     overrides = {
-        "task": _interaction_level(additive.task, terms),
-        "unit_level": None if additive.unit_level is None else _interaction_level(additive.unit_level, terms),
+        "task": _interaction_effects(additive.task, terms),
+        "unit_level": None if additive.unit_level is None else _interaction_effects(additive.unit_level, terms),
         "sketches": with_norms,
         "dropped": (*additive.dropped, *terms.dropped),
         "measure_reliability": None,  # its estimate leaves out questions, which presumes additive effects
@@ -262,26 +299,39 @@ def bind(
     return InteractionPredictor(**shared | overrides, terms=terms)
 
 
-def _interaction_level(level: RowEffects, terms: GeometryTerms) -> InteractionLevel:
-    """Return effects of rows with the factors of the module docstring, and the prediction for the whole corpus."""
-    protocol, n_rows, raw = terms.protocol, terms.n_rows, level.raw_mean_std
-    sums_rows, mean_C = protocol.weighting == "count", level.corpus_C  # mean of the rows, in effects
-    # A of the corpus is the value of its mean row, times N for `count`. On the omitted side no row remains: the sum is
-    # 0, and the mean over zero rows, which is undefined, is set to that of a random subset, whose expected change is 0.
-    sign = 1.0 if protocol.side == "retained" else 0.0 if sums_rows else -1.0
-    gain_C, corpus_C = np.full(len(mean_C), 1.0 / n_rows if sums_rows else 1.0), sign * mean_C
+def _interaction_effects(rows: RowEffects, terms: GeometryTerms) -> InteractionEffects:
+    """Return effects of rows with gain and offset, and the prediction for the whole corpus, `corpus_C`."""
+    protocol, n_rows = terms.protocol, terms.n_rows
+    sums_rows = protocol.weighting == "count"
+    mean_C = rows.corpus_C  # mean relevance of the rows, in effects
+    sign = _corpus_sign(protocol)
     if protocol.components:
-        # Kernels were divided by standard deviations of A over the family, so their sum is in the unit of a prediction
-        # before standardization over rows; the gain restores this unit.
-        gain_C = raw.std_C
-        slopes = {
-            name: weight * level.scales[name].inverse_std_C
-            for name, weight in kernel_weights(protocol).items()
-            if name in level.relevance_to_effect
-        }
-        family_mean_C = np.sum([slope_C * level.scales[name].mean_C for name, slope_C in slopes.items()], axis=0)
-        geometry = sum(protocol.components[name] * z for name, z in terms.corpus_z().items())
-        corpus_C = (sign * n_rows if sums_rows else sign) * raw.mean_C - family_mean_C + geometry
-    shared = {field.name: getattr(level, field.name) for field in fields(RowEffects)}
-    overrides = {"corpus_C": corpus_C, "gain_C": gain_C, "offset_C": mean_C if sums_rows else 0.0 * mean_C}
-    return InteractionLevel(**shared | overrides)
+        gain_C = rows.raw_mean_std.std_C
+        corpus_C = (sign * n_rows if sums_rows else sign) * rows.raw_mean_std.mean_C - _family_mean(rows, protocol)
+        corpus_C = corpus_C + sum(protocol.components[name] * z for name, z in terms.corpus_z().items())
+    else:
+        gain_C, corpus_C = np.full(len(mean_C), 1.0 / n_rows if sums_rows else 1.0), sign * mean_C
+    shared = {field.name: getattr(rows, field.name) for field in fields(RowEffects)}
+    overrides = {"corpus_C": corpus_C, "gain_C": gain_C, "offset_C": mean_C if sums_rows else np.zeros_like(mean_C)}
+    return InteractionEffects(**shared | overrides)
+
+
+def _corpus_sign(protocol: InteractionProtocol) -> float:
+    """Return the sign with which the mean relevance of all rows enters A of the corpus.
+
+    On the omitted side of the corpus no row remains: the sum is 0, and the mean over zero rows, which is undefined, is
+    set to that of a random subset, whose expected change is 0.
+    """
+    if protocol.side == "retained":
+        return 1.0
+    return 0.0 if protocol.weighting == "count" else -1.0
+
+
+def _family_mean(rows: RowEffects, protocol: InteractionProtocol) -> F64:
+    """Return the mean over the calibration family of the sum of the kernels, each divided by its standard deviation."""
+    weighted_means = [
+        weight * rows.scales[name].inverse_std_C * rows.scales[name].mean_C
+        for name, weight in kernel_weights(protocol).items()
+        if name in rows.relevance_to_effect
+    ]
+    return np.asarray(np.sum(weighted_means, axis=0))

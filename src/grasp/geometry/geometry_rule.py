@@ -91,7 +91,7 @@ class InteractionProtocol(ScoringProtocol):
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        """Arrays of an artifact that a fitted protocol reads."""
+        """Arrays of an artifact that a resolved protocol reads."""
         kernels = tuple(f"relevance_{kernel}" for kernel in kernel_weights(self))
         return (*kernels, *(f"{name}_sketch" for name in required_sketches(self.components)))
 

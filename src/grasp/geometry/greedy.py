@@ -10,7 +10,13 @@ by one by exact gain. *Sentinels* are rows from the ranks below the pool whose g
 round ends as soon as one of them exceeds the best row of the pool. Duplicates therefore reduce each other's gain inside
 a block too, and the cost is nearly linear in the number of rows.
 
-Rows are compared by a *key*: their gain, or their gain per token (`_Greedy._keys`).
+A pool that is large itself is processed in the same way: its best INNER_ROWS rows are an inner pool, whose sentinels
+are those of the pool and some of its lower rows.
+
+Rows are compared by a *key*: their gain, or their gain per token (`_Greedy._keys`). Floors and caps bound the rows or
+tokens of label values, whose numbers are called codes. A `select.budget.Ledger` records what is left for each code; it
+reserves the part of the budget that floors still need.
+
 Shape letters: N rows (the M items of the constraints), P rows of a pool, D total width of the concatenated sketches, K
 selected rows.
 """
@@ -124,14 +130,15 @@ class _Greedy:
 
     def _select_from_large(self, pool: _Pool, max_rows: int) -> int:
         """Select up to `max_rows` rows from a pool that may be too large to compare all its rows; return the count."""
-        if len(pool.row_P) <= INNER_ROWS + 2 * SENTINELS:
+        if len(pool.row_P) <= INNER_ROWS + 2 * SENTINELS:  # no larger than an inner pool with its sentinels
             return self._select_from(pool, max_rows)
         n_selected = 0
         available_P = np.ones(len(pool.row_P), dtype=np.bool_)
         while n_selected < max_rows:
             key_P = self._keys(pool.row_P, pool.base_P + np.einsum("pd,d->p", pool.sketch_PD, self.two_c_s_D))
             selectable_P = available_P & ~pool.sentinel_P & self.available_N[pool.row_P]
-            sentinel_leads = n_selected and _highest(key_P, pool.sentinel_P) > _highest(key_P, selectable_P)
+            # the pool was just ranked, so its best row is the best of all: sentinels matter from the second row on
+            sentinel_leads = n_selected > 0 and _highest(key_P, pool.sentinel_P) > _highest(key_P, selectable_P)
             if not selectable_P.any() or sentinel_leads:
                 break
             best, below = _best_and_sentinels(np.where(selectable_P, key_P, EXCLUDED), pool.row_P, INNER_ROWS)
@@ -145,14 +152,15 @@ class _Greedy:
     def _select_from(self, pool: _Pool, max_rows: int) -> int:
         """Select up to `max_rows` rows, always the best of the pool, until a sentinel exceeds it; return the count."""
         gain_P = pool.base_P + np.einsum("pd,d->p", pool.sketch_PD, self.two_c_s_D)
-        key_per_gain_P = self._keys(pool.row_P, np.ones(len(gain_P)))
+        key_per_gain_P = self._keys(pool.row_P, np.ones(len(gain_P)))  # keys are proportional to gains
         unavailable_P = pool.sentinel_P.copy()
         sentinels = np.flatnonzero(pool.sentinel_P)
         n_selected = 0
         while n_selected < max_rows:
-            key_P = np.where(unavailable_P, EXCLUDED, gain_P * key_per_gain_P)
+            all_key_P = gain_P * key_per_gain_P
+            key_P = np.where(unavailable_P, EXCLUDED, all_key_P)
             j = int(key_P.argmax())
-            sentinel_leads = n_selected and len(sentinels) and (gain_P * key_per_gain_P)[sentinels].max() > key_P[j]
+            sentinel_leads = n_selected > 0 and all_key_P[sentinels].max(initial=EXCLUDED) > key_P[j]
             if key_P[j] == EXCLUDED or sentinel_leads:
                 break
             row = int(pool.row_P[j])
@@ -175,7 +183,11 @@ class _Greedy:
     # ------------------------------------------------------------------------------------------ accounting
 
     def _drop_infeasible(self, row_P: I64, code: int, cost: int) -> NDArray[np.bool_]:
-        """Return the rows of a pool that are infeasible because a row was: same label value, equal or higher cost."""
+        """Drop the rows of a pool that are infeasible because a row was: same label value, equal or higher cost.
+
+        Returns:
+            Which rows of the pool were dropped.
+        """
         infeasible_P: NDArray[np.bool_] = (self.constraints.codes_M[row_P] == code) & (
             self.constraints.cost_M[row_P] >= cost
         )
@@ -239,9 +251,10 @@ def select_greedily(
 
 
 def _best_and_sentinels(key_P: F64, row_P: I64, count: int) -> tuple[I64, I64]:
-    """Return positions of the `count` highest keys, ascending, and of SENTINELS rows at evenly spaced ranks below.
+    """Return positions of the `count` highest keys, and of SENTINELS rows at evenly spaced ranks below.
 
-    Ties go to the earlier row. The ranks end at SENTINEL_RANKS * count.
+    Ties go to the earlier row. The former positions ascend, so that argmax over their keys prefers the earlier row too.
+    The ranks end at SENTINEL_RANKS * count.
     """
     order = np.flatnonzero(key_P > EXCLUDED)
     if len(order) <= count:
@@ -273,7 +286,7 @@ def select_rows(
     objective, selection = _select_at_size(predictor, weights_T, constraints, progress)
     if selection is None:
         guarantee = (
-            OPTIMAL_NOTE if constraints.unit != "tokens" else "greedy by effect until no row fits the remaining tokens"
+            OPTIMAL_NOTE if constraints.unit != "tokens" else "rows by effect until none fits the remaining tokens"
         )
         return SelectedRows(best_items(objective.linear_N, constraints), guarantee)
     bound, reason = upper_bound(objective, constraints, selection.row_index)
@@ -286,18 +299,25 @@ def select_rows(
 def _select_at_size(
     predictor: InteractionPredictor, weights_T: F64, constraints: Constraints, progress: Progress | None
 ) -> tuple[Objective, GreedySelection | None]:
-    """Select rows; under a token budget, repeat until the number of rows equals the assumed one (fixed point)."""
+    """Select rows; under a token budget, repeat until the number of rows equals the assumed one (fixed point).
+
+    Returns:
+        The objective for the number of selected rows, and the selection, whose gains are those for the assumed number;
+        None if the protocol has no pairwise terms.
+    """
     size = max(1, round(constraints.budget / float(constraints.cost_M[constraints.allowed_M].mean())))
     for _ in range(MAX_SIZE_ITERATIONS):
-        objective = Objective.from_predictor(predictor, weights_T, min(size, predictor.n_rows))
+        assumed_size = min(size, predictor.n_rows)
+        objective = Objective.from_predictor(predictor, weights_T, assumed_size)
         if not objective.curvature:
             return objective, None
         selection = select_greedily(objective, constraints, progress)
-        n_selected = len(selection.row_index)
-        if abs(n_selected - size) <= SIZE_TOLERANCE * size:
+        size = len(selection.row_index)
+        if abs(size - assumed_size) <= SIZE_TOLERANCE * assumed_size:
             break
-        size = n_selected
-    return (objective if n_selected == size else Objective.from_predictor(predictor, weights_T, n_selected)), selection
+    if size != assumed_size:
+        objective = Objective.from_predictor(predictor, weights_T, size)
+    return objective, selection
 
 
 def _guarantee(objective: Objective, constraints: Constraints, selection: GreedySelection) -> str:

@@ -1,15 +1,26 @@
-"""Checks of how accurately stored sketches estimate K_raw of subsets, on a sample of the rows.
+"""Checks of how accurately stored sketches estimate the geometry of subsets, on a sample of the rows.
 
-A sketch is compared with two exact kernels (inner products of all pairs of sampled rows): its *full kernel*, computed
-from the features that it projects, and the *product kernel*, the inner products of gradients of the output layer, which
-the geometry is meant to represent.
+The geometry of a subset with weights w is ``K_raw = sum_ij w_i w_j k_ij``, with an inner product k_ij of rows i and j.
+A sketch estimates it by ``|sum_i w_i phi_i|^2`` (`subset_sums`). It is compared with exact kernels: matrices of k_ij of
+the sampled rows. h~ are whitened hidden states, xi residuals (predicted probabilities minus the one-hot vector of the
+next token), D a diagonal matrix that weights rare tokens up, and (x) is the outer product:
+
+    kernel             k_ij                                                    estimated by the sketch
+    hidden             <h~_i, h~_j>, averages over positions                   hidden
+    residual           <D^1/2 xi_i, D^1/2 xi_j>, averages over positions       residual
+    product            <G_i, G_j>, G_i the average of h~_t (x) D^1/2 xi_t      product
+    pooled product     hidden times residual, elementwise                      none; approximates product in the paper
+    joint              hidden + residual, each of mean squared norm 1          both side by side
+
+`product` is the inner product of preconditioned gradients of the output layer. A sketch is healthy if it estimates its
+own kernel, and useful if it ranks subsets as `product` does.
 
 Start with `check_accuracy`. Sketches can be recomputed at any width, which gives the width that would be sufficient.
 Shape letters: N rows of the sample, P their positions, B subsets, H hidden width, V vocabulary, D sketch width.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import sqrt
 from typing import Any, Literal, Self
 
@@ -50,22 +61,28 @@ CHECKS = {
 
 @dataclass(frozen=True, slots=True)
 class PositionKernels:
-    """Quantities that require the positions of rows, in the coordinates of `output_layer`.
+    """Quantities that require the hidden states and residuals of all positions of a row.
 
-    An artifact without moments of positions (`rule: paper`) uses the coordinates of the pooled kernel instead.
+    They are whitened and scaled by the moments of positions, as in the kernel `output_layer`. An artifact for the
+    protocol of the paper has moments of averages only, which are used instead.
+
+    Attributes:
+        product_NN: the product kernel.
+        gradient_NN: the same with hidden states that are not centred: inner products of gradients of the output layer.
+        summary_share: share of |G_i|^2 that the outer product of the row's averages retains: their mean squared cosine.
+            The averages are those of the artifact, over `features.summary_positions`.
+        same_positions_share: the same for averages over the positions of G_i.
     """
 
-    product_NN: F64  # <G_i, G_j>, G_i = mean_t h~_t (x) D^1/2 xi_t, which the product sketch estimates
-    gradient_NN: F64  # the same with uncentred hidden states: gradients of the output layer
-    # A summary is the outer product of the averages of h~_t and of D^1/2 xi_t. Its share of ||G||^2 is the mean squared
-    # cosine between it and G.
-    summary_share: float  # of the pooled summary that the artifact stores
-    same_positions_share: float  # of a summary over the positions of G
+    product_NN: F64
+    gradient_NN: F64
+    summary_share: float
+    same_positions_share: float
 
 
 @dataclass(frozen=True)
 class ExactKernels:
-    """Inner products of all pairs of sampled rows, (N, N) float64 each, whitened and scaled as in the build."""
+    """Exact kernels of the sampled rows, (N, N) float64 each, whitened and scaled as in the build."""
 
     settings: FeatureSettings
     features: SampleFeatures
@@ -78,10 +95,10 @@ class ExactKernels:
     def from_artifact(cls, artifact: ArtifactReader, features: SampleFeatures) -> Self:
         """Compute the kernels of sampled rows of an artifact."""
         settings = FeatureSettings.model_validate(artifact.feature_settings)
-        # moments of pooled summaries first, then of positions; an artifact may have only one of them
-        prefixes = [prefix for prefix in ("summary", "hidden") if f"{prefix}.count" in artifact.moments]
-        pooled = second_moments(artifact.moments, prefixes[0])
-        positions = second_moments(artifact.moments, prefixes[-1])
+        # "summary" are moments of averages over positions, "hidden" of single positions; one of them may be missing
+        has_summary, has_positions = (f"{prefix}.count" in artifact.moments for prefix in ("summary", "hidden"))
+        pooled = second_moments(artifact.moments, "summary" if has_summary else "hidden")
+        positions = second_moments(artifact.moments, "hidden" if has_positions else "summary")
         whitener = Whitener.from_settings(pooled, settings)
         return cls(
             settings,
@@ -108,7 +125,7 @@ class ExactKernels:
         return self.hidden_NN if sketch_name == "hidden" else self.residual_NN
 
     def sketch(self, sketch_name: StoredSketch, width: int) -> F64:
-        """Return the sketch of the sample that a build with this width would store, without gain, (N, D)."""
+        """Return the sketch that a build with this width would compute of the sample, before it is scaled, (N, D)."""
         batch, name = self.features.batch, f"{sketch_name}_sketch"
         settings = self.settings.model_copy(update={f"{sketch_name}_width": width})
         sizes = FeatureSizes(batch.hidden_PH.shape[1], batch.vocab_size, batch.hidden_PH.device)
@@ -157,6 +174,7 @@ class SketchAgreement:
     error: float  # median relative error
     ranks: float  # rank correlation
     width: int
+    variation: float  # coefficient of variation of the exact K_raw
 
     @property
     def allowed(self) -> float:
@@ -190,8 +208,12 @@ def check_accuracy(kernels: ExactKernels, sketches: Mapping[str, F64], weight_BN
 def measure_agreement(sketch_ND: F64, full_NN: F64, weight_BN: F64) -> SketchAgreement:
     """Compare K_raw of B subsets by a sketch with K_raw by the exact kernel that it estimates."""
     estimate_B, true_B = _raw(sketch_ND, weight_BN), metrics.raw_geometry(weight_BN, full_NN)
-    error, ranks = metrics.relative_error(estimate_B, true_B), rank_agreement(estimate_B, true_B)
-    return SketchAgreement(error, ranks, sketch_ND.shape[1])
+    return SketchAgreement(
+        error=metrics.relative_error(estimate_B, true_B),
+        ranks=rank_agreement(estimate_B, true_B),
+        width=sketch_ND.shape[1],
+        variation=float(true_B.std() / true_B.mean()) if true_B.any() else 0.0,
+    )
 
 
 def _raw(sketch_ND: F64, weight_BN: F64) -> F64:
@@ -204,11 +226,9 @@ def _check_full_kernel(
 ) -> Check:
     """Check a sketch against its full kernel; if it fails, look for a sufficient width."""
     measured = measure_agreement(sketch_ND, full_NN, weight_BN)
-    true_B = metrics.raw_geometry(weight_BN, full_NN)
-    variation = float(true_B.std() / true_B.mean()) if true_B.any() else 0.0  # coefficient of variation
-    numbers = {"error": measured.error, "ranks": measured.ranks, "width": float(measured.width), "apart": variation}
+    numbers: dict[str, float] = asdict(measured)
     value = f"K {measured.error:.1%} off, ranks agree {measured.ranks:+.2f} (width {measured.width}; K of subsets "
-    value += f"varies by {variation:.1%})"
+    value += f"varies by {measured.variation:.1%})"
     if sketch_name == "product":
         pooled = rank_agreement(_raw(sketch_ND, weight_BN), metrics.raw_geometry(weight_BN, kernels.pooled_product_NN))
         value += f"; {pooled:+.2f} with the product of pooled rows, which it does not estimate"
@@ -227,9 +247,11 @@ def _check_full_kernel(
 def healthy_width(
     kernels: ExactKernels, sketch_name: StoredSketch, full_NN: F64, weight_BN: F64, width: int
 ) -> SketchAgreement | None:
-    """Double the width until the sketch is healthy, and return its agreement; None if no width up to MAX_WIDTH is."""
-    max_width = kernels.features.hidden_NH.shape[1] if sketch_name == "hidden" else MAX_WIDTH
-    while width < min(max_width, MAX_WIDTH):
+    """Double the width until the sketch is healthy, and return its agreement; None if no width is, up to
+    MAX_WIDTH or to the width of the hidden states."""
+    # at the width of the hidden states, their sketch is exact
+    max_width = min(kernels.features.hidden_NH.shape[1], MAX_WIDTH) if sketch_name == "hidden" else MAX_WIDTH
+    while width < max_width:
         width = min(2 * width, max_width)
         wider = measure_agreement(kernels.sketch(sketch_name, width), full_NN, weight_BN)
         if wider.is_healthy:
@@ -262,7 +284,7 @@ def _check_product_kernel(kernels: ExactKernels, proxy: str, sketches: Mapping[s
         "full_ranks": rank_agreement(metrics.raw_geometry(weight_BN, full_NN), true_B),
     }
     advice = "too narrow for its features: build with the widths that the sketch checks suggest"
-    if not numbers["full_ranks"] >= MIN_RANK_CORRELATION:
+    if not numbers["full_ranks"] >= MIN_RANK_CORRELATION:  # also if it is NaN, as of subsets with the same K
         advice = f"no width helps, {proxy}.* is another kernel: use product.*, wide enough, or no geometry"
     return judge_check(
         f"{proxy} sketch for product",

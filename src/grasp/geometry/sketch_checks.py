@@ -47,13 +47,13 @@ HEALTHY_ALIGNMENT = (
 def check_sketches(sample: SampledArtifact, protocol: ScoringProtocol) -> Iterator[Check]:
     """Yield checks of the pooled kernel if the protocol uses it, and of sketches if it has components."""
     artifact, features = sample.artifact, sample.features
-    fitted = protocol.fitted(artifact.array_names, artifact.feature_settings)
+    resolved = protocol.resolved_for(artifact.array_names, artifact.feature_settings)
     # if the model cannot be run on the sample, `features` is the error; checks that need them report its text
     kernels = features if isinstance(features, GraspError) else ExactKernels.from_artifact(artifact, features)
-    if "pooled" in kernel_weights(fitted):
+    if "pooled" in kernel_weights(resolved):
         yield from _check_pooled(sample, kernels)
-    if isinstance(fitted, InteractionProtocol) and fitted.components:
-        yield from _check_geometry(sample, kernels, fitted)
+    if isinstance(resolved, InteractionProtocol) and resolved.components:
+        yield from _check_geometry(sample, kernels, resolved)
 
 
 def _sketch(sample: SampledArtifact, sketch_name: str) -> F64:

@@ -1,7 +1,7 @@
 """The sketches of an artifact, with weighted sums of sketches and of their squared norms over subsets.
 
 Start with `SketchWithNorms`. It extends `grasp.predict.weights.RowSums`, which computes W @ X for row weights W.
-Shape letters: B subsets, C columns (D + 1), D sketch width, N rows, n rows of a block.
+Shape letters: B subsets, D sketch width, N rows, n rows of a block, C columns of a `RowSums`: D, or D + 1 with norms.
 """
 
 import functools
@@ -24,6 +24,9 @@ BLOCK_ROWS = 8_192
 class SketchWithNorms(RowSums):
     """One sketch phi_i of every row, with sums over subsets of the sketch and of ||phi_i||^2.
 
+    If the sketch fits in memory, it is one array with ||phi_i||^2 as its last column: `_with_norms` computes sums over
+    subsets from all of its columns, and the methods that read rows see it without the last one.
+
     Attributes:
         totals: sums over the corpus.
         norm2_moments: moments of ||phi_i||^2 over the corpus, one column.
@@ -34,7 +37,10 @@ class SketchWithNorms(RowSums):
         width = next(artifact.array_blocks(self.array_name, block_rows=1))[1].shape[1]
 
         def blocks_with_norms() -> Blocks:
-            """Yield the sketch with the squared norm of each row as a last column; the norm is summed in float64."""
+            """Yield the sketch with the squared norm of each row as a last column.
+
+            A norm is rounded to float32 as the sketch is, once, after a sum in float64.
+            """
             for start, block in artifact.array_blocks(self.array_name, block_rows=block_rows(width + 1)):
                 wider = np.empty((len(block), width + 1), dtype=np.float32)
                 wider[:, :-1], wider[:, -1] = block, np.einsum("nd,nd->n", block, block, dtype=np.float64)

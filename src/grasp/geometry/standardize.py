@@ -8,7 +8,8 @@ the mean of a row value over the drawn rows. K_raw, K_pair and K_cent are sums o
 variance depends on the probabilities that two, three and four given rows are all drawn. The components and the two
 weightings are defined in `subset_sums`; labels `eq:` are those of the paper (docs/paper_map.md).
 
-Shape letters: B subsets, E units (or targets), N rows, n rows of a block, D sketch width, M possible sizes of a subset.
+Shape letters: B subsets, E units or targets (C where both occur), N rows, n rows of a block, D sketch width, M possible
+sizes of a subset.
 """
 
 from collections.abc import Iterable, Mapping
@@ -205,13 +206,14 @@ def _sizes(family: Family, n_rows: int, side: Side) -> tuple[F64, F64]:
 
 def _scaled_mean_moments(rows: StreamingMoments, sizes: tuple[F64, F64], power: float) -> MeanStd:
     """Return moments of m^power * (mean of x over m rows drawn without replacement) for random m; 0 for m = 0."""
+    # The mean of m of N values, drawn without replacement, has the variance S^2 (1/m - 1/N), S^2 = scatter / (N - 1).
     size_M, probability_M = sizes
     drawn_M = np.maximum(size_M, 1.0)
     factor_M = np.where(size_M > 0, drawn_M**power, 0.0)
     variance_given_size = float(probability_M @ (factor_M**2 * (1.0 / drawn_M - 1.0 / rows.n_rows)))
     mean_factor = float(probability_M @ factor_M)
     factor_variance = float(probability_M @ (factor_M - mean_factor) ** 2)
-    row_variance_E = rows.scatter / max(rows.n_rows - 1, 1)
+    row_variance_C = rows.scatter / max(rows.n_rows - 1, 1)
     # law of total variance over m: the first term scales with the variance of a row, the second with its squared mean
-    variance_E = variance_given_size * row_variance_E + factor_variance * rows.mean_C**2
-    return MeanStd(mean_factor * rows.mean_C, np.sqrt(np.maximum(variance_E, 0.0)))
+    variance_C = variance_given_size * row_variance_C + factor_variance * rows.mean_C**2
+    return MeanStd(mean_factor * rows.mean_C, np.sqrt(np.maximum(variance_C, 0.0)))

@@ -98,7 +98,7 @@ class GeometryTerms:
 
         Args:
             artifact: artifact of the rows.
-            protocol: protocol that was fitted to the artifact.
+            protocol: protocol, resolved for the artifact.
             sketches: the sketches that the protocol requires, by name.
             family: calibration family; None if the protocol has no components.
         Raises:

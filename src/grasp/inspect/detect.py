@@ -86,7 +86,7 @@ class Suspects(Result):
     shown: pa.Table
     scores: Mapping[str, F64]
 
-    def _shown(self) -> tuple[list[str], list[list[str]]]:
+    def _printed_cells(self) -> tuple[list[str], list[list[str]]]:
         rows = [
             [f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()] for row in self.shown.to_pylist()
         ]

@@ -293,7 +293,7 @@ class EffectTerms:
         for kernel in kernel_weights(predictor.protocol):
             relevance_1E = artifact.array_rows(artifact.relevance_name(kernel), np.array([index]), columns=columns_E)
             stored[kernel] = np.asarray(relevance_1E[0], dtype=np.float64)
-            sign_weight_E = np.where(stored[kernel] < 0, predictor.protocol.negative_of(kernel), 1.0)
+            sign_weight_E = np.where(stored[kernel] < 0, predictor.protocol.negative_factor(kernel), 1.0)
             weights[kernel] = rho * sign_weight_E * predictor.unit_relevance_to_effect[kernel] / len(columns_E)
         average = -sum(float(task.relevance_to_effect[kernel][0] * task.scales[kernel].mean_C[0]) for kernel in stored)
         return cls(float(predictor.effect_NT[index, 0]), predictor.prior_effect(index), average, stored, weights)

@@ -35,7 +35,8 @@ from grasp.inspect.rescoring import (
     sample_features,
     sample_rows,
 )
-from grasp.predict.scoring_rule import Interaction, ScoringProtocol, geometry, kernel_weights, resolve_protocol
+from grasp.predict.default_protocol import resolve_protocol
+from grasp.predict.scoring_rule import Interaction, ScoringProtocol, geometry, kernel_weights
 from grasp.results import Result
 from grasp.runs.imported_runs import bind_runs
 from grasp.runs.table import RunTable
@@ -127,7 +128,7 @@ def check(
     features = _result_or_error(lambda: sample_features(artifact, index, source))
     sample = SampledArtifact(artifact, index, weight_BN, source, features)
     rule = resolve_protocol(protocol, artifact)
-    weights = kernel_weights(rule.fitted(artifact.array_names, artifact.feature_settings))
+    weights = kernel_weights(rule.resolved_for(artifact.array_names, artifact.feature_settings))
 
     results = [_check_concentration(artifact, kernel) for kernel in weights]
     results += [_check_moments(sample, rule, seed), _check_truncation(sample), _check_batches(sample)]

@@ -162,8 +162,8 @@ def rank_by_two_samples(
         Spearman's rho over rows by target, except targets with constant scores; and the positions of the smaller
         sample.
     """
-    fitted = protocol.fitted(artifact.array_names, artifact.feature_settings)
-    kernels = kernel_weights(fitted)
+    resolved = protocol.resolved_for(artifact.array_names, artifact.feature_settings)
+    kernels = kernel_weights(resolved)
     if {"pooled", "gradient", REPLAY} & set(kernels) or source.has_images:
         raise ArtifactError("supported only for texts, and for all kernels but pooled, gradient and replay")
     settings = source.settings.features.model_copy(update={"kernels": tuple(kernels)})
@@ -189,7 +189,7 @@ def rank_by_two_samples(
                 for start in starts
             ]
             relevance_NE = np.concatenate(parts)[:, columns.columns_E]
-            score_NT = columns.mean_per_task(downweight_negative(relevance_NE, fitted.negative_of(kernel.name)))
+            score_NT = columns.mean_per_task(downweight_negative(relevance_NE, resolved.negative_factor(kernel.name)))
             weight = kernels[kernel.name]
             total_NT += weight * score_NT / np.maximum(score_NT.std(axis=0), np.finfo(np.float64).tiny)
         rankings.append(total_NT.T)

@@ -40,7 +40,7 @@ from grasp.runs.alignment import Alignment
 from grasp.runs.predictions import Cost, MethodRole, Predictions, RowScores, Weighting
 from grasp.runs.training_runs import TrainingRuns
 from grasp.settings import Settings
-from grasp.text import listed
+from grasp.text import parse_names
 from grasp.yaml_files import describe, read_yaml
 
 GROUP = "grasp.methods"
@@ -188,7 +188,7 @@ def configure_methods(
         MissingExtraError: a required package is not installed; the message names the extra.
     """
     configurations = dict(configurations or {})
-    labels = list(configurations) if names is None else [name for name in listed(names) if name != GRASP]
+    labels = list(configurations) if names is None else [name for name in parse_names(names) if name != GRASP]
     duplicates = sorted({name for name in labels if labels.count(name) > 1})
     if duplicates:
         raise SettingsError(

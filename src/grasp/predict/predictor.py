@@ -49,14 +49,8 @@ from grasp.build.provenance import BuildSource
 from grasp.corpus.row_store import RowStore
 from grasp.errors import ProtocolError
 from grasp.moments import MeanStd, StreamingMoments
-from grasp.predict.scoring_rule import (
-    REPLAY,
-    ScoringProtocol,
-    geometry,
-    kernel_weights,
-    parse_protocol,
-    resolve_protocol,
-)
+from grasp.predict.default_protocol import resolve_protocol
+from grasp.predict.scoring_rule import REPLAY, ScoringProtocol, geometry, kernel_weights, parse_protocol
 from grasp.predict.task_scores import Prior, Reliability, Texts, fit_prior, mean_reliability
 from grasp.predict.weights import RowSums, Weights, block_rows
 from grasp.targets.units import WEIGHT_COLUMN
@@ -350,25 +344,25 @@ class Predictor:
         Raises:
             ProtocolError: the artifact does not fit the protocol, or has no such target.
         """
-        fitted = resolve_protocol(protocol, artifact).fitted(artifact.array_names, artifact.feature_settings)
+        resolved = resolve_protocol(protocol, artifact).resolved_for(artifact.array_names, artifact.feature_settings)
         if units is None:
             selected = UnitSelection.from_targets(artifact, checked_targets(artifact, targets))
         else:
-            fitted, selected = fitted.of_units, units
+            resolved, selected = resolved.for_units, units
         law = repetition_law or RepetitionLaw()
         available = [name for name in sketches if f"{name}_sketch" in artifact.array_names]
-        if fitted.needs_geometry:
+        if resolved.needs_geometry:
             interacting: Predictor = geometry().bind(
-                artifact, fitted, selected, sketches=available, per_unit=per_unit, components=components
+                artifact, resolved, selected, sketches=available, per_unit=per_unit, components=components
             )
             return replace(interacting, repetition_law=law)
         loaded_sketches = {name: load_sketch(artifact, name) for name in sorted(available)}
         if per_unit or components or units is not None:
-            additive = assemble_predictor(artifact, fitted, selected, per_unit=per_unit, components=components)
+            additive = assemble_predictor(artifact, resolved, selected, per_unit=per_unit, components=components)
             return replace(additive, sketches=loaded_sketches, repetition_law=law)
-        key = "relevance", fitted.model_dump_json(), selected.targets
+        key = "relevance", resolved.model_dump_json(), selected.targets
         n_bytes = 4 * artifact.n_rows * len(selected.targets)
-        shared = cached(artifact, key, n_bytes, lambda: assemble_predictor(artifact, fitted, selected))
+        shared = cached(artifact, key, n_bytes, lambda: assemble_predictor(artifact, resolved, selected))
         # `RowSums` caches sums of one caller's subsets, so every predictor has its own over the shared array
         task = replace(shared.task, effects=RowSums.over(shared.effect_NT))
         return replace(shared, task=task, sketches=loaded_sketches, repetition_law=law)
@@ -500,6 +494,11 @@ class Predictor:
         """Names of the parts that `parts` returns."""
         return tuple(f"part_{name}" for name in (*self.task_kernels, REPETITION_PART))
 
+    @property
+    def sums_rows(self) -> bool:
+        """Return whether the predicted change adds up rows, instead of averaging them."""
+        return False
+
     def ranking_effects(self, effect_N: F64, weights_T: F64, tokens_N: I64) -> F64:
         """Return the values by which rows are ranked under a token budget: their effects, as rows are averaged."""
         del weights_T, tokens_N
@@ -545,7 +544,7 @@ def assemble_predictor(
 
     Args:
         artifact: artifact to read.
-        protocol: protocol that was fitted to the artifact.
+        protocol: protocol, resolved for the artifact.
         units: units of the targets.
         per_unit: also compute effects per unit, by the kernels of units.
         components: keep the kernels separate.
@@ -556,7 +555,7 @@ def assemble_predictor(
     scales_of = family_scales or _scales_over_rows
     estimates = protocol.task == "estimate" and family_scales is None  # subsets of a calibration family have no text
     divides_units = units_first or estimates
-    negative = {name: protocol.negative_of(name) for name in kernel_weights(protocol)}
+    negative = {name: protocol.negative_factor(name) for name in kernel_weights(protocol)}
     relevance = {
         name: functools.partial(relevance_blocks, artifact, name, units.columns_E, factor)
         for name, factor in negative.items()
@@ -564,7 +563,7 @@ def assemble_predictor(
     # steps 1 and 2
     unit_kernels: dict[str, KernelRelevance] = {}
     if per_unit or units_first:
-        names = negative if divides_units else kernel_weights(protocol.of_units)
+        names = negative if divides_units else kernel_weights(protocol.for_units)
         unit_kernels = {name: KernelRelevance.for_units(artifact, name, units, negative[name]) for name in names}
     if estimates and not unit_kernels:  # only moments are needed, so the matrix is not loaded
         unit_scales: Mapping[str, MeanStd] = {
@@ -634,7 +633,7 @@ def _unit_effects(
     scales: Mapping[str, MeanStd],
 ) -> RowEffects:
     """Return the effects of rows on every unit, from kernels with one column per unit."""
-    unit_level = RowEffects.from_kernels(_slopes(protocol.of_units, scales), kernels, scales, None)
+    unit_level = RowEffects.from_kernels(_slopes(protocol.for_units, scales), kernels, scales, None)
     # b is in effect sizes of the task; the effects of its units average to a column with this standard deviation
     task_means = StreamingMoments.from_blocks(
         (start, units.mean_per_task(block, units.weight_E)) for start, block in unit_level.effects.blocks()

@@ -26,7 +26,7 @@ from grasp.errors import SubsetError
 from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor, SubsetSums, relevance_blocks
 from grasp.predict.weights import Weights, sums_over
 from grasp.seeds import bootstrap_weights
-from grasp.text import different
+from grasp.text import unique_names
 
 RESAMPLES = 1_000
 BLOCK_SLICES = 4_096  # slices whose bootstrap means are computed at once
@@ -109,7 +109,7 @@ def label_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: in
     names = [value_names[code] for code in single]
     expressions = [equals(column.operand, value) for value in values]
     if grouped:
-        names += different([*value_names, f"{len(grouped):,} other values"])[-1:]
+        names += unique_names([*value_names, f"{len(grouped):,} other values"])[-1:]
         others = none_of(column.operand, values)
         unlabelled = None in (column.values[code] for code in grouped)
         expressions.append(f"{equals(column.operand, None)} OR {others}" if unlabelled else others)
@@ -213,7 +213,7 @@ def _redundancy(predictor: Predictor, slices: LabelSlices, sums: SubsetSums) -> 
     norm_G = np.linalg.norm(slice_GD, axis=1) * np.linalg.norm(rest_GD, axis=1)
     floor = 1e-12 * np.linalg.norm(slice_GD, axis=1) ** 2
     product_G = np.einsum("gd,gd->g", slice_GD, rest_GD)
-    return ratio(product_G, norm_G, least=floor, undefined=np.nan)
+    return ratio(product_G, norm_G, minimum=floor, undefined=np.nan)
 
 
 def _whole_corpus(n_rows: int) -> Weights:
@@ -264,7 +264,7 @@ def _dropped_by_unit(artifact: ArtifactReader, predictor: Predictor, effects: Sl
     if slices.membership_GN is not None:
         blocks_of_subsets.append(_whole_corpus(predictor.n_rows))
     for kernel, factor_E in predictor.unit_relevance_to_effect.items():
-        blocks = relevance_blocks(artifact, kernel, columns_E, protocol.negative_of(kernel))
+        blocks = relevance_blocks(artifact, kernel, columns_E, protocol.negative_factor(kernel))
         sum_GE, *corpus = sums_over(blocks, blocks_of_subsets, len(columns_E))
         slice_GE += sum_GE * factor_E
         total_E += corpus[0][0] * factor_E if corpus else 0.0
@@ -296,7 +296,7 @@ def cosines(slices: SubsetSums) -> F64 | None:
     size_G = np.sqrt(np.maximum(np.diag(centred_GG), 0.0))
     product_GG = np.outer(size_G, size_G)
     floor = 1e-12 * float(np.trace(gram_GG))
-    cosine_GG = ratio(centred_GG, product_GG, least=floor, undefined=np.nan)
+    cosine_GG = ratio(centred_GG, product_GG, minimum=floor, undefined=np.nan)
     return np.asarray(np.clip(cosine_GG, -1.0, 1.0))
 
 

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.files import InputPaths, atomic_path, check_outputs
-from grasp.predict.scoring_rule import ScoringProtocol, resolve_protocol
+from grasp.predict.default_protocol import resolve_protocol
+from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.progress import Progress
 from grasp.report.findings import collect_findings
 from grasp.report.page import render
 from grasp.runs.imported_runs import bind_runs
 from grasp.runs.table import RunTable
 from grasp.runs.training_runs import TrainingRuns
-from grasp.text import listed
+from grasp.text import parse_names
 
 DEFAULT_EXPLAINED = 8  # most helpful rows per target whose words are shaded by their contribution, given the model
 FRAME_HEIGHT = 900  # pixels, in a notebook
@@ -85,8 +86,8 @@ def report(
         RunsError: the runs do not belong to the artifact.
         SubsetError: unknown label, or a label with a single value.
     """
-    targets = None if target is None else listed(target, artifact.targets)
-    by = listed(by or (), artifact.manifest.details.get("labels", ()))
+    targets = None if target is None else parse_names(target, artifact.targets)
+    by = parse_names(by or (), artifact.manifest.details.get("labels", ()))
     for name, values in (("target", targets or ()), ("by", by)):
         if repeated := sorted({value for value in values if list(values).count(value) > 1}):
             raise SettingsError(f"{name}: got {', '.join(repeated)} more than once; name each once")

@@ -61,7 +61,7 @@ from grasp.report.trends import LabelTrend, label_trends
 from grasp.runs.calibration import LearningCurve, OutcomePredictor, fit_outcomes, learning_curve
 from grasp.runs.training_runs import TrainingRuns
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
-from grasp.text import MAX_CELL_CHARS, different
+from grasp.text import MAX_CELL_CHARS, unique_names
 from grasp.yaml_files import read_yaml, yaml_text
 
 TOP_SHARE = 0.3  # share of the rows whose predicted gain is reported if no selection is given
@@ -383,5 +383,5 @@ def _label_findings(
     weights_model: SliceFormula | Predictor = predictor
     if predictor.protocol.interaction is Interaction.NONE:  # interactions between rows are not a sum over slices
         weights_model = SliceFormula(effects.sums.n_retained_B, effects.sums.effect_BT)
-    names = different(slices.names, MAX_CELL_CHARS)
+    names = unique_names(slices.names, MAX_CELL_CHARS)
     return LabelFindings(slices, names, dropped, by_relevance, effects.effect_GT, cosines(effects.sums), weights_model)

@@ -22,7 +22,7 @@ from grasp.report.findings import Findings, Missing
 from grasp.report.payload import payload
 from grasp.report.views import View
 from grasp.runs.calibration import COVERAGE
-from grasp.text import MAX_CELL_CHARS, different, ending, json_text, name, plain, skipped_text
+from grasp.text import MAX_CELL_CHARS, ending, json_text, name, plain, skipped_text, unique_names
 
 jinja2 = require("jinja2", extra="report", feature="a report")
 markupsafe = require("markupsafe", extra="report", feature="a report")
@@ -53,7 +53,7 @@ def render(findings: Findings, live: str = "") -> str:
     data = json_text(payload(findings), None)  # &, < and > are escaped, so text cannot close the script element
     for sign in "&<>":
         data = data.replace(sign, f"\\u{ord(sign):04x}")
-    targets = different(findings.targets, MAX_CELL_CHARS)
+    targets = unique_names(findings.targets, MAX_CELL_CHARS)
     trends = [None] * len(findings.labels) if isinstance(findings.trends, Missing) else findings.trends
     fidelity = views.fidelity(findings)
     suspects = None if isinstance(findings.suspects, Missing) else views.suspects(findings.suspects)

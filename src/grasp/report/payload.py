@@ -15,7 +15,7 @@ import numpy as np
 from grasp.predict.predictor import NEW_ROW_VALUE, REPEAT_WORTH
 from grasp.predict.slices import SliceFormula
 from grasp.report.findings import Findings, LabelFindings, Missing
-from grasp.text import MAX_CELL_CHARS, different, ending, name, plain
+from grasp.text import MAX_CELL_CHARS, ending, name, plain, unique_names
 
 DIGITS = 4  # significant digits of displayed numbers; formulas keep full precision
 MAX_TEXT_CHARS = 600
@@ -71,7 +71,7 @@ def payload(findings: Findings) -> dict[str, Any]:
             for cell in range(len(pairs.slices) - bool(pairs.n_grouped))
         ]
     return {
-        "targets": different(findings.targets, MAX_CELL_CHARS),
+        "targets": unique_names(findings.targets, MAX_CELL_CHARS),
         "effectUnit": findings.effect_unit,
         "runsUnit": "" if isinstance(outcomes, Missing) else outcomes.unit,
         "intervals": "" if isinstance(outcomes, Missing) else plain(outcomes.title, 400).partition(": ")[2],

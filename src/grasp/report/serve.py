@@ -26,7 +26,7 @@ from grasp.build.modality import Pictured
 from grasp.errors import GraspError, SettingsError
 from grasp.extras import require
 from grasp.inspect.explain import Explainer
-from grasp.predict.scoring_rule import resolve_protocol
+from grasp.predict.default_protocol import resolve_protocol
 from grasp.report.findings import collect_findings
 from grasp.report.page import render
 from grasp.results import Result

@@ -20,7 +20,7 @@ from grasp.runs.calibration import N_DRAWS, OUTSIDE
 from grasp.runs.evaluation import Evaluation, MethodResult
 from grasp.runs.metrics import Estimate, TargetMetrics
 from grasp.select.summaries import MixtureSummary, SelectionSummary, TargetChange
-from grasp.text import MAX_CELL_CHARS, different, name, plain
+from grasp.text import MAX_CELL_CHARS, name, plain, unique_names
 
 View = dict[str, Any]
 
@@ -230,7 +230,7 @@ def slices(label: LabelFindings, trend: LabelTrend | None, targets: Sequence[str
     )
     trends = []
     if trend is not None:
-        checkpoints = different(trend.checkpoints, MAX_CELL_CHARS)
+        checkpoints = unique_names(trend.checkpoints, MAX_CELL_CHARS)
         for t, target in enumerate(targets):
             shares = [
                 [names[g], *(f"{share:+.1%}" for share in trend.share_CGT[:, g, t])]
@@ -370,7 +370,7 @@ def selection(summary: SelectionSummary) -> View:
     step = max(1, len(points) // CURVE_SHOWN)
     # rows per label value, largest first; rare values are summed
     n_rows, n_selected = sum(label.pool for label in summary.labels), sum(label.selected for label in summary.labels)
-    values = different([label.value for label in summary.labels], MAX_CELL_CHARS)
+    values = unique_names([label.value for label in summary.labels], MAX_CELL_CHARS)
     counts = [(value, label.pool, label.selected) for value, label in zip(values, summary.labels, strict=True)]
     counts.sort(key=lambda count: -count[2])
     counts, tail = counts[:SHARES_SHOWN], counts[SHARES_SHOWN:]
@@ -395,7 +395,7 @@ def selection(summary: SelectionSummary) -> View:
 
 def mixture(summary: MixtureSummary) -> View:
     """Return the mixture: current and proposed share of every slice, and the predicted changes."""
-    values = zip(different([share.value for share in summary.slices], MAX_CELL_CHARS), summary.slices, strict=True)
+    values = zip(unique_names([share.value for share in summary.slices], MAX_CELL_CHARS), summary.slices, strict=True)
     return {
         "title": "The mixture",
         "head": plain(f"{summary.headline}; value {signed(summary.value)}, protocol {summary.protocol.name}.", 400),

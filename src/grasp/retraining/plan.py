@@ -34,8 +34,8 @@ from grasp.store.locks import locked
 from grasp.targets import Unit, UnitSet, load_units
 from grasp.targets.units import LOSS, UnitTokens
 from grasp.text import json_text
+from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from grasp.training.recipe import RECIPES, TrainingRecipe, named_recipe
-from grasp.training.recipe_files import FineTuningRecipe
 from grasp.yaml_files import override_settings, validated, write_yaml
 
 PURPOSE = "evaluation"  # name of the random stream; calibration families have another one

@@ -132,9 +132,9 @@ class SubsetFeaturizer:
         slices = [label_slices(label_column(artifact, name), row_tokens(artifact)) for name in labels]
         indicators = tuple(_indicators(of_label.codes_N, len(of_label.slices)) for of_label in slices)
         names = [name.removeprefix("relevance_") for name in artifact.array_names if name.startswith("relevance_")]
-        negative_of = predictor.protocol.negative_of
+        negative_factor = predictor.protocol.negative_factor
         kernels = tuple(
-            KernelRelevance.for_tasks(artifact, name, predictor.units, negative_of(name), 1.0).relevance
+            KernelRelevance.for_tasks(artifact, name, predictor.units, negative_factor(name), 1.0).relevance
             for name in names
         )
         codes_N = slices[0].codes_N if slices else np.zeros(predictor.n_rows, dtype=np.int32)

@@ -38,7 +38,7 @@ STATE_COLUMNS = ("state", "status")
 FINISHED_STATES = ("finished", "completed", "success")
 ROW_COLUMNS = ("row_id", "doc_id")
 MIXTURE_COLUMNS = ("proposed", "best_run", "mean_of_runs", "now")  # columns with shares in the output of `mix`
-MIX_COLUMNS = ("gain", "settles")  # further columns of the output of `mix`, which are ignored
+IGNORED_COLUMNS = ("gain",)  # column of the output of `runs propose` that is no share
 MAX_LISTED = 5
 MAX_INTEGER = (1 << 63) - 1
 
@@ -161,7 +161,7 @@ def read_mixtures(source: Path | str | pa.Table, values: Sequence[str]) -> tuple
     if not len(table):
         raise RunsError(f"{location}: has no mixtures; expected one per line")
     name_columns = [name for name in table.column_names if name not in values and name in (*NAME_COLUMNS, "mixture")]
-    known_columns = (*values, *name_columns, *MIX_COLUMNS)
+    known_columns = (*values, *name_columns, *IGNORED_COLUMNS)
     if unknown := [name for name in table.column_names if name not in known_columns]:
         hint = did_you_mean(unknown[0], values) or f"; they are {', '.join(values[:MAX_LISTED])} ..."
         raise RunsError(f"{location}: {unknown[0]!r} is not a value that the runs were trained on{hint}")

@@ -175,7 +175,7 @@ class MarginalLikelihood:
         # Weight of the likelihood, between 1 if the utilities of tasks are uncorrelated over the runs and 1 / T if they
         # all agree. One model is evaluated on all tasks, so its noise is correlated between them; if it were counted T
         # times, it would be fitted as a pattern.
-        unit_nT = data.utility_nT * ratio(1.0, np.sqrt((data.utility_nT**2).sum(axis=0)), least=TINY)
+        unit_nT = data.utility_nT * ratio(1.0, np.sqrt((data.utility_nT**2).sum(axis=0)), minimum=TINY)
         self._likelihood_weight = float(unit_nT.shape[1] / np.maximum(((unit_nT.T @ unit_nT) ** 2).sum(), 1.0))
 
     def maximise(self) -> dict[str, float]:

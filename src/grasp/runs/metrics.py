@@ -37,7 +37,7 @@ from scipy.stats import rankdata
 
 from grasp.arrays import F64, Bool, Floats, ratio
 from grasp.errors import ShapeError
-from grasp.text import different, number
+from grasp.text import number, unique_names
 
 # Lowest value of each metric; the highest is 1.
 METRICS = {"task_rho": -1.0, "mean_lds": -1.0, "positive": 0.0, "pairwise": 0.0, "task_rho_standardised": -1.0}
@@ -412,6 +412,6 @@ def average(by_target: Sequence[TargetMetrics]) -> TargetMetrics:
             reason=f"undefined on {', '.join(undefined_on)}",
         )
     # a target may have the same name
-    label = different([*(metrics.target for metrics in by_target), AVERAGE])[-1]
+    label = unique_names([*(metrics.target for metrics in by_target), AVERAGE])[-1]
     n_units = sum(metrics.n_units for metrics in by_target)
     return TargetMetrics(label, by_target[0].n_subsets, n_units, estimates, {}, {}, resamples)

@@ -90,17 +90,17 @@ class Standardization:
     @classmethod
     def of_values(cls, values: F64) -> Self:
         """Standardize each value on its own."""
-        return cls(values.mean(axis=0), ratio(1.0, values.std(axis=0), least=TINY))
+        return cls(values.mean(axis=0), ratio(1.0, values.std(axis=0), minimum=TINY))
 
     @classmethod
     def of_vectors(cls, values_nP: F64) -> Self:
         """Divide vectors by the root mean square of their distance from the mean, which keeps their geometry."""
-        return cls(values_nP.mean(axis=0), ratio(1.0, np.sqrt(values_nP.var(axis=0).sum()), least=TINY))
+        return cls(values_nP.mean(axis=0), ratio(1.0, np.sqrt(values_nP.var(axis=0).sum()), minimum=TINY))
 
     @property
     def std(self) -> F64:
         """Return the standard deviation, 0 if the feature is constant over the runs."""
-        return ratio(1.0, self.inverse_std, least=TINY)
+        return ratio(1.0, self.inverse_std, minimum=TINY)
 
     def apply(self, values: F64) -> F64:
         """Return the standardized values."""

@@ -31,7 +31,7 @@ from grasp.corpus.values import plain_values
 from grasp.errors import SettingsError
 from grasp.store.checksummed_parquet import read_checksummed
 from grasp.store.contents import readable_table
-from grasp.text import several
+from grasp.text import as_names
 
 Unit = Literal["rows", "tokens", "documents"]
 BUDGET_EXAMPLES = "20%, 5000, 5000rows, 2Mtokens, 20%tokens or 300documents"
@@ -135,7 +135,7 @@ def parse_bounds(texts: str | Sequence[str], flag: str) -> Bounds:
     """
     bounds: dict[str | None, Amount] = {}
     names: list[str] = []
-    for text in several(texts):
+    for text in as_names(texts):
         value, colon, amount = text.rpartition(":")
         bounds[value if colon else None] = parse_amount(amount, f"{flag} {text}", "5%, 500, Games:5% or Games:500")
         names.append(value.strip() if colon else "every value")

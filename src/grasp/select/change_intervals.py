@@ -121,7 +121,7 @@ def changes_by_unit(artifact: ArtifactReader, predictor: Predictor, weights: Wei
     effective, corpus = predictor.effective_weights(weights), Weights(csr_array((1, predictor.n_rows)), base=1.0)
     sum_BE, all_1E = np.zeros((weights.shape[0], len(columns_E))), np.zeros((1, len(columns_E)))
     for kernel, factor_E in predictor.unit_relevance_to_effect.items():
-        blocks = relevance_blocks(artifact, kernel, columns_E, protocol.negative_of(kernel))
+        blocks = relevance_blocks(artifact, kernel, columns_E, protocol.negative_factor(kernel))
         part_BE, part_1E = sums_over(blocks, [effective, corpus], len(columns_E))
         sum_BE, all_1E = sum_BE + part_BE * factor_E, all_1E + part_1E * factor_E
     mean_E = all_1E[0] / predictor.n_rows

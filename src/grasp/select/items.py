@@ -60,9 +60,14 @@ class Items:
         )
 
     @property
+    def are_documents(self) -> bool:
+        """Return whether the items are whole documents; otherwise they are rows."""
+        return self.document_N is not None
+
+    @property
     def kind(self) -> str:
         """Return what the items are: rows or documents."""
-        return "rows" if self.document_N is None else "documents"
+        return "documents" if self.are_documents else "rows"
 
     def mean(self, value_N: F64) -> F64:
         """Return the mean of a value over the rows of each item, (M,)."""

@@ -40,7 +40,7 @@ from grasp.select.objective import (
     weighted_targets,
 )
 from grasp.select.quadratic_program import MixtureProblem, Segments, frank_wolfe, solve
-from grasp.text import plain, several
+from grasp.text import as_names, plain
 
 if TYPE_CHECKING:
     from grasp.runs.table import RunTable
@@ -132,7 +132,7 @@ def mix(
 
     Args:
         artifact: artifact of the corpus.
-        by: label whose values are optimized.
+        by: label whose values are weighted.
         target: target, or several with weights, e.g. sciq=2,openbookqa=1. Default: the only target.
         floor: minimum share of the mixture, e.g. Games:5%, or 1% for every value; 0% allows a value to be dropped.
         cap: maximum share of the mixture, e.g. Games:20%, or 10% for every value.
@@ -184,8 +184,8 @@ def mix(
         "targets": dict(targets),
         "max_repeat": max_repeat,
         "train_tokens": tokens,
-        "floor": list(several(floor)),
-        "cap": list(several(cap)),
+        "floor": list(as_names(floor)),
+        "cap": list(as_names(cap)),
         "distance": distance,
     } | ({"cautious": True} if cautious else {})
     return Mixture(

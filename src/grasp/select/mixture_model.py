@@ -25,7 +25,7 @@ from grasp.runs.import_runs import read_mixtures
 from grasp.runs.subset_features import SubsetFeatures
 from grasp.runs.table import MAX_LISTED, RunTable, open_runs
 from grasp.select.quadratic_program import MixtureProblem, frank_wolfe
-from grasp.text import listed
+from grasp.text import parse_names
 
 Runs = RunTable | Path | str
 
@@ -79,7 +79,9 @@ class MixtureModel:
             )
         selected = metric or table.metrics
         weight_of = (
-            dict(selected) if isinstance(selected, Mapping) else dict.fromkeys(listed(selected, table.metrics), 1.0)
+            dict(selected)
+            if isinstance(selected, Mapping)
+            else dict.fromkeys(parse_names(selected, table.metrics), 1.0)
         )
         unknown = [name for name in weight_of if name not in table.metrics]
         if unknown or not sum(weight_of.values()) > 0 or min(weight_of.values()) < 0:

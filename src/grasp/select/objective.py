@@ -19,8 +19,9 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_tokens
 from grasp.errors import SettingsError
 from grasp.files import UNSIGNED, atomic_path, with_checksum, write_atomically
+from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor, RepetitionLaw, SubsetSums
-from grasp.predict.scoring_rule import ScoringProtocol, parse_protocol, resolve_protocol, save_protocol
+from grasp.predict.scoring_rule import ScoringProtocol, parse_protocol, save_protocol
 from grasp.predict.subset_tables import CORPUS_KEY
 from grasp.predict.weights import Weights
 from grasp.results import Result

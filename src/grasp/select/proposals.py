@@ -55,7 +55,7 @@ BISECTION_STEPS = 80  # of `project_to_bounds`
 class Proposal(Result):
     """Mixtures to train; printed with one row per value."""
 
-    def _shown(self) -> tuple[list[str], list[list[str]]]:
+    def _printed_cells(self) -> tuple[list[str], list[list[str]]]:
         mixtures, gains, *shares = (column.to_pylist() for column in self.table.columns)
         lines = [
             [name, *(f"{share:.1%}" for share in column)]
@@ -83,8 +83,8 @@ def propose_runs(
 ) -> Result:
     """Propose the mixtures to train next so that few runs suffice for a decision.
 
-    Proposals lie near the range of the runs, so that `predict_runs` predicts their results. If the bounds exclude this
-    range, proposals have no prediction, and a note says so.
+    Proposals lie near the range of the runs, so that their results can be predicted (grasp runs predict). If the bounds
+    exclude this range, proposals have no prediction, and a note says so.
 
     Args:
         runs: imported runs, see `grasp runs import`; with an artifact also retrained runs.

@@ -1,10 +1,14 @@
 """Select items by rank: order them by a score, and take the best within the budget, floors and caps.
 
-An item is a row or a whole document. The score is the effect of the item; the effect per token for a budget in tokens;
-or, with runs, the gradient of the predicted change at a selection that is improved step by step. Start with
-`select_by_rank`; `best_budget` computes the size that is best for a training run, `value_curve` the value of others.
+An item is a row or a whole document. Its score is its effect. With a budget in tokens and a predictor that adds up rows
+instead of averaging them, it is the effect per token. With runs it is the gradient of the predicted change at a
+selection that is improved step by step.
 
-Shape letters: N rows, M items (rows or documents), P items in ranked order, B subsets, n swaps.
+Start with `select_by_rank`; `best_budget` computes the size that is best for a training run, `value_curve` the value of
+others.
+
+Shape letters: N rows, M items (rows or documents), P items in ranked order, all or some, B subsets,
+n swaps.
 """
 
 import itertools
@@ -40,7 +44,8 @@ class RankedItems:
     """Items selected by rank.
 
     Attributes:
-        selected_P: selected items, best first.
+        selected_P: selected items, best first. With floors, caps or costs that differ, lower items may replace better
+            ones that do not fit.
         order_P: the same, followed by the items that a larger budget would add; nothing follows if there are floors or
             caps, since a larger budget would change the items before.
         guarantee: statement on optimality, for the output.
@@ -62,43 +67,54 @@ def select_by_rank(
     if by_runs:
         score_M, guarantee = _scores_by_runs(objective, items, constraints)
     else:
-        score_M, guarantee = _scores_by_effect(objective, items, constraints), ""
+        score_M = _scores_by_effect(objective, items, constraints)
+        guarantee = ""  # depends on the selection; see below
     all_P = ranked(score_M, among_N=items.allowed_M)
     selected_P = order_P = take_within_budget(all_P, constraints)
     if not constraints.has_label_constraints:
         order_P = np.concatenate([selected_P, all_P[~mask_of(selected_P, len(score_M))[all_P]]])
-    return RankedItems(selected_P, order_P, guarantee or _guarantee(items, constraints, score_M, selected_P))
+    return RankedItems(selected_P, order_P, guarantee or _guarantee(objective, items, constraints, selected_P))
 
 
 def _scores_by_effect(objective: SelectionObjective, items: Items, constraints: Constraints) -> F64:
-    """Return the effect of each item, (M,); for a budget in tokens that of a row per token, if sums are predicted."""
-    if constraints.unit == "tokens" and items.document_N is None:
+    """Return the score of each item without runs, (M,)."""
+    if _by_effect_per_token(objective, items, constraints):
         return objective.predictor.ranking_effects(items.effect_M, objective.weights_T, constraints.cost_M)
     return items.effect_M
 
 
-def _guarantee(items: Items, constraints: Constraints, score_M: F64, selected_P: I64) -> str:
+def _by_effect_per_token(objective: SelectionObjective, items: Items, constraints: Constraints) -> bool:
+    """Return whether items are ranked by effect per token; documents never are."""
+    return constraints.unit == "tokens" and not items.are_documents and objective.predictor.sums_rows
+
+
+def _guarantee(objective: SelectionObjective, items: Items, constraints: Constraints, selected_P: I64) -> str:
     """Return what is known of the optimality of a selection by effects."""
-    if items.document_N is not None:
+    if items.are_documents:
         until = ", until no further one fits" if constraints.costs_differ else ""
         return f"whole documents, by the mean effect of their rows{until}"
     if constraints.unit == "tokens":
-        return token_guarantee(score_M, selected_P, constraints, by_effect=score_M is items.effect_M)
+        score_M = _scores_by_effect(objective, items, constraints)
+        per_token = _by_effect_per_token(objective, items, constraints)
+        return token_guarantee(score_M, selected_P, constraints, per_token=per_token)
     return OPTIMAL_NOTE
 
 
-def token_guarantee(score_M: F64, selected_P: I64, constraints: Constraints, *, by_effect: bool) -> str:
-    """Return the mean effect per token of a selection, and its upper bound for as many tokens.
+def token_guarantee(score_M: F64, selected_P: I64, constraints: Constraints, *, per_token: bool) -> str:
+    """Describe a selection with a budget in tokens: the mean score of its tokens, and the highest possible mean.
 
-    The bound is the fractional knapsack: rows sorted by effect per token, the last one cut to fit, have the highest
-    mean effect per token.
+    A token has the score of its row. The highest mean for as many tokens is that of the fractional knapsack: rows
+    sorted by score, the last one cut to fit.
 
     Args:
-        score_M: effect per token of each row.
-        by_effect: rows are ranked by their effect, because the predicted change weighs all rows alike.
+        score_M: score of each row.
+        per_token: the score is the effect per token, because the predicted change adds up rows; else it is the effect.
     """
-    text = "greedy by effect per token until no row fits the remaining tokens"
-    text += "; the predicted change weighs all rows alike, whatever their length" if by_effect else ""
+    if per_token:
+        text, score = "rows by effect per token until none fits the remaining tokens", "effect per token"
+    else:
+        text, score = "rows by effect until none fits the remaining tokens", "effect, weighted by tokens,"
+        text += "; the predicted change weighs all rows alike, whatever their length"
     if constraints.has_label_constraints:
         return f"{text}; within floors and caps"
     used = int(constraints.cost_M[selected_P].sum())
@@ -107,7 +123,7 @@ def token_guarantee(score_M: F64, selected_P: I64, constraints: Constraints, *, 
     used_P = np.clip(used - (np.cumsum(cost_P) - cost_P), 0, cost_P)  # tokens of each row that fit; the last is cut
     mean = float(constraints.cost_M[selected_P] @ score_M[selected_P]) / used
     bound = float(used_P @ score_M[order_P]) / used
-    return f"{text}: {signed(mean)} per token; at most {signed(bound)} for any selection of as many tokens"
+    return f"{text}; mean {score} {signed(mean)}, at most {signed(bound)} for any selection of as many tokens"
 
 
 # ------------------------------------------------------------------------------------------------------ by runs
@@ -117,8 +133,9 @@ def _scores_by_runs(objective: SelectionObjective, items: Items, constraints: Co
     """Score items by the change that a model fitted to runs predicts, and describe the gain over relevance.
 
     The predicted change is not additive over rows, so this is a local search that starts from the best items by
-    relevance (Frank and Wolfe). Each step linearises the objective at the current selection, takes the best items of
-    the linearisation as a corner, and searches along the line to it, i.e. for the number of swaps to make.
+    relevance, by the algorithm of Frank and Wolfe. Each step linearises the objective at the current selection. The
+    best selection for this linear objective is called a corner. The step then makes some of the swaps that lead from
+    the current selection to the corner: as many as increase the objective most, of a few numbers that are tried.
 
     Returns:
         Score of each item, (M,), to rank them by, and a statement for the output.
@@ -155,9 +172,11 @@ def _best_masks(score_BM: F64, constraints: Constraints) -> Bool:
 def _scores_towards_corner(gradient_M: F64, selected_M: Bool, corner_M: Bool) -> F64:
     """Return scores whose best items lie between a selection and the corner of its gradient, (B, M).
 
-    The k-th best swap replaces the selected item with the k-th lowest gradient by the new item with the k-th highest.
-    If selected items get a bonus of the gain of this swap, only better swaps still pay. The first score has no bonus,
-    and leads to the corner.
+    The k-th swap, from 0, replaces the selected item with the k-th lowest gradient by the new item with the k-th
+    highest; it gains the difference of their gradients, which decreases with k. If all selected items get a bonus of
+    the gain of swap k, the k swaps before it still pay and no others. With gains 5, 3, 1 and k = 1 the bonus is 3, and
+    only the first swap is made. The first score has no bonus and leads to the corner. With caps or costs that differ
+    the number of swaps is approximate.
     """
     removed_n = np.sort(gradient_M[selected_M & ~corner_M])
     added_n = -np.sort(-gradient_M[corner_M & ~selected_M])

@@ -50,7 +50,7 @@ from grasp.select.items import Items
 from grasp.select.objective import SelectionObjective, resolve_diversity, weighted_targets
 from grasp.select.ranking import best_budget, select_by_rank, value_curve
 from grasp.select.selection import Selection
-from grasp.text import several, skipped_text
+from grasp.text import as_names, skipped_text
 
 if TYPE_CHECKING:
     from grasp.runs.table import RunTable
@@ -152,8 +152,8 @@ def select(
         "by": None if labels is None else labels.name,  # as it is spelled in the corpus
         "unit": selected.constraints.unit,
         "items": items.kind,
-        "floor": list(several(floor)),
-        "cap": list(several(cap)),
+        "floor": list(as_names(floor)),
+        "cap": list(as_names(cap)),
         "exclude_where": exclude_where,
         "drop_leaks": drop_leaks,
         "excluded_rows": int((~allowed_N).sum()),
@@ -297,7 +297,7 @@ class _SelectedItems:
         """Return how many rows, documents and tokens are selected, and whether the budget is used up."""
         constraints = self.constraints
         text = f"{share_text(len(self.rows.row_index), self.items.n_rows)}, {n_tokens:,} tokens"
-        if self.items.document_N is not None:
+        if self.items.are_documents:
             text = f"{len(table['doc_id'].unique()):,} documents: {text}"
         if self.used < (1 - UNUSED_SHARE) * constraints.budget:
             text += f"; only {self.used:,} of the requested {constraints.budget:,} {constraints.unit}"

@@ -29,7 +29,7 @@ class Curve:
     Attributes:
         rows: number of rows of each selection.
         tokens: number of tokens.
-        effect: effect of its last row or document.
+        effect: effect of the last row or document that it contains, the worst one.
         value: predicted change, including the effect of repetition.
     """
 
@@ -43,8 +43,11 @@ class Curve:
 class Selection(OptimizationResult):
     """Selected rows, best first.
 
+    The inherited `table` has one row per selected row, with the columns subset_id, row_id, doc_id, order (rank of the
+    row, from 0), effect, n_tokens, and label if the selection has floors or caps. The inherited `params` has the
+    arguments of the selection.
+
     Attributes:
-        table: columns subset_id, row_id, doc_id, order, effect, n_tokens[, label]; one row per selected row.
         curve: value of other sizes of the selection.
         labels: columns value, selected, pool, floor and cap, in the unit of the budget; one row per label value.
         bound: upper bound on the predicted change of a selection of the same size, if one is known.
@@ -93,7 +96,8 @@ class Selection(OptimizationResult):
 
         Args:
             out: new directory; it is written to a temporary path and renamed when complete.
-            documents: write whole documents of which any, half or all tokens are selected; None: only the rows.
+            documents: "any", "half" or "all": write whole documents of which at least one token, half or all tokens
+                are selected. None: only the rows.
             format: parquet, jsonl, json (an array), csv, tsv, datasets, or source: that of the corpus. Text files are
                 compressed like those of the corpus.
             corpus: current path of the corpus; None: the path of the build.
@@ -136,8 +140,8 @@ class Selection(OptimizationResult):
     def __repr__(self) -> str:
         curve, n = self.curve, len(self.curve.rows)
         step = max(1, n // CURVE_SHOWN)
-        selected_size = {k for k, rows in enumerate(curve.rows) if rows == len(self)}
-        shown_points = {*range(step - 1, n, step), n - 1} | selected_size
+        selected_point = {k for k, rows in enumerate(curve.rows) if rows == len(self)}
+        shown_points = {*range(step - 1, n, step), n - 1} | selected_point
         budgets = [
             (
                 f"{curve.rows[k]:,}",
@@ -149,8 +153,8 @@ class Selection(OptimizationResult):
             for k in sorted(shown_points)
         ]
         item = "document" if self.params["items"] == "documents" else "row"
-        title = f"other budgets: effect of the next {item} (0 = the corpus average), and value of the whole selection"
-        headings = ("rows", "share", "tokens", f"next {item}", "value")
+        title = f"other budgets: effect of the last {item} (0 = the corpus average), and value of the whole selection"
+        headings = ("rows", "share", "tokens", f"last {item}", "value")
         parts = [plain(self.headline), self._shown_changes(), text_table(title, headings, budgets, left=0)]
         if self.labels is not None:
             ordered = self.labels.sort_by([("selected", "descending")])
@@ -158,4 +162,5 @@ class Selection(OptimizationResult):
             parts.append(self._shown_table(title, ordered.slice(0, VALUES_SHOWN)))
             if len(rest := ordered.slice(VALUES_SHOWN)):
                 parts.append(f"... and {len(rest):,} more values with {sum(rest['selected'].to_pylist()):,} in total")
-        return "\n".join(part for part in (*parts, *map(plain, (self.guarantee, *self.notes))) if part)
+        parts += [plain(self.guarantee), *map(plain, self.notes)]
+        return "\n".join(part for part in parts if part)

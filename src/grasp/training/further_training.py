@@ -24,7 +24,7 @@ from grasp.errors import ModelError
 from grasp.models.causal_lm import pad_rows
 from grasp.training.adamw import AdamWTraining
 from grasp.training.fine_tuning import FineTuning
-from grasp.training.recipe_files import FineTuningRecipe
+from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from grasp.training.row_derivatives import label_positions
 from grasp.training.row_order import batch_order, relative_weights
 

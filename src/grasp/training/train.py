@@ -8,13 +8,14 @@ rounding of batched kernels.
 On a CPU, one small model already uses a core: K models take K times as long, and separate processes use several cores
 better.
 
-Tolerance: 1e-5 nats for tens of steps, before training amplifies rounding errors. A whole `tiny` run amplifies them as
-    much as another order of summation would for one model: single units then differ by up to 0.1 nats, and means over
-    200 units by 1e-3 to 4e-3, compared with 0.2 between subsets and seeds.
+Losses of `train_stacked` and `train` differ by 1e-5 nats for tens of steps, before training amplifies rounding errors.
+A whole `tiny` run amplifies them as much as another order of summation would for one model: single units then differ by
+up to 0.1 nats, and means over 200 units by 1e-3 to 4e-3, compared with 0.2 between subsets and seeds.
 
 Start with `train`; `row_order` defines the order of rows and the batches.
 
-Shape letters: K models, S steps, B rows of a batch, L tokens, T = B L, P positions with loss, N rows.
+Shape letters: K models, S steps, B rows of a batch, L tokens, T = B L, P positions with loss, N rows, H hidden
+width. A label is a token with a loss, as in torch.
 """
 
 import hashlib
@@ -55,11 +56,13 @@ OPTIMIZER = "optimizer.safetensors"
 class Trainer(AdamWTraining):
     """Weights, optimizer and step counter of K models that are trained together.
 
-    Every model has its own loss, gradient norm and updates: nothing passes from one to another.
+    Every model has its own loss, gradient norm and updates: nothing passes from one to another. `advance` takes a step
+    of all of them. A trainer of one model is also an `AdamWTraining`, whose steps can be replayed: it inherits
+    `update`, which clips with `clip`, takes the optimizer's step and counts it.
     """
 
     recipe: TrainingRecipe
-    clip_epsilon = 0.0
+    clip_epsilon = 0.0  # `clip` divides by the norm itself
 
     def __init__(self, recipe: TrainingRecipe, seeds: Sequence[int], device: str | torch.device) -> None:
         self.model = StackedLlama(recipe.shape, len(seeds), torch.device(device))
@@ -101,6 +104,7 @@ class Trainer(AdamWTraining):
                 # position t predicts token t + 1; the label of the last position is arbitrary, as its weight is 0
                 labels = ids.roll(-1, dims=2).flatten(1)
                 loss_KT = torch.zeros_like(labels, dtype=torch.float32)
+                # writes the terms of the sum to loss_KT
                 micro_loss_K = head_loss(hidden, model.head, labels, weight.flatten(1), loss_KT)
             micro_loss_K.sum().backward()  # type: ignore[no-untyped-call]
             loss_K += micro_loss_K.detach()
@@ -115,39 +119,6 @@ class Trainer(AdamWTraining):
         scale_K = (self.recipe.clip_norm / torch.linalg.vector_norm(norms, dim=0)).clamp_(max=1.0)
         for gradient in gradients:
             gradient.mul_(scale_K.view(-1, *(1,) * (gradient.ndim - 1)))
-
-    # ------------------------------------------------------------------------------- one model, for trajectories
-
-    @property
-    def context(self) -> int:
-        return self.recipe.shape.context
-
-    @property
-    def vocab_size(self) -> int:
-        return self.recipe.shape.vocab_size
-
-    def causal_lm(self) -> LlamaForCausalLM:
-        return self.model.to_hf(0)
-
-    def by_name(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        weights = [parameter.detach().clone() for parameter in self.parameters]
-        self.set_weights(tensors)
-        named = {name: tensor.clone() for name, tensor in self.model.tensors(0)}
-        self.set_weights(weights)
-        return named
-
-    def label_logits(self, ids_BL: I64, weight_BL: F64) -> LabelLogits:
-        ids = torch.from_numpy(ids_BL).to(self.device)
-        row_P, position_P = (index.to(self.device) for index in torch.from_numpy(weight_BL).nonzero(as_tuple=True))
-        hidden_PH = self.model.hidden(ids[None])[0, row_P, position_P]
-        weight_P = torch.from_numpy(weight_BL).to(self.device)[row_P, position_P]
-        return LabelLogits(hidden_PH @ self.model.head[0].T, ids[row_P, position_P + 1], weight_P, row_P, len(ids_BL))
-
-    def backward(self, ids_BL: I64, weight_BL: F64) -> F64:
-        """Add the gradient of the loss of one model to the buffers; return the contribution of each row, (B,), nats."""
-        _, loss_KBL = self._backward(ids_BL[None], weight_BL[None].astype(np.float32))
-        losses: F64 = loss_KBL[0].double().sum(dim=1).cpu().numpy()
-        return losses
 
     def check_losses(self) -> None:
         """Raise an error if a loss was not finite, with the model and the step."""
@@ -176,6 +147,40 @@ class Trainer(AdamWTraining):
             }
         self.step = step
         self._losses_SK[:step] = torch.from_numpy(losses_SK).to(self.device)
+
+    # ------------------------------------------------------------------------------- one model, to be replayed
+
+    @property
+    def context(self) -> int:
+        return self.recipe.shape.context
+
+    @property
+    def vocab_size(self) -> int:
+        return self.recipe.shape.vocab_size
+
+    def causal_lm(self) -> LlamaForCausalLM:
+        return self.model.to_hf(0)
+
+    def by_name(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        # the buffers hold all matrices and all vectors; the model splits them, so they take the tensors for a moment
+        weights = [parameter.detach().clone() for parameter in self.parameters]
+        self.set_weights(tensors)
+        named = {name: tensor.clone() for name, tensor in self.model.tensors(0)}
+        self.set_weights(weights)
+        return named
+
+    def label_logits(self, ids_BL: I64, weight_BL: F64) -> LabelLogits:
+        ids = torch.from_numpy(ids_BL).to(self.device)
+        row_P, position_P = (index.to(self.device) for index in torch.from_numpy(weight_BL).nonzero(as_tuple=True))
+        hidden_PH = self.model.hidden(ids[None])[0, row_P, position_P]
+        weight_P = torch.from_numpy(weight_BL).to(self.device)[row_P, position_P]
+        return LabelLogits(hidden_PH @ self.model.head[0].T, ids[row_P, position_P + 1], weight_P, row_P, len(ids_BL))
+
+    def backward(self, ids_BL: I64, weight_BL: F64) -> F64:
+        """Add the gradient of the loss of one model to the buffers; return the contribution of each row, (B,), nats."""
+        _, loss_KBL = self._backward(ids_BL[None], weight_BL[None].astype(np.float32))
+        losses: F64 = loss_KBL[0].double().sum(dim=1).cpu().numpy()
+        return losses
 
 
 # ------------------------------------------------------------------------------------------------- one whole model
@@ -231,6 +236,7 @@ def train(
     if checkpoints and out is None:
         raise ModelError("checkpoints: got steps without `out`, expected a directory for them")
     subset = hashlib.blake2b(np.packbits(frequency_N > 0).tobytes(), digest_size=16)
+    # the most frequent row has frequency 1, so that a mask and equal weights are the same subset
     if (frequency_N[frequency_N > 0] < 1).any():
         subset.update(frequency_N.tobytes())
     identity = {

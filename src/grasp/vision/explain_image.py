@@ -75,7 +75,7 @@ class ImageExplanation(Pictured):
             ),
         ]
 
-    def _shown(self) -> tuple[list[str], list[list[str]]]:
+    def _printed_cells(self) -> tuple[list[str], list[list[str]]]:
         lines = self.table.slice(0, MAX_NEAREST).to_pylist()
         shown = [[signed(line["contribution"]), line["unit_id"], line["image_class"]] for line in lines]
         return ["adds", "trusted image", "its class"], shown

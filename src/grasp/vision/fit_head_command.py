@@ -27,21 +27,20 @@ MAX_LISTED = 20  # names of unusable images that are printed
     "grasp fit-head --model ./vit --head classifier --corpus photos/ --out head.safetensors",
 )
 def fit_head(
-    out: Path = option("--out", "File of the fitted head, .safetensors."),
-    model: str | None = option("--model", "Checkpoint of an image classifier, or file of weights.", None),
-    factory: str | None = option("--factory", "Factory of the module: package.module:name or FILE.py:name.", None),
-    head: str | None = option("--head", "Dotted name of the linear output layer to replace.", None),
-    corpus: str | None = option("--corpus", "Parquet, JSONL, or a directory with one folder per class.", None),
-    decay: float = option("--decay", "Weight decay, in units of the mean feature variance.", 0.1, min=0),
+    out: Path = option("--out FILE", "File of the fitted head, .safetensors."),
+    model: str | None = option("--model PATH", "Checkpoint of an image classifier, or file of weights.", None),
+    factory: str | None = option("--factory NAME", "Factory of the module: package.module:name or FILE.py:name.", None),
+    head: str | None = option("--head NAME", "Dotted name of the linear output layer to replace.", None),
+    corpus: str | None = option("--corpus PATH", "Parquet, JSONL, or a directory with one folder per class.", None),
+    decay: float = option("--decay X", "Weight decay, in units of the mean feature variance.", 0.1, min=0),
     config: ConfigFile = None,
     assign: Assignments = [],
     quiet: Quiet = False,
 ) -> None:
     """Fit the output layer of a classifier to images.
 
-    For a backbone that does not have the classes of the corpus.
-
-    Then build with --set model.classifier.fitted_head=FILE.
+    Needed if the model was not trained on the classes of the corpus. Then build with
+    --set model.classifier.fitted_head=FILE.
     """
     if out.suffix != ".safetensors":
         raise SettingsError(f"--out: got {out}, expected the name of a .safetensors file")

@@ -9,7 +9,7 @@ import torch
 from transformers import get_scheduler
 
 from grasp.errors import ModelError, SettingsError
-from grasp.training.recipe_files import FineTuningRecipe
+from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from tests.mentions import assert_mentions
 
 

@@ -1,10 +1,11 @@
-"""The recipe of a training that is replayed, read from the configuration files of trainers.
+"""Fine-tuning recipes in the formats of other trainers: how a training that is replayed uses its rows.
 
 Fields are those of `TrainingArguments` of Transformers and `SFTConfig` of TRL; names of Axolotl are translated. Files
 are YAML or JSON, e.g. saved training arguments, and may also contain the fields of `adapter_config.json` of a LoRA
 adapter. Fields without influence on the result are ignored; optimizers other than AdamW are rejected. Start with
 `FineTuningRecipe.read`; `default_recipe` is replayed without a file, and `default_proxy_recipe` trains the *proxy*, a
-small model from scratch in place of one that does not exist yet.
+small model from scratch in place of one that does not exist yet. `FineTuningRecipe.optimizer` translates a recipe into
+the `OptimizerRecipe` of `grasp.training.recipe`, by which every training of this package runs.
 """
 
 import math
@@ -21,6 +22,8 @@ from grasp.settings import Settings
 from grasp.training.recipe import RECIPES, OptimizerRecipe, TrainingRecipe
 from grasp.yaml_files import read_yaml, validated
 
+LORA_ALIASES = {"r": "lora_r", "target_modules": "lora_target_modules"}  # names in adapter_config.json
+LORA_GROUP_ALIASES = LORA_ALIASES | {"alpha": "lora_alpha"}  # names in the group `lora` or `peft_config`
 ALIASES = {  # names in Axolotl and older versions of TRL
     "micro_batch_size": "per_device_train_batch_size",
     "num_epochs": "num_train_epochs",
@@ -28,8 +31,7 @@ ALIASES = {  # names in Axolotl and older versions of TRL
     "sequence_len": "max_length",
     "max_seq_length": "max_length",
     "optimizer": "optim",
-    "r": "lora_r",
-    "target_modules": "lora_target_modules",
+    **LORA_ALIASES,
 }
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 DISABLED = (None, False, 0, "", "no")  # values that switch a setting off
@@ -78,6 +80,7 @@ class FineTuningRecipe(Settings):
     )
     lora_alpha: float | None = Field(None, gt=0, description="LoRA alpha; none: the rank.")
     lora_target_modules: tuple[str, ...] | str = Field("all-linear", description="Layers with an adapter.")
+    optim: str = Field("adamw_torch", description="Optimizer; a variant of AdamW.")
     # A replay ignores the following settings and says so in `notes`; they are not part of its record.
     lora_dropout: float = Field(0.0, ge=0, description="Dropout of the adapter; disabled in a replay.", exclude=True)
     bf16: bool | str = Field(False, description="Mixed precision; a replay computes in float32.", exclude=True)
@@ -85,7 +88,6 @@ class FineTuningRecipe(Settings):
     train_on_inputs: bool = Field(
         False, description="Whether prompts carry loss; the corpus settings decide that.", exclude=True
     )
-    optim: str = Field("adamw_torch", description="Optimizer; a variant of AdamW.")
 
     @model_validator(mode="after")
     def _supported_schedule_and_optimizer(self) -> Self:
@@ -113,19 +115,19 @@ class FineTuningRecipe(Settings):
             data: fields of the recipe.
             location: beginning of error messages, e.g. the path of the file.
         """
-        data = _flatten(data)
-        if unsupported := [name for name in UNSUPPORTED if data.get(name) not in DISABLED]:
+        fields = _flatten(data)
+        if unsupported := [name for name in UNSUPPORTED if fields.get(name) not in DISABLED]:
             raise ModelError(
-                f"{location}: {unsupported[0]} is set to {data[unsupported[0]]!r}, which a replay cannot "
+                f"{location}: {unsupported[0]} is set to {fields[unsupported[0]]!r}, which a replay cannot "
                 "differentiate; remove it"
             )
-        if data.get("completion_only_loss") is False:  # TRL
-            data["train_on_inputs"] = True
-        if data.get("lora_target_linear"):
-            data["lora_target_modules"] = "all-linear"
-        if data.get("adapter") not in (None, "lora"):
-            raise ModelError(f"{location}: adapter: got {data['adapter']!r}, expected lora")
-        return validated(cls, {name: value for name, value in data.items() if value is not None}, location)
+        if fields.get("completion_only_loss") is False:  # TRL
+            fields["train_on_inputs"] = True
+        if fields.get("lora_target_linear"):  # Axolotl
+            fields["lora_target_modules"] = "all-linear"
+        if fields.get("adapter") not in (None, "lora"):
+            raise ModelError(f"{location}: adapter: got {fields['adapter']!r}, expected lora")
+        return validated(cls, {name: value for name, value in fields.items() if value is not None}, location)
 
     @property
     def notes(self) -> list[str]:
@@ -233,8 +235,8 @@ def _flatten(data: Mapping[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, value in data.items():
         if name in ("lora", "peft_config") and isinstance(value, Mapping):
-            inner = {ALIASES.get(key, f"lora_{key}" if key == "alpha" else key): entry for key, entry in value.items()}
-            fields |= {key: entry for key, entry in inner.items() if key.startswith("lora_")}
+            renamed = {LORA_GROUP_ALIASES.get(str(key), str(key)): entry for key, entry in value.items()}
+            fields |= {key: entry for key, entry in renamed.items() if key.startswith("lora_")}
         elif name in ("training_args", "training_arguments", "args") and isinstance(value, Mapping):
             fields |= _flatten(value)
         else:
