@@ -159,7 +159,7 @@ def test_a_row_that_mostly_helps_one_question_is_reported(explainer):
 def test_token_contributions_equal_a_loop_over_pairs(art, explainer):
     """Compare with the definition of the kernel in float64, one pair of positions at a time."""
     explanation = explainer.explain("facts", "row-5", unit=UNIT, match="output_layer", protocol=BOTH_SIGNS)
-    origin, unit = explainer._origin, unit_of(art)
+    origin, unit = explainer._source, unit_of(art)
     whitener = Whitener.fit(second_moments(art.moments, "hidden"), tau=0.01, alpha=1.0, epsilon=0.3)
     prompt, answer = origin.model.tokenizer.encode([unit["prompt"], unit["completion"]])
     row = each_position(origin, whitener, origin.rows.rows(indices_of_row_ids(art, ["row-5"])).ids(0), first=1)

@@ -97,8 +97,8 @@ def score(
     """Rank the rows that help a target most, and those that harm it most.
 
     The effect of a row is its relevance under the protocol: above 0, it helps more than the average row of the corpus.
-    The most helpful and the most harmful rows are ranked separately: a row is in both lists if together they request
-    more rows than there are.
+    The most helpful and the most harmful rows are ranked separately, so a row is listed twice if more rows are
+    requested than there are.
 
     Args:
         target: target name. Default: the only target.

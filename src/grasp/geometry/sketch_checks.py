@@ -27,7 +27,7 @@ from grasp.geometry import sketch_metrics as metrics
 from grasp.geometry.geometry_rule import InteractionProtocol
 from grasp.geometry.sketch_accuracy import CHECKS, ExactKernels, check_accuracy
 from grasp.geometry.subset_sums import required_sketches
-from grasp.inspect.health import Subject
+from grasp.inspect.health import SampledArtifact
 from grasp.inspect.health_metrics import Check, judge_check, rank_agreement, unmeasured_check
 from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
 
@@ -44,38 +44,38 @@ HEALTHY_ALIGNMENT = (
 )
 
 
-def check_sketches(subject: Subject, protocol: ScoringProtocol) -> Iterator[Check]:
+def check_sketches(sample: SampledArtifact, protocol: ScoringProtocol) -> Iterator[Check]:
     """Yield checks of the pooled kernel if the protocol uses it, and of sketches if it has components."""
-    artifact, features = subject.artifact, subject.features
+    artifact, features = sample.artifact, sample.features
     resolved = protocol.resolved_for(artifact.array_names, artifact.feature_settings)
     # if the model cannot be run on the sample, `features` is the error; checks that need them report its text
     kernels = features if isinstance(features, GraspError) else ExactKernels.from_artifact(artifact, features)
     if "pooled" in kernel_weights(resolved):
-        yield from _check_pooled(subject, kernels)
+        yield from _check_pooled(sample, kernels)
     if isinstance(resolved, InteractionProtocol) and resolved.components:
-        yield from _check_geometry(subject, kernels, resolved)
+        yield from _check_geometry(sample, kernels, resolved)
 
 
-def _sketch(subject: Subject, sketch_name: str) -> F64:
+def _sketch(sample: SampledArtifact, sketch_name: str) -> F64:
     """Return a sketch as stored: scaled by a gain, so that its mean squared norm over the corpus is 1, (N, D)."""
-    return subject.array(f"{sketch_name}_sketch")
+    return sample.array(f"{sketch_name}_sketch")
 
 
-def _stored_sketches(subject: Subject) -> tuple[str, ...]:
-    return tuple(name for name in SKETCHES if f"{name}_sketch" in subject.artifact.array_names)
+def _stored_sketches(sample: SampledArtifact) -> tuple[str, ...]:
+    return tuple(name for name in SKETCHES if f"{name}_sketch" in sample.artifact.array_names)
 
 
 # ------------------------------------------------------------------------------------------------------ pooled kernel
 
 
-def _check_pooled(subject: Subject, kernels: ExactKernels | GraspError) -> Iterator[Check]:
+def _check_pooled(sample: SampledArtifact, kernels: ExactKernels | GraspError) -> Iterator[Check]:
     """Check what is lost by averaging hidden states and residuals over positions before taking their product."""
     if isinstance(kernels, GraspError):
         yield unmeasured_check("pooled summaries", HEALTHY_SUMMARY, str(kernels))
     else:
-        yield _check_summary(kernels, subject.weight_BN)
-    if {"pooled", "output_layer"} <= set(subject.artifact.kernels):
-        yield _compare_kernels(subject)
+        yield _check_summary(kernels, sample.weight_BN)
+    if {"pooled", "output_layer"} <= set(sample.artifact.kernels):
+        yield _compare_kernels(sample)
 
 
 def _check_summary(kernels: ExactKernels, weight_BN: F64) -> Check:
@@ -98,9 +98,9 @@ def _check_summary(kernels: ExactKernels, weight_BN: F64) -> Check:
     )
 
 
-def _compare_kernels(subject: Subject) -> Check:
+def _compare_kernels(sample: SampledArtifact) -> Check:
     """Check whether the pooled kernel ranks rows as the kernel over all positions does."""
-    pooled_NE, output_layer_NE = (subject.array(f"relevance_{kernel}") for kernel in ("pooled", "output_layer"))
+    pooled_NE, output_layer_NE = (sample.array(f"relevance_{kernel}") for kernel in ("pooled", "output_layer"))
     rho_E = [rank_agreement(a, b) for a, b in zip(pooled_NE.T, output_layer_NE.T, strict=True)]
     rho = float(np.nanmean(rho_E)) if not all(map(isnan, rho_E)) else float("nan")
     return judge_check(
@@ -117,26 +117,26 @@ def _compare_kernels(subject: Subject) -> Check:
 
 
 def _check_geometry(
-    subject: Subject, kernels: ExactKernels | GraspError, protocol: InteractionProtocol
+    sample: SampledArtifact, kernels: ExactKernels | GraspError, protocol: InteractionProtocol
 ) -> Iterator[Check]:
     """Check stored sketches against full features, and properties of the stored sketches."""
-    yield from _check_opposed_sketches(subject, protocol)
+    yield from _check_opposed_sketches(sample, protocol)
     if isinstance(kernels, GraspError):
         yield from (unmeasured_check(name, healthy, str(kernels)) for name, healthy in CHECKS.items())
         yield unmeasured_check("opposed gradients", HEALTHY_ALIGNMENT, str(kernels))
     else:
-        yield from check_accuracy(kernels, _sketches_without_gain(subject), subject.weight_BN)
+        yield from check_accuracy(kernels, _sketches_without_gain(sample), sample.weight_BN)
         yield _check_opposed_gradients(metrics.negative_pairs(kernels.positions.gradient_NN))
-    yield _check_direct_sum_bound(metrics.direct_sum_gap(_sketch(subject, "hidden"), _sketch(subject, "residual")))
-    for name in _stored_sketches(subject):
-        yield _check_effective_rank(f"{name}_sketch", _sketch(subject, name))
+    yield _check_direct_sum_bound(metrics.direct_sum_gap(_sketch(sample, "hidden"), _sketch(sample, "residual")))
+    for name in _stored_sketches(sample):
+        yield _check_effective_rank(f"{name}_sketch", _sketch(sample, name))
 
 
-def _sketches_without_gain(subject: Subject) -> dict[str, F64]:
+def _sketches_without_gain(sample: SampledArtifact) -> dict[str, F64]:
     """Return stored sketches in the units of the features that they project."""
-    arrays = subject.artifact.manifest.arrays
-    gain_by_name = {name: float(arrays[f"{name}_sketch"].gain) or 1.0 for name in _stored_sketches(subject)}
-    return {name: _sketch(subject, name) / gain for name, gain in gain_by_name.items()}
+    arrays = sample.artifact.manifest.arrays
+    gain_by_name = {name: float(arrays[f"{name}_sketch"].gain) or 1.0 for name in _stored_sketches(sample)}
+    return {name: _sketch(sample, name) / gain for name, gain in gain_by_name.items()}
 
 
 def _check_opposed_gradients(negative: metrics.NegativePairs) -> Check:
@@ -186,7 +186,7 @@ def _check_effective_rank(name: str, sketch_ND: F64) -> Check:
     )
 
 
-def _check_opposed_sketches(subject: Subject, protocol: InteractionProtocol) -> Iterator[Check]:
+def _check_opposed_sketches(sample: SampledArtifact, protocol: InteractionProtocol) -> Iterator[Check]:
     """Check the sketches of each component for pairs of rows with a negative inner product.
 
     A sum of kernels without such pairs has none either, so components are checked one by one. For subsets of one size
@@ -209,12 +209,12 @@ def _check_opposed_sketches(subject: Subject, protocol: InteractionProtocol) -> 
         )
     for component, omega in nonlinear.items():
         required = required_sketches({component: omega})
-        missing = sorted(set(required) - set(_stored_sketches(subject)))
+        missing = sorted(set(required) - set(_stored_sketches(sample)))
         if missing:
             reason = f"the artifact has no {' and '.join(missing)} sketch"
             yield unmeasured_check(f"{name}, {component}", HEALTHY_ALIGNMENT, reason)
             continue
-        sketch_ND = np.concatenate([_sketch(subject, sketch) for sketch in required], axis=1)
+        sketch_ND = np.concatenate([_sketch(sample, sketch) for sketch in required], axis=1)
         negative = metrics.negative_pairs(sketch_ND @ sketch_ND.T)
         yield judge_check(
             name=f"{name}, {component}",

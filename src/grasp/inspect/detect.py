@@ -1,11 +1,15 @@
 """Detect rows that look mislabelled, poisoned or misleading to a trusted target. Start with `detect`.
 
+A unit is a scored element of a target, such as a question with its answer or a trusted image; relevance is the
+predicted decrease of a unit's loss from training on a row. The statistics of thresholds and of the evaluation are in
+`grasp.inspect.detection`.
+
 Shape letters: N rows, E units.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +17,6 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from grasp.arrays import F64, Bool
@@ -23,8 +26,8 @@ from grasp.artifact.rows import index_by_row_id, label_column, only_target
 from grasp.build.modality import vision
 from grasp.build.provenance import BuildSource
 from grasp.corpus.labels import CLASS_LABEL, HASH_LABEL
-from grasp.corpus.row_store import RowStore
-from grasp.errors import ArtifactError, GraspError, SettingsError
+from grasp.errors import ArtifactError, SettingsError
+from grasp.inspect.copies import column_values, exact_copies
 from grasp.inspect.detection import (
     Detection,
     Threshold,
@@ -43,16 +46,14 @@ from grasp.store.contents import readable_table
 from grasp.text import json_text
 from grasp.yaml_files import describe
 
-RECORD: Final = b"grasp.suspects"  # key of the record in the metadata of the table
+RECORD: Final = b"grasp.suspects"  # key of the `DetectionRecord` in the metadata of the Parquet table
 CHANCE_AUROC: Final = 0.5  # AUROC of a score without information
 DEFAULT_NEIGHBOURS = 10
 FALSE_POSITIVES = 0.01  # default share of correct rows that may be flagged
 DEFAULT_TOP = 10
 MIN_ROWS = 10  # fewer rows have no meaningful distribution
-SNIPPET_CHARS = 240  # default characters of a stored snippet
 REPORT_ROWS = 12  # rows shown in a report
 PICTURE_PIXELS = 160  # pixels of the longer side of an image
-Pair = tuple[int, int]  # (unit within the target, row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,62 +142,42 @@ def detect(
     target = only_target(artifact, target)
     if label is None and CLASS_LABEL in pq.read_schema(artifact.rows_path).names:
         label = CLASS_LABEL
-    if top < 0:
-        raise SettingsError(f"top: got {top}, expected 0 or more")
-    if k is not None and truth is None:
-        raise SettingsError("k: requires truth")
-    if neighbours is not None and label is None:
-        raise SettingsError("neighbours: requires a label")
-    if neighbours is not None and not 1 <= neighbours < MAX_CANDIDATES:
-        raise SettingsError(f"neighbours: got {neighbours}, expected at least 1 and fewer than {MAX_CANDIDATES}")
-    if k is not None and not 1 <= k <= artifact.n_rows:
-        raise SettingsError(f"k: got {k}, expected 1 to {artifact.n_rows}")
-    if artifact.n_rows < MIN_ROWS:
-        raise SettingsError(
-            f"{artifact.location}: has {artifact.n_rows} rows, expected at least {MIN_ROWS}; read them "
-            "instead, or build the artifact on more rows"
-        )
+    _check_numbers(artifact, label, top, truth, k, neighbours)
     array = relevance_array(artifact, match)
     correct_N = None if clean is None else _boolean_column(artifact, clean, "clean")
     wrong_N = None if truth is None else _boolean_column(artifact, truth, "truth")
     progress = progress or Silent()
     copy_notes = _refuse_copies(artifact, target)
-    relevance_N = np.empty(artifact.n_rows)
+    low_relevance_N = np.empty(artifact.n_rows)
     for start, score_NE in standardised_blocks(artifact, array, target, progress):
-        relevance_N[start : start + len(score_NE)] = -score_NE.mean(axis=1)
-    scores = {"low_relevance": relevance_N}
+        low_relevance_N[start : start + len(score_NE)] = -score_NE.mean(axis=1)
+    scores = {"low_relevance": low_relevance_N}
     label_notes: list[str] = []
     if label is not None:
         column = label_column(artifact, label)
         label = column.name  # as spelled in the corpus
         label_scores, label_notes = _label_scores(
-            artifact, column, relevance_N, neighbours or DEFAULT_NEIGHBOURS, progress
+            artifact, column, low_relevance_N, neighbours or DEFAULT_NEIGHBOURS, progress
         )
         scores |= label_scores
-    ranking, ranking_N = list(scores.items())[-1]
+    ranking, ranking_N = list(scores.items())[-1]  # `fused` if there are labels, else `low_relevance`
     if correct_N is not None:
         try:
             threshold = conformal_threshold(ranking_N, correct_N, false_positives)
         except SettingsError as err:
             raise SettingsError(f"clean {clean}: {err}") from err
     else:
-        threshold = estimate_threshold(relevance_N, false_positives)
+        # Ranks have no null distribution: the threshold of `low_relevance` determines how many rows are flagged.
+        threshold = estimate_threshold(low_relevance_N, false_positives)
         if ranking != "low_relevance":
             threshold = matching_threshold(ranking_N, threshold)
-    expected_count = f"about {threshold.expected_false:,.0f} of {artifact.n_rows:,} rows"
-    headline = f"{threshold.n_flagged:,} suspects by {ranking}; expected by chance: {expected_count}."
-    if not threshold.beyond_chance:
-        headline = (
-            f"No suspects by {ranking}: {threshold.n_flagged:,} flagged, not significantly more than expected by "
-            f"chance ({expected_count})."
-        )
     detections: dict[str, Detection] = {}
     if wrong_N is not None:
         detections = {name: evaluate_scores(score_N, wrong_N, k) for name, score_N in scores.items()}
     record = DetectionRecord(
         target=target,
         ranking=ranking,
-        headline=headline,
+        headline=_headline(ranking, threshold, artifact.n_rows),
         corpus=artifact.manifest.fingerprints.get("corpus", ""),
         source_hashes=source_hashes(artifact, target),
         rows=artifact.n_rows,
@@ -213,6 +194,38 @@ def detect(
         ),
     )
     return _rank_rows(artifact, record, scores, label, top)
+
+
+def _check_numbers(
+    artifact: ArtifactReader, label: str | None, top: int, truth: str | None, k: int | None, neighbours: int | None
+) -> None:
+    """Check the numbers that the user passed, that each has an effect, and that there are enough rows."""
+    if top < 0:
+        raise SettingsError(f"top: got {top}, expected 0 or more")
+    if k is not None and truth is None:
+        raise SettingsError("k: requires truth")
+    if neighbours is not None and label is None:
+        raise SettingsError("neighbours: requires a label")
+    if neighbours is not None and not 1 <= neighbours < MAX_CANDIDATES:
+        raise SettingsError(f"neighbours: got {neighbours}, expected at least 1 and fewer than {MAX_CANDIDATES}")
+    if k is not None and not 1 <= k <= artifact.n_rows:
+        raise SettingsError(f"k: got {k}, expected 1 to {artifact.n_rows}")
+    if artifact.n_rows < MIN_ROWS:
+        raise SettingsError(
+            f"{artifact.location}: has {artifact.n_rows} rows, expected at least {MIN_ROWS}; read them "
+            "instead, or build the artifact on more rows"
+        )
+
+
+def _headline(ranking: str, threshold: Threshold, n_rows: int) -> str:
+    """Return the number of flagged rows, and that expected if all rows are correct, as a sentence."""
+    expected_count = f"about {threshold.expected_false:,.0f} of {n_rows:,} rows"
+    if threshold.beyond_chance:
+        return f"{threshold.n_flagged:,} suspects by {ranking}; expected by chance: {expected_count}."
+    return (
+        f"No suspects by {ranking}: {threshold.n_flagged:,} flagged, not significantly more than expected by "
+        f"chance ({expected_count})."
+    )
 
 
 def _inverted_score_notes(detections: Mapping[str, Detection], target: str) -> list[str]:
@@ -242,13 +255,13 @@ def _refuse_copies(artifact: ArtifactReader, target: str) -> list[str]:
 
 
 def _label_scores(
-    artifact: ArtifactReader, column: LabelColumn, relevance_N: F64, k_nearest: int, progress: Progress
+    artifact: ArtifactReader, column: LabelColumn, low_relevance_N: F64, k_nearest: int, progress: Progress
 ) -> tuple[dict[str, F64], list[str]]:
     """Return the scores `neighbour_disagreement` and `fused`, or none if the former is constant; and notes."""
     code_N, label = column.codes_N.astype(np.int64), column.name
     if None in column.values:  # each row without a label gets a label of its own
-        none_N = np.flatnonzero(code_N == column.values.index(None))
-        code_N[none_N] = len(column.values) + np.arange(len(none_N))
+        unlabelled_N = np.flatnonzero(code_N == column.values.index(None))
+        code_N[unlabelled_N] = len(column.values) + np.arange(len(unlabelled_N))
     _, sketch_ND = next(artifact.array_blocks("hidden_sketch", block_rows=artifact.n_rows))
     disagreements = disagreement(sketch_ND, code_N, k_nearest, progress)
     n_singletons = int(disagreements.is_singleton_N.sum())
@@ -263,7 +276,7 @@ def _label_scores(
         )
     return {
         "neighbour_disagreement": disagreements.share_N,
-        "fused": mean_ranks([relevance_N, disagreements.share_N]),
+        "fused": mean_ranks([low_relevance_N, disagreements.share_N]),
     }, notes
 
 
@@ -333,80 +346,11 @@ def source_hashes(artifact: ArtifactReader, target: str) -> dict[str, str]:
         if unit["target"] == target:
             digest.update(repr(tuple(unit.values())).encode())
     features = json.dumps(artifact.feature_settings, sort_keys=True, default=str).encode()
-    fingerprints = {what: artifact.manifest.fingerprints.get(what, "") for what in ("corpus", "model")}
+    fingerprints = {name: artifact.manifest.fingerprints.get(name, "") for name in ("corpus", "model")}
     return fingerprints | {
         "features": hashlib.blake2b(features, digest_size=8).hexdigest(),
         f"units of {target}": digest.hexdigest() if target in artifact.targets else "none",
     }
-
-
-# --------------------------------------------------------------- rows that are copies of a trusted unit
-
-
-def exact_copies(artifact: ArtifactReader, target: str) -> tuple[list[Pair], str | None]:
-    """Return rows that equal a unit of `target` in pixels, or in tokens apart from end-of-text tokens around them.
-
-    Without tokens or their tokenizer, rows with a complete snippet are compared by text.
-
-    Returns:
-        Pairs sorted by unit, then row; and a note if not all rows could be compared.
-    """
-    units = artifact.units.take(pa.array(artifact.unit_columns(target))).to_pylist()
-    if {HASH_LABEL, CLASS_LABEL} <= set(pq.read_schema(artifact.rows_path).names):
-        if units[0].get(HASH_LABEL) is None:
-            raise ArtifactError(f"{artifact.location}: its units have no {HASH_LABEL}; rebuild it with this version")
-        hashes = [unit[HASH_LABEL] for unit in units]
-        return sorted(_matching_pairs(hashes, ([key] for key in _values(artifact, HASH_LABEL)))), None
-    limit = int(artifact.manifest.settings.get("corpus", {}).get("snippet_chars", SNIPPET_CHARS))
-    n_cut = 0
-
-    def complete_snippets() -> Iterator[list[str]]:
-        nonlocal n_cut
-        for text in _values(artifact, "snippet"):
-            is_complete = text is not None and len(text) < limit
-            n_cut += not is_complete
-            yield [text] if is_complete else []
-
-    unit_texts = [" ".join((unit["prompt"] + unit["completion"]).split()) for unit in units]
-    pairs = _matching_pairs(unit_texts, complete_snippets())
-    note = None
-    try:
-        pairs |= _token_copies(BuildSource(artifact), units)
-    except GraspError as err:
-        if n_cut:
-            note = f"{n_cut:,} rows were not compared with the trusted units, since tokens are not available: {err}"
-    return sorted(pairs), note
-
-
-def _token_copies(origin: BuildSource, units: Sequence[Mapping[str, Any]]) -> set[Pair]:
-    """Compare rows with units encoded as one text, and as separate prompt and completion."""
-    rows, encode, eos_id = origin.rows, origin.tokenizer.encode, origin.tokenizer.eos_id
-    assert isinstance(rows, RowStore)
-    prompts, completions = (encode([unit[part] for unit in units]) for part in ("prompt", "completion"))
-    as_one_text = encode([unit["prompt"] + unit["completion"] for unit in units])
-    as_two_texts = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
-    documents_of_units = [_documents_of(ids, eos_id) for ids in (*as_one_text, *as_two_texts)]
-    unit_keys = [documents[0] if len(documents) == 1 else b"" for documents in documents_of_units]
-    shards = (rows.shard(k) for k in range(rows.n_shards))
-    row_keys = (_documents_of(shard.ids(i), eos_id) for shard in shards for i in range(len(shard)))
-    return {(unit % len(units), row) for unit, row in _matching_pairs(unit_keys, row_keys)}
-
-
-def _documents_of(ids: Sequence[int] | NDArray[np.int32], eos_id: int | None) -> list[bytes]:
-    """Split token ids at end-of-text tokens, which separate documents packed into one row."""
-    ids_L = np.asarray(ids, dtype=np.int32)
-    ends = np.flatnonzero(ids_L == eos_id) if eos_id is not None else ids_L[:0]
-    text_L = np.delete(ids_L, ends)
-    return [document.tobytes() for document in np.split(text_L, ends - np.arange(len(ends))) if len(document)]
-
-
-def _matching_pairs(unit_keys: Sequence[Any], row_keys: Iterable[Sequence[Any]]) -> set[Pair]:
-    """Return (unit, row) of rows that share a key with a unit; empty keys never match."""
-    units_of: dict[Any, list[int]] = {}
-    for unit, key in enumerate(unit_keys):
-        if key:
-            units_of.setdefault(key, []).append(unit)
-    return {(unit, row) for row, keys in enumerate(row_keys) for key in keys for unit in units_of.get(key, ())}
 
 
 # ------------------------------------------------------------- reading the output of `grasp detect --out`
@@ -436,10 +380,10 @@ def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str]) -
     expected = "a .parquet file of grasp detect --out"
     with readable_table(f"--detect: {path}", SettingsError, expected):
         metadata = (pq.read_schema(path).metadata or {}).get(RECORD)
-        batch = None
-        for part in read_checksummed_batches(path):  # read to the end, so that all digests are verified
-            batch = part.slice(0, REPORT_ROWS) if batch is None else batch
-    if metadata is None or batch is None or not {"rank", "row_id", "flagged"} <= set(batch.schema.names):
+        first_rows = None
+        for batch in read_checksummed_batches(path):  # read to the end, so that all digests are verified
+            first_rows = batch.slice(0, REPORT_ROWS) if first_rows is None else first_rows
+    if metadata is None or first_rows is None or not {"rank", "row_id", "flagged"} <= set(first_rows.schema.names):
         raise SettingsError(f"--detect: {path}: not a result of grasp detect; expected {expected}")
     try:
         record = TypeAdapter(DetectionRecord).validate_json(metadata)
@@ -452,7 +396,7 @@ def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str]) -
             f"{name} {recorded_source.get(name)!r}, here {expected_source[name]!r}" for name in different
         )
         raise SettingsError(f"--detect: {path} is from another artifact: {listed}; run grasp detect on this one")
-    lines = batch.to_pylist()
+    lines = first_rows.to_pylist()
     position_of = index_by_row_id(artifact, [line["row_id"] for line in lines])
     if unknown := [line["row_id"] for line in lines if line["row_id"] not in position_of]:
         raise SettingsError(f"--detect: {path}: {unknown[0]!r} is not a row of the artifact; run grasp detect on it")
@@ -472,15 +416,9 @@ def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str]) -
 # --------------------------------------------------------------------------------- columns of the row table
 
 
-def _values(artifact: ArtifactReader, name: str) -> Iterator[Any]:
-    """Yield a column of the row table."""
-    for batch in artifact.row_batches([name]):
-        yield from batch.column(0).to_pylist()
-
-
 def _boolean_column(artifact: ArtifactReader, name: str, argument: str) -> Bool:
     """Read a column of true and false, or 1 and 0; `argument` names the option, for messages."""
-    values = list(_values(artifact, name))
+    values = list(column_values(artifact, name))
     for i, value in enumerate(values):
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             row = artifact.rows(np.array([i]))["row_id"][0].as_py()

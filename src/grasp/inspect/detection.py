@@ -1,6 +1,7 @@
 """Evaluate a detection score against a ground truth, and estimate a threshold without one.
 
-Start with `evaluate_scores` and `estimate_threshold`. Scores are higher for more suspicious rows.
+A detection score is higher for more suspicious rows; planted rows are those known to be wrong. Start with
+`evaluate_scores` and `estimate_threshold`.
 
 Shape letters: N rows, P tail shares, R false-positive rates.
 """
@@ -71,8 +72,9 @@ def evaluate_scores(score_N: F64, planted_N: Bool, k: int | None = None) -> Dete
     k = n_planted if k is None else k
     if not 1 <= k <= n_rows:
         raise SettingsError(f"k: got {k}, expected 1 to {n_rows}")
-    # The AUROC is the mean placement of planted rows among clean ones. The variance of its estimate is the sum of the
-    # variances of both placements over their numbers. Source: DeLong, DeLong and Clarke-Pearson 1988
+    # The placement of a value is the share of the other group below it; the AUROC is the mean placement of planted rows
+    # among clean ones. The variance of its estimate is the sum of the variances of both placements over their numbers.
+    # Source: DeLong, DeLong and Clarke-Pearson 1988
     planted, clean = np.sort(score_N[planted_N]), np.sort(score_N[~planted_N])
     planted_placement, clean_placement = placement(planted, clean), placement(clean, planted)
     value = float(planted_placement.mean())

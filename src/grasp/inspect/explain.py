@@ -1,20 +1,24 @@
 """Explain the effect of a row on a target by the contributions of its tokens. Start with `explain`.
 
-A row's effect is sum_m share_m (a_im - mean a_m) over the protocol's kernels m, and a_im a mean over positions of the
-row and of the units. So the effect is a sum of contributions of single positions of the row and of the units. They are
-recomputed by the model, one row at a time: the kernels of the build return contributions if every position is passed to
-them as a separate row, or unit:
+A row is a training text, and a unit is one question of the target with its answer. The row's effect is
+sum_m share_m (a_im - mean a_m) over the kernels m of the protocol (the scoring rule), where a kernel is one way to
+compute the relevance a of a row to a unit. For most kernels a_im is a mean over the positions of the row and of the
+units, so the effect is a sum of contributions of single positions. They are recomputed by the model, one row at a time:
+the kernels of the build return contributions if every position is passed to them as a separate row, or unit:
 
     a_{i,e} = 1/|P_i| sum_{t in P_i} a_{t,e} = 1/(|P_i||P_e|) sum_{t in P_i} sum_{s in P_e} a_{t,s}
 
-The pooled kernel, a = R sgn(H) log(1 + |H|), is not a sum over pairs, since H is damped as a whole. It is linear in the
-residuals: the contribution of a position is its share of R, times the damped H of row and unit.
+Here P_i and P_e are the positions with loss of row i and unit e. The pooled kernel, a = R sgn(H) log(1 + |H|) with the
+residual match R and the hidden match H, is not a sum over pairs, since H is damped as a whole. It is linear in the
+residuals: the contribution of a position is its share of R, times the damped H of row and unit. The replay (the
+derivative of a training by the weight of a row) has no contributions by position.
 
-Shape letters: L tokens of a row, P row positions, S unit positions, E units, C columns (E, or S of one unit).
+Shape letters: L tokens of a row, P row positions, S unit positions, E units, K sampled coordinates of a gradient, C
+columns of a kernel's result (E units, or S positions of one unit).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,9 +38,9 @@ from grasp.build.add_targets import load_kernels
 from grasp.build.modality import Pictured, vision
 from grasp.build.model_pass import ModelPass, read_batches, row_examples
 from grasp.build.provenance import BuildSource
-from grasp.corpus.row_store import RowStore
+from grasp.corpus.row_store import RowStore, TokenRows
 from grasp.errors import ProtocolError
-from grasp.inspect.explanation import EffectParts, Explanation, join_words
+from grasp.inspect.explanation import EffectTerms, Explanation, join_words
 from grasp.inspect.rescoring import reopen_source
 from grasp.kernels.gradient import Gradient, allocate_unit_gradients
 from grasp.kernels.kernel import Batch
@@ -49,8 +53,9 @@ from grasp.predict.predictor import Predictor, additive_predictor
 from grasp.predict.scoring_rule import REPLAY, ScoringProtocol, kernel_weights
 from grasp.targets.units import UnitTokens
 
-MAX_PAIRS = 100
-ROUNDING = 0.01  # relative and absolute tolerance of an effect; float16 rounding is a tenth of it
+MAX_PAIRS = 100  # pairs of words in a result
+# Tolerance of the recomputed effect, relative above 1 and absolute below; float16 rounding is a tenth of it.
+EFFECT_TOLERANCE = 0.01
 TEXT_NOTE = (
     "prediction from its text and labels: the effect that regressions on rows of other documents expect of such a row, "
     "from its words and labels; it is no part of the words above"
@@ -109,10 +114,11 @@ class Explainer:
     def __init__(self, artifact: ArtifactReader, overrides: Mapping[str, Any] | None = None) -> None:
         self.artifact = artifact
         self._overrides = overrides
-        self._last_request: tuple[Any, _PreparedUnits] | None = None  # kept, since kernels are slow to prepare
+        # The last request and its units, since preparing kernels is slow and rows are often explained one by one.
+        self._last_prepared: tuple[Any, _PreparedUnits] | None = None
 
     @cached_property
-    def _origin(self) -> BuildSource:
+    def _source(self) -> BuildSource:
         return reopen_source(self.artifact, self._overrides)
 
     def explain(
@@ -139,29 +145,29 @@ class Explainer:
             )
         index = int(indices_of_row_ids(artifact, [row])[0])
         request = target, unit, match, protocol
-        if self._last_request is None or self._last_request[0] != request:
+        if self._last_prepared is None or self._last_prepared[0] != request:
             predictor = additive_predictor(artifact, target, protocol=protocol, match=match, unit=unit)
-            self._last_request = request, _PreparedUnits(self._origin, predictor, by_position=unit is not None)
-        return self._last_request[1].explanation(index, row)
+            self._last_prepared = request, _PreparedUnits(self._source, predictor, by_position=unit is not None)
+        return self._last_prepared[1].explanation(index, row)
 
 
 class _PreparedUnits:
-    """The units of a target, or one of them, with the prepared kernels.
+    """The units of a target, or one of them, with kernels that are prepared to score rows against them.
 
     For one unit, the columns C of the kernels are its S positions, each as a separate unit. The kernels then lack the
-    factor 1/S, by which their results are multiplied here.
+    factor 1/S, by which their results are multiplied here. `explanation` explains one row.
 
     Args:
-        origin: model and rows of the artifact.
+        source: model and rows that the artifact was built from.
         predictor: additive predictor for the units.
         by_position: whether there is one unit, which is explained by position.
     """
 
-    def __init__(self, origin: BuildSource, predictor: Predictor, *, by_position: bool) -> None:
-        assert isinstance(origin.model, ReferenceModel)
-        assert isinstance(origin.rows, RowStore)
-        self.artifact, self.model, self.rows = origin.artifact, origin.model, origin.rows
-        self.settings, self.predictor, self.by_position = origin.settings.features, predictor, by_position
+    def __init__(self, source: BuildSource, predictor: Predictor, *, by_position: bool) -> None:
+        assert isinstance(source.model, ReferenceModel)
+        assert isinstance(source.rows, RowStore)
+        self.artifact, self.model, self.rows = source.artifact, source.model, source.rows
+        self.settings, self.predictor, self.by_position = source.settings.features, predictor, by_position
         self.units = self.artifact.units.take(pa.array(predictor.units.columns_E))
         self.unit_tokens: list[UnitTokens] = []
         kernels = load_kernels(self.artifact, self.model, self.settings)
@@ -171,7 +177,7 @@ class _PreparedUnits:
         self.n_columns, self.n_positions, self.kernels = len(self.units), 1, used_kernels
         if not by_position and self._prepare_from_artifact():
             return
-        self.unit_tokens = [origin.unit_tokens[e] for e in predictor.units.columns_E]
+        self.unit_tokens = [source.unit_tokens[e] for e in predictor.units.columns_E]
         if by_position and self.unit_tokens[0].others:
             raise ProtocolError(
                 f"unit: {self.units['unit_id'][0].as_py()!r} has {1 + len(self.unit_tokens[0].others)} answers, and "
@@ -240,7 +246,8 @@ class _PreparedUnits:
             is_pooled_P = position_mask(spec, mask_1L)[0, :n_positions].numpy()
         hidden_PH = np.repeat(batch.summary.hidden_NH, n_positions, axis=0)
         residual_PV = csr_array(positions.summary.residual_NV.multiply((is_pooled_P / is_pooled_P.sum())[:, None]))
-        vars(positions)["summary"] = PooledFeatures(hidden_PH, residual_PV)  # replaces the cached property
+        # `summary` is a cached property of the frozen batch, which averages its positions: replace its value.
+        vars(positions)["summary"] = PooledFeatures(hidden_PH, residual_PV)
         return positions
 
     def _token_contributions(
@@ -256,28 +263,28 @@ class _PreparedUnits:
         """
         for kernel in self.kernels:
             if isinstance(kernel, Gradient):
-                parts = [
-                    sign * side.labels * kernel.sampled.by_position(side, kernel.unit_EK)
-                    for sign, side in zip((1, -1), examples, strict=False)
-                ]
-                contribution_LC = np.concatenate(parts)
+                # The gradient of a preference pair is that of the chosen side minus that of the rejected side.
+                contribution_LC = np.concatenate(
+                    [
+                        sign * side.labels * kernel.sampled.by_position(side, kernel.unit_EK)
+                        for sign, side in zip((1, -1), examples, strict=False)
+                    ]
+                )
                 # position t predicts token t + 1, to which its contribution is assigned
                 yield kernel.name, np.arange(1, len(contribution_LC)), contribution_LC[:-1] / self.n_positions
         for kernel in self.kernels:
             if isinstance(kernel, Pooled):
-                yield (
-                    kernel.name,
-                    summary_token_P,
-                    kernel.score(self._single_positions(batch.summary_batch or batch)).double().cpu().numpy(),
-                )
+                pooled_PC = kernel.score(self._single_positions(batch.summary_batch or batch))
+                yield kernel.name, summary_token_P, pooled_PC.double().cpu().numpy()
         n_positions = len(token_P)
         for start in range(0, n_positions, BATCH_ROWS):
             index_P = torch.arange(start, min(start + BATCH_ROWS, n_positions), device=batch.row_P.device)
             positions = batch.at_positions(index_P, index_P - start, len(index_P))
             for kernel in self.kernels:
                 if not isinstance(kernel, Gradient | Pooled):
-                    part_PC = kernel.score(positions).double().cpu().numpy()
-                    yield kernel.name, token_P[start : start + BATCH_ROWS], part_PC / (n_positions * self.n_positions)
+                    relevance_PC = kernel.score(positions).double().cpu().numpy()
+                    contribution_PC = relevance_PC / (n_positions * self.n_positions)
+                    yield kernel.name, token_P[start : start + BATCH_ROWS], contribution_PC
 
     def explanation(self, index: int, row: str) -> Explanation:
         """Explain a row.
@@ -287,105 +294,42 @@ class _PreparedUnits:
             row: its row_id.
         """
         shard = self.rows.rows(np.array([index]))
-        parts = EffectParts.from_artifact(self.artifact, self.predictor, index)
-        ((_, batch),) = self.model_pass.batches(shard)
-        _, loss_mask_BL = pad_rows([shard.ids(0)], [shard.mask(0)])
-        token_P, summary_token_P = (
-            position_mask(spec, loss_mask_BL)[0].nonzero()[:, 0].numpy() + 1
-            for spec in (self.settings.positions, self.settings.row_positions[-1])
-        )
-        examples = row_examples(shard if shard.split_N is None else shard.sides(), self.settings)
+        terms = EffectTerms.from_artifact(self.artifact, self.predictor, index)
+        sums = self._row_contributions(shard, terms)
+        stored = {name: float(terms.weights[name] @ terms.stored[name]) for name in sums.by_kernel_L}
+        total = sum(sums.recomputed.values())
+        gap = total + sums.replay + terms.text + terms.average - terms.effect
 
-        # Contributions in units of the effect: by kernel and token, by column, and by pair of positions.
-        contribution_L = {name: np.zeros(shard.n_tokens) for name in parts.weights if name != REPLAY}
-        contribution_C = np.zeros(self.n_columns)
-        kernels_by_mean: set[str] = set()
-        pair_LC = np.zeros((shard.n_tokens if self.by_position else 0, self.n_columns), dtype=np.float32)
-        for name, tokens, part_PC in self._token_contributions(batch, token_P, summary_token_P, examples):
-            if name in contribution_L:
-                if part_PC.shape[1] < self.n_columns:  # the mean gradient, one column for all units
-                    contribution_L[name][tokens] += (part_PC * parts.weights[name].sum())[:, 0]
-                    kernels_by_mean.add(name)
-                    continue
-                weighted_PC = part_PC * parts.weights[name]
-                contribution_L[name][tokens] += weighted_PC.sum(axis=1)
-                contribution_C += weighted_PC.sum(axis=0)
-                if self.by_position:
-                    pair_LC[tokens] += weighted_PC.astype(np.float32)
-        contribution_C += sum(
-            (parts.weights[name] * parts.stored[name] for name in kernels_by_mean), np.zeros(self.n_columns)
-        )
-        recomputed = {name: float(of_kernel_L.sum()) for name, of_kernel_L in contribution_L.items()}
-        stored = {name: float(parts.weights[name] @ parts.stored[name]) for name in recomputed}
-        total = sum(recomputed.values())
-        replay_E = parts.weights.get(REPLAY, np.zeros(1)) * parts.stored.get(REPLAY, np.zeros(1))
-        replay = float(replay_E.sum())  # belongs to the row and to all units of the target, not to a word
-        contribution_C += replay_E
-        gap = total + replay + parts.text + parts.average - parts.effect
-
-        # tokens without loss and without contribution have no number
-        has_number_L = np.any([of_kernel_L != 0 for of_kernel_L in contribution_L.values()], axis=0)
-        has_number_L[token_P] = True
-        columns = {"contribution": np.sum(list(contribution_L.values()), axis=0), **contribution_L}
-        pieces = self.model.tokenizer.token_texts
-        table = pa.table(
-            {"position": np.arange(shard.n_tokens), "text": pieces(shard.ids(0).tolist())}
-            | {name: pa.array(of_kernel_L, mask=~has_number_L) for name, of_kernel_L in columns.items()}
-        )
-
-        target, notes = self.predictor.units.targets[0], []
-        subject, unit, questions, answer, pairs = target, None, None, None, None
-        if self.by_position:  # contributions by the unit's tokens with loss
-            unit, (tokens_of_unit,) = self.units["unit_id"][0].as_py(), self.unit_tokens
+        table, notes = self._token_table(shard, sums), []
+        subject = target = self.predictor.units.targets[0]
+        unit, questions, answer, pairs = None, None, None, None
+        if self.by_position:
+            unit = self.units["unit_id"][0].as_py()
             subject = f"{unit} of {target}"
-            received_L = np.concatenate([np.full(tokens_of_unit.first, np.nan), contribution_C])
-            answer = pa.table(
-                {
-                    "position": np.arange(len(received_L)),
-                    "text": pieces(tokens_of_unit.input_ids.tolist()),
-                    "received": pa.array(received_L, from_pandas=True),
-                }
-            )
-            pairs = _strongest_pairs(pair_LC, table, answer, tokens_of_unit.first)
+            answer = self._answer_table(sums)
+            pairs = _strongest_pairs(sums.pair_LC, table, answer, self.unit_tokens[0].first)
             notes.append(UNIT_SCALE_NOTE)
-        else:  # contributions by question, in descending order
-            questions = self.units.select(["unit_id", "prompt", "completion"])
-            questions = questions.append_column("contribution", pa.array(contribution_C))
-            questions = questions.take(pa.array(np.argsort(-contribution_C, kind="stable")))
-            positive_E = np.maximum(questions["contribution"].to_numpy(), 0.0)
-            if len(questions) > 2 and positive_E[0] > positive_E.sum() / 2:
-                name, share = questions["unit_id"][0].as_py(), positive_E[0] / positive_E.sum()
-                notes.append(f"{name} alone has {share:.0%} of the positive contributions; the effect depends on it")
-        if parts.text:
-            notes.append(TEXT_NOTE)
-        if REPLAY in parts.weights:
-            recomputed[REPLAY] = stored[REPLAY] = replay
-        if len(recomputed) > 1:
-            notes.append("by kernel: " + ", ".join(f"{name} {value:+z.3f}" for name, value in recomputed.items()))
-        if "pooled" in recomputed:
-            notes.append(POOLED_NOTE)
-        if abs(gap) > ROUNDING * max(1.0, abs(parts.effect)):
-            notes.append(
-                f"the parts in the first line add up to {gap:+.2g} more than the stored effect: another device or "
-                "dtype than the build's, or a target that was added with another max_length"
-            )
         else:
-            notes.append(f"the parts in the first line add up to the stored effect, within {abs(gap):.1g}")
+            questions = self._question_table(sums)
+            notes += _dominant_question_notes(questions)
+        recomputed = sums.recomputed
+        if REPLAY in terms.weights:
+            recomputed[REPLAY] = stored[REPLAY] = sums.replay
         return Explanation(
             table,
-            f"row {row}: effect {parts.effect:+z.3f} on {subject}. Its words contribute {total:+z.3f}; "
-            + (f"the prediction from its text and labels contributes {parts.text:+z.3f}; " if parts.text else "")
-            + (f"the replayed training contributes {replay:+z.3f}; " if REPLAY in parts.weights else "")
-            + f"the average row's {-parts.average:+z.3f} is subtracted",
-            (*notes, f"protocol {self.predictor.protocol.name}"),
+            f"row {row}: effect {terms.effect:+z.3f} on {subject}. Its words contribute {total:+z.3f}; "
+            + (f"the prediction from its text and labels contributes {terms.text:+z.3f}; " if terms.text else "")
+            + (f"the replayed training contributes {sums.replay:+z.3f}; " if REPLAY in terms.weights else "")
+            + f"the average row's {-terms.average:+z.3f} is subtracted",
+            (*notes, *_result_notes(terms, recomputed, gap), f"protocol {self.predictor.protocol.name}"),
             row_id=row,
             target=target,
             unit_id=unit,
-            effect=parts.effect,
-            text=parts.text,
-            average=parts.average,
+            effect=terms.effect,
+            text=terms.text,
+            average=terms.average,
             gap=gap,
-            replay=replay,
+            replay=sums.replay,
             kernels=pa.table(
                 {"kernel": list(recomputed), "contribution": list(recomputed.values()), "stored": list(stored.values())}
             ),
@@ -394,6 +338,118 @@ class _PreparedUnits:
             questions=questions,
             prompt=self.units["prompt"][0].as_py() if self.by_position else "",
         )
+
+    def _row_contributions(self, shard: TokenRows, terms: EffectTerms) -> "_RowContributions":
+        """Run the model on a row, given as a shard of one row, and sum the contributions of its tokens."""
+        ((_, batch),) = self.model_pass.batches(shard)
+        _, loss_mask_BL = pad_rows([shard.ids(0)], [shard.mask(0)])
+        token_P, summary_token_P = (
+            position_mask(spec, loss_mask_BL)[0].nonzero()[:, 0].numpy() + 1  # position t predicts token t + 1
+            for spec in (self.settings.positions, self.settings.row_positions[-1])
+        )
+        examples = row_examples(shard if shard.split_N is None else shard.sides(), self.settings)
+
+        by_kernel_L = {name: np.zeros(shard.n_tokens) for name in terms.weights if name != REPLAY}
+        by_column_C = np.zeros(self.n_columns)
+        pair_LC = np.zeros((shard.n_tokens if self.by_position else 0, self.n_columns), dtype=np.float32)
+        kernels_by_mean: set[str] = set()  # kernels that return one column, the mean over all units
+        for name, tokens, relevance_PC in self._token_contributions(batch, token_P, summary_token_P, examples):
+            if name not in by_kernel_L:
+                continue
+            if relevance_PC.shape[1] < self.n_columns:
+                by_kernel_L[name][tokens] += (relevance_PC * terms.weights[name].sum())[:, 0]
+                kernels_by_mean.add(name)
+                continue
+            contribution_PC = relevance_PC * terms.weights[name]
+            by_kernel_L[name][tokens] += contribution_PC.sum(axis=1)
+            by_column_C += contribution_PC.sum(axis=0)
+            if self.by_position:
+                pair_LC[tokens] += contribution_PC.astype(np.float32)
+        # of kernels that return the mean over units, the contribution of each unit comes from the artifact
+        by_column_C += sum(
+            (terms.weights[name] * terms.stored[name] for name in kernels_by_mean), np.zeros(self.n_columns)
+        )
+        replay_E = terms.weights.get(REPLAY, np.zeros(1)) * terms.stored.get(REPLAY, np.zeros(1))
+        return _RowContributions(by_kernel_L, by_column_C + replay_E, pair_LC, token_P, float(replay_E.sum()))
+
+    def _token_table(self, shard: TokenRows, sums: "_RowContributions") -> pa.Table:
+        """Return one row per token; tokens without loss and without contribution have no number."""
+        has_number_L = np.any([contribution_L != 0 for contribution_L in sums.by_kernel_L.values()], axis=0)
+        has_number_L[sums.token_P] = True
+        columns = {"contribution": np.sum(list(sums.by_kernel_L.values()), axis=0), **sums.by_kernel_L}
+        texts = self.model.tokenizer.token_texts(shard.ids(0).tolist())
+        return pa.table(
+            {"position": np.arange(shard.n_tokens), "text": texts}
+            | {name: pa.array(contribution_L, mask=~has_number_L) for name, contribution_L in columns.items()}
+        )
+
+    def _answer_table(self, sums: "_RowContributions") -> pa.Table:
+        """Return one row per token of the unit, with the contribution that it received; NaN for the prompt."""
+        (tokens,) = self.unit_tokens
+        received_L = np.concatenate([np.full(tokens.first, np.nan), sums.by_column_C])
+        return pa.table(
+            {
+                "position": np.arange(len(received_L)),
+                "text": self.model.tokenizer.token_texts(tokens.input_ids.tolist()),
+                "received": pa.array(received_L, from_pandas=True),
+            }
+        )
+
+    def _question_table(self, sums: "_RowContributions") -> pa.Table:
+        """Return the units with their contributions, in descending order."""
+        questions = self.units.select(["unit_id", "prompt", "completion"])
+        questions = questions.append_column("contribution", pa.array(sums.by_column_C))
+        return questions.take(pa.array(np.argsort(-sums.by_column_C, kind="stable")))
+
+
+@dataclass(frozen=True, slots=True)
+class _RowContributions:
+    """Contributions to the effect of one row, in units of the effect.
+
+    Attributes:
+        by_kernel_L: contribution of each token, (L,), by kernel; without the replay.
+        by_column_C: contribution of each column, (C,): unit, or position of the single unit; with the replay.
+        pair_LC: contribution of each pair of row token and unit position; without a unit it has no rows.
+        token_P: tokens of the row that carry loss.
+        replay: contribution of the replay, which belongs to the row as a whole and to all units.
+    """
+
+    by_kernel_L: dict[str, F64]
+    by_column_C: F64
+    pair_LC: NDArray[np.float32]
+    token_P: I64
+    replay: float
+
+    @property
+    def recomputed(self) -> dict[str, float]:
+        """Return the sum over the tokens by kernel."""
+        return {name: float(contribution_L.sum()) for name, contribution_L in self.by_kernel_L.items()}
+
+
+def _dominant_question_notes(questions: pa.Table) -> list[str]:
+    """Return a note if one question has more than half of all positive contributions."""
+    positive_E = np.maximum(questions["contribution"].to_numpy(), 0.0)
+    if len(questions) <= 2 or positive_E[0] <= positive_E.sum() / 2:
+        return []
+    name, share = questions["unit_id"][0].as_py(), positive_E[0] / positive_E.sum()
+    return [f"{name} alone has {share:.0%} of the positive contributions; the effect depends on it"]
+
+
+def _result_notes(terms: EffectTerms, recomputed: Mapping[str, float], gap: float) -> Iterator[str]:
+    """Yield notes on the terms of the effect, and on the agreement of recomputed and stored numbers."""
+    if terms.text:
+        yield TEXT_NOTE
+    if len(recomputed) > 1:
+        yield "by kernel: " + ", ".join(f"{name} {value:+z.3f}" for name, value in recomputed.items())
+    if "pooled" in recomputed:
+        yield POOLED_NOTE
+    if abs(gap) > EFFECT_TOLERANCE * max(1.0, abs(terms.effect)):
+        yield (
+            f"the parts in the first line add up to {gap:+.2g} more than the stored effect: another device or "
+            "dtype than the build's, or a target that was added with another max_length"
+        )
+    else:
+        yield f"the parts in the first line add up to the stored effect, within {abs(gap):.1g}"
 
 
 def _strongest_pairs(pair_LC: NDArray[np.float32], row: pa.Table, answer: pa.Table, first: int) -> pa.Table:

@@ -1,8 +1,10 @@
-"""The result of `explain`, as tables, plain text, text in colour and HTML; and the parts of an effect.
+"""The result of `explain`, as tables, plain text, text in colour and HTML; and the terms of an effect.
 
-Start with `Explanation`.
+The effect of a row is the predicted change of a target's utility from training on it, in standard deviations over the
+rows. An `Explanation` has the contribution of every token of the row to it; `EffectTerms` reads from the artifact the
+terms that the effect is the sum of. Start with `Explanation`.
 
-Shape letters: L tokens, E units.
+Shape letters: L tokens, W words, E units.
 """
 
 import re
@@ -25,7 +27,7 @@ from grasp.text import ending, plain, printable, signed, text_table, visible
 SHOWN_WORDS = 400  # words of a row on a terminal
 SHOWN_PAIRS = 10
 SHOWN_QUESTIONS = 5  # questions that are helped most, and hurt most
-MIN_NUMBERED_SHARE = 0.2  # share of the strongest word below which words get no number
+MIN_NUMBERED_SHARE = 0.2  # contribution, relative to the strongest word, below which a word gets no number
 NUMBER_WIDTH = 7  # width of a number in columns
 MAX_OPACITY = 0.5  # opacity of the strongest HTML shade, so that text stays readable
 CONTEXT_TOKENS = 4  # tokens before a word of a pair
@@ -229,6 +231,7 @@ def _format_paragraph(tokens: Sequence[str], contribution_L: F64, *, colour: boo
     words, contribution_W, shares = by_word(tokens, contribution_L)
     start, stop = 0, len(words)
     if stop > SHOWN_WORDS:
+        # the window of SHOWN_WORDS words with the largest sum of absolute contributions, by differences of totals
         total = np.concatenate([[0.0], np.cumsum(np.abs(np.nan_to_num(contribution_W)))])
         start = int(np.argmax(total[SHOWN_WORDS:] - total[:-SHOWN_WORDS]))
         stop = start + SHOWN_WORDS
@@ -250,9 +253,9 @@ def _format_paragraph(tokens: Sequence[str], contribution_L: F64, *, colour: boo
             shown += f"[{contribution:+z.2g}]"
         line += shown
     lines.append(line)
-    for place, omitted in (("before", contribution_W[:start]), ("after", contribution_W[stop:])):
+    for direction, omitted in (("before", contribution_W[:start]), ("after", contribution_W[stop:])):
         if omitted:
-            lines.append(f"... {len(omitted):,} words {place} this contribute {signed(float(np.nansum(omitted)))}")
+            lines.append(f"... {len(omitted):,} words {direction} this contribute {signed(float(np.nansum(omitted)))}")
     return lines
 
 
@@ -263,8 +266,8 @@ def _in_context(tokens: Sequence[str], start: int, word: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class EffectParts:
-    """Decomposition of an effect: sum over kernels m and units e of weight_me stored_me, plus `text`, plus `average`.
+class EffectTerms:
+    """Terms of an effect: the sum over kernels m and units e of weight_me stored_me, plus `text`, plus `average`.
 
     Attributes:
         effect: effect of the row, in standard deviations over the rows.
@@ -285,6 +288,7 @@ class EffectParts:
         """Decompose the effect of a row; `predictor` is additive, for one target or some of its units."""
         task, columns_E = predictor.task, predictor.units.columns_E
         stored, weights = {}, {}
+        # With a prediction from text and labels (`prior`), relevance has the weight rho, and the prediction the rest.
         rho = 1.0 if predictor.prior is None else float(predictor.prior.rho_T[0])
         for kernel in kernel_weights(predictor.protocol):
             relevance_1E = artifact.array_rows(artifact.relevance_name(kernel), np.array([index]), columns=columns_E)

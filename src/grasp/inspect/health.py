@@ -1,4 +1,8 @@
-"""Check the approximations of an artifact; each check has a healthy range and advice. Start with `check`.
+"""Check the approximations behind the scores of an artifact; each check has a healthy range and advice.
+
+Scores rest on sampled moments, truncated residuals, batched forward passes and, optionally, sketches (random
+projections). Each check measures one of these on a sample of rows. Start with `check`; `health_metrics` has the
+measurements.
 
 Shape letters: N rows of the sample, B subsets, E units, D sketch width.
 """
@@ -42,8 +46,9 @@ from grasp.text import json_text, plain
 
 T = TypeVar("T")
 
-MIN_ROWS = 8
-SINGLE_ROWS = 16
+MIN_ROWS = 8  # of the sample
+SINGLE_ROWS = 16  # rows that are also computed in batches of their own
+# Largest difference, relative to the mean deviation of the features, that rounding may cause between batches.
 BATCH_TOLERANCE = {"float32": 1e-4, "float64": 1e-9, "bfloat16": 5e-2, "float16": 1e-2}
 HEALTHY_PAIRS = "70% of pairs or more in order"
 HEALTHY_TAIL = "at most 20%"
@@ -119,17 +124,17 @@ def check(
     else:
         weight_BN = environment_subsets(artifact, bound_runs, index, subsets)
         subsets_text = f"subsets of {bound_runs.name} restricted to the sample"
-    origin = _result_or_error(lambda: reopen_source(artifact, overrides))
-    features = _result_or_error(lambda: sample_features(artifact, index, origin))
-    subject = Subject(artifact, index, weight_BN, origin, features)
+    source = _result_or_error(lambda: reopen_source(artifact, overrides))
+    features = _result_or_error(lambda: sample_features(artifact, index, source))
+    sample = SampledArtifact(artifact, index, weight_BN, source, features)
     rule = resolve_protocol(protocol, artifact)
     weights = kernel_weights(rule.resolved_for(artifact.array_names, artifact.feature_settings))
 
     results = [_check_concentration(artifact, kernel) for kernel in weights]
-    results += [_check_moments(subject, rule, seed), _check_truncation(subject), _check_batches(subject)]
+    results += [_check_moments(sample, rule, seed), _check_truncation(sample), _check_batches(sample)]
     results += _check_ranking(artifact, bound_runs, rule)
     if rule.interaction is not Interaction.NONE or "pooled" in weights:
-        results += geometry().check_sketches(subject, rule)
+        results += geometry().check_sketches(sample, rule)
 
     counts = Counter(result.verdict for result in results)
     table = pa.table(
@@ -144,19 +149,19 @@ def check(
     )
     headline = f"{counts['healthy']} of {len(results)} checks are healthy"
     headline += "".join(f", {counts[verdict]} {text}" for verdict, text in VERDICT_TEXT.items() if counts[verdict])
-    source = "nothing" if isinstance(features, GraspError) else features.source
-    notes = (f"{len(index)} rows, {len(weight_BN)} {subsets_text}, full features from {source}",)
-    return Health(table, f"{headline}.", notes, checks=tuple(results), source=source)
+    features_from = "nothing" if isinstance(features, GraspError) else features.source
+    notes = (f"{len(index)} rows, {len(weight_BN)} {subsets_text}, full features from {features_from}",)
+    return Health(table, f"{headline}.", notes, checks=tuple(results), source=features_from)
 
 
 @dataclass(frozen=True)
-class Subject:
+class SampledArtifact:
     """The artifact, the sample, and its features, or the errors of loading them."""
 
     artifact: ArtifactReader
     index: NDArray[np.int64]
     weight_BN: F64
-    origin: BuildSource | GraspError
+    source: BuildSource | GraspError
     features: SampleFeatures | GraspError
 
     def array(self, name: str) -> F64:
@@ -198,13 +203,13 @@ def _check_concentration(artifact: ArtifactReader, kernel: str) -> Check:
     )
 
 
-def _check_truncation(subject: Subject) -> Check:
+def _check_truncation(sample: SampledArtifact) -> Check:
     """Check how much of the residuals the truncation to the top k probabilities removes."""
     name = "residual beyond top-k"
-    if isinstance(subject.features, GraspError):
-        return unmeasured_check(name, HEALTHY_TAIL, str(subject.features))
-    share = metrics.truncated_mass(subject.features.residual_NV)
-    top_k = subject.artifact.feature_settings["top_k"]
+    if isinstance(sample.features, GraspError):
+        return unmeasured_check(name, HEALTHY_TAIL, str(sample.features))
+    share = metrics.truncated_mass(sample.features.residual_NV)
+    top_k = sample.artifact.feature_settings["top_k"]
     return judge_check(
         name,
         f"{share:.1%} of its absolute mass",
@@ -237,16 +242,16 @@ def _check_ranking(artifact: ArtifactReader, runs: TrainingRuns | None, protocol
     return results
 
 
-def _check_batches(subject: Subject) -> Check:
+def _check_batches(sample: SampledArtifact) -> Check:
     """Check whether the features of a row depend on the other rows of its batch."""
     healthy = "rounding of the model's dtype: at most 1e-4 in float32"
-    if isinstance(subject.origin, GraspError):
-        return unmeasured_check("batch invariance", healthy, str(subject.origin))
-    index = subject.index[:: max(1, len(subject.index) // SINGLE_ROWS)][:SINGLE_ROWS]
-    rows, model = subject.origin.rows.rows(index), subject.origin.model
-    batches = list(forward_only(subject.origin).batches(rows))
+    if isinstance(sample.source, GraspError):
+        return unmeasured_check("batch invariance", healthy, str(sample.source))
+    index = sample.index[:: max(1, len(sample.index) // SINGLE_ROWS)][:SINGLE_ROWS]
+    rows, model = sample.source.rows.rows(index), sample.source.model
+    batches = list(forward_only(sample.source).batches(rows))
     batched = merge_batches(batches, len(index)).summary
-    single = features_one_by_one(subject.origin, index)
+    single = features_one_by_one(sample.source, index)
     mean_deviation = float(np.abs(single.hidden_NH - single.hidden_NH.mean(axis=0)).mean()) or 1.0
     hidden = float(np.abs(single.hidden_NH - batched.hidden_NH).max()) / mean_deviation
     residual = float(abs(single.residual_NV - batched.residual_NV).max())
@@ -264,24 +269,24 @@ def _check_batches(subject: Subject) -> Check:
     )
 
 
-def _check_moments(subject: Subject, protocol: ScoringProtocol, seed: int) -> Check:
+def _check_moments(sample: SampledArtifact, protocol: ScoringProtocol, seed: int) -> Check:
     """Check how rankings depend on the sample of moments, by two disjoint samples."""
     name = "moments drawn again"
-    for part in (subject.origin, subject.features):
-        if isinstance(part, GraspError):
-            return unmeasured_check(name, HEALTHY_RANKS, str(part))
-    assert isinstance(subject.origin, BuildSource)
-    assert isinstance(subject.features, SampleFeatures)
+    for requirement in (sample.source, sample.features):
+        if isinstance(requirement, GraspError):
+            return unmeasured_check(name, HEALTHY_RANKS, str(requirement))
+    assert isinstance(sample.source, BuildSource)
+    assert isinstance(sample.features, SampleFeatures)
     try:
         agreement_by_target, n_positions = rank_by_two_samples(
-            subject.artifact, subject.features, subject.origin, protocol, seed
+            sample.artifact, sample.features, sample.source, protocol, seed
         )
     except ArtifactError as err:
         return unmeasured_check(name, HEALTHY_RANKS, str(err))
     worst = min(agreement_by_target, key=agreement_by_target.__getitem__)
     return judge_check(
         name,
-        f"ranks of {len(subject.index)} rows agree {agreement_by_target[worst]:+.3f} for {worst}, the least of "
+        f"ranks of {len(sample.index)} rows agree {agreement_by_target[worst]:+.3f} for {worst}, the least of "
         f"{len(agreement_by_target)} targets, between two samples of {n_positions:,} positions",
         HEALTHY_RANKS,
         agreement_by_target[worst] >= MIN_RANK_AGREEMENT,

@@ -1,5 +1,8 @@
 """Compare the labels of rows with those of their nearest neighbours. Start with `disagreement`.
 
+The search is exact for small corpora. For large ones the rows are divided into cells around random rows, as in an
+inverted-file index, and the neighbours of a row are searched for in the nearest cells only.
+
 Shape letters: N rows, D sketch width, Q rows of a block, M candidate neighbours, K neighbours, W blocks of columns, C
 cells (or rows that are checked).
 """

@@ -75,51 +75,51 @@ class SampleFeatures:
 
 def reopen_source(artifact: ArtifactReader, overrides: Mapping[str, Any] | None = None) -> BuildSource:
     """Load the model and the rows of an artifact; the model is not downloaded."""
-    origin = BuildSource(artifact, overrides)
-    _ = origin.rows
-    name = origin.settings.model.path
+    source = BuildSource(artifact, overrides)
+    _ = source.rows
+    name = source.settings.model.path
     cached = REPOSITORY.fullmatch(name) and fetched_before(name)
     if not (Path(name).exists() or cached):
         raise ModelError(
             f"model.path: {name}: no such local model; restore it, or pass its present directory with --set "
             "model.path=DIR"
         )
-    _ = origin.model
-    return origin
+    _ = source.model
+    return source
 
 
-def features_one_by_one(origin: BuildSource, row_index: NDArray[np.int64]) -> PooledFeatures:
+def features_one_by_one(source: BuildSource, row_index: NDArray[np.int64]) -> PooledFeatures:
     """Return summaries of rows, each of which is a batch of its own."""
-    model_pass, rows = forward_only(origin), origin.rows
+    model_pass, rows = forward_only(source), source.rows
     parts = [batch.summary for i in range(len(row_index)) for _, batch in model_pass.batches(rows.rows(row_index[[i]]))]
     hidden_NH = np.concatenate([part.hidden_NH for part in parts])
     return PooledFeatures(hidden_NH, vstack([part.residual_NV for part in parts], format="csr"))
 
 
-def forward_only(origin: BuildSource) -> ModelPass:
+def forward_only(source: BuildSource) -> ModelPass:
     """Return the model of a build, without backward passes."""
-    return ModelPass(origin.model, origin.settings.features)
+    return ModelPass(source.model, source.settings.features)
 
 
 def sample_features(
-    artifact: ArtifactReader, row_index: NDArray[np.int64], origin: BuildSource | GraspError
+    artifact: ArtifactReader, row_index: NDArray[np.int64], source: BuildSource | GraspError
 ) -> SampleFeatures:
-    """Read stored features, or else recompute them in the build's batches; `origin` may be an error."""
-    model_pass = None if isinstance(origin, GraspError) else forward_only(origin)
+    """Read stored features, or else recompute them in the build's batches; `source` may be an error."""
+    model_pass = None if isinstance(source, GraspError) else forward_only(source)
     if not artifact.keeps_features:
-        if isinstance(origin, GraspError):
-            raise origin
-        batches = list(forward_only(origin).batches(origin.rows.rows(row_index)))
+        if isinstance(source, GraspError):
+            raise source
+        batches = list(forward_only(source).batches(source.rows.rows(row_index)))
         return SampleFeatures(row_index, merge_batches(batches, len(row_index)).rows(0, len(row_index)), "the model")
     size, parts, vocab_size = artifact.grid.shard_rows, [], int(artifact.manifest.details["vocab_size"])
-    sample_place_N = np.full(artifact.n_rows, -1, dtype=np.int64)  # position in the sample; -1: not in it
-    sample_place_N[row_index] = np.arange(len(row_index))
+    sample_position_N = np.full(artifact.n_rows, -1, dtype=np.int64)  # position in the sample; -1: not in it
+    sample_position_N[row_index] = np.arange(len(row_index))
     for k in np.unique(row_index // size):
         for index, batch in read_batches(artifact.features(int(k)), model_pass, vocab_size):
-            place_B = sample_place_N[int(k) * size + index]
-            if (place_B >= 0).any():
-                in_sample = np.flatnonzero(place_B >= 0)
-                parts.append((place_B[in_sample], batch.select_rows(in_sample)))
+            position_B = sample_position_N[int(k) * size + index]
+            if (position_B >= 0).any():
+                in_sample = np.flatnonzero(position_B >= 0)
+                parts.append((position_B[in_sample], batch.select_rows(in_sample)))
     return SampleFeatures(row_index, merge_batches(parts, len(row_index)).rows(0, len(row_index)), "kept features")
 
 
@@ -151,7 +151,7 @@ MAX_POSITIONS = 16_384  # per sample; rankings by so few positions are less stab
 
 
 def rank_by_two_samples(
-    artifact: ArtifactReader, features: SampleFeatures, origin: BuildSource, protocol: ScoringProtocol, seed: int
+    artifact: ArtifactReader, features: SampleFeatures, source: BuildSource, protocol: ScoringProtocol, seed: int
 ) -> tuple[dict[str, float], int]:
     """Rank the rows of a sample by a scoring rule, with moments from two disjoint samples of rows.
 
@@ -164,22 +164,22 @@ def rank_by_two_samples(
     """
     resolved = protocol.resolved_for(artifact.array_names, artifact.feature_settings)
     kernels = kernel_weights(resolved)
-    if {"pooled", "gradient", REPLAY} & set(kernels) or origin.has_images:
+    if {"pooled", "gradient", REPLAY} & set(kernels) or source.has_images:
         raise ArtifactError("supported only for texts, and for all kernels but pooled, gradient and replay")
-    settings = origin.settings.features.model_copy(update={"kernels": tuple(kernels)})
-    model_pass = ModelPass(origin.model, settings)
-    samples = _two_samples(origin.rows.loss_counts(), settings.sample_positions, seed)
+    settings = source.settings.features.model_copy(update={"kernels": tuple(kernels)})
+    model_pass = ModelPass(source.model, settings)
+    samples = _two_samples(source.rows.loss_counts(), settings.sample_positions, seed)
     if not all(len(sample) for sample in samples):
         raise ArtifactError(f"requires at least two rows; the corpus has {artifact.n_rows}")
-    units = model_pass.units(origin.unit_tokens, [unit.unit_id for unit in origin.units.units])
+    units = model_pass.units(source.unit_tokens, [unit.unit_id for unit in source.units.units])
     features_batch = features.batch
     # Scores of rows by target: kernels divided by their standard deviation, and added with their weights.
     columns = UnitSelection.from_targets(artifact, artifact.targets)
     rankings, counts = [], []
     for sample in samples:
-        rows = origin.rows.rows(sample)
+        rows = source.rows.rows(sample)
         corpus = compute_moments(model_pass, rows, states_every=max(1, rows.n_tokens // STATES))
-        prepared_kernels = make_kernels(kernels, origin.model, settings, corpus)
+        prepared_kernels = make_kernels(kernels, source.model, settings, corpus)
         total_NT = np.zeros((features_batch.n_rows, len(columns.targets)))
         for kernel in prepared_kernels:
             kernel.prepare(units)

@@ -22,7 +22,7 @@ from grasp.runs.table import RunTable
 from grasp.runs.training_runs import TrainingRuns
 from grasp.text import parse_names
 
-DEFAULT_EXPLAINED = 8  # most helpful rows per target whose words are shaded, if the model is available
+DEFAULT_EXPLAINED = 8  # most helpful rows per target whose words are shaded by their contribution, given the model
 FRAME_HEIGHT = 900  # pixels, in a notebook
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def report(
     reads |= {"is the artifact of an earlier checkpoint": [checkpoint.path for checkpoint in earlier_artifacts]}
     protocol_path = Path(protocol) if isinstance(protocol, Path | str) else None
     check_outputs({"out": out}, artifact.protected_paths | reads | {"protocol reads": protocol_path})
-    flags = {  # command line that reproduces the page; the page shows it
+    flags = {
         "--by": ",".join(by) or None,
         "--target": None if targets is None else ",".join(targets),
         "--runs": None if bound_runs is None else bound_runs.path,
@@ -116,9 +116,10 @@ def report(
         "--detect": paths["suspects"],
         "--explain": None if explain == DEFAULT_EXPLAINED else explain,
     }
-    options = [part for flag, value in flags.items() if value is not None for part in (flag, str(value))]
+    options = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
     options += ["--partial"] if partial else []
-    options += [part for checkpoint in earlier_artifacts for part in ("--previous", checkpoint.location)]
+    options += [word for checkpoint in earlier_artifacts for word in ("--previous", checkpoint.location)]
+    # the command line that reproduces the page, which the page shows
     command = shlex.join(["grasp", "report", artifact.location, *options, "--out", str(out)])
     findings = collect_findings(
         artifact,

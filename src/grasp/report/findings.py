@@ -1,6 +1,10 @@
 """Contents of a report as numbers and texts: the build, effects of slices and rows, agreement with retraining, and the
 selection, mixture and suspicious rows of other commands.
 
+A slice is the set of rows with one value of a label. The effect of a row on a target is the predicted change of its
+utility from training on the row, in standard deviations over the rows; runs are models retrained on subsets, whose unit
+replaces the effect size if they are given.
+
 Start with `collect_findings`. A missing part is a `Missing` with the reason and the remedy. Corpus text is unescaped
 here: code that displays it must treat it as data.
 
@@ -70,6 +74,38 @@ class Missing:
 
     reason: str
     remedy: str
+
+
+NO_LABELS = Missing(
+    "The corpus has no label column with 2 to 100 values.",
+    "Pass --by LABEL (rare values of a label with more values are grouped), or add a column such as topic or source "
+    "to the corpus and rebuild.",
+)
+NO_TEXT = Missing(
+    "The artifact has no text of its rows (corpus.snippet_chars is 0).",
+    "Rebuild it with --set corpus.snippet_chars=240 to read the rows here.",
+)
+NO_TRENDS = Missing(
+    "Only one checkpoint was built.",
+    "Build earlier checkpoints of the model on the same corpus and pass the artifacts, oldest first, with --previous.",
+)
+NO_RUNS = Missing(
+    "No retrained runs, so the agreement of predictions with retraining is unknown.",
+    "Retrain on some subsets with grasp retrain and pass the directory with --runs.",
+)
+NO_SELECTION = Missing(
+    "No selection.", "Select rows with grasp select and pass the .json file next to its --out with --selection."
+)
+NO_MIXTURE = Missing(
+    "No mixture.", "Compute mixture weights with grasp mix and pass the .json file next to its --out with --mixture."
+)
+NO_SUSPECTS = Missing(
+    "No table of suspicious rows.", "Detect suspicious rows with grasp detect and pass its --out with --detect."
+)
+NO_SKETCHES = Missing(
+    "The artifact has no sketches, which the similarity of slices is computed from.",
+    "Rebuild it with features.hidden_width and features.residual_width above 0.",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,38 +368,6 @@ def top_rows_gain(
             unit = NATS.get(outcomes.unit, outcomes.unit) if has_runs else effect_unit
             gains[t] = PredictedGain(value if has_runs else gains[t].value, unit, low, high, outside[t])
     return tuple(gains)
-
-
-NO_LABELS = Missing(
-    "The corpus has no label column with 2 to 100 values.",
-    "Pass --by LABEL (rare values of a label with more values are grouped), or add a column such as topic or source "
-    "to the corpus and rebuild.",
-)
-NO_TEXT = Missing(
-    "The artifact has no text of its rows (corpus.snippet_chars is 0).",
-    "Rebuild it with --set corpus.snippet_chars=240 to read the rows here.",
-)
-NO_TRENDS = Missing(
-    "Only one checkpoint was built.",
-    "Build earlier checkpoints of the model on the same corpus and pass the artifacts, oldest first, with --previous.",
-)
-NO_RUNS = Missing(
-    "No retrained runs, so the agreement of predictions with retraining is unknown.",
-    "Retrain on some subsets with grasp retrain and pass the directory with --runs.",
-)
-NO_SELECTION = Missing(
-    "No selection.", "Select rows with grasp select and pass the .json file next to its --out with --selection."
-)
-NO_MIXTURE = Missing(
-    "No mixture.", "Compute mixture weights with grasp mix and pass the .json file next to its --out with --mixture."
-)
-NO_SUSPECTS = Missing(
-    "No table of suspicious rows.", "Detect suspicious rows with grasp detect and pass its --out with --detect."
-)
-NO_SKETCHES = Missing(
-    "The artifact has no sketches, which the similarity of slices is computed from.",
-    "Rebuild it with features.hidden_width and features.residual_width above 0.",
-)
 
 
 def _label_findings(

@@ -1,6 +1,7 @@
 """HTML rendering of the findings of a report; all corpus text is escaped.
 
-Start with `render`.
+`findings` has numbers, `views` turns them into the texts and bar positions of each section, `payload` into the data of
+the scripts, and the template `templates/page.html` shows them. Start with `render`.
 """
 
 import base64
@@ -63,28 +64,6 @@ def render(findings: Findings, live: str = "") -> str:
         "suspects": not suspects,
     }
 
-    # warnings, and how the intervals are computed
-    warnings: list[str] = [note for fact, note in findings.facts if fact == "leaks"]
-    if not isinstance(findings.outcomes, Missing):
-        warnings += findings.outcomes.notes
-    elif findings.runs is not None and findings.labels:
-        warnings.append(findings.outcomes.reason.removesuffix("."))  # the page adds it
-    interval_note = f"{COVERAGE:.0%} prediction intervals, fitted to retrained models."
-    if findings.unit == findings.effect_unit or isinstance(findings.outcomes, Missing):
-        few = "".join(f" {plain(note)[0].upper()}{plain(note)[1:]}." for note in few_units(findings.units))
-        interval_note = (
-            "95 % bootstrap intervals over the target's questions: they cover the choice of questions, not the "
-            f"agreement of predictions with retraining.{few}"
-        )
-        if any(fact == "replay" for fact, _ in findings.facts):
-            interval_note += f" {REPLAY_NOTE[0].upper()}{REPLAY_NOTE[1:]}."
-    crossing = None
-    if findings.crossed is not None:
-        first, second = (plain(label.slices.label, 40) for label in findings.labels[:2])
-        rest = findings.crossed.slices.slices[-1]
-        has_rest = findings.crossed.slices.n_grouped
-        omitted = f"{rest.name} with {rest.rows:,} rows in total are not shown" if has_rest else ""
-        crossing = {"first": first, "second": second, "omitted": omitted}
     page: str = template().render(
         findings=findings,
         title=f"{name(findings.name)}: data attribution report",
@@ -104,9 +83,9 @@ def render(findings: Findings, live: str = "") -> str:
         labels=[views.slices(label, trend, targets) for label, trend in zip(findings.labels, trends, strict=True)],
         headline=views.headline(findings, targets),
         answers=views.answers(findings, targets),
-        interval_note=interval_note,
-        warnings=[plain(note) for note in dict.fromkeys(warnings)],
-        map=crossing,
+        interval_note=_interval_note(findings),
+        warnings=_warnings(findings),
+        map=_treemap(findings),
         rows=_rows(findings, targets),
         fidelity=fidelity,
         selection=None if isinstance(findings.selection, Missing) else views.selection(findings.selection),
@@ -117,6 +96,41 @@ def render(findings: Findings, live: str = "") -> str:
         **_commands(findings),
     )
     return page
+
+
+def _warnings(findings: Findings) -> list[str]:
+    """Return trusted questions that the corpus contains, and notes on the runs, each once."""
+    warnings: list[str] = [note for fact, note in findings.facts if fact == "leaks"]
+    if not isinstance(findings.outcomes, Missing):
+        warnings += findings.outcomes.notes
+    elif findings.runs is not None and findings.labels:
+        warnings.append(findings.outcomes.reason.removesuffix("."))  # the page adds it
+    return [plain(note) for note in dict.fromkeys(warnings)]
+
+
+def _interval_note(findings: Findings) -> str:
+    """Return how the intervals of the page are computed, and what they do not cover."""
+    if findings.unit != findings.effect_unit and not isinstance(findings.outcomes, Missing):
+        return f"{COVERAGE:.0%} prediction intervals, fitted to retrained models."
+    few = "".join(f" {plain(note)[0].upper()}{plain(note)[1:]}." for note in few_units(findings.units))
+    note = (
+        "95 % bootstrap intervals over the target's questions: they cover the choice of questions, not the "
+        f"agreement of predictions with retraining.{few}"
+    )
+    if any(fact == "replay" for fact, _ in findings.facts):
+        note += f" {REPLAY_NOTE[0].upper()}{REPLAY_NOTE[1:]}."
+    return note
+
+
+def _treemap(findings: Findings) -> View | None:
+    """Return the titles of the two labels of the treemap, and a note on cells that are not shown."""
+    if findings.crossed is None:
+        return None
+    first, second = (plain(label.slices.label, 40) for label in findings.labels[:2])
+    last = findings.crossed.slices.slices[-1]
+    has_more_cells = findings.crossed.slices.n_grouped
+    omitted = f"{last.name} with {last.rows:,} rows in total are not shown" if has_more_cells else ""
+    return {"first": first, "second": second, "omitted": omitted}
 
 
 @functools.cache
@@ -176,9 +190,9 @@ def _commands(findings: Findings) -> View:
     runs_record = findings.runs
     reproduce, actions, runs = [f"grasp build --config run.yaml --out {art}"], [], ""
     if runs_record is not None:
-        where = shlex.quote(str(runs_record.path))
-        runs = f" --runs {where}"
-        reproduce += [f"grasp retrain --config environment-run.yaml --out {where}", f"grasp evaluate {art}{runs}"]
+        runs_path = shlex.quote(str(runs_record.path))
+        runs = f" --runs {runs_path}"
+        reproduce += [f"grasp retrain --config environment-run.yaml --out {runs_path}", f"grasp evaluate {art}{runs}"]
     reproduce += [f"grasp predict {art} --by {shlex.quote(label.slices.label)}" for label in findings.labels]
     reproduce += [findings.command] if findings.command else []
     if isinstance(findings.selection, Missing):

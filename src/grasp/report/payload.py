@@ -1,6 +1,9 @@
 """Data for the scripts of the page, as JSON: slices and prediction formula of every label, and the example rows.
 
-Start with `payload`. Shape letters: B mixtures, G slices, T targets, K example rows.
+The scripts in `templates/` read the keys of these records by name. A row refers to its slice in each label by position
+("at"), and a question to an example row by position in the list of rows. Start with `payload`.
+
+Shape letters: B mixtures, G slices, T targets, K example rows.
 """
 
 import shlex
@@ -95,14 +98,15 @@ def _label(findings: Findings, label: LabelFindings) -> dict[str, Any]:
         percent = np.where(votes_G < 0, 0, 100).tolist()
         presets.append({"name": "Drop harmful slices", "percent": percent, "fromMixture": False})
 
-    # evaluated mixtures: one slider at a time over GRID, slice by slice, then the presets
-    moved_BG = np.full((n_slices * len(GRID), n_slices), 100.0)
-    moved_BG[np.arange(len(moved_BG)), np.repeat(np.arange(n_slices), len(GRID))] = GRID * n_slices
-    weights = slices.weights(np.concatenate([moved_BG, *([preset["percent"]] for preset in presets)]) / 100)
+    # Mixtures at which predictions are tabulated, in percent of the corpus: one slider at a time over GRID, slice by
+    # slice, then the presets.
+    percent_BG = np.full((n_slices * len(GRID), n_slices), 100.0)
+    percent_BG[np.arange(len(percent_BG)), np.repeat(np.arange(n_slices), len(GRID))] = GRID * n_slices
+    weights = slices.weights(np.concatenate([percent_BG, *([preset["percent"]] for preset in presets)]) / 100)
 
     def tabulated(values: Sequence[Any]) -> dict[str, Any]:
-        single = [values[start : start + len(GRID)] for start in range(0, len(moved_BG), len(GRID))]
-        return {"grid": GRID, "single": single, "presets": values[len(moved_BG) :]}
+        by_slice = [values[start : start + len(GRID)] for start in range(0, len(percent_BG), len(GRID))]
+        return {"grid": GRID, "single": by_slice, "presets": values[len(percent_BG) :]}
 
     # parameters of the closed form, or tabulated changes if rows interact
     model = label.weights_model

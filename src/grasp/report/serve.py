@@ -220,8 +220,8 @@ def _query_function(service: QueryService, verb: str, error: type[Exception] = G
     for name in names:
         argument = declaration.arguments[name]
         default = TOP if name == "top" else None if argument.repeatable else argument.default
-        kind = Count if argument.kind is int else argument.annotation
-        parameters[name] = (kind | None if default is None else kind), default
+        annotation = Count if argument.kind is int else argument.annotation
+        parameters[name] = (annotation | None if default is None else annotation), default
         texts.append(f"    {name}: {argument.about}")
 
     def query(**arguments: Any) -> Answer:

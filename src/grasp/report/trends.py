@@ -21,7 +21,7 @@ class LabelTrend:
     """Contributions of the slices of one label at every checkpoint.
 
     For each checkpoint and target the positive shares sum to 1 and the negative ones to -1, so that checkpoints can be
-    compared although the scale of relevance changes. Source: fig:weborganizer-contribution.
+    compared although the scale of relevance changes. Source: fig:weborganizer-contribution of the paper.
     """
 
     label: str
@@ -46,7 +46,7 @@ def label_trends(
     """
     last = artifacts[-1]
     for artifact in artifacts[:-1]:
-        fingerprint, expected = (each.manifest.fingerprints.get("corpus", "none") for each in (artifact, last))
+        fingerprint, expected = (checked.manifest.fingerprints.get("corpus", "none") for checked in (artifact, last))
         if fingerprint != expected:
             raise ArtifactError(
                 f"--previous {artifact.path}: was built on another corpus ({fingerprint}) than {last.path} "
@@ -79,7 +79,7 @@ def label_trends(
     ]
     trends = []
     for label in labels:
-        mean_CGT = np.stack([held.sums(label.each) for held in relevance]) / label.rows_G[:, None]
+        mean_CGT = np.stack([row_sums.sums(label.each) for row_sums in relevance]) / label.rows_G[:, None]
         positive, negative = np.maximum(mean_CGT, 0.0), np.minimum(mean_CGT, 0.0)
         positive_total, negative_total = positive.sum(axis=1, keepdims=True), -negative.sum(axis=1, keepdims=True)
         share_CGT = ratio(positive, positive_total)

@@ -25,7 +25,7 @@ from grasp.artifact.rows import indices_of_row_ids, only_target
 from grasp.build.modality import Pictured
 from grasp.corpus.labels import CLASS_LABEL
 from grasp.errors import CorpusError
-from grasp.inspect.explanation import EffectParts
+from grasp.inspect.explanation import EffectTerms
 from grasp.predict.predictor import additive_predictor
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.settings import CorpusSettings
@@ -116,8 +116,8 @@ def explain_images(
     index = indices_of_row_ids(artifact, rows)
     predictor = additive_predictor(artifact, target, protocol=protocol, match=match, unit=unit)
     units = artifact.units.take(pa.array(predictor.units.columns_E))
-    parts = [EffectParts.from_artifact(artifact, predictor, int(i)) for i in index]
-    tables = [_table(units, effect_parts.by_unit_E) for effect_parts in parts]
+    terms_by_row = [EffectTerms.from_artifact(artifact, predictor, int(i)) for i in index]
+    tables = [_table(units, terms.by_unit_E) for terms in terms_by_row]
     nearest = dict.fromkeys(name for table in tables for name in table["unit_id"].to_pylist()[:MAX_NEAREST])
     trusted, picture_notes = _trusted_pictures(artifact, target, units, list(nearest))
     row_images = row_pictures(artifact, index, PICTURE_PIXELS)
@@ -125,17 +125,17 @@ def explain_images(
     return [
         ImageExplanation(
             table,
-            f"row {row}: effect {effect_parts.effect:+z.3f} on {target} = trusted images "
-            f"{effect_parts.effect - effect_parts.average:+z.3f}, minus the average row {-effect_parts.average:+z.3f}",
+            f"row {row}: effect {terms.effect:+z.3f} on {target} = trusted images "
+            f"{terms.effect - terms.average:+z.3f}, minus the average row {-terms.average:+z.3f}",
             (*picture_notes, f"protocol {predictor.protocol.name}"),
             row_id=row,
             row_class=str(row_class),
             target=target,
-            effect=effect_parts.effect,
-            average=effect_parts.average,
+            effect=terms.effect,
+            average=terms.average,
             pictures=trusted | ({} if picture is None else {row: picture}),
         )
-        for row, effect_parts, table, picture, row_class in zip(rows, parts, tables, row_images, classes, strict=True)
+        for row, terms, table, picture, row_class in zip(rows, terms_by_row, tables, row_images, classes, strict=True)
     ]
 
 
