@@ -569,6 +569,7 @@ REFUSED = [
     ("c.parquet", pa.table({"input_ids": [[0.5]]}), "double>.*integers"),
     ("c.parquet", pa.table({"input_ids": ["1 2"]}), "string.*integers"),
     ("c.parquet", pa.table({"input_ids": [[1, None]]}), r"row 0: .*null"),
+    ("c.parquet", pa.table({"input_ids": pa.array([[1, 2**64 - 1]], pa.list_(pa.uint64()))}), r"row 0: .*32 bits"),
     ("c.parquet", pa.table({"text": pa.array([b"ok", b"\xff\xfe"]).view(pa.string())}), "not UTF-8"),
 ]
 

@@ -7,6 +7,8 @@ import sys
 import threading
 import time
 
+import pytest
+
 from grasp.store import locks as leases
 
 WORKER = """
@@ -78,6 +80,21 @@ def test_a_share_that_fails_for_a_moment_ends_no_renewal(tmp_path, monkeypatch):
         time.sleep(0.9)
         assert leases.acquire_lease(tmp_path, "a-0", ttl=0.5) is None
     assert failed == [lease.path] * 2
+
+
+def test_a_lease_that_cannot_be_released_keeps_no_other_and_hides_no_error(tmp_path, monkeypatch):
+    held = [leases.acquire_lease(tmp_path, name) for name in ("a-0", "b-0")]
+    touch = os.utime
+
+    def fails_for_the_first(path, times):
+        if path == held[0].path:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        touch(path, times)
+
+    monkeypatch.setattr(os, "utime", fails_for_the_first)
+    with pytest.raises(ZeroDivisionError), leases.keep_renewed(held, ttl=60):
+        _ = 1 / 0
+    assert leases.acquire_lease(tmp_path, "b-0") is not None
 
 
 def test_an_old_list_of_generations_gives_no_second_lease(tmp_path):

@@ -1,11 +1,15 @@
-r"""Steps of a training run in which each step's batch is valued as a separate game. Start with `Replay`.
+r"""A training run in which the rows of each batch get Shapley values of the decrease of validation losses.
+
+Start with `Replay`.
 
 The formulas are those of In-Run Data Shapley (Wang et al. 2025, arXiv 2406.11011). It is not the replay of
 `grasp.training`, which differentiates a whole training.
 
 A step with learning rate eta moves the covered parameters by -eta sum_i d_i, where d_i = P (c_i g_i): g_i is the
 gradient of row i's mean loss, c_i its share of the batch's labels (so that sum_i c_i g_i is the gradient of the batch's
-loss, a mean over labels), and P is 1 for a step of SGD, or Adam's 1 / (sqrt(v) + eps), held fixed within the step. The
+loss, a mean over labels), and P is 1 for a step of SGD, or Adam's 1 / (sqrt(v) + eps), held fixed within the step.
+Momentum and weight decay, which do not depend on the batch, are left out. The training itself always takes steps of
+AdamW; `update: sgd` only values the rows as if the step were one of SGD, as published. The
 utility of a subset S of the batch is the decrease of the validation loss L in a step on S alone,
 
     U(S) = L(w) - L(w - eta sum_{i in S} d_i)
@@ -19,9 +23,9 @@ and the Shapley values of the two terms are
 H_val d is computed by central differences of g_val along d. Each value is an inner product of a row's gradient with
 matrices that are shared by the whole batch, so no row's gradient is formed.
 
-A block is one parameter matrix of the model, seen as (X, Y); lists of tensors below have one per block.
+A block is one parameter of the model, seen as a matrix (X, Y); lists of tensors below have one per block.
 
-Shape letters: B rows of the batch, C columns (validation losses), E units, X left width, Y right width.
+Shape letters: B rows of the batch, C columns (validation losses), E units, X rows and Y columns of a block.
 """
 
 import math
@@ -65,8 +69,8 @@ class BatchReplaySettings:
     """Settings that determine a replay."""
 
     layers: tuple[str, ...]
-    order: Literal[1, 2]
-    update: Literal["sgd", "adam"]
+    order: Literal[1, 2]  # of the values, see the module docstring
+    update: Literal["sgd", "adam"]  # P of the values; steps are those of AdamW
     learning_rate: float
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-8

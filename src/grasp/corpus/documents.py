@@ -34,7 +34,7 @@ DOC_ID_COLUMN = "doc_id"
 FIRST_DOCUMENTS = 256  # documents that are read when a corpus is opened
 
 Columns = Mapping[str, pa.DataType | None]  # with their types; None for fields of JSON, whose types are not known
-# Returns the columns of content among some columns, or raises an error that begins with a location: `content_columns`.
+# Function (columns, location) -> columns of content, such as `content_columns`; its errors begin with the location.
 ContentOf = Callable[[Columns, str], Sequence[str]]
 
 
@@ -61,7 +61,7 @@ class _Roles:
     label_by_column: Mapping[str, str]  # names of labels
     dotted_columns: frozenset[str]  # columns with a dot in their name, as nested fields have as labels
     ignored: tuple[str, ...]
-    columns_to_read: Sequence[str]  # all others
+    columns_to_read: Sequence[str]  # all but the ignored ones
 
 
 def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf, start: int) -> Iterator[Record]:
@@ -76,7 +76,7 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
         CorpusError: a file is damaged, its columns are invalid, or a text is not UTF-8.
     """
     roles_by_file: dict[str, _Roles] = {}
-    # of the fields of the last JSON line only, since the next line mostly has the same fields
+    # Roles by the fields of a JSON line. Only the last line is kept, since the next one mostly has the same fields.
     roles_of_line: dict[tuple[str, ...], _Roles] = {}
     flattener = Flattener(settings.label_paths)
 
@@ -127,8 +127,8 @@ def _record_labels(
 ) -> tuple[dict[str, Label], set[str]]:
     """Return the labels of a record, and the names of its fields that cannot be labels.
 
-    A nested field may have the name of a column: field b of `a`, and a column `a.b`. The column takes precedence if it
-    has a value.
+    A nested field may have the name of a column, as in ``{"a": {"b": 1}, "a.b": 2}``. The column takes precedence if it
+    has a value: label ``a.b`` is 2 here, and 1 if the column is null.
 
     Args:
         values: plain values of the record.
@@ -234,8 +234,9 @@ def _column_values(chunk: ArrowChunk, name: str, *, as_arrays: bool) -> list[Any
 def id_columns(settings: CorpusSettings, names: Sequence[str], location: str) -> tuple[str | None, str | None]:
     """Return the columns of row ids and of document ids; None: ids are generated.
 
-    A setting is a column, "" to generate ids, or None for the default columns if they exist. A default column may also
-    be named explicitly without existing, since some files of a corpus may lack it.
+    A setting is a column, "" to generate ids, or None for the default: the first existing one of ROW_ID_COLUMNS, and
+    DOC_ID_COLUMN, which records may lack. `row_id` and `doc_id` may also be named explicitly without existing, since
+    some files of a corpus may lack them.
 
     Raises:
         CorpusError: another column of the settings does not exist.
@@ -374,13 +375,10 @@ def _token_ids(ids: Any, column: str, location: str) -> I32:
         values = ids
     else:
         raise CorpusError(f"{location}: ids column {column!r} holds {ids!r:.60}, expected a list of integers")
-    try:
-        wide = np.asarray(values, dtype=np.int64)
-    except OverflowError:
-        wide = np.full(1, _INT32.max + 1)  # an id of more than 64 bits; rejected below
-    if wide.size and not (_INT32.min <= wide.min() and wide.max() <= _INT32.max):
+    array = np.asarray(values)  # of any type, since a cast of unsigned 64-bit ids to signed ones would wrap
+    if array.size and not (_INT32.min <= array.min() and array.max() <= _INT32.max):
         raise CorpusError(f"{location}: a token id exceeds 32 bits, so it is outside any vocabulary")
-    return wide.astype(np.int32)
+    return array.astype(np.int32)
 
 
 def _generated_id(content: Content, input_ids: I32 | None, index: int) -> str:

@@ -1,5 +1,8 @@
 """Hashed tf-idf features of rows, from token ids and pairs of adjacent ids, and ridge regression on them.
 
+Scores of some rows are carried over to all rows by their text: `distil`, and replays of new models. A table holds the
+coefficients of one fit. In a cross-fit every row is scored by the table of a fit that has not seen it.
+
 With s a token or pair of adjacent tokens of row i, and v(s) its slot by a hash, feature v of the row is
 
     x_iv = sum_{s: v(s) = v} idf_v / sqrt(sum_s idf_v(s)^2),    idf_v = ln((1 + n) / (1 + number of rows with v)) + 1
@@ -11,7 +14,7 @@ with coefficients w is therefore a sum over tokens and pairs, and needs no matri
 
 Start with `TokenFeatures`.
 Shape letters: n rows of a block, m rows of it that are not empty, S rows of a sample, L tokens, V slots, F tables, C
-and J columns, W entries of all tables (a slot more than V each, for no slot).
+and J columns, W = F (V + 1) entries of all tables, each with a last slot for missing pairs.
 """
 
 from dataclasses import dataclass
@@ -24,7 +27,7 @@ from grasp.arrays import F32, F64, I32, I64
 BITS = 15
 SLOTS = 1 << BITS
 PENALTY = 30.0  # of the ridge regression; rows have about unit norm
-STEPS = 12  # of conjugate gradients
+STEPS = 12  # of conjugate gradients; a fixed number, so that a fit does not depend on rounding
 # Odd multipliers for hashing: multiplication by an odd number is a bijection modulo 2^32.
 _MULTIPLIER, _PAIR_MULTIPLIER, _MIX_MULTIPLIER = np.uint32(0x9E3779B1), np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 
@@ -102,7 +105,7 @@ class TokenFeatures:
             return out_nC
         table_start_L = np.repeat((table_n * (SLOTS + 1)).astype(np.int32), lengths)
         sum_Cm = np.zeros((n_columns + 1, len(nonempty_m)))
-        for slot_L in slots(flat_ids, offsets):
+        for slot_L in slots(flat_ids, offsets):  # of tokens, then of pairs
             entry_L = np.where(slot_L < 0, SLOTS, slot_L) + table_start_L
             for c, value_W in enumerate(value_CW):
                 # empty rows are left out: `reduceat` returns the element at the offset for an empty range

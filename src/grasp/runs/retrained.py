@@ -1,7 +1,7 @@
 """Retrained runs in a directory (an environment), finished or in progress. Start with `RetrainedRuns.open`.
 
     environment.json     subsets, recipe, seeds and targets of the runs, and their role
-    subsets.parquet      subset_id, row_id, weight of the retained side; absent if the family regenerates the subsets
+    subsets.parquet      subset_id, row_id, weight of the rows trained on; may be removed if the family draws them again
     utilities.parquet    subset_id, seed, target, unit_id, utility = -loss in nats per token; once all runs are finished
     reference.parquet    the same for the runs on the whole corpus, with subset_id `full`
     runs/                until then, one small file per finished run: `<subset_id>-<seed>.parquet`
@@ -54,7 +54,7 @@ REFERENCE = "reference.parquet"
 RUNS_DIRECTORY = "runs"
 CLAIMS_DIRECTORY = "claims"
 FAILED_DIRECTORY = "failed"
-MARKER = ".grasp-environment"  # marks the directory as ours; also the lock file during preparation
+MARKER = ".grasp-environment"  # lock file of `grasp retrain` while it prepares the directory
 STEM_BYTES = 200  # longest file name of a run without suffix; file systems allow 255 bytes in total
 MAX_DIFFERENCE_LENGTH = 400  # characters of a difference between settings in a message
 
@@ -107,7 +107,7 @@ class RetrainedRuns(TrainingRuns):
 
         Args:
             info: record of the runs; `subset_ids` and `masks_checksum` are set from `blocks`.
-            blocks: retained sides; a row of weight 2 is seen twice as often as one of weight 1.
+            blocks: subsets trained on; a row of weight 2 is seen twice as often as one of weight 1.
             rows: names of the rows of the corpus.
         Raises:
             RunsError: the directory contains other runs (the message names every difference), or there are no subsets,
@@ -115,7 +115,7 @@ class RetrainedRuns(TrainingRuns):
         """
         path.mkdir(parents=True, exist_ok=True)
         with atomic_path(path / SUBSETS) as temporary:  # replaces the file only if no check fails
-            digest = MaskDigest()
+            digest = SubsetDigest()
             write_subsets(temporary, digest.update_with(blocks), rows, weights=True, compression_level=19)
             _check_names(digest.ids, path / SUBSETS)
             update = {"subset_ids": tuple(digest.ids), "masks_checksum": digest.checksums[-1]}
@@ -123,8 +123,9 @@ class RetrainedRuns(TrainingRuns):
             if (path / INFO).exists():
                 recorded = SIGNED_INFO.read(path)
                 _check_resumable(path, recorded, info, digest)
-                # If nothing was added, the record keeps who made it.
-                if recorded == info.model_copy(update={"made_by": recorded.made_by, "checksum": recorded.checksum}):
+                same_origin = {"made_by": recorded.made_by, "checksum": recorded.checksum}
+                nothing_added = recorded == info.model_copy(update=same_origin)
+                if nothing_added:  # then the record keeps who made it
                     info = recorded
         SIGNED_INFO.write(path, info)
         return cls.open(path)
@@ -221,7 +222,7 @@ class RetrainedRuns(TrainingRuns):
                 purpose=info.family.purpose,
                 block=block,
             )
-        digest = MaskDigest()
+        digest = SubsetDigest()
         yield from digest.update_with(blocks)
         if tuple(digest.ids) != info.subset_ids or digest.checksums[-1] != info.masks_checksum:
             raise RunsError(
@@ -407,7 +408,7 @@ class RetrainedRuns(TrainingRuns):
 # ------------------------------------------------------------------------------------------------ checks on creation
 
 
-class MaskDigest:
+class SubsetDigest:
     """Running checksum of subset ids, rows, and weights other than 1, in order.
 
     Attributes:
@@ -436,7 +437,7 @@ class MaskDigest:
             yield block
 
 
-def _check_resumable(path: Path, recorded: RetrainedRunsInfo, info: RetrainedRunsInfo, digest: MaskDigest) -> None:
+def _check_resumable(path: Path, recorded: RetrainedRunsInfo, info: RetrainedRunsInfo, digest: SubsetDigest) -> None:
     """Check that settings equal those of the runs in a directory, except for additional seeds and subsets.
 
     Args:

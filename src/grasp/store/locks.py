@@ -145,7 +145,8 @@ def keep_renewed(leases: Sequence[Lease], *, ttl: float = TTL_SECONDS) -> Iterat
         stop.set()
         thread.join()
         for lease in leases:
-            lease.release()
+            with suppress(OSError):  # it then expires; the error must not hide one of the block
+                lease.release()
 
 
 def _age(path: Path) -> float:
