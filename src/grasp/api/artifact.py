@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 
 
 class _LazyMethod:
-    """Descriptor that exposes the function of the same name in a lazily imported module as a method."""
+    """Descriptor that exposes the function of the same name in a lazily imported module as a method.
+
+    The first argument of these functions is the reader of the artifact, `Artifact.files`.
+    """
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -116,7 +119,7 @@ class Artifact:
 
     # ----------------------------------------------------------------------------------------- analysis functions
 
-    if TYPE_CHECKING:
+    if TYPE_CHECKING:  # signatures of the lazy methods below
         score = _typed(_score)
         predict = _typed(_predict)
         explain = _typed(_explain)

@@ -158,7 +158,7 @@ def verify(path: Path | str) -> VerifyReport:
         elif complete:
             manifest = SIGNED_MANIFEST.read(path)
             expected = dict(manifest.files)
-            if (path / TOKENS).exists():
+            if (path / TOKENS).exists():  # they are not copied with the artifact
                 expected |= manifest.rows_kept
             if (path / RUN).exists() and _settings_differ(path / RUN, manifest):
                 problems.append(Problem(RUN, "damaged: its settings differ from those in the manifest"))
@@ -189,7 +189,8 @@ def info(path: Path | str) -> ArtifactInfo:
             raise ArtifactError(why_not_open(path))
         manifest = _manifest_of_unfinished(path)
         files = Files(path, manifest.files, "")
-    grid, next_part, extension = ShardGrid(manifest.n_rows, manifest.shard_rows), len(manifest.units), None
+    grid, extension = ShardGrid(manifest.n_rows, manifest.shard_rows), None
+    next_part = len(manifest.units)  # part 0 is the build, part k the k-th extension by other targets
     finished = grid.n_shards if complete else len(BuiltShards(files.root, 0, grid).parts)
     if complete and (files.root / part_dir(next_part) / BUILD).exists():
         extension = f"{len(BuiltShards(files.root, next_part, grid).parts)} of {grid.n_shards} shards"
@@ -263,7 +264,7 @@ def _manifest_of_unfinished(path: Path) -> Manifest:
 def _settings_differ(path: Path, manifest: Manifest) -> bool:
     """Return whether run.yaml differs from the settings in the manifest.
 
-    Unset values of run.yaml are no difference, since the build resolves them.
+    Unset values of run.yaml are no difference, since the build resolves them; `differences` ends these with "now null".
     """
     try:
         settings = read_yaml(path)
