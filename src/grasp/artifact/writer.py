@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast, get_args
 
@@ -50,6 +51,7 @@ from grasp.artifact.manifest import (
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, ShapeError
 from grasp.files import (
+    FileEntry,
     atomic_path,
     checksum,
     claim_directory,
@@ -280,34 +282,10 @@ class ArtifactWriter(BuiltShards):
         if f"{k:05d}" in self.parts:
             raise ArtifactError(f"shard {k} is finished already; write only those that are `left`")
 
-        def row_name(i: int) -> str:
-            if rows is None and self._artifact is not None:
-                name = self._artifact.rows(np.array([start + i]))["row_id"][0]
-            else:
-                assert rows is not None
-                name = rows["row_id"][i]
-            return f"row {start + i} (row_id {name.as_py()!r})"
-
-        table = None
         if self._artifact is not None and (unknown := sorted(set(sums) - set(self._artifact.sums))):
             raise ArtifactError(f"sums: the artifact has no {unknown} to append to, only {list(self._artifact.sums)}")
-        if rows is not None:
-            missing = [name for name in ROW_COLUMNS if name not in rows.column_names]
-            if missing or "row_index" in rows.column_names:
-                raise ArtifactError(
-                    f"row table: columns {rows.column_names}: missing {missing}; row_index is added by the writer"
-                )
-            if rows.num_rows != stop - start:
-                raise ShapeError(f"row table: got {rows.num_rows} rows, expected {stop - start} ({start} to {stop})")
-            loss_N = rows["loss"].to_numpy().astype(np.float64)  # a null becomes NaN
-            for i in np.flatnonzero(~np.isfinite(loss_N))[:1]:
-                raise ArtifactError(
-                    f"loss: {row_name(int(i))}: got {rows['loss'][int(i)].as_py()}, expected a finite "
-                    "number; try model.dtype: float32, or exclude the row"
-                )
-            labels = [name for name in rows.column_names if name not in ROW_COLUMNS]
-            table = rows.select([*ROW_COLUMNS, *labels]).replace_schema_metadata(None)
-            table = table.add_column(0, "row_index", pa.array(np.arange(start, stop, dtype=np.int64)))
+        row_name = partial(self._row_name, start, rows)
+        table = None if rows is None else _row_table(rows, start, stop, row_name)
         unexpected = sorted(arrays.keys() - self._arrays)
         if (lacking := sorted(self._arrays.keys() - arrays)) or unexpected:
             raise ArtifactError(f"arrays of a shard: missing {lacking}, unexpected {unexpected}")
@@ -318,13 +296,17 @@ class ArtifactWriter(BuiltShards):
             files[CHUNK.format(of_part(name, self._part), k)] = npy_bytes(stored)
         if table is not None:
             files[SHARD_ROWS.format(k)] = parquet_bytes(table)
-        totals = {}
-        for name, value in sums.items():
-            total = np.asarray(value, dtype="<f8")
-            if not np.isfinite(total).all():
-                raise ArtifactError(f"sum {name} of shard {k}: got a number that is not finite")
-            totals[name] = SumEntry(shape=total.shape, base64=b64encode(total.tobytes()).decode())
+        totals = {name: _sum_entry(value, f"sum {name} of shard {k}") for name, value in sums.items()}
         self.put(f"{k:05d}", files, start=start, stop=stop, sums=totals)
+
+    def _row_name(self, start: int, rows: pa.Table | None, i: int) -> str:
+        """Return position and id of row i of a shard that begins at `start`, for messages."""
+        if rows is None and self._artifact is not None:
+            row_id = self._artifact.rows(np.array([start + i]))["row_id"][0]
+        else:
+            assert rows is not None
+            row_id = rows["row_id"][i]
+        return f"row {start + i} (row_id {row_id.as_py()!r})"
 
     def sums(self) -> dict[str, F64]:
         """Return totals over all shards, added in row order: rounding does not depend on the order of writing."""
@@ -368,78 +350,100 @@ class ArtifactWriter(BuiltShards):
         """
         self._require_incomplete()
         gains = gains or {}
-        unknown = sorted(set(manifest) - set(PROVENANCE))
-        not_mappings = sorted(key for key, value in manifest.items() if not isinstance(value, Mapping))
-        if unknown or not_mappings:
-            raise ArtifactError(
-                f"manifest: unknown fields {unknown}, fields that are not mappings {not_mappings}; "
-                f"expected mappings among {list(PROVENANCE)}"
-            )
-        provenance = {key: plain_json(value, f"manifest.{key}") for key, value in manifest.items()}
-        no_arrays = sorted(gains.keys() - self._arrays)
-        no_gains = {name: gain for name, gain in gains.items() if not 0 < gain < np.inf}
-        if no_arrays or no_gains:
-            raise ArtifactError(f"gains: no such arrays {no_arrays}, not positive and finite {no_gains}")
-        if self._units is None:
-            assert units is not None
-            widths = [spec.width for name, spec in self._arrays.items() if name.startswith(PER_UNIT)]
-            _check_units(units, widths[0] if widths else None)
-        else:
-            units = self._units
+        provenance = _plain_provenance(manifest)
+        self._check_gains(gains)
+        units = self._checked_units(units)
         if left := self.left:
             raise ArtifactError(
                 f"{self.root}: {self.progress()}; write the remaining shards first, from shard {left[0]}"
             )
-        if self._artifact is not None and (clash := sorted(set(moments) & set(self._artifact.moments))):
-            raise ArtifactError(f"moments: the artifact has {clash} already; use new names")
-        if clash := sorted(name for name in moments if name.startswith(SUM)):
-            raise ArtifactError(f"moments: {clash}: the prefix {SUM!r} is reserved for sums over rows")
+        self._check_moment_names(moments)
         totals = self.sums() if sums is None else sums
         arrays = {**moments, **{SUM + name: value for name, value in totals.items()}}
-        unit_file, moment_file = of_part("units", self._part), of_part("moments", self._part)
-        names = [self.schema.plan, f"{unit_file}.parquet", f"{moment_file}.safetensors"]
-        if self._artifact is None:
-            n, size = self.grid.n_rows, self.grid.shard_rows
-            before = Manifest(n_rows=n, shard_rows=size, targets={}, arrays={}, units=(), moments=(), files={})
-        else:
-            before = self._artifact.manifest
         what = "not finished" if self._artifact is None else "the targets were not added"
         with report_full_disk(f"{self.root}: {what}", self.progress):
-            if self._artifact is None:
-                _concatenate_tables(
-                    [self.root / SHARD_ROWS.format(k) for k in range(self.grid.n_shards)], self.root / ROWS
-                )
-                names.insert(1, ROWS)
-            write_atomically(self.root / names[-2], parquet_bytes(units))
-            write_atomically(self.root / names[-1], tensor_bytes(arrays))
-            names += [SCALE.format(of_part(name, self._part)) for name in self._arrays]
-            files = {name: entry_of(self.root / name) for name in names} | self.entries()
-            if self._artifact is None:
-                features = ArrayFiles(self.root / FEATURES).entries()
-                files |= {f"{FEATURES}/{name}": entry for name, entry in features.items()}
-            token_files = (self.root / TOKENS).iterdir() if rows_kept else ()
-            tokens = {f"{TOKENS}/{file.name}": entry_of(file) for file in sorted(token_files) if not is_part(file)}
-            entries = {}
-            for name, spec in self._arrays.items():
-                old = before.arrays.get(name)
-                start, groups, gain = (old.width, old.groups, old.gain) if old else (0, (), gains.get(name, 1.0))
-                group = ColumnGroup(
-                    name=of_part(name, self._part), start=start, stop=start + spec.width, dtype=self._dtype
-                )
-                entries[name] = ArrayEntry(
-                    width=group.stop, unit=spec.unit, sign=spec.sign, gain=gain, groups=(*groups, group)
-                )
+            files = self._write_tables(units, arrays)
+            before = self._manifest_before()
             added = {
                 "targets": before.targets | dict(Counter(units["target"].to_pylist())),
-                "arrays": before.arrays | entries,
-                "units": (*before.units, f"{unit_file}.parquet"),
-                "moments": (*before.moments, f"{moment_file}.safetensors"),
+                "arrays": before.arrays | self._array_entries(before, gains),
+                "units": (*before.units, self._unit_file),
+                "moments": (*before.moments, self._moment_file),
                 "files": before.files | files,
-                "rows_kept": before.rows_kept | tokens,
+                "rows_kept": before.rows_kept | (self._token_entries() if rows_kept else {}),
             }
             updated_provenance = {name: getattr(before, name) | entries for name, entries in provenance.items()}
             SIGNED_MANIFEST.write(self.root, before.model_copy(update=added | updated_provenance))
         self.complete = True
+
+    @property
+    def _unit_file(self) -> str:
+        return f"{of_part('units', self._part)}.parquet"
+
+    @property
+    def _moment_file(self) -> str:
+        return f"{of_part('moments', self._part)}.safetensors"
+
+    def _manifest_before(self) -> Manifest:
+        """Return the manifest of the artifact that is extended, or an empty one."""
+        if self._artifact is not None:
+            return self._artifact.manifest
+        n_rows, shard_rows = self.grid.n_rows, self.grid.shard_rows
+        return Manifest(n_rows=n_rows, shard_rows=shard_rows, targets={}, arrays={}, units=(), moments=(), files={})
+
+    def _check_gains(self, gains: Mapping[str, float]) -> None:
+        no_arrays = sorted(gains.keys() - self._arrays)
+        no_gains = {name: gain for name, gain in gains.items() if not 0 < gain < np.inf}
+        if no_arrays or no_gains:
+            raise ArtifactError(f"gains: no such arrays {no_arrays}, not positive and finite {no_gains}")
+
+    def _checked_units(self, units: pa.Table | None) -> pa.Table:
+        """Return the units of a build after checking them, or those that an extension was created with."""
+        if self._units is not None:
+            return self._units
+        assert units is not None
+        widths = [spec.width for name, spec in self._arrays.items() if name.startswith(PER_UNIT)]
+        _check_units(units, widths[0] if widths else None)
+        return units
+
+    def _check_moment_names(self, moments: Mapping[str, NDArray[Any]]) -> None:
+        if self._artifact is not None and (clash := sorted(set(moments) & set(self._artifact.moments))):
+            raise ArtifactError(f"moments: the artifact has {clash} already; use new names")
+        if clash := sorted(name for name in moments if name.startswith(SUM)):
+            raise ArtifactError(f"moments: {clash}: the prefix {SUM!r} is reserved for sums over rows")
+
+    def _write_tables(self, units: pa.Table, arrays: Mapping[str, NDArray[Any]]) -> dict[str, FileEntry]:
+        """Write the tables of rows and units and the moments; return the entries of all files of this part."""
+        names = [self.schema.plan, self._unit_file, self._moment_file]
+        if self._artifact is None:
+            shards = [self.root / SHARD_ROWS.format(k) for k in range(self.grid.n_shards)]
+            _concatenate_tables(shards, self.root / ROWS)
+            names.insert(1, ROWS)
+        write_atomically(self.root / self._unit_file, parquet_bytes(units))
+        write_atomically(self.root / self._moment_file, tensor_bytes(arrays))
+        names += [SCALE.format(of_part(name, self._part)) for name in self._arrays]
+        files = {name: entry_of(self.root / name) for name in names} | self.entries()
+        if self._artifact is None:
+            features = ArrayFiles(self.root / FEATURES).entries()
+            files |= {f"{FEATURES}/{name}": entry for name, entry in features.items()}
+        return files
+
+    def _token_entries(self) -> dict[str, FileEntry]:
+        """Return the entries of the files of tokens/."""
+        files = sorted((self.root / TOKENS).iterdir())
+        return {f"{TOKENS}/{file.name}": entry_of(file) for file in files if not is_part(file)}
+
+    def _array_entries(self, before: Manifest, gains: Mapping[str, float]) -> dict[str, ArrayEntry]:
+        """Return the entries of the arrays; the columns of an extension follow those that an array has already."""
+        entries = {}
+        for name, spec in self._arrays.items():
+            old = before.arrays.get(name)
+            start, groups, gain = (old.width, old.groups, old.gain) if old else (0, (), gains.get(name, 1.0))
+            group = ColumnGroup(name=of_part(name, self._part), start=start, stop=start + spec.width, dtype=self._dtype)
+            entries[name] = ArrayEntry(
+                width=group.stop, unit=spec.unit, sign=spec.sign, gain=gain, groups=(*groups, group)
+            )
+        return entries
 
     def _require_incomplete(self) -> None:
         if self.complete:
@@ -558,6 +562,46 @@ def _concatenate_tables(tables: Sequence[Path], out: Path) -> None:
                 pending = pending.slice(full)
         if pending.num_rows:
             writer.write_table(pending, row_group_size=_GROUP_ROWS)
+
+
+def _row_table(rows: pa.Table, start: int, stop: int, row_name: Callable[[int], str]) -> pa.Table:
+    """Return the row table of a shard as it is stored: checked, with row_index as its first column."""
+    missing = [name for name in ROW_COLUMNS if name not in rows.column_names]
+    if missing or "row_index" in rows.column_names:
+        raise ArtifactError(
+            f"row table: columns {rows.column_names}: missing {missing}; row_index is added by the writer"
+        )
+    if rows.num_rows != stop - start:
+        raise ShapeError(f"row table: got {rows.num_rows} rows, expected {stop - start} ({start} to {stop})")
+    loss_N = rows["loss"].to_numpy().astype(np.float64)  # a null becomes NaN
+    for i in np.flatnonzero(~np.isfinite(loss_N))[:1]:
+        raise ArtifactError(
+            f"loss: {row_name(int(i))}: got {rows['loss'][int(i)].as_py()}, expected a finite "
+            "number; try model.dtype: float32, or exclude the row"
+        )
+    labels = [name for name in rows.column_names if name not in ROW_COLUMNS]
+    table = rows.select([*ROW_COLUMNS, *labels]).replace_schema_metadata(None)
+    return table.add_column(0, "row_index", pa.array(np.arange(start, stop, dtype=np.int64)))
+
+
+def _sum_entry(value: F64, name: str) -> SumEntry:
+    """Return totals over a shard as they are stored: base64 of little-endian float64."""
+    total = np.asarray(value, dtype="<f8")
+    if not np.isfinite(total).all():
+        raise ArtifactError(f"{name}: got a number that is not finite")
+    return SumEntry(shape=total.shape, base64=b64encode(total.tobytes()).decode())
+
+
+def _plain_provenance(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the provenance of a manifest as JSON data, after checking that its fields are known mappings."""
+    unknown = sorted(set(manifest) - set(PROVENANCE))
+    not_mappings = sorted(key for key, value in manifest.items() if not isinstance(value, Mapping))
+    if unknown or not_mappings:
+        raise ArtifactError(
+            f"manifest: unknown fields {unknown}, fields that are not mappings {not_mappings}; "
+            f"expected mappings among {list(PROVENANCE)}"
+        )
+    return {key: plain_json(value, f"manifest.{key}") for key, value in manifest.items()}
 
 
 def _check_units(units: pa.Table, n_columns: int | None) -> None:
