@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class Pictured(Result, ABC):
+class ResultWithImages(Result, ABC):
     """A result with images next to its table."""
 
     @property
@@ -51,8 +51,10 @@ class Vision(Protocol):
     def open_rows(self, directory: Path) -> ShardStore[Any, Any]:
         """Open a complete store of rows."""
 
-    def explain(self, artifact: ArtifactReader, target: str | None, rows: Sequence[str], **how: Any) -> list[Pictured]:
-        """Explain rows from the artifact alone; `how` as in `grasp.inspect.explain`: unit, match, protocol."""
+    def explain(
+        self, artifact: ArtifactReader, target: str | None, rows: Sequence[str], **options: Any
+    ) -> list[ResultWithImages]:
+        """Explain rows from the artifact alone; options as in `grasp.inspect.explain`: unit, match, protocol."""
 
     def row_pictures(self, artifact: ArtifactReader, index: NDArray[np.int64], largest: int) -> list[bytes | None]:
         """Return rows as PNG, with at most `largest` pixels on the longer side; None if there is no image."""

@@ -35,7 +35,7 @@ from grasp.artifact.manifest import UNITS
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import indices_of_row_ids, only_target
 from grasp.build.add_targets import load_kernels
-from grasp.build.modality import Pictured, vision
+from grasp.build.modality import ResultWithImages, vision
 from grasp.build.model_pass import ModelPass, read_batches, row_examples
 from grasp.build.provenance import BuildSource
 from grasp.corpus.row_store import RowStore, TokenRows
@@ -77,7 +77,7 @@ def explain(
     match: str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     overrides: Mapping[str, Any] | None = None,
-) -> Explanation | Pictured:
+) -> Explanation | ResultWithImages:
     """Explain the effect of a row on a target by the contributions of its words.
 
     With `unit`, also show the words of the answer and the strongest pairs of words; without it, the questions that the
@@ -129,7 +129,7 @@ class Explainer:
         unit: str | None = None,
         match: str | None = None,
         protocol: ScoringProtocol | Path | str | None = None,
-    ) -> Explanation | Pictured:
+    ) -> Explanation | ResultWithImages:
         """See `explain`."""
         artifact = self.artifact
         if BuildSource(artifact).has_images:

@@ -22,7 +22,7 @@ import grasp
 from grasp.api.predict import predict
 from grasp.api.score import score
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.modality import Pictured
+from grasp.build.modality import ResultWithImages
 from grasp.errors import GraspError, SettingsError
 from grasp.extras import require
 from grasp.inspect.explain import Explainer
@@ -84,7 +84,7 @@ class QueryService:
         with self._lock:
             if verb == "explain":
                 explanation = self._explainer.explain(arguments.pop("target", None), arguments.pop("row"), **arguments)
-                if isinstance(explanation, Pictured):
+                if isinstance(explanation, ResultWithImages):
                     result, details = explanation, {"pictures": explanation.nearest}
                 else:
                     table = explanation.questions if explanation.pairs is None else explanation.pairs

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import indices_of_row_ids, only_target
-from grasp.build.modality import Pictured
+from grasp.build.modality import ResultWithImages
 from grasp.corpus.labels import CLASS_LABEL
 from grasp.errors import CorpusError
 from grasp.inspect.explanation import EffectTerms
@@ -39,7 +39,7 @@ ADDS_NOTE = "adds: contribution to the effect of the row; below 0: mostly simila
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class ImageExplanation(Pictured):
+class ImageExplanation(ResultWithImages):
     """Contributions of the trusted images to the effect of a row, largest absolute value first.
 
     `effect` = the sum of the column `contribution` + `average`, in standard deviations over the rows.
