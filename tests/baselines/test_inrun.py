@@ -91,7 +91,7 @@ def test_the_reference_model_is_not_changed(world, tmp_path):
 
 @pytest.mark.parametrize("keep_seconds", [0.0, 60.0])
 def test_a_killed_replay_resumes_from_its_stored_state(world, tmp_path, monkeypatch, keep_seconds):
-    monkeypatch.setattr("grasp.baselines.inrun.KEEP_SECONDS", keep_seconds)
+    monkeypatch.setattr("grasp.baselines.inrun.SAVE_SECONDS", keep_seconds)
     settings = {"order": 2, "update": "adam", "batch_rows": 8}
     expected = matrix(scored(world, tmp_path / "whole", **settings))
     with pytest.raises(Killed):
