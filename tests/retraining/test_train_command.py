@@ -183,6 +183,26 @@ def test_a_job_with_an_invalid_result_is_named_and_repeated(world, tmp_path):
         retrain(world, tmp_path / "other", None, jobs=repeated.append)
 
 
+def test_the_checkpoint_of_a_job_survives_an_interrupted_scoring(world, tmp_path, monkeypatch):
+    trained, out, lines = command(world, tmp_path / "seen"), tmp_path / "env", []
+    retrain(world, out, trained, jobs=lines.append)
+    for line in lines:
+        subprocess.run(["sh", "-c", line], check=True, cwd=tmp_path)
+    calls = (tmp_path / "seen/calls").read_text()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("grasp.retraining.train_command.evaluate_units", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            retrain(world, out, trained)
+    assert len(list((out / "jobs").glob("*/checkpoint"))) == len(lines)
+    assert retrain(world, out, trained).pending() == ()
+    assert (tmp_path / "seen/calls").read_text() == calls  # nothing was trained again
+    assert not list((out / "jobs").iterdir())
+
+
 def test_the_output_of_a_trainer_is_not_limited(world, tmp_path):
     code = "import sys; sys.stderr.write('x' * 100_000 + chr(10) + 'out of memory'); sys.exit(3)"
     with pytest.raises(ModelError, match="exit status 3: out of memory"):

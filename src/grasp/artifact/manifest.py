@@ -35,11 +35,14 @@ from grasp.store.directory import Schema, Store
 from grasp.store.records import FileName, JsonModel, Mark, Name, Signed
 
 FORMAT = "grasp-artifact"
-# Prefixes of names in a moments file.
+FORMAT_VERSION = 2
+
+# Prefixes of names in a moments file
 UNITS = "units."  # what the model computed for the units of a target, which `explain` reads
 LEAKS = "leaks."  # rows that contain questions of a target, and the number of questions that were searched for
 SUM = "sum."  # totals over all rows
-FORMAT_VERSION = 2
+
+# Files and directories
 MARKER = ".grasp-artifact"
 TOKENS = "tokens"
 FEATURES = "features"
@@ -117,8 +120,13 @@ class ArrayEntry(JsonModel):
 class ReplayRecord(JsonModel):
     """A replay of trainings: what was replayed, and whether its scores are to be trusted.
 
+    A replay differentiates one or more trainings by a recipe, which differ in the order of the rows. A gate checks that
+    the derivatives are smooth, and that two orders agree; see docs/howto/replay.md.
+
     Attributes:
-        recipe, settings: of the training, and of the replay.
+        recipe: settings of the training.
+        settings: settings of the replay.
+        steps: number of steps of a training.
         targets: those that were differentiated.
         passed: whether the array `relevance_replay` has columns for them.
         trainings: price of all orders, in trainings.
@@ -281,6 +289,7 @@ class BuiltShards(Store[ShardMark]):
         self.grid = grid
 
     def mark(self, part: str) -> ShardMark:
+        """Return the completion mark of a shard, whose name (a part of the store) is its number."""
         mark = super().mark(part)
         if int(part) >= self.grid.n_shards or (mark.start, mark.stop) != self.grid.bounds(int(part)):
             raise ArtifactError(
@@ -342,6 +351,7 @@ def _contradiction(manifest: Manifest) -> str | None:
         edges = [0, *(stop for _, stop in columns)]
         if columns != list(pairwise(edges)) or edges[-1] != entry.width or edges != sorted(set(edges)):
             return f"arrays.{name}: groups: {columns} are not columns 0 to {entry.width}"
+        # an array is extended by every extension or by none, so that its groups have consecutive numbers
         groups = [group.name for group in entry.groups]
         if groups != [name, *(f"{name}.{part}" for part in range(1, len(groups)))]:
             return f"arrays.{name}: has groups {groups}, which belong to other arrays"

@@ -122,7 +122,7 @@ def _source_texts(tasks: Path, name: str, counts: PassageCounts) -> Iterator[tup
             ) from err
         with handle:
             for _, record in text_records(handle, str(path)):
-                assert record is not None
+                assert record is not None  # none is skipped
                 doc = record["doc"]
                 if "canary" in record or "canary" in doc:
                     counts.canary[name] += 1

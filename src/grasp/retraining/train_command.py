@@ -105,6 +105,7 @@ def utility_by_command(
     """Train a run by the command, and return the utility (-loss, nats per token) of every unit, (E,).
 
     Corpus and checkpoint are deleted afterwards, except for the checkpoint of the whole corpus, which is the reference.
+    The checkpoint of a job remains if scoring fails for a reason that is not its own, e.g. because it is interrupted.
 
     Args:
         words: result of `command_words`; not executed if a job has already written a checkpoint.
@@ -114,13 +115,15 @@ def utility_by_command(
     Raises:
         ModelError: the command failed or wrote no checkpoint, or the checkpoint is unreadable or has another tokenizer.
     """
-    attempts = job_of(run, runs_path)
-    by_job = (attempts / "checkpoint").exists()
-    if not by_job:
-        attempts = runs_path.resolve() / "work" / run.stem
-        discard(attempts)  # left by a process that was killed
-    work = attempts if by_job else attempts / str(os.getpid())
-    work.mkdir(parents=True, exist_ok=by_job)
+    job = job_of(run, runs_path)
+    by_job = (job / "checkpoint").exists()
+    if by_job:
+        outer = work = job
+    else:
+        outer = runs_path.resolve() / "work" / run.stem
+        discard(outer)  # left by a process that was killed; only the holder of the run's lease gets here
+        work = outer / str(os.getpid())
+        work.mkdir(parents=True)
     corpus, checkpoint = work / "corpus.jsonl", work / "checkpoint"
     try:
         if not by_job:
@@ -150,8 +153,11 @@ def utility_by_command(
             discard(reference)
             reference.parent.mkdir(exist_ok=True)
             checkpoint.rename(reference)
-    finally:
-        discard(attempts)
+    except BaseException as err:
+        if not by_job or isinstance(err, ModelError):
+            discard(outer)
+        raise
+    discard(outer)
     return utility_E
 
 
