@@ -42,6 +42,7 @@ from grasp.training.trajectory import StepBatch, Trajectory
 
 SAMPLE_STEPS = 48  # batches of the Gauss-Newton matrix
 ITERATIONS = 16
+GRADIENTS = 5 / 3  # cost of a product with the matrix of a batch, in gradients of the batch
 DAMPINGS = (1.0, 0.1, 0.01, 0.001)  # fractions of the largest eigenvalue
 STATES = ("initial", "middle")
 
@@ -155,7 +156,15 @@ def compare(name: Name, data: Path, work: Path) -> dict[str, Any]:
             for weight in (1, 4):
                 summed_NT = default_NT + weight * standardize_scores(score_NT)
                 records[f"default + {weight} of {label}"] = comparison.record(summed_NT)
-    return {"environment": name, "default": DEFAULT, "dampings": DAMPINGS, "iterations": ITERATIONS, "scores": records}
+    steps = world.kind.recipe.steps
+    return {
+        "environment": name,
+        "default": DEFAULT,
+        "dampings": DAMPINGS,
+        "iterations": ITERATIONS,
+        "trainings_per_target": round(GRADIENTS * ITERATIONS * min(SAMPLE_STEPS, steps) / steps, 1),
+        "scores": records,
+    }
 
 
 def main() -> None:

@@ -208,13 +208,9 @@ def build(
     progress = progress or Silent()
     with _restore_modes(model[0] if isinstance(model, tuple | list) and model else model):
         in_memory = _put_inputs(raw_settings, model, tokenizer, dtype, corpus, targets)
-        run_file = output.directory / RUN
         command = "build"  # for messages
-        if resume and run_file.exists():
-            recorded = without_foreign_code(read_yaml(run_file), str(run_file), raw_settings)
-            raw_settings = override_settings(recorded, raw_settings)
-        elif resume:
-            command = f"build --resume: there is no {run_file}"
+        if resume:
+            raw_settings, command = _resumed_settings(raw_settings, output.directory / RUN)
         if needs_proxy(raw_settings, in_memory, output.url):
             _train_proxy(raw_settings, in_memory, output.directory, progress)
         if warm_up is not None:
@@ -224,12 +220,7 @@ def build(
         if cluster is not None and in_memory.model is not None:
             raise SettingsError("model: got an object, but workers load it from disk; save it and pass its directory")
         if output.url is not None and remote.is_published(output.url, SIGNED_MANIFEST):
-            if not resume:
-                raise SettingsError(
-                    f"--out: a complete artifact exists at {output.url}; choose another URL, or delete it"
-                )
-            progress.note(f"{output.url}: finished; nothing to do")
-            return ArtifactReader.open(output.url)
+            return _open_published(output.url, progress, resume=resume)
         if replay:
             refuse_replay(resolve_settings(build_config, in_memory), replay_settings)
         build_artifact(
@@ -251,10 +242,35 @@ def build(
             )
     if output.url is None:
         return ArtifactReader.open(output.path)
+    return _publish(output.directory, output.url, progress)
+
+
+def _resumed_settings(raw_settings: dict[str, Any], run_file: Path) -> tuple[dict[str, Any], str]:
+    """Return the settings of an interrupted build, overridden by the passed ones, and the command for messages."""
+    if not run_file.exists():
+        return raw_settings, f"build --resume: there is no {run_file}"
+    recorded = without_foreign_code(read_yaml(run_file), str(run_file), raw_settings)
+    return override_settings(recorded, raw_settings), "build"
+
+
+def _open_published(url: str, progress: Progress, *, resume: bool) -> ArtifactReader:
+    """Open an artifact that was sent already.
+
+    Raises:
+        SettingsError: the build is not a resumed one, which would replace the artifact.
+    """
+    if not resume:
+        raise SettingsError(f"--out: a complete artifact exists at {url}; choose another URL, or delete it")
+    progress.note(f"{url}: finished; nothing to do")
+    return ArtifactReader.open(url)
+
+
+def _publish(directory: Path, url: str, progress: Progress) -> ArtifactReader:
+    """Send a finished artifact to its URL, delete the local copy, and open it there."""
     progress.stage("sending", rows=None, tokens=None)
-    remote.publish(output.directory, output.url, SIGNED_MANIFEST)
-    remote.discard_staging(output.url)
-    return ArtifactReader.open(output.url)
+    remote.publish(directory, url, SIGNED_MANIFEST)
+    remote.discard_staging(url)
+    return ArtifactReader.open(url)
 
 
 def output_location(out: Path | str) -> OutputLocation:
