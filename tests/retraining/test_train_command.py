@@ -189,6 +189,8 @@ def test_the_checkpoint_of_a_job_survives_an_interrupted_scoring(world, tmp_path
     for line in lines:
         subprocess.run(["sh", "-c", line], check=True, cwd=tmp_path)
     calls = (tmp_path / "seen/calls").read_text()
+    subprocess.run(["sh", "-c", lines[0]], check=True, cwd=tmp_path)  # requeued
+    assert (tmp_path / "seen/calls").read_text() == calls
 
     def interrupt(*_):
         raise KeyboardInterrupt

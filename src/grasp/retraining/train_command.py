@@ -167,7 +167,10 @@ def job_of(run: Run, runs_path: Path) -> Path:
 
 
 def job_line(words: Sequence[str], run: Run, weight_N: F64, runs_path: Path) -> str:
-    """Write the corpus of a run, and return the shell line that trains on it. The line can be run repeatedly."""
+    """Write the corpus of a run, and return the shell line that trains on it.
+
+    The line can be run repeatedly, as schedulers do with a job that is requeued: a complete checkpoint is kept.
+    """
     work = job_of(run, runs_path)
     work.mkdir(parents=True, exist_ok=True)
     corpus, part, checkpoint = work / "corpus.jsonl", work / "checkpoint.part", work / "checkpoint"
@@ -175,11 +178,12 @@ def job_line(words: Sequence[str], run: Run, weight_N: F64, runs_path: Path) -> 
         with atomic_path(corpus) as aside:
             write_subset(runs_path / ROWS, weight_N, run.seed, aside)
     steps = [
-        ["rm", "-rf", str(part), str(checkpoint)],
+        ["rm", "-rf", str(part)],
         _fill_placeholders(words, run, corpus, part),
         ["mv", str(part), str(checkpoint)],
     ]
-    return " && ".join(shlex.join(step) for step in steps)
+    train = " && ".join(shlex.join(step) for step in steps)
+    return f"{shlex.join(['test', '-e', str(checkpoint)])} || {{ {train}; }}"
 
 
 def _fill_placeholders(words: Sequence[str], run: Run, corpus: Path, checkpoint: Path) -> list[str]:
