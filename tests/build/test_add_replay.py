@@ -298,7 +298,7 @@ def test_a_model_passed_as_an_object_is_not_modified(settings, replayed, tmp_pat
 
 def test_the_forecast_reports_the_cost_of_a_replay(settings, tmp_path):
     lines = forecast(tmp_path / "art", {**settings, **HOW}, untrained=True, replay=True, recipe=RECIPE).splitlines()
-    assert lines[-1].startswith("replay: 2 trainings of 4 steps (")
+    assert lines[-1].startswith("replay: 2 trainings of 4 steps of 3 rows at learning rate 0.001 (linear) with ")
     assert_mentions(lines[-1], "differentiated at the price of", "disk until it is finished", "; about ")
     assert not any(tmp_path.iterdir())
 

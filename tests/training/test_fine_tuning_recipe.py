@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers import get_scheduler
+from transformers import Trainer, TrainingArguments, get_scheduler
 
 from grasp.errors import ModelError, SettingsError
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
@@ -91,12 +91,69 @@ def test_every_epoch_visits_every_row_once():
         ({"learning_rate": -1}, SettingsError, "learning_rate"),
         ({"neftune_noise_alpha": 5}, ModelError, "neftune_noise_alpha is set to 5"),
         ({"sample_packing": True}, ModelError, "sample_packing is set to True"),
-        ({"adapter": "qlora"}, ModelError, "adapter: got 'qlora', expected lora"),
+        ({"adapter": "llama-adapter"}, ModelError, "adapter is set to 'llama-adapter'.*set it to 'lora'"),
+        ({"lr_scheduler_kwargs": {"min_lr_rate": 0.1}}, ModelError, "lr_scheduler_kwargs"),
+        ({"cosine_min_lr_ratio": 0.1}, ModelError, "cosine_min_lr_ratio"),
+        ({"noisy_embedding_alpha": 5}, ModelError, "neftune_noise_alpha is set to 5"),
+        ({"loss_type": "dft"}, ModelError, "loss_type is set to 'dft'.*set it to 'nll'"),
+        ({"optim_args": "rank=64"}, ModelError, "optim_args"),
+        ({"r": 8, "peft_type": "IA3"}, ModelError, "peft_type is set to 'IA3'.*'LORA'"),
+        ({"peft_config": {"r": 8, "use_rslora": True}}, ModelError, "use_rslora is set to True"),
+        ({"lora": {"r": 8, "modules_to_save": ["lm_head"]}}, ModelError, "modules_to_save"),
+        ({"peft_use_dora": True}, ModelError, "use_dora is set to True"),
+        ({"peft_layers_to_transform": [0]}, ModelError, "layers_to_transform"),
+        ({"lora_modules_to_save": ["embed_tokens"]}, ModelError, "modules_to_save"),
+        ({"loraplus_lr_ratio": 16}, ModelError, "loraplus_lr_ratio"),
+        ({"learning_rat": 1e-4}, SettingsError, "unknown field learning_rat; did you mean learning_rate?"),
+        ({"training_args": {"max_epochs": 3}}, SettingsError, "max_epochs; did you mean num_epochs"),
+        ({"lora_rank": 8}, SettingsError, "lora_rank; did you mean lora_r"),
+        ({"num_warmup_steps": 3}, SettingsError, "num_warmup_steps; did you mean warmup_steps"),
     ],
 )
 def test_options_without_a_replay_are_refused(data, error, message):
     with pytest.raises(error, match=message):
         FineTuningRecipe.from_mapping(data)
+
+
+def test_saved_training_arguments_and_adapters_of_the_installed_libraries_are_read(tmp_path):
+    """All defaults of the libraries are harmless, and no field of theirs is taken for a typing error."""
+    arguments = TrainingArguments(output_dir=str(tmp_path), learning_rate=3e-4, use_cpu=True).to_dict()
+    assert FineTuningRecipe.from_mapping(arguments) == FineTuningRecipe(learning_rate=3e-4, optim=arguments["optim"])
+    peft = pytest.importorskip("peft")
+    peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]).save_pretrained(tmp_path)
+    adapter = FineTuningRecipe.read(tmp_path / "adapter_config.json")
+    assert (adapter.lora_r, adapter.lora_alpha, adapter.lora_target_modules) == (4, 8.0, ("q_proj",))
+    assert not adapter.notes
+
+
+def test_an_axolotl_config_has_the_defaults_of_axolotl():
+    recipe = FineTuningRecipe.from_mapping({"micro_batch_size": None, "num_epochs": 2, "learning_rate": 1e-4})
+    assert (recipe.lr_scheduler_type, recipe.num_train_epochs, recipe.batch_rows) == ("cosine", 2, 1)
+    assert recipe.optimizer(100).warmup_steps == 6
+    assert FineTuningRecipe.from_mapping({"num_epochs": 2, "warmup_steps": 1}).optimizer(100).warmup_steps == 1
+
+
+@pytest.mark.parametrize("fields", [{"adapter": "qlora"}, {"load_in_8bit": True}, {"peft": {"weight_dtype": "nf4"}}])
+def test_a_quantized_base_model_is_noted(fields):
+    assert_mentions(FineTuningRecipe.from_mapping(fields).notes, "quantizes")
+
+
+@pytest.mark.parametrize("n_rows", [8, 10, 13])
+def test_incomplete_forward_passes_are_left_out_as_by_transformers(tmp_path, n_rows):
+    fields = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2,
+        "dataloader_drop_last": True,
+    }
+    order = FineTuningRecipe.from_mapping(fields).order(n_rows, seed=1)
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True, **fields)
+    trainer = Trainer(torch.nn.Linear(1, 1), arguments, train_dataset=[{"x": 1}] * n_rows)
+    steps_per_epoch = math.ceil(len(trainer.get_train_dataloader()) / 2)
+    assert len(order) == 2 * steps_per_epoch
+    assert sum(map(len, order)) == 2 * 4 * len(trainer.get_train_dataloader())
+    with pytest.raises(SettingsError, match="dataloader_drop_last: 3 rows"):
+        FineTuningRecipe.from_mapping(fields).steps(3)
 
 
 def test_a_norm_of_zero_means_no_clipping_and_a_long_warm_up_is_refused():

@@ -214,6 +214,7 @@ class ReplayForecast:
     """What a replay needs.
 
     Attributes:
+        optimizer: budget and optimizer of each training.
         orders: number of trainings that are differentiated, each with another order of the rows.
         size: size of the states of one training.
         cost: cost of one replay, in trainings.
@@ -223,6 +224,7 @@ class ReplayForecast:
         memory_bytes: memory in addition to that of the training.
     """
 
+    optimizer: OptimizerRecipe
     orders: int
     size: TrajectorySize
     cost: ReplayCost
@@ -246,7 +248,7 @@ class ReplayForecast:
         check = f"; {self.retrainings} more to check it" if self.retrainings else ""
         total = f"; {self.trainings:.1f} in all" if self.orders > 1 or self.retrainings else ""
         return (
-            f"{count} of {self.size.steps:,} steps ({self.size.parameters:,} parameters){each} differentiated at the "
+            f"{count} of {self.optimizer} with {self.size.parameters:,} parameters{each} differentiated at the "
             f"price of {self.cost}{check}{total}; about {duration_text(self.seconds)}, "
             f"{size_text(self.memory_bytes)} more memory than the training alone, and {size_text(self.disk_bytes)} of "
             "disk until it is finished"
@@ -275,6 +277,7 @@ def forecast_replay(plan: ReplayPlan, rows: RowStore, n_rows: int, n_targets: in
     else:
         memory_bytes += size.segment_bytes
     return ReplayForecast(
+        optimizer=plan.optimizer,
         orders=plan.n_orders,
         size=size,
         cost=replay_cost(order, n_rows, n_targets, plan.differentiation),

@@ -9,7 +9,8 @@ the `OptimizerRecipe` of `grasp.training.recipe`, by which every training of thi
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -22,28 +23,86 @@ from grasp.settings import Settings
 from grasp.training.recipe import RECIPES, OptimizerRecipe, TrainingRecipe
 from grasp.yaml_files import read_yaml, validated
 
-LORA_ALIASES = {"r": "lora_r", "target_modules": "lora_target_modules"}  # names in adapter_config.json
-LORA_GROUP_ALIASES = LORA_ALIASES | {"alpha": "lora_alpha"}  # names in the group `lora` or `peft_config`
-ALIASES = {  # names in Axolotl and older versions of TRL
+ALIASES = {  # names in Axolotl, PEFT and older versions of Transformers and TRL
     "micro_batch_size": "per_device_train_batch_size",
+    "per_gpu_train_batch_size": "per_device_train_batch_size",
     "num_epochs": "num_train_epochs",
     "lr_scheduler": "lr_scheduler_type",
     "sequence_len": "max_length",
     "max_seq_length": "max_length",
     "optimizer": "optim",
-    **LORA_ALIASES,
+    "noisy_embedding_alpha": "neftune_noise_alpha",
+    "r": "lora_r",
+    "target_modules": "lora_target_modules",
+    "lora_modules_to_save": "modules_to_save",
+    "lora_target_parameters": "target_parameters",
 }
+AXOLOTL_NAMES = ("micro_batch_size", "num_epochs", "lr_scheduler", "sequence_len")
+AXOLOTL_DEFAULTS = {  # where they differ from those of Transformers
+    "per_device_train_batch_size": 1,
+    "num_train_epochs": 1,
+    "lr_scheduler_type": "cosine",
+}
+AXOLOTL_WARMUP_RATIO = 0.03
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
-DISABLED = (None, False, 0, "", "no")  # values that switch a setting off
-# Settings that change a step in a way that is not differentiated here.
-UNSUPPORTED = (
-    "label_smoothing_factor",
-    "neftune_noise_alpha",
-    "use_liger_kernel",
-    "sample_packing",
-    "packing",
-    "use_dora",
-)
+DISABLED: tuple[Any, ...] = (None, False, 0, "", "no", [], {})  # values that switch a setting off
+# Settings that change a step, or what is trained, in a way that a replay does not follow; and their values that do not.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    # Transformers
+    "label_smoothing_factor": (),
+    "lr_scheduler_kwargs": (),
+    "neftune_noise_alpha": (),
+    "optim_args": (),
+    "optim_target_modules": (),
+    # TRL
+    "loss_type": ("nll", "chunked_nll", "sigmoid", ["sigmoid"]),
+    "packing": (),
+    "label_smoothing": (),
+    "f_divergence_type": ("reverse_kl",),
+    "ld_alpha": (),
+    "reference_free": (),
+    "rpo_alpha": (),
+    "sync_ref_model": (),
+    "use_weighting": (),
+    # PEFT
+    "alora_invocation_tokens": (),
+    "alpha_pattern": (),
+    "bias": ("none",),
+    "exclude_modules": (),
+    "init_lora_weights": (True,),
+    "layer_replication": (),
+    "layers_pattern": (),
+    "layers_to_transform": (),
+    "loftq_config": (),
+    "lora_bias": (),
+    "modules_to_save": (),
+    "peft_type": ("LORA",),
+    "rank_pattern": (),
+    "target_parameters": (),
+    "trainable_token_indices": (),
+    "use_bdlora": (),
+    "use_dora": (),
+    "use_qalora": (),
+    "use_rslora": (),
+    # Axolotl
+    "adam_beta3": (),
+    "adam_epsilon2": (),
+    "adapter": ("lora", "qlora"),
+    "cosine_constant_lr_ratio": (),
+    "cosine_min_lr_ratio": (),
+    "embedding_lr": (),
+    "embedding_lr_scale": (),
+    "lisa_n_layers": (),
+    "lora_model_dir": (),
+    "loraplus_lr_ratio": (),
+    "lr_groups": (),
+    "lr_quadratic_warmup": (),
+    "relora": (),
+    "relora_steps": (),
+    "sample_packing": (),
+    "unfrozen_parameters": (),
+}
+MIN_SIMILARITY = 0.8  # of an unknown name to a name of this recipe, in `difflib`: from there on it is a typing error
 
 
 class FineTuningRecipe(Settings):
@@ -68,7 +127,14 @@ class FineTuningRecipe(Settings):
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="Decay of AdamW's second moment.")
     adam_epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
     max_grad_norm: float | None = Field(1.0, ge=0, description="Maximum norm of the gradient; 0: no clipping.")
-    max_length: int | None = Field(None, ge=2, description="Maximum tokens per row; longer rows are truncated.")
+    max_length: int | None = Field(
+        None, ge=2, description="Maximum tokens per row; longer rows of an artifact are refused."
+    )
+    dataloader_drop_last: bool = Field(
+        False,
+        description="Whether the rows of an epoch that do not fill a forward pass are left out.",
+        exclude_if=lambda value: not value,  # recorded replays that predate this setting lack it
+    )
     beta: float = Field(
         0.1,
         gt=0,
@@ -85,6 +151,8 @@ class FineTuningRecipe(Settings):
     lora_dropout: float = Field(0.0, ge=0, description="Dropout of the adapter; disabled in a replay.", exclude=True)
     bf16: bool | str = Field(False, description="Mixed precision; a replay computes in float32.", exclude=True)
     fp16: bool | str = Field(False, description="Mixed precision; a replay computes in float32.", exclude=True)
+    load_in_4bit: bool = Field(False, description="Quantized base model; a replay does not quantize.", exclude=True)
+    load_in_8bit: bool = Field(False, description="Quantized base model; a replay does not quantize.", exclude=True)
     train_on_inputs: bool = Field(
         False, description="Whether prompts carry loss; the corpus settings decide that.", exclude=True
     )
@@ -116,17 +184,19 @@ class FineTuningRecipe(Settings):
             location: beginning of error messages, e.g. the path of the file.
         """
         fields = _flatten(data)
-        if unsupported := [name for name in UNSUPPORTED if fields.get(name) not in DISABLED]:
-            raise ModelError(
-                f"{location}: {unsupported[0]} is set to {fields[unsupported[0]]!r}, which a replay cannot "
-                "differentiate; remove it"
-            )
+        for name, values in UNSUPPORTED.items():
+            if (value := fields.get(name)) not in DISABLED and value not in values:
+                expected = f"set it to {values[0]!r}" if values else "remove it, to replay a training without it"
+                raise ModelError(f"{location}: {name} is set to {value!r}, which a replay does not support; {expected}")
+        _refuse_typing_errors(fields, [*cls.model_fields, *ALIASES], location)
+        if any(name in data for name in AXOLOTL_NAMES):
+            fields = _with_axolotl_defaults(fields)
         if fields.get("completion_only_loss") is False:  # TRL
             fields["train_on_inputs"] = True
         if fields.get("lora_target_linear"):  # Axolotl
             fields["lora_target_modules"] = "all-linear"
-        if fields.get("adapter") not in (None, "lora"):
-            raise ModelError(f"{location}: adapter: got {fields['adapter']!r}, expected lora")
+        if fields.get("adapter") == "qlora" or fields.get("weight_dtype"):  # Axolotl
+            fields["load_in_4bit"] = True
         return validated(cls, {name: value for name, value in fields.items() if value is not None}, location)
 
     @property
@@ -135,6 +205,8 @@ class FineTuningRecipe(Settings):
         notes = []
         if any(value not in DISABLED for value in (self.bf16, self.fp16)):
             notes.append("the recipe computes in half precision, a replay in float32: rounding exceeds its differences")
+        if self.load_in_4bit or self.load_in_8bit:
+            notes.append("the recipe quantizes the base model, a replay does not")
         if self.lora_dropout:
             notes.append("dropout of the adapter is switched off: a random mask cannot be replayed")
         if self.train_on_inputs:
@@ -150,7 +222,21 @@ class FineTuningRecipe(Settings):
         """Return the number of optimizer steps on `n_rows` rows; the last step of an epoch may have fewer rows."""
         if self.max_steps > 0:
             return self.max_steps
-        return math.ceil(self.num_train_epochs * math.ceil(n_rows / self.batch_rows))
+        return math.ceil(self.num_train_epochs * math.ceil(self._epoch_rows(n_rows) / self.batch_rows))
+
+    def _epoch_rows(self, n_rows: int) -> int:
+        """Return the number of rows of an epoch, of `n_rows` rows.
+
+        Raises:
+            SettingsError: no row is left, because incomplete forward passes are left out.
+        """
+        left_out = n_rows % self.per_device_train_batch_size if self.dataloader_drop_last else 0
+        if left_out == n_rows:
+            raise SettingsError(
+                f"recipe: dataloader_drop_last: {n_rows} rows do not fill a forward pass of "
+                f"{self.per_device_train_batch_size}; lower per_device_train_batch_size"
+            )
+        return n_rows - left_out
 
     def optimizer(self, n_rows: int) -> OptimizerRecipe:
         """Return budget and optimizer of a training run on `n_rows` rows.
@@ -181,11 +267,11 @@ class FineTuningRecipe(Settings):
 
     def order(self, n_rows: int, seed: int) -> list[I64]:
         """Return the rows of every step: each epoch is a new permutation, split into batches."""
-        steps, epoch = self.steps(n_rows), 0
+        steps, epoch_rows, epoch = self.steps(n_rows), self._epoch_rows(n_rows), 0
         batches: list[I64] = []
         while len(batches) < steps:
-            permutation = stream(seed, "replay", "order", epoch).permutation(n_rows)
-            batches += [permutation[k : k + self.batch_rows] for k in range(0, n_rows, self.batch_rows)]
+            permutation = stream(seed, "replay", "order", epoch).permutation(n_rows)[:epoch_rows]
+            batches += [permutation[k : k + self.batch_rows] for k in range(0, epoch_rows, self.batch_rows)]
             epoch += 1
         return batches[:steps]
 
@@ -231,14 +317,34 @@ def proxy_training(recipe: FineTuningRecipe, n_rows: int, vocab_size: int, conte
 
 
 def _flatten(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename fields to those of Transformers, and merge the groups `lora` and `training_args` into them."""
+    """Rename fields to those of Transformers, and merge the groups of adapter and training arguments into them."""
     fields: dict[str, Any] = {}
-    for name, value in data.items():
-        if name in ("lora", "peft_config") and isinstance(value, Mapping):
-            renamed = {LORA_GROUP_ALIASES.get(str(key), str(key)): entry for key, entry in value.items()}
-            fields |= {key: entry for key, entry in renamed.items() if key.startswith("lora_")}
+    for key, value in data.items():
+        name = str(key)
+        if name in ("lora", "peft", "peft_config") and isinstance(value, Mapping):
+            fields |= _flatten({"lora_alpha" if key == "alpha" else key: entry for key, entry in value.items()})
         elif name in ("training_args", "training_arguments", "args") and isinstance(value, Mapping):
             fields |= _flatten(value)
         else:
+            if name != "peft_type":
+                name = name.removeprefix("peft_")  # Axolotl
             fields[ALIASES.get(name, name)] = value
     return fields
+
+
+def _with_axolotl_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the defaults of Axolotl that differ from those of Transformers."""
+    fields = AXOLOTL_DEFAULTS | {name: value for name, value in fields.items() if value is not None}
+    if not fields.get("warmup_steps") and not fields.get("warmup_ratio"):
+        fields["warmup_ratio"] = AXOLOTL_WARMUP_RATIO
+    return fields
+
+
+def _refuse_typing_errors(fields: Mapping[str, Any], names: Sequence[str], location: str) -> None:
+    """Raise SettingsError if a field has almost the name of a field of the recipe. Other fields are ignored."""
+    known = {*names, *UNSUPPORTED}
+    for name, value in fields.items():
+        if name in known or "eval_" in name or value in DISABLED:
+            continue
+        if close := get_close_matches(name, names, 1, MIN_SIMILARITY):
+            raise SettingsError(f"{location}: unknown field {name}; did you mean {close[0]}?")

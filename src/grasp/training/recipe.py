@@ -52,6 +52,13 @@ class OptimizerRecipe(Settings):
             raise ValueError(f"warmup_steps: got {self.warmup_steps}, expected fewer than the {self.steps} steps")
         return self
 
+    def __str__(self) -> str:
+        warmup = f"{self.warmup_steps} warm-up steps, then " if self.warmup_steps else ""
+        return (
+            f"{self.steps:,} steps of {self.batch_rows:,} rows at learning rate {self.learning_rate:g} "
+            f"({warmup}{self.schedule})"
+        )
+
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of a step, from 0: linear to the peak, then by the schedule.
 
