@@ -107,6 +107,10 @@ def test_every_epoch_visits_every_row_once():
         ({"learning_rat": 1e-4}, SettingsError, "unknown field learning_rat; did you mean learning_rate?"),
         ({"training_args": {"max_epochs": 3}}, SettingsError, "max_epochs; did you mean num_epochs"),
         ({"lora_rank": 8}, SettingsError, "lora_rank; did you mean lora_r"),
+        ({"optimizer": "paged_adamw_8bit"}, SettingsError, "optim: got 'paged_adamw_8bit'"),
+        ({"packing": True, "bias": "all"}, ModelError, "packing is set to True.*; bias is set to 'all'"),
+        ({"hyperparameters": {"learning_rate": 1e-4}}, SettingsError, "no field of a training, got hyperparameters"),
+        ({"adapter": "lora", "learning_rate": 1e-4}, SettingsError, "lora_r is missing; add lora_r"),
         ({"num_warmup_steps": 3}, SettingsError, "num_warmup_steps; did you mean warmup_steps"),
     ],
 )
@@ -126,6 +130,26 @@ def test_saved_training_arguments_and_adapters_of_the_installed_libraries_are_re
     assert not adapter.notes
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"use_peft": True}, (16, 32.0)),
+        ({"use_peft": True, "lora_r": 8, "lora_alpha": None}, (8, 32.0)),
+        ({"use_peft": False, "lora_r": 16, "lora_alpha": 32}, (None, None)),
+        ({"adapter": None, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.1}, (None, None)),
+        ({"adapter": "lora", "lora_r": 16, "lora_alpha": 32}, (16, 32.0)),
+    ],
+)
+def test_switches_of_trl_and_axolotl_decide_whether_there_is_an_adapter(fields, expected):
+    recipe = FineTuningRecipe.from_mapping(fields)
+    assert (recipe.lora_r, recipe.lora_alpha) == expected
+    assert not recipe.notes
+
+
+def test_paged_adamw_takes_the_steps_of_adamw():
+    assert FineTuningRecipe.from_mapping({"optim": "paged_adamw_32bit"}).optimizer(9).betas == (0.9, 0.999)
+
+
 def test_an_axolotl_config_has_the_defaults_of_axolotl():
     recipe = FineTuningRecipe.from_mapping({"micro_batch_size": None, "num_epochs": 2, "learning_rate": 1e-4})
     assert (recipe.lr_scheduler_type, recipe.num_train_epochs, recipe.batch_rows) == ("cosine", 2, 1)
@@ -133,7 +157,9 @@ def test_an_axolotl_config_has_the_defaults_of_axolotl():
     assert FineTuningRecipe.from_mapping({"num_epochs": 2, "warmup_steps": 1}).optimizer(100).warmup_steps == 1
 
 
-@pytest.mark.parametrize("fields", [{"adapter": "qlora"}, {"load_in_8bit": True}, {"peft": {"weight_dtype": "nf4"}}])
+@pytest.mark.parametrize(
+    "fields", [{"adapter": "qlora", "lora_r": 8}, {"load_in_8bit": True}, {"peft": {"weight_dtype": "nf4"}}]
+)
 def test_a_quantized_base_model_is_noted(fields):
     assert_mentions(FineTuningRecipe.from_mapping(fields).notes, "quantizes")
 

@@ -44,6 +44,9 @@ AXOLOTL_DEFAULTS = {  # where they differ from those of Transformers
     "lr_scheduler_type": "cosine",
 }
 AXOLOTL_WARMUP_RATIO = 0.03
+TRL_ADAPTER_DEFAULTS = {"lora_r": 16, "lora_alpha": 32}  # of a recipe with `use_peft`
+ADAPTER_FIELDS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear")
+SWITCHES = ("completion_only_loss", "lora_target_linear", "use_peft", "weight_dtype")  # read by `from_mapping`
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 DISABLED: tuple[Any, ...] = (None, False, 0, "", "no", [], {})  # values that switch a setting off
 # Settings that change a step, or what is trained, in a way that a replay does not follow; and their values that do not.
@@ -161,7 +164,7 @@ class FineTuningRecipe(Settings):
     def _supported_schedule_and_optimizer(self) -> Self:
         if self.lr_scheduler_type not in SCHEDULES:
             raise ValueError(f"lr_scheduler_type: got {self.lr_scheduler_type!r}, expected {', '.join(SCHEDULES)}")
-        if not self.optim.startswith("adamw") or "8bit" in self.optim or "4bit" in self.optim:
+        if not self.optim.removeprefix("paged_").startswith("adamw") or "8bit" in self.optim or "4bit" in self.optim:
             raise ValueError(f"optim: got {self.optim!r}, expected AdamW in full precision, such as adamw_torch")
         return self
 
@@ -184,13 +187,17 @@ class FineTuningRecipe(Settings):
             location: beginning of error messages, e.g. the path of the file.
         """
         fields = _flatten(data)
-        for name, values in UNSUPPORTED.items():
-            if (value := fields.get(name)) not in DISABLED and value not in values:
-                expected = f"set it to {values[0]!r}" if values else "remove it, to replay a training without it"
-                raise ModelError(f"{location}: {name} is set to {value!r}, which a replay does not support; {expected}")
-        _refuse_typing_errors(fields, [*cls.model_fields, *ALIASES], location)
+        _refuse_unsupported(fields, location)
+        names = [*cls.model_fields, *ALIASES]
+        _refuse_typing_errors(fields, names, location)
+        if fields and not fields.keys() & {*names, *SWITCHES, *UNSUPPORTED}:
+            raise SettingsError(
+                f"{location}: has no field of a training, got {', '.join(list(fields)[:5])}; expected the names of "
+                "TrainingArguments or Axolotl at the top level, such as learning_rate"
+            )
         if any(name in data for name in AXOLOTL_NAMES):
             fields = _with_axolotl_defaults(fields)
+        fields = _with_adapter_switches(fields, location)
         if fields.get("completion_only_loss") is False:  # TRL
             fields["train_on_inputs"] = True
         if fields.get("lora_target_linear"):  # Axolotl
@@ -338,6 +345,35 @@ def _with_axolotl_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
     if not fields.get("warmup_steps") and not fields.get("warmup_ratio"):
         fields["warmup_ratio"] = AXOLOTL_WARMUP_RATIO
     return fields
+
+
+def _with_adapter_switches(fields: Mapping[str, Any], location: str) -> dict[str, Any]:
+    """Apply `use_peft` of TRL and `adapter` of Axolotl: without an adapter, its other fields have no effect.
+
+    Raises:
+        SettingsError: the recipe has an adapter of unknown rank.
+    """
+    switches = [name for name in ("use_peft", "adapter") if name in fields]
+    if not switches:
+        return dict(fields)
+    if not any(fields[name] for name in switches):
+        return {name: value for name, value in fields.items() if name not in ADAPTER_FIELDS}
+    if fields.get("use_peft"):
+        return TRL_ADAPTER_DEFAULTS | {name: value for name, value in fields.items() if value is not None}
+    if fields.get("lora_r") is None:
+        raise SettingsError(f"{location}: adapter is set to {fields['adapter']!r}, but lora_r is missing; add lora_r")
+    return dict(fields)
+
+
+def _refuse_unsupported(fields: Mapping[str, Any], location: str) -> None:
+    """Raise ModelError if settings of the recipe cannot be replayed; the message lists all of them."""
+    problems = []
+    for name, values in UNSUPPORTED.items():
+        if (value := fields.get(name)) not in DISABLED and value not in values:
+            expected = f"set it to {values[0]!r}" if values else "remove it, to replay a training without it"
+            problems.append(f"{name} is set to {value!r}, which a replay does not support; {expected}")
+    if problems:
+        raise ModelError(f"{location}: {'; '.join(problems)}")
 
 
 def _refuse_typing_errors(fields: Mapping[str, Any], names: Sequence[str], location: str) -> None:
