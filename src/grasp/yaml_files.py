@@ -180,7 +180,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as err:
         raise SettingsError(f"{path}: not YAML: {err}") from err
     if not isinstance(data, dict):
-        raise SettingsError(f"{path}: got {type(data).__name__}, expected a mapping of settings")
+        content_type = "an empty file" if data is None else type(data).__name__
+        raise SettingsError(f"{path}: got {content_type}, expected a mapping of settings, such as NAME: VALUE")
     return data
 
 
