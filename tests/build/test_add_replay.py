@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grasp.api.artifact import Artifact
 from grasp.api.predict import REPLAY_NOTE
-from grasp.artifact.inspection import info, verify
+from grasp.artifact.inspection import UNFINISHED_REPLAY, info, verify
+from grasp.artifact.manifest import REPLAY
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.add_replay import DIRECTORY
+from grasp.build.add_replay import NEW_MODEL_NOTE
 from grasp.build.build import add_replay, add_targets, build
 from grasp.build.forecast import forecast
 from grasp.build.merge import merge
@@ -86,7 +87,7 @@ def test_a_replay_that_is_added_later_has_the_bytes_of_one_in_the_build(copied, 
     assert record.passed
     assert record.targets == ("facts", "more")
     assert record.agreement.keys() == {"facts", "more"}
-    assert not (copied / DIRECTORY).exists()
+    assert not (copied / REPLAY).exists()
     assert verify(copied).ok
     (line,) = info(copied).replays
     assert_mentions(line, "2 x 4 steps", "facts, more", "rank correlation")
@@ -156,6 +157,7 @@ def test_a_replay_killed_at_any_replace_resumes_to_the_same_bytes(copied, replay
         with pytest.raises(Killed), raising(monkeypatch, "replace", nth, Killed()):
             add_replay(out, recipe=RECIPE, settings=HOW)
         assert "relevance_replay" not in ArtifactReader.open(out).array_names  # readable, and as it was
+        assert (UNFINISHED_REPLAY in info(out).replays) == (out / REPLAY).exists()
         add_replay(out, recipe=RECIPE, settings=HOW)
         assert stored(out) == stored(replayed)
         assert verify(out).ok
@@ -218,8 +220,8 @@ def test_a_target_that_is_added_later_has_no_replay_until_it_is_replayed(replaye
     without_replay = without_replay.model_copy(update={"negative": 0.25})
     expected = Predictor.from_artifact(ArtifactReader.open(out), without_replay, ["third"]).effect_NT[:, 0]
     np.testing.assert_allclose(before[:, 2], expected, atol=1e-6)
-    record = add_replay(out, settings=HOW)  # by the recipe of the first
-    assert record.targets == ("third",)
+    record = add_replay(out)  # by recipe and settings of the first
+    assert (record.targets, record.settings["orders"]) == (("third",), 2)
     after = Predictor.from_artifact(ArtifactReader.open(out)).effect_NT
     np.testing.assert_array_equal(after[:, :2], before[:, :2])
     assert (after[:, 2] != before[:, 2]).any()
@@ -261,6 +263,7 @@ def test_replay_for_a_new_model_trains_small_models_from_scratch(settings, tmp_p
     relevance_NE = columns(out)
     assert relevance_NE[:, 0].std() == pytest.approx(1.0, abs=1e-2)
     assert_mentions("\n".join(notes.lines), "2 trainings of 6 steps", "0.0 to differentiate all rows", "in all")
+    assert NEW_MODEL_NOTE in repr(info(out))
     names, features = artifact.array_names, artifact.feature_settings
     of_subsets = resolve_protocol(None, artifact, subsets=True).resolved_for(names, features)
     assert of_subsets.match["replay"] == NEW_MODEL_REPLAY_WEIGHT
@@ -300,6 +303,9 @@ def test_the_forecast_reports_the_cost_of_a_replay(settings, tmp_path):
     lines = forecast(tmp_path / "art", {**settings, **HOW}, untrained=True, replay=True, recipe=RECIPE).splitlines()
     assert lines[-1].startswith("replay: 2 trainings of 4 steps of 3 rows at learning rate 0.001 (linear) with ")
     assert_mentions(lines[-1], "differentiated at the price of", "disk until it is finished", "; about ")
+    recipe = RECIPE | {"bf16": True}
+    lines = forecast(tmp_path / "art", {**settings, **HOW}, untrained=True, replay=True, recipe=recipe).splitlines()
+    assert lines[-2].startswith("replay: the recipe computes in half precision")
     assert not any(tmp_path.iterdir())
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from grasp.artifact.manifest import (
     BUILD,
     MANIFEST,
+    REPLAY,
     RUN,
     SIGNED_MANIFEST,
     TOKENS,
@@ -29,6 +30,8 @@ from grasp.store.records import read_record
 from grasp.store.remote import local_path, open_store, remote_url
 from grasp.text import plain, size_text, skipped_text, text_table
 from grasp.yaml_files import read_yaml
+
+UNFINISHED_REPLAY = "a replay is unfinished; repeat the command that started it, with the same --recipe, to continue it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ class ArtifactInfo:
     settings: dict[str, Any]
     skipped: dict[str, Any]
     details: dict[str, Any]
-    replays: tuple[str, ...]  # one line for each replay: targets, result of the gate, what to do
+    replays: tuple[str, ...]  # one line for each replay: targets, result of the gate, what to do; or an unfinished one
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -194,6 +197,7 @@ def info(path: Path | str) -> ArtifactInfo:
     finished = grid.n_shards if complete else len(BuiltShards(files.root, 0, grid).parts)
     if complete and (files.root / part_dir(next_part) / BUILD).exists():
         extension = f"{len(BuiltShards(files.root, next_part, grid).parts)} of {grid.n_shards} shards"
+    unfinished = [UNFINISHED_REPLAY] if complete and (files.root / REPLAY).exists() else []
     n_finished_rows = min(finished * grid.shard_rows, grid.n_rows)
     arrays = []
     for name, entry in manifest.arrays.items():
@@ -237,7 +241,7 @@ def info(path: Path | str) -> ArtifactInfo:
         settings=manifest.settings,
         skipped=manifest.skipped,
         details=manifest.details,
-        replays=tuple(map(str, manifest.replays)),
+        replays=(*map(str, manifest.replays), *unfinished),
     )
 
 

@@ -46,6 +46,7 @@ SUM = "sum."  # totals over all rows
 MARKER = ".grasp-artifact"
 TOKENS = "tokens"
 FEATURES = "features"
+REPLAY = "replay"  # directory of intermediate results while a replay is in progress
 RUN = "run.yaml"
 MANIFEST = "manifest.json"
 BUILD = "build.json"

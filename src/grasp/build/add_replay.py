@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from grasp.artifact.manifest import ReplayRecord
+from grasp.artifact.manifest import REPLAY, ReplayRecord
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_documents
 from grasp.artifact.writer import ArraySpec, add_target_columns, lock_artifact
@@ -42,7 +42,7 @@ SPEC = ArraySpec(
     "positive: more weight of the row in training should lower the target's loss",
 )
 WARM_UP = "warm-up.json"  # in the directory of a model that was trained by `grasp.build.warm_up`
-DIRECTORY = "replay"  # in the artifact, while a replay is in progress
+NEW_MODEL_NOTE = "predict and evaluate use it for subsets; score, select, mix and report do not, for a new model"
 
 
 def replay_targets(
@@ -61,7 +61,8 @@ def replay_targets(
     Args:
         out: directory of the artifact.
         recipe: training that is replayed. Default: that of an earlier replay of the artifact, else see `plan_replay`.
-        settings: number of orders, probes and memory of the replay.
+        settings: number of orders, probes and memory of the replay. Default of each: that of an earlier replay of the
+            artifact.
         overrides: settings of the user, see `BuildSource`.
         model: the loaded model of the build. Default: load it.
         progress: receives stages, notes and numbers of rows.
@@ -84,6 +85,7 @@ def replay_targets(
             progress.note(line)
         result = _run_replay(artifact, origin, plan, targets, out, progress)
         relevance_NT = result.relevance()  # None if it failed the checks
+        use = (NEW_MODEL_NOTE,) if plan.from_scratch and relevance_NT is not None else ()
         record = ReplayRecord(
             recipe=plan.recipe.model_dump(mode="json"),
             settings=plan.settings.model_dump(mode="json"),
@@ -94,7 +96,7 @@ def replay_targets(
             agreement=dict(zip(targets, np.mean(result.agreements, axis=0).round(3).tolist(), strict=True))
             if result.agreements
             else {},
-            notes=result.notes,
+            notes=(*use, *result.notes),
         )
         add_target_columns(
             out,
@@ -104,7 +106,7 @@ def replay_targets(
             dtype=origin.settings.array_dtype,
             details={"replays": [*artifact.manifest.details.get("replays", ()), record.model_dump(mode="json")]},
         )
-        discard(out / DIRECTORY)
+        discard(out / REPLAY)
         return record
 
 
@@ -118,8 +120,11 @@ def _plan_for_artifact(
     """Plan a replay on the model and the rows of an artifact; the arguments are as of `replay_targets`."""
     refuse_replay(origin.settings, settings)
     passed_replays = [record for record in artifact.manifest.replays if record.passed]
-    if recipe is None and passed_replays:
-        recipe = FineTuningRecipe.model_validate(passed_replays[-1].recipe)
+    if passed_replays:  # scores of later targets are comparable if recipe and settings are the same
+        earlier, changed = passed_replays[-1], settings.model_dump(exclude_unset=True)
+        recipe = recipe or FineTuningRecipe.model_validate(earlier.recipe)
+        unchecked = {name: value for name, value in earlier.settings.items() if name != "check"}
+        settings = ReplaySettings.model_validate(unchecked | changed)
     reference = model or origin.model
     assert isinstance(reference, ReferenceModel)
     rows = _text_rows(origin)
@@ -152,7 +157,7 @@ def _run_replay(
 ) -> ReplayedRows:
     """Train and differentiate every order of the plan; intermediate results are stored in the artifact `out`."""
     rows, unit_tokens = _text_rows(origin), origin.unit_tokens
-    directory = out / DIRECTORY / _work_key(artifact, plan, targets)
+    directory = out / REPLAY / _work_key(artifact, plan, targets)
     _discard_other_replays(directory)
 
     def trajectory(k: int) -> Trajectory:
@@ -260,8 +265,8 @@ def _discard_other_replays(directory: Path) -> None:
 
 def forecast_added_replay(
     out: Path, recipe: FineTuningRecipe | None, settings: ReplaySettings, overrides: Mapping[str, Any]
-) -> ReplayForecast:
-    """Forecast a replay of the targets of a finished artifact that have none.
+) -> tuple[ReplayPlan, ReplayForecast]:
+    """Plan and forecast a replay of the targets of a finished artifact that have none.
 
     Args:
         out: directory of the artifact.
@@ -277,4 +282,4 @@ def forecast_added_replay(
     targets = _targets_without_replay(artifact, plan)
     if not targets:
         raise ArtifactError(f"{artifact.location}: all targets have a replay by this recipe; nothing to forecast")
-    return forecast_replay(plan, _text_rows(origin), artifact.n_rows, len(targets))
+    return plan, forecast_replay(plan, _text_rows(origin), artifact.n_rows, len(targets))

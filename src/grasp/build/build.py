@@ -462,8 +462,8 @@ def add_replay(
     Args:
         out: directory of the artifact.
         recipe: see `build`. Default: that of an earlier replay, if there is one.
-        settings: `replay`; custom code that may run; and the current paths of model and corpus: `model.path`,
-            `model.tokenizer`, `corpus.path`.
+        settings: `replay`, by default that of an earlier replay; custom code that may run; and the current paths of
+            model and corpus: `model.path`, `model.tokenizer`, `corpus.path`.
         progress: receives stages, notes and numbers of rows.
     Raises:
         GraspError: other settings are given; not an artifact; its model or rows changed; or it has a replay by another

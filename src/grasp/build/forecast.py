@@ -32,7 +32,7 @@ from grasp.build.inputs import ON_DISK, Inputs, prepare_inputs
 from grasp.build.model_pass import Arrays, ModelPass, compute_moments, merge_batches, read_batches, score_shard
 from grasp.build.pipeline import MEGABYTE, Sample, feature_bytes, open_moment_source, refuse_untrained, resolve_settings
 from grasp.build.proxy import forecast_proxy
-from grasp.build.replay_plan import ReplayForecast, forecast_replay, plan_replay
+from grasp.build.replay_plan import ReplayForecast, ReplayPlan, forecast_replay, plan_replay
 from grasp.corpus.documents import documents_of
 from grasp.corpus.row_store import RowStore, TokenRows
 from grasp.corpus.sources import open_source
@@ -87,8 +87,8 @@ def forecast(
     replay_recipe, replay_settings = split_replay_settings(raw_settings, recipe, use_replay=replay)
     directory = output_location(out).directory
     if replay and not {"corpus", "targets"} & raw_settings.keys() and (directory / MANIFEST).exists():
-        return (
-            f"replay: {forecast_added_replay(directory, replay_recipe, replay_settings, pop_overrides(raw_settings))}"
+        return _replay_lines(
+            *forecast_added_replay(directory, replay_recipe, replay_settings, pop_overrides(raw_settings))
         )
     with tempfile.TemporaryDirectory(prefix="grasp-forecast-") as name:
         temporary, first_line = Path(name), ""
@@ -116,7 +116,7 @@ def forecast(
         ratio = n_documents / n_read
         report = first_line + _report(inputs, probe, ratio, tokens_bytes)
         if replay:
-            report += f"\nreplay: {_replay_forecast(inputs, replay_recipe, replay_settings, ratio)}"
+            report += "\n" + _replay_lines(*_replay_forecast(inputs, replay_recipe, replay_settings, ratio))
         return report
 
 
@@ -149,13 +149,18 @@ def _first_documents(settings: BuildSettings) -> tuple[int, int]:
 
 def _replay_forecast(
     inputs: Inputs, recipe: FineTuningRecipe | None, settings: ReplaySettings, ratio: float
-) -> ReplayForecast:
-    """Forecast a replay by the gradient of one batch."""
+) -> tuple[ReplayPlan, ReplayForecast]:
+    """Plan a replay, and forecast it by the gradient of one batch."""
     assert isinstance(inputs.model, ReferenceModel)
     assert isinstance(inputs.store, RowStore)
     n_rows, longest = round(ratio * inputs.store.n_rows), int(inputs.store.lengths().max())
     plan = plan_replay(inputs.model, str(inputs.settings.train), recipe, settings, n_rows=n_rows, context=longest)
-    return forecast_replay(plan, inputs.store, n_rows, len(inputs.unit_set.targets))
+    return plan, forecast_replay(plan, inputs.store, n_rows, len(inputs.unit_set.targets))
+
+
+def _replay_lines(plan: ReplayPlan, forecast: ReplayForecast) -> str:
+    """Return the differences of a replay from its recipe, and its price, one line each."""
+    return "\n".join(f"replay: {line}" for line in (*plan.notes, forecast))
 
 
 @dataclass(frozen=True)
