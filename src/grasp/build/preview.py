@@ -7,9 +7,8 @@ into rows, count tokens and show examples as the model sees them: `[loss: ...]` 
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
@@ -21,7 +20,7 @@ from grasp.arrays import I32, Bool
 from grasp.artifact.label_functions import DEFAULT_BINS
 from grasp.artifact.label_table import MAX_UNBINNED_VALUES, identifier
 from grasp.corpus.conversations import entry_notes, preference_note
-from grasp.corpus.documents import Corpus
+from grasp.corpus.documents import Corpus, Document
 from grasp.corpus.labels import Kind, kind_of_all, label_text, widest
 from grasp.corpus.packing import Skipped
 from grasp.corpus.row_store import RowStore
@@ -30,14 +29,25 @@ from grasp.errors import ModelError
 from grasp.results import Result
 from grasp.settings import CorpusSettings, ModelSettings, TargetSettings
 from grasp.targets.load import load_units, split_names
-from grasp.targets.units import LOSS, Unit
+from grasp.targets.units import LOSS, Unit, UnitSet, UnitTokens
 from grasp.text import ending, plain, skipped_lines
 
 MAX_EXAMPLES = 3
-MAX_EXAMPLE_CHARS = 400  # characters
-MAX_VALUES_CHARS = 48
+MAX_EXAMPLE_CHARS = 400
+MAX_VALUES_CHARS = 48  # of the frequent values of a label, or of a wrong answer
+MAX_TESTED_VALUES = 100  # values of a label that are tested for being URLs or dates
 _URL = re.compile(r"(?:https?:)?//[^/\s]+")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
+_UNQUOTED = re.compile(r"[\w.]+")  # expressions that a shell reads without quotes
+_LABEL_TABLE = pa.schema(
+    {
+        "label": pa.string(),
+        "values": pa.int64(),
+        "missing": pa.int64(),
+        "most frequent": pa.string(),
+        "select with": pa.string(),
+    }
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -81,75 +91,109 @@ def preview_corpus(
     arguments = {name: value for name, value in arguments.items() if value is not None}
     settings = settings.model_copy(update={"limit": min(limit, settings.limit or limit), **arguments})
     opened = Corpus(open_source(settings.path, settings.split), settings)
-    roles = ", ".join(f"{role} from {column!r}" for role, column in opened.columns.items())
-    values: dict[str, Counter[str | None]] = {}
-    kinds: dict[str, set[Kind]] = {}
-    without_labels: set[str] = set()
-    texts: list[str] = []
-    n_read, skipped = 0, Skipped()
-    for document in opened.documents(0):
-        n_read += 1
-        for name, value in document.labels.items():
-            values.setdefault(name, Counter())[label_text(value)] += 1
-            kinds.setdefault(name, set()).add(kind_of_all([value]))
-        without_labels.update(document.ignored)
-        text = str(document.conversation or document.text or "")
-        if not text.strip() and document.input_ids is None:
-            skipped.add("whitespace" if text else "empty", document.name, document.location)
-        if len(texts) < MAX_EXAMPLES and text.strip():
-            texts.append(plain(text, MAX_EXAMPLE_CHARS))
-            if document.rejected is not None:
-                other = str(document.rejected.conversation or document.rejected.text)
-                texts.append(plain(f"[rejected] {other}", MAX_EXAMPLE_CHARS))
-    notes = [*entry_notes(settings), f"columns: {roles or 'none'}"]
-    if without_labels:
-        example = min(without_labels)
-        notes.append(
-            f"left out: {', '.join(sorted(without_labels))} (binary, lists of numbers or of records); request a value "
-            f"by its path, e.g. --set corpus.label_paths=[{example}.0]"
-        )
-    text_column = opened.columns.get("text", opened.columns.get("turns"))
-    all_columns = [*opened.columns.values(), *values, *without_labels]
-    note = preference_note(text_column, all_columns, turns="turns" in opened.columns)
-    if note and "rejected" not in opened.columns:
-        notes.append(note)
-    headline = f"{settings.path}: {n_read:,} records" + f" (the first {limit:,})" * (n_read == limit)
-    encoder, context = _tokenizer(model, tokenizer)
+    records = _summarize(opened.documents(0))
+    notes = [*entry_notes(settings), *_column_notes(opened, records)]
+    headline = f"{settings.path}: {records.n_read:,} records" + f" (the first {limit:,})" * (records.n_read == limit)
+    encoder, context = _load_tokenizer(model, tokenizer)
     if encoder is None:
-        notes += [f"skipped: {line}" for line in skipped_lines(skipped.counts, skipped.examples)]
+        examples = records.examples
+        notes += _skipped_notes(records.skipped)
         notes.append("rows and tokens: pass --model or --tokenizer, to divide the records")
     else:
         with TemporaryDirectory() as directory:
             store = RowStore.write(Path(directory) / "rows", settings, encoder, shard_rows=4_096, context=context)
             headline += f", {store.n_rows:,} rows, {store.n_tokens:,} tokens, {store.n_loss_positions:,} with loss"
-            notes += [f"skipped: {line}" for line in skipped_lines(store.skipped.counts, store.skipped.examples)]
-            shard = store.rows(np.arange(min(MAX_EXAMPLES, store.n_rows)))
-            if shard.split_N is not None:
-                shard = shard.sides()
-            shown = (_mark_loss(encoder, shard.ids(k), shard.mask(k)) for k in range(min(MAX_EXAMPLES, len(shard))))
-            texts = [plain(text, MAX_EXAMPLE_CHARS) for text in shown]
-            notes.append(encoder.describe())
-    labels = [_label_line(name, counts, widest(kinds[name]), n_read) for name, counts in values.items()]
-    names = ("label", "values", "missing", "most frequent", "select with")
-    columns = zip(*labels, strict=True) if labels else [[]] * len(names)
-    table = pa.table(dict(zip(names, map(list, columns), strict=True)))
-    return Preview(table, headline, tuple(notes), signs=False, examples=tuple(texts[:MAX_EXAMPLES]))
+            examples = _row_examples(store, encoder)
+        notes += [*_skipped_notes(store.skipped), encoder.describe()]
+    lines = [
+        _label_line(label, counts, widest(records.kinds[label]), records.n_read)
+        for label, counts in records.counts.items()
+    ]
+    table = pa.Table.from_pylist(lines, _LABEL_TABLE)
+    return Preview(table, headline, tuple(notes), signs=False, examples=tuple(examples[:MAX_EXAMPLES]))
 
 
-def _label_line(name: str, counts: Counter[str | None], kind: Kind, n_read: int) -> tuple[str, int, int, str, str]:
-    """Return name, number of values, number of records without one, frequent values, and a label expression."""
-    present = {value: count for value, count in counts.items() if value is not None}
-    frequent = sorted(present, key=lambda value: -present[value])[:3]
-    expression, values = identifier(name), list(islice(present, 100))
-    if values and kind in ("int", "long", "float") and len(present) > MAX_UNBINNED_VALUES:
+@dataclass
+class _RecordSummary:
+    """Labels, examples and skipped records of the first records of a corpus."""
+
+    n_read: int = 0
+    counts: dict[str, Counter[str]] = field(default_factory=dict)  # label -> value -> number of records
+    kinds: dict[str, set[Kind]] = field(default_factory=dict)  # label -> kinds of its values
+    ignored: set[str] = field(default_factory=set)  # columns and nested fields that cannot be labels
+    examples: list[str] = field(default_factory=list)
+    skipped: Skipped = field(default_factory=Skipped)
+
+
+def _summarize(documents: Iterable[Document]) -> _RecordSummary:
+    """Count the values of each label, and collect examples and records without text."""
+    summary = _RecordSummary()
+    for document in documents:
+        summary.n_read += 1
+        for label, value in document.labels.items():
+            counts = summary.counts.setdefault(label, Counter())
+            if (text := label_text(value)) is not None:
+                counts[text] += 1
+            summary.kinds.setdefault(label, set()).add(kind_of_all([value]))
+        summary.ignored.update(document.ignored)
+        content = str(document.conversation or document.text or "")
+        if not content.strip() and document.input_ids is None:
+            summary.skipped.add("whitespace" if content else "empty", document.name, document.location)
+        if len(summary.examples) < MAX_EXAMPLES and content.strip():
+            summary.examples.append(plain(content, MAX_EXAMPLE_CHARS))
+            if document.rejected is not None:
+                rejected = str(document.rejected.conversation or document.rejected.text)
+                summary.examples.append(plain(f"[rejected] {rejected}", MAX_EXAMPLE_CHARS))
+    return summary
+
+
+def _column_notes(corpus: Corpus, records: _RecordSummary) -> list[str]:
+    """Return notes on the role of each column, the columns that cannot be labels, and an unused preference pair."""
+    roles = ", ".join(f"{role} from {column!r}" for role, column in corpus.columns.items())
+    notes = [f"columns: {roles or 'none'}"]
+    if records.ignored:
+        notes.append(
+            f"left out: {', '.join(sorted(records.ignored))} (binary, lists of numbers or of records); request a value "
+            f"by its path, e.g. --set corpus.label_paths=[{min(records.ignored)}.0]"
+        )
+    text_column = corpus.columns.get("text", corpus.columns.get("turns"))
+    all_columns = [*corpus.columns.values(), *records.counts, *records.ignored]
+    note = preference_note(text_column, all_columns, turns="turns" in corpus.columns)
+    if note and "rejected" not in corpus.columns:
+        notes.append(note)
+    return notes
+
+
+def _skipped_notes(skipped: Skipped) -> list[str]:
+    return [f"skipped: {line}" for line in skipped_lines(skipped.counts, skipped.examples)]
+
+
+def _row_examples(store: RowStore, tokenizer: Any) -> list[str]:
+    """Return the first rows as the model sees them; of preference pairs, the chosen and the rejected side."""
+    rows = store.rows(np.arange(min(MAX_EXAMPLES, store.n_rows)))
+    if rows.split_N is not None:
+        rows = rows.sides()
+    texts = (_mark_loss(tokenizer, rows.ids(k), rows.mask(k)) for k in range(min(MAX_EXAMPLES, len(rows))))
+    return [plain(text, MAX_EXAMPLE_CHARS) for text in texts]
+
+
+def _label_line(label: str, counts: Counter[str], kind: Kind, n_read: int) -> dict[str, str | int]:
+    """Return a line of the table of labels: values, records without one, and an option that groups rows by it."""
+    values = list(counts)
+    expression, tested = identifier(label), values[:MAX_TESTED_VALUES]
+    if values and kind in ("int", "long", "float") and len(values) > MAX_UNBINNED_VALUES:
         expression = f"bins({expression}, {DEFAULT_BINS})"
-    elif values and all(_URL.match(value) for value in values):
+    elif values and all(_URL.match(value) for value in tested):
         expression = f"host({expression})"
-    elif len(present) > MAX_UNBINNED_VALUES and all(_DATE.match(value) for value in values):
+    elif len(values) > MAX_UNBINNED_VALUES and all(_DATE.match(value) for value in tested):
         expression = f"year({expression})"
-    shown = plain(", ".join(frequent), MAX_VALUES_CHARS)
-    option = f"--by {expression}" if re.fullmatch(r"[\w.]+", expression) else f"--by {shlex.quote(expression)}"
-    return name, len(present), n_read - sum(present.values()), shown, option
+    return {
+        "label": label,
+        "values": len(values),
+        "missing": n_read - counts.total(),
+        "most frequent": plain(", ".join(value for value, _ in counts.most_common(3)), MAX_VALUES_CHARS),
+        "select with": f"--by {expression if _UNQUOTED.fullmatch(expression) else shlex.quote(expression)}",
+    }
 
 
 def preview_targets(
@@ -171,56 +215,61 @@ def preview_targets(
     names = split_names(targets) if isinstance(targets, str) else targets
     settings = names if isinstance(names, TargetSettings) else TargetSettings(names=tuple(map(str, names)))
     units = load_units(settings)
-    notes: list[str] = []
-    tokens: Mapping[str, tuple[float, int]] = {}
-    encoder, context = _tokenizer(model, tokenizer)
+    example_index = _example_units(units.units)
+    encoder, context = _load_tokenizer(model, tokenizer)
     if encoder is None:
-        shown = [_example(unit) for unit in units.units]
-        notes.append("tokens: pass --model or --tokenizer, to encode the questions")
+        lengths = None
+        texts = [_unit_text(units.units[k]) for k in example_index]
+        notes = ["tokens: pass --model or --tokenizer, to encode the questions"]
     else:
         units = units.rendered(encoder)
         encoded = units.tokenize(encoder, settings.max_length, context)
-        notes += [f"skipped: {line}" for line in skipped_lines(units.unwritten.counts, units.unwritten.examples)]
-        tokens = {
-            target: _lengths(
-                sum(len(answer.input_ids) - answer.first for answer in (each, *each.others))
-                for unit, each in zip(units.units, encoded, strict=True)
-                if unit.target == target
-            )
-            for target in units.targets
-        }
-        masks = [np.arange(len(each.input_ids)) >= each.first for each in encoded]
-        examples_of = zip(encoded, masks, strict=True)
-        shown = [ending(_mark_loss(encoder, each.input_ids, mask), MAX_EXAMPLE_CHARS) for each, mask in examples_of]
-        for k, (unit, each) in enumerate(zip(units.units, encoded, strict=True)):
-            wrong = [other.input_ids[other.first :].tolist() for other in each.others]
-            shown[k] += _wrong_answers(unit, encoder.decode(wrong)) if wrong else ""
-        notes.append(encoder.describe())
-    counts, kinds = Counter(unit.target for unit in units.units), {unit.target: _kind(unit) for unit in units.units}
-    table = pa.table(
-        {
-            "target": list(counts),
-            "units": list(counts.values()),
-            "of": [units.drawn_from[target] for target in counts],
-            "read as": [kinds[target] for target in counts],
-        }
-        | ({"tokens with loss, mean": [round(tokens[target][0], 1) for target in counts]} if tokens else {})
-        | ({"most": [tokens[target][1] for target in counts]} if tokens else {})
-    )
-    selected = [k for k in range(len(shown)) if k in _first_of_targets(units.units)][:MAX_EXAMPLES]
-    examples = tuple(f"{units.units[k].unit_id}: {shown[k]}" for k in selected)
-    headline = f"{len(counts):,} target{'s' * (len(counts) > 1)}, {len(units.units):,} units"
+        lengths = _loss_lengths(units.units, encoded)
+        texts = [_encoded_text(units.units[k], encoded[k], encoder) for k in example_index]
+        notes = [*_skipped_notes(units.unwritten), encoder.describe()]
+    table = _target_table(units, lengths)
+    examples = tuple(f"{units.units[k].unit_id}: {text}" for k, text in zip(example_index, texts, strict=True))
+    headline = f"{len(table):,} target{'s' * (len(table) > 1)}, {len(units.units):,} units"
     return Preview(table, headline, tuple(notes), signs=False, examples=examples)
 
 
-def _first_of_targets(units: Sequence[Unit]) -> set[int]:
-    """Return the positions of about three units: the first of each target, then the next ones."""
-    first = {unit.target: k for k, unit in reversed(list(enumerate(units)))}
-    rest = [k for k in range(len(units)) if k not in first.values()]
-    return {*sorted(first.values())[:MAX_EXAMPLES], *rest[: max(0, MAX_EXAMPLES - len(first))]}
+def _example_units(units: Sequence[Unit]) -> list[int]:
+    """Return the positions of at most three units: the first of each target, then the next ones."""
+    targets: set[str] = set()
+    first: list[int] = []
+    later: list[int] = []
+    for k, unit in enumerate(units):
+        (later if unit.target in targets else first).append(k)
+        targets.add(unit.target)
+    return sorted([*first, *later][:MAX_EXAMPLES])
 
 
-def _kind(unit: Unit) -> str:
+def _loss_lengths(units: Sequence[Unit], encoded: Sequence[UnitTokens]) -> dict[str, list[int]]:
+    """Return by target the number of tokens with loss of each unit, those of wrong answers included."""
+    lengths: dict[str, list[int]] = {}
+    for unit, tokens in zip(units, encoded, strict=True):
+        n_tokens = sum(len(answer.input_ids) - answer.first for answer in (tokens, *tokens.others))
+        lengths.setdefault(unit.target, []).append(n_tokens)
+    return lengths
+
+
+def _target_table(units: UnitSet, lengths: Mapping[str, Sequence[int]] | None) -> pa.Table:
+    """Return a line per target; `lengths` are the numbers of tokens with loss of its units, if they are known."""
+    counts = Counter(unit.target for unit in units.units)
+    scoring = {unit.target: _scoring(unit) for unit in units.units}
+    columns: dict[str, list[Any]] = {
+        "target": list(counts),
+        "units": list(counts.values()),
+        "of": [units.drawn_from[target] for target in counts],
+        "read as": [scoring[target] for target in counts],
+    }
+    if lengths is not None:
+        columns["tokens with loss, mean"] = [round(float(np.mean(lengths[target])), 1) for target in counts]
+        columns["most"] = [max(lengths[target]) for target in counts]
+    return pa.table(columns)
+
+
+def _scoring(unit: Unit) -> str:
     """Describe how a unit is scored."""
     if unit.weight != 1.0:
         return f"weighted {unit.metric.replace('_', ' ')}"
@@ -233,14 +282,22 @@ def _kind(unit: Unit) -> str:
     return f"multiple choice of {len(unit.choices)}" if unit.choices else "prompt and completion"
 
 
-def _example(unit: Unit) -> str:
-    """Return a unit as text, with the completion in brackets."""
+def _unit_text(unit: Unit) -> str:
+    """Return a unit as text for display, with the completion in brackets."""
     if unit.conversation is not None:
         text = plain(str(unit.conversation), MAX_EXAMPLE_CHARS)
     else:
         text = ending(f"{unit.prompt}[loss:{unit.completion}]", MAX_EXAMPLE_CHARS)
     weight = f"[weight:{unit.weight:+g}]" if unit.weight != 1.0 else ""
     return weight + text + _wrong_answers(unit, [other.completion for other in unit.others])
+
+
+def _encoded_text(unit: Unit, tokens: UnitTokens, tokenizer: Any) -> str:
+    """Return the tokens of a unit as text for display, with those that carry loss in brackets."""
+    has_loss = np.arange(len(tokens.input_ids)) >= tokens.first
+    text = ending(_mark_loss(tokenizer, tokens.input_ids, has_loss), MAX_EXAMPLE_CHARS)
+    wrong = [answer.input_ids[answer.first :].tolist() for answer in tokens.others]
+    return text + (_wrong_answers(unit, tokenizer.decode(wrong)) if wrong else "")
 
 
 def _wrong_answers(unit: Unit, texts: Sequence[str]) -> str:
@@ -250,26 +307,17 @@ def _wrong_answers(unit: Unit, texts: Sequence[str]) -> str:
     return "".join(f"[wrong:{' ' if text[:1].isspace() else ''}{plain(text, MAX_VALUES_CHARS)}]" for text in texts)
 
 
-def _lengths(lengths: Iterator[int]) -> tuple[float, int]:
-    """Return the mean and the maximum."""
-    values = list(lengths)
-    return float(np.mean(values)), max(values)
-
-
-def _mark_loss(tokenizer: Any, ids: I32, mask: Bool | None) -> str:
+def _mark_loss(tokenizer: Any, ids: I32, loss_mask: Bool | None) -> str:
     """Return a text as the model sees it; what carries loss is in brackets, unless all of it does."""
-    if mask is None or mask[1:].all():
+    if loss_mask is None or loss_mask[1:].all():  # the first token is never predicted
         return str(tokenizer.decode([ids.tolist()])[0])
-    starts = np.flatnonzero(np.diff(mask.astype(np.int8))) + 1
-    parts = [part.tolist() for part in np.split(ids, starts)]
-    texts = tokenizer.decode(parts)
-    marked = [
-        f"[loss:{text}]" if mask[start] else text for text, start in zip(texts, (0, *starts.tolist()), strict=True)
-    ]
-    return "".join(marked)
+    starts = np.flatnonzero(np.diff(loss_mask.astype(np.int8))) + 1  # of all spans but the first
+    texts = tokenizer.decode([span.tolist() for span in np.split(ids, starts)])
+    spans = zip(texts, loss_mask[[0, *starts]], strict=True)
+    return "".join(f"[loss:{text}]" if has_loss else text for text, has_loss in spans)
 
 
-def _tokenizer(model: ModelSettings | Path | str | None, tokenizer: str | None) -> tuple[Any, int | None]:
+def _load_tokenizer(model: ModelSettings | Path | str | None, tokenizer: str | None) -> tuple[Any, int | None]:
     """Return the tokenizer and the context length of a model, without its weights; None if they are not known."""
     if model is None and tokenizer is None:
         return None, None
