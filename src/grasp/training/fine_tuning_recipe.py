@@ -46,7 +46,7 @@ MISTAKEN_NAMES = {  # names of no trainer, too different from the right ones for
     "rank": "lora_r",
 }
 AXOLOTL_NAMES = ("micro_batch_size", "num_epochs", "lr_scheduler", "sequence_len")
-AXOLOTL_DEFAULTS = {  # where they differ from those of Transformers
+AXOLOTL_DEFAULTS: dict[str, Any] = {  # where they differ from those of Transformers
     "per_device_train_batch_size": 1,
     "num_train_epochs": 1,
     "lr_scheduler_type": "cosine",
