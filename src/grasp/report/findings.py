@@ -1,14 +1,15 @@
-"""Contents of a report as numbers and texts: the build, effects of slices and rows, agreement with retraining, and the
-selection, mixture and suspicious rows of other commands.
+"""Collect the contents of a report as numbers and texts.
+
+`collect_findings` returns `Findings`: the provenance of the artifact, effects of slices and rows, agreement with
+retraining, and the selection, mixture and suspicious rows that other commands found. A part that is not available is
+replaced by a `Missing`, with the reason and the remedy. Corpus text is unescaped here: code that displays it must treat
+it as data.
 
 A slice is the set of rows with one value of a label. The effect of a row on a target is the predicted change of its
-utility from training on the row, in standard deviations over the rows; runs are models retrained on subsets, whose unit
-replaces the effect size if they are given.
+utility from training on the row, in effect sizes: standard deviations over the rows. Runs are models that were
+retrained on subsets. With runs of every target, changes are in the unit of the runs instead, e.g. nats per token.
 
-Start with `collect_findings`. A missing part is a `Missing` with the reason and the remedy. Corpus text is unescaped
-here: code that displays it must treat it as data.
-
-Shape letters: G slices, T targets, B subsets.
+Shape letters: N rows, G slices, T targets, B subsets.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.api.evaluate import Agreement, agreement
-from grasp.arrays import F64
+from grasp.arrays import F64, Bool
 from grasp.artifact.inspection import info
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import (
@@ -65,7 +66,6 @@ from grasp.text import MAX_CELL_CHARS, unique_names
 from grasp.yaml_files import read_yaml, yaml_text
 
 TOP_SHARE = 0.3  # share of the rows whose predicted gain is reported if no selection is given
-NATS = {"nats": "nats per token"}  # unit of the runs -> its name on the page, if different
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class LabelFindings:
-    """One label: its slices, the effect of dropping each, and the function that predicts any mixture of them."""
+    """One label: its slices, the effect of dropping each, and a model that predicts any mixture of them."""
 
     slices: LabelSlices
     names: list[str]  # display names of the slices
@@ -162,18 +162,20 @@ class PredictedGain:
 class Findings:
     """The complete contents of a report."""
 
-    runs: TrainingRuns | None = field(repr=False)
+    # commands that reproduce the report
+    command: str  # command line of the report
     flags: Mapping[str, Any]  # options with which `grasp predict` prints the numbers of the page
-    command: str  # command line that reproduces the report
+    settings: str  # YAML for `grasp build --config`
+    runs_settings: str  # YAML for `grasp retrain --config`; empty if there is none
+    # the artifact
     artifact_path: str
-    name: str
     n_rows: int
     n_tokens: int
     targets: tuple[str, ...]
     units: Mapping[str, int]  # number of units per target
-    facts: tuple[tuple[str, str], ...]  # provenance of the artifact: name and value
-    skipped: Mapping[str, int]
-    settings: str  # YAML for `grasp build --config`
+    facts: tuple[tuple[str, str], ...]  # provenance: name and value
+    skipped: Mapping[str, int]  # number of skipped rows by reason
+    # predictions
     unit: str  # unit of the changes: that of the runs if all targets have runs
     effect_unit: str  # unit of predictions without runs
     scored_by: str  # one-line description of the scoring rule
@@ -182,17 +184,37 @@ class Findings:
     top_share: float  # share of rows in `top_gains`
     top_gains: tuple[PredictedGain, ...]  # gain of each target from keeping only its most helpful rows
     rows: ExampleRows
-    shades: Shades
-    pictures: Pictures
+    shades: Shades  # words of the example rows, shaded by their contribution
+    pictures: Pictures  # images that the example rows affect most
+    unshaded: str  # reason why words are not shaded; empty if they are, or were not requested
+    # comparison with retrained runs
+    runs: TrainingRuns | None = field(repr=False)
     outcomes: OutcomePredictor | Missing  # predicts in the unit of the runs
-    trends: tuple[LabelTrend, ...] | Missing
     agreement: Agreement | Missing  # of predictions with retraining
-    runs_settings: str  # YAML for `grasp retrain --config`; empty if there is none
     curve: LearningCurve | None
+    # results of other commands, and earlier checkpoints
+    trends: tuple[LabelTrend, ...] | Missing
     selection: SelectionSummary | Missing
     mixture: MixtureSummary | Missing
     suspects: ShownSuspects | Missing
-    missing: tuple[Missing, ...]
+
+    @property
+    def name(self) -> str:
+        """Return the name of the artifact's directory."""
+        return Path(self.artifact_path).resolve().name
+
+    @property
+    def missing(self) -> tuple[Missing, ...]:
+        """Return the parts that are not available."""
+        optional = (self.trends, self.agreement, self.selection, self.mixture, self.suspects)
+        conditions = (
+            (Missing(self.unshaded, ""), bool(self.unshaded)),
+            (NO_LABELS, not self.labels),
+            (NO_TEXT, not any(row["snippet"] for row in self.rows.rows)),
+            (NO_SKETCHES, bool(self.labels) and self.labels[0].cosine_GG is None),
+            *((part, True) for part in optional if isinstance(part, Missing)),
+        )
+        return tuple(missing for missing, condition in conditions if condition)
 
 
 def collect_findings(
@@ -217,104 +239,113 @@ def collect_findings(
     Memory: as for `predict`; only a few numbers per row grow with the corpus.
 
     Args:
+        artifact: artifact that the report describes.
+        protocol: scoring rule of the predictions.
+        target: targets to show. Default: all.
         by: labels to slice by. Default: all labels with a suitable number of values.
+        previous: artifacts of earlier checkpoints on the same corpus, oldest first.
+        runs: retrained or imported runs of the artifact's corpus.
+        partial: use the finished part of unfinished runs.
+        selection: JSON summary that `grasp select` writes.
+        mixture: JSON summary that `grasp mix` writes.
+        suspects: table that `grasp detect` writes.
         protocol_path: file of the scoring rule, shown in commands. None: the built-in rule.
         explain: number of most helpful rows per target whose words are shaded.
         command: command line that reproduces the report.
         progress: receives the rows that are explained.
+    Raises:
+        SettingsError: a file belongs to another artifact.
+        ProtocolError: the artifact does not fit the scoring rule, or has no such target.
+        RunsError: the runs do not belong to the artifact.
+        SubsetError: unknown label, or a label with a single value.
     """
     progress = progress or Silent()
     progress.stage("predictions", rows=None, tokens=None)
     targets = checked_targets(artifact, target)
     selection_summary = NO_SELECTION if selection is None else read_summary(SelectionSummary, selection, artifact)
     mixture_summary = NO_MIXTURE if mixture is None else read_summary(MixtureSummary, mixture, artifact)
-    tokens_N = row_tokens(artifact)
     # The page opens on the first label; by default that is the label of the mixture.
     first = () if isinstance(mixture_summary, Missing) else (mixture_summary.label,)
     names = tuple(by) or tuple(dict.fromkeys([*first, *suggest_labels(artifact)]))
 
-    # agreement with retraining, and predictions in the unit of the runs
     run_agreement: Agreement | Missing = NO_RUNS
     if runs is not None:
         run_agreement = agreement(artifact, runs, protocol, targets=targets, partial=partial)
     predictor = Predictor.from_artifact(artifact, protocol, targets, sketches=SIMILARITY_SKETCHES)
-    columns = [label_slices(label_column(artifact, name, "--by"), tokens_N) for name in names]
-    outcomes = NO_RUNS if runs is None else _outcomes(predictor, artifact, runs, partial=partial)
-    # None unless the runs have outcomes of every target
-    complete = (
-        outcomes if isinstance(outcomes, OutcomePredictor) and set(outcomes.task_by_target) == set(targets) else None
-    )
+    tokens_N = row_tokens(artifact)
+    slices_by_label = [label_slices(label_column(artifact, name, "--by"), tokens_N) for name in names]
+    outcomes = NO_RUNS if runs is None else _fit_outcomes(predictor, artifact, runs, partial=partial)
+    complete_outcomes = None  # changes are in the unit of the runs only if every target has runs
+    if isinstance(outcomes, OutcomePredictor) and set(outcomes.task_by_target) == set(targets):
+        complete_outcomes = outcomes
 
-    # slices, rows
-    labels = [_label_findings(artifact, predictor, slices, complete) for slices in columns]
+    labels = [_label_findings(artifact, predictor, slices, complete_outcomes) for slices in slices_by_label]
     crossed = None
-    if len(columns) > 1:
-        crossed = _label_findings(artifact, predictor, cross_labels(*columns[:2]), None)
-    long_N = row_lengths(artifact) >= MIN_RELIABLE_TOKENS
-    if not long_N.any():
-        long_N[:] = True
-    rows = collect_example_rows(artifact, predictor, columns, None if crossed is None else crossed.slices, long_N)
+    if len(slices_by_label) > 1:
+        crossed = _label_findings(artifact, predictor, cross_labels(*slices_by_label[:2]), None)
+    rows = collect_example_rows(
+        artifact, predictor, slices_by_label, None if crossed is None else crossed.slices, _reliable_rows(artifact)
+    )
     shades, pictures, unshaded = (
         explain_rows(artifact, protocol, targets, rows, explain, progress) if explain else ({}, {}, "")
     )
-    trends = label_trends([*previous, artifact], columns, targets) if previous else NO_TRENDS
-    detected = NO_SUSPECTS if suspects is None else read_suspects(suspects, artifact, names)
-
     n_top = max(1, round(TOP_SHARE * artifact.n_rows))
-
-    # missing parts, each with its remedy
-    missing = [Missing(unshaded, "")] if unshaded else []
-    if not labels:
-        missing.append(NO_LABELS)
-    if not any(row["snippet"] for row in rows.rows):
-        missing.append(NO_TEXT)
-    if labels and labels[0].cosine_GG is None:
-        missing.append(NO_SKETCHES)
-    optional = (trends, run_agreement, selection_summary, mixture_summary, detected)
-    missing += [part for part in optional if isinstance(part, Missing)]
-
-    manifest = artifact.manifest
-    run = None if runs is None else runs.path / "run.yaml"
     return Findings(
-        runs=runs,
+        command=command,
         flags={
             "--target": None if target is None else ",".join(targets),
             "--protocol": protocol_path,
             "--runs": runs.path if isinstance(outcomes, OutcomePredictor) and runs is not None else None,
         },
-        command=command,
+        settings=yaml_text(artifact.manifest.settings),
+        runs_settings=_runs_settings(runs),
         artifact_path=artifact.location,
-        name=Path(artifact.location).resolve().name,
         n_rows=artifact.n_rows,
         n_tokens=int(tokens_N.sum()),
         targets=targets,
-        units={target: manifest.targets[target] for target in targets},
+        units={target: artifact.manifest.targets[target] for target in targets},
         facts=_facts(artifact, targets, predictor),
-        skipped=dict(manifest.skipped.get("rows", {}).get("counts", {})),
-        settings=yaml_text(manifest.settings),
-        unit=predictor.unit if complete is None else NATS.get(complete.unit, complete.unit),
+        skipped=dict(artifact.manifest.skipped.get("rows", {}).get("counts", {})),
+        unit=predictor.unit if complete_outcomes is None else display_unit(complete_outcomes.unit),
         effect_unit=predictor.unit,
         scored_by=f"{predictor.scale}; {predictor.protocol.description}",
         labels=tuple(labels),
         crossed=crossed,
         top_share=n_top / artifact.n_rows,
-        top_gains=top_rows_gain(predictor, targets, n_top, outcomes),
+        top_gains=_top_rows_gain(predictor, targets, n_top, outcomes),
         rows=rows,
         shades=shades,
         pictures=pictures,
+        unshaded=unshaded,
+        runs=runs,
         outcomes=outcomes,
-        trends=trends,
         agreement=run_agreement,
-        runs_settings=yaml_text(read_yaml(run)) if run is not None and run.exists() else "",
         curve=learning_curve(outcomes) if isinstance(outcomes, OutcomePredictor) else None,
+        trends=label_trends([*previous, artifact], slices_by_label, targets) if previous else NO_TRENDS,
         selection=selection_summary,
         mixture=mixture_summary,
-        suspects=detected,
-        missing=tuple(missing),
+        suspects=NO_SUSPECTS if suspects is None else read_suspects(suspects, artifact, names),
     )
 
 
-def _outcomes(
+def _reliable_rows(artifact: ArtifactReader) -> Bool:
+    """Return which rows are long enough for a reliable effect, (N,); all rows if none is."""
+    long_N = row_lengths(artifact) >= MIN_RELIABLE_TOKENS
+    return long_N if long_N.any() else np.ones_like(long_N)
+
+
+def _runs_settings(runs: TrainingRuns | None) -> str:
+    """Return the settings with which the runs were retrained as YAML; empty if they are not stored."""
+    path = None if runs is None else runs.path / "run.yaml"
+    return yaml_text(read_yaml(path)) if path is not None and path.exists() else ""
+
+
+def display_unit(unit: str) -> str:
+    """Return the unit of runs as the page names it."""
+    return "nats per token" if unit == "nats" else unit
+
+
+def _fit_outcomes(
     predictor: Predictor, artifact: ArtifactReader, runs: TrainingRuns, *, partial: bool
 ) -> OutcomePredictor | Missing:
     """Fit predictions in the unit of the runs; they need finished development runs."""
@@ -342,7 +373,7 @@ def _facts(artifact: ArtifactReader, targets: Sequence[str], predictor: Predicto
     )
 
 
-def top_rows_gain(
+def _top_rows_gain(
     predictor: Predictor, targets: Sequence[str], n_top: int, outcomes: OutcomePredictor | Missing
 ) -> tuple[PredictedGain, ...]:
     """Predict the gain of each target if only the `n_top` rows with the highest effects on it are kept.
@@ -356,6 +387,7 @@ def top_rows_gain(
         for target, effect_N in zip(targets, effects, strict=True)
     )
     blocks = list(in_blocks(subsets, n_rows, len(targets)))
+    # Subset t is that of target t, so its gain is on the diagonal of the changes of every subset and target.
     value_T = np.diag(np.concatenate([predictor.change(block.weights) for block in blocks])).copy()
     effect_unit = "effect sizes" if predictor.unit == EFFECT_SIZE else predictor.unit
     gains = [PredictedGain(float(value), effect_unit) for value in value_T]
@@ -365,7 +397,7 @@ def top_rows_gain(
         outside = [text for table in tables for text in table.outside]
         for t, (value, low, high) in enumerate(np.diagonal(bounds_3BT, axis1=1, axis2=2).T.tolist()):
             has_runs = isfinite(value)
-            unit = NATS.get(outcomes.unit, outcomes.unit) if has_runs else effect_unit
+            unit = display_unit(outcomes.unit) if has_runs else effect_unit
             gains[t] = PredictedGain(value if has_runs else gains[t].value, unit, low, high, outside[t])
     return tuple(gains)
 

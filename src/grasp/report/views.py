@@ -14,7 +14,7 @@ from grasp.arrays import F64, Integers
 from grasp.build.modality import vision
 from grasp.inspect.detect import ShownSuspects
 from grasp.predict.predictor import EFFECT_SIZE
-from grasp.report.findings import NATS, Findings, LabelFindings, Missing, PredictedGain
+from grasp.report.findings import Findings, LabelFindings, Missing, PredictedGain, display_unit
 from grasp.report.trends import LabelTrend
 from grasp.runs.calibration import N_DRAWS, OUTSIDE
 from grasp.runs.evaluation import Evaluation, MethodResult
@@ -175,7 +175,7 @@ def _gain(findings: Findings, t: int) -> View:
             else:
                 runs_unit = selection.runs_unit or "nats"
                 low, high = (nan if end is None else end for end in (change.nats_low, change.nats_high))
-                gain = PredictedGain(change.nats, NATS.get(runs_unit, plain(runs_unit)), low, high, outside)
+                gain = PredictedGain(change.nats, display_unit(plain(runs_unit)), low, high, outside)
     return {
         "subset": subset or f"the best {share:{'.0%' if share >= 0.01 else '.2%'}} of rows",
         "value": signed(gain.value, 2),

@@ -1,14 +1,17 @@
 """Calibrate the predictions of an artifact on training runs: changes in the unit of the runs, with intervals.
 
-`fit_outcomes` describes the subset of each run by features that are known before training, and fits a Gaussian process
-from these features to the utilities of the runs. Start with `fit_outcomes`.
-Shape letters: R runs, S seeds, B subsets, N rows, G slices, T targets.
+A run is a model trained on a subset of the corpus, and its utility for each target. `fit_outcomes` computes features of
+the subset of each run (`SubsetFeaturizer`), such as its mean relevance and the shares of slices, and fits a Gaussian
+process from these features to the utilities. The result, an `OutcomePredictor`, predicts the utility of any subset.
+
+Shape letters: R runs, S seeds, B subsets, N rows, G slices of a label, T targets, M relevance kernels, D sketch width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -29,13 +32,16 @@ from grasp.runs.table import RunTable
 from grasp.runs.training_runs import TrainingRuns
 from grasp.seeds import stream
 
+Sketch = TypeVar("Sketch", RowSums, F64)
+
 COVERAGE = 0.9  # of intervals
 # Weight of the deviations of rows' relevance from the mean of their slice: experiments/exposure.
 WITHIN_SLICE_WEIGHT = 0.4
 OUTSIDE = "outside the range of the runs"
 MAX_SUBSETS_NAMED = 3  # subsets named in a note
 MAX_DISTANCE_INSIDE = 1 + 1e-6  # distance above which a subset is outside the range of the runs; 1 is the farthest run
-FIT_SIZES, N_DRAWS = (4, 8, 16, 32), 4  # training set sizes of a learning curve, and random draws per size
+# learning curve: numbers of runs in a fit, random draws per number, and limits on the number of held-out runs
+FIT_SIZES, N_DRAWS = (4, 8, 16, 32), 4
 MIN_TEST_RUNS, MAX_TEST_RUNS = 12, 256
 
 
@@ -104,10 +110,11 @@ class SubsetFeaturizer:
         predictor: predictor of the targets of the runs.
         indicators: indicator of the slice of each row, one per label.
         kernels: relevance of each kernel.
-        codes_N: slice of each row under the first label; a single slice if there is no label.
-        effect_GT: mean effect of each of these slices.
-        kernel_GTM: mean relevance of each of these slices, per kernel.
-        sketch_GD: mean sketch of each of these slices.
+        codes_N: slice of each row under the first label; a single slice if there is no label. Deviations are from the
+            means of these slices.
+        effect_GT: mean effect of the rows of each slice.
+        kernel_GTM: mean relevance of each kernel over the rows of each slice.
+        sketch_GD: mean sketch of each slice; hidden and residual sketches are concatenated.
         within_slice_weight: factor of deviations from the mean of a slice.
     """
 
@@ -131,8 +138,8 @@ class SubsetFeaturizer:
         """
         slices = [label_slices(label_column(artifact, name), row_tokens(artifact)) for name in labels]
         indicators = tuple(_indicators(of_label.codes_N, len(of_label.slices)) for of_label in slices)
-        names = [name.removeprefix("relevance_") for name in artifact.array_names if name.startswith("relevance_")]
-        negative_factor = predictor.protocol.negative_factor
+        prefix, negative_factor = "relevance_", predictor.protocol.negative_factor
+        names = [name.removeprefix(prefix) for name in artifact.array_names if name.startswith(prefix)]
         kernels = tuple(
             KernelRelevance.for_tasks(artifact, name, predictor.units, negative_factor(name), 1.0).relevance
             for name in names
@@ -142,7 +149,7 @@ class SubsetFeaturizer:
         n_rows_G1 = slice_weights.sizes[:, None]
         effect_GT = predictor.task.effects.sums(slice_weights) / n_rows_G1
         kernel_GTM = np.stack([relevance.sums(slice_weights) / n_rows_G1 for relevance in kernels], axis=2)
-        sketches = [sketch.sums(slice_weights) for half, sketch in predictor.sketches.items() if half != "product"]
+        sketches = [sketch.sums(slice_weights) for sketch in _similarity_sketches(predictor.sketches)]
         sketch_GD = np.concatenate([np.empty((len(n_rows_G1), 0)), *sketches], axis=1) / n_rows_G1
         within_slice_weight = 1.0 if "gradient" in names else WITHIN_SLICE_WEIGHT
         return cls(predictor, indicators, kernels, codes_N, effect_GT, kernel_GTM, sketch_GD, within_slice_weight)
@@ -154,7 +161,7 @@ class SubsetFeaturizer:
         effective_weights = self.predictor.effective_weights(weights)  # repeated rows count with diminishing returns
         effective_B1 = effective_weights.sums[:, None]
         empty_B0 = np.empty((len(weight_B1), 0))
-        sketches = [sketch_BD for half, sketch_BD in sums.sketch.items() if half != "product"]
+        sketches = _similarity_sketches(sums.sketch)
         slice_weight_BG = self.indicators[0].sums(effective_weights) if self.indicators else effective_B1
         # Each feature is computed twice: from the rows, and with every row replaced by the mean of its slice.
         relevance_BT = self.predictor.change_of(sums)
@@ -164,11 +171,11 @@ class SubsetFeaturizer:
         sketch_BD, slice_sketch_BD = np.concatenate([empty_B0, *sketches], axis=1), slice_weight_BG @ self.sketch_GD
         shares = (indicator.sums(weights) / weight_B1 for indicator in self.indicators)
         return SubsetFeatures(
-            np.concatenate([empty_B0, *shares], axis=1),
-            self._shrink(relevance_BT, slice_relevance_BT),
-            self._shrink(kernel_BTM, slice_kernel_BTM),
-            self._shrink(sketch_BD, slice_sketch_BD) / effective_B1,
-            relevance_BT - slice_relevance_BT,
+            share_BG=np.concatenate([empty_B0, *shares], axis=1),
+            relevance_BT=self._shrink(relevance_BT, slice_relevance_BT),
+            kernel_BTM=self._shrink(kernel_BTM, slice_kernel_BTM),
+            sketch_BD=self._shrink(sketch_BD, slice_sketch_BD) / effective_B1,
+            within_slice_BT=relevance_BT - slice_relevance_BT,
         )
 
     def row_contributions(self, slope: SubsetFeatures, weights: Weights) -> F64:
@@ -186,17 +193,15 @@ class SubsetFeaturizer:
         relevance_N = np.asarray(effect_NT @ (slope.relevance_BT[0] * repetition_factor), np.float64)
         for relevance, slope_T in zip(self.kernels, slope.kernel_BTM[0].T, strict=True):
             relevance_N += relevance.dot(slope_T)
-        sketches = [sketch for half, sketch in self.predictor.sketches.items() if half != "product"]
-        ends = np.cumsum([sketch.width for sketch in sketches])
-        for sketch, slope_D in zip(sketches, np.split(slope.sketch_BD[0], ends), strict=False):
+        sketches = _similarity_sketches(self.predictor.sketches)
+        for sketch, slope_D in _split_coefficients(slope.sketch_BD[0], sketches):
             relevance_N += sketch.dot(slope_D)
         within_slice_N = np.asarray(effect_NT @ (slope.within_slice_BT[0] * repetition_factor), np.float64)
-        out_N = self._shrink(relevance_N, self._slice_means(relevance_N))
-        out_N = out_N + within_slice_N - self._slice_means(within_slice_N)
-        ends = np.cumsum([indicator.width for indicator in self.indicators])
-        for indicator, slope_G in zip(self.indicators, np.split(slope.share_BG[0], ends), strict=False):
-            out_N += indicator.dot(slope_G)
-        return out_N
+        contribution_N = self._shrink(relevance_N, self._slice_means(relevance_N))
+        contribution_N = contribution_N + within_slice_N - self._slice_means(within_slice_N)
+        for indicator, slope_G in _split_coefficients(slope.share_BG[0], self.indicators):
+            contribution_N += indicator.dot(slope_G)
+        return contribution_N
 
     def _shrink(self, values: F64, slice_means: F64) -> F64:
         """Multiply the deviations of values from the means of slices by `within_slice_weight`."""
@@ -267,15 +272,14 @@ class OutcomePredictor:
         """
         corpus = self.featurizer.corpus()
 
-        def value(features: SubsetFeatures) -> F64:
+        def weighted_change(features: SubsetFeatures) -> F64:
             mean_BT, half_width_BT = self._change(features, corpus)
-            return np.asarray(
-                np.nan_to_num(self._select_targets(mean_BT - half_width_BT if cautious else mean_BT)) @ weights_T
-            )
+            value_BT = self._select_targets(mean_BT - half_width_BT if cautious else mean_BT)
+            return np.asarray(np.nan_to_num(value_BT) @ weights_T)
 
-        return self.featurizer.row_contributions(
-            self.gaussian_process.finite_difference_gradient(self.featurizer.features(weights), value), weights
-        )
+        features = self.featurizer.features(weights)
+        slope = self.gaussian_process.finite_difference_gradient(features, weighted_change)
+        return self.featurizer.row_contributions(slope, weights)
 
     def _change(self, features: SubsetFeatures, corpus: SubsetFeatures) -> tuple[F64, F64]:
         """Return the change relative to the corpus and half the width of its interval, for all tasks."""
@@ -284,10 +288,10 @@ class OutcomePredictor:
 
     def _select_targets(self, predicted_BT: F64) -> F64:
         """Select the requested targets from all tasks; nan for a target without runs."""
-        out_BT = np.full((len(predicted_BT), len(self.targets)), np.nan)
+        selected_BT = np.full((len(predicted_BT), len(self.targets)), np.nan)
         for target, task in self.task_by_target.items():
-            out_BT[:, self.targets.index(target)] = predicted_BT[:, task]
-        return out_BT
+            selected_BT[:, self.targets.index(target)] = predicted_BT[:, task]
+        return selected_BT
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,20 +319,20 @@ def learning_curve(predictor: OutcomePredictor) -> LearningCurve | None:
     if not counts:
         return None
     realized_RT = np.nanmean(utility_RST, axis=1)
-    rho_KDT = np.full((1 + len(counts), N_DRAWS, realized_RT.shape[1]), np.nan)
-    for d in range(N_DRAWS):
-        order = stream(0, "learning curve", len(runs), d).permutation(len(runs))
+    rho = np.full((1 + len(counts), N_DRAWS, realized_RT.shape[1]), np.nan)  # number of runs, draw, task
+    for draw in range(N_DRAWS):
+        order = stream(0, "learning curve", len(runs), draw).permutation(len(runs))
         test = order[counts[-1] :][:MAX_TEST_RUNS]
-        rho_KDT[0, d] = spearman(runs.relevance_BT[test], realized_RT[test])
+        rho[0, draw] = spearman(runs.relevance_BT[test], realized_RT[test])
         for k, n_train in enumerate(counts, start=1):
             train = order[:n_train]
             if np.ptp(realized_RT[train], axis=0).min() > 0:  # a fit needs runs that differ
                 gaussian_process = GaussianProcess.fit(runs.take(train), utility_RST[train])
-                rho_KDT[k, d] = spearman(gaussian_process.predict(runs.take(test))[0], realized_RT[test])
+                rho[k, draw] = spearman(gaussian_process.predict(runs.take(test))[0], realized_RT[test])
     # Leave out numbers of runs for which a fit was impossible, or a correlation is undefined.
-    defined = np.flatnonzero(np.isfinite(rho_KDT).all(axis=(1, 2)))
-    rho_KDT = rho_KDT[defined]
-    return LearningCurve(tuple([0, *counts][k] for k in defined), rho_KDT.mean(axis=1), rho_KDT.std(axis=1, ddof=1))
+    defined = np.flatnonzero(np.isfinite(rho).all(axis=(1, 2)))
+    rho = rho[defined]
+    return LearningCurve(tuple([0, *counts][k] for k in defined), rho.mean(axis=1), rho.std(axis=1, ddof=1))
 
 
 def fit_outcomes(
@@ -345,72 +349,101 @@ def fit_outcomes(
         ProtocolLeakError: the runs are held out, or all requested targets are.
         RunsError: runs and artifact have no target or no label in common, or there are too few runs.
     """
-    runs_set = bind_runs(artifact, runs)
-    if runs_set.role != "dev":
+    training_runs = bind_runs(artifact, runs)
+    if training_runs.role != "dev":
         raise ProtocolLeakError(
-            f"{runs_set.path}: is held out; intervals are fitted to development runs only, so that held-out runs can "
-            "test them"
+            f"{training_runs.path}: is held out; intervals are fitted to development runs only, so that held-out runs "
+            "can test them"
         )
-    alignment = Alignment.from_runs(runs_set, artifact)
-    common = {
-        target: run_target for target, run_target in alignment.run_targets.items() if target in predictor.units.targets
-    }
+    alignment = Alignment.from_runs(training_runs, artifact)
+    targets = _development_targets(alignment, predictor.units.targets)
+    utility_RST = training_runs.task_utilities(list(targets.values()))
+    # Drop targets whose utilities are all equal, unless they are requested: then `GaussianProcess.fit` raises an error.
+    is_fitted_T = np.ptp(np.nanmean(utility_RST, axis=1), axis=0) > 0
+    is_fitted_T |= np.array([name in predictor.units.targets for name in targets])
+    targets, utility_RST = dict(compress(targets.items(), is_fitted_T)), utility_RST[:, :, is_fitted_T]
+
+    runs_predictor = Predictor.from_artifact(artifact, predictor.protocol, list(targets), sketches=SIMILARITY_SKETCHES)
+    labels = dict.fromkeys([*([training_runs.label] if training_runs.label else []), *suggest_labels(artifact)])
+    featurizer = SubsetFeaturizer.from_predictor(runs_predictor, artifact, tuple(labels))
+    blocks = [featurizer.features(block.weights) for block in alignment.blocks]
+    reference_ST = training_runs.task_reference(list(targets.values()))
+    if len(reference_ST) == utility_RST.shape[1]:  # trained on the whole corpus with every seed: one more run
+        blocks.append(featurizer.corpus())
+        utility_RST = np.concatenate([utility_RST, reference_ST[None]])
+    features = SubsetFeatures.concatenate(blocks)
+
+    unit, (measurement, model_text) = training_runs.unit, training_runs.measurement
+    return OutcomePredictor(
+        unit=unit,
+        title=f"{unit}, {unit}_low, {unit}_high: {measurement}, {COVERAGE:.0%} interval, {model_text}",
+        notes=tuple(_fit_notes(alignment, predictor, list(targets), features, utility_RST)),
+        targets=predictor.units.targets,
+        featurizer=featurizer,
+        gaussian_process=GaussianProcess.fit(features, utility_RST),
+        runs=features,
+        utility_RST=utility_RST,
+    )
+
+
+def _development_targets(alignment: Alignment, requested: Sequence[str]) -> dict[str, str]:
+    """Return the name in the runs of each common target that is not held out, by its name in the artifact.
+
+    Raises:
+        RunsError: no requested target is in the runs.
+        ProtocolLeakError: all requested targets that are in the runs are held out.
+    """
+    runs = alignment.runs
+    common = {name: run_name for name, run_name in alignment.run_targets.items() if name in requested}
     if not common:
         raise RunsError(
-            f"{runs_set.path}: has targets {list(runs_set.targets)}, requested are "
-            f"{list(predictor.units.targets)}; none is in both"
+            f"{runs.path}: has targets {list(runs.targets)}, requested are {list(requested)}; none is in both"
         )
-    targets = {
-        target: run_target
-        for target, run_target in alignment.run_targets.items()
-        if runs_set.role_of(run_target) == "dev"
-    }
-    requested = {target: run_target for target, run_target in common.items() if target in targets}
-    if not requested:
+    targets = {name: run_name for name, run_name in alignment.run_targets.items() if runs.role_of(run_name) == "dev"}
+    if not common.keys() & targets:
         raise ProtocolLeakError(
-            f"{runs_set.path}: intervals were requested for {list(common.values())}, which are held out; they are "
+            f"{runs.path}: intervals were requested for {list(common.values())}, which are held out; they are "
             "fitted to development targets only"
         )
-    utility_RST = runs_set.task_utilities(list(targets.values()))
-    # drop targets whose utilities are all equal, unless they are requested: then `GaussianProcess.fit` raises an error
-    varies_T = np.ptp(np.nanmean(utility_RST, axis=1), axis=0) > 0
-    varies_T |= np.array([name in requested for name in targets])
-    targets = {
-        target: run_target for (target, run_target), varies in zip(targets.items(), varies_T, strict=True) if varies
-    }
-    utility_RST = utility_RST[:, :, varies_T]
-    runs_predictor = Predictor.from_artifact(artifact, predictor.protocol, list(targets), sketches=SIMILARITY_SKETCHES)
-    labels = dict.fromkeys([*([runs_set.label] if runs_set.label else []), *suggest_labels(artifact)])
-    featurizer = SubsetFeaturizer.from_predictor(runs_predictor, artifact, tuple(labels))
-    features_of_blocks = [featurizer.features(block.weights) for block in alignment.blocks]
-    reference_ST = runs_set.task_reference(list(targets.values()))
-    if len(reference_ST) == utility_RST.shape[1]:
-        features_of_blocks.append(featurizer.corpus())
-        utility_RST = np.concatenate([utility_RST, reference_ST[None]])
-    features = SubsetFeatures.concatenate(features_of_blocks)
+    return targets
+
+
+def _fit_notes(
+    alignment: Alignment, predictor: Predictor, targets: Sequence[str], features: SubsetFeatures, utility_RST: F64
+) -> list[str]:
+    """Return notes on the fit of the requested targets.
+
+    Args:
+        alignment: runs with the artifact.
+        predictor: predictor of the requested targets.
+        targets: fitted targets, in the order of the last axis of features and utilities.
+        features: features of the runs.
+        utility_RST: utilities of the runs.
+    """
+    notes = [*alignment.runs.notes]
+    if predictor.protocol.targets_selected_on(alignment.runs_fingerprint):
+        notes.append(f"the protocol was selected on {alignment.runs.name}, so its intervals are somewhat too narrow")
     centred_RT = features.relevance_BT - features.relevance_BT.mean(axis=0)
     covariance_T = (centred_RT * np.nanmean(utility_RST, axis=1)).sum(axis=0)  # times the number of runs
-    notes = [*runs_set.notes]
-    if predictor.protocol.targets_selected_on(alignment.runs_fingerprint):
-        notes.append(f"the protocol was selected on {runs_set.name}, so its intervals are somewhat too narrow")
     notes += [
         f"{name}: utilities do not increase with the prediction; the fit to the runs corrects this"
         for name, covariance in zip(targets, covariance_T, strict=True)
-        if covariance < 0 and name in requested
+        if covariance < 0 and name in predictor.units.targets
     ]
-    if missing := [name for name in predictor.units.targets if name not in requested]:
+    if missing := [name for name in predictor.units.targets if name not in targets]:
         notes.append(f"no runs for {', '.join(missing)}, so no prediction in the unit of the runs")
-    unit, (measurement, model_text) = runs_set.unit, runs_set.measurement
-    return OutcomePredictor(
-        unit,
-        f"{unit}, {unit}_low, {unit}_high: {measurement}, {COVERAGE:.0%} interval, {model_text}",
-        tuple(notes),
-        predictor.units.targets,
-        featurizer,
-        GaussianProcess.fit(features, utility_RST),
-        features,
-        utility_RST,
-    )
+    return notes
+
+
+def _similarity_sketches(sketches: Mapping[str, Sketch]) -> list[Sketch]:
+    """Return the sketches that measure the similarity of rows."""
+    return [sketch for name, sketch in sketches.items() if name in SIMILARITY_SKETCHES]
+
+
+def _split_coefficients(coefficient_D: F64, columns: Sequence[RowSums]) -> Iterator[tuple[RowSums, F64]]:
+    """Yield each group of columns with its segment of the coefficients of all columns."""
+    ends = np.cumsum([group.width for group in columns])
+    return zip(columns, np.split(coefficient_D, ends), strict=False)  # the last segment is empty
 
 
 def _indicators(codes_N: I32, n_slices: int) -> RowSums:
@@ -418,7 +451,7 @@ def _indicators(codes_N: I32, n_slices: int) -> RowSums:
     identity_GG = np.eye(n_slices, dtype=np.float32)
     block_rows = 1 << 16
     starts = range(0, len(codes_N), block_rows)
-    return RowSums(
+    return RowSums(  # in blocks, which bound the memory
         lambda: ((start, identity_GG[codes_N[start : start + block_rows]]) for start in starts),
         len(codes_N),
         n_slices,
