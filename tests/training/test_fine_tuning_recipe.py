@@ -6,9 +6,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers import MambaConfig, MambaForCausalLM, Trainer, TrainingArguments, get_scheduler
 
 from grasp.errors import ModelError, SettingsError
+from grasp.training.fine_tuning import FineTuning
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from tests.mentions import assert_mentions
 
@@ -137,6 +138,16 @@ def test_saved_training_arguments_and_adapters_of_the_installed_libraries_are_re
     adapter = FineTuningRecipe.read(tmp_path / "adapter_config.json")
     assert (adapter.lora_r, adapter.lora_alpha, adapter.lora_target_modules) == (4, 8.0, ("q_proj",))
     assert not adapter.notes
+
+
+def test_the_parameters_that_transformers_decays_are_decayed(tmp_path):
+    """Of a Mamba model, some vectors are neither biases nor norms."""
+    model = MambaForCausalLM(MambaConfig(vocab_size=9, hidden_size=4, state_size=2, num_hidden_layers=1))
+    training = FineTuning(model, FineTuningRecipe(max_steps=1, weight_decay=0.1).optimizer(1))
+    decayed = {name for name, decay in zip(training.names, training.weight_decays, strict=True) if decay}
+    trainer = Trainer(model, TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True))
+    assert decayed == {name for name, _ in model.named_parameters()} & set(trainer.get_decay_parameter_names(model))
+    assert any(model.get_parameter(name).ndim == 1 for name in decayed)
 
 
 def test_obsolete_names_without_a_value_do_not_reset_a_field():

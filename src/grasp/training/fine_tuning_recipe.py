@@ -136,7 +136,7 @@ class FineTuningRecipe(Settings):
         None, description="Warm-up as a share of all steps."
     )
     lr_scheduler_type: str = Field("linear", description="linear, cosine, constant or constant_with_warmup.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay of matrices.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay; biases and norms have none.")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="Decay of AdamW's first moment.")
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="Decay of AdamW's second moment.")
     adam_epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
