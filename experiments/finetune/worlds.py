@@ -139,7 +139,10 @@ def _features(
 
 
 def shares(environment: RetrainedRuns, store: RowStore, utilities: Utilities) -> F64:
-    blocks = list(environment.subset_blocks(row_names(store)))
+    label, labels = environment.label, None  # that subsets were drawn by
+    if label is not None:
+        labels = [value for k in range(store.n_shards) for value in store.table(k).column(label).to_pylist()]
+    blocks = list(environment.subset_blocks(row_names(store), labels))
     ids = [subset for block in blocks for subset in block.subset_ids]
     weight_BN = np.concatenate([block.weights_BN.toarray() for block in blocks])
     weight_BN = weight_BN[[ids.index(subset) for subset in utilities.subset_ids]]

@@ -384,19 +384,21 @@ def claim_directory(
 # --------------------------------------------------------------------------------------------- comparison of settings
 
 
-def differences(then: Any, now: Any, field: str = "") -> Iterator[str]:
+def differences(then: Any, now: Any, field: str = "", *, ignore_unset: bool = False) -> Iterator[str]:
     """Yield each value in which two nested JSON objects differ, as `field.subfield: was X, now Y`; null equals absent.
 
     Args:
         then: earlier value.
         now: present value.
         field: path of the field that holds the values.
+        ignore_unset: skip fields that are null now, e.g. settings that a build resolved.
     """
     if isinstance(then, dict) and isinstance(now, dict):
         for key in sorted(key for key in then.keys() | now.keys() if (then.get(key), now.get(key)) != (None, None)):
             subfield = f"{field}.{key}" if field else str(key)
-            yield from differences(then.get(key, _ABSENT), now.get(key, _ABSENT), subfield)
-    elif then != now:
+            values = then.get(key, _ABSENT), now.get(key, _ABSENT)
+            yield from differences(*values, subfield, ignore_unset=ignore_unset)
+    elif then != now and not (ignore_unset and now is None):
         was, is_now = ("absent" if value is _ABSENT else json.dumps(value) for value in (then, now))
         yield f"{field}: was {was}, now {is_now}"
 

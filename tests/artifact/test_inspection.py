@@ -7,8 +7,9 @@ import pytest
 from artifact_world import World, contents
 
 from grasp.artifact.inspection import info, verify
-from grasp.artifact.manifest import ArrayFiles
+from grasp.artifact.manifest import SIGNED_MANIFEST, ArrayFiles
 from grasp.errors import ArtifactError
+from grasp.yaml_files import write_yaml
 from tests.mentions import assert_mentions
 
 
@@ -79,6 +80,31 @@ def test_with_a_damaged_manifest_the_shards_are_still_checked(path):
         ("shards/00003.json", "damaged"),
         ("arrays/hidden_sketch/00001.npy", "missing"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("run_settings", "damaged"),
+    [
+        ({"shard_rows": 5, "targets": {"max_length": 128, "seed": 0}}, False),
+        ({"shard_rows": 5, "targets": {"max_length": 512, "seed": 0}}, False),  # the build reduces it to the context
+        ({"shard_rows": None, "targets": {"max_length": 128, "seed": None}}, False),  # the build resolves unset values
+        ({"shard_rows": 5, "targets": {"max_length": 64, "seed": 0}}, True),
+        ({"shard_rows": "now null", "targets": {"max_length": 128, "seed": 0}}, True),
+        ({"shard_rows": 5, "targets": {"max_length": 128}}, True),
+    ],
+)
+def test_run_yaml_is_damaged_if_it_sets_other_values_than_the_manifest(path, run_settings, damaged):
+    settings = {"shard_rows": 5, "targets": {"max_length": 128, "seed": 0}}
+    SIGNED_MANIFEST.write(path, SIGNED_MANIFEST.read(path).model_copy(update={"settings": settings}))
+    write_yaml(run_settings, path / "run.yaml")
+    assert [problem.file for problem in verify(path).problems] == ["run.yaml"] * damaged
+
+
+def test_a_manifest_without_a_maximum_length_is_compared(path):
+    SIGNED_MANIFEST.write(path, SIGNED_MANIFEST.read(path).model_copy(update={"settings": {"targets": {"seed": 0}}}))
+    for max_length, damaged in ((None, False), (128, True)):
+        write_yaml({"targets": {"max_length": max_length, "seed": 0}}, path / "run.yaml")
+        assert [problem.file for problem in verify(path).problems] == ["run.yaml"] * damaged
 
 
 def test_verify_and_info_of_a_missing_artifact(tmp_path):

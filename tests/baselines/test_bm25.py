@@ -95,7 +95,7 @@ def test_the_top_equals_a_truncated_stable_sort(values, data):
 def with_units(inputs, change):
     """Return the material with other texts of its units."""
     units = UnitSet(tuple(change(i, unit) for i, unit in enumerate(inputs.units.units)))
-    inputs.origin.__dict__["units"] = units  # what the cached property would have read
+    inputs.source.__dict__["units"] = units  # what the cached property would have read
     return inputs
 
 

@@ -56,8 +56,8 @@ def test_printed_figures_equal_those_of_the_library(world, cache, tmp_path):
     succeed(*evaluate(world, cache, "--methods", "bm25", "--json", out))
     (record,) = [line for line in json.loads(out.read_text())["results"] if line["method"] == "bm25"][:1]
     inputs = world.inputs()
-    result = method_predictions(configured_method("bm25"), inputs, inputs.retrained_runs.subsets, cache)
-    realized = inputs.retrained_runs.utilities.values_BSE.mean(axis=1).mean(axis=1)
+    result = method_predictions(configured_method("bm25"), inputs, inputs.required_runs.subsets, cache)
+    realized = inputs.required_runs.utilities.values_BSE.mean(axis=1).mean(axis=1)
     ranks = [np.argsort(np.argsort(values)) for values in (result.values_BE.mean(axis=1), realized)]
     assert record["task_rho"] == pytest.approx(np.corrcoef(*ranks)[0, 1])
 

@@ -108,7 +108,7 @@ def test_a_second_call_reads_the_cached_scores(name, world, place, scored):
 @pytest.mark.parametrize("name", list(METHODS))
 def test_predictions_are_complete_named_and_independent_of_the_order_of_subsets(name, world, place):
     inputs = world.inputs()
-    subsets = inputs.retrained_runs.subsets
+    subsets = inputs.required_runs.subsets
     configured = configured_method(name, **SMALL.get(name, {}))
     cache = place
     result = method_predictions(configured, inputs, subsets, cache, renamed={"facts": "theirs"})
@@ -119,7 +119,7 @@ def test_predictions_are_complete_named_and_independent_of_the_order_of_subsets(
     assert predictions.values_BE.shape == (8, N_UNITS)
     assert np.isfinite(predictions.values_BE).all()
     assert all(line.startswith(f"{name}: ") for line in result.notes)
-    assert (predictions.method_role == "supervised oracle") == configured.method.supervised
+    assert (predictions.method_role == "supervised oracle") == configured.method.is_oracle
     backwards = method_predictions(configured, inputs, subsets[::-1], cache)
     where = [backwards.subset_ids.index(subset) for subset in predictions.subset_ids]
     np.testing.assert_allclose(backwards.values_BE[where], predictions.values_BE, rtol=1e-9, atol=1e-12)
@@ -130,7 +130,7 @@ def test_the_prediction_of_a_subset_is_the_mean_or_sum_of_its_row_scores(name, w
     inputs = world.inputs()
     configured, cache = configured_method(name, **SMALL.get(name, {})), place
     result = np.broadcast_to(matrix(score_rows(configured, inputs, cache)), (N_ROWS, N_UNITS))
-    (block,) = inputs.retrained_runs.subsets
+    (block,) = inputs.required_runs.subsets
     predicted = method_predictions(configured, inputs, [block], cache)
     for b in range(len(block.subset_ids)):
         rows = block.weights_BN[[b]].indices

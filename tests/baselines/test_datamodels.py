@@ -8,7 +8,7 @@ import pytest
 
 from grasp.baselines.oracles import lasso_oracle, mask_features
 from grasp.errors import MissingExtraError, RunsError, SettingsError, SubsetError
-from grasp.methods.contract import MethodInputs, Retrained
+from grasp.methods.contract import AlignedRuns, MethodInputs
 from grasp.methods.registry import method_predictions
 from grasp.predict.families import parse_family
 from grasp.runs.metrics import spearman
@@ -17,7 +17,7 @@ from tests.baselines.world import N_ROWS, configured_method
 
 def planted(world, utility, n_subsets=64, seed=0):
     """Return the artifact with runs whose utilities are a function of the masks plus small noise."""
-    known = world.inputs().retrained_runs
+    known = world.inputs().required_runs
     (block,) = parse_family("uniform:0.5").draw(n_subsets, n_rows=N_ROWS, seed=seed, purpose="planted", block=n_subsets)
     masks = block.weights_BN.toarray()
     rng = np.random.default_rng(seed)
@@ -27,7 +27,7 @@ def planted(world, utility, n_subsets=64, seed=0):
     environment = known.runs
     info = environment.info.model_copy(update={"subset_ids": block.subset_ids})
     environment = type(environment)(environment.path, info)
-    return MethodInputs(world.artifact, retrained=Retrained(environment, utilities, (block,))), values
+    return MethodInputs(world.artifact, runs=AlignedRuns(environment, utilities, (block,))), values
 
 
 def few_rows(masks, e):
@@ -35,7 +35,7 @@ def few_rows(masks, e):
 
 
 def run(inputs, place, **settings):
-    subsets = inputs.retrained_runs.subsets
+    subsets = inputs.required_runs.subsets
     return method_predictions(configured_method("datamodels", **settings), inputs, subsets, place)
 
 
@@ -58,7 +58,7 @@ def test_utilities_that_masks_do_not_explain_stay_at_chance(world, tmp_path):
 def test_datamodels_equal_the_oracle_of_the_evaluation(world, tmp_path):
     inputs, _ = planted(world, few_rows)
     expected = lasso_oracle(
-        mask_features(inputs.retrained_runs.subsets), inputs.retrained_runs.utilities, folds=4, seed=5
+        mask_features(inputs.required_runs.subsets), inputs.required_runs.utilities, folds=4, seed=5
     )
     result = run(inputs, tmp_path, folds=4, seed=5)
     np.testing.assert_array_equal(result.values_BE, expected.values_BE)

@@ -86,12 +86,12 @@ def test_a_changed_model_is_refused(world, copied, tmp_path):
     model = shutil.copytree(world.root / "env/reference/seed-0", tmp_path / "model")
     inputs = copied.inputs()
     moved = inputs.settings.model_copy(update={"model": inputs.settings.model.model_copy(update={"path": str(model)})})
-    inputs.origin.__dict__["settings"] = moved
+    inputs.source.__dict__["settings"] = moved
     assert inputs.model.vocab_size == 300
     weights = load_file(model / "model.safetensors")
     weights["model.norm.weight"] += torch.ones_like(weights["model.norm.weight"])
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    del inputs.__dict__["model"], inputs.origin.__dict__["model"]
+    del inputs.__dict__["model"], inputs.source.__dict__["model"]
     with pytest.raises(ArtifactError, match=r"model changed .*[0-9a-f]+, was [0-9a-f]+"):
         _ = inputs.model
 
@@ -103,7 +103,7 @@ def on_a_hub(world, monkeypatch):
     monkeypatch.setattr(checkpoint, "fetched_before", place.get)
     inputs = world.inputs()
     model = inputs.settings.model.model_copy(update={"path": "me/tiny"})
-    inputs.origin.__dict__["settings"] = inputs.settings.model_copy(update={"model": model})
+    inputs.source.__dict__["settings"] = inputs.settings.model_copy(update={"model": model})
     return inputs
 
 
@@ -137,4 +137,4 @@ def test_a_checkpoint_has_the_tokenizer_of_a_gguf_file(tmp_path, monkeypatch):
 
 def test_a_method_without_runs_is_refused(copied):
     with pytest.raises(SettingsError, match=r"pass their directory with --runs"):
-        _ = copied.inputs().retrained_runs
+        _ = copied.inputs().required_runs

@@ -33,7 +33,7 @@ def game_of(inputs, place):
 
 def trained_one_by_one(inputs):
     """Return the utility of a coalition of topics by `train` and the plain model."""
-    recipe = TrainingRecipe.model_validate(inputs.retrained_runs.runs.info.recipe_settings)
+    recipe = TrainingRecipe.model_validate(inputs.required_runs.runs.info.recipe_settings)
 
     def utility(masks_BG):
         out = []
@@ -112,7 +112,7 @@ def test_several_models_at_once_give_the_same_values(world, place, tmp_path):
 
 def test_the_recorded_time_includes_earlier_retraining(world, tmp_path):
     inputs = world.inputs()
-    subsets = inputs.retrained_runs.subsets
+    subsets = inputs.required_runs.subsets
     place = tmp_path
     first, second = (
         method_predictions(
@@ -150,8 +150,8 @@ def test_invalid_games_are_refused(settings, error, message, world, tmp_path):
 
 def test_an_environment_without_its_recipe_is_refused(world, tmp_path):
     inputs = world.inputs()
-    known = inputs.retrained_runs
+    known = inputs.required_runs
     info = known.runs.info.model_copy(update={"recipe_settings": {}})
     bare = replace(known, runs=RetrainedRuns(known.runs.path, info))
     with pytest.raises(RunsError, match=r"recipe_settings: .*name: missing"):
-        run(replace(inputs, retrained=bare), tmp_path)
+        run(replace(inputs, runs=bare), tmp_path)

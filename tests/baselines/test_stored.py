@@ -130,7 +130,7 @@ def other(inputs, **changes):
     artifact.__dict__["manifest"] = manifest.model_copy(update={"fingerprints": fingerprints})
     changed = replace(inputs, artifact=artifact)
     targets = inputs.settings.targets.model_copy(update=changes)
-    changed.origin.__dict__["settings"] = inputs.settings.model_copy(update={"targets": targets})
+    changed.source.__dict__["settings"] = inputs.settings.model_copy(update={"targets": targets})
     return changed
 
 

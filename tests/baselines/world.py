@@ -14,7 +14,7 @@ import numpy as np
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.build.pipeline import build_artifact
-from grasp.methods.contract import MethodInputs, MethodScores, Retrained
+from grasp.methods.contract import AlignedRuns, MethodInputs, MethodScores
 from grasp.methods.registry import ConfiguredMethod, configure_methods, registered_methods, score_rows
 from grasp.models.tokenizer import train_tokenizer
 from grasp.retraining.worker import retrain
@@ -47,8 +47,8 @@ class World:
     def inputs(self, **changes: Any) -> MethodInputs:
         """Open the artifact with its retraining runs."""
         scored = Alignment.from_runs(self.environment, self.artifact)
-        known = Retrained.from_alignment(scored, self.environment.utilities())
-        return replace(MethodInputs(self.artifact, retrained=known), **changes)
+        known = AlignedRuns.from_alignment(scored, self.environment.utilities())
+        return replace(MethodInputs(self.artifact, runs=known), **changes)
 
 
 def make(root: Path) -> World:

@@ -18,16 +18,19 @@ from grasp.build.add_replay import NEW_MODEL_NOTE
 from grasp.build.build import add_replay, add_targets, build
 from grasp.build.forecast import forecast
 from grasp.build.merge import merge
+from grasp.build.replay_plan import make_trainable
 from grasp.errors import ArtifactError, GraspError, ModelError, SettingsError
 from grasp.inspect.explain import explain
 from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.predictor import Predictor, UnitSelection
 from grasp.predict.scoring_rule import NEW_MODEL_REPLAY_WEIGHT, REPLAY_WEIGHT, ScoringProtocol
+from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from grasp.training.replay_checks import smoothness
 from tests.build.test_pipeline import Notes
 from tests.build.world import world, write_targets
 from tests.faults import Killed, raising
 from tests.mentions import assert_mentions
+from tests.training.unrolled import tiny_model
 
 RECIPE = {"learning_rate": 1e-3, "max_steps": 4, "per_device_train_batch_size": 3}
 HOW = {"replay": {"orders": 2, "probes": 1}}
@@ -286,6 +289,16 @@ def test_adapters_and_half_precision_of_a_recipe(copied):
         "\n".join(notes.lines), "half precision", "dropout of the adapter is switched off", "2 trainings of"
     )
     assert np.isfinite(columns(copied)).all()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # used by peft
+def test_a_second_adapter_is_refused_instead_of_replacing_the_first():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=2, fan_in_fan_out=True)).get_base_model()
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    with pytest.raises(SettingsError, match="lora_r: got 3, but the model has an adapter already"):
+        make_trainable(model, frozen, FineTuningRecipe(lora_r=3), 0)
+    assert make_trainable(model, frozen, FineTuningRecipe(), 0)[0] is model
 
 
 def test_a_model_passed_as_an_object_is_not_modified(settings, replayed, tmp_path):

@@ -18,11 +18,11 @@ from grasp.inspect import health as checking
 from grasp.inspect import rescoring as sample
 from grasp.inspect.health import check
 from grasp.inspect.rescoring import (
-    environment_subsets,
     features_one_by_one,
     reopen_source,
     sample_features,
     sample_rows,
+    subset_weights_in_sample,
 )
 from grasp.kernels.whitening import Whitener, second_moments
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
@@ -374,12 +374,12 @@ def test_subsets_and_ranking_of_retraining_runs_are_measured(tmp_path, monkeypat
     assert all(0 <= finding.numbers["accuracy"] <= 1 for finding in stable)
 
     index = sample_rows(art, 60, seed=0)
-    weights = environment_subsets(art, env, index, 12)
+    weights = subset_weights_in_sample(art, env, index, 12)
     masks = np.concatenate([block.weights_BN.toarray() for block in Alignment.from_runs(env, art).blocks])
     for mine, mask in zip(weights, masks, strict=False):
         np.testing.assert_allclose(mine, mask[index] / mask[index].sum())
     with pytest.raises(RunsError, match=r"\b1 of the sample"):
-        environment_subsets(art, env, np.flatnonzero(masks[:3].sum(axis=0) < 2)[:1], 3)
+        subset_weights_in_sample(art, env, np.flatnonzero(masks[:3].sum(axis=0) < 2)[:1], 3)
 
 
 def test_an_image_classifier_is_checked_in_the_same_way(tmp_path):

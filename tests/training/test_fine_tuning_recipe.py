@@ -6,9 +6,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers import MambaConfig, MambaForCausalLM, Trainer, TrainingArguments, get_scheduler
 
 from grasp.errors import ModelError, SettingsError
+from grasp.training.fine_tuning import FineTuning
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from tests.mentions import assert_mentions
 
@@ -60,10 +61,11 @@ def test_axolotl_trl_and_transformers_recipes_are_equivalent(tmp_path):
     }
     (tmp_path / "trl.json").write_text(json.dumps({"training_args": trl}))
     axolotl_recipe, trl_recipe = (FineTuningRecipe.read(tmp_path / name) for name in ("axolotl.yaml", "trl.json"))
-    assert axolotl_recipe.model_copy(update={"optim": trl_recipe.optim, "bf16": False}) == trl_recipe
+    as_trl = {"optim": trl_recipe.optim, "bf16": False, "axolotl_rounding": False}
+    assert axolotl_recipe.model_copy(update=as_trl) == trl_recipe
     assert_mentions(axolotl_recipe.notes, "half precision", "float32")
     assert trl_recipe.notes == []
-    optimizer = axolotl_recipe.optimizer(100)
+    optimizer = trl_recipe.optimizer(100)
     assert (optimizer.steps, optimizer.batch_rows, optimizer.micro_rows, optimizer.warmup_steps) == (26, 8, 2, 3)
     assert (optimizer.schedule, optimizer.betas, optimizer.clip_norm) == ("cosine", (0.9, 0.999), 1.0)
     assert (axolotl_recipe.lora_r, axolotl_recipe.lora_alpha, axolotl_recipe.lora_target_modules) == (
@@ -107,11 +109,22 @@ def test_every_epoch_visits_every_row_once():
         ({"learning_rat": 1e-4}, SettingsError, "unknown field learning_rat; did you mean learning_rate?"),
         ({"training_args": {"max_epochs": 3}}, SettingsError, "max_epochs; did you mean num_epochs"),
         ({"lora_rank": 8}, SettingsError, "lora_rank; did you mean lora_r"),
+        ({"num_warmup_steps": 3}, SettingsError, "num_warmup_steps; did you mean warmup_steps"),
         ({"optimizer": "paged_adamw_8bit"}, SettingsError, "optim: got 'paged_adamw_8bit'"),
         ({"packing": True, "bias": "all"}, ModelError, "packing is set to True.*; bias is set to 'all'"),
         ({"hyperparameters": {"learning_rate": 1e-4}}, SettingsError, "no field of a training, got hyperparameters"),
-        ({"adapter": "lora", "learning_rate": 1e-4}, SettingsError, "lora_r is missing; add lora_r"),
-        ({"num_warmup_steps": 3}, SettingsError, "num_warmup_steps; did you mean warmup_steps"),
+        ({"batch_size": 16}, SettingsError, "batch_size; did you mean per_device_train_batch_size"),
+        ({"lr": 1e-3}, SettingsError, "unknown field lr; did you mean learning_rate"),
+        ({"lora": {"rank": 8}}, SettingsError, "rank; did you mean lora_r"),
+        ({"peft": {"r": 8, "init_lora_weights": False}}, ModelError, "init_lora_weights is set to False"),
+        ({"peft": {"r": 8, "layers_to_transform": 0}}, ModelError, "layers_to_transform is set to 0"),
+        ({"optim": "adamw_anyprecision"}, SettingsError, "optim: got 'adamw_anyprecision'"),
+        ({"rl": "kto", "num_epochs": 1}, ModelError, "rl is set to 'kto'"),
+        ({"lora_alpha": 16}, SettingsError, "lora_r is missing"),
+        ({"adapter": "lora"}, SettingsError, "lora_r is missing"),
+        ({"use_peft": True, "lora_r": 8}, SettingsError, "lora_target_modules is missing"),
+        ({"max_length": 128, "max_seq_length": 256}, SettingsError, "max_length: got both 128 and 256"),
+        ({"learning_rate": 1e-3, "args": {"learning_rate": 1e-4}}, SettingsError, "got both 0.001 and 0.0001"),
     ],
 )
 def test_options_without_a_replay_are_refused(data, error, message):
@@ -130,31 +143,70 @@ def test_saved_training_arguments_and_adapters_of_the_installed_libraries_are_re
     assert not adapter.notes
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"use_peft": True}, (16, 32.0)),
-        ({"use_peft": True, "lora_r": 8, "lora_alpha": None}, (8, 32.0)),
-        ({"use_peft": False, "lora_r": 16, "lora_alpha": 32}, (None, None)),
-        ({"adapter": None, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.1}, (None, None)),
-        ({"adapter": "lora", "lora_r": 16, "lora_alpha": 32}, (16, 32.0)),
-    ],
-)
-def test_switches_of_trl_and_axolotl_decide_whether_there_is_an_adapter(fields, expected):
-    recipe = FineTuningRecipe.from_mapping(fields)
-    assert (recipe.lora_r, recipe.lora_alpha) == expected
-    assert not recipe.notes
+def test_the_parameters_that_transformers_decays_are_decayed(tmp_path):
+    """Of a Mamba model, some vectors are neither biases nor norms."""
+    model = MambaForCausalLM(MambaConfig(vocab_size=9, hidden_size=4, state_size=2, num_hidden_layers=1))
+    training = FineTuning(model, FineTuningRecipe(max_steps=1, weight_decay=0.1).optimizer(1))
+    decayed = {name for name, decay in zip(training.names, training.weight_decays, strict=True) if decay}
+    trainer = Trainer(model, TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True))
+    assert decayed == {name for name, _ in model.named_parameters()} & set(trainer.get_decay_parameter_names(model))
+    assert any(model.get_parameter(name).ndim == 1 for name in decayed)
+
+
+def test_obsolete_names_without_a_value_do_not_reset_a_field():
+    """Transformers 4 and TRL save obsolete names as null after the current ones."""
+    data = {"per_device_train_batch_size": 4, "per_gpu_train_batch_size": None, "max_length": 9, "max_seq_length": None}
+    recipe = FineTuningRecipe.from_mapping(data)
+    assert (recipe.per_device_train_batch_size, recipe.max_length) == (4, 9)
+
+
+@pytest.mark.parametrize("fields", [{"use_peft": False, "lora_target_modules": None}, {"adapter": None}])
+def test_an_adapter_that_is_switched_off_is_not_trained(fields):
+    recipe = FineTuningRecipe.from_mapping({"lora_r": 16, "lora_alpha": 32, **fields})
+    assert recipe == FineTuningRecipe()
+
+
+def test_an_adapter_of_trl_has_its_default_rank_and_scale():
+    recipe = FineTuningRecipe.from_mapping({"use_peft": True, "lora_target_modules": ["q_proj"]})
+    assert (recipe.lora_r, recipe.lora_alpha, recipe.lora_target_modules) == (16, 32, ("q_proj",))
 
 
 def test_paged_adamw_takes_the_steps_of_adamw():
-    assert FineTuningRecipe.from_mapping({"optim": "paged_adamw_32bit"}).optimizer(9).betas == (0.9, 0.999)
+    paged, plain = ({"max_steps": 4, "optim": optim} for optim in ("paged_adamw_32bit", "adamw_torch"))
+    assert FineTuningRecipe.from_mapping(paged).optimizer(9) == FineTuningRecipe.from_mapping(plain).optimizer(9)
+
+
+def test_the_fields_of_an_adapter_that_is_switched_off_leave_no_note():
+    assert not FineTuningRecipe.from_mapping({"use_peft": False, "lora_r": 16, "lora_dropout": 0.05}).notes
 
 
 def test_an_axolotl_config_has_the_defaults_of_axolotl():
     recipe = FineTuningRecipe.from_mapping({"micro_batch_size": None, "num_epochs": 2, "learning_rate": 1e-4})
     assert (recipe.lr_scheduler_type, recipe.num_train_epochs, recipe.batch_rows) == ("cosine", 2, 1)
     assert recipe.optimizer(100).warmup_steps == 6
-    assert FineTuningRecipe.from_mapping({"num_epochs": 2, "warmup_steps": 1}).optimizer(100).warmup_steps == 1
+    recipe = FineTuningRecipe.from_mapping({"micro_batch_size": 2, "batch_size": 16})
+    assert (recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps) == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "warmup_steps"),
+    [
+        ({}, 3),  # 3 %, rounded down, of 125 steps
+        ({"num_epochs": 400}, 100),  # at most
+        ({"warmup_ratio": 0.1}, 12),
+        ({"warmup_ratio": 0.01}, 2),  # Axolotl changes 1 to 2
+        ({"warmup_steps": 1}, 2),
+        ({"warmup_steps": 9}, 9),
+        ({"warmup_steps": 0}, 0),
+    ],
+)
+def test_steps_and_warm_up_are_rounded_as_by_axolotl(fields, warmup_steps):
+    """See `calculate_total_num_steps` and `_configure_warmup_and_logging` of Axolotl."""
+    recipe = FineTuningRecipe.from_mapping({"micro_batch_size": 8, "num_epochs": 10} | fields)
+    steps = math.ceil(recipe.num_train_epochs * 100 / 8)  # an epoch has 13 batches
+    assert recipe.steps(100) == steps
+    assert len(recipe.order(100, seed=0)) == steps
+    assert recipe.optimizer(100).warmup_steps == warmup_steps
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from grasp.api.retrain import Opened, Place, Runs
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import RunsError, SettingsError
-from grasp.methods.contract import MethodInputs, Retrained
+from grasp.methods.contract import AlignedRuns, MethodInputs
 from grasp.methods.registry import ConfiguredMethod, configure_methods, load_methods, method_predictions
 from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.families import parse_family
@@ -198,7 +198,7 @@ def compare(
     inputs = MethodInputs(
         artifact,
         checkpoint_paths=tuple(checkpoints),
-        retrained=Retrained.from_alignment(alignment, utilities),
+        runs=AlignedRuns.from_alignment(alignment, utilities),
         progress=progress or Silent(),
     )
     resolved = {

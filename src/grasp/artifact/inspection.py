@@ -1,5 +1,10 @@
-"""Describe an artifact (`grasp info`), and verify its files (`grasp verify`). Start with `info` and `verify`."""
+"""Describe an artifact (`info`), and compare its files with their recorded checksums (`verify`).
 
+Both also accept the directory of an unfinished build. Its manifest is not written yet, so they read the completion
+marks of its finished shards.
+"""
+
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +37,7 @@ from grasp.text import plain, size_text, skipped_text, text_table
 from grasp.yaml_files import read_yaml
 
 UNFINISHED_REPLAY = "a replay is unfinished; repeat the command that started it, with the same --recipe, to continue it"
+FILE_GROUPS = ("arrays", "rows", "shards", "units", "moments", "features")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +94,7 @@ class ArtifactInfo:
     extension_in_progress: str | None
     targets: dict[str, int]  # units per target
     arrays: tuple[ArrayInfo, ...]
-    bytes: dict[str, int]  # by kind: arrays, rows, shards, units, moments, features, other
+    bytes: dict[str, int]  # size of the files by `FILE_GROUPS`, or other
     bytes_total: int
     bytes_per_row: float
     made_by: dict[str, Any]
@@ -104,10 +110,10 @@ class ArtifactInfo:
 
     def __repr__(self) -> str:
         state = "complete" if self.complete else f"{self.finished_shards} of {self.n_shards} shards finished"
-        size = f"{self.n_rows:,} rows, {size_text(self.bytes_total)}"
+        total = f"{self.n_rows:,} rows, {size_text(self.bytes_total)}"
         origin = self.made_by | {f"{name} fingerprint": value for name, value in self.fingerprints.items()}
         targets = ", ".join(f"{name} ({units} units)" for name, units in self.targets.items())
-        other = ", ".join(f"{kind} {size_text(size)}" for kind, size in self.bytes.items() if kind != "arrays")
+        other = ", ".join(f"{group} {size_text(size)}" for group, size in self.bytes.items() if group != "arrays")
         below = [f"other files: {other}; {self.bytes_per_row:,.0f} bytes per row in total", *self.replays]
         if counts := self.skipped.get("rows", {}).get("counts"):
             below.append(f"left out: {skipped_text(counts)}")
@@ -115,7 +121,7 @@ class ArtifactInfo:
             below.append(f"adding targets: {self.extension_in_progress} finished")
         return "\n".join(
             [
-                plain(f"{self.path}: {state}, format {self.format_version}, {size}"),
+                plain(f"{self.path}: {state}, format {self.format_version}, {total}"),
                 *(f"  {plain(name)}: {plain(value)}" for name, value in origin.items()),
                 plain(f"targets: {targets}"),
                 text_table("arrays", ("array", "dtype", "shape", "size", "bytes per row"), self._array_cells()),
@@ -145,36 +151,51 @@ def verify(path: Path | str) -> VerifyReport:
     Raises:
         ArtifactError: not an artifact, or another format version.
     """
-    problems, complete = list[Problem](), True
     if (url := remote_url(path)) is not None:
-        _, files = open_store(url, SIGNED_MANIFEST)
+        (_, files), complete, problems = open_store(url, SIGNED_MANIFEST), True, list[Problem]()
     else:
         path = local_path(path)
-        kind, expected, manifest = kind_of(path / MANIFEST), dict[str, FileEntry](), None
-        complete = kind != "nothing"
+        complete = kind_of(path / MANIFEST) != "nothing"
         if not complete and not (path / BUILD).exists():
             raise ArtifactError(why_not_open(path))
-        if complete and kind != "file":
-            problems.append(Problem(MANIFEST, f"is a {kind}, expected a regular file"))
-        elif complete and not is_signed((path / MANIFEST).read_bytes()):
-            problems.append(Problem(MANIFEST, "damaged: its checksum does not match"))
-        elif complete:
-            manifest = SIGNED_MANIFEST.read(path)
+        manifest, problems = _read_manifest(path) if complete else (None, [])
+        if manifest is not None:
             expected = dict(manifest.files)
             if (path / TOKENS).exists():  # they are not copied with the artifact
                 expected |= manifest.rows_kept
             if (path / RUN).exists() and _settings_differ(path / RUN, manifest):
                 problems.append(Problem(RUN, "damaged: its settings differ from those in the manifest"))
-        marks = [] if manifest else sorted([*path.glob("shards/*.json"), *path.glob("extensions/*/shards/*.json")])
-        for mark in marks:
-            try:
-                expected |= read_record(mark, ShardMark).files
-            except ArtifactError:
-                problems.append(Problem(mark.relative_to(path).as_posix(), "damaged: not a completion mark"))
+        else:
+            expected, damaged_marks = _files_of_finished_shards(path)
+            problems += damaged_marks
         files = Files(path, expected, "")
-    problems += [Problem(name, what) for name, what in files.verify().items()]
+    problems += [Problem(name, damage) for name, damage in files.verify().items()]
     n_bytes = sum(entry.bytes for entry in files.entries.values())
     return VerifyReport(files.location, complete, len(files.entries), n_bytes, tuple(problems))
+
+
+def _read_manifest(path: Path) -> tuple[Manifest | None, list[Problem]]:
+    """Return the manifest of an artifact; None and the problem if it is damaged.
+
+    Raises:
+        ArtifactError: another format version.
+    """
+    if (kind := kind_of(path / MANIFEST)) != "file":
+        return None, [Problem(MANIFEST, f"is a {kind}, expected a regular file")]
+    if not is_signed((path / MANIFEST).read_bytes()):
+        return None, [Problem(MANIFEST, "damaged: its checksum does not match")]
+    return SIGNED_MANIFEST.read(path), []
+
+
+def _files_of_finished_shards(path: Path) -> tuple[dict[str, FileEntry], list[Problem]]:
+    """Return the files that completion marks list, and a problem for each damaged mark."""
+    expected, problems = dict[str, FileEntry](), list[Problem]()
+    for mark in sorted([*path.glob("shards/*.json"), *path.glob("extensions/*/shards/*.json")]):
+        try:
+            expected |= read_record(mark, ShardMark).files
+        except ArtifactError:
+            problems.append(Problem(mark.relative_to(path).as_posix(), "damaged: not a completion mark"))
+    return expected, problems
 
 
 def info(path: Path | str) -> ArtifactInfo:
@@ -193,35 +214,15 @@ def info(path: Path | str) -> ArtifactInfo:
         manifest = _manifest_of_unfinished(path)
         files = Files(path, manifest.files, "")
     grid, extension = ShardGrid(manifest.n_rows, manifest.shard_rows), None
-    next_part = len(manifest.units)  # part 0 is the build, part k the k-th extension by other targets
+    # Part 0 is the build, part k the k-th extension by other targets; the next one may be in progress.
+    next_part = len(manifest.units)
     finished = grid.n_shards if complete else len(BuiltShards(files.root, 0, grid).parts)
     if complete and (files.root / part_dir(next_part) / BUILD).exists():
         extension = f"{len(BuiltShards(files.root, next_part, grid).parts)} of {grid.n_shards} shards"
     unfinished = [UNFINISHED_REPLAY] if complete and (files.root / REPLAY).exists() else []
     n_finished_rows = min(finished * grid.shard_rows, grid.n_rows)
-    arrays = []
-    for name, entry in manifest.arrays.items():
-        size = n_finished_rows * sum(
-            np.dtype(group.dtype).itemsize * (group.stop - group.start) for group in entry.groups
-        )
-        arrays.append(
-            ArrayInfo(
-                name=name,
-                shape=(manifest.n_rows, entry.width),
-                dtype="/".join(dict.fromkeys(group.dtype for group in entry.groups)),
-                bytes=size,
-                bytes_per_row=size / n_finished_rows if n_finished_rows else 0.0,
-                unit=entry.unit,
-                sign=entry.sign,
-                groups=tuple(group.name for group in entry.groups),
-            )
-        )
-    by_kind: dict[str, int] = {}
-    for name, file in manifest.files.items():
-        first = name.partition("/")[0].partition(".")[0]
-        kind = first if first in ("arrays", "rows", "shards", "units", "moments", "features") else "other"
-        by_kind[kind] = by_kind.get(kind, 0) + file.bytes
-    total = sum(by_kind.values())
+    bytes_by_group = _bytes_by_group(manifest.files)
+    bytes_total = sum(bytes_by_group.values())
     return ArtifactInfo(
         path=files.location,
         complete=complete,
@@ -232,10 +233,10 @@ def info(path: Path | str) -> ArtifactInfo:
         finished_shards=finished,
         extension_in_progress=extension,
         targets=manifest.targets,
-        arrays=tuple(arrays),
-        bytes=by_kind,
-        bytes_total=total,
-        bytes_per_row=total / n_finished_rows if n_finished_rows else 0.0,
+        arrays=tuple(_array_info(name, entry, manifest, n_finished_rows) for name, entry in manifest.arrays.items()),
+        bytes=bytes_by_group,
+        bytes_total=bytes_total,
+        bytes_per_row=bytes_total / n_finished_rows if n_finished_rows else 0.0,
         made_by=manifest.made_by,
         fingerprints=manifest.fingerprints,
         settings=manifest.settings,
@@ -243,6 +244,31 @@ def info(path: Path | str) -> ArtifactInfo:
         details=manifest.details,
         replays=(*map(str, manifest.replays), *unfinished),
     )
+
+
+def _array_info(name: str, entry: ArrayEntry, manifest: Manifest, n_finished_rows: int) -> ArrayInfo:
+    """Describe an array; its size is that of the finished rows."""
+    bytes_per_row = sum(np.dtype(group.dtype).itemsize * (group.stop - group.start) for group in entry.groups)
+    return ArrayInfo(
+        name=name,
+        shape=(manifest.n_rows, entry.width),
+        dtype="/".join(dict.fromkeys(group.dtype for group in entry.groups)),
+        bytes=n_finished_rows * bytes_per_row,
+        bytes_per_row=float(bytes_per_row) if n_finished_rows else 0.0,
+        unit=entry.unit,
+        sign=entry.sign,
+        groups=tuple(group.name for group in entry.groups),
+    )
+
+
+def _bytes_by_group(files: Mapping[str, FileEntry]) -> dict[str, int]:
+    """Return the total size of the files of each directory or table that `FILE_GROUPS` lists, and of all others."""
+    totals: dict[str, int] = {}
+    for name, entry in files.items():
+        first = name.partition("/")[0].partition(".")[0]  # directory, or name without suffix
+        group = first if first in FILE_GROUPS else "other"
+        totals[group] = totals.get(group, 0) + entry.bytes
+    return totals
 
 
 def _manifest_of_unfinished(path: Path) -> Manifest:
@@ -266,16 +292,17 @@ def _manifest_of_unfinished(path: Path) -> Manifest:
 
 
 def _settings_differ(path: Path, manifest: Manifest) -> bool:
-    """Return whether run.yaml differs from the settings in the manifest.
+    """Return whether run.yaml differs from the settings in the manifest, except for values that the build resolved.
 
-    Unset values of run.yaml are no difference, since the build resolves them; `differences` ends these with "now null".
+    These are unset values, and a `targets.max_length` above the context of the model, which the build reduces to it.
     """
     try:
         settings = read_yaml(path)
     except SettingsError:
         return True
     targets, resolved_targets = settings.get("targets"), manifest.settings.get("targets")
-    if isinstance(targets, dict) and isinstance(resolved_targets, dict) and isinstance(targets.get("max_length"), int):
-        # the build reduces it to the context of the model
-        targets["max_length"] = min(targets["max_length"], resolved_targets["max_length"])
-    return not all(line.endswith("now null") for line in differences(manifest.settings, settings))
+    if isinstance(targets, dict) and isinstance(resolved_targets, dict):
+        max_length, resolved_length = targets.get("max_length"), resolved_targets.get("max_length")
+        if isinstance(max_length, int) and isinstance(resolved_length, int):
+            targets["max_length"] = min(max_length, resolved_length)
+    return any(differences(manifest.settings, settings, ignore_unset=True))

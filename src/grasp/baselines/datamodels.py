@@ -57,7 +57,7 @@ class Datamodels(SubsetMethod[DatamodelsSettings]):
 
     settings_type = DatamodelsSettings
     requires = frozenset({"runs"})
-    supervised = True
+    is_oracle = True
 
     def check(self, inputs: MethodInputs) -> None:
         super().check(inputs)
@@ -65,7 +65,7 @@ class Datamodels(SubsetMethod[DatamodelsSettings]):
             require("sklearn.linear_model", extra="baselines", feature=f"method {self.name}: lasso")
 
     def predict(self, inputs: MethodInputs, subsets: Sequence[SubsetBlock]) -> tuple[Predictions, Account]:
-        retrained = inputs.retrained_runs
+        retrained = inputs.required_runs
         unknown = {name for block in subsets for name in block.subset_ids} - set(retrained.runs.subset_ids)
         if unknown:
             raise RunsError(
@@ -81,7 +81,7 @@ class Datamodels(SubsetMethod[DatamodelsSettings]):
         return replace(predictions, method="datamodels"), Account(covers=(covers,), notes=notes)
 
     def _features(self, inputs: MethodInputs) -> OracleFeatures:
-        subsets = inputs.retrained_runs.subsets
+        subsets = inputs.required_runs.subsets
         if self.settings.sees == MASKS:
             return mask_features(subsets)
         return fraction_features(subsets, label_column(inputs.artifact, self.settings.sees))

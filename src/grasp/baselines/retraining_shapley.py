@@ -120,7 +120,7 @@ class RetrainingShapley(BlockMethod[RetrainingShapleySettings]):
             return np.arange(inputs.n_rows), "rows"
         name = self.settings.players
         if name == "label":
-            family = inputs.retrained_runs.runs.info.family
+            family = inputs.required_runs.runs.info.family
             labels = list(inputs.artifact.manifest.details.get("labels", []))
             _, _, family_label = (family.spec if family else "").partition(":")  # e.g. mixture:topic
             name = family_label if family_label in labels else next(iter(labels), "")
@@ -178,7 +178,7 @@ class RetrainingGame:
         Raises:
             RunsError: the runs do not record their recipe.
         """
-        runs = inputs.retrained_runs.runs
+        runs = inputs.required_runs.runs
         try:
             recipe = TrainingRecipe.model_validate(runs.info.recipe_settings)
         except ValidationError as err:

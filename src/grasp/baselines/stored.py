@@ -210,7 +210,7 @@ def identity(method: BlockMethod[Any], inputs: MethodInputs) -> dict[str, Any]:
             (checkpoint.fingerprint, checkpoint.learning_rate) for checkpoint in training_checkpoints(inputs)
         ]
     if "runs" in method.requires:
-        info = inputs.retrained_runs.runs.info
+        info = inputs.required_runs.runs.info
         result_identity["environment"] = [info.masks_checksum, info.recipe_settings, list(info.seeds)]
     return result_identity
 

@@ -532,7 +532,7 @@ def claim_settings(settings: BuildSettings, out: Path, progress: Progress) -> bo
         changed = list(differences(_with_defaults(read_yaml(path)), current))
     elif finished:  # a published copy has no run.yaml; unset values were resolved from model and corpus
         recorded = _with_defaults(SIGNED_MANIFEST.read(out).settings)
-        changed = [line for line in differences(recorded, current) if not line.endswith("now null")]
+        changed = list(differences(recorded, current, ignore_unset=True))
     else:
         raise ArtifactError(f"{out}: has no {RUN}, so its settings are unknown; choose another --out")
     if changed:

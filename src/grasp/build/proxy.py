@@ -1,11 +1,11 @@
 """Train a small model from scratch on a corpus, for a build without a checkpoint.
 
-The model is the reference of the build, stored in the directory of the artifact together with its tokenizer, so that
-targets can be added later. Start with `train_proxy`.
+Relevance is computed with this proxy instead of a model of the user. `train_proxy` stores it in the directory of the
+artifact together with its tokenizer, so that targets can be added later. `forecast_proxy` estimates its training time.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,9 @@ from grasp.training.train import RECORD, Trainer, train
 MODEL, TOKENIZER = "model", "tokenizer"  # in the directory of the artifact
 TOKENIZER_CHARS = 50_000_000  # characters of the corpus that a tokenizer is trained on; more do not help
 CONTEXT = RECIPES["tiny"].shape.context  # default tokens of a row
-CHECKPOINTS = 4  # states that an interrupted training resumes from
+N_SEGMENTS = 4  # of a training; an interrupted one resumes from the end of the last finished segment
 TIMED_STEPS = 5  # steps from which the time of the training is estimated
+FORECAST_SHARD_ROWS = 1024  # rows per shard of the temporary copy of a part of the corpus
 
 
 def train_proxy(
@@ -48,84 +49,91 @@ def train_proxy(
             on the corpus.
         seed: seed of the initialisation and of the order of the rows.
         shard_rows: rows per shard of the artifact.
+        progress: receives the stages, and the rows and tokens of each step.
     Raises:
         CorpusError: the corpus has no texts that a tokenizer can be trained on.
         ModelError: the directory has a model of other rows, or the training diverges.
     """
     with lock_artifact(out):
-        encoder, rows = _encoded(out, corpus, tokenizer, shard_rows, progress)
-        recipe = _recipe(rows.n_rows, encoder.vocab_size, corpus)
-        tokens = min(recipe.batch_rows * recipe.shape.context, rows.n_tokens)
+        encoder, rows = _prepare_rows(out, corpus, tokenizer, shard_rows, progress)
+        recipe = _proxy_recipe(rows.n_rows, encoder.vocab_size, corpus)
         if not (out / MODEL / RECORD).exists():
             progress.note(
                 f"no --model: a model of {recipe.shape.layers} layers of width {recipe.shape.hidden} and "
                 f"{encoder.vocab_size:,} tokens is trained from scratch on {rows.n_rows:,} rows: {recipe.steps} steps "
                 f"of {recipe.batch_rows} rows; it is stored in {out / MODEL}"
             )
-        progress.stage("training", rows=recipe.steps * recipe.batch_rows, tokens=recipe.steps * tokens)
-        started = time.perf_counter()
-
-        def advance(step: int) -> None:
-            progress.advance(recipe.batch_rows, tokens)
-            if step == TIMED_STEPS:
-                seconds = (time.perf_counter() - started) / TIMED_STEPS * recipe.steps
-                progress.note(f"the training takes about {duration_text(seconds)}")
-
         train(
             recipe,
             rows,
             seed=seed,
             tokenizer=encoder,
             out=out / MODEL,
-            checkpoints=tuple(recipe.steps * k // CHECKPOINTS for k in range(1, CHECKPOINTS)),
-            progress=advance,
+            checkpoints=tuple(recipe.steps * k // N_SEGMENTS for k in range(1, N_SEGMENTS)),
+            progress=_step_progress(recipe, rows.n_tokens, progress),
         )
     return out / MODEL
 
 
+def _step_progress(recipe: TrainingRecipe, n_tokens: int, progress: Progress) -> Callable[[int], None]:
+    """Begin the stage of the training, and return a function that reports a step, and the expected time after some."""
+    step_tokens = min(recipe.batch_rows * recipe.shape.context, n_tokens)
+    progress.stage("training", rows=recipe.steps * recipe.batch_rows, tokens=recipe.steps * step_tokens)
+    started = time.perf_counter()
+
+    def report_step(step: int) -> None:
+        progress.advance(recipe.batch_rows, step_tokens)
+        if step == TIMED_STEPS:
+            seconds = (time.perf_counter() - started) / TIMED_STEPS * recipe.steps
+            progress.note(f"the training takes about {duration_text(seconds)}")
+
+    return report_step
+
+
 def forecast_proxy(out: Path, corpus: CorpusSettings, tokenizer: str | None, ratio: float) -> tuple[Path, str]:
-    """Save an untrained model that is like the result of `train_proxy`, and forecast the training.
+    """Save an untrained model with the shape that `train_proxy` would train, and forecast its training from one step.
 
     Args:
         out: temporary directory.
-        corpus: part of the corpus that is read.
+        corpus: settings that read a part of the corpus.
         tokenizer: as of `train_proxy`.
-        ratio: the corpus in units of this part.
+        ratio: size of the corpus divided by that of the part.
     Returns:
-        The directory of the model, and the forecast, a sentence.
+        The directory of the model, and the forecast as text.
     """
-    encoder, rows = _encoded(out, corpus, tokenizer, 1024, Silent())
-    recipe = _recipe(round(ratio * rows.n_rows), encoder.vocab_size, corpus)
+    encoder, rows = _prepare_rows(out, corpus, tokenizer, FORECAST_SHARD_ROWS, Silent())
+    recipe = _proxy_recipe(round(ratio * rows.n_rows), encoder.vocab_size, corpus)
     trainer = Trainer(recipe, [0], "cpu")
-    batch_rows = min(recipe.batch_rows, rows.n_rows)
-    seconds = time_step(trainer, rows, np.arange(batch_rows)) * recipe.batch_rows / batch_rows * recipe.steps
+    batch_rows = min(recipe.batch_rows, rows.n_rows)  # the part may have fewer rows than a batch
+    step_seconds = time_step(trainer, rows, np.arange(batch_rows)) * recipe.batch_rows / batch_rows
     hf_logging.disable_progress_bar()  # the command line has its own progress display
     trainer.model.to_hf(0, encoder.eos_id).save_pretrained(out / MODEL)
     encoder.save(out / MODEL)
     return out / MODEL, (
         f"a model of {recipe.shape.n_parameters:,} parameters, {recipe.steps} steps of {recipe.batch_rows} rows: about "
-        f"{duration_text(seconds)}"
+        f"{duration_text(step_seconds * recipe.steps)}"
     )
 
 
-def _encoded(
+def _prepare_rows(
     out: Path, corpus: CorpusSettings, tokenizer: str | None, shard_rows: int, progress: Progress
 ) -> tuple[HfTokenizer, RowStore]:
-    """Return the tokenizer, trained if necessary, and the rows."""
-    hf_tokenizer = _tokenizer(out, corpus, tokenizer, progress)
+    """Load or train the tokenizer, and encode the corpus to rows."""
+    hf_tokenizer = _load_or_train_tokenizer(out, corpus, tokenizer, progress)
     encoder = HfTokenizer(hf_tokenizer, vocab_size=len(hf_tokenizer))
     progress.stage("rows", rows=None, tokens=None)
     return encoder, RowStore.write(out / "tokens", corpus, encoder, shard_rows=shard_rows)
 
 
-def _recipe(n_rows: int, vocab_size: int, corpus: CorpusSettings) -> TrainingRecipe:
+def _proxy_recipe(n_rows: int, vocab_size: int, corpus: CorpusSettings) -> TrainingRecipe:
+    """Return the training of a proxy on `n_rows` rows; a batch has at most all of them."""
     assert corpus.max_length is not None
     recipe = proxy_training(default_proxy_recipe(n_rows), n_rows, vocab_size, corpus.max_length)
     return recipe.model_copy(update={"batch_rows": min(recipe.batch_rows, n_rows)})
 
 
-def _tokenizer(out: Path, corpus: CorpusSettings, tokenizer: str | None, progress: Progress) -> Any:
-    """Load the named tokenizer, or train one on the corpus."""
+def _load_or_train_tokenizer(out: Path, corpus: CorpusSettings, tokenizer: str | None, progress: Progress) -> Any:
+    """Load the named tokenizer, or train one on the corpus and store it; a stored one is reused."""
     if tokenizer is not None:
         return tokenizer_at("tokenizer", tokenizer, ModelSettings(path=tokenizer))
     directory = out / TOKENIZER
@@ -138,7 +146,7 @@ def _tokenizer(out: Path, corpus: CorpusSettings, tokenizer: str | None, progres
 
 
 def tokenizer_texts(corpus: CorpusSettings) -> Iterator[str]:
-    """Yield the texts that a tokenizer is trained on, up to `TOKENIZER_CHARS` characters.
+    """Yield the first texts of a corpus, `TOKENIZER_CHARS` characters or a little more, to train a tokenizer on.
 
     Raises:
         CorpusError: a document has no text.

@@ -190,6 +190,11 @@ def make_trainable(
 def _with_adapter(model: nn.Module, recipe: FineTuningRecipe, seed: int) -> nn.Module:
     """Return the model with the LoRA adapter of a recipe."""
     peft = require("peft", extra="peft", feature="the recipe's LoRA adapter")
+    if any(isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer) for module in model.modules()):
+        raise SettingsError(
+            f"recipe: lora_r: got {recipe.lora_r}, but the model has an adapter already, which peft would replace; "
+            "remove lora_r to train that adapter, or build with --set model.adapter=folded to train a new one on top"
+        )
     modules = recipe.lora_target_modules
     config = peft.LoraConfig(
         r=recipe.lora_r,

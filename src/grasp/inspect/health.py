@@ -27,13 +27,13 @@ from grasp.inspect import health_metrics as metrics
 from grasp.inspect.health_metrics import Check, judge_check, unmeasured_check
 from grasp.inspect.rescoring import (
     SampleFeatures,
-    environment_subsets,
     features_one_by_one,
     forward_only,
     rank_by_two_samples,
     reopen_source,
     sample_features,
     sample_rows,
+    subset_weights_in_sample,
 )
 from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.scoring_rule import Interaction, ScoringProtocol, geometry, kernel_weights
@@ -122,7 +122,7 @@ def check(
         weight_BN = _half_samples(len(index), subsets, seed)
         subsets_text = "halves of them"
     else:
-        weight_BN = environment_subsets(artifact, bound_runs, index, subsets)
+        weight_BN = subset_weights_in_sample(artifact, bound_runs, index, subsets)
         subsets_text = f"subsets of {bound_runs.name} restricted to the sample"
     source = _result_or_error(lambda: reopen_source(artifact, overrides))
     features = _result_or_error(lambda: sample_features(artifact, index, source))

@@ -1,8 +1,11 @@
-"""Read or recompute full features of a sample of rows, and rank the rows with moments of other samples.
+"""Recompute what a build computed for a sample of rows, for the health checks of an artifact (`grasp.inspect.health`).
 
-The health checks need both. Start with `sample_features` and `rank_by_two_samples`.
+`sample_features` reads or recomputes the features of the rows: hidden states and residuals at the positions that carry
+loss. `rank_by_two_samples` scores the rows twice. The moments, with which the kernels precondition the features, are
+then from different samples of the corpus.
 
-Shape letters: N rows of the sample, P their positions, H hidden width, V vocabulary, T targets, E units.
+Shape letters: N rows of the sample, P their positions, K entries of a residual, H hidden width, V vocabulary, T
+targets, E units, B subsets.
 """
 
 from collections.abc import Mapping
@@ -22,7 +25,7 @@ from grasp.build.provenance import BuildSource
 from grasp.errors import ArtifactError, GraspError, ModelError, RunsError
 from grasp.hub import fetched_before
 from grasp.inspect.health_metrics import rank_agreement
-from grasp.kernels.kernel import Batch, make_kernels
+from grasp.kernels.kernel import Batch, Kernel, make_kernels
 from grasp.kernels.whitening import STATES
 from grasp.models.causal_lm import BATCH_ROWS
 from grasp.models.checkpoint import REPOSITORY
@@ -35,15 +38,17 @@ from grasp.runs.training_runs import TrainingRuns
 from grasp.seeds import stream
 
 MAX_SHARDS = 8  # shards read for a sample, since shards of stored features may be large
-HOW_TO_KEEP = "restore the inputs of the artifact, or rebuild it with keep_features: true"
+MAX_POSITIONS = 16_384  # of a sample of moments; rankings by so few are less stable than those of a large build
 
 
 @dataclass(frozen=True)
 class SampleFeatures:
-    """Full features of some rows.
+    """Features of a sample of rows at every position.
 
     Attributes:
+        row_index: index in the corpus of each row of the sample, (N,).
         batch: features of all rows, with positions sorted by row.
+        source: where the features are from.
     """
 
     row_index: NDArray[np.int64]
@@ -62,21 +67,29 @@ class SampleFeatures:
 
     @cached_property
     def residual_PV(self) -> csr_array:  # noqa: N802 - a shape suffix
-        """Return the residuals at the positions; duplicate coordinates are summed."""
+        """Return the residuals at the positions as a sparse matrix; duplicate coordinates are summed."""
         index_PK = self.batch.residual.index_PK.cpu().numpy()
         value_PK = self.batch.residual.value_PK.float().cpu().numpy()
-        n, k = index_PK.shape
-        entries = (value_PK.ravel(), index_PK.ravel(), np.arange(0, n * k + 1, k))
-        residual_PV = csr_array(entries, shape=(n, self.batch.vocab_size), copy=True)  # do not modify the batch
-        residual_PV.sum_duplicates()
+        n_positions, n_entries = index_PK.shape
+        row_starts = np.arange(0, n_positions * n_entries + 1, n_entries)
+        shape = n_positions, self.batch.vocab_size
+        residual_PV = csr_array((value_PK.ravel(), index_PK.ravel(), row_starts), shape=shape, copy=True)
+        residual_PV.sum_duplicates()  # in place, on the copy of the batch's arrays
         residual_PV.eliminate_zeros()
         return residual_PV
 
 
 def reopen_source(artifact: ArtifactReader, overrides: Mapping[str, Any] | None = None) -> BuildSource:
-    """Load the model and the rows of an artifact; the model is not downloaded."""
+    """Load the model and the rows of an artifact; the model is not downloaded.
+
+    Args:
+        artifact: artifact to recompute.
+        overrides: settings that differ from those of the build, e.g. the present directory of the model.
+    Raises:
+        ModelError: the model is neither a local directory nor in the cache of the hub.
+    """
     source = BuildSource(artifact, overrides)
-    _ = source.rows
+    _ = source.rows  # loads the rows, so that their errors precede those of the model
     name = source.settings.model.path
     cached = REPOSITORY.fullmatch(name) and fetched_before(name)
     if not (Path(name).exists() or cached):
@@ -91,36 +104,60 @@ def reopen_source(artifact: ArtifactReader, overrides: Mapping[str, Any] | None 
 def features_one_by_one(source: BuildSource, row_index: NDArray[np.int64]) -> PooledFeatures:
     """Return summaries of rows, each of which is a batch of its own."""
     model_pass, rows = forward_only(source), source.rows
-    parts = [batch.summary for i in range(len(row_index)) for _, batch in model_pass.batches(rows.rows(row_index[[i]]))]
-    hidden_NH = np.concatenate([part.hidden_NH for part in parts])
-    return PooledFeatures(hidden_NH, vstack([part.residual_NV for part in parts], format="csr"))
+    summaries = [
+        batch.summary for i in range(len(row_index)) for _, batch in model_pass.batches(rows.rows(row_index[[i]]))
+    ]
+    hidden_NH = np.concatenate([summary.hidden_NH for summary in summaries])
+    return PooledFeatures(hidden_NH, vstack([summary.residual_NV for summary in summaries], format="csr"))
 
 
 def forward_only(source: BuildSource) -> ModelPass:
-    """Return the model of a build, without backward passes."""
+    """Return the forward pass of the model of a build, without the backward pass that some kernels need."""
     return ModelPass(source.model, source.settings.features)
 
 
 def sample_features(
     artifact: ArtifactReader, row_index: NDArray[np.int64], source: BuildSource | GraspError
 ) -> SampleFeatures:
-    """Read stored features, or else recompute them in the build's batches; `source` may be an error."""
-    model_pass = None if isinstance(source, GraspError) else forward_only(source)
+    """Return the features of rows: stored ones, or else recomputed in batches as the build makes them.
+
+    Args:
+        artifact: artifact of the rows.
+        row_index: rows of the sample, ascending.
+        source: model and rows of the build, or the error that loading them raised. Stored features do not need them.
+    Raises:
+        GraspError: `source`, if it is an error and the artifact has no stored features.
+    """
     if not artifact.keeps_features:
         if isinstance(source, GraspError):
             raise source
         batches = list(forward_only(source).batches(source.rows.rows(row_index)))
-        return SampleFeatures(row_index, merge_batches(batches, len(row_index)).rows(0, len(row_index)), "the model")
-    size, parts, vocab_size = artifact.grid.shard_rows, [], int(artifact.manifest.details["vocab_size"])
-    sample_position_N = np.full(artifact.n_rows, -1, dtype=np.int64)  # position in the sample; -1: not in it
-    sample_position_N[row_index] = np.arange(len(row_index))
-    for k in np.unique(row_index // size):
-        for index, batch in read_batches(artifact.features(int(k)), model_pass, vocab_size):
-            position_B = sample_position_N[int(k) * size + index]
-            if (position_B >= 0).any():
-                in_sample = np.flatnonzero(position_B >= 0)
-                parts.append((position_B[in_sample], batch.select_rows(in_sample)))
-    return SampleFeatures(row_index, merge_batches(parts, len(row_index)).rows(0, len(row_index)), "kept features")
+    else:
+        model_pass = None if isinstance(source, GraspError) else forward_only(source)
+        batches = _stored_batches(artifact, row_index, model_pass)
+    n_rows = len(row_index)
+    return SampleFeatures(
+        row_index,
+        merge_batches(batches, n_rows).rows(0, n_rows),
+        "kept features" if artifact.keeps_features else "the model",
+    )
+
+
+def _stored_batches(
+    artifact: ArtifactReader, row_index: NDArray[np.int64], model_pass: ModelPass | None
+) -> list[tuple[NDArray[np.int64], Batch]]:
+    """Read the stored batches of a sample, each restricted to its rows and with their positions in the sample."""
+    shard_rows, vocab_size = artifact.grid.shard_rows, int(artifact.manifest.details["vocab_size"])
+    position_of_row = np.full(artifact.n_rows, -1, dtype=np.int64)  # position in the sample; -1: not in it
+    position_of_row[row_index] = np.arange(len(row_index))
+    batches = []
+    for k in map(int, np.unique(row_index // shard_rows)):
+        for index, batch in read_batches(artifact.features(k), model_pass, vocab_size):
+            position = position_of_row[k * shard_rows + index]
+            in_sample = np.flatnonzero(position >= 0)
+            if len(in_sample):
+                batches.append((position[in_sample], batch.select_rows(in_sample)))
+    return batches
 
 
 def sample_rows(artifact: ArtifactReader, n_rows: int, seed: int) -> NDArray[np.int64]:
@@ -132,12 +169,21 @@ def sample_rows(artifact: ArtifactReader, n_rows: int, seed: int) -> NDArray[np.
     return np.sort(generator.choice(pool_N, size=min(n_rows, len(pool_N)), replace=False)).astype(np.int64)
 
 
-def environment_subsets(
-    artifact: ArtifactReader, runs: TrainingRuns, row_index: NDArray[np.int64], subsets: int
+def subset_weights_in_sample(
+    artifact: ArtifactReader, runs: TrainingRuns, row_index: NDArray[np.int64], max_subsets: int
 ) -> F64:
-    """Return the weights of the first subsets of runs, restricted to the sample and normalised to 1, (B, N)."""
+    """Return the weights of the first subsets of runs, restricted to the sample and normalised to sum 1, (B, N).
+
+    Args:
+        artifact: artifact of the rows.
+        runs: retrained or imported runs.
+        row_index: rows of the sample.
+        max_subsets: number of subsets to read; those without rows in the sample are left out.
+    Raises:
+        RunsError: fewer than `MIN_SUBSETS` subsets have rows in the sample.
+    """
     blocks = Alignment.from_runs(runs, artifact).blocks
-    weight_BN = np.concatenate([block.weights_BN[:, row_index].toarray() for block in blocks])[:subsets]
+    weight_BN = np.concatenate([block.weights_BN[:, row_index].toarray() for block in blocks])[:max_subsets]
     total_B = weight_BN.sum(axis=1)
     if (total_B > 0).sum() < MIN_SUBSETS:
         raise RunsError(
@@ -145,9 +191,6 @@ def environment_subsets(
             f"the sample, expected at least {MIN_SUBSETS}; take more rows"
         )
     return np.asarray(weight_BN[total_B > 0] / total_B[total_B > 0, None])
-
-
-MAX_POSITIONS = 16_384  # per sample; rankings by so few positions are less stable than those of a large build
 
 
 def rank_by_two_samples(
@@ -158,9 +201,18 @@ def rank_by_two_samples(
     Each sample of moments has as many positions as that of a build, but at most half of the corpus and
     `MAX_POSITIONS`, in which case rankings agree less than they would with samples of the build's size.
 
+    Args:
+        artifact: artifact of the rows.
+        features: features of the rows that are ranked.
+        source: model and corpus of the build.
+        protocol: scoring rule.
+        seed: seed of the two samples.
     Returns:
-        Spearman's rho over rows by target, except targets with constant scores; and the positions of the smaller
-        sample.
+        Spearman's rho over rows by target, except targets with constant scores; and the number of positions of the
+        smaller sample.
+    Raises:
+        ArtifactError: the scoring rule has a kernel that is not supported, the corpus has a single row, or scores are
+            constant.
     """
     resolved = protocol.resolved_for(artifact.array_names, artifact.feature_settings)
     kernels = kernel_weights(resolved)
@@ -172,28 +224,20 @@ def rank_by_two_samples(
     if not all(len(sample) for sample in samples):
         raise ArtifactError(f"requires at least two rows; the corpus has {artifact.n_rows}")
     units = model_pass.units(source.unit_tokens, [unit.unit_id for unit in source.units.units])
-    features_batch = features.batch
-    # Scores of rows by target: kernels divided by their standard deviation, and added with their weights.
     columns = UnitSelection.from_targets(artifact, artifact.targets)
     rankings, counts = [], []
     for sample in samples:
         rows = source.rows.rows(sample)
-        corpus = compute_moments(model_pass, rows, states_every=max(1, rows.n_tokens // STATES))
-        prepared_kernels = make_kernels(kernels, source.model, settings, corpus)
-        total_NT = np.zeros((features_batch.n_rows, len(columns.targets)))
-        for kernel in prepared_kernels:
+        moments = compute_moments(model_pass, rows, states_every=max(1, rows.n_tokens // STATES))
+        total_NT = np.zeros((features.batch.n_rows, len(columns.targets)))
+        for kernel in make_kernels(kernels, source.model, settings, moments):
             kernel.prepare(units)
-            starts = range(0, features_batch.n_rows, BATCH_ROWS)
-            parts = [
-                kernel.score(features_batch.rows(start, min(start + BATCH_ROWS, features_batch.n_rows))).cpu().numpy()
-                for start in starts
-            ]
-            relevance_NE = np.concatenate(parts)[:, columns.columns_E]
+            relevance_NE = _kernel_scores(kernel, features.batch)[:, columns.columns_E]
             score_NT = columns.mean_per_task(downweight_negative(relevance_NE, resolved.negative_factor(kernel.name)))
-            weight = kernels[kernel.name]
-            total_NT += weight * score_NT / np.maximum(score_NT.std(axis=0), np.finfo(np.float64).tiny)
+            # The scoring rule divides kernels by their standard deviation over rows, and adds them with weights.
+            total_NT += kernels[kernel.name] * score_NT / np.maximum(score_NT.std(axis=0), np.finfo(np.float64).tiny)
         rankings.append(total_NT.T)
-        counts.append(corpus.n_positions)
+        counts.append(moments.n_positions)
     agreement = {
         target: rank_agreement(first_N, second_N)
         for target, first_N, second_N in zip(artifact.targets, *rankings, strict=True)
@@ -204,13 +248,20 @@ def rank_by_two_samples(
     return defined, min(counts)
 
 
+def _kernel_scores(kernel: Kernel, batch: Batch) -> NDArray[np.float32]:
+    """Return the relevance of each row of a batch for each unit, (N, E), in blocks that bound the memory."""
+    starts = range(0, batch.n_rows, BATCH_ROWS)
+    blocks = [batch.rows(start, min(start + BATCH_ROWS, batch.n_rows)) for start in starts]
+    return np.concatenate([kernel.score(block).cpu().numpy() for block in blocks])
+
+
 def _two_samples(
     loss_counts_N: NDArray[np.int64], positions: int, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Draw two disjoint samples of rows, in row order, with `positions` positions each, or half of all if fewer."""
     n_positions = min(positions, MAX_POSITIONS, int(loss_counts_N.sum()) // 2)
     order = stream(seed, "audit", "moments").permutation(len(loss_counts_N))
-    total = np.concatenate([[0], np.cumsum(loss_counts_N[order])])  # positions of the first rows of the order
+    total = np.concatenate([[0], np.cumsum(loss_counts_N[order])])  # total[k]: positions of the first k rows
     middle = min(int(np.searchsorted(total, n_positions)), len(order) - 1)  # leave a row for the other sample
     stop = max(int(np.searchsorted(total, total[middle] + n_positions)), middle + 1)
     return np.sort(order[:middle]), np.sort(order[middle:stop])

@@ -1,13 +1,14 @@
 """Interface of an attribution method: settings, required inputs, and scores of rows or predictions of subsets.
 
-A `RowMethod` scores rows: (N, E) for the units of the artifact (scored elements of its targets, such as questions), or
-(N, 1) if the score does not depend on the unit. Positive means that training on the row should lower the unit's loss.
-A `SubsetMethod` predicts subsets of the rows directly, (B, E). Besides the numbers both return an `Account`: cost,
-coverage and notes. Packages register methods under the entry point group `grasp.methods`; see docs/baselines.md.
+To add a method, subclass `RowMethod` or `SubsetMethod`. A `RowMethod` scores rows: (N, E) for the units of the artifact
+(scored elements of its targets, such as questions), or (N, 1) if the score does not depend on the unit. Positive means
+that training on the row should lower the unit's loss. A `SubsetMethod` predicts subsets of the rows directly, (B, E).
+Besides the numbers both return an `Account`: cost, coverage and notes. Packages register methods under the entry point
+group `grasp.methods`; see docs/baselines.md.
 
 `MethodInputs` gives a method access to the artifact's rows and units, its reference model, checkpoints and retrained
 runs. Data is loaded lazily, per block if it is as long as the corpus, and verified against the fingerprints of
-tokens, tokenizer, model and units that the artifact was built from. Start with `RowMethod`.
+tokens, tokenizer, model and units that the artifact was built from.
 
 Shape letters: N rows, n rows of a block, E units, B subsets.
 """
@@ -45,8 +46,8 @@ Requirement = Literal["tokens", "model", "checkpoints", "runs"]
 
 
 @dataclass(frozen=True, slots=True)
-class Retrained:
-    """Retrained runs aligned with the artifact: targets have the artifact's names, others are dropped.
+class AlignedRuns:
+    """Retrained runs in terms of the artifact: its rows, and its names of the targets; other targets are dropped.
 
     Attributes:
         runs: the runs.
@@ -59,7 +60,7 @@ class Retrained:
     subsets: tuple[SubsetBlock, ...]
 
     @classmethod
-    def from_alignment(cls, alignment: Alignment, utilities: Utilities) -> "Retrained":
+    def from_alignment(cls, alignment: Alignment, utilities: Utilities) -> "AlignedRuns":
         """Rename the targets of `utilities` from the names in the runs to the artifact's names."""
         renamed = replace(utilities, targets=alignment.artifact_targets_of(utilities.targets))
         return cls(alignment.runs, renamed, alignment.blocks)
@@ -74,7 +75,7 @@ class MethodInputs:
         block_rows: rows per block. Default: rows per shard.
         batch_tokens: tokens per forward pass, padding included. Default: the setting of the build.
         checkpoint_paths: directories of checkpoints. Default: the directory of the artifact's model.
-        retrained: retrained runs, for methods that require them.
+        runs: retrained runs, for methods that require them.
         progress: receives stages, notes and numbers of rows.
     """
 
@@ -82,7 +83,7 @@ class MethodInputs:
     block_rows: int | None = None
     batch_tokens: int | None = None
     checkpoint_paths: tuple[Path, ...] = ()
-    retrained: Retrained | None = None
+    runs: AlignedRuns | None = None
     progress: Progress = Silent()  # noqa: RUF009 - it has no state
 
     # ------------------------------------------------------------------------------------------- rows
@@ -129,12 +130,12 @@ class MethodInputs:
         Raises:
             ArtifactError: rows are images; the artifact has no tokens, or their fingerprint differs.
         """
-        if self.origin.has_images:
+        if self.source.has_images:
             raise ArtifactError(
                 f"{self.artifact.location}: rows are images, but the method reads tokens; compute its scores elsewhere "
                 "and pass them to `grasp evaluate --predictions`"
             )
-        rows = self.origin.rows
+        rows = self.source.rows
         assert isinstance(rows, RowStore)
         return rows
 
@@ -155,7 +156,7 @@ class MethodInputs:
     @property
     def units(self) -> UnitSet:
         """All units of the artifact, in column order."""
-        return self.origin.units
+        return self.source.units
 
     @property
     def n_units(self) -> int:
@@ -164,24 +165,24 @@ class MethodInputs:
     @property
     def unit_tokens(self) -> list[UnitTokens]:
         """Tokens of each unit; the loss is taken on the labels `input_ids[first:]`."""
-        return self.origin.unit_tokens
+        return self.source.unit_tokens
 
     # ------------------------------------------------------------------------------------------- model
 
     @cached_property
-    def origin(self) -> BuildSource:
-        """The sources that the artifact was built from."""
+    def source(self) -> BuildSource:
+        """The corpus, units and model that the artifact was built from."""
         return BuildSource(self.artifact)
 
     @property
     def settings(self) -> BuildSettings:
         """Settings of the build, with the dtype resolved then, so that every machine loads the same weights."""
-        return self.origin.settings
+        return self.source.settings
 
     @property
     def tokenizer(self) -> "HfTokenizer":
         """The reference model's tokenizer; does not load the model's weights."""
-        return self.origin.tokenizer
+        return self.source.tokenizer
 
     @cached_property
     def model(self) -> "ReferenceModel":
@@ -191,9 +192,9 @@ class MethodInputs:
             ModelError: the model cannot be loaded.
             ArtifactError: the artifact was built with another model.
         """
-        from grasp.models.causal_lm import ReferenceModel  # noqa: PLC0415 - brings torch
+        from grasp.models.causal_lm import ReferenceModel  # noqa: PLC0415 - imports torch
 
-        model = self.origin.model
+        model = self.source.model
         assert isinstance(model, ReferenceModel)
         if self.batch_tokens is not None:
             model.batch_tokens = self.batch_tokens
@@ -202,15 +203,15 @@ class MethodInputs:
     # -------------------------------------------------------------------------------------------- runs
 
     @property
-    def retrained_runs(self) -> Retrained:
+    def required_runs(self) -> AlignedRuns:
         """The retrained runs.
 
         Raises:
             SettingsError: no runs were passed.
         """
-        if self.retrained is None:
+        if self.runs is None:
             raise SettingsError("this method is fitted to retrained subsets; pass their directory with --runs")
-        return self.retrained
+        return self.runs
 
 
 # ------------------------------------------------------------------------------------------------ interface of a method
@@ -220,7 +221,7 @@ class NoSettings(Settings):
     """Settings of a method that has none."""
 
 
-S = TypeVar("S", bound=Settings)
+S = TypeVar("S", bound=Settings)  # settings of a method
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +237,7 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What a method reports about its scores: cost, coverage and notes, for tables of results.
+    """What a method reports about its scores: cost, coverage and notes, for tables of results. It is stored with them.
 
     Attributes:
         features: stored floats per row from which a new unit could be scored without reading the corpus again
@@ -244,7 +245,8 @@ class Account:
         covers: parameters or text that the scores depend on: names of layers, "all tokens", ...
         notes: remarks needed to interpret the scores, one phrase each.
         counts: number of skipped rows or units, by reason.
-        ready: time that earlier runs spent on intermediate results which this run reused.
+        ready: time that intermediate results took which were ready when this run began, because earlier runs had
+            stored them; it counts as time of the method.
     """
 
     features: int = 0
@@ -288,13 +290,14 @@ class Method(ABC, Generic[S]):
         settings_type: class of the settings.
         requires: inputs that it reads besides the artifact's tables.
         required_modules: optional modules that it imports, each with the extra of grasp-attribution that installs it.
-        supervised: whether it is fitted to the utilities that it is evaluated on, and is therefore an oracle.
+        is_oracle: whether it is fitted to utilities of the runs that it is evaluated on; its results are then a
+            ceiling, not a prediction.
     """
 
     settings_type: ClassVar[type[Settings]] = NoSettings
     requires: ClassVar[frozenset[Requirement]] = frozenset()
     required_modules: ClassVar[Mapping[str, str]] = {}
-    supervised: ClassVar[bool] = False
+    is_oracle: ClassVar[bool] = False
 
     def __init__(self, settings: S, *, name: str = "", seed: int = 0) -> None:
         self.settings = settings
@@ -307,10 +310,10 @@ class Method(ABC, Generic[S]):
         Raises:
             GraspError: the artifact has no tokens, or no runs were passed.
         """
-        if "runs" in self.requires and inputs.retrained is None:
+        if "runs" in self.requires and inputs.runs is None:
             raise SettingsError(f"method {self.name}: requires retrained subsets; pass their directory with --runs")
         if "tokens" in self.requires:
-            _ = inputs.store
+            _ = inputs.store  # opens the rows and verifies their fingerprint
 
 
 class RowMethod(Method[S]):

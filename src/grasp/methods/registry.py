@@ -33,7 +33,7 @@ from grasp.arrays import F32, F64, I64, Blocks
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import MissingExtraError, SettingsError, ShapeError
 from grasp.extras import require
-from grasp.methods.contract import Account, Method, MethodInputs, MethodScores, Retrained, RowMethod, SubsetMethod
+from grasp.methods.contract import Account, AlignedRuns, Method, MethodInputs, MethodScores, RowMethod, SubsetMethod
 from grasp.predict.weights import SubsetBlock
 from grasp.progress import Progress, Silent
 from grasp.runs.alignment import Alignment
@@ -328,7 +328,7 @@ def method_predictions(
     if renamed is not None:
         predictions = _rename_targets(predictions, renamed)
     method_role: MethodRole = "predictor"
-    if method.supervised:
+    if method.is_oracle:
         method_role = "supervised oracle"
     elif configured.oracle_selected:
         method_role = "oracle-selected"
@@ -482,7 +482,7 @@ def score_artifact(
     retrained = None
     if runs is not None:
         alignment = Alignment.from_runs(runs, artifact)
-        retrained = Retrained.from_alignment(alignment, runs.utilities().select(*alignment.run_targets.values()))
+        retrained = AlignedRuns.from_alignment(alignment, runs.utilities().select(*alignment.run_targets.values()))
     paths, cache_path = tuple(map(Path, checkpoints)), None if cache is None else Path(cache)
-    inputs = MethodInputs(artifact, checkpoint_paths=paths, retrained=retrained, progress=progress or Silent())
+    inputs = MethodInputs(artifact, checkpoint_paths=paths, runs=retrained, progress=progress or Silent())
     return MethodRows(artifact, configured.label, score_rows(configured, inputs, cache_path))

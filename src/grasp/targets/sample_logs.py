@@ -13,10 +13,11 @@ one record per filter of the answers.
 
 The text of a target can be ambiguous: "2" is a position or a text, "['a', 'b']" a list or a text. All documents of a
 task use the same encoding. It is therefore inferred from the whole log: it must fit every document, and if several
-encodings do, it must agree with the accuracy that the harness logged. So `_MultipleChoice` and `_Generation` are parsed
-records whose gold answer is set by their `resolve`, after all records of the task are parsed.
+encodings do, it must agree with the accuracy that the harness logged. So `units_from_log` has three steps:
 
-Start with `units_from_log`.
+    1. parse each record, to a unit if its target is not ambiguous, else to a `_MultipleChoice` or a `_Generation`
+    2. `resolve` the gold answers of all documents of a task together
+    3. convert each document to a unit (`to_unit`)
 """
 
 import ast
@@ -25,7 +26,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import isnan
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from grasp.corpus.conversations import FAULTS, conversation_in
 from grasp.errors import CorpusError, TargetError
@@ -47,6 +48,13 @@ _NOT_SCORED = {
 
 Arguments = tuple[Any, ...]  # of one request: (context, continuation), (text,) or (context, settings)
 T = TypeVar("T")
+
+
+class _Prediction(NamedTuple):
+    """The most likely choice by the logged likelihoods, and whether the harness counted it as correct."""
+
+    position: int
+    is_correct: bool
 
 
 def is_sample(record: Mapping[str, Any]) -> bool:
@@ -113,7 +121,7 @@ def _parse_sample(
         position: position in the log, the default of `doc_id`.
         loss_on: tokens of the unit that carry loss.
     """
-    requests, doc, target = _parse_requests(record["arguments"], location), record["doc"], record.get("target")
+    requests = _parse_requests(record["arguments"], location)
     record_task = record.get("task")
     name = record_task if isinstance(record_task, str) and record_task else task
     doc_id = position if record.get("doc_id") is None else record["doc_id"]
@@ -124,24 +132,37 @@ def _parse_sample(
     if not rest:
         raise TargetError(f"{location}: arguments: got {context!r:.{_SHOWN}}, expected (context, continuation)")
     if not isinstance(rest[0], str):  # generation: settings in the place of a continuation
-        turns = _parse_turns(context)
-        if turns is None and not isinstance(context, str):
-            raise TargetError(
-                f"{location}: arguments: got the context {context!r:.{_SHOWN}}, expected text or messages"
-            )
-        # "None" is str(None), unless the document has this text
-        if target is None or (target == "None" and "None" not in _nested_values(doc, str)):
-            raise TargetError(f"{location}: target: missing; {_REMEDY}")
-        if reason := _not_an_answer(record, doc, str(target)):
-            raise TargetError(f"{location}: target: got {target!r:.{_SHOWN}}, {reason}; {_REMEDY}")
-        return _Generation.parse(location, replace(unit, prompt="" if turns else context), turns, target, doc)
+        return _parse_generation(record, location, unit, context)
     if any(len(request) != 2 or not all(isinstance(part, str) for part in request) for request in requests):
         raise TargetError(f"{location}: arguments: expected the context and the continuation of every request as text")
     positions = _conditional_positions(requests, record, location)
     pairs = [requests[k] for k in positions]  # (context, continuation) of each choice
     if len(pairs) == 1:  # log-likelihood
         return replace(unit, prompt=pairs[0][0], completion=_require_text(pairs[0][1], location))
-    return _MultipleChoice.parse(location, unit, pairs, target, _parse_prediction(record, positions))
+    return _MultipleChoice.parse(location, unit, pairs, record.get("target"), _parse_prediction(record, positions))
+
+
+def _parse_generation(record: Mapping[str, Any], location: str, unit: Unit, context: Any) -> "_Generation":
+    """Parse a record whose request is a text or a chat to continue.
+
+    Args:
+        record: fields of the record.
+        location: file and line of the record, for messages.
+        unit: the unit, without its prompt and completion.
+        context: the text, or the messages of the chat.
+    Raises:
+        TargetError: the context is neither, or the target is missing or no answer.
+    """
+    doc, target = record["doc"], record.get("target")
+    turns = _parse_turns(context)
+    if turns is None and not isinstance(context, str):
+        raise TargetError(f"{location}: arguments: got the context {context!r:.{_SHOWN}}, expected text or messages")
+    # "None" is str(None), unless the document has this text
+    if target is None or (target == "None" and "None" not in _nested_values(doc, str)):
+        raise TargetError(f"{location}: target: missing; {_REMEDY}")
+    if reason := _not_an_answer(record, doc, str(target)):
+        raise TargetError(f"{location}: target: got {target!r:.{_SHOWN}}, {reason}; {_REMEDY}")
+    return _Generation.parse(location, replace(unit, prompt="" if turns else context), turns, target, doc)
 
 
 # ------------------------------------------------------------------------------------------------------ requests
@@ -230,7 +251,7 @@ class _MultipleChoice:
         target: the target, as text.
         by_number: gold choices, as positions, if a number is a position, and any other target the text of a choice.
         by_text: gold choices, as positions, if every target is the text of a choice.
-        predicted: the most likely choice, and whether the harness counted it as correct; None: not logged.
+        predicted: the prediction of the evaluated model; None: not logged.
         gold: position of the gold choice, which `resolve` sets.
     """
 
@@ -240,12 +261,12 @@ class _MultipleChoice:
     target: str
     by_number: tuple[int, ...]
     by_text: tuple[int, ...]
-    predicted: tuple[int, bool] | None
+    predicted: _Prediction | None
     gold: int = -1
 
     @classmethod
     def parse(
-        cls, location: str, unit: Unit, pairs: Sequence[Arguments], target: Any, predicted: tuple[int, bool] | None
+        cls, location: str, unit: Unit, pairs: Sequence[Arguments], target: Any, predicted: _Prediction | None
     ) -> "_MultipleChoice":
         """Return a document, with the gold choices by both encodings."""
         texts = [continuation for _, continuation in pairs]
@@ -277,13 +298,13 @@ class _MultipleChoice:
                 f"{invalid.location}: target: got {invalid.target!r:.{_SHOWN}}, expected the number or the text of one "
                 f"of its {len(invalid.pairs)} requests"
             )
-        # the gold choices of all documents by each encoding, for encodings that fit all documents
+        # By each encoding, the gold choices of all documents. An encoding must fit all documents.
         encodings = [[sample.by_number for sample in samples], [sample.by_text for sample in samples]]
-        encodings = [gold for gold in encodings if all(gold)]
-        # documents for which the encodings disagree
-        differing = [k for k in range(len(samples)) if len({gold[k][0] for gold in encodings}) > 1]
+        encodings = [encoding for encoding in encodings if all(encoding)]
+        # If the encodings disagree on a document, the logged accuracies of all documents must select one encoding.
+        differing = [k for k in range(len(samples)) if len({encoding[k][0] for encoding in encodings}) > 1]
         if differing:
-            encodings = [gold for gold in encodings if all(map(_MultipleChoice._agrees, samples, gold))]
+            encodings = [encoding for encoding in encodings if all(map(_MultipleChoice._agrees, samples, encoding))]
             if len(encodings) != 1:
                 sample = samples[differing[0]]
                 number, text = (sample.pairs[gold[0]][1] for gold in (sample.by_number, sample.by_text))
@@ -296,7 +317,7 @@ class _MultipleChoice:
 
     def _agrees(self, gold: tuple[int, ...]) -> bool:
         """Return whether the logged accuracy is that of the logged prediction if these choices are correct."""
-        return self.predicted is None or (self.predicted[0] in gold) == self.predicted[1]
+        return self.predicted is None or (self.predicted.position in gold) == self.predicted.is_correct
 
     def to_unit(self) -> Unit:
         """Return the document as a unit, with the gold choice as its completion."""
@@ -336,7 +357,7 @@ def _find_choices(target: Any, texts: Sequence[str]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(positions))
 
 
-def _parse_prediction(record: Mapping[str, Any], positions: Sequence[int]) -> tuple[int, bool] | None:
+def _parse_prediction(record: Mapping[str, Any], positions: Sequence[int]) -> _Prediction | None:
     """Return the most likely of the requests at `positions`, and whether the harness counted it as correct.
 
     None: the record has no accuracy of 0 or 1, or no log-likelihoods.
@@ -349,10 +370,10 @@ def _parse_prediction(record: Mapping[str, Any], positions: Sequence[int]) -> tu
         return None
     if accuracy not in (0.0, 1.0) or any(isnan(value) for value in likelihoods):
         return None
-    return likelihoods.index(max(likelihoods)), accuracy == 1.0
+    return _Prediction(likelihoods.index(max(likelihoods)), accuracy == 1.0)
 
 
-def _correct_by_accuracy(predicted: tuple[int, bool] | None, count: int) -> tuple[int, ...]:
+def _correct_by_accuracy(predicted: _Prediction | None, count: int) -> tuple[int, ...]:
     """Infer the gold choice from the accuracy: the prediction if it is correct, else the other one of two choices.
 
     Returns:
@@ -360,10 +381,9 @@ def _correct_by_accuracy(predicted: tuple[int, bool] | None, count: int) -> tupl
     """
     if predicted is None:
         return ()
-    position, is_correct = predicted
-    if is_correct:
-        return (position,)
-    return (1 - position,) if count == 2 else ()
+    if predicted.is_correct:
+        return (predicted.position,)
+    return (1 - predicted.position,) if count == 2 else ()
 
 
 # ---------------------------------------------------------------------------------------------------- generation

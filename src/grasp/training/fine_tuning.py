@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.trainer_pt_utils import get_parameter_names
 
 from grasp.arrays import F64, I64
 from grasp.errors import ModelError
@@ -18,11 +19,14 @@ from grasp.models.causal_lm import context_of, dynamic_ropes, reset_ropes
 from grasp.training.adamw import AdamWTraining, LabelLogits
 from grasp.training.recipe import OptimizerRecipe
 
+# As in `Trainer.get_decay_parameter_names` of Transformers; 1-D state-space parameters, for example, are decayed.
+UNDECAYED_LAYERS = [nn.LayerNorm]
+UNDECAYED_NAMES = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 EXACT_DTYPES = (torch.float32, torch.float64)  # the rounding error of narrower types exceeds the finite differences
 
 
 class FineTuning(AdamWTraining):
-    """Fine-tune a causal LM in place, with weight decay of matrices but not of vectors.
+    """Fine-tune a causal LM in place, with weight decay of all parameters but biases and norms.
 
     The model is in eval mode, which disables dropout; layers with gradient checkpointing still recompute activations.
     """
@@ -40,13 +44,12 @@ class FineTuning(AdamWTraining):
         self.model = model
         self.notes = check_differentiable(model)
         named = [(name, value) for name, value in model.named_parameters() if value.requires_grad]
-        decayed = [value for _, value in named if value.ndim > 1]
-        undecayed = [value for _, value in named if value.ndim < 2]
-        self.names = tuple(
-            name for parameter in (*decayed, *undecayed) for name, value in named if value is parameter
-        )  # in the order of `parameters`
+        decayed_names = set(get_parameter_names(model, UNDECAYED_LAYERS, UNDECAYED_NAMES))
+        decayed = {name: value for name, value in named if name in decayed_names}
+        undecayed = {name: value for name, value in named if name not in decayed_names}
+        self.names = (*decayed, *undecayed)  # in the order of `parameters`
         self._ropes = dynamic_ropes(model)
-        super().__init__(recipe, decayed, undecayed)
+        super().__init__(recipe, list(decayed.values()), list(undecayed.values()))
 
     @property
     def context(self) -> int:

@@ -36,19 +36,27 @@ ALIASES = {  # names in Axolotl, PEFT and older versions of Transformers and TRL
     "target_modules": "lora_target_modules",
     "lora_modules_to_save": "modules_to_save",
     "lora_target_parameters": "target_parameters",
+    "rl_beta": "beta",
+}
+MISTAKEN_NAMES = {  # names of no trainer, too different from the right ones for `difflib`
+    "batch_size": "per_device_train_batch_size",
+    "train_batch_size": "per_device_train_batch_size",
+    "epochs": "num_train_epochs",
+    "lr": "learning_rate",
+    "rank": "lora_r",
 }
 AXOLOTL_NAMES = ("micro_batch_size", "num_epochs", "lr_scheduler", "sequence_len")
-AXOLOTL_DEFAULTS = {  # where they differ from those of Transformers
+AXOLOTL_DEFAULTS: dict[str, Any] = {  # where they differ from those of Transformers
     "per_device_train_batch_size": 1,
     "num_train_epochs": 1,
     "lr_scheduler_type": "cosine",
 }
-AXOLOTL_WARMUP_RATIO = 0.03
-TRL_ADAPTER_DEFAULTS = {"lora_r": 16, "lora_alpha": 32}  # of a recipe with `use_peft`
-ADAPTER_FIELDS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear")
+AXOLOTL_WARMUP_RATIO, AXOLOTL_MAX_WARMUP_STEPS = 0.03, 100  # without a warm-up in the configuration
+TRL_ADAPTER_DEFAULTS = {"lora_r": 16, "lora_alpha": 32}  # of `ModelConfig`
 SWITCHES = ("completion_only_loss", "lora_target_linear", "use_peft", "weight_dtype")  # read by `from_mapping`
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 DISABLED: tuple[Any, ...] = (None, False, 0, "", "no", [], {})  # values that switch a setting off
+NOT_DISABLED_BY_0 = ("init_lora_weights", "layers_to_transform")  # a random adapter, the first layer
 # Settings that change a step, or what is trained, in a way that a replay does not follow; and their values that do not.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # Transformers
@@ -88,6 +96,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_qalora": (),
     "use_rslora": (),
     # Axolotl
+    "process_reward_model": (),
+    "qat": (),
+    "reward_model": (),
+    "rl": ("dpo",),
     "adam_beta3": (),
     "adam_epsilon2": (),
     "adapter": ("lora", "qlora"),
@@ -125,7 +137,7 @@ class FineTuningRecipe(Settings):
         None, description="Warm-up as a share of all steps."
     )
     lr_scheduler_type: str = Field("linear", description="linear, cosine, constant or constant_with_warmup.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay of matrices.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay; biases and norms have none.")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="Decay of AdamW's first moment.")
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="Decay of AdamW's second moment.")
     adam_epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
@@ -150,6 +162,11 @@ class FineTuningRecipe(Settings):
     lora_alpha: float | None = Field(None, gt=0, description="LoRA alpha; none: the rank.")
     lora_target_modules: tuple[str, ...] | str = Field("all-linear", description="Layers with an adapter.")
     optim: str = Field("adamw_torch", description="Optimizer; a variant of AdamW.")
+    axolotl_rounding: bool = Field(
+        False,
+        description="Whether steps and warm-up are rounded as by Axolotl.",
+        exclude_if=lambda value: not value,  # recorded replays that predate this setting lack it
+    )
     # A replay ignores the following settings and says so in `notes`; they are not part of its record.
     lora_dropout: float = Field(0.0, ge=0, description="Dropout of the adapter; disabled in a replay.", exclude=True)
     bf16: bool | str = Field(False, description="Mixed precision; a replay computes in float32.", exclude=True)
@@ -164,7 +181,8 @@ class FineTuningRecipe(Settings):
     def _supported_schedule_and_optimizer(self) -> Self:
         if self.lr_scheduler_type not in SCHEDULES:
             raise ValueError(f"lr_scheduler_type: got {self.lr_scheduler_type!r}, expected {', '.join(SCHEDULES)}")
-        if not self.optim.removeprefix("paged_").startswith("adamw") or "8bit" in self.optim or "4bit" in self.optim:
+        low_precision = any(part in self.optim for part in ("8bit", "4bit", "anyprecision"))
+        if not self.optim.removeprefix("paged_").startswith("adamw") or low_precision:
             raise ValueError(f"optim: got {self.optim!r}, expected AdamW in full precision, such as adamw_torch")
         return self
 
@@ -186,8 +204,10 @@ class FineTuningRecipe(Settings):
             data: fields of the recipe.
             location: beginning of error messages, e.g. the path of the file.
         """
-        fields = _flatten(data)
+        fields = _flatten(data, location)
         _refuse_unsupported(fields, location)
+        if any(name in data for name in AXOLOTL_NAMES):
+            fields = _with_axolotl_defaults(fields)
         names = [*cls.model_fields, *ALIASES]
         _refuse_typing_errors(fields, names, location)
         if fields and not fields.keys() & {*names, *SWITCHES, *UNSUPPORTED}:
@@ -195,9 +215,7 @@ class FineTuningRecipe(Settings):
                 f"{location}: has no field of a training, got {', '.join(list(fields)[:5])}; expected the names of "
                 "TrainingArguments or Axolotl at the top level, such as learning_rate"
             )
-        if any(name in data for name in AXOLOTL_NAMES):
-            fields = _with_axolotl_defaults(fields)
-        fields = _with_adapter_switches(fields, location)
+        fields = _with_adapter_defaults(fields, location)
         if fields.get("completion_only_loss") is False:  # TRL
             fields["train_on_inputs"] = True
         if fields.get("lora_target_linear"):  # Axolotl
@@ -229,6 +247,8 @@ class FineTuningRecipe(Settings):
         """Return the number of optimizer steps on `n_rows` rows; the last step of an epoch may have fewer rows."""
         if self.max_steps > 0:
             return self.max_steps
+        if self.axolotl_rounding:  # the last epoch ends early, for the rows by which batches of epochs were short
+            return math.ceil(self.num_train_epochs * n_rows / self.batch_rows)
         return math.ceil(self.num_train_epochs * math.ceil(self._epoch_rows(n_rows) / self.batch_rows))
 
     def _epoch_rows(self, n_rows: int) -> int:
@@ -252,17 +272,12 @@ class FineTuningRecipe(Settings):
             SettingsError: the warm-up is as long as the training run.
         """
         steps = self.steps(n_rows)
-        warmup_steps = self.warmup_steps
-        if warmup_steps < 1:  # a share of all steps, as in newer versions of Transformers
-            warmup_steps = math.ceil(steps * (warmup_steps or self.warmup_ratio or 0.0))
-        if self.lr_scheduler_type == "constant":  # Transformers ignores the warm-up of this schedule
-            warmup_steps = 0
         data = {
             "steps": steps,
             "batch_rows": self.batch_rows,
             "micro_rows": self.per_device_train_batch_size if self.gradient_accumulation_steps > 1 else None,
             "learning_rate": self.learning_rate,
-            "warmup_steps": int(warmup_steps),
+            "warmup_steps": self._warmup_steps(steps),
             "warmup_from_zero": True,
             "schedule": SCHEDULES[self.lr_scheduler_type],
             "betas": (self.adam_beta1, self.adam_beta2),
@@ -271,6 +286,20 @@ class FineTuningRecipe(Settings):
             "clip_norm": self.max_grad_norm or None,
         }
         return validated(OptimizerRecipe, data, "recipe")
+
+    def _warmup_steps(self, steps: int) -> int:
+        """Return the number of warm-up steps of a training of `steps` steps."""
+        if self.lr_scheduler_type == "constant":  # Transformers ignores the warm-up of this schedule
+            return 0
+        if self.warmup_steps >= 1:
+            count = int(self.warmup_steps)
+        elif not self.axolotl_rounding:  # a share of all steps, in newer versions of Transformers also `warmup_steps`
+            return math.ceil(steps * (self.warmup_steps or self.warmup_ratio or 0.0))
+        elif self.warmup_ratio is not None:
+            count = int(steps * self.warmup_ratio)
+        else:
+            count = min(int(steps * AXOLOTL_WARMUP_RATIO), AXOLOTL_MAX_WARMUP_STEPS)
+        return 2 if self.axolotl_rounding and count == 1 else count
 
     def order(self, n_rows: int, seed: int) -> list[I64]:
         """Return the rows of every step: each epoch is a new permutation, split into batches."""
@@ -323,53 +352,76 @@ def proxy_training(recipe: FineTuningRecipe, n_rows: int, vocab_size: int, conte
     return TrainingRecipe(**recipe.optimizer(n_rows).model_dump(), **settings)
 
 
-def _flatten(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename fields to those of Transformers, and merge the groups of adapter and training arguments into them."""
-    fields: dict[str, Any] = {}
+def _flatten(data: Mapping[str, Any], location: str) -> dict[str, Any]:
+    """Rename fields to those of Transformers, and merge the groups of adapter and training arguments into them.
+
+    Raises:
+        SettingsError: a field has two different values, under two of its names.
+    """
+    entries: list[tuple[str, Any]] = []
     for key, value in data.items():
         name = str(key)
         if name in ("lora", "peft", "peft_config") and isinstance(value, Mapping):
-            fields |= _flatten({"lora_alpha" if key == "alpha" else key: entry for key, entry in value.items()})
+            group = {"lora_alpha" if key == "alpha" else key: entry for key, entry in value.items()}
+            entries += _flatten(group, location).items()
         elif name in ("training_args", "training_arguments", "args") and isinstance(value, Mapping):
-            fields |= _flatten(value)
+            entries += _flatten(value, location).items()
         else:
             if name != "peft_type":
                 name = name.removeprefix("peft_")  # Axolotl
-            fields[ALIASES.get(name, name)] = value
+            entries.append((ALIASES.get(name, name), value))
+    fields: dict[str, Any] = {}
+    for name, value in entries:
+        previous = fields.get(name)
+        if value is None and previous is not None:  # saved arguments contain obsolete names, without a value
+            continue
+        if previous is not None and previous != value:
+            raise SettingsError(f"{location}: {name}: got both {previous!r} and {value!r}; remove one of them")
+        fields[name] = value
     return fields
+
+
+def _with_adapter_defaults(fields: Mapping[str, Any], location: str) -> dict[str, Any]:
+    """Add what TRL adds to an adapter, or remove the fields of an adapter that is switched off.
+
+    Raises:
+        SettingsError: the adapter has no rank, or TRL would choose its layers.
+    """
+    names = ("lora_r", "lora_alpha", "lora_target_modules")
+    unused = (*names, "lora_target_linear", "lora_dropout")
+    is_off = fields.get("use_peft") is False or ("adapter" in fields and not fields["adapter"])
+    if is_off:  # TRL saves the fields of an adapter in any case
+        return {name: value for name, value in fields.items() if name not in unused}
+    if fields.get("use_peft"):
+        if not fields.get("lora_target_modules"):
+            raise SettingsError(
+                f"{location}: lora_target_modules is missing, and PEFT would choose layers by the type of the model; "
+                "list them, e.g. [q_proj, v_proj]"
+            )
+        return TRL_ADAPTER_DEFAULTS | {name: value for name, value in fields.items() if value is not None}
+    if not fields.get("lora_r") and any(fields.get(name) for name in (*names, "adapter", "peft_type")):
+        raise SettingsError(f"{location}: lora_r is missing: the adapter has no rank; set it, or remove the adapter")
+    return dict(fields)
 
 
 def _with_axolotl_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Add the defaults of Axolotl that differ from those of Transformers."""
     fields = AXOLOTL_DEFAULTS | {name: value for name, value in fields.items() if value is not None}
-    if not fields.get("warmup_steps") and not fields.get("warmup_ratio"):
-        fields["warmup_ratio"] = AXOLOTL_WARMUP_RATIO
-    return fields
-
-
-def _with_adapter_switches(fields: Mapping[str, Any], location: str) -> dict[str, Any]:
-    """Apply `use_peft` of TRL and `adapter` of Axolotl: without an adapter, its other fields have no effect.
-
-    Raises:
-        SettingsError: the recipe has an adapter of unknown rank.
-    """
-    switches = [name for name in ("use_peft", "adapter") if name in fields]
-    if not switches:
-        return dict(fields)
-    if not any(fields[name] for name in switches):
-        return {name: value for name, value in fields.items() if name not in ADAPTER_FIELDS}
-    if fields.get("use_peft"):
-        return TRL_ADAPTER_DEFAULTS | {name: value for name, value in fields.items() if value is not None}
-    if fields.get("lora_r") is None:
-        raise SettingsError(f"{location}: adapter is set to {fields['adapter']!r}, but lora_r is missing; add lora_r")
-    return dict(fields)
+    if fields.get("warmup_steps") == 0:  # no warm-up, instead of the default one
+        fields["warmup_ratio"] = 0.0
+    batch_rows = fields.pop("batch_size", None)  # of a step; its forward passes are the other way to set it
+    if batch_rows and "gradient_accumulation_steps" not in fields:
+        fields["gradient_accumulation_steps"] = max(1, int(batch_rows) // int(fields["per_device_train_batch_size"]))
+    return fields | {"axolotl_rounding": True}
 
 
 def _refuse_unsupported(fields: Mapping[str, Any], location: str) -> None:
     """Raise ModelError if settings of the recipe cannot be replayed; the message lists all of them."""
     problems = []
     for name, values in UNSUPPORTED.items():
-        if (value := fields.get(name)) not in DISABLED and value not in values:
+        value = fields.get(name)
+        is_disabled = value in DISABLED and not (name in NOT_DISABLED_BY_0 and value == 0)
+        if not is_disabled and value not in values:
             expected = f"set it to {values[0]!r}" if values else "remove it, to replay a training without it"
             problems.append(f"{name} is set to {value!r}, which a replay does not support; {expected}")
     if problems:
@@ -382,5 +434,6 @@ def _refuse_typing_errors(fields: Mapping[str, Any], names: Sequence[str], locat
     for name, value in fields.items():
         if name in known or "eval_" in name or value in DISABLED:
             continue
-        if close := get_close_matches(name, names, 1, MIN_SIMILARITY):
+        mistaken = [MISTAKEN_NAMES[name]] if name in MISTAKEN_NAMES else []
+        if close := mistaken or get_close_matches(name, names, 1, MIN_SIMILARITY):
             raise SettingsError(f"{location}: unknown field {name}; did you mean {close[0]}?")

@@ -29,7 +29,7 @@ class OptimizerRecipe(Settings):
     learning_rate: float = Field(gt=0, description="Peak learning rate of AdamW.")
     warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="Steps of linear warm-up before the schedule.")
     betas: tuple[float, float] = Field((0.9, 0.999), description="Decay of AdamW's moments.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay of matrices; vectors have none.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay; biases and norms have none.")
     clip_norm: Annotated[float, Field(gt=0)] | None = Field(
         1.0, description="Maximum norm of the gradient; none: unlimited."
     )
