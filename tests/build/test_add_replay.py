@@ -223,8 +223,9 @@ def test_a_target_that_is_added_later_has_no_replay_until_it_is_replayed(replaye
     without_replay = without_replay.model_copy(update={"negative": 0.25})
     expected = Predictor.from_artifact(ArtifactReader.open(out), without_replay, ["third"]).effect_NT[:, 0]
     np.testing.assert_allclose(before[:, 2], expected, atol=1e-6)
-    record = add_replay(out)  # by recipe and settings of the first
-    assert (record.targets, record.settings["orders"]) == (("third",), 2)
+    how = {"replay": {"memory_mb": 64}}  # the memory is no other setting of a training
+    record = add_replay(out, settings=how)  # by the recipe and the other settings of the first
+    assert (record.targets, record.settings["orders"]) == (("third",), HOW["replay"]["orders"])
     after = Predictor.from_artifact(ArtifactReader.open(out)).effect_NT
     np.testing.assert_array_equal(after[:, :2], before[:, :2])
     assert (after[:, 2] != before[:, 2]).any()

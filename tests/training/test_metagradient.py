@@ -434,6 +434,12 @@ def test_dropout_is_disabled_with_a_note():
     np.testing.assert_array_equal(replayed(model).drawn_KBT, replayed(tiny_model()).drawn_KBT)
 
 
+def test_the_auxiliary_loss_of_routers_is_left_out_with_a_note():
+    model = tiny_model()
+    model.config.output_router_logits = True
+    assert_mentions(FineTuning(model, RECIPE).notes, "auxiliary loss")
+
+
 def test_a_forward_pass_that_is_not_deterministic_is_refused():
     model = tiny_model()
     model.transformer.ln_f.register_forward_hook(lambda _, args, out: out * (1 + torch.rand(())))

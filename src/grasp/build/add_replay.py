@@ -234,7 +234,7 @@ def _targets_without_replay(artifact: ArtifactReader, plan: ReplayPlan) -> tuple
     current = {"recipe": plan.recipe.model_dump(mode="json"), "settings": plan.settings.model_dump(mode="json")}
     done: set[str] = set()
     for record in artifact.manifest.replays:
-        settings = dict(record.settings)
+        settings = {**record.settings, "memory_mb": plan.settings.memory_mb}  # the memory changes no score
         if not plan.settings.check:
             settings.pop("check", None)  # more targets need no other check
         changed = list(differences({"recipe": record.recipe, "settings": settings}, current))

@@ -87,7 +87,7 @@ def check_differentiable(model: nn.Module) -> list[str]:
     """Set a model up so that a training step is a deterministic, smooth function of the weights.
 
     Returns:
-        Notes on what was disabled.
+        Notes on what was disabled or left out.
 
     Raises:
         ModelError: the model has a property that prevents this and cannot be disabled.
@@ -120,6 +120,9 @@ def check_differentiable(model: nn.Module) -> list[str]:
     for module in modules:
         if getattr(module, "gradient_checkpointing", False):
             module.training = True  # not recursively: checkpointing is only active in training mode
+    notes = []
     if active_dropouts or any(isinstance(rate, float) and rate > 0 for rate in rates):
-        return ["dropout is disabled, because a replayed step would draw another random mask"]
-    return []
+        notes.append("dropout is disabled, because a replayed step would draw another random mask")
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        notes.append("the auxiliary loss that balances the routers is left out: it is not a sum over rows")
+    return notes
