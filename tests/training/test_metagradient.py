@@ -24,7 +24,7 @@ from grasp.training.trajectory import Trajectory
 from tests.faults import Killed
 from tests.mentions import assert_mentions
 from tests.models.toy import RECIPE as SCRATCH
-from tests.models.toy import corpus, units
+from tests.models.toy import InMemoryRows, corpus, units
 from tests.training.unrolled import (
     RECIPE,
     a_batch,
@@ -287,6 +287,21 @@ def test_a_probe_of_a_drawn_row_equals_its_derivative_at_that_step():
     np.testing.assert_allclose(
         result.probe_MNT[0, result.order_KB[2]], result.drawn_KBT[2], atol=1e-7 * np.abs(result.drawn_KBT).max()
     )
+
+
+def test_a_probe_of_a_batch_without_labels_is_finite():
+    """Its weights are those of `label_weights`: at least one label counts."""
+    tokens = some_rows(4)
+    rows = InMemoryRows.from_rows(
+        [tokens.rows(np.array([i])).flat_ids for i in range(4)],
+        [np.full(len(tokens.rows(np.array([i])).flat_ids), i > 0) for i in range(4)],
+    )
+    order = [np.array([1]), np.array([0]), np.array([2])]
+    training = Trajectory(FineTuning(tiny_model(), RECIPE.model_copy(update={"steps": 3})), rows, order)
+    training.train()
+    replay = metagradient(training, some_targets(), EXACT.model_copy(update={"probe_steps": (1,)}))
+    assert np.isfinite(replay.probed()).all()
+    assert replay.probe_MNT[0, 1:].all()
 
 
 def test_early_steps_can_be_skipped():
