@@ -266,7 +266,7 @@ def test_replay_for_a_new_model_trains_small_models_from_scratch(settings, tmp_p
     assert "relevance_knn" in artifact.array_names
     relevance_NE = columns(out)
     assert relevance_NE[:, 0].std() == pytest.approx(1.0, abs=1e-2)
-    assert_mentions("\n".join(notes.lines), "2 trainings of 6 steps", "0.0 to differentiate all rows", "in all")
+    assert_mentions("\n".join(notes.lines), "2 trainings of 6 steps", "1.3 backward;", "in all")
     assert NEW_MODEL_NOTE in repr(info(out))
     names, features = artifact.array_names, artifact.feature_settings
     of_subsets = resolve_protocol(None, artifact, subsets=True).resolved_for(names, features)

@@ -251,7 +251,7 @@ def prediction_notes(predictor: Predictor, outcomes: "OutcomePredictor | None" =
         notes.append(REPLAY_NOTE)
     if predictor.dropped:
         notes.append(f"ignored, no variance: {', '.join(predictor.dropped)}")
-    return (*notes, f"{predictor.scale}; protocol {predictor.protocol.name}")
+    return (*notes, f"{predictor.scale}; {predictor.protocol_text}")
 
 
 def few_units(counts: Mapping[str, int]) -> list[str]:

@@ -139,7 +139,7 @@ def score(
     else:
         predictor = additive_predictor(artifact, target, protocol=protocol, match=match, unit=unit)
         scale = "relevance in standard deviations over the rows, 0 = the corpus average"
-        row_values = RowValues("effect", predictor.effect_NT[:, 0], f"{scale}; protocol {predictor.protocol.name}")
+        row_values = RowValues("effect", predictor.effect_NT[:, 0], f"{scale}; {predictor.protocol_text}")
     by, values_N = row_values.by, row_values.values_N
     n_ranked = len(values_N) if among_N is None else int(among_N.sum())
     n_best = (0 if bottom else n_ranked) if top is None else top

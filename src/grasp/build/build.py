@@ -199,7 +199,9 @@ def build(
     set_settings(raw_settings, {"features.kernels": [] if rule else None, "replay.check": 1 if check else None})
     output = output_location(out)
     has_inputs = corpus is not None or targets is not None or bool({"corpus", "targets"} & raw_settings.keys())
-    if replay and not has_inputs and (output.directory / MANIFEST).exists():  # `--out ART --replay`
+    is_built = (output.directory / MANIFEST).exists()
+    if replay and not has_inputs and (is_built or not (resume or model or "model" in raw_settings)):
+        # `--out ART --replay`, of a finished artifact or of none, which is the error of `add_replay`
         add_replay(out, recipe=recipe, settings=raw_settings, progress=progress)
         return ArtifactReader.open(output.path)
     parsed_recipe, replay_settings = split_replay_settings(

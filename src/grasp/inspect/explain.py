@@ -321,7 +321,7 @@ class _PreparedUnits:
             + (f"the prediction from its text and labels contributes {terms.text:+z.3f}; " if terms.text else "")
             + (f"the replayed training contributes {sums.replay:+z.3f}; " if REPLAY in terms.weights else "")
             + f"the average row's {-terms.average:+z.3f} is subtracted",
-            (*notes, *_result_notes(terms, recomputed, gap), f"protocol {self.predictor.protocol.name}"),
+            (*notes, *_result_notes(terms, recomputed, gap), self.predictor.protocol_text),
             row_id=row,
             target=target,
             unit_id=unit,

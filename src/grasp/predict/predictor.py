@@ -318,6 +318,11 @@ class Predictor:
     measure_reliability: Callable[[], tuple[Reliability, ...]] | None  # None: no held-out questions to measure it on
     has_replay: bool  # whether the replay of a training is part of the scores
 
+    @property
+    def protocol_text(self) -> str:
+        """Return the name of the protocol, and whether the replay of a training is part of the scores."""
+        return f"protocol {self.protocol.name}" + ", with the replay" * self.has_replay
+
     @staticmethod
     def from_artifact(
         artifact: ArtifactReader,

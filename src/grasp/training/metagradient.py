@@ -136,9 +136,10 @@ class ReplayCost:
         return self.forward + self.rerun + self.backward + self.probes
 
     def __str__(self) -> str:
+        probes = f", {self.probes:.1f} to differentiate all rows" if self.probes else ""
         return (
             f"{self.total:.1f} trainings: {self.forward:.1f} forward, {self.rerun:.1f} again, {self.backward:.1f} "
-            f"backward, {self.probes:.1f} to differentiate all rows"
+            f"backward{probes}"
         )
 
 

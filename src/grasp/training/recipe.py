@@ -53,7 +53,8 @@ class OptimizerRecipe(Settings):
         return self
 
     def __str__(self) -> str:
-        warmup = f"{self.warmup_steps} warm-up steps, then " if self.warmup_steps else ""
+        plural = "s" if self.warmup_steps > 1 else ""
+        warmup = f"{self.warmup_steps} warm-up step{plural}, then " if self.warmup_steps else ""
         return (
             f"{self.steps:,} steps of {self.batch_rows:,} rows at learning rate {self.learning_rate:g} "
             f"({warmup}{self.schedule})"
