@@ -499,6 +499,12 @@ class ReplaySettings(Settings):
     probes: int = Field(
         3, ge=0, description="Steps of a training at which all rows are differentiated; unused for a new model."
     )
+    window: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="Last steps of a training that are differentiated; the model before them is held fixed. Default: "
+        "all steps; for a new model the last two thirds.",
+        exclude_if=lambda window: window is None,  # records of earlier versions lack it
+    )
     curvature: Literal["one-sided", "difference", "gauss-newton", "exact"] = Field(
         "one-sided",
         description="Curvature of a batch's loss: one-sided differences of gradients; central differences, at twice "
@@ -513,6 +519,12 @@ class ReplaySettings(Settings):
         "one; --check: 1. Not for a new model.",
         exclude_if=lambda check: not check,  # records of earlier versions lack it
     )
+
+    @model_validator(mode="after")
+    def _check_has_all_steps(self) -> Self:
+        if self.check and self.window is not None:
+            raise ValueError("check: needs derivatives of all steps; omit it, or the window")
+        return self
 
 
 # tau: selected on development noise seeds (experiments/vision/tau.json), on 1,000 images of up to 1,280 features: with

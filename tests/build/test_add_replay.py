@@ -313,6 +313,19 @@ def test_a_model_passed_as_an_object_is_not_modified(settings, replayed, tmp_pat
     np.testing.assert_allclose(columns(out), columns(replayed), atol=1e-2)
 
 
+def test_a_window_differentiates_the_last_steps(settings, copied, monkeypatch):
+    """Its probe step is inside of it, and it is used although it begins after two thirds of the training."""
+    monkeypatch.setattr("grasp.training.replayed_rows.smoothness", smoothness)
+    notes = Notes()
+    record = add_replay(copied, recipe=RECIPE, settings={"replay": {"probes": 1, "window": 1}}, progress=notes)
+    assert record.settings["window"] == 1
+    assert record.passed
+    assert_mentions("\n".join(notes.lines), "1.0 forward, 0.2 again, 0.5 backward")
+    assert np.isfinite(columns(copied)).all()
+    with pytest.raises(SettingsError, match=r"replay: check: needs derivatives of all steps; omit it, or the window"):
+        add_replay(copied, recipe=RECIPE, settings={"replay": {"check": 1, "window": 1}})
+
+
 def test_the_forecast_reports_the_cost_of_a_replay(settings, tmp_path):
     lines = forecast(tmp_path / "art", {**settings, **HOW}, untrained=True, replay=True, recipe=RECIPE).splitlines()
     assert lines[-1].startswith("replay: 2 trainings of 4 steps of 3 rows at learning rate 0.001 (linear) with ")

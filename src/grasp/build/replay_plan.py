@@ -153,10 +153,16 @@ def _plan_fine_tuning(
 def _metagradient_settings(
     settings: ReplaySettings, steps: int, batch_tokens: int, first_step: int = 0
 ) -> MetagradientSettings:
-    """Return the settings by which a training of `steps` steps is differentiated, from `first_step` on."""
+    """Return the settings by which a training of `steps` steps is differentiated.
+
+    Args:
+        first_step: first step that is differentiated, unless the settings have a window.
+    """
+    if settings.window is not None:
+        first_step = max(0, steps - settings.window)
     return MetagradientSettings(
         curvature=settings.curvature,
-        probe_steps=middle_steps(steps, settings.probes),
+        probe_steps=tuple(first_step + step for step in middle_steps(steps - first_step, settings.probes)),
         batch_tokens=batch_tokens,
         first_step=first_step,
     )

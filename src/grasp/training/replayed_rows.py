@@ -192,7 +192,7 @@ def replay_rows(
             n_rows, smooth = replay.probe_MNT.shape[1], smoothness(replay, rate_K=rate_K)
             all_smoothness.append(smooth)
             notes.append(f"order {order_text}" + f", {curvature}" * (curvature != settings.curvature) + f": {smooth}")
-            if smooth.first_step <= LATEST_START * len(replay.order_KB):
+            if smooth.is_smooth or smooth.first_step <= LATEST_START * len(replay.order_KB):
                 if retrainings and not smooth_replays:
                     notes.append(
                         _check_by_retraining(start(k), targets, replay, retrainings, progress or Silent(), path)
