@@ -179,6 +179,21 @@ def test_a_check_retrains_and_is_not_repeated(copied, replayed, monkeypatch):
     assert stored(copied) == stored(replayed)
 
 
+def test_an_unfinished_replay_is_kept_beside_another_one(copied, monkeypatch):
+    module = import_module("grasp.training.replayed_rows")
+    run, other = module._replay_order, RECIPE | {"learning_rate": 2e-3}
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_replay_order", _killed_in_order(1, run))
+        for recipe in (RECIPE, other):
+            notes = Notes()
+            with pytest.raises(Killed):
+                add_replay(copied, recipe=recipe, settings=HOW, progress=notes)
+            assert any("unfinished replay with another recipe" in line for line in notes.lines) == (recipe is other)
+    monkeypatch.setattr(module, "_replay_order", _killed_in_order(0, run))  # order 0 of the first one is stored
+    add_replay(copied, recipe=RECIPE, settings=HOW)
+    assert not (copied / REPLAY).exists()
+
+
 def test_a_check_of_a_new_model_is_refused_before_the_build(settings, tmp_path):
     with pytest.raises(SettingsError, match="--check"):
         build(out=tmp_path / "art", replay=True, check=True, settings={**settings, "train": "new"}, untrained=True)

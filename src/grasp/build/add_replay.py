@@ -158,7 +158,12 @@ def _run_replay(
     """Train and differentiate every order of the plan; intermediate results are stored in the artifact `out`."""
     rows, unit_tokens = _text_rows(origin), origin.unit_tokens
     directory = out / REPLAY / _work_key(artifact, plan, targets)
-    _discard_other_replays(directory)
+    if any(other != directory for other in directory.parent.glob("*")):
+        progress.note(
+            f"{directory.parent} also has an unfinished replay with another recipe, settings or targets, which is kept "
+            "until this one is finished; to continue it instead, repeat the command that started it"
+        )
+    directory.mkdir(parents=True, exist_ok=True)
 
     def trajectory(k: int) -> Trajectory:
         """Return the training of the k-th order, which is run or resumed when it is differentiated."""
@@ -253,14 +258,6 @@ def _work_key(artifact: ArtifactReader, plan: ReplayPlan, targets: Sequence[str]
     replay_settings = plan.settings.model_dump(mode="json", exclude={"orders", "memory_mb", "check"})
     content = [plan.recipe.model_dump(mode="json"), replay_settings, list(targets), artifact.manifest.fingerprints]
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
-def _discard_other_replays(directory: Path) -> None:
-    """Create the directory of a replay, and delete intermediate results of other replays next to it."""
-    for other in directory.parent.glob("*") if directory.parent.exists() else ():
-        if other != directory:
-            discard(other)
-    directory.mkdir(parents=True, exist_ok=True)
 
 
 def forecast_added_replay(
