@@ -105,7 +105,7 @@ def test_the_page_on_replays(place):
     (place / "sft.yaml").write_text(blocks("yaml", page)[0])
     (place / "exam.jsonl").write_text('{"question": "Which is it?", "answer": "ocean water"}\n' * 2)
     printed = [succeed(*argv[1:]).out for argv in commands(page)]
-    assert printed[3].splitlines()[-1].startswith("replay: a training of 4 steps (")
+    assert printed[3].splitlines()[-1].startswith("replay: a training of 4 steps of 16 rows at learning rate 0.0001 (")
     assert "replay of 1 x 4 steps for exam" in printed[4]
 
 
