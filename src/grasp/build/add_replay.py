@@ -34,6 +34,7 @@ from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from grasp.training.metagradient import Target
 from grasp.training.replayed_rows import ReplayedRows, replay_rows, scores_from_text
 from grasp.training.trajectory import Trajectory
+from grasp.yaml_files import validated
 
 ARRAY = "relevance_replay"
 SPEC = ArraySpec(
@@ -124,7 +125,7 @@ def _plan_for_artifact(
         earlier, changed = passed_replays[-1], settings.model_dump(exclude_unset=True)
         recipe = recipe or FineTuningRecipe.model_validate(earlier.recipe)
         unchecked = {name: value for name, value in earlier.settings.items() if name != "check"}
-        settings = ReplaySettings.model_validate(unchecked | changed)
+        settings = validated(ReplaySettings, unchecked | changed, "replay")
     reference = model or origin.model
     assert isinstance(reference, ReferenceModel)
     rows = _text_rows(origin)

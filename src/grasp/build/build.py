@@ -9,7 +9,7 @@ instead of a path, so that a build is resumed if it is called with equal objects
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -198,10 +198,8 @@ def build(
     # `rule` replaces the kernels of `settings`
     set_settings(raw_settings, {"features.kernels": [] if rule else None, "replay.check": 1 if check else None})
     output = output_location(out)
-    has_inputs = corpus is not None or targets is not None or bool({"corpus", "targets"} & raw_settings.keys())
-    is_built = (output.directory / MANIFEST).exists()
-    if replay and not has_inputs and (is_built or not (resume or model or "model" in raw_settings)):
-        # `--out ART --replay`, of a finished artifact or of none, which is the error of `add_replay`
+    passed = {name for name, value in (("model", model), ("corpus", corpus), ("targets", targets)) if value is not None}
+    if replay and _is_of_artifact(passed | raw_settings.keys(), output.directory, resume=resume):
         add_replay(out, recipe=recipe, settings=raw_settings, progress=progress)
         return ArtifactReader.open(output.path)
     parsed_recipe, replay_settings = split_replay_settings(
@@ -245,6 +243,16 @@ def build(
     if output.url is None:
         return ArtifactReader.open(output.path)
     return _publish(output.directory, output.url, progress)
+
+
+def _is_of_artifact(passed: Set[str], directory: Path, *, resume: bool) -> bool:
+    """Return whether a replay is added to a finished artifact, as by `--out ART --replay`, instead of built with one.
+
+    If nothing to build is passed, and there is no artifact either, `add_replay` reports that.
+    """
+    if {"corpus", "targets"} & passed:
+        return False
+    return (directory / MANIFEST).exists() or not (resume or "model" in passed)
 
 
 def _resumed_settings(raw_settings: dict[str, Any], run_file: Path) -> tuple[dict[str, Any], str]:

@@ -96,10 +96,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_qalora": (),
     "use_rslora": (),
     # Axolotl
-    "process_reward_model": (),
-    "qat": (),
-    "reward_model": (),
-    "rl": ("dpo",),
     "adam_beta3": (),
     "adam_epsilon2": (),
     "adapter": ("lora", "qlora"),
@@ -112,8 +108,12 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "loraplus_lr_ratio": (),
     "lr_groups": (),
     "lr_quadratic_warmup": (),
+    "process_reward_model": (),
+    "qat": (),
     "relora": (),
     "relora_steps": (),
+    "reward_model": (),
+    "rl": ("dpo",),
     "sample_packing": (),
     "unfrozen_parameters": (),
 }
