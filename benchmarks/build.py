@@ -37,14 +37,14 @@ import pyarrow.parquet as pq
 import torch
 from transformers import PhiConfig, PhiForCausalLM
 
-from grasp.build.model_pass import ModelPass, compute_moments, row_examples
-from grasp.build.pipeline import build_artifact
 from grasp.corpus.row_store import RowStore
 from grasp.kernels.kernel import make_kernels
 from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, batches, pad_rows
 from grasp.models.forward_pass import position_mask
 from grasp.models.residuals import LOGIT_ELEMENTS, hidden_gradient
 from grasp.models.tokenizer import train_tokenizer
+from grasp.pipeline.model_pass import ModelPass, compute_moments, row_examples
+from grasp.pipeline.pipeline import build_artifact
 from grasp.progress import Silent
 from grasp.settings import CorpusSettings, FeatureSettings, build_settings
 from grasp.targets import UnitTokens

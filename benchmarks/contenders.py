@@ -185,7 +185,7 @@ def forward_backward(job: Job) -> None:
 
 def grasp_build(rule: str, train: str = "new") -> Callable[[Job], int]:
     def run(job: Job) -> int:
-        from grasp.build.pipeline import build_artifact  # noqa: PLC0415
+        from grasp.pipeline.pipeline import build_artifact  # noqa: PLC0415
 
         return bytes_below(build_artifact(settings_of(job, rule, train), job.out / "run"), but="tokens")
 
@@ -329,7 +329,7 @@ class Contender:
 
 TORCH_MODULES, GRASP_MODULES = (
     ("torch", "transformers.models.llama"),
-    ("grasp.build.pipeline", "transformers.models.llama"),
+    ("grasp.pipeline.pipeline", "transformers.models.llama"),
 )
 METHODS = ("grasp.methods.registry", "grasp.methods.contract", *GRASP_MODULES)
 CONTENDERS: dict[str, Contender] = {

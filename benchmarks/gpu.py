@@ -35,10 +35,10 @@ from retrain import finish, random_rows, seconds_a_step
 from transformers import LlamaForCausalLM
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.pipeline import build_artifact
 from grasp.corpus.row_store import RowStore
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.tokenizer import train_tokenizer
+from grasp.pipeline.pipeline import build_artifact
 from grasp.settings import BuildSettings, build_settings
 from grasp.training.recipe import named_recipe
 

@@ -68,7 +68,7 @@ def child(what: str, text: str, batches: Sequence[int]) -> None:
 
 
 def grasp_build_for_methods(job: Job) -> None:
-    from grasp.build.pipeline import build_artifact  # noqa: PLC0415
+    from grasp.pipeline.pipeline import build_artifact  # noqa: PLC0415
 
     build_artifact(settings_of(job, "paper"), job.artifact)
 

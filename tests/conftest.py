@@ -28,8 +28,8 @@ from transformers import (
 )
 
 from grasp.yaml_files import write_yaml
-from tests.build.world import SKETCHES, world
 from tests.cli.grasp_command import succeed
+from tests.pipeline.world import SKETCHES, world
 
 # How long an example takes says something about the machine, nothing about the law.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

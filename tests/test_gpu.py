@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.pipeline import build_artifact
 from grasp.models.unit_loss import evaluate_units
+from grasp.pipeline.pipeline import build_artifact
 from grasp.training.train import train, train_stacked
-from tests.build.world import EVERY, world
 from tests.models.toy import RECIPE, corpus, units
+from tests.pipeline.world import EVERY, world
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

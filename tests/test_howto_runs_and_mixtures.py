@@ -12,8 +12,8 @@ import yaml
 
 import grasp
 from grasp.runs.retrained import RetrainedRuns
-from tests.build.world import write_checkpoint, write_corpus, write_targets
 from tests.cli.grasp_command import succeed
+from tests.pipeline.world import write_checkpoint, write_corpus, write_targets
 from tests.runs.environments import write_artifact
 
 HOWTO = Path(__file__).parents[1] / "docs" / "howto"

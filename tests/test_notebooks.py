@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 
 import grasp
-from tests.build.test_chat_build import conversations
-from tests.build.world import write_checkpoint
 from tests.corpus.chats import CHATML, turns
+from tests.pipeline.test_chat_build import conversations
+from tests.pipeline.world import write_checkpoint
 from tests.test_readme import TOPICS, needs_tasks, place  # noqa: F401 - a fixture
 
 NOTEBOOKS = Path(__file__).parents[1] / "docs" / "notebooks"

@@ -14,8 +14,8 @@ import typer
 import grasp
 from grasp.artifact.reader import ArtifactReader
 from grasp.cli import app
-from tests.build.world import texts, write_checkpoint
 from tests.cli.grasp_command import succeed
+from tests.pipeline.world import texts, write_checkpoint
 
 ROOT = Path(__file__).parents[1]
 TOPICS = ("Games", "Science", "Travel")

@@ -11,7 +11,7 @@ from scipy.stats import rankdata, spearmanr
 
 from grasp.api.score import score
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.pipeline import build_artifact
+from grasp.pipeline.pipeline import build_artifact
 from grasp.settings import BuildSettings, build_settings
 
 PAGES = Path(__file__).parents[2] / "shared" / "data" / "cc_weborganizer.parquet"

@@ -19,7 +19,7 @@ VERBS = [
     ("grasp.distil.distil", "distil"),
     ("grasp.select.mix", "mix"),
     ("grasp.select.select", "select"),
-    ("grasp.build.build", "build"),
+    ("grasp.pipeline.build", "build"),
     ("grasp.report.serve", "serve"),
     ("grasp.report.build_report", "report"),
     ("grasp.runs.import_runs", "import_runs"),

@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # the tests' corpus, and this che
 
 import grasp.cli  # noqa: E402
 from grasp.yaml_files import write_yaml  # noqa: E402
-from tests.build.world import world  # noqa: E402
+from tests.pipeline.world import world  # noqa: E402
 
 PACKAGE = str(ROOT / "src" / "grasp") + os.sep
 COMMANDS = {

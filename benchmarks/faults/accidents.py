@@ -39,10 +39,10 @@ import grasp
 from benchmarks.faults.bench import LONGEST, WRITERS, Bench, Child, Constraints, FaultError, arrays_of, go_on, same
 from grasp.artifact.inspection import verify
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.pipeline import build_artifact
 from grasp.corpus.row_store import RowStore
 from grasp.distil.scorer import Scorer
 from grasp.errors import ArtifactError, GraspError
+from grasp.pipeline.pipeline import build_artifact
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.table import RunTable
 from grasp.settings import build_settings

@@ -23,18 +23,18 @@ import numpy as np
 import grasp
 from grasp.artifact.inspection import verify
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.merge import merge
-from grasp.build.pipeline import build_artifact
-from grasp.build.ray_cluster import ClusterSpec
 from grasp.cli import SYSTEM_ERRORS
 from grasp.errors import GraspError
+from grasp.pipeline.merge import merge
+from grasp.pipeline.pipeline import build_artifact
+from grasp.pipeline.ray_cluster import ClusterSpec
 from grasp.report.atlas import write_atlas
 from grasp.retraining.worker import retrain
 from grasp.runs.import_runs import import_runs
 from grasp.runs.retrained import RetrainedRuns
 from grasp.settings import build_settings, retrain_settings
 from grasp.yaml_files import read_yaml, write_yaml
-from tests.build.world import world, write_corpus
+from tests.pipeline.world import world, write_corpus
 
 STEPS = {"steps": 4, "warmup_steps": 1, "batch_rows": 8}
 SHAPE = {"vocab_size": 300, "hidden": 16, "intermediate": 32, "layers": 1, "heads": 2, "context": 64}

@@ -22,13 +22,13 @@ from transformers import AutoTokenizer
 from experiments.contamination.plant import CLEAN, Passage, folded, grams, own_text, passages, write_corpus
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.pipeline import build_artifact
 from grasp.corpus.row_store import RowStore
 from grasp.files import write_atomically
 from grasp.inspect.detect import relevance_array, standardised_blocks
 from grasp.inspect.detection import auroc
 from grasp.methods.registry import MethodRows, configure_methods, score_artifact
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
+from grasp.pipeline.pipeline import build_artifact
 from grasp.progress import Silent
 from grasp.seeds import stream
 from grasp.settings import BuildSettings, CorpusSettings, TargetSettings, build_settings

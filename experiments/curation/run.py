@@ -34,9 +34,9 @@ from experiments.curation.setting import Settings, World
 from experiments.curation.table import Reading, as_text, lines
 from experiments.mistakes import in_one_line
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.pipeline import build_artifact
 from grasp.errors import SettingsError
 from grasp.files import write_atomically
+from grasp.pipeline.pipeline import build_artifact
 from grasp.retraining.plan import fitted_lengths, resolved_recipe
 from grasp.retraining.worker import RetrainStatus, retrain
 from grasp.runs.retrained import INFO, RetrainedRuns

@@ -42,9 +42,9 @@ from experiments.finetune.setting import LENGTH, SUBSET_ROWS, row_order, target_
 from experiments.finetune.training import load_model, prepare_model, train, unit_losses
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.provenance import BuildSource
 from grasp.files import write_atomically
 from grasp.models.tokenizer import HfTokenizer
+from grasp.pipeline.provenance import BuildSource
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.seeds import stream
 from grasp.select.select import select

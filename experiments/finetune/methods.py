@@ -41,10 +41,10 @@ from experiments.finetune.setting import (
 from experiments.finetune.training import SHORT, Recipe, load_model, train
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.build import build
-from grasp.build.provenance import BuildSource
 from grasp.methods.registry import configure_methods, score_artifact
 from grasp.models.tokenizer import HfTokenizer
+from grasp.pipeline.build import build
+from grasp.pipeline.provenance import BuildSource
 from grasp.seeds import stream
 
 LAST_BLOCK = ["block:-1", "final_norm"]

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.pipeline import build_artifact
 from grasp.corpus import RowStore, read_documents
 from grasp.errors import SettingsError
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients import Example
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
+from grasp.pipeline.pipeline import build_artifact
 from grasp.seeds import stream
 from grasp.settings import BuildSettings, CorpusSettings, ModelSettings, TargetSettings
 from grasp.targets import load_units

@@ -23,10 +23,10 @@ from experiments.finetune.worlds import shares
 from experiments.replay.run import Comparison
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_documents
-from grasp.build.provenance import BuildSource
-from grasp.build.replay_plan import plan_replay
 from grasp.files import discard, write_atomically
 from grasp.models.causal_lm import ReferenceModel
+from grasp.pipeline.provenance import BuildSource
+from grasp.pipeline.replay_plan import plan_replay
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.predict.predictor import Predictor
 from grasp.runs.retrained import RetrainedRuns

@@ -3,7 +3,7 @@
     python -m experiments.replay.warm_up small-12 small-48 small-192 --data ../shared/data --work WORK \\
         --out experiments/replay/warm_up.json
 
-`grasp.build.warm_up` trains the small model on random rows of the corpus; the artifact is built from the result. The
+`grasp.pipeline.warm_up` trains the small model on random rows of the corpus; the artifact is built from the result. The
 subsets are those of `experiments.replay.run`: trained from the model before the warm-up. Task rho is the rank
 correlation of predicted and measured loss, mean over four tasks; LDS that of single questions, mean over questions.
 Intervals are 95 %, over subsets.
@@ -26,8 +26,8 @@ from experiments.replay.run import DEFAULT, Comparison, further_artifact, interv
 from experiments.replay.setting import World
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.warm_up import warm_up
 from grasp.files import write_atomically
+from grasp.pipeline.warm_up import warm_up
 from grasp.progress import Silent
 from grasp.runs.metrics import rank_correlations
 from grasp.runs.retrained import RetrainedRuns

@@ -23,11 +23,11 @@ from experiments.curation.setting import held_out_documents
 from experiments.mistakes import in_one_line
 from experiments.weborganizer.retrieval import Recall, retrieve
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.pipeline import build_artifact
 from grasp.corpus import RowStore
 from grasp.errors import SettingsError
 from grasp.files import temporary_path, write_atomically
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
+from grasp.pipeline.pipeline import build_artifact
 from grasp.runs.metrics import Estimate
 from grasp.settings import CorpusSettings, build_settings
 from grasp.training.recipe import named_recipe

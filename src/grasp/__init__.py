@@ -9,7 +9,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import grasp.build as _package  # noqa: F401 - imported now, so that the package does not shadow the function later
 from grasp.errors import GraspError
 
 if TYPE_CHECKING:
@@ -18,18 +17,16 @@ if TYPE_CHECKING:
     from grasp.api.makers import build, merge
     from grasp.api.makers import open as open  # noqa: A004 - exported, but not in __all__
     from grasp.api.retrain import retrain
-    from grasp.build.preview import preview_corpus, preview_targets
     from grasp.distil.apply import apply
     from grasp.distil.scorer import Scorer
     from grasp.geometry.calibrate import calibrate
+    from grasp.pipeline.preview import preview_corpus, preview_targets
     from grasp.results import Result
     from grasp.runs.import_runs import import_runs
     from grasp.runs.retrained import RetrainedRuns
     from grasp.runs.table import open_runs
 
 __version__ = "0.2.0"
-
-del globals()["build"]  # the package
 
 _HOMES = {
     "Artifact": "grasp.api.artifact",
@@ -46,8 +43,8 @@ _HOMES = {
     "open": "grasp.api.makers",
     "open_runs": "grasp.runs.table",
     "predict_runs": "grasp.select.mixture_model",
-    "preview_corpus": "grasp.build.preview",
-    "preview_targets": "grasp.build.preview",
+    "preview_corpus": "grasp.pipeline.preview",
+    "preview_targets": "grasp.pipeline.preview",
     "propose_runs": "grasp.select.proposals",
     "retrain": "grasp.api.retrain",
 }

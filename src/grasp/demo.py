@@ -16,11 +16,11 @@ from transformers import AutoTokenizer
 import grasp
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import lock_artifact
-from grasp.build.pipeline import build_artifact
 from grasp.corpus import RowStore, normalised, read_documents, write_passages
 from grasp.errors import RunsError
 from grasp.files import atomic_path, claim_directory
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
+from grasp.pipeline.pipeline import build_artifact
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.progress import Progress, Silent
 from grasp.runs.alignment import match_targets

@@ -13,7 +13,7 @@ from grasp.errors import ModelError
 from grasp.training.recipe import TrainingRecipe
 from grasp.training.row_order import batch_order, relative_weights, token_batches
 from grasp.training.train import Trainer
-from tests.build.world import write_checkpoint
+from tests.pipeline.world import write_checkpoint
 
 
 def run_of(world):

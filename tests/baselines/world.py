@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.pipeline import build_artifact
 from grasp.methods.contract import AlignedRuns, MethodInputs, MethodScores
 from grasp.methods.registry import ConfiguredMethod, configure_methods, registered_methods, score_rows
 from grasp.models.tokenizer import train_tokenizer
+from grasp.pipeline.pipeline import build_artifact
 from grasp.retraining.worker import retrain
 from grasp.runs.alignment import Alignment
 from grasp.runs.retrained import RetrainedRuns
 from grasp.settings import build_settings, retrain_settings
-from tests.build.world import TOPICS, texts, write_targets
 from tests.faults import Killed
+from tests.pipeline.world import TOPICS, texts, write_targets
 
 METHODS = [name for name, entry in registered_methods().items() if entry.package == "grasp-attribution"]
 N_ROWS = 40

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from grasp.artifact.writer import lock_artifact
 from grasp.cli.console import program
-from tests.build.world import write_corpus
 from tests.cli.grasp_command import assert_same_arrays, refused, run, succeed
 from tests.mentions import assert_mentions
+from tests.pipeline.world import write_corpus
 
 
 @pytest.fixture
@@ -247,7 +247,7 @@ def test_a_disk_that_is_full(kilobytes, changes, pattern, root, art, tmp_path, s
     [
         (
             "build --out new --model m",
-            ("grasp.build.build", "build"),
+            ("grasp.pipeline.build", "build"),
             "finished parts are kept",
         ),
         ("score art", ("grasp", "open"), "results are written"),

@@ -21,9 +21,9 @@ from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.store import remote
 from grasp.yaml_files import write_yaml
-from tests.build.world import write_targets
 from tests.cli.grasp_command import arrays, assert_same_arrays, cells, refused, run, succeed
 from tests.mentions import assert_mentions
+from tests.pipeline.world import write_targets
 
 GEOMETRY = {
     "name": "with geometry",

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from grasp.models.tokenizer import train_tokenizer
-from tests.build.world import texts
 from tests.cli.grasp_command import refused
 from tests.mentions import assert_mentions
+from tests.pipeline.world import texts
 
 FILES = {
     "empty.yaml": "{}",

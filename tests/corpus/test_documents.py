@@ -21,12 +21,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grasp.build.modality import load_reference
 from grasp.corpus import read_documents
 from grasp.corpus.documents import documents_of
 from grasp.corpus.labels import MAX_FIELDS
 from grasp.corpus.sources import IN_MEMORY, JsonRecord, table_source
 from grasp.errors import CorpusError, MissingExtraError, ModelError
+from grasp.pipeline.modality import load_reference
 from grasp.settings import ModelSettings
 from tests.corpus.world import records, sentences, settings_for, write_chunked, write_jsonl, write_parquet
 

@@ -8,12 +8,12 @@ import pyarrow.parquet as pq
 import pytest
 
 import grasp
-from grasp.build.pipeline import build_artifact
 from grasp.distil.scorer import Scorer
 from grasp.errors import CorpusError
+from grasp.pipeline.pipeline import build_artifact
 from grasp.select.export import select_documents
-from tests.build.world import world
 from tests.corpus.world import write_parquet
+from tests.pipeline.world import world
 from tests.select.test_export import build, choose, records, rows_of
 
 executors = pytest.importorskip("datatrove.executor")

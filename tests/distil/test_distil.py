@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grasp
-from grasp.build.pipeline import build_artifact
 from grasp.distil import apply as applying
 from grasp.distil import ngrams
 from grasp.distil.ngrams import LENGTHS, SLOTS, as_bytes, mean_over, shares
 from grasp.distil.scorer import CARD, SIGNED_CARD, WEIGHTS, Scorer
 from grasp.errors import ArtifactError, CorpusError, ProtocolError, SettingsError
-from tests.build.world import world, write_corpus
+from grasp.pipeline.pipeline import build_artifact
 from tests.cli.grasp_command import run, succeed
 from tests.corpus.world import write_jsonl, write_parquet
+from tests.pipeline.world import world, write_corpus
 
 TABLES = np.random.default_rng(0).normal(size=(len(LENGTHS), SLOTS)).astype(np.float32)
 RARITY = np.random.default_rng(1).normal(size=SLOTS).astype(np.float32)

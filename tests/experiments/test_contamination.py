@@ -12,7 +12,7 @@ from experiments.contamination.run import gram_overlap, make, recall, scores, ta
 from grasp.targets import Unit
 from grasp.training.llama import LlamaShape
 from grasp.training.recipe import named_recipe
-from tests.build.world import WORDS
+from tests.pipeline.world import WORDS
 
 
 def units(count=12):

@@ -17,8 +17,8 @@ from experiments.curation.gpt2 import train_gpt2
 from experiments.curation.run import Experiment
 from experiments.curation.setting import HELD_OUT, Settings, World, choice_id, with_choices
 from experiments.curation.table import estimate
-from grasp.build.pipeline import build_artifact
 from grasp.errors import SettingsError
+from grasp.pipeline.pipeline import build_artifact
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.predict.predictor import UnitSelection
 from grasp.predict.scoring_rule import save_protocol
@@ -27,8 +27,8 @@ from grasp.settings import build_settings
 from grasp.targets import Unit
 from grasp.training.llama import LlamaShape
 from grasp.training.recipe import named_recipe
-from tests.build.world import WORDS, write_checkpoint, write_corpus
 from tests.models.toy import InMemoryRows
+from tests.pipeline.world import WORDS, write_checkpoint, write_corpus
 from tests.rules import rule
 
 SHAPE = {"vocab_size": 300, "hidden": 8, "intermediate": 12, "layers": 1, "heads": 1, "context": 48}

@@ -20,7 +20,7 @@ from grasp.targets.units import UnitTokens
 from grasp.training.llama import LlamaShape, StackedLlama
 from grasp.training.recipe import named_recipe
 from tests.baselines.gradient_world import NoTokenizer, autograd, objective, rows, units
-from tests.build.world import texts, write_targets
+from tests.pipeline.world import texts, write_targets
 
 SHAPE = LlamaShape(vocab_size=97, hidden=16, intermediate=24, layers=2, heads=2, context=32)
 RECIPE = named_recipe("tiny").model_copy(update={"shape": SHAPE})

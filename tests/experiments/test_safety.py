@@ -20,7 +20,7 @@ from experiments.safety.tuned import Base, Tuned, collate, losses
 from grasp.errors import CorpusError
 from grasp.models.causal_lm import ReferenceModel
 from grasp.settings import ModelSettings
-from tests.build.world import WORDS, write_checkpoint
+from tests.pipeline.world import WORDS, write_checkpoint
 
 pytestmark = [  # peft and kronfluence use older names of what transformers and torch have
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),

@@ -10,9 +10,9 @@ import pytest
 from experiments.curation.setting import held_out_documents
 from experiments.weborganizer import related, shares
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.pipeline import build_artifact
 from grasp.errors import ArtifactError, SettingsError
-from tests.build.world import TOPICS, texts, world, write_checkpoint
+from grasp.pipeline.pipeline import build_artifact
+from tests.pipeline.world import TOPICS, texts, world, write_checkpoint
 
 N = 40
 

@@ -15,10 +15,10 @@ import numpy as np
 import pyarrow as pa
 
 import grasp
-from grasp.build.pipeline import build_artifact
 from grasp.distil.scorer import Scorer
+from grasp.pipeline.pipeline import build_artifact
 from grasp.runs.retrained import RetrainedRuns
-from tests.build.world import texts, world
+from tests.pipeline.world import texts, world
 from tests.runs.environments import write_artifact, write_environment
 
 QUESTIONS = texts(4, seed=9)

@@ -9,8 +9,8 @@ import pytest
 import grasp
 from grasp.artifact.manifest import FORMAT_VERSION
 from grasp.artifact.writer import ArraySpec, ArtifactWriter
-from grasp.build.provenance import BuildSource
 from grasp.errors import ArtifactError, RunsError, SettingsError
+from grasp.pipeline.provenance import BuildSource
 from grasp.predict.scoring_rule import load_protocol
 from grasp.runs.retrained import RetrainedRuns
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary

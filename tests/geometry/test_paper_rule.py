@@ -11,12 +11,12 @@ import pytest
 from scipy.sparse import csr_array
 
 import grasp
-from grasp.build.pipeline import build_artifact
 from grasp.geometry.geometry_rule import PAPER
+from grasp.pipeline.pipeline import build_artifact
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL, resolve_protocol
 from grasp.predict.predictor import Predictor
 from grasp.predict.weights import Weights
-from tests.build.world import SKETCHES, world
+from tests.pipeline.world import SKETCHES, world
 from tests.rounding import rounding
 
 

@@ -18,7 +18,7 @@ import pytest
 import grasp
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.report.findings import LabelFindings, collect_findings
-from tests.build.world import SKETCHES, world
+from tests.pipeline.world import SKETCHES, world
 from tests.rounding import rounding
 
 NUMBERS = Path(__file__).with_name("numbers.json")

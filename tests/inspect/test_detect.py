@@ -10,17 +10,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.pipeline import build_artifact
 from grasp.errors import ArtifactError, GraspError
 from grasp.inspect.detect import _inverted_score_notes, detect, standardised_blocks
 from grasp.inspect.detection import evaluate_scores
+from grasp.pipeline.pipeline import build_artifact
 from grasp.progress import Silent
 from grasp.settings import build_settings
 from grasp.vision.fit_head import fit_head
 from grasp.vision.images import ImageStore, decode_image
-from tests.build.world import texts, world, write_checkpoint, write_targets
 from tests.cli.grasp_command import succeed
 from tests.mentions import assert_mentions
+from tests.pipeline.world import texts, world, write_checkpoint, write_targets
 from tests.rounding import rounding
 from tests.vision.images_world import pictures, settings, write_parquet
 

@@ -17,8 +17,6 @@ import grasp
 from grasp.api.score import score
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import indices_of_row_ids
-from grasp.build.model_pass import ModelPass
-from grasp.build.pipeline import build_artifact
 from grasp.errors import ArtifactError, ModelError, ProtocolError, SettingsError
 from grasp.inspect.explain import Explainer, _PreparedUnits, explain
 from grasp.inspect.explanation import Explanation, join_words
@@ -26,11 +24,13 @@ from grasp.kernels.whitening import Whitener, second_moments
 from grasp.models.causal_lm import pad_rows
 from grasp.models.forward_pass import extract
 from grasp.models.tokenizer import HfTokenizer
+from grasp.pipeline.model_pass import ModelPass
+from grasp.pipeline.pipeline import build_artifact
 from grasp.report.example_rows import _shaded_words
 from grasp.text import visible
-from tests.build.world import EVERY, world, write_checkpoint
 from tests.cli.grasp_command import refused, run, succeed
 from tests.mentions import assert_mentions
+from tests.pipeline.world import EVERY, world, write_checkpoint
 from tests.rules import rule
 
 KERNELS = tuple(name for name in EVERY if "sketch" not in name)

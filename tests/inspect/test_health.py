@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.pipeline import build_artifact
 from grasp.errors import GraspError, RunsError, SettingsError
 from grasp.geometry import sketch_checks
 from grasp.geometry import sketch_metrics as geometric
@@ -25,11 +24,12 @@ from grasp.inspect.rescoring import (
     subset_weights_in_sample,
 )
 from grasp.kernels.whitening import Whitener, second_moments
+from grasp.pipeline.pipeline import build_artifact
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.runs.alignment import Alignment
 from grasp.settings import build_settings
-from tests.build.world import EVERY, SKETCHES, world
 from tests.cli.grasp_command import refused, succeed
+from tests.pipeline.world import EVERY, SKETCHES, world
 from tests.rules import rule
 from tests.runs import environments
 from tests.runs.environments import UNITS, write_artifact, write_environment

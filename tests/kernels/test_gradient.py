@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from grasp.baselines.gradients.layers import as_matrix
-from grasp.build.model_pass import split_on_oom
 from grasp.errors import ModelError
 from grasp.kernels.gradient import (
     Gradient,
@@ -18,6 +17,7 @@ from grasp.kernels.kernel import Batch, CorpusMoments
 from grasp.models.gradient_factors import materialise
 from grasp.models.gradients import Example, GradientFactors
 from grasp.models.residuals import SparseResidual
+from grasp.pipeline.model_pass import split_on_oom
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 from tests.baselines.gradient_world import autograd, reference, rows, units

@@ -6,13 +6,13 @@ import shutil
 import pytest
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.add_targets import add_target
-from grasp.build.pipeline import build_artifact
 from grasp.errors import ModelError, SettingsError
 from grasp.models.causal_lm import ReferenceModel
+from grasp.pipeline.add_targets import add_target
+from grasp.pipeline.pipeline import build_artifact
 from grasp.settings import ModelSettings, TargetSettings, build_settings, without_foreign_code
-from tests.build.world import world
 from tests.cli.grasp_command import refused, succeed
+from tests.pipeline.world import world
 from tests.vision.images_world import settings as images_settings
 from tests.vision.images_world import write_parquet
 

@@ -17,7 +17,6 @@ import torch
 import transformers
 from torch import nn
 
-from grasp.build.model_pass import ModelPass
 from grasp.corpus.row_store import TokenRows
 from grasp.errors import ModelError
 from grasp.kernels.gradient import SampledGradients
@@ -27,6 +26,7 @@ from grasp.models.gradients import Block, LayerSet
 from grasp.models.head import output_layer
 from grasp.models.residuals import hidden_gradient
 from grasp.models.tokenizer import train_tokenizer
+from grasp.pipeline.model_pass import ModelPass
 from grasp.settings import FeatureSettings, ModelSettings
 from tests.models.zoo import LAYERS, NOT_BUILT, POSITIONS, TYPES, VOCAB, WIDTH, tiny_model
 from tests.rounding import rounding

@@ -21,8 +21,8 @@ import pytest
 from grasp.api.predict import predict
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import MIN_RELIABLE_TOKENS
-from grasp.build.pipeline import build_artifact
 from grasp.inspect.explain import explain
+from grasp.pipeline.pipeline import build_artifact
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor
 from grasp.report import payload
@@ -31,8 +31,8 @@ from grasp.report.page import render
 from grasp.runs.calibration import fit_outcomes
 from grasp.runs.retrained import RetrainedRuns
 from grasp.yaml_files import write_yaml
-from tests.build import world as extract_world
 from tests.cli.grasp_command import refused, succeed
+from tests.pipeline import world as extract_world
 from tests.report.world import HOSTILE, LINE, write_artifact, write_environment
 from tests.rules import rule
 

@@ -16,10 +16,10 @@ import pytest
 
 import grasp
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.pipeline import build_artifact
 from grasp.errors import SettingsError
-from tests.build.world import world
+from grasp.pipeline.pipeline import build_artifact
 from tests.cli.grasp_command import refused
+from tests.pipeline.world import world
 
 for module in ("starlette", "uvicorn", "jinja2"):
     pytest.importorskip(module, reason="the extra serve is not installed")

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.pipeline import build_artifact
-from grasp.build.ray_cluster import ClusterSpec
 from grasp.corpus import RowStore
 from grasp.errors import CorpusError, GraspError, ModelError, RunsError, SettingsError, SubsetError
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.unit_loss import evaluate_units
+from grasp.pipeline.pipeline import build_artifact
+from grasp.pipeline.ray_cluster import ClusterSpec
 from grasp.retraining import worker as module
 from grasp.retraining.plan import resolved_recipe, row_names
 from grasp.retraining.worker import Worker, retrain
@@ -32,8 +32,8 @@ from grasp.runs.training_runs import Run
 from grasp.settings import ModelSettings, build_settings, retrain_settings
 from grasp.training.train import Trainer, train
 from grasp.yaml_files import read_yaml, set_settings
-from tests.build.test_chat_build import chat_settings
 from tests.faults import Killed
+from tests.pipeline.test_chat_build import chat_settings
 
 TOPICS = {
     "water": "rain falls on the river and the river runs into the sea and the fish swim in the water",

@@ -8,13 +8,13 @@ import torch
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter
-from grasp.build.add_targets import add_target
-from grasp.build.pipeline import build_artifact
 from grasp.errors import ArtifactError
+from grasp.pipeline.add_targets import add_target
+from grasp.pipeline.pipeline import build_artifact
 from grasp.settings import CLASSIFIER_FEATURES, TargetSettings, build_settings
 from grasp.vision.classifier import ImageClassifier
-from tests.build.test_pipeline import assert_same
 from tests.cli.grasp_command import arrays
+from tests.pipeline.test_pipeline import assert_same
 from tests.vision.images_world import TinyNet, pictures, settings, write_parquet, write_weights
 
 TAU = CLASSIFIER_FEATURES["tau"]

@@ -13,9 +13,9 @@ import grasp
 from grasp.api.score import score
 from grasp.artifact.manifest import MANIFEST
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.pipeline import build_artifact
 from grasp.errors import ProtocolError, SettingsError
 from grasp.files import UNSIGNED, with_checksum
+from grasp.pipeline.pipeline import build_artifact
 from grasp.report.serve import QueryService
 from grasp.settings import build_settings
 from grasp.vision.images import decode_image

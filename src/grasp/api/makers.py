@@ -19,7 +19,7 @@ from grasp.api.artifact import Artifact
 from grasp.progress_display import shows_progress
 
 P = ParamSpec("P")
-MAKERS = ("build", "merge")  # `grasp.build.build.build` and `grasp.build.merge.merge`
+MAKERS = ("build", "merge")  # `grasp.pipeline.build.build` and `grasp.pipeline.merge.merge`
 
 open = Artifact.open  # noqa: A001 - `grasp.open`, as in other libraries
 
@@ -37,8 +37,8 @@ def _opened(function: Callable[P, Any]) -> Callable[P, Artifact]:
 
 
 if TYPE_CHECKING:
-    from grasp.build.build import build as _build
-    from grasp.build.merge import merge as _merge
+    from grasp.pipeline.build import build as _build
+    from grasp.pipeline.merge import merge as _merge
 
     build, merge = _opened(_build), _opened(_merge)
 else:
@@ -48,4 +48,4 @@ else:
         """Import the build functions, and with them torch, on first access."""
         if name not in MAKERS:
             raise AttributeError(f"module 'grasp.api.makers' has no attribute {name!r}")
-        return _opened(getattr(import_module(f"grasp.build.{name}"), name))
+        return _opened(getattr(import_module(f"grasp.pipeline.{name}"), name))

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.provenance import BuildSource
-from grasp.build.ray_cluster import ClusterSpec
 from grasp.errors import SettingsError, SubsetError
+from grasp.pipeline.provenance import BuildSource
+from grasp.pipeline.ray_cluster import ClusterSpec
 from grasp.predict.families import parse_family
 from grasp.progress_display import shows_progress
 from grasp.runs.retrained import RetrainedRuns

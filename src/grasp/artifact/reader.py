@@ -6,7 +6,7 @@ the questions of a benchmark), or whole targets. Other arrays are sketches: shor
 
 A number is stored as a shard of rows by a group of columns, divided by a scale per column so that it fits float16:
 value = stored number * scale * gain. The gain is one factor per array, which is known only after all rows (see
-`grasp.build.pipeline.sketch_gain`).
+`grasp.pipeline.pipeline.sketch_gain`).
 
 Moments are the means and covariances over the corpus that kernels use; sums are totals over all rows. Both are named
 arrays in the moments files. Start with `ArtifactReader.open` and `ArtifactReader.array_blocks`.

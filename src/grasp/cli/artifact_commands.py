@@ -56,7 +56,7 @@ def demo(
     "grasp build --config art/run.yaml --out s3://bucket/art",
     "grasp build --model ./vit --set model.classifier.head=classifier --corpus images.parquet \\\n"
     "            --targets trusted.parquet --out art",
-    verb="grasp.build.build",
+    verb="grasp.pipeline.build",
     more="resume untrained tokenizer keep_features like rule dtype replay check warm_up recipe",
 )
 def build(
@@ -82,8 +82,8 @@ def build(
     quiet: Quiet = False,
     **params: Any,
 ) -> None:
-    from grasp.build.build import INPUT_SETTINGS, OTHER_SETTINGS, add_targets
-    from grasp.build.build import build as run
+    from grasp.pipeline.build import INPUT_SETTINGS, OTHER_SETTINGS, add_targets
+    from grasp.pipeline.build import build as run
     from grasp.settings import form_of_loss
     from grasp.targets.load import split_names
 
@@ -116,7 +116,7 @@ def build(
                 "--forecast: got --warm-up, whose steps are not included; omit it here. A step takes as long as the "
                 "forward and backward pass of its rows"
             )
-        from grasp.build.forecast import forecast as estimate
+        from grasp.pipeline.forecast import forecast as estimate
 
         with Watch(quiet=quiet) as watch:
             print(estimate(out, data, untrained=untrained, replay=replay, check=check, recipe=recipe, progress=watch))
@@ -288,7 +288,7 @@ def corpus(
     Prints rows, labels, columns and records left out, and examples. Labels are listed with the option of grasp predict
     that predicts by them. The model is not run, and nothing is written.
     """
-    from grasp.build.preview import preview_corpus
+    from grasp.pipeline.preview import preview_corpus
     from grasp.settings import CorpusSettings
     from grasp.yaml_files import validated
 
@@ -313,7 +313,7 @@ def targets(
     Prints the number of units and of tokens with loss, and examples as the model sees them. The model is not run, and
     nothing is written.
     """
-    from grasp.build.preview import preview_targets
+    from grasp.pipeline.preview import preview_targets
     from grasp.settings import TargetSettings
     from grasp.targets.load import split_names
     from grasp.yaml_files import validated

@@ -15,7 +15,7 @@ from grasp.text import parse_names
 from grasp.yaml_files import parse_yaml, read_yaml, set_setting, set_settings
 
 if TYPE_CHECKING:
-    from grasp.build.ray_cluster import ClusterSpec
+    from grasp.pipeline.ray_cluster import ClusterSpec
 
 # Used as annotations of command parameters, e.g. `art: Art` or `quiet: Quiet = False`.
 Art = Annotated[str, typer.Argument(metavar="ART", help="Directory or URL of the artifact.")]
@@ -100,7 +100,7 @@ def cluster_spec(engine: str, workers: int | None, address: str | None, threads:
         if address is not None:
             raise SettingsError(f"--address: got {address!r}, which requires --engine ray")
         return None
-    from grasp.build.ray_cluster import ClusterSpec
+    from grasp.pipeline.ray_cluster import ClusterSpec
 
     return ClusterSpec(address, workers, threads or 1)
 

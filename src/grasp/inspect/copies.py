@@ -15,10 +15,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.provenance import BuildSource
 from grasp.corpus.labels import CLASS_LABEL, HASH_LABEL
 from grasp.corpus.row_store import RowStore
 from grasp.errors import ArtifactError, GraspError
+from grasp.pipeline.provenance import BuildSource
 
 SNIPPET_CHARS = 240  # default length of a stored snippet, in characters
 UnitAndRow = tuple[int, int]  # (unit within the target, row)

@@ -23,8 +23,6 @@ from grasp.arrays import F64, Bool
 from grasp.artifact.label_table import LabelColumn
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import index_by_row_id, label_column, only_target
-from grasp.build.modality import vision
-from grasp.build.provenance import BuildSource
 from grasp.corpus.labels import CLASS_LABEL, HASH_LABEL
 from grasp.errors import ArtifactError, SettingsError
 from grasp.inspect.copies import column_values, exact_copies
@@ -39,6 +37,8 @@ from grasp.inspect.detection import (
 )
 from grasp.inspect.neighbours import MAX_CANDIDATES, disagreement
 from grasp.moments import StreamingMoments
+from grasp.pipeline.modality import vision
+from grasp.pipeline.provenance import BuildSource
 from grasp.progress import Progress, Silent
 from grasp.results import Result
 from grasp.store.checksummed_parquet import read_checksummed_batches

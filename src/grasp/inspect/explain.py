@@ -34,10 +34,6 @@ from grasp.arrays import F64, I64
 from grasp.artifact.manifest import UNITS
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import indices_of_row_ids, only_target
-from grasp.build.add_targets import load_kernels
-from grasp.build.modality import ResultWithImages, vision
-from grasp.build.model_pass import ModelPass, read_batches, row_examples
-from grasp.build.provenance import BuildSource
 from grasp.corpus.row_store import RowStore, TokenRows
 from grasp.errors import ProtocolError
 from grasp.inspect.explanation import EffectTerms, Explanation, join_words
@@ -49,6 +45,10 @@ from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, pad_rows
 from grasp.models.forward_pass import position_mask
 from grasp.models.gradients import Example
 from grasp.models.residuals import PooledFeatures
+from grasp.pipeline.add_targets import load_kernels
+from grasp.pipeline.modality import ResultWithImages, vision
+from grasp.pipeline.model_pass import ModelPass, read_batches, row_examples
+from grasp.pipeline.provenance import BuildSource
 from grasp.predict.predictor import Predictor, additive_predictor
 from grasp.predict.scoring_rule import REPLAY, ScoringProtocol, kernel_weights
 from grasp.targets.units import UnitTokens

@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 from grasp.api.evaluate import agreement
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.model_pass import merge_batches
-from grasp.build.provenance import BuildSource
 from grasp.errors import ArtifactError, GraspError, SettingsError
 from grasp.inspect import health_metrics as metrics
 from grasp.inspect.health_metrics import Check, judge_check, unmeasured_check
@@ -35,6 +33,8 @@ from grasp.inspect.rescoring import (
     sample_rows,
     subset_weights_in_sample,
 )
+from grasp.pipeline.model_pass import merge_batches
+from grasp.pipeline.provenance import BuildSource
 from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.scoring_rule import Interaction, ScoringProtocol, geometry, kernel_weights
 from grasp.results import Result

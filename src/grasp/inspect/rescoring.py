@@ -20,8 +20,6 @@ from scipy.sparse import csr_array, vstack
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.model_pass import ModelPass, compute_moments, merge_batches, read_batches
-from grasp.build.provenance import BuildSource
 from grasp.errors import ArtifactError, GraspError, ModelError, RunsError
 from grasp.hub import fetched_before
 from grasp.inspect.health_metrics import rank_agreement
@@ -30,6 +28,8 @@ from grasp.kernels.whitening import STATES
 from grasp.models.causal_lm import BATCH_ROWS
 from grasp.models.checkpoint import REPOSITORY
 from grasp.models.residuals import PooledFeatures
+from grasp.pipeline.model_pass import ModelPass, compute_moments, merge_batches, read_batches
+from grasp.pipeline.provenance import BuildSource
 from grasp.predict.predictor import UnitSelection, downweight_negative
 from grasp.predict.scoring_rule import REPLAY, ScoringProtocol, kernel_weights
 from grasp.runs.alignment import Alignment

@@ -25,9 +25,9 @@ from numpy.typing import ArrayLike
 
 from grasp.arrays import F64, I64, Floats
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.provenance import BuildSource
 from grasp.corpus.row_store import RowStore, TokenRows
 from grasp.errors import ArtifactError, SettingsError
+from grasp.pipeline.provenance import BuildSource
 from grasp.predict.weights import SubsetBlock
 from grasp.progress import Progress, Silent
 from grasp.runs.alignment import Alignment

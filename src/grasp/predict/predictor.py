@@ -45,10 +45,10 @@ from grasp.arrays import F32, F64, I32, I64, Blocks, ratio
 from grasp.artifact.cache import cached
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import checked_targets, label_column, row_documents, row_tokens, suggest_labels
-from grasp.build.provenance import BuildSource
 from grasp.corpus.row_store import RowStore
 from grasp.errors import ProtocolError
 from grasp.moments import MeanStd, StreamingMoments
+from grasp.pipeline.provenance import BuildSource
 from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.scoring_rule import REPLAY, ScoringProtocol, geometry, kernel_weights, parse_protocol
 from grasp.predict.task_scores import Prior, Reliability, Texts, fit_prior, mean_reliability

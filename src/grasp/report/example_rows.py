@@ -17,10 +17,10 @@ import numpy as np
 from grasp.arrays import F32, F64, I64, Bool
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import ranked
-from grasp.build.modality import vision
-from grasp.build.provenance import BuildSource
 from grasp.errors import GraspError
 from grasp.inspect.explanation import MIN_NUMBERED_SHARE, by_word
+from grasp.pipeline.modality import vision
+from grasp.pipeline.provenance import BuildSource
 from grasp.predict.predictor import Predictor, UnitSelection
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.slices import LabelSlices, Slice

@@ -22,10 +22,10 @@ import grasp
 from grasp.api.predict import predict
 from grasp.api.score import score
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.modality import ResultWithImages
 from grasp.errors import GraspError, SettingsError
 from grasp.extras import require
 from grasp.inspect.explain import Explainer
+from grasp.pipeline.modality import ResultWithImages
 from grasp.predict.default_protocol import resolve_protocol
 from grasp.report.findings import collect_findings
 from grasp.report.page import render

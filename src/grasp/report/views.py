@@ -11,8 +11,8 @@ import numpy as np
 
 from grasp import text
 from grasp.arrays import F64, Integers
-from grasp.build.modality import vision
 from grasp.inspect.detect import ShownSuspects
+from grasp.pipeline.modality import vision
 from grasp.predict.predictor import EFFECT_SIZE
 from grasp.report.findings import Findings, LabelFindings, Missing, PredictedGain, display_unit
 from grasp.report.trends import LabelTrend

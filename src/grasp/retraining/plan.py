@@ -15,7 +15,6 @@ import torch
 
 import grasp
 from grasp.artifact.label_table import LabelTable
-from grasp.build.proxy import tokenizer_texts
 from grasp.corpus import RowStore
 from grasp.corpus.sources import open_source
 from grasp.errors import RunsError, SettingsError, SubsetError
@@ -23,6 +22,7 @@ from grasp.files import atomic_path, claim_directory, discard
 from grasp.models.checkpoint import device_of, text_config_of, tokenizer_at
 from grasp.models.checkpoint import tokenizer_of as tokenizer_of_model
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
+from grasp.pipeline.proxy import tokenizer_texts
 from grasp.predict.families import parse_family
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.predict.weights import SubsetBlock

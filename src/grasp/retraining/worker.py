@@ -26,14 +26,14 @@ from scipy.sparse import csr_array
 from transformers.utils import logging as hf_logging
 
 from grasp.arrays import F64
-from grasp.build.ray_cluster import ClusterSpec, connected
-from grasp.build.replay_plan import make_trainable
 from grasp.corpus import RowStore
 from grasp.errors import GraspError, ModelError, SettingsError
 from grasp.files import atomic_path, discard
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import device_of
 from grasp.models.unit_loss import evaluate_units
+from grasp.pipeline.ray_cluster import ClusterSpec, connected
+from grasp.pipeline.replay_plan import make_trainable
 from grasp.predict.scoring_rule import geometry
 from grasp.retraining.plan import (
     fine_tuning_recipe,

@@ -25,7 +25,6 @@ from grasp.arrays import F64, I64, Bool
 from grasp.artifact.manifest import TOKENS
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_tokens
-from grasp.build.provenance import BuildSource, require_here
 from grasp.corpus.documents import (
     DOC_ID_COLUMN,
     ROW_ID_COLUMNS,
@@ -42,6 +41,7 @@ from grasp.corpus.text_files import DELIMITER
 from grasp.errors import CorpusError, SettingsError
 from grasp.extras import require
 from grasp.files import atomic_path, check_directory, discard, entry_of, temporary_path, write_atomically
+from grasp.pipeline.provenance import BuildSource, require_here
 from grasp.predict.weights import mask_of
 from grasp.results import write_table
 from grasp.select.export_tables import table_of_records, to_readable_table

@@ -9,8 +9,7 @@ the `OptimizerRecipe` of `grasp.training.recipe`, by which every training of thi
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -18,6 +17,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from grasp.arrays import I64
 from grasp.errors import ModelError, SettingsError
+from grasp.field_names import unknown_names
 from grasp.seeds import stream
 from grasp.settings import Settings
 from grasp.training.recipe import RECIPES, OptimizerRecipe, TrainingRecipe
@@ -117,7 +117,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "sample_packing": (),
     "unfrozen_parameters": (),
 }
-MIN_SIMILARITY = 0.8  # of an unknown name to a name of this recipe, in `difflib`: from there on it is a typing error
 
 
 class FineTuningRecipe(Settings):
@@ -209,7 +208,8 @@ class FineTuningRecipe(Settings):
         if any(name in data for name in AXOLOTL_NAMES):
             fields = _with_axolotl_defaults(fields)
         names = [*cls.model_fields, *ALIASES]
-        _refuse_typing_errors(fields, names, location)
+        set_names = (name for name, value in fields.items() if "eval_" not in name and value not in DISABLED)
+        unknown_names(set_names, names, UNSUPPORTED, location, mistaken=MISTAKEN_NAMES)
         if fields and not fields.keys() & {*names, *SWITCHES, *UNSUPPORTED}:
             raise SettingsError(
                 f"{location}: has no field of a training, got {', '.join(list(fields)[:5])}; expected the names of "
@@ -426,14 +426,3 @@ def _refuse_unsupported(fields: Mapping[str, Any], location: str) -> None:
             problems.append(f"{name} is set to {value!r}, which a replay does not support; {expected}")
     if problems:
         raise ModelError(f"{location}: {'; '.join(problems)}")
-
-
-def _refuse_typing_errors(fields: Mapping[str, Any], names: Sequence[str], location: str) -> None:
-    """Raise SettingsError if a field has almost the name of a field of the recipe. Other fields are ignored."""
-    known = {*names, *UNSUPPORTED}
-    for name, value in fields.items():
-        if name in known or "eval_" in name or value in DISABLED:
-            continue
-        mistaken = [MISTAKEN_NAMES[name]] if name in MISTAKEN_NAMES else []
-        if close := mistaken or get_close_matches(name, names, 1, MIN_SIMILARITY):
-            raise SettingsError(f"{location}: unknown field {name}; did you mean {close[0]}?")

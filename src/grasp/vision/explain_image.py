@@ -22,10 +22,10 @@ from pydantic import ValidationError
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import indices_of_row_ids, only_target
-from grasp.build.modality import ResultWithImages
 from grasp.corpus.labels import CLASS_LABEL
 from grasp.errors import CorpusError
 from grasp.inspect.explanation import EffectTerms
+from grasp.pipeline.modality import ResultWithImages
 from grasp.predict.predictor import additive_predictor
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.settings import CorpusSettings

@@ -1,4 +1,4 @@
-"""Interface of this subpackage, see `grasp.build.modality.Vision`. Importing it does not import torch."""
+"""Interface of this subpackage, see `grasp.pipeline.modality.Vision`. Importing it does not import torch."""
 
 from collections.abc import Callable
 from pathlib import Path

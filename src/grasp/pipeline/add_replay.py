@@ -1,7 +1,7 @@
 """Replay trainings on the rows of a finished artifact, and add a column of relevance for each target.
 
 A replay differentiates a training: for further training, a fine-tuning of the artifact's model; for a new model,
-several trainings of a small model from scratch (see `grasp.build.replay_plan`). The derivative of a target's utility
+several trainings of a small model from scratch (see `grasp.pipeline.replay_plan`). The derivative of a target's utility
 with respect to the weight of every row is stored as the array `relevance_replay`, if the checks of
 `grasp.training.replay_checks` pass. Otherwise the artifact keeps its other kernels, and its manifest says so.
 Start with `replay_targets`.
@@ -22,12 +22,12 @@ from grasp.artifact.manifest import REPLAY, ReplayRecord
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_documents
 from grasp.artifact.writer import ArraySpec, add_target_columns, lock_artifact
-from grasp.build.provenance import BuildSource
-from grasp.build.replay_plan import MEGABYTE, ReplayForecast, ReplayPlan, forecast_replay, plan_replay
 from grasp.corpus.row_store import RowStore
 from grasp.errors import ArtifactError, SettingsError
 from grasp.files import differences, discard
 from grasp.models.causal_lm import ReferenceModel
+from grasp.pipeline.provenance import BuildSource
+from grasp.pipeline.replay_plan import MEGABYTE, ReplayForecast, ReplayPlan, forecast_replay, plan_replay
 from grasp.progress import Progress, Silent
 from grasp.settings import BuildSettings, ReplaySettings
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
@@ -42,7 +42,7 @@ SPEC = ArraySpec(
     "derivative of the target's utility after a training by the weight of a row; standard deviations over the rows",
     "positive: more weight of the row in training should lower the target's loss",
 )
-WARM_UP = "warm-up.json"  # in the directory of a model that was trained by `grasp.build.warm_up`
+WARM_UP = "warm-up.json"  # in the directory of a model that was trained by `grasp.pipeline.warm_up`
 NEW_MODEL_NOTE = "predict and evaluate use it for subsets; score, select, mix and report do not, for a new model"
 
 

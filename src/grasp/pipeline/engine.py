@@ -17,11 +17,11 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from grasp.build.modality import load_reference
-from grasp.build.model_pass import ModelPass, Workers
-from grasp.build.ray_cluster import JOBS_PER_WORKER, Cluster, ClusterSpec, connected, enter
 from grasp.kernels.kernel import Batch, CorpusMoments, Kernel, make_kernels
 from grasp.models.forward_pass import Rows
+from grasp.pipeline.modality import load_reference
+from grasp.pipeline.model_pass import ModelPass, Workers
+from grasp.pipeline.ray_cluster import JOBS_PER_WORKER, Cluster, ClusterSpec, connected, enter
 from grasp.progress import Advance, ignore
 from grasp.settings import BuildSettings, FeatureSettings, ModelSettings
 

@@ -15,14 +15,14 @@ import grasp
 from grasp.artifact.manifest import SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter
-from grasp.build.build import add_targets
-from grasp.build.forecast import forecast
-from grasp.build.merge import merge
-from grasp.build.pipeline import build_artifact
 from grasp.errors import ArtifactError, ModelError, SettingsError
+from grasp.pipeline.build import add_targets
+from grasp.pipeline.forecast import forecast
+from grasp.pipeline.merge import merge
+from grasp.pipeline.pipeline import build_artifact
 from grasp.yaml_files import write_yaml
-from tests.build.world import texts, world, write_targets
 from tests.cli.grasp_command import arrays, refused, succeed
+from tests.pipeline.world import texts, world, write_targets
 
 DOCUMENTS = 20, 14  # of each part; some become two rows
 

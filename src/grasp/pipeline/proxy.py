@@ -14,12 +14,12 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from grasp.artifact.writer import lock_artifact
-from grasp.build.replay_plan import time_step
 from grasp.corpus import RowStore, read_documents
 from grasp.errors import CorpusError
 from grasp.files import atomic_path
 from grasp.models.checkpoint import tokenizer_at
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
+from grasp.pipeline.replay_plan import time_step
 from grasp.progress import Progress, Silent
 from grasp.settings import CorpusSettings, ModelSettings
 from grasp.text import duration_text

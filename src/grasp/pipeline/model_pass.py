@@ -1,7 +1,7 @@
 """Run the model on batches of rows and units: a forward pass, and a backward pass if a kernel needs it.
 
 `ModelPass` turns rows or units into batches of features, which all kernels read. The two loops of a build (see
-`grasp.build.pipeline`) call `compute_moments` on a sample of rows, and `score_shard` on every shard. `BatchCache`
+`grasp.pipeline.pipeline`) call `compute_moments` on a sample of rows, and `score_shard` on every shard. `BatchCache`
 stores batches between the loops, so that a small corpus passes through the model once. Start with `ModelPass.batches`.
 
 A row or unit has loss at some positions (predictions of a next token); features are extracted there or at some of them.

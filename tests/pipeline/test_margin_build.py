@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.add_targets import add_target
-from grasp.build.pipeline import build_artifact
-from grasp.build.provenance import BuildSource
 from grasp.errors import SettingsError, TargetError
 from grasp.inspect.explain import Explainer
 from grasp.models.unit_loss import evaluate_units
+from grasp.pipeline.add_targets import add_target
+from grasp.pipeline.pipeline import build_artifact
+from grasp.pipeline.provenance import BuildSource
 from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import parse_protocol
 from grasp.settings import TargetSettings
 from grasp.targets import load_units
 from grasp.targets.margins import Answers
-from tests.build.world import world
+from tests.pipeline.world import world
 
 KERNELS = ("output_layer", "embedding", "knn", "hidden_bias", "hidden_linear", "gradient")
 QUIZ = [

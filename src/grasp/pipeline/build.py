@@ -1,7 +1,7 @@
 """The public functions `build`, `add_replay` and `add_targets`: resolve the settings, do the work, open the artifact.
 
 Arguments are put into a nested dictionary of settings (`raw_settings`), as it would be read from a YAML file, which
-`grasp.settings.build_settings` then validates. `grasp.build.pipeline.build_artifact` does the work.
+`grasp.settings.build_settings` then validates. `grasp.pipeline.pipeline.build_artifact` does the work.
 
 Model, corpus and targets are paths or objects. In the settings an object is represented by a fingerprint of its content
 instead of a path, so that a build is resumed if it is called with equal objects. Start with `build`.
@@ -20,17 +20,17 @@ from torch import nn
 
 from grasp.artifact.manifest import MANIFEST, RUN, SIGNED_MANIFEST, ReplayRecord
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.add_replay import refuse_replay, refuse_untrainable, replay_targets
-from grasp.build.add_targets import RelevanceSource, add_target
-from grasp.build.inputs import InMemory
-from grasp.build.pipeline import build_artifact, resolve_settings
-from grasp.build.proxy import CONTEXT, MODEL, train_proxy
-from grasp.build.ray_cluster import ClusterSpec
-from grasp.build.warm_up import warm_up as warm_up_model
 from grasp.corpus.sources import IN_MEMORY, Source, table_source
 from grasp.errors import CorpusError, SettingsError, TargetError
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import dtype_name
+from grasp.pipeline.add_replay import refuse_replay, refuse_untrainable, replay_targets
+from grasp.pipeline.add_targets import RelevanceSource, add_target
+from grasp.pipeline.inputs import InMemory
+from grasp.pipeline.pipeline import build_artifact, resolve_settings
+from grasp.pipeline.proxy import CONTEXT, MODEL, train_proxy
+from grasp.pipeline.ray_cluster import ClusterSpec
+from grasp.pipeline.warm_up import warm_up as warm_up_model
 from grasp.progress import Progress, Silent
 from grasp.settings import (
     CODE,

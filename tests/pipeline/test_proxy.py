@@ -7,15 +7,15 @@ from transformers import AutoModelForCausalLM
 
 from grasp.artifact.inspection import verify
 from grasp.artifact.reader import ArtifactReader
-from grasp.build import proxy
-from grasp.build.build import add_targets, build
-from grasp.build.forecast import forecast
 from grasp.errors import CorpusError, TargetError
+from grasp.pipeline import proxy
+from grasp.pipeline.build import add_targets, build
+from grasp.pipeline.forecast import forecast
 from grasp.training.fine_tuning_recipe import default_proxy_recipe
-from tests.build.test_pipeline import Notes
-from tests.build.world import world, write_targets
 from tests.faults import Killed, raising
 from tests.mentions import assert_mentions
+from tests.pipeline.test_pipeline import Notes
+from tests.pipeline.world import world, write_targets
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def test_a_tokenizer_that_is_passed_becomes_that_of_the_model(inputs, root, tmp_
 
 
 def test_invalid_inputs_are_refused_before_training(inputs, root, tmp_path, monkeypatch):
-    monkeypatch.setattr(import_module("grasp.build.build"), "train_proxy", None)
+    monkeypatch.setattr(import_module("grasp.pipeline.build"), "train_proxy", None)
     with pytest.raises(TargetError, match=r"nothing\.jsonl"):
         build(out=tmp_path / "art", **{**inputs, "targets": str(tmp_path / "nothing.jsonl")})
     monkeypatch.undo()

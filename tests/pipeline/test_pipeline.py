@@ -26,27 +26,27 @@ from grasp.api.score import score
 from grasp.artifact.inspection import verify
 from grasp.artifact.manifest import MARKER, RUN
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.add_targets import add_target
-from grasp.build.forecast import forecast
-from grasp.build.inputs import ON_DISK, prepare_inputs
-from grasp.build.model_pass import compute_moments, read_batches
-from grasp.build.pipeline import Sample, build_artifact, resolve_settings, training_notes
-from grasp.build.provenance import BuildSource
 from grasp.errors import ArtifactError, GraspError, ModelError, ProtocolError, SettingsError
 from grasp.files import discard
 from grasp.kernels import kernel as kernel_module
 from grasp.kernels.kernel import make_kernels, needs_backward, relevance_scale
 from grasp.kernels.sketch import CountSketch
 from grasp.models import forward_pass as extract
+from grasp.pipeline.add_targets import add_target
+from grasp.pipeline.forecast import forecast
+from grasp.pipeline.inputs import ON_DISK, prepare_inputs
+from grasp.pipeline.model_pass import compute_moments, read_batches
+from grasp.pipeline.pipeline import Sample, build_artifact, resolve_settings, training_notes
+from grasp.pipeline.provenance import BuildSource
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.predict.scoring_rule import GRADIENT_COMPANION_WEIGHT
 from grasp.progress import Silent
 from grasp.select.export import corpus_settings
 from grasp.settings import KERNELS, BuildSettings, FeatureSettings, TargetSettings, build_settings
 from grasp.settings import SKETCHES as BOTH_SKETCHES
-from tests.build.world import FORWARD, SKETCHES, texts, world, write_checkpoint, write_targets
 from tests.cli.grasp_command import arrays
 from tests.mentions import assert_mentions
+from tests.pipeline.world import FORWARD, SKETCHES, texts, world, write_checkpoint, write_targets
 from tests.rules import rule
 
 
@@ -630,7 +630,7 @@ def test_a_forecast_of_a_large_corpus_reads_only_its_beginning(root, tmp_path, m
         text = "".join(json.dumps(line) + "\n" for line in lines).encode()
         path.write_bytes(gzip.compress(text) if suffix.endswith(".gz") else text)
     settings = settings.model_copy(update={"corpus": settings.corpus.model_copy(update={"path": str(path)})})
-    monkeypatch.setattr(sys.modules["grasp.build.forecast"], "PROBE_DOCUMENTS", 400)
+    monkeypatch.setattr(sys.modules["grasp.pipeline.forecast"], "PROBE_DOCUMENTS", 400)
     line = forecast(tmp_path / "art", settings.model_dump(), untrained=True).splitlines()[0]
     rows, documents = (int(number.replace(",", "")) for number in re.findall(r"about ([\d,]+)", line))
     assert documents == 2_000

@@ -12,13 +12,13 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grasp.artifact.inspection import verify
-from grasp.build.build import add_targets, build
 from grasp.errors import ArtifactError, CorpusError, ModelError, SettingsError, TargetError
 from grasp.files import UNSIGNED, with_checksum
+from grasp.pipeline.build import add_targets, build
 from grasp.targets.load import split_names
-from tests.build.test_pipeline import Notes
-from tests.build.world import world
 from tests.mentions import assert_mentions
+from tests.pipeline.test_pipeline import Notes
+from tests.pipeline.world import world
 
 UNTRAINED = {"untrained": True}  # the models here are random
 

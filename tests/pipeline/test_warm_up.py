@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM
 
 from grasp.artifact.inspection import verify
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.build import add_replay, build
 from grasp.corpus import RowStore
 from grasp.errors import ArtifactError, SettingsError
+from grasp.pipeline.build import add_replay, build
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
-from tests.build.test_pipeline import Notes
-from tests.build.world import world
 from tests.faults import Killed, raising
+from tests.pipeline.test_pipeline import Notes
+from tests.pipeline.world import world
 
 STEPS = 3
 RECIPE = {"learning_rate": 1e-2, "per_device_train_batch_size": 4, "lr_scheduler_type": "constant"}

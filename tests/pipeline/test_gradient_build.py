@@ -9,19 +9,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Mix
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.baselines.gradients.layers import as_matrix
-from grasp.build.pipeline import build_artifact
-from grasp.build.provenance import BuildSource
 from grasp.errors import ModelError, SettingsError
 from grasp.kernels import gradient as gradient_module
 from grasp.kernels.gradient import Gradient, SampledGradients
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients import Example
 from grasp.models.tokenizer import HfTokenizer
+from grasp.pipeline.pipeline import build_artifact
+from grasp.pipeline.provenance import BuildSource
 from grasp.settings import FeatureSettings
 from tests.baselines.gradient_world import autograd, reference
-from tests.build.test_pipeline import Notes
-from tests.build.world import world
 from tests.mentions import assert_mentions
+from tests.pipeline.test_pipeline import Notes
+from tests.pipeline.world import world
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 

@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.modality import load_reference, vision
 from grasp.corpus.labels import IDS_COLUMN
 from grasp.corpus.row_store import RowStore
 from grasp.corpus.sources import IN_MEMORY, is_local
 from grasp.errors import ArtifactError, CorpusError, SettingsError
 from grasp.hub import only_here
+from grasp.pipeline.modality import load_reference, vision
 from grasp.settings import BuildSettings, build_settings, without_foreign_code
 from grasp.targets.units import UnitSet, UnitTokens, stored_tokens, stored_units
 from grasp.yaml_files import get_setting
 
 if TYPE_CHECKING:
-    from grasp.build.inputs import Store
     from grasp.models.forward_pass import Reference
     from grasp.models.tokenizer import HfTokenizer
+    from grasp.pipeline.inputs import Store
 
 
 @dataclass(frozen=True)

@@ -19,20 +19,6 @@ import numpy as np
 import torch
 
 from grasp.artifact.manifest import MANIFEST
-from grasp.build.add_replay import forecast_added_replay, refuse_replay
-from grasp.build.build import (
-    REQUIRED,
-    complete_proxy_settings,
-    needs_proxy,
-    output_location,
-    pop_overrides,
-    split_replay_settings,
-)
-from grasp.build.inputs import ON_DISK, Inputs, prepare_inputs
-from grasp.build.model_pass import Arrays, ModelPass, compute_moments, merge_batches, read_batches, score_shard
-from grasp.build.pipeline import MEGABYTE, Sample, feature_bytes, open_moment_source, refuse_untrained, resolve_settings
-from grasp.build.proxy import forecast_proxy
-from grasp.build.replay_plan import ReplayForecast, ReplayPlan, forecast_replay, plan_replay
 from grasp.corpus.documents import documents_of
 from grasp.corpus.row_store import RowStore, TokenRows
 from grasp.corpus.sources import open_source
@@ -43,6 +29,27 @@ from grasp.kernels.sketch import Sketch
 from grasp.kernels.whitening import STATES
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.forward_pass import Rows
+from grasp.pipeline.add_replay import forecast_added_replay, refuse_replay
+from grasp.pipeline.build import (
+    REQUIRED,
+    complete_proxy_settings,
+    needs_proxy,
+    output_location,
+    pop_overrides,
+    split_replay_settings,
+)
+from grasp.pipeline.inputs import ON_DISK, Inputs, prepare_inputs
+from grasp.pipeline.model_pass import Arrays, ModelPass, compute_moments, merge_batches, read_batches, score_shard
+from grasp.pipeline.pipeline import (
+    MEGABYTE,
+    Sample,
+    feature_bytes,
+    open_moment_source,
+    refuse_untrained,
+    resolve_settings,
+)
+from grasp.pipeline.proxy import forecast_proxy
+from grasp.pipeline.replay_plan import ReplayForecast, ReplayPlan, forecast_replay, plan_replay
 from grasp.progress import Progress, Silent
 from grasp.settings import BuildSettings, ReplaySettings, build_settings
 from grasp.store.contents import parquet_bytes

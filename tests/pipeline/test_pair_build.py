@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.pipeline import build_artifact
-from grasp.build.provenance import BuildSource
 from grasp.corpus import RowStore
 from grasp.corpus.conversations import read_preference_pair
 from grasp.errors import CorpusError, SettingsError, TargetError
 from grasp.inspect.explain import Explainer
+from grasp.pipeline.pipeline import build_artifact
+from grasp.pipeline.provenance import BuildSource
 from grasp.select.select import select
 from grasp.settings import CorpusSettings, TargetSettings
 from grasp.targets import load_units
-from tests.build.world import WORDS, world
 from tests.corpus.chats import chat_tokenizer
+from tests.pipeline.world import WORDS, world
 
 KERNELS = ("output_layer", "embedding", "hidden_bias", "hidden_linear", "gradient")
 
@@ -155,7 +155,7 @@ def test_the_gradient_of_a_pair_is_that_of_the_dpo_loss(built):
     """Compare a_ie v / n with the sums of the sides, without second moments, which differ between pairs and sides."""
     pairs, sides = built["pairs"], built["sides"]
     assert sides.manifest.fingerprints["model"] == pairs.manifest.fingerprints["model"]
-    from grasp.build.model_pass import ModelPass  # noqa: PLC0415
+    from grasp.pipeline.model_pass import ModelPass  # noqa: PLC0415
 
     source = {name: BuildSource(artifact) for name, artifact in built.items()}
     ready = ModelPass.choose(source["pairs"].model, source["pairs"].settings.features)

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 import grasp
 from grasp.artifact.reader import ArtifactReader
-from grasp.build import leaks
-from grasp.build.build import add_targets
-from grasp.build.leaks import GRAM_WORDS, QuestionIndex, find_leaks, question_words
-from grasp.build.merge import merge
-from grasp.build.pipeline import build_artifact
 from grasp.corpus.conversations import Conversation
+from grasp.pipeline import leaks
+from grasp.pipeline.build import add_targets
+from grasp.pipeline.leaks import GRAM_WORDS, QuestionIndex, find_leaks, question_words
+from grasp.pipeline.merge import merge
+from grasp.pipeline.pipeline import build_artifact
 from grasp.progress import Silent
 from grasp.targets import Unit
-from tests.build.test_merge import write_lines
-from tests.build.world import texts, world
 from tests.mentions import assert_mentions
+from tests.pipeline.test_merge import write_lines
+from tests.pipeline.world import texts, world
 
 QUESTION = "Which part of a green plant makes sugar out of light, water and air during the day"
 OTHER = "How many wooden boats crossed the wide river before the old bridge fell into it"

@@ -14,22 +14,22 @@ from grasp.api.predict import REPLAY_NOTE
 from grasp.artifact.inspection import UNFINISHED_REPLAY, info, verify
 from grasp.artifact.manifest import REPLAY
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.add_replay import NEW_MODEL_NOTE
-from grasp.build.build import add_replay, add_targets, build
-from grasp.build.forecast import forecast
-from grasp.build.merge import merge
-from grasp.build.replay_plan import make_trainable
 from grasp.errors import ArtifactError, GraspError, ModelError, SettingsError
 from grasp.inspect.explain import explain
+from grasp.pipeline.add_replay import NEW_MODEL_NOTE
+from grasp.pipeline.build import add_replay, add_targets, build
+from grasp.pipeline.forecast import forecast
+from grasp.pipeline.merge import merge
+from grasp.pipeline.replay_plan import make_trainable
 from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.predictor import Predictor, UnitSelection
 from grasp.predict.scoring_rule import NEW_MODEL_REPLAY_WEIGHT, REPLAY_WEIGHT, ScoringProtocol
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from grasp.training.replay_checks import smoothness
-from tests.build.test_pipeline import Notes
-from tests.build.world import world, write_targets
 from tests.faults import Killed, raising
 from tests.mentions import assert_mentions
+from tests.pipeline.test_pipeline import Notes
+from tests.pipeline.world import world, write_targets
 from tests.training.unrolled import tiny_model
 
 RECIPE = {"learning_rate": 1e-3, "max_steps": 4, "per_device_train_batch_size": 3}
@@ -220,7 +220,7 @@ def test_a_replay_that_is_not_smooth_is_not_used_and_suggests_a_remedy(copied, m
     np.testing.assert_array_equal(Predictor.from_artifact(ArtifactReader.open(copied)).effect_NT, before)
     (line,) = info(copied).replays
     assert_mentions(line, "2 x 4 steps", "facts, more: not used", "lower learning rate")
-    monkeypatch.setattr(import_module("grasp.build.add_replay"), "replay_rows", None)
+    monkeypatch.setattr(import_module("grasp.pipeline.add_replay"), "replay_rows", None)
     assert add_replay(copied, recipe=RECIPE, settings=HOW) == record  # it is not tried again
     monkeypatch.undo()
     monkeypatch.setattr("grasp.training.replayed_rows.smoothness", lambda replay, **how: smoothness(replay, 1e9, **how))

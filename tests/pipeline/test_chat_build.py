@@ -14,20 +14,20 @@ from transformers.utils import chat_template_utils
 
 import grasp
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.add_targets import add_target
-from grasp.build.inputs import prepare_inputs
-from grasp.build.merge import merge
-from grasp.build.modality import load_reference
-from grasp.build.pipeline import build_artifact
-from grasp.build.provenance import BuildSource
 from grasp.corpus.conversations import Conversation
 from grasp.corpus.row_store import RowStore
+from grasp.pipeline.add_targets import add_target
+from grasp.pipeline.inputs import prepare_inputs
+from grasp.pipeline.merge import merge
+from grasp.pipeline.modality import load_reference
+from grasp.pipeline.pipeline import build_artifact
+from grasp.pipeline.provenance import BuildSource
 from grasp.settings import BuildSettings, TargetSettings, build_settings
-from tests.build.test_pipeline import Notes
-from tests.build.world import WORDS, world, write_targets
 from tests.cli.grasp_command import arrays
 from tests.corpus.chats import CHATML, turns
 from tests.mentions import assert_mentions
+from tests.pipeline.test_pipeline import Notes
+from tests.pipeline.world import WORDS, world, write_targets
 from tests.rounding import rounding
 
 

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 import grasp
 from grasp.arrays import I64
 from grasp.artifact.manifest import UNITS
-from grasp.build.inputs import Inputs
-from grasp.build.model_pass import batch_arrays
 from grasp.corpus.labels import HASH_LABEL, IDS_COLUMN
 from grasp.kernels.kernel import Kernel
 from grasp.models.causal_lm import ReferenceModel
+from grasp.pipeline.inputs import Inputs
+from grasp.pipeline.model_pass import batch_arrays
 from grasp.targets.units import unit_columns
 
 MAX_TARGET_BYTES = 64 << 20  # of the arrays of a target in `unit_arrays`

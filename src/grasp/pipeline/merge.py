@@ -24,11 +24,11 @@ from grasp.arrays import F32, I64
 from grasp.artifact.manifest import LEAKS, LOSS_TOKENS, PER_UNIT, ROW_COLUMNS, UNITS
 from grasp.artifact.reader import ArtifactReader, Leaks
 from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
-from grasp.build.identity import Identity
-from grasp.build.pipeline import sketch_gain
 from grasp.corpus.packing import Skipped
 from grasp.errors import ArtifactError, SettingsError
 from grasp.files import DISK_FULL_ERRORS, atomic_path, check_outputs, differences
+from grasp.pipeline.identity import Identity
+from grasp.pipeline.pipeline import sketch_gain
 from grasp.progress import Progress, Silent
 from grasp.store.remote import remote_url
 

@@ -9,16 +9,16 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from grasp.build.pipeline import build_artifact
-from grasp.build.ray_cluster import ClusterSpec
 from grasp.distil.ngrams import LENGTHS, SLOTS
 from grasp.distil.scorer import Scorer
+from grasp.pipeline.pipeline import build_artifact
+from grasp.pipeline.ray_cluster import ClusterSpec
 from grasp.progress import Silent
 from grasp.yaml_files import write_yaml
-from tests.build.test_pipeline import assert_same
-from tests.build.world import texts, world
 from tests.cli.grasp_command import arrays
 from tests.corpus.world import write_parquet
+from tests.pipeline.test_pipeline import assert_same
+from tests.pipeline.world import texts, world
 from tests.select.scorers import scorer_of
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
@@ -73,8 +73,8 @@ def test_a_build_survives_a_node_that_dies_when_another_joins(nodes, tmp_path):
 STOPS = """
 import sys, time
 from pathlib import Path
-from grasp.build.ray_cluster import ClusterSpec
-from grasp.build.pipeline import build_artifact
+from grasp.pipeline.ray_cluster import ClusterSpec
+from grasp.pipeline.pipeline import build_artifact
 from grasp.progress import Silent
 from grasp.settings import BuildSettings
 from grasp.yaml_files import read_yaml

@@ -6,14 +6,14 @@ from typing import Any, Literal
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
-from grasp.build.inputs import prepare_inputs
-from grasp.build.model_pass import Workers
-from grasp.build.pipeline import column_sums, scored_shards
-from grasp.build.provenance import BuildSource
-from grasp.build.stored_inputs import leak_arrays, unit_arrays, unit_table
 from grasp.kernels.kernel import CorpusMoments, Kernel, kernel_class, make_kernels
 from grasp.kernels.sketch import Sketch
 from grasp.models.forward_pass import Reference
+from grasp.pipeline.inputs import prepare_inputs
+from grasp.pipeline.model_pass import Workers
+from grasp.pipeline.pipeline import column_sums, scored_shards
+from grasp.pipeline.provenance import BuildSource
+from grasp.pipeline.stored_inputs import leak_arrays, unit_arrays, unit_table
 from grasp.progress import Progress, Silent
 from grasp.settings import FeatureSettings, TargetSettings
 

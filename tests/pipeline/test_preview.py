@@ -5,11 +5,11 @@ import json
 import pytest
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.build.build import build
-from grasp.build.preview import preview_corpus, preview_targets
 from grasp.errors import CorpusError, TargetError
-from tests.build.world import texts, write_checkpoint, write_targets
+from grasp.pipeline.build import build
+from grasp.pipeline.preview import preview_corpus, preview_targets
 from tests.cli.grasp_command import refused, succeed
+from tests.pipeline.world import texts, write_checkpoint, write_targets
 
 
 @pytest.fixture

@@ -11,11 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from grasp.artifact.reader import Leaks
-from grasp.build.identity import Identity
-from grasp.build.input_notes import note_corpus, note_questions
-from grasp.build.leaks import find_leaks
-from grasp.build.modality import load_reference, vision
-from grasp.build.model_pass import ModelPass
 from grasp.corpus.documents import Corpus
 from grasp.corpus.row_store import RowStore, ShardStore
 from grasp.corpus.sources import Source, open_source
@@ -25,6 +20,11 @@ from grasp.models.causal_lm import ReferenceModel, context_of
 from grasp.models.checkpoint import check_readable, text_config_of, tokenizer_of
 from grasp.models.forward_pass import Reference, Units
 from grasp.models.tokenizer import HfTokenizer
+from grasp.pipeline.identity import Identity
+from grasp.pipeline.input_notes import note_corpus, note_questions
+from grasp.pipeline.leaks import find_leaks
+from grasp.pipeline.modality import load_reference, vision
+from grasp.pipeline.model_pass import ModelPass
 from grasp.progress import Progress
 from grasp.settings import BuildSettings, ModelSettings
 from grasp.targets import Unit, UnitSet, load_units

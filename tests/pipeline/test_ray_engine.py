@@ -8,15 +8,15 @@ import pytest
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import lock_artifact
-from grasp.build import ray_cluster as cluster
-from grasp.build.pipeline import build_artifact
-from grasp.build.ray_cluster import ClusterSpec, connected
 from grasp.errors import EngineError, MissingExtraError, ModelError
+from grasp.pipeline import ray_cluster as cluster
+from grasp.pipeline.pipeline import build_artifact
+from grasp.pipeline.ray_cluster import ClusterSpec, connected
 from grasp.progress import Silent
-from tests.build.test_chat_build import chat_settings
-from tests.build.test_pipeline import assert_same, with_broken_model
-from tests.build.world import EVERY, FORWARD, world
 from tests.cli.grasp_command import arrays
+from tests.pipeline.test_chat_build import chat_settings
+from tests.pipeline.test_pipeline import assert_same, with_broken_model
+from tests.pipeline.world import EVERY, FORWARD, world
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
 psutil = pytest.importorskip("psutil", reason="psutil is not installed")

@@ -40,11 +40,6 @@ from grasp.arrays import I64
 from grasp.artifact.manifest import BUILD, FEATURES, LOSS_TOKENS, MANIFEST, RUN, SIGNED_MANIFEST, ArrayFiles
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
-from grasp.build.identity import Identity
-from grasp.build.inputs import ON_DISK, InMemory, Inputs, prepare_inputs
-from grasp.build.model_pass import Arrays, BatchCache, ScoredShard, Workers, compute_moments, score_shard
-from grasp.build.ray_cluster import ClusterSpec
-from grasp.build.stored_inputs import leak_arrays, provenance_fields, unit_arrays, unit_table
 from grasp.corpus.row_store import RowStore
 from grasp.errors import ArtifactError, ModelError, SettingsError
 from grasp.files import differences
@@ -54,6 +49,11 @@ from grasp.kernels.whitening import STATES
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import check_readable, is_adapter, recorded_train
 from grasp.models.forward_pass import Reference
+from grasp.pipeline.identity import Identity
+from grasp.pipeline.inputs import ON_DISK, InMemory, Inputs, prepare_inputs
+from grasp.pipeline.model_pass import Arrays, BatchCache, ScoredShard, Workers, compute_moments, score_shard
+from grasp.pipeline.ray_cluster import ClusterSpec
+from grasp.pipeline.stored_inputs import leak_arrays, provenance_fields, unit_arrays, unit_table
 from grasp.progress import Progress, Silent
 from grasp.seeds import stream
 from grasp.settings import BuildSettings, FeatureSettings, build_settings
@@ -120,7 +120,7 @@ def open_workers(inputs: Inputs, cluster: ClusterSpec | None) -> AbstractContext
     """Return a context with the workers that run the model: those of a Ray cluster, or this process."""
     if cluster is None:
         return nullcontext(Workers(inputs.model_pass))
-    from grasp.build.engine import ray_workers  # noqa: PLC0415 - most builds need no cluster
+    from grasp.pipeline.engine import ray_workers  # noqa: PLC0415 - most builds need no cluster
 
     return ray_workers(cluster, inputs.settings, inputs.units)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grasp.build.forecast import _row_and_token_seconds
+from grasp.pipeline.forecast import _row_and_token_seconds
 
 SECONDS = st.floats(0.001, 100.0)
 

@@ -11,14 +11,14 @@ from pathlib import Path
 from transformers.utils import logging as hf_logging
 
 from grasp.artifact.writer import lock_artifact
-from grasp.build.add_replay import WARM_UP, refuse_longer_rows
-from grasp.build.proxy import MODEL
-from grasp.build.replay_plan import make_trainable
 from grasp.corpus import RowStore
 from grasp.errors import ArtifactError, SettingsError
 from grasp.files import atomic_path, differences, discard
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import is_adapter
+from grasp.pipeline.add_replay import WARM_UP, refuse_longer_rows
+from grasp.pipeline.proxy import MODEL
+from grasp.pipeline.replay_plan import make_trainable
 from grasp.progress import Progress
 from grasp.settings import BuildSettings
 from grasp.training.fine_tuning import FineTuning
