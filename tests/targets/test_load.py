@@ -11,7 +11,7 @@ from grasp.corpus.sources import IN_MEMORY
 from grasp.errors import MissingExtraError, TargetError
 from grasp.settings import DatasetTarget, TargetSettings
 from grasp.targets import load_units
-from grasp.targets.load import target_name
+from grasp.targets.load import target_name, unread_files_notes
 from grasp.targets.unit_records import units_from_records
 from tests.corpus.chats import CHATML, DROPS, MARKED, chat_tokenizer, turns
 
@@ -298,3 +298,13 @@ def test_units_of_parquet_are_those_of_json_lines(tmp_path):
             table = table.set_column(0, "unit_id", ids)
         pq.write_table(table, tmp_path / f"{name}.parquet")
         assert load(tmp_path, name=f"{name}.parquet").units == expected.units
+
+
+def test_files_of_a_directory_of_questions_that_are_not_read_are_noted(tmp_path):
+    (tmp_path / "exam").mkdir()
+    (tmp_path / "exam" / "a.JSONL").write_text(json.dumps({"prompt": "Q", "completion": " a"}) + "\n")
+    (tmp_path / "exam" / "b.jsonl.lz4").write_text("x")
+    settings = TargetSettings(names=(f"{tmp_path}/exam", f"{tmp_path}/exam/a.JSONL"), units_per_target=1)
+    assert unread_files_notes(settings) == [f"{tmp_path}/exam: 1 file not read: b.jsonl.lz4"]
+    (unit,) = load_units(TargetSettings(names=(f"{tmp_path}/exam/a.JSONL",))).units
+    assert (unit.target, unit.prompt) == ("a", "Q")

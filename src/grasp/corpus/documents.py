@@ -21,9 +21,9 @@ import numpy as np
 import pyarrow as pa
 
 from grasp.arrays import I32
-from grasp.corpus.conversations import Content, Conversation, Span, form_of, holds_turns
+from grasp.corpus.conversations import Content, Conversation, Span, entry_notes, form_of, holds_turns
 from grasp.corpus.labels import Flattener, Label, has_labels, is_json, is_list, is_text, label_name, label_text
-from grasp.corpus.sources import ArrowChunk, Chunk, JsonRecord, Source, open_source
+from grasp.corpus.sources import ArrowChunk, Chunk, JsonRecord, Source, open_source, unread_files_note
 from grasp.corpus.text_files import cell_value
 from grasp.corpus.values import plain_record, plain_values
 from grasp.errors import CorpusError
@@ -319,6 +319,11 @@ class Corpus:
         documents = _build_documents(chain(first_record, records), settings)
         self.first = list(islice(documents, FIRST_DOCUMENTS))
         self._remaining: Iterator[Document] | None = documents
+
+    @property
+    def notes(self) -> list[str]:
+        """Return notes on the dataset entry that says how it is read, and on files that are not read."""
+        return [*entry_notes(self.settings), *unread_files_note(self.source)]
 
     def documents(self, start: int) -> Iterator[Document]:
         """Yield the documents from position `start` on; the first call with 0 continues the open stream."""

@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any, Protocol
@@ -23,30 +23,24 @@ import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
 from grasp.corpus.labels import label_text
-from grasp.corpus.text_files import (
-    DELIMITED_SUFFIXES,
-    JSON_LINES_SUFFIXES,
-    JSON_SUFFIXES,
-    is_delimited,
-    one_line,
-    text_records,
-)
+from grasp.corpus.text_files import TEXT_KINDS, file_type, is_delimited, one_line, text_records
 from grasp.corpus.values import plain_values
 from grasp.errors import CorpusError
 from grasp.extras import require
 from grasp.hub import is_path, refusal, suggest_path
 
-PARQUET_SUFFIXES = (".parquet",)
-TEXT_FILES = (*JSON_LINES_SUFFIXES, *JSON_SUFFIXES, *DELIMITED_SUFFIXES)
 EXPECTED_CORPUS = "expected .parquet, .jsonl, .json, .csv or .tsv, a directory of such files, or a `datasets` directory"
 BATCH_ROWS = 256
 IN_MEMORY = "in memory, "  # prefix of a recorded path for objects in memory; the fingerprint follows
 _HUB_NAME = re.compile(r"[\w-]+(?:/[\w-][\w.-]*)?")
 _FILE_SUFFIX = re.compile(
-    r"\.(?:parquet|jsonl?|ndjson|csv|tsv|txt|arrow|feather|gz|zst|bz2|xz|zip|tar)$", re.IGNORECASE
+    r"\.(?:parquet|pq|jsonl?|ndjson|csv|tsv|txt|arrow|feather|gz|gzip|zstd?|bz2|xz|zip|tar)$", re.IGNORECASE
 )
 _DIGEST_BYTES = 64 << 20  # local files up to this size are identified by content, which takes a tenth of a second
 _DIGEST_ROWS = 65_536
+_MAX_EXAMPLES = 4  # names of files that are not read, in a note
+# A part of a split as in `datasets`: [:100], train[10%:20%], train[-5:]. The split of a single file has no name.
+_PART = re.compile(r"(?P<name>[^\[\]]*)\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\]")
 _MEASURED_BYTES = 16 << 20  # JSON lines are counted up to this size, and extrapolated beyond
 _STAMPS = ("mtime", "ETag", "etag", "LastModified", "last_modified", "updated", "created")
 
@@ -113,18 +107,47 @@ def is_local(path: str) -> bool:
         return False
 
 
+def is_parquet(path: str) -> bool:
+    """Return whether a file is Parquet, by its name."""
+    return file_type(path) == ("parquet", "")
+
+
+def holds_records(path: str) -> bool:
+    """Return whether a file is of a type that sources read, by its name."""
+    return is_parquet(path) or file_type(path)[0] in TEXT_KINDS
+
+
 def open_source(path: str, split: str | None = None, field: str = "corpus") -> Source:
-    """Open a file, a directory, a `datasets` directory, or a hub dataset.
+    """Open a file, a directory, a `datasets` directory, or a hub dataset, or a part of it.
 
     Args:
         path: local path, URL of a file system that fsspec supports, or name of a hub dataset.
-        split: split of a `datasets` directory or hub dataset, or of a directory with files named after splits.
+        split: split of a `datasets` directory or hub dataset, or of a directory with files named after splits. A range
+            of records or percents may follow, by the rules of `datasets`: `train[:10%]`, or `[-5:]` without splits.
         field: group of settings that names it, for messages.
     Raises:
-        CorpusError: no such path, an unsupported file type, a directory without a supported file, or several splits
-            and none is named.
+        CorpusError: no such path, an unsupported file type, a directory without a supported file, several splits and
+            none is named, or an empty or invalid range.
         MissingExtraError: `datasets` is needed and not installed.
     """
+    if split is None or "[" not in split:
+        return _open_whole(path, split, field)
+    part = _PART.fullmatch(split)
+    if part is None:
+        raise CorpusError(f"{field}.split: got {split!r}, expected one range of a split, such as train[:10%]")
+    whole = _open_whole(path, part["name"] or None, field)
+    n_records = whole.approximate_length(sys.maxsize)  # exact, since that many are counted
+    numbers = [int(bound.rstrip("%")) if bound else None for bound in part.group("start", "stop")]
+    if "%" in split:  # of either bound: it holds for both, as in `datasets`
+        numbers = [None if percent is None else round(percent * n_records / 100) for percent in numbers]
+    start, stop, _ = slice(*numbers).indices(n_records)
+    if start >= stop:
+        raise CorpusError(f"{field}.split: got {split!r}, which has no record: {path} has {n_records:,}")
+    return PartOfSource(whole, split, start, stop)
+
+
+def _open_whole(path: str, split: str | None, field: str) -> Source:
+    """Open all records of a path or split; see `open_source`."""
     if path.startswith(IN_MEMORY):
         raise CorpusError(
             f"{field}: was a table {path}, which is not on disk; pass the same object again, or save it as Parquet "
@@ -142,14 +165,14 @@ def open_source(path: str, split: str | None = None, field: str = "corpus") -> S
     if is_file:
         if split is not None:
             raise CorpusError(f"{field}.split: got {split!r}, but {path} is one file and has no splits; omit it")
-        if not root.endswith(PARQUET_SUFFIXES + TEXT_FILES):
+        if not holds_records(root):
             raise CorpusError(f"{shown(root)}: unknown file type {PurePosixPath(root).suffix!r}; {EXPECTED_CORPUS}")
         return FileSource(fs, [(shown(root), root)], root.rpartition("/")[0])
     is_saved_table = fs.exists(f"{root}/state.json") and fs.exists(f"{root}/dataset_info.json")
     if is_saved_table or fs.exists(f"{root}/dataset_dict.json"):
         return _saved_dataset(fs, root, path, split, field)
-    files = _files_of_directory(fs, root, path, split, field)
-    return FileSource(fs, [(shown(file), file) for file in files], root, _partitions(files, root))
+    files, unread = _files_of_directory(fs, root, path, split, field)
+    return FileSource(fs, [(shown(file), file) for file in files], root, _partitions(files, root), unread)
 
 
 def _saved_dataset(fs: Any, root: str, path: str, split: str | None, field: str) -> "TableSource":
@@ -162,16 +185,22 @@ def _saved_dataset(fs: Any, root: str, path: str, split: str | None, field: str)
     return TableSource(table, path, [_file_identity(fs, file, root) for file in sorted(fs.find(root))])
 
 
-def _files_of_directory(fs: Any, root: str, path: str, split: str | None, field: str) -> list[str]:
-    """Return the files of records in a directory, sorted; see `open_source` for path, split and field."""
+def _files_of_directory(
+    fs: Any, root: str, path: str, split: str | None, field: str
+) -> tuple[list[str], tuple[str, ...]]:
+    """Return the files of records in a directory, sorted, and the other ones; see `open_source` for the arguments."""
     visible = []
     for file in sorted(fs.find(root)):
         steps = PurePosixPath(file).relative_to(root).parts
         if not any(step.startswith((".", "_")) for step in steps):
             visible.append(file)
-    # other files next to the data are mostly notes on it, e.g. dataset_info.json, statistics.csv
-    kinds = (PARQUET_SUFFIXES + JSON_LINES_SUFFIXES, JSON_SUFFIXES, DELIMITED_SUFFIXES)
-    files = next((of_kind for kind in kinds if (of_kind := [file for file in visible if file.endswith(kind)])), [])
+    # Other files next to the data are mostly notes on it, e.g. dataset_info.json, statistics.csv. C4, Dolma and others
+    # use `.json.gz` for JSON lines; plain `.json` files seldom are.
+    records = [file for file in visible if holds_records(file)]
+    rank_of = {file: (is_delimited(file), file_type(file) == ("json", "")) for file in records}
+    lowest = min(rank_of.values(), default=None)
+    files = [file for file in records if rank_of[file] == lowest]
+    unread = tuple(file.removeprefix(root).lstrip("/") for file in visible if rank_of.get(file) != lowest)
     if split is not None:
         named = re.compile(rf"(?:.*/)?{re.escape(split)}[-./][^/]*(?:/.*)?")
         files = [file for file in files if named.fullmatch(file.removeprefix(root).lstrip("/"))]
@@ -179,12 +208,21 @@ def _files_of_directory(fs: Any, root: str, path: str, split: str | None, field:
             raise CorpusError(f"{field}.split: got {split!r}, but no file of {path} is named after it")
     if not files:
         raise CorpusError(f"{path}: no file of records in this directory; {EXPECTED_CORPUS}")
-    if len({file.endswith(PARQUET_SUFFIXES) for file in files}) > 1:
+    if len({is_parquet(file) for file in files}) > 1:
         raise CorpusError(
             f"{path}: contains both Parquet and JSONL files ({files[0]}, ...); move one kind "
             "elsewhere, so that nothing is read twice"
         )
-    return files
+    return files, unread
+
+
+def unread_files_note(source: Source) -> list[str]:
+    """Return a note on the files of a directory that are not read, with an example of each suffix; empty if none."""
+    whole = source.whole if isinstance(source, PartOfSource) else source
+    unread = whole.unread if isinstance(whole, FileSource) else ()
+    examples = sorted({PurePosixPath(file).suffix.lower(): file for file in reversed(unread)}.values())[:_MAX_EXAMPLES]
+    more = ", ..." if len(unread) > len(examples) else ""
+    return [f"{len(unread):,} file{'s' * (len(unread) > 1)} not read: {', '.join(examples)}{more}"] if unread else []
 
 
 def _hub_dataset(path: str, split: str | None, field: str) -> Source:
@@ -214,6 +252,7 @@ class FileSource:
     files: Sequence[tuple[str, str]]  # (name for messages, path in the file system), in reading order
     root: str
     partitions: Mapping[str, "Partition"] = field(default_factory=dict)  # by path, for files in folders KEY=VALUE
+    unread: tuple[str, ...] = ()  # relative paths of other files in the directory, without hidden ones
 
     def identity(self) -> list[list[str]]:
         """Return relative name, size, and digest, modification time or entity tag of each file."""
@@ -244,7 +283,7 @@ class FileSource:
         file_start = 0  # index of the first record of the file
         for name, path in self.files:
             skip = max(0, start - file_start)  # records of the file before `start`
-            if path.endswith(PARQUET_SUFFIXES):
+            if is_parquet(path):
                 file_start += yield from self._parquet_chunks(name, path, file_start, skip, select)
             else:
                 file_start += yield from self._text_chunks(name, path, file_start, skip)
@@ -290,7 +329,7 @@ class FileSource:
 
     def approximate_length(self, n: int) -> int:
         """Count at least `n` records, and extrapolate from their bytes if a large part of text files is not read."""
-        if all(path.endswith(PARQUET_SUFFIXES) for _, path in self.files):
+        if all(is_parquet(path) for _, path in self.files):
             return sum(parquet_rows(self.fs, path, name) for name, path in self.files)
         sizes = [int(self.fs.size(path) or 0) for _, path in self.files]
         read_bytes, records = 0, 0  # bytes of the files before the current one, and records
@@ -308,8 +347,8 @@ class FileSource:
 
 
 def _without_suffix(path: PurePosixPath) -> str:
-    suffix = next(suffix for suffix in (*PARQUET_SUFFIXES, *TEXT_FILES) if path.name.endswith(suffix))
-    return str(path).removesuffix(suffix)
+    n_suffixes = 2 if file_type(path.name)[1] else 1
+    return str(path).removesuffix("".join(path.suffixes[-n_suffixes:]))
 
 
 def parquet_batches(
@@ -466,6 +505,38 @@ class TableSource:
             stop = first + BATCH_ROWS
             batch = table.slice(first, BATCH_ROWS).combine_chunks() if in_memory else table[first:stop]
             yield ArrowChunk(first, self.name, first, batch)
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfSource:
+    """Consecutive records of another source, from `first` up to `stop`; positions count from `first`."""
+
+    whole: Source
+    split: str  # as it was named, for the identity
+    first: int
+    stop: int
+
+    def identity(self) -> list[list[str]]:
+        """Return the files of the whole source, and the range."""
+        return [*self.whole.identity(), [self.split, str(self.stop - self.first), ""]]
+
+    def approximate_length(self, n: int) -> int:
+        """Return the number of records."""
+        return self.stop - self.first
+
+    def file_labels(self, name: str) -> Mapping[str, str]:
+        """Return those of the whole source."""
+        return self.whole.file_labels(name)
+
+    def chunks(self, start: int, select: Selector) -> Iterator[Chunk]:
+        """Yield the records from position `start` on."""
+        for chunk in self.whole.chunks(self.first + start, select):
+            if chunk.index >= self.stop:
+                return
+            part = replace(chunk, index=chunk.index - self.first)
+            if isinstance(part, ArrowChunk):
+                part = replace(part, batch=part.batch.slice(0, self.stop - chunk.index))
+            yield part
 
 
 def table_source(data: Any, split: str | None = None, what: str = "corpus") -> TableSource:

@@ -10,6 +10,7 @@ import json
 import lzma
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
@@ -18,19 +19,9 @@ import pyarrow as pa
 from grasp.errors import CorpusError
 
 COMPRESSION_BY_SUFFIX = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
-# C4, Dolma and others use `.json.gz` or `.json.zst` for JSON lines; plain `.json` files seldom are.
-JSON_LINES_SUFFIXES = tuple(
-    f"{name}{suffix}"
-    for name, suffixes in (
-        (".jsonl", ("", *COMPRESSION_BY_SUFFIX)),
-        (".ndjson", ("", *COMPRESSION_BY_SUFFIX)),
-        (".json", COMPRESSION_BY_SUFFIX),
-    )
-    for suffix in suffixes
-)
-JSON_SUFFIXES = (".json",)
 DELIMITER = {"csv": ",", "tsv": "\t"}
-DELIMITED_SUFFIXES = tuple(f".{name}{suffix}" for name in DELIMITER for suffix in ("", *COMPRESSION_BY_SUFFIX))
+TEXT_KINDS = ("jsonl", "json", *DELIMITER)
+_USUAL_SUFFIX = {".ndjson": ".jsonl", ".pq": ".parquet", ".zstd": ".zst", ".gzip": ".gz"}  # by another one in use
 MAX_LINE_BYTES = 256 << 20  # bytes of a JSON line, or of a record of another file, which is held in memory
 _BLOCK_BYTES = 1 << 20
 _SPACE = " \t\r\n"
@@ -42,9 +33,20 @@ _LEADING_ZERO = re.compile(r"-?0\d", re.ASCII)
 Records = Iterator[tuple[int, dict[str, Any] | None]]
 
 
+@lru_cache(maxsize=256)
+def file_type(name: str) -> tuple[str, str]:
+    """Return the usual suffix of a file in lower case without its dot, and the usual suffix of its compression.
+
+    For example ("jsonl", ".gz") of `A.NDJSON.gzip`; either is empty if there is none.
+    """
+    suffixes = [_USUAL_SUFFIX.get(suffix, suffix) for suffix in PurePosixPath(name.lower()).suffixes]
+    compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSION_BY_SUFFIX else ""
+    return suffixes[-1][1:] if suffixes else "", compression
+
+
 def is_delimited(name: str) -> bool:
     """Return whether a file is CSV or TSV, whose values are text: `cell_value` gives their type."""
-    return name.endswith(DELIMITED_SUFFIXES)
+    return file_type(name)[0] in DELIMITER
 
 
 def text_records(handle: BinaryIO, name: str, skip: int = 0) -> Records:
@@ -59,7 +61,7 @@ def text_records(handle: BinaryIO, name: str, skip: int = 0) -> Records:
         stream = _open_decompressed(handle, name)
         if is_delimited(name):
             yield from _read_delimited(stream, name, skip)
-        elif ".json" in PurePosixPath(name).suffixes and _begins_with_bracket(stream):
+        elif file_type(name)[0] == "json" and _begins_with_bracket(stream):
             yield from _read_json_array(stream, name, skip)
         else:
             yield from json_lines(stream, name, skip)
@@ -74,7 +76,7 @@ def one_line(err: BaseException) -> str:
 
 def _open_decompressed(handle: BinaryIO, name: str) -> Any:
     """Return a stream of the decompressed content of a file, whose suffix names the compression."""
-    codec = COMPRESSION_BY_SUFFIX.get(PurePosixPath(name).suffix)
+    codec = COMPRESSION_BY_SUFFIX.get(file_type(name)[1])
     if codec is None:
         return handle
     return io.BufferedReader(lzma.LZMAFile(handle) if codec == "xz" else pa.CompressedInputStream(handle, codec))
@@ -183,7 +185,7 @@ def _read_delimited(stream: Any, name: str, skip: int) -> Records:
     csv.field_size_limit(MAX_LINE_BYTES)
     reader = csv.reader(
         _decode_lines(stream, name),
-        delimiter=DELIMITER["tsv" if ".tsv" in PurePosixPath(name).suffixes else "csv"],
+        delimiter=DELIMITER[file_type(name)[0]],
         strict=True,
     )
     try:

@@ -28,11 +28,11 @@ from grasp.corpus.documents import id_columns, records_in
 from grasp.corpus.labels import is_text, label_text
 from grasp.corpus.sources import (
     BATCH_ROWS,
-    PARQUET_SUFFIXES,
     ArrowChunk,
     FileSource,
     JsonRecord,
     Source,
+    is_parquet,
     open_source,
     parquet_rows,
 )
@@ -142,7 +142,7 @@ def apply(
             }
         )
         n_records = None  # unknown, unless Parquet metadata has it
-        if isinstance(source, FileSource) and all(path.endswith(PARQUET_SUFFIXES) for _, path in source.files):
+        if isinstance(source, FileSource) and all(is_parquet(path) for _, path in source.files):
             n_records = sum(parquet_rows(source.fs, path, name) for name, path in source.files)
         progress.stage("scoring", rows=n_records, tokens=None)
         scores, unfamiliar = [], 0

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from grasp.corpus.conversations import entry_notes, preference_note
+from grasp.corpus.conversations import preference_note
+from grasp.corpus.documents import Corpus
 from grasp.corpus.row_store import RowStore
 from grasp.models.tokenizer import HfTokenizer
 from grasp.progress import Progress
-from grasp.settings import CorpusSettings
 from grasp.targets import UnitSet
 from grasp.targets.units import UnitTokens
 from grasp.text import skipped_lines
@@ -50,7 +50,7 @@ def note_questions(
 
 
 def note_corpus(
-    settings: CorpusSettings,
+    corpus: Corpus,
     store: RowStore,
     unit_set: UnitSet,
     tokenizer: HfTokenizer,
@@ -60,14 +60,14 @@ def note_corpus(
     """Note how the corpus was read: columns, labels, rows and tokens, skipped documents; and the number of questions.
 
     Args:
-        settings: settings of the corpus.
+        corpus: the corpus.
         store: its rows.
         unit_set: units of all targets.
         tokenizer: tokenizer of the model.
         context: context length of the model; None if it has no limit.
         progress: receives the notes.
     """
-    notes = [*entry_notes(settings), _columns_note(store), _labels_note(store)]
+    notes = [*corpus.notes, _columns_note(store), _labels_note(store)]
     roles = store.details["columns"]
     text_column = roles.get("text", roles.get("turns"))
     all_columns = [*roles.values(), *store.label_columns, *store.ignored_columns]

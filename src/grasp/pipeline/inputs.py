@@ -28,6 +28,7 @@ from grasp.pipeline.model_pass import ModelPass
 from grasp.progress import Progress
 from grasp.settings import BuildSettings, ModelSettings
 from grasp.targets import Unit, UnitSet, load_units
+from grasp.targets.load import unread_files_notes
 from grasp.targets.margins import refuse_accuracy
 from grasp.targets.units import UnitTokens
 
@@ -133,6 +134,8 @@ def _prepare_text(
     if model is None:
         check_readable(settings.model.path)
     unit_set = load_units(settings.targets, in_memory.units)
+    for note in unread_files_notes(settings.targets):
+        progress.note(note)
     _check_metrics(unit_set, settings.features.kernels)
     corpus = Corpus(in_memory.source or open_source(settings.corpus.path, settings.corpus.split), settings.corpus)
     tokenizer, context = _tokenizer_and_context(settings.model, model)
@@ -157,7 +160,7 @@ def _prepare_text(
         progress=lambda rows: progress.advance(rows, 0),
     )
     settings = _complete_settings(settings, store, tokenizer, context)
-    note_corpus(settings.corpus, store, unit_set, tokenizer, context, progress)
+    note_corpus(corpus, store, unit_set, tokenizer, context, progress)
     leaks = find_leaks(store, unit_set.pool or unit_set.units, tokenizer.decode)
     for target, target_leaks in leaks.items():
         progress.note(f"{target}: {target_leaks}")

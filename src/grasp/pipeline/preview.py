@@ -19,7 +19,7 @@ import pyarrow as pa
 from grasp.arrays import I32, Bool
 from grasp.artifact.label_functions import DEFAULT_BINS
 from grasp.artifact.label_table import MAX_UNBINNED_VALUES, identifier
-from grasp.corpus.conversations import entry_notes, preference_note
+from grasp.corpus.conversations import preference_note
 from grasp.corpus.documents import Corpus, Document
 from grasp.corpus.labels import Kind, kind_of_all, label_text, widest
 from grasp.corpus.packing import Skipped
@@ -28,7 +28,7 @@ from grasp.corpus.sources import open_source
 from grasp.errors import ModelError
 from grasp.results import Result
 from grasp.settings import CorpusSettings, ModelSettings, TargetSettings
-from grasp.targets.load import load_units, split_names
+from grasp.targets.load import load_units, split_names, unread_files_notes
 from grasp.targets.units import LOSS, Unit, UnitSet, UnitTokens
 from grasp.text import ending, plain, skipped_lines
 
@@ -92,7 +92,7 @@ def preview_corpus(
     settings = settings.model_copy(update={"limit": min(limit, settings.limit or limit), **arguments})
     opened = Corpus(open_source(settings.path, settings.split), settings)
     records = _summarize(opened.documents(0))
-    notes = [*entry_notes(settings), *_column_notes(opened, records)]
+    notes = [*opened.notes, *_column_notes(opened, records)]
     headline = f"{settings.path}: {records.n_read:,} records" + f" (the first {limit:,})" * (records.n_read == limit)
     encoder, context = _load_tokenizer(model, tokenizer)
     if encoder is None:
@@ -230,7 +230,7 @@ def preview_targets(
     table = _target_table(units, lengths)
     examples = tuple(f"{units.units[k].unit_id}: {text}" for k, text in zip(example_index, texts, strict=True))
     headline = f"{len(table):,} target{'s' * (len(table) > 1)}, {len(units.units):,} units"
-    return Preview(table, headline, tuple(notes), signs=False, examples=examples)
+    return Preview(table, headline, (*unread_files_notes(settings), *notes), signs=False, examples=examples)
 
 
 def _example_units(units: Sequence[Unit]) -> list[int]:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from grasp.corpus.conversations import Template, form_of
 from grasp.corpus.documents import records_in
 from grasp.corpus.passages import task_root
-from grasp.corpus.sources import IN_MEMORY, Source, open_source
+from grasp.corpus.sources import IN_MEMORY, Source, holds_records, open_source, unread_files_note
 from grasp.dataset_entries import resolve_entry
 from grasp.errors import CorpusError, TargetError
 from grasp.seeds import stream
@@ -32,8 +32,7 @@ from grasp.text import parse_json
 
 # Log files of evaluation harnesses, one per task: samples_<task>_<time>.jsonl, task-<number>-<task>-requests.jsonl.
 _LOG_NAME = re.compile(r"samples_(?P<task>.+?)(?:_\d{4}-\d\d-\d\dT.*)?|task-\d+-(?P<olmes>.+)-requests")
-_SUFFIX = re.compile(r"(?:\.(?:jsonl?|ndjson|csv|tsv|parquet|gz|zst|bz2|xz))+$")
-_FILE_NAME = re.compile(r".*\.(?:jsonl?|ndjson|csv|tsv|parquet)(?:\.(?:gz|zst|bz2|xz))?", re.DOTALL)
+_SUFFIX = re.compile(r"(?:\.(?:jsonl?|ndjson|csv|tsv|parquet|pq|gz|gzip|zstd?|bz2|xz))+$", re.IGNORECASE)
 
 T = TypeVar("T")
 
@@ -100,7 +99,7 @@ def _load_name(
     unit_lists: list[Sequence[Unit]] = []
     weight_files: list[tuple[str, Records]] = []
     # a file name has a directory, a URL scheme or a known suffix, or the file exists
-    is_file = name.startswith(IN_MEMORY) or "/" in name or "\\" in name or _FILE_NAME.fullmatch(name) is not None
+    is_file = name.startswith(IN_MEMORY) or "/" in name or "\\" in name or holds_records(name)
     if in_memory and name.startswith(IN_MEMORY):
         unit_lists.append(in_memory)
     elif (entry := resolve_entry(name)) is not None:
@@ -288,6 +287,13 @@ def _entry_records(entry: Mapping[str, Any]) -> Records:
             yield location, other_columns | {"prompt": text[:answer_start], "completion": text[answer_start:]}
 
 
+def unread_files_notes(settings: TargetSettings) -> list[str]:
+    """Return notes on the files in local directories of targets that are not read; a directory of logs has none."""
+    directories = [name for name in settings.names if Path(name).is_dir()]
+    of_records = [name for name in directories if not (resolve_entry(name) or _find_logs(name))]
+    return [f"{name}: {note}" for name in of_records for note in unread_files_note(open_source(name))]
+
+
 def _find_logs(directory: str) -> list[str]:
     """Return the log files of a harness below a local directory, one per task; empty if there are none.
 
@@ -296,7 +302,7 @@ def _find_logs(directory: str) -> list[str]:
     """
     logs: dict[str, str] = {}
     for path in sorted(Path(directory).rglob("*") if Path(directory).is_dir() else ()):
-        if _FILE_NAME.fullmatch(path.name) and _LOG_NAME.fullmatch(_SUFFIX.sub("", path.name)):
+        if holds_records(path.name) and _LOG_NAME.fullmatch(_SUFFIX.sub("", path.name)):
             first = logs.setdefault(target_name(path.name), str(path))
             if first != str(path):
                 raise TargetError(f"{directory}: {first} and {path} are logs of the same task; pass one of the files")
