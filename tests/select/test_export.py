@@ -479,6 +479,22 @@ def test_rows_keep_the_other_columns_of_their_records(suffix, packing, kind, tmp
     assert rebuilt.rows(np.arange(rebuilt.n_rows)).select(columns).to_pylist() == labels
 
 
+def test_rows_keep_the_names_of_classes(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    classes = datasets.ClassLabel(names=["neg", "pos"])
+    names = {"text": datasets.Value("string"), "label": classes, "order": classes}
+    table = {"text": texts(9), "label": [0, 1, 0] * 3, "order": [1, 0, 0] * 3}
+    datasets.Dataset.from_dict(table, features=datasets.Features(names)).to_parquet(tmp_path / "c.parquet")
+    artifact = build(tmp_path, tmp_path / "c.parquet")
+    row_index = np.arange(artifact.n_rows)
+    with rows_and_corpus(artifact) as (rows, corpus):
+        tables = row_tables(artifact, rows, corpus, row_index, np.ones(len(row_index)), Numbers)
+        write_corpus(tmp_path / "out", FileFormat(), "rows", tables, 0, {})
+    read_back = datasets.load_dataset(str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "cache"))
+    features = {name: read_back.features[name] for name in ("label", "order", "order_")}
+    assert features == {"label": classes, "order": datasets.Value("int64"), "order_": classes}
+
+
 def test_rows_without_other_columns(tmp_path):
     for suffix in (".jsonl", ".parquet"):
         artifact = build(

@@ -221,3 +221,60 @@ def test_types_that_datasets_does_not_know_are_written_as_others():
     datasets.Features.from_arrow_schema(pq.read_table(sink.getvalue()).schema)
     assert [plain_values(column) for column in result.columns] == [plain_values(column) for column in table.columns]
     assert result.schema.metadata is None
+
+
+FEATURES = {
+    "label": datasets.ClassLabel(names=["neg", "pos"]),
+    "pic": datasets.Image(),
+    "tags": datasets.List(datasets.ClassLabel(names=["a", "b"])),
+}
+
+
+def labelled(n=4):
+    features = datasets.Features({"text": datasets.Value("string"), **FEATURES})
+    pictures = [{"bytes": bytes([k]), "path": f"{k}.png"} for k in range(n)]
+    columns = {"label": [k % 2 for k in range(n)], "pic": pictures, "tags": [[0, 1]] * n}
+    return datasets.Dataset.from_dict({"text": [f"t{k}" for k in range(n)], **columns}, features=features)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "datasets"])
+@pytest.mark.parametrize("saved", ["c.parquet", "saved"])
+def test_names_of_classes_and_images_survive(tmp_path, saved, kind):
+    path = tmp_path / saved
+    (labelled().to_parquet if saved.endswith("parquet") else labelled().save_to_disk)(path)
+    export(path, tmp_path / "out", kind)
+    read_back = load(tmp_path / "out", kind, tmp_path / "cache")
+    assert {name: read_back.features[name] for name in FEATURES} == FEATURES
+    assert read_back.with_format("arrow")[:] == labelled().with_format("arrow")[:]
+
+
+def test_json_lines_have_the_numbers_of_classes(tmp_path):
+    labelled().select_columns(["text", "label"]).to_parquet(tmp_path / "c.parquet")
+    export(tmp_path / "c.parquet", tmp_path / "out", "jsonl")
+    lines = (tmp_path / "out" / "part-00000.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [{"text": f"t{k}", "label": k % 2} for k in range(4)]
+
+
+def test_classes_of_several_names_have_none(tmp_path):
+    """Files that give one number different names keep their numbers; other columns keep their features."""
+    (tmp_path / "c").mkdir()
+    for k, names in enumerate((["neg", "pos"], ["no", "yes"])):
+        table = labelled().cast_column("label", datasets.ClassLabel(names=names))
+        table.to_parquet(tmp_path / "c" / f"{k}.parquet")
+    export(tmp_path / "c", tmp_path / "out", "parquet")
+    read_back = load(tmp_path / "out", "parquet", tmp_path / "cache")
+    assert read_back.features["label"] == datasets.Value("int64")
+    assert read_back.features["pic"] == datasets.Image()
+    assert read_back["label"][:] == [0, 1, 0, 1] * 2
+
+
+def test_features_that_arrow_types_imply_are_not_written(tmp_path):
+    """So that the export of the same records is the same file, whether `datasets` wrote them or another library."""
+    table = datasets.Dataset.from_dict({"text": ["a", "b"], "n": [[1], [2]]})
+    table.to_parquet(tmp_path / "a.parquet")
+    pq.write_table(table.with_format("arrow")[:].replace_schema_metadata(None), tmp_path / "b.parquet")
+    for name in "ab":
+        export(tmp_path / f"{name}.parquet", tmp_path / name, "parquet")
+    assert pq.read_schema(tmp_path / "a" / "part-00000.parquet").metadata is None
+    first, second = ((tmp_path / name / "part-00000.parquet").read_bytes() for name in "ab")
+    assert first == second

@@ -399,8 +399,9 @@ def row_tables(
         for n_rows, others in other_columns.tables(document_N[selected].astype(np.int64)):
             table = columns.slice(first, n_rows)
             first += n_rows
-            for name in others.column_names:
-                table = table.append_column(f"{name}_" if name in row_columns else name, others[name])
+            for other in others.schema:
+                name = f"{other.name}_" if other.name in row_columns else other.name
+                table = table.append_column(other.with_name(name), others[other.name])
             yield table
 
 

@@ -1,17 +1,22 @@
 """Build the tables of an export: types that `datasets`, pyarrow and TRL read, and one schema for all files.
 
-Start with `table_of_records`, `to_readable_table` and `unify_schemas`.
+Start with `table_of_records`, `to_readable_table`, `schema_of_file` and `unify_schemas`.
 
 Arrow fills fields that a record lacks with null, and a chat template may write these nulls into the text of a
 conversation. So if the records of a column differ in their fields, in the order of the fields or in the types of
 values, the column is stored as JSON (`arrow.json`, the `Json` feature of `datasets`), and is read as the records were.
 `datasets.load_dataset` chooses the same type for such columns of JSON lines.
 
+Features of `datasets` that Arrow types do not imply (names of classes, images) stay with their columns: in tables as
+metadata of the field, in files as metadata of the schema, where `datasets` reads them.
+
 A column of scalars of several types has the widest of them, e.g. text for numbers and text, like a label column of the
 artifact; see `grasp.corpus.labels`.
 """
 
+import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from math import isnan
@@ -81,6 +86,10 @@ _READABLE_TESTS = (  # tests for types that `datasets` reads and Parquet stores
 )
 
 
+_FEATURES = b"huggingface"  # key of the metadata
+_IMPLIED_FEATURES = {"Value", "List", "LargeList", "Sequence", "Json"}  # by Arrow types
+
+
 def table_of_records(records: Sequence[Mapping[str, Any]]) -> pa.Table:
     """Return JSON records as a table."""
     names = dict.fromkeys(name for record in records for name in record)
@@ -88,16 +97,42 @@ def table_of_records(records: Sequence[Mapping[str, Any]]) -> pa.Table:
 
 
 def to_readable_table(table: pa.Table) -> pa.Table:
-    """Return a table with types that `datasets` reads and Parquet can store; its schema has no metadata.
+    """Return a table with types that `datasets` reads and Parquet can store; its fields have features as metadata.
 
     Raises:
         CorpusError: the values of a column can be stored neither in Parquet nor as JSON.
     """
-    return pa.table({name: _to_readable(name, table[name]) for name in table.column_names})
+    features = _features_in(table.schema)
+    columns = {name: _to_readable(name, table[name]) for name in table.column_names}
+    fields = [pa.field(name, column.type, metadata=features.get(name)) for name, column in columns.items()]
+    return pa.table(list(columns.values()), pa.schema(fields))
+
+
+def _features_in(schema: pa.Schema) -> dict[str, dict[bytes, str]]:
+    """Return the features that `datasets` has written to the metadata of a schema, as metadata of fields."""
+    try:
+        features = json.loads((schema.metadata or {})[_FEATURES])["info"]["features"].items()
+    except (ValueError, KeyError, TypeError, AttributeError):  # absent, or written by something else
+        return {}
+    texts = {name: json.dumps(feature) for name, feature in features}
+    kinds = {name: set(re.findall(r'"_type": "(\w+)"', text)) for name, text in texts.items()}
+    return {name: {_FEATURES: text} for name, text in texts.items() if kinds[name] - _IMPLIED_FEATURES}
+
+
+def schema_of_file(schema: pa.Schema) -> pa.Schema:
+    """Return the schema of a file for tables with this one, with the features of its fields in its metadata.
+
+    `datasets` ignores a feature whose type is not that of the column.
+    """
+    features = {field.name: json.loads(field.metadata[_FEATURES]) for field in schema if field.metadata}
+    metadata = {_FEATURES: json.dumps({"info": {"features": features}})} if features else None
+    return pa.schema([field.remove_metadata() for field in schema], metadata)
 
 
 def unify_schemas(files: Sequence[Path]) -> None:
     """Rewrite Parquet files in place so that all have one schema; a column that a file lacks is filled with nulls.
+
+    A feature remains if all files with the column have it.
 
     Raises:
         CorpusError: no type can hold the values of a column in all files.
@@ -105,9 +140,15 @@ def unify_schemas(files: Sequence[Path]) -> None:
     schemas = [pq.read_schema(file) for file in files]
     names = dict.fromkeys(name for schema in schemas for name in schema.names)
     conversions = {name: _choose_conversion(files, schemas, name) for name in names}
-    target = pa.schema([(name, conversion.dtype) for name, conversion in conversions.items()])
+    features = [_features_in(schema) for schema in schemas]
+    fields = []
+    for name, (dtype, _) in conversions.items():
+        in_files = [features[k].get(name) for k, schema in enumerate(schemas) if name in schema.names]
+        is_same = in_files.count(in_files[0]) == len(in_files)
+        fields.append(pa.field(name, dtype, metadata=in_files[0] if is_same else None))
+    target = schema_of_file(pa.schema(fields))
     for file, schema in zip(files, schemas, strict=True):
-        if schema.equals(target):
+        if schema.equals(target, check_metadata=True):
             continue
         part = temporary_path(file)
         with pq.ParquetFile(file) as opened, pq.ParquetWriter(part, target, compression="zstd") as writer:

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from math import isnan
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Any, Literal, Self, TypeAlias, cast, get_args
 
 import pyarrow as pa
@@ -22,12 +22,12 @@ import pyarrow.parquet as pq
 
 from grasp.corpus.documents import records_in
 from grasp.corpus.labels import label_text
-from grasp.corpus.sources import ArrowChunk, FileSource, Source, parquet_batches
-from grasp.corpus.text_files import COMPRESSION_BY_SUFFIX, DELIMITER, is_json_array
+from grasp.corpus.sources import ArrowChunk, FileSource, PartOfSource, Source, parquet_batches
+from grasp.corpus.text_files import COMPRESSION_BY_SUFFIX, DELIMITER, file_type, is_json_array
 from grasp.errors import CorpusError, SettingsError
 from grasp.extras import require
 from grasp.files import discard
-from grasp.select.export_tables import table_of_records, unify_schemas
+from grasp.select.export_tables import schema_of_file, table_of_records, unify_schemas
 from grasp.text import json_text
 
 Kind = Literal["parquet", "jsonl", "json", "csv", "tsv", "datasets"]
@@ -97,16 +97,15 @@ class FileFormat:
 
 def _format_of(source: Source) -> FileFormat:
     """Return the format of the first file of a source."""
+    source = source.whole if isinstance(source, PartOfSource) else source
     if not isinstance(source, FileSource):
         return FileFormat("datasets")
     name, path = source.files[0]
-    suffixes = PurePosixPath(name).suffixes
-    compression = suffixes[-1] if suffixes[-1] in COMPRESSION_BY_SUFFIX else ""
-    suffix = suffixes[-2] if compression else suffixes[-1]
-    if suffix == ".json":
+    kind, compression = file_type(name)
+    if kind == "json":
         with source.fs.open(path, "rb") as handle:
-            suffix = ".json" if is_json_array(handle, name) else ".jsonl"
-    return FileFormat(cast(Kind, suffix[1:].replace("ndjson", "jsonl")), compression)
+            kind = "json" if is_json_array(handle, name) else "jsonl"
+    return FileFormat(cast(Kind, kind), compression)
 
 
 def write_records(out: Path, form: FileFormat, items: Iterable[Item], size: ShardSize) -> int:
@@ -227,15 +226,15 @@ def _write_parquet(shards: Path, items: Iterable[Item], size: ShardSize) -> list
     n_in_file = n_bytes = 0
     with ExitStack() as stack:
         for table in _batch_tables(items):
-            start = 0
+            start, schema = 0, schema_of_file(table.schema)
             while start < table.num_rows:
                 rest, n_records = table.slice(start), 0
-                if writer is not None and writer.schema.equals(table.schema):
+                if writer is not None and writer.schema.equals(schema, check_metadata=True):
                     n_records = _n_fitting(rest, size.records - n_in_file, size.n_bytes - n_bytes)
                 if writer is None or not n_records:
                     stack.close()
                     files.append(shards / f"part-{len(files):05d}.parquet")
-                    writer = stack.enter_context(pq.ParquetWriter(files[-1], table.schema, compression="zstd"))
+                    writer = stack.enter_context(pq.ParquetWriter(files[-1], schema, compression="zstd"))
                     n_in_file = n_bytes = 0
                     n_records = max(1, _n_fitting(rest, size.records, size.n_bytes))
                 part = rest.slice(0, n_records)
