@@ -6,11 +6,12 @@ if it is the only one. Start with `resolve_entry`.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from grasp.errors import SettingsError
+from grasp.field_names import unknown_names
 from grasp.yaml_files import read_yaml
 
 LLAMA_FACTORY = "dataset_info.json"
@@ -18,6 +19,20 @@ _SAVED = ("state.json", "dataset_dict.json")  # next to a `dataset_info.json` th
 _YAML = (".yaml", ".yml")
 _LOCATIONS = ("file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 _MEDIA = ("images", "videos", "audios", "kto_tag")
+# Names of LLaMA-Factory (`DatasetAttr`) that are interpreted or refused.
+_FIELDS = (*_LOCATIONS, "formatting", "ranking", "columns", "tags", "split", "num_samples", "subset", "folder")
+_COLUMNS = ("prompt", "query", "response", "history", "messages", "system", "tools", "chosen", "rejected", *_MEDIA)
+_TAGS = tuple(f"{tag}_tag" for tag in ("role", "content", "user", "assistant", "observation", "function", "system"))
+# Names of Axolotl (`SFTDataset`, `PretrainingDataset`, `DPODataset`) that are interpreted.
+_DATA = ("path", "data_files", "split", "type", "field", "text_column", "chat_template", "chat_template_jinja")
+_MESSAGES = ("roles", "message_property_mappings", "message_field_role", "message_field_content", "drop_system_message")
+_LOSS = ("roles_to_train", "message_field_training", "message_field_training_detail", "train_on_eos", "train_on_eot")
+_FIELDS_OF = tuple(f"field_{part}" for part in ("messages", "tools", "system", "thinking", "chosen", "rejected"))
+_TYPE_FIELDS = tuple(f"field_{column}" for column in ("instruction", "input", "output", "system"))
+_TYPE_FORMATS = ("format", "no_input_format", "system_format", "system_prompt")
+_REFUSED = ("shards", "skip", "name", "revision", "split_thinking", "template_thinking_key")  # change data or text
+# Names that change nothing: `shards_idx` does with `shards`, the last two for types that are refused.
+_NEUTRAL = ("ds_type", "trust_remote_code", "preprocess_shards", "shards_idx", "input_transform", "temperature")
 _TEXT_TYPES = ("completion", "pretrain")
 _CHAT_TYPES = ("chat_template", "chat_template.default", "chat_template.load")
 _TOKENIZER_TEMPLATES = (None, "tokenizer_default")
@@ -97,17 +112,20 @@ def _llama_factory(entry: Entry, file: Path) -> dict[str, Any]:
     if media := [column for column in _MEDIA if columns.get(column)]:
         raise SettingsError(f"{location}: columns.{media[0]}: only texts are supported, without media or KTO tags")
     place = next((place for place in _LOCATIONS[:2] if place in fields), None)
-    if place is None or fields.get("subset"):
-        unsupported = "subset" if place else next(place for place in _LOCATIONS if place in fields)
-        raise SettingsError(f"{location}: {unsupported} is not supported; download the data, and name it by file_name")
-    resolved: dict[str, Any] = {"path": fields[place]}
+    unsupported = [name for name in ("subset", "folder") if fields.get(name) and place != "file_name"]
+    if place is None or unsupported:
+        first = next(name for name in (*unsupported, *_LOCATIONS) if name in fields)
+        raise SettingsError(f"{location}: {first} is not supported; download the data, and name it by file_name")
+    split = fields.get("split") or "train"
+    resolved: dict[str, Any] = {"path": fields[place], "split": split}
     if place == "file_name":
-        resolved["path"] = str(file.parent / fields[place])
-    else:
-        resolved["split"] = fields.get("split", "train")
+        resolved = {"path": str(file.parent / fields[place]), "split": _part_of_file(split, location)}
     notes = ["LLaMA-Factory's own templates are not read: the tokenizer's chat template writes the text"]
     if fields.get("num_samples"):
         notes.append(f"num_samples: {fields['num_samples']} is not applied")
+    notes += [f"{other} is not read, but {place}" for other in _LOCATIONS if other in fields and other != place]
+    notes += _unused(fields, _FIELDS, (), location)
+    notes += _unused(columns, _COLUMNS, (), f"{location}: columns")
     names: dict[str, Any] = {"origin": f"LLaMA-Factory entry {name!r} of {file}", "separator": "\n"}
     shared = {usual: columns[usual] for usual in ("system", "tools", "history") if columns.get(usual)}
     pair = {usual: columns.get(usual) for usual in ("chosen", "rejected")} if ranking else {}
@@ -138,6 +156,7 @@ def _llama_factory(entry: Entry, file: Path) -> dict[str, Any]:
             "system_tag": "system",
         }
         tags = _mapping(fields, "tags", location) if "tags" in fields else tags
+        notes += _unused(tags, _TAGS, (), f"{location}: tags")
         if missing := [tag for tag in ("role_tag", "content_tag") if not tags.get(tag)]:
             raise SettingsError(f"{location}: tags.{missing[0]} is missing; with `tags`, all of them must be given")
         roles = {
@@ -157,6 +176,20 @@ def _llama_factory(entry: Entry, file: Path) -> dict[str, Any]:
             "roles": {tag: role for tag, role in roles.items() if tag},
         }
     return resolved | {"fields": names | {"notes": notes}}
+
+
+def _part_of_file(split: str, location: str) -> str | None:
+    """Return the range of the only split of a file, such as [:10%]; None: all of it."""
+    name, bracket, end = split.partition("[")
+    if name != "train":
+        raise SettingsError(f"{location}: split: got {split!r}, but the only split of a file is train")
+    return bracket + end or None
+
+
+def _unused(fields: Mapping[str, Any], used: Collection[str], neutral: Collection[str], location: str) -> list[str]:
+    """Return a note on the fields with a value that are unknown; empty if there are none."""
+    unknown = unknown_names((name for name, value in fields.items() if value is not None), used, neutral, location)
+    return [f"not used: {', '.join(unknown)}"] if unknown else []
 
 
 def _mapping(fields: Mapping[str, Any], key: str, location: str) -> dict[str, str]:
@@ -191,14 +224,19 @@ def _axolotl(entry: Entry, config: Mapping[str, Any], file: Path) -> dict[str, A
     name, fields = entry
     location, kind = f"{file}#{name}", fields.get("type")
     resolved: dict[str, Any] = {"path": _axolotl_path(fields, location)}
-    if fields.get("split") and not Path(resolved["path"]).is_file():
-        resolved["split"] = fields["split"]
+    if unsupported := [f"{setting}: got {fields[setting]!r}" for setting in _REFUSED if fields.get(setting)]:
+        raise SettingsError(f"{location}: {unsupported[0]}, which is not supported; save such data as a file")
+    if fields.get("split"):
+        is_file = Path(resolved["path"]).is_file()
+        resolved["split"] = _part_of_file(fields["split"], location) if is_file else fields["split"]
     if config.get("train_on_inputs"):
         resolved["loss_on"] = "all"
-    notes: list[str] = []
+    notes = _unused(fields, (*_DATA, *_MESSAGES, *_LOSS, *_FIELDS_OF, *_REFUSED), _NEUTRAL, location)
     names: dict[str, Any] = {"origin": f"Axolotl entry {name!r} of {file}"}
     is_pair = fields.get("field_chosen") or config.get("rl")
     base = kind.partition(":")[0] if isinstance(kind, str) else kind
+    if is_pair and base not in (*_CHAT_TYPES, "sharegpt"):
+        raise SettingsError(f"{location}: type: got {kind!r:.60} for preference pairs, expected chat_template.default")
     if kind is None or base in _TEXT_TYPES:
         names |= {"form": "text", "columns": {"text": fields.get("field") or "text"}}
     elif base in _CHAT_TYPES or base == "sharegpt":
@@ -207,7 +245,12 @@ def _axolotl(entry: Entry, config: Mapping[str, Any], file: Path) -> dict[str, A
             names["form"] = "preference"
             pair = {usual: fields.get(f"field_{usual}") or usual for usual in ("chosen", "rejected")}
             names["columns"] = {key: value for key, value in names["columns"].items() if key != "tools"} | pair
-        template = fields.get("chat_template") or config.get("chat_template")
+        elif fields.get("roles_to_train") == [] and not config.get("train_on_inputs"):
+            if not fields.get("message_field_training"):
+                raise SettingsError(f"{location}: roles_to_train: got [], which requires message_field_training")
+            names["only_marked"] = True
+        jinja = "jinja" if fields.get("chat_template_jinja") else None
+        template = fields.get("chat_template") or jinja or config.get("chat_template")
         if template not in _TOKENIZER_TEMPLATES and base != "sharegpt":
             notes.append(f"chat_template: {template} is not read: the tokenizer's chat template writes the text")
     elif base == "alpaca" and kind == base:
@@ -215,6 +258,7 @@ def _axolotl(entry: Entry, config: Mapping[str, Any], file: Path) -> dict[str, A
         formats = {"with_input": _ALPACA_WITH_INPUT, "without_input": _ALPACA}
         names |= {"form": "formatted", "columns": columns, "formats": formats}
     elif isinstance(kind, dict):
+        notes += _unused(kind, (*_TYPE_FIELDS, *_TYPE_FORMATS), (), f"{location}: type")
         usual = ("instruction", "input", "output", "system")
         names |= {
             "form": "formatted",
@@ -236,10 +280,6 @@ def _axolotl(entry: Entry, config: Mapping[str, Any], file: Path) -> dict[str, A
 
 def _axolotl_path(fields: Mapping[str, Any], location: str) -> str:
     path, files = fields["path"], fields.get("data_files")
-    if fields.get("name"):
-        raise SettingsError(
-            f"{location}: name: {fields['name']!r}, a part of a hub dataset, is not supported; download it"
-        )
     if not files:
         return str(path)
     names = files if isinstance(files, list) else [files]

@@ -60,6 +60,7 @@ class FieldNames(Settings):
     roles: dict[str, str] = Field({}, description="Usual role by the role in the corpus, e.g. user by human.")
     separator: str = Field("\n\n", description="Text between an instruction and its input.")
     drop_system: bool = Field(False, description="Leave out system turns.")
+    only_marked: bool = Field(False, description="Only turns marked by `train` carry loss, not all answers.")
     formats: PromptFormats | None = Field(None, description="Formats of the prompt. `formatted` only.")
     origin: str = Field("", description="Dataset entry that the names are from.")
     notes: tuple[str, ...] = Field((), description="Parts of the dataset entry that are not applied.")
@@ -75,7 +76,9 @@ class CorpusSettings(Settings):
         description="File, directory or fsspec URL: Parquet, JSON lines, a JSON array, CSV or TSV, or a `datasets` "
         "directory. Or an entry of a dataset_info.json of LLaMA-Factory or of an Axolotl configuration: FILE#NAME."
     )
-    split: str | None = Field(None, description="Split to read, if the corpus has several.")
+    split: str | None = Field(
+        None, description="Split to read, if the corpus has several, or a range of one: train[:10%]."
+    )
     text_column: str | None = Field(
         None,
         description="Column of texts or conversations. null: text, messages or conversations.",

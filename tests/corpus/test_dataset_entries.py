@@ -91,6 +91,64 @@ def test_train_on_inputs(tmp_path):
     assert CorpusSettings(path=str(axolotl(tmp_path, entry))).loss_on is None
 
 
+def test_only_marked_turns_are_trained_if_no_role_is(tmp_path):
+    answers = [{"from": "gpt", "value": "a draft"}, {"from": "gpt", "value": "no"}, {"from": "gpt", "value": "yes"}]
+    marks = [{}, {"train": False}, {"train": True}]
+    turns = [
+        turn
+        for answer, mark in zip(answers, marks, strict=True)
+        for turn in ({"from": "human", "value": "ask"}, answer | mark)
+    ]
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'conversations': turns})}\n")
+    entry = {
+        "path": str(tmp_path / "chats.jsonl"),
+        "type": "chat_template",
+        "field_messages": "conversations",
+        "message_property_mappings": {"role": "from", "content": "value"},
+        "message_field_training": "train",
+    }
+    for roles_to_train, answers_with_loss in (([], [5]), (["assistant"], [1, 5]), (None, [1, 5])):
+        (conversation,) = conversations(axolotl(tmp_path, entry | {"roles_to_train": roles_to_train}))
+        assert conversation.answers == answers_with_loss
+    (conversation,) = conversations(axolotl(tmp_path, entry | {"roles_to_train": []}, train_on_inputs=True))
+    assert conversation.answers == [1, 5]  # all turns but those that are marked otherwise
+
+
+@pytest.mark.parametrize("split", ["train", "train[:10%]", "train[2:4]", "train[-5:]", "train[50%:]"])
+def test_an_entry_reads_the_same_part_of_a_file_as_datasets(tmp_path, split):
+    datasets = pytest.importorskip("datasets")
+    (tmp_path / "c.jsonl").write_text("".join(f'{{"text": "{k}"}}\n' for k in range(25)))
+    file = str(tmp_path / "c.jsonl")
+    expected = datasets.load_dataset("json", data_files=file, split=split, cache_dir=str(tmp_path / "cache"))["text"]
+    entries = (
+        axolotl(tmp_path, {"path": file, "ds_type": "json", "type": "completion", "split": split}),
+        llama_factory(tmp_path, c={"file_name": "c.jsonl", "columns": {"prompt": "text"}, "split": split}),
+    )
+    for path in entries:
+        assert [document.text for document in read_documents(CorpusSettings(path=str(path)))] == list(expected)
+
+
+def test_fields_that_are_not_used_are_noted(tmp_path):
+    path = axolotl(tmp_path, {"path": "a.json", "type": "completion", "ds_type": "json", "conversation": "vicuna"})
+    assert CorpusSettings(path=str(path)).fields.notes == ("not used: conversation",)
+    path = axolotl(tmp_path, {"path": "a.json", "type": {"field_output": "a", "suffix": "b", "field_input": None}})
+    assert CorpusSettings(path=str(path)).fields.notes == ("not used: suffix",)
+    columns = {"prompt": "text", "weight": "w"}
+    path = llama_factory(tmp_path, x={"file_name": "a.json", "ms_hub_url": "a/b", "license": "MIT", "columns": columns})
+    assert CorpusSettings(path=str(path)).fields.notes == (
+        "ms_hub_url is not read, but file_name",
+        "not used: license",
+        "not used: weight",
+    )
+
+
+def test_templates_of_entries_are_noted(tmp_path):
+    entry = {"path": "a.json", "type": "chat_template"}
+    for changes, name in (({"chat_template": "chatml"}, "chatml"), ({"chat_template_jinja": "{{ x }}"}, "jinja")):
+        (note,) = CorpusSettings(path=str(axolotl(tmp_path, entry | changes))).fields.notes
+        assert note.startswith(f"chat_template: {name} is not read")
+
+
 def test_system_turns_can_be_dropped(tmp_path):
     write_data(tmp_path)
     entry = {"path": str(tmp_path / "openai.json"), "type": "chat_template", "drop_system_message": True}
@@ -170,6 +228,10 @@ def test_directories_of_datasets_are_not_entries(tmp_path):
         ({"file_name": "a.json", "ranking": True}, "ranking needs columns.chosen and columns.rejected"),
         ({"script_url": "x"}, "script_url is not supported; download the data"),
         ({"hf_hub_url": "a/b", "subset": "c"}, "subset is not supported; download the data"),
+        ({"hf_hub_url": "a/b", "folder": "c"}, "folder is not supported; download the data"),
+        ({"file_name": "a.json", "split": "test"}, "split: got 'test', but the only split of a file is train"),
+        ({"file_name": "a.json", "formating": "sharegpt"}, "unknown field formating; did you mean formatting?"),
+        ({"file_name": "a.json", "columns": {"promt": "q"}}, "columns: unknown field promt; did you mean prompt?"),
         ({"file_name": "a.json", "columns": "x"}, "columns: got 'x', expected names by role"),
         ({"file_name": "a.json", "columns": {}}, "expected prompt and response, or prompt alone"),
         (
@@ -193,7 +255,21 @@ def test_entries_of_llama_factory_that_are_refused(tmp_path, entry, message):
             {"path": "a.json", "type": "context_qa.load_v2"},
             "type: got 'context_qa.load_v2', expected completion, chat_",
         ),
-        ({"path": "a/b", "name": "part"}, "name: 'part', a part of a hub dataset, is not supported"),
+        ({"path": "a/b", "name": "part"}, "name: got 'part', which is not supported"),
+        ({"path": "a/b", "revision": "v1"}, "revision: got 'v1', which is not supported"),
+        ({"path": "a.json", "shards": 10, "shards_idx": 0}, "shards: got 10, which is not supported"),
+        ({"path": "a.json", "skip": 5}, "skip: got 5, which is not supported"),
+        ({"path": "a.json", "type": "chat_template", "split_thinking": True}, "split_thinking: got True, which is not"),
+        (
+            {"path": "a.json", "type": "chat_template", "role_to_train": []},
+            "unknown field role_to_train; did you mean ",
+        ),
+        ({"path": "a.json", "type": {"field_instructions": "q"}}, "did you mean field_instruction?"),
+        ({"path": "a.json", "type": "alpaca", "field_chosen": "good"}, "type: got 'alpaca' for preference pairs"),
+        (
+            {"path": "a.json", "type": "chat_template", "roles_to_train": []},
+            "roles_to_train: got [], which requires message_field_training",
+        ),
         ({"path": "a", "data_files": ["a", "b"]}, "data_files: got 2 files, expected one"),
         ({"path": "a", "type": "chat_template", "roles_to_train": ["user"]}, "roles_to_train: only whole turns of the"),
         ({"path": "a", "type": "chat_template", "train_on_eos": "all"}, "train_on_eos: only `turn` is supported"),

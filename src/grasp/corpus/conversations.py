@@ -357,6 +357,8 @@ def _standard_turns(turns: Sequence[Mapping[str, Any]], names: FieldNames, locat
                 f"of the {names.origin}"
             )
         standard["role"] = names.roles.get(str(role), role)
+        if names.only_marked and standard.get("train") is None:
+            standard["train"] = False
         if not (names.drop_system and standard["role"] == "system"):
             standard_turns.append(standard)
     return standard_turns
