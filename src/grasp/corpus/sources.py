@@ -35,6 +35,7 @@ from grasp.corpus.values import plain_values
 from grasp.errors import CorpusError
 from grasp.extras import require
 from grasp.hub import is_path, refusal, suggest_path
+from grasp.store.remote import remote_errors
 
 PARQUET_SUFFIXES = (".parquet",)
 TEXT_FILES = (*JSON_LINES_SUFFIXES, *JSON_SUFFIXES, *DELIMITED_SUFFIXES)
@@ -131,8 +132,9 @@ def open_source(path: str, split: str | None = None, field: str = "corpus") -> S
             "and pass the file"
         )
     try:
-        fs, root = fsspec.core.url_to_fs(path)
-        exists, is_file = fs.exists(root), fs.isfile(root)
+        with remote_errors(path, CorpusError):
+            fs, root = fsspec.core.url_to_fs(path)
+            exists, is_file = fs.exists(root), fs.isfile(root)
     except (ValueError, ImportError, OSError) as err:
         raise CorpusError(f"{path}: cannot be opened: {one_line(err)}") from err
     if not exists:
@@ -165,7 +167,9 @@ def _saved_dataset(fs: Any, root: str, path: str, split: str | None, field: str)
 def _files_of_directory(fs: Any, root: str, path: str, split: str | None, field: str) -> list[str]:
     """Return the files of records in a directory, sorted; see `open_source` for path, split and field."""
     visible = []
-    for file in sorted(fs.find(root)):
+    with remote_errors(path, CorpusError):
+        paths = sorted(fs.find(root))
+    for file in paths:
         steps = PurePosixPath(file).relative_to(root).parts
         if not any(step.startswith((".", "_")) for step in steps):
             visible.append(file)
@@ -217,7 +221,8 @@ class FileSource:
 
     def identity(self) -> list[list[str]]:
         """Return relative name, size, and digest, modification time or entity tag of each file."""
-        return [_file_identity(self.fs, path, self.root) for _, path in self.files]
+        with remote_errors(self.files[0][0], CorpusError):
+            return [_file_identity(self.fs, path, self.root) for _, path in self.files]
 
     def file_labels(self, name: str) -> Mapping[str, str]:
         """Return the file without its suffix, and its directory if the files are in several, relative to the root."""
@@ -292,7 +297,8 @@ class FileSource:
         """Count at least `n` records, and extrapolate from their bytes if a large part of text files is not read."""
         if all(path.endswith(PARQUET_SUFFIXES) for _, path in self.files):
             return sum(parquet_rows(self.fs, path, name) for name, path in self.files)
-        sizes = [int(self.fs.size(path) or 0) for _, path in self.files]
+        with remote_errors(self.files[0][0], CorpusError):
+            sizes = [int(self.fs.size(path) or 0) for _, path in self.files]
         read_bytes, records = 0, 0  # bytes of the files before the current one, and records
         for (name, path), size in zip(self.files, sizes, strict=True):
             with _open_file(self.fs, path, name) as handle:
@@ -399,10 +405,12 @@ def _file_identity(fs: Any, path: str, root: str) -> list[str]:
     return [path.removeprefix(root).lstrip("/"), str(size), stamp]
 
 
-def _open_file(fs: Any, path: str, name: str) -> Any:
+@contextmanager
+def _open_file(fs: Any, path: str, name: str) -> Iterator[Any]:
     """Open a file for reading, as `fs.open`, with an error that names it."""
     try:
-        return fs.open(path, "rb")
+        with remote_errors(name, CorpusError), fs.open(path, "rb") as handle:
+            yield handle
     except OSError as err:
         raise CorpusError(f"{name}: cannot be opened: {one_line(err)}") from err
 
