@@ -233,15 +233,6 @@ def _adapted_vocab_size(name: str, base_size: int) -> int:
     return max(sizes or [base_size, *(1 + index for group in groups for index in group)])
 
 
-def _resize_vocabulary(model: Any, vocab_size: int) -> None:
-    """Resize embeddings and output layer; added entries are NaN until an adapter sets them."""
-    base_size = model.get_input_embeddings().weight.shape[0]
-    model.resize_token_embeddings(vocab_size, mean_resizing=False)
-    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-        for parameter in layer.parameters():
-            parameter.data[base_size:] = torch.nan
-
-
 def _load_adapter(model: Any, settings: ModelSettings) -> Any:
     """Load an adapter into a model: merged into its weights, or separate, with the weights of the model frozen."""
     name, apart = settings.path, settings.adapter == "apart"
@@ -252,7 +243,10 @@ def _load_adapter(model: Any, settings: ModelSettings) -> Any:
         with _quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft uses deprecated names of transformers
             if vocab_size != base_size:
-                _resize_vocabulary(model, vocab_size)
+                model.resize_token_embeddings(vocab_size, mean_resizing=False)
+                for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+                    for parameter in layer.parameters():
+                        parameter.data[base_size:] = torch.nan  # until the adapter sets them
             adapted = peft.PeftModel.from_pretrained(model, name, is_trainable=apart)
             for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
                 if hasattr(layer, "base_layer") and not apart:  # merging would change the tied layer, too

@@ -224,19 +224,11 @@ def _connect(url: str) -> tuple[Any, str]:
     return filesystem, root.rstrip("/")
 
 
-# Errors of object stores and of HTTP that are no OSError, by module.
-_LIBRARY_ERRORS = {
-    "aiohttp": "ClientError",
-    "azure.core.exceptions": "AzureError",
-    "botocore.exceptions": "BotoCoreError",
-    "gcsfs.retry": "HttpError",
-    "google.auth.exceptions": "GoogleAuthError",
-}
-
-
-def _library_errors() -> list[type[Exception]]:
-    """Return the error types of the libraries that are imported."""
-    return [getattr(sys.modules[name], error) for name, error in _LIBRARY_ERRORS.items() if name in sys.modules]
+def _library_errors() -> Iterator[type[Exception]]:
+    """Return the errors of object stores and of HTTP that are no OSError, of the libraries that are imported."""
+    names = {"aiohttp": "ClientError", "azure.core.exceptions": "AzureError", "botocore.exceptions": "BotoCoreError"}
+    names |= {"gcsfs.retry": "HttpError", "google.auth.exceptions": "GoogleAuthError"}
+    return (getattr(sys.modules[module], name) for module, name in names.items() if module in sys.modules)
 
 
 @contextmanager
