@@ -27,6 +27,7 @@ check: $(STAMP) docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/prose.py
+	$(BIN)/python tools/size.py --check
 
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict

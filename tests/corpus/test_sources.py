@@ -1,19 +1,22 @@
-"""Sources of records: parts of them, suffixes of files, and files that are not read; their number is estimated."""
+"""Sources of records: parts of them, suffixes of files, files that are not read, errors of a network, their number."""
 
 import gzip
 import json
 import random
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
 from grasp.corpus.documents import Corpus, read_documents
 from grasp.corpus.sources import open_source
-from grasp.errors import CorpusError
+from grasp.errors import CorpusError, TargetError
 from grasp.select.record_files import FileFormat
+from grasp.targets.load import read_records
 from tests.corpus.world import settings_for
 
 
@@ -119,3 +122,59 @@ def test_files_that_are_not_read_are_counted(tmp_path):
     for split in (None, "train", "train[:2]"):
         (note,) = Corpus(open_source(str(tmp_path), split), settings_for(tmp_path, split=split)).notes
         assert note == "5 files not read: LICENSE, README.md, a.jsonl.lz4, info.json, ..."
+
+
+@pytest.fixture
+def no_credentials(monkeypatch):
+    s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed: pip install '.[s3]'")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, "/dev/null")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_a_bucket_without_credentials_is_an_error_of_one_line(no_credentials):
+    reason = r"s3://bucket/a.jsonl: cannot be reached: Unable to locate credentials; .*FSSPEC_S3_ANON=true"
+    with pytest.raises(CorpusError, match=f"^{reason}"):
+        open_source("s3://bucket/a.jsonl")
+    with pytest.raises(TargetError, match=f"^targets: {reason}"):
+        list(read_records("s3://bucket/a.jsonl"))
+
+
+class Unplugged(MemoryFileSystem):
+    """Files in memory, one method of which fails as if the network were unplugged."""
+
+    protocol = "unplugged"
+    method = ""
+    cachable = False
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.removeprefix("unplugged://"))
+
+    def __getattribute__(self, name):
+        if name == Unplugged.method:
+            raise pytest.importorskip("botocore.exceptions").EndpointConnectionError(endpoint_url="far")
+        return super().__getattribute__(name)
+
+
+def read(url: str) -> list:
+    source = open_source(url)
+    assert [name for name, *_ in source.identity()] == ["a.jsonl", "b.jsonl"]
+    assert source.approximate_length(1) == 2
+    return list(source.chunks(0, lambda schema, _: schema.names))
+
+
+@pytest.mark.parametrize("method", ["exists", "find", "size", "open"])
+def test_a_network_that_fails_during_a_read_is_an_error_of_one_line(monkeypatch, method):
+    fsspec.register_implementation("unplugged", Unplugged, clobber=True)
+    for name in ("a", "b"):
+        fsspec.filesystem("memory").pipe(f"/corpus/{name}.jsonl", b'{"text": "x"}\n')
+    assert len(read("unplugged://corpus")) == 2
+    monkeypatch.setattr(Unplugged, "method", method)
+    with pytest.raises(CorpusError, match=r"^unplugged://.*: cannot be reached: .*; check URL, credentials and"):
+        read("unplugged://corpus")

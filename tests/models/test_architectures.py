@@ -12,6 +12,7 @@ from grasp.errors import ModelError, TargetError
 from grasp.kernels.output_layer import output_layer_relevance, prepare_targets
 from grasp.kernels.whitening import Whitener
 from grasp.models.causal_lm import ReferenceModel, pad_rows
+from grasp.models.checkpoint import text_config_of
 from grasp.models.forward_pass import extract
 from grasp.models.tokenizer import train_tokenizer
 from grasp.settings import ModelSettings
@@ -114,6 +115,75 @@ def test_an_adapter_directory_is_loaded_with_the_adapter_merged(checkpoint, tmp_
     bare = ReferenceModel.load(ModelSettings(path=str(checkpoint), device="cpu"))
     assert model.fingerprint() != bare.fingerprint()
     assert model.tokenizer.fingerprint == bare.tokenizer.fingerprint
+
+
+BASE = 300  # tokens of `checkpoint`
+ADDED_TOKENS = [BASE - 1, BASE, BASE + 1]  # of which the base model lacks the last two
+
+
+def save_resized(checkpoint, directory, vocab_size, save_embedding_layers="auto", **options):
+    """Save a random adapter of a model that was resized to a vocabulary, and return its model."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    base = AutoModelForCausalLM.from_pretrained(checkpoint)
+    base.resize_token_embeddings(vocab_size, mean_resizing=False)
+    config = peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False, **options})
+    adapted = peft.get_peft_model(base, config)
+    for name, parameter in adapted.named_parameters():
+        if "modules_to_save" in name or "trainable_tokens" in name:
+            torch.nn.init.normal_(parameter.data)
+    adapted.save_pretrained(directory, save_embedding_layers=save_embedding_layers)
+    return adapted.eval()
+
+
+@pytest.mark.filterwarnings("ignore")  # peft: about resized and tied embeddings
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("vocab_size", "options"),
+    [
+        (BASE + 2, {}),  # peft saves embeddings and output layer of a resized model
+        (BASE + 2, {"modules_to_save": ["embed_tokens", "lm_head"]}),
+        (BASE + 2, {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
+        (BASE + 2, {"trainable_token_indices": ADDED_TOKENS}),
+        (BASE + 6, {"trainable_token_indices": ADDED_TOKENS}),  # padded
+        (BASE - 4, {"modules_to_save": ["embed_tokens", "lm_head"]}),  # shrunk to the tokenizer
+        (BASE, {"trainable_token_indices": [3, 7]}),
+    ],
+    ids=str,
+)
+def test_an_adapter_with_another_vocabulary_resizes_its_model(checkpoint, tmp_path, tied, vocab_size, options):
+    base = shutil.copytree(checkpoint, tmp_path / "base")
+    if tied:
+        config = AutoConfig.from_pretrained(base, tie_word_embeddings=True)
+        AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    adapted = save_resized(base, tmp_path / "adapter", vocab_size, **options)
+    settings = ModelSettings(path=str(tmp_path / "adapter"), device="cpu")
+    model = ReferenceModel.load(settings)
+    assert model.vocab_size == text_config_of(settings).vocab_size == vocab_size
+    ids = torch.arange(vocab_size - 9, vocab_size)[None]
+    with torch.no_grad():
+        expected = adapted(input_ids=ids).logits[0]
+        terms = 2 * (4 * H + 48) + H
+        torch.testing.assert_close(model.logits(model.hidden(ids)[0]), expected, rtol=0, atol=rounding(terms, expected))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"modules_to_save": ["embed_tokens"]}, f"has {BASE + 2} tokens, its base model {BASE}.*save_embedding_layers"),
+        (
+            {"trainable_token_indices": ADDED_TOKENS},
+            f"has {BASE + 2} tokens, its base model {BASE}.*save_embedding_layers",
+        ),
+        ({"target_modules": ["lm_head"]}, r"does not fit its model.*size mismatch.*merge_and_unload\(\)"),
+    ],
+    ids=str,
+)
+def test_an_adapter_that_lacks_added_entries_is_refused(checkpoint, tmp_path, options, message):
+    save_resized(checkpoint, tmp_path / "adapter", BASE + 2, save_embedding_layers=False, **options)
+    with pytest.raises(ModelError, match=message):
+        ReferenceModel.load(ModelSettings(path=str(tmp_path / "adapter"), device="cpu"))
 
 
 @pytest.mark.parametrize(

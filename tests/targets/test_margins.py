@@ -64,6 +64,14 @@ def test_an_excluded_unit_is_excluded_from_every_metric(tmp_path):
     assert not {"quiz:0", "quiz:0@margin"} & {unit.unit_id for unit in load_units(settings).units}
 
 
+@pytest.mark.parametrize("metric", ["margin", "margin_per_char", "margin_per_token", "accuracy"])
+def test_a_choice_without_text_is_no_answer(tmp_path, metric):
+    record = {"question": "what?", "choices": ["sugar", "", "cats"], "answer": 0}
+    assert units_of(tmp_path, [record])[0].completion == " sugar"  # the loss needs no other choice
+    with pytest.raises(TargetError, match=f"'quiz:0' of quiz: @{metric}: got a choice without text; remove"):
+        units_of(tmp_path, [record], f"@{metric}")
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [

@@ -28,6 +28,7 @@ from grasp.corpus.values import plain_values
 from grasp.errors import CorpusError
 from grasp.extras import require
 from grasp.hub import is_path, refusal, suggest_path
+from grasp.store.remote import remote_errors
 
 EXPECTED_CORPUS = "expected .parquet, .jsonl, .json, .csv or .tsv, a directory of such files, or a `datasets` directory"
 BATCH_ROWS = 256
@@ -154,8 +155,9 @@ def _open_whole(path: str, split: str | None, field: str) -> Source:
             "and pass the file"
         )
     try:
-        fs, root = fsspec.core.url_to_fs(path)
-        exists, is_file = fs.exists(root), fs.isfile(root)
+        with remote_errors(path, CorpusError):
+            fs, root = fsspec.core.url_to_fs(path)
+            exists, is_file = fs.exists(root), fs.isfile(root)
     except (ValueError, ImportError, OSError) as err:
         raise CorpusError(f"{path}: cannot be opened: {one_line(err)}") from err
     if not exists:
@@ -190,7 +192,9 @@ def _files_of_directory(
 ) -> tuple[list[str], tuple[str, ...]]:
     """Return the files of records in a directory, sorted, and the other ones; see `open_source` for the arguments."""
     visible = []
-    for file in sorted(fs.find(root)):
+    with remote_errors(path, CorpusError):
+        paths = sorted(fs.find(root))
+    for file in paths:
         steps = PurePosixPath(file).relative_to(root).parts
         if not any(step.startswith((".", "_")) for step in steps):
             visible.append(file)
@@ -256,7 +260,8 @@ class FileSource:
 
     def identity(self) -> list[list[str]]:
         """Return relative name, size, and digest, modification time or entity tag of each file."""
-        return [_file_identity(self.fs, path, self.root) for _, path in self.files]
+        with remote_errors(self.files[0][0], CorpusError):
+            return [_file_identity(self.fs, path, self.root) for _, path in self.files]
 
     def file_labels(self, name: str) -> Mapping[str, str]:
         """Return the file without its suffix, and its directory if the files are in several, relative to the root."""
@@ -331,7 +336,8 @@ class FileSource:
         """Count at least `n` records, and extrapolate from their bytes if a large part of text files is not read."""
         if all(is_parquet(path) for _, path in self.files):
             return sum(parquet_rows(self.fs, path, name) for name, path in self.files)
-        sizes = [int(self.fs.size(path) or 0) for _, path in self.files]
+        with remote_errors(self.files[0][0], CorpusError):
+            sizes = [int(self.fs.size(path) or 0) for _, path in self.files]
         read_bytes, records = 0, 0  # bytes of the files before the current one, and records
         for (name, path), size in zip(self.files, sizes, strict=True):
             with _open_file(self.fs, path, name) as handle:
@@ -438,10 +444,12 @@ def _file_identity(fs: Any, path: str, root: str) -> list[str]:
     return [path.removeprefix(root).lstrip("/"), str(size), stamp]
 
 
-def _open_file(fs: Any, path: str, name: str) -> Any:
+@contextmanager
+def _open_file(fs: Any, path: str, name: str) -> Iterator[Any]:
     """Open a file for reading, as `fs.open`, with an error that names it."""
     try:
-        return fs.open(path, "rb")
+        with remote_errors(name, CorpusError), fs.open(path, "rb") as handle:
+            yield handle
     except OSError as err:
         raise CorpusError(f"{name}: cannot be opened: {one_line(err)}") from err
 

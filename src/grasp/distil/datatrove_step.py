@@ -14,6 +14,7 @@ from grasp.corpus.documents import content_hash
 from grasp.distil.scorer import SCORE, UNFAMILIAR, Scorer
 from grasp.errors import CorpusError, MissingExtraError
 from grasp.extras import install_hint
+from grasp.store.remote import remote_errors
 
 try:
     from datatrove.data import Document
@@ -53,7 +54,7 @@ class SelectedDocuments(BaseFilter):  # type: ignore[misc]
         """
         if self._names is None:
             try:
-                with fsspec.open(self.ids, "rt", encoding="utf-8-sig") as file:
+                with remote_errors(self.ids, CorpusError), fsspec.open(self.ids, "rt", encoding="utf-8-sig") as file:
                     names = (line.rstrip("\n") for line in file)
                     # a generated identifier is the hash of the text, a dash, and the position in the corpus
                     self._names = frozenset(n.rpartition("-")[0] if self.by == CONTENT else n for n in names)

@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
@@ -35,7 +35,10 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt"),
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
 )
+# Whole embeddings and output layers in the weights of an adapter, by the names that transformers gives to them.
+VOCABULARY_WEIGHT = re.compile(r"\.(embed_tokens|wte|embed_in|word_embeddings|lm_head|embed_out)\.([a-z_]+\.)*weight")
 MERGEABLE_ADAPTERS = ("LORA", "LOHA", "LOKR", "IA3")  # types of PEFT adapters that can be merged into weights
+MERGE_HINT = "load it with peft as it was trained, and pass what merge_and_unload() and save_pretrained() give"
 LOADING_ERRORS = (
     *(OSError, ValueError, LookupError, ImportError, RuntimeError, SafetensorError, UnpicklingError),
     # invalid fields of config.json: of a wrong type, zero or negative
@@ -169,6 +172,8 @@ def text_config_of(settings: ModelSettings) -> Any:
     vocab_size = getattr(config, "vocab_size", None)
     if isinstance(vocab_size, int) and vocab_size < 1:
         raise ModelError(f"model.path: `{name}` has a config.json with vocab_size {vocab_size}; fix the config")
+    if isinstance(vocab_size, int) and is_adapter(settings.path):
+        config.vocab_size = _adapted_vocab_size(settings.path, vocab_size)
     return config
 
 
@@ -214,19 +219,54 @@ def is_adapter(name: str) -> bool:
     return bool(_read_json(Path(name) / "adapter_config.json"))
 
 
-def _load_adapter(model: nn.Module, settings: ModelSettings) -> Any:
+def _adapted_vocab_size(name: str, base_size: int) -> int:
+    """Return the vocabulary size of a model with an adapter, which may have been trained with added tokens."""
+    sizes = []
+    try:
+        with safe_open(Path(name) / "adapter_model.safetensors", "pt") as weights:
+            matrices = (key for key in weights.keys() if VOCABULARY_WEIGHT.search(key) and ".lora_" not in key)  # noqa: SIM118
+            sizes = [int(weights.get_slice(key).get_shape()[0]) for key in matrices]
+    except (OSError, SafetensorError):
+        pass  # reported when the adapter is loaded
+    trained = _read_json(Path(name) / "adapter_config.json").get("trainable_token_indices") or []
+    groups = trained.values() if isinstance(trained, dict) else [trained]
+    return max(sizes or [base_size, *(1 + index for group in groups for index in group)])
+
+
+def _load_adapter(model: Any, settings: ModelSettings) -> Any:
     """Load an adapter into a model: merged into its weights, or separate, with the weights of the model frozen."""
     name, apart = settings.path, settings.adapter == "apart"
     peft = require("peft", extra="peft", feature=f"{name}, which is an adapter,")
+    base_size = model.get_input_embeddings().weight.shape[0]
+    vocab_size = _adapted_vocab_size(name, base_size)
     try:
         with _quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft uses deprecated names of transformers
+            if vocab_size != base_size:
+                model.resize_token_embeddings(vocab_size, mean_resizing=False)
+                for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+                    for parameter in layer.parameters():
+                        parameter.data[base_size:] = torch.nan  # until the adapter sets them
             adapted = peft.PeftModel.from_pretrained(model, name, is_trainable=apart)
-            return adapted.get_base_model() if apart else adapted.merge_and_unload()
-    except (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError, UnpicklingError) as err:
+            for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+                if hasattr(layer, "base_layer") and not apart:  # merging would change the tied layer, too
+                    layer.base_layer.weight = nn.Parameter(layer.base_layer.weight.detach().clone())
+            adapted = adapted.get_base_model() if apart else adapted.merge_and_unload()
+    except (OSError, ValueError, LookupError, RuntimeError, TypeError, SafetensorError, UnpicklingError) as err:
         raise ModelError(
-            f"model.path: `{name}` is an adapter that does not fit its model: {' '.join(str(err).split())[:300]}"
+            f"model.path: `{name}` is an adapter that does not fit its model: {' '.join(str(err).split())[:300]}; "
+            f"{MERGE_HINT}"
         ) from err
+    if vocab_size > base_size:
+        with torch.inference_mode():
+            added_N = torch.arange(base_size, vocab_size)
+            outputs = adapted.get_input_embeddings()(added_N), adapted(input_ids=added_N[:1, None]).logits
+        if any(output.isnan().any() for output in outputs):
+            raise ModelError(
+                f"model.path: `{name}` has {vocab_size} tokens, its base model {base_size}, and it lacks embeddings or "
+                f"output weights of the added ones; save it with save_embedding_layers=True, or {MERGE_HINT}"
+            )
+    return adapted
 
 
 def _from_pretrained(auto_class: Any, field: str, problem: str, arguments: Mapping[str, Any], **options: Any) -> Any:

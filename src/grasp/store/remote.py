@@ -19,7 +19,7 @@ from typing import Any
 import fsspec
 import xxhash
 
-from grasp.errors import ArtifactError, MissingExtraError
+from grasp.errors import ArtifactError, GraspError, MissingExtraError
 from grasp.extras import install_hint
 from grasp.files import (
     FileEntry,
@@ -81,7 +81,7 @@ class RemoteFiles(Files):
             path.parent.mkdir(parents=True, exist_ok=True)
             discard(path)
             with atomic_path(path) as temporary:
-                with _filesystem_errors(f"{self.location}/{name}"):
+                with remote_errors(f"{self.location}/{name}"):
                     self._filesystem.get_file(f"{self._root}/{name}", str(temporary))
                 if damage := fault(temporary.parent, temporary.name, expected):
                     raise self._error_type(
@@ -94,7 +94,7 @@ class RemoteFiles(Files):
         digest, size, expected = xxhash.xxh3_128(), 0, self.entries[name]
         try:
             with (
-                _filesystem_errors(f"{self.location}/{name}"),
+                remote_errors(f"{self.location}/{name}"),
                 self._filesystem.open(f"{self._root}/{name}", "rb") as handle,
             ):
                 while size <= expected.bytes and (data := handle.read(_READ_BYTES)):
@@ -124,7 +124,7 @@ def open_store(path_or_url: Path | str, signed: Signed[R], recovery_hint: str = 
         record = signed.read(path)
         return record, Files(path, signed.files(record), recovery_hint or signed.recovery_hint, signed.error_type)
     filesystem, root = _connect(url)
-    with _filesystem_errors(url):
+    with remote_errors(url):
         try:
             data: bytes = filesystem.cat_file(f"{root}/{signed.name}")
         except FileNotFoundError as err:
@@ -152,7 +152,7 @@ def cache_directory(kind: str, name: str) -> Path:
 def is_published(url: str, signed: Signed[Any]) -> bool:
     """Return whether there is a complete store at the URL."""
     filesystem, root = _connect(url)
-    with _filesystem_errors(url):
+    with remote_errors(url):
         return bool(filesystem.exists(f"{root}/{signed.name}"))
 
 
@@ -169,7 +169,7 @@ def publish(local: Path, url: str, signed: Signed[Any]) -> None:
     record, data = signed.read(local), (local / signed.name).read_bytes()
     entries = signed.files(record)
     filesystem, root = _connect(url)
-    with _filesystem_errors(url):
+    with remote_errors(url):
         if filesystem.exists(f"{root}/{signed.name}"):
             if filesystem.cat_file(f"{root}/{signed.name}") == data:
                 return
@@ -181,7 +181,7 @@ def publish(local: Path, url: str, signed: Signed[Any]) -> None:
         for name, entry in entries.items():
             line = f"{entry.checksum} {name}"
             if line not in copied or sizes.get(name) != entry.bytes:
-                with _filesystem_errors(f"{url}/{name}"):
+                with remote_errors(f"{url}/{name}"):
                     # In object stores, makedirs would create a bucket if the name is misspelt.
                     if url.partition(":")[0] not in OBJECT_STORES:
                         filesystem.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
@@ -194,13 +194,13 @@ def publish(local: Path, url: str, signed: Signed[Any]) -> None:
             f"{url}: {len(not_uploaded)} of {len(entries)} files were not uploaded, e.g. {not_uploaded[0]}; run again "
             "with --resume"
         )
-    with _filesystem_errors(f"{url}/{signed.name}"):
+    with remote_errors(f"{url}/{signed.name}"):
         filesystem.pipe_file(f"{root}/{signed.name}", data)
 
 
 def _sizes(filesystem: Any, root: str, url: str) -> dict[str, int]:
     """Return the size of every file below `root` by relative name; empty if `root` does not exist."""
-    with _filesystem_errors(url):
+    with remote_errors(url):
         filesystem.invalidate_cache()
         try:
             files = filesystem.find(root, detail=True)
@@ -224,14 +224,30 @@ def _connect(url: str) -> tuple[Any, str]:
     return filesystem, root.rstrip("/")
 
 
+def _library_errors() -> Iterator[type[Exception]]:
+    """Return the errors of object stores and of HTTP that are no OSError, of the libraries that are imported."""
+    names = {"aiohttp": "ClientError", "azure.core.exceptions": "AzureError", "botocore.exceptions": "BotoCoreError"}
+    names |= {"gcsfs.retry": "HttpError", "google.auth.exceptions": "GoogleAuthError"}
+    return (getattr(sys.modules[module], name) for module, name in names.items() if module in sys.modules)
+
+
 @contextmanager
-def _filesystem_errors(location: str) -> Iterator[None]:
-    """Convert exceptions of a filesystem to one line."""
-    # Libraries of object stores and of HTTP have errors that are no OSError.
-    base_classes = (("botocore.exceptions", "BotoCoreError"), ("aiohttp", "ClientError"))
-    library_errors = [getattr(sys.modules[library], name) for library, name in base_classes if library in sys.modules]
+def remote_errors(location: str, error_type: type[GraspError] = ArtifactError) -> Iterator[None]:
+    """Convert errors of a remote filesystem to one line; an OSError of a local path is not changed.
+
+    Args:
+        location: URL that is read or written, or a local path.
+        error_type: type of the error.
+    Raises:
+        GraspError: the URL cannot be reached; of type `error_type`.
+    """
     try:
         yield
-    except (OSError, *library_errors) as err:
+    except (OSError, *_library_errors()) as err:
+        if isinstance(err, OSError) and "://" not in location:
+            raise
         reason = " ".join(str(err).split()) or type(err).__name__
-        raise ArtifactError(f"{location}: cannot be reached: {reason}; check URL, credentials and network") from err
+        public = " (FSSPEC_S3_ANON=true for a public bucket)" * location.startswith(("s3://", "s3a://"))
+        raise error_type(
+            f"{location}: cannot be reached: {reason}; check URL, credentials{public} and network"
+        ) from err

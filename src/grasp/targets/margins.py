@@ -134,7 +134,7 @@ def with_metric(unit: Unit, metric: str) -> Unit:
     The metric is added to its unit_id and target, as in `sciq:3@margin` and `sciq@margin`.
 
     Raises:
-        TargetError: the unit has no choices, or has loss on more than the completion.
+        TargetError: the unit has no choices, one without text, or loss on more than the completion.
     """
     location = f"unit {unit.unit_id!r} of {unit.target}"
     if unit.others:  # a preference pair
@@ -143,4 +143,7 @@ def with_metric(unit: Unit, metric: str) -> Unit:
         raise TargetError(f"{location}: @{metric} needs the wrong answers too; expected `choices` and `answer`")
     if unit.loss_on != "completion":
         raise TargetError(f"{location}: @{metric} is defined for loss on the completion; got loss_on {unit.loss_on}")
-    return unit.scored_by(metric)
+    scored = unit.scored_by(metric)
+    if not all(answer.completion.strip() for answer in scored.others):
+        raise TargetError(f"{location}: @{metric}: got a choice without text; remove the choice, or the record")
+    return scored

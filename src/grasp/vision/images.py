@@ -29,6 +29,7 @@ from grasp.errors import CorpusError
 from grasp.extras import require
 from grasp.settings import CorpusSettings
 from grasp.store.records import Signed
+from grasp.store.remote import remote_errors
 
 IMAGE_SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 IS_BINARY: Final = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
@@ -109,8 +110,9 @@ def _check_columns(columns: Mapping[str, pa.DataType | None], settings: CorpusSe
 def open_images(path: str, split: str | None = None) -> Source:
     """Open a directory with one folder of image files per class, or anything that `open_source` supports."""
     try:
-        fs, root = fsspec.core.url_to_fs(path)
-        is_directory = fs.isdir(root)
+        with remote_errors(path, CorpusError):
+            fs, root = fsspec.core.url_to_fs(path)
+            is_directory = fs.isdir(root)
     except (ValueError, ImportError, OSError):
         return open_source(path, split)  # raises with the reason
     if is_directory:
