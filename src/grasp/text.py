@@ -41,6 +41,8 @@ SKIPPED = {
     "short_end": "short last rows of long documents",
     "cut": "ends of documents beyond corpus.max_rows_per_document",
     "cut_begin": "beginnings of conversations or prompts that exceed a row",
+    "cut_end": "ends of answers of preference pairs that exceed a row",
+    "long_prompt": "preference pairs whose prompt alone fills a row",
     "turn_order": "conversations whose turns are out of order",
     "empty_answer": "conversations with an empty answer",
     "no_answer": "conversations without an answer",
@@ -55,6 +57,7 @@ SKIPPED = {
     "no_calls": "tool calls that the chat template omits from answers with text",
     "no_reasoning": "reasoning that the chat template omits",
     "no_loss": "rows without a token that carries loss",
+    "choice_space": "choices whose surrounding white space differs from that of others",
     "no_image": "records without an image",
     "no_class": "images without a class",
     "broken_image": "broken images",
@@ -68,6 +71,8 @@ REMEDIES = {
     "rewritten": "use a template that marks answers with {% generation %}, or --set corpus.loss_on=completion to train "
     "on the last answer only",
     "unmarked": "use a template that marks every answer with {% generation %} (--tokenizer)",
+    "long_prompt": "increase corpus.max_length",
+    "choice_space": "it is removed: every choice is separated from its prompt alike",
     "turn_order": "expected alternating user and assistant turns, optionally after a system turn",
 }
 

@@ -7,9 +7,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grasp.corpus.conversations import preference_note
+from grasp.corpus.conversations import unread_notes
 from grasp.errors import CorpusError
 from grasp.models.tokenizer import HfTokenizer
+from grasp.settings import TargetSettings
+from grasp.targets.load import load_units
 from grasp.text import skipped_lines
 from tests.corpus.chats import CHATML, DROPS, MARKED, REWRITES, chat_tokenizer, turns
 from tests.corpus.test_conversations import ANSWER, END, FOLLOW_UP, LAST, QUESTION, TURNS, stored, text_and_loss
@@ -203,13 +205,12 @@ def test_generated_row_ids_do_not_depend_on_unset_marks(tmp_path):
 
 
 def test_preference_pairs_are_refused_with_the_setting_that_reads_them(tmp_path):
-    columns = ["prompt", "chosen", "rejected"]
-    note = preference_note("chosen", columns)
+    (note,) = unread_notes({"text": "chosen"}, ["prompt", "rejected"])
     assert "'rejected'" in note
     assert """corpus.prompt="{prompt}"' --set 'corpus.completion="{chosen}\"""" in note
-    assert "corpus.prompt" not in preference_note("chosen", columns[1:])
-    assert "'chosen'" in preference_note("chosen", columns[1:], turns=True)
-    assert preference_note("text", columns) is preference_note("chosen", ["chosen"]) is None
+    assert "corpus.prompt" not in unread_notes({"text": "chosen"}, ["rejected"])[0]
+    assert "'chosen'" in unread_notes({"turns": "chosen"}, ["rejected"])[0]
+    assert unread_notes({"text": "text"}, ["chosen", "rejected"]) == unread_notes({"text": "chosen"}, []) == []
     record = {"prompt": QUESTION, "chosen": " wet.", "rejected": " dry."}
     with pytest.raises(CorpusError, match=r"preference pairs.*corpus\.prompt"):
         stored(tmp_path, [record])
@@ -433,3 +434,88 @@ def test_turns_rendered_as_json_are_located_or_skipped(tmp_path, marked):
     assert store.skipped.ids == {}
     with pytest.raises(CorpusError, match=r"c\.jsonl:1: turn 1"):
         stored(tmp_path / "one", [{"messages": quoted}], chat_tokenizer("{{ messages | tojson }}"))
+
+
+def test_columns_that_trainers_read_are_named_if_they_are_not_read():
+    unread = ["topic", "tools", "chat_template_kwargs.enable_thinking", "images.0"]
+    (note,) = unread_notes({"text": "text"}, unread)
+    assert note.endswith("columns of that name: tools, chat_template_kwargs, images")
+    assert unread_notes({"turns": "messages", "tools": "tools"}, ["topic"]) == []
+    (note,) = unread_notes({"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}, ["messages"])
+    assert note.endswith(": messages")
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_answers_in_a_prompt_carry_no_loss(tmp_path, template):
+    record = {"prompt": TURNS[:3], "completion": TURNS[3:]}
+    text, loss = text_and_loss(stored(tmp_path, [record], chat_tokenizer(template)))
+    assert loss == LAST + END
+    assert text == text_and_loss(stored(tmp_path / "all", [{"messages": TURNS}], chat_tokenizer(template)))[0]
+    later = turns(QUESTION, ANSWER, FOLLOW_UP, LAST)[1:]
+    both = stored(tmp_path / "both", [{"prompt": TURNS[:1], "completion": later}], chat_tokenizer(template))
+    assert text_and_loss(both)[1] == ANSWER + END + LAST + END
+    path = tmp_path / "exam.jsonl"
+    path.write_text(json.dumps(record))
+    units = load_units(TargetSettings(names=(str(path),), loss_on="assistant")).rendered(chat_tokenizer(template)).units
+    assert [unit.completion for unit in units] == [LAST + END]
+
+
+def test_a_system_text_makes_turns_of_prompt_and_completion(tmp_path):
+    record = {"system": "Be short.", "prompt": QUESTION, "completion": ANSWER}
+    text, loss = text_and_loss(stored(tmp_path, [record]))
+    assert text.startswith(f"<|im_start|>system\nBe short.{END}\n<|im_start|>user\n{QUESTION}{END}")
+    assert loss == ANSWER + END
+    empty = text_and_loss(stored(tmp_path / "empty", [record | {"system": ""}]))
+    assert empty == text_and_loss(stored(tmp_path / "chat", [{"messages": TURNS[:2]}]))
+    assert text_and_loss(stored(tmp_path / "null", [record | {"system": None}]))[0].startswith(QUESTION + ANSWER)
+    path = tmp_path / "exam.jsonl"
+    for asked in (record, {"system": "Be short.", "question": QUESTION, "answer": ANSWER}):
+        path.write_text(json.dumps(asked))
+        (unit,) = load_units(TargetSettings(names=(str(path),))).rendered(chat_tokenizer()).units
+        assert unit.prompt.startswith(f"<|im_start|>system\nBe short.{END}")
+        assert unit.completion == ANSWER + END
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("form", ["messages", "prompt", "instruction", "preference"])
+def test_the_chat_template_gets_the_arguments_of_a_record(tmp_path, suffix, form):
+    template = "{% if mood is defined %}<|im_start|>system\n{{ mood }}{{ level }}<|im_end|>\n{% endif %}" + MARKED
+    content = {
+        "messages": {"messages": TURNS[:2]},
+        "prompt": {"prompt": TURNS[:1], "completion": TURNS[1:2]},
+        "instruction": {"instruction": QUESTION, "output": ANSWER},
+        "preference": {"prompt": TURNS[:1], "chosen": TURNS[1:2], "rejected": TURNS[3:]},
+    }[form]
+    arguments = [{"mood": "Be short."}, {"level": 3}, {}, None]
+    records = [content | {"chat_template_kwargs": value, "topic": "a"} for value in arguments]
+    path = tmp_path / f"c.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist(records), path)
+    else:
+        path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    settings = {"form": form} if form == "preference" else {}
+    store = stored(tmp_path, None, chat_tokenizer(template), name=path.name, **settings)
+    plain = f"<|im_start|>user\n{QUESTION}{END}<|im_start|>assistant\n{ANSWER}{END}"
+    texts = [text_and_loss(store, k)[0] for k in range(4)]
+    assert texts[0].startswith(f"<|im_start|>system\nBe short.{END}\n{plain}")
+    assert all(text.startswith(plain) for text in texts[1:])
+    assert store.label_columns == ("topic",)
+    assert store.details["columns"]["chat_template_kwargs"] == "chat_template_kwargs"
+    assert texts[0].count("Be short.") == (2 if form == "preference" else 1)
+    units = load_units(TargetSettings(names=(str(path),))).rendered(chat_tokenizer(template)).units
+    assert sum("Be short." in unit.prompt for unit in units) == 1
+    assert all("Be short." in other.prompt for unit in units for other in unit.others if "Be short." in unit.prompt)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"tools": []}, "got tools, expected arguments that the template itself defines"),
+        ({"add_generation_prompt": True, "tokenize": False}, "got add_generation_prompt, tokenize, expected"),
+        ("short", "got 'short', expected a mapping of JSON values"),
+        ([1], r"got \[1\], expected a mapping of JSON values"),
+    ],
+)
+def test_arguments_of_the_chat_template_are_validated(tmp_path, value, message):
+    with pytest.raises(CorpusError, match=rf"c\.jsonl:1: chat_template_kwargs: {message}"):
+        stored(tmp_path, [{"messages": TURNS, "chat_template_kwargs": value}])

@@ -4,6 +4,7 @@ import importlib.machinery
 import json
 import sys
 import types
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -254,10 +255,19 @@ def tiny_model():
 PROMPTS = [{"prompt": f"question {k}?", "completion": f" answer {k}."} for k in range(5)]
 CHATS = [{"messages": OPENAI[k % 2]["messages"]} for k in range(5)]
 TEXTS = [{"text": f"A text, number {k}."} for k in range(5)]
+LONG_CHAT = [{"role": ("user", "assistant")[k % 2], "content": text} for k, text in enumerate(["a", "b", "c", "d"])]
+PROMPT_CHATS = [{"prompt": LONG_CHAT[:3], "completion": LONG_CHAT[3:]}] * 5
+ARGUMENTS = [CHATS[0] | {"chat_template_kwargs": {"mood": ("short", "long")[k % 2]}} for k in range(5)]
+MOODY = "{% if mood is defined %}<|im_start|>system\n{{ mood }}<|im_end|>\n{% endif %}" + MARKED
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.suffix)
-@pytest.mark.parametrize("records", [PROMPTS, CHATS, TEXTS], ids=["prompts", "chats", "texts"])
+@pytest.mark.parametrize(
+    "records",
+    [PROMPTS, CHATS, TEXTS, PROMPT_CHATS, ARGUMENTS],
+    ids=["prompts", "chats", "texts", "prompts of turns", "arguments"],
+)
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
 def test_trl_trains_on_the_tokens_that_grasp_reads(tmp_path, records, form):
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
@@ -268,12 +278,12 @@ def test_trl_trains_on_the_tokens_that_grasp_reads(tmp_path, records, form):
         builder = "parquet" if form.kind == "parquet" else "json"
         files = sorted(str(file) for file in out.glob("part-*"))
         data = datasets.load_dataset(builder, data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
-    tokenizer = chat_tokenizer(MARKED).tokenizer
+    tokenizer = chat_tokenizer(MOODY).tokenizer
     args = trl.SFTConfig(
         output_dir=str(tmp_path / "run"),
         max_steps=1,
         max_length=None,
-        assistant_only_loss=records is CHATS,
+        assistant_only_loss=records in (CHATS, PROMPT_CHATS, ARGUMENTS),
         report_to=[],
         use_cpu=True,
         bf16=False,
@@ -281,7 +291,7 @@ def test_trl_trains_on_the_tokens_that_grasp_reads(tmp_path, records, form):
         eos_token=tokenizer.eos_token,
     )
     trainer = trl.SFTTrainer(model=tiny_model(), args=args, train_dataset=data, processing_class=tokenizer)
-    rows = rows_of(tmp_path / "rows", out)
+    rows = rows_of(tmp_path / "rows", out, MOODY)
     assert len(rows) == len(records)
     for theirs, (ids, mask) in zip(trainer.train_dataset, rows, strict=True):
         assert ids == theirs["input_ids"]
@@ -302,6 +312,7 @@ PAIRS = {
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
 def test_trl_trains_on_the_pairs_that_grasp_reads(tmp_path, pair, kind):
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
@@ -334,6 +345,45 @@ def test_trl_trains_on_the_pairs_that_grasp_reads(tmp_path, pair, kind):
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     assert losses[0] == pytest.approx(np.log(2), abs=1e-5)  # the model is its own reference
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("kind", ["prompt", "chats"])
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
+def test_trl_truncates_pairs_as_grasp_does(tmp_path, kind):
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    words = {"short": 1, "long": 60}
+    records = [
+        {"prompt": "question? " * words[a], "chosen": " water" * words[b], "rejected": " fire" * words[c]}
+        for a, b, c in product(words, repeat=3)
+    ]
+    if kind == "chats":
+        role_of = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
+        records = [
+            {name: [{"role": role_of[name], "content": text}] for name, text in record.items()} for record in records
+        ]
+    tokenizer = chat_tokenizer(MARKED).tokenizer
+    tokenizer.pad_token = tokenizer.eos_token
+    options = {"report_to": [], "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "max_length": 40}
+    args = trl.DPOConfig(output_dir=str(tmp_path / "run"), **options)
+    models = {"model": tiny_model(), "ref_model": tiny_model()}
+    data = datasets.Dataset.from_list(records)
+    trainer = trl.DPOTrainer(**models, args=args, train_dataset=data, processing_class=tokenizer)
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    settings = CorpusSettings(path=str(path), max_length=40, form="preference")
+    store = RowStore.write(tmp_path / "rows", settings, chat_tokenizer(MARKED), shard_rows=64)
+    assert store.n_rows == len(trainer.train_dataset) == 4
+    assert store.skipped.counts == {"cut_end": 4, "long_prompt": 4}
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    sides = store.shard(0).sides()
+    for k in range(8):  # TRL has all chosen sides first
+        theirs = (k // 2) + 4 * (k % 2)
+        length = int(batch["attention_mask"][theirs].sum())
+        assert sides.ids(k).tolist() == batch["input_ids"][theirs][:length].tolist()
+        mask = sides.mask(k)
+        first = int(batch["completion_mask"][theirs].argmax())
+        assert int(np.argmax(mask)) == first
 
 
 @pytest.mark.parametrize(

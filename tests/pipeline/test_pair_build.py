@@ -42,6 +42,11 @@ FORMS = {
         "No",
     ),
     "same answers": ({"prompt": "a", "chosen": turns("a", "Yo"), "rejected": turns("a", "Yo")}, 1, "Yo", "Yo"),
+    "system": ({"system": "Be.", "prompt": "Hi", "chosen": "Yo", "rejected": "No"}, 2, "Yo", "No"),
+    "question": ({"question": "Hi", "chosen": "Yo", "rejected": "No"}, 1, "Yo", "No"),
+    "system and question": ({"system": "Be.", "question": "Hi", "chosen": "Yo", "rejected": "No"}, 2, "Yo", "No"),
+    "no system": ({"system": None, "prompt": "Hi", "chosen": " Yo", "rejected": " No"}, "Hi", " Yo", " No"),
+    "equal texts": ({"question": "Hi", "chosen": "Yo", "rejected": "Yo"}, 1, "Yo", "Yo"),
     "text after chat": ({"prompt": turns("Hi"), "chosen": "Yo", "rejected": "No"}, 1, "Yo", "No"),
 }
 
@@ -54,7 +59,8 @@ def test_pairs_of_every_form(record, prompt, chosen, rejected):
             ((start, stop),) = side.answers
             assert (side.text[:start], side.text[start:stop]) == (prompt, answer)
         else:
-            question, reply = (turn["content"] for turn in side.conversation.turns)
+            *before, question, reply = (turn["content"] for turn in side.conversation.turns)
+            assert before == ["Be."] * (prompt - 1)
             assert (question, reply) == ("a" if record.get("prompt") == "a" else "Hi", answer)
 
 
@@ -66,6 +72,9 @@ def test_pairs_of_every_form(record, prompt, chosen, rejected):
         ({"prompt": "a", "chosen": None, "rejected": " b"}, "chosen: missing or empty"),
         ({"chosen": turns("a", "b"), "rejected": turns("a", "c", "d", "e")}, "rejected: has 3 turns after the common"),
         ({"chosen": turns("a", "b"), "rejected": turns("a", "")}, "rejected: an answer of the assistant is empty"),
+        ({"system": "Be.", "chosen": "a b", "rejected": "a c"}, "system: precedes a prompt, but the pair has none of"),
+        ({"prompt": "a", "chosen": " b", "rejected": " c", "tools": [{"name": "f"}]}, "tools: only a chat template"),
+        ({"prompt": "a", "chosen": " b", "rejected": " c", "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs: "),
     ],
 )
 def test_a_pair_without_a_side_is_refused_in_one_line(record, message, tmp_path):
@@ -89,6 +98,35 @@ def test_a_pair_without_a_difference_is_left_out_and_named(chosen, rejected, tmp
     assert store.skipped.ids == {"no_loss": ["equal"]}
     with pytest.raises(TargetError, match=r"pairs\.jsonl:2: (chosen|rejected): no text follows the prompt"):
         load_units(TargetSettings(names=(str(path),)))
+
+
+@pytest.mark.parametrize("kind", ["texts", "chats"])
+def test_a_long_pair_keeps_the_prompt_of_both_sides_and_loses_ends_of_answers(kind, tmp_path):
+    def side(text):
+        return text if kind == "texts" else [{"role": "assistant", "content": text}]
+
+    def pair(name, *texts):
+        prompt, chosen, rejected = texts
+        prompt = prompt if kind == "texts" else [{"role": "user", "content": prompt}]
+        return {"id": name, "prompt": prompt, "chosen": side(chosen), "rejected": side(rejected)}
+
+    records = [
+        pair("short", "what is water?", " wet.", " dry."),
+        pair("long", "what is water?", " wet.", " dry." * 40),
+        pair("both", "what is water?", " wet." * 40, " dry." * 50),
+        pair("prompt", "what is water?" * 20, " wet.", " dry."),
+    ]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    settings = CorpusSettings(path=str(path), form="preference", max_length=48)
+    store = RowStore.write(tmp_path / "rows", settings, chat_tokenizer(), shard_rows=8)
+    assert store.skipped.ids == {"cut_end": ["long", "both", "both"], "long_prompt": ["prompt"]}
+    sides = store.shard(0).sides()
+    assert [len(sides.ids(k)) for k in (3, 4, 5)] == [48] * 3
+    starts = [int(np.argmax(sides.mask(k))) for k in range(6)]
+    for k in range(1, 6):
+        np.testing.assert_array_equal(sides.ids(k)[: starts[k]], sides.ids(0)[: starts[0]])
+    assert all(sides.mask(k)[starts[k] :].all() for k in (3, 4, 5))
 
 
 # ------------------------------------------------------------------------------------------------------------- builds
@@ -115,7 +153,9 @@ def built(root, pairs):
     artifacts = {}
     for name, form in (("pairs", "preference"), ("sides", "prompt")):
         settings = world(root, features={"kernels": KERNELS, "sample_positions": 10**6}, train="further")
-        corpus = settings.corpus.model_copy(update={"path": str(root / f"{name}.jsonl"), "form": form})
+        corpus = settings.corpus.model_copy(
+            update={"path": str(root / f"{name}.jsonl"), "form": form, "max_length": 96}  # no side is truncated
+        )
         targets = settings.targets.model_copy(update={"names": (str(root / "pairs.jsonl"),)})
         settings = settings.model_copy(update={"corpus": corpus, "targets": targets})
         artifacts[name] = ArtifactReader.open(build_artifact(settings, root / f"art-{name}"))

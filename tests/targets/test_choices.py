@@ -7,7 +7,7 @@ import pytest
 from grasp.errors import TargetError
 from grasp.settings import TargetSettings
 from grasp.targets.load import load_units
-from grasp.targets.units import Unit
+from grasp.targets.units import Unit, UnitSet
 
 TEXTS = ["bird", "stone", "iron", "wind"]
 QUESTION = {"question": "Which is a metal?"}
@@ -97,3 +97,30 @@ def test_columns_that_only_look_like_choices_are_ignored(tmp_path):
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     (unit,) = units(tmp_path, {"messages": chat, "options": TEXTS, "A": "x", "B": "y"})
     assert (unit.completion, unit.choices) == ("Ho", ())
+
+
+@pytest.mark.parametrize(
+    ("choices", "prompt", "expected", "n_changed"),
+    [
+        (["fish", " iron"], "A:", [" fish", " iron"], 1),
+        ([" fish", "iron"], "A:", [" fish", " iron"], 1),
+        (["fish\n", "iron "], "A:", [" fish", " iron"], 2),
+        ([" fish", "  iron"], "A:", [" fish", " iron"], 1),
+        (["fish", " iron"], "A: ", ["fish", "iron"], 1),
+        (["fish", " iron"], "A:\n", ["fish", "iron"], 1),
+        ([" fish", " iron"], "A:", [" fish", " iron"], 0),
+        (["\nfish", "\niron"], "A:", ["\nfish", "\niron"], 0),  # all have it: it is meant
+        (["    x\n", "    y\n"], "f():\n", ["    x\n", "    y\n"], 0),
+    ],
+    ids=repr,
+)
+def test_white_space_around_single_choices_is_removed_and_counted(tmp_path, choices, prompt, expected, n_changed):
+    (unit,) = units(tmp_path, {"prompt": prompt, "choices": choices, "answer": 1})
+    assert (list(unit.choices), unit.completion) == (expected, expected[1])
+    counts = UnitSet((unit.scored_by("margin"),)).rendered(None).unwritten.counts
+    assert counts == ({"choice_space": n_changed} if n_changed else {})
+
+
+def test_choices_do_not_follow_a_system_turn(tmp_path):
+    with pytest.raises(TargetError, match=r"quiz\.jsonl:1: system: got 'Be short\.', but choices follow a text"):
+        units(tmp_path, QUESTION | {"choices": TEXTS, "answer": 1, "system": "Be short."})

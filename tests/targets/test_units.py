@@ -47,6 +47,17 @@ def test_labels_begin_at_the_completion_or_cover_all(changes, text, first):
     assert tokens(replace(UNIT, **changes)) == (text, first)
 
 
+def test_both_sides_of_a_pair_keep_the_same_prompt():
+    unit = replace(UNIT, prompt="abcdefgh", completion="XY", others=(replace(UNIT, prompt="abcdefgh", completion="Z"),))
+    (both,) = UnitSet((unit,)).tokenize(CharTokenizer(), 5)
+    sides = ["".join(map(chr, side.input_ids)) for side in (both, *both.others)]
+    assert sides == ["fghXY", "fghZ"]
+    assert [side.first for side in (both, *both.others)] == [3, 3]
+    unit = replace(unit, others=(replace(unit, completion="123456", others=()),))
+    with pytest.raises(TargetError, match="has 6 tokens, expected at most 4"):
+        UnitSet((unit,)).tokenize(CharTokenizer(), 5)
+
+
 @pytest.mark.parametrize(
     ("max_length", "context", "remedy"),
     [

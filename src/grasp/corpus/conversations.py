@@ -10,7 +10,7 @@ into text later. Start with `form_of` and `Form.read`.
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from string import Formatter
@@ -86,7 +86,13 @@ TURNS: Final = ("messages", "conversations", "conversation")
 JSON_TURNS: Final = re.compile(r"\s*\[\s*[{\]]")  # how JSON text of a list of turns begins
 INPUTS: Final = ("input", "context")
 OUTPUTS: Final = ("output", "response")
-EXTRA_COLUMNS: Final = ("system", "tools")  # further columns of turns in any form
+TEMPLATE_ARGUMENTS: Final = "chat_template_kwargs"  # a mapping that trainers pass to the chat template (TRL)
+EXTRA_COLUMNS: Final = ("system", "tools", TEMPLATE_ARGUMENTS)  # further columns of turns in any form
+# arguments of `apply_chat_template` that no record may set
+RESERVED_ARGUMENTS: Final = frozenset(
+    {"messages", "conversation", "conversations", "tools", "chat_template", "add_generation_prompt"}
+    | {"continue_final_message", "tokenize", "return_assistant_tokens_mask"}
+)
 HISTORY: Final = "history"  # earlier turns of an instruction, as pairs of texts (LLaMA-Factory)
 CALL: Final = "function_call"  # a tool call: role of turns (ShareGPT), member of an answer (OpenAI, before tool_calls)
 LOSS_FLAGS: Final = ("weight", "train")  # of a turn: whether it carries loss (OpenAI, Mistral; Axolotl)
@@ -127,14 +133,16 @@ class Conversation:
     """Turns in the form of chat templates, and the tools of the assistant.
 
     Attributes:
-        untrained: indices of assistant turns that are marked to carry no loss.
+        untrained: indices of assistant turns that carry no loss: marked ones, and those of a prompt.
         parse_fault: error in loss flags or calls, a key of `FAULTS`, or None.
+        template_arguments: further arguments of the chat template, e.g. `enable_thinking`.
     """
 
     turns: tuple[dict[str, Any], ...]
     tools: tuple[Any, ...] = ()
     untrained: frozenset[int] = frozenset()
     parse_fault: str | None = None
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def answers(self) -> list[int]:
@@ -162,7 +170,8 @@ class Conversation:
     @property
     def content(self) -> str:
         """Return all content as one text, which is hashed to name the document."""
-        parts = [self.turns, self.tools, *([sorted(self.untrained)] if self.untrained else [])]
+        rarely_set = [part for part in (sorted(self.untrained), self.template_arguments) if part]
+        parts = [self.turns, self.tools, *rarely_set]
         return json.dumps(parts, sort_keys=True, ensure_ascii=False, default=str)
 
 
@@ -211,9 +220,15 @@ class Form:
         if self.kind == "instruction":
             turns = self._instruction_turns(named, location)
         elif self.kind == "prompt":
-            if isinstance(named["prompt"], str) and isinstance(named["completion"], str):
-                return _with_completion(named["prompt"], named["completion"])
-            turns = [turn for name in ("prompt", "completion") for turn in _parse_turns(named[name], name, location)]
+            question, answer = named["prompt"], named["completion"]
+            if not (isinstance(question, str) and isinstance(answer, str)):
+                prompt_turns = _parse_turns(question, "prompt", location)  # without loss, also their answers
+                turns = [{**turn, "weight": 0} for turn in prompt_turns]
+                turns += _parse_turns(answer, "completion", location)
+            elif _are_turns(named, location):
+                turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            else:
+                return _with_completion(question, answer)
         else:
             column = self.columns[0]
             if not holds_turns(named[column], column):
@@ -246,16 +261,37 @@ def _with_completion(prompt: str, completion: str) -> Content:
     return Content(text, ((len(prompt), len(text)),))
 
 
+def _are_turns(values: Mapping[str, Any], location: str) -> bool:
+    """Return whether a prompt and its answers that are texts are turns: with a system text, a chat template joins them.
+
+    Raises:
+        CorpusError: there is no system text, but another column that only a chat template reads.
+    """
+    if values.get("system") is not None:
+        return True
+    arguments = _parse_template_arguments(values.get(TEMPLATE_ARGUMENTS), location)
+    for name, value in (("tools", _parse_tools(values.get("tools"), location)), (TEMPLATE_ARGUMENTS, arguments)):
+        if value:
+            raise CorpusError(
+                f"{location}: {name}: only a chat template reads it, but the prompt and the answers are texts; write "
+                "them as turns, or remove the column"
+            )
+    return False
+
+
 def _build_conversation(raw_turns: Sequence[Any], values: Mapping[str, Any], location: str) -> Conversation:
-    """Return the conversation of turns, with the system turn and the tools of further columns."""
+    """Return the conversation of turns, with the system turn, tools and template arguments of further columns."""
     turns = [_parse_turn(turn, f"{location}: turn {k}") for k, turn in enumerate(raw_turns)]
     system = values.get("system")
     if isinstance(system, str) and system.strip() and (not turns or turns[0]["role"] != "system"):
         turns.insert(0, {"role": "system", "content": system})
-    return _extract_loss_flags(turns, _parse_tools(values.get("tools"), location), location)
+    conversation = _extract_loss_flags(turns, _parse_tools(values.get("tools"), location), location)
+    arguments = _parse_template_arguments(values.get(TEMPLATE_ARGUMENTS), location)
+    return replace(conversation, template_arguments=arguments)
 
 
 PAIR: Final = ("chosen", "rejected")  # columns of preference pairs
+PAIR_PROMPTS: Final = ("prompt", *TURNS, "question")  # columns of their prompts; the first one that is present is read
 
 
 def is_preference_pair(record: Mapping[str, Any]) -> bool:
@@ -268,13 +304,15 @@ def read_preference_pair(record: Mapping[str, Any], location: str) -> Content:
 
     Sides are texts or chats; a single turn may stand without its list. The prompt is `prompt`, a list of turns in
     `messages` or `conversations`, or the common beginning of both sides, also if `prompt` repeats it as text, as in
-    UltraFeedback. Loss is on what follows the prompt: a text, or one answer of the assistant. The text is empty if a
-    side is the beginning of the other one, or equal to it; such pairs yield no row.
+    UltraFeedback. A `question`, or a prompt with a `system` text, is a user turn, also if the sides are texts. Loss is
+    on what follows the prompt: a text, or one answer of the assistant. The text is empty if a side is the beginning of
+    the other one, or equal to it; such pairs yield no row.
 
     Returns:
         The chosen side, with the other one in `rejected`.
     Raises:
-        CorpusError: a side is missing or empty, or the sides have different types or more than one answer.
+        CorpusError: a side is missing or empty; the sides have different types or more than one answer; or a column
+            of chats, such as `system`, has no turns to precede.
     """
     for name, other in (PAIR, PAIR[::-1]):
         side = record.get(name)
@@ -283,10 +321,17 @@ def read_preference_pair(record: Mapping[str, Any], location: str) -> Content:
                 f"{location}: {name}: missing or empty, but {other} is present; a preference pair needs both answers: "
                 "complete or remove the record"
             )
-    prompt = next((record[name] for name in ("prompt", *TURNS) if record.get(name) is not None), None)
+    source = next((name for name in PAIR_PROMPTS if record.get(name) is not None), None)
+    prompt = None if source is None else record[source]
     chosen, rejected = (record[name] for name in PAIR)
-    if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None):
+    are_texts = isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None)
+    if are_texts and source != "question" and not _are_turns(record, location):
         contents = _text_sides(prompt, chosen, rejected)
+    elif are_texts and source is None:
+        raise CorpusError(
+            f"{location}: system: precedes a prompt, but the pair has none of {', '.join(PAIR_PROMPTS)}; add the "
+            "prompt, or remove the column"
+        )
     else:
         contents = _chat_sides(record, prompt, location)
     return replace(contents[0], rejected=contents[1])
@@ -308,11 +353,11 @@ def _chat_sides(record: Mapping[str, Any], prompt: Any, location: str) -> list[C
     """
     sides = [_parse_side(record[name], name, location) for name in PAIR]
     n_equal = next((k for k, (a, b) in enumerate(zip(*sides, strict=False)) if a != b), min(map(len, sides)))
+    n_common = min(n_equal, *(len(side) - 1 for side in sides))  # the last turn is the answer, even if sides are equal
     if not isinstance(prompt, str):
         prompt_turns: list[Any] = [] if prompt is None else _parse_turns(prompt, "prompt", location)
     else:  # a prompt that is text repeats the common beginning of the sides, if they have one
-        prompt_turns = [] if n_equal else [{"role": "user", "content": prompt}]
-    n_common = min(n_equal, *(len(side) - 1 for side in sides))  # the last turn is the answer, even if sides are equal
+        prompt_turns = [] if n_common else [{"role": "user", "content": prompt}]
     for name, side in zip(PAIR, sides, strict=True):
         if len(side) - n_common != 1:
             raise CorpusError(
@@ -441,6 +486,25 @@ def _parse_tools(tools: Any, location: str) -> tuple[Any, ...]:
     raise CorpusError(f"{location}: tools: got {type(descriptions).__name__}, expected a list of descriptions")
 
 
+def _parse_template_arguments(value: Any, location: str) -> dict[str, Any]:
+    """Return the arguments that a record passes to the chat template, without null ones, which tables add."""
+    try:
+        arguments = json.loads(value) if isinstance(value, str) and value.strip() else value or {}
+        if not isinstance(arguments, Mapping):
+            raise TypeError("not a mapping")
+        plain: dict[str, Any] = plain_json(json.loads(json.dumps(dict(arguments))), repair=False)
+    except (TypeError, ValueError, RecursionError) as err:
+        raise CorpusError(
+            f"{location}: {TEMPLATE_ARGUMENTS}: got {value!r:.60}, expected a mapping of JSON values: {err}"
+        ) from err
+    if reserved := sorted(RESERVED_ARGUMENTS & plain.keys()):
+        raise CorpusError(
+            f"{location}: {TEMPLATE_ARGUMENTS}: got {', '.join(reserved)}, expected arguments that the template itself "
+            "defines, such as enable_thinking; remove it"
+        )
+    return plain
+
+
 def _parse_history(history: Any, location: str) -> list[tuple[str, str]]:
     """Return the earlier questions and answers of an instruction."""
     pairs = [] if history is None else history
@@ -566,22 +630,33 @@ def text_arguments(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
+# columns whose content trainers pass to the model
+TRAINER_COLUMNS: Final = (*TURNS, *EXTRA_COLUMNS, "chat_template", "image", "images")
 # options that read the chosen answers of preference pairs as completions
 PROMPT_SETTINGS: Final = """--set 'corpus.prompt="{prompt}"' --set 'corpus.completion="{chosen}"\'"""
 
 
-def preference_note(text_column: str | None, columns: Collection[str], *, turns: bool = False) -> str | None:
-    """Return a note on what is ignored if preference pairs are read as texts or turns, or None.
+def unread_notes(roles: Mapping[str, str], other_columns: Collection[str]) -> list[str]:
+    """Return notes on columns that are not read although trainers read columns of that name.
 
     Args:
-        text_column: column that is read.
-        columns: all columns of the corpus.
-        turns: whether the column has conversations, of which only answers carry loss.
+        roles: columns that are read, by role.
+        other_columns: all others: labels, which may be paths such as `images.0`, and ignored ones.
     """
-    if text_column not in PAIR or not set(PAIR) <= set(columns):
+    others = {name.partition(".")[0] for name in other_columns}
+    notes = [note for note in [_preference_note(roles, others)] if note]
+    if unread := [name for name in TRAINER_COLUMNS if name in others]:
+        notes.append(f"not read, although trainers may read columns of that name: {', '.join(unread)}")
+    return notes
+
+
+def _preference_note(roles: Mapping[str, str], other_columns: Collection[str]) -> str | None:
+    """Return a note on what is ignored if preference pairs are read as texts or turns, or None."""
+    text_column, columns = roles.get("text", roles.get("turns")), {*roles.values(), *other_columns}
+    if text_column not in PAIR or not set(PAIR) <= columns or "rejected" in roles:
         return None
     other = PAIR[1 - PAIR.index(text_column)]
-    if turns:
+    if "turns" in roles:
         return f"preference pairs: the answers of {text_column!r} are trained on; {other!r} is not read"
     unread = f"{other!r} and the prompt are" if "prompt" in columns else f"{other!r} is"
     note = f"preference pairs: {text_column!r} is read as plain text, all of whose tokens carry loss; {unread} not read"
@@ -616,7 +691,7 @@ def _preference_form(names: Collection[str]) -> Form | None:
     """Return the form of preference pairs, whose columns may lack a side, or None."""
     if not set(PAIR) & set(names):
         return None
-    prompt = next((name for name in ("prompt", *TURNS) if name in names), None)
+    prompt = next((name for name in PAIR_PROMPTS if name in names), None)
     extra = (name for name in EXTRA_COLUMNS if name in names)
     return Form("preference", tuple(name for name in (prompt, *PAIR, *extra) if name is not None))
 
@@ -684,7 +759,7 @@ def _select_form(names: tuple[str, ...], settings: CorpusSettings) -> Form:
     return next(iter(forms.values()))
 
 
-OPTIONAL: Final = {"input", "system", "tools", HISTORY}  # columns that a record may lack
+OPTIONAL: Final = {"input", *EXTRA_COLUMNS, HISTORY}  # columns that a record may lack
 
 
 def _entry_form(names: Sequence[str], fields: FieldNames, form: str | None) -> Form:

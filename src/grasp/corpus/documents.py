@@ -402,7 +402,8 @@ def _column_roles(record: Record, settings: CorpusSettings) -> dict[str, str]:
     content = dict(zip(form.columns, form.sources, strict=True))
     if form.kind == "text":
         has_turns = holds_turns(record.values.get(form.sources[0]), form.columns[0])
-        content = {"turns" if has_turns else "text": form.sources[0]}
+        text_source = content.pop(form.columns[0])
+        content = {"turns": text_source, **content} if has_turns else {"text": text_source}
     row_id, doc_id = id_columns(settings, [*record.values, *record.ignored], record.location)
     roles = content | {"input_ids": settings.ids_column, "row_id": row_id, "doc_id": doc_id}
     return {role: column for role, column in roles.items() if column is not None and column in record.values}

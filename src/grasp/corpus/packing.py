@@ -6,9 +6,10 @@ With L = `max_length`, and p special tokens (usually BOS) at the beginning of ev
                 a document are the special ones, later rows get p of their own; a short last row is skipped
     concat      the tokens of all documents, each with its EOS, are one stream, which is cut into rows of L tokens
 
-A conversation, a prompt with its completion, and a preference pair are one row each (`Packer._truncate_to_row`); token
-ids of the corpus are always split by document. Each row has the cursor at which the next row begins; packing from a
-cursor gives the same rows as packing from the start, so that packing can be resumed at any row. Start with `pack`.
+A conversation, a prompt with its completion, and a preference pair are one row each (`Packer._pack_answers`,
+`Packer._pack_preference_pair`); token ids of the corpus are always split by document. Each row has the cursor at which
+the next row begins; packing from a cursor gives the same rows as packing from the start, so that packing can be resumed
+at any row. Start with `pack`.
 """
 
 from collections import Counter
@@ -78,9 +79,9 @@ class Row(StoredRow):
 class Skipped:
     """Skipped documents, rows and parts of them: counts by reason, and the first ids and examples of each.
 
-    Reasons are the keys of `grasp.text.SKIPPED`. Most concern a whole document or row; `short_end`, `cut` and
-    `cut_begin` a part of one; `cut_answer`, `no_calls` and `no_reasoning` a part of an answer that the chat template
-    omits.
+    Reasons are the keys of `grasp.text.SKIPPED`. Most concern a whole document or row; `short_end`, `cut`,
+    `cut_begin` and `cut_end` a part of one; `cut_answer`, `no_calls` and `no_reasoning` a part of an answer that the
+    chat template omits.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
@@ -386,15 +387,26 @@ class Packer:
         If it is too long, the row ends with the last answer, and the beginning is cut off after the special tokens. An
         answer whose beginning is cut off carries no loss; the end of an answer longer than a row is cut off.
         """
-        if (truncated := self._truncate_to_row(whole)) is not None:
-            piece, prefix = truncated
-            yield from self._build_row([piece], whole.document.index + 1, 0, prefix=prefix)
+        if not self._carries_loss(whole):
+            return
+        assert whole.loss_mask is not None
+        piece, loss_mask = whole, whole.loss_mask
+        prefix = self._prefix[: 0 if self._n_prefix(whole) else None]
+        if len(whole.ids) > self._length:
+            self._skipped.add("cut_begin", whole.document.name)
+            capacity = self._length - len(prefix)
+            last_loss = int(np.flatnonzero(loss_mask)[-1])
+            before_answer = int(np.flatnonzero(~loss_mask[:last_loss])[-1])  # the token before the last answer
+            start = min(max(0, last_loss + 1 - capacity), before_answer)
+            # An answer that began before `start` has lost its beginning: its remaining tokens carry no loss.
+            remainder = int(np.argmin(loss_mask[start:]))
+            loss_mask[start : start + remainder] = False
+            piece = whole.slice(start, start + capacity)
+        yield from self._build_row([piece], whole.document.index + 1, 0, prefix=prefix)
 
-    def _truncate_to_row(self, whole: _Piece) -> tuple[_Piece, I32] | None:
-        """Truncate a text whose answers carry loss to the length of a row.
+    def _carries_loss(self, whole: _Piece) -> bool:
+        """Return whether a token of a text with answers carries loss, apart from the first; a text without is skipped.
 
-        Returns:
-            The tokens, and the special tokens that precede them; None if no token carries loss.
         Raises:
             CorpusError: the settings ask for `concat`.
         """
@@ -407,30 +419,28 @@ class Packer:
         loss_mask[:1] = False  # nothing predicts the first token
         if not loss_mask.any():
             self._skipped.add("no_loss", document.name, document.location)
-            return None
-        prefix = self._prefix[: 0 if self._n_prefix(whole) else None]
-        if len(whole.ids) <= self._length:
-            return whole, prefix
-        self._skipped.add("cut_begin", document.name)
-        capacity = self._length - len(prefix)
-        last_loss = int(np.flatnonzero(loss_mask)[-1])
-        before_answer = int(np.flatnonzero(~loss_mask[:last_loss])[-1])  # the token before the last answer
-        start = min(max(0, last_loss + 1 - capacity), before_answer)
-        # An answer that began before `start` has lost its beginning: its remaining tokens carry no loss.
-        remainder = int(np.argmin(loss_mask[start:]))
-        loss_mask[start : start + remainder] = False
-        return whole.slice(start, start + capacity), prefix
+            return False
+        return True
 
     def _pack_preference_pair(self, chosen: _Piece, rejected: _Piece) -> Iterator[Row]:
-        """Yield a preference pair as one row: the tokens of the chosen side, then those of the rejected side."""
+        """Yield a preference pair as one row: the tokens of the chosen side, then those of the rejected side.
+
+        Both sides keep their prompt, as in TRL (`keep_start`): an answer that is too long loses its end, and a pair
+        whose prompt leaves no room for an answer is skipped.
+        """
+        document = chosen.document
+        if not (self._carries_loss(chosen) and self._carries_loss(rejected)):
+            return
+        n_prompt_tokens = [int(np.argmax(np.asarray(whole.loss_mask))) for whole in (chosen, rejected)]
+        if max(n_prompt_tokens) >= self._length:
+            self._skipped.add("long_prompt", document.name, document.location)
+            return
         sides: list[Row] = []
         for whole in (chosen, rejected):
-            if (truncated := self._truncate_to_row(whole)) is None:
-                return
-            piece, prefix = truncated
-            sides += self._build_row([piece], chosen.document.index + 1, 0, prefix=prefix)
-        if len(sides) < 2:  # a side is too short
-            return
+            if len(whole.ids) > self._length:
+                self._skipped.add("cut_end", document.name)
+            piece = whole.slice(0, self._length)
+            sides += self._build_row([piece], document.index + 1, 0, prefix=self._prefix[:0])
         chosen_row, rejected_row = sides
         masks = [np.arange(row.n_tokens) > 0 if row.loss_mask is None else row.loss_mask for row in sides]
         yield replace(

@@ -282,8 +282,7 @@ class HfTokenizer:
                 tools=tools,
                 chat_template=template,
                 return_assistant_tokens_mask=has_marks,
-                **self.tokenizer.special_tokens_map,
-                **options,
+                **{**self.tokenizer.special_tokens_map, **conversation.template_arguments, **options},
             )
         except (jinja.TemplateError, TypeError, ValueError, KeyError) as err:
             raise UnusableConversationError("refused", " ".join(str(err).split())[:200]) from err

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from grasp.corpus.conversations import preference_note
+from grasp.corpus.conversations import unread_notes
 from grasp.corpus.documents import Corpus
 from grasp.corpus.row_store import RowStore
 from grasp.models.tokenizer import HfTokenizer
@@ -69,12 +69,9 @@ def note_corpus(
     """
     notes = [*corpus.notes, _columns_note(store), _labels_note(store)]
     roles = store.details["columns"]
-    text_column = roles.get("text", roles.get("turns"))
-    all_columns = [*roles.values(), *store.label_columns, *store.ignored_columns]
+    notes += unread_notes(roles, [*store.label_columns, *store.ignored_columns])
     if "rejected" in roles:
         notes.append("preference pairs: rows are scored by the gradient of the DPO loss at this model")
-    elif note := preference_note(text_column, all_columns, turns="turns" in roles):
-        notes.append(note)
     notes.append(_rows_note(store, context))
     notes += [f"skipped: {line}" for line in skipped_lines(store.skipped.counts, store.skipped.examples)]
     notes.append(tokenizer.describe())

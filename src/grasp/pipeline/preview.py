@@ -19,7 +19,7 @@ import pyarrow as pa
 from grasp.arrays import I32, Bool
 from grasp.artifact.label_functions import DEFAULT_BINS
 from grasp.artifact.label_table import MAX_UNBINNED_VALUES, identifier
-from grasp.corpus.conversations import preference_note
+from grasp.corpus.conversations import unread_notes
 from grasp.corpus.documents import Corpus, Document
 from grasp.corpus.labels import Kind, kind_of_all, label_text, widest
 from grasp.corpus.packing import Skipped
@@ -156,12 +156,7 @@ def _column_notes(corpus: Corpus, records: _RecordSummary) -> list[str]:
             f"left out: {', '.join(sorted(records.ignored))} (binary, lists of numbers or of records); request a value "
             f"by its path, e.g. --set corpus.label_paths=[{min(records.ignored)}.0]"
         )
-    text_column = corpus.columns.get("text", corpus.columns.get("turns"))
-    all_columns = [*corpus.columns.values(), *records.counts, *records.ignored]
-    note = preference_note(text_column, all_columns, turns="turns" in corpus.columns)
-    if note and "rejected" not in corpus.columns:
-        notes.append(note)
-    return notes
+    return notes + unread_notes(corpus.columns, [*records.counts, *records.ignored])
 
 
 def _skipped_notes(skipped: Skipped) -> list[str]:

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from grasp.runs.training_runs import TrainingRuns
 
 SUBSET = "selection"
-PARTIAL_REASONS = ("short_end", "cut", "cut_begin")  # reasons for skipping the beginning or the end of a document
+PARTIAL_REASONS = ("short_end", "cut", "cut_begin", "cut_end")  # reasons for skipping a part of a document
 SHORT_SHARE = 0.01  # share of short rows above which a note is added
 # Label values that lose more rows than the corpus does: maximum number that are named, their minimum share of the rows,
 # and the number of standard errors by which their loss must exceed that of the corpus.

@@ -49,15 +49,26 @@ class MultipleChoice:
     def fields(self, gold: int) -> dict[str, Any]:
         """Return the fields of a unit.
 
-        A space is put before the choices if neither they nor the end of the prompt have white space.
+        White space around the choices is that which all of them have. Without any before them, a space separates them
+        from the prompt, unless the prompt ends in white space.
 
         Args:
             gold: position of the right choice.
         """
-        has_space = self.prompt[-1:].isspace() or any(text[:1].isspace() for text in self.texts)
-        space = " " if self.prompt and not has_space else ""
-        texts = [space + text for text in self.texts]
-        return {"prompt": self.prompt, "completion": texts[gold], "choices": texts, "gold": gold}
+        before = _common_space(self.texts)
+        after = _common_space([text[::-1] for text in self.texts])[::-1]
+        texts = [before + text.strip() + after for text in self.texts]
+        changed = sum(text != original for text, original in zip(texts, self.texts, strict=True))
+        if self.prompt and not before and not self.prompt[-1:].isspace():
+            texts = [f" {text}" for text in texts]
+        choices = {"choices": texts, "gold": gold, "changed_choices": changed}
+        return {"prompt": self.prompt, "completion": texts[gold], **choices}
+
+
+def _common_space(texts: Sequence[str]) -> str:
+    """Return the white space that all texts begin with."""
+    shortest = min((text[: len(text) - len(text.lstrip())] for text in texts), key=len)
+    return shortest if all(text.startswith(shortest) for text in texts) else ""
 
 
 def question_prompt(values: Mapping[str, Any], location: str) -> str | None:

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from grasp.corpus.conversations import (
+    EXTRA_COLUMNS,
     FAULTS,
     PAIR,
     Content,
@@ -52,6 +53,7 @@ class UnitFields(BaseModel):
     loss_on: LossOn | None = None
     choices: list[str] = []
     gold: Annotated[int, Field(ge=0)] | None = None
+    changed_choices: int = 0
     support: str | None = None
 
     def to_unit(self, target: str, position: int, loss_on: LossOn) -> Unit:
@@ -70,6 +72,7 @@ class UnitFields(BaseModel):
             loss_on=self.loss_on or loss_on,
             choices=tuple(self.choices),
             gold=self.gold,
+            changed_choices=self.changed_choices,
             support=self.support,
         )
 
@@ -144,7 +147,7 @@ def _conversation_units(unit: Unit, conversation: Conversation) -> list[Unit]:
             unit,
             unit_id=unit.unit_id if len(scored_answers) == 1 else f"{unit.unit_id}#{answers.index(turn)}",
             loss_on="all" if unit.loss_on == "all" else "completion",
-            conversation=Conversation(conversation.turns[: turn + 1], conversation.tools),
+            conversation=replace(conversation, turns=conversation.turns[: turn + 1], untrained=frozenset()),
         )
         for turn in scored_answers
     ]
@@ -155,7 +158,7 @@ def _parse_preference_pair(record: Mapping[str, Any], location: str) -> tuple[Un
     if not is_preference_pair(record):
         return None
     try:
-        content = read_preference_pair({name: value for name, value in record.items() if value is not None}, location)
+        content = read_preference_pair(record, location)
         named = {name: record[name] for name in ("task", "unit_id") if record.get(name) is not None}
         return UnitFields.model_validate({"prompt": "", "completion": "-", **named}), content
     except CorpusError as err:
@@ -204,23 +207,26 @@ def _parse_fields(
     if choice_fields is not None:
         values |= choice_fields
     if not isinstance(values.get("completion"), str):
-        try:
-            conversation = conversation_in(values, location)
-        except CorpusError as err:
-            raise TargetError(str(err)) from err
-        if conversation is not None and conversation.fault is not None:
-            raise TargetError(f"{location}: {FAULTS[conversation.fault]}; fix or remove the record")
+        conversation = _conversation_of(values, location)
+    if conversation is None and {"question", "answer"} <= values.keys() and "prompt" not in values:
+        space = "" if "system" in values else " "  # beside a system text, question and answer are turns
+        values |= {
+            "prompt": question_prompt(values, location),
+            "completion": f"{space}{_parse_answer(values['answer'], location)}",
+        }
+    if conversation is None and not values.keys().isdisjoint(EXTRA_COLUMNS):
+        conversation = _conversation_of(values, location)
+        if conversation is not None and choice_fields is not None:
+            raise TargetError(
+                f"{location}: system: got {values['system']!r:.60}, but choices follow a text; add it to the prompt, "
+                "or remove it"
+            )
     if conversation is not None:  # turns after the last answer are ignored
         last_answer = conversation.turns[conversation.answers[-1]]
         # the text of an answer, or its reasoning or tool calls if it has no text
         parts = [last_answer["content"], *answer_parts(last_answer).values()]
         completion = next(text for part in parts if (text := str(part or "")).strip())
         values |= {"prompt": conversation.content, "completion": completion}
-    elif {"question", "answer"} <= values.keys() and "prompt" not in values:
-        values |= {
-            "prompt": question_prompt(values, location),
-            "completion": f" {_parse_answer(values['answer'], location)}",
-        }
     elif not {"prompt", "completion"} & values.keys():
         refuse_unscored(record, location)
         names = ", ".join(f"{name} (null)" if value is None else str(name) for name, value in record.items())
@@ -236,6 +242,17 @@ def _parse_fields(
             f"{location}: gold: got {fields.gold}, expected the position of one of {len(fields.choices)} choices"
         )
     return fields, conversation
+
+
+def _conversation_of(values: Mapping[str, Any], location: str) -> Conversation | None:
+    """Return the conversation of a record, or None; one that cannot be scored is refused."""
+    try:
+        conversation = conversation_in(values, location)
+    except CorpusError as err:
+        raise TargetError(str(err)) from err
+    if conversation is not None and conversation.fault is not None:
+        raise TargetError(f"{location}: {FAULTS[conversation.fault]}; fix or remove the record")
+    return conversation
 
 
 def _parse_answer(answer: Any, location: str) -> str:

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -44,6 +45,7 @@ class Unit:
         choices: the candidate completions, as they would be appended to the prompt. If the candidates of a task differ
             in the prompt instead (winogrande), the candidate prompts.
         gold: position in `choices` of the completion, or of the prompt.
+        changed_choices: number of choices from which white space was removed that not all of them have.
         support: a text with the evidence for the answer, which tasks like SciQ have.
         image_hash: hash of the pixels, if the unit is an image of a classifier.
         conversation: a conversation that ends with the right answer; None: the prompt is a text.
@@ -60,6 +62,7 @@ class Unit:
     loss_on: LossOn = "completion"
     choices: tuple[str, ...] = ()
     gold: int | None = None
+    changed_choices: int = 0
     support: str | None = None
     image_hash: str | None = None
     conversation: Conversation | None = None
@@ -131,7 +134,8 @@ class UnitSet:
         excluded: unit_ids of the setting `exclude_units` that exist.
         drawn_from: number of available units per target.
         pool: all available units, including those that were not drawn.
-        unwritten: parts of units that the chat template omits, such as tools or reasoning.
+        unwritten: parts of units that are not scored: tools or reasoning that the chat template omits, and white space
+            around single choices.
     """
 
     units: tuple[Unit, ...]
@@ -167,14 +171,17 @@ class UnitSet:
         """
         unwritten = Skipped()
         units = tuple(_render(unit, tokenizer, unwritten) for unit in self.units)
+        for unit in units:
+            for _ in range(unit.changed_choices):
+                unwritten.add("choice_space", unit.unit_id, unit.unit_id)
         return replace(self, units=units, unwritten=unwritten)
 
     def tokenize(self, tokenizer: "Tokenizer", max_length: int, context: int | None = None) -> list[UnitTokens]:
         """Encode each unit as one text, prompt and completion together.
 
         `grasp.corpus.encoding` defines which tokens carry loss, for units as for rows. A prompt that is too long is
-        truncated at its beginning, after special tokens. An empty prompt is replaced by BOS or EOS, so that the first
-        token of the completion has a context.
+        truncated at its beginning, after special tokens, for both sides of a preference pair alike. An empty prompt is
+        replaced by BOS or EOS, so that the first token of the completion has a context.
 
         Args:
             tokenizer: tokenizer of the model.
@@ -195,10 +202,20 @@ class UnitSet:
             encoded = encode_texts(texts, tokenizer)
         except CorpusError as err:
             raise TargetError(f"targets: {err}") from err
-        pairs = zip(answers, encoded, strict=True)
-        # in the order of `answers`: the right answer of a unit, then its wrong ones
-        truncated = iter([_truncate(answer, tokens, tokenizer, max_length, context) for answer, tokens in pairs])
-        return [_with_others(unit, next(truncated), [next(truncated) for _ in unit.others]) for unit in self.units]
+        pairs = zip(answers, encoded, strict=True)  # the right answer of a unit, then its wrong ones
+        unit_tokens = []
+        for unit in self.units:
+            sides = list(islice(pairs, 1 + len(unit.others)))
+            n_scored = [0 if tokens.loss_mask is None else int(tokens.loss_mask.sum()) for _, tokens in sides]
+            # Both sides of a preference pair keep the same prompt. Each choice keeps what fits, as in
+            # lm-evaluation-harness.
+            n_longest = 0 if unit.choices else max(n_scored)
+            right, *wrong = (
+                _truncate(answer, tokens, tokenizer, max_length, context, max(0, n_longest - n))
+                for (answer, tokens), n in zip(sides, n_scored, strict=True)
+            )
+            unit_tokens.append(_with_others(unit, right, wrong))
+        return unit_tokens
 
 
 def _render(unit: Unit, tokenizer: "Tokenizer", unwritten: Skipped) -> Unit:
@@ -236,7 +253,7 @@ def _with_others(unit: Unit, tokens: UnitTokens, others: list[UnitTokens]) -> Un
 
 
 def _truncate(
-    unit: Unit, tokens: TokenizedText, tokenizer: "Tokenizer", max_length: int, context: int | None
+    unit: Unit, tokens: TokenizedText, tokenizer: "Tokenizer", max_length: int, context: int | None, n_reserved: int
 ) -> UnitTokens:
     """Return the tokens of a unit up to the last one that carries loss, with as much of the prompt as fits.
 
@@ -248,6 +265,7 @@ def _truncate(
         tokenizer: tokenizer of the model.
         max_length: maximum number of tokens.
         context: context length of the model; None: no limit.
+        n_reserved: number of tokens for which room is left, since another answer is longer.
     """
     location, remedy = f"unit {unit.unit_id!r} of {unit.target}", "increase targets.max_length"
     if context is not None and context <= max_length:
@@ -267,15 +285,16 @@ def _truncate(
         first, ids = len(context_ids), np.concatenate([context_ids, ids])
     prefix = tokenizer.prefix_ids  # prepended by the tokenizer, or part of the text
     n_prefix = min(first, len(prefix)) if tuple(ids[: len(prefix)].tolist()) == prefix else 0
-    n_before = n_prefix if len(ids) > max_length else 0  # tokens before the part that is removed
+    capacity = max_length - n_reserved
+    n_before = n_prefix if len(ids) > capacity else 0  # tokens before the part that is removed
     n_scored = len(ids) - first
-    if n_scored + max(1, n_before) > max_length:
+    if n_scored + max(1, n_before) > capacity:
         raise TargetError(
-            f"{location}: the completion has {n_scored} tokens, expected at most {max_length - max(1, n_before)} in "
-            f"addition to one token of context; {remedy}, shorten the completion, or exclude the unit "
-            "(targets.exclude_units)"
+            f"{location}: the completion has {n_scored + n_reserved} tokens, expected at most "
+            f"{max_length - max(1, n_before)} in addition to one token of context; {remedy}, shorten the completion, "
+            "or exclude the unit (targets.exclude_units)"
         )
-    ids = np.concatenate([ids[:n_before], ids[n_before:][-(max_length - n_before) :]])
+    ids = np.concatenate([ids[:n_before], ids[n_before:][-(capacity - n_before) :]])
     outside = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
     if outside.size:
         raise TargetError(
