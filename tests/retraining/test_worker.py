@@ -288,7 +288,7 @@ def test_progress_reports_finished_runs_and_remaining_time(inputs, tmp_path, mon
     assert [status.done for status in runs] == [0] * 5 + [1] * 5 + [2]
     assert all(status.seconds_left > 0 for status in runs[:9])
     assert runs[-1].seconds_left == 0
-    (cost,) = [status.cost for status in seen if status.stage == "cost"]
+    (cost,) = [status.note for status in seen if status.stage == "cost"]
     assert cost.startswith("2 runs of 5 steps")
     assert steps == [0, 1, 2, 3, 4] * 2  # no step is trained only to tell the time
 
