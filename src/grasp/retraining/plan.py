@@ -289,7 +289,7 @@ def _subsets(
             if size < recipe.batch_rows:
                 raise SubsetError(
                     f"subset {name!r}: retains {size} rows, fewer than the {recipe.batch_rows} of one batch of recipe "
-                    f"{recipe.name}; use a larger corpus, another family, or a smaller overrides.batch_rows"
+                    f"{recipe.name}; use a larger corpus, another family, or smaller batches"
                 )
         yield block
 

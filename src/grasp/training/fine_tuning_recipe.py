@@ -168,7 +168,7 @@ class FineTuningRecipe(Settings):
         if fields and not fields.keys() & used:
             raise SettingsError(
                 f"{location}: has no field of a training, got {', '.join(list(fields)[:5])}; expected the names of "
-                "TrainingArguments or Axolotl at the top level, such as learning_rate"
+                "TrainingArguments, Axolotl or LLaMA-Factory at the top level, such as learning_rate"
             )
         fields = _with_switches(_with_adapter_defaults(fields, location))
         fields["not_used"] = [*_effective(fields, known["noted"]), *unknown]
