@@ -42,7 +42,7 @@ AXOLOTL_DEFAULTS: dict[str, Any] = {  # where they differ from those of Transfor
 }
 AXOLOTL_WARMUP_RATIO, AXOLOTL_MAX_WARMUP_STEPS = 0.03, 100  # without a warm-up in the configuration
 TRL_ADAPTER_DEFAULTS = {"lora_r": 16, "lora_alpha": 32}  # of `ModelConfig`
-LLAMA_FACTORY_NAMES = ("stage", "finetuning_type", "lora_rank")
+LLAMA_FACTORY_NAMES = ("stage", "finetuning_type", "lora_rank", "lora_target")
 LLAMA_FACTORY_ADAPTER = {"lora_r": 8, "lora_target_modules": "all"}  # its `lora_alpha` is twice the rank
 HALF_PRECISION = ("bfloat16", "float16", "fp8", "pure_bf16")  # Axolotl, LLaMA-Factory
 SWITCHES = (  # read by `from_mapping`
