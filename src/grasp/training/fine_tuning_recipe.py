@@ -276,7 +276,7 @@ class FineTuningRecipe(Settings):
         """
         steps, epoch_rows = self.steps(n_rows), self._epoch_rows(n_rows)
         batches: list[I64] = []
-        pending = np.zeros(0, dtype=np.int64)
+        pending: I64 = np.zeros(0, dtype=np.int64)
         while len(batches) < steps:
             while len(pending) < n_rows:
                 pending = np.concatenate([pending, next(chunks)])
