@@ -132,9 +132,9 @@ class Watch:
 
     def runs(self, status: "RetrainStatus") -> None:
         """Show the state of a retraining: finished runs, steps of the current runs, and the time left."""
-        if status.cost is not None:
-            for line in status.cost.splitlines():
-                self._console.print(f"note: {line}", markup=False, highlight=False, soft_wrap=True)
+        if status.note is not None:
+            for line in status.note.splitlines():
+                self._console.print(f"note: {plain(line)}", markup=False, highlight=False, soft_wrap=True)
             return
         if status.stage != self._name:
             self.stage(status.stage, rows=status.total or None, tokens=None)

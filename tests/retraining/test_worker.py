@@ -24,7 +24,7 @@ from grasp.models.unit_loss import evaluate_units
 from grasp.pipeline.pipeline import build_artifact
 from grasp.pipeline.ray_cluster import ClusterSpec
 from grasp.retraining import worker as module
-from grasp.retraining.plan import resolved_recipe, row_names
+from grasp.retraining.plan import fine_tuning_recipe, resolved_recipe, row_names
 from grasp.retraining.worker import Worker, retrain
 from grasp.runs.alignment import match_targets
 from grasp.runs.retrained import RetrainedRuns
@@ -152,11 +152,19 @@ def test_margins_and_accuracies_are_those_of_the_retrained_model_and_align_with_
 
 def test_a_model_is_trained_further_on_every_subset(inputs, whole, tmp_path):
     reference = str(whole.path / "reference" / "seed-0")
-    fine_tuning = {"max_steps": 3, "per_device_train_batch_size": 8, "learning_rate": 1e-2}
+    fine_tuning = {"max_steps": 3, "per_device_train_batch_size": 120, "learning_rate": 1e-2, "val_set_size": 0.1}
     changes = {"train": "further", "model": {"path": reference}, "fine_tuning": fine_tuning, "overrides": {}}
     changes |= {"seeds": [0], "n_subsets": 2, "losses": ["completion"]}
-    runs = retrain(settings(inputs, **changes), tmp_path / "env")
+    seen = []
+    runs = retrain(settings(inputs, **changes), tmp_path / "env", seen.append)
     assert runs.info.recipe_settings["loss"] == "tokens"
+    assert [status.note for status in seen if status.stage == "recipe"] == fine_tuning_recipe(
+        settings(inputs, **changes)
+    ).notes
+    changes["fine_tuning"] = fine_tuning | {"dataloader_drop_last": True}
+    with pytest.raises(SubsetError, match="fewer than the 120 of one batch"):  # and a run would have no step
+        retrain(settings(inputs, **changes), tmp_path / "no-step")
+    changes["fine_tuning"] = fine_tuning
     before = -evaluate_units(
         ReferenceModel.load(ModelSettings(path=reference)).model, Worker(settings(inputs, **changes), runs).tokens
     )
@@ -288,7 +296,7 @@ def test_progress_reports_finished_runs_and_remaining_time(inputs, tmp_path, mon
     assert [status.done for status in runs] == [0] * 5 + [1] * 5 + [2]
     assert all(status.seconds_left > 0 for status in runs[:9])
     assert runs[-1].seconds_left == 0
-    (cost,) = [status.cost for status in seen if status.stage == "cost"]
+    (cost,) = [status.note for status in seen if status.stage == "cost"]
     assert cost.startswith("2 runs of 5 steps")
     assert steps == [0, 1, 2, 3, 4] * 2  # no step is trained only to tell the time
 

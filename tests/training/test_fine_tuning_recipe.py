@@ -1,5 +1,6 @@
 """Recipes of other libraries give the steps and learning rates of these libraries."""
 
+import dataclasses
 import json
 import math
 
@@ -10,7 +11,8 @@ from transformers import MambaConfig, MambaForCausalLM, Trainer, TrainingArgumen
 
 from grasp.errors import ModelError, SettingsError
 from grasp.training.fine_tuning import FineTuning
-from grasp.training.fine_tuning_recipe import FineTuningRecipe
+from grasp.training.fine_tuning_recipe import SWITCHES, FineTuningRecipe, _known_fields
+from grasp.training.row_order import row_order
 from tests.mentions import assert_mentions
 
 
@@ -108,7 +110,19 @@ def test_every_epoch_visits_every_row_once():
         ({"loraplus_lr_ratio": 16}, ModelError, "loraplus_lr_ratio"),
         ({"learning_rat": 1e-4}, SettingsError, "unknown field learning_rat; did you mean learning_rate?"),
         ({"training_args": {"max_epochs": 3}}, SettingsError, "max_epochs; did you mean num_epochs"),
-        ({"lora_rank": 8}, SettingsError, "lora_rank; did you mean lora_r"),
+        ({"lora_ranks": 8}, SettingsError, "lora_ranks; did you mean lora_rank"),
+        ({"rl": "dpo", "dpo_loss_type": ["ipo"]}, ModelError, "loss_type is set to \\['ipo'\\]"),
+        ({"rl": "dpo", "dpo_label_smoothing": 0.3}, ModelError, "label_smoothing is set to 0.3"),
+        ({"dpo_loss_weights": [2.0]}, ModelError, "loss_weights is set to"),
+        ({"dpo_use_weighting": True}, ModelError, "use_weighting is set to True"),
+        ({"trl": {"sync_ref_model": True}}, ModelError, "sync_ref_model is set to True"),
+        ({"stage": "dpo", "pref_loss": "simpo"}, ModelError, "loss_type is set to 'simpo'"),
+        ({"stage": "dpo", "simpo_gamma": 0.5}, ModelError, "simpo_gamma is set to 0.5"),
+        ({"stage": "dpo", "pref_ftx": 0.1}, ModelError, "pref_ftx is set to 0.1"),
+        ({"stage": "kto"}, ModelError, "stage is set to 'kto'.*'sft'"),
+        ({"finetuning_type": "freeze"}, ModelError, "finetuning_type is set to 'freeze'.*'lora'"),
+        ({"additional_target": "lm_head"}, ModelError, "modules_to_save is set to 'lm_head'"),
+        ({"dpo_beta": 0.1, "rl_beta": 0.2}, SettingsError, "beta: got both 0.1 and 0.2"),
         ({"num_warmup_steps": 3}, SettingsError, "num_warmup_steps; did you mean warmup_steps"),
         ({"optimizer": "paged_adamw_8bit"}, SettingsError, "optim: got 'paged_adamw_8bit'"),
         ({"packing": True, "bias": "all"}, ModelError, "packing is set to True.*; bias is set to 'all'"),
@@ -141,6 +155,99 @@ def test_saved_training_arguments_and_adapters_of_the_installed_libraries_are_re
     adapter = FineTuningRecipe.read(tmp_path / "adapter_config.json")
     assert (adapter.lora_r, adapter.lora_alpha, adapter.lora_target_modules) == (4, 8.0, ("q_proj",))
     assert not adapter.notes
+
+
+def recipe_classes():
+    """Return the classes of arguments of Transformers, TRL and PEFT."""
+    trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
+    return TrainingArguments, trl.SFTConfig, trl.DPOConfig, trl.ModelConfig, peft.LoraConfig
+
+
+def test_every_argument_of_the_installed_libraries_is_in_one_list_of_fields():
+    """A new one, or one that changes its meaning, is to be added to `recipe_fields.yaml`."""
+    known = _known_fields()
+    neutral = [name for names in known["neutral"].values() for name in names]
+    lists = [[*FineTuningRecipe.model_fields, *SWITCHES], known["aliases"], known["refused"], known["noted"], neutral]
+    listed = [name for names in lists for name in names]
+    assert sorted(listed) == sorted(set(listed))
+    assert set(known["aliases"].values()) <= set(listed)
+    names = {field.name for each in recipe_classes() for field in dataclasses.fields(each)}
+    assert names <= set(listed)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # TRL sets an old name of Transformers
+def test_default_arguments_of_trl_are_followed_but_for_the_prompts_of_conversations(tmp_path):
+    _, sft, dpo, *_ = recipe_classes()
+    arguments = {"output_dir": str(tmp_path), "bf16": False, "use_cpu": True}
+    (note,) = FineTuningRecipe.from_mapping(json.loads(sft(**arguments).to_json_string())).notes
+    assert_mentions(note, "prompts of conversations", "corpus.loss_on=all")
+    assert not FineTuningRecipe.from_mapping(json.loads(dpo(**arguments).to_json_string())).notes
+
+
+def test_a_field_that_is_not_followed_is_noted():
+    fields = {"group_by_length": True, "mask_history": True, "truncation_mode": "keep_end", "enable_thinking": False}
+    unknown = {"schedule_of_topics": "a", "eval_split": 0.1}
+    harmless = {
+        "logging_steps": 5,
+        "seed": 3,
+        "truncation_mode": "keep_start",
+        "rope_scaling": None,
+        "new_switch": False,
+    }
+    assert not FineTuningRecipe.from_mapping({"max_steps": 3} | harmless).notes
+    (note,) = FineTuningRecipe.from_mapping({"max_steps": 3} | harmless | fields | unknown).notes
+    assert note.startswith("not used: ")
+    assert sorted(note.removeprefix("not used: ").split(", ")) == sorted([*fields, *unknown])
+
+
+@pytest.mark.parametrize("fields", [{"val_set_size": 0.25}, {"val_size": 0.25}])
+def test_rows_kept_for_validation_are_noted(fields):
+    (note,) = FineTuningRecipe.from_mapping({"max_steps": 3} | fields).notes
+    assert_mentions(note, "val_set_size", "0.25", "more steps")
+    assert not FineTuningRecipe.from_mapping({"max_steps": 3} | dict.fromkeys(fields, 0.0)).notes
+
+
+def test_axolotl_reads_beta_from_its_group_first():
+    beta = {"trl": {"beta": 2.0, "sync_ref_model": False}, "rl_beta": 0.3}
+    assert FineTuningRecipe.from_mapping({"rl": "dpo", **beta}).beta == 2.0
+    assert FineTuningRecipe.from_mapping({"rl": "dpo", **beta, "trl": {"beta": None}}).beta == 0.3
+
+
+def test_a_recipe_of_llama_factory_is_that_of_trl():
+    llama_factory = {
+        "stage": "dpo",
+        "finetuning_type": "lora",
+        "lora_rank": 4,
+        "lora_target": "q_proj, v_proj",
+        "cutoff_len": 512,
+        "pref_beta": 0.3,
+        "pref_loss": "sigmoid",
+        "learning_rate": 1e-4,
+        "train_on_prompt": True,
+        "quantization_bit": 4,
+        "pure_bf16": True,
+        "val_size": 9,
+        "template": "llama3",
+        "plot_loss": True,
+        "overwrite_cache": True,
+    }
+    recipe = FineTuningRecipe.from_mapping(llama_factory)
+    assert (
+        recipe.model_dump()
+        == FineTuningRecipe(
+            lora_r=4,
+            lora_alpha=8,
+            lora_target_modules=("q_proj", "v_proj"),
+            max_length=512,
+            beta=0.3,
+            learning_rate=1e-4,
+        ).model_dump()
+    )
+    assert len(recipe.notes) == 5
+    assert_mentions("; ".join(recipe.notes), "half", "quantizes", "prompts too", "val_set_size", "not used: template")
+    default = FineTuningRecipe.from_mapping({"stage": "sft"})
+    assert (default.lora_r, default.lora_alpha, default.lora_target_modules) == (8, 16, "all-linear")
+    assert FineTuningRecipe.from_mapping({"finetuning_type": "full", "lora_rank": 8}) == FineTuningRecipe()
 
 
 def test_the_parameters_that_transformers_decays_are_decayed(tmp_path):
@@ -245,6 +352,31 @@ def test_a_recipe_that_trains_on_prompts_is_noted(fields):
     (note,) = FineTuningRecipe.from_mapping(fields).notes
     assert "corpus.loss_on=all" in note
     assert not FineTuningRecipe.from_mapping(dict.fromkeys(fields)).notes
+
+
+@pytest.mark.parametrize("completion_only", [None, False, True])
+@pytest.mark.parametrize("assistant_only", [None, False, True])
+def test_trl_trains_on_prompts_by_two_fields(assistant_only, completion_only):
+    """As by `SFTTrainer`: assistant masks always hold, else rows with a prompt have a completion mask by default."""
+    fields = {"assistant_only_loss": assistant_only, "completion_only_loss": completion_only, "max_steps": 1}
+    notes = FineTuningRecipe.from_mapping(fields).notes
+    prompts, conversations = "trains on prompts too", "trains on prompts of conversations too"
+    expected = {(False, None): conversations, (False, False): prompts, (None, False): prompts}
+    text = expected.get((assistant_only, completion_only))
+    assert not notes if text is None else text in notes[0]
+
+
+@pytest.mark.parametrize("n_rows", [3, 8, 9])
+def test_batches_have_as_many_rows_as_those_of_transformers(tmp_path, n_rows):
+    """An incomplete batch is a step; none is filled with rows of the next epoch."""
+    fields = {"per_device_train_batch_size": 4, "num_train_epochs": 2}
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True, **fields)
+    trainer = Trainer(torch.nn.Linear(1, 1), arguments, train_dataset=[{"input": 1.0}] * n_rows)
+    sizes = [len(batch["input"]) for _ in range(2) for batch in trainer.get_train_dataloader()]
+    recipe = FineTuningRecipe(**fields)
+    retained = np.arange(12) < n_rows
+    for batches in (recipe.order(n_rows, 0), recipe.batches(row_order(retained, seed=0), n_rows)):
+        assert [len(batch) for batch in batches] == sizes
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,11 @@ import torch
 from torch.nn import functional as F
 
 from grasp.corpus.row_store import TokenRows
+from grasp.seeds import stream
 from grasp.training.fine_tuning import FineTuning
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from grasp.training.further_training import FurtherTraining, dpo_backward, margins
+from grasp.training.row_order import row_order
 from tests.training.unrolled import RECIPE, VOCAB, tiny_model
 
 
@@ -86,6 +88,41 @@ def test_every_run_starts_from_the_same_weights(rows):
         weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).clone())
     assert torch.equal(weights[0], weights[2])
     assert not torch.equal(weights[0], weights[1])
+
+
+@pytest.mark.parametrize("batch_rows", [2, 8], ids=["a shorter last batch", "fewer rows than a batch"])
+def test_a_subset_is_trained_on_as_by_a_plain_loop(batch_rows):
+    rows, recipe = Rows(pairs=False), RUN.model_copy(update={"per_device_train_batch_size": batch_rows})
+    retained = np.array([True, False, True, False, True])
+    trained = FurtherTraining(tiny_model(), recipe, rows).train(retained, 3)
+    model, shard = tiny_model(), rows.shard(0)
+    n_steps = 2 * -(-3 // batch_rows)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.0)
+    step = 0
+    for epoch in range(2):
+        order = [i for i in stream(3, "order", epoch).permutation(5) if retained[i]]
+        for start in range(0, 3, batch_rows):
+            losses = []
+            for i in order[start : start + batch_rows]:
+                ids = torch.from_numpy(shard.ids(i).astype(np.int64))
+                logp = F.log_softmax(model(input_ids=ids[None]).logits[0, :-1], dim=-1)
+                losses.append(-logp[torch.arange(len(ids) - 1), ids[1:]][torch.from_numpy(shard.mask(i)[1:])])
+            optimizer.zero_grad()
+            torch.cat(losses).mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.param_groups[0]["lr"] = recipe.learning_rate * (n_steps - step) / n_steps
+            optimizer.step()
+            step += 1
+    for (name, value), expected in zip(trained.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(value, expected, rtol=0, atol=1e-6, msg=name)
+
+
+def test_a_row_of_double_weight_is_seen_twice_as_often():
+    recipe = RUN.model_copy(update={"num_train_epochs": 40.0})
+    batches = recipe.batches(row_order(np.array([1.0, 0.5, 0.5, 0.0, 1.0]), seed=0), 4)
+    assert [len(batch) for batch in batches] == [2] * 80  # as many steps as with a mask of four rows
+    counts = np.bincount(np.concatenate(batches), minlength=5)
+    np.testing.assert_allclose(counts / counts[0], [1, 0.5, 0.5, 0, 1], atol=0.03)
 
 
 def test_training_on_pairs_raises_their_margins():

@@ -125,7 +125,7 @@ def _recipe_record(settings: RetrainSettings, recipe: TrainingRecipe) -> dict[st
 
 
 def resolved_recipe(settings: RetrainSettings) -> TrainingRecipe:
-    """Return the recipe with its overrides; for other trainings, only context length and batch size are meaningful.
+    """Return the recipe with its overrides; of other trainings, only the context length and the fewest rows of a step.
 
     Raises:
         ModelError: unknown recipe.
@@ -134,10 +134,11 @@ def resolved_recipe(settings: RetrainSettings) -> TrainingRecipe:
     max_length = settings.corpus.max_length
     if settings.train_command is not None or settings.train == "further":
         shape = RECIPES["tiny"].shape.model_copy(update={"context": max_length or COMMAND_CONTEXT})
-        is_command, tiny = settings.train_command is not None, RECIPES["tiny"]
-        batch_rows = 1 if is_command else fine_tuning_recipe(settings).batch_rows
-        name = "train-command" if is_command else "fine-tuning"
-        return tiny.model_copy(update={"name": name, "batch_rows": batch_rows, "shape": shape})
+        name, batch_rows = "train-command", 1
+        if settings.train_command is None:
+            name, recipe = "fine-tuning", fine_tuning_recipe(settings)
+            batch_rows = recipe.per_device_train_batch_size if recipe.dataloader_drop_last else 1
+        return RECIPES["tiny"].model_copy(update={"name": name, "batch_rows": batch_rows, "shape": shape})
     base, overrides = named_recipe(settings.recipe).model_dump(), settings.overrides
     if not isinstance(overrides.get("shape", {}), dict):
         raise SettingsError(
@@ -288,7 +289,7 @@ def _subsets(
             if size < recipe.batch_rows:
                 raise SubsetError(
                     f"subset {name!r}: retains {size} rows, fewer than the {recipe.batch_rows} of one batch of recipe "
-                    f"{recipe.name}; use a larger corpus, another family, or a smaller overrides.batch_rows"
+                    f"{recipe.name}; use a larger corpus, another family, or smaller batches"
                 )
         yield block
 

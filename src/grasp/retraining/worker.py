@@ -63,14 +63,15 @@ class RetrainStatus:
     """The state of a retraining.
 
     Attributes:
-        stage: tokenizer, rows, runs or cost.
+        stage: recipe, tokenizer, rows, runs or cost.
         done: number of runs with a result.
         total: number of runs.
         running: names of the current runs of this worker.
         step: finished steps of the current runs.
         steps: steps of a run.
         seconds_left: extrapolated from the runs that finished during this call; None: unknown.
-        cost: estimate of the remaining training, reported once, after the first steps.
+        note: what the recipe has that the training does not follow, at first; after the first steps, the estimated cost
+            of the remaining training.
     """
 
     stage: str
@@ -80,7 +81,7 @@ class RetrainStatus:
     step: int = 0
     steps: int = 0
     seconds_left: float | None = None
-    cost: str | None = None
+    note: str | None = None
 
 
 Progress = Callable[[RetrainStatus], None]
@@ -112,6 +113,8 @@ def retrain(
     if jobs is not None and settings.train_command is None:
         raise SettingsError("print_jobs: requires a train command; add --train-command")
     settings = fitted_lengths(settings)
+    if settings.train == "further" and (notes := fine_tuning_recipe(settings).notes):
+        report(RetrainStatus("recipe", note="\n".join(notes)))
     retrained = prepare(settings, out, lambda stage: report(RetrainStatus(stage)))
     retrained.forget_failures()
     clock = _Clock(retrained)
@@ -176,7 +179,7 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
             f"{duration_text(left * run_seconds / workers)} in total{with_workers}; run the same command to resume\n"
             f"{geometry().calibration_evidence(len(retrained.subset_ids))}"
         )
-        progress(RetrainStatus("cost", cost=cost))
+        progress(RetrainStatus("cost", note=cost))
         cost_reported = True
 
     while pending := retrained.untried():

@@ -1,18 +1,22 @@
 """Fine-tuning recipes in the formats of other trainers: how a training that is replayed uses its rows.
 
-Fields are those of `TrainingArguments` of Transformers and `SFTConfig` of TRL; names of Axolotl are translated. Files
-are YAML or JSON, e.g. saved training arguments, and may also contain the fields of `adapter_config.json` of a LoRA
-adapter. Fields without influence on the result are ignored; optimizers other than AdamW are rejected. Start with
-`FineTuningRecipe.read`; `default_recipe` is replayed without a file, and `default_proxy_recipe` trains the *proxy*, a
-small model from scratch in place of one that does not exist yet. `FineTuningRecipe.optimizer` translates a recipe into
-the `OptimizerRecipe` of `grasp.training.recipe`, by which every training of this package runs.
+Fields are those of `TrainingArguments` of Transformers and `SFTConfig` of TRL; names of Axolotl and LLaMA-Factory are
+translated. Files are YAML or JSON, e.g. saved training arguments, and may also contain the fields of
+`adapter_config.json` of a LoRA adapter. `recipe_fields.yaml` lists the fields that are refused, noted, or without
+influence on the result; a field in no list is noted. Start with `FineTuningRecipe.read`; `default_recipe` is replayed
+without a file, and `default_proxy_recipe` trains the *proxy*, a small model from scratch in place of one that does not
+exist yet. `FineTuningRecipe.optimizer` translates a recipe into the `OptimizerRecipe` of `grasp.training.recipe`, by
+which every training of this package runs.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from itertools import chain, count
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
+import numpy as np
 from pydantic import ConfigDict, Field, model_validator
 
 from grasp.arrays import I64
@@ -23,21 +27,6 @@ from grasp.settings import Settings
 from grasp.training.recipe import RECIPES, OptimizerRecipe, TrainingRecipe
 from grasp.yaml_files import read_yaml, validated
 
-ALIASES = {  # names in Axolotl, PEFT and older versions of Transformers and TRL
-    "micro_batch_size": "per_device_train_batch_size",
-    "per_gpu_train_batch_size": "per_device_train_batch_size",
-    "num_epochs": "num_train_epochs",
-    "lr_scheduler": "lr_scheduler_type",
-    "sequence_len": "max_length",
-    "max_seq_length": "max_length",
-    "optimizer": "optim",
-    "noisy_embedding_alpha": "neftune_noise_alpha",
-    "r": "lora_r",
-    "target_modules": "lora_target_modules",
-    "lora_modules_to_save": "modules_to_save",
-    "lora_target_parameters": "target_parameters",
-    "rl_beta": "beta",
-}
 MISTAKEN_NAMES = {  # names of no trainer, too different from the right ones for `difflib`
     "batch_size": "per_device_train_batch_size",
     "train_batch_size": "per_device_train_batch_size",
@@ -53,70 +42,27 @@ AXOLOTL_DEFAULTS: dict[str, Any] = {  # where they differ from those of Transfor
 }
 AXOLOTL_WARMUP_RATIO, AXOLOTL_MAX_WARMUP_STEPS = 0.03, 100  # without a warm-up in the configuration
 TRL_ADAPTER_DEFAULTS = {"lora_r": 16, "lora_alpha": 32}  # of `ModelConfig`
-SWITCHES = ("completion_only_loss", "lora_target_linear", "use_peft", "weight_dtype")  # read by `from_mapping`
+LLAMA_FACTORY_NAMES = ("stage", "finetuning_type", "lora_rank", "lora_target")
+LLAMA_FACTORY_ADAPTER = {"lora_r": 8, "lora_target_modules": "all"}  # its `lora_alpha` is twice the rank
+HALF_PRECISION = ("bfloat16", "float16", "fp8", "pure_bf16")  # Axolotl, LLaMA-Factory
+SWITCHES = (  # read by `from_mapping`
+    *HALF_PRECISION,
+    "assistant_only_loss",
+    "completion_only_loss",
+    "lora_target_linear",
+    "quantization_bit",
+    "use_peft",
+    "weight_dtype",
+)
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 DISABLED: tuple[Any, ...] = (None, False, 0, "", "no", [], {})  # values that switch a setting off
-NOT_DISABLED_BY_0 = ("init_lora_weights", "layers_to_transform")  # a random adapter, the first layer
-# Settings that change a step, or what is trained, in a way that a replay does not follow; and their values that do not.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    # Transformers
-    "label_smoothing_factor": (),
-    "lr_scheduler_kwargs": (),
-    "neftune_noise_alpha": (),
-    "optim_args": (),
-    "optim_target_modules": (),
-    # TRL
-    "loss_type": ("nll", "chunked_nll", "sigmoid", ["sigmoid"]),
-    "packing": (),
-    "label_smoothing": (),
-    "f_divergence_type": ("reverse_kl",),
-    "ld_alpha": (),
-    "reference_free": (),
-    "rpo_alpha": (),
-    "sync_ref_model": (),
-    "use_weighting": (),
-    # PEFT
-    "alora_invocation_tokens": (),
-    "alpha_pattern": (),
-    "bias": ("none",),
-    "exclude_modules": (),
-    "init_lora_weights": (True,),
-    "layer_replication": (),
-    "layers_pattern": (),
-    "layers_to_transform": (),
-    "loftq_config": (),
-    "lora_bias": (),
-    "modules_to_save": (),
-    "peft_type": ("LORA",),
-    "rank_pattern": (),
-    "target_parameters": (),
-    "trainable_token_indices": (),
-    "use_bdlora": (),
-    "use_dora": (),
-    "use_qalora": (),
-    "use_rslora": (),
-    # Axolotl
-    "adam_beta3": (),
-    "adam_epsilon2": (),
-    "adapter": ("lora", "qlora"),
-    "cosine_constant_lr_ratio": (),
-    "cosine_min_lr_ratio": (),
-    "embedding_lr": (),
-    "embedding_lr_scale": (),
-    "lisa_n_layers": (),
-    "lora_model_dir": (),
-    "loraplus_lr_ratio": (),
-    "lr_groups": (),
-    "lr_quadratic_warmup": (),
-    "process_reward_model": (),
-    "qat": (),
-    "relora": (),
-    "relora_steps": (),
-    "reward_model": (),
-    "rl": ("dpo",),
-    "sample_packing": (),
-    "unfrozen_parameters": (),
-}
+NOT_DISABLED_BY_0 = ("init_lora_weights", "layers_to_transform", "enable_thinking")  # a random adapter, the first layer
+
+
+@cache
+def _known_fields() -> dict[str, Any]:
+    """Return the lists of `recipe_fields.yaml`, whose comments describe them."""
+    return read_yaml(Path(__file__).with_name("recipe_fields.yaml"))
 
 
 class FineTuningRecipe(Settings):
@@ -172,9 +118,11 @@ class FineTuningRecipe(Settings):
     fp16: bool | str = Field(False, description="Mixed precision; a replay computes in float32.", exclude=True)
     load_in_4bit: bool = Field(False, description="Quantized base model; a replay does not quantize.", exclude=True)
     load_in_8bit: bool = Field(False, description="Quantized base model; a replay does not quantize.", exclude=True)
-    train_on_inputs: bool = Field(
+    train_on_inputs: bool | Literal["conversations"] = Field(
         False, description="Whether prompts carry loss; the corpus settings decide that.", exclude=True
     )
+    val_set_size: float = Field(0.0, ge=0, description="Rows kept for validation; trained on here.", exclude=True)
+    not_used: tuple[str, ...] = Field((), description="Fields that are not followed, or not known.", exclude=True)
 
     @model_validator(mode="after")
     def _supported_schedule_and_optimizer(self) -> Self:
@@ -203,39 +151,52 @@ class FineTuningRecipe(Settings):
             data: fields of the recipe.
             location: beginning of error messages, e.g. the path of the file.
         """
+        if isinstance(trl := data.get("trl"), Mapping) and trl.get("beta") is not None:  # Axolotl reads it first
+            data = {name: value for name, value in data.items() if name not in ("rl_beta", "dpo_beta")}
         fields = _flatten(data, location)
         _refuse_unsupported(fields, location)
         if any(name in data for name in AXOLOTL_NAMES):
             fields = _with_axolotl_defaults(fields)
-        names = [*cls.model_fields, *ALIASES]
-        set_names = (name for name, value in fields.items() if "eval_" not in name and value not in DISABLED)
-        unknown_names(set_names, names, UNSUPPORTED, location, mistaken=MISTAKEN_NAMES)
-        if fields and not fields.keys() & {*names, *SWITCHES, *UNSUPPORTED}:
+        by_llama_factory = any(name in data for name in LLAMA_FACTORY_NAMES)
+        if by_llama_factory:
+            fields = _with_llama_factory_adapter(fields)
+        known = _known_fields()
+        used = {*cls.model_fields, *known["aliases"], *known["refused"], *SWITCHES}
+        neutral = {*known["noted"], *chain.from_iterable(known["neutral"].values())}
+        set_names = [name for name, value in fields.items() if _is_set(name, value)]
+        unknown = unknown_names(set_names, used, neutral, location, mistaken=MISTAKEN_NAMES)
+        if fields and not fields.keys() & used:
             raise SettingsError(
                 f"{location}: has no field of a training, got {', '.join(list(fields)[:5])}; expected the names of "
-                "TrainingArguments or Axolotl at the top level, such as learning_rate"
+                "TrainingArguments, Axolotl or LLaMA-Factory at the top level, such as learning_rate"
             )
-        fields = _with_adapter_defaults(fields, location)
-        if fields.get("completion_only_loss") is False:  # TRL
-            fields["train_on_inputs"] = True
-        if fields.get("lora_target_linear"):  # Axolotl
-            fields["lora_target_modules"] = "all-linear"
-        if fields.get("adapter") == "qlora" or fields.get("weight_dtype"):  # Axolotl
-            fields["load_in_4bit"] = True
-        return validated(cls, {name: value for name, value in fields.items() if value is not None}, location)
+        fields = _with_switches(_with_adapter_defaults(fields, location))
+        fields["not_used"] = [*_effective(fields, known["noted"]), *unknown]
+        recipe = validated(cls, {name: value for name, value in fields.items() if value is not None}, location)
+        if by_llama_factory and recipe.lora_r is not None and recipe.lora_alpha is None:
+            return recipe.model_copy(update={"lora_alpha": 2.0 * recipe.lora_r})
+        return recipe
 
     @property
     def notes(self) -> list[str]:
         """Return one sentence for each difference between the recipe and its replay."""
         notes = []
         if any(value not in DISABLED for value in (self.bf16, self.fp16)):
-            notes.append("the recipe computes in half precision, a replay in float32: rounding exceeds its differences")
+            notes.append("the recipe computes in half precision, here in float32: rounding exceeds its differences")
         if self.load_in_4bit or self.load_in_8bit:
-            notes.append("the recipe quantizes the base model, a replay does not")
+            notes.append("the recipe quantizes the base model, which is not done here")
         if self.lora_dropout:
             notes.append("dropout of the adapter is switched off: a random mask cannot be replayed")
         if self.train_on_inputs:
-            notes.append("the recipe trains on prompts too; a replay does so if the build had corpus.loss_on=all")
+            prompts = "prompts of conversations" if self.train_on_inputs == "conversations" else "prompts"
+            notes.append(f"the recipe trains on {prompts} too, here only if the build had corpus.loss_on=all")
+        if self.val_set_size:
+            notes.append(
+                f"val_set_size: the recipe keeps rows for validation ({self.val_set_size:g}), which are trained on "
+                "here, in more steps"
+            )
+        if self.not_used:
+            notes.append(f"not used: {', '.join(self.not_used)}")
         return notes
 
     @property
@@ -303,12 +264,26 @@ class FineTuningRecipe(Settings):
 
     def order(self, n_rows: int, seed: int) -> list[I64]:
         """Return the rows of every step: each epoch is a new permutation, split into batches."""
-        steps, epoch_rows, epoch = self.steps(n_rows), self._epoch_rows(n_rows), 0
+        epochs = (stream(seed, "replay", "order", epoch).permutation(n_rows) for epoch in count())
+        return self.batches(epochs, n_rows)
+
+    def batches(self, chunks: Iterator[I64], n_rows: int) -> list[I64]:
+        """Split rows into the batches of every step, of which the last one of an epoch may have fewer rows.
+
+        Args:
+            chunks: rows in training order, endlessly.
+            n_rows: rows of an epoch.
+        """
+        steps, epoch_rows = self.steps(n_rows), self._epoch_rows(n_rows)
         batches: list[I64] = []
+        pending: I64 = np.zeros(0, dtype=np.int64)
         while len(batches) < steps:
-            permutation = stream(seed, "replay", "order", epoch).permutation(n_rows)[:epoch_rows]
-            batches += [permutation[k : k + self.batch_rows] for k in range(0, epoch_rows, self.batch_rows)]
-            epoch += 1
+            while len(pending) < n_rows:
+                pending = np.concatenate([pending, next(chunks)])
+            batches += [
+                pending[k : min(k + self.batch_rows, epoch_rows)] for k in range(0, epoch_rows, self.batch_rows)
+            ]
+            pending = pending[n_rows:]
         return batches[:steps]
 
 
@@ -364,12 +339,12 @@ def _flatten(data: Mapping[str, Any], location: str) -> dict[str, Any]:
         if name in ("lora", "peft", "peft_config") and isinstance(value, Mapping):
             group = {"lora_alpha" if key == "alpha" else key: entry for key, entry in value.items()}
             entries += _flatten(group, location).items()
-        elif name in ("training_args", "training_arguments", "args") and isinstance(value, Mapping):
+        elif name in ("training_args", "training_arguments", "args", "trl") and isinstance(value, Mapping):
             entries += _flatten(value, location).items()
         else:
-            if name != "peft_type":
+            if name not in ("peft_type", "peft_version"):
                 name = name.removeprefix("peft_")  # Axolotl
-            entries.append((ALIASES.get(name, name), value))
+            entries.append((_known_fields()["aliases"].get(name, name), value))
     fields: dict[str, Any] = {}
     for name, value in entries:
         previous = fields.get(name)
@@ -415,14 +390,50 @@ def _with_axolotl_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
     return fields | {"axolotl_rounding": True}
 
 
+def _with_llama_factory_adapter(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the adapter of LLaMA-Factory, whose layers are `all` or names separated by commas, or switch it off."""
+    if fields.get("finetuning_type") == "full":
+        return {**fields, "use_peft": False}
+    fields = LLAMA_FACTORY_ADAPTER | {name: value for name, value in fields.items() if value is not None}
+    modules = fields["lora_target_modules"]
+    if isinstance(modules, str):
+        fields["lora_target_modules"] = "all-linear" if modules == "all" else modules.replace(" ", "").split(",")
+    return fields
+
+
+def _with_switches(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the fields of a recipe that other fields of Axolotl, TRL and LLaMA-Factory stand for."""
+    added: dict[str, Any] = {}
+    assistant_only, completion_only = fields.get("assistant_only_loss"), fields.get("completion_only_loss")
+    if completion_only is False and not assistant_only:
+        added["train_on_inputs"] = True
+    elif assistant_only is False and completion_only is None:  # prompts of other rows carry no loss by default
+        added["train_on_inputs"] = "conversations"
+    if fields.get("lora_target_linear"):
+        added["lora_target_modules"] = "all-linear"
+    if fields.get("adapter") == "qlora" or fields.get("weight_dtype") or fields.get("quantization_bit"):
+        added["load_in_4bit"] = True
+    if any(fields.get(name) for name in HALF_PRECISION):
+        added["bf16"] = True
+    return {**fields, **added}
+
+
+def _is_set(name: str, value: Any) -> bool:
+    """Return whether a field has a value that does not switch it off."""
+    return value not in DISABLED or (name in NOT_DISABLED_BY_0 and value == 0)
+
+
+def _effective(fields: Mapping[str, Any], harmless: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Return the names of `harmless` that are set to another value than those."""
+    names = [name for name in harmless if _is_set(name, fields.get(name))]
+    return [name for name in names if fields[name] not in harmless[name]]
+
+
 def _refuse_unsupported(fields: Mapping[str, Any], location: str) -> None:
     """Raise ModelError if settings of the recipe cannot be replayed; the message lists all of them."""
-    problems = []
-    for name, values in UNSUPPORTED.items():
-        value = fields.get(name)
-        is_disabled = value in DISABLED and not (name in NOT_DISABLED_BY_0 and value == 0)
-        if not is_disabled and value not in values:
-            expected = f"set it to {values[0]!r}" if values else "remove it, to replay a training without it"
-            problems.append(f"{name} is set to {value!r}, which a replay does not support; {expected}")
+    problems, refused = [], _known_fields()["refused"]
+    for name in _effective(fields, refused):
+        expected = f"set it to {refused[name][0]!r}" if refused[name] else "remove it, to replay a training without it"
+        problems.append(f"{name} is set to {fields[name]!r}, which a replay does not support; {expected}")
     if problems:
         raise ModelError(f"{location}: {'; '.join(problems)}")

@@ -26,7 +26,7 @@ from grasp.training.adamw import AdamWTraining
 from grasp.training.fine_tuning import FineTuning
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from grasp.training.row_derivatives import label_positions
-from grasp.training.row_order import batch_order, relative_weights
+from grasp.training.row_order import relative_weights, row_order
 
 BLOCK_ROWS = 16  # pairs whose margins before training are computed together
 
@@ -62,20 +62,19 @@ class FurtherTraining:
         """Train on a subset, and return the model, whose weights the next call overwrites.
 
         Args:
-            retained: mask of the rows, or a weight per row; a row of weight 2 is seen twice as often.
+            retained: mask of the rows, or a weight per row; a row of weight 2 is seen twice as often. An epoch has as
+                many rows as are retained.
             seed: seed of the order of the rows.
             progress: callback that receives every step.
         Raises:
             ModelError: a loss is not finite.
         """
-        frequency_N = relative_weights(self._rows.n_rows, self._recipe.batch_rows, retained)
-        steps = self.steps(int(np.count_nonzero(frequency_N)))
-        optimizer = self._recipe.optimizer(int(np.count_nonzero(frequency_N)))
-        training = FineTuning(self._model, optimizer)
+        frequency_N = relative_weights(self._rows.n_rows, 1, retained)
+        n_retained = int(np.count_nonzero(frequency_N))
+        training = FineTuning(self._model, self._recipe.optimizer(n_retained))
         training.set_weights(self._start)
         training.zero_gradients()
-        order = batch_order(frequency_N, seed=seed, batch_rows=self._recipe.batch_rows, first_step=0, last_step=steps)
-        for step, index_B in enumerate(order):
+        for step, index_B in enumerate(self._recipe.batches(row_order(frequency_N, seed=seed), n_retained)):
             loss = self._backward(training, index_B)
             if not np.isfinite(loss):
                 raise ModelError(f"training: the loss is {loss} at step {step}; lower learning_rate")
