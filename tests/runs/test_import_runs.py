@@ -246,7 +246,7 @@ def test_standard_errors_are_left_out_with_a_note(tmp_path):
     lines = [names, *([run, 0.01, 0.5 + k / 8, "N/A"] for k, run in enumerate("abc"))]
     runs = read(tmp_path, losses=lines)
     assert runs.metrics == ("exam/acc",)
-    assert "left out 2 columns with standard errors of metrics: exam/acc_stderr, quiz/acc_stderr,none" in runs.notes
+    assert "left out 2 columns of standard errors: exam/acc_stderr, quiz/acc_stderr,none" in runs.notes
     with pytest.raises(RunsError, match="no numeric columns with results, only standard errors: exam/acc_stderr"):
         read(tmp_path, losses=[[line[0], line[1]] for line in lines])
     wide = [[*shares, *line[1:]] for shares, line in zip(SHARES, lines, strict=True)]

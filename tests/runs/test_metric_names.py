@@ -1,8 +1,9 @@
 """Direction, kind and standard errors of metrics by their name."""
 
+import numpy as np
 import pytest
 
-from grasp.runs.metric_names import direction_by_name, is_standard_error, metric_kind
+from grasp.runs.metric_names import direction_by_name, is_standard_error, metric_kind, metric_kinds
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def test_a_metric_is_known_by_its_whole_name_and_not_by_that_of_its_task(metric,
 
 
 def test_shares_above_one_are_percent():
-    assert [metric_kind("sciq/acc", largest) for largest in (0.9, 63.0)] == ["share", "percent"]
+    assert metric_kinds(["sciq/acc", "arc/acc"], np.array([[[0.9, 63.0]], [[0.8, 0.5]]])) == ["share", "percent"]
 
 
 @pytest.mark.parametrize("name", ["a/acc_stderr", "a/acc_stderr,none", "a/acc_norm_std_err", "a/stderr", "stderr/a"])

@@ -26,7 +26,7 @@ from grasp.predict.weights import RowSums, Weights
 from grasp.runs.alignment import Alignment
 from grasp.runs.gaussian_process import GaussianProcess, varies
 from grasp.runs.imported_runs import bind_runs
-from grasp.runs.metric_names import metric_kind
+from grasp.runs.metric_names import metric_kinds
 from grasp.runs.metrics import spearman
 from grasp.runs.subset_features import SubsetFeatures
 from grasp.runs.table import RunTable, constant_note
@@ -403,10 +403,7 @@ def fit_outcomes(
         title=f"{unit}, {unit}_low, {unit}_high: {measurement}, {COVERAGE:.0%} interval, {model_text}",
         notes=(*_fit_notes(alignment, predictor, list(targets), features, utility_RST), *constant_note(constant)),
         targets=predictor.units.targets,
-        kinds={
-            name: metric_kind(metrics[name], float(np.nanmax(np.abs(utility_RST[:, :, t]))))
-            for t, name in enumerate(targets)
-        },
+        kinds=dict(zip(targets, metric_kinds(map(metrics.__getitem__, targets), utility_RST), strict=True)),
         featurizer=featurizer,
         gaussian_process=GaussianProcess.fit(features, utility_RST),
         runs=features,
@@ -479,12 +476,7 @@ def _amounts(codes_N: I32, n_slices: int, amount_N: F64) -> RowSums:
     identity_GG = np.eye(n_slices, dtype=np.float32)
     amount_N1 = amount_N.astype(np.float32)[:, None]
     block_rows = 1 << 16
-    starts = range(0, len(codes_N), block_rows)
-    return RowSums(  # in blocks, which bound the memory
-        lambda: (
-            (start, identity_GG[codes_N[start : start + block_rows]] * amount_N1[start : start + block_rows])
-            for start in starts
-        ),
-        len(codes_N),
-        n_slices,
+    blocks = [slice(start, start + block_rows) for start in range(0, len(codes_N), block_rows)]  # bound the memory
+    return RowSums(
+        lambda: ((rows.start, identity_GG[codes_N[rows]] * amount_N1[rows]) for rows in blocks), len(codes_N), n_slices
     )

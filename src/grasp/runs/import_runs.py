@@ -14,7 +14,7 @@ files of a harness (see `results_files`), or a CSV that wandb exported from a ta
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -27,16 +27,7 @@ from grasp.files import check_directory
 from grasp.mixture_files import MEASURES, mixture_files, read_mixtures_of_runs
 from grasp.runs.metric_names import SHARE, direction_by_name, is_standard_error, metric_kind
 from grasp.runs.results_files import HarnessResults, read_results
-from grasp.runs.table import (
-    RESULTS_SCHEMA,
-    SUM_TOLERANCE,
-    TRAINED_SCHEMA,
-    Direction,
-    Kind,
-    Measure,
-    RunsInfo,
-    RunTable,
-)
+from grasp.runs.table import RESULTS_SCHEMA, SUM_TOLERANCE, TRAINED_SCHEMA, Direction, Kind, RunsInfo, RunTable
 from grasp.store.checksummed_parquet import read_checksummed
 from grasp.text import did_you_mean
 
@@ -115,8 +106,7 @@ def import_runs(
         measure_of_files, trained_table = _weights_of_files(files, label)
         kind: Kind = "times" if measure_of_files == "times" else "shares"
         measure = measure if kind == "times" else measure_of_files
-        description = "repetitions of each value" if kind == "times" else f"shares of {measure}"
-        notes.append(f"weights of the mixtures are {description}")
+        notes.append(f"weights of the mixtures are {'repetitions' if kind == 'times' else f'shares of {measure}'}")
     else:
         weights_table, weights_location = _read_table(trained)
         if results is None:
@@ -152,12 +142,14 @@ def import_runs(
     if wide.ignored:
         notes.append(f"ignored columns that are not numeric: {', '.join(wide.ignored[:MAX_LISTED])}")
     if wide.standard_errors:
-        n_errors, listed = len(wide.standard_errors), ", ".join(wide.standard_errors[:MAX_LISTED])
-        notes.append(f"left out {n_errors} column{'s' * (n_errors > 1)} with standard errors of metrics: {listed}")
+        listed = ", ".join(wide.standard_errors[:MAX_LISTED])
+        notes.append(f"left out {len(wide.standard_errors)} columns of standard errors: {listed}")
     if harness is not None:
         harness.check_comparable(metric_names)
         notes += harness.notes_about(metric_names)
-    info = RunsInfo(kind=kind, label=label, measure=cast(Measure, measure), metrics=directions, read_from=tuple(paths))
+    info = RunsInfo.model_validate(
+        {"kind": kind, "label": label, "measure": measure, "metrics": directions, "read_from": paths}
+    )
     locations = weights_location, results_location
     runs = RunTable.from_results(name, info, trained_table, results_long, notes, locations)
     runs = runs if size is None else runs.select_size(size)
@@ -167,7 +159,7 @@ def import_runs(
 
 
 def read_mixtures(
-    source: Path | str | pa.Table, values: Sequence[str], measure: Measure = "tokens"
+    source: Path | str | pa.Table, values: Sequence[str], measure: str = "tokens"
 ) -> tuple[tuple[str, ...], F64]:
     """Read mixtures: their names, and their shares (B, G) of `values`.
 
@@ -211,7 +203,7 @@ def read_mixtures(
     return names, share_BG / share_BG.sum(axis=1, keepdims=True)
 
 
-def _transpose_mix_output(table: pa.Table, location: str, measure: Measure) -> pa.Table:
+def _transpose_mix_output(table: pa.Table, location: str, measure: str) -> pa.Table:
     """Convert the output of `mix`, one line per value and one column per mixture, to one line per mixture."""
     has_other_measure = ROW_SHARES_COLUMN in table.column_names and measure != "rows"
     columns = (f"share_of_{measure}", *(() if has_other_measure else MIXTURE_COLUMNS))

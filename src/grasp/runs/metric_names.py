@@ -6,8 +6,11 @@ prefix that ends in an underscore is allowed, as in `sciq_loss`.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+import numpy as np
+
+from grasp.arrays import F64
 from grasp.runs.table import Direction
 
 STANDARD_ERROR = r"(.*_)?(std_?err|std_error|standard_error)"
@@ -38,17 +41,16 @@ def direction_by_name(metric: str) -> Direction | None:
     return next((direction for direction, _ in _known(metric)), None)
 
 
-def metric_kind(metric: str, largest: float = 0.0) -> str:
-    """Return the kind of a metric: `loss`, `share`, `percent`, or the name of the metric itself, without its task.
+def metric_kind(metric: str) -> str:
+    """Return the kind of a metric: `loss`, `share`, or the name of the metric itself, without its task."""
+    return next((kind for _, kind in _known(metric)), _segments(metric)[-1] if "/" in metric else "")
 
-    Numbers of different kinds must not be averaged.
 
-    Args:
-        metric: name of the metric.
-        largest: largest value of the metric; shares above 1 are percent.
-    """
-    kind = next((kind for _, kind in _known(metric)), _segments(metric)[-1] if "/" in metric else "")
-    return "percent" if kind == SHARE and largest > 1 else kind
+def metric_kinds(metrics: Iterable[str], utility_RST: F64) -> list[str]:
+    """Return the kind of each metric; numbers of different kinds must not be averaged. Shares above 1 are `percent`."""
+    largest_T = np.nanmax(np.abs(utility_RST), axis=(0, 1))
+    kinds = zip(map(metric_kind, metrics), largest_T, strict=True)
+    return ["percent" if kind == SHARE and largest > 1 else kind for kind, largest in kinds]
 
 
 def is_standard_error(name: str) -> bool:

@@ -318,8 +318,7 @@ class RunTable:
 
 def constant_note(metrics: Sequence[str]) -> list[str]:
     """Return a note on metrics that are left out, since they are the same in all runs, if there are any."""
-    more = f" and {len(metrics) - MAX_LISTED} more" if len(metrics) > MAX_LISTED else ""
-    listed = ", ".join(metrics[:MAX_LISTED]) + more
+    listed = ", ".join(metrics[:MAX_LISTED])
     return (
         [f"left out {len(metrics)} metric{'s' * (len(metrics) > 1)}, the same in all runs: {listed}"] if metrics else []
     )

@@ -9,6 +9,7 @@ Shape letters: R runs, S seeds, B mixtures, b some of them, G label values, T me
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Self
 
@@ -22,7 +23,7 @@ from grasp.results import Result
 from grasp.runs.calibration import COVERAGE
 from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.import_runs import read_mixtures
-from grasp.runs.metric_names import metric_kind
+from grasp.runs.metric_names import metric_kinds
 from grasp.runs.subset_features import SubsetFeatures
 from grasp.runs.table import MAX_LISTED, RunTable, constant_note, open_runs
 from grasp.select.quadratic_program import MixtureProblem, frank_wolfe
@@ -99,22 +100,12 @@ class MixtureModel:
         constant = table.constant_metrics()
         table = table.select_metrics([name for name in table.metrics if name not in constant])
         weights_T = np.array([weight_of.get(name, 0.0) for name in table.metrics])
-        if not weights_T.sum() > 0:
-            raise RunsError(
-                f"{table.name}: {', '.join(name for name in constant if name in weight_of)}: the same in all runs, so "
-                "mixtures cannot be compared by it; expected a metric that differs"
-            )
+        if not weights_T.any():
+            raise RunsError(f"{table.name}: {', '.join(weight_of)}: the same in all runs; pass a metric that differs")
         weights_T /= weights_T.sum()
         utility_RST = table.utility_RST()
-        value_RT = np.nanmean(utility_RST, axis=1)
-        kinds = tuple(
-            dict.fromkeys(
-                metric_kind(name, float(np.abs(value_RT[:, t]).max()))
-                for t, name in enumerate(table.metrics)
-                if weights_T[t]
-            )
-        )
-        scale_T = value_RT.std(axis=0) if len(kinds) > 1 else 1.0
+        kinds = tuple(dict.fromkeys(compress(metric_kinds(table.metrics, utility_RST), weights_T)))
+        scale_T = np.nanmean(utility_RST, axis=1).std(axis=0) if len(kinds) > 1 else 1.0
         objective_RS1 = ((utility_RST / scale_T) @ weights_T)[:, :, None]
         share_RG = table.weights_RG()
         features = SubsetFeatures.from_shares(share_RG, len(weights_T) + 1)

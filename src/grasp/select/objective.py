@@ -212,8 +212,7 @@ class SelectionObjective:
             if len(run_model.requested_kinds) > 1 and train_tokens is None:
                 kinds = ", ".join(f"{run_model.kinds[target]} of {target}" for target in run_model.task_by_target)
                 raise SettingsError(
-                    f"target: the runs have metrics of different kinds, which cannot be averaged: {kinds}; pass one "
-                    "target, or import the runs with --metrics of one kind"
+                    f"target: metrics of different kinds cannot be averaged: {kinds}; pass one target, or import others"
                 )
         budget_predictor = predictor
         if train_tokens is not None:
