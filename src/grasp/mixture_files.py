@@ -69,9 +69,13 @@ class MixtureWeights:
     times_G: F64
 
     def shares(self, measure: str) -> F64:
-        """Return the shares of rows, tokens or documents in the mixture, (G,)."""
+        """Return the shares of rows, tokens or documents in the mixture, (G,): decimals that add up to 1."""
         seen_G = self.times_G * self.size_G[measure]
-        return np.asarray(seen_G / seen_G.sum())
+        unrounded_G = seen_G / seen_G.sum() * 10**DIGITS
+        share_G = np.floor(unrounded_G)
+        n_missing = round(10**DIGITS - share_G.sum())
+        share_G[np.argsort(share_G - unrounded_G, kind="stable")[:n_missing]] += 1  # the largest remainders
+        return np.asarray(share_G / 10**DIGITS)
 
     def names(self) -> tuple[str, ...]:
         """Return distinct names for files that consist of letters, digits, `-`, `_` and `.`."""
@@ -116,7 +120,7 @@ def write_mixture(weights: MixtureWeights, path: Path | str, form: str) -> str:
 def _positive_shares(weights: MixtureWeights, measure: str) -> list[tuple[str, float, float]]:
     """Return name, share and repetitions of each value with a positive share; shares add up to 1."""
     records = zip(weights.names(), weights.shares(measure), weights.times_G, strict=True)
-    return [(name, round(float(share), DIGITS), float(times)) for name, share, times in records if share > 0]
+    return [(name, float(share), float(times)) for name, share, times in records if share > 0]
 
 
 def _comments(weights: MixtureWeights, *lines: str) -> list[str]:
@@ -366,11 +370,11 @@ def _read_datatrove(text: str) -> MixtureFile:
     raise ValueError("has no MIXTURE")
 
 
-def read_mixtures_of_runs(files: Sequence[Path]) -> tuple[str, dict[str, Mapping[str, float]], str]:
+def read_mixtures_of_runs(files: Sequence[Path]) -> tuple[str, dict[str, Mapping[str, float]]]:
     """Read the mixtures of runs, one file per run, whose stem is the name of the run.
 
     Returns:
-        What the weights are (shares or times), the weights by run and label value, and a note for the user.
+        What the weights are shares of, or `times`, and the weights by run and label value.
 
     Raises:
         RunsError: as `read_mixture`, two files have the same stem, or their weights are of different kinds.
@@ -387,6 +391,4 @@ def read_mixtures_of_runs(files: Sequence[Path]) -> tuple[str, dict[str, Mapping
             f"{', '.join(f'{measure} in {name}' for measure, name in sorted(first.items()))}; write all in one format"
         )
     (measure,) = measures
-    description = "repetitions of each value" if measure == "times" else f"shares of {measure}"
-    weights = {name: mixture.weight_of for name, mixture in mixtures.items()}
-    return ("times" if measure == "times" else "shares"), weights, f"weights of the mixtures are {description}"
+    return measure, {name: mixture.weight_of for name, mixture in mixtures.items()}

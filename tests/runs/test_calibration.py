@@ -12,10 +12,12 @@ from scipy.sparse import csr_array
 import grasp
 from grasp.api.predict import predict
 from grasp.artifact.label_table import LabelTable
+from grasp.artifact.rows import row_tokens
 from grasp.errors import ProtocolLeakError, RunsError, SettingsError
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import ScoringProtocol
+from grasp.predict.slices import label_slices
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import Weights
 from grasp.runs.alignment import Alignment
@@ -216,15 +218,66 @@ def test_runs_that_lack_seeds_are_averaged(artifact):
 
 def test_shares_and_times_become_weights_of_rows(artifact):
     column = LabelTable(artifact.rows_path).column("topic")
-    runs, share_RG = imported(tuple(f"train_{name}" for name in TOPICS))  # a common beginning may be left off
+    runs, share_RG = imported(
+        tuple(f"train_{name}" for name in TOPICS), measure="rows"
+    )  # the common prefix is optional
     (block,), pattern = row_weights(runs, artifact)
     dense_RN = block.weights.mix[:, column.codes_N]
     per_topic = np.stack([dense_RN[:, column.codes_N == column.values.index(name)].sum(axis=1) for name in TOPICS], 1)
     np.testing.assert_allclose(per_topic / dense_RN.sum(axis=1, keepdims=True), share_RG, atol=1e-9)
     assert pattern == []
+    (block,), _ = row_weights(imported(measure="tokens")[0], artifact)
+    tokens_RN = block.weights.mix[:, column.codes_N] * row_tokens(artifact)
+    per_topic = np.stack([tokens_RN[:, column.codes_N == column.values.index(name)].sum(axis=1) for name in TOPICS], 1)
+    np.testing.assert_allclose(per_topic / tokens_RN.sum(axis=1, keepdims=True), share_RG, atol=1e-9)
     twice, _ = imported(weights="times")
     (block,), _ = row_weights(twice, artifact)
     np.testing.assert_allclose(block.weights.mix[:, column.values.index(TOPICS[0])], share_RG[:, 0], atol=1e-9)
+
+
+def test_changes_follow_what_shares_are_shares_of(artifact):
+    """A loss that is linear in a topic's share of tokens, and in its share of rows."""
+    column, share_RG = LabelTable(artifact.rows_path).column("topic"), imported()[1]
+    predictor = Predictor.from_artifact(artifact, PROTOCOL, ["sciq"])
+    slices = label_slices(column, row_tokens(artifact))
+    for measure, amount_N in (("tokens", row_tokens(artifact)), ("rows", np.ones(artifact.n_rows))):
+        runs = runs_of(share_RG, 3 - share_RG[:, 1], metric="sciq/loss", measure=measure)
+        is_topic_N = column.codes_N == column.values.index(TOPICS[1])
+        share = (amount_N * is_topic_N).sum() / amount_N.sum()
+        outcomes = fit_outcomes(predictor, artifact, runs)
+        change_G = dict(zip(slices.names, outcomes.predict(slices.dropped).change_BT[:, 0], strict=True))
+        assert change_G[TOPICS[1]] == pytest.approx(-share, abs=0.01)
+        gradient_N = outcomes.row_gradients(Weights(csr_array((1, artifact.n_rows)), base=1.0), np.ones(1))
+        np.testing.assert_allclose(np.corrcoef(gradient_N, amount_N * (is_topic_N - share))[0, 1], 1.0, atol=0.02)
+
+
+def test_a_metric_that_never_changes_is_left_out(artifact):
+    share_RG = imported()[1]
+    names = [f"run-{r}" for r in range(len(share_RG))]
+    shares = pa.table({"run": names} | {value: share_RG[:, g] for g, value in enumerate(TOPICS)})
+    acc = 0.3 + 0.3 * share_RG[:, 1]
+    metrics = {"sciq/loss": np.full(30, 2.0), "sciq/acc": acc, "boolq/exact_match": np.zeros(30)}
+    runs = grasp.import_runs(shares, pa.table({"run": names} | metrics), label="topic")
+    outcomes = fit_outcomes(Predictor.from_artifact(artifact, PROTOCOL), artifact, runs)
+    assert outcomes.task_by_target == {"sciq": 0}
+    assert "left out 1 metric, the same in all runs: boolq/exact_match" in outcomes.notes
+    alone = fit_outcomes(Predictor.from_artifact(artifact, PROTOCOL, ["sciq"]), artifact, runs_of(share_RG, acc))
+    np.testing.assert_array_equal(outcomes.utility_RST, alone.utility_RST)
+    with pytest.raises(RunsError, match=r"runs: boolq/exact_match: the same in all runs"):
+        fit_outcomes(Predictor.from_artifact(artifact, PROTOCOL, ["boolq"]), artifact, runs)
+
+
+def test_changes_of_metrics_of_different_kinds_are_not_averaged(artifact):
+    share_RG = imported()[1]
+    names = [f"run-{r}" for r in range(len(share_RG))]
+    shares = pa.table({"run": names} | {value: share_RG[:, g] for g, value in enumerate(TOPICS)})
+    results = {"run": names, "sciq/loss": 3 - share_RG[:, 1], "boolq/acc": 0.3 + 0.3 * share_RG[:, 1]}
+    runs = grasp.import_runs(shares, pa.table(results), label="topic")
+    with pytest.raises(SettingsError, match="cannot be averaged: loss of sciq, share of boolq"):
+        select(artifact, "25%", "sciq,boolq", protocol=PROTOCOL, runs=runs)
+    percent = pa.table({"run": names, "sciq/acc": 100 * share_RG[:, 1], "boolq/acc": share_RG[:, 1]})
+    with pytest.raises(SettingsError, match="percent of sciq, share of boolq"):
+        mix(artifact, "topic", "sciq,boolq", protocol=PROTOCOL, runs=grasp.import_runs(shares, percent, label="topic"))
 
 
 def test_runs_of_documents_and_of_expressions(artifact):

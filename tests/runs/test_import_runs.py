@@ -241,6 +241,34 @@ def test_directions_and_patterns_can_be_set(tmp_path):
         read(tmp_path, label=None)
 
 
+def test_standard_errors_are_left_out_with_a_note(tmp_path):
+    names = ["run", "exam/acc_stderr", "exam/acc", "quiz/acc_stderr,none"]
+    lines = [names, *([run, 0.01, 0.5 + k / 8, "N/A"] for k, run in enumerate("abc"))]
+    runs = read(tmp_path, losses=lines)
+    assert runs.metrics == ("exam/acc",)
+    assert "left out 2 columns of standard errors: exam/acc_stderr, quiz/acc_stderr,none" in runs.notes
+    with pytest.raises(RunsError, match="no numeric columns with results, only standard errors: exam/acc_stderr"):
+        read(tmp_path, losses=[[line[0], line[1]] for line in lines])
+    wide = [[*shares, *line[1:]] for shares, line in zip(SHARES, lines, strict=True)]
+    one = grasp.import_runs(write(tmp_path / "wide.csv", wide), label="source", metrics=["exam/acc"])
+    assert one.values == ("wiki", "code", "books")
+
+
+def test_the_name_of_a_task_is_no_metric(tmp_path):
+    names = ["run", "translation_error_detection/acc", "accounting/loss"]
+    runs = read(tmp_path, losses=[names, ["a", 0.4, 0.9], ["b", 0.5, 80.0], ["c", 0.6, 70.0]])
+    assert runs.info.metrics == {names[1]: "higher", names[2]: "lower"}
+
+
+def test_what_shares_are_shares_of_is_stored(tmp_path):
+    assert read(tmp_path, out=tmp_path / "tokens").info.measure == "tokens"
+    assert "shares of tokens" in str(grasp.open_runs(tmp_path / "tokens"))
+    read(tmp_path, measure="rows", out=tmp_path / "rows")
+    assert grasp.open_runs(tmp_path / "rows").info.measure == "rows"
+    with pytest.raises(RunsError, match="measure: got 'bytes', expected one of rows, tokens, documents"):
+        read(tmp_path, measure="bytes")
+
+
 def test_other_files_are_refused(tmp_path):
     with pytest.raises(RunsError, match="no such file"):
         grasp.import_runs(tmp_path / "none.csv", label="x")

@@ -142,6 +142,25 @@ def test_runs_are_imported_from_a_directory_of_mixtures(tmp_path, form):
         grasp.import_runs(tmp_path / "mixtures", label="topic")
 
 
+def test_imported_weights_are_those_of_the_file_to_the_last_digit(tmp_path, form):
+    (tmp_path / "mixtures").mkdir()
+    other = MixtureWeights("topic", VALUES, WEIGHTS.size_G, np.array([1.5, 0.21, 1.0, 0.5, 0.07, 2.0]))
+    paths = [tmp_path / "mixtures" / f"{name}{SUFFIXES[form]}" for name in "ab"]
+    for path, weights in zip(paths, (WEIGHTS, other), strict=True):
+        write_mixture(weights, path, form)
+    results = pa.table({"run": ["a", "b"], "sciq/loss": [3.0, 2.9]})
+    runs = grasp.import_runs(tmp_path / "mixtures", results, label="topic")
+    for run, weight_G, path in zip(runs.runs, runs.weights_RG(), paths, strict=True):
+        in_file = read_mixture(path)
+        assert path.stem == run
+        assert {name: weight for name, weight in zip(runs.values, weight_G, strict=True) if weight} == {
+            name: weight for name, weight in in_file.weight_of.items() if weight
+        }
+        if in_file.measure != "times":
+            assert runs.info.measure == in_file.measure
+            assert sum(round(weight * 1e8) for weight in in_file.weight_of.values()) == 10**8
+
+
 def test_nothing_in_a_mixture_is_run(tmp_path):
     path = tmp_path / "mixture.py"
     path.write_text("import sys\nsys.was_run = True\nMIXTURE = {'web': ('data', sys.exit(1))}\n")

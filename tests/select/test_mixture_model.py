@@ -207,6 +207,50 @@ def test_invalid_mixtures_are_refused(runs, table, message):
         grasp.predict_runs(runs, table)
 
 
+def with_metrics(**metrics):
+    """Return runs on three topics with these metrics."""
+    share_RG = np.random.default_rng(0).dirichlet(np.ones(3), N_RUNS)
+    names = [f"run-{r}" for r in range(N_RUNS)]
+    values = {name.replace("_", "/", 1): value(share_RG) for name, value in metrics.items()}
+    return grasp.import_runs(mixtures(share_RG, run=names), pa.table({"run": names} | values), label="topic")
+
+
+def test_a_metric_that_never_changes_is_left_out():
+    acc = {"sciq_acc": lambda share_RG: 0.3 + 0.3 * share_RG[:, 0]}
+    runs = with_metrics(gsm8k_exact_match=lambda share_RG: np.zeros(N_RUNS), **acc)
+    for answer in (grasp.mix_runs, lambda runs, *args: grasp.predict_runs(runs, mixtures(PEAK[None]), *args)):
+        for metric in ((), ("sciq/acc",)):
+            result = answer(runs, *metric)
+            assert result.table == answer(with_metrics(**acc), "sciq/acc").table
+            assert "left out 1 metric, the same in all runs: gsm8k/exact_match" in result.notes
+        with pytest.raises(RunsError, match="runs: gsm8k/exact_match: the same in all runs"):
+            answer(runs, "gsm8k/exact_match")
+    assert len(grasp.propose_runs(runs, count=1).table) == 1
+
+
+def test_metrics_of_different_kinds_are_standardised_before_they_are_averaged():
+    """The optimum is that of the loss if raw numbers are averaged, since its range is a hundred times as large."""
+    acc = {"sciq_acc": lambda share_RG: 0.3 - 0.01 * ((share_RG - PEAK) ** 2).sum(axis=1)}
+    far = np.array([0.1, 0.3, 0.6])
+    runs = with_metrics(arc_ppl=lambda share_RG: 10 + ((share_RG - far) ** 2).sum(axis=1), **acc)
+    result = grasp.mix_runs(runs)
+    proposed = result.to_pandas().set_index("value").loc[list(TOPICS), "proposed"]
+    np.testing.assert_allclose(proposed, (PEAK + far) / 2, atol=0.06)
+    assert any("standard deviations over the runs, since ppl, share are averaged" in note for note in result.notes)
+    one_kind = with_metrics(arc_acc=lambda share_RG: 0.1 - ((share_RG - far) ** 2).sum(axis=1), **acc)
+    proposed = grasp.mix_runs(one_kind).to_pandas().set_index("value").loc[list(TOPICS), "proposed"]
+    np.testing.assert_allclose(proposed, far, atol=0.06)
+
+
+def test_shares_of_rows_are_no_shares_of_tokens(runs):
+    shares = {"value": list(TOPICS), "now": [0.2, 0.3, 0.5], "times_as_often": [1.0, 1.0, 1.0]}
+    with pytest.raises(RunsError, match=r"no shares of tokens.* expected share_of_tokens, as grasp mix --format csv"):
+        grasp.predict_runs(runs, pa.table(shares))
+    both = pa.table(shares | {"share_of_tokens": [0.5, 0.3, 0.2]})
+    expected = grasp.predict_runs(runs, mixtures(PEAK[None])).table["expected"]
+    assert grasp.predict_runs(runs, both).table["expected"].to_pylist() == pytest.approx(expected.to_pylist())
+
+
 def test_questions_that_runs_cannot_answer_are_refused(runs):
     with pytest.raises(RunsError, match=r"got the metrics .*'boolq'"):
         grasp.mix_runs(runs, "boolq")

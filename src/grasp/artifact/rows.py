@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from grasp.arrays import I64, Bool, Floats
+from grasp.arrays import F64, I64, Bool, Floats, Integers
 from grasp.artifact.cache import cached
 from grasp.artifact.label_table import Label, LabelColumn, LabelTable
 from grasp.artifact.manifest import LOSS_TOKENS
@@ -114,6 +114,23 @@ def row_documents(artifact: ArtifactReader) -> I64:
         return np.asarray(names.combine_chunks().dictionary_encode().indices.to_numpy().astype(np.int64))
 
     return cached(artifact, "documents", 8 * artifact.n_rows, read)
+
+
+def row_amounts(artifact: ArtifactReader, measure: str, codes_N: Integers) -> F64:
+    """Return how much of the corpus every row is, (N,): 1 row, its tokens, or its part of a document.
+
+    Args:
+        measure: rows, tokens or documents.
+        codes_N: label value of each row; the rows of one document with the same value add up to 1.
+    """
+    if measure == "rows":
+        return np.ones(len(codes_N))
+    if measure == "tokens":
+        return row_tokens(artifact).astype(np.float64)
+    assert measure == "documents"
+    document_N = row_documents(artifact) * (int(codes_N.max()) + 1) + codes_N
+    _, position_N, counts = np.unique(document_N, return_inverse=True, return_counts=True)
+    return np.asarray(1.0 / counts[position_N])
 
 
 def label_column(artifact: ArtifactReader, name: str, location: str = "label") -> LabelColumn:

@@ -157,6 +157,7 @@ METAVARS = {
         "RULE": "documents",
         "ROLE": "role",
         "SIZE": "size",
+        "MEASURE": "measure",
         "COLUMN": "text_column id_column",
         "PATTERN": "columns metrics higher lower",
         "COMMAND": "train_command",

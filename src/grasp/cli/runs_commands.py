@@ -28,7 +28,7 @@ def root() -> None:
     name="import",
     group=runs,
     verb="grasp.runs.import_runs",
-    more="higher lower size skip_failed",
+    more="measure higher lower size skip_failed",
 )
 def import_runs(
     trained: Path = typer.Argument(

@@ -275,9 +275,9 @@ def collect_findings(
     tokens_N = row_tokens(artifact)
     slices_by_label = [label_slices(label_column(artifact, name, "--by"), tokens_N) for name in names]
     outcomes = NO_RUNS if runs is None else _fit_outcomes(predictor, artifact, runs, partial=partial)
-    complete_outcomes = None  # changes are in the unit of the runs only if every target has runs
+    complete_outcomes = None  # changes are in the unit of the runs only if every target has runs, all in one unit
     if isinstance(outcomes, OutcomePredictor) and set(outcomes.task_by_target) == set(targets):
-        complete_outcomes = outcomes
+        complete_outcomes = outcomes if len(outcomes.requested_kinds) == 1 else None
 
     labels = [_label_findings(artifact, predictor, slices, complete_outcomes) for slices in slices_by_label]
     crossed = None

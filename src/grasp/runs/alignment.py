@@ -24,7 +24,6 @@ from grasp.runs.training_runs import ALL_SUFFIX, TrainingRuns
 from grasp.targets.units import LossOn, UnitSet, stored_units
 
 BLOCK_SUBSETS = 256
-NATS = r"(^|_)(loss|nll|ce)($|_)|loss$"  # names of metrics in nats per token
 
 
 def unit_fingerprints(artifact: ArtifactReader, loss_on: LossOn) -> dict[str, str]:

@@ -18,17 +18,18 @@ from scipy.sparse import csr_array
 
 from grasp.arrays import F64, I32, Integers
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import label_column, row_tokens, suggest_labels
+from grasp.artifact.rows import label_column, row_amounts, row_tokens, suggest_labels
 from grasp.errors import ProtocolLeakError, RunsError
 from grasp.predict.predictor import SIMILARITY_SKETCHES, KernelRelevance, Predictor
 from grasp.predict.slices import label_slices
 from grasp.predict.weights import RowSums, Weights
 from grasp.runs.alignment import Alignment
-from grasp.runs.gaussian_process import GaussianProcess
+from grasp.runs.gaussian_process import GaussianProcess, varies
 from grasp.runs.imported_runs import bind_runs
+from grasp.runs.metric_names import metric_kinds
 from grasp.runs.metrics import spearman
 from grasp.runs.subset_features import SubsetFeatures
-from grasp.runs.table import RunTable
+from grasp.runs.table import RunTable, constant_note
 from grasp.runs.training_runs import TrainingRuns
 from grasp.seeds import stream
 
@@ -108,7 +109,8 @@ class SubsetFeaturizer:
 
     Attributes:
         predictor: predictor of the targets of the runs.
-        indicators: indicator of the slice of each row, one per label.
+        slice_rows: indicator of the slice of each row under the first label.
+        amounts: amount of each row in its slice, in what the shares of the runs are shares of; one per label.
         kernels: relevance of each kernel.
         codes_N: slice of each row under the first label; a single slice if there is no label. Deviations are from the
             means of these slices.
@@ -119,7 +121,8 @@ class SubsetFeaturizer:
     """
 
     predictor: Predictor
-    indicators: tuple[RowSums, ...]
+    slice_rows: RowSums
+    amounts: tuple[RowSums, ...]
     kernels: tuple[RowSums, ...]
     codes_N: Integers
     effect_GT: F64
@@ -128,16 +131,22 @@ class SubsetFeaturizer:
     within_slice_weight: float
 
     @classmethod
-    def from_predictor(cls, predictor: Predictor, artifact: ArtifactReader, labels: Sequence[str]) -> Self:
+    def from_predictor(
+        cls, predictor: Predictor, artifact: ArtifactReader, labels: Sequence[str], measure: str = "rows"
+    ) -> Self:
         """Compute the means of the slices in one pass over the relevance.
 
         Args:
             predictor: predictor of the targets of the runs.
             artifact: artifact of the predictor.
             labels: labels whose slice shares are features. The first one defines the slices whose means are used.
+            measure: what the shares are shares of: rows, tokens or documents.
         """
         slices = [label_slices(label_column(artifact, name), row_tokens(artifact)) for name in labels]
-        indicators = tuple(_indicators(of_label.codes_N, len(of_label.slices)) for of_label in slices)
+        amounts = tuple(
+            _amounts(of_label.codes_N, len(of_label.slices), row_amounts(artifact, measure, of_label.codes_N))
+            for of_label in slices
+        )
         prefix, negative_factor = "relevance_", predictor.protocol.negative_factor
         names = [name.removeprefix(prefix) for name in artifact.array_names if name.startswith(prefix)]
         kernels = tuple(
@@ -147,29 +156,32 @@ class SubsetFeaturizer:
         codes_N = slices[0].codes_N if slices else np.zeros(predictor.n_rows, dtype=np.int32)
         slice_weights = slices[0].each if slices else Weights.from_slices(codes_N, 1)
         n_rows_G1 = slice_weights.sizes[:, None]
+        slice_rows = _amounts(codes_N, len(n_rows_G1), np.ones(len(codes_N)))
         effect_GT = predictor.task.effects.sums(slice_weights) / n_rows_G1
         kernel_GTM = np.stack([relevance.sums(slice_weights) / n_rows_G1 for relevance in kernels], axis=2)
         sketches = [sketch.sums(slice_weights) for sketch in _similarity_sketches(predictor.sketches)]
         sketch_GD = np.concatenate([np.empty((len(n_rows_G1), 0)), *sketches], axis=1) / n_rows_G1
         within_slice_weight = 1.0 if "gradient" in names else WITHIN_SLICE_WEIGHT
-        return cls(predictor, indicators, kernels, codes_N, effect_GT, kernel_GTM, sketch_GD, within_slice_weight)
+        return cls(
+            predictor, slice_rows, amounts, kernels, codes_N, effect_GT, kernel_GTM, sketch_GD, within_slice_weight
+        )
 
     def features(self, weights: Weights) -> SubsetFeatures:
         """Return the features of a block of subsets."""
         sums = self.predictor.sums(weights)
-        weight_B1 = weights.sums[:, None]
         effective_weights = self.predictor.effective_weights(weights)  # repeated rows count with diminishing returns
         effective_B1 = effective_weights.sums[:, None]
-        empty_B0 = np.empty((len(weight_B1), 0))
+        empty_B0 = np.empty((len(effective_B1), 0))
         sketches = _similarity_sketches(sums.sketch)
-        slice_weight_BG = self.indicators[0].sums(effective_weights) if self.indicators else effective_B1
+        slice_weight_BG = self.slice_rows.sums(effective_weights)
         # Each feature is computed twice: from the rows, and with every row replaced by the mean of its slice.
         relevance_BT = self.predictor.change_of(sums)
         slice_relevance_BT = self.predictor.change_of(replace(sums, effect_BT=slice_weight_BG @ self.effect_GT))
         kernel_BTM = np.stack([relevance.sums(effective_weights) / effective_B1 for relevance in self.kernels], axis=2)
         slice_kernel_BTM = np.einsum("bg,gtm->btm", slice_weight_BG / effective_B1, self.kernel_GTM)
         sketch_BD, slice_sketch_BD = np.concatenate([empty_B0, *sketches], axis=1), slice_weight_BG @ self.sketch_GD
-        shares = (indicator.sums(weights) / weight_B1 for indicator in self.indicators)
+        amounts = (of_label.sums(weights) for of_label in self.amounts)
+        shares = (amount_BG / amount_BG.sum(axis=1, keepdims=True) for amount_BG in amounts)
         return SubsetFeatures(
             share_BG=np.concatenate([empty_B0, *shares], axis=1),
             relevance_BT=self._shrink(relevance_BT, slice_relevance_BT),
@@ -199,8 +211,11 @@ class SubsetFeaturizer:
         within_slice_N = np.asarray(effect_NT @ (slope.within_slice_BT[0] * repetition_factor), np.float64)
         contribution_N = self._shrink(relevance_N, self._slice_means(relevance_N))
         contribution_N = contribution_N + within_slice_N - self._slice_means(within_slice_N)
-        for indicator, slope_G in _split_coefficients(slope.share_BG[0], self.indicators):
-            contribution_N += indicator.dot(slope_G)
+        for amounts, slope_G in _split_coefficients(slope.share_BG[0], self.amounts):
+            # the derivative of <slope, amounts / their sum> times the sum of the weights, as that of a mean over rows
+            amount_G = amounts.sums(weights)[0]
+            share_G = amount_G / amount_G.sum()
+            contribution_N += weights.sums[0] / amount_G.sum() * amounts.dot(slope_G - slope_G @ share_G)
         return contribution_N
 
     def _shrink(self, values: F64, slice_means: F64) -> F64:
@@ -229,6 +244,7 @@ class OutcomePredictor:
         title: description of the columns.
         notes: notes on the fit, for display.
         targets: requested targets.
+        kinds: kind of the metric of each target of the runs, see `metric_names.metric_kind`.
         featurizer: features with the targets of the runs.
         gaussian_process: from features to the utilities of all targets of the runs.
         runs: features of the runs.
@@ -239,10 +255,16 @@ class OutcomePredictor:
     title: str
     notes: tuple[str, ...]
     targets: tuple[str, ...]
+    kinds: Mapping[str, str]
     featurizer: SubsetFeaturizer
     gaussian_process: GaussianProcess
     runs: SubsetFeatures
     utility_RST: F64
+
+    @property
+    def requested_kinds(self) -> tuple[str, ...]:
+        """Return the different kinds of metrics of the requested targets; changes of several must not be averaged."""
+        return tuple(dict.fromkeys(self.kinds[target] for target in self.task_by_target))
 
     @property
     def task_by_target(self) -> dict[str, int]:
@@ -358,14 +380,16 @@ def fit_outcomes(
     alignment = Alignment.from_runs(training_runs, artifact)
     targets = _development_targets(alignment, predictor.units.targets)
     utility_RST = training_runs.task_utilities(list(targets.values()))
-    # Drop targets whose utilities are all equal, unless they are requested: then `GaussianProcess.fit` raises an error.
-    is_fitted_T = np.ptp(np.nanmean(utility_RST, axis=1), axis=0) > 0
-    is_fitted_T |= np.array([name in predictor.units.targets for name in targets])
-    targets, utility_RST = dict(compress(targets.items(), is_fitted_T)), utility_RST[:, :, is_fitted_T]
+    varies_T = varies(utility_RST)
+    metrics = {name: training_runs.metric_of_target.get(run_name, f"{name}/loss") for name, run_name in targets.items()}
+    constant = [metrics[name] for name in compress(targets, ~varies_T)]
+    if not set(predictor.units.targets) & set(compress(targets, varies_T)):
+        raise RunsError(f"{training_runs.path}: {', '.join(constant)}: the same in all runs; expected runs that differ")
+    targets, utility_RST = dict(compress(targets.items(), varies_T)), utility_RST[:, :, varies_T]
 
     runs_predictor = Predictor.from_artifact(artifact, predictor.protocol, list(targets), sketches=SIMILARITY_SKETCHES)
     labels = dict.fromkeys([*([training_runs.label] if training_runs.label else []), *suggest_labels(artifact)])
-    featurizer = SubsetFeaturizer.from_predictor(runs_predictor, artifact, tuple(labels))
+    featurizer = SubsetFeaturizer.from_predictor(runs_predictor, artifact, tuple(labels), training_runs.share_measure)
     blocks = [featurizer.features(block.weights) for block in alignment.blocks]
     reference_ST = training_runs.task_reference(list(targets.values()))
     if len(reference_ST) == utility_RST.shape[1]:  # trained on the whole corpus with every seed: one more run
@@ -377,8 +401,9 @@ def fit_outcomes(
     return OutcomePredictor(
         unit=unit,
         title=f"{unit}, {unit}_low, {unit}_high: {measurement}, {COVERAGE:.0%} interval, {model_text}",
-        notes=tuple(_fit_notes(alignment, predictor, list(targets), features, utility_RST)),
+        notes=(*_fit_notes(alignment, predictor, list(targets), features, utility_RST), *constant_note(constant)),
         targets=predictor.units.targets,
+        kinds=dict(zip(targets, metric_kinds(map(metrics.__getitem__, targets), utility_RST), strict=True)),
         featurizer=featurizer,
         gaussian_process=GaussianProcess.fit(features, utility_RST),
         runs=features,
@@ -446,13 +471,12 @@ def _split_coefficients(coefficient_D: F64, columns: Sequence[RowSums]) -> Itera
     return zip(columns, np.split(coefficient_D, ends), strict=False)  # the last segment is empty
 
 
-def _indicators(codes_N: I32, n_slices: int) -> RowSums:
-    """Return indicators of the slice of each row; their sum over a subset is its number of rows per slice."""
+def _amounts(codes_N: I32, n_slices: int, amount_N: F64) -> RowSums:
+    """Return the amount of each row in the column of its slice; their sum over a subset is its amount per slice."""
     identity_GG = np.eye(n_slices, dtype=np.float32)
+    amount_N1 = amount_N.astype(np.float32)[:, None]
     block_rows = 1 << 16
-    starts = range(0, len(codes_N), block_rows)
-    return RowSums(  # in blocks, which bound the memory
-        lambda: ((start, identity_GG[codes_N[start : start + block_rows]]) for start in starts),
-        len(codes_N),
-        n_slices,
+    blocks = [slice(start, start + block_rows) for start in range(0, len(codes_N), block_rows)]  # bound the memory
+    return RowSums(
+        lambda: ((rows.start, identity_GG[codes_N[rows]] * amount_N1[rows]) for rows in blocks), len(codes_N), n_slices
     )

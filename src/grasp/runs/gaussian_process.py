@@ -32,7 +32,7 @@ from typing import Self
 import numpy as np
 from scipy.special import stdtrit
 
-from grasp.arrays import F64, ratio
+from grasp.arrays import F64, Bool, ratio
 from grasp.errors import RunsError, ShapeError
 from grasp.runs.marginal_likelihood import JITTER, ClosedFormFit, MarginalLikelihood, RunData, matrix_product
 from grasp.runs.subset_covariance import Covariance
@@ -281,6 +281,11 @@ class GaussianProcess:
         return np.asarray(np.maximum(variance_bC, 0.0))
 
 
+def varies(utility_nST: F64) -> Bool:
+    """Return whether the mean over seeds of each task differs between runs, (T,); True for a single run."""
+    return np.asarray((np.ptp(np.nanmean(utility_nST, axis=1), axis=0) > 0) | (len(utility_nST) < 2))
+
+
 def _check_variation(runs: SubsetFeatures, utility_nT: F64) -> None:
     """Raise a RunsError if fewer than 2 subsets are different, or all utilities of a task are equal."""
     n_different = len(np.unique(runs.flat().round(EQUALITY_DECIMALS), axis=0))
@@ -289,7 +294,7 @@ def _check_variation(runs: SubsetFeatures, utility_nT: F64) -> None:
             f"fit to runs: got {n_different} different subset(s) in {len(runs)} run(s), expected "
             f"{MIN_DIFFERENT_SUBSETS} or more"
         )
-    if (np.ptp(utility_nT, axis=0) == 0).any():
+    if not varies(utility_nT[:, None]).all():
         raise RunsError("fit to runs: all runs have the same utility; expected runs that differ")
 
 

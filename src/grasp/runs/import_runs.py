@@ -12,7 +12,6 @@ files of a harness (see `results_files`), or a CSV that wandb exported from a ta
 """
 
 import fnmatch
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,9 @@ import pyarrow.csv as pacsv
 from grasp.arrays import F64
 from grasp.errors import RunsError
 from grasp.files import check_directory
-from grasp.mixture_files import mixture_files, read_mixtures_of_runs
-from grasp.runs.results_files import SHARE_METRIC_PATTERN, HarnessResults, direction_by_name, read_results
+from grasp.mixture_files import MEASURES, mixture_files, read_mixtures_of_runs
+from grasp.runs.metric_names import SHARE, direction_by_name, is_standard_error, metric_kind
+from grasp.runs.results_files import HarnessResults, read_results
 from grasp.runs.table import RESULTS_SCHEMA, SUM_TOLERANCE, TRAINED_SCHEMA, Direction, Kind, RunsInfo, RunTable
 from grasp.store.checksummed_parquet import read_checksummed
 from grasp.text import did_you_mean
@@ -38,6 +38,7 @@ STATE_COLUMNS = ("state", "status")
 FINISHED_STATES = ("finished", "completed", "success")
 ROW_COLUMNS = ("row_id", "doc_id")
 MIXTURE_COLUMNS = ("proposed", "best_run", "mean_of_runs", "now")  # columns with shares in the output of `mix`
+ROW_SHARES_COLUMN = "times_as_often"  # column of the output of `grasp mix`, whose shares are shares of rows
 IGNORED_COLUMNS = ("gain",)  # column of the output of `runs propose` that is no share
 MAX_LISTED = 5
 MAX_INTEGER = (1 << 63) - 1
@@ -49,6 +50,7 @@ def import_runs(
     *,
     label: str | None = None,
     weights: str = "shares",
+    measure: str = "tokens",
     columns: Sequence[str] = (),
     metrics: Sequence[str] = (),
     higher: Sequence[str] = (),
@@ -69,7 +71,8 @@ def import_runs(
         results: table, or directory of lm-evaluation-harness or olmes with one folder per run. Default: the table
             `trained` contains both.
         label: label column of the corpus that the columns are values of, e.g. source.
-        weights: shares: shares of the training tokens, which add up to 1; times: number of times each value is seen.
+        weights: shares: shares of the training data, which add up to 1; times: number of times each value is seen.
+        measure: what shares are shares of: tokens, rows or documents. Files that `grasp mix` wrote say it themselves.
         columns: columns with weights, e.g. 'train_*', or '!eval_*' for all others. Default: all numeric columns that
             are not results.
         metrics: columns with results, e.g. 'eval/*'. Default: all numeric columns that are not weights.
@@ -91,6 +94,8 @@ def import_runs(
     name = Path(paths[-1]).stem if paths else "runs"
     if weights not in ("shares", "times"):
         raise RunsError(f"weights: got {weights!r}, expected shares or times")
+    if measure not in MEASURES:
+        raise RunsError(f"measure: got {measure!r}, expected one of {', '.join(MEASURES)}")
     notes: list[str] = []
 
     files = mixture_files(Path(trained)) if isinstance(trained, Path | str) else []
@@ -98,8 +103,10 @@ def import_runs(
         if results is None:
             raise RunsError(f"{trained}: contains only mixtures; pass the results of the runs too")
         weights_location = str(trained)
-        kind, trained_table, weights_note = _weights_of_files(files, label)
-        notes.append(weights_note)
+        measure_of_files, trained_table = _weights_of_files(files, label)
+        kind: Kind = "times" if measure_of_files == "times" else "shares"
+        measure = measure if kind == "times" else measure_of_files
+        notes.append(f"weights of the mixtures are {'repetitions' if kind == 'times' else f'shares of {measure}'}")
     else:
         weights_table, weights_location = _read_table(trained)
         if results is None:
@@ -134,10 +141,15 @@ def import_runs(
         trained_table = trained_table.filter(is_used)
     if wide.ignored:
         notes.append(f"ignored columns that are not numeric: {', '.join(wide.ignored[:MAX_LISTED])}")
+    if wide.standard_errors:
+        listed = ", ".join(wide.standard_errors[:MAX_LISTED])
+        notes.append(f"left out {len(wide.standard_errors)} columns of standard errors: {listed}")
     if harness is not None:
         harness.check_comparable(metric_names)
         notes += harness.notes_about(metric_names)
-    info = RunsInfo(kind=kind, label=label, metrics=directions, read_from=tuple(paths))
+    info = RunsInfo.model_validate(
+        {"kind": kind, "label": label, "measure": measure, "metrics": directions, "read_from": paths}
+    )
     locations = weights_location, results_location
     runs = RunTable.from_results(name, info, trained_table, results_long, notes, locations)
     runs = runs if size is None else runs.select_size(size)
@@ -146,18 +158,24 @@ def import_runs(
     return runs
 
 
-def read_mixtures(source: Path | str | pa.Table, values: Sequence[str]) -> tuple[tuple[str, ...], F64]:
+def read_mixtures(
+    source: Path | str | pa.Table, values: Sequence[str], measure: str = "tokens"
+) -> tuple[tuple[str, ...], F64]:
     """Read mixtures: their names, and their shares (B, G) of `values`.
 
     The table has one line per mixture and one column per value, and columns of zeros may be missing; or one line per
     value and one column per mixture, as written by `mix`.
 
+    Args:
+        source: table, or its file.
+        values: label values of the runs.
+        measure: what the shares of the runs are shares of.
     Raises:
         RunsError: not a table, an unknown value, or shares that are not numbers or do not add up to 1.
     """
     table, location = _read_table(source)
     if "value" in table.column_names and "value" not in values:
-        table = _transpose_mix_output(table, location)
+        table = _transpose_mix_output(table, location, measure)
     if not len(table):
         raise RunsError(f"{location}: has no mixtures; expected one per line")
     name_columns = [name for name in table.column_names if name not in values and name in (*NAME_COLUMNS, "mixture")]
@@ -185,11 +203,16 @@ def read_mixtures(source: Path | str | pa.Table, values: Sequence[str]) -> tuple
     return names, share_BG / share_BG.sum(axis=1, keepdims=True)
 
 
-def _transpose_mix_output(table: pa.Table, location: str) -> pa.Table:
+def _transpose_mix_output(table: pa.Table, location: str, measure: str) -> pa.Table:
     """Convert the output of `mix`, one line per value and one column per mixture, to one line per mixture."""
-    mixtures = [name for name in MIXTURE_COLUMNS if name in table.column_names]
+    has_other_measure = ROW_SHARES_COLUMN in table.column_names and measure != "rows"
+    columns = (f"share_of_{measure}", *(() if has_other_measure else MIXTURE_COLUMNS))
+    mixtures = [name for name in columns if name in table.column_names]
     if not mixtures:
-        raise RunsError(f"{location}: has a column `value` but no shares; expected {', '.join(MIXTURE_COLUMNS)}")
+        raise RunsError(
+            f"{location}: has a column `value` but no shares of {measure}, as the runs; expected {', '.join(columns)}"
+            + (", as grasp mix --format csv writes" if has_other_measure else "")
+        )
     values = _string_column(table, "value", location).to_pylist()
     lines = zip(values, *(table[name] for name in mixtures), strict=True)
     return pa.table({"mixture": mixtures} | {value: pa.array(shares) for value, *shares in lines})
@@ -240,14 +263,14 @@ def _read_weights(
     return ("times" if weights == "times" else "shares"), long
 
 
-def _weights_of_files(files: Sequence[Path], label: str | None) -> tuple[Kind, pa.Table, str]:
-    """Return what the weights are of, a table of run, name and weight, and a note on the weights."""
+def _weights_of_files(files: Sequence[Path], label: str | None) -> tuple[str, pa.Table]:
+    """Return what the weights are shares of, or `times`, and a table of run, name and weight."""
     if label is None:
         raise RunsError(f"{files[0]}: pass the label whose values it mixes, e.g. --label source")
-    kind, weights, weights_note = read_mixtures_of_runs(files)
+    measure, weights = read_mixtures_of_runs(files)
     lines = [(run, value, weight) for run, mixture in weights.items() for value, weight in mixture.items()]
     columns = [pa.array(column) for column in zip(*lines, strict=True)]
-    return kind, pa.table(columns, TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA), weights_note  # type: ignore[return-value]
+    return measure, pa.table(columns, TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
 
 
 # ------------------------------------------------------------------------------------------------- results
@@ -260,6 +283,7 @@ class _WideTable:
         location: path of the table, for messages.
         runs: name of the run of each line.
         numbers: numeric columns that are not metadata, by name.
+        standard_errors: names of columns with standard errors of metrics.
         ignored: names of the other columns.
     """
 
@@ -276,7 +300,8 @@ class _WideTable:
         }
         self._metadata = {field: table[names[0]].to_pylist() for field, names in metadata_columns.items() if names}
         used = {name_column, *(name for names in metadata_columns.values() for name in names)}
-        others = [name for name in table.column_names if name not in used]
+        self.standard_errors = [name for name in table.column_names if is_standard_error(name)]
+        others = [name for name in table.column_names if name not in (*used, *self.standard_errors)]
         self.numbers = {name: values for name in others if (values := _float_column(table[name])) is not None}
         self.ignored = [name for name in others if name not in self.numbers]
 
@@ -303,7 +328,8 @@ class _WideTable:
         """Return results with RESULTS_SCHEMA, and the run of each line that is skipped as failed."""
         metrics = self.select_columns(patterns)
         if not metrics:
-            raise RunsError(f"{self.location}: has no numeric columns with results")
+            others = f", only standard errors: {self.standard_errors[0]}" if self.standard_errors else ""
+            raise RunsError(f"{self.location}: has no numeric columns with results{others}")
         failed: list[str] = []
         lines: list[dict[str, Any]] = []
         for line, run in enumerate(self.runs):
@@ -399,7 +425,7 @@ def _refuse_mixed_scales(results: pa.Table, location: str) -> None:
         metric_results = results.filter(pc.equal(results["metric"], metric))
         value = metric_results["value"].to_numpy()
         shares, percent = value[(value > 0) & (value <= 1)], value[value > 1]
-        if not (re.search(SHARE_METRIC_PATTERN, metric.lower()) and shares.size and percent.size):
+        if not (metric_kind(metric) == SHARE and shares.size and percent.size):
             continue
         # as percent, the shares are similar to the other values: 0.47 and 63, not 0.9 and 3.4
         if percent.min() / 2 <= 100 * shares.min() and 100 * shares.max() <= 2 * percent.max():

@@ -17,16 +17,17 @@ import numpy as np
 from grasp.arrays import F64
 from grasp.artifact.label_table import LabelColumn, LabelTable
 from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.rows import row_amounts
 from grasp.errors import RunsError, SubsetError
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import SubsetBlock, WeightedRows, Weights, in_blocks
 from grasp.runs.alignment import unit_fingerprints
+from grasp.runs.metric_names import LOSS, metric_kind
 from grasp.runs.predictions import WHOLE_TASK
 from grasp.runs.table import MAX_LISTED, RunTable, open_runs
 from grasp.runs.training_runs import RetrainedRunsInfo, Run, TargetInfo, TrainingRuns
 
 BLOCK_SUBSETS = 256
-NATS = r"(^|_)(loss|nll|ce)($|_)|loss$"  # names of metrics in nats per token
 
 
 def bind_runs(artifact: ArtifactReader, runs: TrainingRuns | RunTable | Path | str) -> TrainingRuns:
@@ -54,12 +55,13 @@ class ImportedRuns(TrainingRuns):
             RunsError: no metric is named after a target of the artifact; the artifact lacks a value, row or document;
                 or the runs have several model sizes.
         """
-        metric_of_target = _match_metrics(table, artifact)
+        self.metric_of_target = metric_of_target = _match_metrics(table, artifact)
         columns = [table.metrics.index(metric) for metric in metric_of_target.values()]
         self.values_RST = table.utility_RST()[:, :, columns]
         super().__init__(path, _record(table, artifact, tuple(metric_of_target), self.values_RST))
         self._subsets, subset_notes = row_weights(table, artifact)
         self._label = table.info.label
+        self.share_measure = table.info.measure if table.info.kind == "shares" else "rows"
         renamed = [f"{target}: {metric}" for target, metric in metric_of_target.items() if metric != target]
         self.notes = [
             *([f"metrics of the runs: {'; '.join(renamed)}"] if renamed else []),
@@ -100,11 +102,14 @@ class ImportedRuns(TrainingRuns):
 
 
 def _match_metrics(table: RunTable, artifact: ArtifactReader) -> dict[str, str]:
-    """Return the metric of each target that has one: `sciq` or `sciq/...`, preferably a loss."""
+    """Return the metric of each target that has one: `sciq` or `sciq/...`, preferably one that varies, and a loss."""
     metric_of_target: dict[str, str] = {}
+    constant = table.constant_metrics()
     for target in artifact.targets:
         if metrics := [name for name in table.metrics if name == target or name.startswith(f"{target}/")]:
-            metric_of_target[target] = next((name for name in metrics if "loss" in name), metrics[0])
+            metric_of_target[target] = min(
+                metrics, key=lambda name: (name in constant, metric_kind(name.removeprefix(target)) != LOSS)
+            )
     if not metric_of_target:
         raise RunsError(
             f"{table.name}: has metrics {', '.join(table.metrics[:MAX_LISTED])}, the artifact has targets "
@@ -148,7 +153,7 @@ def _common_unit(table: RunTable, metric_of_target: Mapping[str, str]) -> str:
     for target, metric in metric_of_target.items():
         short_name = metric.removeprefix(target).strip("/").lower()
         prefix = "less_" if table.info.metrics[metric] == "lower" else ""
-        units.add("nats" if re.search(NATS, short_name) else prefix + (re.sub(r"\W+", "_", short_name) or "metric"))
+        units.add("nats" if metric_kind(short_name) == LOSS else prefix + (re.sub(r"\W+", "_", short_name) or "metric"))
     return units.pop() if len(units) == 1 else "metric"
 
 
@@ -168,7 +173,7 @@ def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBl
         return _weights_from_row_ids(runs, table, RowIndex.from_parquet(artifact.rows_path))
     if runs.info.kind == "expressions":
         return _weights_from_expressions(runs, table), []
-    return _weights_from_label(runs, table)
+    return _weights_from_label(runs, table, artifact)
 
 
 def _weights_from_expressions(runs: RunTable, table: LabelTable) -> list[SubsetBlock]:
@@ -185,7 +190,9 @@ def _weights_from_expressions(runs: RunTable, table: LabelTable) -> list[SubsetB
     return list(in_blocks(weighted_rows(), table.n_rows, BLOCK_SUBSETS))
 
 
-def _weights_from_label(runs: RunTable, table: LabelTable) -> tuple[list[SubsetBlock], list[str]]:
+def _weights_from_label(
+    runs: RunTable, table: LabelTable, artifact: ArtifactReader
+) -> tuple[list[SubsetBlock], list[str]]:
     """Convert weights of label values, which are shares of a mixture, or numbers of times that a value is seen."""
     assert runs.info.label is not None
     try:
@@ -198,7 +205,8 @@ def _weights_from_label(runs: RunTable, table: LabelTable) -> tuple[list[SubsetB
     factor_RG = np.zeros((len(runs), len(column.values)))
     factor_RG[:, codes] = runs.weights_RG()
     if runs.info.kind == "shares":  # weight of a row: share of its value in the mixture over its share in the corpus
-        factor_RG *= table.n_rows / np.maximum(column.counts, 1)
+        size_G = np.bincount(column.codes_N, row_amounts(artifact, runs.info.measure, column.codes_N))
+        factor_RG *= size_G.sum() / np.maximum(size_G, 1)
     blocks = [SubsetBlock(runs.runs, Weights.from_slices(column.codes_N, factor_RG.shape[1]).mixed(factor_RG))]
     unseen = [name for name, code in code_of_value.items() if code not in codes]
     if not unseen:

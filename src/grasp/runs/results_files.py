@@ -22,18 +22,10 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from grasp.errors import RunsError
+from grasp.runs.metric_names import direction_by_name, is_standard_error
 from grasp.runs.table import Direction
 from grasp.text import parse_json
 
-LOWER_IS_BETTER = r"loss|perplexity|ppl|nll|bpb|bits_per_byte|error|brier|(^|[/_.])ce($|[/_.])"
-HIGHER_IS_BETTER = (
-    r"acc|f1|exact_match|(^|[/_.])em($|[/_.])|bleu|rouge|(?<!primary_)score|pass@|reward|auc|utility|mrr|recall|precision"
-    r"|sum_logits|logits_per_(token|char)"
-)
-SHARE_METRIC_PATTERN = (
-    r"acc|f1|exact_match|(^|[/_.])em($|[/_.])|bleu|rouge|pass@|auc|mrr|recall|precision"  # of 1, or in percent
-)
-HARMFUL = r"toxic|bias|harm|hallucinat|stereotyp|refus|leak|memori[sz]"  # a score of these may be better if lower
 MAX_RESULTS_LISTED = 3  # results listed in a note
 
 _DATE = re.compile(r"_?(\d{4}-\d\d-\d\dT[\d.-]+)$")
@@ -51,17 +43,6 @@ _HEADINGS: Mapping[RemarkTopic, str] = {
     "models": "files of a run name different models",
     "texts": "results that are not numbers were ignored",
 }
-
-
-def direction_by_name(metric: str) -> Direction | None:
-    """Return whether higher or lower is better by the name of a metric; None if it is ambiguous."""
-    name = metric.lower()
-    if re.search(LOWER_IS_BETTER, name):
-        return "lower"
-    is_known = re.search(HIGHER_IS_BETTER, name) and (
-        re.search(SHARE_METRIC_PATTERN, name) or not re.search(HARMFUL, name)
-    )
-    return "higher" if is_known else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +298,7 @@ def _parse_lm_harness(path: Path, file: str) -> Iterator[TaskResults]:
         values, texts = {}, []
         for key, value in metrics.items():
             metric, _, filter_name = key.partition(",")
-            if (has_filters and "," not in key) or key in _NAME_FIELDS or metric.endswith("_stderr"):
+            if (has_filters and "," not in key) or key in _NAME_FIELDS or is_standard_error(metric):
                 continue
             name = metric if filter_name in ("", "none") else key
             if isinstance(value, bool) or not isinstance(value, int | float):

@@ -11,7 +11,7 @@ Shape letters: R runs, S seeds, G label values, rows or expressions that have we
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -25,6 +25,7 @@ from grasp.arrays import F64, I64
 from grasp.errors import RunsError
 from grasp.files import UNSIGNED, FileEntry
 from grasp.predict.weights import MAX_WEIGHT, MIN_WEIGHT
+from grasp.runs.gaussian_process import varies
 from grasp.runs.metrics import mean_defined, spearman
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.utility_tables import MAX_UTILITY
@@ -38,6 +39,7 @@ from grasp.text import plain, text_table
 INFO = "runs.json"
 TRAINED = "trained.parquet"
 RESULTS = "results.parquet"
+ROUNDING = 1e-9  # sums of shares that differ from 1 by no more than this are exact
 SUM_TOLERANCE = 0.01  # shares whose sum differs from 1 by at most this are normalized
 MAX_LISTED = 3
 MIN_MIXTURES = 2  # minimum number of different mixtures
@@ -46,6 +48,7 @@ MIN_COMMON_RUNS = 3  # minimum number of common runs to compare model sizes
 MAX_INFO_BYTES = 16 << 20  # bytes
 
 Kind = Literal["shares", "times", "rows", "expressions"]
+Measure = Literal["tokens", "rows", "documents"]
 Direction = Literal["higher", "lower"]
 
 TRAINED_SCHEMA = pa.schema([("run", pa.string()), ("name", pa.string()), ("weight", pa.float64())])
@@ -73,6 +76,7 @@ class RunsInfo(Settings):
         description="What has weights: shares of label values, times each value is seen, rows, or expressions."
     )
     label: str | None = Field(None, description="The label, for shares and times.")
+    measure: Measure = Field("tokens", description="What shares are shares of: the training tokens, rows or documents.")
     metrics: dict[str, Direction] = Field(description="higher or lower is better, by metric.")
     read_from: tuple[str, ...] = ()
 
@@ -225,6 +229,16 @@ class RunTable:
         trained = self.trained.filter(pc.is_in(self.trained["run"], pc.unique(results["run"])))
         return RunTable(f"{self.name} ({size})", self.info, trained, results, self.notes)
 
+    def select_metrics(self, metrics: Collection[str]) -> "RunTable":
+        """Return the runs with some of their metrics."""
+        info = self.info.model_copy(update={"metrics": {name: self.info.metrics[name] for name in metrics}})
+        results = self.results.filter(pc.is_in(self.results["metric"], pa.array(list(metrics), pa.string())))
+        return RunTable(self.name, info, self.trained, results, self.notes)
+
+    def constant_metrics(self) -> tuple[str, ...]:
+        """Return the metrics that are the same in all runs, from which nothing can be learned."""
+        return tuple(itertools.compress(self.metrics, ~varies(self.utility_RST())))
+
     def agreement_of_sizes(self) -> list[tuple[str, str, int, float]]:
         """Return (size, size, common runs, rank correlation) for every pair of model sizes.
 
@@ -281,6 +295,7 @@ class RunTable:
             f"{len(self):,} runs by {self.info.label or self.info.kind}, {len(self.values):,} values, {n_seeds} "
             f"seed{'s' * (n_seeds != 1)}"
         )
+        head += f"; shares of {self.info.measure}" if self.info.kind == "shares" else ""
         head += f"; sizes {', '.join(self.sizes)}" if self.sizes else ""
         lines = []
         for name, direction in self.info.metrics.items():
@@ -299,6 +314,14 @@ class RunTable:
                 )
             )
         return "\n".join([*text, *map(plain, self.notes)])
+
+
+def constant_note(metrics: Sequence[str]) -> list[str]:
+    """Return a note on metrics that are left out, since they are the same in all runs, if there are any."""
+    listed = ", ".join(metrics[:MAX_LISTED])
+    return (
+        [f"left out {len(metrics)} metric{'s' * (len(metrics) > 1)}, the same in all runs: {listed}"] if metrics else []
+    )
 
 
 # ------------------------------------------------------------------------------------------------- validation
@@ -370,6 +393,7 @@ def _normalize_shares(trained: pa.Table, sum_of_run: Mapping[str, float], locati
             "1; divide percent by 100; if they are numbers of epochs of each value, import them with --times"
         )
     sum_of_line = np.array([sum_of_run[run] for run in trained["run"].to_pylist()])
+    sum_of_line[np.abs(sum_of_line - 1.0) <= ROUNDING] = 1.0
     return trained.set_column(2, "weight", pa.array(trained["weight"].to_numpy() / sum_of_line))
 
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -162,10 +162,14 @@ class TrainingRuns(ABC):
 
     Attributes:
         unit: unit of the utilities, used as column name.
+        metric_of_target: metric of each target, for imported runs.
+        share_measure: what the shares of the label's values are shares of: rows, tokens or documents.
         notes: notes for reports.
     """
 
     unit = "nats"
+    metric_of_target: Mapping[str, str] = {}
+    share_measure: str = "rows"
     notes: Sequence[str] = ()
 
     def __init__(self, path: Path, info: RetrainedRunsInfo) -> None:

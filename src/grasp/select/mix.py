@@ -23,9 +23,9 @@ import pyarrow as pa
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import label_column, row_documents, row_tokens
+from grasp.artifact.rows import label_column, row_amounts, row_tokens
 from grasp.errors import SettingsError
-from grasp.mixture_files import MixtureWeights, write_mixture
+from grasp.mixture_files import MEASURES, MixtureWeights, write_mixture
 from grasp.predict.predictor import NEW_ROW_VALUE, RepetitionLaw
 from grasp.predict.scoring_rule import Interaction, ScoringProtocol, geometry
 from grasp.predict.slices import LabelSlices, label_slices
@@ -87,12 +87,10 @@ class Mixture(OptimizationResult):
         Raises:
             SettingsError: the format is unknown, or the path does not have its suffix.
         """
-        slices, document_N = self.slices, row_documents(self.artifact)
-        codes_of_documents = np.unique(np.stack([slices.codes_N.astype(np.int64), document_N]), axis=1)[0]
+        slices = self.slices
         size_G = {
-            "rows": slices.rows_G,
-            "tokens": np.array([entry.tokens for entry in slices.slices]),
-            "documents": np.bincount(codes_of_documents, minlength=len(slices.slices)),
+            measure: np.bincount(slices.codes_N, row_amounts(self.artifact, measure, slices.codes_N)).astype(np.float64)
+            for measure in MEASURES
         }
         times_G = self.table["times_as_often"].to_numpy()
         return write_mixture(MixtureWeights(self.label, slices.names, size_G, times_G), path, form)

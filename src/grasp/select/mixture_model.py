@@ -9,6 +9,7 @@ Shape letters: R runs, S seeds, B mixtures, b some of them, G label values, T me
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Self
 
@@ -22,8 +23,9 @@ from grasp.results import Result
 from grasp.runs.calibration import COVERAGE
 from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.import_runs import read_mixtures
+from grasp.runs.metric_names import metric_kinds
 from grasp.runs.subset_features import SubsetFeatures
-from grasp.runs.table import MAX_LISTED, RunTable, open_runs
+from grasp.runs.table import MAX_LISTED, RunTable, constant_note, open_runs
 from grasp.select.quadratic_program import MixtureProblem, frank_wolfe
 from grasp.text import parse_names
 
@@ -52,6 +54,9 @@ class MixtureModel:
         gaussian_process: fitted to the metrics and the objective.
         weights_T: weight of each metric in the objective; they add up to 1.
         sign_T: -1 for a metric of which lower is better, else 1.
+        constant: metrics that are the same in all runs, which are left out.
+        kinds: different kinds of the metrics of the objective. If there are several, each metric is divided by its
+            standard deviation over the runs.
     """
 
     table: RunTable
@@ -59,6 +64,8 @@ class MixtureModel:
     gaussian_process: GaussianProcess
     weights_T: F64
     sign_T: F64
+    constant: tuple[str, ...]
+    kinds: tuple[str, ...]
 
     @classmethod
     def from_runs(cls, runs: Runs, metric: str | Sequence[str] | Mapping[str, float] | None = None) -> Self:
@@ -69,7 +76,8 @@ class MixtureModel:
             metric: metrics of the objective, or a mapping of metrics to weights. Default: all, with equal weights.
 
         Raises:
-            RunsError: the runs have no shares, a metric is unknown, or there are too few different runs.
+            RunsError: the runs have no shares, a metric is unknown, all metrics are the same in all runs, or there are
+                too few different runs.
         """
         table = open_runs(runs)
         if not isinstance(table, RunTable) or table.info.kind != "shares":
@@ -89,28 +97,43 @@ class MixtureModel:
                 f"{table.name}: got the metrics {weight_of}, expected some of {', '.join(table.metrics[:MAX_LISTED])} "
                 "... with weights of 0 or more"
             )
-        weights_T = np.array([weight_of.get(name, 0.0) for name in table.metrics]) / sum(weight_of.values())
+        constant = table.constant_metrics()
+        table = table.select_metrics([name for name in table.metrics if name not in constant])
+        weights_T = np.array([weight_of.get(name, 0.0) for name in table.metrics])
+        if not weights_T.any():
+            raise RunsError(f"{table.name}: {', '.join(weight_of)}: the same in all runs; pass a metric that differs")
+        weights_T /= weights_T.sum()
         utility_RST = table.utility_RST()
-        objective_RS1 = (utility_RST @ weights_T)[:, :, None]
+        kinds = tuple(dict.fromkeys(compress(metric_kinds(table.metrics, utility_RST), weights_T)))
+        scale_T = np.nanmean(utility_RST, axis=1).std(axis=0) if len(kinds) > 1 else 1.0
+        objective_RS1 = ((utility_RST / scale_T) @ weights_T)[:, :, None]
         share_RG = table.weights_RG()
         features = SubsetFeatures.from_shares(share_RG, len(weights_T) + 1)
         gaussian_process = GaussianProcess.fit(features, np.concatenate([utility_RST, objective_RS1], axis=2))
         sign_T = np.array([1.0 if table.info.metrics[name] == "higher" else -1.0 for name in table.metrics])
-        return cls(table, share_RG, gaussian_process, weights_T, sign_T)
+        return cls(table, share_RG, gaussian_process, weights_T, sign_T, constant, kinds)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes on the predictions, for display."""
         size = f" of size {self.table.sizes[0]}" if self.table.sizes else ""
         intervals = f"{COVERAGE:.0%} intervals, for the mean of many seeds{size}"
+        notes = (intervals, *constant_note(self.constant))
         n_runs, n_values = self.share_RG.shape
         if n_runs >= RUNS_PER_VALUE * n_values:
-            return (intervals,)
+            return notes
         few = (
             f"{n_runs} runs for {n_values} values of {self.table.info.label} are too few for useful intervals; import "
             f"{RUNS_PER_VALUE * n_values} or more"
         )
-        return intervals, few
+        return *notes, few
+
+    @property
+    def objective_unit(self) -> str:
+        """Text that describes the unit of the objective."""
+        if len(self.kinds) == 1:
+            return "the unit of the metric"
+        return f"standard deviations over the runs, since {', '.join(self.kinds)} are averaged"
 
     def features(self, share_BG: F64) -> SubsetFeatures:
         """Return the features of mixtures for the Gaussian process."""
@@ -206,7 +229,7 @@ def predict_runs(runs: Runs, mixtures: Path | str | pa.Table, metric: str | Sequ
             to 1.
     """
     model = MixtureModel.from_runs(runs, metric)
-    names, share_BG = read_mixtures(mixtures, model.table.values)
+    names, share_BG = read_mixtures(mixtures, model.table.values, model.table.info.measure)
     too_far_B = ~model.has_prediction(share_BG)
     notes = [
         *outside_note(model, names, share_BG, ~too_far_B, "outside the range of the runs, so the interval is wider"),
@@ -244,7 +267,8 @@ def mix_runs(
 ) -> Result:
     """Find the mixture that maximises the mean of the metrics, from training runs alone.
 
-    The share of each value stays within the range of the runs.
+    Metrics of different kinds, such as losses and accuracies, are divided by their standard deviation over the runs
+    before they are averaged. The share of each value stays within the range of the runs.
 
     Args:
         runs: imported runs, see `grasp runs import`.
@@ -279,5 +303,7 @@ def mix_runs(
             + measured_of.get(line["metric"], "")
             for line in model.predictions_table([name], share_G[None]).to_pylist()
         ]
+    if len(model.kinds) > 1:
+        messages.append(f"the objective is in {model.objective_unit}")
     headline = f"optimal mixture predicted from {len(model.table):,} runs of {model.table.name}"
     return Result(shares, headline, (*messages, *model.notes), signs=False)

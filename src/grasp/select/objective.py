@@ -195,7 +195,8 @@ class SelectionObjective:
             runs: retrained or imported runs.
             cautious: maximise the lower confidence bound of the model fitted to the runs.
         Raises:
-            SettingsError: `cautious` without runs, or together with `train_tokens`.
+            SettingsError: `cautious` without runs, or together with `train_tokens`; or the runs have metrics of
+                different kinds for the targets.
         """
         if cautious and (runs is None or train_tokens is not None):
             raise SettingsError("cautious: requires `runs`, and cannot be combined with train_tokens")
@@ -208,6 +209,11 @@ class SelectionObjective:
             from grasp.runs.calibration import fit_outcomes  # noqa: PLC0415 - imported only if there are runs
 
             run_model = fit_outcomes(predictor, artifact, runs)
+            if len(run_model.requested_kinds) > 1 and train_tokens is None:
+                kinds = ", ".join(f"{run_model.kinds[target]} of {target}" for target in run_model.task_by_target)
+                raise SettingsError(
+                    f"target: metrics of different kinds cannot be averaged: {kinds}; pass one target, or import others"
+                )
         budget_predictor = predictor
         if train_tokens is not None:
             budget_predictor = replace(predictor, repetition_law=repetition_law(train_tokens, tokens_N))

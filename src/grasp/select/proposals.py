@@ -26,7 +26,7 @@ from scipy.sparse import csr_array
 from grasp.api.retrain import Opened
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import label_column, row_tokens
+from grasp.artifact.rows import label_column, row_amounts, row_tokens
 from grasp.errors import RunsError, SettingsError
 from grasp.predict.families import draw_dirichlet_shares
 from grasp.predict.slices import label_slices
@@ -101,7 +101,8 @@ def propose_runs(
         artifact: artifact of the corpus; required for retrained runs, for `subsets`, and for `max_repeat`.
     Returns:
         One row per mixture, in the order in which to train them: mixture, gain, and the share of each value.
-        For `best`, gain is the expected increase of the optimum, in the unit of the metric; for `values` it is the
+        For `best`, gain is the expected increase of the optimum, in the unit of the metric, or in standard deviations
+        over the runs if metrics of different kinds are averaged; for `values` it is the
         share of the total variance of the effects that the run removes. Notes name exploratory proposals, i.e.
         mixtures with a low predicted mean or without a prediction.
     Raises:
@@ -114,7 +115,6 @@ def propose_runs(
             "for more, train these first and import them"
         )
     opened = open_runs(runs)
-    shares_of_rows = isinstance(opened, RetrainedRuns)
     if isinstance(opened, RetrainedRuns):
         if artifact is None:
             raise SettingsError(f"propose: {opened.path} holds retrained subsets; pass the artifact of their corpus")
@@ -126,7 +126,7 @@ def propose_runs(
     notes = ["repetition is not limited, as the sizes of the values are unknown without an artifact (--art); see --cap"]
     if artifact is not None:
         largest_G, notes = repetition_caps(
-            artifact.files, label, values, max_repeat, train_tokens, in_rows=shares_of_rows
+            artifact.files, label, values, max_repeat, train_tokens, model.table.info.measure
         )
     share_CG = _candidates(model, *share_bounds(label, values, floor, cap, largest_G), rng)
     selected_K, gain_K = most_informative(model.gaussian_process, model.features(share_CG), count, decide, rng)
@@ -138,7 +138,7 @@ def propose_runs(
         _write_as_subsets(model.table, names, share_KG, artifact.files, Path(subsets))
     if decide == "best":
         purpose = "find the optimal mixture"
-        gain = "expected increase of the optimum through this run, in the unit of the metric"
+        gain = f"expected increase of the optimum through this run, in {model.objective_unit}"
     else:
         purpose = f"estimate the effect of each {label}"
         gain = "share of the total variance of the effects of the values that this run removes"
@@ -205,15 +205,14 @@ def repetition_caps(
     values: Sequence[str],
     max_repeat: float,
     train_tokens: str | float | None,
-    *,
-    in_rows: bool,
+    measure: str,
 ) -> tuple[F64, list[str]]:
     """Return the largest share of each value that repeats no row more than `max_repeat` times, (G,), and a note.
 
-    A training run of T tokens makes T / C epochs of a corpus of C tokens, whether shares count rows or tokens.
+    A training run of T tokens makes T / C epochs of a corpus of C tokens, whatever shares are shares of.
 
     Args:
-        in_rows: shares are shares of rows, not of tokens.
+        measure: what shares are shares of: rows, tokens or documents.
 
     Raises:
         SettingsError: `max_repeat` is below 1, or the runs are so long that no mixture satisfies it.
@@ -223,7 +222,8 @@ def repetition_caps(
     assert label is not None
     column = label_column(artifact, label)
     slices = label_slices(column, row_tokens(artifact), most=len(column.values))
-    size_of = {entry.name: entry.rows if in_rows else entry.tokens for entry in slices.slices}
+    amount_N = row_amounts(artifact, measure, slices.codes_N)
+    size_of = dict(zip(slices.names, np.bincount(slices.codes_N, amount_N), strict=True))
     corpus_tokens = sum(entry.tokens for entry in slices.slices)
     epochs = 1.0 if train_tokens is None else parse_tokens(train_tokens) / corpus_tokens
     size_G = np.array([size_of.get(value, 0) for value in values], dtype=np.float64)
@@ -394,7 +394,7 @@ def runs_by_shares(runs: RetrainedRuns, artifact: ArtifactReader) -> RunTable:
         schema=RESULTS_SCHEMA,
     )
     metrics = {f"{target}/loss": "lower" for target in runs.targets}
-    info = RunsInfo.model_validate({"kind": "shares", "label": runs.label, "metrics": metrics})
+    info = RunsInfo.model_validate({"kind": "shares", "label": runs.label, "measure": "rows", "metrics": metrics})
     return RunTable.from_results(runs.name, info, _trained_table(subset_ids, slices.names, share_RG), results)
 
 
