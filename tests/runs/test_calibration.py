@@ -273,7 +273,7 @@ def test_changes_of_metrics_of_different_kinds_are_not_averaged(artifact):
     shares = pa.table({"run": names} | {value: share_RG[:, g] for g, value in enumerate(TOPICS)})
     results = {"run": names, "sciq/loss": 3 - share_RG[:, 1], "boolq/acc": 0.3 + 0.3 * share_RG[:, 1]}
     runs = grasp.import_runs(shares, pa.table(results), label="topic")
-    with pytest.raises(SettingsError, match="cannot be averaged: loss of sciq, share of boolq"):
+    with pytest.raises(SettingsError, match="got loss of sciq, share of boolq; different metrics cannot be averaged"):
         select(artifact, "25%", "sciq,boolq", protocol=PROTOCOL, runs=runs)
     percent = pa.table({"run": names, "sciq/acc": 100 * share_RG[:, 1], "boolq/acc": share_RG[:, 1]})
     with pytest.raises(SettingsError, match="percent of sciq, share of boolq"):

@@ -127,7 +127,6 @@ def row_amounts(artifact: ArtifactReader, measure: str, codes_N: Integers) -> F6
         return np.ones(len(codes_N))
     if measure == "tokens":
         return row_tokens(artifact).astype(np.float64)
-    assert measure == "documents"
     document_N = row_documents(artifact) * (int(codes_N.max()) + 1) + codes_N
     _, position_N, counts = np.unique(document_N, return_inverse=True, return_counts=True)
     return np.asarray(1.0 / counts[position_N])

@@ -143,10 +143,8 @@ class SubsetFeaturizer:
             measure: what the shares are shares of: rows, tokens or documents.
         """
         slices = [label_slices(label_column(artifact, name), row_tokens(artifact)) for name in labels]
-        amounts = tuple(
-            _amounts(of_label.codes_N, len(of_label.slices), row_amounts(artifact, measure, of_label.codes_N))
-            for of_label in slices
-        )
+        codes = [(of_label.codes_N, len(of_label.slices)) for of_label in slices]
+        amounts = tuple(_amounts(codes_N, n, row_amounts(artifact, measure, codes_N)) for codes_N, n in codes)
         prefix, negative_factor = "relevance_", predictor.protocol.negative_factor
         names = [name.removeprefix(prefix) for name in artifact.array_names if name.startswith(prefix)]
         kernels = tuple(

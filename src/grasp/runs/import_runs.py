@@ -142,8 +142,8 @@ def import_runs(
     if wide.ignored:
         notes.append(f"ignored columns that are not numeric: {', '.join(wide.ignored[:MAX_LISTED])}")
     if wide.standard_errors:
-        listed = ", ".join(wide.standard_errors[:MAX_LISTED])
-        notes.append(f"left out {len(wide.standard_errors)} columns of standard errors: {listed}")
+        n_columns, examples = len(wide.standard_errors), wide.standard_errors[:MAX_LISTED]
+        notes.append(f"left out {n_columns} column{'s' * (n_columns > 1)} of standard errors: {', '.join(examples)}")
     if harness is not None:
         harness.check_comparable(metric_names)
         notes += harness.notes_about(metric_names)
@@ -209,10 +209,7 @@ def _transpose_mix_output(table: pa.Table, location: str, measure: str) -> pa.Ta
     columns = (f"share_of_{measure}", *(() if has_other_measure else MIXTURE_COLUMNS))
     mixtures = [name for name in columns if name in table.column_names]
     if not mixtures:
-        raise RunsError(
-            f"{location}: has a column `value` but no shares of {measure}, as the runs; expected {', '.join(columns)}"
-            + (", as grasp mix --format csv writes" if has_other_measure else "")
-        )
+        raise RunsError(f"{location}: has a column `value` but no shares of {measure}; expected {', '.join(columns)}")
     values = _string_column(table, "value", location).to_pylist()
     lines = zip(values, *(table[name] for name in mixtures), strict=True)
     return pa.table({"mixture": mixtures} | {value: pa.array(shares) for value, *shares in lines})
@@ -328,8 +325,7 @@ class _WideTable:
         """Return results with RESULTS_SCHEMA, and the run of each line that is skipped as failed."""
         metrics = self.select_columns(patterns)
         if not metrics:
-            others = f", only standard errors: {self.standard_errors[0]}" if self.standard_errors else ""
-            raise RunsError(f"{self.location}: has no numeric columns with results{others}")
+            raise RunsError(f"{self.location}: has no numeric columns with results; standard errors are no results")
         failed: list[str] = []
         lines: list[dict[str, Any]] = []
         for line, run in enumerate(self.runs):

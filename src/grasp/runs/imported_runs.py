@@ -107,9 +107,8 @@ def _match_metrics(table: RunTable, artifact: ArtifactReader) -> dict[str, str]:
     constant = table.constant_metrics()
     for target in artifact.targets:
         if metrics := [name for name in table.metrics if name == target or name.startswith(f"{target}/")]:
-            metric_of_target[target] = min(
-                metrics, key=lambda name: (name in constant, metric_kind(name.removeprefix(target)) != LOSS)
-            )
+            metrics.sort(key=lambda name: (name in constant, metric_kind(name.removeprefix(target)) != LOSS))
+            metric_of_target[target] = metrics[0]
     if not metric_of_target:
         raise RunsError(
             f"{table.name}: has metrics {', '.join(table.metrics[:MAX_LISTED])}, the artifact has targets "

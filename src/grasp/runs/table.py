@@ -319,9 +319,8 @@ class RunTable:
 def constant_note(metrics: Sequence[str]) -> list[str]:
     """Return a note on metrics that are left out, since they are the same in all runs, if there are any."""
     listed = ", ".join(metrics[:MAX_LISTED])
-    return (
-        [f"left out {len(metrics)} metric{'s' * (len(metrics) > 1)}, the same in all runs: {listed}"] if metrics else []
-    )
+    note = f"left out {len(metrics)} metric{'s' * (len(metrics) > 1)}, the same in all runs: {listed}"
+    return [note] if metrics else []
 
 
 # ------------------------------------------------------------------------------------------------- validation

@@ -117,8 +117,7 @@ class MixtureModel:
     def notes(self) -> tuple[str, ...]:
         """Notes on the predictions, for display."""
         size = f" of size {self.table.sizes[0]}" if self.table.sizes else ""
-        intervals = f"{COVERAGE:.0%} intervals, for the mean of many seeds{size}"
-        notes = (intervals, *constant_note(self.constant))
+        notes = f"{COVERAGE:.0%} intervals, for the mean of many seeds{size}", *constant_note(self.constant)
         n_runs, n_values = self.share_RG.shape
         if n_runs >= RUNS_PER_VALUE * n_values:
             return notes

@@ -211,9 +211,7 @@ class SelectionObjective:
             run_model = fit_outcomes(predictor, artifact, runs)
             if len(run_model.requested_kinds) > 1 and train_tokens is None:
                 kinds = ", ".join(f"{run_model.kinds[target]} of {target}" for target in run_model.task_by_target)
-                raise SettingsError(
-                    f"target: metrics of different kinds cannot be averaged: {kinds}; pass one target, or import others"
-                )
+                raise SettingsError(f"target: got {kinds}; different metrics cannot be averaged, pass one target")
         budget_predictor = predictor
         if train_tokens is not None:
             budget_predictor = replace(predictor, repetition_law=repetition_law(train_tokens, tokens_N))
