@@ -81,7 +81,7 @@ def test_help_names_every_command_in_a_group_and_a_command_its_words():
     assert "..." not in text.replace("[ARGS]...", "")
     assert run().err.strip() == text.strip()
     page = succeed("report", "--help").out
-    assert page.index("\nOptions:") < page.index("--by") < page.index("\nMore options:") < page.index("--previous")
+    assert page.index("\nOptions:") < page.index("--by") < page.index("\nMore options:") < page.index("--partial")
     words = " ".join(page[page.index("\nTerms:") : page.index("Examples:")].split())
     assert f"protocol {GLOSSARY['protocol']}" in words
     assert "recipe" not in words
@@ -95,8 +95,8 @@ def test_help_names_every_command_in_a_group_and_a_command_its_words():
         (["score"], "ART"),
         (["predict"], "ART"),
         (["predict", "art", "--byy", "topic"], "--byy"),
-        (["predict", "art", "--family", "uniform:0.5", "-B", "0"], "-B"),
-        (["predict", "art", "--seed", "one"], "--seed"),
+        (["retrain", "--family", "uniform:0.5", "-B", "0", "--out", "env"], "-B"),
+        (["distil", "art", "--seed", "one", "--out", "s"], "--seed"),
         (["score", "art", "--target", "facts", "--top", "-1"], "--top"),
         (["bild"], "bild"),
     ],

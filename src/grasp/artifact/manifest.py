@@ -114,7 +114,6 @@ class ArrayEntry(JsonModel):
         (),
         description="Targets of the columns, if they are not units. Readers repeat a column for every unit of its "
         "target, and give 0 for the units of other targets.",
-        exclude_if=lambda targets: not targets,
     )
 
 

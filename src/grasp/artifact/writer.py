@@ -199,11 +199,6 @@ class ArtifactWriter(BuiltShards):
             ArtifactError: as `open`; or a target exists already, or arrays differ from the artifact's relevance arrays.
         """
         artifact = ArtifactReader.open(path)
-        if any(entry.groups[0].name != name for name, entry in artifact.manifest.arrays.items()):
-            raise ArtifactError(
-                f"{artifact.path}: built by version 0.2 of grasp, whose kernels had other names, so it can be read but "
-                "not extended; rebuild it with all targets"
-            )
         wanted = [
             name
             for name, entry in artifact.manifest.arrays.items()

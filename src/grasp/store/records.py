@@ -59,7 +59,6 @@ class Signed(Generic[R]):
             path.
         allow_unsigned: also read records without a checksum, i.e. written by hand.
         format_field: name of the field that holds `format`.
-        older_versions: further versions that are read.
         find_inconsistency: function that returns what is inconsistent in a record, or None.
         files: function that returns size and checksum of each file of the store.
     """
@@ -75,7 +74,6 @@ class Signed(Generic[R]):
     missing_message: str = ""
     allow_unsigned: bool = False
     format_field: str = "format"
-    older_versions: tuple[int, ...] = ()
     find_inconsistency: Callable[[R], str | None] = lambda _: None
     files: Callable[[R], Mapping[str, FileEntry]] = attrgetter("files")
 
@@ -120,7 +118,7 @@ class Signed(Generic[R]):
                 f"{path}: not {self.description}: expected `{self.format_field}` to be {self.format!r}; "
                 f"{self.recovery_hint}"
             )
-        if (version := raw.get("format_version")) not in (self.version, *self.older_versions):
+        if (version := raw.get("format_version")) != self.version:
             raise self.error_type(
                 f"{path}: format version {version!r}, this program reads {self.version}; {self.recovery_hint}, or use "
                 "the version of grasp that wrote it"
