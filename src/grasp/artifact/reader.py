@@ -58,7 +58,6 @@ from grasp.store.remote import local_path, open_store, remote_url
 
 RELEVANCE = "relevance_"  # prefix of the arrays of relevance
 VERIFY = "`grasp verify` lists all damaged files"
-LARGEST = 1e30  # largest magnitude: squares and their sums stay finite
 
 # Settings that name the inputs of a build, with a phrase for messages.
 _INPUT_SETTINGS = (
@@ -285,7 +284,7 @@ class ArtifactReader:
         """Return the scale of each column, (E,) with E = `ArrayEntry.width`.
 
         Raises:
-            ArtifactError: no such array, or invalid scales.
+            ArtifactError: no such array.
         """
         if name not in self.manifest.arrays:
             raise ArtifactError(f"{self.location}: has no array {name!r}; it has {list(self.array_names)}")
@@ -293,8 +292,6 @@ class ArtifactReader:
         for group in self.manifest.arrays[name].groups:
             path = self._files.file(SCALE.format(group.name))
             scales.append(np.array(_map_array(path, (group.stop - group.start,), "float32")))
-            if not np.abs(scales[-1]).max() <= LARGEST:  # written so that NaN is refused
-                raise ArtifactError(f"{path}: contains a number that is not finite or exceeds {LARGEST:g}; rebuild it")
         return np.concatenate(scales)
 
     def array_blocks(
@@ -309,7 +306,7 @@ class ArtifactReader:
             columns: columns in the order of the result. Default: all.
             block_rows: rows of a block (the last may be shorter). Default: those of a shard.
         Raises:
-            ArtifactError: no such array or column; a file is missing or truncated, or has numbers that are not finite.
+            ArtifactError: no such array or column; or a file is missing or truncated.
         """
         column_reads, width = self._plan_columns(name, columns)
         block_rows = self.grid.shard_rows if block_rows is None else block_rows
@@ -400,22 +397,13 @@ class ArtifactReader:
         for rows in row_reads:
             for columns in column_reads:
                 stored_NE = self._stored_chunk(columns.group, rows.shard)[rows.shard_rows][:, columns.group_columns]
-                with np.errstate(over="ignore", invalid="ignore"):  # the result is validated below
-                    if isinstance(rows.result_rows, slice) and isinstance(columns.result_columns, slice):
-                        _scaled_into(out_NE[rows.result_rows, columns.result_columns], stored_NE, columns.factor_E)
-                    else:
-                        row_index = np.arange(shape[0])[rows.result_rows]
-                        column_index = np.arange(shape[1])[columns.result_columns]
-                        product_NE = np.multiply(stored_NE, columns.factor_E, dtype=np.float32)
-                        out_NE[np.ix_(row_index, column_index)] = product_NE
-        with np.errstate(invalid="ignore"):
-            largest, smallest = float(out_NE.max(initial=0.0)), float(out_NE.min(initial=0.0))
-        # No build writes such numbers; a forged artifact could, and rankings would be arbitrary. NaN compares false.
-        if not (largest <= LARGEST and smallest >= -LARGEST):
-            raise ArtifactError(
-                f"{self.location}: {column_reads[0].group.name}: contains a number that is not finite or exceeds "
-                f"{LARGEST:g}; rebuild it"
-            )
+                if isinstance(rows.result_rows, slice) and isinstance(columns.result_columns, slice):
+                    _scaled_into(out_NE[rows.result_rows, columns.result_columns], stored_NE, columns.factor_E)
+                else:
+                    row_index = np.arange(shape[0])[rows.result_rows]
+                    column_index = np.arange(shape[1])[columns.result_columns]
+                    product_NE = np.multiply(stored_NE, columns.factor_E, dtype=np.float32)
+                    out_NE[np.ix_(row_index, column_index)] = product_NE
         return out_NE
 
     def _stored_chunk(self, group: ColumnGroup, k: int) -> NDArray[Any]:

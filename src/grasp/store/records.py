@@ -59,7 +59,6 @@ class Signed(Generic[R]):
             path.
         allow_unsigned: also read records without a checksum, i.e. written by hand.
         format_field: name of the field that holds `format`.
-        find_inconsistency: function that returns what is inconsistent in a record, or None.
         files: function that returns size and checksum of each file of the store.
     """
 
@@ -74,7 +73,6 @@ class Signed(Generic[R]):
     missing_message: str = ""
     allow_unsigned: bool = False
     format_field: str = "format"
-    find_inconsistency: Callable[[R], str | None] = lambda _: None
     files: Callable[[R], Mapping[str, FileEntry]] = attrgetter("files")
 
     def write(self, root: Path, record: R) -> None:
@@ -131,8 +129,6 @@ class Signed(Generic[R]):
             record = self.model.model_validate_json(data)
         except ValidationError as err:
             raise self.error_type(f"{describe(err, str(path), self.model)}; {self.recovery_hint}") from err
-        if inconsistency := self.find_inconsistency(record):
-            raise self.error_type(f"{path}: {inconsistency}; {self.recovery_hint}")
         return record
 
 
