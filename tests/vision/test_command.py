@@ -26,7 +26,7 @@ def test_from_a_backbone_to_predictions(world):
     config, head, art = world / "vision.yaml", world / "head.safetensors", world / "art"
     names = [["blue", "green", "red"][i % 3] for i in range(30)]
     named = write_parquet(world / "named.parquet", 30, label=names)
-    fitted = succeed("fit-head", "--config", config, "--corpus", named, "--decay", 0.001, "--out", head)
+    fitted = succeed("fit-head", "--config", config, "--corpus", named, "--out", head)
     assert_mentions(fitted.lines, f"{head}: 3 classes", "30 images", "100.0%")
     use = f"model.classifier.fitted_head={head}"
     built = succeed("build", "--config", config, "--set", use, "--out", art)

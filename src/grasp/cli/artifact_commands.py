@@ -235,9 +235,6 @@ def info(
 PreviewModel = Annotated[
     str | None, option("--model DIR", "Model whose tokenizer divides texts into tokens. Default: none are counted.")
 ]
-PreviewTokenizer = Annotated[
-    str | None, option("--tokenizer DIR", "Tokenizer. Default: the one in the directory of the model.")
-]
 
 
 def _preview_settings(
@@ -269,7 +266,6 @@ def _preview_settings(
 def corpus(
     path: str = typer.Argument(..., metavar="FILE", help="Corpus: a file, directory, URL or hub dataset."),
     model: PreviewModel = None,
-    tokenizer: PreviewTokenizer = None,
     split: str | None = option("--split NAME", "Split of a corpus that has several.", None),
     text_column: str | None = option(
         "--text-column COLUMN", "Column of the text, or of conversation turns. Default: text or messages.", None
@@ -290,7 +286,7 @@ def corpus(
     from grasp.yaml_files import validated
 
     flags = {"corpus.path": path, "corpus.split": split, "corpus.text_column": text_column}
-    flags |= {"corpus.row_id_column": id_column, "model.path": model, "model.tokenizer": tokenizer}
+    flags |= {"corpus.row_id_column": id_column, "model.path": model}
     settings, model_settings, tokenizer_path = _preview_settings("corpus", assign, flags)
     settings = validated(CorpusSettings, settings, "corpus")
     print(preview_corpus(settings, model=model_settings, tokenizer=tokenizer_path, limit=limit))
@@ -302,7 +298,6 @@ def targets(
         ..., metavar="NAMES", help="Tasks, or files of questions; NAME@margin for multiple choice."
     ),
     model: PreviewModel = None,
-    tokenizer: PreviewTokenizer = None,
     assign: Assignments = [],
 ) -> None:
     """Show what a build would read of targets.
@@ -316,7 +311,7 @@ def targets(
     from grasp.yaml_files import validated
 
     flags: dict[str, Any] = {"targets.names": [name for text in names for name in split_names(text)]}
-    flags |= {"model.path": model, "model.tokenizer": tokenizer}
+    flags |= {"model.path": model}
     settings, model_settings, tokenizer_path = _preview_settings("targets", assign, flags)
     settings = validated(TargetSettings, settings, "targets")
     print(preview_targets(settings, model=model_settings, tokenizer=tokenizer_path))

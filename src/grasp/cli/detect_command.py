@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     "grasp detect art --target trusted --top 20 --out suspects.parquet",
     "grasp detect art --target trusted --label topic --truth was_changed",
     verb="grasp.inspect.detect",
-    more="k neighbours match",
+    more="k match",
 )
 def detect(art: Art, out: ResultFile = None, **params: Any) -> None:
     artifact = grasp.open(art)

@@ -32,7 +32,6 @@ def fit_head(
     factory: str | None = option("--factory NAME", "Factory of the module: package.module:name or FILE.py:name.", None),
     head: str | None = option("--head NAME", "Dotted name of the linear output layer to replace.", None),
     corpus: str | None = option("--corpus PATH", "Parquet, JSONL, or a directory with one folder per class.", None),
-    decay: float = option("--decay X", "Weight decay, in units of the mean feature variance.", 0.1, min=0),
     config: ConfigFile = None,
     assign: Assignments = [],
 ) -> None:
@@ -57,7 +56,7 @@ def fit_head(
     from grasp.vision.fit_head import fit_head as fit
 
     with Watch() as watch:
-        result = fit(settings.model, settings.corpus, out, decay=decay, progress=watch)
+        result = fit(settings.model, settings.corpus, out, progress=watch)
     print(
         f"{out}: {len(result.classes)} classes, fitted to {result.n_images:,} images: accuracy on them "
         f"{result.accuracy:.1%}, loss {result.loss:.3f} nats"
