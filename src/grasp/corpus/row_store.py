@@ -124,7 +124,6 @@ def summary_of(holds: str) -> Signed[StoreSummary]:
         RECOVERY_HINT,
         CorpusError,
         missing_message="an unfinished row store; run the build again to resume it",
-        allow_unsigned=True,
         format_field="holds",
     )
 

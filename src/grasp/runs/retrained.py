@@ -68,7 +68,6 @@ SIGNED_INFO = Signed(
     RunsError,
     missing_message=f"is not an environment (no {INFO}); pass a directory written by grasp retrain or grasp runs "
     "import",
-    allow_unsigned=True,
 )
 
 

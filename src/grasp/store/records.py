@@ -57,7 +57,6 @@ class Signed(Generic[R]):
         max_bytes: largest size in bytes that is read.
         missing_message: message if there is no record, after the path of the store; may contain `{location}`, the same
             path.
-        allow_unsigned: also read records without a checksum, i.e. written by hand.
         format_field: name of the field that holds `format`.
         files: function that returns size and checksum of each file of the store.
     """
@@ -71,7 +70,6 @@ class Signed(Generic[R]):
     error_type: type[GraspError] = ArtifactError
     max_bytes: int = MAX_BYTES
     missing_message: str = ""
-    allow_unsigned: bool = False
     format_field: str = "format"
     files: Callable[[R], Mapping[str, FileEntry]] = attrgetter("files")
 
@@ -108,9 +106,6 @@ class Signed(Generic[R]):
             raise self.error_type(
                 f"{path}: damaged: not JSON ({plain(err)}); restore a copy, or {self.recovery_hint}"
             ) from err
-        is_unsigned = self.allow_unsigned and isinstance(raw, dict) and not raw.get("checksum")
-        if is_unsigned:
-            raw = {self.format_field: self.format, "format_version": self.version} | raw
         if not isinstance(raw, dict) or raw.get(self.format_field) != self.format:
             raise self.error_type(
                 f"{path}: not {self.description}: expected `{self.format_field}` to be {self.format!r}; "
@@ -121,7 +116,7 @@ class Signed(Generic[R]):
                 f"{path}: format version {version!r}, this program reads {self.version}; {self.recovery_hint}, or use "
                 "the version of grasp that wrote it"
             )
-        if not is_unsigned and not is_signed(data):
+        if not is_signed(data):
             raise self.error_type(
                 f"{path}: damaged: its checksum does not match; restore a copy, or {self.recovery_hint}"
             )
