@@ -31,7 +31,7 @@ DATA = ROOT.parent / "shared" / "data" / "instructions.parquet"
 LONGEST = 256  # tokens of a chat
 
 BUILD = ("build", "--model", "{model}", "--corpus", "{chats}", "--targets", "sciq", "--max-length", str(LONGEST))
-BUILD += ("--set", "targets.units_per_target={questions}", "--quiet")
+BUILD += ("--set", "targets.units_per_target={questions}")
 COMMANDS = {
     "further": (*BUILD, "--train", "further", "--out", "{out}"),
     "new": (*BUILD, "--train", "new", "--out", "{out}"),

@@ -45,11 +45,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         demo = args.demo or Path(place) / "demo"
         if not args.skip_demo:
-            result["demo"] = measured(["demo", "--out", str(demo), "--quiet"])
+            result["demo"] = measured(["demo", "--out", str(demo)])
             print("demo", result["demo"], flush=True)
         for name, threads in (("build, one thread", 1), ("build, default threads", None)):
             out = Path(place) / "artifact"
-            build = ["build", "--config", str(demo / "artifact" / "run.yaml"), "--out", str(out), "--quiet"]
+            build = ["build", "--config", str(demo / "artifact" / "run.yaml"), "--out", str(out)]
             build += [] if args.limit is None else ["--limit", str(args.limit)]
             result[name] = measured(build, threads)
             shutil.rmtree(out)

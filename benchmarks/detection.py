@@ -82,7 +82,7 @@ def shard(
 
 def measured(art: Path, options: list[str], out: Path) -> dict[str, Any]:
     """One `grasp detect`: wall seconds, seconds of processor, peak of resident memory, and what it said."""
-    command = [sys.executable, "-m", "grasp", "detect", str(art), "--target", "sciq", "--top", "0", "--quiet"]
+    command = [sys.executable, "-m", "grasp", "detect", str(art), "--target", "sciq", "--top", "0"]
     log = out.with_suffix(".txt")
     began = time.perf_counter()
     with (

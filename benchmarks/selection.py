@@ -78,7 +78,7 @@ def shard(
 
 def measured(art: Path, budget: str, diversity: float, out: Path) -> dict[str, Any]:
     """One `grasp select`: wall seconds, seconds of processor, peak of resident memory, and what it chose."""
-    arguments = ["select", str(art), "--budget", budget, "--target", "sciq=2,boolq=1", "--by", "topic", "--quiet"]
+    arguments = ["select", str(art), "--budget", budget, "--target", "sciq=2,boolq=1", "--by", "topic"]
     arguments += ["--diversity", str(diversity), "--out", str(out)]
     began = time.perf_counter()
     with subprocess.Popen(

@@ -53,7 +53,7 @@ SHAPE = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--rewrite-snapshots", action="store_true", help="rewrite recorded numbers, help and signatures")
+    parser.addoption("--rewrite-snapshots", action="store_true", help="rewrite recorded numbers and help")
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,6 @@ def test_dropping_a_slice_has_one_value_in_all_interfaces(art, tmp_path, protoco
     retained_N = np.array(rows["topic"].to_pylist()) != "life"
     kept_ids = rows["row_id"].filter(pa.array(retained_N)).to_pylist()
     pq.write_table(pa.table({"subset_id": ["s"] * len(kept_ids), "row_id": kept_ids}), tmp_path / "kept.parquet")
-    gone = rows["row_id"].filter(pa.array(~retained_N)).to_pylist()
 
     def by_command(*flags) -> float:
         out = tmp_path / "out.parquet"
@@ -58,7 +57,6 @@ def test_dropping_a_slice_has_one_value_in_all_interfaces(art, tmp_path, protoco
         "weight as text": in_python(weight="topic = 'life': 0"),
         "weight as a list": in_python(weight=["topic = 'life': 0"]),
         "row ids": in_python(subsets={"kept": kept_ids}),
-        "omitted row ids": in_python(subsets={"gone": gone}, omitted=True),
         "DataFrame": in_python(subsets=pq.read_table(tmp_path / "kept.parquet").to_pandas()),
     }
     by = predict(artifact, by="topic", protocol=protocol).to_pandas().set_index("value")

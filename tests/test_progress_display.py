@@ -18,7 +18,7 @@ from tests.mentions import assert_mentions
 def test_stages_are_named_with_their_remaining_time(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    watch = Watch(quiet=True)
+    watch = Watch()
     watch.stage("moments", rows=100, tokens=1000)
     now[0] = 60.0
     watch.advance(50, 500)
@@ -37,7 +37,7 @@ def test_stages_are_named_with_their_remaining_time(monkeypatch, capsys):
 def test_the_total_time_is_estimated_from_the_first_parts(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    watch = Watch(quiet=True)
+    watch = Watch()
     watch.plan({"moments": 1_000, "other moments": 3_000, "rows scored": 60_000})
     watch.stage("moments", rows=10, tokens=1_000)
     now[0] = 10.0
@@ -62,12 +62,12 @@ def test_only_truncated_names_are_disambiguated(capsys):
 
 def test_progress_reports_runs_steps_and_remaining_time(monkeypatch, capsys):
     monkeypatch.setattr(Watch, "line_seconds", 0.0)
-    with Watch(quiet=True) as watch:
+    with Watch() as watch:
         watch.runs(RetrainStatus("rows"))
-        watch.runs(RetrainStatus("runs", 4, 18, ("a-0", "b-0"), 2, 320))
-        watch.runs(RetrainStatus("runs", 5, 18, ("a-0",), 7, 320, 3_725.0))
+        watch.runs(RetrainStatus("runs", 4, 18, "a-0", 2, 320))
+        watch.runs(RetrainStatus("runs", 5, 18, "a-0", 7, 320, 3_725.0))
     first, second, last = capsys.readouterr().err.splitlines()
-    assert_mentions(first, "runs: 4 of 18 runs", "step 2 of 320", "a-0", "1 more")
+    assert_mentions(first, "runs: 4 of 18 runs", "step 2 of 320", "a-0")
     assert_mentions(second, "runs: 5 of 18 runs", "step 7 of 320", "a-0", "1 h 02 min")
     assert re.match(r"runs: 1 runs\b.* \d", last)
 

@@ -45,8 +45,8 @@ def test_parsed_parameters_equal_the_signature(module, name):
 
 def test_annotations_have_a_text_form():
     arguments = parse_signature("grasp.api.predict", "predict").arguments
-    kinds = {name: arguments[name].annotation for name in ("by", "weight", "subsets", "omitted", "count")}
-    assert kinds == {"by": str | None, "weight": list[str], "subsets": Path | None, "omitted": bool, "count": int}
+    kinds = {name: arguments[name].annotation for name in ("by", "weight", "subsets", "units")}
+    assert kinds == {"by": str | None, "weight": list[str], "subsets": Path | None, "units": bool}
     assert [name for name, argument in arguments.items() if argument.in_commas] == ["target"]
     assert "In Python" not in arguments["weight"].about
 

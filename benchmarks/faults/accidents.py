@@ -147,7 +147,7 @@ def full_tmpfs(bench: Bench) -> None:
     out = bench.fresh("tmpfs")
     out.mkdir()
     need = sum(file.stat().st_size for file in bench.artifact.rglob("*") if file.is_file())
-    settings = ("--config", str(bench.root / "build.yaml"), "--resume", "--quiet")
+    settings = ("--config", str(bench.root / "build.yaml"), "--resume")
     command = [sys.executable, "-m", "grasp", "build", *settings, "--out", str(out / "art")]
     mount("-t", "tmpfs", "-o", f"size={bench.draw.randrange(4096, need)}", "tmpfs", str(out))
     try:

@@ -9,14 +9,14 @@ HERE=experiments/baselines
 for name in cc-topic cc-format; do
   grasp evaluate $ARTIFACT --runs experiments/environments/$name \
     --protocol experiments/lds_main/protocol.yaml --method-settings $HERE/methods.yaml \
-    --checkpoints $REFERENCE --oracle ridge --json $HERE/$name.json --csv bench-out/baselines-$name.csv --quiet
+    --checkpoints $REFERENCE --oracle ridge --json $HERE/$name.json --csv bench-out/baselines-$name.csv
 done
 # The lasso over masks as the source has it: 640 units and five tasks, each with a strength of its own, 8 folds. More
 # than an hour of one core, so on the environment that is held out alone.
 grasp evaluate $ARTIFACT --runs experiments/environments/cc-format --methods datamodels \
-  --json $HERE/lasso.json --quiet
+  --json $HERE/lasso.json
 # Oracle-selected, on the development environment and its first target alone, as the paper's appendix does.
 grasp evaluate $ARTIFACT --runs experiments/environments/cc-topic --target sciq \
-  --method-settings $HERE/search.yaml --checkpoints $REFERENCE --json $HERE/search.json --quiet
+  --method-settings $HERE/search.yaml --checkpoints $REFERENCE --json $HERE/search.json
 python -m experiments.baselines.table $HERE/cc-topic.json $HERE/cc-format.json $HERE/lasso.json $HERE/search.json \
   --rows 10482 --out $HERE

@@ -8,7 +8,7 @@ TASKS=sciq,openbookqa
 try() { # name, then flags of grasp build
   local art=bench-out/features-$1
   grasp build --config experiments/artifacts/cc-completion.yaml --targets $TASKS --set "features.kernels=[output_layer, embedding, hidden_sketch, residual_sketch]" \
-    --out $art --quiet "${@:2}"
+    --out $art "${@:2}"
   grasp evaluate $art --runs experiments/environments/cc-topic --target $TASKS --json $HERE/$1.json
 }
 try base

@@ -5,11 +5,11 @@ set -e
 ENVIRONMENTS=bench-out/environments
 OUT=experiments/lds_main
 for name in cc-topic cc-format; do
-  grasp retrain --config experiments/environments/$name.yaml --out $ENVIRONMENTS/$name --quiet
+  grasp retrain --config experiments/environments/$name.yaml --out $ENVIRONMENTS/$name
   python experiments/keep.py $ENVIRONMENTS/$name experiments/environments/$name
 done
 for loss in completion all; do
-  grasp build --config experiments/artifacts/cc-$loss.yaml --out bench-out/cc-$loss --quiet
+  grasp build --config experiments/artifacts/cc-$loss.yaml --out bench-out/cc-$loss
 done
 # Selection, on topic mixtures and two tasks: `default` is what ships (src/grasp/predict/default_protocol.py), `selected` the
 # full predictor with penalties, `signed` the same with geometry of either sign.

@@ -3,10 +3,10 @@
 set -e
 ENVIRONMENTS=bench-out/environments
 python experiments/lds_pool/decontaminate.py ../shared/data/pool.parquet bench-out/pool_decontaminated.parquet
-grasp retrain --config experiments/environments/pool-source.yaml --out $ENVIRONMENTS/pool-source --quiet
+grasp retrain --config experiments/environments/pool-source.yaml --out $ENVIRONMENTS/pool-source
 python experiments/keep.py $ENVIRONMENTS/pool-source experiments/environments/pool-source
 for loss in completion all; do
-  grasp build --config experiments/artifacts/pool-$loss.yaml --out bench-out/pool-$loss --quiet
+  grasp build --config experiments/artifacts/pool-$loss.yaml --out bench-out/pool-$loss
   grasp evaluate bench-out/pool-$loss --runs experiments/environments/pool-source \
     --protocol experiments/lds_main/protocol.yaml --oracle ridge --methods bm25 \
     --json experiments/lds_pool/$loss.json --csv bench-out/pool-$loss.csv

@@ -4,7 +4,7 @@ set -e
 ENVIRONMENTS=bench-out/environments
 for percent in 20 50 80 90 95 99; do
   name=cc-uniform-$percent
-  grasp retrain --config experiments/environments/$name.yaml --out $ENVIRONMENTS/$name --quiet
+  grasp retrain --config experiments/environments/$name.yaml --out $ENVIRONMENTS/$name
   python experiments/keep.py $ENVIRONMENTS/$name experiments/environments/$name
   grasp evaluate bench-out/cc-completion --runs experiments/environments/$name \
     --protocol experiments/lds_main/protocol.yaml --methods bm25 --json experiments/retention/$name.json --csv bench-out/$name.csv

@@ -4,7 +4,7 @@
 # averaging more seeds does to the agreement with one and the same prediction.
 set -e
 ENVIRONMENTS=bench-out/environments
-grasp retrain --config experiments/environments/cc-seeds.yaml --out $ENVIRONMENTS/cc-seeds --quiet
+grasp retrain --config experiments/environments/cc-seeds.yaml --out $ENVIRONMENTS/cc-seeds
 python -m experiments.seeds.join experiments/environments/cc-format $ENVIRONMENTS/cc-seeds experiments/environments/cc-seeds
 grasp evaluate bench-out/cc-completion --runs experiments/environments/cc-seeds \
   --json experiments/seeds/completion.json --csv bench-out/cc-seeds.csv

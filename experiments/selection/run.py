@@ -28,7 +28,7 @@ from grasp.arrays import F64, I64
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import atomic_path, write_atomically
 from grasp.training.recipe import TrainingRecipe, named_recipe
-from grasp.training.train import train_stacked
+from grasp.training.train import train_in_memory
 
 RANDOM = "random"
 LEVEL = 0.95
@@ -50,7 +50,7 @@ class Trainer:
             weight_N = np.zeros(self.world.artifact.n_rows)
             weight_N[rows] = 1.0
             inputs = self.world.inputs
-            trained = train_stacked(self.recipe, inputs.store, seeds=[seed], retained=[weight_N], device="cpu")
+            trained = train_in_memory(self.recipe, inputs.store, seed=seed, retained=weight_N)
             loss_E = trained.model.unit_losses(inputs.unit_tokens)[0]
             with atomic_path(path) as part, part.open("wb") as handle:
                 np.save(handle, loss_E, allow_pickle=False)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from experiments.mistakes import in_one_line
+from experiments.weborganizer.trends import LabelTrend, label_trends
 from grasp.arrays import F64
 from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
@@ -22,7 +23,6 @@ from grasp.artifact.rows import row_tokens
 from grasp.extras import require
 from grasp.files import write_atomically
 from grasp.predict.slices import label_slices
-from grasp.report.trends import LabelTrend, label_trends
 
 SHOWN = 5  # of the categories that gain most and lose most
 LABEL_GAP = 0.035  # between names, as a share of the range that is drawn

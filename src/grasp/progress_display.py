@@ -1,6 +1,6 @@
 """Show the progress of long operations, which they report by `grasp.progress.Progress`.
 
-`Watch` shows a bar on standard error on a terminal, else (or with `--quiet`) plain lines. `NotebookWatch` shows one
+`Watch` shows a bar on standard error on a terminal, else plain lines. `NotebookWatch` shows one
 line per stage in a notebook; functions for users of Python are decorated with `shows_progress`, which uses it.
 """
 
@@ -44,9 +44,9 @@ class Watch:
 
     line_seconds = LINE_SECONDS
 
-    def __init__(self, *, quiet: bool = False) -> None:
+    def __init__(self) -> None:
         self._console = Console(stderr=True)
-        self._plain = quiet or not sys.stderr.isatty()
+        self._plain = not sys.stderr.isatty()
         self._stopped = threading.Event()
         self._bar: Progress | None = None
         self._task: TaskID | None = None
@@ -143,8 +143,7 @@ class Watch:
             return
         self._runs_done = status.done - self._runs_before
         step = f"step {status.step:,} of {status.steps:,} of " if status.steps else ""
-        others = f" and {len(status.running) - 1} more" if len(status.running) > 1 else ""
-        current = f"{step}{status.running[0]}{others}" if status.running else ""
+        current = f"{step}{status.running}" if status.running else ""
         left = "" if status.seconds_left is None else f"{duration_text(status.seconds_left)} left"
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=status.done, rate=current, left=left)
@@ -194,7 +193,8 @@ class NotebookWatch(Watch):
     line_seconds = NOTEBOOK_SECONDS
 
     def __init__(self) -> None:
-        super().__init__(quiet=True)
+        super().__init__()
+        self._plain = True
         self._line: Any = None  # display handle of the current stage
 
     def stage(self, name: str, *, rows: int | None, tokens: int | None) -> None:

@@ -506,12 +506,11 @@ class ReplaySettings(Settings):
         None,
         description="Last steps of a training that are differentiated; the model before them is held fixed. Default: "
         "all steps; for a new model the last two thirds.",
-        exclude_if=lambda window: window is None,  # records of earlier versions lack it
     )
-    curvature: Literal["one-sided", "difference", "gauss-newton", "exact"] = Field(
+    curvature: Literal["one-sided", "difference", "gauss-newton"] = Field(
         "one-sided",
         description="Curvature of a batch's loss: one-sided differences of gradients; central differences, at twice "
-        "the price; Gauss-Newton, which is also tried if those are not smooth; or exact, with eager attention only.",
+        "the price; or Gauss-Newton, which is also tried if those are not smooth.",
     )
     memory_mb: int = Field(4096, ge=1, description="Memory for the steps of a segment in MB; larger ones are on disk.")
     seed: int = Field(0, ge=0, description="Seed of the orders of the rows, and of new adapters.")
@@ -520,7 +519,6 @@ class ReplaySettings(Settings):
         ge=0,
         description="Retrainings with changed weights of groups of rows, whose effect is compared with the predicted "
         "one; --check: 1. Not for a new model.",
-        exclude_if=lambda check: not check,  # records of earlier versions lack it
     )
 
     @model_validator(mode="after")
@@ -599,7 +597,6 @@ class RetrainSettings(Settings):
     workers: int | None = Field(
         None, ge=1, description="Worker processes. null: one; on a cluster, one per GPU, or per core without GPUs."
     )
-    stack: int = Field(1, ge=1, description="Number of models that a worker trains at the same time, as one batch.")
     lease_seconds: float = Field(300.0, gt=0, description="Seconds without a heartbeat after which a worker is lost.")
 
     @model_validator(mode="after")
@@ -611,7 +608,7 @@ class RetrainSettings(Settings):
         if self.train == "further":
             if self.model is None:
                 raise ValueError("train: further needs a model; add --model or --like")
-            fixed_further: dict[str, Any] = {"recipe": "tiny", "overrides": {}, "stack": 1, "checkpoints": None}
+            fixed_further: dict[str, Any] = {"recipe": "tiny", "overrides": {}, "checkpoints": None}
             names = [name for name, default in fixed_further.items() if getattr(self, name) != default]
             names += ["train_command"] if self.train_command else []
             if names:
@@ -622,7 +619,7 @@ class RetrainSettings(Settings):
             raise ValueError("corpus.form: preference pairs train a model further (DPO); add --train further")
         if self.train_command is None:
             return self
-        fixed = {"recipe": "tiny", "stack": 1, "checkpoints": None}
+        fixed = {"recipe": "tiny", "checkpoints": None}
         idle = [name for name, default in fixed.items() if getattr(self, name) != default]
         idle += [f"overrides.{name}" for name in self.overrides if name != "shape"]
         if idle:

@@ -17,9 +17,7 @@ from grasp.errors import GraspError, SettingsError
 from grasp.files import write_atomically
 from grasp.text import plain
 
-MAX_DEPTH = 50  # nesting levels of a YAML file
 MAX_FILE_BYTES = 4 << 20  # size of a YAML file
-MAX_VALUES = 100_000  # values of a YAML file with aliases expanded; alias bombs have billions
 MAX_VALUE_CHARS = 200  # characters of an invalid field or value in a message
 MAX_ERRORS_SHOWN = 20  # errors in a message
 
@@ -113,31 +111,7 @@ class _Refused(yaml.YAMLError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML without duplicate keys, with bounded nesting and alias expansion.
-
-    PyYAML parses a document to a tree of nodes, depth first, by calls of `compose_node`.
-    """
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._depth = self._values = 0  # number of values with every alias expanded
-        self._size: dict[Any, int] = {}  # values of a node
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """Return the next node, and count its values; an alias counts as often as it is expanded."""
-        is_alias, line, before = self.check_event(yaml.AliasEvent), self.line + 1, self._values
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
-            raise _Refused(f"line {line}: nested deeper than {MAX_DEPTH}")
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        if is_alias and node not in self._size:
-            raise _Refused(f"line {line}: recursive alias")
-        self._values += self._size[node] if is_alias else 1
-        if self._values > MAX_VALUES:
-            raise _Refused(f"line {line}: more than {MAX_VALUES:,} values with aliases expanded")
-        self._size.setdefault(node, self._values - before)
-        return node
+    """Safe YAML without duplicate keys."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Return the next mapping; refuse it if a key occurs twice, of which PyYAML would ignore the first."""
@@ -156,12 +130,12 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str, location: str) -> Any:
-    """Parse a YAML value of bounded size; error messages start with `location`."""
+    """Parse a YAML value; error messages start with `location`."""
     try:
         return yaml.load(text, Loader=_Loader)
     except _Refused as err:
         raise SettingsError(f"{location}: {err}") from err
-    except (yaml.YAMLError, ValueError) as err:  # ValueError: an invalid date, a number of 5,000 digits
+    except (yaml.YAMLError, ValueError, RecursionError) as err:  # an invalid date, 5,000 digits, deep nesting
         raise SettingsError(f"{location}: not YAML: {plain(err, MAX_VALUE_CHARS)}") from err
 
 

@@ -6,8 +6,7 @@ import pytest
 from artifact_world import contents
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.writer import ArraySpec
-from grasp.errors import ArtifactError, ShapeError
+from grasp.errors import ArtifactError
 
 
 def open_extension(world, path, **changes):
@@ -50,11 +49,6 @@ def test_existing_files_are_not_rewritten_and_adding_the_same_targets_has_no_eff
     new = contents(world.extend(tmp_path / "art"))
     assert {name for name in old if new[name] != old[name]} == {"manifest.json"}
     assert contents(world.extend(tmp_path / "art")) == new
-    with (
-        world.open_extension(tmp_path / "art") as extension,
-        pytest.raises(ArtifactError, match=r"art:.*targets"),
-    ):
-        extension.finish(manifest={}, moments={})
     with pytest.raises(ArtifactError, match=r"art:.*targets \['boolq', 'piqa'\]"):
         open_extension(world, tmp_path / "art", identity={"seed": 2})
 
@@ -72,24 +66,6 @@ def test_a_second_extension_comes_after_the_first(world, tmp_path):
     assert len(artifact.sums["relevance_output_layer"]) == 8
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"arrays": {"hidden_sketch": ArraySpec(2, "1", "none")}}, "arrays.*hidden_sketch"),
-        (
-            {"arrays": {"relevance_output_layer": ArraySpec(3, "1", "positive: lowers loss")}},
-            r"units: .*\b2\b.*\b3\b",
-        ),
-        ({"arrays": {"relevance_output_layer": ArraySpec(2, "nat", "none")}}, "relevance_output_layer:.*unit 'nat'"),
-    ],
-)
-def test_invalid_columns_are_refused(world, tmp_path, changes, message):
-    before = contents(world.write(tmp_path / "art"))
-    with pytest.raises((ArtifactError, ShapeError), match=message):
-        open_extension(world, tmp_path / "art", **changes)
-    assert contents(tmp_path / "art") == before
-
-
 def test_refusals_of_an_extension(world, tmp_path):
     with pytest.raises(ArtifactError, match="no such artifact"):
         open_extension(world, tmp_path / "art")
@@ -100,10 +76,6 @@ def test_refusals_of_an_extension(world, tmp_path):
         block[3, 1] = np.nan
         with pytest.raises(ArtifactError, match=r"output_layer: row 8 .*column 1:.*nan"):
             extension.write_shard(1, {"relevance_output_layer": block}, None, {})
-        with pytest.raises(ArtifactError, match=r"sums: .*\['count'\]"):
-            extension.write_shard(1, {"relevance_output_layer": world.new_values[5:10]}, None, {"count": np.zeros(2)})
         world.fill_extension(extension)
-        with pytest.raises(ArtifactError, match=r"moments: .*\['step'\]"):
-            extension.finish(manifest={}, moments={"step": np.zeros(1)})
     with pytest.raises(ArtifactError, match=r"seed:.*\b1\b.*\b2\b.*/extensions/1"):
         open_extension(world, tmp_path / "art", identity={"seed": 2})

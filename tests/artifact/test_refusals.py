@@ -8,7 +8,7 @@ from artifact_world import World, contents
 from grasp.artifact.manifest import SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArraySpec, lock_artifact
-from grasp.errors import ArtifactError, ShapeError
+from grasp.errors import ArtifactError
 
 
 def changed(array, places, value):
@@ -40,30 +40,23 @@ SHARDS = [
     *(
         (
             relevance(([2, 4], [3, 0]), bad),
-            ArtifactError,
             rf"relevance_output_layer: row 7 \(.*row-7.*\), column 3: .*{bad}",
         )
         for bad in (np.nan, np.inf, -np.inf)
     ),
     (
         relevance((1, 2), 65536 * 8),
-        ArtifactError,
         "row 6 .*column 2: 524288.*scale 8 .*array_dtype: float32",
     ),
-    (loss(float("nan")), ArtifactError, "loss: row 8 .*nan"),
-    (loss(None), ArtifactError, "loss: row 8 .*None"),
-    (lambda a, r, s: (a, r, s | {"hidden_sketch": np.array([1.0, np.nan])}), ArtifactError, "sum hidden_sketch"),
-    (lambda a, r, s: (a | {"hidden_sketch": np.zeros((5, 4))}, r, s), ShapeError, r"hidden_sketch:.*\(5, 4\)"),
-    (lambda a, r, s: ({"phi": a.pop("hidden_sketch"), **a}, r, s), ArtifactError, r"\['hidden_sketch'\].*\['phi'\]"),
-    (lambda a, r, s: (a, r.slice(1), s), ShapeError, "row table:.* 4 rows"),
-    (lambda a, r, s: (a, r.drop_columns("loss"), s), ArtifactError, r"row table: .*missing \['loss'\]"),
+    (loss(float("nan")), "loss: row 8 .*nan"),
+    (loss(None), "loss: row 8 .*None"),
 ]
 
 
-@pytest.mark.parametrize(("change", "error", "message"), SHARDS)
-def test_an_invalid_shard_is_refused_and_not_written(world, tmp_path, change, error, message):
+@pytest.mark.parametrize(("change", "message"), SHARDS)
+def test_an_invalid_shard_is_refused_and_not_written(world, tmp_path, change, message):
     with world.open(tmp_path / "art") as writer:
-        with pytest.raises(error, match=message):
+        with pytest.raises(ArtifactError, match=message):
             writer.write_shard(1, *change(*world.shard(1)))
         assert writer.left == list(range(5))
         assert not list((tmp_path / "art").rglob("00001.npy*"))
@@ -76,18 +69,6 @@ def test_values_beyond_float16_can_be_stored_in_float32_up_to_its_limit(tmp_path
         arrays, rows, sums = world.shard(1)
         with pytest.raises(ArtifactError, match=r"row 5 .*float32 .*rescale"):
             writer.write_shard(1, arrays | {"relevance_output_layer": np.full((5, 4), 1e300)}, rows, sums)
-
-
-def test_shards_come_once_and_have_sums_of_one_shape(world, tmp_path):
-    with world.open(tmp_path / "art") as writer:
-        with pytest.raises(ArtifactError, match=r"shard 5:.*\b0\b.*\b4\b"):
-            writer.write_shard(5, *world.shard(1))
-        world.fill(writer, range(4))
-        with pytest.raises(ArtifactError, match=r"shard 1 .*finished"):
-            writer.write_shard(1, *world.shard(1))
-        writer.write_shard(4, *world.shard(4)[:2], {"hidden_sketch": np.zeros(3)})
-        with pytest.raises(ShapeError, match=r"sums: shard 4.*_sketch': \(3,"):
-            writer.sums()
 
 
 def test_a_label_that_changes_its_type_is_refused(world, tmp_path):
@@ -127,53 +108,17 @@ def test_tuples_and_lists_are_equal_in_the_identity_of_a_build(world, tmp_path):
     assert world.begin(tmp_path / "art", identity={"names": ["a", "b"]}).left == list(range(5))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"identity": {"names": {"a"}}}, "identity: .*not JSON"),
-        ({"dtype": "int8"}, "array_dtype: got 'int8'"),
-        ({"n_rows": 0}, "n_rows=0"),
-        ({"arrays": {"phi": ArraySpec(0, "1", "none")}}, "phi: .*width 0"),
-        ({"arrays": {"phi": ArraySpec(2, "1", "none", np.array([1.0, 3.0]))}}, r"column 1:.*\b3\b.*power of two"),
-        ({"arrays": {"phi": ArraySpec(2, "1", "none", np.array([1.0, -2.0]))}}, r"column 1:.*-2\b.*power of two"),
-        (
-            {"arrays": {f"relevance_{k}": ArraySpec(width, "1", "none") for k, width in (("knn", 4), ("pooled", 3))}},
-            "relevance.*widths",
-        ),
-    ],
-)
-def test_invalid_arguments_are_refused(world, tmp_path, changes, message):
-    with pytest.raises((ArtifactError, ShapeError), match=message):
-        world.begin(tmp_path / "art", **changes)
+def test_an_identity_that_is_not_json_is_refused(world, tmp_path):
+    with pytest.raises(ArtifactError, match=r"identity: .*not JSON"):
+        world.begin(tmp_path / "art", identity={"names": {"a"}})
     assert not (tmp_path / "art" / "build.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (lambda units: {"units": units.slice(1)}, r"units: .*\b3\b.*\b4\b"),
-        (lambda units: {"units": units.drop_columns("target")}, r"units: .*missing \['target'\]"),
-        (lambda units: {"units": pa.concat_tables([units.slice(0, 3), units.slice(0, 1)])}, r"sciq/0.*\b2 times"),
-        (lambda _: {"manifest": {"model": {}, "settings": 1}}, r"\['model'\].*\['settings'\]"),
-        (lambda _: {"moments": {"sum.x": np.zeros(1)}}, r"moments: \['sum.x'\]"),
-        (lambda _: {"gains": {"phi": 1.0}}, r"gains:.*\['phi'\]"),
-        (lambda _: {"gains": {"hidden_sketch": np.inf}}, "gains: .*{'hidden_sketch': inf}"),
-    ],
-)
-def test_inconsistent_final_data_are_refused(world, tmp_path, changes, message):
-    with world.open(tmp_path / "art") as writer:
-        world.fill(writer)
-        with pytest.raises((ArtifactError, ShapeError), match=message):
-            writer.finish(**({"manifest": {}, "moments": {}, "units": world.units} | changes(world.units)))
-        assert not writer.complete
-
-
-def test_finish_requires_every_shard(world, tmp_path):
+def test_an_unfinished_artifact_is_not_opened(world, tmp_path):
     with world.open(tmp_path / "art") as writer:
         world.fill(writer, [0, 3, 4])
-        for ask in (lambda: world.finish(writer), writer.sums, lambda: ArtifactReader.open(tmp_path / "art")):
-            with pytest.raises(ArtifactError, match="3 of 5 shards"):
-                ask()
+        with pytest.raises(ArtifactError, match="3 of 5 shards"):
+            ArtifactReader.open(tmp_path / "art")
 
 
 def test_a_finished_artifact_is_not_written_again(world, tmp_path):
@@ -182,8 +127,6 @@ def test_a_finished_artifact_is_not_written_again(world, tmp_path):
     with world.open(tmp_path / "art") as writer:
         assert writer.complete
         assert not writer.left
-        with pytest.raises(ArtifactError, match="finished"):
-            world.finish(writer)
     assert contents(tmp_path / "art") == before
 
 

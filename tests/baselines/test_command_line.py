@@ -17,14 +17,8 @@ from tests.cli.grasp_command import cells, refused, succeed
 FAST = "bm25,loss,random,length,activation_similarity"
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """Return the cache of scores for the commands of this file."""
-    return tmp_path_factory.mktemp("scores")
-
-
-def evaluate(world, cache, *arguments):
-    return "evaluate", world.root / "art", "--runs", world.root / "env", "--cache", cache, *arguments
+def evaluate(world, *arguments):
+    return "evaluate", world.root / "art", "--runs", world.root / "env", *arguments
 
 
 def records(path):
@@ -32,9 +26,9 @@ def records(path):
         return {line["method"]: line for line in csv.DictReader(handle) if line["target"] == "facts"}
 
 
-def test_methods_are_listed_with_floats_and_seconds(world, cache, tmp_path):
+def test_methods_are_listed_with_floats_and_seconds(world, tmp_path):
     out = tmp_path / "result.csv"
-    printed = succeed(*evaluate(world, cache, "--methods", f"grasp,{FAST}", "--csv", out)).lines
+    printed = succeed(*evaluate(world, "--methods", f"grasp,{FAST}", "--csv", out)).lines
     assert cells(printed[1])[-2:] == ["floats a row", "build s"]
     lines = {cells(line)[0]: cells(line) for line in printed[2:] if not line.startswith(("undefined", "left out"))}
     assert set(FAST.split(",")) < set(lines)
@@ -51,25 +45,26 @@ def test_methods_are_listed_with_floats_and_seconds(world, cache, tmp_path):
     assert any(line.startswith("bm25: covers text of the rows") for line in printed)
 
 
-def test_printed_figures_equal_those_of_the_library(world, cache, tmp_path):
+def test_printed_figures_equal_those_of_the_library(world, tmp_path):
     out = tmp_path / "result.json"
-    succeed(*evaluate(world, cache, "--methods", "bm25", "--json", out))
+    succeed(*evaluate(world, "--methods", "bm25", "--json", out))
     (record,) = [line for line in json.loads(out.read_text())["results"] if line["method"] == "bm25"][:1]
     inputs = world.inputs()
-    result = method_predictions(configured_method("bm25"), inputs, inputs.required_runs.subsets, cache)
+    result = method_predictions(configured_method("bm25"), inputs, inputs.required_runs.subsets)
     realized = inputs.required_runs.utilities.values_BSE.mean(axis=1).mean(axis=1)
     ranks = [np.argsort(np.argsort(values)) for values in (result.values_BE.mean(axis=1), realized)]
     assert record["task_rho"] == pytest.approx(np.corrcoef(*ranks)[0, 1])
 
 
-def test_a_second_evaluation_reuses_stored_scores(world, cache):
-    succeed(*evaluate(world, cache, "--methods", "bm25"))
+def test_a_second_evaluation_reuses_stored_scores(world):
+    succeed(*evaluate(world, "--methods", "bm25"))
+    cache = world.root / "art" / "baselines"
     files = {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file()}
-    succeed(*evaluate(world, cache, "--methods", "bm25"))
+    succeed(*evaluate(world, "--methods", "bm25"))
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file()} == files
 
 
-def test_configurations_have_labels_and_oracle_selected_ones_are_separate(world, cache, tmp_path):
+def test_configurations_have_labels_and_oracle_selected_ones_are_separate(world, tmp_path):
     file = tmp_path / "methods.yaml"
     configurations = {
         "bm25-completion": {"method": "bm25", "query": "completion"},
@@ -77,20 +72,20 @@ def test_configurations_have_labels_and_oracle_selected_ones_are_separate(world,
         "datamodels": {"penalty": "ridge", "sees": "topic"},
     }
     file.write_text(yaml.safe_dump(configurations))
-    printed = succeed(*evaluate(world, cache, "--method-settings", file, "--oracle", "ridge:topic")).lines
+    printed = succeed(*evaluate(world, "--method-settings", file, "--oracle", "ridge:topic")).lines
     names = [cells(line)[0] for line in printed]
     heading = [i for i, line in enumerate(printed) if line.startswith(("oracle-selected: ", "supervised oracles: "))]
     assert len(heading) == 2
     assert names.index("bm25-completion") < heading[0] < names.index("bm25-best") < heading[1]
     assert heading[1] < min(names.index("datamodels"), names.index("oracle-ridge-topic-share-of-subset"))
-    only = succeed(*evaluate(world, cache, "--methods", "bm25-best", "--method-settings", file)).out
+    only = succeed(*evaluate(world, "--methods", "bm25-best", "--method-settings", file)).out
     assert "bm25-completion" not in only
 
 
-def test_rows_are_ranked_by_a_method(world, cache):
+def test_rows_are_ranked_by_a_method(world):
     inputs = world.inputs()
-    result = matrix(score_rows(configured_method("bm25"), inputs, cache)).mean(axis=1)
-    command = "score", world.root / "art", "--target", "facts", "--method", "bm25", "--cache", cache, "--top", 5
+    result = matrix(score_rows(configured_method("bm25"), inputs)).mean(axis=1)
+    command = "score", world.root / "art", "--target", "facts", "--method", "bm25", "--top", 5
     printed = succeed(*command, "--bottom", 2).lines
     assert printed[0] == "the 5 most helpful and the 2 most harmful of 40 rows for facts, by bm25"
     best = np.lexsort((np.arange(N_ROWS), -result))[:5]
@@ -99,13 +94,13 @@ def test_rows_are_ranked_by_a_method(world, cache):
     assert float(cells(printed[7])[0]) == pytest.approx(result.min(), abs=6e-4)
 
 
-def test_a_score_that_does_not_depend_on_the_unit_ranks_rows_as_well(world, cache):
-    printed = succeed("score", world.root / "art", "--target", "facts", "--method", "length", "--cache", cache).lines
+def test_a_score_that_does_not_depend_on_the_unit_ranks_rows_as_well(world):
+    printed = succeed("score", world.root / "art", "--target", "facts", "--method", "length").lines
     assert float(cells(printed[2])[0]) == world.artifact.rows(np.arange(N_ROWS))["n_tokens"].to_numpy().max()
 
 
 def test_scores_are_stored_in_the_artifact_by_default_and_it_stays_valid(world, tmp_path):
-    art = shutil.copytree(world.root / "art", tmp_path / "art")
+    art = shutil.copytree(world.root / "art", tmp_path / "art", ignore=shutil.ignore_patterns("baselines"))
     succeed("score", art, "--target", "facts", "--method", "random")
     assert len(list((art / "baselines").glob("random-*"))) == 1
     succeed("verify", art)
@@ -113,11 +108,10 @@ def test_scores_are_stored_in_the_artifact_by_default_and_it_stays_valid(world, 
     succeed("score", art, "--target", "facts", "--method", "random")
 
 
-@pytest.mark.parametrize("flags", [["--target", "fact"], ["--target", "facts", "--labels", "era"]])
-def test_display_options_are_checked_before_rows_are_scored(flags, world, tmp_path):
-    command = "score", world.root / "art", "--method", "length", "--cache", tmp_path, *flags
-    assert f"got ['{flags[-1]}']" in refused(*command) or f"got {flags[-1]};" in refused(*command)
-    assert not list(tmp_path.iterdir())
+def test_the_target_is_checked_before_rows_are_scored(world, tmp_path):
+    art = shutil.copytree(world.root / "art", tmp_path / "art", ignore=shutil.ignore_patterns("baselines"))
+    assert "got ['fact']" in refused("score", art, "--method", "length", "--target", "fact")
+    assert not (art / "baselines").exists()
 
 
 def test_methods_lists_all_methods_or_the_settings_of_one():
@@ -134,7 +128,7 @@ def test_methods_lists_all_methods_or_the_settings_of_one():
     ("flags", "message"),
     [
         (["--methods", "trakin"], "did you mean tracin?"),
-        ([], "cache: no effect without methods"),
+        (["--checkpoints", "gone"], "checkpoints: no effect without methods"),
         (["--methods", ""], "--methods: got ''"),
         (["--methods", ","], "--methods: got ','"),
         (["--methods", "bm25,loss", "--checkpoints", "gone"], "checkpoints: none of these methods"),
@@ -142,10 +136,10 @@ def test_methods_lists_all_methods_or_the_settings_of_one():
         (["--method-settings", "methods.yaml"], "'output_layer additive'"),
     ],
 )
-def test_invalid_method_options_of_evaluate_are_refused(flags, message, world, cache, tmp_path, monkeypatch):
+def test_invalid_method_options_of_evaluate_are_refused(flags, message, world, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("methods.yaml").write_text("output_layer additive: {method: bm25}\n")
-    assert message in refused(*evaluate(world, cache, *flags))
+    assert message in refused(*evaluate(world, *flags))
 
 
 @pytest.mark.parametrize(

@@ -42,13 +42,13 @@ def test_the_example_of_the_documentation_has_ten_lines():
     assert POINTS.splitlines()[0] == '[project.entry-points."grasp.methods"]'
 
 
-def test_a_plugin_is_listed_ranks_rows_and_is_evaluated(loud, world, tmp_path):
-    art, cache = world.root / "art", tmp_path / "cache"
+def test_a_plugin_is_listed_ranks_rows_and_is_evaluated(loud, world):
+    art = world.root / "art"
     assert re.search(r"^loud +Capital letters", succeed("methods").out, flags=re.MULTILINE)
     assert "inputs: rows and units, tokens" in succeed("methods", "loud").out
-    printed = succeed("score", art, "--target", "facts", "--method", "loud", "--cache", cache, "--top", 3)
+    printed = succeed("score", art, "--target", "facts", "--method", "loud", "--top", 3)
     assert printed.lines[0] == "the 3 most helpful of 40 rows for facts, by loud"
-    command = "evaluate", art, "--runs", world.root / "env", "--methods", "loud,bm25", "--cache", cache
+    command = "evaluate", art, "--runs", world.root / "env", "--methods", "loud,bm25"
     assert re.search(r"^loud +facts", succeed(*command).out, flags=re.MULTILINE)
     inputs = world.inputs()
     shares = [sum(map(str.isupper, text)) / max(1, len(text)) for text in inputs.texts(0, inputs.n_rows)]

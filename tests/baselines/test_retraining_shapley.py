@@ -104,12 +104,6 @@ def test_coalitions_too_small_for_training_have_the_utility_of_an_untrained_mode
     assert (answers == answers[0]).all()
 
 
-def test_several_models_at_once_give_the_same_values(world, place, tmp_path):
-    inputs = world.inputs()
-    single, stacked = matrix(run(inputs, place)), matrix(run(inputs, tmp_path, stack=4))
-    np.testing.assert_allclose(single, stacked, atol=2e-4 * np.abs(single).max())
-
-
 def test_the_recorded_time_includes_earlier_retraining(world, tmp_path):
     inputs = world.inputs()
     subsets = inputs.required_runs.subsets

@@ -209,10 +209,10 @@ def test_a_damaged_result_is_refused(world, tmp_path):
         kind()().scores(inputs, tmp_path)
 
 
-def test_the_error_of_an_unwritable_cache_names_the_flag(world, tmp_path):
+def test_the_error_of_an_unwritable_cache_says_what_to_do(world, tmp_path):
     (tmp_path / "file").write_text("")
     inputs = world.inputs()
-    with pytest.raises(SettingsError, match=r"stored .*--cache"):
+    with pytest.raises(SettingsError, match=r"stored .*copy the artifact"):
         kind()().scores(inputs, tmp_path / "file")
 
 

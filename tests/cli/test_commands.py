@@ -94,7 +94,7 @@ def test_a_forecast_estimates_a_build_and_writes_nothing(root, tmp_path):
 def test_a_build_from_flags_reports_its_result_and_the_next_command(root, tmp_path):
     outcome = succeed(
         *("build", "--model", root / "model", "--corpus", root / "corpus.jsonl", "--targets", root / "facts.jsonl"),
-        *("--max-length", 48, "--rule", "forward", "--dtype", "float32", "--keep-features", "--quiet"),
+        *("--max-length", 48, "--rule", "forward", "--dtype", "float32", "--keep-features"),
         *("--set", "targets.units_per_target=5", "--out", f"file://{tmp_path}/art"),  # a file URL is a path
     )
     artifact = ArtifactReader.open(tmp_path / "art")
@@ -219,14 +219,13 @@ def test_score_prints_the_rows_of_a_sort_by_effect(art):
 
 
 @pytest.mark.parametrize("kernel", ["pooled", "embedding"])
-def test_score_by_another_kernel_of_some_rows_with_chosen_columns(art, kernel):
-    flags = ["--top", 4, "--match", kernel, "--min-tokens", 30, "--where", "topic = 'sky'", "--labels", "n_tokens"]
+def test_score_by_another_kernel_of_some_rows(art, kernel):
+    flags = ["--top", 4, "--match", kernel, "--min-tokens", 30, "--where", "topic = 'sky'"]
     out = succeed("score", art, "--target", "facts", *flags).out
     effect_N = effects(art, (kernel,))
     tokens_N = np.array(pq.read_table(art / "rows.parquet")["n_tokens"])
     order = [i for i in np.argsort(-effect_N) if tokens_N[i] >= 30 and topics(art)[i] == "sky"][:4]
     printed = table(out, f"the {len(order)} most helpful")
-    assert [int(line["n_tokens"]) for line in printed] == [tokens_N[i] for i in order]
     np.testing.assert_allclose([float(line["effect"]) for line in printed], effect_N[order], atol=6e-4)
 
 
@@ -318,23 +317,21 @@ def test_weights_of_expressions_multiply(art, tmp_path):
     assert line["change"] == pytest.approx(weighted_change(weight_N, effect_N), abs=1e-6)
 
 
-def test_a_drawn_family_equals_that_of_the_library_also_from_a_file(art, tmp_path):
+def test_subsets_of_a_file_are_predicted_as_those_of_the_library(art, tmp_path):
     artifact, out = ArtifactReader.open(art), tmp_path / "out.parquet"
     labels, index = LabelTable(artifact.rows_path).column("topic"), RowIndex.from_parquet(artifact.rows_path)
     for family in ("uniform:0.3", "mixture:topic", "groups:topic", "bernoulli:0.5"):
-        succeed("predict", art, "--family", family, "-B", 7, "--seed", 5, "--out", out)
 
         def drawn(family=family):
             return parse_family(family).draw(7, n_rows=artifact.n_rows, labels=labels, seed=5, purpose="drawn")
 
         expected = prediction_table(Predictor.from_artifact(artifact), artifact, drawn()).read_all()
-        assert pq.read_table(out).equals(expected)
         write_subsets(tmp_path / "subsets.parquet", drawn(), index)
         succeed("predict", art, "--subsets", tmp_path / "subsets.parquet", "--out", out)
         assert pq.read_table(out).equals(expected)
-    printed = succeed("predict", art, "--family", "uniform:0.3").out
-    assert len(table(printed, "100 subsets drawn from uniform:0.3")) == 30
-    assert "... and 70 more lines" in printed
+    many = parse_family("uniform:0.3").draw(100, n_rows=artifact.n_rows, labels=None, seed=5, purpose="drawn")
+    write_subsets(tmp_path / "many.parquet", many, index)
+    assert "... and 70 more lines" in succeed("predict", art, "--subsets", tmp_path / "many.parquet").out
 
 
 def test_units_are_printed_on_separate_lines(art, tmp_path):
@@ -351,7 +348,7 @@ def test_units_are_printed_on_separate_lines(art, tmp_path):
 
 def test_components_of_a_protocol_are_columns_next_to_the_change(art, tmp_path):
     write_yaml(GEOMETRY, tmp_path / "protocol.yaml")
-    command = ["predict", art, "--family", "bernoulli:0.5", "-B", 5, "--protocol", tmp_path / "protocol.yaml"]
+    command = ["predict", art, "--keep", "topic = 'sky'", "--protocol", tmp_path / "protocol.yaml"]
     outcome = succeed(*command, "--components", "--out", tmp_path / "p.parquet")
     assert "in standard deviations over uniform:0.5, 256 subsets, seed 0" in outcome.out
     for line in lines_of(tmp_path / "p.parquet"):

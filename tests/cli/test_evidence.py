@@ -191,13 +191,12 @@ def test_flags_change_the_settings_and_lengths_are_those_of_the_recipe(settings,
     out = tmp_path / "env"
     succeed(
         *("retrain", "--config", tmp_path / "settings.yaml", "--family", "uniform:0.5", "-B", 1, "--seeds", 1),
-        *("--role", "held-out", "--stack", 2, "--out", out, "--set", "family_seed=3", "--quiet"),
+        *("--role", "held-out", "--out", out, "--set", "family_seed=3"),
     )
     run = read_yaml(out / "run.yaml")
     assert run["corpus"]["max_length"] == run["targets"]["max_length"] == 64
     info = RetrainedRuns.open(out).info
     assert (info.role, info.seeds, info.family.spec, info.family.seed) == ("held-out", (0,), "uniform:0.5", 3)
-    assert run["stack"] == 2
     assert succeed("retrain", "--out", out, "--resume", "--seeds", 2).lines[0].count("1 subsets x 2 seeds")
 
 
@@ -220,8 +219,7 @@ def test_two_processes_share_the_runs_also_if_one_is_killed(settings, env, tmp_p
 
 def test_a_run_locked_by_another_process_is_awaited_and_taken_over(settings, own_env, env):
     (own_env / "utilities.parquet").unlink()
-    held = RetrainedRuns.open(own_env).claim(3)  # never renewed: its process is dead
-    assert len(held) == 3
+    assert RetrainedRuns.open(own_env).claim() is not None  # never renewed: its process is dead
     succeed("retrain", "--out", own_env, "--resume")
     np.testing.assert_array_equal(
         RetrainedRuns.open(own_env).utilities().values_BSE, RetrainedRuns.open(env).utilities().values_BSE

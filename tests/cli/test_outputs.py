@@ -83,7 +83,7 @@ def test_an_output_directory_is_not_inside_an_input(art, root, reads, tmp_path, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "rows.parquet").write_text("mine")
-    for words in (("report", art, "--atlas"), ("distil", art, "--out"), ("merge", art, art, "--out")):
+    for words in (("distil", art, "--out"), ("merge", art, art, "--out")):
         for place in (art, art / "new", tmp_path / "theirs", "", "/dev/null"):
             assert re.search(
                 "the artifact|a part|already|not written by grasp|is a file|current directory",
@@ -93,12 +93,12 @@ def test_an_output_directory_is_not_inside_an_input(art, root, reads, tmp_path, 
     assert contents(tmp_path) == {"theirs/rows.parquet": b"mine"}
 
 
-def test_a_page_replaces_neither_runs_nor_an_earlier_checkpoint(art, own_art, tmp_path):
+def test_a_page_does_not_replace_runs(art, tmp_path):
     (tmp_path / "m.csv").write_text("run,earth,life,sky\na,0.5,0.3,0.2\nb,0.2,0.5,0.3\nc,0.3,0.2,0.5\n")
     (tmp_path / "r.csv").write_text("run,facts/loss\na,3\nb,2.5\nc,2\n")
     command = ["runs", "import", tmp_path / "m.csv", tmp_path / "r.csv", "--label", "topic", "--out"]
     succeed(*command, tmp_path / "runs")
     assert "already" in refused(*command, tmp_path / "runs")
     assert "already" in refused(*command, tmp_path / "m.csv")
-    for flag, place in (("--runs", tmp_path / "runs"), ("--previous", own_art)):
-        assert re.search(f"out: .*{place}", refused("report", art, flag, place, "--out", place / "new.html"))
+    place = tmp_path / "runs"
+    assert re.search(f"out: .*{place}", refused("report", art, "--runs", place, "--out", place / "new.html"))

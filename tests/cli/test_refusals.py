@@ -52,10 +52,8 @@ REFUSALS = {
         ((), r"drop, keep, weight"),
         (("--by", "topic", "--keep", "true"), r"predict: .*keep, by\b"),
         (("--by", "topic", "--units", "--components"), r"units, components .*by\b"),
-        (("--keep", "true", "--omitted"), r"omitted .*keep"),
         (("--by", "topci"), r"column 'topci'.*'topic'"),
         (("--by", "topic", "--out", "no/p.parquet"), r"--out: .*no/p\.parquet.*directory no\b"),
-        (("--family", "mixture:tipic"), r"family: .*column 'tipic'"),
         (("--drop", "row_id IN (SELECT * FROM '/etc/passwd')"), r"subquery"),
         (("--drop", "'doc type' = 'FAQs'"), r"no row.*column"),
         (("--drop", "replace(replace(topic, 'a', 'bb'), 'b', 'cc') = 'x'"), r"replace .*longer"),
@@ -73,7 +71,6 @@ REFUSALS = {
         (("--subsets", "torn.parquet"), r"torn\.parquet: .*read"),
     ],
     "score": [
-        (("--labels", "topic,era"), r"labels: .*\bera\b"),
         (("--min-tokens", "49"), r"min_tokens: .*\b49\b"),
         (("--top", "0"), r"top: .*\b0\b.*bottom"),
     ],

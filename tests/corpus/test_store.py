@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from grasp.corpus import RowStore
 from grasp.corpus.documents import Corpus
-from grasp.corpus.sources import open_source, table_source
+from grasp.corpus.sources import table_source
 from grasp.errors import ArtifactError, CorpusError
 from grasp.files import temporary_path
 from tests.corpus.world import (
@@ -235,26 +235,6 @@ def test_an_unfinished_store_of_a_version_without_a_setting_resumes(tmp_path, co
     assert plan["settings"].pop("shortest_end", "gone") is None
     (tmp_path / "store" / "plan.json").write_text(json.dumps(plan))
     assert write(tmp_path / "store", corpus).fingerprint == store.fingerprint
-
-
-def test_a_store_without_spans_is_read_and_replaced_if_allowed(tmp_path, corpus):
-    fingerprint = write(tmp_path / "store", corpus).fingerprint
-    for name in ("plan.json", "store.json"):  # as version 0.2 wrote them
-        record = json.loads((tmp_path / "store" / name).read_text())
-        record["format" if name == "plan.json" else "format_version"] = 1
-        (tmp_path / "store" / name).write_text(json.dumps({**record, "checksum": ""}, indent=1))
-    for path in (tmp_path / "store").glob("*.parquet"):
-        pq.write_table(pq.read_table(path).drop_columns("__spans__"), path)
-    summary = json.loads((tmp_path / "store" / "store.json").read_text())
-    (tmp_path / "store" / "store.json").write_text(json.dumps({**summary, "files": {}}))
-    plan = json.loads((tmp_path / "store" / "plan.json").read_text())
-    del plan["checksum"]
-    (tmp_path / "store" / "plan.json").write_text(json.dumps(plan))
-    old = write(tmp_path / "store", corpus)
-    assert (old.fingerprint, old.format_version) == (fingerprint, 1)
-    assert not old.was_built_from(open_source(str(corpus)))
-    new = RowStore.write(tmp_path / "store", settings_for(corpus), Words(), shard_rows=4, replace=True)
-    assert (new.fingerprint, new.format_version) == (fingerprint, 2)
 
 
 @pytest.mark.parametrize(

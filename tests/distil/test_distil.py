@@ -284,7 +284,7 @@ def test_invalid_documents_and_options_are_refused(place, tmp_path, row, options
 
 
 def test_the_commands_report_the_quality_of_the_scorer(art, corpus, tmp_path):
-    printed_card = succeed("distil", art.path, "--out", tmp_path / "s", "--quiet").out
+    printed_card = succeed("distil", art.path, "--out", tmp_path / "s").out
     assert "Spearman correlation with relevance" in printed_card
     assert succeed("info", tmp_path / "s").out in printed_card
     assert json.loads(succeed("info", tmp_path / "s", "--json").out)["target"] == "facts"

@@ -16,7 +16,11 @@ import pyarrow.types as pat
 import pytest
 
 import grasp
-from grasp.predict.default_protocol import DEFAULT_PROTOCOL
+from grasp.api.predict import prediction_table
+from grasp.artifact.reader import ArtifactReader
+from grasp.predict.default_protocol import DEFAULT_PROTOCOL, resolve_protocol
+from grasp.predict.families import parse_family
+from grasp.predict.predictor import Predictor
 from grasp.report.findings import LabelFindings, collect_findings
 from tests.pipeline.world import SKETCHES, world
 from tests.rounding import rounding
@@ -52,6 +56,13 @@ def of_label(label: LabelFindings) -> dict[str, Any]:
     }
 
 
+def predict_subsets(artifact: ArtifactReader) -> pa.Table:
+    """Return the predictions for random halves of the rows, with the parts that add up to them."""
+    predictor = Predictor.from_artifact(artifact, resolve_protocol(None, artifact, subsets=True), components=True)
+    blocks = parse_family("uniform:0.5").draw(8, n_rows=artifact.n_rows, labels=None, seed=0, purpose="drawn")
+    return prediction_table(predictor, artifact, blocks, components=True).read_all()
+
+
 def of_artifact(art: grasp.Artifact, directory: Path) -> dict[str, Any]:
     """Return the numbers of every function; arrays are represented by their moments."""
     reader = art.files
@@ -78,9 +89,7 @@ def of_artifact(art: grasp.Artifact, directory: Path) -> dict[str, Any]:
         "score": columns(art.score(top=10).table.select(["row_id", "effect"]), "row_id"),
         "predict_values": columns(art.predict(by="topic").table, "value"),
         "predict_kept": columns(art.predict(keep="topic = 'earth'").table, "target"),
-        "predict_subsets": columns(
-            art.predict(family="uniform:0.5", count=8, seed=0, components=True).table, "subset_id"
-        ),
+        "predict_subsets": columns(predict_subsets(reader), "subset_id"),
         "select": {
             "row_ids": sorted(selection.row_ids),
             "tokens": selection.n_tokens,

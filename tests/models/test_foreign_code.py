@@ -61,7 +61,7 @@ def test_settings_stored_with_data_cannot_name_code(tmp_path):
 
 def test_a_target_is_added_with_the_code_that_the_user_names(images, tmp_path):
     art = shutil.copytree(images / "art", tmp_path / "art")
-    command = ("build", "--out", art, "--add-target", images / "more.parquet", "--quiet")
+    command = ("build", "--out", art, "--add-target", images / "more.parquet")
     with pytest.raises(SettingsError, match=r"--set model\.classifier\.factory="):
         add_target(art, TargetSettings(names=(str(images / "more.parquet"),)))
     assert "art/manifest.json: model.classifier.factory" in refused(*command)

@@ -70,9 +70,9 @@ def test_a_tokenizer_suffices_and_columns_are_named(place):
     assert preview_targets(facts, tokenizer=model).table == preview_targets(facts, model=model).table
     flags = ["--text-column", "body", "--id-column", "key"]
     expected = succeed("corpus", path, *flags, "--model", model).out
-    for options in (["--tokenizer", model], ["--set", f"model.tokenizer={model}"]):
-        assert succeed("corpus", path, *flags, *options).lines[0] == expected.splitlines()[0]
-        assert "tokens with loss" in succeed("targets", facts, *options).out
+    options = ["--set", f"model.tokenizer={model}"]
+    assert succeed("corpus", path, *flags, *options).lines[0] == expected.splitlines()[0]
+    assert "tokens with loss" in succeed("targets", facts, *options).out
     assert "--set features: no effect on a preview" in refused("corpus", path, "--set", "features.tau=1")
     assert "--model (model.path)" in refused("targets", facts, "--set", "model.dtype=float16")
 

@@ -149,40 +149,6 @@ def test_mistakes_in_a_file_name_the_field(tmp_path, text, message):
     assert "\n" not in str(caught.value)
 
 
-def test_names_of_earlier_versions_are_read_as_current_ones(tmp_path):
-    old = {
-        "match": {
-            "token": 1.0,
-            "input": 0.5,
-            "neighbour": 0.4,
-            "shift": 0.3,
-            "tilt": 0.2,
-            "gradient": 2.0,
-            "pooled": 0.1,
-        },
-        "requires": {"pooling": "tail:32", "token_positions": "all", "top_k": 64},
-    }
-    (tmp_path / "old.yaml").write_text(json.dumps({"name": "p"} | old))
-    new = rule(
-        name="p",
-        match={
-            "output_layer": 1.0,
-            "embedding": 0.5,
-            "knn": 0.4,
-            "hidden_bias": 0.3,
-            "hidden_linear": 0.2,
-            "gradient": 2.0,
-            "pooled": 0.1,
-        },
-        requires={"summary_positions": "tail:32", "positions": "all", "top_k": 64},
-    )
-    assert load_protocol(tmp_path / "old.yaml") == new
-    (tmp_path / "old.yaml").write_text(json.dumps({"name": "p", "side": "omitted"} | old))
-    assert load_protocol(tmp_path / "old.yaml").match == new.match
-    save_protocol(new, tmp_path / "new.yaml")
-    assert load_protocol(tmp_path / "new.yaml") == new
-
-
 def test_a_missing_kernel_is_named():
     with pytest.raises(ProtocolError, match=r"'relevance_words'.*'relevance_knn'"):
         rule(name="p", match={"words": 1.0}).resolved_for(["relevance_knn"], {})

@@ -73,12 +73,6 @@ def test_a_list_of_rows_is_one_subset(tmp_path):
     assert np.flatnonzero(weights_BN[0]).tolist() == [2, 4]
 
 
-def test_an_omitted_table_retains_the_other_rows(tmp_path):
-    path = save(tmp_path / "s.parquet", subset_id=["a", "a"], row_id=[IDS[1], IDS[0]])
-    ((block),) = read_subsets(path, INDEX, side="omitted")
-    assert block.weights_BN.indices.tolist() == list(range(2, 30))
-
-
 def test_weights_are_written_on_request(tmp_path):
     blocks = in_blocks([WeightedRows("w", np.array([1, 4]), np.array([0.5, 2.0]))], 30)
     write_subsets(tmp_path / "s.parquet", blocks, INDEX, weights=True)
@@ -135,9 +129,6 @@ def test_files_that_are_not_tables(tmp_path):
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 half a file")
     with pytest.raises(SubsetError, match=r"read.*Parquet"):
         list(read_subsets(tmp_path / "broken.parquet", INDEX))
-    path = save(tmp_path / "s.parquet", subset_id=["a"], row_id=[IDS[0]], weight=[1.0])
-    with pytest.raises(SubsetError, match=r"'weight'.*omitted"):
-        list(read_subsets(path, INDEX, side="omitted"))
 
 
 @pytest.mark.parametrize(

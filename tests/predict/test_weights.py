@@ -1,8 +1,6 @@
 """Every form of weights represents the same matrix; families and tables use the smallest form."""
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +8,6 @@ from scipy.sparse import csr_array
 
 from grasp.predict import weights as blocks_module
 from grasp.predict.families import parse_family
-from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.predict.weights import MissingRows, PackedMasks, SubsetBlock, WeightedRows, Weights, in_blocks
 
 
@@ -69,17 +66,6 @@ def test_draws_do_not_depend_on_the_form(monkeypatch, family):
     together = np.concatenate([block.weights_BN.toarray() for block in drawn])
     np.testing.assert_array_equal(together, np.concatenate([matrix.toarray() for matrix in plain]))
     assert [name for block in drawn for name in block.subset_ids] == [f"test-{b:06d}" for b in range(9)]
-
-
-def test_for_a_large_corpus_only_omitted_rows_are_stored(tmp_path):
-    names = [f"row-{i}" for i in range(1000)]
-    lines = pa.table({"subset_id": ["a", "b", "b"], "row_id": ["row-7", "row-1", "row-999"]})
-    pq.write_table(lines, tmp_path / "omitted.parquet")
-    (block,) = read_subsets(tmp_path / "omitted.parquet", RowIndex.from_ids(names), side="omitted")
-    assert form(block.weights) == "omitted"
-    assert block.weights.matrix.nnz == 3
-    assert block.sizes_B.tolist() == [999, 998]
-    assert np.flatnonzero(block.weights_BN.toarray()[1] == 0).tolist() == [1, 999]
 
 
 def test_blocks_have_one_form_and_preserve_the_order(monkeypatch):

@@ -17,13 +17,12 @@ PROTOCOL = {
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory) -> Path:
-    """art, earlier, env, protocol.yaml and report.html: everything that a report can hold, of hostile text."""
+    """art, env, protocol.yaml and report.html: everything that a report can hold, of hostile text."""
     place = tmp_path_factory.mktemp("report")
     artifact = write_artifact(place / "art", topics=HOSTILE, text=[*(text or "" for text in HOSTILE), LINE])
-    write_artifact(place / "earlier", topics=HOSTILE, seed=1, model="models/first")
     write_environment(place / "env", artifact)
     write_yaml(PROTOCOL, place / "protocol.yaml")
-    flags = ["--runs", place / "env", "--previous", place / "earlier", "--protocol", place / "protocol.yaml"]
+    flags = ["--runs", place / "env", "--protocol", place / "protocol.yaml"]
     succeed("report", place / "art", *flags, "--by", "topic,format", "--out", place / "report.html")
     return place
 

@@ -150,7 +150,7 @@ def test_a_hundred_slices_and_ten_targets_stay_under_4_mb(tmp_path):
     components = {"joint.pair": -0.2, "product.cent": 0.1}
     protocol = rule(name="p", components=components, calibration={"family": "mixture:topic", "n_subsets": 8})
     runs = write_environment(tmp_path / "env", artifact)
-    page = render(collect_findings(artifact, protocol, by=("topic",), runs=runs, previous=[artifact]))
+    page = render(collect_findings(artifact, protocol, by=("topic",), runs=runs))
     assert len(page.encode()) < 4_000_000
 
 
@@ -238,7 +238,6 @@ def test_the_script_of_the_page_computes_what_the_predictor_does(place, interact
 def test_every_input_of_the_report_is_shown(parsed):
     text = " ".join(parsed.text.split())
     assert "Runs in env (dev): recipe tiny, mixture:topic, 24 subsets, seeds 0, 1" in text
-    assert "first" in parsed.section("over checkpoints")
     assert_contains(
         text, "grasp report ", "--by topic,format", "run.yaml of the artifact", "top_k: 64", "with <weights>"
     )
@@ -257,9 +256,7 @@ def test_a_page_names_missing_inputs_and_the_commands_that_create_them(tmp_path)
     assert_contains(poor, "no label column", "--by LABEL", "no text of its rows", "--set corpus.snippet_chars=240")
     artifact = write_artifact(tmp_path / "art", sketches=False)
     plain = page_text(artifact)
-    assert_contains(
-        plain, "Change of sciq if a topic is dropped", "The artifact has no sketches", "Only one checkpoint was built."
-    )
+    assert_contains(plain, "Change of sciq if a topic is dropped", "The artifact has no sketches")
     assert_contains(plain, "No retrained runs", "grasp retrain", "--runs", "No selection.", "No mixture.")
     assert_contains(
         plain, "Predicted gain from keeping only the best 30% of rows: +", "effect sizes", "Not validated by retraining"
@@ -303,16 +300,6 @@ def test_a_selection_by_a_label_of_many_values_shows_the_largest_shares(tmp_path
     text = page_text(artifact, selection=tmp_path / "kept.json", by=("format",))
     assert "50 of 200 rows" in text
     assert re.search(r"170 other values ?85\.0% ?40\.0%", text)
-
-
-def test_shares_over_checkpoints_add_up(parsed):
-    """What helps adds up to 100 %, and so does what hurts."""
-    table = parsed.section("relevance to sciq over checkpoints").partition("Table:")[0]
-    shares = np.array([float(share.replace("%", "")) for share in re.findall(r"[+-][0-9.]+%", table)]).reshape(-1, 2)
-    for sign in (1.0, -1.0):  # wherever anything does
-        has_sign = (sign * shares > 0).any(axis=0)
-        assert has_sign.any()
-        np.testing.assert_allclose((sign * shares).clip(min=0).sum(axis=0), 100 * has_sign, atol=0.6)
 
 
 def test_a_point_a_subset(text):
@@ -427,12 +414,11 @@ def test_words_are_shaded_where_the_model_is_at_hand_and_add_up(tmp_path):
 
 @pytest.fixture(scope="module")
 def wrong(place, tmp_path_factory) -> Path:
-    """Runs and a checkpoint of another corpus, runs that have only begun, and what is no mixture."""
+    """Runs of another corpus, runs that have only begun, and what is no mixture."""
     wrong = tmp_path_factory.mktemp("wrong")
     artifact = ArtifactReader.open(place / "art")
     write_environment(wrong / "env", artifact, corpus_fingerprint="other")
     write_environment(wrong / "begun", artifact, done=2)
-    write_artifact(wrong / "earlier", corpus="0ther")
     write_artifact(wrong / "single", topics=["only"], n_rows=40, sketches=False)
     (wrong / "m.json").write_text('{"label": "topic"}')
     return wrong
@@ -442,15 +428,11 @@ REFUSED = [
     ("ART --by topci --out OUT", "--by: unknown column 'topci' (did you mean 'topic'?)"),
     ("ART --selection no.json --out OUT", "--selection: no.json: no such file"),
     ("ART --mixture WRONG/m.json --out OUT", "m.json: not the summary of a mixture"),
-    ("ART --previous WRONG/earlier --out OUT", "earlier: was built on another corpus (0ther)"),
     ("ART --runs WRONG/env --out OUT", "corpus"),
     ("ART --runs WRONG/begun --out OUT", "46 runs are missing"),
     ("ART --runs WRONG/begun --partial --out OUT", "fewer than 3 subsets have a result"),
     ("ART --out WRONG", "which is a directory"),
-    ("ART", "missing --out or --atlas"),
-    ("ART --atlas WRONG/m.json", "m.json: is a file, expected a directory"),
     ("WRONG/single --by topic --out OUT", "--by topic: has the single value 'only'"),
-    ("WRONG/single --atlas OUT", "has no sketches"),
 ]
 
 

@@ -102,16 +102,22 @@ def test_all_functions_agree_and_the_corpus_has_no_uncertainty(artifact, environ
     assert any(note.startswith("nats, nats_low, nats_high: change in nats per token") for note in ask(by="topic").notes)
 
 
+def random_subsets(artifact, share, count):
+    """Return the row ids of random subsets with a share of the rows, by name."""
+    ids, rng = next(artifact.row_batches(["row_id"])).column(0).to_pylist(), np.random.default_rng(0)
+    return {f"s{k}": rng.choice(ids, round(share * len(ids)), replace=False).tolist() for k in range(count)}
+
+
 def test_only_mixtures_far_from_the_runs_give_a_warning(artifact, ask):
-    assert not [note for note in ask(family="uniform:0.95", count=50).notes if note.startswith("outside")]
+    assert not [note for note in ask(subsets=random_subsets(artifact, 0.95, 50)).notes if note.startswith("outside")]
     ids = next(artifact.row_batches(["row_id"])).column(0).to_pylist()
     (note,) = [note for note in ask(subsets={"one row": ids[:1]}).notes if note.startswith("outside")]
     pattern = r"outside the range of the runs, .*: one row \(\d+\.\d times as far"
     assert re.match(pattern, note)
 
 
-def test_units_have_no_interval(ask):
-    table = ask(family="uniform:0.5", count=2, units=True).to_pandas()
+def test_units_have_no_interval(artifact, ask):
+    table = ask(subsets=random_subsets(artifact, 0.5, 2), units=True).to_pandas()
     assert table["nats"].notna().tolist() == table["unit_id"].isna().tolist()
 
 

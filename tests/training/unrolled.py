@@ -9,6 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from grasp.models.causal_lm import pad_rows
 from grasp.targets import UnitTokens
+from grasp.training.adamw import LabelLogits
 from grasp.training.metagradient import Target
 from grasp.training.recipe import OptimizerRecipe
 from tests.models.toy import InMemoryRows
@@ -146,13 +147,15 @@ def flat_losses(training, ids_BL, weight_BL):
         parts = torch.split(flat_P, [size.numel() for size in sizes])
         return [part.view(size) for part, size in zip(parts, sizes, strict=True)]
 
-    def losses(flat_P):
-        return training.label_logits_at(split(flat_P), ids_BL, weight_BL).row_losses()
+    def outputs(flat_P):
+        replaced = dict(zip(training.names, split(flat_P), strict=True))
+        ids = torch.from_numpy(ids_BL)
+        logits_BLV = torch.func.functional_call(training.model, replaced, kwargs={"input_ids": ids}).logits
+        row_P, position_P = torch.from_numpy(weight_BL).nonzero(as_tuple=True)
+        weight_P = torch.from_numpy(weight_BL)[row_P, position_P]
+        return LabelLogits(logits_BLV[row_P, position_P], ids[row_P, position_P + 1], weight_P, row_P, len(ids_BL))
 
-    def logits(flat_P):
-        return training.label_logits_at(split(flat_P), ids_BL, weight_BL).logits_PV
-
-    return losses, logits
+    return lambda flat_P: outputs(flat_P).row_losses(), lambda flat_P: outputs(flat_P).logits_PV
 
 
 def a_batch(lengths=(4, 6, 3)):

@@ -26,13 +26,13 @@ def test_from_a_backbone_to_predictions(world):
     config, head, art = world / "vision.yaml", world / "head.safetensors", world / "art"
     names = [["blue", "green", "red"][i % 3] for i in range(30)]
     named = write_parquet(world / "named.parquet", 30, label=names)
-    fitted = succeed("fit-head", "--config", config, "--corpus", named, "--decay", 0.001, "--out", head, "--quiet")
+    fitted = succeed("fit-head", "--config", config, "--corpus", named, "--out", head)
     assert_mentions(fitted.lines, f"{head}: 3 classes", "30 images", "100.0%")
     use = f"model.classifier.fitted_head={head}"
-    built = succeed("build", "--config", config, "--set", use, "--out", art, "--quiet")
+    built = succeed("build", "--config", config, "--set", use, "--out", art)
     assert_mentions(built.lines, f"{art}: 30 rows", "9 units", "trusted")
     assert "image_class" in succeed("info", art, "--json").out
-    shown = succeed("score", art, "--target", "trusted", "--top", 3, "--labels", "image_class")
+    shown = succeed("score", art, "--target", "trusted", "--top", 3)
     assert "12 x 12 pixels" in shown.out
     dropped = succeed("predict", art, "--by", "image_class")
     assert all(colour in dropped.out for colour in ("blue", "green", "red"))
@@ -61,7 +61,7 @@ def test_what_fit_head_leaves_out_is_named_and_counted(world, tmp_path):
     table = pq.read_table(write_parquet(path, 12)).to_pylist()
     table[4]["image"], table[7]["image"], table[9]["label"] = b"no picture", None, None
     pq.write_table(pa.Table.from_pylist(table), path)
-    flags = ["--config", world / "vision.yaml", "--out", tmp_path / "h.safetensors", "--quiet"]
+    flags = ["--config", world / "vision.yaml", "--out", tmp_path / "h.safetensors"]
     lines = succeed("fit-head", *flags, "--corpus", path).lines
     assert re.search("3 classes.*9 images", lines[0])
     for line, name in zip(lines[1:4], ("mixed-4", "mixed-7", "mixed-9"), strict=True):

@@ -22,7 +22,7 @@ def run_python(text):
 def run_commands(text):
     for line in text.replace("\\\n", " ").splitlines():
         if not any(package in line for package in WITHOUT_WEIGHTS):
-            succeed(*shlex.split(line)[1:], *(["--quiet"] if "build" in line or "fit-head" in line else []))
+            succeed(*shlex.split(line)[1:])
 
 
 def test_the_page_runs_as_written(tmp_path, monkeypatch):

@@ -61,7 +61,6 @@ def evaluate(
     family: Place | Any = None,
     method_settings: Place | Mapping[str, Any] | None = None,
     checkpoints: Sequence[Place] = (),
-    cache: Place | None = None,
     oracles: str | Sequence[str] = (),
     resamples: int = RESAMPLES,
     progress: Progress | None = None,
@@ -85,7 +84,6 @@ def evaluate(
             `grasp.geometry.candidates.ProtocolFamily`.
         method_settings: YAML of settings by method, or by a label of your own; see `grasp methods`.
         checkpoints: checkpoint, or training run, for methods that use several. Default: next to the model.
-        cache: directory for scores of methods. Default: in the artifact.
         oracles: fit ridge or lasso on the retrained subsets; append :masks or :LABEL to set the features.
         resamples: bootstrap resamples of the subsets.
         progress: receives the progress of published methods.
@@ -97,7 +95,7 @@ def evaluate(
     bound_runs = bind_runs(art.files, runs)
     if not controls and (development or family is not None):
         raise SettingsError("development, family: require controls; add it, or drop them")
-    published = load_methods(methods, method_settings, checkpoints=checkpoints, cache=cache)
+    published = load_methods(methods, method_settings, checkpoints=checkpoints)
     published += configure_methods(None, _oracle_settings(oracles, bound_runs))
     control_candidates: Mapping[str, Any] = {}
     controls_on: Mapping[str, str] = {}
@@ -123,7 +121,6 @@ def evaluate(
         files=[Path(path) for path in predictions],
         methods=published,
         checkpoints=[Path(path) for path in checkpoints],
-        cache=None if cache is None else Path(cache),
         targets=None if target is None else parse_names(target, art.files.targets),
         partial=partial,
         resamples=resamples,
@@ -165,7 +162,6 @@ def compare(
     files: Sequence[Path] = (),
     methods: Sequence[ConfiguredMethod] = (),
     checkpoints: Sequence[Path] = (),
-    cache: Path | None = None,
     targets: Sequence[str] | None = None,
     seeds: Sequence[int] | None = None,
     partial: bool = False,
@@ -179,7 +175,7 @@ def compare(
         controls: controls of `grasp.geometry`, by name.
         controls_on: fingerprints of the runs that the controls' weights were selected on, by `environment/target`.
         files: files of predictions.
-        methods: published methods; `checkpoints` for those that use several, `cache` for their scores.
+        methods: published methods; `checkpoints` for those that use several.
         targets: target names of the runs; default: all that the artifact and every file have.
         seeds: training seeds to use; default: all.
         partial: use the finished subsets of unfinished runs.
@@ -211,7 +207,7 @@ def compare(
             raise SettingsError(f"methods: {method.label!r} is the name of a built-in method; use another label")
         method.method.check(inputs)
     run_targets = {target: run_target for target, run_target in alignment.run_targets.items() if run_target in selected}
-    published = [method_predictions(method, inputs, alignment.blocks, cache, renamed=run_targets) for method in methods]
+    published = [method_predictions(method, inputs, alignment.blocks, renamed=run_targets) for method in methods]
     predictions = [*_rule_predictions(alignment, rules, selected), *published]
     for path in files:
         is_used = path.stem in {prediction.method for prediction in predictions}

@@ -1,6 +1,6 @@
 """Predict changes of utility for parts of the corpus: the function `predict` behind `Artifact.predict`.
 
-A question (`drop`, `keep`, `weight`, `subsets` or `family`) is converted to subsets with row weights, for which
+A question (`drop`, `keep`, `weight` or `subsets`) is converted to subsets with row weights, for which
 `Predictor` predicts the change of each target's utility relative to the whole corpus. The question `by` predicts
 dropping and doubling each value of a label. With runs, an `OutcomePredictor` adds the change in their unit, with an
 interval. Shape letters: B subsets, T targets, E units, G slices, i.e. values of a label, N rows.
@@ -21,7 +21,6 @@ from grasp.artifact.rows import MAX_SLICES, checked_targets, label_column, leak_
 from grasp.errors import SettingsError, ShapeError
 from grasp.files import check_outputs
 from grasp.predict.default_protocol import resolve_protocol
-from grasp.predict.families import parse_family
 from grasp.predict.predictor import EFFECT_SIZE, SIMILARITY_SKETCHES, Predictor
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.slices import LabelSlices, dropped_intervals, label_slices, list_slices, slice_effects
@@ -122,17 +121,13 @@ def predict(
     runs: "TrainingRuns | RunTable | Path | str | None" = None,
     out: Path | str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
-    omitted: bool = False,
-    family: str | None = None,
-    count: int = 100,
-    seed: int = 0,
     units: bool = False,
     components: bool = False,
 ) -> Prediction:
     """Predict the change of targets if rows are dropped, kept or re-weighted.
 
     The change is relative to the whole corpus: 0 is the corpus, higher is better. Pass exactly one of `by`, `drop`,
-    `keep`, `weight`, `subsets` and `family`.
+    `keep`, `weight` and `subsets`.
 
     Args:
         by: label, or an expression such as host(url), year(date) or bins(score, 5); predict dropping and doubling each
@@ -147,12 +142,6 @@ def predict(
         runs: retrained or imported runs; adds the change in their unit, with an interval.
         out: file for the lines; Parquet is written in bounded memory. Of subsets, the result has the first lines only.
         protocol: protocol to predict with. Default: the built-in protocol.
-        omitted: the rows of `subsets` are the omitted ones.
-        family: draw random subsets: uniform:F, a share F of the rows; bernoulli:Q, each row with probability Q;
-            mixture:L, random shares of each value of label L; groups:L, random values of L; dirichlet:L, random
-            mixture weights of the values of L.
-        count: number of subsets to draw with `family`.
-        seed: seed of the draw.
         units: also return one row per unit.
         components: also return the terms that add up to the change, and the level of the prediction before the level of
             the whole corpus is subtracted.
@@ -166,14 +155,13 @@ def predict(
         check_outputs({"out": out}, artifact.protected_paths, tables=["out"])
     if not isinstance(weight, Mapping):
         weight = parse_weights(as_names(weight), "weight") if weight else {}
-    questions = {"drop": drop, "keep": keep, "weight": weight or None, "by": by, "subsets": subsets, "family": family}
+    questions = {"drop": drop, "keep": keep, "weight": weight or None, "by": by, "subsets": subsets}
     requested = [name for name, value in questions.items() if value is not None]
     if len(requested) != 1:
         got = ", ".join(requested) or "none"
         raise SettingsError(f"predict: got {got}, expected one of {', '.join(questions)}")
-    unused = {"omitted": omitted and subsets is None, "units": units and by is not None}
-    unused |= {"components": components and by is not None}
-    if any(unused.values()):
+    unused = {"units": units, "components": components}
+    if by is not None and any(unused.values()):
         names = ", ".join(name for name, value in unused.items() if value)
         raise SettingsError(f"predict: {names} has no effect with {requested[0]}; drop it")
     targets, labels = checked_targets(artifact, target), LabelTable(artifact.rows_path)
@@ -182,12 +170,7 @@ def predict(
     if by is not None:
         column = label_column(artifact, by, "by")  # raises with the list of labels
     elif subsets is not None:
-        blocks, headline = _read_subsets(artifact, subsets, omitted), ""
-    elif family is not None:
-        distribution = parse_family(family)
-        column_of_family = None if distribution.label is None else label_column(artifact, distribution.label, "family")
-        blocks = distribution.draw(count, n_rows=labels.n_rows, labels=column_of_family, seed=seed, purpose="drawn")
-        headline = f"{count:,} subsets drawn from {distribution}"
+        blocks, headline = _read_subsets(artifact, subsets), ""
     elif weight:
         blocks, headline = _weighted_subset(labels, weight)
     else:
@@ -268,7 +251,7 @@ def share_text(rows: int, of: int) -> str:
 # ----------------------------------------------------------------------------------------------- questions
 
 
-def _read_subsets(artifact: ArtifactReader, subsets: Any, omitted: bool) -> Iterable[SubsetBlock]:
+def _read_subsets(artifact: ArtifactReader, subsets: Any) -> Iterable[SubsetBlock]:
     """Read subsets from a file, a table, a DataFrame, or a mapping from names to row_ids."""
     if isinstance(subsets, Mapping):
         lists = {str(name): [str(row_id) for row_id in row_ids] for name, row_ids in subsets.items()}
@@ -282,7 +265,7 @@ def _read_subsets(artifact: ArtifactReader, subsets: Any, omitted: bool) -> Iter
         subsets = pa.Table.from_pandas(subsets, preserve_index=False)
     index = RowIndex.from_parquet(artifact.rows_path)
     corpus = artifact.manifest.fingerprints.get("corpus")
-    return read_subsets(subsets, index, side="omitted" if omitted else "retained", corpus=corpus)
+    return read_subsets(subsets, index, corpus=corpus)
 
 
 def _weighted_subset(labels: LabelTable, weight: Mapping[str, float]) -> tuple[Iterable[SubsetBlock], str]:

@@ -55,7 +55,6 @@ def retrain(
     workers: int | None = None,
     train_command: str | None = None,
     jobs: "Callable[[str], None] | None" = None,
-    stack: int | None = None,
     cluster: ClusterSpec | None = None,
     progress: "Callable[[RetrainStatus], None] | None" = None,
 ) -> RetrainedRuns:
@@ -90,7 +89,6 @@ def retrain(
             runs are retried by the next call.
         jobs: callback that receives one shell line per run, for a scheduler, instead of training; the next call
             evaluates the checkpoints that these lines wrote.
-        stack: number of models that a worker trains as one program.
         cluster: Ray workers for training; all must have access to `out`.
         progress: callback that receives every stage and step.
     Returns:
@@ -116,7 +114,6 @@ def retrain(
         "train_command": train_command,
         "role": role,
         "workers": workers,
-        "stack": stack,
     }
     set_settings(data, arguments)
     if train == "further" and recipe is not None:

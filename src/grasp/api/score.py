@@ -37,7 +37,6 @@ from grasp.results import Result
 from grasp.runs.imported_runs import bind_runs
 from grasp.runs.table import RunTable
 from grasp.runs.training_runs import TrainingRuns
-from grasp.text import did_you_mean, parse_names
 from grasp.yaml_files import read_yaml
 
 MAX_ROWS_PRINTED = 100
@@ -82,7 +81,6 @@ def score(
     bottom: int = 0,
     where: str | None = None,
     min_tokens: int = 0,
-    labels: str | Sequence[str] | None = None,
     out: Path | str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     unit: str | None = None,
@@ -91,7 +89,6 @@ def score(
     method_settings: Path | str | None = None,
     checkpoints: Sequence[Path | str] = (),
     runs: TrainingRuns | RunTable | Path | str | None = None,
-    cache: Path | str | None = None,
     progress: Progress | None = None,
 ) -> RankedRows:
     """Rank the rows that help a target most, and those that harm it most.
@@ -106,7 +103,6 @@ def score(
         bottom: number of most harmful rows.
         where: condition on labels; rank only these rows, e.g. "topic = 'Games'".
         min_tokens: skip shorter rows, whose relevance is noisy. For conversations, tokens with loss.
-        labels: label columns to show, separated by commas. Default: the first two.
         out: file for the rows; Parquet is written in bounded memory. The result then contains no rows.
         protocol: protocol to rank with. Default: the built-in protocol.
         unit: rank for a single unit of the target, by its unit_id.
@@ -115,26 +111,21 @@ def score(
         method_settings: YAML of settings by method, or by a label of your own; see `grasp methods`.
         checkpoints: checkpoint, or training run, for methods that use several. Default: next to the model.
         runs: retrained subsets, for methods that are fitted to them.
-        cache: directory for scores of methods. Default: in the artifact.
         progress: receives the progress of a published method.
     Raises:
         ProtocolError: no such target, unit or kernel.
-        SettingsError: no such label or method, no row has `min_tokens` tokens, or options exclude each other.
+        SettingsError: no such method, no row has `min_tokens` tokens, or options exclude each other.
     """
     published = None if method is None else _published_method(method, method_settings)
-    method_options = {"runs": runs, "checkpoints": checkpoints, "method_settings": method_settings, "cache": cache}
+    method_options = {"runs": runs, "checkpoints": checkpoints, "method_settings": method_settings}
     _check_request(artifact, published, method_options, top=top, bottom=bottom, match=match, unit=unit, out=out)
     target = only_target(artifact, target)
-    label_table = LabelTable(artifact.rows_path)
-    printed_labels = _printed_labels(artifact, label_table, labels)
-    among_N = None if where is None else label_table.matching(where).mask_N
+    among_N = None if where is None else LabelTable(artifact.rows_path).matching(where).mask_N
     if min_tokens:
         among_N = _long_rows(artifact, min_tokens, among_N)
     if published is not None:
         bound_runs = None if runs is None else bind_runs(artifact, runs)
-        method_scores = score_artifact(
-            artifact, published, runs=bound_runs, checkpoints=checkpoints, cache=cache, progress=progress
-        )
+        method_scores = score_artifact(artifact, published, runs=bound_runs, checkpoints=checkpoints, progress=progress)
         row_values = RowValues(published.label, method_scores.means(target), "score of the method, on its own scale")
     else:
         predictor = additive_predictor(artifact, target, protocol=protocol, match=match, unit=unit)
@@ -158,7 +149,7 @@ def score(
         f"{requested} of {n_ranked:,} rows for {target if unit is None else f'{unit} of {target}'}, by {by}",
         (*_short_rows_note(artifact, ranking), f"{by}: {row_values.description}"),
         by=by,
-        printed_columns=(by, "row_id", *printed_labels, "snippet"),
+        printed_columns=(by, "row_id", *artifact.manifest.details.get("labels", [])[:2], "snippet"),
         lines=len(ranking),
     )
 
@@ -206,25 +197,6 @@ def _check_request(
         for name, value in (("match", match), ("unit", unit)):
             if value is not None:
                 raise SettingsError(f"{name}: cannot be combined with method; drop one of them")
-
-
-def _printed_labels(
-    artifact: ArtifactReader, label_table: LabelTable, requested: str | Sequence[str] | None
-) -> Sequence[str]:
-    """Return the label columns to print: the requested ones, by default the first two.
-
-    Raises:
-        SettingsError: no such label.
-    """
-    if requested is None:
-        first_labels: list[str] = artifact.manifest.details.get("labels", [])[:2]
-        return first_labels
-    columns = label_table.columns
-    names = parse_names(requested, columns)
-    if unknown := [name for name in names if name not in columns]:
-        hint = did_you_mean(unknown[0], columns)
-        raise SettingsError(f"labels: got {', '.join(unknown)}{hint}; the artifact has {', '.join(columns)}")
-    return names
 
 
 def _short_rows_note(artifact: ArtifactReader, ranking: NDArray[np.int64]) -> tuple[str, ...]:

@@ -19,7 +19,6 @@ The columns of an array are stored in groups: those of the build, then those of 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -114,7 +113,6 @@ class ArrayEntry(JsonModel):
         (),
         description="Targets of the columns, if they are not units. Readers repeat a column for every unit of its "
         "target, and give 0 for the units of other targets.",
-        exclude_if=lambda targets: not targets,
     )
 
 
@@ -335,41 +333,6 @@ class ArrayFiles(Store[Mark]):
         return f"shard-{k:05d}" in self.parts
 
 
-def _contradiction(manifest: Manifest) -> str | None:
-    """Return how arrays, units and files contradict each other, or None.
-
-    The checksum of the manifest does not prevent forgery, and readers rely on these properties.
-    """
-    grid, expected_files, n_units = (
-        ShardGrid(manifest.n_rows, manifest.shard_rows),
-        set[str](),
-        sum(manifest.targets.values()),
-    )
-    if manifest.n_rows > len(manifest.files) * manifest.shard_rows:  # before names of up to 1e18 shards are generated
-        return "lists no shards"
-    for name, entry in manifest.arrays.items():
-        columns = [(group.start, group.stop) for group in entry.groups]
-        edges = [0, *(stop for _, stop in columns)]
-        if columns != list(pairwise(edges)) or edges[-1] != entry.width or edges != sorted(set(edges)):
-            return f"arrays.{name}: groups: {columns} are not columns 0 to {entry.width}"
-        # an array is extended by every extension or by none, so that its groups have consecutive numbers
-        groups = [group.name for group in entry.groups]
-        if groups != [name, *(f"{name}.{part}" for part in range(1, len(groups)))]:
-            return f"arrays.{name}: has groups {groups}, which belong to other arrays"
-        if entry.targets:
-            if len(set(entry.targets)) != entry.width or not set(entry.targets) <= manifest.targets.keys():
-                return f"arrays.{name}: {entry.width} columns are not of targets {list(entry.targets)}"
-        elif manifest.targets and name.startswith(PER_UNIT) and entry.width != n_units:
-            return f"arrays.{name}: has {entry.width} columns, there are {n_units} units"
-        expected_files |= {SCALE.format(group) for group in groups}
-        expected_files |= {CHUNK.format(group, k) for group in groups for k in range(grid.n_shards)}
-    expected_files |= {ROWS, *manifest.units, *manifest.moments, *map(SHARD_ROWS.format, range(grid.n_shards))}
-    if missing := expected_files - manifest.files.keys():
-        return f"lists no {min(missing)}"
-    unused = {name for name in manifest.files if name.endswith((".npy", ".parquet"))} - expected_files
-    return f"lists {min(unused)}, which belongs to no array or shard" if unused else None
-
-
 SIGNED_MANIFEST = Signed(
     MANIFEST,
     Manifest,
@@ -378,5 +341,4 @@ SIGNED_MANIFEST = Signed(
     FORMAT_VERSION,
     "rebuild the artifact",
     missing_message="no complete artifact here; create one with `grasp build --out {location}`, or check the URL",
-    find_inconsistency=_contradiction,
 )

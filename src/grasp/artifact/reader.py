@@ -58,39 +58,6 @@ from grasp.store.remote import local_path, open_store, remote_url
 
 RELEVANCE = "relevance_"  # prefix of the arrays of relevance
 VERIFY = "`grasp verify` lists all damaged files"
-LARGEST = 1e30  # largest magnitude: squares and their sums stay finite
-
-# Names of kernels, settings and moments in artifacts of version 0.2, and their present names.
-RENAMED_KERNELS = {
-    "token": "output_layer",
-    "input": "embedding",
-    "neighbour": "knn",
-    "shift": "hidden_bias",
-    "tilt": "hidden_linear",
-}
-RENAMED_SETTINGS = {
-    "pooling": "summary_positions",
-    "token_positions": "positions",
-    "moment_positions": "sample_positions",
-    "gradient_rows": "sample_rows",
-    "kept_mb": "max_cache_mb",  # of versions between 0.2 and 0.3
-}
-_RENAMED_ARRAYS = {f"{RELEVANCE}{old}": f"{RELEVANCE}{new}" for old, new in RENAMED_KERNELS.items()}
-_RENAMED_MOMENTS = {
-    "token": "hidden",
-    "input": "delta",
-    "neighbour": "states",
-    "pooled": "summary",
-} | _RENAMED_ARRAYS
-_REMOVED_SETTINGS = (
-    "match",
-    "input_match",
-    "neighbour_match",
-    "shift_match",
-    "tilt_match",
-    "gradient_match",
-    "moment_rows",
-)
 
 # Settings that name the inputs of a build, with a phrase for messages.
 _INPUT_SETTINGS = (
@@ -156,7 +123,7 @@ class ArtifactReader:
     Attributes:
         path: directory of the files; of a remote artifact, the local cache.
         location: path or URL as the user gave it, for messages.
-        manifest: manifest with present names, see `_with_present_names`.
+        manifest: the manifest.
         grid: division of the rows into shards.
         n_rows: number of rows.
         targets: names of the targets.
@@ -167,7 +134,7 @@ class ArtifactReader:
     def __init__(self, manifest: Manifest, files: Files) -> None:
         self.path = files.root
         self.location = files.location
-        self.manifest = _with_present_names(manifest)
+        self.manifest = manifest
         self._files = files
         self._tokens = Files(files.root, manifest.rows_kept, VERIFY)
         # The last array file read of each column group, with its shard, since several blocks read the same file.
@@ -275,7 +242,7 @@ class ArtifactReader:
         return targets
 
     def leaks(self, target: str) -> Leaks | None:
-        """Return the rows that contain questions of `target`; None if an earlier version built the artifact."""
+        """Return the rows that contain questions of `target`; None if the rows are images."""
         return Leaks.from_arrays(self.moments, target)
 
     @cached_property
@@ -317,7 +284,7 @@ class ArtifactReader:
         """Return the scale of each column, (E,) with E = `ArrayEntry.width`.
 
         Raises:
-            ArtifactError: no such array, or invalid scales.
+            ArtifactError: no such array.
         """
         if name not in self.manifest.arrays:
             raise ArtifactError(f"{self.location}: has no array {name!r}; it has {list(self.array_names)}")
@@ -325,8 +292,6 @@ class ArtifactReader:
         for group in self.manifest.arrays[name].groups:
             path = self._files.file(SCALE.format(group.name))
             scales.append(np.array(_map_array(path, (group.stop - group.start,), "float32")))
-            if not np.abs(scales[-1]).max() <= LARGEST:  # written so that NaN is refused
-                raise ArtifactError(f"{path}: contains a number that is not finite or exceeds {LARGEST:g}; rebuild it")
         return np.concatenate(scales)
 
     def array_blocks(
@@ -341,7 +306,7 @@ class ArtifactReader:
             columns: columns in the order of the result. Default: all.
             block_rows: rows of a block (the last may be shorter). Default: those of a shard.
         Raises:
-            ArtifactError: no such array or column; a file is missing or truncated, or has numbers that are not finite.
+            ArtifactError: no such array or column; or a file is missing or truncated.
         """
         column_reads, width = self._plan_columns(name, columns)
         block_rows = self.grid.shard_rows if block_rows is None else block_rows
@@ -432,22 +397,13 @@ class ArtifactReader:
         for rows in row_reads:
             for columns in column_reads:
                 stored_NE = self._stored_chunk(columns.group, rows.shard)[rows.shard_rows][:, columns.group_columns]
-                with np.errstate(over="ignore", invalid="ignore"):  # the result is validated below
-                    if isinstance(rows.result_rows, slice) and isinstance(columns.result_columns, slice):
-                        _scaled_into(out_NE[rows.result_rows, columns.result_columns], stored_NE, columns.factor_E)
-                    else:
-                        row_index = np.arange(shape[0])[rows.result_rows]
-                        column_index = np.arange(shape[1])[columns.result_columns]
-                        product_NE = np.multiply(stored_NE, columns.factor_E, dtype=np.float32)
-                        out_NE[np.ix_(row_index, column_index)] = product_NE
-        with np.errstate(invalid="ignore"):
-            largest, smallest = float(out_NE.max(initial=0.0)), float(out_NE.min(initial=0.0))
-        # No build writes such numbers; a forged artifact could, and rankings would be arbitrary. NaN compares false.
-        if not (largest <= LARGEST and smallest >= -LARGEST):
-            raise ArtifactError(
-                f"{self.location}: {column_reads[0].group.name}: contains a number that is not finite or exceeds "
-                f"{LARGEST:g}; rebuild it"
-            )
+                if isinstance(rows.result_rows, slice) and isinstance(columns.result_columns, slice):
+                    _scaled_into(out_NE[rows.result_rows, columns.result_columns], stored_NE, columns.factor_E)
+                else:
+                    row_index = np.arange(shape[0])[rows.result_rows]
+                    column_index = np.arange(shape[1])[columns.result_columns]
+                    product_NE = np.multiply(stored_NE, columns.factor_E, dtype=np.float32)
+                    out_NE[np.ix_(row_index, column_index)] = product_NE
         return out_NE
 
     def _stored_chunk(self, group: ColumnGroup, k: int) -> NDArray[Any]:
@@ -496,22 +452,6 @@ def _as_slice(index: I64) -> slice | I64:
     return slice(int(index[0]), int(index[-1]) + 1) if np.all(np.diff(index) == 1) else index
 
 
-def _with_present_names(manifest: Manifest) -> Manifest:
-    """Return the manifest with current names of arrays and settings, if it has those of an earlier version."""
-    features = manifest.settings.get("features")
-    if not isinstance(features, dict) or not features.keys() & {"match", "kept_mb"}:
-        return manifest
-    arrays = {_RENAMED_ARRAYS.get(name, name): entry for name, entry in manifest.arrays.items()}
-    present_features = {
-        RENAMED_SETTINGS.get(name, name): value for name, value in features.items() if name not in _REMOVED_SETTINGS
-    }
-    if not present_features.get("product_width"):  # 0 meant no sketch
-        present_features.pop("product_width", None)
-    kernels = [name.removeprefix(RELEVANCE) for name in arrays]
-    settings = {**manifest.settings, "features": {"kernels": kernels} | present_features}
-    return manifest.model_copy(update={"arrays": arrays, "settings": settings})
-
-
 class MomentArrays(Mapping[str, NDArray[Any]]):
     """Named arrays of the moments files, read lazily.
 
@@ -525,14 +465,13 @@ class MomentArrays(Mapping[str, NDArray[Any]]):
 
     def __init__(self, paths: Sequence[Path], *, sums: bool) -> None:
         prefix = SUM if sums else ""
-        # for each present name, the file and the stored name of each array
+        # for each name, the file and the stored name of each array
         self._stored: dict[str, list[tuple[Path, str]]] = {}
         for path in paths:
             with readable(path, VERIFY), safe_open(path, framework="numpy") as file:
                 for key in file.keys():  # noqa: SIM118 - not a mapping
                     if key.startswith(SUM) == sums:
-                        name = _present_moment_name(key.removeprefix(prefix))
-                        self._stored.setdefault(name, []).append((path, key))
+                        self._stored.setdefault(key.removeprefix(prefix), []).append((path, key))
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         arrays = []
@@ -546,14 +485,6 @@ class MomentArrays(Mapping[str, NDArray[Any]]):
 
     def __len__(self) -> int:
         return len(self._stored)
-
-
-def _present_moment_name(name: str) -> str:
-    """Return the present name of an array of the moments files, such as `hidden.mean` for `token.mean` of 0.2."""
-    if name == "token.loss":
-        return "loss"
-    first, dot, suffix = name.partition(".")
-    return f"{_RENAMED_MOMENTS.get(first, first)}{dot}{suffix}"
 
 
 def _map_array(path: Path, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:

@@ -12,11 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, cast, get_args
+from typing import Any, Self, cast
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -49,7 +48,7 @@ from grasp.artifact.manifest import (
     part_dir,
 )
 from grasp.artifact.reader import ArtifactReader
-from grasp.errors import ArtifactError, ShapeError
+from grasp.errors import ArtifactError
 from grasp.files import (
     FileEntry,
     atomic_path,
@@ -66,7 +65,6 @@ from grasp.store.directory import Content
 from grasp.store.locks import locked
 from grasp.store.records import plain_json, read_record
 
-UNIT_COLUMNS = ("unit_id", "target")
 _GROUP_ROWS = 65_536  # rows of a Parquet row group: fast to scan, small in memory
 
 
@@ -115,8 +113,6 @@ class ArtifactWriter(BuiltShards):
         dtype: str,
         identity: Mapping[str, Any],
     ) -> None:
-        if dtype not in get_args(ArrayDtype):
-            raise ArtifactError(f"array_dtype: got {dtype!r}, expected one of {list(get_args(ArrayDtype))}")
         super().__init__(root, part, grid)
         self.complete = False  # nothing is left to write
         self._part, self._dtype, self._arrays = part, cast(ArrayDtype, dtype), dict(arrays)
@@ -124,14 +120,9 @@ class ArtifactWriter(BuiltShards):
         self._units: pa.Table | None = None  # the units that are added
         self._scales: dict[str, F32] = {}
         for name, spec in arrays.items():
-            if spec.width < 1:
-                raise ArtifactError(f"{name}: got width {spec.width}, expected at least one column")
             scale_E = np.ones(spec.width) if spec.scale_E is None else np.asarray(spec.scale_E, dtype=np.float64)
-            if scale_E.shape != (spec.width,):
-                raise ShapeError(f"scale: got shape {scale_E.shape}, expected ({spec.width},): one for each column")
-            mantissa, exponent = np.frexp(scale_E)
-            for column in np.flatnonzero((mantissa != 0.5) | (exponent < -125) | (exponent > 128))[:1]:
-                raise ArtifactError(f"scale: column {column}: got {scale_E[column]:g}, expected a power of two")
+            assert scale_E.shape == (spec.width,)
+            assert (np.frexp(scale_E)[0] == 0.5).all(), "powers of two, so that scaling does not round"
             self._scales[name] = scale_E.astype(np.float32)
         self.record = BuildRecord(
             n_rows=grid.n_rows,
@@ -169,12 +160,7 @@ class ArtifactWriter(BuiltShards):
         Raises:
             ArtifactError: the identity differs from that of the build in progress; the message names every field.
         """
-        if n_rows < 1 or shard_rows < 1:
-            raise ArtifactError(f"shards: got n_rows={n_rows}, shard_rows={shard_rows}, expected positive numbers")
         writer = cls(Path(path), 0, ShardGrid(n_rows, shard_rows), arrays, dtype, identity)
-        widths = {name: spec.width for name, spec in arrays.items() if name.startswith(PER_UNIT)}
-        if len(set(widths.values())) > 1:
-            raise ShapeError(f"relevance arrays have different widths {widths}; each has one column for each unit")
         writer._begin()
         return writer
 
@@ -199,34 +185,15 @@ class ArtifactWriter(BuiltShards):
             ArtifactError: as `open`; or a target exists already, or arrays differ from the artifact's relevance arrays.
         """
         artifact = ArtifactReader.open(path)
-        if any(entry.groups[0].name != name for name, entry in artifact.manifest.arrays.items()):
-            raise ArtifactError(
-                f"{artifact.path}: built by version 0.2 of grasp, whose kernels had other names, so it can be read but "
-                "not extended; rebuild it with all targets"
-            )
         wanted = [
             name
             for name, entry in artifact.manifest.arrays.items()
             if name.startswith(PER_UNIT) and not entry.targets  # new targets may lack a column of their own
         ]
-        if sorted(wanted) != sorted(arrays):
-            raise ArtifactError(
-                f"{artifact.path}: arrays to extend: got {sorted(arrays)}, expected {sorted(wanted)}; if it was built "
-                "by an earlier version of grasp, rebuild it with all targets"
-            )
+        assert sorted(wanted) == sorted(arrays)
         if not wanted:
             raise ArtifactError(f"{artifact.path}: has no relevance arrays; targets cannot be added to it")
-        widths = {spec.width for spec in arrays.values()}
-        if len(widths) > 1:
-            raise ArtifactError(f"arrays to extend: got widths {sorted(widths)}, expected one: a column for each unit")
-        for name, spec in arrays.items():
-            old = artifact.manifest.arrays[name]
-            if (spec.unit, spec.sign) != (old.unit, old.sign):
-                raise ArtifactError(
-                    f"{name}: got unit {spec.unit!r} and sign {spec.sign!r}, the artifact has {old.unit!r} "
-                    f"and {old.sign!r}; columns of an array must have the same meaning"
-                )
-        _check_units(units, widths.pop())
+        assert {spec.width for spec in arrays.values()} == {len(units)}
         names = list(zip(units["target"].to_pylist(), units["unit_id"].to_pylist(), strict=True))
         key = {**identity, "units": checksum(repr(names).encode())}
         n_parts = len(artifact.manifest.units)
@@ -274,21 +241,14 @@ class ArtifactWriter(BuiltShards):
                 an extension are appended, on the last axis, to the artifact's totals of the same name.
         Raises:
             ArtifactError: a number is not finite or does not fit the stored type (the message names array, row and
-                column), the disk is full (no file of this shard remains), or the shard is finished already.
-            ShapeError: the number of rows of an array or the row table differs from that of the shard.
+                column), or the disk is full (no file of this shard remains).
         """
-        self._require_incomplete()
+        assert k in self.left
+        assert arrays.keys() == self._arrays.keys()
+        assert self._artifact is None or sums.keys() <= self._artifact.sums.keys()
         start, stop = self.grid.bounds(k)
-        if f"{k:05d}" in self.parts:
-            raise ArtifactError(f"shard {k} is finished already; write only those that are `left`")
-
-        if self._artifact is not None and (unknown := sorted(set(sums) - set(self._artifact.sums))):
-            raise ArtifactError(f"sums: the artifact has no {unknown} to append to, only {list(self._artifact.sums)}")
         row_name = partial(self._row_name, start, rows)
         table = None if rows is None else _row_table(rows, start, stop, row_name)
-        unexpected = sorted(arrays.keys() - self._arrays)
-        if (lacking := sorted(self._arrays.keys() - arrays)) or unexpected:
-            raise ArtifactError(f"arrays of a shard: missing {lacking}, unexpected {unexpected}")
         files: dict[str, Content] = {}
         for name, scale_E in self._scales.items():
             shape = stop - start, len(scale_E)
@@ -296,7 +256,7 @@ class ArtifactWriter(BuiltShards):
             files[CHUNK.format(of_part(name, self._part), k)] = npy_bytes(stored)
         if table is not None:
             files[SHARD_ROWS.format(k)] = parquet_bytes(table)
-        totals = {name: _sum_entry(value, f"sum {name} of shard {k}") for name, value in sums.items()}
+        totals = {name: _sum_entry(value) for name, value in sums.items()}
         self.put(f"{k:05d}", files, start=start, stop=stop, sums=totals)
 
     def _row_name(self, start: int, rows: pa.Table | None, i: int) -> str:
@@ -310,17 +270,13 @@ class ArtifactWriter(BuiltShards):
 
     def sums(self) -> dict[str, F64]:
         """Return totals over all shards, added in row order: rounding does not depend on the order of writing."""
-        if len(self.parts) < self.grid.n_shards:
-            raise ArtifactError(f"{self.root}: {self.progress()}: totals need all of them")
+        assert not self.left
         totals: dict[str, F64] = {}
         for k in range(self.grid.n_shards):
             part = {
                 name: np.frombuffer(b64decode(entry.base64), dtype="<f8").astype(np.float64).reshape(entry.shape)
                 for name, entry in sorted(self.mark(f"{k:05d}").sums.items())
             }
-            shapes, before = ({name: value.shape for name, value in sums.items()} for sums in (part, totals))
-            if k > 0 and shapes != before:
-                raise ShapeError(f"{self.root}: sums: shard {k} has {shapes}, shard 0 has {before}")
             totals = {name: totals[name] + value if k > 0 else value for name, value in part.items()}
         return totals
 
@@ -346,18 +302,15 @@ class ArtifactWriter(BuiltShards):
             gains: name of an array -> factor that readers apply; it depends on all rows.
             rows_kept: keep tokens/, and record its checksums.
         Raises:
-            ArtifactError: shards are missing, units or gains are inconsistent, or the disk is full.
+            ArtifactError: the disk is full.
         """
-        self._require_incomplete()
-        gains = gains or {}
-        provenance = _plain_provenance(manifest)
-        self._check_gains(gains)
-        units = self._checked_units(units)
-        if left := self.left:
-            raise ArtifactError(
-                f"{self.root}: {self.progress()}; write the remaining shards first, from shard {left[0]}"
-            )
-        self._check_moment_names(moments)
+        assert not self.complete
+        assert not self.left
+        assert manifest.keys() <= set(PROVENANCE)
+        units = units if self._units is None else self._units
+        assert units is not None
+        assert self._artifact is None or not moments.keys() & self._artifact.moments.keys()
+        provenance = {key: plain_json(value, f"manifest.{key}") for key, value in manifest.items()}
         totals = self.sums() if sums is None else sums
         arrays = {**moments, **{SUM + name: value for name, value in totals.items()}}
         what = "not finished" if self._artifact is None else "the targets were not added"
@@ -366,7 +319,7 @@ class ArtifactWriter(BuiltShards):
             before = self._manifest_before()
             added = {
                 "targets": before.targets | dict(Counter(units["target"].to_pylist())),
-                "arrays": before.arrays | self._array_entries(before, gains),
+                "arrays": before.arrays | self._array_entries(before, gains or {}),
                 "units": (*before.units, self._unit_file),
                 "moments": (*before.moments, self._moment_file),
                 "files": before.files | files,
@@ -390,27 +343,6 @@ class ArtifactWriter(BuiltShards):
             return self._artifact.manifest
         n_rows, shard_rows = self.grid.n_rows, self.grid.shard_rows
         return Manifest(n_rows=n_rows, shard_rows=shard_rows, targets={}, arrays={}, units=(), moments=(), files={})
-
-    def _check_gains(self, gains: Mapping[str, float]) -> None:
-        no_arrays = sorted(gains.keys() - self._arrays)
-        no_gains = {name: gain for name, gain in gains.items() if not 0 < gain < np.inf}
-        if no_arrays or no_gains:
-            raise ArtifactError(f"gains: no such arrays {no_arrays}, not positive and finite {no_gains}")
-
-    def _checked_units(self, units: pa.Table | None) -> pa.Table:
-        """Return the units of a build after checking them, or those that an extension was created with."""
-        if self._units is not None:
-            return self._units
-        assert units is not None
-        widths = [spec.width for name, spec in self._arrays.items() if name.startswith(PER_UNIT)]
-        _check_units(units, widths[0] if widths else None)
-        return units
-
-    def _check_moment_names(self, moments: Mapping[str, NDArray[Any]]) -> None:
-        if self._artifact is not None and (clash := sorted(set(moments) & set(self._artifact.moments))):
-            raise ArtifactError(f"moments: the artifact has {clash} already; use new names")
-        if clash := sorted(name for name in moments if name.startswith(SUM)):
-            raise ArtifactError(f"moments: {clash}: the prefix {SUM!r} is reserved for sums over rows")
 
     def _write_tables(self, units: pa.Table, arrays: Mapping[str, NDArray[Any]]) -> dict[str, FileEntry]:
         """Write the tables of rows and units and the moments; return the entries of all files of this part."""
@@ -444,12 +376,6 @@ class ArtifactWriter(BuiltShards):
                 width=group.stop, unit=spec.unit, sign=spec.sign, gain=gain, groups=(*groups, group)
             )
         return entries
-
-    def _require_incomplete(self) -> None:
-        if self.complete:
-            done = "is complete; a finished artifact cannot be changed"
-            added = "these targets are in the artifact already"
-            raise ArtifactError(f"{self.root}: {done if self._artifact is None else added}")
 
 
 def add_target_columns(
@@ -522,12 +448,10 @@ def encode(
         row_name: returns the name of a row, for messages.
 
     Raises:
-        ShapeError: the shape differs from that of the shard.
         ArtifactError: a value is NaN or infinite, or too large for `dtype`; names array, row and column.
     """
     values_NE = np.asarray(values_NE)
-    if values_NE.shape != shape:
-        raise ShapeError(f"{name}: got shape {values_NE.shape}, expected {shape}: rows of the shard, columns")
+    assert values_NE.shape == shape, name
     for row, column in np.argwhere(~np.isfinite(values_NE))[:1]:
         raise ArtifactError(
             f"{name}: {row_name(int(row))}, column {column}: got {values_NE[row, column]}, expected a finite "
@@ -565,14 +489,8 @@ def _concatenate_tables(tables: Sequence[Path], out: Path) -> None:
 
 
 def _row_table(rows: pa.Table, start: int, stop: int, row_name: Callable[[int], str]) -> pa.Table:
-    """Return the row table of a shard as it is stored: checked, with row_index as its first column."""
-    missing = [name for name in ROW_COLUMNS if name not in rows.column_names]
-    if missing or "row_index" in rows.column_names:
-        raise ArtifactError(
-            f"row table: columns {rows.column_names}: missing {missing}; row_index is added by the writer"
-        )
-    if rows.num_rows != stop - start:
-        raise ShapeError(f"row table: got {rows.num_rows} rows, expected {stop - start} ({start} to {stop})")
+    """Return the row table of a shard as it is stored, with row_index as its first column."""
+    assert rows.num_rows == stop - start
     loss_N = rows["loss"].to_numpy().astype(np.float64)  # a null becomes NaN
     for i in np.flatnonzero(~np.isfinite(loss_N))[:1]:
         raise ArtifactError(
@@ -584,40 +502,8 @@ def _row_table(rows: pa.Table, start: int, stop: int, row_name: Callable[[int], 
     return table.add_column(0, "row_index", pa.array(np.arange(start, stop, dtype=np.int64)))
 
 
-def _sum_entry(value: F64, name: str) -> SumEntry:
+def _sum_entry(value: F64) -> SumEntry:
     """Return totals over a shard as they are stored: base64 of little-endian float64."""
     total = np.asarray(value, dtype="<f8")
-    if not np.isfinite(total).all():
-        raise ArtifactError(f"{name}: got a number that is not finite")
+    assert np.isfinite(total).all()
     return SumEntry(shape=total.shape, base64=b64encode(total.tobytes()).decode())
-
-
-def _plain_provenance(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the provenance of a manifest as JSON data, after checking that its fields are known mappings."""
-    unknown = sorted(set(manifest) - set(PROVENANCE))
-    not_mappings = sorted(key for key, value in manifest.items() if not isinstance(value, Mapping))
-    if unknown or not_mappings:
-        raise ArtifactError(
-            f"manifest: unknown fields {unknown}, fields that are not mappings {not_mappings}; "
-            f"expected mappings among {list(PROVENANCE)}"
-        )
-    return {key: plain_json(value, f"manifest.{key}") for key, value in manifest.items()}
-
-
-def _check_units(units: pa.Table, n_columns: int | None) -> None:
-    """Check that units have an id and a target, are unique by both, and correspond to the columns."""
-    missing = [name for name in UNIT_COLUMNS if name not in units.column_names]
-    if missing:
-        raise ArtifactError(f"units: columns {units.column_names}: missing {missing}")
-    if n_columns is not None and units.num_rows != n_columns:
-        raise ShapeError(f"units: got {units.num_rows}, expected {n_columns}: one for each relevance column")
-    if not units.num_rows:
-        raise ArtifactError("units: missing; expected at least one")
-    counts = units.group_by(list(UNIT_COLUMNS)).aggregate([([], "count_all")])
-    duplicates = counts.filter(pc.greater(counts["count_all"], 1))
-    if duplicates.num_rows:
-        first = duplicates.slice(0, 1).to_pylist()[0]
-        raise ArtifactError(
-            f"units: {first['target']}/{first['unit_id']} occurs {first['count_all']} times; ids must be "
-            "unique within a target"
-        )

@@ -7,10 +7,9 @@ Shape letters: N rows, E units, G players (rows or groups), B coalitions.
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
-from itertools import islice
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -28,11 +27,10 @@ from grasp.models.unit_loss import evaluate_units
 from grasp.runs.predictions import Weighting
 from grasp.settings import Settings, refuse_idle
 from grasp.training.recipe import TrainingRecipe
-from grasp.training.train import Trainer, train_stacked
+from grasp.training.train import Trainer, train_in_memory
 from grasp.yaml_files import describe
 
 Masks = Bool
-T = TypeVar("T")
 ROWS = "rows"
 BLOCK = 64  # coalitions per call of the utility
 
@@ -54,7 +52,6 @@ class RetrainingShapleySettings(Settings):
         description="End a permutation once every unit is within this many nats per token of the whole corpus.",
     )
     most_runs: int = Field(2_000, ge=1, description="Maximum number of retrainings; larger games are refused.")
-    stack: int = Field(1, ge=1, description="Models trained together as one batched program, for GPUs.")
 
     @model_validator(mode="after")
     def _has_an_effect(self) -> Self:
@@ -93,7 +90,6 @@ class RetrainingShapley(BlockMethod[RetrainingShapleySettings]):
         n_players = int(player_N.max()) + 1
         self._check_cost(n_players)
         game = RetrainingGame.from_inputs(inputs, work, player_N, seed=self.seed)
-        game.stack = self.settings.stack
         estimate = self._estimate(game, n_players)
         if game.trained or work.read("ready") is None:
             work.write("ready", asdict(game.ready))
@@ -164,7 +160,6 @@ class RetrainingGame:
         self._inputs, self._store, self._player_N = inputs, store, player_N
         self._recipe, self._seed = recipe, seed
         self._device = str(device_of(inputs.settings.model.device))
-        self.stack = 1
         self.trained = 0  # coalitions that this object trained on
         self.ready = store.seconds  # seconds that earlier runs spent
 
@@ -196,13 +191,12 @@ class RetrainingGame:
         names = [self._name(retained_N) for retained_N in retained_BN]
         missing = {name: b for b, name in enumerate(names) if self._store.load(name) is None}
         self._inputs.progress.stage("coalitions", rows=len(missing), tokens=None)
-        for batch in batched(missing.items(), self.stack):
+        for name, b in missing.items():
             with self._store.timed():
-                utilities = self._train([retained_BN[b] for _, b in batch])
-            for (name, _), utility_E in zip(batch, utilities, strict=True):
-                self._store.save(name, utility_E)
-            self.trained += len(batch)
-            self._inputs.progress.advance(len(batch), 0)
+                utility_E = self._utility(retained_BN[b])
+            self._store.save(name, utility_E)
+            self.trained += 1
+            self._inputs.progress.advance(1, 0)
         return np.stack([self._store.load_required(name) for name in names])
 
     def _name(self, retained_N: Masks) -> str:
@@ -214,30 +208,19 @@ class RetrainingGame:
         """Return whether a coalition has the rows of one batch."""
         return bool(retained_N.sum() >= self._recipe.batch_rows)
 
-    def _train(self, retained: Sequence[Masks]) -> list[F64]:
-        """Return the utilities (E,) of coalitions, given as masks of rows; those of the trainable ones are stacked."""
-        trainable = [retained_N for retained_N in retained if self._trainable(retained_N)]
-        utilities: list[F64] = []
-        if trainable:
-            seeds = [self._seed] * len(trainable)
-            trainer = train_stacked(
-                self._recipe, self._inputs.store, seeds=seeds, retained=trainable, device=self._device
-            )
-            utilities = list(-trainer.model.unit_losses(self._inputs.unit_tokens))
-        remaining = iter(utilities)
-        return [next(remaining) if self._trainable(retained_N) else self._untrained() for retained_N in retained]
+    def _utility(self, retained_N: Masks) -> F64:
+        """Train on a coalition, given as a mask of rows, and return its utility, (E,)."""
+        if not self._trainable(retained_N):
+            return self._untrained()
+        trainer = train_in_memory(
+            self._recipe, self._inputs.store, seed=self._seed, retained=retained_N, device=self._device
+        )
+        return np.asarray(-trainer.model.unit_losses(self._inputs.unit_tokens)[0])
 
     def _untrained(self) -> F64:
         """Return the utilities of a model at its initialisation, (E,)."""
         model = Trainer(self._recipe, [self._seed], self._device).model.to_hf(0)
         return np.asarray(-evaluate_units(model.to(torch.device(self._device)), self._inputs.unit_tokens))
-
-
-def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Yield lists of at most `size` items."""
-    remaining = iter(items)
-    while part := list(islice(remaining, size)):
-        yield part
 
 
 class _SharedScorer(RowScorer):

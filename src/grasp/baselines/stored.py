@@ -147,7 +147,7 @@ class BlockMethod(RowMethod[S]):
                 directory.mkdir(parents=True, exist_ok=True)
             except OSError as err:
                 raise SettingsError(
-                    f"{cache}: scores cannot be stored here ({err.strerror}); pass another directory with --cache"
+                    f"{cache}: scores cannot be stored here ({err.strerror}); copy the artifact to a writable directory"
                 ) from err
             with locked(directory / LOCK):
                 run = _Run(directory, shared_directory(cache, inputs, self.version), self, inputs)

@@ -162,16 +162,16 @@ METAVARS = {
         "PATTERN": "columns metrics higher lower",
         "COMMAND": "train_command",
         "PATH": "corpus",
-        "DIR": "out runs development checkpoints cache model tokenizer",
+        "DIR": "out runs development checkpoints model tokenizer",
         "further|new": "train",
-        "ART": "previous like",
+        "ART": "like",
     }.items()
     for name in arguments.split()
 }
 METAVAR_BY_TYPE = {str: "NAME", int: "N", float: "X", bool: "", Path: "FILE"}
 # The smallest accepted value of an option.
 MINIMUM = {"resamples": 10} | dict.fromkeys(("top", "bottom", "min_tokens", "seed", "explain", "cautious"), 0)
-MINIMUM |= dict.fromkeys(("count", "seeds", "workers", "stack", "limit"), 1)
+MINIMUM |= dict.fromkeys(("count", "seeds", "workers", "limit"), 1)
 
 
 def flag_of(name: str) -> str:

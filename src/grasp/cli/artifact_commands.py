@@ -10,7 +10,7 @@ import typer
 import grasp
 from grasp.cli.app import command, option, rare
 from grasp.cli.console import program
-from grasp.cli.options import Address, Assignments, ConfigFile, ModelOverrides, Quiet, cluster_spec, merge_settings
+from grasp.cli.options import Address, Assignments, ConfigFile, ModelOverrides, cluster_spec, merge_settings
 from grasp.errors import SettingsError
 from grasp.progress_display import Watch
 from grasp.text import json_text, size_text, skipped_text
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 @command("grasp demo --out demo-out")
 def demo(
     out: Path = option("--out DIR", "Directory for all files of the demo.", Path("demo-out")),
-    quiet: Quiet = False,
 ) -> None:
     """Run a small example from a corpus to a report, on real text.
 
@@ -36,7 +35,7 @@ def demo(
 
     print("Corpus: 12 sources of text, about 10,000 passages. A small model is trained on them from scratch;")
     print("then a single pass of that model over the corpus gives the features that GRASP needs.")
-    with Watch(quiet=quiet) as watch:
+    with Watch() as watch:
         demo_files = make_demo(out, watch)
     print_answers(demo_files, print)
     art = shlex.quote(str(demo_files.artifact_path))
@@ -79,7 +78,6 @@ def build(
         "--workers N", "Workers of the cluster. Default: one per GPU, or one per core without GPUs.", None, min=1
     ),
     address: Address = None,
-    quiet: Quiet = False,
     **params: Any,
 ) -> None:
     from grasp.pipeline.build import INPUT_SETTINGS, OTHER_SETTINGS, add_targets
@@ -99,7 +97,7 @@ def build(
         idle |= {"--untrained": untrained, "--warm-up": warm_up}
         idle |= {"--replay": replay, "--check": check, "--recipe": recipe}
         _refuse_idle(idle, "--add-target, which runs in this process on a finished artifact")
-        with Watch(quiet=quiet) as watch:
+        with Watch() as watch:
             source = add_targets(out, add_target, settings=data, progress=watch)
         outcome = {
             "kept features": f"added {add_target} from the stored features",
@@ -118,13 +116,13 @@ def build(
             )
         from grasp.pipeline.forecast import forecast as estimate
 
-        with Watch(quiet=quiet) as watch:
+        with Watch() as watch:
             print(estimate(out, data, untrained=untrained, replay=replay, check=check, recipe=recipe, progress=watch))
         return
     if engine == "local":
         _refuse_idle({"--workers": workers}, "--engine local; use --engine ray")
     spec = cluster_spec(engine, workers, address, get_setting(data, "model.threads"))
-    with Watch(quiet=quiet) as watch:
+    with Watch() as watch:
         artifact = run(
             out=out,
             settings=data,
@@ -177,14 +175,13 @@ def _print_summary(out: str, artifact: "ArtifactReader") -> None:
 def merge(
     parts: list[str] = typer.Argument(..., metavar="ART", help="Two or more artifacts, in the order of the rows."),
     out: Path = option("--out DIR", "New directory for the artifact."),
-    quiet: Quiet = False,
 ) -> None:
     """Merge artifacts of different sources into one.
 
     They must have the same model, features, moments and targets: build the later ones with --like. Texts are not
     copied: use the original artifacts for explain and select --export.
     """
-    with Watch(quiet=quiet) as watch:
+    with Watch() as watch:
         artifact = grasp.merge(parts, out, progress=watch)
     print(f"{out}: {len(artifact):,} rows of {len(parts)} artifacts, targets: {', '.join(artifact.targets)}")
 
@@ -238,9 +235,6 @@ def info(
 PreviewModel = Annotated[
     str | None, option("--model DIR", "Model whose tokenizer divides texts into tokens. Default: none are counted.")
 ]
-PreviewTokenizer = Annotated[
-    str | None, option("--tokenizer DIR", "Tokenizer. Default: the one in the directory of the model.")
-]
 
 
 def _preview_settings(
@@ -272,7 +266,6 @@ def _preview_settings(
 def corpus(
     path: str = typer.Argument(..., metavar="FILE", help="Corpus: a file, directory, URL or hub dataset."),
     model: PreviewModel = None,
-    tokenizer: PreviewTokenizer = None,
     split: str | None = option("--split NAME", "Split of a corpus that has several.", None),
     text_column: str | None = option(
         "--text-column COLUMN", "Column of the text, or of conversation turns. Default: text or messages.", None
@@ -293,7 +286,7 @@ def corpus(
     from grasp.yaml_files import validated
 
     flags = {"corpus.path": path, "corpus.split": split, "corpus.text_column": text_column}
-    flags |= {"corpus.row_id_column": id_column, "model.path": model, "model.tokenizer": tokenizer}
+    flags |= {"corpus.row_id_column": id_column, "model.path": model}
     settings, model_settings, tokenizer_path = _preview_settings("corpus", assign, flags)
     settings = validated(CorpusSettings, settings, "corpus")
     print(preview_corpus(settings, model=model_settings, tokenizer=tokenizer_path, limit=limit))
@@ -305,7 +298,6 @@ def targets(
         ..., metavar="NAMES", help="Tasks, or files of questions; NAME@margin for multiple choice."
     ),
     model: PreviewModel = None,
-    tokenizer: PreviewTokenizer = None,
     assign: Assignments = [],
 ) -> None:
     """Show what a build would read of targets.
@@ -319,7 +311,7 @@ def targets(
     from grasp.yaml_files import validated
 
     flags: dict[str, Any] = {"targets.names": [name for text in names for name in split_names(text)]}
-    flags |= {"model.path": model, "model.tokenizer": tokenizer}
+    flags |= {"model.path": model}
     settings, model_settings, tokenizer_path = _preview_settings("targets", assign, flags)
     settings = validated(TargetSettings, settings, "targets")
     print(preview_targets(settings, model=model_settings, tokenizer=tokenizer_path))

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import grasp
 from grasp.cli.app import command
 from grasp.cli.console import check_outputs, show
-from grasp.cli.options import Art, Quiet, ResultFile
+from grasp.cli.options import Art, ResultFile
 from grasp.progress_display import Watch
 
 if TYPE_CHECKING:
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     "grasp detect art --target trusted --top 20 --out suspects.parquet",
     "grasp detect art --target trusted --label topic --truth was_changed",
     verb="grasp.inspect.detect",
-    more="k neighbours match",
+    more="k match",
 )
-def detect(art: Art, out: ResultFile = None, quiet: Quiet = False, **params: Any) -> None:
+def detect(art: Art, out: ResultFile = None, **params: Any) -> None:
     artifact = grasp.open(art)
     check_outputs({"--out": out}, artifact=artifact.files, tables=["--out"])
-    with Watch(quiet=quiet) as watch:
+    with Watch() as watch:
         suspects = artifact.detect(**params, progress=watch)
     _print_comparison(suspects)
     print(suspects)

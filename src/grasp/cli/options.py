@@ -17,7 +17,7 @@ from grasp.yaml_files import parse_yaml, read_yaml, set_setting, set_settings
 if TYPE_CHECKING:
     from grasp.pipeline.ray_cluster import ClusterSpec
 
-# Used as annotations of command parameters, e.g. `art: Art` or `quiet: Quiet = False`.
+# Used as annotations of command parameters, e.g. `art: Art` or `out: ResultFile = None`.
 Art = Annotated[str, typer.Argument(metavar="ART", help="Directory or URL of the artifact.")]
 ResultFile = Annotated[Path | None, option("--out FILE", "Write the table to a .parquet or .csv file.")]
 JsonFile = Annotated[Path | None, option("--json FILE", "Write all results as JSON.")]
@@ -37,7 +37,6 @@ Address = Annotated[
     str | None,
     rare("--address HOST", "Ray cluster, e.g. auto or head:6379. Default: start one on this machine."),
 ]
-Quiet = Annotated[bool, rare("--quiet", "Print plain lines instead of a progress bar.")]
 
 
 def merge_settings(

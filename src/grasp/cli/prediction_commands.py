@@ -9,7 +9,7 @@ from typing import Any
 import grasp
 from grasp.cli.app import command, option
 from grasp.cli.console import PlainStream, check_outputs, in_colour, print_result
-from grasp.cli.options import Art, JsonFile, ModelOverrides, Quiet, ResultFile, merge_settings, split_names
+from grasp.cli.options import Art, JsonFile, ModelOverrides, ResultFile, merge_settings
 from grasp.errors import SettingsError
 from grasp.files import write_atomically
 from grasp.progress_display import Watch
@@ -24,7 +24,7 @@ TOP = 10  # default of grasp score --top
     "grasp score art --target sciq --out rows.parquet",
     "grasp score art --target sciq --method bm25",
     verb="grasp.api.score",
-    more="protocol unit match method method_settings checkpoints runs cache",
+    more="protocol unit match method method_settings checkpoints runs",
 )
 def score(
     art: Art,
@@ -32,14 +32,13 @@ def score(
         "--top N", f"Number of most helpful rows. Default: {TOP}, or all with --out.", None, min=0
     ),
     out: ResultFile = None,
-    quiet: Quiet = False,
     **params: Any,
 ) -> None:
     artifact = grasp.open(art)
     check_outputs({"--out": out}, artifact=artifact.files, params=params, tables=["--out"])
     if top is None and out is None and not params["bottom"]:
         top = TOP
-    with Watch(quiet=quiet) as watch:
+    with Watch() as watch:
         result = artifact.score(**params, top=top, out=out, progress=watch)
     print_result(result, out, written=result.lines)
 
@@ -100,38 +99,17 @@ def explain(
     "grasp report art --out report.html",
     "grasp report art --runs dev --selection kept.json --mixture mixture.json --out report.html",
     "grasp report art --detect suspects.parquet --out report.html",
-    "grasp report art --atlas map",
-    "grasp report step-3000 --previous step-1000 --previous step-2000 --by topic --out report.html",
     verb="grasp.report.build_report",
-    more="protocol explain partial previous",
+    more="protocol explain partial",
 )
 def report(
     art: Art,
-    out: Path | None = option("--out FILE", "HTML file to write; it works offline.", None),
-    atlas: Path | None = option("--atlas DIR", "Write the rows as a map for Embedding Atlas.", None),
-    quiet: Quiet = False,
+    out: Path = option("--out FILE", "HTML file to write; it works offline."),
     **params: Any,
 ) -> None:
     artifact = grasp.open(art)
-    if out is None and atlas is None:
-        raise SettingsError(
-            "report: missing --out or --atlas; pass a file for the page, a directory for the map, or both"
-        )
     check_outputs({"--out": out}, artifact=artifact.files, params=params)
-    if atlas is not None:
-        from grasp.predict.default_protocol import resolve_protocol
-        from grasp.report.atlas import write_atlas
-
-        open_command = write_atlas(
-            artifact.files,
-            atlas,
-            protocol=resolve_protocol(params["protocol"], artifact.files),
-            targets=split_names(params["target"]),
-        )
-        print(f"{atlas}: map of the rows; to open it, pip install embedding-atlas and run\n  {open_command}")
-    if out is None:
-        return
-    with Watch(quiet=quiet) as watch:
+    with Watch() as watch:
         page = artifact.report(out, **params, progress=watch)
     print(f"{page}: {size_text(page.stat().st_size)}; open it in a browser (works offline)")
 
@@ -175,7 +153,7 @@ def _print_address(address: str) -> None:
     "grasp predict art --subsets subsets.parquet --out predictions.parquet",
     "grasp predict art --by topic --runs dev",
     verb="grasp.api.predict",
-    more="protocol omitted family count seed units components",
+    more="protocol units components",
 )
 def predict(art: Art, out: ResultFile = None, **params: Any) -> None:
     if params["weight"]:

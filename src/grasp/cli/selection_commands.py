@@ -9,7 +9,7 @@ import typer
 import grasp
 from grasp.cli.app import command, option, rare
 from grasp.cli.console import check_outputs
-from grasp.cli.options import Art, Quiet, table_outputs
+from grasp.cli.options import Art, table_outputs
 from grasp.errors import SettingsError
 from grasp.files import check_directory
 from grasp.progress_display import Watch
@@ -56,7 +56,6 @@ def select(
         "Maximum size of an exported file: 256MB before compression, or a number of records. Default: 50,000.",
         None,
     ),
-    quiet: Quiet = False,
     **params: Any,
 ) -> None:
     from grasp.select.export import Exporter
@@ -84,7 +83,7 @@ def select(
             raise SettingsError(
                 "--documents, --ids-out, --corpus, --format, --shard-size: only apply to an export; add --export DIR"
             )
-    with Watch(quiet=quiet) as watch:
+    with Watch() as watch:
         selection = opened.select(**params, progress=watch)
     print(selection)
     if out is not None:
@@ -145,8 +144,8 @@ def mix(
     verb="grasp.distil.distil",
     more="protocol seed",
 )
-def distil(art: Art, quiet: Quiet = False, **params: Any) -> None:
-    with Watch(quiet=quiet) as watch:
+def distil(art: Art, **params: Any) -> None:
+    with Watch() as watch:
         result = grasp.open(art).distil(**params, progress=watch)
     print(result)
 
@@ -161,9 +160,8 @@ def apply(
     keep: str | None = option(
         "--keep AMOUNT", "Copy the best documents to DIR/kept: a share (20%) or a number of documents.", None
     ),
-    quiet: Quiet = False,
     **params: Any,
 ) -> None:
-    with Watch(quiet=quiet) as watch:
+    with Watch() as watch:
         result = grasp.apply(scorer, keep=keep, **params, progress=watch)
     print(result)

@@ -15,7 +15,6 @@ from grasp.cli.options import (
     Assignments,
     ConfigFile,
     JsonFile,
-    Quiet,
     cluster_spec,
     merge_settings,
     split_names,
@@ -73,7 +72,7 @@ def methods(
     "grasp retrain --like art --train further --recipe dpo.yaml --family uniform:0.5 --out env",
     "grasp retrain --out env --resume --engine ray --workers 16 --address auto",
     verb="grasp.api.retrain",
-    more="model loss text_column id_column workers train_command stack",
+    more="model loss text_column id_column workers train_command",
 )
 def retrain(
     settings: ConfigFile = None,
@@ -87,13 +86,12 @@ def retrain(
         "--engine NAME", "local: processes on this machine; ray: a Ray cluster whose nodes share --out.", "local"
     ),
     address: Address = None,
-    quiet: Quiet = False,
     **params: Any,
 ) -> None:
     params["targets"] = split_names(params["targets"])
     settings_data = merge_settings(settings or {}, assign, {}) if settings or assign else None
     spec = cluster_spec(engine, params["workers"], address, None)
-    with Watch(quiet=quiet) as watch:
+    with Watch() as watch:
         retrained = grasp.retrain(
             **params, settings=settings_data, jobs=print if print_jobs else None, cluster=spec, progress=watch.runs
         )
@@ -108,13 +106,12 @@ def retrain(
     "grasp evaluate art --runs env --method-settings methods.yaml --checkpoints env/reference/seed-0",
     "grasp evaluate art --runs env --predictions theirs.parquet --predictions row_scores.npy",
     verb="grasp.api.evaluate",
-    more="partial controls development family method_settings checkpoints cache oracles resamples",
+    more="partial controls development family method_settings checkpoints oracles resamples",
 )
 def evaluate(
     art: Art,
     csv_file: Path | None = option("--csv FILE", "Write CSV, one row per method and target.", None),
     json_file: JsonFile = None,
-    quiet: Quiet = False,
     **params: Any,
 ) -> None:
     opened = grasp.open(art)
@@ -124,7 +121,7 @@ def evaluate(
         raise SettingsError(
             f"--methods: got {params['methods']!r}, expected names separated by commas; see grasp methods"
         )
-    with Watch(quiet=quiet) as watch:
+    with Watch() as watch:
         result = grasp.evaluate(opened, **params, progress=watch)
     if not {json_file, csv_file} & {*STANDARD_OUTPUTS}:
         print(result)

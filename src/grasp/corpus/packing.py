@@ -16,10 +16,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Annotated, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
-from pydantic import AliasChoices, Field
 
 from grasp.arrays import I32, I64, Bool
 from grasp.corpus.conversations import UnusableConversationError
@@ -43,8 +42,7 @@ class Cursor:
 
     document: int = 0  # index of the document
     token: int = 0  # position among its tokens
-    # number of earlier rows that are named after the document; written as `named` before version 0.3
-    n_named_rows: Annotated[int, Field(validation_alias=AliasChoices("n_named_rows", "named"))] = 0
+    n_named_rows: int = 0  # number of earlier rows that are named after the document
 
 
 START: Final = Cursor()

@@ -62,7 +62,6 @@ from grasp.store.records import FileName, JsonModel, Mark, Signed
 from grasp.text import parse_json, skipped_lines
 
 FORMAT: Final = 2
-FORMAT_WITHOUT_SPANS: Final = 1  # the previous format version
 PUBLIC_COLUMNS: Final = ("row_id", "doc_id", "n_tokens", "snippet")
 SUMMARY: Final = "store.json"
 RECOVERY_HINT: Final = "delete its directory and rebuild"
@@ -84,7 +83,7 @@ class RowsMark(Mark):
 
 
 class StoreSummary(JsonModel):
-    """Summary of a store, store.json. Earlier versions left `files` empty; the artifact's manifest has them."""
+    """Summary of a store, store.json."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -125,9 +124,7 @@ def summary_of(holds: str) -> Signed[StoreSummary]:
         RECOVERY_HINT,
         CorpusError,
         missing_message="an unfinished row store; run the build again to resume it",
-        allow_unsigned=True,
         format_field="holds",
-        older_versions=(FORMAT_WITHOUT_SPANS,),
     )
 
 
@@ -169,7 +166,7 @@ class ShardStore(ABC, Generic[S, R]):
         self._files = Files(directory, summary.files, RECOVERY_HINT, CorpusError)
         self.n_rows, self.n_shards, self.shard_rows = summary.n_rows, summary.n_shards, summary.shard_rows
         self.n_tokens, self.n_documents, self.fingerprint = summary.n_tokens, summary.n_documents, summary.fingerprint
-        self.details, self.skipped, self.format_version = summary.details, summary.skipped, summary.format_version
+        self.details, self.skipped = summary.details, summary.skipped
         self._kinds = dict(summary.labels)
         self.label_columns, self.ignored_columns = tuple(self._kinds), tuple(summary.ignored_columns)
         self._public_columns = (*PUBLIC_COLUMNS, *self.label_columns)  # columns of `table`, in this order
@@ -221,7 +218,7 @@ class ShardStore(ABC, Generic[S, R]):
         _refuse_other_files(directory)
         complete = cls.open(directory) if kind_of(directory / SUMMARY) == "file" else None
         plan = {  # without the path, since a corpus may be moved
-            "format": FORMAT if complete is None or replace else complete.format_version,
+            "format": FORMAT,
             "settings": _identifying_settings(settings) | {"shard_rows": shard_rows},
             **reader,
             "corpus": _files_of(source),
@@ -726,11 +723,8 @@ class RowStore(ShardStore[TokenRows, Row]):
     def was_built_from(self, source: Source) -> bool:
         """Return whether a source has the files from which the rows were built, so that their texts can be read.
 
-        Files are compared by name, size and stamp: a digest of the content, or the modification time. Rows of the
-        previous format have no spans of characters, and the answer is False.
+        Files are compared by name, size and stamp: a digest of the content, or the modification time.
         """
-        if self.format_version == FORMAT_WITHOUT_SPANS:
-            return False
         try:
             plan = parse_json((self._directory / ROWS.plan).read_bytes())
         except (OSError, ValueError):

@@ -25,7 +25,6 @@ def calibrate(
         "--family FILE", "Candidate protocols. Default: the built-in family, shortened for few subsets.", None
     ),
     listing: Path | None = option("--list FILE", "Write the built-in family as a template, and exit.", None),
-    delta: float = rare("--delta SHARE", "Probability that the bound of any protocol is wrong.", 0.05),
     resamples: int = rare("--resamples N", "Bootstrap resamples of the subsets.", 1_000, min=10),
 ) -> None:
     """Select a scoring protocol on retrained subsets.
@@ -61,7 +60,6 @@ def calibrate(
         runs,
         family=family,
         target=split_names(target),
-        delta=delta,
         resamples=resamples,
         name=out.stem,
     )

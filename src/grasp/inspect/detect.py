@@ -48,7 +48,7 @@ from grasp.yaml_files import describe
 
 RECORD: Final = b"grasp.suspects"  # key of the `DetectionRecord` in the metadata of the Parquet table
 CHANCE_AUROC: Final = 0.5  # AUROC of a score without information
-DEFAULT_NEIGHBOURS = 10
+NEIGHBOURS = 10
 FALSE_POSITIVES = 0.01  # default share of correct rows that may be flagged
 DEFAULT_TOP = 10
 MIN_ROWS = 10  # fewer rows have no meaningful distribution
@@ -106,7 +106,6 @@ def detect(
     clean: str | None = None,
     truth: str | None = None,
     k: int | None = None,
-    neighbours: int | None = None,
     match: str | None = None,
     progress: Progress | None = None,
 ) -> Suspects:
@@ -129,7 +128,6 @@ def detect(
         clean: column that is true for rows verified to be correct, which determine the threshold.
         truth: column that is true for rows known to be wrong, to evaluate the scores.
         k: number of first rows for precision and recall. Default: the number of wrong rows.
-        neighbours: number of nearest rows whose labels are compared. Default: 10.
         match: one kernel: gradient, output_layer, embedding, knn, hidden_bias, hidden_linear or pooled. Default:
             output_layer if it was built, else pooled.
         progress: receives stages and numbers of rows.
@@ -142,7 +140,7 @@ def detect(
     target = only_target(artifact, target)
     if label is None and CLASS_LABEL in pq.read_schema(artifact.rows_path).names:
         label = CLASS_LABEL
-    _check_numbers(artifact, label, top, truth, k, neighbours)
+    _check_numbers(artifact, label, top, truth, k)
     array = relevance_array(artifact, match)
     correct_N = None if clean is None else _boolean_column(artifact, clean, "clean")
     wrong_N = None if truth is None else _boolean_column(artifact, truth, "truth")
@@ -156,9 +154,7 @@ def detect(
     if label is not None:
         column = label_column(artifact, label)
         label = column.name  # as spelled in the corpus
-        label_scores, label_notes = _label_scores(
-            artifact, column, low_relevance_N, neighbours or DEFAULT_NEIGHBOURS, progress
-        )
+        label_scores, label_notes = _label_scores(artifact, column, low_relevance_N, NEIGHBOURS, progress)
         scores |= label_scores
     ranking, ranking_N = list(scores.items())[-1]  # `fused` if there are labels, else `low_relevance`
     if correct_N is not None:
@@ -196,18 +192,12 @@ def detect(
     return _rank_rows(artifact, record, scores, label, top)
 
 
-def _check_numbers(
-    artifact: ArtifactReader, label: str | None, top: int, truth: str | None, k: int | None, neighbours: int | None
-) -> None:
+def _check_numbers(artifact: ArtifactReader, label: str | None, top: int, truth: str | None, k: int | None) -> None:
     """Check the numbers that the user passed, that each has an effect, and that there are enough rows."""
     if top < 0:
         raise SettingsError(f"top: got {top}, expected 0 or more")
     if k is not None and truth is None:
         raise SettingsError("k: requires truth")
-    if neighbours is not None and label is None:
-        raise SettingsError("neighbours: requires a label")
-    if neighbours is not None and not 1 <= neighbours < MAX_CANDIDATES:
-        raise SettingsError(f"neighbours: got {neighbours}, expected at least 1 and fewer than {MAX_CANDIDATES}")
     if k is not None and not 1 <= k <= artifact.n_rows:
         raise SettingsError(f"k: got {k}, expected 1 to {artifact.n_rows}")
     if artifact.n_rows < MIN_ROWS:

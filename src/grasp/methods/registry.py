@@ -234,7 +234,6 @@ def load_methods(
     settings: Mapping[str, Any] | Path | str | None,
     *,
     checkpoints: Sequence[Path | str] = (),
-    cache: Path | str | None = None,
 ) -> tuple[ConfiguredMethod, ...]:
     """Configure methods by name, from a settings file, or both; return an empty tuple if neither is passed.
 
@@ -242,14 +241,12 @@ def load_methods(
         names: names or labels, as in `configure_methods`.
         settings: configurations by label, or a YAML file with them.
         checkpoints: checkpoints for methods that use them; here only checked.
-        cache: directory of stored scores; here only checked.
     Raises:
-        SettingsError: as `configure_methods`; or checkpoints or a cache that no method uses.
+        SettingsError: as `configure_methods`; or checkpoints that no method uses.
     """
     if names is None and settings is None:
-        unused = [name for name, value in {"checkpoints": checkpoints, "cache": cache}.items() if value]
-        if unused:
-            raise SettingsError(f"{', '.join(unused)}: no effect without methods; pass --methods, or omit it")
+        if checkpoints:
+            raise SettingsError("checkpoints: no effect without methods; pass --methods, or omit it")
         return ()
     is_file = settings is not None and not isinstance(settings, Mapping)
     configurations = read_yaml(Path(str(settings))) if is_file else settings

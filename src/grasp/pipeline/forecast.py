@@ -1,34 +1,29 @@
 """`grasp build --forecast`: estimate size, time and disk of a build in seconds, from its first rows and a timed pass.
 
-The first megabyte of the corpus is divided into rows. The model is run on a few of their tokens (the probe), which is
+The first megabyte of the corpus is divided into rows. The model is run on a few rows and units (the probe), which is
 timed; everything else is extrapolated in proportion. `ratio` is the number of documents of the corpus over those that
 were read. Nothing is written to the artifact. Start with `forecast`.
-
-Shape letters: P positions, N rows, E units, K sampled coordinates of a gradient.
 """
 
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from grasp.artifact.manifest import MANIFEST
 from grasp.corpus.documents import documents_of
-from grasp.corpus.row_store import RowStore, TokenRows
+from grasp.corpus.row_store import RowStore
 from grasp.corpus.sources import open_source
 from grasp.errors import ArtifactError
-from grasp.kernels.gradient import allocate_unit_gradients
-from grasp.kernels.kernel import Batch, counts_rows, kernel_class, make_kernels
+from grasp.kernels.kernel import counts_rows, kernel_class, make_kernels
 from grasp.kernels.sketch import Sketch
 from grasp.kernels.whitening import STATES
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.forward_pass import Rows
 from grasp.pipeline.add_replay import forecast_added_replay, refuse_replay
 from grasp.pipeline.build import (
     REQUIRED,
@@ -39,7 +34,7 @@ from grasp.pipeline.build import (
     split_replay_settings,
 )
 from grasp.pipeline.inputs import ON_DISK, Inputs, prepare_inputs
-from grasp.pipeline.model_pass import Arrays, ModelPass, compute_moments, merge_batches, read_batches, score_shard
+from grasp.pipeline.model_pass import Arrays, compute_moments, score_shard
 from grasp.pipeline.pipeline import (
     MEGABYTE,
     Sample,
@@ -60,10 +55,9 @@ from grasp.yaml_files import plain_settings, require_flags, set_setting, set_set
 PROBE_CHARS = 1 << 20  # characters of the corpus that are divided into rows
 PROBE_DOCUMENTS = 4_096  # maximum number of documents that are read
 CHARS_PER_TOKEN = 4  # characters per token, for a corpus of token ids
-PROBE_TOKENS = 16  # of the first pass; each further pass has four times as many
-PROBE_SECONDS = 0.5  # minimum duration of the last timed pass, unless it has all rows
-SLOW_SECONDS = 4.0  # duration after which no longer pass is timed
-PROBE_UNITS = 64  # units that the probe is scored against
+PROBE_SECONDS = 0.5  # minimum duration of the timed pass, unless it has all rows; each has four times the rows before
+SLOW_SECONDS = 4.0  # duration of the pass over the first row after which no longer pass is timed
+PROBE_UNITS = 64  # maximum number of units that the probe is scored against
 MIN_LOSS_POSITIONS = 64  # positions with loss below which the loss does not show whether the model is trained
 
 
@@ -172,23 +166,21 @@ def _replay_lines(plan: ReplayPlan, forecast: ReplayForecast) -> str:
 
 @dataclass(frozen=True)
 class _Probe:
-    """Costs that were measured by a pass over a few tokens, extrapolated to all units but not to all rows.
+    """Costs of a pass over a few rows and units, extrapolated to all units but not to all rows.
 
     Attributes:
-        n_tokens: tokens of the pass.
-        row_seconds: time per row of the model and of the moments that does not depend on its length.
-        token_seconds: further time per token.
-        prepare_seconds: time to prepare the kernels for all units.
-        score_seconds: time to score these tokens against all units.
+        n_tokens: tokens of the rows.
+        pass_seconds: time of the model and the moments on these rows.
+        unit_seconds: time of the model on all units, and of preparing the kernels for them.
+        score_seconds: time to score these rows against all units.
         widths: numbers per row, by array.
         moment_bytes: bytes of the moments of the whole sample.
-        feature_bytes: bytes of the features of these tokens as an artifact stores them.
+        feature_bytes: bytes of the features of these rows as an artifact stores them.
     """
 
     n_tokens: int
-    row_seconds: float
-    token_seconds: float
-    prepare_seconds: float
+    pass_seconds: float
+    unit_seconds: float
     score_seconds: float
     widths: Mapping[str, int]
     moment_bytes: int
@@ -196,36 +188,30 @@ class _Probe:
 
 
 def _timed_probe(inputs: Inputs, *, untrained: bool) -> _Probe:
-    """Run the model on more and more tokens until a pass is long enough to be timed, and score them."""
+    """Run the model on more and more rows until a pass is long enough to be timed, and score them."""
     model_pass, features = inputs.model_pass, inputs.settings.features
     sample = Sample.draw(inputs.store.loss_counts(), features)
-    n_tokens = PROBE_TOKENS
-    timed: list[tuple[int, float]] = []  # tokens and seconds of each pass
-    while True:
-        rows = _first_tokens(inputs.store.rows(np.arange(min(inputs.store.n_rows, n_tokens))), n_tokens)
+    n_rows, pass_seconds = 0, 0.0
+    while n_rows < inputs.store.n_rows and pass_seconds < (SLOW_SECONDS if n_rows == 1 else PROBE_SECONDS):
+        n_rows = min(4 * n_rows or 1, inputs.store.n_rows)
+        rows = inputs.store.rows(np.arange(n_rows))
         cached_batches: list[Arrays] = []
         started = time.perf_counter()
         corpus = compute_moments(model_pass, rows, states_every=sample.states_every, on_batch=cached_batches.append)
-        timed.append((rows.n_tokens, time.perf_counter() - started))
-        if rows.n_tokens == inputs.store.n_tokens or timed[-1][1] >= SLOW_SECONDS:
-            break
-        if len(timed) > 1 and timed[-1][1] >= PROBE_SECONDS:
-            break
-        n_tokens *= 4
-    row_seconds, token_seconds = _row_and_token_seconds(timed, len(rows))
+        pass_seconds = time.perf_counter() - started
     if not untrained and corpus.n_positions >= MIN_LOSS_POSITIONS:
         refuse_untrained(corpus.loss, inputs.model)
 
-    # The rows stand in for the units: units would need a pass of their own, and scoring depends on their number only.
-    n_units, unit_tokens = len(inputs.unit_set.units), inputs.unit_tokens
-    n_answer_tokens = [len(unit.input_ids) - unit.first for unit in unit_tokens]
-    n_positions = round(sum(n_answer_tokens) / len(n_answer_tokens)) if n_answer_tokens else 1
-    units = _as_units(model_pass, cached_batches, min(n_units, PROBE_UNITS), n_positions)
+    # no more tokens of units than of rows; images take equally long, so that rows stand in for units
+    n_units, tokens = len(inputs.unit_set.units), inputs.unit_tokens
+    lengths = np.cumsum([len(unit.input_ids) for unit in tokens])
+    n_timed = int(np.clip(np.searchsorted(lengths, rows.n_tokens), 1, PROBE_UNITS)) if tokens else len(rows)
     started = time.perf_counter()
+    units = model_pass.units(tokens[:n_timed] or rows, [f"unit {k}" for k in range(n_timed)])
     kernels = make_kernels(features.kernels, inputs.model, features, corpus)
     for kernel in kernels:
         kernel.prepare(units)
-    prepare_seconds = time.perf_counter() - started
+    unit_seconds = time.perf_counter() - started
     started = time.perf_counter()
     shard = score_shard(
         model_pass, rows, kernels=kernels, keep_features=inputs.settings.keep_features, cached_batches=cached_batches
@@ -235,9 +221,8 @@ def _timed_probe(inputs: Inputs, *, untrained: bool) -> _Probe:
     states_factor = min(inputs.store.n_loss_positions, STATES) / max(1, corpus.n_positions)
     return _Probe(
         n_tokens=rows.n_tokens,
-        row_seconds=row_seconds,
-        token_seconds=token_seconds,
-        prepare_seconds=prepare_seconds * units_factor,
+        pass_seconds=pass_seconds,
+        unit_seconds=unit_seconds * units_factor,
         score_seconds=score_seconds * units_factor,
         widths={
             name: n_units if name.startswith("relevance_") else array.shape[1] for name, array in shard.arrays.items()
@@ -249,67 +234,6 @@ def _timed_probe(inputs: Inputs, *, untrained: bool) -> _Probe:
         ),
         feature_bytes=sum(array.nbytes for array in (shard.features or {}).values()),
     )
-
-
-def _row_and_token_seconds(timed: Sequence[tuple[int, float]], n_rows: int) -> tuple[float, float]:
-    """Return the seconds per row and per token, from the tokens and seconds of each pass; the last had `n_rows`.
-
-    A large model reaches the time of a probe before the end of the first row. A row has a fixed cost (its gradient is
-    sampled once), which a piece of a row would spread over too few tokens. It is the intercept of a line through the
-    last two passes, if both were pieces of one row; otherwise it is included in the seconds per token.
-    """
-    last_tokens, last_seconds = timed[-1]
-    if n_rows > 1 or len(timed) == 1:
-        return 0.0, last_seconds / last_tokens
-    tokens, seconds = timed[-2]
-    if tokens == last_tokens or last_seconds <= seconds:  # no line: the first pass of a process is slow
-        return 0.0, last_seconds / last_tokens
-    row_seconds = max(0.0, (seconds * last_tokens - last_seconds * tokens) / (last_tokens - tokens))
-    return row_seconds, (last_seconds - row_seconds) / last_tokens
-
-
-def _first_tokens(rows: Rows, n_tokens: int) -> Rows:
-    """Return rows of at most `n_tokens` tokens; if the first row is longer, its end, since answers come last."""
-    if not isinstance(rows, TokenRows):
-        return rows  # images
-    n_rows = max(1, int(np.searchsorted(rows.offsets, n_tokens, side="right")) - 1)
-    stop = int(rows.offsets[n_rows])
-    start = max(0, stop - n_tokens) if n_rows == 1 else 0
-    offsets, loss_mask = np.maximum(rows.offsets[: n_rows + 1] - start, 0), rows.loss_mask
-    if loss_mask is not None:
-        loss_mask = loss_mask[start:stop].copy()
-        loss_mask[offsets[:-1]] = False  # the first token of a row is never predicted
-        loss_mask[-1] = True
-    return replace(
-        rows,
-        flat_ids=rows.flat_ids[start:stop],
-        offsets=offsets,
-        table=rows.table.slice(0, n_rows),
-        loss_mask=loss_mask,
-    )
-
-
-def _as_units(model_pass: ModelPass, cached_batches: Sequence[Arrays], n_units: int, n_positions: int) -> Batch:
-    """Return `n_units` units of `n_positions` positions each, made of the rows of the probe, in turn."""
-    batches = [
-        pair for arrays in cached_batches for pair in read_batches(arrays, model_pass, model_pass.model.vocab_size)
-    ]
-    n_rows = sum(len(index) for index, _ in batches)
-    copies = -(-n_units // n_rows)
-    rows = merge_batches(
-        [(index + k * n_rows, batch) for k in range(copies) for index, batch in batches], copies * n_rows
-    )
-    rows = rows.rows(0, n_units)
-    start_P = torch.searchsorted(rows.row_P, rows.row_P)  # first position of the row; positions are in order of row
-    selected_P = torch.nonzero(torch.arange(len(rows.row_P), device=start_P.device) - start_P < n_positions)[:, 0]
-    units = replace(rows.at_positions(selected_P, rows.row_P[selected_P], n_units), summary_batch=rows.summary_batch)
-    if model_pass.sampled is None:
-        return units
-    gradient_NK = torch.cat([batch.gradient_BK for _, batch in batches if batch.gradient_BK is not None])
-    gradient_EK = allocate_unit_gradients(n_units, model_pass.sampled, model_pass.settings.gradient_memory_mb)
-    for e in range(n_units):
-        gradient_EK[e] = gradient_NK[e % n_rows].to(gradient_EK.device, gradient_EK.dtype)
-    return replace(units, gradient_BK=gradient_EK, sampled=model_pass.sampled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +263,8 @@ def _report(inputs: Inputs, probe: _Probe, ratio: float, tokens_bytes: int) -> s
     cached_bytes = round(ratio * feature_bytes(inputs))
     fits = cached_bytes <= settings.features.max_cache_mb * MEGABYTE
     use_cache = sampled_fraction == 1 and fits  # the features of loop 1 are stored, see `pipeline.can_cache`
-    seconds = _build_seconds(inputs, probe, size, passes=1.0 if use_cache else 1.0 + sampled_fraction)
+    passes = 1.0 if use_cache else 1.0 + sampled_fraction
+    seconds = (passes * probe.pass_seconds + probe.score_seconds) * size.n_tokens / probe.n_tokens + probe.unit_seconds
 
     # Disk: numbers of every row, its names and labels (as one table, and shard by shard), moments, stored features.
     finished = size.n_rows * sum(probe.widths.values()) * np.dtype(settings.array_dtype).itemsize + probe.moment_bytes
@@ -377,12 +302,3 @@ def _sampled_fraction(inputs: Inputs, size: _CorpusSize, ratio: float) -> float:
         min_positions = max(features.sample_positions, min_rows * size.n_loss_positions // size.n_rows)
         n_positions = min(size.n_loss_positions, min_positions)
     return n_positions / max(1, size.n_loss_positions)
-
-
-def _build_seconds(inputs: Inputs, probe: _Probe, size: _CorpusSize, passes: float) -> float:
-    """Return the time of a build whose model reads every unit once, and every row `passes` times on average."""
-    n_units = len(inputs.unit_set.units)
-    n_unit_tokens = sum(len(unit.input_ids) for unit in inputs.unit_tokens) or n_units
-    seconds = probe.token_seconds * (passes * size.n_tokens + n_unit_tokens)
-    seconds += probe.row_seconds * (passes * size.n_rows + n_units)
-    return seconds + probe.prepare_seconds + probe.score_seconds * size.n_tokens / probe.n_tokens

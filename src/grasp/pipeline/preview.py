@@ -98,7 +98,7 @@ def preview_corpus(
     if encoder is None:
         examples = records.examples
         notes += _skipped_notes(records.skipped)
-        notes.append("rows and tokens: pass --model or --tokenizer, to divide the records")
+        notes.append("rows and tokens: pass --model or --set model.tokenizer=DIR, to divide the records")
     else:
         with TemporaryDirectory() as directory:
             store = RowStore.write(Path(directory) / "rows", settings, encoder, shard_rows=4_096, context=context)
@@ -215,7 +215,7 @@ def preview_targets(
     if encoder is None:
         lengths = None
         texts = [_unit_text(units.units[k]) for k in example_index]
-        notes = ["tokens: pass --model or --tokenizer, to encode the questions"]
+        notes = ["tokens: pass --model or --set model.tokenizer=DIR, to encode the questions"]
     else:
         units = units.rendered(encoder)
         encoded = units.tokenize(encoder, settings.max_length, context)

@@ -125,11 +125,7 @@ class BuildSource:
     def unit_tokens(self) -> list[UnitTokens]:
         """Return the tokens of every unit; the labels that carry loss are `input_ids[first:]`."""
         table = self.artifact.units
-        stored: list[Any] = table[IDS_COLUMN].to_pylist() if IDS_COLUMN in table.column_names else [None] * len(table)
-        if None in stored:  # version 0.2 stored the texts only
-            encoded = self.units.tokenize(self.tokenizer, self.settings.targets.max_length)
-            stored = [unit.input_ids if ids is None else ids for ids, unit in zip(stored, encoded, strict=True)]
-        return stored_tokens(table, stored)
+        return stored_tokens(table, table[IDS_COLUMN].to_pylist())
 
     @cached_property
     def model(self) -> "Reference":

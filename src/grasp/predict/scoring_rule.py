@@ -27,7 +27,6 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator
 
-from grasp.artifact.reader import RENAMED_KERNELS, RENAMED_SETTINGS
 from grasp.errors import ProtocolError, SettingsError
 from grasp.files import atomic_path
 from grasp.settings import Positions, Settings
@@ -246,31 +245,17 @@ def load_protocol(path: Path | str) -> ScoringProtocol:
 def parse_protocol(settings: Mapping[str, Any], location: str) -> ScoringProtocol:
     """Create a protocol from plain settings, an `InteractionProtocol` if any setting asks for interactions.
 
-    Kernels and settings may have their names of version 0.2.
-
     Args:
         settings: values by name.
         location: origin of the settings, for messages.
     Raises:
         ProtocolError: invalid settings.
     """
-    renamed = _with_current_names(settings)
-    if any(name in renamed and renamed[name] != neutral for name, neutral in NO_INTERACTION.items()):
+    if any(name in settings and settings[name] != neutral for name, neutral in NO_INTERACTION.items()):
         protocol_type: type[ScoringProtocol] = geometry().protocol_type
-        return validated(protocol_type, renamed, location, ProtocolError)
-    additive = {name: value for name, value in renamed.items() if name not in (*NO_INTERACTION, CALIBRATION)}
+        return validated(protocol_type, dict(settings), location, ProtocolError)
+    additive = {name: value for name, value in settings.items() if name not in (*NO_INTERACTION, CALIBRATION)}
     return validated(ScoringProtocol, additive, location, ProtocolError)
-
-
-def _with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings in which names of version 0.2 are replaced by the current ones."""
-    renamed = {"match": RENAMED_KERNELS, "requires": RENAMED_SETTINGS}
-    return {
-        field: {renamed[field].get(name, name): value for name, value in setting.items()}
-        if field in renamed and isinstance(setting, Mapping)
-        else setting
-        for field, setting in settings.items()
-    }
 
 
 def save_protocol(protocol: ScoringProtocol, path: Path | str) -> None:

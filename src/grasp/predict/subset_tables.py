@@ -31,8 +31,6 @@ from grasp.predict.weights import (
     MAX_WEIGHT,
     MIN_WEIGHT,
     WEIGHT_RANGE,
-    MissingRows,
-    Side,
     SubsetBlock,
     WeightedRows,
     in_blocks,
@@ -96,7 +94,6 @@ def read_subsets(
     row_index_of: RowIndex,
     block: int = 256,
     *,
-    side: Side = "retained",
     corpus: str | None = None,
 ) -> Iterator[SubsetBlock]:
     """Read a long table of subsets in blocks, subsets in order of first appearance.
@@ -105,8 +102,6 @@ def read_subsets(
         source: Parquet file or table.
         row_index_of: positions of the rows of the corpus.
         block: maximum number of subsets per block.
-        side: side that the table lists. The rows of an `omitted` table are removed from the corpus and the rest is
-            the subset; such a table has no weights.
         corpus: expected corpus fingerprint; None accepts a table of any corpus.
     Raises:
         SubsetError: not Parquet, made from another corpus, missing columns, no lines, unknown rows, a row twice in one
@@ -116,11 +111,7 @@ def read_subsets(
     table = source if isinstance(source, pa.Table) else Path(source)
     location = "subsets" if isinstance(source, pa.Table) else str(source)
     names = _validate_columns(table, location, corpus)
-    if side == "omitted" and "weight" in names:
-        raise SubsetError(f"{location}: has a column 'weight', which omitted rows cannot have; drop the column")
     subsets = _read_subset_rows(table, location, names, row_index_of)
-    if side == "omitted":
-        return in_blocks((MissingRows(item.subset_id, item.row_index) for item in subsets), row_index_of.n_rows, block)
     return in_blocks(subsets, row_index_of.n_rows, block)
 
 

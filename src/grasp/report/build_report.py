@@ -7,7 +7,7 @@ import shlex
 from base64 import b64encode
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
@@ -54,7 +54,6 @@ def report(
     protocol: ScoringProtocol | Path | str | None = None,
     explain: int = DEFAULT_EXPLAINED,
     partial: bool = False,
-    previous: Sequence[str | Any] = (),
     progress: Progress | None = None,
 ) -> ReportFile:
     """Write a self-contained HTML report on which data to keep, and why.
@@ -74,7 +73,6 @@ def report(
         explain: number of most helpful rows per target whose words are shaded, and half as many of the most harmful;
             requires the model.
         partial: use the finished part of unfinished runs.
-        previous: artifact of an earlier checkpoint on the same corpus, oldest first.
         progress: receives the rows that are explained.
 
     Returns:
@@ -95,15 +93,8 @@ def report(
     bound_runs = None if runs is None else bind_runs(artifact, runs)
     files = {"selection": selection, "mixture": mixture, "suspects": suspects}
     paths = {name: None if file is None else Path(file) for name, file in files.items()}
-    earlier_artifacts: list[ArtifactReader] = [
-        ArtifactReader.open(checkpoint)
-        if isinstance(checkpoint, Path | str)
-        else getattr(checkpoint, "files", checkpoint)
-        for checkpoint in previous
-    ]
     reads: dict[str, InputPaths] = {f"{name} reads": path for name, path in paths.items()}
     reads |= {"holds the runs": None if bound_runs is None else bound_runs.path}
-    reads |= {"is the artifact of an earlier checkpoint": [checkpoint.path for checkpoint in earlier_artifacts]}
     protocol_path = Path(protocol) if isinstance(protocol, Path | str) else None
     check_outputs({"out": out}, artifact.protected_paths | reads | {"protocol reads": protocol_path})
     flags = {
@@ -118,7 +109,6 @@ def report(
     }
     options = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
     options += ["--partial"] if partial else []
-    options += [word for checkpoint in earlier_artifacts for word in ("--previous", checkpoint.location)]
     # the command line that reproduces the page, which the page shows
     command = shlex.join(["grasp", "report", artifact.location, *options, "--out", str(out)])
     findings = collect_findings(
@@ -126,7 +116,6 @@ def report(
         resolve_protocol(protocol, artifact),
         target=targets,
         by=by,
-        previous=earlier_artifacts,
         runs=bound_runs,
         partial=partial,
         **paths,

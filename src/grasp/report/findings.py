@@ -58,7 +58,6 @@ from grasp.report.example_rows import (
     explain_rows,
     iterate_columns,
 )
-from grasp.report.trends import LabelTrend, label_trends
 from grasp.runs.calibration import LearningCurve, OutcomePredictor, fit_outcomes, learning_curve
 from grasp.runs.training_runs import TrainingRuns
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
@@ -84,10 +83,6 @@ NO_LABELS = Missing(
 NO_TEXT = Missing(
     "The artifact has no text of its rows (corpus.snippet_chars is 0).",
     "Rebuild it with --set corpus.snippet_chars=240 to read the rows here.",
-)
-NO_TRENDS = Missing(
-    "Only one checkpoint was built.",
-    "Build earlier checkpoints of the model on the same corpus and pass the artifacts, oldest first, with --previous.",
 )
 NO_RUNS = Missing(
     "No retrained runs, so the agreement of predictions with retraining is unknown.",
@@ -192,8 +187,7 @@ class Findings:
     outcomes: OutcomePredictor | Missing  # predicts in the unit of the runs
     agreement: Agreement | Missing  # of predictions with retraining
     curve: LearningCurve | None
-    # results of other commands, and earlier checkpoints
-    trends: tuple[LabelTrend, ...] | Missing
+    # results of other commands
     selection: SelectionSummary | Missing
     mixture: MixtureSummary | Missing
     suspects: ShownSuspects | Missing
@@ -206,7 +200,7 @@ class Findings:
     @property
     def missing(self) -> tuple[Missing, ...]:
         """Return the parts that are not available."""
-        optional = (self.trends, self.agreement, self.selection, self.mixture, self.suspects)
+        optional = (self.agreement, self.selection, self.mixture, self.suspects)
         conditions = (
             (Missing(self.unshaded, ""), bool(self.unshaded)),
             (NO_LABELS, not self.labels),
@@ -223,7 +217,6 @@ def collect_findings(
     *,
     target: Sequence[str] | None = None,
     by: Sequence[str] = (),
-    previous: Sequence[ArtifactReader] = (),
     runs: TrainingRuns | None = None,
     partial: bool = False,
     selection: Path | None = None,
@@ -243,7 +236,6 @@ def collect_findings(
         protocol: scoring rule of the predictions.
         target: targets to show. Default: all.
         by: labels to slice by. Default: all labels with a suitable number of values.
-        previous: artifacts of earlier checkpoints on the same corpus, oldest first.
         runs: retrained or imported runs of the artifact's corpus.
         partial: use the finished part of unfinished runs.
         selection: JSON summary that `grasp select` writes.
@@ -321,7 +313,6 @@ def collect_findings(
         outcomes=outcomes,
         agreement=run_agreement,
         curve=learning_curve(outcomes) if isinstance(outcomes, OutcomePredictor) else None,
-        trends=label_trends([*previous, artifact], slices_by_label, targets) if previous else NO_TRENDS,
         selection=selection_summary,
         mixture=mixture_summary,
         suspects=NO_SUSPECTS if suspects is None else read_suspects(suspects, artifact, names),

@@ -54,7 +54,6 @@ def render(findings: Findings, live: str = "") -> str:
     for sign in "&<>":
         data = data.replace(sign, f"\\u{ord(sign):04x}")
     targets = unique_names(findings.targets, MAX_CELL_CHARS)
-    trends = [None] * len(findings.labels) if isinstance(findings.trends, Missing) else findings.trends
     fidelity = views.fidelity(findings)
     suspects = None if isinstance(findings.suspects, Missing) else views.suspects(findings.suspects)
     absent = {
@@ -80,7 +79,7 @@ def render(findings: Findings, live: str = "") -> str:
         targets=targets,
         target_options=[[str(t), target] for t, target in enumerate(targets)],
         label_options=[[str(i), plain(label.slices.label, 40)] for i, label in enumerate(findings.labels)],
-        labels=[views.slices(label, trend, targets) for label, trend in zip(findings.labels, trends, strict=True)],
+        labels=[views.slices(label, targets) for label in findings.labels],
         headline=views.headline(findings, targets),
         answers=views.answers(findings, targets),
         interval_note=_interval_note(findings),

@@ -15,7 +15,6 @@ from grasp.inspect.detect import ShownSuspects
 from grasp.pipeline.modality import vision
 from grasp.predict.predictor import EFFECT_SIZE
 from grasp.report.findings import Findings, LabelFindings, Missing, PredictedGain, display_unit
-from grasp.report.trends import LabelTrend
 from grasp.runs.calibration import N_DRAWS, OUTSIDE
 from grasp.runs.evaluation import Evaluation, MethodResult
 from grasp.runs.metrics import Estimate, TargetMetrics
@@ -209,8 +208,8 @@ def _agreement(findings: Findings, target: str) -> str:
 # -------------------------------------------------------------------------------------------------- slices
 
 
-def slices(label: LabelFindings, trend: LabelTrend | None, targets: Sequence[str]) -> View:
-    """Return the table of a label (one row per slice), its most similar slices, and its shares at every checkpoint."""
+def slices(label: LabelFindings, targets: Sequence[str]) -> View:
+    """Return the table of a label (one row per slice), and its most similar slices."""
     names, dropped = label.names, label.dropped
     mean_G, scale = dropped.value_GT.mean(axis=1), _bar_scale(dropped.value_GT)
     lines = []
@@ -228,21 +227,11 @@ def slices(label: LabelFindings, trend: LabelTrend | None, targets: Sequence[str
         [[names[i], names[j], signed(float(cosine_GG[i, j]), 2)] for i, j in ends if sign * cosine_GG[i, j] > 0]
         for sign, ends in ((1, pairs[:PAIRS_SHOWN]), (-1, pairs[::-1][:PAIRS_SHOWN]))
     )
-    trends = []
-    if trend is not None:
-        checkpoints = unique_names(trend.checkpoints, MAX_CELL_CHARS)
-        for t, target in enumerate(targets):
-            shares = [
-                [names[g], *(f"{share:+.1%}" for share in trend.share_CGT[:, g, t])]
-                for g in np.argsort(-trend.share_CGT[-1, :, t], kind="stable").tolist()
-            ]
-            trends.append({"target": target, "checkpoints": checkpoints, "lines": shares})
     return {
         "title": plain(label.slices.label, 40),
         "lines": lines,
         "grouped": label.slices.n_grouped and f"{label.slices.n_grouped:,}",
         "last": names[-1],
-        "trends": trends,
         "similar": similar,
         "opposite": opposite,
     }

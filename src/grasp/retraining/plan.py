@@ -97,7 +97,6 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> RetrainedRuns
                 "program": f"grasp {grasp.__version__}",
                 "torch": torch.__version__,
                 "device": str(device_of(settings.device)),
-                "stack": settings.stack,
                 "corpus": settings.corpus.model_dump(mode="json"),
                 "targets": settings.targets.model_dump(mode="json"),
             },

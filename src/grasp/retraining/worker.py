@@ -52,7 +52,7 @@ from grasp.store.locks import keep_renewed
 from grasp.targets.units import UnitTokens
 from grasp.text import duration_text
 from grasp.training.further_training import FurtherTraining
-from grasp.training.train import train, train_stacked
+from grasp.training.train import train, train_in_memory
 
 POLL_SECONDS = 2.0  # between checks whether other workers have finished
 TIMED_STEPS = 5  # number of steps whose time gives the estimate of the cost
@@ -66,8 +66,8 @@ class RetrainStatus:
         stage: recipe, tokenizer, rows, runs or cost.
         done: number of runs with a result.
         total: number of runs.
-        running: names of the current runs of this worker.
-        step: finished steps of the current runs.
+        running: name of the current run of this worker; empty if there is none.
+        step: finished steps of the current run.
         steps: steps of a run.
         seconds_left: extrapolated from the runs that finished during this call; None: unknown.
         note: what the recipe has that the training does not follow, at first; after the first steps, the estimated cost
@@ -77,7 +77,7 @@ class RetrainStatus:
     stage: str
     done: int = 0
     total: int = 0
-    running: tuple[str, ...] = ()
+    running: str = ""
     step: int = 0
     steps: int = 0
     seconds_left: float | None = None
@@ -161,9 +161,9 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
     first_step: tuple[int, float] | None = None  # step and time at which the measurement of the cost begins
     cost_reported = words is not None
 
-    def step_done(step: int, runs: tuple[Run, ...], left: int) -> None:
+    def step_done(step: int, run: Run, left: int) -> None:
         nonlocal first_step, cost_reported
-        progress(clock.status(left, tuple(run.stem for run in runs), step, steps))
+        progress(clock.status(left, run.stem, step, steps))
         if cost_reported or (first_step is not None and first_step[0] < step < min(first_step[0] + TIMED_STEPS, steps)):
             return
         if torch.device(worker.device).type == "cuda":
@@ -171,7 +171,7 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
         if first_step is None or step <= first_step[0]:
             first_step = step, time.perf_counter()  # the first step includes one-time costs
             return
-        run_seconds = steps * ((time.perf_counter() - first_step[1]) / (step - first_step[0]) / len(runs))
+        run_seconds = steps * (time.perf_counter() - first_step[1]) / (step - first_step[0])
         workers = settings.workers or 1
         with_workers = "" if workers == 1 else f" with {workers} workers"
         cost = (
@@ -183,20 +183,18 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
         cost_reported = True
 
     while pending := retrained.untried():
-        claims = retrained.claim(settings.stack, ttl=settings.lease_seconds)
-        if not claims:
+        claim = retrained.claim(ttl=settings.lease_seconds)
+        if claim is None:
             progress(clock.status(len(pending)))
             time.sleep(POLL_SECONDS)  # other workers hold the remaining runs; one of them may die
             continue
-        runs = tuple(claims)
-        with keep_renewed(list(claims.values()), ttl=settings.lease_seconds):
+        run, lease = claim
+        with keep_renewed([lease], ttl=settings.lease_seconds):
             if words is None:
-                utilities = worker.utilities(runs, partial(step_done, runs=runs, left=len(pending)))
-                for run, utility_E in zip(runs, utilities, strict=True):
-                    retrained.write_run(run, utility_E)
+                retrained.write_run(run, worker.utility(run, partial(step_done, run=run, left=len(pending))))
             else:
-                step_done(0, runs, len(pending))
-                worker.by_command(runs[0], words)
+                step_done(0, run, len(pending))
+                worker.by_command(run, words)
     left = len(retrained.pending())
     if not left:
         retrained.compact()
@@ -246,44 +244,44 @@ class Worker:
             else self.subsets[run.subset_id].toarray()[0]
         )
 
-    def utilities(self, runs: Sequence[Run], progress: Callable[[int], None]) -> list[F64]:
-        """Train the models of `runs`, and return the utility (-loss, nats per token) of every unit, (E,) per run.
+    def utility(self, run: Run, progress: Callable[[int], None]) -> F64:
+        """Train the model of a run, and return the utility (-loss, nats per token) of every unit, (E,).
 
         The model of the whole corpus is saved, with intermediate checkpoints.
 
         Raises:
-            ModelError: a run diverged; the message lists the runs.
+            ModelError: the run diverged.
         """
         if self.settings.train == "further":
-            return [self._further_utility(run, progress) for run in runs]
-        seeds, checkpoints = [run.seed for run in runs], self.settings.checkpoints
+            return self._further_utility(run, progress)
+        checkpoints = self.settings.checkpoints
         if checkpoints is None:
             steps = {self.recipe.steps * eighth // 8 for eighth in (1, 3, 5, 7)}
             checkpoints = tuple(sorted(steps - {0}))
         try:
-            if runs[0].subset_id == WHOLE_CORPUS_RUN:
+            if run.subset_id == WHOLE_CORPUS_RUN:
                 trained = train(
                     self.recipe,
                     self.store,
-                    seed=seeds[0],
+                    seed=run.seed,
                     tokenizer=self.tokenizer,
-                    out=self.retrained.path / "reference" / f"seed-{seeds[0]}",
+                    out=self.retrained.path / "reference" / f"seed-{run.seed}",
                     checkpoints=checkpoints,
                     device=self.device,
                     progress=progress,
                 )
-                return [-evaluate_units(trained.model.to(self.device), self.tokens)]
-            trainer = train_stacked(
+                return np.asarray(-evaluate_units(trained.model.to(self.device), self.tokens))
+            trainer = train_in_memory(
                 self.recipe,
                 self.store,
-                seeds=seeds,
-                retained=[self.weights(run) for run in runs],
+                seed=run.seed,
+                retained=self.weights(run),
                 device=self.device,
                 progress=progress,
             )
-            return list(-trainer.model.unit_losses(self.tokens))
+            return np.asarray(-trainer.model.unit_losses(self.tokens)[0])
         except ModelError as err:
-            raise ModelError(f"{self.retrained.path}: runs {[run.stem for run in runs]}: {err}") from err
+            raise ModelError(f"{self.retrained.path}: run {run.stem}: {err}") from err
 
     @cached_property
     def _further(self) -> FurtherTraining:
@@ -330,9 +328,9 @@ class _Clock:
         self._left_before = len(retrained.pending())
         self._started_at = time.monotonic()
 
-    def status(self, left: int, running: tuple[str, ...] = (), step: int = 0, steps: int = 0) -> RetrainStatus:
-        # current runs count by their share of finished steps
-        partial = len(running) * step / steps if steps else 0.0
+    def status(self, left: int, running: str = "", step: int = 0, steps: int = 0) -> RetrainStatus:
+        # the current run counts by its share of finished steps
+        partial = step / steps if running and steps else 0.0
         finished = self._left_before - left + partial
         elapsed = time.monotonic() - self._started_at
         seconds_left = elapsed / finished * (left - partial) if finished > 0 else None

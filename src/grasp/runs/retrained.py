@@ -68,7 +68,6 @@ SIGNED_INFO = Signed(
     RunsError,
     missing_message=f"is not an environment (no {INFO}); pass a directory written by grasp retrain or grasp runs "
     "import",
-    allow_unsigned=True,
 )
 
 
@@ -247,34 +246,22 @@ class RetrainedRuns(TrainingRuns):
         failed = self._failures()
         return tuple(run for run in self.pending() if run.stem not in failed)
 
-    def claim(self, limit: int = 1, *, ttl: float = TTL_SECONDS) -> dict[Run, Lease]:
-        """Lease up to `limit` untried runs of one seed; fewer, or none, if other workers hold the remaining ones.
-
-        A run on the whole corpus is leased alone.
+    def claim(self, *, ttl: float = TTL_SECONDS) -> tuple[Run, Lease] | None:
+        """Lease the first untried run that no other worker holds; return None if there is none.
 
         Args:
-            limit: maximum number of runs.
             ttl: seconds after which a lease of another worker expires and is taken over.
         """
-        claimed: dict[Run, Lease] = {}
         claims = self.path / CLAIMS_DIRECTORY
         known_generations = generations(claims)  # one listing of the directory for all runs
         for run in self.untried():
-            if len(claimed) == limit:
-                break
-            is_whole_corpus = run.subset_id == WHOLE_CORPUS_RUN
-            if claimed and (is_whole_corpus or run.seed != next(iter(claimed)).seed):
-                continue
             lease = acquire_lease(claims, run.stem, ttl=ttl, known=known_generations)
             if lease is None:
                 continue
-            if run not in self.untried():  # finished before the lease was acquired
-                lease.release()
-                continue
-            claimed[run] = lease
-            if is_whole_corpus:
-                break
-        return claimed
+            if run in self.untried():
+                return run, lease
+            lease.release()  # finished before the lease was acquired
+        return None
 
     def write_run(self, run: Run, utility_E: F64) -> None:
         """Write the result of a run, unless it exists already.

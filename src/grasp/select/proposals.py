@@ -78,7 +78,6 @@ def propose_runs(
     max_repeat: float = MAX_REPEAT,
     train_tokens: str | float | None = None,
     subsets: Path | str | None = None,
-    seed: int = 0,
     artifact: Opened | None = None,
 ) -> Result:
     """Propose the mixtures to train next so that few runs suffice for a decision.
@@ -97,7 +96,6 @@ def propose_runs(
         train_tokens: length of the proposed runs in tokens, e.g. 100B, for `max_repeat`. Default: the tokens of the
             corpus.
         subsets: file to write the mixtures to as row weights, for `grasp retrain` --set subsets=FILE.
-        seed: seed of the candidate mixtures.
         artifact: artifact of the corpus; required for retrained runs, for `subsets`, and for `max_repeat`.
     Returns:
         One row per mixture, in the order in which to train them: mixture, gain, and the share of each value.
@@ -121,7 +119,7 @@ def propose_runs(
         opened = runs_by_shares(opened, artifact.files)
     model = MixtureModel.from_runs(opened, metric)
     label, values, n_runs = model.table.info.label, model.table.values, len(model.table)
-    rng = stream(seed, "propose", n_runs)
+    rng = stream(0, "propose", n_runs)
     largest_G = np.ones(len(values))
     notes = ["repetition is not limited, as the sizes of the values are unknown without an artifact (--art); see --cap"]
     if artifact is not None:

@@ -136,7 +136,6 @@ def read_summary(kind: type[S], path: Path, artifact: ArtifactReader) -> S:
         recovery_hint=f"run {COMMANDS[name]} again",
         error_type=SettingsError,
         format_field="kind",
-        older_versions=(1,),
     )
     summary = signed.parse(f"{flag}: {path}", content)
     fingerprint = artifact.manifest.fingerprints.get("corpus")

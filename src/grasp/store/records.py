@@ -57,10 +57,7 @@ class Signed(Generic[R]):
         max_bytes: largest size in bytes that is read.
         missing_message: message if there is no record, after the path of the store; may contain `{location}`, the same
             path.
-        allow_unsigned: also read records without a checksum, i.e. written by hand.
         format_field: name of the field that holds `format`.
-        older_versions: further versions that are read.
-        find_inconsistency: function that returns what is inconsistent in a record, or None.
         files: function that returns size and checksum of each file of the store.
     """
 
@@ -73,10 +70,7 @@ class Signed(Generic[R]):
     error_type: type[GraspError] = ArtifactError
     max_bytes: int = MAX_BYTES
     missing_message: str = ""
-    allow_unsigned: bool = False
     format_field: str = "format"
-    older_versions: tuple[int, ...] = ()
-    find_inconsistency: Callable[[R], str | None] = lambda _: None
     files: Callable[[R], Mapping[str, FileEntry]] = attrgetter("files")
 
     def write(self, root: Path, record: R) -> None:
@@ -112,20 +106,17 @@ class Signed(Generic[R]):
             raise self.error_type(
                 f"{path}: damaged: not JSON ({plain(err)}); restore a copy, or {self.recovery_hint}"
             ) from err
-        is_unsigned = self.allow_unsigned and isinstance(raw, dict) and not raw.get("checksum")
-        if is_unsigned:
-            raw = {self.format_field: self.format, "format_version": self.version} | raw
         if not isinstance(raw, dict) or raw.get(self.format_field) != self.format:
             raise self.error_type(
                 f"{path}: not {self.description}: expected `{self.format_field}` to be {self.format!r}; "
                 f"{self.recovery_hint}"
             )
-        if (version := raw.get("format_version")) not in (self.version, *self.older_versions):
+        if (version := raw.get("format_version")) != self.version:
             raise self.error_type(
                 f"{path}: format version {version!r}, this program reads {self.version}; {self.recovery_hint}, or use "
                 "the version of grasp that wrote it"
             )
-        if not is_unsigned and not is_signed(data):
+        if not is_signed(data):
             raise self.error_type(
                 f"{path}: damaged: its checksum does not match; restore a copy, or {self.recovery_hint}"
             )
@@ -133,8 +124,6 @@ class Signed(Generic[R]):
             record = self.model.model_validate_json(data)
         except ValidationError as err:
             raise self.error_type(f"{describe(err, str(path), self.model)}; {self.recovery_hint}") from err
-        if inconsistency := self.find_inconsistency(record):
-            raise self.error_type(f"{path}: {inconsistency}; {self.recovery_hint}")
         return record
 
 

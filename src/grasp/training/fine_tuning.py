@@ -66,18 +66,9 @@ class FineTuning(AdamWTraining):
         return dict(zip(self.names, tensors, strict=True))
 
     def label_logits(self, ids_BL: I64, weight_BL: F64) -> LabelLogits:
-        return self.label_logits_at(None, ids_BL, weight_BL)
-
-    def label_logits_at(self, weights: Sequence[Tensor] | None, ids_BL: I64, weight_BL: F64) -> LabelLogits:
-        """Run the model with its parameters, or with other weights in their place."""
         reset_ropes(self._ropes)
         ids = torch.from_numpy(ids_BL).to(self.device)
-        inputs = {"input_ids": ids, "use_cache": False}
-        if weights is None:
-            logits_BLV = self.model(**inputs).logits
-        else:
-            replaced = dict(zip(self.names, weights, strict=True))
-            logits_BLV = torch.func.functional_call(self.model, replaced, kwargs=inputs).logits
+        logits_BLV = self.model(input_ids=ids, use_cache=False).logits
         row_P, position_P = (index.to(self.device) for index in torch.from_numpy(weight_BL).nonzero(as_tuple=True))
         weight_P = torch.from_numpy(weight_BL).to(self.device)[row_P, position_P]
         return LabelLogits(logits_BLV[row_P, position_P], ids[row_P, position_P + 1], weight_P, row_P, len(ids_BL))

@@ -5,7 +5,6 @@ g is the gradient of the batch loss, theta are the current weights. Methods:
     one-sided      (g(theta + s u) - g(theta)) / s with s |u| = 3e-4 |theta|: one gradient, since a replay has
                    g(theta); the sign of s alternates, so that its errors, which are linear in s, cancel over steps
     difference     (g(theta + s u) - g(theta - s u)) / 2 s with s |u| = 1e-3 |theta|: two gradients, any attention
-    exact          forward-over-reverse differentiation; requires eager attention; the reference
     gauss-newton   J^T B J u with J the Jacobian of the logits and B the Hessian of the loss with respect to the logits;
                    positive semidefinite; J u by differences of the logits: two forward passes and one gradient
 
@@ -23,12 +22,10 @@ import torch
 from torch import Tensor
 
 from grasp.arrays import F64, I64
-from grasp.errors import ModelError
 from grasp.training.adamw import AdamWTraining, LabelLogits
 from grasp.training.adjoint import norm_of
-from grasp.training.fine_tuning import FineTuning
 
-Curvature = Literal["one-sided", "difference", "exact", "gauss-newton"]
+Curvature = Literal["one-sided", "difference", "gauss-newton"]
 # Step relative to the norm of the weights. In float32 the product is within 1e-4 of the exact one on small models; with
 # a tenth of this step, the rounding error is ten times as large.
 RELATIVE_STEP = 1e-3
@@ -65,12 +62,7 @@ def curvature_product(
 
     Returns:
         The product, one tensor per parameter, and the derivative of the loss of each row along u, (B,), nats.
-
-    Raises:
-        ModelError: the method is `exact` and the model is not a Transformers model with eager attention.
     """
-    if curvature == "exact":
-        return _exact(training, ids_BL, weight_BL, direction)
     if curvature == "gauss-newton":
         return _gauss_newton(training, ids_BL, weight_BL, direction, relative_step)
     product = [torch.zeros_like(u) for u in direction]
@@ -118,31 +110,6 @@ def displaced_weights(
         training.set_weights(weight + step * u for weight, u in zip(weights, direction, strict=True))
         yield step
     training.set_weights(weights)
-
-
-def _exact(
-    training: AdamWTraining, ids_BL: I64, weight_BL: F64, direction: Sequence[Tensor]
-) -> tuple[list[Tensor], F64]:
-    """Return the exact Hessian product and row derivatives by forward-over-reverse differentiation."""
-    if not isinstance(training, FineTuning) or training.model.config._attn_implementation != "eager":
-        raise ModelError(
-            "curvature: exact requires a Transformers model with eager attention; load it with "
-            "attn_implementation='eager', or set curvature to 'difference'"
-        )
-    weights = tuple(parameter.detach() for parameter in training.parameters)
-    total = [torch.zeros_like(weight) for weight in weights]
-    along_of_batches = []
-    for ids, weight in training.micro_batches(ids_BL, weight_BL):
-
-        def losses(values: tuple[Tensor, ...], ids: I64 = ids, weight: F64 = weight) -> tuple[Tensor, Tensor]:
-            loss_B = training.label_logits_at(values, ids, weight).row_losses()
-            return loss_B.sum(), loss_B
-
-        derivatives = torch.func.grad(losses, has_aux=True)
-        product, along_B = torch.func.jvp(derivatives, (weights,), (tuple(direction),))[1]  # the tangents
-        total = [sum_ + addend for sum_, addend in zip(total, product, strict=True)]
-        along_of_batches.append(along_B)
-    return total, torch.cat(along_of_batches).cpu().numpy()
 
 
 def _gauss_newton(

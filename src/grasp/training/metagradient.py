@@ -160,7 +160,7 @@ def replay_cost(order: Sequence[I64], n_rows: int, n_targets: int, settings: Met
     """
     replayed = (len(order) - settings.first_step) / len(order)
     # gradients per step and target
-    gradients = {"one-sided": 1.0, "difference": 2.0, "exact": 3.1, "gauss-newton": 5 / 3}[settings.curvature]
+    gradients = {"one-sided": 1.0, "difference": 2.0, "gauss-newton": 5 / 3}[settings.curvature]
     _, gradients_per_row = cheaper_method(n_targets)
     probes = gradients_per_row * len(settings.probe_steps) * n_rows / sum(len(index_B) for index_B in order)
     return ReplayCost(1.0, replayed, replayed * gradients * n_targets, probes)

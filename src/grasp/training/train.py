@@ -1,16 +1,4 @@
-"""Train models from scratch on subsets of a corpus: one with checkpoints (`train`), or K at once (`train_stacked`).
-
-K models of the same recipe are one batched program. Every model has its own seed, subset, data order and weights; only
-computation is shared, in batched matrix products and one optimizer call. The models are those of `train` up to the
-rounding of batched kernels.
-
-`train_stacked` is for GPUs, on which the training time of a small model is determined by the number of kernel launches.
-On a CPU, one small model already uses a core: K models take K times as long, and separate processes use several cores
-better.
-
-Losses of `train_stacked` and `train` differ by 1e-5 nats for tens of steps, before training amplifies rounding errors.
-A whole `tiny` run amplifies them as much as another order of summation would for one model: single units then differ by
-up to 0.1 nats, and means over 200 units by 1e-3 to 4e-3, compared with 0.2 between subsets and seeds.
+"""Train a model from scratch on a subset of a corpus: with checkpoints (`train`), or in memory (`train_in_memory`).
 
 Start with `train`; `row_order` defines the order of rows and the batches.
 
@@ -36,7 +24,7 @@ from transformers.utils import logging as hf_logging
 
 from grasp.arrays import F32, F64, I64, Bool
 from grasp.corpus.row_store import RowStore
-from grasp.errors import ModelError, ShapeError
+from grasp.errors import ModelError
 from grasp.files import atomic_path, discard, remove_parts
 from grasp.models.tokenizer import HfTokenizer
 from grasp.training.adamw import AdamWTraining, LabelLogits, grad_of
@@ -250,7 +238,7 @@ def train(
         out.mkdir(parents=True, exist_ok=True)
         remove_parts(out)  # temporary files of a killed run
         _resume(trainer, out, identity)
-    for step in _run_steps(trainer, rows, [frequency_N], [seed]):
+    for step in _run_steps(trainer, rows, frequency_N, seed):
         if out is not None and step in checkpoints:
             _save(trainer, out / f"checkpoint-{step}", identity, tokenizer)
         if progress is not None:
@@ -266,15 +254,12 @@ def train(
     return TrainedModel(model, trainer.losses[:, 0], () if out is None else _checkpoint_paths(out))
 
 
-def _run_steps(trainer: Trainer, rows: RowStore, frequency_KN: Sequence[F64], seeds: Sequence[int]) -> Iterator[int]:
-    """Train to the end, model k with the row frequencies ``frequency_KN[k]``; yield the number of finished steps."""
-    recipe, first = trainer.recipe, trainer.step
-    orders = [
-        batch_order(frequency_N, seed=seed, batch_rows=recipe.batch_rows, first_step=first, last_step=recipe.steps)
-        for frequency_N, seed in zip(frequency_KN, seeds, strict=True)
-    ]
-    shape, steps = recipe.shape, recipe.steps - first
-    for batch in token_batches(rows, orders, steps=steps, context=shape.context, vocab_size=shape.vocab_size):
+def _run_steps(trainer: Trainer, rows: RowStore, frequency_N: F64, seed: int) -> Iterator[int]:
+    """Train one model to the end on rows with these frequencies; yield the number of finished steps."""
+    recipe, first, shape = trainer.recipe, trainer.step, trainer.recipe.shape
+    order = batch_order(frequency_N, seed=seed, batch_rows=recipe.batch_rows, first_step=first, last_step=recipe.steps)
+    steps = recipe.steps - first
+    for batch in token_batches(rows, [order], steps=steps, context=shape.context, vocab_size=shape.vocab_size):
         trainer.advance(batch)
         yield trainer.step
     trainer.check_losses()
@@ -318,42 +303,24 @@ def _save(trainer: Trainer, path: Path, identity: Mapping[str, Any], tokenizer: 
     return path
 
 
-# ------------------------------------------------------------------------------------------------------- K at once
-
-
-def train_stacked(
+def train_in_memory(
     recipe: TrainingRecipe,
     rows: RowStore,
     *,
-    seeds: Sequence[int],
-    retained: Sequence[Bool | F64 | None],
+    seed: int,
+    retained: Bool | F64 | None = None,
     device: str = "cpu",
     progress: Callable[[int], None] | None = None,
 ) -> Trainer:
-    """Train K models from scratch, model k with ``seeds[k]`` on the rows ``retained[k]``, and return their trainer.
+    """Train a model from scratch as `train` does, and return its trainer; nothing is written.
 
-    Args:
-        recipe: architecture, budget and optimizer.
-        rows: the corpus.
-        seeds: seed of each model.
-        retained: K subsets, as in `train`.
-        device: device to train on.
-        progress: callback that receives the number of finished steps after each step.
     Raises:
-        ShapeError: the numbers of subsets and seeds differ, or a subset has a wrong shape.
+        ShapeError: `retained` has a wrong shape.
         ModelError: as `train`.
     """
-    if len(seeds) != len(retained) or not seeds:
-        raise ShapeError(
-            f"train_stacked: got {len(seeds)} seeds and {len(retained)} subsets, expected equal numbers, and at least"
-            " one of each"
-        )
-    frequency_KN = [relative_weights(rows.n_rows, recipe.batch_rows, subset) for subset in retained]
-    if torch.device(device).type == "cpu" and recipe.micro_rows is None:
-        # process a K-th of the batch at a time, so that the activations of all models fit the cache
-        recipe = recipe.model_copy(update={"micro_rows": -(-recipe.batch_rows // len(seeds))})
-    trainer = Trainer(recipe, seeds, device)
-    for step in _run_steps(trainer, rows, frequency_KN, seeds):
+    frequency_N = relative_weights(rows.n_rows, recipe.batch_rows, retained)
+    trainer = Trainer(recipe, [seed], device)
+    for step in _run_steps(trainer, rows, frequency_N, seed):
         if progress is not None:
             progress(step)
     return trainer

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from grasp.cli.app import command, option
 from grasp.cli.console import check_outputs
-from grasp.cli.options import Assignments, ConfigFile, Quiet, merge_settings
+from grasp.cli.options import Assignments, ConfigFile, merge_settings
 from grasp.errors import SettingsError
 from grasp.progress_display import Watch
 from grasp.settings import FitSettings
@@ -32,10 +32,8 @@ def fit_head(
     factory: str | None = option("--factory NAME", "Factory of the module: package.module:name or FILE.py:name.", None),
     head: str | None = option("--head NAME", "Dotted name of the linear output layer to replace.", None),
     corpus: str | None = option("--corpus PATH", "Parquet, JSONL, or a directory with one folder per class.", None),
-    decay: float = option("--decay X", "Weight decay, in units of the mean feature variance.", 0.1, min=0),
     config: ConfigFile = None,
     assign: Assignments = [],
-    quiet: Quiet = False,
 ) -> None:
     """Fit the output layer of a classifier to images.
 
@@ -57,8 +55,8 @@ def fit_head(
     check_outputs({"--out": out}, read)
     from grasp.vision.fit_head import fit_head as fit
 
-    with Watch(quiet=quiet) as watch:
-        result = fit(settings.model, settings.corpus, out, decay=decay, progress=watch)
+    with Watch() as watch:
+        result = fit(settings.model, settings.corpus, out, progress=watch)
     print(
         f"{out}: {len(result.classes)} classes, fitted to {result.n_images:,} images: accuracy on them "
         f"{result.accuracy:.1%}, loss {result.loss:.3f} nats"

@@ -49,13 +49,12 @@ def label_trends(
         fingerprint, expected = (checked.manifest.fingerprints.get("corpus", "none") for checked in (artifact, last))
         if fingerprint != expected:
             raise ArtifactError(
-                f"--previous {artifact.path}: was built on another corpus ({fingerprint}) than {last.path} "
+                f"{artifact.path}: was built on another corpus ({fingerprint}) than {last.path} "
                 f"({expected}); expected an earlier checkpoint on the same rows"
             )
         if missing := [name for name in targets if name not in artifact.targets]:
             raise ArtifactError(
-                f"--previous {artifact.path}: has no target {', '.join(missing)}; add it with grasp build "
-                "--add-target, or pass the common targets with --target"
+                f"{artifact.path}: has no target {', '.join(missing)}; add it with grasp build --add-target"
             )
     common = set.intersection(*(set(artifact.array_names) for artifact in artifacts))
     kernel = next((kernel for kernel in ("output_layer", "pooled") if f"relevance_{kernel}" in common), None)
@@ -64,9 +63,7 @@ def label_trends(
             str(artifact.path): [name for name in artifact.array_names if name.startswith("relevance_")]
             for artifact in artifacts
         }
-        raise ArtifactError(
-            f"--previous: the artifacts have no kernel in common: {built}; build them with the same match"
-        )
+        raise ArtifactError(f"the artifacts have no kernel in common: {built}; build them with the same match")
     # the shortest distinct names: model directories, artifact directories, full paths, or numbered paths
     models = [Path(str(artifact.manifest.settings.get("model", {}).get("path", ""))).name for artifact in artifacts]
     paths = [artifact.path for artifact in artifacts]
