@@ -21,8 +21,8 @@ import yaml
 from scipy import stats
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.geometry.candidate_predictor import CandidatePredictor
-from grasp.geometry.candidates import candidate_of, default_family, load_family
+from grasp.paper.candidate_predictor import CandidatePredictor
+from grasp.paper.candidates import candidate_of, default_family, load_family
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.predict.scoring_rule import Interaction, load_protocol, save_protocol
 from grasp.runs.retrained import RetrainedRuns

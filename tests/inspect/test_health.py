@@ -10,9 +10,9 @@ import pytest
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import GraspError, RunsError, SettingsError
-from grasp.geometry import sketch_checks
-from grasp.geometry import sketch_metrics as geometric
-from grasp.geometry.sketch_accuracy import MIN_RANK_CORRELATION, ExactKernels
+from grasp.paper import sketch_checks
+from grasp.paper import sketch_metrics as geometric
+from grasp.paper.sketch_accuracy import MIN_RANK_CORRELATION, ExactKernels
 from grasp.inspect import health as checking
 from grasp.inspect import rescoring as sample
 from grasp.inspect.health import check

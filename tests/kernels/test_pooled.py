@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
-from grasp.kernels.pooled import damp, pooled_relevance, prepare_units
+from grasp.paper.pooled import damp, pooled_relevance, prepare_units
 from grasp.predict.predictor import downweight_negative
 from tests.predict import reference
 from tests.rounding import rounding

@@ -11,13 +11,13 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
 from grasp.errors import ProtocolError, SettingsError
-from grasp.geometry import mixture_search as quadratic
+from grasp.paper import mixture_search as quadratic
 from grasp.predict.predictor import NEW_ROW_VALUE, REPEAT_WORTH, RepetitionLaw
 from grasp.predict.slices import label_slices
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.predict.weights import Weights
 from grasp.select.mix import mix
-from grasp.select.quadratic_program import MixtureProblem, Segments, solve
+from grasp.select.linear_program import MixtureProblem, Segments, solve
 from tests.mentions import assert_mentions
 from tests.rounding import rounding
 from tests.select.world import World, predictor_of, protocol

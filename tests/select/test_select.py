@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from grasp.api.score import score
 from grasp.artifact.rows import ranked
 from grasp.errors import ProtocolError, SettingsError
-from grasp.geometry.greedy import select_greedily
-from grasp.geometry.set_objective import Objective
-from grasp.geometry.upper_bound import is_submodular, upper_bound
+from grasp.paper.greedy import select_greedily
+from grasp.paper.set_objective import Objective
+from grasp.paper.upper_bound import is_submodular, upper_bound
 from grasp.predict.predictor import NEW_ROW_VALUE, RepetitionLaw
 from grasp.predict.scoring_rule import Interaction
 from grasp.select.budget import Amount, Constraints, parse_bounds, parse_budget, parse_tokens, take_within_budget

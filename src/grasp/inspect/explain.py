@@ -40,11 +40,11 @@ from grasp.inspect.explanation import EffectTerms, Explanation, join_words
 from grasp.inspect.rescoring import reopen_source
 from grasp.kernels.gradient import Gradient, allocate_unit_gradients
 from grasp.kernels.kernel import Batch
-from grasp.kernels.pooled import Pooled
 from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, pad_rows
 from grasp.models.forward_pass import position_mask
 from grasp.models.gradients import Example
 from grasp.models.residuals import PooledFeatures
+from grasp.paper.pooled import Pooled
 from grasp.pipeline.add_targets import load_kernels
 from grasp.pipeline.modality import ResultWithImages, vision
 from grasp.pipeline.model_pass import ModelPass, read_batches, row_examples

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from grasp.arrays import F64, ratio
 from grasp.errors import ProtocolError
-from grasp.geometry.candidate_predictor import ComponentValues
-from grasp.geometry.candidates import Candidate, Criterion
-from grasp.geometry.development_runs import Development
+from grasp.paper.candidate_predictor import ComponentValues
+from grasp.paper.candidates import Candidate, Criterion
+from grasp.paper.development_runs import Development
 from grasp.runs.metrics import mean_defined, rank_correlations
 from grasp.runs.predictions import WHOLE_TASK
 from grasp.runs.training_runs import Utilities

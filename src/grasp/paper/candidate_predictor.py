@@ -7,7 +7,7 @@ once per `ComponentSettings` and then only weighted.
 A candidate may be *shuffled*: the control of the paper (`shuffled_pairs`), whose pair similarities are assigned to
 other pairs of rows.
 
-Start with `CandidatePredictor.from_runs`; the function `predictions` also accepts protocols.
+Start with `CandidatePredictor.from_runs`.
 Shape letters: B subsets, E units, T targets, C columns (targets or units), N rows, D sketch width.
 """
 
@@ -20,19 +20,19 @@ import numpy as np
 
 from grasp.arrays import F64, ratio
 from grasp.artifact.reader import ArtifactReader
-from grasp.geometry.candidates import Candidate, ComponentSettings, candidate_of, needed_arrays
-from grasp.geometry.geometry_predictor import InteractionEffects
-from grasp.geometry.geometry_rule import CalibrationSettings, InteractionProtocol
-from grasp.geometry.shuffled_pairs import EXACT_ROWS, ShuffledPairs, ShuffledRows
-from grasp.geometry.sketches import SketchWithNorms
-from grasp.geometry.standardize import has_closed_form, relevance_moments, sampled_moments
-from grasp.geometry.subset_sums import WeightSums, required_sketches
-from grasp.geometry.terms import CalibrationFamily, GeometryTerms
 from grasp.moments import MeanStd, StreamingMoments
+from grasp.paper.candidates import Candidate, ComponentSettings, candidate_of
+from grasp.paper.interaction_predictor import InteractionEffects
+from grasp.paper.protocol import CalibrationSettings, InteractionProtocol
+from grasp.paper.shuffled_pairs import EXACT_ROWS, ShuffledPairs, ShuffledRows
+from grasp.paper.sketches import SketchWithNorms
+from grasp.paper.standardize import has_closed_form, relevance_moments, sampled_moments
+from grasp.paper.subset_sums import WeightSums, required_sketches
+from grasp.paper.terms import CalibrationFamily, GeometryTerms
 from grasp.predict.predictor import Predictor, RowEffects
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.weights import Side, Weights
-from grasp.runs.alignment import Alignment, read_cost
+from grasp.runs.alignment import Alignment
 from grasp.runs.predictions import Predictions, Weighting
 from grasp.runs.training_runs import TrainingRuns
 
@@ -290,23 +290,3 @@ class CandidatePredictor(Alignment):
 def _positive_std(mean_std: MeanStd) -> F64:
     """Return the standard deviation of each column, exactly 0 where it is rounding error."""
     return np.asarray(mean_std.std_C * (mean_std.inverse_std_C > 0))
-
-
-def predictions(
-    alignment: Alignment, rules: Mapping[str, ScoringProtocol | Candidate], targets: Sequence[str]
-) -> list[Predictions]:
-    """Predict units and tasks with protocols and candidates, standardized by a family like that of the runs.
-
-    Args:
-        alignment: runs and an artifact of the same corpus.
-        rules: protocols or candidates, by the name of their predictions.
-        targets: target names of the runs.
-    Raises:
-        ProtocolError: the artifact does not fit a protocol.
-    """
-    source = alignment.source
-    candidates = {
-        name: candidate_of(rule, source) if isinstance(rule, ScoringProtocol) else rule for name, rule in rules.items()
-    }
-    results = CandidatePredictor.from_runs(alignment.runs, source).predict_candidates(candidates, targets)
-    return [replace(result, cost=read_cost(needed_arrays(candidates[result.method]), source)) for result in results]

@@ -113,6 +113,3 @@ class Pooled(Kernel):
     def _whitened(self, batch: Batch) -> tuple[Floats, csr_array]:
         """Return the summaries of a batch: whitened hidden states, (B, H), and residuals, (B, V)."""
         return self._whitener.whiten(batch.summary.hidden_NH), batch.summary.residual_NV
-
-
-KERNEL = Pooled

@@ -1,10 +1,9 @@
-"""Optimise mixtures: maximise l'p + p'Qp + sum_g c_g(p_g) over a simplex with bounds. Start with `solve`.
+"""Optimise mixtures: maximise l'p + sum_g c_g(p_g) over a simplex with bounds. Start with `solve`.
 
     sum p = 1,   low <= p <= high,   1/2 sum |p - current| <= distance
 
-Q is negative semidefinite and the c_g are concave and piecewise linear, so this is a convex quadratic program. It is
-solved by Clarabel, an interior-point method. Each p_g is the sum of its segments; as c_g is concave, the segments are
-filled steepest first without further constraints.
+The c_g are concave and piecewise linear. Each p_g is the sum of its segments, which are filled steepest first without
+further constraints, so this is a linear program. It is solved by Clarabel, an interior-point method.
 
 The value that a model fitted to runs predicts saturates, so its maximum is in general not at a corner. `frank_wolfe`
 maximises it: each step solves a linear program for the corner in the direction of steepest ascent, then searches
@@ -79,8 +78,8 @@ class MixtureProblem:
         return float(self.linear_G @ p_G) + curved
 
 
-def solve(problem: MixtureProblem, linear_G: F64 | None = None, concave_GG: F64 | None = None) -> F64:
-    """Return the mixture p that maximises l'p + p'Qp + sum_g c_g(p_g), (G,).
+def solve(problem: MixtureProblem, linear_G: F64 | None = None) -> F64:
+    """Return the mixture p that maximises l'p + sum_g c_g(p_g), (G,).
 
     The variables are p; t with t >= |p - current| if there is a distance; and the filled length of each segment.
     Coefficients are scaled so that the largest is 1.
@@ -88,39 +87,32 @@ def solve(problem: MixtureProblem, linear_G: F64 | None = None, concave_GG: F64 
     Args:
         problem: bounds, distance, and default objective.
         linear_G: coefficients l; None: those of `problem`.
-        concave_GG: matrix Q, negative semidefinite; None: 0.
 
     Raises:
         SettingsError: no mixture satisfies the bounds and the distance, or the solver fails.
     """
     linear_G = problem.linear_G if linear_G is None else linear_G
-    concave_GG = np.zeros((len(linear_G), len(linear_G))) if concave_GG is None else concave_GG
     n = len(linear_G)
     slopes = np.empty(0) if problem.segments is None else problem.segments.slope_GK.reshape(-1)
     # a constant does not change the optimum, since p adds up to 1; without it the scale is that of the differences
     linear_G, slopes = linear_G - linear_G.mean(), slopes - (slopes.mean() if slopes.size else 0.0)
-    scale = max(float(np.abs(part).max(initial=0.0)) for part in (linear_G, slopes, concave_GG))
+    scale = max(float(np.abs(part).max(initial=0.0)) for part in (linear_G, slopes))
     scale = scale if scale > 0 else 1.0
     size = n if problem.distance is None else 2 * n
-    # Clarabel minimises x'Px / 2 + q'x, hence the signs and the factor 2
-    quadratic = sparse.lil_matrix((size + slopes.size, size + slopes.size))
-    quadratic[:n, :n] = np.triu(-2.0 * concave_GG / scale)  # it reads the upper triangle only
+    quadratic = sparse.csc_matrix((size + slopes.size, size + slopes.size))
     cost = np.zeros(size + slopes.size)
-    cost[:n], cost[size:] = -linear_G / scale, -slopes / scale
+    cost[:n], cost[size:] = -linear_G / scale, -slopes / scale  # Clarabel minimises x'Px / 2 + q'x, here with P = 0
     matrix, right, cones = _constraints(problem, n)
     settings = clarabel.DefaultSettings()
     settings.verbose = False
     settings.tol_gap_abs = settings.tol_gap_rel = settings.tol_feas = 1e-10
-    solution = clarabel.DefaultSolver(sparse.csc_matrix(quadratic), cost, matrix, right, cones, settings).solve()
+    solution = clarabel.DefaultSolver(quadratic, cost, matrix, right, cones, settings).solve()
     if solution.status in (clarabel.SolverStatus.PrimalInfeasible, clarabel.SolverStatus.AlmostPrimalInfeasible):
         raise SettingsError(
             "floor, cap, distance: no mixture satisfies all of them; lower a floor, or raise a cap or the distance"
         )
     if solution.status not in (clarabel.SolverStatus.Solved, clarabel.SolverStatus.AlmostSolved):
-        raise SettingsError(
-            f"mixture: the solver stopped with {solution.status}; the geometry may outweigh the relevance by far; "
-            "choose another protocol"
-        )
+        raise SettingsError(f"mixture: the solver stopped with {solution.status}; choose another protocol")
     return _snap_to_bounds(np.array(solution.x)[:n], problem)
 
 

@@ -11,7 +11,7 @@ import pytest
 from scipy.sparse import csr_array
 
 import grasp
-from grasp.geometry.geometry_rule import PAPER
+from grasp.paper.protocol import PAPER
 from grasp.pipeline.pipeline import build_artifact
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL, resolve_protocol
 from grasp.predict.predictor import Predictor

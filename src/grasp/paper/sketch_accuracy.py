@@ -31,11 +31,11 @@ from scipy.sparse import csr_array, diags_array
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.geometry import sketch_metrics as metrics
 from grasp.inspect.health_metrics import Check, judge_check, rank_agreement, unmeasured_check
 from grasp.inspect.rescoring import SampleFeatures
 from grasp.kernels.kernel import CorpusMoments, make_kernels
 from grasp.kernels.whitening import Whitener, second_moments
+from grasp.paper import sketch_metrics as metrics
 from grasp.settings import FeatureSettings
 
 StoredSketch = Literal["hidden", "residual", "product"]

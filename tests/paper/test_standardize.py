@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
 from grasp.errors import SubsetError
-from grasp.geometry.standardize import (
+from grasp.paper.standardize import (
     MeanStd,
     PairSums,
     StreamingMoments,
@@ -19,7 +19,7 @@ from grasp.geometry.standardize import (
     sampled_moments,
     self_moments,
 )
-from grasp.geometry.subset_sums import subset_relevance
+from grasp.paper.subset_sums import subset_relevance
 from grasp.predict.families import Family, parse_family
 from tests.predict.reference import components, summed
 

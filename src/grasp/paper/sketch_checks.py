@@ -23,12 +23,12 @@ import numpy as np
 
 from grasp.arrays import F64
 from grasp.errors import GraspError
-from grasp.geometry import sketch_metrics as metrics
-from grasp.geometry.geometry_rule import InteractionProtocol
-from grasp.geometry.sketch_accuracy import CHECKS, ExactKernels, check_accuracy
-from grasp.geometry.subset_sums import required_sketches
 from grasp.inspect.health import SampledArtifact
 from grasp.inspect.health_metrics import Check, judge_check, rank_agreement, unmeasured_check
+from grasp.paper import sketch_metrics as metrics
+from grasp.paper.protocol import InteractionProtocol
+from grasp.paper.sketch_accuracy import CHECKS, ExactKernels, check_accuracy
+from grasp.paper.subset_sums import required_sketches
 from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
 
 SKETCHES = ("hidden", "residual", "product")

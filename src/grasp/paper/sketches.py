@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from grasp.arrays import F32, F64, Blocks
 from grasp.artifact.cache import cached
 from grasp.artifact.reader import ArtifactReader
-from grasp.geometry.standardize import PairSums
-from grasp.geometry.subset_sums import SketchSums, SketchTotals
 from grasp.moments import StreamingMoments
+from grasp.paper.standardize import PairSums
+from grasp.paper.subset_sums import SketchSums, SketchTotals
 from grasp.predict.weights import RowSums, Weights, block_rows
 
 BLOCK_ROWS = 8_192

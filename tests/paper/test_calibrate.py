@@ -9,9 +9,9 @@ import pytest
 from scipy import stats
 
 from grasp.errors import ProtocolError, ProtocolLeakError
-from grasp.geometry.agreement import standard_errors
-from grasp.geometry.candidate_predictor import CandidatePredictor
-from grasp.geometry.candidates import (
+from grasp.paper.agreement import standard_errors
+from grasp.paper.candidate_predictor import CandidatePredictor
+from grasp.paper.candidates import (
     CONTROLS,
     Candidate,
     ComponentSettings,
@@ -20,9 +20,9 @@ from grasp.geometry.candidates import (
     default_family,
     load_family,
 )
-from grasp.geometry.development_runs import Development, variant_names
-from grasp.geometry.geometry_rule import CalibrationSettings
-from grasp.geometry.protocol_selection import (
+from grasp.paper.development_runs import Development, variant_names
+from grasp.paper.protocol import CalibrationSettings
+from grasp.paper.protocol_selection import (
     freeze,
     provenance_path,
     select_protocol,
@@ -301,7 +301,7 @@ def test_units_and_tasks_of_a_candidate_are_evaluated_like_any_prediction(develo
 @pytest.mark.parametrize("side", ["retained", "omitted"])
 def test_shuffled_pairs_are_standardised_and_lose_the_planted_signal(tmp_path, source, monkeypatch, exact, side):
     if not exact:
-        monkeypatch.setattr("grasp.geometry.candidate_predictor.EXACT_ROWS", 10)
+        monkeypatch.setattr("grasp.paper.candidate_predictor.EXACT_ROWS", 10)
     truth = Candidate(ComponentSettings(side, "mean", "mean_relevance"), (), (("joint.pair", -1.0),))
     environment = make_environment(tmp_path / "dev", source, truth=truth, noise=0.01)
     shuffled = dataclasses.replace(truth, shuffled=True)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from grasp.errors import ShapeError
-from grasp.geometry import shuffled_pairs
-from grasp.geometry.candidates import CONTROLS
-from grasp.geometry.shuffled_pairs import ShuffledPairs, ShuffledRows
+from grasp.paper import shuffled_pairs
+from grasp.paper.candidates import CONTROLS
+from grasp.paper.shuffled_pairs import ShuffledPairs, ShuffledRows
 from tests.rounding import rounding
 
 FULL = ("joint.self", "joint.pair", "hidden.raw", "residual.raw", "product.cent")

@@ -12,7 +12,7 @@ from typing import Any
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError, ProtocolLeakError, RunsError
-from grasp.geometry.candidate_predictor import CandidatePredictor
+from grasp.paper.candidate_predictor import CandidatePredictor
 from grasp.predict.scoring_rule import Requirements
 from grasp.runs.alignment import match_targets
 from grasp.runs.training_runs import TrainingRuns

@@ -1,6 +1,6 @@
 """The predictor for scoring protocols that are more than the mean effect of the retained rows.
 
-Such a protocol (`geometry_rule.InteractionProtocol`) differs in at least one of these settings:
+Such a protocol (`protocol.InteractionProtocol`) differs in at least one of these settings:
 
     components   weights omega_c of geometric quantities K_c of a subset, such as ``joint.pair``: the *geometry*; they
                  make the value of a row depend on the other rows of the subset (module `subset_sums`)
@@ -31,25 +31,29 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.geometry.geometry_rule import InteractionProtocol
-from grasp.geometry.sketches import SketchWithNorms
-from grasp.geometry.subset_sums import SketchSums, WeightSums, required_sketches, subset_relevance
-from grasp.geometry.terms import CalibrationFamily, GeometryTerms, family_moments
 from grasp.moments import MeanStd
+from grasp.paper.protocol import InteractionProtocol
+from grasp.paper.sketches import SketchWithNorms
+from grasp.paper.subset_sums import SketchSums, WeightSums, required_sketches, subset_relevance
+from grasp.paper.terms import CalibrationFamily, GeometryTerms, family_moments
 from grasp.predict.predictor import (
+    EFFECT_SIZE,
     KernelRelevance,
     Predictor,
+    RepetitionLaw,
     RowEffects,
     SubsetSums,
     UnitSelection,
-    assemble_predictor,
     load_sketch,
+    scales_over_rows,
+    slopes_of,
+    unit_effects,
+    unit_relevance_to_effect,
 )
-from grasp.predict.scoring_rule import Interaction, ScoringProtocol, kernel_weights
+from grasp.predict.scoring_rule import REPLAY, kernel_weights
 from grasp.predict.weights import Weights
 
 
@@ -198,7 +202,7 @@ class InteractionPredictor(Predictor):
 
         Unlike in `unit_change`, relevance is standardized for the task.
         """
-        offset_E = mean_E if self.sums_rows else np.zeros_like(mean_E)
+        offset_E = mean_E if self.protocol.weighting == "count" else np.zeros_like(mean_E)
         gain_E = np.repeat(self.task.gain_C, self.units.counts_T)
         return gain_E * self._relevance_change(sum_BE, offset_E, sums) + self.geometry_change(sums)[:, None]
 
@@ -209,7 +213,7 @@ class InteractionPredictor(Predictor):
         for name, kernel in self.task_kernels.items():
             factor_T, mean_T = self.task.relevance_to_effect[name], kernel.rows.mean_C
             sum_BT = factor_T * (kernel.relevance.sums(weights) - np.outer(sums.effective_B, mean_T))
-            offset_T = factor_T * mean_T if self.sums_rows else np.zeros_like(factor_T)
+            offset_T = factor_T * mean_T if self.protocol.weighting == "count" else np.zeros_like(factor_T)
             parts[f"part_{name}"] = self.task.gain_C * self._relevance_change(sum_BT, offset_T, sums)
         contributions = self.terms.contributions(sums.sketch_sums, sums.weight_sums)
         values = self.terms.values(sums.sketch_sums, sums.weight_sums)
@@ -222,17 +226,6 @@ class InteractionPredictor(Predictor):
         components = tuple(self.protocol.components)
         parts = tuple(f"part_{name}" for name in (*self.task_kernels, *components))
         return (*parts, *(f"value_{name}" for name in components))
-
-    @property
-    def sums_rows(self) -> bool:
-        """Return whether the predicted change adds up rows, instead of averaging them."""
-        return self.protocol.weighting == "count"
-
-    def ranking_effects(self, effect_N: F64, weights_T: F64, tokens_N: NDArray[np.int64]) -> F64:
-        """Return the values by which rows are ranked under a token budget; per token if rows are summed."""
-        if not self.sums_rows:
-            return effect_N
-        return (effect_N + float(self.task.offset_C @ weights_T)) / tokens_N
 
     def geometry_change(self, sums: SubsetSums) -> F64:
         """Return the geometry part of a change, (B,); it is the same for every target."""
@@ -257,7 +250,7 @@ class InteractionPredictor(Predictor):
 
 def bind(
     artifact: ArtifactReader,
-    protocol: ScoringProtocol,
+    protocol: InteractionProtocol,
     units: UnitSelection,
     *,
     sketches: Sequence[str],
@@ -265,25 +258,10 @@ def bind(
     components: bool,
 ) -> Predictor:
     """Create the predictor of a resolved protocol; see `Predictor.from_artifact` for the arguments."""
-    assert isinstance(protocol, InteractionProtocol)
     family = CalibrationFamily.from_calibration(protocol.calibration, artifact) if protocol.components else None
     sketch_names = sorted({*required_sketches(protocol.components), *sketches})
-
-    def relevance_over_family(kernels: Mapping[str, KernelRelevance]) -> Mapping[str, MeanStd]:
-        """Return mean and standard deviation of A over the calibration family, which scale kernels with geometry."""
-        assert family is not None
-        return family_moments(protocol, kernels, sketches={}, family=family, n_rows=artifact.n_rows)
-
-    additive = assemble_predictor(
-        artifact,
-        protocol,
-        units,
-        per_unit=per_unit,
-        components=components,
-        family_scales=None if family is None else relevance_over_family,
-        units_first=protocol.standardize.task == "mean_of_standardised",
-    )
-    if protocol.interaction is Interaction.NONE:  # no components, and the mean over the retained rows
+    additive = _assemble(artifact, protocol, units, family, per_unit=per_unit, components=components)
+    if protocol.is_additive:  # only the order of averaging and standardization differs from a plain protocol
         return replace(additive, sketches={name: load_sketch(artifact, name) for name in sketch_names})
     with_norms = {name: SketchWithNorms(artifact, name) for name in sketch_names}
     terms = GeometryTerms.from_artifact(artifact, protocol, with_norms, family)
@@ -292,11 +270,66 @@ def bind(
         "unit_level": None if additive.unit_level is None else _interaction_effects(additive.unit_level, terms),
         "sketches": with_norms,
         "dropped": (*additive.dropped, *terms.dropped),
-        "measure_reliability": None,  # its estimate leaves out questions, which presumes additive effects
         "unit": additive.unit if family is None else f"standard deviations over {family}",
     }
     shared = {field.name: getattr(additive, field.name) for field in fields(Predictor)}
     return InteractionPredictor(**shared | overrides, terms=terms)
+
+
+def _assemble(
+    artifact: ArtifactReader,
+    protocol: InteractionProtocol,
+    units: UnitSelection,
+    family: CalibrationFamily | None,
+    *,
+    per_unit: bool,
+    components: bool,
+) -> Predictor:
+    """Combine the kernels as `assemble_predictor` does; with geometry, each is divided by its spread over the family.
+
+    With `standardize.task: mean_of_standardised`, every unit is divided by its own spread before units are averaged.
+    Reliability is not measured, since leaving out questions presumes additive effects.
+    """
+
+    def scales_of(kernels: Mapping[str, KernelRelevance]) -> Mapping[str, MeanStd]:
+        """Return mean and standard deviation of each kernel over the rows, or of A over the calibration family."""
+        if family is None:
+            return scales_over_rows(kernels)
+        return family_moments(protocol, kernels, sketches={}, family=family, n_rows=artifact.n_rows)
+
+    units_first = protocol.standardize.task == "mean_of_standardised"
+    negative = {name: protocol.negative_factor(name) for name in kernel_weights(protocol)}
+    unit_kernels: dict[str, KernelRelevance] = {}
+    if per_unit or units_first:
+        unit_names = negative if units_first else kernel_weights(protocol.for_units)
+        unit_kernels = {name: KernelRelevance.for_units(artifact, name, units, negative[name]) for name in unit_names}
+    unit_scales = scales_of(unit_kernels)
+    unit_factors = {
+        name: units.weight_E * (unit_scales[name].inverse_std_C if units_first else 1.0) for name in negative
+    }
+    kernels = {
+        name: KernelRelevance.for_tasks(artifact, name, units, factor, unit_factors[name])
+        for name, factor in negative.items()
+    }
+    scales = scales_of(kernels)
+    slopes = slopes_of(protocol, scales)
+    task = RowEffects.of_tasks(slopes, kernels, scales, reuse=not components)
+    return Predictor(
+        protocol=protocol,
+        units=units,
+        n_rows=artifact.n_rows,
+        task=task,
+        unit_level=unit_effects(protocol, units, unit_kernels, unit_scales) if per_unit else None,
+        sketches={},
+        dropped=tuple(name for name in negative if not scales[name].inverse_std_C.any()),
+        unit_relevance_to_effect=unit_relevance_to_effect(units, slopes, task, unit_factors),
+        task_kernels=kernels if components else {},
+        repetition_law=RepetitionLaw(),
+        unit=EFFECT_SIZE,
+        prior=None,
+        measure_reliability=None,
+        has_replay=REPLAY in negative,
+    )
 
 
 def _interaction_effects(rows: RowEffects, terms: GeometryTerms) -> InteractionEffects:

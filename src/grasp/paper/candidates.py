@@ -20,8 +20,8 @@ from scipy.special import ndtri
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError
 from grasp.files import atomic_path
-from grasp.geometry.geometry_rule import COMPONENT, InteractionProtocol, Standardize
-from grasp.geometry.subset_sums import Kind, SketchName, required_sketches
+from grasp.paper.protocol import COMPONENT, InteractionProtocol, Standardize
+from grasp.paper.subset_sums import Kind, SketchName, required_sketches
 from grasp.predict.scoring_rule import KernelName, Requirements, ScoringProtocol
 from grasp.predict.weights import Side
 from grasp.runs.predictions import Weighting
@@ -271,13 +271,13 @@ def needed_arrays(candidate: Candidate) -> set[str]:
 
 def default_family() -> ProtocolFamily:
     """Load the built-in family."""
-    with as_file(files("grasp.geometry").joinpath("family.yaml")) as path:
+    with as_file(files("grasp.paper").joinpath("family.yaml")) as path:
         return load_family(path)
 
 
 def write_default_family(path: Path) -> None:
     """Write the built-in family with its comments to a file, atomically, as a template."""
-    text = files("grasp.geometry").joinpath("family.yaml").read_text(encoding="utf-8")
+    text = files("grasp.paper").joinpath("family.yaml").read_text(encoding="utf-8")
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
@@ -290,21 +290,6 @@ def load_family(path: ProtocolFamily | Path | str) -> ProtocolFamily:
 
 
 # ------------------------------------------------------------------ number of subsets required to select a protocol
-
-
-def calibration_evidence(n_subsets: int) -> str:
-    """Describe which built-in family `n_subsets` subsets are sufficient for, and how many the larger ones require."""
-    sizes = {"short list": short_family().size, "whole list": default_family().size}
-    for name, size in reversed(sizes.items()):
-        if n_subsets >= subsets_for(size):
-            sufficient = f"{n_subsets} subsets are enough for its {name} of {size:,} protocols, on two tasks or more"
-            break
-    else:
-        sufficient = f"{n_subsets} subsets are too few to select a protocol"
-    too_large = {name: size for name, size in sizes.items() if n_subsets < subsets_for(size)}
-    required = [f"its {name} of {size:,} requires {subsets_for(size)}" for name, size in too_large.items()]
-    more = f"; {', '.join(required)}: rerun the command with more subsets (-B) to add them" if required else ""
-    return f"for grasp calibrate: {sufficient}{more}"
 
 
 def family_for(n_subsets: int) -> tuple[ProtocolFamily, list[str]]:

@@ -4,56 +4,85 @@ Start with `controls`. `candidates.CONTROLS` lists what each control leaves out.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from grasp.api.retrain import Place, Runs
-from grasp.artifact.reader import ArtifactReader
+from grasp.api.evaluate import compare
+from grasp.api.retrain import Opened, Place, Runs
 from grasp.errors import SettingsError
-from grasp.geometry.calibrate import bind_all_runs
-from grasp.geometry.candidates import CONTROLS, Candidate, ProtocolFamily, default_family, load_family
-from grasp.geometry.development_runs import Development, bind_developments
-from grasp.geometry.protocol_selection import select_protocol
+from grasp.paper.calibrate import bind_all_runs
+from grasp.paper.candidate_predictor import CandidatePredictor
+from grasp.paper.candidates import (
+    CONTROLS,
+    Candidate,
+    ProtocolFamily,
+    default_family,
+    load_family,
+    needed_arrays,
+)
+from grasp.paper.development_runs import Development, bind_developments
+from grasp.paper.protocol_selection import select_protocol
+from grasp.predict.default_protocol import resolve_protocol
+from grasp.predict.scoring_rule import targets_selected_on
 from grasp.predict.weights import Side
+from grasp.runs.alignment import read_cost
+from grasp.runs.evaluation import Evaluation
+from grasp.runs.imported_runs import bind_runs
 from grasp.runs.metrics import RESAMPLES
-from grasp.runs.training_runs import TrainingRuns
 
 SIDES: tuple[Side, ...] = ("retained", "omitted")
 
 
 def controls(
-    artifact: ArtifactReader,
-    runs: TrainingRuns,
-    development: Sequence[Runs],
+    art: Opened,
+    runs: Runs,
     *,
+    development: Sequence[Runs] = (),
     family: ProtocolFamily | Place | None = None,
+    partial: bool = False,
     resamples: int = RESAMPLES,
-) -> tuple[dict[str, Candidate], dict[str, str], list[str]]:
-    """Select the weights of every control on development runs (default: the evaluated runs, if they are development).
+) -> Evaluation:
+    """Compare the controls and ablations of the paper with retrained models.
 
     Args:
-        artifact: artifact of the runs.
-        runs: runs that the controls will be evaluated on.
-        development: development runs; may be empty.
-        family: candidate protocols; default: the built-in family.
+        art: artifact of the runs.
+        runs: retrained subsets.
+        development: runs on which the weights of every control are selected. Default: `runs`.
+        family: candidate protocols. Default: the built-in family.
+        partial: use the finished runs of an unfinished directory.
         resamples: bootstrap resamples of the subsets.
-    Returns:
-        The selected candidate of each control, the results that they were selected on with the fingerprints of their
-        runs, and notes.
     Raises:
         SettingsError: `development` is empty and the evaluated runs are held out.
     """
-    if not development and runs.role != "dev":
+    artifact, evaluated = art.files, bind_runs(art.files, runs)
+    if not development and evaluated.role != "dev":
         raise SettingsError(
-            f"controls: {runs.path} is held out, so weights must not be selected on it; pass development runs "
+            f"controls: {evaluated.path} is held out, so weights must not be selected on it; pass development runs "
             "(--development)"
         )
     full = default_family() if family is None else load_family(family)
-    selection_runs = bind_all_runs(development, artifact) or [runs]
+    selection_runs = bind_all_runs(development, artifact) or [evaluated]
     developments = bind_developments([artifact], selection_runs, calibration_subsets=full.calibration_subsets)
-    selected, notes = control_methods(full, developments, resamples=resamples)
+    candidates, notes = control_methods(full, developments, resamples=resamples)
+    predictor = CandidatePredictor.from_runs(evaluated, artifact)
+    predictions = [
+        replace(result, cost=read_cost(needed_arrays(candidates[result.method]), artifact))
+        for result in predictor.predict_candidates(candidates, tuple(predictor.run_targets.values()))
+    ]
     fingerprints = {
         result: fingerprint for development in developments for result, fingerprint in development.results.items()
     }
-    return selected, fingerprints, notes
+    selected_on = targets_selected_on(fingerprints, predictor.runs_fingerprint)
+    built_in = resolve_protocol(None, artifact, known_questions=True)
+    return compare(
+        artifact,
+        evaluated,
+        {built_in.name: built_in},
+        predicted=predictions,
+        selected_on=dict.fromkeys(candidates, selected_on),
+        partial=partial,
+        resamples=resamples,
+        notes=[f"protocol {built_in.name}: {built_in.selection_summary}", *notes],
+    )
 
 
 def control_methods(

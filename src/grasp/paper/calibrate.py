@@ -12,9 +12,9 @@ import pyarrow as pa
 
 from grasp.api.retrain import Opened, Place, Runs
 from grasp.artifact.reader import ArtifactReader
-from grasp.geometry.candidates import DELTA, ProtocolFamily, family_for, load_family
-from grasp.geometry.development_runs import bind_developments
-from grasp.geometry.protocol_selection import (
+from grasp.paper.candidates import DELTA, ProtocolFamily, family_for, load_family
+from grasp.paper.development_runs import bind_developments
+from grasp.paper.protocol_selection import (
     ProtocolSelection,
     freeze,
     provenance_path,

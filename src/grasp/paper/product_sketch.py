@@ -18,7 +18,7 @@ class ProductSketch(Sketch):
 
     @property
     def width(self) -> int:
-        return self.settings.product_width
+        return self.settings.residual_width
 
     def prepare(self, units: Batch) -> None:
         whitener = Whitener.from_settings(self.moments(HiddenMoments).value, self.settings)
@@ -26,6 +26,3 @@ class ProductSketch(Sketch):
 
     def score(self, batch: Batch) -> Tensor:
         return self._maps.apply(batch.hidden_PH, batch.residual, batch.row_P, batch.n_rows)
-
-
-KERNEL = ProductSketch

@@ -27,11 +27,11 @@ import grasp
 from grasp.arrays import F64
 from grasp.errors import ProtocolError
 from grasp.files import write_atomically
-from grasp.geometry.agreement import measure_agreement, standard_errors
-from grasp.geometry.candidate_predictor import DEFAULT_CALIBRATION
-from grasp.geometry.candidates import DELTA, Candidate, ProtocolFamily
-from grasp.geometry.development_runs import Development
-from grasp.geometry.geometry_rule import CalibrationSettings
+from grasp.paper.agreement import measure_agreement, standard_errors
+from grasp.paper.candidate_predictor import DEFAULT_CALIBRATION
+from grasp.paper.candidates import DELTA, Candidate, ProtocolFamily
+from grasp.paper.development_runs import Development
+from grasp.paper.protocol import CalibrationSettings
 from grasp.predict.scoring_rule import Requirements, ScoringProtocol
 from grasp.runs.metrics import RESAMPLES
 

@@ -20,9 +20,10 @@ from grasp.arrays import F64
 from grasp.artifact.label_table import LabelColumn
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column
-from grasp.geometry.geometry_rule import CalibrationSettings, InteractionProtocol
-from grasp.geometry.sketches import SketchWithNorms, pair_sums
-from grasp.geometry.standardize import (
+from grasp.moments import MeanStd
+from grasp.paper.protocol import CalibrationSettings, InteractionProtocol
+from grasp.paper.sketches import SketchWithNorms, pair_sums
+from grasp.paper.standardize import (
     PairSums,
     has_closed_form,
     pair_moments,
@@ -30,7 +31,7 @@ from grasp.geometry.standardize import (
     sampled_moments,
     self_moments,
 )
-from grasp.geometry.subset_sums import (
+from grasp.paper.subset_sums import (
     JOINT,
     Geometry,
     Kind,
@@ -42,7 +43,6 @@ from grasp.geometry.subset_sums import (
     required_sketches,
     subset_relevance,
 )
-from grasp.moments import MeanStd
 from grasp.predict.families import Family
 from grasp.predict.predictor import KernelRelevance
 from grasp.predict.weights import SubsetBlock, Weights

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from grasp.arrays import F64
 from grasp.errors import SubsetError
-from grasp.geometry.subset_sums import Kind
 from grasp.moments import MeanStd, StreamingMoments
+from grasp.paper.subset_sums import Kind
 from grasp.predict.families import Family
 from grasp.predict.weights import Side
 from grasp.runs.predictions import Weighting
