@@ -329,8 +329,8 @@ class FeatureSettings(Settings):
     )
     summary_positions: Positions | None = Field(
         None,
-        description="Positions over which summaries are averaged, for `pooled` and the sketches; their moments are "
-        "then those of summaries. null: `positions`. Paper: tail:32.",
+        description="Positions over which summaries are averaged, for sketches and kernels of summaries; their "
+        "moments are then those of summaries. null: `positions`. Paper: tail:32.",
     )
     gradient_coordinates: int | Literal["all"] | None = Field(
         None,

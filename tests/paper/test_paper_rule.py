@@ -71,11 +71,10 @@ def test_the_flag_builds_and_scores_with_the_rule_of_the_paper(art):
 def test_every_function_uses_the_rule_of_the_artifact(art):
     assert art.predict(by="topic").notes[-1].endswith("protocol paper")
     assert art.predict(drop="topic = 'sky'").unit.startswith("standard deviations over uniform:0.5")
-    chosen = art.select("50%", "facts")
-    assert chosen.protocol.name == "paper"
-    assert "gain" in chosen.table.column_names  # what a row adds to the rows that were taken before it
-    assert art.mix("topic", "facts").protocol.name == "paper"
-    assert art.select("50%", "facts", diversity=0).protocol.match == {"pooled": 1.0}
+    for chosen in (art.select("50%", "facts"), art.mix("topic", "facts")):
+        assert chosen.protocol == PAPER.additive
+        assert chosen.protocol.match == {"pooled": 1.0}
+        assert "protocol paper is not additive: rows are selected by its additive part" in chosen.notes
 
 
 def test_other_kernels_than_those_of_the_rule_are_scored_by_the_default(art, tmp_path):

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
 from grasp.errors import ShapeError
+from grasp.kernels.sketch import CountSketch, gaussian_projection
 from grasp.paper import subset_sums as geo
 from grasp.paper.subset_sums import WeightSums, subset_relevance
-from grasp.kernels.sketch import CountSketch, gaussian_projection
 from grasp.predict.weights import Weights, sums_over
 from tests.predict import reference
 from tests.predict.reference import additive, components, interaction_surrogate

@@ -13,6 +13,7 @@ import grasp
 from grasp.api.predict import predict
 from grasp.artifact.label_table import LabelTable
 from grasp.errors import ProtocolLeakError, RunsError, SettingsError
+from grasp.paper.calibrate import calibrate
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import ScoringProtocol
@@ -183,7 +184,7 @@ def test_imported_runs_are_evaluated_calibrated_on_and_reported(artifact, enviro
             assert other[metric] == pytest.approx(result[metric], abs=1e-6)
     assert "undefined: mean_lds of output_layer additive on sciq: no predictions for units" in repr(imported_ones)
     assert "single units are undefined" in repr(imported_ones)
-    assert grasp.calibrate(art, runs).protocol.match == grasp.calibrate(art, environment).protocol.match
+    assert calibrate(art, runs).protocol.match == calibrate(art, environment).protocol.match
     page = art.report(tmp_path / "page.html", runs=tmp_path / "runs").read_text()
     assert "recipe imported" in page
 

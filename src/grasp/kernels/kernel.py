@@ -247,16 +247,19 @@ class Kernel(ABC):
         corpus: moments, shared with other kernels.
 
     Attributes:
-        name: name in settings, and of its module.
+        name: name in settings, and of its entry point.
         needs: passes of the model that it needs.
         moment_types: classes of moments that it reads.
         unit: unit of the array, for the manifest.
+        is_linear: whether relevance is linear in the gradients of row and unit, so that it is a sum over positions;
+            otherwise it is a function of their averages over positions (`Batch.summary`).
     """
 
     name: ClassVar[str]
     needs: ClassVar[Needs] = "forward"
     moment_types: ClassVar[tuple[type[Moments], ...]] = (HiddenMoments,)
     unit: ClassVar[str] = GRADIENTS
+    is_linear: ClassVar[bool] = True
 
     def __init__(self, model: ModelSizes, settings: FeatureSettings, corpus: CorpusMoments) -> None:
         self.model, self.settings, self.corpus = model, settings, corpus

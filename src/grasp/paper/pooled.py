@@ -95,6 +95,7 @@ class Pooled(Kernel):
 
     name = "pooled"
     moment_types = (SummaryMoments,)
+    is_linear = False  # the hidden match is damped
 
     def prepare(self, units: Batch) -> None:
         self._whitener = Whitener.from_settings(self.moments(SummaryMoments).value, self.settings)
