@@ -82,4 +82,4 @@ def test_other_kernels_than_those_of_the_rule_are_scored_by_the_default(art, tmp
     settings = world(tmp_path / "world", n_rows=10, features={"rule": "paper", "kernels": kernels})
     other = grasp.open(build_artifact(settings, tmp_path / "art"))
     assert resolve_protocol(None, other.files) is DEFAULT_PROTOCOL
-    assert resolve_protocol(None, art.files) is PAPER
+    assert resolve_protocol(None, art.files) == PAPER

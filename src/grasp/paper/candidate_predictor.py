@@ -21,7 +21,7 @@ import numpy as np
 from grasp.arrays import F64, ratio
 from grasp.artifact.reader import ArtifactReader
 from grasp.moments import MeanStd, StreamingMoments
-from grasp.paper.candidates import Candidate, ComponentSettings, candidate_of
+from grasp.paper.candidates import Candidate, ComponentSettings
 from grasp.paper.interaction_predictor import InteractionEffects
 from grasp.paper.protocol import CalibrationSettings, InteractionProtocol
 from grasp.paper.shuffled_pairs import EXACT_ROWS, ShuffledPairs, ShuffledRows
@@ -30,7 +30,6 @@ from grasp.paper.standardize import has_closed_form, relevance_moments, sampled_
 from grasp.paper.subset_sums import WeightSums, required_sketches
 from grasp.paper.terms import CalibrationFamily, GeometryTerms
 from grasp.predict.predictor import Predictor, RowEffects
-from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.weights import Side, Weights
 from grasp.runs.alignment import Alignment
 from grasp.runs.predictions import Predictions, Weighting
@@ -122,18 +121,6 @@ class CandidatePredictor(Alignment):
             task_BT, unit_BE = values.predict_tasks(candidate), values.predict_units(candidate)
             results.append(self.predictions(name, values.targets, task_BT, unit_BE))
         return results
-
-    def predict(self, protocols: Mapping[str, ScoringProtocol], targets: Sequence[str]) -> list[Predictions]:
-        """Predict units and tasks with protocols, standardized by the calibration family of the runs.
-
-        Args:
-            protocols: protocols by the name of their predictions.
-            targets: target names of the runs.
-        Raises:
-            ProtocolError: the artifact does not fit a protocol.
-        """
-        candidates = {name: candidate_of(protocol, self.source) for name, protocol in protocols.items()}
-        return self.predict_candidates(candidates, targets)
 
     def component_values(
         self, candidates: Sequence[Candidate], targets: Sequence[str], *, per_unit: bool = False

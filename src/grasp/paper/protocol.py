@@ -19,7 +19,7 @@ from grasp.predict.predictor import Predictor, UnitSelection
 from grasp.predict.scoring_rule import RegisteredProtocol, ScoringProtocol, kernel_weights
 from grasp.predict.weights import Side
 from grasp.runs.predictions import Weighting
-from grasp.settings import SKETCHES, Settings
+from grasp.settings import Settings
 from grasp.yaml_files import validated
 
 COMPONENT = re.compile(rf"({'|'.join(get_args(SketchName))})\.({'|'.join(get_args(Kind))})")
@@ -67,7 +67,7 @@ class InteractionProtocol(RegisteredProtocol):
     Source: eq:component-predictor. omega carries the sign; a penalty is a negative omega.
     """
 
-    kernels: ClassVar[tuple[str, ...]] = ("pooled", *SKETCHES)
+    kernels: ClassVar[tuple[str, ...]] = ("pooled",)
     feature_defaults: ClassVar[Mapping[str, Any]] = {
         "positions": "tail:32",
         "summary_positions": "tail:32",

@@ -188,7 +188,7 @@ class RegisteredProtocol(ScoringProtocol):
     this rule use the protocol `built_in`.
 
     Attributes:
-        kernels: kernels that are built with the rule.
+        kernels: kernels that are built with the rule, besides the sketches of every build.
         feature_defaults: further build settings `features` of the rule, by name.
     """
 
