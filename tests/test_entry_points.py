@@ -80,24 +80,8 @@ strange = strange:commands
 """
 
 
-@pytest.fixture
-def install(tmp_path, monkeypatch):
-    """Install a package of one module in the layout of pip."""
-
-    def installed(source=SOURCE, points=POINTS, module="strange"):
-        site = tmp_path / "site" / module
-        record = site / f"{module}-1.0.dist-info"
-        record.mkdir(parents=True)
-        (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
-        (record / "entry_points.txt").write_text(points)
-        (site / f"{module}.py").write_text(source)
-        monkeypatch.syspath_prepend(site)
-
-    return installed
-
-
 def test_a_kernel_and_a_rule_of_another_package_are_built_and_predict(install, tmp_path):
-    install()
+    install("strange", SOURCE, POINTS)
     settings = world(tmp_path / "world", n_rows=12, features={"rule": "twice"})
     assert settings.features.alpha == 0.5
     art = grasp.open(build_artifact(settings, tmp_path / "art"))
@@ -115,9 +99,7 @@ def test_a_kernel_and_a_rule_of_another_package_are_built_and_predict(install, t
 
 
 def test_a_command_of_another_package_is_listed_and_runs(install, tmp_path):
-    install()
-
-    site = tmp_path / "site" / "strange"
+    site = install("strange", SOURCE, POINTS)
     program = f"import sys; sys.path.insert(0, {str(site)!r}); from grasp.cli import main; main()"
     run = [sys.executable, "-c", program]
     printed = subprocess.run([*run, "--help"], capture_output=True, text=True, check=True).stdout
@@ -136,7 +118,7 @@ def test_without_the_package_its_names_are_unknown(tmp_path):
 
 
 def test_what_cannot_be_loaded_is_named(install):
-    install(points="[grasp.kernels]\nlosses = strange:commands\nnone = strange:Gone\n")
+    install("strange", SOURCE, "[grasp.kernels]\nlosses = strange:commands\nnone = strange:Gone\n")
     with pytest.raises(SettingsError, match=r"kernel losses: strange:commands of package strange: got .*Kernel"):
         load_class("grasp.kernels", "losses", Kernel)
     with pytest.raises(MissingExtraError, match="kernel none: strange:Gone of package strange cannot be imported"):

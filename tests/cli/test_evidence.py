@@ -24,7 +24,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.paper.candidate_predictor import CandidatePredictor
 from grasp.paper.candidates import candidate_of, default_family, load_family
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
-from grasp.predict.scoring_rule import Interaction, load_protocol, save_protocol
+from grasp.predict.scoring_rule import load_protocol, save_protocol
 from grasp.runs.retrained import RetrainedRuns
 from grasp.yaml_files import read_yaml, write_yaml
 from tests.cli.grasp_command import arrays, cells, refused, succeed
@@ -441,7 +441,7 @@ def test_few_subsets_select_from_a_short_list_with_a_note(art, env, tmp_path):
     other, out = shutil.copytree(env, tmp_path / "other"), tmp_path / "p.yaml"
     text = succeed("calibrate", art, "--runs", env, "--runs", other, "--out", out, "--resamples", 20).out
     assert_mentions(text.splitlines(), "short list of 12 protocols", "16 subsets", "7,440")
-    assert load_protocol(out).interaction is Interaction.NONE
+    assert load_protocol(out).is_additive
     assert json.loads((tmp_path / "p.provenance.json").read_text())["family"]["components"] == [[]]
 
 

@@ -193,7 +193,7 @@ def test_evaluated_predictions_equal_those_of_predict(tmp_path):
     artifact = write_artifact(tmp_path / "art", kernel="output_layer+embedding")
     protocol = ScoringProtocol(name="p", match={"output_layer": 1.0, "embedding": 0.25}, negative=0.5)
     alignment = Alignment.from_runs(bind_runs(artifact, imported(weights="times")[0]), artifact)
-    (bound,) = alignment.additive({"p": protocol}, alignment.runs.targets)
+    (bound,) = alignment.predict({"p": protocol}, alignment.runs.targets)
     predictor = Predictor.from_artifact(artifact, protocol, ["sciq"])
     (block,) = alignment.blocks
     assert np.ptp(block.weights_BN.toarray()) > 0  # rows that are seen often count as less than so many
