@@ -19,6 +19,7 @@ from pathlib import Path
 from traceback import format_exc
 
 import numpy as np
+from grasp.report.atlas import write_atlas
 
 import grasp
 from grasp.artifact.inspection import verify
@@ -28,7 +29,6 @@ from grasp.errors import GraspError
 from grasp.pipeline.merge import merge
 from grasp.pipeline.pipeline import build_artifact
 from grasp.pipeline.ray_cluster import ClusterSpec
-from grasp.report.atlas import write_atlas
 from grasp.retraining.worker import retrain
 from grasp.runs.import_runs import import_runs
 from grasp.runs.retrained import RetrainedRuns
