@@ -10,9 +10,9 @@ from contextlib import redirect_stdout
 from importlib import import_module
 from typing import NoReturn, TextIO, cast
 
+from grasp import entry_points
 from grasp.cli import (  # noqa: F401 - commands register themselves
     artifact_commands,
-    detect_command,
     prediction_commands,
     runs_commands,
     selection_commands,
@@ -25,12 +25,9 @@ from grasp.files import DISK_FULL_ERRORS
 from grasp.text import plain
 
 # Commands of optional subpackages are registered by name, since the layers below must not import these packages.
-COMMAND_MODULES = (
-    "grasp.geometry.calibrate_command",
-    "grasp.vision.fit_head_command",
-)
-for _module in COMMAND_MODULES:
-    import_module(_module)
+import_module("grasp.geometry.calibrate_command")
+for _name in entry_points.names("grasp.commands"):
+    app.registered_commands += entry_points.load("grasp.commands", _name).registered_commands
 
 USER_ERROR = 2
 # Errors of the operating system that are not bugs: they are printed in one line, without a traceback.

@@ -21,12 +21,11 @@ from typer.core import TyperCommand, TyperGroup
 import grasp
 from grasp.signatures import REQUIRED, Signature, parse_signature, signed
 
-# Commands by group, in the order of `grasp --help`.
+# Commands by section, in the order of `grasp --help`; commands of optional packages name theirs.
 GROUPS = {
-    "Build artifacts": ("demo", "corpus", "targets", "build", "merge", "info", "verify", "fit-head"),
+    "Build artifacts": ("demo", "corpus", "targets", "build", "merge", "info", "verify"),
     "Predict the effect of rows and slices": ("score", "predict", "explain", "report", "serve"),
     "Select training data": ("select", "mix", "distil", "apply"),
-    "Find suspicious rows": ("detect",),
     "Evaluate predictions": ("retrain", "runs", "evaluate", "calibrate", "methods"),
 }
 OPTIONS = "Options"
@@ -111,10 +110,14 @@ class CommandGroups(TyperGroup):
     """The list of commands, grouped by task."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands of every group, then the options."""
+        """Write the commands of every section, then the options."""
         width = max(map(len, self.commands))
-        for group, command_names in GROUPS.items():
-            with formatter.section(group):
+        sections = {section: list(command_names) for section, command_names in GROUPS.items()}
+        for name, entry in self.commands.items():
+            if section := getattr(entry, "rich_help_panel", None):
+                sections.setdefault(section, []).append(name)
+        for section, command_names in sections.items():
+            with formatter.section(section):
                 formatter.write_dl(
                     [(name.ljust(width), self.commands[name].get_short_help_str(80)) for name in command_names]
                 )
@@ -139,7 +142,7 @@ app = typer.Typer(
 F = TypeVar("F", bound=Callable[..., None])
 
 # The option of an argument of a public function, if it is not `--name`.
-FLAGS = {"count": "-B", "k": "-k", "suspects": "--detect", "columns": "--weights", "oracles": "--oracle"}
+FLAGS = {"count": "-B", "k": "-k", "columns": "--weights", "oracles": "--oracle"}
 FLAGS |= {"keep_features": "--keep-features/--no-keep-features"}
 # The placeholder of the option's value in the help, if it is not that of `METAVAR_BY_TYPE`.
 METAVARS = {
@@ -185,6 +188,7 @@ def command(
     group: typer.Typer = app,
     verb: str | None = None,
     more: str = "",
+    section: str | None = None,
 ) -> Callable[[F], F]:
     """Register a function as a command.
 
@@ -196,11 +200,12 @@ def command(
         verb: module of the public function of the same name. Its arguments become options of the command, which
             are passed to the decorated function as keywords; parameters of the decorated function override them.
         more: arguments of the public function that are listed under "More options".
+        section: section of `grasp --help`, for a command of an optional package.
     """
     lines = [f"  {line}" for example in examples for line in example.split("\n")]
     # \b tells Click not to rewrap the lines that follow
     text = "\n".join(["\b", "Examples:" if len(examples) > 1 else "Example:", *lines, epilog])
-    register = group.command(name, cls=Command, epilog=text)
+    register = group.command(name, cls=Command, epilog=text, rich_help_panel=section)
 
     def decorate(function: F) -> F:
         if verb is not None:

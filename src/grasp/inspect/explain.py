@@ -46,11 +46,12 @@ from grasp.models.forward_pass import position_mask
 from grasp.models.gradients import Example
 from grasp.models.residuals import PooledFeatures
 from grasp.pipeline.add_targets import load_kernels
-from grasp.pipeline.modality import ResultWithImages, vision
+from grasp.pipeline.modality import vision
 from grasp.pipeline.model_pass import ModelPass, read_batches, row_examples
 from grasp.pipeline.provenance import BuildSource
 from grasp.predict.predictor import Predictor, additive_predictor
 from grasp.predict.scoring_rule import REPLAY, ScoringProtocol, kernel_weights
+from grasp.results import Result
 from grasp.targets.units import UnitTokens
 
 MAX_PAIRS = 100  # pairs of words in a result
@@ -77,7 +78,7 @@ def explain(
     match: str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     overrides: Mapping[str, Any] | None = None,
-) -> Explanation | ResultWithImages:
+) -> Explanation | Result:
     """Explain the effect of a row on a target by the contributions of its words.
 
     With `unit`, also show the words of the answer and the strongest pairs of words; without it, the questions that the
@@ -129,7 +130,7 @@ class Explainer:
         unit: str | None = None,
         match: str | None = None,
         protocol: ScoringProtocol | Path | str | None = None,
-    ) -> Explanation | ResultWithImages:
+    ) -> Explanation | Result:
         """See `explain`."""
         artifact = self.artifact
         if BuildSource(artifact).has_images:

@@ -3,9 +3,7 @@
 No other module outside `grasp.vision` imports it. This module does not import torch. Start with `vision`.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -21,20 +19,6 @@ from grasp.targets.units import UnitSet
 
 if TYPE_CHECKING:
     from grasp.models.forward_pass import NonTextReference, Reference
-
-
-@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class ResultWithImages(Result, ABC):
-    """A result with images next to its table."""
-
-    @property
-    @abstractmethod
-    def nearest(self) -> list[tuple[str, str | None]]:
-        """Return the caption of each image, and the image as a data URL, or None."""
-
-    @abstractmethod
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything but the images, as JSON values."""
 
 
 class Vision(Protocol):
@@ -53,7 +37,7 @@ class Vision(Protocol):
 
     def explain(
         self, artifact: ArtifactReader, target: str | None, rows: Sequence[str], **options: Any
-    ) -> list[ResultWithImages]:
+    ) -> list[Result]:
         """Explain rows from the artifact alone; options as in `grasp.inspect.explain`: unit, match, protocol."""
 
     def row_pictures(self, artifact: ArtifactReader, index: NDArray[np.int64], largest: int) -> list[bytes | None]:

@@ -45,7 +45,7 @@ MAX_PICTURE_BYTES = 2_000_000  # limit on the embedded images of a page; further
 # Index of an example row -> "t" and the number of a target -> its words, each with its contribution.
 Shades = dict[int, dict[str, list[tuple[str, float | None]]]]
 # The same -> its images, each with a caption and a data URL.
-Pictures = dict[int, dict[str, list[tuple[str, str | None]]]]
+Figures = dict[int, dict[str, list[tuple[str, str | None]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ def explain_rows(
     examples: ExampleRows,
     count: int,
     progress: Progress,
-) -> tuple[Shades, Pictures, str]:
+) -> tuple[Shades, Figures, str]:
     """Explain the `count` most helpful rows of each target, and half as many of the most harmful.
 
     Text rows are explained by the contribution of each word, which needs the model. Image rows are explained by the
@@ -198,7 +198,7 @@ def explain_rows(
         Words, images, and the reason why words are missing, or "".
     """
     shades: Shades = {}
-    pictures: Pictures = {}
+    figures: Figures = {}
     ends = []
     for t in range(len(targets)):
         order = examples.most_helpful_first(t)
@@ -210,13 +210,13 @@ def explain_rows(
             explanations = vision().explain(artifact, target, row_ids, protocol=protocol)
             for k, image in zip(ends[t], explanations, strict=True):
                 shown = [
-                    (plain(caption, MAX_CELL_CHARS), url) for caption, url in image.nearest[: 1 + MAX_TRUSTED_IMAGES]
+                    (plain(caption, MAX_CELL_CHARS), url) for caption, url in image.figures[: 1 + MAX_TRUSTED_IMAGES]
                 ]
                 remaining_bytes -= sum(len(url or "") for _, url in shown)
                 if remaining_bytes <= 0:
                     shown = [(caption, None) for caption, _ in shown]
-                pictures.setdefault(k, {})[f"t{t}"] = shown
-        return {}, pictures, ""
+                figures.setdefault(k, {})[f"t{t}"] = shown
+        return {}, figures, ""
     model = str(artifact.manifest.settings.get("model", {}).get("path", ""))
     if not Path(model).exists():
         return {}, {}, f"Words are not shaded: the model {model or 'of the build'} was not found."

@@ -11,9 +11,7 @@ import base64
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,12 +23,12 @@ from grasp.artifact.rows import indices_of_row_ids, only_target
 from grasp.corpus.labels import CLASS_LABEL
 from grasp.errors import CorpusError
 from grasp.inspect.explanation import EffectTerms
-from grasp.pipeline.modality import ResultWithImages
 from grasp.predict.predictor import additive_predictor
 from grasp.predict.scoring_rule import ScoringProtocol
+from grasp.results import Result
 from grasp.settings import CorpusSettings
 from grasp.targets.load import target_name
-from grasp.text import plain, signed
+from grasp.text import signed
 from grasp.vision.images import ImageStore, decode_image, encode_png, pixel_hash, read_images
 
 MAX_NEAREST = 8  # trusted images that are shown
@@ -39,7 +37,7 @@ ADDS_NOTE = "adds: contribution to the effect of the row; below 0: mostly simila
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class ImageExplanation(ResultWithImages):
+class ImageExplanation(Result):
     """Contributions of the trusted images to the effect of a row, largest absolute value first.
 
     `effect` = the sum of the column `contribution` + `average`, in standard deviations over the rows.
@@ -49,7 +47,7 @@ class ImageExplanation(ResultWithImages):
         row_class: label of the row.
         effect: effect of the row.
         average: minus the mean contribution of a row, so that the average row has effect 0.
-        pictures: PNG of the row, by row_id, and of the nearest trusted images, by unit_id, if available.
+        figures: the row, then the nearest trusted images.
     """
 
     row_id: str
@@ -57,23 +55,6 @@ class ImageExplanation(ResultWithImages):
     target: str
     effect: float
     average: float
-    pictures: Mapping[str, bytes]
-
-    @property
-    def nearest(self) -> list[tuple[str, str | None]]:
-        """Caption and data URL of each picture, the row first; the URL is None if the picture is not available."""
-        row_caption = f"{self.row_id}: {self.row_class}", picture_url(self.pictures.get(self.row_id))
-        trusted = self.table.slice(0, MAX_NEAREST).to_pylist()
-        return [
-            row_caption,
-            *(
-                (
-                    f"{signed(unit['contribution'])} {unit['unit_id']}: {unit['image_class']}",
-                    picture_url(self.pictures.get(unit["unit_id"])),
-                )
-                for unit in trusted
-            ),
-        ]
 
     def _printed_cells(self) -> tuple[list[str], list[list[str]]]:
         lines = self.table.slice(0, MAX_NEAREST).to_pylist()
@@ -83,21 +64,6 @@ class ImageExplanation(ResultWithImages):
     def _below(self) -> Sequence[str]:
         more = len(self) - MAX_NEAREST
         return [*([f"... and {more:,} more"] if more > 0 else []), ADDS_NOTE, *self.notes]
-
-    def _repr_html_(self) -> str:
-        figures = [
-            f'<figure style="display:inline-block;margin:4px;width:{PICTURE_PIXELS + 24}px;font-size:small">'
-            f'<img src="{url}" alt=""><figcaption>{escape(plain(caption))}</figcaption></figure>'
-            for caption, url in self.nearest
-            if url is not None
-        ]
-        return "".join(figures) + super()._repr_html_()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything but the pictures, as JSON types."""
-        names = ("target", "row_id", "row_class", "effect", "average")
-        fields = {name: getattr(self, name) for name in names}
-        return fields | {"trusted": self.table.to_pylist(), "notes": list(self.notes)}
 
 
 def explain_images(
@@ -133,7 +99,7 @@ def explain_images(
             target=target,
             effect=terms.effect,
             average=terms.average,
-            pictures=trusted | ({} if picture is None else {row: picture}),
+            figures=((f"{row}: {row_class}", picture_url(picture)), *_trusted_figures(table, trusted)),
         )
         for row, terms, table, picture, row_class in zip(rows, terms_by_row, tables, row_images, classes, strict=True)
     ]
@@ -144,6 +110,15 @@ def _table(units: pa.Table, contribution_E: NDArray[np.float64]) -> pa.Table:
     table = units.select(["unit_id", "completion"]).rename_columns(["unit_id", "image_class"])
     order_E = np.argsort(-np.abs(contribution_E), kind="stable")
     return table.append_column("contribution", pa.array(contribution_E)).take(pa.array(order_E))
+
+
+def _trusted_figures(table: pa.Table, pictures: Mapping[str, bytes]) -> list[tuple[str, str | None]]:
+    """Return the caption and the data URL of each of the first trusted images of a table."""
+    figures = []
+    for unit in table.slice(0, MAX_NEAREST).to_pylist():
+        caption = f"{signed(unit['contribution'])} {unit['unit_id']}: {unit['image_class']}"
+        figures.append((caption, picture_url(pictures.get(unit["unit_id"]))))
+    return figures
 
 
 def row_pictures(artifact: ArtifactReader, index: NDArray[np.int64], largest: int) -> list[bytes | None]:
