@@ -55,9 +55,6 @@ SKIPPED = {
     "no_calls": "tool calls that the chat template omits from answers with text",
     "no_reasoning": "reasoning that the chat template omits",
     "no_loss": "rows without a token that carries loss",
-    "no_image": "records without an image",
-    "no_class": "images without a class",
-    "broken_image": "broken images",
 }
 
 # What the user can do about it, by the same reasons.

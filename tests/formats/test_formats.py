@@ -10,7 +10,7 @@ import grasp
 from grasp.artifact.manifest import FORMAT_VERSION
 from grasp.artifact.writer import ArraySpec, ArtifactWriter
 from grasp.errors import ArtifactError, RunsError, SettingsError
-from grasp.pipeline.provenance import BuildSource
+from grasp.models.build_source import BuildSource
 from grasp.predict.scoring_rule import load_protocol
 from grasp.runs.retrained import RetrainedRuns
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary

@@ -73,7 +73,7 @@ def test_a_strangers_artifact_reads_no_device_and_fetches_nothing(art, tmp_path,
     if change == "gone":
         trusted_file.unlink()
     if change == "column":
-        raw["settings"]["corpus"]["image_column"] = 3
+        raw["settings"]["model"]["classifier"]["image_column"] = 3
     (path / MANIFEST).write_bytes(with_checksum((json.dumps(raw | {"checksum": UNSIGNED}, indent=1) + "\n").encode()))
     explanation = grasp.open(path).explain("trusted", "train-4")
     assert [caption for caption, url in explanation.figures if url] == [explanation.figures[0][0]]

@@ -34,21 +34,20 @@ from grasp.arrays import F64, I64
 from grasp.artifact.manifest import UNITS
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import indices_of_row_ids, only_target
-from grasp.corpus.row_store import RowStore, TokenRows
+from grasp.corpus.row_store import TokenRows
 from grasp.errors import ProtocolError
 from grasp.inspect.explanation import EffectTerms, Explanation, join_words
 from grasp.inspect.rescoring import reopen_source
 from grasp.kernels.gradient import Gradient, allocate_unit_gradients
 from grasp.kernels.kernel import Batch
 from grasp.kernels.pooled import Pooled
+from grasp.models.build_source import BuildSource
 from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, pad_rows
 from grasp.models.forward_pass import position_mask
 from grasp.models.gradients import Example
 from grasp.models.residuals import PooledFeatures
 from grasp.pipeline.add_targets import load_kernels
-from grasp.pipeline.modality import vision
 from grasp.pipeline.model_pass import ModelPass, read_batches, row_examples
-from grasp.pipeline.provenance import BuildSource
 from grasp.predict.predictor import Predictor, additive_predictor
 from grasp.predict.scoring_rule import REPLAY, ScoringProtocol, kernel_weights
 from grasp.results import Result
@@ -82,8 +81,8 @@ def explain(
     """Explain the effect of a row on a target by the contributions of its words.
 
     With `unit`, also show the words of the answer and the strongest pairs of words; without it, the questions that the
-    row helps and harms most. The model is run on the row, and on the questions if their features are not stored. For
-    an image, show the trusted images that it affects most.
+    row helps and harms most. The model is run on the row, and on the questions if their features are not stored. Rows
+    of a reader (`grasp.readers`) are explained by the units that they affect most.
 
     In Python use one `Explainer` for many rows.
 
@@ -133,8 +132,8 @@ class Explainer:
     ) -> Explanation | Result:
         """See `explain`."""
         artifact = self.artifact
-        if BuildSource(artifact).has_images:
-            (explanation,) = vision().explain(artifact, target, [row], unit=unit, match=match, protocol=protocol)
+        if artifact.reader is not None:
+            (explanation,) = artifact.reader.explain(artifact, target, [row], unit=unit, match=match, protocol=protocol)
             return explanation
         target = only_target(artifact, target)
         if match is not None:
@@ -166,7 +165,6 @@ class _PreparedUnits:
 
     def __init__(self, source: BuildSource, predictor: Predictor, *, by_position: bool) -> None:
         assert isinstance(source.model, ReferenceModel)
-        assert isinstance(source.rows, RowStore)
         self.artifact, self.model, self.rows = source.artifact, source.model, source.rows
         self.settings, self.predictor, self.by_position = source.settings.features, predictor, by_position
         self.units = self.artifact.units.take(pa.array(predictor.units.columns_E))

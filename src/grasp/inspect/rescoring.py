@@ -25,11 +25,11 @@ from grasp.hub import fetched_before
 from grasp.inspect.health_metrics import rank_agreement
 from grasp.kernels.kernel import Batch, Kernel, make_kernels
 from grasp.kernels.whitening import STATES
+from grasp.models.build_source import BuildSource
 from grasp.models.causal_lm import BATCH_ROWS
 from grasp.models.checkpoint import REPOSITORY
 from grasp.models.residuals import PooledFeatures
 from grasp.pipeline.model_pass import ModelPass, compute_moments, merge_batches, read_batches
-from grasp.pipeline.provenance import BuildSource
 from grasp.predict.predictor import UnitSelection, downweight_negative
 from grasp.predict.scoring_rule import REPLAY, ScoringProtocol, kernel_weights
 from grasp.runs.alignment import Alignment
@@ -216,7 +216,7 @@ def rank_by_two_samples(
     """
     resolved = protocol.resolved_for(artifact.array_names, artifact.feature_settings)
     kernels = kernel_weights(resolved)
-    if {"pooled", "gradient", REPLAY} & set(kernels) or source.has_images:
+    if {"pooled", "gradient", REPLAY} & set(kernels) or artifact.reader is not None:
         raise ArtifactError("supported only for texts, and for all kernels but pooled, gradient and replay")
     settings = source.settings.features.model_copy(update={"kernels": tuple(kernels)})
     model_pass = ModelPass(source.model, settings)

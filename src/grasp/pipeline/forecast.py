@@ -20,7 +20,7 @@ import torch
 
 from grasp.artifact.manifest import MANIFEST
 from grasp.corpus.documents import documents_of
-from grasp.corpus.row_store import RowStore, TokenRows
+from grasp.corpus.row_store import TokenRows
 from grasp.corpus.sources import open_source
 from grasp.errors import ArtifactError
 from grasp.kernels.gradient import allocate_unit_gradients
@@ -28,7 +28,6 @@ from grasp.kernels.kernel import Batch, counts_rows, kernel_class, make_kernels
 from grasp.kernels.sketch import Sketch
 from grasp.kernels.whitening import STATES
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.forward_pass import Rows
 from grasp.pipeline.add_replay import forecast_added_replay, refuse_replay
 from grasp.pipeline.build import (
     REQUIRED,
@@ -140,7 +139,7 @@ def _forecast_proxy_training(raw_settings: dict[str, Any], out: Path) -> str:
 
 def _first_documents(settings: BuildSettings) -> tuple[int, int]:
     """Return the number of documents to read, and an estimate of that of the corpus; (1, 1) if all are read."""
-    if settings.model.classifier is not None:  # images are all read
+    if settings.model.reader is not None:
         return 1, 1
     source, limit = open_source(settings.corpus.path, settings.corpus.split), settings.corpus.limit
     max_documents, n_chars = min(PROBE_DOCUMENTS, limit or PROBE_DOCUMENTS), 0
@@ -159,7 +158,6 @@ def _replay_forecast(
 ) -> tuple[ReplayPlan, ReplayForecast]:
     """Plan a replay, and forecast it by the gradient of one batch."""
     assert isinstance(inputs.model, ReferenceModel)
-    assert isinstance(inputs.store, RowStore)
     n_rows, longest = round(ratio * inputs.store.n_rows), int(inputs.store.lengths().max())
     plan = plan_replay(inputs.model, str(inputs.settings.train), recipe, settings, n_rows=n_rows, context=longest)
     return plan, forecast_replay(plan, inputs.store, n_rows, len(inputs.unit_set.targets))
@@ -202,7 +200,9 @@ def _timed_probe(inputs: Inputs, *, untrained: bool) -> _Probe:
     n_tokens = PROBE_TOKENS
     timed: list[tuple[int, float]] = []  # tokens and seconds of each pass
     while True:
-        rows = _first_tokens(inputs.store.rows(np.arange(min(inputs.store.n_rows, n_tokens))), n_tokens)
+        rows = inputs.store.rows(np.arange(min(inputs.store.n_rows, n_tokens)))
+        if inputs.settings.model.reader is None:
+            rows = _first_tokens(rows, n_tokens)
         cached_batches: list[Arrays] = []
         started = time.perf_counter()
         corpus = compute_moments(model_pass, rows, states_every=sample.states_every, on_batch=cached_batches.append)
@@ -268,10 +268,8 @@ def _row_and_token_seconds(timed: Sequence[tuple[int, float]], n_rows: int) -> t
     return row_seconds, (last_seconds - row_seconds) / last_tokens
 
 
-def _first_tokens(rows: Rows, n_tokens: int) -> Rows:
+def _first_tokens(rows: TokenRows, n_tokens: int) -> TokenRows:
     """Return rows of at most `n_tokens` tokens; if the first row is longer, its end, since answers come last."""
-    if not isinstance(rows, TokenRows):
-        return rows  # images
     n_rows = max(1, int(np.searchsorted(rows.offsets, n_tokens, side="right")) - 1)
     stop = int(rows.offsets[n_rows])
     start = max(0, stop - n_tokens) if n_rows == 1 else 0

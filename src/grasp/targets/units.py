@@ -45,7 +45,6 @@ class Unit:
             in the prompt instead (winogrande), the candidate prompts.
         gold: position in `choices` of the completion, or of the prompt.
         support: a text with the evidence for the answer, which tasks like SciQ have.
-        image_hash: hash of the pixels, if the unit is an image of a classifier.
         conversation: a conversation that ends with the right answer; None: the prompt is a text.
         ending: text that the chat template writes after the answer of a conversation.
         others: the wrong answers of a margin, each with its own prompt; empty if the utility is -loss.
@@ -61,7 +60,6 @@ class Unit:
     choices: tuple[str, ...] = ()
     gold: int | None = None
     support: str | None = None
-    image_hash: str | None = None
     conversation: Conversation | None = None
     ending: str = ""
     others: "tuple[Unit, ...]" = ()

@@ -12,8 +12,8 @@ from grasp.cli.console import check_outputs, show
 from grasp.cli.options import Art, Assignments, ConfigFile, Quiet, merge_settings
 from grasp.errors import SettingsError
 from grasp.progress_display import Watch
-from grasp.settings import FitSettings
 from grasp.text import plain, skipped_text
+from grasp.vision.settings import FitSettings
 from grasp.yaml_files import require_flags, validated
 
 if TYPE_CHECKING:

@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.corpus.labels import CLASS_LABEL, HASH_LABEL
-from grasp.corpus.row_store import RowStore
-from grasp.errors import ArtifactError, GraspError
-from grasp.pipeline.provenance import BuildSource
+from grasp.errors import GraspError
+from grasp.models.build_source import BuildSource
+from grasp.vision.images import HASH_LABEL, hash_of_unit
+from grasp.vision.reader import ImageReader
 
 SNIPPET_CHARS = 240  # default length of a stored snippet, in characters
 UnitAndRow = tuple[int, int]  # (unit within the target, row)
@@ -33,10 +32,8 @@ def exact_copies(artifact: ArtifactReader, target: str) -> tuple[list[UnitAndRow
         Pairs sorted by unit, then row; and a note if not all rows could be compared.
     """
     units = artifact.units.take(pa.array(artifact.unit_columns(target))).to_pylist()
-    if {HASH_LABEL, CLASS_LABEL} <= set(pq.read_schema(artifact.rows_path).names):
-        if units[0].get(HASH_LABEL) is None:
-            raise ArtifactError(f"{artifact.location}: its units have no {HASH_LABEL}; rebuild it with this version")
-        hashes = [unit[HASH_LABEL] for unit in units]
+    if isinstance(artifact.reader, ImageReader):
+        hashes = [hash_of_unit(unit["prompt"]) for unit in units]
         return sorted(_matching_pairs(hashes, ([key] for key in column_values(artifact, HASH_LABEL)))), None
     limit = int(artifact.manifest.settings.get("corpus", {}).get("snippet_chars", SNIPPET_CHARS))
     n_cut = 0
@@ -62,7 +59,6 @@ def exact_copies(artifact: ArtifactReader, target: str) -> tuple[list[UnitAndRow
 def _token_copies(source: BuildSource, units: Sequence[Mapping[str, Any]]) -> set[UnitAndRow]:
     """Compare rows with units encoded as one text, and as separate prompt and completion."""
     rows, encode, eos_id = source.rows, source.tokenizer.encode, source.tokenizer.eos_id
-    assert isinstance(rows, RowStore)
     prompts, completions = (encode([unit[field] for unit in units]) for field in ("prompt", "completion"))
     as_one_text = encode([unit["prompt"] + unit["completion"] for unit in units])
     as_two_texts = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]

@@ -13,13 +13,11 @@ from typing import Final
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from grasp.arrays import F64, I64, Bool
 from grasp.artifact.label_table import LabelColumn
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, only_target
-from grasp.corpus.labels import CLASS_LABEL
 from grasp.errors import ArtifactError, SettingsError
 from grasp.moments import StreamingMoments
 from grasp.progress import Progress, Silent
@@ -35,7 +33,9 @@ from grasp.vision.detection import (
     mean_ranks,
 )
 from grasp.vision.explain_image import picture_url, row_pictures
+from grasp.vision.images import CLASS_LABEL
 from grasp.vision.neighbours import MAX_CANDIDATES, disagreement
+from grasp.vision.reader import ImageReader
 
 CHANCE_AUROC: Final = 0.5  # AUROC of a score without information
 DEFAULT_NEIGHBOURS = 10
@@ -121,7 +121,7 @@ def detect(
     Memory: a few numbers per row, the hidden sketch if there are labels, and a block of relevance.
     """
     target = only_target(artifact, target)
-    if label is None and CLASS_LABEL in pq.read_schema(artifact.rows_path).names:
+    if label is None and isinstance(artifact.reader, ImageReader):
         label = CLASS_LABEL
     _check_numbers(artifact, label, top, truth, k, neighbours)
     array = relevance_array(artifact, match)

@@ -20,7 +20,6 @@ from pydantic import ValidationError
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import indices_of_row_ids, only_target
-from grasp.corpus.labels import CLASS_LABEL
 from grasp.errors import CorpusError
 from grasp.inspect.explanation import EffectTerms
 from grasp.predict.predictor import additive_predictor
@@ -29,7 +28,18 @@ from grasp.results import Result
 from grasp.settings import CorpusSettings
 from grasp.targets.load import target_name
 from grasp.text import signed
-from grasp.vision.images import ImageStore, decode_image, encode_png, pixel_hash, read_images
+from grasp.vision.images import (
+    CLASS_LABEL,
+    ImageRows,
+    ImageStore,
+    decode_image,
+    encode_png,
+    hash_of_unit,
+    pixel_hash,
+    read_images,
+)
+from grasp.vision.settings import ClassifierSettings
+from grasp.yaml_files import get_setting
 
 MAX_NEAREST = 8  # trusted images that are shown
 PICTURE_PIXELS = 96  # longer side of a picture, in pixels
@@ -127,7 +137,9 @@ def row_pictures(artifact: ArtifactReader, index: NDArray[np.int64], largest: in
         store = ImageStore.open(artifact.tokens_path)
     except CorpusError:
         return [None] * len(index)  # built with keep_tokens: false
-    images = [decode_image(encoded) for encoded in store.rows(index).encoded]
+    rows = store.rows(index)
+    assert isinstance(rows, ImageRows)
+    images = [decode_image(encoded) for encoded in rows.encoded]
     return [None if image is None else encode_png(image, largest) for image in images]
 
 
@@ -140,8 +152,9 @@ def _trusted_pictures(
     of its pixels.
     """
     prompts = dict(zip(units["unit_id"].to_pylist(), units["prompt"].to_pylist(), strict=True))
-    hashes = {name: prompts[name].split()[1].rstrip(",") for name in names}  # a prompt is "image HASH, SIZE"
+    hashes = {name: hash_of_unit(prompts[name]) for name in names}
     settings, requested_hashes = artifact.manifest.settings, set(hashes.values())
+    reader = artifact.manifest.details["reader"]
     picture_by_hash: dict[str, bytes] = {}
     target_paths = [str(name) for name in settings.get("targets", {}).get("names", ())]
     paths = [name for name in target_paths if target_name(name) == target]
@@ -150,7 +163,8 @@ def _trusted_pictures(
             continue
         try:
             corpus = CorpusSettings.model_validate(settings["corpus"] | {"path": path, "limit": None})
-            for record in read_images(corpus, fetch=False):
+            classifier = ClassifierSettings.model_validate(get_setting(settings, f"model.{reader}"))
+            for record in read_images(corpus, classifier, fetch=False):
                 image = None if record.encoded is None else decode_image(record.encoded)
                 if image is not None and (digest := pixel_hash(image)) in requested_hashes:
                     picture_by_hash[digest] = encode_png(image, PICTURE_PIXELS)
