@@ -20,7 +20,7 @@ from grasp.vision.fit_head import fit_head
 from grasp.vision.images import ImageStore, decode_image
 from tests.cli.grasp_command import succeed
 from tests.mentions import assert_mentions
-from tests.pipeline.world import texts, world, write_checkpoint, write_targets
+from tests.pipeline.world import texts, world
 from tests.report.world import HOSTILE, write_artifact
 from tests.rounding import rounding
 from tests.vision.images_world import pictures, settings, write_parquet
@@ -144,44 +144,6 @@ def test_rows_verified_as_correct_are_the_null_distribution(marked):
     assert "average" in printed
 
 
-ALPACA = "Below is an instruction that describes a task, paired with an input that gives more context. " * 3
-
-
-def test_texts_with_a_common_preamble_are_not_duplicates(tmp_path):
-    write_checkpoint(tmp_path / "model", context=512)
-    base = world(tmp_path)
-    lines = [{"row_id": f"row-{i}", "text": f"{ALPACA}{text[:20]}"} for i, text in enumerate(texts(30))]
-    unit_lines = [{"task": "facts", "prompt": ALPACA, "completion": f"{i} it is", "unit_id": f"u{i}"} for i in range(4)]
-    lines[9]["text"] = ALPACA + "2 it is<|endoftext|>"
-    (tmp_path / "corpus.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    (tmp_path / "facts.jsonl").write_text("\n".join(map(json.dumps, unit_lines)))
-    targets = base.targets.model_copy(update={"max_length": 512})
-    settings = _with(base, max_length=512).model_copy(update={"targets": targets})
-    artifact = ArtifactReader.open(build_artifact(settings, tmp_path / "art"))
-    with pytest.raises(ArtifactError, match=r"\b1 of 4 trusted units.*u2.*row-9"):
-        detect(artifact, "facts")
-
-
-@pytest.fixture(scope="module")
-def leaked(tmp_path_factory):
-    """Build texts of which two contain the text of a unit verbatim."""
-    root = tmp_path_factory.mktemp("leaked")
-    base = world(root)
-    units = [json.loads(line) for line in write_targets(root / "facts.jsonl").read_text().splitlines()]
-    lines = [{"row_id": f"row-{i}", "text": text, "leak": False} for i, text in enumerate(texts(40))]
-    for i, unit in ((7, units[1]), (21, units[4])):
-        lines[i] = {"row_id": f"row-{i}", "text": unit["prompt"] + unit["completion"], "leak": True}
-    (root / "corpus.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    return ArtifactReader.open(build_artifact(base, root / "art")), units
-
-
-def test_trusted_texts_that_are_rows_are_refused(leaked):
-    artifact, units = leaked
-    with pytest.raises(ArtifactError, match=r"\b2 of 6 trusted units") as caught:
-        detect(artifact, "facts")
-    assert f"{units[1]['unit_id']} = row-7" in str(caught.value)
-
-
 def test_flags_explained_by_chance_are_not_suspects(marked):
     suspects = detect(marked, "facts", false_positives=0.2)
     assert suspects.threshold.n_flagged <= 8 + 2 * 8**0.5
@@ -244,11 +206,9 @@ REFUSED = [
     ("noisy", {"clean": "changed"}, "clean changed: .*6 rows"),
     ("noisy", {"clean": "nothing"}, r"\['nothing'\]"),
     ("noisy", {"truth": "nothing"}, r"\['nothing'\]"),
-    ("noisy", {"neighbours": 0}, r"neighbours:.*\b0\b"),
     ("noisy", {"truth": "changed", "k": 61}, r"k:.*\b61\b.*\b1\b.*\b60\b"),
     ("noisy", {"false_positives": 0.7}, r"got 0\.7"),
     ("noisy", {"match": "embedding"}, "relevance.*'embedding'"),
-    ("marked", {"neighbours": 5}, "neighbours: .*label"),
     ("marked", {"k": 5}, "k: .*truth"),
     ("marked", {"top": -1}, r"top:.*-1\b"),
     ("marked", {"truth": "part"}, "truth part: .*row-4"),

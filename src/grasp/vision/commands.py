@@ -87,7 +87,7 @@ def fit_head(
     verb="grasp.vision.detect",
     group=app,
     section="Find suspicious rows",
-    more="k neighbours match",
+    more="k match",
 )
 def detect(
     art: Art,

@@ -9,7 +9,7 @@ Shape letters: N rows, E units.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -17,12 +17,11 @@ import pyarrow as pa
 from grasp.arrays import F64, I64, Bool
 from grasp.artifact.label_table import LabelColumn
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import label_column, only_target
+from grasp.artifact.rows import label_column, leak_notes, only_target
 from grasp.errors import ArtifactError, SettingsError
 from grasp.moments import StreamingMoments
 from grasp.progress import Progress, Silent
 from grasp.results import Result
-from grasp.vision.copies import column_values, exact_copies
 from grasp.vision.detection import (
     Detection,
     Threshold,
@@ -33,12 +32,12 @@ from grasp.vision.detection import (
     mean_ranks,
 )
 from grasp.vision.explain_image import picture_url, row_pictures
-from grasp.vision.images import CLASS_LABEL
+from grasp.vision.images import CLASS_LABEL, HASH_LABEL, hash_of_unit
 from grasp.vision.neighbours import MAX_CANDIDATES, disagreement
 from grasp.vision.reader import ImageReader
 
 CHANCE_AUROC: Final = 0.5  # AUROC of a score without information
-DEFAULT_NEIGHBOURS = 10
+NEIGHBOURS = 10  # nearest rows whose labels are compared
 FALSE_POSITIVES = 0.01  # default share of correct rows that may be flagged
 DEFAULT_TOP = 10
 MIN_ROWS = 10  # fewer rows have no meaningful distribution
@@ -87,7 +86,6 @@ def detect(
     clean: str | None = None,
     truth: str | None = None,
     k: int | None = None,
-    neighbours: int | None = None,
     match: str | None = None,
     progress: Progress | None = None,
 ) -> Suspects:
@@ -98,7 +96,7 @@ def detect(
 
     In Python the result has up to three scores. `low_relevance` is minus the mean relevance to the units, each
     standardised over the rows. If rows have a label, `neighbour_disagreement` is the share of a row's nearest
-    neighbours in the hidden sketch with another label, and `fused` the mean of the two ranks. A trusted unit that is
+    neighbours in the hidden sketch with another label, and `fused` the mean of the two ranks. A trusted image that is
     also a row is an error.
 
     Args:
@@ -110,25 +108,26 @@ def detect(
         clean: column that is true for rows verified to be correct, which determine the threshold.
         truth: column that is true for rows known to be wrong, to evaluate the scores.
         k: number of first rows for precision and recall. Default: the number of wrong rows.
-        neighbours: number of nearest rows whose labels are compared. Default: 10.
         match: one kernel: gradient, output_layer, embedding, knn, hidden_bias, hidden_linear or pooled. Default:
             output_layer if it was built, else pooled.
         progress: receives stages and numbers of rows.
     Raises:
-        ArtifactError: no such target, column or kernel, or a trusted unit is also a row.
+        ArtifactError: no such target, column or kernel, or a trusted image is also a row.
         SettingsError: a number out of range, too few rows, an argument without effect, or a truth in which no row or
             every row is wrong.
     Memory: a few numbers per row, the hidden sketch if there are labels, and a block of relevance.
     """
     target = only_target(artifact, target)
-    if label is None and isinstance(artifact.reader, ImageReader):
+    is_images = isinstance(artifact.reader, ImageReader)
+    if is_images and label is None:
         label = CLASS_LABEL
-    _check_numbers(artifact, label, top, truth, k, neighbours)
+    _check_numbers(artifact, top, truth, k)
     array = relevance_array(artifact, match)
     correct_N = None if clean is None else _boolean_column(artifact, clean, "clean")
     wrong_N = None if truth is None else _boolean_column(artifact, truth, "truth")
     progress = progress or Silent()
-    copy_notes = _refuse_copies(artifact, target)
+    if is_images:
+        _refuse_copies(artifact, target)
     low_relevance_N = np.empty(artifact.n_rows)
     for start, score_NE in standardised_blocks(artifact, array, target, progress):
         low_relevance_N[start : start + len(score_NE)] = -score_NE.mean(axis=1)
@@ -137,9 +136,7 @@ def detect(
     if label is not None:
         column = label_column(artifact, label)
         label = column.name  # as spelled in the corpus
-        label_scores, label_notes = _label_scores(
-            artifact, column, low_relevance_N, neighbours or DEFAULT_NEIGHBOURS, progress
-        )
+        label_scores, label_notes = _label_scores(artifact, column, low_relevance_N, progress)
         scores |= label_scores
     ranking, ranking_N = list(scores.items())[-1]  # `fused` if there are labels, else `low_relevance`
     if correct_N is not None:
@@ -157,7 +154,7 @@ def detect(
         detections = {name: evaluate_scores(score_N, wrong_N, k) for name, score_N in scores.items()}
     notes = (
         *_inverted_score_notes(detections, target),
-        *copy_notes,
+        *leak_notes(artifact, [target]),
         *label_notes,
         "higher scores are more suspicious",
         f"low_relevance: minus the relevance of kernel {array.removeprefix('relevance_')}, without the protocol; "
@@ -185,22 +182,16 @@ def detect(
         detections=detections,
         shown=_shown_rows(artifact, head, first_N, ranking, threshold, label),
         scores=scores,
-        figures=_figures(artifact, head["row_id"].to_pylist(), first_N) if label == CLASS_LABEL else (),
+        figures=_figures(artifact, head["row_id"].to_pylist(), first_N) if is_images else (),
     )
 
 
-def _check_numbers(
-    artifact: ArtifactReader, label: str | None, top: int, truth: str | None, k: int | None, neighbours: int | None
-) -> None:
+def _check_numbers(artifact: ArtifactReader, top: int, truth: str | None, k: int | None) -> None:
     """Check the numbers that the user passed, that each has an effect, and that there are enough rows."""
     if top < 0:
         raise SettingsError(f"top: got {top}, expected 0 or more")
     if k is not None and truth is None:
         raise SettingsError("k: requires truth")
-    if neighbours is not None and label is None:
-        raise SettingsError("neighbours: requires a label")
-    if neighbours is not None and not 1 <= neighbours < MAX_CANDIDATES:
-        raise SettingsError(f"neighbours: got {neighbours}, expected at least 1 and fewer than {MAX_CANDIDATES}")
     if k is not None and not 1 <= k <= artifact.n_rows:
         raise SettingsError(f"k: got {k}, expected 1 to {artifact.n_rows}")
     if artifact.n_rows < MIN_ROWS:
@@ -231,24 +222,26 @@ def _inverted_score_notes(detections: Mapping[str, Detection], target: str) -> l
     ]
 
 
-def _refuse_copies(artifact: ArtifactReader, target: str) -> list[str]:
-    """Raise an error if trusted units are rows of the corpus; return a note if not all could be compared."""
-    copies, note = exact_copies(artifact, target)
+def _refuse_copies(artifact: ArtifactReader, target: str) -> None:
+    """Raise an error if trusted images have the pixels of rows, which would make any score against them meaningless."""
+    units = artifact.units.take(pa.array(artifact.unit_columns(target))).to_pylist()
+    unit_of = {hash_of_unit(unit["prompt"]): unit["unit_id"] for unit in units}
+    copies = [
+        (unit_of[digest], i) for i, digest in enumerate(_column_values(artifact, HASH_LABEL)) if digest in unit_of
+    ]
     if copies:
         first_rows = np.array([row for _, row in copies[:DEFAULT_TOP]], dtype=np.int64)
         names = artifact.rows(first_rows)["row_id"].to_pylist()
-        units = artifact.units["unit_id"].take(pa.array(artifact.unit_columns(target))).to_pylist()
-        listed = ", ".join(f"{units[unit]} = {name}" for (unit, _), name in zip(copies, names, strict=False))
+        listed = ", ".join(f"{unit} = {name}" for (unit, _), name in zip(copies, names, strict=False))
         more = f" and {len(copies) - DEFAULT_TOP} more" if len(copies) > DEFAULT_TOP else ""
         raise ArtifactError(
             f"{artifact.location}: {len({unit for unit, _ in copies})} of {len(units)} trusted units of {target} are "
             f"rows of the corpus: {listed}{more}; remove them from one of the two and rebuild"
         )
-    return [] if note is None else [note]
 
 
 def _label_scores(
-    artifact: ArtifactReader, column: LabelColumn, low_relevance_N: F64, k_nearest: int, progress: Progress
+    artifact: ArtifactReader, column: LabelColumn, low_relevance_N: F64, progress: Progress
 ) -> tuple[dict[str, F64], list[str]]:
     """Return the scores `neighbour_disagreement` and `fused`, or none if the former is constant; and notes."""
     code_N, label = column.codes_N.astype(np.int64), column.name
@@ -256,7 +249,7 @@ def _label_scores(
         unlabelled_N = np.flatnonzero(code_N == column.values.index(None))
         code_N[unlabelled_N] = len(column.values) + np.arange(len(unlabelled_N))
     _, sketch_ND = next(artifact.array_blocks("hidden_sketch", block_rows=artifact.n_rows))
-    disagreements = disagreement(sketch_ND, code_N, k_nearest, progress)
+    disagreements = disagreement(sketch_ND, code_N, NEIGHBOURS, progress)
     n_singletons = int(disagreements.is_singleton_N.sum())
     if disagreements.share_N.min() == disagreements.share_N.max():
         reason = f"every row has a unique {label}" if n_singletons else f"{label} is the same for all neighbours"
@@ -265,7 +258,7 @@ def _label_scores(
     if disagreements.recall < 1:
         notes.append(
             f"neighbours were searched for among {MAX_CANDIDATES:,} rows with similar hidden sketches: "
-            f"{disagreements.recall:.0%} of the {k_nearest} nearest were found"
+            f"{disagreements.recall:.0%} of the {NEIGHBOURS} nearest were found"
         )
     return {
         "neighbour_disagreement": disagreements.share_N,
@@ -319,9 +312,15 @@ def standardised_blocks(
         progress.advance(len(block), 0)
 
 
+def _column_values(artifact: ArtifactReader, name: str) -> Iterator[Any]:
+    """Yield the values of a column of the row table."""
+    for batch in artifact.row_batches([name]):
+        yield from batch.column(0).to_pylist()
+
+
 def _boolean_column(artifact: ArtifactReader, name: str, argument: str) -> Bool:
     """Read a column of true and false, or 1 and 0; `argument` names the option, for messages."""
-    values = list(column_values(artifact, name))
+    values = list(_column_values(artifact, name))
     for i, value in enumerate(values):
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             row = artifact.rows(np.array([i]))["row_id"][0].as_py()
