@@ -21,13 +21,14 @@ from typer.core import TyperCommand, TyperGroup
 import grasp
 from grasp.signatures import REQUIRED, Signature, parse_signature, signed
 
-# Commands by section, in the order of `grasp --help`; commands of optional packages name theirs.
+# Commands by group, in the order of `grasp --help`.
 GROUPS = {
     "Build artifacts": ("demo", "corpus", "targets", "build", "merge", "info", "verify"),
     "Predict the effect of rows and slices": ("score", "predict", "explain", "report", "serve"),
     "Select training data": ("select", "mix", "distil", "apply"),
     "Evaluate predictions": ("retrain", "runs", "evaluate", "calibrate", "methods"),
 }
+OTHER_COMMANDS = "Other commands"  # group of commands of other packages that name none
 OPTIONS = "Options"
 MORE_OPTIONS = "More options"
 
@@ -110,14 +111,15 @@ class CommandGroups(TyperGroup):
     """The list of commands, grouped by task."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands of every section, then the options."""
+        """Write the commands of every group, then the options."""
         width = max(map(len, self.commands))
-        sections = {section: list(command_names) for section, command_names in GROUPS.items()}
-        for name, entry in self.commands.items():
-            if section := getattr(entry, "rich_help_panel", None):
-                sections.setdefault(section, []).append(name)
-        for section, command_names in sections.items():
-            with formatter.section(section):
+        groups = {group: list(names) for group, names in GROUPS.items()}
+        listed = {name for names in GROUPS.values() for name in names}
+        for name, further in self.commands.items():  # of other packages
+            if name not in listed:
+                groups.setdefault(getattr(further, "rich_help_panel", None) or OTHER_COMMANDS, []).append(name)
+        for group, command_names in groups.items():
+            with formatter.section(group):
                 formatter.write_dl(
                     [(name.ljust(width), self.commands[name].get_short_help_str(80)) for name in command_names]
                 )
@@ -186,9 +188,9 @@ def command(
     epilog: str = "",
     name: str | None = None,
     group: typer.Typer = app,
+    section: str | None = None,
     verb: str | None = None,
     more: str = "",
-    section: str | None = None,
 ) -> Callable[[F], F]:
     """Register a function as a command.
 
@@ -196,11 +198,11 @@ def command(
         examples: command lines that the help shows.
         epilog: text below the examples.
         name: name of the command. Default: that of the function.
-        group: the application, or a group of commands in it.
+        group: the application, a group of commands in it, or the application of another package.
+        section: section of `grasp --help` that lists a command of another package.
         verb: module of the public function of the same name. Its arguments become options of the command, which
             are passed to the decorated function as keywords; parameters of the decorated function override them.
         more: arguments of the public function that are listed under "More options".
-        section: section of `grasp --help`, for a command of an optional package.
     """
     lines = [f"  {line}" for example in examples for line in example.split("\n")]
     # \b tells Click not to rewrap the lines that follow

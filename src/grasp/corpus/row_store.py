@@ -348,44 +348,23 @@ class RowStore:
         if duplicate is not None:
             row_id, *positions = duplicate
             raise _duplicate_error(row_id, [next(documents(position)).location for position in positions])
-        summary = cls._summary(
-            marks,
-            skipped=all_skipped,
-            fingerprint=digest.hexdigest(),
-            shard_rows=shard_rows,
-            n_documents=counted_documents.total,
-            details=details,
-        )
-        cls.signed.write(directory, summary)
-        return cls.open(directory)
-
-    @classmethod
-    def _summary(
-        cls,
-        marks: Sequence[RowsMark],
-        *,
-        skipped: Skipped,
-        fingerprint: str,
-        shard_rows: int,
-        n_documents: int,
-        details: Mapping[str, Any],
-    ) -> StoreSummary:
-        """Return the summary of a store from the marks of its shards."""
         ignored = {name for mark in marks for name in mark.ignored_columns}
-        return StoreSummary(
+        summary = StoreSummary(
             holds=cls.signed.format,
             n_rows=sum(mark.n_rows for mark in marks),
             n_tokens=sum(mark.n_tokens for mark in marks),
             n_shards=len(marks),
             shard_rows=shard_rows,
-            n_documents=n_documents,
-            fingerprint=fingerprint,
+            n_documents=counted_documents.total,
+            fingerprint=digest.hexdigest(),
             labels=_kinds_of_labels([pair for mark in marks for pair in mark.labels], ignored),
             ignored_columns=sorted(ignored),
-            skipped=skipped,
+            skipped=all_skipped,
             details=dict(details),
             files={name: entry for mark in marks for name, entry in mark.files.items()},
         )
+        cls.signed.write(directory, summary)
+        return cls.open(directory)
 
     @classmethod
     def _write_shards(

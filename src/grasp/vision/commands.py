@@ -1,4 +1,4 @@
-"""The commands `grasp fit-head` and `grasp detect`; `app` is an entry point of `grasp.commands`."""
+"""The commands `grasp fit-head` and `grasp detect`: parse options, call a function, print the result."""
 
 import shlex
 from pathlib import Path
@@ -19,7 +19,7 @@ from grasp.yaml_files import require_flags, validated
 if TYPE_CHECKING:
     from grasp.vision.detect import Suspects
 
-app = typer.Typer()
+commands = typer.Typer()  # the entry point of the group `grasp.commands`
 
 REQUIRED = {
     "--model": ("model.path",),
@@ -34,7 +34,7 @@ MAX_LISTED = 20  # names of unusable images that are printed
     "               --corpus images.parquet --out head.safetensors",
     "grasp fit-head --model net.pth --factory net.py:Net --head fc --corpus photos/ --out head.safetensors",
     "grasp fit-head --model ./vit --head classifier --corpus photos/ --out head.safetensors",
-    group=app,
+    group=commands,
     section="Build artifacts",
 )
 def fit_head(
@@ -85,7 +85,7 @@ def fit_head(
     "grasp detect art --target trusted --top 20 --out suspects.parquet",
     "grasp detect art --target trusted --label topic --truth was_changed",
     verb="grasp.vision.detect",
-    group=app,
+    group=commands,
     section="Find suspicious rows",
     more="k match",
 )
