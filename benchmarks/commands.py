@@ -80,7 +80,7 @@ def run(tree: Path, words: list[str]) -> dict[str, float]:
 def plain_passes(art: Path) -> float:
     """Processor seconds of one forward and backward pass over all rows and units, gradients by activations alone."""
     from grasp.artifact.reader import ArtifactReader  # noqa: PLC0415 - of this tree
-    from grasp.pipeline.provenance import BuildSource  # noqa: PLC0415
+    from grasp.models.build_source import BuildSource  # noqa: PLC0415
 
     torch.set_num_threads(1)
     origin = BuildSource(ArtifactReader.open(art))

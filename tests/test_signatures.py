@@ -10,7 +10,7 @@ from grasp.report.serve import REPEATABLE, SERVED_VERBS
 from grasp.signatures import REQUIRED, parse_signature
 
 VERBS = [
-    ("grasp.inspect.detect", "detect"),
+    ("grasp.vision.detect", "detect"),
     ("grasp.inspect.explain", "explain"),
     ("grasp.select.mixture_model", "mix_runs"),
     ("grasp.select.mixture_model", "predict_runs"),

@@ -24,8 +24,6 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.row_store import RowStore
 from grasp.files import write_atomically
-from grasp.inspect.detect import relevance_array, standardised_blocks
-from grasp.inspect.detection import auroc
 from grasp.methods.registry import MethodRows, configure_methods, score_artifact
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.pipeline.pipeline import build_artifact
@@ -35,6 +33,8 @@ from grasp.settings import BuildSettings, CorpusSettings, TargetSettings, build_
 from grasp.targets import Unit, load_units
 from grasp.training.recipe import TrainingRecipe, named_recipe
 from grasp.training.train import train
+from grasp.vision.detect import relevance_array, standardised_blocks
+from grasp.vision.detection import auroc
 
 K, GRAM, RESAMPLES = 100, 13, 1000
 KERNELS = {"token": "output_layer", "input": "embedding", "pooled": "pooled"}  # by the names in recorded results

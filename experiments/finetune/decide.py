@@ -43,8 +43,8 @@ from experiments.finetune.training import load_model, prepare_model, train, unit
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_atomically
+from grasp.models.build_source import BuildSource
 from grasp.models.tokenizer import HfTokenizer
-from grasp.pipeline.provenance import BuildSource
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.seeds import stream
 from grasp.select.select import select

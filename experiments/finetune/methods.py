@@ -42,9 +42,9 @@ from experiments.finetune.training import SHORT, Recipe, load_model, train
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.methods.registry import configure_methods, score_artifact
+from grasp.models.build_source import BuildSource
 from grasp.models.tokenizer import HfTokenizer
 from grasp.pipeline.build import build
-from grasp.pipeline.provenance import BuildSource
 from grasp.seeds import stream
 
 LAST_BLOCK = ["block:-1", "final_norm"]

@@ -19,7 +19,7 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.row_store import RowStore
 from grasp.files import write_atomically
-from grasp.pipeline.provenance import BuildSource
+from grasp.models.build_source import BuildSource
 from grasp.predict.predictor import Predictor
 from grasp.runs.alignment import Alignment
 from grasp.runs.metrics import Estimate, noise_ceilings, rank_correlations, target_metrics

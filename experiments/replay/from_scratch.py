@@ -24,8 +24,8 @@ from experiments.replay.run import Comparison
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_documents
 from grasp.files import discard, write_atomically
+from grasp.models.build_source import BuildSource
 from grasp.models.causal_lm import ReferenceModel
-from grasp.pipeline.provenance import BuildSource
 from grasp.pipeline.replay_plan import plan_replay
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.predict.predictor import Predictor

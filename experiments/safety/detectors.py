@@ -17,8 +17,8 @@ from experiments.safety.setting import Row, review
 from experiments.safety.tuned import Base, Tuned
 from grasp.arrays import F64
 from grasp.files import write_atomically
-from grasp.inspect.detection import mean_ranks
 from grasp.seeds import stream
+from grasp.vision.detection import mean_ranks
 
 REPLACED = 0.5  # share of words that STRIP replaces
 LEAST = 1e-12

@@ -11,13 +11,13 @@ from experiments.safety.setting import Case, Row
 from experiments.safety.tuned import Tuned
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.inspect.detect import detect
 from grasp.methods.registry import configure_methods, score_artifact
 from grasp.pipeline.pipeline import build_artifact
 from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import ScoringProtocol, load_protocol, parse_protocol
 from grasp.predict.weights import MissingRows, in_blocks
 from grasp.settings import build_settings
+from grasp.vision.detect import detect
 
 TARGET = "trusted"
 FULL_PROTOCOL = Path(__file__).with_name("protocol.yaml")

@@ -30,10 +30,10 @@ from experiments.safety.setting import FULL, NEGATIVE, TRIGGERS, Case, Question,
 from experiments.safety.tuned import Base, Tuned
 from grasp.errors import SettingsError
 from grasp.files import write_atomically
-from grasp.inspect.detection import evaluate_scores
 from grasp.models.causal_lm import ReferenceModel
 from grasp.seeds import stream
 from grasp.settings import ModelSettings
+from grasp.vision.detection import evaluate_scores
 
 Scores = Mapping[str, NDArray[np.float64]]
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.inspect.detect import detect
 from grasp.pipeline.pipeline import build_artifact
 from grasp.settings import build_settings
+from grasp.vision.detect import detect
 from grasp.vision.fit_head import fit_head
 from grasp.vision.images import decode_image
 

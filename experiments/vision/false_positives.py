@@ -20,9 +20,9 @@ from experiments.vision.run import COMMAND, World
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_atomically
-from grasp.inspect.detect import relevance_array
-from grasp.inspect.detection import conformal_threshold, estimate_threshold, matching_threshold, mean_ranks
 from grasp.seeds import stream
+from grasp.vision.detect import relevance_array
+from grasp.vision.detection import conformal_threshold, estimate_threshold, matching_threshold, mean_ranks
 
 RATES, CHECKED = (0.01, 0.05), 200
 SHAPES: dict[str, Callable[[np.random.Generator, int], F64]] = {

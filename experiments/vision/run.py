@@ -22,9 +22,9 @@ from experiments.vision.command import Pictures
 from experiments.vision.features import SPLITS, chosen, splits
 from experiments.vision.methods import Head
 from grasp.arrays import F64
-from grasp.inspect.detection import auroc
 from grasp.runs.metrics import spearman
 from grasp.seeds import stream
+from grasp.vision.detection import auroc
 from grasp.vision.fitted_head import fit_linear
 
 NOISE, COMPONENTS, DECAY, CLASSES = 0.1, 128, 0.05, 10

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from experiments.vision.run import CLASSES, World
 from grasp.arrays import F64
-from grasp.inspect.detection import auroc, mean_ranks
-from grasp.inspect.neighbours import disagreement
 from grasp.kernels.sketch import gaussian_projection
 from grasp.kernels.whitening import preconditioner, whitening_map
+from grasp.vision.detection import auroc, mean_ranks
 from grasp.vision.fitted_head import fit_linear
+from grasp.vision.neighbours import disagreement
 
 SEEDS = tuple(range(100, 105))
 TAUS = (0.01, 0.1, 1.0, 10.0, 100.0, 1_000.0, 10_000.0)

@@ -6,7 +6,6 @@ detected. Start with `make_demo`, then `print_answers`.
 """
 
 import shlex
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,6 @@ BUNDLED_RUNS = Path(__file__).with_name("demo_environment")  # written by `grasp
 SELECTION_RUNS = Path(__file__).with_name("demo_checked")  # trained on its selections: experiments/exposure
 RETRAININGS = 16
 TARGET = "sciq"
-RANDOM_SUBSETS = 10_000
 BUDGET = "20%"
 DISTANCE = "40%"  # maximum share of the data that a mixture may replace
 
@@ -164,13 +162,6 @@ def print_answers(demo: Demo, say: Callable[[str], None]) -> None:
     say("2. Which rows help SciQ most, and which least?")
     _command(say, "score", demo.artifact_path, "--target", TARGET, "--top", 5, "--bottom", 5, "--min-tokens", 32)
     say(f"{art.score(TARGET, top=5, bottom=5, min_tokens=32)}\n")
-    say(f"3. Predictions exist for any subset. {RANDOM_SUBSETS:,} random tenths of the corpus:")
-    path = demo.out / "predictions.parquet"
-    _command(say, "predict", demo.artifact_path, "--family", "uniform:0.1", "-B", RANDOM_SUBSETS, "--out", path)
-    started = time.monotonic()
-    count = art.predict(family="uniform:0.1", count=RANDOM_SUBSETS, out=path).lines
-    seconds = time.monotonic() - started
-    say(f"{count:,} predictions in {seconds:.1f} s: {RANDOM_SUBSETS / seconds:,.0f} subsets per second\n")
     runs = _compare_with_runs(demo, art, say)
     _select_and_report(demo, art, runs, say)
 
@@ -181,7 +172,7 @@ def _command(say: Callable[[str], None], *arguments: object) -> None:
 
 def _compare_with_runs(demo: Demo, art: grasp.Artifact, say: Callable[[str], None]) -> RetrainedRuns | None:
     """Compare predictions with models retrained on subsets, and return these runs; None if there are none."""
-    say("4. Are the predictions right? Compare them with small models retrained on 16 mixtures of the sources.")
+    say("3. Are the predictions right? Compare them with small models retrained on 16 mixtures of the sources.")
     try:
         runs = open_runs(demo, art.files)
     except RunsError as err:
@@ -220,13 +211,13 @@ def _interval(record: dict[str, Any], metric: str) -> str:
 def _select_and_report(demo: Demo, art: grasp.Artifact, runs: RetrainedRuns | None, say: Callable[[str], None]) -> None:
     """Select a fifth of the rows for SciQ, compute a mixture for all targets, and write the report."""
     path, runs_options = demo.artifact_path, () if runs is None else ("--runs", runs.path)
-    say("5. Select a fifth of the corpus for SciQ.")
+    say("4. Select a fifth of the corpus for SciQ.")
     select_options = ("--budget", BUDGET, "--target", TARGET, "--by", LABEL)
     _command(say, "select", path, *select_options, *runs_options, "--out", demo.selection_path)
     selection = art.select(BUDGET, TARGET, by=LABEL, runs=runs)
     say(f"{selection}\n")
     selection_json = selection.save(demo.selection_path).with_suffix(".json")
-    say("6. Or keep all rows, and change the mixture weights of the sources, for all five tasks together.")
+    say("5. Or keep all rows, and change the mixture weights of the sources, for all five tasks together.")
     mix_options = ("--by", LABEL, "--target", ",".join(TASKS), "--distance", DISTANCE)
     _command(say, "mix", path, *mix_options, *runs_options, "--out", demo.mixture_path, "--weights", demo.weights_path)
     mixture = art.mix(LABEL, list(TASKS), distance=DISTANCE, runs=runs)

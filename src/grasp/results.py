@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
 from grasp.errors import SettingsError
-from grasp.files import TABLE_SUFFIXES, atomic_path
+from grasp.files import TABLE_SUFFIXES, atomic_path, write_atomically
 from grasp.store.checksummed_parquet import ChecksummedParquetWriter, write_checksummed
 from grasp.text import number, plain, signed, text_table
 
@@ -33,6 +33,7 @@ class Result:
         headline: the answer in one sentence.
         notes: provenance and warnings, one sentence each, printed below the table.
         signs: whether its numbers are changes, which are printed with a sign.
+        figures: caption and data URL of each figure, which HTML shows above the table; None: it is not available.
     """
 
     max_printed: ClassVar[int] = MAX_ROWS_SHOWN  # rows that are printed
@@ -40,10 +41,15 @@ class Result:
     headline: str = ""
     notes: tuple[str, ...] = ()
     signs: bool = True
+    figures: tuple[tuple[str, str | None], ...] = ()
 
     def to_arrow(self) -> pa.Table:
         """Return the table as an Arrow table."""
         return self.table
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return headline, notes and rows as JSON values."""
+        return {"headline": self.headline, "notes": list(self.notes), "rows": self.table.to_pylist()}
 
     def to_pandas(self) -> "pd.DataFrame":
         """Return the table as a pandas DataFrame."""
@@ -51,8 +57,17 @@ class Result:
         return frame
 
     def write(self, path: Path | str) -> Path:
-        """Write the table as Parquet or CSV, by the suffix of `path`, and return the path. The write is atomic."""
-        return write_table(self.table, Path(path))
+        """Write the table as Parquet or CSV, or what a notebook shows as HTML, and return the path.
+
+        The suffix of `path` decides. The write is atomic.
+        """
+        path = Path(path)
+        if path.suffix != ".html":
+            return write_table(self.table, path)
+        title = escape(plain(self.headline))
+        page = f"<!doctype html><meta charset=utf-8><title>{title}</title>{self._repr_html_()}\n"
+        write_atomically(path, page.encode())
+        return path
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -64,8 +79,14 @@ class Result:
 
     def _repr_html_(self) -> str:
         names, rows = self._printed_cells()
+        figures = "".join(
+            f'<figure style="display:inline-block;margin:4px;width:120px;font-size:small">'
+            f'<img src="{url}" alt=""><figcaption>{escape(plain(caption))}</figcaption></figure>'
+            for caption, url in self.figures
+            if url is not None
+        )
         below = "".join(f"<p>{escape(plain(note))}</p>" for note in self._below())
-        return f"<p><b>{escape(plain(self.headline))}</b></p>{html_table(names, rows)}{below}"
+        return f"{figures}<p><b>{escape(plain(self.headline))}</b></p>{html_table(names, rows)}{below}"
 
     def _printed_cells(self) -> tuple[list[str], list[list[str]]]:
         """Return the headings and the first rows as text."""

@@ -8,15 +8,26 @@ import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from datetime import date
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
+from grasp import entry_points
 from grasp.dataset_entries import resolve_entry
 from grasp.entry_points import load, names
 from grasp.errors import SettingsError
 from grasp.yaml_files import get_setting, set_setting, validated
 
+READERS = "grasp.readers"  # entry points of readers, see `grasp.readers`
 CHAT_DATE = date(2024, 7, 26)  # the default date of Llama 3's chat template
 
 
@@ -143,10 +154,6 @@ class CorpusSettings(Settings):
     )
     limit: int | None = Field(None, ge=1, description="Maximum number of documents to read.")
     snippet_chars: int = Field(240, ge=0, description="Characters of text stored per row for display; 0: none.")
-    image_column: str | None = Field(None, description="Column of encoded images, for a classifier. null: image.")
-    class_column: str | None = Field(
-        None, description="Column of the classes of images, as numbers from 0 or names. null: label."
-    )
 
     @model_validator(mode="before")
     @classmethod
@@ -180,8 +187,7 @@ class TargetSettings(Settings):
     names: tuple[str, ...] = Field(
         (),
         description="Names of tasks (sciq, openbookqa, ...) or paths of JSONL files, with @margin, @margin_per_char or "
-        "@margin_per_token for the margins of multiple choice; for a classifier, paths of trusted images, like "
-        "corpus.path.",
+        "@margin_per_token for the margins of multiple choice; for a reader, paths like corpus.path.",
     )
     variant: str = Field("rc_0shot", description="Variant of the OLMES request files.")
     loss_on: Literal["completion", "assistant", "all"] = Field(
@@ -209,66 +215,21 @@ class DatasetTarget(Settings):
     unit_id: str | None = Field(None, description="Column of unit ids. null: the position.")
 
 
-class ImageSettings(Settings):
-    """Preprocessing of images for a classifier: RGB, resized, cropped, scaled to [0, 1], normalised."""
+class ReaderSettings(Settings):
+    """Base class of the settings of a reader of other rows than texts, see `grasp.readers`."""
 
-    size: int = Field(224, ge=1, description="Side of the square input image, in pixels.")
-    resize: int | None = Field(
-        None, ge=1, description="Length of the shorter side before the centre crop, in pixels. null: `size`."
-    )
-    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = Field(
-        "bilinear", description="Interpolation used for resizing."
-    )
-    mean: tuple[float, float, float] = Field((0.485, 0.456, 0.406), description="Mean of each channel in [0, 1].")
-    std: tuple[float, float, float] = Field(
-        (0.229, 0.224, 0.225), description="Standard deviation of each channel in [0, 1]."
-    )
-
-    @model_validator(mode="after")
-    def _is_consistent(self) -> Self:
-        if self.resize is not None and self.resize < self.size:
-            raise ValueError(f"resize: got {self.resize}, expected at least size, {self.size}")
-        if min(self.std) <= 0:
-            raise ValueError(f"std: got {self.std}, expected positive numbers")
-        return self
-
-
-class ClassifierSettings(Settings):
-    """An image classifier as the reference model: any torch module with a named linear output layer."""
-
-    head: str = Field(description="Dotted name of the linear output layer, e.g. fc, classifier, _fc.")
-    factory: str | None = Field(
-        None,
-        description="Callable that creates the module, as package.module:name (installed, or in the current directory) "
-        "or FILE.py:name: a subclass of torch.nn.Module, a class method of one, or a function annotated to return one. "
-        "Its code is executed. model.path is then a file of weights. null: model.path is a Hugging Face checkpoint.",
-    )
-    arguments: dict[str, Any] = Field({}, description="Keyword arguments of the factory.")
-    fitted_head: str | None = Field(
-        None, description="File of an output layer that replaces the model's, written by grasp fit-head."
-    )
-    classes: tuple[str, ...] = Field(
-        (),
-        description="Names of the classes, in the order of the output layer. Empty: those of the checkpoint or of the "
-        "fitted head.",
-    )
-    images: ImageSettings | None = Field(
-        None,
-        description="Preprocessing. null: the image processor of a checkpoint, the data config of a timm module, or "
-        "else that of ImageNet at 224 pixels.",
-    )
-    batch_images: int = Field(32, ge=1, description="Images in one forward pass.")
+    features: ClassVar[Mapping[str, Any]] = {}  # its defaults of `features`
+    code: ClassVar[tuple[str, ...]] = ()  # settings that name code to run
+    inputs: ClassVar[Mapping[str, str]] = {}  # settings that name files, with a phrase for messages
 
 
 class ModelSettings(Settings):
-    """The reference model."""
+    """The reference model: a causal LM, or that of a reader, whose settings are a further field of its name."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
 
     path: str = Field(
-        description="Directory of a Hugging Face checkpoint, hub name, or a GGUF file; for a classifier with a "
-        "factory, the file of its weights."
-    )
-    classifier: ClassifierSettings | None = Field(
-        None, description="Settings of an image classifier. null: the model is a causal LM."
+        description="Directory of a Hugging Face checkpoint, hub name, or a GGUF file; for a reader, what it loads."
     )
     tokenizer: str | None = Field(None, description="Directory of the tokenizer. null: that of the checkpoint.")
     add_bos_token: bool | None = Field(
@@ -297,6 +258,38 @@ class ModelSettings(Settings):
         False, description="Run Python code of a checkpoint. Never taken from an artifact: it must be set by the user."
     )
     check: bool = Field(True, description="Verify on loading that head(hidden) equals the logits, and causality.")
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _validate_reader(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Validate the settings of a reader by its class."""
+        if not isinstance(data, Mapping):
+            return handler(data)
+        others = {name: value for name, value in data.items() if name not in cls.model_fields}
+        fields: dict[str, Any] = {
+            name: (entry_points.load(READERS, name).settings | None, None)
+            for name in others
+            if name in entry_points.names(READERS)
+        }
+        others_class = create_model("ModelSettings", __base__=Settings, **fields)
+        given = {name: value for name, value in others_class.model_validate(others) if value is not None}
+        if len(given) > 1:
+            raise ValueError(f"{', '.join(given)}: expected one of them, since only one reader reads the corpus")
+        return handler({name: value for name, value in data.items() if name not in others} | given)
+
+    @property
+    def reader(self) -> str | None:
+        """Return the name of the reader; None: the model is a causal LM, which reads texts."""
+        return next(iter(self.model_extra or {}), None)
+
+    @property
+    def reader_settings(self) -> ReaderSettings:
+        """Return the settings of the reader, which must be given."""
+        assert self.reader is not None
+        assert self.model_extra is not None
+        settings = self.model_extra[self.reader]
+        assert isinstance(settings, ReaderSettings)
+        return settings
 
 
 POSITIONS = re.compile(r"all|tail:[1-9]\d*|stride:[1-9]\d*")
@@ -414,7 +407,7 @@ class FeatureSettings(Settings):
         return value
 
     def decided(self, train: "Train | None") -> Self:
-        """Return settings with `kernels` filled in, by the kind of training; None: a classifier."""
+        """Return settings with `kernels` filled in, by the kind of training; None: a reader's model."""
         if self.kernels:
             return self
         kernels = KERNELS[self.rule, train] if self.rule in OWN_RULES else load(PROTOCOLS, self.rule).kernels
@@ -432,7 +425,7 @@ class FeatureSettings(Settings):
         return ("all",) if self.summary_positions in (None, "all") else ("all", self.summary_positions)
 
 
-# Kernels that the scoring rule reads, by rule and kind of training (None: classifiers).
+# Kernels that the scoring rule reads, by rule and kind of training (None: models of readers).
 _NEW = ("output_layer", "embedding", "knn")
 KERNELS: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("default", "new"): _NEW,
@@ -446,10 +439,7 @@ SKETCHES = ("hidden_sketch", "residual_sketch")  # for redundancy, maps and inte
 
 
 class BuildSettings(Settings):
-    """Settings of a build: corpus + targets + model -> artifact.
-
-    Classifiers have the defaults of `CLASSIFIER_FEATURES`.
-    """
+    """Settings of a build: corpus + targets + model -> artifact."""
 
     model: ModelSettings
     corpus: CorpusSettings
@@ -458,7 +448,7 @@ class BuildSettings(Settings):
         None,
         description="Training that is predicted: `further` (fine-tune this model on the corpus) or `new` (train a "
         "model from scratch). It determines the kernels. null: as recorded in the checkpoint, e.g. by `grasp retrain`. "
-        "Not for classifiers.",
+        "Not for models of readers.",
     )
     features: FeatureSettings = FeatureSettings()
     like: str | None = Field(
@@ -475,28 +465,28 @@ class BuildSettings(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _apply_classifier_defaults(cls, data: Any) -> Any:
+    def _apply_reader_defaults(cls, data: Any) -> Any:
         model = data.get("model") if isinstance(data, dict) else None
-        if (model.classifier if isinstance(model, ModelSettings) else get_setting(model, "classifier")) is None:
+        reader = model.reader if isinstance(model, ModelSettings) else named_reader(model)
+        if reader is None:
             return data
         features = data.get("features", {})
         if isinstance(features, FeatureSettings):
             features = features.model_dump(exclude_unset=True)
-        return {**data, "features": CLASSIFIER_FEATURES | features} if isinstance(features, dict) else data
+        defaults = dict(entry_points.load(READERS, reader).settings.features)
+        return {**data, "features": defaults | features} if isinstance(features, dict) else data
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
         if not self.targets.names and not self.targets.datasets:
             raise ValueError("targets: name at least one, e.g. `sciq`")
         text_kernels = {"embedding", "gradient", "knn"} & set(self.features.kernels)
-        if self.model.classifier is not None and text_kernels:
+        if self.model.reader is not None and text_kernels:
             raise ValueError(
                 f"features.kernels: got {', '.join(sorted(text_kernels))}, which require a language model; remove them"
             )
-        if self.model.classifier is not None and self.targets.datasets:
-            raise ValueError(
-                "targets.datasets: texts cannot be targets of a classifier; pass paths of images in targets.names"
-            )
+        if self.model.reader is not None and self.targets.datasets:
+            raise ValueError(f"targets.datasets: are texts, which model.{self.model.reader} does not read; remove")
         return self
 
 
@@ -535,23 +525,6 @@ class ReplaySettings(Settings):
         if self.check and self.window is not None:
             raise ValueError("check: needs derivatives of all steps; omit it, or the window")
         return self
-
-
-# tau: selected on development noise seeds (experiments/vision/tau.json), on 1,000 images of up to 1,280 features: with
-# that few rows per dimension, whitening mostly adds noise. hidden_width: heads up to this width have an exact sketch.
-CLASSIFIER_FEATURES: dict[str, Any] = {
-    "tau": 100.0,
-    "hidden_width": 2048,
-}
-
-
-class FitSettings(Settings):
-    """Settings of `grasp fit-head`: a classifier and a corpus. Other settings of a build are ignored."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    model: ModelSettings
-    corpus: CorpusSettings
 
 
 class RetrainSettings(Settings):
@@ -662,7 +635,7 @@ def without_foreign_code(
         SettingsError: the stored settings name code, and the user's settings do not.
     """
     data = deepcopy(dict(stored))
-    for path in CODE:
+    for path in code_settings(stored):
         stored_code, user_code = get_setting(stored, path), get_setting(overrides or {}, path)
         if user_code:
             set_setting(data, path, user_code)
@@ -674,7 +647,16 @@ def without_foreign_code(
     return data
 
 
-CODE = ("model.classifier.factory", "model.trust_remote_code", "train_command")  # settings that name code to run
+def code_settings(data: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the settings that name code to run, with those of the reader that the settings choose."""
+    reader = named_reader(data.get("model"))
+    names = () if reader is None else entry_points.load(READERS, reader).settings.code
+    return ("model.trust_remote_code", "train_command", *(f"model.{reader}.{name}" for name in names))
+
+
+def named_reader(model: Any) -> str | None:
+    """Return the reader that unvalidated settings of a model name; None: there is none."""
+    return next((name for name in entry_points.names(READERS) if get_setting(model, name) is not None), None)
 
 
 def form_of_loss(loss: str | None) -> str | None:

@@ -58,9 +58,6 @@ SKIPPED = {
     "no_reasoning": "reasoning that the chat template omits",
     "no_loss": "rows without a token that carries loss",
     "choice_space": "choices whose surrounding white space differs from that of others",
-    "no_image": "records without an image",
-    "no_class": "images without a class",
-    "broken_image": "broken images",
 }
 
 # What the user can do about it, by the same reasons.

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import grasp
+import grasp.vision.detect
 from grasp.errors import SettingsError
 from tests.artifact.artifact_world import contents
 from tests.cli.grasp_command import refused, succeed
@@ -51,9 +52,9 @@ def test_an_output_does_not_replace_an_input(command, root, art, reads, tmp_path
 
 
 def test_the_extension_of_an_output_is_checked_before_the_work(art, tmp_path, monkeypatch):
-    for command in ("score", "predict", "detect"):
+    for command, owner in (("score", grasp.Artifact), ("predict", grasp.Artifact), ("detect", grasp.vision.detect)):
         with monkeypatch.context() as patch:
-            patch.setattr(grasp.Artifact, command, None)  # who begins to work fails
+            patch.setattr(owner, command, None)  # who begins to work fails
             words = [str(art) if word == "ART" else word for word in COMMANDS[command]]
             assert_mentions(refused(*words, tmp_path / "x.txt"), "x.txt", ".parquet", ".csv")
     monkeypatch.setattr("grasp.predict.predictor.Predictor.from_artifact", None)
@@ -72,7 +73,7 @@ def test_files_passed_as_options_are_not_replaced(art, tmp_path):
         ("predict", "--protocol"),
         ("score", "--method-settings"),
         ("select", "--exclude"),
-        ("report", "--detect"),
+        ("report", "--mixture"),
     ):
         message = refused(command, art, flag, mine, "--out", mine)
         assert re.search(f"--out: .*{mine}.*{flag}", message), message

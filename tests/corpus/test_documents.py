@@ -26,7 +26,7 @@ from grasp.corpus.documents import documents_of
 from grasp.corpus.labels import MAX_FIELDS
 from grasp.corpus.sources import IN_MEMORY, JsonRecord, table_source
 from grasp.errors import CorpusError, MissingExtraError, ModelError
-from grasp.pipeline.modality import load_reference
+from grasp.models.build_source import load_reference
 from grasp.settings import ModelSettings
 from tests.corpus.world import records, sentences, settings_for, write_chunked, write_jsonl, write_parquet
 

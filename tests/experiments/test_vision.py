@@ -7,8 +7,8 @@ from PIL import Image
 
 from experiments.vision import command, false_positives, methods, run
 from experiments.vision.methods import Head
-from grasp.inspect.detection import auroc
 from grasp.settings import CLASSIFIER_FEATURES
+from grasp.vision.detection import auroc
 from grasp.vision.fitted_head import fit_linear
 from tests.vision.images_world import encoded as png
 

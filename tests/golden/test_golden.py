@@ -22,6 +22,7 @@ from grasp.predict.default_protocol import DEFAULT_PROTOCOL, resolve_protocol
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
 from grasp.report.findings import LabelFindings, collect_findings
+from grasp.vision.detect import detect
 from tests.pipeline.world import SKETCHES, world
 from tests.rounding import rounding
 
@@ -97,7 +98,7 @@ def of_artifact(art: grasp.Artifact, directory: Path) -> dict[str, Any]:
             "change": selection.targets["change"].to_pylist(),
         },
         "mix": {"value": mixture.value, **columns(mixture.table, "value")},
-        "detect": columns(art.detect(label="topic").table.slice(0, 10), "row_id"),
+        "detect": columns(detect(art.files, label="topic").table.slice(0, 10), "row_id"),
         "report": {
             "labels": {label.slices.label: of_label(label) for label in report.labels},
             "gain_of_best_rows": [gain.value for gain in report.top_gains],

@@ -16,12 +16,11 @@ import grasp
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.conversations import Conversation
 from grasp.corpus.row_store import RowStore
+from grasp.models.build_source import BuildSource, load_reference
 from grasp.pipeline.add_targets import add_target
 from grasp.pipeline.inputs import prepare_inputs
 from grasp.pipeline.merge import merge
-from grasp.pipeline.modality import load_reference
 from grasp.pipeline.pipeline import build_artifact
-from grasp.pipeline.provenance import BuildSource
 from grasp.settings import BuildSettings, TargetSettings, build_settings
 from tests.cli.grasp_command import arrays
 from tests.corpus.chats import CHATML, turns

@@ -12,11 +12,11 @@ from grasp.baselines.gradients.layers import as_matrix
 from grasp.errors import ModelError, SettingsError
 from grasp.kernels import gradient as gradient_module
 from grasp.kernels.gradient import Gradient, SampledGradients
+from grasp.models.build_source import BuildSource
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients import Example
 from grasp.models.tokenizer import HfTokenizer
 from grasp.pipeline.pipeline import build_artifact
-from grasp.pipeline.provenance import BuildSource
 from grasp.settings import FeatureSettings
 from tests.baselines.gradient_world import autograd, reference
 from tests.mentions import assert_mentions

@@ -9,10 +9,10 @@ import pytest
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError, TargetError
 from grasp.inspect.explain import Explainer
+from grasp.models.build_source import BuildSource
 from grasp.models.unit_loss import evaluate_units
 from grasp.pipeline.add_targets import add_target
 from grasp.pipeline.pipeline import build_artifact
-from grasp.pipeline.provenance import BuildSource
 from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import parse_protocol
 from grasp.settings import TargetSettings

@@ -20,6 +20,7 @@ from grasp.pipeline.build import add_targets
 from grasp.pipeline.forecast import forecast
 from grasp.pipeline.merge import merge
 from grasp.pipeline.pipeline import build_artifact
+from grasp.vision.detect import detect
 from grasp.yaml_files import write_yaml
 from tests.cli.grasp_command import arrays, refused, succeed
 from tests.pipeline.world import texts, world, write_targets
@@ -111,7 +112,7 @@ def test_other_functions_work_on_a_merged_artifact_and_its_files_are_valid(parts
     merged = grasp.open(parts.root / "merged")
     assert merged.verify().ok
     assert merged.mix("source", "facts").to_arrow().num_rows >= 2
-    assert set(merged.detect("facts").to_arrow()["row_id"].to_pylist()) <= set(
+    assert set(detect(merged.files, "facts").to_arrow()["row_id"].to_pylist()) <= set(
         merged.rows.to_arrow()["row_id"].to_pylist()
     )
     assert merged.report(tmp_path / "report.html").exists()

@@ -10,8 +10,8 @@ from grasp.corpus import RowStore
 from grasp.corpus.conversations import read_preference_pair
 from grasp.errors import CorpusError, SettingsError, TargetError
 from grasp.inspect.explain import Explainer
+from grasp.models.build_source import BuildSource
 from grasp.pipeline.pipeline import build_artifact
-from grasp.pipeline.provenance import BuildSource
 from grasp.select.select import select
 from grasp.settings import CorpusSettings, TargetSettings
 from grasp.targets import load_units

@@ -31,12 +31,12 @@ from grasp.kernels import kernel as kernel_module
 from grasp.kernels.kernel import make_kernels, needs_backward, relevance_scale
 from grasp.kernels.sketch import CountSketch
 from grasp.models import forward_pass as extract
+from grasp.models.build_source import BuildSource
 from grasp.pipeline.add_targets import add_target
 from grasp.pipeline.forecast import forecast
 from grasp.pipeline.inputs import ON_DISK, prepare_inputs
 from grasp.pipeline.model_pass import compute_moments, read_batches
 from grasp.pipeline.pipeline import Sample, build_artifact, resolve_settings, training_notes
-from grasp.pipeline.provenance import BuildSource
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.predict.scoring_rule import GRADIENT_COMPANION_WEIGHT
 from grasp.progress import Silent

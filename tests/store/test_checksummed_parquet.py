@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import grasp
 from grasp.api.predict import read_subsets
 from grasp.errors import GraspError
-from grasp.inspect.detect import read_suspects
 from grasp.predict.subset_tables import RowIndex
 from grasp.store.checksummed_parquet import (
     CHECKSUMS_KEY,
@@ -91,23 +90,19 @@ def test_what_is_not_as_written_is_refused_and_what_others_write_is_read(change,
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A selection, a scored list, weights of a mixture, and suspects of one artifact."""
+    """A selection, a scored list, and weights of a mixture of one artifact."""
     place = tmp_path_factory.mktemp("tables")
     write_artifact(place / "art")
     art = grasp.open(place / "art")
     art.select("20%", "sciq").save(place / "kept.parquet")
     art.score("sciq", top=20, bottom=20, out=place / "ranked.parquet")
     art.mix("topic", "sciq").write_weights(place / "weights.parquet")
-    art.detect("sciq", label="topic").write(place / "suspects.parquet")
     return art, place
 
 
 def readings(art, place, name):
     """What commands make of a table."""
     path = place / name
-    if name == "suspects.parquet":
-        result = read_suspects(path, art.files, ["topic"])
-        return str((result.record, result.lines))
     if name == "weights.parquet":
         return [
             block.weights_BN.toarray().tolist()
@@ -116,7 +111,7 @@ def readings(art, place, name):
     return art.select(3, "sciq", exclude=path).row_ids
 
 
-@pytest.mark.parametrize("name", ["kept.parquet", "ranked.parquet", "weights.parquet", "suspects.parquet"])
+@pytest.mark.parametrize("name", ["kept.parquet", "ranked.parquet", "weights.parquet"])
 def test_a_flipped_bit_is_refused_or_changes_nothing(written, name):
     art, place = written
     whole, path = (place / name).read_bytes(), place / name

@@ -23,12 +23,13 @@ from transformers import (
 )
 
 from grasp.errors import ModelError
-from grasp.settings import ClassifierSettings, ImageSettings, ModelSettings, build_settings
+from grasp.settings import ModelSettings, build_settings
 from grasp.vision.classifier import ImageClassifier
 from grasp.vision.factory import make_module, user_code
 from grasp.vision.fitted_head import FittedHead, fit_linear
 from grasp.vision.images import decode_image
 from grasp.vision.preprocessing import HuggingFaceProcessor, ResizeAndCrop, default_preprocessing
+from grasp.vision.settings import ClassifierSettings, ImageSettings
 from tests.rounding import rounding
 from tests.vision.images_world import TinyNet, encoded, picture, pictures, settings, write_weights
 
@@ -229,7 +230,7 @@ def test_a_user_module_is_loaded_from_the_current_directory_or_a_file(tmp_path):
         (place / f"beside_{name}.py").write_text(f"WIDTH = {width}")
     names = ("own_net:Net", "own_net.py:Net", "lib/far_net.py:Net")
     code = (
-        "from grasp.vision.factory import make_module; from grasp.settings import ClassifierSettings\n"
+        "from grasp.vision.factory import make_module; from grasp.vision.settings import ClassifierSettings\n"
         f"print([make_module(ClassifierSettings(head='fc', factory=name)).fc.in_features for name in {names}])"
     )
     # -P as in a console script: the current directory is not where Python looks by itself

@@ -11,13 +11,14 @@ from grasp.artifact.writer import ArtifactWriter
 from grasp.errors import ArtifactError
 from grasp.pipeline.add_targets import add_target
 from grasp.pipeline.pipeline import build_artifact
-from grasp.settings import CLASSIFIER_FEATURES, TargetSettings, build_settings
+from grasp.settings import TargetSettings, build_settings
 from grasp.vision.classifier import ImageClassifier
+from grasp.vision.settings import ClassifierSettings
 from tests.cli.grasp_command import arrays
 from tests.pipeline.test_pipeline import assert_same
 from tests.vision.images_world import TinyNet, pictures, settings, write_parquet, write_weights
 
-TAU = CLASSIFIER_FEATURES["tau"]
+TAU = ClassifierSettings.features["tau"]
 USER_CODE = {"model": {"classifier": {"factory": "tests.vision.images_world:TinyNet"}}}  # the code that the user names
 
 

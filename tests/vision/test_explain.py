@@ -29,6 +29,10 @@ def art(tmp_path_factory):
     return ArtifactReader.open(build_artifact(build_settings(settings(root)), root / "art"))
 
 
+def of_url(url):
+    return base64.b64decode(url.partition(",")[2])
+
+
 def test_what_the_trusted_images_add_is_the_effect_by_which_rows_are_ordered(art):
     ordered = score(art, "trusted").to_pandas().set_index("row_id")["effect"]
     for row in ("train-0", "train-29"):
@@ -42,12 +46,15 @@ def test_what_the_trusted_images_add_is_the_effect_by_which_rows_are_ordered(art
 
 def test_pictures_are_those_of_the_rows_and_of_the_trusted_set(art):
     explanation = grasp.open(art.path).explain("trusted", "train-4")
-    assert len(explanation.pictures) == 9  # its own, and the eight nearest
+    assert len(explanation.figures) == 9  # its own, and the eight nearest
     image, trusted = pictures(30)[0][4], pictures(9, seed=1)[0]
-    assert decode_image(explanation.pictures["train-4"]).tobytes() == decode_image(image).tobytes()
+    (caption, url), (first_caption, first_url) = explanation.figures[:2]
+    assert caption.startswith("train-4: ")
+    assert decode_image(of_url(url)).tobytes() == decode_image(image).tobytes()
     name = explanation.to_pandas()["unit_id"][0]
+    assert f" {name}: " in first_caption
     label = trusted[int(name.rpartition("-")[2])]
-    assert decode_image(explanation.pictures[name]).tobytes() == decode_image(label).tobytes()
+    assert decode_image(of_url(first_url)).tobytes() == decode_image(label).tobytes()
     assert explanation._repr_html_().count('<img src="data:image/png;base64,') == 9
 
 
@@ -66,10 +73,10 @@ def test_a_strangers_artifact_reads_no_device_and_fetches_nothing(art, tmp_path,
     if change == "gone":
         trusted_file.unlink()
     if change == "column":
-        raw["settings"]["corpus"]["image_column"] = 3
+        raw["settings"]["model"]["classifier"]["image_column"] = 3
     (path / MANIFEST).write_bytes(with_checksum((json.dumps(raw | {"checksum": UNSIGNED}, indent=1) + "\n").encode()))
     explanation = grasp.open(path).explain("trusted", "train-4")
-    assert list(explanation.pictures) == ["train-4"]
+    assert [caption for caption, url in explanation.figures if url] == [explanation.figures[0][0]]
     (note,) = [note for note in explanation.notes if note.startswith("8 of ")]
     assert (str(trusted_file) in note) is (change not in ("name", "kind"))
     assert explanation.to_pandas()["unit_id"][0] in repr(explanation)
@@ -82,7 +89,7 @@ def test_the_command_and_what_is_not_there(art, tmp_path):
     assert shown.out.startswith("row train-4: effect ")
     assert "its class" in shown.out
     assert "<img src=" in (tmp_path / "why.html").read_text()
-    assert len(json.loads((tmp_path / "w.json").read_text())["trusted"]) == 9
+    assert len(json.loads((tmp_path / "w.json").read_text())["rows"]) == 9
     assert "train-4 " not in refused("explain", art.path, "--row", "nope")
     with pytest.raises(SettingsError, match=r"row: .*'nope'.*train-0"):
         grasp.open(art.path).explain("trusted", "nope")
@@ -94,12 +101,12 @@ def test_a_report_and_a_server_show_them(art, tmp_path):
     for count, shown in ((1, 1), (2, 3)):  # so many of the best, and half as many of the worst
         succeed("report", art.path, "--explain", count, "--out", tmp_path / "r.html")
         data = re.search(r'id="data">(.*?)</script>', (tmp_path / "r.html").read_text())[1]
-        with_pictures = [row["pictures"]["t0"] for row in json.loads(data)["rows"]["rows"] if "pictures" in row]
+        with_pictures = [row["figures"]["t0"] for row in json.loads(data)["rows"]["rows"] if "figures" in row]
         assert len(with_pictures) == shown
     assert all(len(with_picture) == 5 for with_picture in with_pictures)
     caption, url = with_pictures[0][1]
     assert re.match(r"[+-]\S+ trusted:", caption)
-    assert decode_image(base64.b64decode(url.partition(",")[2])).size == (12, 12)
+    assert decode_image(of_url(url)).size == (12, 12)
     answer = QueryService(art).answer("explain", row="train-4")
-    assert len(answer["pictures"]) == 9
+    assert len(answer["figures"]) == 9
     assert answer["columns"] == ["unit_id", "image_class", "contribution"]

@@ -12,11 +12,15 @@ from grasp.errors import CorpusError, TargetError
 from grasp.settings import CorpusSettings, TargetSettings
 from grasp.vision.image_units import load_image_units
 from grasp.vision.images import ImageStore, decode_image, pixel_hash
+from grasp.vision.settings import ClassifierSettings
 from tests.vision.images_world import COLOURS, encoded, picture, pictures, write_parquet
 
+CLASSIFIER = ClassifierSettings(head="head", classes=COLOURS)
 
-def store(tmp_path, path, name="store", classes=COLOURS, **settings):
-    return ImageStore.write(tmp_path / name, CorpusSettings(path=str(path), **settings), classes, 3, shard_rows=4)
+
+def store(tmp_path, path, name="store", classes=COLOURS, **columns):
+    classifier = CLASSIFIER.model_copy(update={"classes": classes} | columns)
+    return ImageStore.write_images(tmp_path / name, CorpusSettings(path=str(path)), classifier, 3, shard_rows=4)
 
 
 def contents(result):
@@ -63,11 +67,15 @@ def test_unusable_images_are_named_skipped_and_counted(tmp_path):
     result = store(tmp_path, tmp_path / "some.parquet")
     assert result.n_rows == 5
     assert result.n_documents == 9
-    assert result.skipped.counts == {"broken_image": 2, "no_image": 1, "no_class": 1}
-    assert result.skipped.ids == {"broken_image": ["p1", "p4"], "no_image": ["p6"], "no_class": ["p7"]}
+    assert result.skipped.counts == {"broken images": 2, "records without an image": 1, "images without a class": 1}
+    assert result.skipped.ids == {
+        "broken images": ["p1", "p4"],
+        "records without an image": ["p6"],
+        "images without a class": ["p7"],
+    }
     trusted = TargetSettings(names=(str(tmp_path / "some.parquet"),))
-    with pytest.raises(TargetError, match=r"4 of 9 .*p1 \(broken image\), p4"):
-        load_image_units(trusted, CorpusSettings(path="unused"), COLOURS, 3)
+    with pytest.raises(TargetError, match=r"4 of 9 .*p1 \(broken images\), p4"):
+        load_image_units(trusted, CorpusSettings(path="unused"), CLASSIFIER, 3)
 
 
 IMAGES = pictures(3)[0]
@@ -110,7 +118,7 @@ def test_an_interrupted_store_resumes_to_the_same_result(tmp_path, monkeypatch):
 
     settings = CorpusSettings(path=str(tmp_path / "train.parquet"))
     with pytest.raises(KeyboardInterrupt):
-        ImageStore.write(tmp_path / "cut", settings, COLOURS, 3, shard_rows=4, progress=stop)
+        ImageStore.write_images(tmp_path / "cut", settings, CLASSIFIER, 3, shard_rows=4, progress=stop)
     resumed = store(tmp_path, tmp_path / "train.parquet", "cut")
     assert (resumed.fingerprint, resumed.n_rows, resumed.n_documents) == (whole.fingerprint, 11, 11)
     assert resumed.rows(np.array([7, 2])).encoded == whole.rows(np.array([7, 2])).encoded
@@ -126,10 +134,10 @@ def test_the_hash_is_that_of_the_pixels_and_not_of_the_file():
 def test_units_are_sampled_as_for_texts_and_nested(tmp_path):
     path = str(write_parquet(tmp_path / "trusted.parquet", 12))
     corpus = CorpusSettings(path="unused")
-    few, shard = load_image_units(TargetSettings(names=(path,), units_per_target=4), corpus, COLOURS, 3)
-    more, _ = load_image_units(TargetSettings(names=(path,), units_per_target=8), corpus, COLOURS, 3)
+    few, shard = load_image_units(TargetSettings(names=(path,), units_per_target=4), corpus, CLASSIFIER, 3)
+    more, _ = load_image_units(TargetSettings(names=(path,), units_per_target=8), corpus, CLASSIFIER, 3)
     assert few.targets == ("trusted",)
     assert few.units == more.units[:4]
     assert [COLOURS[c] for c in shard.class_N] == [unit.completion for unit in few.units]
     left = TargetSettings(names=(path,), exclude_units=(few.units[0].unit_id,))
-    assert few.units[0] not in load_image_units(left, corpus, COLOURS, 3)[0].units
+    assert few.units[0] not in load_image_units(left, corpus, CLASSIFIER, 3)[0].units

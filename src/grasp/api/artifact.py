@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from grasp.artifact.inspection import ArtifactInfo, VerifyReport
     from grasp.artifact.reader import ArtifactReader
     from grasp.distil.distil import distil as _distil
-    from grasp.inspect.detect import detect as _detect
     from grasp.inspect.explain import explain as _explain
     from grasp.inspect.health import check as _check
     from grasp.report.build_report import report as _report
@@ -126,7 +125,6 @@ class Artifact:
         select = _typed(_select)
         mix = _typed(_mix)
         distil = _typed(_distil)
-        detect = _typed(_detect)
         check = _typed(_check)
         report = _typed(_report)
         serve = _typed(_serve)
@@ -137,7 +135,6 @@ class Artifact:
         select = _LazyMethod("grasp.select.select")
         mix = _LazyMethod("grasp.select.mix")
         distil = _LazyMethod("grasp.distil.distil")
-        detect = _LazyMethod("grasp.inspect.detect")
         check = _LazyMethod("grasp.inspect.health")
         report = _LazyMethod("grasp.report.build_report")
         serve = _LazyMethod("grasp.report.serve")

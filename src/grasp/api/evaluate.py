@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from grasp.api.retrain import Opened, Place, Runs
+from grasp.api.retrain import Place, Runs
 from grasp.arrays import F64
-from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.reader import ArtifactReader, Opened
 from grasp.errors import RunsError, SettingsError
 from grasp.methods.contract import AlignedRuns, MethodInputs
 from grasp.methods.registry import ConfiguredMethod, configure_methods, load_methods, method_predictions

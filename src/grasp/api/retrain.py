@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from grasp.artifact.label_table import LabelTable
-from grasp.artifact.reader import ArtifactReader
-from grasp.errors import SettingsError, SubsetError
-from grasp.pipeline.provenance import BuildSource
+from grasp.artifact.reader import ArtifactReader, Opened
+from grasp.errors import SubsetError
+from grasp.models.build_source import BuildSource
 from grasp.pipeline.ray_cluster import ClusterSpec
 from grasp.predict.families import parse_family
 from grasp.progress_display import shows_progress
@@ -24,13 +24,6 @@ if TYPE_CHECKING:
 Place = Path | str
 Runs = TrainingRuns | RunTable | Place
 REQUIRED = {"--corpus": ("corpus.path",), "--targets": ("targets.names", "targets.datasets")}
-
-
-class Opened(Protocol):
-    """An opened artifact, such as `grasp.Artifact`."""
-
-    @property
-    def files(self) -> ArtifactReader: ...
 
 
 @shows_progress
@@ -136,13 +129,13 @@ def _settings_of_artifact(art: Opened | str | Path, data: Mapping[str, Any]) -> 
         art: the artifact, or its path.
         data: settings of the user, which take precedence.
     Raises:
-        SettingsError: the artifact was built from images, or its corpus is not found.
+        SettingsError: its corpus is not found.
+        ArtifactError: its rows are no texts.
         SubsetError: the artifact lacks the label of the family.
     """
     files = ArtifactReader.open(art) if isinstance(art, Path | str) else art.files
     source = BuildSource(files)
-    if source.has_images:
-        raise SettingsError(f"like: {files.location} was built from images; only language models can be retrained")
+    files.require_texts("only language models can be retrained")
     if get_setting(data, "corpus.path") is None and get_setting(data, "subsets") is None:
         default = RetrainSettings.model_fields["family"].default
         label = parse_family(get_setting(data, "family") or default).label

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import pyarrow as pa
@@ -49,8 +49,10 @@ from grasp.artifact.manifest import (
     Manifest,
     ShardGrid,
 )
-from grasp.errors import ArtifactError
+from grasp.corpus.row_store import RowStore
+from grasp.errors import ArtifactError, CorpusError
 from grasp.files import InputPaths, kind_of
+from grasp.readers import Reader, load_reader
 from grasp.store.contents import read_table, read_tensors, readable
 from grasp.store.directory import Files
 from grasp.store.records import read_record
@@ -65,7 +67,6 @@ _INPUT_SETTINGS = (
     ("a target", "targets", "names"),
     ("the model", "model", "path"),
     ("the tokenizer", "model", "tokenizer"),
-    ("the output layer", "model", "classifier", "fitted_head"),
 )
 
 # Conversion of float16 to float32, see `_scaled_into`.
@@ -161,7 +162,9 @@ class ArtifactReader:
     def protected_paths(self) -> dict[str, InputPaths]:
         """Return the paths that outputs must not replace, as `check_outputs` expects them: the artifact, its inputs."""
         paths: dict[str, InputPaths] = {"is the artifact": [str(self.path)]}
-        for phrase, *keys in _INPUT_SETTINGS:
+        reader = self.manifest.details.get("reader")
+        files = () if self.reader is None else self.reader.settings.inputs.items()
+        for phrase, *keys in (*_INPUT_SETTINGS, *((phrase, "model", reader, name) for name, phrase in files)):
             value: Any = self.manifest.settings
             for key in keys:
                 value = value.get(key) if isinstance(value, dict) else None
@@ -190,6 +193,53 @@ class ArtifactReader:
             raise ArtifactError(
                 f"{self.location}: is merged from artifacts with different corpora; for texts, tokens or new targets "
                 f"use its parts: {', '.join(part['path'] for part in parts)}"
+            )
+
+    @property
+    def reader(self) -> Reader | None:
+        """Return the reader of the rows; None: they are texts."""
+        name = self.manifest.details.get("reader")
+        return None if name is None else load_reader(name)
+
+    def require_texts(self, remedy: str) -> None:
+        """Check that the rows are texts.
+
+        Raises:
+            ArtifactError: they are not; the message ends with `remedy`.
+        """
+        if self.reader is not None:
+            raise ArtifactError(
+                f"{self.location}: its rows are no texts, but read by `{self.manifest.details['reader']}`; {remedy}"
+            )
+
+    def open_rows(self) -> RowStore:
+        """Open the rows as the model read them.
+
+        Raises:
+            ArtifactError: they were not stored, are damaged or of another corpus, or the artifact was merged.
+        """
+        self.require_one_corpus()
+        if not self.tokens_path.exists():
+            raise ArtifactError(f"{self.location}: rows were not stored; rebuild it with keep_tokens: true")
+        try:
+            rows = (RowStore if self.reader is None else self.reader.rows).open(self.tokens_path)
+        except CorpusError as err:
+            raise ArtifactError(str(err)) from err
+        self.prove(corpus=rows.fingerprint)
+        return rows
+
+    def prove(self, **now: str) -> None:
+        """Check that fingerprints of inputs, by name, are equal to those of the build.
+
+        Raises:
+            ArtifactError: an input has changed.
+        """
+        recorded = {name: self.manifest.fingerprints.get(name) for name in now}
+        if changed := [name for name in now if now[name] != recorded[name]]:
+            listed = "; ".join(f"{name} {now[name]}, was {recorded[name]}" for name in changed)
+            raise ArtifactError(
+                f"{self.location}: {' and '.join(changed)} changed since it was built ({listed}); restore the inputs, "
+                "or build a new artifact"
             )
 
     @property
@@ -415,6 +465,13 @@ class ArtifactReader:
             chunk_NE = _map_array(path, (n_stored, group.stop - group.start), group.dtype)
             self._last_chunk[group.name] = k, chunk_NE
         return chunk_NE
+
+
+class Opened(Protocol):
+    """An opened artifact, such as `grasp.Artifact`."""
+
+    @property
+    def files(self) -> ArtifactReader: ...
 
 
 class _RowRead(NamedTuple):

@@ -75,7 +75,7 @@ def leaked_rows(artifact: ArtifactReader, targets: Iterable[str]) -> I64:
     if unknown := [target for target, target_leaks in leaks.items() if target_leaks is None]:
         raise SettingsError(
             f"drop_leaks: {artifact.location}: its rows were not searched for questions of {', '.join(unknown)}, since "
-            "an earlier version built it or its rows are images; rebuild it"
+            "an earlier version built it or they are no texts; rebuild it"
         )
     return np.unique(
         np.concatenate([target_leaks.row_index for target_leaks in leaks.values() if target_leaks is not None])
@@ -236,7 +236,7 @@ def _stable_argsort(values: Floats) -> I64:
 
 
 def count_short_rows(artifact: ArtifactReader, row_index: I64) -> int:
-    """Return how many rows are too short for a reliable relevance; 0 if all rows are, e.g. images."""
+    """Return how many rows are too short for a reliable relevance; 0 if all rows are."""
     length_N = row_lengths(artifact)
     return int((length_N[row_index] < MIN_RELIABLE_TOKENS).sum()) if length_N.max() >= MIN_RELIABLE_TOKENS else 0
 

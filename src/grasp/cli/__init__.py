@@ -7,12 +7,10 @@ import errno
 import os
 import sys
 from contextlib import redirect_stdout
-from importlib import import_module
 from typing import NoReturn, TextIO, cast
 
 from grasp.cli import (  # noqa: F401 - commands register themselves
     artifact_commands,
-    detect_command,
     prediction_commands,
     runs_commands,
     selection_commands,
@@ -24,8 +22,6 @@ from grasp.entry_points import load, names
 from grasp.errors import GraspError
 from grasp.files import DISK_FULL_ERRORS
 from grasp.text import plain
-
-import_module("grasp.vision.fit_head_command")
 
 # Commands of optional subpackages and of other packages; a broken package must not break the commands of the others.
 try:

@@ -23,10 +23,9 @@ from grasp.signatures import REQUIRED, Signature, parse_signature, signed
 
 # Commands by group, in the order of `grasp --help`.
 GROUPS = {
-    "Build artifacts": ("demo", "corpus", "targets", "build", "merge", "info", "verify", "fit-head"),
+    "Build artifacts": ("demo", "corpus", "targets", "build", "merge", "info", "verify"),
     "Predict the effect of rows and slices": ("score", "predict", "explain", "report", "serve"),
     "Select training data": ("select", "mix", "distil", "apply"),
-    "Find suspicious rows": ("detect",),
     "Evaluate predictions": ("retrain", "runs", "evaluate", "methods"),
 }
 OTHER_COMMANDS = "Other commands"  # group of commands of other packages that name none
@@ -144,7 +143,7 @@ app = typer.Typer(
 F = TypeVar("F", bound=Callable[..., None])
 
 # The option of an argument of a public function, if it is not `--name`.
-FLAGS = {"count": "-B", "k": "-k", "suspects": "--detect", "columns": "--weights", "oracles": "--oracle"}
+FLAGS = {"count": "-B", "k": "-k", "columns": "--weights", "oracles": "--oracle"}
 FLAGS |= {"keep_features": "--keep-features/--no-keep-features"}
 # The placeholder of the option's value in the help, if it is not that of `METAVAR_BY_TYPE`.
 METAVARS = {

@@ -53,8 +53,6 @@ def demo(
     "grasp build --replay --recipe sft.yaml --out art",
     "grasp build --resume --out art",
     "grasp build --config art/run.yaml --out s3://bucket/art",
-    "grasp build --model ./vit --set model.classifier.head=classifier --corpus images.parquet \\\n"
-    "            --targets trusted.parquet --out art",
     verb="grasp.pipeline.build",
     more="resume untrained tokenizer keep_features like rule dtype replay check warm_up recipe",
 )

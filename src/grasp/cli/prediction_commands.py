@@ -2,7 +2,6 @@
 
 import sys
 from contextlib import suppress
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +83,7 @@ def explain(
     explanation = artifact.explain(row=row, unit=unit, overrides=merge_settings(None, assignments, {}), **params)
     if json_file is not None:
         write_atomically(json_file, (json_text(explanation.to_dict()) + "\n").encode())
-    if out is not None and is_page:
-        html = f"<!doctype html><meta charset=utf-8><title>{escape(row)}</title>{explanation._repr_html_()}\n"
-        write_atomically(out, html.encode())
-    elif out is not None:
+    if out is not None:
         explanation.write(out)
     if isinstance(explanation, Explanation) and in_colour() and isinstance(sys.stdout, PlainStream):
         sys.stdout.styled(explanation.as_text(colour=True) + "\n")
@@ -98,7 +94,6 @@ def explain(
 @command(
     "grasp report art --out report.html",
     "grasp report art --runs dev --selection kept.json --mixture mixture.json --out report.html",
-    "grasp report art --detect suspects.parquet --out report.html",
     verb="grasp.report.build_report",
     more="protocol explain partial",
 )

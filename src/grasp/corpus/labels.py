@@ -26,7 +26,6 @@ LOSS_MASK_COLUMN = "__labelled__"
 SPLIT_COLUMN = "__split__"  # of preference pairs: number of tokens of the chosen side
 DOCUMENT_COLUMN = "__document__"
 SPANS_COLUMN = "__spans__"
-CLASS_LABEL, HASH_LABEL = "image_class", "image_hash"  # labels of image rows
 _HIDDEN = (IDS_COLUMN, LOSS_MASK_COLUMN, SPLIT_COLUMN, DOCUMENT_COLUMN, SPANS_COLUMN)
 RESERVED_COLUMNS = ("row_id", "doc_id", "n_tokens", "n_loss", "loss", "snippet", "row_index", *_HIDDEN)
 # Ignores case: DuckDB, which evaluates label expressions, treats `Loss` and `loss` as one column.

@@ -49,8 +49,8 @@ START: Final = Cursor()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredRow:
-    """Fields of every row, of text or images: names, labels, and origin."""
+class Row:
+    """One training sequence."""
 
     row_id: str
     doc_id: str
@@ -60,12 +60,6 @@ class StoredRow:
     labels: Mapping[str, Label]
     ignored: tuple[str, ...]  # columns of its documents that cannot be labels
     next_cursor: Cursor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row(StoredRow):
-    """One training sequence."""
-
     input_ids: I32
     loss_mask: Bool | None = None  # tokens that carry loss; None: all but the first
     # (document index, start and end character) of its texts; None if the tokenizer reports no offsets

@@ -1,9 +1,8 @@
 """Stores of rows on disk, written shard by shard and resumable. A row is one training sequence.
 
 `plan.json` identifies the input, `shard-00000.parquet` has rows, its completion mark `shard-00000.json` the cursor of
-the next shard, and `store.json` is written when the store is complete. The base class `ShardStore` writes and reads
-shards. Its subclass `RowStore` has rows of token ids, which it reads as `TokenRows`; `grasp.vision` has a store of
-images.
+the next shard, and `store.json` is written when the store is complete. `RowStore` has rows of token ids, which it reads
+as `TokenRows`; a reader of other rows (`grasp.readers`) may store them as a subclass.
 
 A corpus is read once: names and fingerprint are computed for each shard while it is in memory, and only a resumed build
 rereads its finished shards. The text of a row is not stored, only its documents and spans of characters.
@@ -13,14 +12,13 @@ Shape letters: N rows.
 
 import hashlib
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import Any, ClassVar, Final, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Final, Self
 
 import duckdb
 import numpy as np
@@ -47,7 +45,6 @@ from grasp.corpus.packing import (
     Cursor,
     Row,
     Skipped,
-    StoredRow,
     pack,
     render_document,
     row_bytes,
@@ -114,7 +111,7 @@ ROWS = Schema(
 
 
 def summary_of(holds: str) -> Signed[StoreSummary]:
-    """Return the record type of the summary of a store of tokens, or of another kind."""
+    """Return the record type of the summary of a store of tokens, or of other rows."""
     return Signed(
         SUMMARY,
         StoreSummary,
@@ -137,29 +134,68 @@ def _identifying_settings(settings: CorpusSettings) -> dict[str, Any]:
     return settings.model_dump(mode="json", exclude={"path", *unset})
 
 
-class CorpusItem(Protocol):
-    """A document or an image of a corpus."""
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """Rows as ragged arrays: the token ids of row i are flat_ids[offsets[i]:offsets[i + 1]]."""
+
+    flat_ids: I32
+    offsets: I64  # (N + 1,)
+    table: pa.Table  # row_id, doc_id, n_tokens, snippet, then the labels
+    loss_mask: Bool | None = None  # tokens that carry loss, aligned with flat_ids; None: all but a row's first
+    split_N: I64 | None = None  # of preference pairs: number of tokens of the chosen side; None: rows are texts
+
+    def take(self, index: I64) -> "TokenRows":
+        """Return the rows at these positions, in this order."""
+        spans = [slice(self.offsets[i], self.offsets[i + 1]) for i in index]
+        return TokenRows(
+            np.concatenate([self.flat_ids[span] for span in spans]),
+            np.cumsum([0, *(span.stop - span.start for span in spans)], dtype=np.int64),
+            self.table.take(pa.array(index)),
+            None if self.loss_mask is None else np.concatenate([self.loss_mask[span] for span in spans]),
+            None if self.split_N is None else self.split_N[index],
+        )
+
+    def sides(self) -> "TokenRows":
+        """Return the sides of preference pairs as rows: chosen and rejected of the first pair, then of the next."""
+        assert self.split_N is not None
+        starts = np.stack([self.offsets[:-1], self.offsets[:-1] + self.split_N], axis=1).ravel()
+        table = self.table.take(pa.array(np.repeat(np.arange(len(self)), 2)))
+        return TokenRows(self.flat_ids, np.append(starts, self.offsets[-1]), table, self.loss_mask)
+
+    def ids(self, i: int) -> I32:
+        """Return the token ids of row i."""
+        return self.flat_ids[self.offsets[i] : self.offsets[i + 1]]
+
+    def mask(self, i: int) -> Bool | None:
+        """Return the loss mask of row i; None: all but the first token."""
+        return None if self.loss_mask is None else self.loss_mask[self.offsets[i] : self.offsets[i + 1]]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
 
     @property
-    def index(self) -> int:
-        """Return the position in the corpus."""
+    def n_tokens(self) -> int:
+        """Return the number of tokens of all rows."""
+        return len(self.flat_ids)
 
-    @property
-    def location(self) -> str:
-        """Return file and line or row, for messages."""
-
-
-D = TypeVar("D", bound=CorpusItem)  # what rows are built from
-R = TypeVar("R", bound=StoredRow)
-S = TypeVar("S")  # some rows of a store, with their public columns: TokenRows, or images
+    def tokens_of(self, index: I64) -> int:
+        """Return the number of tokens of the rows at these positions."""
+        return int(np.diff(self.offsets)[index].sum())
 
 
-class ShardStore(ABC, Generic[S, R]):
-    """A complete store on disk, whose rows are read lazily."""
+def _default_loss_mask(offsets: I64) -> Bool:
+    """Return the loss mask of rows whose tokens all carry loss, except the first of each row."""
+    loss_mask = np.ones(offsets[-1], dtype=np.bool_)
+    loss_mask[offsets[:-1]] = False
+    return loss_mask
 
-    signed: ClassVar[Signed[StoreSummary]]
-    content: ClassVar[tuple[str, ...]]  # columns of the content of rows
-    seed: ClassVar[bytes]  # initial bytes of the fingerprint
+
+class RowStore:
+    """A complete store of rows on disk, which are read lazily."""
+
+    signed: ClassVar[Signed[StoreSummary]] = summary_of("tokens")
+    content: ClassVar[tuple[str, ...]] = (IDS_COLUMN, LOSS_MASK_COLUMN, SPLIT_COLUMN)  # columns of the content of rows
+    seed: ClassVar[bytes] = b"grasp rows 1"  # initial bytes of the fingerprint
 
     def __init__(self, directory: Path, summary: StoreSummary) -> None:
         self._directory = directory
@@ -183,14 +219,59 @@ class ShardStore(ABC, Generic[S, R]):
         return cls(directory, cls.signed.read(directory))
 
     @classmethod
+    def write(
+        cls,
+        directory: Path,
+        settings: CorpusSettings,
+        tokenizer: Tokenizer,
+        *,
+        shard_rows: int,
+        context: int | None = None,
+        corpus: Corpus | None = None,
+        replace: bool = False,
+        progress: Callable[[int], None] | None = None,
+    ) -> Self:
+        """Read, tokenise and pack the corpus; resume an interrupted call; open a complete store.
+
+        Args:
+            directory: directory of the store.
+            settings: settings of the corpus.
+            tokenizer: tokenizer of the model.
+            shard_rows: rows per shard, which bounds memory and the work lost by an interruption.
+            context: context length of the model, used if `settings.max_length` is not set.
+            corpus: the open corpus. Default: open it.
+            replace: delete rows of other input in `directory`.
+            progress: callback that receives the number of rows of each finished shard; the first call includes those
+                of earlier runs.
+        Raises:
+            CorpusError: the corpus is empty or malformed, has duplicate row names, or differs from the one with which
+                `directory` was started.
+        """
+        opened = corpus or Corpus(open_source(settings.path, settings.split), settings)
+        first_documents = [render_document(document, tokenizer, settings) for document in opened.first]
+        row_settings = _with_max_length(settings, first_documents, context)
+        return cls._write(
+            directory,
+            source=opened.source,
+            settings=row_settings,
+            documents=opened.documents,
+            rows=lambda documents, cursor, skipped: pack(documents, row_settings, tokenizer, cursor, skipped),
+            progress=progress,
+            shard_rows=shard_rows,
+            replace=replace,
+            reader={"tokenizer": _tokenizer_identity(tokenizer, first_documents)},
+            details={"max_length": row_settings.max_length, "columns": opened.columns},
+        )
+
+    @classmethod
     def _write(
         cls,
         directory: Path,
         *,
         source: Source,
         settings: CorpusSettings,
-        documents: Callable[[int], Iterator[D]],
-        rows: Callable[[Iterator[D], Cursor, Skipped], Iterator[R]],
+        documents: Callable[[int], Iterator[Any]],
+        rows: Callable[[Iterator[Any], Cursor, Skipped], Iterator[Row]],
         progress: Callable[[int], None] | None,
         shard_rows: int,
         replace: bool,
@@ -203,13 +284,12 @@ class ShardStore(ABC, Generic[S, R]):
             directory: directory of the store, which may hold an interrupted one.
             source: source of the corpus.
             settings: settings of the corpus.
-            documents: returns the documents of the source from a position on.
+            documents: returns the documents of the source from a position on; they have an index and a location.
             rows: packs documents into rows from a cursor on, and adds to the skipped ones.
             progress: callback that receives the number of rows of each finished shard.
             shard_rows: rows per shard.
             replace: delete rows of other input in `directory`.
-            reader: identity of the tokenizer or image reader; together with settings and corpus it identifies the
-                store.
+            reader: identity of what reads the source; together with settings and corpus it identifies the store.
             details: further entries of the summary.
         Raises:
             CorpusError: `directory` is not a row store, or has rows of other input; or the corpus is empty, malformed
@@ -265,52 +345,31 @@ class ShardStore(ABC, Generic[S, R]):
         if duplicate is not None:
             row_id, *positions = duplicate
             raise _duplicate_error(row_id, [next(documents(position)).location for position in positions])
-        summary = cls._summary(
-            marks,
-            skipped=all_skipped,
-            fingerprint=digest.hexdigest(),
-            shard_rows=shard_rows,
-            n_documents=counted_documents.total,
-            details=details,
-        )
-        cls.signed.write(directory, summary)
-        return cls.open(directory)
-
-    @classmethod
-    def _summary(
-        cls,
-        marks: Sequence[RowsMark],
-        *,
-        skipped: Skipped,
-        fingerprint: str,
-        shard_rows: int,
-        n_documents: int,
-        details: Mapping[str, Any],
-    ) -> StoreSummary:
-        """Return the summary of a store from the marks of its shards."""
         ignored = {name for mark in marks for name in mark.ignored_columns}
-        return StoreSummary(
+        summary = StoreSummary(
             holds=cls.signed.format,
             n_rows=sum(mark.n_rows for mark in marks),
             n_tokens=sum(mark.n_tokens for mark in marks),
             n_shards=len(marks),
             shard_rows=shard_rows,
-            n_documents=n_documents,
-            fingerprint=fingerprint,
+            n_documents=counted_documents.total,
+            fingerprint=digest.hexdigest(),
             labels=_kinds_of_labels([pair for mark in marks for pair in mark.labels], ignored),
             ignored_columns=sorted(ignored),
-            skipped=skipped,
+            skipped=all_skipped,
             details=dict(details),
             files={name: entry for mark in marks for name, entry in mark.files.items()},
         )
+        cls.signed.write(directory, summary)
+        return cls.open(directory)
 
     @classmethod
     def _write_shards(
         cls,
         store: Store[RowsMark],
         finished: Sequence[RowsMark],
-        rows: Iterator[R],
-        counted_documents: "_CountedDocuments[D]",
+        rows: Iterator[Row],
+        counted_documents: "_CountedDocuments",
         *,
         skipped: Skipped,
         shard_rows: int,
@@ -354,7 +413,7 @@ class ShardStore(ABC, Generic[S, R]):
         return marks
 
     @classmethod
-    def _shard_table(cls, rows: Sequence[R], spelling_of: dict[str, str]) -> tuple[pa.Table, dict[str, Kind]]:
+    def _shard_table(cls, rows: Sequence[Row], spelling_of: dict[str, str]) -> tuple[pa.Table, dict[str, Kind]]:
         """Return the table of a shard and the kinds of its labels, and add the labels to `spelling_of`."""
         labels = dict.fromkeys(name for row in rows for name in row.labels)
         for label in labels:  # DuckDB, which evaluates label expressions, treats `topic` and `Topic` as one
@@ -379,20 +438,41 @@ class ShardStore(ABC, Generic[S, R]):
         return table, kinds
 
     @staticmethod
-    @abstractmethod
-    def _content_columns(rows: Sequence[R]) -> Mapping[str, pa.Array]:
-        """Return the columns of the content of a shard."""
+    def _content_columns(rows: Sequence[Row]) -> dict[str, pa.Array]:
+        """Return the columns of token ids and character spans, and of loss masks and splits if a row has them."""
+        offsets = np.cumsum([0, *(row.n_tokens for row in rows)], dtype=np.int32)
+        spans = [None if row.spans is None else list(chain(*row.spans)) for row in rows]
+        columns = {
+            SPANS_COLUMN: pa.array(spans, pa.list_(pa.int64())),
+            IDS_COLUMN: pa.ListArray.from_arrays(offsets, np.concatenate([row.input_ids for row in rows])),
+        }
+        if any(row.split is not None for row in rows):
+            columns[SPLIT_COLUMN] = pa.array([row.split for row in rows], pa.int32())
+        if any(row.loss_mask is not None for row in rows):
+            masks = [
+                _default_loss_mask(np.array([0, row.n_tokens])) if row.loss_mask is None else row.loss_mask
+                for row in rows
+            ]
+            columns[LOSS_MASK_COLUMN] = pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(masks)))
+        return columns
 
     @staticmethod
-    @abstractmethod
     def _row_bytes(with_content: pa.Table) -> Iterator[bytes]:
         """Yield the bytes of each row for the fingerprint."""
+        flat_ids, offsets, loss_mask = _token_arrays(with_content)
+        split_N = _split_column(with_content)
+        for i, name in enumerate(with_content.column("row_id").to_pylist()):
+            row = slice(offsets[i], offsets[i + 1])
+            split = None if split_N is None else int(split_N[i])
+            yield row_bytes(name, flat_ids[row], None if loss_mask is None else loss_mask[row], split)
 
-    @abstractmethod
-    def _rows_from(self, with_content: pa.Table) -> S:
+    def _rows_from(self, with_content: pa.Table) -> TokenRows:
         """Build rows from a table of their public columns and their content."""
+        flat_ids, offsets, loss_mask = _token_arrays(with_content)
+        table = with_content.select(self._public_columns)
+        return TokenRows(flat_ids, offsets, table, loss_mask, _split_column(with_content))
 
-    def shard(self, k: int) -> S:
+    def shard(self, k: int) -> TokenRows:
         """Read shard k, from 0.
 
         Raises:
@@ -418,8 +498,13 @@ class ShardStore(ABC, Generic[S, R]):
         return np.asarray(self.read_columns(k, ("n_tokens",)).column("n_tokens"), dtype=np.int64)
 
     def _shard_loss_counts(self, k: int) -> I64:
-        """Return the number of positions with loss of the rows of shard k: by default, all."""
-        return self._shard_lengths(k)
+        """Return the number of positions with loss of the rows of shard k."""
+        table = self.read_columns(k, ("n_tokens", LOSS_MASK_COLUMN))
+        lengths = np.asarray(table.column("n_tokens"), dtype=np.int64)
+        if LOSS_MASK_COLUMN not in table.column_names:
+            return lengths - 1  # all but the first token
+        loss_mask = table.column(LOSS_MASK_COLUMN).combine_chunks().values.to_numpy(zero_copy_only=False)
+        return np.add.reduceat(loss_mask.astype(np.int64), np.cumsum(lengths) - lengths)
 
     @cached_property
     def n_loss_positions(self) -> int:
@@ -432,7 +517,7 @@ class ShardStore(ABC, Generic[S, R]):
         # without masks, all tokens of a row carry loss except the first, which nothing predicts
         return self.n_loss_positions < self.n_tokens - self.n_rows
 
-    def rows(self, row_index: I64) -> S:
+    def rows(self, row_index: I64) -> TokenRows:
         """Read rows by position, in the given order, possibly repeated, from only the shards that contain them.
 
         Raises:
@@ -473,6 +558,58 @@ class ShardStore(ABC, Generic[S, R]):
                 columns[label] = pa.chunked_array([column_of(columns[label].to_pylist(), kind)])
         return pa.table({name: columns[name] for name in names if name in columns})
 
+    def longest(self) -> int:
+        """Return the number of tokens of the longest sequence: a row, or a side of a preference pair."""
+        longest_by_shard = []
+        for k in range(self.n_shards):
+            table = self.read_columns(k, ("n_tokens", SPLIT_COLUMN))
+            lengths, split_N = np.asarray(table.column("n_tokens"), dtype=np.int64), _split_column(table)
+            sides = (lengths,) if split_N is None else (split_N, lengths - split_N)
+            longest_by_shard.append(max(int(side.max()) for side in sides))
+        return max(longest_by_shard)
+
+    def was_built_from(self, source: Source) -> bool:
+        """Return whether a source has the files from which the rows were built, so that their texts can be read.
+
+        Files are compared by name, size and stamp: a digest of the content, or the modification time.
+        """
+        try:
+            plan = parse_json((self._directory / ROWS.plan).read_bytes())
+        except (OSError, ValueError):
+            return False
+        files = _files_of(source)
+        return bool(plan.get("corpus") == files) and all(stamp for _, stamp in files.values())
+
+    def texts(self, row_index: I64, corpus: Corpus, tokenizer: Callable[[], Tokenizer]) -> Iterator[str | None]:
+        """Yield the texts of rows: their spans of documents, joined by blank lines; None if the spans are unknown.
+
+        Args:
+            row_index: ascending row indices.
+            corpus: corpus from which the rows were built.
+            tokenizer: called only to render conversations.
+        Raises:
+            CorpusError: the corpus has another document at the position of a row's document.
+        """
+        documents = _DocumentsInOrder(corpus, tokenizer)
+        shard_of_row = row_index // self.shard_rows
+        for k in np.unique(shard_of_row).tolist():
+            table = self.read_columns(k, ("doc_id", DOCUMENT_COLUMN, SPANS_COLUMN))
+            selected = table.take(row_index[shard_of_row == k] - k * self.shard_rows)
+            for doc_id, main_index, spans in zip(*(column.to_pylist() for column in selected.columns), strict=True):
+                if spans is None:
+                    yield None
+                    continue
+                pieces = []
+                # spans are stored flat, as document index, start and end character
+                for index, start, end in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
+                    document = documents.at(index)
+                    if index == main_index and document.doc_id != doc_id:
+                        raise CorpusError(
+                            f"{document.location}: is {document.doc_id!r}, was {doc_id!r}; {CORPUS_CHANGED}"
+                        )
+                    pieces.append(str(document.text)[start:end])
+                yield "\n\n".join(pieces)
+
 
 def _refuse_other_files(directory: Path) -> None:
     """Raise CorpusError if a directory exists, is no row store, and has files other than temporary ones."""
@@ -489,14 +626,14 @@ def _finished_shards(store: Store[RowsMark]) -> list[RowsMark]:
     return [store.mark(name) for name in store.parts]
 
 
-class _CountedDocuments(Generic[D]):
+class _CountedDocuments:
     """Documents of a corpus from a position on, which are counted while they are read."""
 
-    def __init__(self, documents: Callable[[int], Iterator[D]], start: int) -> None:
+    def __init__(self, documents: Callable[[int], Iterator[Any]], start: int) -> None:
         self._documents = documents(start)
         self.total = start  # number of documents of the corpus up to the last one that was read
 
-    def __iter__(self) -> Iterator[D]:
+    def __iter__(self) -> Iterator[Any]:
         for document in self._documents:
             self.total = document.index + 1
             yield document
@@ -567,208 +704,6 @@ def _kinds_of_labels(pairs: Iterable[tuple[str, Kind]], ignored: Collection[str]
 def _files_of(source: Source) -> dict[str, list[str]]:
     """Return size and stamp of each file of a corpus, by name."""
     return {name: [size, stamp] for name, size, stamp in source.identity()}
-
-
-@dataclass(frozen=True, slots=True)
-class TokenRows:
-    """Rows as ragged arrays: the token ids of row i are flat_ids[offsets[i]:offsets[i + 1]]."""
-
-    flat_ids: I32
-    offsets: I64  # (N + 1,)
-    table: pa.Table  # row_id, doc_id, n_tokens, snippet, then the labels
-    loss_mask: Bool | None = None  # tokens that carry loss, aligned with flat_ids; None: all but a row's first
-    split_N: I64 | None = None  # of preference pairs: number of tokens of the chosen side; None: rows are texts
-
-    def take(self, index: I64) -> "TokenRows":
-        """Return the rows at these positions, in this order."""
-        spans = [slice(self.offsets[i], self.offsets[i + 1]) for i in index]
-        return TokenRows(
-            np.concatenate([self.flat_ids[span] for span in spans]),
-            np.cumsum([0, *(span.stop - span.start for span in spans)], dtype=np.int64),
-            self.table.take(pa.array(index)),
-            None if self.loss_mask is None else np.concatenate([self.loss_mask[span] for span in spans]),
-            None if self.split_N is None else self.split_N[index],
-        )
-
-    def sides(self) -> "TokenRows":
-        """Return the sides of preference pairs as rows: chosen and rejected of the first pair, then of the next."""
-        assert self.split_N is not None
-        starts = np.stack([self.offsets[:-1], self.offsets[:-1] + self.split_N], axis=1).ravel()
-        table = self.table.take(pa.array(np.repeat(np.arange(len(self)), 2)))
-        return TokenRows(self.flat_ids, np.append(starts, self.offsets[-1]), table, self.loss_mask)
-
-    def ids(self, i: int) -> I32:
-        """Return the token ids of row i."""
-        return self.flat_ids[self.offsets[i] : self.offsets[i + 1]]
-
-    def mask(self, i: int) -> Bool | None:
-        """Return the loss mask of row i; None: all but the first token."""
-        return None if self.loss_mask is None else self.loss_mask[self.offsets[i] : self.offsets[i + 1]]
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    @property
-    def n_tokens(self) -> int:
-        """Return the number of tokens of all rows."""
-        return len(self.flat_ids)
-
-    def tokens_of(self, index: I64) -> int:
-        """Return the number of tokens of the rows at these positions."""
-        return int(np.diff(self.offsets)[index].sum())
-
-
-def _default_loss_mask(offsets: I64) -> Bool:
-    """Return the loss mask of rows whose tokens all carry loss, except the first of each row."""
-    loss_mask = np.ones(offsets[-1], dtype=np.bool_)
-    loss_mask[offsets[:-1]] = False
-    return loss_mask
-
-
-class RowStore(ShardStore[TokenRows, Row]):
-    """A store of the rows of a text corpus as token ids."""
-
-    signed: ClassVar[Signed[StoreSummary]] = summary_of("tokens")
-    content: ClassVar[tuple[str, ...]] = (IDS_COLUMN, LOSS_MASK_COLUMN, SPLIT_COLUMN)
-    seed: ClassVar[bytes] = b"grasp rows 1"
-
-    @classmethod
-    def write(
-        cls,
-        directory: Path,
-        settings: CorpusSettings,
-        tokenizer: Tokenizer,
-        *,
-        shard_rows: int,
-        context: int | None = None,
-        corpus: Corpus | None = None,
-        replace: bool = False,
-        progress: Callable[[int], None] | None = None,
-    ) -> Self:
-        """Read, tokenise and pack the corpus; resume an interrupted call; open a complete store.
-
-        Args:
-            directory: directory of the store.
-            settings: settings of the corpus.
-            tokenizer: tokenizer of the model.
-            shard_rows: rows per shard, which bounds memory and the work lost by an interruption.
-            context: context length of the model, used if `settings.max_length` is not set.
-            corpus: the open corpus. Default: open it.
-            replace: delete rows of other input in `directory`.
-            progress: callback that receives the number of rows of each finished shard; the first call includes those
-                of earlier runs.
-        Raises:
-            CorpusError: the corpus is empty or malformed, has duplicate row names, or differs from the one with which
-                `directory` was started.
-        """
-        opened = corpus or Corpus(open_source(settings.path, settings.split), settings)
-        first_documents = [render_document(document, tokenizer, settings) for document in opened.first]
-        row_settings = _with_max_length(settings, first_documents, context)
-        return cls._write(
-            directory,
-            source=opened.source,
-            settings=row_settings,
-            documents=opened.documents,
-            rows=lambda documents, cursor, skipped: pack(documents, row_settings, tokenizer, cursor, skipped),
-            progress=progress,
-            shard_rows=shard_rows,
-            replace=replace,
-            reader={"tokenizer": _tokenizer_identity(tokenizer, first_documents)},
-            details={"max_length": row_settings.max_length, "columns": opened.columns},
-        )
-
-    @staticmethod
-    def _content_columns(rows: Sequence[Row]) -> dict[str, pa.Array]:
-        """Return the columns of token ids and character spans, and of loss masks and splits if a row has them."""
-        offsets = np.cumsum([0, *(row.n_tokens for row in rows)], dtype=np.int32)
-        spans = [None if row.spans is None else list(chain(*row.spans)) for row in rows]
-        columns = {
-            SPANS_COLUMN: pa.array(spans, pa.list_(pa.int64())),
-            IDS_COLUMN: pa.ListArray.from_arrays(offsets, np.concatenate([row.input_ids for row in rows])),
-        }
-        if any(row.split is not None for row in rows):
-            columns[SPLIT_COLUMN] = pa.array([row.split for row in rows], pa.int32())
-        if any(row.loss_mask is not None for row in rows):
-            masks = [
-                _default_loss_mask(np.array([0, row.n_tokens])) if row.loss_mask is None else row.loss_mask
-                for row in rows
-            ]
-            columns[LOSS_MASK_COLUMN] = pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(masks)))
-        return columns
-
-    @staticmethod
-    def _row_bytes(with_content: pa.Table) -> Iterator[bytes]:
-        flat_ids, offsets, loss_mask = _token_arrays(with_content)
-        split_N = _split_column(with_content)
-        for i, name in enumerate(with_content.column("row_id").to_pylist()):
-            row = slice(offsets[i], offsets[i + 1])
-            split = None if split_N is None else int(split_N[i])
-            yield row_bytes(name, flat_ids[row], None if loss_mask is None else loss_mask[row], split)
-
-    def _rows_from(self, with_content: pa.Table) -> TokenRows:
-        flat_ids, offsets, loss_mask = _token_arrays(with_content)
-        table = with_content.select(self._public_columns)
-        return TokenRows(flat_ids, offsets, table, loss_mask, _split_column(with_content))
-
-    def longest(self) -> int:
-        """Return the number of tokens of the longest sequence: a row, or a side of a preference pair."""
-        longest_by_shard = []
-        for k in range(self.n_shards):
-            table = self.read_columns(k, ("n_tokens", SPLIT_COLUMN))
-            lengths, split_N = np.asarray(table.column("n_tokens"), dtype=np.int64), _split_column(table)
-            sides = (lengths,) if split_N is None else (split_N, lengths - split_N)
-            longest_by_shard.append(max(int(side.max()) for side in sides))
-        return max(longest_by_shard)
-
-    def was_built_from(self, source: Source) -> bool:
-        """Return whether a source has the files from which the rows were built, so that their texts can be read.
-
-        Files are compared by name, size and stamp: a digest of the content, or the modification time.
-        """
-        try:
-            plan = parse_json((self._directory / ROWS.plan).read_bytes())
-        except (OSError, ValueError):
-            return False
-        files = _files_of(source)
-        return bool(plan.get("corpus") == files) and all(stamp for _, stamp in files.values())
-
-    def texts(self, row_index: I64, corpus: Corpus, tokenizer: Callable[[], Tokenizer]) -> Iterator[str | None]:
-        """Yield the texts of rows: their spans of documents, joined by blank lines; None if the spans are unknown.
-
-        Args:
-            row_index: ascending row indices.
-            corpus: corpus from which the rows were built.
-            tokenizer: called only to render conversations.
-        Raises:
-            CorpusError: the corpus has another document at the position of a row's document.
-        """
-        documents = _DocumentsInOrder(corpus, tokenizer)
-        shard_of_row = row_index // self.shard_rows
-        for k in np.unique(shard_of_row).tolist():
-            table = self.read_columns(k, ("doc_id", DOCUMENT_COLUMN, SPANS_COLUMN))
-            selected = table.take(row_index[shard_of_row == k] - k * self.shard_rows)
-            for doc_id, main_index, spans in zip(*(column.to_pylist() for column in selected.columns), strict=True):
-                if spans is None:
-                    yield None
-                    continue
-                pieces = []
-                # spans are stored flat, as document index, start and end character
-                for index, start, end in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
-                    document = documents.at(index)
-                    if index == main_index and document.doc_id != doc_id:
-                        raise CorpusError(
-                            f"{document.location}: is {document.doc_id!r}, was {doc_id!r}; {CORPUS_CHANGED}"
-                        )
-                    pieces.append(str(document.text)[start:end])
-                yield "\n\n".join(pieces)
-
-    def _shard_loss_counts(self, k: int) -> I64:
-        table = self.read_columns(k, ("n_tokens", LOSS_MASK_COLUMN))
-        lengths = np.asarray(table.column("n_tokens"), dtype=np.int64)
-        if LOSS_MASK_COLUMN not in table.column_names:
-            return lengths - 1  # all but the first token
-        loss_mask = table.column(LOSS_MASK_COLUMN).combine_chunks().values.to_numpy(zero_copy_only=False)
-        return np.add.reduceat(loss_mask.astype(np.int64), np.cumsum(lengths) - lengths)
 
 
 class _DocumentsInOrder:

@@ -34,22 +34,22 @@ from grasp.arrays import F64, I64
 from grasp.artifact.manifest import UNITS
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import indices_of_row_ids, only_target
-from grasp.corpus.row_store import RowStore, TokenRows
+from grasp.corpus.row_store import TokenRows
 from grasp.errors import ProtocolError
 from grasp.inspect.explanation import EffectTerms, Explanation, join_words
 from grasp.inspect.rescoring import reopen_source
 from grasp.kernels.gradient import Gradient, allocate_unit_gradients
 from grasp.kernels.kernel import Batch, kernel_class
+from grasp.models.build_source import BuildSource
 from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, pad_rows
 from grasp.models.forward_pass import position_mask
 from grasp.models.gradients import Example
 from grasp.models.residuals import PooledFeatures
 from grasp.pipeline.add_targets import load_kernels
-from grasp.pipeline.modality import ResultWithImages, vision
 from grasp.pipeline.model_pass import ModelPass, read_batches, row_examples
-from grasp.pipeline.provenance import BuildSource
 from grasp.predict.predictor import Predictor, additive_predictor
 from grasp.predict.scoring_rule import REPLAY, ScoringProtocol, kernel_weights
+from grasp.results import Result
 from grasp.targets.units import UnitTokens
 
 MAX_PAIRS = 100  # pairs of words in a result
@@ -74,12 +74,12 @@ def explain(
     match: str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     overrides: Mapping[str, Any] | None = None,
-) -> Explanation | ResultWithImages:
+) -> Explanation | Result:
     """Explain the effect of a row on a target by the contributions of its words.
 
     With `unit`, also show the words of the answer and the strongest pairs of words; without it, the questions that the
-    row helps and harms most. The model is run on the row, and on the questions if their features are not stored. For
-    an image, show the trusted images that it affects most.
+    row helps and harms most. The model is run on the row, and on the questions if their features are not stored. Rows
+    of a reader (`grasp.readers`) are explained by the units that they affect most.
 
     In Python use one `Explainer` for many rows.
 
@@ -126,11 +126,11 @@ class Explainer:
         unit: str | None = None,
         match: str | None = None,
         protocol: ScoringProtocol | Path | str | None = None,
-    ) -> Explanation | ResultWithImages:
+    ) -> Explanation | Result:
         """See `explain`."""
         artifact = self.artifact
-        if BuildSource(artifact).has_images:
-            (explanation,) = vision().explain(artifact, target, [row], unit=unit, match=match, protocol=protocol)
+        if artifact.reader is not None:
+            (explanation,) = artifact.reader.explain(artifact, target, [row], unit=unit, match=match, protocol=protocol)
             return explanation
         target = only_target(artifact, target)
         if match is not None:
@@ -162,7 +162,6 @@ class _PreparedUnits:
 
     def __init__(self, source: BuildSource, predictor: Predictor, *, by_position: bool) -> None:
         assert isinstance(source.model, ReferenceModel)
-        assert isinstance(source.rows, RowStore)
         self.artifact, self.model, self.rows = source.artifact, source.model, source.rows
         self.settings, self.predictor, self.by_position = source.settings.features, predictor, by_position
         self.units = self.artifact.units.take(pa.array(predictor.units.columns_E))

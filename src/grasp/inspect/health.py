@@ -33,8 +33,8 @@ from grasp.inspect.rescoring import (
     sample_rows,
     subset_weights_in_sample,
 )
+from grasp.models.build_source import BuildSource
 from grasp.pipeline.model_pass import merge_batches
-from grasp.pipeline.provenance import BuildSource
 from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.scoring_rule import RegisteredProtocol, ScoringProtocol, kernel_weights
 from grasp.results import Result

@@ -25,11 +25,11 @@ from grasp.hub import fetched_before
 from grasp.inspect.health_metrics import rank_agreement
 from grasp.kernels.kernel import Batch, Kernel, counts_rows, make_kernels
 from grasp.kernels.whitening import STATES
+from grasp.models.build_source import BuildSource
 from grasp.models.causal_lm import BATCH_ROWS
 from grasp.models.checkpoint import REPOSITORY
 from grasp.models.residuals import PooledFeatures
 from grasp.pipeline.model_pass import ModelPass, compute_moments, merge_batches, read_batches
-from grasp.pipeline.provenance import BuildSource
 from grasp.predict.predictor import UnitSelection, downweight_negative
 from grasp.predict.scoring_rule import REPLAY, ScoringProtocol, kernel_weights
 from grasp.runs.alignment import Alignment
@@ -217,7 +217,7 @@ def rank_by_two_samples(
     resolved = protocol.resolved_for(artifact.array_names, artifact.feature_settings)
     kernels = kernel_weights(resolved)
     settings = source.settings.features.model_copy(update={"kernels": tuple(kernels)})
-    if REPLAY in kernels or source.has_images or counts_rows(settings):
+    if REPLAY in kernels or artifact.reader is not None or counts_rows(settings):
         raise ArtifactError("supported only for texts, and for kernels whose moments are over positions of rows")
     model_pass = ModelPass(source.model, settings)
     samples = _two_samples(source.rows.loss_counts(), settings.sample_positions, seed)

@@ -143,7 +143,7 @@ class SampledGradients:
         detected one by one.
         """
         if not isinstance(model, ReferenceModel):
-            raise ModelError("features.kernels: got gradient, but the model is a classifier; expected a causal LM")
+            raise ModelError("features.kernels: got gradient, which needs a causal LM")
         root = model.model
         embeddings = [module for module in root.modules() if isinstance(module, nn.Embedding)]
         excluded = {id(parameter) for module in (*embeddings, model.head.linear) for parameter in module.parameters()}

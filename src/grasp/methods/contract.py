@@ -26,8 +26,8 @@ from numpy.typing import ArrayLike
 from grasp.arrays import F64, I64, Floats
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.row_store import RowStore, TokenRows
-from grasp.errors import ArtifactError, SettingsError
-from grasp.pipeline.provenance import BuildSource
+from grasp.errors import SettingsError
+from grasp.models.build_source import BuildSource
 from grasp.predict.weights import SubsetBlock
 from grasp.progress import Progress, Silent
 from grasp.runs.alignment import Alignment
@@ -128,16 +128,10 @@ class MethodInputs:
         """All rows, as training reads them.
 
         Raises:
-            ArtifactError: rows are images; the artifact has no tokens, or their fingerprint differs.
+            ArtifactError: rows are no texts; the artifact has no tokens, or their fingerprint differs.
         """
-        if self.source.has_images:
-            raise ArtifactError(
-                f"{self.artifact.location}: rows are images, but the method reads tokens; compute its scores elsewhere "
-                "and pass them to `grasp evaluate --predictions`"
-            )
-        rows = self.source.rows
-        assert isinstance(rows, RowStore)
-        return rows
+        self.artifact.require_texts("compute scores of the method elsewhere and pass them to `evaluate --predictions`")
+        return self.source.rows
 
     def refuse_pairs(self) -> None:
         """Refuse preference pairs, for methods that need the loss of a text.

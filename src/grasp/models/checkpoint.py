@@ -1,4 +1,4 @@
-"""Load Hugging Face checkpoints from disk or from a hub: models, tokenizers, adapters, image processors.
+"""Load Hugging Face checkpoints from disk or from a hub: models, tokenizers, adapters.
 
 A checkpoint is refused if transformers would initialise some of its weights randomly, or if its config needs more
 weights than it has. A PEFT adapter is merged into its base model. Start with `load_causal_lm`.
@@ -22,11 +22,12 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
+from grasp import entry_points
 from grasp.corpus.sources import IN_MEMORY
 from grasp.errors import ModelError
 from grasp.extras import require
 from grasp.hub import fetched_before, is_path, refusal, suggest_path
-from grasp.settings import ModelSettings, Train
+from grasp.settings import READERS, ModelSettings, Train
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TRAIN_FIELD = "grasp_train"  # field of a config: the kind of training (`Train`) for which the model is a reference
@@ -97,7 +98,7 @@ def load_checkpoint(
     Args:
         auto_class: transformers class that loads it, e.g. `AutoModelForCausalLM`.
         settings: path of the checkpoint and options of the loader.
-        problem: predicate for the error message, e.g. "is not an image classifier".
+        problem: predicate for the error message, e.g. "is not a causal LM".
         dtype: dtype of the weights.
         name: path or repository. Default: that of the settings.
     Raises:
@@ -119,7 +120,7 @@ def load_checkpoint(
 
 
 def load_auxiliary(auto_class: Any, settings: ModelSettings, problem: str, **options: Any) -> Any:
-    """Load another part of a checkpoint than its weights, e.g. an image processor."""
+    """Load another part of a checkpoint than its weights, with a class of transformers."""
     return _from_pretrained(
         auto_class, "model.path", problem, _load_arguments("model.path", settings.path, settings), **options
     )
@@ -129,7 +130,7 @@ def check_readable(name: str) -> None:
     """Check the files of a causal LM's checkpoint without loading it.
 
     Raises:
-        ModelError: its weights are quantised, it is an image classifier (whose missing tokenizer would otherwise be the
+        ModelError: its weights are quantised, it is no language model (whose missing tokenizer would otherwise be the
             error), or its config does not fit its weights.
     """
     _check_local("model.path", name)
@@ -141,13 +142,15 @@ def check_readable(name: str) -> None:
             "checkpoint, or save the result of model.dequantize()"
         )
     architectures = config.get("architectures") or []
-    if any(str(name).endswith("ForImageClassification") for name in architectures):
-        raise ModelError(
-            f"model.path: `{name}` is an image classifier ({architectures[0]}), not a causal LM; set its linear "
-            "output layer, "
-            "e.g. --set model.classifier.head=classifier"
-        )
+    if any(str(architecture).endswith("Classification") for architecture in architectures):
+        raise ModelError(f"model.path: `{name}` is a {architectures[0]}, not a causal LM{_reader_hint()}")
     _check_weight_size(Path(name))
+
+
+def _reader_hint() -> str:
+    """Return which settings choose a reader for a model that is no causal LM."""
+    groups = [f"model.{name}" for name in entry_points.names(READERS)]
+    return f"; for another kind of model, set what its reader needs: {', '.join(groups)}" if groups else ""
 
 
 def recorded_train(settings: ModelSettings, model: nn.Module | None = None) -> Train | None:
@@ -230,7 +233,7 @@ def _adapted_vocab_size(name: str, base_size: int) -> int:
         pass  # reported when the adapter is loaded
     trained = _read_json(Path(name) / "adapter_config.json").get("trainable_token_indices") or []
     groups = trained.values() if isinstance(trained, dict) else [trained]
-    return max(sizes or [base_size, *(1 + index for group in groups for index in group)])
+    return int(max(sizes or [base_size, *(1 + index for group in groups for index in group)]))
 
 
 def _load_adapter(model: Any, settings: ModelSettings) -> Any:
@@ -330,7 +333,7 @@ def _check_local(field: str, name: str) -> bool:
     if path.is_file() and path.suffix != ".gguf":
         raise ModelError(
             f"{field}: `{name}` is a file; expected a directory, a GGUF file or the name of a repository"
-            + "; weights of an image classifier need model.classifier.factory" * (path.suffix in WEIGHT_SUFFIXES)
+            + _reader_hint() * (path.suffix in WEIGHT_SUFFIXES)
         )
     if path.exists():
         return True

@@ -6,12 +6,11 @@ predicts token t + 1, so a row of L tokens has at most L - 1 supervised position
 Shape letters: B rows of the batch, L tokens, P used positions, H hidden width.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import pyarrow as pa
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
@@ -51,23 +50,11 @@ class BatchFeatures:
 Pass = tuple[I64, BatchFeatures]  # indices of the rows of a batch, and their features
 
 
-class NonTextRows(Protocol):
-    """Rows of another modality, which are read by a model of that modality."""
-
-    table: pa.Table
-    n_tokens: int
-
-    def __len__(self) -> int: ...
-    def tokens_of(self, index: I64) -> int:
-        """Return the number of positions of some rows."""
-
-
-Rows = TokenRows | NonTextRows
-Units = Sequence[UnitTokens] | NonTextRows
+Units = Sequence[UnitTokens] | TokenRows  # the latter are units of a reader
 
 
 class NonTextReference(Protocol):
-    """A reference model of another modality, which runs its rows itself."""
+    """A reference model of a reader (`grasp.readers`), which runs its rows itself."""
 
     model: nn.Module
     head: OutputHead
@@ -75,7 +62,7 @@ class NonTextReference(Protocol):
     dtype: torch.dtype
     hidden_size: int
     vocab_size: int
-    classes: tuple[str, ...]  # names of the outputs of its head
+    details: Mapping[str, Any]  # further fields of the artifact's manifest
 
     @property
     def batching(self) -> dict[str, Any]:
@@ -95,7 +82,7 @@ class NonTextReference(Protocol):
 Reference = ReferenceModel | NonTextReference
 
 
-def forward_passes(model: Reference, items: Rows | Units, specs: tuple[str, ...], top_k: int) -> Iterator[Pass]:
+def forward_passes(model: Reference, items: TokenRows | Units, specs: tuple[str, ...], top_k: int) -> Iterator[Pass]:
     """Yield batches of rows or units: their indices, and their features at the positions of `specs`.
 
     Args:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from grasp.api.retrain import Opened, Place, Runs
-from grasp.artifact.reader import ArtifactReader
+from grasp.api.retrain import Place, Runs
+from grasp.artifact.reader import ArtifactReader, Opened
 from grasp.paper.candidates import DELTA, ProtocolFamily, family_for, load_family
 from grasp.paper.development_runs import bind_developments
 from grasp.paper.protocol_selection import (

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from grasp.api.evaluate import compare
-from grasp.api.retrain import Opened, Place, Runs
+from grasp.api.retrain import Place, Runs
+from grasp.artifact.reader import Opened
 from grasp.errors import SettingsError
 from grasp.paper.calibrate import bind_all_runs
 from grasp.paper.candidate_predictor import CandidatePredictor

@@ -25,8 +25,8 @@ from grasp.artifact.writer import ArraySpec, add_target_columns, lock_artifact
 from grasp.corpus.row_store import RowStore
 from grasp.errors import ArtifactError, SettingsError
 from grasp.files import differences, discard
+from grasp.models.build_source import BuildSource
 from grasp.models.causal_lm import ReferenceModel
-from grasp.pipeline.provenance import BuildSource
 from grasp.pipeline.replay_plan import MEGABYTE, ReplayForecast, ReplayPlan, forecast_replay, plan_replay
 from grasp.progress import Progress, Silent
 from grasp.settings import BuildSettings, ReplaySettings
@@ -69,7 +69,7 @@ def replay_targets(
         progress: receives stages, notes and numbers of rows.
     Raises:
         ArtifactError: the artifact has a replay by another recipe; or its inputs changed.
-        SettingsError: the model of the artifact is a classifier, or rows are longer than the recipe's.
+        SettingsError: the model of the artifact is no causal LM, or rows are longer than the recipe's.
         ModelError: the training cannot be differentiated, or diverges.
     """
     progress = progress or Silent()
@@ -81,7 +81,7 @@ def replay_targets(
         targets = _targets_without_replay(artifact, plan)
         if not targets:
             return artifact.manifest.replays[-1]
-        forecast = forecast_replay(plan, _text_rows(origin), artifact.n_rows, len(targets))
+        forecast = forecast_replay(plan, origin.rows, artifact.n_rows, len(targets))
         for line in (*plan.notes, f"replay: {forecast}"):
             progress.note(line)
         result = _run_replay(artifact, origin, plan, targets, out, progress)
@@ -128,7 +128,7 @@ def _plan_for_artifact(
         settings = validated(ReplaySettings, unchecked | changed, "replay")
     reference = model or origin.model
     assert isinstance(reference, ReferenceModel)
-    rows = _text_rows(origin)
+    rows = origin.rows
     if recipe is not None:
         refuse_longer_rows(recipe, rows, artifact.location)
     return plan_replay(
@@ -142,12 +142,6 @@ def _plan_for_artifact(
     )
 
 
-def _text_rows(origin: BuildSource) -> RowStore:
-    """Return the rows of a language model; `refuse_replay` has refused images."""
-    assert isinstance(origin.rows, RowStore)
-    return origin.rows
-
-
 def _run_replay(
     artifact: ArtifactReader,
     origin: BuildSource,
@@ -157,7 +151,7 @@ def _run_replay(
     progress: Progress,
 ) -> ReplayedRows:
     """Train and differentiate every order of the plan; intermediate results are stored in the artifact `out`."""
-    rows, unit_tokens = _text_rows(origin), origin.unit_tokens
+    rows, unit_tokens = origin.rows, origin.unit_tokens
     directory = out / REPLAY / _work_key(artifact, plan, targets)
     if any(other != directory for other in directory.parent.glob("*")):
         progress.note(
@@ -223,10 +217,10 @@ def refuse_untrainable(settings: BuildSettings, option: str) -> None:
     """Check that the model of a build can be trained on its corpus by a recipe.
 
     Raises:
-        SettingsError: a classifier, or preference pairs; the message names `option`.
+        SettingsError: no causal LM, or preference pairs; the message names `option`.
     """
-    if settings.model.classifier is not None:
-        raise SettingsError(f"{option}: got a classifier, expected a causal LM")
+    if settings.model.reader is not None:
+        raise SettingsError(f"{option}: got model.{settings.model.reader}, expected a causal LM")
     if settings.corpus.form == "preference":
         raise SettingsError(f"{option}: got preference pairs (--loss dpo), which it does not support yet; omit it")
 
@@ -280,4 +274,4 @@ def forecast_added_replay(
     targets = _targets_without_replay(artifact, plan)
     if not targets:
         raise ArtifactError(f"{artifact.location}: all targets have a replay by this recipe; nothing to forecast")
-    return plan, forecast_replay(plan, _text_rows(origin), artifact.n_rows, len(targets))
+    return plan, forecast_replay(plan, origin.rows, artifact.n_rows, len(targets))

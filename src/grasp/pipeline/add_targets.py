@@ -8,11 +8,11 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
 from grasp.kernels.kernel import CorpusMoments, Kernel, kernel_class, make_kernels
 from grasp.kernels.sketch import Sketch
+from grasp.models.build_source import BuildSource
 from grasp.models.forward_pass import Reference
 from grasp.pipeline.inputs import prepare_inputs
 from grasp.pipeline.model_pass import Workers
 from grasp.pipeline.pipeline import column_sums, scored_shards
-from grasp.pipeline.provenance import BuildSource
 from grasp.pipeline.stored_inputs import leak_arrays, unit_arrays, unit_table
 from grasp.progress import Progress, Silent
 from grasp.settings import FeatureSettings, TargetSettings
@@ -43,7 +43,7 @@ def add_target(
         origin.require_corpus_here("--corpus")
         settings = origin.settings.model_copy(update={"targets": targets, "keep_features": False})
         inputs = prepare_inputs(settings, out / "tokens", progress, model=origin.model)
-        origin.prove(corpus=inputs.store.fingerprint)
+        artifact.prove(corpus=inputs.store.fingerprint)
         kernels = load_kernels(artifact, inputs.model, inputs.settings.features)
         for kernel in kernels:
             kernel.prepare(inputs.units)

@@ -33,12 +33,12 @@ from grasp.pipeline.ray_cluster import ClusterSpec
 from grasp.pipeline.warm_up import warm_up as warm_up_model
 from grasp.progress import Progress, Silent
 from grasp.settings import (
-    CODE,
     BuildSettings,
     ModelSettings,
     ReplaySettings,
     TargetSettings,
     build_settings,
+    code_settings,
     form_of_loss,
     without_foreign_code,
 )
@@ -134,8 +134,8 @@ def build(
 
     An interrupted build is resumed by the same command.
 
-    The model is a causal LM, or an image classifier if its output layer is named: --set model.classifier.head=NAME.
-    Without --model, a small one is trained from scratch on the corpus, in minutes on a CPU.
+    The model is a causal LM, unless settings choose a reader of other rows than texts (`grasp.readers`). Without
+    --model, a small one is trained from scratch on the corpus, in minutes on a CPU.
 
     In Python a finished artifact is opened.
 
@@ -531,7 +531,7 @@ def add_targets(
 def pop_overrides(raw_settings: dict[str, Any]) -> dict[str, Any]:
     """Remove custom code and the current paths of model and corpus from settings, and return them."""
     overrides: dict[str, Any] = {}
-    for name in (*CODE, *PATH_SETTINGS):
+    for name in (*code_settings(raw_settings), *PATH_SETTINGS):
         if value := pop_setting(raw_settings, name):
             set_setting(overrides, name, value)
     return overrides

@@ -17,9 +17,9 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from grasp.corpus.row_store import TokenRows
 from grasp.kernels.kernel import Batch, CorpusMoments, Kernel, make_kernels
-from grasp.models.forward_pass import Rows
-from grasp.pipeline.modality import load_reference
+from grasp.models.build_source import load_reference
 from grasp.pipeline.model_pass import ModelPass, Workers
 from grasp.pipeline.ray_cluster import JOBS_PER_WORKER, Cluster, ClusterSpec, connected, enter
 from grasp.progress import Advance, ignore
@@ -35,7 +35,7 @@ class ModelActor:
         self._features = features
         self._kernels: list[Kernel] | None = None
 
-    def run(self, job: Callable[..., Any], rows: Rows, options: dict[str, Any]) -> Any:
+    def run(self, job: Callable[..., Any], rows: TokenRows, options: dict[str, Any]) -> Any:
         """Run a job, such as `model_pass.score_shard`, on rows.
 
         `options` are its further arguments. If they contain `kernels`, these are sent as the units and the moments,
@@ -74,7 +74,7 @@ class RayWorkers(Workers):
     def run(
         self,
         job: Callable[..., Any],
-        chunks: Iterable[tuple[int, Rows]],
+        chunks: Iterable[tuple[int, TokenRows]],
         advance: Advance = ignore,
         *,
         in_order: bool = False,
@@ -86,7 +86,7 @@ class RayWorkers(Workers):
         options_ref = self._cluster.put(options)
         sizes: dict[int, tuple[int, int]] = {}  # rows and tokens of the chunks in flight
 
-        def record_sizes() -> Iterator[tuple[int, Rows]]:
+        def record_sizes() -> Iterator[tuple[int, TokenRows]]:
             for k, rows in chunks:
                 sizes[k] = len(rows), rows.n_tokens
                 yield k, rows

@@ -17,7 +17,6 @@ import numpy as np
 
 from grasp.artifact.manifest import MANIFEST
 from grasp.corpus.documents import documents_of
-from grasp.corpus.row_store import RowStore
 from grasp.corpus.sources import open_source
 from grasp.errors import ArtifactError
 from grasp.kernels.kernel import counts_rows, kernel_class, make_kernels
@@ -134,7 +133,7 @@ def _forecast_proxy_training(raw_settings: dict[str, Any], out: Path) -> str:
 
 def _first_documents(settings: BuildSettings) -> tuple[int, int]:
     """Return the number of documents to read, and an estimate of that of the corpus; (1, 1) if all are read."""
-    if settings.model.classifier is not None:  # images are all read
+    if settings.model.reader is not None:
         return 1, 1
     source, limit = open_source(settings.corpus.path, settings.corpus.split), settings.corpus.limit
     max_documents, n_chars = min(PROBE_DOCUMENTS, limit or PROBE_DOCUMENTS), 0
@@ -153,7 +152,6 @@ def _replay_forecast(
 ) -> tuple[ReplayPlan, ReplayForecast]:
     """Plan a replay, and forecast it by the gradient of one batch."""
     assert isinstance(inputs.model, ReferenceModel)
-    assert isinstance(inputs.store, RowStore)
     n_rows, longest = round(ratio * inputs.store.n_rows), int(inputs.store.lengths().max())
     plan = plan_replay(inputs.model, str(inputs.settings.train), recipe, settings, n_rows=n_rows, context=longest)
     return plan, forecast_replay(plan, inputs.store, n_rows, len(inputs.unit_set.targets))

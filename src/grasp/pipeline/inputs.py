@@ -12,10 +12,11 @@ from typing import Any
 
 from grasp.artifact.reader import Leaks
 from grasp.corpus.documents import Corpus
-from grasp.corpus.row_store import RowStore, ShardStore
+from grasp.corpus.row_store import RowStore
 from grasp.corpus.sources import Source, open_source
 from grasp.errors import ModelError, SettingsError
 from grasp.kernels.kernel import Batch, kernel_class
+from grasp.models.build_source import load_reference
 from grasp.models.causal_lm import ReferenceModel, context_of
 from grasp.models.checkpoint import check_readable, text_config_of, tokenizer_of
 from grasp.models.forward_pass import Reference, Units
@@ -23,16 +24,14 @@ from grasp.models.tokenizer import HfTokenizer
 from grasp.pipeline.identity import Identity
 from grasp.pipeline.input_notes import note_corpus, note_questions
 from grasp.pipeline.leaks import find_leaks
-from grasp.pipeline.modality import load_reference, vision
 from grasp.pipeline.model_pass import ModelPass
 from grasp.progress import Progress
+from grasp.readers import load_reader
 from grasp.settings import BuildSettings, ModelSettings
 from grasp.targets import Unit, UnitSet, load_units
 from grasp.targets.load import unread_files_notes
 from grasp.targets.margins import refuse_accuracy
 from grasp.targets.units import UnitTokens
-
-Store = RowStore | ShardStore[Any, Any]  # texts; other rows, such as images
 
 
 @dataclass(frozen=True)
@@ -44,14 +43,14 @@ class Inputs:
         model_pass: the model, and the features that it computes for the kernels.
         store: rows of the corpus, on disk.
         unit_set: units of all targets.
-        unit_inputs: the units as inputs of the model: token ids, or images.
+        unit_inputs: the units as inputs of the model: token ids, or other inputs of a reader.
         identity: everything that determines the numbers of the artifact.
-        leaks: rows that contain questions, by target; empty for images.
+        leaks: rows that contain questions, by target; empty unless rows are texts.
     """
 
     settings: BuildSettings
     model_pass: ModelPass
-    store: Store
+    store: RowStore
     unit_set: UnitSet
     unit_inputs: Units
     identity: Identity
@@ -64,7 +63,7 @@ class Inputs:
 
     @property
     def unit_tokens(self) -> Sequence[UnitTokens]:
-        """Return the token ids of the units; empty if they are images."""
+        """Return the token ids of the units; empty if a reader read them."""
         return self.unit_inputs if isinstance(self.unit_inputs, Sequence) else ()
 
     @cached_property
@@ -108,14 +107,15 @@ def prepare_inputs(
             of the model.
     """
     model = model or in_memory.model
-    if settings.model.classifier is None and isinstance(model, ReferenceModel | None):
+    if settings.model.reader is None:
+        assert isinstance(model, ReferenceModel | None)
         return _prepare_text(settings, tokens, progress, model, in_memory, replace=replace)
     model = model or load_reference(settings.model)
     progress.stage("rows", rows=None, tokens=None)
-    unit_set, images, store = vision().read(
+    unit_set, unit_inputs, store = load_reader(settings.model.reader).read(
         settings, model, tokens, replace=replace, progress=lambda rows: progress.advance(rows, 0)
     )
-    return _assemble(settings, model, store, unit_set, images, {}, progress)
+    return _assemble(settings, model, store, unit_set, unit_inputs, {}, progress)
 
 
 def _prepare_text(
@@ -234,7 +234,7 @@ def _check_config(
 def _assemble(
     settings: BuildSettings,
     model: Reference,
-    store: Store,
+    store: RowStore,
     unit_set: UnitSet,
     unit_inputs: Units,
     leaks: Mapping[str, Leaks],

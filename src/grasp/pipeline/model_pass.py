@@ -27,7 +27,7 @@ from grasp.errors import ArtifactError, ModelError
 from grasp.kernels.gradient import SampledGradients, allocate_unit_gradients
 from grasp.kernels.kernel import Batch, CorpusMoments, Kernel, make_kernels, needs_backward
 from grasp.models.causal_lm import ReferenceModel, pad_rows
-from grasp.models.forward_pass import BatchFeatures, Reference, Rows, Units, extract, forward_passes, position_mask
+from grasp.models.forward_pass import BatchFeatures, Reference, Units, extract, forward_passes, position_mask
 from grasp.models.gradients import Example
 from grasp.models.residuals import SparseResidual, stack_residuals
 from grasp.progress import Advance, ignore
@@ -46,7 +46,7 @@ class ModelPass:
     """The model, and the extraction of features for the kernels.
 
     Attributes:
-        model: language model or classifier.
+        model: language model, or that of a reader.
         settings: kernels, positions, and number of probabilities per position.
         sampled: sampled coordinates of gradients; None if no kernel needs a backward pass.
     """
@@ -61,7 +61,7 @@ class ModelPass:
         sampled = SampledGradients.choose(model, settings) if needs_backward(settings.kernels) else None
         return cls(model, settings, sampled)
 
-    def batches(self, rows: Rows) -> Iterator[tuple[I64, Batch]]:
+    def batches(self, rows: TokenRows) -> Iterator[tuple[I64, Batch]]:
         """Yield batches of rows of similar length, each with the indices of its rows in `rows`.
 
         Raises:
@@ -119,7 +119,7 @@ class ModelPass:
         A unit with several answers is the sum of its answers with the weights of its margin, see `Answers.weights`.
 
         Args:
-            units: units, or images of a classifier.
+            units: units, or those of a reader.
             names: name of each unit, for messages.
         Raises:
             ModelError: the model computed NaN or infinity; the message names the units.
@@ -180,7 +180,7 @@ class ModelPass:
         return loss_A
 
     def _run_model(
-        self, items: Rows | Units, position_specs: tuple[str, ...]
+        self, items: TokenRows | Units, position_specs: tuple[str, ...]
     ) -> Iterator[tuple[I64, BatchFeatures, Tensor | None]]:
         """Run the model on rows or units in batches.
 
@@ -492,7 +492,7 @@ class BatchCache:
 
 def compute_moments(
     model_pass: ModelPass,
-    rows: Rows,
+    rows: TokenRows,
     *,
     states_every: int,
     on_batch: Callable[[Arrays], None] | None = None,
@@ -521,7 +521,7 @@ def compute_moments(
 
 def score_shard(
     model_pass: ModelPass,
-    rows: Rows,
+    rows: TokenRows,
     *,
     kernels: Sequence[Kernel],
     keep_features: bool = False,
@@ -567,7 +567,7 @@ class Workers:
     def run(
         self,
         job: Callable[..., Any],
-        chunks: Iterable[tuple[int, Rows]],
+        chunks: Iterable[tuple[int, TokenRows]],
         advance: Advance = ignore,
         *,
         in_order: bool = False,

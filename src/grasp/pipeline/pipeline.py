@@ -40,7 +40,6 @@ from grasp.arrays import I64
 from grasp.artifact.manifest import BUILD, FEATURES, LOSS_TOKENS, MANIFEST, RUN, SIGNED_MANIFEST, ArrayFiles
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
-from grasp.corpus.row_store import RowStore
 from grasp.errors import ArtifactError, ModelError, SettingsError
 from grasp.files import differences
 from grasp.kernels.kernel import CorpusMoments, Kernel, counts_rows, kernel_class, make_kernels, needs_backward
@@ -366,7 +365,7 @@ def write_shards(
         if feature_files is not None and shard.features is not None:
             feature_files.write(k, shard.features)
         table = store.table(k).append_column("loss", pa.array(shard.loss_N, pa.float32()))
-        if isinstance(store, RowStore) and store.masked:
+        if store.masked:
             table = table.append_column(LOSS_TOKENS, pa.array(store.loss_counts(k), pa.int32()))
         sums = column_sums(shard.arrays)
         if "relevance_gradient" in shard.arrays:
@@ -484,7 +483,7 @@ def resolve_settings(settings: BuildSettings, in_memory: InMemory) -> BuildSetti
     Raises:
         SettingsError: `train` cannot be inferred from the checkpoint, or a kernel does not exist.
     """
-    if settings.model.classifier is not None:
+    if settings.model.reader is not None:
         return settings.model_copy(update={"features": settings.features.decided(None)})
     model = None if in_memory.model is None else in_memory.model.model
     train = settings.train or recorded_train(settings.model, model)

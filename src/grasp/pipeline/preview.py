@@ -326,8 +326,8 @@ def _load_tokenizer(model: ModelSettings | Path | str | None, tokenizer: str | N
         return HfTokenizer(loaded, vocab_size=len(loaded)), None
     settings = model if isinstance(model, ModelSettings) else ModelSettings(path=str(model))
     settings = settings if tokenizer is None else settings.model_copy(update={"tokenizer": tokenizer})
-    if settings.classifier is not None:
-        raise ModelError("model.classifier: previews are of text; an image classifier has no tokenizer")
+    if settings.reader is not None:
+        raise ModelError(f"model.{settings.reader}: has no tokenizer; previews are of texts")
     config, loaded = text_config_of(settings), tokenizer_of(settings)
     vocab_size = getattr(config, "vocab_size", None) or len(loaded)
     return HfTokenizer.from_settings(loaded, settings, vocab_size), context_of(config)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 import grasp
 from grasp.arrays import I64
 from grasp.artifact.manifest import UNITS
-from grasp.corpus.labels import HASH_LABEL, IDS_COLUMN
+from grasp.corpus.labels import IDS_COLUMN
 from grasp.kernels.kernel import Kernel
 from grasp.models.causal_lm import ReferenceModel
 from grasp.pipeline.inputs import Inputs
@@ -48,7 +48,8 @@ def provenance_fields(inputs: Inputs, build_seconds: Mapping[str, float] | None)
             "n_documents": store.n_documents,
             "labels": list(store.label_columns),
             "columns": store.details.get("columns"),
-            "classes": None if isinstance(model, ReferenceModel) else list(model.classes),
+            "reader": inputs.settings.model.reader,
+            **({} if isinstance(model, ReferenceModel) else model.details),
             "loss": "nats per token, mean over the positions that the head was applied to",
             "build_seconds": build_seconds,
         },
@@ -83,7 +84,6 @@ def unit_arrays(inputs: Inputs, kernels: Sequence[Kernel]) -> dict[str, NDArray[
 def unit_table(inputs: Inputs) -> pa.Table:
     """Return the unit table: one row per unit, in the order of the columns of the relevance arrays."""
     units, unit_tokens = inputs.unit_set.units, inputs.unit_tokens
-    image_hashes = [unit.image_hash for unit in units]
     return pa.table(
         {
             "unit_id": [unit.unit_id for unit in units],
@@ -94,7 +94,6 @@ def unit_table(inputs: Inputs) -> pa.Table:
             "completion": [unit.completion for unit in units],
         }
         | unit_columns(units, unit_tokens)
-        | ({HASH_LABEL: pa.array(image_hashes, pa.string())} if any(image_hashes) else {})
         | (
             {IDS_COLUMN: pa.array([unit.input_ids for unit in unit_tokens], pa.list_(pa.int32()))}
             if unit_tokens

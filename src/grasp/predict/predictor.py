@@ -45,10 +45,8 @@ from grasp.arrays import F32, F64, I32, I64, Blocks, ratio
 from grasp.artifact.cache import cached
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import checked_targets, label_column, row_documents, row_tokens, suggest_labels
-from grasp.corpus.row_store import RowStore
 from grasp.errors import ProtocolError
 from grasp.moments import MeanStd, StreamingMoments
-from grasp.pipeline.provenance import BuildSource
 from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.scoring_rule import REPLAY, RegisteredProtocol, ScoringProtocol, kernel_weights, parse_protocol
 from grasp.predict.task_scores import Prior, Reliability, Texts, fit_prior, mean_reliability
@@ -695,12 +693,10 @@ def _row_names(artifact: ArtifactReader) -> list[str]:
 
 def _texts(artifact: ArtifactReader) -> Texts | None:
     """Return the tokens of the rows; None if the artifact has no tokens, or those of several corpora."""
-    source = BuildSource(artifact)
     is_merged = bool(artifact.manifest.details.get("parts"))
-    if is_merged or source.has_images or not artifact.tokens_path.exists():
+    if is_merged or artifact.reader is not None or not artifact.tokens_path.exists():
         return None
-    store = source.rows
-    assert isinstance(store, RowStore)
+    store = artifact.open_rows()
 
     def read(row_index: I64) -> tuple[I32, I64]:
         rows = store.rows(row_index)

@@ -50,7 +50,6 @@ def report(
     runs: TrainingRuns | RunTable | Path | str | None = None,
     selection: Path | str | None = None,
     mixture: Path | str | None = None,
-    suspects: Path | str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     explain: int = DEFAULT_EXPLAINED,
     partial: bool = False,
@@ -68,7 +67,6 @@ def report(
         runs: retrained or imported runs; changes are then in the unit of the runs, with confidence intervals.
         selection: JSON summary written by `grasp select` next to its --out.
         mixture: JSON summary written by `grasp mix` next to its --out.
-        suspects: Parquet table written by `grasp detect --out`.
         protocol: protocol to predict with. Default: the built-in one.
         explain: number of most helpful rows per target whose words are shaded, and half as many of the most harmful;
             requires the model.
@@ -91,7 +89,7 @@ def report(
             raise SettingsError(f"{name}: got {', '.join(repeated)} more than once; name each once")
     out = Path(out)
     bound_runs = None if runs is None else bind_runs(artifact, runs)
-    files = {"selection": selection, "mixture": mixture, "suspects": suspects}
+    files = {"selection": selection, "mixture": mixture}
     paths = {name: None if file is None else Path(file) for name, file in files.items()}
     reads: dict[str, InputPaths] = {f"{name} reads": path for name, path in paths.items()}
     reads |= {"holds the runs": None if bound_runs is None else bound_runs.path}
@@ -104,7 +102,6 @@ def report(
         "--protocol": protocol_path,
         "--selection": paths["selection"],
         "--mixture": paths["mixture"],
-        "--detect": paths["suspects"],
         "--explain": None if explain == DEFAULT_EXPLAINED else explain,
     }
     options = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]

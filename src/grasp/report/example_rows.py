@@ -1,6 +1,6 @@
 """Example rows of a report: the most helpful and most harmful rows of every target, question, slice and label pair.
 
-Start with `collect_example_rows`; `explain_rows` adds the words or images that account for a row's effect.
+Start with `collect_example_rows`; `explain_rows` adds the words or units that account for a row's effect.
 
 Shape letters: N rows, L rows long enough to be ranked, K example rows, G slices, T targets, Q questions.
 """
@@ -19,8 +19,6 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import ranked
 from grasp.errors import GraspError
 from grasp.inspect.explanation import MIN_NUMBERED_SHARE, by_word
-from grasp.pipeline.modality import vision
-from grasp.pipeline.provenance import BuildSource
 from grasp.predict.predictor import Predictor, UnitSelection
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.slices import LabelSlices, Slice
@@ -39,13 +37,13 @@ TILE_COLUMNS, TILE_ROWS = 8, 4_096  # of the blocked transpose in `iterate_colum
 
 MAX_SHADED_CHARS = 2_000  # characters of a row with shaded words
 DIGITS = 3  # significant digits of a word's contribution
-MAX_TRUSTED_IMAGES = 4  # trusted images shown with a row
-MAX_PICTURE_BYTES = 2_000_000  # limit on the embedded images of a page; further images are listed by caption only
+MAX_FIGURES = 4  # units whose figures are shown with a row
+MAX_FIGURE_BYTES = 2_000_000  # limit on the embedded figures of a page; further ones are listed by caption only
 
 # Index of an example row -> "t" and the number of a target -> its words, each with its contribution.
 Shades = dict[int, dict[str, list[tuple[str, float | None]]]]
-# The same -> its images, each with a caption and a data URL.
-Pictures = dict[int, dict[str, list[tuple[str, str | None]]]]
+# The same -> figures of the row and of the units that it affects most: caption and data URL.
+Figures = dict[int, dict[str, list[tuple[str, str | None]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,35 +186,35 @@ def explain_rows(
     examples: ExampleRows,
     count: int,
     progress: Progress,
-) -> tuple[Shades, Pictures, str]:
+) -> tuple[Shades, Figures, str]:
     """Explain the `count` most helpful rows of each target, and half as many of the most harmful.
 
-    Text rows are explained by the contribution of each word, which needs the model. Image rows are explained by the
-    trusted images that they affect most.
+    Texts are explained by the contribution of each word, which needs the model; rows of a reader by figures of the
+    units that they affect most.
 
     Returns:
-        Words, images, and the reason why words are missing, or "".
+        Words, figures, and the reason why words are missing, or "".
     """
     shades: Shades = {}
-    pictures: Pictures = {}
+    figures: Figures = {}
     ends = []
     for t in range(len(targets)):
         order = examples.most_helpful_first(t)
         ends.append(list(dict.fromkeys([*order[:count], *order[max(0, len(order) - count // 2) :]])))
-    if BuildSource(artifact).has_images:
-        remaining_bytes = MAX_PICTURE_BYTES
+    if artifact.reader is not None:
+        remaining_bytes = MAX_FIGURE_BYTES
         for t, target in enumerate(targets):
             row_ids = [examples.rows[k]["row_id"] for k in ends[t]]
-            explanations = vision().explain(artifact, target, row_ids, protocol=protocol)
-            for k, image in zip(ends[t], explanations, strict=True):
+            explanations = artifact.reader.explain(artifact, target, row_ids, protocol=protocol)
+            for k, explanation in zip(ends[t], explanations, strict=True):
                 shown = [
-                    (plain(caption, MAX_CELL_CHARS), url) for caption, url in image.nearest[: 1 + MAX_TRUSTED_IMAGES]
+                    (plain(caption, MAX_CELL_CHARS), url) for caption, url in explanation.figures[: 1 + MAX_FIGURES]
                 ]
                 remaining_bytes -= sum(len(url or "") for _, url in shown)
                 if remaining_bytes <= 0:
                     shown = [(caption, None) for caption, _ in shown]
-                pictures.setdefault(k, {})[f"t{t}"] = shown
-        return {}, pictures, ""
+                figures.setdefault(k, {})[f"t{t}"] = shown
+        return {}, figures, ""
     model = str(artifact.manifest.settings.get("model", {}).get("path", ""))
     if not Path(model).exists():
         return {}, {}, f"Words are not shaded: the model {model or 'of the build'} was not found."

@@ -36,7 +36,6 @@ from grasp.artifact.rows import (
     suggest_labels,
 )
 from grasp.errors import ProtocolLeakError, RunsError
-from grasp.inspect.detect import ShownSuspects, read_suspects
 from grasp.predict.predictor import EFFECT_SIZE, SIMILARITY_SKETCHES, Predictor
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.slices import (
@@ -51,7 +50,7 @@ from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.progress import Progress, Silent
 from grasp.report.example_rows import (
     ExampleRows,
-    Pictures,
+    Figures,
     Shades,
     collect_example_rows,
     cross_labels,
@@ -93,9 +92,6 @@ NO_SELECTION = Missing(
 )
 NO_MIXTURE = Missing(
     "No mixture.", "Compute mixture weights with grasp mix and pass the .json file next to its --out with --mixture."
-)
-NO_SUSPECTS = Missing(
-    "No table of suspicious rows.", "Detect suspicious rows with grasp detect and pass its --out with --detect."
 )
 NO_SKETCHES = Missing(
     "The artifact has no sketches, which the similarity of slices is computed from.",
@@ -180,7 +176,7 @@ class Findings:
     top_gains: tuple[PredictedGain, ...]  # gain of each target from keeping only its most helpful rows
     rows: ExampleRows
     shades: Shades  # words of the example rows, shaded by their contribution
-    pictures: Pictures  # images that the example rows affect most
+    figures: Figures  # units that the example rows affect most, if they have figures
     unshaded: str  # reason why words are not shaded; empty if they are, or were not requested
     # comparison with retrained runs
     runs: TrainingRuns | None = field(repr=False)
@@ -190,7 +186,6 @@ class Findings:
     # results of other commands
     selection: SelectionSummary | Missing
     mixture: MixtureSummary | Missing
-    suspects: ShownSuspects | Missing
 
     @property
     def name(self) -> str:
@@ -200,7 +195,7 @@ class Findings:
     @property
     def missing(self) -> tuple[Missing, ...]:
         """Return the parts that are not available."""
-        optional = (self.agreement, self.selection, self.mixture, self.suspects)
+        optional = (self.agreement, self.selection, self.mixture)
         conditions = (
             (Missing(self.unshaded, ""), bool(self.unshaded)),
             (NO_LABELS, not self.labels),
@@ -221,7 +216,6 @@ def collect_findings(
     partial: bool = False,
     selection: Path | None = None,
     mixture: Path | None = None,
-    suspects: Path | None = None,
     protocol_path: Path | None = None,
     explain: int = 0,
     command: str = "",
@@ -240,7 +234,6 @@ def collect_findings(
         partial: use the finished part of unfinished runs.
         selection: JSON summary that `grasp select` writes.
         mixture: JSON summary that `grasp mix` writes.
-        suspects: table that `grasp detect` writes.
         protocol_path: file of the scoring rule, shown in commands. None: the built-in rule.
         explain: number of most helpful rows per target whose words are shaded.
         command: command line that reproduces the report.
@@ -278,7 +271,7 @@ def collect_findings(
     rows = collect_example_rows(
         artifact, predictor, slices_by_label, None if crossed is None else crossed.slices, _reliable_rows(artifact)
     )
-    shades, pictures, unshaded = (
+    shades, figures, unshaded = (
         explain_rows(artifact, protocol, targets, rows, explain, progress) if explain else ({}, {}, "")
     )
     n_top = max(1, round(TOP_SHARE * artifact.n_rows))
@@ -307,7 +300,7 @@ def collect_findings(
         top_gains=_top_rows_gain(predictor, targets, n_top, outcomes),
         rows=rows,
         shades=shades,
-        pictures=pictures,
+        figures=figures,
         unshaded=unshaded,
         runs=runs,
         outcomes=outcomes,
@@ -315,7 +308,6 @@ def collect_findings(
         curve=learning_curve(outcomes) if isinstance(outcomes, OutcomePredictor) else None,
         selection=selection_summary,
         mixture=mixture_summary,
-        suspects=NO_SUSPECTS if suspects is None else read_suspects(suspects, artifact, names),
     )
 
 

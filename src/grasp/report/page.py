@@ -35,7 +35,6 @@ SECTIONS = {
     "slices": "Slices",
     "rows": "Questions and rows",
     "trust": "Trust",
-    "suspects": "Suspicious rows",
     "act": "Act",
 }
 
@@ -55,12 +54,10 @@ def render(findings: Findings, live: str = "") -> str:
         data = data.replace(sign, f"\\u{ord(sign):04x}")
     targets = unique_names(findings.targets, MAX_CELL_CHARS)
     fidelity = views.fidelity(findings)
-    suspects = None if isinstance(findings.suspects, Missing) else views.suspects(findings.suspects)
     absent = {
         "whatif": not findings.labels,
         "slices": not findings.labels,
         "trust": not fidelity,
-        "suspects": not suspects,
     }
 
     page: str = template().render(
@@ -89,7 +86,6 @@ def render(findings: Findings, live: str = "") -> str:
         fidelity=fidelity,
         selection=None if isinstance(findings.selection, Missing) else views.selection(findings.selection),
         mixture=None if isinstance(findings.mixture, Missing) else views.mixture(findings.mixture),
-        suspects=suspects,
         skipped=skipped_text(findings.skipped),
         missing=[{"reason": plain(part.reason), "remedy": part.remedy} for part in findings.missing],
         **_commands(findings),

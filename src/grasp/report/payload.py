@@ -38,7 +38,7 @@ def payload(findings: Findings) -> dict[str, Any]:
             "rank": examples.rank_KT[k].tolist(),
         }
         | ({"shades": findings.shades[k]} if k in findings.shades else {})
-        | ({"pictures": findings.pictures[k]} if k in findings.pictures else {})
+        | ({"figures": findings.figures[k]} if k in findings.figures else {})
         for k, row in enumerate(examples.rows)
     ]
     position = {int(index): k for k, index in enumerate(examples.index)}

@@ -25,7 +25,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import GraspError, SettingsError
 from grasp.extras import require
 from grasp.inspect.explain import Explainer
-from grasp.pipeline.modality import ResultWithImages
+from grasp.inspect.explanation import Explanation
 from grasp.predict.default_protocol import resolve_protocol
 from grasp.report.findings import collect_findings
 from grasp.report.page import render
@@ -76,7 +76,7 @@ class QueryService:
     def answer(self, verb: str, **arguments: Any) -> Answer:
         """Run a command and return its headline, notes, columns and rows, and the number of `more` rows omitted.
 
-        The answer of `explain` also has the words of the row with their contributions, or its images.
+        The answer of `explain` also has the words of the row with their contributions, or figures.
         """
         arguments = {name: value for name, value in arguments.items() if value is not None}
         result: Result
@@ -84,8 +84,8 @@ class QueryService:
         with self._lock:
             if verb == "explain":
                 explanation = self._explainer.explain(arguments.pop("target", None), arguments.pop("row"), **arguments)
-                if isinstance(explanation, ResultWithImages):
-                    result, details = explanation, {"pictures": explanation.nearest}
+                if not isinstance(explanation, Explanation):
+                    result, details = explanation, {"figures": explanation.figures}
                 else:
                     table = explanation.questions if explanation.pairs is None else explanation.pairs
                     result = Result(table, explanation.headline, explanation.notes)

@@ -11,8 +11,6 @@ import numpy as np
 
 from grasp import text
 from grasp.arrays import F64, Integers
-from grasp.inspect.detect import ShownSuspects
-from grasp.pipeline.modality import vision
 from grasp.predict.predictor import EFFECT_SIZE
 from grasp.report.findings import Findings, LabelFindings, Missing, PredictedGain, display_unit
 from grasp.runs.calibration import N_DRAWS, OUTSIDE
@@ -37,7 +35,6 @@ METRICS = {
     "positive": "positive",
     "pairwise": "pairwise",
 }
-ID_COLUMNS = ("rank", "row_id", "flagged")  # columns of a table of suspects that are not scores
 DASH = "\N{EN DASH}"
 MINUS = "\N{MINUS SIGN}"
 
@@ -421,48 +418,3 @@ def _with_interval(value: float | None, low: float | None, high: float | None, d
 
 def _percent(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else "0.0%"
-
-
-# ------------------------------------------------------------------------------------------------ suspects
-
-
-def suspects(shown: ShownSuspects) -> View:
-    """Return the flagged rows with their scores, and detection metrics if the truth is known."""
-    record, detections = shown.record, shown.record.detections
-    first = next(iter(detections.values()), None)
-    rows = []
-    for line, row, picture in zip(shown.lines, shown.rows, shown.pictures, strict=True):
-        others = [score for score in line if score not in (*ID_COLUMNS, record.ranking)]
-        rows.append(
-            {
-                "rank": line["rank"],
-                "flagged": line["flagged"],
-                "scores": [(name(score), signed(line[score])) for score in (record.ranking, *reversed(others))],
-                "labels": list(dict.fromkeys(str(row[label]) for label in shown.labels if row[label] is not None)),
-                "row_id": line["row_id"],
-                "text": row["snippet"] or "",
-                "picture": None if picture is None else vision().picture_url(picture),
-            }
-        )
-    return {
-        "flag": "flagged" if record.threshold.beyond_chance else "above the threshold, not significant",
-        "head": f"Scored against {name(record.target)}. {plain(record.headline)}",
-        "ranking": name(record.ranking),
-        "measured": [
-            {
-                "name": name(score),
-                "auroc": {
-                    "value": number(metrics.auroc),
-                    "interval": f"[{number(metrics.auroc_low)}, {number(metrics.auroc_high)}]",
-                },
-                "precision": number(metrics.average_precision),
-                "at_k": [number(value) for value in metrics.at_k.shares],
-                "best": f"{number(metrics.best.f1)} at {metrics.best.k:,}",
-            }
-            for score, metrics in detections.items()
-        ],
-        "n_planted": "" if first is None else f"{first.n_planted:,} rows",
-        "k": "" if first is None else f"{first.at_k.k:,}",
-        "rows": rows,
-        "notes": [plain(note) for note in record.notes],
-    }

@@ -135,8 +135,8 @@ def resolved_recipe(settings: RetrainSettings) -> TrainingRecipe:
         shape = RECIPES["tiny"].shape.model_copy(update={"context": max_length or COMMAND_CONTEXT})
         name, batch_rows = "train-command", 1
         if settings.train_command is None:
-            name, recipe = "fine-tuning", fine_tuning_recipe(settings)
-            batch_rows = recipe.per_device_train_batch_size if recipe.dataloader_drop_last else 1
+            name, fine_tuning = "fine-tuning", fine_tuning_recipe(settings)
+            batch_rows = fine_tuning.per_device_train_batch_size if fine_tuning.dataloader_drop_last else 1
         return RECIPES["tiny"].model_copy(update={"name": name, "batch_rows": batch_rows, "shape": shape})
     base, overrides = named_recipe(settings.recipe).model_dump(), settings.overrides
     if not isinstance(overrides.get("shape", {}), dict):

@@ -41,7 +41,7 @@ from grasp.corpus.text_files import DELIMITER
 from grasp.errors import CorpusError, SettingsError
 from grasp.extras import require
 from grasp.files import atomic_path, check_directory, discard, entry_of, temporary_path, write_atomically
-from grasp.pipeline.provenance import BuildSource, require_here
+from grasp.models.build_source import BuildSource, require_here
 from grasp.predict.weights import mask_of
 from grasp.results import write_table
 from grasp.select.export_tables import table_of_records, to_readable_table
@@ -202,17 +202,14 @@ def corpus_settings(artifact: ArtifactReader, path: str | None = None) -> Corpus
         path: current path of the corpus; None: the path of the build.
 
     Raises:
-        SettingsError: the artifact does not record its corpus, or its rows are images.
-        ArtifactError: the artifact was merged from parts with different corpora.
+        SettingsError: the artifact does not record its corpus.
+        ArtifactError: the artifact was merged from parts with different corpora, or its rows are no texts.
     """
     artifact.require_one_corpus()
     recorded = artifact.manifest.settings.get("corpus")
     if not isinstance(recorded, dict):
         raise SettingsError(f"{artifact.location}: does not record the corpus that it was built from; rebuild it")
-    if (artifact.manifest.settings.get("model") or {}).get("classifier") is not None:
-        raise SettingsError(
-            f"{artifact.location}: images cannot be exported; save the list of row_ids with --out instead"
-        )
+    artifact.require_texts("save the list of row_ids with --out instead")
     settings = validated(CorpusSettings, recorded, f"{artifact.location}: settings.corpus")
     if path is None:
         path = artifact.resolve_path(settings.path)

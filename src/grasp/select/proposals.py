@@ -23,9 +23,8 @@ import numpy as np
 import pyarrow as pa
 from scipy.sparse import csr_array
 
-from grasp.api.retrain import Opened
 from grasp.arrays import F64
-from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.reader import ArtifactReader, Opened
 from grasp.artifact.rows import label_column, row_amounts, row_tokens
 from grasp.errors import RunsError, SettingsError
 from grasp.predict.families import draw_dirichlet_shares

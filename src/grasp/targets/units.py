@@ -47,7 +47,6 @@ class Unit:
         gold: position in `choices` of the completion, or of the prompt.
         changed_choices: number of choices from which white space was removed that not all of them have.
         support: a text with the evidence for the answer, which tasks like SciQ have.
-        image_hash: hash of the pixels, if the unit is an image of a classifier.
         conversation: a conversation that ends with the right answer; None: the prompt is a text.
         ending: text that the chat template writes after the answer of a conversation.
         others: the wrong answers of a margin, each with its own prompt; empty if the utility is -loss.
@@ -64,7 +63,6 @@ class Unit:
     gold: int | None = None
     changed_choices: int = 0
     support: str | None = None
-    image_hash: str | None = None
     conversation: Conversation | None = None
     ending: str = ""
     others: "tuple[Unit, ...]" = ()

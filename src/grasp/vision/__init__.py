@@ -1,6 +1,6 @@
-"""Images as rows: an optional subpackage, imported lazily by `grasp.pipeline.modality`.
+"""Images as rows, and wrong labels: an optional subpackage that is found by entry points.
 
 Input: labelled images, an image classifier, trusted images as targets. Output: rows and units of images, the inputs of
-the classifier's head, and explanations by trusted images. Start with `classifier`; `vision_entry` is the interface that
-the build calls.
+the classifier's head, explanations by trusted images, and rows that look wrong (`detect`). Start with `reader`, the
+entry point of `grasp.readers`; `commands` adds `grasp fit-head` and `grasp detect`.
 """

@@ -31,11 +31,12 @@ from grasp.models.checkpoint import device_of, dtype_of, load_checkpoint
 from grasp.models.forward_pass import BatchFeatures, Pass
 from grasp.models.head import TOLERANCE, OutputHead
 from grasp.models.residuals import head_residual
-from grasp.settings import ClassifierSettings, ModelSettings
+from grasp.settings import ModelSettings
 from grasp.vision.factory import make_module, user_code
 from grasp.vision.fitted_head import FittedHead, linear_head
-from grasp.vision.images import ImageShard, decode_image
+from grasp.vision.images import ImageRows, decode_image
 from grasp.vision.preprocessing import HuggingFaceProcessor, Preprocessing, ResizeAndCrop, default_preprocessing
+from grasp.vision.settings import ClassifierSettings, classifier_of
 
 PROBE_IMAGE_SIZE = (96, 160)  # height and width of the random images with which `check_head` runs the module
 # Exceptions that a module raises in its forward pass if the images have a shape that it does not accept.
@@ -74,8 +75,7 @@ class ImageClassifier:
             ModelError: no such model; the factory returns no module; the weights do not fit; the head does not exist,
                 is not linear, or is not the last layer; the number of class names differs from the head's outputs.
         """
-        classifier_settings = settings.classifier
-        assert classifier_settings is not None
+        classifier_settings = classifier_of(settings)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         device = device_of(settings.device)
@@ -93,6 +93,11 @@ class ImageClassifier:
         if settings.check:
             classifier.check_head()
         return classifier
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """Further fields of the artifact's manifest."""
+        return {"classes": list(self.classes)}
 
     @property
     def batching(self) -> dict[str, Any]:
@@ -116,7 +121,7 @@ class ImageClassifier:
             raise ModelError("images: a stored image can no longer be decoded; rebuild the artifact")
         return self._preprocess(images)
 
-    def passes(self, rows: ImageShard, n_specs: int, top_k: int) -> Iterator[Pass]:
+    def passes(self, rows: ImageRows, n_specs: int, top_k: int) -> Iterator[Pass]:
         """Yield batches of images: their indices in `rows`, (B,), and their features; see `features`."""
         for start in range(0, len(rows), self.batch_images):
             index = np.arange(start, min(start + self.batch_images, len(rows)))

@@ -11,9 +11,7 @@ import base64
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,16 +20,26 @@ from pydantic import ValidationError
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import indices_of_row_ids, only_target
-from grasp.corpus.labels import CLASS_LABEL
 from grasp.errors import CorpusError
 from grasp.inspect.explanation import EffectTerms
-from grasp.pipeline.modality import ResultWithImages
 from grasp.predict.predictor import additive_predictor
 from grasp.predict.scoring_rule import ScoringProtocol
+from grasp.results import Result
 from grasp.settings import CorpusSettings
 from grasp.targets.load import target_name
-from grasp.text import plain, signed
-from grasp.vision.images import ImageStore, decode_image, encode_png, pixel_hash, read_images
+from grasp.text import signed
+from grasp.vision.images import (
+    CLASS_LABEL,
+    ImageRows,
+    ImageStore,
+    decode_image,
+    encode_png,
+    hash_of_unit,
+    pixel_hash,
+    read_images,
+)
+from grasp.vision.settings import ClassifierSettings
+from grasp.yaml_files import get_setting
 
 MAX_NEAREST = 8  # trusted images that are shown
 PICTURE_PIXELS = 96  # longer side of a picture, in pixels
@@ -39,7 +47,7 @@ ADDS_NOTE = "adds: contribution to the effect of the row; below 0: mostly simila
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class ImageExplanation(ResultWithImages):
+class ImageExplanation(Result):
     """Contributions of the trusted images to the effect of a row, largest absolute value first.
 
     `effect` = the sum of the column `contribution` + `average`, in standard deviations over the rows.
@@ -49,7 +57,7 @@ class ImageExplanation(ResultWithImages):
         row_class: label of the row.
         effect: effect of the row.
         average: minus the mean contribution of a row, so that the average row has effect 0.
-        pictures: PNG of the row, by row_id, and of the nearest trusted images, by unit_id, if available.
+        figures: the row, then the nearest trusted images.
     """
 
     row_id: str
@@ -57,23 +65,6 @@ class ImageExplanation(ResultWithImages):
     target: str
     effect: float
     average: float
-    pictures: Mapping[str, bytes]
-
-    @property
-    def nearest(self) -> list[tuple[str, str | None]]:
-        """Caption and data URL of each picture, the row first; the URL is None if the picture is not available."""
-        row_caption = f"{self.row_id}: {self.row_class}", picture_url(self.pictures.get(self.row_id))
-        trusted = self.table.slice(0, MAX_NEAREST).to_pylist()
-        return [
-            row_caption,
-            *(
-                (
-                    f"{signed(unit['contribution'])} {unit['unit_id']}: {unit['image_class']}",
-                    picture_url(self.pictures.get(unit["unit_id"])),
-                )
-                for unit in trusted
-            ),
-        ]
 
     def _printed_cells(self) -> tuple[list[str], list[list[str]]]:
         lines = self.table.slice(0, MAX_NEAREST).to_pylist()
@@ -83,21 +74,6 @@ class ImageExplanation(ResultWithImages):
     def _below(self) -> Sequence[str]:
         more = len(self) - MAX_NEAREST
         return [*([f"... and {more:,} more"] if more > 0 else []), ADDS_NOTE, *self.notes]
-
-    def _repr_html_(self) -> str:
-        figures = [
-            f'<figure style="display:inline-block;margin:4px;width:{PICTURE_PIXELS + 24}px;font-size:small">'
-            f'<img src="{url}" alt=""><figcaption>{escape(plain(caption))}</figcaption></figure>'
-            for caption, url in self.nearest
-            if url is not None
-        ]
-        return "".join(figures) + super()._repr_html_()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything but the pictures, as JSON types."""
-        names = ("target", "row_id", "row_class", "effect", "average")
-        fields = {name: getattr(self, name) for name in names}
-        return fields | {"trusted": self.table.to_pylist(), "notes": list(self.notes)}
 
 
 def explain_images(
@@ -133,7 +109,7 @@ def explain_images(
             target=target,
             effect=terms.effect,
             average=terms.average,
-            pictures=trusted | ({} if picture is None else {row: picture}),
+            figures=((f"{row}: {row_class}", picture_url(picture)), *_trusted_figures(table, trusted)),
         )
         for row, terms, table, picture, row_class in zip(rows, terms_by_row, tables, row_images, classes, strict=True)
     ]
@@ -146,13 +122,24 @@ def _table(units: pa.Table, contribution_E: NDArray[np.float64]) -> pa.Table:
     return table.append_column("contribution", pa.array(contribution_E)).take(pa.array(order_E))
 
 
+def _trusted_figures(table: pa.Table, pictures: Mapping[str, bytes]) -> list[tuple[str, str | None]]:
+    """Return the caption and the data URL of each of the first trusted images of a table."""
+    figures = []
+    for unit in table.slice(0, MAX_NEAREST).to_pylist():
+        caption = f"{signed(unit['contribution'])} {unit['unit_id']}: {unit['image_class']}"
+        figures.append((caption, picture_url(pictures.get(unit["unit_id"]))))
+    return figures
+
+
 def row_pictures(artifact: ArtifactReader, index: NDArray[np.int64], largest: int) -> list[bytes | None]:
     """Return rows as PNG, longer side at most `largest` pixels; None if the artifact stores no images."""
     try:
         store = ImageStore.open(artifact.tokens_path)
     except CorpusError:
         return [None] * len(index)  # built with keep_tokens: false
-    images = [decode_image(encoded) for encoded in store.rows(index).encoded]
+    rows = store.rows(index)
+    assert isinstance(rows, ImageRows)
+    images = [decode_image(encoded) for encoded in rows.encoded]
     return [None if image is None else encode_png(image, largest) for image in images]
 
 
@@ -165,8 +152,9 @@ def _trusted_pictures(
     of its pixels.
     """
     prompts = dict(zip(units["unit_id"].to_pylist(), units["prompt"].to_pylist(), strict=True))
-    hashes = {name: prompts[name].split()[1].rstrip(",") for name in names}  # a prompt is "image HASH, SIZE"
+    hashes = {name: hash_of_unit(prompts[name]) for name in names}
     settings, requested_hashes = artifact.manifest.settings, set(hashes.values())
+    reader = artifact.manifest.details["reader"]
     picture_by_hash: dict[str, bytes] = {}
     target_paths = [str(name) for name in settings.get("targets", {}).get("names", ())]
     paths = [name for name in target_paths if target_name(name) == target]
@@ -175,7 +163,8 @@ def _trusted_pictures(
             continue
         try:
             corpus = CorpusSettings.model_validate(settings["corpus"] | {"path": path, "limit": None})
-            for record in read_images(corpus, fetch=False):
+            classifier = ClassifierSettings.model_validate(get_setting(settings, f"model.{reader}"))
+            for record in read_images(corpus, classifier, fetch=False):
                 image = None if record.encoded is None else decode_image(record.encoded)
                 if image is not None and (digest := pixel_hash(image)) in requested_hashes:
                     picture_by_hash[digest] = encode_png(image, PICTURE_PIXELS)

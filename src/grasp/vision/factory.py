@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from grasp.errors import ModelError
-from grasp.settings import ClassifierSettings
+from grasp.vision.settings import ClassifierSettings
 
 FIELD = "model.classifier.factory"
 # Everything that the user's code may raise; a script that calls sys.exit raises SystemExit, which is no Exception.

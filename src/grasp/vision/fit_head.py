@@ -23,6 +23,7 @@ from grasp.settings import CorpusSettings, ModelSettings
 from grasp.vision.classifier import ImageClassifier
 from grasp.vision.fitted_head import FittedHead, fit_linear
 from grasp.vision.images import class_index, read_images, usable_images
+from grasp.vision.settings import ClassifierSettings, classifier_of
 
 MIN_CLASSES = 2
 
@@ -59,15 +60,15 @@ def fit_head(
     Raises:
         GraspError: the model or the corpus cannot be used, or has fewer than two classes.
     """
-    classifier = model.classifier
-    if classifier is None:
+    if model.reader is None:
         raise SettingsError("fit-head: model.classifier is missing; name at least model.classifier.head")
+    classifier = classifier_of(model)
     if classifier.fitted_head is not None:
         raise SettingsError("model.classifier.fitted_head: not supported by fit-head, which fits a new head; remove it")
     # The backbone still has its old head, whose number of outputs may differ from the number of class names.
     without_classes = classifier.model_copy(update={"classes": ()})
     backbone = ImageClassifier.load(model.model_copy(update={"classifier": without_classes}))
-    hidden_NH, values, skipped = _features(backbone, corpus, progress or Silent())
+    hidden_NH, values, skipped = _features(backbone, classifier, corpus, progress or Silent())
     classes = classifier.classes or _classes(values)
     if len(classes) < MIN_CLASSES:
         raise CorpusError(f"{corpus.path}: its images have {len(classes)} class(es), expected at least {MIN_CLASSES}")
@@ -87,14 +88,14 @@ def fit_head(
 
 
 def _features(
-    model: ImageClassifier, corpus: CorpusSettings, progress: Progress
+    model: ImageClassifier, classifier: ClassifierSettings, corpus: CorpusSettings, progress: Progress
 ) -> tuple[NDArray[np.float32], list[Label], Skipped]:
     """Return the inputs of the output layer for usable images, their classes as given, and the unusable images."""
     parts: list[NDArray[np.float32]] = []
     values: list[Label] = []
     log = Skipped()
     progress.stage("features", rows=None, tokens=None)
-    records = (record for record, _ in usable_images(read_images(corpus), log))
+    records = (record for record, _ in usable_images(read_images(corpus, classifier), log))
     while group := list(islice(records, model.batch_images)):
         pixels = model.pixels([record.encoded for record in group if record.encoded is not None])
         parts.append(model.hidden(pixels).float().cpu().numpy())

@@ -3,20 +3,21 @@
 Start with `load_image_units`.
 """
 
-from collections.abc import Sequence
+import numpy as np
+import pyarrow as pa
 
-from grasp.corpus.labels import HASH_LABEL
 from grasp.corpus.packing import Skipped
 from grasp.errors import TargetError
 from grasp.settings import CorpusSettings, TargetSettings
 from grasp.targets.load import draw, target_name
 from grasp.targets.units import Unit, UnitSet
-from grasp.vision.images import ImageRow, ImageShard, image_rows, read_images
+from grasp.vision.images import CLASS_LABEL, HASH_LABEL, ImageRow, ImageRows, image_rows, read_images
+from grasp.vision.settings import ClassifierSettings
 
 
 def load_image_units(
-    settings: TargetSettings, corpus: CorpusSettings, classes: Sequence[str], n_classes: int
-) -> tuple[UnitSet, ImageShard]:
+    settings: TargetSettings, corpus: CorpusSettings, classifier: ClassifierSettings, n_classes: int
+) -> tuple[UnitSet, ImageRows]:
     """Load the units of all trusted sets, sampled as text units are, and their images in the same order.
 
     A target is named after its file or directory, without suffix; a unit after its image. The fields of a text unit are
@@ -24,8 +25,8 @@ def load_image_units(
 
     Args:
         settings: paths of the trusted sets, and how many units are drawn from each.
-        corpus: settings of the corpus; its column names are used for the trusted sets too.
-        classes: names of the classes, in the order of the head's outputs; empty if they have no names.
+        corpus: settings of the corpus, with which the trusted sets are read too.
+        classifier: columns of images and classes, and the names of the classes; empty if they have no names.
         n_classes: number of the head's outputs.
     Returns:
         The units, and their images in the same order.
@@ -39,7 +40,7 @@ def load_image_units(
         target = target_name(path)
         if any(unit.target == target for unit in units):
             raise TargetError(f"targets.names: two targets are called {target!r}; rename one of the files")
-        trusted = _read_trusted_images(path, corpus, classes, n_classes)
+        trusted = _read_trusted_images(path, corpus, classifier, n_classes)
         for row in draw(target, trusted, [f"{target}:{row.row_id}" for row in trusted], settings):
             units.append(
                 Unit(
@@ -47,20 +48,23 @@ def load_image_units(
                     target=target,
                     # the snippet is "CLASS, WIDTH x HEIGHT pixels"
                     prompt=f"image {row.labels[HASH_LABEL]}, {row.snippet.rpartition(', ')[2]}",
-                    completion=classes[row.class_index] if classes else str(row.class_index),
-                    image_hash=str(row.labels[HASH_LABEL]),
+                    completion=str(row.labels[CLASS_LABEL]),
                 )
             )
             rows.append(row)
-    return UnitSet(tuple(units)), ImageShard.from_rows(rows)
+    table = pa.table({"row_id": pa.array([row.row_id for row in rows], pa.string())})
+    class_E = np.concatenate([row.input_ids for row in rows])
+    return UnitSet(tuple(units)), ImageRows.from_images([row.encoded for row in rows], class_E, table)
 
 
-def _read_trusted_images(path: str, corpus: CorpusSettings, classes: Sequence[str], n_classes: int) -> list[ImageRow]:
+def _read_trusted_images(
+    path: str, corpus: CorpusSettings, classifier: ClassifierSettings, n_classes: int
+) -> list[ImageRow]:
     """Read one trusted set. All of its images must be usable, and have different names."""
     log = Skipped()
     target_corpus = corpus.model_copy(update={"path": path, "limit": None})
-    rows = list(image_rows(read_images(target_corpus), classes, n_classes, log))
-    unusable = [f"{name} ({reason.replace('_', ' ')})" for reason, names in log.ids.items() for name in names]
+    rows = list(image_rows(read_images(target_corpus, classifier), classifier.classes, n_classes, log))
+    unusable = [f"{name} ({reason})" for reason, names in log.ids.items() for name in names]
     if unusable:
         raise TargetError(
             f"{path}: {len(unusable)} of {len(unusable) + len(rows)} trusted images cannot be used: "

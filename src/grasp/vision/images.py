@@ -20,21 +20,23 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from grasp.arrays import I32, I64
 from grasp.corpus.documents import read_records
-from grasp.corpus.labels import CLASS_LABEL, HASH_LABEL, Label, is_text
-from grasp.corpus.packing import Cursor, Skipped, StoredRow
-from grasp.corpus.row_store import ShardStore, StoreSummary, summary_of
+from grasp.corpus.labels import Label, is_text
+from grasp.corpus.packing import Cursor, Row, Skipped
+from grasp.corpus.row_store import RowStore, StoreSummary, TokenRows, summary_of
 from grasp.corpus.sources import ArrowChunk, Chunk, Selector, Source, open_source
 from grasp.errors import CorpusError
 from grasp.extras import require
 from grasp.settings import CorpusSettings
 from grasp.store.records import Signed
 from grasp.store.remote import remote_errors
+from grasp.vision.settings import ClassifierSettings
 
 IMAGE_SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 IS_BINARY: Final = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
-IMAGE_COLUMN: Final = "image"  # default of corpus.image_column
-CLASS_COLUMN: Final = "label"  # default of corpus.class_column
+IMAGE_COLUMN, CLASS_COLUMN = "image", "label"  # columns of a directory of images
+CLASS_LABEL, HASH_LABEL = "image_class", "image_hash"  # labels of image rows
 FILES_PER_CHUNK: Final = 64
 SCALE_16_TO_8_BITS: Final = 257  # 65535 / 255
 
@@ -53,27 +55,30 @@ class ImageRecord:
     ignored: tuple[str, ...] = field(default=(), repr=False)  # columns whose type is not supported as a label
 
 
-def read_images(settings: CorpusSettings, *, fetch: bool = True) -> Iterator[ImageRecord]:
+def read_images(
+    settings: CorpusSettings, classifier: ClassifierSettings, *, fetch: bool = True
+) -> Iterator[ImageRecord]:
     """Yield the images of a corpus, files sorted by name.
 
     Args:
+        settings: settings of the corpus.
+        classifier: columns of images and classes.
         fetch: download images given by URL; false: treat them as undecodable.
     Raises:
         CorpusError: at the call, if there is nothing to read; while streaming, if a file is damaged or lacks the
             column of images or of classes.
     """
-    return read_source_images(open_images(settings.path, settings.split), settings, fetch=fetch)
+    return read_source_images(open_images(settings.path, settings.split), settings, classifier, fetch=fetch)
 
 
 def read_source_images(
-    source: Source, settings: CorpusSettings, *, start: int = 0, fetch: bool = True
+    source: Source, settings: CorpusSettings, classifier: ClassifierSettings, *, start: int = 0, fetch: bool = True
 ) -> Iterator[ImageRecord]:
     """Yield the images of an open source, from position `start` to the limit in the settings."""
-    image_column = settings.image_column or IMAGE_COLUMN
 
     def content_columns(columns: Mapping[str, pa.DataType | None], location: str) -> tuple[str]:
-        _check_columns(columns, settings, location)
-        return (image_column,)
+        _check_columns(columns, classifier, location)
+        return (classifier.image_column,)
 
     for record in read_records(source, settings, content_columns, start):
         yield ImageRecord(
@@ -81,22 +86,22 @@ def read_source_images(
             location=record.location,
             source_id=record.doc_id,
             row_id=record.row_id,
-            encoded=_encoded(record.values.get(image_column), record.file, fetch),
-            class_value=record.values.get(settings.class_column or CLASS_COLUMN),
+            encoded=_encoded(record.values.get(classifier.image_column), record.file, fetch),
+            class_value=record.values.get(classifier.class_column),
             labels=record.labels,
             ignored=record.ignored,
         )
 
 
-def _check_columns(columns: Mapping[str, pa.DataType | None], settings: CorpusSettings, location: str) -> None:
+def _check_columns(columns: Mapping[str, pa.DataType | None], classifier: ClassifierSettings, location: str) -> None:
     """Check that the columns of images and classes exist, and that the type of the images is supported."""
-    image_column, class_column = settings.image_column or IMAGE_COLUMN, settings.class_column or CLASS_COLUMN
-    required = (("images", "image_column", image_column), ("classes", "class_column", class_column))
+    image_column = classifier.image_column
+    required = (("images", "image_column", image_column), ("classes", "class_column", classifier.class_column))
     for content, setting, column in required:
         if column not in columns:
             raise CorpusError(
                 f"{location}: no column {column!r} of {content}; columns found: {', '.join(columns) or 'none'}; set "
-                f"corpus.{setting} to the column of {content}"
+                f"model.classifier.{setting} to the column of {content}"
             )
     dtype = columns[image_column]  # None if the format has no types, e.g. JSONL
     fields = [dtype.field(i).name for i in range(dtype.num_fields)] if dtype and pa.types.is_struct(dtype) else []
@@ -223,11 +228,11 @@ def usable_images(records: Iterable[ImageRecord], log: Skipped) -> Iterator[tupl
     for record in records:
         name = record.row_id or record.source_id or record.location
         if record.encoded is None:
-            log.add("no_image", name)
+            log.add("records without an image", name)
         elif record.class_value is None:
-            log.add("no_class", name)
+            log.add("images without a class", name)
         elif (image := decode_image(record.encoded)) is None:
-            log.add("broken_image", name)
+            log.add("broken images", name)
         else:
             yield record, image
 
@@ -236,6 +241,11 @@ def pixel_hash(image: Any) -> str:
     """Return a 64-bit hash of the pixels, independent of the file format."""
     content = f"{image.width} {image.height} ".encode() + image.tobytes()
     return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def hash_of_unit(prompt: str) -> str:
+    """Return the hash of a trusted image, whose prompt is "image HASH, SIZE"."""
+    return prompt.split()[1].rstrip(",")
 
 
 def encode_png(image: Any, largest: int) -> bytes:
@@ -270,42 +280,30 @@ INDEX_COLUMN: Final = "__class__"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageRow(StoredRow):
-    """An image as a row: one supervised position."""
+class ImageRow(Row):
+    """An image as a row: one supervised position, whose label is the class of the image."""
 
     encoded: bytes
-    class_index: int
 
 
 @dataclass(frozen=True, slots=True)
-class ImageShard:
-    """Images and their classes."""
+class ImageRows(TokenRows):
+    """Images with one token each, their class."""
 
-    encoded: tuple[bytes, ...]
-    class_N: NDArray[np.int64]
-    table: pa.Table  # row_id, doc_id, n_tokens (1), snippet, then the labels
-
-    def __len__(self) -> int:
-        return len(self.encoded)
+    encoded: tuple[bytes, ...] = ()
 
     @property
-    def n_tokens(self) -> int:
-        """Number of positions with loss: one per image."""
-        return len(self)
-
-    def tokens_of(self, index: NDArray[np.int64]) -> int:
-        """Return the number of positions of some images."""
-        return len(index)
+    def class_N(self) -> NDArray[np.int64]:  # noqa: N802 - a shape suffix
+        """Return the class of every image."""
+        return self.flat_ids.astype(np.int64)
 
     @classmethod
-    def from_rows(cls, rows: Sequence[ImageRow]) -> "ImageShard":
-        """Create a shard from images that are not in a store."""
-        names = [row.row_id for row in rows]
-        table = pa.table({"row_id": pa.array(names, pa.string())})
-        return cls(tuple(row.encoded for row in rows), np.array([row.class_index for row in rows], np.int64), table)
+    def from_images(cls, encoded: Sequence[bytes], class_N: I32, table: pa.Table) -> Self:
+        """Create rows from encoded images and their classes."""
+        return cls(class_N, np.arange(len(class_N) + 1), table, encoded=tuple(encoded))
 
 
-class ImageStore(ShardStore[ImageShard, ImageRow]):
+class ImageStore(RowStore):
     """The images of a corpus on disk; opening does not read them."""
 
     signed: ClassVar[Signed[StoreSummary]] = summary_of("images")
@@ -313,11 +311,11 @@ class ImageStore(ShardStore[ImageShard, ImageRow]):
     content: ClassVar[tuple[str, ...]] = (INDEX_COLUMN, BYTES_COLUMN)
 
     @classmethod
-    def write(
+    def write_images(
         cls,
         directory: Path,
         settings: CorpusSettings,
-        classes: Sequence[str],
+        classifier: ClassifierSettings,
         n_classes: int,
         *,
         shard_rows: int,
@@ -329,32 +327,37 @@ class ImageStore(ShardStore[ImageShard, ImageRow]):
         Images that are missing, cannot be decoded, or have no class are skipped, counted and reported by name.
 
         Args:
-            classes: names of the classes of the head, in order; empty if they have no names.
+            directory: directory of the store.
+            settings: settings of the corpus.
+            classifier: columns of images and classes, and names of the classes; empty if they have no names.
             n_classes: number of classes of the head.
+            shard_rows: images per shard.
             replace: discard an unfinished store of other input.
+            progress: receives the number of images of each finished shard.
         Raises:
             CorpusError: no usable image, a class that the head does not have, a duplicate name, or `directory` was
                 started with another corpus.
         """
         source = open_images(settings.path, settings.split)
+        columns = [classifier.image_column, classifier.class_column]
         return cls._write(
             directory,
             source=source,
             settings=settings,
-            documents=lambda start: read_source_images(source, settings, start=start),
-            rows=lambda records, _, skipped: image_rows(records, classes, n_classes, skipped),
+            documents=lambda start: read_source_images(source, settings, classifier, start=start),
+            rows=lambda records, _, skipped: image_rows(records, classifier.classes, n_classes, skipped),
             progress=progress,
             shard_rows=shard_rows,
             replace=replace,
-            reader={"classes": {"names": ", ".join(classes), "count": n_classes}},
+            reader={"classes": {"names": ", ".join(classifier.classes), "count": n_classes, "columns": columns}},
             details={},
         )
 
     @staticmethod
-    def _content_columns(rows: Sequence[ImageRow]) -> dict[str, pa.Array]:
+    def _content_columns(rows: Sequence[Any]) -> dict[str, pa.Array]:
         return {
             BYTES_COLUMN: pa.array([row.encoded for row in rows], pa.binary()),
-            INDEX_COLUMN: pa.array([row.class_index for row in rows], pa.int32()),
+            INDEX_COLUMN: pa.array(np.concatenate([row.input_ids for row in rows])),
         }
 
     @staticmethod
@@ -364,10 +367,13 @@ class ImageStore(ShardStore[ImageShard, ImageRow]):
             sizes = (len(name), line[INDEX_COLUMN], len(content))
             yield b"".join(size.to_bytes(8, "little") for size in sizes) + name + content
 
-    def _rows_from(self, with_content: pa.Table) -> ImageShard:
-        class_N = with_content.column(INDEX_COLUMN).to_numpy().astype(np.int64)
-        encoded = tuple(with_content.column(BYTES_COLUMN).to_pylist())
-        return ImageShard(encoded, class_N, with_content.select(self._public_columns))
+    def _rows_from(self, with_content: pa.Table) -> ImageRows:
+        class_N = with_content.column(INDEX_COLUMN).to_numpy()
+        encoded = with_content.column(BYTES_COLUMN).to_pylist()
+        return ImageRows.from_images(encoded, class_N, with_content.select(self._public_columns))
+
+    def _shard_loss_counts(self, k: int) -> I64:
+        return self._shard_lengths(k)
 
 
 def image_rows(
@@ -394,8 +400,8 @@ def _row(record: ImageRecord, image: Any, index: int, classes: Sequence[str]) ->
         document=record.index,
         n_tokens=1,
         next_cursor=Cursor(record.index + 1),
+        input_ids=np.array([index], np.int32),
         encoded=record.encoded,
-        class_index=index,
         snippet=f"{name}, {image.width} x {image.height} pixels",
         # labels of the corpus keep their names, with a trailing underscore if a built-in label has the same name
         labels={f"{label}_" if label in built_in else label: value for label, value in record.labels.items()}

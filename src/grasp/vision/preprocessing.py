@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from grasp.errors import ModelError
 from grasp.extras import require
 from grasp.models.checkpoint import load_auxiliary
-from grasp.settings import ImageSettings, ModelSettings
+from grasp.settings import ModelSettings
+from grasp.vision.settings import ImageSettings
 
 FULL_BYTE = 255.0  # value of a saturated 8-bit channel
 # What the user can do if the preprocessing of a checkpoint fails; the end of an error message.

@@ -52,15 +52,15 @@
     const text = element("blockquote", { dir: "auto" });
     text.append(...(shades ? shaded(shades) : [row.text || "no text stored"]));
     const item = element("li", { className: effect > 0 ? "helps" : "hurts" }, meta, text);
-    const pictures = questionPick.value === "" ? row.pictures?.[`t${targetPick.value}`] : undefined;
-    if (pictures) item.append(gallery(pictures));
-    if (live && !shades && !pictures) item.append(explainButton(row, text));
+    const figures = questionPick.value === "" ? row.figures?.[`t${targetPick.value}`] : undefined;
+    if (figures) item.append(gallery(figures));
+    if (live && !shades && !figures) item.append(explainButton(row, text));
     return item;
   }
 
   // The image of the row, then the trusted images that it affects most.
-  function gallery(pictures) {
-    return element("div", { className: "pictures" }, ...pictures.map(([caption, url]) => element("figure", {},
+  function gallery(figures) {
+    return element("div", { className: "figures" }, ...figures.map(([caption, url]) => element("figure", {},
       ...(url ? [element("img", { src: url, alt: "" })] : []), element("figcaption", {}, caption))));
   }
 
@@ -73,7 +73,7 @@
       if (q !== "") query.set("unit", questions[Number(q)].id);
       const answer = await fetch(`${live}/explain?${query}`).then((reply) => reply.json());
       if (answer.shades) text.replaceChildren(...shaded(answer.shades));
-      if (answer.pictures) text.after(gallery(answer.pictures));
+      if (answer.figures) text.after(gallery(answer.figures));
       button.replaceWith(element("span", { className: "small" }, answer.error ?? ""));
     });
     return button;

@@ -11,16 +11,17 @@ import pytest
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, GraspError
-from grasp.inspect.detect import _inverted_score_notes, detect, standardised_blocks
-from grasp.inspect.detection import evaluate_scores
 from grasp.pipeline.pipeline import build_artifact
 from grasp.progress import Silent
 from grasp.settings import build_settings
+from grasp.vision.detect import _inverted_score_notes, detect, standardised_blocks
+from grasp.vision.detection import evaluate_scores
 from grasp.vision.fit_head import fit_head
 from grasp.vision.images import ImageStore, decode_image
 from tests.cli.grasp_command import succeed
 from tests.mentions import assert_mentions
-from tests.pipeline.world import texts, world, write_checkpoint, write_targets
+from tests.pipeline.world import texts, world
+from tests.report.world import HOSTILE, write_artifact
 from tests.rounding import rounding
 from tests.vision.images_world import pictures, settings, write_parquet
 
@@ -43,7 +44,7 @@ def noisy(tmp_path_factory):
 def test_rows_with_wrong_labels_rank_first(noisy):
     suspects = detect(noisy, "trusted", truth="changed")
     assert list(suspects.scores) == ["low_relevance", "neighbour_disagreement", "fused"]
-    detections = suspects.record.detections
+    detections = suspects.detections
     assert detections["fused"].n_planted == 6
     assert detections["low_relevance"].auroc > 0.95
     assert detections["neighbour_disagreement"].auroc > 0.95
@@ -62,28 +63,27 @@ def test_planted_rows_that_look_helpful_are_reported_as_such(noisy):
         "fused: planted rows look less suspicious than the others (AUROC below 0.5)",
     ]
     assert not _inverted_score_notes({"fused": evaluate_scores(bad, planted_N)}, "trusted")
-    (kernel,) = [note for note in detect(noisy, "trusted").record.notes if note.startswith("low_relevance: minus")]
+    (kernel,) = [note for note in detect(noisy, "trusted").notes if note.startswith("low_relevance: minus")]
     assert_mentions(kernel, "output_layer", "--match")
 
 
-def test_the_command_writes_a_table_and_the_report_shows_the_images_of_the_artifact(noisy, tmp_path):
-    out, page = tmp_path / "suspects.parquet", tmp_path / "report.html"
+def test_the_command_writes_a_table_and_a_page_with_the_images_of_the_artifact(noisy, tmp_path):
+    out, page = tmp_path / "suspects.parquet", tmp_path / "suspects.html"
     printed = succeed("detect", noisy.path, "--target", "trusted", "--truth", "changed", "--out", out, "--top", 3).out
     assert re.search(r"truth.*\b6 of 60 rows", printed)
     assert "12 x 12 pixels" in printed
     table = pq.read_table(out)
     assert table["rank"].to_pylist() == list(range(1, 61))
     assert table["fused"].to_pylist() == sorted(table["fused"].to_pylist(), reverse=True)
-    succeed("report", noisy.path, "--detect", out, "--out", page)
-    section = page.read_text().partition('<section id="suspects"')[2].partition("</section>")[0]
-    encoded = re.findall(r'<img src="data:image/png;base64,([^"]+)"', section)
-    assert len(encoded) == 12
+    succeed("detect", noisy.path, "--target", "trusted", "--out", page, "--top", 3)
+    encoded = re.findall(r'<img src="data:image/png;base64,([^"]+)"', page.read_text())
+    assert len(encoded) == 3
     shown = [decode_image(base64.b64decode(image)) for image in encoded]
     first = table["row_id"].to_pylist()[0]
     index = pq.read_table(noisy.path / "rows.parquet")["row_id"].to_pylist().index(first)
     row_image = decode_image(ImageStore.open(noisy.path / "tokens").rows(np.array([index])).encoded[0])
     assert shown[0].tobytes() == row_image.tobytes()
-    assert re.search(r"\b6 rows", section)
+    assert table["row_id"][2].as_py() in page.read_text()
 
 
 def test_a_class_with_one_example_is_reported_and_not_judged(tmp_path):
@@ -137,54 +137,16 @@ def test_uninformative_labels_are_not_used_for_ranking(marked, name, why):
 def test_rows_verified_as_correct_are_the_null_distribution(marked):
     suspects = detect(marked, "facts", clean="checked", false_positives=0.1)
     assert list(suspects.scores) == ["low_relevance"]  # nothing is said of labels
-    assert suspects.record.threshold.value == np.sort(suspects.scores["low_relevance"][:30])[27]
+    assert suspects.threshold.value == np.sort(suspects.scores["low_relevance"][:30])[27]
     printed = succeed(
         "detect", marked.path, "--target", "facts", "--clean", "checked", "--false-positives", 0.1, "--top", 0
     ).out
     assert "average" in printed
 
 
-ALPACA = "Below is an instruction that describes a task, paired with an input that gives more context. " * 3
-
-
-def test_texts_with_a_common_preamble_are_not_duplicates(tmp_path):
-    write_checkpoint(tmp_path / "model", context=512)
-    base = world(tmp_path)
-    lines = [{"row_id": f"row-{i}", "text": f"{ALPACA}{text[:20]}"} for i, text in enumerate(texts(30))]
-    unit_lines = [{"task": "facts", "prompt": ALPACA, "completion": f"{i} it is", "unit_id": f"u{i}"} for i in range(4)]
-    lines[9]["text"] = ALPACA + "2 it is<|endoftext|>"
-    (tmp_path / "corpus.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    (tmp_path / "facts.jsonl").write_text("\n".join(map(json.dumps, unit_lines)))
-    targets = base.targets.model_copy(update={"max_length": 512})
-    settings = _with(base, max_length=512).model_copy(update={"targets": targets})
-    artifact = ArtifactReader.open(build_artifact(settings, tmp_path / "art"))
-    with pytest.raises(ArtifactError, match=r"\b1 of 4 trusted units.*u2.*row-9"):
-        detect(artifact, "facts")
-
-
-@pytest.fixture(scope="module")
-def leaked(tmp_path_factory):
-    """Build texts of which two contain the text of a unit verbatim."""
-    root = tmp_path_factory.mktemp("leaked")
-    base = world(root)
-    units = [json.loads(line) for line in write_targets(root / "facts.jsonl").read_text().splitlines()]
-    lines = [{"row_id": f"row-{i}", "text": text, "leak": False} for i, text in enumerate(texts(40))]
-    for i, unit in ((7, units[1]), (21, units[4])):
-        lines[i] = {"row_id": f"row-{i}", "text": unit["prompt"] + unit["completion"], "leak": True}
-    (root / "corpus.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    return ArtifactReader.open(build_artifact(base, root / "art")), units
-
-
-def test_trusted_texts_that_are_rows_are_refused(leaked):
-    artifact, units = leaked
-    with pytest.raises(ArtifactError, match=r"\b2 of 6 trusted units") as caught:
-        detect(artifact, "facts")
-    assert f"{units[1]['unit_id']} = row-7" in str(caught.value)
-
-
 def test_flags_explained_by_chance_are_not_suspects(marked):
     suspects = detect(marked, "facts", false_positives=0.2)
-    assert suspects.record.threshold.n_flagged <= 8 + 2 * 8**0.5
+    assert suspects.threshold.n_flagged <= 8 + 2 * 8**0.5
     assert_mentions(suspects.headline, "low_relevance", "8 of 40 rows")
     assert all(len(sentence.split()) < 25 for sentence in suspects.headline.split(". "))
 
@@ -199,6 +161,14 @@ def test_a_result_displays_the_first_rows_and_contains_all(marked):
     frame = suspects.to_pandas()
     assert len(frame) == 40
     assert frame["low_relevance"].is_monotonic_decreasing
+
+
+def test_hostile_rows_are_text_on_a_page(tmp_path):
+    artifact = write_artifact(tmp_path / "art", topics=HOSTILE, text=[text or "" for text in HOSTILE])
+    page = detect(artifact, "sciq", label="format").write(tmp_path / "s.html").read_text()
+    assert "<img" not in page
+    assert "<script" not in page
+    assert "&lt;img src=x" in page
 
 
 def test_identical_rows_are_reported_and_written(tmp_path):

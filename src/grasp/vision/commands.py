@@ -1,16 +1,25 @@
-"""The command `grasp fit-head`: parses options, calls `fit_head` and prints the result."""
+"""The commands `grasp fit-head` and `grasp detect`: parse options, call a function, print the result."""
 
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import typer
+
+import grasp
 from grasp.cli.app import command, option
-from grasp.cli.console import check_outputs
-from grasp.cli.options import Assignments, ConfigFile, merge_settings
+from grasp.cli.console import check_outputs, show
+from grasp.cli.options import Art, Assignments, ConfigFile, merge_settings
 from grasp.errors import SettingsError
 from grasp.progress_display import Watch
-from grasp.settings import FitSettings
 from grasp.text import plain, skipped_text
+from grasp.vision.settings import FitSettings
 from grasp.yaml_files import require_flags, validated
+
+if TYPE_CHECKING:
+    from grasp.vision.detect import Suspects
+
+commands = typer.Typer()  # the entry point of the group `grasp.commands`
 
 REQUIRED = {
     "--model": ("model.path",),
@@ -25,6 +34,8 @@ MAX_LISTED = 20  # names of unusable images that are printed
     "               --corpus images.parquet --out head.safetensors",
     "grasp fit-head --model net.pth --factory net.py:Net --head fc --corpus photos/ --out head.safetensors",
     "grasp fit-head --model ./vit --head classifier --corpus photos/ --out head.safetensors",
+    group=commands,
+    section="Build artifacts",
 )
 def fit_head(
     out: Path = option("--out FILE", "File of the fitted head, .safetensors."),
@@ -66,3 +77,51 @@ def fit_head(
         more = f" and {count - len(listed):,} more" if count > len(listed) else ""
         print(f"left out: {skipped_text({reason: count})}: {', '.join(listed)}{more}")
     print(f"next: grasp build --set {shlex.quote(f'model.classifier.fitted_head={out}')} ...")
+
+
+@command(
+    "grasp detect art --target trusted --top 20 --out suspects.parquet",
+    "grasp detect art --target trusted --label topic --truth was_changed",
+    verb="grasp.vision.detect",
+    group=commands,
+    section="Find suspicious rows",
+    more="k match",
+)
+def detect(
+    art: Art,
+    out: Path | None = option("--out FILE", "Write the table as .parquet or .csv, or the first rows as .html.", None),
+    **params: Any,
+) -> None:
+    artifact = grasp.open(art).files
+    is_page = out is not None and out.suffix == ".html"
+    check_outputs({"--out": out}, artifact=artifact, tables=[] if is_page else ["--out"])
+    from grasp.vision.detect import detect as find_suspects
+
+    with Watch() as watch:
+        suspects = find_suspects(artifact, **params, progress=watch)
+    _print_comparison(suspects)
+    print(suspects)
+    if out is not None:
+        print(f"{suspects.write(out)}: {len(suspects):,} rows")
+
+
+def _print_comparison(suspects: "Suspects") -> None:
+    """Print how well each score finds the rows that the truth marks as wrong."""
+    if suspects.detections:
+        first_scores = next(iter(suspects.detections.values()))
+        k = first_scores.at_k.k
+        show(
+            f"evaluation against the truth: {first_scores.n_planted:,} of {first_scores.n_rows:,} rows planted; "
+            "best F1: over all thresholds",
+            ("score", "AUROC", "95% interval", "AP", f"P@{k}", f"R@{k}", f"F1@{k}", "best F1", "at k"),
+            [
+                (
+                    name,
+                    f"{scores.auroc:.3f}",
+                    f"{scores.auroc_low:.3f} to {scores.auroc_high:.3f}",
+                    *(f"{value:.3f}" for value in (scores.average_precision, *scores.at_k.shares, scores.best.f1)),
+                    scores.best.k,
+                )
+                for name, scores in suspects.detections.items()
+            ],
+        )

@@ -1,6 +1,6 @@
-"""Reopen the inputs of an artifact (settings, rows, tokenizer, model) and verify their fingerprints.
+"""Reopen the inputs of an artifact's build (settings, tokenizer, model) and verify their fingerprints.
 
-Start with `BuildSource`.
+Importing this module does not import torch. Start with `BuildSource`.
 """
 
 from collections.abc import Mapping
@@ -14,17 +14,16 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.labels import IDS_COLUMN
 from grasp.corpus.row_store import RowStore
 from grasp.corpus.sources import IN_MEMORY, is_local
-from grasp.errors import ArtifactError, CorpusError, SettingsError
+from grasp.errors import SettingsError
 from grasp.hub import only_here
-from grasp.pipeline.modality import load_reference, vision
-from grasp.settings import BuildSettings, build_settings, without_foreign_code
+from grasp.readers import load_reader
+from grasp.settings import BuildSettings, ModelSettings, build_settings, without_foreign_code
 from grasp.targets.units import UnitSet, UnitTokens, stored_tokens, stored_units
 from grasp.yaml_files import get_setting
 
 if TYPE_CHECKING:
     from grasp.models.forward_pass import Reference
     from grasp.models.tokenizer import HfTokenizer
-    from grasp.pipeline.inputs import Store
 
 
 @dataclass(frozen=True)
@@ -84,24 +83,10 @@ class BuildSource:
         if not get_setting(self.overrides or {}, "corpus.path"):
             require_here(self.artifact, self.settings.corpus.path, flag)
 
-    @property
-    def has_images(self) -> bool:
-        """Return whether rows are images and the model is a classifier."""
-        # from the manifest alone: no custom code is needed to answer this
-        return get_setting(self.artifact.manifest.settings, "model.classifier") is not None
-
     @cached_property
-    def rows(self) -> "Store":
+    def rows(self) -> RowStore:
         """Return the rows as the model read them."""
-        self.artifact.require_one_corpus()
-        if not self.artifact.tokens_path.exists():
-            raise ArtifactError(f"{self.artifact.location}: rows were not stored; rebuild it with keep_tokens: true")
-        try:
-            rows = (vision().open_rows if self.has_images else RowStore.open)(self.artifact.tokens_path)
-        except CorpusError as err:
-            raise ArtifactError(str(err)) from err
-        self.prove(corpus=rows.fingerprint)
-        return rows
+        return self.artifact.open_rows()
 
     @cached_property
     def tokenizer(self) -> "HfTokenizer":
@@ -113,7 +98,7 @@ class BuildSource:
             hf_tokenizer = tokenizer_of(self.settings.model)
         vocab_size = self.artifact.manifest.detail("vocab_size")
         tokenizer = HfTokenizer.from_settings(hf_tokenizer, self.settings.model, vocab_size)
-        self.prove(tokenizer=tokenizer.fingerprint)
+        self.artifact.prove(tokenizer=tokenizer.fingerprint)
         return tokenizer
 
     @cached_property
@@ -133,18 +118,17 @@ class BuildSource:
         with self._without_downloads():
             model = load_reference(self.settings.model)
         reader, fingerprint = model.reader
-        self.prove(**{"model": model.fingerprint(), reader: fingerprint})
+        self.artifact.prove(**{"model": model.fingerprint(), reader: fingerprint})
         return model
 
-    def prove(self, **now: str) -> None:
-        """Check that fingerprints of inputs, by name, are equal to those of the build."""
-        recorded = {name: self.artifact.manifest.fingerprints.get(name) for name in now}
-        if changed := [name for name in now if now[name] != recorded[name]]:
-            listed = "; ".join(f"{name} {now[name]}, was {recorded[name]}" for name in changed)
-            raise ArtifactError(
-                f"{self.artifact.location}: {' and '.join(changed)} changed since it was built ({listed}); restore the "
-                "inputs, or build a new artifact"
-            )
+
+def load_reference(settings: ModelSettings) -> "Reference":
+    """Load the reference model: a causal LM, or that of a reader."""
+    if settings.reader is not None:
+        return load_reader(settings.reader).load_model(settings)  # type: ignore[no-any-return]
+    from grasp.models.causal_lm import ReferenceModel  # noqa: PLC0415 - brings torch
+
+    return ReferenceModel.load(settings)
 
 
 def require_here(artifact: ArtifactReader, corpus: str, flag: str) -> None:

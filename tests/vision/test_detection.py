@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grasp.errors import SettingsError
-from grasp.inspect import neighbours
-from grasp.inspect.detection import (
+from grasp.vision import neighbours
+from grasp.vision.detection import (
     auroc,
     average_precision,
     conformal_threshold,
@@ -16,7 +16,7 @@ from grasp.inspect.detection import (
     matching_threshold,
     mean_ranks,
 )
-from grasp.inspect.neighbours import disagreement
+from grasp.vision.neighbours import disagreement
 
 metrics = pytest.importorskip("sklearn.metrics")
 

@@ -2,31 +2,27 @@
 
 A unit is a scored element of a target, such as a question with its answer or a trusted image; relevance is the
 predicted decrease of a unit's loss from training on a row. The statistics of thresholds and of the evaluation are in
-`grasp.inspect.detection`.
+`grasp.vision.detection`.
 
 Shape letters: N rows, E units.
 """
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
-from pydantic import TypeAdapter, ValidationError
 
-from grasp.arrays import F64, Bool
+from grasp.arrays import F64, I64, Bool
 from grasp.artifact.label_table import LabelColumn
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import index_by_row_id, label_column, only_target
-from grasp.corpus.labels import CLASS_LABEL, HASH_LABEL
+from grasp.artifact.rows import label_column, leak_notes, only_target
 from grasp.errors import ArtifactError, SettingsError
-from grasp.inspect.copies import column_values, exact_copies
-from grasp.inspect.detection import (
+from grasp.moments import StreamingMoments
+from grasp.progress import Progress, Silent
+from grasp.results import Result
+from grasp.vision.detection import (
     Detection,
     Threshold,
     conformal_threshold,
@@ -35,40 +31,17 @@ from grasp.inspect.detection import (
     matching_threshold,
     mean_ranks,
 )
-from grasp.inspect.neighbours import MAX_CANDIDATES, disagreement
-from grasp.moments import StreamingMoments
-from grasp.pipeline.modality import vision
-from grasp.pipeline.provenance import BuildSource
-from grasp.progress import Progress, Silent
-from grasp.results import Result
-from grasp.store.checksummed_parquet import read_checksummed_batches
-from grasp.store.contents import readable_table
-from grasp.text import json_text
-from grasp.yaml_files import describe
+from grasp.vision.explain_image import picture_url, row_pictures
+from grasp.vision.images import CLASS_LABEL, HASH_LABEL, hash_of_unit
+from grasp.vision.neighbours import MAX_CANDIDATES, disagreement
+from grasp.vision.reader import ImageReader
 
-RECORD: Final = b"grasp.suspects"  # key of the `DetectionRecord` in the metadata of the Parquet table
 CHANCE_AUROC: Final = 0.5  # AUROC of a score without information
-NEIGHBOURS = 10
+NEIGHBOURS = 10  # nearest rows whose labels are compared
 FALSE_POSITIVES = 0.01  # default share of correct rows that may be flagged
 DEFAULT_TOP = 10
 MIN_ROWS = 10  # fewer rows have no meaningful distribution
-REPORT_ROWS = 12  # rows shown in a report
-PICTURE_PIXELS = 160  # pixels of the longer side of an image
-
-
-@dataclass(frozen=True, slots=True)
-class DetectionRecord:
-    """Record of a detection, stored as JSON in the metadata of the table of suspects."""
-
-    target: str
-    ranking: str  # the score by which rows are ranked
-    headline: str
-    corpus: str  # fingerprint
-    source_hashes: dict[str, str]
-    rows: int
-    threshold: Threshold
-    detections: dict[str, Detection]  # by score, if there is a ground truth
-    notes: tuple[str, ...]
+PICTURE_PIXELS = 96  # pixels of the longer side of an image
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -76,13 +49,20 @@ class Suspects(Result):
     """All rows, the most suspicious first.
 
     Attributes:
-        table: rank, row_id, flagged, and the scores (higher is more suspicious; rows are ranked by the last one). Its
-            metadata contain `record`.
+        table: rank, row_id, flagged, and the scores (higher is more suspicious; rows are ranked by the last one).
+        target: trusted target.
+        ranking: score by which rows are ranked.
+        threshold: threshold of the ranking, or of the score that determines how many rows are flagged.
+        detections: evaluation of each score, if there is a ground truth.
         shown: the first rows with label and text.
         scores: scores by name, (N,), in the order of the artifact's rows.
+        figures: the first rows, if they are images.
     """
 
-    record: DetectionRecord
+    target: str
+    ranking: str
+    threshold: Threshold
+    detections: Mapping[str, Detection]
     shown: pa.Table
     scores: Mapping[str, F64]
 
@@ -116,7 +96,7 @@ def detect(
 
     In Python the result has up to three scores. `low_relevance` is minus the mean relevance to the units, each
     standardised over the rows. If rows have a label, `neighbour_disagreement` is the share of a row's nearest
-    neighbours in the hidden sketch with another label, and `fused` the mean of the two ranks. A trusted unit that is
+    neighbours in the hidden sketch with another label, and `fused` the mean of the two ranks. A trusted image that is
     also a row is an error.
 
     Args:
@@ -131,20 +111,22 @@ def detect(
         match: one kernel, e.g. gradient or output_layer. Default: output_layer if it was built, else the first kernel.
         progress: receives stages and numbers of rows.
     Raises:
-        ArtifactError: no such target, column or kernel, or a trusted unit is also a row.
+        ArtifactError: no such target, column or kernel, or a trusted image is also a row.
         SettingsError: a number out of range, too few rows, an argument without effect, or a truth in which no row or
             every row is wrong.
     Memory: a few numbers per row, the hidden sketch if there are labels, and a block of relevance.
     """
     target = only_target(artifact, target)
-    if label is None and CLASS_LABEL in pq.read_schema(artifact.rows_path).names:
+    is_images = isinstance(artifact.reader, ImageReader)
+    if is_images and label is None:
         label = CLASS_LABEL
-    _check_numbers(artifact, label, top, truth, k)
+    _check_numbers(artifact, top, truth, k)
     array = relevance_array(artifact, match)
     correct_N = None if clean is None else _boolean_column(artifact, clean, "clean")
     wrong_N = None if truth is None else _boolean_column(artifact, truth, "truth")
     progress = progress or Silent()
-    copy_notes = _refuse_copies(artifact, target)
+    if is_images:
+        _refuse_copies(artifact, target)
     low_relevance_N = np.empty(artifact.n_rows)
     for start, score_NE in standardised_blocks(artifact, array, target, progress):
         low_relevance_N[start : start + len(score_NE)] = -score_NE.mean(axis=1)
@@ -153,7 +135,7 @@ def detect(
     if label is not None:
         column = label_column(artifact, label)
         label = column.name  # as spelled in the corpus
-        label_scores, label_notes = _label_scores(artifact, column, low_relevance_N, NEIGHBOURS, progress)
+        label_scores, label_notes = _label_scores(artifact, column, low_relevance_N, progress)
         scores |= label_scores
     ranking, ranking_N = list(scores.items())[-1]  # `fused` if there are labels, else `low_relevance`
     if correct_N is not None:
@@ -169,29 +151,41 @@ def detect(
     detections: dict[str, Detection] = {}
     if wrong_N is not None:
         detections = {name: evaluate_scores(score_N, wrong_N, k) for name, score_N in scores.items()}
-    record = DetectionRecord(
+    notes = (
+        *_inverted_score_notes(detections, target),
+        *leak_notes(artifact, [target]),
+        *label_notes,
+        "higher scores are more suspicious",
+        f"low_relevance: minus the relevance of kernel {array.removeprefix('relevance_')}, without the protocol; "
+        "--match selects another kernel",
+        *threshold.notes,
+    )
+    order_N = np.argsort(-ranking_N, kind="stable")
+    row_ids = pa.chunked_array([batch.column(0) for batch in artifact.row_batches(["row_id"])])
+    table = pa.table(
+        {
+            "rank": np.arange(1, artifact.n_rows + 1),
+            "row_id": row_ids.take(pa.array(order_N)),
+            "flagged": (ranking_N > threshold.value)[order_N],
+            **{name: score_N[order_N] for name, score_N in scores.items()},
+        }
+    )
+    first_N, head = order_N[:top], table.slice(0, top)
+    return Suspects(
+        table,
+        _headline(ranking, threshold, artifact.n_rows),
+        notes,
         target=target,
         ranking=ranking,
-        headline=_headline(ranking, threshold, artifact.n_rows),
-        corpus=artifact.manifest.fingerprints.get("corpus", ""),
-        source_hashes=source_hashes(artifact, target),
-        rows=artifact.n_rows,
         threshold=threshold,
         detections=detections,
-        notes=(
-            *_inverted_score_notes(detections, target),
-            *copy_notes,
-            *label_notes,
-            "higher scores are more suspicious",
-            f"low_relevance: minus the relevance of kernel {array.removeprefix('relevance_')}, without the protocol; "
-            "--match selects another kernel",
-            *threshold.notes,
-        ),
+        shown=_shown_rows(artifact, head, first_N, ranking, threshold, label),
+        scores=scores,
+        figures=_figures(artifact, head["row_id"].to_pylist(), first_N) if is_images else (),
     )
-    return _rank_rows(artifact, record, scores, label, top)
 
 
-def _check_numbers(artifact: ArtifactReader, label: str | None, top: int, truth: str | None, k: int | None) -> None:
+def _check_numbers(artifact: ArtifactReader, top: int, truth: str | None, k: int | None) -> None:
     """Check the numbers that the user passed, that each has an effect, and that there are enough rows."""
     if top < 0:
         raise SettingsError(f"top: got {top}, expected 0 or more")
@@ -227,24 +221,26 @@ def _inverted_score_notes(detections: Mapping[str, Detection], target: str) -> l
     ]
 
 
-def _refuse_copies(artifact: ArtifactReader, target: str) -> list[str]:
-    """Raise an error if trusted units are rows of the corpus; return a note if not all could be compared."""
-    copies, note = exact_copies(artifact, target)
+def _refuse_copies(artifact: ArtifactReader, target: str) -> None:
+    """Raise an error if trusted images have the pixels of rows, which would make any score against them meaningless."""
+    units = artifact.units.take(pa.array(artifact.unit_columns(target))).to_pylist()
+    unit_of = {hash_of_unit(unit["prompt"]): unit["unit_id"] for unit in units}
+    copies = [
+        (unit_of[digest], i) for i, digest in enumerate(_column_values(artifact, HASH_LABEL)) if digest in unit_of
+    ]
     if copies:
         first_rows = np.array([row for _, row in copies[:DEFAULT_TOP]], dtype=np.int64)
         names = artifact.rows(first_rows)["row_id"].to_pylist()
-        units = artifact.units["unit_id"].take(pa.array(artifact.unit_columns(target))).to_pylist()
-        listed = ", ".join(f"{units[unit]} = {name}" for (unit, _), name in zip(copies, names, strict=False))
+        listed = ", ".join(f"{unit} = {name}" for (unit, _), name in zip(copies, names, strict=False))
         more = f" and {len(copies) - DEFAULT_TOP} more" if len(copies) > DEFAULT_TOP else ""
         raise ArtifactError(
             f"{artifact.location}: {len({unit for unit, _ in copies})} of {len(units)} trusted units of {target} are "
             f"rows of the corpus: {listed}{more}; remove them from one of the two and rebuild"
         )
-    return [] if note is None else [note]
 
 
 def _label_scores(
-    artifact: ArtifactReader, column: LabelColumn, low_relevance_N: F64, k_nearest: int, progress: Progress
+    artifact: ArtifactReader, column: LabelColumn, low_relevance_N: F64, progress: Progress
 ) -> tuple[dict[str, F64], list[str]]:
     """Return the scores `neighbour_disagreement` and `fused`, or none if the former is constant; and notes."""
     code_N, label = column.codes_N.astype(np.int64), column.name
@@ -252,7 +248,7 @@ def _label_scores(
         unlabelled_N = np.flatnonzero(code_N == column.values.index(None))
         code_N[unlabelled_N] = len(column.values) + np.arange(len(unlabelled_N))
     _, sketch_ND = next(artifact.array_blocks("hidden_sketch", block_rows=artifact.n_rows))
-    disagreements = disagreement(sketch_ND, code_N, k_nearest, progress)
+    disagreements = disagreement(sketch_ND, code_N, NEIGHBOURS, progress)
     n_singletons = int(disagreements.is_singleton_N.sum())
     if disagreements.share_N.min() == disagreements.share_N.max():
         reason = f"every row has a unique {label}" if n_singletons else f"{label} is the same for all neighbours"
@@ -261,7 +257,7 @@ def _label_scores(
     if disagreements.recall < 1:
         notes.append(
             f"neighbours were searched for among {MAX_CANDIDATES:,} rows with similar hidden sketches: "
-            f"{disagreements.recall:.0%} of the {k_nearest} nearest were found"
+            f"{disagreements.recall:.0%} of the {NEIGHBOURS} nearest were found"
         )
     return {
         "neighbour_disagreement": disagreements.share_N,
@@ -269,37 +265,24 @@ def _label_scores(
     }, notes
 
 
-def _rank_rows(
-    artifact: ArtifactReader, record: DetectionRecord, scores: Mapping[str, F64], label: str | None, top: int
-) -> Suspects:
-    """Return all rows ranked by the last score, and the first `top` for display."""
-    threshold, ranking_N = record.threshold, scores[record.ranking]
-    order_N = np.argsort(-ranking_N, kind="stable")
-    row_ids = pa.chunked_array([batch.column(0) for batch in artifact.row_batches(["row_id"])])
-    table = pa.table(
-        {
-            "rank": np.arange(1, artifact.n_rows + 1),
-            "row_id": row_ids.take(pa.array(order_N)),
-            "flagged": (ranking_N > threshold.value)[order_N],
-            **{name: score_N[order_N] for name, score_N in scores.items()},
-        }
-    )
-    head, rows = table.slice(0, top), artifact.rows(order_N[:top])
+def _shown_rows(
+    artifact: ArtifactReader, head: pa.Table, first_N: I64, ranking: str, threshold: Threshold, label: str | None
+) -> pa.Table:
+    """Return the first rows as they are printed."""
+    rows = artifact.rows(first_N)
     flagged = "yes" if threshold.beyond_chance else "not significant"
-    shown = {name: head[name] for name in ("rank", record.ranking)}
+    shown = {name: head[name] for name in ("rank", ranking)}
     shown |= {
         "flagged": [flagged if is_flagged else "no" for is_flagged in head["flagged"].to_pylist()],
         "row_id": head["row_id"],
     }
     shown |= {} if label is None else {label: rows[label]}
-    return Suspects(
-        table.replace_schema_metadata({RECORD: json_text(asdict(record), indent=None)}),
-        record.headline,
-        record.notes,
-        record=record,
-        shown=pa.table(shown | {"text": rows["snippet"]}),
-        scores=scores,
-    )
+    return pa.table(shown | {"text": rows["snippet"]})
+
+
+def _figures(artifact: ArtifactReader, row_ids: Sequence[str], index: I64) -> tuple[tuple[str, str | None], ...]:
+    """Return images with their row_ids as captions."""
+    return tuple(zip(row_ids, map(picture_url, row_pictures(artifact, index, PICTURE_PIXELS)), strict=True))
 
 
 def relevance_array(artifact: ArtifactReader, match: str | None) -> str:
@@ -329,86 +312,15 @@ def standardised_blocks(
         progress.advance(len(block), 0)
 
 
-def source_hashes(artifact: ArtifactReader, target: str) -> dict[str, str]:
-    """Return hashes of all inputs of the scores: corpus, model, features, and units of the target."""
-    digest = hashlib.blake2b(digest_size=16)
-    for unit in artifact.units.select(["target", "unit_id", "prompt", "completion"]).to_pylist():
-        if unit["target"] == target:
-            digest.update(repr(tuple(unit.values())).encode())
-    features = json.dumps(artifact.feature_settings, sort_keys=True, default=str).encode()
-    fingerprints = {name: artifact.manifest.fingerprints.get(name, "") for name in ("corpus", "model")}
-    return fingerprints | {
-        "features": hashlib.blake2b(features, digest_size=8).hexdigest(),
-        f"units of {target}": digest.hexdigest() if target in artifact.targets else "none",
-    }
-
-
-# ------------------------------------------------------------- reading the output of `grasp detect --out`
-
-
-@dataclass(frozen=True, slots=True)
-class ShownSuspects:
-    """A detection with its first rows: lines of its table and of the row table, names of labels, and PNG images."""
-
-    record: DetectionRecord
-    lines: tuple[Mapping[str, Any], ...]
-    rows: tuple[Mapping[str, Any], ...]
-    labels: tuple[str, ...]
-    pictures: tuple[bytes | None, ...]  # None: rows are texts, or images are not stored
-
-
-def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str]) -> ShownSuspects:
-    """Read the first rows of a table that `grasp detect --out` wrote, and check that it is of this artifact.
-
-    Args:
-        path: table of suspects.
-        artifact: artifact that the table must belong to.
-        labels: label columns to show.
-    Raises:
-        SettingsError: not such a table, or it is of another artifact.
-    """
-    expected = "a .parquet file of grasp detect --out"
-    with readable_table(f"--detect: {path}", SettingsError, expected):
-        metadata = (pq.read_schema(path).metadata or {}).get(RECORD)
-        first_rows = None
-        for batch in read_checksummed_batches(path):  # read to the end, so that all digests are verified
-            first_rows = batch.slice(0, REPORT_ROWS) if first_rows is None else first_rows
-    if metadata is None or first_rows is None or not {"rank", "row_id", "flagged"} <= set(first_rows.schema.names):
-        raise SettingsError(f"--detect: {path}: not a result of grasp detect; expected {expected}")
-    try:
-        record = TypeAdapter(DetectionRecord).validate_json(metadata)
-    except ValidationError as err:
-        raise SettingsError(f"{describe(err, f'--detect: {path}')}; expected {expected}") from err
-    expected_source = source_hashes(artifact, record.target) | {"rows": str(artifact.n_rows)}
-    recorded_source = record.source_hashes | {"rows": str(record.rows)}
-    if different := [name for name in expected_source if expected_source[name] != recorded_source.get(name)]:
-        listed = ", ".join(
-            f"{name} {recorded_source.get(name)!r}, here {expected_source[name]!r}" for name in different
-        )
-        raise SettingsError(f"--detect: {path} is from another artifact: {listed}; run grasp detect on this one")
-    lines = first_rows.to_pylist()
-    position_of = index_by_row_id(artifact, [line["row_id"] for line in lines])
-    if unknown := [line["row_id"] for line in lines if line["row_id"] not in position_of]:
-        raise SettingsError(f"--detect: {path}: {unknown[0]!r} is not a row of the artifact; run grasp detect on it")
-    index = np.array([position_of[line["row_id"]] for line in lines], dtype=np.int64)
-    pictures: Sequence[bytes | None] = [None] * len(index)
-    if BuildSource(artifact).has_images:
-        pictures = vision().row_pictures(artifact, index, PICTURE_PIXELS)
-    return ShownSuspects(
-        record,
-        tuple(lines),
-        tuple(artifact.rows(index).to_pylist()),
-        tuple(label for label in labels if label != HASH_LABEL),
-        tuple(pictures),
-    )
-
-
-# --------------------------------------------------------------------------------- columns of the row table
+def _column_values(artifact: ArtifactReader, name: str) -> Iterator[Any]:
+    """Yield the values of a column of the row table."""
+    for batch in artifact.row_batches([name]):
+        yield from batch.column(0).to_pylist()
 
 
 def _boolean_column(artifact: ArtifactReader, name: str, argument: str) -> Bool:
     """Read a column of true and false, or 1 and 0; `argument` names the option, for messages."""
-    values = list(column_values(artifact, name))
+    values = list(_column_values(artifact, name))
     for i, value in enumerate(values):
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             row = artifact.rows(np.array([i]))["row_id"][0].as_py()

@@ -1,0 +1,61 @@
+"""Readers of other rows than texts: entry points of `grasp.readers`, each with a kind of model that reads its rows.
+
+The name of an entry point is the group of settings that chooses the reader: a build whose settings have `model.NAME` is
+read by the reader NAME. The artifact records the name, so that its rows are opened by the same reader. Without such
+settings the model is a causal LM, which reads texts (`grasp.pipeline.inputs`).
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from grasp import entry_points
+from grasp.corpus.row_store import RowStore
+from grasp.results import Result
+from grasp.settings import READERS, BuildSettings, ModelSettings, ReaderSettings
+from grasp.targets.units import UnitSet
+
+
+class Reader(Protocol):
+    """Loads a model, reads corpus and targets for it, and explains rows.
+
+    Attributes:
+        settings: class of the settings `model.NAME`.
+        rows: class of the stored rows.
+    """
+
+    settings: type[ReaderSettings]
+    rows: type[RowStore]
+
+    def load_model(self, settings: ModelSettings) -> Any:
+        """Load the model that the settings name, a `grasp.models.forward_pass.NonTextReference`."""
+
+    def read(
+        self, settings: BuildSettings, model: Any, tokens: Path, *, replace: bool, progress: Callable[[int], None]
+    ) -> tuple[UnitSet, Any, RowStore]:
+        """Read the inputs of a build.
+
+        Args:
+            settings: settings of the build.
+            model: result of `load_model`.
+            tokens: directory of the rows.
+            replace: delete rows of another corpus in `tokens`.
+            progress: receives the number of rows of each finished shard.
+        Returns:
+            The units, the same as inputs of the model, and the rows in the directory `tokens`.
+        """
+
+    def explain(self, artifact: Any, target: str | None, rows: Sequence[str], **options: Any) -> list[Result]:
+        """Explain rows of an `ArtifactReader` without the model; options as in `grasp.inspect.explain`.
+
+        The options are unit, match and protocol.
+        """
+
+
+def load_reader(name: str) -> Reader:
+    """Return the reader with a name.
+
+    Raises:
+        SettingsError: there is no such reader.
+    """
+    return cast(Reader, entry_points.load(READERS, name))
