@@ -359,7 +359,7 @@ def test_other_settings_in_the_same_directory_are_refused(inputs, whole):
 
 def test_a_diverging_run_is_named_and_not_stored(inputs, tmp_path):
     wild = settings(inputs).overrides | {"learning_rate": 1e30, "clip_norm": 1e30}
-    with pytest.raises(ModelError, match=r"runs \['full-0'\]: "):
+    with pytest.raises(ModelError, match="run full-0: "):
         retrain(settings(inputs, overrides=wild), tmp_path / "env")
     assert not (tmp_path / "env" / "runs").exists()
     run, _ = RetrainedRuns.open(tmp_path / "env").claim()
@@ -371,7 +371,7 @@ def test_several_workers_share_the_runs(inputs, whole, tmp_path):
     env = retrain(settings(inputs, workers=2), tmp_path / "env")
     np.testing.assert_allclose(env.utilities().values_BSE, whole.utilities().values_BSE, atol=1e-4)
     wild = settings(inputs).overrides | {"learning_rate": 1e30, "clip_norm": 1e30}
-    with pytest.raises(GraspError, match="runs"):
+    with pytest.raises(GraspError, match="run "):
         retrain(settings(inputs, workers=2, overrides=wild), tmp_path / "wild")
     assert Path(tmp_path / "wild" / "environment.json").exists()
 
