@@ -224,11 +224,11 @@ def _connect(url: str) -> tuple[Any, str]:
     return filesystem, root.rstrip("/")
 
 
-def _library_errors() -> tuple[type[Exception], ...]:
+def _library_errors() -> list[type[Exception]]:
     """Return the errors of object stores and of HTTP that are no OSError, of the libraries that are imported."""
     names = {"aiohttp": "ClientError", "azure.core.exceptions": "AzureError", "botocore.exceptions": "BotoCoreError"}
     names |= {"gcsfs.retry": "HttpError", "google.auth.exceptions": "GoogleAuthError"}
-    return tuple(getattr(sys.modules[module], name) for module, name in names.items() if module in sys.modules)
+    return [getattr(sys.modules[module], name) for module, name in names.items() if module in sys.modules]
 
 
 @contextmanager
