@@ -224,11 +224,11 @@ def _connect(url: str) -> tuple[Any, str]:
     return filesystem, root.rstrip("/")
 
 
-def _library_errors() -> list[type[Exception]]:
-    """Return the errors of object stores and of HTTP that are no OSError, of the libraries that are imported."""
+def _error_types() -> tuple[type[Exception], ...]:
+    """Return OSError, and other errors of object stores and of HTTP if their library is imported."""
     names = {"aiohttp": "ClientError", "azure.core.exceptions": "AzureError", "botocore.exceptions": "BotoCoreError"}
     names |= {"gcsfs.retry": "HttpError", "google.auth.exceptions": "GoogleAuthError"}
-    return [getattr(sys.modules[module], name) for module, name in names.items() if module in sys.modules]
+    return OSError, *(getattr(sys.modules[module], name) for module, name in names.items() if module in sys.modules)
 
 
 @contextmanager
@@ -243,7 +243,7 @@ def remote_errors(location: str, error_type: type[GraspError] = ArtifactError) -
     """
     try:
         yield
-    except (OSError, *_library_errors()) as err:
+    except _error_types() as err:
         if isinstance(err, OSError) and "://" not in location:
             raise
         reason = " ".join(str(err).split()) or type(err).__name__
