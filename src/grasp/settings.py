@@ -263,16 +263,18 @@ class ModelSettings(Settings):
     @classmethod
     def _validate_reader(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Validate the settings of a reader by its class."""
-        if not isinstance(data, Mapping):
+        others = (
+            {name: data[name] for name in data if name not in cls.model_fields} if isinstance(data, Mapping) else {}
+        )
+        if not others:
             return handler(data)
-        others = {name: value for name, value in data.items() if name not in cls.model_fields}
         fields: dict[str, Any] = {
             name: (entry_points.load(READERS, name).settings | None, None)
             for name in others
             if name in entry_points.names(READERS)
         }
-        others_class = create_model("ModelSettings", __base__=Settings, **fields)
-        given = {name: value for name, value in others_class.model_validate(others) if value is not None}
+        group: type[Settings] = create_model("ModelSettings", __base__=Settings, **fields)
+        given = {name: value for name, value in group.model_validate(others) if value is not None}
         if len(given) > 1:
             raise ValueError(f"{', '.join(given)}: expected one of them, since only one reader reads the corpus")
         return handler({name: value for name, value in data.items() if name not in others} | given)
