@@ -22,6 +22,8 @@ from grasp.files import atomic_path, claim_directory
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.pipeline.pipeline import build_artifact
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
+from grasp.predict.families import parse_family
+from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.progress import Progress, Silent
 from grasp.runs.alignment import match_targets
 from grasp.runs.retrained import RetrainedRuns
@@ -49,7 +51,7 @@ BUNDLED_RUNS = Path(__file__).with_name("demo_environment")  # written by `grasp
 SELECTION_RUNS = Path(__file__).with_name("demo_checked")  # trained on its selections: experiments/exposure
 RETRAININGS = 16
 TARGET = "sciq"
-RANDOM_SUBSETS = 10_000
+RANDOM_SUBSETS = 1_000
 BUDGET = "20%"
 DISTANCE = "40%"  # maximum share of the data that a mixture may replace
 
@@ -165,10 +167,12 @@ def print_answers(demo: Demo, say: Callable[[str], None]) -> None:
     _command(say, "score", demo.artifact_path, "--target", TARGET, "--top", 5, "--bottom", 5, "--min-tokens", 32)
     say(f"{art.score(TARGET, top=5, bottom=5, min_tokens=32)}\n")
     say(f"3. Predictions exist for any subset. {RANDOM_SUBSETS:,} random tenths of the corpus:")
-    path = demo.out / "predictions.parquet"
-    _command(say, "predict", demo.artifact_path, "--family", "uniform:0.1", "-B", RANDOM_SUBSETS, "--out", path)
+    subsets, path = demo.out / "subsets.parquet", demo.out / "predictions.parquet"
+    tenths = parse_family("uniform:0.1").draw(RANDOM_SUBSETS, n_rows=len(art), labels=None, seed=0, purpose="random")
+    write_subsets(subsets, tenths, RowIndex.from_parquet(art.files.rows_path))
+    _command(say, "predict", demo.artifact_path, "--subsets", subsets, "--out", path)
     started = time.monotonic()
-    count = art.predict(family="uniform:0.1", count=RANDOM_SUBSETS, out=path).lines
+    count = art.predict(subsets=subsets, out=path).lines
     seconds = time.monotonic() - started
     say(f"{count:,} predictions in {seconds:.1f} s: {RANDOM_SUBSETS / seconds:,.0f} subsets per second\n")
     runs = _compare_with_runs(demo, art, say)
