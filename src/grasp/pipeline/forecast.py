@@ -17,12 +17,14 @@ import numpy as np
 
 from grasp.artifact.manifest import MANIFEST
 from grasp.corpus.documents import documents_of
+from grasp.corpus.row_store import RowStore, TokenRows
 from grasp.corpus.sources import open_source
 from grasp.errors import ArtifactError
 from grasp.kernels.kernel import counts_rows, kernel_class, make_kernels
 from grasp.kernels.sketch import Sketch
 from grasp.kernels.whitening import STATES
 from grasp.models.causal_lm import ReferenceModel
+from grasp.models.forward_pass import Units
 from grasp.pipeline.add_replay import forecast_added_replay, refuse_replay
 from grasp.pipeline.build import (
     REQUIRED,
@@ -205,7 +207,8 @@ def _timed_probe(inputs: Inputs, *, untrained: bool) -> _Probe:
     lengths = np.cumsum([len(unit.input_ids) for unit in tokens])
     n_timed = int(np.clip(np.searchsorted(lengths, rows.n_tokens), 1, PROBE_UNITS)) if tokens else len(rows)
     started = time.perf_counter()
-    units = model_pass.units(tokens[:n_timed] or rows, [f"unit {k}" for k in range(n_timed)])
+    timed_units: Units = rows if not isinstance(rows, TokenRows) else tokens[:n_timed]
+    units = model_pass.units(timed_units, [f"unit {k}" for k in range(n_timed)])
     kernels = make_kernels(features.kernels, inputs.model, features, corpus)
     for kernel in kernels:
         kernel.prepare(units)
