@@ -275,10 +275,8 @@ def test_evaluate_prints_the_results_of_the_library_and_scipy(art, env):
     several = {
         f"{names} additive"
         for names in (
-            "output_layer+pooled",
             "output_layer+embedding",
             "output_layer+embedding+knn",
-            "output_layer+embedding+pooled",
         )
     }
     assert set(printed) == {f"{kernel} additive" for kernel in kernels} | several | {"default"}

@@ -69,24 +69,6 @@ class InteractionSums(SubsetSums):
         """Sums of weights, which weighting `mean` divides by."""
         return WeightSums(self.effective_B, self.omitted_B, self.n_rows)
 
-    def cumulative(self) -> "InteractionSums":
-        """Return sums over the first subset, the first two together, and so on; for disjoint subsets with weights 1."""
-        size_B = np.cumsum(self.effective_B)
-        sketch_sums = {
-            name: SketchSums(
-                np.cumsum(sums.total_BD, axis=0), np.cumsum(sums.sum_w_norm2_B), np.cumsum(sums.sum_w2_norm2_B)
-            )
-            for name, sums in self.sketch_sums.items()
-        }
-        return _interaction_sums(
-            self.n_rows,
-            weight_B=size_B,
-            n_retained_B=size_B,
-            omitted_B=self.n_rows - size_B,
-            effect_BT=np.cumsum(self.effect_BT, axis=0),
-            sketch_sums=sketch_sums,
-        )
-
 
 def _interaction_sums(
     n_rows: int,

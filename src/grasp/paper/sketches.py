@@ -8,9 +8,8 @@ import functools
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from grasp.arrays import F32, F64, Blocks
+from grasp.arrays import F64, Blocks
 from grasp.artifact.cache import cached
 from grasp.artifact.reader import ArtifactReader
 from grasp.moments import StreamingMoments
@@ -62,21 +61,6 @@ class SketchWithNorms(RowSums):
             return
         for start in range(0, len(self.array_NC), BLOCK_ROWS):
             yield start, self.array_NC[start : start + BLOCK_ROWS]
-
-    def rows(self, row_index: NDArray[np.int64]) -> F32:
-        """Return the sketches of the given rows, in this order, (n, D)."""
-        if self.array_NC is None:
-            return self.artifact.array_rows(self.array_name, row_index)
-        return self.array_NC[row_index]
-
-    def dot(self, vector_D: F64) -> F64:
-        """Return <phi_i, vector> of every row, (N,)."""
-        return np.concatenate([np.einsum("nd,d->n", block, vector_D) for _, block in self.blocks()])
-
-    def squared_norms(self) -> F64:
-        """Return ||phi_i||^2 of every row, (N,)."""
-        norms = [np.einsum("nd,nd->n", block, block, dtype=np.float64) for _, block in self.blocks()]
-        return np.concatenate(norms)
 
     def sums(self, weights: Weights) -> F64:
         """Return sum_i w_i phi_i of every subset, (B, D)."""

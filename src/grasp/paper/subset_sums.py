@@ -49,28 +49,6 @@ class Geometry:
 
 
 @dataclass(frozen=True, slots=True)
-class QuadraticWeights:
-    """Weights of K_raw, K_self and K_cent of one sketch in a prediction.
-
-    K_pair needs no weight of its own: it equals K_raw - K_self.
-    """
-
-    raw: float = 0.0
-    self_norm: float = 0.0  # weight of K_self
-    cent: float = 0.0
-
-    @property
-    def curvature(self) -> float:
-        """Weight of ||s||^2, s = sum_i w_i phi_i, which occurs in K_raw and in K_cent."""
-        return self.raw + self.cent
-
-    def plus(self, kind: str, weight: float) -> "QuadraticWeights":
-        """Return these weights plus `weight` times the component of this kind."""
-        raw, self_norm, cent = {"raw": (1, 0, 0), "self": (0, 1, 0), "pair": (1, -1, 0), "cent": (0, 0, 1)}[kind]
-        return QuadraticWeights(self.raw + raw * weight, self.self_norm + self_norm * weight, self.cent + cent * weight)
-
-
-@dataclass(frozen=True, slots=True)
 class WeightSums:
     """Sums of weights of B subsets, used by weighting `mean` and by centring."""
 

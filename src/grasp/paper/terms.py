@@ -32,10 +32,8 @@ from grasp.paper.standardize import (
     self_moments,
 )
 from grasp.paper.subset_sums import (
-    JOINT,
     Geometry,
     Kind,
-    QuadraticWeights,
     SketchName,
     SketchSums,
     WeightSums,
@@ -131,20 +129,6 @@ class GeometryTerms:
         sketch_sums = {name: sketch.totals.as_subset() for name, sketch in self.sketches.items()}
         z_scores = self.z_scores(sketch_sums, WeightSums.corpus(self.n_rows))
         return {name: float(z_1[0]) for name, z_1 in z_scores.items()}
-
-    @property
-    def quadratic_weights(self) -> dict[str, QuadraticWeights]:
-        """Weights of K_raw, K_self and K_cent of every stored sketch in V; `joint` contributes to hidden and residual.
-
-        A component with weight omega enters V as omega (K - mean) / std, so its weight is omega / std.
-        """
-        weights: dict[str, QuadraticWeights] = {}
-        for component, omega in self.protocol.components.items():
-            slope = omega * float(self.mean_std[component].inverse_std_C[0])
-            sketch_name, kind = component.split(".")
-            for stored in JOINT if sketch_name == "joint" else (sketch_name,):
-                weights[stored] = weights.get(stored, QuadraticWeights()).plus(kind, slope)
-        return {name: weight for name, weight in weights.items() if weight != QuadraticWeights()}
 
     @property
     def dropped(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from grasp.artifact.manifest import MANIFEST
 from grasp.corpus.documents import documents_of
-from grasp.corpus.row_store import RowStore, TokenRows
+from grasp.corpus.row_store import TokenRows
 from grasp.corpus.sources import open_source
 from grasp.errors import ArtifactError
 from grasp.kernels.kernel import counts_rows, kernel_class, make_kernels
