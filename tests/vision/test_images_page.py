@@ -43,4 +43,4 @@ def test_the_page_runs_as_written(tmp_path, monkeypatch):
     rows = pq.read_table("train.parquet").to_pylist()
     planted = {row["row_id"] for row in rows if row["changed"]}
     assert len(planted & set(first)) >= 7, (first, len(planted))
-    assert "<img" in Path("report.html").read_text()
+    assert "<img" in Path("suspects.html").read_text()
