@@ -520,6 +520,7 @@ class ReplaySettings(Settings):
         ge=0,
         description="Retrainings with changed weights of groups of rows, whose effect is compared with the predicted "
         "one; --check: 1. Not for a new model.",
+        exclude_if=lambda check: not check,  # a record of a replay has its checks, if there are any
     )
 
     @model_validator(mode="after")
