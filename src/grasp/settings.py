@@ -274,10 +274,12 @@ class ModelSettings(Settings):
             if name in entry_points.names(READERS)
         }
         group: type[Settings] = create_model("ModelSettings", __base__=Settings, **fields)
-        given = {name: value for name, value in group.model_validate(others) if value is not None}
-        if len(given) > 1:
-            raise ValueError(f"{', '.join(given)}: expected one of them, since only one reader reads the corpus")
-        return handler({name: value for name, value in data.items() if name not in others} | given)
+        reader_fields = {name: value for name, value in group.model_validate(others) if value is not None}
+        if len(reader_fields) > 1:
+            raise ValueError(
+                f"{', '.join(reader_fields)}: expected one of them, since only one reader reads the corpus"
+            )
+        return handler({name: value for name, value in data.items() if name not in others} | reader_fields)
 
     @property
     def reader(self) -> str | None:

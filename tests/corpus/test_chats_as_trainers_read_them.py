@@ -469,8 +469,8 @@ def test_a_system_text_makes_turns_of_prompt_and_completion(tmp_path):
     assert empty == text_and_loss(stored(tmp_path / "chat", [{"messages": TURNS[:2]}]))
     assert text_and_loss(stored(tmp_path / "null", [record | {"system": None}]))[0].startswith(QUESTION + ANSWER)
     path = tmp_path / "exam.jsonl"
-    for asked in (record, {"system": "Be short.", "question": QUESTION, "answer": ANSWER}):
-        path.write_text(json.dumps(asked))
+    for question_record in (record, {"system": "Be short.", "question": QUESTION, "answer": ANSWER}):
+        path.write_text(json.dumps(question_record))
         (unit,) = load_units(TargetSettings(names=(str(path),))).rendered(chat_tokenizer()).units
         assert unit.prompt.startswith(f"<|im_start|>system\nBe short.{END}")
         assert unit.completion == ANSWER + END

@@ -83,7 +83,8 @@ def test_a_part_is_read_like_a_corpus_of_its_own(tmp_path, kind):
         assert [document.text for document in documents] == TEXTS[250 + start : -50]
         assert [document.index for document in documents] == list(range(start, 300))
     whole, part, other = (
-        open_source(str(path), one).identity() for one in (split.partition("[")[0] or None, split, split[:-2] + "1]")
+        open_source(str(path), part_of_split).identity()
+        for part_of_split in (split.partition("[")[0] or None, split, split[:-2] + "1]")
     )
     assert len({json.dumps(identity) for identity in (whole, part, other)}) == 3
     assert FileFormat.parse("source", open_source(str(path), split)).kind == {

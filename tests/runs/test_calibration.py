@@ -268,8 +268,10 @@ def test_a_metric_that_never_changes_is_left_out(artifact):
     outcomes = fit_outcomes(Predictor.from_artifact(artifact, PROTOCOL), artifact, runs)
     assert outcomes.task_by_target == {"sciq": 0}
     assert "left out 1 metric, the same in all runs: boolq/exact_match" in outcomes.notes
-    alone = fit_outcomes(Predictor.from_artifact(artifact, PROTOCOL, ["sciq"]), artifact, runs_of(share_RG, acc))
-    np.testing.assert_array_equal(outcomes.utility_RST, alone.utility_RST)
+    single_metric = fit_outcomes(
+        Predictor.from_artifact(artifact, PROTOCOL, ["sciq"]), artifact, runs_of(share_RG, acc)
+    )
+    np.testing.assert_array_equal(outcomes.utility_RST, single_metric.utility_RST)
     with pytest.raises(RunsError, match=r"runs: boolq/exact_match: the same in all runs"):
         fit_outcomes(Predictor.from_artifact(artifact, PROTOCOL, ["boolq"]), artifact, runs)
 

@@ -250,8 +250,8 @@ def test_standard_errors_are_left_out_with_a_note(tmp_path):
     with pytest.raises(RunsError, match="no numeric columns with results; standard errors are no results"):
         read(tmp_path, losses=[[line[0], line[1]] for line in lines])
     wide = [[*shares, *line[1:]] for shares, line in zip(SHARES, lines, strict=True)]
-    one = grasp.import_runs(write(tmp_path / "wide.csv", wide), label="source", metrics=["exam/acc"])
-    assert one.values == ("wiki", "code", "books")
+    imported = grasp.import_runs(write(tmp_path / "wide.csv", wide), label="source", metrics=["exam/acc"])
+    assert imported.values == ("wiki", "code", "books")
 
 
 def test_the_name_of_a_task_is_no_metric(tmp_path):
