@@ -358,8 +358,6 @@ def test_rows_are_selected_by_the_prediction_of_the_runs(artifact):
     assert f"{best[0]:+.4f} acc" in str(plain)
     with pytest.raises(SettingsError, match="cautious: requires `runs`"):
         choose(cautious=True)
-    with pytest.raises(SettingsError, match=r"cautious: .*diversity 0\.25"):
-        choose(runs=runs, cautious=True, diversity=0.25)
 
 
 def test_runs_that_agree_with_relevance_do_not_change_the_selection(artifact, environment):

@@ -42,6 +42,8 @@ StoredSketch = Literal["hidden", "residual", "product"]
 
 MIN_RANK_CORRELATION = 0.8  # rank correlation from which a sketch is healthy
 MAX_WIDTH = 8192  # largest width that is tried
+# The setting of `features` that is the width of a sketch.
+WIDTH_SETTINGS = {"hidden": "hidden_width", "residual": "residual_width", "product": "residual_width"}
 STORED: tuple[StoredSketch, ...] = ("hidden", "residual", "product")
 PROXIES = ("hidden", "residual", "joint")  # sketches of other kernels, used in place of the product
 HEALTHY_SKETCH = (
@@ -127,7 +129,7 @@ class ExactKernels:
     def sketch(self, sketch_name: StoredSketch, width: int) -> F64:
         """Return the sketch that a build with this width would compute of the sample, before it is scaled, (N, D)."""
         batch, name = self.features.batch, f"{sketch_name}_sketch"
-        settings = self.settings.model_copy(update={f"{sketch_name}_width": width})
+        settings = self.settings.model_copy(update={WIDTH_SETTINGS[sketch_name]: width})
         sizes = FeatureSizes(batch.hidden_PH.shape[1], batch.vocab_size, batch.hidden_PH.device)
         corpus = CorpusMoments(sizes)
         (kernel,) = make_kernels([name], sizes, settings, corpus)
@@ -265,7 +267,7 @@ def _width_advice(sketch_name: str, wider: SketchAgreement | None) -> str:
     if wider is None:
         return f"{drop}: no width up to {MAX_WIDTH} distinguishes these subsets"
     measured = f"on this sample ranks {wider.ranks:+.2f}, {wider.error:.1%} off"
-    return f"build with features.{sketch_name}_width: {wider.width} ({measured}), or {drop}"
+    return f"build with features.{WIDTH_SETTINGS[sketch_name]}: {wider.width} ({measured}), or {drop}"
 
 
 def _check_product_kernel(kernels: ExactKernels, proxy: str, sketches: Mapping[str, F64], weight_BN: F64) -> Check:
