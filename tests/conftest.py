@@ -56,6 +56,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-snapshots", action="store_true", help="rewrite recorded numbers, help and signatures")
 
 
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Return a function that installs a package of one module with entry points, in the layout of pip."""
+
+    def installed(module: str, source: str, points: str, package: str | None = None) -> Path:
+        package = package or module
+        site = tmp_path / package
+        record = site / f"{package}-1.0.dist-info"
+        record.mkdir(parents=True)
+        (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        (record / "entry_points.txt").write_text(points)
+        (site / f"{module}.py").write_text(source)
+        monkeypatch.syspath_prepend(site)
+        return site
+
+    return installed
+
+
 @pytest.fixture(scope="session")
 def rewrite_snapshots(request: pytest.FixtureRequest) -> bool:
     """Return whether recorded files are rewritten instead of compared."""

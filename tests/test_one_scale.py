@@ -13,7 +13,7 @@ from grasp.artifact.rows import row_tokens
 from grasp.inspect.explain import explain
 from grasp.predict.default_protocol import TASK_PROTOCOL, resolve_protocol
 from grasp.predict.predictor import Predictor
-from grasp.predict.scoring_rule import Interaction, save_protocol
+from grasp.predict.scoring_rule import save_protocol
 from grasp.predict.slices import SliceFormula, label_slices
 from grasp.report.findings import collect_findings
 from grasp.report.serve import QueryService, respond
@@ -64,7 +64,7 @@ def test_dropping_a_slice_has_one_value_in_all_interfaces(art, tmp_path, protoco
     by = predict(artifact, by="topic", protocol=protocol).to_pandas().set_index("value")
     answers["by"] = by["if_dropped"]["life"]
     answers |= from_coefficients(artifact, protocol)
-    if protocol.interaction is Interaction.NONE:
+    if protocol.is_additive:
         answers |= {f"served {name}": value for name, value in served(artifact).items()}
         ranked = score(artifact, "facts", protocol=protocol).to_pandas().set_index("row_id")["effect"]
         answers["mean of score"] = ranked[kept_ids].mean()
@@ -97,7 +97,7 @@ def from_coefficients(artifact, protocol) -> dict[str, float]:
     sums = predictor.sums(slices.each)
     f_G = np.array([float(name != "life") for name in slices.names])
     changes = {"shares of slices": predictor.change(slices.weights(f_G[None]))[0, 0]}
-    if protocol.interaction is not Interaction.NONE:  # interactions between rows are not a sum over slices
+    if not protocol.is_additive:  # interactions between rows are not a sum over slices
         return changes
     formula = SliceFormula(sums.n_retained_B, sums.effect_BT)
     return changes | {"coefficients": f_G @ formula.effect_GT[:, 0] / (f_G @ formula.rows_G)}

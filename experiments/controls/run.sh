@@ -5,11 +5,11 @@
 set -e
 HERE=experiments/controls
 for family in family pooled; do
-  grasp evaluate bench-out/cc-completion --runs experiments/environments/cc-format \
-    --controls --development experiments/environments/cc-topic --family $HERE/$family.yaml \
+  grasp controls bench-out/cc-completion --runs experiments/environments/cc-format \
+    --development experiments/environments/cc-topic --family $HERE/$family.yaml \
     --json $HERE/$family.json --csv bench-out/controls-$family.csv
 done
-grasp evaluate bench-out/cc-all --runs experiments/environments/cc-format \
-  --controls --development experiments/environments/cc-topic --family $HERE/family.yaml \
+grasp controls bench-out/cc-all --runs experiments/environments/cc-format \
+  --development experiments/environments/cc-topic --family $HERE/family.yaml \
   --json $HERE/family-all.json --csv bench-out/controls-all.csv
 python experiments/table.py $HERE/{family,pooled,family-all}.json --title "Controls and ablations" --out $HERE/table.md

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.geometry.candidate_predictor import CandidatePredictor
+from grasp.paper.candidate_predictor import CandidatePredictor
 from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import WeightedRows, in_blocks

@@ -20,7 +20,7 @@ import numpy as np
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.geometry.candidate_predictor import CandidatePredictor
+from grasp.paper.candidate_predictor import CandidatePredictor
 from grasp.predict.predictor import NEW_ROW_VALUE, Predictor
 from grasp.runs.metrics import spearman
 from grasp.runs.retrained import RetrainedRuns

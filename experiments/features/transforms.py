@@ -21,7 +21,7 @@ from grasp.arrays import F64
 from grasp.artifact.reader import RENAMED_KERNELS, ArtifactReader
 from grasp.errors import RunsError
 from grasp.files import write_atomically
-from grasp.geometry.development_runs import Development
+from grasp.paper.development_runs import Development
 from grasp.predict.predictor import downweight_negative
 from grasp.runs.metrics import rank_correlations
 from grasp.runs.retrained import RetrainedRuns

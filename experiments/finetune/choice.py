@@ -4,7 +4,7 @@
     python -m experiments.finetune.choice cc-topic --out choice-from-scratch.json
 
 Every candidate stands there twice: with rows that count alike, and with rows that count by their loss tokens. The bound
-over several environments is that of `grasp.geometry.protocol_selection`. A held-out environment (`instructions`) gives
+over several environments is that of `grasp.paper.protocol_selection`. A held-out environment (`instructions`) gives
 the same table as a test; it cannot stand beside others.
 """
 
@@ -36,7 +36,7 @@ from experiments.mistakes import in_one_line
 from grasp.arrays import F64
 from grasp.errors import GraspError
 from grasp.files import write_atomically
-from grasp.geometry.agreement import standard_errors
+from grasp.paper.agreement import standard_errors
 from grasp.seeds import bootstrap_weights
 
 BASE, SHIPPED_AT_FIRST = "shift", "token + input"  # of them the first shipped when these were compared

@@ -30,7 +30,7 @@ from grasp.artifact.manifest import LOSS_TOKENS
 from grasp.artifact.reader import RENAMED_KERNELS, ArtifactReader
 from grasp.errors import GraspError
 from grasp.files import write_atomically
-from grasp.geometry.agreement import standard_errors
+from grasp.paper.agreement import standard_errors
 from grasp.runs.retrained import RetrainedRuns
 
 FORWARD = ("token", "input", "shift", "tilt")  # as the recorded results call them

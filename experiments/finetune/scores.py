@@ -23,9 +23,9 @@ from grasp.arrays import F32, F64
 from grasp.kernels.embedding import one_hot_tokens
 from grasp.kernels.knn import knn_relevance, prepare_knn
 from grasp.kernels.output_layer import output_layer_relevance, prepare_targets
-from grasp.kernels.pooled import pooled_relevance, prepare_units
 from grasp.kernels.whitening import MomentAccumulator, SecondMoments, Whitener, preconditioner, whitening_map
 from grasp.models.residuals import PooledFeatures, SparseResidual, pool
+from grasp.paper.pooled import pooled_relevance, prepare_units
 
 TAU, ALPHA, EPSILON = 0.01, 1.0, 0.3  # the defaults of a build
 POOLED = 32

@@ -23,7 +23,7 @@ from experiments.mistakes import in_one_line
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_atomically
-from grasp.geometry.candidate_predictor import CandidatePredictor
+from grasp.paper.candidate_predictor import CandidatePredictor
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.predict.scoring_rule import ScoringProtocol, load_protocol
 from grasp.runs.metrics import spearman

@@ -33,10 +33,10 @@ from experiments.mistakes import in_one_line
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_atomically
-from grasp.geometry.candidate_predictor import CandidatePredictor
 from grasp.kernels.whitening import Whitener, second_moments
 from grasp.methods.contract import MethodInputs
 from grasp.models.forward_pass import forward_passes
+from grasp.paper.candidate_predictor import CandidatePredictor
 from grasp.pipeline.model_pass import ModelPass
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.runs.metrics import rank_correlations

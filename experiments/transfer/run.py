@@ -19,9 +19,9 @@ import numpy as np
 from experiments.mistakes import in_one_line
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_atomically
-from grasp.geometry.candidates import Candidate, ProtocolFamily, candidate_of, default_family
-from grasp.geometry.development_runs import Development
-from grasp.geometry.protocol_selection import select_protocol
+from grasp.paper.candidates import Candidate, ProtocolFamily, candidate_of, default_family
+from grasp.paper.development_runs import Development
+from grasp.paper.protocol_selection import select_protocol
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.runs.evaluation import evaluate_predictions
 from grasp.runs.retrained import RetrainedRuns

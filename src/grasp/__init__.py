@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from grasp.api.retrain import retrain
     from grasp.distil.apply import apply
     from grasp.distil.scorer import Scorer
-    from grasp.geometry.calibrate import calibrate
     from grasp.pipeline.preview import preview_corpus, preview_targets
     from grasp.results import Result
     from grasp.runs.import_runs import import_runs
@@ -35,7 +34,6 @@ _HOMES = {
     "Scorer": "grasp.distil.scorer",
     "apply": "grasp.distil.apply",
     "build": "grasp.api.makers",
-    "calibrate": "grasp.geometry.calibrate",
     "evaluate": "grasp.api.evaluate",
     "import_runs": "grasp.runs.import_runs",
     "merge": "grasp.api.makers",
@@ -57,7 +55,6 @@ __all__ = [
     "__version__",
     "apply",
     "build",
-    "calibrate",
     "evaluate",
     "import_runs",
     "merge",

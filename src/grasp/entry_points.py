@@ -24,9 +24,11 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from grasp.errors import MissingExtraError, SettingsError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,3 +137,24 @@ def load(group: str, name: str) -> Any:
         MissingExtraError: it cannot be imported.
     """
     return find(group, name).load()
+
+
+def load_class(group: str, name: str, base: type[T], error_prefix: str = "") -> type[T]:
+    """Import and return the class that is registered under a name in a group.
+
+    Args:
+        group: group of entry points, such as `grasp.kernels`.
+        name: name in the group.
+        base: class that the registered one must be derived from.
+        error_prefix: begin of the message about an unknown name; see `find`.
+    Raises:
+        SettingsError: unknown name, and the message lists the registered ones; or another kind of object.
+        MissingExtraError: it cannot be imported.
+    """
+    entry = find(group, name, error_prefix)
+    loaded = entry.load()
+    if not (isinstance(loaded, type) and issubclass(loaded, base)):
+        raise SettingsError(
+            f"{entry.origin}: got {loaded!r}, expected a class derived from {base.__module__}.{base.__name__}"
+        )
+    return loaded

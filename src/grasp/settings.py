@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from grasp.dataset_entries import resolve_entry
+from grasp.entry_points import load, names
 from grasp.errors import SettingsError
 from grasp.yaml_files import get_setting, set_setting, validated
 
@@ -308,15 +309,17 @@ Positions = Annotated[str, AfterValidator(_positions)]
 
 
 Train = Literal["further", "new"]
+OWN_RULES = ("default", "forward")  # other rules are registered
+PROTOCOLS = "grasp.protocols"  # entry points of registered rules, see `grasp.predict.scoring_rule.RegisteredProtocol`
 
 
 class FeatureSettings(Settings):
     """Kernels that compare rows with units, the positions that they read, and their preconditioners."""
 
-    rule: Literal["default", "forward", "paper"] = Field(
+    rule: str = Field(
         "default",
         description="Kernels to build. default: those of the default scoring rule; forward: those of them that need no "
-        "backward pass; paper: those of the paper, with its sketches.",
+        "backward pass; or a registered rule: paper is that of the paper.",
     )
     kernels: tuple[str, ...] = Field(
         (), description="Names of kernels and sketches, see docs/how-it-works.md. Empty: by `rule` and `train`."
@@ -326,8 +329,8 @@ class FeatureSettings(Settings):
     )
     summary_positions: Positions | None = Field(
         None,
-        description="Positions over which summaries are averaged, for `pooled` and the sketches; their moments are "
-        "then those of summaries. null: `positions`. Paper: tail:32.",
+        description="Positions over which summaries are averaged, for sketches and kernels of summaries; their "
+        "moments are then those of summaries. null: `positions`. Paper: tail:32.",
     )
     gradient_coordinates: int | Literal["all"] | None = Field(
         None,
@@ -377,15 +380,21 @@ class FeatureSettings(Settings):
     )
     hidden_width: int = Field(64, ge=1, description="Width of the hidden sketch. Paper: 64.")
     residual_width: int = Field(64, ge=1, description="Width of the residual sketch. Paper: 64.")
-    product_width: int = Field(64, ge=1, description="Width of the product sketch, if built. Not in the paper.")
     seed: int = Field(0, ge=0, description="Seed of the moment sample and of the projections.")
 
     @model_validator(mode="before")
     @classmethod
-    def _apply_paper_defaults(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("rule") == "paper":
-            return {"positions": "tail:32", "summary_positions": "tail:32", "sample_rows": 65_536} | data
+    def _apply_rule_defaults(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("rule") in names(PROTOCOLS):
+            return {**load(PROTOCOLS, data["rule"]).feature_defaults, **data}
         return data
+
+    @field_validator("rule")
+    @classmethod
+    def _validate_rule(cls, rule: str) -> str:
+        if rule not in (known := [*OWN_RULES, *names(PROTOCOLS)]):
+            raise ValueError(f"expected one of {', '.join(known)}, got {rule!r}")
+        return rule
 
     @field_validator("gradient_coordinates")
     @classmethod
@@ -405,7 +414,7 @@ class FeatureSettings(Settings):
         """Return settings with `kernels` filled in, by the kind of training; None: a classifier."""
         if self.kernels:
             return self
-        kernels = ("pooled",) if self.rule == "paper" else KERNELS[self.rule, train]
+        kernels = KERNELS[self.rule, train] if self.rule in OWN_RULES else load(PROTOCOLS, self.rule).kernels
         return self.model_copy(update={"kernels": (*kernels, *SKETCHES)})
 
     @property

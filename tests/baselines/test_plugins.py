@@ -16,19 +16,11 @@ SOURCE, POINTS = (re.search(rf"```{kind}\n(.*?)```", TEXT, flags=re.DOTALL).grou
 
 
 @pytest.fixture
-def install(tmp_path, monkeypatch):
-    """Install a package of one module in the layout of pip."""
-
-    def installed(module, source, points, package="loudness"):
-        site = tmp_path / package
-        record = site / f"{package}-1.0.dist-info"
-        record.mkdir(parents=True)
-        (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-        (record / "entry_points.txt").write_text(f"[grasp.methods]\n{points}\n")
-        (site / f"{module}.py").write_text(source)
-        monkeypatch.syspath_prepend(site)
-
-    return installed
+def install(install):
+    """Return a function that installs a package of one module that registers a method."""
+    return lambda module, source, point, package="loudness": install(
+        module, source, f"[grasp.methods]\n{point}\n", package
+    )
 
 
 @pytest.fixture

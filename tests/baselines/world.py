@@ -79,7 +79,7 @@ def make(root: Path) -> World:
         ),
         root / "env",
     )
-    features = {"top_k": 12, "hidden_width": 8, "residual_width": 8, "product_width": 8, "sample_positions": 200}
+    features = {"top_k": 12, "hidden_width": 8, "residual_width": 8, "sample_positions": 200}
     build_artifact(
         build_settings(
             {

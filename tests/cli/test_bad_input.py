@@ -218,7 +218,7 @@ def small_disk(tmp_path):
 @pytest.mark.parametrize(
     ("kilobytes", "changes", "pattern"),
     [
-        (500, ("product_width=1024",), r"art: shards/0000([1-9]) .*; \1 of 9 shards are finished"),
+        (500, ("residual_width=1024",), r"art: shards/0000([1-9]) .*; \1 of 9 shards are finished"),
         (300, ("sample_positions=1000000",), r"art/work/\w+/batches: shard-0000(\d) .*; \1 parts are complete"),
         (60, (), r"art/tokens: shard-0000(\d) .*; \1 parts are complete"),
     ],

@@ -14,8 +14,8 @@ from grasp.artifact.inspection import info, verify
 from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter
-from grasp.geometry.geometry_rule import CalibrationSettings
-from grasp.geometry.terms import CalibrationFamily
+from grasp.paper.protocol import CalibrationSettings
+from grasp.paper.terms import CalibrationFamily
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex, write_subsets

@@ -55,13 +55,11 @@ def predicted(art, subsets, protocol, tmp_path) -> float:
 # select
 
 
-@pytest.mark.parametrize("arguments", [(), ("--diversity", 0.5)])
-def test_select_writes_rows_with_the_predicted_change(arguments, art, tmp_path):
+def test_select_writes_rows_with_the_predicted_change(art, tmp_path):
     out = tmp_path / "kept.parquet"
-    outcome = succeed("select", art, "--budget", "25%", "--out", out, *arguments)  # the only target is not named
+    outcome = succeed("select", art, "--budget", "25%", "--out", out)  # the only target is not named
     table, summary = pq.read_table(out), json.loads((tmp_path / "kept.json").read_text())
-    gain = ["gain"] if arguments else []
-    assert table.column_names == ["subset_id", "row_id", "doc_id", "order", "effect", *gain, "n_tokens"]
+    assert table.column_names == ["subset_id", "row_id", "doc_id", "order", "effect", "n_tokens"]
     artifact = ArtifactReader.open(art)
     assert table.num_rows == artifact.n_rows // 4 == summary["rows"]
     assert table["order"].to_pylist() == list(range(table.num_rows))
@@ -231,11 +229,10 @@ def test_a_missing_corpus_is_reported_before_the_work(art, root, tmp_path):
 # mix
 
 
-@pytest.mark.parametrize("arguments", [("--diversity", 0.5), ()])
-def test_mix_writes_weights_with_the_predicted_change(arguments, art, tmp_path):
+def test_mix_writes_weights_with_the_predicted_change(art, tmp_path):
     out, weights = tmp_path / "mixture.parquet", tmp_path / "weights.parquet"
     limits = ("--floor", "5%", "--cap", "sky:50%", "--distance", "40%")
-    succeed("mix", art, "--by", "topic", *limits, "--out", out, "--weights", weights, *arguments)
+    succeed("mix", art, "--by", "topic", *limits, "--out", out, "--weights", weights)
     table, summary = pq.read_table(out).to_pylist(), json.loads((tmp_path / "mixture.json").read_text())
     assert sum(line["proposed"] for line in table) == pytest.approx(1.0)
     assert min(line["proposed"] for line in table) >= 0.05

@@ -21,10 +21,10 @@ import yaml
 from scipy import stats
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.geometry.candidate_predictor import CandidatePredictor
-from grasp.geometry.candidates import candidate_of, default_family, load_family
+from grasp.paper.candidate_predictor import CandidatePredictor
+from grasp.paper.candidates import candidate_of, default_family, load_family
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
-from grasp.predict.scoring_rule import Interaction, load_protocol, save_protocol
+from grasp.predict.scoring_rule import load_protocol, save_protocol
 from grasp.runs.retrained import RetrainedRuns
 from grasp.yaml_files import read_yaml, write_yaml
 from tests.cli.grasp_command import arrays, cells, refused, succeed
@@ -135,7 +135,7 @@ def lines_of(out: str) -> dict[str, list[str]]:
 
 def test_retrain_reports_its_result_and_the_printed_commands_run(trained, tmp_path):
     env, outcome = trained
-    first, heading, line, build, then, evidence = outcome.lines
+    first, heading, line, build, then = outcome.lines
     assert first == f"{env}: dev, recipe tiny, 8 subsets x 2 seeds of 65 rows"
     assert cells(heading) == ["target", "units", "utility", "against the corpus", "sd over subsets"]
     realized_B = RetrainedRuns.open(env).utilities().values_BSE.mean(axis=(1, 2))
@@ -143,7 +143,6 @@ def test_retrain_reports_its_result_and_the_printed_commands_run(trained, tmp_pa
     assert cells(line)[:2] == ["facts", "6"]
     printed_values = [float(cell) for cell in cells(line)[2:]]
     assert printed_values == pytest.approx([realized_B.mean(), against, realized_B.std(ddof=1)], rel=0.02, abs=6e-4)
-    assert_mentions(evidence, "for grasp calibrate: 8 subsets", " 12 ", " 21")
     assert outcome.err.splitlines()[-1].startswith("runs: 18 runs in ")
     arguments = shlex.split(build.removeprefix("next: grasp "))
     assert (arguments[0], arguments[-1]) == ("build", "art")
@@ -180,7 +179,6 @@ def test_the_cost_is_estimated_from_the_first_steps_unless_all_runs_are_finished
     cost = r"18 runs of 4 steps; estimated from the first steps: \d+ s per run, \d+ s in total; run the same"
     assert re.search(cost, " ".join(stderr.split()))
     assert stderr.index("from the first steps") < stderr.index("runs: 18 runs in ")
-    assert "for grasp calibrate: 8 subsets" in stderr
     assert "first steps" not in succeed(*retrain(settings, env)).err
 
 
@@ -258,7 +256,6 @@ def test_retrain_refuses_before_anything_is_trained(settings, env, tmp_path, arg
         (["--target", "facts,sums"], r"target: .*\['facts', 'sums'\]"),
         (["--oracle", "forest"], "oracle: .*'forest'.*ridge or lasso"),
         (["--oracle", "ridge:colour"], "colour"),
-        (["--development", "elsewhere"], "require controls"),
         (["--predictions", "nowhere.parquet"], "nowhere.parquet: no such file"),
         (["--protocol", "nowhere.yaml"], "nowhere.yaml: no such settings file"),
         (["--json", "nowhere/r.json"], "directory nowhere"),
@@ -280,10 +277,8 @@ def test_evaluate_prints_the_results_of_the_library_and_scipy(art, env):
     several = {
         f"{names} additive"
         for names in (
-            "output_layer+pooled",
             "output_layer+embedding",
             "output_layer+embedding+knn",
-            "output_layer+embedding+pooled",
         )
     }
     assert set(printed) == {f"{kernel} additive" for kernel in kernels} | several | {"default"}
@@ -352,8 +347,7 @@ def test_controls_are_selected_on_development_and_shown_side_by_side(art, env, o
     other = Path(shutil.copytree(env, tmp_path / "other"))
     plant_protocol(other, art)
     copy = Path(shutil.copytree(other, tmp_path / "copy"))
-    controls = ["--controls", "--family", tmp_path / "family.yaml", "--resamples", 20]
-    command = ["evaluate", art, "--runs", own_env, *controls]
+    command = ["controls", art, "--runs", own_env, "--family", tmp_path / "family.yaml", "--resamples", 20]
     assert_mentions(refused(*command), "held out", "development")
     leak = refused(*command, "--development", own_env, "--development", other)
     assert_mentions(leak, "selection", "held-out")
@@ -445,7 +439,7 @@ def test_few_subsets_select_from_a_short_list_with_a_note(art, env, tmp_path):
     other, out = shutil.copytree(env, tmp_path / "other"), tmp_path / "p.yaml"
     text = succeed("calibrate", art, "--runs", env, "--runs", other, "--out", out, "--resamples", 20).out
     assert_mentions(text.splitlines(), "short list of 12 protocols", "16 subsets", "7,440")
-    assert load_protocol(out).interaction is Interaction.NONE
+    assert load_protocol(out).is_additive
     assert json.loads((tmp_path / "p.provenance.json").read_text())["family"]["components"] == [[]]
 
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
-from grasp.geometry import sketch_metrics as geometric
 from grasp.inspect import health_metrics as measures
+from grasp.paper import sketch_metrics as geometric
 
 SEEDS = st.integers(0, 2**32 - 1)
 

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grasp.kernels import output_layer as token_match
-from grasp.kernels.sketch import ProductMaps
 from grasp.kernels.whitening import MomentAccumulator, Whitener
 from grasp.models.residuals import pool, sparse_residual
+from grasp.paper.product_sketch import ProductMaps
 from tests.models.test_residuals import dense
 from tests.rounding import rounding
 

@@ -13,7 +13,6 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pyarrow as pa
@@ -430,17 +429,12 @@ class Toy(Kernel):
 
     def score(self, batch):
         return (batch.loss_B[:, None] * self.loss_E).float()
-
-
-KERNEL = Toy
 """
 
 
 @pytest.mark.parametrize("other_kernels", [(), ("knn", "hidden_sketch")])
-def test_a_kernel_is_one_module_and_the_scoring_rule_that_names_it(root, tmp_path, monkeypatch, other_kernels):
-    module = ModuleType("grasp.kernels.toy")
-    exec(TOY, module.__dict__)
-    monkeypatch.setitem(sys.modules, "grasp.kernels.toy", module)
+def test_a_kernel_is_an_entry_point_and_the_scoring_rule_that_names_it(root, tmp_path, install, other_kernels):
+    install("toy_package", TOY, "[grasp.kernels]\ntoy = toy_package:Toy\n")
     settings = world(root, features={"kernels": ("toy", *other_kernels)})
     artifact = ArtifactReader.open(build_artifact(settings, tmp_path / "art"))
     assert set(artifact.array_names) == {

@@ -71,7 +71,7 @@ def world(root: Path, n_rows: int = 40, **changes: Any) -> BuildSettings:
         write_checkpoint(root / "model")
         write_corpus(root / "corpus.jsonl", n_rows)
         write_targets(root / "facts.jsonl")
-    widths = {"hidden_width": 8, "residual_width": 8, "product_width": 8}
+    widths = {"hidden_width": 8, "residual_width": 8}
     features = {"top_k": 12, **widths, "sample_positions": 200, "sample_rows": 2}
     data: dict[str, Any] = {
         "model": {"path": str(root / "model"), "threads": 1, "batch_tokens": 256},

@@ -5,7 +5,7 @@ import math
 import numpy as np
 from scipy.sparse import csr_array
 
-from grasp.geometry.subset_sums import SketchSums, SketchTotals, WeightSums, subset_relevance
+from grasp.paper.subset_sums import SketchSums, SketchTotals, WeightSums, subset_relevance
 from grasp.predict.weights import Weights
 
 

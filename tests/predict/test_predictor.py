@@ -9,8 +9,8 @@ from scipy.stats import spearmanr
 
 from grasp.artifact.label_table import LabelColumn
 from grasp.errors import ProtocolError, SubsetError
-from grasp.geometry.geometry_rule import InteractionProtocol
-from grasp.geometry.subset_sums import WeightSums, subset_relevance
+from grasp.paper.protocol import InteractionProtocol
+from grasp.paper.subset_sums import WeightSums, subset_relevance
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import EFFECT_SIZE, NEW_ROW_VALUE, Predictor, RepetitionLaw

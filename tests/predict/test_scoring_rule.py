@@ -8,7 +8,7 @@ import pytest
 from grasp.api.evaluate import additive_methods
 from grasp.errors import ProtocolError
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
-from grasp.predict.scoring_rule import Interaction, ScoringProtocol, load_protocol, save_protocol
+from grasp.predict.scoring_rule import RegisteredProtocol, ScoringProtocol, load_protocol, save_protocol
 from tests.mentions import assert_mentions
 from tests.predict.source import FakeSource
 from tests.rules import rule
@@ -69,9 +69,10 @@ def test_a_file_without_interactions_has_none(tmp_path):
     same = {"side": "retained", "weighting": "mean", "components": {}, "calibration": {"family": "mixture:topic"}}
     same["standardize"] = {"task": "mean_relevance", "unit": "own_relevance"}
     assert rule(name="p", **same) == ScoringProtocol(name="p")
-    assert rule(name="p", **same | {"side": "omitted"}).interaction is Interaction.WEIGHTING
+    assert not rule(name="p", **same | {"side": "omitted"}).is_additive
     averaged = rule(name="p", **same | {"standardize": {"task": "mean_of_standardised"}})
-    assert (averaged.needs_geometry, averaged.interaction) == (True, Interaction.NONE)
+    assert isinstance(averaged, RegisteredProtocol)
+    assert averaged.is_additive
 
 
 @pytest.mark.parametrize(
@@ -102,8 +103,7 @@ def test_additive_methods_are_those_of_the_available_kernels():
     both = additive_methods(["relevance_output_layer", "relevance_embedding", "hidden_sketch"])
     assert list(both) == ["output_layer additive", "embedding additive", "output_layer+embedding additive"]
     assert both["output_layer+embedding additive"].match == {"output_layer": 1.0, "embedding": 1.0}
-    three = ["output_layer additive", "pooled additive", "output_layer+pooled additive"]
-    assert list(additive_methods(["relevance_output_layer", "relevance_pooled"])) == three
+    assert list(additive_methods(["relevance_pooled", "relevance_knn"])) == ["pooled additive", "knn additive"]
 
 
 def test_all_mismatches_are_in_one_message():

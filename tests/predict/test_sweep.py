@@ -62,7 +62,7 @@ def test_inconsistent_shapes_are_named():
 
 
 def test_the_core_loads_no_torch():
-    modules = ["predict.predictor", "predict.weights", "geometry.standardize", "geometry.subset_sums"]
+    modules = ["predict.predictor", "predict.weights", "paper.standardize", "paper.subset_sums"]
     code = "import sys; " + "; ".join(f"import grasp.{m}" for m in modules)
     subprocess.run([sys.executable, "-c", code + "; sys.exit('torch' in sys.modules)"], check=True)
 

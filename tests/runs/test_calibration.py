@@ -13,6 +13,7 @@ import grasp
 from grasp.api.predict import predict
 from grasp.artifact.label_table import LabelTable
 from grasp.errors import ProtocolLeakError, RunsError, SettingsError
+from grasp.paper.calibrate import calibrate
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import ScoringProtocol
@@ -183,7 +184,7 @@ def test_imported_runs_are_evaluated_calibrated_on_and_reported(artifact, enviro
             assert other[metric] == pytest.approx(result[metric], abs=1e-6)
     assert "undefined: mean_lds of output_layer additive on sciq: no predictions for units" in repr(imported_ones)
     assert "single units are undefined" in repr(imported_ones)
-    assert grasp.calibrate(art, runs).protocol.match == grasp.calibrate(art, environment).protocol.match
+    assert calibrate(art, runs).protocol.match == calibrate(art, environment).protocol.match
     page = art.report(tmp_path / "page.html", runs=tmp_path / "runs").read_text()
     assert "recipe imported" in page
 
@@ -192,7 +193,7 @@ def test_evaluated_predictions_equal_those_of_predict(tmp_path):
     artifact = write_artifact(tmp_path / "art", kernel="output_layer+embedding")
     protocol = ScoringProtocol(name="p", match={"output_layer": 1.0, "embedding": 0.25}, negative=0.5)
     alignment = Alignment.from_runs(bind_runs(artifact, imported(weights="times")[0]), artifact)
-    (bound,) = alignment.additive({"p": protocol}, alignment.runs.targets)
+    (bound,) = alignment.predict({"p": protocol}, alignment.runs.targets)
     predictor = Predictor.from_artifact(artifact, protocol, ["sciq"])
     (block,) = alignment.blocks
     assert np.ptp(block.weights_BN.toarray()) > 0  # rows that are seen often count as less than so many
@@ -296,8 +297,6 @@ def test_rows_are_selected_by_the_prediction_of_the_runs(artifact):
     assert f"{best[0]:+.4f} acc" in str(plain)
     with pytest.raises(SettingsError, match="cautious: requires `runs`"):
         choose(cautious=True)
-    with pytest.raises(SettingsError, match=r"cautious: .*diversity 0\.25"):
-        choose(runs=runs, cautious=True, diversity=0.25)
 
 
 def test_runs_that_agree_with_relevance_do_not_change_the_selection(artifact, environment):

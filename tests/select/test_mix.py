@@ -1,25 +1,23 @@
-"""Mixtures: the quadratic is the prediction, the solver's answer is optimal by linear programmes and by brute force."""
+"""Mixtures: the value is the prediction, the solver's answer is optimal by linear programmes and by brute force."""
 
 import json
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
-from grasp.errors import ProtocolError, SettingsError
-from grasp.geometry import mixture_search as quadratic
+from grasp.errors import SettingsError
 from grasp.predict.predictor import NEW_ROW_VALUE, REPEAT_WORTH, RepetitionLaw
 from grasp.predict.slices import label_slices
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.predict.weights import Weights
+from grasp.select.linear_program import MixtureProblem, Segments, solve
 from grasp.select.mix import mix
-from grasp.select.quadratic_program import MixtureProblem, Segments, solve
 from tests.mentions import assert_mentions
-from tests.rounding import rounding
 from tests.select.world import World, predictor_of, protocol
 
 GEOMETRY = {"joint.raw": -0.4, "product.self": 0.2, "hidden.cent": -0.1, "residual.pair": -0.2}
@@ -46,26 +44,12 @@ def predicted(source, chosen, slices, p_BG, targets) -> np.ndarray:
     return predictor_of(source, chosen, list(targets)).change(Weights(csr_array(weights_BN)))
 
 
-@pytest.mark.parametrize(("side", "weighting"), [("retained", "mean"), ("retained", "count"), ("omitted", "count")])
-def test_the_quadratic_equals_the_prediction(side, weighting):
+@pytest.mark.parametrize("components", [{}, GEOMETRY])
+def test_the_gain_is_that_of_predict_and_nothing_feasible_is_better(components):
     source = World()
-    chosen = protocol(side=side, weighting=weighting, components=GEOMETRY, match={"output_layer": 1.0, "pooled": 0.5})
-    predictor, slices = predictor_of(source, chosen), slices_of(source)
-    parts = predictor.sums(slices.each)
-    weights_T = np.array([0.7, 0.3])
-    linear_G, quadratic_GG = quadratic.coefficients(predictor, weights_T, parts, slices.rows_G.astype(float))
-    p_BG = np.random.default_rng(0).dirichlet(np.ones(4), 6)
-    value_B = p_BG @ linear_G + np.einsum("bg,gh,bh->b", p_BG, quadratic_GG, p_BG)
-    want_B = predicted(source, chosen, slices, p_BG, source.targets) @ weights_T
-    close = rounding(40 * 40, want_B, np.float64)  # pairs of 40 rows
-    np.testing.assert_allclose(value_B - value_B[0], want_B - want_B[0], rtol=0, atol=close)
-
-
-@pytest.mark.parametrize(("side", "weighting"), [("retained", "mean"), ("retained", "count"), ("omitted", "count")])
-def test_the_gain_is_that_of_predict_and_nothing_feasible_is_better(side, weighting):
-    source = World()
-    chosen = protocol(side=side, weighting=weighting, components={"joint.raw": -0.4, "product.cent": -0.2})
-    got = mixed(source, chosen, "sciq=2,boolq=1", ["5%"], ["games:40%"])
+    requested = protocol(components=components)
+    chosen = requested.additive
+    got = mixed(source, requested, "sciq=2,boolq=1", ["5%"], ["games:40%"])
     games = got.table["value"].to_pylist().index("games")
     assert got.optimum == "optimal"
     assert proposed(got).sum() == pytest.approx(1.0, abs=1e-12)
@@ -174,57 +158,22 @@ def best_linear(problem, worth_G) -> float:
 @given(
     seed=st.integers(0, 10_000),
     n=st.integers(2, 24),
-    rank=st.integers(0, 30),
     scale=st.sampled_from([1e-4, 1.0, 1e4]),
     distance=st.booleans(),
 )
-def test_no_feasible_direction_improves_the_solution(seed, n, rank, scale, distance):
-    """The first-order condition, which is sufficient for a concave function: max over y of gradient'(y - p) is 0."""
+def test_no_feasible_direction_improves_the_solution(seed, n, scale, distance):
     rng, current_G, low_G, high_G, far = feasible(seed, n, distance=distance)
-    root = rng.standard_normal((n, rank))
-    quadratic_GG = -scale * (root @ root.T)
     problem = MixtureProblem(scale * rng.standard_normal(n), low_G, high_G, current_G, far)
-    result = quadratic.solve(problem, quadratic_GG)
-    assert result.is_global
-    p_G = result.p_G
+    p_G = solve(problem)
     assert p_G.sum() == pytest.approx(1.0, abs=1e-9)
     assert (p_G >= low_G).all()
     assert (p_G <= high_G).all()
     if far is not None:
         assert 0.5 * np.abs(p_G - current_G).sum() <= far + 1e-6
-    gradient_G = problem.linear_G + 2 * quadratic_GG @ p_G
-    slack = best_linear(problem, gradient_G) - gradient_G @ p_G
-    assert slack <= 1e-5 * scale * (1 + rank)
+    assert best_linear(problem, problem.linear_G) - problem.linear_G @ p_G <= 1e-5 * scale
 
 
-@settings(max_examples=8)
-@given(seed=st.integers(0, 10_000), up=st.floats(0.5, 5.0))
-def test_a_non_concave_objective_is_solved_from_many_starts(seed, up):
-    """Three values, against a fine grid; said to be local."""
-    rng, current_G, low_G, high_G, _ = feasible(seed, 3, distance=False)
-    root = rng.standard_normal((3, 3))
-    quadratic_GG = up * np.outer(root[0], root[0]) - np.outer(root[1], root[1])
-    problem = MixtureProblem(rng.standard_normal(3), low_G, high_G, current_G)
-    result = quadratic.solve(problem, quadratic_GG)
-    assume(np.linalg.eigvalsh(quadratic_GG).max() > 1e-3)
-    assert not result.is_global
-    steps = np.linspace(0, 1, 101)
-    grid = np.array([(a, b, 1 - a - b) for a in steps for b in steps])
-    grid = grid[(grid >= low_G).all(axis=1) & (grid <= high_G).all(axis=1)]
-    assume(len(grid) > 0)
-    best = max(problem.value(p_G) + p_G @ quadratic_GG @ p_G for p_G in grid)
-    assert result.value >= best - 1e-6
-    assert (result.p_G >= low_G).all()
-    assert (result.p_G <= high_G).all()
-
-
-def test_a_note_states_that_a_non_concave_objective_is_solved_locally():
-    got = mixed(World(), protocol(components={"joint.raw": 0.5}))
-    assert_mentions(got.notes, "not convex", "38 local searches")
-    assert got.summary()["optimum"] == "the best of 38 local searches"
-
-
-def test_without_geometry_and_bounds_the_last_row_of_every_slice_that_helps_is_worth_the_same():
+def test_without_bounds_the_last_row_of_every_slice_that_helps_is_worth_the_same():
     """exposure'(times) (m + b) is alike where slices lie inside, and less at 0; what hurts most goes."""
     source = World()
     tokens = float(source.tokens.sum())
@@ -275,7 +224,7 @@ def test_rare_values_of_a_label_are_grouped_with_a_note():
 
 
 def test_the_weights_that_are_written_predict_the_same(tmp_path):
-    source, chosen = World(), protocol(components=GEOMETRY)
+    source, chosen = World(), protocol()
     got = mixed(source, chosen, floors=["travel:10%"], caps=["60%"])
     got.write_weights(tmp_path / "weights.parquet")
     assert pq.read_table(tmp_path / "weights.parquet").column_names == ["subset_id", "row_id", "weight"]
@@ -287,27 +236,24 @@ def test_the_weights_that_are_written_predict_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
+    ("options", "message"),
     [
-        ({"side": "omitted"}, ProtocolError, "undefined for a mixture"),
-        ({"floors": ["30%"]}, SettingsError, "the floors add up to 120.0%"),
-        ({"caps": ["20%"]}, SettingsError, "caps.* add up to 80.0%"),
-        ({"floors": ["games:30%"], "caps": ["games:20%"]}, SettingsError, "games has a floor of 30.0% and a cap of 20"),
+        ({"floors": ["30%"]}, "the floors add up to 120.0%"),
+        ({"caps": ["20%"]}, "caps.* add up to 80.0%"),
+        ({"floors": ["games:30%"], "caps": ["games:20%"]}, "games has a floor of 30.0% and a cap of 20"),
         (
             {"floors": ["games:90%"], "distance": "10%"},
-            SettingsError,
             r"games.*distance.*10\.0%",
         ),
-        ({"floors": ["sport:3%"]}, SettingsError, "'sport'"),
-        ({"floors": ["games:300"]}, SettingsError, "floor games: .*number.*share"),
-        ({"distance": "3"}, SettingsError, r"distance:.*'3'"),
-        ({"max_repeat": 0.5}, SettingsError, "max_repeat: got 0.5"),
+        ({"floors": ["sport:3%"]}, "'sport'"),
+        ({"floors": ["games:300"]}, "floor games: .*number.*share"),
+        ({"distance": "3"}, r"distance:.*'3'"),
+        ({"max_repeat": 0.5}, "max_repeat: got 0.5"),
     ],
 )
-def test_infeasible_constraints_are_refused_in_one_line(change, error, message):
-    arguments = {name: value for name, value in change.items() if name != "side"}
-    with pytest.raises(error, match=message) as caught:
-        mixed(World(), protocol(side=change.get("side", "retained")), **arguments)
+def test_infeasible_constraints_are_refused_in_one_line(options, message):
+    with pytest.raises(SettingsError, match=message) as caught:
+        mixed(World(), protocol(), **options)
     assert "\n" not in str(caught.value)
 
 

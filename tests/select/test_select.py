@@ -8,22 +8,16 @@ import re
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 from grasp.api.score import score
 from grasp.artifact.rows import ranked
 from grasp.errors import ProtocolError, SettingsError
-from grasp.geometry.greedy import select_greedily
-from grasp.geometry.set_objective import Objective
-from grasp.geometry.upper_bound import is_submodular, upper_bound
 from grasp.predict.predictor import NEW_ROW_VALUE, RepetitionLaw
-from grasp.predict.scoring_rule import Interaction
 from grasp.select.budget import Amount, Constraints, parse_bounds, parse_budget, parse_tokens, take_within_budget
-from grasp.select.objective import weighted_targets, with_diversity
+from grasp.select.objective import weighted_targets
 from grasp.select.ranking import token_guarantee
 from grasp.select.select import _percentage_note, select
-from tests.select.world import World, best_subset, changes, planted, predictor_of, protocol
+from tests.select.world import World, best_subset, changes, predictor_of, protocol
 
 GEOMETRY = {"joint.pair": -0.25, "hidden.cent": -0.1, "product.raw": -0.1}
 
@@ -38,15 +32,14 @@ def repeated(change, share, epochs):
     return left * (change + NEW_ROW_VALUE) - NEW_ROW_VALUE
 
 
-@pytest.mark.parametrize("side", ["retained", "omitted"])
-@pytest.mark.parametrize("weighting", ["count", "mean"])
 @pytest.mark.parametrize("components", [{}, GEOMETRY])
 @pytest.mark.parametrize("budget", ["20%", "40", "700tokens"])
-def test_the_change_equals_that_of_predict(side, weighting, components, budget):
+def test_the_change_equals_that_of_predict_by_the_additive_part(components, budget):
     source = World()
-    chosen = protocol(side=side, weighting=weighting, components=components, match={"output_layer": 1.0, "pooled": 0.5})
+    chosen = protocol(components=components, match={"output_layer": 1.0, "pooled": 0.5})
     got = selected(source, chosen, budget, "sciq=2,boolq=1")
-    want = changes(source, chosen, [got.row_index], ["sciq", "boolq"])[0]
+    assert any("selected by its additive part" in note for note in got.notes) == bool(components)
+    want = changes(source, chosen.additive, [got.row_index], ["sciq", "boolq"])[0]
     np.testing.assert_allclose(got.targets["change"].to_pylist(), want, rtol=1e-6, atol=1e-6)
     assert got.targets["weight"].to_pylist() == [2 / 3, 1 / 3]
     assert got.value == pytest.approx(want @ [2 / 3, 1 / 3], rel=1e-6, abs=1e-6)
@@ -75,11 +68,7 @@ def test_the_curve_shows_the_last_row_and_all_rows_at_every_budget():
     above = int((effect_N > 0).sum())
     assert f"{above:,} of the 40 candidate rows are above the corpus average" in got.notes
     assert re.search(r"last row", repr(got))
-    with_geometry = selected(source, protocol(components=GEOMETRY), "30")
-    prefixes = [with_geometry.row_index[:rows] for rows in with_geometry.curve.rows]
-    want_B1 = changes(source, protocol(components=GEOMETRY), prefixes, ["sciq"])
-    np.testing.assert_allclose(with_geometry.curve.value, want_B1[:, 0], rtol=1e-6, atol=1e-6)
-    assert with_geometry.table.column_names[3:6] == ["order", "effect", "gain"]
+    assert got.table.column_names[3:5] == ["order", "effect"]
 
 
 @pytest.mark.parametrize("epochs", [0.05, 0.5, 3.0])
@@ -125,51 +114,7 @@ def test_a_budget_is_proposed_within_floors_and_caps():
     assert f"budget: {len(got)} rows" in got.notes[0]
 
 
-@settings(max_examples=30)
-@given(
-    seed=st.integers(0, 10_000),
-    size=st.integers(1, 5),
-    omega=st.floats(-3.0, -0.05),
-    cap=st.integers(2, 9),
-    side=st.sampled_from(["retained", "omitted"]),
-    kind=st.sampled_from(["raw", "pair", "cent"]),
-)
-def test_no_subset_of_as_many_rows_exceeds_the_bound(seed, size, omega, cap, side, kind):
-    """Sketches of any direction: the bound needs no alignment."""
-    rng = np.random.default_rng(seed)
-    source = planted(rng.standard_normal((9, 3)), rng.standard_normal(9), seed=seed)
-    source.topics = ["a", "b", "c"] * 3
-    assume(3 * min(cap, 3) >= size)
-    chosen = protocol(components={f"product.{kind}": omega}, side=side)
-    got = selected(source, chosen, str(size), by="topic", cap=[str(cap)])
-    best = best_subset(
-        source, chosen, size, allowed=lambda rows: max(sum(i % 3 == t for i in rows) for t in range(3)) <= cap
-    )
-    assert got.bound is not None
-    assert got.value - 1e-5 <= best <= got.bound + 1e-5 * (1 + abs(best))
-
-
-def test_the_bound_is_close_where_there_are_many_rows():
-    rng = np.random.default_rng(0)
-    source = planted(rng.standard_normal((500, 4)) + 0.3, rng.standard_normal(500))
-    got = selected(source, protocol(components={"product.raw": -0.5}), "100")
-    assert 0 <= got.bound - got.value < 0.02 * got.value
-
-
-def test_more_steps_never_loosen_the_bound():
-    rng = np.random.default_rng(1)
-    source = planted(rng.standard_normal((60, 3)), rng.standard_normal(60))
-    objective = Objective.from_predictor(
-        predictor_of(source, protocol(components={"product.raw": -4.0})), np.ones(1), 12
-    )
-    limits = Constraints.from_budget(Amount(12, False), np.ones(60, dtype=bool))
-    rows = select_greedily(objective, limits).row_index
-    bounds = [upper_bound(objective, limits, rows, steps)[0] for steps in (1, 2, 8, 40)]
-    assert bounds == sorted(bounds, reverse=True)
-    assert bounds[-1] < bounds[0]
-
-
-def test_without_geometry_the_selection_is_proven_optimal():
+def test_the_selection_is_proven_optimal():
     source, chosen = World(), protocol()
     got = selected(source, chosen, "4")
     rows = np.argsort(-source.arrays["relevance_output_layer"][:, [0, 2, 4]].mean(axis=1))[:9]
@@ -183,7 +128,7 @@ def test_a_budget_in_tokens_reports_the_gap_to_the_highest_mean_effect_of_tokens
     cost_N, worth_N = rng.integers(1, 20, 12), rng.standard_normal(12)
     limits = Constraints.from_budget(Amount(40, False, "tokens"), np.ones(12, dtype=bool), tokens_M=cost_N)
     picked = take_within_budget(ranked(worth_N), limits)
-    guarantee = token_guarantee(worth_N, picked, limits, per_token=False)
+    guarantee = token_guarantee(worth_N, picked, limits)
     mean, most = (float(number) for number in re.findall(r"[-+][\d.]+(?=, at most| for any)", guarantee))
     used = int(cost_N[picked].sum())
     assert mean == pytest.approx(cost_N[picked] @ worth_N[picked] / used, abs=1e-3)
@@ -194,34 +139,7 @@ def test_a_budget_in_tokens_reports_the_gap_to_the_highest_mean_effect_of_tokens
     assert mean <= best + 1e-3
     assert best <= most + 1e-3
     assert "by effect until" in guarantee
-    assert "by effect per token" in token_guarantee(worth_N, picked, limits, per_token=True)
     assert "optimal" not in guarantee
-
-
-def test_guarantees_depend_on_the_pool():
-    rng = np.random.default_rng(0)
-    aligned = planted(np.abs(rng.standard_normal((12, 3))), rng.random(12) + 3)
-    crossed = planted(rng.standard_normal((12, 3)), rng.random(12) + 3)
-    penalty = protocol(components={"product.raw": -0.1}, weighting="count")
-    assert "1 - 1/e" in selected(aligned, penalty, "3").guarantee
-    assert "bound" in selected(crossed, penalty, "3").guarantee
-    reward = selected(crossed, protocol(components={"product.raw": 0.1}), "3")
-    assert reward.bound is None
-    assert reward.guarantee == "no upper bound: a geometry weight is positive: V is not concave"
-    assert any("positive geometry weight" in note for note in reward.notes)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_alignment_is_the_condition_of_the_proposition(seed):
-    rng = np.random.default_rng(seed)
-    sketch_ND = np.abs(rng.standard_normal((30, 3))) - 0.12 * seed
-    source = planted(sketch_ND, rng.random(30))
-    objective = Objective.from_predictor(
-        predictor_of(source, protocol(components={"product.raw": -1.0})), np.ones(1), 5
-    )
-    limits = Constraints.from_budget(Amount(5, False), np.arange(30) != 3)
-    retained = np.delete(sketch_ND.astype("f4"), 3, axis=0)
-    assert is_submodular(objective, limits) == bool((retained @ retained.T >= 0).all())
 
 
 def test_floors_caps_and_exclusions_are_respected_and_reported():
@@ -229,7 +147,7 @@ def test_floors_caps_and_exclusions_are_respected_and_reported():
     seen = [f"r{i}" for i in range(6)]
     got = selected(
         source,
-        protocol(components=GEOMETRY),
+        protocol(),
         "50%",
         by="topic",
         floor=["games:25%", "travel:1"],
@@ -250,21 +168,6 @@ def test_floors_caps_and_exclusions_are_respected_and_reported():
 
 
 @pytest.mark.parametrize(
-    ("names", "component"),
-    [
-        (["hidden_sketch", "residual_sketch", "product_sketch"], "joint.raw"),
-        (["product_sketch", "hidden_sketch"], "product.raw"),
-        (["hidden_sketch"], "hidden.raw"),
-    ],
-)
-def test_diversity_is_a_penalty_on_available_sketches(names, component):
-    chosen = with_diversity(protocol(components={"joint.cent": 0.2}, selected_on=("env/sciq",)), 0.5, names)
-    assert dict(chosen.components) == {component: -0.5}
-    assert chosen.selected_on is None
-    assert with_diversity(chosen, 0.0, names).interaction is Interaction.NONE
-
-
-@pytest.mark.parametrize(
     ("budget", "options", "message"),
     [
         ("41", {}, r"\b41 rows.*\b40\b"),
@@ -273,8 +176,6 @@ def test_diversity_is_a_penalty_on_available_sketches(names, component):
         (2.0, {}, "share.*int"),
         (None, {}, "or train_tokens"),
         (None, {"train_tokens": "1k", "floor": ["games:1", "science:30"]}, r"science.*\b30\b"),
-        (None, {"train_tokens": "1k", "components": GEOMETRY}, "geometry.*budget"),
-        ("5documents", {"components": GEOMETRY}, "documents.*geometry"),
         ("20%", {"train_tokens": "0"}, "train_tokens: got '0'"),
         ("20%", {"train_tokens": "20%"}, "train_tokens: got '20%'"),
         ("1%", {}, r"\b0 of 40 rows"),
@@ -294,10 +195,8 @@ def test_diversity_is_a_penalty_on_available_sketches(names, component):
     ],
 )
 def test_infeasible_constraints_are_refused_in_one_line(budget, options, message):
-    components = options.get("components", {})
-    request = {"by": "topic"} | {name: value for name, value in options.items() if name != "components"}
     with pytest.raises(SettingsError, match=message) as caught:
-        selected(World(), protocol(components=components), budget, **request)
+        selected(World(), protocol(), budget, **{"by": "topic"} | options)
     assert "\n" not in str(caught.value)
 
 
@@ -446,14 +345,6 @@ def test_whole_documents_fill_a_budget_in_tokens_or_rows(budget):
     assert used <= amount
     assert all(used + of[d] > amount for d in set(range(20)) - retained)  # no other one fits
     assert ("only" in got.headline) == (used < 0.98 * amount)
-
-
-def test_whole_documents_are_not_selected_by_row():
-    with pytest.raises(SettingsError, match=r"any or half.*diversity 0"):
-        selected(World(), protocol(components=GEOMETRY), "20%", documents="all")
-    got = selected(World(), protocol(components=GEOMETRY), "20%", documents="all", diversity=0)
-    assert got.params["items"] == "documents"
-    assert "document" in repr(got)
 
 
 def test_a_budget_that_looks_like_a_share_gives_a_note():

@@ -101,7 +101,7 @@ def settings(root: Path, n: int = 30, **changes) -> dict:
         "model": {"path": str(root / "weights.safetensors"), "classifier": classifier, "threads": 1},
         "corpus": {"path": str(root / "train.parquet")},
         "targets": {"names": [str(root / "trusted.parquet")]},
-        "features": {"hidden_width": 16, "residual_width": 8, "product_width": 8},
+        "features": {"hidden_width": 16, "residual_width": 8},
         "shard_rows": 8,
         "array_dtype": "float32",
     }

@@ -1,11 +1,10 @@
 """Compare predictions with retrained models: the function `evaluate` behind `grasp.evaluate`.
 
-Methods are additive combinations of kernels, scoring protocols, controls, published methods, and files of predictions.
-Controls are ablations of the paper with geometry, see `grasp.geometry`. A target is called `sciq` in an artifact, and
-`sciq` or `sciq@all` in runs, by the tokens whose loss was evaluated.
+Methods are additive combinations of kernels, scoring protocols, published methods, and predictions of others. A target
+is called `sciq` in an artifact, and `sciq` or `sciq@all` in runs, by the tokens whose loss was evaluated.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from grasp.methods.contract import AlignedRuns, MethodInputs
 from grasp.methods.registry import ConfiguredMethod, configure_methods, load_methods, method_predictions
 from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.families import parse_family
-from grasp.predict.scoring_rule import KernelName, ScoringProtocol, geometry, targets_selected_on
+from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.subset_tables import RowIndex
 from grasp.progress import Progress, Silent
 from grasp.progress_display import shows_progress
@@ -32,18 +31,11 @@ from grasp.runs.predictions import Predictions, read_predictions
 from grasp.runs.training_runs import Role, TrainingRuns
 from grasp.text import parse_names
 
-_SINGLE_KERNELS = ("gradient", "replay", "output_layer", "pooled", "embedding", "knn", "hidden_bias", "hidden_linear")
-_KERNEL_SUMS = (
-    ("output_layer", "pooled"),
+SUMS = (  # sums of kernels that are evaluated, besides every kernel alone
     ("output_layer", "embedding"),
     ("output_layer", "embedding", "knn"),
     ("output_layer", "embedding", "hidden_bias", "hidden_linear"),
-    ("output_layer", "embedding", "pooled"),
 )
-ADDITIVE: Mapping[str, dict[KernelName, float]] = {
-    f"{'+'.join(kernels)} additive": dict.fromkeys(kernels, 1.0)
-    for kernels in (*((kernel,) for kernel in _SINGLE_KERNELS), *_KERNEL_SUMS)
-}
 
 
 @shows_progress
@@ -56,9 +48,6 @@ def evaluate(
     methods: str | Sequence[str] | None = None,
     predictions: Sequence[Place] = (),
     partial: bool = False,
-    controls: bool = False,
-    development: Sequence[Runs] = (),
-    family: Place | Any = None,
     method_settings: Place | Mapping[str, Any] | None = None,
     checkpoints: Sequence[Place] = (),
     cache: Place | None = None,
@@ -69,8 +58,8 @@ def evaluate(
     """Compare the predictions of several methods with retrained models.
 
     Reports Spearman's rho with 95 % intervals, and the noise ceiling, which a perfect predictor would reach. Scores of
-    published methods are cached, so an interrupted command continues where it stopped. Results on which a protocol or
-    control was selected are marked "in sample".
+    published methods are cached, so an interrupted command continues where it stopped. Results on which a protocol was
+    selected are marked "in sample".
 
     Args:
         runs: retrained subsets; see `grasp retrain`.
@@ -79,10 +68,6 @@ def evaluate(
         methods: published methods, separated by commas; see `grasp methods`.
         predictions: files of your own predictions: Parquet or .npy, with one value per subset or one score per row.
         partial: use the finished runs of an unfinished directory.
-        controls: include the paper's controls and ablations.
-        development: runs on which the weights of `controls` are selected. Default: `runs`.
-        family: protocol family of the `controls`. Default: the built-in family. In Python also a
-            `grasp.geometry.candidates.ProtocolFamily`.
         method_settings: YAML of settings by method, or by a label of your own; see `grasp methods`.
         checkpoints: checkpoint, or training run, for methods that use several. Default: next to the model.
         cache: directory for scores of methods. Default: in the artifact.
@@ -92,34 +77,22 @@ def evaluate(
     Raises:
         RunsError: artifact and runs have different rows (the message contains the command that builds a matching
             artifact), or files and utilities are incomplete.
-        ProtocolLeakError: controls on held-out runs without development runs.
     """
     bound_runs = bind_runs(art.files, runs)
-    if not controls and (development or family is not None):
-        raise SettingsError("development, family: require controls; add it, or drop them")
     published = load_methods(methods, method_settings, checkpoints=checkpoints, cache=cache)
     published += configure_methods(None, _oracle_settings(oracles, bound_runs))
-    control_candidates: Mapping[str, Any] = {}
-    controls_on: Mapping[str, str] = {}
-    control_notes: Sequence[str] = ()
-    if controls:
-        control_candidates, controls_on, control_notes = geometry().controls(
-            art.files, bound_runs, development, family=family, resamples=resamples
-        )
     built_in = resolve_protocol(None, art.files, known_questions=True)
     protocols = {built_in.name: built_in}
     if protocol is not None:  # if its name is taken, the name of the file is added
         requested = resolve_protocol(protocol, art.files, known_questions=True)
         origin = "yours" if isinstance(protocol, ScoringProtocol) else Path(protocol).name
-        used_names = {built_in.name, *ADDITIVE, *control_candidates}
+        used_names = {built_in.name, *additive_methods(art.files.array_names)}
         protocols[f"{requested.name} ({origin})" if requested.name in used_names else requested.name] = requested
-    notes = [*(f"protocol {name}: {rule.selection_summary}" for name, rule in protocols.items()), *control_notes]
+    notes = [f"protocol {name}: {rule.selection_summary}" for name, rule in protocols.items()]
     return compare(
         art.files,
         bound_runs,
         protocols,
-        controls=control_candidates,
-        controls_on=controls_on,
         files=[Path(path) for path in predictions],
         methods=published,
         checkpoints=[Path(path) for path in checkpoints],
@@ -160,8 +133,8 @@ def compare(
     runs: TrainingRuns,
     protocols: Mapping[str, ScoringProtocol],
     *,
-    controls: Mapping[str, Any] | None = None,
-    controls_on: Mapping[str, str] | None = None,
+    predicted: Sequence[Predictions] = (),
+    selected_on: Mapping[str, Collection[str]] | None = None,
     files: Sequence[Path] = (),
     methods: Sequence[ConfiguredMethod] = (),
     checkpoints: Sequence[Path] = (),
@@ -176,8 +149,8 @@ def compare(
     """Evaluate several methods on the same runs; the additive kernel combinations are always included.
 
     Args:
-        controls: controls of `grasp.geometry`, by name.
-        controls_on: fingerprints of the runs that the controls' weights were selected on, by `environment/target`.
+        predicted: predictions of further methods.
+        selected_on: targets of these runs that further methods were selected on, by the name of the method.
         files: files of predictions.
         methods: published methods; `checkpoints` for those that use several, `cache` for their scores.
         targets: target names of the runs; default: all that the artifact and every file have.
@@ -205,14 +178,14 @@ def compare(
         name: protocol.resolved_for(artifact.array_names, artifact.feature_settings)
         for name, protocol in protocols.items()
     }
-    rules = additive_methods(artifact.array_names) | resolved | dict(controls or {})
+    rules = additive_methods(artifact.array_names) | resolved
     for method in methods:
-        if method.label in {*ADDITIVE, *rules}:
+        if method.label in rules:
             raise SettingsError(f"methods: {method.label!r} is the name of a built-in method; use another label")
         method.method.check(inputs)
     run_targets = {target: run_target for target, run_target in alignment.run_targets.items() if run_target in selected}
     published = [method_predictions(method, inputs, alignment.blocks, cache, renamed=run_targets) for method in methods]
-    predictions = [*_rule_predictions(alignment, rules, selected), *published]
+    predictions = [*alignment.predict(rules, selected), *predicted, *published]
     for path in files:
         is_used = path.stem in {prediction.method for prediction in predictions}
         name = "/".join(path.parts[-2:]) if is_used else None  # with the directory, if two files have the same name
@@ -226,8 +199,7 @@ def compare(
     if targets is None and (left_out := [name for name in runs.targets if name not in evaluated]):
         notes.append(f"not evaluated, since not every method predicts them: {', '.join(left_out)}")
     fingerprint = alignment.runs_fingerprint
-    selected_on = {name: protocol.targets_selected_on(fingerprint) for name, protocol in protocols.items()}
-    selected_on |= dict.fromkeys(controls or {}, targets_selected_on(controls_on or {}, fingerprint))
+    protocols_on = {name: protocol.targets_selected_on(fingerprint) for name, protocol in protocols.items()}
     return evaluate_predictions(
         runs,
         predictions,
@@ -236,27 +208,18 @@ def compare(
         partial=partial,
         resamples=resamples,
         notes=notes,
-        selected_on=selected_on,
+        selected_on=protocols_on | dict(selected_on or {}),
     )
-
-
-def _rule_predictions(alignment: Alignment, rules: Mapping[str, Any], targets: Sequence[str]) -> list[Predictions]:
-    """Predict the subsets of runs by scoring protocols and by controls of `grasp.geometry`, in the order of `rules`."""
-    additive = {
-        name: rule for name, rule in rules.items() if isinstance(rule, ScoringProtocol) and not rule.needs_geometry
-    }
-    by_name = {prediction.method: prediction for prediction in alignment.additive(additive, targets)}
-    if others := {name: rule for name, rule in rules.items() if name not in additive}:
-        by_name |= {prediction.method: prediction for prediction in geometry().predictions(alignment, others, targets)}
-    return [by_name[name] for name in rules]
 
 
 def additive_methods(array_names: Sequence[str]) -> dict[str, ScoringProtocol]:
     """Return an additive protocol for each kernel, and for sums of kernels, that the artifact has."""
+    available = [name.removeprefix("relevance_") for name in array_names if name.startswith("relevance_")]
+    combinations = [*((kernel,) for kernel in available), *(kernels for kernels in SUMS if {*kernels} <= {*available})]
+    names = [f"{'+'.join(kernels)} additive" for kernels in combinations]
     return {
-        name: ScoringProtocol(name=name, match=match)
-        for name, match in ADDITIVE.items()
-        if all(f"relevance_{kernel}" in array_names for kernel in match)
+        name: ScoringProtocol(name=name, match=dict.fromkeys(kernels, 1.0))
+        for name, kernels in zip(names, combinations, strict=True)
     }
 
 
@@ -271,7 +234,7 @@ class TargetPoints:
         target: target name of the runs.
         role: role of the target.
         subset_ids: names of the subsets.
-        predicted_B: predicted change up to a constant; in effect sizes if the protocol has no geometry.
+        predicted_B: predicted change up to a constant; in effect sizes if the protocol is additive.
         realized_B: mean over seeds and units, nats per token; higher is better.
         spread_B: standard deviation over seeds; nan for one seed.
     """

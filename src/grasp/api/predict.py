@@ -453,8 +453,8 @@ def prediction_table(
     Args:
         predictor: predictor; if it has units, the lines of the units follow those of their tasks.
         blocks: retained sides, drawn or read lazily; one block is held in memory at a time.
-        components: add columns `level`, `part_*` (parts of the change, which add up to it) and `value_*` (geometry in
-            natural units, if there is any); the predictor must have been created with `components`.
+        components: add columns `level`, `part_*` (parts of the change, which add up to it) and those of the
+            protocol, if any; the predictor must have been created with `components`.
         outcomes: predictor in the unit of the runs; adds e.g. nats, nats_low and nats_high, which are null for units.
         extrapolations: log that records subsets outside of the range of the runs.
     Returns:

@@ -20,17 +20,19 @@ from grasp.cli import (  # noqa: F401 - commands register themselves
 )
 from grasp.cli.app import app
 from grasp.cli.console import PlainStream
+from grasp.entry_points import load, names
 from grasp.errors import GraspError
 from grasp.files import DISK_FULL_ERRORS
 from grasp.text import plain
 
-# Commands of optional subpackages are registered by name, since the layers below must not import these packages.
-COMMAND_MODULES = (
-    "grasp.geometry.calibrate_command",
-    "grasp.vision.fit_head_command",
-)
-for _module in COMMAND_MODULES:
-    import_module(_module)
+import_module("grasp.vision.fit_head_command")
+
+# Commands of optional subpackages and of other packages; a broken package must not break the commands of the others.
+try:
+    for _name in names("grasp.commands"):
+        app.add_typer(load("grasp.commands", _name))
+except GraspError as _error:
+    print(f"note: {plain(str(_error))}", file=sys.stderr)
 
 USER_ERROR = 2
 # Errors of the operating system that are not bugs: they are printed in one line, without a traceback.

@@ -27,8 +27,9 @@ GROUPS = {
     "Predict the effect of rows and slices": ("score", "predict", "explain", "report", "serve"),
     "Select training data": ("select", "mix", "distil", "apply"),
     "Find suspicious rows": ("detect",),
-    "Evaluate predictions": ("retrain", "runs", "evaluate", "calibrate", "methods"),
+    "Evaluate predictions": ("retrain", "runs", "evaluate", "methods"),
 }
+OTHER_COMMANDS = "Other commands"  # group of commands of other packages that name none
 OPTIONS = "Options"
 MORE_OPTIONS = "More options"
 
@@ -42,7 +43,6 @@ GLOSSARY = {
     "runs": "models trained on subsets of the corpus, with their results",
     "protocol": "the rule that combines relevance into a prediction; one is built in",
     "kernel": "one way to compute relevance; a protocol adds the scores of several",
-    "geometry": "similarity of the rows of a subset to each other, which a protocol may penalise",
     "family": "how subsets are drawn, e.g. uniform:0.5 (random halves), mixture:topic",
     "label": "a column of the corpus, e.g. topic",
     "slice": "all rows with the same value of a label",
@@ -113,7 +113,12 @@ class CommandGroups(TyperGroup):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the commands of every group, then the options."""
         width = max(map(len, self.commands))
-        for group, command_names in GROUPS.items():
+        groups = {group: list(names) for group, names in GROUPS.items()}
+        listed = {name for names in GROUPS.values() for name in names}
+        for name, further in self.commands.items():  # of other packages
+            if name not in listed:
+                groups.setdefault(getattr(further, "rich_help_panel", None) or OTHER_COMMANDS, []).append(name)
+        for group, command_names in groups.items():
             with formatter.section(group):
                 formatter.write_dl(
                     [(name.ljust(width), self.commands[name].get_short_help_str(80)) for name in command_names]
@@ -183,6 +188,7 @@ def command(
     epilog: str = "",
     name: str | None = None,
     group: typer.Typer = app,
+    section: str | None = None,
     verb: str | None = None,
     more: str = "",
 ) -> Callable[[F], F]:
@@ -192,7 +198,8 @@ def command(
         examples: command lines that the help shows.
         epilog: text below the examples.
         name: name of the command. Default: that of the function.
-        group: the application, or a group of commands in it.
+        group: the application, a group of commands in it, or the application of another package.
+        section: section of `grasp --help` that lists a command of another package.
         verb: module of the public function of the same name. Its arguments become options of the command, which
             are passed to the decorated function as keywords; parameters of the decorated function override them.
         more: arguments of the public function that are listed under "More options".
@@ -200,7 +207,7 @@ def command(
     lines = [f"  {line}" for example in examples for line in example.split("\n")]
     # \b tells Click not to rewrap the lines that follow
     text = "\n".join(["\b", "Examples:" if len(examples) > 1 else "Example:", *lines, epilog])
-    register = group.command(name, cls=Command, epilog=text)
+    register = group.command(name, cls=Command, epilog=text, rich_help_panel=section)
 
     def decorate(function: F) -> F:
         if verb is not None:

@@ -17,6 +17,7 @@ from grasp.text import DEFAULT_WIDTH, plain, printable, text_table
 if TYPE_CHECKING:
     from grasp.artifact.reader import ArtifactReader
     from grasp.results import Result
+    from grasp.runs.evaluation import Evaluation
 
 # How messages call an input, by argument: "report.html holds the runs". The default is e.g. "--protocol reads".
 READ_PHRASES = {"runs": "holds the runs", "checkpoints": "is a checkpoint"}
@@ -114,3 +115,14 @@ def print_result(result: "Result", out: Path | None = None, *, written: int | No
         written = len(result)
         result.write(out)
     print(f"{out}: {written:,} rows")
+
+
+def print_evaluation(result: "Evaluation", json_file: Path | None, csv_file: Path | None) -> None:
+    """Print an evaluation, or write it as JSON or CSV to files or to the standard output."""
+    if not {json_file, csv_file} & {*files.STANDARD_OUTPUTS}:
+        print(result)
+    for file, text in ((json_file, result.to_json), (csv_file, result.to_csv)):
+        if file in files.STANDARD_OUTPUTS:
+            print(printable(text()), end="")
+        elif file is not None:
+            files.write_atomically(file, text().encode())

@@ -23,7 +23,7 @@ from grasp.text import plain
     "grasp select art --budget 67%documents --documents all --export kept --left-out dropped",
     "grasp select art --budget 20% --exclude seen.txt --export kept --documents half --ids-out kept.txt",
     verb="grasp.select.select",
-    more="exclude exclude_where drop_leaks documents protocol diversity cautious",
+    more="exclude exclude_where drop_leaks documents protocol cautious",
 )
 def select(
     art: Art,
@@ -56,7 +56,6 @@ def select(
         "Maximum size of an exported file: 256MB before compression, or a number of records. Default: 50,000.",
         None,
     ),
-    quiet: Quiet = False,
     **params: Any,
 ) -> None:
     from grasp.select.export import Exporter
@@ -84,8 +83,7 @@ def select(
             raise SettingsError(
                 "--documents, --ids-out, --corpus, --format, --shard-size: only apply to an export; add --export DIR"
             )
-    with Watch(quiet=quiet) as watch:
-        selection = opened.select(**params, progress=watch)
+    selection = opened.select(**params)
     print(selection)
     if out is not None:
         order = "rows of the best documents" if selection.params["items"] == "documents" else "rows, best"
@@ -104,7 +102,7 @@ def select(
     "grasp mix art --by source --train-tokens 100B --runs dev --weights weights.parquet",
     "grasp mix art --by source --target sciq --format olmo-core --out mixture.yaml",
     verb="grasp.select.mix",
-    more="distance protocol diversity cautious",
+    more="distance protocol cautious",
 )
 def mix(
     art: Art,

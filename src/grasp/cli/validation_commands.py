@@ -8,7 +8,7 @@ import typer
 
 import grasp
 from grasp.cli.app import command, option, rare
-from grasp.cli.console import check_outputs, print_result, show
+from grasp.cli.console import check_outputs, print_evaluation, print_result, show
 from grasp.cli.options import (
     Address,
     Art,
@@ -22,9 +22,7 @@ from grasp.cli.options import (
 )
 from grasp.errors import SettingsError
 from grasp.extras import install_hint
-from grasp.files import STANDARD_OUTPUTS, write_atomically
 from grasp.progress_display import Watch
-from grasp.text import printable
 
 
 @command(
@@ -102,12 +100,12 @@ def retrain(
 
 @command(
     "grasp evaluate art --runs env --protocol protocol.yaml --csv result.csv",
-    "grasp evaluate art --runs test --controls --development dev --oracle ridge",
+    "grasp evaluate art --runs test --oracle ridge",
     "grasp evaluate art --runs env --methods bm25,loss,datamodels",
     "grasp evaluate art --runs env --method-settings methods.yaml --checkpoints env/reference/seed-0",
     "grasp evaluate art --runs env --predictions theirs.parquet --predictions row_scores.npy",
     verb="grasp.api.evaluate",
-    more="partial controls development family method_settings checkpoints cache oracles resamples",
+    more="partial method_settings checkpoints cache oracles resamples",
 )
 def evaluate(
     art: Art,
@@ -125,10 +123,4 @@ def evaluate(
         )
     with Watch(quiet=quiet) as watch:
         result = grasp.evaluate(opened, **params, progress=watch)
-    if not {json_file, csv_file} & {*STANDARD_OUTPUTS}:
-        print(result)
-    for file, text in ((json_file, result.to_json), (csv_file, result.to_csv)):
-        if file in STANDARD_OUTPUTS:
-            print(printable(text()), end="")
-        elif file is not None:
-            write_atomically(file, text().encode())
+    print_evaluation(result, json_file, csv_file)

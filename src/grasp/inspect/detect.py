@@ -130,8 +130,7 @@ def detect(
         truth: column that is true for rows known to be wrong, to evaluate the scores.
         k: number of first rows for precision and recall. Default: the number of wrong rows.
         neighbours: number of nearest rows whose labels are compared. Default: 10.
-        match: one kernel: gradient, output_layer, embedding, knn, hidden_bias, hidden_linear or pooled. Default:
-            output_layer if it was built, else pooled.
+        match: one kernel, e.g. gradient or output_layer. Default: output_layer if it was built, else the first kernel.
         progress: receives stages and numbers of rows.
     Raises:
         ArtifactError: no such target, column or kernel, or a trusted unit is also a row.
@@ -314,8 +313,9 @@ def _rank_rows(
 
 
 def relevance_array(artifact: ArtifactReader, match: str | None) -> str:
-    """Return the relevance array of a kernel. Default: output_layer if it was built, else pooled."""
-    return artifact.relevance_name(match or ("output_layer" if "output_layer" in artifact.kernels else "pooled"))
+    """Return the relevance array of a kernel. Default: output_layer if it was built, else the first kernel."""
+    default = "output_layer" if "output_layer" in artifact.kernels else artifact.kernels[0]
+    return artifact.relevance_name(match or default)
 
 
 def standardised_blocks(

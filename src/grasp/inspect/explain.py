@@ -8,10 +8,10 @@ the kernels of the build return contributions if every position is passed to the
 
     a_{i,e} = 1/|P_i| sum_{t in P_i} a_{t,e} = 1/(|P_i||P_e|) sum_{t in P_i} sum_{s in P_e} a_{t,s}
 
-Here P_i and P_e are the positions with loss of row i and unit e. The pooled kernel, a = R sgn(H) log(1 + |H|) with the
-residual match R and the hidden match H, is not a sum over pairs, since H is damped as a whole. It is linear in the
-residuals: the contribution of a position is its share of R, times the damped H of row and unit. The replay (the
-derivative of a training by the weight of a row) has no contributions by position.
+Here P_i and P_e are the positions with loss of row i and unit e. A kernel that is not linear (`Kernel.is_linear`), but
+a function of averages over positions, is no sum over pairs: the contribution of a position is then what the kernel
+returns for its share of the mean residual and the mean hidden state of the whole row. The replay (the derivative of a
+training by the weight of a row) has no contributions by position.
 
 Shape letters: L tokens of a row, P row positions, S unit positions, E units, K sampled coordinates of a gradient, C
 columns of a kernel's result (E units, or S positions of one unit).
@@ -39,8 +39,7 @@ from grasp.errors import ProtocolError
 from grasp.inspect.explanation import EffectTerms, Explanation, join_words
 from grasp.inspect.rescoring import reopen_source
 from grasp.kernels.gradient import Gradient, allocate_unit_gradients
-from grasp.kernels.kernel import Batch
-from grasp.kernels.pooled import Pooled
+from grasp.kernels.kernel import Batch, kernel_class
 from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, pad_rows
 from grasp.models.forward_pass import position_mask
 from grasp.models.gradients import Example
@@ -63,9 +62,7 @@ TEXT_NOTE = (
 UNIT_SCALE_NOTE = (
     "effects on a question are standardised for this question: compare them only with those of other rows on it"
 )
-POOLED_NOTE = (
-    "pooled: contributions of words are their shares of the residual match, since the hidden match is damped as a whole"
-)
+SUMMARY_NOTE = "contributions of words are their shares of the mean residual, since the kernel is no sum over words"
 
 
 def explain(
@@ -232,20 +229,20 @@ class _PreparedUnits:
     def _single_positions(self, batch: Batch, gradient_PK: Tensor | None = None) -> Batch:
         """Return the positions of a row, or unit, as separate rows.
 
-        For the pooled kernel, each position has the hidden summary of the whole row, and its share of the residual.
+        For kernels of summaries, each position has the hidden summary of the whole row, and its share of the residual.
         """
         n_positions = len(batch.row_P)
         index_P = torch.arange(n_positions, device=batch.row_P.device)
         positions = replace(
             batch.at_positions(index_P, index_P, n_positions), gradient_BK=gradient_PK, loss_B=batch.residual.loss_P
         )
-        is_pooled_P = np.ones(n_positions)
+        is_averaged_P = np.ones(n_positions)
         if batch.summary_batch is not None:
             spec = self.settings.summary_positions or "all"
             mask_1L = torch.ones(1, n_positions + 1, dtype=torch.bool)
-            is_pooled_P = position_mask(spec, mask_1L)[0, :n_positions].numpy()
+            is_averaged_P = position_mask(spec, mask_1L)[0, :n_positions].numpy()
         hidden_PH = np.repeat(batch.summary.hidden_NH, n_positions, axis=0)
-        residual_PV = csr_array(positions.summary.residual_NV.multiply((is_pooled_P / is_pooled_P.sum())[:, None]))
+        residual_PV = csr_array(positions.summary.residual_NV.multiply((is_averaged_P / is_averaged_P.sum())[:, None]))
         # `summary` is a cached property of the frozen batch, which averages its positions: replace its value.
         vars(positions)["summary"] = PooledFeatures(hidden_PH, residual_PV)
         return positions
@@ -273,15 +270,15 @@ class _PreparedUnits:
                 # position t predicts token t + 1, to which its contribution is assigned
                 yield kernel.name, np.arange(1, len(contribution_LC)), contribution_LC[:-1] / self.n_positions
         for kernel in self.kernels:
-            if isinstance(kernel, Pooled):
-                pooled_PC = kernel.score(self._single_positions(batch.summary_batch or batch))
-                yield kernel.name, summary_token_P, pooled_PC.double().cpu().numpy()
+            if not kernel.is_linear:
+                shares_PC = kernel.score(self._single_positions(batch.summary_batch or batch))
+                yield kernel.name, summary_token_P, shares_PC.double().cpu().numpy()
         n_positions = len(token_P)
         for start in range(0, n_positions, BATCH_ROWS):
             index_P = torch.arange(start, min(start + BATCH_ROWS, n_positions), device=batch.row_P.device)
             positions = batch.at_positions(index_P, index_P - start, len(index_P))
             for kernel in self.kernels:
-                if not isinstance(kernel, Gradient | Pooled):
+                if kernel.is_linear and not isinstance(kernel, Gradient):
                     relevance_PC = kernel.score(positions).double().cpu().numpy()
                     contribution_PC = relevance_PC / (n_positions * self.n_positions)
                     yield kernel.name, token_P[start : start + BATCH_ROWS], contribution_PC
@@ -441,8 +438,9 @@ def _result_notes(terms: EffectTerms, recomputed: Mapping[str, float], gap: floa
         yield TEXT_NOTE
     if len(recomputed) > 1:
         yield "by kernel: " + ", ".join(f"{name} {value:+z.3f}" for name, value in recomputed.items())
-    if "pooled" in recomputed:
-        yield POOLED_NOTE
+    for name in recomputed:
+        if not kernel_class(name).is_linear:
+            yield f"{name}: {SUMMARY_NOTE}"
     if abs(gap) > EFFECT_TOLERANCE * max(1.0, abs(terms.effect)):
         yield (
             f"the parts in the first line add up to {gap:+.2g} more than the stored effect: another device or "

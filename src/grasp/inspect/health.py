@@ -36,7 +36,7 @@ from grasp.inspect.rescoring import (
 from grasp.pipeline.model_pass import merge_batches
 from grasp.pipeline.provenance import BuildSource
 from grasp.predict.default_protocol import resolve_protocol
-from grasp.predict.scoring_rule import Interaction, ScoringProtocol, geometry, kernel_weights
+from grasp.predict.scoring_rule import RegisteredProtocol, ScoringProtocol, kernel_weights
 from grasp.results import Result
 from grasp.runs.imported_runs import bind_runs
 from grasp.runs.table import RunTable
@@ -102,8 +102,7 @@ def check(
     Args:
         artifact: artifact to check.
         runs: retrained runs, to check whether predictions rank their subsets correctly.
-        protocol: scoring rule. Default: the built-in one. Sketches are checked if it has geometric components, and the
-            pooled kernel if it has weight.
+        protocol: scoring rule. Default: the built-in one. A registered rule may have further checks.
         rows: rows of the sample; memory is rows^2 numbers and their full features.
         subsets: number of subsets: those of the runs, restricted to the sample, or else halves of the sample.
         seed: seed of the samples of rows, positions and subsets.
@@ -133,8 +132,8 @@ def check(
     results = [_check_concentration(artifact, kernel) for kernel in weights]
     results += [_check_moments(sample, rule, seed), _check_truncation(sample), _check_batches(sample)]
     results += _check_ranking(artifact, bound_runs, rule)
-    if rule.interaction is not Interaction.NONE or "pooled" in weights:
-        results += geometry().check_sketches(sample, rule)
+    if isinstance(rule, RegisteredProtocol):
+        results += rule.checks(sample)
 
     counts = Counter(result.verdict for result in results)
     table = pa.table(

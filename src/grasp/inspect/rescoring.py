@@ -23,7 +23,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, GraspError, ModelError, RunsError
 from grasp.hub import fetched_before
 from grasp.inspect.health_metrics import rank_agreement
-from grasp.kernels.kernel import Batch, Kernel, make_kernels
+from grasp.kernels.kernel import Batch, Kernel, counts_rows, make_kernels
 from grasp.kernels.whitening import STATES
 from grasp.models.causal_lm import BATCH_ROWS
 from grasp.models.checkpoint import REPOSITORY
@@ -216,9 +216,9 @@ def rank_by_two_samples(
     """
     resolved = protocol.resolved_for(artifact.array_names, artifact.feature_settings)
     kernels = kernel_weights(resolved)
-    if {"pooled", "gradient", REPLAY} & set(kernels) or source.has_images:
-        raise ArtifactError("supported only for texts, and for all kernels but pooled, gradient and replay")
     settings = source.settings.features.model_copy(update={"kernels": tuple(kernels)})
+    if REPLAY in kernels or source.has_images or counts_rows(settings):
+        raise ArtifactError("supported only for texts, and for kernels whose moments are over positions of rows")
     model_pass = ModelPass(source.model, settings)
     samples = _two_samples(source.rows.loss_counts(), settings.sample_positions, seed)
     if not all(len(sample) for sample in samples):

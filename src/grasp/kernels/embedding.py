@@ -70,6 +70,3 @@ class Embedding(Kernel):
     def score(self, batch: Batch) -> Tensor:
         assert batch.head is not None
         return embedding_relevance(self._targets, batch.head, batch.residual, batch.input_P, batch.row_P, batch.n_rows)
-
-
-KERNEL = Embedding

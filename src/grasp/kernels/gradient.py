@@ -371,9 +371,6 @@ class Gradient(Kernel):
         return self._self_relevance_E * TYPICAL_ROW_TOKENS  # n_i of a typical row, in place of that of a unit
 
 
-KERNEL = Gradient
-
-
 def allocate_unit_gradients(n_units: int, gradients: SampledGradients, memory_mb: int) -> Tensor:
     """Allocate the units' gradients, (n_units, K), in memory, or in an unlinked memory-mapped temporary file.
 

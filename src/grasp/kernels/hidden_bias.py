@@ -63,6 +63,3 @@ class HiddenBias(Kernel):
 
     def score(self, batch: Batch) -> Tensor:
         return hidden_bias_relevance(self._unit_EH, batch.delta_PH, batch.row_P, batch.n_rows)
-
-
-KERNEL = HiddenBias

@@ -115,6 +115,3 @@ class HiddenLinear(Kernel):
 
     def score(self, batch: Batch) -> Tensor:
         return hidden_linear_relevance(self._targets, batch.hidden_PH, batch.delta_PH, batch.row_P, batch.n_rows)
-
-
-KERNEL = HiddenLinear

@@ -32,6 +32,3 @@ class HiddenSketch(SummarySketch):
             0, pooled.row_P, pooled.hidden_PH.double()
         )
         return ((sum_BH / pooled.positions_B[:, None] - self._mean_H) @ self._map_HD).float()
-
-
-KERNEL = HiddenSketch

@@ -6,9 +6,9 @@ A build creates kernels by name and calls each of them in this order:
     kernel.prepare(units)
     for batch in the rows:              kernel.score(batch)
 
-The *relevance* of a row to a unit predicts how much training on the row lowers the loss of the unit. The kernel NAME is
-the class `KERNEL` of the module `grasp.kernels.NAME`: to add a kernel, add a file. Labels `eq:` in "Source" are those
-of the paper; docs/paper_map.md lists them.
+The *relevance* of a row to a unit predicts how much training on the row lowers the loss of the unit. Kernels are entry
+points of the group `grasp.kernels`, see `grasp.entry_points`. Labels `eq:` in "Source" are those of the paper;
+docs/paper_map.md lists them.
 
 Start with `Kernel` and `Batch`.
 Shape letters: B rows of a batch, P positions, E units, C columns of a kernel, H hidden width, V vocabulary.
@@ -19,8 +19,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib import import_module
-from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 import numpy as np
@@ -28,10 +26,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-import grasp.kernels
 from grasp.arrays import F64, I64
 from grasp.artifact.writer import ArraySpec
-from grasp.errors import SettingsError
+from grasp.entry_points import load_class
 from grasp.kernels.whitening import HiddenMoments, Moments
 from grasp.models.head import OutputHead
 from grasp.models.residuals import PooledFeatures, SparseResidual, hidden_gradient, pool
@@ -250,16 +247,19 @@ class Kernel(ABC):
         corpus: moments, shared with other kernels.
 
     Attributes:
-        name: name in settings, and of its module.
+        name: name in settings, and of its entry point.
         needs: passes of the model that it needs.
         moment_types: classes of moments that it reads.
         unit: unit of the array, for the manifest.
+        is_linear: whether relevance is linear in the gradients of row and unit, so that it is a sum over positions;
+            otherwise it is a function of their averages over positions (`Batch.summary`).
     """
 
     name: ClassVar[str]
     needs: ClassVar[Needs] = "forward"
     moment_types: ClassVar[tuple[type[Moments], ...]] = (HiddenMoments,)
     unit: ClassVar[str] = GRADIENTS
+    is_linear: ClassVar[bool] = True
 
     def __init__(self, model: ModelSizes, settings: FeatureSettings, corpus: CorpusMoments) -> None:
         self.model, self.settings, self.corpus = model, settings, corpus
@@ -339,23 +339,7 @@ def kernel_class(name: str) -> type[Kernel]:
     Raises:
         SettingsError: unknown name; the message lists the existing kernels.
     """
-    kernel = _kernel_in(name)
-    if kernel is None:
-        names = [module.name for module in iter_modules(grasp.kernels.__path__) if _kernel_in(module.name)]
-        raise SettingsError(f"features.kernels: got {name!r}, expected names among {', '.join(names)}")
-    return kernel
-
-
-def _kernel_in(name: str) -> type[Kernel] | None:
-    """Return the kernel of module `grasp.kernels.NAME`, or None if there is no such module or kernel."""
-    if not name.isidentifier():
-        return None
-    try:
-        module = import_module(f"grasp.kernels.{name}")
-    except ModuleNotFoundError:
-        return None
-    kernel: type[Kernel] | None = getattr(module, "KERNEL", None)
-    return kernel
+    return load_class("grasp.kernels", name, Kernel, "features.kernels")  # type: ignore[type-abstract]
 
 
 def make_kernels(

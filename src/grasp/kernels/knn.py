@@ -196,6 +196,3 @@ class Knn(Kernel):
         # The kernel is no inner product of gradients, so the bound replaces Cauchy-Schwarz of `relevance_scale`.
         bound_E = self._targets.bound_E.double().cpu().numpy()
         return np.asarray(np.exp2(np.maximum(np.ceil(np.log2(bound_E / MAX_STORED)), 0.0)))
-
-
-KERNEL = Knn

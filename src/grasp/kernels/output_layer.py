@@ -216,6 +216,3 @@ class OutputLayer(Kernel):
 
     def score(self, batch: Batch) -> Tensor:
         return output_layer_relevance(self._targets, batch.hidden_PH, batch.residual, batch.row_P, batch.n_rows)
-
-
-KERNEL = OutputLayer

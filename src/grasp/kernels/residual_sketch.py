@@ -35,6 +35,3 @@ class ResidualSketch(SummarySketch):
         bucket_PK = pooled.row_P[:, None] * self.width + self._bucket_V[index_PK]
         sum_BD = value_PK.new_zeros(pooled.n_rows * self.width).index_add_(0, bucket_PK.flatten(), value_PK.flatten())
         return sum_BD.view(pooled.n_rows, self.width) / pooled.positions_B[:, None]
-
-
-KERNEL = ResidualSketch

@@ -25,7 +25,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from grasp.arrays import F32, F64, I64, Blocks
 from grasp.artifact.reader import ArtifactReader
-from grasp.entry_points import Entry, entries, find
+from grasp.entry_points import Entry, entries, find, load_class
 from grasp.errors import SettingsError, ShapeError
 from grasp.extras import require
 from grasp.methods.contract import Account, AlignedRuns, Method, MethodInputs, MethodScores, RowMethod, SubsetMethod
@@ -55,23 +55,14 @@ def registered_methods() -> dict[str, Entry]:
     return entries(GROUP)
 
 
-def load_method(name: str, error_prefix: str = "method") -> type[Method[Any]]:
+def load_method(name: str) -> type[Method[Any]]:
     """Import and return the class of a method.
 
-    Args:
-        name: name of the method.
-        error_prefix: begin of the error message, such as the settings file.
     Raises:
         SettingsError: unknown name, and the message lists the available ones; or the entry point is not a method.
         MissingExtraError: the module cannot be imported.
     """
-    entry = find(GROUP, name, error_prefix)
-    loaded = entry.load()
-    if not (isinstance(loaded, type) and issubclass(loaded, Method)):
-        raise SettingsError(
-            f"{entry.origin}: got {loaded!r}, expected a class derived from grasp.methods.contract.Method"
-        )
-    return loaded
+    return load_class(GROUP, name, Method)
 
 
 # --------------------------------------------------------------------------------------------------- configurations

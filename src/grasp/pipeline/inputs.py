@@ -15,7 +15,7 @@ from grasp.corpus.documents import Corpus
 from grasp.corpus.row_store import RowStore, ShardStore
 from grasp.corpus.sources import Source, open_source
 from grasp.errors import ModelError, SettingsError
-from grasp.kernels.kernel import Batch
+from grasp.kernels.kernel import Batch, kernel_class
 from grasp.models.causal_lm import ReferenceModel, context_of
 from grasp.models.checkpoint import check_readable, text_config_of, tokenizer_of
 from grasp.models.forward_pass import Reference, Units
@@ -173,10 +173,11 @@ def _prepare_text(
 def _check_metrics(unit_set: UnitSet, kernels: Sequence[str]) -> None:
     """Check that the kernels can score rows for the metric of every unit."""
     refuse_accuracy(unit_set)
-    if "pooled" in kernels and any(unit.others for unit in unit_set.units):
+    nonlinear = [name for name in kernels if not kernel_class(name).is_linear]
+    if nonlinear and any(unit.others for unit in unit_set.units):
         raise SettingsError(
-            "features.kernels: got pooled, which is not linear in the gradient of a unit, so margins cannot be "
-            "combined from answers; use --rule default, or targets without @margin"
+            f"features.kernels: got {', '.join(nonlinear)}, which is not linear in the gradient of a unit, so margins "
+            "cannot be combined from answers; use --rule default, or targets without @margin"
         )
 
 

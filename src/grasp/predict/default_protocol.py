@@ -4,13 +4,14 @@
 first matching line counts:
 
     artifact                           predictions                                protocol
-    built with `rule: paper` (*)       all                                        `PAPER` of `grasp.geometry`
+    built with a registered rule (*)   all                                        `built_in` of that rule
     for further training               all                                        DEFAULT_PROTOCOL
     for a new model                    compared with losses on known questions    DEFAULT_PROTOCOL
     for a new model, with a replay     of subsets                                 DEFAULT_PROTOCOL
     for a new model                    all others                                 TASK_PROTOCOL
 
-(*) and with the arrays that `PAPER` reads; other kernels may have been requested too.
+(*) and with the arrays that its protocol reads; other kernels may have been requested instead. Packages register rules
+by entry points, see `scoring_rule.RegisteredProtocol`.
 
 The *known questions* are those of the targets in the artifact. DEFAULT_PROTOCOL scores a row by its mean relevance to
 them; TASK_PROTOCOL by an estimate of its mean relevance to all questions of the task (`task: estimate`). Runs are
@@ -21,7 +22,15 @@ other kernels select rows better, and TASK_PROTOCOL does not use the replay of a
 from pathlib import Path
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.predict.scoring_rule import REPLAY, ScoringProtocol, geometry, is_new_model, load_protocol
+from grasp.entry_points import names
+from grasp.predict.scoring_rule import (
+    GROUP,
+    REPLAY,
+    ScoringProtocol,
+    is_new_model,
+    load_protocol,
+    registered_protocol,
+)
 
 # Development runs that the built-in protocol was selected on: (environment, fingerprint of its runs) and targets. From
 # `documents` on they come from experiments/finetune, where a pretrained model is fine-tuned.
@@ -36,7 +45,7 @@ _SELECTED_ON = {
     ("small-48-slow", "427d51675cf31988c10c5f26eaae01da"): ("sciq", "arc_easy", "hellaswag", "openbookqa"),
 }
 
-# Selected by the highest lower confidence bound, out of the protocols without geometry of
+# Selected by the highest lower confidence bound, out of the additive protocols of
 # experiments/lds_main/additive.yaml and the kernels of experiments/finetune; default.provenance.json has the bounds.
 # The kernels combined with output_layer and embedding depend on the training: knn for a new model; gradient, with a
 # quarter each of output_layer and embedding, for further training (experiments/finetune/further.json), or hidden_bias
@@ -73,10 +82,10 @@ def resolve_protocol(
         return protocol
     if protocol is not None:
         return load_protocol(protocol)
-    if artifact.feature_settings.get("rule") == "paper":
-        paper: ScoringProtocol = geometry().PAPER
-        if set(paper.arrays) <= set(artifact.array_names):  # `rule: paper` may have been combined with other kernels
-            return paper
+    if (rule := artifact.feature_settings.get("rule")) in names(GROUP):
+        built_in = registered_protocol(rule).built_in()
+        if set(built_in.arrays) <= set(artifact.array_names):
+            return built_in
     has_replay = f"relevance_{REPLAY}" in artifact.array_names
     if not is_new_model(artifact.array_names) or known_questions or (subsets and has_replay):
         return DEFAULT_PROTOCOL

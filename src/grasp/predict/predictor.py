@@ -24,8 +24,8 @@ y = n / sum_j w_j, in the place of x_i: the mean is the same, and weights 0 and 
 
 Start with `Predictor.from_artifact` and `Predictor.change`. Order of the module: effective weights (`RepetitionLaw`),
 effects of rows (`KernelRelevance`, `RowEffects`), changes of subsets (`Predictor`), reading and combining the kernels
-(`assemble_predictor`). Weighted sums over rows are in `grasp.predict.weights`. Protocols with interactions between
-rows, or that do not average, are implemented by the subclass in `grasp.geometry`.
+(`assemble_predictor`). Weighted sums over rows are in `grasp.predict.weights`. Protocols of other packages have their
+own assembly (`RegisteredProtocol.bind`) and may have a subclass of `Predictor`.
 Source: eq:method-additive, eq:component-predictor of the paper, see docs/paper_map.md.
 Shape letters: B subsets, N rows, n rows of a block, E units, T targets, G slices, C columns (targets or units), D
 sketch width.
@@ -50,7 +50,7 @@ from grasp.errors import ProtocolError
 from grasp.moments import MeanStd, StreamingMoments
 from grasp.pipeline.provenance import BuildSource
 from grasp.predict.default_protocol import resolve_protocol
-from grasp.predict.scoring_rule import REPLAY, ScoringProtocol, geometry, kernel_weights, parse_protocol
+from grasp.predict.scoring_rule import REPLAY, RegisteredProtocol, ScoringProtocol, kernel_weights, parse_protocol
 from grasp.predict.task_scores import Prior, Reliability, Texts, fit_prior, mean_reliability
 from grasp.predict.weights import RowSums, Weights, block_rows
 from grasp.targets.units import WEIGHT_COLUMN
@@ -215,6 +215,20 @@ class RowEffects:
     new_row_value_C: F64  # b: value of any unseen row, in effects of the column
 
     @classmethod
+    def of_tasks(
+        cls,
+        slopes: Mapping[str, F64],
+        kernels: Mapping[str, KernelRelevance],
+        scales: Mapping[str, MeanStd],
+        *,
+        reuse: bool,
+    ) -> Self:
+        """Compute the effects on tasks; `reuse` overwrites the relevance of the first kernel with them."""
+        first_NT = next(iter(kernels.values())).relevance.array_NC
+        assert first_NT is not None
+        return cls.from_kernels(slopes, kernels, scales, first_NT if reuse else np.empty_like(first_NT))
+
+    @classmethod
     def from_kernels(
         cls,
         slopes: Mapping[str, F64],
@@ -356,11 +370,9 @@ class Predictor:
             resolved, selected = resolved.for_units, units
         law = repetition_law or RepetitionLaw()
         available = [name for name in sketches if f"{name}_sketch" in artifact.array_names]
-        if resolved.needs_geometry:
-            interacting: Predictor = geometry().bind(
-                artifact, resolved, selected, sketches=available, per_unit=per_unit, components=components
-            )
-            return replace(interacting, repetition_law=law)
+        if isinstance(resolved, RegisteredProtocol):
+            bound = resolved.bind(artifact, selected, sketches=available, per_unit=per_unit, components=components)
+            return replace(bound, repetition_law=law)
         loaded_sketches = {name: load_sketch(artifact, name) for name in sorted(available)}
         if per_unit or components or units is not None:
             additive = assemble_predictor(artifact, resolved, selected, per_unit=per_unit, components=components)
@@ -499,16 +511,6 @@ class Predictor:
         """Names of the parts that `parts` returns."""
         return tuple(f"part_{name}" for name in (*self.task_kernels, REPETITION_PART))
 
-    @property
-    def sums_rows(self) -> bool:
-        """Return whether the predicted change adds up rows, instead of averaging them."""
-        return False
-
-    def ranking_effects(self, effect_N: F64, weights_T: F64, tokens_N: I64) -> F64:
-        """Return the values by which rows are ranked under a token budget: their effects, as rows are averaged."""
-        del weights_T, tokens_N
-        return effect_N
-
     def _change_from_sums(self, sum_BC: F64, sums: SubsetSums, new_row_value_C: F64 | float) -> F64:
         """Return factor (mean + b) - b, (B, C), from sums of v_i times values whose sum over the corpus is 0."""
         mean_BC = ratio(1.0, sums.effective_B)[:, None] * sum_BC
@@ -533,15 +535,13 @@ def assemble_predictor(
     *,
     per_unit: bool = False,
     components: bool = False,
-    family_scales: Callable[[Mapping[str, KernelRelevance]], Mapping[str, MeanStd]] | None = None,
-    units_first: bool = False,
 ) -> Predictor:
     """Read relevance and combine the kernels into a predictor without sketches.
 
     The order of the steps matters:
 
     1. Negative relevance is scaled (`relevance_blocks`).
-    2. With `units_first` or the protocol's `task: estimate`, every unit is divided by its standard deviation.
+    2. With the protocol's `task: estimate`, every unit is divided by its standard deviation.
     3. The units of each task are averaged (`KernelRelevance.for_tasks`).
     4. Every kernel is divided by its standard deviation and multiplied by its weight, by its slope.
     5. With `task: estimate`, the prediction from text and labels is added as a further kernel (`fit_prior`).
@@ -553,39 +553,27 @@ def assemble_predictor(
         units: units of the targets.
         per_unit: also compute effects per unit, by the kernels of units.
         components: keep the kernels separate.
-        family_scales: function that returns the scale of each kernel over a family of subsets; default: the moments
-            over the rows.
-        units_first: standardize every unit before averaging the units of a task.
     """
-    scales_of = family_scales or _scales_over_rows
-    estimates = protocol.task == "estimate" and family_scales is None  # subsets of a calibration family have no text
-    divides_units = units_first or estimates
+    estimates = protocol.task == "estimate"
     negative = {name: protocol.negative_factor(name) for name in kernel_weights(protocol)}
     relevance = {
         name: functools.partial(relevance_blocks, artifact, name, units.columns_E, factor)
         for name, factor in negative.items()
     }
     # steps 1 and 2
-    unit_kernels: dict[str, KernelRelevance] = {}
-    if per_unit or units_first:
-        names = negative if divides_units else kernel_weights(protocol.for_units)
-        unit_kernels = {name: KernelRelevance.for_units(artifact, name, units, negative[name]) for name in names}
+    unit_names = () if not per_unit else negative if estimates else kernel_weights(protocol.for_units)
+    unit_kernels = {name: KernelRelevance.for_units(artifact, name, units, negative[name]) for name in unit_names}
+    unit_scales: Mapping[str, MeanStd] = scales_over_rows(unit_kernels)
     if estimates and not unit_kernels:  # only moments are needed, so the matrix is not loaded
-        unit_scales: Mapping[str, MeanStd] = {
-            name: StreamingMoments.from_blocks(blocks()).mean_std for name, blocks in relevance.items()
-        }
-    else:
-        unit_scales = scales_of(unit_kernels)
-    unit_factors = {
-        name: units.weight_E * (unit_scales[name].inverse_std_C if divides_units else 1.0) for name in negative
-    }
+        unit_scales = {name: StreamingMoments.from_blocks(blocks()).mean_std for name, blocks in relevance.items()}
+    unit_factors = {name: units.weight_E * (unit_scales[name].inverse_std_C if estimates else 1.0) for name in negative}
     # steps 3 and 4, for the mean over the known questions
     mean_kernels = {
         name: KernelRelevance.for_tasks(artifact, name, units, factor, unit_factors[name])
         for name, factor in negative.items()
     }
-    mean_scales = scales_of(mean_kernels)
-    mean_slopes = _slopes(protocol, mean_scales)
+    mean_scales = scales_over_rows(mean_kernels)
+    mean_slopes = slopes_of(protocol, mean_scales)
     # steps 5 and 6
     questions = _Questions(
         artifact,
@@ -593,24 +581,19 @@ def assemble_predictor(
         {name: unit_factors[name] * np.repeat(slope_T, units.counts_T) for name, slope_T in mean_slopes.items()},
         units.counts_T,
     )
-    can_hold_out = units.counts_T.max() > 1 and family_scales is None
+    can_hold_out = units.counts_T.max() > 1
     prior = questions.fit_prior() if estimates and can_hold_out else None
     slopes, kernels, scales = _with_prior(prior, mean_slopes, mean_kernels, mean_scales)
-    first_NT = next(iter(kernels.values())).relevance.array_NC
-    assert first_NT is not None
-    task = RowEffects.from_kernels(slopes, kernels, scales, np.empty_like(first_NT) if components else first_NT)
+    task = RowEffects.of_tasks(slopes, kernels, scales, reuse=not components)
     return Predictor(
         protocol=protocol,
         units=units,
         n_rows=artifact.n_rows,
         task=task,
-        unit_level=_unit_effects(protocol, units, unit_kernels, unit_scales) if per_unit else None,
+        unit_level=unit_effects(protocol, units, unit_kernels, unit_scales) if per_unit else None,
         sketches={},
         dropped=tuple(name for name in negative if not scales[name].inverse_std_C.any()),
-        unit_relevance_to_effect={
-            name: np.repeat(slope_T * task.raw_mean_std.inverse_std_C, units.counts_T) * unit_factors[name]
-            for name, slope_T in mean_slopes.items()
-        },
+        unit_relevance_to_effect=unit_relevance_to_effect(units, mean_slopes, task, unit_factors),
         task_kernels=kernels if components else {},
         repetition_law=RepetitionLaw(),
         unit=EFFECT_SIZE,
@@ -621,24 +604,34 @@ def assemble_predictor(
     )
 
 
-def _scales_over_rows(kernels: Mapping[str, KernelRelevance]) -> Mapping[str, MeanStd]:
+def scales_over_rows(kernels: Mapping[str, KernelRelevance]) -> Mapping[str, MeanStd]:
     """Return mean and standard deviation of each kernel over the rows of the corpus."""
     return {name: kernel.rows.mean_std for name, kernel in kernels.items()}
 
 
-def _slopes(protocol: ScoringProtocol, scales: Mapping[str, MeanStd]) -> dict[str, F64]:
+def slopes_of(protocol: ScoringProtocol, scales: Mapping[str, MeanStd]) -> dict[str, F64]:
     """Return the weight of each kernel over its standard deviation."""
     return {name: weight * scales[name].inverse_std_C for name, weight in kernel_weights(protocol).items()}
 
 
-def _unit_effects(
+def unit_relevance_to_effect(
+    units: UnitSelection, slopes: Mapping[str, F64], task: RowEffects, unit_factors: Mapping[str, F64 | float]
+) -> dict[str, F64]:
+    """Return `Predictor.unit_relevance_to_effect` from slopes of tasks, (T,), and factors of units, (E,)."""
+    return {
+        name: np.repeat(slope_T * task.raw_mean_std.inverse_std_C, units.counts_T) * unit_factors[name]
+        for name, slope_T in slopes.items()
+    }
+
+
+def unit_effects(
     protocol: ScoringProtocol,
     units: UnitSelection,
     kernels: Mapping[str, KernelRelevance],
     scales: Mapping[str, MeanStd],
 ) -> RowEffects:
     """Return the effects of rows on every unit, from kernels with one column per unit."""
-    unit_level = RowEffects.from_kernels(_slopes(protocol.for_units, scales), kernels, scales, None)
+    unit_level = RowEffects.from_kernels(slopes_of(protocol.for_units, scales), kernels, scales, None)
     # b is in effect sizes of the task; the effects of its units average to a column with this standard deviation
     task_means = StreamingMoments.from_blocks(
         (start, units.mean_per_task(block, units.weight_E)) for start, block in unit_level.effects.blocks()

@@ -13,44 +13,35 @@ protocol is then *resolved*.
 
 `grasp.predict.default_protocol` chooses the built-in protocol, and `grasp.predict.predictor` computes the effects. With
 `task: estimate`, the mean over the known questions is replaced by an estimate for all questions of the task
-(`grasp.predict.task_scores`). Protocols with interactions between rows are defined in `grasp.geometry`, which
-`geometry()` imports lazily. Labels such as eq:method-additive are those of the paper, see docs/paper_map.md.
+(`grasp.predict.task_scores`). Other packages define further kinds of protocols, see `RegisteredProtocol`. Labels such
+as eq:method-additive are those of the paper, see docs/paper_map.md.
 """
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from enum import Enum
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator
 
-from grasp.artifact.reader import RENAMED_KERNELS, RENAMED_SETTINGS
+from grasp.artifact.reader import RENAMED_KERNELS, RENAMED_SETTINGS, ArtifactReader
+from grasp.entry_points import entries, load_class
 from grasp.errors import ProtocolError, SettingsError
 from grasp.files import atomic_path
 from grasp.settings import Positions, Settings
 from grasp.yaml_files import read_yaml, validated, write_yaml
+
+if TYPE_CHECKING:
+    from grasp.predict.predictor import Predictor, UnitSelection
+
+GROUP = "grasp.protocols"  # entry points
 
 KernelName = str
 GRADIENT_COMPANION_WEIGHT = 0.25  # weight of output_layer and embedding when combined with `gradient`
 REPLAY = "replay"  # kernel whose relevance is of whole targets: the derivative of a replayed training
 REPLAY_WEIGHT = 4.0  # its weight for further training: experiments/replay
 NEW_MODEL_REPLAY_WEIGHT = 1.0  # for a new model, chosen on cc-topic: experiments/replay
-# Settings of `grasp.geometry` with the values that mean "no interaction"; a protocol file may contain them.
-STANDARDS = {"task": "mean_relevance", "unit": "own_relevance"}
-NO_INTERACTION = {"side": "retained", "weighting": "mean", "components": {}, "standardize": STANDARDS}
-CALIBRATION = "calibration"  # setting that only matters for interactions
-
-
-class Interaction(Enum):
-    """How the predicted change of a subset differs from the mean effect of its retained rows."""
-
-    NONE = "none"  # no difference
-    # rows are summed instead of averaged, or the omitted rows are scored; rows remain independent
-    WEIGHTING = "weighting"
-    PAIRS = "pairs"  # pairs of rows contribute too, so selecting the best subset is a search problem
 
 
 class Requirements(Settings):
@@ -64,25 +55,20 @@ class Requirements(Settings):
     tau: float | None = Field(None, description="Tikhonov term of the whitening.")
     hidden_width: int | None = Field(None, description="Width of the hidden sketch.")
     residual_width: int | None = Field(None, description="Width of the residual sketch.")
-    product_width: int | None = Field(None, description="Width of the product sketch.")
 
 
 class ScoringProtocol(Settings):
-    """An additive scoring protocol: a subset is scored by the mean effect of its rows. Source: eq:method-additive.
+    """An additive scoring protocol: a subset is scored by the mean effect of its rows. Source: eq:method-additive."""
 
-    Protocols with interactions between rows are the subclass `grasp.geometry.geometry_rule.InteractionProtocol`.
-    """
-
-    needs_geometry: ClassVar[bool] = False  # whether `grasp.geometry` binds it to an artifact
-    interaction: ClassVar[Interaction] = Interaction.NONE
-    geometry_terms: ClassVar[str] = ""  # the terms added to the kernels, as text for `description`
+    is_additive: ClassVar[bool] = True  # whether the change of a subset is the mean effect of its rows
+    further_terms: ClassVar[str] = ""  # the terms added to the kernels, as text for `description`
 
     name: str = Field(min_length=1, description="Name of the protocol.")
     match: dict[KernelName, float] | Literal["auto"] = Field(
         "auto",
         description="Weights of the kernels, each standardised; auto: output_layer, embedding and knn; of a model that "
         f"is trained further gradient and {GRADIENT_COMPANION_WEIGHT:g} each of output_layer and embedding; without it "
-        "output_layer, embedding, hidden_bias and hidden_linear; else pooled. Targets with a replay: also "
+        "output_layer, embedding, hidden_bias and hidden_linear. Targets with a replay: also "
         f"{REPLAY_WEIGHT:g} replay, or {NEW_MODEL_REPLAY_WEIGHT:g} for a new model, but not with task: estimate.",
     )
     negative: float = Field(
@@ -123,9 +109,7 @@ class ScoringProtocol(Settings):
         """The names of the development results that the protocol was selected on, as text."""
         if self.selected_on:
             return f"selected on {', '.join(self.selected_on)}"
-        return "not selected on development environments" + (
-            ": additive core" if self.interaction is not Interaction.PAIRS else ""
-        )
+        return "not selected on development environments" + (": additive core" if self.is_additive else "")
 
     def targets_selected_on(self, fingerprint: str) -> set[str]:
         """Return the targets on which the protocol was selected, for the runs with this fingerprint."""
@@ -146,11 +130,20 @@ class ScoringProtocol(Settings):
         negative = f", negative relevance times {self.negative:g}" if is_downweighted else ""
         results = len(self.selected_on or ())
         selection = f"selected on {results} development results" if results else "not selected on development results"
-        return f"protocol {self.name} ({kernels}{negative}{self.geometry_terms}; {selection})"
+        return f"protocol {self.name} ({kernels}{negative}{self.further_terms}; {selection})"
 
     @property
     def additive(self) -> "ScoringProtocol":
-        """The protocol without interactions between rows."""
+        """The protocol by which rows are ranked and selected: the mean effect of the retained rows."""
+        return self
+
+    def for_runs(self, family: str | None) -> Self:
+        """Return the protocol that predicts the subsets of runs.
+
+        Args:
+            family: family that the subsets were drawn from, such as `uniform:0.5`; None: a table of subsets.
+        """
+        del family
         return self
 
     @property
@@ -188,6 +181,61 @@ class ScoringProtocol(Settings):
         return resolved
 
 
+class RegisteredProtocol(ScoringProtocol):
+    """A scoring protocol that another package defines: base class of the entry points of the group `grasp.protocols`.
+
+    The name of the entry point is a value of the build setting `rule`. Predictions by artifacts that were built with
+    this rule use the protocol `built_in`.
+
+    Attributes:
+        kernels: kernels that are built with the rule, besides the sketches of every build.
+        feature_defaults: further build settings `features` of the rule, by name.
+    """
+
+    kernels: ClassVar[tuple[str, ...]]
+    feature_defaults: ClassVar[Mapping[str, Any]] = {}
+
+    @classmethod
+    @abstractmethod
+    def built_in(cls) -> Self:
+        """Return the protocol for artifacts that were built with the rule."""
+
+    @classmethod
+    @abstractmethod
+    def parse(cls, settings: Mapping[str, Any], location: str) -> ScoringProtocol | None:
+        """Create a protocol from the settings of a file; None if this package does not define such protocols.
+
+        Args:
+            settings: values by name.
+            location: origin of the settings, for messages.
+        Raises:
+            ProtocolError: invalid settings.
+        """
+
+    @abstractmethod
+    def bind(
+        self,
+        artifact: ArtifactReader,
+        units: "UnitSelection",
+        *,
+        sketches: Sequence[str],
+        per_unit: bool,
+        components: bool,
+    ) -> "Predictor":
+        """Create the predictor of a resolved protocol; see `Predictor.from_artifact` for the arguments."""
+
+    def checks(self, sample: Any) -> list[Any]:
+        """Return further checks of `grasp check`.
+
+        Args:
+            sample: a `grasp.inspect.health.SampledArtifact`.
+        Returns:
+            Results of the class `grasp.inspect.health_metrics.Check`.
+        """
+        del sample
+        return []
+
+
 def auto_kernel_weights(array_names: Sequence[str], *, estimate: bool) -> dict[KernelName, float]:
     """Return the weights of `match: auto` for an artifact with these arrays.
 
@@ -195,7 +243,7 @@ def auto_kernel_weights(array_names: Sequence[str], *, estimate: bool) -> dict[K
         new model                                 output_layer + embedding + knn
         further training                          gradient + .25 output_layer + .25 embedding
         further training without a backward pass  output_layer + embedding + hidden_bias + hidden_linear
-        the paper's protocol (`rule: paper`)      pooled
+        another rule, without output_layer        1 for every kernel
         targets with a replay                     also 4 replay; for a new model also 1 replay, unless `estimate`
 
     Args:
@@ -205,7 +253,8 @@ def auto_kernel_weights(array_names: Sequence[str], *, estimate: bool) -> dict[K
     available = [name.removeprefix("relevance_") for name in array_names]
     base_kernels = [kernel for kernel in ("output_layer", "embedding") if kernel in available]
     if "output_layer" not in available:
-        weights = {"pooled": 1.0}
+        others = [name.removeprefix("relevance_") for name in array_names if name.startswith("relevance_")]
+        weights = dict.fromkeys((kernel for kernel in others if kernel != REPLAY), 1.0)
     elif "gradient" in available:
         weights = dict.fromkeys(base_kernels, GRADIENT_COMPANION_WEIGHT) | {"gradient": 1.0}
     else:
@@ -244,7 +293,7 @@ def load_protocol(path: Path | str) -> ScoringProtocol:
 
 
 def parse_protocol(settings: Mapping[str, Any], location: str) -> ScoringProtocol:
-    """Create a protocol from plain settings, an `InteractionProtocol` if any setting asks for interactions.
+    """Create a protocol from plain settings, of the package that recognises them or else an additive one.
 
     Kernels and settings may have their names of version 0.2.
 
@@ -255,11 +304,15 @@ def parse_protocol(settings: Mapping[str, Any], location: str) -> ScoringProtoco
         ProtocolError: invalid settings.
     """
     renamed = _with_current_names(settings)
-    if any(name in renamed and renamed[name] != neutral for name, neutral in NO_INTERACTION.items()):
-        protocol_type: type[ScoringProtocol] = geometry().protocol_type
-        return validated(protocol_type, renamed, location, ProtocolError)
-    additive = {name: value for name, value in renamed.items() if name not in (*NO_INTERACTION, CALIBRATION)}
-    return validated(ScoringProtocol, additive, location, ProtocolError)
+    for name in entries(GROUP):
+        if (protocol := registered_protocol(name).parse(renamed, location)) is not None:
+            return protocol
+    return validated(ScoringProtocol, renamed, location, ProtocolError)
+
+
+def registered_protocol(name: str) -> type[RegisteredProtocol]:
+    """Return the class of protocols that a package registers under a name."""
+    return load_class(GROUP, name, RegisteredProtocol)  # type: ignore[type-abstract]
 
 
 def _with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -281,8 +334,3 @@ def save_protocol(protocol: ScoringProtocol, path: Path | str) -> None:
         return
     with atomic_path(destination) as temporary:
         temporary.write_text(protocol.model_dump_json(indent=1) + "\n", encoding="utf-8")
-
-
-def geometry() -> ModuleType:
-    """Import the optional subpackage for interactions between rows; additive protocols never load it."""
-    return import_module("grasp.geometry.geometry_entry")

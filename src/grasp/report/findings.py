@@ -38,7 +38,7 @@ from grasp.artifact.rows import (
 from grasp.errors import ProtocolLeakError, RunsError
 from grasp.inspect.detect import ShownSuspects, read_suspects
 from grasp.predict.predictor import EFFECT_SIZE, SIMILARITY_SKETCHES, Predictor
-from grasp.predict.scoring_rule import Interaction, ScoringProtocol
+from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.slices import (
     LabelSlices,
     SliceFormula,
@@ -413,7 +413,7 @@ def _label_findings(
         predicted = outcomes.predict(slices.weights(1.0 - np.eye(len(slices.slices))))  # drop one slice at a time
         dropped = Change(predicted.change_BT, predicted.low_BT, predicted.high_BT)
     weights_model: SliceFormula | Predictor = predictor
-    if predictor.protocol.interaction is Interaction.NONE:  # interactions between rows are not a sum over slices
+    if predictor.protocol.is_additive:  # other changes are not a sum over slices
         weights_model = SliceFormula(effects.sums.n_retained_B, effects.sums.effect_BT)
     names = unique_names(slices.names, MAX_CELL_CHARS)
     return LabelFindings(slices, names, dropped, by_relevance, effects.effect_GT, cosines(effects.sums), weights_model)

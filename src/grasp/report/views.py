@@ -293,8 +293,7 @@ def fidelity(findings: Findings) -> View | None:
     return {
         "head": plain(
             f"Runs in {report.environment} ({runs.role}): recipe {report.recipe}, {report.family}, "
-            f"{subsets} subsets, seeds {', '.join(map(str, report.seeds))}. Geometry terms of the protocol, if "
-            "any, are standardised over the subsets of these runs."
+            f"{subsets} subsets, seeds {', '.join(map(str, report.seeds))}."
         ),
         "unfinished": unfinished,
         "protocol": name(agreement.protocol),

@@ -34,7 +34,6 @@ from grasp.models.checkpoint import device_of
 from grasp.models.unit_loss import evaluate_units
 from grasp.pipeline.ray_cluster import ClusterSpec, connected
 from grasp.pipeline.replay_plan import make_trainable
-from grasp.predict.scoring_rule import geometry
 from grasp.retraining.plan import (
     fine_tuning_recipe,
     fitted_lengths,
@@ -173,8 +172,7 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
         with_workers = "" if workers == 1 else f" with {workers} workers"
         cost = (
             f"{left:,} runs of {steps:,} steps; estimated from the first steps: {duration_text(run_seconds)} per run, "
-            f"{duration_text(left * run_seconds / workers)} in total{with_workers}; run the same command to resume\n"
-            f"{geometry().calibration_evidence(len(retrained.subset_ids))}"
+            f"{duration_text(left * run_seconds / workers)} in total{with_workers}; run the same command to resume"
         )
         progress(RetrainStatus("cost", cost=cost))
         cost_reported = True

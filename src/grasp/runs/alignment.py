@@ -146,15 +146,17 @@ class Alignment:
             task_B={self.run_targets[target]: task_BT[:, t] for t, target in enumerate(artifact_targets)},
         )
 
-    def additive(self, protocols: Mapping[str, ScoringProtocol], targets: Sequence[str]) -> list[Predictions]:
-        """Predict targets and units with additive protocols, as `grasp predict` does.
+    def predict(self, protocols: Mapping[str, ScoringProtocol], targets: Sequence[str]) -> list[Predictions]:
+        """Predict targets and units with protocols, as `grasp predict` does.
 
         Args:
             protocols: protocols by the name of the method.
             targets: names of the targets in the runs.
         """
         artifact_targets, results = self.artifact_targets_of(targets), []
-        for name, protocol in protocols.items():
+        family = self.runs.info.family.spec if self.runs.info.family else None
+        for name, rule in protocols.items():
+            protocol = rule.for_runs(family)
             predictor = Predictor.from_artifact(self.source, protocol, artifact_targets, per_unit=True)
             predictions = self.predictions(name, artifact_targets, *self.changes(predictor))
             results.append(replace(predictions, cost=read_cost(protocol.arrays, self.source)))

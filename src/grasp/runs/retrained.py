@@ -31,7 +31,6 @@ from grasp.artifact.label_table import LabelColumn
 from grasp.errors import ModelError, RunsError
 from grasp.files import atomic_path, differences, discard, is_part, kind_of, remove_if_stale, write_atomically
 from grasp.predict.families import parse_family
-from grasp.predict.scoring_rule import geometry
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
 from grasp.predict.weights import SubsetBlock
 from grasp.results import Result
@@ -154,8 +153,7 @@ class RetrainedRuns(TrainingRuns):
         failed = self._failed_line()
         build = self.info.build_command(self.path)
         next_commands = [f"next: {build}", f"then: grasp evaluate art --runs {self.path}"] if build else []
-        evidence = geometry().calibration_evidence(len(self.subset_ids))
-        notes = (*([failed] if failed else []), *next_commands, evidence)
+        notes = (*([failed] if failed else []), *next_commands)
         return Result(pa.Table.from_pylist(lines), self._headline(), notes)
 
     def __repr__(self) -> str:

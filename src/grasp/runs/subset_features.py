@@ -94,7 +94,7 @@ class Standardization:
 
     @classmethod
     def of_vectors(cls, values_nP: F64) -> Self:
-        """Divide vectors by the root mean square of their distance from the mean, which keeps their geometry."""
+        """Divide vectors by the root mean square of their distance from the mean, which keeps angles."""
         return cls(values_nP.mean(axis=0), ratio(1.0, np.sqrt(values_nP.var(axis=0).sum()), minimum=TINY))
 
     @property

@@ -404,25 +404,6 @@ class Ledger:
         return int(max(0, self._floor_G[code] - self._used_G[code]))
 
 
-@dataclass(frozen=True, slots=True)
-class SelectedRows:
-    """Selected rows, best first, with statements on optimality.
-
-    Attributes:
-        row_index: indices of the rows in the order in which they were selected.
-        guarantee: statement on optimality, for the output.
-        gain: exact marginal gain of each row when it was selected; None: its effect.
-        bound: upper bound on the predicted change of any feasible selection of the same size, if one is known.
-        notes: further notes, for the output.
-    """
-
-    row_index: I64
-    guarantee: str
-    gain: F64 | None = None
-    bound: float | None = None
-    notes: tuple[str, ...] = ()
-
-
 def take_within_budget(order_P: I64, constraints: Constraints) -> I64:
     """Select items greedily in the given order, subject to the constraints.
 

@@ -103,7 +103,7 @@ def change_interval(
         if stop - start > 1:
             weights_RE = bootstrap_weights(int(stop - start), resamples=RESAMPLES, seed=t) / (stop - start)
             resampled_TR[t] = weights_RE @ change_1E[0, start:stop]
-    over_rows = codes_N is not None and not predictor.protocol.needs_geometry
+    over_rows = codes_N is not None
     error_T = row_errors(predictor, weights, codes_N, np.eye(len(weights_T))) if over_rows else np.zeros(len(weights_T))
     error = row_errors(predictor, weights, codes_N, weights_T[:, None])[0] if over_rows else 0.0
     low_T, high_T = _add_row_error(change_T, resampled_TR, error_T)

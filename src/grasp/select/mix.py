@@ -8,8 +8,7 @@ it is seen for the first time, the predicted change is
 
 The term of slice g is concave if m_g > -b. Otherwise it is convex and is replaced by its chord between the bounds of
 p_g, which is nowhere below it, so the solver's maximum is an upper bound. The mixture is optimal if these slices end at
-one of their bounds; otherwise the gap to the upper bound is reported. If the objective is not additive over rows,
-`grasp.geometry` optimises it.
+one of their bounds; otherwise the gap to the upper bound is reported.
 Shape letters: G slices, N rows, T targets, K knots of a piecewise linear function.
 """
 
@@ -27,19 +26,19 @@ from grasp.artifact.rows import label_column, row_documents, row_tokens
 from grasp.errors import SettingsError
 from grasp.mixture_files import MixtureWeights, write_mixture
 from grasp.predict.predictor import NEW_ROW_VALUE, RepetitionLaw
-from grasp.predict.scoring_rule import Interaction, ScoringProtocol, geometry
+from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.slices import LabelSlices, label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import SubsetBlock
 from grasp.select.budget import Bounds, amounts_by_value, describe_value, parse_amount, parse_bounds, parse_tokens
+from grasp.select.linear_program import MixtureProblem, Segments, frank_wolfe, solve
 from grasp.select.objective import (
     OptimizationResult,
     SelectionObjective,
+    ranking_protocol,
     repetition_law,
-    resolve_diversity,
     weighted_targets,
 )
-from grasp.select.quadratic_program import MixtureProblem, Segments, frank_wolfe, solve
 from grasp.text import as_names, plain
 
 if TYPE_CHECKING:
@@ -123,7 +122,6 @@ def mix(
     runs: "TrainingRuns | RunTable | Path | str | None" = None,
     distance: str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
-    diversity: float | None = None,
     cautious: bool = False,
 ) -> Mixture:
     """Optimise the mixture weights of a label's values for the targets.
@@ -142,15 +140,14 @@ def mix(
             the tokens of the corpus.
         runs: retrained or imported runs; changes are then in their unit, with intervals.
         distance: maximum share of the data that is moved between values, e.g. 30%.
-        protocol: protocol to predict with. Default: the built-in one.
-        diversity: penalty on redundancy that replaces the geometry of the protocol, e.g. 0.25, or 0 for none.
+        protocol: protocol to predict with; only its additive part. Default: the built-in one.
         cautious: maximise the lower confidence bound instead of the mean (requires `runs`).
     Raises:
-        ProtocolError: an unknown target, or a protocol that cannot predict mixtures.
+        ProtocolError: an unknown target.
         SettingsError: no mixture satisfies the floors, caps and distance, or they are numbers of rows, not shares.
     """
     targets = weighted_targets(target, artifact.targets)
-    scoring = resolve_diversity(artifact, protocol, diversity)
+    scoring, protocol_notes = ranking_protocol(artifact, protocol)
     if not 1 <= max_repeat < np.inf:
         raise SettingsError(f"max_repeat: got {max_repeat:g}, expected a number of repetitions of 1 or more")
     tokens_N = row_tokens(artifact)
@@ -171,7 +168,7 @@ def mix(
     optimum = optimized.optimum
     if gap > MAX_RELATIVE_GAP * abs(value):
         optimum += f" (up to a gap of {gap:.3f})"
-    messages = [*_mixture_notes(slices, column.note, max_repeat), *optimized.notes]
+    messages = [*protocol_notes, *_mixture_notes(slices, column.note, max_repeat), *optimized.notes]
     repetition = f"no row is seen more than {epochs * float(factor_G.max()):.2g} times"
     if tokens is None:
         messages.append(f"{repetition} in one epoch")
@@ -257,9 +254,7 @@ def _optimize(objective: SelectionObjective, slices: LabelSlices, problem: Mixtu
     The model fitted to runs is a function of means over rows, so it says nothing of repetition: under a training budget
     the mixture is optimised by relevance.
     """
-    protocol = objective.predictor.protocol  # restricted to the kernels of the artifact
-    optimize = _optimize_additive if protocol.interaction is Interaction.NONE else geometry().optimize_mixture
-    by_relevance: OptimizedMixture = optimize(objective, slices, problem)
+    by_relevance = _optimize_by_relevance(objective, slices, problem)
     if objective.train_tokens is not None or objective.run_model is None:
         return by_relevance
     current_G = problem.current_G
@@ -277,8 +272,10 @@ def _optimize(objective: SelectionObjective, slices: LabelSlices, problem: Mixtu
     )
 
 
-def _optimize_additive(objective: SelectionObjective, slices: LabelSlices, problem: MixtureProblem) -> OptimizedMixture:
-    """Return the optimal mixture for an objective that is additive over rows, with diminishing value of repetition."""
+def _optimize_by_relevance(
+    objective: SelectionObjective, slices: LabelSlices, problem: MixtureProblem
+) -> OptimizedMixture:
+    """Return the optimal mixture by the effects of rows, with diminishing value of repetition."""
     current_G = problem.current_G
     effect_G = (objective.predictor.sums(slices.each, ()).effect_BT @ objective.weights_T) / slices.rows_G
     curves = RepetitionCurves(objective.budget_predictor.repetition_law, effect_G + NEW_ROW_VALUE, current_G)

@@ -24,7 +24,7 @@ from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.import_runs import read_mixtures
 from grasp.runs.subset_features import SubsetFeatures
 from grasp.runs.table import MAX_LISTED, RunTable, open_runs
-from grasp.select.quadratic_program import MixtureProblem, frank_wolfe
+from grasp.select.linear_program import MixtureProblem, frank_wolfe
 from grasp.text import parse_names
 
 Runs = RunTable | Path | str

@@ -21,7 +21,7 @@ from grasp.errors import SettingsError
 from grasp.files import UNSIGNED, atomic_path, with_checksum, write_atomically
 from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor, RepetitionLaw, SubsetSums
-from grasp.predict.scoring_rule import ScoringProtocol, parse_protocol, save_protocol
+from grasp.predict.scoring_rule import ScoringProtocol, save_protocol
 from grasp.predict.subset_tables import CORPUS_KEY
 from grasp.predict.weights import Weights
 from grasp.results import Result
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from grasp.runs.training_runs import TrainingRuns
 
 GROUP_ROWS = 65_536  # rows per row group of a Parquet file
-MAX_DIVERSITY = 1e6  # far above the weight at which relevance has no influence
 SUMMARY_VERSION = 2  # of the .json file that is saved with a result
 EXPECTED_COLUMN = "expected"  # column of the expected change on other questions
 # Changes are printed with a sign; shares, weights and factors without.
@@ -292,43 +291,19 @@ class SelectionObjective:
         }
 
 
-def resolve_diversity(
-    artifact: ArtifactReader, protocol: ScoringProtocol | Path | str | None, diversity: float | None
-) -> ScoringProtocol:
-    """Return the requested protocol; `diversity`, if given, replaces its geometry."""
+def ranking_protocol(
+    artifact: ArtifactReader, protocol: ScoringProtocol | Path | str | None
+) -> tuple[ScoringProtocol, list[str]]:
+    """Return the additive part of the requested protocol, by which rows are selected, and a note if there is more."""
     rule = resolve_protocol(protocol, artifact)
-    return rule if diversity is None else with_diversity(rule, diversity, artifact.array_names)
+    if rule.is_additive:
+        return rule, []
+    return rule.additive, [f"protocol {rule.name} is not additive: rows are selected by its additive part"]
 
 
 def repetition_law(train_tokens: float | None, tokens_N: I64) -> RepetitionLaw:
     """Return the repetition law of a training run on the whole corpus; None: a run of one epoch."""
     return RepetitionLaw(None if train_tokens is None else train_tokens / int(tokens_N.sum()))
-
-
-def with_diversity(protocol: ScoringProtocol, weight: float, array_names: Sequence[str]) -> ScoringProtocol:
-    """Return the protocol with a penalty on redundancy as its only geometry, or with none if the weight is 0.
-
-    The penalty is the component `raw`, the similarity of the selected rows to each other: see `grasp.geometry.terms`.
-
-    The penalty uses the joint sketch if the artifact has both halves, otherwise the only sketch that it has.
-
-    Raises:
-        SettingsError: the weight is out of range, or the artifact has no sketch.
-    """
-    if not 0 <= weight <= MAX_DIVERSITY:
-        raise SettingsError(
-            f"diversity: got {weight:g}, expected a weight of the redundancy penalty from 0 to {MAX_DIVERSITY:g}"
-        )
-    available = [half for half in ("hidden", "residual", "product") if f"{half}_sketch" in array_names]
-    if weight and not available:
-        raise SettingsError("diversity: requires a sketch, and the artifact has none; drop it, or build with sketches")
-    half = "joint" if {"hidden", "residual"} <= set(available) else (available[-1] if available else "")
-    changed = {
-        "name": f"{protocol.name}, diversity {weight:g}",
-        "components": {f"{half}.raw": -weight} if weight else {},
-        "selected_on": None,
-    }
-    return parse_protocol(protocol.model_dump() | changed, "diversity")
 
 
 def weighted_targets(

@@ -1,7 +1,6 @@
 """Select items by rank: order them by a score, and take the best within the budget, floors and caps.
 
-An item is a row or a whole document. Its score is its effect. With a budget in tokens and a predictor that adds up rows
-instead of averaging them, it is the effect per token. With runs it is the gradient of the predicted change at a
+An item is a row or a whole document. Its score is its effect. With runs it is the gradient of the predicted change at a
 selection that is improved step by step.
 
 Start with `select_by_rank`; `best_budget` computes the size that is best for a training run, `value_curve` the value of
@@ -67,63 +66,43 @@ def select_by_rank(
     if by_runs:
         score_M, guarantee = _scores_by_runs(objective, items, constraints)
     else:
-        score_M = _scores_by_effect(objective, items, constraints)
+        score_M = items.effect_M
         guarantee = ""  # depends on the selection; see below
     all_P = ranked(score_M, among_N=items.allowed_M)
     selected_P = order_P = take_within_budget(all_P, constraints)
     if not constraints.has_label_constraints:
         order_P = np.concatenate([selected_P, all_P[~mask_of(selected_P, len(score_M))[all_P]]])
-    return RankedItems(selected_P, order_P, guarantee or _guarantee(objective, items, constraints, selected_P))
+    return RankedItems(selected_P, order_P, guarantee or _guarantee(items, constraints, selected_P))
 
 
-def _scores_by_effect(objective: SelectionObjective, items: Items, constraints: Constraints) -> F64:
-    """Return the score of each item without runs, (M,)."""
-    if _by_effect_per_token(objective, items, constraints):
-        return objective.predictor.ranking_effects(items.effect_M, objective.weights_T, constraints.cost_M)
-    return items.effect_M
-
-
-def _by_effect_per_token(objective: SelectionObjective, items: Items, constraints: Constraints) -> bool:
-    """Return whether items are ranked by effect per token; documents never are."""
-    return constraints.unit == "tokens" and not items.are_documents and objective.predictor.sums_rows
-
-
-def _guarantee(objective: SelectionObjective, items: Items, constraints: Constraints, selected_P: I64) -> str:
+def _guarantee(items: Items, constraints: Constraints, selected_P: I64) -> str:
     """Return what is known of the optimality of a selection by effects."""
     if items.are_documents:
         until = ", until no further one fits" if constraints.costs_differ else ""
         return f"whole documents, by the mean effect of their rows{until}"
     if constraints.unit == "tokens":
-        score_M = _scores_by_effect(objective, items, constraints)
-        per_token = _by_effect_per_token(objective, items, constraints)
-        return token_guarantee(score_M, selected_P, constraints, per_token=per_token)
+        return token_guarantee(items.effect_M, selected_P, constraints)
     return OPTIMAL_NOTE
 
 
-def token_guarantee(score_M: F64, selected_P: I64, constraints: Constraints, *, per_token: bool) -> str:
-    """Describe a selection with a budget in tokens: the mean score of its tokens, and the highest possible mean.
+def token_guarantee(effect_M: F64, selected_P: I64, constraints: Constraints) -> str:
+    """Describe a selection with a budget in tokens: the mean effect of its tokens, and the highest possible mean.
 
-    A token has the score of its row. The highest mean for as many tokens is that of the fractional knapsack: rows
+    A token has the effect of its row. The highest mean for as many tokens is that of the fractional knapsack: rows
     sorted by score, the last one cut to fit.
-
-    Args:
-        score_M: score of each row.
-        per_token: the score is the effect per token, because the predicted change adds up rows; else it is the effect.
     """
-    if per_token:
-        text, score = "rows by effect per token until none fits the remaining tokens", "effect per token"
-    else:
-        text, score = "rows by effect until none fits the remaining tokens", "effect, weighted by tokens,"
-        text += "; the predicted change weighs all rows alike, whatever their length"
+    text = "rows by effect until none fits the remaining tokens"
+    text += "; the predicted change weighs all rows alike, whatever their length"
     if constraints.has_label_constraints:
         return f"{text}; within floors and caps"
     used = int(constraints.cost_M[selected_P].sum())
-    order_P = ranked(score_M, among_N=constraints.allowed_M)
+    order_P = ranked(effect_M, among_N=constraints.allowed_M)
     cost_P = constraints.cost_M[order_P]
     used_P = np.clip(used - (np.cumsum(cost_P) - cost_P), 0, cost_P)  # tokens of each row that fit; the last is cut
-    mean = float(constraints.cost_M[selected_P] @ score_M[selected_P]) / used
-    bound = float(used_P @ score_M[order_P]) / used
-    return f"{text}; mean {score} {signed(mean)}, at most {signed(bound)} for any selection of as many tokens"
+    mean = float(constraints.cost_M[selected_P] @ effect_M[selected_P]) / used
+    bound = float(used_P @ effect_M[order_P]) / used
+    means = f"mean effect, weighted by tokens, {signed(mean)}, at most {signed(bound)}"
+    return f"{text}; {means} for any selection of as many tokens"
 
 
 # ------------------------------------------------------------------------------------------------------ by runs
@@ -142,7 +121,7 @@ def _scores_by_runs(objective: SelectionObjective, items: Items, constraints: Co
     """
     model = objective.run_model
     assert model is not None
-    best_score_M = _scores_by_effect(objective, items, constraints)
+    best_score_M = items.effect_M
     selected_M = _best_masks(best_score_M[None], constraints)[0]
     value_by_relevance = best_value = float(objective.predicted_by_runs(items.subsets(selected_M[None]))[0])
     for _ in range(MAX_ASCENT_STEPS):

@@ -1,8 +1,8 @@
 """Select the rows that maximise the predicted change of the targets within a budget. Start with `select`.
 
 `SelectionObjective` computes the effect of every row. `select_by_rank` sorts rows, or whole documents, and takes the
-best within the budget, floors and caps; if the objective is not additive over rows, `grasp.geometry` selects them. The
-result predicts what the selection changes, and `Selection.export` writes it as a corpus.
+best within the budget, floors and caps. The result predicts what the selection changes, and `Selection.export` writes
+it as a corpus.
 
 Shape letters: N rows, M items (rows or documents), P items in ranked order, G label values, D documents.
 """
@@ -32,14 +32,12 @@ from grasp.artifact.rows import (
     suggest_labels,
 )
 from grasp.errors import SettingsError
-from grasp.predict.scoring_rule import Interaction, ScoringProtocol, geometry
+from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.weights import mask_of, single_subset
-from grasp.progress import Progress
 from grasp.select.budget import (
     Amount,
     Bounds,
     Constraints,
-    SelectedRows,
     load_exclusions,
     parse_bounds,
     parse_budget,
@@ -47,7 +45,7 @@ from grasp.select.budget import (
 )
 from grasp.select.export import parse_document_rule
 from grasp.select.items import Items
-from grasp.select.objective import SelectionObjective, resolve_diversity, weighted_targets
+from grasp.select.objective import SelectionObjective, ranking_protocol, weighted_targets
 from grasp.select.ranking import best_budget, select_by_rank, value_curve
 from grasp.select.selection import Selection
 from grasp.text import as_names, skipped_text
@@ -82,9 +80,7 @@ def select(
     drop_leaks: bool = False,
     documents: str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
-    diversity: float | None = None,
     cautious: bool = False,
-    progress: Progress | None = None,
 ) -> Selection:
     """Select the rows that help the targets most, within a budget.
 
@@ -103,16 +99,14 @@ def select(
         floor: minimum share of the budget, e.g. Games:5%, or 1% for every value.
         cap: maximum share of the budget, e.g. Games:20%, or 10% for every value.
         runs: retrained or imported runs; rows are selected by the change that a model fitted to the runs predicts, and
-            the result has intervals. With `train_tokens`, or a protocol with geometry, rows are selected by relevance.
+            the result has intervals. With `train_tokens`, rows are selected by relevance.
         exclude: file of row_ids or doc_ids to exclude: text or Parquet. In Python also a list.
         exclude_where: condition on labels; matching rows are excluded.
         drop_leaks: exclude rows that contain questions of the targets.
         documents: export whole documents of which any, half or all rows are selected. Default: only the rows. In
             Python pass it to `Selection.export` as well.
-        protocol: protocol to predict with. Default: the built-in one.
-        diversity: penalty on redundancy that replaces the geometry of the protocol, e.g. 0.25, or 0 for none.
+        protocol: protocol to predict with; only its additive part. Default: the built-in one.
         cautious: maximise the lower confidence bound instead of the mean (requires `runs`).
-        progress: receives the number of rows processed.
     Raises:
         SettingsError: neither budget nor train_tokens is given, or a budget, floor or cap cannot be met.
         ProtocolError: the artifact does not fit the protocol, or lacks a target.
@@ -121,30 +115,21 @@ def select(
     if documents is not None:
         parse_document_rule(documents)
     targets = weighted_targets(target, artifact.targets)
-    scoring = resolve_diversity(artifact, protocol, diversity)
+    scoring, protocol_notes = ranking_protocol(artifact, protocol)
     whole_documents = documents == "all"
-    if whole_documents and scoring.interaction is Interaction.PAIRS:
-        raise SettingsError(
-            "documents: all cannot be combined with geometry, which selects single rows; pass any or half, or "
-            "diversity 0"
-        )
     allowed_N, excluded_notes = _allowed_rows(artifact, targets, exclude, exclude_where, drop_leaks=drop_leaks)
     labels = None if by is None else label_column(artifact, by, "by")
     tokens = None if train_tokens is None else parse_tokens(train_tokens)
     floors, caps = parse_bounds(floor, "floor"), parse_bounds(cap, "cap")
     amount = None if budget is None else parse_budget(budget)
     if amount is None:
-        _check_budget_is_optional(scoring, tokens, allowed_N)
+        _check_budget_is_optional(tokens, allowed_N)
     elif amount.unit == "documents":
-        if scoring.interaction is Interaction.PAIRS:
-            raise SettingsError(
-                "budget: documents cannot be selected with geometry; pass a budget in rows or tokens, or diversity 0"
-            )
         whole_documents = True
     objective = SelectionObjective.from_artifact(artifact, scoring, targets, tokens, runs, cautious=cautious)
     candidates = objective.effect_N, allowed_N, objective.tokens_N, labels
     items = Items.of_documents(row_documents(artifact), *candidates) if whole_documents else Items.of_rows(*candidates)
-    selected = _select_items(objective, items, amount, floors, caps, progress)
+    selected = _select_items(objective, items, amount, floors, caps)
     params = {
         "budget": budget,
         "targets": dict(targets),
@@ -158,7 +143,7 @@ def select(
         "drop_leaks": drop_leaks,
         "excluded_rows": int((~allowed_N).sum()),
     } | ({"cautious": True} if cautious else {})
-    notes = [*excluded_notes, *selected.notes]
+    notes = [*protocol_notes, *excluded_notes, *selected.notes]
     notes += [] if amount is None else _percentage_note(amount, artifact.n_rows)
     notes += [labels.note] if labels is not None and labels.note else []
     return _build_selection(objective, selected, labels, params, notes, export_documents=documents is not None)
@@ -183,14 +168,13 @@ def _build_selection(
         notes: notes on candidates and budget.
         export_documents: documents are exported whole.
     """
-    artifact, tokens, rows = objective.artifact, objective.train_tokens, selected.rows
-    row_index = rows.row_index
+    artifact, tokens, row_index = objective.artifact, objective.train_tokens, selected.row_index
     selected_N = mask_of(row_index, artifact.n_rows)
     weights = single_subset(SUBSET, selected_N).weights
     changes, change_notes = objective.evaluate(SUBSET, weights, "the whole corpus")
     sums = objective.predictor.sums(weights)
     n_tokens, value = int(objective.tokens_N[row_index].sum()), float(objective.value(sums)[0])
-    table = _row_table(objective, rows, selected_N, labels)
+    table = _row_table(objective, row_index, selected_N, labels)
     headline = selected.headline(table, n_tokens)
     value_notes: list[str] = []
     if tokens is not None:
@@ -206,12 +190,11 @@ def _build_selection(
     return Selection(
         table,
         f"keeps {headline}",
-        (*notes, *rows.notes, *selection_notes, *value_notes, *change_notes),
+        (*notes, *selection_notes, *value_notes, *change_notes),
         **objective.result_fields(changes, value, params),
         curve=value_curve(objective, selected.items, selected.ranked_rows, len(row_index)),
         labels=None if labels is None else _label_table(selected.constraints, selected.item_index_P),
-        bound=rows.bound,
-        guarantee=rows.guarantee if rows.bound is None else f"upper bound {rows.bound:+.3f}: {rows.guarantee}",
+        guarantee=selected.guarantee,
         row_index=row_index,
         n_tokens=n_tokens,
         effect_N=objective.effect_N,
@@ -248,19 +231,14 @@ def _allowed_rows(
     return allowed_N, [*notes, f"leaks: excludes {len(leaked):,} rows that contain questions of {', '.join(targets)}"]
 
 
-def _check_budget_is_optional(protocol: ScoringProtocol, tokens: float | None, allowed_N: Bool) -> None:
+def _check_budget_is_optional(tokens: float | None, allowed_N: Bool) -> None:
     """Check that the optimal budget can be computed.
 
     Raises:
-        SettingsError: there is no training budget, the protocol has geometry, or no row may be selected.
+        SettingsError: there is no training budget, or no row may be selected.
     """
     if tokens is None:
         raise SettingsError("budget: missing; pass one such as 20%, or train_tokens such as 100B to compute one")
-    if protocol.interaction is Interaction.PAIRS:
-        raise SettingsError(
-            "budget: missing; it cannot be computed with geometry, because every budget needs its own search; pass one "
-            "such as 20%, or diversity 0"
-        )
     if not allowed_N.any():
         raise SettingsError(f"exclude: no candidates left; all {len(allowed_N):,} rows are excluded")
 
@@ -276,7 +254,8 @@ class _SelectedItems:
         items: all items of the corpus.
         constraints: constraints that the selection meets.
         item_index_P: indices of the selected items, best first.
-        rows: the selected rows, best first, with statements on optimality.
+        row_index: indices of the selected rows, best first.
+        guarantee: statement on optimality, for the output.
         ranked_rows: the selected rows, followed by those that a larger budget would add, if they are known.
         notes: notes on the budget.
     """
@@ -284,7 +263,8 @@ class _SelectedItems:
     items: Items
     constraints: Constraints
     item_index_P: I64
-    rows: SelectedRows
+    row_index: I64
+    guarantee: str
     ranked_rows: I64
     notes: tuple[str, ...]
 
@@ -296,7 +276,7 @@ class _SelectedItems:
     def headline(self, table: pa.Table, n_tokens: int) -> str:
         """Return how many rows, documents and tokens are selected, and whether the budget is used up."""
         constraints = self.constraints
-        text = f"{share_text(len(self.rows.row_index), self.items.n_rows)}, {n_tokens:,} tokens"
+        text = f"{share_text(len(self.row_index), self.items.n_rows)}, {n_tokens:,} tokens"
         if self.items.are_documents:
             text = f"{len(table['doc_id'].unique()):,} documents: {text}"
         if self.used < (1 - UNUSED_SHARE) * constraints.budget:
@@ -310,7 +290,6 @@ def _select_items(
     amount: Amount | None,
     floors: Bounds,
     caps: Bounds,
-    progress: Progress | None,
 ) -> _SelectedItems:
     """Select the best items within the budget.
 
@@ -320,20 +299,11 @@ def _select_items(
         amount: budget; None: the optimum for the training budget.
         floors: minimum amount of each label value.
         caps: maximum amount of each label value.
-        progress: receives stages and numbers of rows.
     Raises:
-        SettingsError: the budget cannot be met, or options contradict each other.
+        SettingsError: the budget cannot be met.
     """
-    protocol = objective.predictor.protocol
     # The model fitted to runs is a function of means over the selected rows, so it says nothing of repetition.
-    by_runs = (
-        objective.run_model is not None and objective.train_tokens is None and protocol.interaction is Interaction.NONE
-    )
-    if objective.cautious and not by_runs:
-        raise SettingsError(
-            f"cautious: requires an additive protocol of means over rows; {protocol.name} has geometry or uses sums. "
-            "Pass another protocol, or drop cautious"
-        )
+    by_runs = objective.run_model is not None and objective.train_tokens is None
     build_constraints = partial(
         Constraints.from_budget,
         allowed_M=items.allowed_M,
@@ -348,20 +318,13 @@ def _select_items(
         amount = Amount(best_budget(objective, items, build_constraints if floors or caps else None), False)
         notes = (f"budget: {amount.value:,.0f} rows, the optimum for the training budget",)
     constraints = build_constraints(amount)
-    if protocol.interaction is Interaction.PAIRS:
-        if progress is not None:
-            progress.stage("selecting", rows=None, tokens=None)
-        rows = geometry().select_rows(objective.predictor, objective.weights_T, constraints, progress)
-        return _SelectedItems(items, constraints, rows.row_index, rows, rows.row_index, notes)
     best = select_by_rank(objective, items, constraints, by_runs=by_runs)
-    rows = SelectedRows(items.ranked_rows(best.selected_P), best.guarantee)
-    return _SelectedItems(items, constraints, best.selected_P, rows, items.ranked_rows(best.order_P), notes)
+    rows, ranked_rows = items.ranked_rows(best.selected_P), items.ranked_rows(best.order_P)
+    return _SelectedItems(items, constraints, best.selected_P, rows, best.guarantee, ranked_rows, notes)
 
 
-def _row_table(
-    objective: SelectionObjective, selected: SelectedRows, selected_N: Bool, labels: LabelColumn | None
-) -> pa.Table:
-    """Return subset_id, row_id, doc_id, order, effect[, gain], n_tokens[, label] of the selected rows, best first.
+def _row_table(objective: SelectionObjective, row_index: I64, selected_N: Bool, labels: LabelColumn | None) -> pa.Table:
+    """Return subset_id, row_id, doc_id, order, effect, n_tokens[, label] of the selected rows, best first.
 
     The artifact is read in batches; only the selected rows are held in memory.
     """
@@ -370,14 +333,11 @@ def _row_table(
     for batch in objective.artifact.row_batches(["row_id", "doc_id", "n_tokens", *stored]):
         parts.append(batch.filter(pa.array(selected_N[start : start + batch.num_rows])))
         start += batch.num_rows
-    row_index = selected.row_index
     rank = np.argsort(np.argsort(row_index))  # position of each selected row, best first, in `parts`, in corpus order
     table = pa.Table.from_batches(parts).take(pa.array(rank)).combine_chunks()
     if labels is not None and labels.sql:
         codes = pa.array(labels.codes_N[row_index])
         table = table.append_column(labels.name, pa.array(labels.values).take(codes))
-    if selected.gain is not None:
-        table = table.add_column(2, "gain", pa.array(selected.gain))
     table = table.add_column(2, "effect", pa.array(objective.effect_N[row_index]))
     table = table.add_column(2, "order", pa.array(np.arange(len(table))))
     return table.add_column(0, "subset_id", pa.array([SUBSET] * len(table), pa.string()))
@@ -404,7 +364,7 @@ def _selection_notes(
         export_documents: documents are exported whole, so partially selected ones need no note.
     """
     artifact, constraints = objective.artifact, selected.constraints
-    kind, allowed_M, row_index = selected.items.kind, constraints.allowed_M, selected.rows.row_index
+    kind, allowed_M, row_index = selected.items.kind, constraints.allowed_M, selected.row_index
     n_above = int((selected.items.effect_M[allowed_M] > 0).sum())
     messages = [f"{n_above:,} of the {int(allowed_M.sum()):,} candidate {kind} are above the corpus average"]
     if selected.used < constraints.budget:

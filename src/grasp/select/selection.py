@@ -50,7 +50,6 @@ class Selection(OptimizationResult):
     Attributes:
         curve: value of other sizes of the selection.
         labels: columns value, selected, pool, floor and cap, in the unit of the budget; one row per label value.
-        bound: upper bound on the predicted change of a selection of the same size, if one is known.
         guarantee: statement on optimality.
         row_index: indices of the selected rows, best first.
         n_tokens: tokens of the selected rows.
@@ -61,7 +60,6 @@ class Selection(OptimizationResult):
 
     curve: Curve
     labels: pa.Table | None
-    bound: float | None
     guarantee: str
     row_index: I64
     n_tokens: int
@@ -131,7 +129,6 @@ class Selection(OptimizationResult):
             "documents": len(self.table["doc_id"].unique()) if self.params["items"] == "documents" else None,
             "tokens": self.n_tokens,
             "corpus_rows": self.artifact.n_rows,
-            "bound": self.bound,
             "guarantee": self.guarantee,
             "curve": asdict(self.curve),
             "labels": [] if self.labels is None else self.labels.to_pylist(),

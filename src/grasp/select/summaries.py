@@ -77,7 +77,6 @@ class SelectionSummary(OptimizationSummary):
     kind: Literal["selection"]
     rows: int
     documents: int | None = None  # number of documents, if whole documents were selected
-    bound: float | None
     guarantee: str
     curve: CurvePoints
     labels: tuple[ValueShare, ...]

@@ -1,0 +1,133 @@
+"""Agreement of candidate protocols with development results, and its standard error by the bootstrap.
+
+Start with `measure_agreement`. Two criteria measure the agreement of predicted with realized utilities over subsets:
+
+    task_rho    Spearman's rho between predicted and realized utility of the task, or
+    mean_lds    the mean over the units of the task of the rho of each unit, which is several times less noisy.
+
+Shape letters: B subsets, C candidates, E columns of one target (its units, or the task), T targets, R resamples.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grasp.arrays import F64, ratio
+from grasp.errors import ProtocolError
+from grasp.paper.candidate_predictor import ComponentValues
+from grasp.paper.candidates import Candidate, Criterion
+from grasp.paper.development_runs import Development
+from grasp.runs.metrics import mean_defined, rank_correlations
+from grasp.runs.predictions import WHOLE_TASK
+from grasp.runs.training_runs import Utilities
+from grasp.seeds import bootstrap_weights, stream
+
+COLUMNS_PER_BLOCK = 2_048  # columns of predictions that are ranked at once, to bound the memory
+
+
+def measure_agreement(
+    development: Development, candidates: Sequence[Candidate], criterion: Criterion, *, resamples: int
+) -> F64:
+    """Return the criterion of every candidate on every target, (C, T, 1 + R): the estimate, then its resamples.
+
+    nan if undefined: predictions are constant (for mean_lds, those of every unit).
+
+    Args:
+        development: runs and artifacts.
+        candidates: candidates whose agreement is measured.
+        criterion: `task_rho` or `mean_lds`, see the module docstring.
+        resamples: number of bootstrap resamples of the subsets, R.
+    Raises:
+        ProtocolError: realized utilities are constant.
+    """
+    utilities = development.runs.utilities()
+    criterion = "task_rho" if WHOLE_TASK in utilities.unit_ids else criterion  # runs without results per unit
+    realized = [_realized(utilities, name, criterion) for name in development.targets]
+    constant = [
+        name
+        for name, values_BE in zip(development.targets, realized, strict=True)
+        if not np.ptp(values_BE, axis=0).any()
+    ]
+    if constant:
+        raise ProtocolError(
+            f"{development.runs.path}: utilities of {constant} are constant, so protocols cannot be compared"
+        )
+    all_once_1B = np.ones((1, len(utilities.subset_ids)))
+    weights_RB = bootstrap_weights(len(utilities.subset_ids), resamples=resamples)
+    agreement_CTR = np.empty((len(candidates), len(development.targets), 1 + resamples))
+    for variant in dict.fromkeys(candidate.variant for candidate in candidates):
+        indices = [c for c, candidate in enumerate(candidates) if candidate.variant == variant]
+        values = development.variants[variant].component_values(
+            [candidates[c] for c in indices], development.targets, per_unit=criterion == "mean_lds"
+        )
+        order = _positions_of(utilities.subset_ids, next(iter(values.values())).subset_ids)
+        for t, realized_BE in enumerate(realized):
+            block = max(1, COLUMNS_PER_BLOCK // realized_BE.shape[1])
+            for start in range(0, len(indices), block):
+                group = indices[start : start + block]
+                predicted = [
+                    _predicted(values[candidates[c].settings], candidates[c], t, criterion)[order] for c in group
+                ]
+                agreement_CTR[group, t, :1] = _mean_rho(predicted, realized_BE, all_once_1B)
+                agreement_CTR[group, t, 1:] = _mean_rho(predicted, realized_BE, weights_RB)
+    return agreement_CTR
+
+
+def _mean_rho(predicted: Sequence[F64], realized_BE: F64, weights_RB: NDArray[np.floating[Any]]) -> F64:
+    """Return the rho of each prediction, averaged over columns, for each weighting of the subsets, (C, R).
+
+    All predictions are passed at once, so that realized utilities are ranked only once.
+    """
+    pairs = [(0, 1 + c) for c in range(len(predicted))]
+    return mean_defined(rank_correlations([realized_BE, *predicted], pairs, weights_RB), axis=1)
+
+
+def _realized(utilities: Utilities, target: str, criterion: Criterion) -> F64:
+    """Return realized utilities averaged over seeds: (B, E) per unit, or (B, 1) for the task."""
+    values_BE = utilities.select(target).values_BSE.mean(axis=1)
+    return np.asarray(values_BE if criterion == "mean_lds" else values_BE.mean(axis=1, keepdims=True))
+
+
+def _predicted(values: ComponentValues, candidate: Candidate, target: int, criterion: Criterion) -> F64:
+    """Return predicted utilities of the target at this index: (B, E) per unit, or (B, 1) for the task."""
+    if criterion == "task_rho":
+        return values.predict_tasks(candidate)[:, target : target + 1]
+    return values.predict_units(candidate)[:, [name == values.targets[target] for name, _ in values.units]]
+
+
+def _positions_of(names: Sequence[str], all_names: Sequence[str]) -> NDArray[np.int64]:
+    """Return the position of each name in `all_names`."""
+    position = {name: b for b, name in enumerate(all_names)}
+    return np.array([position[name] for name in names], dtype=np.int64)
+
+
+def standard_errors(resampled: Sequence[F64]) -> F64:
+    """Return the standard error of the mean over all results of each candidate, (C,).
+
+    Each bootstrap resample draws environments with replacement, and for each draw one of its resamples of subsets. The
+    mean weights environments by their number of targets, like the estimate. Undefined resamples are ignored.
+
+    Args:
+        resampled: agreement (C, T, R) of each environment.
+    """
+    n_environments, n_resamples = len(resampled), resampled[0].shape[2]
+    rng = stream(0, "selection", "environments")
+    total_CR = np.zeros((len(resampled[0]), n_resamples))
+    count_CR = np.zeros_like(total_CR)
+    for _ in range(n_environments):
+        drawn_R = (
+            rng.integers(0, n_environments, size=n_resamples)
+            if n_environments > 1
+            else np.zeros(n_resamples, dtype=int)
+        )
+        resample_R = rng.permutation(n_resamples)
+        for j, value_CTR in enumerate(resampled):
+            is_drawn = drawn_R == j
+            value = value_CTR[:, :, resample_R[is_drawn]]
+            total_CR[:, is_drawn] += np.where(np.isfinite(value), value, 0.0).sum(axis=1)
+            count_CR[:, is_drawn] += np.isfinite(value).sum(axis=1)
+    mean_CR = ratio(total_CR, count_CR, undefined=np.nan)
+    defined = [mean_R[np.isfinite(mean_R)] for mean_R in mean_CR]
+    return np.array([mean_R.std(ddof=1) if len(mean_R) > 1 else np.inf for mean_R in defined])
