@@ -1,6 +1,6 @@
 """Show the progress of long operations, which they report by `grasp.progress.Progress`.
 
-`Watch` shows a bar on standard error on a terminal, else plain lines. `NotebookWatch` shows one
+`Watch` shows a bar on standard error on a terminal, else (or with `--quiet`) plain lines. `NotebookWatch` shows one
 line per stage in a notebook; functions for users of Python are decorated with `shows_progress`, which uses it.
 """
 
@@ -43,10 +43,11 @@ class Watch:
     """Progress of the stages of a long run, with rows/s, tokens/s and the time left."""
 
     line_seconds = LINE_SECONDS
+    quiet = False  # print plain lines on a terminal, too
 
     def __init__(self) -> None:
         self._console = Console(stderr=True)
-        self._plain = not sys.stderr.isatty()
+        self._plain = self.quiet or not sys.stderr.isatty()
         self._stopped = threading.Event()
         self._bar: Progress | None = None
         self._task: TaskID | None = None

@@ -14,7 +14,8 @@ import typer
 import grasp
 from grasp.cli import app
 from grasp.cli.app import GLOSSARY, GROUPS
-from tests.cli.grasp_command import run, succeed
+from grasp.progress_display import Watch
+from tests.cli.grasp_command import refused, run, succeed
 
 HELP = Path(__file__).with_name("help")
 HEAVY = ("torch", "transformers", "duckdb", "pyarrow", "scipy", "numpy", "datasets", "pydantic")
@@ -119,3 +120,10 @@ def test_version_of_the_module():
     done = subprocess.run([sys.executable, "-m", "grasp", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == grasp.__version__ + "\n"
     assert succeed("--version").out == done.stdout
+
+
+@pytest.mark.parametrize("arguments", [("info", "ART", "--quiet"), ("predict", "--quiet", "ART", "--by", "topic")])
+def test_every_command_accepts_quiet(tmp_path, monkeypatch, arguments):
+    monkeypatch.setattr(Watch, "quiet", False)
+    assert "no such artifact" in refused(*(str(tmp_path / "none") if word == "ART" else word for word in arguments))
+    assert Watch.quiet

@@ -29,6 +29,7 @@ GROUPS = {
     "Evaluate predictions": ("retrain", "runs", "evaluate", "methods"),
 }
 OTHER_COMMANDS = "Other commands"  # group of commands of other packages that name none
+QUIET = "--quiet"  # an option of all commands
 OPTIONS = "Options"
 MORE_OPTIONS = "More options"
 
@@ -72,6 +73,14 @@ RESUMABLE = ("demo", "build", "apply", "retrain")  # commands that continue from
 
 class Command(TyperCommand):
     """A command with sections for rarely used options and for terms; Ctrl-C prints what was saved."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments; every command accepts --quiet."""
+        if QUIET in args:
+            from grasp.progress_display import Watch
+
+            Watch.quiet = True
+        return super().parse_args(ctx, [argument for argument in args if argument != QUIET])
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; if it is interrupted, print whether its work is kept."""
@@ -136,7 +145,10 @@ app = typer.Typer(
         "Predict how a model's results on a task change if a part of its training corpus is kept, dropped or "
         "re-weighted, without retraining."
     ),
-    epilog="Start with: grasp demo. More about a command: grasp COMMAND --help",
+    epilog=(
+        "Start with: grasp demo. More about a command: grasp COMMAND --help. "
+        "Every command accepts --quiet: plain lines instead of a progress bar."
+    ),
 )
 
 
