@@ -447,6 +447,6 @@ def _check_names(ids: Sequence[str], location: Path) -> None:
     if wrong or not ids:
         listed = [subset_id[:MAX_ID_LENGTH] for subset_id in wrong[:MAX_EXAMPLES]]
         raise RunsError(
-            f"{location}: subset ids {listed} of {len(ids)} are repeated, reserved or take more than {STEM_BYTES} bytes "
-            "in the name of a file; expected at least one subset, each with a unique name"
+            f"{location}: subset ids {listed} of {len(ids)} are repeated, reserved or take over {STEM_BYTES} bytes in "
+            "the name of a file; expected at least one subset, each with a unique name"
         )
