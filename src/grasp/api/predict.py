@@ -303,12 +303,11 @@ def parse_weights(texts: Sequence[str], location: str) -> dict[str, float]:
             weight = float(number)
         except ValueError:
             weight = -1.0
-        if not expression.strip() or not 0 <= weight < np.inf:
+        if not expression.strip() or not 0 <= weight < np.inf or expression in weights:
             raise SettingsError(
-                f"{location}: got {text!r}, expected EXPR:NUMBER with 0 or more, e.g. \"topic = 'Games': 0.3\""
+                f"{location}: got {text!r}, expected EXPR:NUMBER with 0 or more, each EXPR once, e.g. "
+                "\"topic = 'Games': 0.3\""
             )
-        if expression in weights:
-            raise SettingsError(f"{location}: got {expression.strip()!r} twice; pass it once")
         weights[expression] = weight
     return weights
 
