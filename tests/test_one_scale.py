@@ -14,7 +14,7 @@ from grasp.inspect.explain import explain
 from grasp.predict.default_protocol import TASK_PROTOCOL, resolve_protocol
 from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import save_protocol
-from grasp.predict.slices import SliceFormula, label_slices
+from grasp.predict.slices import label_slices
 from grasp.report.findings import collect_findings
 from grasp.report.serve import QueryService, respond
 from grasp.select.select import select
@@ -97,8 +97,7 @@ def from_coefficients(artifact, protocol) -> dict[str, float]:
     changes = {"shares of slices": predictor.change(slices.weights(f_G[None]))[0, 0]}
     if not protocol.is_additive:  # interactions between rows are not a sum over slices
         return changes
-    formula = SliceFormula(sums.n_retained_B, sums.effect_BT)
-    return changes | {"coefficients": f_G @ formula.effect_GT[:, 0] / (f_G @ formula.rows_G)}
+    return changes | {"coefficients": f_G @ sums.effect_BT[:, 0] / (f_G @ sums.n_retained_B)}
 
 
 def test_many_subsets_in_one_call_equal_single_calls(art):

@@ -109,10 +109,7 @@ def test_spellings(text, family):
         ("mixture:", 3, None, "label"),
         ("dirichlet", 3, None, "label"),
         ("halves:0.5", 3, None, "'halves'"),
-        ("mixture:topic", 3, None, "label 'topic'"),
-        ("mixture:topic", 3, ["a", "b"], r"\b2 labels.*\b3 rows"),
         ("groups:topic", 2, ["a", "a"], "single value 'a'"),
-        ("uniform:0.5", 0, None, "0 rows"),
         ("bernoulli:0.000000001", 2, None, r"\b10000\b.*draws"),
     ],
 )

@@ -5,12 +5,10 @@ import subprocess
 import sys
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
-from grasp.errors import ShapeError
 from grasp.predict import sweep_torch
 from grasp.predict import weights as row_sums
 from grasp.predict.weights import PackedMasks, RowSums, Weights, sums_over
@@ -54,11 +52,6 @@ def test_large_jobs_are_gathered_by_torch(monkeypatch):
         monkeypatch.setattr(row_sums, "MIN_TORCH_WORK", large)
         RowSums.over(values_NC).sums(Weights(weights_BN))
         assert len(requested) == calls
-
-
-def test_inconsistent_shapes_are_named():
-    with pytest.raises(ShapeError, match=r"\(2, 4\).*\b5 rows"):
-        RowSums.over(np.ones((5, 3), dtype=np.float32)).sums(Weights(csr_array((2, 4))))
 
 
 def test_the_core_loads_no_torch():

@@ -3,16 +3,13 @@
 import numpy as np
 import pyarrow as pa
 import pytest
-from scipy.sparse import csr_array
 
 from grasp.api.predict import prediction_table
 from grasp.api.score import score
 from grasp.artifact.label_table import LabelTable
-from grasp.errors import ShapeError
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
-from grasp.predict.weights import SubsetBlock, Weights
 from grasp.targets import Unit
 from tests.mentions import assert_mentions
 from tests.predict.source import FakeSource
@@ -59,12 +56,6 @@ def test_columns_are_the_requested_ones_and_metadata_describes_the_numbers():
     np.testing.assert_allclose(
         table["level"].to_numpy() - table["change"].to_numpy(), np.tile(predictor.task.corpus_C, 3), atol=1e-9
     )
-
-
-def test_subsets_of_another_corpus_are_refused():
-    three = SubsetBlock(("s",), Weights(csr_array(np.ones((1, 3)))))
-    with pytest.raises(ShapeError, match=r"\b3 rows.*\b40\b"):
-        prediction_table(Predictor.from_artifact(FakeSource(), PROTOCOL), FakeSource(), [three]).read_all()
 
 
 def test_predictions_equal_those_of_the_arrays(artifact, tmp_path):

@@ -8,7 +8,7 @@ from scipy.sparse import csr_array
 
 from grasp.predict import weights as blocks_module
 from grasp.predict.families import parse_family
-from grasp.predict.weights import MissingRows, PackedMasks, SubsetBlock, WeightedRows, Weights, in_blocks
+from grasp.predict.weights import PackedMasks, SubsetBlock, WeightedRows, Weights, in_blocks
 
 
 def form(weights: Weights) -> str:
@@ -74,8 +74,8 @@ def test_blocks_have_one_form_and_preserve_the_order(monkeypatch):
         WeightedRows("few", np.arange(3)),
         WeightedRows("half", np.arange(60)),
         WeightedRows("half too", np.arange(40, 100)),
-        MissingRows("nearly all", np.arange(2)),
-        MissingRows("not so many", np.arange(50)),
+        WeightedRows("nearly all", np.arange(2, 100)),
+        WeightedRows("not so many", np.arange(50, 100)),
         WeightedRows("weighted", np.arange(99), np.full(99, 0.5)),
     ]
     drawn = list(in_blocks(items, 100, 8))

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from grasp.errors import ShapeError
 from grasp.runs import metrics as m
 from grasp.seeds import bootstrap_weights
 
@@ -57,13 +56,6 @@ def test_rho_does_not_depend_on_the_blocks(monkeypatch):
     whole = m.rank_correlations([x, y, x], [(0, 1), (1, 2)], weights)
     monkeypatch.setattr(m, "_BLOCK_NUMBERS", 1_300)
     np.testing.assert_allclose(m.rank_correlations([x, y, x], [(0, 1), (1, 2)], weights), whole, atol=1e-6)
-
-
-def test_unequal_shapes_are_refused_with_both():
-    with pytest.raises(ShapeError, match=r"\(3, 2\), \(4, 2\)"):
-        m.spearman(np.zeros((4, 2)), np.zeros((3, 2)))
-    with pytest.raises(ShapeError, match=r"sciq: .*\(4, 2\).*\(4, 1, 3\)"):
-        m.target_metrics("sciq", np.zeros((4, 2)), np.zeros((4, 1, 3)), bootstrap_weights(4, resamples=2))
 
 
 @given(tied_columns())

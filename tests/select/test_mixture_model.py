@@ -325,7 +325,7 @@ def test_proposals_have_predictions_unless_the_bounds_exclude_the_range_of_the_r
     [
         ({"cap": "10%"}, r"floors add up to 0.0%, caps to 30.0%"),
         ({"floor": "games:50%", "cap": "40%"}, r"games has a floor of 50.0% and at most 40.0%"),
-        ({"floor": "games:500"}, r"floor games: expected a share"),
+        ({"floor": "games:500"}, r"floor games: got a number, expected a share"),
         ({"cap": "geams:5%"}, r"cap: topic has no value 'geams'"),
     ],
 )

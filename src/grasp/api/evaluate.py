@@ -277,11 +277,6 @@ def agreement(
         for run_target, target in match_targets(runs, artifact).items()
         if targets is None or target in targets
     ]
-    if not selected:
-        raise RunsError(
-            f"{runs.path}: has targets {list(runs.targets)}, requested are {list(targets or ())}; they "
-            "have none in common"
-        )
     seeds = None
     if partial:  # use as many seeds as leave enough subsets; seeds are trained one after the other
         counts = range(len(runs.info.seeds), 0, -1)

@@ -18,7 +18,7 @@ from grasp.arrays import F64
 from grasp.artifact.label_table import LabelColumn, LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import MAX_SLICES, checked_targets, label_column, leak_notes, row_tokens
-from grasp.errors import SettingsError, ShapeError
+from grasp.errors import SettingsError
 from grasp.files import check_outputs
 from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.predictor import EFFECT_SIZE, SIMILARITY_SKETCHES, Predictor
@@ -277,12 +277,10 @@ def _weighted_subset(labels: LabelTable, weight: Mapping[str, float]) -> tuple[I
     """
     weight_N, changed_N = np.ones(labels.n_rows), np.zeros(labels.n_rows, dtype=np.bool_)
     for expression, value in weight.items():
-        if not 0 <= value < np.inf:
-            raise SettingsError(f"weight: got {value} for {expression!r}, expected a number of 0 or more")
         mask_N = labels.matching(expression).mask_N
         weight_N[mask_N] *= value
         changed_N |= mask_N
-    retained_N = weight_N > 0
+    retained_N = weight_N != 0
     if not retained_N.any():
         raise SettingsError(f"weight: all {labels.n_rows:,} rows have weight 0; expected at least one above 0")
     dropped = int((~retained_N).sum())
@@ -305,12 +303,11 @@ def parse_weights(texts: Sequence[str], location: str) -> dict[str, float]:
             weight = float(number)
         except ValueError:
             weight = -1.0
-        if not expression.strip() or not 0 <= weight < np.inf:
+        if not expression.strip() or not 0 <= weight < np.inf or expression in weights:
             raise SettingsError(
-                f"{location}: got {text!r}, expected EXPR:NUMBER with 0 or more, e.g. \"topic = 'Games': 0.3\""
+                f"{location}: got {text!r}, expected EXPR:NUMBER with 0 or more, each EXPR once, e.g. "
+                "\"topic = 'Games': 0.3\""
             )
-        if expression in weights:
-            raise SettingsError(f"{location}: got {expression.strip()!r} twice; pass it once")
         weights[expression] = weight
     return weights
 
@@ -442,8 +439,6 @@ def prediction_table(
         extrapolations: log that records subsets outside of the range of the runs.
     Returns:
         Reader with columns subset_id, target[, unit_id], change and the requested ones.
-    Raises:
-        ShapeError: the subsets have another number of rows.
     """
     interval_columns = [] if outcomes is None else [f"{outcomes.unit}{end}" for end in ("", "_low", "_high")]
     text_columns = ["subset_id", "target"] + (["unit_id"] if predictor.unit_level is not None else [])
@@ -453,8 +448,6 @@ def prediction_table(
 
     def batches() -> Iterator[pa.RecordBatch]:
         for block in blocks:
-            if block.n_rows != predictor.n_rows:
-                raise ShapeError(f"subsets over {block.n_rows} rows for an artifact of {predictor.n_rows}")
             sums = predictor.sums(block.weights)
             change_BT = predictor.change_of(sums)
             parts = predictor.parts(block.weights, sums) if components else {}

@@ -126,12 +126,16 @@ def score(
     if published is not None:
         bound_runs = None if runs is None else bind_runs(artifact, runs)
         method_scores = score_artifact(artifact, published, runs=bound_runs, checkpoints=checkpoints, progress=progress)
-        row_values = RowValues(published.label, method_scores.means(target), "score of the method, on its own scale")
+        by, values_N, description = (
+            published.label,
+            method_scores.means(target),
+            "score of the method, on its own scale",
+        )
     else:
         predictor = additive_predictor(artifact, target, protocol=protocol, match=match, unit=unit)
         scale = "relevance in standard deviations over the rows, 0 = the corpus average"
-        row_values = RowValues("effect", predictor.effect_NT[:, 0], f"{scale}; {predictor.protocol_text}")
-    by, values_N = row_values.by, row_values.values_N
+        by, values_N = "effect", predictor.effect_NT[:, 0]
+        description = f"{scale}; {predictor.protocol_text}"
     n_ranked = len(values_N) if among_N is None else int(among_N.sum())
     n_best = (0 if bottom else n_ranked) if top is None else top
     best = ranked(values_N, among_N=among_N, count=n_best)
@@ -147,26 +151,11 @@ def score(
     return RankedRows(
         ranked_table(artifact, ranking if out is None else ranking[:0], values_N, by),
         f"{requested} of {n_ranked:,} rows for {target if unit is None else f'{unit} of {target}'}, by {by}",
-        (*_short_rows_note(artifact, ranking), f"{by}: {row_values.description}"),
+        (*_short_rows_note(artifact, ranking), f"{by}: {description}"),
         by=by,
         printed_columns=(by, "row_id", *artifact.manifest.details.get("labels", [])[:2], "snippet"),
         lines=len(ranking),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class RowValues:
-    """The values by which rows are ranked.
-
-    Attributes:
-        by: name of the column of the values.
-        values_N: the values; higher is better.
-        description: unit and origin of the values, for a note.
-    """
-
-    by: str
-    values_N: NDArray[np.floating[Any]]
-    description: str
 
 
 def _check_request(

@@ -92,11 +92,10 @@ def distil(
     target = only_target(artifact, target)
     predictor = additive_predictor(artifact, target, protocol=protocol)
     inputs = MethodInputs(artifact)
-    if rows is not None and rows < MIN_ROWS:
-        raise SettingsError(f"rows: got {rows}, expected at least {MIN_ROWS}")
-    order = stream(seed, "distil", "rows").permutation(inputs.n_rows)[:rows]
-    if len(order) < MIN_ROWS:
-        raise SettingsError(f"{artifact.location}: has {len(order)} rows, expected at least {MIN_ROWS}")
+    n_rows = inputs.n_rows if rows is None else min(rows, inputs.n_rows)
+    if n_rows < MIN_ROWS:
+        raise SettingsError(f"rows: got {n_rows} of {artifact.location}, expected at least {MIN_ROWS}")
+    order = stream(seed, "distil", "rows").permutation(inputs.n_rows)[:n_rows]
     decoded = _decode_rows(inputs, order, progress)
     by_index = np.argsort(order[: len(decoded)])
     row_index, texts = order[by_index], as_bytes([decoded[i] for i in by_index])

@@ -111,11 +111,9 @@ def check(
         SettingsError: fewer than 8 rows or 3 subsets.
         GraspError: the runs do not belong to the artifact.
     """
-    if rows < MIN_ROWS or subsets < 3:
-        raise SettingsError(f"check: got {rows} rows and {subsets} subsets, expected at least {MIN_ROWS} and 3")
     index = sample_rows(artifact, rows, seed)
-    if len(index) < MIN_ROWS:
-        raise ArtifactError(f"{artifact.location}: has {artifact.n_rows} rows, checks need at least {MIN_ROWS}")
+    if len(index) < MIN_ROWS or subsets < 3:
+        raise SettingsError(f"check: got {len(index)} rows and {subsets} subsets, expected at least {MIN_ROWS} and 3")
     bound_runs = None if runs is None else bind_runs(artifact, runs)
     if bound_runs is None:
         weight_BN = _half_samples(len(index), subsets, seed)

@@ -17,11 +17,11 @@ After an empty draw (for groups: also one that keeps everything) the next draw o
 Equations are those of the paper, see docs/paper_map.md. Shape letters: G label values, N rows.
 """
 
-import math
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 
@@ -75,20 +75,13 @@ class Family:
                 independent draws.
             block: maximum number of subsets per block.
         Raises:
-            SubsetError: the corpus is empty, labels are missing or of the wrong length, or the label of `groups` or
-                `dirichlet` has a single value.
+            SubsetError: the label of `groups` or `dirichlet` has a single value.
         """
-        if n_rows < 1:
-            raise SubsetError(f"family {self}: the corpus has {n_rows} rows; expected at least 1")
         if self.label is None:
             return in_blocks(self._draw_rows(n_subsets, n_rows, None, seed, purpose), n_rows, block)
-        if labels is None:
-            raise SubsetError(f"family {self}: requires the label {self.label!r} of every row; got none")
+        assert labels is not None
         column = labels if isinstance(labels, LabelColumn) else LabelColumn.from_values(labels, self.label)
-        if len(column.codes_N) != n_rows:
-            raise SubsetError(
-                f"family {self}: got {len(column.codes_N)} labels for {n_rows} rows; expected one per row"
-            )
+        assert len(column.codes_N) == n_rows
         if self.kind == "mixture":
             return in_blocks(self._draw_rows(n_subsets, n_rows, column, seed, purpose), n_rows, block)
         if len(column.values) < 2:
@@ -201,19 +194,15 @@ def parse_family(text: str) -> Family:
         normalised = normalised[:-1].replace("(", ":", 1)
     kind, _, argument = (part.strip() for part in normalised.partition(":"))
     if kind in ("uniform", "bernoulli"):
-        try:
-            fraction = float(argument)
-        except ValueError:
-            fraction = math.nan
-        if not 0.0 < fraction < 1.0:
-            raise SubsetError(f"family {text!r}: got {argument!r}, expected a fraction strictly between 0 and 1")
-        return Family("uniform" if kind == "uniform" else "bernoulli", fraction=fraction)
-    for labelled in LABEL_FAMILIES:
-        if kind == labelled:
-            if not argument:
-                raise SubsetError(f"family {text!r}: missing label; expected {kind}:LABEL, e.g. {kind}:topic")
-            return Family(labelled, label=argument)
-    raise SubsetError(f"family {text!r}: unknown kind {kind!r}; expected {FAMILY_EXAMPLES}")
+        with suppress(ValueError):
+            if 0.0 < (fraction := float(argument)) < 1.0:
+                return Family(cast(FamilyKind, kind), fraction=fraction)
+    elif kind in LABEL_FAMILIES and argument:
+        return Family(cast(FamilyKind, kind), label=argument)
+    raise SubsetError(
+        f"family {text!r}: unknown {kind!r} with {argument!r}; expected a fraction strictly between 0 and 1, or the "
+        f"label of a column: {FAMILY_EXAMPLES}"
+    )
 
 
 def _draw_without_replacement(rng: np.random.Generator, n: int, size: int) -> I64:

@@ -94,10 +94,8 @@ class ScoringProtocol(Settings):
     @field_validator("match")
     @classmethod
     def _check_kernel_weights(cls, weights: dict[KernelName, float] | str) -> dict[KernelName, float] | str:
-        if isinstance(weights, dict) and not any(weights.values()):
-            raise ValueError("expected auto, or at least one kernel with a weight other than 0, e.g. {output_layer: 1}")
-        if isinstance(weights, dict) and not all(math.isfinite(weight) for weight in weights.values()):
-            raise ValueError("weights must be finite")
+        if isinstance(weights, dict) and not (any(weights.values()) and all(map(math.isfinite, weights.values()))):
+            raise ValueError("expected auto, or finite weights of kernels, one or more other than 0: {output_layer: 1}")
         return weights
 
     def negative_factor(self, kernel: str) -> float:

@@ -2,8 +2,7 @@
 
 `label_slices` turns the values of a label into named slices with the expression that selects each; if there are too
 many values, the largest keep a slice of their own and the others share one. `slice_effects` predicts what dropping and
-doubling each slice changes, and `dropped_intervals` gives bootstrap intervals over units. `SliceFormula` holds the
-numbers from which the change can be computed for any slice weights.
+doubling each slice changes, and `dropped_intervals` gives bootstrap intervals over units.
 Equations are those of the paper, see docs/paper_map.md.
 Shape letters: G slices, N rows, E units, T targets, R resamples, D sketch width, V label values, M elements of labels
 that are lists.
@@ -298,22 +297,3 @@ def cosines(slices: SubsetSums) -> F64 | None:
     floor = 1e-12 * float(np.trace(gram_GG))
     cosine_GG = ratio(centred_GG, product_GG, minimum=floor, undefined=np.nan)
     return np.asarray(np.clip(cosine_GG, -1.0, 1.0))
-
-
-@dataclass(frozen=True, slots=True)
-class SliceFormula:
-    """The predicted change as a closed formula of slice weights, for evaluation outside of Python (HTML report).
-
-    Every row of slice g has weight f_g: 0 drops the slice, 1 keeps it, 0.3 keeps 30 % of its weight. With n_g the
-    number of rows and e_g the sum of effects of slice g, and n the number of rows with a positive weight, the change
-    relative to the corpus is
-
-        (sum_g x_g (e_g + b n_g)) / n - b,    x_g = law(f_g n / sum_h f_h n_h)
-
-    with the law and b of `grasp.predict.predictor`: b is the value of any unseen row in effect sizes, which repetition
-    loses. Weight f_g on every row gives the expected result of keeping a random fraction f_g of the slice.
-    Source: eq:method-additive.
-    """
-
-    rows_G: F64  # n_g
-    effect_GT: F64  # e_g

@@ -151,19 +151,20 @@ def _validate_columns(source: Path | pa.Table, location: str, corpus: str | None
         with readable_table(source, SubsetError, EXPECTED_TABLE):
             schema = pq.read_schema(source)
     names, origin = list(schema.names), (schema.metadata or {}).get(CORPUS_KEY.encode(), b"").decode(errors="replace")
+    problems = []
     if corpus and origin and origin != corpus:
-        raise SubsetError(
-            f"{location}: was made from corpus {origin!r}, the artifact has {corpus!r}; create it from this artifact"
-        )
+        problems.append(f"was made from corpus {origin!r}, the artifact has {corpus!r}; create it from this artifact")
     if "row_id" not in names:
-        raise SubsetError(f"{location}: has columns {names}, lacks ['row_id']; expected row_id[, subset_id, weight]")
+        problems.append(f"has columns {names}, lacks ['row_id']; expected row_id[, subset_id, weight]")
     if duplicates := [name for name in ("subset_id", "row_id", "weight") if names.count(name) > 1]:
-        raise SubsetError(f"{location}: has column {duplicates[0]} more than once; drop one of them")
+        problems.append(f"has column {duplicates[0]} more than once; drop one of them")
     others = [name for name in names if name not in ("subset_id", "row_id")]
     for name, meaning in (("subset_id", "names of subsets"), ("weight", "weights")):
         close = difflib.get_close_matches(name, others, 1)
         if name not in names and close:
-            raise SubsetError(f"{location}: column {close[0]!r} looks like {meaning}; rename it to {name!r} or drop it")
+            problems.append(f"column {close[0]!r} looks like {meaning}; rename it to {name!r} or drop it")
+    if problems:
+        raise SubsetError(f"{location}: {'; '.join(problems)}")
     return names
 
 

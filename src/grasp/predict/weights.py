@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csc_array, csr_array
 
 from grasp.arrays import F32, F64, I64, Blocks, Bool
-from grasp.errors import ShapeError, SubsetError
+from grasp.errors import SubsetError
 
 Side = Literal["retained", "omitted"]
 
@@ -186,10 +186,6 @@ class SubsetBlock:
     subset_ids: tuple[str, ...]
     weights: Weights
 
-    def __post_init__(self) -> None:
-        if self.weights.shape[0] != len(self.subset_ids):
-            raise ShapeError(f"block: {len(self.subset_ids)} subset_ids for weights of shape {self.weights.shape}")
-
     @property
     def weights_BN(self) -> csr_array:  # noqa: N802 - a shape suffix
         """(B, N) float64 without stored zeros; converted on every access if the block is stored in another form."""
@@ -215,24 +211,14 @@ class WeightedRows:
     weights: F64 | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class MissingRows:
-    """One subset given by its omitted rows in ascending order; all other rows have weight 1."""
-
-    subset_id: str
-    row_index: I64
-
-
-def in_blocks(subsets: Iterable[WeightedRows | MissingRows], n_rows: int, block: int = 256) -> Iterator[SubsetBlock]:
+def in_blocks(subsets: Iterable[WeightedRows], n_rows: int, block: int = 256) -> Iterator[SubsetBlock]:
     """Group single subsets, in order, into blocks; all subsets of a block have the same storage form.
 
     A block has at most `block` subsets and at most the memory of MAX_BLOCK_ENTRIES entries.
 
     Raises:
-        SubsetError: a subset without rows, or weights that are not finite, are negative, or are all zero.
+        SubsetError: a subset without rows, or weights that are not finite or negative.
     """
-    if block < 1:
-        raise SubsetError(f"block: got {block}, expected at least 1 subset per block")
     names: list[str] = []
     pending: list[_CompressedSubset] = []
     n_entries = 0
@@ -269,31 +255,24 @@ class _CompressedSubset:
         return len(self.rows) // 12 if self.base is None else len(self.rows)
 
 
-def _compress(item: WeightedRows | MissingRows, n_rows: int) -> _CompressedSubset:
+def _compress(item: WeightedRows, n_rows: int) -> _CompressedSubset:
     """Choose the storage form of a subset by its share of the corpus: entries, omitted rows, or packed bits."""
     location = f"subset {item.subset_id!r}"
-    if isinstance(item, MissingRows):
-        if len(item.row_index) < n_rows * OMITTED_SHARE:
-            return _CompressedSubset(1.0, item.row_index, -np.ones(len(item.row_index)))
-        return _compress_mask(np.flatnonzero(~mask_of(item.row_index, n_rows)), n_rows, location)
+    if len(item.row_index) == 0:
+        raise SubsetError(f"{location}: has no rows; expected at least one")
     if item.weights is None:
-        return _compress_mask(item.row_index, n_rows, location)
-    _refuse_empty(item.row_index, location)
+        return _compress_mask(item.row_index, n_rows)
     weights = np.asarray(item.weights, dtype=np.float64)
-    if weights.shape != item.row_index.shape:
-        raise ShapeError(f"{location}: {weights.shape} weights for {item.row_index.shape} rows; expected one per row")
+    assert weights.shape == item.row_index.shape
     bad = np.flatnonzero(~((weights == 0) | ((weights >= MIN_WEIGHT) & (weights <= MAX_WEIGHT))))
     if bad.size:
         first = f"row {int(item.row_index[bad[0]])} has weight {float(weights[bad[0]])!r}"
         raise SubsetError(f"{location}: {first} ({bad.size} such); {WEIGHT_RANGE}")
-    if weights.sum() <= 0:
-        raise SubsetError(f"{location}: weights sum to 0; at least one must be positive")
     return _CompressedSubset(0.0, item.row_index, weights)
 
 
-def _compress_mask(row_index: I64, n_rows: int, location: str) -> _CompressedSubset:
+def _compress_mask(row_index: I64, n_rows: int) -> _CompressedSubset:
     """Choose the storage form of a subset in which the rows at `row_index` have weight 1, and all others 0."""
-    _refuse_empty(row_index, location)
     if len(row_index) <= max(PACKED_ROWS, n_rows * PACKED_SHARE):
         return _CompressedSubset(0.0, row_index, np.ones(len(row_index)))
     mask_N = mask_of(row_index, n_rows)
@@ -301,12 +280,6 @@ def _compress_mask(row_index: I64, n_rows: int, location: str) -> _CompressedSub
         omitted = np.flatnonzero(~mask_N)
         return _CompressedSubset(1.0, omitted, -np.ones(len(omitted)))
     return _CompressedSubset(None, np.packbits(mask_N), np.empty(0))
-
-
-def _refuse_empty(row_index: I64, location: str) -> None:
-    """Raise SubsetError if a subset has no rows."""
-    if len(row_index) == 0:
-        raise SubsetError(f"{location}: has no rows; expected at least one")
 
 
 def _stack(names: Sequence[str], subsets: Sequence[_CompressedSubset], n_rows: int) -> SubsetBlock:
@@ -389,8 +362,7 @@ class RowSums:
     def sums(self, weights: Weights) -> F64:
         """Return W @ X, (B, C) float64, for one block of subsets."""
         matrix, values_NC = weights.matrix, self.array_NC
-        if matrix.shape[1] != self.n_rows:
-            raise ShapeError(f"sums: weights of shape {weights.shape} for values of {self.n_rows} rows")
+        assert matrix.shape[1] == self.n_rows
         if weights.mix is not None:  # cache the sums of slices: the next block of the same slices costs O(G), not O(N)
             if self._slices is not matrix:
                 (self._sums_GC,) = sums_over(self.blocks(), [Weights(matrix)], self.width)
@@ -435,9 +407,6 @@ def sums_over(blocks: Iterable[tuple[int, NDArray[Any]]], subsets: Sequence[Weig
     sums_GC = [np.zeros((matrix_GN.shape[0], width)) for matrix_GN in matrices_GN]
     for start, values_nC in blocks:
         stop = start + len(values_nC)
-        if any(stop > matrix_GN.shape[1] for matrix_GN in matrices_GN):
-            n_rows = matrices_GN[0].shape[1]
-            raise ShapeError(f"sums: rows {start} to {stop} are outside of the corpus of {n_rows} rows")
         wide_nC: F64 = np.asarray(values_nC, dtype=np.float64)
         for k, (matrix_GN, weights) in enumerate(zip(matrices_GN, subsets, strict=True)):
             if isinstance(matrix_GN, PackedMasks):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
-from grasp.files import InputPaths, atomic_path, check_outputs
+from grasp.files import InputPaths, check_outputs, write_atomically
 from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.progress import Progress
@@ -122,9 +122,5 @@ def report(
         progress=progress,
     )
     page = render(findings)
-    try:
-        with atomic_path(out) as part:
-            part.write_bytes(page.encode())
-    except (IsADirectoryError, FileNotFoundError, NotADirectoryError) as err:
-        raise SettingsError(f"--out: cannot write {out} ({err.strerror}); expected the path of a file") from err
+    write_atomically(out, page.encode())
     return ReportFile(out)

@@ -40,7 +40,6 @@ from grasp.predict.predictor import EFFECT_SIZE, SIMILARITY_SKETCHES, Predictor
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.slices import (
     LabelSlices,
-    SliceFormula,
     cosines,
     dropped_intervals,
     label_slices,
@@ -123,7 +122,7 @@ class LabelFindings:
     by_relevance: Change  # the same in effect sizes, with intervals over the questions of a target
     mean_GT: F64  # mean effect of the slice's rows; 0 is the average row of the corpus
     cosine_GG: F64 | None  # cosine similarity of the slices' mean sketches; None: no sketches
-    weights_model: SliceFormula | Predictor  # change under weights of the slices: closed form, or full prediction
+    weights_model: F64 | Predictor  # what `payload` computes the change under any weights of the slices from
 
     def signs(self, targets: Sequence[int]) -> tuple[NDArray[np.int8], bool]:
         """Return which slices help (1) or hurt (-1) the given targets, (G, T), and whether by relevance only.
@@ -395,8 +394,7 @@ def _label_findings(
     if outcomes is not None:
         predicted = outcomes.predict(slices.weights(1.0 - np.eye(len(slices.slices))))  # drop one slice at a time
         dropped = Change(predicted.change_BT, predicted.low_BT, predicted.high_BT)
-    weights_model: SliceFormula | Predictor = predictor
-    if predictor.protocol.is_additive:  # other changes are not a sum over slices
-        weights_model = SliceFormula(effects.sums.n_retained_B, effects.sums.effect_BT)
+    # other changes are not a sum over slices
+    weights_model = effects.sums.effect_BT if predictor.protocol.is_additive else predictor
     names = unique_names(slices.names, MAX_CELL_CHARS)
     return LabelFindings(slices, names, dropped, by_relevance, effects.effect_GT, cosines(effects.sums), weights_model)

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from grasp.predict.predictor import NEW_ROW_VALUE, REPEAT_WORTH
-from grasp.predict.slices import SliceFormula
+from grasp.predict.predictor import NEW_ROW_VALUE, REPEAT_WORTH, Predictor
 from grasp.report.findings import Findings, LabelFindings, Missing
 from grasp.text import MAX_CELL_CHARS, ending, name, plain, unique_names
 
@@ -108,13 +107,21 @@ def _label(findings: Findings, label: LabelFindings) -> dict[str, Any]:
         by_slice = [values[start : start + len(GRID)] for start in range(0, len(percent_BG), len(GRID))]
         return {"grid": GRID, "single": by_slice, "presets": values[len(percent_BG) :]}
 
-    # parameters of the closed form, or tabulated changes if rows interact
+    # Parameters of the closed form, or tabulated changes if rows interact. Every row of slice g has weight f_g: 0 drops
+    # the slice, 1 keeps it, 0.3 keeps 30 % of its weight. With n_g the number of rows and e_g the sum of effects of
+    # slice g, and n the number of rows with a positive weight, the change relative to the corpus is
+    #
+    #     (sum_g x_g (e_g + b n_g)) / n - b,    x_g = law(f_g n / sum_h f_h n_h)
+    #
+    # with the law and b of `grasp.predict.predictor`: b is the value of any unseen row in effect sizes, which
+    # repetition loses. Weight f_g on every row gives the expected result of keeping a random fraction f_g of the slice.
+    # Source: eq:method-additive.
     model = label.weights_model
-    if isinstance(model, SliceFormula):
-        law = {"repeatWorth": REPEAT_WORTH, "newRowValue": NEW_ROW_VALUE}
-        formula: dict[str, Any] = {"effect": model.effect_GT.tolist(), "exposure": law, "tabulated": None}
-    else:
+    if isinstance(model, Predictor):
         formula = {"tabulated": tabulated([{"change": _rounded(change_T)} for change_T in model.change(weights)])}
+    else:
+        law = {"repeatWorth": REPEAT_WORTH, "newRowValue": NEW_ROW_VALUE}
+        formula = {"effect": model.tolist(), "exposure": law, "tabulated": None}
 
     # predictions from runs: change per target, half width of its interval, and how the mixture extrapolates
     expected = None

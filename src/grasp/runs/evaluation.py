@@ -224,8 +224,6 @@ def evaluate_predictions(
     Raises:
         RunsError: utilities or predictions are incomplete or not finite; the message names which.
     """
-    if not predictions:
-        raise RunsError("evaluate: got no predictions, expected at least one method")
     common = [name for name in runs.targets if all(name in prediction.targets for prediction in predictions)]
     if targets is None and not common:
         raise RunsError(

@@ -33,7 +33,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from grasp.arrays import F64, Bool, ratio
-from grasp.errors import RunsError, ShapeError
+from grasp.errors import RunsError
 from grasp.runs.marginal_likelihood import JITTER, ClosedFormFit, MarginalLikelihood, RunData, matrix_product
 from grasp.runs.subset_covariance import Covariance
 from grasp.runs.subset_features import TINY, FeatureScales, Standardization, SubsetFeatures
@@ -83,12 +83,10 @@ class GaussianProcess:
             utility_nST: utility of each run with each seed, nan for missing seeds; higher is better.
 
         Raises:
-            ShapeError: the numbers of runs or tasks differ.
             RunsError: fewer than 2 subsets are different, or all utilities of a task are equal.
         """
         n_runs, n_tasks = utility_nST.shape[0], utility_nST.shape[2]
-        if runs.relevance_BT.shape != (n_runs, n_tasks):
-            raise ShapeError(f"fit: utilities have shape {utility_nST.shape}, features {runs.relevance_BT.shape}")
+        assert runs.relevance_BT.shape == (n_runs, n_tasks)
         if not np.isnan(utility_nST).any():  # remove the mean effect of each seed
             utility_nST = utility_nST - utility_nST.mean(axis=0) + utility_nST.mean(axis=(0, 1))
         seeds_n = (~np.isnan(utility_nST[:, :, 0])).sum(axis=1).astype(np.float64)
@@ -289,13 +287,11 @@ def varies(utility_nST: F64) -> Bool:
 def _check_variation(runs: SubsetFeatures, utility_nT: F64) -> None:
     """Raise a RunsError if fewer than 2 subsets are different, or all utilities of a task are equal."""
     n_different = len(np.unique(runs.flat().round(EQUALITY_DECIMALS), axis=0))
-    if n_different < MIN_DIFFERENT_SUBSETS:
+    if n_different < MIN_DIFFERENT_SUBSETS or not varies(utility_nT[:, None]).all():
         raise RunsError(
             f"fit to runs: got {n_different} different subset(s) in {len(runs)} run(s), expected "
-            f"{MIN_DIFFERENT_SUBSETS} or more"
+            f"{MIN_DIFFERENT_SUBSETS} or more, and not that all runs have the same utility"
         )
-    if not varies(utility_nT[:, None]).all():
-        raise RunsError("fit to runs: all runs have the same utility; expected runs that differ")
 
 
 def _variance_reduction(cross_Cbn: F64, inverse_Cnn: F64) -> F64:

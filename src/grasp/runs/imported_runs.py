@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from scipy.sparse import csr_array
 
 from grasp.arrays import F64
 from grasp.artifact.label_table import LabelColumn, LabelTable
@@ -20,14 +21,12 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_amounts
 from grasp.errors import RunsError, SubsetError
 from grasp.predict.subset_tables import RowIndex
-from grasp.predict.weights import SubsetBlock, WeightedRows, Weights, in_blocks
+from grasp.predict.weights import SubsetBlock, Weights
 from grasp.runs.alignment import unit_fingerprints
 from grasp.runs.metric_names import LOSS, metric_kind
 from grasp.runs.predictions import WHOLE_TASK
 from grasp.runs.table import MAX_LISTED, RunTable, open_runs
 from grasp.runs.training_runs import RetrainedRunsInfo, Run, TargetInfo, TrainingRuns
-
-BLOCK_SUBSETS = 256
 
 
 def bind_runs(artifact: ArtifactReader, runs: TrainingRuns | RunTable | Path | str) -> TrainingRuns:
@@ -85,7 +84,7 @@ class ImportedRuns(TrainingRuns):
         return ()
 
     def subset_blocks(
-        self, rows: RowIndex, labels: LabelColumn | None = None, *, block: int = BLOCK_SUBSETS
+        self, rows: RowIndex, labels: LabelColumn | None = None, *, block: int = 256
     ) -> Iterator[SubsetBlock]:
         yield from self._subsets
 
@@ -177,16 +176,8 @@ def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBl
 
 def _weights_from_expressions(runs: RunTable, table: LabelTable) -> list[SubsetBlock]:
     """Convert weights of label expressions; a row that matches several expressions gets the sum of their weights."""
-    weight_RG = runs.weights_RG()
-    masks_GN = [table.matching(expression).mask_N for expression in runs.values]
-
-    def weighted_rows() -> Iterator[WeightedRows]:
-        for run, weight_G in zip(runs.runs, weight_RG, strict=True):
-            weight_N = np.sum([weight * mask_N for weight, mask_N in zip(weight_G, masks_GN, strict=True)], axis=0)
-            retained = np.flatnonzero(weight_N)
-            yield WeightedRows(run, retained, weight_N[retained])
-
-    return list(in_blocks(weighted_rows(), table.n_rows, BLOCK_SUBSETS))
+    mask_GN = np.stack([table.matching(expression).mask_N for expression in runs.values])
+    return [SubsetBlock(runs.runs, Weights(csr_array(runs.weights_RG()) @ csr_array(mask_GN, dtype=np.float64)))]
 
 
 def _weights_from_label(
@@ -249,19 +240,10 @@ def _weights_from_row_ids(runs: RunTable, table: LabelTable, index: RowIndex) ->
         raise RunsError(
             f"{runs.name}: {len(missing)} rows or documents are not in the artifact: {', '.join(missing[:MAX_LISTED])}"
         )
-    rows_of_run: dict[str, list[int]] = {run: [] for run in runs.runs}
-    weights_of_run: dict[str, list[float]] = {run: [] for run in runs.runs}
-    lines = (runs.trained[column].to_pylist() for column in ("run", "name", "weight"))
-    for run, name, weight in zip(*lines, strict=True):
-        rows_of_run[run].extend(rows_of_name[name])
-        weights_of_run[run].extend([weight] * len(rows_of_name[name]))
-
-    def weighted_rows() -> Iterator[WeightedRows]:
-        for run in runs.runs:
-            order = np.argsort(rows_of_run[run])
-            yield WeightedRows(run, np.array(rows_of_run[run])[order], np.array(weights_of_run[run])[order])
-
-    return list(in_blocks(weighted_rows(), index.n_rows, BLOCK_SUBSETS)), notes
+    rows_G = [rows_of_name[name] for name in runs.values]
+    indptr, indices = np.cumsum([0, *map(len, rows_G)]), np.concatenate(rows_G)
+    row_GN = csr_array((np.ones(len(indices)), indices, indptr), shape=(len(rows_G), index.n_rows))
+    return [SubsetBlock(runs.runs, Weights(csr_array(runs.weights_RG()) @ row_GN))], notes
 
 
 def _rows_of_documents(table: LabelTable) -> dict[str, list[int]]:

@@ -36,7 +36,6 @@ import numpy as np
 from scipy.stats import rankdata
 
 from grasp.arrays import F64, Bool, Floats, ratio
-from grasp.errors import ShapeError
 from grasp.text import number, unique_names
 
 # Lowest value of each metric; the highest is 1.
@@ -116,17 +115,11 @@ def rank_correlations(columns: Sequence[F64], pairs: Sequence[tuple[int, int]], 
     Returns:
         Correlations of each pair, unit and resample, (pairs, E, R); nan if one of the two columns is constant on the
         drawn subsets; ties as in scipy.
-    Raises:
-        ShapeError: shapes differ; the message carries both.
     Source: eq:lds-spearman. Deviation: none. Cost: O(E B^2 R) multiply-adds per column set.
     """
     columns = [np.asarray(column, dtype=np.float64) for column in columns]
-    shapes = {column.shape for column in columns}
-    if len(shapes) != 1:
-        raise ShapeError(f"rank correlation: shapes {sorted(shapes)} differ, expected one (B, E)")
     n_subsets, n_units = columns[0].shape
-    if weights_RB.shape[1] != n_subsets:
-        raise ShapeError(f"rank correlation: weights {weights_RB.shape} (R, B) do not fit {n_subsets} subsets")
+    assert all(column.shape == columns[0].shape for column in columns)
     n_resamples = len(weights_RB)
     out = np.full((len(pairs), n_units, n_resamples), np.nan)
     root_RB = np.sqrt(weights_RB)
@@ -162,11 +155,8 @@ def spearman(x_BE: F64, y_BE: F64) -> F64:
     Args:
         x_BE: first column of each pair; (B,) for a single pair, which gives a single number.
         y_BE: second column of each pair, of the same shape.
-    Raises:
-        ShapeError: shapes differ.
     """
-    if x_BE.shape != y_BE.shape:
-        raise ShapeError(f"rank correlation: shapes {sorted({x_BE.shape, y_BE.shape})} differ, expected one (B, E)")
+    assert x_BE.shape == y_BE.shape
     x_BE, y_BE = (rankdata(values_BE, axis=0) - (len(values_BE) + 1) / 2 for values_BE in (x_BE, y_BE))
     norm_E = np.sqrt(np.square(x_BE).sum(axis=0)) * np.sqrt(np.square(y_BE).sum(axis=0))
     return np.clip(ratio((x_BE * y_BE).sum(axis=0), norm_E, undefined=np.nan), -1.0, 1.0)
@@ -316,18 +306,13 @@ def target_metrics(
         weights_RB: from `bootstrap_weights`; shared by all targets of the runs.
         task_predicted_B: prediction of the task; default: the mean of the predictions of its units.
         ceilings: result of `noise_ceilings`, if known.
-    Raises:
-        ShapeError: shapes do not match.
     Source: eq:lds-spearman and the paper's task-level rho, positive fraction and pairwise accuracy.
     """
     realized_BSE = np.asarray(realized_BSE, np.float64)
     n_subsets, n_seeds, n_units = realized_BSE.shape
     only_task = predicted_BE is None
     predicted_BE = np.zeros((n_subsets, n_units)) if predicted_BE is None else np.asarray(predicted_BE, np.float64)
-    if predicted_BE.shape != (n_subsets, n_units):
-        raise ShapeError(
-            f"{target}: predictions {predicted_BE.shape} do not fit utilities {realized_BSE.shape} (B, S, E)"
-        )
+    assert predicted_BE.shape == (n_subsets, n_units)
     realized_BE = realized_BSE.mean(axis=1)
     task_B = predicted_BE.mean(axis=1) if task_predicted_B is None else np.asarray(task_predicted_B, np.float64)
     ones_1B = np.ones((1, n_subsets))  # weights that give the estimate itself

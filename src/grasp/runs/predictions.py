@@ -42,6 +42,7 @@ MAX_EXAMPLES = 3
 WHOLE_TASK = ""  # unit_id of results for a whole task
 MAX_PREDICTION = 1e100  # largest prediction, so that sums and squares do not overflow
 BLOCK_ROWS = 16_384
+NAME_COLUMNS = ("row_id", "subset_id", "target", "unit_id")
 
 
 class _Ids(BaseModel):
@@ -149,10 +150,6 @@ class RowScores:
         """
         blocks = list(subsets)
         subset_ids = tuple(name for block in blocks for name in block.subset_ids)
-        wrong = [block.n_rows for block in blocks if block.n_rows != self.n_rows]
-        if wrong or not blocks:
-            reason = f"the subsets are drawn from {wrong[0]}" if wrong else "there are no subsets"
-            raise RunsError(f"{self.method}: scores {self.n_rows} rows, {reason}")
 
         def downweighted_blocks() -> Iterator[tuple[int, F64]]:
             for start, scores_NE in self.blocks:
@@ -215,16 +212,12 @@ def read_row_scores(path: Path, rows: RowIndex, method: str | None = None, table
         scores = _load_npy(path, (rows.n_rows, len(units)), "(N, E) rows and units")
         return RowScores(method or path.stem, units, rows.n_rows, _blocks(scores))
     table = _read_table(path) if table is None else table
-    if "row_id" not in table.column_names:
+    names = [name for name in table.column_names if name != "row_id"]
+    if "row_id" not in table.column_names or not names:
         raise RunsError(
             f"{path}: has columns {table.column_names}, expected subset_id, target, utility, or row_id and one column "
-            "per unit"
+            "per unit, `target/unit_id`, or per `target`"
         )
-    names = [name for name in table.column_names if name != "row_id"]
-    if not names:
-        raise RunsError(f"{path}: has no scores, expected columns `target/unit_id` or `target`")
-    if pa.types.is_nested(table.schema.field("row_id").type):
-        raise RunsError(f"{path}: row_id: got {table.schema.field('row_id').type}, expected names")
     order = _positions(table.column("row_id").to_pylist(), rows.ids().to_pylist(), f"{path}: rows")
     # `target/unit_id`, or `target` for the whole task
     split_names = (name.partition("/") for name in names)
@@ -238,8 +231,6 @@ def _parse_table(path: Path, table: pa.Table, method: str) -> Predictions:
     missing = [name for name in ("target", "utility") if name not in table.column_names]
     if missing:
         raise RunsError(f"{path}: has columns {table.column_names}, lacks {missing}")
-    if nested := [field for field in table.schema if field.name != "utility" and pa.types.is_nested(field.type)]:
-        raise RunsError(f"{path}: {nested[0].name}: got {nested[0].type}, expected names")
     unit_ids = table.column("unit_id").to_pylist() if "unit_id" in table.column_names else [None] * len(table)
     columns = list(zip(table.column("target").to_pylist(), unit_ids, strict=True))
     subset_ids = [str(name) for name in table.column("subset_id").to_pylist()]
@@ -324,8 +315,6 @@ def _load_npy(path: Path, shape: tuple[int, int], axes: str) -> NDArray[Any]:
     """Map a .npy file of numbers with this shape into memory; `axes` describes the shape for messages."""
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError as err:
-        raise RunsError(f"{path}: no such file") from err
     except (ValueError, EOFError, OSError, OverflowError, SyntaxError, TokenError) as err:
         # SyntaxError and TokenError: a malformed header
         raise RunsError(f"{path}: cannot be read as .npy: {err}") from err
@@ -338,10 +327,12 @@ def _load_npy(path: Path, shape: tuple[int, int], axes: str) -> NDArray[Any]:
 
 
 def _read_table(path: Path) -> pa.Table:
-    """Read a Parquet file whose columns have different names."""
+    """Read a Parquet file whose columns have different names, and check that names of rows and subsets are values."""
     with readable_table(path, RunsError, "Parquet"):
         table = read_checksummed(path)
     duplicate = [name for name in table.column_names if table.column_names.count(name) > 1]
     if duplicate:
         raise RunsError(f"{path}: has {duplicate[0]!r} as the name of {len(duplicate)} columns, expected it once")
+    if nested := [field for field in table.schema if field.name in NAME_COLUMNS and pa.types.is_nested(field.type)]:
+        raise RunsError(f"{path}: {nested[0].name}: got {nested[0].type}, expected names")
     return table

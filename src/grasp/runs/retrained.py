@@ -55,6 +55,7 @@ CLAIMS_DIRECTORY = "claims"
 FAILED_DIRECTORY = "failed"
 MARKER = ".grasp-environment"  # lock file of `grasp retrain` while it prepares the directory
 STEM_BYTES = 200  # longest file name of a run without suffix; file systems allow 255 bytes in total
+MAX_ID_LENGTH = 40  # characters of a subset id in a message
 MAX_DIFFERENCE_LENGTH = 400  # characters of a difference between settings in a message
 
 SIGNED_INFO = Signed(
@@ -197,19 +198,12 @@ class RetrainedRuns(TrainingRuns):
             labels: label column that the family draws by; only required without subsets.parquet.
             block: maximum number of subsets per block.
         Raises:
-            RunsError: wrong number of rows, or the subsets are not those trained on. The latter is known after the last
-                block only.
+            RunsError: the subsets are not those trained on; known after the last block only.
             SubsetError: subsets.parquet cannot be read.
         """
         info = self.info
-        if rows.n_rows != info.n_rows:
-            raise RunsError(
-                f"{self.path}: drawn from {info.n_rows} rows, got a corpus of {rows.n_rows}; use the corpus of the runs"
-            )
-        if (self.path / SUBSETS).exists():
+        if info.family is None or (self.path / SUBSETS).exists():
             blocks = read_subsets(self.path / SUBSETS, rows, block)
-        elif info.family is None:
-            raise RunsError(f"{self.path / SUBSETS}: no such file; restore it from a copy")
         else:
             blocks = parse_family(info.family.spec).draw(
                 len(info.subset_ids),
@@ -268,12 +262,9 @@ class RetrainedRuns(TrainingRuns):
             run: one of `runs`.
             utility_E: -loss of every unit in nats per token, in the order of `units`.
         Raises:
-            RunsError: wrong number of units, or a value that is not finite.
+            RunsError: a value is not finite.
         """
-        if utility_E.shape != (len(self.units),):
-            raise RunsError(
-                f"{self.path}: run {run.stem}: got {utility_E.shape} utilities, expected ({len(self.units)},)"
-            )
+        assert utility_E.shape == (len(self.units),)
         infinite = np.flatnonzero(~np.isfinite(utility_E))
         if infinite.size:
             target, unit_id = self.units[infinite[0]]
@@ -289,15 +280,10 @@ class RetrainedRuns(TrainingRuns):
     def compact(self) -> None:
         """Merge the files of single runs into utilities.parquet and reference.parquet, and remove them; idempotent.
 
-        Raises:
-            RunsError: runs are missing; the message contains their number and names.
+        All runs must be finished.
         """
-        all_runs, missing = self.runs(), self.pending()
-        if missing:
-            raise RunsError(
-                f"{self.path}: {len(missing)} of {len(all_runs)} runs are missing, e.g. "
-                f"{[run.stem for run in missing[:MAX_EXAMPLES]]}; continue with `grasp retrain --resume`"
-            )
+        all_runs = self.runs()
+        assert not self.pending()
         if self._runs_in_single_files():
             values_RE = self._utilities_RE()
             for name, of_whole_corpus in ((REFERENCE, True), (UTILITIES, False)):
@@ -455,16 +441,12 @@ def _check_resumable(path: Path, recorded: RetrainedRunsInfo, info: RetrainedRun
 
 def _check_names(ids: Sequence[str], location: Path) -> None:
     """Check that subset ids are unique and usable as file names."""
-    if not ids:
-        raise RunsError(f"{location}: got no subsets, expected at least one")
     repeated = {subset_id for subset_id, count in Counter(ids).items() if count > 1}
-    if wrong := sorted(repeated | ({WHOLE_CORPUS_RUN} & set(ids))):
+    too_long = {subset_id for subset_id in ids if len(Run(0, subset_id).stem) > STEM_BYTES}
+    wrong = sorted(repeated | too_long | ({WHOLE_CORPUS_RUN} & set(ids)))
+    if wrong or not ids:
+        listed = [subset_id[:MAX_ID_LENGTH] for subset_id in wrong[:MAX_EXAMPLES]]
         raise RunsError(
-            f"{location}: subset ids {wrong[:MAX_EXAMPLES]} are repeated or reserved; give every subset a unique name"
-        )
-    too_long = [subset_id for subset_id in ids if len(Run(0, subset_id).stem) > STEM_BYTES]
-    if too_long:
-        raise RunsError(
-            f"{location}: subset id {too_long[0][:40]!r}... takes {len(Run(0, too_long[0]).stem)} bytes in the name of "
-            f"a file ({len(too_long)} such), expected at most {STEM_BYTES}; shorten it"
+            f"{location}: subset ids {listed} of {len(ids)} are repeated, reserved or take over {STEM_BYTES} bytes in "
+            "the name of a file; expected at least one subset, each with a unique name"
         )

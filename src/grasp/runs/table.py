@@ -11,7 +11,7 @@ Shape letters: R runs, S seeds, G label values, rows or expressions that have we
 """
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from grasp.arrays import F64, I64
 from grasp.errors import RunsError
@@ -28,7 +28,6 @@ from grasp.predict.weights import MAX_WEIGHT, MIN_WEIGHT
 from grasp.runs.gaussian_process import varies
 from grasp.runs.metrics import mean_defined, spearman
 from grasp.runs.retrained import RetrainedRuns
-from grasp.runs.utility_tables import MAX_UTILITY
 from grasp.settings import Settings
 from grasp.store.contents import parquet_bytes, read_table
 from grasp.store.directory import write_at_once
@@ -41,6 +40,7 @@ TRAINED = "trained.parquet"
 RESULTS = "results.parquet"
 ROUNDING = 1e-9  # sums of shares that differ from 1 by no more than this are exact
 SUM_TOLERANCE = 0.01  # shares whose sum differs from 1 by at most this are normalized
+MAX_UTILITY = 1e30  # largest absolute value of a metric, so that sums of squares stay finite
 MAX_LISTED = 3
 MIN_MIXTURES = 2  # minimum number of different mixtures
 MIXTURE_DECIMALS = 9  # mixtures are different if they differ when rounded to this many decimals
@@ -79,12 +79,6 @@ class RunsInfo(Settings):
     measure: Measure = Field("tokens", description="What shares are shares of: the training tokens, rows or documents.")
     metrics: dict[str, Direction] = Field(description="higher or lower is better, by metric.")
     read_from: tuple[str, ...] = ()
-
-    @model_validator(mode="after")
-    def _has_a_label(self) -> Self:
-        if self.kind in ("shares", "times") and self.label is None:
-            raise ValueError(f"label: missing, expected one for {self.kind}")
-        return self
 
 
 RECOVERY_HINT = "import the runs again"
@@ -145,22 +139,10 @@ class RunTable:
         except (pa.ArrowException, ValueError) as err:
             raise RunsError(f"{name}: a column has the wrong type: {' '.join(str(err).split())}") from err
         weights_location, results_location = locations or (name, name)
-        _check_no_empty_cells(trained, ("run", "name"), weights_location)
-        _check_no_empty_cells(results, ("run", "seed", "metric"), results_location)
-        if unknown := sorted(set(results["metric"].to_pylist()) ^ set(info.metrics)):
-            raise RunsError(f"{name}: metric {unknown[0]!r} is missing in its results or in {INFO}")
-        weight_sum_of_run = _check_weights(trained, weights_location)
-        _check_results(results, results_location)
-        with_results, with_weights = set(results["run"].to_pylist()), set(weight_sum_of_run)
-        for incomplete_runs, problem, location in (
-            (with_weights - with_results, "no results", results_location),
-            (with_results - with_weights, "results, but no weights", weights_location),
-        ):
-            if incomplete_runs:
-                listed = ", ".join(sorted(incomplete_runs)[:MAX_LISTED])
-                raise RunsError(f"{location}: {len(incomplete_runs)} run(s) have {problem}: {listed}")
+        if problem := next(_problems(trained, results, info.kind, weights_location, results_location), None):
+            raise RunsError(problem)
         if info.kind == "shares":
-            trained = _normalize_shares(trained, weight_sum_of_run, weights_location)
+            trained = _normalize_shares(trained)
         runs = cls(name, info, trained, results, tuple(notes))
         # No model can be fitted to runs with the same mixture.
         is_mixture = info.kind in ("shares", "times") and len(runs) >= MIN_MIXTURES
@@ -180,7 +162,7 @@ class RunTable:
         """
         info, files = open_store(path, SIGNED_INFO)
         trained, results = (read_table(files.file(name), RECOVERY_HINT, RunsError) for name in (TRAINED, RESULTS))
-        return cls.from_results(Path(path).name, info, trained, results)
+        return cls(Path(path).name, info, trained, results)
 
     def save(self, path: Path | str) -> Path:
         """Write the runs to a new directory, atomically.
@@ -326,71 +308,72 @@ def constant_note(metrics: Sequence[str]) -> list[str]:
 # ------------------------------------------------------------------------------------------------- validation
 
 
-def _check_no_empty_cells(table: pa.Table, columns: Sequence[str], location: str) -> None:
-    """Raise RunsError for a column with empty cells."""
-    for column in columns:
-        if n_empty := table[column].null_count:
-            raise RunsError(f"{location}: {n_empty} cells of {column} are empty; expected none")
-
-
-def _check_weights(trained: pa.Table, location: str) -> dict[str, float]:
-    """Check the weights of runs, and return the sum of the weights of each run.
-
-    Raises:
-        RunsError: a weight is negative, too small or too large, a run has two weights of one name, or only zeros.
-    """
+def _problems(
+    trained: pa.Table, results: pa.Table, kind: Kind, weights_location: str, results_location: str
+) -> Iterator[str]:
+    """Yield a message for each thing that is wrong with the weights or the results of runs."""
+    for table, columns, location in (
+        (trained, ("run", "name"), weights_location),
+        (results, ("run", "seed", "metric"), results_location),
+    ):
+        for column in columns:
+            if n_empty := table[column].null_count:
+                yield f"{location}: {n_empty} cells of {column} are empty; expected none"
     weight = trained["weight"].to_numpy(zero_copy_only=False)
     invalid = np.flatnonzero(~((weight == 0) | (weight >= MIN_WEIGHT) & (weight <= MAX_WEIGHT)))  # nan compares false
     if invalid.size:
         run, name = (trained[column][int(invalid[0])].as_py() for column in ("run", "name"))
-        raise RunsError(
-            f"{location}: run {run!r}: weight of {name!r} is {weight[invalid[0]]} ({invalid.size} such); expected 0, "
-            f"or {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
+        yield (
+            f"{weights_location}: run {run!r}: weight of {name!r} is {weight[invalid[0]]} ({invalid.size} such); "
+            f"expected 0, or {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
         )
-    for line in _repeated(trained, ["run", "name"])[:1]:
-        raise RunsError(
-            f"{location}: run {line['run']!r} occurs twice: {line['name']!r} has {line['count_all']} weights; give "
-            "every run a unique name"
+    for line in _repeated(trained, ["run", "name"]):
+        yield (
+            f"{weights_location}: run {line['run']!r} occurs twice: {line['name']!r} has {line['count_all']} weights; "
+            "give every run a unique name"
         )
-    total = trained.group_by("run", use_threads=False).aggregate([("weight", "sum")])
-    sum_of_run = dict(zip(total["run"].to_pylist(), total["weight_sum"].to_pylist(), strict=True))
-    if empty_runs := [run for run, weight_sum in sum_of_run.items() if weight_sum <= 0]:
-        raise RunsError(f"{location}: run {empty_runs[0]!r}: all weights are 0")
-    return sum_of_run
-
-
-def _check_results(results: pa.Table, location: str) -> None:
-    """Check that results are numbers, and that no run has two values of one metric, seed, size and unit.
-
-    Raises:
-        RunsError: they are not; the message names the first.
-    """
+    sum_of_run = _sum_of_weights(trained)
+    for run, weight_sum in sum_of_run.items():
+        if weight_sum <= 0:
+            yield f"{weights_location}: run {run!r}: all weights are 0"
     value = pc.coalesce(results["value"], float("nan"))
-    invalid = results.filter(pc.invert(pc.less_equal(pc.abs(value), MAX_UTILITY))).to_pylist()  # nan compares false
-    for line in invalid[:1]:
-        raise RunsError(
-            f"{location}: run {line['run']!r}: {line['metric']} is {line['value']} ({len(invalid)} such); skip such "
-            "runs with --skip-failed, or correct the value"
+    failed = results.filter(pc.invert(pc.less_equal(pc.abs(value), MAX_UTILITY))).to_pylist()  # nan compares false
+    for line in failed:
+        yield (
+            f"{results_location}: run {line['run']!r}: {line['metric']} is {line['value']} ({len(failed)} such); skip "
+            "such runs with --skip-failed, or correct the value"
         )
     repeated = _repeated(results, ["run", "seed", "size", "metric", "unit_id"])
-    for line in repeated[:1]:
-        raise RunsError(
-            f"{location}: run {line['run']!r} has {line['metric']} {line['count_all']} times ({len(repeated)} such); "
-            "use unique run names, or add a column seed"
+    for line in repeated:
+        yield (
+            f"{results_location}: run {line['run']!r} has {line['metric']} {line['count_all']} times ({len(repeated)} "
+            "such); use unique run names, or add a column seed"
+        )
+    with_results, with_weights = set(results["run"].to_pylist()), set(sum_of_run)
+    for incomplete_runs, problem, location in (
+        (with_weights - with_results, "no results", results_location),
+        (with_results - with_weights, "results, but no weights", weights_location),
+    ):
+        if incomplete_runs:
+            listed = ", ".join(sorted(incomplete_runs)[:MAX_LISTED])
+            yield f"{location}: {len(incomplete_runs)} run(s) have {problem}: {listed}"
+    wrong = [run for run, weight_sum in sum_of_run.items() if abs(weight_sum - 1.0) > SUM_TOLERANCE]
+    if kind == "shares" and wrong:
+        yield (
+            f"{weights_location}: run {wrong[0]!r}: shares add up to {sum_of_run[wrong[0]]:.4g} ({len(wrong)} such), "
+            "expected 1; divide percent by 100; if they are numbers of epochs of each value, import them with --times"
         )
 
 
-def _normalize_shares(trained: pa.Table, sum_of_run: Mapping[str, float], location: str) -> pa.Table:
-    """Divide shares that add up to 1 approximately by their sum.
+def _sum_of_weights(trained: pa.Table) -> dict[str, float]:
+    """Return the sum of the weights of each run."""
+    total = trained.group_by("run", use_threads=False).aggregate([("weight", "sum")])
+    return dict(zip(total["run"].to_pylist(), total["weight_sum"].to_pylist(), strict=True))
 
-    Raises:
-        RunsError: the shares of a run do not add up to 1.
-    """
-    if wrong := [run for run, weight_sum in sum_of_run.items() if abs(weight_sum - 1.0) > SUM_TOLERANCE]:
-        raise RunsError(
-            f"{location}: run {wrong[0]!r}: shares add up to {sum_of_run[wrong[0]]:.4g} ({len(wrong)} such), expected "
-            "1; divide percent by 100; if they are numbers of epochs of each value, import them with --times"
-        )
+
+def _normalize_shares(trained: pa.Table) -> pa.Table:
+    """Divide shares that add up to 1 approximately by their sum."""
+    sum_of_run = _sum_of_weights(trained)
     sum_of_line = np.array([sum_of_run[run] for run in trained["run"].to_pylist()])
     sum_of_line[np.abs(sum_of_line - 1.0) <= ROUNDING] = 1.0
     return trained.set_column(2, "weight", pa.array(trained["weight"].to_numpy() / sum_of_line))

@@ -4,8 +4,8 @@
     target, unit_id       the unit
     utility               -loss in nats per token, as float32; higher is better
 
-Files may have been damaged or edited by hand, so every cell is validated on reading. Start with `encode_utilities` and
-`read_utilities`. Shape letters: R runs, E units of all targets.
+The files have checksums, which are verified on reading. Start with `encode_utilities` and `read_utilities`.
+Shape letters: R runs, E units of all targets.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from grasp.arrays import F64, I64
 from grasp.errors import RunsError
@@ -22,7 +21,6 @@ from grasp.runs.training_runs import Run
 from grasp.store.checksummed_parquet import ChecksummedParquetWriter, read_checksummed
 
 COLUMNS = ("subset_id", "seed", "target", "unit_id", "utility")
-MAX_UTILITY = 1e30  # largest absolute utility, so that sums of squares stay finite
 
 
 def encode_utilities(runs: Sequence[Run], units: Sequence[tuple[str, str]], utility_RE: F64) -> bytes:
@@ -65,73 +63,40 @@ def read_utilities(path: Path, runs: Sequence[Run], units: Sequence[tuple[str, s
         runs: all runs that may occur.
         units: (target, unit_id) of each unit; a run must have all units.
     Raises:
-        RunsError: not Parquet, missing columns or cells, unknown names, utilities that are not finite, duplicate rows,
-            or missing units of a run. The message names the first.
+        RunsError: the file is damaged, or has other runs or units.
         FileNotFoundError: no such file; expected if runs are merged concurrently.
     """
     table = read_columns(path, list(COLUMNS))
-    r = _positions(table, ("subset_id", "seed"), {(run.subset_id, run.seed): i for i, run in enumerate(runs)}, path)
-    e = _positions(table, ("target", "unit_id"), {unit: i for i, unit in enumerate(units)}, path)
-    utility = table.column("utility").to_numpy().astype(np.float64)
-
-    def location(r: int, e: int) -> str:
-        return f"{path}: subset {runs[r].subset_id!r}, seed {runs[r].seed}, {units[e][0]} unit {units[e][1]!r}"
-
-    invalid = np.flatnonzero(~(np.abs(utility) <= MAX_UTILITY))  # nan compares false
-    if invalid.size:
-        raise RunsError(
-            f"{location(r[invalid[0]], e[invalid[0]])}: utility is {utility[invalid[0]]} ({invalid.size} such); delete "
-            "that run and retrain it"
-        )
-    counts_RE = np.bincount(r * len(units) + e, minlength=len(runs) * len(units)).reshape(len(runs), len(units))
-    for is_wrong_RE, problem, expected in (
-        (counts_RE > 1, f"occurs {counts_RE.max()} times", "each once"),
-        ((counts_RE == 0) & counts_RE.any(axis=1, keepdims=True), "is missing", "every unit of a run"),
-    ):
-        if is_wrong_RE.any():
-            first_r, first_e = np.argwhere(is_wrong_RE)[0]
-            raise RunsError(f"{location(first_r, first_e)} {problem} ({is_wrong_RE.sum()} such); expected {expected}")
-    values_RE = np.full(counts_RE.shape, np.nan)
-    values_RE[r, e] = utility
+    r = _positions(table, ("subset_id", "seed"), {(run.subset_id, run.seed): i for i, run in enumerate(runs)})
+    e = _positions(table, ("target", "unit_id"), {unit: i for i, unit in enumerate(units)})
+    if (r < 0).any() or (e < 0).any():
+        raise RunsError(f"{path}: has runs or units that environment.json does not list; restore both from one copy")
+    values_RE = np.full((len(runs), len(units)), np.nan)
+    values_RE[r, e] = table.column("utility").to_numpy().astype(np.float64)
     return values_RE
 
 
 def read_columns(path: Path, columns: list[str]) -> pa.Table:
-    """Read columns of a table of utilities and check that no cell is empty.
+    """Read columns of a table of utilities.
 
     Raises:
-        RunsError: not Parquet, missing columns, or empty cells.
+        RunsError: the file is damaged.
         FileNotFoundError: no such file.
     """
     try:
-        names = list(pq.read_schema(path).names)
-        if missing := [name for name in COLUMNS if name not in names]:
-            raise RunsError(f"{path}: has columns {names}, lacks {missing}")
-        table = read_checksummed(path, columns)
+        table = read_checksummed(path, columns).select(columns)
         table.validate(full=True)  # a flipped bit may result in invalid UTF-8
     except FileNotFoundError:  # a subclass of OSError, and not an error of the file
         raise
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as err:
+    except (pa.ArrowException, OSError, UnicodeDecodeError, KeyError) as err:  # KeyError: a column is missing
         raise RunsError(
             f"{path}: cannot be read as Parquet: {' '.join(str(err).split())}; delete it and retrain, or restore it"
         ) from err
-    for name in columns:
-        if n_empty := table.column(name).null_count:
-            raise RunsError(f"{path}: column {name} has {n_empty} empty cells, expected none")
     return table
 
 
-def _positions(table: pa.Table, columns: tuple[str, str], position_of: Mapping[Any, int], path: Path) -> I64:
-    """Look up the pair of names in each row of a table.
-
-    Args:
-        table: table that has `columns`.
-        columns: the two columns with names.
-        position_of: position of each known pair.
-        path: path of the table, for the message.
-    Raises:
-        RunsError: a pair is unknown.
-    """
+def _positions(table: pa.Table, columns: tuple[str, str], position_of: Mapping[Any, int]) -> I64:
+    """Return the position of the pair of names in each row of a table; -1 if it is unknown."""
     # Look up every combination of the distinct names once, not every row.
     first, second = (table.column(name).combine_chunks().dictionary_encode() for name in columns)
     first_names, second_names = first.dictionary.to_pylist(), second.dictionary.to_pylist()
@@ -139,11 +104,4 @@ def _positions(table: pa.Table, columns: tuple[str, str], position_of: Mapping[A
     first_codes = first.indices.to_numpy(zero_copy_only=False)
     second_codes = second.indices.to_numpy(zero_copy_only=False)
     positions = grid.reshape(len(first_names), len(second_names))[first_codes, second_codes]
-    unknown = np.flatnonzero(positions < 0)
-    if unknown.size:
-        line = unknown[0]
-        raise RunsError(
-            f"{path}: line {line} has {columns[0]} {first_names[first_codes[line]]!r}, {columns[1]} "
-            f"{second_names[second_codes[line]]!r}, which environment.json does not list ({unknown.size} such lines)"
-        )
     return np.asarray(positions, dtype=np.int64)

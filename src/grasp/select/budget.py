@@ -12,7 +12,7 @@ Shape letters: N rows, M items (rows or documents), P items in ranked order, G l
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, Self, TypeAlias
@@ -76,19 +76,16 @@ def parse_amount(text: str, location: str, expected: str) -> Amount:
     Raises:
         SettingsError: the text is not an amount, the share is above 100 %, or the number is not whole.
     """
-    match = _AMOUNT.fullmatch(text.strip())
-    if match is None:
-        raise SettingsError(f"{location}: got {text.strip()!r}, expected e.g. {expected}")
-    number, scale, unit_text = float(match[1]), match[2] or "", match[3] or ""
-    unit: Unit | None = _UNITS[unit_text[0]] if unit_text else None
-    if scale == "%":
-        if number > 100:
-            raise SettingsError(f"{location}: got {number:g}%, expected at most 100%")
-        return Amount(number / 100, True, unit)
-    value = number * _TIMES[scale]
-    if not math.isfinite(value) or value != int(value):
-        raise SettingsError(f"{location}: got {text.strip()!r}, expected a whole number or a share, e.g. {expected}")
-    return Amount(value, False, unit)
+    if match := _AMOUNT.fullmatch(text.strip()):
+        number, scale, unit_text = float(match[1]), match[2] or "", match[3] or ""
+        unit: Unit | None = _UNITS[unit_text[0]] if unit_text else None
+        if scale == "%" and number <= 100:
+            return Amount(number / 100, True, unit)
+        if scale != "%" and (value := number * _TIMES[scale]).is_integer():
+            return Amount(value, False, unit)
+    raise SettingsError(
+        f"{location}: got {text.strip()!r}, expected a whole number or a share of at most 100%, e.g. {expected}"
+    )
 
 
 def parse_budget(budget: str | float) -> Amount:
@@ -97,15 +94,13 @@ def parse_budget(budget: str | float) -> Amount:
     Raises:
         SettingsError: as `parse_amount`, or the budget is 0.
     """
-    if isinstance(budget, float):
-        if not 0 < budget <= 1:
-            raise SettingsError(
-                f"budget: got {budget!r}, expected a share above 0 and at most 1.0; pass an int for a number of rows"
-            )
-        return Amount(budget, True)
-    amount = parse_amount(str(budget), "budget", BUDGET_EXAMPLES)
-    if amount.value == 0:
-        raise SettingsError(f"budget: got {budget!r}, expected more than 0, e.g. {BUDGET_EXAMPLES}")
+    is_share = isinstance(budget, float)
+    amount = Amount(float(budget), True) if is_share else parse_amount(str(budget), "budget", BUDGET_EXAMPLES)
+    if not 0 < amount.value <= (1 if amount.is_share else math.inf):
+        raise SettingsError(
+            f"budget: got {budget!r}, expected more than 0, e.g. {BUDGET_EXAMPLES}; a float is a share of at most 1.0, "
+            "an int a number of rows"
+        )
     return amount
 
 
@@ -176,7 +171,27 @@ def amounts_by_value(
     return amounts
 
 
-def describe_value(value: str | None) -> str:
+def shares_by_value(bounds: Bounds, flag: str, label: str, names: Sequence[str], n_grouped: int = 0) -> F64:
+    """Return the floor or cap of each value of a label as a share of a mixture, (G,); nan if it has none.
+
+    Args:
+        label: name of the label, for messages.
+        names: label values.
+        n_grouped: number of small values that share the last slice and have no name of their own.
+
+    Raises:
+        SettingsError: a bound is not a share, or the label has no such value.
+    """
+    for value, amount in bounds.items():
+        if not amount.is_share or amount.unit is not None:
+            raise SettingsError(
+                f"{flag} {_describe_value(value)}: got a number, expected a share of the mixture such as Games:5%"
+            )
+    amounts = amounts_by_value(bounds, flag, label, names, n_grouped)
+    return np.array([np.nan if amount is None else amount.value for amount in amounts])
+
+
+def _describe_value(value: str | None) -> str:
     """Return the label value of a floor or cap as it is named in a message."""
     return "for every value" if value is None else value
 
@@ -198,7 +213,7 @@ def _resolve_bounds(
     for flag, bounds in (("floor", floors), ("cap", caps)):
         for value, amount in bounds.items():
             if amount.unit not in (None, unit):
-                location = f"{flag} {describe_value(value)}"
+                location = f"{flag} {_describe_value(value)}"
                 raise SettingsError(f"{location}: is in {amount.unit}, the budget is in {unit}; use the same unit")
     lowest = amounts_by_value(floors, "floor", label, names)
     highest = amounts_by_value(caps, "cap", label, names)
@@ -319,31 +334,18 @@ class Constraints:
         if (needed := int(floor_G.sum() + overshoot_G.sum())) > size:
             longest = f" including the longest {item_name} of each value" if overshoot_G.any() else ""
             problems.append(f"together they need {needed:,} {unit}{longest}, the budget is {size:,}")
+        flag, remedy = "floor", "lower the floors, or raise the budget"
+        if not problems and (available := int(np.minimum(cap_G, pool_G).sum())) < size:
+            flag, remedy = "cap", "raise the caps, or lower the budget"
+            problems.append(f"it allows {available:,} {unit}, the budget is {size:,}")
         if problems:
             more = f"; and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
-            raise SettingsError(
-                f"floor: cannot be met: {'; '.join(problems[:MAX_LISTED])}{more}; lower the floors, or raise the budget"
-            )
-        if (available := int(np.minimum(cap_G, pool_G).sum())) < size:
-            raise SettingsError(
-                f"cap: allows {available:,} {unit}, the budget is {size:,}; raise the caps, or lower the budget"
-            )
+            raise SettingsError(f"{flag}: cannot be met: {'; '.join(problems[:MAX_LISTED])}{more}; {remedy}")
 
     @property
     def overshoot(self) -> I64:
         """Return by how much meeting each floor may exceed it, (G,): up to the largest item less 1, as none is cut."""
         return np.where(self.floor_G > 0, self.largest_G - 1, 0)
-
-    def in_rows(self, size: int) -> "Constraints":
-        """Return the constraints for a fixed number of rows; floors and caps in tokens are dropped.
-
-        The items must be rows.
-        """
-        if self.unit != "tokens":
-            return replace(self, budget=size)
-        no_floor_G, no_cap_G = np.zeros_like(self.floor_G), np.full_like(self.cap_G, size)
-        ones_M = np.broadcast_to(np.int64(1), len(self.cost_M))
-        return replace(self, budget=size, unit="rows", cost_M=ones_M, floor_G=no_floor_G, cap_G=no_cap_G)
 
     @property
     def costs_differ(self) -> bool:
@@ -517,8 +519,6 @@ def load_exclusions(artifact: ArtifactReader, exclude: Path | str | Sequence[str
 
 def _read_names(path: Path) -> tuple[list[str], tuple[str, ...]]:
     """Return the names in a file, and the columns of the artifact that they are values of."""
-    if path.exists() and not path.is_file():
-        raise SettingsError(f"exclude: {path}: is not a file; expected {EXPECTED_FILE}")
     with readable_table(f"exclude: {path}", SettingsError, EXPECTED_FILE):
         if path.suffix != ".parquet":
             lines = path.read_text(encoding="utf-8-sig").split("\n")

@@ -437,9 +437,7 @@ class _OtherColumns:
     def _chunk_with(self, document: int) -> Chunk:
         """Read on to the chunk that contains a document."""
         while self._chunk is None or document >= self._chunk.index + _length(self._chunk):
-            self._chunk = next(self._chunks, None)
-            if self._chunk is None:
-                raise CorpusError(f"{self._settings.path}: ends before document {document}; restore it, or rebuild")
+            self._chunk = next(self._chunks)
         return self._chunk
 
     def _select(self, schema: pa.Schema, name: str) -> Sequence[str]:

@@ -107,12 +107,11 @@ def solve(problem: MixtureProblem, linear_G: F64 | None = None) -> F64:
     settings.verbose = False
     settings.tol_gap_abs = settings.tol_gap_rel = settings.tol_feas = 1e-10
     solution = clarabel.DefaultSolver(quadratic, cost, matrix, right, cones, settings).solve()
-    if solution.status in (clarabel.SolverStatus.PrimalInfeasible, clarabel.SolverStatus.AlmostPrimalInfeasible):
-        raise SettingsError(
-            "floor, cap, distance: no mixture satisfies all of them; lower a floor, or raise a cap or the distance"
-        )
     if solution.status not in (clarabel.SolverStatus.Solved, clarabel.SolverStatus.AlmostSolved):
-        raise SettingsError(f"mixture: the solver stopped with {solution.status}; choose another protocol")
+        raise SettingsError(
+            f"floor, cap, distance: found no mixture that satisfies all of them ({solution.status}); lower a floor, or "
+            "raise a cap or the distance"
+        )
     return _snap_to_bounds(np.array(solution.x)[:n], problem)
 
 

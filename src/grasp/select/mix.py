@@ -30,7 +30,7 @@ from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.slices import LabelSlices, label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import SubsetBlock
-from grasp.select.budget import Bounds, amounts_by_value, describe_value, parse_amount, parse_bounds, parse_tokens
+from grasp.select.budget import Bounds, parse_amount, parse_bounds, parse_tokens, shares_by_value
 from grasp.select.linear_program import MixtureProblem, Segments, frank_wolfe, solve
 from grasp.select.objective import (
     OptimizationResult,
@@ -146,8 +146,7 @@ def mix(
     """
     targets = weighted_targets(target, artifact.targets)
     scoring, protocol_notes = ranking_protocol(artifact, protocol)
-    if not 1 <= max_repeat < np.inf:
-        raise SettingsError(f"max_repeat: got {max_repeat:g}, expected a number of repetitions of 1 or more")
+    check_max_repeat(max_repeat)
     tokens_N = row_tokens(artifact)
     column = label_column(artifact, by, "by")
     slices = label_slices(column, tokens_N)
@@ -201,6 +200,16 @@ def mix(
         optimum=optimum,
         slices=slices,
     )
+
+
+def check_max_repeat(max_repeat: float) -> None:
+    """Check the maximum number of times that a row is repeated.
+
+    Raises:
+        SettingsError: it is below 1.
+    """
+    if not 1 <= max_repeat < np.inf:
+        raise SettingsError(f"max_repeat: got {max_repeat:g}, expected a number of repetitions of 1 or more")
 
 
 def _parse_distance(text: str) -> float:
@@ -340,15 +349,10 @@ def _bounds(
             distance; the message lists the conflicts.
     """
     names, current_G = slices.names, slices.rows_G / slices.rows_G.sum()
-    requested = []
-    for flag, bounds in (("floor", floors), ("cap", caps)):
-        for value, amount in bounds.items():
-            if not amount.is_share or amount.unit is not None:
-                raise SettingsError(
-                    f"{flag} {describe_value(value)}: got a number, expected a share of the mixture such as Games:5%"
-                )
-        amounts = amounts_by_value(bounds, flag, slices.label, names, slices.n_grouped)
-        requested.append(np.array([np.nan if amount is None else amount.value for amount in amounts]))
+    requested = [
+        shares_by_value(bounds, flag, slices.label, names, slices.n_grouped)
+        for flag, bounds in (("floor", floors), ("cap", caps))
+    ]
     floor_G, cap_G = np.nan_to_num(requested[0]), np.nan_to_num(requested[1], nan=1.0)
     # a requested bound overrides a default one: a cap the default lower bound, a floor the default upper bound
     default_low_G = current_G / max_repeat

@@ -5,6 +5,7 @@ Start with `SelectionObjective.from_artifact`. Shape letters: N rows, T targets,
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -325,27 +326,24 @@ def weighted_targets(
     """
     targets_text = f"the artifact has {', '.join(artifact_targets)}"
     if targets is None:
-        if len(artifact_targets) != 1:
-            raise SettingsError(
-                f"target: missing, and {targets_text}; pass one, or several with weights, e.g. "
-                f"{artifact_targets[0]}=2,{artifact_targets[1]}=1"
-            )
-        return {artifact_targets[0]: 1.0}
+        targets = artifact_targets if len(artifact_targets) == 1 else ()
     if isinstance(targets, str):
         pairs = _parse_weighted_names(targets, artifact_targets)
     else:
         pairs = [(name, float(targets[name]) if isinstance(targets, Mapping) else 1.0) for name in targets]
-    weights: dict[str, float] = {}
-    for name, weight in pairs:
-        if name not in artifact_targets:
-            raise SettingsError(f"target: got {name!r}{did_you_mean(name, artifact_targets)}, {targets_text}")
-        if name in weights:
-            raise SettingsError(f"target: got {name} more than once; pass it once, with a weight such as {name}=2")
-        if not 0 < weight < math.inf:
-            raise SettingsError(f"target: got {name} with the weight {weight:g}, expected a number above 0")
-        weights[name] = weight
-    if not weights:
-        raise SettingsError(f"target: missing; {targets_text}")
+    weights, example = dict(pairs), ",".join(f"{name}={2 - k}" for k, name in enumerate(artifact_targets[:2]))
+    problems = [
+        f"got {name!r}{did_you_mean(name, artifact_targets)}" for name in weights if name not in artifact_targets
+    ]
+    problems += [
+        f"got {name} more than once" for name, count in Counter(name for name, _ in pairs).items() if count > 1
+    ]
+    problems += [f"got {name} with the weight {weight:g}" for name, weight in pairs if not 0 < weight < math.inf]
+    if problems or not pairs:
+        raise SettingsError(
+            f"target: {'; '.join(problems) or 'missing'}; {targets_text}; pass one, or several once each with weights "
+            f"above 0, e.g. {example}"
+        )
     largest = max(weights.values())  # divide by it first: the sum of very large weights would overflow
     total = sum(weight / largest for weight in weights.values())
     return {name: weight / largest / total for name, weight in weights.items()}

@@ -37,8 +37,8 @@ from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.subset_features import SubsetFeatures
 from grasp.runs.table import MAX_LISTED, RESULTS_SCHEMA, TRAINED_SCHEMA, RunsInfo, RunTable, open_runs
 from grasp.seeds import stream
-from grasp.select.budget import amounts_by_value, describe_value, parse_bounds, parse_tokens
-from grasp.select.mix import MAX_REPEAT
+from grasp.select.budget import parse_bounds, parse_tokens, shares_by_value
+from grasp.select.mix import MAX_REPEAT, check_max_repeat
 from grasp.select.mixture_model import TOO_FAR, MixtureModel, Runs, outside_note
 
 CANDIDATES = 1_000  # random mixtures
@@ -112,10 +112,11 @@ def propose_runs(
             "for more, train these first and import them"
         )
     opened = open_runs(runs)
-    if isinstance(opened, RetrainedRuns):
-        if artifact is None:
-            raise SettingsError(f"propose: {opened.path} holds retrained subsets; pass the artifact of their corpus")
+    if artifact is None and (subsets is not None or isinstance(opened, RetrainedRuns)):
+        raise SettingsError("propose: retrained subsets, and subsets, require the artifact of the corpus; pass --art")
+    if artifact is not None and isinstance(opened, RetrainedRuns):
         opened = runs_by_shares(opened, artifact.files)
+    assert not isinstance(opened, RetrainedRuns)
     model = MixtureModel.from_runs(opened, metric)
     label, values, n_runs = model.table.info.label, model.table.values, len(model.table)
     rng = stream(0, "propose", n_runs)
@@ -129,9 +130,7 @@ def propose_runs(
     selected_K, gain_K = most_informative(model.gaussian_process, model.features(share_CG), count, decide, rng)
     share_KG = share_CG[selected_K]
     names = [f"next-{k + 1}" for k in range(len(selected_K))]
-    if subsets is not None:
-        if artifact is None:
-            raise SettingsError("propose: subsets requires an artifact; pass it with --art")
+    if subsets is not None and artifact is not None:
         _write_as_subsets(model.table, names, share_KG, artifact.files, Path(subsets))
     if decide == "best":
         purpose = "find the optimal mixture"
@@ -214,8 +213,7 @@ def repetition_caps(
     Raises:
         SettingsError: `max_repeat` is below 1, or the runs are so long that no mixture satisfies it.
     """
-    if not 1 <= max_repeat < np.inf:
-        raise SettingsError(f"max_repeat: got {max_repeat:g}, expected a number of repetitions of 1 or more")
+    check_max_repeat(max_repeat)
     assert label is not None
     column = label_column(artifact, label)
     slices = label_slices(column, row_tokens(artifact), most=len(column.values))
@@ -249,24 +247,19 @@ def share_bounds(
     Raises:
         SettingsError: a bound is not a share, its value is unknown, or no mixture satisfies all bounds.
     """
-    bounds_G = []
-    for flag, texts, unbounded in (("floor", floor, 0.0), ("cap", cap, 1.0)):
-        bounds = parse_bounds(texts, flag)
-        for value, amount in bounds.items():
-            if not amount.is_share or amount.unit is not None:
-                raise SettingsError(f"{flag} {describe_value(value)}: expected a share of the mixture such as web:5%")
-        amounts = amounts_by_value(bounds, flag, label or "mixture", values)
-        bounds_G.append(np.array([unbounded if amount is None else amount.value for amount in amounts]))
-    low_G, high_G = bounds_G[0], np.minimum(bounds_G[1], largest_G)
-    if (low_G > high_G).any():
-        g = int(np.argmax(low_G > high_G))
-        raise SettingsError(
-            f"floor, cap: {values[g]} has a floor of {low_G[g]:.1%} and at most {high_G[g]:.1%} (--cap, --max-repeat)"
-        )
+    floor_G, cap_G = (
+        shares_by_value(parse_bounds(texts, flag), flag, label or "mixture", values)
+        for flag, texts in (("floor", floor), ("cap", cap))
+    )
+    low_G, high_G = np.nan_to_num(floor_G), np.minimum(np.nan_to_num(cap_G, nan=1.0), largest_G)
+    problems = [
+        f"{values[g]} has a floor of {low_G[g]:.1%} and at most {high_G[g]:.1%} (--cap, --max-repeat)"
+        for g in np.flatnonzero(low_G > high_G).tolist()
+    ]
     if low_G.sum() > 1.0 or high_G.sum() < 1.0:
-        raise SettingsError(
-            f"floor, cap: no mixture satisfies them: floors add up to {low_G.sum():.1%}, caps to {high_G.sum():.1%}"
-        )
+        problems.append(f"floors add up to {low_G.sum():.1%}, caps to {high_G.sum():.1%}")
+    if problems:
+        raise SettingsError(f"floor, cap: no mixture satisfies them: {'; '.join(problems[:MAX_LISTED])}")
     return low_G, high_G
 
 

@@ -12,7 +12,6 @@ n swaps.
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -38,30 +37,16 @@ MAX_ASCENT_STEPS = 20
 MIN_RELATIVE_GAIN = 0.01  # stop the ascent if a step gains less than this share of the gain so far
 
 
-@dataclass(frozen=True, slots=True)
-class RankedItems:
-    """Items selected by rank.
-
-    Attributes:
-        selected_P: selected items, best first. With floors, caps or costs that differ, lower items may replace better
-            ones that do not fit.
-        order_P: the same, followed by the items that a larger budget would add; nothing follows if there are floors or
-            caps, since a larger budget would change the items before.
-        guarantee: statement on optimality, for the output.
-    """
-
-    selected_P: I64
-    order_P: I64
-    guarantee: str
-
-
 def select_by_rank(
     objective: SelectionObjective, items: Items, constraints: Constraints, *, by_runs: bool
-) -> RankedItems:
+) -> tuple[I64, I64, str]:
     """Select the items with the highest scores, subject to the constraints.
 
     Args:
         by_runs: score items by the model that is fitted to runs, instead of their effects.
+    Returns:
+        Indices of the selected items, best first; indices of all ranked items, the selected ones first, or only of
+        these if there are floors or caps; and what is known of the optimality.
     """
     if by_runs:
         score_M, guarantee = _scores_by_runs(objective, items, constraints)
@@ -72,7 +57,7 @@ def select_by_rank(
     selected_P = order_P = take_within_budget(all_P, constraints)
     if not constraints.has_label_constraints:
         order_P = np.concatenate([selected_P, all_P[~mask_of(selected_P, len(score_M))[all_P]]])
-    return RankedItems(selected_P, order_P, guarantee or _guarantee(items, constraints, selected_P))
+    return selected_P, order_P, guarantee or _guarantee(items, constraints, selected_P)
 
 
 def _guarantee(items: Items, constraints: Constraints, selected_P: I64) -> str:

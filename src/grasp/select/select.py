@@ -122,10 +122,11 @@ def select(
     tokens = None if train_tokens is None else parse_tokens(train_tokens)
     floors, caps = parse_bounds(floor, "floor"), parse_bounds(cap, "cap")
     amount = None if budget is None else parse_budget(budget)
-    if amount is None:
-        _check_budget_is_optional(tokens, allowed_N)
-    elif amount.unit == "documents":
-        whole_documents = True
+    if amount is None and tokens is None:
+        raise SettingsError("budget: missing; pass one such as 20%, or train_tokens such as 100B to compute one")
+    if not allowed_N.any():
+        raise SettingsError(f"exclude: no candidates left; all {len(allowed_N):,} rows are excluded")
+    whole_documents |= amount is not None and amount.unit == "documents"
     objective = SelectionObjective.from_artifact(artifact, scoring, targets, tokens, runs, cautious=cautious)
     candidates = objective.effect_N, allowed_N, objective.tokens_N, labels
     items = Items.of_documents(row_documents(artifact), *candidates) if whole_documents else Items.of_rows(*candidates)
@@ -231,18 +232,6 @@ def _allowed_rows(
     return allowed_N, [*notes, f"leaks: excludes {len(leaked):,} rows that contain questions of {', '.join(targets)}"]
 
 
-def _check_budget_is_optional(tokens: float | None, allowed_N: Bool) -> None:
-    """Check that the optimal budget can be computed.
-
-    Raises:
-        SettingsError: there is no training budget, or no row may be selected.
-    """
-    if tokens is None:
-        raise SettingsError("budget: missing; pass one such as 20%, or train_tokens such as 100B to compute one")
-    if not allowed_N.any():
-        raise SettingsError(f"exclude: no candidates left; all {len(allowed_N):,} rows are excluded")
-
-
 # --------------------------------------------------------------------------------------------------- selection
 
 
@@ -318,9 +307,9 @@ def _select_items(
         amount = Amount(best_budget(objective, items, build_constraints if floors or caps else None), False)
         notes = (f"budget: {amount.value:,.0f} rows, the optimum for the training budget",)
     constraints = build_constraints(amount)
-    best = select_by_rank(objective, items, constraints, by_runs=by_runs)
-    rows, ranked_rows = items.ranked_rows(best.selected_P), items.ranked_rows(best.order_P)
-    return _SelectedItems(items, constraints, best.selected_P, rows, best.guarantee, ranked_rows, notes)
+    selected_P, order_P, guarantee = select_by_rank(objective, items, constraints, by_runs=by_runs)
+    rows, ranked_rows = items.ranked_rows(selected_P), items.ranked_rows(order_P)
+    return _SelectedItems(items, constraints, selected_P, rows, guarantee, ranked_rows, notes)
 
 
 def _row_table(objective: SelectionObjective, row_index: I64, selected_N: Bool, labels: LabelColumn | None) -> pa.Table:

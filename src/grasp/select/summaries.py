@@ -3,13 +3,12 @@
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.select.objective import SUMMARY_VERSION
 from grasp.store.records import Signed
-from grasp.text import parse_json
 
 
 class Summary(BaseModel):
@@ -37,7 +36,7 @@ class ValueShare(Summary):
 
     value: str
     pool: int
-    selected: int = Field(validation_alias=AliasChoices("selected", "taken"))  # `taken` in version 1
+    selected: int
 
 
 class TargetChange(Summary):
@@ -115,21 +114,18 @@ def read_summary(kind: type[S], path: Path, artifact: ArtifactReader) -> S:
         SettingsError: the file is not such a summary, is damaged, or is of another corpus.
     """
     (name,) = get_args(kind.model_fields["kind"].annotation)
-    flag, expected = f"--{name}", f"expected the .json that {COMMANDS[name]} writes next to its --out"
+    (other,) = COMMANDS.keys() - {name}
+    flag = f"--{name}"
     try:
         content = path.read_bytes()
-        data = parse_json(content)
-    except FileNotFoundError as err:
-        raise SettingsError(f"{flag}: {path}: no such file; {expected}") from err
-    except (IsADirectoryError, ValueError) as err:
-        raise SettingsError(f"{flag}: {path} is not JSON; {expected}") from err
-    kind_name = data.get("kind") if isinstance(data, dict) else None
-    if isinstance(kind_name, str) and kind_name in COMMANDS and kind_name != name:
-        raise SettingsError(f"{flag}: {path} is the summary of a {kind_name}; pass it with --{kind_name}")
+    except OSError as err:
+        raise SettingsError(
+            f"{flag}: {path}: {err.strerror}; expected the .json that {COMMANDS[name]} writes next to its --out"
+        ) from err
     signed = Signed(
         name="",
         model=kind,
-        description=f"the summary of a {name} ({COMMANDS[name]} writes it next to --out)",
+        description=f"the summary of a {name} ({COMMANDS[name]} writes it next to --out; for a {other}: --{other})",
         format=name,
         version=SUMMARY_VERSION,
         recovery_hint=f"run {COMMANDS[name]} again",

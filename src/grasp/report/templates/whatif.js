@@ -1,5 +1,5 @@
 // Predicts the same changes as `grasp predict` for the weights of the sliders, by the formula of
-// grasp.predict.slices.SliceFormula:
+// grasp.report.payload:
 //   sum_g x_g (effect_g + b n_g) / N - b
 // where x are the exposures of the slices, n their numbers of rows, N the rows with a weight above 0, and b the value
 // of a new row.
