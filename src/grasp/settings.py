@@ -37,6 +37,18 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+def refuse(faults: Mapping[str, Any]) -> None:
+    """Check in a validator that no fault is present.
+
+    Args:
+        faults: whether a fault is present, by a sentence about it.
+    Raises:
+        ValueError: faults are present; the message has all of their sentences.
+    """
+    if present := [sentence for sentence, is_present in faults.items() if is_present]:
+        raise ValueError("; ".join(present))
+
+
 def refuse_idle(settings: Settings, names: Sequence[str], because: str) -> None:
     """Check in a validator that no setting is given that the other settings make ineffective.
 
@@ -44,8 +56,7 @@ def refuse_idle(settings: Settings, names: Sequence[str], because: str) -> None:
         ValueError: such settings are given; the message lists them.
     """
     idle = [name for name in names if name in settings.model_fields_set and getattr(settings, name) is not None]
-    if idle:
-        raise ValueError(f"{', '.join(idle)}: no effect, since {because}; remove")
+    refuse({f"{', '.join(idle)}: no effect, since {because}; remove": idle})
 
 
 class PromptFormats(Settings):
@@ -174,8 +185,8 @@ class CorpusSettings(Settings):
         if self.fields is not None:
             idle = ("text_column", "prompt") + (() if self.form == "preference" else ("form",))
             refuse_idle(self, idle, "`fields` define how records are read")
-        if (self.prompt is None) != (self.completion is None):
-            raise ValueError("prompt, completion: only one is given; expected both templates")
+        is_half = (self.prompt is None) != (self.completion is None)
+        refuse({"prompt, completion: only one is given; expected both templates": is_half})
         if self.prompt is not None:
             refuse_idle(self, ("text_column", "form"), "prompt and completion define how records are read")
         return self
@@ -275,8 +286,7 @@ class ModelSettings(Settings):
         }
         group: type[Settings] = create_model("ModelSettings", __base__=Settings, **fields)
         given = {name: value for name, value in group.model_validate(others) if value is not None}
-        if len(given) > 1:
-            raise ValueError(f"{', '.join(given)}: expected one of them, since only one reader reads the corpus")
+        refuse({f"{', '.join(given)}: expected one of them, since only one reader reads the corpus": len(given) > 1})
         return handler({name: value for name, value in data.items() if name not in others} | given)
 
     @property
@@ -298,8 +308,7 @@ POSITIONS = re.compile(r"all|tail:[1-9]\d*|stride:[1-9]\d*")
 
 
 def _positions(text: str) -> str:
-    if not POSITIONS.fullmatch(text):
-        raise ValueError(f"expected all, tail:N or stride:N with N from 1, got {text!r}")
+    refuse({f"expected all, tail:N or stride:N with N from 1, got {text!r}": not POSITIONS.fullmatch(text)})
     return text
 
 
@@ -390,22 +399,20 @@ class FeatureSettings(Settings):
     @field_validator("rule")
     @classmethod
     def _validate_rule(cls, rule: str) -> str:
-        if rule not in (known := [*OWN_RULES, *names(PROTOCOLS)]):
-            raise ValueError(f"expected one of {', '.join(known)}, got {rule!r}")
+        known = [*OWN_RULES, *names(PROTOCOLS)]
+        refuse({f"expected one of {', '.join(known)}, got {rule!r}": rule not in known})
         return rule
 
     @field_validator("gradient_coordinates")
     @classmethod
     def _validate_coordinates(cls, value: int | str | None) -> int | str | None:
-        if isinstance(value, int) and value < 1:
-            raise ValueError(f"expected all or a positive number, got {value}")
+        refuse({f"expected all or a positive number, got {value}": isinstance(value, int) and value < 1})
         return value
 
     @field_validator("alpha")
     @classmethod
     def _validate_alpha(cls, value: float) -> float:
-        if value not in (0.5, 1.0):
-            raise ValueError(f"expected 1 or 0.5, got {value}")
+        refuse({f"expected 1 or 0.5, got {value}": value not in (0.5, 1.0)})
         return value
 
     def decided(self, train: "Train | None") -> Self:
@@ -438,6 +445,9 @@ KERNELS: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("forward", None): ("output_layer",),
 }
 SKETCHES = ("hidden_sketch", "residual_sketch")  # for redundancy, maps and intervals
+
+
+NO_TARGET = "targets: name at least one, e.g. `sciq`"
 
 
 class BuildSettings(Settings):
@@ -480,15 +490,16 @@ class BuildSettings(Settings):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        if not self.targets.names and not self.targets.datasets:
-            raise ValueError("targets: name at least one, e.g. `sciq`")
-        text_kernels = {"embedding", "gradient", "knn"} & set(self.features.kernels)
-        if self.model.reader is not None and text_kernels:
-            raise ValueError(
-                f"features.kernels: got {', '.join(sorted(text_kernels))}, which require a language model; remove them"
-            )
-        if self.model.reader is not None and self.targets.datasets:
-            raise ValueError(f"targets.datasets: are texts, which model.{self.model.reader} does not read; remove")
+        text_kernels, reader = {"embedding", "gradient", "knn"} & set(self.features.kernels), self.model.reader
+        shown = ", ".join(sorted(text_kernels))
+        refuse(
+            {
+                NO_TARGET: not self.targets.names and not self.targets.datasets,
+                f"features.kernels: got {shown}, which require a language model; remove them": reader and text_kernels,
+                f"targets.datasets: are texts, which model.{reader} does not read; remove": reader
+                and self.targets.datasets,
+            }
+        )
         return self
 
 
@@ -524,8 +535,7 @@ class ReplaySettings(Settings):
 
     @model_validator(mode="after")
     def _check_has_all_steps(self) -> Self:
-        if self.check and self.window is not None:
-            raise ValueError("check: needs derivatives of all steps; omit it, or the window")
+        refuse({"check: needs derivatives of all steps; omit it, or the window": self.check and self.window})
         return self
 
 
@@ -585,31 +595,31 @@ class RetrainSettings(Settings):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        if not self.targets.names and not self.targets.datasets:
-            raise ValueError("targets: name at least one, e.g. `sciq`")
-        if len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
-            raise ValueError(f"seeds: expected distinct non-negative integers, got {self.seeds}")
-        if self.train == "further":
-            if self.model is None:
-                raise ValueError("train: further needs a model; add --model or --like")
-            fixed_further: dict[str, Any] = {"recipe": "tiny", "overrides": {}, "checkpoints": None}
-            names = [name for name, default in fixed_further.items() if getattr(self, name) != default]
-            names += ["train_command"] if self.train_command else []
-            if names:
-                raise ValueError(f"{', '.join(names)}: no effect with train: further; remove")
-        elif self.fine_tuning or self.model is not None:
-            raise ValueError("model, fine_tuning: no effect with train: new; add --train further")
-        elif self.corpus.form == "preference" and self.train_command is None:
-            raise ValueError("corpus.form: preference pairs train a model further (DPO); add --train further")
-        if self.train_command is None:
-            return self
-        fixed = {"recipe": "tiny", "checkpoints": None}
-        idle = [name for name, default in fixed.items() if getattr(self, name) != default]
-        idle += [f"overrides.{name}" for name in self.overrides if name != "shape"]
-        if idle:
-            raise ValueError(f"{', '.join(idle)}: no effect with train_command, which controls the training; remove")
-        if not self.tokenizer:
-            raise ValueError("train_command: needs the tokenizer of your model; add --set tokenizer=DIR or --like ART")
+        is_new, command = self.train == "new", self.train_command
+        changed = [name for name, usual in (("recipe", "tiny"), ("checkpoints", None)) if getattr(self, name) != usual]
+        of_recipe = changed + ["overrides"] * bool(self.overrides) + ["train_command"] * bool(command)
+        of_training = changed + [f"overrides.{name}" for name in self.overrides if name != "shape"]
+        no_targets = not self.targets.names and not self.targets.datasets
+        bad_seeds = len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0
+        without_command = is_new and command is None
+        with_command = is_new and command is not None
+        refuse(
+            {
+                NO_TARGET: no_targets,
+                f"seeds: expected distinct non-negative integers, got {self.seeds}": bad_seeds,
+                "train: further needs a model; add --model or --like": not is_new and self.model is None,
+                f"{', '.join(of_recipe)}: no effect with train: further; remove": not is_new and of_recipe,
+                "model, fine_tuning: no effect with train: new; add --train further": is_new
+                and (self.fine_tuning or self.model),
+                "corpus.form: preference pairs train a model further (DPO); add --train further": without_command
+                and self.corpus.form == "preference",
+                f"{', '.join(of_training)}: no effect with train_command, which controls the training; remove": (
+                    with_command and of_training
+                ),
+                "train_command: needs the tokenizer of your model; add --set tokenizer=DIR or --like ART": with_command
+                and not self.tokenizer,
+            }
+        )
         return self
 
     @property

@@ -10,6 +10,7 @@ into text later. Start with `form_of` and `Form.read`.
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -47,8 +48,6 @@ class Template:
         except ValueError as err:
             raise CorpusError(f"{location}: {text!r} is not a valid format string: {err}") from err
         self.columns = frozenset(re.split(r"[.\[]", field, maxsplit=1)[0] for field in fields)  # {answers[text][0]}
-        if "" in self.columns or any(name.isdigit() for name in self.columns):
-            raise CorpusError(f"{location}: {text!r} has a field without a name, expected columns such as {{question}}")
 
     def _compile_jinja(self) -> None:
         """Compile the text in a sandbox, since it may come from a file of somebody else."""
@@ -466,33 +465,33 @@ def _extract_loss_flags(turns: Sequence[dict[str, Any]], tools: tuple[Any, ...],
     return Conversation(tuple(turns), tools, frozenset(untrained), fault)
 
 
-def _parse_list(value: Any) -> Any:
+def _parse_list(value: Any, location: str) -> list[Any]:
     """Return a list, parsed if it is JSON text; null and white space are an empty list."""
-    if isinstance(value, str):
-        value = json.loads(value) if value.strip() else None
-    return value or []
+    try:
+        parsed = (json.loads(value) if value.strip() else None) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        parsed = value
+    if not isinstance(parsed or [], list | tuple):
+        raise CorpusError(f"{location}: got {value!r:.60}, expected a list, or JSON of one")
+    return list(parsed or [])
 
 
 def _parse_tools(tools: Any, location: str) -> tuple[Any, ...]:
     """Return descriptions of tools from a list, JSON text of a list (LLaMA-Factory), or a list of JSON texts."""
+    descriptions = _parse_list(tools, f"{location}: tools")
     try:
-        descriptions = _parse_list(tools)
-        if isinstance(descriptions, list | tuple):
-            return tuple(
-                json.loads(tool) if isinstance(tool, str) else plain_json(tool, repair=False) for tool in descriptions
-            )
+        return tuple(
+            json.loads(tool) if isinstance(tool, str) else plain_json(tool, repair=False) for tool in descriptions
+        )
     except (ValueError, RecursionError) as err:
-        raise CorpusError(f"{location}: tools: got {tools!r:.60}, expected a list, or JSON of one: {err}") from err
-    raise CorpusError(f"{location}: tools: got {type(descriptions).__name__}, expected a list of descriptions")
+        raise CorpusError(f"{location}: tools: got {tools!r:.60}, expected a list of JSON values: {err}") from err
 
 
 def _parse_template_arguments(value: Any, location: str) -> dict[str, Any]:
     """Return the arguments that a record passes to the chat template, without null ones, which tables add."""
     try:
         arguments = json.loads(value) if isinstance(value, str) and value.strip() else value or {}
-        if not isinstance(arguments, Mapping):
-            raise TypeError("not a mapping")
-        plain: dict[str, Any] = plain_json(json.loads(json.dumps(dict(arguments))), repair=False)
+        plain: dict[str, Any] = plain_json(json.loads(json.dumps({**arguments})), repair=False)
     except (TypeError, ValueError, RecursionError) as err:
         raise CorpusError(
             f"{location}: {TEMPLATE_ARGUMENTS}: got {value!r:.60}, expected a mapping of JSON values: {err}"
@@ -531,19 +530,16 @@ def holds_turns(value: Any, column: str) -> bool:
 def _parse_turns(value: Any, column: str, location: str) -> list[Any]:
     """Return turns from a list, JSON text of a list, or a struct of lists, as `datasets` stores them."""
     if isinstance(value, str) and JSON_TURNS.match(value):
-        try:
+        with suppress(ValueError, RecursionError):
             value = plain_json(json.loads(value))
-        except (ValueError, RecursionError) as err:
-            raise CorpusError(
-                f"{location}: text column {column!r} begins like a list of turns but is not JSON: {err}; "
-                "write it as JSON"
-            ) from err
     if isinstance(value, Mapping) and value and all(isinstance(part, list) for part in value.values()):
         lengths = {len(part) for part in value.values()}
         if len(lengths) == 1:
             return [dict(zip(value, line, strict=True)) for line in zip(*value.values(), strict=True)]
     if not isinstance(value, list) or not all(isinstance(turn, Mapping) for turn in value):
         kind = f"a list of {type(value[0]).__name__}" if isinstance(value, list) and value else type(value).__name__
+        if isinstance(value, str) and JSON_TURNS.match(value):
+            kind = f"{value!r:.60}, which is not JSON"
         raise CorpusError(
             f"{location}: text column {column!r} holds {kind}, expected text or a list of turns with role and content"
         )
@@ -590,13 +586,10 @@ def _convert_function_calls(calls: Any) -> list[Any] | None:
 
 def _parse_tool_calls(calls: Any, location: str) -> list[Any]:
     """Return tool calls, parsed if they are JSON text; arguments are unchanged."""
-    try:
-        calls = _parse_list(calls)
-    except (ValueError, RecursionError) as err:
-        raise CorpusError(f"{location}: tool_calls: got {calls!r:.60}, expected a list, or JSON of one: {err}") from err
-    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+    parsed = _parse_list(calls, f"{location}: tool_calls")
+    if not all(isinstance(call, Mapping) for call in parsed):
         raise CorpusError(f"{location}: tool_calls: got {calls!r:.60}, expected a list of calls")
-    return calls
+    return parsed
 
 
 def with_arguments(conversation: Conversation, change: Callable[[Any], Any]) -> Conversation:
@@ -702,80 +695,70 @@ def form_of(names: Collection[str], settings: CorpusSettings, location: str) -> 
     Raises:
         CorpusError: no form applies, or several do and the settings select none.
     """
-    try:
-        return _select_form(tuple(names), settings)
-    except CorpusError as err:
-        raise CorpusError(f"{location}: {err}") from err
+    form = _select_form(tuple(names), settings)
+    if isinstance(form, str):
+        raise CorpusError(f"{location}: {form}; columns found: {', '.join(names) or 'none'}")
+    return form
+
+
+NEEDED: Final = {  # columns of a form, for messages
+    "prompt": "`prompt` and `completion`",
+    "instruction": "`instruction` and `output` or `response`",
+    "preference": "`chosen` and `rejected`",
+}
 
 
 @lru_cache(maxsize=256)
-def _select_form(names: tuple[str, ...], settings: CorpusSettings) -> Form:
-    """Select a form: by a dataset entry, by templates, by `corpus.form`, by column, or the only one that applies."""
+def _select_form(names: tuple[str, ...], settings: CorpusSettings) -> Form | str:
+    """Select a form: by a dataset entry, by templates, by `corpus.form`, by column, or the only one that applies.
+
+    Returns:
+        The form, or why there is none.
+    """
     if settings.fields is not None:
         return _entry_form(names, settings.fields, settings.form)
-    columns, forms = ", ".join(names) or "none", forms_in(names)
+    forms = forms_in(names)
     if settings.prompt is not None and settings.completion is not None:
         templates = (Template(settings.prompt, "corpus.prompt"), Template(settings.completion, "corpus.completion"))
         used = sorted(templates[0].columns | templates[1].columns)
-        if missing := [name for name in used if name not in names]:
-            raise CorpusError(
-                f"no column {', '.join(missing)}, which corpus.prompt or completion reads; columns found: {columns}"
-            )
+        if missing := [name or "''" for name in used if name not in names]:
+            return f"no column {', '.join(missing)}, which corpus.prompt or completion reads"
         return Form("template", tuple(used), templates)
-    if settings.form == "preference":
-        preference = _preference_form(names)
-        if preference is None:
-            raise CorpusError(
-                f"corpus.form: got preference, which takes `chosen` and `rejected`; columns found: {columns}"
-            )
-        return preference
     if settings.form is not None:
         form = forms.get(f"--set corpus.form={settings.form}")
-        if form is None:
-            needed = {"prompt": "`prompt` and `completion`", "instruction": "`instruction` and `output` or `response`"}
-            raise CorpusError(
-                f"corpus.form: got {settings.form}, which takes {needed[settings.form]}; columns found: {columns}"
-            )
-        return form
+        if settings.form == "preference":
+            form = _preference_form(names)
+        return form or f"corpus.form: got {settings.form}, which takes {NEEDED[settings.form]}"
     if settings.text_column in names:
         return forms.get(f"--text-column {settings.text_column}") or Form("text", (str(settings.text_column),))
     if settings.ids_column in names:
         return Form("text", (settings.text_column or TEXT,))
     if settings.text_column is None and not forms and set(PAIR) <= set(names):
         advice = f"; to train on the chosen answers: {PROMPT_SETTINGS}" if "prompt" in names else ""
-        raise CorpusError(
-            f"contains preference pairs; to train on them: --loss dpo (corpus.form=preference){advice}; columns "
-            f"found: {columns}"
-        )
+        return f"contains preference pairs; to train on them: --loss dpo (corpus.form=preference){advice}"
     if settings.text_column is not None or not forms:
-        raise CorpusError(
-            f"no text column {settings.text_column or TEXT!r} and no ids column {settings.ids_column!r}; columns "
-            f"found: {columns}; name the one that holds the text with --text-column (corpus.text_column)"
+        return (
+            f"no text column {settings.text_column or TEXT!r} and no ids column {settings.ids_column!r}; name the one "
+            "that holds the text with --text-column (corpus.text_column)"
         )
     if len(forms) > 1:
-        raise CorpusError(
-            f"can be read in {len(forms)} ways; select one with {' or '.join(forms)}; columns found: {columns}"
-        )
+        return f"can be read in {len(forms)} ways; select one with {' or '.join(forms)}"
     return next(iter(forms.values()))
 
 
 OPTIONAL: Final = {"input", *EXTRA_COLUMNS, HISTORY}  # columns that a record may lack
 
 
-def _entry_form(names: Sequence[str], fields: FieldNames, form: str | None) -> Form:
-    """Return the form of a dataset entry."""
+def _entry_form(names: Sequence[str], fields: FieldNames, form: str | None) -> Form | str:
+    """Return the form of a dataset entry, or why there is none."""
+    origin = fields.origin or "setting corpus.fields"
     required = {standard: column for standard, column in fields.columns.items() if standard not in OPTIONAL}
     if missing := [column for column in required.values() if column not in names]:
-        raise CorpusError(
-            f"no column {', '.join(missing)}, which the {fields.origin or 'setting corpus.fields'} names; columns "
-            f"found: {', '.join(names) or 'none'}"
-        )
-    if (fields.form == "preference") != (form == "preference"):
-        is_pair_entry = fields.form == "preference"
-        raise CorpusError(
-            f"the {fields.origin or 'setting corpus.fields'} has {'' if is_pair_entry else 'no '}preference pairs; "
-            + ("to train on them: --loss dpo (corpus.form=preference)" if is_pair_entry else "omit --loss dpo")
-        )
+        return f"no column {', '.join(missing)}, which the {origin} names"
+    if fields.form == "preference" != form:
+        return f"the {origin} has preference pairs; to train on them: --loss dpo (corpus.form=preference)"
+    if form == "preference" != fields.form:
+        return f"the {origin} has no preference pairs; omit --loss dpo"
     # the first column decides how a record is read
     order = (*TURNS, TEXT, "instruction", "output", *PAIR, "input", *EXTRA_COLUMNS, HISTORY)
     columns = tuple(standard for standard in order if fields.columns.get(standard) in names)

@@ -123,10 +123,7 @@ def pack(
     for batch in _document_batches(render_document(document, tokenizer, settings) for document in documents):
         sides = [side for document in batch for side in (document, document.rejected) if side is not None]
         with_text = [side for side in sides if side.needs_tokenizer]
-        try:
-            encoded = encode_texts([model_text(document) for document in with_text], tokenizer)
-        except CorpusError as err:
-            raise CorpusError(f"{with_text[0].location} and following documents: {err}") from err
+        encoded = encode_texts([model_text(document) for document in with_text], tokenizer)
         tokens = {id(document): text for document, text in zip(with_text, encoded, strict=True)}
         for document in batch:  # `rejected` is None unless it is a preference pair
             yield from packer.feed(document, tokens.get(id(document)), tokens.get(id(document.rejected)))

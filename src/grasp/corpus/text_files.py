@@ -120,16 +120,17 @@ def json_lines(stream: Any, name: str, skip: int = 0) -> Records:
         try:
             record = json.loads(content.rstrip(b"\n").decode("utf-8-sig" if number == 1 else "utf-8"))
         except (ValueError, RecursionError) as err:
-            if content.strip() == b"{":
-                raise CorpusError(
-                    f"{location}: an object over several lines; write one record per line, or an array"
-                ) from err
-            raise CorpusError(f"{location}: not JSON: {one_line(err)}; fix or remove the line") from err
-        if not isinstance(record, dict):
-            raise CorpusError(
-                f"{location}: got {type(record).__name__}, expected a JSON object with the text in a field"
-            )
-        yield number, record
+            is_begin = content.strip() == b"{"
+            fault = "an object over several lines" if is_begin else f"not JSON: {one_line(err)}"
+            raise CorpusError(f"{location}: {fault}; write one record per line, or an array") from err
+        yield number, _require_object(record, location)
+
+
+def _require_object(record: Any, location: str) -> dict[str, Any]:
+    """Return a record that must be a JSON object."""
+    if not isinstance(record, dict):
+        raise CorpusError(f"{location}: got {type(record).__name__}, expected a JSON object with the text in a field")
+    return record
 
 
 def _read_json_array(stream: Any, name: str, skip: int) -> Records:
@@ -148,17 +149,16 @@ def _read_json_array(stream: Any, name: str, skip: int) -> Records:
         if not is_incomplete and expected == "record" and not (number == 0 and text[at] == "]"):
             try:
                 record, at = decoder.raw_decode(text, at)
-            except RecursionError as err:
-                raise CorpusError(f"{location}: nested too deeply; fix or remove it") from err
-            except json.JSONDecodeError as err:
-                is_incomplete = "Unterminated" in err.msg or err.pos + _MAX_TOKEN_CHARS >= len(text)
+            except (json.JSONDecodeError, RecursionError) as err:
+                reason = "nested too deeply"
+                if isinstance(err, json.JSONDecodeError):
+                    is_incomplete = "Unterminated" in err.msg or err.pos + _MAX_TOKEN_CHARS >= len(text)
+                    reason = f"not JSON: {err.msg}"
                 if not is_incomplete or len(text) - at > MAX_LINE_BYTES:
-                    raise CorpusError(f"{location}: not JSON: {err.msg}; fix or remove it") from err
+                    raise CorpusError(f"{location}: {reason}; fix or remove it") from err
             else:
-                if not isinstance(record, dict):
-                    raise CorpusError(f"{location}: got {type(record).__name__}, expected a JSON object")
                 number, expected, block_bytes = number + 1, ",", _BLOCK_BYTES
-                yield number, None if number <= skip else record
+                yield number, None if number <= skip else _require_object(record, location)
                 continue
         elif not is_incomplete:
             if expected != "[" and text[at] == "]":
@@ -188,27 +188,28 @@ def _read_delimited(stream: Any, name: str, skip: int) -> Records:
         delimiter=DELIMITER[file_type(name)[0]],
         strict=True,
     )
+    fault = ""
     try:
         names = next(reader, [])
         if len(names) == 1 and ";" in names[0]:
-            raise CorpusError(f"{name}:1: fields are separated by semicolons, expected commas; write it again")
-        if duplicates := sorted({column for column in names if names.count(column) > 1}):
-            raise CorpusError(f"{name}:1: has the column {duplicates[0]!r} more than once; rename one of them")
-        for values in reader:
+            fault = "fields are separated by semicolons, expected commas"
+        elif duplicates := sorted({column for column in names if names.count(column) > 1}):
+            fault = f"has the column {duplicates[0]!r} more than once"
+        for values in () if fault else reader:
             if not values:
                 continue
             if len(values) != len(names):
-                raise CorpusError(
-                    f"{name}:{reader.line_num}: has {len(values)} fields, expected {len(names)} as in the first line; "
-                    "quote fields with separators or line breaks"
-                )
+                fault = f"has {len(values)} fields, expected {len(names)} as in the first line"
+                break
             if skip > 0:
                 skip -= 1
                 yield reader.line_num, None
                 continue
             yield reader.line_num, {column: value or None for column, value in zip(names, values, strict=True)}
     except csv.Error as err:
-        raise CorpusError(f"{name}:{reader.line_num}: {one_line(err)}; fix or remove the record") from err
+        fault = one_line(err)
+    if fault:
+        raise CorpusError(f"{name}:{reader.line_num}: {fault}; fix the line, or quote its fields")
 
 
 def _decode_lines(stream: Any, name: str) -> Iterator[str]:

@@ -115,19 +115,21 @@ def parse_choices(record: Mapping[str, Any], location: str) -> MultipleChoice | 
     # `options` or a column `A` may mean something else in a record that is not multiple choice
     if name != CHOICES[0] and (prompt is None or not answer_fields):
         return None
-    if prompt is None:
-        raise TargetError(f"{location}: has {name}, but no text `prompt` or `question` before them")
-    if not answer_fields:
-        raise TargetError(f"{location}: has {name}, but none of the fields {', '.join(ANSWERS)} says which is right")
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(text, str) for text in choices):
-        raise TargetError(f"{location}: {name}: got {choices!r:.60}, expected a list of at least two texts")
-    for field in answer_fields:
-        if right := _right_by_encoding(values[field], choices, labels):
-            return MultipleChoice(location, prompt, tuple(choices), field, values[field], right)
-    raise TargetError(
-        f"{location}: {answer_fields[0]}: got {values[answer_fields[0]]!r:.60}, expected the label, text, letter or "
-        f"position (from 0) of one of the {len(choices)} choices"
-    )
+        fault = f"{name}: got {choices!r:.60}, expected a list of at least two texts"
+    elif prompt is None:
+        fault = f"has {name}, but no text `prompt` or `question` before them"
+    elif not answer_fields:
+        fault = f"has {name}, but none of the fields {', '.join(ANSWERS)} says which is right"
+    else:
+        for field in answer_fields:
+            if right := _right_by_encoding(values[field], choices, labels):
+                return MultipleChoice(location, prompt, tuple(choices), field, values[field], right)
+        fault = (
+            f"{answer_fields[0]}: got {values[answer_fields[0]]!r:.60}, expected the label, text, letter or position "
+            f"(from 0) of one of the {len(choices)} choices"
+        )
+    raise TargetError(f"{location}: {fault}")
 
 
 def _right_by_encoding(answer: Any, choices: Sequence[str], labels: Any) -> dict[str, int]:

@@ -221,19 +221,19 @@ def _render(unit: Unit, tokenizer: "Tokenizer", unwritten: Skipped) -> Unit:
     others = tuple(_render(other, tokenizer, unwritten) for other in unit.others)
     if unit.conversation is None:
         return replace(unit, others=others) if others else unit
-    location = f"unit {unit.unit_id!r} of {unit.target}"
     try:
         chat = tokenizer.render(unit.conversation, last_only=True)
+        fault = (
+            f": the chat template marks its answer in {len(chat.spans)} spans with text between them, expected one; "
+            "use a template that marks it as one (--tokenizer)"
+        ) * (len(chat.spans) > 1)
     except UnusableConversationError as err:
         (reason_text,) = skipped_lines({err.reason: 1}, {err.reason: [str(err)]})
-        raise TargetError(f"{location} is one of the {reason_text.removeprefix('1 ')}") from err
+        fault = f" is one of the {reason_text.removeprefix('1 ')}"
     except ModelError as err:
-        raise TargetError(f"{location}: {err}") from err
-    if len(chat.spans) > 1:
-        raise TargetError(
-            f"{location}: the chat template marks its answer in {len(chat.spans)} spans with text between them, "
-            "expected one; use a template that marks it as one (--tokenizer)"
-        )
+        fault = f": {err}"
+    if fault:
+        raise TargetError(f"unit {unit.unit_id!r} of {unit.target}{fault}")
     for reason, _ in chat.unwritten:
         unwritten.add(reason, unit.unit_id, unit.unit_id)
     ((start, stop),), text = chat.spans, chat.text
@@ -270,16 +270,17 @@ def _truncate(
         max_length, remedy = context, f"the context of the model is {context} tokens; use a model with a longer one"
     assert tokens.loss_mask is not None
     scored = np.flatnonzero(tokens.loss_mask)
+    context_ids = np.array(tokenizer.context_ids, dtype=np.int64)  # BOS or EOS
+    fault = ""
     if not unit.completion or not len(scored):
-        raise TargetError(f"{location}: the completion {unit.completion!r} has no tokens, expected at least one")
+        fault = f"the completion {unit.completion!r} has no tokens, expected at least one"
+    elif scored[0] == 0 and not len(context_ids):
+        fault = "the prompt is empty and the tokenizer has no end-of-text token to replace it"
+    if fault:
+        raise TargetError(f"{location}: {fault}")
     # `first` is the first token of the completion; a chat template may write tokens without loss after it
     first, ids = int(scored[0]), tokens.ids if unit.loss_on == "all" else tokens.ids[: scored[-1] + 1]
     if first == 0:  # a token needs a context to be predicted from
-        context_ids = np.array(tokenizer.context_ids, dtype=np.int64)  # BOS or EOS
-        if not len(context_ids):
-            raise TargetError(
-                f"{location}: the prompt is empty and the tokenizer has no end-of-text token to replace it"
-            )
         first, ids = len(context_ids), np.concatenate([context_ids, ids])
     prefix = tokenizer.prefix_ids  # prepended by the tokenizer, or part of the text
     n_prefix = min(first, len(prefix)) if tuple(ids[: len(prefix)].tolist()) == prefix else 0
