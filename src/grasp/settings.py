@@ -186,7 +186,14 @@ class CorpusSettings(Settings):
             idle = ("text_column", "prompt") + (() if self.form == "preference" else ("form",))
             refuse_idle(self, idle, "`fields` define how records are read")
         is_half = (self.prompt is None) != (self.completion is None)
-        refuse({"prompt, completion: only one is given; expected both templates": is_half})
+        is_dpo = self.form == "preference"
+        refuse(
+            {
+                "prompt, completion: only one is given; expected both templates": is_half,
+                f"loss_on: got {self.loss_on}, but DPO compares completions; remove it": is_dpo
+                and self.loss_on in ("assistant", "all"),
+            }
+        )
         if self.prompt is not None:
             refuse_idle(self, ("text_column", "form"), "prompt and completion define how records are read")
         return self

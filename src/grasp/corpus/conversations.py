@@ -45,9 +45,12 @@ class Template:
             return
         try:
             fields = [field for _, field, _, _ in Formatter().parse(text) if field is not None]
+            fault = "has a field without a name, expected columns such as {question}"
         except ValueError as err:
-            raise CorpusError(f"{location}: {text!r} is not a valid format string: {err}") from err
+            fields, fault = [""], f"is not a valid format string: {err}"
         self.columns = frozenset(re.split(r"[.\[]", field, maxsplit=1)[0] for field in fields)  # {answers[text][0]}
+        if any(name == "" or name.isdigit() for name in self.columns):
+            raise CorpusError(f"{location}: {text!r} {fault}")
 
     def _compile_jinja(self) -> None:
         """Compile the text in a sandbox, since it may come from a file of somebody else."""
@@ -240,9 +243,7 @@ class Form:
     def _instruction_turns(self, named: Mapping[str, Any], location: str) -> list[dict[str, Any]]:
         """Return the turns of an instruction with its input, output and history."""
         instruction, output, *inputs = (name for name in self.columns if name not in (*EXTRA_COLUMNS, HISTORY))
-        for name in (instruction, output, *inputs):
-            if not isinstance(named[name], str | None):
-                raise CorpusError(f"{location}: column {name!r} holds {type(named[name]).__name__}, expected text")
+        _require_texts({name: named[name] for name in (instruction, output, *inputs)}, location)
         default_separator = "\n" if HISTORY in self.columns else "\n\n"  # LLaMA-Factory; Alpaca
         separator = default_separator if self.names is None else self.names.separator
         question = separator.join(text for name in (instruction, *inputs) if (text := named[name] or "").strip())
@@ -252,6 +253,13 @@ class Form:
             for exchange in exchanges
             for role, words in zip(("user", "assistant"), exchange, strict=True)
         ]
+
+
+def _require_texts(values: Mapping[str, Any], location: str) -> None:
+    """Check that the values of columns are texts or null."""
+    for column, value in values.items():
+        if not isinstance(value, str | None):
+            raise CorpusError(f"{location}: column {column!r} holds {type(value).__name__}, expected text")
 
 
 def _with_completion(prompt: str, completion: str) -> Content:
@@ -357,16 +365,15 @@ def _chat_sides(record: Mapping[str, Any], prompt: Any, location: str) -> list[C
         prompt_turns: list[Any] = [] if prompt is None else _parse_turns(prompt, "prompt", location)
     else:  # a prompt that is text repeats the common beginning of the sides, if they have one
         prompt_turns = [] if n_common else [{"role": "user", "content": prompt}]
-    for name, side in zip(PAIR, sides, strict=True):
-        if len(side) - n_common != 1:
-            raise CorpusError(
-                f"{location}: {name}: has {len(side) - n_common} turns after the common beginning of both sides, "
-                "expected one answer of the assistant"
-            )
     chats = [_build_conversation([*prompt_turns, *side], record, location) for side in sides]
-    for name, chat in zip(PAIR, chats, strict=True):
-        if chat.fault is not None or chat.turns[-1]["role"] != "assistant":
-            raise CorpusError(f"{location}: {name}: {FAULTS[chat.fault or 'no_answer']}; fix or remove the record")
+    for name, side, chat in zip(PAIR, sides, chats, strict=True):
+        fault, n_answers = "", len(side) - n_common
+        if n_answers != 1:
+            fault = f"has {n_answers} turns after the common beginning of both sides, expected one answer"
+        elif chat.fault is not None or chat.turns[-1]["role"] != "assistant":
+            fault = FAULTS[chat.fault or "no_answer"]
+        if fault:
+            raise CorpusError(f"{location}: {name}: {fault}; fix or remove the record")
     return [Content(conversation=chat) for chat in chats]
 
 
@@ -430,9 +437,7 @@ def _apply_formats(values: Mapping[str, Any], names: FieldNames | None, location
     assert names is not None
     assert names.formats is not None
     texts = {name: "" if value is None else value for name, value in values.items()}
-    for name, value in texts.items():
-        if not isinstance(value, str):
-            raise CorpusError(f"{location}: column {names.columns[name]!r} holds {type(value).__name__}, expected text")
+    _require_texts({names.columns[name]: value for name, value in texts.items()}, location)
     formats, system = names.formats, texts.get("system") or names.formats.default_system
     try:
         front = formats.system.format(system=system) if system else ""
@@ -492,16 +497,13 @@ def _parse_template_arguments(value: Any, location: str) -> dict[str, Any]:
     try:
         arguments = json.loads(value) if isinstance(value, str) and value.strip() else value or {}
         plain: dict[str, Any] = plain_json(json.loads(json.dumps({**arguments})), repair=False)
+        reserved = ", ".join(sorted(RESERVED_ARGUMENTS & plain.keys()))
+        if not reserved:
+            return plain
+        fault = f"got {reserved}, expected arguments that the template itself defines, such as enable_thinking"
     except (TypeError, ValueError, RecursionError) as err:
-        raise CorpusError(
-            f"{location}: {TEMPLATE_ARGUMENTS}: got {value!r:.60}, expected a mapping of JSON values: {err}"
-        ) from err
-    if reserved := sorted(RESERVED_ARGUMENTS & plain.keys()):
-        raise CorpusError(
-            f"{location}: {TEMPLATE_ARGUMENTS}: got {', '.join(reserved)}, expected arguments that the template itself "
-            "defines, such as enable_thinking; remove it"
-        )
-    return plain
+        fault = f"got {value!r:.60}, expected a mapping of JSON values: {err}"
+    raise CorpusError(f"{location}: {TEMPLATE_ARGUMENTS}: {fault}")
 
 
 def _parse_history(history: Any, location: str) -> list[tuple[str, str]]:
@@ -550,17 +552,17 @@ def _parse_turn(turn: Mapping[str, Any], location: str) -> dict[str, Any]:
     """Return a turn in the form of chat templates, with its loss flags; invalid calls are None."""
     members: dict[str, Any] = plain_json(dict(turn), repair=False)  # surrogates are repaired when files are read
     role, content = members.pop("role", members.pop("from", None)), members.pop("content", members.pop("value", ""))
-    standard_role = ROLES.get(role.lower()) if isinstance(role, str) else None
-    if standard_role is None:
-        raise CorpusError(f"{location}: got the role {role!r:.60}, expected one of {', '.join(ROLES)}")
+    standard_role, fault = ROLES.get(role.lower()) if isinstance(role, str) else None, ""
     if isinstance(content, list) and all(
         isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
     ):
         content = "".join(part["text"] for part in content)
-    if not isinstance(content, str) and standard_role != "tool":  # templates accept any form of a tool's result
-        raise CorpusError(
-            f"{location} ({standard_role}): got {content!r:.60}, expected text; images and audio are not supported"
-        )
+    if standard_role is None:
+        fault = f": got the role {role!r:.60}, expected one of {', '.join(ROLES)}"
+    elif not isinstance(content, str) and standard_role != "tool":  # templates accept any form of a tool's result
+        fault = f" ({standard_role}): got {content!r:.60}, expected text; images and audio are not supported"
+    if fault:
+        raise CorpusError(f"{location}{fault}")
     if role.lower() == CALL and "tool_calls" not in members:  # LLaMA-Factory writes it as a tool call of the model
         members[CALL], content = content, ""
     function_call = members.pop(CALL, None) if standard_role == "assistant" else None
@@ -721,7 +723,7 @@ def _select_form(names: tuple[str, ...], settings: CorpusSettings) -> Form | str
     if settings.prompt is not None and settings.completion is not None:
         templates = (Template(settings.prompt, "corpus.prompt"), Template(settings.completion, "corpus.completion"))
         used = sorted(templates[0].columns | templates[1].columns)
-        if missing := [name or "''" for name in used if name not in names]:
+        if missing := [name for name in used if name not in names]:
             return f"no column {', '.join(missing)}, which corpus.prompt or completion reads"
         return Form("template", tuple(used), templates)
     if settings.form is not None:

@@ -154,8 +154,6 @@ def render_document(document: Document, tokenizer: Tokenizer, settings: CorpusSe
     """
     if document.rejected is None:
         return _render_side(document, tokenizer, settings.loss_on)
-    if settings.loss_on in ("assistant", "all"):
-        raise CorpusError(f"corpus.loss_on: got {settings.loss_on}, but DPO compares completions; remove it")
     rejected = _render_side(document.rejected, tokenizer, "completion")
     if rejected.unusable:
         return replace(document, rejected=rejected, left_out=rejected.left_out, unusable=True)

@@ -164,11 +164,12 @@ def _open_whole(path: str, split: str | None, field: str) -> Source:
         return _hub_dataset(path, split, field)
     # names in messages: paths of local files, URLs otherwise
     shown = str if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol
-    if is_file and split is not None:
-        raise CorpusError(f"{field}.split: got {split!r}, but {path} is one file and has no splits; omit it")
-    if is_file and not holds_records(root):
-        raise CorpusError(f"{shown(root)}: unknown file type {PurePosixPath(root).suffix!r}; {EXPECTED_CORPUS}")
     if is_file:
+        fault = f"{field}.split: got {split!r}, but {path} is one file and has no splits; omit it"
+        if split is None:
+            fault = f"{shown(root)}: unknown file type {PurePosixPath(root).suffix!r}; {EXPECTED_CORPUS}"
+        if split is not None or not holds_records(root):
+            raise CorpusError(fault)
         return FileSource(fs, [(shown(root), root)], root.rpartition("/")[0])
     is_saved_table = fs.exists(f"{root}/state.json") and fs.exists(f"{root}/dataset_info.json")
     if is_saved_table or fs.exists(f"{root}/dataset_dict.json"):
@@ -580,10 +581,13 @@ def _select_split(loaded: Any, split: str | None, location: str, field: str) -> 
     """Return the table, its only split, or the named split, in Arrow format."""
     tables = loaded if isinstance(loaded, Mapping) else {str(loaded.split): loaded}
     names = ", ".join(sorted(tables))
-    if split is None and len(tables) > 1:
-        option = "--split (corpus.split)" if field == "corpus" else f"{field}.split"
-        raise CorpusError(f"{location}: has the splits {names}; select one with {option}")
-    if split is not None and split not in tables:
-        kind = "" if isinstance(loaded, Mapping) else ", which is one table"
-        raise CorpusError(f"{field}.split: got {split!r}, expected one of the splits of {location}{kind}: {names}")
-    return tables[next(iter(tables)) if split is None else split].with_format("arrow")
+    name = next(iter(tables)) if split is None and len(tables) == 1 else split
+    if name in tables:
+        return tables[name].with_format("arrow")
+    option = "--split (corpus.split)" if field == "corpus" else f"{field}.split"
+    kind = "" if isinstance(loaded, Mapping) else ", which is one table"
+    raise CorpusError(
+        f"{location}: has the splits {names}; select one with {option}"
+        if split is None
+        else f"{field}.split: got {split!r}, expected one of the splits of {location}{kind}: {names}"
+    )

@@ -107,22 +107,22 @@ def json_lines(stream: Any, name: str, skip: int = 0) -> Records:
     while content := stream.readline(MAX_LINE_BYTES + 1):
         number += 1
         location = f"{name}:{number}"
-        if len(content) > MAX_LINE_BYTES:
-            raise CorpusError(
-                f"{location}: a line of more than {MAX_LINE_BYTES >> 20} MiB; shorten the record, or fix the file"
-            )
+        record, fault = None, ""
         if not content.strip():
             continue
-        if skip > 0:
+        if len(content) > MAX_LINE_BYTES:
+            fault = f"a line of more than {MAX_LINE_BYTES >> 20} MiB"
+        elif skip > 0:
             skip -= 1
             yield number, None
             continue
         try:
-            record = json.loads(content.rstrip(b"\n").decode("utf-8-sig" if number == 1 else "utf-8"))
+            record = fault or json.loads(content.rstrip(b"\n").decode("utf-8-sig" if number == 1 else "utf-8"))
         except (ValueError, RecursionError) as err:
             is_begin = content.strip() == b"{"
             fault = "an object over several lines" if is_begin else f"not JSON: {one_line(err)}"
-            raise CorpusError(f"{location}: {fault}; write one record per line, or an array") from err
+        if fault:
+            raise CorpusError(f"{location}: {fault}; write one record per line, or an array")
         yield number, _require_object(record, location)
 
 
@@ -155,7 +155,7 @@ def _read_json_array(stream: Any, name: str, skip: int) -> Records:
                     is_incomplete = "Unterminated" in err.msg or err.pos + _MAX_TOKEN_CHARS >= len(text)
                     reason = f"not JSON: {err.msg}"
                 if not is_incomplete or len(text) - at > MAX_LINE_BYTES:
-                    raise CorpusError(f"{location}: {reason}; fix or remove it") from err
+                    break
             else:
                 number, expected, block_bytes = number + 1, ",", _BLOCK_BYTES
                 yield number, None if number <= skip else _require_object(record, location)
@@ -164,31 +164,30 @@ def _read_json_array(stream: Any, name: str, skip: int) -> Records:
             if expected != "[" and text[at] == "]":
                 return
             if text[at] != expected:
-                raise CorpusError(f"{location}: got {text[at]!r} before it, expected {expected!r}; fix the file")
+                reason = f"got {text[at]!r} before it, expected {expected!r}"
+                break
             at, expected = at + 1, "record"
             continue
         if ended:
-            raise CorpusError(
-                f"{name}: the array ends early, after {number:,} whole records; write or download it again, or read "
-                f"these with corpus.limit={number}"
-            )
+            reason = f"the array ends early, after {number:,} whole records, which corpus.limit={number} reads"
+            break
         content = stream.read(block_bytes)
         ended, block_bytes = not content, 2 * block_bytes  # so that a record longer than a block is parsed few times
         try:
             text, at = text[at:] + decode.decode(content, ended), 0
         except UnicodeDecodeError as err:
-            raise CorpusError(f"{location}: text is not UTF-8: {err}; fix the file") from err
+            reason = f"text is not UTF-8: {err}"
+            break
+    raise CorpusError(f"{location}: {reason}; fix the file")
 
 
 def _read_delimited(stream: Any, name: str, skip: int) -> Records:
     """Yield the records of a CSV or TSV file, whose first line has the names; numbers are those of their last line."""
     csv.field_size_limit(MAX_LINE_BYTES)
-    reader = csv.reader(
-        _decode_lines(stream, name),
-        delimiter=DELIMITER[file_type(name)[0]],
-        strict=True,
-    )
-    fault = ""
+    lines = iter(lambda: stream.readline(MAX_LINE_BYTES), b"")
+    texts = (line.decode("utf-8" if number else "utf-8-sig") for number, line in enumerate(lines))
+    reader = csv.reader(texts, delimiter=DELIMITER[file_type(name)[0]], strict=True)
+    fault, n_uncounted = "", 0
     try:
         names = next(reader, [])
         if len(names) == 1 and ";" in names[0]:
@@ -208,17 +207,10 @@ def _read_delimited(stream: Any, name: str, skip: int) -> Records:
             yield reader.line_num, {column: value or None for column, value in zip(names, values, strict=True)}
     except csv.Error as err:
         fault = one_line(err)
+    except UnicodeDecodeError as err:
+        fault, n_uncounted = f"text is not UTF-8: {err}", 1  # the reader counts lines that it has received
     if fault:
-        raise CorpusError(f"{name}:{reader.line_num}: {fault}; fix the line, or quote its fields")
-
-
-def _decode_lines(stream: Any, name: str) -> Iterator[str]:
-    """Yield the lines of a stream as text, without a byte order mark."""
-    for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE_BYTES), b""), start=1):
-        try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as err:
-            raise CorpusError(f"{name}:{number}: text is not UTF-8: {err}; fix the file") from err
+        raise CorpusError(f"{name}:{reader.line_num + n_uncounted}: {fault}; fix the line, or quote its fields")
 
 
 def cell_value(text: str) -> str | int | float:

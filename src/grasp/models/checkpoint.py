@@ -176,8 +176,6 @@ def text_config_of(settings: ModelSettings) -> Any:
     )
     config = config.get_text_config(decoder=True)
     vocab_size = getattr(config, "vocab_size", None)
-    if isinstance(vocab_size, int) and vocab_size < 1:
-        raise ModelError(f"model.path: `{name}` has a config.json with vocab_size {vocab_size}; fix the config")
     if isinstance(vocab_size, int) and is_adapter(settings.path):
         config.vocab_size = _adapted_vocab_size(settings.path, vocab_size)
     return config
@@ -328,16 +326,16 @@ def _check_local(field: str, name: str) -> bool:
     """
     path, fault = Path(name), ""
     if name.startswith(IN_MEMORY):
-        fault = "is not on disk; pass it again, or save it and pass its directory"
+        fault = " is not on disk; pass it again, or save it and pass its directory"
     elif os.path.lexists(path) and not path.exists():
-        fault = "is a broken or circular symbolic link; fix it"
+        fault = " is a broken or circular symbolic link; fix it"
     elif path.is_file() and path.suffix != ".gguf":
         hint = _reader_hint() * (path.suffix in WEIGHT_SUFFIXES)
-        fault = f"is a file; expected a directory, a GGUF file or the name of a repository{hint}"
+        fault = f" is a file; expected a directory, a GGUF file or the name of a repository{hint}"
     elif not path.exists() and (path.suffix == ".gguf" or not REPOSITORY.fullmatch(name) or is_path(name)):
-        fault = f"is no file or directory{suggest_path(name)}; expected a checkpoint"
+        fault = f": no such file or directory{suggest_path(name)}; expected a checkpoint"
     if fault:
-        raise ModelError(f"{field}: `{name}` {fault}")
+        raise ModelError(f"{field}: `{name}`{fault}")
     return path.exists()
 
 

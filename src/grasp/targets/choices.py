@@ -174,17 +174,20 @@ def right_choices(records: Sequence[MultipleChoice]) -> list[int]:
         ]
     if fitting[0] == "label":  # explicit, so it is not ambiguous
         fitting = ["label"]
-    for record in records:
-        if len({record.right[encoding] for encoding in fitting}) > 1:
-            meanings = " or ".join(f"the {name} of {record.texts[record.right[name]]!r:.60}" for name in fitting)
-            raise TargetError(
-                f"{record.location}: {record.answer_field}: got {record.answer!r:.60}, which is {meanings}, and "
-                "no other record says which; write positions as numbers, or the choices with labels"
-            )
     gold = [record.right[fitting[0]] for record in records]
-    if fitting == ["position"] and all(gold) and prod(1 - 1 / len(record.texts) for record in records) < MAX_CHANCE:
-        raise TargetError(
-            f"{records[0].location}: {records[0].answer_field}: none of the {len(records)} answers is 0; positions "
-            "count from 0, and these seem to count from 1: subtract 1, or write the choices with labels"
+    record = next((r for r in records if len({r.right[encoding] for encoding in fitting}) > 1), records[0])
+    meanings = [f"the {name} of {record.texts[record.right[name]]!r:.60}" for name in fitting]
+    fault = ""
+    if len({record.right[encoding] for encoding in fitting}) > 1:
+        fault = (
+            f"got {record.answer!r:.60}, which is {' or '.join(meanings)}, and no other record says which; write "
+            "positions as numbers"
         )
+    elif fitting == ["position"] and all(gold) and prod(1 - 1 / len(r.texts) for r in records) < MAX_CHANCE:
+        fault = (
+            f"none of the {len(records)} answers is 0; positions count from 0, and these seem to count from 1: "
+            "subtract 1"
+        )
+    if fault:
+        raise TargetError(f"{record.location}: {record.answer_field}: {fault}, or write the choices with labels")
     return gold

@@ -67,18 +67,16 @@ def read_task(name: str, variant: str, loss_on: LossOn, root: Path) -> list[Unit
     """
     task_dir = root / ALIASES.get(name, name)
     available = variants(task_dir)
-    if not available:
-        usable = task_names(root)
-        close_matches = get_close_matches(name, usable, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(close_matches)}?" if close_matches else f"available: {', '.join(usable)}"
-        raise TargetError(
-            f"targets.names: {name!r} is no multiple-choice task of OLMES; {hint} (for a file of units, pass its path)"
-        )
-    source_variant, from_few_shot = variant, variant not in available
-    if from_few_shot:
-        source_variant = _find_few_shot(variant, available)
-        if not source_variant:
-            raise TargetError(f"targets.variant: {name} has no variant {variant!r}; it has {', '.join(available)}")
+    from_few_shot = variant not in available
+    source_variant = _find_few_shot(variant, available) if from_few_shot else variant
+    if not source_variant:
+        fault = f"variant: {name} has no variant {variant!r}; it has {', '.join(available)}"
+        if not available:
+            usable = task_names(root)
+            close_matches = get_close_matches(name, usable, n=3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(close_matches)}?" if close_matches else f"available: {', '.join(usable)}"
+            fault = f"names: {name!r} is no multiple-choice task of OLMES; {hint} (for a file of units, pass its path)"
+        raise TargetError(f"targets.{fault}")
     path = task_dir / source_variant / "requests.jsonl.gz"
     units = []
     for doc_id, requests in _group_by_document(_read_requests(path)).items():

@@ -20,7 +20,7 @@ from grasp.arrays import I32
 from grasp.corpus.conversations import Conversation, UnusableConversationError
 from grasp.corpus.encoding import ModelText, TokenizedText, encode_texts
 from grasp.corpus.packing import Skipped
-from grasp.errors import CorpusError, ModelError, TargetError
+from grasp.errors import ModelError, TargetError
 from grasp.text import skipped_lines
 
 if TYPE_CHECKING:
@@ -196,10 +196,7 @@ class UnitSet:
             span = begin, begin + len(unit.completion)
             text = unit.prompt + unit.completion + unit.ending
             texts.append(ModelText(text, (span,), "pair" if unit.conversation is None else "chat"))
-        try:
-            encoded = encode_texts(texts, tokenizer)
-        except CorpusError as err:
-            raise TargetError(f"targets: {err}") from err
+        encoded = encode_texts(texts, tokenizer)
         pairs = zip(answers, encoded, strict=True)  # the right answer of a unit, then its wrong ones
         unit_tokens = []
         for unit in self.units:
@@ -288,18 +285,20 @@ def _truncate(
     n_before = n_prefix if len(ids) > capacity else 0  # tokens before the part that is removed
     n_scored = len(ids) - first
     if n_scored + max(1, n_before) > capacity:
-        raise TargetError(
-            f"{location}: the completion has {n_scored + n_reserved} tokens, expected at most "
-            f"{max_length - max(1, n_before)} in addition to one token of context; {remedy}, shorten the completion, "
-            "or exclude the unit (targets.exclude_units)"
+        fault = (
+            f"the completion has {n_scored + n_reserved} tokens, expected at most {max_length - max(1, n_before)} in "
+            f"addition to one token of context; {remedy}, shorten the completion, or exclude the unit "
+            "(targets.exclude_units)"
         )
     ids = np.concatenate([ids[:n_before], ids[n_before:][-(capacity - n_before) :]])
     outside = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
-    if outside.size:
-        raise TargetError(
-            f"{location}: token id {outside[0]} is outside the model's vocabulary of {tokenizer.vocab_size};"
-            " the tokenizer does not belong to the model"
+    if outside.size and not fault:
+        fault = (
+            f"token id {outside[0]} is outside the model's vocabulary of {tokenizer.vocab_size}; the tokenizer does "
+            "not belong to the model"
         )
+    if fault:
+        raise TargetError(f"{location}: {fault}")
     return UnitTokens(ids.astype(np.int32), max(1, n_prefix) if unit.loss_on == "all" else len(ids) - n_scored)
 
 
