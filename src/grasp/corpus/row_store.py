@@ -491,13 +491,16 @@ class RowStore:
 
     def lengths(self) -> I64:
         """Return the number of tokens of every row, (N,)."""
-        columns = [self.read_columns(k, ("n_tokens",)).column(0) for k in range(self.n_shards)]
-        return np.concatenate([np.asarray(column, dtype=np.int64) for column in columns])
+        return np.concatenate([self._shard_lengths(k) for k in range(self.n_shards)])
 
     def loss_counts(self, k: int | None = None) -> I64:
         """Return the number of positions with loss of every row, (N,), or of the rows of shard k."""
         shards = range(self.n_shards) if k is None else (k,)
         return np.concatenate([self._shard_loss_counts(shard) for shard in shards])
+
+    def _shard_lengths(self, k: int) -> I64:
+        """Return the number of tokens of the rows of shard k."""
+        return np.asarray(self.read_columns(k, ("n_tokens",)).column("n_tokens"), dtype=np.int64)
 
     def _shard_loss_counts(self, k: int) -> I64:
         """Return the number of positions with loss of the rows of shard k."""
