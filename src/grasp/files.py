@@ -68,15 +68,18 @@ def check_outputs(
     for flag, path in outputs.items():
         if path is None or (flag in streamed and path in STANDARD_OUTPUTS):
             continue
+        kind, fault = kind_of(path), ""
         if not path.parent.is_dir():
-            raise SettingsError(f"{flag}: got {path}, but the directory {path.parent} does not exist; create it first")
-        if path == Path("-") or (kind := kind_of(path)) is None:
-            raise SettingsError(f"{flag}: got {path}, which is not a valid file name")
-        if kind not in ("file", "nothing"):
-            raise SettingsError(f"{flag}: got {path}, which is a {kind}; expected the name of a file")
+            fault = f"but the directory {path.parent} does not exist; create it first"
+        elif path == Path("-") or kind is None:
+            fault = "which is not a valid file name"
+        elif kind not in ("file", "nothing"):
+            fault = f"which is a {kind}; expected the name of a file"
+        elif flag in tables and path.suffix not in TABLE_SUFFIXES:
+            fault = f"expected a name that ends in {' or '.join(TABLE_SUFFIXES)}"
+        if fault:
+            raise SettingsError(f"{flag}: got {path}, {fault}")
         written[_check_apart(path, flag, inputs, written)] = f"{flag} writes"
-        if flag in tables and path.suffix not in TABLE_SUFFIXES:
-            raise SettingsError(f"{flag}: got {path}, expected a name that ends in {' or '.join(TABLE_SUFFIXES)}")
 
 
 def _check_apart(
@@ -92,12 +95,11 @@ def _check_apart(
     Returns:
         The path with links resolved, except in its last component.
     """
+    fault = ""
     try:
         str(path).encode()
-    except UnicodeEncodeError as err:
-        raise SettingsError(
-            f"{flag}: got {path}, which is not a valid file name: not UTF-8; choose another name"
-        ) from err
+    except UnicodeEncodeError:
+        fault = f"got {path}, which is not a valid file name: not UTF-8"
     occupied: dict[Path, str] = {}
     for phrase, paths in (inputs or {}).items():
         path_list = [paths] if isinstance(paths, Path | str) else paths or ()
@@ -106,7 +108,9 @@ def _check_apart(
     for other, phrase in (occupied | dict(written or {})).items():
         if resolved == other or (resolved.is_relative_to(other) and other.is_dir()):
             inside = "" if resolved == other else f" inside of {other}"
-            raise SettingsError(f"{flag}: would write {path}{inside}, which {phrase}; choose another name")
+            fault = fault or f"would write {path}{inside}, which {phrase}"
+    if fault:
+        raise SettingsError(f"{flag}: {fault}; choose another name")
     return resolved
 
 
@@ -342,10 +346,11 @@ def check_directory(path: Path, inputs: Mapping[str, InputPaths] | None = None) 
     Raises:
         SettingsError: it exists, its parent does not exist, or it is part of an input.
     """
-    if os.path.lexists(path):
-        raise SettingsError(f"{path}: already exists; choose another name, or remove it")
+    fault = "already exists; choose another name, or remove it" if os.path.lexists(path) else ""
     if not path.absolute().parent.is_dir():
-        raise SettingsError(f"{path}: the directory {path.parent} does not exist; create it first")
+        fault = f"the directory {path.parent} does not exist; create it first"
+    if fault:
+        raise SettingsError(f"{path}: {fault}")
     _check_apart(path, "out", inputs)
 
 
@@ -365,20 +370,20 @@ def claim_directory(
     if path == Path():
         raise SettingsError("out: expected the name of a new directory; got the current directory, or an empty name")
     _check_apart(path, "out", inputs)
+    fault = ""
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not (path / marker).exists():
             if any(path.iterdir()) and not is_ours(path):
-                raise SettingsError(
-                    f"{path}: is not empty and was not written by grasp; choose a new or an empty directory"
-                )
-            (path / marker).touch()
-    except FileExistsError as err:
-        raise SettingsError(f"{path}: is a file, expected a directory; choose another path") from err
+                fault = "is not empty and was not written by grasp; choose a new or an empty directory"
+            else:
+                (path / marker).touch()
+    except FileExistsError:
+        fault = "is a file, expected a directory; choose another path"
     except OSError as err:
-        raise SettingsError(
-            f"{path}: cannot be written to ({err.strerror}: {err.filename}); choose another directory"
-        ) from err
+        fault = f"cannot be written to ({err.strerror}: {err.filename}); choose another directory"
+    if fault:
+        raise SettingsError(f"{path}: {fault}")
 
 
 # --------------------------------------------------------------------------------------------- comparison of settings

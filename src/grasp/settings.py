@@ -37,6 +37,18 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+def refuse(faults: Mapping[str, Any]) -> None:
+    """Check in a validator that no fault is present.
+
+    Args:
+        faults: whether a fault is present, by a sentence about it.
+    Raises:
+        ValueError: faults are present; the message has all of their sentences.
+    """
+    if present := [sentence for sentence, is_present in faults.items() if is_present]:
+        raise ValueError("; ".join(present))
+
+
 def refuse_idle(settings: Settings, names: Sequence[str], because: str) -> None:
     """Check in a validator that no setting is given that the other settings make ineffective.
 
@@ -174,8 +186,15 @@ class CorpusSettings(Settings):
         if self.fields is not None:
             idle = ("text_column", "prompt") + (() if self.form == "preference" else ("form",))
             refuse_idle(self, idle, "`fields` define how records are read")
-        if (self.prompt is None) != (self.completion is None):
-            raise ValueError("prompt, completion: only one is given; expected both templates")
+        is_half = (self.prompt is None) != (self.completion is None)
+        is_dpo = self.form == "preference"
+        refuse(
+            {
+                "prompt, completion: only one is given; expected both templates": is_half,
+                f"loss_on: got {self.loss_on}, but DPO compares completions; remove it": is_dpo
+                and self.loss_on in ("assistant", "all"),
+            }
+        )
         if self.prompt is not None:
             refuse_idle(self, ("text_column", "form"), "prompt and completion define how records are read")
         return self
@@ -392,7 +411,8 @@ class FeatureSettings(Settings):
     @field_validator("rule")
     @classmethod
     def _validate_rule(cls, rule: str) -> str:
-        if rule not in (known := [*OWN_RULES, *names(PROTOCOLS)]):
+        known = [*OWN_RULES, *names(PROTOCOLS)]
+        if rule not in known:
             raise ValueError(f"expected one of {', '.join(known)}, got {rule!r}")
         return rule
 
@@ -442,6 +462,9 @@ KERNELS: dict[tuple[str, str | None], tuple[str, ...]] = {
 SKETCHES = ("hidden_sketch", "residual_sketch")  # for redundancy, maps and intervals
 
 
+NO_TARGET = "targets: name at least one, e.g. `sciq`"
+
+
 class BuildSettings(Settings):
     """Settings of a build: corpus + targets + model -> artifact."""
 
@@ -482,15 +505,16 @@ class BuildSettings(Settings):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        if not self.targets.names and not self.targets.datasets:
-            raise ValueError("targets: name at least one, e.g. `sciq`")
-        text_kernels = {"embedding", "gradient", "knn"} & set(self.features.kernels)
-        if self.model.reader is not None and text_kernels:
-            raise ValueError(
-                f"features.kernels: got {', '.join(sorted(text_kernels))}, which require a language model; remove them"
-            )
-        if self.model.reader is not None and self.targets.datasets:
-            raise ValueError(f"targets.datasets: are texts, which model.{self.model.reader} does not read; remove")
+        text_kernels, reader = {"embedding", "gradient", "knn"} & set(self.features.kernels), self.model.reader
+        shown = ", ".join(sorted(text_kernels))
+        refuse(
+            {
+                NO_TARGET: not self.targets.names and not self.targets.datasets,
+                f"features.kernels: got {shown}, which require a language model; remove them": reader and text_kernels,
+                f"targets.datasets: are texts, which model.{reader} does not read; remove": reader
+                and self.targets.datasets,
+            }
+        )
         return self
 
 
@@ -527,7 +551,7 @@ class ReplaySettings(Settings):
 
     @model_validator(mode="after")
     def _check_has_all_steps(self) -> Self:
-        if self.check and self.window is not None:
+        if self.check and self.window:
             raise ValueError("check: needs derivatives of all steps; omit it, or the window")
         return self
 
@@ -588,31 +612,31 @@ class RetrainSettings(Settings):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        if not self.targets.names and not self.targets.datasets:
-            raise ValueError("targets: name at least one, e.g. `sciq`")
-        if len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
-            raise ValueError(f"seeds: expected distinct non-negative integers, got {self.seeds}")
-        if self.train == "further":
-            if self.model is None:
-                raise ValueError("train: further needs a model; add --model or --like")
-            fixed_further: dict[str, Any] = {"recipe": "tiny", "overrides": {}, "checkpoints": None}
-            names = [name for name, default in fixed_further.items() if getattr(self, name) != default]
-            names += ["train_command"] if self.train_command else []
-            if names:
-                raise ValueError(f"{', '.join(names)}: no effect with train: further; remove")
-        elif self.fine_tuning or self.model is not None:
-            raise ValueError("model, fine_tuning: no effect with train: new; add --train further")
-        elif self.corpus.form == "preference" and self.train_command is None:
-            raise ValueError("corpus.form: preference pairs train a model further (DPO); add --train further")
-        if self.train_command is None:
-            return self
-        fixed = {"recipe": "tiny", "checkpoints": None}
-        idle = [name for name, default in fixed.items() if getattr(self, name) != default]
-        idle += [f"overrides.{name}" for name in self.overrides if name != "shape"]
-        if idle:
-            raise ValueError(f"{', '.join(idle)}: no effect with train_command, which controls the training; remove")
-        if not self.tokenizer:
-            raise ValueError("train_command: needs the tokenizer of your model; add --set tokenizer=DIR or --like ART")
+        is_new, command = self.train == "new", self.train_command
+        changed = [name for name, usual in (("recipe", "tiny"), ("checkpoints", None)) if getattr(self, name) != usual]
+        of_recipe = changed + ["overrides"] * bool(self.overrides) + ["train_command"] * bool(command)
+        of_training = changed + [f"overrides.{name}" for name in self.overrides if name != "shape"]
+        no_targets = not self.targets.names and not self.targets.datasets
+        bad_seeds = len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0
+        without_command = is_new and command is None
+        with_command = is_new and command is not None
+        refuse(
+            {
+                NO_TARGET: no_targets,
+                f"seeds: expected distinct non-negative integers, got {self.seeds}": bad_seeds,
+                "train: further needs a model; add --model or --like": not is_new and self.model is None,
+                f"{', '.join(of_recipe)}: no effect with train: further; remove": not is_new and of_recipe,
+                "model, fine_tuning: no effect with train: new; add --train further": is_new
+                and (self.fine_tuning or self.model),
+                "corpus.form: preference pairs train a model further (DPO); add --train further": without_command
+                and self.corpus.form == "preference",
+                f"{', '.join(of_training)}: no effect with train_command, which controls the training; remove": (
+                    with_command and of_training
+                ),
+                "train_command: needs the tokenizer of your model; add --set tokenizer=DIR or --like ART": with_command
+                and not self.tokenizer,
+            }
+        )
         return self
 
     @property

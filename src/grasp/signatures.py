@@ -145,10 +145,12 @@ def _value(module: str, node: ast.expr) -> Any:
     """Evaluate a default: a literal, or a constant of the module or of a module that it imports from."""
     if not isinstance(node, ast.Name):
         return ast.literal_eval(node)
+    value = None
     for statement in ast.parse(_source(module)).body:
         match statement:
             case ast.Assign(targets=[ast.Name(node.id)]):
-                return _value(module, statement.value)
+                value = _value(module, statement.value)
             case ast.ImportFrom() if statement.module and node.id in [alias.name for alias in statement.names]:
-                return _value(statement.module, node)
-    raise NameError(f"{module}: no constant {node.id}")
+                value = _value(statement.module, node)
+    assert value is not None
+    return value

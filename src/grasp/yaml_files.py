@@ -133,30 +133,31 @@ def parse_yaml(text: str, location: str) -> Any:
     """Parse a YAML value; error messages start with `location`."""
     try:
         return yaml.load(text, Loader=_Loader)
-    except _Refused as err:
-        raise SettingsError(f"{location}: {err}") from err
     except (yaml.YAMLError, ValueError, RecursionError) as err:  # an invalid date, 5,000 digits, deep nesting
-        raise SettingsError(f"{location}: not YAML: {plain(err, MAX_VALUE_CHARS)}") from err
+        reason = str(err) if isinstance(err, _Refused) else f"not YAML: {plain(err, MAX_VALUE_CHARS)}"
+        raise SettingsError(f"{location}: {reason}") from err
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML mapping; any other value and duplicate keys are refused."""
     try:
         with path.open("rb") as file:  # bounded, since /dev/zero never ends
-            content = file.read(MAX_FILE_BYTES + 1)
-        if len(content) > MAX_FILE_BYTES:
-            raise SettingsError(f"{path}: more than {MAX_FILE_BYTES:,} bytes; expected a YAML file of settings")
-        data = parse_yaml(content.decode(), str(path))
-    except FileNotFoundError as err:
-        raise SettingsError(f"{path}: no such settings file") from err
+            content = file.read(MAX_FILE_BYTES + 1).decode()
+    except FileNotFoundError:
+        fault = "no such settings file"
     except OSError as err:
-        raise SettingsError(f"{path}: cannot be read: {err.strerror}; expected a YAML file of settings") from err
+        fault = f"cannot be read: {err.strerror}; expected a YAML file of settings"
     except UnicodeDecodeError as err:
-        raise SettingsError(f"{path}: not YAML: {err}") from err
-    if not isinstance(data, dict):
-        content_type = "an empty file" if data is None else type(data).__name__
-        raise SettingsError(f"{path}: got {content_type}, expected a mapping of settings, such as NAME: VALUE")
-    return data
+        fault = f"not YAML: {err}"
+    else:
+        fault = f"more than {MAX_FILE_BYTES:,} bytes; expected a YAML file of settings"
+        if len(content) <= MAX_FILE_BYTES:
+            data = parse_yaml(content, str(path))
+            if isinstance(data, dict):
+                return data
+            content_type = "an empty file" if data is None else type(data).__name__
+            fault = f"got {content_type}, expected a mapping of settings, such as NAME: VALUE"
+    raise SettingsError(f"{path}: {fault}")
 
 
 def plain_settings(settings: Mapping[str, Any] | Path | str | None) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from grasp.baselines.gradients.curvature import (
 from grasp.baselines.gradients.features import Featurizer
 from grasp.baselines.gradients.layers import choose_layers
 from grasp.baselines.gradients.queries import Queries, exact_products
-from grasp.baselines.gradients.sinks import whole_gradients
 from grasp.baselines.trak import newton_map
 from grasp.models.causal_lm import ReferenceModel
+from grasp.models.gradient_sums import EachGradient
 from grasp.models.gradients import Example, PerExample
 from tests.baselines.gradient_world import NoTokenizer
 
@@ -261,11 +261,10 @@ def test_gradients_of_every_row_equal_bergsons(model, output, tmp_path):
     theirs = load_module_gradients(config.partial_run_path)
 
     engine = PerExample(model, choose_layers(model, ["*.attention.*", "*.mlp.*"]))
-    sink, matrices = whole_gradients(engine, len(rows))
-    engine.run(examples(rows), sink, output)
-    sink.finish()
+    each = EachGradient(engine, len(rows))
+    engine.run(examples(rows), each.consumer_for(np.arange(len(rows))), output)
     assert len(engine.layers.blocks) == len(list(theirs)) == 8
-    for block, matrix in zip(engine.layers.blocks, matrices, strict=True):
+    for block, matrix in zip(engine.layers.blocks, each.matrices, strict=True):
         ours = matrix[:, :, :-1] if block.bias else matrix
         expected = np.asarray(theirs[block.parameters[0].removeprefix("gpt_neox.").removesuffix(".weight")])
         np.testing.assert_allclose(ours.flatten(1), expected, rtol=2e-3, atol=2e-5 * np.abs(expected).max())

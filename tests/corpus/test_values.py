@@ -86,8 +86,6 @@ def test_a_duration_is_a_number_of_seconds_in_every_unit(milliseconds):
             pa.DictionaryArray.from_arrays(pa.array([1, None, 0]), pa.array(["a", "b"], pa.string_view())),
             ["b", None, "a"],
         ),
-        (pa.RunEndEncodedArray.from_arrays([2, 5], pa.array([0, 1], pa.timestamp("s")))[1:4],
-         ["1970-01-01T00:00:00", "1970-01-01T00:00:01", "1970-01-01T00:00:01"]),
         (pa.array(["x", None], pa.large_string()), ["x", None]),
         (pa.array(["x", None], pa.string_view()), ["x", None]),
         (pa.array([2**63 + 1], pa.uint64()), [2**63 + 1]),

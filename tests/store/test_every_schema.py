@@ -145,15 +145,9 @@ class Method(BlockMethod[NoSettings]):
         return 2
 
     def prepare(self, material, work, part):
-        return Blocks()
-
-
-class Blocks(RowScorer):
-    def score(self, start, stop):
-        return np.arange(start, stop)[:, None] + np.arange(2) / 16
-
-    def account(self):
-        return Account(covers=("everything",))
+        return RowScorer(
+            lambda start, stop: np.arange(start, stop)[:, None] + np.arange(2) / 16, Account(covers=("everything",))
+        )
 
 
 def method(path: Path) -> Any:

@@ -74,7 +74,6 @@ def test_zero_shot_prompts_come_from_the_few_shot_variant(root):
     assert units[0].prompt == "Question: 1?\nAnswer: no\n\nQuestion: is 0 even?\nAnswer:"
 
 
-SINGLE = [record(5, 0, context="a", continuation=" b", label=0)]
 NONE_IS_GOLD = [record(5, k, context="a", continuation=" b", label=9) for k in (0, 1)]
 OTHER_QUESTION = [record(7, k, context="Q: a\n\nQ: b\nA:", continuation=" c", query="other") for k in range(2)]
 REFUSED = [
@@ -83,7 +82,6 @@ REFUSED = [
     ("drop", "rc_0shot", None, "'drop'.*multiple-choice.*basic"),
     ("sciq", "mc_0shot", None, "sciq.*'mc_0shot'.*rc_0shot, rc_5shot"),
     ("sciq", "bpb_0shot", None, "sciq.*'bpb_0shot'.*rc_0shot, rc_5shot"),
-    ("new", "rc_0shot", SINGLE, r"document 5\b.*candidate"),
     ("new", "rc_0shot", NONE_IS_GOLD, r"\b2 candidates.*\b0 gold"),
     ("new", "rc_0shot", [{"doc_id": 0}], r"damaged.*line 1\b.*KeyError"),
     ("new", "rc_5shot", OTHER_QUESTION, r"new:7: .*rc_5shot.*targets\.variant 'rc_5shot'"),

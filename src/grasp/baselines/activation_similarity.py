@@ -5,7 +5,6 @@ Start with `ActivationSimilarity`.
 Shape letters: n rows of a block, E units, H hidden width.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -16,7 +15,7 @@ from grasp.arrays import F32, F64
 from grasp.baselines.hidden import pooled_hidden
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
-from grasp.methods.contract import Account, MethodInputs, Scores
+from grasp.methods.contract import Account, MethodInputs
 from grasp.settings import Positions, Settings
 
 
@@ -46,56 +45,38 @@ class ActivationSimilarity(BlockMethod[ActivationSimilaritySettings]):
 
     def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         del part
-        # Centring reads all rows once for their mean, and again for their scores: only then is a cache of use.
-        rows = _RowsHidden(inputs, work if self.settings.centre else None, self.settings.positions)
+        settings = self.settings
+
+        def compute(start: int, stop: int) -> F32:
+            rows = inputs.rows(start, stop)
+            sequences = [rows.ids(i) for i in range(len(rows))]
+            first = [0 if (mask := rows.mask(i)) is None else mask for i in range(len(rows))]
+            return pooled_hidden(inputs.model, sequences, first, settings.positions)
+
+        def states_of(start: int, stop: int) -> F64:
+            # Centring reads all rows once for their mean, and again for their scores: only then is a cache of use.
+            if settings.centre:
+                return work.load_or_compute(f"{start}-{stop}", partial(compute, start, stop)).astype(np.float64)
+            return compute(start, stop).astype(np.float64)
+
         units = inputs.unit_tokens
         # Position t predicts token t + 1, so the loss of a unit starts one position before its first label.
         first = [unit.first - 1 if self.settings.unit_tokens == "supervised" else 0 for unit in units]
         sequences = [unit.input_ids for unit in units]
         unit_EH = pooled_hidden(inputs.model, sequences, first, self.settings.positions).astype(np.float64)
-        mean_H = rows.mean() if self.settings.centre else np.zeros(unit_EH.shape[1])
-        return _Cosine(rows, mean_H, normalise_rows(unit_EH - mean_H))
-
-
-@dataclass(frozen=True, slots=True)
-class _RowsHidden:
-    """Mean hidden states of rows, cached on disk if they are needed twice."""
-
-    inputs: MethodInputs
-    cache: WorkArea | None
-    positions: str
-
-    def __call__(self, start: int, stop: int) -> F64:
-        if self.cache is None:
-            return self._compute(start, stop).astype(np.float64)
-        return self.cache.load_or_compute(f"{start}-{stop}", partial(self._compute, start, stop)).astype(np.float64)
-
-    def mean(self) -> F64:
-        """Return the mean over all rows, (H,)."""
-        total_H = np.zeros(self.inputs.model.hidden_size)
-        self.inputs.progress.stage("hidden states", rows=self.inputs.n_rows, tokens=None)
-        for start, stop in self.inputs.blocks():
-            total_H += self(start, stop).sum(axis=0)
-            self.inputs.progress.advance(stop - start, 0)
-        return total_H / self.inputs.n_rows
-
-    def _compute(self, start: int, stop: int) -> F32:
-        rows = self.inputs.rows(start, stop)
-        sequences = [rows.ids(i) for i in range(len(rows))]
-        first = [0 if (mask := rows.mask(i)) is None else mask for i in range(len(rows))]
-        return pooled_hidden(self.inputs.model, sequences, first, self.positions)
-
-
-class _Cosine(RowScorer):
-    def __init__(self, rows: _RowsHidden, mean_H: F64, unit_EH: F64) -> None:
-        self._rows, self._mean_H, self._unit_EH = rows, mean_H, unit_EH
-
-    def score(self, start: int, stop: int) -> Scores:
-        return normalise_rows(self._rows(start, stop) - self._mean_H) @ self._unit_EH.T
-
-    def account(self) -> Account:
-        states = f"final hidden states after the final norm, mean over positions {self._rows.positions}"
-        return Account(features=self._unit_EH.shape[1], covers=(states,))
+        mean_H = np.zeros(unit_EH.shape[1])
+        if settings.centre:
+            inputs.progress.stage("hidden states", rows=inputs.n_rows, tokens=None)
+            for start, stop in inputs.blocks():
+                mean_H += states_of(start, stop).sum(axis=0)
+                inputs.progress.advance(stop - start, 0)
+            mean_H /= inputs.n_rows
+        unit_EH = normalise_rows(unit_EH - mean_H)
+        states = f"final hidden states after the final norm, mean over positions {self.settings.positions}"
+        return RowScorer(
+            lambda start, stop: normalise_rows(states_of(start, stop) - mean_H) @ unit_EH.T,
+            Account(features=unit_EH.shape[1], covers=(states,)),
+        )
 
 
 def normalise_rows(values_nH: F64) -> F64:

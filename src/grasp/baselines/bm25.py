@@ -6,7 +6,7 @@ Shape letters: N rows, E units, T top rows of a unit, W words of a row that occu
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -47,6 +47,8 @@ QUESTION_WORDS = frozenset(
     WORD.findall("what which who whom whose when where why how question questions answer answers")
 )
 ROW_SCORE = np.dtype([("row", "<i4"), ("score", "<f4")])  # one of the top rows of a unit
+# what a method covers, by its setting `query`
+QUERY_NOTES = {"both": "units' prompts and completions", "prompt": "units' prompts", "completion": "units' completions"}
 FILLER = 0  # id of every word that occurs in no query: it counts towards the row's length only
 
 
@@ -87,7 +89,7 @@ class Bm25(BlockMethod[Bm25Settings]):
     def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         del part
         queries = [words(query_text(unit, self.settings.query)) for unit in inputs.units.units]
-        _check_queries(queries, inputs.units.units, self.settings.query)
+        check_queries(self.name, queries, inputs.units.units, self.settings.query)
         vocabulary = {word: i for i, word in enumerate(sorted({w for query in queries for w in query}), FILLER + 1)}
         rows = _RowWords.from_rows(inputs, work, vocabulary)
         top_ET = work.load_or_compute("top", lambda: self._search(rows, vocabulary, queries))
@@ -95,7 +97,7 @@ class Bm25(BlockMethod[Bm25Settings]):
             "units without a query word: 0 for every row": sum(not query for query in queries),
             "rows without a word: 0 for every unit": rows.n_empty,
         }
-        return _TopRowsScorer(top_ET, self._account(counts))
+        return RowScorer(partial(_scores_of_top_rows, top_ET), self._account(counts))
 
     def _search(self, rows: "_RowWords", vocabulary: dict[str, int], queries: Sequence[list[str]]) -> NDArray[np.void]:
         """Return the top rows of each unit in corpus order, (E, T) of row and score."""
@@ -113,9 +115,8 @@ class Bm25(BlockMethod[Bm25Settings]):
         return top_ET
 
     def _account(self, counts: dict[str, int]) -> Account:
-        query = {"both": "prompts and completions", "prompt": "prompts", "completion": "completions"}
         return Account(
-            covers=("text of the rows, decoded from their tokens", f"units' {query[self.settings.query]}"),
+            covers=("text of the rows, decoded from their tokens", QUERY_NOTES[self.settings.query]),
             notes=(f"idf and saturation of bm25s' {self.settings.variant}",),
             counts={reason: n for reason, n in counts.items() if n},
         )
@@ -210,28 +211,19 @@ def _unpack_words(flat: I32) -> Iterator[tuple[int, list[int]]]:
         start += 2 + n_known
 
 
-class _TopRowsScorer(RowScorer):
-    """Stored top scores of each unit; 0 elsewhere."""
-
-    def __init__(self, top_ET: NDArray[np.void], account: Account) -> None:
-        self._top_ET, self._account = top_ET, account
-
-    def score(self, start: int, stop: int) -> Scores:
-        out = np.zeros((stop - start, len(self._top_ET)), dtype=np.float32)
-        for e, top_T in enumerate(self._top_ET):
-            low, high = np.searchsorted(top_T["row"], (start, stop))
-            out[top_T["row"][low:high] - start, e] = top_T["score"][low:high]
-        return out
-
-    def account(self) -> Account:
-        return self._account
+def _scores_of_top_rows(top_ET: NDArray[np.void], start: int, stop: int) -> Scores:
+    """Return the stored top scores of each unit; 0 elsewhere."""
+    out = np.zeros((stop - start, len(top_ET)), dtype=np.float32)
+    for e, top_T in enumerate(top_ET):
+        low, high = np.searchsorted(top_T["row"], (start, stop))
+        out[top_T["row"][low:high] - start, e] = top_T["score"][low:high]
+    return out
 
 
-def _check_queries(queries: Sequence[list[str]], units: Sequence[Unit], which: str) -> None:
+def check_queries(method: str, queries: Sequence[Collection[str]], units: Sequence[Unit], which: str) -> None:
     """Check that at least one unit has a word to search for."""
     if not any(queries):
         raise TargetError(
-            f"bm25: none of the {len(units)} units has a query word, e.g. {units[0].unit_id!r} of {units[0].target}: "
-            "expected words of two or more characters that are not stop words; the setting query is "
-            f"{which!r}, try 'both'"
+            f"{method}: none of the {len(units)} units has a query word, e.g. {units[0].unit_id!r}: expected words of "
+            f"two or more characters that are not stop words; the setting query is {which!r}, try 'both'"
         )

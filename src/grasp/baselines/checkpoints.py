@@ -80,7 +80,17 @@ class Checkpoint:
             tokenizer = settings.tokenizer or settings.path
             settings = settings.model_copy(update={"path": str(self.path), "tokenizer": tokenizer, "check": False})
         loaded = ReferenceModel.load(settings)
-        _check_shapes(self.path, _shapes(loaded.model), _shapes(reference.model))
+        got, expected = (
+            {name: tuple(tensor.shape) for name, tensor in model.model.state_dict().items()}
+            for model in (loaded, reference)
+        )
+        if differ := sorted(name for name in got.keys() | expected.keys() if got.get(name) != expected.get(name)):
+            first = differ[0]
+            raise ModelError(
+                f"checkpoints: {self.path}: {len(differ)} weights differ from the reference model, e.g. {first}: got "
+                f"{got.get(first, 'none')}, expected {expected.get(first, 'none')}; pass checkpoints of its own "
+                "training"
+            )
         loaded.batch_tokens = reference.batch_tokens
         return loaded
 
@@ -96,15 +106,14 @@ class Checkpoint:
                 "variant of the method without moments, or save them in training"
             )
         by_recipe = (self.path / RECORD).is_file()
-        record = _read_record(self.path / RECORD) if by_recipe else {}
         try:
             state = load_file(self.path / OPTIMIZER)
             if not by_recipe:
                 names = [key.removesuffix(".exp_avg") for key in state if key.endswith(".exp_avg")]
                 return {name: (state[f"{name}.exp_avg"], state[f"{name}.exp_avg_sq"]) for name in names}
-            shape = TrainingRecipe.model_validate(record["identity"]["recipe"]).shape
+            shape = _read_recipe(self.path / RECORD)[0].shape
             first, second = (_name_moments(shape, state, moment) for moment in ("exp_avg", "exp_avg_sq"))
-        except (KeyError, ValidationError, SafetensorError, RuntimeError, OSError) as err:
+        except (KeyError, SafetensorError, RuntimeError, OSError) as err:
             of_what = f"the recipe in {RECORD}" if by_recipe else "named parameters"
             raise ModelError(
                 f"{self.path / OPTIMIZER}: not the moments of {of_what}: {' '.join(str(err).split())}; restore it from "
@@ -164,7 +173,8 @@ def _checkpoint_paths(directory: Path) -> list[Path]:
 def _read_checkpoint(path: Path) -> Checkpoint:
     step, rate = None, None
     if (path / RECORD).is_file():
-        step, rate = _read_recipe(path / RECORD)
+        recipe, step = _read_recipe(path / RECORD)
+        rate = recipe.learning_rate_at(step - 1)
     elif (path / TRAINER_STATE).is_file():
         step, rate = _read_trainer_state(path / TRAINER_STATE)
     elif named := NAME.fullmatch(path.name):
@@ -172,13 +182,13 @@ def _read_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, step, rate)
 
 
-def _read_recipe(path: Path) -> tuple[int, float]:
+def _read_recipe(path: Path) -> tuple[TrainingRecipe, int]:
+    """Return the recipe and the step of the record of a training run."""
     record = _read_record(path)
     try:
-        recipe, step = TrainingRecipe.model_validate(record["identity"]["recipe"]), int(record["step"])
+        return TrainingRecipe.model_validate(record["identity"]["recipe"]), int(record["step"])
     except (KeyError, TypeError, ValidationError) as err:
         raise ModelError(f"{path}: not the record of a training run; restore it from a copy") from err
-    return step, recipe.learning_rate_at(step - 1)
 
 
 def _read_trainer_state(path: Path) -> tuple[int | None, float | None]:
@@ -205,17 +215,3 @@ def _name_moments(shape: Any, state: Mapping[str, Tensor], moment: str) -> dict[
         layout.matrices.copy_(state[f"matrices.{moment}"])
         layout.vectors.copy_(state[f"vectors.{moment}"])
     return layout.state(0)
-
-
-def _shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-def _check_shapes(path: Path, got: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
-    differ = sorted(name for name in got.keys() | expected.keys() if got.get(name) != expected.get(name))
-    if differ:
-        first = differ[0]
-        raise ModelError(
-            f"checkpoints: {path}: {len(differ)} weights differ from the reference model, e.g. {first}: got "
-            f"{got.get(first, 'none')}, expected {expected.get(first, 'none')}; pass checkpoints of its own training"
-        )

@@ -12,12 +12,12 @@ import numpy as np
 from pydantic import Field
 from scipy.sparse import csr_matrix, vstack
 
-from grasp.arrays import F64, I64
-from grasp.baselines.bm25 import query_text
+from grasp.arrays import F64
+from grasp.baselines.bm25 import QUERY_NOTES, query_text
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.extras import require
-from grasp.methods.contract import Account, MethodInputs, Scores
+from grasp.methods.contract import Account, MethodInputs
 from grasp.seeds import stream
 from grasp.settings import Settings
 
@@ -61,7 +61,11 @@ class Classifier(BlockMethod[TextClassifierSettings]):
         texts = [query_text(unit, self.settings.query) for unit in inputs.units.units]
         by_target = [[texts[e] for e in np.flatnonzero(target_E == t)] for t in range(len(targets))]
         odds = TextOdds(negatives, by_target, strength=self.settings.strength)
-        return _Odds(inputs, odds, target_E, self.settings.query)
+        account = Account(
+            covers=("text of the rows, decoded from their tokens", QUERY_NOTES[self.settings.query]),
+            notes=("one classifier per target: all units of a target have the same score",),
+        )
+        return RowScorer(lambda start, stop: odds.score(inputs.texts(start, stop))[:, target_E], account)
 
 
 class TextOdds:
@@ -99,18 +103,3 @@ class TextOdds:
     def _matrix(self, texts: Sequence[str]) -> csr_matrix:
         """Return the tf-idf of the hashed n-grams of each text, (n, G)."""
         return csr_matrix(self._tfidf.transform(self._hashing.transform(texts)))
-
-
-class _Odds(RowScorer):
-    def __init__(self, inputs: MethodInputs, odds: TextOdds, target_E: I64, which: str) -> None:
-        self._inputs, self._odds, self._target_E, self._which = inputs, odds, target_E, which
-
-    def score(self, start: int, stop: int) -> Scores:
-        return self._odds.score(self._inputs.texts(start, stop))[:, self._target_E]
-
-    def account(self) -> Account:
-        query = {"both": "prompts and completions", "prompt": "prompts", "completion": "completions"}
-        return Account(
-            covers=("text of the rows, decoded from their tokens", f"units' {query[self._which]}"),
-            notes=("one classifier per target: all units of a target have the same score",),
-        )

@@ -25,10 +25,9 @@ from grasp.baselines.gradients.layers import choose_layers, describe_layers
 from grasp.baselines.gradients.method_settings import NO_PROJECTION_HINT, LayerSettings
 from grasp.baselines.gradients.projection import Form
 from grasp.baselines.gradients.queries import DenseQuery, Queries
-from grasp.baselines.gradients.scorers import ExactScorer, ProjectedScorer, exact_note, projection_note
+from grasp.baselines.gradients.scorers import exact_note, exact_scorer, projected_scorer, projection_note
 from grasp.baselines.gradients.session import (
     ExactPlan,
-    Group,
     exact_plan,
     examples_at,
     mean_row_tokens,
@@ -100,14 +99,14 @@ class DataInf(BlockMethod[DataInfSettings]):
             spec = FeatureSpec(settings.layers, settings.dimension, settings.projection, self.seed, per_block=True)
             store = FeatureStore(inputs, work, checkpoint, spec)
             unit_EK = self._solve_projected(inputs, store, rows)
-            return ProjectedScorer(store, unit_EK, account, work)
+            return projected_scorer(store, unit_EK, account, work)
         engine = open_engine(inputs, checkpoint, self.settings.layers)
         plan, fisher = self._plan(inputs), examples_at(inputs, rows)
         group = plan.groups[part]
         square_LM = np.asarray(work.load_or_compute("fisher-norms", lambda: layer_norms(engine, fisher)))
-        queries = Queries.collect(engine, unit_examples(inputs)[group.first : group.last], plan.dense)
+        queries = Queries.collect(engine, unit_examples(inputs)[group], plan.dense)
         precondition(queries, fisher, square_LM, self.settings.damping)
-        return ExactScorer(inputs, queries, group, account)
+        return exact_scorer(inputs, queries, group, account)
 
     def _solve_projected(self, inputs: MethodInputs, store: FeatureStore, rows: list[int]) -> F64:
         """Return r_e of all layers, concatenated, (E, layers x K)."""
@@ -133,7 +132,7 @@ class DataInf(BlockMethod[DataInfSettings]):
 
     def _plan(self, inputs: MethodInputs) -> ExactPlan:
         if self.settings.dimension is not None:
-            return ExactPlan((), (Group(0, inputs.n_units),))
+            return ExactPlan((), (slice(0, inputs.n_units),))
         layers = choose_layers(inputs.model, self.settings.layers)
         tokens, units = mean_row_tokens(inputs), unit_examples(inputs)
         return exact_plan(layers, units, tokens, self.settings.memory_mb, dense=True, copies=2)

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import Field
 from scipy.sparse import csr_array
 
-from grasp.arrays import F64, I64
+from grasp.arrays import F64
 from grasp.baselines.bm25 import query_text
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
@@ -71,7 +71,17 @@ class Dsir(BlockMethod[DsirSettings]):
         noise_NT = np.zeros((inputs.n_rows, len(targets)))
         if self.settings.resample:
             noise_NT = stream(self.seed, "baselines", "dsir").gumbel(size=noise_NT.shape)
-        return _ImportanceScorer(inputs, weight_HT, noise_NT, target_E)
+
+        def score(start: int, stop: int) -> Scores:
+            score_nT = bucket_counts(inputs.texts(start, stop), buckets) @ weight_HT + noise_NT[start:stop]
+            return np.asarray(score_nT)[:, target_E]
+
+        noise = ("Gumbel noise: the top rows are a sample",) if self.settings.resample else ()
+        account = Account(
+            covers=("text of the rows, decoded from their tokens", "units' text"),
+            notes=("one distribution per target: all units of a target have the same score", *noise),
+        )
+        return RowScorer(score, account)
 
 
 def bucket_counts(texts: Iterable[str], buckets: int) -> csr_array:
@@ -92,20 +102,3 @@ def log_ratio(questions: Sequence[str], corpus_H: F64) -> F64:
     target_H = np.asarray(bucket_counts(questions, len(corpus_H)).sum(axis=0), dtype=np.float64)
     shares = [counts_H / max(counts_H.sum(), 1.0) + MIN_PROBABILITY for counts_H in (target_H, corpus_H)]
     return np.asarray(np.log(shares[0]) - np.log(shares[1]))
-
-
-class _ImportanceScorer(RowScorer):
-    def __init__(self, inputs: MethodInputs, weight_HT: F64, noise_NT: F64, target_E: I64) -> None:
-        self._inputs, self._weight_HT, self._noise_NT, self._target_E = inputs, weight_HT, noise_NT, target_E
-
-    def score(self, start: int, stop: int) -> Scores:
-        counts_nH = bucket_counts(self._inputs.texts(start, stop), len(self._weight_HT))
-        score_nT = counts_nH @ self._weight_HT + self._noise_NT[start:stop]
-        return np.asarray(score_nT)[:, self._target_E]
-
-    def account(self) -> Account:
-        noise = ("Gumbel noise: the top rows are a sample",) if self._noise_NT.any() else ()
-        return Account(
-            covers=("text of the rows, decoded from their tokens", "units' text"),
-            notes=("one distribution per target: all units of a target have the same score", *noise),
-        )

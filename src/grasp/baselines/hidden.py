@@ -40,24 +40,15 @@ def hidden_at(model: ReferenceModel, sequences: Sequence[I32], first: Sequence[F
     Raises:
         ModelError: a hidden state is not finite.
     """
-    parts: list[HiddenStates] = []
+    parts = []
     for index_B, hidden_BLH, mask_BL, ids_BL in _passes(model, sequences, first, spec):
         row_P, t_P = mask_BL.nonzero(as_tuple=True)
-        parts.append(
-            HiddenStates(
-                hidden_BLH[row_P, t_P].float().cpu().numpy(),
-                ids_BL[row_P, t_P + 1].cpu().numpy().astype(np.int32),
-                index_B[row_P.cpu().numpy()],
-            )
-        )
-    states = HiddenStates(
-        np.concatenate([part.hidden_PH for part in parts]),
-        np.concatenate([part.label_P for part in parts]),
-        np.concatenate([part.sequence_P for part in parts]),
-    )
-    _check_finite(model, states.hidden_PH, states.sequence_P)
-    order_P = np.argsort(states.sequence_P, kind="stable")
-    return HiddenStates(states.hidden_PH[order_P], states.label_P[order_P], states.sequence_P[order_P])
+        label_P = ids_BL[row_P, t_P + 1].cpu().numpy().astype(np.int32)
+        parts.append((hidden_BLH[row_P, t_P].float().cpu().numpy(), label_P, index_B[row_P.cpu().numpy()]))
+    hidden_PH, label_P, sequence_P = (np.concatenate(part) for part in zip(*parts, strict=True))
+    _check_finite(model, hidden_PH, sequence_P)
+    order_P = np.argsort(sequence_P, kind="stable")
+    return HiddenStates(hidden_PH[order_P], label_P[order_P], sequence_P[order_P])
 
 
 def pooled_hidden(model: ReferenceModel, sequences: Sequence[I32], first: Sequence[First], spec: str) -> F32:

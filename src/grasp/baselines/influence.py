@@ -31,7 +31,7 @@ from grasp.baselines.gradients.curvature import (
 from grasp.baselines.gradients.layers import choose_layers, describe_layers
 from grasp.baselines.gradients.method_settings import LayerSettings, Patterns
 from grasp.baselines.gradients.queries import Queries
-from grasp.baselines.gradients.scorers import ExactScorer, exact_note
+from grasp.baselines.gradients.scorers import exact_note, exact_scorer
 from grasp.baselines.gradients.session import (
     ExactPlan,
     exact_plan,
@@ -107,10 +107,10 @@ class Influence(BlockMethod[InfluenceSettings]):
         engine = open_engine(inputs, training_checkpoints(inputs)[-1], self.settings.layers)
         plan = self._plan(inputs)
         group = plan.groups[part]
-        queries = Queries.collect(engine, unit_examples(inputs)[group.first : group.last], plan.dense)
+        queries = Queries.collect(engine, unit_examples(inputs)[group], plan.dense)
         if self.settings.curvature != "none":
             self._precondition(inputs, work, queries)
-        return ExactScorer(inputs, queries, group, self._account(inputs))
+        return exact_scorer(inputs, queries, group, self._account(inputs))
 
     def _precondition(self, inputs: MethodInputs, work: WorkArea, queries: Queries) -> None:
         """Replace the units' gradients by F^{-1} g_e, in place; the Fisher factors are cached on disk."""

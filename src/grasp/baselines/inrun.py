@@ -18,7 +18,7 @@ import torch
 from numpy.lib.format import open_memmap
 from pydantic import Field, model_validator
 
-from grasp.arrays import F32, F64, I64
+from grasp.arrays import F64, I64
 from grasp.baselines.gradients.layers import describe_layers
 from grasp.baselines.gradients.method_settings import Patterns
 from grasp.baselines.gradients.session import unit_examples
@@ -117,7 +117,39 @@ class InRun(BlockMethod[InRunSettings]):
             open_memmap(unfinished, mode="w+", dtype=np.float32, shape=(plan.n_prefix, replay.n_columns)).flush()
             unfinished.replace(values)
         _run_replay(replay, plan, inputs, work.directory)
-        return _ReplayScorer(np.load(values, mmap_mode="r"), plan, replay, inputs.n_rows, self.settings)
+        value_PC = np.load(values, mmap_mode="r")
+
+        def score(start: int, stop: int) -> Scores:
+            """Score the prefix by its values, and the other rows 0."""
+            value_NC = np.zeros((stop - start, replay.n_columns), dtype=np.float32)
+            in_prefix = value_PC[start : min(stop, plan.n_prefix)]
+            value_NC[: len(in_prefix)] = in_prefix
+            return value_NC if plan.column_E is None else value_NC[:, plan.column_E]
+
+        n_after = inputs.n_rows - plan.n_prefix
+        counts = {"rows after the prefix, scored 0": n_after, "units not in the validation loss": plan.n_excluded}
+        account = Account(
+            covers=(describe_layers(replay.engine.layers),),
+            notes=tuple(self._notes(replay, inputs.n_rows, n_after)),
+            counts={reason: number for reason, number in counts.items() if number},
+        )
+        return RowScorer(score, account)
+
+    def _notes(self, replay: Replay, n_rows: int, n_after: int) -> Iterator[str]:
+        settings = self.settings
+        utility_note = {
+            "global": "a single validation loss, the mean over all units",
+            "target": "one validation loss per target, the mean over its units",
+            "unit": "one validation loss per unit",
+        }[settings.utility]
+        yield (
+            f"order {settings.order}, {replay.step} steps of {settings.batch_rows} rows, AdamW at "
+            f"{settings.learning_rate:g}; {utility_note}"
+        )
+        if settings.update == "sgd":
+            yield "values are those of an SGD step although the replay uses AdamW, as in the source"
+        if n_after:
+            yield f"{n_after} of {n_rows} rows come after the prefix and score 0 (not valued, not neutral)"
 
 
 def _replay_settings(settings: InRunSettings) -> BatchReplaySettings:
@@ -235,41 +267,3 @@ def _advance(replay: Replay, row_index_B: I64, rows: list[Example]) -> F64:
         ) from err
     check_finite(value_BC, row_index_B, step)
     return value_BC
-
-
-class _ReplayScorer(RowScorer):
-    """Scores the prefix by its values, and the other rows 0."""
-
-    def __init__(self, value_PC: F32, plan: _ReplayPlan, replay: Replay, n_rows: int, settings: InRunSettings) -> None:
-        self._value_PC, self._plan, self._n_rows, self._settings = value_PC, plan, n_rows, settings
-        self._layers, self._steps = replay.engine.layers, replay.step
-
-    def score(self, start: int, stop: int) -> Scores:
-        value_NC = np.zeros((stop - start, self._value_PC.shape[1]), dtype=np.float32)
-        in_prefix = self._value_PC[start : min(stop, self._plan.n_prefix)]
-        value_NC[: len(in_prefix)] = in_prefix
-        return value_NC if self._plan.column_E is None else value_NC[:, self._plan.column_E]
-
-    def account(self) -> Account:
-        n_after = self._n_rows - self._plan.n_prefix
-        counts = {"rows after the prefix, scored 0": n_after, "units not in the validation loss": self._plan.n_excluded}
-        return Account(
-            covers=(describe_layers(self._layers),),
-            notes=tuple(self._notes(n_after)),
-            counts={reason: number for reason, number in counts.items() if number},
-        )
-
-    def _notes(self, n_after: int) -> Iterator[str]:
-        utility_note = {
-            "global": "a single validation loss, the mean over all units",
-            "target": "one validation loss per target, the mean over its units",
-            "unit": "one validation loss per unit",
-        }[self._settings.utility]
-        yield (
-            f"order {self._settings.order}, {self._steps} steps of {self._plan.batch_rows} rows, AdamW at "
-            f"{self._settings.learning_rate:g}; {utility_note}"
-        )
-        if self._settings.update == "sgd":
-            yield "values are those of an SGD step although the replay uses AdamW, as in the source"
-        if n_after:
-            yield f"{n_after} of {self._n_rows} rows come after the prefix and score 0 (not valued, not neutral)"

@@ -142,7 +142,14 @@ class KnnShapley(BlockMethod[KnnShapleySettings]):
             row_SM = (key_SM >> (OFFSET_BITS + 1)) & ((1 << ROW_BITS) - 1)
             values = _sum_by_row(row_SM, value_SM, queries.unit_S)
             work.save("values", values)
-        return _SparseScorer(values, inputs.n_units, self._account())
+
+        def score(start: int, stop: int) -> Scores:
+            block_values = values[slice(*np.searchsorted(values["row"], (start, stop)))]
+            out = np.zeros((stop - start, inputs.n_units))
+            out[block_values["row"] - start, block_values["unit"]] = block_values["value"]
+            return out
+
+        return RowScorer(score, self._account())
 
     def _nearest(self, inputs: MethodInputs, work: WorkArea, queries: "_Queries") -> tuple["_Nearest", int]:
         """Return the positions of all rows nearest to each unit position, and the number of positions."""
@@ -276,20 +283,3 @@ def _sum_by_row(row_SM: I64, value_SM: F64, unit_S: I64) -> NDArray[np.void]:
     out["row"], out["unit"] = np.divmod(key, len(count_E))
     out["value"] = np.bincount(inverse.ravel(), weights=(value_SM / count_E[unit_SM]).ravel(), minlength=len(key))
     return out
-
-
-class _SparseScorer(RowScorer):
-    """Stored values of some rows; 0 for the others."""
-
-    def __init__(self, values: NDArray[np.void], n_units: int, account: Account) -> None:
-        self._values, self._n_units, self._account = values, n_units, account
-
-    def score(self, start: int, stop: int) -> Scores:
-        low, high = np.searchsorted(self._values["row"], (start, stop))
-        block_values = self._values[low:high]
-        out = np.zeros((stop - start, self._n_units))
-        out[block_values["row"] - start, block_values["unit"]] = block_values["value"]
-        return out
-
-    def account(self) -> Account:
-        return self._account

@@ -60,7 +60,18 @@ class Ngram(BlockMethod[NgramSettings]):
         total_C = np.asarray(work.load_or_compute("totals", count_sequences), dtype=np.float64)
         unit_P = np.repeat(np.arange(inputs.n_units), [len(unit.input_ids) - unit.first for unit in inputs.unit_tokens])
         weight_CE = _derivatives(grams, total_C / inputs.n_rows, unit_P, self.settings.uniform)
-        return _NgramScorer(inputs, grams, weight_CE, self.settings.order)
+        account = Account(
+            covers=("tokens of the rows", "tokens of the units' answers"),
+            notes=(
+                f"sequences of 1 to {self.settings.order} tokens; the model of a subset linearised at the model of the "
+                "corpus",
+            ),
+        )
+
+        def score(start: int, stop: int) -> Scores:
+            return np.asarray((_count_sequences(grams, inputs.rows(start, stop)) @ weight_CE).toarray())
+
+        return RowScorer(score, account)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,19 +181,3 @@ def _derivatives(grams: list[_Sequences], mean_C: F64, unit_P: I64, uniform: flo
         values += [slope, -slope * share]
     coordinates = (np.concatenate(rows), np.concatenate(columns))
     return csr_array(coo_array((np.concatenate(values), coordinates), shape=(len(mean_C), int(unit_P.max()) + 1)))
-
-
-class _NgramScorer(RowScorer):
-    def __init__(self, inputs: MethodInputs, grams: list[_Sequences], weight_CE: csr_array, order: int) -> None:
-        self._inputs, self._grams, self._weight_CE, self._order = inputs, grams, weight_CE, order
-
-    def score(self, start: int, stop: int) -> Scores:
-        return np.asarray((_count_sequences(self._grams, self._inputs.rows(start, stop)) @ self._weight_CE).toarray())
-
-    def account(self) -> Account:
-        return Account(
-            covers=("tokens of the rows", "tokens of the units' answers"),
-            notes=(
-                f"sequences of 1 to {self._order} tokens; the model of a subset linearised at the model of the corpus",
-            ),
-        )

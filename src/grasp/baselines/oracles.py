@@ -13,13 +13,12 @@ Shape letters: B subsets, F features, E outputs (units, and the task's mean as a
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from grasp.arrays import F64
 from grasp.artifact.label_table import LabelColumn
-from grasp.errors import RunsError, ShapeError
+from grasp.errors import RunsError
 from grasp.extras import require
 from grasp.predict.weights import SubsetBlock
 from grasp.runs.predictions import Predictions
@@ -55,15 +54,8 @@ def mask_features(blocks: Iterable[SubsetBlock]) -> OracleFeatures:
     return OracleFeatures("masks", ids, mask_BN.astype(float))
 
 
-def fraction_features(
-    blocks: Iterable[SubsetBlock], labels: LabelColumn, *, of: Literal["subset", "label"] = "subset"
-) -> OracleFeatures:
-    """Return the composition of each subset by the values of a label, (B, number of values).
-
-    Args:
-        of: `subset`: share of the subset's rows that have the value, which is what a fixed budget trains on;
-            `label`: share of the value's rows that the subset retains, which is the intervention.
-    """
+def fraction_features(blocks: Iterable[SubsetBlock], labels: LabelColumn) -> OracleFeatures:
+    """Return the share of each subset's rows that have each value of a label, (B, number of values)."""
     ids: list[str] = []
     parts: list[F64] = []
     for block in blocks:
@@ -74,10 +66,9 @@ def fraction_features(
         cells = subset_of_entry * n_values + labels.codes_N[matrix.indices]
         counts = np.bincount(cells, minlength=len(block.subset_ids) * n_values)
         counts_BF = counts.reshape(-1, n_values).astype(np.float64)
-        whole = counts_BF.sum(axis=1, keepdims=True) if of == "subset" else labels.counts[None].astype(float)
         ids += block.subset_ids
-        parts.append(counts_BF / whole)
-    return OracleFeatures(f"{labels.name}-share-of-{of}", tuple(ids), np.concatenate(parts))
+        parts.append(counts_BF / counts_BF.sum(axis=1, keepdims=True))
+    return OracleFeatures(f"{labels.name}-share-of-subset", tuple(ids), np.concatenate(parts))
 
 
 def ridge_oracle(features: OracleFeatures, utilities: Utilities, *, folds: int = FOLDS, seed: int = 0) -> Predictions:
@@ -192,12 +183,10 @@ def cross_fit(fit: Fitter, x_BF: F64, y_BE: F64, *, folds: int, seed: int) -> F6
     """Predict each subset by a fit to the other folds, (B, E).
 
     Raises:
-        ShapeError: features and outputs have different numbers of subsets.
         RunsError: fewer than two subsets per training fold.
     """
     n_subsets = len(x_BF)
-    if len(y_BE) != n_subsets:
-        raise ShapeError(f"oracle: features {x_BF.shape} and utilities {y_BE.shape} differ in their subsets")
+    assert len(y_BE) == n_subsets
     folds = min(folds, n_subsets)
     if folds < 2 or n_subsets < 4:
         raise RunsError(f"oracle: got {n_subsets} subsets and {folds} folds, expected 4 and 2 or more")

@@ -12,10 +12,9 @@ import numpy as np
 from pydantic import Field
 from scipy.sparse import csr_array
 
-from grasp.baselines.bm25 import query_text, words
+from grasp.baselines.bm25 import QUERY_NOTES, check_queries, query_text, words
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
-from grasp.errors import TargetError
 from grasp.methods.contract import Account, MethodInputs, Scores
 from grasp.settings import Settings
 
@@ -45,35 +44,30 @@ class Overlap(BlockMethod[OverlapSettings]):
     def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         del work, part
         queries = [set(words(query_text(unit, self.settings.query))) for unit in inputs.units.units]
-        if not any(queries):
-            unit = inputs.units.units[0]
-            raise TargetError(
-                f"overlap: none of the {len(queries)} units has a query word, e.g. {unit.unit_id!r} of {unit.target}; "
-                f"the setting query is {self.settings.query!r}, try 'both'"
-            )
-        return _OverlapScorer(inputs, queries, self.settings.query)
+        check_queries(self.name, queries, inputs.units.units, self.settings.query)
+        n_empty = sum(not query for query in queries)
+        account = Account(
+            covers=("text of the rows, decoded from their tokens", QUERY_NOTES[self.settings.query]),
+            counts={"units without a query word: 0 for every row": n_empty} if n_empty else {},
+        )
+        return RowScorer(_Overlaps(inputs, queries), account)
 
 
-class _OverlapScorer(RowScorer):
-    def __init__(self, inputs: MethodInputs, queries: Sequence[set[str]], which: str) -> None:
-        self._inputs, self._which = inputs, which
+class _Overlaps:
+    """Shares of the words of each unit that rows have."""
+
+    def __init__(self, inputs: MethodInputs, queries: Sequence[set[str]]) -> None:
+        self._inputs = inputs
         self._word_id = {word: w for w, word in enumerate(sorted(set().union(*queries)))}
         self._share_WE = self._matrix([[self._word_id[word] for word in query] for query in queries]).T.tocsr()
         # a unit without words has an empty column: 0 for every row
         self._size_E = np.maximum(1, np.array([len(query) for query in queries]))
-        self._n_empty = sum(not query for query in queries)
 
-    def score(self, start: int, stop: int) -> Scores:
+    def __call__(self, start: int, stop: int) -> Scores:
         texts = self._inputs.texts(start, stop)
         known = [[self._word_id[word] for word in set(words(text)) & self._word_id.keys()] for text in texts]
         shared_nE = (self._matrix(known) @ self._share_WE).toarray()
         return np.asarray(shared_nE / self._size_E)
-
-    def account(self) -> Account:
-        query = {"both": "prompts and completions", "prompt": "prompts", "completion": "completions"}
-        counts = {"units without a query word: 0 for every row": self._n_empty} if self._n_empty else {}
-        covers = ("text of the rows, decoded from their tokens", f"units' {query[self._which]}")
-        return Account(covers=covers, counts=counts)
 
     def _matrix(self, word_lists: Sequence[Sequence[int]]) -> csr_array:
         """Return a 0/1 matrix with one row per list of words."""

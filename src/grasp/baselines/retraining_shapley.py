@@ -13,22 +13,22 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from grasp.arrays import F64, I64, Bool
 from grasp.artifact.rows import label_column
-from grasp.baselines.shapley import MAX_EXACT_PLAYERS, SampledShapley, exact_shapley, permutation_shapley
+from grasp.baselines.shapley import SampledShapley, exact_shapley, permutation_shapley
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import RunsError, SettingsError
-from grasp.methods.contract import Account, MethodInputs, Scores, Seconds
+from grasp.methods.contract import Account, MethodInputs, Seconds
 from grasp.models.checkpoint import device_of
 from grasp.models.unit_loss import evaluate_units
 from grasp.runs.predictions import Weighting
 from grasp.settings import Settings, refuse_idle
 from grasp.training.recipe import TrainingRecipe
 from grasp.training.train import Trainer, train_in_memory
-from grasp.yaml_files import describe
+from grasp.yaml_files import validated
 
 Masks = Bool
 ROWS = "rows"
@@ -89,12 +89,15 @@ class RetrainingShapley(BlockMethod[RetrainingShapleySettings]):
         player_N, player_note = self._players(inputs)
         n_players = int(player_N.max()) + 1
         self._check_cost(n_players)
-        game = RetrainingGame.from_inputs(inputs, work, player_N, seed=self.seed)
+        game = RetrainingGame(inputs, work, player_N, seed=self.seed)
         estimate = self._estimate(game, n_players)
         if game.trained or work.read("ready") is None:
             work.write("ready", asdict(game.ready))
         account = self._account(estimate, n_players, player_note)
-        return _SharedScorer(estimate.value_PE, player_N, replace(account, ready=Seconds(**(work.read("ready") or {}))))
+        # the value of each player is divided equally among its rows
+        share_PE = estimate.value_PE * (1.0 / np.bincount(player_N))[:, None]
+        ready = Seconds(**(work.read("ready") or {}))
+        return RowScorer(lambda start, stop: share_PE[player_N[start:stop]], replace(account, ready=ready))
 
     def _estimate(self, game: "RetrainingGame", n_players: int) -> SampledShapley:
         """Compute the value of each player for each unit, exactly or from sampled permutations."""
@@ -127,13 +130,8 @@ class RetrainingShapley(BlockMethod[RetrainingShapleySettings]):
 
     def _check_cost(self, n_players: int) -> None:
         """Refuse games that need too many retrainings."""
-        exact = not self.settings.permutations
-        if exact and n_players > MAX_EXACT_PLAYERS:
-            raise SettingsError(
-                f"retraining_shapley: permutations: got 0, which enumerates the coalitions of at most "
-                f"{MAX_EXACT_PLAYERS} players, but there are {n_players}; sample permutations"
-            )
-        runs = 2**n_players if exact else self.settings.permutations * (n_players - 1) + 2
+        permutations = self.settings.permutations
+        runs = permutations * (n_players - 1) + 2 if permutations else 2**n_players
         if runs > self.settings.most_runs:
             raise SettingsError(
                 f"retraining_shapley: {n_players:,} players need up to {runs:,} retrainings, more than most_runs "
@@ -154,17 +152,7 @@ class RetrainingShapley(BlockMethod[RetrainingShapleySettings]):
 class RetrainingGame:
     """Utility of coalitions, -loss of each unit in nats per token. Each is retrained once and cached on disk."""
 
-    def __init__(
-        self, inputs: MethodInputs, store: WorkArea, player_N: I64, recipe: TrainingRecipe, *, seed: int
-    ) -> None:
-        self._inputs, self._store, self._player_N = inputs, store, player_N
-        self._recipe, self._seed = recipe, seed
-        self._device = str(device_of(inputs.settings.model.device))
-        self.trained = 0  # coalitions that this object trained on
-        self.ready = store.seconds  # seconds that earlier runs spent
-
-    @classmethod
-    def from_inputs(cls, inputs: MethodInputs, work: WorkArea, player_N: I64, *, seed: int) -> "RetrainingGame":
+    def __init__(self, inputs: MethodInputs, work: WorkArea, player_N: I64, *, seed: int) -> None:
         """Create a game with the recipe of the retrained runs; reuses cached results of any game over these rows.
 
         Args:
@@ -174,16 +162,15 @@ class RetrainingGame:
             RunsError: the runs do not record their recipe.
         """
         runs = inputs.required_runs.runs
-        try:
-            recipe = TrainingRecipe.model_validate(runs.info.recipe_settings)
-        except ValidationError as err:
-            raise RunsError(
-                describe(err, f"{runs.path}: recipe_settings", TrainingRecipe) + "; repeat the retraining"
-            ) from err
+        location = f"{runs.path}: recipe_settings"
+        self._recipe = validated(TrainingRecipe, runs.info.recipe_settings, location, RunsError)
         units = [inputs.units.fingerprint, inputs.settings.targets.max_length]
-        text = json.dumps([recipe.model_dump(mode="json"), seed, units], sort_keys=True)
-        name = f"retrained-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
-        return cls(inputs, work.shared(name), player_N, recipe, seed=seed)
+        text = json.dumps([self._recipe.model_dump(mode="json"), seed, units], sort_keys=True)
+        self._store = work.shared(f"retrained-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}")
+        self._inputs, self._player_N, self._seed = inputs, player_N, seed
+        self._device = str(device_of(inputs.settings.model.device))
+        self.trained = 0  # coalitions that this object trained on
+        self.ready = self._store.seconds  # seconds that earlier runs spent
 
     def __call__(self, masks_BG: Masks) -> F64:
         """Return the utilities (B, E) of coalitions of players, boolean (B, G)."""
@@ -221,17 +208,3 @@ class RetrainingGame:
         """Return the utilities of a model at its initialisation, (E,)."""
         model = Trainer(self._recipe, [self._seed], self._device).model.to_hf(0)
         return np.asarray(-evaluate_units(model.to(torch.device(self._device)), self._inputs.unit_tokens))
-
-
-class _SharedScorer(RowScorer):
-    """Divides the value of each player equally among its rows."""
-
-    def __init__(self, value_GE: F64, player_N: I64, account: Account) -> None:
-        share_G = 1.0 / np.bincount(player_N)
-        self._value_GE, self._player_N, self._account = value_GE * share_G[:, None], player_N, account
-
-    def score(self, start: int, stop: int) -> Scores:
-        return self._value_GE[self._player_N[start:stop]]
-
-    def account(self) -> Account:
-        return self._account

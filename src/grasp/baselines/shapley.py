@@ -88,12 +88,10 @@ def permutation_shapley(
             contributions of its remaining players are set to 0. Default: evaluate every contribution.
         block: subsets per call of the utility.
     Raises:
-        SettingsError: no players, no permutations, or a negative truncation.
         ShapeError, ModelError: the utility returns a wrong shape, or a value that is not finite.
     Source: Castro et al. 2009; truncation: Ghorbani and Zou 2019. Deviation: with E games, a permutation is
         truncated only if all of them are within the tolerance.
     """
-    _check_sampling(n_players, permutations, truncation)
     ends = np.stack([np.zeros(n_players, dtype=bool), np.ones(n_players, dtype=bool)])
     empty_E, full_E = _evaluate(utility, ends)
     order_MP = np.stack([stream(seed, "shapley", m).permutation(n_players) for m in range(permutations)])
@@ -174,12 +172,3 @@ def _all_masks(n_players: int, block: int) -> Iterator[Masks]:
 def _size_weights(n_players: int) -> F64:
     """Return |S|! (P - |S| - 1)! / P! for |S| = 0 .. P - 1."""
     return np.array([factorial(s) * factorial(n_players - s - 1) / factorial(n_players) for s in range(n_players)])
-
-
-def _check_sampling(n_players: int, permutations: int, truncation: float | None) -> None:
-    if n_players < 1:
-        raise SettingsError(f"players: got {n_players}, expected at least 1")
-    if permutations < 1:
-        raise SettingsError(f"permutations: got {permutations}, expected at least 1")
-    if truncation is not None and not (np.isfinite(truncation) and truncation >= 0):
-        raise SettingsError(f"truncation: got {truncation}, expected a finite number >= 0, in units of the utility")

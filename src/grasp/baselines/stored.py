@@ -18,8 +18,8 @@ import hashlib
 import json
 import shutil
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,19 +86,18 @@ RECORD = Signed(
 S = TypeVar("S", bound=Settings)
 
 
-class RowScorer(ABC):
-    """Scores rows for one part of a method."""
+@dataclass(frozen=True, slots=True)
+class RowScorer:
+    """Scores rows for one part of a method.
 
-    @abstractmethod
-    def score(self, start: int, stop: int) -> Scores:
-        """Score rows [start, stop): (n, E) in the order of `inputs.units`, or (n, 1).
+    Attributes:
+        score: returns the scores of rows [start, stop): (n, E) in the order of `inputs.units`, or (n, 1). The score of
+            a row must not depend, up to rounding, on the block and the batches that contain it.
+        account: summary, of which that of the last part is stored.
+    """
 
-        The score of a row must not depend, up to rounding, on the block and the batches that contain it.
-        """
-
-    @abstractmethod
-    def account(self) -> Account:
-        """Return the summary. Called on the last part after its last block, even if all blocks were on disk."""
+    score: Callable[[int, int], Scores]
+    account: Account
 
 
 class BlockMethod(RowMethod[S]):
@@ -134,7 +133,7 @@ class BlockMethod(RowMethod[S]):
         if "checkpoints" in self.requires:
             training_checkpoints(inputs)
 
-    def scores(self, inputs: MethodInputs, cache: Path) -> "StoredScores":
+    def scores(self, inputs: MethodInputs, cache: Path) -> MethodScores:
         """Read the scores from disk, or compute them, resuming a killed run.
 
         Raises:
@@ -155,13 +154,6 @@ class BlockMethod(RowMethod[S]):
                     run.finish(result_identity)
                 run.clear()
         return _read(directory)
-
-
-@dataclass(frozen=True)
-class StoredScores(MethodScores):
-    """Scores of all rows, on disk."""
-
-    path: Path = Path()
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +224,7 @@ class _Run:
     def finish(self, result_identity: Mapping[str, Any]) -> None:
         """Score the remaining blocks, then write the result."""
         n_parts, blocks = self._method.parts(self._inputs), list(self._inputs.blocks())
-        if n_parts < 1:
-            raise ModelError(f"{type(self._method).__name__}: got {n_parts} passes over the rows, expected at least 1")
+        assert n_parts > 0
         self._store.begin({**result_identity, "blocks": [stop for _, stop in blocks]}, replace=True)
         last_part_of = {mark.start: mark.part for mark, _ in self._marks()}  # by first row of the block
         for part in range(n_parts):
@@ -277,7 +268,7 @@ class _Run:
             self._store.drop(previous_name)
             self._unrecorded = Seconds()
             self._inputs.progress.advance(stop - start, 0)
-        return scorer.account()
+        return scorer.account
 
     def _score_block(self, scorer: RowScorer, start: int, stop: int) -> F32:
         """Score a block, and check the shape and that all scores are finite in the stored dtype."""
@@ -338,8 +329,8 @@ class _Run:
         self._unrecorded += Seconds(time.perf_counter() - wall, time.process_time() - cpu)
 
 
-def _read(directory: Path) -> StoredScores:
+def _read(directory: Path) -> MethodScores:
     record, files = open_store(directory, RECORD)
     files.file(IDS)
     shape = np.load(files.file(SCORES), mmap_mode="r", allow_pickle=False).shape
-    return StoredScores(_Blocks(directory / SCORES), shape, record.account, record.seconds, directory)
+    return MethodScores(_Blocks(directory / SCORES), shape, record.account, record.seconds)

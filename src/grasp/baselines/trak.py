@@ -70,12 +70,25 @@ class Trak(BlockMethod[TrakSettings]):
         layers = choose_layers(inputs.model, self.settings.layers)
         width = self._check_width(inputs, layers)
         checkpoints = select_checkpoints(inputs, self.settings.checkpoints)
-        members = [self._scorer_at(inputs, work, checkpoint, width) for checkpoint in checkpoints]
-        account = self._account(inputs, layers, width, checkpoints)
-        return _EnsembleScorer(members, self.settings.weigh_doubt, replace(account, ready=ready_seconds(work)))
+        members = [self._member(inputs, work, checkpoint, width) for checkpoint in checkpoints]
 
-    def _scorer_at(self, inputs: MethodInputs, work: WorkArea, checkpoint: Checkpoint, width: int) -> "_MemberScorer":
-        """Compute the features at one checkpoint and the matrix that maps a row's features to scores."""
+        def score(start: int, stop: int) -> Scores:
+            """Multiply two means over checkpoints: of the scores, and of the rows' factors 1 - p."""
+            scores_NE, doubt_N = np.zeros((stop - start, inputs.n_units)), np.zeros(stop - start)
+            for store, map_KE in members:
+                row_NK, member_doubt_N = store.rows(start, stop)
+                scores_NE += np.asarray(row_NK, dtype=np.float64) @ map_KE
+                doubt_N += member_doubt_N
+            scores_NE /= len(members)
+            return scores_NE * (doubt_N / len(members))[:, None] if self.settings.weigh_doubt else scores_NE
+
+        account = self._account(inputs, layers, width, checkpoints)
+        return RowScorer(score, replace(account, ready=ready_seconds(work)))
+
+    def _member(
+        self, inputs: MethodInputs, work: WorkArea, checkpoint: Checkpoint, width: int
+    ) -> tuple[FeatureStore, F64]:
+        """Compute the features at one checkpoint, and the matrix that maps a row's features to scores, (K, E)."""
         settings = self.settings
         spec = FeatureSpec(settings.layers, settings.dimension, settings.projection, self.seed, settings.output)
         store = FeatureStore(inputs, work, checkpoint, spec)
@@ -88,7 +101,7 @@ class Trak(BlockMethod[TrakSettings]):
             inputs.progress.advance(stop - start, 0)
         map_KE = newton_map(gram_KK, np.asarray(store.units(), dtype=np.float64), settings.ridge, str(checkpoint.path))
         store.close()
-        return _MemberScorer(store, map_KE)
+        return store, map_KE
 
     def _check_width(self, inputs: MethodInputs, layers: LayerSet) -> int:
         width = self.settings.dimension or layers.size
@@ -141,33 +154,3 @@ def newton_map(gram_KK: F64, unit_EK: F64, ridge: float, location: str) -> F64:
             "smaller dimension"
         )
     return np.asarray(vectors @ ((vectors.T @ unit_EK.T) / (np.maximum(values, 0.0) + shift)[:, None]))
-
-
-class _MemberScorer:
-    """A checkpoint of the ensemble."""
-
-    def __init__(self, store: FeatureStore, map_KE: F64) -> None:
-        self._store, self._map_KE = store, map_KE
-
-    def score(self, start: int, stop: int) -> tuple[F64, F64]:
-        """Return scores without the factor 1 - p, (n, E), and 1 - p, (n,)."""
-        row_NK, doubt_N = self._store.rows(start, stop)
-        return np.asarray(row_NK, dtype=np.float64) @ self._map_KE, np.asarray(doubt_N)
-
-
-class _EnsembleScorer(RowScorer):
-    """Product of two means over checkpoints: of the scores, and of the rows' factors 1 - p."""
-
-    def __init__(self, members: list[_MemberScorer], weigh_doubt: bool, account: Account) -> None:
-        self._members, self._weigh_doubt, self._account = members, weigh_doubt, account
-
-    def score(self, start: int, stop: int) -> Scores:
-        scores_NE, doubt_N = self._members[0].score(start, stop)
-        for member in self._members[1:]:
-            member_scores_NE, member_doubt_N = member.score(start, stop)
-            scores_NE, doubt_N = scores_NE + member_scores_NE, doubt_N + member_doubt_N
-        scores_NE /= len(self._members)
-        return scores_NE * (doubt_N / len(self._members))[:, None] if self._weigh_doubt else scores_NE
-
-    def account(self) -> Account:
-        return self._account

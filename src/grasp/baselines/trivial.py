@@ -11,22 +11,14 @@ from pydantic import Field
 from grasp.arrays import F64
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
-from grasp.methods.contract import Account, MethodInputs, NoSettings, Scores
+from grasp.methods.contract import Account, MethodInputs, NoSettings
 from grasp.seeds import stream
 from grasp.settings import Settings
 
 
-class _Column(RowScorer):
-    """Scores that are a precomputed column of the rows."""
-
-    def __init__(self, values_N: F64, account: Account) -> None:
-        self._values_N, self._account = values_N, account
-
-    def score(self, start: int, stop: int) -> Scores:
-        return self._values_N[start:stop, None]
-
-    def account(self) -> Account:
-        return self._account
+def _score_by_column(values_N: F64, account: Account) -> RowScorer:
+    """Return a scorer by a precomputed column of the rows."""
+    return RowScorer(lambda start, stop: values_N[start:stop, None], account)
 
 
 class Random(BlockMethod[NoSettings]):
@@ -38,7 +30,7 @@ class Random(BlockMethod[NoSettings]):
     def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         del work, part
         values_N = stream(self.seed, "baselines", "random").standard_normal(inputs.n_rows)
-        return _Column(values_N, Account(covers=("nothing",), notes=("independent of rows and units",)))
+        return _score_by_column(values_N, Account(covers=("nothing",), notes=("independent of rows and units",)))
 
 
 class LengthSettings(Settings):
@@ -58,7 +50,7 @@ class Length(BlockMethod[LengthSettings]):
     def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         del work, part
         sign = 1.0 if self.settings.prefer == "long" else -1.0
-        return _Column(sign * inputs.column("n_tokens"), Account(covers=("number of tokens",)))
+        return _score_by_column(sign * inputs.column("n_tokens"), Account(covers=("number of tokens",)))
 
 
 class LossSettings(Settings):
@@ -86,4 +78,4 @@ class Loss(BlockMethod[LossSettings]):
     def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         del work, part
         sign = -1.0 if self.settings.prefer == "low" else 1.0
-        return _Column(sign * inputs.column("loss"), Account(covers=("loss of the row",)))
+        return _score_by_column(sign * inputs.column("loss"), Account(covers=("loss of the row",)))

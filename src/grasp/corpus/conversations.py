@@ -10,6 +10,7 @@ into text later. Start with `form_of` and `Form.read`.
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -44,11 +45,12 @@ class Template:
             return
         try:
             fields = [field for _, field, _, _ in Formatter().parse(text) if field is not None]
+            fault = "has a field without a name, expected columns such as {question}"
         except ValueError as err:
-            raise CorpusError(f"{location}: {text!r} is not a valid format string: {err}") from err
+            fields, fault = [""], f"is not a valid format string: {err}"
         self.columns = frozenset(re.split(r"[.\[]", field, maxsplit=1)[0] for field in fields)  # {answers[text][0]}
-        if "" in self.columns or any(name.isdigit() for name in self.columns):
-            raise CorpusError(f"{location}: {text!r} has a field without a name, expected columns such as {{question}}")
+        if any(name == "" or name.isdigit() for name in self.columns):
+            raise CorpusError(f"{location}: {text!r} {fault}")
 
     def _compile_jinja(self) -> None:
         """Compile the text in a sandbox, since it may come from a file of somebody else."""
@@ -241,9 +243,7 @@ class Form:
     def _instruction_turns(self, named: Mapping[str, Any], location: str) -> list[dict[str, Any]]:
         """Return the turns of an instruction with its input, output and history."""
         instruction, output, *inputs = (name for name in self.columns if name not in (*EXTRA_COLUMNS, HISTORY))
-        for name in (instruction, output, *inputs):
-            if not isinstance(named[name], str | None):
-                raise CorpusError(f"{location}: column {name!r} holds {type(named[name]).__name__}, expected text")
+        _require_texts({name: named[name] for name in (instruction, output, *inputs)}, location)
         default_separator = "\n" if HISTORY in self.columns else "\n\n"  # LLaMA-Factory; Alpaca
         separator = default_separator if self.names is None else self.names.separator
         question = separator.join(text for name in (instruction, *inputs) if (text := named[name] or "").strip())
@@ -253,6 +253,13 @@ class Form:
             for exchange in exchanges
             for role, words in zip(("user", "assistant"), exchange, strict=True)
         ]
+
+
+def _require_texts(values: Mapping[str, Any], location: str) -> None:
+    """Check that the values of columns are texts or null."""
+    for column, value in values.items():
+        if not isinstance(value, str | None):
+            raise CorpusError(f"{location}: column {column!r} holds {type(value).__name__}, expected text")
 
 
 def _with_completion(prompt: str, completion: str) -> Content:
@@ -358,16 +365,15 @@ def _chat_sides(record: Mapping[str, Any], prompt: Any, location: str) -> list[C
         prompt_turns: list[Any] = [] if prompt is None else _parse_turns(prompt, "prompt", location)
     else:  # a prompt that is text repeats the common beginning of the sides, if they have one
         prompt_turns = [] if n_common else [{"role": "user", "content": prompt}]
-    for name, side in zip(PAIR, sides, strict=True):
-        if len(side) - n_common != 1:
-            raise CorpusError(
-                f"{location}: {name}: has {len(side) - n_common} turns after the common beginning of both sides, "
-                "expected one answer of the assistant"
-            )
     chats = [_build_conversation([*prompt_turns, *side], record, location) for side in sides]
-    for name, chat in zip(PAIR, chats, strict=True):
-        if chat.fault is not None or chat.turns[-1]["role"] != "assistant":
-            raise CorpusError(f"{location}: {name}: {FAULTS[chat.fault or 'no_answer']}; fix or remove the record")
+    for name, side, chat in zip(PAIR, sides, chats, strict=True):
+        fault, n_answers = "", len(side) - n_common
+        if n_answers != 1:
+            fault = f"has {n_answers} turns after the common beginning of both sides, expected one answer"
+        elif chat.fault is not None or chat.turns[-1]["role"] != "assistant":
+            fault = FAULTS[chat.fault or "no_answer"]
+        if fault:
+            raise CorpusError(f"{location}: {name}: {fault}; fix or remove the record")
     return [Content(conversation=chat) for chat in chats]
 
 
@@ -431,9 +437,7 @@ def _apply_formats(values: Mapping[str, Any], names: FieldNames | None, location
     assert names is not None
     assert names.formats is not None
     texts = {name: "" if value is None else value for name, value in values.items()}
-    for name, value in texts.items():
-        if not isinstance(value, str):
-            raise CorpusError(f"{location}: column {names.columns[name]!r} holds {type(value).__name__}, expected text")
+    _require_texts({names.columns[name]: value for name, value in texts.items()}, location)
     formats, system = names.formats, texts.get("system") or names.formats.default_system
     try:
         front = formats.system.format(system=system) if system else ""
@@ -466,43 +470,40 @@ def _extract_loss_flags(turns: Sequence[dict[str, Any]], tools: tuple[Any, ...],
     return Conversation(tuple(turns), tools, frozenset(untrained), fault)
 
 
-def _parse_list(value: Any) -> Any:
+def _parse_list(value: Any, location: str) -> list[Any]:
     """Return a list, parsed if it is JSON text; null and white space are an empty list."""
-    if isinstance(value, str):
-        value = json.loads(value) if value.strip() else None
-    return value or []
+    try:
+        parsed = (json.loads(value) if value.strip() else None) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        parsed = value
+    if not isinstance(parsed or [], list | tuple):
+        raise CorpusError(f"{location}: got {value!r:.60}, expected a list, or JSON of one")
+    return list(parsed or [])
 
 
 def _parse_tools(tools: Any, location: str) -> tuple[Any, ...]:
     """Return descriptions of tools from a list, JSON text of a list (LLaMA-Factory), or a list of JSON texts."""
+    descriptions = _parse_list(tools, f"{location}: tools")
     try:
-        descriptions = _parse_list(tools)
-        if isinstance(descriptions, list | tuple):
-            return tuple(
-                json.loads(tool) if isinstance(tool, str) else plain_json(tool, repair=False) for tool in descriptions
-            )
+        return tuple(
+            json.loads(tool) if isinstance(tool, str) else plain_json(tool, repair=False) for tool in descriptions
+        )
     except (ValueError, RecursionError) as err:
-        raise CorpusError(f"{location}: tools: got {tools!r:.60}, expected a list, or JSON of one: {err}") from err
-    raise CorpusError(f"{location}: tools: got {type(descriptions).__name__}, expected a list of descriptions")
+        raise CorpusError(f"{location}: tools: got {tools!r:.60}, expected a list of JSON values: {err}") from err
 
 
 def _parse_template_arguments(value: Any, location: str) -> dict[str, Any]:
     """Return the arguments that a record passes to the chat template, without null ones, which tables add."""
     try:
         arguments = json.loads(value) if isinstance(value, str) and value.strip() else value or {}
-        if not isinstance(arguments, Mapping):
-            raise TypeError("not a mapping")
-        plain: dict[str, Any] = plain_json(json.loads(json.dumps(dict(arguments))), repair=False)
+        plain: dict[str, Any] = plain_json(json.loads(json.dumps({**arguments})), repair=False)
+        reserved = ", ".join(sorted(RESERVED_ARGUMENTS & plain.keys()))
+        if not reserved:
+            return plain
+        fault = f"got {reserved}, expected arguments that the template itself defines, such as enable_thinking"
     except (TypeError, ValueError, RecursionError) as err:
-        raise CorpusError(
-            f"{location}: {TEMPLATE_ARGUMENTS}: got {value!r:.60}, expected a mapping of JSON values: {err}"
-        ) from err
-    if reserved := sorted(RESERVED_ARGUMENTS & plain.keys()):
-        raise CorpusError(
-            f"{location}: {TEMPLATE_ARGUMENTS}: got {', '.join(reserved)}, expected arguments that the template itself "
-            "defines, such as enable_thinking; remove it"
-        )
-    return plain
+        fault = f"got {value!r:.60}, expected a mapping of JSON values: {err}"
+    raise CorpusError(f"{location}: {TEMPLATE_ARGUMENTS}: {fault}")
 
 
 def _parse_history(history: Any, location: str) -> list[tuple[str, str]]:
@@ -531,19 +532,16 @@ def holds_turns(value: Any, column: str) -> bool:
 def _parse_turns(value: Any, column: str, location: str) -> list[Any]:
     """Return turns from a list, JSON text of a list, or a struct of lists, as `datasets` stores them."""
     if isinstance(value, str) and JSON_TURNS.match(value):
-        try:
+        with suppress(ValueError, RecursionError):
             value = plain_json(json.loads(value))
-        except (ValueError, RecursionError) as err:
-            raise CorpusError(
-                f"{location}: text column {column!r} begins like a list of turns but is not JSON: {err}; "
-                "write it as JSON"
-            ) from err
     if isinstance(value, Mapping) and value and all(isinstance(part, list) for part in value.values()):
         lengths = {len(part) for part in value.values()}
         if len(lengths) == 1:
             return [dict(zip(value, line, strict=True)) for line in zip(*value.values(), strict=True)]
     if not isinstance(value, list) or not all(isinstance(turn, Mapping) for turn in value):
         kind = f"a list of {type(value[0]).__name__}" if isinstance(value, list) and value else type(value).__name__
+        if isinstance(value, str) and JSON_TURNS.match(value):
+            kind = f"{value!r:.60}, which is not JSON"
         raise CorpusError(
             f"{location}: text column {column!r} holds {kind}, expected text or a list of turns with role and content"
         )
@@ -554,17 +552,17 @@ def _parse_turn(turn: Mapping[str, Any], location: str) -> dict[str, Any]:
     """Return a turn in the form of chat templates, with its loss flags; invalid calls are None."""
     members: dict[str, Any] = plain_json(dict(turn), repair=False)  # surrogates are repaired when files are read
     role, content = members.pop("role", members.pop("from", None)), members.pop("content", members.pop("value", ""))
-    standard_role = ROLES.get(role.lower()) if isinstance(role, str) else None
-    if standard_role is None:
-        raise CorpusError(f"{location}: got the role {role!r:.60}, expected one of {', '.join(ROLES)}")
+    standard_role, fault = ROLES.get(role.lower()) if isinstance(role, str) else None, ""
     if isinstance(content, list) and all(
         isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
     ):
         content = "".join(part["text"] for part in content)
-    if not isinstance(content, str) and standard_role != "tool":  # templates accept any form of a tool's result
-        raise CorpusError(
-            f"{location} ({standard_role}): got {content!r:.60}, expected text; images and audio are not supported"
-        )
+    if standard_role is None:
+        fault = f": got the role {role!r:.60}, expected one of {', '.join(ROLES)}"
+    elif not isinstance(content, str) and standard_role != "tool":  # templates accept any form of a tool's result
+        fault = f" ({standard_role}): got {content!r:.60}, expected text; images and audio are not supported"
+    if fault:
+        raise CorpusError(f"{location}{fault}")
     if role.lower() == CALL and "tool_calls" not in members:  # LLaMA-Factory writes it as a tool call of the model
         members[CALL], content = content, ""
     function_call = members.pop(CALL, None) if standard_role == "assistant" else None
@@ -590,13 +588,10 @@ def _convert_function_calls(calls: Any) -> list[Any] | None:
 
 def _parse_tool_calls(calls: Any, location: str) -> list[Any]:
     """Return tool calls, parsed if they are JSON text; arguments are unchanged."""
-    try:
-        calls = _parse_list(calls)
-    except (ValueError, RecursionError) as err:
-        raise CorpusError(f"{location}: tool_calls: got {calls!r:.60}, expected a list, or JSON of one: {err}") from err
-    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+    parsed = _parse_list(calls, f"{location}: tool_calls")
+    if not all(isinstance(call, Mapping) for call in parsed):
         raise CorpusError(f"{location}: tool_calls: got {calls!r:.60}, expected a list of calls")
-    return calls
+    return parsed
 
 
 def with_arguments(conversation: Conversation, change: Callable[[Any], Any]) -> Conversation:
@@ -702,80 +697,70 @@ def form_of(names: Collection[str], settings: CorpusSettings, location: str) -> 
     Raises:
         CorpusError: no form applies, or several do and the settings select none.
     """
-    try:
-        return _select_form(tuple(names), settings)
-    except CorpusError as err:
-        raise CorpusError(f"{location}: {err}") from err
+    form = _select_form(tuple(names), settings)
+    if isinstance(form, str):
+        raise CorpusError(f"{location}: {form}; columns found: {', '.join(names) or 'none'}")
+    return form
+
+
+NEEDED: Final = {  # columns of a form, for messages
+    "prompt": "`prompt` and `completion`",
+    "instruction": "`instruction` and `output` or `response`",
+    "preference": "`chosen` and `rejected`",
+}
 
 
 @lru_cache(maxsize=256)
-def _select_form(names: tuple[str, ...], settings: CorpusSettings) -> Form:
-    """Select a form: by a dataset entry, by templates, by `corpus.form`, by column, or the only one that applies."""
+def _select_form(names: tuple[str, ...], settings: CorpusSettings) -> Form | str:
+    """Select a form: by a dataset entry, by templates, by `corpus.form`, by column, or the only one that applies.
+
+    Returns:
+        The form, or why there is none.
+    """
     if settings.fields is not None:
         return _entry_form(names, settings.fields, settings.form)
-    columns, forms = ", ".join(names) or "none", forms_in(names)
+    forms = forms_in(names)
     if settings.prompt is not None and settings.completion is not None:
         templates = (Template(settings.prompt, "corpus.prompt"), Template(settings.completion, "corpus.completion"))
         used = sorted(templates[0].columns | templates[1].columns)
         if missing := [name for name in used if name not in names]:
-            raise CorpusError(
-                f"no column {', '.join(missing)}, which corpus.prompt or completion reads; columns found: {columns}"
-            )
+            return f"no column {', '.join(missing)}, which corpus.prompt or completion reads"
         return Form("template", tuple(used), templates)
-    if settings.form == "preference":
-        preference = _preference_form(names)
-        if preference is None:
-            raise CorpusError(
-                f"corpus.form: got preference, which takes `chosen` and `rejected`; columns found: {columns}"
-            )
-        return preference
     if settings.form is not None:
         form = forms.get(f"--set corpus.form={settings.form}")
-        if form is None:
-            needed = {"prompt": "`prompt` and `completion`", "instruction": "`instruction` and `output` or `response`"}
-            raise CorpusError(
-                f"corpus.form: got {settings.form}, which takes {needed[settings.form]}; columns found: {columns}"
-            )
-        return form
+        if settings.form == "preference":
+            form = _preference_form(names)
+        return form or f"corpus.form: got {settings.form}, which takes {NEEDED[settings.form]}"
     if settings.text_column in names:
         return forms.get(f"--text-column {settings.text_column}") or Form("text", (str(settings.text_column),))
     if settings.ids_column in names:
         return Form("text", (settings.text_column or TEXT,))
     if settings.text_column is None and not forms and set(PAIR) <= set(names):
         advice = f"; to train on the chosen answers: {PROMPT_SETTINGS}" if "prompt" in names else ""
-        raise CorpusError(
-            f"contains preference pairs; to train on them: --loss dpo (corpus.form=preference){advice}; columns "
-            f"found: {columns}"
-        )
+        return f"contains preference pairs; to train on them: --loss dpo (corpus.form=preference){advice}"
     if settings.text_column is not None or not forms:
-        raise CorpusError(
-            f"no text column {settings.text_column or TEXT!r} and no ids column {settings.ids_column!r}; columns "
-            f"found: {columns}; name the one that holds the text with --text-column (corpus.text_column)"
+        return (
+            f"no text column {settings.text_column or TEXT!r} and no ids column {settings.ids_column!r}; name the one "
+            "that holds the text with --text-column (corpus.text_column)"
         )
     if len(forms) > 1:
-        raise CorpusError(
-            f"can be read in {len(forms)} ways; select one with {' or '.join(forms)}; columns found: {columns}"
-        )
+        return f"can be read in {len(forms)} ways; select one with {' or '.join(forms)}"
     return next(iter(forms.values()))
 
 
 OPTIONAL: Final = {"input", *EXTRA_COLUMNS, HISTORY}  # columns that a record may lack
 
 
-def _entry_form(names: Sequence[str], fields: FieldNames, form: str | None) -> Form:
-    """Return the form of a dataset entry."""
+def _entry_form(names: Sequence[str], fields: FieldNames, form: str | None) -> Form | str:
+    """Return the form of a dataset entry, or why there is none."""
+    origin = fields.origin or "setting corpus.fields"
     required = {standard: column for standard, column in fields.columns.items() if standard not in OPTIONAL}
     if missing := [column for column in required.values() if column not in names]:
-        raise CorpusError(
-            f"no column {', '.join(missing)}, which the {fields.origin or 'setting corpus.fields'} names; columns "
-            f"found: {', '.join(names) or 'none'}"
-        )
-    if (fields.form == "preference") != (form == "preference"):
-        is_pair_entry = fields.form == "preference"
-        raise CorpusError(
-            f"the {fields.origin or 'setting corpus.fields'} has {'' if is_pair_entry else 'no '}preference pairs; "
-            + ("to train on them: --loss dpo (corpus.form=preference)" if is_pair_entry else "omit --loss dpo")
-        )
+        return f"no column {', '.join(missing)}, which the {origin} names"
+    if fields.form == "preference" != form:
+        return f"the {origin} has preference pairs; to train on them: --loss dpo (corpus.form=preference)"
+    if form == "preference" != fields.form:
+        return f"the {origin} has no preference pairs; omit --loss dpo"
     # the first column decides how a record is read
     order = (*TURNS, TEXT, "instruction", "output", *PAIR, "input", *EXTRA_COLUMNS, HISTORY)
     columns = tuple(standard for standard in order if fields.columns.get(standard) in names)

@@ -24,7 +24,7 @@ from grasp.arrays import I32
 from grasp.corpus.conversations import Content, Conversation, Span, entry_notes, form_of, holds_turns
 from grasp.corpus.labels import Flattener, Label, has_labels, is_json, is_list, is_text, label_name, label_text
 from grasp.corpus.sources import ArrowChunk, Chunk, JsonRecord, Source, open_source, unread_files_note
-from grasp.corpus.text_files import cell_value
+from grasp.corpus.text_files import cell_value, one_line
 from grasp.corpus.values import plain_record, plain_values
 from grasp.errors import CorpusError
 from grasp.settings import CorpusSettings
@@ -197,12 +197,11 @@ def records_in(
         CorpusError: text is not UTF-8, JSON in a column is not JSON, or a value is nested too deeply.
     """
     if isinstance(chunk, JsonRecord):
-        location = chunk.location
         try:
             record = plain_record(chunk.record, repair=repair)
         except RecursionError as err:
-            raise CorpusError(f"{location}: nested too deeply; fix or remove the line") from err
-        yield location, record
+            raise CorpusError(f"{chunk.location}: nested too deeply; fix or remove the line") from err
+        yield chunk.location, record
         return
     names = chunk.batch.schema.names
     columns = [_column_values(chunk, name, as_arrays=name == ids_column) for name in names]
@@ -219,15 +218,14 @@ def _column_values(chunk: ArrowChunk, name: str, *, as_arrays: bool) -> list[Any
         return plain_values(column)
     except (ValueError, RecursionError):
         for k in range(len(column)):  # find the row for the message
-            location = f"{chunk.name}, row {chunk.first + k}: column {name!r}"
             try:
                 plain_values(column.slice(k, 1))
-            except UnicodeDecodeError as err:
-                raise CorpusError(f"{location}: text is not UTF-8: {err}") from err
-            except ValueError as err:
-                raise CorpusError(f"{location}: {' '.join(str(err).split())}; fix or remove the value") from err
-            except RecursionError as err:
-                raise CorpusError(f"{location}: nested too deeply; fix or remove the value") from err
+            except (ValueError, RecursionError) as err:
+                kind = "not UTF-8: " if isinstance(err, UnicodeDecodeError) else ""
+                reason = "nested too deeply" if isinstance(err, RecursionError) else one_line(err)
+                raise CorpusError(
+                    f"{chunk.name}, row {chunk.first + k}: column {name!r}: {kind}{reason}; fix or remove the value"
+                ) from err
         raise
 
 
@@ -372,17 +370,14 @@ def _token_ids(ids: Any, column: str, location: str) -> I32:
     Raises:
         CorpusError: another type, or an id beyond 32 bits.
     """
-    if isinstance(ids, pa.Array):
-        if ids.null_count:
-            raise CorpusError(f"{location}: the list of token ids contains a null; expected integers")
-        values = ids.to_numpy(zero_copy_only=False)
-    elif isinstance(ids, list) and all(type(token) is int for token in ids):
-        values = ids
-    else:
-        raise CorpusError(f"{location}: ids column {column!r} holds {ids!r:.60}, expected a list of integers")
-    array = np.asarray(values)  # of any type, since a cast of unsigned 64-bit ids to signed ones would wrap
+    is_valid = isinstance(ids, list) and all(type(token) is int for token in ids)
+    # of any type of integers, since a cast of unsigned 64-bit ids to signed ones would wrap; a null is NaN
+    array = ids.to_numpy(zero_copy_only=False) if isinstance(ids, pa.Array) else np.asarray(ids if is_valid else np.nan)
     if array.size and not (_INT32.min <= array.min() and array.max() <= _INT32.max):
-        raise CorpusError(f"{location}: a token id exceeds 32 bits, so it is outside any vocabulary")
+        shown = ids.to_pylist() if isinstance(ids, pa.Array) else ids
+        raise CorpusError(
+            f"{location}: ids column {column!r} holds {shown!r:.60}, expected integers of 32 bits, none of them null"
+        )
     return array.astype(np.int32)
 
 
@@ -412,21 +407,18 @@ def _column_roles(record: Record, settings: CorpusSettings) -> dict[str, str]:
 def content_columns(settings: CorpusSettings, columns: Columns, location: str) -> tuple[str, ...]:
     """Return the columns of content, which are not labels, after validating their types."""
     form, ids = form_of(columns.keys(), settings, location), settings.ids_column
-    if not _may_hold(
-        columns.get(ids), lambda data_type: is_list(data_type) and pa.types.is_integer(data_type.value_type)
-    ):
-        raise CorpusError(f"{location}: ids column {ids!r} holds {columns[ids]}, expected lists of integers")
-    text = form.sources[0]
-    if form.kind == "text" and not _may_hold(
-        columns.get(text), lambda data_type: is_text(data_type) or pa.types.is_nested(data_type) or is_json(data_type)
-    ):
-        raise CorpusError(f"{location}: text column {text!r} holds {columns[text]}, expected text or a list of turns")
+    text = form.sources[0] if form.kind == "text" else None
+    for column, data_type in columns.items():
+        if data_type is None or pa.types.is_null(data_type) or column not in (ids, text):  # None: JSON, of any type
+            continue
+        if column == ids:
+            is_valid = is_list(data_type) and pa.types.is_integer(data_type.value_type)
+        else:
+            is_valid = is_text(data_type) or pa.types.is_nested(data_type) or is_json(data_type)
+        if not is_valid:
+            expected = "lists of integers" if column == ids else "text or a list of turns"
+            raise CorpusError(f"{location}: column {column!r} holds {data_type}, expected {expected}")
     return (*form.sources, ids)
-
-
-def _may_hold(data_type: pa.DataType | None, test: Callable[[pa.DataType], bool]) -> bool:
-    """Return whether a column may hold values of a type: its type passes the test, is unknown (JSON), or is null."""
-    return data_type is None or pa.types.is_null(data_type) or test(data_type)
 
 
 def content_hash(content: bytes) -> str:

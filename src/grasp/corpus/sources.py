@@ -165,10 +165,11 @@ def _open_whole(path: str, split: str | None, field: str) -> Source:
     # names in messages: paths of local files, URLs otherwise
     shown = str if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol
     if is_file:
-        if split is not None:
-            raise CorpusError(f"{field}.split: got {split!r}, but {path} is one file and has no splits; omit it")
-        if not holds_records(root):
-            raise CorpusError(f"{shown(root)}: unknown file type {PurePosixPath(root).suffix!r}; {EXPECTED_CORPUS}")
+        fault = f"{field}.split: got {split!r}, but {path} is one file and has no splits; omit it"
+        if split is None:
+            fault = f"{shown(root)}: unknown file type {PurePosixPath(root).suffix!r}; {EXPECTED_CORPUS}"
+        if split is not None or not holds_records(root):
+            raise CorpusError(fault)
         return FileSource(fs, [(shown(root), root)], root.rpartition("/")[0])
     is_saved_table = fs.exists(f"{root}/state.json") and fs.exists(f"{root}/dataset_info.json")
     if is_saved_table or fs.exists(f"{root}/dataset_dict.json"):
@@ -205,18 +206,16 @@ def _files_of_directory(
     lowest = min(rank_of.values(), default=None)
     files = [file for file in records if rank_of[file] == lowest]
     unread = tuple(file.removeprefix(root).lstrip("/") for file in visible if rank_of.get(file) != lowest)
+    fault = f"{path}: no file of records in this directory; {EXPECTED_CORPUS}"
     if split is not None:
         named = re.compile(rf"(?:.*/)?{re.escape(split)}[-./][^/]*(?:/.*)?")
         files = [file for file in files if named.fullmatch(file.removeprefix(root).lstrip("/"))]
-        if not files:
-            raise CorpusError(f"{field}.split: got {split!r}, but no file of {path} is named after it")
-    if not files:
-        raise CorpusError(f"{path}: no file of records in this directory; {EXPECTED_CORPUS}")
+        fault = f"{field}.split: got {split!r}, but no file of {path} is named after it"
     if len({is_parquet(file) for file in files}) > 1:
-        raise CorpusError(
-            f"{path}: contains both Parquet and JSONL files ({files[0]}, ...); move one kind "
-            "elsewhere, so that nothing is read twice"
-        )
+        fault = f"{path}: contains both Parquet and JSONL files ({files[0]}, ...); move one kind elsewhere"
+        files = []
+    if not files:
+        raise CorpusError(fault)
     return files, unread
 
 
@@ -231,20 +230,17 @@ def unread_files_note(source: Source) -> list[str]:
 
 def _hub_dataset(path: str, split: str | None, field: str) -> Source:
     """Load a dataset of the hub."""
-    if os.path.lexists(path):
-        raise CorpusError(f"{path}: a broken or circular symbolic link; {EXPECTED_CORPUS}")
-    if not _HUB_NAME.fullmatch(path) or _FILE_SUFFIX.search(path) or is_path(path):
-        raise CorpusError(f"{path}: no such file or directory{suggest_path(path)}; {EXPECTED_CORPUS}")
+    is_link = os.path.lexists(path)
+    fault = "a broken or circular symbolic link" if is_link else f"no such file or directory{suggest_path(path)}"
+    if is_link or not _HUB_NAME.fullmatch(path) or _FILE_SUFFIX.search(path) or is_path(path):
+        raise CorpusError(f"{path}: {fault}; {EXPECTED_CORPUS}")
     datasets = require("datasets", extra="datasets", feature=f"{path}, which is not a local path; a hub dataset")
-    not_available = (
-        f"{path}: no such file or directory{suggest_path(path)}, and no hub dataset of that name is available"
-    )
-    if offline := refusal():
-        raise CorpusError(f"{not_available}: {offline}")
     try:
+        if offline := refusal():
+            raise OSError(offline)
         table = _select_split(datasets.load_dataset(path), split, path, field)
     except (OSError, ValueError) as err:
-        raise CorpusError(f"{not_available}: {one_line(err)}") from err
+        raise CorpusError(f"{path}: {fault}, and no hub dataset of that name is available: {one_line(err)}") from err
     return TableSource(table, path, [[path, str(table.num_rows), str(table.info.version)]])
 
 
@@ -557,20 +553,18 @@ def table_source(data: Any, split: str | None = None, what: str = "corpus") -> T
     Raises:
         CorpusError: another type, columns that Arrow does not support, or several splits and none is named.
     """
-    table = data
+    table, reason = data, f"got {type(data).__name__}"
     try:
         if hasattr(data, "iloc"):  # a DataFrame; pandas is slow to import
             table = pa.Table.from_pandas(data, preserve_index=False)
         elif hasattr(data, "with_format") or isinstance(data, Mapping):
             table = _select_split(data, split, what, what)[:]
     except (pa.ArrowException, TypeError) as err:
-        raise CorpusError(
-            f"{what}: a column cannot be converted to Arrow: {one_line(err)}; use one type per column"
-        ) from err
+        reason = f"got a column that Arrow cannot hold ({one_line(err)})"
     if not isinstance(table, pa.Table):
         raise CorpusError(
-            f"{what}: got {type(table).__name__}, expected a path, a pandas DataFrame, a pyarrow Table or a "
-            "`datasets.Dataset`"
+            f"{what}: {reason}, expected a path, a pandas DataFrame, a pyarrow Table or a `datasets.Dataset`, with one "
+            "type per column"
         )
     _refuse_duplicate_columns(table.column_names, what)
     digest = hashlib.blake2b(digest_size=16)  # of names, types and values, independent of chunks
@@ -585,14 +579,15 @@ def table_source(data: Any, split: str | None = None, what: str = "corpus") -> T
 
 def _select_split(loaded: Any, split: str | None, location: str, field: str) -> Any:
     """Return the table, its only split, or the named split, in Arrow format."""
-    if not isinstance(loaded, Mapping):
-        if split is not None and str(loaded.split) != split:
-            raise CorpusError(f"{field}.split: got {split!r}, but {location} is one table ({loaded.split}); omit it")
-        return loaded.with_format("arrow")
-    names = ", ".join(sorted(loaded))
-    if split is None and len(loaded) > 1:
-        option = "--split (corpus.split)" if field == "corpus" else f"{field}.split"
-        raise CorpusError(f"{location}: has the splits {names}; select one with {option}")
-    if split is not None and split not in loaded:
-        raise CorpusError(f"{field}.split: got {split!r}, expected one of the splits of {location}: {names}")
-    return loaded[next(iter(loaded)) if split is None else split].with_format("arrow")
+    tables = loaded if isinstance(loaded, Mapping) else {str(loaded.split): loaded}
+    names = ", ".join(sorted(tables))
+    name = next(iter(tables)) if split is None and len(tables) == 1 else split
+    if name in tables:
+        return tables[name].with_format("arrow")
+    option = "--split (corpus.split)" if field == "corpus" else f"{field}.split"
+    kind = "" if isinstance(loaded, Mapping) else ", which is one table"
+    raise CorpusError(
+        f"{location}: has the splits {names}; select one with {option}"
+        if split is None
+        else f"{field}.split: got {split!r}, expected one of the splits of {location}{kind}: {names}"
+    )

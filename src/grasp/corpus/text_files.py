@@ -107,29 +107,30 @@ def json_lines(stream: Any, name: str, skip: int = 0) -> Records:
     while content := stream.readline(MAX_LINE_BYTES + 1):
         number += 1
         location = f"{name}:{number}"
-        if len(content) > MAX_LINE_BYTES:
-            raise CorpusError(
-                f"{location}: a line of more than {MAX_LINE_BYTES >> 20} MiB; shorten the record, or fix the file"
-            )
+        record, fault = None, ""
         if not content.strip():
             continue
-        if skip > 0:
+        if len(content) > MAX_LINE_BYTES:
+            fault = f"a line of more than {MAX_LINE_BYTES >> 20} MiB"
+        elif skip > 0:
             skip -= 1
             yield number, None
             continue
         try:
-            record = json.loads(content.rstrip(b"\n").decode("utf-8-sig" if number == 1 else "utf-8"))
+            record = fault or json.loads(content.rstrip(b"\n").decode("utf-8-sig" if number == 1 else "utf-8"))
         except (ValueError, RecursionError) as err:
-            if content.strip() == b"{":
-                raise CorpusError(
-                    f"{location}: an object over several lines; write one record per line, or an array"
-                ) from err
-            raise CorpusError(f"{location}: not JSON: {one_line(err)}; fix or remove the line") from err
-        if not isinstance(record, dict):
-            raise CorpusError(
-                f"{location}: got {type(record).__name__}, expected a JSON object with the text in a field"
-            )
-        yield number, record
+            is_begin = content.strip() == b"{"
+            fault = "an object over several lines" if is_begin else f"not JSON: {one_line(err)}"
+        if fault:
+            raise CorpusError(f"{location}: {fault}; write one record per line, or an array")
+        yield number, _require_object(record, location)
+
+
+def _require_object(record: Any, location: str) -> dict[str, Any]:
+    """Return a record that must be a JSON object."""
+    if not isinstance(record, dict):
+        raise CorpusError(f"{location}: got {type(record).__name__}, expected a JSON object with the text in a field")
+    return record
 
 
 def _read_json_array(stream: Any, name: str, skip: int) -> Records:
@@ -148,76 +149,68 @@ def _read_json_array(stream: Any, name: str, skip: int) -> Records:
         if not is_incomplete and expected == "record" and not (number == 0 and text[at] == "]"):
             try:
                 record, at = decoder.raw_decode(text, at)
-            except RecursionError as err:
-                raise CorpusError(f"{location}: nested too deeply; fix or remove it") from err
-            except json.JSONDecodeError as err:
-                is_incomplete = "Unterminated" in err.msg or err.pos + _MAX_TOKEN_CHARS >= len(text)
+            except (json.JSONDecodeError, RecursionError) as err:
+                reason = "nested too deeply"
+                if isinstance(err, json.JSONDecodeError):
+                    is_incomplete = "Unterminated" in err.msg or err.pos + _MAX_TOKEN_CHARS >= len(text)
+                    reason = f"not JSON: {err.msg}"
                 if not is_incomplete or len(text) - at > MAX_LINE_BYTES:
-                    raise CorpusError(f"{location}: not JSON: {err.msg}; fix or remove it") from err
+                    break
             else:
-                if not isinstance(record, dict):
-                    raise CorpusError(f"{location}: got {type(record).__name__}, expected a JSON object")
                 number, expected, block_bytes = number + 1, ",", _BLOCK_BYTES
-                yield number, None if number <= skip else record
+                yield number, None if number <= skip else _require_object(record, location)
                 continue
         elif not is_incomplete:
             if expected != "[" and text[at] == "]":
                 return
             if text[at] != expected:
-                raise CorpusError(f"{location}: got {text[at]!r} before it, expected {expected!r}; fix the file")
+                reason = f"got {text[at]!r} before it, expected {expected!r}"
+                break
             at, expected = at + 1, "record"
             continue
         if ended:
-            raise CorpusError(
-                f"{name}: the array ends early, after {number:,} whole records; write or download it again, or read "
-                f"these with corpus.limit={number}"
-            )
+            reason = f"the array ends early, after {number:,} whole records, which corpus.limit={number} reads"
+            break
         content = stream.read(block_bytes)
         ended, block_bytes = not content, 2 * block_bytes  # so that a record longer than a block is parsed few times
         try:
             text, at = text[at:] + decode.decode(content, ended), 0
         except UnicodeDecodeError as err:
-            raise CorpusError(f"{location}: text is not UTF-8: {err}; fix the file") from err
+            reason = f"text is not UTF-8: {err}"
+            break
+    raise CorpusError(f"{location}: {reason}; fix the file")
 
 
 def _read_delimited(stream: Any, name: str, skip: int) -> Records:
     """Yield the records of a CSV or TSV file, whose first line has the names; numbers are those of their last line."""
     csv.field_size_limit(MAX_LINE_BYTES)
-    reader = csv.reader(
-        _decode_lines(stream, name),
-        delimiter=DELIMITER[file_type(name)[0]],
-        strict=True,
-    )
+    lines = iter(lambda: stream.readline(MAX_LINE_BYTES), b"")
+    texts = (line.decode("utf-8" if number else "utf-8-sig") for number, line in enumerate(lines))
+    reader = csv.reader(texts, delimiter=DELIMITER[file_type(name)[0]], strict=True)
+    fault, n_uncounted = "", 0
     try:
         names = next(reader, [])
         if len(names) == 1 and ";" in names[0]:
-            raise CorpusError(f"{name}:1: fields are separated by semicolons, expected commas; write it again")
-        if duplicates := sorted({column for column in names if names.count(column) > 1}):
-            raise CorpusError(f"{name}:1: has the column {duplicates[0]!r} more than once; rename one of them")
-        for values in reader:
+            fault = "fields are separated by semicolons, expected commas"
+        elif duplicates := sorted({column for column in names if names.count(column) > 1}):
+            fault = f"has the column {duplicates[0]!r} more than once"
+        for values in () if fault else reader:
             if not values:
                 continue
             if len(values) != len(names):
-                raise CorpusError(
-                    f"{name}:{reader.line_num}: has {len(values)} fields, expected {len(names)} as in the first line; "
-                    "quote fields with separators or line breaks"
-                )
+                fault = f"has {len(values)} fields, expected {len(names)} as in the first line"
+                break
             if skip > 0:
                 skip -= 1
                 yield reader.line_num, None
                 continue
             yield reader.line_num, {column: value or None for column, value in zip(names, values, strict=True)}
     except csv.Error as err:
-        raise CorpusError(f"{name}:{reader.line_num}: {one_line(err)}; fix or remove the record") from err
-
-
-def _decode_lines(stream: Any, name: str) -> Iterator[str]:
-    """Yield the lines of a stream as text, without a byte order mark."""
-    for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE_BYTES), b""), start=1):
-        try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as err:
-            raise CorpusError(f"{name}:{number}: text is not UTF-8: {err}; fix the file") from err
+        fault = one_line(err)
+    except UnicodeDecodeError as err:
+        fault, n_uncounted = f"text is not UTF-8: {err}", 1  # the reader counts lines that it has received
+    if fault:
+        raise CorpusError(f"{name}:{reader.line_num + n_uncounted}: {fault}; fix the line, or quote its fields")
 
 
 def cell_value(text: str) -> str | int | float:

@@ -46,8 +46,6 @@ def plain_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
         # Arrow decodes no dictionary of views
         without_views = pa.DictionaryArray.from_arrays(column.indices, column.dictionary.cast(pa.large_string()))
         return plain_values(without_views.dictionary_decode())
-    if pa.types.is_run_end_encoded(data_type):
-        return _run_end_values(column)
     if pa.types.is_map(data_type):
         pairs = pa.list_(pa.struct([("key", data_type.key_type), ("value", data_type.item_type)]))
         entries_of = plain_values(pc.cast(column, pairs))
@@ -120,14 +118,6 @@ def _extension_values(column: pa.ExtensionArray) -> list[Any]:
 def _map_to_dict(entries: list[dict[str, Any]]) -> dict[str | None, Any]:
     """Return the entries of an Arrow map as a dict, without null values."""
     return {label_text(entry["key"]): entry["value"] for entry in entries if "value" in entry}
-
-
-def _run_end_values(column: pa.RunEndEncodedArray) -> list[Any]:
-    """Expand run-end encoded values; Arrow decodes only runs of a few types."""
-    first, count = column.find_physical_offset(), column.find_physical_length()
-    stops = [min(end - column.offset, len(column)) for end in column.run_ends.slice(first, count).to_pylist()]
-    values = plain_values(column.values.slice(first, count))
-    return [value for value, start, stop in zip(values, [0, *stops], stops, strict=False) for _ in range(start, stop)]
 
 
 def _struct_records(column: pa.StructArray) -> list[dict[str, Any] | None]:

@@ -198,13 +198,8 @@ class MethodInputs:
 
     @property
     def required_runs(self) -> AlignedRuns:
-        """The retrained runs.
-
-        Raises:
-            SettingsError: no runs were passed.
-        """
-        if self.runs is None:
-            raise SettingsError("this method is fitted to retrained subsets; pass their directory with --runs")
+        """The retrained runs of a method that requires them."""
+        assert self.runs is not None  # see `Method.check`
         return self.runs
 
 

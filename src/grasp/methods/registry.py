@@ -115,11 +115,9 @@ def configure_methods(
     """
     configurations = dict(configurations or {})
     labels = list(configurations) if names is None else [name for name in parse_names(names) if name != GRASP]
-    duplicates = sorted({name for name in labels if labels.count(name) > 1})
+    fault, duplicates = "", sorted({name for name in labels if labels.count(name) > 1})
     if duplicates:
-        raise SettingsError(
-            f"methods: {', '.join(duplicates)} given twice; use another label for one in a settings file"
-        )
+        fault = f"{', '.join(duplicates)} given twice; use another label for one in a settings file"
     for label, values in configurations.items():
         options, _ = _split_options(label, values, error_prefix)
         if label not in labels:  # report errors in unused configurations too
@@ -128,10 +126,12 @@ def configure_methods(
         if label not in configurations and label not in registered_methods():
             if not configurations:
                 find(GROUP, label, error_prefix)  # raises with the list of available methods
-            raise SettingsError(
-                f"methods: unknown label {label!r}; configured in {error_prefix}: {', '.join(configurations)}; "
-                f"available methods: {', '.join(registered_methods())}"
+            fault = (
+                f"unknown label {label!r}; configured in {error_prefix}: {', '.join(configurations)}; available "
+                f"methods: {', '.join(registered_methods())}"
             )
+    if fault:
+        raise SettingsError(f"methods: {fault}")
     return tuple(_configure(label, configurations.get(label, {}), error_prefix) for label in labels)
 
 
@@ -170,37 +170,34 @@ def load_methods(
     Raises:
         SettingsError: as `configure_methods`; or checkpoints that no method uses.
     """
-    if names is None and settings is None:
-        if checkpoints:
-            raise SettingsError("checkpoints: no effect without methods; pass --methods, or omit it")
-        return ()
-    is_file = settings is not None and not isinstance(settings, Mapping)
-    configurations = read_yaml(Path(str(settings))) if is_file else settings
-    assert configurations is None or isinstance(configurations, Mapping)
-    configured = configure_methods(names, configurations, str(settings) if is_file else "methods")
+    configured: tuple[ConfiguredMethod, ...] = ()
+    if names is not None or settings is not None:
+        is_file = settings is not None and not isinstance(settings, Mapping)
+        configurations = read_yaml(Path(str(settings))) if is_file else settings
+        assert configurations is None or isinstance(configurations, Mapping)
+        configured = configure_methods(names, configurations, str(settings) if is_file else "methods")
     if checkpoints and not any("checkpoints" in entry.method.requires for entry in configured):
-        raise SettingsError("checkpoints: none of these methods uses checkpoints; omit it")
+        raise SettingsError(
+            "checkpoints: no effect without a method that uses them; pass one with --methods, or omit it"
+        )
     return configured
 
 
 def _split_options(label: str, values: Any, error_prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a configuration into common options (the method included) and settings of the method."""
+    fault, available = "", ", ".join(registered_methods())
     if not isinstance(values, Mapping):
-        raise SettingsError(f"{error_prefix}: {label}: got {values!r}, expected settings by name, or {{}}")
-    if label not in registered_methods() and "method" not in values:
-        raise SettingsError(
-            f"{error_prefix}: {label} is not a method; add one, as in {label}: {{method: ..., ...}}; expected one of "
-            f"{', '.join(registered_methods())}"
-        )
+        fault = f": got {values!r}, expected settings by name, or {{}}"
+    elif label not in registered_methods() and "method" not in values:
+        fault = f" is not a method; add one, as in {label}: {{method: ..., ...}}; expected one of {available}"
+    elif not isinstance(values.get("method", label), str):
+        fault = f": method: got {values['method']!r}, expected one of {available}"
+    if fault:
+        raise SettingsError(f"{error_prefix}: {label}{fault}")
     setting_values = {str(key): value for key, value in values.items()}
     options = {"method": label} | {
         field: setting_values.pop(field) for field in _CommonOptions.model_fields if field in setting_values
     }
-    if not isinstance(options["method"], str):
-        raise SettingsError(
-            f"{error_prefix}: {label}: method: got {options['method']!r}, expected one of "
-            f"{', '.join(registered_methods())}"
-        )
     find(GROUP, options["method"])
     return options, setting_values
 

@@ -49,12 +49,8 @@ class BuildSource:
         manifest = self.artifact.manifest
         location = str(self.artifact.path / "manifest.json")
         settings = build_settings(without_foreign_code(manifest.settings, location, self.overrides), location)
-        as_built: dict[str, Any] = {}
-        if "add_bos_token" not in manifest.settings.get("model", {}):  # built by a version that added no BOS
-            as_built = {"add_bos_token": False}
         model = settings.model.model_copy(
-            update=as_built
-            | {
+            update={
                 "path": self._current_path("model.path", settings.model.path),
                 "tokenizer": settings.model.tokenizer
                 and self._current_path("model.tokenizer", settings.model.tokenizer),

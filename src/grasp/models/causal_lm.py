@@ -170,13 +170,16 @@ class ReferenceModel:
                 soft cap; or hidden states changed, so losses would depend on the token that they predict, and features
                 of a row on its padding.
         """
-        name, tolerance = type(self.model).__name__, TOLERANCE[self.dtype]
+        fault = next(self._faults(), None)
+        if fault is not None:
+            raise ModelError(f"{type(self.model).__name__}: {fault}, so GRASP cannot read it")
+
+    def _faults(self) -> Iterator[str]:
+        """Yield why the model cannot be read, see `check`."""
+        tolerance = TOLERANCE[self.dtype]
         if "lsh" in (getattr(self.model.config, "attn_layers", None) or ()):
             # The rows below may be too short to reveal this: within one chunk nothing is sorted.
-            raise ModelError(
-                f"{name}: its LSH attention sorts all tokens of a row into chunks, so that states depend on later "
-                "tokens; it is not a causal LM, so GRASP cannot read it"
-            )
+            yield "its LSH attention sorts all tokens of a row into chunks; it is not a causal LM"
         length = min(CHECKED_TOKENS, self.context or CHECKED_TOKENS)
         first = length // 2
         draws = np.random.default_rng(0).integers(self.vocab_size, size=(3, length))
@@ -190,10 +193,9 @@ class ReferenceModel:
         )
         allowed = tolerance * max(float(model_logits_BLV.std()), 1e-6)
         if not difference <= allowed:
-            raise ModelError(
-                f"{name}: head(hidden) differs from the model's logits by {difference:.3g}, expected at most "
-                f"{allowed:.3g}; "
-                "its output head is not linear + scale + soft cap, so GRASP cannot read it"
+            yield (
+                f"head(hidden) differs from the model's logits by {difference:.3g}, expected at most {allowed:.3g}; "
+                "its output head is not linear + scale + soft cap"
             )
         changed_ids_BL = ids_BL.clone()
         changed_ids_BL[:, first:] = torch.from_numpy(draws[2, first:])
@@ -203,10 +205,10 @@ class ReferenceModel:
         if not change <= allowed:
             config = vars(self.model.config)
             encoder_fields = [f"{field}: false" for field in ("is_decoder", "causal") if config.get(field) is False]
-            hint = f"; its config has {encoder_fields[0]}, set it to true for a decoder" if encoder_fields else ""
-            raise ModelError(
-                f"{name}: hidden states changed by {change:.3g} with later tokens or padding, expected at most "
-                f"{allowed:.3g}; it is not a causal LM, so GRASP cannot read it{hint}"
+            hint = f" (its config has {encoder_fields[0]}, set it to true for a decoder)" if encoder_fields else ""
+            yield (
+                f"hidden states changed by {change:.3g} with later tokens or padding, expected at most "
+                f"{allowed:.3g}; it is not a causal LM{hint}"
             )
 
     def fingerprint(self) -> str:

@@ -55,15 +55,16 @@ def device_of(name: str) -> torch.device:
     """Return the torch device of a setting."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    n_devices = torch.cuda.device_count()
     try:
         device = torch.device(name)
-    except RuntimeError as err:
-        raise ModelError(f"model.device: got `{name}`, expected auto, cpu, cuda or cuda:N") from err
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ModelError(
-            f"model.device: got `{name}`, but torch sees {torch.cuda.device_count()} CUDA devices; use `cpu` or `auto`"
-        )
-    return device
+        if device.type != "cuda" or (device.index or 0) < n_devices:
+            return device
+    except RuntimeError:  # no name of a device
+        pass
+    raise ModelError(
+        f"model.device: got `{name}`, expected auto, cpu, cuda or cuda:N; torch sees {n_devices} CUDA devices"
+    )
 
 
 def dtype_of(name: str, device: torch.device) -> torch.dtype:
@@ -135,15 +136,17 @@ def check_readable(name: str) -> None:
     """
     _check_local("model.path", name)
     config = _read_json(Path(name) / "config.json")
+    fault, architectures = "", config.get("architectures") or []
     if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise ModelError(
-            f"model.path: `{name}` has weights quantised by {method}, which are not supported; pass the original "
-            "checkpoint, or save the result of model.dequantize()"
+        fault = (
+            f"has weights quantised by {method}, which are not supported; pass the original checkpoint, or save the "
+            "result of model.dequantize()"
         )
-    architectures = config.get("architectures") or []
-    if any(str(architecture).endswith("Classification") for architecture in architectures):
-        raise ModelError(f"model.path: `{name}` is a {architectures[0]}, not a causal LM{_reader_hint()}")
+    elif any(str(architecture).endswith("Classification") for architecture in architectures):
+        fault = f"is a {architectures[0]}, not a causal LM{_reader_hint()}"
+    if fault:
+        raise ModelError(f"model.path: `{name}` {fault}")
     _check_weight_size(Path(name))
 
 
@@ -173,8 +176,6 @@ def text_config_of(settings: ModelSettings) -> Any:
     )
     config = config.get_text_config(decoder=True)
     vocab_size = getattr(config, "vocab_size", None)
-    if isinstance(vocab_size, int) and vocab_size < 1:
-        raise ModelError(f"model.path: `{name}` has a config.json with vocab_size {vocab_size}; fix the config")
     if isinstance(vocab_size, int) and is_adapter(settings.path):
         config.vocab_size = _adapted_vocab_size(settings.path, vocab_size)
     return config
@@ -280,17 +281,20 @@ def _from_pretrained(auto_class: Any, field: str, problem: str, arguments: Mappi
     except LOADING_ERRORS as err:
         name = arguments["pretrained_model_name_or_path"]
         reason = " ".join(str(err).split())[:300]
+        message = f"`{name}` {problem} that transformers can load: {reason}"
         if "trust_remote_code" in str(err):
-            raise ModelError(
-                f"{field}: `{name}` brings Python code of its own, which is not run; review it, and if you trust it, "
-                "add --set model.trust_remote_code=true"
-            ) from err
-        if not Path(name).exists() and "gguf_file" not in arguments:
-            raise ModelError(
-                f"{field}: no `{name}` on this disk{suggest_path(name)}, and it cannot be downloaded from a hub: "
-                f"{reason}"
-            ) from err
-        raise ModelError(f"{field}: `{name}` {problem} that transformers can load: {reason}") from err
+            message = (
+                f"`{name}` brings Python code of its own, which is not run; review it, and if you trust it, add --set "
+                "model.trust_remote_code=true"
+            )
+        elif not Path(name).exists() and "gguf_file" not in arguments:
+            message = _not_available(name, reason)
+        raise ModelError(f"{field}: {message}") from err
+
+
+def _not_available(name: str, reason: str) -> str:
+    """Return the message about a checkpoint that is neither on disk nor on a hub."""
+    return f"no `{name}` on this disk{suggest_path(name)}, and it cannot be downloaded from a hub: {reason}"
 
 
 def _load_arguments(field: str, name: str, settings: ModelSettings) -> dict[str, Any]:
@@ -299,10 +303,7 @@ def _load_arguments(field: str, name: str, settings: ModelSettings) -> dict[str,
     if not is_local and (reason := refusal()):  # the libraries would retry for a minute
         cached = fetched_before(name)
         if cached is None:
-            raise ModelError(
-                f"{field}: no `{name}` on this disk{suggest_path(name)}, and it cannot be downloaded from a hub: "
-                f"{reason}"
-            )
+            raise ModelError(f"{field}: {_not_available(name, reason)}")
         name, is_local = cached, True
     arguments: dict[str, Any] = {
         "pretrained_model_name_or_path": name,
@@ -323,23 +324,19 @@ def _check_local(field: str, name: str) -> bool:
     Raises:
         ModelError: it is not on disk and its name cannot be that of a repository, or it is not a checkpoint.
     """
+    path, fault = Path(name), ""
     if name.startswith(IN_MEMORY):
-        raise ModelError(
-            f"{field}: it was {name}, which is not on disk; pass it again, or save it and pass its directory"
-        )
-    path = Path(name)
-    if os.path.lexists(path) and not path.exists():
-        raise ModelError(f"{field}: `{name}` is a broken or circular symbolic link; fix it")
-    if path.is_file() and path.suffix != ".gguf":
-        raise ModelError(
-            f"{field}: `{name}` is a file; expected a directory, a GGUF file or the name of a repository"
-            + _reader_hint() * (path.suffix in WEIGHT_SUFFIXES)
-        )
-    if path.exists():
-        return True
-    if path.suffix == ".gguf" or not REPOSITORY.fullmatch(name) or is_path(name):
-        raise ModelError(f"{field}: `{name}`: no such file or directory{suggest_path(name)}; expected a checkpoint")
-    return False
+        fault = " is not on disk; pass it again, or save it and pass its directory"
+    elif os.path.lexists(path) and not path.exists():
+        fault = " is a broken or circular symbolic link; fix it"
+    elif path.is_file() and path.suffix != ".gguf":
+        hint = _reader_hint() * (path.suffix in WEIGHT_SUFFIXES)
+        fault = f" is a file; expected a directory, a GGUF file or the name of a repository{hint}"
+    elif not path.exists() and (path.suffix == ".gguf" or not REPOSITORY.fullmatch(name) or is_path(name)):
+        fault = f": no such file or directory{suggest_path(name)}; expected a checkpoint"
+    if fault:
+        raise ModelError(f"{field}: `{name}`{fault}")
+    return path.exists()
 
 
 def _check_weight_size(path: Path) -> None:

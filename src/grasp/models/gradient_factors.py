@@ -29,6 +29,14 @@ def materialise(factors: GradientFactors, width: int) -> Tensor:
     return flat.view(examples, width, right)
 
 
+def materialise_uses(uses: list[GradientFactors], width: int) -> Tensor:
+    """Return G of each example, (B, X, Y), for the sum of several uses of one block."""
+    gradient = materialise(uses[0], width)
+    for factors in uses[1:]:
+        gradient += materialise(factors, width)
+    return gradient
+
+
 def left_products(left: Tensor, other: Tensor) -> Tensor:
     """Return <left_p, other_s> for all pairs, (P, S); either side may be int64 coordinates of one-hot vectors."""
     if left.ndim == 1 and other.ndim == 1:
@@ -51,19 +59,11 @@ def squared_norm(uses: list[GradientFactors], width: int) -> Tensor:
         return _ghost_norm(uses)
     step = max(1, BLOCK_ELEMENTS // (width * right))
     examples = len(uses[0].right)
-    norms = [
-        _plain_norm([select_examples(factors, i, i + step) for factors in uses], width)
-        for i in range(0, examples, step)
-    ]
+    norms = []
+    for i in range(0, examples, step):
+        gradient = materialise_uses([select_examples(factors, i, i + step) for factors in uses], width)
+        norms.append(gradient.flatten(1).square_().sum(dim=1))
     return torch.cat(norms)
-
-
-def _plain_norm(uses: list[GradientFactors], width: int) -> Tensor:
-    """Return ||G||^2 of each example from the materialised matrix."""
-    gradient = materialise(uses[0], width)
-    for factors in uses[1:]:
-        gradient += materialise(factors, width)
-    return gradient.flatten(1).square_().sum(dim=1)
 
 
 def _ghost_norm(uses: list[GradientFactors]) -> Tensor:

@@ -132,13 +132,13 @@ def layers_of(model: ReferenceModel, parameter_names: Iterable[str]) -> LayerSet
 def _check_whole_head(model: ReferenceModel, name: str, users: Sequence[nn.Module]) -> None:
     """Check that the output layer, which is not called during a pass, is selected as one complete matrix."""
     linear, kind = model.head.linear, type(model.head.linear).__name__
+    fault = ""
     if linear in users and not model.head.is_weight:
-        reason = f"{name}: the logits are not those of the complete weight ({kind}), so its gradient is not supported"
-        raise UnsupportedLayerError(reason, name)
-    if any(user in list(linear.modules())[1:] for user in users):
-        raise UnsupportedLayerError(
-            f"{name} is inside the output layer ({kind}), which is supported as a whole only", name
-        )
+        fault = f"{name}: the logits are not those of the complete weight ({kind}), so its gradient is not supported"
+    elif any(user in list(linear.modules())[1:] for user in users):
+        fault = f"{name} is inside the output layer ({kind}), which is supported as a whole only"
+    if fault:
+        raise UnsupportedLayerError(fault, name)
 
 
 def _block(
@@ -162,15 +162,11 @@ def _block(
         for _, user in users
     )
     if "vector" in kinds:
-        if len(users) > 1:
-            raise UnsupportedLayerError(
-                f"{names[0]} is shared by {len(kinds)} modules that are not linear layers", *names
-            )
         total = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-        if total > MAX_VECTOR or list(module.children()):
+        if len(users) > 1 or total > MAX_VECTOR or list(module.children()):
             reason = (
-                f"{name} ({type(module).__name__}, {total:,} parameters of its own) is neither linear nor an embedding "
-                "nor small, so its per-example gradients are not supported"
+                f"{name} ({type(module).__name__}, {total:,} parameters of its own, {len(users)} uses) is neither "
+                "linear nor an embedding nor small, so its per-example gradients are not supported"
             )
             raise UnsupportedLayerError(reason, *names)
         size = sum(module.get_parameter(roles[parameter]).numel() for parameter in names)
@@ -468,20 +464,16 @@ class _Hooks:
     ) -> Tensor:
         name = self._engine.layers.blocks[numbers[0]].name
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        if len(tensors) != 1 or not isinstance(output, Tensor):
-            reason = f"{name} ({type(module).__name__}) takes {len(tensors)} tensors; expected one in, one out"
-            raise UnsupportedLayerError(reason, name)
-        layer_input = tensors[0].detach()
-        if isinstance(module, nn.Embedding) and layer_input.shape[0] == 1 < self._shape[0]:
-            if self._engine.pass_positions:
-                raise UnsupportedLayerError(f"{name} is looked up once for a whole batch", name)
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        if isinstance(module, nn.Embedding) and shapes[0][0] == 1 < self._shape[0] and not self._engine.pass_positions:
             raise SharedPositionsError
-        if tuple(layer_input.shape[:2]) != self._shape:
+        if len(tensors) != 1 or not isinstance(output, Tensor) or shapes[0][:2] != self._shape:
             reason = (
-                f"{name} ({type(module).__name__}) receives {tuple(layer_input.shape)}, expected one entry per token, "
-                f"{self._shape}: rows cannot be distinguished"
+                f"{name} ({type(module).__name__}) receives {', '.join(map(str, shapes))}, expected one tensor in and "
+                f"out, with one entry per token, {self._shape}: rows cannot be distinguished"
             )
             raise UnsupportedLayerError(reason, name)
+        layer_input = tensors[0].detach()
         if self._engine.probing:
             _check_forward(module, name, layer_input, output)
         tracked: Tensor = output
@@ -530,6 +522,7 @@ class _Hooks:
 
 def _check_forward(module: nn.Module, name: str, layer_input: Tensor, output: Tensor) -> None:
     """Check that a module computes the function of its base class, since a subclass may override it."""
+    fault = ""
     try:
         if isinstance(module, nn.Embedding):
             expected = functional.embedding(layer_input, module.weight) * _embedding_scale(module)
@@ -541,13 +534,14 @@ def _check_forward(module: nn.Module, name: str, layer_input: Tensor, output: Te
             return
         expected, output = expected.detach().float(), output.detach().float()
         std, worst = float(expected.std()), float((expected - output).abs().max())
+        if not worst <= TOLERANCE.get(module.weight.dtype, max(TOLERANCE.values())) * max(std, 1e-6):
+            fault = f"off by {worst:.3g} of {std:.3g}"
     except RuntimeError as err:  # shapes do not match
-        reason = f"{name} ({type(module).__name__}) does not multiply its input by its weight: {err}"
-        raise UnsupportedLayerError(reason, name) from err
-    if not worst <= TOLERANCE.get(module.weight.dtype, max(TOLERANCE.values())) * max(std, 1e-6):
+        fault = str(err)
+    if fault:
         reason = (
-            f"{name} ({type(module).__name__}) does not return its weight times its input (off by {worst:.3g} of "
-            f"{std:.3g}), so its per-example gradients are not supported"
+            f"{name} ({type(module).__name__}) does not return its weight times its input ({fault}), so its "
+            "per-example gradients are not supported"
         )
         raise UnsupportedLayerError(reason, name)
 

@@ -15,7 +15,6 @@ from scipy.sparse import csr_array
 from torch import Tensor
 
 from grasp.arrays import F32
-from grasp.errors import ModelError
 from grasp.models.head import OutputHead
 
 # Logits in memory at the same time, in elements: 32 MB in float32 fit a CPU cache; a GPU needs larger chunks.
@@ -191,9 +190,6 @@ def hidden_gradient(head: OutputHead, residual: SparseResidual) -> Tensor:
     assumed to be uniform over the vocabulary: otherwise a vector that all rows of W have in common would contribute as
     much as the residual itself. A complete residual sums to 0, so the sum of the entries is minus the mass that was cut
     off; if the slope differs by logit, that mass is `truncated_P`.
-
-    Raises:
-        ModelError: the residuals of such a head were stored without `truncated_P`.
     """
     weight_VH = head.matrix()
     index_PK, value_PK = residual.index_PK, residual.value_PK
@@ -208,9 +204,5 @@ def hidden_gradient(head: OutputHead, residual: SparseResidual) -> Tensor:
             gathered_PKH = weight_VH[index_PK[block]].to(value_PK.dtype)
             delta_PH[block] = torch.bmm(value_PK[block, None], gathered_PKH)[:, 0]
     missing_P = value_PK.sum(dim=1) if residual.truncated_P is None else -residual.truncated_P
-    if residual.truncated_P is None and (head.cap is not None or head.factor_V is not None):
-        raise ModelError(
-            "features: stored by another version, without the residual mass that top-k cut off of a capped output "
-            "head; build the artifact again"
-        )
+    assert residual.truncated_P is not None or (head.cap is None and head.factor_V is None)
     return delta_PH.sub_(torch.outer(missing_P, head.mean_H.to(value_PK.dtype)))

@@ -115,19 +115,21 @@ def parse_choices(record: Mapping[str, Any], location: str) -> MultipleChoice | 
     # `options` or a column `A` may mean something else in a record that is not multiple choice
     if name != CHOICES[0] and (prompt is None or not answer_fields):
         return None
-    if prompt is None:
-        raise TargetError(f"{location}: has {name}, but no text `prompt` or `question` before them")
-    if not answer_fields:
-        raise TargetError(f"{location}: has {name}, but none of the fields {', '.join(ANSWERS)} says which is right")
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(text, str) for text in choices):
-        raise TargetError(f"{location}: {name}: got {choices!r:.60}, expected a list of at least two texts")
-    for field in answer_fields:
-        if right := _right_by_encoding(values[field], choices, labels):
-            return MultipleChoice(location, prompt, tuple(choices), field, values[field], right)
-    raise TargetError(
-        f"{location}: {answer_fields[0]}: got {values[answer_fields[0]]!r:.60}, expected the label, text, letter or "
-        f"position (from 0) of one of the {len(choices)} choices"
-    )
+        fault = f"{name}: got {choices!r:.60}, expected a list of at least two texts"
+    elif prompt is None:
+        fault = f"has {name}, but no text `prompt` or `question` before them"
+    elif not answer_fields:
+        fault = f"has {name}, but none of the fields {', '.join(ANSWERS)} says which is right"
+    else:
+        for field in answer_fields:
+            if right := _right_by_encoding(values[field], choices, labels):
+                return MultipleChoice(location, prompt, tuple(choices), field, values[field], right)
+        fault = (
+            f"{answer_fields[0]}: got {values[answer_fields[0]]!r:.60}, expected the label, text, letter or position "
+            f"(from 0) of one of the {len(choices)} choices"
+        )
+    raise TargetError(f"{location}: {fault}")
 
 
 def _right_by_encoding(answer: Any, choices: Sequence[str], labels: Any) -> dict[str, int]:
@@ -172,17 +174,20 @@ def right_choices(records: Sequence[MultipleChoice]) -> list[int]:
         ]
     if fitting[0] == "label":  # explicit, so it is not ambiguous
         fitting = ["label"]
-    for record in records:
-        if len({record.right[encoding] for encoding in fitting}) > 1:
-            meanings = " or ".join(f"the {name} of {record.texts[record.right[name]]!r:.60}" for name in fitting)
-            raise TargetError(
-                f"{record.location}: {record.answer_field}: got {record.answer!r:.60}, which is {meanings}, and "
-                "no other record says which; write positions as numbers, or the choices with labels"
-            )
     gold = [record.right[fitting[0]] for record in records]
-    if fitting == ["position"] and all(gold) and prod(1 - 1 / len(record.texts) for record in records) < MAX_CHANCE:
-        raise TargetError(
-            f"{records[0].location}: {records[0].answer_field}: none of the {len(records)} answers is 0; positions "
-            "count from 0, and these seem to count from 1: subtract 1, or write the choices with labels"
+    record = next((r for r in records if len({r.right[encoding] for encoding in fitting}) > 1), records[0])
+    meanings = [f"the {name} of {record.texts[record.right[name]]!r:.60}" for name in fitting]
+    fault = ""
+    if len({record.right[encoding] for encoding in fitting}) > 1:
+        fault = (
+            f"got {record.answer!r:.60}, which is {' or '.join(meanings)}, and no other record says which; write "
+            "positions as numbers"
         )
+    elif fitting == ["position"] and all(gold) and prod(1 - 1 / len(r.texts) for r in records) < MAX_CHANCE:
+        fault = (
+            f"none of the {len(records)} answers is 0; positions count from 0, and these seem to count from 1: "
+            "subtract 1"
+        )
+    if fault:
+        raise TargetError(f"{record.location}: {record.answer_field}: {fault}, or write the choices with labels")
     return gold

@@ -139,11 +139,15 @@ def with_metric(unit: Unit, metric: str) -> Unit:
     location = f"unit {unit.unit_id!r} of {unit.target}"
     if unit.others:  # a preference pair
         return replace(unit, unit_id=f"{unit.unit_id}@{metric}", target=f"{unit.target}@{metric}", metric=metric)
+    fault, scored = "", unit
     if unit.gold is None or len(unit.choices) < 2:
-        raise TargetError(f"{location}: @{metric} needs the wrong answers too; expected `choices` and `answer`")
-    if unit.loss_on != "completion":
-        raise TargetError(f"{location}: @{metric} is defined for loss on the completion; got loss_on {unit.loss_on}")
-    scored = unit.scored_by(metric)
-    if not all(answer.completion.strip() for answer in scored.others):
-        raise TargetError(f"{location}: @{metric}: got a choice without text; remove the choice, or the record")
+        fault = " needs the wrong answers too; expected `choices` and `answer`"
+    elif unit.loss_on != "completion":
+        fault = f" is defined for loss on the completion; got loss_on {unit.loss_on}"
+    else:
+        scored = unit.scored_by(metric)
+        if not all(answer.completion.strip() for answer in scored.others):
+            fault = ": got a choice without text; remove the choice, or the record"
+    if fault:
+        raise TargetError(f"{location}: @{metric}{fault}")
     return scored

@@ -67,28 +67,20 @@ def read_task(name: str, variant: str, loss_on: LossOn, root: Path) -> list[Unit
     """
     task_dir = root / ALIASES.get(name, name)
     available = variants(task_dir)
-    if not available:
-        usable = task_names(root)
-        if task_dir.is_dir() and name:
-            raise TargetError(
-                f"targets.names: {name!r} is not a multiple-choice task; available tasks: {', '.join(usable)}"
-            )
-        close_matches = get_close_matches(name, usable, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(close_matches)}?" if close_matches else f"available: {', '.join(usable)}"
-        raise TargetError(f"targets.names: unknown OLMES task {name!r}; {hint} (for a file of units, pass its path)")
-    source_variant, from_few_shot = variant, variant not in available
-    if from_few_shot:
-        source_variant = _find_few_shot(variant, available)
-        if not source_variant:
-            raise TargetError(f"targets.variant: {name} has no variant {variant!r}; it has {', '.join(available)}")
+    from_few_shot = variant not in available
+    source_variant = _find_few_shot(variant, available) if from_few_shot else variant
+    if not source_variant:
+        fault = f"variant: {name} has no variant {variant!r}; it has {', '.join(available)}"
+        if not available:
+            usable = task_names(root)
+            close_matches = get_close_matches(name, usable, n=3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(close_matches)}?" if close_matches else f"available: {', '.join(usable)}"
+            fault = f"names: {name!r} is no multiple-choice task of OLMES; {hint} (for a file of units, pass its path)"
+        raise TargetError(f"targets.{fault}")
     path = task_dir / source_variant / "requests.jsonl.gz"
     units = []
     for doc_id, requests in _group_by_document(_read_requests(path)).items():
         unit = _gold_unit(requests, f"{task_dir.name}:{doc_id}", name, loss_on)
-        if len(requests) < 2:
-            raise TargetError(
-                f"{path}: document {doc_id} has one candidate, expected at least two: not a multiple-choice task"
-            )
         if from_few_shot:
             unit = replace(unit, prompt=_zero_shot_prompt(unit, requests[0].doc, source_variant))
         units.append(unit)
@@ -178,20 +170,23 @@ class _Request:
         else:
             context = request.get("perplexity_context", request.get("context"))
             continuation = request.get("continuation")
+        fault = ""
         if not isinstance(continuation, str) or not continuation.strip():
-            raise TargetError(
-                f"{location}: {request_type}: no continuation is scored; use the requests of a variant that "
-                "scores one, e.g. rc or gold_bpb"
+            fault = (
+                f"{request_type}: no continuation is scored; use the requests of a variant that scores one, e.g. rc or "
+                "gold_bpb"
             )
-        if not isinstance(context, str):
-            raise TargetError(
-                f"{location}: the context is a list of messages, whose text depends on a chat template; use the "
-                "requests of a run without --use-chat-format"
+        elif not isinstance(context, str):
+            fault = (
+                "the context is a list of messages, whose text depends on a chat template; use the requests of a run "
+                "without --use-chat-format"
             )
         try:
             doc_id, idx = int(record["doc_id"]), int(record["idx"])
         except (TypeError, ValueError) as err:
-            raise TargetError(f"{location}: doc_id, idx: expected integers: {err}") from err
+            fault = f"doc_id, idx: expected integers: {err}"
+        if fault:
+            raise TargetError(f"{location}: {fault}")
         doc = record["doc"] if isinstance(record["doc"], Mapping) else {}
         return cls(location, doc_id, doc, idx, record["label"], context, continuation)
 

@@ -20,7 +20,7 @@ from grasp.arrays import I32
 from grasp.corpus.conversations import Conversation, UnusableConversationError
 from grasp.corpus.encoding import ModelText, TokenizedText, encode_texts
 from grasp.corpus.packing import Skipped
-from grasp.errors import CorpusError, ModelError, TargetError
+from grasp.errors import ModelError, TargetError
 from grasp.text import skipped_lines
 
 if TYPE_CHECKING:
@@ -196,10 +196,7 @@ class UnitSet:
             span = begin, begin + len(unit.completion)
             text = unit.prompt + unit.completion + unit.ending
             texts.append(ModelText(text, (span,), "pair" if unit.conversation is None else "chat"))
-        try:
-            encoded = encode_texts(texts, tokenizer)
-        except CorpusError as err:
-            raise TargetError(f"targets: {err}") from err
+        encoded = encode_texts(texts, tokenizer)
         pairs = zip(answers, encoded, strict=True)  # the right answer of a unit, then its wrong ones
         unit_tokens = []
         for unit in self.units:
@@ -221,19 +218,19 @@ def _render(unit: Unit, tokenizer: "Tokenizer", unwritten: Skipped) -> Unit:
     others = tuple(_render(other, tokenizer, unwritten) for other in unit.others)
     if unit.conversation is None:
         return replace(unit, others=others) if others else unit
-    location = f"unit {unit.unit_id!r} of {unit.target}"
     try:
         chat = tokenizer.render(unit.conversation, last_only=True)
+        fault = (
+            f": the chat template marks its answer in {len(chat.spans)} spans with text between them, expected one; "
+            "use a template that marks it as one (--tokenizer)"
+        ) * (len(chat.spans) > 1)
     except UnusableConversationError as err:
         (reason_text,) = skipped_lines({err.reason: 1}, {err.reason: [str(err)]})
-        raise TargetError(f"{location} is one of the {reason_text.removeprefix('1 ')}") from err
+        fault = f" is one of the {reason_text.removeprefix('1 ')}"
     except ModelError as err:
-        raise TargetError(f"{location}: {err}") from err
-    if len(chat.spans) > 1:
-        raise TargetError(
-            f"{location}: the chat template marks its answer in {len(chat.spans)} spans with text between them, "
-            "expected one; use a template that marks it as one (--tokenizer)"
-        )
+        fault = f": {err}"
+    if fault:
+        raise TargetError(f"unit {unit.unit_id!r} of {unit.target}{fault}")
     for reason, _ in chat.unwritten:
         unwritten.add(reason, unit.unit_id, unit.unit_id)
     ((start, stop),), text = chat.spans, chat.text
@@ -270,16 +267,17 @@ def _truncate(
         max_length, remedy = context, f"the context of the model is {context} tokens; use a model with a longer one"
     assert tokens.loss_mask is not None
     scored = np.flatnonzero(tokens.loss_mask)
+    context_ids = np.array(tokenizer.context_ids, dtype=np.int64)  # BOS or EOS
+    fault = ""
     if not unit.completion or not len(scored):
-        raise TargetError(f"{location}: the completion {unit.completion!r} has no tokens, expected at least one")
+        fault = f"the completion {unit.completion!r} has no tokens, expected at least one"
+    elif scored[0] == 0 and not len(context_ids):
+        fault = "the prompt is empty and the tokenizer has no end-of-text token to replace it"
+    if fault:
+        raise TargetError(f"{location}: {fault}")
     # `first` is the first token of the completion; a chat template may write tokens without loss after it
     first, ids = int(scored[0]), tokens.ids if unit.loss_on == "all" else tokens.ids[: scored[-1] + 1]
     if first == 0:  # a token needs a context to be predicted from
-        context_ids = np.array(tokenizer.context_ids, dtype=np.int64)  # BOS or EOS
-        if not len(context_ids):
-            raise TargetError(
-                f"{location}: the prompt is empty and the tokenizer has no end-of-text token to replace it"
-            )
         first, ids = len(context_ids), np.concatenate([context_ids, ids])
     prefix = tokenizer.prefix_ids  # prepended by the tokenizer, or part of the text
     n_prefix = min(first, len(prefix)) if tuple(ids[: len(prefix)].tolist()) == prefix else 0
@@ -287,18 +285,20 @@ def _truncate(
     n_before = n_prefix if len(ids) > capacity else 0  # tokens before the part that is removed
     n_scored = len(ids) - first
     if n_scored + max(1, n_before) > capacity:
-        raise TargetError(
-            f"{location}: the completion has {n_scored + n_reserved} tokens, expected at most "
-            f"{max_length - max(1, n_before)} in addition to one token of context; {remedy}, shorten the completion, "
-            "or exclude the unit (targets.exclude_units)"
+        fault = (
+            f"the completion has {n_scored + n_reserved} tokens, expected at most {max_length - max(1, n_before)} in "
+            f"addition to one token of context; {remedy}, shorten the completion, or exclude the unit "
+            "(targets.exclude_units)"
         )
     ids = np.concatenate([ids[:n_before], ids[n_before:][-(capacity - n_before) :]])
     outside = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
-    if outside.size:
-        raise TargetError(
-            f"{location}: token id {outside[0]} is outside the model's vocabulary of {tokenizer.vocab_size};"
-            " the tokenizer does not belong to the model"
+    if outside.size and not fault:
+        fault = (
+            f"token id {outside[0]} is outside the model's vocabulary of {tokenizer.vocab_size}; the tokenizer does "
+            "not belong to the model"
         )
+    if fault:
+        raise TargetError(f"{location}: {fault}")
     return UnitTokens(ids.astype(np.int32), max(1, n_prefix) if unit.loss_on == "all" else len(ids) - n_scored)
 
 

@@ -18,17 +18,16 @@ from grasp.baselines.gradients.method_settings import LayerSettings
 from grasp.baselines.gradients.projection import Form
 from grasp.baselines.gradients.queries import Queries
 from grasp.baselines.gradients.scorers import (
-    ExactScorer,
-    ProjectedScorer,
     checkpoint_note,
     divide_by_norms,
     exact_note,
+    exact_scorer,
     gradient_norms,
+    projected_scorer,
     projection_note,
 )
 from grasp.baselines.gradients.session import (
     ExactPlan,
-    Group,
     checkpoint_weights,
     exact_plan,
     mean_row_tokens,
@@ -87,17 +86,15 @@ class CosineMethod(BlockMethod[S]):
             store = FeatureStore(inputs, work, checkpoints[checkpoint_index], spec, update)
             unit_EK = np.asarray(store.units(), dtype=np.float64)
             unit_EK = weight * (divide_by_norms(unit_EK, "unit") if form.units_normalised else unit_EK)
-            return ProjectedScorer(store, unit_EK, account, work, normalise=form.rows_normalised)
+            return projected_scorer(store, unit_EK, account, work, normalise=form.rows_normalised)
         engine = open_engine(inputs, checkpoints[checkpoint_index], self.settings.layers)
         unit_group = groups[group]
-        queries = Queries.collect(
-            engine, unit_examples(inputs)[unit_group.first : unit_group.last], self._plan(inputs).dense
-        )
+        queries = Queries.collect(engine, unit_examples(inputs)[unit_group], self._plan(inputs).dense)
         weight_E = np.full(queries.n_units, weight)
         if form.units_normalised:
-            weight_E /= gradient_norms(queries.squared_norms().cpu().double().numpy(), "unit", unit_group.first)
+            weight_E /= gradient_norms(queries.squared_norms().cpu().double().numpy(), "unit", unit_group.start)
         transform = None if update is None else update(engine)
-        return ExactScorer(
+        return exact_scorer(
             inputs,
             queries,
             unit_group,
@@ -112,7 +109,7 @@ class CosineMethod(BlockMethod[S]):
 
     def _plan(self, inputs: MethodInputs) -> ExactPlan:
         if self.form(inputs).dimension is not None:
-            return ExactPlan((), (Group(0, inputs.n_units),))
+            return ExactPlan((), (slice(0, inputs.n_units),))
         return exact_plan(
             choose_layers(inputs.model, self.settings.layers),
             unit_examples(inputs),

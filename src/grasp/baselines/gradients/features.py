@@ -7,7 +7,7 @@ Shape letters: N examples, B of them in a batch, K projected width, D parameters
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from grasp.arrays import F32, F64
 from grasp.baselines.gradients.projection import Form, Projection
 from grasp.baselines.gradients.queries import Transform
-from grasp.baselines.gradients.sinks import MatrixSink, all_blocks
+from grasp.baselines.gradients.sinks import MatrixSink, TakeMatrix, all_blocks
 from grasp.errors import ModelError
 from grasp.models.gradients import Example, GradientFactors, Output, PerExample
 
@@ -29,13 +29,6 @@ class Features:
     value_NK: F32  # (blocks, N, K) if blocks are projected separately
     loss_N: F64  # nats per label
     doubt_N: F64  # mean of 1 - p of the true label
-
-
-class Sink(Protocol):
-    """Consumes the factors of one batch and returns features per example."""
-
-    def __call__(self, number: int, use: GradientFactors, rows: slice) -> None: ...
-    def finish(self) -> Tensor: ...
 
 
 class ProjectionSink:
@@ -53,36 +46,10 @@ class ProjectionSink:
         return self._out
 
 
-class TransformedSink:
-    """Projects transformed gradients, e.g. the update of an optimizer."""
-
-    def __init__(self, engine: PerExample, projection: Projection, transform: Transform, examples: int) -> None:
-        out = projection.zeros(examples)
-
-        def take(number: int, matrix: Tensor, rows: slice) -> None:
-            out[rows] += projection.of_matrix(number, transform(number, matrix))
-
-        self._matrices, self._out = MatrixSink(engine, all_blocks(engine), take), out
-
-    def __call__(self, number: int, use: GradientFactors, rows: slice) -> None:
-        self._matrices(number, use, rows)
-
-    def finish(self) -> Tensor:
-        self._matrices.finish()
-        return self._out
-
-
 class WholeSink:
-    """Returns whole gradients with blocks concatenated: K = D."""
+    """Forms whole gradients, and returns the features that `take` writes to `out` for a block and some examples."""
 
-    def __init__(self, engine: PerExample, examples: int) -> None:
-        sizes = [block.size for block in engine.layers.blocks]
-        begin = np.concatenate([[0], np.cumsum(sizes)]).tolist()
-        out = torch.zeros(examples, begin[-1], dtype=engine.work, device=engine.model.device)
-
-        def take(number: int, matrix: Tensor, rows: slice) -> None:
-            out[rows, begin[number] : begin[number + 1]] = matrix.flatten(1)
-
+    def __init__(self, engine: PerExample, out: Tensor, take: TakeMatrix) -> None:
         self._matrices, self._out = MatrixSink(engine, all_blocks(engine), take), out
 
     def __call__(self, number: int, use: GradientFactors, rows: slice) -> None:
@@ -148,12 +115,27 @@ class Featurizer:
         check_finite(value.sum(axis=0) if per_block else value, self.engine.model.dtype)
         return Features(value, loss_N, doubt_N)
 
-    def _sink(self, examples: int) -> Sink:
-        if self.projection is None:
-            return WholeSink(self.engine, examples)
-        if self.transform is not None:
-            return TransformedSink(self.engine, self.projection, self.transform, examples)
-        return ProjectionSink(self.projection, examples, per_block=self.per_block)
+    def _sink(self, examples: int) -> ProjectionSink | WholeSink:
+        engine, projection, transform = self.engine, self.projection, self.transform
+        if projection is None:  # whole gradients, with blocks concatenated: K = D
+            parts = torch.split(
+                whole := torch.zeros(examples, engine.layers.size, dtype=engine.work, device=engine.model.device),
+                [block.size for block in engine.layers.blocks],
+                dim=1,
+            )
+
+            def concatenate(number: int, matrix: Tensor, rows: slice) -> None:
+                parts[number][rows] = matrix.flatten(1)
+
+            return WholeSink(engine, whole, concatenate)
+        if transform is None:
+            return ProjectionSink(projection, examples, per_block=self.per_block)
+        projected = projection.zeros(examples)
+
+        def project(number: int, matrix: Tensor, rows: slice) -> None:
+            projected[rows] += projection.of_matrix(number, transform(number, matrix))
+
+        return WholeSink(engine, projected, project)
 
 
 def check_finite(value_NK: NDArray[np.floating], dtype: torch.dtype) -> None:

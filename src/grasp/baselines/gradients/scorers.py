@@ -1,6 +1,6 @@
 """Scores of blocks of rows from projected features or from whole gradients.
 
-Start with `ProjectedScorer` or `ExactScorer`.
+Start with `projected_scorer` or `exact_scorer`.
 
 Shape letters: n rows of a block, E units, K projected width.
 """
@@ -15,7 +15,7 @@ from grasp.baselines.checkpoints import Checkpoint
 from grasp.baselines.gradients.features import check_finite
 from grasp.baselines.gradients.projection import Form, choose_forms
 from grasp.baselines.gradients.queries import Queries, Transform, exact_products
-from grasp.baselines.gradients.session import Group, row_examples
+from grasp.baselines.gradients.session import row_examples
 from grasp.baselines.gradients.store import FeatureStore, ready_seconds
 from grasp.baselines.stored import RowScorer
 from grasp.baselines.work import WorkArea
@@ -24,57 +24,45 @@ from grasp.methods.contract import Account, MethodInputs, Scores
 from grasp.models.gradients import Block
 
 
-class ProjectedScorer(RowScorer):
-    """Inner products of stored row features with vectors of units."""
+def projected_scorer(
+    store: FeatureStore, unit_EK: F64, account: Account, work: WorkArea, *, normalise: bool = False
+) -> RowScorer:
+    """Return a scorer by inner products of stored row features with vectors of units."""
 
-    def __init__(
-        self, store: FeatureStore, unit_EK: F64, account: Account, work: WorkArea, *, normalise: bool = False
-    ) -> None:
-        self._store, self._unit_EK, self._account, self._work = store, unit_EK, account, work
-        self._normalise = normalise
-
-    def score(self, start: int, stop: int) -> Scores:
-        row_NK = np.asarray(self._store.rows(start, stop)[0], dtype=np.float64)
+    def score(start: int, stop: int) -> Scores:
+        row_NK = np.asarray(store.rows(start, stop)[0], dtype=np.float64)
         if row_NK.ndim == 3:  # one projection per layer: concatenate
             row_NK = row_NK.swapaxes(0, 1).reshape(stop - start, -1)
-        if self._normalise:
+        if normalise:
             row_NK = divide_by_norms(row_NK, "row", start)
-        return row_NK @ self._unit_EK.T
+        return row_NK @ unit_EK.T
 
-    def account(self) -> Account:
-        return replace(self._account, ready=ready_seconds(self._work))
+    return RowScorer(score, replace(account, ready=ready_seconds(work)))
 
 
-class ExactScorer(RowScorer):
-    """Inner products of whole row gradients with queries; units outside the group score 0."""
+def exact_scorer(
+    inputs: MethodInputs,
+    queries: Queries,
+    group: slice,
+    account: Account,
+    *,
+    weight_E: F64 | float = 1.0,
+    normalise: bool = False,
+    transform: Transform | None = None,
+) -> RowScorer:
+    """Return a scorer by inner products of whole row gradients with queries; units outside the group score 0."""
 
-    def __init__(
-        self,
-        inputs: MethodInputs,
-        queries: Queries,
-        group: Group,
-        account: Account,
-        *,
-        weight_E: F64 | None = None,
-        normalise: bool = False,
-        transform: Transform | None = None,
-    ) -> None:
-        self._material, self._queries, self._group, self._account = inputs, queries, group, account
-        self._weight_E = np.ones(queries.n_units) if weight_E is None else weight_E
-        self._normalise, self._transform = normalise, transform
-
-    def score(self, start: int, stop: int) -> Scores:
-        rows = row_examples(self._material, start, stop)
-        product_NE, square_N = exact_products(self._queries, rows, norms=self._normalise, transform=self._transform)
-        check_finite(product_NE, self._queries.engine.model.dtype)
-        if self._normalise:
+    def score(start: int, stop: int) -> Scores:
+        rows = row_examples(inputs, start, stop)
+        product_NE, square_N = exact_products(queries, rows, norms=normalise, transform=transform)
+        check_finite(product_NE, queries.engine.model.dtype)
+        if normalise:
             product_NE /= gradient_norms(square_N, "row", start)[:, None]
-        scores_NE = np.zeros((stop - start, self._material.n_units))
-        scores_NE[:, self._group.first : self._group.last] = product_NE * self._weight_E
+        scores_NE = np.zeros((stop - start, inputs.n_units))
+        scores_NE[:, group] = product_NE * weight_E
         return scores_NE
 
-    def account(self) -> Account:
-        return self._account
+    return RowScorer(score, account)
 
 
 def projection_note(blocks: Sequence[Block], width: int, form: Form, tokens: int) -> str:

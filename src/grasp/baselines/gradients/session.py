@@ -23,9 +23,7 @@ from grasp.targets.margins import Answers
 
 def row_examples(inputs: MethodInputs, start: int, stop: int) -> list[Example]:
     """Return rows [start, stop) as examples; the loss is on the trained tokens of a chat, on all tokens of a text."""
-    inputs.refuse_pairs()
-    rows = inputs.rows(start, stop)
-    return [Example(rows.ids(i), loss_mask=rows.mask(i)) for i in range(len(rows))]
+    return examples_at(inputs, range(start, stop))
 
 
 def sampled_rows(inputs: MethodInputs, count: int, seed: int, *purpose: str, prefix: int | None = None) -> list[int]:
@@ -38,16 +36,10 @@ def sampled_rows(inputs: MethodInputs, count: int, seed: int, *purpose: str, pre
 
 
 def examples_at(inputs: MethodInputs, rows: Sequence[int]) -> list[Example]:
-    """Return rows by index as examples, read block by block."""
+    """Return rows by index as examples, see `row_examples`."""
     inputs.refuse_pairs()
-    requested_rows = set(rows)
-    examples = []
-    for start, stop in inputs.blocks():
-        block_rows = [row for row in range(start, stop) if row in requested_rows]
-        if block_rows:
-            shard = inputs.rows(start, stop)
-            examples += [Example(shard.ids(row - start), loss_mask=shard.mask(row - start)) for row in block_rows]
-    return examples
+    stored = inputs.rows_at(np.asarray(rows, dtype=np.int64))
+    return [Example(stored.ids(i), loss_mask=stored.mask(i)) for i in range(len(stored))]
 
 
 def unit_examples(inputs: MethodInputs) -> list[Example]:
@@ -98,19 +90,11 @@ def open_engine(inputs: MethodInputs, checkpoint: Checkpoint, patterns: Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Units [first, last), scored in one pass over the rows."""
-
-    first: int
-    last: int
-
-
-@dataclass(frozen=True, slots=True)
 class ExactPlan:
     """Plan for exact inner products in bounded memory."""
 
     dense: tuple[bool, ...]  # per block
-    groups: tuple[Group, ...]
+    groups: tuple[slice, ...]  # units that are scored in one pass over the rows
 
 
 def exact_plan(
@@ -136,7 +120,7 @@ def exact_plan(
     def plan(chosen: Sequence[bool]) -> ExactPlan:
         per_unit = 4 * copies * query_elements(blocks, chosen, sizes)
         fit = max(1, (memory_mb << 20) // max(1, per_unit))
-        return ExactPlan(tuple(chosen), tuple(Group(e, min(e + fit, len(units))) for e in range(0, len(units), fit)))
+        return ExactPlan(tuple(chosen), tuple(slice(e, min(e + fit, len(units))) for e in range(0, len(units), fit)))
 
     def cost(plan: ExactPlan) -> int:
         passes = len(plan.groups)

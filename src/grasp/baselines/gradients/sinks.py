@@ -8,10 +8,9 @@ Shape letters: B examples, b a few of them, X left width, Y right width, K proje
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-import torch
 from torch import Tensor
 
-from grasp.models.gradient_factors import BLOCK_ELEMENTS, materialise, select_examples
+from grasp.models.gradient_factors import BLOCK_ELEMENTS, materialise_uses, select_examples
 from grasp.models.gradients import GradientFactors, PerExample
 
 TakeMatrix = Callable[[int, Tensor, slice], None]
@@ -63,23 +62,10 @@ class MatrixSink(UseSink):
         step = max(1, BLOCK_ELEMENTS // block.size)
         for begin in range(0, rows.stop - rows.start, step):
             end = min(begin + step, rows.stop - rows.start)
-            total = materialise(select_examples(uses[0], begin, end), block.left)
-            for use in uses[1:]:
-                total += materialise(select_examples(use, begin, end), block.left)
+            total = materialise_uses([select_examples(use, begin, end) for use in uses], block.left)
             self._matrix(number, total, slice(rows.start + begin, rows.start + end))
 
 
 def all_blocks(engine: PerExample) -> list[bool]:
     """Return a mask that selects all blocks."""
     return [True] * len(engine.layers.blocks)
-
-
-def whole_gradients(engine: PerExample, n_examples: int) -> tuple[MatrixSink, list[Tensor]]:
-    """Return a sink and the (B, X, Y) tensors per block that it fills; for few examples of small models."""
-    device = engine.model.device
-    held = [torch.zeros(n_examples, b.left, b.right, dtype=engine.work, device=device) for b in engine.layers.blocks]
-
-    def take(number: int, matrix: Tensor, rows: slice) -> None:
-        held[number][rows] = matrix
-
-    return MatrixSink(engine, all_blocks(engine), take), held

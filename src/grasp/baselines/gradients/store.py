@@ -59,14 +59,12 @@ class FeatureStore:
 
     def units(self) -> F32:
         """Return the features of all units, (E, K), or (blocks, E, K)."""
-        stored = self._units.load("units")
-        if stored is None:
+
+        def compute() -> F32:
             with self._units.timed():
-                features = self._unit_featurizer.features(unit_examples(self._material), self._spec.output)
-                self._units.save("units", features.value_NK)
-            stored = self._units.load("units")
-        assert stored is not None
-        return stored
+                return self._unit_featurizer.features(unit_examples(self._material), self._spec.output).value_NK
+
+        return self._units.load_or_compute("units", compute)
 
     def rows(self, start: int, stop: int) -> tuple[F32, F64]:
         """Return features of rows [start, stop), (n, K) or (blocks, n, K), and 1 - p of their labels, (n,)."""
@@ -76,10 +74,7 @@ class FeatureStore:
                 features = self._row_featurizer.features(row_examples(self._material, start, stop), self._spec.output)
                 self._rows.save(doubt, features.doubt_N)
                 self._rows.save(name, features.value_NK)
-        value, doubt_N = self._rows.load(name), self._rows.load(doubt)
-        assert value is not None
-        assert doubt_N is not None
-        return value, doubt_N
+        return self._rows.load_required(name), self._rows.load_required(doubt)
 
     @property
     def sizes(self) -> tuple[int, ...]:
