@@ -27,7 +27,7 @@ from grasp.artifact.manifest import (
     ShardMark,
     part_dir,
 )
-from grasp.artifact.reader import why_not_open
+from grasp.artifact.reader import refuse_unfinished
 from grasp.errors import ArtifactError, SettingsError
 from grasp.files import FileEntry, differences, is_signed, kind_of
 from grasp.store.directory import Files
@@ -157,7 +157,7 @@ def verify(path: Path | str) -> VerifyReport:
         path = local_path(path)
         complete = kind_of(path / MANIFEST) != "nothing"
         if not complete and not (path / BUILD).exists():
-            raise ArtifactError(why_not_open(path))
+            refuse_unfinished(path)
         manifest, problems = _read_manifest(path) if complete else (None, [])
         if manifest is not None:
             expected = dict(manifest.files)
@@ -210,7 +210,7 @@ def info(path: Path | str) -> ArtifactInfo:
     else:
         path = local_path(path)
         if not (path / BUILD).exists():
-            raise ArtifactError(why_not_open(path))
+            refuse_unfinished(path)
         manifest = _manifest_of_unfinished(path)
         files = Files(path, manifest.files, "")
     grid, extension = ShardGrid(manifest.n_rows, manifest.shard_rows), None

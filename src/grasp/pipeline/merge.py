@@ -249,7 +249,7 @@ def _manifest(parts: Sequence[ArtifactReader], labels: Sequence[str]) -> dict[st
         "skipped": {"rows": asdict(skipped), "columns": list(columns)},
         "details": {
             **{name: value for name, value in first.details.items() if name != "replays"},
-            **{name: sum(manifest.detail(name) for manifest in manifests) for name in ("n_tokens", "n_documents")},
+            **{name: sum(manifest.details[name] for manifest in manifests) for name in ("n_tokens", "n_documents")},
             "labels": list(labels),
             "build_seconds": seconds,
             "parts": origins,

@@ -11,7 +11,7 @@ messages. All files are written to a temporary name and renamed. Start with `Sto
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -123,7 +123,7 @@ class Store(Generic[M]):
         Raises:
             GraspError: the directory has a store with other settings; the message lists the differences.
         """
-        plan, requested = self.root / self.schema.plan, plain_json(identity, self.schema.plan)
+        plan, requested = self.root / self.schema.plan, plain_json(identity)
         with report_full_disk(str(self.root), lambda: "nothing is written yet"):
             try:
                 plan.parent.mkdir(parents=True, exist_ok=True)
@@ -167,10 +167,6 @@ class Store(Generic[M]):
             GraspError: the mark is missing or damaged.
         """
         return read_record(self._mark_path(part), self.schema.mark, self.schema.error_type)
-
-    def missing(self, parts: Iterable[str]) -> list[str]:
-        """Return those of the parts that are not complete."""
-        return [part for part in parts if part not in self.parts]
 
     def progress(self) -> str:
         """Describe the progress, for messages."""
