@@ -69,7 +69,6 @@ _INPUT_SETTINGS = (
 )
 
 # Conversion of float16 to float32, see `_scaled_into`.
-HALF_EXPONENT = np.int16(0x7C00)  # exponent bits of a float16; all are set for infinity and NaN
 SIGN_AND_REST = np.int32(-0x70002000)  # bits of a float32 that come from the float16
 BIAS = np.float32(2.0**112)  # 2^(127 - 15), the difference of the exponent biases
 MAX_SCALE = 2.0**15  # scales below it stay finite when multiplied by BIAS
@@ -540,7 +539,7 @@ def _scaled_into(out_NE: F32, stored_NE: NDArray[Any], scale_E: F32) -> None:
     NumPy converts one number at a time. Here the bits of a float16 are moved into a float32: the sign stays in front
     (int16 to int32 extends it), and exponent and mantissa move left by 23 - 10 = 13 bits. The result is the number
     times 2^-112, exactly (subnormals included), since the exponent biases are 15 and 127. The factor 2^112 is
-    multiplied into the scale. Infinity, NaN and large scales, which no build writes, use NumPy.
+    multiplied into the scale. Infinity and NaN, which no build writes, would be wrong. Large scales use NumPy.
     """
     if stored_NE.dtype != np.float16 or np.abs(scale_E).max(initial=0.0) >= MAX_SCALE:
         np.multiply(stored_NE, scale_E, out=out_NE)
@@ -549,9 +548,6 @@ def _scaled_into(out_NE: F32, stored_NE: NDArray[Any], scale_E: F32) -> None:
     for start in range(0, len(out_NE), step):
         rows = slice(start, start + step)
         bits_nE, wide_nE = stored_NE[rows].view(np.int16), out_NE[rows].view(np.int32)
-        if (bits_nE & HALF_EXPONENT).max(initial=0) == HALF_EXPONENT:
-            np.multiply(stored_NE[rows], scale_E, out=out_NE[rows])
-            continue
         np.copyto(wide_nE, bits_nE)
         wide_nE <<= 13
         wide_nE &= SIGN_AND_REST

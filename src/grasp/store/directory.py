@@ -35,7 +35,7 @@ from grasp.files import (
     write_atomically,
 )
 from grasp.store.records import R, Signed, dump_json, plain_json, read_record
-from grasp.text import parse_json
+from grasp.text import parse_json, plain
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -127,16 +127,10 @@ class Store(Generic[M]):
         with report_full_disk(str(self.root), lambda: "nothing is written yet"):
             try:
                 plan.parent.mkdir(parents=True, exist_ok=True)
-            except (FileExistsError, NotADirectoryError) as err:
-                raise self.schema.error_type(
-                    f"{plan.parent}: cannot create this directory; choose another one"
-                ) from err
-            stored = None
-            if plan.exists():
-                try:
-                    stored = parse_json(plan.read_bytes())
-                except (OSError, ValueError) as err:
-                    raise self.schema.error_type(f"{plan}: damaged: {err}; {self.schema.recovery_hint}") from err
+                stored = parse_json(plan.read_bytes()) if plan.exists() else None
+            except (FileExistsError, NotADirectoryError, IsADirectoryError, ValueError) as err:
+                hint = f"choose another directory, or {self.schema.recovery_hint}"
+                raise self.schema.error_type(f"{plan}: cannot be created, or is damaged: {plain(err)}; {hint}") from err
             if stored is not None and (changed := list(differences(stored, requested))):
                 if not replace and any(self.root.glob(self.schema.marks)):
                     raise self.schema.error_type(

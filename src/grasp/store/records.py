@@ -129,12 +129,13 @@ def read_record(path: Path, model: type[R], error_type: type[GraspError] = Artif
     Raises:
         GraspError: `error_type`; the file is not a regular file, or damaged.
     """
-    if kind_of(path) != "file":
-        raise error_type(f"{path}: not a regular file; restore a copy, or rebuild")
-    try:
-        return model.model_validate_json(path.read_bytes())
-    except ValidationError as err:
-        raise error_type(f"{describe(err, f'{path}: damaged')}; delete it and run again") from err
+    problem = f"{path}: not a regular file; restore a copy, or rebuild"
+    if kind_of(path) == "file":
+        try:
+            return model.model_validate_json(path.read_bytes())
+        except ValidationError as err:
+            problem = f"{describe(err, f'{path}: damaged')}; delete it and run again"
+    raise error_type(problem)
 
 
 def plain_json(data: Mapping[str, Any]) -> dict[str, Any]:
