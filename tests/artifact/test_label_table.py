@@ -146,7 +146,7 @@ def test_anything_but_a_condition_is_refused(table, expression):
 def test_duckdb_refuses_access_to_files_without_the_check_of_the_parse_tree(table, monkeypatch):
     """Disable the check: DuckDB must still refuse to read files and variables."""
     secret_table = pa.table({"a": [1]})  # in scope of the caller, where DuckDB would look for it
-    monkeypatch.setattr("grasp.artifact.label_table._validate", lambda expression, where: None)
+    monkeypatch.setattr("grasp.artifact.label_table._problem_of_node", lambda node: "")
     for expression, message in [
         ("EXISTS (SELECT * FROM read_text('/etc/passwd'))", "disabled"),
         ("EXISTS (SELECT * FROM '/etc/passwd')", "/etc/passwd"),
@@ -323,11 +323,11 @@ def test_a_label_may_be_an_expression_and_its_conditions_select_its_values(web, 
         ("meta.sorce", r"unknown column 'meta\.sorce' \(did you mean 'meta\.source'\?\)"),
         ("upper(meta.sorce)", r"did you mean 'meta\.source'"),
         ("hosst(url)", r"'hosst' is not allowed \(did you mean 'host'\?\)"),
-        ("bins(meta.score, [0.7, 0.2])", r"edges are not ascending: 0\.7, 0\.2$"),
-        ("bins(meta.score, [])", "edges are not ascending"),
-        ("bins(meta.score, url)", "expected a number of bins"),
-        ("bins(meta.score)", "expected a number of bins.*1 arguments"),
-        ("bins(meta.score, 1)", "got 1 bins, expected 2 to"),
+        ("bins(meta.score, [0.7, 0.2])", "bins: expected .* ascending edges"),
+        ("bins(meta.score, [])", "bins: expected .* ascending edges"),
+        ("bins(meta.score, url)", "bins: expected two arguments"),
+        ("bins(meta.score)", "bins: expected two arguments"),
+        ("bins(meta.score, 1)", "bins: expected .* 2 to"),
         ("bins(url, 2)", "values of type string, expected numbers"),
         ("host('https://a.b')", "names no column"),
         ("read_text('/etc/passwd')", "not allowed"),

@@ -63,7 +63,7 @@ def result(order_KB, drawn_KBT):
     empty = np.zeros((steps, n_targets))
     probe_MNT = np.random.default_rng(1).standard_normal((2, 4, n_targets))
     return Metagradient(
-        np.array(order_KB), drawn_KBT, np.array([0, 1]), probe_MNT, empty[0], empty, empty, np.zeros(steps, np.int64)
+        np.array(order_KB), drawn_KBT, np.array([0, 1]), probe_MNT, empty[0], empty, np.zeros(steps, np.int64)
     )
 
 

@@ -362,7 +362,7 @@ def test_the_forecast_reports_the_cost_of_a_replay(settings, tmp_path):
         ({"recipe": {"optim": "sgd"}}, r"optim: got 'sgd', expected AdamW"),
         ({"recipe": "none.yaml"}, r"none\.yaml"),
         ({"settings": {"replay": {"order": 1}}}, r"replay: order: .*orders"),
-        ({"settings": {"replay": 3}}, r"replay: got 3, expected settings"),
+        ({"settings": {"replay": 3}}, r"replay: .*got 3"),
     ],
 )
 def test_a_build_with_wrong_options_is_refused_before_the_model_runs(settings, tmp_path, options, message):

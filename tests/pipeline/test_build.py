@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grasp.artifact.inspection import verify
 from grasp.errors import ArtifactError, CorpusError, ModelError, SettingsError, TargetError
-from grasp.files import UNSIGNED, with_checksum
 from grasp.pipeline.build import add_targets, build
 from grasp.targets.load import split_names
 from tests.mentions import assert_mentions
@@ -75,21 +74,10 @@ def test_objects_give_the_artifact_that_their_files_give(root, tmp_path, setting
 
 
 @pytest.mark.parametrize("published", [False, True])  # a published copy has no run.yaml
-def test_an_artifact_of_a_version_without_a_setting_is_finished_with_its_default(
-    root, tmp_path, settings, by_path, published
-):
+def test_a_finished_artifact_is_not_built_with_other_settings(root, tmp_path, settings, by_path, published):
     place = shutil.copytree(by_path.location, tmp_path / "art")
-    run = yaml.safe_load((place / "run.yaml").read_text())
-    assert run["corpus"].pop("label_paths") == []
     if published:
         (place / "run.yaml").unlink()
-        manifest = json.loads((place / "manifest.json").read_text())
-        manifest["settings"]["corpus"].pop("label_paths")
-        (place / "manifest.json").write_bytes(
-            with_checksum((json.dumps(manifest | {"checksum": UNSIGNED}, indent=1) + "\n").encode())
-        )
-    else:
-        (place / "run.yaml").write_text(yaml.safe_dump(run))
     inputs = str(root / "model"), str(root / "corpus.jsonl"), str(root / "facts.jsonl"), place
     notes = Notes()
     build(*inputs, settings=settings, progress=notes, **UNTRAINED)

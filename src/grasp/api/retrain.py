@@ -150,5 +150,5 @@ def _settings_of_artifact(art: Opened | str | Path, data: Mapping[str, Any]) -> 
     model, built = source.settings.model, source.settings.model_dump(mode="json", include={"corpus", "targets"})
     if data.get("train") == "further":
         return built | {"model": model.model_dump(mode="json", include={"path", "tokenizer", "adapter"})}
-    shape = {"vocab_size": files.manifest.detail("vocab_size"), "context": source.settings.corpus.max_length}
+    shape = {"vocab_size": files.manifest.details["vocab_size"], "context": source.settings.corpus.max_length}
     return built | {"tokenizer": model.tokenizer or model.path, "overrides": {"shape": shape}}

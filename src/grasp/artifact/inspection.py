@@ -27,7 +27,7 @@ from grasp.artifact.manifest import (
     ShardMark,
     part_dir,
 )
-from grasp.artifact.reader import why_not_open
+from grasp.artifact.reader import refuse_unfinished
 from grasp.errors import ArtifactError, SettingsError
 from grasp.files import FileEntry, differences, is_signed, kind_of
 from grasp.store.directory import Files
@@ -157,34 +157,28 @@ def verify(path: Path | str) -> VerifyReport:
         path = local_path(path)
         complete = kind_of(path / MANIFEST) != "nothing"
         if not complete and not (path / BUILD).exists():
-            raise ArtifactError(why_not_open(path))
-        manifest, problems = _read_manifest(path) if complete else (None, [])
-        if manifest is not None:
+            refuse_unfinished(path)
+        kind, problems = kind_of(path / MANIFEST), list[Problem]()
+        if kind == "file" and is_signed((path / MANIFEST).read_bytes()):
+            manifest = SIGNED_MANIFEST.read(path)
             expected = dict(manifest.files)
             if (path / TOKENS).exists():  # they are not copied with the artifact
                 expected |= manifest.rows_kept
             if (path / RUN).exists() and _settings_differ(path / RUN, manifest):
                 problems.append(Problem(RUN, "damaged: its settings differ from those in the manifest"))
         else:
-            expected, damaged_marks = _files_of_finished_shards(path)
-            problems += damaged_marks
+            expected, problems = _files_of_finished_shards(path)
+            if complete:
+                damage = (
+                    f"is a {kind}, expected a regular file"
+                    if kind != "file"
+                    else "damaged: its checksum does not match"
+                )
+                problems.insert(0, Problem(MANIFEST, damage))
         files = Files(path, expected, "")
     problems += [Problem(name, damage) for name, damage in files.verify().items()]
     n_bytes = sum(entry.bytes for entry in files.entries.values())
     return VerifyReport(files.location, complete, len(files.entries), n_bytes, tuple(problems))
-
-
-def _read_manifest(path: Path) -> tuple[Manifest | None, list[Problem]]:
-    """Return the manifest of an artifact; None and the problem if it is damaged.
-
-    Raises:
-        ArtifactError: another format version.
-    """
-    if (kind := kind_of(path / MANIFEST)) != "file":
-        return None, [Problem(MANIFEST, f"is a {kind}, expected a regular file")]
-    if not is_signed((path / MANIFEST).read_bytes()):
-        return None, [Problem(MANIFEST, "damaged: its checksum does not match")]
-    return SIGNED_MANIFEST.read(path), []
 
 
 def _files_of_finished_shards(path: Path) -> tuple[dict[str, FileEntry], list[Problem]]:
@@ -210,7 +204,7 @@ def info(path: Path | str) -> ArtifactInfo:
     else:
         path = local_path(path)
         if not (path / BUILD).exists():
-            raise ArtifactError(why_not_open(path))
+            refuse_unfinished(path)
         manifest = _manifest_of_unfinished(path)
         files = Files(path, manifest.files, "")
     grid, extension = ShardGrid(manifest.n_rows, manifest.shard_rows), None

@@ -29,7 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from grasp.arrays import F64, Bool
+from grasp.arrays import Bool
 from grasp.artifact.label_functions import DEFAULT_BINS, GRASP_FUNCTIONS, MAX_BINS, define, quantile_edges
 from grasp.corpus.values import plain_values
 from grasp.errors import SubsetError
@@ -256,34 +256,30 @@ class LabelTable:
         self, db: duckdb.DuckDBPyConnection, statement: dict[str, Any], call: dict[str, Any], location: str
     ) -> None:
         """Replace the number of bins of a call by the edges at quantiles of all rows, and validate given edges."""
-        expected = (
-            f"{location}: bins: expected a number of bins, or ascending edges in brackets, e.g. bins(x, [0.5, 0.8])"
-        )
-        if len(call["arguments"]) != 2:
-            raise SubsetError(f"{expected}; got {len(call['arguments'])} arguments")
-        values, bins = (argument["expression"] for argument in call["arguments"])
+        arguments = [argument["expression"] for argument in call["arguments"]]
+        values, bins = arguments[0], arguments[-1]
         is_list = bins.get("function_name") == "list_value"
         nodes = [argument["expression"] for argument in bins["arguments"]] if is_list else [bins]
         try:
             numbers = [float(node["literal"]["text"]) for node in nodes]
-        except (KeyError, ValueError) as err:
-            raise SubsetError(f"{expected}; got something else") from err
-        if is_list:
-            if not numbers or any(low >= high for low, high in pairwise(numbers)):
-                edges_text = ", ".join(f"{edge:g}" for edge in numbers)
-                raise SubsetError(f"{location}: bins: edges are not ascending: {edges_text}")
-            return
-        (n_bins,) = numbers
-        if n_bins != int(n_bins) or not 2 <= n_bins <= MAX_BINS:
-            raise SubsetError(f"{location}: bins: got {n_bins:g} bins, expected 2 to {MAX_BINS:,}")
-        query = _Query(db, self, _sql(db, statement, values), self._resolve(values, location), location)
-        if not (pa.types.is_integer(query.kind) or pa.types.is_floating(query.kind) or pa.types.is_decimal(query.kind)):
-            raise SubsetError(f"{location}: bins: got values of type {query.kind}, expected numbers")
-        edges = quantile_edges(np.concatenate([np.empty(0), *map(_floats, query.results())]), int(n_bins))
-        if not edges:
+        except (KeyError, ValueError):
+            numbers = []
+        is_ascending = all(low < high for low, high in pairwise(numbers))
+        is_count = all(number.is_integer() and 2 <= number <= MAX_BINS for number in numbers)
+        if len(arguments) != 2 or not numbers or not (is_ascending if is_list else is_count):
             raise SubsetError(
-                f"{location}: bins: all values are equal, or there are none; expected numbers that differ"
+                f"{location}: bins: expected two arguments, values and 2 to {MAX_BINS:,} bins or ascending edges in "
+                "brackets, e.g. bins(x, [0.5, 0.8])"
             )
+        if is_list:
+            return
+        query = _Query(db, self, _sql(db, statement, values), self._resolve(values, location), location)
+        edges: Sequence[float] = ()
+        if pa.types.is_integer(query.kind) or pa.types.is_floating(query.kind) or pa.types.is_decimal(query.kind):
+            results = (result.cast(pa.float64()).to_numpy(zero_copy_only=False) for result in query.results())
+            edges = quantile_edges(np.concatenate([np.empty(0), *results]), int(numbers[0]))
+        if not edges:
+            raise SubsetError(f"{location}: bins: got values of type {query.kind}, expected numbers that differ")
         call["arguments"][1]["expression"] = _parse_node(db, f"[{', '.join(map(repr, edges))}]")
 
     def matching(self, expression: str) -> Matched:
@@ -380,7 +376,8 @@ def _factorised(name: str, batches: Iterator[pa.RecordBatch], most: int = sys.ma
     parts = [np.empty(0, np.int32)]
     for batch in batches:
         array = batch.column(0)
-        if not _is_plain(array.type):  # e.g. a date, a decimal
+        is_kind = (pa.types.is_string, pa.types.is_boolean, pa.types.is_integer, pa.types.is_floating)
+        if not any(test(array.type) for test in is_kind):  # e.g. a date, a decimal
             array = pa.array(plain_values(array))
         encoded = array.dictionary_encode(null_encoding="encode")
         if len(encoded.dictionary) > most + 1:  # one more: 0.0 and -0.0 are two entries, but one value
@@ -390,15 +387,6 @@ def _factorised(name: str, batches: Iterator[pa.RecordBatch], most: int = sys.ma
             return None
         parts.append(np.asarray(codes, np.int32)[encoded.indices.to_numpy()])
     return LabelColumn(name, tuple(code_of), np.concatenate(parts))
-
-
-def _is_plain(kind: pa.DataType) -> bool:
-    tests = (pa.types.is_string, pa.types.is_boolean, pa.types.is_integer, pa.types.is_floating)
-    return any(test(kind) for test in tests)
-
-
-def _floats(array: pa.Array) -> F64:
-    return np.asarray(array.cast(pa.float64()).to_numpy(zero_copy_only=False))
 
 
 @contextmanager
@@ -468,24 +456,32 @@ def _parse_node(db: duckdb.DuckDBPyConnection, sql: str) -> dict[str, Any]:
 
 def _parse(db: duckdb.DuckDBPyConnection, expression: str, columns: Collection[str], location: str) -> dict[str, Any]:
     """Parse an expression into a statement, and validate that it is a single allowed expression."""
-    if not expression.strip():
-        raise SubsetError(f"{location}: empty; expected a condition such as topic = 'Games'")
-    if len(expression) > MAX_EXPRESSION_CHARS or "\0" in expression:
-        raise SubsetError(
-            f"expression {expression[:60]!r}...: {len(expression)} characters; "
-            f"expected at most {MAX_EXPRESSION_CHARS} of plain text"
-        )
-    if (word := expression.split(maxsplit=1)[0].lower()) in STATEMENTS and word not in columns:
-        raise SubsetError(f"{location}: {STATEMENT_REFUSED}")
-    try:
-        row = db.execute("SELECT json_serialize_sql(?)", [f"{QUERY_PREFIX}{expression}\n)"]).fetchall()[0]
-        parsed: dict[str, Any] = json.loads(row[0])
-    except RecursionError as err:
-        raise SubsetError(f"expression {expression[:60]!r}...: nested too deeply; split it") from err
-    except duckdb.Error as err:
-        raise SubsetError(f"{location}: {_one_line(err)}") from err
+    word, parsed = [*expression.split(maxsplit=1), ""][0].lower(), dict[str, Any]()
+    if not word:
+        problem = "empty; expected a condition such as topic = 'Games'"
+    elif len(expression) > MAX_EXPRESSION_CHARS or "\0" in expression:
+        location = f"expression {expression[:60]!r}..."
+        problem = f"{len(expression)} characters; expected at most {MAX_EXPRESSION_CHARS} of plain text"
+    elif word in STATEMENTS and word not in columns:
+        problem = STATEMENT_REFUSED
+    else:
+        try:
+            row = db.execute("SELECT json_serialize_sql(?)", [f"{QUERY_PREFIX}{expression}\n)"]).fetchall()[0]
+            parsed = json.loads(row[0])
+            problem = _problem_of(parsed, expression, columns)
+        except RecursionError:
+            location, problem = f"expression {expression[:60]!r}...", "nested too deeply; split it"
+        except duckdb.Error as err:
+            problem = _one_line(err)
+    if problem:
+        raise SubsetError(f"{location}: {problem}")
+    return parsed
+
+
+def _problem_of(parsed: dict[str, Any], expression: str, columns: Collection[str]) -> str:
+    """Return why a parsed text is not a single allowed expression; empty if it is one."""
     if parsed.get("error"):
-        raise SubsetError(f"{location}: {_syntax_error(parsed, expression)}{_quoting_hint(expression, columns)}")
+        return f"{_syntax_error(parsed, expression)}{_quoting_hint(expression, columns)}"
     statements = parsed["statements"]
     node = statements[0]["node"]
     is_plain = (
@@ -496,11 +492,8 @@ def _parse(db: duckdb.DuckDBPyConnection, expression: str, columns: Collection[s
         and not node["cte_map"]["map"]
     )
     if len(statements) != 1 or not is_plain:
-        raise SubsetError(
-            f"{location}: is not a single condition; expected one, such as topic = 'Games' AND n_tokens > 64"
-        )
-    _validate(node["select_list"][0], location)
-    return parsed
+        return "is not a single condition; expected one, such as topic = 'Games' AND n_tokens > 64"
+    return next(filter(None, map(_problem_of_node, _expressions(node["select_list"][0]))), "")
 
 
 def _syntax_error(parsed: dict[str, Any], expression: str) -> str:
@@ -522,27 +515,23 @@ def _quoting_hint(expression: str, columns: Collection[str]) -> str:
     return f"; write the column in double quotes: {', '.join(map(identifier, unquoted))}" if unquoted else ""
 
 
-def _validate(expression: dict[str, Any], location: str) -> None:
-    """Refuse all nodes and functions that are not allowed."""
-    for item in _expressions(expression):
-        kind, name = item["class"], item.get("function_name", "")
-        if kind not in EXPRESSION_CLASSES or item["type"] == "OPERATOR_TRY":
-            raise SubsetError(
-                f"{location}: {kind.lower()} is not allowed; expected columns, constants and plain functions"
+def _problem_of_node(node: dict[str, Any]) -> str:
+    """Return why a node or its function is not allowed; empty if it is."""
+    kind, name = node["class"], node.get("function_name", "")
+    if kind not in EXPRESSION_CLASSES or node["type"] == "OPERATOR_TRY":
+        return f"{kind.lower()} is not allowed; expected columns, constants and plain functions"
+    if kind == "FUNCTION" and (name.lower() not in FUNCTIONS or node.get("schema") or node.get("catalog")):
+        allowed = " ".join(sorted(filter(str.isidentifier, FUNCTIONS)))
+        return f"function {name!r} is not allowed{did_you_mean(name, FUNCTIONS)}; allowed are {allowed}"
+    if name.lower() == "replace":  # the length of a NULL, a number or a column is unknown
+        literals = [argument["expression"].get("literal", {}) for argument in node["arguments"][1:]]
+        texts = [literal["text"] for literal in literals if literal.get("kind") == "STRING"]
+        if len(texts) != 2 or len(texts[1].encode()) > len(texts[0].encode()):
+            return (
+                "replace must not lengthen text, since nested calls could exhaust the memory; expected constants, the "
+                "new one no longer than the old one, e.g. replace(topic, ' ', '_')"
             )
-        if kind == "FUNCTION" and (name.lower() not in FUNCTIONS or item.get("schema") or item.get("catalog")):
-            raise SubsetError(
-                f"{location}: function {name!r} is not allowed{did_you_mean(name, FUNCTIONS)}; "
-                f"allowed are {' '.join(sorted(filter(str.isidentifier, FUNCTIONS)))}"
-            )
-        if name.lower() == "replace":  # the length of a NULL, a number or a column is unknown
-            literals = [argument["expression"].get("literal", {}) for argument in item["arguments"][1:]]
-            texts = [literal["text"] for literal in literals if literal.get("kind") == "STRING"]
-            if len(texts) != 2 or len(texts[1].encode()) > len(texts[0].encode()):
-                raise SubsetError(
-                    f"{location}: replace must not lengthen text, since nested calls could exhaust the memory; "
-                    "expected constants, the new one no longer than the old one, e.g. replace(topic, ' ', '_')"
-                )
+    return ""
 
 
 def _expressions(tree: Any) -> Iterator[dict[str, Any]]:

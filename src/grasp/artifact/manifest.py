@@ -20,14 +20,11 @@ The columns of an array are stored in groups: those of the build, then those of 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from numpy.typing import NDArray
-from pydantic import ConfigDict, Field, GetCoreSchemaHandler, ValidationError, with_config
-from pydantic_core import CoreSchema
-from typing_extensions import TypedDict
+from pydantic import Field
 
-from grasp.errors import ArtifactError
 from grasp.files import UNSIGNED, FileEntry
 from grasp.store.contents import read_tensors, tensor_bytes
 from grasp.store.directory import Schema, Store
@@ -75,8 +72,7 @@ class ShardGrid:
 
     def bounds(self, k: int) -> tuple[int, int]:
         """Return the first row of shard k, and the row after its last."""
-        if not 0 <= k < self.n_shards:
-            raise ArtifactError(f"shard {k}: expected 0 to {self.n_shards - 1} ({self.n_rows} rows)")
+        assert 0 <= k < self.n_shards
         return k * self.shard_rows, min((k + 1) * self.shard_rows, self.n_rows)
 
 
@@ -154,59 +150,6 @@ class ReplayRecord(JsonModel):
         return "; ".join([*parts, *self.notes])
 
 
-# Provenance is a mapping that the caller of a writer provides. Readers use some of its fields, whose types are
-# validated.
-_with_extra = with_config(ConfigDict(extra="allow"))
-
-
-@_with_extra
-class _SkippedRows(TypedDict, total=False):
-    counts: dict[str, int]
-    ids: dict[str, list[str]]
-
-
-@_with_extra
-class _Skipped(TypedDict, total=False):
-    rows: _SkippedRows
-    columns: list[str]
-
-
-@_with_extra
-class _Details(TypedDict, total=False):
-    labels: list[str]
-    n_tokens: int
-    n_documents: int
-    vocab_size: int
-    build_seconds: dict[str, float] | None
-    columns: dict[str, Any] | None
-    parts: list[dict[str, Any]]
-    replays: list[dict[str, Any]]
-
-
-@_with_extra
-class _CorpusSettings(TypedDict, total=False):
-    snippet_chars: int
-    max_rows_per_document: int | None
-
-
-@_with_extra
-class _Settings(TypedDict, total=False):
-    corpus: _CorpusSettings | None
-    model: dict[str, Any]
-    features: dict[str, Any]
-    targets: dict[str, Any]
-
-
-class _ValidatedAs:
-    """Pydantic annotation that validates a mapping as a TypedDict; its static type remains a mapping."""
-
-    def __init__(self, shape: type) -> None:
-        self._shape = shape
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return handler.generate_schema(self._shape)
-
-
 class Manifest(JsonModel):
     """The manifest of a complete artifact. `files` has size and checksum of every file but this one."""
 
@@ -221,9 +164,9 @@ class Manifest(JsonModel):
     moments: tuple[FileName, ...] = Field(description="Moments of the build and of each extension.")
     made_by: dict[str, Any] = Field({}, description="Program, versions and device that wrote it.")
     fingerprints: dict[str, str] = Field({}, description="Hashes of model, tokenizer, corpus and targets.")
-    settings: Annotated[dict[str, Any], _ValidatedAs(_Settings)] = Field({}, description="The settings of the build.")
-    skipped: Annotated[dict[str, Any], _ValidatedAs(_Skipped)] = Field({}, description="What was skipped, by reason.")
-    details: Annotated[dict[str, Any], _ValidatedAs(_Details)] = Field({}, description="Further facts about the build.")
+    settings: dict[str, Any] = Field({}, description="The settings of the build.")
+    skipped: dict[str, Any] = Field({}, description="What was skipped, by reason.")
+    details: dict[str, Any] = Field({}, description="Further facts about the build.")
     files: dict[FileName, FileEntry]
     rows_kept: dict[FileName, FileEntry] = Field(
         {}, description="Files of tokens/, which are not copied with the artifact."
@@ -233,20 +176,7 @@ class Manifest(JsonModel):
     def replays(self) -> tuple[ReplayRecord, ...]:
         """Return the replays of the artifact, in order."""
         records = self.details.get("replays", ())
-        try:
-            return tuple(ReplayRecord.model_validate(record, strict=False) for record in records)
-        except ValidationError as err:
-            raise ArtifactError(f"{MANIFEST}: details.replays: {err.errors()[0]['msg']}; rebuild the artifact") from err
-
-    def detail(self, name: str) -> Any:
-        """Return one of the details.
-
-        Raises:
-            ArtifactError: it is missing.
-        """
-        if name not in self.details:
-            raise ArtifactError(f"{MANIFEST}: details.{name}: missing; rebuild the artifact")
-        return self.details[name]
+        return tuple(ReplayRecord.model_validate(record, strict=False) for record in records)
 
 
 PROVENANCE = ("made_by", "fingerprints", "settings", "skipped", "details")
@@ -286,15 +216,6 @@ class BuiltShards(Store[ShardMark]):
         plan, marks = (directory / BUILD).as_posix(), (directory / "shards" / "[0-9]*.json").as_posix()
         super().__init__(root, Schema(mark=ShardMark, marks=marks, plan=plan, recovery_hint="rebuild the artifact"))
         self.grid = grid
-
-    def mark(self, part: str) -> ShardMark:
-        """Return the completion mark of a shard, whose name (a part of the store) is its number."""
-        mark = super().mark(part)
-        if int(part) >= self.grid.n_shards or (mark.start, mark.stop) != self.grid.bounds(int(part)):
-            raise ArtifactError(
-                f"{self._mark_path(part)}: rows {mark.start} to {mark.stop} are not a shard of this artifact; delete it"
-            )
-        return mark
 
     @property
     def left(self) -> list[int]:

@@ -16,12 +16,11 @@ Shape letters: N rows, n rows of a block, E columns.
 
 import io
 import shlex
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, NoReturn, Protocol, Self
 
 import numpy as np
 import pyarrow as pa
@@ -50,7 +49,7 @@ from grasp.artifact.manifest import (
     ShardGrid,
 )
 from grasp.corpus.row_store import RowStore
-from grasp.errors import ArtifactError, CorpusError
+from grasp.errors import ArtifactError
 from grasp.files import InputPaths, kind_of
 from grasp.readers import Reader, load_reader
 from grasp.store.contents import read_table, read_tensors, readable
@@ -70,7 +69,6 @@ _INPUT_SETTINGS = (
 )
 
 # Conversion of float16 to float32, see `_scaled_into`.
-HALF_EXPONENT = np.int16(0x7C00)  # exponent bits of a float16; all are set for infinity and NaN
 SIGN_AND_REST = np.int32(-0x70002000)  # bits of a float32 that come from the float16
 BIAS = np.float32(2.0**112)  # 2^(127 - 15), the difference of the exponent biases
 MAX_SCALE = 2.0**15  # scales below it stay finite when multiplied by BIAS
@@ -155,7 +153,7 @@ class ArtifactReader:
                 format version.
         """
         if remote_url(path) is None and kind_of(local_path(path) / MANIFEST) == "nothing":
-            raise ArtifactError(why_not_open(local_path(path)))
+            refuse_unfinished(local_path(path))
         return cls(*open_store(path, SIGNED_MANIFEST, VERIFY))
 
     @property
@@ -216,15 +214,13 @@ class ArtifactReader:
         """Open the rows as the model read them.
 
         Raises:
-            ArtifactError: they were not stored, are damaged or of another corpus, or the artifact was merged.
+            ArtifactError: they were not stored or are of another corpus, or the artifact was merged.
+            CorpusError: they are damaged.
         """
         self.require_one_corpus()
         if not self.tokens_path.exists():
             raise ArtifactError(f"{self.location}: rows were not stored; rebuild it with keep_tokens: true")
-        try:
-            rows = (RowStore if self.reader is None else self.reader.rows).open(self.tokens_path)
-        except CorpusError as err:
-            raise ArtifactError(str(err)) from err
+        rows = (RowStore if self.reader is None else self.reader.rows).open(self.tokens_path)
         self.prove(corpus=rows.fingerprint)
         return rows
 
@@ -277,19 +273,7 @@ class ArtifactReader:
     def units(self) -> pa.Table:
         """Read the table of units, in the order of the columns of the relevance arrays."""
         tables = [read_table(self._files.file(name), VERIFY) for name in self.manifest.units]
-        units = pa.concat_tables(tables, promote_options="default").combine_chunks()
-        if (counts := dict(Counter(units["target"].to_pylist()))) != self.manifest.targets:
-            raise ArtifactError(
-                f"{self.location}: units in the manifest {self.manifest.targets} and in the tables {counts} differ; "
-                "rebuild it"
-            )
-        return units
-
-    @cached_property
-    def _unit_targets(self) -> list[str]:
-        """Return the target of each unit."""
-        targets: list[str] = self.units["target"].to_pylist()
-        return targets
+        return pa.concat_tables(tables, promote_options="default").combine_chunks()
 
     def leaks(self, target: str) -> Leaks | None:
         """Return the rows that contain questions of `target`; None if the rows are images."""
@@ -326,18 +310,11 @@ class ArtifactReader:
 
     def unit_columns(self, target: str) -> I64:
         """Return the columns of the relevance arrays that are units of `target`."""
-        if target not in self.manifest.targets:
-            raise ArtifactError(f"{self.location}: has no target {target!r}; it has {list(self.targets)}")
+        assert target in self.manifest.targets, target
         return np.flatnonzero(self.units["target"].to_numpy(zero_copy_only=False) == target).astype(np.int64)
 
     def array_scale(self, name: str) -> F32:
-        """Return the scale of each column, (E,) with E = `ArrayEntry.width`.
-
-        Raises:
-            ArtifactError: no such array.
-        """
-        if name not in self.manifest.arrays:
-            raise ArtifactError(f"{self.location}: has no array {name!r}; it has {list(self.array_names)}")
+        """Return the scale of each column, (E,) with E = `ArrayEntry.width`."""
         scales = []
         for group in self.manifest.arrays[name].groups:
             path = self._files.file(SCALE.format(group.name))
@@ -356,12 +333,10 @@ class ArtifactReader:
             columns: columns in the order of the result. Default: all.
             block_rows: rows of a block (the last may be shorter). Default: those of a shard.
         Raises:
-            ArtifactError: no such array or column; or a file is missing or truncated.
+            ArtifactError: a file is missing or truncated.
         """
         column_reads, width = self._plan_columns(name, columns)
-        block_rows = self.grid.shard_rows if block_rows is None else block_rows
-        if block_rows < 1:
-            raise ArtifactError(f"block_rows: got {block_rows}, expected at least 1")
+        block_rows = block_rows or self.grid.shard_rows
         for start in range(0, self.n_rows, block_rows):
             stop = min(start + block_rows, self.n_rows)
             yield start, self._read(column_reads, (stop - start, width), self._split_range(start, stop))
@@ -376,9 +351,6 @@ class ArtifactReader:
     ) -> Iterator[pa.RecordBatch]:
         """Stream the row table, all columns or those of `columns`."""
         with readable(self.rows_path, VERIFY), pq.ParquetFile(self.rows_path) as file:
-            unknown = sorted(set(columns or ()) - set(file.schema_arrow.names))
-            if unknown:
-                raise ArtifactError(f"{self.rows_path}: no columns {unknown}; it has {file.schema_arrow.names}")
             yield from file.iter_batches(batch_size=batch_rows, columns=columns)
 
     def rows(self, row_index: Integers) -> pa.Table:
@@ -404,9 +376,7 @@ class ArtifactReader:
     def _split_rows(self, row_index: Integers) -> Iterator["_RowRead"]:
         """Yield a read for each shard that contains some of these rows."""
         rows = np.asarray(row_index, dtype=np.int64)
-        outside = rows[(rows < 0) | (rows >= self.n_rows)]
-        if outside.size:
-            raise ArtifactError(f"row_index: got {int(outside[0])}, expected 0 to {self.n_rows - 1}")
+        assert ((rows >= 0) & (rows < self.n_rows)).all()
         order = np.argsort(rows, kind="stable")
         shard = rows[order] // self.grid.shard_rows
         for positions in np.split(order, np.flatnonzero(np.diff(shard)) + 1) if len(rows) else ():
@@ -421,13 +391,11 @@ class ArtifactReader:
             requested = np.arange(width, dtype=np.int64)[columns or slice(None)]
         else:
             requested = np.asarray(columns, dtype=np.int64)
-        outside = requested[(requested < 0) | (requested >= width)]
-        if outside.size:
-            raise ArtifactError(f"{name}: got column {int(outside[0])}, expected 0 to {width - 1}")
+        assert ((requested >= 0) & (requested < width)).all()
         if entry.targets:  # from units to the column of their target; -1, which is in no group, if it has none
             column_of = {target: column for column, target in enumerate(entry.targets)}
-            unit_columns = np.array([column_of.get(target, -1) for target in self._unit_targets], dtype=np.int64)
-            requested = unit_columns[requested]
+            targets = self.units["target"].take(pa.array(requested)).to_pylist()
+            requested = np.array([column_of.get(target, -1) for target in targets], dtype=np.int64)
         column_reads = []
         for group in entry.groups:
             positions = np.flatnonzero((requested >= group.start) & (requested < group.stop))
@@ -571,7 +539,7 @@ def _scaled_into(out_NE: F32, stored_NE: NDArray[Any], scale_E: F32) -> None:
     NumPy converts one number at a time. Here the bits of a float16 are moved into a float32: the sign stays in front
     (int16 to int32 extends it), and exponent and mantissa move left by 23 - 10 = 13 bits. The result is the number
     times 2^-112, exactly (subnormals included), since the exponent biases are 15 and 127. The factor 2^112 is
-    multiplied into the scale. Infinity, NaN and large scales, which no build writes, use NumPy.
+    multiplied into the scale. Infinity and NaN, which no build writes, would be wrong. Large scales use NumPy.
     """
     if stored_NE.dtype != np.float16 or np.abs(scale_E).max(initial=0.0) >= MAX_SCALE:
         np.multiply(stored_NE, scale_E, out=out_NE)
@@ -580,30 +548,30 @@ def _scaled_into(out_NE: F32, stored_NE: NDArray[Any], scale_E: F32) -> None:
     for start in range(0, len(out_NE), step):
         rows = slice(start, start + step)
         bits_nE, wide_nE = stored_NE[rows].view(np.int16), out_NE[rows].view(np.int32)
-        if (bits_nE & HALF_EXPONENT).max(initial=0) == HALF_EXPONENT:
-            np.multiply(stored_NE[rows], scale_E, out=out_NE[rows])
-            continue
         np.copyto(wide_nE, bits_nE)
         wide_nE <<= 13
         wide_nE &= SIGN_AND_REST
         out_NE[rows] *= scale_E * BIAS
 
 
-def why_not_open(path: Path) -> str:
-    """Return why there is no complete artifact at `path`, and what to do."""
+def refuse_unfinished(path: Path) -> NoReturn:
+    """Raise an ArtifactError that says why there is no complete artifact at `path`, and what to do."""
+    create = f"create one with `grasp build --out {shlex.quote(str(path))}`"
     if not path.exists():
-        return f"{path}: no such artifact; create one with `grasp build --out {shlex.quote(str(path))}`"
-    if not (path / BUILD).exists() and (path / MARKER).exists():
-        return (
-            f"{path}: a build was started here, but no shard is finished; wait for it, or run the same `grasp build` "
-            "with --resume"
+        reason = f"no such artifact; {create}"
+    elif (path / BUILD).exists():
+        record = read_record(path / BUILD, BuildRecord)
+        grid = ShardGrid(record.n_rows, record.shard_rows)
+        n_finished = len(BuiltShards(path, 0, grid).parts)
+        reason = (
+            f"not finished: {n_finished} of {grid.n_shards} shards; run the same `grasp build` with --resume to "
+            "continue"
         )
-    if not (path / BUILD).exists():
-        return f"{path}: not an artifact (no {BUILD}); create one with `grasp build --out {shlex.quote(str(path))}`"
-    record = read_record(path / BUILD, BuildRecord)
-    grid = ShardGrid(record.n_rows, record.shard_rows)
-    n_finished = len(BuiltShards(path, 0, grid).parts)
-    return (
-        f"{path}: not finished: {n_finished} of {grid.n_shards} shards; run the same `grasp build` with --resume to "
-        "continue"
-    )
+    elif (path / MARKER).exists():
+        reason = (
+            "a build was started here, but no shard is finished; wait for it, or run the same `grasp build` with "
+            "--resume"
+        )
+    else:
+        reason = f"not an artifact (no {BUILD}); {create}"
+    raise ArtifactError(f"{path}: {reason}")

@@ -36,12 +36,15 @@ def checked_targets(artifact: ArtifactReader, target: str | Sequence[str] | None
     """
     chosen = tuple(artifact.targets) if target is None else parse_names(target, artifact.targets)
     unknown = [target for target in chosen if target not in artifact.targets]
+    twice = sorted({target for target in chosen if chosen.count(target) > 1})
     if unknown or not chosen:
         suggestion = did_you_mean(unknown[0], artifact.targets) if unknown else ""
-        raise ProtocolError(f"target: got {list(chosen)}{suggestion}, the artifact has {list(artifact.targets)}")
-    if twice := sorted({target for target in chosen if chosen.count(target) > 1}):
-        raise ProtocolError(f"target: got {', '.join(twice)} more than once; name each once")
-    return chosen
+        problem = f"{list(chosen)}{suggestion}, the artifact has {list(artifact.targets)}"
+    elif twice:
+        problem = f"{', '.join(twice)} more than once; name each once"
+    else:
+        return chosen
+    raise ProtocolError(f"target: got {problem}")
 
 
 def only_target(artifact: ArtifactReader, target: str | None) -> str:
@@ -144,13 +147,13 @@ def label_column(artifact: ArtifactReader, name: str, location: str = "label") -
     return cached(artifact, ("label", name), 8 * table.n_rows, lambda: table.column(name, location))
 
 
-def suggest_labels(source: ArtifactReader, *, most: int = MAX_SLICES) -> tuple[str, ...]:
-    """Return up to MAX_LABELS label columns that have between 2 and `most` values.
+def suggest_labels(source: ArtifactReader) -> tuple[str, ...]:
+    """Return up to MAX_LABELS label columns that have between 2 and MAX_SLICES values.
 
     Text columns are preferred; integer and boolean columns are used if no text column qualifies. A column whose values
-    are all different is skipped. Reading a column stops as soon as it has more than `most` values.
+    are all different is skipped. Reading a column stops as soon as it has too many values.
     """
-    most = min(most, source.n_rows - 1)  # skips columns whose values are all different
+    most = min(MAX_SLICES, source.n_rows - 1)  # skips columns whose values are all different
 
     def is_suitable(name: str) -> bool:
         seen: set[Label] = set()
@@ -218,21 +221,8 @@ def ranked(values_N: Floats, *, among_N: Bool | None = None, count: int | None =
         last = np.partition(negated, count - 1)[count - 1]
         head = np.flatnonzero(~(negated > last))  # with all ties of the last one, which are ordered below, and NaN
         negated, row_index = negated[head], head if row_index is None else row_index[head]
-    order = _stable_argsort(negated)[:count]
+    order = np.argsort(negated, kind="stable")[:count]
     return order if row_index is None else row_index[order]
-
-
-def _stable_argsort(values: Floats) -> I64:
-    """Return the same as a stable argsort of finite values in half the time.
-
-    numpy's unstable sort is faster; only equal values are then ordered by position.
-    """
-    order = np.argsort(values)
-    ascending = values[order]
-    is_equal = ascending[1:] == ascending[:-1]
-    tied = np.flatnonzero(np.append(is_equal, False) | np.insert(is_equal, 0, False))
-    order[tied] = order[tied][np.lexsort((order[tied], ascending[tied]))]
-    return order
 
 
 def count_short_rows(artifact: ArtifactReader, row_index: I64) -> int:

@@ -137,7 +137,7 @@ class ArtifactWriter(BuiltShards):
                 }
                 for name, spec in sorted(arrays.items())
             },
-            identity=plain_json(identity, "identity"),
+            identity=plain_json(identity),
         )
 
     @classmethod
@@ -191,8 +191,6 @@ class ArtifactWriter(BuiltShards):
             if name.startswith(PER_UNIT) and not entry.targets  # new targets may lack a column of their own
         ]
         assert sorted(wanted) == sorted(arrays)
-        if not wanted:
-            raise ArtifactError(f"{artifact.path}: has no relevance arrays; targets cannot be added to it")
         assert {spec.width for spec in arrays.values()} == {len(units)}
         names = list(zip(units["target"].to_pylist(), units["unit_id"].to_pylist(), strict=True))
         key = {**identity, "units": checksum(repr(names).encode())}
@@ -215,10 +213,6 @@ class ArtifactWriter(BuiltShards):
         """Write the plan (identity of the build) and the scales, which come before the shards, or check those there."""
         if self._artifact is None:
             self.complete = (self.root / MANIFEST).exists()
-            if self.complete and not (self.root / BUILD).exists():
-                raise ArtifactError(
-                    f"{self.root}: damaged: a {MANIFEST} but no {BUILD}; delete {self.root} to start again"
-                )
         self.begin(self.record.model_dump(mode="json"))
         with report_full_disk(f"{self.root}: nothing was written", self.progress):
             for name, scale_E in self._scales.items():
@@ -248,15 +242,18 @@ class ArtifactWriter(BuiltShards):
         assert self._artifact is None or sums.keys() <= self._artifact.sums.keys()
         start, stop = self.grid.bounds(k)
         row_name = partial(self._row_name, start, rows)
-        table = None if rows is None else _row_table(rows, start, stop, row_name)
         files: dict[str, Content] = {}
         for name, scale_E in self._scales.items():
             shape = stop - start, len(scale_E)
             stored = encode(name, arrays[name], shape=shape, scale_E=scale_E, dtype=self._dtype, row_name=row_name)
             files[CHUNK.format(of_part(name, self._part), k)] = npy_bytes(stored)
-        if table is not None:
-            files[SHARD_ROWS.format(k)] = parquet_bytes(table)
-        totals = {name: _sum_entry(value) for name, value in sums.items()}
+        if rows is not None:
+            files[SHARD_ROWS.format(k)] = parquet_bytes(_row_table(rows, start, stop))
+        totals = {}
+        for name, value in sums.items():
+            total = np.asarray(value, dtype="<f8")
+            assert np.isfinite(total).all()
+            totals[name] = SumEntry(shape=total.shape, base64=b64encode(total.tobytes()).decode())
         self.put(f"{k:05d}", files, start=start, stop=stop, sums=totals)
 
     def _row_name(self, start: int, rows: pa.Table | None, i: int) -> str:
@@ -310,60 +307,48 @@ class ArtifactWriter(BuiltShards):
         units = units if self._units is None else self._units
         assert units is not None
         assert self._artifact is None or not moments.keys() & self._artifact.moments.keys()
-        provenance = {key: plain_json(value, f"manifest.{key}") for key, value in manifest.items()}
+        provenance = {key: plain_json(value) for key, value in manifest.items()}
         totals = self.sums() if sums is None else sums
         arrays = {**moments, **{SUM + name: value for name, value in totals.items()}}
         what = "not finished" if self._artifact is None else "the targets were not added"
         with report_full_disk(f"{self.root}: {what}", self.progress):
-            files = self._write_tables(units, arrays)
-            before = self._manifest_before()
+            unit_file = f"{of_part('units', self._part)}.parquet"
+            moment_file = f"{of_part('moments', self._part)}.safetensors"
+            token_files = sorted((self.root / TOKENS).iterdir()) if rows_kept else ()
+            files = self._write_tables({unit_file: parquet_bytes(units), moment_file: tensor_bytes(arrays)})
+            if self._artifact is not None:
+                before = self._artifact.manifest
+            else:
+                sizes = {"n_rows": self.grid.n_rows, "shard_rows": self.grid.shard_rows}
+                before = Manifest(**sizes, targets={}, arrays={}, units=(), moments=(), files={})
             added = {
                 "targets": before.targets | dict(Counter(units["target"].to_pylist())),
                 "arrays": before.arrays | self._array_entries(before, gains or {}),
-                "units": (*before.units, self._unit_file),
-                "moments": (*before.moments, self._moment_file),
+                "units": (*before.units, unit_file),
+                "moments": (*before.moments, moment_file),
                 "files": before.files | files,
-                "rows_kept": before.rows_kept | (self._token_entries() if rows_kept else {}),
+                "rows_kept": before.rows_kept
+                | {f"{TOKENS}/{file.name}": entry_of(file) for file in token_files if not is_part(file)},
             }
             updated_provenance = {name: getattr(before, name) | entries for name, entries in provenance.items()}
             SIGNED_MANIFEST.write(self.root, before.model_copy(update=added | updated_provenance))
         self.complete = True
 
-    @property
-    def _unit_file(self) -> str:
-        return f"{of_part('units', self._part)}.parquet"
-
-    @property
-    def _moment_file(self) -> str:
-        return f"{of_part('moments', self._part)}.safetensors"
-
-    def _manifest_before(self) -> Manifest:
-        """Return the manifest of the artifact that is extended, or an empty one."""
-        if self._artifact is not None:
-            return self._artifact.manifest
-        n_rows, shard_rows = self.grid.n_rows, self.grid.shard_rows
-        return Manifest(n_rows=n_rows, shard_rows=shard_rows, targets={}, arrays={}, units=(), moments=(), files={})
-
-    def _write_tables(self, units: pa.Table, arrays: Mapping[str, NDArray[Any]]) -> dict[str, FileEntry]:
-        """Write the tables of rows and units and the moments; return the entries of all files of this part."""
-        names = [self.schema.plan, self._unit_file, self._moment_file]
+    def _write_tables(self, contents: Mapping[str, bytes]) -> dict[str, FileEntry]:
+        """Write the table of rows and other files; return the entries of all files of this part."""
+        names = [self.schema.plan, *contents]
         if self._artifact is None:
             shards = [self.root / SHARD_ROWS.format(k) for k in range(self.grid.n_shards)]
             _concatenate_tables(shards, self.root / ROWS)
             names.insert(1, ROWS)
-        write_atomically(self.root / self._unit_file, parquet_bytes(units))
-        write_atomically(self.root / self._moment_file, tensor_bytes(arrays))
+        for name, content in contents.items():
+            write_atomically(self.root / name, content)
         names += [SCALE.format(of_part(name, self._part)) for name in self._arrays]
         files = {name: entry_of(self.root / name) for name in names} | self.entries()
         if self._artifact is None:
             features = ArrayFiles(self.root / FEATURES).entries()
             files |= {f"{FEATURES}/{name}": entry for name, entry in features.items()}
         return files
-
-    def _token_entries(self) -> dict[str, FileEntry]:
-        """Return the entries of the files of tokens/."""
-        files = sorted((self.root / TOKENS).iterdir())
-        return {f"{TOKENS}/{file.name}": entry_of(file) for file in files if not is_part(file)}
 
     def _array_entries(self, before: Manifest, gains: Mapping[str, float]) -> dict[str, ArrayEntry]:
         """Return the entries of the arrays; the columns of an extension follow those that an array has already."""
@@ -424,7 +409,7 @@ def add_target_columns(
             )
             files = {file: entry_of(path / file) for file in names}
             updates = {"arrays": before.arrays | {name: entry}, "files": before.files | files}
-        provenance = {"details": before.details | plain_json(details, "manifest.details")}
+        provenance = {"details": before.details | plain_json(details)}
         SIGNED_MANIFEST.write(path, before.model_copy(update=updates | provenance))
 
 
@@ -452,19 +437,17 @@ def encode(
     """
     values_NE = np.asarray(values_NE)
     assert values_NE.shape == shape, name
-    for row, column in np.argwhere(~np.isfinite(values_NE))[:1]:
-        raise ArtifactError(
-            f"{name}: {row_name(int(row))}, column {column}: got {values_NE[row, column]}, expected a finite "
-            "number; try model.dtype: float32, or exclude the row"
-        )
     with np.errstate(over="ignore", under="ignore"):
         stored_NE = (values_NE / scale_E).astype(np.dtype(dtype).newbyteorder("<"))
     for row, column in np.argwhere(~np.isfinite(stored_NE))[:1]:
-        advice = "set array_dtype: float32 and rebuild" if dtype == "float16" else "rescale the column"
-        raise ArtifactError(
-            f"{name}: {row_name(int(row))}, column {column}: {values_NE[row, column]:g} at scale "
-            f"{scale_E[column]:g} does not fit {dtype} (largest {float(np.finfo(dtype).max):g}); {advice}"
-        )
+        value = values_NE[row, column]
+        if np.isfinite(value):
+            advice = "set array_dtype: float32 and rebuild" if dtype == "float16" else "rescale the column"
+            largest = float(np.finfo(dtype).max)
+            problem = f"{value:g} at scale {scale_E[column]:g} does not fit {dtype} (largest {largest:g}); {advice}"
+        else:
+            problem = f"got {value}, expected a finite number; try model.dtype: float32, or exclude the row"
+        raise ArtifactError(f"{name}: {row_name(int(row))}, column {column}: {problem}")
     return stored_NE
 
 
@@ -488,22 +471,9 @@ def _concatenate_tables(tables: Sequence[Path], out: Path) -> None:
             writer.write_table(pending, row_group_size=_GROUP_ROWS)
 
 
-def _row_table(rows: pa.Table, start: int, stop: int, row_name: Callable[[int], str]) -> pa.Table:
+def _row_table(rows: pa.Table, start: int, stop: int) -> pa.Table:
     """Return the row table of a shard as it is stored, with row_index as its first column."""
     assert rows.num_rows == stop - start
-    loss_N = rows["loss"].to_numpy().astype(np.float64)  # a null becomes NaN
-    for i in np.flatnonzero(~np.isfinite(loss_N))[:1]:
-        raise ArtifactError(
-            f"loss: {row_name(int(i))}: got {rows['loss'][int(i)].as_py()}, expected a finite "
-            "number; try model.dtype: float32, or exclude the row"
-        )
     labels = [name for name in rows.column_names if name not in ROW_COLUMNS]
     table = rows.select([*ROW_COLUMNS, *labels]).replace_schema_metadata(None)
     return table.add_column(0, "row_index", pa.array(np.arange(start, stop, dtype=np.int64)))
-
-
-def _sum_entry(value: F64) -> SumEntry:
-    """Return totals over a shard as they are stored: base64 of little-endian float64."""
-    total = np.asarray(value, dtype="<f8")
-    assert np.isfinite(total).all()
-    return SumEntry(shape=total.shape, base64=b64encode(total.tobytes()).decode())

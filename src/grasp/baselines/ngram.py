@@ -48,7 +48,7 @@ class Ngram(BlockMethod[NgramSettings]):
 
     def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
         del part
-        vocabulary = inputs.artifact.manifest.detail("vocab_size")
+        vocabulary = inputs.artifact.manifest.details["vocab_size"]
         grams = [_Sequences.from_units(inputs.unit_tokens, n, vocabulary) for n in range(1, self.settings.order + 1)]
 
         def count_sequences() -> F64:

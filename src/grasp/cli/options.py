@@ -60,12 +60,11 @@ def merge_settings(
     return set_settings(data, flags)
 
 
-def table_outputs(flag: str, out: Path | None) -> dict[str, Path | None]:
-    """Return the files that `select` and `mix` write for an option: the table, and its summary and protocol next to it.
+def table_outputs(out: Path | None) -> dict[str, Path | None]:
+    """Return the files that `select` and `mix` write for --out: the table, and its summary and protocol next to it.
 
     Args:
-        flag: the option, for messages.
-        out: its value; None: it was not given.
+        out: value of the option; None: it was not given.
     Returns:
         Files by a phrase for messages.
     Raises:
@@ -74,12 +73,9 @@ def table_outputs(flag: str, out: Path | None) -> dict[str, Path | None]:
     if out is None:
         return {}
     if out.suffix != ".parquet":
-        raise SettingsError(f"{flag}: got {out}, expected a name that ends in .parquet")
-    return {
-        flag: out,
-        f"the summary of {flag}": out.with_suffix(".json"),
-        f"the protocol of {flag}": out.with_suffix(".protocol.yaml"),
-    }
+        raise SettingsError(f"--out: got {out}, expected a name that ends in .parquet")
+    protocol = out.with_suffix(".protocol.yaml")
+    return {"--out": out, "the summary of --out": out.with_suffix(".json"), "the protocol of --out": protocol}
 
 
 def cluster_spec(engine: str, workers: int | None, address: str | None, threads: int | None) -> "ClusterSpec | None":
@@ -93,11 +89,9 @@ def cluster_spec(engine: str, workers: int | None, address: str | None, threads:
     Raises:
         SettingsError: unknown engine, or an address without `--engine ray`.
     """
-    if engine not in ("local", "ray"):
-        raise SettingsError(f"--engine: got {engine!r}, expected local or ray")
+    if engine not in ("local", "ray") or (engine == "local" and address is not None):
+        raise SettingsError(f"--engine: got {engine!r}, expected local or ray; --address requires ray")
     if engine == "local":
-        if address is not None:
-            raise SettingsError(f"--address: got {address!r}, which requires --engine ray")
         return None
     from grasp.pipeline.ray_cluster import ClusterSpec
 

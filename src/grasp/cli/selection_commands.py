@@ -68,7 +68,7 @@ def select(
     for directory in (export, left_out_directory):
         if directory is not None:
             check_directory(directory)
-    outputs = {**table_outputs("--out", out), "--left-out": left_out, "--ids-out": ids_out, "--export": export}
+    outputs = {**table_outputs(out), "--left-out": left_out, "--ids-out": ids_out, "--export": export}
     check_outputs(
         outputs, artifact=artifact, params=params, tables=["--left-out"] if left_out_directory is None else []
     )
@@ -122,7 +122,7 @@ def mix(
     from grasp.mixture_files import check_format
 
     opened = grasp.open(art)
-    outputs = table_outputs("--out", out) if form == "parquet" else {"--out": out}
+    outputs = table_outputs(out) if form == "parquet" else {"--out": out}
     check_outputs({**outputs, "--weights": weights}, artifact=opened.files, params=params)
     if form != "parquet":
         check_format(out, form)

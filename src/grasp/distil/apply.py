@@ -148,7 +148,7 @@ def apply(
         scores, unfamiliar = [], 0
         for k, file in enumerate(files):
             part = f"_scores-{k:05d}"
-            is_complete = not store.missing([part])
+            is_complete = part in store.parts
             if not is_complete:
                 write_scores = partial(_score_file, file, scorer, settings, progress=progress)
                 store.put(part, {f"scores-{k:05d}.parquet": write_scores})

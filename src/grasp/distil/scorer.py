@@ -31,7 +31,6 @@ WEIGHTS = "weights.safetensors"
 README = "README.md"
 FORMAT = "grasp-scorer"
 FORMAT_VERSION = 1
-MAX_CARD_BYTES = 1 << 20
 MAX_WEIGHT = 1e9  # largest magnitude of a weight or of the intercept
 MAX_FIRST_BYTES = 1 << 30  # limit of `binary_slice` of Arrow
 SCORE, UNFAMILIAR = "score", "unfamiliar"
@@ -107,7 +106,6 @@ SIGNED_CARD = Signed(
     FORMAT,
     FORMAT_VERSION,
     "distil again",
-    max_bytes=MAX_CARD_BYTES,
     files=lambda card: {WEIGHTS: card.weights},
     missing_message=f"is not a scorer (no {CARD}); create one with `grasp distil`",
 )

@@ -312,20 +312,12 @@ class Gradient(Kernel):
     moment_types = (GradientSquares,)
 
     def prepare(self, units: Batch) -> None:
-        """Precondition the units' coordinates in place, since a copy would double the memory.
-
-        Raises:
-            ModelError: the moments are of another sample of coordinates.
-        """
+        """Precondition the units' coordinates in place, since a copy would double the memory."""
         assert units.gradient_BK is not None
         assert units.sampled is not None
         self.sampled, self.unit_EK = units.sampled, units.gradient_BK
         square_K, sample = self.moments(GradientSquares).value, self.sampled.sample
-        if len(square_K) != sample.size:
-            raise ModelError(
-                f"gradients: second moments of {len(square_K):,} coordinates, but the sample of this model has "
-                f"{sample.size:,}; rebuild"
-            )
+        assert len(square_K) == sample.size
         precondition_K = gradient_preconditioner(
             square_K, sample.weight_K.double().cpu().numpy(), self.settings.gradient_damping
         )

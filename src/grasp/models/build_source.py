@@ -92,7 +92,7 @@ class BuildSource:
 
         with self._without_downloads():
             hf_tokenizer = tokenizer_of(self.settings.model)
-        vocab_size = self.artifact.manifest.detail("vocab_size")
+        vocab_size = self.artifact.manifest.details["vocab_size"]
         tokenizer = HfTokenizer.from_settings(hf_tokenizer, self.settings.model, vocab_size)
         self.artifact.prove(tokenizer=tokenizer.fingerprint)
         return tokenizer

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from grasp.arrays import I32, I64, Bool
 from grasp.errors import ModelError
-from grasp.models.checkpoint import device_of, dtype_name, dtype_of, load_causal_lm
+from grasp.models.checkpoint import device_of, dtype_name, dtype_of, load_causal_lm, text_config_of, tokenizer_of
 from grasp.models.head import TOLERANCE, output_head
 from grasp.models.tokenizer import HfTokenizer
 from grasp.settings import ModelSettings
@@ -220,6 +220,13 @@ def context_of(config: Any) -> int | None:
     """Return the context length of a configuration; None: it does not define one."""
     context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return context if isinstance(context, int) and context > 0 else None
+
+
+def tokenizer_and_context(settings: ModelSettings) -> tuple[HfTokenizer, int | None]:
+    """Load the tokenizer of a model, and its context length, without its weights."""
+    config, loaded = text_config_of(settings), tokenizer_of(settings)
+    vocab_size = getattr(config, "vocab_size", None) or len(loaded)
+    return HfTokenizer.from_settings(loaded, settings, vocab_size), context_of(config)
 
 
 def weights_fingerprint(model: nn.Module, prefix: bytes) -> str:

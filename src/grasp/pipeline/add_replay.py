@@ -152,7 +152,11 @@ def _run_replay(
 ) -> ReplayedRows:
     """Train and differentiate every order of the plan; intermediate results are stored in the artifact `out`."""
     rows, unit_tokens = origin.rows, origin.unit_tokens
-    directory = out / REPLAY / _work_key(artifact, plan, targets)
+    # its name is a hash of all that determines the intermediate results
+    replay_settings = plan.settings.model_dump(mode="json", exclude={"orders", "memory_mb", "check"})
+    content = [plan.recipe.model_dump(mode="json"), replay_settings, list(targets), artifact.manifest.fingerprints]
+    key = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
+    directory = out / REPLAY / key
     if any(other != directory for other in directory.parent.glob("*")):
         progress.note(
             f"{directory.parent} also has an unfinished replay with another recipe, settings or targets, which is kept "
@@ -219,10 +223,10 @@ def refuse_untrainable(settings: BuildSettings, option: str) -> None:
     Raises:
         SettingsError: no causal LM, or preference pairs; the message names `option`.
     """
-    if settings.model.reader is not None:
-        raise SettingsError(f"{option}: got model.{settings.model.reader}, expected a causal LM")
-    if settings.corpus.form == "preference":
-        raise SettingsError(f"{option}: got preference pairs (--loss dpo), which it does not support yet; omit it")
+    reader, is_pairs = settings.model.reader, settings.corpus.form == "preference"
+    if reader is not None or is_pairs:
+        inputs = "preference pairs (--loss dpo)" if is_pairs else f"model.{reader}"
+        raise SettingsError(f"{option}: got {inputs}, expected a causal LM and texts or conversations; omit it")
 
 
 def _targets_without_replay(artifact: ArtifactReader, plan: ReplayPlan) -> tuple[str, ...]:
@@ -246,13 +250,6 @@ def _targets_without_replay(artifact: ArtifactReader, plan: ReplayPlan) -> tuple
         if not changed:
             done |= set(record.targets)
     return tuple(target for target in artifact.targets if target not in done)
-
-
-def _work_key(artifact: ArtifactReader, plan: ReplayPlan, targets: Sequence[str]) -> str:
-    """Return the name of the directory for intermediate results of a replay: a hash of all that determines them."""
-    replay_settings = plan.settings.model_dump(mode="json", exclude={"orders", "memory_mb", "check"})
-    content = [plan.recipe.model_dump(mode="json"), replay_settings, list(targets), artifact.manifest.fingerprints]
-    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def forecast_added_replay(

@@ -220,7 +220,12 @@ def build(
         if cluster is not None and in_memory.model is not None:
             raise SettingsError("model: got an object, but workers load it from disk; save it and pass its directory")
         if output.url is not None and remote.is_published(output.url, SIGNED_MANIFEST):
-            return _open_published(output.url, progress, resume=resume)
+            if not resume:
+                raise SettingsError(
+                    f"--out: a complete artifact exists at {output.url}; choose another URL, or delete it"
+                )
+            progress.note(f"{output.url}: finished; nothing to do")
+            return ArtifactReader.open(output.url)
         if replay:
             refuse_replay(resolve_settings(build_config, in_memory), replay_settings)
         build_artifact(
@@ -242,7 +247,10 @@ def build(
             )
     if output.url is None:
         return ArtifactReader.open(output.path)
-    return _publish(output.directory, output.url, progress)
+    progress.stage("sending", rows=None, tokens=None)
+    remote.publish(output.directory, output.url, SIGNED_MANIFEST)
+    remote.discard_staging(output.url)
+    return ArtifactReader.open(output.url)
 
 
 def _is_of_artifact(passed: Set[str], directory: Path, *, resume: bool) -> bool:
@@ -261,26 +269,6 @@ def _resumed_settings(raw_settings: dict[str, Any], run_file: Path) -> tuple[dic
         return raw_settings, f"build --resume: there is no {run_file}"
     recorded = without_foreign_code(read_yaml(run_file), str(run_file), raw_settings)
     return override_settings(recorded, raw_settings), "build"
-
-
-def _open_published(url: str, progress: Progress, *, resume: bool) -> ArtifactReader:
-    """Open an artifact that was sent already.
-
-    Raises:
-        SettingsError: the build is not a resumed one, which would replace the artifact.
-    """
-    if not resume:
-        raise SettingsError(f"--out: a complete artifact exists at {url}; choose another URL, or delete it")
-    progress.note(f"{url}: finished; nothing to do")
-    return ArtifactReader.open(url)
-
-
-def _publish(directory: Path, url: str, progress: Progress) -> ArtifactReader:
-    """Send a finished artifact to its URL, delete the local copy, and open it there."""
-    progress.stage("sending", rows=None, tokens=None)
-    remote.publish(directory, url, SIGNED_MANIFEST)
-    remote.discard_staging(url)
-    return ArtifactReader.open(url)
 
 
 def output_location(out: Path | str) -> OutputLocation:
@@ -354,10 +342,11 @@ def _warm_up(
     """Train the model of a build for some steps, and put the path of the result into `raw_settings`."""
     if get_setting(raw_settings, "model.path") == str(output.directory / MODEL):
         return  # a resumed build, whose run.yaml already names the trained model
-    if steps < 1:
-        raise SettingsError(f"--warm-up: got {steps}, expected at least 1 step")
-    if output.url is not None or in_memory.model is not None or in_memory.source is not None:
-        raise SettingsError("--warm-up: requires paths of model and corpus, and a local --out; save the objects first")
+    if steps < 1 or output.url is not None or in_memory.model is not None or in_memory.source is not None:
+        raise SettingsError(
+            f"--warm-up: got {steps} steps, expected at least 1, paths of model and corpus, and a local --out; save "
+            "objects first"
+        )
     require_flags(raw_settings, REQUIRED, "build")
     settings = resolve_settings(build_settings(raw_settings), in_memory)
     refuse_untrainable(settings, "--warm-up")
@@ -446,12 +435,9 @@ def split_replay_settings(
         raise SettingsError(
             "--warm-up: has no effect with --replay, which differentiates the whole training; omit one of them"
         )
-    if not use_replay and settings:
-        raise SettingsError(f"replay.{next(iter(settings))}: no effect without --replay; add it")
-    if not use_replay and not warm_up and recipe is not None:
-        raise SettingsError("--recipe: no effect without --replay or --warm-up; add one")
-    if settings is not None and not isinstance(settings, Mapping):
-        raise SettingsError(f"replay: got {settings!r}, expected settings such as replay.orders; see docs/reference.md")
+    if not use_replay and (settings or (recipe is not None and not warm_up)):
+        idle = f"replay.{next(iter(settings))}" if settings else "--recipe"
+        raise SettingsError(f"{idle}: no effect without --replay{'' if settings else ' or --warm-up'}; add it")
     replay_settings = validated(ReplaySettings, settings or {}, "replay")
     if recipe is None:
         return None, replay_settings

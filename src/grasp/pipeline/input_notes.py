@@ -67,7 +67,11 @@ def note_corpus(
         context: context length of the model; None if it has no limit.
         progress: receives the notes.
     """
-    notes = [*corpus.notes, _columns_note(store), _labels_note(store)]
+    labels = "labels: " + (", ".join(store.label_columns) or "none (no predictions by slice)")
+    if store.ignored_columns:
+        labels += f"; left out (binary, lists of numbers or of records): {', '.join(store.ignored_columns)}"
+        labels += f"; request a value of them by its path, e.g. --set corpus.label_paths=[{store.ignored_columns[0]}.0]"
+    notes = [*corpus.notes, _columns_note(store), labels]
     roles = store.details["columns"]
     notes += unread_notes(roles, [*store.label_columns, *store.ignored_columns])
     if "rejected" in roles:
@@ -98,15 +102,6 @@ def _columns_note(store: RowStore) -> str:
     note += "; row names are generated from content and position"
     if label := next((name for name in store.label_columns if _names_documents(store, name)), None):
         note += f"; {label!r} has a different value in every document: use it with --id-column {shlex.quote(label)}"
-    return note
-
-
-def _labels_note(store: RowStore) -> str:
-    """List the columns that are labels, and those that cannot be."""
-    note = "labels: " + (", ".join(store.label_columns) or "none (no predictions by slice)")
-    if store.ignored_columns:
-        note += f"; left out (binary, lists of numbers or of records): {', '.join(store.ignored_columns)}"
-        note += f"; request a value of them by its path, e.g. --set corpus.label_paths=[{store.ignored_columns[0]}.0]"
     return note
 
 

@@ -17,8 +17,8 @@ from grasp.corpus.sources import Source, open_source
 from grasp.errors import ModelError, SettingsError
 from grasp.kernels.kernel import Batch, kernel_class
 from grasp.models.build_source import load_reference
-from grasp.models.causal_lm import ReferenceModel, context_of
-from grasp.models.checkpoint import check_readable, text_config_of, tokenizer_of
+from grasp.models.causal_lm import ReferenceModel, tokenizer_and_context
+from grasp.models.checkpoint import check_readable
 from grasp.models.forward_pass import Reference, Units
 from grasp.models.tokenizer import HfTokenizer
 from grasp.pipeline.identity import Identity
@@ -27,7 +27,7 @@ from grasp.pipeline.leaks import find_leaks
 from grasp.pipeline.model_pass import ModelPass
 from grasp.progress import Progress
 from grasp.readers import load_reader
-from grasp.settings import BuildSettings, ModelSettings
+from grasp.settings import BuildSettings
 from grasp.targets import Unit, UnitSet, load_units
 from grasp.targets.load import unread_files_notes
 from grasp.targets.margins import refuse_accuracy
@@ -136,9 +136,15 @@ def _prepare_text(
     unit_set = load_units(settings.targets, in_memory.units)
     for note in unread_files_notes(settings.targets):
         progress.note(note)
-    _check_metrics(unit_set, settings.features.kernels)
+    refuse_accuracy(unit_set)
+    nonlinear = [name for name in settings.features.kernels if not kernel_class(name).is_linear]
+    if nonlinear and any(unit.others for unit in unit_set.units):
+        raise SettingsError(
+            f"features.kernels: got {', '.join(nonlinear)}, which is not linear in the gradient of a unit, so margins "
+            "cannot be combined from answers; use --rule default, or targets without @margin"
+        )
     corpus = Corpus(in_memory.source or open_source(settings.corpus.path, settings.corpus.split), settings.corpus)
-    tokenizer, context = _tokenizer_and_context(settings.model, model)
+    tokenizer, context = (model.tokenizer, model.context) if model else tokenizer_and_context(settings.model)
 
     progress.stage("rows", rows=None, tokens=None)
     if context is not None and (settings.corpus.max_length or 0) > context:
@@ -168,29 +174,19 @@ def _prepare_text(
     if model is None:
         progress.stage("model", rows=None, tokens=None)
         model = ReferenceModel.load(settings.model)
+    # the texts were tokenised by config.json alone
     longest = max(store.longest(), *(unit.longest for unit in unit_tokens))
-    _check_config(settings.model, model, tokenizer, context, longest)
-    return _assemble(settings, model, store, unit_set, unit_tokens, leaks, progress)
-
-
-def _check_metrics(unit_set: UnitSet, kernels: Sequence[str]) -> None:
-    """Check that the kernels can score rows for the metric of every unit."""
-    refuse_accuracy(unit_set)
-    nonlinear = [name for name in kernels if not kernel_class(name).is_linear]
-    if nonlinear and any(unit.others for unit in unit_set.units):
-        raise SettingsError(
-            f"features.kernels: got {', '.join(nonlinear)}, which is not linear in the gradient of a unit, so margins "
-            "cannot be combined from answers; use --rule default, or targets without @margin"
+    if model.context is not None and longest > model.context:
+        raise ModelError(
+            f"{settings.model.path}: reads {model.context} tokens, fewer than the {context} of its config.json; a "
+            f"row or a question has {longest}: set --max-length and targets.max_length to {model.context}"
         )
-
-
-def _tokenizer_and_context(settings: ModelSettings, model: ReferenceModel | None) -> tuple[HfTokenizer, int | None]:
-    """Return the tokenizer and the context length of the model, by its files if it is not loaded yet."""
-    if model is not None:
-        return model.tokenizer, model.context
-    config, hf_tokenizer = text_config_of(settings), tokenizer_of(settings)
-    vocab_size = getattr(config, "vocab_size", None) or len(hf_tokenizer)
-    return HfTokenizer.from_settings(hf_tokenizer, settings, vocab_size), context_of(config)
+    if model.vocab_size < tokenizer.vocab_size:
+        raise ModelError(
+            f"{settings.model.path}: config.json says a vocabulary of {tokenizer.vocab_size}, the output layer has "
+            f"{model.vocab_size}; correct the config"
+        )
+    return _assemble(settings, model, store, unit_set, unit_tokens, leaks, progress)
 
 
 def _complete_settings(
@@ -205,30 +201,6 @@ def _complete_settings(
     if tokenizer.writes_chats and tokenizer.writes_date:
         updates["model"] = settings.model.model_copy(update={"chat_date": tokenizer.chat_date})
     return settings.model_copy(update=updates)
-
-
-def _check_config(
-    settings: ModelSettings, model: ReferenceModel, tokenizer: HfTokenizer, context: int | None, longest: int
-) -> None:
-    """Check that the loaded model can read texts that were tokenised by its config.json alone.
-
-    Args:
-        settings: settings of the model.
-        model: the loaded model.
-        tokenizer: the tokenizer of the texts.
-        context: context length according to config.json.
-        longest: tokens of the longest row or question.
-    """
-    if model.context is not None and longest > model.context:
-        raise ModelError(
-            f"{settings.path}: reads {model.context} tokens, fewer than the {context} of its config.json; a "
-            f"row or a question has {longest}: set --max-length and targets.max_length to {model.context}"
-        )
-    if model.vocab_size < tokenizer.vocab_size:
-        raise ModelError(
-            f"{settings.path}: config.json says a vocabulary of {tokenizer.vocab_size}, the output layer has "
-            f"{model.vocab_size}; correct the config"
-        )
 
 
 def _assemble(

@@ -235,13 +235,10 @@ def _manifest(parts: Sequence[ArtifactReader], labels: Sequence[str]) -> dict[st
         rows = manifest.skipped.get("rows", {})
         skipped.extend(*(rows.get(part, {}) for part in ("counts", "ids", "examples")))
         columns |= dict.fromkeys(manifest.skipped.get("columns", ()))
-    seconds: dict[str, float] | None = {}
-    for manifest in manifests:
-        part_seconds = manifest.details.get("build_seconds")  # None: interrupted
-        if part_seconds is None or seconds is None:
-            seconds = None
-        else:
-            seconds = {name: seconds.get(name, 0.0) + value for name, value in part_seconds.items()}
+    part_seconds = [manifest.details.get("build_seconds") for manifest in manifests]  # None: interrupted
+    seconds = None
+    if None not in part_seconds:
+        seconds = {name: sum(times[name] for times in part_seconds) for name in ("wall", "cpu")}
     return {
         "made_by": first.made_by | {"program": f"grasp {grasp.__version__}"},
         "fingerprints": first.fingerprints | {"corpus": hashlib.blake2b(corpora_of_parts, digest_size=16).hexdigest()},
@@ -249,7 +246,7 @@ def _manifest(parts: Sequence[ArtifactReader], labels: Sequence[str]) -> dict[st
         "skipped": {"rows": asdict(skipped), "columns": list(columns)},
         "details": {
             **{name: value for name, value in first.details.items() if name != "replays"},
-            **{name: sum(manifest.detail(name) for manifest in manifests) for name in ("n_tokens", "n_documents")},
+            **{name: sum(manifest.details[name] for manifest in manifests) for name in ("n_tokens", "n_documents")},
             "labels": list(labels),
             "build_seconds": seconds,
             "parts": origins,

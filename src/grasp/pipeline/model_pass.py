@@ -23,7 +23,7 @@ from torch import Tensor
 from grasp.arrays import F32, F64, I64
 from grasp.artifact.manifest import ArrayFiles
 from grasp.corpus.row_store import TokenRows
-from grasp.errors import ArtifactError, ModelError
+from grasp.errors import ModelError
 from grasp.kernels.gradient import SampledGradients, allocate_unit_gradients
 from grasp.kernels.kernel import Batch, CorpusMoments, Kernel, make_kernels, needs_backward
 from grasp.models.causal_lm import ReferenceModel, pad_rows
@@ -129,7 +129,10 @@ class ModelPass:
             batch, gradient_EK = self._unit_features(units, names, len(units))
             return replace(batch, gradient_BK=gradient_EK, sampled=self.sampled)
         names = [names[e] for e in answers.unit_A]
-        losses_A = self._answer_losses(answers.tokens, names)
+        losses_A = np.empty(len(names))  # mean loss of each answer
+        for index, features in forward_passes(self.model, answers.tokens, ("all",), 1):
+            refuse_non_finite(features, [names[a] for a in index], "unit")
+            losses_A[index] = features.row_loss(len(index)).double().cpu().numpy()
         # The sign of a unit's weight is that of its column. Its size is left out here, since it counts only when
         # units are averaged.
         weight_A = answers.weights(losses_A) / np.abs(answers.weight_E)[answers.unit_A]
@@ -170,14 +173,6 @@ class ModelPass:
             for a, gradient_K in zip(index, rounded_BK, strict=True):
                 gradient_EK[unit_A[a]] += float(weight_A[a]) * gradient_K
         return merge_batches(batches, len(items)), gradient_EK
-
-    def _answer_losses(self, units: Sequence[UnitTokens], names: Sequence[str]) -> F64:
-        """Return the mean loss of each answer, (A,)."""
-        loss_A = np.empty(len(units))
-        for index, features in forward_passes(self.model, units, ("all",), 1):
-            refuse_non_finite(features, [names[a] for a in index], "unit")
-            loss_A[index] = features.row_loss(len(index)).double().cpu().numpy()
-        return loss_A
 
     def _run_model(
         self, items: TokenRows | Units, position_specs: tuple[str, ...]
@@ -389,11 +384,7 @@ def read_batches(
         arrays: named arrays of one or more batches.
         model_pass: None if the model is not loaded; batches then lack the output layer and gradients.
         vocab_size: number of outputs of the model.
-    Raises:
-        ArtifactError: the batches were stored by another version.
     """
-    if "0.rows" not in arrays:
-        raise ArtifactError("features: stored by another version; rebuild the artifact")
     n_batches = 1 + max(int(name.partition(".")[0]) for name in arrays)
     for k in range(n_batches):
         index, summary_prefix = arrays[f"{k}.rows"], f"{k}.{SUMMARY_PREFIX}"

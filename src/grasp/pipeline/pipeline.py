@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import pyarrow as pa
@@ -55,7 +55,7 @@ from grasp.pipeline.ray_cluster import ClusterSpec
 from grasp.pipeline.stored_inputs import leak_arrays, provenance_fields, unit_arrays, unit_table
 from grasp.progress import Progress, Silent
 from grasp.seeds import stream
-from grasp.settings import BuildSettings, FeatureSettings, build_settings
+from grasp.settings import BuildSettings, FeatureSettings
 from grasp.yaml_files import read_yaml, write_yaml
 
 # Losses as a fraction of ln V, the loss of guessing; that of a unigram model is near 0.7.
@@ -393,7 +393,10 @@ def finish_artifact(
         start_times: times at which the build began; None if it was interrupted since.
     """
     sums = writer.sums()
-    manifest = provenance_fields(inputs, None if start_times is None else seconds_since(start_times))
+    seconds = None
+    if start_times is not None:
+        seconds = {"wall": time.perf_counter() - start_times[0], "cpu": time.process_time() - start_times[1]}
+    manifest = provenance_fields(inputs, seconds)
     if NO_GRADIENT_COUNT in sums:
         manifest["skipped"]["gradients"] = int(sums[NO_GRADIENT_COUNT][0])
     # Relative paths in the settings are relative to the current directory, which is stored relative to the artifact, so
@@ -407,11 +410,6 @@ def finish_artifact(
         gains={name: sketch_gain(sums[f"{name}.square"], inputs.store.n_rows) for name in sketches},
         rows_kept=inputs.settings.keep_tokens,
     )
-
-
-def seconds_since(start_times: StartTimes) -> dict[str, float]:
-    """Return the wall-clock and the CPU time since `start_times`."""
-    return {"wall": time.perf_counter() - start_times[0], "cpu": time.process_time() - start_times[1]}
 
 
 def scored_shards(
@@ -528,10 +526,9 @@ def claim_settings(settings: BuildSettings, out: Path, progress: Progress) -> bo
             write_yaml(current, path)
         return any(out.glob("tokens/shard-*.json"))
     if path.exists():
-        changed = list(differences(_with_defaults(read_yaml(path)), current))
+        changed = list(differences(read_yaml(path), current))
     elif finished:  # a published copy has no run.yaml; unset values were resolved from model and corpus
-        recorded = _with_defaults(SIGNED_MANIFEST.read(out).settings)
-        changed = list(differences(recorded, current, ignore_unset=True))
+        changed = list(differences(SIGNED_MANIFEST.read(out).settings, current, ignore_unset=True))
     else:
         raise ArtifactError(f"{out}: has no {RUN}, so its settings are unknown; choose another --out")
     if changed:
@@ -542,14 +539,6 @@ def claim_settings(settings: BuildSettings, out: Path, progress: Progress) -> bo
         )
     progress.note(f"{out}: finished with these settings; nothing to do" if finished else f"{out}: resuming")
     return True
-
-
-def _with_defaults(recorded: Any) -> Any:
-    """Return recorded settings with the defaults of settings that a later version has added."""
-    try:
-        return build_settings(recorded).model_dump(mode="json")
-    except SettingsError:
-        return recorded  # of a version with other names: compared as they are
 
 
 def clean(settings: BuildSettings, out: Path) -> None:

@@ -103,7 +103,11 @@ def preview_corpus(
         with TemporaryDirectory() as directory:
             store = RowStore.write(Path(directory) / "rows", settings, encoder, shard_rows=4_096, context=context)
             headline += f", {store.n_rows:,} rows, {store.n_tokens:,} tokens, {store.n_loss_positions:,} with loss"
-            examples = _row_examples(store, encoder)
+            # the first rows as the model sees them; of preference pairs, the chosen and the rejected side
+            rows = store.rows(np.arange(min(MAX_EXAMPLES, store.n_rows)))
+            rows = rows if rows.split_N is None else rows.sides()
+            texts = (_mark_loss(encoder, rows.ids(k), rows.mask(k)) for k in range(min(MAX_EXAMPLES, len(rows))))
+            examples = [plain(text, MAX_EXAMPLE_CHARS) for text in texts]
         notes += [*_skipped_notes(store.skipped), encoder.describe()]
     lines = [
         _label_line(label, counts, widest(records.kinds[label]), records.n_read)
@@ -163,15 +167,6 @@ def _skipped_notes(skipped: Skipped) -> list[str]:
     return [f"skipped: {line}" for line in skipped_lines(skipped.counts, skipped.examples)]
 
 
-def _row_examples(store: RowStore, tokenizer: Any) -> list[str]:
-    """Return the first rows as the model sees them; of preference pairs, the chosen and the rejected side."""
-    rows = store.rows(np.arange(min(MAX_EXAMPLES, store.n_rows)))
-    if rows.split_N is not None:
-        rows = rows.sides()
-    texts = (_mark_loss(tokenizer, rows.ids(k), rows.mask(k)) for k in range(min(MAX_EXAMPLES, len(rows))))
-    return [plain(text, MAX_EXAMPLE_CHARS) for text in texts]
-
-
 def _label_line(label: str, counts: Counter[str], kind: Kind, n_read: int) -> dict[str, str | int]:
     """Return a line of the table of labels: values, records without one, and an option that groups rows by it."""
     values = list(counts)
@@ -212,14 +207,17 @@ def preview_targets(
     units = load_units(settings)
     example_index = _example_units(units.units)
     encoder, context = _load_tokenizer(model, tokenizer)
+    lengths: dict[str, list[int]] = {}  # tokens with loss of each unit, by target, if they are known
     if encoder is None:
-        lengths = None
         texts = [_unit_text(units.units[k]) for k in example_index]
         notes = ["tokens: pass --model or --set model.tokenizer=DIR, to encode the questions"]
     else:
         units = units.rendered(encoder)
         encoded = units.tokenize(encoder, settings.max_length, context)
-        lengths = _loss_lengths(units.units, encoded)
+        lengths = {}
+        for unit, tokens in zip(units.units, encoded, strict=True):  # those of wrong answers included
+            n_tokens = sum(len(answer.input_ids) - answer.first for answer in (tokens, *tokens.others))
+            lengths.setdefault(unit.target, []).append(n_tokens)
         texts = [_encoded_text(units.units[k], encoded[k], encoder) for k in example_index]
         notes = [*_skipped_notes(units.unwritten), encoder.describe()]
     table = _target_table(units, lengths)
@@ -239,17 +237,8 @@ def _example_units(units: Sequence[Unit]) -> list[int]:
     return sorted([*first, *later][:MAX_EXAMPLES])
 
 
-def _loss_lengths(units: Sequence[Unit], encoded: Sequence[UnitTokens]) -> dict[str, list[int]]:
-    """Return by target the number of tokens with loss of each unit, those of wrong answers included."""
-    lengths: dict[str, list[int]] = {}
-    for unit, tokens in zip(units, encoded, strict=True):
-        n_tokens = sum(len(answer.input_ids) - answer.first for answer in (tokens, *tokens.others))
-        lengths.setdefault(unit.target, []).append(n_tokens)
-    return lengths
-
-
-def _target_table(units: UnitSet, lengths: Mapping[str, Sequence[int]] | None) -> pa.Table:
-    """Return a line per target; `lengths` are the numbers of tokens with loss of its units, if they are known."""
+def _target_table(units: UnitSet, lengths: Mapping[str, Sequence[int]]) -> pa.Table:
+    """Return a line per target; `lengths` are the numbers of tokens with loss of its units, empty if unknown."""
     counts = Counter(unit.target for unit in units.units)
     scoring = {unit.target: _scoring(unit) for unit in units.units}
     columns: dict[str, list[Any]] = {
@@ -258,7 +247,7 @@ def _target_table(units: UnitSet, lengths: Mapping[str, Sequence[int]] | None) -
         "of": [units.drawn_from[target] for target in counts],
         "read as": [scoring[target] for target in counts],
     }
-    if lengths is not None:
+    if lengths:
         columns["tokens with loss, mean"] = [round(float(np.mean(lengths[target])), 1) for target in counts]
         columns["most"] = [max(lengths[target]) for target in counts]
     return pa.table(columns)
@@ -316,8 +305,8 @@ def _load_tokenizer(model: ModelSettings | Path | str | None, tokenizer: str | N
     """Return the tokenizer and the context length of a model, without its weights; None if they are not known."""
     if model is None and tokenizer is None:
         return None, None
-    from grasp.models.causal_lm import context_of  # noqa: PLC0415 - loads torch
-    from grasp.models.checkpoint import text_config_of, tokenizer_at, tokenizer_of  # noqa: PLC0415
+    from grasp.models.causal_lm import tokenizer_and_context  # noqa: PLC0415 - loads torch
+    from grasp.models.checkpoint import tokenizer_at  # noqa: PLC0415
     from grasp.models.tokenizer import HfTokenizer  # noqa: PLC0415
 
     if model is None:
@@ -328,6 +317,4 @@ def _load_tokenizer(model: ModelSettings | Path | str | None, tokenizer: str | N
     settings = settings if tokenizer is None else settings.model_copy(update={"tokenizer": tokenizer})
     if settings.reader is not None:
         raise ModelError(f"model.{settings.reader}: has no tokenizer; previews are of texts")
-    config, loaded = text_config_of(settings), tokenizer_of(settings)
-    vocab_size = getattr(config, "vocab_size", None) or len(loaded)
-    return HfTokenizer.from_settings(loaded, settings, vocab_size), context_of(config)
+    return tokenizer_and_context(settings)

@@ -19,8 +19,8 @@ from grasp.corpus import RowStore
 from grasp.corpus.sources import open_source
 from grasp.errors import RunsError, SettingsError, SubsetError
 from grasp.files import atomic_path, claim_directory, discard
-from grasp.models.checkpoint import device_of, text_config_of, tokenizer_at
-from grasp.models.checkpoint import tokenizer_of as tokenizer_of_model
+from grasp.models.causal_lm import tokenizer_and_context
+from grasp.models.checkpoint import device_of, tokenizer_at
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.pipeline.proxy import tokenizer_texts
 from grasp.predict.families import parse_family
@@ -72,12 +72,19 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> RetrainedRuns
         unknown = [name for name in settings.held_out_targets if name not in targets]
         if unknown:
             raise RunsError(f"held_out_targets: got {unknown}, expected some of {list(targets)}")
+        recipe_record: dict[str, Any] = recipe.model_dump(mode="json")  # what determines the training of a run
+        if command is not None:
+            recipe_record = {"train_command": command}
+        elif settings.model is not None:
+            loss = "dpo" if settings.corpus.form == "preference" else "tokens"
+            recipe_record = {"model": settings.model.path, "loss": loss}
+            recipe_record |= fine_tuning_recipe(settings).model_dump(mode="json")
         family = FamilyInfo(spec=str(parse_family(settings.family)), seed=settings.family_seed, purpose=PURPOSE)
         info = RetrainedRunsInfo(
             role=settings.role,
             held_out_targets=settings.held_out_targets,
             recipe=recipe.name,
-            recipe_settings=_recipe_record(settings, recipe),
+            recipe_settings=recipe_record,
             checkpoint=f"reference/seed-{settings.seeds[0]}",
             seeds=settings.seeds,
             corpus_fingerprint=store.fingerprint,
@@ -108,19 +115,6 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> RetrainedRuns
 
 
 # ------------------------------------------------------------------------------------- recipe and tokenizer
-
-
-def _recipe_record(settings: RetrainSettings, recipe: TrainingRecipe) -> dict[str, Any]:
-    """Return what determines the training of a run, for the record of the runs."""
-    if settings.train_command is not None:
-        return {"train_command": settings.train_command}
-    if settings.model is not None:
-        record = fine_tuning_recipe(settings).model_dump(mode="json")
-        return {
-            "model": settings.model.path,
-            "loss": "dpo" if settings.corpus.form == "preference" else "tokens",
-        } | record
-    return recipe.model_dump(mode="json")
 
 
 def resolved_recipe(settings: RetrainSettings) -> TrainingRecipe:
@@ -190,9 +184,7 @@ def tokenizer_of(settings: RetrainSettings, recipe: TrainingRecipe, out: Path) -
         SettingsError: it does not exist, or its vocabulary is larger than that of the recipe.
     """
     if settings.model is not None:
-        loaded = tokenizer_of_model(settings.model)
-        vocab_size = getattr(text_config_of(settings.model), "vocab_size", None) or len(loaded)
-        return HfTokenizer.from_settings(loaded, settings.model, vocab_size)
+        return tokenizer_and_context(settings.model)[0]
     vocab_size = recipe.shape.vocab_size
     directory = Path(settings.tokenizer) if settings.tokenizer else out / "tokenizer"
     if not directory.is_dir():

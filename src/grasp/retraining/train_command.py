@@ -50,14 +50,15 @@ def command_words(command: str) -> list[str]:
     )
     try:
         words = shlex.split(command)
+        placeholders = {name for word in words for name in re.findall(r"\{(\w+)\}", word)}
+        unknown = sorted(placeholders - {"corpus", "checkpoint", "seed"})
+        missing = [name for name in ("corpus", "checkpoint") if name not in placeholders]
+        if not unknown and not missing:
+            return words
+        problem = f"unknown placeholders {unknown}" if unknown else f"placeholders {missing} are missing"
     except ValueError as err:
-        raise SettingsError(f"train_command: got {command!r}: {err}; quote as in a shell") from err
-    placeholders = {name for word in words for name in re.findall(r"\{(\w+)\}", word)}
-    if unknown := sorted(placeholders - {"corpus", "checkpoint", "seed"}):
-        raise SettingsError(f"train_command: unknown placeholders {unknown} in {command!r}, expected {expected}")
-    if missing := [name for name in ("corpus", "checkpoint") if name not in placeholders]:
-        raise SettingsError(f"train_command: placeholders {missing} are missing in {command!r}, expected {expected}")
-    return words
+        problem = f"{err}; quote as in a shell"
+    raise SettingsError(f"train_command: got {command!r}: {problem}; expected {expected}")
 
 
 def write_corpus(store: RowStore, settings: CorpusSettings, tokenizer: HfTokenizer, out: Path) -> None:
@@ -136,16 +137,12 @@ def utility_by_command(
         model = ReferenceModel.load(
             ModelSettings(path=str(checkpoint), tokenizer=tokenizer_path, dtype="float32", device=device, check=False)
         )
-        if model.tokenizer.fingerprint != tokenizer.fingerprint:
+        longest, context = max(unit.longest for unit in tokens), model.context
+        if model.tokenizer.fingerprint != tokenizer.fingerprint or (context is not None and longest > context):
             raise ModelError(
-                "the checkpoint has another tokenizer than the units; pass its directory as --set tokenizer=DIR with a "
-                "new --out"
-            )
-        longest = max(unit.longest for unit in tokens)
-        if model.context is not None and longest > model.context:
-            raise ModelError(
-                f"the context length of the checkpoint is {model.context} tokens, a unit has {longest}; set "
-                f"targets.max_length to {model.context} with a new --out"
+                "the checkpoint has another tokenizer than the units, or a shorter context: it reads at most "
+                f"{context} tokens, a unit has {longest}; set tokenizer and targets.max_length to its own with a new "
+                "--out"
             )
         utility_E: F64 = -evaluate_units(model.model, tokens)
         if run.subset_id == WHOLE_CORPUS_RUN:

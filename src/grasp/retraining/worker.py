@@ -250,36 +250,35 @@ class Worker:
         Raises:
             ModelError: the run diverged.
         """
-        if self.settings.train == "further":
-            return self._further_utility(run, progress)
+        train_and_score = self._further_utility if self.settings.train == "further" else self._new_utility
+        try:
+            return train_and_score(run, progress)
+        except ModelError as err:
+            raise ModelError(f"{self.retrained.path}: run {run.stem}: {err}") from err
+
+    def _new_utility(self, run: Run, progress: Callable[[int], None]) -> F64:
+        """Train a model from scratch on the rows of a run, and return the utility of every unit, (E,)."""
         checkpoints = self.settings.checkpoints
         if checkpoints is None:
             steps = {self.recipe.steps * eighth // 8 for eighth in (1, 3, 5, 7)}
             checkpoints = tuple(sorted(steps - {0}))
-        try:
-            if run.subset_id == WHOLE_CORPUS_RUN:
-                trained = train(
-                    self.recipe,
-                    self.store,
-                    seed=run.seed,
-                    tokenizer=self.tokenizer,
-                    out=self.retrained.path / "reference" / f"seed-{run.seed}",
-                    checkpoints=checkpoints,
-                    device=self.device,
-                    progress=progress,
-                )
-                return np.asarray(-evaluate_units(trained.model.to(self.device), self.tokens))
-            trainer = train_in_memory(
+        if run.subset_id == WHOLE_CORPUS_RUN:
+            trained = train(
                 self.recipe,
                 self.store,
                 seed=run.seed,
-                retained=self.weights(run),
+                tokenizer=self.tokenizer,
+                out=self.retrained.path / "reference" / f"seed-{run.seed}",
+                checkpoints=checkpoints,
                 device=self.device,
                 progress=progress,
             )
-            return np.asarray(-trainer.model.unit_losses(self.tokens)[0])
-        except ModelError as err:
-            raise ModelError(f"{self.retrained.path}: run {run.stem}: {err}") from err
+            return np.asarray(-evaluate_units(trained.model.to(self.device), self.tokens))
+        weight_N, device = self.weights(run), self.device
+        trainer = train_in_memory(
+            self.recipe, self.store, seed=run.seed, retained=weight_N, device=device, progress=progress
+        )
+        return np.asarray(-trainer.model.unit_losses(self.tokens)[0])
 
     @cached_property
     def _further(self) -> FurtherTraining:
@@ -293,11 +292,8 @@ class Worker:
 
     def _further_utility(self, run: Run, progress: Callable[[int], None]) -> F64:
         """Train the model of the settings further on the rows of a run, and return the utility of every unit, (E,)."""
-        try:
-            model = self._further.train(self.weights(run), run.seed, progress)
-            utility_E: F64 = -evaluate_units(model, self.tokens)
-        except ModelError as err:
-            raise ModelError(f"{self.retrained.path}: run {run.stem}: {err}") from err
+        model = self._further.train(self.weights(run), run.seed, progress)
+        utility_E: F64 = -evaluate_units(model, self.tokens)
         if run.subset_id == WHOLE_CORPUS_RUN:
             directory = self.retrained.path / "reference" / f"seed-{run.seed}"
             discard(directory)

@@ -45,7 +45,6 @@ MAX_LISTED = 3
 MIN_MIXTURES = 2  # minimum number of different mixtures
 MIXTURE_DECIMALS = 9  # mixtures are different if they differ when rounded to this many decimals
 MIN_COMMON_RUNS = 3  # minimum number of common runs to compare model sizes
-MAX_INFO_BYTES = 16 << 20  # bytes
 
 Kind = Literal["shares", "times", "rows", "expressions"]
 Measure = Literal["tokens", "rows", "documents"]
@@ -90,7 +89,6 @@ SIGNED_INFO = Signed(
     1,
     RECOVERY_HINT,
     RunsError,
-    MAX_INFO_BYTES,
     missing_message="contains no runs; import them with grasp runs import",
 )
 

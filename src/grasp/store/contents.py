@@ -48,10 +48,10 @@ def readable(path: Path, recovery_hint: str, error_type: type[GraspError] = Arti
     """Convert the exceptions of a damaged file to one line that ends with the recovery hint `recovery_hint`."""
     try:
         yield
-    except FileNotFoundError as err:
-        raise error_type(f"{path}: missing; {recovery_hint}") from err
     except (pa.ArrowException, SafetensorError, OSError, ValueError, EOFError, TypeError, KeyError) as err:
-        raise error_type(f"{path}: damaged: {plain(err)}; {recovery_hint}") from err  # numpy has no bfloat16: TypeError
+        # numpy has no bfloat16: TypeError
+        problem = "missing" if isinstance(err, FileNotFoundError) else f"damaged: {plain(err)}"
+        raise error_type(f"{path}: {problem}; {recovery_hint}") from err
 
 
 def read_table(
@@ -62,11 +62,9 @@ def read_table(
         return file.read(columns)
 
 
-def read_tensors(
-    path: Path, recovery_hint: str, error_type: type[GraspError] = ArtifactError
-) -> dict[str, NDArray[Any]]:
+def read_tensors(path: Path, recovery_hint: str) -> dict[str, NDArray[Any]]:
     """Read the arrays of a safetensors file."""
-    with readable(path, recovery_hint, error_type):
+    with readable(path, recovery_hint):
         arrays: dict[str, NDArray[Any]] = safetensors.numpy.load_file(path)
     return arrays
 
@@ -82,7 +80,7 @@ def readable_table(location: Path | str, error_type: type[GraspError], expected:
     """
     try:
         yield
-    except FileNotFoundError as err:
-        raise error_type(f"{location}: no such file; expected {expected}") from err
     except (pa.ArrowException, OSError, UnicodeDecodeError) as err:
-        raise error_type(f"{location}: cannot be read: {' '.join(str(err).split())}; expected {expected}") from err
+        is_missing = isinstance(err, FileNotFoundError)
+        problem = "no such file" if is_missing else f"cannot be read: {' '.join(str(err).split())}"
+        raise error_type(f"{location}: {problem}; expected {expected}") from err

@@ -11,7 +11,7 @@ messages. All files are written to a temporary name and renamed. Start with `Sto
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -35,7 +35,7 @@ from grasp.files import (
     write_atomically,
 )
 from grasp.store.records import R, Signed, dump_json, plain_json, read_record
-from grasp.text import parse_json
+from grasp.text import parse_json, plain
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -123,20 +123,14 @@ class Store(Generic[M]):
         Raises:
             GraspError: the directory has a store with other settings; the message lists the differences.
         """
-        plan, requested = self.root / self.schema.plan, plain_json(identity, self.schema.plan)
+        plan, requested = self.root / self.schema.plan, plain_json(identity)
         with report_full_disk(str(self.root), lambda: "nothing is written yet"):
             try:
                 plan.parent.mkdir(parents=True, exist_ok=True)
-            except (FileExistsError, NotADirectoryError) as err:
-                raise self.schema.error_type(
-                    f"{plan.parent}: cannot create this directory; choose another one"
-                ) from err
-            stored = None
-            if plan.exists():
-                try:
-                    stored = parse_json(plan.read_bytes())
-                except (OSError, ValueError) as err:
-                    raise self.schema.error_type(f"{plan}: damaged: {err}; {self.schema.recovery_hint}") from err
+                stored = parse_json(plan.read_bytes()) if plan.exists() else None
+            except (FileExistsError, NotADirectoryError, IsADirectoryError, ValueError) as err:
+                hint = f"choose another directory, or {self.schema.recovery_hint}"
+                raise self.schema.error_type(f"{plan}: cannot be created, or is damaged: {plain(err)}; {hint}") from err
             if stored is not None and (changed := list(differences(stored, requested))):
                 if not replace and any(self.root.glob(self.schema.marks)):
                     raise self.schema.error_type(
@@ -167,10 +161,6 @@ class Store(Generic[M]):
             GraspError: the mark is missing or damaged.
         """
         return read_record(self._mark_path(part), self.schema.mark, self.schema.error_type)
-
-    def missing(self, parts: Iterable[str]) -> list[str]:
-        """Return those of the parts that are not complete."""
-        return [part for part in parts if part not in self.parts]
 
     def progress(self) -> str:
         """Describe the progress, for messages."""

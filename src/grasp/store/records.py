@@ -1,6 +1,6 @@
 """JSON records of a store: completion marks, and signed summaries with a format version and a checksum.
 
-A record may come from an untrusted source: names in it are validated before they become paths, and its size is limited.
+A record may come from an untrusted source: names in it are validated before they become paths.
 Start with `Signed`.
 """
 
@@ -17,8 +17,6 @@ from grasp.errors import ArtifactError, GraspError
 from grasp.files import UNSIGNED, FileEntry, is_signed, kind_of, with_checksum, write_atomically
 from grasp.text import parse_json, plain
 from grasp.yaml_files import describe
-
-MAX_BYTES = 1 << 30  # of a record
 
 # Names in a record become paths, and a record may be forged. Only letters, digits, `_`, `-` and `.` are allowed, and no
 # component begins with a dot, so that a path is never absolute, hidden, on another drive, or outside the store.
@@ -54,7 +52,6 @@ class Signed(Generic[R]):
         version: format version that is written.
         recovery_hint: what to do if the record is damaged.
         error_type: raised for every error.
-        max_bytes: largest size in bytes that is read.
         missing_message: message if there is no record, after the path of the store; may contain `{location}`, the same
             path.
         format_field: name of the field that holds `format`.
@@ -68,7 +65,6 @@ class Signed(Generic[R]):
     version: int
     recovery_hint: str
     error_type: type[GraspError] = ArtifactError
-    max_bytes: int = MAX_BYTES
     missing_message: str = ""
     format_field: str = "format"
     files: Callable[[R], Mapping[str, FileEntry]] = attrgetter("files")
@@ -81,18 +77,15 @@ class Signed(Generic[R]):
         """Read the record of a store on this machine.
 
         Raises:
-            GraspError: it is not a regular file or too large, or as `parse`.
+            GraspError: it is not a regular file, or as `parse`.
         """
         path = root / self.name
-        if (kind := kind_of(path)) == "nothing" and self.missing_message:
-            raise self.error_type(f"{root}: {self.missing_message.format(location=root)}")
-        if kind != "file":
-            raise self.error_type(
-                f"{path}: is a {kind}, expected a regular file; restore a copy, or {self.recovery_hint}"
-            )
-        if (size := path.stat().st_size) > self.max_bytes:
-            raise self.error_type(f"{path}: has {size} bytes, expected at most {self.max_bytes}; {self.recovery_hint}")
-        return self.parse(path, path.read_bytes())
+        if (kind := kind_of(path)) == "file":
+            return self.parse(path, path.read_bytes())
+        problem = f"{path}: is a {kind}, expected a regular file; restore a copy, or {self.recovery_hint}"
+        if kind == "nothing" and self.missing_message:
+            problem = f"{root}: {self.missing_message.format(location=root)}"
+        raise self.error_type(problem)
 
     def parse(self, path: Path | str, data: bytes) -> R:
         """Validate format, version, checksum and fields, in this order: versions may differ in the checksum.
@@ -101,30 +94,28 @@ class Signed(Generic[R]):
             GraspError: the first of them that is invalid.
         """
         try:
-            raw = parse_json(data)
+            problem = self._problem(parse_json(data), data)
+            if not problem:
+                return self.model.model_validate_json(data)
+            problem = f"{path}: {problem}"
+        except ValidationError as err:
+            problem = f"{describe(err, str(path), self.model)}; {self.recovery_hint}"
         except ValueError as err:
-            raise self.error_type(
-                f"{path}: damaged: not JSON ({plain(err)}); restore a copy, or {self.recovery_hint}"
-            ) from err
+            problem = f"{path}: damaged: not JSON ({plain(err)}); restore a copy, or {self.recovery_hint}"
+        raise self.error_type(problem)
+
+    def _problem(self, raw: Any, data: bytes) -> str:
+        """Return what is wrong with format, version or checksum of a record, and what to do; empty if nothing is."""
         if not isinstance(raw, dict) or raw.get(self.format_field) != self.format:
-            raise self.error_type(
-                f"{path}: not {self.description}: expected `{self.format_field}` to be {self.format!r}; "
-                f"{self.recovery_hint}"
-            )
+            return f"not {self.description}: expected `{self.format_field}` to be {self.format!r}; {self.recovery_hint}"
         if (version := raw.get("format_version")) != self.version:
-            raise self.error_type(
-                f"{path}: format version {version!r}, this program reads {self.version}; {self.recovery_hint}, or use "
-                "the version of grasp that wrote it"
+            return (
+                f"format version {version!r}, this program reads {self.version}; {self.recovery_hint}, or use the "
+                "version of grasp that wrote it"
             )
         if not is_signed(data):
-            raise self.error_type(
-                f"{path}: damaged: its checksum does not match; restore a copy, or {self.recovery_hint}"
-            )
-        try:
-            record = self.model.model_validate_json(data)
-        except ValidationError as err:
-            raise self.error_type(f"{describe(err, str(path), self.model)}; {self.recovery_hint}") from err
-        return record
+            return f"damaged: its checksum does not match; restore a copy, or {self.recovery_hint}"
+        return ""
 
 
 def dump_json(record: BaseModel) -> bytes:
@@ -138,25 +129,16 @@ def read_record(path: Path, model: type[R], error_type: type[GraspError] = Artif
     Raises:
         GraspError: `error_type`; the file is not a regular file, or damaged.
     """
-    if kind_of(path) != "file":
-        raise error_type(f"{path}: not a regular file; restore a copy, or rebuild")
-    try:
-        return model.model_validate_json(path.read_bytes())
-    except ValidationError as err:
-        raise error_type(f"{describe(err, f'{path}: damaged')}; delete it and run again") from err
+    problem = f"{path}: not a regular file; restore a copy, or rebuild"
+    if kind_of(path) == "file":
+        try:
+            return model.model_validate_json(path.read_bytes())
+        except ValidationError as err:
+            problem = f"{describe(err, f'{path}: damaged')}; delete it and run again"
+    raise error_type(problem)
 
 
-def plain_json(data: Mapping[str, Any], location: str) -> dict[str, Any]:
-    """Return `data` after a round trip through JSON, so that later comparisons see what was written.
-
-    Args:
-        data: JSON values.
-        location: beginning of an error message.
-    Raises:
-        ArtifactError: a value cannot be written as JSON.
-    """
-    try:
-        parsed: dict[str, Any] = json.loads(json.dumps(dict(data), allow_nan=False))
-    except (TypeError, ValueError) as err:
-        raise ArtifactError(f"{location}: contains a value that is not JSON: {err}") from err
+def plain_json(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return JSON values after a round trip through JSON, so that later comparisons see what was written."""
+    parsed: dict[str, Any] = json.loads(json.dumps(dict(data), allow_nan=False))
     return parsed

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
-from transformers import PreTrainedModel
 
 from grasp.arrays import F64, I64
 from grasp.training.recipe import OptimizerRecipe
@@ -103,14 +102,6 @@ class AdamWTraining(ABC):
             ids_BL: token ids, padded on the right.
             weight_BL: weight of the loss of the token that follows each position; 0: not a label.
         """
-
-    @abstractmethod
-    def causal_lm(self) -> PreTrainedModel:
-        """Return the Transformers model with the current weights; callers must restore whatever they change in it."""
-
-    @abstractmethod
-    def by_name(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return one tensor per parameter by the name of the parameter in `causal_lm`."""
 
     # ------------------------------------------------------------------------------------------- losses and gradients
 

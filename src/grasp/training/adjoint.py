@@ -23,7 +23,7 @@ An adjoint is the derivative (a, am, av) of the final utility with respect to (t
 The derivative with respect to the weight of a row in the batch is the derivative of the row's loss along u.
 
 AdamW has root = 0. Then D is unbounded, and not differentiable if v' = 0. A positive root bounds D; the derivative is
-then that of a slightly smoother optimizer. Coordinates with D above a cap are held fixed: they get no derivative.
+then that of a slightly smoother optimizer. Coordinates with r = 0 are held fixed: they get no derivative.
 
 Suffix X: all coordinates of one parameter; names without it are blocks of these coordinates.
 """
@@ -47,14 +47,12 @@ class UpdateConstants:
     Attributes:
         step: number of the step, from 0.
         root: constant inside the square root, in units of a squared gradient.
-        largest_scale: cap of D, in units of an inverse gradient.
     """
 
     step: int
     recipe: OptimizerRecipe
     clip_epsilon: float
     root: float = 0.0
-    largest_scale: float = math.inf
 
     @property
     def learning_rate(self) -> float:
@@ -126,7 +124,7 @@ def through_update(
             # D of the module docstring is `scale`, S is `slope`
             r = (v.double() / c2).add_(constants.root).sqrt_()
             scale = 1.0 / (r + recipe.epsilon)
-            is_fixed = (r == 0) | (scale > constants.largest_scale)
+            is_fixed = r == 0
             n_fixed += int(is_fixed.sum())
             scale.masked_fill_(is_fixed, 0.0)
             slope = (m.double() / c1) * scale.square() / (2.0 * r)

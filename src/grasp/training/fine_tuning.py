@@ -6,10 +6,8 @@ smooth function of the weights, because replays differentiate it by finite diffe
 Shape letters: B rows of a batch, L tokens, P positions with loss, V vocabulary.
 """
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_pt_utils import get_parameter_names
 
@@ -59,12 +57,6 @@ class FineTuning(AdamWTraining):
     def vocab_size(self) -> int:
         return int(self.model.config.get_text_config(decoder=True).vocab_size)
 
-    def causal_lm(self) -> PreTrainedModel:
-        return self.model
-
-    def by_name(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        return dict(zip(self.names, tensors, strict=True))
-
     def label_logits(self, ids_BL: I64, weight_BL: F64) -> LabelLogits:
         reset_ropes(self._ropes)
         ids = torch.from_numpy(ids_BL).to(self.device)
@@ -85,24 +77,21 @@ def check_differentiable(model: nn.Module) -> list[str]:
     """
     name = type(model).__name__
     modules = list(model.modules())
-    if hasattr(model, "_orig_mod") or any(getattr(module, "_compiled_call_impl", None) for module in modules):
-        raise ModelError(
-            f"{name}: is compiled, and would be compiled again for every shape; pass the model before torch.compile"
-        )
-    if norms := [type(module).__name__ for module in modules if isinstance(module, nn.modules.batchnorm._BatchNorm)]:
-        raise ModelError(
-            f"{name}: has {norms[0]}, which makes rows of a batch depend on each other; expected no batch norm"
-        )
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trained:
-        raise ModelError(f"{name}: no parameter requires a gradient; call requires_grad_() on those to train")
-    if half_precision := {
-        str(parameter.dtype).split(".")[1] for parameter in model.parameters() if parameter.dtype not in EXACT_DTYPES
-    }:
-        raise ModelError(
-            f"{name}: has weights in {', '.join(sorted(half_precision))}, whose rounding error exceeds the finite "
-            "differences; set dtype to float32"
-        )
+    norms = {type(module).__name__ for module in modules if isinstance(module, nn.modules.batchnorm._BatchNorm)}
+    inexact = {str(tensor.dtype).split(".")[1] for tensor in model.parameters() if tensor.dtype not in EXACT_DTYPES}
+    problems = {
+        "is compiled, and would be compiled again for every shape; pass the model before torch.compile": (
+            hasattr(model, "_orig_mod") or any(getattr(module, "_compiled_call_impl", None) for module in modules)
+        ),
+        f"has {', '.join(norms)}, which makes rows of a batch depend on each other; expected no batch norm": norms,
+        "no parameter requires a gradient; call requires_grad_() on those to train": (
+            not any(parameter.requires_grad for parameter in model.parameters())
+        ),
+        f"has weights in {', '.join(sorted(inexact))}, whose rounding error exceeds the finite differences; set dtype "
+        "to float32": inexact,
+    }
+    if problem := next((problem for problem, is_present in problems.items() if is_present), ""):
+        raise ModelError(f"{name}: {problem}")
     active_dropouts = [
         module for module in modules if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
     ]

@@ -60,7 +60,6 @@ class MetagradientSettings(Settings):
         ge=0,
         description="Constant inside AdamW's square root, as a share of the first mean squared clipped gradient.",
     )
-    largest_scale: float | None = Field(None, gt=0, description="Maximum scale by AdamW; other coordinates are fixed.")
     first_step: Annotated[int, Field(ge=0)] = Field(0, description="First step that is replayed.")
     probe_steps: tuple[int, ...] = Field((), description="Steps at which all rows are differentiated.")
     batch_tokens: int = Field(BATCH_TOKENS, gt=0, description="Tokens per forward pass of units and probed rows.")
@@ -79,7 +78,6 @@ class Metagradient:
         probe_MNT: derivative with respect to the weight that each row would have in the batch of a probe step.
         utility_T: utilities at the end of training.
         adjoint_norm_KT: norm of the derivative with respect to the weights before each step.
-        direction_norm_KT: norm of the derivative with respect to the gradient of each step.
         left_out_K: number of coordinates that were held fixed.
     """
 
@@ -89,7 +87,6 @@ class Metagradient:
     probe_MNT: F64
     utility_T: F64
     adjoint_norm_KT: F64
-    direction_norm_KT: F64
     left_out_K: I64
 
     def drawn(self, n_rows: int, first: int = 0, last: int | None = None) -> F64:
@@ -254,7 +251,7 @@ def metagradient(
         progress: callback that receives the number of steps that are left.
 
     Raises:
-        ModelError: the run is not finished, a probe step is not replayed, or a derivative is not finite.
+        ModelError: a derivative is not finite.
     """
     return _Replay(trajectory, targets, settings).run(progress)
 
@@ -264,8 +261,7 @@ class _Replay:
 
     def __init__(self, trajectory: Trajectory, targets: Sequence[Target], settings: MetagradientSettings) -> None:
         steps = len(trajectory.order)
-        if outside := [step for step in settings.probe_steps if not settings.first_step <= step < steps]:
-            raise ModelError(f"probe_steps: got {outside[0]}, expected {settings.first_step} to {steps - 1}")
+        assert all(settings.first_step <= step < steps for step in settings.probe_steps)
         self.trajectory, self.training, self.settings = trajectory, trajectory.training, settings
         self.targets = [target.batches(settings.batch_tokens) for target in targets]
         self.rows = examples_of(trajectory) if settings.probe_steps else []
@@ -282,7 +278,6 @@ class _Replay:
             "probe": np.full((len(settings.probe_steps), trajectory.rows.n_rows, n_targets), np.nan),
             "utility": np.zeros(n_targets),
             "adjoint_norm": np.full((steps, n_targets), np.nan),
-            "direction_norm": np.full((steps, n_targets), np.nan),
             "left_out": np.zeros(steps, dtype=np.int64),
             "root": np.zeros(1),
         }
@@ -319,24 +314,19 @@ class _Replay:
 
     def _begin(self) -> None:
         """Differentiate the utilities at the end of training, and determine the root from the first gradient."""
-        if self.settings.root_share:
-            self.results["root"][0] = self.settings.root_share * self._first_mean_square()
+        training, limit = self.training, self.training.recipe.clip_norm
+        if self.settings.root_share:  # of the mean squared gradient of the first step after clipping
+            self.trajectory.restore(0)
+            for batch in self.trajectory.batches(0, 1):
+                training.backward(batch.ids_BL, batch.weight_BL)
+            norm = norm_of(training.gradients())
+            training.zero_gradients()
+            clipped = norm if limit is None else min(norm, limit)
+            self.results["root"][0] = self.settings.root_share * (clipped**2 / self.trajectory.size.parameters)
         self.trajectory.restore(len(self.trajectory.order))
         for t, target_batches in enumerate(self.targets):
             self.results["utility"][t], gradient = utility_gradient(self.training, target_batches)
             self.adjoints.append(Adjoint.of_weights(gradient))
-
-    def _first_mean_square(self) -> float:
-        """Return the mean squared gradient of the first step after clipping."""
-        training = self.training
-        self.trajectory.restore(0)
-        for batch in self.trajectory.batches(0, 1):
-            training.backward(batch.ids_BL, batch.weight_BL)
-        norm = norm_of(training.gradients())
-        training.zero_gradients()
-        limit = training.recipe.clip_norm
-        clipped = norm if limit is None else min(norm, limit)
-        return clipped**2 / self.trajectory.size.parameters
 
     def _differentiate_step(self, step: Step) -> None:
         """Backpropagate through one step, for each target."""
@@ -346,7 +336,6 @@ class _Replay:
             recipe=training.recipe,
             clip_epsilon=training.clip_epsilon,
             root=float(results["root"][0]),
-            largest_scale=settings.largest_scale or math.inf,
         )
         is_probe_step = step.step in settings.probe_steps
         directions: list[Sequence[Tensor]] = []
@@ -382,7 +371,6 @@ class _Replay:
         along_B = np.divide(along_B, weight_B, out=np.full_like(along_B, np.nan), where=weight_B != 0)
         results["drawn"][k, : len(along_B), t] = along_B
         results["adjoint_norm"][k, t] = adjoint.norm
-        results["direction_norm"][k, t] = norm_of(direction)
         results["left_out"][k] = n_fixed
         if not math.isfinite(adjoint.norm):
             raise ModelError(
@@ -446,7 +434,6 @@ class _Replay:
             results["probe"],
             results["utility"],
             results["adjoint_norm"],
-            results["direction_norm"],
             results["left_out"],
         )
 

@@ -22,6 +22,7 @@ from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
 from grasp.models.gradient_sums import BlockParameters, InnerProducts, run_over
 from grasp.models.gradients import Example, PerExample, layers_of
 from grasp.training.adamw import AdamWTraining
+from grasp.training.fine_tuning import FineTuning
 from grasp.training.hessian_products import central_steps
 
 Method = Literal["difference", "gradient"]
@@ -58,6 +59,7 @@ def row_derivatives(
         UnsupportedLayerError: the method is `gradient` and a parameter has no gradient per row.
     """
     if method == "gradient":
+        assert isinstance(training, FineTuning)
         return _by_gradients(training, rows, directions, batch_tokens)
     lengths = np.array([len(row.input_ids) for row in rows], dtype=np.int64)
     padded_batches = []
@@ -82,15 +84,15 @@ def label_positions(loss_mask_BL: Tensor) -> F64:
 
 
 def _by_gradients(
-    training: AdamWTraining, rows: Sequence[Example], directions: list[Sequence[Tensor]], batch_tokens: int
+    training: FineTuning, rows: Sequence[Example], directions: list[Sequence[Tensor]], batch_tokens: int
 ) -> F64:
     """Compute inner products of per-row gradients with the directions, and restore the modes of the model."""
-    model = training.causal_lm()
+    model = training.model
     requires_grad = [parameter.requires_grad for parameter in model.parameters()]
     modes = [module.training for module in model.modules()]
     reference = ReferenceModel(model, None, batch_tokens=batch_tokens)  # type: ignore[arg-type]  # no text is read
     try:
-        engine = PerExample(reference, layers_of(reference, training.by_name(directions[0])))
+        engine = PerExample(reference, layers_of(reference, training.names))
         matrices = _direction_blocks(engine, training, directions)
         products = InnerProducts(engine, matrices, len(rows))
         run_over(engine, rows, [products])
@@ -104,7 +106,7 @@ def _by_gradients(
 
 
 @torch.no_grad()
-def _direction_blocks(engine: PerExample, training: AdamWTraining, directions: list[Sequence[Tensor]]) -> list[Tensor]:
+def _direction_blocks(engine: PerExample, training: FineTuning, directions: list[Sequence[Tensor]]) -> list[Tensor]:
     """Return directions in the layout of the engine, (T, X, Y) per block, and empty their list.
 
     Each direction is temporarily copied to the parameters, so that the engine's own code converts the layout. The
@@ -117,7 +119,7 @@ def _direction_blocks(engine: PerExample, training: AdamWTraining, directions: l
     weights: dict[str, Tensor] = {}
     stacks: list[Tensor] = []
     for t in range(n_directions):
-        named = training.by_name(directions.pop(0))
+        named = dict(zip(training.names, directions.pop(0), strict=True))
         weights = weights or {name: parameters[name].clone() for name in named}
         for name, value in named.items():
             parameters[name].copy_(value)

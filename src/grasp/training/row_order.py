@@ -13,7 +13,7 @@ import numpy as np
 
 from grasp.arrays import F32, F64, I64, Bool
 from grasp.corpus.row_store import RowStore
-from grasp.errors import ModelError, ShapeError
+from grasp.errors import ModelError
 from grasp.seeds import stream
 
 WINDOW_ROWS = 16_384  # rows read at once, so that a shard on disk is read a few times instead of once per batch
@@ -28,15 +28,11 @@ def relative_weights(n_rows: int, batch_rows: int, retained: Bool | F64 | None) 
         retained: mask of the retained rows, or one weight per row; a row of weight 2 is seen twice as often as one of
             weight 1.
     Raises:
-        ShapeError: `retained` has a wrong shape.
-        ModelError: a weight is negative or not finite, or there are fewer rows than in a batch.
+        ModelError: there are fewer rows than in a batch.
     """
     weight_N = np.ones(n_rows) if retained is None else np.asarray(retained, dtype=np.float64)
-    if weight_N.shape != (n_rows,):
-        raise ShapeError(f"retained: got shape {weight_N.shape}, expected ({n_rows},): one entry per row")
-    invalid = np.flatnonzero(~(np.isfinite(weight_N) & (weight_N >= 0)))
-    if invalid.size:
-        raise ModelError(f"retained: row {invalid[0]} has weight {weight_N[invalid[0]]}, expected a finite number >= 0")
+    assert weight_N.shape == (n_rows,)
+    assert (np.isfinite(weight_N) & (weight_N >= 0)).all()
     if (n_retained := np.count_nonzero(weight_N)) < batch_rows:
         raise ModelError(
             f"retained: {n_retained} of {n_rows} rows, expected at least the {batch_rows} of one batch; retain"

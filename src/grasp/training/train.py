@@ -27,7 +27,7 @@ from grasp.corpus.row_store import RowStore
 from grasp.errors import ModelError
 from grasp.files import atomic_path, discard, remove_parts
 from grasp.models.tokenizer import HfTokenizer
-from grasp.training.adamw import AdamWTraining, LabelLogits, grad_of
+from grasp.training.adamw import STATE, AdamWTraining, LabelLogits, grad_of
 from grasp.training.llama import StackedLlama, head_loss
 from grasp.training.recipe import TrainingRecipe
 from grasp.training.row_order import TokenBatch, batch_order, label_weights, relative_weights, token_batches
@@ -56,7 +56,6 @@ class Trainer(AdamWTraining):
         self.model = StackedLlama(recipe.shape, len(seeds), torch.device(device))
         self.model.initialise(seeds)
         super().__init__(recipe, [self.model.matrices], [self.model.vectors])
-        self._buffers = {"matrices": self.model.matrices, "vectors": self.model.vectors}
         self._losses_SK = torch.full((recipe.steps, len(seeds)), math.nan, device=self.device)
 
     @property
@@ -119,21 +118,17 @@ class Trainer(AdamWTraining):
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Return the first and second moments of both buffers, on the CPU."""
-        return {
-            f"{name}.{moment}": self.optimizer.state[buffer][moment].cpu()
-            for name, buffer in self._buffers.items()
-            for moment in ("exp_avg", "exp_avg_sq")
-        }
+        state, buffers = self.state(), enumerate(("matrices", "vectors"))
+        return {f"{name}.{moment}": state[f"{k}.{moment}"].cpu() for k, name in buffers for moment in STATE[1:]}
 
     def restore(self, step: int, optimizer_state: Mapping[str, Tensor], losses_SK: F32) -> None:
         """Restore the optimizer after `step` steps; the weights must already be loaded into `model`."""
-        for name, buffer in self._buffers.items():
-            self.optimizer.state[buffer] = {
-                "step": torch.tensor(float(step), device=self.device),
-                "exp_avg": optimizer_state[f"{name}.exp_avg"].to(self.device),
-                "exp_avg_sq": optimizer_state[f"{name}.exp_avg_sq"].to(self.device),
-            }
-        self.step = step
+        moments = {
+            f"{k}.{moment}": optimizer_state[f"{name}.{moment}"]
+            for k, name in enumerate(("matrices", "vectors"))
+            for moment in STATE[1:]
+        }
+        self.set_state(step, self.state() | moments)
         self._losses_SK[:step] = torch.from_numpy(losses_SK).to(self.device)
 
     # ------------------------------------------------------------------------------- one model, to be replayed
@@ -145,17 +140,6 @@ class Trainer(AdamWTraining):
     @property
     def vocab_size(self) -> int:
         return self.recipe.shape.vocab_size
-
-    def causal_lm(self) -> LlamaForCausalLM:
-        return self.model.to_hf(0)
-
-    def by_name(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        # the buffers hold all matrices and all vectors; the model splits them, so they take the tensors for a moment
-        weights = [parameter.detach().clone() for parameter in self.parameters]
-        self.set_weights(tensors)
-        named = {name: tensor.clone() for name, tensor in self.model.tensors(0)}
-        self.set_weights(weights)
-        return named
 
     def label_logits(self, ids_BL: I64, weight_BL: F64) -> LabelLogits:
         ids = torch.from_numpy(ids_BL).to(self.device)
@@ -180,7 +164,6 @@ class TrainedModel:
 
     model: LlamaForCausalLM  # on the CPU, float32, eval mode
     losses: F32  # (steps,), nats per label
-    checkpoints: tuple[Path, ...]  # intermediate ones, by step
 
 
 def train(
@@ -213,7 +196,6 @@ def train(
         device: device to train on.
         progress: callback that receives the number of finished steps after each step.
     Raises:
-        ShapeError: `retained` has a wrong shape.
         ModelError: there are fewer rows than in a batch; a row is too long or has a token outside the vocabulary; a
             loss is not finite; or `out` has a run with other arguments.
     """
@@ -221,8 +203,7 @@ def train(
     outside = [step for step in checkpoints if not 1 <= step <= recipe.steps]
     if outside:
         raise ModelError(f"checkpoints: got step {outside[0]}, expected 1 to {recipe.steps}")
-    if checkpoints and out is None:
-        raise ModelError("checkpoints: got steps without `out`, expected a directory for them")
+    assert out is not None or not checkpoints
     subset = hashlib.blake2b(np.packbits(frequency_N > 0).tobytes(), digest_size=16)
     # the most frequent row has frequency 1, so that a mask and equal weights are the same subset
     if (frequency_N[frequency_N > 0] < 1).any():
@@ -251,7 +232,7 @@ def train(
             path.replace(out / path.name)
         final.rmdir()
     model = trainer.model.to_hf(0, None if tokenizer is None else tokenizer.eos_id)
-    return TrainedModel(model, trainer.losses[:, 0], () if out is None else _checkpoint_paths(out))
+    return TrainedModel(model, trainer.losses[:, 0])
 
 
 def _run_steps(trainer: Trainer, rows: RowStore, frequency_N: F64, seed: int) -> Iterator[int]:
@@ -265,25 +246,21 @@ def _run_steps(trainer: Trainer, rows: RowStore, frequency_N: F64, seed: int) ->
     trainer.check_losses()
 
 
-def _checkpoint_paths(out: Path) -> tuple[Path, ...]:
-    """Return the intermediate checkpoints of a run, by step."""
-    path_of_step = {path.name.removeprefix("checkpoint-"): path for path in out.glob("checkpoint-*")}
-    return tuple(path_of_step[step] for step in sorted(filter(str.isdigit, path_of_step), key=int))
-
-
 def _resume(trainer: Trainer, out: Path, identity: Mapping[str, Any]) -> None:
     """Load the finished model or the last checkpoint, if there is one."""
-    saved = [*_checkpoint_paths(out), *([out] if (out / RECORD).exists() else [])]
-    if not saved:
+    path_of_step = {path.name.removeprefix("checkpoint-"): path for path in out.glob("checkpoint-*")}
+    steps = sorted(filter(str.isdigit, path_of_step), key=int)
+    if not steps and not (out / RECORD).exists():
         return
-    record = json.loads((saved[-1] / RECORD).read_text(encoding="utf-8"))
+    last = out if (out / RECORD).exists() else path_of_step[steps[-1]]
+    record = json.loads((last / RECORD).read_text(encoding="utf-8"))
     if differing := [key for key, value in identity.items() if record["identity"].get(key) != value]:
         raise ModelError(
-            f"{saved[-1]}: trained with another {', '.join(differing)}, expected the same; pass another directory"
+            f"{last}: trained with another {', '.join(differing)}, expected the same; pass another directory"
             " or remove it"
         )
-    trainer.model.load(0, load_file(saved[-1] / WEIGHTS))
-    trainer.restore(record["step"], load_file(saved[-1] / OPTIMIZER), np.asarray(record["losses"], np.float32)[:, None])
+    trainer.model.load(0, load_file(last / WEIGHTS))
+    trainer.restore(record["step"], load_file(last / OPTIMIZER), np.asarray(record["losses"], np.float32)[:, None])
 
 
 def _save(trainer: Trainer, path: Path, identity: Mapping[str, Any], tokenizer: HfTokenizer | None) -> Path:
@@ -315,7 +292,6 @@ def train_in_memory(
     """Train a model from scratch as `train` does, and return its trainer; nothing is written.
 
     Raises:
-        ShapeError: `retained` has a wrong shape.
         ModelError: as `train`.
     """
     frequency_N = relative_weights(rows.n_rows, recipe.batch_rows, retained)

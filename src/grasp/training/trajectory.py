@@ -24,11 +24,11 @@ from torch import Tensor
 
 from grasp.arrays import F64, I64
 from grasp.corpus.row_store import RowStore
-from grasp.errors import ModelError, ShapeError
+from grasp.errors import ModelError
 from grasp.store.directory import Schema, Store
 from grasp.store.records import Mark
 from grasp.training.adamw import STATE, AdamWTraining
-from grasp.training.row_order import TokenBatch, label_weights, token_batches
+from grasp.training.row_order import label_weights, token_batches
 from grasp.training.train import Trainer
 
 STATES = Schema(
@@ -110,9 +110,7 @@ class ParameterTensors(Sequence[Tensor]):
     def __getitem__(self, k: int | slice) -> Tensor | list[Tensor]:
         if isinstance(k, slice):
             return [self[i] for i in range(*k.indices(self._count))]
-        if not 0 <= k < self._count:
-            raise IndexError(k)
-        return self._tensors[f"{k}.{self._suffix}"].to(self._device)
+        return self._tensors[f"{range(self._count)[k]}.{self._suffix}"].to(self._device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,26 +188,22 @@ class Trajectory:
             weight_N: factor of the loss of each row; it does not change the number of labels in a batch.
             directory: where to store states. Default: in memory.
             memory_bytes: maximum size of the states in memory.
-
-        Raises:
-            ModelError: the order and the recipe have different numbers of steps; matrix products are in half
-                precision; there are several models; or the states exceed the memory and there is no directory.
-            ShapeError: `weight_N` does not have one entry per row.
         """
         self.training, self.rows = training, rows
         self.order = [np.asarray(index_B, dtype=np.int64) for index_B in order]
         self.weight_N = np.ones(rows.n_rows) if weight_N is None else np.asarray(weight_N, dtype=np.float64)
-        self._check()
         steps = len(self.order)
+        assert steps == training.recipe.steps
+        assert self.weight_N.shape == (rows.n_rows,)
+        assert not training.step
+        if isinstance(training, Trainer):
+            assert training.model.n_models == 1
+            assert not training.uses_bfloat16, "its rounding error exceeds the finite differences"
         self.size = TrajectorySize.of(steps, training.n_parameters, training.parameter_bytes)
         self.segment_bounds = [*range(0, steps, self.size.segment_steps), steps]
         self.directory = directory
         needed = self.size.segment_bytes + (self.size.start_bytes if directory is None else 0)
-        if directory is None and needed > memory_bytes:
-            raise ModelError(
-                f"trajectory: its states take {needed / 1e9:.1f} GB, expected at most {memory_bytes / 1e9:.1f} GB in "
-                "memory; pass a directory"
-            )
+        assert directory is not None or needed <= memory_bytes
         store = None
         self.identity = self._identity()
         if directory is not None:
@@ -219,24 +213,6 @@ class Trajectory:
         self._step_states = TensorSets(store if needed > memory_bytes else None)
         if "state-000000" not in self._segment_states:
             self._store_state(0, [])
-
-    def _check(self) -> None:
-        training, n_rows = self.training, self.rows.n_rows
-        if len(self.order) != training.recipe.steps:
-            raise ModelError(
-                f"trajectory: got an order of {len(self.order)} steps, expected the recipe's {training.recipe.steps}"
-            )
-        if self.weight_N.shape != (n_rows,):
-            raise ShapeError(f"weight_N: got shape {self.weight_N.shape}, expected ({n_rows},): one entry per row")
-        if training.step:
-            raise ModelError(f"trajectory: the training is at step {training.step}, expected step 0")
-        if isinstance(training, Trainer) and training.uses_bfloat16:
-            raise ModelError(
-                "trajectory: the recipe computes products in bfloat16, whose rounding error exceeds the finite "
-                "differences; set its autocast to false"
-            )
-        if isinstance(training, Trainer) and training.model.n_models != 1:
-            raise ModelError(f"trajectory: got {training.model.n_models} models that are trained at once, expected 1")
 
     def _identity(self) -> dict[str, Any]:
         """Return what determines the training run, as JSON data."""
@@ -271,7 +247,11 @@ class Trajectory:
             losses.append(float(loss_B.sum()))
             self.training.update()
             if self.training.step in self.segment_bounds:
-                self._refuse_non_finite(losses)
+                if (bad := np.flatnonzero(~np.isfinite(losses))).size:
+                    raise ModelError(
+                        f"trajectory: step {bad[0]} had loss {losses[bad[0]]}, expected a number; lower the learning "
+                        "rate"
+                    )
                 self._store_state(self.training.step, losses)
             if progress is not None:
                 progress(self.training.step)
@@ -285,20 +265,18 @@ class Trajectory:
     def batches(self, first: int, last: int, weight_N: F64 | None = None) -> Iterator[StepBatch]:
         """Yield the batches of the steps in [`first`, `last`); `weight_N` replaces the weights of the rows."""
         # the last batch of an epoch may be short, but `token_batches` reads batches of one size
-        groups = groupby(self.order[first:last], key=len)
-        batches = chain.from_iterable(self._token_batches(list(order)) for _, order in groups)
+        training, groups = self.training, [list(group) for _, group in groupby(self.order[first:last], key=len)]
+        context, vocab_size = training.context, training.vocab_size
+        batches = chain.from_iterable(
+            token_batches(self.rows, [iter(order)], steps=len(order), context=context, vocab_size=vocab_size)
+            for order in groups
+        )
         for batch in batches:
             (row_index_B,) = batch.row_index_KB
             weight_BL = label_weights(batch)[0].astype(np.float64)
             n_labels = int(np.count_nonzero(weight_BL))
             row_weight_B1 = (self.weight_N if weight_N is None else weight_N)[row_index_B, None]
             yield StepBatch(row_index_B, batch.ids_KBL[0], weight_BL * row_weight_B1, n_labels)
-
-    def _token_batches(self, order: Sequence[I64]) -> Iterator[TokenBatch]:
-        training = self.training
-        return token_batches(
-            self.rows, [iter(order)], steps=len(order), context=training.context, vocab_size=training.vocab_size
-        )
 
     def retrain(self, weight_N: F64) -> None:
         """Train again from the start with other weights of the rows, without storing states."""
@@ -311,13 +289,6 @@ class Trajectory:
         past_losses = {"losses": torch.tensor(losses, dtype=torch.float64)}
         self._segment_states.put(_state_name(step), self.training.state() | past_losses)
 
-    def _refuse_non_finite(self, losses: Sequence[float]) -> None:
-        bad = np.flatnonzero(~np.isfinite(losses))
-        if bad.size:
-            raise ModelError(
-                f"trajectory: step {bad[0]} had loss {losses[bad[0]]}, expected a number; lower the learning rate"
-            )
-
     # --------------------------------------------------------------------------------------------------------- backward
 
     def restore(self, step: int) -> list[float]:
@@ -328,12 +299,8 @@ class Trajectory:
 
         Returns:
             Losses of the steps before it, nats.
-
-        Raises:
-            ModelError: the run has not reached this step.
         """
-        if _state_name(step) not in self._segment_states:
-            raise ModelError(f"trajectory: not trained to step {step}; call train first")
+        assert _state_name(step) in self._segment_states, "call train first"
         state = self._segment_states.get(_state_name(step))
         losses: list[float] = state["losses"].tolist()
         self.training.set_state(step, state)

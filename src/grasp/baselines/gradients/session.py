@@ -58,7 +58,7 @@ def unit_examples(inputs: MethodInputs) -> list[Example]:
 
 def mean_row_tokens(inputs: MethodInputs) -> int:
     """Return the mean length of a row, used to compare costs."""
-    return max(2, round(int(inputs.artifact.manifest.detail("n_tokens")) / inputs.n_rows))
+    return max(2, round(int(inputs.artifact.manifest.details["n_tokens"]) / inputs.n_rows))
 
 
 def select_checkpoints(inputs: MethodInputs, which: str) -> tuple[Checkpoint, ...]:
