@@ -5,7 +5,7 @@ import re
 import pytest
 
 from grasp.errors import SettingsError
-from grasp.methods.registry import configure_methods, registered_method
+from grasp.methods.registry import configure_methods, load_method
 from tests.baselines.world import METHODS, configured_method
 
 
@@ -38,7 +38,7 @@ def test_a_file_configures_methods_and_gives_them_labels():
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_every_entry_point_loads_and_has_a_description(name):
-    method_class = registered_method(name).load()
+    method_class = load_method(name)
     headings = re.findall(r"^ +(Source|As published|Deviation):", method_class.__doc__, re.MULTILINE)
     assert headings == ["Source", "As published", "Deviation"] or name in ("random", "length")
     fields = method_class.settings_type.model_fields
@@ -49,7 +49,7 @@ def test_every_entry_point_loads_and_has_a_description(name):
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_every_annotated_attribute_of_a_method_is_one_of_the_interface(name):
-    method_class, *bases = registered_method(name).load().__mro__
+    method_class, *bases = load_method(name).__mro__
     known = {attribute for base in bases for attribute in getattr(base, "__annotations__", {})}
     assert set(vars(method_class).get("__annotations__", {})) <= known
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from grasp.methods.contract import RowMethod
-from grasp.methods.registry import method_predictions, registered_method, score_rows
+from grasp.methods.registry import load_method, method_predictions, score_rows
 from tests.baselines.world import METHODS, N_ROWS, N_UNITS, Clock, configured_method, copies, matrix
 from tests.faults import Killed
 
@@ -27,7 +27,7 @@ SMALL: dict[str, dict[str, Any]] = {
 TOLERANCE = 2e-4
 
 UNTARGETED = ("random", "length", "loss")
-ROW_METHODS = [name for name in METHODS if issubclass(registered_method(name).load(), RowMethod)]
+ROW_METHODS = [name for name in METHODS if issubclass(load_method(name), RowMethod)]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_every_row_has_a_finite_score_for_every_unit(name, scored):
 
 @pytest.mark.parametrize("name", ROW_METHODS)
 def test_a_row_with_the_text_of_a_unit_has_the_highest_score(name, world, scored):
-    kind = registered_method(name).load()
+    kind = load_method(name)
     if name in UNTARGETED or "runs" in kind.requires:
         pytest.skip("its scores are not of this row and this unit alone")
     result = matrix(scored(name))

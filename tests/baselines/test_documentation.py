@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grasp.methods.registry import configure_methods, registered_method
+from grasp.methods.registry import configure_methods, load_method
 from tests.baselines.world import METHODS
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ def test_every_method_has_a_section_and_every_section_is_a_method():
 @pytest.mark.parametrize("name", list(METHODS))
 def test_every_setting_and_the_floats_per_row_are_documented(name):
     section = SECTIONS[name]
-    fields = registered_method(name).load().settings_type.model_fields
+    fields = load_method(name).settings_type.model_fields
     assert [field for field in fields if not re.search(rf"`[^`]*\b{field}\b[^`]*`", section)] == []
     assert "loats a row" in " ".join(section.split()) or name == "datamodels"
 

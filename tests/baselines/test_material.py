@@ -14,7 +14,7 @@ from grasp.baselines.checkpoints import training_checkpoints
 from grasp.corpus.row_store import RowStore
 from grasp.errors import ArtifactError, SettingsError
 from grasp.methods.contract import MethodInputs
-from grasp.methods.registry import registered_method, score_rows
+from grasp.methods.registry import load_method, score_rows
 from grasp.models import checkpoint
 from grasp.settings import ModelSettings
 from tests.baselines.test_contract import SMALL
@@ -107,13 +107,13 @@ def on_a_hub(world, monkeypatch):
     return inputs
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if "checkpoints" in registered_method(name).load().requires])
+@pytest.mark.parametrize("name", [name for name in METHODS if "checkpoints" in load_method(name).requires])
 def test_a_model_without_a_directory_is_its_only_checkpoint(name, world, on_a_hub, tmp_path):
     settings = SMALL.get(name, {}) | ({"adam": "never"} if name == "less" else {})
     result = matrix(score_rows(configured_method(name, **settings), on_a_hub, tmp_path / "hub"))
     (checkpoint,) = training_checkpoints(on_a_hub)
     assert (checkpoint.fingerprint, checkpoint.has_moments) == (on_a_hub.artifact.manifest.fingerprints["model"], False)
-    if "checkpoints" in registered_method(name).load().settings_type.model_fields:
+    if "checkpoints" in load_method(name).settings_type.model_fields:
         settings = settings | {"checkpoints": "last"}
     inputs = world.inputs()
     expected = matrix(score_rows(configured_method(name, **settings), inputs, tmp_path / "disk"))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grasp.errors import MissingExtraError, SettingsError, ShapeError
-from grasp.methods.registry import configure_methods, registered_method, registered_methods, score_rows
+from grasp.methods.registry import configure_methods, load_method, registered_methods, score_rows
 from tests.baselines.test_documentation import TEXT
 from tests.baselines.world import matrix
 from tests.cli.grasp_command import refused, succeed
@@ -58,7 +58,7 @@ def test_a_plugin_is_listed_ranks_rows_and_is_evaluated(loud, world, tmp_path):
 
 def test_without_the_package_there_is_no_such_method():
     with pytest.raises(SettingsError, match=r"method 'loud'; .*activation_similarity"):
-        registered_method("loud")
+        load_method("loud")
 
 
 def test_two_packages_with_the_same_method_name_are_refused(loud, install):
@@ -77,7 +77,7 @@ def test_two_packages_with_the_same_method_name_are_refused(loud, install):
 def test_a_broken_package_is_named(point, message, install):
     install("broken", SOURCE, f"loud = {point}", package="broken")
     with pytest.raises(MissingExtraError, match=message):
-        registered_method("loud").load()
+        load_method("loud")
 
 
 def test_objects_that_are_not_methods_are_refused(install, world):

@@ -15,7 +15,7 @@ from grasp.baselines.stored import LOCK, BlockMethod, RowScorer, identity, resul
 from grasp.baselines.work import WorkArea
 from grasp.errors import ArtifactError, ModelError, SettingsError, ShapeError
 from grasp.methods.contract import Account, NoSettings, Seconds
-from grasp.methods.registry import registered_method, score_rows
+from grasp.methods.registry import load_method, score_rows
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.predictions import read_row_scores
 from tests.baselines.world import METHODS, N_ROWS, N_UNITS, Clock, configured_method, matrix
@@ -134,7 +134,7 @@ def other(inputs, **changes):
     return changed
 
 
-READERS = [name for name in METHODS if {"tokens", "model"} & registered_method(name).load().requires]
+READERS = [name for name in METHODS if {"tokens", "model"} & load_method(name).requires]
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -45,15 +45,14 @@ def methods(
 
     Use their names with `grasp evaluate --methods` and `grasp score --method`.
     """
-    from grasp.methods.registry import registered_method
-    from grasp.methods.registry import registered_methods as installed
+    from grasp.methods.registry import load_method, registered_methods
 
     if name is None:
-        show("methods", ("name", "description"), [(entry.name, entry.summary()) for entry in installed().values()])
+        rows = [(entry.name, entry.summary()) for entry in registered_methods().values()]
+        show("methods", ("name", "description"), rows)
         return
-    entry = registered_method(name)
-    method_class = entry.load()
-    print(f"{entry.name}\n")
+    method_class = load_method(name)
+    print(f"{name}\n")
     print("\n".join(line.strip() for line in (method_class.__doc__ or "").strip().splitlines()))
     print(f"\ninputs: {', '.join(['rows and units', *sorted(method_class.requires)])}")
     if method_class.required_modules:

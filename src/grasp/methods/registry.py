@@ -14,14 +14,8 @@ A method is one of the classes in `grasp.methods.contract`; units are the scored
 Shape letters: N rows, E units, B subsets.
 """
 
-import ast
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from functools import cache
-from importlib.metadata import EntryPoint, entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +25,8 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from grasp.arrays import F32, F64, I64, Blocks
 from grasp.artifact.reader import ArtifactReader
-from grasp.errors import MissingExtraError, SettingsError, ShapeError
+from grasp.entry_points import Entry, entries, find
+from grasp.errors import SettingsError, ShapeError
 from grasp.extras import require
 from grasp.methods.contract import Account, AlignedRuns, Method, MethodInputs, MethodScores, RowMethod, SubsetMethod
 from grasp.predict.weights import SubsetBlock
@@ -51,92 +46,32 @@ MAX_COVERED = 6  # entries of `Account.covers` that a note lists
 SUM_NOTE = "scores are summed over a subset, not averaged"
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A registered method, not imported yet."""
-
-    point: EntryPoint
-
-    @property
-    def name(self) -> str:
-        """Name of the method, as in `--methods`."""
-        return self.point.name
-
-    @property
-    def package(self) -> str:
-        """Name of the package that registers the method."""
-        return self.point.dist.name if self.point.dist is not None else "?"
-
-    def summary(self) -> str:
-        """Return the first line of the docstring; parses the source instead of importing it, since torch is slow."""
-        spec = find_spec(self.point.module)
-        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-            return ""
-        for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and node.name == self.point.attr:
-                return (ast.get_docstring(node) or "").partition("\n")[0]
-        return ""
-
-    def load(self) -> type[Method[Any]]:
-        """Import the module and return the class.
-
-        Raises:
-            MissingExtraError: the module cannot be imported.
-            SettingsError: the entry point is not a method.
-        """
-        location = f"method {self.name}: {self.point.value} of package {self.package}"
-        try:
-            loaded = self.point.load()
-        except (ImportError, AttributeError) as err:
-            raise MissingExtraError(
-                f"{location} cannot be imported: {err}; reinstall or uninstall the package"
-            ) from err
-        if not (isinstance(loaded, type) and issubclass(loaded, Method)):
-            raise SettingsError(
-                f"{location}: got {loaded!r}, expected a class derived from grasp.methods.contract.Method"
-            )
-        return loaded
-
-
 def registered_methods() -> dict[str, Entry]:
     """Return all registered methods by name.
 
     Raises:
         SettingsError: two packages register the same name.
     """
-    return _discover_methods(tuple(sys.path))
+    return entries(GROUP)
 
 
-@cache
-def _discover_methods(path: tuple[str, ...]) -> dict[str, Entry]:
-    """Return all registered methods; `path` is only the key of the cache, since entry points are found in sys.path."""
-    del path
-    entries: dict[str, Entry] = {}
-    for entry in map(Entry, sorted(entry_points(group=GROUP), key=lambda point: point.name)):
-        if duplicate := entries.get(entry.name):
-            raise SettingsError(
-                f"method {entry.name}: packages {duplicate.package} and {entry.package} both register it; uninstall one"
-            )
-        entries[entry.name] = entry
-    return entries
-
-
-def registered_method(name: str, error_prefix: str = "method") -> Entry:
-    """Return a registered method by name.
+def load_method(name: str, error_prefix: str = "method") -> type[Method[Any]]:
+    """Import and return the class of a method.
 
     Args:
         name: name of the method.
         error_prefix: begin of the error message, such as the settings file.
     Raises:
-        SettingsError: unknown name; the message lists the available ones.
+        SettingsError: unknown name, and the message lists the available ones; or the entry point is not a method.
+        MissingExtraError: the module cannot be imported.
     """
-    known = registered_methods()
-    if name not in known:
-        close = get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        available = ", ".join(known) or "none: install grasp-attribution with pip to register its methods"
-        raise SettingsError(f"{error_prefix}: unknown method {name!r}; {hint}available: {available}")
-    return known[name]
+    entry = find(GROUP, name, error_prefix)
+    loaded = entry.load()
+    if not (isinstance(loaded, type) and issubclass(loaded, Method)):
+        raise SettingsError(
+            f"{entry.origin}: got {loaded!r}, expected a class derived from grasp.methods.contract.Method"
+        )
+    return loaded
 
 
 # --------------------------------------------------------------------------------------------------- configurations
@@ -201,7 +136,7 @@ def configure_methods(
     for label in labels:
         if label not in configurations and label not in registered_methods():
             if not configurations:
-                registered_method(label, error_prefix)  # raises with the list of available methods
+                find(GROUP, label, error_prefix)  # raises with the list of available methods
             raise SettingsError(
                 f"methods: unknown label {label!r}; configured in {error_prefix}: {', '.join(configurations)}; "
                 f"available methods: {', '.join(registered_methods())}"
@@ -212,7 +147,7 @@ def configure_methods(
 def _configure(label: str, values: Any, error_prefix: str) -> ConfiguredMethod:
     """Import the method of a configuration, and validate its options and settings."""
     options, setting_values = _split_options(label, values, error_prefix)
-    method_class = registered_method(options["method"]).load()
+    method_class = load_method(options["method"])
     sections = (_CommonOptions, options), (method_class.settings_type, setting_values)
     common, settings = _validate(error_prefix, label, *sections)
     assert isinstance(common, _CommonOptions)
@@ -278,7 +213,7 @@ def _split_options(label: str, values: Any, error_prefix: str) -> tuple[dict[str
             f"{error_prefix}: {label}: method: got {options['method']!r}, expected one of "
             f"{', '.join(registered_methods())}"
         )
-    registered_method(options["method"])
+    find(GROUP, options["method"])
     return options, setting_values
 
 
