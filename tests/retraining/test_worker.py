@@ -158,7 +158,7 @@ def test_a_model_is_trained_further_on_every_subset(inputs, whole, tmp_path):
     seen = []
     runs = retrain(settings(inputs, **changes), tmp_path / "env", seen.append)
     assert runs.info.recipe_settings["loss"] == "tokens"
-    assert [status.note for status in seen if status.stage == "recipe"] == fine_tuning_recipe(
+    assert tuple(status.note for status in seen if status.stage == "recipe") == fine_tuning_recipe(
         settings(inputs, **changes)
     ).notes
     changes["fine_tuning"] = fine_tuning | {"dataloader_drop_last": True}

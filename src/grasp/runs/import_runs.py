@@ -24,7 +24,7 @@ import pyarrow.csv as pacsv
 from grasp.arrays import F64
 from grasp.errors import RunsError
 from grasp.files import check_directory
-from grasp.mixture_files import MEASURES, mixture_files, read_mixtures_of_runs
+from grasp.mixtures import MEASURES, mixture_files, read_mixtures_of_runs
 from grasp.runs.metric_names import SHARE, direction_by_name, is_standard_error, metric_kind
 from grasp.runs.results_files import HarnessResults, read_results
 from grasp.runs.table import RESULTS_SCHEMA, SUM_TOLERANCE, TRAINED_SCHEMA, Direction, Kind, RunsInfo, RunTable

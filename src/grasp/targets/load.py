@@ -20,8 +20,8 @@ from grasp.corpus.conversations import Template, form_of
 from grasp.corpus.documents import records_in
 from grasp.corpus.passages import task_root
 from grasp.corpus.sources import IN_MEMORY, Source, holds_records, open_source, unread_files_note
-from grasp.dataset_entries import resolve_entry
 from grasp.errors import CorpusError, TargetError
+from grasp.file_readers import claimed
 from grasp.seeds import stream
 from grasp.settings import CorpusSettings, DatasetTarget, TargetSettings
 from grasp.targets.margins import split_metric, with_metric
@@ -102,7 +102,8 @@ def _load_name(
     is_file = name.startswith(IN_MEMORY) or "/" in name or "\\" in name or holds_records(name)
     if in_memory and name.startswith(IN_MEMORY):
         unit_lists.append(in_memory)
-    elif (entry := resolve_entry(name)) is not None:
+    elif (claim := claimed("corpus", name)) is not None:
+        entry = claim.reader.read(name)
         unit_lists.append(units_from_records(_entry_records(entry), target_name(entry["path"]), settings.loss_on))
     elif is_file or Path(name).is_file():
         for file in _find_logs(name) or [name]:
@@ -290,7 +291,7 @@ def _entry_records(entry: Mapping[str, Any]) -> Records:
 def unread_files_notes(settings: TargetSettings) -> list[str]:
     """Return notes on the files in local directories of targets that are not read; a directory of logs has none."""
     directories = [name for name in settings.names if Path(name).is_dir()]
-    of_records = [name for name in directories if not (resolve_entry(name) or _find_logs(name))]
+    of_records = [name for name in directories if not (claimed("corpus", name) or _find_logs(name))]
     return [f"{name}: {note}" for name in of_records for note in unread_files_note(open_source(name))]
 
 
