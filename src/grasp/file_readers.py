@@ -12,7 +12,7 @@ it does not, and `read(source, ...)`. What a source is, and what else a reader h
     corpus     path of a corpus or target               (path): fields of `grasp.settings.CorpusSettings`
     target     first record of a file of units          (records, task, loss_on): list of `grasp.targets.units.Unit`
     mixture    path of the mixture of a run             (path): `grasp.mixtures.MixtureFile`
-    results    directory with the results of runs       (path): `grasp.runs.table.Results`
+    results    directory with the results of runs       (path): `grasp.runs.import_runs.Results`
     run_table  table of runs                            (table): the table with one line per run
     recipe     fields of a training recipe              (fields, location): fields of `FineTuningRecipe`
 
