@@ -11,6 +11,10 @@ it does not, and `read(source, ...)`. What a source is, and what else a reader h
     door       source                                   read
     corpus     path of a corpus or target               (path): fields of `grasp.settings.CorpusSettings`
     target     first record of a file of units          (records, task, loss_on): list of `grasp.targets.units.Unit`
+               `LOG_NAME`: pattern of file names without suffix, with the group `task`
+    task       name of a target that is no file         (name, variant, loss_on): list of units
+               `ALIASES`: name of the task of each alias
+    passages   texts of a benchmark, for `grasp demo`   `write_passages(path, exclude_texts, per_source)`
     mixture    path of the mixture of a run             (path): `grasp.mixtures.MixtureFile`
     results    directory with the results of runs       (path): `grasp.runs.import_runs.Results`
     run_table  table of runs                            (table): the table with one line per run

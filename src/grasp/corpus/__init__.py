@@ -8,19 +8,14 @@ from grasp.corpus.documents import Document, read_documents
 from grasp.corpus.encoding import Tokenizer
 from grasp.corpus.labels import Label
 from grasp.corpus.packing import Skipped
-from grasp.corpus.passages import PassageCounts, normalised, read_passages, write_passages
 from grasp.corpus.row_store import RowStore, TokenRows
 
 __all__ = [
     "Document",
     "Label",
-    "PassageCounts",
     "RowStore",
     "Skipped",
     "TokenRows",
     "Tokenizer",
-    "normalised",
     "read_documents",
-    "read_passages",
-    "write_passages",
 ]

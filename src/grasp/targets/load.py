@@ -1,8 +1,9 @@
 """Load the units of the targets in the settings, and draw a sample of each target.
 
 A target is a task on which the model is evaluated; a unit is one scored element of it, such as a question with its
-answer. A target is the name of an OLMES task, a file of records (`grasp.targets.unit_records` has the accepted forms),
-a directory of harness logs, an entry of a dataset configuration, or any table with the templates of a `DatasetTarget`.
+answer. A target is the name of a task that a reader knows, a file of records (`grasp.targets.unit_records` has the
+accepted forms), a directory of harness logs, an entry of a dataset configuration, or any table with the templates of a
+`DatasetTarget`.
 
 A user-defined metric is a target made of the units of other targets with signed weights. Its file has records of
 `unit_id` and `weight`. Start with `load_units`.
@@ -18,20 +19,16 @@ from typing import Any, TypeVar
 
 from grasp.corpus.conversations import Template, form_of
 from grasp.corpus.documents import records_in
-from grasp.corpus.passages import task_root
 from grasp.corpus.sources import IN_MEMORY, Source, holds_records, open_source, unread_files_note
 from grasp.errors import CorpusError, TargetError
-from grasp.file_readers import claimed
+from grasp.file_readers import claimed, readers
 from grasp.seeds import stream
 from grasp.settings import CorpusSettings, DatasetTarget, TargetSettings
 from grasp.targets.margins import split_metric, with_metric
-from grasp.targets.olmes import ALIASES, read_task
 from grasp.targets.unit_records import EXPECTED_FIELDS, Records, units_from_records
 from grasp.targets.units import LossOn, Unit, UnitSet
 from grasp.text import parse_json
 
-# Log files of evaluation harnesses, one per task: samples_<task>_<time>.jsonl, task-<number>-<task>-requests.jsonl.
-_LOG_NAME = re.compile(r"samples_(?P<task>.+?)(?:_\d{4}-\d\d-\d\dT.*)?|task-\d+-(?P<olmes>.+)-requests")
 _SUFFIX = re.compile(r"(?:\.(?:jsonl?|ndjson|csv|tsv|parquet|pq|gz|gzip|zstd?|bz2|xz))+$", re.IGNORECASE)
 
 T = TypeVar("T")
@@ -117,8 +114,10 @@ def _load_name(
             if not units:
                 raise TargetError(f"{file}: no units; {EXPECTED_FIELDS}")
             unit_lists.append(units)
+    elif (claim := claimed("task", name)) is not None:
+        unit_lists.append(claim.reader.read(name, settings.variant, settings.loss_on))
     else:
-        unit_lists.append(read_task(name, settings.variant, settings.loss_on, task_root()))
+        raise TargetError(f"targets.names: {name!r} is no file, and no reader knows a task of this name")
     if metric is not None:
         unit_lists = [[with_metric(unit, metric) for unit in units] for units in unit_lists]
     return unit_lists, weight_files
@@ -163,7 +162,8 @@ def draw(target: str, items: Sequence[T], unit_ids: Sequence[str], settings: Tar
     """
     task, _ = split_metric(target)  # all metrics of a task draw the same units
     # An alias has the random stream of its task, so that both draw the same units.
-    order = stream(settings.seed, "units", ALIASES.get(task, task)).permutation(len(items))
+    aliases = {alias: name for reader in readers("task").values() for alias, name in reader.ALIASES.items()}
+    order = stream(settings.seed, "units", aliases.get(task, task)).permutation(len(items))
     excluded = frozenset(settings.exclude_units)
     remaining = [items[k] for k in order if not _is_excluded(unit_ids[k], excluded)]
     if not remaining:
@@ -228,8 +228,13 @@ def target_name(path: str) -> str:
     A part of the path after `::`, which names a member of an archive or a table, is ignored.
     """
     stem = _SUFFIX.sub("", PurePosixPath(path.partition("::")[0].rstrip("/")).name)
-    log = _LOG_NAME.fullmatch(stem)
-    return log["task"] or log["olmes"] if log else stem
+    return _task_of_log(stem) or stem
+
+
+def _task_of_log(stem: str) -> str | None:
+    """Return the task of a log file of a harness, by its name without suffix; None: it is not named like one."""
+    matches = (reader.LOG_NAME.fullmatch(stem) for reader in readers("target").values())
+    return next((match["task"] for match in matches if match), None)
 
 
 def read_records(
@@ -303,7 +308,7 @@ def _find_logs(directory: str) -> list[str]:
     """
     logs: dict[str, str] = {}
     for path in sorted(Path(directory).rglob("*") if Path(directory).is_dir() else ()):
-        if holds_records(path.name) and _LOG_NAME.fullmatch(_SUFFIX.sub("", path.name)):
+        if holds_records(path.name) and _task_of_log(_SUFFIX.sub("", path.name)):
             first = logs.setdefault(target_name(path.name), str(path))
             if first != str(path):
                 raise TargetError(f"{directory}: {first} and {path} are logs of the same task; pass one of the files")

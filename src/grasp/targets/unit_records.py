@@ -2,7 +2,7 @@
 
 The form of a record follows from its fields: prompt and completion; question and answer; multiple choice
 (`grasp.targets.choices`); a conversation or an instruction, as in a corpus (`grasp.corpus.conversations`); a preference
-pair; a sample of lm-evaluation-harness (`grasp.targets.sample_logs`); or a request of OLMES (`grasp.targets.olmes`).
+pair; or a form that a reader of `target` claims (`grasp.file_readers`), such as logs of harnesses.
 
 A location is the file and line of a record; error messages begin with it. Start with `units_from_records`.
 """
@@ -26,16 +26,14 @@ from grasp.corpus.conversations import (
     read_preference_pair,
 )
 from grasp.errors import CorpusError, TargetError
+from grasp.file_readers import claimed
 from grasp.targets.choices import parse_choices, question_prompt, right_choices
-from grasp.targets.olmes import is_request, units_from_requests
-from grasp.targets.sample_logs import is_sample, refuse_unscored, units_from_log
 from grasp.targets.units import MARGIN, LossOn, Unit
 from grasp.yaml_files import describe
 
 EXPECTED_FIELDS = (
     "expected `prompt` and `completion`, `question` and `answer`, `choices` and `answer`, `messages`, `instruction` "
-    "and `output`, `chosen` and `rejected`, a sample log of lm-evaluation-harness with `doc`, `target` and "
-    "`arguments`, or requests of olmes"
+    "and `output`, `chosen` and `rejected`, or the log of a harness with the requests that it scored"
 )
 
 Records = Iterable[tuple[str, Mapping[str, Any]]]  # pairs of a location and the fields of the record there
@@ -80,8 +78,7 @@ class UnitFields(BaseModel):
 def units_from_records(records: Records, task: str, loss_on: LossOn) -> list[Unit]:
     """Convert records to units. The default unit_id is ``<task>:<position among the records of the task>``.
 
-    If the first record is one of a harness log, all records are parsed as a log, in which several records may belong to
-    one unit.
+    If a reader of `target` claims the first record, e.g. as one of a harness log, it converts all records.
 
     Args:
         records: locations and fields of the records.
@@ -93,13 +90,12 @@ def units_from_records(records: Records, task: str, loss_on: LossOn) -> list[Uni
     records = iter(records)
     first_records = list(islice(records, 1))  # [] if there are no records
     records = chain(first_records, records)
-    if first_records and is_sample(first_records[0][1]):
-        return units_from_log(records, task, loss_on)
-    if first_records and is_request(first_records[0][1]):
-        return units_from_requests(records, task, loss_on)
+    if first_records and (claim := claimed("target", first_records[0][1])) is not None:
+        units: list[Unit] = claim.reader.read(records, task, loss_on)
+        return units
     records = list(records)
     choice_fields = _multiple_choice_fields(records)
-    units: list[Unit] = []
+    units = []
     n_records: dict[str, int] = {}  # by target
     for k, (location, record) in enumerate(records):
         preference_pair = _parse_preference_pair(record, location)
@@ -228,7 +224,6 @@ def _parse_fields(
         completion = next(text for part in parts if (text := str(part or "")).strip())
         values |= {"prompt": conversation.content, "completion": completion}
     elif not {"prompt", "completion"} & values.keys():
-        refuse_unscored(record, location)
         names = ", ".join(f"{name} (null)" if value is None else str(name) for name, value in record.items())
         raise TargetError(f"{location}: has the fields {names or 'none'}; {EXPECTED_FIELDS}")
     try:
