@@ -258,10 +258,7 @@ def read_records(
 
 
 def _entry_records(entry: Mapping[str, Any]) -> Records:
-    """Yield the records of an entry of a dataset configuration, converted to a form that `units_from_records` reads.
-
-    Columns that hold the content are replaced by `messages`, `prompt` and `completion`, or `chosen` and `rejected`; all
-    others, such as `unit_id`, are unchanged.
+    """Yield the records of an entry of a dataset configuration in the usual names, with the other fields of a unit.
 
     Args:
         entry: the fields of `CorpusSettings` that the entry sets.
@@ -270,27 +267,12 @@ def _entry_records(entry: Mapping[str, Any]) -> Records:
     settings = CorpusSettings.model_validate({**entry, "form": "preference" if is_preference else None})
     for location, record in read_records(settings.path, settings.split, field="targets.names"):
         try:
-            form = form_of(record.keys(), settings, location)
-            content = form.read(record, location)
+            content = form_of(record.keys(), settings, location).usual(record, location)
         except CorpusError as err:
             raise TargetError(str(err)) from err
-        other_columns = {name: value for name, value in record.items() if name not in form.sources}
-        if content.rejected is not None and content.conversation is not None:
-            assert content.rejected.conversation is not None
-            (*prompt, chosen), rejected = content.conversation.turns, content.rejected.conversation.turns[-1]
-            tools = list(content.conversation.tools)
-            sides = {"chosen": [chosen], "rejected": [rejected]}
-            yield location, other_columns | {"prompt": prompt, **sides, "tools": tools}
-        elif content.conversation is not None:
-            untrained = content.conversation.untrained
-            turns = [
-                turn | ({"weight": 0} if k in untrained else {}) for k, turn in enumerate(content.conversation.turns)
-            ]
-            yield location, other_columns | {"messages": turns, "tools": list(content.conversation.tools)}
-        else:
-            # without spans of answers, all of a text carries loss: the prompt is empty
-            text, ((answer_start, _), *_) = content.text or "", content.answers or ((0, 0),)
-            yield location, other_columns | {"prompt": text[:answer_start], "completion": text[answer_start:]}
+        if "text" in content:  # all of it carries loss
+            content = {"prompt": "", "completion": content["text"] or ""}
+        yield location, {name: record[name] for name in ("task", "unit_id", "loss_on") if name in record} | content
 
 
 def unread_files_notes(settings: TargetSettings) -> list[str]:
