@@ -140,11 +140,8 @@ def form_of(values: Mapping[str, Any]) -> str:
     if isinstance(values.get("completion"), str):
         return "completion"
     has_output = "instruction" in names and not names.isdisjoint(OUTPUTS)
-    if (
-        {"prompt", "completion"} <= names
-        or has_output
-        or any(holds_turns(values.get(name), name) for name in (TEXT, *TURNS))
-    ):
+    has_turns = any(holds_turns(values.get(name), name) for name in (TEXT, *TURNS))
+    if {"prompt", "completion"} <= names or has_output or has_turns:
         return "turns"
     return "question" if {"question", "answer"} <= names and "prompt" not in names else ""
 
