@@ -15,8 +15,9 @@ from transformers import AutoTokenizer
 import grasp
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import lock_artifact
-from grasp.corpus import RowStore, normalised, read_documents, write_passages
+from grasp.corpus import RowStore, read_documents
 from grasp.errors import RunsError
+from grasp.file_readers import readers
 from grasp.files import atomic_path, claim_directory
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.pipeline.pipeline import build_artifact
@@ -120,8 +121,9 @@ def make_corpus(demo: Demo) -> None:
     """Write passages of twelve sources, without the passages that support the SciQ units of the demo."""
     if demo.corpus_path.exists():
         return
-    supporting_texts = {normalised(unit.support) for unit in load_units(demo.targets).units if unit.support}
-    write_passages(demo.corpus_path, exclude_texts=supporting_texts, per_source=PASSAGES_PER_SOURCE)
+    passages = readers("passages")["olmes"]
+    supporting_texts = {passages.normalised(unit.support) for unit in load_units(demo.targets).units if unit.support}
+    passages.write_passages(demo.corpus_path, exclude_texts=supporting_texts, per_source=PASSAGES_PER_SOURCE)
 
 
 def make_model(demo: Demo, progress: Progress) -> None:

@@ -22,9 +22,9 @@ from pydantic import (
 )
 
 from grasp import entry_points
-from grasp.dataset_entries import resolve_entry
 from grasp.entry_points import load, names
 from grasp.errors import SettingsError
+from grasp.file_readers import claimed
 from grasp.yaml_files import get_setting, set_setting, validated
 
 READERS = "grasp.readers"  # entry points of readers, see `grasp.readers`
@@ -61,7 +61,7 @@ def refuse_idle(settings: Settings, names: Sequence[str], because: str) -> None:
 
 
 class PromptFormats(Settings):
-    """Format strings that join an instruction and its input to a prompt, as Axolotl does without a chat template."""
+    """Format strings that join an instruction and its input to a prompt without a chat template."""
 
     with_input: str = Field(description="Prompt with {instruction} and {input}.")
     without_input: str = Field(description="Prompt of a record without input, with {instruction}.")
@@ -98,7 +98,7 @@ class CorpusSettings(Settings):
 
     path: str = Field(
         description="File, directory or fsspec URL: Parquet, JSON lines, a JSON array, CSV or TSV, or a `datasets` "
-        "directory. Or an entry of a dataset_info.json of LLaMA-Factory or of an Axolotl configuration: FILE#NAME."
+        "directory. Or an entry of a trainer's dataset configuration: FILE#NAME."
     )
     split: str | None = Field(
         None, description="Split to read, if the corpus has several, or a range of one: train[:10%]."
@@ -173,9 +173,10 @@ class CorpusSettings(Settings):
         """Replace the address of a dataset entry by the settings that it stands for."""
         if not isinstance(data, Mapping) or data.get("fields") is not None:
             return data
-        entry = resolve_entry(data["path"]) if isinstance(data.get("path"), str) else None
-        if entry is None:
+        claim = claimed("corpus", data["path"]) if isinstance(data.get("path"), str) else None
+        if claim is None:
             return data
+        entry = claim.reader.read(data["path"])
         ours = {name: value for name, value in data.items() if value is not None and name != "path"}
         if data.get("prompt") is not None:  # templates replace the form of the entry
             del entry["fields"]

@@ -158,9 +158,10 @@ def test_a_model_is_trained_further_on_every_subset(inputs, whole, tmp_path):
     seen = []
     runs = retrain(settings(inputs, **changes), tmp_path / "env", seen.append)
     assert runs.info.recipe_settings["loss"] == "tokens"
-    assert [status.note for status in seen if status.stage == "recipe"] == fine_tuning_recipe(
-        settings(inputs, **changes)
-    ).notes
+    assert (
+        tuple(status.note for status in seen if status.stage == "recipe")
+        == fine_tuning_recipe(settings(inputs, **changes)).notes
+    )
     changes["fine_tuning"] = fine_tuning | {"dataloader_drop_last": True}
     with pytest.raises(SubsetError, match="fewer than the 120 of one batch"):  # and a run would have no step
         retrain(settings(inputs, **changes), tmp_path / "no-step")

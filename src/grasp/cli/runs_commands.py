@@ -35,7 +35,7 @@ def import_runs(
         ..., metavar="FILE", help="Mixture of each run: one row per run, one column per label value."
     ),
     results: Path | None = typer.Argument(
-        None, metavar="RESULTS", help="Results: CSV, Parquet, or a directory of lm-evaluation-harness or olmes."
+        None, metavar="RESULTS", help="Results: CSV, Parquet, or a directory of an evaluation harness."
     ),
     weights: bool = option("--times", "Weights are numbers of epochs per label value. Default: shares.", False),
     out: Path = option("--out DIR", "Directory of the runs, for --runs."),

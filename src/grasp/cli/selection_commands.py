@@ -100,7 +100,7 @@ def select(
     "grasp mix art --by topic --target sciq",
     "grasp mix art --by topic --target sciq=2,openbookqa=1 --distance 30% --cap Games:5% --out mixture.parquet",
     "grasp mix art --by source --train-tokens 100B --runs dev --weights weights.parquet",
-    "grasp mix art --by source --target sciq --format olmo-core --out mixture.yaml",
+    "grasp mix art --by source --target sciq --format yaml --out mixture.yaml",
     verb="grasp.select.mix",
     more="distance protocol cautious",
 )
@@ -111,7 +111,7 @@ def mix(
     ),
     form: str = option(
         "--format NAME",
-        "Of --out: parquet, or weights for olmo-core, datatrove, axolotl, megatron, llama-factory, yaml or csv.",
+        "Of --out: parquet, or weights as csv, yaml or for a training tool; an unknown NAME lists them.",
         "parquet",
     ),
     weights: Path | None = rare(
@@ -119,7 +119,7 @@ def mix(
     ),
     **params: Any,
 ) -> None:
-    from grasp.mixture_files import check_format
+    from grasp.mixtures import check_format
 
     opened = grasp.open(art)
     outputs = table_outputs(out) if form == "parquet" else {"--out": out}

@@ -8,7 +8,6 @@ from grasp.corpus.documents import Document, read_documents
 from grasp.corpus.encoding import Tokenizer
 from grasp.corpus.labels import Label
 from grasp.corpus.packing import Skipped
-from grasp.corpus.passages import normalised, read_passages, write_passages
 from grasp.corpus.row_store import RowStore, TokenRows
 
 __all__ = [
@@ -18,8 +17,5 @@ __all__ = [
     "Skipped",
     "TokenRows",
     "Tokenizer",
-    "normalised",
     "read_documents",
-    "read_passages",
-    "write_passages",
 ]

@@ -10,7 +10,6 @@ into text later. Start with `form_of` and `Form.read`.
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -22,6 +21,7 @@ import pyarrow as pa
 from grasp.corpus.values import plain_json
 from grasp.errors import CorpusError
 from grasp.extras import require
+from grasp.file_readers import claimed
 from grasp.settings import CorpusSettings, FieldNames
 
 FAILURES = (KeyError, IndexError, AttributeError, TypeError, ValueError)
@@ -191,15 +191,28 @@ class Content:
 class Form:
     """How a record is read, and from which columns."""
 
-    kind: str  # text (or turns), prompt, instruction, formatted, template or preference
+    kind: str  # text (or turns), prompt, instruction, template or preference, or a form of `names`
     columns: tuple[str, ...]
     templates: tuple[Template, ...] = ()
-    names: FieldNames | None = None  # how the records name the columns; None: as here
+    names: FieldNames | None = None  # how the records name their parts; None: as here
+    reader: Any = None  # converts records with these names, see `grasp.file_readers`
 
     @property
     def sources(self) -> tuple[str, ...]:
         """Return the columns as the records name them."""
         return self.columns if self.names is None else tuple(self.names.columns[name] for name in self.columns)
+
+    def usual(self, values: Mapping[str, Any], location: str) -> dict[str, Any]:
+        """Return the content of a record in the usual names of columns, and their values as Python objects.
+
+        Raises:
+            CorpusError: the content does not fit the names of the corpus.
+        """
+        named = {}
+        for name, source in zip(self.columns, self.sources, strict=True):
+            value = values.get(source)
+            named[name] = value.to_pylist() if isinstance(value, pa.Array) else value
+        return named if self.names is None else self.reader.read(named, self.names, location)
 
     def read(self, values: Mapping[str, Any], location: str) -> Content:
         """Parse the content of a record.
@@ -207,15 +220,11 @@ class Form:
         Raises:
             CorpusError: a column has an unexpected type, or a turn an unknown role.
         """
-        column_values = {name: values.get(source) for name, source in zip(self.columns, self.sources, strict=True)}
-        named = {
-            name: value.to_pylist() if isinstance(value, pa.Array) else value for name, value in column_values.items()
-        }
+        named = self.usual(values, location)
         if self.kind == "preference":
-            pair = named if self.names is None else _standard_pair(named, self.names, location)
-            return read_preference_pair(pair, location)
-        if self.kind == "formatted":
-            return _with_completion(*_apply_formats(named, self.names, location))
+            return read_preference_pair(named, location)
+        if self.names is not None:
+            return next(iter(forms_in(named).values())).read(named, location)
         if self.kind == "template":
             prompt, completion = self.templates
             return _with_completion(prompt.fill(named, location), completion.fill(named, location))
@@ -224,9 +233,9 @@ class Form:
         elif self.kind == "prompt":
             question, answer = named["prompt"], named["completion"]
             if not (isinstance(question, str) and isinstance(answer, str)):
-                prompt_turns = _parse_turns(question, "prompt", location)  # without loss, also their answers
+                prompt_turns = parse_turns(question, "prompt", location)  # without loss, also their answers
                 turns = [{**turn, "weight": 0} for turn in prompt_turns]
-                turns += _parse_turns(answer, "completion", location)
+                turns += parse_turns(answer, "completion", location)
             elif _are_turns(named, location):
                 turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             else:
@@ -235,19 +244,16 @@ class Form:
             column = self.columns[0]
             if not holds_turns(named[column], column):
                 return Content(text=named[column])
-            turns = _parse_turns(named[column], column, location)
-            if self.names is not None and column in TURNS:
-                turns = _standard_turns(turns, self.names, location)
+            turns = parse_turns(named[column], column, location)
         return Content(conversation=_build_conversation(turns, named, location))
 
     def _instruction_turns(self, named: Mapping[str, Any], location: str) -> list[dict[str, Any]]:
         """Return the turns of an instruction with its input, output and history."""
         instruction, output, *inputs = (name for name in self.columns if name not in (*EXTRA_COLUMNS, HISTORY))
         _require_texts({name: named[name] for name in (instruction, output, *inputs)}, location)
-        default_separator = "\n" if HISTORY in self.columns else "\n\n"  # LLaMA-Factory; Alpaca
-        separator = default_separator if self.names is None else self.names.separator
+        separator = "\n" if HISTORY in self.columns else "\n\n"  # LLaMA-Factory; Alpaca
         question = separator.join(text for name in (instruction, *inputs) if (text := named[name] or "").strip())
-        exchanges = [*_parse_history(named.get(HISTORY), location), (question, named[output] or "")]
+        exchanges = [*parse_history(named.get(HISTORY), location), (question, named[output] or "")]
         return [
             {"role": role, "content": words}
             for exchange in exchanges
@@ -362,7 +368,7 @@ def _chat_sides(record: Mapping[str, Any], prompt: Any, location: str) -> list[C
     n_equal = next((k for k, (a, b) in enumerate(zip(*sides, strict=False)) if a != b), min(map(len, sides)))
     n_common = min(n_equal, *(len(side) - 1 for side in sides))  # the last turn is the answer, even if sides are equal
     if not isinstance(prompt, str):
-        prompt_turns: list[Any] = [] if prompt is None else _parse_turns(prompt, "prompt", location)
+        prompt_turns: list[Any] = [] if prompt is None else parse_turns(prompt, "prompt", location)
     else:  # a prompt that is text repeats the common beginning of the sides, if they have one
         prompt_turns = [] if n_common else [{"role": "user", "content": prompt}]
     chats = [_build_conversation([*prompt_turns, *side], record, location) for side in sides]
@@ -390,63 +396,7 @@ def _parse_side(side: Any, name: str, location: str) -> list[Any]:
         return [{"role": "assistant", "content": side}]
     if isinstance(side, Mapping) and not all(isinstance(part, list) for part in side.values()):
         return [side]
-    return _parse_turns(side, name, location)
-
-
-def _standard_turns(turns: Sequence[Mapping[str, Any]], names: FieldNames, location: str) -> list[dict[str, Any]]:
-    """Return turns with standard keys and roles in place of those of a dataset entry."""
-    keys = {source: standard for standard, source in names.turn_keys.items()}
-    standard_turns = []
-    for k, turn in enumerate(turns):
-        standard = {
-            keys.get(key, key): value for key, value in turn.items() if key in keys or key not in names.turn_keys
-        }
-        role = standard.get("role")
-        if names.roles and role not in names.roles:
-            raise CorpusError(
-                f"{location}: turn {k}: got the role {role!r:.60}, expected one of {', '.join(names.roles)}, the roles "
-                f"of the {names.origin}"
-            )
-        standard["role"] = names.roles.get(str(role), role)
-        if names.only_marked and standard.get("train") is None:
-            standard["train"] = False
-        if not (names.drop_system and standard["role"] == "system"):
-            standard_turns.append(standard)
-    return standard_turns
-
-
-def _standard_pair(values: Mapping[str, Any], names: FieldNames, location: str) -> dict[str, Any]:
-    """Return a preference pair of a dataset entry in the standard form."""
-    standard = dict(values)
-    if "instruction" in standard:  # LLaMA-Factory's form of instructions
-        question = names.separator.join(text for name in ("instruction", "input") if (text := standard.pop(name, None)))
-        pairs = [*_parse_history(standard.pop(HISTORY, None), location), (question, None)]
-        turns = [(role, words) for pair in pairs for role, words in zip(("user", "assistant"), pair, strict=True)]
-        standard["prompt"] = [{"role": role, "content": words} for role, words in turns if words is not None]
-    for name in ("messages", *PAIR):
-        side = standard.get(name)
-        if isinstance(side, Mapping):
-            standard[name] = _standard_turns([side], names, location)
-        elif isinstance(side, list):
-            standard[name] = _standard_turns(_parse_turns(side, name, location), names, location)
-    return standard
-
-
-def _apply_formats(values: Mapping[str, Any], names: FieldNames | None, location: str) -> tuple[str, str]:
-    """Return prompt and completion of an instruction by the formats of a dataset entry."""
-    assert names is not None
-    assert names.formats is not None
-    texts = {name: "" if value is None else value for name, value in values.items()}
-    _require_texts({names.columns[name]: value for name, value in texts.items()}, location)
-    formats, system = names.formats, texts.get("system") or names.formats.default_system
-    try:
-        front = formats.system.format(system=system) if system else ""
-        prompt = (formats.with_input if texts.get("input") else formats.without_input).format(
-            instruction=texts["instruction"], input=texts.get("input", "")
-        )
-    except FAILURES as err:
-        raise CorpusError(f"{location}: does not fit the formats of the {names.origin}: {err!r}") from err
-    return front + prompt, texts["output"]
+    return parse_turns(side, name, location)
 
 
 def _extract_loss_flags(turns: Sequence[dict[str, Any]], tools: tuple[Any, ...], location: str) -> Conversation:
@@ -506,7 +456,7 @@ def _parse_template_arguments(value: Any, location: str) -> dict[str, Any]:
     raise CorpusError(f"{location}: {TEMPLATE_ARGUMENTS}: {fault}")
 
 
-def _parse_history(history: Any, location: str) -> list[tuple[str, str]]:
+def parse_history(history: Any, location: str) -> list[tuple[str, str]]:
     """Return the earlier questions and answers of an instruction."""
     pairs = [] if history is None else history
     if not isinstance(pairs, list) or not all(
@@ -529,11 +479,16 @@ def holds_turns(value: Any, column: str) -> bool:
     return value is not None
 
 
-def _parse_turns(value: Any, column: str, location: str) -> list[Any]:
+def parse_turns(value: Any, column: str, location: str) -> list[Any]:
     """Return turns from a list, JSON text of a list, or a struct of lists, as `datasets` stores them."""
     if isinstance(value, str) and JSON_TURNS.match(value):
-        with suppress(ValueError, RecursionError):
+        try:
             value = plain_json(json.loads(value))
+        except (ValueError, RecursionError) as err:
+            raise CorpusError(
+                f"{location}: text column {column!r} begins like a list of turns but is not JSON: {err}; "
+                "write it as JSON"
+            ) from err
     if isinstance(value, Mapping) and value and all(isinstance(part, list) for part in value.values()):
         lengths = {len(part) for part in value.values()}
         if len(lengths) == 1:
@@ -761,10 +716,13 @@ def _entry_form(names: Sequence[str], fields: FieldNames, form: str | None) -> F
         return f"the {origin} has preference pairs; to train on them: --loss dpo (corpus.form=preference)"
     if form == "preference" != fields.form:
         return f"the {origin} has no preference pairs; omit --loss dpo"
+    claim = claimed("record", fields)
+    if claim is None:
+        return "corpus.fields: no reader converts records with such names"
     # the first column decides how a record is read
     order = (*TURNS, TEXT, "instruction", "output", *PAIR, "input", *EXTRA_COLUMNS, HISTORY)
     columns = tuple(standard for standard in order if fields.columns.get(standard) in names)
-    return Form("text" if fields.form == "messages" else fields.form, columns, names=fields)
+    return Form("text" if fields.form == "messages" else fields.form, columns, names=fields, reader=claim.reader)
 
 
 def conversation_in(record: Mapping[str, Any], location: str) -> Conversation | None:

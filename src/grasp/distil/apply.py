@@ -2,8 +2,7 @@
 
 Start with `apply`. Each file of the corpus becomes one file of scores, which is written atomically: an interrupted run
 resumes with the first unfinished file. Memory: one batch of texts, and about 20 bytes per document at the end. This
-module runs in a single process; for more, `datatrove_step.ScoredDocuments` and `Scorer.add_scores` are steps for
-datatrove and Ray Data.
+module runs in a single process; for more, `Scorer.add_scores` is a step for Ray Data.
 
 Shape letters: N texts of a batch, M documents of the corpus.
 """

@@ -117,7 +117,7 @@ def _plan_from_scratch(
         differentiation=differentiation,
         start=lambda k: Trainer(training_recipe, [seed + k], device),
         from_scratch=True,
-        notes=tuple(recipe.notes),
+        notes=recipe.notes,
     )
 
 
@@ -184,7 +184,7 @@ def make_trainable(
         MissingExtraError: the recipe has an adapter, and peft is not installed.
         SettingsError: the recipe's adapter does not fit the model.
     """
-    notes, dtype = recipe.notes, next(model.parameters()).dtype
+    notes, dtype = [*recipe.notes], next(model.parameters()).dtype
     if dtype not in EXACT_DTYPES:
         model = model.float()
         notes.append(f"the model is in {str(dtype).removeprefix('torch.')}, its replay in float32")

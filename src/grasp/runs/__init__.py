@@ -5,8 +5,8 @@ in reading order (`grasp.api.evaluate` is the public function; `grasp.retraining
 
     training_runs     `TrainingRuns`: subsets and utilities of trained models, of whatever origin
     retrained         `RetrainedRuns`: retrained runs in a directory; `utility_tables` has the format of their utilities
-    table             `RunTable`: imported runs; `import_runs` and `results_files` read them from other formats,
-                      and `metric_names` has what the name of a metric says
+    table             `RunTable`: imported runs; `import_runs` reads them from tables, and `metric_names` has what the
+                      name of a metric says
     imported_runs     `ImportedRuns`: imported runs in the rows and targets of an artifact
     alignment         `Alignment`: runs matched with an artifact, with their subsets in its rows
     predictions       predictions of subsets, and files of them

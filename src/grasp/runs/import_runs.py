@@ -1,4 +1,4 @@
-"""Import runs from CSV or Parquet tables, results of evaluation harnesses, and wandb exports.
+"""Import runs from CSV or Parquet tables, and from what readers of other forms convert to tables.
 
 Start with `import_runs`. The training mixtures and the results are tables such as
 
@@ -7,14 +7,14 @@ Start with `import_runs`. The training mixtures and the results are tables such 
     a,0.5,0.3,0.2                      a,3.21,0.41
 
 Both may be columns of one file, which are then selected by patterns. Mixtures may also be in long form: `run,
-row_id[, weight]`, or `run, expression[, weight]`. Results may be a directory with one folder per run that contains
-files of a harness (see `results_files`), or a CSV that wandb exported from a table of runs or from a panel.
+row_id[, weight]`, or `run, expression[, weight]`. Readers of `mixture`, `results` and `run_table` convert the files of
+trainers, harnesses and trackers (`grasp.file_readers`).
 """
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -23,10 +23,10 @@ import pyarrow.csv as pacsv
 
 from grasp.arrays import F64
 from grasp.errors import RunsError
+from grasp.file_readers import claimed
 from grasp.files import check_directory
-from grasp.mixture_files import MEASURES, mixture_files, read_mixtures_of_runs
+from grasp.mixtures import MEASURES, mixture_files, read_mixtures_of_runs
 from grasp.runs.metric_names import SHARE, direction_by_name, is_standard_error, metric_kind
-from grasp.runs.results_files import HarnessResults, read_results
 from grasp.runs.table import RESULTS_SCHEMA, SUM_TOLERANCE, TRAINED_SCHEMA, Direction, Kind, RunsInfo, RunTable
 from grasp.store.checksummed_parquet import read_checksummed
 from grasp.text import did_you_mean
@@ -42,6 +42,21 @@ ROW_SHARES_COLUMN = "times_as_often"  # column of the output of `grasp mix`, who
 IGNORED_COLUMNS = ("gain",)  # column of the output of `runs propose` that is no share
 MAX_LISTED = 5
 MAX_INTEGER = (1 << 63) - 1
+
+
+class Results(Protocol):
+    """Results of runs that a reader of `results` returns."""
+
+    @property
+    def table(self) -> pa.Table:
+        """Table with one row per run and one column per metric; NaN if missing."""
+
+    @property
+    def directions(self) -> Mapping[str, Direction]:
+        """Whether higher or lower is better, for the metrics of which the files say so."""
+
+    def notes_about(self, metrics: Collection[str]) -> list[str]:
+        """Return notes on these metrics, after checking that all runs have the same conditions on them."""
 
 
 def import_runs(
@@ -61,15 +76,15 @@ def import_runs(
 ) -> RunTable:
     """Import your own training runs: the training mixture and the results of each run.
 
-    Supports RegMix-like CSVs, a single wide table, results of lm-evaluation-harness or olmes, and wandb exports. The
-    result can be used wherever retrained runs can.
+    Supports RegMix-like CSVs, a single wide table, results of evaluation harnesses, and exports of trackers. The result
+    can be used wherever retrained runs can.
 
     Args:
         trained: mixtures: one line per run and one column per value of the label; or a table in long form with columns
             run, row_id or expression, and optionally weight; or a directory of mixtures as `grasp mix` --format writes
             them, one file per run.
-        results: table, or directory of lm-evaluation-harness or olmes with one folder per run. Default: the table
-            `trained` contains both.
+        results: table, or directory of an evaluation harness with one folder per run. Default: the table `trained`
+            contains both.
         label: label column of the corpus that the columns are values of, e.g. source.
         weights: shares: shares of the training data, which add up to 1; times: number of times each value is seen.
         measure: what shares are shares of: tokens, rows or documents. Files that `grasp mix` wrote say it themselves.
@@ -116,9 +131,9 @@ def import_runs(
                 )
             columns = columns or [f"!{pattern}" for pattern in metrics]
         kind, trained_table = _read_weights(weights_table, weights_location, label, weights, columns)
-    harness: HarnessResults | None = None
-    if isinstance(results, Path | str) and Path(results).is_dir():
-        harness = read_results(Path(results))
+    harness: Results | None = None
+    if isinstance(results, Path | str) and (claim := claimed("results", Path(results))) is not None:
+        harness = claim.reader.read(Path(results))
         results_table, results_location = harness.table, str(results)
     elif results is not None:
         results_table, results_location = _read_table(results)
@@ -145,7 +160,6 @@ def import_runs(
         n_columns, examples = len(wide.standard_errors), wide.standard_errors[:MAX_LISTED]
         notes.append(f"left out {n_columns} column{'s' * (n_columns > 1)} of standard errors: {', '.join(examples)}")
     if harness is not None:
-        harness.check_comparable(metric_names)
         notes += harness.notes_about(metric_names)
     info = RunsInfo.model_validate(
         {"kind": kind, "label": label, "measure": measure, "metrics": directions, "read_from": paths}
@@ -191,7 +205,7 @@ def read_mixtures(
         if name_columns
         else tuple(f"mixture-{b + 1}" for b in range(len(table)))
     )
-    columns = [_float_column(table[name]) for name in values]
+    columns = [float_column(table[name]) for name in values]
     share_BG = np.stack([np.full(len(table), np.nan) if column is None else column for column in columns], axis=1)
     for name, share_G in zip(names, share_BG, strict=True):
         if not (np.isfinite(share_G) & (share_G >= 0)).all() or abs(share_G.sum() - 1.0) > SUM_TOLERANCE:
@@ -285,7 +299,6 @@ class _WideTable:
     """
 
     def __init__(self, table: pa.Table, location: str) -> None:
-        table = _unpivot_wandb_panel(table)
         self.location = location
         name_column = _name_column(table, location)
         self.runs = _string_column(table, name_column, location).to_pylist()
@@ -299,7 +312,7 @@ class _WideTable:
         used = {name_column, *(name for names in metadata_columns.values() for name in names)}
         self.standard_errors = [name for name in table.column_names if is_standard_error(name)]
         others = [name for name in table.column_names if name not in (*used, *self.standard_errors)]
-        self.numbers = {name: values for name in others if (values := _float_column(table[name])) is not None}
+        self.numbers = {name: values for name in others if (values := float_column(table[name])) is not None}
         self.ignored = [name for name in others if name not in self.numbers]
 
     def metadata(self, name: str, line: int) -> Any:
@@ -357,26 +370,6 @@ class _WideTable:
         if not 0 <= number <= MAX_INTEGER:
             raise RunsError(f"{self.location}: run {self.runs[line]!r}: {name} is {value!r}, expected a whole number")
         return number
-
-
-def _unpivot_wandb_panel(table: pa.Table) -> pa.Table:
-    """Convert a wandb panel, `Step, <run> - <metric>, ...`, to one line per run with the last value of each column."""
-    if not table.column_names or table.column_names[0].lower() not in ("step", "_step"):
-        return table
-    last_values: dict[str, dict[str, float]] = {}  # by run and metric
-    for name in table.column_names[1:]:
-        run, _, metric = name.rpartition(" - ")
-        if not run or metric.endswith(("__MIN", "__MAX")):
-            continue
-        values = _float_column(table[name])
-        finite = values[np.isfinite(values)] if values is not None else np.empty(0)
-        last_values.setdefault(run, {})[metric] = float(finite[-1]) if finite.size else float("nan")
-    metrics = list(dict.fromkeys(metric for metrics_of_run in last_values.values() for metric in metrics_of_run))
-    columns = {
-        metric: pa.array([metrics_of_run.get(metric, float("nan")) for metrics_of_run in last_values.values()])
-        for metric in metrics
-    }
-    return pa.table({"run": pa.array(list(last_values)), **columns})
 
 
 # ------------------------------------------------------------------------------------------------------ internals
@@ -442,7 +435,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 def _read_table(source: Path | str | pa.Table) -> tuple[pa.Table, str]:
     """Return a table and its location for messages: a table in memory, Parquet, or CSV."""
     if isinstance(source, pa.Table):
-        return source, "runs"
+        return _one_line_per_run(source), "runs"
     path = Path(source)
     try:
         table = read_checksummed(path) if path.suffix == ".parquet" else pacsv.read_csv(path)
@@ -455,7 +448,13 @@ def _read_table(source: Path | str | pa.Table) -> tuple[pa.Table, str]:
         raise RunsError(f"{path}: cannot be read as a table: {' '.join(str(err).split())}") from err
     if duplicates := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise RunsError(f"{path}: has the column {duplicates[0]!r} more than once; rename or drop one of them")
-    return table, str(path)
+    return _one_line_per_run(table), str(path)
+
+
+def _one_line_per_run(table: pa.Table) -> pa.Table:
+    """Return a table with one line per run; one that a tracker exported may be in another form."""
+    claim = claimed("run_table", table)
+    return table if claim is None else claim.reader.read(table)
 
 
 def _name_column(table: pa.Table, location: str) -> str:
@@ -483,7 +482,7 @@ def _string_column(table: pa.Table, name: str, location: str) -> pa.ChunkedArray
     return column
 
 
-def _float_column(column: pa.ChunkedArray) -> np.ndarray | None:
+def float_column(column: pa.ChunkedArray) -> np.ndarray | None:
     """Return a column as float64, nan for empty cells; None if it is not numeric. Strings of numbers are parsed."""
     if pa.types.is_string(column.type):
         try:

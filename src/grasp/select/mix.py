@@ -24,7 +24,7 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, row_amounts, row_tokens
 from grasp.errors import SettingsError
-from grasp.mixture_files import MEASURES, MixtureWeights, write_mixture
+from grasp.mixtures import MEASURES, MixtureWeights, write_mixture
 from grasp.predict.predictor import NEW_ROW_VALUE, RepetitionLaw
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.slices import LabelSlices, label_slices
@@ -82,7 +82,7 @@ class Mixture(OptimizationResult):
         """Write the weights in the format of a training tool and return a line that describes the file.
 
         Args:
-            form: olmo-core, datatrove, axolotl, megatron, llama-factory, yaml or csv; see `grasp.mixture_files`.
+            form: name of a format, e.g. yaml or csv; see `grasp.mixtures`.
         Raises:
             SettingsError: the format is unknown, or the path does not have its suffix.
         """

@@ -1,8 +1,8 @@
 """Load targets: benchmark tasks and files of questions, as units of a prompt and an answer whose loss is measured.
 
 `units` defines units and tokenizes them, `margins` computes their utilities, `load` loads and draws them.
-`unit_records` converts records to units, with `choices` for multiple choice, `sample_logs` for logs of
-lm-evaluation-harness, and `olmes` for OLMES tasks and requests. Start with `load_units`.
+`unit_records` converts records to units, with `choices` for multiple choice. Tasks and the logs of harnesses are read
+by readers (`grasp.file_readers`). Start with `load_units`.
 """
 
 from grasp.targets.load import load_units

@@ -91,19 +91,34 @@ def question_prompt(values: Mapping[str, Any], location: str) -> str | None:
     return f"{passage}\n" * bool(passage.strip()) + f"Question: {values['question']}\nAnswer:"
 
 
-def parse_choices(record: Mapping[str, Any], location: str) -> MultipleChoice | None:
-    """Parse a record of multiple choice; None: it has no choices, or has a `completion`.
+def choices_field(values: Mapping[str, Any]) -> str | None:
+    """Return the field with the choices of a record, `A` for columns A, B, C; None: it is not multiple choice.
+
+    Args:
+        values: fields of the record that are not null.
+    """
+    if isinstance(values.get("completion"), str):
+        return None
+    is_nested = isinstance(values.get("question"), Mapping)  # ARC and CommonsenseQA as they were released
+    if CHOICES[0] in values or is_nested:
+        return CHOICES[0]
+    has_columns = all(isinstance(values.get(letter), str) for letter in "AB")
+    # `options` or a column `A` may mean something else in a record that is not multiple choice
+    is_question = any(field in values for field in ANSWERS) and question_prompt(values, "") is not None
+    name = CHOICES[1] if CHOICES[1] in values else "A" if has_columns else None
+    return name if is_question else None
+
+
+def parse_choices(values: Mapping[str, Any], location: str) -> MultipleChoice:
+    """Parse a record of multiple choice, one with a `choices_field`.
 
     Raises:
         TargetError: the choices are not texts, the prompt is missing, or the answer is none of them.
     """
-    values = {name: value for name, value in record.items() if value is not None}
-    if isinstance(values.get("question"), Mapping):  # ARC and CommonsenseQA as they were released
-        values |= {"question": values["question"].get("stem"), "choices": values["question"].get("choices")}
-    letters = [letter for letter in ascii_uppercase if isinstance(values.get(letter), str)]  # columns A, B, C
-    name = next((name for name in CHOICES if name in values), "A" if {"A", "B"} <= {*letters} else None)
-    if name is None or isinstance(values.get("completion"), str):
-        return None
+    name = choices_field(values)
+    if isinstance(values.get("question"), Mapping):
+        values = {**values, "question": values["question"].get("stem"), "choices": values["question"].get("choices")}
+    letters = [letter for letter in ascii_uppercase if isinstance(values.get(letter), str)]
     choices: Any = values[name] if name in CHOICES else {letter: values[letter] for letter in letters}
     labels: Any = None
     if isinstance(choices, Mapping):
@@ -112,9 +127,6 @@ def parse_choices(record: Mapping[str, Any], location: str) -> MultipleChoice | 
     elif isinstance(choices, list) and all(isinstance(entry, Mapping) for entry in choices):
         choices, labels = ([entry.get(member) for entry in choices] for member in ("text", "label"))
     prompt, answer_fields = question_prompt(values, location), [field for field in ANSWERS if field in values]
-    # `options` or a column `A` may mean something else in a record that is not multiple choice
-    if name != CHOICES[0] and (prompt is None or not answer_fields):
-        return None
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(text, str) for text in choices):
         fault = f"{name}: got {choices!r:.60}, expected a list of at least two texts"
     elif prompt is None:

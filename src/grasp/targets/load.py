@@ -1,8 +1,9 @@
 """Load the units of the targets in the settings, and draw a sample of each target.
 
 A target is a task on which the model is evaluated; a unit is one scored element of it, such as a question with its
-answer. A target is the name of an OLMES task, a file of records (`grasp.targets.unit_records` has the accepted forms),
-a directory of harness logs, an entry of a dataset configuration, or any table with the templates of a `DatasetTarget`.
+answer. A target is the name of a task that a reader knows, a file of records (`grasp.targets.unit_records` has the
+accepted forms), a directory of harness logs, an entry of a dataset configuration, or any table with the templates of a
+`DatasetTarget`.
 
 A user-defined metric is a target made of the units of other targets with signed weights. Its file has records of
 `unit_id` and `weight`. Start with `load_units`.
@@ -18,20 +19,16 @@ from typing import Any, TypeVar
 
 from grasp.corpus.conversations import Template, form_of
 from grasp.corpus.documents import records_in
-from grasp.corpus.passages import task_root
 from grasp.corpus.sources import IN_MEMORY, Source, holds_records, open_source, unread_files_note
-from grasp.dataset_entries import resolve_entry
 from grasp.errors import CorpusError, TargetError
+from grasp.file_readers import claimed, readers
 from grasp.seeds import stream
 from grasp.settings import CorpusSettings, DatasetTarget, TargetSettings
 from grasp.targets.margins import split_metric, with_metric
-from grasp.targets.olmes import ALIASES, read_task
 from grasp.targets.unit_records import EXPECTED_FIELDS, Records, units_from_records
 from grasp.targets.units import LossOn, Unit, UnitSet
 from grasp.text import parse_json
 
-# Log files of evaluation harnesses, one per task: samples_<task>_<time>.jsonl, task-<number>-<task>-requests.jsonl.
-_LOG_NAME = re.compile(r"samples_(?P<task>.+?)(?:_\d{4}-\d\d-\d\dT.*)?|task-\d+-(?P<olmes>.+)-requests")
 _SUFFIX = re.compile(r"(?:\.(?:jsonl?|ndjson|csv|tsv|parquet|pq|gz|gzip|zstd?|bz2|xz))+$", re.IGNORECASE)
 
 T = TypeVar("T")
@@ -102,7 +99,8 @@ def _load_name(
     is_file = name.startswith(IN_MEMORY) or "/" in name or "\\" in name or holds_records(name)
     if in_memory and name.startswith(IN_MEMORY):
         unit_lists.append(in_memory)
-    elif (entry := resolve_entry(name)) is not None:
+    elif (claim := claimed("corpus", name)) is not None:
+        entry = claim.reader.read(name)
         unit_lists.append(units_from_records(_entry_records(entry), target_name(entry["path"]), settings.loss_on))
     elif is_file or Path(name).is_file():
         for file in _find_logs(name) or [name]:
@@ -116,8 +114,10 @@ def _load_name(
             if not units:
                 raise TargetError(f"{file}: no units; {EXPECTED_FIELDS}")
             unit_lists.append(units)
+    elif (claim := claimed("task", name)) is not None:
+        unit_lists.append(claim.reader.read(name, settings.variant, settings.loss_on))
     else:
-        unit_lists.append(read_task(name, settings.variant, settings.loss_on, task_root()))
+        raise TargetError(f"targets.names: {name!r} is no file, and no reader knows a task of this name")
     if metric is not None:
         unit_lists = [[with_metric(unit, metric) for unit in units] for units in unit_lists]
     return unit_lists, weight_files
@@ -162,7 +162,8 @@ def draw(target: str, items: Sequence[T], unit_ids: Sequence[str], settings: Tar
     """
     task, _ = split_metric(target)  # all metrics of a task draw the same units
     # An alias has the random stream of its task, so that both draw the same units.
-    order = stream(settings.seed, "units", ALIASES.get(task, task)).permutation(len(items))
+    aliases = {alias: name for reader in readers("task").values() for alias, name in reader.ALIASES.items()}
+    order = stream(settings.seed, "units", aliases.get(task, task)).permutation(len(items))
     excluded = frozenset(settings.exclude_units)
     remaining = [items[k] for k in order if not _is_excluded(unit_ids[k], excluded)]
     if not remaining:
@@ -227,8 +228,13 @@ def target_name(path: str) -> str:
     A part of the path after `::`, which names a member of an archive or a table, is ignored.
     """
     stem = _SUFFIX.sub("", PurePosixPath(path.partition("::")[0].rstrip("/")).name)
-    log = _LOG_NAME.fullmatch(stem)
-    return log["task"] or log["olmes"] if log else stem
+    return _task_of_log(stem) or stem
+
+
+def _task_of_log(stem: str) -> str | None:
+    """Return the task of a log file of a harness, by its name without suffix; None: it is not named like one."""
+    matches = (reader.LOG_NAME.fullmatch(stem) for reader in readers("target").values())
+    return next((match["task"] for match in matches if match), None)
 
 
 def read_records(
@@ -252,10 +258,7 @@ def read_records(
 
 
 def _entry_records(entry: Mapping[str, Any]) -> Records:
-    """Yield the records of an entry of a dataset configuration, converted to a form that `units_from_records` reads.
-
-    Columns that hold the content are replaced by `messages`, `prompt` and `completion`, or `chosen` and `rejected`; all
-    others, such as `unit_id`, are unchanged.
+    """Yield the records of an entry of a dataset configuration in the usual names, with the other fields of a unit.
 
     Args:
         entry: the fields of `CorpusSettings` that the entry sets.
@@ -264,33 +267,18 @@ def _entry_records(entry: Mapping[str, Any]) -> Records:
     settings = CorpusSettings.model_validate({**entry, "form": "preference" if is_preference else None})
     for location, record in read_records(settings.path, settings.split, field="targets.names"):
         try:
-            form = form_of(record.keys(), settings, location)
-            content = form.read(record, location)
+            content = form_of(record.keys(), settings, location).usual(record, location)
         except CorpusError as err:
             raise TargetError(str(err)) from err
-        other_columns = {name: value for name, value in record.items() if name not in form.sources}
-        if content.rejected is not None and content.conversation is not None:
-            assert content.rejected.conversation is not None
-            (*prompt, chosen), rejected = content.conversation.turns, content.rejected.conversation.turns[-1]
-            tools = list(content.conversation.tools)
-            sides = {"chosen": [chosen], "rejected": [rejected]}
-            yield location, other_columns | {"prompt": prompt, **sides, "tools": tools}
-        elif content.conversation is not None:
-            untrained = content.conversation.untrained
-            turns = [
-                turn | ({"weight": 0} if k in untrained else {}) for k, turn in enumerate(content.conversation.turns)
-            ]
-            yield location, other_columns | {"messages": turns, "tools": list(content.conversation.tools)}
-        else:
-            # without spans of answers, all of a text carries loss: the prompt is empty
-            text, ((answer_start, _), *_) = content.text or "", content.answers or ((0, 0),)
-            yield location, other_columns | {"prompt": text[:answer_start], "completion": text[answer_start:]}
+        if "text" in content:  # all of it carries loss
+            content = {"prompt": "", "completion": content["text"] or ""}
+        yield location, {name: record[name] for name in ("task", "unit_id", "loss_on") if name in record} | content
 
 
 def unread_files_notes(settings: TargetSettings) -> list[str]:
     """Return notes on the files in local directories of targets that are not read; a directory of logs has none."""
     directories = [name for name in settings.names if Path(name).is_dir()]
-    of_records = [name for name in directories if not (resolve_entry(name) or _find_logs(name))]
+    of_records = [name for name in directories if not (claimed("corpus", name) or _find_logs(name))]
     return [f"{name}: {note}" for name in of_records for note in unread_files_note(open_source(name))]
 
 
@@ -302,7 +290,7 @@ def _find_logs(directory: str) -> list[str]:
     """
     logs: dict[str, str] = {}
     for path in sorted(Path(directory).rglob("*") if Path(directory).is_dir() else ()):
-        if holds_records(path.name) and _LOG_NAME.fullmatch(_SUFFIX.sub("", path.name)):
+        if holds_records(path.name) and _task_of_log(_SUFFIX.sub("", path.name)):
             first = logs.setdefault(target_name(path.name), str(path))
             if first != str(path):
                 raise TargetError(f"{directory}: {first} and {path} are logs of the same task; pass one of the files")

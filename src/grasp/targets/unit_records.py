@@ -1,8 +1,8 @@
 """Convert records, the lines of a JSONL file or rows of a table, to units.
 
-The form of a record follows from its fields: prompt and completion; question and answer; multiple choice
+The form of a record follows from its fields (`form_of`): prompt and completion; question and answer; multiple choice
 (`grasp.targets.choices`); a conversation or an instruction, as in a corpus (`grasp.corpus.conversations`); a preference
-pair; a sample of lm-evaluation-harness (`grasp.targets.sample_logs`); or a request of OLMES (`grasp.targets.olmes`).
+pair; or a form that a reader of `target` claims (`grasp.file_readers`), such as logs of harnesses.
 
 A location is the file and line of a record; error messages begin with it. Start with `units_from_records`.
 """
@@ -17,25 +17,27 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from grasp.corpus.conversations import (
     EXTRA_COLUMNS,
     FAULTS,
+    OUTPUTS,
     PAIR,
+    TEXT,
+    TURNS,
     Content,
     Conversation,
     answer_parts,
     conversation_in,
+    holds_turns,
     is_preference_pair,
     read_preference_pair,
 )
 from grasp.errors import CorpusError, TargetError
-from grasp.targets.choices import parse_choices, question_prompt, right_choices
-from grasp.targets.olmes import is_request, units_from_requests
-from grasp.targets.sample_logs import is_sample, refuse_unscored, units_from_log
+from grasp.file_readers import claimed
+from grasp.targets.choices import MultipleChoice, choices_field, parse_choices, question_prompt, right_choices
 from grasp.targets.units import MARGIN, LossOn, Unit
 from grasp.yaml_files import describe
 
 EXPECTED_FIELDS = (
     "expected `prompt` and `completion`, `question` and `answer`, `choices` and `answer`, `messages`, `instruction` "
-    "and `output`, `chosen` and `rejected`, a sample log of lm-evaluation-harness with `doc`, `target` and "
-    "`arguments`, or requests of olmes"
+    "and `output`, `chosen` and `rejected`, or the log of a harness with the requests that it scored"
 )
 
 Records = Iterable[tuple[str, Mapping[str, Any]]]  # pairs of a location and the fields of the record there
@@ -80,8 +82,7 @@ class UnitFields(BaseModel):
 def units_from_records(records: Records, task: str, loss_on: LossOn) -> list[Unit]:
     """Convert records to units. The default unit_id is ``<task>:<position among the records of the task>``.
 
-    If the first record is one of a harness log, all records are parsed as a log, in which several records may belong to
-    one unit.
+    If a reader of `target` claims the first record, e.g. as one of a harness log, it converts all records.
 
     Args:
         records: locations and fields of the records.
@@ -93,27 +94,35 @@ def units_from_records(records: Records, task: str, loss_on: LossOn) -> list[Uni
     records = iter(records)
     first_records = list(islice(records, 1))  # [] if there are no records
     records = chain(first_records, records)
-    if first_records and is_sample(first_records[0][1]):
-        return units_from_log(records, task, loss_on)
-    if first_records and is_request(first_records[0][1]):
-        return units_from_requests(records, task, loss_on)
-    records = list(records)
-    choice_fields = _multiple_choice_fields(records)
-    units: list[Unit] = []
+    if first_records and (claim := claimed("target", first_records[0][1])) is not None:
+        units: list[Unit] = claim.reader.read(records, task, loss_on)
+        return units
+    parsed: list[tuple[str, dict[str, Any], str]] = []  # location, fields that are not null, and form
+    for location, record in records:
+        values = {name: value for name, value in record.items() if value is not None}
+        form = form_of(values)
+        if not form and values.keys().isdisjoint(("prompt", "completion")):
+            names = ", ".join(str(name) if name in values else f"{name} (null)" for name in record) or "none"
+            raise TargetError(f"{location}: has the fields {names}; {EXPECTED_FIELDS}")
+        parsed.append((location, values, form))
+    # parsed together: how an answer names its choice is inferred from all of them
+    questions = [parse_choices(values, location) for location, values, form in parsed if form == "choices"]
+    fields_of_choices = map(MultipleChoice.fields, questions, right_choices(questions))
+    units = []
     n_records: dict[str, int] = {}  # by target
-    for k, (location, record) in enumerate(records):
-        preference_pair = _parse_preference_pair(record, location)
-        if preference_pair is not None:
-            fields, content = preference_pair
-            conversation = None
+    for location, values, form in parsed:
+        pair, conversation = None, None
+        if form == "pair":
+            fields, pair = _parse_pair(values, location)
         else:
-            fields, conversation = _parse_fields(record, location, choice_fields.get(k))
+            more = next(fields_of_choices) if form == "choices" else {}
+            fields, conversation = _parse_fields(values | more, form, location)
         target = fields.task or task
         position = n_records.get(target, 0)
         n_records[target] = position + 1
         unit = fields.to_unit(target, position, loss_on)
-        if preference_pair is not None:
-            units.append(_preference_unit(unit, content, location))
+        if pair is not None:
+            units.append(_preference_unit(unit, pair, location))
         elif conversation is not None:
             units += _conversation_units(unit, conversation)
         else:
@@ -121,18 +130,20 @@ def units_from_records(records: Records, task: str, loss_on: LossOn) -> list[Uni
     return units
 
 
-def _multiple_choice_fields(records: Records) -> dict[int, dict[str, Any]]:
-    """Return the fields of the multiple-choice records, by position.
-
-    They are parsed together: how an answer names its choice is inferred from all of them (`right_choices`).
-    """
-    parsed = {}
-    for k, (location, record) in enumerate(records):
-        question = parse_choices(record, location)
-        if question is not None:
-            parsed[k] = question
-    gold_positions = right_choices(list(parsed.values()))
-    return {k: question.fields(gold) for (k, question), gold in zip(parsed.items(), gold_positions, strict=True)}
+def form_of(values: Mapping[str, Any]) -> str:
+    """Return the form of a record by its fields that are not null: the first one that fits; empty if none does."""
+    names = values.keys()
+    if is_preference_pair(values):
+        return "pair"
+    if choices_field(values) is not None:
+        return "choices"
+    if isinstance(values.get("completion"), str):
+        return "completion"
+    has_output = "instruction" in names and not names.isdisjoint(OUTPUTS)
+    has_turns = any(holds_turns(values.get(name), name) for name in (TEXT, *TURNS))
+    if {"prompt", "completion"} <= names or has_output or has_turns:
+        return "turns"
+    return "question" if {"question", "answer"} <= names and "prompt" not in names else ""
 
 
 def _conversation_units(unit: Unit, conversation: Conversation) -> list[Unit]:
@@ -153,13 +164,11 @@ def _conversation_units(unit: Unit, conversation: Conversation) -> list[Unit]:
     ]
 
 
-def _parse_preference_pair(record: Mapping[str, Any], location: str) -> tuple[UnitFields, Content] | None:
-    """Parse a preference pair, with fields whose prompt and completion are placeholders; None: it has another form."""
-    if not is_preference_pair(record):
-        return None
+def _parse_pair(values: Mapping[str, Any], location: str) -> tuple[UnitFields, Content]:
+    """Parse a preference pair, with fields whose prompt and completion are placeholders."""
+    named = {name: values[name] for name in ("task", "unit_id") if name in values}
     try:
-        content = read_preference_pair(record, location)
-        named = {name: record[name] for name in ("task", "unit_id") if record.get(name) is not None}
+        content = read_preference_pair(values, location)
         return UnitFields.model_validate({"prompt": "", "completion": "-", **named}), content
     except CorpusError as err:
         raise TargetError(str(err)) from err
@@ -192,45 +201,32 @@ def _answer_unit(unit: Unit, content: Content, location: str) -> Unit:
     return replace(unit, prompt=prompt, completion=answer, loss_on="completion", conversation=content.conversation)
 
 
-def _parse_fields(
-    record: Mapping[str, Any], location: str, choice_fields: Mapping[str, Any] | None
-) -> tuple[UnitFields, Conversation | None]:
+def _parse_fields(values: dict[str, Any], form: str, location: str) -> tuple[UnitFields, Conversation | None]:
     """Parse a record that is not a preference pair, and its conversation if it has one.
 
     Args:
-        record: fields of the record.
+        values: fields of the record that are not null.
+        form: see `form_of`.
         location: location of the record, for messages.
-        choice_fields: fields of a multiple-choice record, which replace its own; None: it is not one.
     """
-    values = {name: value for name, value in record.items() if value is not None}
-    conversation = None
-    if choice_fields is not None:
-        values |= choice_fields
-    if not isinstance(values.get("completion"), str):
-        conversation = _conversation_of(values, location)
-    if conversation is None and {"question", "answer"} <= values.keys() and "prompt" not in values:
+    if form == "question":
         space = "" if "system" in values else " "  # beside a system text, question and answer are turns
-        values |= {
-            "prompt": question_prompt(values, location),
-            "completion": f"{space}{_parse_answer(values['answer'], location)}",
-        }
-    if conversation is None and not values.keys().isdisjoint(EXTRA_COLUMNS):
+        prompt, answer = question_prompt(values, location), _parse_answer(values["answer"], location)
+        values |= {"prompt": prompt, "completion": f"{space}{answer}"}
+    conversation = None
+    if form == "turns" or not values.keys().isdisjoint(EXTRA_COLUMNS):
         conversation = _conversation_of(values, location)
-        if conversation is not None and choice_fields is not None:
-            raise TargetError(
-                f"{location}: system: got {values['system']!r:.60}, but choices follow a text; add it to the prompt, "
-                "or remove it"
-            )
+    if conversation is not None and form == "choices":
+        raise TargetError(
+            f"{location}: system: got {values['system']!r:.60}, but choices follow a text; add it to the prompt, or "
+            "remove it"
+        )
     if conversation is not None:  # turns after the last answer are ignored
         last_answer = conversation.turns[conversation.answers[-1]]
         # the text of an answer, or its reasoning or tool calls if it has no text
         parts = [last_answer["content"], *answer_parts(last_answer).values()]
         completion = next(text for part in parts if (text := str(part or "")).strip())
         values |= {"prompt": conversation.content, "completion": completion}
-    elif not {"prompt", "completion"} & values.keys():
-        refuse_unscored(record, location)
-        names = ", ".join(f"{name} (null)" if value is None else str(name) for name, value in record.items())
-        raise TargetError(f"{location}: has the fields {names or 'none'}; {EXPECTED_FIELDS}")
     try:
         fields = UnitFields.model_validate(values)
     except ValidationError as err:

@@ -1,74 +1,34 @@
-"""Fine-tuning recipes in the formats of other trainers: how a training that is replayed uses its rows.
+"""Fine-tuning recipes: how a training that is replayed uses its rows.
 
-Fields are those of `TrainingArguments` of Transformers and `SFTConfig` of TRL; names of Axolotl and LLaMA-Factory are
-translated. Files are YAML or JSON, e.g. saved training arguments, and may also contain the fields of
-`adapter_config.json` of a LoRA adapter. `recipe_fields.yaml` lists the fields that are refused, noted, or without
-influence on the result; a field in no list is noted. Start with `FineTuningRecipe.read`; `default_recipe` is replayed
-without a file, and `default_proxy_recipe` trains the *proxy*, a small model from scratch in place of one that does not
-exist yet. `FineTuningRecipe.optimizer` translates a recipe into the `OptimizerRecipe` of `grasp.training.recipe`, by
-which every training of this package runs.
+Files are YAML or JSON; recipes of other trainers are translated by readers (`grasp.file_readers`). Start with
+`FineTuningRecipe.read`; `default_recipe` is replayed without a file, and `default_proxy_recipe` trains the *proxy*, a
+small model from scratch in place of one that does not exist yet. `FineTuningRecipe.optimizer` translates a recipe into
+the `OptimizerRecipe` of `grasp.training.recipe`, by which every training of this package runs.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from itertools import chain, count
+from collections.abc import Iterator, Mapping
+from itertools import count
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from grasp.arrays import I64
-from grasp.errors import ModelError, SettingsError
-from grasp.field_names import unknown_names
+from grasp.errors import SettingsError
+from grasp.file_readers import claimed
 from grasp.seeds import stream
 from grasp.settings import Settings
 from grasp.training.recipe import RECIPES, OptimizerRecipe, TrainingRecipe
 from grasp.yaml_files import read_yaml, validated
 
-MISTAKEN_NAMES = {  # names of no trainer, too different from the right ones for `difflib`
-    "batch_size": "per_device_train_batch_size",
-    "train_batch_size": "per_device_train_batch_size",
-    "epochs": "num_train_epochs",
-    "lr": "learning_rate",
-    "rank": "lora_r",
-}
-AXOLOTL_NAMES = ("micro_batch_size", "num_epochs", "lr_scheduler", "sequence_len")
-AXOLOTL_DEFAULTS: dict[str, Any] = {  # where they differ from those of Transformers
-    "per_device_train_batch_size": 1,
-    "num_train_epochs": 1,
-    "lr_scheduler_type": "cosine",
-}
-AXOLOTL_WARMUP_RATIO, AXOLOTL_MAX_WARMUP_STEPS = 0.03, 100  # without a warm-up in the configuration
-TRL_ADAPTER_DEFAULTS = {"lora_r": 16, "lora_alpha": 32}  # of `ModelConfig`
-LLAMA_FACTORY_NAMES = ("stage", "finetuning_type", "lora_rank", "lora_target")
-LLAMA_FACTORY_ADAPTER = {"lora_r": 8, "lora_target_modules": "all"}  # its `lora_alpha` is twice the rank
-HALF_PRECISION = ("bfloat16", "float16", "fp8", "pure_bf16")  # Axolotl, LLaMA-Factory
-SWITCHES = (  # read by `from_mapping`
-    *HALF_PRECISION,
-    "assistant_only_loss",
-    "completion_only_loss",
-    "lora_target_linear",
-    "quantization_bit",
-    "use_peft",
-    "weight_dtype",
-)
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
-DISABLED: tuple[Any, ...] = (None, False, 0, "", "no", [], {})  # values that switch a setting off
-NOT_DISABLED_BY_0 = ("init_lora_weights", "layers_to_transform", "enable_thinking")  # a random adapter, the first layer
-
-
-@cache
-def _known_fields() -> dict[str, Any]:
-    """Return the lists of `recipe_fields.yaml`, whose comments describe them."""
-    return read_yaml(Path(__file__).with_name("recipe_fields.yaml"))
+JOINED_WARMUP_RATIO, JOINED_MAX_WARMUP_STEPS = 0.03, 100  # of `joined_epochs` without a warm-up
 
 
 class FineTuningRecipe(Settings):
-    """A fine-tuning recipe with the field names of Transformers' `TrainingArguments`; other fields are ignored."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    """A fine-tuning recipe. Its fields have the names of Transformers' `TrainingArguments`."""
 
     learning_rate: float = Field(5e-5, gt=0, description="Peak learning rate of AdamW.")
     num_train_epochs: float = Field(3.0, gt=0, description="Passes over the rows.")
@@ -107,22 +67,15 @@ class FineTuningRecipe(Settings):
     lora_alpha: float | None = Field(None, gt=0, description="LoRA alpha; none: the rank.")
     lora_target_modules: tuple[str, ...] | str = Field("all-linear", description="Layers with an adapter.")
     optim: str = Field("adamw_torch", description="Optimizer; a variant of AdamW.")
-    axolotl_rounding: bool = Field(
+    joined_epochs: bool = Field(
         False,
-        description="Whether steps and warm-up are rounded as by Axolotl.",
+        description="Whether steps are rounded up once for all epochs, not for each, and warm-up steps down, but 1 to "
+        "2; without a warm-up it is 3 % of the steps, at most 100.",
         exclude_if=lambda value: not value,  # recorded replays that predate this setting lack it
     )
-    # A replay ignores the following settings and says so in `notes`; they are not part of its record.
-    lora_dropout: float = Field(0.0, ge=0, description="Dropout of the adapter; disabled in a replay.", exclude=True)
-    bf16: bool | str = Field(False, description="Mixed precision; a replay computes in float32.", exclude=True)
-    fp16: bool | str = Field(False, description="Mixed precision; a replay computes in float32.", exclude=True)
-    load_in_4bit: bool = Field(False, description="Quantized base model; a replay does not quantize.", exclude=True)
-    load_in_8bit: bool = Field(False, description="Quantized base model; a replay does not quantize.", exclude=True)
-    train_on_inputs: bool | Literal["conversations"] = Field(
-        False, description="Whether prompts carry loss; the corpus settings decide that.", exclude=True
+    notes: tuple[str, ...] = Field(
+        (), description="Differences from the training that the recipe is of, a sentence each.", exclude=True
     )
-    val_set_size: float = Field(0.0, ge=0, description="Rows kept for validation; trained on here.", exclude=True)
-    not_used: tuple[str, ...] = Field((), description="Fields that are not followed, or not known.", exclude=True)
 
     @model_validator(mode="after")
     def _supported_schedule_and_optimizer(self) -> Self:
@@ -145,59 +98,17 @@ class FineTuningRecipe(Settings):
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any], location: str = "recipe") -> Self:
-        """Build the recipe from fields under any of their known names; see `read`.
+        """Build the recipe from its fields, or from those of another trainer, which a reader of recipes translates.
 
         Args:
             data: fields of the recipe.
             location: beginning of error messages, e.g. the path of the file.
+        Raises:
+            SettingsError: a value is invalid.
+            ModelError: a setting cannot be differentiated.
         """
-        if isinstance(trl := data.get("trl"), Mapping) and trl.get("beta") is not None:  # Axolotl reads it first
-            data = {name: value for name, value in data.items() if name not in ("rl_beta", "dpo_beta")}
-        fields = _flatten(data, location)
-        _refuse_unsupported(fields, location)
-        if any(name in data for name in AXOLOTL_NAMES):
-            fields = _with_axolotl_defaults(fields)
-        by_llama_factory = any(name in data for name in LLAMA_FACTORY_NAMES)
-        if by_llama_factory:
-            fields = _with_llama_factory_adapter(fields)
-        known = _known_fields()
-        used = {*cls.model_fields, *known["aliases"], *known["refused"], *SWITCHES}
-        neutral = {*known["noted"], *chain.from_iterable(known["neutral"].values())}
-        set_names = [name for name, value in fields.items() if _is_set(name, value)]
-        unknown = unknown_names(set_names, used, neutral, location, mistaken=MISTAKEN_NAMES)
-        if fields and not fields.keys() & used:
-            raise SettingsError(
-                f"{location}: has no field of a training, got {', '.join(list(fields)[:5])}; expected the names of "
-                "TrainingArguments, Axolotl or LLaMA-Factory at the top level, such as learning_rate"
-            )
-        fields = _with_switches(_with_adapter_defaults(fields, location))
-        fields["not_used"] = [*_effective(fields, known["noted"]), *unknown]
-        recipe = validated(cls, {name: value for name, value in fields.items() if value is not None}, location)
-        if by_llama_factory and recipe.lora_r is not None and recipe.lora_alpha is None:
-            return recipe.model_copy(update={"lora_alpha": 2.0 * recipe.lora_r})
-        return recipe
-
-    @property
-    def notes(self) -> list[str]:
-        """Return one sentence for each difference between the recipe and its replay."""
-        notes = []
-        if any(value not in DISABLED for value in (self.bf16, self.fp16)):
-            notes.append("the recipe computes in half precision, here in float32: rounding exceeds its differences")
-        if self.load_in_4bit or self.load_in_8bit:
-            notes.append("the recipe quantizes the base model, which is not done here")
-        if self.lora_dropout:
-            notes.append("dropout of the adapter is switched off: a random mask cannot be replayed")
-        if self.train_on_inputs:
-            prompts = "prompts of conversations" if self.train_on_inputs == "conversations" else "prompts"
-            notes.append(f"the recipe trains on {prompts} too, here only if the build had corpus.loss_on=all")
-        if self.val_set_size:
-            notes.append(
-                f"val_set_size: the recipe keeps rows for validation ({self.val_set_size:g}), which are trained on "
-                "here, in more steps"
-            )
-        if self.not_used:
-            notes.append(f"not used: {', '.join(self.not_used)}")
-        return notes
+        claim = claimed("recipe", data)
+        return validated(cls, data if claim is None else claim.reader.read(data, location), location)
 
     @property
     def batch_rows(self) -> int:
@@ -208,7 +119,7 @@ class FineTuningRecipe(Settings):
         """Return the number of optimizer steps on `n_rows` rows; the last step of an epoch may have fewer rows."""
         if self.max_steps > 0:
             return self.max_steps
-        if self.axolotl_rounding:  # the last epoch ends early, for the rows by which batches of epochs were short
+        if self.joined_epochs:  # the last epoch ends early, for the rows by which batches of epochs were short
             return math.ceil(self.num_train_epochs * n_rows / self.batch_rows)
         return math.ceil(self.num_train_epochs * math.ceil(self._epoch_rows(n_rows) / self.batch_rows))
 
@@ -254,13 +165,13 @@ class FineTuningRecipe(Settings):
             return 0
         if self.warmup_steps >= 1:
             count = int(self.warmup_steps)
-        elif not self.axolotl_rounding:  # a share of all steps, in newer versions of Transformers also `warmup_steps`
+        elif not self.joined_epochs:  # a share of all steps, in newer versions of Transformers also `warmup_steps`
             return math.ceil(steps * (self.warmup_steps or self.warmup_ratio or 0.0))
         elif self.warmup_ratio is not None:
             count = int(steps * self.warmup_ratio)
         else:
-            count = min(int(steps * AXOLOTL_WARMUP_RATIO), AXOLOTL_MAX_WARMUP_STEPS)
-        return 2 if self.axolotl_rounding and count == 1 else count
+            count = min(int(steps * JOINED_WARMUP_RATIO), JOINED_MAX_WARMUP_STEPS)
+        return 2 if self.joined_epochs and count == 1 else count
 
     def order(self, n_rows: int, seed: int) -> list[I64]:
         """Return the rows of every step: each epoch is a new permutation, split into batches."""
@@ -325,115 +236,3 @@ def proxy_training(recipe: FineTuningRecipe, n_rows: int, vocab_size: int, conte
     shape = RECIPES["tiny"].shape.model_copy(update={"vocab_size": vocab_size, "context": context})
     settings = {"name": "proxy", "shape": shape, "cuda_autocast": False}
     return TrainingRecipe(**recipe.optimizer(n_rows).model_dump(), **settings)
-
-
-def _flatten(data: Mapping[str, Any], location: str) -> dict[str, Any]:
-    """Rename fields to those of Transformers, and merge the groups of adapter and training arguments into them.
-
-    Raises:
-        SettingsError: a field has two different values, under two of its names.
-    """
-    entries: list[tuple[str, Any]] = []
-    for key, value in data.items():
-        name = str(key)
-        if name in ("lora", "peft", "peft_config") and isinstance(value, Mapping):
-            group = {"lora_alpha" if key == "alpha" else key: entry for key, entry in value.items()}
-            entries += _flatten(group, location).items()
-        elif name in ("training_args", "training_arguments", "args", "trl") and isinstance(value, Mapping):
-            entries += _flatten(value, location).items()
-        else:
-            if name not in ("peft_type", "peft_version"):
-                name = name.removeprefix("peft_")  # Axolotl
-            entries.append((_known_fields()["aliases"].get(name, name), value))
-    fields: dict[str, Any] = {}
-    for name, value in entries:
-        previous = fields.get(name)
-        if value is None and previous is not None:  # saved arguments contain obsolete names, without a value
-            continue
-        if previous is not None and previous != value:
-            raise SettingsError(f"{location}: {name}: got both {previous!r} and {value!r}; remove one of them")
-        fields[name] = value
-    return fields
-
-
-def _with_adapter_defaults(fields: Mapping[str, Any], location: str) -> dict[str, Any]:
-    """Add what TRL adds to an adapter, or remove the fields of an adapter that is switched off.
-
-    Raises:
-        SettingsError: the adapter has no rank, or TRL would choose its layers.
-    """
-    names = ("lora_r", "lora_alpha", "lora_target_modules")
-    unused = (*names, "lora_target_linear", "lora_dropout")
-    is_off = fields.get("use_peft") is False or ("adapter" in fields and not fields["adapter"])
-    if is_off:  # TRL saves the fields of an adapter in any case
-        return {name: value for name, value in fields.items() if name not in unused}
-    if fields.get("use_peft"):
-        if not fields.get("lora_target_modules"):
-            raise SettingsError(
-                f"{location}: lora_target_modules is missing, and PEFT would choose layers by the type of the model; "
-                "list them, e.g. [q_proj, v_proj]"
-            )
-        return TRL_ADAPTER_DEFAULTS | {name: value for name, value in fields.items() if value is not None}
-    if not fields.get("lora_r") and any(fields.get(name) for name in (*names, "adapter", "peft_type")):
-        raise SettingsError(f"{location}: lora_r is missing: the adapter has no rank; set it, or remove the adapter")
-    return dict(fields)
-
-
-def _with_axolotl_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the defaults of Axolotl that differ from those of Transformers."""
-    fields = AXOLOTL_DEFAULTS | {name: value for name, value in fields.items() if value is not None}
-    if fields.get("warmup_steps") == 0:  # no warm-up, instead of the default one
-        fields["warmup_ratio"] = 0.0
-    batch_rows = fields.pop("batch_size", None)  # of a step; its forward passes are the other way to set it
-    if batch_rows and "gradient_accumulation_steps" not in fields:
-        fields["gradient_accumulation_steps"] = max(1, int(batch_rows) // int(fields["per_device_train_batch_size"]))
-    return fields | {"axolotl_rounding": True}
-
-
-def _with_llama_factory_adapter(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the adapter of LLaMA-Factory, whose layers are `all` or names separated by commas, or switch it off."""
-    if fields.get("finetuning_type") == "full":
-        return {**fields, "use_peft": False}
-    fields = LLAMA_FACTORY_ADAPTER | {name: value for name, value in fields.items() if value is not None}
-    modules = fields["lora_target_modules"]
-    if isinstance(modules, str):
-        fields["lora_target_modules"] = "all-linear" if modules == "all" else modules.replace(" ", "").split(",")
-    return fields
-
-
-def _with_switches(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the fields of a recipe that other fields of Axolotl, TRL and LLaMA-Factory stand for."""
-    added: dict[str, Any] = {}
-    assistant_only, completion_only = fields.get("assistant_only_loss"), fields.get("completion_only_loss")
-    if completion_only is False and not assistant_only:
-        added["train_on_inputs"] = True
-    elif assistant_only is False and completion_only is None:  # prompts of other rows carry no loss by default
-        added["train_on_inputs"] = "conversations"
-    if fields.get("lora_target_linear"):
-        added["lora_target_modules"] = "all-linear"
-    if fields.get("adapter") == "qlora" or fields.get("weight_dtype") or fields.get("quantization_bit"):
-        added["load_in_4bit"] = True
-    if any(fields.get(name) for name in HALF_PRECISION):
-        added["bf16"] = True
-    return {**fields, **added}
-
-
-def _is_set(name: str, value: Any) -> bool:
-    """Return whether a field has a value that does not switch it off."""
-    return value not in DISABLED or (name in NOT_DISABLED_BY_0 and value == 0)
-
-
-def _effective(fields: Mapping[str, Any], harmless: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Return the names of `harmless` that are set to another value than those."""
-    names = [name for name in harmless if _is_set(name, fields.get(name))]
-    return [name for name in names if fields[name] not in harmless[name]]
-
-
-def _refuse_unsupported(fields: Mapping[str, Any], location: str) -> None:
-    """Raise ModelError if settings of the recipe cannot be replayed; the message lists all of them."""
-    problems, refused = [], _known_fields()["refused"]
-    for name in _effective(fields, refused):
-        expected = f"set it to {refused[name][0]!r}" if refused[name] else "remove it, to replay a training without it"
-        problems.append(f"{name} is set to {fields[name]!r}, which a replay does not support; {expected}")
-    if problems:
-        raise ModelError(f"{location}: {'; '.join(problems)}")

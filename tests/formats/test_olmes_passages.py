@@ -9,9 +9,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from grasp.corpus import normalised, read_passages, write_passages
-from grasp.corpus.passages import SOURCES
 from grasp.errors import CorpusError, MissingExtraError
+from grasp.formats.olmes_passages import SOURCES, normalised, read_passages, write_passages
 
 RECORDS = {
     "sciq/rc_0shot": [

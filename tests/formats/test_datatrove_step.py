@@ -22,7 +22,7 @@ writers = pytest.importorskip("datatrove.pipeline.writers")
 
 from datatrove.data import Document  # noqa: E402
 
-from grasp.distil.datatrove_step import ScoredDocuments, SelectedDocuments  # noqa: E402
+from grasp.formats.datatrove_step import ScoredDocuments, SelectedDocuments  # noqa: E402
 
 
 def lines_of(out) -> list[dict]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import grasp
 from grasp.errors import RunsError
-from grasp.runs.results_files import direction_by_name
+from grasp.runs.metric_names import direction_by_name
 from tests.mentions import assert_mentions
 
 RUNS = ("a", "b", "c")

@@ -10,8 +10,9 @@ import torch
 from transformers import MambaConfig, MambaForCausalLM, Trainer, TrainingArguments, get_scheduler
 
 from grasp.errors import ModelError, SettingsError
+from grasp.formats.trainer_recipes import RECIPE_FIELDS, SWITCHES, known_fields
 from grasp.training.fine_tuning import FineTuning
-from grasp.training.fine_tuning_recipe import SWITCHES, FineTuningRecipe, _known_fields
+from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from grasp.training.row_order import row_order
 from tests.mentions import assert_mentions
 
@@ -63,10 +64,10 @@ def test_axolotl_trl_and_transformers_recipes_are_equivalent(tmp_path):
     }
     (tmp_path / "trl.json").write_text(json.dumps({"training_args": trl}))
     axolotl_recipe, trl_recipe = (FineTuningRecipe.read(tmp_path / name) for name in ("axolotl.yaml", "trl.json"))
-    as_trl = {"optim": trl_recipe.optim, "bf16": False, "axolotl_rounding": False}
+    as_trl = {"optim": trl_recipe.optim, "notes": (), "joined_epochs": False}
     assert axolotl_recipe.model_copy(update=as_trl) == trl_recipe
     assert_mentions(axolotl_recipe.notes, "half precision", "float32")
-    assert trl_recipe.notes == []
+    assert not trl_recipe.notes
     optimizer = trl_recipe.optimizer(100)
     assert (optimizer.steps, optimizer.batch_rows, optimizer.micro_rows, optimizer.warmup_steps) == (26, 8, 2, 3)
     assert (optimizer.schedule, optimizer.betas, optimizer.clip_norm) == ("cosine", (0.9, 0.999), 1.0)
@@ -165,9 +166,9 @@ def recipe_classes():
 
 def test_every_argument_of_the_installed_libraries_is_in_one_list_of_fields():
     """A new one, or one that changes its meaning, is to be added to `recipe_fields.yaml`."""
-    known = _known_fields()
+    known = known_fields()
     neutral = [name for names in known["neutral"].values() for name in names]
-    lists = [[*FineTuningRecipe.model_fields, *SWITCHES], known["aliases"], known["refused"], known["noted"], neutral]
+    lists = [[*RECIPE_FIELDS, *SWITCHES], known["aliases"], known["refused"], known["noted"], neutral]
     listed = [name for names in lists for name in names]
     assert sorted(listed) == sorted(set(listed))
     assert set(known["aliases"].values()) <= set(listed)

@@ -1,0 +1,49 @@
+"""Entries of dataset configurations of trainers: what the readers of `corpus` share.
+
+An entry names a data set, and the columns, keys and roles of its records. It is addressed as `FILE#NAME`, or as `FILE`
+if it is the only one. The readers are `llama_factory_entries` and `axolotl_entries`.
+"""
+
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from grasp.errors import SettingsError
+from grasp.formats.field_names import unknown_names
+
+Entry = tuple[str, Mapping[str, Any]]  # name, and fields
+
+
+def split_address(path: str) -> tuple[Path, str]:
+    """Return file and name of an entry that a path may address; the name is empty if the path has none."""
+    location, _, name = path.partition("#") if "#" in path and not os.path.lexists(path) else (path, "", "")
+    return Path(location), name
+
+
+def select_entry(entries: Mapping[str, Mapping[str, Any]], name: str, file: Path) -> Entry:
+    """Return the named entry, or the only one.
+
+    Raises:
+        SettingsError: there is no entry of that name, or several and none is named.
+    """
+    if not name and len(entries) == 1:
+        return next(iter(entries.items()))
+    if name in entries:
+        return name, entries[name]
+    got = f"no entry {name!r}" if name else f"{len(entries)} entries"
+    raise SettingsError(f"{file}: {got}; select one of {', '.join(f'{file}#{known}' for known in entries)}")
+
+
+def part_of_file(split: str, location: str) -> str | None:
+    """Return the range of the only split of a file, such as [:10%]; None: all of it."""
+    name, bracket, end = split.partition("[")
+    if name != "train":
+        raise SettingsError(f"{location}: split: got {split!r}, but the only split of a file is train")
+    return bracket + end or None
+
+
+def unused_note(fields: Mapping[str, Any], used: Collection[str], neutral: Collection[str], location: str) -> list[str]:
+    """Return a note on the fields with a value that are unknown; empty if there are none."""
+    unknown = unknown_names((name for name, value in fields.items() if value is not None), used, neutral, location)
+    return [f"not used: {', '.join(unknown)}"] if unknown else []

@@ -1,0 +1,263 @@
+"""Formats of files of mixtures, those of training tools and two of GRASP. Start with `MixtureFormat`.
+
+The tools differ in what their weights are:
+
+    olmo-core      `SourceMixtureList`: target_ratio, shares of tokens
+    megatron       `--data-args-path`: alternating weights and prefixes, shares of tokens (of sequences of one length)
+    llama-factory  dataset and interleave_probs, shares of documents (of examples)
+    axolotl        datasets: one entry per repetition of the documents, the last one with a part of the split
+    datatrove      a Python module with one pipeline per repetition; SamplerFilter selects a part of the documents
+    yaml, csv      shares of rows, tokens and documents, and the number of repetitions of each row
+
+In file names, special characters of label values are replaced; a comment records the original.
+"""
+
+import ast
+import csv
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from grasp.mixtures import DIGITS, MEASURES, MixtureFile, MixtureWeights
+from grasp.yaml_files import read_yaml
+
+YAML = (".yaml", ".yml")
+PREFIX = "_text_document"  # suffix that Megatron's preprocessing appends to file names
+Reader = Callable[[Path], MixtureFile]
+Writer = Callable[[MixtureWeights], tuple[str, str]]
+# Comment that records the label value of a name in the file.
+NAME_LINE = re.compile(r"^# name (\S+): (.*)$", re.MULTILINE)
+
+
+def _positive_shares(weights: MixtureWeights, measure: str) -> list[tuple[str, float, float]]:
+    """Return name, share and repetitions of each value with a positive share; shares add up to 1."""
+    records = zip(weights.names(), weights.shares(measure), weights.times_G, strict=True)
+    return [(name, float(share), float(times)) for name, share, times in records if share > 0]
+
+
+def _comments(weights: MixtureWeights, *lines: str) -> list[str]:
+    """Return the comments at the head of a file, including the label values whose names differ."""
+    renamed = [
+        f"# name {name}: {value}"
+        for name, value in zip(weights.names(), weights.values, strict=True)
+        if name != value and value == " ".join(value.split())
+    ]
+    return [*(f"# {line}" for line in lines), *renamed]
+
+
+# ------------------------------------------------------------------------------------------------------ writing
+# Each writer returns the text of the file, and a description of its weights.
+
+
+def _olmo_core(weights: MixtureWeights) -> tuple[str, str]:
+    shares = _positive_shares(weights, "tokens")
+    tokens_G = weights.size_G["tokens"]
+    # repetitions of each value, if as many tokens are trained on as the corpus has
+    repetitions_G = weights.shares("tokens") * tokens_G.sum() / np.maximum(tokens_G, 1)
+    repetitions = dict(zip(weights.names(), repetitions_G, strict=True))
+    lines = _comments(
+        weights,
+        "OLMo-core, SourceMixtureList: target_ratio is a share of tokens. Set paths to your tokenized files.",
+        "max_repetition_ratio is for one epoch of the corpus; multiply it by the number of epochs of a longer run.",
+    )
+    lines.append("sources:")
+    for name, share, _ in shares:
+        lines += [
+            f"  - source_name: {json.dumps(name)}",
+            f"    target_ratio: {share!r}",
+            f"    paths: [{json.dumps(f'data/{name}/*.npy')}]",
+            f"    max_repetition_ratio: {max(1.0, float(np.ceil(100 * repetitions[name]) / 100))!r}",
+        ]
+    return "\n".join(lines) + "\n", "target_ratio is a share of tokens; set paths"
+
+
+def _megatron(weights: MixtureWeights) -> tuple[str, str]:
+    lines = [f"{share!r} data/{name}{PREFIX}" for name, share, _ in _positive_shares(weights, "tokens")]
+    return "\n".join(lines) + "\n", "for --data-args-path; weights are shares of tokens"
+
+
+def _llama_factory(weights: MixtureWeights) -> tuple[str, str]:
+    shares = _positive_shares(weights, "documents")
+    lines = _comments(
+        weights,
+        "LLaMA-Factory: interleave_probs are shares of documents. Use these names in dataset_info.json.",
+    )
+    lines += [
+        f"dataset: {json.dumps(','.join(name for name, *_ in shares))}",
+        "mix_strategy: interleave_over",
+        f"interleave_probs: {json.dumps(','.join(repr(probability) for _, probability, _ in shares))}",
+    ]
+    return "\n".join(lines) + "\n", "interleave_probs are shares of documents"
+
+
+def _axolotl(weights: MixtureWeights) -> tuple[str, str]:
+    lines = _comments(
+        weights,
+        "Axolotl: one entry per repetition of the documents, rounded to percent. Set path and type.",
+    )
+    lines.append("datasets:")
+    for name, _, times in _positive_shares(weights, "documents"):
+        whole, percent = divmod(round(100 * times), 100)
+        splits = ["train"] * whole + ([f"train[:{percent}%]"] if percent else [])
+        lines += [
+            line
+            for split in splits
+            for line in (
+                f"  - path: {json.dumps(f'data/{name}.jsonl')}",
+                "    ds_type: json",
+                "    type: completion",
+                f"    split: {json.dumps(split)}",
+            )
+        ]
+    return "\n".join(lines) + "\n", "one entry per repetition of the documents; set path and type"
+
+
+MODULE = '''"""A mixture by {label}: number of repetitions of the documents of each value."""
+
+from datatrove.pipeline.filters import SamplerFilter
+from datatrove.pipeline.readers import JsonlReader
+
+# Value: directory of its documents, and how often each document is seen. Set the directories.
+MIXTURE = {mixture}
+
+
+def pipelines(*following):
+    """Yield one datatrove pipeline per repetition of a value, followed by the given steps."""
+    for folder, times in MIXTURE.values():
+        whole, part = divmod(times, 1)
+        for copy in range(int(whole) + (part > 0)):
+            yield [JsonlReader(folder), SamplerFilter(rate=1.0 if copy < whole else part, seed=copy), *following]
+'''
+
+
+def _datatrove(weights: MixtureWeights) -> tuple[str, str]:
+    names = weights.names()
+    pairs = {
+        value: (f"data/{name}", round(float(times), DIGITS))
+        for value, name, times in zip(weights.values, names, weights.times_G, strict=True)
+        if times > 0
+    }
+    mixture = "{\n" + "".join(f"    {value!r}: {pair!r},\n" for value, pair in pairs.items()) + "}"
+    label = re.sub(r'["\\]', "", " ".join(weights.label.split()))
+    return MODULE.format(label=label, mixture=mixture), "pipelines(*steps); numbers are repetitions of documents"
+
+
+def _yaml(weights: MixtureWeights) -> tuple[str, str]:
+    lines = ["# Shares of each value in the mixture, and the number of times that each of its rows is seen."]
+    lines += [f"label: {json.dumps(weights.label)}", "weights:"]
+    columns = {measure: weights.shares(measure) for measure in MEASURES} | {"times": weights.times_G}
+    for measure, values_G in columns.items():
+        lines.append(f"  {measure}:")
+        pairs = zip(weights.values, values_G, strict=True)
+        lines += [f"    {json.dumps(value)}: {round(float(number), DIGITS)!r}" for value, number in pairs]
+    return "\n".join(lines) + "\n", "shares of rows, tokens and documents"
+
+
+def _csv(weights: MixtureWeights) -> tuple[str, str]:
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["value", *(f"share_of_{measure}" for measure in MEASURES), "times_as_often"])
+    columns = [weights.shares(measure) for measure in MEASURES] + [weights.times_G]
+    for value, *numbers in zip(weights.values, *columns, strict=True):
+        table.writerow([value, *(repr(round(float(number), DIGITS)) for number in numbers)])
+    return text.getvalue(), "shares of rows, tokens and documents"
+
+
+# ------------------------------------------------------------------------------------------------------ reading
+
+
+def _by_value(path: Path, weight_of_name: Mapping[str, float]) -> dict[str, float]:
+    """Return weights by label value instead of by name, where a comment says that they differ."""
+    value_of = dict(NAME_LINE.findall(path.read_text(encoding="utf-8")))
+    return {value_of.get(name, name): weight for name, weight in weight_of_name.items()}
+
+
+def _read_olmo_core(path: Path) -> MixtureFile:
+    shares = {entry["source_name"]: float(entry["target_ratio"]) for entry in read_yaml(path)["sources"]}
+    return MixtureFile("tokens", _by_value(path, shares))
+
+
+def _read_llama_factory(path: Path) -> MixtureFile:
+    data = read_yaml(path)
+    names, shares = (str(data[key]).split(",") for key in ("dataset", "interleave_probs"))
+    pairs = zip(names, shares, strict=True)
+    return MixtureFile("documents", _by_value(path, {name.strip(): float(share) for name, share in pairs}))
+
+
+def _read_axolotl(path: Path) -> MixtureFile:
+    percents: Counter[str] = Counter()
+    for entry in read_yaml(path)["datasets"]:
+        split = re.fullmatch(r"\w+(?:\[:(\d+)%\])?", str(entry.get("split") or "train"))
+        if split is None:
+            raise ValueError(f"split {entry['split']!r}, expected e.g. train or train[:40%]")
+        percents[Path(str(entry["path"])).stem] += int(split[1] or 100)
+    return MixtureFile("times", _by_value(path, {name: percent / 100 for name, percent in percents.items()}))
+
+
+def _read_yaml(path: Path) -> MixtureFile:
+    shares = read_yaml(path)["weights"]["tokens"]
+    return MixtureFile("tokens", {str(value): float(share) for value, share in shares.items()})
+
+
+def _read_csv(path: Path) -> MixtureFile:
+    records = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
+    return MixtureFile("tokens", {record["value"]: float(record["share_of_tokens"]) for record in records})
+
+
+def _read_megatron(path: Path) -> MixtureFile:
+    """Read alternating weights and prefixes."""
+    words = path.read_text(encoding="utf-8").split()
+    if len(words) % 2:
+        raise ValueError(f"has {len(words)} words, expected alternating weights and prefixes")
+    names = [Path(prefix).name.removesuffix(PREFIX) for prefix in words[1::2]]
+    return MixtureFile("tokens", dict(zip(names, map(float, words[::2]), strict=True)))
+
+
+def _read_datatrove(path: Path) -> MixtureFile:
+    """Read the literal that is assigned to MIXTURE; the module is parsed, not executed."""
+    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.Assign) and any(
+            getattr(target, "id", None) == "MIXTURE" for target in statement.targets
+        ):
+            pairs = ast.literal_eval(statement.value)
+            return MixtureFile("times", {str(value): float(pair[1]) for value, pair in pairs.items()})
+    raise ValueError("has no MIXTURE")
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureFormat:
+    """A reader of `mixture`: see `grasp.mixtures`."""
+
+    suffixes: tuple[str, ...]
+    claims: Callable[[Path], str]
+    read: Reader
+    write: Writer
+
+
+def _yaml_format(key: str, read: Reader, write: Writer) -> MixtureFormat:
+    """Return the format of YAML files that have a field of this name."""
+
+    def claims(path: Path) -> str:
+        return f"it has the field {key}" if path.suffix in YAML and key in read_yaml(path) else ""
+
+    return MixtureFormat(YAML, claims, read, write)
+
+
+def _format(suffix: str, read: Reader, write: Writer) -> MixtureFormat:
+    """Return the format of files with this suffix."""
+    return MixtureFormat((suffix,), lambda path: f"it ends in {suffix}" * (path.suffix == suffix), read, write)
+
+
+OLMO_CORE = _yaml_format("sources", _read_olmo_core, _olmo_core)
+LLAMA_FACTORY = _yaml_format("interleave_probs", _read_llama_factory, _llama_factory)
+AXOLOTL = _yaml_format("datasets", _read_axolotl, _axolotl)
+SHARES = _yaml_format("weights", _read_yaml, _yaml)
+DATATROVE = _format(".py", _read_datatrove, _datatrove)
+MEGATRON = _format(".txt", _read_megatron, _megatron)
+CSV = _format(".csv", _read_csv, _csv)

