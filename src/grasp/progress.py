@@ -22,8 +22,20 @@ class Progress(Protocol):
         """Report a sentence that the user should read."""
 
 
-class Silent(Progress):
+class Silent:
     """Ignores all progress."""
+
+    def stage(self, name: str, *, rows: int | None, tokens: int | None) -> None:
+        pass
+
+    def advance(self, rows: int, tokens: int) -> None:
+        pass
+
+    def plan(self, tokens: Mapping[str, int]) -> None:
+        pass
+
+    def note(self, line: str) -> None:
+        pass
 
 
 def ignore(rows: int, tokens: int) -> None:

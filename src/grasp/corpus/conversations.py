@@ -420,15 +420,17 @@ def _extract_loss_flags(turns: Sequence[dict[str, Any]], tools: tuple[Any, ...],
     return Conversation(tuple(turns), tools, frozenset(untrained), fault)
 
 
-def _parse_list(value: Any, location: str) -> list[Any]:
-    """Return a list, parsed if it is JSON text; null and white space are an empty list."""
+def _parse_list(value: Any, location: str, of: type = object) -> list[Any]:
+    """Return a list of items of a type, parsed if it is JSON text; null and white space are an empty list."""
     try:
         parsed = (json.loads(value) if value.strip() else None) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         parsed = value
-    if not isinstance(parsed or [], list | tuple):
-        raise CorpusError(f"{location}: got {value!r:.60}, expected a list, or JSON of one")
-    return list(parsed or [])
+    items = parsed or []
+    if not isinstance(items, list | tuple) or not all(isinstance(item, of) for item in items):
+        kind = "a list" if of is object else "a list of objects"
+        raise CorpusError(f"{location}: got {value!r:.60}, expected {kind}, or JSON of one")
+    return list(items)
 
 
 def _parse_tools(tools: Any, location: str) -> tuple[Any, ...]:
@@ -521,7 +523,7 @@ def _parse_turn(turn: Mapping[str, Any], location: str) -> dict[str, Any]:
     if role.lower() == CALL and "tool_calls" not in members:  # LLaMA-Factory writes it as a tool call of the model
         members[CALL], content = content, ""
     function_call = members.pop(CALL, None) if standard_role == "assistant" else None
-    members["tool_calls"] = _parse_tool_calls(members.get("tool_calls"), location) or (
+    members["tool_calls"] = _parse_list(members.get("tool_calls"), f"{location}: tool_calls", Mapping) or (
         _convert_function_calls(function_call) if function_call else []
     )
     if members["tool_calls"] == []:
@@ -539,14 +541,6 @@ def _convert_function_calls(calls: Any) -> list[Any] | None:
         ]
     except (ValueError, RecursionError, KeyError, TypeError):
         return None
-
-
-def _parse_tool_calls(calls: Any, location: str) -> list[Any]:
-    """Return tool calls, parsed if they are JSON text; arguments are unchanged."""
-    parsed = _parse_list(calls, f"{location}: tool_calls")
-    if not all(isinstance(call, Mapping) for call in parsed):
-        raise CorpusError(f"{location}: tool_calls: got {calls!r:.60}, expected a list of calls")
-    return parsed
 
 
 def with_arguments(conversation: Conversation, change: Callable[[Any], Any]) -> Conversation:

@@ -187,10 +187,11 @@ def right_choices(records: Sequence[MultipleChoice]) -> list[int]:
     if fitting[0] == "label":  # explicit, so it is not ambiguous
         fitting = ["label"]
     gold = [record.right[fitting[0]] for record in records]
-    record = next((r for r in records if len({r.right[encoding] for encoding in fitting}) > 1), records[0])
-    meanings = [f"the {name} of {record.texts[record.right[name]]!r:.60}" for name in fitting]
+    ambiguous = [record for record in records if len({record.right[encoding] for encoding in fitting}) > 1]
     fault = ""
-    if len({record.right[encoding] for encoding in fitting}) > 1:
+    if ambiguous:
+        record = ambiguous[0]
+        meanings = [f"the {name} of {record.texts[record.right[name]]!r:.60}" for name in fitting]
         fault = (
             f"got {record.answer!r:.60}, which is {' or '.join(meanings)}, and no other record says which; write "
             "positions as numbers"
@@ -201,5 +202,6 @@ def right_choices(records: Sequence[MultipleChoice]) -> list[int]:
             "subtract 1"
         )
     if fault:
+        record = (ambiguous or records)[0]
         raise TargetError(f"{record.location}: {record.answer_field}: {fault}, or write the choices with labels")
     return gold
