@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -125,16 +126,33 @@ def foreign_weights(path, dtype, shape):
     [
         (lambda path: (path / CARD).unlink(), r"is not a scorer \(no card.json\)"),
         (lambda path: ((path / WEIGHTS).rename(path / "w"), (path / WEIGHTS).symlink_to("w")), "is a symbolic link"),
+        (lambda path: damaged_card(path, weights=grasp.files.FileEntry(bytes=1 << 40, checksum="")), "too large"),
         (lambda path: damaged_card(path, first_bytes=1 << 62), "first_bytes: Input should be less than or equal to"),
         (lambda path: damaged_card(path, intercept=1e308), "intercept: Input should be less than or equal to"),
         (lambda path: foreign_weights(path, "BF16", [32]), r"weights\.safetensors: damaged: "),
         (lambda path: foreign_weights(path, "F32", [-16]), r"weights\.safetensors: damaged: "),
+        (lambda path: foreign_weights(path, "F32", [16]), "holds {'tables'"),
     ],
 )
 def test_a_damaged_scorer_is_refused(scorer_copy, damage, message):
     damage(scorer_copy)
     with pytest.raises(ArtifactError, match=message):
         Scorer.open(scorer_copy)
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        (np.full_like(TABLES, np.nan), "tables has a number that is not finite"),
+        (np.full_like(TABLES, 1e20), "not finite or over 1e"),
+        (TABLES[:, :100], "expected"),
+        (TABLES.astype(np.float64)[:, ::2], "expected"),
+    ],
+)
+def test_numbers_that_no_scorer_has_are_refused(place, tmp_path, tables, message):
+    replace(Scorer.open(place), tables_KV=tables).save(tmp_path / "bad")
+    with pytest.raises(ArtifactError, match=message):
+        Scorer.open(tmp_path / "bad")
 
 
 # ------------------------------------------------------------------------------------------------- over a whole corpus

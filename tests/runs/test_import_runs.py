@@ -204,13 +204,18 @@ def signed_again(path, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"metrics": {}}, "metric 'acc' is missing"),
+        ({"label": None}, "label: missing, expected one for shares"),
         ({"files": {}}, "lists no trained.parquet"),
         ({"files": {"../../x": {"bytes": 1, "checksum": ""}}}, "files.../../x"),
         ({"kind": "code"}, "kind: Input should be"),
+        ({}, "a column has the wrong type"),
     ],
 )
 def test_untrusted_runs_are_validated(tmp_path, changes, message):
     read(tmp_path, out=tmp_path / "runs")
+    if not changes:
+        pq.write_table(pa.table({"run": ["a"]}), tmp_path / "runs" / "results.parquet")
     signed_again(tmp_path / "runs", **changes)
     with pytest.raises(RunsError, match=re.escape(message)):
         grasp.open_runs(tmp_path / "runs")

@@ -222,11 +222,10 @@ def _check_method_options(options: Mapping[str, Any], published: ConfiguredMetho
         SettingsError: options without a method, or one that the method does not use.
     """
     names = [name for name, value in options.items() if value not in (None, (), [])]
-    if published is None and names:
-        raise SettingsError(f"{', '.join(names)}: requires method; add it, or drop the option")
-    for name in ("runs", "checkpoints"):
-        if published is not None and name in names and name not in published.method.requires:
-            raise SettingsError(f"{name}: not used by method {published.label}; drop it")
+    used = () if published is None else ("method_settings", *published.method.requires)
+    if unused := ", ".join(name for name in names if name not in used):
+        reason = "requires method; add it" if published is None else f"not used by method {published.label}"
+        raise SettingsError(f"{unused}: {reason}, or drop the option")
 
 
 def _long_rows(artifact: ArtifactReader, min_tokens: int, among_N: Bool | None) -> Bool:

@@ -18,7 +18,8 @@ import pyarrow.compute as pc
 from pydantic import Field
 
 from grasp.arrays import F32, Bool
-from grasp.distil.ngrams import as_bytes, mean_over
+from grasp.distil.ngrams import LENGTHS, SLOTS, as_bytes, mean_over
+from grasp.errors import ArtifactError
 from grasp.files import UNSIGNED, FileEntry, kind_of
 from grasp.store.contents import read_tensors, tensor_bytes
 from grasp.store.directory import write_at_once
@@ -35,6 +36,7 @@ MAX_WEIGHT = 1e9  # largest magnitude of a weight or of the intercept
 MAX_FIRST_BYTES = 1 << 30  # limit of `binary_slice` of Arrow
 SCORE, UNFAMILIAR = "score", "unfamiliar"
 UNFAMILIAR_SHARE = 0.01  # share of held-out rows that count as unfamiliar
+SHAPES = {"tables": (len(LENGTHS), SLOTS), "rarity": (SLOTS,)}
 
 
 class Quality(JsonModel):
@@ -145,7 +147,17 @@ class Scorer:
             ArtifactError: there is no scorer, it is damaged, or of an unsupported version.
         """
         card, files = open_store(path, SIGNED_CARD)
+        if card.weights.bytes > sum(4 * int(np.prod(shape)) for shape in SHAPES.values()) + 4_096:
+            raise ArtifactError(
+                f"{path}: {CARD}: the size of {WEIGHTS} is {card.weights.bytes} bytes, which is too large"
+            )
         arrays = read_tensors(files.file(WEIGHTS), RECOVERY_HINT)
+        actual = {name: (array.shape, array.dtype.name) for name, array in arrays.items()}
+        if actual != (expected := {name: (shape, "float32") for name, shape in SHAPES.items()}):
+            raise ArtifactError(f"{path}: {WEIGHTS} holds {actual}, expected {expected}; distil again")
+        for name, array in arrays.items():
+            if not np.abs(array).max() <= MAX_WEIGHT:  # also true for nan, which compares false
+                raise ArtifactError(f"{path}: {WEIGHTS}: {name} has a number that is not finite or over {MAX_WEIGHT:g}")
         return cls(card, arrays["tables"], arrays["rarity"])
 
     def save(self, path: Path | str) -> Path:

@@ -198,7 +198,7 @@ def parse_family(text: str) -> Family:
             if 0.0 < (fraction := float(argument)) < 1.0:
                 return Family(cast(FamilyKind, kind), fraction=fraction)
     elif kind in LABEL_FAMILIES and argument:
-        return Family(cast(FamilyKind, kind), label=argument)
+        return Family(kind, label=argument)
     raise SubsetError(
         f"family {text!r}: unknown {kind!r} with {argument!r}; expected a fraction strictly between 0 and 1, or the "
         f"label of a column: {FAMILY_EXAMPLES}"

@@ -137,7 +137,7 @@ class RunTable:
         except (pa.ArrowException, ValueError) as err:
             raise RunsError(f"{name}: a column has the wrong type: {' '.join(str(err).split())}") from err
         weights_location, results_location = locations or (name, name)
-        if problem := next(_problems(trained, results, info.kind, weights_location, results_location), None):
+        if problem := next(_problems(trained, results, info, weights_location, results_location), None):
             raise RunsError(problem)
         if info.kind == "shares":
             trained = _normalize_shares(trained)
@@ -160,7 +160,7 @@ class RunTable:
         """
         info, files = open_store(path, SIGNED_INFO)
         trained, results = (read_table(files.file(name), RECOVERY_HINT, RunsError) for name in (TRAINED, RESULTS))
-        return cls(Path(path).name, info, trained, results)
+        return cls.from_results(Path(path).name, info, trained, results)
 
     def save(self, path: Path | str) -> Path:
         """Write the runs to a new directory, atomically.
@@ -307,7 +307,7 @@ def constant_note(metrics: Sequence[str]) -> list[str]:
 
 
 def _problems(
-    trained: pa.Table, results: pa.Table, kind: Kind, weights_location: str, results_location: str
+    trained: pa.Table, results: pa.Table, info: RunsInfo, weights_location: str, results_location: str
 ) -> Iterator[str]:
     """Yield a message for each thing that is wrong with the weights or the results of runs."""
     for table, columns, location in (
@@ -317,6 +317,10 @@ def _problems(
         for column in columns:
             if n_empty := table[column].null_count:
                 yield f"{location}: {n_empty} cells of {column} are empty; expected none"
+    if unknown := sorted(set(results["metric"].to_pylist()) ^ set(info.metrics)):
+        yield f"{results_location}: metric {unknown[0]!r} is missing in the results or in {INFO}"
+    if info.kind in ("shares", "times") and info.label is None:
+        yield f"{weights_location}: label: missing, expected one for {info.kind}"
     weight = trained["weight"].to_numpy(zero_copy_only=False)
     invalid = np.flatnonzero(~((weight == 0) | (weight >= MIN_WEIGHT) & (weight <= MAX_WEIGHT)))  # nan compares false
     if invalid.size:
@@ -356,7 +360,7 @@ def _problems(
             listed = ", ".join(sorted(incomplete_runs)[:MAX_LISTED])
             yield f"{location}: {len(incomplete_runs)} run(s) have {problem}: {listed}"
     wrong = [run for run, weight_sum in sum_of_run.items() if abs(weight_sum - 1.0) > SUM_TOLERANCE]
-    if kind == "shares" and wrong:
+    if info.kind == "shares" and wrong:
         yield (
             f"{weights_location}: run {wrong[0]!r}: shares add up to {sum_of_run[wrong[0]]:.4g} ({len(wrong)} such), "
             "expected 1; divide percent by 100; if they are numbers of epochs of each value, import them with --times"

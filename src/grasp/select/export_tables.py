@@ -230,7 +230,8 @@ def _readable_type(dtype: pa.DataType) -> pa.DataType | None:
         element = _readable_type(dtype.value_type)
         if element is None:
             return None
-        if element == dtype.value_type and not _is_view(dtype):
+        is_view = pa.types.is_list_view(dtype) or pa.types.is_large_list_view(dtype)
+        if element == dtype.value_type and not is_view:
             return dtype
         if pa.types.is_fixed_size_list(dtype):
             return pa.list_(element, dtype.list_size)
@@ -240,10 +241,6 @@ def _readable_type(dtype: pa.DataType) -> pa.DataType | None:
         members = [(member.name, _readable_type(member.type)) for member in dtype]
         return None if any(member is None for _, member in members) else pa.struct(members)
     return None
-
-
-def _is_view(dtype: pa.DataType) -> bool:
-    return bool(pa.types.is_list_view(dtype) or pa.types.is_large_list_view(dtype))
 
 
 def _column_batches(files: Sequence[Path], name: str) -> Iterator[pa.Array]:

@@ -120,7 +120,7 @@ def read_summary(kind: type[S], path: Path, artifact: ArtifactReader) -> S:
         content = path.read_bytes()
     except OSError as err:
         raise SettingsError(
-            f"{flag}: {path}: {err.strerror}; expected the .json that {COMMANDS[name]} writes next to its --out"
+            f"{flag}: {path}: {str(err.strerror).lower()}; expected the .json that {COMMANDS[name]} writes beside --out"
         ) from err
     signed = Signed(
         name="",
