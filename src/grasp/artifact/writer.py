@@ -319,8 +319,8 @@ class ArtifactWriter(BuiltShards):
             if self._artifact is not None:
                 before = self._artifact.manifest
             else:
-                sizes = {"n_rows": self.grid.n_rows, "shard_rows": self.grid.shard_rows}
-                before = Manifest(**sizes, targets={}, arrays={}, units=(), moments=(), files={})
+                rows, shard = self.grid.n_rows, self.grid.shard_rows
+                before = Manifest(n_rows=rows, shard_rows=shard, targets={}, arrays={}, units=(), moments=(), files={})
             added = {
                 "targets": before.targets | dict(Counter(units["target"].to_pylist())),
                 "arrays": before.arrays | self._array_entries(before, gains or {}),

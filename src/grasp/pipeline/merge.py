@@ -235,7 +235,7 @@ def _manifest(parts: Sequence[ArtifactReader], labels: Sequence[str]) -> dict[st
         rows = manifest.skipped.get("rows", {})
         skipped.extend(*(rows.get(part, {}) for part in ("counts", "ids", "examples")))
         columns |= dict.fromkeys(manifest.skipped.get("columns", ()))
-    part_seconds = [manifest.details.get("build_seconds") for manifest in manifests]  # None: interrupted
+    part_seconds: list[Any] = [manifest.details.get("build_seconds") for manifest in manifests]  # None: interrupted
     seconds = None
     if None not in part_seconds:
         seconds = {name: sum(times[name] for times in part_seconds) for name in ("wall", "cpu")}
