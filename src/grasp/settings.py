@@ -27,7 +27,7 @@ from grasp.errors import SettingsError
 from grasp.file_readers import claimed
 from grasp.yaml_files import get_setting, set_setting, validated
 
-READERS = "grasp.readers"  # entry points of readers, see `grasp.readers`
+READERS = "grasp.readers"  # entry points of readers, see `grasp.readers` and `grasp.file_readers`
 CHAT_DATE = date(2024, 7, 26)  # the default date of Llama 3's chat template
 
 
@@ -289,9 +289,7 @@ class ModelSettings(Settings):
         if not others:
             return handler(data)
         fields: dict[str, Any] = {
-            name: (entry_points.load(READERS, name).settings | None, None)
-            for name in others
-            if name in entry_points.names(READERS)
+            name: (entry_points.load(READERS, name).settings | None, None) for name in others if name in model_readers()
         }
         group: type[Settings] = create_model("ModelSettings", __base__=Settings, **fields)
         reader_fields = {name: value for name, value in group.model_validate(others) if value is not None}
@@ -686,7 +684,12 @@ def code_settings(data: Mapping[str, Any]) -> tuple[str, ...]:
 
 def named_reader(model: Any) -> str | None:
     """Return the reader that unvalidated settings of a model name; None: there is none."""
-    return next((name for name in entry_points.names(READERS) if get_setting(model, name) is not None), None)
+    return next((name for name in model_readers() if get_setting(model, name) is not None), None)
+
+
+def model_readers() -> list[str]:
+    """Return the names of the readers that settings of the model choose; those with a dot read other tools' files."""
+    return [name for name in entry_points.names(READERS) if "." not in name]
 
 
 def form_of_loss(loss: str | None) -> str | None:

@@ -22,12 +22,11 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
-from grasp import entry_points
 from grasp.corpus.sources import IN_MEMORY
 from grasp.errors import ModelError
 from grasp.extras import require
 from grasp.hub import fetched_before, is_path, refusal, suggest_path
-from grasp.settings import READERS, ModelSettings, Train
+from grasp.settings import ModelSettings, Train, model_readers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TRAIN_FIELD = "grasp_train"  # field of a config: the kind of training (`Train`) for which the model is a reference
@@ -152,7 +151,7 @@ def check_readable(name: str) -> None:
 
 def _reader_hint() -> str:
     """Return which settings choose a reader for a model that is no causal LM."""
-    groups = [f"model.{name}" for name in entry_points.names(READERS)]
+    groups = [f"model.{name}" for name in model_readers()]
     return f"; for another kind of model, set what its reader needs: {', '.join(groups)}" if groups else ""
 
 

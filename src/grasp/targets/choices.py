@@ -179,7 +179,7 @@ def right_choices(records: Sequence[MultipleChoice]) -> list[int]:
     Raises:
         TargetError: the encoding of the answers is ambiguous, or positions seem to count from 1.
     """
-    fitting = [encoding for encoding in ENCODINGS if all(encoding in record.right for record in records)]
+    fitting = [encoding for encoding in ENCODINGS if records and all(encoding in r.right for r in records)]
     if not fitting:  # encodings are mixed: the first one that fits each answer, in the order of `ENCODINGS`
         return [
             next(record.right[encoding] for encoding in ENCODINGS if encoding in record.right) for record in records
