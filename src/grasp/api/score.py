@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.arrays import Bool
+from grasp.arrays import Bool, Floats
 from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import (
@@ -126,11 +126,9 @@ def score(
     if published is not None:
         bound_runs = None if runs is None else bind_runs(artifact, runs)
         method_scores = score_artifact(artifact, published, runs=bound_runs, checkpoints=checkpoints, progress=progress)
-        by, values_N, description = (
-            published.label,
-            method_scores.means(target),
-            "score of the method, on its own scale",
-        )
+        by = published.label
+        values_N: Floats = method_scores.means(target)
+        description = "score of the method, on its own scale"
     else:
         predictor = additive_predictor(artifact, target, protocol=protocol, match=match, unit=unit)
         scale = "relevance in standard deviations over the rows, 0 = the corpus average"

@@ -117,6 +117,7 @@ def _label(findings: Findings, label: LabelFindings) -> dict[str, Any]:
     # repetition loses. Weight f_g on every row gives the expected result of keeping a random fraction f_g of the slice.
     # Source: eq:method-additive.
     model = label.weights_model
+    formula: dict[str, Any]
     if isinstance(model, Predictor):
         formula = {"tabulated": tabulated([{"change": _rounded(change_T)} for change_T in model.change(weights)])}
     else:
