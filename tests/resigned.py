@@ -7,10 +7,10 @@ from grasp.artifact.manifest import MANIFEST
 from grasp.files import checksum
 
 
-def resign(path: Path, change) -> None:
-    """Apply `change` to a manifest and renew its checksum."""
-    raw = json.loads((path / MANIFEST).read_text())
+def resign(path: Path, change, name: str = MANIFEST) -> None:
+    """Apply `change` to a record, the manifest of an artifact by default, and renew its checksum."""
+    raw = json.loads((path / name).read_text())
     change(raw)
     raw["checksum"] = "0" * 32
     data = json.dumps(raw, indent=1) + "\n"
-    (path / MANIFEST).write_text(data.replace("0" * 32, checksum(data.encode()), 1))
+    (path / name).write_text(data.replace("0" * 32, checksum(data.encode()), 1))

@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
+from experiments.kernel_names import KERNEL_OF
 from grasp.arrays import F64
-from grasp.artifact.reader import RENAMED_KERNELS, ArtifactReader
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import RunsError
 from grasp.files import write_atomically
 from grasp.paper.development_runs import Development
@@ -83,7 +84,7 @@ def checked_units(artifacts: Sequence[ArtifactReader], target: str) -> None:
 
 
 def _read(artifact: ArtifactReader, kernel: str, columns: NDArray[np.int64]) -> F64:
-    blocks = artifact.array_blocks(artifact.relevance_name(RENAMED_KERNELS.get(kernel, kernel)), columns=columns)
+    blocks = artifact.array_blocks(artifact.relevance_name(KERNEL_OF.get(kernel, kernel)), columns=columns)
     return np.concatenate([block.astype(np.float64) for _, block in blocks])
 
 

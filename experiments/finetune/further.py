@@ -24,10 +24,11 @@ from experiments.finetune.prepare import environments_parser, model_directory, p
 from experiments.finetune.run import FOLDER
 from experiments.finetune.setting import ENVIRONMENTS, Name, open_corpus
 from experiments.finetune.worlds import shares
+from experiments.kernel_names import KERNEL_OF
 from experiments.mistakes import in_one_line
 from grasp.arrays import F64
 from grasp.artifact.manifest import LOSS_TOKENS
-from grasp.artifact.reader import RENAMED_KERNELS, ArtifactReader
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import GraspError
 from grasp.files import write_atomically
 from grasp.paper.agreement import standard_errors
@@ -35,7 +36,7 @@ from grasp.runs.retrained import RetrainedRuns
 
 FORWARD = ("token", "input", "shift", "tilt")  # as the recorded results call them
 SHIPPED_BEFORE = "token + input + shift + tilt"
-FEATURES = {"kernels": ("gradient", *(RENAMED_KERNELS[name] for name in FORWARD), "hidden_sketch", "residual_sketch")}
+FEATURES = {"kernels": ("gradient", *(KERNEL_OF[name] for name in FORWARD), "hidden_sketch", "residual_sketch")}
 DELTA = 0.05
 WEIGHTS = {".125": 0.125, ".25": 0.25, ".5": 0.5}
 RESAMPLES = 400
@@ -72,7 +73,7 @@ def forms(kernel_of: dict[str, F64], tokens_N: F64) -> dict[str, Method]:
 
 
 def relevance(artifact: ArtifactReader, kernel: str, columns: NDArray[np.int64]) -> F64:
-    blocks = artifact.array_blocks(artifact.relevance_name(RENAMED_KERNELS.get(kernel, kernel)), columns=columns)
+    blocks = artifact.array_blocks(artifact.relevance_name(KERNEL_OF.get(kernel, kernel)), columns=columns)
     return np.concatenate([block for _, block in blocks]).astype(np.float64)
 
 

@@ -19,8 +19,9 @@ from experiments.finetune.methods import FORWARD, method_scores, pretrained_arti
 from experiments.finetune.prepare import prepared
 from experiments.finetune.scores import Sides, input_kernel, pooled_kernel, token_kernel
 from experiments.finetune.setting import ENVIRONMENTS, LENGTH, Name, open_corpus, target_settings
+from experiments.kernel_names import KERNEL_OF
 from grasp.arrays import F64
-from grasp.artifact.reader import RENAMED_KERNELS, ArtifactReader
+from grasp.artifact.reader import ArtifactReader
 from grasp.corpus import RowStore
 from grasp.models.tokenizer import HfTokenizer
 from grasp.retraining.plan import row_names
@@ -125,7 +126,7 @@ def _published(artifact: ArtifactReader, utilities: Utilities) -> dict[str, Call
 
 
 def _array(artifact: ArtifactReader, kernel: str, columns: NDArray[np.int64]) -> F64:
-    blocks = artifact.array_blocks(artifact.relevance_name(RENAMED_KERNELS.get(kernel, kernel)), columns=columns)
+    blocks = artifact.array_blocks(artifact.relevance_name(KERNEL_OF.get(kernel, kernel)), columns=columns)
     return np.concatenate([block for _, block in blocks]).astype(np.float64)
 
 

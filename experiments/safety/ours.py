@@ -15,7 +15,7 @@ from grasp.methods.registry import configure_methods, score_artifact
 from grasp.pipeline.pipeline import build_artifact
 from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import ScoringProtocol, load_protocol, parse_protocol
-from grasp.predict.weights import MissingRows, in_blocks
+from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.settings import build_settings
 from grasp.vision.detect import detect
 
@@ -96,6 +96,6 @@ def without_each(artifact: ArtifactReader, protocol: ScoringProtocol) -> F64:
     halves = {"calibration": {"family": "uniform:0.5", "n_subsets": 256, "seed": 0}}
     half = parse_protocol(protocol.model_dump() | halves, protocol.name)
     n_rows = artifact.n_rows
-    each = (MissingRows(f"{i:06d}", np.array([i])) for i in range(n_rows))
+    each = (WeightedRows(f"{i:06d}", np.delete(np.arange(n_rows), i)) for i in range(n_rows))
     predictor = Predictor.from_artifact(artifact, half, [TARGET])
     return np.concatenate([predictor.change(block.weights)[:, 0] for block in in_blocks(each, n_rows, 256)])

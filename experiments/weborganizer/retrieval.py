@@ -16,9 +16,10 @@ import pyarrow.json as pj
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
+from experiments.kernel_names import KERNEL_OF
 from grasp.arrays import F32, F64
 from grasp.artifact.label_table import LabelTable
-from grasp.artifact.reader import RENAMED_KERNELS, ArtifactReader
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.methods.registry import GRASP, MethodRows, configure_methods, score_artifact
 from grasp.predict.predictor import Predictor, UnitSelection
@@ -171,7 +172,7 @@ def _parts(artifact: ArtifactReader, scores: Sequence[RowScore]) -> dict[str, Pa
     parts: dict[str, Part] = {}
     for name in dict.fromkeys(part for score in scores for part in score.parts):
         if name in KERNELS:
-            parts[name] = artifact, artifact.relevance_name(RENAMED_KERNELS.get(name, name))
+            parts[name] = artifact, artifact.relevance_name(KERNEL_OF.get(name, name))
         elif name == GRASP:
             parts[name] = artifact, None
         else:

@@ -128,10 +128,10 @@ def test_methods_lists_all_methods_or_the_settings_of_one():
     ("flags", "message"),
     [
         (["--methods", "trakin"], "did you mean tracin?"),
-        (["--checkpoints", "gone"], "checkpoints: no effect without methods"),
+        (["--checkpoints", "gone"], "checkpoints: no effect without a method that uses them"),
         (["--methods", ""], "--methods: got ''"),
         (["--methods", ","], "--methods: got ','"),
-        (["--methods", "bm25,loss", "--checkpoints", "gone"], "checkpoints: none of these methods"),
+        (["--methods", "bm25,loss", "--checkpoints", "gone"], "checkpoints: no effect without a method that uses them"),
         (["--methods", "tracin", "--checkpoints", "gone"], "checkpoints: gone: no such directory"),
         (["--method-settings", "methods.yaml"], "'output_layer additive'"),
     ],

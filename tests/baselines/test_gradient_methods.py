@@ -131,9 +131,9 @@ def test_groups_of_units_respect_the_memory_limit(world):
     layers = choose_layers(inputs.model, ["all"])
     units = unit_examples(inputs) * 100
     plan = exact_plan(layers, units, 20, 1, dense=True, copies=2)
-    assert (plan.groups[0].first, plan.groups[0].last) == (0, (1 << 20) // (8 * layers.size))
-    assert plan.groups[-1].last == 600
-    assert all(a.last == b.first for a, b in zip(plan.groups, plan.groups[1:], strict=False))
+    assert plan.groups[0] == slice(0, (1 << 20) // (8 * layers.size))
+    assert plan.groups[-1].stop == 600
+    assert all(a.stop == b.start for a, b in zip(plan.groups, plan.groups[1:], strict=False))
 
 
 def test_a_head_whose_gradients_do_not_fit_in_memory_is_stored_as_factors(world):

@@ -40,7 +40,7 @@ REFUSALS = {
         (("--set", "model.tokenizer=/no/tok"), "model.tokenizer: `/no/tok`: no such file"),
         (("--set", "model.tokenizer=large"), "outside the model's vocabulary of 300"),
         (("--set", "model.device=gpu"), "model.device: got `gpu`, expected auto, cpu, cuda or cuda:N"),
-        (("--set", "model.device=cuda:99"), "model.device: got `cuda:99`, but torch sees"),
+        (("--set", "model.device=cuda:99"), "model.device: got `cuda:99`, expected .*; torch sees"),
         (("--max-length", "512"), "512 tokens, the model has 128 positions"),
         (("--corpus", "ids.jsonl"), "ids.jsonl:2: row 'c' has the token id 999 at position 1"),
         (("--corpus", "column.jsonl"), "columns found: body, topic"),

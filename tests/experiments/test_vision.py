@@ -7,9 +7,9 @@ from PIL import Image
 
 from experiments.vision import command, false_positives, methods, run
 from experiments.vision.methods import Head
-from grasp.settings import CLASSIFIER_FEATURES
 from grasp.vision.detection import auroc
 from grasp.vision.fitted_head import fit_linear
+from grasp.vision.settings import ClassifierSettings
 from tests.vision.images_world import encoded as png
 
 
@@ -99,7 +99,7 @@ def over_rows(relevance_NE):
 def test_rankings_of_the_command_equal_those_of_the_formulas():
     head, changed = world(noise=0.15, seed=3)
     actual = command.values(pictures(head), head.label_N, (head.weight_VH, head.bias_V), 3)
-    expected = by_formula(head, CLASSIFIER_FEATURES["tau"])
+    expected = by_formula(head, ClassifierSettings.features["tau"])
     assert set(actual) == {*expected, "detect: fused"} == set(run.COMMAND)
     for name in ("GRASP (token)", "GRASP (pooled)"):
         assert auroc(-actual[name], changed) > 0.9

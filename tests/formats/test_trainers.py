@@ -267,7 +267,7 @@ MOODY = "{% if mood is defined %}<|im_start|>system\n{{ mood }}<|im_end|>\n{% en
     [PROMPTS, CHATS, TEXTS, PROMPT_CHATS, ARGUMENTS],
     ids=["prompts", "chats", "texts", "prompts of turns", "arguments"],
 )
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 def test_trl_trains_on_the_tokens_that_grasp_reads(tmp_path, records, form):
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
@@ -312,7 +312,7 @@ PAIRS = {
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 def test_trl_trains_on_the_pairs_that_grasp_reads(tmp_path, pair, kind):
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
@@ -348,7 +348,7 @@ def test_trl_trains_on_the_pairs_that_grasp_reads(tmp_path, pair, kind):
 
 
 @pytest.mark.parametrize("kind", ["prompt", "chats"])
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 def test_trl_truncates_pairs_as_grasp_does(tmp_path, kind):
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")

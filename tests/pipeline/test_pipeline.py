@@ -800,16 +800,13 @@ def test_targets_added_to_an_artifact_without_a_kernel_lack_it_too(root, tmp_pat
         artifact.relevance_name("embedding")
 
 
-def test_positions_stored_by_another_version_are_refused(root, tmp_path):
+def test_stored_features_are_read_back_in_batches(root, tmp_path):
     settings = world(root, keep_features=True)
     artifact = ArtifactReader.open(build_artifact(settings, tmp_path / "artifact"))
     features = artifact.features(0)
     assert len(features["0.input"]) == len(features["0.row"])
     model_pass = prepare_inputs(settings, tmp_path / "tokens", Silent()).model_pass
     assert sum(batch.n_rows for _, batch in read_batches(features, model_pass, 300)) == artifact.grid.shard_rows
-    old = {f"position.{name}": array for name, array in features.items()}
-    with pytest.raises(ArtifactError, match=r"features: .*version"):
-        next(read_batches(old, model_pass, 300))
 
 
 def test_adding_a_target_over_another_corpus_is_refused(root, tmp_path):

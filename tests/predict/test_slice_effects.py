@@ -148,9 +148,9 @@ def test_labels_are_chosen_by_their_number_of_values(art_of):
         "score": [0.1, 0.2] * 6,
         "flag": [True, False] * 6,
     }
-    assert suggest_labels(art_of(columns), most=5) == ("topic",)
+    assert suggest_labels(art_of(columns)) == ("topic",)
     assert suggest_labels(art_of({"flag": columns["flag"], "score": columns["score"]})) == ("flag",)
-    assert suggest_labels(art_of({"url": columns["url"], "one": columns["one"]}), most=5) == ()
+    assert suggest_labels(art_of({"url": columns["url"], "one": columns["one"]})) == ()
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.corpus import RowStore
 from grasp.corpus.documents import Corpus
 from grasp.corpus.sources import open_source
-from grasp.errors import CorpusError, SettingsError
+from grasp.errors import ArtifactError, CorpusError, SettingsError
 from grasp.files import entry_of, temporary_path
 from grasp.runs.imported_runs import row_weights
 from grasp.select.budget import load_exclusions
@@ -357,8 +357,8 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
         with pytest.raises(SettingsError, match=message):
             attempt()
     assert not list(tmp_path.glob("kept*"))
-    artifact.manifest.settings["model"] = {"classifier": {"head": "fc"}}
-    with pytest.raises(SettingsError, match="images"):
+    artifact.manifest.details["reader"] = "classifier"
+    with pytest.raises(ArtifactError, match="its rows are no texts"):
         corpus_settings(artifact)
     artifact.manifest.settings.clear()
     with pytest.raises(SettingsError, match="does not record the corpus"):

@@ -438,7 +438,7 @@ def _result_notes(terms: EffectTerms, recomputed: Mapping[str, float], gap: floa
     if len(recomputed) > 1:
         yield "by kernel: " + ", ".join(f"{name} {value:+z.3f}" for name, value in recomputed.items())
     for name in recomputed:
-        if not kernel_class(name).is_linear:
+        if name != REPLAY and not kernel_class(name).is_linear:
             yield f"{name}: {SUMMARY_NOTE}"
     if abs(gap) > EFFECT_TOLERANCE * max(1.0, abs(terms.effect)):
         yield (

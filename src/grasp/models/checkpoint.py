@@ -175,6 +175,8 @@ def text_config_of(settings: ModelSettings) -> Any:
     )
     config = config.get_text_config(decoder=True)
     vocab_size = getattr(config, "vocab_size", None)
+    if isinstance(vocab_size, int) and vocab_size < 1:
+        raise ModelError(f"model.path: `{name}` has a config.json with vocab_size {vocab_size}; fix the config")
     if isinstance(vocab_size, int) and is_adapter(settings.path):
         config.vocab_size = _adapted_vocab_size(settings.path, vocab_size)
     return config

@@ -63,7 +63,7 @@ def read_utilities(path: Path, runs: Sequence[Run], units: Sequence[tuple[str, s
         runs: all runs that may occur.
         units: (target, unit_id) of each unit; a run must have all units.
     Raises:
-        RunsError: the file is damaged, or has other runs or units.
+        RunsError: the file is damaged, or has other runs or units, or a utility of a run is missing or not finite.
         FileNotFoundError: no such file; expected if runs are merged concurrently.
     """
     table = read_columns(path, list(COLUMNS))
@@ -73,6 +73,10 @@ def read_utilities(path: Path, runs: Sequence[Run], units: Sequence[tuple[str, s
         raise RunsError(f"{path}: has runs or units that environment.json does not list; restore both from one copy")
     values_RE = np.full((len(runs), len(units)), np.nan)
     values_RE[r, e] = table.column("utility").to_numpy().astype(np.float64)
+    if n_invalid := int((~np.isfinite(values_RE[np.unique(r)])).sum()):
+        raise RunsError(
+            f"{path}: {n_invalid} utilities are missing, nan or infinite; delete these runs and retrain them"
+        )
     return values_RE
 
 
